@@ -1,0 +1,37 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Memory: aligned buffers, and the reserved address range of released units.
+ *
+ * A range reserves addresses for all units (PROT_NONE, no memory). A unit that is gathered gets memory at its fixed
+ * address from a few warm slots (pages that were touched before, so no page faults), moved there with mremap; on
+ * release the pages move back. Addresses never change, "is this pointer ours" is one compare, and a stray read of a
+ * released unit faults at an address that names it.
+ *
+ * Threads: zpp_range functions are called by one thread at a time per range.
+ */
+#ifndef ZPP_BASE_MEM_H
+#define ZPP_BASE_MEM_H
+
+#include <stdbool.h>
+#include "status.h"
+
+enum { ZPP_PAGE_BYTES = 4096 };
+
+/* Aligned to `align_bytes` (a power of two), zeroed. New; free with zpp_mem_free(ptr, bytes). Large blocks ask for huge pages. */
+zpp_status zpp_mem_alloc(size_t bytes, size_t align_bytes, void **out, struct zpp_err *err);
+void zpp_mem_free(void *memory, size_t bytes);
+
+typedef struct zpp_range zpp_range;
+/* Reserve `bytes` (rounded up to pages). New; free with zpp_range_destroy. */
+zpp_status zpp_range_create(size_t bytes, zpp_range **out, struct zpp_err *err);
+void zpp_range_destroy(zpp_range *range); /* NULL is fine; unmaps everything, nobody may read on */
+void *zpp_range_base(const zpp_range *range);
+/* Give memory to / take it from [offset, offset + bytes); both multiples of ZPP_PAGE_BYTES. Contents are undefined after
+ * map and lost at unmap. At most `warm_bytes` (zpp_range_set_warm) of taken pages are kept for the next map, the rest
+ * goes back to the system. */
+zpp_status zpp_range_map(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err);
+zpp_status zpp_range_unmap(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err);
+void zpp_range_set_warm(zpp_range *range, size_t warm_bytes);
+size_t zpp_range_held_bytes(const zpp_range *range); /* mapped now, plus warm */
+
+#endif

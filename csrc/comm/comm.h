@@ -1,0 +1,122 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The communicator: the C door of csrc/comm, which csrc/zero and the torch.distributed backend both use.
+ *
+ * Three levels, each usable alone:
+ *   regions      memory that every rank of the host maps (memfd, so a small /dev/shm is no limit, and nothing is left
+ *                behind by any kind of death); read in place, one memcpy a byte
+ *   lanes        one-sided publication: a rank posts numbered notices, peers read them and acknowledge; each notice
+ *                carries its identity, so that order is never taken for identity
+ *   collectives  all-reduce, all-gather, reduce-scatter, broadcast, barrier, ... on the caller's memory
+ *
+ * Reductions add in rank order, ((r0 + r1) + r2) + ..., in fp32 for 16-bit elements with one rounding at the end: same inputs, same
+ * bits, whatever the timing. A dead or diverging peer is an error on every survivor, with its number, within seconds;
+ * a peer that is merely late is waited for until the time-out, and `log` hears its rank after 10 s.
+ *
+ * Threads: a communicator, and each of its lanes, is used by one thread at a time; different lanes of one communicator
+ * may be used by different threads. Creation calls are collective: same order on every rank.
+ */
+#ifndef ZPP_COMM_COMM_H
+#define ZPP_COMM_COMM_H
+
+#include <stdbool.h>
+#include "../base/dtype.h"
+#include "../base/status.h"
+#include "../base/wait.h"
+
+/* --- rendezvous: how ranks find each other. Filled in by bind (torch's store) or by a C test (a table) ------------ */
+struct zpp_store {
+    void *ctx; /* borrowed until zpp_comm_create returns */
+    zpp_status (*set)(void *ctx, const char *key, const void *value, size_t bytes, struct zpp_err *err);
+    /* Waits for the key. `*bytes` in: room; out: length. */
+    zpp_status (*get)(void *ctx, const char *key, void *value, size_t *bytes, uint64_t timeout_ns, struct zpp_err *err);
+};
+
+typedef struct zpp_comm zpp_comm;
+struct zpp_comm_options {
+    int rank, ranks;
+    uint64_t timeout_ns;  /* of every wait for a peer; 0 = for ever */
+    const char *name;     /* of the group, for messages; copied */
+    void (*log)(void *ctx, const char *sentence); /* may be NULL */
+    void *log_ctx;
+};
+/* Collective. All ranks must be on one host for now; a rank elsewhere is NOT_BUILT, naming both hosts. New; free with zpp_comm_destroy. */
+zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct zpp_store *store, zpp_comm **out,
+                           struct zpp_err *err);
+/* Local, never waits. Peers that still use the group see "rank r left". NULL is fine. */
+void zpp_comm_destroy(zpp_comm *comm);
+/* Every pending and later wait, here and on the peers, ends with ABORTED and this sentence, naming this rank. Any thread. */
+void zpp_comm_abort(zpp_comm *comm, const char *sentence);
+int zpp_comm_rank(const zpp_comm *comm);
+int zpp_comm_ranks(const zpp_comm *comm);
+uint64_t zpp_comm_timeout_ns(const zpp_comm *comm);
+
+/* Bytes moved, monotone. A byte counts once, at the rank that reads it from a peer's memory. */
+enum zpp_traffic_kind { ZPP_TRAFFIC_ALL_GATHER, ZPP_TRAFFIC_REDUCE_SCATTER, ZPP_TRAFFIC_ALL_REDUCE, ZPP_TRAFFIC_BROADCAST,
+                        ZPP_TRAFFIC_ALL_TO_ALL, ZPP_TRAFFIC_P2P, ZPP_TRAFFIC_OTHER, ZPP_TRAFFIC_KINDS };
+struct zpp_traffic { uint64_t bytes[ZPP_TRAFFIC_KINDS], calls[ZPP_TRAFFIC_KINDS]; };
+void zpp_comm_traffic(const zpp_comm *comm, struct zpp_traffic *out);
+void zpp_comm_count(zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes); /* for users of regions and lanes */
+
+/* --- regions ------------------------------------------------------------------------------------------------------ */
+typedef struct zpp_region zpp_region;
+enum zpp_region_kind {
+    ZPP_REGION_PER_RANK, /* each rank owns `bytes`; zpp_region_base(region, r) is rank r's part, mapped here */
+    ZPP_REGION_ONE,      /* one block of `bytes` for all; the same for every r */
+};
+/* Collective. Zeroed, page aligned, sparse: memory is used only where touched. New; free with zpp_region_destroy,
+ * which is local: the memory lives until the last rank unmaps it, and survives the communicator. */
+zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t bytes, zpp_region **out, struct zpp_err *err);
+void zpp_region_destroy(zpp_region *region);
+void *zpp_region_base(const zpp_region *region, int rank);
+/* Give pages of my own part (ONE: of the block) back to the system; they read as zero again. Page-aligned. */
+void zpp_region_trim(zpp_region *region, size_t offset_bytes, size_t bytes);
+
+/* --- lanes -------------------------------------------------------------------------------------------------------- */
+enum { ZPP_LANE_RING = 64, ZPP_LANE_MASK_BYTES = 64 };
+struct zpp_notice {
+    uint64_t kind;         /* what this is: compared between ranks by zpp_lane_expect */
+    uint64_t object;       /* which unit */
+    uint64_t step;         /* which pass */
+    uint64_t elems;        /* how many elements */
+    uint64_t offset_bytes; /* where in the sender's region; not compared */
+    uint8_t mask[ZPP_LANE_MASK_BYTES]; /* flags of the sender's choice; not compared */
+};
+typedef struct zpp_lane zpp_lane;
+/* Collective. `name` is used in messages. New; free with zpp_lane_destroy before the communicator. */
+zpp_status zpp_lane_create(zpp_comm *comm, const char *name, zpp_lane **out, struct zpp_err *err);
+void zpp_lane_destroy(zpp_lane *lane);
+/* Publish the next notice of this rank (release order: what was written before is visible to who reads it). `*seq` is its number, 1, 2, 3...
+ * AGAIN / waits only while a peer has not acknowledged the notice ZPP_LANE_RING before. */
+zpp_status zpp_lane_post(zpp_lane *lane, const struct zpp_notice *notice, const struct zpp_wait *wait, uint64_t *seq,
+                         struct zpp_err *err);
+/* Read notice `seq` of `rank`. `expect` (may be NULL): kind, object, step and elems must be equal, else PEER, and the
+ * sentence shows both sides, here and there (the peer's next wait fails too). Describing a notice is the owner's job: see describe. */
+zpp_status zpp_lane_read(zpp_lane *lane, int rank, uint64_t seq, const struct zpp_notice *expect,
+                         const struct zpp_wait *wait, struct zpp_notice *out, struct zpp_err *err);
+/* I no longer read anything that the peers' notices up to `seq` point at. */
+void zpp_lane_ack(zpp_lane *lane, uint64_t seq);
+/* Newest of my notices that every peer has acknowledged. Never waits. */
+uint64_t zpp_lane_acked(const zpp_lane *lane);
+/* The same, waiting until it is at least `seq`. */
+zpp_status zpp_lane_wait_acked(zpp_lane *lane, uint64_t seq, const struct zpp_wait *wait, struct zpp_err *err);
+/* Turns a notice into words for messages, such as `reduce unit 3 (layers.2) step 7`; default prints the numbers. */
+void zpp_lane_set_describe(zpp_lane *lane, void (*describe)(void *ctx, const struct zpp_notice *, char *text, size_t room),
+                           void *ctx);
+
+/* --- collectives on the caller's memory (staged through regions; in place where the memory lies in a region) -------- */
+typedef enum zpp_reduce_op { ZPP_SUM, ZPP_AVG, ZPP_PRODUCT, ZPP_MIN, ZPP_MAX, ZPP_BAND, ZPP_BOR, ZPP_BXOR, ZPP_REDUCE_OPS } zpp_reduce_op;
+/* All block. `wait` NULL here means: the communicator's own time-out, no ticks. Ranks must call the same one with the
+ * same elems, dtype, op and root; anything else is PEER on all of them, showing both sides. */
+zpp_status zpp_all_reduce(zpp_comm *, void *data, size_t elems, zpp_dtype, zpp_reduce_op, const struct zpp_wait *, struct zpp_err *);
+zpp_status zpp_all_gather(zpp_comm *, void *dst, const void *src, size_t src_bytes, const struct zpp_wait *, struct zpp_err *);
+zpp_status zpp_reduce_scatter(zpp_comm *, void *dst, const void *src, size_t dst_elems, zpp_dtype, zpp_reduce_op, const struct zpp_wait *, struct zpp_err *);
+zpp_status zpp_broadcast(zpp_comm *, void *data, size_t bytes, int root, const struct zpp_wait *, struct zpp_err *);
+zpp_status zpp_barrier(zpp_comm *, const struct zpp_wait *, struct zpp_err *);
+
+/* --- the reduction itself, for users of regions: dst[i] = (sum over r in rank order of src[r][i]) * scale ----------- */
+/* src[r]: `ranks` arrays of `elems` elements of `dtype`. dst of dst_dtype (F32 or `dtype`); accumulate: dst[i] += that. One pass, AVX where there. */
+void zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accumulate, const void *const *src, int ranks, zpp_dtype dtype,
+                        size_t elems, float scale);
+
+#endif

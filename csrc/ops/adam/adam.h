@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019), fused: one pass over memory does unscale, moments,
+ * update, and the copy back in low precision (the CPU Adam of ZeRO-Offload, section 5.1). Per element, t counted from 1:
+ *
+ *   g  = grad * grad_scale                     (clip factor and loss scale, multiplied once in fp32)
+ *   g  = g + weight_decay * p                  Adam;      AdamW: p = p * (1 - lr * weight_decay)
+ *   m  = m + (g - m) * (1 - beta1)             torch's lerp
+ *   v  = beta2 * v + (1 - beta2) * g * g
+ *   p  = p - (lr / (1 - beta1^t)) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+ *   amsgrad: the running maximum of v stands in the place of v in the last line
+ *   maximize: g = -g first
+ *
+ * Written so that fp32 agrees with torch.optim.AdamW within a few ulp per step (bound in tests/ops/test_adam.py);
+ * every CPU level gives the same bits as the scalar version (no FMA contraction differences: adam_body.h states the order).
+ * Bytes touched per parameter: fp32 28 (p, m, v read and written, gradient read); bf16 gradient and copy-out: 28 as well.
+ */
+#ifndef ZPP_OPS_ADAM_H
+#define ZPP_OPS_ADAM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include "../../base/dtype.h"
+#include "../../base/pool.h"
+
+/* One tensor, or one piece of a shard. Pointers need element alignment only. No two segments overlap. */
+struct zpp_adam_segment {
+    float *param;          /* fp32 master, read and written */
+    const void *grad;      /* F32, BF16 or F16: grad_dtype; read */
+    float *exp_avg;        /* first moment */
+    float *exp_avg_sq;     /* second moment */
+    float *max_exp_avg_sq; /* amsgrad only, else NULL */
+    void *param_out;       /* low-precision copy written (out_dtype), or NULL */
+    size_t elems;
+    zpp_dtype grad_dtype, out_dtype;
+    uint64_t step;         /* t of this update, from 1 */
+    double lr, beta1, beta2, eps, weight_decay;
+    bool decoupled_decay;  /* AdamW */
+    bool maximize;
+};
+
+/* All segments in one call, split over the threads of `pool` (NULL: this thread only) in pieces of equal bytes; the
+ * bits do not depend on the number of threads. grad_scale multiplies every gradient. */
+void zpp_adam_step(const struct zpp_adam_segment *segments, size_t segments_count, float grad_scale, zpp_pool *pool);
+
+#endif
