@@ -1,0 +1,416 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What the optimizer calls: where the gradients lie, their norm, the step.
+ *
+ * Gradients are *local* (p.grad itself: one rank, and stage 0 after its all-reduce) or *sliced* (this rank's reduced slice).
+ * Everything below walks pieces: a parameter's part in a slice. The norm is summed per unit and slice, in double, in that
+ * order, so that it has the same bits in every stage at equal world size.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "../ops/adam/adam.h"
+#include "../ops/norm/norm.h"
+#include "py_comm.h"
+#include "py_zero.h"
+#include "raise.h"
+
+static bool is_local(const Zero *zero) {
+    return zero->ranks == 1 || zero->stage == 0;
+}
+
+static Unit *unit_at(const Zero *zero, Py_ssize_t index) {
+    return (Unit *)PyList_GetItem(zero->units, index);
+}
+
+/* --- local gradients ------------------------------------------------------------------------------------------------- */
+
+void zpp_py_drop_grads(Unit *unit) {
+    for (Py_ssize_t i = 0; unit->grad_refs && i < unit->count; i++) {
+        Py_CLEAR(unit->grad_refs[i]);
+        unit->grads[i] = NULL;
+    }
+}
+
+/* Hold p.grad of one parameter: dense, contiguous, of the parameter's kind. 1: it has one, 0: none, -1: error. */
+static int hold_gradient(Unit *unit, Py_ssize_t i) {
+    PyObject *grad = PyObject_GetAttr(unit->params[i], zpp_str_grad);
+    if (!grad) return -1;
+    if (grad == Py_None) {
+        Py_DECREF(grad);
+        return 0;
+    }
+    PyObject *dense = PyObject_CallMethodObjArgs(grad, zpp_str_contiguous, NULL);
+    Py_DECREF(grad);
+    PyObject *address = dense ? PyObject_CallMethodObjArgs(dense, zpp_str_data_ptr, NULL) : NULL;
+    if (!address) {
+        Py_XDECREF(dense);
+        return -1;
+    }
+    unit->grad_refs[i] = dense;
+    unit->grads[i] = PyLong_AsVoidPtr(address);
+    Py_DECREF(address);
+    return 1;
+}
+
+static int hold_gradients(Unit *unit, bool *any) {
+    const bool was_plain = unit->is_plain;
+    zpp_py_drop_grads(unit);
+    if (zpp_py_swap(unit, true)) return -1;
+    for (Py_ssize_t i = 0; i < unit->count; i++) {
+        const int held = hold_gradient(unit, i);
+        if (held < 0) return -1;
+        *any |= held;
+    }
+    return was_plain ? 0 : zpp_py_swap(unit, false);
+}
+
+/* collect_grads() -> bool: is there a gradient to step with? Local ones are held until the next clear_grads. */
+static PyObject *zero_collect_grads(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Zero *zero = (Zero *)self;
+    if (!is_local(zero)) return PyBool_FromLong(zpp_zero_has_grad(zero->core));
+    bool any = false;
+    const Py_ssize_t count = PyList_Size(zero->units);
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (unit_at(zero, i)->unit->trainable && hold_gradients(unit_at(zero, i), &any)) return NULL;
+    return PyBool_FromLong(any);
+}
+
+static int forget_local(Unit *unit) {
+    const bool was_plain = unit->is_plain;
+    zpp_py_drop_grads(unit);
+    if (zpp_py_swap(unit, true)) return -1;
+    for (Py_ssize_t i = 0; i < unit->count; i++)
+        if (PyObject_SetAttr(unit->params[i], zpp_str_grad, Py_None)) return -1;
+    return was_plain ? 0 : zpp_py_swap(unit, false);
+}
+
+static PyObject *zero_clear_grads(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Zero *zero = (Zero *)self;
+    const Py_ssize_t count = PyList_Size(zero->units);
+    for (Py_ssize_t i = 0; i < count && is_local(zero); i++)
+        if (unit_at(zero, i)->unit->trainable && forget_local(unit_at(zero, i))) return NULL;
+    if (zero->ranks > 1) zpp_zero_clear_grads(zero->core);
+    Py_RETURN_NONE;
+}
+
+/* Gradients that this rank holds back (no_sync), not reduced yet. */
+static PyObject *zero_grads_pending(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Zero *zero = (Zero *)self;
+    return PyBool_FromLong(!is_local(zero) && zpp_zero_grads_pending(zero->core));
+}
+
+/* --- pieces ------------------------------------------------------------------------------------------------------------ */
+
+/* The slice that this rank steps: its own, or everything where gradients are local. */
+struct own_slice {
+    struct zpp_unit shape;  /* a copy whose slices are cut that way */
+    int rank;
+    size_t begin_elems;
+    unsigned char *values;
+    const unsigned char *grads; /* sliced only */
+    const uint8_t *present;     /* sliced only */
+    zpp_dtype grad_dtype;
+};
+
+/* false: the unit has no gradient. */
+static bool own_slice(const Zero *zero, const Unit *unit, struct own_slice *out) {
+    *out = (struct own_slice){ .shape = *unit->unit, .rank = zpp_zero_rank(zero->core), .grad_dtype = unit->unit->dtype };
+    if (is_local(zero)) {
+        out->shape.shard_elems = out->shape.elems;
+        out->rank = 0;
+        out->values = unit->unit->whole;
+        return true;
+    }
+    out->begin_elems = (size_t)out->rank * out->shape.shard_elems;
+    out->values = unit->unit->shard;
+    out->grads = zpp_zero_grad_shard(zero->core, unit->unit->index, &out->present);
+    out->grad_dtype = zpp_zero_grad_dtype(zero->core, unit->unit->index);
+    return out->grads != NULL;
+}
+
+/* Where a piece's gradient lies; NULL: its parameter has none. */
+static const void *piece_gradient(const Unit *unit, const struct own_slice *slice, const struct zpp_piece *piece) {
+    const size_t bytes = zpp_dtype_bytes(slice->grad_dtype);
+    if (slice->grads)
+        return slice->present[piece->param] ? slice->grads + (piece->offset_elems - slice->begin_elems) * bytes : NULL;
+    const unsigned char *grad = unit->grads[piece->param];
+    return grad ? grad + (piece->offset_elems - unit->unit->offset_elems[piece->param]) * bytes : NULL;
+}
+
+/* --- norm -------------------------------------------------------------------------------------------------------------- */
+
+struct slice_norm {
+    double squares;
+    int64_t bad_param; /* the first that is not finite; -1: none */
+};
+
+/* One slice of one unit. `shape` decides how the unit is cut. */
+static int norm_of_slice(const Zero *zero, const Unit *unit, const struct own_slice *slice, int rank, struct slice_norm *out) {
+    *out = (struct slice_norm){ 0.0, -1 };
+    const size_t room = slice->shape.params + 1;
+    struct zpp_piece *pieces = calloc(room, sizeof *pieces);
+    struct zpp_norm_segment *segments = calloc(room, sizeof *segments);
+    double *sums = calloc(room, sizeof *sums);
+    uint64_t *bad = calloc(room, sizeof *bad);
+    size_t *params = calloc(room, sizeof *params);
+    size_t count = 0;
+    const bool memory = pieces && segments && sums && bad && params;
+    if (memory) {
+        struct zpp_unit cut = *unit->unit;
+        const size_t found = zpp_unit_pieces(&cut, rank, pieces);
+        for (size_t i = 0; i < found; i++) {
+            const void *grad = piece_gradient(unit, slice, &pieces[i]);
+            if (!grad) continue;
+            params[count] = pieces[i].param;
+            segments[count++] = (struct zpp_norm_segment){ grad, slice->grad_dtype, pieces[i].elems };
+        }
+        zpp_norm_squares(segments, count, sums, bad, zero->pool);
+    }
+    for (size_t i = 0; i < count; i++) {
+        out->squares += sums[i];
+        if (bad[i] && out->bad_param < 0) out->bad_param = (int64_t)params[i];
+    }
+    free(pieces);
+    free(segments);
+    free(sums);
+    free(bad);
+    free(params);
+    return memory ? 0 : -1;
+}
+
+/* norms[rank * units + unit]; sliced gradients fill this rank's row only. */
+static int fill_norms(const Zero *zero, struct slice_norm *norms) {
+    const Py_ssize_t units = PyList_Size(zero->units);
+    const int first = is_local(zero) ? 0 : zpp_zero_rank(zero->core);
+    const int last = is_local(zero) ? zero->ranks - 1 : first;
+    for (int rank = first; rank <= last; rank++) {
+        for (Py_ssize_t u = 0; u < units; u++) {
+            const Unit *unit = unit_at(zero, u);
+            struct slice_norm *norm = &norms[(size_t)rank * (size_t)units + (size_t)u];
+            struct own_slice slice;
+            *norm = (struct slice_norm){ 0.0, -1 };
+            if (!unit->unit->trainable || !own_slice(zero, unit, &slice)) continue;
+            if (norm_of_slice(zero, unit, &slice, rank, norm)) return -1;
+        }
+    }
+    return 0;
+}
+
+/* norm() -> (sum of squares over all ranks, [(rank, unit, parameter) that is not finite, ...]); collective. */
+static PyObject *zero_norm(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Zero *zero = (Zero *)self;
+    const size_t units = (size_t)PyList_Size(zero->units), cells = units * (size_t)zero->ranks;
+    struct slice_norm *norms = calloc(cells + 1, sizeof *norms), *row = calloc(units + 1, sizeof *row);
+    zpp_status status = ZPP_OK;
+    struct zpp_err err = ZPP_ERR_INIT;
+    int failed = !norms || !row || fill_norms(zero, norms);
+    if (!failed && !is_local(zero) && units) {
+        struct zpp_wait wait;
+        zpp_py_wait_for(zero, &wait);
+        for (size_t u = 0; u < units; u++) row[u] = norms[(size_t)zpp_zero_rank(zero->core) * units + u];
+        PyThreadState *thread = PyEval_SaveThread();
+        status = zpp_all_gather(zpp_py_comm_get(zero->comm), norms, row, units * sizeof *row, &wait, &err);
+        PyEval_RestoreThread(thread);
+    }
+    double squares = 0.0;
+    PyObject *bad = failed || status != ZPP_OK ? NULL : PyList_New(0);
+    for (size_t u = 0; bad && u < units; u++) {
+        for (size_t rank = 0; rank < (size_t)zero->ranks; rank++) {
+            const struct slice_norm *norm = &norms[rank * units + u];
+            squares += norm->squares;
+            if (norm->bad_param < 0) continue;
+            PyObject *where = Py_BuildValue("(inn)", (int)rank, (Py_ssize_t)u, (Py_ssize_t)norm->bad_param);
+            if (!where || PyList_Append(bad, where)) failed = 1;
+            Py_XDECREF(where);
+        }
+    }
+    free(norms);
+    free(row);
+    if (status != ZPP_OK) return zpp_py_raise(&err);
+    if (!bad || failed) {
+        Py_XDECREF(bad);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    return Py_BuildValue("(dN)", squares, bad);
+}
+
+/* --- step -------------------------------------------------------------------------------------------------------------- */
+
+/* step_begin(vote) -> every rank's vote; nobody reads parameters any more. */
+static PyObject *zero_step_begin(PyObject *self, PyObject *arg) {
+    Zero *zero = (Zero *)self;
+    const uint64_t vote = PyLong_AsUnsignedLongLong(arg);
+    if (PyErr_Occurred() || zpp_py_release_all(zero)) return NULL;
+    uint64_t *votes = calloc((size_t)zero->ranks, sizeof *votes);
+    if (!votes) return PyErr_NoMemory();
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_wait wait;
+    zpp_py_wait_for(zero, &wait);
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_zero_step_begin(zero->core, vote, votes, &wait, &err);
+    PyEval_RestoreThread(thread);
+    PyObject *list = status == ZPP_OK ? PyList_New(zero->ranks) : NULL;
+    for (int rank = 0; list && rank < zero->ranks; rank++)
+        if (PyList_SetItem(list, rank, PyLong_FromUnsignedLongLong(votes[rank]))) Py_CLEAR(list);
+    free(votes);
+    return status == ZPP_OK ? list : zpp_py_raise(&err);
+}
+
+/* step_end(): every slice is written, on every rank. */
+static PyObject *zero_step_end(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Zero *zero = (Zero *)self;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_wait wait;
+    zpp_py_wait_for(zero, &wait);
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_zero_step_end(zero->core, &wait, &err);
+    PyEval_RestoreThread(thread);
+    if (status != ZPP_OK) return zpp_py_raise(&err);
+    Py_RETURN_NONE;
+}
+
+PyObject *zpp_py_set_adam(Unit *unit, PyObject *args) {
+    unsigned long long master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps;
+    PyObject *groups;
+    if (!PyArg_ParseTuple(args, "KKKKKO!", &master, &exp_avg, &exp_avg_sq, &max_exp_avg_sq, &steps, &PyList_Type, &groups))
+        return NULL;
+    if (PyList_Size(groups) != unit->count) {
+        PyErr_Format(PyExc_ValueError, "zero: %zd groups for the %zd parameters of unit %s", PyList_Size(groups), unit->count,
+                     unit->unit->name);
+        return NULL;
+    }
+    int *numbers = calloc((size_t)unit->count + 1, sizeof *numbers);
+    if (!numbers) return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < unit->count; i++) numbers[i] = (int)PyLong_AsLong(PyList_GetItem(groups, i));
+    free(unit->adam.groups);
+    unit->adam = (struct unit_adam){ .master = (float *)(uintptr_t)master, .exp_avg = (float *)(uintptr_t)exp_avg,
+                                     .exp_avg_sq = (float *)(uintptr_t)exp_avg_sq,
+                                     .max_exp_avg_sq = (float *)(uintptr_t)max_exp_avg_sq,
+                                     .steps = (int64_t *)(uintptr_t)steps, .groups = numbers };
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+struct segments {
+    struct zpp_adam_segment *at;
+    size_t count, room;
+};
+
+static struct zpp_adam_segment *next_segment(struct segments *list) {
+    if (list->count == list->room) {
+        const size_t room = list->room ? 2 * list->room : 256;
+        struct zpp_adam_segment *at = realloc(list->at, room * sizeof *at);
+        if (!at) return NULL;
+        list->at = at;
+        list->room = room;
+    }
+    return &list->at[list->count++];
+}
+
+static int add_unit_segments(const Zero *zero, Unit *unit, const struct zpp_adam_segment *groups, struct segments *list) {
+    struct own_slice slice;
+    if (!unit->unit->trainable || !unit->adam.exp_avg || !own_slice(zero, unit, &slice)) return 0;
+    struct zpp_piece *pieces = calloc(slice.shape.params + 1, sizeof *pieces);
+    if (!pieces) return -1;
+    const size_t count = zpp_unit_pieces(&slice.shape, slice.rank, pieces);
+    for (Py_ssize_t i = 0; i < unit->count; i++) { /* one step more on every rank that may hold a piece of it */
+        const bool has = slice.grads ? slice.present[i] : unit->grads[i] != NULL;
+        if (has && unit->adam.groups[i] >= 0) unit->adam.steps[i]++;
+    }
+    int failed = 0;
+    for (size_t i = 0; i < count && !failed; i++) {
+        const struct zpp_piece *piece = &pieces[i];
+        const int group = unit->adam.groups[piece->param];
+        const void *grad = piece_gradient(unit, &slice, piece);
+        if (!grad || group < 0) continue;
+        struct zpp_adam_segment *segment = next_segment(list);
+        failed = !segment;
+        if (failed) break;
+        const size_t at = piece->offset_elems - slice.begin_elems;
+        *segment = groups[group];
+        segment->param = unit->adam.master ? unit->adam.master + at : (float *)(void *)slice.values + at;
+        segment->param_out = unit->adam.master ? slice.values + at * unit->unit->elem_bytes : NULL;
+        segment->out_dtype = unit->unit->dtype;
+        segment->grad = grad;
+        segment->grad_dtype = slice.grad_dtype;
+        segment->exp_avg = unit->adam.exp_avg + at;
+        segment->exp_avg_sq = unit->adam.exp_avg_sq + at;
+        if (segment->max_exp_avg_sq) segment->max_exp_avg_sq = unit->adam.max_exp_avg_sq + at;
+        segment->elems = piece->elems;
+        segment->step = (uint64_t)unit->adam.steps[piece->param];
+    }
+    free(pieces);
+    return failed ? -1 : 0;
+}
+
+/* (lr, beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad) per parameter group. */
+static struct zpp_adam_segment *read_groups(PyObject *list) {
+    const Py_ssize_t count = PyList_Size(list);
+    struct zpp_adam_segment *groups = calloc((size_t)count + 1, sizeof *groups);
+    if (!groups) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int decoupled, maximize, amsgrad;
+        struct zpp_adam_segment *group = &groups[i];
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "dddddppp", &group->lr, &group->beta1, &group->beta2, &group->eps,
+                              &group->weight_decay, &decoupled, &maximize, &amsgrad)) {
+            free(groups);
+            return NULL;
+        }
+        group->decoupled_decay = decoupled;
+        group->maximize = maximize;
+        static float marks_amsgrad; /* replaced by the unit's own memory */
+        group->max_exp_avg_sq = amsgrad ? &marks_amsgrad : NULL;
+    }
+    return groups;
+}
+
+/* adam_step(groups, grad_scale): between step_begin and step_end. */
+static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
+    Zero *zero = (Zero *)self;
+    PyObject *group_list;
+    double scale;
+    if (!PyArg_ParseTuple(args, "O!d", &PyList_Type, &group_list, &scale)) return NULL;
+    struct zpp_adam_segment *groups = read_groups(group_list);
+    if (!groups) return NULL;
+    struct segments list = { 0 };
+    int failed = 0;
+    for (Py_ssize_t u = 0; u < PyList_Size(zero->units) && !failed; u++)
+        failed = add_unit_segments(zero, unit_at(zero, u), groups, &list);
+    if (!failed) {
+        PyThreadState *thread = PyEval_SaveThread();
+        zpp_adam_step(list.at, list.count, (float)scale, zero->pool);
+        PyEval_RestoreThread(thread);
+    }
+    free(list.at);
+    free(groups);
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+/* reset_uses(): a step was taken, so forwards before it lead to no backward any more. */
+static PyObject *zero_reset_uses(PyObject *self, PyObject *unused) {
+    (void)unused;
+    zpp_zero_reset_uses(((Zero *)self)->core);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef zpp_py_step_methods[] = {
+    { "collect_grads", zero_collect_grads, METH_NOARGS, "Find the gradients to step with; is there one?" },
+    { "clear_grads", zero_clear_grads, METH_NOARGS, "Forget all gradients." },
+    { "grads_pending", zero_grads_pending, METH_NOARGS, "Are there gradients that no_sync held back?" },
+    { "norm", zero_norm, METH_NOARGS, "(sum of squares, parameters that are not finite); collective." },
+    { "step_begin", zero_step_begin, METH_O, "step_begin(vote) -> votes; collective." },
+    { "step_end", zero_step_end, METH_NOARGS, "Every slice is written; collective." },
+    { "adam_step", zero_adam_step, METH_VARARGS, "adam_step(groups, grad_scale)" },
+    { "reset_uses", zero_reset_uses, METH_NOARGS, "Forget forwards that no backward followed." },
+    { NULL, NULL, 0, NULL },
+};

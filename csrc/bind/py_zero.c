@@ -1,0 +1,527 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The life of Zero and Unit, and what the façade asks of them. What runs every step is in hooks.c and py_step.c.
+ */
+#include "py_zero.h"
+
+#include <stdlib.h>
+
+#include "../base/cpu.h"
+#include "py_comm.h"
+#include "pywait.h"
+#include "raise.h"
+
+PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_requires_grad, *zpp_str_backward_hooks,
+    *zpp_str_grad_fn, *zpp_str_register_hook_dict, *zpp_str_is_contiguous, *zpp_str_contiguous;
+
+static PyTypeObject *unit_type;
+
+void zpp_py_wait_for(const Zero *zero, struct zpp_wait *wait) {
+    zpp_py_wait_init(wait, zero->timeout_ns);
+}
+
+/* --- whole and released -------------------------------------------------------------------------------------------- */
+
+int zpp_py_swap(Unit *unit, bool plain) {
+    if (!unit->released || unit->is_plain == plain || !unit->params) return 0;
+    PyObject *class = plain ? unit->plain : unit->released;
+    for (Py_ssize_t i = 0; i < unit->count; i++)
+        if (PyObject_SetAttr(unit->params[i], zpp_str_class, class)) return -1;
+    unit->is_plain = plain;
+    return 0;
+}
+
+enum { RELEASE_LOCK_BYTES = 256 * 1024 };
+
+int zpp_py_need(Unit *unit, enum zpp_phase phase) {
+    Zero *zero = unit->zero;
+    if (unit->unit->place == ZPP_PLACE_SHARD) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        zpp_status status = ZPP_AGAIN;
+        if (unit->unit->state == ZPP_UNIT_FULL || zpp_unit_bytes(unit->unit) < RELEASE_LOCK_BYTES)
+            status = zpp_zero_need(zero->core, unit->unit->index, phase, NULL, &err);
+        if (status == ZPP_AGAIN) {
+            struct zpp_wait wait;
+            zpp_py_wait_for(zero, &wait);
+            PyThreadState *thread = PyEval_SaveThread();
+            status = zpp_zero_need(zero->core, unit->unit->index, phase, &wait, &err);
+            PyEval_RestoreThread(thread);
+        }
+        if (status != ZPP_OK) {
+            zpp_py_raise(&err);
+            return -1;
+        }
+    }
+    return zpp_py_swap(unit, true);
+}
+
+int zpp_py_release(Unit *unit) {
+    const struct zpp_unit *core = unit->unit;
+    if (core->pins || core->sticky || unit->zero->keep_passes) return 0;
+    if (zpp_py_swap(unit, false)) return -1;
+    if (core->place != ZPP_PLACE_SHARD) return 0;
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (zpp_zero_release(unit->zero->core, core->index, &err) == ZPP_OK) return 0;
+    zpp_py_raise(&err);
+    return -1;
+}
+
+int zpp_py_release_all(Zero *zero) {
+    const Py_ssize_t count = PyList_Size(zero->units);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Unit *unit = (Unit *)PyList_GetItem(zero->units, i);
+        unit->unit->sticky = false;
+        if (zpp_py_release(unit)) return -1;
+    }
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (zpp_zero_release_all(zero->core, &err) == ZPP_OK) return 0;
+    zpp_py_raise(&err);
+    return -1;
+}
+
+/* --- Unit ------------------------------------------------------------------------------------------------------------ */
+
+static void drop_params(Unit *unit) {
+    zpp_py_drop_grads(unit);
+    for (Py_ssize_t i = 0; unit->params && i < unit->count; i++) Py_XDECREF(unit->params[i]);
+    free(unit->params);
+    unit->params = NULL;
+    Py_CLEAR(unit->plain);
+    Py_CLEAR(unit->released);
+    Py_CLEAR(unit->grad_views);
+}
+
+static void unit_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    Unit *unit = (Unit *)self;
+    drop_params(unit);
+    free(unit->grads);
+    free(unit->grad_refs);
+    free(unit->adam.groups);
+    Py_XDECREF(unit->zero);
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *unit_need(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Unit *unit = (Unit *)self;
+    if (zpp_py_need(unit, ZPP_PHASE_EVAL)) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* auto(): an operation reads a released parameter. Whole until the backward that may follow ends. */
+static PyObject *unit_auto(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Unit *unit = (Unit *)self;
+    long task = -1;
+    const bool in_backward = zpp_py_backward_runs(unit->zero, &task);
+    if (PyErr_Occurred() || (in_backward && zpp_py_enter_backward(unit->zero, true))) return NULL;
+    if (zpp_py_need(unit, in_backward ? ZPP_PHASE_BACKWARD : ZPP_PHASE_FORWARD)) return NULL;
+    if (!in_backward) unit->unit->sticky = true;
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_pin(PyObject *self, PyObject *arg) {
+    Unit *unit = (Unit *)self;
+    const long by = PyLong_AsLong(arg);
+    if (by == -1 && PyErr_Occurred()) return NULL;
+    unit->unit->pins += (int)by;
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_release(PyObject *self, PyObject *unused) {
+    (void)unused;
+    if (zpp_py_release((Unit *)self)) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_keep_slice(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Unit *unit = (Unit *)self;
+    zpp_zero_keep_slice(unit->zero->core, unit->unit->index);
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_grad_hook(PyObject *self, PyObject *arg) {
+    const Py_ssize_t param = PyLong_AsSsize_t(arg);
+    if (param == -1 && PyErr_Occurred()) return NULL;
+    return zpp_py_grad_hook((Unit *)self, param);
+}
+
+/* grad() -> (address, dtype, present: bytes) of the reduced gradient, or None. */
+static PyObject *unit_grad(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Unit *unit = (Unit *)self;
+    const uint8_t *present = NULL;
+    if (unit->zero->ranks == 1) Py_RETURN_NONE;
+    const void *slice = zpp_zero_grad_shard(unit->zero->core, unit->unit->index, &present);
+    if (!slice) Py_RETURN_NONE;
+    return Py_BuildValue("Kiy#", (unsigned long long)(uintptr_t)slice,
+                         (int)zpp_zero_grad_dtype(unit->zero->core, unit->unit->index), (const char *)present, unit->count);
+}
+
+static PyObject *unit_clear_grad(PyObject *self, PyObject *arg) {
+    Unit *unit = (Unit *)self;
+    const Py_ssize_t param = PyLong_AsSsize_t(arg);
+    if (param == -1 && PyErr_Occurred()) return NULL;
+    if (unit->zero->ranks > 1) zpp_zero_clear_grad(unit->zero->core, unit->unit->index, (size_t)param);
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_set_grad_views(PyObject *self, PyObject *views) {
+    Unit *unit = (Unit *)self;
+    PyObject *old = unit->grad_views;
+    unit->grad_views = Py_NewRef(views);
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_set_adam(PyObject *self, PyObject *args) {
+    return zpp_py_set_adam((Unit *)self, args);
+}
+
+static PyObject *offsets_of(const struct zpp_unit *core) {
+    PyObject *offsets = PyList_New((Py_ssize_t)core->params);
+    for (size_t i = 0; offsets && i < core->params; i++)
+        if (PyList_SetItem(offsets, (Py_ssize_t)i, PyLong_FromSize_t(core->offset_elems[i]))) Py_CLEAR(offsets);
+    return offsets;
+}
+
+static PyObject *unit_layout(PyObject *self, PyObject *unused) {
+    (void)unused;
+    const struct zpp_unit *core = ((Unit *)self)->unit;
+    const unsigned char *bucket = NULL;
+    Zero *zero = ((Unit *)self)->zero;
+    if (core->grad && zero->stage == 0) bucket = zpp_zero_whole_gradient(zero->core, core->index);
+    return Py_BuildValue("{s:n,s:n,s:n,s:N,s:K,s:K,s:K,s:i}", "elems", (Py_ssize_t)core->elems, "shard_elems",
+                         (Py_ssize_t)core->shard_elems, "elem_bytes", (Py_ssize_t)core->elem_bytes, "offsets",
+                         offsets_of(core), "whole", (unsigned long long)(uintptr_t)core->whole, "shard",
+                         (unsigned long long)(uintptr_t)core->shard, "gradient", (unsigned long long)(uintptr_t)bucket,
+                         "place", (int)core->place);
+}
+
+static PyObject *unit_get_full(PyObject *self, void *unused) {
+    (void)unused;
+    const Unit *unit = (Unit *)self;
+    return PyBool_FromLong(unit->unit->state == ZPP_UNIT_FULL && (!unit->released || unit->is_plain));
+}
+
+static PyMethodDef unit_methods[] = {
+    { "need", unit_need, METH_NOARGS, "Gather, and give the parameters their own class." },
+    { "auto", unit_auto, METH_NOARGS, "Gather for an operation that reads a released parameter; released when its backward ends." },
+    { "pin", unit_pin, METH_O, "pin(+1) keeps the unit whole until pin(-1)." },
+    { "release", unit_release, METH_NOARGS, "Release, unless something still needs it." },
+    { "keep_slice", unit_keep_slice, METH_NOARGS, "Take this rank's slice out of the gathered copy." },
+    { "grad_hook", unit_grad_hook, METH_O, "The callable for parameter i's post-accumulate-grad hook." },
+    { "grad", unit_grad, METH_NOARGS, "(address, dtype, present) of the reduced gradient slice, or None." },
+    { "clear_grad", unit_clear_grad, METH_O, "Forget the gradient of parameter i." },
+    { "set_grad_views", unit_set_grad_views, METH_O, "Stage 0: the tensors that p.grad becomes." },
+    { "set_adam", unit_set_adam, METH_VARARGS, "set_adam(master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps, groups): addresses, 0: none." },
+    { "layout", unit_layout, METH_NOARGS, "Sizes in elements, and addresses." },
+    { NULL, NULL, 0, NULL },
+};
+static PyGetSetDef unit_getset[] = {
+    { "full", unit_get_full, NULL, "whole and readable now", NULL },
+    { NULL, NULL, NULL, NULL, NULL },
+};
+static PyType_Slot unit_slots[] = {
+    { Py_tp_dealloc, unit_dealloc }, { Py_tp_methods, unit_methods }, { Py_tp_getset, unit_getset }, { 0, NULL },
+};
+static PyType_Spec unit_spec = { "zeropp._C.Unit", sizeof(Unit), 0, Py_TPFLAGS_DEFAULT, unit_slots };
+
+/* --- Zero ------------------------------------------------------------------------------------------------------------- */
+
+static PyObject *function_of(PyObject *functions, const char *name) {
+    PyObject *function = PyDict_GetItemString(functions, name);
+    if (!function) PyErr_Format(PyExc_KeyError, "Zero: functions lacks %s", name);
+    return function ? Py_NewRef(function) : NULL;
+}
+
+static int keep_functions(Zero *zero, PyObject *functions) {
+    return (zero->current_graph_task_id = function_of(functions, "current_graph_task_id")) &&
+                   (zero->is_grad_enabled = function_of(functions, "is_grad_enabled")) &&
+                   (zero->queue_callback = function_of(functions, "queue_callback")) &&
+                   (zero->functorch_peek = function_of(functions, "functorch_peek")) &&
+                   (zero->top_saved_hooks = function_of(functions, "top_saved_hooks")) &&
+                   (zero->push_saved_hooks = function_of(functions, "push_saved_hooks")) &&
+                   (zero->pop_saved_hooks = function_of(functions, "pop_saved_hooks"))
+               ? 0 : -1;
+}
+
+/* Zero(stage, comm | None, prefetch_bytes, bucket_bytes, accumulate, threads, functions) */
+static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
+    Zero *zero = (Zero *)self;
+    PyObject *comm, *functions;
+    Py_ssize_t prefetch_bytes, bucket_bytes;
+    int threads;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "iOnniiO!", &zero->stage, &comm, &prefetch_bytes, &bucket_bytes, &zero->accumulate, &threads,
+                          &PyDict_Type, &functions))
+        return -1;
+    zero->sync = true;
+    zero->units = PyList_New(0);
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_zero_options options = { .stage = zero->stage, .prefetch_bytes = (size_t)prefetch_bytes,
+                                        .bucket_bytes = (size_t)bucket_bytes };
+    if (comm != Py_None) {
+        zero->comm = Py_NewRef(comm);
+        options.comm = zpp_py_comm_get(comm);
+        if (!options.comm) return -1;
+        zero->timeout_ns = zpp_comm_timeout_ns(options.comm);
+    }
+    zpp_status status = zpp_device_cpu_create(&zero->device, &err);
+    options.device = zero->device;
+    if (status == ZPP_OK) status = zpp_pool_create(threads, &zero->pool, &err);
+    if (status == ZPP_OK) status = zpp_zero_create(&options, &zero->core, &err);
+    if (status != ZPP_OK) {
+        zpp_py_raise(&err);
+        return -1;
+    }
+    zero->ranks = zpp_zero_ranks(zero->core);
+    zpp_zero_set_grad_scale(zero->core, 1.0f / (float)zero->accumulate);
+    return keep_functions(zero, functions) || zpp_py_hooks_attach(zero) || !zero->units ? -1 : 0;
+}
+
+static void drop_callables(Zero *zero) {
+    Py_CLEAR(zero->current_graph_task_id);
+    Py_CLEAR(zero->is_grad_enabled);
+    Py_CLEAR(zero->queue_callback);
+    Py_CLEAR(zero->functorch_peek);
+    Py_CLEAR(zero->top_saved_hooks);
+    Py_CLEAR(zero->push_saved_hooks);
+    Py_CLEAR(zero->pop_saved_hooks);
+    Py_CLEAR(zero->end_callback);
+    Py_CLEAR(zero->pack);
+    Py_CLEAR(zero->unpack);
+}
+
+/* close(): the model is gone. Breaks the cycle through the parameters' hooks; their memory lives as long as tensors use it. */
+static PyObject *zero_close(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Zero *zero = (Zero *)self;
+    if (zero->closed) Py_RETURN_NONE;
+    zero->closed = true;
+    const Py_ssize_t count = PyList_Size(zero->units);
+    for (Py_ssize_t i = 0; i < count; i++) drop_params((Unit *)PyList_GetItem(zero->units, i));
+    PyObject *units = zero->units;
+    zero->units = PyList_New(0);
+    Py_DECREF(units);
+    drop_callables(zero);
+    Py_RETURN_NONE;
+}
+
+static void zero_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    Zero *zero = (Zero *)self;
+    Py_CLEAR(zero->units);
+    drop_callables(zero);
+    zpp_zero_destroy(zero->core);
+    zpp_pool_destroy(zero->pool);
+    zpp_device_destroy(zero->device);
+    Py_XDECREF(zero->comm);
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+static int sizes_of(PyObject *list, size_t **out) {
+    const Py_ssize_t count = PyList_Size(list);
+    size_t *sizes = count < 0 ? NULL : calloc((size_t)count + 1, sizeof *sizes);
+    if (!sizes) {
+        if (count >= 0) PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) sizes[i] = PyLong_AsSize_t(PyList_GetItem(list, i));
+    if (PyErr_Occurred()) {
+        free(sizes);
+        return -1;
+    }
+    *out = sizes;
+    return 0;
+}
+
+/* add_unit(name, dtype, sizes, trainable, place, grad_dtype) -> index */
+static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
+    Zero *zero = (Zero *)self;
+    struct zpp_unit_spec spec = { 0 };
+    PyObject *sizes;
+    int dtype, trainable, place, grad_dtype, index = -1;
+    if (!PyArg_ParseTuple(args, "siO!pii", &spec.name, &dtype, &PyList_Type, &sizes, &trainable, &place, &grad_dtype)) return NULL;
+    size_t *param_elems = NULL;
+    if (sizes_of(sizes, &param_elems)) return NULL;
+    spec.dtype = (zpp_dtype)dtype;
+    spec.grad_dtype = (zpp_dtype)grad_dtype;
+    spec.params = (size_t)PyList_Size(sizes);
+    spec.param_elems = param_elems;
+    spec.trainable = trainable;
+    spec.place = (enum zpp_place)place;
+    struct zpp_err err = ZPP_ERR_INIT;
+    const zpp_status status = zpp_zero_add_unit(zero->core, &spec, &index, &err);
+    free(param_elems);
+    if (status != ZPP_OK) return zpp_py_raise(&err);
+    zero->moves |= spec.place == ZPP_PLACE_SHARD;
+    return PyLong_FromLong(index);
+}
+
+static PyObject *zero_seal(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Zero *zero = (Zero *)self;
+    struct zpp_err err = ZPP_ERR_INIT;
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_zero_seal(zero->core, &err);
+    PyEval_RestoreThread(thread);
+    if (status != ZPP_OK) return zpp_py_raise(&err);
+    Py_RETURN_NONE;
+}
+
+/* bind_unit(index, params, plain class, released class | None) -> Unit; in the order of the indices. */
+static PyObject *zero_bind_unit(PyObject *self, PyObject *args) {
+    Zero *zero = (Zero *)self;
+    PyObject *params, *plain, *released;
+    int index;
+    if (!PyArg_ParseTuple(args, "iO!OO", &index, &PyList_Type, &params, &plain, &released)) return NULL;
+    const bool fits = index == (int)PyList_Size(zero->units) && index < zpp_zero_units(zero->core) &&
+                      (size_t)PyList_Size(params) == zpp_zero_unit(zero->core, index)->params;
+    if (!fits) {
+        PyErr_Format(PyExc_ValueError, "zero: unit %d with %zd parameters does not fit what was added", index, PyList_Size(params));
+        return NULL;
+    }
+    Unit *unit = PyObject_New(Unit, unit_type);
+    if (!unit) return NULL;
+    const size_t room = (size_t)PyList_Size(params) + 1;
+    *unit = (Unit){ .ob_base = unit->ob_base, .zero = (Zero *)Py_NewRef(self), .unit = zpp_zero_unit(zero->core, index),
+                    .count = PyList_Size(params), .params = calloc(room, sizeof(PyObject *)),
+                    .grads = calloc(room, sizeof(void *)), .grad_refs = calloc(room, sizeof(PyObject *)),
+                    .plain = Py_NewRef(plain), .released = released == Py_None ? NULL : Py_NewRef(released), .is_plain = true };
+    if (!unit->params || !unit->grads || !unit->grad_refs) {
+        Py_DECREF(unit);
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < unit->count; i++) unit->params[i] = Py_NewRef(PyList_GetItem(params, i));
+    if (PyList_Append(zero->units, (PyObject *)unit)) {
+        Py_DECREF(unit);
+        return NULL;
+    }
+    return (PyObject *)unit;
+}
+
+static PyObject *zero_release_all(PyObject *self, PyObject *unused) {
+    (void)unused;
+    if (zpp_py_release_all((Zero *)self)) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *zero_memory(PyObject *self, PyObject *unused) {
+    (void)unused;
+    struct zpp_zero_memory memory;
+    zpp_zero_memory(((Zero *)self)->core, &memory);
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n}", "params", (Py_ssize_t)memory.param_bytes, "gathered",
+                         (Py_ssize_t)memory.gathered_bytes, "grads", (Py_ssize_t)memory.grad_bytes, "buckets",
+                         (Py_ssize_t)memory.bucket_bytes, "buckets_peak", (Py_ssize_t)memory.bucket_peak_bytes,
+                         "gathered_peak", (Py_ssize_t)memory.gathered_peak_bytes);
+}
+
+static PyObject *zero_get_depth(PyObject *self, void *unused) {
+    (void)unused;
+    return PyLong_FromLong(((Zero *)self)->depth);
+}
+
+static PyObject *zero_get_in_backward(PyObject *self, void *unused) {
+    (void)unused;
+    Zero *zero = (Zero *)self;
+    long task = -1;
+    if (zero->closed) Py_RETURN_FALSE;
+    const bool runs = zpp_py_backward_runs(zero, &task);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(runs);
+}
+
+static PyObject *zero_get_sync(PyObject *self, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(((Zero *)self)->sync);
+}
+
+static int zero_set_sync(PyObject *self, PyObject *value, void *unused) {
+    (void)unused;
+    const int on = value ? PyObject_IsTrue(value) : -1;
+    if (on < 0) return -1;
+    ((Zero *)self)->sync = on;
+    return 0;
+}
+
+static PyObject *zero_get_at_boundary(PyObject *self, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(((Zero *)self)->at_boundary);
+}
+
+static PyObject *zero_get_backwards(PyObject *self, void *unused) {
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(((Zero *)self)->backwards);
+}
+
+static PyObject *zero_get_closed(PyObject *self, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(((Zero *)self)->closed);
+}
+
+static PyGetSetDef zero_getset[] = {
+    { "depth", zero_get_depth, NULL, "forwards open now", NULL },
+    { "in_backward", zero_get_in_backward, NULL, "is a backward running in this thread?", NULL },
+    { "sync", zero_get_sync, zero_set_sync, "do backwards reduce? (no_sync)", NULL },
+    { "at_boundary", zero_get_at_boundary, NULL, "was the last backward one that reduces?", NULL },
+    { "backwards", zero_get_backwards, NULL, "backwards so far", NULL },
+    { "closed", zero_get_closed, NULL, "is the model gone?", NULL },
+    { NULL, NULL, NULL, NULL, NULL },
+};
+
+static PyMethodDef zero_methods[] = {
+    { "add_unit", zero_add_unit, METH_VARARGS, "add_unit(name, dtype, sizes, trainable, place, grad_dtype) -> index" },
+    { "seal", zero_seal, METH_NOARGS, "Collective: make the memory of all units." },
+    { "bind_unit", zero_bind_unit, METH_VARARGS, "bind_unit(index, params, plain, released) -> Unit" },
+    { "release_all", zero_release_all, METH_NOARGS, "Release every unit that is not pinned." },
+    { "memory", zero_memory, METH_NOARGS, "Bytes held on this rank, by kind." },
+    { "close", zero_close, METH_NOARGS, "The model is gone: let go of its parameters." },
+    { NULL, NULL, 0, NULL },
+};
+
+static PyType_Slot zero_slots[] = {
+    { Py_tp_init, zero_init }, { Py_tp_dealloc, zero_dealloc }, { Py_tp_methods, zero_methods }, { Py_tp_getset, zero_getset },
+    { 0, NULL },
+};
+static PyType_Spec zero_spec = { "zeropp._C.Zero", sizeof(Zero), 0, Py_TPFLAGS_DEFAULT, zero_slots };
+
+/* --- module ----------------------------------------------------------------------------------------------------------- */
+
+static int intern_names(void) {
+    return (zpp_str_class = PyUnicode_InternFromString("__class__")) && (zpp_str_grad = PyUnicode_InternFromString("grad")) &&
+                   (zpp_str_data_ptr = PyUnicode_InternFromString("data_ptr")) &&
+                   (zpp_str_requires_grad = PyUnicode_InternFromString("requires_grad")) &&
+                   (zpp_str_backward_hooks = PyUnicode_InternFromString("_backward_hooks")) &&
+                   (zpp_str_grad_fn = PyUnicode_InternFromString("grad_fn")) &&
+                   (zpp_str_register_hook_dict = PyUnicode_InternFromString("_register_hook_dict")) &&
+                   (zpp_str_is_contiguous = PyUnicode_InternFromString("is_contiguous")) &&
+                   (zpp_str_contiguous = PyUnicode_InternFromString("contiguous"))
+               ? 0 : -1;
+}
+
+/* Methods of Zero that live in py_step.c. */
+static int add_step_methods(PyTypeObject *type) {
+    for (PyMethodDef *def = zpp_py_step_methods; def->ml_name; def++) {
+        PyObject *method = PyDescr_NewMethod(type, def);
+        if (!method || PyObject_SetAttrString((PyObject *)type, def->ml_name, method)) {
+            Py_XDECREF(method);
+            return -1;
+        }
+        Py_DECREF(method);
+    }
+    return 0;
+}
+
+int zpp_py_add_zero(PyObject *module);
+
+int zpp_py_add_zero(PyObject *module) {
+    if (intern_names() || zpp_py_hooks_init(module)) return -1;
+    unit_type = (PyTypeObject *)PyType_FromSpec(&unit_spec);
+    PyTypeObject *zero_type = (PyTypeObject *)PyType_FromSpec(&zero_spec);
+    if (!unit_type || !zero_type || add_step_methods(zero_type)) return -1;
+    return PyModule_AddObjectRef(module, "Zero", (PyObject *)zero_type);
+}

@@ -1,0 +1,98 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The Python objects around the coordinator, shared by py_zero.c (life), hooks.c (what modules and parameters call) and
+ * py_step.c (what the optimizer calls).
+ *
+ *   Zero     one prepared model: the coordinator, and which pass is going on
+ *   Unit     one unit: its parameters, and the class they have while whole and while released
+ *   Trigger  stands in a module's `_compiled_call_impl`, so nn.Module.__call__ calls it instead of _call_impl; deepcopy
+ *            and pickle drop that attribute, so copies are plain modules
+ *
+ * References: Zero -> Unit -> parameters -> hooks -> Unit is a cycle that Python's collector cannot see through, because
+ * a part of it runs through torch's C++ objects. Zero.close() breaks it; the façade calls it when the model dies.
+ */
+#ifndef ZPP_BIND_PY_ZERO_H
+#define ZPP_BIND_PY_ZERO_H
+
+#define Py_LIMITED_API 0x030a0000
+#include <Python.h>
+#include <stdbool.h>
+
+#include "../base/pool.h"
+#include "../zero/zero.h"
+
+typedef struct Zero Zero;
+
+typedef struct Unit {
+    PyObject_HEAD
+    Zero *zero;          /* owned reference */
+    struct zpp_unit *unit;
+    Py_ssize_t count;
+    PyObject **params;   /* owned references; NULL after close */
+    PyObject *plain, *released; /* classes; released NULL: never swapped */
+    PyObject *grad_views; /* stage 0: list of tensors over the bucket; else NULL */
+    bool is_plain;
+    size_t got;          /* gradients that came in this backward */
+    /* optimizer: see py_step.c */
+    const void **grads;  /* [count]; gradients taken from p.grad */
+    PyObject **grad_refs; /* [count]; keeps them alive */
+    struct unit_adam {
+        float *master, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
+        int64_t *steps;  /* [count] */
+        int *groups;     /* [count]; -1: in no group */
+    } adam;
+} Unit;
+
+struct Zero {
+    PyObject_HEAD
+    zpp_zero *core;
+    zpp_device *device;
+    zpp_pool *pool;
+    PyObject *comm;   /* _C.Comm or NULL */
+    PyObject *units;  /* list of Unit */
+    int stage, ranks;
+    bool moves;       /* some units are gathered and released */
+    bool closed;
+    uint64_t timeout_ns;
+
+    /* the pass that goes on */
+    int depth;        /* triggers open */
+    bool outer_grad;  /* was grad mode on when the outermost trigger began? */
+    bool in_backward;
+    long task;        /* torch's graph task of this backward */
+    int keep_passes;  /* create_graph: units stay whole for this many ends of backward */
+    bool sync;        /* false inside no_sync */
+    int accumulate, micro;
+    bool at_boundary; /* the last backward was the one that reduces */
+    uint64_t backwards;
+
+    /* torch functions, and our callables for them */
+    PyObject *current_graph_task_id, *is_grad_enabled, *queue_callback, *functorch_peek;
+    PyObject *top_saved_hooks, *push_saved_hooks, *pop_saved_hooks;
+    PyObject *end_callback, *pack, *unpack;
+};
+
+/* Interned attribute names, made once. */
+extern PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_requires_grad, *zpp_str_backward_hooks,
+    *zpp_str_grad_fn, *zpp_str_register_hook_dict, *zpp_str_is_contiguous, *zpp_str_contiguous;
+
+/* py_zero.c */
+void zpp_py_wait_for(const Zero *zero, struct zpp_wait *wait);
+int zpp_py_swap(Unit *unit, bool plain);                     /* class of all its parameters; 0 or -1 with an error set */
+int zpp_py_need(Unit *unit, enum zpp_phase phase);           /* whole, and plain */
+int zpp_py_release(Unit *unit);                              /* unless pinned or sticky */
+int zpp_py_release_all(Zero *zero);
+
+/* hooks.c */
+int zpp_py_hooks_init(PyObject *module);                     /* the types Trigger, ... */
+int zpp_py_hooks_attach(Zero *zero);                         /* makes end_callback, pack, unpack */
+PyObject *zpp_py_grad_hook(Unit *unit, Py_ssize_t param);    /* new reference: what register_post_accumulate_grad_hook takes */
+int zpp_py_enter_backward(Zero *zero, bool recompute);       /* 0 also when no backward runs */
+bool zpp_py_backward_runs(Zero *zero, long *task);           /* torch's graph task id; false outside, or with an error set */
+
+/* py_step.c */
+extern PyMethodDef zpp_py_step_methods[];
+PyObject *zpp_py_set_adam(Unit *unit, PyObject *args);
+void zpp_py_drop_grads(Unit *unit);
+
+#endif

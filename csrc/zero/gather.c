@@ -1,0 +1,163 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Units whole and partitioned. A gather reads every rank's slice from the shared region, by unit, with no partner call:
+ * between two steps nobody writes slices (step.c), so there is nothing to wait for and nothing to mistake, even where
+ * ranks run different modules.
+ *
+ *   PARTITIONED --need/prefetch--> FETCHING --the compute stream waits--> FULL --release--> PARTITIONED
+ *
+ * Memory moves in the order of the compute stream: `allocated` says that everything before has let go of it.
+ */
+#include <string.h>
+
+#include "internal.h"
+
+struct gather_args {
+    zpp_zero *zero;
+    struct zpp_unit *unit;
+    unsigned char *memory;
+};
+
+static zpp_status gather_slices(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native, (void)wait, (void)err;
+    const struct gather_args *args = arg;
+    zpp_zero *zero = args->zero;
+    const size_t bytes = zpp_unit_shard_bytes(args->unit);
+    for (int rank = 0; rank < zero->ranks; rank++) {
+        const unsigned char *region = zpp_region_base(zero->params, rank);
+        memcpy(args->memory + (size_t)rank * bytes, region + args->unit->region_offset_bytes, bytes);
+    }
+    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
+    return ZPP_OK;
+}
+
+/* --- memory -------------------------------------------------------------------------------------------------------- */
+
+enum { STAY_MAPPED_BYTES = 64 * 1024 }; /* below this, mapping costs more than the memory is worth */
+
+static bool stays_mapped(const zpp_zero *zero, const struct zpp_unit *unit) {
+    return zero->range && zpp_unit_bytes(unit) < STAY_MAPPED_BYTES;
+}
+
+static size_t mapped_bytes(const struct zpp_unit *unit) {
+    return (zpp_unit_bytes(unit) + ZPP_PAGE_BYTES - 1) / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
+}
+
+static zpp_status take_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    if (zero->options.backing.acquire) {
+        void *memory = NULL;
+        status = zero->options.backing.acquire(zero->options.backing.ctx, unit, &memory, err);
+        if (status == ZPP_OK) unit->whole = memory;
+    } else if (!unit->mapped) {
+        status = zpp_range_map(zero->range, unit->range_offset_bytes, mapped_bytes(unit), err);
+    }
+    if (status != ZPP_OK) return status;
+    unit->mapped = true;
+    zero->full_bytes += zpp_unit_bytes(unit);
+    if (zero->full_bytes > zero->full_peak_bytes) zero->full_peak_bytes = zero->full_bytes;
+    return ZPP_OK;
+}
+
+static zpp_status give_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    zero->full_bytes -= zpp_unit_bytes(unit);
+    if (zero->options.backing.release) {
+        zero->options.backing.release(zero->options.backing.ctx, unit, unit->whole);
+        return ZPP_OK;
+    }
+    if (stays_mapped(zero, unit)) return ZPP_OK;
+    unit->mapped = false;
+    return zpp_range_unmap(zero->range, unit->range_offset_bytes, mapped_bytes(unit), err);
+}
+
+/* --- fetching ------------------------------------------------------------------------------------------------------ */
+
+static zpp_status start_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    zpp_status status = take_memory(zero, unit, err);
+    if (status != ZPP_OK) return status;
+    const struct gather_args args = { zero, unit, unit->whole };
+    status = zpp_event_record(unit->allocated, zero->compute, err);
+    if (status == ZPP_OK) status = zpp_stream_wait(zero->gather, unit->allocated, NULL, err);
+    if (status == ZPP_OK) status = zpp_stream_launch(zero->gather, gather_slices, &args, sizeof args, err);
+    if (status == ZPP_OK) status = zpp_event_record(unit->ready, zero->gather, err);
+    if (status != ZPP_OK) {
+        struct zpp_err ignored = ZPP_ERR_INIT;
+        (void)give_memory(zero, unit, &ignored);
+        return status;
+    }
+    unit->state = ZPP_UNIT_FETCHING;
+    zero->ahead_bytes += zpp_unit_bytes(unit);
+    return ZPP_OK;
+}
+
+/* Follow the recorded order from `unit` while the bound allows. */
+static zpp_status prefetch_after(zpp_zero *zero, int unit, enum zpp_phase phase, struct zpp_err *err) {
+    const size_t bound = zero->options.prefetch_bytes;
+    int next = bound ? zpp_trace_next(&zero->trace, phase, unit) : -1;
+    for (int steps = 0; next >= 0 && next != unit && steps < zero->units_count; steps++) {
+        struct zpp_unit *candidate = zero->units[next];
+        if (candidate->state == ZPP_UNIT_PARTITIONED) {
+            if (zero->ahead_bytes + zpp_unit_bytes(candidate) > bound) return ZPP_OK;
+            const zpp_status status = start_fetch(zero, candidate, err);
+            if (status != ZPP_OK) return status;
+        }
+        next = zpp_trace_next(&zero->trace, phase, next);
+    }
+    return ZPP_OK;
+}
+
+/* The computation may use it from here on. */
+static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
+    const zpp_status status = zpp_stream_wait(zero->compute, unit->ready, wait, err);
+    if (status != ZPP_OK) return status;
+    unit->state = ZPP_UNIT_FULL;
+    zero->ahead_bytes -= zpp_unit_bytes(unit);
+    return ZPP_OK;
+}
+
+zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const struct zpp_wait *wait, struct zpp_err *err) {
+    struct zpp_unit *unit = zero->units[index];
+    if (!zpp_unit_moves(unit)) return ZPP_OK;
+    if (unit->state == ZPP_UNIT_PARTITIONED) {
+        const zpp_status status = start_fetch(zero, unit, err);
+        if (status != ZPP_OK) return status;
+    }
+    if (unit->state == ZPP_UNIT_FETCHING) {
+        const zpp_status status = settle(zero, unit, wait, err);
+        if (status != ZPP_OK) return status;
+    }
+    if (!zero->options.prefetch_bytes) return ZPP_OK;
+    zpp_trace_record(&zero->trace, phase, index);
+    return prefetch_after(zero, index, phase, err);
+}
+
+zpp_status zpp_zero_release(zpp_zero *zero, int index, struct zpp_err *err) {
+    struct zpp_unit *unit = zero->units[index];
+    if (!zpp_unit_moves(unit) || unit->state != ZPP_UNIT_FULL || unit->pins || unit->sticky) return ZPP_OK;
+    unit->state = ZPP_UNIT_PARTITIONED;
+    return give_memory(zero, unit, err);
+}
+
+zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err) {
+    zpp_trace_restart(&zero->trace);
+    /* Long enough for any memcpy; a prefetch waits for nobody. */
+    const struct zpp_wait patience = { .timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL };
+    for (int i = 0; i < zero->units_count; i++) {
+        struct zpp_unit *unit = zero->units[i];
+        unit->sticky = false;
+        if (unit->state == ZPP_UNIT_FETCHING) {
+            const zpp_status status = settle(zero, unit, &patience, err);
+            if (status != ZPP_OK) return status;
+        }
+        const zpp_status status = zpp_zero_release(zero, i, err);
+        if (status != ZPP_OK) return status;
+    }
+    return ZPP_OK;
+}
+
+void zpp_zero_keep_slice(zpp_zero *zero, int index) {
+    struct zpp_unit *unit = zero->units[index];
+    if (!zpp_unit_moves(unit)) return;
+    const size_t bytes = zpp_unit_shard_bytes(unit);
+    memcpy(unit->shard, unit->whole + (size_t)zero->rank * bytes, bytes);
+}

@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The coordinator's own state, shared by zero.c, gather.c, reduce.c and step.c, and by nobody else.
+ */
+#ifndef ZPP_ZERO_INTERNAL_H
+#define ZPP_ZERO_INTERNAL_H
+
+#include "../base/mem.h"
+#include "bucket.h"
+#include "reduce.h"
+#include "trace.h"
+#include "zero.h"
+
+struct zpp_zero {
+    struct zpp_zero_options options;
+    int rank, ranks;
+    bool sealed;
+
+    struct zpp_unit **units;
+    int units_count, units_room;
+
+    /* memory */
+    zpp_region *params;   /* PER_RANK: slices of SHARD units, whole WHOLE units */
+    zpp_region *host;     /* ONE: HOST units */
+    zpp_region *grads;    /* PER_RANK: buckets, an arena and then the homes */
+    unsigned char *alone; /* one rank: WHOLE units, private memory */
+    size_t params_bytes, host_bytes, alone_bytes;
+    struct zpp_unit **moving; /* SHARD units, by address */
+    int moving_count;
+    zpp_range *range;     /* gathered units on cpu, at addresses that never change */
+
+    /* gathering */
+    zpp_stream *compute, *gather;
+    struct zpp_trace trace;
+    size_t full_bytes, full_peak_bytes, ahead_bytes; /* ahead: fetched, not needed yet */
+
+    /* gradients */
+    zpp_stream *reduce;
+    zpp_lane *lane, *copy_lane; /* copy_lane: stage 0 */
+    struct zpp_buckets buckets;
+    int *order;        /* trainable units, as they are reduced */
+    int order_count, order_at;
+    uint64_t pass;     /* reducing backwards so far */
+    bool in_backward;
+    float grad_scale;
+    size_t slice_bytes, carry_bytes, kept_bucket_bytes;
+};
+
+/* Does the unit's memory come and go? */
+static inline bool zpp_unit_moves(const struct zpp_unit *unit) {
+    return unit->place == ZPP_PLACE_SHARD;
+}
+
+#endif

@@ -1,0 +1,576 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Buckets, their fixed order, and the reduction. See reduce.h.
+ *
+ * A reduction is one operation on the reduce stream that remembers how far it came (`round`), because on cpu it is asked
+ * again and again until the slowest rank has posted. The lanes' notices carry unit, pass and length: where ranks
+ * disagree, nothing is added and both hear both sides.
+ */
+#include "reduce.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+enum { NOTICE_REDUCE = 1, NOTICE_COPY = 2 };
+enum { ROUND_POST, ROUND_ADD, ROUND_POST_SLICE, ROUND_COPY, ROUND_DONE };
+#define NO_BUCKET UINT64_MAX
+
+static size_t round_up(size_t value, size_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+static bool keeps_buckets(const zpp_zero *zero) {
+    return zero->options.stage <= 1;
+}
+
+/* --- creation ------------------------------------------------------------------------------------------------------ */
+
+zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, zpp_dtype grad_dtype, struct zpp_err *err) {
+    struct zpp_unit_grad *grad = calloc(1, sizeof *grad);
+    if (!grad) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the gradients of unit %s", unit->name);
+    unit->grad = grad;
+    grad->unit = unit;
+    grad->zero = zero;
+    grad->dtype = keeps_buckets(zero) ? unit->dtype : grad_dtype;
+    grad->bucket_bytes = round_up(zpp_unit_bytes(unit) + unit->params, ZPP_BUCKET_ALIGN_BYTES);
+    grad->bucket_offset_bytes = ZPP_BUCKET_NONE;
+    grad->missing = unit->params;
+    const size_t room = unit->params ? unit->params : 1;
+    grad->seen = calloc(room, 1);
+    grad->present = calloc(room, 1);
+    grad->peer_offsets = calloc((size_t)zero->ranks, sizeof *grad->peer_offsets);
+    if (!grad->seen || !grad->present || !grad->peer_offsets)
+        return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the gradients of unit %s", unit->name);
+    zpp_status status = zpp_event_create(zero->options.device, &grad->written, err);
+    if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &grad->done, err);
+    return status;
+}
+
+static size_t slice_bytes(const struct zpp_unit_grad *grad) {
+    return grad->unit->shard_elems * zpp_dtype_bytes(grad->dtype);
+}
+
+void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
+    struct zpp_unit_grad *grad = unit->grad;
+    if (!grad) return;
+    if (!keeps_buckets(zero) && grad->slice) zpp_device_free(zero->options.device, grad->slice, slice_bytes(grad));
+    free(grad->carry);
+    zpp_event_destroy(grad->written);
+    zpp_event_destroy(grad->done);
+    free(grad->seen);
+    free(grad->present);
+    free(grad->peer_offsets);
+    free(grad);
+    unit->grad = NULL;
+}
+
+static void describe_notice(void *ctx, const struct zpp_notice *notice, char *text, size_t room) {
+    const zpp_zero *zero = ctx;
+    const char *verb = notice->kind == NOTICE_COPY ? "copy the gradient of" : "reduce";
+    if (notice->object < (uint64_t)zero->units_count)
+        snprintf(text, room, "%s unit %llu (%s, %llu elements) in backward %llu", verb,
+                 (unsigned long long)notice->object, zero->units[notice->object]->name,
+                 (unsigned long long)notice->elems, (unsigned long long)notice->step);
+    else
+        snprintf(text, room, "%s unit %llu (%llu elements) in backward %llu", verb, (unsigned long long)notice->object,
+                 (unsigned long long)notice->elems, (unsigned long long)notice->step);
+}
+
+/* The arena, then a home for each unit. Stages 0 and 1 live in the homes. */
+static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
+    size_t arena_bytes = 0, homes_bytes = 0;
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        grad->home_offset_bytes = homes_bytes;
+        homes_bytes += round_up(grad->bucket_bytes, ZPP_BUCKET_ALIGN_BYTES);
+    }
+    if (!keeps_buckets(zero)) arena_bytes = round_up(homes_bytes, ZPP_PAGE_BYTES);
+    for (int at = 0; at < zero->order_count; at++)
+        zero->units[zero->order[at]]->grad->home_offset_bytes += arena_bytes;
+    if (!zpp_buckets_init(&zero->buckets, (size_t)zero->order_count, arena_bytes))
+        return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the buckets of %d units", zero->order_count);
+    if (keeps_buckets(zero)) zero->kept_bucket_bytes = homes_bytes;
+    return zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, arena_bytes + homes_bytes, &zero->grads, err);
+}
+
+static zpp_status make_slices(zpp_zero *zero, struct zpp_err *err) {
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit *unit = zero->units[zero->order[at]];
+        struct zpp_unit_grad *grad = unit->grad;
+        if (keeps_buckets(zero)) {
+            unsigned char *bucket = (unsigned char *)zpp_region_base(zero->grads, zero->rank) + grad->home_offset_bytes;
+            grad->slice = bucket + (zero->options.stage == 0 ? 0 : (size_t)zero->rank * zpp_unit_shard_bytes(unit));
+            continue;
+        }
+        void *memory = NULL;
+        const zpp_status status = zpp_device_alloc(zero->options.device, slice_bytes(grad), &memory, err);
+        if (status != ZPP_OK) return status;
+        grad->slice = memory;
+        zero->slice_bytes += slice_bytes(grad);
+    }
+    return ZPP_OK;
+}
+
+zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
+    zero->order = calloc((size_t)zero->units_count + 1, sizeof *zero->order);
+    if (!zero->order) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the order of %d units", zero->units_count);
+    for (int i = zero->units_count - 1; i >= 0; i--) /* backward meets the last unit first */
+        if (zero->units[i]->trainable) zero->order[zero->order_count++] = i;
+    if (zero->order_count == 0) return ZPP_OK;
+    zpp_status status = zpp_lane_create(zero->options.comm, "reduce", &zero->lane, err);
+    if (status == ZPP_OK && zero->options.stage == 0)
+        status = zpp_lane_create(zero->options.comm, "copy", &zero->copy_lane, err);
+    if (status == ZPP_OK) status = make_buckets(zero, err);
+    if (status == ZPP_OK) status = make_slices(zero, err);
+    if (status != ZPP_OK) return status;
+    zpp_lane_set_describe(zero->lane, describe_notice, zero);
+    if (zero->copy_lane) zpp_lane_set_describe(zero->copy_lane, describe_notice, zero);
+    return ZPP_OK;
+}
+
+/* --- buckets ------------------------------------------------------------------------------------------------------- */
+
+unsigned char *zpp_reduce_bucket(const zpp_zero *zero, const struct zpp_unit *unit) {
+    if (unit->grad->bucket_offset_bytes == ZPP_BUCKET_NONE) return NULL;
+    return (unsigned char *)zpp_region_base(zero->grads, zero->rank) + unit->grad->bucket_offset_bytes;
+}
+
+/* One byte a parameter, behind the gradient. */
+static uint8_t *touched_flags(const zpp_zero *zero, const struct zpp_unit *unit) {
+    return zpp_reduce_bucket(zero, unit) + zpp_unit_bytes(unit);
+}
+
+/* Is nobody, here or on a peer, reading the unit's bucket any more? */
+static bool is_idle(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
+    if (zpp_event_sync(grad->done, NULL, NULL) != ZPP_OK) return false;
+    return zpp_lane_acked(zero->lane) >= grad->seq &&
+           (!zero->copy_lane || zpp_lane_acked(zero->copy_lane) >= grad->copy_seq);
+}
+
+static void give_bucket(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    if (!grad->at_home && !keeps_buckets(zero)) zpp_buckets_give(&zero->buckets, grad->bucket_offset_bytes);
+    grad->bucket_offset_bytes = ZPP_BUCKET_NONE;
+}
+
+/* Buckets whose reduction is over everywhere go back. Returns the oldest that is still read, or NULL. */
+static struct zpp_unit_grad *sweep(zpp_zero *zero) {
+    struct zpp_unit_grad *oldest = NULL;
+    if (keeps_buckets(zero)) return NULL;
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        if (!grad->launched || grad->bucket_offset_bytes == ZPP_BUCKET_NONE) continue;
+        if (is_idle(zero, grad)) give_bucket(zero, grad);
+        else if (!oldest) oldest = grad;
+    }
+    return oldest;
+}
+
+static zpp_status wait_idle(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_status status = zpp_event_sync(grad->done, wait, err);
+    if (status == ZPP_OK) status = zpp_lane_wait_acked(zero->lane, grad->seq, wait, err);
+    if (status == ZPP_OK && zero->copy_lane) status = zpp_lane_wait_acked(zero->copy_lane, grad->copy_seq, wait, err);
+    return status;
+}
+
+/* Stage 1, second backward of a step: the bucket is about to be refilled, and its own slice is the gradient so far. */
+static zpp_status save_carry(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    if (zero->options.stage != 1 || !grad->has || grad->carry) return ZPP_OK;
+    grad->carry = malloc(slice_bytes(grad));
+    if (!grad->carry)
+        return zpp_fail(err, ZPP_NOMEM, "zero: no memory to keep %zu bytes of gradients of unit %s", slice_bytes(grad),
+                        grad->unit->name);
+    memcpy(grad->carry, grad->slice, slice_bytes(grad));
+    zero->carry_bytes += slice_bytes(grad);
+    return ZPP_OK;
+}
+
+static zpp_status take_bucket(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
+    struct zpp_unit_grad *grad = unit->grad;
+    const size_t bound = zero->options.bucket_bytes;
+    zpp_status status = wait_idle(zero, grad, wait, err); /* the bucket of the backward before */
+    if (status == ZPP_OK) status = save_carry(zero, grad, err);
+    if (status != ZPP_OK) return status;
+    struct zpp_unit_grad *oldest = sweep(zero);
+    while (bound && oldest && zero->buckets.used_bytes + grad->bucket_bytes > bound) {
+        status = wait_idle(zero, oldest, wait, err);
+        if (status != ZPP_OK) return status;
+        oldest = sweep(zero);
+    }
+    size_t offset = keeps_buckets(zero) ? ZPP_BUCKET_NONE : zpp_buckets_take(&zero->buckets, grad->bucket_bytes);
+    grad->at_home = offset == ZPP_BUCKET_NONE;
+    grad->bucket_offset_bytes = grad->at_home ? grad->home_offset_bytes : offset;
+    if (zero->options.stage == 0 && grad->touched_params) return ZPP_OK; /* p.grad lives here: what was touched stays */
+    memset(touched_flags(zero, unit), 0, unit->params);
+    grad->touched_params = 0;
+    return ZPP_OK;
+}
+
+/* --- gradients come ------------------------------------------------------------------------------------------------ */
+
+struct add_args {
+    void *to;
+    const void *from;
+    size_t elems;
+    zpp_dtype dtype;
+};
+
+static zpp_status add_gradient(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native, (void)wait, (void)err;
+    const struct add_args *args = arg;
+    zpp_reduce_sources(args->to, args->dtype, true, &args->from, 1, args->dtype, args->elems, 1.0f);
+    return ZPP_OK;
+}
+
+static zpp_status put_gradient(zpp_zero *zero, struct zpp_unit *unit, size_t param, const void *from, struct zpp_err *err) {
+    const size_t elems = unit->param_elems[param];
+    unsigned char *to = zpp_reduce_bucket(zero, unit) + unit->offset_elems[param] * unit->elem_bytes;
+    uint8_t *touched = &touched_flags(zero, unit)[param];
+    const bool add = *touched && zero->options.stage > 0; /* stage 0: autograd itself adds to p.grad, a view of `to` */
+    if (!*touched) unit->grad->touched_params++;
+    *touched = 1;
+    if (from == (const void *)to || elems == 0) return ZPP_OK;
+    if (!add) return zpp_stream_copy(zero->compute, to, from, elems * unit->elem_bytes, err);
+    const struct add_args args = { to, from, elems, unit->dtype };
+    return zpp_stream_launch(zero->compute, add_gradient, &args, sizeof args, err);
+}
+
+/* Before the bucket goes out: parameters without a gradient on this rank count as zeros. */
+static void clear_untouched(zpp_zero *zero, struct zpp_unit *unit) {
+    const uint8_t *touched = touched_flags(zero, unit);
+    unsigned char *bucket = zpp_reduce_bucket(zero, unit);
+    if (unit->grad->touched_params == unit->params) return;
+    for (size_t i = 0; i < unit->params; i++)
+        if (!touched[i]) memset(bucket + unit->offset_elems[i] * unit->elem_bytes, 0, unit->param_elems[i] * unit->elem_bytes);
+}
+
+/* --- the operation ------------------------------------------------------------------------------------------------- */
+
+static struct zpp_notice notice_of(const struct zpp_unit_grad *grad, uint64_t kind) {
+    return (struct zpp_notice){
+        .kind = kind,
+        .object = (uint64_t)grad->unit->index,
+        .step = grad->pass,
+        .elems = grad->unit->elems,
+        .offset_bytes = grad->empty ? NO_BUCKET : grad->bucket_offset_bytes,
+    };
+}
+
+static zpp_status read_peers(zpp_zero *zero, struct zpp_unit_grad *grad, zpp_lane *lane, uint64_t kind, uint64_t seq,
+                             const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_notice expect = notice_of(grad, kind);
+    for (int rank = 0; rank < zero->ranks; rank++) {
+        struct zpp_notice notice;
+        const zpp_status status = zpp_lane_read(lane, rank, seq, &expect, wait, &notice, err);
+        if (status != ZPP_OK) return status;
+        grad->peer_offsets[rank] = notice.offset_bytes;
+    }
+    return ZPP_OK;
+}
+
+/* Which parameters have a gradient on any rank; returns how many sources there are and fills `sources` for slice `rank`. */
+static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int slice, const void **sources) {
+    const struct zpp_unit *unit = grad->unit;
+    int count = 0;
+    for (int rank = 0; rank < zero->ranks; rank++) {
+        if (grad->peer_offsets[rank] == NO_BUCKET) continue;
+        const unsigned char *bucket = (const unsigned char *)zpp_region_base(zero->grads, rank) + grad->peer_offsets[rank];
+        const uint8_t *touched = bucket + zpp_unit_bytes(unit);
+        for (size_t i = 0; i < unit->params; i++) grad->present[i] |= touched[i];
+        sources[count++] = bucket + (size_t)slice * zpp_unit_shard_bytes(unit);
+    }
+    return count;
+}
+
+enum { MAX_RANKS_ON_STACK = 256 };
+
+static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const struct zpp_unit *unit = grad->unit;
+    const void *sources[MAX_RANKS_ON_STACK];
+    if (zero->ranks > MAX_RANKS_ON_STACK)
+        return zpp_fail(err, ZPP_INVALID, "zero: %d ranks on one host, at most %d work", zero->ranks, MAX_RANKS_ON_STACK);
+    const int count = collect_sources(zero, grad, zero->rank, sources);
+    if (count == 0) return ZPP_OK;
+    unsigned char *to = grad->slice;
+    if (zero->options.stage == 0) to += (size_t)zero->rank * zpp_unit_shard_bytes(unit);
+    /* Stage 1: my bucket was not refilled, so its slice still is the gradient so far; else the carry has it. */
+    const bool accumulate = grad->has && (zero->options.stage >= 2 || (zero->options.stage == 1 && grad->empty));
+    zpp_reduce_sources(to, grad->dtype, accumulate, sources, count, unit->dtype, unit->shard_elems,
+                       zero->grad_scale / (float)zero->ranks);
+    if (grad->carry) {
+        const void *carry = grad->carry;
+        zpp_reduce_sources(to, grad->dtype, true, &carry, 1, grad->dtype, unit->shard_elems, 1.0f);
+    }
+    grad->has = true;
+    int read = 0;
+    for (int rank = 0; rank < zero->ranks; rank++) read += rank != zero->rank && grad->peer_offsets[rank] != NO_BUCKET;
+    zpp_comm_count(zero->options.comm, zero->options.stage == 0 ? ZPP_TRAFFIC_ALL_REDUCE : ZPP_TRAFFIC_REDUCE_SCATTER,
+                   (uint64_t)read * zpp_unit_shard_bytes(unit));
+    return ZPP_OK;
+}
+
+/* Stage 0: rank r has finished slice r, so nobody reads slice r of my bucket any more, and it may be overwritten. */
+static void copy_slices(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    const size_t bytes = zpp_unit_shard_bytes(grad->unit);
+    uint64_t copied_bytes = 0;
+    for (int rank = 0; rank < zero->ranks && grad->has; rank++) {
+        if (rank == zero->rank) continue;
+        const unsigned char *made = (const unsigned char *)zpp_region_base(zero->grads, rank) + grad->home_offset_bytes;
+        memcpy(grad->slice + (size_t)rank * bytes, made + (size_t)rank * bytes, bytes);
+        copied_bytes += bytes;
+    }
+    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_REDUCE, copied_bytes);
+}
+
+static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native;
+    struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
+    zpp_zero *zero = grad->zero;
+    zpp_status status = ZPP_OK;
+    if (grad->round == ROUND_POST) {
+        const struct zpp_notice notice = notice_of(grad, NOTICE_REDUCE);
+        status = zpp_lane_post(zero->lane, &notice, wait, &grad->seq, err);
+        if (status != ZPP_OK) return status;
+        grad->round = ROUND_ADD;
+    }
+    if (grad->round == ROUND_ADD) {
+        status = read_peers(zero, grad, zero->lane, NOTICE_REDUCE, grad->seq, wait, err);
+        if (status == ZPP_OK) status = add_slices(zero, grad, err);
+        if (status != ZPP_OK) return status;
+        zpp_lane_ack(zero->lane, grad->seq);
+        grad->round = zero->copy_lane ? ROUND_POST_SLICE : ROUND_DONE;
+    }
+    if (grad->round == ROUND_POST_SLICE) {
+        const struct zpp_notice notice = notice_of(grad, NOTICE_COPY);
+        status = zpp_lane_post(zero->copy_lane, &notice, wait, &grad->copy_seq, err);
+        if (status != ZPP_OK) return status;
+        grad->round = ROUND_COPY;
+    }
+    if (grad->round == ROUND_COPY) {
+        status = read_peers(zero, grad, zero->copy_lane, NOTICE_COPY, grad->copy_seq, wait, err);
+        if (status != ZPP_OK) return status;
+        copy_slices(zero, grad);
+        zpp_lane_ack(zero->copy_lane, grad->copy_seq);
+        grad->round = ROUND_DONE;
+    }
+    return ZPP_OK;
+}
+
+/* --- order --------------------------------------------------------------------------------------------------------- */
+
+static zpp_status launch(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    grad->empty = grad->touched_params == 0; /* a bucket of the backward before may still be read by a peer */
+    grad->round = ROUND_POST;
+    grad->pass = zero->pass;
+    grad->launched = true;
+    zpp_status status = zpp_event_record(grad->written, zero->compute, err);
+    if (status == ZPP_OK) status = zpp_stream_wait(zero->reduce, grad->written, NULL, err);
+    if (status == ZPP_OK) status = zpp_stream_launch(zero->reduce, reduce_bucket, &grad, sizeof(struct zpp_unit_grad *), err);
+    if (status == ZPP_OK) status = zpp_event_record(grad->done, zero->reduce, err);
+    return status;
+}
+
+static bool is_complete(const struct zpp_unit_grad *grad) {
+    return grad->missing == 0 && grad->uses <= 1 && !grad->partial;
+}
+
+static zpp_status drain(zpp_zero *zero, bool all, struct zpp_err *err) {
+    while (zero->order_at < zero->order_count) {
+        struct zpp_unit *unit = zero->units[zero->order[zero->order_at]];
+        if (!all && !is_complete(unit->grad)) break;
+        if (unit->grad->touched_params) clear_untouched(zero, unit);
+        const zpp_status status = launch(zero, unit->grad, err);
+        if (status != ZPP_OK) return status;
+        zero->order_at++;
+    }
+    const zpp_status status = zpp_stream_poll(zero->reduce, err);
+    return status == ZPP_AGAIN ? ZPP_OK : status;
+}
+
+/* --- the calls ----------------------------------------------------------------------------------------------------- */
+
+zpp_status zpp_zero_backward_begin(zpp_zero *zero, struct zpp_err *err) {
+    if (zero->in_backward) return zpp_fail(err, ZPP_STATE, "zero: a backward begins inside a backward");
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit *unit = zero->units[zero->order[at]];
+        if (unit->grad->launched && unit->grad->pass == zero->pass)
+            return zpp_fail(err, ZPP_STATE, "zero: the backward before this one ended by an exception after unit %s had gone "
+                            "out, so the ranks no longer agree on the gradients; restart from a checkpoint", unit->name);
+        memset(unit->grad->seen, 0, unit->params);
+        unit->grad->missing = unit->params;
+        unit->grad->partial = false;
+    }
+    zero->in_backward = true;
+    zero->order_at = 0;
+    return ZPP_OK;
+}
+
+void zpp_zero_count_use(zpp_zero *zero, int unit) {
+    if (zero->units[unit]->grad) zero->units[unit]->grad->uses++;
+}
+
+void zpp_zero_reset_uses(zpp_zero *zero) {
+    for (int at = 0; at < zero->order_count; at++) zero->units[zero->order[at]]->grad->uses = 0;
+}
+
+int zpp_zero_uses(const zpp_zero *zero, int unit) {
+    return zero->units[unit]->grad ? zero->units[unit]->grad->uses : 0;
+}
+
+bool zpp_zero_used_once(const zpp_zero *zero, int unit) {
+    const struct zpp_unit_grad *grad = zero->units[unit]->grad;
+    return grad && grad->uses <= 1 && !grad->partial;
+}
+
+static bool is_launched_now(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
+    return grad->launched && grad->pass == zero->pass;
+}
+
+zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *from, bool partial,
+                         const struct zpp_wait *wait, struct zpp_err *err) {
+    struct zpp_unit *unit = zero->units[index];
+    struct zpp_unit_grad *grad = unit->grad;
+    if (is_launched_now(zero, grad))
+        return zpp_fail(err, ZPP_STATE, "zero: a gradient for parameter %zu of unit %s came after the unit was reduced; "
+                        "its module ran in a way that the hooks did not see; make it a unit of its own with Config(units=...)",
+                        param, unit->name);
+    zpp_status status = ZPP_OK;
+    const bool fresh = grad->bucket_offset_bytes == ZPP_BUCKET_NONE || grad->launched;
+    if (fresh) {
+        status = take_bucket(zero, unit, wait, err);
+        if (status != ZPP_OK) return status;
+        grad->launched = false;
+    }
+    status = put_gradient(zero, unit, param, from, err);
+    if (status != ZPP_OK) return status;
+    if (partial) grad->partial = true;
+    if (!grad->seen[param]) {
+        grad->seen[param] = 1;
+        grad->missing--;
+    }
+    return is_complete(grad) ? drain(zero, false, err) : ZPP_OK;
+}
+
+/* Stage 0: from here on the whole gradient lies in the bucket on every rank, also where it had none. */
+static void adopt_result(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    grad->bucket_offset_bytes = grad->home_offset_bytes;
+    grad->at_home = true;
+    uint8_t *touched = touched_flags(zero, grad->unit);
+    for (size_t i = 0; i < grad->unit->params; i++) {
+        touched[i] = grad->present[i];
+        grad->touched_params += grad->present[i];
+    }
+}
+
+static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        const zpp_status status = zpp_event_sync(grad->done, wait, err);
+        if (status != ZPP_OK) return status;
+    }
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        grad->touched_params = 0;
+        if (zero->options.stage == 0 && grad->has) adopt_result(zero, grad);
+        if (grad->carry) zero->carry_bytes -= slice_bytes(grad);
+        free(grad->carry);
+        grad->carry = NULL;
+    }
+    (void)sweep(zero);
+    zero->pass++;
+    return ZPP_OK;
+}
+
+zpp_status zpp_zero_backward_end(zpp_zero *zero, bool reduce, const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    if (reduce && zero->order_count) {
+        status = drain(zero, true, err);
+        if (status == ZPP_OK) status = finish(zero, wait, err);
+        if (status != ZPP_OK) return status;
+    }
+    zpp_zero_reset_uses(zero);
+    zero->in_backward = false;
+    return ZPP_OK;
+}
+
+void zpp_zero_backward_abort(zpp_zero *zero) {
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit *unit = zero->units[zero->order[at]];
+        unit->grad->uses = 0;
+        if (unit->grad->bucket_offset_bytes == ZPP_BUCKET_NONE || unit->grad->launched) continue;
+        give_bucket(zero, unit->grad);
+        unit->grad->touched_params = 0;
+    }
+    zero->in_backward = false;
+}
+
+/* --- results ------------------------------------------------------------------------------------------------------- */
+
+const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present) {
+    const struct zpp_unit_grad *grad = zero->units[unit]->grad;
+    if (!grad || !grad->has) return NULL;
+    if (present) *present = grad->present;
+    return grad->slice;
+}
+
+unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit) {
+    return zero->units[unit]->grad ? zero->units[unit]->grad->slice : NULL;
+}
+
+zpp_dtype zpp_zero_grad_dtype(const zpp_zero *zero, int unit) {
+    const struct zpp_unit_grad *grad = zero->units[unit]->grad;
+    return grad ? grad->dtype : zero->units[unit]->dtype;
+}
+
+bool zpp_zero_has_grad(const zpp_zero *zero) {
+    for (int at = 0; at < zero->order_count; at++)
+        if (zero->units[zero->order[at]]->grad->has) return true;
+    return false;
+}
+
+bool zpp_zero_grads_pending(const zpp_zero *zero) {
+    for (int at = 0; at < zero->order_count; at++) {
+        const struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        if (grad->bucket_offset_bytes != ZPP_BUCKET_NONE && !grad->launched && grad->touched_params) return true;
+    }
+    return false;
+}
+
+void zpp_zero_set_grad_scale(zpp_zero *zero, float scale) {
+    zero->grad_scale = scale;
+}
+
+void zpp_zero_clear_grad(zpp_zero *zero, int index, size_t param) {
+    struct zpp_unit *unit = zero->units[index];
+    struct zpp_unit_grad *grad = unit->grad;
+    if (!grad) return;
+    grad->present[param] = 0;
+    struct zpp_piece pieces[1];
+    const struct zpp_unit one = { .params = 1, .param_elems = &unit->param_elems[param],
+                                  .offset_elems = &unit->offset_elems[param], .shard_elems = unit->shard_elems };
+    if (grad->has && zero->options.stage > 0 && zpp_unit_pieces(&one, zero->rank, pieces)) {
+        const size_t at = pieces[0].offset_elems - (size_t)zero->rank * unit->shard_elems;
+        memset(grad->slice + at * zpp_dtype_bytes(grad->dtype), 0, pieces[0].elems * zpp_dtype_bytes(grad->dtype));
+    }
+    if (grad->bucket_offset_bytes == ZPP_BUCKET_NONE || (grad->launched && zero->options.stage > 0)) return;
+    uint8_t *touched = &touched_flags(zero, unit)[param];
+    if (*touched) grad->touched_params--;
+    *touched = 0;
+}
+
+void zpp_zero_clear_grads(zpp_zero *zero) {
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit *unit = zero->units[zero->order[at]];
+        struct zpp_unit_grad *grad = unit->grad;
+        memset(grad->present, 0, unit->params);
+        grad->has = false;
+        const bool idle = grad->bucket_offset_bytes != ZPP_BUCKET_NONE && (!grad->launched || zero->options.stage == 0);
+        if (idle) {
+            memset(touched_flags(zero, unit), 0, unit->params);
+            grad->touched_params = 0;
+            if (!grad->launched) give_bucket(zero, grad);
+        }
+    }
+}

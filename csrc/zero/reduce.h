@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Gradients to slices. Each unit's gradients collect in a bucket that the peers can read; a complete bucket goes out in
+ * one fixed order of units, the same on every rank, whatever became ready first, and never blocks the backward thread.
+ * Rank r adds slice r of all ranks' buckets, in rank order, in place: one read per byte.
+ *
+ * A bucket:   | gradient, elems | touched, one byte a parameter |     (spans of untouched parameters are zero)
+ *
+ * stages 2, 3   the slice is memory of its own; the bucket is given back once every peer has read it
+ * stage 1       the bucket stays, and its own slice is the reduced one (4 + 12/N bytes a parameter need that)
+ * stage 0       as stage 1, then every rank copies the other reduced slices from where they were made (all-reduce)
+ */
+#ifndef ZPP_ZERO_REDUCE_H
+#define ZPP_ZERO_REDUCE_H
+
+#include "bucket.h"
+#include "zero.h"
+
+struct zpp_unit_grad {
+    zpp_dtype dtype; /* of `slice` */
+    size_t bucket_bytes;
+    size_t home_offset_bytes; /* a place of its own behind the arena */
+
+    /* this backward */
+    uint8_t *seen; /* [params] */
+    size_t missing;
+    int uses;
+    bool partial, launched;
+
+    /* the bucket */
+    size_t bucket_offset_bytes; /* ZPP_BUCKET_NONE: none */
+    bool at_home;
+    bool empty; /* goes out without a bucket: no gradient on this rank */
+    size_t touched_params;
+
+    /* the reduction under way: written before the launch, then by the operation until `done` */
+    struct zpp_unit *unit;
+    zpp_zero *zero;
+    int round; /* 0: post, 1: read and add, 2: post again (stage 0), 3: copy the others (stage 0) */
+    uint64_t seq, copy_seq;
+    uint64_t pass;
+    uint64_t *peer_offsets; /* [ranks] */
+    zpp_event *written, *done;
+
+    /* the result */
+    unsigned char *slice;
+    unsigned char *carry; /* stage 1: the slice from before, while a second backward of the same step refills the bucket */
+    uint8_t *present;     /* [params] */
+    bool has;
+};
+
+/* Part of create, seal and destroy. */
+zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, zpp_dtype grad_dtype, struct zpp_err *err);
+zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err);
+void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
+
+/* Where parameter `param`'s gradient lies in the unit's bucket (stage 0: what p.grad is a view of); NULL without one. */
+unsigned char *zpp_reduce_bucket(const zpp_zero *zero, const struct zpp_unit *unit);
+
+#endif

@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The step: the only time when slices are written. Between step_begin and step_end each rank writes its own slices and
+ * nobody reads; everywhere else everybody reads and nobody writes. That is why gathers need no synchronisation at all.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_status status = zpp_zero_release_all(zero, err);
+    if (status != ZPP_OK) return status;
+    if (zero->ranks == 1) {
+        if (votes) votes[0] = vote;
+        return ZPP_OK;
+    }
+    uint64_t *all = votes ? votes : calloc((size_t)zero->ranks, sizeof *all);
+    if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the votes of %d ranks", zero->ranks);
+    status = zpp_all_gather(zero->options.comm, all, &vote, sizeof vote, wait, err); /* also a barrier: it needs everybody's vote */
+    if (!votes) free(all);
+    return status;
+}
+
+/* Stages 1 and 2, and small units: take the slices that the others have just written. */
+static void collect_whole(zpp_zero *zero, struct zpp_unit *unit) {
+    const size_t bytes = zpp_unit_shard_bytes(unit);
+    for (int rank = 0; rank < zero->ranks; rank++) {
+        if (rank == zero->rank) continue;
+        const unsigned char *written = (const unsigned char *)zpp_region_base(zero->params, rank) + unit->region_offset_bytes;
+        memcpy(unit->whole + (size_t)rank * bytes, written + (size_t)rank * bytes, bytes);
+    }
+    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
+}
+
+zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
+    if (zero->ranks == 1) return ZPP_OK;
+    zpp_status status = zpp_barrier(zero->options.comm, wait, err);
+    if (status != ZPP_OK || zero->options.stage == 0) return status;
+    for (int i = 0; i < zero->units_count; i++) {
+        struct zpp_unit *unit = zero->units[i];
+        if (unit->place == ZPP_PLACE_WHOLE && unit->trainable) collect_whole(zero, unit);
+    }
+    return ZPP_OK;
+}

@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * A unit: parameters of one element kind that are gathered, reduced and stepped together. They lie one after the other
+ * in one flat buffer; rank r owns the r-th of N equal slices of it (bandwidth-centric partitioning, ZeRO-Infinity 6.1):
+ *
+ *   | p0 .. | p1 ...... | p2 . | padding |          elems = N * shard_elems
+ *   |  shard of 0   |   shard of 1       |          a slice may cut a parameter anywhere
+ *
+ * Parameters start at 64 bytes, slices at 64 bytes, or at a page where they are large, so that AVX-512 and O_DIRECT fit.
+ */
+#ifndef ZPP_ZERO_UNIT_H
+#define ZPP_ZERO_UNIT_H
+
+#include <stdbool.h>
+#include "../base/device.h"
+#include "../base/dtype.h"
+#include "../base/status.h"
+
+/* Where a unit's parameters live. */
+enum zpp_place {
+    ZPP_PLACE_WHOLE, /* every rank holds all of it (stages 0-2, one rank, small units) */
+    ZPP_PLACE_HOST,  /* the ranks of this host share one copy in shared memory; nothing is ever gathered */
+    ZPP_PLACE_SHARD, /* a rank holds its slice, and gathers the rest when it is needed */
+};
+
+enum zpp_unit_state { ZPP_UNIT_PARTITIONED, ZPP_UNIT_FETCHING, ZPP_UNIT_FULL };
+
+/* A part of one parameter that lies in one slice. */
+struct zpp_piece {
+    size_t param;        /* index in the unit */
+    size_t offset_elems; /* from the start of the unit's flat buffer */
+    size_t elems;
+};
+
+struct zpp_unit {
+    /* what it is: written at zpp_zero_add_unit, read by anybody */
+    int index;
+    char name[120];
+    zpp_dtype dtype;
+    size_t elem_bytes;
+    bool trainable;
+    enum zpp_place place;
+    size_t params;
+    size_t *param_elems;  /* [params] */
+    size_t *offset_elems; /* [params] in the flat buffer */
+    size_t elems, shard_elems;
+
+    /* where it is: written at zpp_zero_seal (whole: also by a gather on devices whose backing moves) */
+    unsigned char *whole; /* the flat buffer that the parameters are views of; readable while FULL */
+    unsigned char *shard; /* this rank's slice; always readable */
+    size_t region_offset_bytes;
+    size_t range_offset_bytes;
+
+    /* gathering: the coordinator's thread only */
+    enum zpp_unit_state state;
+    int pins;    /* forwards of it that are open now */
+    bool sticky; /* keep it until this pass ends */
+    bool mapped; /* has memory in the range */
+    zpp_event *allocated, *ready;
+
+    /* gradients: see reduce.h */
+    struct zpp_unit_grad *grad;
+};
+
+/* Lay out `params` parameters of the given sizes for `ranks` ranks. Fills offset_elems; outputs last. */
+void zpp_unit_layout(size_t params, const size_t *param_elems, size_t elem_bytes, int ranks, size_t *offset_elems,
+                     size_t *elems, size_t *shard_elems);
+
+/* The pieces of slice `rank`, in order; `pieces` has room for unit->params. Returns how many. */
+size_t zpp_unit_pieces(const struct zpp_unit *unit, int rank, struct zpp_piece *pieces);
+
+size_t zpp_unit_bytes(const struct zpp_unit *unit);
+size_t zpp_unit_shard_bytes(const struct zpp_unit *unit);
+
+#endif

@@ -1,0 +1,257 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The coordinator's life: units are added, memory is made for all of them at once, and ended.
+ */
+#include "zero.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+static size_t round_up(size_t value, size_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+/* Units of some size begin at a page, for O_DIRECT and huge pages; small ones at a cache line. */
+static size_t place_next(size_t *used_bytes, size_t bytes) {
+    const size_t at = round_up(*used_bytes, bytes >= 64 * 1024 ? ZPP_PAGE_BYTES : 64);
+    *used_bytes = at + bytes;
+    return at;
+}
+
+static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
+    zpp_device *device = zero->options.device;
+    /* Without prefetch nothing overlaps, so the gather needs no thread on cpu. */
+    const enum zpp_stream_kind gather_kind = zero->options.prefetch_bytes ? ZPP_STREAM_THREAD : ZPP_STREAM_QUEUE;
+    zpp_status status = zpp_stream_create(device, ZPP_STREAM_HOST, "compute", &zero->compute, err);
+    if (status == ZPP_OK) status = zpp_stream_create(device, gather_kind, "gather", &zero->gather, err);
+    if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "reduce", &zero->reduce, err);
+    return status;
+}
+
+zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **out, struct zpp_err *err) {
+    if (options->stage < 0 || options->stage > 3)
+        return zpp_fail(err, ZPP_INVALID, "zero: stage is %d, not 0, 1, 2 or 3", options->stage);
+    zpp_zero *zero = calloc(1, sizeof *zero);
+    if (!zero) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the coordinator");
+    zero->options = *options;
+    zero->rank = options->comm ? zpp_comm_rank(options->comm) : 0;
+    zero->ranks = options->comm ? zpp_comm_ranks(options->comm) : 1;
+    zero->grad_scale = 1.0f;
+    const zpp_status status = create_streams(zero, err);
+    if (status != ZPP_OK) {
+        zpp_zero_destroy(zero);
+        return status;
+    }
+    *out = zero;
+    return ZPP_OK;
+}
+
+static void destroy_unit(zpp_zero *zero, struct zpp_unit *unit) {
+    zpp_reduce_drop_unit(zero, unit);
+    zpp_event_destroy(unit->allocated);
+    zpp_event_destroy(unit->ready);
+    free(unit->param_elems);
+    free(unit->offset_elems);
+    free(unit);
+}
+
+void zpp_zero_destroy(zpp_zero *zero) {
+    if (!zero) return;
+    /* Streams first: they wait for operations that still use the units. */
+    zpp_stream_destroy(zero->reduce);
+    zpp_stream_destroy(zero->gather);
+    zpp_stream_destroy(zero->compute);
+    for (int i = 0; i < zero->units_count; i++) destroy_unit(zero, zero->units[i]);
+    free(zero->units);
+    free(zero->order);
+    free(zero->moving);
+    zpp_trace_fini(&zero->trace);
+    zpp_buckets_fini(&zero->buckets);
+    zpp_lane_destroy(zero->lane);
+    zpp_lane_destroy(zero->copy_lane);
+    zpp_range_destroy(zero->range);
+    zpp_region_destroy(zero->params);
+    zpp_region_destroy(zero->host);
+    zpp_region_destroy(zero->grads);
+    zpp_mem_free(zero->alone, zero->alone_bytes);
+    free(zero);
+}
+
+static zpp_status copy_spec(struct zpp_unit *unit, const struct zpp_unit_spec *spec, int ranks, struct zpp_err *err) {
+    snprintf(unit->name, sizeof unit->name, "%s", spec->name);
+    unit->dtype = spec->dtype;
+    unit->elem_bytes = zpp_dtype_bytes(spec->dtype);
+    unit->trainable = spec->trainable;
+    unit->place = spec->place;
+    unit->params = spec->params;
+    const size_t room = spec->params ? spec->params : 1;
+    unit->param_elems = calloc(room, sizeof *unit->param_elems);
+    unit->offset_elems = calloc(room, sizeof *unit->offset_elems);
+    if (!unit->param_elems || !unit->offset_elems)
+        return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the %zu parameters of unit %s", spec->params, spec->name);
+    memcpy(unit->param_elems, spec->param_elems, spec->params * sizeof *unit->param_elems);
+    zpp_unit_layout(unit->params, unit->param_elems, unit->elem_bytes, ranks, unit->offset_elems, &unit->elems,
+                    &unit->shard_elems);
+    return ZPP_OK;
+}
+
+static zpp_status check_spec(const zpp_zero *zero, const struct zpp_unit_spec *spec, struct zpp_err *err) {
+    if (zero->sealed) return zpp_fail(err, ZPP_STATE, "zero: unit %s comes after seal", spec->name);
+    if (!zpp_dtype_bytes(spec->dtype))
+        return zpp_fail(err, ZPP_INVALID, "zero: unit %s has element kind %d, which is none", spec->name, (int)spec->dtype);
+    if (zero->ranks == 1 && spec->place != ZPP_PLACE_WHOLE)
+        return zpp_fail(err, ZPP_INVALID, "zero: unit %s is to be split, but there is one rank", spec->name);
+    return ZPP_OK;
+}
+
+zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, int *index, struct zpp_err *err) {
+    zpp_status status = check_spec(zero, spec, err);
+    if (status != ZPP_OK) return status;
+    if (zero->units_count == zero->units_room) {
+        const int room = zero->units_room ? 2 * zero->units_room : 64;
+        struct zpp_unit **units = realloc(zero->units, (size_t)room * sizeof(struct zpp_unit *));
+        if (!units) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %d units", room);
+        zero->units = units;
+        zero->units_room = room;
+    }
+    struct zpp_unit *unit = calloc(1, sizeof *unit);
+    if (!unit) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for unit %s", spec->name);
+    unit->index = zero->units_count;
+    status = copy_spec(unit, spec, zero->ranks, err);
+    if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &unit->allocated, err);
+    if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &unit->ready, err);
+    if (status == ZPP_OK && unit->trainable && zero->ranks > 1)
+        status = zpp_reduce_add_unit(zero, unit, spec->grad_dtype, err);
+    if (status != ZPP_OK) {
+        destroy_unit(zero, unit);
+        return status;
+    }
+    zero->units[zero->units_count++] = unit;
+    *index = unit->index;
+    return ZPP_OK;
+}
+
+/* --- seal --------------------------------------------------------------------------------------------------------- */
+
+static size_t region_bytes_of(const zpp_zero *zero, const struct zpp_unit *unit) {
+    (void)zero;
+    return unit->place == ZPP_PLACE_SHARD ? zpp_unit_shard_bytes(unit) : zpp_unit_bytes(unit);
+}
+
+static zpp_status make_param_memory(zpp_zero *zero, size_t range_bytes, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    if (zero->ranks == 1) {
+        if (zero->params_bytes == 0) return ZPP_OK;
+        void *memory = NULL;
+        status = zpp_mem_alloc(zero->params_bytes, ZPP_PAGE_BYTES, &memory, err);
+        zero->alone = memory;
+        zero->alone_bytes = zero->params_bytes;
+        return status;
+    }
+    if (zero->params_bytes)
+        status = zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, zero->params_bytes, &zero->params, err);
+    if (status == ZPP_OK && zero->host_bytes)
+        status = zpp_region_create(zero->options.comm, ZPP_REGION_ONE, zero->host_bytes, &zero->host, err);
+    if (status == ZPP_OK && range_bytes && !zero->options.backing.acquire)
+        status = zpp_range_create(range_bytes, &zero->range, err);
+    return status;
+}
+
+static void locate_unit(zpp_zero *zero, struct zpp_unit *unit) {
+    unsigned char *base = zero->alone;
+    if (unit->place == ZPP_PLACE_HOST) base = zpp_region_base(zero->host, zero->rank);
+    else if (zero->params) base = zpp_region_base(zero->params, zero->rank);
+    base += unit->region_offset_bytes;
+    if (unit->place == ZPP_PLACE_SHARD) {
+        unit->shard = base;
+        if (zero->range) unit->whole = (unsigned char *)zpp_range_base(zero->range) + unit->range_offset_bytes;
+        unit->state = ZPP_UNIT_PARTITIONED;
+        return;
+    }
+    unit->whole = base;
+    unit->shard = base + (size_t)zero->rank * zpp_unit_shard_bytes(unit);
+    unit->state = ZPP_UNIT_FULL;
+}
+
+zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err) {
+    if (zero->sealed) return zpp_fail(err, ZPP_STATE, "zero: sealed twice");
+    size_t range_bytes = 0;
+    zero->moving = calloc((size_t)zero->units_count + 1, sizeof(struct zpp_unit *));
+    if (!zero->moving) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %d units", zero->units_count);
+    for (int i = 0; i < zero->units_count; i++) {
+        struct zpp_unit *unit = zero->units[i];
+        size_t *used = unit->place == ZPP_PLACE_HOST ? &zero->host_bytes : &zero->params_bytes;
+        unit->region_offset_bytes = place_next(used, region_bytes_of(zero, unit));
+        if (!zpp_unit_moves(unit)) continue;
+        zero->moving[zero->moving_count++] = unit;
+        unit->range_offset_bytes = range_bytes;
+        range_bytes += round_up(zpp_unit_bytes(unit), ZPP_PAGE_BYTES);
+    }
+    zpp_status status = make_param_memory(zero, range_bytes, err);
+    if (status == ZPP_OK) status = zpp_trace_init(&zero->trace, zero->units_count, err);
+    if (status == ZPP_OK && zero->ranks > 1) status = zpp_reduce_seal(zero, err);
+    if (status != ZPP_OK) return status;
+    size_t largest_bytes = 0;
+    for (int i = 0; i < zero->units_count; i++) {
+        locate_unit(zero, zero->units[i]);
+        if (zpp_unit_moves(zero->units[i]) && zpp_unit_bytes(zero->units[i]) > largest_bytes)
+            largest_bytes = zpp_unit_bytes(zero->units[i]);
+    }
+    if (zero->range) zpp_range_set_warm(zero->range, 2 * largest_bytes + zero->options.prefetch_bytes);
+    zero->sealed = true;
+    return ZPP_OK;
+}
+
+/* --- small answers ------------------------------------------------------------------------------------------------ */
+
+int zpp_zero_units(const zpp_zero *zero) {
+    return zero->units_count;
+}
+
+struct zpp_unit *zpp_zero_unit(zpp_zero *zero, int index) {
+    assert(index >= 0 && index < zero->units_count);
+    return zero->units[index];
+}
+
+int zpp_zero_rank(const zpp_zero *zero) {
+    return zero->rank;
+}
+
+int zpp_zero_ranks(const zpp_zero *zero) {
+    return zero->ranks;
+}
+
+zpp_stream *zpp_zero_compute(zpp_zero *zero) {
+    return zero->compute;
+}
+
+int zpp_zero_find(const zpp_zero *zero, const void *address) {
+    if (!zero->range) return -1;
+    const unsigned char *base = zpp_range_base(zero->range), *at = address;
+    if (at < base || !zero->moving_count) return -1;
+    const size_t offset = (size_t)(at - base);
+    int low = 0, high = zero->moving_count - 1;
+    while (low < high) { /* the last unit that begins at or before `offset` */
+        const int middle = (low + high + 1) / 2;
+        if (zero->moving[middle]->range_offset_bytes <= offset) low = middle;
+        else high = middle - 1;
+    }
+    const struct zpp_unit *unit = zero->moving[low];
+    return offset < unit->range_offset_bytes + zpp_unit_bytes(unit) ? unit->index : -1;
+}
+
+void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
+    const size_t warm = zero->range ? zpp_range_held_bytes(zero->range) : zero->full_bytes;
+    *out = (struct zpp_zero_memory){
+        .param_bytes = zero->params_bytes + zero->host_bytes / (size_t)zero->ranks,
+        .gathered_bytes = warm,
+        .grad_bytes = zero->slice_bytes + zero->kept_bucket_bytes + zero->carry_bytes,
+        .bucket_bytes = zero->buckets.used_bytes,
+        .bucket_peak_bytes = zero->buckets.peak_bytes,
+        .gathered_peak_bytes = zero->full_peak_bytes,
+    };
+}

@@ -1,0 +1,127 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The ZeRO coordinator (Rajbhandari et al. 2020, stages 0 to 3): which units are whole on this rank, when they are
+ * gathered and released, and how gradients reach the slices. Knows neither torch nor Python; written against
+ * base/device.h and comm/comm.h only, so that the simulated device can drive it through any schedule.
+ *
+ * One training step, as the caller drives it:
+ *
+ *   forward    zpp_zero_need(u) .. compute .. zpp_zero_release(u)          for each unit in use
+ *   backward   zpp_zero_backward_begin
+ *              zpp_zero_need(u) .. compute .. zpp_zero_grad(u, i, g) ..    any order, gradients as they come
+ *              zpp_zero_backward_end                                       all reductions are done when it returns
+ *   step       zpp_zero_step_begin .. write own slices .. zpp_zero_step_end
+ *
+ * Bytes on the wire per rank and step, Psi = bytes of all parameters, f = (N-1)/N:
+ *   stage 0: 2 f Psi (all-reduce)    1, 2: 2 f Psi (reduce-scatter, all-gather)    3: 3 f Psi; units with one shared
+ *   copy on the host: f Psi (the reduction alone).
+ *
+ * Threads: one thread at a time. `wait` == NULL tries: ZPP_AGAIN means that nothing was done.
+ */
+#ifndef ZPP_ZERO_ZERO_H
+#define ZPP_ZERO_ZERO_H
+
+#include "../comm/comm.h"
+#include "unit.h"
+
+typedef struct zpp_zero zpp_zero;
+
+/* Memory for gathered units, in the order of the compute stream: what is released may be handed out again at once to an
+ * operation that comes later on that stream. NULL functions: the coordinator's own address range (cpu). */
+struct zpp_backing {
+    void *ctx;
+    zpp_status (*acquire)(void *ctx, const struct zpp_unit *unit, void **memory, struct zpp_err *err);
+    void (*release)(void *ctx, const struct zpp_unit *unit, void *memory);
+};
+
+struct zpp_zero_options {
+    int stage;               /* 0..3 */
+    zpp_comm *comm;          /* borrowed until destroy; NULL: one rank */
+    zpp_device *device;      /* borrowed until destroy */
+    struct zpp_backing backing;
+    size_t prefetch_bytes;   /* gathered ahead of need at most; 0: nothing is */
+    size_t bucket_bytes;     /* gradients that may wait in buckets for slower ranks; 0: no bound */
+};
+
+struct zpp_unit_spec {
+    const char *name;         /* for messages; copied */
+    zpp_dtype dtype;
+    size_t params;
+    const size_t *param_elems; /* [params]; copied */
+    bool trainable;
+    enum zpp_place place;
+    zpp_dtype grad_dtype;     /* of the reduced slice in stages 2 and 3: `dtype`, or ZPP_F32 */
+};
+
+/* New; free with zpp_zero_destroy (local, never waits; NULL is fine). */
+zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **out, struct zpp_err *err);
+void zpp_zero_destroy(zpp_zero *zero);
+/* Units in the same order on every rank. `*index` counts from 0. Before seal. */
+zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, int *index, struct zpp_err *err);
+/* Collective: makes the memory. Afterwards WHOLE and HOST units are FULL, SHARD units PARTITIONED; contents are zero. */
+zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);
+
+int zpp_zero_units(const zpp_zero *zero);
+struct zpp_unit *zpp_zero_unit(zpp_zero *zero, int index); /* borrowed */
+int zpp_zero_rank(const zpp_zero *zero);
+int zpp_zero_ranks(const zpp_zero *zero);
+zpp_stream *zpp_zero_compute(zpp_zero *zero); /* the HOST stream: the caller's computation goes there */
+/* Does this address lie in gathered memory (released or not)? Which unit? -1: no. Own range only. */
+int zpp_zero_find(const zpp_zero *zero, const void *address);
+
+/* --- gathering (gather.c) ---------------------------------------------------------------------------------------- */
+enum zpp_phase { ZPP_PHASE_FORWARD, ZPP_PHASE_BACKWARD, ZPP_PHASE_EVAL, ZPP_PHASES };
+/* Whole before anything launched on the compute stream from now on; starts fetching what came next the last time. */
+zpp_status zpp_zero_need(zpp_zero *zero, int unit, enum zpp_phase phase, const struct zpp_wait *wait, struct zpp_err *err);
+/* Not used any more by what was launched so far; a no-op while pinned, sticky or not full. */
+zpp_status zpp_zero_release(zpp_zero *zero, int unit, struct zpp_err *err);
+/* End of a pass: forgets stickiness, releases all that is not pinned, prefetched or not. */
+zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err);
+/* With every slice filled in this rank's gathered copy: keep this rank's slice (SHARD units; full ones). */
+void zpp_zero_keep_slice(zpp_zero *zero, int unit);
+
+/* --- gradients (reduce.c) ---------------------------------------------------------------------------------------- */
+/* A parameter's gradient, `param_elems` elements of the unit's kind, on the compute stream. Added to what this rank has
+ * not reduced yet. `uses` > 1 or `partial`: more may come, so the unit is reduced at the end. */
+zpp_status zpp_zero_backward_begin(zpp_zero *zero, struct zpp_err *err);
+zpp_status zpp_zero_grad(zpp_zero *zero, int unit, size_t param, const void *grad, bool partial,
+                         const struct zpp_wait *wait, struct zpp_err *err);
+/* Forwards of the unit since the last backward: more than one, and its gradient comes in parts. */
+void zpp_zero_count_use(zpp_zero *zero, int unit);
+void zpp_zero_reset_uses(zpp_zero *zero);
+int zpp_zero_uses(const zpp_zero *zero, int unit);
+bool zpp_zero_used_once(const zpp_zero *zero, int unit); /* and no part of its gradient came alone */
+/* reduce == false: the gradients stay on this rank, and the next backward adds to them. */
+zpp_status zpp_zero_backward_end(zpp_zero *zero, bool reduce, const struct zpp_wait *wait, struct zpp_err *err);
+/* A backward that ended by an exception: what was not reduced is dropped. */
+void zpp_zero_backward_abort(zpp_zero *zero);
+/* After backward_end(reduce): this rank's reduced gradient, `shard_elems` of grad_dtype (stage 0: `elems`, all slices).
+ * *present[params]: did any rank have a gradient? NULL where no parameter of the unit had one. */
+const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present);
+/* Stage 0: where the unit's whole gradient lies, at the parameters' offsets; fixed from seal on. */
+unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit);
+zpp_dtype zpp_zero_grad_dtype(const zpp_zero *zero, int unit);
+bool zpp_zero_has_grad(const zpp_zero *zero);
+bool zpp_zero_grads_pending(const zpp_zero *zero); /* accumulated on this rank, not reduced */
+void zpp_zero_set_grad_scale(zpp_zero *zero, float scale); /* multiplies the mean over ranks at the next reductions */
+void zpp_zero_clear_grad(zpp_zero *zero, int unit, size_t param);
+void zpp_zero_clear_grads(zpp_zero *zero);
+
+/* --- step (step.c) ------------------------------------------------------------------------------------------------ */
+/* Collective: returns when no rank reads parameters any more, so that slices may be written. `vote` travels along:
+ * votes[ranks] (may be NULL) receives what every rank gave. */
+zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait, struct zpp_err *err);
+/* Collective: returns when every slice is written, and WHOLE units are whole again everywhere. */
+zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
+
+/* --- what it holds ------------------------------------------------------------------------------------------------ */
+struct zpp_zero_memory {
+    size_t param_bytes;      /* slices, whole units, and this rank's share of shared copies */
+    size_t gathered_bytes;   /* units that are full now, and warm slots */
+    size_t grad_bytes;       /* reduced slices (stages 0, 1: whole gradients) */
+    size_t bucket_bytes;     /* gradients not reduced yet, now */
+    size_t bucket_peak_bytes, gathered_peak_bytes;
+};
+void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out);
+
+#endif
