@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One command for all benchmarks: ``python benchmarks/run.py NAME... [--json FILE] [--quick] [--list]``.
+
+Every other file of this folder that defines CLAIM and run() is a benchmark; harness.py says what it must expose.
+Without ``--json`` the rows go to stdout, one JSON object a line; with it they go to FILE and stdout shows a table.
+Exit status: 0 measured, 1 a contender was wrong or a launch failed, 2 wrong usage or a peer that is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+if (HERE.parent / "python" / "zeropp").is_dir():
+    sys.path.insert(1, str(HERE.parent / "python"))  # the tree that this file belongs to, installed or not
+
+import harness  # noqa: E402  (its folder is put on the path above)
+
+
+def benches() -> dict[str, str]:
+    """Name and claim of every benchmark, without importing any."""
+    found = {}
+    for path in sorted(HERE.glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            value = getattr(node, "value", None)
+            if isinstance(target, ast.Name) and target.id == "CLAIM" and value is not None:
+                found[path.stem] = str(ast.literal_eval(value))
+    return found
+
+
+def load(name: str) -> ModuleType:
+    """Import a benchmark, after its name was found by benches()."""
+    return importlib.import_module(name)
+
+
+def work(target: str, args: str, out: str) -> None:
+    """One rank of Run.launch: call the worker function and leave its result for the parent."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)  # a killed torchrun leaves no worker behind
+    name, _, function = target.partition(":")
+    result = getattr(load(name), function)(json.loads(args))
+    path = Path(out) / f"rank{os.environ['RANK']}.json"
+    path.with_suffix(".part").write_text(json.dumps(result))
+    path.with_suffix(".part").rename(path)
+
+
+def table_line(row: harness.Row) -> str:
+    """A row for people."""
+    limit = "" if row.of_limit is None else f"  {row.of_limit:5.2f} of {row.limit_name}"
+    return (
+        f"{row.bench:14} {row.case:36} {row.ours:10.4g} {row.unit:6} {row.peer:10.4g} {row.peer_name:28} "
+        f"ratio {row.ratio:6.2f} ({row.ratio_low:.2f}-{row.ratio_high:.2f}){limit}"
+    )
+
+
+def measure(names: list[str], quick: bool, json_path: str | None, command: list[str]) -> None:
+    """Run the benchmarks, one after the other."""
+    where = harness.environment(command)
+    sink = open(json_path, "a") if json_path else None  # noqa: SIM115  (closed below; stdout otherwise)
+
+    def report(row: harness.Row) -> None:
+        line = json.dumps({**json.loads(row.as_json()), **where})
+        if sink is None:
+            print(line, flush=True)
+        else:
+            print(line, file=sink, flush=True)
+            print(table_line(row), flush=True)
+
+    try:
+        for name in names:
+            module = load(name)
+            module.run(harness.Run(name, quick=quick, report=report))
+    finally:
+        if sink is not None:
+            sink.close()
+
+
+def main(argv: list[str]) -> int:
+    """Parse the command line and run; see the top of the file."""
+    parser = argparse.ArgumentParser(prog="benchmarks/run.py", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; see --list")
+    parser.add_argument("--json", metavar="FILE", help="append rows to FILE, show a table on stdout")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, all peers; under 60 s a bench")
+    parser.add_argument("--list", action="store_true", help="name the benchmarks and their claims")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker-args", default="{}", help=argparse.SUPPRESS)
+    parser.add_argument("--worker-out", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.worker:
+        work(options.worker, options.worker_args, options.worker_out)
+        return 0
+    known = benches()
+    if options.list:
+        for name, claim in known.items():
+            print(f"{name:16} {claim}")
+        return 0
+    if not options.names:
+        parser.error(f"name at least one benchmark: {', '.join(known)}")
+    unknown = [name for name in options.names if name not in known]
+    if unknown:
+        parser.error(f"no benchmark is called {unknown[0]!r}; known: {', '.join(known)}")
+    try:
+        for name in options.names:
+            for need in load(name).NEEDS:
+                need.check()
+    except harness.BenchError as error:
+        print(f"benchmarks/run.py: {error}", file=sys.stderr)
+        return 2
+    try:
+        measure(options.names, options.quick, options.json, ["benchmarks/run.py", *argv])
+    except harness.BenchError as error:
+        print(f"benchmarks/run.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
