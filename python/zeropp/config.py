@@ -1,0 +1,466 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration: frozen, keyword-only dataclasses that refuse what they do not know.
+
+Every mistake is a `zeropp.ConfigError` that names the path of the key, the value seen, what is allowed and the
+nearest name. A value that is planned but not built says "not yet" and what to use instead; no option is read and
+ignored. `Config.from_json` reads the same keys from JSON, and DeepSpeed's own files (zeropp/deepspeed_json.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from zeropp.errors import ConfigError
+
+T = TypeVar("T")
+
+DTYPES = ("fp32", "bf16", "fp16")
+TIERS = ("device", "cpu", "nvme")
+WIRE_FORMATS = ("exact", "int8", "int4")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'stage'` when a known name is close to `name`, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def wrong(path: str, value: object, wanted: str) -> ConfigError:
+    """The error for a value that cannot be: path, value seen, what is wanted."""
+    return ConfigError(f"{path}: {value!r} is not allowed; wanted {wanted}")
+
+
+def not_yet(path: str, value: object, instead: str) -> ConfigError:
+    """The error for a value that is planned but not built."""
+    return ConfigError(f"{path}: {value!r} is not built yet; {instead}")
+
+
+def _refuses_unknown(cls: type[T]) -> type[T]:
+    """Class decorator: an unknown keyword is a ConfigError with the nearest name, where a dataclass raises a bare
+    TypeError."""
+    plain_init: Callable[..., None] = cls.__init__
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(plain_init)
+    def init(self: T, *args: Any, **keywords: Any) -> None:
+        for name, value in keywords.items():
+            if name not in known:
+                raise ConfigError(
+                    f"{cls.__name__}.{name}: unknown key (value {value!r}); "
+                    f"known are {', '.join(known)}{nearest(name, known)}"
+                )
+        plain_init(self, *args, **keywords)
+
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
+    return cls
+
+
+def _one_of(path: str, value: object, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        close = nearest(value, allowed) if isinstance(value, str) else ""
+        raise wrong(path, value, f"one of {', '.join(map(repr, allowed))}{close}")
+
+
+def _whole(path: str, value: object, least: int, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise wrong(path, value, f"a whole number >= {least} ({what})")
+
+
+def _instance(path: str, value: object, cls: type) -> None:
+    if not isinstance(value, cls):
+        raise wrong(path, value, f"a zeropp.{cls.__name__}(...)")
+
+
+@_refuses_unknown
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """Where one kind of state lives."""
+
+    kind: str = field(default="device", kw_only=False)
+    """"device" (where the model computes), "cpu" (host memory) or "nvme" (files under `path`). Without an accelerator
+    "device" is host memory."""
+
+    path: str | None = None
+    """Folder for the swap files of "nvme"; required there and refused elsewhere."""
+
+    fraction: float = 1.0
+    """Share of the bytes put there, above 0 and at most 1; the rest stays one tier nearer to the device."""
+
+    def __post_init__(self) -> None:
+        _one_of("Tier.kind", self.kind, TIERS)
+        if self.path is not None and not isinstance(self.path, str):
+            if not isinstance(self.path, Path):
+                raise wrong("Tier.path", self.path, "a folder's name")
+            object.__setattr__(self, "path", str(self.path))
+        if (self.kind == "nvme") != (self.path is not None):
+            raise wrong("Tier.path", self.path, "a folder for 'nvme', and None for 'device' and 'cpu'")
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
+            raise wrong("Tier.fraction", self.fraction, "a number above 0 and at most 1 (share of the bytes)")
+
+
+@_refuses_unknown
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Which tier holds each kind of state. Every kind stays on the device today; the others raise "not yet"."""
+
+    params: Tier = Tier()
+    """Tier of the parameter shards; other than "device" needs stage 3."""
+
+    grads: Tier = Tier()
+    """Tier of the gradient shards; other than "device" needs stage 2 or 3."""
+
+    optimizer: Tier = Tier()
+    """Tier of the optimizer's states and of the master weights; other than "device" needs stage 1, 2 or 3."""
+
+    activations: Tier = Tier()
+    """Tier of the activations that checkpointing keeps."""
+
+    def __post_init__(self) -> None:
+        for name in ("params", "grads", "optimizer", "activations"):
+            _instance(f"Offload.{name}", getattr(self, name), Tier)
+
+
+@_refuses_unknown
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Element types by purpose; None leaves the choice to the others. `Config(precision="bf16")` is the short
+    form."""
+
+    param: str | None = None
+    """Type the parameters are held and gathered in; None keeps the model's own."""
+
+    compute: str | None = None
+    """Type of the computation; None means `param`. Floating inputs are cast to it."""
+
+    reduce: str | None = None
+    """Type of gradients on the wire; None means `compute`. Sums are kept in fp32 whatever it is."""
+
+    master: str | None = None
+    """Type of the copy that the optimizer updates; None means fp32."""
+
+    state: str | None = None
+    """Type of the optimizer's states; None means fp32."""
+
+    def __post_init__(self) -> None:
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, torch.dtype):
+                short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(value)
+                object.__setattr__(self, one.name, short or value)
+                value = short or value
+            if value is not None:
+                _one_of(f"Precision.{one.name}", value, DTYPES)
+                if value == "fp16":
+                    raise not_yet(f"Precision.{one.name}", value, "use 'bf16', which needs no loss scale, or 'fp32'")
+
+    @property
+    def name(self) -> str | None:
+        """None, "fp32" or "bf16": the combination that the engine knows. Raises ConfigError for any other."""
+        compute = self.compute or self.param
+        reduce = self.reduce or compute
+        if (self.master or "fp32") != "fp32":
+            raise not_yet("Precision.master", self.master, "leave it out: the optimizer updates an fp32 copy")
+        if (self.state or "fp32") != "fp32":
+            raise not_yet("Precision.state", self.state, "leave it out: optimizer states are fp32")
+        if self.param is None and compute is not None:
+            raise not_yet(
+                "Precision.compute",
+                compute,
+                f"give param={compute!r} too: parameters are held in the type they compute in",
+            )
+        if compute != self.param:
+            raise not_yet(
+                "Precision.compute", compute, f"use {self.param!r}: parameters compute in the type they are held in"
+            )
+        if reduce != compute:
+            raise not_yet(
+                "Precision.reduce",
+                reduce,
+                f"use {compute!r}: gradients travel in the type they are computed in, and add in fp32",
+            )
+        return self.param
+
+
+@_refuses_unknown
+@dataclass(frozen=True, kw_only=True)
+class Comm:
+    """What travels between ranks. Everything travels exactly today; the compressed forms of ZeRO++ raise "not
+    yet"."""
+
+    params: str = "exact"
+    """Form of gathered parameters: "exact", or "int8"/"int4" (qwZ). Other than "exact" needs stage 3."""
+
+    grads: str = "exact"
+    """Form of reduced gradients: "exact", or "int8"/"int4" (qgZ)."""
+
+    secondary_shard: int = 0
+    """Ranks that share a second copy of the parameters for backward (hpZ); 0 = none."""
+
+    def __post_init__(self) -> None:
+        _one_of("Comm.params", self.params, WIRE_FORMATS)
+        _one_of("Comm.grads", self.grads, WIRE_FORMATS)
+        _whole("Comm.secondary_shard", self.secondary_shard, 0, "ranks, 0 = none")
+
+
+@_refuses_unknown
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All of zeropp's choices. `Config()` is ZeRO-3 in the model's own types."""
+
+    stage: int = 3
+    """What is partitioned over the ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters (ZeRO,
+    section 5)."""
+
+    precision: str | Precision | None = None
+    """None: the model's own types. "fp32" or "bf16": parameters and computation in that type, floating inputs cast to
+    it, an fp32 master copy in the optimizer. A `Precision(...)` says it by purpose. "fp16" is not built yet."""
+
+    offload: Offload = Offload()
+    """Tier of each kind of state. Only the default is built."""
+
+    units: str | int | tuple[type | str, ...] = "auto"
+    """What is gathered together. "auto": the model's repeated blocks. Classes, or their names: each instance is a
+    unit, as `units=(Block,)` or `units=("Block",)`. A whole number: modules are grouped until a unit holds about that
+    many bytes of parameters."""
+
+    host_copy: str = "auto"
+    """"auto": CPU ranks of one host keep one whole copy of the parameters in shared memory and gather nothing. "off":
+    each rank holds its shard and gathers (what several hosts and GPUs always do)."""
+
+    prefetch: str | int = "auto"
+    """Bytes of parameters gathered ahead of their use, along the order recorded in the first step. 0 = none; "auto" =
+    the next unit."""
+
+    bucket_bytes: int = 1 << 20
+    """Gradients of consecutive ready units are reduced together once they reach this many bytes; 0 = each unit as it
+    is ready."""
+
+    comm: Comm = Comm()
+    """Compression on the wire. Only the default is built."""
+
+    accumulate: int = 1
+    """Micro-steps averaged into one step; `optimizer.step()` and `zero_grad()` do nothing between boundaries."""
+
+    clip: float | None = None
+    """Largest global gradient norm, applied inside `optimizer.step()`; None = no clipping. With it, calling
+    `clip_grad_norm_` is an error."""
+
+    device: str | torch.device | None = None
+    """Where shards and computation live; None: cuda:LOCAL_RANK where there is a GPU, else the CPU."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in (0, 1, 2, 3):
+            raise wrong("Config.stage", self.stage, "0, 1, 2 or 3")
+        self._check_precision()
+        self._check_units()
+        _one_of("Config.host_copy", self.host_copy, ("auto", "off"))
+        if self.prefetch != "auto":
+            if isinstance(self.prefetch, str):
+                raise wrong(
+                    "Config.prefetch",
+                    self.prefetch,
+                    f"'auto' or a number of bytes >= 0{nearest(self.prefetch, ['auto'])}",
+                )
+            _whole("Config.prefetch", self.prefetch, 0, "bytes, or 'auto'")
+        _whole("Config.bucket_bytes", self.bucket_bytes, 0, "bytes")
+        _whole("Config.accumulate", self.accumulate, 1, "micro-steps a step")
+        self._check_clip()
+        self._check_device()
+        self._check_offload()
+        self._check_comm()
+
+    @property
+    def dtype_name(self) -> str | None:
+        """`precision` as the engine takes it: None (the model's own types), "fp32" or "bf16"."""
+        return self.precision.name if isinstance(self.precision, Precision) else self.precision
+
+    def _check_precision(self) -> None:
+        _ = Precision
+        if isinstance(self.precision, Precision):
+            _ = self.precision.name
+        elif self.precision is not None:
+            _one_of("Config.precision", self.precision, DTYPES)
+            if self.precision == "fp16":
+                raise not_yet("Config.precision", "fp16", "use 'bf16', which needs no loss scale, or 'fp32'")
+
+    def _check_units(self) -> None:
+        units: Any = self.units
+        if isinstance(units, type):
+            units = (units,)
+        if isinstance(units, (list, tuple, set, frozenset)):
+            for one in units:
+                if not isinstance(one, (type, str)):
+                    raise wrong("Config.units", one, "a module class or the name of one")
+                if isinstance(one, type) and not issubclass(one, torch.nn.Module):
+                    raise wrong("Config.units", one, "a subclass of torch.nn.Module")
+            if not units:
+                raise wrong("Config.units", units, "at least one class, 'auto', or a number of bytes")
+            object.__setattr__(self, "units", tuple(units))
+        elif isinstance(units, str):
+            if units != "auto":
+                raise wrong(
+                    "Config.units",
+                    units,
+                    f"'auto', classes such as units=({units!r},), or a number of bytes{nearest(units, ['auto'])}",
+                )
+        else:
+            _whole("Config.units", units, 1, "bytes of parameters a unit; or 'auto', or classes")
+
+    def _check_clip(self) -> None:
+        if self.clip is None:
+            return
+        if (
+            isinstance(self.clip, bool)
+            or not isinstance(self.clip, (int, float))
+            or not math.isfinite(self.clip)
+            or self.clip <= 0
+        ):
+            raise wrong(
+                "Config.clip",
+                self.clip,
+                "a finite number above 0 (largest global gradient norm), or None for no clipping",
+            )
+        object.__setattr__(self, "clip", float(self.clip))
+
+    def _check_device(self) -> None:
+        if self.device is None or isinstance(self.device, torch.device):
+            return
+        try:
+            torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            raise wrong("Config.device", self.device, "a torch device such as 'cpu' or 'cuda:0', or None") from error
+
+    def _check_offload(self) -> None:
+        _instance("Config.offload", self.offload, Offload)
+        for name, least in (("params", 3), ("grads", 2), ("optimizer", 1), ("activations", 0)):
+            tier: Tier = getattr(self.offload, name)
+            if tier.kind == "device":
+                continue
+            if self.stage < least:
+                raise wrong(
+                    f"Config.offload.{name}.kind",
+                    tier.kind,
+                    f"'device' at stage {self.stage}: this kind is partitioned from stage {least} on",
+                )
+            raise not_yet(
+                f"Config.offload.{name}.kind",
+                tier.kind,
+                "leave it at 'device' (host memory where there is no accelerator)",
+            )
+
+    def _check_comm(self) -> None:
+        _instance("Config.comm", self.comm, Comm)
+        if self.stage < 3 and (self.comm.params != "exact" or self.comm.secondary_shard):
+            raise wrong(
+                "Config.comm.params",
+                self.comm.params,
+                f"'exact' and no secondary_shard at stage {self.stage}: parameters are gathered at stage 3 only",
+            )
+        for name, plain in (("params", "exact"), ("grads", "exact"), ("secondary_shard", 0)):
+            if getattr(self.comm, name) != plain:
+                raise not_yet(f"Config.comm.{name}", getattr(self.comm, name), f"leave it at {plain!r}")
+
+    @classmethod
+    def from_json(cls, source: str | Path | Mapping[str, Any], *, ranks: int | None = None) -> Config:
+        """Reads zeropp's own keys, and DeepSpeed's JSON as it is.
+
+        Args:
+            source: a file's path, JSON text (starts with `{`), or a mapping.
+            ranks: world size for DeepSpeed's batch arithmetic; default: of the process group, else of torchrun's
+                environment, else 1.
+
+        Raises:
+            ConfigError: for every key that is not supported, with its path. Nothing is ignored.
+        """
+        from zeropp.deepspeed_json import fields_from_deepspeed, is_deepspeed_key
+
+        keys = _read_json(source)
+        native = {k: v for k, v in keys.items() if not is_deepspeed_key(k)}
+        foreign = {k: v for k, v in keys.items() if is_deepspeed_key(k)}
+        fields = _fields_from_native(native)
+        for name, (path, value) in fields_from_deepspeed(foreign, ranks).items():
+            if name in fields:
+                raise ConfigError(f"{path}: says again what {name!r} says; give one of the two")
+            fields[name] = value
+        return _build(cls, fields, "")
+
+
+def _read_json(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, (str, Path)):
+        raise ConfigError(f"Config.from_json: {source!r} is not a path, JSON text or a mapping")
+    where = "JSON text"
+    text = str(source)
+    if not text.lstrip().startswith("{"):
+        where = text
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where}: cannot be read as a configuration: {error}") from error
+    try:
+        keys = json.loads(text, object_pairs_hook=_no_key_twice)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{where}: holds a {type(keys).__name__}; wanted one JSON object")
+    return keys
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{twice}: stands twice in one JSON object; keep one")
+    return keys
+
+
+_NESTED: dict[str, type] = {"offload": Offload, "comm": Comm, "precision": Precision}
+_TIER_KEYS = ("params", "grads", "optimizer", "activations")
+
+
+def _fields_from_native(native: Mapping[str, Any]) -> dict[str, Any]:
+    from zeropp.deepspeed_json import DEEPSPEED_KEYS
+
+    known = [f.name for f in dataclasses.fields(Config)]
+    fields: dict[str, Any] = {}
+    for name, value in native.items():
+        if name not in known:
+            raise ConfigError(
+                f"{name}: unknown key (value {value!r}); known are {', '.join(known)}, "
+                f"and DeepSpeed's{nearest(name, [*known, *DEEPSPEED_KEYS])}"
+            )
+        if name == "offload" and isinstance(value, Mapping):
+            tiers = {
+                k: _build(Tier, v, f"offload.{k}") if isinstance(v, Mapping) and k in _TIER_KEYS else v
+                for k, v in value.items()
+            }
+            fields[name] = _build(Offload, tiers, "offload")
+        elif name in _NESTED and isinstance(value, Mapping):
+            fields[name] = _build(_NESTED[name], value, name)
+        else:
+            fields[name] = value
+    return fields
+
+
+def _build(cls: type[T], fields: Mapping[str, Any], path: str) -> T:
+    """`cls(**fields)`, whose errors name the path in the file in place of the class."""
+    try:
+        return cls(**fields)
+    except ConfigError as error:
+        prefix = f"{cls.__name__}."
+        text = str(error)
+        if not text.startswith(prefix):
+            raise
+        raise ConfigError((path + "." if path else "") + text[len(prefix) :]) from None

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the JSON file that DeepSpeed users own (names and defaults of DeepSpeed 0.19) into fields of `zeropp.Config`.
+
+Four kinds of keys: those that map to a field; those that ask for what zeropp always does, accepted at that value
+only; hints about DeepSpeed's own memory layout, accepted with a warning; and everything else, which is an error with
+its path. `"auto"` leaves zeropp's own default.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from zeropp.config import nearest, not_yet, wrong
+from zeropp.errors import ConfigError
+
+Field = tuple[str, Any]  # path of the key in the file, value of the field of Config
+
+# Sections that may stand in a file as long as they are switched off.
+_SWITCHED_OFF = (
+    "amp",
+    "autotuning",
+    "aio",
+    "comms_logger",
+    "compression_training",
+    "csv_monitor",
+    "curriculum_learning",
+    "data_efficiency",
+    "eigenvalue",
+    "elasticity",
+    "flops_profiler",
+    "hybrid_engine",
+    "monitor_config",
+    "progressive_layer_drop",
+    "quantize_training",
+    "sparse_attention",
+    "tensorboard",
+    "torch_autocast",
+    "wandb",
+)
+# Top-level keys that zeropp always satisfies: accepted values, and what it does.
+_TOP_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
+    "zero_allow_untested_optimizer": ((True, False), "any torch optimizer is taken"),
+    "zero_force_ds_cpu_optimizer": ((False,), "the optimizer given is the one used"),
+    "wall_clock_breakdown": ((False,), "the library prints nothing"),
+    "dump_state": ((False,), "the library prints nothing"),
+    "prescale_gradients": ((False,), "gradients are averaged after the sum, in fp32"),
+    "gradient_predivide_factor": ((1, 1.0), "gradients are averaged after the sum, in fp32"),
+    "disable_allgather": ((False,), "updated parameters are shared"),
+    "sparse_gradients": ((False,), "gradients are dense"),
+    "communication_data_type": ((None,), "gradients travel in the type they are computed in"),
+}
+_TOP_MAPPED = (
+    "zero_optimization",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "gradient_clipping",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "optimizer",
+    "scheduler",
+    "activation_checkpointing",
+    "steps_per_print",
+)
+DEEPSPEED_KEYS = (*_TOP_MAPPED, *_TOP_ALWAYS, *_SWITCHED_OFF)
+
+# Hints about how DeepSpeed lays out memory, which have no counterpart here: a number is accepted, and a warning says
+# why it changes nothing.
+_ZERO_HINTS = {
+    "allgather_bucket_size": "a unit is gathered at once; see Config.units",
+    "sub_group_size": "the step goes unit by unit",
+    "stage3_param_persistence_threshold": "small parameters travel with their unit",
+    "stage3_model_persistence_threshold": "small parameters travel with their unit",
+    "stage3_max_live_parameters": "the unit in use and what is prefetched is held; see Config.prefetch",
+    "stage3_max_reuse_distance": "a unit is released after use; see Config.prefetch",
+    "stage3_module_granularity_threshold": "modules are grouped by Config.units",
+}
+# The same for zero_optimization.
+_ZERO_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
+    "overlap_comm": ((True, False, None), "reductions never block backward"),
+    "contiguous_gradients": ((True,), "gradients of a unit lie in one buffer"),
+    "reduce_scatter": ((True,), "gradients are reduce-scattered from stage 2 on"),
+    "use_multi_rank_bucket_allreduce": ((True,), "a unit holds a slice of every rank"),
+    "allgather_partitions": ((True,), "parameters are all-gathered"),
+    "compute_grad_norm": ((True,), "clip_grad_norm_ returns it"),
+    "round_robin_gradients": ((False, True), "every rank owns an equal slice of every unit"),
+    "ignore_unused_parameters": ((True,), "unused parameters are allowed"),
+    "elastic_checkpoint": ((False,), "checkpoints are described by their manifest"),
+    "load_from_fp32_weights": ((True,), "fp32 master weights are saved and loaded"),
+    "legacy_stage1": ((False,), "there is one implementation"),
+    "parameter_alignment": ((False, True), "parameters are aligned"),
+    "stage3_gather_16bit_weights_on_model_save": ((True, False), "zeropp.full_state_dict gathers when asked"),
+    "stage3_gather_fp16_weights_on_model_save": ((True, False), "zeropp.full_state_dict gathers when asked"),
+    "stage3_use_all_reduce_for_fetch_params": ((False,), "parameters are all-gathered"),
+    "stage3_allgather_sequential": ((False,), "a unit is gathered at once"),
+    "zero_hpz_partition_size": ((1,), "no second copy is kept"),
+    "zero_quantized_weights": ((False,), "parameters travel exactly"),
+    "zero_quantized_nontrainable_weights": ((False,), "parameters travel exactly"),
+    "zero_quantized_gradients": ((False,), "gradients travel exactly"),
+    "cpu_offload": ((False,), "states stay on the device"),
+    "cpu_offload_param": ((False,), "states stay on the device"),
+    "zenflow": ((None,), "the step is synchronous"),
+}
+_ZERO_MAPPED = ("stage", "reduce_bucket_size", "stage3_prefetch_bucket_size", "offload_param", "offload_optimizer")
+
+
+def is_deepspeed_key(name: str) -> bool:
+    return name in DEEPSPEED_KEYS
+
+
+def fields_from_deepspeed(keys: Mapping[str, Any], ranks: int | None = None) -> dict[str, Field]:
+    """Fields of `zeropp.Config`, each with the path that it came from. A file without DeepSpeed's keys gives none."""
+    if not keys:
+        return {}
+    fields: dict[str, Field] = {}
+    low = _precision(keys, fields)
+    _zero(_section(keys, "zero_optimization"), fields, element_bytes=2 if low else 4)
+    _clip(keys, fields)
+    _batch(keys, fields, ranks)
+    _always(keys, _TOP_ALWAYS, "")
+    for name in _SWITCHED_OFF:
+        section = keys.get(name)
+        if section not in (None, False, {}) and not (
+            isinstance(section, Mapping) and section.get("enabled", False) is False and name != "aio"
+        ):
+            raise not_yet(name, section, 'remove it, or set "enabled": false')
+    for name, way in (("optimizer", "build it in the script"), ("scheduler", "build it in the script")):
+        if name in keys:
+            raise not_yet(name, keys[name], f"{way} and hand it to zeropp.prepare")
+    if _section(keys, "activation_checkpointing"):
+        raise not_yet(
+            "activation_checkpointing", keys["activation_checkpointing"], "use torch.utils.checkpoint in the model"
+        )
+    if "steps_per_print" in keys and keys["steps_per_print"] not in ("auto", None, float("inf")):
+        raise not_yet(
+            "steps_per_print",
+            keys["steps_per_print"],
+            "remove it: the library prints nothing; print the loss in the loop",
+        )
+    return fields
+
+
+def _section(keys: Mapping[str, Any], name: str, path: str = "") -> Mapping[str, Any]:
+    section = keys.get(name)
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise wrong(path + name, section, "a JSON object")
+    return section
+
+
+def _always(keys: Mapping[str, Any], table: Mapping[str, tuple[tuple[object, ...], str]], path: str) -> None:
+    for name, (accepted, why) in table.items():
+        value = keys.get(name, "auto")
+        if value != "auto" and not any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted
+        ):
+            allowed = " or ".join(repr(one) for one in accepted)
+            raise not_yet(path + name, value, f"remove it, or give 'auto' or {allowed} ({why})")
+
+
+def _switch(section: Mapping[str, Any], path: str) -> bool | None:
+    enabled = section.get("enabled", False)
+    if enabled == "auto":
+        return None
+    if not isinstance(enabled, bool):
+        raise wrong(f"{path}.enabled", enabled, 'true, false or "auto"')
+    return enabled
+
+
+def _precision(keys: Mapping[str, Any], fields: dict[str, Field]) -> bool:
+    name = "bfloat16" if "bfloat16" in keys else "bf16"
+    bf16 = _section(keys, name)
+    known = (
+        "enabled",
+        "immediate_grad_update",
+        "check_grad_overflow",
+        "bf16_master_weights_and_grads",
+        "bf16_optimizer_states",
+    )
+    for key in bf16:
+        if key not in known:
+            raise ConfigError(f"{name}.{key}: unknown key; known are {', '.join(known)}{nearest(key, known)}")
+    on = _switch(bf16, name)
+    if on:
+        fields["precision"] = (f"{name}.enabled", "bf16")
+        _always(
+            bf16,
+            {
+                "immediate_grad_update": ((True, False), "gradients are reduced as they come"),
+                "bf16_master_weights_and_grads": ((False,), "the master copy is fp32"),
+                "bf16_optimizer_states": ((False,), "optimizer states are fp32"),
+                "check_grad_overflow": ((False,), "a step is never skipped; clip_grad_norm_ returns the norm"),
+            },
+            f"{name}.",
+        )
+    if _switch(_section(keys, "fp16"), "fp16"):
+        raise not_yet("fp16.enabled", True, 'use "bf16": {"enabled": true}, which needs no loss scale')
+    return bool(on)
+
+
+def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: int) -> None:
+    known = (*_ZERO_MAPPED, *_ZERO_ALWAYS, *_ZERO_HINTS)
+    for name, value in section.items():
+        if name not in known:
+            raise ConfigError(f"zero_optimization.{name}: unknown key (value {value!r}){nearest(name, known)}")
+    stage = section.get("stage", 0)
+    fields["stage"] = ("zero_optimization.stage", stage)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise wrong("zero_optimization.stage", stage, "0, 1, 2 or 3")
+    _always(section, _ZERO_ALWAYS, "zero_optimization.")
+    for name, why in _ZERO_HINTS.items():
+        if name in section and section[name] != "auto":
+            _elements(section[name], name)
+            warnings.warn(f"zero_optimization.{name}: {section[name]!r} changes nothing in zeropp: {why}", stacklevel=4)
+    for name, field in (("reduce_bucket_size", "bucket_bytes"), ("stage3_prefetch_bucket_size", "prefetch")):
+        elems = section.get(name, "auto")
+        if elems != "auto":
+            fields[field] = (f"zero_optimization.{name}", _elements(elems, name) * element_bytes)
+    for name in ("offload_param", "offload_optimizer"):
+        device = _section(section, name, "zero_optimization.").get("device", "none")
+        path = f"zero_optimization.{name}.device"
+        if device not in ("none", "cpu", "nvme", None):
+            raise wrong(path, device, '"none", "cpu" or "nvme"')
+        if device in ("cpu", "nvme"):
+            raise not_yet(path, device, 'use "none" (host memory where there is no accelerator)')
+
+
+def _elements(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
+        raise wrong(f"zero_optimization.{name}", value, 'a whole number of elements >= 0, or "auto"')
+    return int(value)
+
+
+def _clip(keys: Mapping[str, Any], fields: dict[str, Field]) -> None:
+    """DeepSpeed clips at 1.0 unless told otherwise, and 0 switches it off; the same file has to train the same way
+    here."""
+    norm = keys.get("gradient_clipping", 1.0)
+    if norm == "auto":
+        return
+    if isinstance(norm, bool) or not isinstance(norm, (int, float)) or norm < 0:
+        raise wrong("gradient_clipping", norm, 'a number >= 0 (0 = off), or "auto"')
+    fields["clip"] = ("gradient_clipping", float(norm) or None)
+
+
+def _world_size() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _batch(keys: Mapping[str, Any], fields: dict[str, Field], ranks: int | None) -> None:
+    """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks, whichever of the three
+    is missing."""
+
+    def whole(name: str) -> int | None:
+        value = keys.get(name, "auto")
+        if value == "auto" or value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise wrong(name, value, 'a whole number >= 1, or "auto"')
+        return value
+
+    train, micro, steps = (
+        whole("train_batch_size"),
+        whole("train_micro_batch_size_per_gpu"),
+        whole("gradient_accumulation_steps"),
+    )
+    path = "gradient_accumulation_steps"
+    if train is not None:
+        world = ranks or _world_size()
+        known_product = (micro or 1) * (steps or 1) * world
+        if train % known_product or (micro and steps and train != known_product):
+            raise ConfigError(
+                f"train_batch_size: {train} does not fit train_micro_batch_size_per_gpu {micro or 'auto'} x "
+                f"gradient_accumulation_steps {steps or 'auto'} x {world} ranks; change one of the three, "
+                'or give it as "auto"'
+            )
+        if steps is None and micro is not None:
+            steps, path = train // known_product, "train_batch_size"
+    if steps is not None:
+        fields["accumulate"] = (path, steps)

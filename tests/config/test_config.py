@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""zeropp.Config: every field's good and bad values, and the sentence that each mistake gets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from zeropp.config import Comm, Config, Offload, Precision, Tier
+from zeropp.errors import ConfigError, Error
+
+
+class Block(torch.nn.Module):
+    """A class to name in `units`."""
+
+
+def sentence(make) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    return str(caught.value)
+
+
+def test_defaults_are_zero_3_in_the_models_own_types():
+    config = Config()
+    assert (config.stage, config.dtype_name, config.units, config.host_copy) == (3, None, "auto", "auto")
+    assert (config.prefetch, config.accumulate, config.clip, config.device) == ("auto", 1, None, None)
+    assert config.offload == Offload() and config.comm == Comm()
+
+
+def test_every_field_says_what_it_is():
+    """The docstring under each field is part of the interface; a field without one is refused here."""
+    import ast
+    import inspect
+
+    for cls in (Config, Offload, Tier, Precision, Comm):
+        body = ast.parse(inspect.getsource(cls)).body[0].body
+        for field, after in zip(body, body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign):
+                assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), (cls, field.target.id)
+
+
+@pytest.mark.parametrize(
+    "make, path, says",
+    [
+        (lambda: Config(stagee=3), "Config.stagee", "did you mean 'stage'?"),
+        (lambda: Config(nonsense=1), "Config.nonsense", "known are stage, precision"),
+        (lambda: Config(stage=4), "Config.stage", "4 is not allowed; wanted 0, 1, 2 or 3"),
+        (lambda: Config(stage="3"), "Config.stage", "'3' is not allowed"),
+        (lambda: Config(stage=True), "Config.stage", "True is not allowed"),
+        (lambda: Config(stage=2.0), "Config.stage", "2.0 is not allowed"),
+        (lambda: Config(precision="bf61"), "Config.precision", "did you mean 'bf16'?"),
+        (lambda: Config(precision=torch.bfloat16), "Config.precision", "torch.bfloat16"),
+        (lambda: Config(precision="fp16"), "Config.precision", "not built yet; use 'bf16'"),
+        (lambda: Config(units="atuo"), "Config.units", "did you mean 'auto'?"),
+        (lambda: Config(units=()), "Config.units", "at least one class"),
+        (lambda: Config(units=(3,)), "Config.units", "a module class or the name of one"),
+        (lambda: Config(units=int), "Config.units", "a subclass of torch.nn.Module"),
+        (lambda: Config(units=0), "Config.units", "whole number >= 1"),
+        (lambda: Config(host_copy="on"), "Config.host_copy", "one of 'auto', 'off'"),
+        (lambda: Config(prefetch="aut"), "Config.prefetch", "did you mean 'auto'?"),
+        (lambda: Config(prefetch=-1), "Config.prefetch", "whole number >= 0"),
+        (lambda: Config(bucket_bytes=-1), "Config.bucket_bytes", "whole number >= 0"),
+        (lambda: Config(bucket_bytes=1.5), "Config.bucket_bytes", "1.5"),
+        (lambda: Config(accumulate=0), "Config.accumulate", "whole number >= 1"),
+        (lambda: Config(accumulate=True), "Config.accumulate", "True"),
+        (lambda: Config(clip=0), "Config.clip", "None for no clipping"),
+        (lambda: Config(clip=float("nan")), "Config.clip", "nan"),
+        (lambda: Config(clip=float("inf")), "Config.clip", "inf"),
+        (lambda: Config(clip="1"), "Config.clip", "'1'"),
+        (lambda: Config(device="cdua"), "Config.device", "'cdua' is not allowed"),
+        (lambda: Config(offload="cpu"), "Config.offload", "wanted a zeropp.Offload(...)"),
+        (lambda: Config(comm="int8"), "Config.comm", "wanted a zeropp.Comm(...)"),
+        (lambda: Offload(params="cpu"), "Offload.params", "wanted a zeropp.Tier(...)"),
+        (lambda: Offload(weights=Tier()), "Offload.weights", "known are params, grads, optimizer, activations"),
+        (lambda: Tier("gpu"), "Tier.kind", "one of 'device', 'cpu', 'nvme'"),
+        (lambda: Tier("nvme"), "Tier.path", "a folder for 'nvme'"),
+        (lambda: Tier("cpu", path="/swap"), "Tier.path", "None for 'device' and 'cpu'"),
+        (lambda: Tier("cpu", fraction=0), "Tier.fraction", "above 0 and at most 1"),
+        (lambda: Tier("cpu", fraction=1.5), "Tier.fraction", "1.5"),
+        (lambda: Comm(grads="int3"), "Comm.grads", "did you mean 'int8'?"),
+        (lambda: Comm(secondary_shard=-1), "Comm.secondary_shard", "whole number >= 0"),
+        (lambda: Precision(param="float32"), "Precision.param", "one of 'fp32', 'bf16', 'fp16'"),
+        (lambda: Precision(param="fp16"), "Precision.param", "not built yet"),
+    ],
+)
+def test_a_mistake_is_named(make, path, says):
+    text = sentence(make)
+    assert text.startswith(path + ":") and says in text, text
+
+
+@pytest.mark.parametrize(
+    "make, path",
+    [
+        (lambda: Config(offload=Offload(params=Tier("cpu"))), "Config.offload.params.kind"),
+        (lambda: Config(offload=Offload(optimizer=Tier("nvme", path="/swap"))), "Config.offload.optimizer.kind"),
+        (lambda: Config(offload=Offload(activations=Tier("cpu"))), "Config.offload.activations.kind"),
+        (lambda: Config(comm=Comm(params="int8")), "Config.comm.params"),
+        (lambda: Config(comm=Comm(grads="int4")), "Config.comm.grads"),
+        (lambda: Config(comm=Comm(secondary_shard=2)), "Config.comm.secondary_shard"),
+        (lambda: Config(precision=Precision(compute="bf16")), "Precision.compute"),
+        (lambda: Config(precision=Precision(param="fp32", compute="bf16")), "Precision.compute"),
+        (lambda: Config(precision=Precision(param="bf16", reduce="fp32")), "Precision.reduce"),
+        (lambda: Config(precision=Precision(param="bf16", master="bf16")), "Precision.master"),
+        (lambda: Config(precision=Precision(param="bf16", state="bf16")), "Precision.state"),
+    ],
+)
+def test_what_is_planned_says_so_and_names_a_way_out(make, path):
+    text = sentence(make)
+    assert text.startswith(path + ":") and "is not built yet; " in text, text
+
+
+@pytest.mark.parametrize(
+    "make, path",
+    [
+        (lambda: Config(stage=2, offload=Offload(params=Tier("cpu"))), "Config.offload.params.kind"),
+        (lambda: Config(stage=1, offload=Offload(grads=Tier("cpu"))), "Config.offload.grads.kind"),
+        (lambda: Config(stage=0, offload=Offload(optimizer=Tier("cpu"))), "Config.offload.optimizer.kind"),
+        (lambda: Config(stage=2, comm=Comm(params="int8")), "Config.comm.params"),
+        (lambda: Config(stage=1, comm=Comm(secondary_shard=2)), "Config.comm.params"),
+    ],
+)
+def test_impossible_combinations_are_refused_for_what_they_are(make, path):
+    text = sentence(make)
+    assert text.startswith(path + ":") and "is not allowed" in text and "stage" in text, text
+
+
+def test_good_values():
+    assert [Config(stage=stage).stage for stage in range(4)] == [0, 1, 2, 3]
+    assert Config(units=Block).units == (Block,)
+    assert Config(units=[Block, "Other"]).units == (Block, "Other")
+    assert Config(units=1 << 20).units == 1 << 20
+    assert Config(clip=1).clip == 1.0 and isinstance(Config(clip=1).clip, float)
+    assert Config(precision="bf16").dtype_name == "bf16"
+    assert Config(precision=Precision()).dtype_name is None
+    same = Precision(param=torch.bfloat16, compute="bf16", reduce="bf16", master="fp32", state="fp32")
+    assert Config(precision=same).dtype_name == "bf16"
+    assert Config(device=torch.device("cpu")).device == torch.device("cpu")
+    assert Config(prefetch=0).prefetch == 0
+
+
+def test_frozen_comparable_replaceable():
+    config = Config(stage=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.stage = 3  # type: ignore[misc]
+    assert config == Config(stage=2) and hash(config) == hash(Config(stage=2))
+    assert dataclasses.replace(config, stage=1).stage == 1
+    with pytest.raises(TypeError):
+        Config(3)  # type: ignore[misc]
+
+
+def test_config_error_is_an_error_of_zeropp_and_a_value_error():
+    assert issubclass(ConfigError, Error) and issubclass(ConfigError, ValueError)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config.from_json: zeropp's own keys, DeepSpeed's files, and the path in every refusal."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zeropp.config import Config, Precision
+from zeropp.errors import ConfigError
+
+# What the Hugging Face documentation recommends for stage 3, offload left out.
+HUGGING_FACE = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+    "wall_clock_breakdown": False,
+}
+
+
+def sentence(source, **keywords) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_json(source, **keywords)
+    return str(caught.value)
+
+
+def test_own_keys_from_mapping_text_and_file(tmp_path):
+    keys = {
+        "stage": 2,
+        "precision": "bf16",
+        "clip": 1.0,
+        "accumulate": 4,
+        "units": ["Block"],
+        "offload": {"params": {}},
+    }
+    wanted = Config(stage=2, precision="bf16", clip=1.0, accumulate=4, units=("Block",))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(keys))
+    for source in (keys, json.dumps(keys), path, str(path)):
+        assert Config.from_json(source) == wanted
+    assert Config.from_json({"precision": {"param": "bf16"}}).precision == Precision(param="bf16")
+    assert Config.from_json({}) == Config()
+
+
+def test_hugging_face_file_is_read_as_it_is():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Config.from_json(HUGGING_FACE) == Config(stage=3)
+
+
+def test_deepspeed_keys_map():
+    keys = {
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": 1000},
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": 8,
+    }
+    assert Config.from_json(keys) == Config(
+        stage=2, precision="bf16", clip=0.5, accumulate=8, bucket_bytes=1_000_000_000, prefetch=2000
+    )
+
+
+def test_deepspeed_defaults_hold():
+    """DeepSpeed 0.19: stage 0 unless told, gradients clipped at 1.0 unless told; 0 switches clipping off."""
+    assert Config.from_json({"bf16": {"enabled": False}}) == Config(stage=0, clip=1.0)
+    assert Config.from_json({"zero_optimization": {"stage": 1}, "gradient_clipping": 0}).clip is None
+
+
+def test_layout_hints_are_said_to_change_nothing():
+    with pytest.warns(UserWarning, match=r"zero_optimization\.stage3_max_live_parameters: .* changes nothing"):
+        Config.from_json({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9}})
+
+
+@pytest.mark.parametrize(
+    "keys, starts, says",
+    [
+        ({"stag": 3}, "stag:", "did you mean 'stage'?"),
+        ({"zero_optimisation": {}}, "zero_optimisation:", "did you mean 'zero_optimization'?"),
+        ({"zero_optimization": {"stge": 3}}, "zero_optimization.stge:", "did you mean 'stage'?"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage:", "0, 1, 2 or 3"),
+        ({"zero_optimization": True}, "zero_optimization:", "a JSON object"),
+        (
+            {"zero_optimization": {"contiguous_gradients": False}},
+            "zero_optimization.contiguous_gradients:",
+            "not built",
+        ),
+        ({"zero_optimization": {"reduce_bucket_size": -1}}, "zero_optimization.reduce_bucket_size:", "elements >= 0"),
+        ({"zero_optimization": {"sub_group_size": "big"}}, "zero_optimization.sub_group_size:", "elements >= 0"),
+        (
+            {"zero_optimization": {"zero_quantized_weights": True}},
+            "zero_optimization.zero_quantized_weights:",
+            "not built",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}},
+            "zero_optimization.offload_param.device:",
+            "is not built yet",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "disk"}}},
+            "zero_optimization.offload_optimizer.device:",
+            "nvme",
+        ),
+        ({"fp16": {"enabled": True}}, "fp16.enabled:", '"bf16": {"enabled": true}'),
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled:", 'true, false or "auto"'),
+        ({"bf16": {"enable": True}}, "bf16.enable:", "did you mean 'enabled'?"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states:", "not built"),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer:", "hand it to zeropp.prepare"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler:", "hand it to zeropp.prepare"),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            "activation_checkpointing:",
+            "torch.utils.checkpoint",
+        ),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler:", '"enabled": false'),
+        ({"gradient_clipping": -1}, "gradient_clipping:", ">= 0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps:", ">= 1"),
+        ({"steps_per_print": 10}, "steps_per_print:", "prints nothing"),
+        ({"stage": 3, "zero_optimization": {"stage": 3}}, "zero_optimization.stage:", "give one of the two"),
+        ({"offload": {"params": {"kind": "nvm"}}}, "offload.params.kind:", "did you mean 'nvme'?"),
+        ({"offload": {"parms": {}}}, "offload.parms:", "did you mean 'params'?"),
+        ({"comm": {"grads": "int9"}}, "comm.grads:", "one of 'exact'"),
+        ({"accumulate": "4"}, "accumulate:", "whole number"),
+    ],
+)
+def test_a_refusal_names_the_path(keys, starts, says):
+    text = sentence(keys)
+    assert text.startswith(starts) and says in text, text
+
+
+def test_files_that_are_not_configurations(tmp_path):
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"stage": 3,\n "clip" 1}')
+    assert "line 2, column 9" in sentence(broken) and str(broken) in sentence(broken)
+    assert "No such file" in sentence(tmp_path / "none.json")
+    broken.write_text("[1]")
+    assert "wanted one JSON object" in sentence(broken)
+    assert sentence('{"stage": 3, "stage": 2}').startswith("stage: stands twice")
+    assert "is not a path" in sentence(3)
+
+
+@pytest.mark.parametrize("batch", [0, -4, 1.5, True])
+def test_batch_sizes_are_checked(batch):
+    assert sentence({"train_batch_size": batch}).startswith("train_batch_size:")
+
+
+def test_batch_that_does_not_fit():
+    keys = {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    assert "30 does not fit train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 2 x 2 ranks" in sentence(
+        keys, ranks=2
+    )
+
+
+@given(
+    micro=st.integers(1, 64),
+    steps=st.integers(1, 64),
+    ranks=st.integers(1, 64),
+    left_out=st.sampled_from([None, 0, 1, 2]),
+)
+def test_batch_arithmetic_gives_the_accumulation_of_deepspeed(micro, steps, ranks, left_out):
+    keys = [
+        ("train_batch_size", micro * steps * ranks),
+        ("train_micro_batch_size_per_gpu", micro),
+        ("gradient_accumulation_steps", steps),
+    ]
+    given_keys = dict(pair for index, pair in enumerate(keys) if index != left_out)
+    assert Config.from_json(given_keys, ranks=ranks).accumulate == steps
