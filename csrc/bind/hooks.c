@@ -95,6 +95,7 @@ static PyObject *end_backward(PyObject *self, PyObject *unused) {
     Zero *zero = (Zero *)self;
     if (zero->closed || !zero->in_backward) Py_RETURN_NONE;
     zero->in_backward = false;
+    zero->builds_loss = false;
     zero->backwards++;
     const bool reduce = reduces_now(zero);
     zero->at_boundary = reduce;
@@ -483,6 +484,7 @@ static int look_around(Trigger *trigger, struct open_call *call) {
     if (call->outermost && !call->recompute) {
         if (zero->in_backward && forget_dead_backward(zero)) return -1;
         zero->outer_grad = grad;
+        zero->builds_loss |= grad;
     }
     const int functorch = zero->moves ? inside_functorch(zero) : 0;
     if (functorch < 0) return -1;

@@ -246,6 +246,7 @@ static PyObject *zero_step_begin(PyObject *self, PyObject *arg) {
     Zero *zero = (Zero *)self;
     const uint64_t vote = PyLong_AsUnsignedLongLong(arg);
     if (PyErr_Occurred() || zpp_py_release_all(zero)) return NULL;
+    zero->builds_loss = false;
     uint64_t *votes = calloc((size_t)zero->ranks, sizeof *votes);
     if (!votes) return PyErr_NoMemory();
     struct zpp_err err = ZPP_ERR_INIT;

@@ -435,6 +435,11 @@ static PyObject *zero_get_in_backward(PyObject *self, void *unused) {
     return PyErr_Occurred() ? NULL : PyBool_FromLong(runs);
 }
 
+static PyObject *zero_get_builds_loss(PyObject *self, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(((Zero *)self)->builds_loss);
+}
+
 static PyObject *zero_get_sync(PyObject *self, void *unused) {
     (void)unused;
     return PyBool_FromLong(((Zero *)self)->sync);
@@ -466,6 +471,7 @@ static PyObject *zero_get_closed(PyObject *self, void *unused) {
 static PyGetSetDef zero_getset[] = {
     { "depth", zero_get_depth, NULL, "forwards open now", NULL },
     { "in_backward", zero_get_in_backward, NULL, "is a backward running in this thread?", NULL },
+    { "builds_loss", zero_get_builds_loss, NULL, "does a forward's graph wait for its backward?", NULL },
     { "sync", zero_get_sync, zero_set_sync, "do backwards reduce? (no_sync)", NULL },
     { "at_boundary", zero_get_at_boundary, NULL, "was the last backward one that reduces?", NULL },
     { "backwards", zero_get_backwards, NULL, "backwards so far", NULL },

@@ -61,6 +61,7 @@ struct Zero {
     bool in_backward;
     long task;        /* torch's graph task of this backward */
     int keep_passes;  /* create_graph: units stay whole for this many ends of backward */
+    bool builds_loss; /* a forward's graph waits for its backward */
     bool sync;        /* false inside no_sync */
     int accumulate, micro;
     bool at_boundary; /* the last backward was the one that reduces */

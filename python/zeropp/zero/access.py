@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole values for a while, and what is held and moved: ``gathered``, ``no_sync``, ``memory``, ``traffic``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropp.errors import ConfigError, PartitionedParameterError
+from zeropp.zero.engine import HOST, SHARD, Engine, Unit, engine_of
+from zeropp.zero.parameter import ref_of
+
+
+def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Backwards inside accumulate on this rank without communication, in every stage.
+
+    The first backward outside reduces the sum. The price: whole gradients on every rank while they wait (2 or 4 bytes a
+    parameter, instead of 1/N of it).
+    """
+    return engine_of(model).no_sync()
+
+
+def _selected(what: Any) -> list[nn.Parameter]:
+    if isinstance(what, nn.Module):
+        return list(what.parameters())
+    if isinstance(what, torch.Tensor):
+        what = [what]
+    return [p for item in what for p in (item.parameters() if isinstance(item, nn.Module) else [item])]
+
+
+def _units_of(params: list[nn.Parameter]) -> list[Unit]:
+    units: dict[int, Unit] = {}
+    for parameter in params:
+        ref = ref_of(parameter)
+        if ref is not None:
+            units.setdefault(id(ref.unit), ref.unit)
+    return list(units.values())
+
+
+@contextlib.contextmanager
+def gathered(params: nn.Module | Iterable[Any] | torch.Tensor, write: bool = False, grads: bool = False) -> Iterator[None]:
+    """Whole values inside the block, on every rank.
+
+    Args:
+        params: a module, a parameter, or any of them in a list. Those that are not partitioned are left alone.
+        write: rank 0's changes are kept, on every rank and in the fp32 master; collective. Otherwise changes are an error
+            (where ranks share one copy) or are lost.
+        grads: ``p.grad`` shows the whole averaged gradient inside the block; collective.
+
+    Cost: one gather of each unit concerned, N-1/N of its bytes; nothing where ranks of one host share a copy.
+    """
+    selected = _selected(params)
+    units = _units_of(selected)
+    engine = ref_of(units[0].params[0].param).engine if units else None  # type: ignore[union-attr]
+    if engine is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(_whole(unit))
+        if write:
+            stack.enter_context(_written(engine, units))
+        else:
+            stack.enter_context(_unchanged(engine, units))
+        if grads:
+            stack.enter_context(_gradients(engine, units))
+        yield
+
+
+@contextlib.contextmanager
+def _whole(unit: Unit) -> Iterator[None]:
+    unit.core.need()
+    unit.core.pin(1)
+    try:
+        yield
+    finally:
+        unit.core.pin(-1)
+        unit.core.release()
+
+
+@contextlib.contextmanager
+def _unchanged(engine: Engine, units: list[Unit]) -> Iterator[None]:
+    """One shared copy must not be written by every rank: notice it by torch's version counters."""
+    shared = [e for u in units if u.place == HOST for e in u.params]
+    before = [e.param._version for e in shared]
+    yield
+    for entry, version in zip(shared, before, strict=True):
+        if entry.param._version != version:
+            raise PartitionedParameterError(
+                f"parameter '{entry.names[0]}' was changed inside zeropp.gathered(...); pass write=True, which keeps rank 0's values"
+            )
+
+
+@contextlib.contextmanager
+def _written(engine: Engine, units: list[Unit]) -> Iterator[None]:
+    """Rank 0 writes; the others change a copy of their own, which is dropped."""
+    private = []
+    for unit in units:
+        if unit.place == HOST and engine.rank:
+            private += [(e.param, e.param.data) for e in unit.params]
+    for parameter, _ in private:
+        parameter.data = parameter.data.clone()
+    engine.core.step_begin(0)
+    try:
+        yield
+    finally:
+        for parameter, shared in private:
+            parameter.data = shared
+        try:
+            _spread(engine, units)
+        finally:
+            engine.core.step_end()
+
+
+def _spread(engine: Engine, units: list[Unit]) -> None:
+    for unit in units:
+        if engine.comm is not None and unit.place != HOST:
+            engine.comm.broadcast(unit.whole.data_ptr(), unit.whole.numel() * unit.whole.element_size(), 0)
+    if engine.comm is not None:
+        engine.comm.barrier()
+    for unit in units:
+        if unit.place == SHARD:
+            unit.core.keep_slice()
+        if unit.master is not None:
+            _refresh_master(unit)
+
+
+def _refresh_master(unit: Unit) -> None:
+    """Only what changed: the master has bits that the low-precision copy has not."""
+    assert unit.master is not None
+    own = unit.whole[unit.begin_elems : unit.begin_elems + unit.master.numel()]
+    changed = unit.master.to(own.dtype) != own
+    unit.master[changed] = own[changed].float()
+
+
+@contextlib.contextmanager
+def _gradients(engine: Engine, units: list[Unit]) -> Iterator[None]:
+    shown = []
+    for unit in units:
+        if not unit.trainable:
+            continue
+        for entry, gradient in zip(unit.params, engine.whole_gradients(unit), strict=True):
+            shown.append((entry.param, entry.param.grad))
+            entry.param.grad = gradient
+    try:
+        yield
+    finally:
+        for parameter, before in shown:
+            parameter.grad = before
+
+
+# -- what is held --------------------------------------------------------------------------------------------------------------
+
+
+def _planned(engine: Engine) -> dict[str, int]:
+    """The paper's formulas for this rank, in bytes: 2 or 4 a parameter, the same a gradient, K = 12 (8 without a master)."""
+    n, stage = engine.ranks, engine.stage
+    kinds = {"params": 0.0, "grads": 0.0, "master": 0.0, "optimizer": 0.0}
+    for unit in engine.units:
+        numel = sum(e.numel for e in unit.params)
+        bytes_ = numel * unit.dtype.itemsize
+        kinds["params"] += bytes_ / (n if stage == 3 else 1)
+        if not unit.trainable:
+            continue
+        kinds["grads"] += bytes_ / (n if stage >= 2 else 1)
+        kinds["master"] += 4 * numel / (n if stage >= 1 else 1) if unit.master is not None else 0
+        states = max(2, sum(v.is_floating_point() for v in unit.state.values())) if engine.inner is None else len(unit.state)
+        kinds["optimizer"] += 4 * states * numel / (n if stage >= 1 else 1)
+    return {kind: round(value) for kind, value in kinds.items()}
+
+
+def _held(engine: Engine) -> dict[str, int]:
+    core = engine.core.memory()
+    tensors = [t for u in engine.units for t in engine.optimizer_state(u).values() if t.is_floating_point()]
+    gradients = core["grads"]
+    if engine.ranks == 1:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [e.param.grad for u in engine.units for e in u.params]
+        gradients = sum(g.numel() * g.element_size() for g in found if g is not None)
+    return {
+        "params": core["params"],
+        "grads": gradients,
+        "master": sum(u.master.numel() * 4 for u in engine.units if u.master is not None),
+        "optimizer": sum(t.numel() * t.element_size() for t in tensors),
+        "gathered": core["gathered"],
+        "buckets": core["buckets"],
+        "buckets_peak": core["buckets_peak"],
+    }
+
+
+def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
+    """Bytes of model states on this rank: ``{"cpu": {kind: {"planned": bytes, "held": bytes}}, "parameters": n, ...}``.
+
+    Kinds: ``params``, ``grads``, ``master`` (fp32 copy), ``optimizer``; and what comes and goes, held only: ``gathered`` (units
+    whole now), ``buckets`` (gradients on their way). ``bytes_per_parameter`` compares the sum with the paper's formula.
+    """
+    engine = engine_of(model)
+    if optimizer is not None and getattr(optimizer, "_engine", None) is not engine:
+        raise ConfigError("zeropp.memory: the optimizer belongs to another model")
+    planned, held = _planned(engine), _held(engine)
+    parameters = sum(e.numel for u in engine.units for e in u.params)
+    states = ("params", "grads", "master", "optimizer")
+    return {
+        "cpu": {kind: {"planned": planned.get(kind, 0), "held": value} for kind, value in held.items()},
+        "parameters": parameters,
+        "bytes_per_parameter": {
+            "planned": sum(planned[k] for k in states) / parameters,
+            "held": sum(held[k] for k in states) / parameters,
+        },
+    }
+
+
+_traffic_before: dict[tuple[str, str, str], int] = {}
+
+
+def traffic(reset: bool = False) -> dict[str, dict[str, dict[str, int]]]:
+    """Bytes that this rank read from its peers: ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``, since the start or the last reset."""
+    from zeropp.comm import all_traffic
+
+    now = {
+        (link, kind, what): value
+        for link, kinds in all_traffic().items()
+        for kind, counts in kinds.items()
+        for what, value in counts.items()
+    }
+    answer: dict[str, dict[str, dict[str, int]]] = {}
+    for (link, kind, what), value in now.items():
+        answer.setdefault(link, {}).setdefault(kind, {})[what] = value - _traffic_before.get((link, kind, what), 0)
+    if reset:
+        _traffic_before.update(now)
+    return answer

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One prepared model: its units in memory, the hooks on its modules, and what the façade asks of both."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropp import _C
+from zeropp.config import Config
+from zeropp.errors import ConfigError, Error
+from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
+from zeropp.zero.units import REPLICATE_BYTES, UnitPlan
+
+#: csrc/base/dtype.h, in its order.
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
+    torch.bool,
+)  # fmt: skip
+WHOLE, HOST, SHARD = range(3)  # enum zpp_place
+
+
+def tensor_over(owner: object, address: int, elems: int, dtype: torch.dtype) -> torch.Tensor:
+    """A 1-D tensor over memory that ``owner`` keeps alive for as long as any view of it lives."""
+    if elems == 0:
+        return torch.empty(0, dtype=dtype)
+    buffer_type = type("Buffer", (ctypes.c_char * (elems * dtype.itemsize),), {})
+    buffer = buffer_type.from_address(address)
+    buffer.owner = owner
+    return torch.frombuffer(buffer, dtype=dtype)
+
+
+@dataclass
+class Entry:
+    """One parameter in a unit: ``params`` of :class:`Unit` lists them in order."""
+
+    names: list[str]
+    param: nn.Parameter
+    offset_elems: int
+    numel: int
+    shape: torch.Size
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.names, self.param, self.offset_elems, self.numel, self.shape))
+
+
+@dataclass
+class Unit:
+    """A unit in memory. ``shard`` is this rank's own slice in the parameters' dtype; on one rank, and in stage 0, all of it."""
+
+    index: int
+    name: str
+    core: Any  # _C.Unit
+    dtype: torch.dtype
+    trainable: bool
+    place: int
+    elems: int
+    shard_elems: int
+    params: list[Entry]
+    whole: torch.Tensor
+    shard: torch.Tensor
+    begin_elems: int
+    master: torch.Tensor | None = None
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    steps: torch.Tensor | None = None
+    groups: list[int] = field(default_factory=list)
+    lent: dict[int, torch.Tensor] = field(default_factory=dict)  # what torch's own optimizers step: one tensor a piece
+    bound: tuple[str, ...] = ()  # the states whose addresses the Adam kernel has
+
+    @property
+    def own(self) -> torch.Tensor:
+        """What the optimizer updates: the fp32 master slice, or the slice itself."""
+        return self.shard if self.master is None else self.master
+
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """(parameter, first element in ``shard``, elements) of every parameter that this rank owns a part of."""
+        end = self.begin_elems + self.shard.numel()
+        for i, entry in enumerate(self.params):
+            first = max(entry.offset_elems, self.begin_elems)
+            last = min(entry.offset_elems + entry.numel, end)
+            if first < last:
+                yield i, first - self.begin_elems, last - first
+
+
+class Engine:
+    """The state of one prepared model. Held by its parameters and its optimizer, never by itself through the model."""
+
+    def __init__(self, model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool) -> None:
+        self.config = config
+        self.comm = comm
+        self.rank: int = comm.rank if comm is not None else 0
+        self.ranks: int = comm.ranks if comm is not None else 1
+        self.stage: int = config.stage
+        self.accumulate: int = config.accumulate
+        self.host_copy = host_copy
+        self.model_ref = weakref.ref(model)
+        self.clip_scale = 1.0
+        self.norm: tuple[float, list[str]] | None = None
+        self.stepped_at = 0
+        self.inner: torch.optim.Optimizer | None = None  # torch's own optimizer over the slices, unless ours is in C
+        self.local = self.ranks == 1 or self.stage == 0
+        self.shows_gradients = self.stage == 0
+        self.core = _C.Zero(
+            self.stage, comm, self._prefetch_bytes(), config.bucket_bytes, config.accumulate, torch.get_num_threads(), _functions()
+        )
+        for plan in plans:
+            self.core.add_unit(
+                plan.name, DTYPES.index(plan.dtype), [p.numel() for p in plan.params], plan.trainable, self._place(plan),
+                DTYPES.index(plan.dtype),
+            )  # fmt: skip
+        self.core.seal()
+        self.units: list[Unit] = [self._bind(i, plan) for i, plan in enumerate(plans)]
+
+    # -- construction --------------------------------------------------------------------------------------------------
+
+    def _prefetch_bytes(self) -> int:
+        if self.config.prefetch != "auto":
+            return int(self.config.prefetch)
+        return 0 if self.ranks == 1 or self.host_copy or self.stage < 3 else _idle_core_prefetch()
+
+    def _place(self, plan: UnitPlan) -> int:
+        if self.ranks == 1 or self.stage < 3:
+            return WHOLE
+        if self.host_copy:
+            return HOST
+        small = plan.numel * plan.dtype.itemsize < REPLICATE_BYTES
+        return WHOLE if plan.alone and small and self.config.units == "auto" else SHARD
+
+    def _released_class(self) -> type | None:
+        return {0: None, 1: ShardedGradParameter, 2: ShardedGradParameter, 3: PartitionedParameter}[self.stage]
+
+    def _bind(self, index: int, plan: UnitPlan) -> Unit:
+        core = self.core.bind_unit(index, plan.params, nn.Parameter, self._released_class())
+        layout = core.layout()
+        elems, shard_elems = layout["elems"], layout["shard_elems"]
+        whole = tensor_over(self.core, layout["whole"], elems, plan.dtype)
+        own = whole if self.local else tensor_over(self.core, layout["shard"], shard_elems, plan.dtype)
+        entries = [
+            Entry(names, p, offset, p.numel(), p.shape)
+            for names, p, offset in zip(plan.names, plan.params, layout["offsets"], strict=True)
+        ]
+        unit = Unit(
+            index, plan.name, core, plan.dtype, plan.trainable, layout["place"], elems, shard_elems, entries, whole, own,
+            0 if self.local else self.rank * shard_elems,
+        )  # fmt: skip
+        for i, entry in enumerate(entries):
+            entry.param._zeropp = Ref(self, unit, i, entry.names[0])  # type: ignore[attr-defined]
+        if self.stage == 0 and self.ranks > 1 and plan.trainable:
+            gradient = tensor_over(self.core, layout["gradient"], elems, plan.dtype)
+            core.set_grad_views([gradient[e.offset_elems : e.offset_elems + e.numel].view(e.shape) for e in entries])
+        return unit
+
+    # -- passes ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def builds_loss(self) -> bool:
+        """Is a forward's graph waiting for its backward? Then a parameter read outside a module is a part of the loss."""
+        return bool(self.core.builds_loss)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on this rank; the first one after reduces them all."""
+        before, self.core.sync = self.core.sync, False
+        try:
+            yield
+        finally:
+            self.core.sync = before
+
+    # -- gradients --------------------------------------------------------------------------------------------------------
+
+    def has_gradient(self, ref: Ref) -> bool:
+        """Does any rank hold a reduced gradient of this parameter?"""
+        found = ref.unit.core.grad()
+        return found is not None and bool(found[2][ref.index])
+
+    def clear_gradient(self, ref: Ref) -> None:
+        """Forget the gradient of one parameter."""
+        ref.unit.core.clear_grad(ref.index)
+        self.norm = None
+        with torch._C.DisableTorchFunctionSubclass():
+            ref.unit.params[ref.index].param.grad = None
+
+    def clear_gradients(self) -> None:
+        """What ``optimizer.zero_grad()`` does."""
+        self.core.clear_grads()
+        self.clip_scale = 1.0
+        self.norm = None
+
+    def gradient_shard(self, unit: Unit) -> tuple[torch.Tensor, list[bool]] | None:
+        """(this rank's slice of the reduced gradient, which parameters have one); None without any. Not for local gradients."""
+        found = unit.core.grad()
+        if found is None:
+            return None
+        address, dtype, present = found
+        return tensor_over(self.core, address, unit.shard_elems, DTYPES[dtype]), [bool(b) for b in present]
+
+    def whole_gradients(self, unit: Unit) -> list[torch.Tensor | None]:
+        """Collective where sliced: the averaged gradient of each parameter of the unit, or None; scaled as it will be stepped with."""
+        scale = self.clip_scale / (self.accumulate if self.ranks == 1 else 1)
+        if self.local:
+            with torch._C.DisableTorchFunctionSubclass():
+                return [None if e.param.grad is None else e.param.grad * scale for e in unit.params]
+        found = self.gradient_shard(unit)
+        if found is None:
+            return [None] * len(unit.params)
+        shard, present = found
+        whole = torch.empty(unit.elems, dtype=shard.dtype)
+        self.comm.all_gather(whole.data_ptr(), shard.data_ptr(), shard.numel() * shard.element_size())
+        whole.mul_(scale)
+        return [
+            whole[e.offset_elems : e.offset_elems + e.numel].view(e.shape) if present[i] else None for i, e in enumerate(unit.params)
+        ]
+
+    def measure(self) -> tuple[float, list[str]]:
+        """Collective: (norm of all gradients before clipping, who has values that are not finite)."""
+        if self.norm is None:
+            squares, bad = self.core.norm()
+            scale = 1.0 / self.accumulate if self.ranks == 1 else 1.0
+            who = [f"'{self.units[u].params[p].names[0]}' (rank {r})" for r, u, p in bad]
+            self.norm = (squares**0.5 * scale, who)
+        return self.norm
+
+    # -- writing ------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def write_shards(self) -> Iterator[None]:
+        """Collective: inside, each rank may write its own slices, and nobody reads; afterwards all ranks see them."""
+        self.core.step_begin(0)
+        try:
+            yield
+        finally:
+            self.core.step_end()
+
+    def close(self) -> None:
+        """The model is gone."""
+        self.core.close()
+        for unit in self.units:
+            for entry in unit.params:
+                entry.param.__dict__.pop("_zeropp", None)
+            unit.params = []
+
+    # -- optimizer state, for checkpoints -------------------------------------------------------------------------------------
+
+    def optimizer_state(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """Tensors of ``shard`` length by torch's names (``exp_avg``, ...), and ``step``: int64, one a parameter."""
+        state = dict(unit.state)
+        for i, first, elems in unit.pieces():
+            piece = unit.lent.get(i)
+            for name, value in self._inner_state(piece).items():
+                if name != "step" and value.numel() == elems:
+                    state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=value.dtype))[first : first + elems] = value
+        if unit.steps is not None:
+            state["step"] = unit.steps
+        return state
+
+    def load_optimizer_state(self, unit: Unit, state: dict[str, torch.Tensor]) -> None:
+        """Copy into the unit's optimizer state, creating it where no step was taken yet."""
+        if unit.steps is None:
+            raise Error(f"unit {unit.name} has no optimizer, but the state of one is loaded into it")
+        unit.steps.copy_(state["step"])
+        names = [n for n in state if n != "step"]
+        if self.inner is None:
+            for name in names:
+                unit.state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=torch.float32)).copy_(state[name])
+            return
+        for i, first, elems in unit.pieces():
+            if int(unit.steps[i]) and i in unit.lent:
+                mine = {n: state[n][first : first + elems].clone() for n in names}
+                self.inner.state[unit.lent[i]] = {"step": torch.tensor(float(unit.steps[i])), **mine}
+
+    def _inner_state(self, piece: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        if self.inner is None or piece is None:
+            return {}
+        return {n: v for n, v in self.inner.state.get(piece, {}).items() if isinstance(v, torch.Tensor)}
+
+
+def _functions() -> dict[str, Any]:
+    autograd = torch._C._autograd
+    return {
+        "current_graph_task_id": torch._C._current_graph_task_id,
+        "is_grad_enabled": torch.is_grad_enabled,
+        "queue_callback": torch.autograd.Variable._execution_engine.queue_callback,
+        "functorch_peek": torch._C._functorch.peek_interpreter_stack,
+        "top_saved_hooks": autograd._top_saved_tensors_default_hooks,
+        "push_saved_hooks": autograd._push_saved_tensors_default_hooks,
+        "pop_saved_hooks": autograd._pop_saved_tensors_default_hooks,
+    }
+
+
+def _idle_core_prefetch() -> int:
+    """Prefetch copies in a thread of its own: worth it only where a core is idle."""
+    import os
+
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0))
+    return 64 << 20 if cores > ranks_here * torch.get_num_threads() else 0
+
+
+_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+def register(model: nn.Module, engine: Engine) -> None:
+    """Remember the engine of a model, and close it when the model dies."""
+    _engines[model] = engine
+    weakref.finalize(model, engine.close).atexit = False
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a prepared model, or of one of its modules."""
+    engine = _engines.get(model)
+    if engine is not None:
+        return engine
+    for parameter in model.parameters():
+        ref = ref_of(parameter)
+        if ref is not None:
+            return ref.engine
+    raise ConfigError(f"{type(model).__name__} was not prepared; call zeropp.prepare(model, optimizer, zeropp.Config(...)) first")

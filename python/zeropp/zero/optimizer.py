@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A torch optimizer, adopted in place: the same object, whose step updates this rank's slices.
+
+AdamW and Adam run the fused kernel of csrc/ops/adam. Other element-wise optimizers run torch's own code on the slices, one
+1-D tensor a parameter piece; optimizers that need whole matrices are refused until they are implemented.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import optim
+
+from zeropp.errors import ConfigError, Error
+from zeropp.zero.engine import Engine, Unit
+
+_ELEMENTWISE = (
+    optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop,
+)  # fmt: skip
+
+
+class ZeroOptimizer(optim.Optimizer):
+    """What every adopted optimizer can do besides its own class. Never constructed: :func:`adopt` swaps classes."""
+
+    _engine: Engine
+
+    def step(self, closure: Any = None) -> Any:
+        """One update from the gradients of the last backward(s). Between accumulation boundaries it does nothing.
+
+        Raises:
+            zeropp.Error: no gradient, gradients held back by ``no_sync``, or values that are not finite (parameter and rank are
+                named); weights and optimizer state are as before in each case.
+        """
+        engine = self._engine
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if engine.accumulate > 1 and not engine.core.at_boundary:
+            return loss
+        self._require_gradients()
+        if engine.config.clip is not None:
+            self._clip(engine.config.clip)
+        self._require_finite()
+        engine.core.step_begin(0)
+        try:
+            self._update()
+        finally:
+            engine.core.step_end()
+        engine.core.reset_uses()
+        engine.stepped_at = engine.core.backwards
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. Between accumulation boundaries it does nothing."""
+        engine = self._engine
+        if engine.accumulate > 1 and not engine.core.at_boundary and engine.core.backwards > engine.stepped_at:
+            return
+        engine.clear_gradients()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+        """Scale all gradients so that their global norm is at most ``max_norm``. Collective.
+
+        Args:
+            max_norm: bound; ``float("inf")`` only measures.
+            norm_type: 2.0, the only norm that is implemented.
+            error_if_nonfinite: raise here; otherwise :meth:`step` will.
+
+        Returns:
+            The norm before clipping, over all parameters and ranks.
+        """
+        if self._engine.config.clip is not None:
+            raise ConfigError("clip_grad_norm_ was called, but Config(clip=...) clips in every step already; use one of them")
+        if self._engine.accumulate > 1 and not self._engine.core.at_boundary:
+            return 0.0
+        if norm_type != 2.0:
+            raise ConfigError(f"norm_type={norm_type} is not implemented yet; clip_grad_norm_ measures the 2-norm")
+        self._require_gradients()
+        norm = self._clip(max_norm)
+        if error_if_nonfinite:
+            self._require_finite()
+        return norm
+
+    def _clip(self, max_norm: float) -> float:
+        norm, _ = self._engine.measure()
+        # The same arithmetic as torch.nn.utils.clip_grad_norm_: never scales up.
+        self._engine.clip_scale = min(1.0, float(max_norm) / (norm + 1e-6)) if norm == norm else 1.0
+        return norm
+
+    def _require_gradients(self) -> None:
+        if self._engine.core.grads_pending():
+            raise Error("optimizer.step: the gradients of the last backward were accumulated inside no_sync and not reduced; run the last "
+                        "backward of a step outside of zeropp.no_sync(model)")  # fmt: skip
+        if not self._engine.core.collect_grads():
+            raise Error("optimizer.step: no parameter has a gradient; call loss.backward() first")
+
+    def _require_finite(self) -> None:
+        norm, who = self._engine.measure()
+        if who:
+            more = f" and {len(who) - 3} more" if len(who) > 3 else ""
+            raise Error(f"optimizer.step: the gradients of {', '.join(who[:3])}{more} are not finite (norm {norm}); weights and optimizer "
+                        "state are unchanged; optimizer.zero_grad() forgets this batch")  # fmt: skip
+
+    def _grad_scale(self) -> float:
+        engine = self._engine
+        return engine.clip_scale / (engine.accumulate if engine.ranks == 1 else 1)
+
+    def _update(self) -> None:
+        if self._engine.inner is None:
+            self._adam()
+        else:
+            self._elementwise()
+
+    # -- Adam ------------------------------------------------------------------------------------------------------------
+
+    def _adam(self) -> None:
+        decoupled = isinstance(self, optim.AdamW) or bool(self.defaults.get("decoupled_weight_decay", False))
+        groups = []
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            groups.append((float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]),
+                           bool(group.get("decoupled_weight_decay", decoupled)), bool(group.get("maximize", False)),
+                           bool(group.get("amsgrad", False))))  # fmt: skip
+        for unit in self._engine.units:
+            if unit.trainable:
+                self._adam_state(unit)
+        self._engine.core.adam_step(groups, self._grad_scale())
+
+    def _adam_state(self, unit: Unit) -> None:
+        """Moments exist from the first step on, or from a checkpoint."""
+        amsgrad = any(g >= 0 and self.param_groups[g].get("amsgrad", False) for g in unit.groups)
+        wanted = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+        if unit.bound == wanted:
+            return
+        for name in wanted:
+            unit.state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=torch.float32))
+        address = [unit.state[n].data_ptr() if n in wanted else 0 for n in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+        assert unit.steps is not None
+        master = 0 if unit.master is None else unit.master.data_ptr()
+        unit.core.set_adam(master, *address, unit.steps.data_ptr(), unit.groups)
+        unit.bound = wanted
+
+    # -- others ------------------------------------------------------------------------------------------------------------
+
+    def _elementwise(self) -> None:
+        inner = self._engine.inner
+        assert inner is not None
+        for mine, theirs in zip(self.param_groups, inner.param_groups, strict=True):
+            theirs.update({k: v for k, v in mine.items() if k != "params"})
+        scale = self._grad_scale()
+        for unit in self._engine.units:
+            if unit.trainable:
+                self._lend_gradients(unit, scale)
+        inner.step()
+        for unit in self._engine.units:
+            if unit.trainable and unit.master is not None:
+                unit.shard.copy_(unit.master)
+        inner.zero_grad(set_to_none=True)
+
+    def _lend_gradients(self, unit: Unit, scale: float) -> None:
+        engine = self._engine
+        found = None if engine.local else engine.gradient_shard(unit)
+        for i, first, elems in unit.pieces():
+            piece = unit.lent[i]
+            if engine.local:
+                with torch._C.DisableTorchFunctionSubclass():
+                    gradient = unit.params[i].param.grad
+                values = None if gradient is None else gradient.reshape(-1)
+            else:
+                values = found[0][first : first + elems] if found is not None and found[1][i] else None
+            piece.grad = None if values is None else values.to(piece.dtype) * scale
+            if unit.steps is not None and values is not None:
+                unit.steps[i] += 1
+
+    # -- refusals ----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        raise Error("optimizer.state_dict: the state is split over ranks; zeropp.save(path, model, optimizer) keeps it")
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise Error("optimizer.load_state_dict: the state is split over ranks; zeropp.load(path, model, optimizer) restores it")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ConfigError("optimizer.add_param_group after zeropp.prepare: add all parameters before, or prepare again")
+
+
+def _check(optimizer: optim.Optimizer, engine: Engine) -> None:
+    if isinstance(optimizer, ZeroOptimizer):
+        raise ConfigError("the optimizer was prepared already; make a new one for a new model")
+    if optimizer.state:
+        raise ConfigError("the optimizer has state already; call zeropp.prepare before the first step, and zeropp.load to go on")
+    known = {id(e.param): e.names[0] for unit in engine.units for e in unit.params}
+    covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    foreign = sum(p not in known for p in covered)
+    if foreign:
+        raise ConfigError(f"the optimizer has {foreign} parameters that are not the model's; build it from model.parameters()")
+    missing = [e.names[0] for u in engine.units if u.trainable for e in u.params if id(e.param) not in covered]
+    if missing:
+        raise ConfigError(f"the optimizer lacks {len(missing)} trainable parameters, first '{missing[0]}'; add them, or freeze them "
+                          "with requires_grad_(False) before zeropp.prepare")  # fmt: skip
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise ConfigError("the optimizer was built with differentiable=True, which zeropp does not implement; leave it out")
+
+
+def _restore_scheduler_wrap(optimizer: optim.Optimizer) -> None:
+    """A scheduler built before ``prepare`` left its own wrapper of the old class's step on the instance; wrap the new one alike."""
+    old = optimizer.__dict__.pop("step", None)
+    if old is None or not hasattr(old, "_wrapped_by_lr_sched"):
+        return
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return step(*args, **kwargs)
+
+    wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = wrapper  # type: ignore[method-assign]
+
+
+@functools.cache
+def _class_for(original: type[optim.Optimizer]) -> type[optim.Optimizer]:
+    step = optim.Optimizer.profile_hook_step(ZeroOptimizer.step)
+    step.hooked = True  # type: ignore[attr-defined]
+    return type(f"Zero{original.__name__}", (ZeroOptimizer, original), {"step": step, "__doc__": original.__doc__})
+
+
+def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
+    """Make ``optimizer`` update the engine's slices from now on. Schedulers built before or after keep working."""
+    _check(optimizer, engine)
+    group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    adam = type(optimizer) in (optim.Adam, optim.AdamW)
+    if not adam and type(optimizer) not in _ELEMENTWISE:
+        names = ", ".join(c.__name__ for c in (optim.AdamW, optim.Adam, *_ELEMENTWISE))
+        raise ConfigError(f"optimizer {type(optimizer).__name__} is not implemented yet on slices; these are: {names}")
+    for unit in engine.units:
+        if unit.trainable:
+            unit.groups = [group_of[id(e.param)] for e in unit.params]
+            unit.steps = torch.zeros(len(unit.params), dtype=torch.int64)
+    engine.inner = None if adam else _inner_optimizer(optimizer, engine)
+    optimizer.__class__ = _class_for(type(optimizer))
+    optimizer._engine = engine  # type: ignore[attr-defined]
+    _restore_scheduler_wrap(optimizer)
+
+
+def _inner_optimizer(optimizer: optim.Optimizer, engine: Engine) -> optim.Optimizer:
+    """torch's optimizer over this rank's pieces, in the same groups."""
+    pieces: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
+    for unit in engine.units:
+        if unit.trainable:
+            for i, first, elems in unit.pieces():
+                piece = unit.own[first : first + elems].detach()
+                unit.lent[i] = piece
+                pieces[unit.groups[i]].append(piece)
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": mine or [torch.zeros(0)]}
+        for group, mine in zip(optimizer.param_groups, pieces, strict=True)
+    ]
+    return type(optimizer)(groups, **_constructor_defaults(optimizer))
+
+
+def _constructor_defaults(optimizer: optim.Optimizer) -> dict[str, Any]:
+    import inspect
+
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    return {k: v for k, v in optimizer.defaults.items() if k in accepted and k not in ("foreach", "fused")}

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are not whole on this rank: true shape, dtype and device, and no silent reads.
+
+A released parameter's class is :class:`PartitionedParameter` (stage 3) or :class:`ShardedGradParameter` (stages 1 and 2, where
+only the gradient is split). The class swap costs 0.2 us a pair; hooks in C do it. What a read does:
+
+* metadata (shape, dtype, device, stride, ...) answers;
+* inside a forward or backward of its model, and in a differentiable operation while a loss is being built, the unit is
+  gathered, stays whole until that backward ends, and the operation goes on;
+* anything else raises :class:`zeropp.PartitionedParameterError`, naming the parameter and ``zeropp.gathered``.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zeropp.errors import PartitionedParameterError
+
+if TYPE_CHECKING:
+    from zeropp.zero.engine import Engine, Unit
+
+_T = torch.Tensor
+_GETTERS = (
+    "shape dtype device requires_grad is_leaf grad_fn layout ndim is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
+    "_version itemsize nbytes retains_grad _backward_hooks is_xpu is_mps names output_nr _post_accumulate_grad_hooks is_mkldnn"
+)
+_METHODS = (
+    "size numel dim ndimension nelement stride element_size is_floating_point is_complex storage_offset is_contiguous get_device "
+    "__len__ __hash__ register_hook register_post_accumulate_grad_hook is_signed is_inference"
+)
+_METADATA = {getattr(_T, name).__get__ for name in _GETTERS.split() if hasattr(_T, name)} | {
+    getattr(_T, name) for name in _METHODS.split() if hasattr(_T, name)
+}
+_GRAD_GET = _T.grad.__get__
+_GRAD_SET = {_T.grad.__set__, _T.grad.__delete__}
+# Operations that give values away outside of any graph: never a part of a loss.
+_NEVER_GATHER = {_T.detach, _T.data.__get__, _T.numpy, _T.tolist, _T.item, _T.__deepcopy__, _T.__array__, _T.copy_}
+_MODULE_ZERO_GRAD = nn.Module.zero_grad.__code__
+
+
+@dataclass(frozen=True)
+class Ref:
+    """What a parameter knows of its engine: kept in its ``_zeropp`` attribute."""
+
+    engine: Engine
+    unit: Unit
+    index: int
+    name: str
+
+
+def ref_of(parameter: torch.Tensor) -> Ref | None:
+    """The parameter's place in a prepared model, or None."""
+    return getattr(parameter, "_zeropp", None)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _leaves(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    return [value]
+
+
+def _refuse_gradient(ref: Ref) -> PartitionedParameterError:
+    return PartitionedParameterError(
+        f"the gradient of parameter '{ref.name}' is not in p.grad: after backward it lives in this rank's shard; "
+        "use optimizer.clip_grad_norm_(max_norm) for the norm, or zeropp.gathered(parameter, grads=True) for its values"
+    )
+
+
+def _read_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    ref = ref_of(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        local = parameter.grad
+    if ref is None or (local is not None and ref.engine.shows_gradients):
+        return local
+    if local is None and not ref.engine.has_gradient(ref):
+        return None
+    if sys._getframe(2).f_code is _MODULE_ZERO_GRAD:  # model.zero_grad() asks before it clears
+        ref.engine.clear_gradient(ref)
+        return None
+    raise _refuse_gradient(ref)
+
+
+def _write_gradient(func: Any, args: tuple[Any, ...]) -> None:
+    ref = ref_of(args[0])
+    if ref is not None and len(args) > 1 and args[1] is not None:
+        raise PartitionedParameterError(
+            f"p.grad of parameter '{ref.name}' cannot be set: its gradient lives in shards; scale the loss instead, "
+            "or clip with optimizer.clip_grad_norm_"
+        )
+    if ref is not None:
+        ref.engine.clear_gradient(ref)
+    with torch._C.DisableTorchFunctionSubclass():
+        func(*args)
+
+
+class _Managed(nn.Parameter):
+    """Common to both classes: gradients."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func == _GRAD_GET:
+            return _read_gradient(args[0])
+        if func in _GRAD_SET:
+            return _write_gradient(func, args)
+        return cls._operate(func, args, kwargs or {})
+
+    @classmethod
+    def _operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError  # both subclasses answer
+
+
+class ShardedGradParameter(_Managed):
+    """A parameter that is whole on every rank, while its gradient and optimizer state are split (ZeRO stages 1 and 2)."""
+
+    @classmethod
+    def _operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        with torch._C.DisableTorchFunctionSubclass():
+            copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+class PartitionedParameter(_Managed):
+    """A parameter of which this rank holds 1/N, or which must not be written here (ZeRO stage 3)."""
+
+    @classmethod
+    def _operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        refs = [leaf._zeropp for leaf in _leaves((args, kwargs)) if type(leaf) is PartitionedParameter]
+        if func == _T.__repr__:
+            ref = refs[0]
+            return f"PartitionedParameter('{ref.name}', shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
+        for unit, ref in {id(ref.unit): ref for ref in refs}.items():
+            if not _may_gather(func, ref):
+                raise _refuse(func, ref)
+            del unit
+            ref.unit.core.auto()
+        # Plain parameters now, unless another thread's read raced with this one: then it raises above, next time.
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        raise _refuse(_T.__deepcopy__, self._zeropp)  # type: ignore[attr-defined]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refuse(_T.__reduce_ex__, self._zeropp)  # type: ignore[attr-defined]
+
+    def __array__(self, dtype: Any = None) -> Any:
+        raise _refuse(_T.__array__, self._zeropp)  # type: ignore[attr-defined]
+
+
+def _may_gather(func: Any, ref: Ref) -> bool:
+    core = ref.engine.core
+    if core.depth or core.in_backward:
+        return True
+    return func not in _NEVER_GATHER and torch.is_grad_enabled() and ref.engine.builds_loss
+
+
+def _refuse(func: Any, ref: Ref) -> PartitionedParameterError:
+    name = getattr(func, "__name__", str(func))
+    owner = getattr(func, "__self__", None)
+    if name in ("__get__", "__set__") and owner is not None:
+        name = getattr(owner, "__name__", name)
+    return PartitionedParameterError(
+        f"parameter '{ref.name}' is partitioned over {ref.engine.ranks} rank{'s' if ref.engine.ranks > 1 else ''}, and `{name}` reads "
+        f"its values outside of the model's forward and backward; use `with zeropp.gathered(parameter):`, or "
+        "zeropp.full_state_dict(model) for a whole copy"
+    )

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``zeropp.prepare``: from a plain model and optimizer to a partitioned one, the same objects."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import weakref
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeropp import _C
+from zeropp.config import Config
+from zeropp.errors import ConfigError, Error
+from zeropp.zero.engine import DTYPES, HOST, SHARD, Engine, Unit, register
+from zeropp.zero.optimizer import adopt
+from zeropp.zero.parameter import ref_of
+from zeropp.zero.units import UnitPlan, plan_units
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None = None) -> tuple[M, Any]:
+    """Partition a model and its optimizer over the ranks, in place (ZeRO, Rajbhandari et al. 2020).
+
+    Args:
+        model: any module; rank 0's values are taken on every rank. Stays the same object.
+        optimizer: built from ``model.parameters()``; stays the same object. None: a model that is only evaluated, or
+            only gives gradients.
+        config: see :class:`zeropp.Config`; default stage 3.
+
+    Returns:
+        ``(model, optimizer)``, the objects given.
+
+    Raises:
+        zeropp.ConfigError: what cannot work, named: no parameters, parameters on meta, models that differ between ranks, an
+            optimizer that lacks parameters, ...
+        zeropp.CommError: a rank died or did not come.
+    """
+    config = Config() if config is None else config
+    _check_model(model)
+    comm = _communicator()
+    host_copy = comm is not None and config.host_copy == "auto" and config.stage == 3
+    low = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype_name]
+    plans = plan_units(model, config.units, low)
+    _check_plans(plans)
+    if comm is not None:
+        _check_same_model(comm, plans)
+    engine = Engine(model, plans, config, comm, host_copy)
+    for unit in engine.units:
+        _fill(engine, unit)
+    _hand_over_buffers(model, comm)
+    if comm is not None:
+        comm.barrier()
+    _install_triggers(model, engine, plans)
+    _install_gradient_hooks(engine)
+    if low is not None:
+        model.register_forward_pre_hook(functools.partial(_cast_inputs, low), with_kwargs=True, prepend=True)
+    if optimizer is not None:
+        adopt(optimizer, engine)
+    register(model, engine)
+    _watch(model)
+    engine.core.release_all()
+    return model, optimizer
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_model(model: nn.Module) -> None:
+    from zeropp.zero.init import is_sharded
+
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"prepare: model is a {type(model).__name__}, not a torch.nn.Module")
+    named = list(model.named_parameters())
+    if not named:
+        raise ConfigError(f"prepare: {type(model).__name__} has no parameters, so there is nothing to partition")
+    for name, parameter in named:
+        if ref_of(parameter) is not None:
+            raise ConfigError(f"prepare: parameter '{name}' belongs to a prepared model already; prepare each model once")
+        if parameter.is_meta:
+            raise ConfigError(
+                f"prepare: parameter '{name}' is on the meta device and has no values; build the model inside "
+                "zeropp.sharded_init(), or load its weights first"
+            )
+        if type(parameter) is not nn.Parameter and not is_sharded(parameter):
+            raise ConfigError(f"prepare: parameter '{name}' is a {type(parameter).__name__}; classes of their own are not implemented yet")
+        if parameter.device.type != "cpu":
+            raise ConfigError(f"prepare: parameter '{name}' is on {parameter.device}; training on accelerators is not implemented yet")
+
+
+def _check_plans(plans: list[UnitPlan]) -> None:
+    for plan in plans:
+        if plan.dtype not in DTYPES:
+            raise ConfigError(f"prepare: parameter '{plan.names[0][0]}' has dtype {plan.dtype}, which is not implemented yet")
+        if plan.trainable and plan.dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(
+                f"prepare: trainable parameter '{plan.names[0][0]}' has dtype {plan.dtype}; float32 and bfloat16 are implemented, "
+                "so pass Config(precision='bf16') or convert the model"
+            )
+
+
+def _communicator() -> Any:
+    """The C communicator over whatever process group runs; None for one rank."""
+    import os
+
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return None
+        dist.init_process_group("zeropp")
+    if dist.get_world_size() == 1:
+        return None
+    from zeropp.comm import communicator
+
+    return communicator()
+
+
+def _description(plan: UnitPlan, i: int) -> bytes:
+    p = plan.params[i]
+    return f"'{plan.names[i][0]}' {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}".encode()
+
+
+def _gather_bytes(comm: Any, mine: bytes) -> list[bytes]:
+    """All ranks' byte strings of one length."""
+    source = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    every = torch.empty(len(mine) * comm.ranks, dtype=torch.uint8)
+    comm.all_gather(every.data_ptr(), source.data_ptr(), len(mine))
+    data = bytes(every.tolist())
+    return [data[r * len(mine) : (r + 1) * len(mine)] for r in range(comm.ranks)]
+
+
+def _check_same_model(comm: Any, plans: list[UnitPlan]) -> None:
+    """All ranks prepare the same parameters, or all of them hear the first that differs."""
+    lines = [_description(plan, i) for plan in plans for i in range(len(plan.params))]
+    digests = [hashlib.sha256(line).digest()[:8] for line in lines]
+    counts = [int.from_bytes(b, "little") for b in _gather_bytes(comm, len(lines).to_bytes(8, "little"))]
+    most = max(counts)
+    table = _gather_bytes(comm, b"".join(digests).ljust(8 * most, b"\0"))
+    for rank, row in enumerate(table):
+        if row == table[0]:
+            continue
+        at = next(i for i in range(most) if row[8 * i : 8 * i + 8] != table[0][8 * i : 8 * i + 8])
+        line = lines[at] if at < len(lines) else b"(no more parameters)"
+        seen = [b.rstrip(b"\0").decode(errors="replace") for b in _gather_bytes(comm, line[:256].ljust(256, b"\0"))]
+        raise ConfigError(
+            f"prepare: rank {rank}'s model differs from rank 0's: parameter {at} is {seen[rank]} there and {seen[0]} on rank 0; "
+            "build the same model on every rank"
+        )
+
+
+# -- values -----------------------------------------------------------------------------------------------------------------
+
+
+def _fill(engine: Engine, unit: Unit) -> None:
+    """Move rank 0's values of one unit into its flat buffer; the parameters become views of it."""
+    from zeropp.zero.init import is_sharded, materialise
+
+    comm, low = engine.comm, unit.dtype in (torch.bfloat16, torch.float16) and unit.trainable
+    wants_master = low and any(e.param.dtype == torch.float32 for e in unit.params)
+    full = torch.zeros(unit.elems, dtype=torch.float32) if wants_master else None
+    unit.core.need()
+    writes = unit.place != HOST or engine.rank == 0
+    for entry in unit.params:
+        view = unit.whole[entry.offset_elems : entry.offset_elems + entry.numel].view(entry.shape)
+        values = materialise(entry.param) if is_sharded(entry.param) else entry.param.data
+        if writes:
+            view.copy_(values)
+        if full is not None:
+            full[entry.offset_elems : entry.offset_elems + entry.numel].view(entry.shape).copy_(values)
+        entry.param.data = view
+        if is_sharded(entry.param):
+            entry.param.__class__ = nn.Parameter
+    if comm is not None and unit.place != HOST:
+        comm.broadcast(unit.whole.data_ptr(), unit.elems * unit.dtype.itemsize, 0)
+    if unit.place == SHARD:
+        unit.core.keep_slice()
+    if low:
+        _make_master(engine, unit, full)
+
+
+def _make_master(engine: Engine, unit: Unit, full: torch.Tensor | None) -> None:
+    """The fp32 slice that the optimizer updates; exact where the model came in fp32."""
+    if full is None:
+        if engine.comm is not None:
+            engine.comm.barrier()  # one shared copy: rank 0 must have filled it
+        unit.master = unit.whole[unit.begin_elems : unit.begin_elems + unit.shard.numel()].float()
+        return
+    if engine.comm is not None:
+        engine.comm.broadcast(full.data_ptr(), full.numel() * 4, 0)
+    unit.master = full[unit.begin_elems : unit.begin_elems + unit.shard.numel()].clone()
+
+
+def _hand_over_buffers(model: nn.Module, comm: Any) -> None:
+    """Buffers follow rank 0, as under DDP."""
+    if comm is None:
+        return
+    for _, buffer in model.named_buffers():
+        values = buffer.detach().contiguous()
+        if values.numel():
+            comm.broadcast(values.data_ptr(), values.numel() * values.element_size(), 0)
+            if values.data_ptr() != buffer.data_ptr():
+                buffer.data.copy_(values)
+
+
+# -- hooks ------------------------------------------------------------------------------------------------------------------
+
+
+def _install_triggers(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -> None:
+    """nn.Module.__call__ calls ``_compiled_call_impl`` where it is set: there, outside of all hooks, the trigger stands."""
+    units_of: dict[nn.Module, list[Any]] = {model: []}
+    for plan, unit in zip(plans, engine.units, strict=True):
+        for module in plan.triggers:
+            units_of.setdefault(module, []).append(unit.core)
+    for module, units in units_of.items():
+        inner = module._compiled_call_impl or module._call_impl
+        module._compiled_call_impl = _C.Trigger(engine.core, tuple(units), inner)
+
+
+def _install_gradient_hooks(engine: Engine) -> None:
+    if engine.ranks == 1 and engine.accumulate == 1:
+        return  # gradients stay where autograd leaves them
+    for unit in engine.units:
+        if unit.trainable:
+            for i, entry in enumerate(unit.params):
+                entry.param.register_post_accumulate_grad_hook(unit.core.grad_hook(i))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if type(value) in (list, tuple):
+        return type(value)(_cast(v, dtype) for v in value)
+    if type(value) is dict:
+        return {k: _cast(v, dtype) for k, v in value.items()}
+    return value
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+# -- parameters that come too late ------------------------------------------------------------------------------------------
+
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _refuse_late(module: nn.Module, name: str, added: Any) -> None:
+    if module not in _watched or added is None:
+        return
+    if isinstance(added, nn.Module):
+        late = next((n for n, p in added.named_parameters() if ref_of(p) is None), None)
+        if late is None:
+            return
+        name = f"{name}.{late}"
+    elif ref_of(added) is not None:
+        return
+    raise ConfigError(
+        f"parameter '{name}' was added to {type(module).__name__} after zeropp.prepare, and would be neither partitioned nor trained; "
+        "add it before prepare"
+    )
+
+
+@functools.cache
+def _install_watch() -> None:
+    nn.modules.module.register_module_parameter_registration_hook(_refuse_late)
+    nn.modules.module.register_module_module_registration_hook(_refuse_late)
+
+
+def _watch(model: nn.Module) -> None:
+    _install_watch()
+    _watched.update(model.modules())
+
+
+__all__ = ["Error", "prepare"]

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters are gathered together, and which modules need them whole.
+
+A unit is a set of parameters and the set of modules that trigger it (design decision 4). A parameter whose owners all lie in
+one block belongs to that block; any other (a tied embedding and head, a final norm) is a unit with every owner as trigger. Each
+unit holds one dtype and one ``requires_grad``, so a block with frozen weights gives two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zeropp.errors import ConfigError
+
+#: Units that would stand alone and are smaller than this stay whole on every rank: a gather costs more than they weigh.
+REPLICATE_BYTES = 64 * 1024
+
+
+@dataclass
+class UnitPlan:
+    """One unit before its memory exists."""
+
+    name: str
+    params: list[nn.Parameter]
+    names: list[list[str]]
+    triggers: list[nn.Module]
+    dtype: torch.dtype
+    trainable: bool
+    alone: bool = False
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numel = sum(p.numel() for p in self.params)
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Children of the outermost containers that repeat one class: transformer layers, as everybody writes them."""
+    blocks: list[nn.Module] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        children = list(module.children())
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            kinds = [type(c) for c in children if _has_params(c)]
+            repeated = {k for k in kinds if kinds.count(k) > 1}
+            for child in children:
+                if type(child) in repeated:
+                    if child not in seen:
+                        seen.update(child.modules())
+                        blocks.append(child)
+                else:
+                    visit(child)
+            return
+        for child in children:
+            visit(child)
+
+    visit(model)
+    return blocks
+
+
+def _blocks_of_classes(model: nn.Module, classes: Iterable[type | str]) -> list[nn.Module]:
+    wanted = list(classes)
+    found: dict[nn.Module, None] = {}
+    used: set[type | str] = set()
+    for module in model.modules():
+        for want in wanted:
+            if type(module).__name__ == want if isinstance(want, str) else isinstance(module, want):
+                found.setdefault(module)
+                used.add(want)
+    for want in wanted:
+        if want not in used:
+            names = sorted({type(m).__name__ for m in model.modules() if _has_params(m)})
+            raise ConfigError(f"units: no module of class {want!r} in the model; it has {', '.join(names)}")
+    return list(found)
+
+
+def _blocks_of_size(model: nn.Module, most_bytes: int) -> list[list[nn.Module]]:
+    """Consecutive owners of parameters, together until they hold ``most_bytes``."""
+    groups: list[list[nn.Module]] = []
+    held = 0
+    for module in model.modules():
+        own = sum(p.numel() * p.itemsize for p in module.parameters(recurse=False))
+        if not own:
+            continue
+        if not groups or held + own > most_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(module)
+        held += own
+    return groups
+
+
+def _owners(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Parameter, list[nn.Module]]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            names.setdefault(parameter, []).append(f"{path}.{key}" if path else key)
+            if module not in owners.setdefault(parameter, []):
+                owners[parameter].append(module)
+    return names, owners
+
+
+def _homes(model: nn.Module, units: object) -> dict[nn.Module, tuple[nn.Module, ...]]:
+    """For each module inside a block: the block's triggers. The innermost named class wins."""
+    if isinstance(units, int):
+        return {m: tuple(group) for group in _blocks_of_size(model, units) for m in group}
+    blocks = _repeated_blocks(model) if units == "auto" else _blocks_of_classes(model, units)  # type: ignore[arg-type]
+    return {inner: (block,) for block in blocks for inner in block.modules()}
+
+
+def plan_units(model: nn.Module, units: object = "auto", compute_dtype: torch.dtype | None = None) -> list[UnitPlan]:
+    """Split a model's parameters into units, in the order of first use as registered.
+
+    Args:
+        model: the whole model.
+        units: ``"auto"`` (repeated blocks), an iterable of classes or class names, or a number of bytes.
+        compute_dtype: floating-point parameters are held in it; None keeps their own.
+
+    Returns:
+        Plans in registration order, the same on every rank for the same model.
+    """
+    names, owners = _owners(model)
+    homes = _homes(model, units)
+    module_names = {m: n for n, m in model.named_modules()}
+    members: dict[tuple[tuple[nn.Module, ...], torch.dtype, bool], list[nn.Parameter]] = {}
+    alone: set[tuple[nn.Module, ...]] = set()
+    for parameter in names:
+        home = {homes.get(owner) for owner in owners[parameter]}
+        triggers = next(iter(home)) if len(home) == 1 else None
+        if triggers is None:
+            triggers = tuple(owners[parameter])
+            if triggers not in set(homes.values()):
+                alone.add(triggers)
+        dtype = compute_dtype if compute_dtype is not None and parameter.is_floating_point() else parameter.dtype
+        members.setdefault((triggers, dtype, parameter.requires_grad), []).append(parameter)
+    plans = []
+    for (triggers, dtype, trainable), params in members.items():
+        name = "+".join(module_names[m] or "(model)" for m in triggers)
+        plans.append(
+            UnitPlan(name, params, [names[p] for p in params], list(triggers), dtype, trainable, alone=triggers in alone)
+        )
+    return plans
