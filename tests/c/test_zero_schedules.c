@@ -1,0 +1,455 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The coordinator over many schedules of the simulated device: ranks are threads of this process, every copy, reduction
+ * and computation happens late and in any order that streams and events allow, and memory that was given back is poisoned.
+ * Each computation checks every element of the unit it uses; each reduced gradient is compared with the exact sum.
+ *
+ * Run: test_zero_schedules [schedules] [first seed]. A failure prints the seed, which repeats it.
+ */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../csrc/zero/zero.h"
+#include "store_table.h"
+
+enum { MAX_RANKS = 4, MAX_UNITS = 6, MAX_PARAMS = 4, STEPS = 3 };
+
+#define REQUIRE(condition, ...)                                                                  \
+    do {                                                                                         \
+        if (!(condition)) {                                                                      \
+            fprintf(stderr, "seed %llu: %s:%d: ", (unsigned long long)current_seed, __FILE__, __LINE__); \
+            fprintf(stderr, __VA_ARGS__);                                                        \
+            fprintf(stderr, "\n");                                                               \
+            abort();                                                                             \
+        }                                                                                        \
+    } while (0)
+
+static uint64_t current_seed;
+
+static uint64_t next_random(uint64_t *state) { /* splitmix64 */
+    uint64_t z = (*state += UINT64_C(0x9e3779b97f4a7c15));
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return z ^ (z >> 31);
+}
+
+/* What all ranks agree on. */
+struct plan {
+    int ranks, stage, units;
+    bool host_copy;
+    size_t prefetch_bytes, bucket_bytes;
+    size_t params[MAX_UNITS], elems[MAX_UNITS][MAX_PARAMS];
+    bool trainable[MAX_UNITS];
+    int micro_steps[STEPS];
+    struct store_table store;
+};
+
+struct rank_state {
+    struct plan *plan;
+    int rank;
+    uint64_t random;
+    zpp_device *device;
+    zpp_comm *comm;
+    zpp_zero *zero;
+    zpp_event *idle;
+    float *expected[MAX_UNITS]; /* whole flat buffers */
+    double *sum[MAX_UNITS];     /* of all ranks' gradients of this step */
+    bool present[MAX_UNITS][MAX_PARAMS];
+    void *scratch[1024];        /* gradients that the compute stream still reads */
+    size_t scratch_bytes[1024];
+    int scratch_count;
+    void *free_blocks[64];      /* memory of gathered units, in the order of the compute stream */
+    int free_count;
+    size_t block_bytes;
+};
+
+static const struct zpp_wait patience = { .timeout_ns = UINT64_C(60000000000), .tick = NULL, .ctx = NULL };
+
+static void must(zpp_status status, const struct zpp_err *err, const char *what) {
+    REQUIRE(status == ZPP_OK, "%s: %s (%s)", what, err->text, zpp_status_name(status));
+}
+
+static float first_value(int unit, size_t elem) {
+    return (float)((unit * 1009 + (int)(elem % 997)) % 4096);
+}
+
+/* A multiple of 12, so that the mean over 1..4 ranks is exact. Zero where this rank has no gradient. */
+static float gradient_of(int rank, int unit, size_t elem, int step, int micro) {
+    return (float)(12 * ((rank * 7 + unit * 5 + (int)(elem % 13) + step * 3 + micro) % 11 - 5));
+}
+
+static bool has_gradient(const struct plan *plan, int rank, int unit, size_t param, int step, int micro) {
+    (void)plan;
+    return (rank * 3 + unit * 5 + (int)param * 7 + step * 11 + micro * 13) % 4 != 0;
+}
+
+/* --- operations of the compute stream -------------------------------------------------------------------------------- */
+
+struct check_args {
+    const float *values, *expected;
+    size_t offset, elems;
+    int unit, rank;
+};
+
+static zpp_status check_values(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native, (void)wait, (void)err;
+    const struct check_args *args = arg;
+    for (size_t i = 0; i < args->elems; i++) {
+        const size_t at = args->offset + i;
+        REQUIRE(args->values[at] == args->expected[at], "rank %d reads %g from element %zu of unit %d, which is %g", args->rank,
+                (double)args->values[at], at, args->unit, (double)args->expected[at]);
+    }
+    return ZPP_OK;
+}
+
+struct make_args {
+    float *out;
+    size_t offset, elems;
+    int rank, unit, step, micro;
+};
+
+static zpp_status make_gradient(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native, (void)wait, (void)err;
+    const struct make_args *args = arg;
+    for (size_t i = 0; i < args->elems; i++)
+        args->out[i] = gradient_of(args->rank, args->unit, args->offset + i, args->step, args->micro);
+    return ZPP_OK;
+}
+
+struct update_args {
+    float *values;
+    const float *grads;
+    size_t elems;
+};
+
+static zpp_status update_slice(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native, (void)wait, (void)err;
+    const struct update_args *args = arg;
+    for (size_t i = 0; i < args->elems; i++) args->values[i] -= args->grads[i];
+    return ZPP_OK;
+}
+
+static zpp_status poison(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native, (void)wait, (void)err;
+    const struct { void *memory; size_t bytes; } *args = arg;
+    memset(args->memory, 0xff, args->bytes); /* NaN */
+    return ZPP_OK;
+}
+
+static zpp_status acquire(void *ctx, const struct zpp_unit *unit, void **memory, struct zpp_err *err) {
+    struct rank_state *state = ctx;
+    (void)unit;
+    if (state->free_count) {
+        *memory = state->free_blocks[--state->free_count];
+        return ZPP_OK;
+    }
+    return zpp_device_alloc(state->device, state->block_bytes, memory, err);
+}
+
+static void give_back(void *ctx, const struct zpp_unit *unit, void *memory) {
+    struct rank_state *state = ctx;
+    struct zpp_err err = ZPP_ERR_INIT;
+    const struct { void *memory; size_t bytes; } args = { memory, zpp_unit_bytes(unit) };
+    must(zpp_stream_launch(zpp_zero_compute(state->zero), poison, &args, sizeof args, &err), &err, "poison");
+    state->free_blocks[state->free_count++] = memory;
+}
+
+static void settle_compute(struct rank_state *state) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    must(zpp_event_record(state->idle, zpp_zero_compute(state->zero), &err), &err, "record");
+    must(zpp_event_sync(state->idle, &patience, &err), &err, "the compute stream");
+}
+
+/* --- one rank -------------------------------------------------------------------------------------------------------- */
+
+static void use_unit(struct rank_state *state, int unit, enum zpp_phase phase) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    must(zpp_zero_need(state->zero, unit, phase, &patience, &err), &err, "need");
+    const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
+    for (size_t i = 0; i < core->params; i++) {
+        const struct check_args args = { (const float *)(void *)core->whole, state->expected[unit], core->offset_elems[i],
+                                         core->param_elems[i], unit, state->rank };
+        must(zpp_stream_launch(zpp_zero_compute(state->zero), check_values, &args, sizeof args, &err), &err, "check");
+    }
+}
+
+static void shuffle(struct rank_state *state, int *order, int count) {
+    for (int i = 0; i < count; i++) order[i] = i;
+    for (int i = count - 1; i > 0; i--) {
+        const int j = (int)(next_random(&state->random) % (uint64_t)(i + 1)), kept = order[i];
+        order[i] = order[j];
+        order[j] = kept;
+    }
+}
+
+/* Every rank runs its units in an order of its own. */
+static void forward(struct rank_state *state) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    int order[MAX_UNITS];
+    shuffle(state, order, state->plan->units);
+    if (next_random(&state->random) % 2)
+        for (int i = 0; i < state->plan->units; i++) order[i] = i;
+    for (int i = 0; i < state->plan->units; i++) {
+        use_unit(state, order[i], ZPP_PHASE_FORWARD);
+        zpp_zero_count_use(state->zero, order[i]);
+        must(zpp_zero_release(state->zero, order[i], &err), &err, "release");
+    }
+}
+
+static void give_gradient(struct rank_state *state, int unit, size_t param, int step, int micro) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
+    const size_t bytes = core->param_elems[param] * sizeof(float);
+    void *memory = NULL;
+    must(zpp_device_alloc(state->device, bytes, &memory, &err), &err, "gradient memory");
+    REQUIRE(state->scratch_count < 1024, "too many gradients");
+    state->scratch_bytes[state->scratch_count] = bytes;
+    state->scratch[state->scratch_count++] = memory;
+    const struct make_args args = { memory, core->offset_elems[param], core->param_elems[param], state->rank, unit, step, micro };
+    must(zpp_stream_launch(zpp_zero_compute(state->zero), make_gradient, &args, sizeof args, &err), &err, "make");
+    must(zpp_zero_grad(state->zero, unit, param, memory, false, &patience, &err), &err, "grad");
+}
+
+static void backward(struct rank_state *state, int step, int micro, bool reduce) {
+    struct plan *plan = state->plan;
+    struct zpp_err err = ZPP_ERR_INIT;
+    int order[MAX_UNITS];
+    shuffle(state, order, plan->units);
+    must(zpp_zero_backward_begin(state->zero, &err), &err, "backward begin");
+    for (int i = plan->units - 1; i >= 0; i--) {
+        const int unit = next_random(&state->random) % 4 ? i : order[i];
+        use_unit(state, unit, ZPP_PHASE_BACKWARD);
+        must(zpp_zero_release(state->zero, unit, &err), &err, "release");
+    }
+    for (int i = plan->units - 1; i >= 0; i--) {
+        if (!plan->trainable[i]) continue;
+        for (size_t param = 0; param < plan->params[i]; param++)
+            if (has_gradient(plan, state->rank, i, param, step, micro)) give_gradient(state, i, param, step, micro);
+    }
+    must(zpp_zero_backward_end(state->zero, reduce, &patience, &err), &err, "backward end");
+    must(zpp_zero_release_all(state->zero, &err), &err, "release all");
+    settle_compute(state);
+    while (state->scratch_count) {
+        state->scratch_count--;
+        zpp_device_free(state->device, state->scratch[state->scratch_count], state->scratch_bytes[state->scratch_count]);
+    }
+}
+
+/* What the reduced gradient must be, from everybody's gradients of this step so far. */
+static void add_expected(struct rank_state *state, int step, int micro) {
+    struct plan *plan = state->plan;
+    for (int unit = 0; unit < plan->units; unit++) {
+        const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
+        if (!plan->trainable[unit]) continue;
+        for (int rank = 0; rank < plan->ranks; rank++) {
+            for (size_t param = 0; param < core->params; param++) {
+                if (!has_gradient(plan, rank, unit, param, step, micro)) continue;
+                state->present[unit][param] = true;
+                for (size_t i = 0; i < core->param_elems[param]; i++) {
+                    const size_t at = core->offset_elems[param] + i;
+                    state->sum[unit][at] += (double)gradient_of(rank, unit, at, step, micro) / plan->ranks;
+                }
+            }
+        }
+    }
+}
+
+static size_t own_begin(const struct rank_state *state, const struct zpp_unit *core) {
+    return state->plan->stage == 0 ? 0 : (size_t)state->rank * core->shard_elems;
+}
+
+static size_t own_elems(const struct rank_state *state, const struct zpp_unit *core) {
+    return state->plan->stage == 0 ? core->elems : core->shard_elems;
+}
+
+static void check_gradient(struct rank_state *state, int unit) {
+    const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
+    const uint8_t *present = NULL;
+    const float *slice = zpp_zero_grad_shard(state->zero, unit, &present);
+    const size_t begin = own_begin(state, core), end = begin + own_elems(state, core);
+    for (size_t param = 0; param < core->params; param++) {
+        REQUIRE((slice && present[param]) == state->present[unit][param], "rank %d: parameter %zu of unit %d has %s gradient", state->rank,
+                param, unit, state->present[unit][param] ? "no" : "a");
+        for (size_t i = 0; state->present[unit][param] && i < core->param_elems[param]; i++) {
+            const size_t at = core->offset_elems[param] + i;
+            if (at < begin || at >= end) continue;
+            REQUIRE((double)slice[at - begin] == state->sum[unit][at], "rank %d: gradient %g at element %zu of unit %d, not %g", state->rank,
+                    (double)slice[at - begin], at, unit, state->sum[unit][at]);
+        }
+    }
+}
+
+static void update_unit(struct rank_state *state, int unit) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
+    const float *slice = zpp_zero_grad_shard(state->zero, unit, NULL);
+    if (!slice) return;
+    const size_t begin = own_begin(state, core), end = begin + own_elems(state, core);
+    float *values = (float *)(void *)(state->plan->stage == 0 ? core->whole : core->shard);
+    for (size_t param = 0; param < core->params; param++) {
+        size_t from = core->offset_elems[param], to = from + core->param_elems[param];
+        if (from < begin) from = begin;
+        if (to > end) to = end;
+        if (!state->present[unit][param] || from >= to) continue;
+        const struct update_args args = { values + (from - begin), slice + (from - begin), to - from };
+        must(zpp_stream_launch(zpp_zero_compute(state->zero), update_slice, &args, sizeof args, &err), &err, "update");
+    }
+}
+
+static void expect_update(struct rank_state *state, int unit) {
+    const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
+    for (size_t param = 0; param < core->params; param++)
+        for (size_t i = 0; state->present[unit][param] && i < core->param_elems[param]; i++) {
+            const size_t at = core->offset_elems[param] + i;
+            state->expected[unit][at] -= (float)state->sum[unit][at];
+        }
+}
+
+static void step(struct rank_state *state, int number) {
+    struct plan *plan = state->plan;
+    struct zpp_err err = ZPP_ERR_INIT;
+    uint64_t votes[MAX_RANKS];
+    for (int unit = 0; unit < plan->units; unit++)
+        if (plan->trainable[unit]) check_gradient(state, unit);
+    must(zpp_zero_step_begin(state->zero, (uint64_t)(100 * number + state->rank), votes, &patience, &err), &err, "step begin");
+    for (int rank = 0; rank < plan->ranks; rank++)
+        REQUIRE(votes[rank] == (uint64_t)(100 * number + rank), "vote %llu from rank %d", (unsigned long long)votes[rank], rank);
+    for (int unit = 0; unit < plan->units; unit++)
+        if (plan->trainable[unit]) update_unit(state, unit);
+    settle_compute(state);
+    for (int unit = 0; unit < plan->units; unit++)
+        if (plan->trainable[unit]) expect_update(state, unit);
+    must(zpp_zero_step_end(state->zero, &patience, &err), &err, "step end");
+    zpp_zero_clear_grads(state->zero);
+}
+
+static void train_step(struct rank_state *state, int number) {
+    struct plan *plan = state->plan;
+    for (int unit = 0; unit < plan->units; unit++) {
+        memset(state->sum[unit], 0, zpp_zero_unit(state->zero, unit)->elems * sizeof(double));
+        memset(state->present[unit], 0, sizeof state->present[unit]);
+    }
+    for (int micro = 0; micro < plan->micro_steps[number]; micro++) {
+        const bool last = micro == plan->micro_steps[number] - 1;
+        forward(state);
+        /* Alternately: hold the gradients back, or reduce every micro-step and add. */
+        backward(state, number, micro, last || (plan->stage > 0 && number % 2));
+        add_expected(state, number, micro);
+    }
+    step(state, number);
+}
+
+static void build(struct rank_state *state) {
+    struct plan *plan = state->plan;
+    struct zpp_err err = ZPP_ERR_INIT;
+    const struct zpp_sim_options sim = { .seed = current_seed * 31 + (uint64_t)state->rank, .max_delay_us = 20 };
+    const struct zpp_store store = store_table_of(&plan->store);
+    const struct zpp_comm_options options = { .rank = state->rank, .ranks = plan->ranks, .timeout_ns = UINT64_C(60000000000), .name = "sim" };
+    must(zpp_device_sim_create(&sim, &state->device, &err), &err, "device");
+    must(zpp_comm_create(&options, &store, &state->comm, &err), &err, "communicator");
+    const struct zpp_zero_options zero = { .stage = plan->stage, .comm = state->comm, .device = state->device,
+                                           .backing = { state, acquire, give_back }, .prefetch_bytes = plan->prefetch_bytes,
+                                           .bucket_bytes = plan->bucket_bytes };
+    must(zpp_zero_create(&zero, &state->zero, &err), &err, "coordinator");
+    must(zpp_event_create(state->device, &state->idle, &err), &err, "event");
+    for (int unit = 0; unit < plan->units; unit++) {
+        char name[32];
+        int index = -1;
+        snprintf(name, sizeof name, "unit%d", unit);
+        const enum zpp_place split = plan->host_copy ? ZPP_PLACE_HOST : ZPP_PLACE_SHARD;
+        const struct zpp_unit_spec spec = { name, ZPP_F32, plan->params[unit], plan->elems[unit], plan->trainable[unit],
+                                            plan->stage == 3 ? split : ZPP_PLACE_WHOLE, ZPP_F32 };
+        must(zpp_zero_add_unit(state->zero, &spec, &index, &err), &err, "add unit");
+    }
+    must(zpp_zero_seal(state->zero, &err), &err, "seal");
+}
+
+static void fill(struct rank_state *state) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    for (int unit = 0; unit < state->plan->units; unit++) {
+        struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
+        if (zpp_unit_bytes(core) > state->block_bytes) state->block_bytes = zpp_unit_bytes(core);
+        state->expected[unit] = calloc(core->elems, sizeof(float));
+        state->sum[unit] = calloc(core->elems, sizeof(double));
+        REQUIRE(state->expected[unit] && state->sum[unit], "no memory");
+        for (size_t i = 0; i < core->elems; i++) state->expected[unit][i] = first_value(unit, i);
+        memcpy(core->shard, state->expected[unit] + (size_t)state->rank * core->shard_elems, core->shard_elems * sizeof(float));
+        if (core->place == ZPP_PLACE_WHOLE) memcpy(core->whole, state->expected[unit], core->elems * sizeof(float));
+    }
+    must(zpp_barrier(state->comm, &patience, &err), &err, "barrier");
+}
+
+static void dismantle(struct rank_state *state) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    must(zpp_barrier(state->comm, &patience, &err), &err, "last barrier");
+    settle_compute(state);
+    while (state->free_count) zpp_device_free(state->device, state->free_blocks[--state->free_count], state->block_bytes);
+    for (int unit = 0; unit < state->plan->units; unit++) {
+        free(state->expected[unit]);
+        free(state->sum[unit]);
+    }
+    zpp_event_destroy(state->idle);
+    zpp_zero_destroy(state->zero);
+    zpp_comm_destroy(state->comm);
+    zpp_device_destroy(state->device);
+}
+
+static void *run_rank(void *arg) {
+    struct rank_state *state = arg;
+    build(state);
+    fill(state);
+    for (int number = 0; number < STEPS; number++) train_step(state, number);
+    dismantle(state);
+    return NULL;
+}
+
+/* --- one schedule ----------------------------------------------------------------------------------------------------- */
+
+static void draw_plan(struct plan *plan, uint64_t *random) {
+    static const size_t prefetch[] = { 0, 4096, 1 << 20 }, buckets[] = { 0, 4096, 1 << 16 };
+    memset(plan, 0, sizeof *plan);
+    plan->ranks = 2 + (int)(next_random(random) % (MAX_RANKS - 1));
+    plan->stage = (int)(next_random(random) % 6);
+    plan->host_copy = plan->stage == 5;
+    if (plan->stage > 3) plan->stage = 3; /* stage 3 is drawn half of the time */
+    plan->units = 2 + (int)(next_random(random) % (MAX_UNITS - 1));
+    plan->prefetch_bytes = prefetch[next_random(random) % 3];
+    plan->bucket_bytes = buckets[next_random(random) % 3];
+    for (int unit = 0; unit < plan->units; unit++) {
+        plan->params[unit] = 1 + (size_t)(next_random(random) % MAX_PARAMS);
+        plan->trainable[unit] = next_random(random) % 5 != 0;
+        for (size_t i = 0; i < plan->params[unit]; i++) plan->elems[unit][i] = (size_t)(next_random(random) % 700);
+    }
+    for (int i = 0; i < STEPS; i++) plan->micro_steps[i] = plan->stage == 0 ? 1 : 1 + (int)(next_random(random) % 2);
+}
+
+static void run_schedule(uint64_t seed) {
+    static struct plan plan;
+    struct rank_state *states = calloc(MAX_RANKS, sizeof *states);
+    pthread_t threads[MAX_RANKS];
+    uint64_t random = seed;
+    current_seed = seed;
+    REQUIRE(states != NULL, "no memory");
+    draw_plan(&plan, &random);
+    store_table_init(&plan.store);
+    for (int rank = 0; rank < plan.ranks; rank++) {
+        states[rank].plan = &plan;
+        states[rank].rank = rank;
+        states[rank].random = seed * 977 + (uint64_t)rank;
+        REQUIRE(pthread_create(&threads[rank], NULL, run_rank, &states[rank]) == 0, "no thread");
+    }
+    for (int rank = 0; rank < plan.ranks; rank++) pthread_join(threads[rank], NULL);
+    store_table_fini(&plan.store);
+    free(states);
+}
+
+int main(int argc, char **argv) {
+    const uint64_t schedules = argc > 1 ? strtoull(argv[1], NULL, 10) : 200;
+    const uint64_t first = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
+    for (uint64_t seed = first; seed < first + schedules; seed++) run_schedule(seed);
+    printf("%llu schedules from seed %llu\n", (unsigned long long)schedules, (unsigned long long)first);
+    return 0;
+}
