@@ -40,7 +40,7 @@ class Preset:
 
 
 PRESETS = {
-    "small": Preset(model=GPTConfig(layers=4, heads=4, width=192, context=256), steps=300, batch=8, lr=3e-3),
+    "small": Preset(model=GPTConfig(layers=4, heads=4, width=192, context=128), steps=450, batch=8, lr=2e-3),
     "base": Preset(model=GPTConfig(layers=8, heads=8, width=512, context=512), steps=2000, batch=8, lr=1e-3),
     "large": Preset(model=GPTConfig(layers=12, heads=12, width=768, context=1024), steps=10000, batch=8, lr=6e-4),
 }
@@ -117,3 +117,13 @@ def generate(
         logits = model(window)[0, -1].float().cpu() / temperature
         text.append(int(torch.multinomial(logits.softmax(-1), 1, generator=draw)))
     return bytes(text)
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over the first twentieth, then a cosine down to a twentieth of the peak. Depends on the step
+    only."""
+    warm = max(1, steps // 20)
+    if step < warm:
+        return peak * (step + 1) / warm
+    done = (step - warm) / max(1, steps - warm)
+    return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver of `make demo`: chooses what was left open, says what it chose, and runs train_gpt.py under torchrun.
+
+Every option may be empty, which means its default; `make demo PRESET=base STEPS=100` passes them on. The run lives in
+out/demo; an unfinished one is gone on with (asked at a terminal, said elsewhere), RESUME=no starts anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).resolve().parent
+BYTES_PER_PARAMETER = 12  # of a checkpoint: fp32 weight and two moments
+CHECKPOINTS_HELD = 3  # two kept and the one being written
+RUN_FILES = ("metrics.jsonl", "loss.png", "run.json", "result.json", "checkpoint")
+
+
+class Refused(SystemExit):
+    """What was asked for cannot be; the sentence names the variable that changes it."""
+
+    def __init__(self, sentence: str) -> None:
+        print(f"make demo: {sentence}", file=sys.stderr)
+        super().__init__(2)
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="", help="small (default), base or large")
+    parser.add_argument("--device", default="", help="auto (default), cpu or cuda")
+    parser.add_argument("--ranks", default="", help="auto (default: one a GPU, two on CPU) or a number")
+    parser.add_argument("--steps", default="", help="training steps; default: of the preset")
+    parser.add_argument("--offload", default="", help="none (default); cpu and nvme are not built yet")
+    parser.add_argument("--data", default="", help="folder or file of text; default: Python's own source")
+    parser.add_argument("--resume", default="", help="no: start anew; yes: go on without asking")
+    parser.add_argument("--yes", nargs="?", const="yes", default="", help="answer every question with yes")
+    parser.add_argument("--out", default="", help="folder of the run; default: out/demo of the repository")
+    parser.add_argument("--script", default="train_gpt.py", help="ddp_gpt.py trains the same without zeropp")
+    return parser.parse_args()
+
+
+def chosen(value: str, default: str, allowed: tuple[str, ...], variable: str) -> str:
+    value = value.strip() or default
+    if value not in allowed:
+        raise Refused(f"{variable}={value}: wanted one of {', '.join(allowed)}")
+    return value
+
+
+def whole(value: str, variable: str) -> int | None:
+    value = value.strip()
+    if value in ("", "auto"):
+        return None
+    if not value.isdigit() or int(value) < 1:
+        raise Refused(f"{variable}={value}: wanted a whole number >= 1, or nothing")
+    return int(value)
+
+
+def need_packages(script: str) -> None:
+    wanted = {"torch": "torch", "tqdm": "tqdm", "rich": "rich", "matplotlib": "matplotlib"}
+    if script != "ddp_gpt.py":
+        wanted["zeropp"] = "zeropp (from the repository's folder: pip install .)"
+    missing = [name for module, name in wanted.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise Refused(
+            f"this Python ({sys.executable}) lacks {', '.join(missing)}; `make demo` installs them, "
+            "or: pip install '.[demo]'"
+        )
+
+
+def choose_device(asked: str) -> tuple[str, int]:
+    """The device, and how many ranks suit it."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == "cuda" and not gpus:
+        raise Refused("DEVICE=cuda: torch sees no GPU here; leave DEVICE empty to train on the CPU")
+    if asked == "cpu" or not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that the script, too, sees none
+        return "cpu", 2
+    return "cuda", gpus
+
+
+def unfinished_step(out: Path) -> int | None:
+    """The step that a run in `out` can go on from."""
+    try:
+        facts = json.loads((out / "run.json").read_text())
+    except (OSError, ValueError):
+        return None
+    if facts.get("state") == "finished" or not (out / "checkpoint").is_dir():
+        return None
+    steps = [int(one.name.split("-")[1]) for one in (out / "checkpoint").glob("step-*") if one.name[5:].isdigit()]
+    plain = (out / "checkpoint" / "state.pt").exists() and facts.get("step")
+    return max(steps, default=None) or plain or None
+
+
+def decide_resume(args: argparse.Namespace, out: Path, facts: dict[str, Any]) -> bool:
+    step = unfinished_step(out)
+    resume = chosen(args.resume, "ask", ("yes", "no", "ask"), "RESUME")
+    if step is None:
+        if resume == "yes":
+            print("Nothing to resume: no unfinished run with a checkpoint; starting anew.")
+        return False
+    if resume == "no":
+        print(f"RESUME=no: the unfinished run (step {step}) is replaced.")
+        return False
+    before = json.loads((out / "run.json").read_text())
+    for name in ("preset", "data", "ranks", "script"):
+        if before.get(name) != facts[name]:
+            raise Refused(
+                f"the unfinished run in {out} has {name.upper()}={before.get(name) or 'default'}, this one "
+                f"{facts[name] or 'default'}; give the same to resume it, or RESUME=no to replace it"
+            )
+    if facts["steps"] is not None and step >= facts["steps"]:
+        raise Refused(f"STEPS={facts['steps']}: the unfinished run is at step {step} already; RESUME=no replaces it")
+    if resume == "ask" and not args.yes and sys.stdin.isatty() and sys.stdout.isatty():
+        answer = input(f"An unfinished run stands at step {step}. Resume it? [Y/n] ").strip().lower()
+        return answer in ("", "y", "yes")
+    print(f"Resuming the unfinished run at step {step} (RESUME=no starts anew).")
+    return True
+
+
+def need_space(out: Path, preset: str) -> None:
+    from gpt import GPT, PRESETS
+    from torch import device
+
+    with device("meta"):
+        parameters = sum(p.numel() for p in GPT(PRESETS[preset].model).parameters())
+    wanted = parameters * BYTES_PER_PARAMETER * CHECKPOINTS_HELD
+    free = shutil.disk_usage(out).free
+    if free < wanted:
+        raise Refused(
+            f"{out}: {free / 2**20:,.0f} MiB free, and the checkpoints of PRESET={preset} want "
+            f"{wanted / 2**20:,.0f} MiB; free some, or choose a smaller PRESET"
+        )
+
+
+def start_anew(out: Path) -> None:
+    for name in RUN_FILES:
+        path = out / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def torchrun(ranks: int, script: Path, arguments: list[str]) -> int:
+    """torchrun in this process, so that a Ctrl-C reaches the ranks once and ends without a traceback."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable(logging.WARNING)
+    command = ["--standalone", "--nproc-per-node", str(ranks), str(script), *arguments]
+    try:
+        run.run(run.parse_args(command))
+    except SignalException:
+        return 0  # the ranks have saved and said so
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        died = (
+            f"was ended by signal {-failure.exitcode}"
+            if failure.exitcode < 0
+            else f"failed with code {failure.exitcode}"
+        )
+        print(f"make demo: rank {rank} {died}; what it said stands above", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main() -> int:
+    args = options()
+    preset = chosen(args.preset, "small", ("small", "base", "large"), "PRESET")
+    device = chosen(args.device, "auto", ("auto", "cpu", "cuda"), "DEVICE")
+    offload = chosen(args.offload, "none", ("none", "cpu", "nvme"), "OFFLOAD")
+    if offload != "none":
+        raise Refused(f"OFFLOAD={offload}: not yet; leave it empty: states live in host memory where there is no GPU")
+    steps, ranks_asked = whole(args.steps, "STEPS"), whole(args.ranks, "RANKS")
+    if args.data and not Path(args.data).exists():
+        raise Refused(f"DATA={args.data}: no such file or folder; leave it empty for Python's own source")
+    need_packages(args.script)
+    device, suits = choose_device(device)
+    ranks = ranks_asked or suits
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+    out = Path(args.out or EXAMPLES.parent / "out" / "demo").resolve()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        need_space(out, preset)
+    except OSError as error:
+        raise Refused(f"{out}: {error.strerror}; choose another folder with --out") from error
+    data = str(Path(args.data).resolve()) if args.data else None
+    facts = {"preset": preset, "data": data, "ranks": ranks, "script": args.script, "steps": steps}
+    print(
+        f"PRESET={preset} DEVICE={device} RANKS={ranks} ({os.environ['OMP_NUM_THREADS']} threads each, {cores} cores) "
+        f"STEPS={steps or 'of the preset'} OFFLOAD={offload}\nDATA={data or 'the source of the standard library'}\n"
+        f"writing to {out}; Ctrl-C saves and stops",
+        flush=True,
+    )
+    resume = decide_resume(args, out, facts)
+    if not resume:
+        start_anew(out)
+    (out / "run.json").write_text(json.dumps({**facts, "state": "running"}, indent=1) + "\n")
+
+    command = ["--preset", preset, "--out", str(out)]
+    command += ["--steps", str(steps)] if steps else []
+    command += ["--data", data] if data else []
+    command += ["--resume"] if resume else []
+    sys.stdout.flush()
+    code = torchrun(ranks, EXAMPLES / args.script, command)
+    if code == 0:
+        state = json.loads((out / "run.json").read_text())["state"]
+        if state == "stopped":
+            print("`make demo` resumes it.")
+        elif state == "running":
+            print("Stopped before the first step was saved.")
+            return 1
+        else:
+            print(f"Loss curve: {out / 'loss.png'}; every step: {out / 'metrics.jsonl'}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training script tells its user, apart from the training itself: options, progress, metrics, a clean stop,
+the closing table.
+
+Written to the folder of the run: metrics.jsonl (one object a step), loss.png, run.json (how far the run is),
+checkpoint/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt import PRESETS, generate
+from torch import Tensor, nn
+from tqdm import tqdm
+
+PROMPT = b"import os\n\n\ndef "
+SAMPLE_BYTES = 300
+MEMORY_EVERY_S = 1.0  # reading the proportional set size walks the page tables
+PR_SET_PDEATHSIG = 1
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """Options shared by the training scripts."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="small", help="size of the model, with the training that suits it"
+    )
+    parser.add_argument("--steps", type=int, help="training steps; default: of the preset")
+    parser.add_argument("--data", help="a folder or file of text; default: the source of Python's standard library")
+    parser.add_argument("--out", type=Path, default=Path("out/train"), help="folder for metrics, plot and checkpoint")
+    parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="steps between checkpoints")
+    parser.add_argument("--backend", help="of torch.distributed; default: torch's own choice")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    args = parser.parse_args()
+    if args.steps is not None and args.steps < 1:
+        parser.error(f"--steps {args.steps}: wanted a whole number >= 1")
+    if args.save_every < 1:
+        parser.error(f"--save-every {args.save_every}: wanted a whole number >= 1")
+    args.checkpoint = args.out / "checkpoint"
+    return args
+
+
+def choose_device() -> torch.device:
+    """This rank's GPU where there is one, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def proportional_set_bytes() -> int:
+    """Memory of this process where a page shared by n processes counts 1/n: summed over the ranks, each page counts
+    once."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as rollup:
+        for line in rollup:
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/smaps_rollup: no line starts with Pss:")
+
+
+class Report:
+    """Follows one run on one rank; rank 0 writes. Every method is called by all ranks."""
+
+    def __init__(self, args: argparse.Namespace, model: nn.Module, steps: int, tokens_per_step: int) -> None:
+        self.args, self.total_steps, self.tokens_per_step = args, steps, tokens_per_step
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.stopped = False
+        self._asked_to_stop = False
+        self._memory, self._memory_at = 0, -math.inf
+        self._bar: tqdm[int] | None = None
+        self._metrics: Any = None
+        self._started = self._last = time.perf_counter()
+        self._done = 0
+        self.checkpoint_bytes = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        _stop_with_the_launcher()
+        if self.rank == 0:
+            args.out.mkdir(parents=True, exist_ok=True)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        """The first signal asks for a stop after the running step; the second one is obeyed at once."""
+        self._asked_to_stop = True
+        signal.signal(number, signal.SIG_DFL)
+
+    # --- one step after the other -----------------------------------------------------------------------------------
+
+    def steps(self, start: int) -> Iterator[int]:
+        """The steps still to do. Ends early when a stop was agreed."""
+        self._done = start
+        if self.rank == 0:
+            self._open_metrics(start)
+            quiet = not sys.stderr.isatty()
+            self._bar = tqdm(
+                total=self.total_steps,
+                initial=start,
+                unit="step",
+                mininterval=10.0 if quiet else 0.2,
+                dynamic_ncols=True,
+            )
+        self._started = self._last = time.perf_counter()
+        for step in range(start, self.total_steps):
+            yield step
+            if self.stopped:
+                break
+        if self._bar is not None:
+            self._bar.close()
+            self._metrics.close()
+
+    def step(self, step: int, loss: Tensor) -> bool:
+        """Notes a finished step. True on every rank when the run ends with it: all steps done, or any rank was asked
+        to stop."""
+        now = time.perf_counter()
+        if now - self._memory_at > MEMORY_EVERY_S:
+            self._memory, self._memory_at = proportional_set_bytes(), now
+        mine = torch.tensor([loss.item(), float(self._asked_to_stop), float(self._memory)], dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
+        device = loss.device
+        gathered = [one.to(device) for one in everyone]
+        dist.all_gather(gathered, mine.to(device))
+        losses, flags, memory = torch.stack(gathered).cpu().T.tolist()
+        mean = sum(losses) / self.ranks
+        rate = self.tokens_per_step / (time.perf_counter() - self._last)
+        self._last = time.perf_counter()
+        self._done = step + 1
+        self.stopped = any(flags) and self._done < self.total_steps
+        if self._bar is not None:
+            row = {"step": self._done, "loss": mean, "tokens_per_s": rate, "memory_bytes": [int(one) for one in memory]}
+            self._metrics.write(json.dumps(row) + "\n")
+            self._metrics.flush()
+            self._bar.set_postfix_str(f"loss {mean:.3f} nats/byte, {rate:,.0f} tokens/s", refresh=False)
+            self._bar.update()
+        if not math.isfinite(mean):
+            raise SystemExit(f"step {self._done}: the loss is {mean}; lower the learning rate, or look at the data")
+        return self.stopped or self._done == self.total_steps
+
+    def _open_metrics(self, start: int) -> None:
+        """Keeps the rows up to the checkpoint that the run goes on from, and drops what came after it."""
+        path = self.args.out / "metrics.jsonl"
+        rows = path.read_text().splitlines()[:start] if start and path.exists() else []
+        self._metrics = path.open("w")
+        self._metrics.writelines(row + "\n" for row in rows)
+
+    # --- the plain way to save, for the script without zeropp
+    # ----------------------------------------------------------
+
+    def torch_save(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int) -> None:
+        if self.rank == 0:
+            self.args.checkpoint.mkdir(parents=True, exist_ok=True)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(state, self.args.checkpoint / "new.pt")
+            os.replace(self.args.checkpoint / "new.pt", self.args.checkpoint / "state.pt")
+        dist.barrier()
+
+    def torch_load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        state = torch.load(self.args.checkpoint / "state.pt", map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return int(state["step"])
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, validation: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        """After the last step: plot; and, when the run was not stopped, validation, a sample and the table."""
+        trained_s = time.perf_counter() - self._started
+        self._note("stopped" if self.stopped else "finished")
+        if self.rank == 0:
+            plot_loss(self.args.out)
+        if self.stopped:
+            if self.rank == 0:
+                print(f"Stopped after step {self._done} of {self.total_steps}; checkpoint in {self.args.checkpoint}")
+            return
+        model.eval()
+        loss = self._validate(model, validation)
+        device = validation[0][0].device
+        context = validation[0][0].shape[1]
+        sample = generate(model, PROMPT, SAMPLE_BYTES, context=context, device=device)
+        memory = _all_ranks(proportional_set_bytes(), device)
+        library = _library_figures(model, optimizer)
+        if self.rank == 0:
+            self._print_table(loss, trained_s, memory, library)
+            print(f"\nA sample, after {PROMPT.decode()!r}:\n\n{sample.decode('utf-8', errors='replace')}\n")
+
+    @torch.no_grad()
+    def _validate(self, model: nn.Module, validation: list[tuple[Tensor, Tensor]]) -> float:
+        mean = torch.stack([model(inputs, targets) for inputs, targets in validation]).double().mean()
+        return sum(_all_ranks(mean.item(), validation[0][0].device)) / self.ranks
+
+    def _note(self, state: str) -> None:
+        if self.rank == 0:
+            path = self.args.out / "run.json"
+            facts = json.loads(path.read_text()) if path.exists() else {}
+            facts.update(state=state, step=self._done, steps=self.total_steps)
+            path.write_text(json.dumps(facts, indent=1) + "\n")
+
+    def _print_table(self, loss: float, trained_s: float, memory: list[float], library: list[tuple[str, str]]) -> None:
+        from rich.console import Console
+        from rich.table import Table
+
+        rows = [json.loads(line) for line in (self.args.out / "metrics.jsonl").read_text().splitlines()]
+        rates = sorted(row["tokens_per_s"] for row in rows)
+        checkpoint = sum(file.stat().st_size for file in self.args.checkpoint.rglob("*") if file.is_file())
+        table = Table(title=f"{self.args.preset}: {self._done} steps on {self.ranks} ranks", title_justify="left")
+        table.add_column("what")
+        table.add_column("figure", justify="right")
+        table.add_row("parameters", f"{self.parameters:,}")
+        for name, figure in library:
+            table.add_row(name, figure)
+        table.add_row(
+            "memory of each rank (proportional)", " + ".join(f"{one / 2**20:,.0f}" for one in memory) + " MiB"
+        )
+        table.add_row("tokens/s, median", f"{rates[len(rates) // 2]:,.0f}")
+        table.add_row("training time", f"{trained_s:,.0f} s")
+        table.add_row("checkpoints on disk", f"{checkpoint / 2**20:,.1f} MiB")
+        table.add_row("validation loss", f"{loss:.3f} nats/byte")
+        Console().print(table)
+        result = {"validation_loss": loss, "seconds": trained_s, "parameters": self.parameters}
+        (self.args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def plot_loss(out: Path) -> None:
+    """loss.png from metrics.jsonl."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], linewidth=1)
+    axes.set(xlabel="step", ylabel="training loss, nats a byte", title="byte-level GPT with zeropp")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out / "loss.png", dpi=120)
+    pyplot.close(figure)
+
+
+def _all_ranks(value: float, device: torch.device) -> list[float]:
+    mine = torch.tensor([value], dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [one.item() for one in everyone]
+
+
+def _library_figures(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+    """Rows that zeropp can tell, where the script trains with it."""
+    return []
+
+
+def _stop_with_the_launcher() -> None:
+    """Linux: a rank whose launcher dies, even by SIGKILL, is asked to stop instead of training on alone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``zeropp.sharded_init``: build a model that is never whole in memory.
+
+Inside the context each rank holds 1/N of every parameter, but for a small window of recent ones. A parameter is seen
+when its module registers it (torch's public registration hook), and leaves the window when newer ones need the room:
+its rank keeps a slice, and its class becomes :class:`ShardedParameter`, which has the true shape. Any operation on it
+inside the context brings it back whole first, so that ``reset_parameters``, ``model.apply(init)``,
+``p.data.normal_()``, deep copies and tied weights work as ever, with the same random stream, hence the same values,
+as plain construction. An operation that overwrites all of it gathers nothing.
+
+Outside of the context such a parameter refuses reads until ``zeropp.prepare`` takes the slices over, unit by unit.
+All ranks must build the same model from the same seed; the end of the context compares what they drew.
+
+Cost: peak memory is the slices plus ``window_bytes`` or 9/8 of the largest parameter; one gather for each partial
+    write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from zeropp.errors import ConfigError, PartitionedParameterError
+
+WINDOW_BYTES = 16 << 20
+
+_T: Any = torch.Tensor  # Any: its descriptors are read here, not its values
+# What a sharded parameter answers, inside and outside of the context. Strides are not among them: while sharded they
+# are not true.
+_GETTERS = """
+    shape dtype device requires_grad is_leaf grad grad_fn layout ndim is_cuda is_cpu is_meta is_sparse is_quantized
+    is_nested is_mkldnn is_xpu is_mps itemsize nbytes retains_grad output_nr names _backward_hooks
+    _post_accumulate_grad_hooks
+"""
+_METHODS = """
+    size numel dim ndimension nelement element_size is_floating_point is_complex is_signed get_device is_inference
+    __len__ __hash__ register_hook register_post_accumulate_grad_hook requires_grad_
+"""
+_ANSWERED = {
+    *(getattr(_T, name).__get__ for name in _GETTERS.split() if hasattr(_T, name)),
+    *(getattr(_T, name) for name in _METHODS.split() if hasattr(_T, name)),
+    *(_T.grad.__set__, _T.grad.__delete__, _T.requires_grad.__set__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+_DATA_SET = _T.data.__set__
+# Operations that write every element of their first argument without reading it.
+_OVERWRITING_METHODS = """
+    normal_ uniform_ zero_ fill_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ copy_
+"""
+_OVERWRITING_INITS = """
+    uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ eye_ dirac_ xavier_uniform_ xavier_normal_ kaiming_uniform_
+    kaiming_normal_ orthogonal_ sparse_
+"""
+_OVERWRITES = {getattr(_T, name) for name in _OVERWRITING_METHODS.split()} | {
+    getattr(nn.init, name) for name in _OVERWRITING_INITS.split()
+}
+_all_gather = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # the second name is the older one
+
+
+@dataclass
+class _Slice:
+    """What a rank keeps of one parameter."""
+
+    name: str
+    values: torch.Tensor  # 1-D, ceil(numel / ranks) elements, this rank's; the last rank's end is padding
+
+
+class LiveParameter(nn.Parameter):
+    """A parameter that is whole, inside the context: plain, but for deep copies, which are followed too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copy
+        if _active is not None:
+            _active.follow(copy, "a copy")
+        return copy
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of which this rank holds a slice, between its construction and ``zeropp.prepare``."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ANSWERED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func == _DATA_SET:
+            return _replace_values(args[0], args[1])
+        for parameter in _sharded_among((args, kwargs)):
+            if _active is None:
+                raise _refusal(parameter, func)
+            _active.make_whole(parameter, gather=not _overwrites(func, args, kwargs, parameter))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if _active is None:
+            raise _refusal(self, _T.__deepcopy__)
+        _active.make_whole(self, gather=True)
+        copy: nn.Parameter = self.__deepcopy__(memo)  # the class is LiveParameter's now
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(self, _T.__reduce_ex__)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+        return f"ShardedParameter('{_slice_of(self).name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Was this parameter built inside ``sharded_init`` and not yet taken over by ``prepare``?"""
+    return type(parameter) is ShardedParameter
+
+
+def materialise(parameter: torch.Tensor) -> torch.Tensor:
+    """Collective: the whole values of a sharded parameter, as a new tensor. The parameter stays sharded."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _gather(_slice_of(parameter).values, parameter.numel()).view(parameter.shape)
+
+
+@contextlib.contextmanager
+def sharded_init(*, window_bytes: int = WINDOW_BYTES) -> Iterator[None]:
+    """Build models inside: each rank keeps 1/N of every parameter right after its construction.
+
+    Args:
+        window_bytes: how much of the newest parameters stays whole meanwhile; at least the largest one does.
+
+    Raises:
+        zeropp.ConfigError: the ranks drew different values; set the same seed on every rank.
+
+    With one rank there is nothing to shard, and nothing is changed.
+    """
+    global _active
+    if _active is not None or _ranks() == 1:
+        yield
+        return
+    _active = _Construction(window_bytes)
+    hooks = [
+        register_module_parameter_registration_hook(_active.on_parameter),
+        register_module_module_registration_hook(_active.on_module),
+    ]
+    try:
+        yield
+        _active.finish()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter in _active.live.values():  # some are left when the block raised
+            parameter.__class__ = nn.Parameter
+        _active = None
+
+
+class _Construction:
+    """The parameters of one context: which are whole, who owns them, what they held."""
+
+    def __init__(self, window_bytes: int) -> None:
+        self.window_bytes = window_bytes
+        self.largest_bytes = 0
+        self.live: dict[int, nn.Parameter] = {}  # by id, oldest use first
+        self.held: dict[int, weakref.ref[nn.Parameter]] = {}  # every parameter followed
+        self.owners: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self.parents: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.drawn: dict[int, int] = {}  # digest of the whole values, at the last time they were whole
+
+    # --- hooks of torch ---------------------------------------------------------------------------------------------
+
+    def on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and id(parameter) not in self.owners:
+            self.owners[id(parameter)] = (weakref.ref(module), name)
+            self.follow(parameter, name)
+
+    def on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None and child not in self.parents:
+            self.parents[child] = (weakref.ref(module), name)
+
+    # --- the window -------------------------------------------------------------------------------------------------
+
+    def follow(self, parameter: nn.Parameter, name: str) -> None:
+        """A new parameter, whole as it comes. Classes of their own, and values on meta, are not ours to slice."""
+        known = self.held.get(id(parameter))
+        if (known is not None and known() is parameter) or type(parameter) is not nn.Parameter or parameter.is_meta:
+            return
+        parameter.__class__ = LiveParameter
+        self.held[id(parameter)] = weakref.ref(parameter)
+        self._use(parameter)
+
+    def make_whole(self, parameter: nn.Parameter, gather: bool) -> None:
+        piece = _slice_of(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            if gather:
+                whole = _gather(piece.values, parameter.numel()).view(parameter.shape)
+            else:
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            parameter.__class__ = LiveParameter
+            parameter.data = whole
+        del parameter.__dict__["_zeropp_slice"]
+        self._use(parameter)
+
+    def _use(self, parameter: nn.Parameter) -> None:
+        self.live.pop(id(parameter), None)
+        self.live[id(parameter)] = parameter
+        self.largest_bytes = max(self.largest_bytes, parameter.nbytes)
+        room = max(self.window_bytes, self.largest_bytes * 9 // 8)
+        held = sum(one.nbytes for one in self.live.values())
+        for oldest in list(self.live.values())[:-1]:
+            if held <= room:
+                break
+            if _is_alone(oldest):
+                held -= oldest.nbytes
+                self._slice(oldest)
+
+    def _slice(self, parameter: nn.Parameter) -> None:
+        del self.live[id(parameter)]
+        values = parameter.detach().contiguous().view(-1)
+        self.drawn[id(parameter)] = _digest(values)
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        per_rank = -(-values.numel() // ranks)
+        mine = torch.zeros(per_rank, dtype=values.dtype, device=values.device)
+        piece = values[rank * per_rank : (rank + 1) * per_rank]
+        mine[: piece.numel()] = piece
+        parameter._zeropp_slice = _Slice(self.name_of(parameter), mine)  # type: ignore[attr-defined]
+        parameter.data = _placeholder(parameter)
+        parameter.__class__ = ShardedParameter
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """As ``named_parameters`` of the outermost module will say it."""
+        owner, name = self.owners.get(id(parameter), (lambda: None, "a copy"))
+        module = owner()
+        parts = [name]
+        while module is not None and module in self.parents:
+            parent, name = self.parents[module]
+            parts.append(name)
+            module = parent()
+        return ".".join(reversed(parts))
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        for parameter in list(self.live.values()):
+            self._slice(parameter)
+        there = [p for p in (ref() for ref in self.held.values()) if p is not None]
+        for parameter in there:
+            _slice_of(parameter).name = self.name_of(parameter)  # all parents are known now
+        _compare([(_slice_of(p).name, self.drawn[id(p)]) for p in there])
+
+
+_active: _Construction | None = None
+
+
+def _ranks() -> int:
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return 1
+        dist.init_process_group("zeropp")
+    return dist.get_world_size()
+
+
+def _slice_of(parameter: torch.Tensor) -> _Slice:
+    piece: _Slice = parameter.__dict__["_zeropp_slice"]
+    return piece
+
+
+def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
+    """One element that looks like the whole: a read that bypasses the class sees NaN, and touches no freed memory."""
+    one = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+    if one.is_floating_point() or one.is_complex():
+        one.fill_(float("nan"))
+    return one.expand(parameter.shape)
+
+
+def _is_alone(parameter: torch.Tensor) -> bool:
+    """Does nobody else hold these values? A view such as ``p.data`` may still be written to."""
+    storage = parameter.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= 2  # the parameter's own, and `storage` here
+
+
+def _gather(mine: torch.Tensor, numel: int) -> torch.Tensor:
+    whole = torch.empty(mine.numel() * dist.get_world_size(), dtype=mine.dtype, device=mine.device)
+    if whole.numel():
+        _all_gather(whole.view(torch.uint8), mine.view(torch.uint8))
+    return whole[:numel]
+
+
+def _digest(values: torch.Tensor) -> int:
+    """Sum of the bits as integers: as fast as memory, and two draws of a random stream do not agree in it."""
+    if not values.numel():
+        return 0
+    as_integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[values.element_size()]
+    return int(values.view(as_integer).sum(dtype=torch.int64))
+
+
+def _compare(drawn: list[tuple[str, int]]) -> None:
+    """Collective: every rank built the same parameters with the same values, or all of them raise."""
+    ranks = dist.get_world_size()
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([len(drawn)]))
+    numbers = [int(one) for one in counts]
+    if len(set(numbers)) > 1:
+        raise ConfigError(
+            f"sharded_init: ranks built {numbers} parameters (rank 0 first); build the same model on every rank"
+        )
+    mine = torch.tensor([digest for _, digest in drawn], dtype=torch.int64)
+    every = [torch.zeros_like(mine) for _ in range(ranks)]
+    dist.all_gather(every, mine)
+    for rank, theirs in enumerate(every):
+        differs = (theirs != every[0]).nonzero()
+        if len(differs):
+            raise ConfigError(
+                f"sharded_init: rank {rank} drew other values than rank 0 for {len(differs)} of {len(drawn)} parameters, "
+                f"first '{drawn[int(differs[0])][0]}'; call torch.manual_seed with the same seed on every rank before it"
+            )
+
+
+def _sharded_among(value: Any) -> list[ShardedParameter]:
+    if type(value) is ShardedParameter:
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [one for item in value for one in _sharded_among(item)]
+    if isinstance(value, dict):
+        return [one for item in value.values() for one in _sharded_among(item)]
+    return []
+
+
+def _overwrites(func: Any, args: Any, kwargs: Any, parameter: nn.Parameter) -> bool:
+    """Is all of `parameter` written, and nothing of it read?"""
+    if func not in _OVERWRITES:
+        return False
+    target = args[0] if args else kwargs.get("tensor")
+    return target is parameter and len(_sharded_among((args, kwargs))) == 1
+
+
+def _replace_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """``parameter.data = values``: the slice is dropped. Inside the context it is followed on, outside it is plain
+    from now on."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.__class__ = LiveParameter if _active is not None else nn.Parameter
+        parameter.data = values
+    del parameter.__dict__["_zeropp_slice"]
+    if _active is not None:
+        _active._use(parameter)
+
+
+def _refusal(parameter: nn.Parameter, func: Any) -> PartitionedParameterError:
+    name = getattr(func, "__name__", str(func))
+    owner = getattr(func, "__self__", None)
+    if name in ("__get__", "__set__") and owner is not None:
+        name = getattr(owner, "__name__", name)
+    return PartitionedParameterError(
+        f"parameter '{_slice_of(parameter).name}' was built inside zeropp.sharded_init(), this rank holds 1/{_ranks()} "
+        f"of it, and `{name}` reads its values; call zeropp.prepare(model, ...) first (it also moves the model to its "
+        "device), or do it inside the context"
+    )
