@@ -220,6 +220,23 @@ def _install_triggers(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -
     for module, units in units_of.items():
         inner = module._compiled_call_impl or module._call_impl
         module._compiled_call_impl = _C.Trigger(engine.core, tuple(units), inner)
+        module.compile = _CompileInside(module)  # type: ignore[method-assign]
+
+
+class _CompileInside:
+    """``module.compile()`` of a module with a trigger: compiles what the trigger surrounds, and leaves the trigger."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        module = self.module()
+        if module is not None:
+            module._compiled_call_impl.call = torch.compile(module._call_impl, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo.get(id(self.module()))
+        return functools.partial(nn.Module.compile, copy) if copy is not None else self
 
 
 def _install_gradient_hooks(engine: Engine) -> None:

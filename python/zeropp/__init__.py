@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""zeropp: train models many times larger than your memory, on the hardware you have.
+
+    model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(stage=3))
+
+Importing loads torch and the C library, registers the torch.distributed backend ``"zeropp"`` and the operators
+``torch.ops.zeropp``, starts nothing and prints nothing. Everything else is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeropp.config import Comm as Comm
+    from zeropp.config import Config as Config
+    from zeropp.config import Offload as Offload
+    from zeropp.config import Precision as Precision
+    from zeropp.config import Tier as Tier
+    from zeropp.errors import CheckpointError as CheckpointError
+    from zeropp.errors import CommError as CommError
+    from zeropp.errors import CommTimeoutError as CommTimeoutError
+    from zeropp.errors import ConfigError as ConfigError
+    from zeropp.errors import Error as Error
+    from zeropp.errors import NotBuiltError as NotBuiltError
+    from zeropp.errors import PartitionedParameterError as PartitionedParameterError
+    from zeropp.errors import TierError as TierError
+    from zeropp.zero.access import gathered as gathered
+    from zeropp.zero.access import memory as memory
+    from zeropp.zero.access import no_sync as no_sync
+    from zeropp.zero.access import traffic as traffic
+    from zeropp.zero.checkpoint import load as load
+    from zeropp.zero.checkpoint import save as save
+    from zeropp.zero.init import sharded_init as sharded_init
+    from zeropp.zero.prepare import prepare as prepare
+    from zeropp.zero.state import export as export
+    from zeropp.zero.state import full_state_dict as full_state_dict
+    from zeropp.zero.state import load_full_state_dict as load_full_state_dict
+    from zeropp.zero.state import named_full_tensors as named_full_tensors
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "prepare": "zero.prepare",
+    **dict.fromkeys(("gathered", "memory", "no_sync", "traffic"), "zero.access"),
+    **dict.fromkeys(("save", "load"), "zero.checkpoint"),
+    **dict.fromkeys(("full_state_dict", "load_full_state_dict", "named_full_tensors", "export"), "zero.state"),
+    "sharded_init": "zero.init",
+    **dict.fromkeys(("Config", "Precision", "Offload", "Tier", "Comm"), "config"),
+    **dict.fromkeys(
+        (
+            "CheckpointError", "CommError", "CommTimeoutError", "ConfigError", "Error", "NotBuiltError", "PartitionedParameterError",
+            "TierError",
+        ),
+        "errors",
+    ),
+}  # fmt: skip
+_MODULES = ("comm", "ops", "config", "errors", "process_group", "zero")
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"zeropp.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"zeropp.{name}")
+    raise AttributeError(f"module 'zeropp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME, *_MODULES])
+
+
+def _load() -> None:
+    """torch, then the C library over it."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError("zeropp needs torch >= 2.11, and there is none: pip install torch") from error
+    from zeropp import _C
+
+    _C.load_torch()
+    del torch
+    from zeropp import ops, process_group
+
+    ops.register()
+    process_group.register()
+
+
+_load()
