@@ -1,0 +1,67 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The seam: each call of device.h goes to the fill of its device.
+ */
+#include "device.h"
+
+#include <assert.h>
+
+#include "device_fill.h"
+
+void zpp_device_destroy(zpp_device *device) {
+    if (device) device->fill->destroy(device);
+}
+
+const char *zpp_device_name(const zpp_device *device) { return device->fill->name; }
+
+zpp_status zpp_device_alloc(zpp_device *device, size_t bytes, void **out, struct zpp_err *err) {
+    return device->fill->alloc(device, bytes, out, err);
+}
+
+void zpp_device_free(zpp_device *device, void *memory, size_t bytes) {
+    if (memory) device->fill->free(device, memory, bytes);
+}
+
+zpp_status zpp_stream_create(zpp_device *device, enum zpp_stream_kind kind, const char *name, zpp_stream **out,
+                             struct zpp_err *err) {
+    return device->fill->stream_create(device, kind, name, out, err);
+}
+
+void zpp_stream_destroy(zpp_stream *stream) {
+    if (stream) stream->device->fill->stream_destroy(stream);
+}
+
+void zpp_stream_adopt(zpp_stream *stream, void *native) { stream->device->fill->stream_adopt(stream, native); }
+
+zpp_status zpp_stream_launch(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes, struct zpp_err *err) {
+    assert(arg_bytes <= ZPP_OP_ARG_BYTES);
+    return stream->device->fill->launch(stream, fn, arg, arg_bytes, err);
+}
+
+zpp_status zpp_stream_copy(zpp_stream *stream, void *dst, const void *src, size_t bytes, struct zpp_err *err) {
+    return stream->device->fill->copy(stream, dst, src, bytes, err);
+}
+
+zpp_status zpp_stream_poll(zpp_stream *stream, struct zpp_err *err) { return stream->device->fill->poll(stream, err); }
+
+zpp_status zpp_event_create(zpp_device *device, zpp_event **out, struct zpp_err *err) {
+    return device->fill->event_create(device, out, err);
+}
+
+void zpp_event_destroy(zpp_event *event) {
+    if (event) event->device->fill->event_destroy(event);
+}
+
+zpp_status zpp_event_record(zpp_event *event, zpp_stream *stream, struct zpp_err *err) {
+    assert(event->device == stream->device);
+    return stream->device->fill->record(event, stream, err);
+}
+
+zpp_status zpp_stream_wait(zpp_stream *stream, zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err) {
+    assert(event->device == stream->device);
+    return stream->device->fill->wait(stream, event, wait, err);
+}
+
+zpp_status zpp_event_sync(zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err) {
+    return event->device->fill->sync(event, wait, err);
+}

@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Inside of the seam: the table that each device fills in. The functions mean what device.h says of zpp_device_*,
+ * zpp_stream_* and zpp_event_*; device.c only forwards. A fill's own records begin with these.
+ */
+#ifndef ZPP_BASE_DEVICE_FILL_H
+#define ZPP_BASE_DEVICE_FILL_H
+
+#include "device.h"
+
+struct zpp_device_fill {
+    const char *name;
+    void (*destroy)(zpp_device *device);
+    zpp_status (*alloc)(zpp_device *device, size_t bytes, void **out, struct zpp_err *err);
+    void (*free)(zpp_device *device, void *memory, size_t bytes);
+
+    zpp_status (*stream_create)(zpp_device *device, enum zpp_stream_kind kind, const char *name, zpp_stream **out,
+                                struct zpp_err *err);
+    void (*stream_destroy)(zpp_stream *stream);
+    void (*stream_adopt)(zpp_stream *stream, void *native);
+    zpp_status (*launch)(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes, struct zpp_err *err);
+    zpp_status (*copy)(zpp_stream *stream, void *dst, const void *src, size_t bytes, struct zpp_err *err);
+    zpp_status (*poll)(zpp_stream *stream, struct zpp_err *err);
+
+    zpp_status (*event_create)(zpp_device *device, zpp_event **out, struct zpp_err *err);
+    void (*event_destroy)(zpp_event *event);
+    zpp_status (*record)(zpp_event *event, zpp_stream *stream, struct zpp_err *err);
+    zpp_status (*wait)(zpp_stream *stream, zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);
+    zpp_status (*sync)(zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);
+};
+
+struct zpp_device {
+    const struct zpp_device_fill *fill;
+};
+struct zpp_stream {
+    zpp_device *device; /* borrowed */
+};
+struct zpp_event {
+    zpp_device *device; /* borrowed */
+};
+
+#endif

@@ -1,0 +1,68 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Inside of the seam: streams and events whose operations run on the CPU, shared by the fills cpu and sim.
+ *
+ * A stream runs its operations in one of three ways: at once in the caller (INLINE), whenever a caller drives it
+ * (DRIVEN), or in a thread of its own (THREAD). An event points at a *mark*: one place in one stream. Recording again
+ * makes a new mark, so whoever waits for the old one goes on waiting for that.
+ *
+ * Locks: one per device, which guards every queue, mark and event of it. It is never held while an operation runs.
+ */
+#ifndef ZPP_BASE_DEVICE_HOST_H
+#define ZPP_BASE_DEVICE_HOST_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "device_fill.h"
+
+enum zpp_host_mode { ZPP_HOST_INLINE, ZPP_HOST_DRIVEN, ZPP_HOST_THREAD };
+enum { ZPP_STREAM_NAME_BYTES = 32 };
+
+struct zpp_mark; /* device_host.c */
+struct zpp_item;
+
+struct zpp_host_device {
+    zpp_device base;
+    pthread_mutex_t lock;
+    pthread_cond_t changed; /* something finished, was queued, or stopped being driven */
+    struct zpp_item *free_items;
+    struct zpp_mark *free_marks;
+    unsigned streams; /* made so far */
+    /* How this fill runs its streams; and what a THREAD does before each operation (sim's delay), or NULL. */
+    enum zpp_host_mode modes[3]; /* by zpp_stream_kind */
+    void (*before)(struct zpp_host_device *device, uint64_t *random_state);
+    uint64_t seed;
+};
+
+struct zpp_host_stream {
+    zpp_stream base;
+    enum zpp_host_mode mode;
+    char name[ZPP_STREAM_NAME_BYTES];
+    struct zpp_item *head, **tail;
+    bool busy;          /* somebody runs its head now */
+    bool stop;          /* THREAD: end when nothing is left */
+    pthread_t thread;   /* THREAD */
+    uint64_t random_state;
+    struct zpp_err error; /* what killed it, or ZPP_OK */
+};
+
+/* Fill in a device record that the caller allocated, zeroed; and end it (all streams and events must be gone). */
+void zpp_host_device_init(struct zpp_host_device *device, const struct zpp_device_fill *fill);
+void zpp_host_device_fini(struct zpp_host_device *device);
+
+/* Functions for the fill's table. */
+zpp_status zpp_host_stream_create(zpp_device *device, enum zpp_stream_kind kind, const char *name, zpp_stream **out,
+                                  struct zpp_err *err);
+void zpp_host_stream_destroy(zpp_stream *stream);
+void zpp_host_stream_adopt(zpp_stream *stream, void *native);
+zpp_status zpp_host_launch(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes, struct zpp_err *err);
+zpp_status zpp_host_copy(zpp_stream *stream, void *dst, const void *src, size_t bytes, struct zpp_err *err);
+zpp_status zpp_host_poll(zpp_stream *stream, struct zpp_err *err);
+zpp_status zpp_host_event_create(zpp_device *device, zpp_event **out, struct zpp_err *err);
+void zpp_host_event_destroy(zpp_event *event);
+zpp_status zpp_host_record(zpp_event *event, zpp_stream *stream, struct zpp_err *err);
+zpp_status zpp_host_wait(zpp_stream *stream, zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);
+zpp_status zpp_host_sync(zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);
+
+#endif

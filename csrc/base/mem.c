@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Aligned buffers: mem.h. Small ones come from malloc; from 1 MiB on they are mappings of their own, which start at a
+ * 2 MiB boundary where that is worth it and ask for huge pages (fewer page faults and TLB misses in the optimizer's
+ * streams). The reserved address range is range.c.
+ */
+#include "mem.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+enum { MAPPED_FROM_BYTES = 1 << 20, HUGE_BYTES = 2 << 20, HUGE_FROM_BYTES = 2 * HUGE_BYTES };
+
+static size_t round_up(size_t bytes, size_t unit_bytes) { return (bytes + unit_bytes - 1) / unit_bytes * unit_bytes; }
+
+/* Map more than needed and cut the ends off, so that munmap(memory, bytes rounded up to pages) frees it whole. */
+static void *map_aligned(size_t bytes, size_t align_bytes) {
+    const size_t extra_bytes = align_bytes > ZPP_PAGE_BYTES ? align_bytes - ZPP_PAGE_BYTES : 0;
+    if (bytes + extra_bytes < bytes) return NULL;
+    char *whole = mmap(NULL, bytes + extra_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (whole == MAP_FAILED) return NULL;
+    const size_t head_bytes = (size_t)(-(uintptr_t)whole & (align_bytes - 1));
+    if (head_bytes) munmap(whole, head_bytes);
+    if (extra_bytes > head_bytes) munmap(whole + head_bytes + bytes, extra_bytes - head_bytes);
+    return whole + head_bytes;
+}
+
+zpp_status zpp_mem_alloc(size_t bytes, size_t align_bytes, void **out, struct zpp_err *err) {
+    if (!align_bytes || (align_bytes & (align_bytes - 1))) {
+        return zpp_fail(err, ZPP_INVALID, "memory: align_bytes is %zu, wanted a power of two", align_bytes);
+    }
+    void *memory = NULL;
+    if (bytes >= MAPPED_FROM_BYTES && bytes <= SIZE_MAX - ZPP_PAGE_BYTES) {
+        if (align_bytes < ZPP_PAGE_BYTES) align_bytes = ZPP_PAGE_BYTES;
+        if (bytes >= HUGE_FROM_BYTES && align_bytes < HUGE_BYTES) align_bytes = HUGE_BYTES;
+        memory = map_aligned(round_up(bytes, ZPP_PAGE_BYTES), align_bytes);
+        if (memory && bytes >= HUGE_FROM_BYTES) madvise(memory, bytes, MADV_HUGEPAGE); /* a wish: failing is fine */
+    } else if (bytes < MAPPED_FROM_BYTES) {
+        if (align_bytes < sizeof(void *)) align_bytes = sizeof(void *);
+        if (posix_memalign(&memory, align_bytes, bytes ? bytes : 1) != 0) memory = NULL;
+        if (memory) memset(memory, 0, bytes);
+    }
+    if (!memory) return zpp_fail(err, ZPP_NOMEM, "memory: no room for %zu bytes", bytes);
+    *out = memory;
+    return ZPP_OK;
+}
+
+void zpp_mem_free(void *memory, size_t bytes) {
+    if (!memory) return;
+    if (bytes < MAPPED_FROM_BYTES) free(memory);
+    else munmap(memory, round_up(bytes, ZPP_PAGE_BYTES));
+}

@@ -1,0 +1,304 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The reserved address range of released units: mem.h.
+ *
+ * Two reservations of the same length, both without access at first: `home`, whose addresses the units' views hold, and
+ * `park`, where the pages of released units stay warm. Pages travel with
+ *
+ *     mremap(from, bytes, bytes, MAYMOVE | FIXED | DONTUNMAP, to)
+ *
+ * which moves the page table entries and leaves an empty mapping behind, so that there is no moment at which the hole
+ * is free and another thread's mmap could land in it (plain mremap has that moment). The hole is then closed with
+ * mprotect(PROT_NONE). What is released at offset o is parked at offset o, so the parking place needs no allocator: the
+ * place is free because home was mapped there, and mapping [o, o + bytes) takes what is parked in it first.
+ *
+ * Where the kernel refuses DONTUNMAP (gVisor, Linux before 5.7) released pages go back to the system, and a map costs
+ * page faults instead of page moves: slower, same meaning.
+ *
+ * A segment is one kernel mapping (mremap refuses to cross two), so segments are moved exactly as they were made, or cut.
+ */
+#include "range.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#ifndef MREMAP_DONTUNMAP
+#define MREMAP_DONTUNMAP 4
+#endif
+
+struct segment {
+    size_t offset_bytes, bytes;
+};
+
+/* Sorted by offset, never overlapping. */
+struct segments {
+    struct segment *at;
+    size_t count, room;
+    size_t total_bytes;
+};
+
+struct zpp_range {
+    char *home, *park;
+    size_t bytes;
+    size_t warm_limit_bytes;
+    bool moves;
+    struct segments mapped, parked;
+};
+
+/* --- segment lists ------------------------------------------------------------------------------------------------ */
+/* Room for `more` segments, so that what follows cannot fail half-way. */
+static zpp_status reserve(struct segments *list, size_t more, struct zpp_err *err) {
+    if (list->count + more <= list->room) return ZPP_OK;
+    const size_t room = 2 * (list->count + more) + 16;
+    struct segment *at = realloc(list->at, room * sizeof *at);
+    if (!at) return zpp_fail(err, ZPP_NOMEM, "address range: no memory for %zu segments", room);
+    list->at = at;
+    list->room = room;
+    return ZPP_OK;
+}
+
+/* Index of the first segment that ends after `offset_bytes`. */
+static size_t find(const struct segments *list, size_t offset_bytes) {
+    size_t low = 0, high = list->count;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (list->at[middle].offset_bytes + list->at[middle].bytes <= offset_bytes) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+static void insert(struct segments *list, struct segment segment) {
+    assert(list->count < list->room);
+    const size_t index = find(list, segment.offset_bytes);
+    memmove(list->at + index + 1, list->at + index, (list->count - index) * sizeof *list->at);
+    list->at[index] = segment;
+    list->count += 1;
+    list->total_bytes += segment.bytes;
+}
+
+/* Take [begin, end), which lies in segment `index`, out of the list; needs room for one more. */
+static void cut(struct segments *list, size_t index, size_t begin_bytes, size_t end_bytes) {
+    const struct segment whole = list->at[index];
+    memmove(list->at + index, list->at + index + 1, (list->count - index - 1) * sizeof *list->at);
+    list->count -= 1;
+    list->total_bytes -= whole.bytes;
+    const size_t whole_end = whole.offset_bytes + whole.bytes;
+    if (begin_bytes > whole.offset_bytes) {
+        insert(list, (struct segment){whole.offset_bytes, begin_bytes - whole.offset_bytes});
+    }
+    if (end_bytes < whole_end) insert(list, (struct segment){end_bytes, whole_end - end_bytes});
+}
+
+static bool covered(const struct segments *list, size_t begin_bytes, size_t end_bytes) {
+    for (size_t index = find(list, begin_bytes); index < list->count && begin_bytes < end_bytes; ++index) {
+        if (list->at[index].offset_bytes > begin_bytes) return false;
+        begin_bytes = list->at[index].offset_bytes + list->at[index].bytes;
+    }
+    return begin_bytes >= end_bytes;
+}
+
+static bool touched(const struct segments *list, size_t begin_bytes, size_t end_bytes) {
+    const size_t index = find(list, begin_bytes);
+    return index < list->count && list->at[index].offset_bytes < end_bytes;
+}
+
+/* --- pages -------------------------------------------------------------------------------------------------------- */
+static void *reserve_addresses(size_t bytes) {
+    return mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+}
+
+static bool move_pages(char *to, char *from, size_t bytes) {
+    return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) == to;
+}
+
+/* Whether this kernel moves pages and leaves the hole mapped: tried once, on one page of each reservation. */
+static bool can_move(zpp_range *range) {
+    if (mprotect(range->home, ZPP_PAGE_BYTES, PROT_READ | PROT_WRITE) != 0) return false;
+    *(volatile char *)range->home = 1;
+    const bool moved = move_pages(range->park, range->home, ZPP_PAGE_BYTES) && *(volatile char *)range->park == 1;
+    madvise(range->home, ZPP_PAGE_BYTES, MADV_DONTNEED);
+    mprotect(range->home, ZPP_PAGE_BYTES, PROT_NONE);
+    if (moved) {
+        madvise(range->park, ZPP_PAGE_BYTES, MADV_DONTNEED);
+        mprotect(range->park, ZPP_PAGE_BYTES, PROT_NONE);
+    }
+    return moved;
+}
+
+/* Move the parked piece [from, from + bytes) of segment `index` to home + to. */
+static zpp_status unpark(zpp_range *range, size_t index, size_t from, size_t to, size_t bytes, struct zpp_err *err) {
+    if (!move_pages(range->home + to, range->park + from, bytes)) {
+        return zpp_fail_os(err, errno, "address range: moving %zu warm bytes to offset %zu", bytes, to);
+    }
+    cut(&range->parked, index, from, from + bytes);
+    insert(&range->mapped, (struct segment){to, bytes});
+    return ZPP_OK;
+}
+
+static zpp_status map_fresh(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
+    /* Mapped anew, not mprotect: earlier moves left several kernel mappings here, and a segment must be one. */
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    if (mmap(range->home + offset_bytes, bytes, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED) {
+        return zpp_fail_os(err, errno, "address range: mapping %zu bytes at offset %zu", bytes, offset_bytes);
+    }
+    insert(&range->mapped, (struct segment){offset_bytes, bytes});
+    return ZPP_OK;
+}
+
+/* Give [offset, offset + bytes) of `area` back to the system and close it. */
+static void drop(char *area, size_t offset_bytes, size_t bytes) {
+    madvise(area + offset_bytes, bytes, MADV_DONTNEED);
+    mprotect(area + offset_bytes, bytes, PROT_NONE);
+}
+
+/* Release the mapped piece [begin, end) of one segment: parked as far as the limit allows, the rest dropped. */
+static zpp_status release_piece(zpp_range *range, size_t index, size_t begin_bytes, size_t end_bytes,
+                                struct zpp_err *err) {
+    const size_t room_bytes = range->warm_limit_bytes > range->parked.total_bytes
+                                  ? range->warm_limit_bytes - range->parked.total_bytes : 0;
+    size_t keep_bytes = range->moves ? end_bytes - begin_bytes : 0;
+    if (keep_bytes > room_bytes) keep_bytes = room_bytes / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
+    if (keep_bytes) {
+        if (!move_pages(range->park + begin_bytes, range->home + begin_bytes, keep_bytes)) {
+            return zpp_fail_os(err, errno, "address range: parking %zu bytes of offset %zu", keep_bytes, begin_bytes);
+        }
+        mprotect(range->home + begin_bytes, keep_bytes, PROT_NONE);
+        insert(&range->parked, (struct segment){begin_bytes, keep_bytes});
+    }
+    if (begin_bytes + keep_bytes < end_bytes) {
+        drop(range->home, begin_bytes + keep_bytes, end_bytes - begin_bytes - keep_bytes);
+    }
+    cut(&range->mapped, index, begin_bytes, end_bytes);
+    return ZPP_OK;
+}
+
+/* --- exported ----------------------------------------------------------------------------------------------------- */
+zpp_status zpp_range_create(size_t bytes, zpp_range **out, struct zpp_err *err) {
+    if (!bytes || bytes > SIZE_MAX / 4) {
+        return zpp_fail(err, ZPP_INVALID, "address range: bytes is %zu, wanted 1 to %zu", bytes, SIZE_MAX / 4);
+    }
+    zpp_range *range = calloc(1, sizeof *range);
+    if (!range) return zpp_fail(err, ZPP_NOMEM, "address range: no memory for its record");
+    range->bytes = (bytes + ZPP_PAGE_BYTES - 1) / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
+    range->home = reserve_addresses(range->bytes);
+    range->park = reserve_addresses(range->bytes);
+    if (range->home == MAP_FAILED || range->park == MAP_FAILED) {
+        const int failed = errno;
+        zpp_range_destroy(range);
+        return zpp_fail_os(err, failed, "address range: reserving twice %zu bytes of addresses", bytes);
+    }
+    range->warm_limit_bytes = range->bytes;
+    range->moves = can_move(range);
+    *out = range;
+    return ZPP_OK;
+}
+
+void zpp_range_destroy(zpp_range *range) {
+    if (!range) return;
+    if (range->home && range->home != MAP_FAILED) munmap(range->home, range->bytes);
+    if (range->park && range->park != MAP_FAILED) munmap(range->park, range->bytes);
+    free(range->mapped.at);
+    free(range->parked.at);
+    free(range);
+}
+
+void *zpp_range_base(const zpp_range *range) { return range->home; }
+
+static zpp_status check_piece(const zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
+    if (offset_bytes % ZPP_PAGE_BYTES || bytes % ZPP_PAGE_BYTES) {
+        return zpp_fail(err, ZPP_INVALID, "address range: offset %zu and %zu bytes, wanted multiples of %d",
+                        offset_bytes, bytes, ZPP_PAGE_BYTES);
+    }
+    if (offset_bytes > range->bytes || bytes > range->bytes - offset_bytes) {
+        return zpp_fail(err, ZPP_INVALID, "address range: offset %zu and %zu bytes end after its %zu bytes",
+                        offset_bytes, bytes, range->bytes);
+    }
+    return ZPP_OK;
+}
+
+zpp_status zpp_range_map(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
+    zpp_status status = check_piece(range, offset_bytes, bytes, err);
+    if (status) return status;
+    const size_t end_bytes = offset_bytes + bytes;
+    if (touched(&range->mapped, offset_bytes, end_bytes)) {
+        return zpp_fail(err, ZPP_STATE, "address range: offset %zu and %zu bytes: some of it is mapped already",
+                        offset_bytes, bytes);
+    }
+    /* Each step consumes a parked segment, cuts one, or is the last: this is room for all of them. */
+    status = reserve(&range->mapped, 2 * range->parked.count + 2, err);
+    if (!status) status = reserve(&range->parked, range->parked.count + 2, err);
+    /* 1. What is parked at these very offsets. */
+    for (size_t index; !status && (index = find(&range->parked, offset_bytes)) < range->parked.count;) {
+        const struct segment found = range->parked.at[index];
+        if (found.offset_bytes >= end_bytes) break;
+        const size_t found_end = found.offset_bytes + found.bytes;
+        const size_t begin = found.offset_bytes > offset_bytes ? found.offset_bytes : offset_bytes;
+        const size_t end = found_end < end_bytes ? found_end : end_bytes;
+        status = unpark(range, index, begin, begin, end - begin, err);
+    }
+    /* 2. The holes: other warm pages while there are any, then fresh ones. */
+    for (size_t begin = offset_bytes; !status && begin < end_bytes;) {
+        const size_t next = find(&range->mapped, begin);
+        const size_t next_begin = next < range->mapped.count ? range->mapped.at[next].offset_bytes : end_bytes;
+        if (next_begin <= begin) { /* filled already */
+            begin = next_begin + range->mapped.at[next].bytes;
+            continue;
+        }
+        size_t hole_bytes = (next_begin < end_bytes ? next_begin : end_bytes) - begin;
+        if (range->parked.count) {
+            const struct segment last = range->parked.at[range->parked.count - 1];
+            if (hole_bytes > last.bytes) hole_bytes = last.bytes;
+            status = unpark(range, range->parked.count - 1, last.offset_bytes + last.bytes - hole_bytes, begin,
+                            hole_bytes, err);
+        } else {
+            status = map_fresh(range, begin, hole_bytes, err);
+        }
+        begin += hole_bytes;
+    }
+    if (status) { /* leave nothing half mapped */
+        for (size_t index; (index = find(&range->mapped, offset_bytes)) < range->mapped.count;) {
+            const struct segment found = range->mapped.at[index];
+            if (found.offset_bytes >= end_bytes) break;
+            drop(range->home, found.offset_bytes, found.bytes);
+            cut(&range->mapped, index, found.offset_bytes, found.offset_bytes + found.bytes);
+        }
+    }
+    return status;
+}
+
+zpp_status zpp_range_unmap(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
+    zpp_status status = check_piece(range, offset_bytes, bytes, err);
+    if (status) return status;
+    const size_t end_bytes = offset_bytes + bytes;
+    if (!covered(&range->mapped, offset_bytes, end_bytes)) {
+        return zpp_fail(err, ZPP_STATE, "address range: offset %zu and %zu bytes: some of it is not mapped",
+                        offset_bytes, bytes);
+    }
+    status = reserve(&range->mapped, 2, err);
+    if (!status) status = reserve(&range->parked, range->mapped.count + 1, err);
+    while (!status && offset_bytes < end_bytes) {
+        const size_t index = find(&range->mapped, offset_bytes);
+        const size_t segment_end = range->mapped.at[index].offset_bytes + range->mapped.at[index].bytes;
+        const size_t end = segment_end < end_bytes ? segment_end : end_bytes;
+        status = release_piece(range, index, offset_bytes, end, err);
+        offset_bytes = end;
+    }
+    return status;
+}
+
+void zpp_range_set_warm(zpp_range *range, size_t warm_bytes) {
+    range->warm_limit_bytes = warm_bytes;
+    while (range->parked.total_bytes > warm_bytes) {
+        const struct segment last = range->parked.at[range->parked.count - 1];
+        drop(range->park, last.offset_bytes, last.bytes);
+        cut(&range->parked, range->parked.count - 1, last.offset_bytes, last.offset_bytes + last.bytes);
+    }
+}
+
+size_t zpp_range_held_bytes(const zpp_range *range) { return range->mapped.total_bytes + range->parked.total_bytes; }
+bool zpp_range_moves(const zpp_range *range) { return range->moves; }
+void zpp_range_forbid_moves(zpp_range *range) { range->moves = false; }

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds zeropp: every csrc/**/*.c becomes one extension, ``zeropp._C``.
+
+One rule, no list: a file's suffix decides its flags (``*_avx2.c``, ``*_avx512.c``), everything else is common. torch is
+not imported and not needed: what the extension uses of libtorch it looks up when it is imported. Python is used through
+its limited API, so one wheel (cp310-abi3) serves every Python >= 3.10.
+
+Found and used when present, left out when absent: nvcc (``*_cuda.cu`` become fat binaries inside the extension) and
+liburing (linked statically). Variables: ``CC``, ``CFLAGS``, ``LDFLAGS`` as usual; ``NVCC`` (empty: none);
+``ZEROPP_JOBS`` compilers at once (2); ``ZEROPP_WERROR=0`` lets warnings pass.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+OBJECTS = ROOT / "build" / "obj"
+
+LIMITED_API = "0x030a0000"
+WARNINGS = "-Wall -Wextra -Wshadow -Wpointer-arith -Wstrict-prototypes -Wmissing-prototypes -Wvla".split()
+COMMON = (
+    "-O3 -std=gnu11 -D_GNU_SOURCE -fPIC -fvisibility=hidden -fexceptions -ffp-contract=off -fno-math-errno -pthread -DNDEBUG".split()
+)
+AVX2 = "-mavx2 -mfma -mf16c".split()
+AVX512 = AVX2 + "-mavx512f -mavx512bw -mavx512vl -mavx512dq".split()
+SUFFIX_FLAGS = {"_avx2.c": AVX2, "_avx512.c": AVX512}
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+GPU_CODE = (75, 80, 90, 100, 120)  # machine code for these, and PTX of the last for what comes after
+
+
+class BuildError(Exception):
+    """A compiler refused a file; the message is its output."""
+
+
+def version() -> str:
+    text = (CSRC / "bind" / "version.h").read_text(encoding="utf-8")
+    found = re.search(r'#define ZPP_VERSION "([^"]+)"', text)
+    if not found:
+        raise BuildError("csrc/bind/version.h: no ZPP_VERSION")
+    return found.group(1)
+
+
+def c_sources() -> list[Path]:
+    """Every C file of csrc/, in a fixed order; files of instruction sets that this architecture lacks are left out."""
+    found = sorted(CSRC.rglob("*.c"))
+    return found if IS_X86 else [path for path in found if not path.name.endswith(tuple(SUFFIX_FLAGS))]
+
+
+def suffix_flags(path: Path) -> list[str]:
+    return next((flags for suffix, flags in SUFFIX_FLAGS.items() if path.name.endswith(suffix)), [])
+
+
+def run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    except FileNotFoundError as error:
+        raise BuildError(
+            f"{command[0]}: not found. A C compiler is needed to build zeropp: apt-get install gcc (or set CC)"
+        ) from error
+    if done.returncode != 0:
+        raise BuildError(f"{shlex.join(command)}\n{done.stdout}")
+    return done.stdout
+
+
+def quietly(command: list[str]) -> str | None:
+    """Output of a command that may be missing or fail: None then."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def liburing() -> tuple[list[str], list[str]]:
+    """Flags to compile and to link with a static liburing; empty where there is none."""
+    libdir = quietly(["pkg-config", "--variable=libdir", "liburing"])
+    archive = Path(libdir or "/nonexistent") / "liburing.a"
+    if not archive.is_file():
+        return [], []
+    cflags = quietly(["pkg-config", "--cflags", "liburing"]) or ""
+    return ["-DZPP_HAVE_URING=1", *cflags.split()], [str(archive)]
+
+
+def nvcc_path() -> str | None:
+    if "NVCC" in os.environ:
+        return os.environ["NVCC"] or None
+    beside = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+    return shutil.which("nvcc") or (str(beside) if beside.is_file() else None)
+
+
+def gpu_flags(nvcc: str) -> list[str]:
+    """-gencode for every architecture of GPU_CODE that this nvcc knows."""
+    known = (quietly([nvcc, "--list-gpu-code"]) or "").split()
+    usable = [arch for arch in GPU_CODE if f"sm_{arch}" in known]
+    if not usable:
+        raise BuildError(f"{nvcc}: knows none of sm_{GPU_CODE}; wanted CUDA >= 11.8, or NVCC= to build without kernels")
+    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in usable]
+    return [*flags, f"-gencode=arch=compute_{usable[-1]},code=compute_{usable[-1]}"]
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def up_to_date(target: Path, stamp: str) -> bool:
+    """True if `target` was made by the same command from inputs (its -MMD file names them) that did not change since."""
+    depends = target.with_suffix(".d")
+    command = target.with_suffix(".cmd")
+    if not (target.exists() and depends.exists() and command.exists() and command.read_text() == stamp):
+        return False
+    text = depends.read_text(encoding="utf-8").replace("\\\n", " ")
+    inputs = text.split(":", 1)[1].split() if ":" in text else []
+    made = target.stat().st_mtime_ns
+    try:
+        return all((ROOT / name).stat().st_mtime_ns < made for name in inputs)
+    except FileNotFoundError:
+        return False  # a header was removed or renamed
+
+
+class Builder:
+    """Compiles into OBJECTS, only what changed, a few files at once."""
+
+    def __init__(self) -> None:
+        self.cc = shlex.split(os.environ.get("CC", "cc"))
+        self.extra = shlex.split(os.environ.get("CFLAGS", ""))
+        self.werror = [] if os.environ.get("ZEROPP_WERROR") == "0" else ["-Werror"]
+        self.uring_cflags, self.uring_libs = liburing()
+        self.python = [f"-I{sysconfig.get_paths()['include']}"]
+        # Which compiler "cc" is belongs to the command: another one must not reuse its objects.
+        self.identity = quietly([*self.cc, "--version"]) or ""
+
+    def make(self, target: Path, command: list[str], name: str) -> Path:
+        stamp = shlex.join(command) + "\n" + self.identity
+        if not up_to_date(target, stamp):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            print(f"  {name}", flush=True)
+            run(command)
+            target.with_suffix(".cmd").write_text(stamp)
+        return target
+
+    def c_object(self, source: Path) -> Path:
+        relative = source.relative_to(ROOT)
+        target = OBJECTS / relative.with_suffix(".o")
+        flags = [*COMMON, *suffix_flags(source), *WARNINGS, *self.werror, *self.uring_cflags]
+        if relative.parts[1] == "bind":  # the only folder that sees Python
+            flags += [f"-DPy_LIMITED_API={LIMITED_API}", *self.python]
+        outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(relative), "-o", str(target)]
+        return self.make(target, [*self.cc, *flags, *self.extra, *outputs], str(relative))
+
+    def fatbin(self, nvcc: str, arch: list[str], source: Path) -> Path:
+        relative = source.relative_to(ROOT)
+        target = OBJECTS / relative.with_suffix(".fatbin")
+        flags = [*arch, "-O3", "-std=c++17", "-fmad=false", "--threads=2", "-Werror=all-warnings"]
+        outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-fatbin", str(relative), "-o", str(target)]
+        return self.make(target, [nvcc, *flags, *outputs], f"{relative} (for {len(arch) - 1} kinds of GPU, and PTX)")
+
+    def embedded(self, images: list[tuple[Path, Path]]) -> list[Path]:
+        """Objects that hold the fat binaries and the table of them, which csrc/base/cuda_images.h declares."""
+        assembly = ['    .section .rodata,"a",@progbits']
+        rows = []
+        for index, (source, image) in enumerate(images):
+            symbol = f"zpp_cuda_image_{index}"
+            assembly += [f"    .globl {symbol}", f"    .hidden {symbol}", "    .balign 64", f"{symbol}:"]
+            assembly += [f'    .incbin "{image}"']
+            rows.append((symbol, source.relative_to(CSRC).as_posix(), image.stat().st_size))
+        assembly += ['    .section .note.GNU-stack,"",@progbits', ""]
+        table = ["/* Written by setup.py. */", '#include "csrc/base/cuda_images.h"']
+        table += [f"extern const unsigned char {symbol}[];" for symbol, _, _ in rows]
+        table += [f"const size_t zpp_cuda_images_count = {len(rows)};", "const struct zpp_cuda_image zpp_cuda_images[] = {"]
+        table += [f'    {{"{name}", {symbol}, {size}u}},' for symbol, name, size in rows]
+        table += ["    {0, 0, 0},", "};", ""]
+        assembly_path, table_path = OBJECTS / "cuda_images.S", OBJECTS / "cuda_images_table.c"
+        write_if_changed(assembly_path, "\n".join(assembly))
+        write_if_changed(table_path, "\n".join(table))
+        objects = [OBJECTS / "cuda_images.o", OBJECTS / "cuda_images_table.o"]
+        run([*self.cc, "-c", str(assembly_path), "-o", str(objects[0])])
+        run([*self.cc, *COMMON, f"-I{ROOT}", "-c", str(table_path), "-o", str(objects[1])])
+        return objects
+
+    def cuda_objects(self) -> list[Path]:
+        sources = sorted(CSRC.rglob("*_cuda.cu"))
+        nvcc = nvcc_path()
+        if not sources or not nvcc:
+            return []
+        arch = gpu_flags(nvcc)
+        return self.embedded([(source, self.fatbin(nvcc, arch, source)) for source in sources])
+
+    def objects(self) -> list[Path]:
+        with ThreadPoolExecutor(max_workers=int(os.environ.get("ZEROPP_JOBS", "2"))) as workers:
+            cuda = workers.submit(self.cuda_objects)
+            compiled = list(workers.map(self.c_object, c_sources()))
+            return compiled + cuda.result()
+
+    def link(self, objects: list[Path], target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        flags = ["-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-Wl,-z,relro,-z,now", "-Wl,--gc-sections"]
+        libs = [*self.uring_libs, "-ldl", "-lm"]
+        extra = [*self.extra, *shlex.split(os.environ.get("LDFLAGS", ""))]
+        partial = target.with_name(target.name + ".part")
+        run([*self.cc, *flags, *extra, *map(str, objects), "-o", str(partial), *libs])
+        os.replace(partial, target)  # a process that has the old one mapped keeps it
+
+
+class BuildExt(build_ext):
+    """Builds with Builder in place of distutils' compiler, which knows neither per-file flags nor changed headers."""
+
+    def build_extension(self, ext: Extension) -> None:
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        with open(OBJECTS / "lock", "w") as lock:  # two builds in one tree take turns
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                builder = Builder()
+                builder.link(builder.objects(), Path(self.get_ext_fullpath(ext.name)))
+            except BuildError as error:
+                sys.exit(f"zeropp: build failed\n{error}")
+
+
+if __name__ == "__main__":
+    setup(
+        version=version(),
+        ext_modules=[Extension("zeropp._C", sources=["csrc/bind/module.c"], py_limited_api=True)],
+        cmdclass={"build_ext": BuildExt},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )
