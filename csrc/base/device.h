@@ -46,6 +46,8 @@ struct zpp_sim_options {
     uint32_t max_delay_us; /* each operation waits 0..max_delay_us before it runs; 0 = only yields, still any order */
 };
 zpp_status zpp_device_sim_create(const struct zpp_sim_options *options, zpp_device **out, struct zpp_err *err);
+/* sim only: bytes of freed memory that somebody wrote after the free, among the last 64 blocks (16 MiB) at least. */
+size_t zpp_device_sim_late_bytes(zpp_device *device);
 void zpp_device_destroy(zpp_device *device); /* NULL is fine */
 const char *zpp_device_name(const zpp_device *device); /* "cpu", "cuda", "sim" */
 
