@@ -42,9 +42,18 @@ static int inside_functorch(Zero *zero) {
 
 /* --- the beginning and the end of a backward ------------------------------------------------------------------------ */
 
+static bool reduces_now(Zero *zero) {
+    if (!zero->sync) return false;
+    zero->micro++;
+    if (zero->micro < zero->accumulate) return false;
+    zero->micro = 0;
+    return true;
+}
+
 static int begin_backward(Zero *zero, long task) {
     struct zpp_err err = ZPP_ERR_INIT;
-    if (zpp_zero_backward_begin(zero->core, &err) != ZPP_OK) {
+    zero->reduces = reduces_now(zero);
+    if (zpp_zero_backward_begin(zero->core, zero->reduces, &err) != ZPP_OK) {
         zpp_py_raise(&err);
         return -1;
     }
@@ -82,14 +91,6 @@ static int show_whole_gradients(Zero *zero) {
     return 0;
 }
 
-static bool reduces_now(Zero *zero) {
-    if (!zero->sync) return false;
-    zero->micro++;
-    if (zero->micro < zero->accumulate) return false;
-    zero->micro = 0;
-    return true;
-}
-
 static PyObject *end_backward(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
@@ -97,16 +98,15 @@ static PyObject *end_backward(PyObject *self, PyObject *unused) {
     zero->in_backward = false;
     zero->builds_loss = false;
     zero->backwards++;
-    const bool reduce = reduces_now(zero);
-    zero->at_boundary = reduce;
+    zero->at_boundary = zero->reduces;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_wait wait;
     zpp_py_wait_for(zero, &wait);
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_zero_backward_end(zero->core, reduce, &wait, &err);
+    const zpp_status status = zpp_zero_backward_end(zero->core, &wait, &err);
     PyEval_RestoreThread(thread);
     if (status != ZPP_OK) return zpp_py_raise(&err);
-    if (reduce && zero->stage == 0 && zero->ranks > 1 && show_whole_gradients(zero)) return NULL;
+    if (zero->reduces && zero->stage == 0 && zero->ranks > 1 && show_whole_gradients(zero)) return NULL;
     if (zero->keep_passes > 0 && --zero->keep_passes > 0) Py_RETURN_NONE;
     if (zpp_py_release_all(zero)) return NULL;
     Py_RETURN_NONE;

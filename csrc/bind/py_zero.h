@@ -58,7 +58,7 @@ struct Zero {
     /* the pass that goes on */
     int depth;        /* triggers open */
     bool outer_grad;  /* was grad mode on when the outermost trigger began? */
-    bool in_backward;
+    bool in_backward, reduces; /* reduces: this backward is not one that no_sync or accumulate holds back */
     long task;        /* torch's graph task of this backward */
     int keep_passes;  /* create_graph: units stay whole for this many ends of backward */
     bool builds_loss; /* a forward's graph waits for its backward */

@@ -41,7 +41,7 @@ struct zpp_zero {
     int *order;        /* trainable units, as they are reduced */
     int order_count, order_at;
     uint64_t pass;     /* reducing backwards so far */
-    bool in_backward;
+    bool in_backward, reduces;
     float grad_scale;
     size_t slice_bytes, carry_bytes, kept_bucket_bytes;
 };

@@ -391,7 +391,7 @@ static zpp_status drain(zpp_zero *zero, bool all, struct zpp_err *err) {
 
 /* --- the calls ----------------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_zero_backward_begin(zpp_zero *zero, struct zpp_err *err) {
+zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *err) {
     if (zero->in_backward) return zpp_fail(err, ZPP_STATE, "zero: a backward begins inside a backward");
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
@@ -403,6 +403,7 @@ zpp_status zpp_zero_backward_begin(zpp_zero *zero, struct zpp_err *err) {
         unit->grad->partial = false;
     }
     zero->in_backward = true;
+    zero->reduces = reduce;
     zero->order_at = 0;
     return ZPP_OK;
 }
@@ -450,7 +451,7 @@ zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *fr
         grad->seen[param] = 1;
         grad->missing--;
     }
-    return is_complete(grad) ? drain(zero, false, err) : ZPP_OK;
+    return zero->reduces && is_complete(grad) ? drain(zero, false, err) : ZPP_OK;
 }
 
 /* Stage 0: from here on the whole gradient lies in the bucket on every rank, also where it had none. */
@@ -483,9 +484,9 @@ static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
     return ZPP_OK;
 }
 
-zpp_status zpp_zero_backward_end(zpp_zero *zero, bool reduce, const struct zpp_wait *wait, struct zpp_err *err) {
+zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
-    if (reduce && zero->order_count) {
+    if (zero->reduces && zero->order_count) {
         status = drain(zero, true, err);
         if (status == ZPP_OK) status = finish(zero, wait, err);
         if (status != ZPP_OK) return status;

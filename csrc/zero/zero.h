@@ -83,7 +83,8 @@ void zpp_zero_keep_slice(zpp_zero *zero, int unit);
 /* --- gradients (reduce.c) ---------------------------------------------------------------------------------------- */
 /* A parameter's gradient, `param_elems` elements of the unit's kind, on the compute stream. Added to what this rank has
  * not reduced yet. `uses` > 1 or `partial`: more may come, so the unit is reduced at the end. */
-zpp_status zpp_zero_backward_begin(zpp_zero *zero, struct zpp_err *err);
+/* reduce == false: the gradients of this backward stay on this rank, and the next backward adds to them. */
+zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *err);
 zpp_status zpp_zero_grad(zpp_zero *zero, int unit, size_t param, const void *grad, bool partial,
                          const struct zpp_wait *wait, struct zpp_err *err);
 /* Forwards of the unit since the last backward: more than one, and its gradient comes in parts. */
@@ -91,11 +92,10 @@ void zpp_zero_count_use(zpp_zero *zero, int unit);
 void zpp_zero_reset_uses(zpp_zero *zero);
 int zpp_zero_uses(const zpp_zero *zero, int unit);
 bool zpp_zero_used_once(const zpp_zero *zero, int unit); /* and no part of its gradient came alone */
-/* reduce == false: the gradients stay on this rank, and the next backward adds to them. */
-zpp_status zpp_zero_backward_end(zpp_zero *zero, bool reduce, const struct zpp_wait *wait, struct zpp_err *err);
+zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
 /* A backward that ended by an exception: what was not reduced is dropped. */
 void zpp_zero_backward_abort(zpp_zero *zero);
-/* After backward_end(reduce): this rank's reduced gradient, `shard_elems` of grad_dtype (stage 0: `elems`, all slices).
+/* After a backward that reduces: this rank's reduced gradient, `shard_elems` of grad_dtype (stage 0: `elems`, all slices).
  * *present[params]: did any rank have a gradient? NULL where no parameter of the unit had one. */
 const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present);
 /* Stage 0: where the unit's whole gradient lies, at the parameters' offsets; fixed from seal on. */

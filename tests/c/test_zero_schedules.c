@@ -218,7 +218,7 @@ static void backward(struct rank_state *state, int step, int micro, bool reduce)
     struct zpp_err err = ZPP_ERR_INIT;
     int order[MAX_UNITS];
     shuffle(state, order, plan->units);
-    must(zpp_zero_backward_begin(state->zero, &err), &err, "backward begin");
+    must(zpp_zero_backward_begin(state->zero, reduce, &err), &err, "backward begin");
     for (int i = plan->units - 1; i >= 0; i--) {
         const int unit = next_random(&state->random) % 4 ? i : order[i];
         use_unit(state, unit, ZPP_PHASE_BACKWARD);
@@ -229,7 +229,7 @@ static void backward(struct rank_state *state, int step, int micro, bool reduce)
         for (size_t param = 0; param < plan->params[i]; param++)
             if (has_gradient(plan, state->rank, i, param, step, micro)) give_gradient(state, i, param, step, micro);
     }
-    must(zpp_zero_backward_end(state->zero, reduce, &patience, &err), &err, "backward end");
+    must(zpp_zero_backward_end(state->zero, &patience, &err), &err, "backward end");
     must(zpp_zero_release_all(state->zero, &err), &err, "release all");
     settle_compute(state);
     while (state->scratch_count) {
