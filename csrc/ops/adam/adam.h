@@ -1,36 +1,43 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019), fused: one pass over memory does unscale, moments,
- * update, and the copy back in low precision (the CPU Adam of ZeRO-Offload, section 5.1). Per element, t counted from 1:
+ * update, and the copy back in low precision (the CPU Adam of ZeRO-Offload, section 5.1). Per element, t counted from
+ * 1:
  *
  *   g  = grad * grad_scale                     (clip factor and loss scale, multiplied once in fp32)
  *   g  = g + weight_decay * p                  Adam;      AdamW: p = p * (1 - lr * weight_decay)
- *   m  = m + (g - m) * (1 - beta1)             torch's lerp
+ *   m  = m + (1 - beta1) * (g - m)             torch's lerp; for beta1 <= 0.5 from the other end, as there
  *   v  = beta2 * v + (1 - beta2) * g * g
- *   p  = p - (lr / (1 - beta1^t)) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+ *   p  = p - (lr / (1 - beta1^t)) * m / (sqrt(v) * (1 / sqrt(1 - beta2^t)) + eps)
  *   amsgrad: the running maximum of v stands in the place of v in the last line
  *   maximize: g = -g first
  *
- * Written so that fp32 agrees with torch.optim.AdamW within a few ulp per step (bound in tests/ops/test_adam.py);
- * every CPU level gives the same bits as the scalar version (no FMA contraction differences: adam_body.h states the order).
- * Bytes touched per parameter: fp32 28 (p, m, v read and written, gradient read); bf16 gradient and copy-out: 28 as well.
+ * Everything in parentheses that does not depend on the element is computed in double and rounded to fp32 once; every
+ * operation on elements rounds once to fp32, in the order that adam_body.h states. So every CPU level gives the same
+ * bits as the scalar version, for any split and any number of threads (a NaN is a NaN: its payload is not promised),
+ * and fp32 agrees with torch.optim.AdamW within a few ulp per step (bound and its derivation:
+ * tests/ops/test_adam.py).
+ *
+ * Bytes touched per parameter: fp32 28 (p, m, v read and written, gradient read); bf16 gradient and copy-out: 28 as
+ * well; amsgrad 8 more.
  */
 #ifndef ZPP_OPS_ADAM_H
 #define ZPP_OPS_ADAM_H
 
 #include <stdbool.h>
 #include <stddef.h>
+#include "../../base/cpu.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
 
 /* One tensor, or one piece of a shard. Pointers need element alignment only. No two segments overlap. */
 struct zpp_adam_segment {
     float *param;          /* fp32 master, read and written */
-    const void *grad;      /* F32, BF16 or F16: grad_dtype; read */
+    const void *grad;      /* F32, BF16 or F16 (grad_dtype); read */
     float *exp_avg;        /* first moment */
     float *exp_avg_sq;     /* second moment */
     float *max_exp_avg_sq; /* amsgrad only, else NULL */
-    void *param_out;       /* low-precision copy written (out_dtype), or NULL */
+    void *param_out;       /* copy of the new param written (F32, BF16 or F16: out_dtype), or NULL */
     size_t elems;
     zpp_dtype grad_dtype, out_dtype;
     uint64_t step;         /* t of this update, from 1 */
@@ -40,7 +47,12 @@ struct zpp_adam_segment {
 };
 
 /* All segments in one call, split over the threads of `pool` (NULL: this thread only) in pieces of equal bytes; the
- * bits do not depend on the number of threads. grad_scale multiplies every gradient. */
+ * bits do not depend on the number of threads. grad_scale multiplies every gradient. Never fails. */
 void zpp_adam_step(const struct zpp_adam_segment *segments, size_t segments_count, float grad_scale, zpp_pool *pool);
+
+/* The same with the version of one level, for tests and benchmarks; false, and nothing done, where this machine or
+ * build lacks it. */
+bool zpp_adam_step_at(enum zpp_cpu_level level, const struct zpp_adam_segment *segments, size_t segments_count,
+                      float grad_scale, zpp_pool *pool);
 
 #endif
