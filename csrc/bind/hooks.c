@@ -521,7 +521,7 @@ static int close_units(Trigger *trigger, const struct open_call *call) {
         if (!call->recompute && zpp_py_release(unit)) failed = -1;
     }
     /* Without a graph no backward will come that ends what auto-gather began. */
-    if (call->outermost && !call->recompute && !call->grad && !failed && trigger->zero->moves)
+    if (call->outermost && !call->recompute && !call->grad && !failed && (trigger->zero->moves || trigger->zero->autos))
         failed = zpp_py_release_all(trigger->zero);
     return failed;
 }

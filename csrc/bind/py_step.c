@@ -272,6 +272,7 @@ static PyObject *zero_step_end(PyObject *self, PyObject *unused) {
     PyThreadState *thread = PyEval_SaveThread();
     const zpp_status status = zpp_zero_step_end(zero->core, &wait, &err);
     PyEval_RestoreThread(thread);
+    for (Py_ssize_t i = 0; i < PyList_Size(zero->units); i++) zpp_py_drop_grads(unit_at(zero, i));
     if (status != ZPP_OK) return zpp_py_raise(&err);
     Py_RETURN_NONE;
 }

@@ -73,6 +73,7 @@ int zpp_py_release_all(Zero *zero) {
         unit->unit->sticky = false;
         if (zpp_py_release(unit)) return -1;
     }
+    zero->autos = false;
     struct zpp_err err = ZPP_ERR_INIT;
     if (zpp_zero_release_all(zero->core, &err) == ZPP_OK) return 0;
     zpp_py_raise(&err);
@@ -119,6 +120,7 @@ static PyObject *unit_auto(PyObject *self, PyObject *unused) {
     if (PyErr_Occurred() || (in_backward && zpp_py_enter_backward(unit->zero, true))) return NULL;
     if (zpp_py_need(unit, in_backward ? ZPP_PHASE_BACKWARD : ZPP_PHASE_FORWARD)) return NULL;
     if (!in_backward) unit->unit->sticky = true;
+    unit->zero->autos = true;
     Py_RETURN_NONE;
 }
 

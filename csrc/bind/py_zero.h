@@ -51,6 +51,7 @@ struct Zero {
     PyObject *comm;   /* _C.Comm or NULL */
     PyObject *units;  /* list of Unit */
     int stage, ranks;
+    bool autos;       /* units gathered for single reads since the last release_all */
     bool moves;       /* some units are gathered and released */
     bool closed;
     uint64_t timeout_ns;

@@ -103,6 +103,7 @@ class Engine:
         self.model_ref = weakref.ref(model)
         self.clip_scale = 1.0
         self.norm: tuple[float, list[str]] | None = None
+        self.norm_at = -1
         self.stepped_at = 0
         self.inner: torch.optim.Optimizer | None = None  # torch's own optimizer over the slices, unless ours is in C
         self.local = self.ranks == 1 or self.stage == 0
@@ -220,12 +221,24 @@ class Engine:
 
     def measure(self) -> tuple[float, list[str]]:
         """Collective: (norm of all gradients before clipping, who has values that are not finite)."""
-        if self.norm is None:
+        if self.norm is None or self.norm_at != self.core.backwards:
+            self.clip_scale, self.norm_at = 1.0, self.core.backwards
             squares, bad = self.core.norm()
             scale = 1.0 / self.accumulate if self.ranks == 1 else 1.0
             who = [f"'{self.units[u].params[p].names[0]}' (rank {r})" for r, u, p in bad]
             self.norm = (squares**0.5 * scale, who)
         return self.norm
+
+    def check_untouched(self) -> None:
+        """Stage 0 leaves plain parameters to the user: notice what would silently stop training them."""
+        for unit in self.units:
+            for entry in unit.params:
+                at = unit.whole.data_ptr() + entry.offset_elems * unit.dtype.itemsize
+                if entry.numel and entry.param.data_ptr() != at:
+                    raise Error(f"the data of parameter '{entry.names[0]}' was replaced after zeropp.prepare (model.to, half, cuda, or "
+                                "p.data = ...); convert the model before prepare")  # fmt: skip
+                if entry.param.requires_grad and not unit.trainable:
+                    raise ConfigError(f"requires_grad of parameter '{entry.names[0]}' changed after zeropp.prepare; set it before")
 
     # -- writing ------------------------------------------------------------------------------------------------------------
 

@@ -90,6 +90,8 @@ class ZeroOptimizer(optim.Optimizer):
         return norm
 
     def _require_gradients(self) -> None:
+        if self._engine.stage == 0:
+            self._engine.check_untouched()
         if self._engine.core.grads_pending():
             raise Error("optimizer.step: the gradients of the last backward were accumulated inside no_sync and not reduced; run the last "
                         "backward of a step outside of zeropp.no_sync(model)")  # fmt: skip

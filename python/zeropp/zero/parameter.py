@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeropp.errors import PartitionedParameterError
+from zeropp.errors import ConfigError, PartitionedParameterError
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine, Unit
@@ -40,6 +40,8 @@ _GRAD_GET = _T.grad.__get__
 _GRAD_SET = {_T.grad.__set__, _T.grad.__delete__}
 # Operations that give values away outside of any graph: never a part of a loss.
 _NEVER_GATHER = {_T.detach, _T.data.__get__, _T.numpy, _T.tolist, _T.item, _T.__deepcopy__, _T.__array__, _T.copy_}
+_DATA_SET = _T.data.__set__
+_REQUIRES_GRAD_SET = (_T.requires_grad.__set__, _T.requires_grad_)
 _MODULE_ZERO_GRAD = nn.Module.zero_grad.__code__
 
 
@@ -100,6 +102,18 @@ def _write_gradient(func: Any, args: tuple[Any, ...]) -> None:
         func(*args)
 
 
+def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    wanted = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+    with torch._C.DisableTorchFunctionSubclass():
+        if args[0].requires_grad == wanted:
+            return func(*args, **kwargs)
+    ref = ref_of(args[0])
+    raise ConfigError(
+        f"requires_grad of parameter '{ref.name if ref else '?'}' cannot change after zeropp.prepare: its unit was laid out for it; "
+        "set it before prepare, or prepare a new model"
+    )
+
+
 class _Managed(nn.Parameter):
     """Common to both classes: gradients."""
 
@@ -109,6 +123,14 @@ class _Managed(nn.Parameter):
             return _read_gradient(args[0])
         if func in _GRAD_SET:
             return _write_gradient(func, args)
+        if func in _REQUIRES_GRAD_SET:
+            return _set_requires_grad(func, args, kwargs or {})
+        ref = ref_of(args[0]) if func == _DATA_SET else None
+        if ref is not None:
+            raise PartitionedParameterError(
+                f"p.data of parameter '{ref.name}' cannot be replaced: it is a view of its unit's buffer (as model.to, half and cuda "
+                "would do); convert the model before zeropp.prepare, or write values inside zeropp.gathered(parameter, write=True)"
+            )
         return cls._operate(func, args, kwargs or {})
 
     @classmethod
@@ -143,7 +165,7 @@ class PartitionedParameter(_Managed):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        refs = [leaf._zeropp for leaf in _leaves((args, kwargs)) if type(leaf) is PartitionedParameter]
+        refs = [_living(leaf) for leaf in _leaves((args, kwargs)) if type(leaf) is PartitionedParameter]
         if func == _T.__repr__:
             ref = refs[0]
             return f"PartitionedParameter('{ref.name}', shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
@@ -156,13 +178,20 @@ class PartitionedParameter(_Managed):
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        raise _refuse(_T.__deepcopy__, self._zeropp)  # type: ignore[attr-defined]
+        raise _refuse(_T.__deepcopy__, _living(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refuse(_T.__reduce_ex__, self._zeropp)  # type: ignore[attr-defined]
+        raise _refuse(_T.__reduce_ex__, _living(self))
 
     def __array__(self, dtype: Any = None) -> Any:
-        raise _refuse(_T.__array__, self._zeropp)  # type: ignore[attr-defined]
+        raise _refuse(_T.__array__, _living(self))
+
+
+def _living(parameter: torch.Tensor) -> Ref:
+    ref = ref_of(parameter)
+    if ref is None:
+        raise PartitionedParameterError("the model of this partitioned parameter is gone, and its values with it; keep the model alive")
+    return ref
 
 
 def _may_gather(func: Any, ref: Ref) -> bool:
