@@ -14,6 +14,7 @@
 #ifndef ZPP_BIND_PY_ZERO_H
 #define ZPP_BIND_PY_ZERO_H
 
+#define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
 #include <stdbool.h>
