@@ -39,6 +39,7 @@ struct zpp_comm_options {
     const char *name;     /* of the group, for messages; copied */
     void (*log)(void *ctx, const char *sentence); /* may be NULL */
     void *log_ctx;
+    const struct zpp_wait *wait; /* its ticks are called while the ranks meet; may be NULL; borrowed for the call */
 };
 /* Collective. All ranks must be on one host for now; a rank elsewhere is NOT_BUILT, naming both hosts. New; free with zpp_comm_destroy. */
 zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct zpp_store *store, zpp_comm **out,
@@ -47,6 +48,8 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
 void zpp_comm_destroy(zpp_comm *comm);
 /* Every pending and later wait, here and on the peers, ends with ABORTED and this sentence, naming this rank. Any thread. */
 void zpp_comm_abort(zpp_comm *comm, const char *sentence);
+/* OK, or the error that ended the group. A few ns; any thread. */
+zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err);
 int zpp_comm_rank(const zpp_comm *comm);
 int zpp_comm_ranks(const zpp_comm *comm);
 uint64_t zpp_comm_timeout_ns(const zpp_comm *comm);
@@ -69,8 +72,19 @@ enum zpp_region_kind {
 zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t bytes, zpp_region **out, struct zpp_err *err);
 void zpp_region_destroy(zpp_region *region);
 void *zpp_region_base(const zpp_region *region, int rank);
+size_t zpp_region_bytes(const zpp_region *region); /* of one part, rounded up to pages */
 /* Give pages of my own part (ONE: of the block) back to the system; they read as zero again. Page-aligned. */
 void zpp_region_trim(zpp_region *region, size_t offset_bytes, size_t bytes);
+
+/* --- arenas: memory of this rank that its peers map, in blocks. A large collective whose tensor lies in such a block on every rank is
+ * read in place, without staging. Local, any thread. ------------------------------------------------------------------ */
+typedef struct zpp_block zpp_block;
+/* Zeroed at first, old contents when memory is used again; 256-byte aligned, pages from 64 KB on. New; free with zpp_block_free, which may come
+ * after the end of the communicator. */
+zpp_status zpp_comm_alloc(zpp_comm *comm, size_t bytes, zpp_block **out, struct zpp_err *err);
+void zpp_block_free(zpp_block *block); /* NULL is fine */
+void *zpp_block_data(const zpp_block *block);
+size_t zpp_block_bytes(const zpp_block *block); /* as asked for */
 
 /* --- lanes -------------------------------------------------------------------------------------------------------- */
 enum { ZPP_LANE_RING = 64, ZPP_LANE_MASK_BYTES = 64 };
@@ -113,6 +127,35 @@ zpp_status zpp_all_gather(zpp_comm *, void *dst, const void *src, size_t src_byt
 zpp_status zpp_reduce_scatter(zpp_comm *, void *dst, const void *src, size_t dst_elems, zpp_dtype, zpp_reduce_op, const struct zpp_wait *, struct zpp_err *);
 zpp_status zpp_broadcast(zpp_comm *, void *data, size_t bytes, int root, const struct zpp_wait *, struct zpp_err *);
 zpp_status zpp_barrier(zpp_comm *, const struct zpp_wait *, struct zpp_err *);
+
+/* The same collectives as one table, with the dtype compared too, and those that have no function of their own. */
+enum zpp_coll { ZPP_COLL_BARRIER = 1, ZPP_COLL_ALL_REDUCE, ZPP_COLL_ALL_GATHER, ZPP_COLL_REDUCE_SCATTER, ZPP_COLL_BROADCAST,
+                ZPP_COLL_REDUCE, ZPP_COLL_ALL_TO_ALL, ZPP_COLL_GATHER, ZPP_COLL_SCATTER, ZPP_COLLS };
+struct zpp_call {
+    enum zpp_coll coll;
+    zpp_dtype dtype;
+    zpp_reduce_op op;         /* of all_reduce, reduce, reduce_scatter */
+    int root;                 /* of broadcast, reduce, gather, scatter */
+    void *dst;                /* all_reduce, broadcast, reduce: the tensor; borrowed until the call is finished */
+    const void *src;          /* all_gather, reduce_scatter */
+    size_t elems;             /* of the tensor; all_gather: of src; reduce_scatter: of dst */
+    /* all_to_all, gather, scatter: one tensor a rank each way, borrowed as arrays and as memory; bytes 0 = none */
+    void *const *dsts;
+    const void *const *srcs;
+    const size_t *dst_bytes, *src_bytes;
+};
+zpp_status zpp_comm_call(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait, struct zpp_err *err);
+
+/* The same, later, on a progress thread of the communicator, in the order of submission; a blocking call waits for what is queued before it.
+ * `done` (may be NULL) is called on that thread. Arrays and memory that the call points at are borrowed until it is finished. `*out`: new;
+ * free with zpp_work_free, finished or not, even after zpp_comm_destroy, which ends what is pending. */
+typedef struct zpp_work zpp_work;
+zpp_status zpp_comm_submit(zpp_comm *comm, const struct zpp_call *call, void (*done)(void *ctx, zpp_status, const struct zpp_err *), void *done_ctx,
+                           zpp_work **out, struct zpp_err *err);
+/* The status of the call; TIMEOUT or a tick's error if the wait ends before the call does. `wait` NULL: no limit, no ticks. Any thread. */
+zpp_status zpp_work_wait(zpp_work *work, const struct zpp_wait *wait, struct zpp_err *err);
+bool zpp_work_finished(zpp_work *work);
+void zpp_work_free(zpp_work *work);
 
 /* --- the reduction itself, for users of regions: dst[i] = (sum over r in rank order of src[r][i]) * scale ----------- */
 /* src[r]: `ranks` arrays of `elems` elements of `dtype`. dst of dst_dtype (F32 or `dtype`); accumulate: dst[i] += that. One pass, AVX where there. */

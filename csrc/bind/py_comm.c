@@ -1,0 +1,473 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The type Comm: one group of ranks. Tensors come as addresses and element counts, dtypes and operations as the codes
+ * of COMM_DTYPES and COMM_OPS; python/zeropp/comm.py turns tensors into these. Every call that may wait releases the
+ * GIL and can be interrupted by a signal handler.
+ *
+ * Comm(store, rank, ranks, timeout_s, name, log=None)
+ */
+#include "py_comm.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "pywait.h"
+#include "raise.h"
+
+typedef struct Comm {
+    PyObject_HEAD zpp_comm *comm; /* NULL after close */
+    PyObject *log;
+    int users; /* calls in progress, with the GIL released; guarded by the GIL */
+    bool closing;
+    struct zpp_traffic last; /* at close */
+} Comm;
+
+static PyTypeObject *comm_type;
+
+/* --- life
+ * --------------------------------------------------------------------------------------------------------------- */
+
+static zpp_comm *closed(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_fail(&err, ZPP_STATE, "comm: this group is closed; make a new one");
+    zpp_py_raise(&err);
+    return NULL;
+}
+
+zpp_comm *zpp_py_comm_get(PyObject *object) {
+    if (!PyObject_TypeCheck(object, comm_type)) {
+        PyErr_Format(PyExc_TypeError, "wanted a zeropp._C.Comm, not %R", object);
+        return NULL;
+    }
+    const Comm *self = (const Comm *)object;
+    return self->comm && !self->closing ? self->comm : closed();
+}
+
+zpp_comm *zpp_py_comm_enter(PyObject *object) {
+    zpp_comm *comm = zpp_py_comm_get(object);
+    if (comm) ((Comm *)object)->users++;
+    return comm;
+}
+
+/* Joins the progress thread, whose last act may be to ask for the GIL: so it must be free. */
+static void destroy(Comm *self) {
+    zpp_comm *comm = self->comm;
+    if (!comm) return;
+    self->comm = NULL;
+    zpp_comm_traffic(comm, &self->last);
+    PyThreadState *state = PyEval_SaveThread();
+    zpp_comm_destroy(comm);
+    PyEval_RestoreThread(state);
+    zpp_py_work_sweep();
+}
+
+void zpp_py_comm_leave(PyObject *object) {
+    Comm *self = (Comm *)object;
+    if (--self->users == 0 && self->closing) destroy(self);
+}
+
+static int comm_init(PyObject *object, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"store", "rank", "ranks", "timeout_s", "name", "log", NULL};
+    Comm *self = (Comm *)object;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_wait wait;
+    PyObject *store, *log = Py_None;
+    double timeout_s;
+    int rank, ranks;
+    const char *name;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oiids|O", names, &store, &rank, &ranks, &timeout_s, &name, &log))
+        return -1;
+    if (self->comm) return PyErr_Format(PyExc_RuntimeError, "Comm: made once, used for ever"), -1;
+    struct zpp_py_store bridge = {store, ""};
+    const struct zpp_store rendezvous = zpp_py_store_of(&bridge);
+    zpp_py_wait_init(&wait, 0);
+    const struct zpp_comm_options options = {
+        .rank = rank,
+        .ranks = ranks,
+        .timeout_ns = timeout_s > 0.0 && timeout_s < 1e9 ? (uint64_t)(timeout_s * 1e9) : 0,
+        .name = name,
+        .log = log == Py_None ? NULL : zpp_py_log,
+        .log_ctx = log == Py_None ? NULL : log,
+        .wait = &wait,
+    };
+    PyThreadState *state = PyEval_SaveThread();
+    zpp_comm *comm = NULL;
+    const zpp_status status = zpp_comm_create(&options, &rendezvous, &comm, &err);
+    PyEval_RestoreThread(state);
+    if (status != ZPP_OK) return zpp_py_raise(&err), -1;
+    Py_INCREF(log);
+    self->log = log;
+    self->comm = comm;
+    return 0;
+}
+
+static PyObject *comm_close(PyObject *object, PyObject *none) {
+    (void)none;
+    Comm *self = (Comm *)object;
+    if (!self->comm || self->closing) Py_RETURN_NONE;
+    self->closing = true;
+    if (self->users)
+        zpp_comm_abort(self->comm, "it was closed while a call was in progress");
+    else
+        destroy(self);
+    Py_RETURN_NONE;
+}
+
+static void comm_dealloc(PyObject *object) {
+    Comm *self = (Comm *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    destroy(self);
+    Py_XDECREF(self->log);
+    PyObject_Free(object);
+    Py_DECREF(type);
+}
+
+/* --- collectives, blocking
+ * ---------------------------------------------------------------------------------------------- */
+
+static PyObject *run(PyObject *object, const struct zpp_call *call) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_wait wait;
+    zpp_comm *comm = zpp_py_comm_enter(object);
+    if (!comm) return NULL;
+    zpp_py_wait_init(&wait, zpp_comm_timeout_ns(comm));
+    PyThreadState *state = PyEval_SaveThread();
+    const zpp_status status = zpp_comm_call(comm, call, &wait, &err);
+    PyEval_RestoreThread(state);
+    zpp_py_comm_leave(object);
+    if (status != ZPP_OK) return zpp_py_raise(&err);
+    Py_RETURN_NONE;
+}
+
+/* Integers of a call. PyArg_ParseTuple costs more than a small collective does. */
+static int read_ints(PyObject *const *args, Py_ssize_t count, Py_ssize_t wanted, const char *signature,
+                     long long *out) {
+    if (count != wanted)
+        return PyErr_Format(PyExc_TypeError, "%s: %zd arguments, wanted %zd", signature, count, wanted), -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        out[i] = PyLong_AsLongLong(args[i]);
+        if (out[i] == -1 && PyErr_Occurred()) return -1;
+        if (out[i] < 0)
+            return PyErr_Format(PyExc_ValueError, "%s: argument %zd is %lld, wanted at least 0", signature, i + 1,
+                                out[i]),
+                   -1;
+    }
+    return 0;
+}
+
+static void *address(long long value) { return (void *)(uintptr_t)value; }
+
+static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long v[4];
+    if (read_ints(args, count, 4, "all_reduce(ptr, elems, dtype, op)", v) != 0) return NULL;
+    const struct zpp_call call = {.coll = ZPP_COLL_ALL_REDUCE,
+                                  .dst = address(v[0]),
+                                  .elems = (size_t)v[1],
+                                  .dtype = (zpp_dtype)v[2],
+                                  .op = (zpp_reduce_op)v[3]};
+    return run(self, &call);
+}
+
+static PyObject *reduce(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long v[5];
+    if (read_ints(args, count, 5, "reduce(ptr, elems, dtype, op, root)", v) != 0) return NULL;
+    const struct zpp_call call = {.coll = ZPP_COLL_REDUCE,
+                                  .dst = address(v[0]),
+                                  .elems = (size_t)v[1],
+                                  .dtype = (zpp_dtype)v[2],
+                                  .op = (zpp_reduce_op)v[3],
+                                  .root = (int)v[4]};
+    return run(self, &call);
+}
+
+static PyObject *all_gather(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long v[4] = {0, 0, 0, ZPP_U8};
+    if (read_ints(args, count, count == 4 ? 4 : 3, "all_gather(dst_ptr, src_ptr, src_elems[, dtype])", v) != 0)
+        return NULL;
+    const struct zpp_call call = {.coll = ZPP_COLL_ALL_GATHER,
+                                  .dst = address(v[0]),
+                                  .src = address(v[1]),
+                                  .elems = (size_t)v[2],
+                                  .dtype = (zpp_dtype)v[3]};
+    return run(self, &call);
+}
+
+static PyObject *reduce_scatter(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long v[5];
+    if (read_ints(args, count, 5, "reduce_scatter(dst_ptr, src_ptr, dst_elems, dtype, op)", v) != 0) return NULL;
+    const struct zpp_call call = {.coll = ZPP_COLL_REDUCE_SCATTER,
+                                  .dst = address(v[0]),
+                                  .src = address(v[1]),
+                                  .elems = (size_t)v[2],
+                                  .dtype = (zpp_dtype)v[3],
+                                  .op = (zpp_reduce_op)v[4]};
+    return run(self, &call);
+}
+
+static PyObject *broadcast(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    long long v[4] = {0, 0, 0, ZPP_U8};
+    if (read_ints(args, count, count == 4 ? 4 : 3, "broadcast(ptr, elems, root[, dtype])", v) != 0) return NULL;
+    const struct zpp_call call = {.coll = ZPP_COLL_BROADCAST,
+                                  .dst = address(v[0]),
+                                  .elems = (size_t)v[1],
+                                  .root = (int)v[2],
+                                  .dtype = (zpp_dtype)v[3]};
+    return run(self, &call);
+}
+
+static PyObject *barrier(PyObject *self, PyObject *none) {
+    (void)none;
+    const struct zpp_call call = {.coll = ZPP_COLL_BARRIER};
+    return run(self, &call);
+}
+
+/* --- all-to-all, gather, scatter
+ * ---------------------------------------------------------------------------------------- */
+
+struct pieces {
+    void *dsts[64];
+    const void *srcs[64];
+    size_t dst_bytes[64], src_bytes[64];
+};
+
+static int read_pieces(PyObject *list, int ranks, void **pointers, size_t *bytes) {
+    const Py_ssize_t length = PySequence_Size(list);
+    if (length < 0) return -1;
+    if (length != ranks)
+        return PyErr_Format(PyExc_ValueError, "comm: %zd pieces, wanted one a rank, %d", length, ranks), -1;
+    for (Py_ssize_t r = 0; r < length; r++) {
+        PyObject *pair = PySequence_GetItem(list, r);
+        PyObject *at = pair ? PySequence_GetItem(pair, 0) : NULL, *size = at ? PySequence_GetItem(pair, 1) : NULL;
+        const Py_ssize_t piece_bytes = size ? PyLong_AsSsize_t(size) : -1;
+        pointers[r] = size ? PyLong_AsVoidPtr(at) : NULL;
+        bytes[r] = (size_t)piece_bytes;
+        Py_XDECREF(pair);
+        Py_XDECREF(at);
+        Py_XDECREF(size);
+        if (PyErr_Occurred()) return -1;
+        if (piece_bytes < 0) return PyErr_Format(PyExc_ValueError, "comm: a piece of %zd bytes", piece_bytes), -1;
+    }
+    return 0;
+}
+
+static PyObject *exchange_call(PyObject *object, PyObject *args, struct zpp_call *call) {
+    PyObject *dsts, *srcs;
+    int coll, dtype, root;
+    const zpp_comm *comm = zpp_py_comm_get(object);
+    if (!comm || !PyArg_ParseTuple(args, "iiiOO", &coll, &dtype, &root, &dsts, &srcs)) return NULL;
+    PyObject *owner = PyBytes_FromStringAndSize(NULL, sizeof(struct pieces));
+    if (!owner) return NULL;
+    struct pieces *pieces = (struct pieces *)(void *)PyBytes_AsString(owner);
+    if (read_pieces(dsts, zpp_comm_ranks(comm), pieces->dsts, pieces->dst_bytes) != 0 ||
+        read_pieces(srcs, zpp_comm_ranks(comm), (void **)pieces->srcs, pieces->src_bytes) != 0) {
+        Py_DECREF(owner);
+        return NULL;
+    }
+    *call = (struct zpp_call){.coll = (enum zpp_coll)coll,
+                              .dtype = (zpp_dtype)dtype,
+                              .root = root,
+                              .dsts = pieces->dsts,
+                              .srcs = pieces->srcs,
+                              .dst_bytes = pieces->dst_bytes,
+                              .src_bytes = pieces->src_bytes};
+    return owner;
+}
+
+static PyObject *exchange(PyObject *self, PyObject *args) {
+    struct zpp_call call;
+    PyObject *owner = exchange_call(self, args, &call);
+    PyObject *answer = owner ? run(self, &call) : NULL;
+    Py_XDECREF(owner);
+    return answer;
+}
+
+/* --- asynchronous
+ * ------------------------------------------------------------------------------------------------------- */
+
+static PyObject *submit(PyObject *self, PyObject *args) {
+    long long dst, src, elems;
+    int coll, dtype, op, root;
+    PyObject *keep;
+    if (!PyArg_ParseTuple(args, "iiiiLLLO", &coll, &dtype, &op, &root, &dst, &src, &elems, &keep)) return NULL;
+    if (elems < 0) return PyErr_Format(PyExc_ValueError, "submit: %lld elements", elems);
+    const struct zpp_call call = {.coll = (enum zpp_coll)coll,
+                                  .dtype = (zpp_dtype)dtype,
+                                  .op = (zpp_reduce_op)op,
+                                  .root = root,
+                                  .dst = address(dst),
+                                  .src = address(src),
+                                  .elems = (size_t)elems};
+    if (coll >= ZPP_COLL_ALL_TO_ALL)
+        return PyErr_Format(PyExc_ValueError, "submit: collective %d wants submit_exchange", coll);
+    Py_INCREF(keep);
+    return zpp_py_work_submit(self, &call, keep, NULL);
+}
+
+static PyObject *submit_exchange(PyObject *self, PyObject *args) {
+    struct zpp_call call;
+    const Py_ssize_t count = PyTuple_Size(args);
+    if (count != 6)
+        return PyErr_Format(PyExc_TypeError, "submit_exchange(coll, dtype, root, dsts, srcs, keep): %zd arguments",
+                            count);
+    PyObject *first = PyTuple_GetSlice(args, 0, 5), *keep = PyTuple_GetItem(args, 5);
+    PyObject *owner = first ? exchange_call(self, first, &call) : NULL;
+    Py_XDECREF(first);
+    if (!owner) return NULL;
+    Py_INCREF(keep);
+    return zpp_py_work_submit(self, &call, keep, owner);
+}
+
+/* --- the rest
+ * ----------------------------------------------------------------------------------------------------------- */
+
+static PyObject *comm_abort(PyObject *object, PyObject *args) {
+    const char *sentence = NULL;
+    if (!PyArg_ParseTuple(args, "|z", &sentence)) return NULL;
+    zpp_comm *comm = ((Comm *)object)->comm;
+    if (comm) zpp_comm_abort(comm, sentence); /* also while another thread waits in here: that is what it is for */
+    Py_RETURN_NONE;
+}
+
+static PyObject *check(PyObject *object, PyObject *none) {
+    (void)none;
+    struct zpp_err err = ZPP_ERR_INIT;
+    const zpp_comm *comm = zpp_py_comm_get(object);
+    if (!comm) return NULL;
+    if (zpp_comm_health(comm, &err) != ZPP_OK) return zpp_py_raise(&err);
+    Py_RETURN_NONE;
+}
+
+static PyObject *traffic(PyObject *object, PyObject *none) {
+    (void)none;
+    static const char *const names[ZPP_TRAFFIC_KINDS] = {
+        "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "p2p", "other"};
+    Comm *self = (Comm *)object;
+    struct zpp_traffic counts = self->last;
+    if (self->comm) zpp_comm_traffic(self->comm, &counts);
+    PyObject *answer = PyDict_New();
+    for (int kind = 0; answer && kind < ZPP_TRAFFIC_KINDS; kind++) {
+        PyObject *row = Py_BuildValue("{sKsK}", "bytes", (unsigned long long)counts.bytes[kind], "calls",
+                                      (unsigned long long)counts.calls[kind]);
+        if (!row || PyDict_SetItemString(answer, names[kind], row) != 0) Py_CLEAR(answer);
+        Py_XDECREF(row);
+    }
+    return answer;
+}
+
+static PyObject *region_create(PyObject *self, PyObject *args) {
+    const char *kind;
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(args, "sn", &kind, &bytes)) return NULL;
+    const bool one = strcmp(kind, "one") == 0;
+    if (!one && strcmp(kind, "per_rank") != 0)
+        return PyErr_Format(PyExc_ValueError, "region_create: kind is '%s', wanted 'per_rank' or 'one'", kind);
+    if (bytes < 0) return PyErr_Format(PyExc_ValueError, "region_create: %zd bytes", bytes);
+    return zpp_py_region_new(self, one ? ZPP_REGION_ONE : ZPP_REGION_PER_RANK, (size_t)bytes);
+}
+
+static PyObject *alloc(PyObject *self, PyObject *args) {
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(args, "n", &bytes)) return NULL;
+    if (bytes < 0) return PyErr_Format(PyExc_ValueError, "alloc: %zd bytes", bytes);
+    return zpp_py_block_new(self, (size_t)bytes);
+}
+
+static PyObject *get_rank(PyObject *self, void *closure) {
+    (void)closure;
+    const zpp_comm *comm = zpp_py_comm_get(self);
+    return comm ? PyLong_FromLong(zpp_comm_rank(comm)) : NULL;
+}
+
+static PyObject *get_ranks(PyObject *self, void *closure) {
+    (void)closure;
+    const zpp_comm *comm = zpp_py_comm_get(self);
+    return comm ? PyLong_FromLong(zpp_comm_ranks(comm)) : NULL;
+}
+
+static PyObject *get_closed(PyObject *self, void *closure) {
+    (void)closure;
+    return PyBool_FromLong(!((Comm *)self)->comm || ((Comm *)self)->closing);
+}
+
+#define FAST(name, doc) \
+    { #name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, doc }
+static PyMethodDef comm_methods[] = {
+    FAST(all_reduce, "all_reduce(ptr, elems, dtype, op, /)\n--\n\nCombine the tensor over all ranks, in place."),
+    FAST(reduce, "reduce(ptr, elems, dtype, op, root, /)\n--\n\nCombine over all ranks, into the root's tensor."),
+    FAST(all_gather,
+         "all_gather(dst_ptr, src_ptr, src_elems, dtype=uint8, /)\n--\n\ndst = every rank's src, in rank order."),
+    FAST(reduce_scatter, "reduce_scatter(dst_ptr, src_ptr, dst_elems, dtype, op, /)\n--\n\ndst = my slice of src, "
+                         "combined over all ranks."),
+    FAST(broadcast, "broadcast(ptr, elems, root, dtype=uint8, /)\n--\n\nEverybody's tensor = the root's."),
+    {"barrier", barrier, METH_NOARGS, "barrier()\n--\n\nWait for all ranks."},
+    {"exchange", exchange, METH_VARARGS,
+     "exchange(coll, dtype, root, dsts, srcs, /)\n--\n\nAll-to-all, gather, scatter: lists of (ptr, bytes), one a "
+     "rank."},
+    {"submit", submit, METH_VARARGS,
+     "submit(coll, dtype, op, root, dst_ptr, src_ptr, elems, keep, /)\n--\n\nA collective, later; a Work."},
+    {"submit_exchange", submit_exchange, METH_VARARGS,
+     "submit_exchange(coll, dtype, root, dsts, srcs, keep, /)\n--\n\nexchange, later; a Work."},
+    {"abort", comm_abort, METH_VARARGS,
+     "abort(sentence=None, /)\n--\n\nEnd every wait of every rank with this sentence."},
+    {"check", check, METH_NOARGS, "check()\n--\n\nRaise the error that ended the group, if one did."},
+    {"close", comm_close, METH_NOARGS, "close()\n--\n\nLeave the group; never waits for peers."},
+    {"traffic", traffic, METH_NOARGS,
+     "traffic()\n--\n\n{kind: {'bytes', 'calls'}}: what this rank read from its peers."},
+    {"region_create", region_create, METH_VARARGS,
+     "region_create(kind, bytes, /)\n--\n\nCollective; 'per_rank' or 'one'."},
+    {"alloc", alloc, METH_VARARGS,
+     "alloc(bytes, /)\n--\n\nA Block of this rank's arena, which collectives read in place."},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef comm_getset[] = {
+    {"rank", get_rank, NULL, "My rank in the group.", NULL},
+    {"ranks", get_ranks, NULL, "How many ranks the group has.", NULL},
+    {"closed", get_closed, NULL, "Whether close() was called.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot comm_slots[] = {
+    {Py_tp_doc, "Comm(store, rank, ranks, timeout_s, name, log=None)\n--\n\nA group of ranks of one host."},
+    {Py_tp_init, comm_init},
+    {Py_tp_methods, comm_methods},
+    {Py_tp_getset, comm_getset},
+    {Py_tp_dealloc, comm_dealloc},
+    {0, NULL},
+};
+static PyType_Spec comm_spec = {"zeropp._C.Comm", sizeof(Comm), 0, Py_TPFLAGS_DEFAULT, comm_slots};
+
+/* Names in the order of their codes. */
+static PyObject *dtype_names(void) {
+    PyObject *names = PyTuple_New(ZPP_DTYPES);
+    for (int code = 0; names && code < ZPP_DTYPES; code++)
+        if (PyTuple_SetItem(names, code, PyUnicode_FromString(zpp_dtype_name((zpp_dtype)code))) != 0) Py_CLEAR(names);
+    return names;
+}
+
+static int add_constants(PyObject *module) {
+    static const char *const colls[] = {"",          "barrier", "all_reduce", "all_gather", "reduce_scatter",
+                                        "broadcast", "reduce",  "all_to_all", "gather",     "scatter"};
+    PyObject *names = dtype_names();
+    PyObject *ops = Py_BuildValue("(ssssssss)", "sum", "avg", "product", "min", "max", "band", "bor", "bxor");
+    PyObject *table = PyDict_New();
+    int failed = !names || !ops || !table;
+    for (int code = 1; !failed && code < ZPP_COLLS; code++) {
+        PyObject *value = PyLong_FromLong(code);
+        failed = !value || PyDict_SetItemString(table, colls[code], value) != 0;
+        Py_XDECREF(value);
+    }
+    failed = failed || PyModule_AddObjectRef(module, "COMM_DTYPES", names) != 0 ||
+             PyModule_AddObjectRef(module, "COMM_OPS", ops) != 0 ||
+             PyModule_AddObjectRef(module, "COMM_COLLECTIVES", table) != 0;
+    Py_XDECREF(names);
+    Py_XDECREF(ops);
+    Py_XDECREF(table);
+    return failed ? -1 : 0;
+}
+
+int zpp_py_add_comm(PyObject *module); /* called by module.c */
+int zpp_py_add_comm(PyObject *module) {
+    comm_type = (PyTypeObject *)PyType_FromSpec(&comm_spec);
+    if (!comm_type || PyModule_AddObjectRef(module, "Comm", (PyObject *)comm_type) != 0) return -1;
+    if (zpp_py_add_comm_memory(module) != 0 || zpp_py_add_comm_work(module) != 0) return -1;
+    return add_constants(module);
+}

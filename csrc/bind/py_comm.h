@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What other files of bind need of the Python objects around the communicator:
+ *
+ *   Comm     py_comm.c         one group
+ *   Work     py_comm_work.c    one asynchronous collective
+ *   Region   py_comm_memory.c  shared memory of all ranks
+ *   Block    py_comm_memory.c  a block of this rank's arena
+ *
+ * Threads: the caller holds the GIL, except where noted.
+ */
+#ifndef ZPP_BIND_PY_COMM_H
+#define ZPP_BIND_PY_COMM_H
+
+#include <Python.h>
+#include <stdbool.h>
+
+#include "../comm/comm.h"
+
+/* The communicator of a _C.Comm: borrowed, alive as long as the object is alive and not closed. NULL with TypeError or
+ * zeropp.Error set. */
+zpp_comm *zpp_py_comm_get(PyObject *comm);
+/* The region of a _C.Region, as above. */
+zpp_region *zpp_py_region_get(PyObject *region);
+
+/* --- between the files of py_comm ------------------------------------------------------------------------------------ */
+
+/* A torch store as rendezvous (py_comm_store.c). The functions take the GIL themselves; `store` is borrowed. */
+struct zpp_py_store {
+    PyObject *store;
+    char prefix[128]; /* of the keys */
+};
+struct zpp_store zpp_py_store_of(struct zpp_py_store *ctx);
+/* The log callback: ctx is a Python callable that takes one string. Takes the GIL itself. */
+void zpp_py_log(void *callable, const char *sentence);
+
+/* Around every call that may wait: enter (NULL: closed, an error is set), release the GIL, call, take it, leave. A group closed
+ * meanwhile by another thread is destroyed by the last one who leaves. */
+zpp_comm *zpp_py_comm_enter(PyObject *comm);
+void zpp_py_comm_leave(PyObject *comm);
+
+/* New _C.Work for a submitted call. `keep` and `memory_owner` (both stolen, may be NULL) hold what the call points at, until it
+ * is finished. */
+PyObject *zpp_py_work_submit(PyObject *comm, const struct zpp_call *call, PyObject *keep, PyObject *memory_owner);
+void zpp_py_work_sweep(void); /* drop what finished calls held */
+
+PyObject *zpp_py_region_new(PyObject *comm, int kind, size_t bytes);
+PyObject *zpp_py_block_new(PyObject *comm, size_t bytes);
+int zpp_py_add_comm_work(PyObject *module);
+int zpp_py_add_comm_memory(PyObject *module);
+
+#endif

@@ -1,0 +1,180 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The type Work: an asynchronous collective as a Python object.
+ *
+ * The call borrows tensors until it is finished, whether or not anybody keeps the Work, so a `struct pending` holds
+ * them. It is finished on the progress thread, which should not queue for the GIL between two collectives: it only puts
+ * the pending into a list, and whoever comes by with the GIL (submit, wait, done) sweeps that list. Only a callback
+ * asked for by on_done() takes the GIL at once.
+ */
+#include <Python.h>
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "py_comm.h"
+#include "pywait.h"
+#include "raise.h"
+
+struct pending {
+    struct pending *next;
+    PyObject *keep, *callback; /* owned; callback NULL until on_done */
+    PyObject *memory_owner;    /* owned; a bytes object that has the arrays of the call */
+    bool finished;             /* guarded by finished_lock, like the list */
+    int holders;               /* the call and the Work; changed with the GIL held */
+};
+
+typedef struct Work {
+    PyObject_HEAD zpp_work *work;
+    struct pending *pending;
+} Work;
+
+static PyTypeObject *work_type;
+static pthread_mutex_t finished_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct pending *finished_list;
+
+static void pending_drop(struct pending *pending) {
+    if (--pending->holders) return;
+    Py_XDECREF(pending->callback);
+    free(pending);
+}
+
+/* With the GIL: the call no longer needs its tensors. */
+static void pending_release(struct pending *pending) {
+    Py_CLEAR(pending->keep);
+    Py_CLEAR(pending->memory_owner);
+    pending_drop(pending);
+}
+
+void zpp_py_work_sweep(void) {
+    pthread_mutex_lock(&finished_lock);
+    struct pending *list = finished_list;
+    finished_list = NULL;
+    pthread_mutex_unlock(&finished_lock);
+    while (list) {
+        struct pending *next = list->next;
+        pending_release(list);
+        list = next;
+    }
+}
+
+static void call_back(PyObject *callback) {
+    PyObject *answer = PyObject_CallNoArgs(callback);
+    if (!answer) PyErr_WriteUnraisable(callback);
+    Py_XDECREF(answer);
+}
+
+/* On the progress thread, without the GIL. */
+static void finished(void *ctx, zpp_status status, const struct zpp_err *err) {
+    struct pending *pending = ctx;
+    (void)status, (void)err;
+    pthread_mutex_lock(&finished_lock);
+    pending->finished = true;
+    const bool wanted = pending->callback != NULL;
+    if (!wanted) {
+        pending->next = finished_list;
+        finished_list = pending;
+    }
+    pthread_mutex_unlock(&finished_lock);
+    if (!wanted) return;
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    call_back(pending->callback);
+    pending_release(pending);
+    PyGILState_Release(gil);
+}
+
+PyObject *zpp_py_work_submit(PyObject *comm, const struct zpp_call *call, PyObject *keep, PyObject *memory_owner) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_comm *c = zpp_py_comm_enter(comm);
+    Work *self = c ? PyObject_New(Work, work_type) : NULL;
+    struct pending *pending = self ? calloc(1, sizeof *pending) : NULL;
+    zpp_status status = ZPP_OK;
+    zpp_py_work_sweep();
+    if (self) {
+        self->work = NULL;
+        self->pending = pending;
+    }
+    if (pending) {
+        *pending = (struct pending){.keep = keep, .memory_owner = memory_owner, .holders = 2};
+        status = zpp_comm_submit(c, call, finished, pending, &self->work, &err);
+    } else if (self) {
+        status = zpp_fail(&err, ZPP_NOMEM, "comm: no memory for an asynchronous call");
+    }
+    if (c) zpp_py_comm_leave(comm);
+    if (self && status == ZPP_OK) return (PyObject *)self;
+    if (pending)
+        pending_release(pending);
+    else {
+        Py_XDECREF(keep);
+        Py_XDECREF(memory_owner);
+    }
+    Py_XDECREF(self);
+    return status != ZPP_OK ? zpp_py_raise(&err) : NULL;
+}
+
+/* wait(timeout_s=0.0): True, or the call's error. 0: no limit. */
+static PyObject *work_wait(PyObject *object, PyObject *args) {
+    Work *self = (Work *)object;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_wait wait;
+    double timeout_s = 0.0;
+    if (!PyArg_ParseTuple(args, "|d", &timeout_s)) return NULL;
+    zpp_py_wait_init(&wait, timeout_s > 0.0 ? (uint64_t)(timeout_s * 1e9) : 0);
+    PyThreadState *state = PyEval_SaveThread();
+    const zpp_status status = zpp_work_wait(self->work, &wait, &err);
+    PyEval_RestoreThread(state);
+    zpp_py_work_sweep();
+    if (status != ZPP_OK) return zpp_py_raise(&err);
+    Py_RETURN_TRUE;
+}
+
+static PyObject *work_done(PyObject *object, PyObject *none) {
+    (void)none;
+    return PyBool_FromLong(zpp_work_finished(((Work *)object)->work));
+}
+
+static PyObject *work_on_done(PyObject *object, PyObject *callback) {
+    struct pending *pending = ((Work *)object)->pending;
+    if (!PyCallable_Check(callback)) return PyErr_Format(PyExc_TypeError, "on_done: %R is not callable", callback);
+    if (pending->callback) return PyErr_Format(PyExc_RuntimeError, "on_done: this work has a callback already");
+    pthread_mutex_lock(&finished_lock);
+    const bool late = pending->finished;
+    if (!late) {
+        Py_INCREF(callback);
+        pending->callback = callback;
+    }
+    pthread_mutex_unlock(&finished_lock);
+    if (late) call_back(callback);
+    Py_RETURN_NONE;
+}
+
+static void work_dealloc(PyObject *object) {
+    Work *self = (Work *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    zpp_work_free(self->work);
+    if (self->pending) pending_drop(self->pending);
+    PyObject_Free(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef work_methods[] = {
+    {"wait", work_wait, METH_VARARGS,
+     "wait(timeout_s=0.0, /)\n--\n\nTrue when the call is finished, or its error. 0: no limit."},
+    {"done", work_done, METH_NOARGS, "done()\n--\n\nWhether the call is finished, well or not."},
+    {"on_done", work_on_done, METH_O,
+     "on_done(callback, /)\n--\n\nCall `callback()` when the call is finished, on the progress thread; at once if it "
+     "is."},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot work_slots[] = {
+    {Py_tp_doc, "An asynchronous collective."},
+    {Py_tp_methods, work_methods},
+    {Py_tp_dealloc, work_dealloc},
+    {0, NULL},
+};
+static PyType_Spec work_spec = {"zeropp._C.Work", sizeof(Work), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, work_slots};
+
+int zpp_py_add_comm_work(PyObject *module) {
+    work_type = (PyTypeObject *)PyType_FromSpec(&work_spec);
+    return work_type ? PyModule_AddObjectRef(module, "Work", (PyObject *)work_type) : -1;
+}

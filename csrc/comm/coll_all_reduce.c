@@ -1,0 +1,195 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * All-reduce in the order of ranks. Bytes read from peers, per rank:
+ *
+ *   small     (N - 1) * bytes: payload beside the signature, every rank combines everything; one publication, one round
+ * of reads pairs     two ranks, staged, (N - 1) * bytes: rounds of one slot; each rank combines its own tensor with the
+ * peer's slot. Same bytes as the next one, one publication a round less. staged    2 (N - 1) / N * bytes,
+ * reduce-scatter then all-gather within each round: track 0 carries the chunk in, the owner of each slice combines it
+ * into track 1, everybody copies the other slices out of there in place  2 (N - 1) / N * bytes: every tensor lies in an
+ * arena. Per round each rank combines its slice of all tensors into its own tensor, and copies the other slices from
+ * the ranks that combined them, one round behind
+ */
+#include <string.h>
+
+#include "internal.h"
+#include "reduce.h"
+
+/* In place, one round covers as much of each tensor as still lies in a last-level cache when the slices are copied. */
+enum { IN_PLACE_BYTES = 1024 * 1024 };
+
+struct job {
+    struct zpp_turn *turn;
+    const struct zpp_tensor *tensor;
+    uint8_t *data;
+    size_t elem_bytes, round_bytes;
+};
+
+static void combine(const struct job *job, void *dst, const uint8_t *const *part, size_t bytes) {
+    zpp_reduce_op_sources(dst, job->tensor->op, (const void *const *)part, job->turn->comm->ranks, job->tensor->dtype,
+                          bytes / job->elem_bytes, false);
+}
+
+static size_t round_at(const struct job *job, size_t at) {
+    const size_t left = job->tensor->bytes - at;
+    return left < job->round_bytes ? left : job->round_bytes;
+}
+
+/* Slice `rank` of a round of `bytes`: whole cache lines, the last ranks get less or nothing. */
+static void slice_of(const struct job *job, size_t bytes, int rank, size_t *begin, size_t *length) {
+    const size_t ranks = (size_t)job->turn->comm->ranks;
+    const size_t share = (bytes / ranks + ZPP_LINE_BYTES) & ~(size_t)(ZPP_LINE_BYTES - 1);
+    *begin = share * (size_t)rank < bytes ? share * (size_t)rank : bytes;
+    *length = bytes - *begin < share ? bytes - *begin : share;
+}
+
+static zpp_status small(const struct job *job, struct zpp_err *err) {
+    struct zpp_comm *comm = job->turn->comm;
+    const size_t bytes = job->tensor->bytes;
+    const zpp_status status = zpp_exchange_small(job->turn, job->data, bytes, err);
+    const uint8_t *part[ZPP_RANKS_MAX];
+    if (status != ZPP_OK) return status;
+    for (int r = 0; r < comm->ranks; r++) part[r] = r == comm->rank ? job->data : zpp_payload(comm, r, bytes);
+    combine(job, job->data, part, bytes);
+    return ZPP_OK;
+}
+
+static zpp_status fill(const struct job *job, size_t at, struct zpp_err *err) {
+    uint8_t *slot = NULL;
+    const zpp_status status = zpp_stage_begin(job->turn, 0, &slot, err);
+    if (status != ZPP_OK) return status;
+    memcpy(slot, job->data + at, round_at(job, at));
+    zpp_stage_publish(job->turn->comm, 0);
+    return ZPP_OK;
+}
+
+/* --- pairs
+ * -------------------------------------------------------------------------------------------------------------- */
+
+static zpp_status combine_pair(const struct job *job, size_t at, struct zpp_err *err) {
+    struct zpp_comm *comm = job->turn->comm;
+    const zpp_status status = zpp_take_begin(job->turn, 0, err);
+    const uint8_t *part[2];
+    if (status != ZPP_OK) return status;
+    for (int r = 0; r < 2; r++) part[r] = r == comm->rank ? job->data + at : zpp_stage(comm, r, 0, comm->taken[0]);
+    combine(job, job->data + at, part, round_at(job, at));
+    zpp_take_end(comm, 0);
+    return ZPP_OK;
+}
+
+static zpp_status pairs(const struct job *job, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    size_t at = 0;
+    for (; status == ZPP_OK && at < job->tensor->bytes; at += job->round_bytes) {
+        status = fill(job, at, err);
+        if (status == ZPP_OK && at) status = combine_pair(job, at - job->round_bytes, err);
+    }
+    return status == ZPP_OK ? combine_pair(job, at - job->round_bytes, err) : status;
+}
+
+/* --- staged
+ * ------------------------------------------------------------------------------------------------------------- */
+
+static zpp_status combine_slice(const struct job *job, size_t at, struct zpp_err *err) {
+    struct zpp_comm *comm = job->turn->comm;
+    const uint8_t *part[ZPP_RANKS_MAX];
+    uint8_t *slot = NULL;
+    size_t begin, length;
+    slice_of(job, round_at(job, at), comm->rank, &begin, &length);
+    zpp_status status = zpp_take_begin(job->turn, 0, err);
+    if (status == ZPP_OK) status = zpp_stage_begin(job->turn, 1, &slot, err);
+    if (status != ZPP_OK) return status;
+    for (int r = 0; r < comm->ranks; r++) part[r] = zpp_stage(comm, r, 0, comm->taken[0]) + begin;
+    combine(job, slot, part, length);
+    zpp_take_end(comm, 0);
+    zpp_stage_publish(comm, 1);
+    memcpy(job->data + at + begin, slot, length);
+    return ZPP_OK;
+}
+
+static zpp_status gather_slices(const struct job *job, size_t at, struct zpp_err *err) {
+    struct zpp_comm *comm = job->turn->comm;
+    const zpp_status status = zpp_take_begin(job->turn, 1, err);
+    if (status != ZPP_OK) return status;
+    for (int k = 1; k < comm->ranks; k++) {
+        const int r = (comm->rank + k) % comm->ranks;
+        size_t begin, length;
+        slice_of(job, round_at(job, at), r, &begin, &length);
+        memcpy(job->data + at + begin, zpp_stage(comm, r, 1, comm->taken[1]), length);
+    }
+    zpp_take_end(comm, 1);
+    return ZPP_OK;
+}
+
+/* Round k comes in, round k - 1 is combined, round k - 2 goes out. */
+static zpp_status staged(const struct job *job, struct zpp_err *err) {
+    const size_t rounds = (job->tensor->bytes + job->round_bytes - 1) / job->round_bytes;
+    zpp_status status = ZPP_OK;
+    for (size_t k = 0; status == ZPP_OK && k < rounds + 2; k++) {
+        if (k < rounds) status = fill(job, k * job->round_bytes, err);
+        if (status == ZPP_OK && k >= 1 && k - 1 < rounds) status = combine_slice(job, (k - 1) * job->round_bytes, err);
+        if (status == ZPP_OK && k >= 2) status = gather_slices(job, (k - 2) * job->round_bytes, err);
+    }
+    return status;
+}
+
+/* --- in place
+ * ----------------------------------------------------------------------------------------------------------- */
+
+static void combine_in_place(const struct job *job, const uint8_t *const *tensor, size_t at) {
+    struct zpp_comm *comm = job->turn->comm;
+    const uint8_t *part[ZPP_RANKS_MAX];
+    size_t begin, length;
+    slice_of(job, round_at(job, at), comm->rank, &begin, &length);
+    for (int r = 0; r < comm->ranks; r++) part[r] = tensor[r] + at + begin;
+    combine(job, job->data + at + begin, part,
+            length); /* only this rank reads or writes this slice before the phase ends */
+}
+
+static void copy_in_place(const struct job *job, const uint8_t *const *tensor, size_t at) {
+    struct zpp_comm *comm = job->turn->comm;
+    for (int k = 1; k < comm->ranks; k++) {
+        const int r = (comm->rank + k) % comm->ranks;
+        size_t begin, length;
+        slice_of(job, round_at(job, at), r, &begin, &length);
+        memcpy(job->data + at + begin, tensor[r] + at + begin, length);
+    }
+}
+
+static zpp_status in_place(const struct job *job, const uint8_t *const *tensor, struct zpp_err *err) {
+    struct zpp_comm *comm = job->turn->comm;
+    zpp_status status = ZPP_OK;
+    size_t at = 0;
+    for (; status == ZPP_OK && at < job->tensor->bytes; at += job->round_bytes) {
+        combine_in_place(job, tensor, at);
+        const uint32_t step = zpp_step_pass(comm);
+        if (!at) continue;
+        status = zpp_step_wait(job->turn, step - 1, err);
+        if (status == ZPP_OK) copy_in_place(job, tensor, at - job->round_bytes);
+    }
+    if (status == ZPP_OK) status = zpp_step_wait(job->turn, comm->step, err);
+    if (status != ZPP_OK) return status;
+    copy_in_place(job, tensor, at - job->round_bytes);
+    return zpp_step_wait(job->turn, zpp_step_pass(comm), err); /* until then peers read this tensor */
+}
+
+zpp_status zpp_coll_all_reduce(struct zpp_turn *turn, void *data, const struct zpp_tensor *tensor,
+                               struct zpp_err *err) {
+    struct zpp_comm *comm = turn->comm;
+    struct job job = {turn, tensor, data, zpp_dtype_bytes(tensor->dtype), ZPP_STAGE_BYTES};
+    const uint64_t ranks = (uint64_t)comm->ranks;
+    const uint8_t *parts[ZPP_RANKS_MAX];
+    bool all_in_arenas = false;
+    if (comm->ranks == 1 || tensor->bytes <= ZPP_SMALL_BYTES) {
+        zpp_count_call(comm, ZPP_TRAFFIC_ALL_REDUCE, tensor->bytes * (ranks - 1));
+        return comm->ranks == 1 ? ZPP_OK : small(&job, err);
+    }
+    zpp_count_call(comm, ZPP_TRAFFIC_ALL_REDUCE, 2 * tensor->bytes * (ranks - 1) / ranks);
+    const zpp_status status = zpp_exchange_place(turn, data, tensor->bytes, &all_in_arenas, parts, err);
+    if (status != ZPP_OK) return status;
+    if (all_in_arenas) {
+        job.round_bytes = IN_PLACE_BYTES;
+        return in_place(&job, parts, err);
+    }
+    return comm->ranks == 2 ? pairs(&job, err) : staged(&job, err);
+}

@@ -1,0 +1,144 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * All-to-all of any sizes, and gather and scatter, which are all-to-alls where only one rank receives or sends. Each
+ * rank publishes how many bytes it has for each peer; a peer that expects another number is told at once. Each rank
+ * reads exactly what it receives from others:
+ *
+ *   small     no rank sends more than ZPP_SMALL_BYTES in all: payloads beside the signatures
+ *   staged    rounds: my slot holds, for each peer, the next piece for it; as many rounds as the largest pair needs
+ */
+#include <inttypes.h>
+#include <string.h>
+
+#include "internal.h"
+#include "reduce.h"
+
+struct job {
+    struct zpp_turn *turn;
+    const struct zpp_call *call;
+    size_t piece_bytes;
+};
+
+static const uint64_t *counts_of(const struct zpp_comm *comm, int rank) {
+    return zpp_control(comm, rank)->counts[comm->seq % 2];
+}
+
+static void publish_counts(struct zpp_comm *comm, const struct zpp_call *call) {
+    uint64_t *counts = zpp_control(comm, comm->rank)->counts[comm->seq % 2];
+    for (int r = 0; r < comm->ranks; r++) counts[r] = call->src_bytes[r];
+}
+
+static uint64_t sum_without(const uint64_t *counts, int ranks, int rank) {
+    uint64_t sum = 0;
+    for (int r = 0; r < ranks; r++) sum += r == rank ? 0 : counts[r];
+    return sum;
+}
+
+/* My small payload: the pieces for my peers one after the other. Returns its length, 0 when it is too large for the
+ * slot. */
+static size_t pack_small(struct zpp_comm *comm, const struct zpp_call *call) {
+    uint8_t *slot = zpp_control(comm, comm->rank)->small[comm->seq % 2];
+    size_t used = 0;
+    if (sum_without(counts_of(comm, comm->rank), comm->ranks, comm->rank) > ZPP_SMALL_BYTES) return 0;
+    for (int r = 0; r < comm->ranks; r++) {
+        if (r == comm->rank || !call->src_bytes[r]) continue;
+        memcpy(slot + used, call->srcs[r], call->src_bytes[r]);
+        used += call->src_bytes[r];
+    }
+    return used;
+}
+
+static zpp_status check_counts(const struct job *job, struct zpp_err *err) {
+    struct zpp_comm *comm = job->turn->comm;
+    char doing[160];
+    for (int r = 0; r < comm->ranks; r++) {
+        const uint64_t comes = counts_of(comm, r)[comm->rank];
+        if (comes == job->call->dst_bytes[r]) continue;
+        job->turn->describe(job->turn->ctx, doing, sizeof doing);
+        return zpp_verdict(comm, ZPP_PEER, r, err,
+                           "comm: in %s of group \"%s\" rank %d sends %" PRIu64
+                           " bytes to rank %d, which expects %zu; the split sizes of "
+                           "the two must agree",
+                           doing, comm->name, r, comes, comm->rank, job->call->dst_bytes[r]);
+    }
+    return ZPP_OK;
+}
+
+static void unpack_small(const struct job *job) {
+    struct zpp_comm *comm = job->turn->comm;
+    for (int r = 0; r < comm->ranks; r++) {
+        if (r == comm->rank || !job->call->dst_bytes[r]) continue;
+        const uint64_t *counts = counts_of(comm, r);
+        uint64_t before = 0;
+        for (int p = 0; p < comm->rank; p++) before += p == r ? 0 : counts[p];
+        memcpy(job->call->dsts[r], zpp_control(comm, r)->small[comm->seq % 2] + before, job->call->dst_bytes[r]);
+    }
+}
+
+static size_t piece_at(const struct job *job, size_t bytes, size_t at) {
+    if (at >= bytes) return 0;
+    return bytes - at < job->piece_bytes ? bytes - at : job->piece_bytes;
+}
+
+static zpp_status fill(const struct job *job, size_t at, struct zpp_err *err) {
+    struct zpp_comm *comm = job->turn->comm;
+    uint8_t *slot = NULL;
+    const zpp_status status = zpp_stage_begin(job->turn, 0, &slot, err);
+    if (status != ZPP_OK) return status;
+    for (int r = 0; r < comm->ranks; r++) {
+        const size_t piece = r == comm->rank ? 0 : piece_at(job, job->call->src_bytes[r], at);
+        if (piece) memcpy(slot + (size_t)r * job->piece_bytes, (const uint8_t *)job->call->srcs[r] + at, piece);
+    }
+    zpp_stage_publish(comm, 0);
+    return ZPP_OK;
+}
+
+static zpp_status take(const struct job *job, size_t at, struct zpp_err *err) {
+    struct zpp_comm *comm = job->turn->comm;
+    const zpp_status status = zpp_take_begin(job->turn, 0, err);
+    if (status != ZPP_OK) return status;
+    for (int k = 1; k < comm->ranks; k++) {
+        const int r = (comm->rank + k) % comm->ranks;
+        const size_t piece = piece_at(job, job->call->dst_bytes[r], at);
+        if (piece)
+            zpp_copy((uint8_t *)job->call->dsts[r] + at,
+                     zpp_stage(comm, r, 0, comm->taken[0]) + (size_t)comm->rank * job->piece_bytes, piece, false);
+    }
+    zpp_take_end(comm, 0);
+    return ZPP_OK;
+}
+
+static zpp_status staged(const struct job *job, uint64_t most, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    size_t at = 0;
+    for (; status == ZPP_OK && at < most; at += job->piece_bytes) {
+        status = fill(job, at, err);
+        if (status == ZPP_OK && at) status = take(job, at - job->piece_bytes, err);
+    }
+    return status == ZPP_OK && at ? take(job, at - job->piece_bytes, err) : status;
+}
+
+zpp_status zpp_coll_all_to_all(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err) {
+    struct zpp_comm *comm = turn->comm;
+    const struct job job = {turn, call, ZPP_STAGE_BYTES / (size_t)comm->ranks & ~(size_t)(ZPP_LINE_BYTES - 1)};
+    const int me = comm->rank;
+    publish_counts(comm, call);
+    (void)pack_small(comm, call);
+    zpp_status status = zpp_exchange(turn, err);
+    if (status == ZPP_OK) status = check_counts(&job, err);
+    if (status != ZPP_OK) return status;
+    if (call->src_bytes[me] && call->dsts[me] != call->srcs[me])
+        memcpy(call->dsts[me], call->srcs[me], call->src_bytes[me]);
+    uint64_t most = 0, received = 0;
+    bool all_small = true;
+    for (int r = 0; r < comm->ranks; r++) {
+        const uint64_t *counts = counts_of(comm, r);
+        if (sum_without(counts, comm->ranks, r) > ZPP_SMALL_BYTES) all_small = false;
+        for (int p = 0; p < comm->ranks; p++)
+            if (p != r && counts[p] > most) most = counts[p];
+        if (r != me) received += call->dst_bytes[r];
+    }
+    zpp_count_call(comm, call->coll == ZPP_COLL_ALL_TO_ALL ? ZPP_TRAFFIC_ALL_TO_ALL : ZPP_TRAFFIC_OTHER, received);
+    if (all_small) unpack_small(&job);
+    return all_small ? ZPP_OK : staged(&job, most, err);
+}

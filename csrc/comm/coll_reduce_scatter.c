@@ -1,0 +1,114 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Reduce-scatter: src holds N slices; dst = slice `rank` combined over all ranks, in rank order. Each rank reads (N -
+ * 1) * slice bytes from its peers:
+ *
+ *   small     all of src beside the signature; one publication, one round of reads
+ *   in place  every src lies in an arena: its slices are combined straight from there, then one final phase
+ *   staged    rounds: my slot holds, for each peer, the next piece of that peer's slice; combine the pieces of the
+ * round before
+ */
+#include <string.h>
+
+#include "internal.h"
+#include "reduce.h"
+
+struct job {
+    struct zpp_turn *turn;
+    const struct zpp_tensor *tensor; /* elems, bytes: of one slice */
+    uint8_t *dst;
+    const uint8_t *src;
+    size_t elem_bytes, piece_bytes; /* of one peer in a slot; whole cache lines, so whole elements */
+    bool stream;
+};
+
+static void combine(const struct job *job, const uint8_t *const *part, size_t at, size_t bytes) {
+    zpp_reduce_op_sources(job->dst + at, job->tensor->op, (const void *const *)part, job->turn->comm->ranks,
+                          job->tensor->dtype, bytes / job->elem_bytes, job->stream);
+}
+
+static zpp_status small(const struct job *job, struct zpp_err *err) {
+    struct zpp_comm *comm = job->turn->comm;
+    const size_t slice = job->tensor->bytes, all = slice * (size_t)comm->ranks;
+    const zpp_status status = zpp_exchange_small(job->turn, job->src, all, err);
+    const uint8_t *part[ZPP_RANKS_MAX];
+    if (status != ZPP_OK) return status;
+    for (int r = 0; r < comm->ranks; r++)
+        part[r] = (r == comm->rank ? job->src : zpp_payload(comm, r, all)) + (size_t)comm->rank * slice;
+    combine(job, part, 0, slice);
+    return ZPP_OK;
+}
+
+static zpp_status in_place(const struct job *job, const uint8_t *const *tensor, struct zpp_err *err) {
+    struct zpp_comm *comm = job->turn->comm;
+    const uint8_t *part[ZPP_RANKS_MAX];
+    for (int r = 0; r < comm->ranks; r++) part[r] = tensor[r] + (size_t)comm->rank * job->tensor->bytes;
+    combine(job, part, 0, job->tensor->bytes);
+    return zpp_step_wait(job->turn, zpp_step_pass(comm), err);
+}
+
+static size_t piece_at(const struct job *job, size_t at) {
+    const size_t left = job->tensor->bytes - at;
+    return left < job->piece_bytes ? left : job->piece_bytes;
+}
+
+static zpp_status fill(const struct job *job, size_t at, struct zpp_err *err) {
+    struct zpp_comm *comm = job->turn->comm;
+    uint8_t *slot = NULL;
+    const zpp_status status = zpp_stage_begin(job->turn, 0, &slot, err);
+    if (status != ZPP_OK) return status;
+    for (int r = 0; r < comm->ranks; r++)
+        if (r != comm->rank)
+            memcpy(slot + (size_t)r * job->piece_bytes, job->src + (size_t)r * job->tensor->bytes + at,
+                   piece_at(job, at));
+    zpp_stage_publish(comm, 0);
+    return ZPP_OK;
+}
+
+static zpp_status take(const struct job *job, size_t at, struct zpp_err *err) {
+    struct zpp_comm *comm = job->turn->comm;
+    const zpp_status status = zpp_take_begin(job->turn, 0, err);
+    const uint8_t *part[ZPP_RANKS_MAX];
+    if (status != ZPP_OK) return status;
+    for (int r = 0; r < comm->ranks; r++)
+        part[r] = r == comm->rank ? job->src + (size_t)r * job->tensor->bytes + at
+                                  : zpp_stage(comm, r, 0, comm->taken[0]) + (size_t)comm->rank * job->piece_bytes;
+    combine(job, part, at, piece_at(job, at));
+    zpp_take_end(comm, 0);
+    return ZPP_OK;
+}
+
+static zpp_status staged(const struct job *job, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    size_t at = 0;
+    for (; status == ZPP_OK && at < job->tensor->bytes; at += job->piece_bytes) {
+        status = fill(job, at, err);
+        if (status == ZPP_OK && at) status = take(job, at - job->piece_bytes, err);
+    }
+    return status == ZPP_OK ? take(job, at - job->piece_bytes, err) : status;
+}
+
+zpp_status zpp_coll_reduce_scatter(struct zpp_turn *turn, void *dst, const void *src, const struct zpp_tensor *tensor,
+                                   struct zpp_err *err) {
+    struct zpp_comm *comm = turn->comm;
+    const size_t all = tensor->bytes * (size_t)comm->ranks;
+    const struct job job = {turn,
+                            tensor,
+                            dst,
+                            src,
+                            zpp_dtype_bytes(tensor->dtype),
+                            ZPP_STAGE_BYTES / (size_t)comm->ranks & ~(size_t)(ZPP_LINE_BYTES - 1),
+                            tensor->bytes >= ZPP_STREAM_BYTES};
+    const uint8_t *parts[ZPP_RANKS_MAX];
+    bool all_in_arenas = false;
+    zpp_count_call(comm, ZPP_TRAFFIC_REDUCE_SCATTER, tensor->bytes * (uint64_t)(comm->ranks - 1));
+    if (comm->ranks == 1) {
+        const uint8_t *const own[1] = {src};
+        if (dst != src) combine(&job, own, 0, tensor->bytes);
+        return ZPP_OK;
+    }
+    if (all <= ZPP_SMALL_BYTES) return small(&job, err);
+    const zpp_status status = zpp_exchange_place(turn, src, all, &all_in_arenas, parts, err);
+    if (status != ZPP_OK) return status;
+    return all_in_arenas ? in_place(&job, parts, err) : staged(&job, err);
+}

@@ -1,0 +1,127 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The communicator as an object: creation, end, abort, and the counts of what it moved.
+ */
+#include "comm.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "internal.h"
+#include "memfd.h"
+
+enum { GUARD_BYTES = 4096, SPIN_TURNS = 2000, SPIN_TURNS_CROWDED = 50 };
+
+/* With more ranks than cores, whoever spins keeps a peer from running. */
+static int spin_turns(int ranks) {
+    cpu_set_t cpus;
+    const int count = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
+    return ranks <= count ? SPIN_TURNS : SPIN_TURNS_CROWDED;
+}
+
+/* A forked child has the parent's descriptors and mappings, and must touch neither counters nor verdict. It recognises
+ * itself by this page, which the kernel wipes in it; no global handler is needed, and a look costs one load. */
+static zpp_status make_fork_guard(struct zpp_comm *comm, struct zpp_err *err) {
+    void *page = mmap(NULL, GUARD_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED) return zpp_fail_os(err, errno, "comm: no memory for a group");
+    comm->fork_guard = page;
+    atomic_store(comm->fork_guard, 1);
+    if (madvise(page, GUARD_BYTES, MADV_WIPEONFORK) != 0)
+        return zpp_fail_os(err, errno,
+                           "comm: this kernel cannot wipe a page in forked children (Linux 4.14 or newer is wanted)");
+    return ZPP_OK;
+}
+
+static zpp_status check_options(const struct zpp_comm_options *options, struct zpp_err *err) {
+    const char *name = options->name ? options->name : "default";
+    if (options->ranks < 1 || options->ranks > ZPP_RANKS_MAX)
+        return zpp_fail(err, ZPP_INVALID, "comm: group \"%s\" has %d ranks, wanted 1 to %d", name, options->ranks,
+                        (int)ZPP_RANKS_MAX);
+    if (options->rank < 0 || options->rank >= options->ranks)
+        return zpp_fail(err, ZPP_INVALID, "comm: rank %d is not in 0..%d of group \"%s\"", options->rank,
+                        options->ranks - 1, name);
+    return ZPP_OK;
+}
+
+zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct zpp_store *store, zpp_comm **out,
+                           struct zpp_err *err) {
+    zpp_status status = check_options(options, err);
+    if (status != ZPP_OK) return status;
+    struct zpp_comm *comm = calloc(1, sizeof *comm);
+    if (!comm) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for a group of %d ranks", options->ranks);
+    comm->rank = options->rank;
+    comm->ranks = options->ranks;
+    comm->timeout_ns = options->timeout_ns;
+    comm->spin_turns = spin_turns(options->ranks);
+    comm->log = options->log;
+    comm->log_ctx = options->log_ctx;
+    comm->base_bytes = sizeof(struct zpp_control) + (size_t)ZPP_TRACKS * ZPP_STAGE_SLOTS * ZPP_STAGE_BYTES;
+    snprintf(comm->name, sizeof comm->name, "%s", options->name ? options->name : "default");
+    pthread_mutex_init(&comm->mail_lock, NULL);
+    pthread_mutex_init(&comm->verdict_lock, NULL);
+    pthread_mutex_init(&comm->arena_lock, NULL);
+    pthread_mutex_init(&comm->side_lock, NULL);
+    for (int r = 0; r < comm->ranks; r++) comm->peer[r].socket = comm->peer[r].pidfd = -1;
+    status = make_fork_guard(comm, err);
+    if (status == ZPP_OK) {
+        const struct zpp_wait forever = {comm->timeout_ns, NULL, NULL};
+        struct zpp_wait wait = options->wait ? *options->wait : forever;
+        wait.timeout_ns = comm->timeout_ns;
+        status = zpp_rendezvous(comm, store, &wait, err);
+    }
+    if (status != ZPP_OK) {
+        zpp_comm_destroy(comm);
+        return status;
+    }
+    *out = comm;
+    return ZPP_OK;
+}
+
+void zpp_comm_destroy(zpp_comm *comm) {
+    if (!comm) return;
+    const bool forked = zpp_comm_forked(comm);
+    if (!forked && comm->base[comm->rank]) atomic_store(&zpp_control(comm, comm->rank)->left, 1);
+    zpp_async_destroy(comm); /* in a forked child there is no thread to join, and these see to it */
+    zpp_arena_clear(comm);
+    zpp_mail_clear(comm);
+    for (int r = 0; r < comm->ranks; r++) {
+        if (comm->peer[r].socket >= 0) close(comm->peer[r].socket);
+        if (comm->peer[r].pidfd >= 0) close(comm->peer[r].pidfd);
+        zpp_memfd_unmap(comm->base[r], comm->base_bytes);
+    }
+    if (comm->fork_guard) munmap(comm->fork_guard, GUARD_BYTES);
+    if (!forked) { /* a child may have been forked while another thread held them */
+        pthread_mutex_destroy(&comm->mail_lock);
+        pthread_mutex_destroy(&comm->verdict_lock);
+        pthread_mutex_destroy(&comm->arena_lock);
+        pthread_mutex_destroy(&comm->side_lock);
+    }
+    free(comm);
+}
+
+void zpp_comm_abort(zpp_comm *comm, const char *sentence) {
+    struct zpp_err standing = ZPP_ERR_INIT;
+    if (zpp_comm_forked(comm)) return;
+    (void)zpp_verdict(comm, ZPP_ABORTED, comm->rank, &standing, "comm: rank %d aborted group \"%s\": %s", comm->rank,
+                      comm->name, sentence ? sentence : "no reason given");
+}
+
+zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err) { return zpp_comm_check(comm, err); }
+
+int zpp_comm_rank(const zpp_comm *comm) { return comm->rank; }
+int zpp_comm_ranks(const zpp_comm *comm) { return comm->ranks; }
+uint64_t zpp_comm_timeout_ns(const zpp_comm *comm) { return comm->timeout_ns; }
+
+void zpp_comm_traffic(const zpp_comm *comm, struct zpp_traffic *out) {
+    for (int kind = 0; kind < ZPP_TRAFFIC_KINDS; kind++) {
+        out->bytes[kind] = atomic_load_explicit(&comm->traffic_bytes[kind], memory_order_relaxed);
+        out->calls[kind] = atomic_load_explicit(&comm->traffic_calls[kind], memory_order_relaxed);
+    }
+}
+
+void zpp_comm_count(zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes) { zpp_count_call(comm, kind, bytes); }

@@ -1,0 +1,234 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What the files of csrc/comm share: the layout of a rank's control memory and the communicator object.
+ *
+ * Each rank has one memfd, mapped by all: [struct zpp_control][staging of track 0][staging of track 1].
+ *   post      two entries, used in turn: a collective's signature and its small payload; `word` is its sequence number.
+ *             Two are enough because a rank posts s + 2 only after it saw every peer's s + 1, which a peer posts after
+ *             it has read s. So every collective must wait for every peer's post.
+ *   staged    rounds of staging this rank has filled, per track; slot = round % 2
+ *   taken     rounds of the peers' staging this rank has finished reading, per track
+ *   step      phases passed by collectives that read the peers' tensors in place
+ * Counters run on over the life of the group; all ranks raise them alike, because the signatures were compared first.
+ */
+#ifndef ZPP_COMM_INTERNAL_H
+#define ZPP_COMM_INTERNAL_H
+
+#include <pthread.h>
+#include "comm.h"
+#include "word.h"
+
+enum {
+    ZPP_LINE_BYTES = 64,
+    ZPP_RANKS_MAX = 64,
+    ZPP_INLINE_BYTES = 40,   /* payload that travels on the line of its sequence number */
+    ZPP_SMALL_BYTES = 16384, /* payload of collectives that need no staging */
+    ZPP_TRACKS = 2,
+    ZPP_STAGE_SLOTS = 2,
+    ZPP_STAGE_BYTES = 512 * 1024, /* one slot; four of them stay in a last-level cache */
+};
+
+struct zpp_sig {
+    uint64_t what; /* op, dtype, reduce op, root: see sig.c */
+    uint64_t elems;
+};
+
+struct zpp_place {
+    uint64_t arena, offset_bytes;
+}; /* of the tensor of a large collective; arena 0 = not in an arena */
+
+struct zpp_post {
+    _Alignas(ZPP_LINE_BYTES) struct zpp_word word;
+    struct zpp_sig sig;
+    union {
+        uint8_t bytes[ZPP_INLINE_BYTES];
+        struct zpp_place place;
+    };
+};
+_Static_assert(sizeof(struct zpp_post) == ZPP_LINE_BYTES, "a post is one cache line");
+
+struct zpp_line_word {
+    _Alignas(ZPP_LINE_BYTES) struct zpp_word word;
+};
+
+struct zpp_control {
+    uint64_t magic;
+    uint32_t rank, ranks;
+    int32_t pid;
+    _Alignas(ZPP_LINE_BYTES) _Atomic uint32_t left;    /* 1: destroyed its communicator */
+    _Alignas(ZPP_LINE_BYTES) _Atomic uint64_t verdict; /* of the group, in rank 0's block only; see verdict.c */
+    char verdict_text[ZPP_ERR_TEXT_BYTES];             /* the words of the verdict that this rank pronounced */
+    struct zpp_post post[2];
+    struct zpp_line_word staged[ZPP_TRACKS], taken[ZPP_TRACKS], step;
+    struct zpp_line_word doorbell;     /* rung by peers that sent or received something (p2p.c) */
+    uint64_t counts[2][ZPP_RANKS_MAX]; /* bytes for each peer, in turn like `post` (coll_all_to_all.c) */
+    _Alignas(4096) uint8_t small[2][ZPP_SMALL_BYTES];
+};
+
+/* A message with an optional descriptor, over the socket of a pair; see mail.c. */
+struct zpp_mail {
+    uint64_t kind, number, a, b;
+};
+enum { ZPP_MAIL_REGION = 1, ZPP_MAIL_ARENA, ZPP_MAIL_P2P };
+struct zpp_letter;
+
+struct zpp_arena; /* arena.c */
+struct zpp_async; /* async.c */
+struct zpp_p2p;   /* p2p.c */
+
+struct zpp_peer {
+    int socket; /* -1 at our own place */
+    int pidfd;  /* -1 where the kernel has none: then a closed socket means death */
+    int32_t pid;
+    struct zpp_letter *inbox; /* arrived, not yet asked for; guarded by mail_lock */
+};
+
+struct zpp_comm {
+    int rank, ranks;
+    uint64_t timeout_ns;
+    int spin_turns;
+    char name[64];
+    void (*log)(void *ctx, const char *sentence);
+    void *log_ctx;
+
+    _Atomic uint32_t *fork_guard; /* a page that a forked child finds zeroed (MADV_WIPEONFORK) */
+    void *base[ZPP_RANKS_MAX];    /* control memory of every rank, mapped here */
+    size_t base_bytes;
+    struct zpp_peer peer[ZPP_RANKS_MAX];
+
+    _Atomic bool busy; /* a collective runs: a second thread in here is a caller's error, not a torn counter */
+    /* The caller's side of the counters. Used by the one thread that runs collectives. */
+    uint32_t seq, staged[ZPP_TRACKS], taken[ZPP_TRACKS], step;
+    struct zpp_sig now; /* the collective in progress, for messages */
+    uint64_t regions;   /* region creations so far */
+
+    pthread_mutex_t mail_lock;    /* the sockets and inboxes; innermost */
+    pthread_mutex_t verdict_lock; /* this rank's verdict_text; innermost */
+    pthread_mutex_t arena_lock;   /* list of arenas; mail_lock may be taken inside */
+    struct zpp_arena *arenas;
+    pthread_mutex_t side_lock; /* lazy creation of `async` and `p2p` */
+    struct zpp_async *async;
+    struct zpp_p2p *p2p;
+
+    _Atomic uint64_t traffic_bytes[ZPP_TRAFFIC_KINDS], traffic_calls[ZPP_TRAFFIC_KINDS];
+};
+
+static inline struct zpp_control *zpp_control(const struct zpp_comm *comm, int rank) {
+    return (struct zpp_control *)comm->base[rank];
+}
+
+static inline uint8_t *zpp_stage(const struct zpp_comm *comm, int rank, int track, uint32_t round) {
+    return (uint8_t *)comm->base[rank] + sizeof(struct zpp_control) +
+           ((size_t)track * ZPP_STAGE_SLOTS + round % ZPP_STAGE_SLOTS) * ZPP_STAGE_BYTES;
+}
+
+static inline struct zpp_gate zpp_gate_at(const struct zpp_comm *comm, size_t offset_bytes, uint32_t target) {
+    const struct zpp_gate gate = {comm->base, offset_bytes, target};
+    return gate;
+}
+
+/* --- rendezvous.c: fill base[], peer[] ---------------------------------------------------------------------------- */
+zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_store *store, const struct zpp_wait *wait,
+                          struct zpp_err *err);
+
+/* --- verdict.c: why the group ended, and who is to blame -----------------------------------------------------------
+ */
+/* OK, or the error that every rank reports from now on; also STATE in a forked child. A few ns. */
+zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err);
+/* Pronounce a verdict (the first one counts) and return the one that stands. */
+zpp_status zpp_verdict(struct zpp_comm *comm, zpp_status status, int guilty, struct zpp_err *err, const char *format,
+                       ...) __attribute__((format(printf, 5, 6)));
+bool zpp_peer_dead(const struct zpp_comm *comm, int rank); /* a system call */
+bool zpp_comm_forked(const struct zpp_comm *comm);
+
+/* --- mail.c ------------------------------------------------------------------------------------------------------- */
+zpp_status zpp_mail_send(struct zpp_comm *comm, int rank, const struct zpp_mail *mail, int fd, struct zpp_err *err);
+/* Next letter of `kind` and `number` from `rank`; others are kept for later. The descriptor is the caller's. */
+zpp_status zpp_mail_wait(struct zpp_turn *turn, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail,
+                         int *fd, struct zpp_err *err);
+void zpp_mail_clear(struct zpp_comm *comm);
+
+/* The slow part of a wait, for waits that are not on a word: every 100 ms, see word.c. `guilty` is the rank waited for.
+ */
+zpp_status zpp_turn_look(struct zpp_turn *turn, int guilty, struct zpp_err *err);
+
+/* --- sig.c: every collective begins here ----------------------------------------------------------------------------
+ */
+enum { ZPP_NO_OP = 0xff, ZPP_NO_ROOT = 0xffff };
+struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce_op, unsigned root, uint64_t elems);
+/* Begin a collective: check the group, take its sequence number, set up `turn`. */
+zpp_status zpp_enter(struct zpp_comm *comm, struct zpp_sig sig, const struct zpp_wait *wait, struct zpp_turn *turn,
+                     struct zpp_err *err);
+/* My post of this collective, to be filled before zpp_exchange. */
+static inline struct zpp_post *zpp_my_post(struct zpp_comm *comm) {
+    return &zpp_control(comm, comm->rank)->post[comm->seq % 2];
+}
+static inline const struct zpp_post *zpp_post_of(const struct zpp_comm *comm, int rank) {
+    return &zpp_control(comm, rank)->post[comm->seq % 2];
+}
+static inline const uint8_t *zpp_payload(const struct zpp_comm *comm, int rank, size_t bytes) {
+    return bytes <= ZPP_INLINE_BYTES ? zpp_post_of(comm, rank)->bytes : zpp_control(comm, rank)->small[comm->seq % 2];
+}
+/* Publish my post, wait for everybody's, compare the signatures. */
+zpp_status zpp_exchange(struct zpp_turn *turn, struct zpp_err *err);
+/* The same with a payload of at most ZPP_SMALL_BYTES, which peers then read at zpp_payload(). */
+zpp_status zpp_exchange_small(struct zpp_turn *turn, const void *payload, size_t bytes, struct zpp_err *err);
+/* The same, publishing where a large tensor lies. `*in_place`: every rank's lies in an arena, then tensor[r] is rank
+ * r's, mapped here. */
+zpp_status zpp_exchange_place(struct zpp_turn *turn, const void *tensor_here, size_t bytes, bool *in_place,
+                              const uint8_t **tensor, struct zpp_err *err);
+/* The same where only the tensor of `owner` matters. */
+zpp_status zpp_exchange_place_of(struct zpp_turn *turn, int owner, const void *tensor_here, size_t bytes,
+                                 bool *in_arena, const uint8_t **tensor, struct zpp_err *err);
+
+/* --- coll_*.c: one algorithm a file; elements already checked
+ * ------------------------------------------------------------ */
+struct zpp_tensor {
+    zpp_dtype dtype;
+    zpp_reduce_op op;
+    size_t elems, bytes;
+};
+zpp_status zpp_coll_all_reduce(struct zpp_turn *turn, void *data, const struct zpp_tensor *tensor, struct zpp_err *err);
+zpp_status zpp_coll_reduce(struct zpp_turn *turn, void *data, const struct zpp_tensor *tensor, int root,
+                           struct zpp_err *err);
+zpp_status zpp_coll_all_gather(struct zpp_turn *turn, void *dst, const void *src, size_t bytes, struct zpp_err *err);
+zpp_status zpp_coll_reduce_scatter(struct zpp_turn *turn, void *dst, const void *src, const struct zpp_tensor *tensor,
+                                   struct zpp_err *err);
+zpp_status zpp_coll_broadcast(struct zpp_turn *turn, void *data, size_t bytes, int root, struct zpp_err *err);
+zpp_status zpp_coll_all_to_all(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
+enum { ZPP_STREAM_BYTES = 4 * 1024 * 1024 }; /* tensors from this size on are written around the cache */
+
+/* --- rounds.c: staging in rounds ------------------------------------------------------------------------------------
+ */
+/* Wait until my slot of the next round is free (every peer has taken the round before the last). */
+zpp_status zpp_stage_begin(struct zpp_turn *turn, int track, uint8_t **slot, struct zpp_err *err);
+void zpp_stage_publish(struct zpp_comm *comm, int track);
+/* Wait until every peer has staged the next round to be taken; then peers' data is at zpp_stage(comm, r, track,
+ * comm->taken[track]). */
+zpp_status zpp_take_begin(struct zpp_turn *turn, int track, struct zpp_err *err);
+void zpp_take_end(struct zpp_comm *comm, int track);
+/* In place: pass to the next phase; wait until every rank has passed phase `step`. */
+uint32_t zpp_step_pass(struct zpp_comm *comm);
+zpp_status zpp_step_wait(struct zpp_turn *turn, uint32_t step, struct zpp_err *err);
+
+/* --- arena.c --------------------------------------------------------------------------------------------------------
+ */
+bool zpp_arena_find(struct zpp_comm *comm, const void *data, size_t bytes, struct zpp_place *place);
+zpp_status zpp_arena_at(struct zpp_turn *turn, int rank, const struct zpp_place *place, size_t bytes,
+                        const uint8_t **data, struct zpp_err *err);
+void zpp_arena_clear(struct zpp_comm *comm);
+
+/* --- async.c, p2p.c: ended by zpp_comm_destroy
+ * ------------------------------------------------------------------------ */
+zpp_status zpp_call_now(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait,
+                        struct zpp_err *err); /* call.c */
+zpp_status zpp_async_drain(struct zpp_comm *comm, const struct zpp_wait *wait, struct zpp_err *err);
+void zpp_async_destroy(struct zpp_comm *comm);
+void zpp_p2p_destroy(struct zpp_comm *comm);
+
+static inline void zpp_count_call(struct zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes) {
+    atomic_fetch_add_explicit(&comm->traffic_bytes[kind], bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&comm->traffic_calls[kind], 1, memory_order_relaxed);
+}
+
+#endif

@@ -1,0 +1,128 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Letters between two ranks over their socket (SOCK_SEQPACKET, so a letter arrives whole): what cannot go through
+ * shared memory, because it carries the descriptor of new shared memory. Letters that come before somebody asks for
+ * them are kept in the peer's inbox. Any thread; mail_lock guards sockets and inboxes and is held for system calls that
+ * do not wait.
+ */
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+struct zpp_letter {
+    struct zpp_letter *next;
+    struct zpp_mail mail;
+    int fd;
+};
+
+union fd_room {
+    char bytes[CMSG_SPACE(sizeof(int))];
+    struct cmsghdr align;
+};
+
+zpp_status zpp_mail_send(struct zpp_comm *comm, int rank, const struct zpp_mail *mail, int fd, struct zpp_err *err) {
+    struct zpp_mail copy = *mail;
+    struct iovec part = {&copy, sizeof copy};
+    union fd_room room;
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
+    if (fd >= 0) {
+        memset(&room, 0, sizeof room);
+        message.msg_control = room.bytes;
+        message.msg_controllen = sizeof room.bytes;
+        struct cmsghdr *head = CMSG_FIRSTHDR(&message);
+        head->cmsg_level = SOL_SOCKET;
+        head->cmsg_type = SCM_RIGHTS;
+        head->cmsg_len = CMSG_LEN(sizeof fd);
+        memcpy(CMSG_DATA(head), &fd, sizeof fd);
+    }
+    /* Sockets do not block. Letters are few and short, so a full buffer means that a peer has ignored dozens of them.
+     */
+    if (sendmsg(comm->peer[rank].socket, &message, MSG_NOSIGNAL) == (ssize_t)sizeof copy) return ZPP_OK;
+    if (errno == EPIPE || errno == ECONNRESET || errno == ENOTCONN)
+        return zpp_verdict(comm, ZPP_PEER, rank, err,
+                           "comm: rank %d (process %d) of group \"%s\" %s; rank %d found its socket closed", rank,
+                           (int)comm->peer[rank].pid, comm->name,
+                           atomic_load(&zpp_control(comm, rank)->left) ? "left the group" : "died", comm->rank);
+    return zpp_fail_os(err, errno, "comm: rank %d of group \"%s\" cannot be written to", rank, comm->name);
+}
+
+/* Take one letter from the socket. AGAIN: none there, or the socket is closed (the wait finds out about that). */
+static zpp_status receive(const struct zpp_peer *peer, struct zpp_letter *letter) {
+    struct iovec part = {&letter->mail, sizeof letter->mail};
+    union fd_room room;
+    struct msghdr message = {
+        .msg_iov = &part, .msg_iovlen = 1, .msg_control = room.bytes, .msg_controllen = sizeof room.bytes};
+    const ssize_t got = recvmsg(peer->socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    letter->fd = -1;
+    if (got <= 0) return ZPP_AGAIN;
+    struct cmsghdr *head = CMSG_FIRSTHDR(&message);
+    if (head && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS)
+        memcpy(&letter->fd, CMSG_DATA(head), sizeof letter->fd);
+    return got == (ssize_t)sizeof letter->mail ? ZPP_OK : ZPP_AGAIN;
+}
+
+/* Find the letter in the inbox, or bring in what the socket holds until it comes. */
+static zpp_status look_for(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail,
+                           int *fd, struct zpp_err *err) {
+    struct zpp_peer *peer = &comm->peer[rank];
+    zpp_status status = ZPP_AGAIN;
+    pthread_mutex_lock(&comm->mail_lock);
+    struct zpp_letter **at = &peer->inbox;
+    while (status == ZPP_AGAIN) {
+        if (!*at) {
+            struct zpp_letter *letter = malloc(sizeof *letter);
+            if (!letter)
+                status = zpp_fail(err, ZPP_NOMEM, "comm: no memory for a letter of rank %d", rank);
+            else if (receive(peer, letter) != ZPP_OK) {
+                free(letter);
+                break;
+            } else {
+                letter->next = NULL;
+                *at = letter;
+            }
+            continue;
+        }
+        struct zpp_letter *letter = *at;
+        if (letter->mail.kind != kind || letter->mail.number != number) {
+            at = &letter->next;
+            continue;
+        }
+        *mail = letter->mail;
+        *fd = letter->fd;
+        *at = letter->next;
+        free(letter);
+        status = ZPP_OK;
+    }
+    pthread_mutex_unlock(&comm->mail_lock);
+    return status;
+}
+
+zpp_status zpp_mail_wait(struct zpp_turn *turn, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail,
+                         int *fd, struct zpp_err *err) {
+    struct zpp_comm *comm = turn->comm;
+    zpp_status status = ZPP_OK;
+    for (bool lost = false;;) {
+        const zpp_status found = look_for(comm, rank, kind, number, mail, fd, err);
+        if (found != ZPP_AGAIN) return found;
+        if (lost) return status; /* looked once more after the peer was found gone: it may have written first */
+        struct pollfd readable = {comm->peer[rank].socket, POLLIN, 0};
+        if (poll(&readable, 1, 100) > 0 && (readable.revents & (POLLHUP | POLLERR)) && !(readable.revents & POLLIN))
+            poll(NULL, 0, 1);
+        status = zpp_turn_look(turn, rank, err);
+        lost = status != ZPP_OK;
+    }
+}
+
+void zpp_mail_clear(struct zpp_comm *comm) {
+    for (int r = 0; r < comm->ranks; r++)
+        for (struct zpp_letter *letter = comm->peer[r].inbox, *next; letter; letter = next) {
+            next = letter->next;
+            if (letter->fd >= 0) close(letter->fd);
+            free(letter);
+        }
+}

@@ -1,0 +1,194 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Reductions of any operation and dtype; sums of floating point elements go to the kernels of this CPU. The rest works
+ * in blocks that stay in the first-level cache: start with source 0, combine source after source, finish.
+ */
+#include "reduce.h"
+
+#include <string.h>
+
+#include "../base/cpu.h"
+
+enum { BLOCK_ELEMS = 512, SUM_SOURCES = 64, STREAM_MIN_BYTES = 32768 };
+
+const struct zpp_sum_kernels *zpp_sum_kernels(void) {
+#if ZPP_CPU_X86
+    switch (zpp_cpu_level()) {
+    case ZPP_CPU_AVX512: return &zpp_sum_avx512;
+    case ZPP_CPU_AVX2: return &zpp_sum_avx2;
+    default: break;
+    }
+#endif
+    return &zpp_sum_scalar;
+}
+
+void zpp_copy(void *dst, const void *src, size_t bytes, bool stream) {
+    if (stream && bytes >= STREAM_MIN_BYTES)
+        zpp_sum_kernels()->copy(dst, src, bytes);
+    else
+        memcpy(dst, src, bytes);
+}
+
+static bool is_float(zpp_dtype dtype) {
+    return dtype == ZPP_F32 || dtype == ZPP_BF16 || dtype == ZPP_F16 || dtype == ZPP_F64;
+}
+
+zpp_status zpp_reduce_check(zpp_reduce_op op, zpp_dtype dtype, struct zpp_err *err) {
+    if ((unsigned)dtype >= ZPP_DTYPES)
+        return zpp_fail(err, ZPP_INVALID, "comm: dtype %d is none that a reduction knows", (int)dtype);
+    if ((unsigned)op >= ZPP_REDUCE_OPS)
+        return zpp_fail(err, ZPP_INVALID, "comm: reduce operation %d, wanted 0..%d", (int)op, ZPP_REDUCE_OPS - 1);
+    const bool bits = op == ZPP_BAND || op == ZPP_BOR || op == ZPP_BXOR;
+    if (bits && is_float(dtype))
+        return zpp_fail(err, ZPP_INVALID, "comm: %s of %s, wanted an integer or bool dtype", zpp_reduce_op_name(op),
+                        zpp_dtype_name(dtype));
+    if (op == ZPP_AVG && !is_float(dtype))
+        return zpp_fail(err, ZPP_INVALID, "comm: avg of %s, wanted a floating point dtype; use sum and divide",
+                        zpp_dtype_name(dtype));
+    return ZPP_OK;
+}
+
+/* --- combine one block: acc[i] = acc[i] op src[i] -------------------------------------------------------------------
+ */
+
+#define COMBINE_ARITHMETIC(name, type, wide)                                                                   \
+    static void combine_##name(type *acc, const type *src, size_t elems, zpp_reduce_op op) {                   \
+        switch (op) {                                                                                          \
+        case ZPP_PRODUCT:                                                                                      \
+            for (size_t i = 0; i < elems; i++) acc[i] = (type)((wide)acc[i] * (wide)src[i]);                   \
+            break;                                                                                             \
+        case ZPP_MIN:                                                                                          \
+            for (size_t i = 0; i < elems; i++) acc[i] = src[i] < acc[i] || src[i] != src[i] ? src[i] : acc[i]; \
+            break;                                                                                             \
+        case ZPP_MAX:                                                                                          \
+            for (size_t i = 0; i < elems; i++) acc[i] = src[i] > acc[i] || src[i] != src[i] ? src[i] : acc[i]; \
+            break;                                                                                             \
+        default:                                                                                               \
+            for (size_t i = 0; i < elems; i++) acc[i] = (type)((wide)acc[i] + (wide)src[i]);                   \
+            break;                                                                                             \
+        }                                                                                                      \
+    }
+
+/* Signed sums wrap, as torch's do: computed unsigned, where C defines it. */
+#define COMBINE_INTEGER(name, type, wide)                                                    \
+    COMBINE_ARITHMETIC(name##_arithmetic, type, wide)                                        \
+    static void combine_##name(type *acc, const type *src, size_t elems, zpp_reduce_op op) { \
+        switch (op) {                                                                        \
+        case ZPP_BAND:                                                                       \
+            for (size_t i = 0; i < elems; i++) acc[i] = (type)(acc[i] & src[i]);             \
+            break;                                                                           \
+        case ZPP_BOR:                                                                        \
+            for (size_t i = 0; i < elems; i++) acc[i] = (type)(acc[i] | src[i]);             \
+            break;                                                                           \
+        case ZPP_BXOR:                                                                       \
+            for (size_t i = 0; i < elems; i++) acc[i] = (type)(acc[i] ^ src[i]);             \
+            break;                                                                           \
+        default: combine_##name##_arithmetic(acc, src, elems, op); break;                    \
+        }                                                                                    \
+    }
+
+COMBINE_ARITHMETIC(f32, float, float)
+COMBINE_ARITHMETIC(f64, double, double)
+COMBINE_INTEGER(i8, int8_t, uint32_t)
+COMBINE_INTEGER(u8, uint8_t, uint32_t)
+COMBINE_INTEGER(i16, int16_t, uint32_t)
+COMBINE_INTEGER(i32, int32_t, uint32_t)
+COMBINE_INTEGER(i64, int64_t, uint64_t)
+
+/* bool: sum and max are "any", product and min are "all". Bytes other than 0 and 1 count as true. */
+static void combine_bool(uint8_t *acc, const uint8_t *src, size_t elems, zpp_reduce_op op) {
+    for (size_t i = 0; i < elems; i++) {
+        const bool a = acc[i] != 0, b = src[i] != 0;
+        acc[i] = op == ZPP_BXOR ? a != b : op == ZPP_PRODUCT || op == ZPP_MIN || op == ZPP_BAND ? a && b : a || b;
+    }
+}
+
+static void combine(void *acc, const void *src, size_t elems, zpp_dtype dtype, zpp_reduce_op op) {
+    switch (dtype) {
+    case ZPP_F32: combine_f32(acc, src, elems, op); break;
+    case ZPP_F64: combine_f64(acc, src, elems, op); break;
+    case ZPP_I8: combine_i8(acc, src, elems, op); break;
+    case ZPP_U8: combine_u8(acc, src, elems, op); break;
+    case ZPP_I16: combine_i16(acc, src, elems, op); break;
+    case ZPP_I32: combine_i32(acc, src, elems, op); break;
+    case ZPP_I64: combine_i64(acc, src, elems, op); break;
+    case ZPP_BOOL: combine_bool(acc, src, elems, op); break;
+    default: break; /* 16-bit floats are widened before they come here */
+    }
+}
+
+/* --- blocks
+ * ----------------------------------------------------------------------------------------------------------- */
+
+static void reduce_block(void *dst, zpp_reduce_op op, const void *const *src, int sources, zpp_dtype dtype, size_t at,
+                         size_t elems) {
+    union {
+        float f32[BLOCK_ELEMS];
+        double f64[BLOCK_ELEMS];
+        uint8_t bytes[BLOCK_ELEMS * 8];
+    } acc;
+    float wide[BLOCK_ELEMS];
+    const bool half = dtype == ZPP_BF16 || dtype == ZPP_F16;
+    const size_t elem_bytes = zpp_dtype_bytes(dtype);
+    for (int r = 0; r < sources; r++) {
+        const uint8_t *from = (const uint8_t *)src[r] + at * elem_bytes;
+        if (half)
+            zpp_convert(r ? wide : acc.f32, ZPP_F32, from, dtype, elems);
+        else if (!r)
+            memcpy(acc.bytes, from, elems * elem_bytes);
+        if (r) combine(acc.bytes, half ? (const void *)wide : from, elems, half ? ZPP_F32 : dtype, op);
+    }
+    if (op == ZPP_AVG && dtype == ZPP_F64)
+        for (size_t i = 0; i < elems; i++) acc.f64[i] *= 1.0 / sources;
+    uint8_t *to = (uint8_t *)dst + at * elem_bytes;
+    if (half)
+        zpp_convert(to, dtype, acc.f32, ZPP_F32, elems);
+    else
+        memcpy(to, acc.bytes, elems * elem_bytes);
+}
+
+void zpp_reduce_op_sources(void *dst, zpp_reduce_op op, const void *const *src, int sources, zpp_dtype dtype,
+                           size_t elems, bool stream) {
+    const float scale = op == ZPP_AVG ? (float)(1.0 / sources) : 1.0f;
+    if ((op == ZPP_SUM || op == ZPP_AVG) && is_float(dtype) && dtype != ZPP_F64) {
+        const struct zpp_sum_kernels *kernels = zpp_sum_kernels();
+        if (dtype == ZPP_F32)
+            kernels->f32(dst, false, src, sources, elems, scale, stream);
+        else
+            (dtype == ZPP_BF16 ? kernels->bf16 : kernels->f16)(dst, false, false, src, sources, elems, scale);
+        return;
+    }
+    for (size_t at = 0; at < elems; at += BLOCK_ELEMS)
+        reduce_block(dst, op, src, sources, dtype, at, elems - at < BLOCK_ELEMS ? elems - at : BLOCK_ELEMS);
+}
+
+/* --- the door for users of regions
+ * --------------------------------------------------------------------------------------- */
+
+static void sum_f64(double *dst, bool accumulate, const void *const *src, int sources, size_t elems, double scale) {
+    for (size_t i = 0; i < elems; i++) {
+        double sum = ((const double *)src[0])[i];
+        for (int r = 1; r < sources; r++) sum += ((const double *)src[r])[i];
+        dst[i] = accumulate ? dst[i] + sum * scale : sum * scale;
+    }
+}
+
+void zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accumulate, const void *const *src, int ranks,
+                        zpp_dtype dtype, size_t elems, float scale) {
+    const struct zpp_sum_kernels *kernels = zpp_sum_kernels();
+    const bool wide = dst_dtype == ZPP_F32;
+    switch (dtype) {
+    case ZPP_F32: kernels->f32(dst, accumulate, src, ranks, elems, scale, false); break;
+    case ZPP_BF16: kernels->bf16(dst, wide, accumulate, src, ranks, elems, scale); break;
+    case ZPP_F16: kernels->f16(dst, wide, accumulate, src, ranks, elems, scale); break;
+    case ZPP_F64: sum_f64(dst, accumulate, src, ranks, elems, (double)scale); break;
+    default: { /* integers: sum, no scale; accumulate makes dst the first source */
+        const void *all[SUM_SOURCES + 1];
+        int sources = 0;
+        if (accumulate) all[sources++] = dst;
+        for (int r = 0; r < ranks && sources <= SUM_SOURCES; r++) all[sources++] = src[r];
+        zpp_reduce_op_sources(dst, ZPP_SUM, all, sources, dtype, elems, false);
+        break;
+    }
+    }
+}

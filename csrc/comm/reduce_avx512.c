@@ -1,0 +1,140 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Sums of floating point arrays with AVX-512 (F, BW, VL, DQ). The plan of reduce_avx2.c with 16 lanes and a masked
+ * tail. bf16 is rounded with integer instructions, not with AVX512_BF16, which flushes denormals and would give other
+ * bits.
+ */
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#include <string.h>
+
+#include "reduce.h"
+
+enum { LANES = 16, GROUPS = 4, BLOCK = LANES * GROUPS };
+
+static inline __m512 load_f32(const void *src, size_t i, __mmask16 lanes) {
+    return _mm512_maskz_loadu_ps(lanes, (const float *)src + i);
+}
+
+static inline __m512 load_bf16(const void *src, size_t i, __mmask16 lanes) {
+    const __m256i half = _mm256_maskz_loadu_epi16(lanes, (const uint16_t *)src + i);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+static inline __m512 load_f16(const void *src, size_t i, __mmask16 lanes) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, (const uint16_t *)src + i));
+}
+
+static inline void store_bf16(void *dst, size_t i, __mmask16 lanes, __m512 value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded =
+        _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    const __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
+    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    _mm256_mask_storeu_epi16((uint16_t *)dst + i, lanes,
+                             _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, quiet)));
+}
+
+static inline void store_f16(void *dst, size_t i, __mmask16 lanes, __m512 value) {
+    const __m256i half = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_mask_storeu_epi16((uint16_t *)dst + i, lanes, half);
+}
+
+static inline void store_f32(void *dst, size_t i, __mmask16 lanes, __m512 value) {
+    _mm512_mask_storeu_ps((float *)dst + i, lanes, value);
+}
+
+typedef __m512 (*load_fn)(const void *src, size_t i, __mmask16 lanes);
+typedef void (*store_fn)(void *dst, size_t i, __mmask16 lanes, __m512 value);
+
+struct job {
+    void *dst;
+    bool accumulate;
+    const void *const *src;
+    int sources;
+    float scale;
+};
+
+/* `groups` vectors from element `i` on; only the lanes of the last call's tail are masked. Inlined with known
+ * functions. */
+static inline __attribute__((always_inline)) void sum_groups(const struct job *job, size_t i, int groups,
+                                                             __mmask16 lanes, load_fn load, load_fn load_dst,
+                                                             store_fn store) {
+    __m512 sum[GROUPS];
+    for (int k = 0; k < groups; k++) sum[k] = load(job->src[0], i + (size_t)k * LANES, lanes);
+    for (int r = 1; r < job->sources; r++)
+        for (int k = 0; k < groups; k++)
+            sum[k] = _mm512_add_ps(sum[k], load(job->src[r], i + (size_t)k * LANES, lanes));
+    for (int k = 0; k < groups; k++) {
+        const size_t at = i + (size_t)k * LANES;
+        __m512 value = _mm512_mul_ps(sum[k], _mm512_set1_ps(job->scale));
+        if (job->accumulate) value = _mm512_add_ps(load_dst(job->dst, at, lanes), value);
+        store(job->dst, at, lanes, value);
+    }
+}
+
+static inline __attribute__((always_inline)) void sum_all(const struct job *job, size_t elems, load_fn load,
+                                                          load_fn load_dst, store_fn store) {
+    const __mmask16 all = 0xffff;
+    size_t i = 0;
+    for (; i + BLOCK <= elems; i += BLOCK) sum_groups(job, i, GROUPS, all, load, load_dst, store);
+    for (; i + LANES <= elems; i += LANES) sum_groups(job, i, 1, all, load, load_dst, store);
+    if (i < elems) sum_groups(job, i, 1, (__mmask16)((1u << (elems - i)) - 1u), load, load_dst, store);
+}
+
+static void stream_f32(void *dst, size_t i, __mmask16 lanes, __m512 value) {
+    if (lanes == 0xffff)
+        _mm512_stream_ps((float *)dst + i, value);
+    else
+        _mm512_mask_storeu_ps((float *)dst + i, lanes, value);
+}
+
+static void sum_f32(float *dst, bool accumulate, const void *const *src, int sources, size_t elems, float scale,
+                    bool stream) {
+    const struct job job = {dst, accumulate, src, sources, scale};
+    if (stream && (uintptr_t)dst % 64 == 0) {
+        sum_all(&job, elems, load_f32, load_f32, stream_f32);
+        _mm_sfence(); /* streamed stores are ordered before the counter that announces them */
+    } else {
+        sum_all(&job, elems, load_f32, load_f32, store_f32);
+    }
+}
+
+static void sum_bf16(void *dst, bool wide, bool accumulate, const void *const *src, int sources, size_t elems,
+                     float scale) {
+    const struct job job = {dst, accumulate, src, sources, scale};
+    if (wide)
+        sum_all(&job, elems, load_bf16, load_f32, store_f32);
+    else
+        sum_all(&job, elems, load_bf16, load_bf16, store_bf16);
+}
+
+static void sum_f16(void *dst, bool wide, bool accumulate, const void *const *src, int sources, size_t elems,
+                    float scale) {
+    const struct job job = {dst, accumulate, src, sources, scale};
+    if (wide)
+        sum_all(&job, elems, load_f16, load_f32, store_f32);
+    else
+        sum_all(&job, elems, load_f16, load_f16, store_f16);
+}
+
+static void copy(void *dst, const void *src, size_t bytes) {
+    uint8_t *to = dst;
+    const uint8_t *from = src;
+    const size_t head = (size_t)(-(uintptr_t)to % 64);
+    if (bytes < 512 + head) {
+        memcpy(to, from, bytes);
+        return;
+    }
+    memcpy(to, from, head);
+    size_t i = head;
+    for (; i + 256 <= bytes; i += 256)
+        for (size_t k = 0; k < 256; k += 64)
+            _mm512_stream_si512((__m512i *)(void *)(to + i + k), _mm512_loadu_si512(from + i + k));
+    _mm_sfence();
+    memcpy(to + i, from + i, bytes - i);
+}
+
+const struct zpp_sum_kernels zpp_sum_avx512 = {sum_f32, sum_bf16, sum_f16, copy};
+#endif

@@ -1,0 +1,381 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Rendezvous: how the ranks of one host find each other and exchange their control memory.
+ *
+ *   1. Each rank listens on a Unix socket of abstract, random name (nothing in the file system) and puts its card into
+ * the store: host, process, socket name, and a random secret.
+ *   2. It reads all cards. A card with another boot id is another host: NOT_BUILT, naming both.
+ *   3. Each pair connects, higher rank to lower. Both check the user id that the kernel reports for the other end; the
+ * one that connects shows the listener's secret (it could read the store, so it belongs to the job) and both send their
+ *      control memory and a pidfd of themselves, by SCM_RIGHTS. A pidfd that was sent is right in every pid namespace.
+ *
+ * The boot id names the running kernel, so containers of one machine agree on it whatever their host names are. Network
+ * namespaces do separate abstract names; then connecting is refused, and the message says so.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "internal.h"
+#include "memfd.h"
+
+enum { CARD_MAGIC = 0x5a505031, SECRET_BYTES = 16, FDS = 2 };
+
+struct card {
+    uint32_t magic, rank, ranks, pid;
+    uint64_t base_bytes; /* differs between versions of zeropp that lay out their memory differently */
+    uint8_t secret[SECRET_BYTES];
+    char boot_id[40], host[64], socket_name[64];
+};
+
+struct hello {
+    uint32_t magic, rank;
+    uint8_t secret[SECRET_BYTES];
+};
+
+struct meeting {
+    struct zpp_comm *comm;
+    struct zpp_turn turn;
+    struct card card[ZPP_RANKS_MAX];
+    int fd[FDS]; /* my control memory, my pidfd (or -1) */
+    int listener;
+};
+
+static zpp_status random_bytes(void *out, size_t bytes, struct zpp_err *err) {
+    if (getrandom(out, bytes, 0) == (ssize_t)bytes) return ZPP_OK;
+    return zpp_fail_os(err, errno, "comm: no random bytes for the secret of the group");
+}
+
+static void read_boot_id(char *out, size_t room) {
+    const int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    const ssize_t got = fd < 0 ? 0 : read(fd, out, room - 1);
+    if (fd >= 0) close(fd);
+    out[got > 0 ? got : 0] = '\0';
+    out[strcspn(out, "\n")] = '\0';
+    if (!out[0]) gethostname(out, room - 1); /* no /proc: the host's name has to do */
+}
+
+static socklen_t abstract_address(struct sockaddr_un *address, const char *name) {
+    memset(address, 0, sizeof *address);
+    address->sun_family = AF_UNIX;
+    const size_t length = strnlen(name, sizeof address->sun_path - 2);
+    memcpy(address->sun_path + 1, name, length); /* a leading zero byte makes the name abstract */
+    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + length);
+}
+
+static zpp_status listen_here(struct meeting *meeting, struct card *card, struct zpp_err *err) {
+    uint8_t name[16];
+    zpp_status status = random_bytes(name, sizeof name, err);
+    if (status == ZPP_OK) status = random_bytes(card->secret, sizeof card->secret, err);
+    if (status != ZPP_OK) return status;
+    size_t used = (size_t)snprintf(card->socket_name, sizeof card->socket_name, "zeropp-");
+    for (size_t i = 0; i < sizeof name; i++)
+        used += (size_t)snprintf(card->socket_name + used, sizeof card->socket_name - used, "%02x", name[i]);
+    struct sockaddr_un address;
+    const socklen_t length = abstract_address(&address, card->socket_name);
+    meeting->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (meeting->listener < 0 || bind(meeting->listener, (const struct sockaddr *)&address, length) != 0 ||
+        listen(meeting->listener, ZPP_RANKS_MAX) != 0)
+        return zpp_fail_os(err, errno, "comm: rank %d cannot listen for its peers (Unix socket)", meeting->comm->rank);
+    return ZPP_OK;
+}
+
+static zpp_status publish_card(struct meeting *meeting, const struct zpp_store *store, struct zpp_err *err) {
+    struct zpp_comm *comm = meeting->comm;
+    struct card *card = &meeting->card[comm->rank];
+    card->magic = CARD_MAGIC;
+    card->rank = (uint32_t)comm->rank;
+    card->ranks = (uint32_t)comm->ranks;
+    card->pid = (uint32_t)getpid();
+    card->base_bytes = comm->base_bytes;
+    read_boot_id(card->boot_id, sizeof card->boot_id);
+    if (gethostname(card->host, sizeof card->host - 1) != 0) snprintf(card->host, sizeof card->host, "?");
+    zpp_status status = listen_here(meeting, card, err);
+    if (status != ZPP_OK) return status;
+    char key[32];
+    snprintf(key, sizeof key, "zpp/rank/%d", comm->rank);
+    return store->set(store->ctx, key, card, sizeof *card, err);
+}
+
+static zpp_status read_card(struct meeting *meeting, const struct zpp_store *store, int rank, struct zpp_err *err) {
+    struct zpp_comm *comm = meeting->comm;
+    struct card *card = &meeting->card[rank];
+    const struct card *own = &meeting->card[comm->rank];
+    char key[32];
+    size_t bytes = sizeof *card;
+    snprintf(key, sizeof key, "zpp/rank/%d", rank);
+    const zpp_status status = store->get(store->ctx, key, card, &bytes, comm->timeout_ns, err);
+    if (status != ZPP_OK) {
+        if (err) err->rank = rank;
+        return status;
+    }
+    if (bytes != sizeof *card || card->magic != CARD_MAGIC || card->rank != (uint32_t)rank ||
+        card->base_bytes != own->base_bytes)
+        return zpp_fail_rank(err, ZPP_PEER, rank,
+                             "comm: the store holds a card of %zu bytes for rank %d that this version of zeropp does "
+                             "not know (wanted %zu); run the same zeropp on all ranks",
+                             bytes, rank, sizeof *card);
+    if (card->ranks != own->ranks)
+        return zpp_fail_rank(err, ZPP_PEER, rank, "comm: rank %d says that group \"%s\" has %u ranks, rank %d says %d",
+                             rank, comm->name, card->ranks, comm->rank, comm->ranks);
+    if (strncmp(card->boot_id, own->boot_id, sizeof card->boot_id) != 0)
+        return zpp_fail_rank(err, ZPP_NOT_BUILT, rank,
+                             "comm: rank %d is on host \"%.63s\" and rank %d on host \"%.63s\"; groups over "
+                             "several hosts are not built yet, start all ranks on one host",
+                             comm->rank, own->host, rank, card->host);
+    comm->peer[rank].pid = (int32_t)card->pid;
+    return ZPP_OK;
+}
+
+/* --- one pair
+ * --------------------------------------------------------------------------------------------------------- */
+
+static zpp_status check_user(int socket_fd, int rank, struct zpp_err *err) {
+    struct ucred user;
+    socklen_t length = sizeof user;
+    if (getsockopt(socket_fd, SOL_SOCKET, SO_PEERCRED, &user, &length) != 0)
+        return zpp_fail_os(err, errno, "comm: the user behind rank %d is unknown (SO_PEERCRED)", rank);
+    if (user.uid == geteuid()) return ZPP_OK;
+    return zpp_fail_rank(err, ZPP_PEER, rank,
+                         "comm: rank %d runs as user %u, this rank as user %u; ranks of a group share memory, so start "
+                         "them as one user",
+                         rank, (unsigned)user.uid, (unsigned)geteuid());
+}
+
+static zpp_status send_hello(const struct meeting *meeting, int socket_fd, int rank, const uint8_t *secret,
+                             struct zpp_err *err) {
+    struct hello hello = {CARD_MAGIC, (uint32_t)meeting->comm->rank, {0}};
+    memcpy(hello.secret, secret, SECRET_BYTES);
+    union {
+        char bytes[CMSG_SPACE(sizeof(int) * FDS)];
+        struct cmsghdr align;
+    } room;
+    struct iovec part = {&hello, sizeof hello};
+    const size_t fds = meeting->fd[1] >= 0 ? 2 : 1;
+    memset(&room, 0, sizeof room);
+    struct msghdr message = {
+        .msg_iov = &part, .msg_iovlen = 1, .msg_control = room.bytes, .msg_controllen = CMSG_SPACE(sizeof(int) * fds)};
+    struct cmsghdr *head = CMSG_FIRSTHDR(&message);
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(sizeof(int) * fds);
+    memcpy(CMSG_DATA(head), meeting->fd, sizeof(int) * fds);
+    if (sendmsg(socket_fd, &message, MSG_NOSIGNAL) == (ssize_t)sizeof hello) return ZPP_OK;
+    return zpp_fail_os(err, errno, "comm: rank %d cannot be written to while joining", rank);
+}
+
+/* AGAIN: nothing there yet. `fd` are the caller's to close, whatever is returned with OK. */
+static zpp_status receive_hello(int socket_fd, struct hello *hello, int *fd, int *os_errno) {
+    union {
+        char bytes[CMSG_SPACE(sizeof(int) * FDS)];
+        struct cmsghdr align;
+    } room;
+    struct iovec part = {hello, sizeof *hello};
+    struct msghdr message = {
+        .msg_iov = &part, .msg_iovlen = 1, .msg_control = room.bytes, .msg_controllen = sizeof room.bytes};
+    fd[0] = fd[1] = -1;
+    const ssize_t got = recvmsg(socket_fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    *os_errno = got < 0 ? errno : 0;
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return ZPP_AGAIN;
+    struct cmsghdr *head = got > 0 ? CMSG_FIRSTHDR(&message) : NULL;
+    if (head && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS) {
+        const size_t bytes = head->cmsg_len - CMSG_LEN(0);
+        memcpy(fd, CMSG_DATA(head), bytes < sizeof(int) * FDS ? bytes : sizeof(int) * FDS);
+    }
+    if (got == (ssize_t)sizeof *hello && hello->magic == CARD_MAGIC && fd[0] >= 0) return ZPP_OK;
+    for (int i = 0; i < FDS; i++) {
+        if (fd[i] >= 0) close(fd[i]);
+        fd[i] = -1;
+    }
+    return ZPP_PEER;
+}
+
+static bool same_secret(const uint8_t *a, const uint8_t *b) {
+    uint8_t difference = 0; /* in constant time, out of habit */
+    for (int i = 0; i < SECRET_BYTES; i++) difference |= (uint8_t)(a[i] ^ b[i]);
+    return difference == 0;
+}
+
+static zpp_status take_peer(struct zpp_comm *comm, int rank, int socket_fd, const int *fd, struct zpp_err *err) {
+    zpp_status status = zpp_memfd_map(fd[0], comm->base_bytes, &comm->base[rank], err);
+    close(fd[0]);
+    comm->peer[rank].socket = socket_fd;
+    comm->peer[rank].pidfd = fd[1];
+    if (status == ZPP_OK && zpp_control(comm, rank)->rank != (uint32_t)rank)
+        status = zpp_fail_rank(err, ZPP_PEER, rank, "comm: rank %d sent the memory of rank %u", rank,
+                               zpp_control(comm, rank)->rank);
+    return status;
+}
+
+static zpp_status await_hello(struct meeting *meeting, int socket_fd, int rank, struct hello *hello, int *fd,
+                              struct zpp_err *err) {
+    for (;;) {
+        int os_errno = 0;
+        const zpp_status status = receive_hello(socket_fd, hello, fd, &os_errno);
+        if (status == ZPP_OK) return ZPP_OK;
+        if (status != ZPP_AGAIN)
+            return zpp_fail_rank(
+                err, ZPP_PEER, rank, "comm: rank %d (process %u) went away while joining group \"%s\"%s%s", rank,
+                meeting->card[rank].pid, meeting->comm->name, os_errno ? ": " : "", os_errno ? strerror(os_errno) : "");
+        struct pollfd readable = {socket_fd, POLLIN, 0};
+        (void)poll(&readable, 1, 100);
+        const zpp_status late = zpp_turn_look(&meeting->turn, rank, err);
+        if (late != ZPP_OK) return late;
+    }
+}
+
+static zpp_status connect_to(struct meeting *meeting, int rank, int *socket_fd, struct zpp_err *err) {
+    struct sockaddr_un address;
+    const struct card *card = &meeting->card[rank];
+    const socklen_t length = abstract_address(&address, card->socket_name);
+    *socket_fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (*socket_fd < 0) return zpp_fail_os(err, errno, "comm: no socket for rank %d", rank);
+    while (connect(*socket_fd, (const struct sockaddr *)&address, length) != 0) {
+        if (errno == EAGAIN || errno == EINTR) { /* the listener's queue is full */
+            const struct timespec pause = {0, 1000000};
+            nanosleep(&pause, NULL);
+            const zpp_status late = zpp_turn_look(&meeting->turn, rank, err);
+            if (late != ZPP_OK) return late;
+            continue;
+        }
+        if (errno == ECONNREFUSED)
+            return zpp_fail_rank(
+                err, ZPP_PEER, rank,
+                "comm: rank %d (process %u on \"%.63s\") does not listen: it ended while joining group "
+                "\"%s\", or it runs in another network namespace (containers of one host need a common one)",
+                rank, card->pid, card->host, meeting->comm->name);
+        return zpp_fail_os(err, errno, "comm: rank %d cannot be connected to", rank);
+    }
+    return ZPP_OK;
+}
+
+static zpp_status join_lower(struct meeting *meeting, int rank, struct zpp_err *err) {
+    int socket_fd = -1, fd[FDS];
+    struct hello hello;
+    zpp_status status = connect_to(meeting, rank, &socket_fd, err);
+    if (status == ZPP_OK) status = check_user(socket_fd, rank, err);
+    if (status == ZPP_OK) status = send_hello(meeting, socket_fd, rank, meeting->card[rank].secret, err);
+    if (status == ZPP_OK) status = await_hello(meeting, socket_fd, rank, &hello, fd, err);
+    if (status == ZPP_OK) return take_peer(meeting->comm, rank, socket_fd, fd, err);
+    if (socket_fd >= 0) close(socket_fd);
+    return status;
+}
+
+/* Who connects is a higher rank of the job, or a stranger, who is turned away without ending the meeting. */
+static zpp_status admit(struct meeting *meeting, int socket_fd, bool *joined, struct zpp_err *err) {
+    struct zpp_comm *comm = meeting->comm;
+    struct zpp_err ignored = ZPP_ERR_INIT;
+    struct hello hello;
+    int fd[FDS] = {-1, -1}, os_errno;
+    *joined = false;
+    zpp_status status = check_user(socket_fd, ZPP_NO_RANK, &ignored);
+    if (status == ZPP_OK) {
+        struct pollfd readable = {socket_fd, POLLIN, 0};
+        (void)poll(&readable, 1, 1000); /* peers write right after they connect */
+        status = receive_hello(socket_fd, &hello, fd, &os_errno);
+    }
+    const bool known = status == ZPP_OK && hello.rank > (uint32_t)comm->rank && hello.rank < (uint32_t)comm->ranks &&
+                       comm->peer[hello.rank].socket < 0 && same_secret(hello.secret, meeting->card[comm->rank].secret);
+    if (!known) {
+        for (int i = 0; i < FDS; i++)
+            if (fd[i] >= 0) close(fd[i]);
+        close(socket_fd);
+        return ZPP_OK;
+    }
+    const int rank = (int)hello.rank;
+    *joined = true;
+    status = take_peer(comm, rank, socket_fd, fd, err); /* owns the descriptors from here on */
+    if (status == ZPP_OK) status = send_hello(meeting, socket_fd, rank, meeting->card[rank].secret, err);
+    return status;
+}
+
+static int lowest_missing(const struct zpp_comm *comm) {
+    for (int r = comm->rank + 1; r < comm->ranks; r++)
+        if (comm->peer[r].socket < 0) return r;
+    return comm->ranks;
+}
+
+/* A rank that is still to come listens. One that ended no longer does: then its abstract name is free again. */
+static bool no_longer_listens(const struct card *card) {
+    struct sockaddr_un address;
+    const socklen_t length = abstract_address(&address, card->socket_name);
+    const int probe = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (probe < 0) return false;
+    const bool refused = connect(probe, (const struct sockaddr *)&address, length) != 0 && errno == ECONNREFUSED;
+    close(probe);
+    return refused;
+}
+
+static zpp_status await_higher(struct meeting *meeting, struct zpp_err *err) {
+    struct zpp_comm *comm = meeting->comm;
+    int lost = -1, idle_turns = 0;
+    for (int missing = lowest_missing(comm); missing < comm->ranks; missing = lowest_missing(comm)) {
+        struct pollfd readable = {meeting->listener, POLLIN, 0};
+        (void)poll(&readable, 1, 100);
+        const int socket_fd = accept4(meeting->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        bool joined = false;
+        zpp_status status = ZPP_OK;
+        if (socket_fd >= 0) status = admit(meeting, socket_fd, &joined, err);
+        if (status == ZPP_OK && !joined) status = zpp_turn_look(&meeting->turn, missing, err);
+        if (status != ZPP_OK) return status;
+        if (joined || socket_fd >= 0) continue;
+        if (lost == missing) /* refused before, and nothing from it was in the queue since */
+            return zpp_fail_rank(err, ZPP_PEER, lost, "comm: rank %d (process %u) ended while joining group \"%s\"",
+                                 lost, meeting->card[lost].pid, comm->name);
+        if (++idle_turns % 10 == 0 && no_longer_listens(&meeting->card[missing])) lost = missing;
+    }
+    return ZPP_OK;
+}
+
+static void describe_joining(const void *ctx, char *text, size_t room) {
+    (void)ctx;
+    snprintf(text, room, "the rendezvous");
+}
+
+static zpp_status make_own_memory(struct meeting *meeting, struct zpp_err *err) {
+    struct zpp_comm *comm = meeting->comm;
+    zpp_status status = zpp_memfd_create("zeropp-control", comm->base_bytes, &meeting->fd[0], err);
+    if (status == ZPP_OK) status = zpp_memfd_map(meeting->fd[0], comm->base_bytes, &comm->base[comm->rank], err);
+    if (status != ZPP_OK) return status;
+    struct zpp_control *control = zpp_control(comm, comm->rank);
+    control->magic = CARD_MAGIC;
+    control->rank = (uint32_t)comm->rank;
+    control->ranks = (uint32_t)comm->ranks;
+    control->pid = (int32_t)getpid();
+#ifdef SYS_pidfd_open
+    meeting->fd[1] =
+        (int)syscall(SYS_pidfd_open, getpid(), 0); /* Linux 5.3; -1 otherwise, or under a strict seccomp filter */
+#endif
+    return ZPP_OK;
+}
+
+zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_store *store, const struct zpp_wait *wait,
+                          struct zpp_err *err) {
+    struct meeting *meeting = calloc(1, sizeof *meeting);
+    if (!meeting) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for the rendezvous of %d ranks", comm->ranks);
+    meeting->comm = comm;
+    meeting->fd[0] = meeting->fd[1] = meeting->listener = -1;
+    meeting->turn = (struct zpp_turn){.comm = comm, .wait = wait, .own_timeout = true, .describe = describe_joining};
+    zpp_status status = make_own_memory(meeting, err);
+    if (status == ZPP_OK && comm->ranks > 1) {
+        status = publish_card(meeting, store, err);
+        for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
+            if (r != comm->rank) status = read_card(meeting, store, r, err);
+        for (int r = 0; status == ZPP_OK && r < comm->rank; r++) status = join_lower(meeting, r, err);
+        if (status == ZPP_OK) status = await_higher(meeting, err);
+    }
+    if (meeting->listener >= 0) close(meeting->listener);
+    for (int i = 0; i < FDS; i++)
+        if (meeting->fd[i] >= 0) close(meeting->fd[i]);
+    free(meeting);
+    return status;
+}

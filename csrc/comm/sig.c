@@ -1,0 +1,142 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * How every collective begins: its sequence number, its signature, and the comparison with the peers' signatures. Order
+ * is not identity: ranks whose programs diverged would otherwise add the halves of two different tensors without a
+ * word.
+ *
+ *   what: bits 0-7 collective, 8-15 dtype, 16-23 reduce op, 24-39 root
+ */
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "internal.h"
+#include "reduce.h"
+
+static const char *const coll_names[ZPP_COLLS] = {
+    [ZPP_COLL_BARRIER] = "barrier",       [ZPP_COLL_ALL_REDUCE] = "all_reduce",
+    [ZPP_COLL_ALL_GATHER] = "all_gather", [ZPP_COLL_REDUCE_SCATTER] = "reduce_scatter",
+    [ZPP_COLL_BROADCAST] = "broadcast",   [ZPP_COLL_REDUCE] = "reduce",
+    [ZPP_COLL_ALL_TO_ALL] = "all_to_all", [ZPP_COLL_GATHER] = "gather",
+    [ZPP_COLL_SCATTER] = "scatter",
+};
+static const char *const op_names[ZPP_REDUCE_OPS] = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor"};
+
+const char *zpp_reduce_op_name(zpp_reduce_op op) { return (unsigned)op < ZPP_REDUCE_OPS ? op_names[op] : "?"; }
+
+struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce_op, unsigned root, uint64_t elems) {
+    const struct zpp_sig sig = {
+        (uint64_t)coll | (uint64_t)dtype << 8 | (uint64_t)reduce_op << 16 | (uint64_t)root << 24, elems};
+    return sig;
+}
+
+static void describe_sig(const struct zpp_sig *sig, char *text, size_t room) {
+    const unsigned coll = sig->what & 0xff, op = sig->what >> 16 & 0xff, root = sig->what >> 24 & 0xffff;
+    const zpp_dtype dtype = (zpp_dtype)(sig->what >> 8 & 0xff);
+    if (coll == 0 || coll >= ZPP_COLLS) {
+        snprintf(text, room, "an unknown collective %u", coll);
+        return;
+    }
+    int used = snprintf(text, room, "%s(", coll_names[coll]);
+    if (coll == ZPP_COLL_ALL_TO_ALL || coll == ZPP_COLL_SCATTER || coll == ZPP_COLL_GATHER)
+        used += snprintf(text + used, room - (size_t)used, "%s", dtype < ZPP_DTYPES ? zpp_dtype_name(dtype) : "?");
+    else if (coll != ZPP_COLL_BARRIER)
+        used += snprintf(text + used, room - (size_t)used, "%s, %" PRIu64 " elements",
+                         dtype < ZPP_DTYPES ? zpp_dtype_name(dtype) : "?", sig->elems);
+    if (op < ZPP_REDUCE_OPS) used += snprintf(text + used, room - (size_t)used, ", %s", op_names[op]);
+    if (root != ZPP_NO_ROOT) used += snprintf(text + used, room - (size_t)used, ", root %u", root);
+    snprintf(text + used, room - (size_t)used, ")");
+}
+
+static void describe_now(const void *ctx, char *text, size_t room) {
+    const struct zpp_comm *comm = ctx;
+    char words[160];
+    describe_sig(&comm->now, words, sizeof words);
+    snprintf(text, room, "%s #%" PRIu32, words, comm->seq);
+}
+
+zpp_status zpp_enter(struct zpp_comm *comm, struct zpp_sig sig, const struct zpp_wait *wait, struct zpp_turn *turn,
+                     struct zpp_err *err) {
+    const zpp_status status = zpp_comm_check(comm, err);
+    if (status != ZPP_OK) return status;
+    comm->seq++;
+    comm->now = sig;
+    *turn = (struct zpp_turn){
+        .comm = comm, .wait = wait, .own_timeout = true, .fatal = true, .describe = describe_now, .ctx = comm};
+    return ZPP_OK;
+}
+
+static bool same_sig(const struct zpp_sig *a, const struct zpp_sig *b) {
+    return a->what == b->what && a->elems == b->elems;
+}
+
+/* Every rank names the same pair: rank 0 and the lowest rank that differs from it. */
+static zpp_status diverged(struct zpp_comm *comm, struct zpp_err *err) {
+    const struct zpp_sig first = zpp_post_of(comm, 0)->sig;
+    int other = 1;
+    while (other < comm->ranks - 1 && same_sig(&first, &zpp_post_of(comm, other)->sig)) other++;
+    const struct zpp_sig second = zpp_post_of(comm, other)->sig;
+    char here[160], there[160];
+    describe_sig(&first, here, sizeof here);
+    describe_sig(&second, there, sizeof there);
+    return zpp_verdict(comm, ZPP_PEER, other, err,
+                       "comm: rank 0 is in %s #%" PRIu32 " but rank %d is in %s #%" PRIu32 " of group \"%s\"; "
+                       "all ranks must call the same collectives with the same sizes in the same order",
+                       here, comm->seq, other, there, comm->seq, comm->name);
+}
+
+zpp_status zpp_exchange(struct zpp_turn *turn, struct zpp_err *err) {
+    struct zpp_comm *comm = turn->comm;
+    struct zpp_post *mine = zpp_my_post(comm);
+    if (comm->ranks == 1) return ZPP_OK;
+    mine->sig = comm->now;
+    zpp_word_raise(&mine->word, comm->seq);
+    const struct zpp_gate gate =
+        zpp_gate_at(comm, offsetof(struct zpp_control, post) + (comm->seq % 2) * sizeof(struct zpp_post), comm->seq);
+    const zpp_status status = zpp_await_all(turn, &gate, err);
+    if (status != ZPP_OK) return status;
+    for (int r = 0; r < comm->ranks; r++)
+        if (!same_sig(&zpp_post_of(comm, r)->sig, &comm->now)) return diverged(comm, err);
+    return ZPP_OK;
+}
+
+zpp_status zpp_exchange_small(struct zpp_turn *turn, const void *payload, size_t bytes, struct zpp_err *err) {
+    struct zpp_comm *comm = turn->comm;
+    if (bytes)
+        memcpy(bytes <= ZPP_INLINE_BYTES ? zpp_my_post(comm)->bytes
+                                         : zpp_control(comm, comm->rank)->small[comm->seq % 2],
+               payload, bytes);
+    return zpp_exchange(turn, err);
+}
+
+zpp_status zpp_exchange_place_of(struct zpp_turn *turn, int owner, const void *tensor_here, size_t bytes,
+                                 bool *in_arena, const uint8_t **tensor, struct zpp_err *err) {
+    struct zpp_comm *comm = turn->comm;
+    struct zpp_place *place = &zpp_my_post(comm)->place;
+    if (comm->rank != owner || !zpp_arena_find(comm, tensor_here, bytes, place)) *place = (struct zpp_place){0, 0};
+    const zpp_status status = zpp_exchange(turn, err);
+    if (status != ZPP_OK) return status;
+    *in_arena = zpp_post_of(comm, owner)->place.arena != 0;
+    *tensor = tensor_here;
+    if (!*in_arena || comm->rank == owner) return ZPP_OK;
+    return zpp_arena_at(turn, owner, &zpp_post_of(comm, owner)->place, bytes, tensor, err);
+}
+
+zpp_status zpp_exchange_place(struct zpp_turn *turn, const void *tensor_here, size_t bytes, bool *in_place,
+                              const uint8_t **tensor, struct zpp_err *err) {
+    struct zpp_comm *comm = turn->comm;
+    struct zpp_place *place = &zpp_my_post(comm)->place;
+    if (!zpp_arena_find(comm, tensor_here, bytes, place)) *place = (struct zpp_place){0, 0};
+    zpp_status status = zpp_exchange(turn, err);
+    *in_place = true;
+    for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
+        if (!zpp_post_of(comm, r)->place.arena) *in_place = false;
+    if (!*in_place) return status;
+    for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
+        if (r == comm->rank)
+            tensor[r] = tensor_here;
+        else
+            status = zpp_arena_at(turn, r, &zpp_post_of(comm, r)->place, bytes, &tensor[r], err);
+    }
+    return status;
+}

@@ -1,0 +1,73 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The verdict: why a group ended, and through whom. It is one 64-bit word in rank 0's control memory (which outlives
+ * rank 0, because everybody maps it), set once by compare-and-swap, so that all survivors report the same rank even
+ * while survivors exit one after the other. Its sentence lies in the control memory of the rank that pronounced it:
+ *
+ *   bits 0-15 guilty rank + 1, 16-31 pronouncing rank + 1, 32-63 minus the status
+ */
+#include <poll.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "internal.h"
+
+static _Atomic uint64_t *verdict_word(const struct zpp_comm *comm) { return &zpp_control(comm, 0)->verdict; }
+
+bool zpp_comm_forked(const struct zpp_comm *comm) {
+    return comm->fork_guard && !atomic_load_explicit(comm->fork_guard, memory_order_relaxed);
+}
+
+static zpp_status report(const struct zpp_comm *comm, uint64_t verdict, struct zpp_err *err) {
+    const int guilty = (int)(verdict & 0xffff) - 1, judge = (int)(verdict >> 16 & 0xffff) - 1;
+    const int status = -(int)(verdict >> 32);
+    if (judge < 0 || judge >= comm->ranks || status >= 0)
+        return zpp_fail(err, ZPP_PEER, "comm: control memory of group \"%s\" is damaged (verdict %#llx)", comm->name,
+                        (unsigned long long)verdict);
+    char text[ZPP_ERR_TEXT_BYTES];
+    memcpy(text, zpp_control(comm, judge)->verdict_text, sizeof text);
+    text[sizeof text - 1] = '\0';
+    return zpp_fail_rank(err, (zpp_status)status, guilty, "%s", text);
+}
+
+zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err) {
+    if (zpp_comm_forked(comm))
+        return zpp_fail(err, ZPP_STATE,
+                        "comm: group \"%s\" was made by the parent of this process; a forked child cannot use it, "
+                        "make a group of its own",
+                        comm->name);
+    if (!comm->base[0]) return ZPP_OK; /* still joining */
+    const uint64_t verdict = atomic_load_explicit(verdict_word(comm), memory_order_acquire);
+    return verdict ? report(comm, verdict, err) : ZPP_OK;
+}
+
+zpp_status zpp_verdict(struct zpp_comm *comm, zpp_status status, int guilty, struct zpp_err *err, const char *format,
+                       ...) {
+    pthread_mutex_lock(&comm->verdict_lock);
+    uint64_t standing = atomic_load(verdict_word(comm));
+    if (!standing) { /* so nobody reads my text yet */
+        va_list args;
+        va_start(args, format);
+        vsnprintf(zpp_control(comm, comm->rank)->verdict_text, ZPP_ERR_TEXT_BYTES, format, args);
+        va_end(args);
+        const uint64_t mine =
+            (uint64_t)(guilty + 1) | (uint64_t)(comm->rank + 1) << 16 | (uint64_t)(-(int)status) << 32;
+        if (atomic_compare_exchange_strong(verdict_word(comm), &standing, mine)) standing = mine;
+    }
+    pthread_mutex_unlock(&comm->verdict_lock);
+    return report(comm, standing, err);
+}
+
+bool zpp_peer_dead(const struct zpp_comm *comm, int rank) {
+    const struct zpp_peer *peer = &comm->peer[rank];
+    /* A pidfd becomes readable when the process itself ends, zombie or not. A socket would stay open as long as some
+     * forked child (a DataLoader worker) holds a copy, so it is only the second choice. */
+    struct pollfd poll_fd = {peer->pidfd, POLLIN, 0};
+    if (peer->pidfd < 0) {
+        poll_fd.fd = peer->socket;
+        poll_fd.events = POLLRDHUP;
+    }
+    if (poll_fd.fd < 0 || poll(&poll_fd, 1, 0) <= 0) return false;
+    return (poll_fd.revents & (peer->pidfd < 0 ? POLLHUP | POLLRDHUP : POLLIN)) != 0;
+}

@@ -1,0 +1,58 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * A word: a counter in shared memory that one rank raises and others wait for. Raising it costs one exchange, and a
+ * system call only if somebody sleeps on it. Waiting spins for a bounded time, yields, then sleeps in the kernel
+ * (futex), and from then on looks about every 100 ms whether the wait still makes sense: verdict, dead peers, tick,
+ * time-out. Counters wrap; they are compared by signed distance.
+ */
+#ifndef ZPP_COMM_WORD_H
+#define ZPP_COMM_WORD_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include "../base/wait.h"
+
+struct zpp_comm;
+
+struct zpp_word {
+    _Atomic uint32_t value;
+    _Atomic uint32_t sleepers; /* on the same line: the writer that stores `value` owns it anyway */
+};
+
+static inline bool zpp_word_reached(const struct zpp_word *word, uint32_t target) {
+    return (int32_t)(atomic_load_explicit(&word->value, memory_order_acquire) - target) >= 0;
+}
+
+void zpp_word_raise(struct zpp_word *word, uint32_t value); /* release order; one writer a word */
+void zpp_word_add(struct zpp_word *word);                   /* by one; any number of writers */
+
+/* One wait of one call, which may look at several words one after the other. Lives on the caller's stack. */
+struct zpp_turn {
+    struct zpp_comm *comm;
+    const struct zpp_wait *wait; /* NULL: try, unless `own_timeout` */
+    bool own_timeout;            /* collectives: NULL means the communicator's time-out */
+    bool fatal; /* collectives: a time-out or interruption leaves the group unusable, so it is a verdict */
+    /* What the caller is doing, for messages: "all_reduce(float32, 16 elements, sum) #7". */
+    void (*describe)(const void *ctx, char *text, size_t room);
+    const void *ctx;
+    uint64_t start_ns, look_ns, log_ns; /* 0 until the wait gets slow */
+};
+
+/* Words at one place of every rank's memory: word r = (struct zpp_word *)(base[r] + offset). */
+struct zpp_gate {
+    void *const *base;
+    size_t offset_bytes;
+    uint32_t target;
+};
+
+static inline struct zpp_word *zpp_gate_word(const struct zpp_gate *gate, int rank) {
+    return (struct zpp_word *)(void *)((uint8_t *)gate->base[rank] + gate->offset_bytes);
+}
+
+/* Wait until the word of `rank` has reached the target. Peers that died without reaching it end the wait, whichever
+ * they are. */
+zpp_status zpp_await(struct zpp_turn *turn, const struct zpp_gate *gate, int rank, struct zpp_err *err);
+/* The same for every rank but the caller's. */
+zpp_status zpp_await_all(struct zpp_turn *turn, const struct zpp_gate *gate, struct zpp_err *err);
+
+#endif
