@@ -117,7 +117,7 @@ class ShardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(self, _T.__reduce_ex__)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"ShardedParameter('{_slice_of(self).name}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
@@ -322,8 +322,9 @@ def _compare(drawn: list[tuple[str, int]]) -> None:
         differs = (theirs != every[0]).nonzero()
         if len(differs):
             raise ConfigError(
-                f"sharded_init: rank {rank} drew other values than rank 0 for {len(differs)} of {len(drawn)} parameters, "
-                f"first '{drawn[int(differs[0])][0]}'; call torch.manual_seed with the same seed on every rank before it"
+                f"sharded_init: rank {rank} drew other values than rank 0 for {len(differs)} of {len(drawn)} "
+                f"parameters, first '{drawn[int(differs[0])][0]}'; call torch.manual_seed with the same seed on every "
+                "rank before it"
             )
 
 

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sharded_init: the values of plain construction, 1/N of the memory, and clear refusals. The cases are in
+cases.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zeropp.zero.init
+from torch import nn
+from zeropp.zero.init import is_sharded, sharded_init
+
+CASES = Path(__file__).with_name("cases.py")
+PACKAGE = str(Path(zeropp.zero.init.__file__).parents[2])  # the ranks import what this process imports
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PACKAGE}
+
+
+def run(case: str, ranks: int) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, *launch, str(CASES), case, "--group"],
+        capture_output=True, text=True, timeout=120, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_values_are_those_of_plain_construction(ranks):
+    run("values", ranks)
+
+
+@pytest.mark.parametrize("case", ["refuses", "seeds", "raises", "memory"])
+def test_two_ranks(case):
+    run(case, 2)
+
+
+def test_one_process_without_a_group_changes_nothing():
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 7)
+    torch.manual_seed(0)
+    with sharded_init():
+        ours = nn.Linear(5, 7)
+    assert type(ours.weight) is nn.Parameter and not is_sharded(ours.weight)
+    assert torch.equal(plain.weight, ours.weight) and torch.equal(plain.bias, ours.bias)
