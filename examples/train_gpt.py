@@ -22,7 +22,7 @@ device = choose_device()
 dist.init_process_group(args.backend)
 rank, ranks = dist.get_rank(), dist.get_world_size()
 text = Text(args.data)
-batches = dict(rank=rank, ranks=ranks, batch=preset.batch, context=preset.model.context, device=device)
+batches = {"rank": rank, "ranks": ranks, "batch": preset.batch, "context": preset.model.context, "device": device}
 
 torch.manual_seed(0)
 model = GPT(preset.model).to(device)

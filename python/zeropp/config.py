@@ -238,11 +238,12 @@ class Config:
     each rank holds its shard and gathers (what several hosts and GPUs always do)."""
 
     prefetch: str | int = "auto"
-    """Bytes of parameters gathered ahead of their use, along the order recorded the last time. 0 = none; "auto": 64 MiB
-    where a core is idle to copy them (ranks times threads below the number of cores), else none."""
+    """Bytes of parameters gathered ahead of their use, along the order recorded the last time. 0 = none; "auto": 64
+    MiB where a core is idle to copy them (ranks times threads below the number of cores), else none."""
 
     bucket_bytes: int = 64 << 20
-    """Bytes of gradients that may wait in buckets for slower ranks before the backward waits for them; 0 = no bound."""
+    """Bytes of gradients that may wait in buckets for slower ranks before the backward waits for them; 0 = no
+    bound."""
 
     comm: Comm = Comm()
     """Compression on the wire. Only the default is built."""

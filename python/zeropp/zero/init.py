@@ -18,6 +18,8 @@ Cost: peak memory is the slices plus ``window_bytes`` or 9/8 of the largest para
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import os
 import weakref
 from collections.abc import Iterator
@@ -31,10 +33,11 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-
 from zeropp.errors import ConfigError, PartitionedParameterError
 
 WINDOW_BYTES = 16 << 20
+OWN_PAGES_BYTES = 64 << 10
+TRIM_EVERY_BYTES = 32 << 20
 
 _T: Any = torch.Tensor  # Any: its descriptors are read here, not its values
 # What a sharded parameter answers, inside and outside of the context. Strides are not among them: while sharded they
@@ -72,11 +75,15 @@ _all_gather = (
 
 
 @dataclass
-class _Slice:
-    """What a rank keeps of one parameter."""
+class _Record:
+    """What is known of one parameter, kept in its ``_zeropp_built``, where it lives and dies with it."""
 
     name: str
-    values: torch.Tensor  # 1-D, ceil(numel / ranks) elements, this rank's; the last rank's end is padding
+    owner: weakref.ref[nn.Module] | None = None
+    values: torch.Tensor | None = None
+    """While sharded: 1-D, ceil(numel / ranks) elements, this rank's; the last rank's end is padding."""
+    digest: int = 0
+    """Of the whole values, at the last time they were whole."""
 
 
 class LiveParameter(nn.Parameter):
@@ -101,24 +108,27 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **kwargs)
         if func == _DATA_SET:
             return _replace_values(args[0], args[1])
-        for parameter in _sharded_among((args, kwargs)):
-            if _active is None:
-                raise _refusal(parameter, func)
-            _active.make_whole(parameter, gather=not _overwrites(func, args, kwargs, parameter))
-        return func(*args, **kwargs)
+        parameters = _sharded_among((args, kwargs))
+        if _active is None:
+            raise _refusal(parameters[0], func)
+        with _active.whole_meanwhile():
+            for parameter in parameters:
+                _active.make_whole(parameter, gather=not _overwrites(func, args, kwargs, parameter))
+            return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if _active is None:
             raise _refusal(self, _T.__deepcopy__)
-        _active.make_whole(self, gather=True)
-        copy: nn.Parameter = self.__deepcopy__(memo)  # the class is LiveParameter's now
+        with _active.whole_meanwhile():
+            _active.make_whole(self, gather=True)
+            copy: nn.Parameter = self.__deepcopy__(memo)  # the class is LiveParameter's now
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(self, _T.__reduce_ex__)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"ShardedParameter('{_slice_of(self).name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"ShardedParameter('{_record_of(self).name}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
@@ -129,7 +139,7 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 def materialise(parameter: torch.Tensor) -> torch.Tensor:
     """Collective: the whole values of a sharded parameter, as a new tensor. The parameter stays sharded."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _gather(_slice_of(parameter).values, parameter.numel()).view(parameter.shape)
+        return _gather(_values_of(parameter), parameter.numel()).view(parameter.shape)
 
 
 @contextlib.contextmanager
@@ -159,8 +169,10 @@ def sharded_init(*, window_bytes: int = WINDOW_BYTES) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+        _give_back_holes()
         for parameter in _active.live.values():  # some are left when the block raised
             parameter.__class__ = nn.Parameter
+            del parameter.__dict__["_zeropp_built"]
         _active = None
 
 
@@ -170,20 +182,23 @@ class _Construction:
     def __init__(self, window_bytes: int) -> None:
         self.window_bytes = window_bytes
         self.largest_bytes = 0
+        self.untrimmed_bytes = 0
+        self.operations = 0  # that run now, one inside the other
         self.live: dict[int, nn.Parameter] = {}  # by id, oldest use first
-        self.held: dict[int, weakref.ref[nn.Parameter]] = {}  # every parameter followed
-        self.owners: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self.followed: list[weakref.ref[nn.Parameter]] = []  # in the order of their registration
         self.parents: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = (
             weakref.WeakKeyDictionary()
         )
-        self.drawn: dict[int, int] = {}  # digest of the whole values, at the last time they were whole
 
     # --- hooks of torch ---------------------------------------------------------------------------------------------
 
     def on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and id(parameter) not in self.owners:
-            self.owners[id(parameter)] = (weakref.ref(module), name)
-            self.follow(parameter, name)
+        if parameter is None:
+            return
+        self.follow(parameter, name)
+        record = parameter.__dict__.get("_zeropp_built")
+        if record is not None and record.owner is None:
+            record.name, record.owner = name, weakref.ref(module)
 
     def on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None and child not in self.parents:
@@ -193,29 +208,44 @@ class _Construction:
 
     def follow(self, parameter: nn.Parameter, name: str) -> None:
         """A new parameter, whole as it comes. Classes of their own, and values on meta, are not ours to slice."""
-        known = self.held.get(id(parameter))
-        if (known is not None and known() is parameter) or type(parameter) is not nn.Parameter or parameter.is_meta:
+        if "_zeropp_built" in parameter.__dict__ or type(parameter) is not nn.Parameter or parameter.is_meta:
             return
         parameter.__class__ = LiveParameter
-        self.held[id(parameter)] = weakref.ref(parameter)
+        parameter._zeropp_built = _Record(name)  # type: ignore[attr-defined]
+        self.followed.append(weakref.ref(parameter))
         self._use(parameter)
 
+    @contextlib.contextmanager
+    def whole_meanwhile(self) -> Iterator[None]:
+        """An operation runs: what it was given stays whole until it is done."""
+        self.operations += 1
+        try:
+            yield
+        finally:
+            self.operations -= 1
+            if not self.operations:
+                self._evict()
+
     def make_whole(self, parameter: nn.Parameter, gather: bool) -> None:
-        piece = _slice_of(parameter)
+        record = _record_of(parameter)
         with torch._C.DisableTorchFunctionSubclass():
             if gather:
-                whole = _gather(piece.values, parameter.numel()).view(parameter.shape)
+                whole = _gather(_values_of(parameter), parameter.numel()).view(parameter.shape)
             else:
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             parameter.__class__ = LiveParameter
             parameter.data = whole
-        del parameter.__dict__["_zeropp_slice"]
+        record.values = None
         self._use(parameter)
 
     def _use(self, parameter: nn.Parameter) -> None:
         self.live.pop(id(parameter), None)
         self.live[id(parameter)] = parameter
         self.largest_bytes = max(self.largest_bytes, parameter.nbytes)
+        if not self.operations:
+            self._evict()
+
+    def _evict(self) -> None:
         room = max(self.window_bytes, self.largest_bytes * 9 // 8)
         held = sum(one.nbytes for one in self.live.values())
         for oldest in list(self.live.values())[:-1]:
@@ -228,21 +258,28 @@ class _Construction:
     def _slice(self, parameter: nn.Parameter) -> None:
         del self.live[id(parameter)]
         values = parameter.detach().contiguous().view(-1)
-        self.drawn[id(parameter)] = _digest(values)
+        record = _record_of(parameter)
+        record.digest = _digest(values)
         ranks, rank = dist.get_world_size(), dist.get_rank()
         per_rank = -(-values.numel() // ranks)
-        mine = torch.zeros(per_rank, dtype=values.dtype, device=values.device)
+        mine = _apart(per_rank, values.dtype, values.device)
         piece = values[rank * per_rank : (rank + 1) * per_rank]
         mine[: piece.numel()] = piece
-        parameter._zeropp_slice = _Slice(self.name_of(parameter), mine)  # type: ignore[attr-defined]
+        del piece
+        record.values = mine
+        del values
+        self.untrimmed_bytes += parameter.nbytes
         parameter.data = _placeholder(parameter)
+        if self.untrimmed_bytes >= TRIM_EVERY_BYTES:
+            self.untrimmed_bytes = 0
+            _give_back_holes()
         parameter.__class__ = ShardedParameter
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """As ``named_parameters`` of the outermost module will say it."""
-        owner, name = self.owners.get(id(parameter), (lambda: None, "a copy"))
-        module = owner()
-        parts = [name]
+        record = _record_of(parameter)
+        module = record.owner() if record.owner is not None else None
+        parts = [record.name]
         while module is not None and module in self.parents:
             parent, name = self.parents[module]
             parts.append(name)
@@ -254,10 +291,10 @@ class _Construction:
     def finish(self) -> None:
         for parameter in list(self.live.values()):
             self._slice(parameter)
-        there = [p for p in (ref() for ref in self.held.values()) if p is not None]
+        there = [p for p in (ref() for ref in self.followed) if p is not None]
         for parameter in there:
-            _slice_of(parameter).name = self.name_of(parameter)  # all parents are known now
-        _compare([(_slice_of(p).name, self.drawn[id(p)]) for p in there])
+            _record_of(parameter).name = self.name_of(parameter)  # all parents are known now
+        _compare([(_record_of(p).name, _record_of(p).digest) for p in there])
 
 
 _active: _Construction | None = None
@@ -271,17 +308,39 @@ def _ranks() -> int:
     return dist.get_world_size()
 
 
-def _slice_of(parameter: torch.Tensor) -> _Slice:
-    piece: _Slice = parameter.__dict__["_zeropp_slice"]
-    return piece
+def _record_of(parameter: torch.Tensor) -> _Record:
+    record: _Record = parameter.__dict__["_zeropp_built"]
+    return record
+
+
+def _values_of(parameter: torch.Tensor) -> torch.Tensor:
+    values = _record_of(parameter).values
+    assert values is not None, "a sharded parameter has a slice"
+    return values
 
 
 def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
     """One element that looks like the whole: a read that bypasses the class sees NaN, and touches no freed memory."""
-    one = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+    one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
     if one.is_floating_point() or one.is_complex():
         one.fill_(float("nan"))
     return one.expand(parameter.shape)
+
+
+def _apart(elems: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros in pages of their own: slices that stay, between whole parameters that go, would leave holes in malloc's
+    heap."""
+    size_bytes = elems * dtype.itemsize
+    if device.type != "cpu" or size_bytes < OWN_PAGES_BYTES:
+        return torch.zeros(elems, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)
+
+
+def _give_back_holes() -> None:
+    """glibc keeps what was freed below 32 MiB a piece, and holes between; its own call gives the pages back."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _is_alone(parameter: torch.Tensor) -> bool:
@@ -302,7 +361,12 @@ def _digest(values: torch.Tensor) -> int:
     if not values.numel():
         return 0
     as_integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[values.element_size()]
-    return int(values.view(as_integer).sum(dtype=torch.int64))
+    integers = values.view(as_integer)
+    if integers.device.type == "cpu":
+        return int(
+            integers.numpy().sum(dtype="int64")
+        )  # numpy widens piece by piece, where torch makes a copy of 8 bytes an element
+    return int(integers.sum(dtype=torch.int64))
 
 
 def _compare(drawn: list[tuple[str, int]]) -> None:
@@ -352,9 +416,11 @@ def _replace_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         parameter.__class__ = LiveParameter if _active is not None else nn.Parameter
         parameter.data = values
-    del parameter.__dict__["_zeropp_slice"]
     if _active is not None:
+        _record_of(parameter).values = None
         _active._use(parameter)
+    else:
+        del parameter.__dict__["_zeropp_built"]
 
 
 def _refusal(parameter: nn.Parameter, func: Any) -> PartitionedParameterError:
@@ -363,7 +429,7 @@ def _refusal(parameter: nn.Parameter, func: Any) -> PartitionedParameterError:
     if name in ("__get__", "__set__") and owner is not None:
         name = getattr(owner, "__name__", name)
     return PartitionedParameterError(
-        f"parameter '{_slice_of(parameter).name}' was built inside zeropp.sharded_init(), this rank holds 1/{_ranks()} "
-        f"of it, and `{name}` reads its values; call zeropp.prepare(model, ...) first (it also moves the model to its "
-        "device), or do it inside the context"
+        f"parameter '{_record_of(parameter).name}' was built inside zeropp.sharded_init(), this rank holds "
+        f"1/{_ranks()} of it, and `{name}` reads its values; call zeropp.prepare(model, ...) first (it also moves the "
+        "model to its device), or do it inside the context"
     )
