@@ -56,7 +56,7 @@ _HOME = {
         "errors",
     ),
 }  # fmt: skip
-_MODULES = ("comm", "ops", "config", "errors", "process_group", "zero")
+_MODULES = ("aio", "comm", "config", "errors", "ops", "optim", "process_group", "zero")
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604
 

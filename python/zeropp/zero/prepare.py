@@ -44,6 +44,7 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
         zeropp.CommError: a rank died or did not come.
     """
     config = Config() if config is None else config
+    _check_device(config)
     _check_model(model)
     comm = _communicator()
     host_copy = comm is not None and config.host_copy == "auto" and config.stage == 3
@@ -71,6 +72,17 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_device(config: Config) -> None:
+    wanted = None if config.device is None else torch.device(config.device)
+    if wanted is not None and wanted.type == "cpu":
+        return
+    if wanted is not None or torch.cuda.is_available():
+        raise ConfigError(
+            f"prepare: training on {wanted or 'the GPU that this machine has'} is not implemented yet; "
+            "zeropp.Config(device='cpu') trains on the CPU"
+        )
 
 
 def _check_model(model: nn.Module) -> None:
