@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,9 +34,9 @@ OBJECTS = ROOT / "build" / "obj"
 
 LIMITED_API = "0x030a0000"
 WARNINGS = "-Wall -Wextra -Wshadow -Wpointer-arith -Wstrict-prototypes -Wmissing-prototypes -Wvla".split()
-COMMON = (
-    "-O3 -std=gnu11 -D_GNU_SOURCE -fPIC -fvisibility=hidden -fexceptions -ffp-contract=off -fno-math-errno -pthread -DNDEBUG".split()
-)
+COMMON = "-std=gnu11 -D_GNU_SOURCE -fPIC -fvisibility=hidden -fexceptions".split()
+COMMON += "-ffp-contract=off -fno-math-errno -pthread".split()
+RELEASE = "-O3 -DNDEBUG".split()
 AVX2 = "-mavx2 -mfma -mf16c".split()
 AVX512 = AVX2 + "-mavx512f -mavx512bw -mavx512vl -mavx512dq".split()
 SUFFIX_FLAGS = {"_avx2.c": AVX2, "_avx512.c": AVX512}
@@ -46,6 +47,10 @@ GPU_CODE = (75, 80, 90, 100, 120)  # machine code for these, and PTX of the last
 
 class BuildError(Exception):
     """A compiler refused a file; the message is its output."""
+
+
+def jobs() -> int:
+    return int(os.environ.get("ZEROPP_JOBS", "2"))
 
 
 def version() -> str:
@@ -114,6 +119,12 @@ def gpu_flags(nvcc: str) -> list[str]:
     return [*flags, f"-gencode=arch=compute_{usable[-1]},code=compute_{usable[-1]}"]
 
 
+def toolkit_version(nvcc: str) -> int:
+    """As the driver counts: 13000 for CUDA 13.0."""
+    found = re.search(r"release (\d+)\.(\d+)", quietly([nvcc, "--version"]) or "")
+    return int(found.group(1)) * 1000 + int(found.group(2)) * 10 if found else 0
+
+
 def write_if_changed(path: Path, text: str) -> None:
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,9 +147,13 @@ def up_to_date(target: Path, stamp: str) -> bool:
 
 
 class Builder:
-    """Compiles into OBJECTS, only what changed, a few files at once."""
+    """Compiles into a folder, only what changed, a few files at once.
 
-    def __init__(self) -> None:
+    tests/c/run.py makes others of it, with sanitizers and asserts in place of RELEASE.
+    """
+
+    def __init__(self, folder: Path = OBJECTS, mode: Sequence[str] = RELEASE) -> None:
+        self.folder, self.mode = folder, list(mode)
         self.cc = shlex.split(os.environ.get("CC", "cc"))
         self.extra = shlex.split(os.environ.get("CFLAGS", ""))
         self.werror = [] if os.environ.get("ZEROPP_WERROR") == "0" else ["-Werror"]
@@ -158,21 +173,21 @@ class Builder:
 
     def c_object(self, source: Path) -> Path:
         relative = source.relative_to(ROOT)
-        target = OBJECTS / relative.with_suffix(".o")
-        flags = [*COMMON, *suffix_flags(source), *WARNINGS, *self.werror, *self.uring_cflags]
-        if relative.parts[1] == "bind":  # the only folder that sees Python
+        target = self.folder / relative.with_suffix(".o")
+        flags = [*COMMON, *self.mode, *suffix_flags(source), *WARNINGS, *self.werror, *self.uring_cflags]
+        if relative.parts[:2] == ("csrc", "bind"):  # the only folder that sees Python
             flags += [f"-DPy_LIMITED_API={LIMITED_API}", *self.python]
         outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(relative), "-o", str(target)]
         return self.make(target, [*self.cc, *flags, *self.extra, *outputs], str(relative))
 
     def fatbin(self, nvcc: str, arch: list[str], source: Path) -> Path:
         relative = source.relative_to(ROOT)
-        target = OBJECTS / relative.with_suffix(".fatbin")
+        target = self.folder / relative.with_suffix(".fatbin")
         flags = [*arch, "-O3", "-std=c++17", "-fmad=false", "--threads=2", "-Werror=all-warnings"]
         outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-fatbin", str(relative), "-o", str(target)]
         return self.make(target, [nvcc, *flags, *outputs], f"{relative} (for {len(arch) - 1} kinds of GPU, and PTX)")
 
-    def embedded(self, images: list[tuple[Path, Path]]) -> list[Path]:
+    def embedded(self, nvcc: str, images: list[tuple[Path, Path]]) -> list[Path]:
         """Objects that hold the fat binaries and the table of them, which csrc/base/cuda_images.h declares."""
         assembly = ['    .section .rodata,"a",@progbits']
         rows = []
@@ -184,13 +199,15 @@ class Builder:
         assembly += ['    .section .note.GNU-stack,"",@progbits', ""]
         table = ["/* Written by setup.py. */", '#include "csrc/base/cuda_images.h"']
         table += [f"extern const unsigned char {symbol}[];" for symbol, _, _ in rows]
-        table += [f"const size_t zpp_cuda_images_count = {len(rows)};", "const struct zpp_cuda_image zpp_cuda_images[] = {"]
+        table += [f"const int zpp_cuda_images_toolkit = {toolkit_version(nvcc)};"]
+        table += [f"const size_t zpp_cuda_images_count = {len(rows)};"]
+        table += ["const struct zpp_cuda_image zpp_cuda_images[] = {"]
         table += [f'    {{"{name}", {symbol}, {size}u}},' for symbol, name, size in rows]
         table += ["    {0, 0, 0},", "};", ""]
-        assembly_path, table_path = OBJECTS / "cuda_images.S", OBJECTS / "cuda_images_table.c"
+        assembly_path, table_path = self.folder / "cuda_images.S", self.folder / "cuda_images_table.c"
         write_if_changed(assembly_path, "\n".join(assembly))
         write_if_changed(table_path, "\n".join(table))
-        objects = [OBJECTS / "cuda_images.o", OBJECTS / "cuda_images_table.o"]
+        objects = [self.folder / "cuda_images.o", self.folder / "cuda_images_table.o"]
         run([*self.cc, "-c", str(assembly_path), "-o", str(objects[0])])
         run([*self.cc, *COMMON, f"-I{ROOT}", "-c", str(table_path), "-o", str(objects[1])])
         return objects
@@ -201,10 +218,10 @@ class Builder:
         if not sources or not nvcc:
             return []
         arch = gpu_flags(nvcc)
-        return self.embedded([(source, self.fatbin(nvcc, arch, source)) for source in sources])
+        return self.embedded(nvcc, [(source, self.fatbin(nvcc, arch, source)) for source in sources])
 
     def objects(self) -> list[Path]:
-        with ThreadPoolExecutor(max_workers=int(os.environ.get("ZEROPP_JOBS", "2"))) as workers:
+        with ThreadPoolExecutor(max_workers=jobs()) as workers:
             cuda = workers.submit(self.cuda_objects)
             compiled = list(workers.map(self.c_object, c_sources()))
             return compiled + cuda.result()

@@ -15,5 +15,6 @@ struct zpp_cuda_image {
 };
 extern const struct zpp_cuda_image zpp_cuda_images[];
 extern const size_t zpp_cuda_images_count;
+extern const int zpp_cuda_images_toolkit; /* CUDA version that compiled them, such as 13000 for 13.0; 0 without any */
 
 #endif

@@ -18,6 +18,14 @@
 
 #include "../../csrc/base/status.h"
 
+#if defined(__SANITIZE_THREAD__)
+#define ZPP_UNDER_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define ZPP_UNDER_TSAN 1
+#endif
+#endif
+
 struct test_case {
     const char *name;
     void (*run)(void);

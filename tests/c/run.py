@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds and runs the C tests: every tests/c/test_*.c is a program over what of csrc/ knows no Python.
+
+    python tests/c/run.py                          plain, asserts on
+    python tests/c/run.py --flavor asan tsan       under sanitizers (asan: AddressSanitizer and UBSan)
+    python tests/c/run.py --fuzz 20                every tests/fuzz/*.c for 20 seconds, with clang's libFuzzer
+    python tests/c/run.py --only test_base_pool -- nested_runs_stay_in_their_thread
+
+tests/c/lib_*.c become shared libraries beside the programs, for what a test loads at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+import setup as build  # noqa: E402  (setup.py: the same flags, the same rule for files)
+
+PRODUCT = ("base", "ops", "comm", "zero")
+TIME_LIMIT_S = 300
+WRONG = "-fno-sanitize-recover=all -fno-omit-frame-pointer".split()
+FLAVORS = {
+    "plain": ["-O2", "-g"],
+    "asan": ["-O1", "-g", "-fsanitize=address,undefined", *WRONG],
+    "tsan": ["-O1", "-g", "-fsanitize=thread", *WRONG],
+    "fuzz": ["-O1", "-g", "-fsanitize=fuzzer-no-link,address,undefined", *WRONG],
+}
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0:handle_segv=1:allow_user_segv_handler=1:allocator_may_return_null=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1:allocator_may_return_null=1",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one program ended."""
+
+    name: str
+    ok: bool
+    seconds: float
+    output: str
+
+
+def programs() -> list[Path]:
+    return sorted((ROOT / "tests" / "c").glob("test_*.c"))
+
+
+def fuzz_targets() -> list[Path]:
+    return sorted((ROOT / "tests" / "fuzz").glob("*.c"))
+
+
+def product_sources() -> list[Path]:
+    return [path for path in build.c_sources() if path.relative_to(build.CSRC).parts[0] in PRODUCT]
+
+
+class Flavor:
+    """All of the product compiled one way, and the programs linked with it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.folder = ROOT / "build" / "c" / name
+        self.builder = build.Builder(self.folder, FLAVORS[name])
+        if name == "fuzz":
+            self.builder.cc = ["clang"]
+        self.product = self.folder / "product.a"
+
+    def compile_product(self) -> None:
+        with ThreadPoolExecutor(max_workers=build.jobs()) as workers:
+            objects = list(workers.map(self.builder.c_object, product_sources()))
+            list(workers.map(self._library, sorted((ROOT / "tests" / "c").glob("lib_*.c"))))
+        # An archive, so that a program links only the layers below what it tests.
+        newest = max(path.stat().st_mtime_ns for path in objects)
+        if not self.product.exists() or self.product.stat().st_mtime_ns < newest:
+            self.product.unlink(missing_ok=True)
+            build.run(["ar", "rcs", str(self.product), *map(str, objects)])
+
+    def _library(self, source: Path) -> Path:
+        target = self.folder / f"{source.stem}.so"
+        command = [*self.builder.cc, *build.COMMON, "-fvisibility=default", "-O1", "-g", *build.WARNINGS, "-Werror"]
+        outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-shared", "-o", str(target), str(source)]
+        return self.builder.make(target, [*command, *outputs], f"{source.name} -> {target.name}")
+
+    def link(self, source: Path) -> Path:
+        """The program of one test; linked anew whenever an object is newer."""
+        target = self.folder / source.stem
+        made = self.builder.c_object(source)
+        inputs = [made, self.product]
+        if not target.exists() or any(path.stat().st_mtime_ns > target.stat().st_mtime_ns for path in inputs):
+            mode = ["-fsanitize=fuzzer,address,undefined" if flag.startswith("-fsanitize=fuzzer") else flag
+                    for flag in FLAVORS[self.name]]  # fmt: skip
+            libs = [*self.builder.uring_libs, "-ldl", "-lm"]
+            build.run([*self.builder.cc, *mode, "-pthread", *map(str, inputs), "-o", str(target), *libs])
+        return target
+
+
+def fixed_addresses() -> list[str]:
+    """TSan wants its shadow where it left it: without address randomisation, where that can be asked for."""
+    setarch = shutil.which("setarch")
+    if setarch and subprocess.run([setarch, "-R", "true"], capture_output=True).returncode == 0:
+        return [setarch, "-R"]
+    return []
+
+
+def run_program(flavor: str, program: Path, arguments: list[str]) -> Result:
+    command = [*(fixed_addresses() if flavor == "tsan" else []), str(program), *arguments]
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=TIME_LIMIT_S,
+            env={**os.environ, **OPTIONS},
+            cwd=program.parent,
+        )
+        output, ok = done.stdout.decode(errors="replace"), done.returncode == 0
+        if done.returncode < 0:
+            output += f"\nended by signal {-done.returncode}\n"
+    except subprocess.TimeoutExpired as late:
+        output, ok = (late.stdout or b"").decode(errors="replace") + f"\nstill running after {TIME_LIMIT_S} s\n", False
+    return Result(program.name, ok, time.monotonic() - started, output)
+
+
+def run_flavor(name: str, only: list[str], arguments: list[str]) -> list[Result]:
+    flavor = Flavor(name)
+    flavor.compile_product()
+    results = []
+    for source in programs():
+        if only and source.stem not in only:
+            continue
+        result = run_program(name, flavor.link(source), arguments)
+        results.append(result)
+        print(f"{name}: {result.name}: {'ok' if result.ok else 'FAILED'} ({result.seconds:.1f} s)", flush=True)
+        if not result.ok:
+            print(result.output, flush=True)
+    return results
+
+
+def fuzz(seconds: int) -> list[Result]:
+    targets = fuzz_targets()
+    if not targets:
+        print("fuzz: no tests/fuzz/*.c: nothing of csrc/ parses bytes from outside yet", flush=True)
+        return []
+    if not shutil.which("clang"):
+        sys.exit("fuzz: clang not found; wanted for libFuzzer: apt-get install clang")
+    flavor = Flavor("fuzz")
+    flavor.compile_product()
+    results = []
+    for source in targets:
+        program = flavor.link(source)
+        corpus = flavor.folder / f"{source.stem}_corpus"
+        corpus.mkdir(exist_ok=True)
+        result = run_program("fuzz", program, [f"-max_total_time={seconds}", "-verbosity=0", str(corpus)])
+        results.append(result)
+        print(f"fuzz: {result.name}: {'ok' if result.ok else 'FAILED'} ({result.seconds:.1f} s)", flush=True)
+        if not result.ok:
+            print(result.output, flush=True)
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Builds and runs the C tests.")
+    parser.add_argument("--flavor", nargs="+", default=["plain"], choices=["plain", "asan", "tsan"])
+    parser.add_argument("--only", nargs="+", default=[], metavar="PROGRAM")
+    parser.add_argument("--fuzz", type=int, metavar="SECONDS")
+    parser.add_argument("cases", nargs="*", help="cases of the programs; all if none")
+    options = parser.parse_args()
+    try:
+        if options.fuzz is not None:
+            results = fuzz(options.fuzz)
+        else:
+            results = [result for name in options.flavor for result in run_flavor(name, options.only, options.cases)]
+    except build.BuildError as error:
+        print(error)
+        return 1
+    failed = sum(not result.ok for result in results)
+    print(f"{len(results) - failed} passed, {failed} failed", flush=True)
+    return 1 if failed or (options.fuzz is None and not results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
