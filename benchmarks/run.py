@@ -67,7 +67,7 @@ def table_line(row: harness.Row) -> str:
 def measure(names: list[str], quick: bool, json_path: str | None, command: list[str]) -> None:
     """Run the benchmarks, one after the other."""
     where = harness.environment(command)
-    sink = open(json_path, "a") if json_path else None  # noqa: SIM115  (closed below; stdout otherwise)
+    sink = Path(json_path).open("a") if json_path else None  # noqa: SIM115  (closed below; stdout otherwise)
 
     def report(row: harness.Row) -> None:
         line = json.dumps({**json.loads(row.as_json()), **where})

@@ -1,0 +1,272 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Reading and checking the arguments of ops, and the one place that raises into libtorch: boxed.h.
+ */
+#include "boxed.h"
+
+#include <assert.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+void zpp_boxed_begin(struct zpp_boxed *args, const char *op, StableIValue *stack, uint64_t inputs) {
+    memset(args, 0, sizeof *args);
+    args->op = op;
+    args->stack = stack;
+    args->inputs = inputs;
+}
+
+bool zpp_boxed_ok(const struct zpp_boxed *args) { return args->err.status == ZPP_OK; }
+
+bool zpp_boxed_fail(struct zpp_boxed *args, const char *format, ...) {
+    if (!zpp_boxed_ok(args)) return false; /* the first cause stays */
+    char sentence[ZPP_ERR_TEXT_BYTES];
+    va_list values;
+    va_start(values, format);
+    vsnprintf(sentence, sizeof sentence, format, values);
+    va_end(values);
+    zpp_fail(&args->err, ZPP_INVALID, "%s: %s", args->op, sentence);
+    return false;
+}
+
+/* --- reading ------------------------------------------------------------------------------------------------------ */
+static StableIValue next(struct zpp_boxed *args) {
+    assert(args->next < args->inputs); /* the schema says how many there are */
+    return args->stack[args->next++];
+}
+
+static void look(struct zpp_boxed *args, const char *name, size_t index, AtenTensorHandle tensor, bool write,
+                 struct zpp_tensor *out) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (zpp_torch_look(tensor, write, out, &err) != ZPP_OK) {
+        zpp_boxed_fail(args, "%s[%zu]: %s", name, index, err.text);
+    }
+}
+
+const struct zpp_tensors *zpp_boxed_tensors(struct zpp_boxed *args, const char *name, bool write) {
+    assert(args->lists_count < ZPP_BOXED_LISTS);
+    const size_t slot = args->lists_count++;
+    struct zpp_tensors *list = &args->lists[slot];
+    StableListHandle handle = (StableListHandle)(uintptr_t)next(args);
+    args->list_handles[slot] = handle;
+    list->name = name;
+    size_t count = 0;
+    zpp_torch.torch_list_size(handle, &count);
+    list->at = calloc(count ? count : 1, sizeof *list->at);
+    if (!list->at) {
+        zpp_boxed_fail(args, "no memory for %zu tensors of %s", count, name);
+        return list;
+    }
+    list->count = count;
+    for (size_t i = 0; i < count; ++i) {
+        StableIValue item;
+        if (zpp_torch.torch_list_get_item(handle, i, &item) != 0) {
+            zpp_boxed_fail(args, "libtorch cannot give %s[%zu]", name, i);
+            continue;
+        }
+        AtenTensorHandle tensor = (AtenTensorHandle)(uintptr_t)item;
+        look(args, name, i, tensor, write, &list->at[i]);
+        zpp_torch.aoti_torch_delete_tensor_object(tensor); /* the list still has the tensor */
+    }
+    return list;
+}
+
+const struct zpp_tensor *zpp_boxed_tensor(struct zpp_boxed *args, const char *name, bool write) {
+    assert(args->handles_count < ZPP_BOXED_HANDLES);
+    const size_t slot = args->handles_count++;
+    args->handles[slot] = (AtenTensorHandle)(uintptr_t)next(args);
+    look(args, name, 0, args->handles[slot], write, &args->looks[slot]);
+    return &args->looks[slot];
+}
+
+const struct zpp_ints *zpp_boxed_ints(struct zpp_boxed *args, const char *name) {
+    assert(!args->ints.at);
+    StableListHandle handle = (StableListHandle)(uintptr_t)next(args);
+    struct zpp_ints *ints = &args->ints;
+    ints->name = name;
+    size_t count = 0;
+    zpp_torch.torch_list_size(handle, &count);
+    ints->at = calloc(count ? count : 1, sizeof *ints->at);
+    if (!ints->at) zpp_boxed_fail(args, "no memory for %zu numbers of %s", count, name);
+    else ints->count = count;
+    for (size_t i = 0; i < ints->count; ++i) {
+        StableIValue item = 0;
+        if (zpp_torch.torch_list_get_item(handle, i, &item) != 0) {
+            zpp_boxed_fail(args, "libtorch cannot give %s[%zu]", name, i);
+        }
+        ints->at[i] = (int64_t)item;
+    }
+    zpp_torch.torch_delete_list(handle);
+    return ints;
+}
+
+double zpp_boxed_float(struct zpp_boxed *args) {
+    const StableIValue bits = next(args);
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+int64_t zpp_boxed_int(struct zpp_boxed *args) { return (int64_t)next(args); }
+
+bool zpp_boxed_bool(struct zpp_boxed *args) { return (next(args) & 0xff) != 0; }
+
+/* --- checks ------------------------------------------------------------------------------------------------------- */
+static const char *kind_name(const struct zpp_tensor *tensor, char text[32]) {
+    if (tensor->dtype != ZPP_DTYPES) return zpp_dtype_name(tensor->dtype);
+    snprintf(text, 32, "torch dtype %d", (int)tensor->torch_dtype);
+    return text;
+}
+
+static const char *device_name(int32_t type, char text[32]) {
+    if (type == zpp_torch.aoti_torch_device_type_cpu()) return "cpu";
+    if (type == zpp_torch.aoti_torch_device_type_cuda()) return "cuda";
+    snprintf(text, 32, "device type %d", (int)type);
+    return text;
+}
+
+/* "float32, bfloat16 or float16" */
+static void name_kinds(unsigned dtypes, char *text, size_t room) {
+    size_t used = 0;
+    text[0] = '\0';
+    for (int dtype = 0; dtype < ZPP_DTYPES; ++dtype) {
+        if (!(dtypes & 1u << dtype)) continue;
+        const bool last = dtypes >> dtype == 1u;
+        const char *before = used == 0 ? "" : last ? " or " : ", ";
+        const int added = snprintf(text + used, room - used, "%s%s", before, zpp_dtype_name((zpp_dtype)dtype));
+        if (added > 0 && (size_t)added < room - used) used += (size_t)added;
+    }
+}
+
+static bool check_one(struct zpp_boxed *args, const char *name, size_t i, const struct zpp_tensor *tensor,
+                      int32_t device_type, unsigned dtypes) {
+    char seen[32], wanted[ZPP_BOXED_TEXT_BYTES];
+    if (tensor->device_type != device_type) {
+        char on[32];
+        return zpp_boxed_fail(args, "%s[%zu] is on %s, wanted %s, where the first tensor is", name, i,
+                              device_name(tensor->device_type, seen), device_name(device_type, on));
+    }
+    if (tensor->dtype == ZPP_DTYPES || !(dtypes & 1u << tensor->dtype)) {
+        name_kinds(dtypes, wanted, sizeof wanted);
+        return zpp_boxed_fail(args, "%s[%zu] is %s, wanted %s", name, i, kind_name(tensor, seen), wanted);
+    }
+    if (!tensor->contiguous) {
+        return zpp_boxed_fail(args, "%s[%zu] is not contiguous, wanted contiguous: pass a contiguous tensor, not a "
+                              "transposed or strided view", name, i);
+    }
+    return true;
+}
+
+bool zpp_boxed_check(struct zpp_boxed *args, const struct zpp_tensors *list, int32_t device_type, unsigned dtypes) {
+    if (!zpp_boxed_ok(args)) return false;
+    for (size_t i = 0; i < list->count; ++i) {
+        if (!check_one(args, list->name, i, &list->at[i], device_type, dtypes)) return false;
+    }
+    return true;
+}
+
+bool zpp_boxed_check_like(struct zpp_boxed *args, const struct zpp_tensors *list, const struct zpp_tensors *model) {
+    if (!zpp_boxed_ok(args)) return false;
+    if (list->count != model->count) {
+        return zpp_boxed_fail(args, "%s has %zu tensors, wanted %zu as in %s", list->name, list->count, model->count,
+                              model->name);
+    }
+    for (size_t i = 0; i < list->count; ++i) {
+        if (list->at[i].elems == model->at[i].elems) continue;
+        return zpp_boxed_fail(args, "%s[%zu] has %zu elements, wanted %zu as in %s[%zu]", list->name, i,
+                              list->at[i].elems, model->at[i].elems, model->name, i);
+    }
+    return true;
+}
+
+/* --- overlap ------------------------------------------------------------------------------------------------------ */
+struct span {
+    uintptr_t begin, end;
+    const char *name;
+    size_t index;
+    bool written;
+};
+
+static int by_begin(const void *left, const void *right) {
+    const struct span *a = left, *b = right;
+    return a->begin < b->begin ? -1 : a->begin > b->begin;
+}
+
+static size_t add_spans(struct span *spans, size_t count, const struct zpp_tensors *list, bool written) {
+    for (size_t i = 0; i < list->count; ++i) {
+        const size_t bytes = list->at[i].elems * zpp_dtype_bytes(list->at[i].dtype);
+        const uintptr_t begin = (uintptr_t)list->at[i].data;
+        if (bytes) spans[count++] = (struct span){ begin, begin + bytes, list->name, i, written };
+    }
+    return count;
+}
+
+static bool is_sorted(const struct span *spans, size_t count) {
+    for (size_t i = 1; i < count; ++i) {
+        if (spans[i - 1].begin > spans[i].begin) return false;
+    }
+    return true;
+}
+
+/* Of sorted spans, any that begins before the furthest end so far overlaps the one that reaches it. Two that are only
+ * read may, so the furthest written and the furthest read end are kept apart. */
+static bool check_sorted(struct zpp_boxed *args, const struct span *spans, size_t count) {
+    const struct span *written = NULL, *read = NULL;
+    for (size_t i = 0; i < count; ++i) {
+        const struct span *s = &spans[i], *other = NULL;
+        if (written && written->end > s->begin) other = written;
+        else if (s->written && read && read->end > s->begin) other = read;
+        if (other) {
+            return zpp_boxed_fail(args, "%s[%zu] and %s[%zu] share memory, wanted tensors apart from each other",
+                                  other->name, other->index, s->name, s->index);
+        }
+        const struct span **furthest = s->written ? &written : &read;
+        if (!*furthest || (*furthest)->end < s->end) *furthest = s;
+    }
+    return true;
+}
+
+bool zpp_boxed_check_apart(struct zpp_boxed *args, const struct zpp_tensors *const *written, size_t written_count,
+                           const struct zpp_tensors *const *read, size_t read_count) {
+    if (!zpp_boxed_ok(args)) return false;
+    size_t room = 1, count = 0;
+    for (size_t k = 0; k < written_count; ++k) room += written[k]->count;
+    for (size_t k = 0; k < read_count; ++k) room += read[k]->count;
+    struct span *spans = malloc(room * sizeof *spans);
+    if (!spans) return zpp_boxed_fail(args, "no memory to compare %zu tensors", room - 1);
+    for (size_t k = 0; k < written_count; ++k) count = add_spans(spans, count, written[k], true);
+    for (size_t k = 0; k < read_count; ++k) count = add_spans(spans, count, read[k], false);
+    if (!is_sorted(spans, count)) qsort(spans, count, sizeof *spans, by_begin);
+    const bool apart = check_sorted(args, spans, count);
+    free(spans);
+    return apart;
+}
+
+/* --- results and the end ------------------------------------------------------------------------------------------ */
+bool zpp_boxed_new(struct zpp_boxed *args, zpp_dtype dtype, size_t elems, AtenTensorHandle *made, void **data) {
+    if (!zpp_boxed_ok(args)) return false;
+    const int64_t size = (int64_t)elems, stride = 1;
+    AtenTensorHandle tensor = NULL;
+    AOTITorchError failed = zpp_torch.aoti_torch_empty_strided(1, &size, &stride, zpp_torch_dtype_of(dtype),
+                                                               zpp_torch.aoti_torch_device_type_cpu(), 0, &tensor);
+    if (failed) return zpp_boxed_fail(args, "libtorch cannot make a tensor of %zu %s", elems, zpp_dtype_name(dtype));
+    if (zpp_torch.torch_get_mutable_data_ptr(tensor, data) != 0) {
+        zpp_torch.aoti_torch_delete_tensor_object(tensor);
+        return zpp_boxed_fail(args, "libtorch gives no memory of a new tensor");
+    }
+    *made = tensor;
+    return true;
+}
+
+void zpp_boxed_end(struct zpp_boxed *args) {
+    for (size_t k = 0; k < args->lists_count; ++k) {
+        free(args->lists[k].at);
+        zpp_torch.torch_delete_list(args->list_handles[k]);
+    }
+    for (size_t k = 0; k < args->handles_count; ++k) {
+        if (args->handles[k]) zpp_torch.aoti_torch_delete_tensor_object(args->handles[k]);
+    }
+    free(args->ints.at);
+    if (!zpp_boxed_ok(args)) zpp_torch.aoti_torch_check(false, args->op, "zeropp", 0, args->err.text);
+}

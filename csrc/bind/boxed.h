@@ -1,0 +1,79 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Arguments of an op, read from libtorch's stack: every entry of register.c reads all of them first, then checks, then
+ * works, then ends.
+ *
+ *     void entry(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+ *         struct zpp_boxed args;
+ *         zpp_boxed_begin(&args, "zeropp::thing", stack, inputs);
+ *         const struct zpp_tensors *xs = zpp_boxed_tensors(&args, "xs", true);
+ *         ...every argument, in the order of the schema...
+ *         if (zpp_boxed_ok(&args)) work(...);
+ *         zpp_boxed_end(&args);                     // last statement: frees what the arguments own, then raises if failed
+ *     }
+ *
+ * Arguments own memory, so an entry may not return before all were read: a read that fails only notes its sentence
+ * (the first one stays), and gives something empty. Raising unwinds through C frames, hence -fexceptions, and hence the
+ * one place, zpp_boxed_end, where nothing is left to free.
+ */
+#ifndef ZPP_BIND_BOXED_H
+#define ZPP_BIND_BOXED_H
+
+#include "shim.h"
+
+enum { ZPP_BOXED_LISTS = 8, ZPP_BOXED_HANDLES = 4, ZPP_BOXED_TEXT_BYTES = 160 };
+
+/* A list of tensors. Borrowed: lives until zpp_boxed_end. */
+struct zpp_tensors {
+    const char *name; /* of the argument, for messages */
+    size_t count;
+    struct zpp_tensor *at;
+};
+struct zpp_ints {
+    const char *name;
+    size_t count;
+    int64_t *at;
+};
+
+struct zpp_boxed {
+    const char *op;
+    StableIValue *stack;
+    uint64_t inputs, next;
+    struct zpp_err err;
+    struct zpp_tensors lists[ZPP_BOXED_LISTS];
+    StableListHandle list_handles[ZPP_BOXED_LISTS]; /* keep the tensors alive */
+    size_t lists_count;
+    struct zpp_ints ints;
+    AtenTensorHandle handles[ZPP_BOXED_HANDLES]; /* single tensors */
+    struct zpp_tensor looks[ZPP_BOXED_HANDLES];
+    size_t handles_count;
+};
+
+void zpp_boxed_begin(struct zpp_boxed *args, const char *op, StableIValue *stack, uint64_t inputs);
+/* `write`: the op writes to them. */
+const struct zpp_tensors *zpp_boxed_tensors(struct zpp_boxed *args, const char *name, bool write);
+const struct zpp_tensor *zpp_boxed_tensor(struct zpp_boxed *args, const char *name, bool write);
+const struct zpp_ints *zpp_boxed_ints(struct zpp_boxed *args, const char *name); /* one a call */
+double zpp_boxed_float(struct zpp_boxed *args);
+int64_t zpp_boxed_int(struct zpp_boxed *args);
+bool zpp_boxed_bool(struct zpp_boxed *args);
+
+/* --- checks: note a sentence that begins with the op's name; false if this or anything before failed --------------- */
+bool zpp_boxed_ok(const struct zpp_boxed *args);
+bool zpp_boxed_fail(struct zpp_boxed *args, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* Every tensor contiguous, on a device of `device_type`, and of a kind in `dtypes` (a bit a kind: 1 << ZPP_F32 ...). */
+bool zpp_boxed_check(struct zpp_boxed *args, const struct zpp_tensors *list, int32_t device_type, unsigned dtypes);
+/* Same number of tensors with the same numbers of elements as `model`. */
+bool zpp_boxed_check_like(struct zpp_boxed *args, const struct zpp_tensors *list, const struct zpp_tensors *model);
+/* No tensor of `written` shares memory with another one of them or with one of `read`. Lists in rising order of
+ * addresses, which is what allocators and flat buffers give, are checked in one walk. */
+bool zpp_boxed_check_apart(struct zpp_boxed *args, const struct zpp_tensors *const *written, size_t written_count,
+                           const struct zpp_tensors *const *read, size_t read_count);
+
+/* A new tensor of one dimension on the CPU; `*data` is its memory. The caller gives the handle to the stack, or deletes
+ * it. */
+bool zpp_boxed_new(struct zpp_boxed *args, zpp_dtype dtype, size_t elems, AtenTensorHandle *made, void **data);
+
+void zpp_boxed_end(struct zpp_boxed *args);
+
+#endif

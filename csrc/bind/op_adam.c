@@ -1,0 +1,120 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * torch.ops.zeropp.adam_step_: reads and checks lists of tensors, then csrc/ops/adam. Everything is checked before
+ * anything is written.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "../ops/adam/adam.h"
+#include "boxed.h"
+#include "op_entries.h"
+
+static const unsigned FLOATS = 1u << ZPP_F32 | 1u << ZPP_BF16 | 1u << ZPP_F16;
+
+struct lists {
+    const struct zpp_tensors *params, *grads, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs, *param_outs;
+    const struct zpp_ints *steps;
+};
+
+static bool check_list(struct zpp_boxed *args, const struct zpp_tensors *list, const struct zpp_tensors *params,
+                       unsigned dtypes, bool may_be_empty) {
+    if (may_be_empty && list->count == 0) return zpp_boxed_ok(args);
+    return zpp_boxed_check_like(args, list, params) &&
+           zpp_boxed_check(args, list, zpp_torch.aoti_torch_device_type_cpu(), dtypes);
+}
+
+static bool check_tensors(struct zpp_boxed *args, const struct lists *l) {
+    const struct zpp_tensors *const written[] = { l->params, l->exp_avgs, l->exp_avg_sqs, l->max_exp_avg_sqs,
+                                                  l->param_outs };
+    return check_list(args, l->params, l->params, 1u << ZPP_F32, false) &&
+           check_list(args, l->grads, l->params, FLOATS, false) &&
+           check_list(args, l->exp_avgs, l->params, 1u << ZPP_F32, false) &&
+           check_list(args, l->exp_avg_sqs, l->params, 1u << ZPP_F32, false) &&
+           check_list(args, l->max_exp_avg_sqs, l->params, 1u << ZPP_F32, true) &&
+           check_list(args, l->param_outs, l->params, FLOATS, true) &&
+           zpp_boxed_check_apart(args, written, sizeof written / sizeof written[0], &l->grads, 1);
+}
+
+static bool check_steps(struct zpp_boxed *args, const struct lists *l) {
+    if (l->steps->count != l->params->count) {
+        return zpp_boxed_fail(args, "steps has %zu numbers, wanted %zu as params has tensors", l->steps->count,
+                              l->params->count);
+    }
+    for (size_t i = 0; i < l->steps->count; ++i) {
+        if (l->steps->at[i] >= 1) continue;
+        return zpp_boxed_fail(args, "steps[%zu] is %lld, wanted the number of this update, counted from 1", i,
+                              (long long)l->steps->at[i]);
+    }
+    return true;
+}
+
+static bool check_numbers(struct zpp_boxed *args, const struct zpp_adam_segment *rates, double grad_scale) {
+    const struct { const char *name; double value; } betas[] = { { "beta1", rates->beta1 }, { "beta2", rates->beta2 } };
+    for (int b = 0; b < 2; ++b) {
+        if (betas[b].value >= 0.0 && betas[b].value < 1.0) continue;
+        return zpp_boxed_fail(args, "%s is %g, wanted 0 <= %s < 1", betas[b].name, betas[b].value, betas[b].name);
+    }
+    if (!(rates->eps >= 0.0)) return zpp_boxed_fail(args, "eps is %g, wanted eps >= 0", rates->eps);
+    if (!isfinite(rates->lr)) return zpp_boxed_fail(args, "lr is %g, wanted a finite number", rates->lr);
+    if (!isfinite(rates->weight_decay)) {
+        return zpp_boxed_fail(args, "weight_decay is %g, wanted a finite number", rates->weight_decay);
+    }
+    if (!isfinite(grad_scale)) return zpp_boxed_fail(args, "grad_scale is %g, wanted a finite number", grad_scale);
+    return zpp_boxed_ok(args);
+}
+
+static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_adam_segment *rates, float grad_scale) {
+    const size_t count = l->params->count;
+    struct zpp_adam_segment *segments = malloc((count + 1) * sizeof *segments);
+    if (!segments) {
+        zpp_boxed_fail(args, "no memory for %zu segments", count);
+        return;
+    }
+    for (size_t i = 0; i < count; ++i) {
+        segments[i] = *rates;
+        segments[i].param = l->params->at[i].data;
+        segments[i].grad = l->grads->at[i].data;
+        segments[i].grad_dtype = l->grads->at[i].dtype;
+        segments[i].exp_avg = l->exp_avgs->at[i].data;
+        segments[i].exp_avg_sq = l->exp_avg_sqs->at[i].data;
+        if (l->max_exp_avg_sqs->count) segments[i].max_exp_avg_sq = l->max_exp_avg_sqs->at[i].data;
+        if (l->param_outs->count) {
+            segments[i].param_out = l->param_outs->at[i].data;
+            segments[i].out_dtype = l->param_outs->at[i].dtype;
+        }
+        segments[i].elems = l->params->at[i].elems;
+        segments[i].step = (uint64_t)l->steps->at[i];
+    }
+    zpp_pool *pool = zpp_op_pool_take();
+    zpp_adam_step(segments, count, grad_scale, pool);
+    zpp_op_pool_give(pool);
+    free(segments);
+}
+
+void zpp_op_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    struct lists l;
+    struct zpp_adam_segment rates = { 0 };
+    zpp_boxed_begin(&args, "zeropp::adam_step_", stack, inputs);
+    l.params = zpp_boxed_tensors(&args, "params", true);
+    l.grads = zpp_boxed_tensors(&args, "grads", false);
+    l.exp_avgs = zpp_boxed_tensors(&args, "exp_avgs", true);
+    l.exp_avg_sqs = zpp_boxed_tensors(&args, "exp_avg_sqs", true);
+    l.max_exp_avg_sqs = zpp_boxed_tensors(&args, "max_exp_avg_sqs", true);
+    l.param_outs = zpp_boxed_tensors(&args, "param_outs", true);
+    l.steps = zpp_boxed_ints(&args, "steps");
+    rates.lr = zpp_boxed_float(&args);
+    rates.beta1 = zpp_boxed_float(&args);
+    rates.beta2 = zpp_boxed_float(&args);
+    rates.eps = zpp_boxed_float(&args);
+    rates.weight_decay = zpp_boxed_float(&args);
+    rates.decoupled_decay = zpp_boxed_bool(&args);
+    rates.maximize = zpp_boxed_bool(&args);
+    const double grad_scale = zpp_boxed_float(&args);
+    if (check_tensors(&args, &l) && check_steps(&args, &l) && check_numbers(&args, &rates, grad_scale)) {
+        run(&args, &l, &rates, (float)grad_scale);
+    }
+    zpp_boxed_end(&args);
+}

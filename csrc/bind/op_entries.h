@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Entries of ops.def, and the threads that they run on.
+ */
+#ifndef ZPP_BIND_OP_ENTRIES_H
+#define ZPP_BIND_OP_ENTRIES_H
+
+#include "../base/pool.h"
+#include "shim.h"
+
+/* Boxed functions: read `inputs` arguments from the stack, leave `outputs` results there. Any thread, without the GIL. */
+void zpp_op_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_norm_squares(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_adopt(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+
+/* The threads of ops: as many as torch.get_num_threads() says, kept between calls and made anew when that number
+ * changes. NULL (this thread alone) for one thread, where none can be started, or while another thread runs an op. Give
+ * it back. */
+zpp_pool *zpp_op_pool_take(void);
+void zpp_op_pool_give(zpp_pool *pool);
+
+#endif

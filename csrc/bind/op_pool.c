@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The threads of ops (op_entries.h). One pool a process: torch calls ops from any thread, and a second op at the same
+ * time runs in its own thread alone, which is what a second caller of one pool would wait for anyway.
+ */
+#include "op_entries.h"
+
+#include <pthread.h>
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* held from take to give; guards pool and pool_threads */
+static zpp_pool *pool;
+static uint32_t pool_threads;
+
+static void resize(uint32_t threads) {
+    if (threads == pool_threads) return;
+    zpp_pool_destroy(pool);
+    pool = NULL;
+    pool_threads = threads; /* also where it fails: the next call does not try again */
+    if (threads > 1) (void)zpp_pool_create((int)threads, &pool, NULL);
+}
+
+zpp_pool *zpp_op_pool_take(void) {
+    uint32_t threads = 1;
+    if (zpp_torch.torch_get_num_threads(&threads) != 0 || threads <= 1) return NULL;
+    if (pthread_mutex_trylock(&lock) != 0) return NULL;
+    resize(threads);
+    if (!pool) pthread_mutex_unlock(&lock);
+    return pool;
+}
+
+void zpp_op_pool_give(zpp_pool *taken) {
+    if (taken) pthread_mutex_unlock(&lock);
+}

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators of zeropp: doors that check, and the fake kernels of ``torch.ops.zeropp.*``.
+
+The kernels are C (csrc/ops), reached through libtorch's dispatcher, so they work in eager mode, under
+``torch.compile`` (one graph, no break) and under fake tensors. They have no autograd: they change their arguments, or
+return what cannot be differentiated. That is why the doors here refuse tensors that require grad while grad mode is on,
+where calling ``torch.ops.zeropp`` directly would drop gradients in silence.
+
+C checks everything before it writes anything; the doors turn its sentence into a ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["adam_step_", "norm_squares", "register"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_registered = False
+
+
+def adam_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: int | Sequence[int],
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_decay: bool = True,
+    maximize: bool = False,
+    grad_scale: float = 1.0,
+    max_exp_avg_sqs: Sequence[Tensor] = (),
+    param_outs: Sequence[Tensor] = (),
+) -> None:
+    """One step of Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) over lists of tensors, in one pass.
+
+    The formula is in csrc/ops/adam/adam.h. One call moves 28 bytes a parameter in fp32, and as many with bf16 gradients
+    and a bf16 copy-out (ZeRO-Offload, section 5.1), where cast, step and cast are three passes.
+
+    Args:
+        params: fp32 tensors, updated in place.
+        grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
+        exp_avgs: fp32, the first moments, updated in place.
+        exp_avg_sqs: fp32, the second moments, updated in place.
+        step: t of this update, counted from 1; one number, or one a tensor.
+        lr: learning rate.
+        beta1: decay of the first moment, 0 <= beta1 < 1.
+        beta2: decay of the second moment, 0 <= beta2 < 1.
+        eps: added to the denominator.
+        weight_decay: strength of the decay.
+        decoupled_decay: True is AdamW, False is Adam with an L2 penalty.
+        maximize: climb instead of descend.
+        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
+        max_exp_avg_sqs: fp32, for AMSGrad: running maxima of the second moments, updated in place. Empty: plain Adam.
+        param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
+
+    Raises:
+        TypeError: an argument is no list of tensors, or no number.
+        ValueError: wrong device, dtype, layout, number of elements or number of tensors; tensors that share memory; a
+            tensor that requires grad while grad mode is on; a rate out of range. Nothing was written.
+    """
+    name = "zeropp.ops.adam_step_"
+    written = {
+        "params": params,
+        "exp_avgs": exp_avgs,
+        "exp_avg_sqs": exp_avg_sqs,
+        "max_exp_avg_sqs": max_exp_avg_sqs,
+        "param_outs": param_outs,
+    }
+    for argument, tensors in {**written, "grads": grads}.items():
+        _check_tensors(name, argument, tensors)
+    rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    for argument, value in {**rates, "grad_scale": grad_scale}.items():
+        _check_number(name, argument, value)
+    if not isinstance(step, (int, list, tuple)):
+        raise TypeError(f"{name}: step is a {type(step).__name__}, wanted a whole number, or a list of them")
+    steps = [step] * len(params) if isinstance(step, int) else list(step)
+    if not any((params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, param_outs)):
+        return  # without a tensor there is no device to dispatch on
+    _call(
+        name, torch.ops.zeropp.adam_step_.default,
+        list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(max_exp_avg_sqs), list(param_outs), steps,
+        lr, beta1, beta2, eps, weight_decay, decoupled_decay, maximize, grad_scale,
+    )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        _tell_autograd(tensor for tensors in written.values() for tensor in tensors)
+
+
+def norm_squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Sum of squares and number of non-finite elements of each tensor, in one pass over memory.
+
+    The order of the additions is fixed (csrc/ops/norm/norm.h): the same bits whatever the threads and the CPU.
+
+    Args:
+        tensors: fp32, bf16 or fp16 tensors of any shapes.
+
+    Returns:
+        ``(sums, nonfinite)``: float64 and int64 tensors with one element a tensor. The global norm is
+        ``sums.sum().sqrt()``.
+
+    Raises:
+        TypeError: ``tensors`` is no list of tensors.
+        ValueError: wrong device, dtype or layout, or a tensor that requires grad while grad mode is on.
+    """
+    name = "zeropp.ops.norm_squares"
+    _check_tensors(name, "tensors", tensors)
+    if not tensors:  # no device to dispatch on
+        return _fake_norm_squares([])
+    sums, nonfinite = _call(name, torch.ops.zeropp.norm_squares.default, list(tensors))
+    return sums, nonfinite
+
+
+def register() -> None:
+    """Register the fake kernels; ``import zeropp`` does it, after the C library registered the operators."""
+    global _registered
+    if _registered:
+        return
+    torch.library.register_fake("zeropp::adam_step_", _fake_adam_step)
+    torch.library.register_fake("zeropp::norm_squares", _fake_norm_squares)
+    _registered = True
+
+
+def _check_tensors(name: str, argument: str, tensors: Sequence[Tensor]) -> None:
+    """What C cannot see or say: no list, no tensor, another device, gradients that would be lost."""
+    if not isinstance(tensors, (list, tuple)):
+        raise TypeError(f"{name}: {argument} is a {type(tensors).__name__}, wanted a list of tensors")
+    grad_mode = torch.is_grad_enabled()
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: {argument}[{index}] is a {type(tensor).__name__}, wanted a tensor")
+        if not tensor.is_cpu:
+            raise ValueError(
+                f"{name}: {argument}[{index}] is on {tensor.device}, wanted cpu; other devices are not supported yet"
+            )
+        if grad_mode and tensor.requires_grad:
+            raise ValueError(
+                f"{name}: {argument}[{index}] requires grad, and this operation has no gradient; wanted a tensor that "
+                "does not: call it under torch.no_grad(), or pass tensor.detach()"
+            )
+
+
+def _check_number(name: str, argument: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name}: {argument} is {value!r}, wanted a number")
+
+
+def _call(name: str, op: Callable[..., Any], *arguments: Any) -> Any:
+    """Call an operator; what it refuses is a ValueError whose sentence names the door."""
+    if torch.compiler.is_compiling():
+        return op(*arguments)
+    try:
+        return op(*arguments)
+    except RuntimeError as error:
+        sentence = str(error).split("\n", 1)[0]
+        raise ValueError(f"{name}: {sentence.removeprefix(_prefix(name))}") from error
+
+
+def _prefix(name: str) -> str:
+    return name.replace("zeropp.ops.", "zeropp::") + ": "
+
+
+def _tell_autograd(tensors: Iterable[Tensor]) -> None:
+    """Count the write, so that a backward that saved the old value refuses it. (Inference tensors have no counter.)"""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+def _fake_adam_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor],
+    param_outs: list[Tensor],
+    steps: list[int],
+    *rates: float,
+) -> None:
+    name = "zeropp.ops.adam_step_"
+    fp32 = (torch.float32,)
+    for argument, tensors, dtypes, may_be_empty in (
+        ("params", params, fp32, False),
+        ("grads", grads, _FLOATS, False),
+        ("exp_avgs", exp_avgs, fp32, False),
+        ("exp_avg_sqs", exp_avg_sqs, fp32, False),
+        ("max_exp_avg_sqs", max_exp_avg_sqs, fp32, True),
+        ("param_outs", param_outs, _FLOATS, True),
+    ):
+        if not (may_be_empty and len(tensors) == 0):
+            _check_like(name, argument, tensors, params, dtypes)
+    if len(steps) != len(params):
+        raise ValueError(f"{name}: steps has {len(steps)} numbers, wanted {len(params)} as params has tensors")
+
+
+def _check_like(
+    name: str, argument: str, tensors: list[Tensor], params: list[Tensor], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if len(tensors) != len(params):
+        raise ValueError(f"{name}: {argument} has {len(tensors)} tensors, wanted {len(params)} as in params")
+    for index, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{name}: {argument}[{index}] is {tensor.dtype}, wanted one of {dtypes}")
+        if tensor.numel() != param.numel():
+            raise ValueError(
+                f"{name}: {argument}[{index}] has {tensor.numel()} elements, wanted {param.numel()} as in "
+                f"params[{index}]"
+            )
+
+
+def _fake_norm_squares(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype not in _FLOATS:
+            raise ValueError(f"zeropp.ops.norm_squares: tensors[{index}] is {tensor.dtype}, wanted one of {_FLOATS}")
+    size = (len(tensors),)
+    return torch.empty(size, dtype=torch.float64), torch.empty(size, dtype=torch.int64)
