@@ -9,7 +9,7 @@
  *         const struct zpp_tensors *xs = zpp_boxed_tensors(&args, "xs", true);
  *         ...every argument, in the order of the schema...
  *         if (zpp_boxed_ok(&args)) work(...);
- *         zpp_boxed_end(&args);                     // last statement: frees what the arguments own, then raises if failed
+ *         zpp_boxed_end(&args);           // last statement: frees what the arguments own, then raises if failed
  *     }
  *
  * Arguments own memory, so an entry may not return before all were read: a read that fails only notes its sentence
@@ -58,7 +58,7 @@ double zpp_boxed_float(struct zpp_boxed *args);
 int64_t zpp_boxed_int(struct zpp_boxed *args);
 bool zpp_boxed_bool(struct zpp_boxed *args);
 
-/* --- checks: note a sentence that begins with the op's name; false if this or anything before failed --------------- */
+/* --- checks: note a sentence that begins with the op's name; false if this or anything before failed ------------- */
 bool zpp_boxed_ok(const struct zpp_boxed *args);
 bool zpp_boxed_fail(struct zpp_boxed *args, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* Every tensor contiguous, on a device of `device_type`, and of a kind in `dtypes` (a bit a kind: 1 << ZPP_F32 ...). */

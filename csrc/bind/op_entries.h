@@ -8,7 +8,7 @@
 #include "../base/pool.h"
 #include "shim.h"
 
-/* Boxed functions: read `inputs` arguments from the stack, leave `outputs` results there. Any thread, without the GIL. */
+/* Boxed functions: read `inputs` arguments from the stack, leave `outputs` results there. Any thread, no GIL. */
 void zpp_op_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_norm_squares(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adopt(StableIValue *stack, uint64_t inputs, uint64_t outputs);

@@ -102,11 +102,13 @@ static PyObject *look_slot(PyObject *module, PyObject *number) {
 
 static PyMethodDef methods[] = {
     { "load_torch", load_torch, METH_NOARGS,
-      "load_torch()\n--\n\nFind libtorch's functions and register torch.ops.zeropp; after `import torch`. Again is free." },
+      "load_torch()\n--\n\nFind libtorch's functions and register torch.ops.zeropp, after `import torch`. Again is "
+      "free." },
     { "op_table", op_table, METH_NOARGS, "op_table()\n--\n\nEvery op: (name, schema, on CPU, on CUDA)." },
     { "new_slot", new_slot, METH_NOARGS, "new_slot()\n--\n\nA slot for torch.ops.zeropp._adopt(tensor, slot)." },
     { "drop_slot", drop_slot, METH_O, "drop_slot(slot, /)\n--\n\nLet an adopted tensor go." },
-    { "look_slot", look_slot, METH_O, "look_slot(slot, /)\n--\n\n(data pointer, elements, dtype) of an adopted tensor." },
+    { "look_slot", look_slot, METH_O,
+      "look_slot(slot, /)\n--\n\n(data pointer, elements, dtype) of an adopted tensor." },
     { NULL, NULL, 0, NULL },
 };
 

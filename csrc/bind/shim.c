@@ -180,7 +180,8 @@ AtenTensorHandle zpp_torch_adopted(int64_t slot) {
     return tensor;
 }
 
-/* Puts `tensor` in the slot and gives back what was there, to be deleted without the lock: a tensor's end may run code. */
+/* Puts `tensor` in the slot, and gives back what was there to be deleted without the lock: a tensor's end may run
+ * code. */
 static AtenTensorHandle exchange(int64_t slot, AtenTensorHandle tensor) {
     AtenTensorHandle old = slots.handles[slot];
     slots.handles[slot] = tensor;
