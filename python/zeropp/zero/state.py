@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole values in and out of a partitioned model: state dicts, a bounded-memory stream, safetensors for everybody
+else."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from zeropp.errors import CheckpointError
+from zeropp.zero import safefile
+from zeropp.zero.access import gathered
+from zeropp.zero.agree import Ranks
+from zeropp.zero.engine import WHOLE, Engine, Unit, engine_of
+
+FILE_BYTES = 2 << 30
+BUCKET_BYTES = 64 << 20
+EXTRA_STATE = "_extra_state"  # torch's own key
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that belong to a state dict, each under its first name."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield (f"{path}.{name}" if path else name), buffer
+
+
+def write_piece(unit: Unit, at: int, values: torch.Tensor) -> None:
+    """Elements from ``at`` on of a unit's flat buffer, where this rank holds them: slice, whole copy and fp32 master.
+
+    Call it inside ``engine.write_shards()``.
+    """
+    values = values.reshape(-1)
+    if unit.place == WHOLE:
+        unit.whole[at : at + values.numel()] = values.to(unit.dtype)
+    own = unit.shard if unit.master is None else unit.master
+    low, high = max(at, unit.begin_elems), min(at + values.numel(), unit.begin_elems + own.numel())
+    if low < high:
+        mine = values[low - at : high - at]
+        unit.shard[low - unit.begin_elems : high - unit.begin_elems] = mine.to(unit.dtype)
+        if unit.master is not None:
+            unit.master[low - unit.begin_elems : high - unit.begin_elems] = mine.float()
+
+
+def named_full_tensors(model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter whole, one after the other, then the persistent buffers; collective, so every rank iterates to
+    the end.
+
+    Args:
+        bucket_bytes: units are gathered together up to this many bytes; at least one is.
+
+    Yields:
+        (name, a copy on the CPU): names as in ``named_parameters``, tied parameters once.
+
+    Memory: one bucket and one parameter beside the slices.
+    """
+    for bucket in _buckets(engine_of(model), bucket_bytes):
+        entries = [entry for unit in bucket for entry in unit.params]
+        with gathered([entry.param for entry in entries]):
+            for entry in entries:
+                yield entry.names[0], entry.param.detach().clone()
+    for name, buffer in persistent_buffers(model):
+        yield name, buffer.detach().clone()
+
+
+def _buckets(engine: Engine, bucket_bytes: int) -> Iterator[list[Unit]]:
+    bucket: list[Unit] = []
+    held = 0
+    for unit in engine.units:
+        size = unit.elems * unit.dtype.itemsize
+        if bucket and held + size > bucket_bytes:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(unit)
+        held += size
+    if bucket:
+        yield bucket
+
+
+def full_state_dict(model: nn.Module, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
+    """What ``model.state_dict()`` of the plain model would be, as copies on the CPU; collective.
+
+    Args:
+        rank_0_only: the other ranks get an empty dict, and spend no memory on it.
+
+    Returns:
+        Keys in ``state_dict``'s own order; tied parameters stand under all their names and share one tensor.
+    """
+    engine = engine_of(model)
+    wanted = not rank_0_only or engine.rank == 0
+    whole: dict[str, torch.Tensor] = {}
+    for name, tensor in named_full_tensors(model):
+        if wanted:
+            whole[name] = tensor
+    if not wanted:
+        return {}
+    aliases = _aliases(engine, model)
+    extra = {key: module.get_extra_state() for key, module in _extra_states(model)}
+    return {key: extra[key] if key in extra else whole[aliases[key]] for key in _keys(model)}
+
+
+def _aliases(engine: Engine, model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or persistent buffer -> the name it is gathered under."""
+    first = {name: entry.names[0] for unit in engine.units for entry in unit.params for name in entry.names}
+    seen: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                key = f"{path}.{name}" if path else name
+                first[key] = seen.setdefault(id(buffer), key)
+    return first
+
+
+def _keys(model: nn.Module) -> list[str]:
+    """The keys of ``model.state_dict()`` in its order, without reading a value."""
+    keys = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = [name for name, one in module._parameters.items() if one is not None]
+        own += [
+            n for n, one in module._buffers.items() if one is not None and n not in module._non_persistent_buffers_set
+        ]
+        own += [EXTRA_STATE] if _has_extra_state(module) else []
+        keys += [f"{path}.{name}" if path else name for name in own]
+    return keys
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        if _has_extra_state(module):
+            yield (f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE), module
+
+
+def load_full_state_dict(
+    model: nn.Module, source: Mapping[str, torch.Tensor] | str | os.PathLike[str], *, strict: bool = True
+) -> None:
+    """Whole values into a partitioned model; collective. Each rank takes its slices, and reads no more of a file than
+    that.
+
+    Args:
+        source: a state dict (the same on every rank); or a safetensors file, or a folder of them as Hugging Face
+            writes it.
+        strict: names that are missing or unknown are an error.
+
+    Raises:
+        zeropp.CheckpointError: names or shapes do not fit; nothing was changed then. On every rank.
+    """
+    engine = engine_of(model)
+    ranks = Ranks(engine)
+    with _Source(source) as values:
+        ranks.all_do(lambda: _check_names(engine, model, values, strict))
+        with engine.write_shards(), torch.no_grad():
+            for unit in engine.units:
+                for entry in unit.params:
+                    name = next((one for one in entry.names if one in values), None)
+                    if name is not None:
+                        _take(engine, unit, entry.offset_elems, entry.numel, values, name)
+            for name, buffer in persistent_buffers(model):
+                if name in values:
+                    buffer.copy_(values.whole(name))
+        for key, module in _extra_states(model):
+            if key in values:
+                module.set_extra_state(values.whole(key))
+
+
+def _take(engine: Engine, unit: Unit, offset: int, numel: int, values: _Source, name: str) -> None:
+    """The part of one parameter that this rank holds."""
+    if unit.place == WHOLE or engine.local:
+        write_piece(unit, offset, values.flat(name, 0, numel))
+        return
+    low, high = max(offset, unit.begin_elems), min(offset + numel, unit.begin_elems + unit.shard.numel())
+    if low < high:
+        write_piece(unit, low, values.flat(name, low - offset, high - offset))
+
+
+def _check_names(engine: Engine, model: nn.Module, values: _Source, strict: bool) -> None:
+    known: set[str] = set()
+    missing = []
+    shapes: list[tuple[list[str], tuple[int, ...]]] = [
+        (e.names, tuple(e.shape)) for u in engine.units for e in u.params
+    ]
+    shapes += [([name], tuple(buffer.shape)) for name, buffer in persistent_buffers(model)]
+    for names, shape in shapes:
+        known.update(names)
+        there = next((one for one in names if one in values), None)
+        if there is None:
+            missing.append(names[0])
+        elif values.shape(there) != shape:
+            raise CheckpointError(
+                f"load_full_state_dict: '{there}' has shape {values.shape(there)}, the model's has {shape}"
+            )
+    extra = dict(_extra_states(model))
+    foreign = sorted(set(values.names()) - known - set(_aliases(engine, model)) - extra.keys())
+    if strict and (missing or foreign):
+        raise CheckpointError(
+            f"load_full_state_dict: {len(missing)} names are missing{_some(missing)}, {len(foreign)} are unknown to "
+            f"the model{_some(foreign)}; strict=False leaves those alone"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return f" ({', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''})" if names else ""
+
+
+class _Source:
+    """Whole tensors by name, from a mapping or from safetensors files."""
+
+    def __init__(self, source: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> None:
+        self._mapping = source if isinstance(source, Mapping) else None
+        self._files: list[Any] = []
+        self._where: dict[str, Any] = {}
+        if not isinstance(source, Mapping):
+            for path in _safetensors_files(Path(source)):
+                self._add(path)
+
+    def _add(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            file = safe_open(str(path), "pt").__enter__()
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
+        self._files.append(file)
+        self._where.update(dict.fromkeys(file.keys(), file))
+
+    def __enter__(self) -> _Source:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files:
+            file.__exit__(None, None, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in (self._where if self._mapping is None else self._mapping)
+
+    def names(self) -> list[str]:
+        return list(self._where if self._mapping is None else self._mapping)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if self._mapping is not None:
+            return tuple(self._mapping[name].shape)
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def whole(self, name: str) -> Any:
+        return self._mapping[name] if self._mapping is not None else self._where[name].get_tensor(name)
+
+    def flat(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Elements ``begin`` to ``end`` of the flattened tensor; of a file, the rows that hold them are read."""
+        if self._mapping is not None:
+            return self._mapping[name].detach().reshape(-1)[begin:end]
+        piece = self._where[name].get_slice(name)
+        shape = piece.get_shape()
+        if len(shape) == 0:
+            return self.whole(name).reshape(-1)[begin:end]
+        row = 1
+        for one in shape[1:]:
+            row *= one
+        first, last = begin // row, -(-end // row)
+        rows: torch.Tensor = piece[first:last]
+        return rows.reshape(-1)[begin - first * row : end - first * row]
+
+
+def _safetensors_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        return sorted({path / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path}: no safetensors file there")
+    return files
+
+
+def export(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES) -> None:
+    """Write the whole model as safetensors in the Hugging Face layout; collective, rank 0 writes.
+
+    ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` with an index where it is larger than
+    ``file_bytes``; the model's ``config``, where it has one that can save itself. Tied parameters are written once,
+    under their first name.
+
+    Memory: rank 0 holds one file's tensors; the others one bucket.
+
+    Raises:
+        zeropp.TierError: storage is full or failed. On every rank.
+    """
+    engine = engine_of(model)
+    ranks = Ranks(engine)
+    target = Path(folder)
+    sizes = [(e.names[0], e.numel * u.dtype.itemsize) for u in engine.units for e in u.params]
+    sizes += [(name, buffer.nbytes) for name, buffer in persistent_buffers(model)]
+    plan = _split(sizes, file_bytes)
+    names = [f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
+    if len(plan) == 1:
+        names = ["model.safetensors"]
+    ranks.only_rank_0(lambda: _make_folder(target))
+    stream = named_full_tensors(model)
+    for file_name, members in zip(names, plan, strict=True):
+        tensors = {}
+        for _ in members:
+            name, tensor = next(stream)
+            if ranks.rank == 0:
+                tensors[name] = tensor
+        ranks.only_rank_0(lambda name=file_name, held=tensors: _write_file(target / name, held))  # type: ignore[misc]
+        del tensors
+    for _ in stream:
+        raise AssertionError("the plan covers every tensor")
+    ranks.only_rank_0(lambda: _finish_export(model, target, names, plan, sum(size for _, size in sizes)))
+
+
+def _split(sizes: list[tuple[str, int]], file_bytes: int) -> list[list[str]]:
+    plan: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes:
+        if plan[-1] and held + size > file_bytes:
+            plan.append([])
+            held = 0
+        plan[-1].append(name)
+        held += size
+    return plan
+
+
+def _make_folder(folder: Path) -> None:
+    with safefile.storage_errors(folder, 0):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Under another name first: a reader never sees half a file."""
+    new = path.with_name(path.name + ".new")
+    safefile.write_tensors(new, tensors, {"format": "pt"})
+    with safefile.storage_errors(path, 0):
+        new.replace(path)
+        safefile.sync_folder(path.parent)
+
+
+def _finish_export(model: nn.Module, folder: Path, names: list[str], plan: list[list[str]], total_bytes: int) -> None:
+    if len(names) > 1:
+        weight_map = {name: file for file, members in zip(names, plan, strict=True) for name in members}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        safefile.write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=1))
+    config = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config.save_pretrained(folder)

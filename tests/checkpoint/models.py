@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model with all that a checkpoint has to hold, and its training; shared by the tests and the ranks that they
+start."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from zeropp import Config, prepare
+
+LR = 1e-2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 31)
+        self.drop = nn.Dropout(0.1)  # draws random numbers, so that the generators' states count
+        self.down = nn.Linear(31, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.drop(torch.tanh(self.up(x))))
+
+
+class Model(nn.Module):
+    """Tied, with a frozen part, a buffer that is saved and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(53, 12)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.frozen = nn.Linear(12, 12)
+        self.frozen.requires_grad_(False)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 53, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(self.frozen(x)))
+
+
+def make(kind: str = "adamw", **config):
+    """A prepared model with optimizer and scheduler; the weights depend on nothing but the seed."""
+    torch.manual_seed(0)
+    model = Model()
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": trainable[:2], "weight_decay": 0.0}, {"params": trainable[2:]}]
+    optimizer = {
+        "adamw": lambda: torch.optim.AdamW(groups, lr=LR),
+        "amsgrad": lambda: torch.optim.Adam(groups, lr=LR, amsgrad=True),
+        "sgd": lambda: torch.optim.SGD(groups, lr=LR, momentum=0.9),
+        "rmsprop": lambda: torch.optim.RMSprop(groups, lr=LR, momentum=0.5),
+    }[kind]()
+    model, optimizer = prepare(model, optimizer, Config(**config))
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 7], gamma=0.5)
+    return model, optimizer, scheduler
+
+
+def train(model, optimizer, scheduler, start: int, stop: int) -> list[float]:
+    """Losses of the steps; every rank sees the same batch, so that any number of ranks trains alike."""
+    losses = []
+    for step in range(start, stop):
+        batch = torch.randint(0, 53, (4, 9), generator=torch.Generator().manual_seed(step))
+        logits = model(batch[:, :-1]).float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
