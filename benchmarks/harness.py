@@ -160,6 +160,10 @@ class Run:
         """Progress, to stderr."""
         print(f"[{self.name}] {sentence}", file=sys.stderr, flush=True)
 
+    def report(self, row: Row) -> None:
+        """Report a row that the benchmark computed itself; most use :meth:`compare`."""
+        self._report(row)
+
     def check(self, condition: bool, sentence: str) -> None:
         """Correctness comes before timing: a contender that computes something else is not timed."""
         if not condition:

@@ -1,35 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The callables that torch calls in forward and backward. All are C, because they run for every unit of every step.
+ * Triggers: what nn.Module.__call__ calls in the place of _call_impl, in C because it runs for every unit of every step.
  *
  * When is a unit needed in backward? Three layers, none alone is enough (docs/units.md):
  *   gate          a hook on the tensors in a block's output: on time, and between two nodes, where releases are safe
- *   saved tensor  pack and unpack around everything autograd saves while a block runs: cannot be missed
+ *   saved tensor  pack and unpack around everything autograd saves while a block runs: cannot be missed (saved_tensors.c)
  *   auto-gather   PartitionedParameter.__torch_function__, for recomputation that calls no module
- * A backward ends in a callback of the outermost graph task, queued at the first of these events, or by a gradient hook.
  */
 #include "py_zero.h"
-
-#include "../base/wait.h"
-#include "raise.h"
-
-/* --- asking torch --------------------------------------------------------------------------------------------------- */
-
-bool zpp_py_backward_runs(Zero *zero, long *task) {
-    PyObject *id = PyObject_CallNoArgs(zero->current_graph_task_id);
-    if (!id) return false;
-    *task = PyLong_AsLong(id);
-    Py_DECREF(id);
-    return *task != -1;
-}
-
-static int grad_mode(Zero *zero) {
-    PyObject *on = PyObject_CallNoArgs(zero->is_grad_enabled);
-    if (!on) return -1;
-    const int answer = on == Py_True;
-    Py_DECREF(on);
-    return answer;
-}
 
 /* torch.func refuses saved-tensor hooks, and its tensors have no gradient of their own. */
 static int inside_functorch(Zero *zero) {
@@ -40,305 +18,7 @@ static int inside_functorch(Zero *zero) {
     return answer;
 }
 
-/* --- the beginning and the end of a backward ------------------------------------------------------------------------ */
-
-static bool reduces_now(Zero *zero) {
-    if (!zero->sync) return false;
-    zero->micro++;
-    if (zero->micro < zero->accumulate) return false;
-    zero->micro = 0;
-    return true;
-}
-
-static int begin_backward(Zero *zero, long task) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    zero->reduces = reduces_now(zero);
-    if (zpp_zero_backward_begin(zero->core, zero->reduces, &err) != ZPP_OK) {
-        zpp_py_raise(&err);
-        return -1;
-    }
-    zero->in_backward = true;
-    zero->task = task;
-    const Py_ssize_t count = PyList_Size(zero->units);
-    for (Py_ssize_t i = 0; i < count; i++) ((Unit *)PyList_GetItem(zero->units, i))->got = 0;
-    PyObject *done = PyObject_CallFunctionObjArgs(zero->queue_callback, zero->end_callback, NULL);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
-
-int zpp_py_enter_backward(Zero *zero, bool recompute) {
-    long task = -1;
-    if (!zpp_py_backward_runs(zero, &task)) return PyErr_Occurred() ? -1 : 0;
-    if (!recompute && zero->moves) {
-        const int grad = grad_mode(zero);
-        if (grad < 0) return -1;
-        /* create_graph: this backward saves views that no hook of ours sees, for the next one to read. */
-        if (grad) zero->keep_passes = 2;
-    }
-    return zero->in_backward ? 0 : begin_backward(zero, task);
-}
-
-/* Stage 0: like DDP, every parameter that has a gradient on some rank has it on all. */
-static int show_whole_gradients(Zero *zero) {
-    const Py_ssize_t units = PyList_Size(zero->units);
-    for (Py_ssize_t at = 0; at < units; at++) {
-        Unit *unit = (Unit *)PyList_GetItem(zero->units, at);
-        const uint8_t *present = NULL;
-        if (!unit->grad_views || !zpp_zero_grad_shard(zero->core, unit->unit->index, &present)) continue;
-        for (Py_ssize_t i = 0; i < unit->count; i++)
-            if (present[i] && PyObject_SetAttr(unit->params[i], zpp_str_grad, PyList_GetItem(unit->grad_views, i))) return -1;
-    }
-    return 0;
-}
-
-static PyObject *end_backward(PyObject *self, PyObject *unused) {
-    (void)unused;
-    Zero *zero = (Zero *)self;
-    if (zero->closed || !zero->in_backward) Py_RETURN_NONE;
-    zero->in_backward = false;
-    zero->builds_loss = false;
-    zero->backwards++;
-    zero->at_boundary = zero->reduces;
-    struct zpp_err err = ZPP_ERR_INIT;
-    struct zpp_wait wait;
-    zpp_py_wait_for(zero, &wait);
-    PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_zero_backward_end(zero->core, &wait, &err);
-    PyEval_RestoreThread(thread);
-    if (status != ZPP_OK) return zpp_py_raise(&err);
-    if (zero->reduces && zero->stage == 0 && zero->ranks > 1 && show_whole_gradients(zero)) return NULL;
-    if (zero->keep_passes > 0 && --zero->keep_passes > 0) Py_RETURN_NONE;
-    if (zpp_py_release_all(zero)) return NULL;
-    Py_RETURN_NONE;
-}
-
-/* --- a gradient has been accumulated ------------------------------------------------------------------------------------ */
-
-typedef struct {
-    PyObject_HEAD
-    Unit *unit;
-    Py_ssize_t param;
-} GradHook;
-
-static PyTypeObject *grad_hook_type;
-
-/* The address of a dense, contiguous gradient; `*grad` is replaced by a contiguous copy where it is neither. */
-static void *gradient_address(PyObject **grad, Unit *unit, Py_ssize_t param) {
-    PyObject *flag = PyObject_CallMethodObjArgs(*grad, zpp_str_is_contiguous, NULL);
-    if (!flag) {
-        PyErr_Clear(); /* sparse layouts have no contiguity */
-        PyErr_Format(PyExc_ValueError, "zero: the gradient of parameter %zd of unit %s is sparse; zeropp reduces dense gradients, "
-                     "so build the embedding with sparse=False", param, unit->unit->name);
-        return NULL;
-    }
-    const bool contiguous = flag == Py_True;
-    Py_DECREF(flag);
-    if (!contiguous) {
-        PyObject *copy = PyObject_CallMethodObjArgs(*grad, zpp_str_contiguous, NULL);
-        if (!copy) return NULL;
-        Py_DECREF(*grad);
-        *grad = copy;
-    }
-    PyObject *address = PyObject_CallMethodObjArgs(*grad, zpp_str_data_ptr, NULL);
-    if (!address) return NULL;
-    void *pointer = PyLong_AsVoidPtr(address);
-    Py_DECREF(address);
-    return pointer;
-}
-
-enum { RELEASE_LOCK_BYTES = 256 * 1024 };
-
-static int hand_over(Unit *unit, Py_ssize_t param, const void *from, bool partial) {
-    Zero *zero = unit->zero;
-    struct zpp_err err = ZPP_ERR_INIT;
-    const size_t bytes = unit->unit->param_elems[param] * unit->unit->elem_bytes;
-    zpp_status status = ZPP_AGAIN;
-    if (bytes < RELEASE_LOCK_BYTES)
-        status = zpp_zero_grad(zero->core, unit->unit->index, (size_t)param, from, partial, NULL, &err);
-    if (status == ZPP_AGAIN) {
-        struct zpp_wait wait;
-        zpp_py_wait_for(zero, &wait);
-        PyThreadState *thread = PyEval_SaveThread();
-        status = zpp_zero_grad(zero->core, unit->unit->index, (size_t)param, from, partial, &wait, &err);
-        PyEval_RestoreThread(thread);
-    }
-    if (status == ZPP_OK) return 0;
-    zpp_py_raise(&err);
-    return -1;
-}
-
-/* A unit used once is no longer read once all its gradients are in. */
-static int after_gradient(Unit *unit) {
-    if (++unit->got < (size_t)unit->count) return 0;
-    unit->got = 0;
-    const struct zpp_unit *core = unit->unit;
-    if (core->pins || unit->zero->keep_passes || core->sticky || !zpp_zero_used_once(unit->zero->core, core->index)) return 0;
-    return zpp_py_release(unit);
-}
-
-/* Where nothing is reduced (one rank), the hook only notices that a backward runs. */
-static PyObject *take_gradient(PyObject *self, PyObject *param) {
-    GradHook *hook = (GradHook *)self;
-    Unit *unit = hook->unit;
-    Zero *zero = unit->zero;
-    if (zero->closed) Py_RETURN_NONE;
-    if (zpp_py_enter_backward(zero, false)) return NULL;
-    if (zero->ranks == 1) Py_RETURN_NONE;
-    long task = -1;
-    if (!zpp_py_backward_runs(zero, &task) && PyErr_Occurred()) return NULL;
-    /* While released, `grad` would go through __torch_function__, fifty times slower. */
-    if (!unit->is_plain && zpp_py_swap(unit, true)) return NULL;
-    PyObject *grad = PyObject_GetAttr(param, zpp_str_grad);
-    if (!grad) return NULL;
-    if (grad == Py_None) { /* another hook took it */
-        Py_DECREF(grad);
-        Py_RETURN_NONE;
-    }
-    PyObject *original = grad;
-    const void *from = gradient_address(&grad, unit, hook->param);
-    const bool partial = task != zero->task && zpp_zero_uses(zero->core, unit->unit->index) == 0;
-    int failed = !from && unit->unit->param_elems[hook->param] ? -1 : hand_over(unit, hook->param, from, partial);
-    if (PyErr_Occurred()) failed = -1;
-    if (!failed && zero->stage > 0) failed = PyObject_SetAttr(param, zpp_str_grad, Py_None);
-    if (!failed && zero->stage == 0 && unit->grad_views && original != PyList_GetItem(unit->grad_views, hook->param))
-        failed = PyObject_SetAttr(param, zpp_str_grad, PyList_GetItem(unit->grad_views, hook->param));
-    Py_DECREF(grad);
-    if (failed || after_gradient(unit)) return NULL;
-    Py_RETURN_NONE;
-}
-
-static PyMethodDef take_gradient_def = { "zeropp_take_gradient", take_gradient, METH_O, NULL };
-
-static void grad_hook_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    Py_XDECREF(((GradHook *)self)->unit);
-    PyObject_Free(self);
-    Py_DECREF(type);
-}
-
-static PyType_Slot grad_hook_slots[] = { { Py_tp_dealloc, grad_hook_dealloc }, { 0, NULL } };
-static PyType_Spec grad_hook_spec = { "zeropp._C.GradHook", sizeof(GradHook), 0, Py_TPFLAGS_DEFAULT, grad_hook_slots };
-
-PyObject *zpp_py_grad_hook(Unit *unit, Py_ssize_t param) {
-    GradHook *hook = PyObject_New(GradHook, grad_hook_type);
-    if (!hook) return NULL;
-    hook->unit = (Unit *)Py_NewRef((PyObject *)unit);
-    hook->param = param;
-    PyObject *callable = PyCFunction_NewEx(&take_gradient_def, (PyObject *)hook, NULL);
-    Py_DECREF(hook);
-    return callable;
-}
-
-/* --- saved tensors ---------------------------------------------------------------------------------------------------- */
-
-/* Our pair on top of somebody else's (checkpoint, offload): what is not ours goes on to them. */
-typedef struct {
-    PyObject_HEAD
-    Zero *zero;
-    PyObject *pack, *unpack; /* theirs; NULL: nobody */
-} Chain;
-
-static PyTypeObject *chain_type;
-
-/* Which unit's memory a tensor lies in; -1: none, or not a tensor with an address. */
-static int unit_of_tensor(Zero *zero, PyObject *tensor) {
-    PyObject *address = PyObject_CallMethodObjArgs(tensor, zpp_str_data_ptr, NULL);
-    if (!address) {
-        PyErr_Clear();
-        return -1;
-    }
-    const void *pointer = PyLong_AsVoidPtr(address);
-    Py_DECREF(address);
-    return zpp_zero_find(zero->core, pointer);
-}
-
-/* A tensor in a unit is saved as it is: it costs nothing once the unit is released. (chain, unit, tensor) marks it. */
-static PyObject *pack_tensor(PyObject *self, PyObject *tensor) {
-    Chain *chain = (Chain *)self;
-    const int unit = chain->zero->closed ? -1 : unit_of_tensor(chain->zero, tensor);
-    if (unit >= 0) return Py_BuildValue("(OiO)", self, unit, tensor);
-    if (chain->pack) return PyObject_CallFunctionObjArgs(chain->pack, tensor, NULL);
-    return Py_NewRef(tensor);
-}
-
-static PyObject *unpack_tensor(PyObject *self, PyObject *packed) {
-    Chain *chain = (Chain *)self;
-    const bool ours = PyTuple_Check(packed) && PyTuple_Size(packed) == 3 && PyTuple_GetItem(packed, 0) == self;
-    if (!ours) return chain->unpack ? PyObject_CallFunctionObjArgs(chain->unpack, packed, NULL) : Py_NewRef(packed);
-    Zero *zero = chain->zero;
-    const Py_ssize_t index = PyLong_AsSsize_t(PyTuple_GetItem(packed, 1));
-    if (!zero->closed) {
-        if (zpp_py_enter_backward(zero, true)) return NULL;
-        if (zpp_py_need((Unit *)PyList_GetItem(zero->units, index), ZPP_PHASE_BACKWARD)) return NULL;
-    }
-    return Py_NewRef(PyTuple_GetItem(packed, 2));
-}
-
-static PyMethodDef pack_def = { "zeropp_pack", pack_tensor, METH_O, NULL };
-static PyMethodDef unpack_def = { "zeropp_unpack", unpack_tensor, METH_O, NULL };
-
-static void chain_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    Chain *chain = (Chain *)self;
-    Py_XDECREF(chain->zero);
-    Py_XDECREF(chain->pack);
-    Py_XDECREF(chain->unpack);
-    PyObject_Free(self);
-    Py_DECREF(type);
-}
-
-static PyType_Slot chain_slots[] = { { Py_tp_dealloc, chain_dealloc }, { 0, NULL } };
-static PyType_Spec chain_spec = { "zeropp._C.SavedTensors", sizeof(Chain), 0, Py_TPFLAGS_DEFAULT, chain_slots };
-
-static int make_pair(Zero *zero, PyObject *theirs, PyObject **pack, PyObject **unpack) {
-    Chain *chain = PyObject_New(Chain, chain_type);
-    if (!chain) return -1;
-    chain->zero = (Zero *)Py_NewRef((PyObject *)zero);
-    chain->pack = theirs ? Py_NewRef(PyTuple_GetItem(theirs, 0)) : NULL;
-    chain->unpack = theirs ? Py_NewRef(PyTuple_GetItem(theirs, 1)) : NULL;
-    *pack = PyCFunction_NewEx(&pack_def, (PyObject *)chain, NULL);
-    *unpack = PyCFunction_NewEx(&unpack_def, (PyObject *)chain, NULL);
-    Py_DECREF(chain);
-    return *pack && *unpack ? 0 : -1;
-}
-
-static int push_pair(Zero *zero, PyObject *pack, PyObject *unpack) {
-    PyObject *done = PyObject_CallFunctionObjArgs(zero->push_saved_hooks, pack, unpack, NULL);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
-
-/* 1: pushed, 0: ours is on top already, -1: error. Only the top pair runs, so ours goes on top of whatever is there. */
-static int push_saved_hooks(Zero *zero) {
-    PyObject *top = PyObject_CallFunctionObjArgs(zero->top_saved_hooks, Py_True, NULL);
-    if (!top) return -1;
-    int answer = 1;
-    if (top == Py_None) {
-        if (push_pair(zero, zero->pack, zero->unpack)) answer = -1;
-    } else {
-        PyObject *their_pack = PyTuple_GetItem(top, 0);
-        const bool ours = PyCFunction_Check(their_pack) && PyCFunction_GetFunction(their_pack) == pack_tensor &&
-                          ((Chain *)PyCFunction_GetSelf(their_pack))->zero == zero;
-        PyObject *pack = NULL, *unpack = NULL;
-        if (ours) answer = 0;
-        else if (make_pair(zero, top, &pack, &unpack) || push_pair(zero, pack, unpack)) answer = -1;
-        Py_XDECREF(pack);
-        Py_XDECREF(unpack);
-    }
-    Py_DECREF(top);
-    return answer;
-}
-
-static void pop_saved_hooks(Zero *zero) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback); /* also on the way out of an exception */
-    PyObject *done = PyObject_CallNoArgs(zero->pop_saved_hooks);
-    if (!done) PyErr_Clear();
-    Py_XDECREF(done);
-    PyErr_Restore(type, value, traceback);
-}
-
-/* --- triggers ----------------------------------------------------------------------------------------------------------- */
+/* --- gates ------------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     PyObject_HEAD
@@ -477,7 +157,7 @@ static int look_around(Trigger *trigger, struct open_call *call) {
     Zero *zero = trigger->zero;
     long task = -1;
     call->recompute = zpp_py_backward_runs(zero, &task);
-    const int grad = PyErr_Occurred() ? -1 : grad_mode(zero);
+    const int grad = PyErr_Occurred() ? -1 : zpp_py_grad_mode(zero);
     if (grad < 0) return -1;
     call->grad = grad;
     call->outermost = zero->depth == 0;
@@ -504,7 +184,7 @@ static int open_units(Trigger *trigger, struct open_call *call) {
         if (call->functorch) unit->unit->sticky = true; /* its saved tensors are out of our sight */
     }
     if (zero->moves && call->grad && !call->functorch) {
-        const int pushed = push_saved_hooks(zero);
+        const int pushed = zpp_py_push_saved_hooks(zero);
         if (pushed < 0) return -1;
         call->pushed = pushed;
     }
@@ -513,7 +193,7 @@ static int open_units(Trigger *trigger, struct open_call *call) {
 
 static int close_units(Trigger *trigger, const struct open_call *call) {
     int failed = 0;
-    if (call->pushed) pop_saved_hooks(trigger->zero);
+    if (call->pushed) zpp_py_pop_saved_hooks(trigger->zero);
     for (Py_ssize_t i = 0; i < call->pinned; i++) {
         Unit *unit = (Unit *)PyTuple_GetItem(trigger->units, i);
         unit->unit->pins--;
@@ -639,18 +319,13 @@ static PyType_Spec trigger_spec = { "zeropp._C.Trigger", sizeof(Trigger), 0, Py_
 
 /* --- setting up ---------------------------------------------------------------------------------------------------------- */
 
-static PyMethodDef end_backward_def = { "zeropp_end_backward", end_backward, METH_NOARGS, NULL };
-
 int zpp_py_hooks_attach(Zero *zero) {
-    zero->end_callback = PyCFunction_NewEx(&end_backward_def, (PyObject *)zero, NULL);
-    if (!zero->end_callback) return -1;
-    return make_pair(zero, NULL, &zero->pack, &zero->unpack);
+    zero->end_callback = zpp_py_end_callback(zero);
+    return zero->end_callback ? zpp_py_make_saved_hooks(zero) : -1;
 }
 
 int zpp_py_hooks_init(PyObject *module) {
-    grad_hook_type = (PyTypeObject *)PyType_FromSpec(&grad_hook_spec);
-    chain_type = (PyTypeObject *)PyType_FromSpec(&chain_spec);
     trigger_type = (PyTypeObject *)PyType_FromSpec(&trigger_spec);
-    if (!grad_hook_type || !chain_type || !trigger_type) return -1;
+    if (!trigger_type || zpp_py_backward_init() || zpp_py_saved_init()) return -1;
     return PyModule_AddObjectRef(module, "Trigger", (PyObject *)trigger_type);
 }

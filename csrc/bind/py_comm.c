@@ -24,8 +24,8 @@ typedef struct Comm {
 
 static PyTypeObject *comm_type;
 
-/* --- life
- * --------------------------------------------------------------------------------------------------------------- */
+/* --- life ----------------------------------------------------------------------------------------------------------
+ */
 
 static zpp_comm *closed(void) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -78,8 +78,7 @@ static int comm_init(PyObject *object, PyObject *args, PyObject *kwargs) {
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oiids|O", names, &store, &rank, &ranks, &timeout_s, &name, &log))
         return -1;
     if (self->comm) return PyErr_Format(PyExc_RuntimeError, "Comm: made once, used for ever"), -1;
-    struct zpp_py_store bridge = {store, ""};
-    const struct zpp_store rendezvous = zpp_py_store_of(&bridge);
+    const struct zpp_store rendezvous = zpp_py_store_of(store);
     zpp_py_wait_init(&wait, 0);
     const struct zpp_comm_options options = {
         .rank = rank,
@@ -122,15 +121,15 @@ static void comm_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-/* --- collectives, blocking
- * ---------------------------------------------------------------------------------------------- */
+/* --- collectives, blocking -----------------------------------------------------------------------------------------
+ */
 
-static PyObject *run(PyObject *object, const struct zpp_call *call) {
+static PyObject *run_within(PyObject *object, const struct zpp_call *call, uint64_t timeout_ns) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_wait wait;
     zpp_comm *comm = zpp_py_comm_enter(object);
     if (!comm) return NULL;
-    zpp_py_wait_init(&wait, zpp_comm_timeout_ns(comm));
+    zpp_py_wait_init(&wait, timeout_ns ? timeout_ns : zpp_comm_timeout_ns(comm));
     PyThreadState *state = PyEval_SaveThread();
     const zpp_status status = zpp_comm_call(comm, call, &wait, &err);
     PyEval_RestoreThread(state);
@@ -138,6 +137,8 @@ static PyObject *run(PyObject *object, const struct zpp_call *call) {
     if (status != ZPP_OK) return zpp_py_raise(&err);
     Py_RETURN_NONE;
 }
+
+static PyObject *run(PyObject *object, const struct zpp_call *call) { return run_within(object, call, 0); }
 
 /* Integers of a call. PyArg_ParseTuple costs more than a small collective does. */
 static int read_ints(PyObject *const *args, Py_ssize_t count, Py_ssize_t wanted, const char *signature,
@@ -221,8 +222,15 @@ static PyObject *barrier(PyObject *self, PyObject *none) {
     return run(self, &call);
 }
 
-/* --- all-to-all, gather, scatter
- * ---------------------------------------------------------------------------------------- */
+static PyObject *barrier_within(PyObject *self, PyObject *args) {
+    const struct zpp_call call = {.coll = ZPP_COLL_BARRIER};
+    double timeout_s;
+    if (!PyArg_ParseTuple(args, "d", &timeout_s)) return NULL;
+    return run_within(self, &call, timeout_s > 0.0 ? (uint64_t)(timeout_s * 1e9) : 1);
+}
+
+/* --- all-to-all, gather, scatter -----------------------------------------------------------------------------------
+ */
 
 struct pieces {
     void *dsts[64];
@@ -281,8 +289,49 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
     return answer;
 }
 
-/* --- asynchronous
- * ------------------------------------------------------------------------------------------------------- */
+/* Gather into one tensor a rank: dsts is a list of addresses. */
+static PyObject *gather_call(PyObject *object, PyObject *args, struct zpp_call *call) {
+    PyObject *dsts;
+    long long src;
+    Py_ssize_t elems;
+    int dtype;
+    const zpp_comm *comm = zpp_py_comm_get(object);
+    if (!comm || !PyArg_ParseTuple(args, "OLni", &dsts, &src, &elems, &dtype)) return NULL;
+    const Py_ssize_t length = PySequence_Size(dsts);
+    if (length < 0) return NULL;
+    if (length != zpp_comm_ranks(comm) || elems < 0)
+        return PyErr_Format(PyExc_ValueError, "comm: %zd destinations of %zd elements, wanted one a rank, %d", length,
+                            elems, zpp_comm_ranks(comm));
+    PyObject *owner = PyBytes_FromStringAndSize(NULL, sizeof(struct pieces));
+    if (!owner) return NULL;
+    struct pieces *pieces = (struct pieces *)(void *)PyBytes_AsString(owner);
+    for (Py_ssize_t r = 0; r < length; r++) {
+        PyObject *at = PySequence_GetItem(dsts, r);
+        pieces->dsts[r] = at ? PyLong_AsVoidPtr(at) : NULL;
+        Py_XDECREF(at);
+        if (PyErr_Occurred()) {
+            Py_DECREF(owner);
+            return NULL;
+        }
+    }
+    *call = (struct zpp_call){.coll = ZPP_COLL_ALL_GATHER,
+                              .dtype = (zpp_dtype)dtype,
+                              .dsts = pieces->dsts,
+                              .src = address(src),
+                              .elems = (size_t)elems};
+    return owner;
+}
+
+static PyObject *all_gather_into(PyObject *self, PyObject *args) {
+    struct zpp_call call;
+    PyObject *owner = gather_call(self, args, &call);
+    PyObject *answer = owner ? run(self, &call) : NULL;
+    Py_XDECREF(owner);
+    return answer;
+}
+
+/* --- asynchronous --------------------------------------------------------------------------------------------------
+ */
 
 static PyObject *submit(PyObject *self, PyObject *args) {
     long long dst, src, elems;
@@ -317,8 +366,42 @@ static PyObject *submit_exchange(PyObject *self, PyObject *args) {
     return zpp_py_work_submit(self, &call, keep, owner);
 }
 
-/* --- the rest
- * ----------------------------------------------------------------------------------------------------------- */
+static PyObject *submit_gather(PyObject *self, PyObject *args) {
+    struct zpp_call call;
+    const Py_ssize_t count = PyTuple_Size(args);
+    if (count != 5)
+        return PyErr_Format(PyExc_TypeError, "submit_gather(dsts, src_ptr, src_elems, dtype, keep): %zd arguments",
+                            count);
+    PyObject *first = PyTuple_GetSlice(args, 0, 4), *keep = PyTuple_GetItem(args, 4);
+    PyObject *owner = first ? gather_call(self, first, &call) : NULL;
+    Py_XDECREF(first);
+    if (!owner) return NULL;
+    Py_INCREF(keep);
+    return zpp_py_work_submit(self, &call, keep, owner);
+}
+
+/* --- the rest ------------------------------------------------------------------------------------------------------
+ */
+
+static PyObject *send(PyObject *self, PyObject *args) { return zpp_py_transfer(self, args, true); }
+
+static PyObject *recv(PyObject *self, PyObject *args) { return zpp_py_transfer(self, args, false); }
+
+static PyObject *set_timeout(PyObject *self, PyObject *args) {
+    double timeout_s;
+    zpp_comm *comm = zpp_py_comm_get(self);
+    if (!comm || !PyArg_ParseTuple(args, "d", &timeout_s)) return NULL;
+    zpp_comm_set_timeout(comm, timeout_s > 0.0 && timeout_s < 1e9 ? (uint64_t)(timeout_s * 1e9) : 0);
+    Py_RETURN_NONE;
+}
+
+static PyObject *set_name(PyObject *self, PyObject *args) {
+    const char *name;
+    zpp_comm *comm = zpp_py_comm_get(self);
+    if (!comm || !PyArg_ParseTuple(args, "s", &name)) return NULL;
+    zpp_comm_set_name(comm, name);
+    Py_RETURN_NONE;
+}
 
 static PyObject *comm_abort(PyObject *object, PyObject *args) {
     const char *sentence = NULL;
@@ -400,6 +483,13 @@ static PyMethodDef comm_methods[] = {
                          "combined over all ranks."),
     FAST(broadcast, "broadcast(ptr, elems, root, dtype=uint8, /)\n--\n\nEverybody's tensor = the root's."),
     {"barrier", barrier, METH_NOARGS, "barrier()\n--\n\nWait for all ranks."},
+    {"barrier_within", barrier_within, METH_VARARGS,
+     "barrier_within(timeout_s, /)\n--\n\nbarrier with a time-out of its own."},
+    {"send", send, METH_VARARGS, "send(ptr, bytes, to, tag, keep, /)\n--\n\nA Transfer."},
+    {"recv", recv, METH_VARARGS, "recv(ptr, bytes, source, tag, keep, /)\n--\n\nA Transfer; source -1: any."},
+    {"set_timeout", set_timeout, METH_VARARGS,
+     "set_timeout(timeout_s, /)\n--\n\nOf later waits of this rank; 0: none."},
+    {"set_name", set_name, METH_VARARGS, "set_name(name, /)\n--\n\nOf the group, for messages of this rank."},
     {"exchange", exchange, METH_VARARGS,
      "exchange(coll, dtype, root, dsts, srcs, /)\n--\n\nAll-to-all, gather, scatter: lists of (ptr, bytes), one a "
      "rank."},
@@ -407,6 +497,10 @@ static PyMethodDef comm_methods[] = {
      "submit(coll, dtype, op, root, dst_ptr, src_ptr, elems, keep, /)\n--\n\nA collective, later; a Work."},
     {"submit_exchange", submit_exchange, METH_VARARGS,
      "submit_exchange(coll, dtype, root, dsts, srcs, keep, /)\n--\n\nexchange, later; a Work."},
+    {"all_gather_into", all_gather_into, METH_VARARGS,
+     "all_gather_into(dst_ptrs, src_ptr, src_elems, dtype, /)\n--\n\nall_gather into one tensor a rank."},
+    {"submit_gather", submit_gather, METH_VARARGS,
+     "submit_gather(dst_ptrs, src_ptr, src_elems, dtype, keep, /)\n--\n\nall_gather_into, later; a Work."},
     {"abort", comm_abort, METH_VARARGS,
      "abort(sentence=None, /)\n--\n\nEnd every wait of every rank with this sentence."},
     {"check", check, METH_NOARGS, "check()\n--\n\nRaise the error that ended the group, if one did."},
@@ -468,6 +562,7 @@ int zpp_py_add_comm(PyObject *module); /* called by module.c */
 int zpp_py_add_comm(PyObject *module) {
     comm_type = (PyTypeObject *)PyType_FromSpec(&comm_spec);
     if (!comm_type || PyModule_AddObjectRef(module, "Comm", (PyObject *)comm_type) != 0) return -1;
-    if (zpp_py_add_comm_memory(module) != 0 || zpp_py_add_comm_work(module) != 0) return -1;
+    if (zpp_py_add_comm_memory(module) != 0 || zpp_py_add_comm_work(module) != 0 || zpp_py_add_comm_p2p(module) != 0)
+        return -1;
     return add_constants(module);
 }

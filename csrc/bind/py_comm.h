@@ -4,6 +4,7 @@
  *
  *   Comm     py_comm.c         one group
  *   Work     py_comm_work.c    one asynchronous collective
+ *   Transfer py_comm_p2p.c     one send or receive
  *   Region   py_comm_memory.c  shared memory of all ranks
  *   Block    py_comm_memory.c  a block of this rank's arena
  *
@@ -23,14 +24,10 @@ zpp_comm *zpp_py_comm_get(PyObject *comm);
 /* The region of a _C.Region, as above. */
 zpp_region *zpp_py_region_get(PyObject *region);
 
-/* --- between the files of py_comm ------------------------------------------------------------------------------------ */
+/* --- between the files of py_comm ---------------------------------------------------------------------------------- */
 
-/* A torch store as rendezvous (py_comm_store.c). The functions take the GIL themselves; `store` is borrowed. */
-struct zpp_py_store {
-    PyObject *store;
-    char prefix[128]; /* of the keys */
-};
-struct zpp_store zpp_py_store_of(struct zpp_py_store *ctx);
+/* A torch store as rendezvous (py_comm_store.c): takes the GIL itself; `store` is borrowed. */
+struct zpp_store zpp_py_store_of(PyObject *store);
 /* The log callback: ctx is a Python callable that takes one string. Takes the GIL itself. */
 void zpp_py_log(void *callable, const char *sentence);
 
@@ -46,6 +43,9 @@ void zpp_py_work_sweep(void); /* drop what finished calls held */
 
 PyObject *zpp_py_region_new(PyObject *comm, int kind, size_t bytes);
 PyObject *zpp_py_block_new(PyObject *comm, size_t bytes);
+/* New _C.Transfer; args (ptr, bytes, rank, tag, keep). */
+PyObject *zpp_py_transfer(PyObject *comm, PyObject *args, bool is_send);
+int zpp_py_add_comm_p2p(PyObject *module);
 int zpp_py_add_comm_work(PyObject *module);
 int zpp_py_add_comm_memory(PyObject *module);
 

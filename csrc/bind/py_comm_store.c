@@ -31,11 +31,11 @@ static zpp_status from_exception(const char *doing, const char *key, struct zpp_
 }
 
 static zpp_status store_set(void *ctx, const char *key, const void *value, size_t bytes, struct zpp_err *err) {
-    const struct zpp_py_store *store = ctx;
+    PyObject *store = ctx;
     const PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *data = PyBytes_FromStringAndSize(value, (Py_ssize_t)bytes);
-    PyObject *name = PyUnicode_FromFormat("%s%s", store->prefix, key);
-    PyObject *done = data && name ? PyObject_CallMethod(store->store, "set", "OO", name, data) : NULL;
+    PyObject *name = PyUnicode_FromString(key);
+    PyObject *done = data && name ? PyObject_CallMethod(store, "set", "OO", name, data) : NULL;
     const zpp_status status = done ? ZPP_OK : from_exception("set", key, err);
     Py_XDECREF(data);
     Py_XDECREF(name);
@@ -94,19 +94,19 @@ static zpp_status take_value(PyObject *store, PyObject *name, const char *key, v
 
 static zpp_status store_get(void *ctx, const char *key, void *value, size_t *bytes, uint64_t timeout_ns,
                             struct zpp_err *err) {
-    const struct zpp_py_store *store = ctx;
+    PyObject *store = ctx;
     const PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *name = PyUnicode_FromFormat("%s%s", store->prefix, key);
-    zpp_status status = name ? await_key(store->store, name, key, timeout_ns, err) : from_exception("name", key, err);
-    if (status == ZPP_OK) status = take_value(store->store, name, key, value, bytes, err);
+    PyObject *name = PyUnicode_FromString(key);
+    zpp_status status = name ? await_key(store, name, key, timeout_ns, err) : from_exception("name", key, err);
+    if (status == ZPP_OK) status = take_value(store, name, key, value, bytes, err);
     Py_XDECREF(name);
     PyGILState_Release(gil);
     return status;
 }
 
-struct zpp_store zpp_py_store_of(struct zpp_py_store *ctx) {
-    const struct zpp_store store = {ctx, store_set, store_get};
-    return store;
+struct zpp_store zpp_py_store_of(PyObject *store) {
+    const struct zpp_store rendezvous = {store, store_set, store_get};
+    return rendezvous;
 }
 
 void zpp_py_log(void *callable, const char *sentence) {

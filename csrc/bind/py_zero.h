@@ -89,9 +89,20 @@ int zpp_py_release_all(Zero *zero);
 /* hooks.c */
 int zpp_py_hooks_init(PyObject *module);                     /* the types Trigger, ... */
 int zpp_py_hooks_attach(Zero *zero);                         /* makes end_callback, pack, unpack */
+
+/* backward.c */
+int zpp_py_backward_init(void);
+PyObject *zpp_py_end_callback(Zero *zero);                   /* new reference */
 PyObject *zpp_py_grad_hook(Unit *unit, Py_ssize_t param);    /* new reference: what register_post_accumulate_grad_hook takes */
 int zpp_py_enter_backward(Zero *zero, bool recompute);       /* 0 also when no backward runs */
 bool zpp_py_backward_runs(Zero *zero, long *task);           /* torch's graph task id; false outside, or with an error set */
+int zpp_py_grad_mode(Zero *zero);                            /* 1, 0, or -1 with an error set */
+
+/* saved_tensors.c */
+int zpp_py_saved_init(void);
+int zpp_py_make_saved_hooks(Zero *zero);
+int zpp_py_push_saved_hooks(Zero *zero);                     /* 1: pushed, 0: ours are on top already, -1: error */
+void zpp_py_pop_saved_hooks(Zero *zero);                     /* keeps an exception that is set */
 
 /* py_step.c */
 extern PyMethodDef zpp_py_step_methods[];

@@ -38,13 +38,21 @@ static struct zpp_sig sig_of(const struct zpp_call *call) {
     }
 }
 
+/* One dst for all ranks is N pieces one after the other. */
+static zpp_status all_gather(struct zpp_turn *turn, const struct zpp_call *call, size_t bytes, struct zpp_err *err) {
+    void *dst[ZPP_RANKS_MAX];
+    if (call->dsts) return zpp_coll_all_gather(turn, call->dsts, call->src, bytes, err);
+    for (int r = 0; r < turn->comm->ranks; r++) dst[r] = (uint8_t *)call->dst + (size_t)r * bytes;
+    return zpp_coll_all_gather(turn, dst, call->src, bytes, err);
+}
+
 static zpp_status run(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err) {
     const struct zpp_tensor tensor = {call->dtype, call->op, call->elems, call->elems * zpp_dtype_bytes(call->dtype)};
     switch (call->coll) {
     case ZPP_COLL_BARRIER: return zpp_exchange(turn, err);
     case ZPP_COLL_ALL_REDUCE: return zpp_coll_all_reduce(turn, call->dst, &tensor, err);
     case ZPP_COLL_REDUCE: return zpp_coll_reduce(turn, call->dst, &tensor, call->root, err);
-    case ZPP_COLL_ALL_GATHER: return zpp_coll_all_gather(turn, call->dst, call->src, tensor.bytes, err);
+    case ZPP_COLL_ALL_GATHER: return all_gather(turn, call, tensor.bytes, err);
     case ZPP_COLL_REDUCE_SCATTER: return zpp_coll_reduce_scatter(turn, call->dst, call->src, &tensor, err);
     case ZPP_COLL_BROADCAST: return zpp_coll_broadcast(turn, call->dst, tensor.bytes, call->root, err);
     case ZPP_COLL_ALL_TO_ALL:

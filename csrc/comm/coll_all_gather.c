@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * All-gather: dst = concatenation of every rank's src. Each rank reads (N - 1) * bytes from its peers, whatever the
+ * All-gather: dst[r] = src of rank r. Each rank reads (N - 1) * bytes from its peers, whatever the
  * way:
  *
  *   small     payload beside the signature; one publication, one round of reads
@@ -17,37 +17,37 @@ static void copy_own(void *dst, const void *src, size_t bytes, bool stream) {
     if (dst != src && bytes) zpp_copy(dst, src, bytes, stream);
 }
 
-static zpp_status small(struct zpp_turn *turn, uint8_t *dst, const void *src, size_t bytes, struct zpp_err *err) {
+static zpp_status small(struct zpp_turn *turn, void *const *dst, const void *src, size_t bytes, struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
     const zpp_status status = zpp_exchange_small(turn, src, bytes, err);
     if (status != ZPP_OK) return status;
     for (int r = 0; r < comm->ranks; r++) {
         if (r != comm->rank)
-            memcpy(dst + (size_t)r * bytes, zpp_payload(comm, r, bytes), bytes);
+            memcpy(dst[r], zpp_payload(comm, r, bytes), bytes);
         else
-            copy_own(dst + (size_t)r * bytes, src, bytes, false);
+            copy_own(dst[r], src, bytes, false);
     }
     return ZPP_OK;
 }
 
-static zpp_status in_place(struct zpp_turn *turn, uint8_t *dst, const uint8_t *const *src, size_t bytes, bool stream,
-                           struct zpp_err *err) {
+static zpp_status in_place(struct zpp_turn *turn, void *const *dst, const uint8_t *const *src, size_t bytes,
+                           bool stream, struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
     for (int k = 0; k < comm->ranks; k++) { /* each rank begins with itself, so that readers spread over the sources */
         const int r = (comm->rank + k) % comm->ranks;
-        copy_own(dst + (size_t)r * bytes, src[r], bytes, stream);
+        copy_own(dst[r], src[r], bytes, stream);
     }
     return zpp_step_wait(turn, zpp_step_pass(comm), err);
 }
 
-static zpp_status take(struct zpp_turn *turn, uint8_t *dst, size_t bytes, size_t at, size_t chunk, bool stream,
+static zpp_status take(struct zpp_turn *turn, void *const *dst, size_t at, size_t chunk, bool stream,
                        struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
     const zpp_status status = zpp_take_begin(turn, 0, err);
     if (status != ZPP_OK) return status;
     for (int k = 1; k < comm->ranks; k++) {
         const int r = (comm->rank + k) % comm->ranks;
-        zpp_copy(dst + (size_t)r * bytes + at, zpp_stage(comm, r, 0, comm->taken[0]), chunk, stream);
+        zpp_copy((uint8_t *)dst[r] + at, zpp_stage(comm, r, 0, comm->taken[0]), chunk, stream);
     }
     zpp_take_end(comm, 0);
     return ZPP_OK;
@@ -55,7 +55,7 @@ static zpp_status take(struct zpp_turn *turn, uint8_t *dst, size_t bytes, size_t
 
 static size_t chunk_at(size_t bytes, size_t at) { return bytes - at < ZPP_STAGE_BYTES ? bytes - at : ZPP_STAGE_BYTES; }
 
-static zpp_status staged(struct zpp_turn *turn, uint8_t *dst, const uint8_t *src, size_t bytes, bool stream,
+static zpp_status staged(struct zpp_turn *turn, void *const *dst, const uint8_t *src, size_t bytes, bool stream,
                          struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
     zpp_status status = ZPP_OK;
@@ -65,22 +65,23 @@ static zpp_status staged(struct zpp_turn *turn, uint8_t *dst, const uint8_t *src
         if (status != ZPP_OK) return status;
         memcpy(slot, src + at, chunk_at(bytes, at));
         zpp_stage_publish(comm, 0);
-        copy_own(dst + (size_t)comm->rank * bytes + at, src + at, chunk_at(bytes, at), stream); /* from the cache */
-        if (at) status = take(turn, dst, bytes, at - ZPP_STAGE_BYTES, ZPP_STAGE_BYTES, stream, err);
+        copy_own((uint8_t *)dst[comm->rank] + at, src + at, chunk_at(bytes, at), stream); /* from the cache */
+        if (at) status = take(turn, dst, at - ZPP_STAGE_BYTES, ZPP_STAGE_BYTES, stream, err);
         if (status != ZPP_OK) return status;
     }
     const size_t last = (bytes - 1) / ZPP_STAGE_BYTES * ZPP_STAGE_BYTES;
-    return take(turn, dst, bytes, last, bytes - last, stream, err);
+    return take(turn, dst, last, bytes - last, stream, err);
 }
 
-zpp_status zpp_coll_all_gather(struct zpp_turn *turn, void *dst, const void *src, size_t bytes, struct zpp_err *err) {
+zpp_status zpp_coll_all_gather(struct zpp_turn *turn, void *const *dst, const void *src, size_t bytes,
+                               struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
     const bool stream = bytes * (size_t)comm->ranks >= ZPP_STREAM_BYTES;
     const uint8_t *tensor[ZPP_RANKS_MAX];
     bool all_in_arenas = false;
     zpp_count_call(comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (uint64_t)(comm->ranks - 1));
     if (comm->ranks == 1) {
-        copy_own(dst, src, bytes, stream);
+        copy_own(dst[0], src, bytes, stream);
         return ZPP_OK;
     }
     if (bytes <= ZPP_SMALL_BYTES) return small(turn, dst, src, bytes, err);

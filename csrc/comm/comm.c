@@ -87,6 +87,7 @@ void zpp_comm_destroy(zpp_comm *comm) {
     const bool forked = zpp_comm_forked(comm);
     if (!forked && comm->base[comm->rank]) atomic_store(&zpp_control(comm, comm->rank)->left, 1);
     zpp_async_destroy(comm); /* in a forked child there is no thread to join, and these see to it */
+    zpp_p2p_destroy(comm);
     zpp_arena_clear(comm);
     zpp_mail_clear(comm);
     for (int r = 0; r < comm->ranks; r++) {
@@ -112,6 +113,10 @@ void zpp_comm_abort(zpp_comm *comm, const char *sentence) {
 }
 
 zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err) { return zpp_comm_check(comm, err); }
+
+void zpp_comm_set_timeout(zpp_comm *comm, uint64_t timeout_ns) { comm->timeout_ns = timeout_ns; }
+
+void zpp_comm_set_name(zpp_comm *comm, const char *name) { snprintf(comm->name, sizeof comm->name, "%s", name); }
 
 int zpp_comm_rank(const zpp_comm *comm) { return comm->rank; }
 int zpp_comm_ranks(const zpp_comm *comm) { return comm->ranks; }

@@ -24,7 +24,7 @@
 #include "../base/status.h"
 #include "../base/wait.h"
 
-/* --- rendezvous: how ranks find each other. Filled in by bind (torch's store) or by a C test (a table) ------------ */
+/* --- rendezvous: how ranks find each other. Filled in by bind (torch's store) or by a C test (a table) ------------- */
 struct zpp_store {
     void *ctx; /* borrowed until zpp_comm_create returns */
     zpp_status (*set)(void *ctx, const char *key, const void *value, size_t bytes, struct zpp_err *err);
@@ -53,6 +53,9 @@ zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err);
 int zpp_comm_rank(const zpp_comm *comm);
 int zpp_comm_ranks(const zpp_comm *comm);
 uint64_t zpp_comm_timeout_ns(const zpp_comm *comm);
+/* Of this rank only; not while a call is in progress. */
+void zpp_comm_set_timeout(zpp_comm *comm, uint64_t timeout_ns);
+void zpp_comm_set_name(zpp_comm *comm, const char *name);
 
 /* Bytes moved, monotone. A byte counts once, at the rank that reads it from a peer's memory. */
 enum zpp_traffic_kind { ZPP_TRAFFIC_ALL_GATHER, ZPP_TRAFFIC_REDUCE_SCATTER, ZPP_TRAFFIC_ALL_REDUCE, ZPP_TRAFFIC_BROADCAST,
@@ -61,7 +64,7 @@ struct zpp_traffic { uint64_t bytes[ZPP_TRAFFIC_KINDS], calls[ZPP_TRAFFIC_KINDS]
 void zpp_comm_traffic(const zpp_comm *comm, struct zpp_traffic *out);
 void zpp_comm_count(zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes); /* for users of regions and lanes */
 
-/* --- regions ------------------------------------------------------------------------------------------------------ */
+/* --- regions ------------------------------------------------------------------------------------------------------- */
 typedef struct zpp_region zpp_region;
 enum zpp_region_kind {
     ZPP_REGION_PER_RANK, /* each rank owns `bytes`; zpp_region_base(region, r) is rank r's part, mapped here */
@@ -86,7 +89,7 @@ void zpp_block_free(zpp_block *block); /* NULL is fine */
 void *zpp_block_data(const zpp_block *block);
 size_t zpp_block_bytes(const zpp_block *block); /* as asked for */
 
-/* --- lanes -------------------------------------------------------------------------------------------------------- */
+/* --- lanes --------------------------------------------------------------------------------------------------------- */
 enum { ZPP_LANE_RING = 64, ZPP_LANE_MASK_BYTES = 64 };
 struct zpp_notice {
     uint64_t kind;         /* what this is: compared between ranks by zpp_lane_expect */
@@ -118,7 +121,7 @@ zpp_status zpp_lane_wait_acked(zpp_lane *lane, uint64_t seq, const struct zpp_wa
 void zpp_lane_set_describe(zpp_lane *lane, void (*describe)(void *ctx, const struct zpp_notice *, char *text, size_t room),
                            void *ctx);
 
-/* --- collectives on the caller's memory (staged through regions; in place where the memory lies in a region) -------- */
+/* --- collectives on the caller's memory (staged through regions; in place where the memory lies in a region) ------- */
 typedef enum zpp_reduce_op { ZPP_SUM, ZPP_AVG, ZPP_PRODUCT, ZPP_MIN, ZPP_MAX, ZPP_BAND, ZPP_BOR, ZPP_BXOR, ZPP_REDUCE_OPS } zpp_reduce_op;
 /* All block. `wait` NULL here means: the communicator's own time-out, no ticks. Ranks must call the same one with the
  * same elems, dtype, op and root; anything else is PEER on all of them, showing both sides. */
@@ -139,7 +142,8 @@ struct zpp_call {
     void *dst;                /* all_reduce, broadcast, reduce: the tensor; borrowed until the call is finished */
     const void *src;          /* all_gather, reduce_scatter */
     size_t elems;             /* of the tensor; all_gather: of src; reduce_scatter: of dst */
-    /* all_to_all, gather, scatter: one tensor a rank each way, borrowed as arrays and as memory; bytes 0 = none */
+    /* all_to_all, gather, scatter: one tensor a rank each way, borrowed as arrays and as memory; bytes 0 = none.
+     * all_gather: `dsts`, if not NULL, has one destination a rank instead of `dst` */
     void *const *dsts;
     const void *const *srcs;
     const size_t *dst_bytes, *src_bytes;
@@ -157,7 +161,21 @@ zpp_status zpp_work_wait(zpp_work *work, const struct zpp_wait *wait, struct zpp
 bool zpp_work_finished(zpp_work *work);
 void zpp_work_free(zpp_work *work);
 
-/* --- the reduction itself, for users of regions: dst[i] = (sum over r in rank order of src[r][i]) * scale ----------- */
+/* --- send and receive, any thread. A transfer begins at once and goes on by itself; `data` is borrowed until it is finished. A send is
+ * finished when its bytes are on the way, not when they are received. A message goes to the oldest receive with its tag and source;
+ * `from` ZPP_NO_RANK: any. Sizes must agree. `*out`: new; free with zpp_transfer_free, finished or not, even after zpp_comm_destroy. */
+typedef struct zpp_transfer zpp_transfer;
+zpp_status zpp_comm_send(zpp_comm *comm, const void *data, size_t bytes, int to, uint64_t tag, zpp_transfer **out,
+                         struct zpp_err *err);
+zpp_status zpp_comm_recv(zpp_comm *comm, void *data, size_t bytes, int from, uint64_t tag, zpp_transfer **out,
+                         struct zpp_err *err);
+/* Before zpp_comm_destroy only. NULL: the communicator's own time-out, no ticks. */
+zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait, struct zpp_err *err);
+bool zpp_transfer_finished(zpp_transfer *transfer);
+int zpp_transfer_peer(zpp_transfer *transfer); /* who sent it; ZPP_NO_RANK while that is open */
+void zpp_transfer_free(zpp_transfer *transfer);
+
+/* --- the reduction itself, for users of regions: dst[i] = (sum over r in rank order of src[r][i]) * scale ---------- */
 /* src[r]: `ranks` arrays of `elems` elements of `dtype`. dst of dst_dtype (F32 or `dtype`); accumulate: dst[i] += that. One pass, AVX where there. */
 void zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accumulate, const void *const *src, int ranks, zpp_dtype dtype,
                         size_t elems, float scale);

@@ -69,7 +69,7 @@ struct zpp_control {
 struct zpp_mail {
     uint64_t kind, number, a, b;
 };
-enum { ZPP_MAIL_REGION = 1, ZPP_MAIL_ARENA, ZPP_MAIL_P2P };
+enum { ZPP_MAIL_REGION = 1, ZPP_MAIL_ARENA, ZPP_MAIL_CHANNEL };
 struct zpp_letter;
 
 struct zpp_arena; /* arena.c */
@@ -127,7 +127,7 @@ static inline struct zpp_gate zpp_gate_at(const struct zpp_comm *comm, size_t of
     return gate;
 }
 
-/* --- rendezvous.c: fill base[], peer[] ---------------------------------------------------------------------------- */
+/* --- rendezvous.c: fill base[], peer[] ----------------------------------------------------------------------------- */
 zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_store *store, const struct zpp_wait *wait,
                           struct zpp_err *err);
 
@@ -141,11 +141,14 @@ zpp_status zpp_verdict(struct zpp_comm *comm, zpp_status status, int guilty, str
 bool zpp_peer_dead(const struct zpp_comm *comm, int rank); /* a system call */
 bool zpp_comm_forked(const struct zpp_comm *comm);
 
-/* --- mail.c ------------------------------------------------------------------------------------------------------- */
+/* --- mail.c -------------------------------------------------------------------------------------------------------- */
 zpp_status zpp_mail_send(struct zpp_comm *comm, int rank, const struct zpp_mail *mail, int fd, struct zpp_err *err);
 /* Next letter of `kind` and `number` from `rank`; others are kept for later. The descriptor is the caller's. */
 zpp_status zpp_mail_wait(struct zpp_turn *turn, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail,
                          int *fd, struct zpp_err *err);
+/* The same, or AGAIN if it is not there. */
+zpp_status zpp_mail_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail, int *fd,
+                        struct zpp_err *err);
 void zpp_mail_clear(struct zpp_comm *comm);
 
 /* The slow part of a wait, for waits that are not on a word: every 100 ms, see word.c. `guilty` is the rank waited for.
@@ -181,8 +184,7 @@ zpp_status zpp_exchange_place(struct zpp_turn *turn, const void *tensor_here, si
 zpp_status zpp_exchange_place_of(struct zpp_turn *turn, int owner, const void *tensor_here, size_t bytes,
                                  bool *in_arena, const uint8_t **tensor, struct zpp_err *err);
 
-/* --- coll_*.c: one algorithm a file; elements already checked
- * ------------------------------------------------------------ */
+/* --- coll_*.c: one algorithm a file; elements already checked ------------------------------------------------------ */
 struct zpp_tensor {
     zpp_dtype dtype;
     zpp_reduce_op op;
@@ -191,7 +193,7 @@ struct zpp_tensor {
 zpp_status zpp_coll_all_reduce(struct zpp_turn *turn, void *data, const struct zpp_tensor *tensor, struct zpp_err *err);
 zpp_status zpp_coll_reduce(struct zpp_turn *turn, void *data, const struct zpp_tensor *tensor, int root,
                            struct zpp_err *err);
-zpp_status zpp_coll_all_gather(struct zpp_turn *turn, void *dst, const void *src, size_t bytes, struct zpp_err *err);
+zpp_status zpp_coll_all_gather(struct zpp_turn *turn, void *const *dst, const void *src, size_t bytes, struct zpp_err *err);
 zpp_status zpp_coll_reduce_scatter(struct zpp_turn *turn, void *dst, const void *src, const struct zpp_tensor *tensor,
                                    struct zpp_err *err);
 zpp_status zpp_coll_broadcast(struct zpp_turn *turn, void *data, size_t bytes, int root, struct zpp_err *err);
@@ -218,8 +220,7 @@ zpp_status zpp_arena_at(struct zpp_turn *turn, int rank, const struct zpp_place 
                         const uint8_t **data, struct zpp_err *err);
 void zpp_arena_clear(struct zpp_comm *comm);
 
-/* --- async.c, p2p.c: ended by zpp_comm_destroy
- * ------------------------------------------------------------------------ */
+/* --- async.c, p2p.c: ended by zpp_comm_destroy --------------------------------------------------------------------- */
 zpp_status zpp_call_now(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait,
                         struct zpp_err *err); /* call.c */
 zpp_status zpp_async_drain(struct zpp_comm *comm, const struct zpp_wait *wait, struct zpp_err *err);

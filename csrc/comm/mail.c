@@ -67,7 +67,7 @@ static zpp_status receive(const struct zpp_peer *peer, struct zpp_letter *letter
 }
 
 /* Find the letter in the inbox, or bring in what the socket holds until it comes. */
-static zpp_status look_for(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail,
+zpp_status zpp_mail_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail,
                            int *fd, struct zpp_err *err) {
     struct zpp_peer *peer = &comm->peer[rank];
     zpp_status status = ZPP_AGAIN;
@@ -107,7 +107,7 @@ zpp_status zpp_mail_wait(struct zpp_turn *turn, int rank, uint64_t kind, uint64_
     struct zpp_comm *comm = turn->comm;
     zpp_status status = ZPP_OK;
     for (bool lost = false;;) {
-        const zpp_status found = look_for(comm, rank, kind, number, mail, fd, err);
+        const zpp_status found = zpp_mail_try(comm, rank, kind, number, mail, fd, err);
         if (found != ZPP_AGAIN) return found;
         if (lost) return status; /* looked once more after the peer was found gone: it may have written first */
         struct pollfd readable = {comm->peer[rank].socket, POLLIN, 0};

@@ -117,8 +117,7 @@ static void combine(void *acc, const void *src, size_t elems, zpp_dtype dtype, z
     }
 }
 
-/* --- blocks
- * ----------------------------------------------------------------------------------------------------------- */
+/* --- blocks -------------------------------------------------------------------------------------------------------- */
 
 static void reduce_block(void *dst, zpp_reduce_op op, const void *const *src, int sources, zpp_dtype dtype, size_t at,
                          size_t elems) {
@@ -162,8 +161,7 @@ void zpp_reduce_op_sources(void *dst, zpp_reduce_op op, const void *const *src, 
         reduce_block(dst, op, src, sources, dtype, at, elems - at < BLOCK_ELEMS ? elems - at : BLOCK_ELEMS);
 }
 
-/* --- the door for users of regions
- * --------------------------------------------------------------------------------------- */
+/* --- the door for users of regions --------------------------------------------------------------------------------- */
 
 static void sum_f64(double *dst, bool accumulate, const void *const *src, int sources, size_t elems, double scale) {
     for (size_t i = 0; i < elems; i++) {

@@ -64,7 +64,7 @@ static void describe(const struct zpp_turn *turn, char *text, size_t room) {
         snprintf(text, room, "a wait");
 }
 
-/* --- the slow part ------------------------------------------------------------------------------------------------ */
+/* --- the slow part ------------------------------------------------------------------------------------------------- */
 
 /* The ranks that have not reached the gate, as words for messages; returns how many there are, `*first` the lowest. */
 static int absent_ranks(const struct zpp_comm *comm, const struct zpp_gate *gate, int rank, char *text, size_t room,
@@ -226,6 +226,16 @@ zpp_status zpp_await(struct zpp_turn *turn, const struct zpp_gate *gate, int ran
         if (zpp_word_reached(word, gate->target)) return ZPP_OK;
     }
     return await_slow(turn, gate, rank, err);
+}
+
+bool zpp_word_doze(struct zpp_turn *turn, struct zpp_word *word, uint32_t target) {
+    for (int i = 0; i < turn->comm->spin_turns; i++) {
+        if (zpp_word_reached(word, target)) return true;
+        pause_cpu();
+    }
+    begin_slow(turn);
+    sleep_on(word, target, LOOK_NS);
+    return zpp_word_reached(word, target);
 }
 
 zpp_status zpp_await_all(struct zpp_turn *turn, const struct zpp_gate *gate, struct zpp_err *err) {

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole training steps of a GPT of 25M parameters on two CPU ranks, and the memory that they take.
+
+Every library trains the same model from the same seed on the same tokens, one thread a rank: forward, backward, AdamW,
+zero_grad. Each contender is a launch of its own (torchrun, two ranks), because they cannot share a process. All
+launches live at once and take turns of a few steps, in an order drawn anew each round, so that contenders meet the
+machine's mood of the same seconds; whoever is not at its turn sleeps. Losses of the first steps must agree before time
+counts.
+
+Memory is measured apart, one launch alone at a time: the sum over ranks of the proportional set size (shared pages
+count once), sampled from outside all the while, from the first step on; its peak. It counts what a user pays, so
+libraries are included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from harness import BenchError, Need, Run, alternate
+
+CLAIM = "a step of stage 3 takes at most 1.05x DDP's, in less memory than every peer's"
+NEEDS = (Need("DeepSpeed", module="deepspeed"),)
+
+RANKS = 2
+LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY = 6, 512, 8, 256, 12000  # GPT-2's shape, 25M parameters
+SEQUENCES = 2  # a rank and step
+LEARNING_RATE = 3e-4
+CHECKED_STEPS = 6
+#: fp32 sums in another order: the losses of the first steps agree far better than this, wrong ones never do.
+LOSS_TOLERANCE = 2e-5
+
+PEERS = {"DDP": ("ddp", 0), "FSDP2": ("fsdp2", 3), "DeepSpeed ZeRO-3": ("deepspeed", 3)}
+OURS = {f"stage {stage}": ("zeropp", stage) for stage in (3, 2, 1, 0)}
+
+
+# --- a rank ---------------------------------------------------------------------------------------------------------
+
+
+def build_model() -> Any:
+    """A GPT in plain PyTorch, embedding and head tied. Shapes: B sequences, T tokens, D width, H heads."""
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional as F
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, x_BTD: Tensor) -> Tensor:
+            b, t, d = x_BTD.shape
+            q, k, v = self.qkv(self.norm_1(x_BTD)).view(b, t, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x_BTD = x_BTD + self.out(attended.transpose(1, 2).reshape(b, t, d))
+            return x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD))))
+
+    class GPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+            self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.head.weight = self.tokens.weight
+            for name, p in self.named_parameters():
+                if p.dim() == 2:
+                    nn.init.normal_(p, std=0.02 / (math.sqrt(2 * LAYERS) if "out" in name or "down" in name else 1))
+
+        def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+            x_BTD = self.tokens(tokens_BT) + self.positions(torch.arange(tokens_BT.shape[1]))
+            for block in self.blocks:
+                x_BTD = block(x_BTD)
+            return F.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1), targets_BT.flatten())
+
+    torch.manual_seed(0)
+    return GPT()
+
+
+def batch_of(step: int, rank: int) -> tuple[Any, Any]:
+    """Tokens with a skewed distribution, so that there is something to learn; the same for every contender."""
+    import torch
+
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    odds = 1.0 / (torch.arange(VOCABULARY) + 10.0)
+    tokens = torch.multinomial(odds, SEQUENCES * (CONTEXT + 1), replacement=True, generator=draw).view(SEQUENCES, -1)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def adamw(model: Any, **options: Any) -> Any:
+    import torch
+
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, **options)
+
+
+Step = Callable[[Any, Any], float]
+
+
+def plain_step(model: Any, optimizer: Any) -> Step:
+    def step(tokens: Any, targets: Any) -> float:
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def start_zeropp(stage: int) -> Step:
+    import torch.distributed as dist
+    import zeropp
+
+    dist.init_process_group("zeropp")
+    model = build_model()
+    return plain_step(*zeropp.prepare(model, adamw(model), zeropp.Config(stage=stage)))
+
+
+def start_ddp(_: int) -> Step:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
+    return plain_step(model, adamw(model, fused=True))
+
+
+def start_fsdp2(_: int) -> Step:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    model = build_model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return plain_step(model, adamw(model, fused=True))
+
+
+def start_deepspeed(stage: int) -> Step:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    model = build_model()
+    config = {
+        "train_micro_batch_size_per_gpu": SEQUENCES,
+        "gradient_clipping": 0.0,  # its default clips at 1.0, which nobody else does
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, fused=True), config=config)
+
+    def step(tokens: Any, targets: Any) -> float:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step
+
+
+STARTS = {"zeropp": start_zeropp, "ddp": start_ddp, "fsdp2": start_fsdp2, "deepspeed": start_deepspeed}
+
+
+def train(args: dict[str, Any]) -> int:
+    """Worker: one rank of one contender. Runs steps when the parent asks, and answers with [(ms, loss), ...]."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    step = STARTS[args["library"]](args["stage"])
+    done = 0
+    with Client(args["address"], authkey=bytes.fromhex(args["key"])) as parent:
+        parent.send((args["contender"], rank, os.getpid()))
+        while count := parent.recv():
+            figures = []
+            dist.barrier()
+            for _ in range(count):
+                tokens, targets = batch_of(done, rank)
+                start = time.perf_counter_ns()
+                loss = step(tokens, targets)
+                figures.append(((time.perf_counter_ns() - start) / 1e6, loss))
+                done += 1
+            parent.send(figures)
+        dist.barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return done
+
+
+# --- the parent -----------------------------------------------------------------------------------------------------
+
+
+class Team:
+    """The ranks of one launch, each at the other end of a connection."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ranks: dict[int, Connection] = {}
+        self.pids: dict[int, int] = {}
+        self.losses: list[float] = []
+        self.error: BaseException | None = None
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise BenchError(f"step: {self.name}: {self.error}")
+
+    def ask(self, steps: int) -> None:
+        for connection in self.ranks.values():
+            connection.send(steps)
+
+    def answered(self) -> bool:
+        self.check()
+        return all(c.poll() for c in self.ranks.values())
+
+    def answer(self) -> list[float]:
+        """Milliseconds of each step, the slowest rank's; remembers the losses, averaged over ranks."""
+        figures = []
+        for connection in self.ranks.values():
+            while not connection.poll(0.2):
+                self.check()
+            try:
+                figures.append(connection.recv())
+            except EOFError:
+                time.sleep(1.0)  # the launch says why
+                self.check()
+                raise BenchError(f"step: {self.name}: a rank went away") from None
+        steps = list(zip(*figures, strict=True))
+        self.losses += [sum(loss for _, loss in ranks) / len(ranks) for ranks in steps]
+        return [max(ms for ms, _ in ranks) for ranks in steps]
+
+    def turn(self, steps: int) -> float:
+        """One step untimed, then ``steps`` timed: their median."""
+        self.ask(steps + 1)
+        return statistics.median(self.answer()[1:])
+
+
+@contextlib.contextmanager
+def launched(bench: Run, contenders: dict[str, tuple[str, int]]) -> Iterator[dict[str, Team]]:
+    """All contenders started, each waiting for its turn; ended when the block ends."""
+    teams = {name: Team(name) for name in contenders}
+    key = secrets.token_bytes(16)
+    with tempfile.TemporaryDirectory(prefix="zeropp-bench-") as folder:
+        listener = Listener(str(Path(folder) / "parent"), backlog=64, authkey=key)
+        threads = []
+        for name, (library, stage) in contenders.items():
+            args = {"contender": name, "library": library, "stage": stage, "address": listener.address}
+            args["key"] = key.hex()
+            thread = threading.Thread(target=launch_one, args=(bench, teams[name], args), daemon=True)
+            thread.start()
+            threads.append(thread)
+        try:
+            wait_for_ranks(listener, teams)
+            yield teams
+        finally:
+            for team in teams.values():
+                for connection in team.ranks.values():
+                    with contextlib.suppress(OSError):
+                        connection.send(0)
+            listener.close()
+            for team in teams.values():
+                for connection in team.ranks.values():
+                    connection.close()
+            for thread in threads:
+                thread.join()
+
+
+def launch_one(bench: Run, team: Team, args: dict[str, Any]) -> None:
+    try:
+        bench.launch("train", ranks=RANKS, args=args, timeout_s=1800.0, env={"DS_ACCELERATOR": "cpu"})
+    except BaseException as error:  # shown by whoever waits for this team
+        team.error = error
+
+
+def wait_for_ranks(listener: Listener, teams: dict[str, Team]) -> None:
+    """Accept RANKS connections a team; a launch that fails ends the wait."""
+    missing = RANKS * len(teams)
+    arrived: list[Connection] = []
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(missing):
+                arrived.append(listener.accept())
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    while missing:
+        for team in teams.values():
+            team.check()
+        time.sleep(0.05)
+        while arrived:
+            connection = arrived.pop()
+            name, rank, pid = connection.recv()
+            teams[name].ranks[rank] = connection
+            teams[name].pids[rank] = pid
+            missing -= 1
+
+
+def check_losses(bench: Run, teams: dict[str, Team]) -> None:
+    """The first losses of every contender equal DDP's."""
+    wanted = teams["DDP"].losses[:CHECKED_STEPS]
+    bench.log("losses of DDP: " + " ".join(f"{loss:.6f}" for loss in wanted))
+    for name, team in teams.items():
+        mine = team.losses[:CHECKED_STEPS]
+        far = max(abs(a - b) / b for a, b in zip(mine, wanted, strict=True))
+        bench.log(f"losses of {name}: at most {far:.1e} away from DDP's")
+        bench.check(
+            far <= LOSS_TOLERANCE,
+            f"{name}: losses {mine} differ from DDP's {wanted} by {far:.1e}, {LOSS_TOLERANCE} allowed",
+        )
+    bench.check(wanted[-1] < wanted[0] - 0.05, f"DDP's loss does not fall: {wanted}")
+
+
+def measure_time(bench: Run, contenders: dict[str, tuple[str, int]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds a step, one figure a contender and round."""
+    with launched(bench, contenders) as teams:
+        for team in teams.values():
+            team.ask(CHECKED_STEPS)
+            team.answer()
+        check_losses(bench, teams)
+        turns = {name: partial(team.turn, 2) for name, team in teams.items()}
+        return alternate(turns, rounds=rounds, warmup=0)
+
+
+def pss_mib(pid: int) -> dict[str, float]:
+    """Proportional set size of a process, by kind."""
+    kinds = {}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key in ("Pss", "Pss_Anon", "Pss_Shmem", "Pss_File"):
+            kinds[key] = int(value.split()[0]) / 1024
+    return kinds
+
+
+def measure_memory(bench: Run, name: str, contender: tuple[str, int], steps: int) -> dict[str, float]:
+    """Peak over ``steps`` steps of the sum over ranks; the parts are those at the peak."""
+    peak: dict[str, float] = {"Pss": 0.0}
+    with launched(bench, {name: contender}) as teams:
+        team = teams[name]
+        team.ask(steps)
+        while not team.answered():
+            ranks = [pss_mib(pid) for pid in team.pids.values()]
+            now = {kind: sum(rank[kind] for rank in ranks) for kind in ranks[0]}
+            peak = max(peak, now, key=lambda sample: sample["Pss"])
+        team.answer()
+    return peak
+
+
+def run(bench: Run) -> None:
+    ours = {"stage 3": OURS["stage 3"]} if bench.quick else OURS
+    contenders = {**ours, **PEERS}
+    samples = measure_time(bench, contenders, rounds=4 if bench.quick else 10)
+    for name in ours:
+        bench.compare(f"{name} 25M 2 ranks", samples, ours=name, peers=list(PEERS), unit="ms")
+    peaks: dict[str, list[dict[str, float]]] = alternate(
+        {name: partial(measure_memory, bench, name, contender, 4) for name, contender in contenders.items()},
+        rounds=1 if bench.quick else 3,
+        warmup=0,
+    )
+    totals = {name: [peak["Pss"] for peak in found] for name, found in peaks.items()}
+    for name in ours:
+        for peer in PEERS:
+            parts = {
+                f"{who}_{kind.lower()}_mib": statistics.median(peak[kind] for peak in peaks[contender])
+                for who, contender in (("ours", name), ("peer", peer))
+                for kind in ("Pss_Anon", "Pss_Shmem", "Pss_File")
+            }
+            case = f"{name} 25M 2 ranks memory"
+            bench.compare(case, totals, ours=name, peers=[peer], unit="MiB", extra=parts)

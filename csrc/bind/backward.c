@@ -1,0 +1,229 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The beginning and the end of a backward, and the gradients in between: what parameters call.
+ *
+ * A backward begins at the first event that one of our hooks sees, and ends in a callback that torch calls when its outermost
+ * graph task is done; there the last reductions are waited for, and all units let go.
+ */
+#include "py_zero.h"
+
+#include "../base/wait.h"
+#include "raise.h"
+
+bool zpp_py_backward_runs(Zero *zero, long *task) {
+    PyObject *id = PyObject_CallNoArgs(zero->current_graph_task_id);
+    if (!id) return false;
+    *task = PyLong_AsLong(id);
+    Py_DECREF(id);
+    return *task != -1;
+}
+
+int zpp_py_grad_mode(Zero *zero) {
+    PyObject *on = PyObject_CallNoArgs(zero->is_grad_enabled);
+    if (!on) return -1;
+    const int answer = on == Py_True;
+    Py_DECREF(on);
+    return answer;
+}
+
+/* --- the beginning and the end of a backward ------------------------------------------------------------------------ */
+
+static bool reduces_now(Zero *zero) {
+    if (!zero->sync) return false;
+    zero->micro++;
+    if (zero->micro < zero->accumulate) return false;
+    zero->micro = 0;
+    return true;
+}
+
+static int begin_backward(Zero *zero, long task) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zero->reduces = reduces_now(zero);
+    if (zpp_zero_backward_begin(zero->core, zero->reduces, &err) != ZPP_OK) {
+        zpp_py_raise(&err);
+        return -1;
+    }
+    zero->in_backward = true;
+    zero->task = task;
+    const Py_ssize_t count = PyList_Size(zero->units);
+    for (Py_ssize_t i = 0; i < count; i++) ((Unit *)PyList_GetItem(zero->units, i))->got = 0;
+    PyObject *done = PyObject_CallFunctionObjArgs(zero->queue_callback, zero->end_callback, NULL);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+int zpp_py_enter_backward(Zero *zero, bool recompute) {
+    long task = -1;
+    if (!zpp_py_backward_runs(zero, &task)) return PyErr_Occurred() ? -1 : 0;
+    if (!recompute && zero->moves) {
+        const int grad = zpp_py_grad_mode(zero);
+        if (grad < 0) return -1;
+        /* create_graph: this backward saves views that no hook of ours sees, for the next one to read. */
+        if (grad) zero->keep_passes = 2;
+    }
+    return zero->in_backward ? 0 : begin_backward(zero, task);
+}
+
+/* Stage 0: like DDP, every parameter that has a gradient on some rank has it on all. */
+static int show_whole_gradients(Zero *zero) {
+    const Py_ssize_t units = PyList_Size(zero->units);
+    for (Py_ssize_t at = 0; at < units; at++) {
+        Unit *unit = (Unit *)PyList_GetItem(zero->units, at);
+        const uint8_t *present = NULL;
+        if (!unit->grad_views || !zpp_zero_grad_shard(zero->core, unit->unit->index, &present)) continue;
+        for (Py_ssize_t i = 0; i < unit->count; i++)
+            if (present[i] && PyObject_SetAttr(unit->params[i], zpp_str_grad, PyList_GetItem(unit->grad_views, i))) return -1;
+    }
+    return 0;
+}
+
+static PyObject *end_backward(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Zero *zero = (Zero *)self;
+    if (zero->closed || !zero->in_backward) Py_RETURN_NONE;
+    zero->in_backward = false;
+    zero->builds_loss = false;
+    zero->backwards++;
+    zero->at_boundary = zero->reduces;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_wait wait;
+    zpp_py_wait_for(zero, &wait);
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_zero_backward_end(zero->core, &wait, &err);
+    PyEval_RestoreThread(thread);
+    if (status != ZPP_OK) return zpp_py_raise(&err);
+    if (zero->reduces && zero->stage == 0 && zero->ranks > 1 && show_whole_gradients(zero)) return NULL;
+    if (zero->keep_passes > 0 && --zero->keep_passes > 0) Py_RETURN_NONE;
+    if (zpp_py_release_all(zero)) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* --- a gradient has been accumulated ------------------------------------------------------------------------------------ */
+
+typedef struct {
+    PyObject_HEAD
+    Unit *unit;
+    Py_ssize_t param;
+} GradHook;
+
+static PyTypeObject *grad_hook_type;
+
+/* The address of a dense, contiguous gradient; `*grad` is replaced by a contiguous copy where it is neither. */
+static void *gradient_address(PyObject **grad, Unit *unit, Py_ssize_t param) {
+    PyObject *flag = PyObject_CallMethodObjArgs(*grad, zpp_str_is_contiguous, NULL);
+    if (!flag) {
+        PyErr_Clear(); /* sparse layouts have no contiguity */
+        PyErr_Format(PyExc_ValueError, "zero: the gradient of parameter %zd of unit %s is sparse; zeropp reduces dense gradients, "
+                     "so build the embedding with sparse=False", param, unit->unit->name);
+        return NULL;
+    }
+    const bool contiguous = flag == Py_True;
+    Py_DECREF(flag);
+    if (!contiguous) {
+        PyObject *copy = PyObject_CallMethodObjArgs(*grad, zpp_str_contiguous, NULL);
+        if (!copy) return NULL;
+        Py_DECREF(*grad);
+        *grad = copy;
+    }
+    PyObject *address = PyObject_CallMethodObjArgs(*grad, zpp_str_data_ptr, NULL);
+    if (!address) return NULL;
+    void *pointer = PyLong_AsVoidPtr(address);
+    Py_DECREF(address);
+    return pointer;
+}
+
+enum { RELEASE_LOCK_BYTES = 256 * 1024 };
+
+static int hand_over(Unit *unit, Py_ssize_t param, const void *from, bool partial) {
+    Zero *zero = unit->zero;
+    struct zpp_err err = ZPP_ERR_INIT;
+    const size_t bytes = unit->unit->param_elems[param] * unit->unit->elem_bytes;
+    zpp_status status = ZPP_AGAIN;
+    if (bytes < RELEASE_LOCK_BYTES)
+        status = zpp_zero_grad(zero->core, unit->unit->index, (size_t)param, from, partial, NULL, &err);
+    if (status == ZPP_AGAIN) {
+        struct zpp_wait wait;
+        zpp_py_wait_for(zero, &wait);
+        PyThreadState *thread = PyEval_SaveThread();
+        status = zpp_zero_grad(zero->core, unit->unit->index, (size_t)param, from, partial, &wait, &err);
+        PyEval_RestoreThread(thread);
+    }
+    if (status == ZPP_OK) return 0;
+    zpp_py_raise(&err);
+    return -1;
+}
+
+/* A unit used once is no longer read once all its gradients are in. */
+static int after_gradient(Unit *unit) {
+    if (++unit->got < (size_t)unit->count) return 0;
+    unit->got = 0;
+    const struct zpp_unit *core = unit->unit;
+    if (core->pins || unit->zero->keep_passes || core->sticky || !zpp_zero_used_once(unit->zero->core, core->index)) return 0;
+    return zpp_py_release(unit);
+}
+
+/* Where nothing is reduced (one rank), the hook only notices that a backward runs. */
+static PyObject *take_gradient(PyObject *self, PyObject *param) {
+    GradHook *hook = (GradHook *)self;
+    Unit *unit = hook->unit;
+    Zero *zero = unit->zero;
+    if (zero->closed) Py_RETURN_NONE;
+    if (zpp_py_enter_backward(zero, false)) return NULL;
+    if (zero->ranks == 1) Py_RETURN_NONE;
+    long task = -1;
+    if (!zpp_py_backward_runs(zero, &task) && PyErr_Occurred()) return NULL;
+    /* While released, `grad` would go through __torch_function__, fifty times slower. */
+    if (!unit->is_plain && zpp_py_swap(unit, true)) return NULL;
+    PyObject *grad = PyObject_GetAttr(param, zpp_str_grad);
+    if (!grad) return NULL;
+    if (grad == Py_None) { /* another hook took it */
+        Py_DECREF(grad);
+        Py_RETURN_NONE;
+    }
+    PyObject *original = grad;
+    const void *from = gradient_address(&grad, unit, hook->param);
+    const bool partial = task != zero->task && zpp_zero_uses(zero->core, unit->unit->index) == 0;
+    int failed = !from && unit->unit->param_elems[hook->param] ? -1 : hand_over(unit, hook->param, from, partial);
+    if (PyErr_Occurred()) failed = -1;
+    if (!failed && zero->stage > 0) failed = PyObject_SetAttr(param, zpp_str_grad, Py_None);
+    if (!failed && zero->stage == 0 && unit->grad_views && original != PyList_GetItem(unit->grad_views, hook->param))
+        failed = PyObject_SetAttr(param, zpp_str_grad, PyList_GetItem(unit->grad_views, hook->param));
+    Py_DECREF(grad);
+    if (failed || after_gradient(unit)) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef take_gradient_def = { "zeropp_take_gradient", take_gradient, METH_O, NULL };
+
+static void grad_hook_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    Py_XDECREF(((GradHook *)self)->unit);
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+static PyType_Slot grad_hook_slots[] = { { Py_tp_dealloc, grad_hook_dealloc }, { 0, NULL } };
+static PyType_Spec grad_hook_spec = { "zeropp._C.GradHook", sizeof(GradHook), 0, Py_TPFLAGS_DEFAULT, grad_hook_slots };
+
+PyObject *zpp_py_grad_hook(Unit *unit, Py_ssize_t param) {
+    GradHook *hook = PyObject_New(GradHook, grad_hook_type);
+    if (!hook) return NULL;
+    hook->unit = (Unit *)Py_NewRef((PyObject *)unit);
+    hook->param = param;
+    PyObject *callable = PyCFunction_NewEx(&take_gradient_def, (PyObject *)hook, NULL);
+    Py_DECREF(hook);
+    return callable;
+}
+
+/* --- setting up ---------------------------------------------------------------------------------------------------------- */
+
+static PyMethodDef end_backward_def = { "zeropp_end_backward", end_backward, METH_NOARGS, NULL };
+
+PyObject *zpp_py_end_callback(Zero *zero) {
+    return PyCFunction_NewEx(&end_backward_def, (PyObject *)zero, NULL);
+}
+
+int zpp_py_backward_init(void) {
+    grad_hook_type = (PyTypeObject *)PyType_FromSpec(&grad_hook_spec);
+    return grad_hook_type ? 0 : -1;
+}

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The communicator of zeropp: collectives over shared memory between the ranks of one host.
+
+:func:`communicator` gives the C object over any running torch.distributed group (whatever its backend: only its store is
+used). :class:`Communicator` is its door for tensors, and the shortest way to a collective; through torch.distributed
+(``init_process_group("zeropp")``, see :mod:`zeropp.process_group`) the same engine costs a few microseconds more a call.
+
+Tensors made by :func:`empty` lie in the communicator's arena: large collectives read them in place, one copy a byte.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeropp import _C
+
+__all__ = ["Communicator", "all_traffic", "communicator", "create", "dtype_code", "empty"]
+
+_log = logging.getLogger("zeropp")
+
+#: Codes of the C core. Dtypes that are only moved, never added, go as bytes.
+DTYPE_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in enumerate(_C.COMM_DTYPES)}
+OP_CODES: dict[str, int] = {name: code for code, name in enumerate(_C.COMM_OPS)}
+BYTES = DTYPE_CODES[torch.uint8]
+
+_lock = threading.Lock()  # guards the three below
+_open: list[Any] = []  # every _C.Comm that is not closed
+_closed_traffic: dict[str, dict[str, int]] = {}
+_of_group: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Code of a dtype that reductions know.
+
+    Raises:
+        ValueError: naming the dtypes that they do.
+    """
+    code = DTYPE_CODES.get(dtype)
+    if code is None:
+        raise ValueError(f"comm: {dtype} is not a dtype that reductions know yet: {', '.join(_C.COMM_DTYPES)}")
+    return code
+
+
+def create(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> Any:
+    """A new ``_C.Comm`` whose ranks meet over `store`. Collective; may be repeated over the same store.
+
+    Each repetition gets keys of its own: the count of arrivals tells which one this is, so cards of an earlier group with
+    the same name are never read.
+    """
+    arrivals = store.add("zeropp/arrivals", 1)
+    keys = dist.PrefixStore(f"zeropp/{(arrivals - 1) // ranks}", store)
+    comm = _C.Comm(keys, rank, ranks, timeout.total_seconds(), name, _log.warning)
+    with _lock:
+        if not _open:
+            atexit.register(_close_all)
+        _open.append(comm)
+    return comm
+
+
+def close(comm: Any) -> None:
+    """Leave the group; peers that still wait for this rank are told that it left."""
+    with _lock:
+        if comm not in _open:
+            return
+        _open.remove(comm)
+    comm.close()
+    with _lock:
+        _add(_closed_traffic, comm.traffic())
+
+
+def _close_all() -> None:
+    for comm in list(_open):
+        close(comm)
+
+
+def _add(total: dict[str, dict[str, int]], counts: dict[str, dict[str, int]]) -> None:
+    for kind, row in counts.items():
+        sums = total.setdefault(kind, {"bytes": 0, "calls": 0})
+        for what, value in row.items():
+            sums[what] += value
+
+
+def all_traffic() -> dict[str, dict[str, dict[str, int]]]:
+    """What this rank read from its peers since the start: ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``."""
+    total: dict[str, dict[str, int]] = {}
+    with _lock:
+        _add(total, _closed_traffic)
+        for comm in _open:
+            _add(total, comm.traffic())
+    return {"shm": total}
+
+
+def communicator(group: dist.ProcessGroup | None = None) -> Any:
+    """The ``_C.Comm`` of a torch.distributed group: its own where the backend is zeropp, else one made over its store.
+
+    Collective at the first call for a group; then kept for as long as the group lives.
+
+    Raises:
+        zeropp.NotBuiltError: ranks on several hosts.
+        zeropp.Error: torch.distributed does not run.
+    """
+    if not dist.is_initialized():
+        from zeropp.errors import Error
+
+        raise Error("comm: torch.distributed does not run; call torch.distributed.init_process_group first (torchrun sets it up)")
+    group = dist.group.WORLD if group is None else group
+    own = getattr(group, "comm", None)
+    if own is not None:
+        return own
+    with _lock:
+        known = _of_group.get(group)
+    if known is not None and not known.closed:
+        return known
+    c10d = dist.distributed_c10d
+    assert group is not None
+    comm = create(c10d._get_process_group_store(group), group.rank(), group.size(), _timeout_of(group), _name_of(group))
+    with _lock:
+        _of_group[group] = comm
+    weakref.finalize(group, close, comm)
+    return comm
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The time-out of a group, as far as its backend tells."""
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return dist.distributed_c10d.default_pg_timeout
+
+
+def _name_of(group: dist.ProcessGroup) -> str:
+    return group.group_desc if group.group_desc not in ("", "undefined") else group.group_name
+
+
+
+
+def _tensor_of(block: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over a block, which lives as long as the tensor's storage."""
+    memory = (ctypes.c_uint8 * block.bytes).from_address(block.address)
+    memory._block = block  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _empty(comm: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    elems = math.prod(shape)
+    if elems == 0:
+        return torch.empty(shape, dtype=dtype)
+    return _tensor_of(comm.alloc(elems * dtype.itemsize), shape, dtype)
+
+
+def empty(
+    *shape: int | Sequence[int], dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Like ``torch.empty``, in memory that the peers map: collectives of the group read it in place where every rank's tensor is such.
+
+    Local; the memory goes back when the tensor dies, which may be after the end of the group.
+    """
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    return _empty(communicator(group), tuple(sizes), dtype or torch.get_default_dtype())  # type: ignore[arg-type]
+
+
+class Communicator:
+    """Collectives on contiguous CPU tensors, directly over the C engine, blocking.
+
+    Args:
+        group: a torch.distributed group of any backend; default: the world.
+
+    Reductions add in rank order, 16-bit elements in fp32 with one rounding at the end: the same inputs give the same bits.
+    Every method raises :class:`zeropp.CommError` with the guilty rank if a peer died, left or called something else.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.core = communicator(group)
+        self.rank: int = self.core.rank
+        self.ranks: int = self.core.ranks
+
+    def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See :func:`zeropp.comm.empty`."""
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        return _empty(self.core, tuple(sizes), dtype or torch.get_default_dtype())  # type: ignore[arg-type]
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Combine over all ranks, in place. `op`: sum, avg, product, min, max, band, bor, bxor."""
+        _check(tensor)
+        self.core.all_reduce(tensor.data_ptr(), tensor.numel(), dtype_code(tensor.dtype), OP_CODES[op])
+        return tensor
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """output = every rank's source, one after the other."""
+        _check(output, source)
+        _same(output, source, source.numel() * self.ranks, "all_gather")
+        self.core.all_gather(output.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+        return output
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """output = my slice of source, combined over all ranks."""
+        _check(output, source)
+        _same(source, output, output.numel() * self.ranks, "reduce_scatter")
+        self.core.reduce_scatter(output.data_ptr(), source.data_ptr(), output.numel(), dtype_code(output.dtype), OP_CODES[op])
+        return output
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """Everybody's tensor = the root's."""
+        _check(tensor)
+        self.core.broadcast(tensor.data_ptr(), tensor.numel() * tensor.element_size(), root)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.core.barrier()
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """What this rank read from its peers: ``{kind: {"bytes", "calls"}}``."""
+        counts: dict[str, dict[str, int]] = self.core.traffic()
+        return counts
+
+    def abort(self, sentence: str) -> None:
+        """End every wait of every rank with this sentence, naming this rank."""
+        self.core.abort(sentence)
+
+
+def _check(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"comm: a tensor on {tensor.device}, wanted cpu; collectives on accelerators are not implemented yet")
+        if not tensor.is_contiguous():
+            raise ValueError(f"comm: a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, wanted a contiguous one")
+
+
+def _same(large: torch.Tensor, small: torch.Tensor, elems: int, what: str) -> None:
+    if large.dtype != small.dtype:
+        raise ValueError(f"comm: {what} of {small.dtype} and {large.dtype}, wanted one dtype")
+    if large.numel() != elems:
+        raise ValueError(f"comm: {what} with {small.numel()} and {large.numel()} elements, wanted {elems} in the larger one")

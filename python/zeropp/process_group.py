@@ -1,0 +1,603 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torch.distributed backend ``"zeropp"``: a process group over the C communicator, for CPU tensors of one host.
+
+    dist.init_process_group("zeropp")
+
+What is blocking runs in the calling thread; what is asynchronous (``async_op=True``, DDP, functional collectives) runs on one progress
+thread of the group, in the order of the calls. DDP, FSDP2, DTensor, DeviceMesh, distributed checkpoints, object collectives and functional
+collectives work on it.
+
+torch calls a process group by two spellings (``_allgather_base`` and ``all_gather_single``, ...), with ``opts`` by position or keyword;
+both stand here.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup as _ProcessGroup
+from torch._C._distributed_c10d import ReduceOp
+from torch._C._distributed_c10d import Work as _Work
+
+from zeropp import _C, comm
+
+__all__ = ["ProcessGroup", "register"]
+
+_COLL = _C.COMM_COLLECTIVES
+_OPS = {
+    ReduceOp.SUM: comm.OP_CODES["sum"],
+    ReduceOp.AVG: comm.OP_CODES["avg"],
+    ReduceOp.PRODUCT: comm.OP_CODES["product"],
+    ReduceOp.MIN: comm.OP_CODES["min"],
+    ReduceOp.MAX: comm.OP_CODES["max"],
+    ReduceOp.BAND: comm.OP_CODES["band"],
+    ReduceOp.BOR: comm.OP_CODES["bor"],
+    ReduceOp.BXOR: comm.OP_CODES["bxor"],
+}
+_NO_TIMEOUT = timedelta(0)
+
+Tensors = Sequence[torch.Tensor]
+
+
+def register() -> None:
+    """Make ``"zeropp"`` known to torch.distributed; more than once does nothing."""
+    if "ZEROPP" not in dist.Backend._plugins:
+        dist.Backend.register_backend("zeropp", _create, devices=["cpu"])
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+    return ProcessGroup(store, rank, size, timeout)
+
+
+# -- work ------------------------------------------------------------------------------------------------------------------
+
+
+class _Done(_Work):
+    """What a blocking call returns: finished."""
+
+    def __init__(self, tensors: list[torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self._tensors = tensors if tensors is not None else []
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> Any:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class _Pending(_Work):
+    """Asynchronous calls in the C core, one or several, and what is left to do in Python when they are finished."""
+
+    def __init__(self, works: Sequence[Any], tensors: list[torch.Tensor], after: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._works = works
+        self._tensors = tensors
+        self._after = after
+        self._once = threading.Lock()
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        for work in self._works:
+            work.wait(timeout.total_seconds())
+        self._finish()
+        return True
+
+    def _finish(self) -> None:
+        with self._once:
+            after, self._after = self._after, None
+            if after is not None:
+                after()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.done() for work in self._works)
+
+    def exception(self) -> Any:
+        if not self.is_completed():
+            return None
+        try:
+            self.wait()
+        except Exception as error:
+            return error
+        return None
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._tensors
+
+    def source_rank(self) -> int:
+        return int(self._works[-1].source_rank())
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> Any:
+        if self._future is None:
+            self._future = torch.futures.Future()
+            last = self._works[-1]  # collectives of one group finish in order
+            if hasattr(last, "on_done"):
+                last.on_done(self._settle)
+            else:
+                threading.Thread(target=self._settle, daemon=True).start()
+        return self._future
+
+    def _settle(self) -> None:
+        try:
+            self.wait()
+        except Exception as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(self._tensors)
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------------
+
+
+def _check(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"zeropp: a collective on {tensor.device}; accelerators are not implemented yet, use cpu tensors or backend='nccl'")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"zeropp: a collective on a {tensor.layout} tensor is not implemented yet; use .to_dense()")
+    return tensor
+
+
+def _numbers(tensor: torch.Tensor, op: int) -> torch.Tensor:
+    """The tensor as reductions see it: complex numbers are pairs, which may only be added."""
+    if not tensor.is_complex():
+        return tensor
+    if op not in (comm.OP_CODES["sum"], comm.OP_CODES["avg"]):
+        raise ValueError(f"zeropp: {_C.COMM_OPS[op]} of {tensor.dtype}; complex tensors can only be summed or averaged")
+    return torch.view_as_real(tensor)
+
+
+def _op_code(opts: Any) -> int:
+    op = opts.reduceOp if opts is not None else ReduceOp.SUM
+    code = _OPS.get(op.op if isinstance(op, ReduceOp) else op)
+    if code is None:
+        raise ValueError(f"zeropp: reduce operation {op} is not implemented yet")
+    return code
+
+
+def _blocking(opts: Any) -> bool:
+    return opts is not None and not opts.asyncOp
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _moved(tensor: torch.Tensor) -> tuple[int, int]:
+    """(dtype code, elements) of a tensor that is moved as it is. Dtypes that the core does not know go as bytes."""
+    code = comm.DTYPE_CODES.get(tensor.dtype)
+    return (comm.BYTES, _bytes(tensor)) if code is None else (code, tensor.numel())
+
+
+def _same_sizes(what: str, tensors: Tensors, like: torch.Tensor) -> None:
+    for i, tensor in enumerate(tensors):
+        if tensor.dtype != like.dtype or tensor.numel() != like.numel():
+            raise ValueError(
+                f"zeropp: {what}: tensor {i} is {tensor.dtype} with {tensor.numel()} elements, wanted {like.dtype} with {like.numel()}"
+            )
+
+
+def _copy_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None] | None:
+    """What brings results from contiguous copies back to where the caller wants them; None where nothing was copied."""
+    moved = [(to, at) for to, at in pairs if to is not at]
+    if not moved:
+        return None
+
+    def copy() -> None:
+        with torch.no_grad():
+            for to, at in moved:
+                to.copy_(at.view(to.shape))
+
+    return copy
+
+
+# -- the group -------------------------------------------------------------------------------------------------------------
+
+
+class ProcessGroup(_ProcessGroup):
+    """See the module. ``group.comm`` is the C communicator."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.comm = comm.create(store, rank, size, timeout, "default")
+        self._store = store
+        self._me, self._size = rank, size
+        self._name = self._desc = ""
+        self._timeout = timeout
+        self._done = _Done()
+
+    # Names: torch calls some from C++ and some from Python.
+    def getBackendName(self) -> str:
+        return "zeropp"
+
+    def name(self) -> str:
+        return "zeropp"
+
+    def _get_backend_name(self) -> str:
+        return "zeropp"
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        self.comm.set_name(name)
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+        if desc not in ("", "undefined"):
+            self.comm.set_name(desc)
+
+    def getSize(self) -> int:
+        return self._size
+
+    def getRank(self) -> int:
+        return self._me
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.comm.set_timeout(timeout.total_seconds())
+
+    setTimeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """torch asks backends for a common starting point; this one counts from the group's beginning."""
+
+    setSequenceNumberForGroup = _set_sequence_number_for_group
+
+    def _get_sequence_number_for_group(self) -> int:
+        return sum(row["calls"] for row in self.comm.traffic().values())
+
+    getSequenceNumberForGroup = _get_sequence_number_for_group
+
+    def shutdown(self) -> None:
+        comm.close(self.comm)
+
+    def abort(self) -> None:
+        if not self.comm.closed:
+            self.comm.abort("torch.distributed asked for it")
+
+    # -- running a call ----------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        coll: str,
+        opts: Any,
+        dtype: int,
+        op: int,
+        root: int,
+        dst: torch.Tensor | None,
+        src: torch.Tensor | None,
+        elems: int,
+        results: list[torch.Tensor],
+        after: Callable[[], None] | None = None,
+    ) -> _Work:
+        dst_ptr = dst.data_ptr() if dst is not None else 0
+        src_ptr = src.data_ptr() if src is not None else 0
+        work = self.comm.submit(_COLL[coll], dtype, op, root, dst_ptr, src_ptr, elems, (dst, src))
+        return self._handed_out(work, opts, results, after)
+
+    def _handed_out(self, work: Any, opts: Any, results: list[torch.Tensor], after: Callable[[], None] | None) -> _Work:
+        pending = _Pending([work], results, after)
+        if _blocking(opts):
+            pending.wait()
+        return pending
+
+    def _finished(self, after: Callable[[], None] | None) -> _Work:
+        if after is not None:
+            after()
+        return self._done
+
+    # -- reductions --------------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> _Work:
+        """Combine over all ranks, in place; one tensor (several: one after the other)."""
+        if len(tensors) != 1:
+            return self.allreduce_coalesced(tensors, opts)
+        tensor, op = _check(tensors[0]), _op_code(opts)
+        at = tensor if tensor.is_contiguous() else tensor.contiguous()
+        numbers = at if not at.is_complex() else _numbers(at, op)
+        dtype, elems = comm.dtype_code(numbers.dtype), numbers.numel()
+        after = None if at is tensor else _copy_back([(tensor, at)])
+        if _blocking(opts):
+            self.comm.all_reduce(numbers.data_ptr(), elems, dtype, op)
+            return self._finished(after)
+        return self._run("all_reduce", opts, dtype, op, 0, numbers, None, elems, [tensor], after)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> _Work:
+        return self._all([self.allreduce([tensor], opts) for tensor in tensors], list(tensors))
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> _Work:
+        tensor, op, root = _check(tensors[0]), _op_code(opts), opts.rootRank if opts is not None else 0
+        at = tensor.contiguous()
+        numbers = _numbers(at, op)
+        dtype, elems = comm.dtype_code(numbers.dtype), numbers.numel()
+        after = _copy_back([(tensor, at)]) if root == self._me else None
+        if _blocking(opts):
+            self.comm.reduce(numbers.data_ptr(), elems, dtype, op, root)
+            return self._finished(after)
+        return self._run("reduce", opts, dtype, op, root, numbers, None, elems, [tensor], after)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> _Work:
+        op = _op_code(opts)
+        if source.numel() != output.numel() * self._size or source.dtype != output.dtype:
+            raise ValueError(
+                f"zeropp: reduce_scatter from {source.dtype} with {source.numel()} elements to {output.dtype} with {output.numel()}, wanted "
+                f"one dtype and {output.numel()} x {self._size} elements"
+            )
+        to, at = _check(output).contiguous(), _check(source).contiguous()
+        numbers_to, numbers_at = _numbers(to, op), _numbers(at, op)
+        dtype, elems = comm.dtype_code(numbers_to.dtype), numbers_to.numel()
+        after = _copy_back([(output, to)])
+        if _blocking(opts):
+            self.comm.reduce_scatter(numbers_to.data_ptr(), numbers_at.data_ptr(), elems, dtype, op)
+            return self._finished(after)
+        return self._run("reduce_scatter", opts, dtype, op, 0, numbers_to, numbers_at, elems, [output], after)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter(self, outputs: Tensors, sources: Sequence[Tensors], opts: Any = None) -> _Work:
+        works = []
+        for output, pieces in zip(outputs, sources, strict=True):
+            if len(pieces) != self._size:
+                raise ValueError(f"zeropp: reduce_scatter from {len(pieces)} tensors, wanted one a rank, {self._size}")
+            _same_sizes("reduce_scatter", pieces, output)
+            works.append(self._reduce_scatter_base(output, torch.cat([piece.reshape(-1) for piece in pieces]), opts))
+        return self._all(works, list(outputs))
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> _Work:
+        works = [self._reduce_scatter_base(output, source, opts) for output, source in zip(outputs, sources, strict=True)]
+        return self._all(works, list(outputs))
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    # -- gathers -----------------------------------------------------------------------------------------------------------
+
+    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> _Work:
+        if output.numel() != source.numel() * self._size or source.dtype != output.dtype:
+            raise ValueError(
+                f"zeropp: all_gather from {source.dtype} with {source.numel()} elements to {output.dtype} with {output.numel()}, wanted one "
+                f"dtype and {source.numel()} x {self._size} elements"
+            )
+        to, at = _check(output).contiguous(), _check(source).contiguous()
+        dtype, elems = _moved(at)
+        after = _copy_back([(output, to)])
+        if _blocking(opts):
+            self.comm.all_gather(to.data_ptr(), at.data_ptr(), elems, dtype)
+            return self._finished(after)
+        return self._run("all_gather", opts, dtype, 0, 0, to, at, elems, [output], after)
+
+    all_gather_single = _allgather_base
+
+    def allgather(self, outputs: Sequence[Tensors], sources: Tensors, opts: Any = None) -> _Work:
+        works = [self._allgather_list(pieces, source, opts) for pieces, source in zip(outputs, sources, strict=True)]
+        return self._all(works, [piece for pieces in outputs for piece in pieces])
+
+    def _allgather_list(self, pieces: Tensors, source: torch.Tensor, opts: Any) -> _Work:
+        if len(pieces) != self._size:
+            raise ValueError(f"zeropp: all_gather into {len(pieces)} tensors, wanted one a rank, {self._size}")
+        _same_sizes("all_gather", pieces, _check(source))
+        at = source.contiguous()
+        to = [_check(piece).contiguous() for piece in pieces]
+        dtype, elems = _moved(at)
+        after = _copy_back(list(zip(pieces, to, strict=True)))
+        pointers = [piece.data_ptr() for piece in to]
+        if _blocking(opts):
+            self.comm.all_gather_into(pointers, at.data_ptr(), elems, dtype)
+            return self._finished(after)
+        work = self.comm.submit_gather(pointers, at.data_ptr(), elems, dtype, (to, at))
+        return self._handed_out(work, opts, list(pieces), after)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], sources: Tensors, opts: Any = None) -> _Work:
+        """`outputs` is a list a rank here, each with one tensor a source."""
+        works = [self._allgather_list([pieces[i] for pieces in outputs], source, opts) for i, source in enumerate(sources)]
+        return self._all(works, [piece for pieces in outputs for piece in pieces])
+
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> _Work:
+        works = [self._allgather_base(output, source, opts) for output, source in zip(outputs, sources, strict=True)]
+        return self._all(works, list(outputs))
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    # -- one to all, all to one, all to all --------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> _Work:
+        tensor, root = _check(tensors[0]), opts.rootRank if opts is not None else 0
+        at = tensor.contiguous()
+        dtype, elems = _moved(at)
+        after = _copy_back([(tensor, at)]) if root != self._me else None
+        if _blocking(opts):
+            self.comm.broadcast(at.data_ptr(), elems, root, dtype)
+            return self._finished(after)
+        return self._run("broadcast", opts, dtype, 0, root, at, None, elems, [tensor], after)
+
+    def _exchange(
+        self, coll: str, opts: Any, root: int, dsts: Sequence[torch.Tensor | None], srcs: Sequence[torch.Tensor | None], dtype: int
+    ) -> _Work:
+        """All-to-all, gather or scatter of whole tensors; None where nothing comes or goes."""
+        to = [None if dst is None else _check(dst).contiguous() for dst in dsts]
+        at = [None if src is None else _check(src).contiguous() for src in srcs]
+        after = _copy_back([(dst, copy) for dst, copy in zip(dsts, to, strict=True) if dst is not None and copy is not None])
+        pieces_to = [(0, 0) if t is None else (t.data_ptr(), _bytes(t)) for t in to]
+        pieces_at = [(0, 0) if t is None else (t.data_ptr(), _bytes(t)) for t in at]
+        if _blocking(opts):
+            self.comm.exchange(_COLL[coll], dtype, root, pieces_to, pieces_at)
+            return self._finished(after)
+        work = self.comm.submit_exchange(_COLL[coll], dtype, root, pieces_to, pieces_at, (to, at))
+        return self._handed_out(work, opts, [dst for dst in dsts if dst is not None], after)
+
+    def gather(self, outputs: Sequence[Tensors], sources: Tensors, opts: Any = None) -> _Work:
+        root = opts.rootRank if opts is not None else 0
+        source = sources[0]
+        srcs: list[torch.Tensor | None] = [None] * self._size
+        dsts: list[torch.Tensor | None] = [None] * self._size
+        srcs[root] = source
+        if root == self._me:
+            if len(outputs) != 1 or len(outputs[0]) != self._size:
+                raise ValueError(f"zeropp: gather on the root wants one list of {self._size} tensors, one a rank")
+            _same_sizes("gather", outputs[0], source)
+            dsts = list(outputs[0])
+        return self._exchange("gather", opts, root, dsts, srcs, _moved(source)[0])
+
+    def scatter(self, outputs: Tensors, sources: Sequence[Tensors], opts: Any = None) -> _Work:
+        root = opts.rootRank if opts is not None else 0
+        output = outputs[0]
+        srcs: list[torch.Tensor | None] = [None] * self._size
+        dsts: list[torch.Tensor | None] = [None] * self._size
+        dsts[root] = output
+        if root == self._me:
+            if len(sources) != 1 or len(sources[0]) != self._size:
+                raise ValueError(f"zeropp: scatter on the root wants one list of {self._size} tensors, one a rank")
+            _same_sizes("scatter", sources[0], output)
+            srcs = list(sources[0])
+        return self._exchange("scatter", opts, root, dsts, srcs, _moved(output)[0])
+
+    def alltoall(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> _Work:
+        if len(outputs) != self._size or len(sources) != self._size:
+            raise ValueError(f"zeropp: all_to_all of {len(sources)} and {len(outputs)} tensors, wanted one a rank, {self._size}")
+        return self._exchange("all_to_all", opts, 0, list(outputs), list(sources), _moved(sources[0])[0])
+
+    def alltoall_base(
+        self, output: torch.Tensor, source: torch.Tensor, output_splits: Sequence[int], source_splits: Sequence[int], opts: Any = None
+    ) -> _Work:
+        to, at = _check(output).contiguous(), _check(source).contiguous()
+        dsts = self._split("output", to, output_splits)
+        srcs = self._split("input", at, source_splits)
+        after = _copy_back([(output, to)])
+        dtype = _moved(at)[0]
+        if _blocking(opts):
+            self.comm.exchange(_COLL["all_to_all"], dtype, 0, dsts, srcs)
+            return self._finished(after)
+        work = self.comm.submit_exchange(_COLL["all_to_all"], dtype, 0, dsts, srcs, (to, at))
+        return self._handed_out(work, opts, [output], after)
+
+    all_to_all_single = alltoall_base
+
+    def _split(self, what: str, tensor: torch.Tensor, splits: Sequence[int]) -> list[tuple[int, int]]:
+        """(address, bytes) of each rank's rows; no splits: equal ones."""
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not splits:
+            if rows % self._size:
+                raise ValueError(f"zeropp: all_to_all: {what} has {rows} rows, wanted a multiple of {self._size}, or split sizes")
+            splits = [rows // self._size] * self._size
+        if len(splits) != self._size or sum(splits) != rows:
+            raise ValueError(
+                f"zeropp: all_to_all: {what} split sizes {list(splits)} are for {sum(splits)} rows and {len(splits)} ranks, wanted {rows} and {self._size}"
+            )
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+        pieces, at = [], tensor.data_ptr()
+        for split in splits:
+            pieces.append((at, split * row_bytes))
+            at += split * row_bytes
+        return pieces
+
+    # -- point to point ----------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> _Work:
+        at = _check(tensors[0]).contiguous()
+        work = self.comm.send(at.data_ptr(), _bytes(at), dst, tag, at)
+        return _Pending([work], [tensors[0]])
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> _Work:
+        to = _check(tensors[0]).contiguous()
+        work = self.comm.recv(to.data_ptr(), _bytes(to), src, tag, to)
+        return _Pending([work], [tensors[0]], _copy_back([(tensors[0], to)]))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> _Work:
+        return self.recv(tensors, -1, tag)
+
+    # -- barriers ----------------------------------------------------------------------------------------------------------
+
+    def barrier(self, opts: Any = None) -> _Work:
+        if _blocking(opts):
+            self.comm.barrier()
+            return self._done
+        return self._run("barrier", opts, 0, 0, 0, None, None, 0, [])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that, like every wait of this backend, names the absent ranks when `timeout` is over."""
+        self.comm.barrier_within((timeout or self._timeout).total_seconds())
+
+    # -- several calls as one ----------------------------------------------------------------------------------------------
+
+    def _all(self, works: Sequence[_Work], results: list[torch.Tensor]) -> _Work:
+        if len(works) == 1:
+            return works[0]
+        pending = [work for work in works if isinstance(work, _Pending)]
+        if not pending:
+            return self._done
+
+        def after() -> None:
+            for work in pending:
+                work._finish()
+
+        return _Pending([core for work in pending for core in work._works], results, after)
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ProcessGroup | None:
+        """A group of some of this one's ranks; None on the others. Called by the ranks of `ranks` alone, or by all."""
+        if self._me not in ranks:
+            return None
+        name = group_name or ":".join(map(str, ranks))
+        group = ProcessGroup(dist.PrefixStore(f"split/{name}", self._store), list(ranks).index(self._me), len(ranks), timeout or self._timeout)
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or "")
+        return group

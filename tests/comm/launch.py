@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a script or a function on N ranks as torchrun would, and tell how each rank ended.
+
+    def body(rank, ranks):
+        ...
+    outcomes = run_ranks(3, body, timeout=60)
+
+A function is taken by its source module and name, so it must stand at the top level of an importable file; what it returns is in
+``Outcome.value`` (JSON).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_CALL = """
+import importlib.util, json, os, sys
+spec = importlib.util.spec_from_file_location("rank_body", {path!r})
+module = importlib.util.module_from_spec(spec)
+sys.modules["rank_body"] = module
+spec.loader.exec_module(module)
+value = getattr(module, {name!r})(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), *json.loads({args!r}))
+with open(os.environ["ZEROPP_TEST_VALUE"], "w") as file:
+    json.dump(value, file)
+"""
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: its exit code (negative: the signal), what it wrote, what its function returned."""
+
+    rank: int
+    code: int | None
+    out: str
+    err: str
+    value: Any
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: exit {self.code} after {self.seconds:.1f} s\n{self.out}{self.err}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _command(what: str | Path | Callable[..., Any], args: Sequence[Any]) -> list[str]:
+    if callable(what):
+        code = _CALL.format(path=inspect.getfile(what), name=what.__name__, args=json.dumps(list(args)))
+        return [sys.executable, "-c", code]
+    if isinstance(what, Path):
+        return [sys.executable, str(what), *map(str, args)]
+    return [sys.executable, "-c", what, *map(str, args)]
+
+
+def run_ranks(
+    ranks: int,
+    what: str | Path | Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    watch: Callable[[list[subprocess.Popen[bytes]]], None] | None = None,
+    check: bool = True,
+) -> list[Outcome]:
+    """Start `ranks` processes and wait for all of them.
+
+    Args:
+        what: a function ``(rank, ranks, *args)``, the path of a script, or source text.
+        timeout: seconds; what still runs then is killed, and shows as code -9.
+        watch: called with the processes once they are started, in this process (to kill or stop some).
+        check: every rank must end with code 0.
+
+    Raises:
+        AssertionError: with everything that all ranks wrote.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        processes, files = [], []
+        start = time.monotonic()
+        for rank in range(ranks):
+            streams = [open(f"{folder}/{rank}.{name}", "w+b") for name in ("out", "err")]  # noqa: SIM115
+            files.append(streams)
+            variables = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]),
+                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "ZEROPP_TEST_VALUE": f"{folder}/{rank}.json",
+                **(env or {}),
+            }
+            processes.append(
+                subprocess.Popen(_command(what, args), env=variables, stdout=streams[0], stderr=streams[1], cwd=folder)
+            )
+        if watch is not None:
+            watch(processes)
+        ended = _wait(processes, start, start + timeout)
+        outcomes = []
+        for rank, process in enumerate(processes):
+            texts = []
+            for stream in files[rank]:
+                stream.seek(0)
+                texts.append(stream.read().decode(errors="replace"))
+                stream.close()
+            value_path = Path(f"{folder}/{rank}.json")
+            value = json.loads(value_path.read_text()) if value_path.exists() else None
+            outcomes.append(Outcome(rank, process.returncode, texts[0], texts[1], value, ended[rank]))
+    if check and any(outcome.code != 0 for outcome in outcomes):
+        raise AssertionError("ranks failed:\n" + "\n".join(map(str, outcomes)))
+    return outcomes
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], start: float, deadline: float) -> list[float]:
+    """Seconds after which each ended."""
+    ended: dict[int, float] = {}
+    while len(ended) < len(processes):
+        for rank, process in enumerate(processes):
+            if rank not in ended and process.poll() is not None:
+                ended[rank] = time.monotonic() - start
+        if time.monotonic() > deadline:
+            for process in processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGKILL)  # also ends a stopped one
+                    process.wait()
+            deadline = float("inf")
+        time.sleep(0.02)
+    return [ended[rank] for rank in range(len(processes))]
