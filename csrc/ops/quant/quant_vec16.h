@@ -1,0 +1,156 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Block quantisation sixteen elements at once: the text of the AVX2 and the AVX-512 version, which differ in vec16.h
+ * only. Operation by operation the order of quant_body.h. Bits and kinds are constants of each instance.
+ *
+ * A block is read twice, the second time from the first-level cache: blocks of a few hundred elements, which
+ * collectives use, never leave it.
+ */
+#ifndef ZPP_OPS_QUANT_VEC16_H
+#define ZPP_OPS_QUANT_VEC16_H
+
+#include "../vec16.h"
+#include "kernels.h"
+#include "tail.h"
+
+enum { SPAN_TURN_ELEMS = 4 * V16_LANES };
+
+struct wide_span {
+    v16 top, low, high;
+};
+
+V16_FN void widen(struct wide_span *w, v16 x, const bool asymmetric) {
+    w->top = v16_max_bits(w->top, v16_abs(x));
+    if (!asymmetric) return;
+    w->low = v16_min(w->low, x);
+    w->high = v16_max(w->high, x);
+}
+
+V16_FN void join(struct wide_span *a, const struct wide_span *b, const bool asymmetric) {
+    a->top = v16_max_bits(a->top, b->top);
+    if (!asymmetric) return;
+    a->low = v16_min(a->low, b->low);
+    a->high = v16_max(a->high, b->high);
+}
+
+/* Four independent spans hide the latency of max. */
+V16_FN void span_vec(const void *src, const zpp_dtype dtype, const bool asymmetric, size_t elems,
+                     struct zpp_quant_span *span) {
+    const struct wide_span empty = { v16_set1(0.0f), v16_set1(span->low), v16_set1(span->high) };
+    struct wide_span w[4] = { empty, empty, empty, empty };
+    size_t i = 0;
+    for (; i + SPAN_TURN_ELEMS <= elems; i += SPAN_TURN_ELEMS) {
+        for (size_t k = 0; k < 4; ++k) widen(&w[k], v16_load_as(src, i + k * V16_LANES, dtype), asymmetric);
+    }
+    for (; i + V16_LANES <= elems; i += V16_LANES) widen(&w[0], v16_load_as(src, i, dtype), asymmetric);
+    join(&w[0], &w[1], asymmetric), join(&w[2], &w[3], asymmetric), join(&w[0], &w[2], asymmetric);
+    const uint32_t top = v16_greatest_bits(w[0].top);
+    if (top > span->top_bits) span->top_bits = top;
+    if (asymmetric) span->low = v16_least(w[0].low), span->high = v16_greatest(w[0].high);
+    zpp_quant_span_tail(src, dtype, i, elems, span);
+}
+
+/* Sixteen codes, one a byte, to eight bytes. */
+V16_FN __m128i pack_nibbles(__m128i codes) {
+    const __m128i even = _mm_and_si128(codes, _mm_set1_epi16(0x000f));
+    const __m128i odd = _mm_and_si128(_mm_srli_epi16(codes, 4), _mm_set1_epi16(0x00f0));
+    const __m128i words = _mm_or_si128(even, odd);
+    return _mm_packus_epi16(words, words);
+}
+
+V16_FN __m128i unpack_nibbles(__m128i packed) {
+    const __m128i words = _mm_cvtepu8_epi16(packed);
+    const __m128i even = _mm_and_si128(words, _mm_set1_epi16(0x000f));
+    const __m128i odd = _mm_and_si128(_mm_slli_epi16(words, 4), _mm_set1_epi16(0x0f00));
+    const __m128i sign = _mm_set1_epi8(8);
+    return _mm_sub_epi8(_mm_xor_si128(_mm_or_si128(even, odd), sign), sign);
+}
+
+V16_FN void encode_vec(const int bits, const struct zpp_quant_consts *c, const void *src, const zpp_dtype dtype,
+                       size_t elems, uint8_t *codes) {
+    const v16 mid = v16_set1(c->mid), inverse = v16_set1(c->inverse);
+    size_t i = 0;
+    for (; i + V16_LANES <= elems; i += V16_LANES) {
+        const v16 x = v16_load_as(src, i, dtype);
+        const __m128i code = v16_to_i8(v16_mul(v16_sub(x, mid), inverse)); /* saturated: the clamp of 8 bits */
+        if (bits == 8) {
+            _mm_storeu_si128((__m128i *)(codes + i), code);
+        } else {
+            const __m128i clamped = _mm_max_epi8(_mm_min_epi8(code, _mm_set1_epi8(7)), _mm_set1_epi8(-8));
+            _mm_storel_epi64((__m128i *)(codes + i / 2), pack_nibbles(clamped));
+        }
+    }
+    zpp_quant_encode_tail(bits, c, src, dtype, i, elems, codes);
+}
+
+V16_FN void decode_vec(const int bits, float scale, float mid, const uint8_t *codes, size_t elems, void *dst,
+                       const zpp_dtype dtype, const enum zpp_quant_how how) {
+    const v16 scales = v16_set1(scale), mids = v16_set1(mid);
+    size_t i = 0;
+    for (; i + V16_LANES <= elems; i += V16_LANES) {
+        const __m128i code = bits == 8 ? _mm_loadu_si128((const __m128i *)(codes + i))
+                                       : unpack_nibbles(_mm_loadl_epi64((const __m128i *)(codes + i / 2)));
+        const v16 value = v16_add(v16_mul(v16_from_i8(code), scales), mids);
+        if (how == ZPP_QUANT_STREAM) v16_stream_as(dst, i, dtype, value);
+        else if (how == ZPP_QUANT_STORE) v16_store_as(dst, i, dtype, value);
+        else v16_store_as(dst, i, dtype, v16_add(v16_load_as(dst, i, dtype), value));
+    }
+    zpp_quant_decode_tail(bits, scale, mid, codes, i, elems, dst, dtype, how == ZPP_QUANT_ADD);
+}
+
+V16_FN void blocks_vec(const struct zpp_quant_spec *spec, const int bits, const bool asymmetric, const void *src,
+                       const zpp_dtype dtype, size_t elems, uint8_t *codes, float *scales, float *mids) {
+    const struct zpp_quant_spec fixed = { spec->block_elems, bits, asymmetric };
+    zpp_quant_each_block(&fixed, src, dtype, elems, codes, scales, mids, span_vec, encode_vec);
+}
+
+#define EACH_DTYPE(call)                              \
+    switch (dtype) {                                  \
+    case ZPP_BF16: call(ZPP_BF16); break;             \
+    case ZPP_F16: call(ZPP_F16); break;               \
+    default: call(ZPP_F32); break;                    \
+    }
+
+static void blocks(const struct zpp_quant_spec *spec, const void *src, zpp_dtype dtype, size_t elems, uint8_t *codes,
+                   float *scales, float *mids) {
+#define CALL(kind)                                                                                     \
+    if (spec->bits == 8 && spec->asymmetric) blocks_vec(spec, 8, true, src, kind, elems, codes, scales, mids);  \
+    else if (spec->bits == 8) blocks_vec(spec, 8, false, src, kind, elems, codes, scales, mids);       \
+    else if (spec->asymmetric) blocks_vec(spec, 4, true, src, kind, elems, codes, scales, mids);       \
+    else blocks_vec(spec, 4, false, src, kind, elems, codes, scales, mids)
+    EACH_DTYPE(CALL)
+#undef CALL
+}
+
+static void span_of(const void *src, zpp_dtype dtype, size_t elems, struct zpp_quant_span *span) {
+#define CALL(kind) span_vec(src, kind, true, elems, span)
+    EACH_DTYPE(CALL)
+#undef CALL
+}
+
+static void encode(int bits, const struct zpp_quant_consts *consts, const void *src, zpp_dtype dtype, size_t elems,
+                   uint8_t *codes) {
+#define CALL(kind)                                                       \
+    if (bits == 8) encode_vec(8, consts, src, kind, elems, codes);       \
+    else encode_vec(4, consts, src, kind, elems, codes)
+    EACH_DTYPE(CALL)
+#undef CALL
+}
+
+V16_FN void decode_how(const int bits, float scale, float mid, const uint8_t *codes, size_t elems, void *dst,
+                       const zpp_dtype dtype, enum zpp_quant_how how) {
+    if (how == ZPP_QUANT_STREAM) decode_vec(bits, scale, mid, codes, elems, dst, dtype, ZPP_QUANT_STREAM);
+    else if (how == ZPP_QUANT_ADD) decode_vec(bits, scale, mid, codes, elems, dst, dtype, ZPP_QUANT_ADD);
+    else decode_vec(bits, scale, mid, codes, elems, dst, dtype, ZPP_QUANT_STORE);
+}
+
+static void decode(int bits, float scale, float mid, const uint8_t *codes, size_t elems, void *dst, zpp_dtype dtype,
+                   enum zpp_quant_how how) {
+#define CALL(kind)                                                                      \
+    if (bits == 8) decode_how(8, scale, mid, codes, elems, dst, kind, how);             \
+    else decode_how(4, scale, mid, codes, elems, dst, kind, how)
+    EACH_DTYPE(CALL)
+#undef CALL
+}
+
+#endif
