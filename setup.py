@@ -132,7 +132,7 @@ def write_if_changed(path: Path, text: str) -> None:
 
 
 def up_to_date(target: Path, stamp: str) -> bool:
-    """True if `target` was made by the same command from inputs (its -MMD file names them) that did not change since."""
+    """True if `target` was made by the same command from inputs (its -MMD file names them) unchanged since."""
     depends = target.with_suffix(".d")
     command = target.with_suffix(".cmd")
     if not (target.exists() and depends.exists() and command.exists() and command.read_text() == stamp):
@@ -233,7 +233,7 @@ class Builder:
         extra = [*self.extra, *shlex.split(os.environ.get("LDFLAGS", ""))]
         partial = target.with_name(target.name + ".part")
         run([*self.cc, *flags, *extra, *map(str, objects), "-o", str(partial), *libs])
-        os.replace(partial, target)  # a process that has the old one mapped keeps it
+        partial.replace(target)  # a process that has the old one mapped keeps it
 
 
 class BuildExt(build_ext):
@@ -241,7 +241,7 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         OBJECTS.mkdir(parents=True, exist_ok=True)
-        with open(OBJECTS / "lock", "w") as lock:  # two builds in one tree take turns
+        with (OBJECTS / "lock").open("w") as lock:  # two builds in one tree take turns
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 builder = Builder()

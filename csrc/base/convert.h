@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Inside of dtype.c: conversions between fp32 and the 16-bit kinds over arrays, one function a pair and instruction set.
- * Arrays do not overlap and need no alignment. All versions give the same bits: to nearest even, NaN quiet, subnormals
- * kept.
+ * Inside of dtype.c: conversions between fp32 and the 16-bit kinds over arrays, one function a pair and instruction
+ * set. Arrays do not overlap and need no alignment. All versions give the same bits: to nearest even, NaN quiet,
+ * subnormals kept.
  */
 #ifndef ZPP_BASE_CONVERT_H
 #define ZPP_BASE_CONVERT_H

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * CPU levels: cpu.h. CPUID says what the CPU can do; XGETBV says which registers the operating system saves at a context
- * switch, without which the instructions fault or lose their values. This file is built for the baseline.
+ * CPU levels: cpu.h. CPUID says what the CPU can do; XGETBV says which registers the operating system saves at a
+ * context switch, without which the instructions fault or lose their values. This file is built for the baseline.
  */
 #include "cpu.h"
 

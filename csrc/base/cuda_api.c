@@ -36,7 +36,8 @@ static void load(void) {
         void *function = dlsym(library, rows[row].symbol);
         if (!function) {
             zpp_fail(&failure, ZPP_NOT_BUILT,
-                     "device cuda: %.200s has no %s; wanted a driver for CUDA 11 or later (R450)", path, rows[row].symbol);
+                     "device cuda: %.200s has no %s; wanted a driver for CUDA 11 or later (R450)", path,
+                     rows[row].symbol);
             dlclose(library);
             return;
         }

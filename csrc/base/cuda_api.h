@@ -36,8 +36,8 @@ struct zpp_cuda_api {
 #undef CU
 };
 
-/* The driver's functions, loaded once. NOT_BUILT, saying what was tried, where there is no driver. Loads the library, but
- * does not initialise CUDA: call cuInit before all but cuDriverGetVersion. `*out` is static. */
+/* The driver's functions, loaded once. NOT_BUILT, saying what was tried, where there is no driver. Loads the library,
+ * but does not initialise CUDA: call cuInit before all but cuDriverGetVersion. `*out` is static. */
 zpp_status zpp_cuda_api(const struct zpp_cuda_api **out, struct zpp_err *err);
 
 /* DEVICE (NOMEM when out of memory): "`what`: CUDA_ERROR_...: text". `api` as above, `result` not success. */

@@ -34,7 +34,8 @@ enum zpp_stream_kind {
 };
 
 /* One operation. `native` is the driver's stream on cuda, NULL elsewhere. wait == NULL: try, and return ZPP_AGAIN if it
- * cannot be done now (it will be called again); otherwise finish or fail. On cuda it enqueues work and returns at once. */
+ * cannot be done now (it will be called again); otherwise finish or fail. On cuda it enqueues work and returns at
+ * once. */
 typedef zpp_status (*zpp_op_fn)(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err);
 
 /* --- devices: new; free with zpp_device_destroy, after all its streams, events and memory ----------------------- */
@@ -59,7 +60,8 @@ void zpp_device_free(zpp_device *device, void *memory, size_t bytes);
 zpp_status zpp_stream_create(zpp_device *device, enum zpp_stream_kind kind, const char *name, zpp_stream **out,
                              struct zpp_err *err);
 void zpp_stream_destroy(zpp_stream *stream); /* waits for what it holds; NULL is fine */
-void zpp_stream_adopt(zpp_stream *stream, void *native); /* HOST streams of cuda: the driver's stream to use from now on */
+/* HOST streams of cuda: the driver's stream to use from now on. */
+void zpp_stream_adopt(zpp_stream *stream, void *native);
 
 /* `arg` is copied (at most ZPP_OP_ARG_BYTES). An operation that fails leaves its error in the stream: every later
  * launch, poll and sync on it returns that error, and nothing more runs. */

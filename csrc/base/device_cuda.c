@@ -163,7 +163,8 @@ static zpp_status cuda_stream_create(zpp_device *device, enum zpp_stream_kind ki
         bool pushed;
         zpp_status status = enter(cuda, &pushed, err);
         if (!status) {
-            status = note(stream, cuda->api->cuStreamCreate(&stream->native, ZPP_CU_STREAM_NON_BLOCKING), "create", err);
+            const CUresult result = cuda->api->cuStreamCreate(&stream->native, ZPP_CU_STREAM_NON_BLOCKING);
+            status = note(stream, result, "create", err);
             leave(cuda, pushed);
         }
         if (status) {
@@ -285,7 +286,8 @@ static zpp_status cuda_record(zpp_event *base, zpp_stream *base_stream, struct z
     return status;
 }
 
-static zpp_status cuda_wait(zpp_stream *base_stream, zpp_event *base, const struct zpp_wait *wait, struct zpp_err *err) {
+static zpp_status cuda_wait(zpp_stream *base_stream, zpp_event *base, const struct zpp_wait *wait,
+                            struct zpp_err *err) {
     (void)wait; /* the GPU waits, never the caller */
     struct cuda_event *event = (struct cuda_event *)base;
     struct cuda_stream *stream = (struct cuda_stream *)base_stream;
@@ -311,12 +313,14 @@ static zpp_status await_event(struct cuda_device *cuda, struct cuda_event *event
     for (;;) {
         const CUresult result = cuda->api->cuEventQuery(event->native);
         if (result == ZPP_CU_SUCCESS) return ZPP_OK;
-        if (result != ZPP_CU_NOT_READY) return zpp_cuda_fail(cuda->api, result, err, "device cuda: waiting for an event");
+        if (result != ZPP_CU_NOT_READY) {
+            return zpp_cuda_fail(cuda->api, result, err, "device cuda: waiting for an event");
+        }
         if (!wait) return ZPP_AGAIN;
         const uint64_t now_ns = zpp_now_ns();
         if (wait->timeout_ns && now_ns - start_ns >= wait->timeout_ns) {
-            return zpp_fail(err, ZPP_TIMEOUT, "stream \"%s\": an event was not reached within %.3f s", event->stream_name,
-                            (double)wait->timeout_ns * 1e-9);
+            return zpp_fail(err, ZPP_TIMEOUT, "stream \"%s\": an event was not reached within %.3f s",
+                            event->stream_name, (double)wait->timeout_ns * 1e-9);
         }
         if (now_ns >= tick_ns) {
             tick_ns = now_ns + TICK_NS;
@@ -353,7 +357,8 @@ static zpp_status load_images(struct cuda_device *cuda, struct zpp_err *err) {
         while (image--) cuda->api->cuModuleUnload(modules[image]);
         free(modules);
         return zpp_cuda_fail(cuda->api, result, err,
-                             "device cuda: loading the kernels (is the driver older than `python -m zeropp env` asks for?)");
+                             "device cuda: loading the kernels (is the driver older than `python -m zeropp env` asks "
+                             "for?)");
     }
     cuda->modules = modules;
     return ZPP_OK;
@@ -373,7 +378,10 @@ static zpp_status find_kernel(struct cuda_device *cuda, const char *name, CUfunc
     for (size_t image = 0; result && image < zpp_cuda_images_count; ++image) {
         result = cuda->api->cuModuleGetFunction(&function, cuda->modules[image], name);
     }
-    if (result) return zpp_fail(err, ZPP_NOT_BUILT, "device cuda: no kernel \"%s\" among %zu images", name, zpp_cuda_images_count);
+    if (result) {
+        return zpp_fail(err, ZPP_NOT_BUILT, "device cuda: no kernel \"%s\" among %zu images", name,
+                        zpp_cuda_images_count);
+    }
     struct kernel *kernel = malloc(sizeof *kernel + strlen(name) + 1);
     if (!kernel) return zpp_fail(err, ZPP_NOMEM, "device cuda: no memory for a kernel's record");
     kernel->function = function;
@@ -388,7 +396,8 @@ zpp_status zpp_cuda_kernel(zpp_device *device, const char *name, CUfunction *out
     struct cuda_device *cuda = cuda_of(device);
     if (!zpp_cuda_images_count) {
         return zpp_fail(err, ZPP_NOT_BUILT,
-                        "device cuda: kernel \"%s\": this build has no CUDA kernels; build zeropp where nvcc is installed", name);
+                        "device cuda: kernel \"%s\": this build has no CUDA kernels; build it where nvcc is installed",
+                        name);
     }
     bool pushed;
     zpp_status status = enter(cuda, &pushed, err);

@@ -13,7 +13,8 @@
  * kernels. Threads: any. */
 zpp_status zpp_cuda_kernel(zpp_device *device, const char *name, CUfunction *out, struct zpp_err *err);
 
-/* Enqueue it. `native` is what an operation is given (torch's stream, or one of ours); `args` points at each argument. */
+/* Enqueue it. `native` is what an operation is given (torch's stream, or one of ours); `args` points at each
+ * argument. */
 struct zpp_cuda_grid {
     unsigned int blocks[3], threads[3], shared_bytes;
 };

@@ -139,8 +139,8 @@ static zpp_status run_item(struct zpp_host_device *device, struct zpp_item *item
     return status;
 }
 
-/* A wait that ended early (time-out, Ctrl-C) did nothing and can be done again: no reason to kill the stream. An event that
- * will never come is one, and so is an operation that stopped half-way. */
+/* A wait that ended early (time-out, Ctrl-C) did nothing and can be done again: no reason to kill the stream. An event
+ * that will never come is one, and so is an operation that stopped half-way. */
 static bool gave_up_waiting(const struct zpp_item *item) {
     return item->kind == ITEM_WAIT && !atomic_load(&item->mark->done);
 }
@@ -420,7 +420,7 @@ void zpp_host_event_destroy(zpp_event *base) {
 static zpp_status move_event(struct zpp_host_device *device, struct host_event *event, struct zpp_host_stream *stream,
                              struct zpp_err *err) {
     struct zpp_mark *mark = new_mark(device, stream);
-    struct zpp_item *item = stream->error.status ? NULL : new_item(device, ITEM_RECORD);
+    struct zpp_item *item = mark && !stream->error.status ? new_item(device, ITEM_RECORD) : NULL;
     if (!mark || (!item && !stream->error.status)) {
         drop_mark(device, mark);
         return zpp_fail(err, ZPP_NOMEM, "stream \"%s\": no memory to record an event", stream->name);

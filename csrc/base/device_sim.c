@@ -2,8 +2,8 @@
  *
  * The device sim, for tests: what a GPU does to a program that forgot an event. Every stream is a thread (HOST streams
  * too), each operation starts after a seeded random delay, fresh memory reads as NaN, and freed memory reads as another
- * NaN and is watched for a while: who writes to it is counted. The order of operations is what streams and events promise
- * and nothing more.
+ * NaN and is watched for a while: who writes to it is counted. The order of operations is what streams and events
+ * promise and nothing more.
  *
  * What a stream is stands in device_host.c.
  */

@@ -17,7 +17,8 @@
 
 enum { ZPP_PAGE_BYTES = 4096 };
 
-/* Aligned to `align_bytes` (a power of two), zeroed. New; free with zpp_mem_free(ptr, bytes). Large blocks ask for huge pages. */
+/* Aligned to `align_bytes` (a power of two), zeroed. New; free with zpp_mem_free(ptr, bytes). Large blocks ask for huge
+ * pages. */
 zpp_status zpp_mem_alloc(size_t bytes, size_t align_bytes, void **out, struct zpp_err *err);
 void zpp_mem_free(void *memory, size_t bytes);
 
@@ -26,9 +27,9 @@ typedef struct zpp_range zpp_range;
 zpp_status zpp_range_create(size_t bytes, zpp_range **out, struct zpp_err *err);
 void zpp_range_destroy(zpp_range *range); /* NULL is fine; unmaps everything, nobody may read on */
 void *zpp_range_base(const zpp_range *range);
-/* Give memory to / take it from [offset, offset + bytes); both multiples of ZPP_PAGE_BYTES. Contents are undefined after
- * map and lost at unmap. At most `warm_bytes` (zpp_range_set_warm) of taken pages are kept for the next map, the rest
- * goes back to the system. */
+/* Give memory to / take it from [offset, offset + bytes); both multiples of ZPP_PAGE_BYTES. Contents are undefined
+ * after map and lost at unmap. At most `warm_bytes` (zpp_range_set_warm) of taken pages are kept for the next map, the
+ * rest goes back to the system. */
 zpp_status zpp_range_map(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err);
 zpp_status zpp_range_unmap(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err);
 void zpp_range_set_warm(zpp_range *range, size_t warm_bytes);

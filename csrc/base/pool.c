@@ -2,14 +2,14 @@
  *
  * Thread pool: pool.h. A run is a door that the caller opens and closes:
  *
- *   caller   fills the job, opens the door (open = 1), wakes who sleeps, takes pieces; when none is left closes the door
- *            and waits until nobody is inside
+ *   caller   fills the job, opens the door (open = 1), wakes who sleeps, takes pieces; when none is left closes the
+ *            door and waits until nobody is inside
  *   helper   goes in (inside += 1), looks whether the door is open; if so takes pieces; goes out (inside -= 1)
  *
- * So a helper that comes late (the system gave its core to somebody else) costs nothing: the door is shut, and the caller
- * has done its pieces. Going in and looking, closing and counting are sequentially consistent: either the helper sees the
- * door shut or the caller sees it inside. The job is written only while the door is shut and nobody is inside who read
- * it open.
+ * So a helper that comes late (the system gave its core to somebody else) costs nothing: the door is shut, and the
+ * caller has done its pieces. Going in and looking, closing and counting are sequentially consistent: either the helper
+ * sees the door shut or the caller sees it inside. The job is written only while the door is shut and nobody is inside
+ * who read it open.
  *
  * Locks: `callers` is held by the one running caller. Helpers take no lock.
  */

@@ -15,7 +15,8 @@
  * Where the kernel refuses DONTUNMAP (gVisor, Linux before 5.7) released pages go back to the system, and a map costs
  * page faults instead of page moves: slower, same meaning.
  *
- * A segment is one kernel mapping (mremap refuses to cross two), so segments are moved exactly as they were made, or cut.
+ * A segment is one kernel mapping (mremap refuses to cross two), so segments are moved exactly as they were made, or
+ * cut.
  */
 #include "range.h"
 

@@ -9,7 +9,8 @@
 
 /* True where the kernel can move pages out of a range and leave the hole mapped (Linux 5.7; gVisor cannot). */
 bool zpp_range_moves(const zpp_range *range);
-/* From now on released pages go back to the system, as on a kernel that cannot move them. Only while nothing is mapped. */
+/* From now on released pages go back to the system, as on a kernel that cannot move them. Only while nothing is
+ * mapped. */
 void zpp_range_forbid_moves(zpp_range *range);
 
 #endif

@@ -3,6 +3,7 @@
  * Status codes and the error record: status.h. Formatting only; nothing here allocates, so that an error can always be
  * told, also when memory has run out.
  */
+#define ZPP_STATUS_ITSELF
 #include "status.h"
 
 #include <stdarg.h>

@@ -42,7 +42,15 @@ zpp_status zpp_fail_rank(struct zpp_err *err, zpp_status status, int rank, const
 zpp_status zpp_fail_os(struct zpp_err *err, int os_errno, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* Name ("TIMEOUT"), sentence and exception of a status; "UNKNOWN" and so on for a value that is none. Static strings. */
+#if defined(__clang_analyzer__) && !defined(ZPP_STATUS_ITSELF)
+/* The analyser sees one file at a time: tell it that these return what they are given. */
+#define zpp_fail(err, status, ...) ((void)(zpp_fail)(err, status, __VA_ARGS__), (status))
+#define zpp_fail_rank(err, status, ...) ((void)(zpp_fail_rank)(err, status, __VA_ARGS__), (status))
+#define zpp_fail_os(...) ((void)(zpp_fail_os)(__VA_ARGS__), ZPP_OS)
+#endif
+
+/* Name ("TIMEOUT"), sentence and exception of a status; "UNKNOWN" and so on for a value that is none. Static
+ * strings. */
 const char *zpp_status_name(zpp_status status);
 const char *zpp_status_sentence(zpp_status status);
 const char *zpp_status_exception(zpp_status status);

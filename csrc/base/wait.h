@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * How long, and how, a call may wait. Passing NULL for a `const struct zpp_wait *` means: try once, and return ZPP_AGAIN
- * when it cannot be done now. Otherwise the call spins for a bounded time, yields, then sleeps in the kernel, and about
- * every 100 ms calls `tick`; a tick that returns an error ends the wait with that error. The binding uses the ticks for
- * Ctrl-C; nothing in csrc/ below bind knows of signals or of Python's lock.
+ * How long, and how, a call may wait. Passing NULL for a `const struct zpp_wait *` means: try once, and return
+ * ZPP_AGAIN when it cannot be done now. Otherwise the call spins for a bounded time, yields, then sleeps in the kernel,
+ * and about every 100 ms calls `tick`; a tick that returns an error ends the wait with that error. The binding uses the
+ * ticks for Ctrl-C; nothing in csrc/ below bind knows of signals or of Python's lock.
  */
 #ifndef ZPP_BASE_WAIT_H
 #define ZPP_BASE_WAIT_H

@@ -1,20 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The module zeropp._C. What it offers is added by one function an area (areas[] below); here stand only the version, the
- * table of statuses and what this build and machine have. Importing it needs no torch, starts no thread and loads no
- * CUDA.
+ * The module zeropp._C. What it offers is added by one function an area (areas[] below); here stand only the
+ * version and the table of statuses. Importing it needs no torch, starts no thread and loads no CUDA.
  */
 #include <Python.h>
 
 #include "../base/cpu.h"
-#include "../base/cuda_images.h"
 #include "raise.h"
 #include "version.h"
 
-/* Each adds its functions and types to the module: 0, or -1 with a Python error set. Weak: an area may be left out. */
-int zpp_py_add_ops(PyObject *module) __attribute__((weak));
-int zpp_py_add_comm(PyObject *module) __attribute__((weak));
-int zpp_py_add_zero(PyObject *module) __attribute__((weak));
+/* Each adds its functions and types to the module: 0, or -1 with a Python error set. */
+int zpp_py_add_env(PyObject *module);
+int zpp_py_add_ops(PyObject *module);
+int zpp_py_add_comm(PyObject *module);
+int zpp_py_add_zero(PyObject *module);
 
 static PyObject *version(PyObject *module, PyObject *none) {
     (void)module, (void)none;
@@ -35,7 +34,8 @@ static PyObject *status_table(PyObject *module, PyObject *none) {
     const size_t count = sizeof rows / sizeof rows[0];
     PyObject *table = PyList_New((Py_ssize_t)count);
     for (size_t row = 0; table && row < count; ++row) {
-        PyObject *item = Py_BuildValue("siss", rows[row].name, rows[row].value, rows[row].sentence, rows[row].exception);
+        PyObject *item =
+            Py_BuildValue("siss", rows[row].name, rows[row].value, rows[row].sentence, rows[row].exception);
         if (!item || PyList_SetItem(table, (Py_ssize_t)row, item) != 0) Py_CLEAR(table);
     }
     return table;
@@ -56,36 +56,6 @@ static PyObject *raise_status(PyObject *module, PyObject *args) {
     return zpp_py_raise(&err);
 }
 
-static PyObject *cpu_level(PyObject *module, PyObject *none) {
-    (void)module, (void)none;
-    return PyUnicode_FromString(zpp_cpu_level_name(zpp_cpu_level()));
-}
-
-static PyObject *cpu_detected(PyObject *module, PyObject *none) {
-    (void)module, (void)none;
-    return PyUnicode_FromString(zpp_cpu_level_name(zpp_cpu_detected()));
-}
-
-static PyObject *cuda_images(PyObject *module, PyObject *none) {
-    (void)module, (void)none;
-    PyObject *table = PyList_New(0);
-    for (size_t image = 0; table && image < zpp_cuda_images_count; ++image) {
-        PyObject *item = Py_BuildValue("sn", zpp_cuda_images[image].source, (Py_ssize_t)zpp_cuda_images[image].bytes);
-        if (!item || PyList_Append(table, item) != 0) Py_CLEAR(table);
-        Py_XDECREF(item);
-    }
-    return table;
-}
-
-static PyObject *has_uring(PyObject *module, PyObject *none) {
-    (void)module, (void)none;
-#ifdef ZPP_HAVE_URING
-    Py_RETURN_TRUE;
-#else
-    Py_RETURN_FALSE;
-#endif
-}
-
 static PyMethodDef methods[] = {
     {"version", version, METH_NOARGS, "version()\n--\n\nThe version of zeropp."},
     {"status_table", status_table, METH_NOARGS,
@@ -93,12 +63,6 @@ static PyMethodDef methods[] = {
     {"raise_status", raise_status, METH_VARARGS,
      "raise_status(status, text, rank=-1, errno=0, /)\n--\n\nRaise what the C core would raise for a negative status; "
      "None for others."},
-    {"cpu_level", cpu_level, METH_NOARGS,
-     "cpu_level()\n--\n\nInstruction sets in use, 'scalar', 'avx2' or 'avx512': the machine's, or what ZEROPP_CPU says."},
-    {"cpu_detected", cpu_detected, METH_NOARGS, "cpu_detected()\n--\n\nInstruction sets that this machine has."},
-    {"cuda_images", cuda_images, METH_NOARGS,
-     "cuda_images()\n--\n\nCUDA kernels in this build: (source file, bytes of its fat binary)."},
-    {"has_uring", has_uring, METH_NOARGS, "has_uring()\n--\n\nWhether this build has io_uring."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -108,9 +72,9 @@ static int fill_module(PyObject *module) {
         zpp_py_raise(&err);
         return -1;
     }
-    int (*const areas[])(PyObject *) = {zpp_py_add_ops, zpp_py_add_comm, zpp_py_add_zero};
+    int (*const areas[])(PyObject *) = {zpp_py_add_env, zpp_py_add_ops, zpp_py_add_comm, zpp_py_add_zero};
     for (size_t area = 0; area < sizeof areas / sizeof areas[0]; ++area) {
-        if (areas[area] && areas[area](module) != 0) return -1;
+        if (areas[area](module) != 0) return -1;
     }
     return 0;
 }

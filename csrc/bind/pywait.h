@@ -10,8 +10,8 @@
  *     if (status) return zpp_py_raise(&err);
  *
  * Each tick takes the GIL again and lets Python run its signal handlers. A handler that raises ends the wait with
- * INTERRUPTED, its exception stays set, and zpp_py_raise keeps it. Python runs handlers on its main thread only: on other
- * threads the tick does nothing.
+ * INTERRUPTED, its exception stays set, and zpp_py_raise keeps it. Python runs handlers on its main thread only: on
+ * other threads the tick does nothing.
  */
 #ifndef ZPP_BIND_PYWAIT_H
 #define ZPP_BIND_PYWAIT_H

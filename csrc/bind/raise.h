@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * From a status to a Python exception. The table is base/status.def; builtins are raised as they are, zeropp.* classes are
- * looked up in zeropp.errors when first needed.
+ * From a status to a Python exception. The table is base/status.def; builtins are raised as they are, zeropp.* classes
+ * are looked up in zeropp.errors when first needed.
  *
  * Threads: the caller holds the GIL.
  */
@@ -12,8 +12,9 @@
 
 #include "../base/status.h"
 
-/* Sets the exception of err->status with err->text, and returns NULL. CommErrors get `.rank` (None where unknown), OSErrors
- * their errno. INTERRUPTED with an exception set already (pywait.h: what the signal handler raised) keeps that one. */
+/* Sets the exception of err->status with err->text, and returns NULL. CommErrors get `.rank` (None where unknown),
+ * OSErrors their errno. INTERRUPTED with an exception set already (pywait.h: what the signal handler raised) keeps that
+ * one. */
 PyObject *zpp_py_raise(const struct zpp_err *err);
 
 #endif

@@ -3,7 +3,10 @@
  * What every C test program uses. A program is a list of cases:
  *
  *     static void adds(void) { CHECK(1 + 1 == 2); }
- *     int main(int argc, char **argv) { static const struct test_case cases[] = {TEST(adds), {0}}; return test_main(argc, argv, cases); }
+ *     int main(int argc, char **argv) {
+ *         static const struct test_case cases[] = {TEST(adds), {0}};
+ *         return test_main(argc, argv, cases);
+ *     }
  *
  * Arguments name the cases to run; none: all. CHECK aborts with file, line and what was seen, so that a debugger or a
  * sanitizer stops where it failed.

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A CUDA driver for tests/c/test_base_cuda_fake.c, in host memory: loaded through ZEROPP_CUDA_DRIVER. It is strict where
- * the real one is strict (a call without the context current is an error, so is a stream of another context), and late
- * where the real one is late: copies and kernels happen when an event is queried for the third time, or at a synchronize.
- * `fake_cuda_*` are for the test to look inside.
+ * A CUDA driver for tests/c/test_base_cuda_fake.c, in host memory: loaded through ZEROPP_CUDA_DRIVER. It is strict
+ * where the real one is strict (a call without the context current is an error, so is a stream of another context), and
+ * late where the real one is late: copies and kernels happen when an event is queried for the third time, or at a
+ * synchronize. `fake_cuda_*` are for the test to look inside.
  */
 #include <stdio.h>
 #include <stdlib.h>

@@ -35,7 +35,7 @@ FLAVORS = {
     "fuzz": ["-O1", "-g", "-fsanitize=fuzzer-no-link,address,undefined", *WRONG],
 }
 OPTIONS = {
-    "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0:handle_segv=1:allow_user_segv_handler=1:allocator_may_return_null=1",
+    "ASAN_OPTIONS": "detect_leaks=1:allow_user_segv_handler=1:allocator_may_return_null=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1:allocator_may_return_null=1",
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The device cuda over a driver made for the test (lib_fake_cuda.c): contexts are balanced, nothing is lost, errors name
- * what happened. What only a GPU can show is test_base_cuda.c.
+ * The device cuda over a driver made for the test (lib_fake_cuda.c): contexts are balanced, nothing is lost, errors
+ * name what happened. What only a GPU can show is test_base_cuda.c.
  */
 #include "harness.h"
 
@@ -148,7 +148,8 @@ static void kernels_are_found_in_every_image(void) {
     const struct zpp_cuda_grid grid = {{2, 1, 1}, {256, 1, 1}, 0}, empty = {{0, 1, 1}, {256, 1, 1}, 0};
     CHECK_OK(zpp_cuda_launch(device, second, &grid, NULL, args, &err));
     CHECK_EQUAL(call_int("fake_cuda_launches", 1), 5);
-    CHECK_FAILS(zpp_cuda_launch(device, second, &empty, NULL, args, &err), ZPP_DEVICE, "launching a kernel: CUDA_ERROR_FAKE");
+    CHECK_FAILS(zpp_cuda_launch(device, second, &empty, NULL, args, &err), ZPP_DEVICE,
+                "launching a kernel: CUDA_ERROR_FAKE");
     int version = 0;
     CHECK_OK(zpp_cuda_driver_version(&version, &err));
     CHECK_EQUAL(version, 13010);

@@ -215,7 +215,8 @@ static void waits_end(zpp_device *device) {
     CHECK_OK(zpp_event_record(event, stream, &err));
     CHECK_EQUAL(zpp_event_sync(event, NULL, &err), ZPP_AGAIN);
     const struct zpp_wait short_wait = {20000000, NULL, NULL}, ticking = {0, count_ticks, &ticks};
-    CHECK_FAILS(zpp_event_sync(event, &short_wait, &err), ZPP_TIMEOUT, "stream \"a stream\": an event was not reached within 0.020 s");
+    CHECK_FAILS(zpp_event_sync(event, &short_wait, &err), ZPP_TIMEOUT,
+                "stream \"a stream\": an event was not reached within 0.020 s");
     CHECK_FAILS(zpp_event_sync(event, &ticking, &err), ZPP_INTERRUPTED, "a tick said no");
     CHECK_EQUAL(ticks, 2);
     atomic_store(&open, 1);

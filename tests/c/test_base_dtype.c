@@ -85,7 +85,8 @@ static void rounds_to_nearest_even(void) {
         check_borders(low, f16_value(low), f16_value((uint16_t)(low + 1)), zpp_f16_from_f32);
     }
     for (uint32_t bits = 0; bits < 0x7f7f; ++bits) {
-        check_borders((uint16_t)bits, zpp_bf16_to_f32((uint16_t)bits), zpp_bf16_to_f32((uint16_t)(bits + 1)), bf16_from);
+        const uint16_t low = (uint16_t)bits;
+        check_borders(low, zpp_bf16_to_f32(low), zpp_bf16_to_f32((uint16_t)(low + 1)), bf16_from);
     }
     CHECK_EQUAL(zpp_f16_from_f32(65519.996f), 0x7bff); /* largest finite, and the border to infinity */
     CHECK_EQUAL(zpp_f16_from_f32(65520.0f), 0x7c00);

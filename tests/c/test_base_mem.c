@@ -135,7 +135,7 @@ static void warm_pages_come_back(void) {
     if (zpp_range_moves(range)) {
         CHECK_EQUAL(zpp_range_held_bytes(range), 8 * PAGE);
         CHECK_OK(zpp_range_map(range, 16 * PAGE, 12 * PAGE, &err)); /* 8 warm pages, 4 fresh ones */
-        CHECK_EQUAL(base[16 * PAGE], 42); /* the very pages, no fault to pay: contents undefined by contract, 42 in fact */
+        CHECK_EQUAL(base[16 * PAGE], 42); /* the very pages: undefined by contract, 42 in fact */
         CHECK_EQUAL(base[27 * PAGE], 0);
         CHECK_EQUAL(zpp_range_held_bytes(range), 12 * PAGE);
         CHECK_OK(zpp_range_unmap(range, 16 * PAGE, 12 * PAGE, &err));

@@ -74,7 +74,9 @@ struct nested {
     zpp_pool *pool;
     _Atomic long total;
 };
-static void inner(size_t begin, size_t end, void *arg) { atomic_fetch_add(&((struct nested *)arg)->total, (long)(end - begin)); }
+static void inner(size_t begin, size_t end, void *arg) {
+    atomic_fetch_add(&((struct nested *)arg)->total, (long)(end - begin));
+}
 static void outer(size_t begin, size_t end, void *arg) {
     for (size_t i = begin; i < end; ++i) zpp_pool_run(((struct nested *)arg)->pool, 100, 1, inner, arg);
 }

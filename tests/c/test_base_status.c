@@ -36,6 +36,8 @@ static void long_sentences_are_cut(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = {TEST(table), TEST(fail_fills_the_record), TEST(long_sentences_are_cut), {0}};
+    static const struct test_case cases[] = {
+        TEST(table), TEST(fail_fills_the_record), TEST(long_sentences_are_cut), {0},
+    };
     return test_main(argc, argv, cases);
 }

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+#   make demo     train a small GPT with ZeRO-3 on two ranks; DEVICE RANKS STEPS PRESET OFFLOAD DATA RESUME YES
+#   make test     every test that this machine can run; PYTEST_ARGS
+#   make lint     ruff, mypy, gcc and clang with warnings as errors, the layers of csrc/
+#   make sanitize C tests under AddressSanitizer + UBSan and ThreadSanitizer
+#   make fuzz     every tests/fuzz/*.c for FUZZ_SECONDS (20)
+#   make bench    benchmarks against torch, gloo, DeepSpeed; NAME=... picks some
+#   make wheel    a cp310-abi3 wheel in dist/
+#   make clean    what builds made (not .venv, not out/)
+#
+# PYTHON= picks the interpreter, TORCH_INDEX= another index of torch wheels (see scripts/venv.sh).
+
+VENV ?= .venv
+PY = $(VENV)/bin/python
+FUZZ_SECONDS ?= 20
+export PYTHON TORCH_INDEX CC
+
+INSTALL_INPUTS = pyproject.toml setup.py scripts/venv.sh
+
+.PHONY: demo test lint sanitize fuzz bench wheel clean build-demo build-test build-lint build-bench
+.DELETE_ON_ERROR:
+
+# One stamp an extra: the environment is made once, and again when what it is made from changes.
+$(VENV)/.installed-%: $(INSTALL_INPUTS)
+	@scripts/venv.sh $(VENV) $*
+	@touch $@
+
+# The C module is brought up to date at every call; that costs less than a second when nothing changed.
+build-%: $(VENV)/.installed-%
+	@$(PY) setup.py -q build_ext --inplace
+
+demo: build-demo
+	@$(PY) examples/demo.py --device=$(DEVICE) --ranks=$(RANKS) --steps=$(STEPS) --preset=$(PRESET) \
+		--offload=$(OFFLOAD) --data=$(DATA) --resume=$(RESUME) --yes=$(YES)
+
+test: build-test
+	$(PY) -m pytest -m "slow or not slow" $(PYTEST_ARGS)
+
+lint: build-lint
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) scripts/lint_c.py
+
+sanitize: $(VENV)/.installed-test
+	$(PY) tests/c/run.py --flavor asan tsan
+
+fuzz: $(VENV)/.installed-test
+	$(PY) tests/c/run.py --fuzz $(FUZZ_SECONDS)
+
+bench: build-bench
+	$(PY) benchmarks/run.py $(NAME)
+
+wheel: $(VENV)/.installed-test
+	$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	$(PY) -m abi3audit --strict --report dist/zeropp-*.whl >/dev/null
+	@ls dist/zeropp-*.whl
+
+clean:
+	rm -rf build dist python/*.egg-info python/zeropp/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of ``python -m zeropp``: one module each, with ``add_arguments`` and ``run``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+COMMANDS = {
+    "env": "what zeropp found on this machine: torch, CPU level, kernels, CUDA driver, NCCL, io_uring",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: what follows ``python -m zeropp``; the process's own if None.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(prog="python -m zeropp", description="zeropp's command line.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    modules = {name: importlib.import_module(f"zeropp.cli.{name}") for name in COMMANDS}
+    for name, help_text in COMMANDS.items():
+        modules[name].add_arguments(commands.add_parser(name, help=help_text, description=help_text))
+    options = parser.parse_args(arguments)
+    status: int = modules[options.command].run(options)
+    return status
