@@ -180,15 +180,25 @@ def _numbers(tensor: torch.Tensor, op: int) -> torch.Tensor:
 
 
 def _op_code(opts: Any) -> int:
-    op = opts.reduceOp if opts is not None else ReduceOp.SUM
-    code = _OPS.get(op.op if isinstance(op, ReduceOp) else op)
+    """`opts` is an options object, or the operation itself, as in ``group.allreduce(tensor, ReduceOp.MAX)``."""
+    op = ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    code = _OPS.get(getattr(op, "op", op))
     if code is None:
         raise ValueError(f"zeropp: reduce operation {op} is not implemented yet")
     return code
 
 
+def _root(opts: Any) -> int:
+    """`opts` is an options object, or the rank itself, as in ``group.broadcast(tensor, 1)``."""
+    return 0 if opts is None else int(getattr(opts, "rootRank", opts))
+
+
 def _blocking(opts: Any) -> bool:
-    return opts is not None and not opts.asyncOp
+    return not getattr(opts, "asyncOp", True)
+
+
+def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -341,8 +351,9 @@ class ProcessGroup(_ProcessGroup):
 
     # -- reductions --------------------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> _Work:
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> _Work:
         """Combine over all ranks, in place; one tensor (several: one after the other)."""
+        tensors = _listed(tensors)
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
         tensor, op = _check(tensors[0]), _op_code(opts)
@@ -358,8 +369,8 @@ class ProcessGroup(_ProcessGroup):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> _Work:
         return self._all([self.allreduce([tensor], opts) for tensor in tensors], list(tensors))
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> _Work:
-        tensor, op, root = _check(tensors[0]), _op_code(opts), opts.rootRank if opts is not None else 0
+    def reduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> _Work:
+        tensor, op, root = _check(_listed(tensors)[0]), _op_code(opts), _root(opts)
         at = tensor.contiguous()
         numbers = _numbers(at, op)
         dtype, elems = comm.dtype_code(numbers.dtype), numbers.numel()
@@ -452,8 +463,8 @@ class ProcessGroup(_ProcessGroup):
 
     # -- one to all, all to one, all to all --------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> _Work:
-        tensor, root = _check(tensors[0]), opts.rootRank if opts is not None else 0
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> _Work:
+        tensor, root = _check(_listed(tensors)[0]), _root(opts)
         at = tensor.contiguous()
         dtype, elems = _moved(at)
         after = _copy_back([(tensor, at)]) if root != self._me else None
@@ -478,7 +489,7 @@ class ProcessGroup(_ProcessGroup):
         return self._handed_out(work, opts, [dst for dst in dsts if dst is not None], after)
 
     def gather(self, outputs: Sequence[Tensors], sources: Tensors, opts: Any = None) -> _Work:
-        root = opts.rootRank if opts is not None else 0
+        root = _root(opts)
         source = sources[0]
         srcs: list[torch.Tensor | None] = [None] * self._size
         dsts: list[torch.Tensor | None] = [None] * self._size
@@ -491,7 +502,7 @@ class ProcessGroup(_ProcessGroup):
         return self._exchange("gather", opts, root, dsts, srcs, _moved(source)[0])
 
     def scatter(self, outputs: Tensors, sources: Sequence[Tensors], opts: Any = None) -> _Work:
-        root = opts.rootRank if opts is not None else 0
+        root = _root(opts)
         output = outputs[0]
         srcs: list[torch.Tensor | None] = [None] * self._size
         dsts: list[torch.Tensor | None] = [None] * self._size

@@ -1,0 +1,309 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What goes wrong between ranks: abort, divergence, ranks that leave or come late, a forked child, a process that dies. Every wait
+ * must end, with the same sentence on every rank.
+ */
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "ranks.h"
+
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define TEST_TSAN 1
+#endif
+#elif defined(__SANITIZE_THREAD__)
+#define TEST_TSAN 1
+#endif
+
+static const uint64_t second = UINT64_C(1000000000);
+
+static void pause_ms(long ms) {
+    const struct timespec pause = {ms / 1000, ms % 1000 * 1000000};
+    nanosleep(&pause, NULL);
+}
+
+/* --- abort ------------------------------------------------------------------------------------------------------------ */
+
+static void aborted(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (me->rank == 1) {
+        pause_ms(50);
+        zpp_comm_abort(me->comm, "no space on disk");
+        pause_ms(300); /* still here, so nobody can say that it left */
+    }
+    CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_ABORTED, "rank 1 aborted group \"test\": no space on disk");
+    CHECK_EQUAL(err.rank, 1);
+    CHECK_FAILS(zpp_comm_health(me->comm, &err), ZPP_ABORTED, "no space on disk");
+    zpp_comm_abort(me->comm, "too late to change it");
+    CHECK_FAILS(zpp_comm_health(me->comm, &err), ZPP_ABORTED, "no space on disk");
+}
+
+static void abort_reaches_everybody(void) { run_ranks(3, aborted, NULL); }
+
+/* --- divergence ------------------------------------------------------------------------------------------------------- */
+
+struct path {
+    const char *says;
+    int odd; /* which rank takes the other path */
+};
+
+static void diverging(struct test_rank *me) {
+    const struct path *path = me->arg;
+    struct zpp_err err = ZPP_ERR_INIT;
+    float data[64] = {0};
+    zpp_status status;
+    CHECK_OK(zpp_barrier(me->comm, NULL, &err));
+    if (me->rank == path->odd) status = zpp_broadcast(me->comm, data, 64, 0, NULL, &err);
+    else status = zpp_all_reduce(me->comm, data, 16, ZPP_F32, ZPP_SUM, NULL, &err);
+    CHECK_EQUAL(status, ZPP_PEER);
+    CHECK(strstr(err.text, path->says));
+    CHECK(strstr(err.text, "all_reduce(float32, 16 elements, sum) #2"));
+    CHECK(strstr(err.text, "broadcast(uint8, 64 elements, root 0) #2"));
+}
+
+static void different_collectives(void) {
+    struct path first = {"rank 0 is in broadcast", 0}, last = {"rank 2 is in broadcast", 2};
+    run_ranks(3, diverging, &first);
+    run_ranks(3, diverging, &last);
+}
+
+static void other_length(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    const size_t elems = me->rank == 1 ? 300000 : 2; /* one in staging, one beside the signature */
+    float *data = calloc(elems, sizeof *data);
+    CHECK_FAILS(zpp_all_reduce(me->comm, data, elems, ZPP_F32, ZPP_SUM, NULL, &err), ZPP_PEER,
+                "rank 0 is in all_reduce(float32, 2 elements, sum) #1 but rank 1 is in all_reduce(float32, 300000 elements, sum)");
+    free(data);
+}
+
+static void different_lengths(void) { run_ranks(2, other_length, NULL); }
+
+static void other_splits(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    char from[2][16] = {{0}}, to[2][16];
+    void *dsts[2] = {to[0], to[1]};
+    const void *srcs[2] = {from[0], from[1]};
+    size_t out[2] = {8, 8}, in[2] = {8, me->rank == 0 ? 9 : 8};
+    const struct zpp_call call = {.coll = ZPP_COLL_ALL_TO_ALL, .dtype = ZPP_U8, .dsts = dsts, .srcs = srcs, .dst_bytes = in,
+                                  .src_bytes = out};
+    zpp_status status = zpp_comm_call(me->comm, &call, NULL, &err);
+    if (me->rank == 1 && status == ZPP_OK) status = zpp_barrier(me->comm, NULL, &err); /* its own part was consistent */
+    CHECK_EQUAL(status, ZPP_PEER);
+    CHECK(strstr(err.text, "rank 1 sends 8 bytes to rank 0, which expects 9"));
+}
+
+static void different_splits(void) { run_ranks(2, other_splits, NULL); }
+
+/* --- leaving and coming late ---------------------------------------------------------------------------------------------- */
+
+static void one_leaves(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    CHECK_OK(zpp_barrier(me->comm, NULL, &err));
+    if (me->rank == 2) return;
+    CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_PEER, "rank 2 left the group \"test\"");
+    CHECK_EQUAL(err.rank, 2);
+}
+
+static void a_rank_leaves(void) { run_ranks(4, one_leaves, NULL); }
+
+static void one_is_late(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (me->rank == 1) pause_ms(1500);
+    CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_TIMEOUT, "rank 1 of group \"test\" did not come to barrier() #1 within");
+    CHECK_EQUAL(err.rank, 1);
+}
+
+static void a_rank_is_late(void) { run_ranks_timeout(3, second / 2, one_is_late, NULL); }
+
+static void does_not_meet(void) {
+    struct store_table table;
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_comm *comm = NULL;
+    store_table_init(&table);
+    const struct zpp_store store = store_table_of(&table);
+    const struct zpp_comm_options options = {.rank = 0, .ranks = 2, .timeout_ns = second / 10, .name = "alone"};
+    CHECK_FAILS(zpp_comm_create(&options, &store, &comm, &err), ZPP_TIMEOUT, "nobody set");
+    CHECK(comm == NULL);
+    const struct zpp_comm_options wrong = {.rank = 2, .ranks = 2, .name = "alone"};
+    CHECK_FAILS(zpp_comm_create(&wrong, &store, &comm, &err), ZPP_INVALID, "rank 2 is not in 0..1");
+    store_table_fini(&table);
+}
+
+/* --- ticks ------------------------------------------------------------------------------------------------------------- */
+
+static zpp_status tick(void *ctx, struct zpp_err *err) {
+    atomic_int *left = ctx;
+    if (atomic_fetch_sub(left, 1) > 1) return ZPP_OK;
+    return zpp_fail(err, ZPP_INTERRUPTED, "somebody pressed Ctrl-C");
+}
+
+static void interrupted(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    atomic_int left = 3;
+    const struct zpp_wait wait = {0, tick, &left};
+    if (me->rank == 0) {
+        CHECK_FAILS(zpp_barrier(me->comm, &wait, &err), ZPP_INTERRUPTED, "Ctrl-C");
+        CHECK_FAILS(zpp_barrier(me->comm, &wait, &err), ZPP_ABORTED, "rank 0 was interrupted in barrier() #1");
+        return;
+    }
+    pause_ms(800);
+    CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_ABORTED, "rank 0 was interrupted in barrier() #1");
+}
+
+static void ticks_end_a_wait(void) { run_ranks(2, interrupted, NULL); }
+
+#ifndef TEST_TSAN
+static void told(void *ctx, const char *sentence) {
+    (void)sentence;
+    atomic_fetch_add((atomic_int *)ctx, 1);
+}
+
+
+#endif
+
+struct second_thread {
+    zpp_comm *comm;
+    zpp_status status;
+};
+
+static void *also_calls(void *arg) {
+    struct second_thread *other = arg;
+    struct zpp_err err = ZPP_ERR_INIT;
+    other->status = zpp_barrier(other->comm, NULL, &err);
+    return NULL;
+}
+
+static void two_threads(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct second_thread other = {me->comm, ZPP_OK};
+    pthread_t thread;
+    if (me->rank == 1) pause_ms(300);
+    else {
+        CHECK(pthread_create(&thread, NULL, also_calls, &other) == 0);
+        pause_ms(100);
+        CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_STATE, "two threads of rank 0");
+        CHECK(pthread_join(thread, NULL) == 0);
+        CHECK_EQUAL(other.status, ZPP_OK);
+        return;
+    }
+    CHECK_OK(zpp_barrier(me->comm, NULL, &err));
+}
+
+static void one_thread_at_a_time(void) { run_ranks(2, two_threads, NULL); }
+
+#ifndef TEST_TSAN
+/* --- processes ---------------------------------------------------------------------------------------------------------- */
+
+/* A child forked by rank 0 cannot disturb the group, whatever it does with it. */
+static void forks(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    CHECK_OK(zpp_barrier(me->comm, NULL, &err));
+    if (me->rank == 0) {
+        const pid_t child = fork();
+        if (child == 0) {
+            float x = 1.0f;
+            const bool refused = zpp_all_reduce(me->comm, &x, 1, ZPP_F32, ZPP_SUM, NULL, &err) == ZPP_STATE;
+            zpp_comm_abort(me->comm, "from a child");
+            zpp_comm_destroy(me->comm);
+            _exit(refused && strstr(err.text, "forked child") ? 0 : 1);
+        }
+        int ended = -1;
+        CHECK(child > 0 && waitpid(child, &ended, 0) == child);
+        CHECK_EQUAL(ended, 0);
+    }
+    for (int k = 0; k < 100; k++) CHECK_OK(zpp_barrier(me->comm, NULL, &err));
+}
+
+static void a_forked_child_is_harmless(void) { run_ranks(2, forks, NULL); }
+
+/* A store in memory that forked processes share. */
+struct shared_store {
+    atomic_int set[8];
+    unsigned char value[8][1024];
+    size_t bytes[8];
+};
+
+static zpp_status shared_set(void *ctx, const char *key, const void *value, size_t bytes, struct zpp_err *err) {
+    struct shared_store *store = ctx;
+    const int rank = key[strlen(key) - 1] - '0';
+    (void)err;
+    memcpy(store->value[rank], value, bytes);
+    store->bytes[rank] = bytes;
+    atomic_store(&store->set[rank], 1);
+    return ZPP_OK;
+}
+
+static zpp_status shared_get(void *ctx, const char *key, void *value, size_t *bytes, uint64_t timeout_ns, struct zpp_err *err) {
+    struct shared_store *store = ctx;
+    const int rank = key[strlen(key) - 1] - '0';
+    (void)timeout_ns, (void)err;
+    while (!atomic_load(&store->set[rank])) pause_ms(1);
+    memcpy(value, store->value[rank], store->bytes[rank]);
+    *bytes = store->bytes[rank];
+    return ZPP_OK;
+}
+
+enum { PROCESSES = 4, VICTIM = 2 };
+
+/* A rank in a process of its own. It runs barriers until one fails, and answers with whether the error is right. */
+static int in_process(struct shared_store *shared, int rank) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_comm *comm = NULL;
+    atomic_int heard = 0;
+    const struct zpp_store store = {shared, shared_set, shared_get};
+    const struct zpp_comm_options options = {
+        .rank = rank, .ranks = PROCESSES, .timeout_ns = 60 * second, .name = "world", .log = told, .log_ctx = &heard};
+    CHECK_OK(zpp_comm_create(&options, &store, &comm, &err));
+    zpp_status status = ZPP_OK;
+    while (status == ZPP_OK) status = zpp_barrier(comm, NULL, &err);
+    const bool right = status == ZPP_PEER && err.rank == VICTIM && strstr(err.text, "rank 2 (process ") && strstr(err.text, "died");
+    if (!right) fprintf(stderr, "rank %d: %s\n", rank, err.text);
+    zpp_comm_destroy(comm);
+    return right ? 0 : 1;
+}
+
+static void a_killed_process_is_named(void) {
+    struct shared_store *shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    pid_t child[PROCESSES];
+    CHECK(shared != MAP_FAILED);
+    for (int r = 0; r < PROCESSES; r++) {
+        child[r] = fork();
+        if (child[r] == 0) _exit(in_process(shared, r));
+        CHECK(child[r] > 0);
+    }
+    pause_ms(500);
+    const uint64_t start_ns = zpp_now_ns();
+    CHECK(kill(child[VICTIM], SIGKILL) == 0);
+    for (int r = 0; r < PROCESSES; r++) {
+        int ended = -1;
+        CHECK(waitpid(child[r], &ended, 0) == child[r]);
+        if (r == VICTIM) CHECK(WIFSIGNALED(ended));
+        else CHECK_EQUAL(ended, 0);
+    }
+    CHECK(zpp_now_ns() - start_ns < 4 * second);
+    munmap(shared, sizeof *shared);
+}
+
+#endif
+
+int main(int argc, char **argv) {
+    static const struct test_case cases[] = {TEST(abort_reaches_everybody),
+                                             TEST(different_collectives),
+                                             TEST(different_lengths),
+                                             TEST(different_splits),
+                                             TEST(a_rank_leaves),
+                                             TEST(a_rank_is_late),
+                                             TEST(does_not_meet),
+                                             TEST(ticks_end_a_wait),
+                                             TEST(one_thread_at_a_time),
+#ifndef TEST_TSAN /* which does not follow threads across fork */
+                                             TEST(a_forked_child_is_harmless),
+                                             TEST(a_killed_process_is_named),
+#endif
+                                             {0}};
+    return test_main(argc, argv, cases);
+}
