@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import setup as build  # noqa: E402  (setup.py: the same flags, the same rule for files)
 
-PRODUCT = ("base", "ops", "comm", "zero")
+PRODUCT = ("base", "ops", "comm", "aio", "zero")
 TIME_LIMIT_S = 300
 WRONG = "-fno-sanitize-recover=all -fno-omit-frame-pointer".split()
 FLAVORS = {

@@ -1,0 +1,439 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Requests: submission, the order of overlapping ones, priorities, waiting, cancelling, flushing: engine.h.
+ */
+#include "engine.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+enum {
+    IDLE_FILES = 256,
+    TICK_NS = 100 * 1000 * 1000,
+};
+static const uint64_t second_ns = 1000000000u;
+
+static struct zpp_aio_failure no_memory_failure = {
+    .err = {ZPP_NOMEM, ENOMEM, ZPP_NO_RANK, "aio: a request failed, and there was no memory to say why"}};
+
+void zpp_aio_log(zpp_aio *aio, const char *text) {
+    if (aio->config.log) aio->config.log(aio->config.log_ctx, text);
+}
+
+/* --- references ------------------------------------------------------------------------------------------------------- */
+
+/* The request's reference to the engine is the caller's business: zpp_aio_release may free the engine after unlocking. */
+static bool unref_locked(zpp_aio_request *request) {
+    if (--request->refs) return false;
+    if (request->failure != &no_memory_failure) free(request->failure);
+    --request->engine->refs;
+    free(request);
+    return true;
+}
+
+void zpp_aio_unref(zpp_aio_request *request) { (void)unref_locked(request); }
+
+struct zpp_aio_failure *zpp_aio_new_failure(zpp_aio_request *request) {
+    if (request->failure) return NULL;
+    struct zpp_aio_failure *failure = calloc(1, sizeof *failure);
+    request->failure = failure ? failure : &no_memory_failure;
+    return failure;
+}
+
+/* --- queues ----------------------------------------------------------------------------------------------------------- */
+
+static struct zpp_aio_queue *queue_of(zpp_aio *aio, const zpp_aio_request *request) {
+    return request->urgent ? &aio->urgent : &aio->background;
+}
+
+static void wake_driver(zpp_aio *aio) {
+    if (!aio->ring) {
+        pthread_cond_signal(&aio->work);
+    } else if (aio->sleeping) {
+        aio->sleeping = false;
+        zpp_ring_wake(aio->ring);
+    }
+}
+
+void zpp_aio_enqueue(zpp_aio *aio, zpp_aio_request *request) {
+    struct zpp_aio_queue *queue = queue_of(aio, request);
+    request->queued = true;
+    request->queue_next = NULL;
+    if (queue->last) queue->last->queue_next = request;
+    else queue->first = request;
+    queue->last = request;
+    if (aio->free_chunks) wake_driver(aio); /* else the driver looks when a chunk is free */
+}
+
+void zpp_aio_unqueue(zpp_aio *aio, zpp_aio_request *request) {
+    if (!request->queued) return;
+    struct zpp_aio_queue *queue = queue_of(aio, request);
+    zpp_aio_request *before = NULL;
+    for (zpp_aio_request *seen = queue->first; seen != request; seen = seen->queue_next) before = seen;
+    if (before) before->queue_next = request->queue_next;
+    else queue->first = request->queue_next;
+    if (queue->last == request) queue->last = before;
+    request->queued = false;
+}
+
+/* --- the end of a request ----------------------------------------------------------------------------------------------- */
+
+/* `lock` held, no requests: descriptors are closed, slots go back to the ring's thread. */
+static void close_file(zpp_aio *aio, struct zpp_file *file) {
+    for (unsigned index = 0; index < file->parts_count; ++index) {
+        const int slot = file->parts[index].slot;
+        if (slot >= 0) aio->retired_slots[aio->retired_count++] = slot;
+    }
+    if (aio->retired_count && aio->ring) wake_driver(aio);
+    zpp_file_close(&aio->sys, file);
+}
+
+static void unref_file(zpp_aio *aio, struct zpp_file *file) {
+    if (--file->refs == 0 && file->gone) close_file(aio, file);
+}
+
+static void unlink_outstanding(zpp_aio *aio, zpp_aio_request *request) {
+    if (request->previous) request->previous->next = request->next;
+    else aio->first = request->next;
+    if (request->next) request->next->previous = request->previous;
+    else aio->last = request->previous;
+    --aio->outstanding;
+}
+
+static void keep_write_failure(zpp_aio *aio, const zpp_aio_request *request) {
+    if (aio->write_failure) return;
+    aio->write_failure = malloc(sizeof *aio->write_failure);
+    if (aio->write_failure) *aio->write_failure = *request->failure;
+    aio->write_failure_number = request->number;
+}
+
+void zpp_aio_complete(zpp_aio *aio, zpp_aio_request *request) {
+    zpp_aio_unqueue(aio, request);
+    unlink_outstanding(aio, request);
+    zpp_aio_unlist(request);
+    if (request->write && request->failure) keep_write_failure(aio, request);
+    atomic_store_explicit(&request->done, true, memory_order_release);
+    zpp_aio_let_later_go(aio, request);
+    unref_file(aio, request->file);
+    request->file = NULL;
+    if (request->waiters) pthread_cond_broadcast(&aio->finished);
+    zpp_aio_unref(request); /* the engine's; frees it where nobody holds it */
+}
+
+/* --- submission --------------------------------------------------------------------------------------------------------- */
+
+static zpp_status usable(const zpp_aio *aio, struct zpp_err *err) {
+    if (aio->owner == getpid()) return ZPP_OK;
+    return zpp_fail(err, ZPP_STATE, "aio: this engine belongs to process %ld, and this is process %ld (forked from it?); "
+                    "make an engine of its own here", (long)aio->owner, (long)getpid());
+}
+
+static zpp_status check_job(const struct zpp_aio_job *job, struct zpp_err *err) {
+    if (!job->path || !job->path[0]) return zpp_fail(err, ZPP_INVALID, "aio: path is empty, wanted a file");
+    if (job->bytes && !job->memory) return zpp_fail(err, ZPP_INVALID, "aio: memory for %zu bytes is NULL", job->bytes);
+    if (job->offset_bytes > (uint64_t)INT64_MAX || job->bytes > (uint64_t)INT64_MAX - job->offset_bytes) {
+        return zpp_fail(err, ZPP_INVALID, "aio: %zu bytes at offset %" PRIu64 " of \"%s\" end beyond 2^63 - 1", job->bytes,
+                        job->offset_bytes, job->path);
+    }
+    return ZPP_OK;
+}
+
+static zpp_aio_request *new_request(zpp_aio *aio, const struct zpp_aio_job *job) {
+    zpp_aio_request *request = calloc(1, sizeof *request);
+    if (!request) return NULL;
+    request->engine = aio;
+    request->memory = job->memory;
+    request->bytes = job->bytes;
+    request->offset_bytes = job->offset_bytes;
+    request->write = job->write;
+    request->urgent = job->priority == ZPP_AIO_BY_KIND ? !job->write : job->priority == ZPP_AIO_URGENT;
+    request->refs = 2; /* the caller's and the engine's */
+    return request;
+}
+
+/* Close what the table need not keep; files_lock held. */
+static void bound_files(zpp_aio *aio, struct zpp_file *dropped) {
+    pthread_mutex_lock(&aio->lock);
+    if (dropped && dropped->refs == 0) close_file(aio, dropped);
+    while (aio->files.count > IDLE_FILES) {
+        struct zpp_file *idle = zpp_files_take(&aio->files, NULL);
+        if (!idle) break;
+        for (unsigned part = 0; idle->dirty && part < idle->parts_count; ++part) {
+            aio->sys.sync(aio->sys.ctx, idle->parts[part].buffered_fd); /* a later durable flush cannot reach it */
+        }
+        close_file(aio, idle);
+    }
+    pthread_mutex_unlock(&aio->lock);
+}
+
+static void tell_if_not_direct(zpp_aio *aio, const struct zpp_file *file) {
+    if (!aio->config.direct || file->parts[0].direct_fd >= 0 || atomic_load_explicit(&aio->told_direct, memory_order_relaxed)) return;
+    if (atomic_exchange(&aio->told_direct, true)) return;
+    char text[640];
+    snprintf(text, sizeof text, "aio: the file system of \"%s\" has no O_DIRECT; reading and writing through the page cache",
+             file->parts[0].path);
+    zpp_aio_log(aio, text);
+}
+
+/* Link the request in; `lock` held. False: no memory, nothing is linked. */
+static bool begin(zpp_aio *aio, zpp_aio_request *request, struct zpp_file *file) {
+    request->number = aio->numbers + 1;
+    if (!zpp_aio_hold(file, request)) return false;
+    aio->numbers = request->number;
+    ++aio->refs;
+    request->file = file;
+    ++file->refs;
+    if (request->write) file->dirty = true;
+    zpp_aio_list(file, request);
+    request->previous = aio->last;
+    if (aio->last) aio->last->next = request;
+    else aio->first = request;
+    aio->last = request;
+    ++aio->outstanding;
+    if (request->held == 0) zpp_aio_enqueue(aio, request);
+    return true;
+}
+
+static zpp_status submit_to(zpp_aio *aio, struct zpp_file *file, const struct zpp_aio_job *job, zpp_aio_request **out,
+                            struct zpp_err *err) {
+    zpp_aio_request *request = new_request(aio, job);
+    if (!request) return zpp_fail(err, ZPP_NOMEM, "aio: no memory for a request");
+    request->slab = zpp_aio_arena_find(aio->arena, job->memory, job->bytes);
+    zpp_status status = ZPP_OK;
+    pthread_mutex_lock(&aio->lock);
+    if (aio->broken) {
+        if (err) *err = aio->broken_err;
+        status = aio->broken;
+    } else if (aio->stopping) {
+        status = zpp_fail(err, ZPP_STATE, "aio: the engine is closed");
+    } else if (!begin(aio, request, file)) {
+        zpp_aio_unhold(aio, request);
+        status = zpp_fail(err, ZPP_NOMEM, "aio: no memory for a request");
+    }
+    pthread_mutex_unlock(&aio->lock);
+    if (status != ZPP_OK) free(request);
+    else *out = request;
+    return status;
+}
+
+/* Nothing to move: done at once. */
+static zpp_status submit_nothing(zpp_aio *aio, const struct zpp_aio_job *job, zpp_aio_request **out, struct zpp_err *err) {
+    zpp_aio_request *request = new_request(aio, job);
+    if (!request) return zpp_fail(err, ZPP_NOMEM, "aio: no memory for a request");
+    request->refs = 1;
+    atomic_store(&request->done, true);
+    pthread_mutex_lock(&aio->lock);
+    ++aio->refs;
+    pthread_mutex_unlock(&aio->lock);
+    *out = request;
+    return ZPP_OK;
+}
+
+zpp_status zpp_aio_submit(zpp_aio *aio, const struct zpp_aio_job *job, zpp_aio_request **out, struct zpp_aio_fault *fault,
+                          struct zpp_err *err) {
+    struct zpp_aio_fault unused;
+    struct zpp_file *file = NULL, *dropped = NULL;
+    zpp_status status = usable(aio, err);
+    if (status == ZPP_OK) status = check_job(job, err);
+    if (status != ZPP_OK) return status;
+    if (!fault) fault = &unused;
+    pthread_mutex_lock(&aio->files_lock);
+    status = zpp_files_get(&aio->files, job->path, job->write, &file, &dropped, fault, err);
+    if (dropped || aio->files.count > IDLE_FILES) bound_files(aio, dropped);
+    if (status == ZPP_OK && job->write) {
+        status = zpp_file_reserve(&aio->files, file, job->offset_bytes, job->bytes, fault, err);
+    }
+    if (status == ZPP_OK) tell_if_not_direct(aio, file);
+    if (status == ZPP_OK) status = job->bytes ? submit_to(aio, file, job, out, err) : submit_nothing(aio, job, out, err);
+    pthread_mutex_unlock(&aio->files_lock);
+    return status;
+}
+
+/* --- waiting ------------------------------------------------------------------------------------------------------------ */
+
+static struct timespec at(uint64_t ns) {
+    return (struct timespec){.tv_sec = (time_t)(ns / second_ns), .tv_nsec = (long)(ns % second_ns)};
+}
+
+/* `lock` held; returns with it held. OK: done. */
+static zpp_status wait_locked(zpp_aio *aio, zpp_aio_request *request, const struct zpp_wait *wait, struct zpp_err *err) {
+    const uint64_t started_ns = zpp_now_ns();
+    const uint64_t end_ns = wait->timeout_ns ? started_ns + wait->timeout_ns : UINT64_MAX;
+    zpp_status status = ZPP_OK;
+    ++request->waiters;
+    while (!atomic_load_explicit(&request->done, memory_order_acquire) && status == ZPP_OK) {
+        const uint64_t now_ns = zpp_now_ns(), tick_ns = now_ns + TICK_NS;
+        if (now_ns >= end_ns) {
+            status = zpp_fail(err, ZPP_TIMEOUT, "aio: %zu bytes at offset %" PRIu64 " of \"%s\" were not %s after %.3f s",
+                              request->bytes, request->offset_bytes, request->file->path, request->write ? "written" : "read",
+                              (double)(now_ns - started_ns) / 1e9);
+            break;
+        }
+        const struct timespec until = at(end_ns < tick_ns ? end_ns : tick_ns);
+        if (pthread_cond_timedwait(&aio->finished, &aio->lock, &until) != ETIMEDOUT || !wait->tick) continue;
+        pthread_mutex_unlock(&aio->lock);
+        status = wait->tick(wait->ctx, err);
+        pthread_mutex_lock(&aio->lock);
+    }
+    --request->waiters;
+    return status;
+}
+
+static zpp_status outcome(const zpp_aio_request *request, struct zpp_err *err) {
+    if (request->failure) {
+        if (err) *err = request->failure->err;
+        return request->failure->err.status;
+    }
+    if (!request->cancelled || request->taken_bytes == request->bytes) return ZPP_OK;
+    return zpp_fail(err, ZPP_ABORTED, "aio: %s of %zu bytes at offset %" PRIu64 " was cancelled",
+                    request->write ? "a write" : "a read", request->bytes, request->offset_bytes);
+}
+
+bool zpp_aio_done(const zpp_aio_request *request) { return atomic_load_explicit(&request->done, memory_order_acquire); }
+
+zpp_status zpp_aio_wait(zpp_aio_request *request, const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_aio *aio = request->engine;
+    zpp_status status = ZPP_OK;
+    if (!zpp_aio_done(request)) {
+        if (!wait) return ZPP_AGAIN;
+        if ((status = usable(aio, err)) != ZPP_OK) return status;
+        pthread_mutex_lock(&aio->lock);
+        status = wait_locked(aio, request, wait, err);
+        pthread_mutex_unlock(&aio->lock);
+        if (status != ZPP_OK) return status;
+    }
+    if (!request->failure) return outcome(request, err);
+    pthread_mutex_lock(&aio->lock); /* whoever waited knows: the flush need not say it again */
+    if (aio->write_failure && aio->write_failure_number == request->number) {
+        free(aio->write_failure);
+        aio->write_failure = NULL;
+    }
+    pthread_mutex_unlock(&aio->lock);
+    return outcome(request, err);
+}
+
+const struct zpp_aio_fault *zpp_aio_request_fault(const zpp_aio_request *request) {
+    if (!zpp_aio_done(request) || !request->failure || request->failure->err.status != ZPP_TIER) return NULL;
+    return &request->failure->fault;
+}
+
+bool zpp_aio_cancel(zpp_aio_request *request) {
+    zpp_aio *aio = request->engine;
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (zpp_aio_done(request) || usable(aio, &err) != ZPP_OK) return false;
+    pthread_mutex_lock(&aio->lock);
+    const bool running = !zpp_aio_done(request);
+    if (running) {
+        request->cancelled = true;
+        if (request->flying == 0) zpp_aio_complete(aio, request);
+        else zpp_aio_unqueue(aio, request);
+    }
+    pthread_mutex_unlock(&aio->lock);
+    return running;
+}
+
+void zpp_aio_release(zpp_aio_request *request) {
+    if (!request) return;
+    zpp_aio *aio = request->engine;
+    pthread_mutex_lock(&aio->lock);
+    zpp_aio_unref(request);
+    const bool last = aio->refs == 0;
+    pthread_mutex_unlock(&aio->lock);
+    if (last) zpp_aio_free(aio);
+}
+
+/* --- flush --------------------------------------------------------------------------------------------------------------- */
+
+static zpp_status wait_for_all(zpp_aio *aio, const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    pthread_mutex_lock(&aio->lock);
+    const uint64_t last = aio->numbers;
+    while (status == ZPP_OK && aio->first && aio->first->number <= last) {
+        zpp_aio_request *request = aio->first;
+        if (!wait) {
+            status = ZPP_AGAIN;
+            break;
+        }
+        ++request->refs;
+        status = wait_locked(aio, request, wait, err);
+        zpp_aio_unref(request);
+    }
+    pthread_mutex_unlock(&aio->lock);
+    return status;
+}
+
+static zpp_status sync_file(zpp_aio *aio, const struct zpp_file *file, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    for (unsigned index = 0; index < file->parts_count; ++index) {
+        const struct zpp_file_part *part = &file->parts[index];
+        const int failed = -aio->sys.sync(aio->sys.ctx, part->buffered_fd);
+        if (failed > 0) return zpp_file_fail(&aio->sys, "cannot sync", part->path, 0, 0, failed, part->buffered_fd, fault, err);
+    }
+    return ZPP_OK;
+}
+
+/* The next file to sync, with a reference; NULL: none is dirty. */
+static struct zpp_file *next_dirty(zpp_aio *aio) {
+    pthread_mutex_lock(&aio->files_lock);
+    pthread_mutex_lock(&aio->lock);
+    struct zpp_file *file = aio->files.first;
+    while (file && !file->dirty) file = file->next;
+    if (file) {
+        file->dirty = false;
+        ++file->refs;
+    }
+    pthread_mutex_unlock(&aio->lock);
+    pthread_mutex_unlock(&aio->files_lock);
+    return file;
+}
+
+static zpp_status sync_all(zpp_aio *aio, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    struct zpp_file *file;
+    while (status == ZPP_OK && (file = next_dirty(aio))) {
+        status = sync_file(aio, file, fault, err);
+        pthread_mutex_lock(&aio->lock);
+        if (status != ZPP_OK) file->dirty = true;
+        unref_file(aio, file);
+        pthread_mutex_unlock(&aio->lock);
+    }
+    return status;
+}
+
+zpp_status zpp_aio_flush(zpp_aio *aio, bool durable, const struct zpp_wait *wait, struct zpp_aio_fault *fault,
+                         struct zpp_err *err) {
+    struct zpp_aio_fault unused;
+    if (!fault) fault = &unused;
+    zpp_status status = usable(aio, err);
+    if (status == ZPP_OK) status = wait_for_all(aio, wait, err);
+    if (status != ZPP_OK) return status;
+    pthread_mutex_lock(&aio->lock);
+    struct zpp_aio_failure *failure = aio->write_failure;
+    aio->write_failure = NULL;
+    pthread_mutex_unlock(&aio->lock);
+    if (failure) {
+        status = failure->err.status;
+        *fault = failure->fault;
+        if (err) *err = failure->err;
+        free(failure);
+        return status;
+    }
+    return durable ? sync_all(aio, fault, err) : ZPP_OK;
+}
+
+void zpp_aio_forget(zpp_aio *aio, const char *path) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (usable(aio, &err) != ZPP_OK) return;
+    pthread_mutex_lock(&aio->files_lock);
+    struct zpp_file *file = zpp_files_take(&aio->files, path);
+    pthread_mutex_lock(&aio->lock);
+    if (file && file->refs == 0) close_file(aio, file);
+    pthread_mutex_unlock(&aio->lock);
+    pthread_mutex_unlock(&aio->files_lock);
+}

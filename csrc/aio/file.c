@@ -1,0 +1,270 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Opening, alignment and size rules: file.h.
+ */
+#include "file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../base/mem.h"
+
+enum {
+    UNKNOWN_ALIGN_BYTES = 4096, /* suits every device where the kernel does not tell */
+    SMALL_BYTES = 64 << 10,     /* up to here one operation too many costs more than copying */
+    RESERVE_FROM_BYTES = 1 << 20,
+};
+
+zpp_status zpp_file_fail(const struct zpp_aio_sys *sys, const char *what, const char *path, uint64_t offset_bytes,
+                         uint64_t wanted_bytes, int os_errno, int free_fd, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    *fault = (struct zpp_aio_fault){.offset_bytes = offset_bytes, .wanted_bytes = wanted_bytes, .os_errno = os_errno};
+    snprintf(fault->path, sizeof fault->path, "%s", path);
+    const bool full = os_errno == ENOSPC || os_errno == EDQUOT;
+    if (full && free_fd >= 0) fault->has_free = sys->free_bytes(sys->ctx, free_fd, &fault->free_bytes) == 0;
+    zpp_status status;
+    if (full && fault->has_free) {
+        status = zpp_fail(err, ZPP_TIER,
+                          "aio: %s \"%s\": wanted %" PRIu64 " bytes at offset %" PRIu64 ", its file system has %" PRIu64
+                          " free; free some, or choose another folder: %s",
+                          what, path, wanted_bytes, offset_bytes, fault->free_bytes, strerror(os_errno));
+    } else {
+        status = zpp_fail(err, ZPP_TIER, "aio: %s \"%s\": %" PRIu64 " bytes at offset %" PRIu64 ": %s", what, path,
+                          wanted_bytes, offset_bytes, strerror(os_errno));
+    }
+    if (err) err->os_errno = os_errno;
+    return status;
+}
+
+/* --- opening -------------------------------------------------------------------------------------------------------- */
+
+static void close_part(const struct zpp_aio_sys *sys, struct zpp_file_part *part) {
+    if (part->direct_fd >= 0) sys->close(sys->ctx, part->direct_fd);
+    if (part->buffered_fd >= 0) sys->close(sys->ctx, part->buffered_fd);
+    free(part->path);
+}
+
+void zpp_file_close(const struct zpp_aio_sys *sys, struct zpp_file *file) {
+    if (!file) return;
+    for (unsigned part = 0; part < file->parts_count; ++part) close_part(sys, &file->parts[part]);
+    free(file->path);
+    free(file);
+}
+
+static void open_direct(const struct zpp_files *files, struct zpp_file_part *part, int flags) {
+    const struct zpp_aio_sys *sys = files->sys;
+    part->direct_fd = -1;
+    if (!files->direct) return;
+    const int fd = sys->open(sys->ctx, part->path, (flags & ~O_CREAT) | O_DIRECT);
+    if (fd < 0) return; /* tmpfs and others refuse with EINVAL: the buffered descriptor serves */
+    uint32_t memory_bytes = 0, offset_bytes = 0;
+    if (sys->direct_align(sys->ctx, fd, &memory_bytes, &offset_bytes) < 0) memory_bytes = offset_bytes = UNKNOWN_ALIGN_BYTES;
+    if (!memory_bytes || !offset_bytes || offset_bytes > UNKNOWN_ALIGN_BYTES || memory_bytes > UNKNOWN_ALIGN_BYTES) {
+        sys->close(sys->ctx, fd); /* 0 says: no O_DIRECT on this file */
+        return;
+    }
+    part->direct_fd = fd;
+    part->memory_align_bytes = memory_bytes;
+    part->offset_align_bytes = offset_bytes;
+}
+
+/* 0 or the errno. */
+static int open_part(const struct zpp_files *files, struct zpp_file_part *part, bool write) {
+    const struct zpp_aio_sys *sys = files->sys;
+    const int flags = write ? O_RDWR | O_CREAT : O_RDONLY;
+    struct zpp_aio_stat seen;
+    part->buffered_fd = sys->open(sys->ctx, part->path, flags);
+    if (part->buffered_fd < 0) return -part->buffered_fd;
+    const int failed = sys->fstat(sys->ctx, part->buffered_fd, &seen);
+    if (failed < 0) return -failed;
+    part->device = seen.device;
+    part->inode = seen.inode;
+    /* Readahead around a tail would bring neighbours into the page cache that direct writes then have to throw out. */
+    posix_fadvise(part->buffered_fd, 0, 0, POSIX_FADV_RANDOM);
+    open_direct(files, part, flags);
+    return 0;
+}
+
+static char *part_path(const struct zpp_files *files, const char *path, unsigned part) {
+    char *joined = NULL;
+    if (files->stripes_count == 0 || path[0] == '/') return strdup(path);
+    return asprintf(&joined, "%s/%s", files->stripes[part], path) < 0 ? NULL : joined;
+}
+
+static zpp_status open_file(const struct zpp_files *files, const char *path, bool write, struct zpp_file **out,
+                            struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct zpp_file *file = calloc(1, sizeof *file);
+    if (!file) return zpp_fail(err, ZPP_NOMEM, "aio: no memory to open \"%s\"", path);
+    const unsigned count = files->stripes_count && path[0] != '/' ? files->stripes_count : 1;
+    file->path = strdup(path);
+    file->writable = write;
+    file->stripe_bytes = count > 1 ? files->stripe_bytes : 0;
+    for (unsigned index = 0; index < count; ++index) {
+        struct zpp_file_part *part = &file->parts[index];
+        *part = (struct zpp_file_part){.direct_fd = -1, .buffered_fd = -1, .slot = -1};
+        part->path = part_path(files, path, index);
+        file->parts_count = index + 1;
+        const int failed = part->path && file->path ? open_part(files, part, write) : ENOMEM;
+        if (failed) {
+            zpp_file_fail(files->sys, write ? "cannot open for writing" : "cannot open for reading",
+                          part->path ? part->path : path, 0, 0, failed, -1, fault, err);
+            zpp_file_close(files->sys, file);
+            return ZPP_TIER;
+        }
+    }
+    *out = file;
+    return ZPP_OK;
+}
+
+/* Do the paths still name what is open? */
+static bool still_there(const struct zpp_files *files, const struct zpp_file *file) {
+    for (unsigned index = 0; index < file->parts_count; ++index) {
+        const struct zpp_file_part *part = &file->parts[index];
+        struct zpp_aio_stat seen;
+        if (files->sys->stat(files->sys->ctx, part->path, &seen) < 0) return false;
+        if (seen.device != part->device || seen.inode != part->inode) return false;
+    }
+    return true;
+}
+
+static struct zpp_file *take(struct zpp_files *files, struct zpp_file **link) {
+    struct zpp_file *file = *link;
+    *link = file->next;
+    file->next = NULL;
+    file->gone = true;
+    --files->count;
+    return file;
+}
+
+zpp_status zpp_files_get(struct zpp_files *files, const char *path, bool write, struct zpp_file **out,
+                         struct zpp_file **dropped, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    *dropped = NULL;
+    struct zpp_file **link = &files->first;
+    while (*link && strcmp((*link)->path, path) != 0) link = &(*link)->next;
+    struct zpp_file *file = *link;
+    if (file && (!still_there(files, file) || (write && !file->writable))) {
+        *dropped = take(files, link);
+        file = NULL;
+    } else if (file) {
+        *link = file->next;
+    }
+    if (!file) {
+        const zpp_status status = open_file(files, path, write, &file, fault, err);
+        if (status != ZPP_OK) return status;
+        ++files->count;
+    }
+    file->next = files->first;
+    files->first = file;
+    *out = file;
+    return ZPP_OK;
+}
+
+struct zpp_file *zpp_files_take(struct zpp_files *files, const char *path) {
+    struct zpp_file **found = NULL;
+    for (struct zpp_file **link = &files->first; *link; link = &(*link)->next) {
+        if (path ? strcmp((*link)->path, path) == 0 : (*link)->refs == 0) found = link;
+    }
+    return found ? take(files, found) : NULL;
+}
+
+/* --- room ----------------------------------------------------------------------------------------------------------- */
+
+/* End of the logical range [0, end) within one part. */
+static uint64_t part_end(const struct zpp_file *file, unsigned part, uint64_t end_bytes) {
+    if (!file->stripe_bytes) return end_bytes;
+    const uint64_t row_bytes = file->stripe_bytes * file->parts_count;
+    const uint64_t in_row = end_bytes % row_bytes, before = file->stripe_bytes * part;
+    uint64_t extra = in_row > before ? in_row - before : 0;
+    if (extra > file->stripe_bytes) extra = file->stripe_bytes;
+    return end_bytes / row_bytes * file->stripe_bytes + extra;
+}
+
+zpp_status zpp_file_reserve(const struct zpp_files *files, struct zpp_file *file, uint64_t offset_bytes, uint64_t bytes,
+                            struct zpp_aio_fault *fault, struct zpp_err *err) {
+    const struct zpp_aio_sys *sys = files->sys;
+    if (bytes < RESERVE_FROM_BYTES) return ZPP_OK;
+    for (unsigned index = 0; index < file->parts_count; ++index) {
+        struct zpp_file_part *part = &file->parts[index];
+        const uint64_t end_bytes = part_end(file, index, offset_bytes + bytes);
+        struct zpp_aio_stat seen;
+        if (sys->fstat(sys->ctx, part->buffered_fd, &seen) < 0 || end_bytes < seen.bytes + RESERVE_FROM_BYTES) continue;
+        /* From the first new byte: a hole before it stays one. */
+        const uint64_t start_bytes = part_end(file, index, offset_bytes) > seen.bytes ? part_end(file, index, offset_bytes) : seen.bytes;
+        const int failed = -sys->reserve(sys->ctx, part->buffered_fd, start_bytes, end_bytes - start_bytes);
+        if (failed != ENOSPC && failed != EDQUOT && failed != EFBIG) continue; /* EOPNOTSUPP: it was only a help */
+        if (file->refs == 0) sys->truncate(sys->ctx, part->buffered_fd, seen.bytes); /* what it got before it was full */
+        return zpp_file_fail(sys, "no room in", part->path, offset_bytes, end_bytes - start_bytes, failed, part->buffered_fd,
+                             fault, err);
+    }
+    return ZPP_OK;
+}
+
+/* --- pieces --------------------------------------------------------------------------------------------------------- */
+
+static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+static bool aligned(const void *memory, uint32_t align_bytes) { return ((uintptr_t)memory & (align_bytes - 1)) == 0; }
+
+static void write_piece(const struct zpp_file_part *part, const unsigned char *memory, size_t span, size_t bounce_bytes,
+                        struct zpp_file_piece *out) {
+    const size_t unit = ZPP_PAGE_BYTES;
+    const size_t into = (size_t)(out->offset_bytes % unit);
+    out->direct = false;
+    out->bounce = false;
+    if (span <= SMALL_BYTES && (into || span % unit)) {
+        out->wanted_bytes = span;
+    } else if (into) {
+        out->wanted_bytes = least(span, unit - into);
+    } else if (span < unit) {
+        out->wanted_bytes = span;
+    } else {
+        out->direct = true;
+        out->bounce = !aligned(memory, part->memory_align_bytes);
+        out->wanted_bytes = (out->bounce ? least(span, bounce_bytes) : span) / unit * unit;
+    }
+    out->op_bytes = out->wanted_bytes;
+}
+
+static void read_piece(const struct zpp_file_part *part, const unsigned char *memory, size_t span, size_t bounce_bytes,
+                       struct zpp_file_piece *out) {
+    const size_t unit = part->offset_align_bytes;
+    const size_t into = (size_t)(out->offset_bytes % unit);
+    const bool fits = into == 0 && aligned(memory, part->memory_align_bytes);
+    out->direct = true;
+    if (fits && span >= unit && (span % unit == 0 || span > SMALL_BYTES)) {
+        out->wanted_bytes = out->op_bytes = span / unit * unit;
+        return;
+    }
+    /* Through a bounce buffer, from the unit's beginning. If only the beginning is crooked, so is only the first piece. */
+    out->bounce = true;
+    out->offset_bytes -= into;
+    out->head_bytes = into;
+    out->wanted_bytes = least(span, bounce_bytes - into);
+    if (into && span > SMALL_BYTES && aligned(memory + (unit - into), part->memory_align_bytes)) {
+        out->wanted_bytes = unit - into;
+    }
+    out->op_bytes = (into + out->wanted_bytes + unit - 1) / unit * unit;
+}
+
+void zpp_file_piece(struct zpp_file *file, bool write, const void *memory, uint64_t offset_bytes, size_t left_bytes,
+                    size_t block_bytes, size_t bounce_bytes, struct zpp_file_piece *out) {
+    size_t span = least(left_bytes, block_bytes);
+    *out = (struct zpp_file_piece){.part = &file->parts[0], .offset_bytes = offset_bytes};
+    if (file->stripe_bytes) {
+        const uint64_t stripe = offset_bytes / file->stripe_bytes, into = offset_bytes % file->stripe_bytes;
+        out->part = &file->parts[stripe % file->parts_count];
+        out->offset_bytes = stripe / file->parts_count * file->stripe_bytes + into;
+        if (file->stripe_bytes - into < span) span = (size_t)(file->stripe_bytes - into);
+    }
+    const bool direct = out->part->direct_fd >= 0 && !atomic_load_explicit(&out->part->direct_refused, memory_order_relaxed);
+    if (!direct) {
+        out->op_bytes = out->wanted_bytes = span;
+    } else if (write) {
+        write_piece(out->part, memory, span, bounce_bytes, out);
+    } else {
+        read_piece(out->part, memory, span, bounce_bytes, out);
+    }
+}

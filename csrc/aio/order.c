@@ -1,0 +1,86 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The order of requests that touch the same bytes of one file, one of them a write: the later waits for the earlier, whatever
+ * their priorities, so that a prefetch never overtakes the write-back it reads. Outstanding requests are listed by where they
+ * start, so that thousands of small ones cost a look at a few.
+ */
+#include <stdlib.h>
+
+#include "internal.h"
+
+enum { NARROW_SHIFT = 20 /* requests up to 1 MiB are listed by the mebibyte that they start in */ };
+
+static zpp_aio_request **hazard_list(struct zpp_file *file, const zpp_aio_request *request) {
+    if (request->bytes > (size_t)1 << NARROW_SHIFT) return &file->wide;
+    return &file->narrow[(request->offset_bytes >> NARROW_SHIFT) % ZPP_AIO_HAZARD_LISTS];
+}
+
+static bool collide(const zpp_aio_request *a, const zpp_aio_request *b) {
+    return (a->write || b->write) && a->offset_bytes < b->offset_bytes + b->bytes &&
+           b->offset_bytes < a->offset_bytes + a->bytes;
+}
+
+/* Adds to `later` an edge from each request of the list that it collides with; false: no memory. */
+static bool hold_for(zpp_aio_request *list, zpp_aio_request *later) {
+    for (zpp_aio_request *earlier = list; earlier; earlier = earlier->hazard_next) {
+        if (!collide(earlier, later)) continue;
+        struct zpp_aio_edge *edge = malloc(sizeof *edge);
+        if (!edge) return false;
+        *edge = (struct zpp_aio_edge){earlier->edges, later};
+        earlier->edges = edge;
+        ++later->held;
+        ++later->refs;
+    }
+    return true;
+}
+
+bool zpp_aio_hold(struct zpp_file *file, zpp_aio_request *later) {
+    if (!hold_for(file->wide, later)) return false;
+    const uint64_t first = later->offset_bytes >> NARROW_SHIFT;
+    const uint64_t last = (later->offset_bytes + later->bytes - 1) >> NARROW_SHIFT;
+    /* A narrow request that reaches into the first mebibyte may start in the one before. */
+    const uint64_t from = first ? first - 1 : 0, lists = last - from + 1;
+    for (uint64_t index = 0; index < lists && index < ZPP_AIO_HAZARD_LISTS; ++index) {
+        if (!hold_for(file->narrow[(from + index) % ZPP_AIO_HAZARD_LISTS], later)) return false;
+    }
+    return true;
+}
+
+void zpp_aio_list(struct zpp_file *file, zpp_aio_request *request) {
+    zpp_aio_request **list = hazard_list(file, request);
+    request->hazard_next = *list;
+    request->hazard_link = list;
+    if (*list) (*list)->hazard_link = &request->hazard_next;
+    *list = request;
+}
+
+void zpp_aio_unlist(zpp_aio_request *request) {
+    *request->hazard_link = request->hazard_next;
+    if (request->hazard_next) request->hazard_next->hazard_link = request->hazard_link;
+}
+
+void zpp_aio_let_later_go(zpp_aio *aio, zpp_aio_request *request) {
+    while (request->edges) {
+        struct zpp_aio_edge *edge = request->edges;
+        request->edges = edge->next;
+        zpp_aio_request *later = edge->later;
+        if (--later->held == 0 && !atomic_load(&later->done)) zpp_aio_enqueue(aio, later);
+        zpp_aio_unref(later);
+        free(edge);
+    }
+}
+
+/* Edges made for a request that could not begin: take them off again. */
+void zpp_aio_unhold(zpp_aio *aio, const zpp_aio_request *request) {
+    for (zpp_aio_request *earlier = aio->first; earlier; earlier = earlier->next) {
+        for (struct zpp_aio_edge **link = &earlier->edges; *link;) {
+            struct zpp_aio_edge *edge = *link;
+            if (edge->later == request) {
+                *link = edge->next;
+                free(edge);
+            } else {
+                link = &edge->next;
+            }
+        }
+    }
+}

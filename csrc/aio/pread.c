@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The engine where io_uring is refused (containers) or not built: a few threads, each with one pread or pwrite at a time.
+ * Same chunks, same order, same judgement; only fewer operations in flight and more work a byte.
+ */
+#include <stdlib.h>
+
+#include "internal.h"
+
+static void run(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
+    ssize_t result;
+    do {
+        struct zpp_aio_op op;
+        zpp_aio_chunk_op(chunk, &op);
+        result = op.write ? aio->sys.pwrite(aio->sys.ctx, op.fd, op.memory, op.bytes, op.offset_bytes)
+                          : aio->sys.pread(aio->sys.ctx, op.fd, op.memory, op.bytes, op.offset_bytes);
+    } while (zpp_aio_settle(aio, chunk, result));
+}
+
+static void *thread(void *ctx) {
+    zpp_aio *aio = ctx;
+    pthread_mutex_lock(&aio->lock);
+    for (;;) {
+        struct zpp_aio_chunk *chunk = NULL;
+        if (zpp_aio_take(aio, &chunk, 1)) {
+            pthread_mutex_unlock(&aio->lock);
+            run(aio, chunk);
+            pthread_mutex_lock(&aio->lock);
+            zpp_aio_finish(aio, chunk);
+            /* It may have given a bounce buffer back, or let a later request go. */
+            if (aio->urgent.first || aio->background.first) pthread_cond_signal(&aio->work);
+            continue;
+        }
+        if (aio->stopping && !aio->urgent.first && !aio->background.first) break;
+        pthread_cond_wait(&aio->work, &aio->lock);
+    }
+    pthread_cond_broadcast(&aio->work); /* the next one sees the end, too */
+    pthread_mutex_unlock(&aio->lock);
+    return NULL;
+}
+
+zpp_status zpp_aio_pread_start(zpp_aio *aio, struct zpp_err *err) {
+    unsigned wanted = aio->config.threads ? aio->config.threads : ZPP_AIO_DEFAULT_THREADS;
+    if (wanted > aio->config.depth) wanted = aio->config.depth;
+    for (; aio->threads_count < wanted; ++aio->threads_count) {
+        const int failed = pthread_create(&aio->threads[aio->threads_count], NULL, thread, aio);
+        if (failed && aio->threads_count == 0) return zpp_fail_os(err, failed, "aio: no thread");
+        if (failed) break; /* fewer do as well */
+    }
+    return ZPP_OK;
+}
