@@ -14,6 +14,7 @@ int zpp_py_add_env(PyObject *module);
 int zpp_py_add_ops(PyObject *module);
 int zpp_py_add_comm(PyObject *module);
 int zpp_py_add_zero(PyObject *module);
+int zpp_py_add_aio(PyObject *module);
 
 static PyObject *version(PyObject *module, PyObject *none) {
     (void)module, (void)none;
@@ -72,7 +73,7 @@ static int fill_module(PyObject *module) {
         zpp_py_raise(&err);
         return -1;
     }
-    int (*const areas[])(PyObject *) = {zpp_py_add_env, zpp_py_add_ops, zpp_py_add_comm, zpp_py_add_zero};
+    int (*const areas[])(PyObject *) = {zpp_py_add_env, zpp_py_add_ops, zpp_py_add_comm, zpp_py_add_zero, zpp_py_add_aio};
     for (size_t area = 0; area < sizeof areas / sizeof areas[0]; ++area) {
         if (areas[area](module) != 0) return -1;
     }

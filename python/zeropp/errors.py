@@ -61,6 +61,7 @@ class TierError(Error, OSError):
         bytes_wanted: what was to be stored.
         bytes_free: what the file system had left.
         errno: the operating system's number, where it was involved.
+        offset_bytes: where in the file.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class TierError(Error, OSError):
         bytes_wanted: int | None = None,
         bytes_free: int | None = None,
         errno: int | None = None,
+        offset_bytes: int | None = None,
     ) -> None:
         super().__init__(message)
         self.path = path
         self.bytes_wanted = bytes_wanted
         self.bytes_free = bytes_free
         self.errno = errno
+        self.offset_bytes = offset_bytes
 
 
 class NotBuiltError(Error, NotImplementedError):

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``bench-io`` measured, for each device: kept under the user's cache folder, read when an engine is made."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["IoSettings", "cache_file", "device_name", "measured", "store"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IoSettings:
+    """The best settings of one device."""
+
+    depth: int
+    """Operations in flight."""
+    block_bytes: int
+    """Bytes of one operation."""
+    read_gb_s: float
+    """10^9 bytes a second read, as measured then. Shared disks drift: a hint, not a promise."""
+    write_gb_s: float
+    """The same for writing."""
+
+
+def cache_file() -> Path:
+    """``io.json`` in ``$XDG_CACHE_HOME/zeropp`` or ``~/.cache/zeropp``."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "zeropp" / "io.json"
+
+
+def device_name(path: str | os.PathLike[str]) -> str:
+    """Name of the device that holds a path: host, block device and its size, so that another disk in its place is new."""
+    number = Path(path).stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    name, sectors = f"{os.major(number)}:{os.minor(number)}", ""
+    with contextlib.suppress(OSError):
+        sectors = (block / "size").read_text().strip()
+        name = block.resolve().name
+    return f"{platform.node()}/{name}/{sectors}"
+
+
+def _load() -> dict[str, object]:
+    try:
+        values = json.loads(cache_file().read_text())
+    except (OSError, ValueError):
+        return {}  # never measured, or a file that somebody else wrote: measuring again mends it
+    return values if isinstance(values, dict) else {}
+
+
+def measured(path: str | os.PathLike[str]) -> IoSettings | None:
+    """Settings measured for the device of ``path``; None: never measured, or the path is not there."""
+    try:
+        values = _load().get(device_name(path))
+        return IoSettings(**values) if isinstance(values, dict) else None
+    except (OSError, TypeError):
+        return None
+
+
+def store(path: str | os.PathLike[str], settings: IoSettings) -> Path:
+    """Keep settings for the device of ``path``; the file they are in, replaced atomically."""
+    target = cache_file()
+    values = {**_load(), device_name(path): asdict(settings)}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(dir=target.parent, prefix="io.json.")
+    with os.fdopen(handle, "w") as file:
+        json.dump(values, file, indent=1, sort_keys=True)
+    Path(partial).replace(target)
+    return target
