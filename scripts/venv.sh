@@ -37,7 +37,8 @@ choose_python() {
     candidates=${PYTHON:-python3.11 python3.12 python3.13 python3.10 python3.14 python3}
     usable=
     for name in $candidates; do
-        command -v "$name" >/dev/null 2>&1 && new_enough "$name" || continue
+        command -v "$name" >/dev/null 2>&1 || continue
+        new_enough "$name" || continue
         if has_torch "$name"; then
             echo "$name"
             return
