@@ -27,7 +27,7 @@ $(VENV)/.installed-%: $(INSTALL_INPUTS)
 	@touch $@
 
 # The C module is brought up to date at every call; that costs less than a second when nothing changed.
-build-%: $(VENV)/.installed-%
+build-demo build-test build-lint build-bench: build-%: $(VENV)/.installed-%
 	@$(PY) setup.py -q build_ext --inplace
 
 demo: build-demo
