@@ -25,6 +25,8 @@ static inline void zpp_element_store(void *to, zpp_dtype dtype, size_t i, float 
 }
 
 /* The kinds that the float ops take. */
-static inline int zpp_element_is_float(zpp_dtype dtype) { return dtype == ZPP_F32 || dtype == ZPP_BF16 || dtype == ZPP_F16; }
+static inline int zpp_element_is_float(zpp_dtype dtype) {
+    return dtype == ZPP_F32 || dtype == ZPP_BF16 || dtype == ZPP_F16;
+}
 
 #endif

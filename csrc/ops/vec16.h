@@ -32,7 +32,9 @@ V16_FN v16 v16_div(v16 a, v16 b) { return _mm512_div_ps(a, b); }
 V16_FN v16 v16_min(v16 a, v16 b) { return _mm512_min_ps(a, b); }
 V16_FN v16 v16_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }
 V16_FN v16 v16_sqrt(v16 a) { return _mm512_sqrt_ps(a); }
-V16_FN v16 v16_abs(v16 a) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff))); }
+V16_FN v16 v16_abs(v16 a) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(INT32_MAX)));
+}
 /* The greater by bits as signed integers: for magnitudes the greater number, and a NaN beats all. */
 V16_FN v16 v16_max_bits(v16 a, v16 b) {
     return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
@@ -121,13 +123,15 @@ V16_FN __m256 v8_signed(__m256 a, int positive) { /* bits 0..7; moves lane l's b
     const __m256i at_sign = _mm256_sllv_epi32(_mm256_set1_epi32(~positive), shifts);
     return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm256_and_si256(at_sign, _mm256_set1_epi32(INT32_MIN))));
 }
-V16_FN v16 v16_signed(v16 a, uint16_t positive) { return V16_BOTH(v8_signed(a.lo, positive), v8_signed(a.hi, positive >> 8)); }
+V16_FN v16 v16_signed(v16 a, uint16_t positive) {
+    return V16_BOTH(v8_signed(a.lo, positive), v8_signed(a.hi, positive >> 8));
+}
 V16_FN __m256 v8_step(__m256 a, __m256 b) {
     const __m256 sign = _mm256_and_ps(b, _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN)));
     return _mm256_blendv_ps(b, _mm256_or_ps(sign, a), _mm256_cmp_ps(b, _mm256_setzero_ps(), _CMP_NEQ_OQ));
 }
 V16_FN v16 v16_step(v16 a, v16 b) { return V16_BOTH(v8_step(a.lo, b.lo), v8_step(a.hi, b.hi)); }
-/* Sixteen 32-bit lanes to sixteen 16-bit ones: pack works within 128-bit halves, so the middle quarters change places. */
+/* Sixteen 32-bit lanes to 16-bit ones: pack works within 128-bit halves, so the middle quarters change places. */
 V16_FN __m256i v16_unlace(__m256i packed) { return _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)); }
 V16_FN __m128i v16_to_i8(v16 a) {
     const __m256i words = v16_unlace(_mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)));

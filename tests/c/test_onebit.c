@@ -56,7 +56,9 @@ static bool guarded(const void *from, const void *end) {
     return true;
 }
 
-static void *floats_at(struct arrays *a, const struct format *f) { return a->floats + f->offset * zpp_dtype_bytes(f->dtype); }
+static void *floats_at(struct arrays *a, const struct format *f) {
+    return a->floats + f->offset * zpp_dtype_bytes(f->dtype);
+}
 
 static void fill(struct arrays *a, const struct format *f, bool wild) {
     memset(a, GUARD, sizeof *a);
@@ -86,7 +88,9 @@ static bool ends_guarded(const struct format *f, const struct arrays *a) {
            guarded(a->scales + zpp_onebit_chunks(f->chunk_elems, f->elems), a + 1);
 }
 
-static struct zpp_onebit_source source(const struct arrays *a) { return (struct zpp_onebit_source){ a->bits, a->scales }; }
+static struct zpp_onebit_source source(const struct arrays *a) {
+    return (struct zpp_onebit_source){ a->bits, a->scales };
+}
 
 /* The definition, in double where it is not exact, chunk by chunk. */
 static void check_meaning(const struct format *f, struct arrays *before, const struct arrays *after, int level) {

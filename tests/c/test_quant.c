@@ -21,7 +21,8 @@ static uint32_t random_bits(void) {
 
 /* Plain values, with zeros of both signs, subnormals and great ones; `wild` adds what is not finite. */
 static float random_value(bool wild) {
-    static const float special[] = { 0.0f, -0.0f, 1e-40f, -1e-45f, 1e38f, -1e38f, 1e-20f, INFINITY, -INFINITY, NAN, 3e38f };
+    static const float special[] = { 0.0f, -0.0f, 1e-40f, -1e-45f, 1e38f, -1e38f, 1e-20f, INFINITY, -INFINITY,
+                                      NAN, 3e38f };
     const uint32_t kind = random_bits() % 512;
     if (kind < (wild ? 11u : 7u)) return special[kind];
     return ldexpf((float)random_bits() / 4294967296.0f - 0.4f, (int)(random_bits() % 6) - 3);
@@ -76,7 +77,8 @@ static void expect(bool ok, const char *what, const struct format *f, int level)
     if (ok) return;
     failures++;
     fprintf(stderr, "quant %s: %s: %d bits, %s, blocks of %zu, %s, %zu elements at %zu\n",
-            zpp_cpu_level_name((enum zpp_cpu_level)level), what, f->spec.bits, f->spec.asymmetric ? "asymmetric" : "symmetric",
+            zpp_cpu_level_name((enum zpp_cpu_level)level), what, f->spec.bits,
+            f->spec.asymmetric ? "asymmetric" : "symmetric",
             f->spec.block_elems, zpp_dtype_name(f->dtype), f->elems, f->offset);
 }
 
@@ -92,12 +94,16 @@ static bool ends_guarded(const struct format *f, const struct arrays *a) {
            guarded(a->scales + blocks, a->mids) && guarded(a->mids + (f->spec.asymmetric ? blocks : 0), end_of(a));
 }
 
-static struct zpp_quant_target target(struct arrays *a) { return (struct zpp_quant_target){ a->codes, a->scales, a->mids }; }
+static struct zpp_quant_target target(struct arrays *a) {
+    return (struct zpp_quant_target){ a->codes, a->scales, a->mids };
+}
 static struct zpp_quant_source source(const struct arrays *a) {
     return (struct zpp_quant_source){ a->codes, a->scales, a->mids };
 }
 
-static void *floats_at(struct arrays *a, const struct format *f) { return a->floats + f->offset * zpp_dtype_bytes(f->dtype); }
+static void *floats_at(struct arrays *a, const struct format *f) {
+    return a->floats + f->offset * zpp_dtype_bytes(f->dtype);
+}
 
 static bool all_zero_or_nan(const void *values, zpp_dtype dtype, size_t elems) {
     for (size_t i = 0; i < elems; ++i) {
@@ -116,7 +122,9 @@ static void check_overflow(const struct format *f, struct arrays *in, struct arr
         }
         const char *block = (char *)floats_at(out, f) + begin * zpp_dtype_bytes(f->dtype);
         if (finite) {
-            for (size_t i = 0; i < length; ++i) expect(!isnan(zpp_element_load(block, f->dtype, i)), "NaN made", f, level);
+            for (size_t i = 0; i < length; ++i) {
+                expect(!isnan(zpp_element_load(block, f->dtype, i)), "NaN made", f, level);
+            }
         } else {
             expect(all_zero_or_nan(block, f->dtype, length), "overflow hidden", f, level);
         }
@@ -209,7 +217,8 @@ static void check_sum(const struct format *f, const struct zpp_quant_spec *to_sp
 
 static void sums(void) {
     zpp_pool *pool = threads();
-    for (int flags = 0; flags < 16; ++flags) for (size_t b = 0; b < BLOCK_SIZES; ++b) for (size_t l = 0; l < LENGTHS; ++l) {
+    for (int flags = 0; flags < 16; ++flags) for (size_t b = 0; b < BLOCK_SIZES; ++b)
+    for (size_t l = 0; l < LENGTHS; ++l) {
         const struct format f = { { block_sizes[b], flags & 1 ? 8 : 4, flags & 2 }, kinds[l % 3], lengths[l], l % 2 };
         const struct zpp_quant_spec to = { block_sizes[(b + l) % BLOCK_SIZES], flags & 4 ? 8 : 4, flags & 8 };
         check_sum(&f, &to, pool);

@@ -15,7 +15,7 @@ enum { ZPP_ONEBIT_LANES = 16 };
 enum zpp_onebit_how {
     ZPP_ONEBIT_STORE,
     ZPP_ONEBIT_ADD,
-    ZPP_ONEBIT_STREAM, /* store past the cache; dst + 16k elements is aligned to 64 (F32) or 32 bytes, the caller fences */
+    ZPP_ONEBIT_STREAM, /* store past the cache: dst is aligned to 64 (F32) or 32 bytes, the caller fences */
 };
 
 struct zpp_onebit_kernels {
@@ -31,7 +31,7 @@ struct zpp_onebit_kernels {
 #include "variants.def"
 #undef ZPP_ONEBIT_VARIANT
 
-/* --- element by element: the scalar version, and the tails of the vector versions. begin is a multiple of 16 -------- */
+/* --- element by element: the scalar version, and the tails of the vector versions; begin is a multiple of 16 ------ */
 static inline float zpp_onebit_sum_tail(float lanes[ZPP_ONEBIT_LANES], const void *src, zpp_dtype dtype,
                                         const float *error, size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {

@@ -66,8 +66,8 @@ struct job {
 static const void *input(const struct job *job, size_t chunk, size_t begin, size_t end, float *tile) {
     if (job->src) return (const char *)job->src + begin * zpp_dtype_bytes(job->dtype);
     for (size_t s = 0; s < job->sources_count; ++s) {
-        job->kernels->decode(job->sources[s].bits + begin / 8, job->sources[s].scales[chunk], end - begin, tile, ZPP_F32,
-                             s ? ZPP_ONEBIT_ADD : ZPP_ONEBIT_STORE);
+        job->kernels->decode(job->sources[s].bits + begin / 8, job->sources[s].scales[chunk], end - begin, tile,
+                             ZPP_F32, s ? ZPP_ONEBIT_ADD : ZPP_ONEBIT_STORE);
     }
     if (job->factor != 1.0f) {
         for (size_t i = 0; i < end - begin; ++i) tile[i] *= job->factor;
@@ -147,7 +147,7 @@ static void decode_piece(size_t first_chunk, size_t end_chunk, void *arg) {
                              (char *)job->dst + begin * zpp_dtype_bytes(job->dtype), job->dtype, job->how);
     }
 #if ZPP_CPU_X86
-    if (job->how == ZPP_ONEBIT_STREAM) _mm_sfence(); /* streamed stores are weakly ordered: later flags must not overtake */
+    if (job->how == ZPP_ONEBIT_STREAM) _mm_sfence(); /* streamed stores are weakly ordered: flags must not overtake */
 #endif
 }
 

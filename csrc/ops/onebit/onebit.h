@@ -13,7 +13,7 @@
  *
  * Every operation on elements rounds once to fp32. The order of the sum behind the mean belongs to the data: a chunk is
  * cut in blocks of ZPP_ONEBIT_BLOCK_ELEMS, in which lane l of 16 adds the elements i = l (mod 16) in fp32, the lanes
- * are added as a tree, and blocks one after the other in double. So all CPU levels and thread counts give the same bits.
+ * are added as a tree, and blocks one after the other in double. So CPU levels and threads do not show in the bits.
  *
  * Not finite: a chunk whose sum of |c| is not finite in fp32 gets scale NaN and bits 0, and its error stays as it was.
  * It decodes to NaN everywhere: an overflow is seen by every rank, and skipping that step leaves the feedback sound.
@@ -21,7 +21,7 @@
  * Bits: element i is bit i % 8 of byte i / 8 (numpy.packbits(bitorder="little")); bits beyond the last are 0.
  *
  * Bytes touched per element: compress fp32 12 + 1/8 (x, error read and written), decode into fp32 4 + 1/8, accumulate 8
- * + 1/8. A chunk is read twice, so chunks that fit the first-level cache (up to 4096 elements) cost one pass over memory.
+ * + 1/8. A chunk is read twice: those that fit the nearer caches (4096 elements) cost one pass over memory.
  */
 #ifndef ZPP_OPS_ONEBIT_H
 #define ZPP_OPS_ONEBIT_H

@@ -13,7 +13,8 @@ static void emit(const void *src, zpp_dtype dtype, float *error, size_t elems, f
     zpp_onebit_emit_tail(src, dtype, error, 0, elems, scale, bits);
 }
 
-static void decode(const uint8_t *bits, float scale, size_t elems, void *dst, zpp_dtype dtype, enum zpp_onebit_how how) {
+static void decode(const uint8_t *bits, float scale, size_t elems, void *dst, zpp_dtype dtype,
+                   enum zpp_onebit_how how) {
     zpp_onebit_decode_tail(bits, scale, 0, elems, dst, dtype, how == ZPP_ONEBIT_ADD);
 }
 

@@ -72,7 +72,8 @@ V16_FN void decode_how(const uint8_t *bits, float scale, size_t elems, void *dst
     }
 }
 
-static void decode(const uint8_t *bits, float scale, size_t elems, void *dst, zpp_dtype dtype, enum zpp_onebit_how how) {
+static void decode(const uint8_t *bits, float scale, size_t elems, void *dst, zpp_dtype dtype,
+                   enum zpp_onebit_how how) {
     switch (dtype) {
     case ZPP_BF16: decode_how(bits, scale, elems, dst, ZPP_BF16, how); return;
     case ZPP_F16: decode_how(bits, scale, elems, dst, ZPP_F16, how); return;

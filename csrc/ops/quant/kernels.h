@@ -12,7 +12,7 @@
 enum zpp_quant_how {
     ZPP_QUANT_STORE,
     ZPP_QUANT_ADD,
-    ZPP_QUANT_STREAM, /* store past the cache; dst + 16k elements is aligned to 64 (F32) or 32 bytes, the caller fences */
+    ZPP_QUANT_STREAM, /* store past the cache: dst is aligned to 64 (F32) or 32 bytes, the caller fences */
 };
 
 struct zpp_quant_kernels {

@@ -116,7 +116,7 @@ static void dequantise_piece(size_t first_block, size_t end_block, void *arg) {
     decode_elems(job->kernels, job->spec, job->from, begin, end,
                  (char *)job->dst + begin * zpp_dtype_bytes(job->dtype), job->dtype, job->how);
 #if ZPP_CPU_X86
-    if (job->how == ZPP_QUANT_STREAM) _mm_sfence(); /* streamed stores are weakly ordered: later flags must not overtake */
+    if (job->how == ZPP_QUANT_STREAM) _mm_sfence(); /* streamed stores are weakly ordered: flags must not overtake */
 #endif
 }
 

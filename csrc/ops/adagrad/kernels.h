@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Inside of csrc/ops/adagrad: what a CPU version of the kernel looks like, and the table of them (variants.def).
+ */
+#ifndef ZPP_OPS_ADAGRAD_KERNELS_H
+#define ZPP_OPS_ADAGRAD_KERNELS_H
+
+#include "adagrad.h"
+#include "adagrad_body.h"
+
+/* Elements [begin, end) of one segment; thread-free, no alignment asked for. A caller may cut a segment anywhere. */
+typedef void (*zpp_adagrad_kernel)(const struct zpp_adagrad_segment *segment, const struct zpp_adagrad_consts *consts,
+                                   size_t begin, size_t end);
+
+#define ZPP_ADAGRAD_VARIANT(level, function)                                                                      \
+    void function(const struct zpp_adagrad_segment *segment, const struct zpp_adagrad_consts *consts, size_t begin, \
+                  size_t end);
+#include "variants.def"
+#undef ZPP_ADAGRAD_VARIANT
+
+#endif

@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Inside of csrc/ops/lion: what a CPU version of the kernel looks like, and the table of them (variants.def).
+ */
+#ifndef ZPP_OPS_LION_KERNELS_H
+#define ZPP_OPS_LION_KERNELS_H
+
+#include "lion.h"
+#include "lion_body.h"
+
+/* Elements [begin, end) of one segment; thread-free, no alignment asked for. A caller may cut a segment anywhere. */
+typedef void (*zpp_lion_kernel)(const struct zpp_lion_segment *segment, const struct zpp_lion_consts *consts,
+                                size_t begin, size_t end);
+
+#define ZPP_LION_VARIANT(level, function)                                                                      \
+    void function(const struct zpp_lion_segment *segment, const struct zpp_lion_consts *consts, size_t begin, \
+                  size_t end);
+#include "variants.def"
+#undef ZPP_LION_VARIANT
+
+#endif

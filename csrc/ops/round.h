@@ -1,0 +1,27 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * fp32 operations that round once each, in C and in CUDA: what the shared bodies of the optimizers are written in. C
+ * files are built with -ffp-contract=off, CUDA spells the rounding out, so that nothing is contracted into a fused
+ * multiply-add and no instruction set is more exact than another.
+ */
+#ifndef ZPP_OPS_ROUND_H
+#define ZPP_OPS_ROUND_H
+
+#ifdef __CUDACC__
+#define ZPP_FN static __device__ __forceinline__
+#define ZPP_ADD(a, b) __fadd_rn(a, b)
+#define ZPP_SUB(a, b) __fsub_rn(a, b)
+#define ZPP_MUL(a, b) __fmul_rn(a, b)
+#define ZPP_DIV(a, b) __fdiv_rn(a, b)
+#define ZPP_SQRT(a) __fsqrt_rn(a)
+#else
+#include <math.h>
+#define ZPP_FN static inline
+#define ZPP_ADD(a, b) ((a) + (b))
+#define ZPP_SUB(a, b) ((a) - (b))
+#define ZPP_MUL(a, b) ((a) * (b))
+#define ZPP_DIV(a, b) ((a) / (b))
+#define ZPP_SQRT(a) sqrtf(a)
+#endif
+
+#endif
