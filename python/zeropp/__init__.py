@@ -75,6 +75,13 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME, *_MODULES])
 
 
+def _create_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    """What ``init_process_group("zeropp")`` and ``new_group`` call; the class is built when the first group is."""
+    from zeropp.process_group import ProcessGroup
+
+    return ProcessGroup(store, rank, size, timeout)
+
+
 def _load() -> None:
     """torch, then the C library over it."""
     try:
@@ -84,11 +91,11 @@ def _load() -> None:
     from zeropp import _C
 
     _C.load_torch()
-    del torch
-    from zeropp import ops, process_group
+    from zeropp import ops
 
     ops.register()
-    process_group.register()
+    if torch.distributed.is_available() and "ZEROPP" not in torch.distributed.Backend._plugins:
+        torch.distributed.Backend.register_backend("zeropp", _create_group, devices=["cpu"])
 
 
 _load()

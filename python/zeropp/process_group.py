@@ -45,16 +45,6 @@ _NO_TIMEOUT = timedelta(0)
 Tensors = Sequence[torch.Tensor]
 
 
-def register() -> None:
-    """Make ``"zeropp"`` known to torch.distributed; more than once does nothing."""
-    if "ZEROPP" not in dist.Backend._plugins:
-        dist.Backend.register_backend("zeropp", _create, devices=["cpu"])
-
-
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
-    return ProcessGroup(store, rank, size, timeout)
-
-
 # -- work ------------------------------------------------------------------------------------------------------------------
 
 
