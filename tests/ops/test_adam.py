@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam against torch's optimizers and against the papers' formula, element by element.
 
-The bound. u = 2^-24 is fp32's unit roundoff. From the same p, m, v, g, one update of ours and of the exact formula differ
-by at most (first order in u; constants such as 1 - beta1 and lr / (1 - beta1^t) are rounded once, one u each):
+The bound. u = 2^-24 is fp32's unit roundoff. From the same p, m, v, g, one update of ours and of the exact formula
+differ by at most (first order in u; constants such as 1 - beta1 and lr / (1 - beta1^t) are rounded once, one u each):
 
     m' = m + w (g - m)            d_m <= u |m'| + 3u |w (g - m)|
                                   (last addition; difference, product and w)
@@ -11,8 +11,8 @@ by at most (first order in u; constants such as 1 - beta1 and lr / (1 - beta1^t)
     q  = s m' / D                 u (s) + u (product) + u (division) + 6u (D) = 9u relative, and d_m s / D
     p' = k p - q                  u |p'| + 2u |k p| (k, product) + 9u |q| + d_m s / D
 
-torch rounds the same operations in another order, or fused, and at most as often; so two fp32 versions differ by at most
-twice that. With weight decay as an L2 penalty, g itself is off by 3u (|g| + |wd p|), which enters m by w and v by 2w|g|.
+torch rounds the same operations in another order, or fused, and at most as often; so two fp32 versions differ by at
+most twice that. With weight decay as an L2 penalty, g itself is off by 3u (|g| + |wd p|), entering m by w and v by 2w|g|.
 Subnormal v is left out of the relative bound (its unit is absolute): test_extremes covers it.
 """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam as its papers state it, in float64: written for reading, speed never.
 
-Kingma & Ba 2015, "Adam: A Method for Stochastic Optimization", algorithm 1; the decoupled decay of Loshchilov & Hutter
-2019, "Decoupled Weight Decay Regularization", algorithm 2; the maximum of Reddi, Kale & Kumar 2018, "On the Convergence of
-Adam and Beyond", algorithm 2 (as torch has it: the maximum of the uncorrected second moment).
+Kingma & Ba 2015, "Adam: A Method for Stochastic Optimization", algorithm 1; the decoupled decay of Loshchilov &
+Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2; the maximum of Reddi, Kale & Kumar 2018, "On the
+Convergence of Adam and Beyond", algorithm 2 (as torch has it: the maximum of the uncorrected second moment).
 """
 
 from __future__ import annotations
