@@ -119,11 +119,16 @@ static const char *kind_name(const struct zpp_tensor *tensor, char text[32]) {
     return text;
 }
 
-static const char *device_name(int32_t type, char text[32]) {
-    if (type == zpp_torch.aoti_torch_device_type_cpu()) return "cpu";
-    if (type == zpp_torch.aoti_torch_device_type_cuda()) return "cuda";
-    snprintf(text, 32, "device type %d", (int)type);
+static const char *place_name(struct zpp_place place, char text[32]) {
+    if (place.device_type == zpp_torch.aoti_torch_device_type_cpu()) return "cpu";
+    const bool cuda = place.device_type == zpp_torch.aoti_torch_device_type_cuda();
+    if (cuda) snprintf(text, 32, "cuda:%d", (int)place.device_index);
+    else snprintf(text, 32, "device type %d", (int)place.device_type);
     return text;
+}
+
+struct zpp_place zpp_boxed_cpu(void) {
+    return (struct zpp_place){ zpp_torch.aoti_torch_device_type_cpu(), -1 };
 }
 
 /* "float32, bfloat16 or float16" */
@@ -140,12 +145,13 @@ static void name_kinds(unsigned dtypes, char *text, size_t room) {
 }
 
 static bool check_one(struct zpp_boxed *args, const char *name, size_t i, const struct zpp_tensor *tensor,
-                      int32_t device_type, unsigned dtypes) {
+                      struct zpp_place place, unsigned dtypes) {
     char seen[32], wanted[ZPP_BOXED_TEXT_BYTES];
-    if (tensor->device_type != device_type) {
+    const struct zpp_place here = { tensor->device_type, tensor->device_index };
+    if (here.device_type != place.device_type || here.device_index != place.device_index) {
         char on[32];
-        return zpp_boxed_fail(args, "%s[%zu] is on %s, wanted %s, where the first tensor is", name, i,
-                              device_name(tensor->device_type, seen), device_name(device_type, on));
+        return zpp_boxed_fail(args, "%s[%zu] is on %s, wanted %s", name, i, place_name(here, seen),
+                              place_name(place, on));
     }
     if (tensor->dtype == ZPP_DTYPES || !(dtypes & 1u << tensor->dtype)) {
         name_kinds(dtypes, wanted, sizeof wanted);
@@ -158,10 +164,10 @@ static bool check_one(struct zpp_boxed *args, const char *name, size_t i, const 
     return true;
 }
 
-bool zpp_boxed_check(struct zpp_boxed *args, const struct zpp_tensors *list, int32_t device_type, unsigned dtypes) {
+bool zpp_boxed_check(struct zpp_boxed *args, const struct zpp_tensors *list, struct zpp_place place, unsigned dtypes) {
     if (!zpp_boxed_ok(args)) return false;
     for (size_t i = 0; i < list->count; ++i) {
-        if (!check_one(args, list->name, i, &list->at[i], device_type, dtypes)) return false;
+        if (!check_one(args, list->name, i, &list->at[i], place, dtypes)) return false;
     }
     return true;
 }

@@ -61,8 +61,12 @@ bool zpp_boxed_bool(struct zpp_boxed *args);
 /* --- checks: note a sentence that begins with the op's name; false if this or anything before failed ------------- */
 bool zpp_boxed_ok(const struct zpp_boxed *args);
 bool zpp_boxed_fail(struct zpp_boxed *args, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* Every tensor contiguous, on a device of `device_type`, and of a kind in `dtypes` (a bit a kind: 1 << ZPP_F32 ...). */
-bool zpp_boxed_check(struct zpp_boxed *args, const struct zpp_tensors *list, int32_t device_type, unsigned dtypes);
+/* Every tensor contiguous, on this device, and of a kind in `dtypes` (a bit a kind: 1 << ZPP_F32 ...). */
+struct zpp_place {
+    int32_t device_type, device_index; /* index -1: the only one, as for cpu */
+};
+bool zpp_boxed_check(struct zpp_boxed *args, const struct zpp_tensors *list, struct zpp_place place, unsigned dtypes);
+struct zpp_place zpp_boxed_cpu(void);
 /* Same number of tensors with the same numbers of elements as `model`. */
 bool zpp_boxed_check_like(struct zpp_boxed *args, const struct zpp_tensors *list, const struct zpp_tensors *model);
 /* No tensor of `written` shares memory with another one of them or with one of `read`. Lists in rising order of

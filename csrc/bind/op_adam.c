@@ -15,24 +15,24 @@ static const unsigned FLOATS = 1u << ZPP_F32 | 1u << ZPP_BF16 | 1u << ZPP_F16;
 struct lists {
     const struct zpp_tensors *params, *grads, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs, *param_outs;
     const struct zpp_ints *steps;
+    struct zpp_place place; /* where all of them must be */
 };
 
-static bool check_list(struct zpp_boxed *args, const struct zpp_tensors *list, const struct zpp_tensors *params,
-                       unsigned dtypes, bool may_be_empty) {
+static bool check_list(struct zpp_boxed *args, const struct zpp_tensors *list, const struct lists *l, unsigned dtypes,
+                       bool may_be_empty) {
     if (may_be_empty && list->count == 0) return zpp_boxed_ok(args);
-    return zpp_boxed_check_like(args, list, params) &&
-           zpp_boxed_check(args, list, zpp_torch.aoti_torch_device_type_cpu(), dtypes);
+    return zpp_boxed_check_like(args, list, l->params) && zpp_boxed_check(args, list, l->place, dtypes);
 }
 
 static bool check_tensors(struct zpp_boxed *args, const struct lists *l) {
     const struct zpp_tensors *const written[] = { l->params, l->exp_avgs, l->exp_avg_sqs, l->max_exp_avg_sqs,
                                                   l->param_outs };
-    return check_list(args, l->params, l->params, 1u << ZPP_F32, false) &&
-           check_list(args, l->grads, l->params, FLOATS, false) &&
-           check_list(args, l->exp_avgs, l->params, 1u << ZPP_F32, false) &&
-           check_list(args, l->exp_avg_sqs, l->params, 1u << ZPP_F32, false) &&
-           check_list(args, l->max_exp_avg_sqs, l->params, 1u << ZPP_F32, true) &&
-           check_list(args, l->param_outs, l->params, FLOATS, true) &&
+    return check_list(args, l->params, l, 1u << ZPP_F32, false) &&
+           check_list(args, l->grads, l, FLOATS, false) &&
+           check_list(args, l->exp_avgs, l, 1u << ZPP_F32, false) &&
+           check_list(args, l->exp_avg_sqs, l, 1u << ZPP_F32, false) &&
+           check_list(args, l->max_exp_avg_sqs, l, 1u << ZPP_F32, true) &&
+           check_list(args, l->param_outs, l, FLOATS, true) &&
            zpp_boxed_check_apart(args, written, sizeof written / sizeof written[0], &l->grads, 1);
 }
 
@@ -64,14 +64,9 @@ static bool check_numbers(struct zpp_boxed *args, const struct zpp_adam_segment 
     return zpp_boxed_ok(args);
 }
 
-static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_adam_segment *rates, float grad_scale) {
-    const size_t count = l->params->count;
-    struct zpp_adam_segment *segments = malloc((count + 1) * sizeof *segments);
-    if (!segments) {
-        zpp_boxed_fail(args, "no memory for %zu segments", count);
-        return;
-    }
-    for (size_t i = 0; i < count; ++i) {
+static void fill_segments(struct zpp_adam_segment *segments, const struct lists *l,
+                          const struct zpp_adam_segment *rates) {
+    for (size_t i = 0; i < l->params->count; ++i) {
         segments[i] = *rates;
         segments[i].param = l->params->at[i].data;
         segments[i].grad = l->grads->at[i].data;
@@ -86,14 +81,38 @@ static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_
         segments[i].elems = l->params->at[i].elems;
         segments[i].step = (uint64_t)l->steps->at[i];
     }
+}
+
+static void step_on_cpu(const struct zpp_adam_segment *segments, size_t segments_count, float grad_scale) {
     zpp_pool *pool = zpp_op_pool_take();
-    zpp_adam_step(segments, count, grad_scale, pool);
+    zpp_adam_step(segments, segments_count, grad_scale, pool);
     zpp_op_pool_give(pool);
+}
+
+static void step_on_cuda(struct zpp_boxed *args, int32_t index, const struct zpp_adam_segment *segments,
+                         size_t segments_count, float grad_scale) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device = NULL;
+    void *stream = NULL;
+    zpp_status status = zpp_op_cuda(index, &device, &stream, &err);
+    if (status == ZPP_OK) status = zpp_adam_step_cuda(device, stream, segments, segments_count, grad_scale, &err);
+    if (status != ZPP_OK) zpp_boxed_fail(args, "%s", err.text);
+}
+
+static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_adam_segment *rates, float grad_scale) {
+    const size_t count = l->params->count;
+    struct zpp_adam_segment *segments = malloc((count + 1) * sizeof *segments);
+    if (!segments) {
+        zpp_boxed_fail(args, "no memory for %zu segments", count);
+        return;
+    }
+    fill_segments(segments, l, rates);
+    if (l->place.device_index < 0) step_on_cpu(segments, count, grad_scale);
+    else step_on_cuda(args, l->place.device_index, segments, count, grad_scale);
     free(segments);
 }
 
-void zpp_op_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+static void adam_step(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct lists l;
     struct zpp_adam_segment rates = { 0 };
@@ -113,8 +132,23 @@ void zpp_op_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
     rates.decoupled_decay = zpp_boxed_bool(&args);
     rates.maximize = zpp_boxed_bool(&args);
     const double grad_scale = zpp_boxed_float(&args);
+    l.place = zpp_boxed_cpu();
+    if (cuda) {
+        const int32_t index = l.params->count ? l.params->at[0].device_index : 0;
+        l.place = (struct zpp_place){ zpp_torch.aoti_torch_device_type_cuda(), index };
+    }
     if (check_tensors(&args, &l) && check_steps(&args, &l) && check_numbers(&args, &rates, grad_scale)) {
         run(&args, &l, &rates, (float)grad_scale);
     }
     zpp_boxed_end(&args);
+}
+
+void zpp_op_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    adam_step(stack, inputs, false);
+}
+
+void zpp_op_adam_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    adam_step(stack, inputs, true);
 }

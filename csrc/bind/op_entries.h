@@ -5,11 +5,13 @@
 #ifndef ZPP_BIND_OP_ENTRIES_H
 #define ZPP_BIND_OP_ENTRIES_H
 
+#include "../base/device.h"
 #include "../base/pool.h"
 #include "shim.h"
 
 /* Boxed functions: read `inputs` arguments from the stack, leave `outputs` results there. Any thread, no GIL. */
 void zpp_op_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_adam_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_norm_squares(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adopt(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 
@@ -18,5 +20,9 @@ void zpp_op_adopt(StableIValue *stack, uint64_t inputs, uint64_t outputs);
  * it back. */
 zpp_pool *zpp_op_pool_take(void);
 void zpp_op_pool_give(zpp_pool *pool);
+
+/* Our device for torch's device `index`, made once and kept for the life of the process, and torch's current stream
+ * there. NOT_BUILT without a driver, or in a torch without CUDA. Any thread. */
+zpp_status zpp_op_cuda(int32_t index, zpp_device **device, void **stream, struct zpp_err *err);
 
 #endif

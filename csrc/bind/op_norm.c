@@ -33,7 +33,7 @@ void zpp_op_norm_squares(StableIValue *stack, uint64_t inputs, uint64_t outputs)
     void *sums_data = NULL, *nonfinite_data = NULL;
     zpp_boxed_begin(&args, "zeropp::norm_squares", stack, inputs);
     const struct zpp_tensors *tensors = zpp_boxed_tensors(&args, "tensors", false);
-    if (zpp_boxed_check(&args, tensors, zpp_torch.aoti_torch_device_type_cpu(), FLOATS) &&
+    if (zpp_boxed_check(&args, tensors, zpp_boxed_cpu(), FLOATS) &&
         zpp_boxed_new(&args, ZPP_F64, tensors->count, &sums, &sums_data) &&
         zpp_boxed_new(&args, ZPP_I64, tensors->count, &nonfinite, &nonfinite_data)) {
         run(&args, tensors, sums_data, nonfinite_data);

@@ -77,7 +77,7 @@ def adam_step_(
         "param_outs": param_outs,
     }
     for argument, tensors in {**written, "grads": grads}.items():
-        _check_tensors(name, argument, tensors)
+        _check_tensors(name, argument, tensors, ("cpu", "cuda"))
     rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     for argument, value in {**rates, "grad_scale": grad_scale}.items():
         _check_number(name, argument, value)
@@ -112,7 +112,7 @@ def norm_squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         ValueError: wrong device, dtype or layout, or a tensor that requires grad while grad mode is on.
     """
     name = "zeropp.ops.norm_squares"
-    _check_tensors(name, "tensors", tensors)
+    _check_tensors(name, "tensors", tensors, ("cpu",))
     if not tensors:  # no device to dispatch on
         return _fake_norm_squares([])
     sums, nonfinite = _call(name, torch.ops.zeropp.norm_squares.default, list(tensors))
@@ -129,7 +129,7 @@ def register() -> None:
     _registered = True
 
 
-def _check_tensors(name: str, argument: str, tensors: Sequence[Tensor]) -> None:
+def _check_tensors(name: str, argument: str, tensors: Sequence[Tensor], devices: tuple[str, ...]) -> None:
     """What C cannot see or say: no list, no tensor, another device, gradients that would be lost."""
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(f"{name}: {argument} is a {type(tensors).__name__}, wanted a list of tensors")
@@ -137,10 +137,8 @@ def _check_tensors(name: str, argument: str, tensors: Sequence[Tensor]) -> None:
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: {argument}[{index}] is a {type(tensor).__name__}, wanted a tensor")
-        if not tensor.is_cpu:
-            raise ValueError(
-                f"{name}: {argument}[{index}] is on {tensor.device}, wanted cpu; other devices are not supported yet"
-            )
+        if tensor.device.type not in devices:
+            raise ValueError(f"{name}: {argument}[{index}] is on {tensor.device}, wanted {' or '.join(devices)}")
         if grad_mode and tensor.requires_grad:
             raise ValueError(
                 f"{name}: {argument}[{index}] requires grad, and this operation has no gradient; wanted a tensor that "

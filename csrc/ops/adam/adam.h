@@ -28,6 +28,7 @@
 #include <stddef.h>
 #include "../../base/cpu.h"
 #include "../../base/dtype.h"
+#include "../../base/device.h"
 #include "../../base/pool.h"
 
 /* One tensor, or one piece of a shard. Pointers need element alignment only. No two segments overlap. */
@@ -54,5 +55,10 @@ void zpp_adam_step(const struct zpp_adam_segment *segments, size_t segments_coun
  * build lacks it. */
 bool zpp_adam_step_at(enum zpp_cpu_level level, const struct zpp_adam_segment *segments, size_t segments_count,
                       float grad_scale, zpp_pool *pool);
+
+/* The same on a GPU: enqueues on the driver's stream `native` and returns; pointers are device memory, which must live
+ * until the stream has passed. Same bits as on the CPU. NOT_BUILT without kernels in this build. */
+zpp_status zpp_adam_step_cuda(zpp_device *device, void *native, const struct zpp_adam_segment *segments,
+                              size_t segments_count, float grad_scale, struct zpp_err *err);
 
 #endif

@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Launches Adam on CUDA (adam_cuda.cu): segments in groups of 32, each group one grid with a block a chunk.
+ */
+#include "adam.h"
+
+#include "../../base/device_cuda.h"
+#include "adam_cuda.h"
+#include "kernels.h"
+
+_Static_assert(sizeof(struct zpp_adam_cuda_batch) <= 4096, "kernel arguments must fit 4096 bytes");
+
+static uint8_t kind_of(zpp_dtype dtype) {
+    switch (dtype) {
+    case ZPP_BF16: return ZPP_ADAM_CUDA_BF16;
+    case ZPP_F16: return ZPP_ADAM_CUDA_F16;
+    default: return ZPP_ADAM_CUDA_F32;
+    }
+}
+
+static struct zpp_adam_cuda_segment describe(const struct zpp_adam_segment *s, float grad_scale) {
+    return (struct zpp_adam_cuda_segment){
+        .param = s->param, .exp_avg = s->exp_avg, .exp_avg_sq = s->exp_avg_sq, .max_exp_avg_sq = s->max_exp_avg_sq,
+        .grad = s->grad, .param_out = s->param_out, .elems = s->elems, .grad_kind = kind_of(s->grad_dtype),
+        .out_kind = s->param_out ? kind_of(s->out_dtype) : ZPP_ADAM_CUDA_NONE,
+        .consts = zpp_adam_consts_of(s, grad_scale),
+    };
+}
+
+size_t zpp_adam_cuda_fill(const struct zpp_adam_segment *segments, size_t segments_count, float grad_scale,
+                          struct zpp_adam_cuda_batch *batch, unsigned int *blocks) {
+    size_t taken = 0;
+    *blocks = 0;
+    batch->segments_count = 0;
+    for (; taken < segments_count && batch->segments_count < ZPP_ADAM_CUDA_SEGMENTS; ++taken) {
+        if (segments[taken].elems == 0) continue;
+        const size_t chunks = (segments[taken].elems - 1) / ZPP_ADAM_CUDA_CHUNK_ELEMS + 1;
+        struct zpp_adam_cuda_segment *at = &batch->segments[batch->segments_count++];
+        *at = describe(&segments[taken], grad_scale);
+        at->first_block = *blocks;
+        *blocks += (unsigned int)chunks; /* 2^31 blocks of 2^15 elements: more than any memory */
+    }
+    return taken;
+}
+
+zpp_status zpp_adam_step_cuda(zpp_device *device, void *native, const struct zpp_adam_segment *segments,
+                              size_t segments_count, float grad_scale, struct zpp_err *err) {
+    CUfunction kernel;
+    zpp_status status = zpp_cuda_kernel(device, "zpp_adam_cuda", &kernel, err);
+    struct zpp_adam_cuda_batch batch = { 0 };
+    for (size_t done = 0; done < segments_count && status == ZPP_OK;) {
+        unsigned int blocks;
+        done += zpp_adam_cuda_fill(segments + done, segments_count - done, grad_scale, &batch, &blocks);
+        if (blocks == 0) continue;
+        const struct zpp_cuda_grid grid = { { blocks, 1, 1 }, { ZPP_ADAM_CUDA_THREADS, 1, 1 }, 0 };
+        void *args[] = { &batch }; /* copied by the launch */
+        status = zpp_cuda_launch(device, kernel, &grid, native, args, err);
+    }
+    return status;
+}

@@ -1,0 +1,124 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The AVX-512 intrinsics that csrc/ops uses, in plain C, so that the very source of an AVX-512 version can be run, and
+ * its bits compared, on a machine that lacks it. Include this first, then the version's .c file: it takes the place of
+ * <immintrin.h>. Each function is what Intel's guide states, lane by lane.
+ */
+#ifndef ZPP_TESTS_AVX512_EMULATED_H
+#define ZPP_TESTS_AVX512_EMULATED_H
+
+#define _IMMINTRIN_H_INCLUDED /* gcc's guard */
+#define __IMMINTRIN_H         /* clang's */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../../csrc/base/dtype.h"
+
+typedef struct { float at[16]; } emulated_ps512;
+typedef struct { double at[8]; } emulated_pd512;
+typedef struct { uint32_t at[16]; } emulated_si512;
+typedef struct { float at[8]; } emulated_ps256;
+typedef struct { uint32_t at[8]; } emulated_si256;
+typedef struct { uint32_t at[4]; } emulated_si128;
+#define __m512 emulated_ps512
+#define __m512d emulated_pd512
+#define __m512i emulated_si512
+#define __m256 emulated_ps256
+#define __m256i emulated_si256
+#define __m128i emulated_si128
+typedef uint16_t __mmask16;
+enum { _CMP_GT_OQ = 30, _CMP_UNORD_Q = 3, _MM_FROUND_TO_NEAREST_INT = 0 };
+
+#define E static inline
+#define LOAD(name, type, pointer) E type name(pointer from) { type r; memcpy(&r, from, sizeof r); return r; }
+#define STORE(name, type, pointer) E void name(pointer to, type value) { memcpy(to, &value, sizeof value); }
+LOAD(_mm512_loadu_ps, __m512, const float *)
+LOAD(_mm256_loadu_ps, __m256, const float *)
+LOAD(_mm256_loadu_si256, __m256i, const __m256i *)
+LOAD(_mm_loadu_si128, __m128i, const __m128i *)
+STORE(_mm512_storeu_ps, __m512, float *)
+STORE(_mm512_storeu_pd, __m512d, double *)
+/* Streamed stores fault unless aligned to the whole register. */
+E void _mm512_stream_ps(float *to, __m512 value) {
+    if ((uintptr_t)to % 64) abort();
+    memcpy(to, &value, sizeof value);
+}
+E void _mm512_stream_si512(__m512i *to, __m512i value) {
+    if ((uintptr_t)to % 64) abort();
+    memcpy(to, &value, sizeof value);
+}
+E void _mm_sfence(void) {}
+
+#define CAST(name, from, to) E to name(from value) { to r; memcpy(&r, &value, sizeof r); return r; }
+CAST(_mm512_castps_si512, __m512, __m512i)
+CAST(_mm512_castsi512_ps, __m512i, __m512)
+CAST(_mm256_castsi256_ps, __m256i, __m256)
+E __m512i _mm512_castsi256_si512(__m256i value) {
+    __m512i r; /* the upper half is undefined: something that would show */
+    memset(&r, 0xa5, sizeof r);
+    memcpy(&r, &value, sizeof value);
+    return r;
+}
+E __m512i _mm512_inserti64x4(__m512i into, __m256i half, int upper) {
+    memcpy((char *)&into + 32 * (upper & 1), &half, sizeof half);
+    return into;
+}
+
+#define LANES(name, type, arguments, expression) \
+    E type name arguments { type r; for (size_t i = 0; i < sizeof r.at / sizeof r.at[0]; ++i) r.at[i] = expression; return r; }
+LANES(_mm512_set1_ps, __m512, (float x), x)
+LANES(_mm512_set1_epi32, __m512i, (int x), (uint32_t)x)
+LANES(_mm512_setzero_pd, __m512d, (void), 0.0)
+LANES(_mm512_add_ps, __m512, (__m512 a, __m512 b), a.at[i] + b.at[i])
+LANES(_mm512_sub_ps, __m512, (__m512 a, __m512 b), a.at[i] - b.at[i])
+LANES(_mm512_mul_ps, __m512, (__m512 a, __m512 b), a.at[i] * b.at[i])
+LANES(_mm512_div_ps, __m512, (__m512 a, __m512 b), a.at[i] / b.at[i])
+LANES(_mm512_sqrt_ps, __m512, (__m512 a), sqrtf(a.at[i]))
+LANES(_mm512_fmadd_pd, __m512d, (__m512d a, __m512d b, __m512d c), fma(a.at[i], b.at[i], c.at[i]))
+LANES(_mm512_cvtps_pd, __m512d, (__m256 a), (double)a.at[i])
+LANES(_mm512_and_si512, __m512i, (__m512i a, __m512i b), a.at[i] & b.at[i])
+LANES(_mm512_or_si512, __m512i, (__m512i a, __m512i b), a.at[i] | b.at[i])
+LANES(_mm512_add_epi32, __m512i, (__m512i a, __m512i b), a.at[i] + b.at[i])
+LANES(_mm512_srli_epi32, __m512i, (__m512i a, unsigned n), a.at[i] >> n)
+LANES(_mm512_slli_epi32, __m512i, (__m512i a, unsigned n), a.at[i] << n)
+LANES(_mm256_slli_epi32, __m256i, (__m256i a, unsigned n), a.at[i] << n)
+LANES(_mm512_mask_blend_epi32, __m512i, (__mmask16 k, __m512i a, __m512i b), k >> i & 1 ? b.at[i] : a.at[i])
+LANES(_mm512_mask_blend_ps, __m512, (__mmask16 k, __m512 a, __m512 b), k >> i & 1 ? b.at[i] : a.at[i])
+
+E uint16_t emulated_half(const void *halves, size_t i) {
+    uint16_t bits;
+    memcpy(&bits, (const char *)halves + 2 * i, sizeof bits);
+    return bits;
+}
+LANES(_mm512_cvtepu16_epi32, __m512i, (__m256i a), emulated_half(&a, i))
+LANES(_mm256_cvtepu16_epi32, __m256i, (__m128i a), emulated_half(&a, i))
+LANES(_mm512_cvtph_ps, __m512, (__m256i a), zpp_f16_to_f32(emulated_half(&a, i)))
+LANES(_mm256_cvtph_ps, __m256, (__m128i a), zpp_f16_to_f32(emulated_half(&a, i)))
+
+E __m256i _mm512_cvtps_ph(__m512 a, int rounding) {
+    uint16_t halves[16];
+    (void)rounding;
+    for (int i = 0; i < 16; ++i) halves[i] = zpp_f16_from_f32(a.at[i]);
+    __m256i r;
+    memcpy(&r, halves, sizeof r);
+    return r;
+}
+E __m256i _mm512_cvtepi32_epi16(__m512i a) {
+    uint16_t halves[16];
+    for (int i = 0; i < 16; ++i) halves[i] = (uint16_t)a.at[i];
+    __m256i r;
+    memcpy(&r, halves, sizeof r);
+    return r;
+}
+E __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how) {
+    unsigned mask = 0;
+    for (int i = 0; i < 16; ++i) {
+        const int unordered = isnan(a.at[i]) || isnan(b.at[i]);
+        mask |= (unsigned)(how == _CMP_UNORD_Q ? unordered : a.at[i] > b.at[i]) << i;
+    }
+    return (__mmask16)mask;
+}
+
+#endif

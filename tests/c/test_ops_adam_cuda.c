@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The CUDA kernel of Adam, run on a CPU: adam_cuda.cu is C as well, once its keywords are defined away, and its blocks and
+ * threads are loops. So the packing of segments into launches, the walk over chunks, the ends and the arithmetic are
+ * tested without a GPU (what a GPU adds, rounding in hardware and the launch, tests/gpu shows where there is one).
+ */
+#include "harness.h"
+
+#include <math.h>
+
+#include "../../csrc/ops/adam/kernels.h"
+
+static struct { unsigned int x; } blockIdx, threadIdx;
+
+#define ZPP_ON_CPU 1
+#define KERNEL static void
+#define __device__
+#define __forceinline__ inline
+#define __grid_constant__
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"
+
+static inline float __uint_as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+static inline uint32_t __float_as_uint(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+#define __ushort_as_half(bits) (bits)
+#define __half_as_ushort(bits) (bits)
+#define __half2float zpp_f16_to_f32
+#define __float2half_rn zpp_f16_from_f32
+
+#include "../../csrc/ops/adam/adam_cuda.cu"
+
+/* What zpp_adam_step_cuda does, without a driver. */
+static int step(const struct zpp_adam_segment *segments, size_t count, float grad_scale) {
+    static struct zpp_adam_cuda_batch batch;
+    int launches = 0;
+    for (size_t done = 0; done < count;) {
+        unsigned int blocks;
+        done += zpp_adam_cuda_fill(segments + done, count - done, grad_scale, &batch, &blocks);
+        launches += blocks > 0;
+        for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+            for (threadIdx.x = 0; threadIdx.x < ZPP_ADAM_CUDA_THREADS; ++threadIdx.x) zpp_adam_cuda(batch);
+        }
+    }
+    return launches;
+}
+
+enum { SEGMENTS = 70, LENGTH = 3000, ELEMS = SEGMENTS * LENGTH };
+struct memory { float p[ELEMS], m[ELEMS], v[ELEMS], top[ELEMS], grad[ELEMS], out[ELEMS]; };
+
+static void describe(struct zpp_adam_segment *segments, struct memory *memory, int flags) {
+    static const zpp_dtype kinds[] = { ZPP_F32, ZPP_BF16, ZPP_F16 };
+    for (size_t s = 0; s < SEGMENTS; ++s) {
+        const size_t at = s * LENGTH;
+        const bool out = s % 4 != 0;
+        segments[s] = (struct zpp_adam_segment){
+            .param = memory->p + at, .exp_avg = memory->m + at, .exp_avg_sq = memory->v + at,
+            .max_exp_avg_sq = flags & 1 ? memory->top + at : NULL,
+            .grad = memory->grad + at, .grad_dtype = kinds[s % 3],
+            .param_out = out ? memory->out + at : NULL, .out_dtype = kinds[s % 4 ? s % 4 - 1 : 0],
+            .elems = s % 7 ? s * 37 % LENGTH : 0, .step = 1 + s, .lr = 1e-2, .beta1 = flags & 2 ? 0.4 : 0.9,
+            .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.05, .decoupled_decay = flags & 4, .maximize = s % 2 };
+    }
+}
+
+static void many_segments(void) {
+    static struct memory want, got;
+    static struct zpp_adam_segment segments[SEGMENTS];
+    for (int flags = 0; flags < 8; ++flags) {
+        for (size_t i = 0; i < ELEMS; ++i) {
+            want.p[i] = 0.01f * (float)(i % 101) - 0.5f, want.m[i] = 0.001f * (float)(i % 13);
+            want.v[i] = want.top[i] = 1e-4f * (float)(i % 17), want.out[i] = 7.0f;
+            /* Bits that mean finite numbers of every kind: two bf16 or two fp16 in the place of a fp32. */
+            const uint32_t bits = 0x3c003c00u + (uint32_t)(i * 2654435761u % 0x200u) * 0x10001u;
+            want.grad[i] = __uint_as_float(bits);
+        }
+        got = want;
+        describe(segments, &want, flags);
+        CHECK(zpp_adam_step_at(ZPP_CPU_SCALAR, segments, SEGMENTS, 0.5f, NULL));
+        describe(segments, &got, flags);
+        CHECK_EQUAL(step(segments, SEGMENTS, 0.5f), 2); /* 60 that are not empty, 32 a launch */
+        CHECK(memcmp(&want, &got, sizeof got) == 0);
+    }
+}
+
+/* Several chunks, and an end inside one. */
+static void long_segment(void) {
+    const size_t elems = 3u * ZPP_ADAM_CUDA_CHUNK_ELEMS + 1001;
+    float *memory = calloc(8 * elems, sizeof *memory);
+    for (int copy = 0; copy < 2; ++copy) {
+        float *p = memory + 4 * elems * (size_t)copy;
+        for (size_t i = 0; i < 4 * elems; ++i) p[i] = 0.25f + 0.001f * (float)(i % 977);
+        const struct zpp_adam_segment segment = {
+            .param = p, .exp_avg = p + elems, .exp_avg_sq = p + 2 * elems, .grad = p + 3 * elems, .elems = elems,
+            .step = 4, .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8 };
+        if (copy) CHECK_EQUAL(step(&segment, 1, 1.0f), 1);
+        else zpp_adam_step(&segment, 1, 1.0f, NULL);
+    }
+    CHECK(memcmp(memory, memory + 4 * elems, 4 * elems * sizeof *memory) == 0);
+    free(memory);
+}
+
+static void nothing(void) {
+    const struct zpp_adam_segment empty = { .step = 1 };
+    CHECK_EQUAL(step(&empty, 1, 1.0f), 0);
+    CHECK_EQUAL(step(NULL, 0, 1.0f), 0);
+}
+
+int main(int argc, char **argv) {
+    static const struct test_case cases[] = { TEST(many_segments), TEST(long_segment), TEST(nothing), {0} };
+    return test_main(argc, argv, cases);
+}
