@@ -16,7 +16,8 @@ zpp_status zpp_op_cuda(int32_t index, zpp_device **device, void **stream, struct
         return zpp_fail(err, ZPP_NOT_BUILT, "this torch has no CUDA: install a CUDA build of torch");
     }
     if (index < 0 || index >= MOST_DEVICES) {
-        return zpp_fail(err, ZPP_INVALID, "cuda:%d is beyond the %d devices that are supported", (int)index, MOST_DEVICES);
+        return zpp_fail(err, ZPP_INVALID, "cuda:%d is beyond the %d devices that are supported", (int)index,
+                        MOST_DEVICES);
     }
     if (zpp_torch.aoti_torch_get_current_cuda_stream(index, stream) != 0) {
         return zpp_fail(err, ZPP_DEVICE, "torch gives no current stream of cuda:%d", (int)index);

@@ -67,7 +67,11 @@ E __m512i _mm512_inserti64x4(__m512i into, __m256i half, int upper) {
 }
 
 #define LANES(name, type, arguments, expression) \
-    E type name arguments { type r; for (size_t i = 0; i < sizeof r.at / sizeof r.at[0]; ++i) r.at[i] = expression; return r; }
+    E type name arguments {                                                            \
+        type r;                                                                        \
+        for (size_t i = 0; i < sizeof r.at / sizeof r.at[0]; ++i) r.at[i] = expression; \
+        return r;                                                                      \
+    }
 LANES(_mm512_set1_ps, __m512, (float x), x)
 LANES(_mm512_set1_epi32, __m512i, (int x), (uint32_t)x)
 LANES(_mm512_setzero_pd, __m512d, (void), 0.0)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The AVX-512 version of Adam, its very source run lane by lane (avx512_emulated.h) and compared with the scalar one bit
- * for bit: a machine without AVX-512 still tests it.
+ * The AVX-512 version of Adam, its very source run lane by lane (avx512_emulated.h) and compared with the scalar one
+ * bit for bit: a machine without AVX-512 still tests it.
  */
 #include "harness.h"
 
@@ -11,7 +11,9 @@
 #include "../../csrc/ops/adam/adam_avx512.c"
 
 enum { ROOM_ELEMS = 300 };
-struct memory { float p[ROOM_ELEMS], m[ROOM_ELEMS], v[ROOM_ELEMS], top[ROOM_ELEMS], grad[ROOM_ELEMS], out[ROOM_ELEMS]; };
+struct memory {
+    float p[ROOM_ELEMS], m[ROOM_ELEMS], v[ROOM_ELEMS], top[ROOM_ELEMS], grad[ROOM_ELEMS], out[ROOM_ELEMS];
+};
 
 static void fill(struct memory *memory) {
     static const float odd[] = { 0.0f, -0.0f, 1e-40f, 3e38f, INFINITY, -INFINITY, NAN, 1e-20f, 65504.0f };
@@ -20,7 +22,8 @@ static void fill(struct memory *memory) {
     for (size_t i = 0; i < sizeof *memory / sizeof(float); ++i) {
         state = state * 1664525u + 1013904223u;
         const uint32_t pick = state >> 26;
-        values[i] = pick < sizeof odd / sizeof odd[0] ? odd[pick] : ldexpf((float)state / 4294967296.0f, -(int)pick % 9);
+        const float usual = ldexpf((float)state / 4294967296.0f, -(int)pick % 9);
+        values[i] = pick < sizeof odd / sizeof odd[0] ? odd[pick] : usual;
     }
 }
 
@@ -47,7 +50,8 @@ static void same_nans(struct memory *memory, zpp_dtype out) {
 }
 
 static void equals_scalar(void) {
-    static const zpp_dtype grads[] = { ZPP_F32, ZPP_BF16, ZPP_F16 }, outs[] = { ZPP_DTYPES, ZPP_F32, ZPP_BF16, ZPP_F16 };
+    static const zpp_dtype grads[] = { ZPP_F32, ZPP_BF16, ZPP_F16 };
+    static const zpp_dtype outs[] = { ZPP_DTYPES, ZPP_F32, ZPP_BF16, ZPP_F16 };
     static _Alignas(64) struct memory want, got;
     for (int g = 0; g < 3; ++g) for (int o = 0; o < 4; ++o) for (int flags = 0; flags < 16; ++flags) {
         fill(&want);

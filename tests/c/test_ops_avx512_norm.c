@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The AVX-512 version of the sum of squares, its very source run lane by lane (avx512_emulated.h) against the scalar one.
+ * The AVX-512 version of the sum of squares, its very source run lane by lane (avx512_emulated.h) against the scalar
+ * one.
  */
 #include "harness.h"
 

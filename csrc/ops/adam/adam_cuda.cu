@@ -18,7 +18,8 @@
 static __device__ __forceinline__ float load_grad(const void *grad, int kind, uint64_t i) {
     if (kind == ZPP_ADAM_CUDA_F32) return ((const float *)grad)[i];
     const unsigned short bits = ((const unsigned short *)grad)[i];
-    return kind == ZPP_ADAM_CUDA_BF16 ? __uint_as_float((unsigned int)bits << 16) : __half2float(__ushort_as_half(bits));
+    if (kind == ZPP_ADAM_CUDA_BF16) return __uint_as_float((unsigned int)bits << 16);
+    return __half2float(__ushort_as_half(bits));
 }
 
 static __device__ __forceinline__ unsigned short bf16_of(float value) {
