@@ -21,13 +21,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import setup as build  # noqa: E402  (setup.py: the same flags, the same rule for files)
 
-# base <- ops <- comm <- zero <- bind: what a folder of csrc/ may include besides itself.
+# base <- ops, comm, aio <- zero <- bind, and comm calls ops: what a folder of csrc/ may include besides itself.
 MAY_INCLUDE = {
     "base": set[str](),
     "ops": {"base"},
     "comm": {"base", "ops"},
-    "zero": {"base", "ops", "comm"},
-    "bind": {"base", "ops", "comm", "zero"},
+    "aio": {"base"},
+    "zero": {"base", "ops", "comm", "aio"},
+    "bind": {"base", "ops", "comm", "aio", "zero"},
 }
 KNOWS_PYTHON = {"bind"}
 MAX_COLUMNS = 120

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: zeropp of this tree, built."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Tests start processes of their own: they, too, must find this tree, installed or not.
+sys.path.insert(0, str(ROOT / "python"))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Without the C module every test would fail, each with a long traceback: say it once."""
+    if not (ROOT / "python" / "zeropp" / "_C.abi3.so").exists():
+        raise pytest.UsageError("zeropp._C is not built: make test, or python setup.py build_ext --inplace")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
