@@ -166,7 +166,8 @@ class Builder:
         stamp = shlex.join(command) + "\n" + self.identity
         if not up_to_date(target, stamp):
             target.parent.mkdir(parents=True, exist_ok=True)
-            print(f"  {name}", flush=True)
+            sys.stdout.write(f"  {name}\n")  # one write: print makes two, and compilers run side by side
+            sys.stdout.flush()
             run(command)
             target.with_suffix(".cmd").write_text(stamp)
         return target
