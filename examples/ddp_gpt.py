@@ -17,7 +17,7 @@ from text import Text
 args = arguments(__doc__)
 preset = PRESETS[args.preset]
 steps = args.steps or preset.steps
-device = choose_device()
+device = choose_device(args.device)
 dist.init_process_group(args.backend)
 rank, ranks = dist.get_rank(), dist.get_world_size()
 text = Text(args.data)

@@ -34,7 +34,7 @@ class Refused(SystemExit):
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="", help="small (default), base or large")
-    parser.add_argument("--device", default="", help="auto (default), cpu or cuda")
+    parser.add_argument("--device", default="", help="auto (default: cpu), cpu; cuda is not built yet")
     parser.add_argument("--ranks", default="", help="auto (default: one a GPU, two on CPU) or a number")
     parser.add_argument("--steps", default="", help="training steps; default: of the preset")
     parser.add_argument("--offload", default="", help="none (default); cpu and nvme are not built yet")
@@ -74,17 +74,17 @@ def need_packages(script: str) -> None:
         )
 
 
-def choose_device(asked: str) -> tuple[str, int]:
-    """The device, and how many ranks suit it."""
+def choose_device(asked: str, script: str) -> tuple[str, int]:
+    """The device, and how many ranks suit it: one a GPU, two on the CPU."""
+    if asked == "auto" or asked == "cpu":
+        return "cpu", 2
+    if script != "ddp_gpt.py":
+        raise Refused("DEVICE=cuda: zeropp does not train on GPUs yet; leave DEVICE empty to train on the CPU")
     import torch
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked == "cuda" and not gpus:
+    if not torch.cuda.is_available():
         raise Refused("DEVICE=cuda: torch sees no GPU here; leave DEVICE empty to train on the CPU")
-    if asked == "cpu" or not gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that the script, too, sees none
-        return "cpu", 2
-    return "cuda", gpus
+    return "cuda", torch.cuda.device_count()
 
 
 def unfinished_step(out: Path) -> int | None:
@@ -185,7 +185,7 @@ def main() -> int:
     if args.data and not Path(args.data).exists():
         raise Refused(f"DATA={args.data}: no such file or folder; leave it empty for Python's own source")
     need_packages(args.script)
-    device, suits = choose_device(device)
+    device, suits = choose_device(device, args.script)
     ranks = ranks_asked or suits
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // ranks)
@@ -210,7 +210,8 @@ def main() -> int:
         start_anew(out)
     (out / "run.json").write_text(json.dumps({**facts, "state": "running"}, indent=1) + "\n")
 
-    command = ["--preset", preset, "--out", str(out)]
+    command = ["--preset", preset, "--device", device, "--out", str(out)]
+    command += ["--backend", "zeropp"] if args.script != "ddp_gpt.py" else []
     command += ["--steps", str(steps)] if steps else []
     command += ["--data", data] if data else []
     command += ["--resume"] if resume else []

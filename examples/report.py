@@ -42,6 +42,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--data", help="a folder or file of text; default: the source of Python's standard library")
     parser.add_argument("--out", type=Path, default=Path("out/train"), help="folder for metrics, plot and checkpoint")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="steps between checkpoints")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU a rank")
     parser.add_argument("--backend", help="of torch.distributed; default: torch's own choice")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     args = parser.parse_args()
@@ -53,10 +54,12 @@ def arguments(description: str) -> argparse.Namespace:
     return args
 
 
-def choose_device() -> torch.device:
-    """This rank's GPU where there is one, else the CPU."""
-    if not torch.cuda.is_available():
+def choose_device(kind: str) -> torch.device:
+    """The CPU, or this rank's GPU."""
+    if kind == "cpu":
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise SystemExit("--device cuda: torch sees no GPU here; leave it out to train on the CPU")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
@@ -65,7 +68,7 @@ def choose_device() -> torch.device:
 def proportional_set_bytes() -> int:
     """Memory of this process where a page shared by n processes counts 1/n: summed over the ranks, each page counts
     once."""
-    with open("/proc/self/smaps_rollup", encoding="ascii") as rollup:
+    with Path("/proc/self/smaps_rollup").open(encoding="ascii") as rollup:
         for line in rollup:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
@@ -164,7 +167,7 @@ class Report:
             self.args.checkpoint.mkdir(parents=True, exist_ok=True)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(state, self.args.checkpoint / "new.pt")
-            os.replace(self.args.checkpoint / "new.pt", self.args.checkpoint / "state.pt")
+            (self.args.checkpoint / "new.pt").replace(self.args.checkpoint / "state.pt")
         dist.barrier()
 
     def torch_load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -260,8 +263,23 @@ def _all_ranks(value: float, device: torch.device) -> list[float]:
 
 
 def _library_figures(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
-    """Rows that zeropp can tell, where the script trains with it."""
-    return []
+    """Rows that zeropp can tell, where the script trains with it: rank 0's memory of model states, and its
+    traffic."""
+    zeropp = sys.modules.get("zeropp")
+    if zeropp is None:
+        return []
+    memory = zeropp.memory(model, optimizer)
+    each = memory["bytes_per_parameter"]
+    rows = [
+        ("bytes per parameter and rank, planned", f"{each['planned']:.2f}"),
+        ("the same, measured", f"{each['held']:.2f}"),
+    ]
+    for link, kinds in zeropp.traffic().items():
+        for kind, counts in kinds.items():
+            if counts["bytes"]:
+                mib = counts["bytes"] / 2**20
+                rows.append((f"read over {link} by {kind}", f"{mib:,.1f} MiB in {counts['calls']:,} calls"))
+    return rows
 
 
 def _stop_with_the_launcher() -> None:

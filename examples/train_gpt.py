@@ -18,7 +18,7 @@ from text import Text
 args = arguments(__doc__)
 preset = PRESETS[args.preset]
 steps = args.steps or preset.steps
-device = choose_device()
+device = choose_device(args.device)
 dist.init_process_group(args.backend)
 rank, ranks = dist.get_rank(), dist.get_world_size()
 text = Text(args.data)
@@ -27,7 +27,7 @@ batches = {"rank": rank, "ranks": ranks, "batch": preset.batch, "context": prese
 torch.manual_seed(0)
 model = GPT(preset.model).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=preset.lr, betas=(0.9, 0.95), weight_decay=0.1)
-model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(stage=3))
+model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(stage=3, device=device))
 
 report = Report(args, model, steps, tokens_per_step=ranks * preset.batch * preset.model.context)
 start = zeropp.load(args.checkpoint, model, optimizer)["step"] if args.resume else 0

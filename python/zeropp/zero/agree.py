@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+
 from zeropp.errors import CheckpointError, ConfigError, Error, TierError
 from zeropp.zero.engine import Engine
 
@@ -66,5 +67,4 @@ class Ranks:
 
     def only_rank_0(self, work: Callable[[], T]) -> T:
         """``work`` runs on rank 0; every rank gets its result, or an error."""
-        result: Any = self.all_do(lambda: work() if self.rank == 0 else None)[0]
-        return result
+        return cast(T, self.all_do(lambda: work() if self.rank == 0 else None)[0])

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+
 from zeropp.errors import CheckpointError, ConfigError, NotBuiltError
 from zeropp.zero import random_state, safefile
 from zeropp.zero.agree import Ranks

@@ -33,6 +33,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+
 from zeropp.errors import ConfigError, PartitionedParameterError
 
 WINDOW_BYTES = 16 << 20

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
 from zeropp.errors import CheckpointError
 
 

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import torch
+
 from zeropp.zero.plain import to_plain
 
 
@@ -22,12 +23,13 @@ def collect(tensors: dict[str, torch.Tensor]) -> Any:
     if "numpy" in sys.modules:
         import numpy
 
-        kind, key, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+        state: Any = numpy.random.get_state(legacy=True)
+        kind, key, position, has_gauss, cached = state
         states["numpy"] = {
             "kind": kind, "key": torch.from_numpy(key.astype("int64")), "position": position,
             "has_gauss": has_gauss, "cached": cached,
         }  # fmt: skip
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
     return to_plain(states, "random", tensors)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from zeropp.errors import CheckpointError, TierError
 
 BLOCK_BYTES = 4 << 20
@@ -173,7 +174,7 @@ def _blocks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     """A tensor's bytes, without a copy, in pieces."""
     if not tensor.numel():
         return
-    view = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()).cast("B")
+    view = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     for first in range(0, len(view), BLOCK_BYTES):
         yield view[first : first + BLOCK_BYTES]
 

@@ -4,6 +4,8 @@ else."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+
 from zeropp.errors import CheckpointError
 from zeropp.zero import safefile
 from zeropp.zero.access import gathered
@@ -219,7 +222,7 @@ class _Source:
 
     def __init__(self, source: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> None:
         self._mapping = source if isinstance(source, Mapping) else None
-        self._files: list[Any] = []
+        self._stack = contextlib.ExitStack()
         self._where: dict[str, Any] = {}
         if not isinstance(source, Mapping):
             for path in _safetensors_files(Path(source)):
@@ -229,18 +232,16 @@ class _Source:
         from safetensors import SafetensorError, safe_open
 
         try:
-            file = safe_open(str(path), "pt").__enter__()
+            file = self._stack.enter_context(safe_open(str(path), "pt"))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
-        self._files.append(file)
         self._where.update(dict.fromkeys(file.keys(), file))
 
     def __enter__(self) -> _Source:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for file in self._files:
-            file.__exit__(None, None, None)
+        self._stack.close()
 
     def __contains__(self, name: str) -> bool:
         return name in (self._where if self._mapping is None else self._mapping)
@@ -260,15 +261,17 @@ class _Source:
         """Elements ``begin`` to ``end`` of the flattened tensor; of a file, the rows that hold them are read."""
         if self._mapping is not None:
             return self._mapping[name].detach().reshape(-1)[begin:end]
+        rows: torch.Tensor
         piece = self._where[name].get_slice(name)
         shape = piece.get_shape()
         if len(shape) == 0:
-            return self.whole(name).reshape(-1)[begin:end]
+            rows = self.whole(name)
+            return rows.reshape(-1)[begin:end]
         row = 1
         for one in shape[1:]:
             row *= one
         first, last = begin // row, -(-end // row)
-        rows: torch.Tensor = piece[first:last]
+        rows = piece[first:last]
         return rows.reshape(-1)[begin - first * row : end - first * row]
 
 
@@ -313,7 +316,7 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int 
             name, tensor = next(stream)
             if ranks.rank == 0:
                 tensors[name] = tensor
-        ranks.only_rank_0(lambda name=file_name, held=tensors: _write_file(target / name, held))  # type: ignore[misc]
+        ranks.only_rank_0(functools.partial(_write_file, target / file_name, tensors))
         del tensors
     for _ in stream:
         raise AssertionError("the plan covers every tensor")
@@ -351,6 +354,6 @@ def _finish_export(model: nn.Module, folder: Path, names: list[str], plan: list[
         weight_map = {name: file for file, members in zip(names, plan, strict=True) for name in members}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         safefile.write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=1))
-    config = getattr(model, "config", None)
-    if hasattr(config, "save_pretrained"):
-        config.save_pretrained(folder)
+    save_config = getattr(getattr(model, "config", None), "save_pretrained", None)
+    if save_config is not None:
+        save_config(folder)

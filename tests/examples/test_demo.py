@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example scripts and the driver of `make demo`, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(one for one in sys.path if one), "OMP_NUM_THREADS": "1"}
+
+
+def demo(*arguments: str, out: Path, **keywords) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(out), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=ENVIRONMENT, stdin=subprocess.DEVNULL, **keywords
+    )
+
+
+def rows(out: Path) -> list[dict]:
+    path = out / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_zeropp_takes_under_ten_lines_of_difference():
+    done = subprocess.run(
+        ["diff", str(EXAMPLES / "ddp_gpt.py"), str(EXAMPLES / "train_gpt.py")], capture_output=True, text=True
+    )
+    changed = [line for line in done.stdout.splitlines() if line[:1] in "<>"]
+    assert 0 < len(changed) < 10, changed
+
+
+def test_demo_trains_stops_on_ctrl_c_and_goes_on(tmp_path):
+    """A Ctrl-C reaches the whole process group, as at a terminal; the second run needs no answer, because nobody is
+    there."""
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(tmp_path), "--steps", "40"]
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while len(rows(tmp_path)) < 3 and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(running.pid, signal.SIGINT)
+    said, _ = running.communicate(timeout=60)
+    assert running.returncode == 0, said
+    assert "Traceback" not in said and "resumes it" in said, said
+    stopped = json.loads((tmp_path / "run.json").read_text())
+    assert stopped["state"] == "stopped" and 3 <= stopped["step"] < 40, stopped
+    assert f"Stopped after step {stopped['step']} of 40" in said
+    assert (tmp_path / "checkpoint" / "latest").read_text() == f"step-{stopped['step']}\n"
+    before = rows(tmp_path)
+
+    done = demo("--steps", "40", out=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"Resuming the unfinished run at step {stopped['step']} (RESUME=no starts anew)" in done.stdout
+    after = rows(tmp_path)
+    assert after[: len(before)] == before and [row["step"] for row in after] == list(range(1, 41))
+    for row in after:
+        assert row.keys() == {"step", "loss", "tokens_per_s", "memory_bytes"}
+        assert math.isfinite(row["loss"]) and row["tokens_per_s"] > 0
+        assert len(row["memory_bytes"]) == 2 and all(one > 1 << 20 for one in row["memory_bytes"])
+    assert after[-1]["loss"] < after[0]["loss"] - 1
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for word in (
+        "parameters",
+        "bytes per parameter",
+        "tokens/s",
+        "validation loss",
+        "reduce_scatter",
+        "A sample, after",
+    ):
+        assert word in done.stdout, word
+    assert json.loads((tmp_path / "run.json").read_text())["state"] == "finished"
+
+
+def test_both_scripts_train_alike(tmp_path):
+    """The same data, model and seed: the losses differ by the order of fp32 sums only, which three steps amplify
+    little."""
+    losses = {}
+    for script in ("ddp_gpt.py", "train_gpt.py"):
+        out = tmp_path / script
+        done = demo("--steps", "3", "--script", script, out=out)
+        assert done.returncode == 0, done.stderr
+        losses[script] = [row["loss"] for row in rows(out)]
+    for theirs, ours in zip(losses["ddp_gpt.py"], losses["train_gpt.py"], strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--offload=nvme"], "OFFLOAD=nvme: not yet"),
+        (["--device=cuda"], "DEVICE=cuda: zeropp does not train on GPUs yet; leave DEVICE empty"),
+        (["--device=tpu"], "DEVICE=tpu: wanted one of auto, cpu, cuda"),
+        (["--preset=tiny"], "PRESET=tiny: wanted one of small, base, large"),
+        (["--steps=0"], "STEPS=0: wanted a whole number >= 1"),
+        (["--ranks=two"], "RANKS=two: wanted a whole number >= 1"),
+        (["--data=/nowhere"], "DATA=/nowhere: no such file or folder"),
+        (["--resume=maybe"], "RESUME=maybe: wanted one of yes, no, ask"),
+    ],
+)
+def test_what_cannot_be_names_the_variable(arguments, says, tmp_path):
+    done = demo(*arguments, out=tmp_path)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def unfinished(out: Path, **changes) -> None:
+    """What a stopped run of two ranks leaves."""
+    facts = {
+        "preset": "small",
+        "data": None,
+        "ranks": 2,
+        "script": "train_gpt.py",
+        "steps": 40,
+        "state": "stopped",
+        "step": 7,
+    }
+    (out / "checkpoint" / "step-7").mkdir(parents=True)
+    (out / "run.json").write_text(json.dumps({**facts, **changes}))
+
+
+@pytest.mark.parametrize(
+    "changes, arguments, says",
+    [
+        ({"ranks": 3}, [], "has RANKS=3, this one 2; give the same to resume it, or RESUME=no"),
+        ({"preset": "base"}, [], "has PRESET=base, this one small"),
+        ({}, ["--steps=7"], "STEPS=7: the unfinished run is at step 7 already"),
+    ],
+)
+def test_another_run_in_the_way_is_not_resumed_nor_replaced_unasked(tmp_path, changes, arguments, says):
+    unfinished(tmp_path, **changes)
+    done = demo(*arguments, out=tmp_path)
+    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert (tmp_path / "checkpoint" / "step-7").exists()
+
+
+def test_too_little_text_is_refused(tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("hello\n" * 10)
+    done = demo(f"--data={short}", "--steps=1", out=tmp_path / "out")
+    assert done.returncode == 1 and "too little to learn from" in done.stderr + done.stdout
+
+
+@pytest.mark.slow
+def test_the_small_preset_learns_within_five_minutes(tmp_path):
+    """2.42 nats a byte is the bigram entropy of this text: below it the model uses more than the last byte."""
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(tmp_path)],
+        capture_output=True, text=True, timeout=900, env=ENVIRONMENT, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    took = time.monotonic() - begun
+    assert done.returncode == 0, done.stderr
+    loss = json.loads((tmp_path / "result.json").read_text())["validation_loss"]
+    assert loss < 2.2 and took < 300, (loss, took)
