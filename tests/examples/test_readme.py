@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the README and docs/papers.md say: the example is the file that runs, and the files they name exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(one for one in sys.path if one), "OMP_NUM_THREADS": "1"}
+
+
+def test_the_readmes_example_is_the_file():
+    assert f"```python\n{(ROOT / 'examples' / 'quickstart.py').read_text()}```" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_runs(ranks, tmp_path):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launch, str(ROOT / "examples" / "quickstart.py")],
+        capture_output=True, text=True, timeout=200, env=ENVIRONMENT, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("bytes") == 0 and done.stdout.count("loss ") == ranks
+    assert (tmp_path / "out" / "quickstart" / "latest").read_text() == "step-20\n"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/papers.md", "docs/checkpoint-format.md"])
+def test_every_file_that_a_page_names_exists(page):
+    text = (ROOT / page).read_text()
+    links = re.findall(r"\]\(((?!http|#)[^)]+)\)", text)
+    names = re.findall(r"`((?:csrc|python|tests|benchmarks|docs|examples)/[\w./-]+)`", text)
+    assert links or names
+    for link in links:
+        assert (ROOT / page).parent.joinpath(link).exists(), link
+    for name in names:
+        assert (ROOT / name).exists(), name
