@@ -40,7 +40,7 @@ class Preset:
 
 
 PRESETS = {
-    "small": Preset(model=GPTConfig(layers=4, heads=4, width=128, context=64), steps=700, batch=12, lr=2e-3),
+    "small": Preset(model=GPTConfig(layers=4, heads=4, width=128, context=64), steps=600, batch=12, lr=2e-3),
     "base": Preset(model=GPTConfig(layers=8, heads=8, width=512, context=512), steps=2000, batch=8, lr=1e-3),
     "large": Preset(model=GPTConfig(layers=12, heads=12, width=768, context=1024), steps=10000, batch=8, lr=6e-4),
 }

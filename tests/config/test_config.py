@@ -32,10 +32,11 @@ def test_every_field_says_what_it_is():
     """The docstring under each field is part of the interface; a field without one is refused here."""
     import ast
     import inspect
+    import itertools
 
     for cls in (Config, Offload, Tier, Precision, Comm):
         body = ast.parse(inspect.getsource(cls)).body[0].body
-        for field, after in zip(body, body[1:], strict=False):
+        for field, after in itertools.pairwise(body):
             if isinstance(field, ast.AnnAssign):
                 assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), (cls, field.target.id)
 
