@@ -13,6 +13,16 @@
 void zpp_op_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adam_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_norm_squares(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_lion_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_adagrad_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_sgd_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_quantise(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_dequantise(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_quant_sum(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_quant_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_onebit_compress(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_onebit_decode(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_onebit_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adopt(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 
 /* The threads of ops: as many as torch.get_num_threads() says, kept between calls and made anew when that number

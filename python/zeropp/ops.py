@@ -17,7 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["adam_step_", "norm_squares", "register"]
+from zeropp._ops import onebit as _onebit
+from zeropp._ops import optimizers as _optimizers
+from zeropp._ops import quant as _quant
+from zeropp._ops.onebit import OneBit, onebit_compress_, onebit_decode_, onebit_reduce_
+from zeropp._ops.optimizers import adagrad_step_, lion_step_, sgd_step_
+from zeropp._ops.quant import Quantised, dequantise_, quant_reduce_, quant_sum_, quantise, quantise_
+
+__all__ = [
+    "OneBit", "Quantised", "adagrad_step_", "adam_step_", "dequantise_", "lion_step_", "norm_squares",
+    "onebit_compress_", "onebit_decode_", "onebit_reduce_", "quant_reduce_", "quant_sum_", "quantise", "quantise_",
+    "register", "sgd_step_",
+]  # fmt: skip
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _registered = False
@@ -126,6 +137,8 @@ def register() -> None:
         return
     torch.library.register_fake("zeropp::adam_step_", _fake_adam_step)
     torch.library.register_fake("zeropp::norm_squares", _fake_norm_squares)
+    for area in (_optimizers, _quant, _onebit):
+        area.register()
     _registered = True
 
 

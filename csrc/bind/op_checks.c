@@ -1,0 +1,91 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Checks of op_checks.h.
+ */
+#include "op_checks.h"
+
+#include <math.h>
+#include <stdio.h>
+
+enum { LABEL_BYTES = 64, KINDS_BYTES = 96 };
+
+/* "float32, bfloat16 or float16" */
+static void name_kinds(unsigned dtypes, char text[KINDS_BYTES]) {
+    size_t used = 0;
+    text[0] = '\0';
+    for (int dtype = 0; dtype < ZPP_DTYPES; ++dtype) {
+        if (!(dtypes & 1u << dtype)) continue;
+        const char *before = used == 0 ? "" : dtypes >> dtype == 1u ? " or " : ", ";
+        const int added = snprintf(text + used, KINDS_BYTES - used, "%s%s", before, zpp_dtype_name((zpp_dtype)dtype));
+        if (added > 0 && (size_t)added < KINDS_BYTES - used) used += (size_t)added;
+    }
+}
+
+bool zpp_op_check_tensor(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes) {
+    if (!zpp_boxed_ok(args)) return false;
+    if (tensor->device_type != zpp_torch.aoti_torch_device_type_cpu()) {
+        return zpp_boxed_fail(args, "%s is not on the cpu, wanted cpu; other devices are not supported yet", name);
+    }
+    if (tensor->dtype == ZPP_DTYPES || !(dtypes & 1u << tensor->dtype)) {
+        char wanted[KINDS_BYTES], seen[LABEL_BYTES];
+        name_kinds(dtypes, wanted);
+        if (tensor->dtype == ZPP_DTYPES) snprintf(seen, sizeof seen, "torch dtype %d", (int)tensor->torch_dtype);
+        else snprintf(seen, sizeof seen, "%s", zpp_dtype_name(tensor->dtype));
+        return zpp_boxed_fail(args, "%s is %s, wanted %s", name, seen, wanted);
+    }
+    if (!tensor->contiguous) {
+        return zpp_boxed_fail(args, "%s is not contiguous, wanted contiguous: pass a contiguous tensor, not a "
+                              "transposed or strided view", name);
+    }
+    return true;
+}
+
+bool zpp_op_check_elems(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes,
+                        size_t elems, const char *of) {
+    if (!zpp_op_check_tensor(args, name, tensor, dtypes)) return false;
+    if (tensor->elems == elems) return true;
+    return zpp_boxed_fail(args, "%s has %zu elements, wanted %zu: %s", name, tensor->elems, elems, of);
+}
+
+bool zpp_op_check_list(struct zpp_boxed *args, const struct zpp_tensors *list, const struct zpp_tensors *model,
+                       unsigned dtypes, bool may_be_empty) {
+    if (may_be_empty && list->count == 0) return zpp_boxed_ok(args);
+    if (!zpp_boxed_check_like(args, list, model)) return false;
+    for (size_t i = 0; i < list->count; ++i) {
+        char label[LABEL_BYTES];
+        snprintf(label, sizeof label, "%s[%zu]", list->name, i);
+        if (!zpp_op_check_tensor(args, label, &list->at[i], dtypes)) return false;
+    }
+    return true;
+}
+
+bool zpp_op_check_steps(struct zpp_boxed *args, const struct zpp_ints *steps, const struct zpp_tensors *model) {
+    if (!zpp_boxed_ok(args)) return false;
+    if (steps->count != model->count) {
+        return zpp_boxed_fail(args, "%s has %zu numbers, wanted %zu as %s has tensors", steps->name, steps->count,
+                              model->count, model->name);
+    }
+    for (size_t i = 0; i < steps->count; ++i) {
+        if (steps->at[i] >= 1) continue;
+        return zpp_boxed_fail(args, "%s[%zu] is %lld, wanted the number of this update, counted from 1", steps->name, i,
+                              (long long)steps->at[i]);
+    }
+    return true;
+}
+
+bool zpp_op_check_rates(struct zpp_boxed *args, const struct zpp_op_rate *rates, size_t rates_count) {
+    for (size_t k = 0; k < rates_count && zpp_boxed_ok(args); ++k) {
+        const struct zpp_op_rate *rate = &rates[k];
+        if (isfinite(rate->value) && rate->value >= rate->least && rate->value < rate->below) continue;
+        if (isinf(rate->below) && isinf(rate->least)) {
+            zpp_boxed_fail(args, "%s is %g, wanted a finite number", rate->name, rate->value);
+        } else if (isinf(rate->below)) {
+            zpp_boxed_fail(args, "%s is %g, wanted %s >= %g and finite", rate->name, rate->value, rate->name,
+                           rate->least);
+        } else {
+            zpp_boxed_fail(args, "%s is %g, wanted %g <= %s < %g", rate->name, rate->value, rate->least, rate->name,
+                           rate->below);
+        }
+    }
+    return zpp_boxed_ok(args);
+}

@@ -1,0 +1,192 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * torch.ops.zeropp.lion_step_, adagrad_step_ and sgd_step_: read and check lists of tensors, then csrc/ops. Everything
+ * is checked before anything is written.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "../ops/adagrad/adagrad.h"
+#include "../ops/lion/lion.h"
+#include "../ops/sgd/sgd.h"
+#include "op_checks.h"
+#include "op_entries.h"
+
+/* What all three have: `states` may be empty for SGD only. */
+struct lists {
+    const struct zpp_tensors *params, *grads, *states, *param_outs;
+};
+
+static void read_lists(struct zpp_boxed *args, struct lists *l, const char *states) {
+    l->params = zpp_boxed_tensors(args, "params", true);
+    l->grads = zpp_boxed_tensors(args, "grads", false);
+    l->states = zpp_boxed_tensors(args, states, true);
+    l->param_outs = zpp_boxed_tensors(args, "param_outs", true);
+}
+
+static bool check_lists(struct zpp_boxed *args, const struct lists *l, bool may_lack_states) {
+    const struct zpp_tensors *const written[] = { l->params, l->states, l->param_outs };
+    return zpp_op_check_list(args, l->params, l->params, 1u << ZPP_F32, false) &&
+           zpp_op_check_list(args, l->grads, l->params, ZPP_OP_FLOATS, false) &&
+           zpp_op_check_list(args, l->states, l->params, 1u << ZPP_F32, may_lack_states) &&
+           zpp_op_check_list(args, l->param_outs, l->params, ZPP_OP_FLOATS, true) &&
+           zpp_boxed_check_apart(args, written, sizeof written / sizeof written[0], &l->grads, 1);
+}
+
+/* Room for a segment a tensor; NULL, with a sentence noted, without memory. */
+static void *new_segments(struct zpp_boxed *args, const struct lists *l, size_t segment_bytes) {
+    void *segments = calloc(l->params->count + 1, segment_bytes);
+    if (!segments) zpp_boxed_fail(args, "no memory for %zu segments", l->params->count);
+    return segments;
+}
+
+/* Fields that all kinds of segment have. */
+#define FILL_SEGMENT(segment, l, i)                                   \
+    do {                                                              \
+        (segment)->param = (l)->params->at[i].data;                   \
+        (segment)->grad = (l)->grads->at[i].data;                     \
+        (segment)->grad_dtype = (l)->grads->at[i].dtype;              \
+        (segment)->elems = (l)->params->at[i].elems;                  \
+        if ((l)->param_outs->count) {                                 \
+            (segment)->param_out = (l)->param_outs->at[i].data;       \
+            (segment)->out_dtype = (l)->param_outs->at[i].dtype;      \
+        }                                                             \
+    } while (0)
+
+#define RATE_ANY(name, value) { name, value, -INFINITY, INFINITY }
+#define RATE_NOT_NEGATIVE(name, value) { name, value, 0.0, INFINITY }
+#define RATE_BELOW_ONE(name, value) { name, value, 0.0, 1.0 }
+#define COUNT(array) (sizeof(array) / sizeof(array)[0])
+
+/* --- Lion --------------------------------------------------------------------------------------------------------- */
+static void run_lion(struct zpp_boxed *args, const struct lists *l, const struct zpp_lion_segment *rates, float scale) {
+    struct zpp_lion_segment *segments = new_segments(args, l, sizeof *segments);
+    if (!segments) return;
+    for (size_t i = 0; i < l->params->count; ++i) {
+        segments[i] = *rates;
+        FILL_SEGMENT(&segments[i], l, i);
+        segments[i].exp_avg = l->states->at[i].data;
+    }
+    zpp_pool *pool = zpp_op_pool_take();
+    zpp_lion_step(segments, l->params->count, scale, pool);
+    zpp_op_pool_give(pool);
+    free(segments);
+}
+
+void zpp_op_lion_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    struct lists l;
+    struct zpp_lion_segment r = { 0 };
+    zpp_boxed_begin(&args, "zeropp::lion_step_", stack, inputs);
+    read_lists(&args, &l, "exp_avgs");
+    r.lr = zpp_boxed_float(&args);
+    r.beta1 = zpp_boxed_float(&args);
+    r.beta2 = zpp_boxed_float(&args);
+    r.weight_decay = zpp_boxed_float(&args);
+    r.maximize = zpp_boxed_bool(&args);
+    const double grad_scale = zpp_boxed_float(&args);
+    const struct zpp_op_rate rates[] = {
+        RATE_NOT_NEGATIVE("lr", r.lr), RATE_BELOW_ONE("beta1", r.beta1), RATE_BELOW_ONE("beta2", r.beta2),
+        RATE_ANY("weight_decay", r.weight_decay), RATE_ANY("grad_scale", grad_scale) };
+    if (check_lists(&args, &l, false) && zpp_op_check_rates(&args, rates, COUNT(rates))) {
+        run_lion(&args, &l, &r, (float)grad_scale);
+    }
+    zpp_boxed_end(&args);
+}
+
+/* --- Adagrad ------------------------------------------------------------------------------------------------------ */
+static void run_adagrad(struct zpp_boxed *args, const struct lists *l, const struct zpp_ints *steps,
+                        const struct zpp_adagrad_segment *rates, float scale) {
+    struct zpp_adagrad_segment *segments = new_segments(args, l, sizeof *segments);
+    if (!segments) return;
+    for (size_t i = 0; i < l->params->count; ++i) {
+        segments[i] = *rates;
+        FILL_SEGMENT(&segments[i], l, i);
+        segments[i].sum = l->states->at[i].data;
+        segments[i].step = (uint64_t)steps->at[i];
+    }
+    zpp_pool *pool = zpp_op_pool_take();
+    zpp_adagrad_step(segments, l->params->count, scale, pool);
+    zpp_op_pool_give(pool);
+    free(segments);
+}
+
+void zpp_op_adagrad_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    struct lists l;
+    struct zpp_adagrad_segment r = { 0 };
+    zpp_boxed_begin(&args, "zeropp::adagrad_step_", stack, inputs);
+    read_lists(&args, &l, "state_sums");
+    const struct zpp_ints *steps = zpp_boxed_ints(&args, "steps");
+    r.lr = zpp_boxed_float(&args);
+    r.lr_decay = zpp_boxed_float(&args);
+    r.eps = zpp_boxed_float(&args);
+    r.weight_decay = zpp_boxed_float(&args);
+    r.maximize = zpp_boxed_bool(&args);
+    const double grad_scale = zpp_boxed_float(&args);
+    const struct zpp_op_rate rates[] = {
+        RATE_ANY("lr", r.lr), RATE_NOT_NEGATIVE("lr_decay", r.lr_decay), RATE_NOT_NEGATIVE("eps", r.eps),
+        RATE_ANY("weight_decay", r.weight_decay), RATE_ANY("grad_scale", grad_scale) };
+    if (check_lists(&args, &l, false) && zpp_op_check_steps(&args, steps, l.params) &&
+        zpp_op_check_rates(&args, rates, COUNT(rates))) {
+        run_adagrad(&args, &l, steps, &r, (float)grad_scale);
+    }
+    zpp_boxed_end(&args);
+}
+
+/* --- SGD ---------------------------------------------------------------------------------------------------------- */
+static void run_sgd(struct zpp_boxed *args, const struct lists *l, const struct zpp_ints *steps,
+                    const struct zpp_sgd_segment *rates, float scale) {
+    struct zpp_sgd_segment *segments = new_segments(args, l, sizeof *segments);
+    if (!segments) return;
+    for (size_t i = 0; i < l->params->count; ++i) {
+        segments[i] = *rates;
+        FILL_SEGMENT(&segments[i], l, i);
+        if (l->states->count) segments[i].momentum_buffer = l->states->at[i].data;
+        segments[i].first = steps->at[i] == 1;
+    }
+    zpp_pool *pool = zpp_op_pool_take();
+    zpp_sgd_step(segments, l->params->count, scale, pool);
+    zpp_op_pool_give(pool);
+    free(segments);
+}
+
+static bool check_momentum(struct zpp_boxed *args, const struct lists *l, const struct zpp_sgd_segment *r) {
+    if (!zpp_boxed_ok(args)) return false;
+    if (r->momentum != 0.0 && l->states->count == 0 && l->params->count > 0) {
+        return zpp_boxed_fail(args, "momentum is %g and momentum_buffers is empty, wanted one buffer a tensor of "
+                              "params", r->momentum);
+    }
+    if (r->nesterov && (r->momentum <= 0.0 || r->dampening != 0.0)) {
+        return zpp_boxed_fail(args, "nesterov with momentum %g and dampening %g, wanted momentum > 0 and dampening 0",
+                              r->momentum, r->dampening);
+    }
+    return true;
+}
+
+void zpp_op_sgd_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    struct lists l;
+    struct zpp_sgd_segment r = { 0 };
+    zpp_boxed_begin(&args, "zeropp::sgd_step_", stack, inputs);
+    read_lists(&args, &l, "momentum_buffers");
+    const struct zpp_ints *steps = zpp_boxed_ints(&args, "steps");
+    r.lr = zpp_boxed_float(&args);
+    r.momentum = zpp_boxed_float(&args);
+    r.dampening = zpp_boxed_float(&args);
+    r.weight_decay = zpp_boxed_float(&args);
+    r.nesterov = zpp_boxed_bool(&args);
+    r.maximize = zpp_boxed_bool(&args);
+    const double grad_scale = zpp_boxed_float(&args);
+    const struct zpp_op_rate rates[] = {
+        RATE_ANY("lr", r.lr), RATE_NOT_NEGATIVE("momentum", r.momentum), RATE_ANY("dampening", r.dampening),
+        RATE_ANY("weight_decay", r.weight_decay), RATE_ANY("grad_scale", grad_scale) };
+    if (check_lists(&args, &l, true) && zpp_op_check_steps(&args, steps, l.params) &&
+        zpp_op_check_rates(&args, rates, COUNT(rates)) && check_momentum(&args, &l, &r)) {
+        run_sgd(&args, &l, steps, &r, (float)grad_scale);
+    }
+    zpp_boxed_end(&args);
+}

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the doors of operators share: checks that C cannot make, the call, and what autograd has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FP32 = (torch.float32,)
+
+
+def check_tensor(name: str, label: str, tensor: Tensor) -> None:
+    """A tensor, on the CPU, whose gradient is not lost."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: {label} is a {type(tensor).__name__}, wanted a tensor")
+    if not tensor.is_cpu:
+        raise ValueError(f"{name}: {label} is on {tensor.device}, wanted cpu; other devices are not supported yet")
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise ValueError(
+            f"{name}: {label} requires grad, and this operation has no gradient; wanted a tensor that does not: call "
+            "it under torch.no_grad(), or pass tensor.detach()"
+        )
+
+
+def check_tensors(name: str, argument: str, tensors: Sequence[Tensor]) -> None:
+    """A list of such tensors."""
+    if not isinstance(tensors, (list, tuple)):
+        raise TypeError(f"{name}: {argument} is a {type(tensors).__name__}, wanted a list of tensors")
+    for index, tensor in enumerate(tensors):
+        check_tensor(name, f"{argument}[{index}]", tensor)
+
+
+def check_numbers(name: str, numbers: Mapping[str, object]) -> None:
+    """Numbers, not booleans."""
+    for argument, value in numbers.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"{name}: {argument} is {value!r}, wanted a number")
+
+
+def check_whole(name: str, argument: str, value: object) -> None:
+    """A whole number."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: {argument} is {value!r}, wanted a whole number")
+
+
+def check_blocks(name: str, argument: str, elems: object) -> None:
+    """The length of a block or chunk."""
+    check_whole(name, argument, elems)
+    assert isinstance(elems, int)
+    if elems < 16 or elems % 16:
+        raise ValueError(f"{name}: {argument} is {elems}, wanted a multiple of 16, at least 16")
+
+
+def steps_of(name: str, step: int | Sequence[int], params: Sequence[Tensor]) -> list[int]:
+    """One number a tensor."""
+    if isinstance(step, bool) or not isinstance(step, (int, list, tuple)):
+        raise TypeError(f"{name}: step is a {type(step).__name__}, wanted a whole number, or a list of them")
+    return [step] * len(params) if isinstance(step, int) else list(step)
+
+
+def call(name: str, op: Callable[..., Any], arguments: Sequence[Any], written: Iterable[Tensor]) -> None:
+    """Call an operator that returns nothing; what C refuses is a ValueError whose sentence names the door."""
+    if torch.compiler.is_compiling():
+        op(*arguments)
+        return
+    try:
+        op(*arguments)
+    except RuntimeError as error:
+        sentence = str(error).split("\n", 1)[0]
+        raise ValueError(f"{name}: {sentence.removeprefix(name.replace('zeropp.ops.', 'zeropp::') + ': ')}") from error
+    # Count the write, so that a backward that saved the old value refuses it. (Inference tensors have no counter.)
+    torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+
+
+def fake_check(name: str, label: str, tensor: Tensor, dtypes: Sequence[torch.dtype], elems: int | None = None) -> None:
+    """What fake kernels check: kind, and number of elements where it is known."""
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name}: {label} is {tensor.dtype}, wanted {' or '.join(map(str, dtypes))}")
+    if elems is not None and tensor.numel() != elems:
+        raise ValueError(f"{name}: {label} has {tensor.numel()} elements, wanted {elems}")
+
+
+def fake_check_like(
+    name: str, argument: str, tensors: Sequence[Tensor], params: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+) -> None:
+    """The same for a list beside ``params``."""
+    if len(tensors) != len(params):
+        raise ValueError(f"{name}: {argument} has {len(tensors)} tensors, wanted {len(params)} as in params")
+    for index, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
+        fake_check(name, f"{argument}[{index}]", tensor, dtypes, param.numel())

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers that torch lacks, over the C kernels: ordinary ``torch.optim.Optimizer`` objects."""
+
+from __future__ import annotations
+
+from zeropp.optim.lion import Lion
+
+__all__ = ["Lion"]
