@@ -98,7 +98,7 @@ def run_ranks(
             files.append(streams)
             variables = {
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]),
+                "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT / "tests" / "comm"), os.environ.get("PYTHONPATH", "")]),
                 "OMP_NUM_THREADS": "1",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
