@@ -113,7 +113,9 @@ def communicator(group: dist.ProcessGroup | None = None) -> Any:
     if not dist.is_initialized():
         from zeropp.errors import Error
 
-        raise Error("comm: torch.distributed does not run; call torch.distributed.init_process_group first (torchrun sets it up)")
+        raise Error(
+            "comm: torch.distributed does not run; call torch.distributed.init_process_group first (torchrun sets it up)"
+        )
     group = dist.group.WORLD if group is None else group
     own = getattr(group, "comm", None)
     if own is not None:
@@ -141,8 +143,6 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 def _name_of(group: dist.ProcessGroup) -> str:
     return group.group_desc if group.group_desc not in ("", "undefined") else group.group_name
-
-
 
 
 def _tensor_of(block: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -207,7 +207,9 @@ class Communicator:
         """output = my slice of source, combined over all ranks."""
         _check(output, source)
         _same(source, output, output.numel() * self.ranks, "reduce_scatter")
-        self.core.reduce_scatter(output.data_ptr(), source.data_ptr(), output.numel(), dtype_code(output.dtype), OP_CODES[op])
+        self.core.reduce_scatter(
+            output.data_ptr(), source.data_ptr(), output.numel(), dtype_code(output.dtype), OP_CODES[op]
+        )
         return output
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
@@ -233,13 +235,19 @@ class Communicator:
 def _check(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.device.type != "cpu":
-            raise ValueError(f"comm: a tensor on {tensor.device}, wanted cpu; collectives on accelerators are not implemented yet")
+            raise ValueError(
+                f"comm: a tensor on {tensor.device}, wanted cpu; collectives on accelerators are not implemented yet"
+            )
         if not tensor.is_contiguous():
-            raise ValueError(f"comm: a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, wanted a contiguous one")
+            raise ValueError(
+                f"comm: a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, wanted a contiguous one"
+            )
 
 
 def _same(large: torch.Tensor, small: torch.Tensor, elems: int, what: str) -> None:
     if large.dtype != small.dtype:
         raise ValueError(f"comm: {what} of {small.dtype} and {large.dtype}, wanted one dtype")
     if large.numel() != elems:
-        raise ValueError(f"comm: {what} with {small.numel()} and {large.numel()} elements, wanted {elems} in the larger one")
+        raise ValueError(
+            f"comm: {what} with {small.numel()} and {large.numel()} elements, wanted {elems} in the larger one"
+        )

@@ -13,6 +13,7 @@ both stand here.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -82,7 +83,9 @@ class _Done(_Work):
 class _Pending(_Work):
     """Asynchronous calls in the C core, one or several, and what is left to do in Python when they are finished."""
 
-    def __init__(self, works: Sequence[Any], tensors: list[torch.Tensor], after: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, works: Sequence[Any], tensors: list[torch.Tensor], after: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self._works = works
         self._tensors = tensors
@@ -131,22 +134,23 @@ class _Pending(_Work):
         return self.source_rank()
 
     def get_future(self) -> Any:
+        """A future of the tensors. A failure becomes an error in C++, too: DDP reads the value there, and Future.set_exception would
+        only put a Python object in its place. That is why the value comes out of a ``then``.
+        """
         if self._future is None:
-            self._future = torch.futures.Future()
+            finished: Any = torch.futures.Future()
+            self._future = finished.then(lambda _: self.result())
             last = self._works[-1]  # collectives of one group finish in order
             if hasattr(last, "on_done"):
-                last.on_done(self._settle)
+                last.on_done(lambda: finished.set_result(None))
             else:
-                threading.Thread(target=self._settle, daemon=True).start()
+                threading.Thread(target=self._settle, args=(finished,), daemon=True).start()
         return self._future
 
-    def _settle(self) -> None:
-        try:
+    def _settle(self, finished: Any) -> None:
+        with contextlib.suppress(Exception):  # result() raises it again
             self.wait()
-        except Exception as error:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(self._tensors)
+        finished.set_result(None)
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------------------
@@ -154,7 +158,9 @@ class _Pending(_Work):
 
 def _check(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu":
-        raise ValueError(f"zeropp: a collective on {tensor.device}; accelerators are not implemented yet, use cpu tensors or backend='nccl'")
+        raise ValueError(
+            f"zeropp: a collective on {tensor.device}; accelerators are not implemented yet, use cpu tensors or backend='nccl'"
+        )
     if tensor.layout is not torch.strided:
         raise ValueError(f"zeropp: a collective on a {tensor.layout} tensor is not implemented yet; use .to_dense()")
     return tensor
@@ -398,7 +404,9 @@ class ProcessGroup(_ProcessGroup):
         return self._all(works, list(outputs))
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> _Work:
-        works = [self._reduce_scatter_base(output, source, opts) for output, source in zip(outputs, sources, strict=True)]
+        works = [
+            self._reduce_scatter_base(output, source, opts) for output, source in zip(outputs, sources, strict=True)
+        ]
         return self._all(works, list(outputs))
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
@@ -442,7 +450,9 @@ class ProcessGroup(_ProcessGroup):
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], sources: Tensors, opts: Any = None) -> _Work:
         """`outputs` is a list a rank here, each with one tensor a source."""
-        works = [self._allgather_list([pieces[i] for pieces in outputs], source, opts) for i, source in enumerate(sources)]
+        works = [
+            self._allgather_list([pieces[i] for pieces in outputs], source, opts) for i, source in enumerate(sources)
+        ]
         return self._all(works, [piece for pieces in outputs for piece in pieces])
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> _Work:
@@ -464,12 +474,20 @@ class ProcessGroup(_ProcessGroup):
         return self._run("broadcast", opts, dtype, 0, root, at, None, elems, [tensor], after)
 
     def _exchange(
-        self, coll: str, opts: Any, root: int, dsts: Sequence[torch.Tensor | None], srcs: Sequence[torch.Tensor | None], dtype: int
+        self,
+        coll: str,
+        opts: Any,
+        root: int,
+        dsts: Sequence[torch.Tensor | None],
+        srcs: Sequence[torch.Tensor | None],
+        dtype: int,
     ) -> _Work:
         """All-to-all, gather or scatter of whole tensors; None where nothing comes or goes."""
         to = [None if dst is None else _check(dst).contiguous() for dst in dsts]
         at = [None if src is None else _check(src).contiguous() for src in srcs]
-        after = _copy_back([(dst, copy) for dst, copy in zip(dsts, to, strict=True) if dst is not None and copy is not None])
+        after = _copy_back(
+            [(dst, copy) for dst, copy in zip(dsts, to, strict=True) if dst is not None and copy is not None]
+        )
         pieces_to = [(0, 0) if t is None else (t.data_ptr(), _bytes(t)) for t in to]
         pieces_at = [(0, 0) if t is None else (t.data_ptr(), _bytes(t)) for t in at]
         if _blocking(opts):
@@ -506,11 +524,18 @@ class ProcessGroup(_ProcessGroup):
 
     def alltoall(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> _Work:
         if len(outputs) != self._size or len(sources) != self._size:
-            raise ValueError(f"zeropp: all_to_all of {len(sources)} and {len(outputs)} tensors, wanted one a rank, {self._size}")
+            raise ValueError(
+                f"zeropp: all_to_all of {len(sources)} and {len(outputs)} tensors, wanted one a rank, {self._size}"
+            )
         return self._exchange("all_to_all", opts, 0, list(outputs), list(sources), _moved(sources[0])[0])
 
     def alltoall_base(
-        self, output: torch.Tensor, source: torch.Tensor, output_splits: Sequence[int], source_splits: Sequence[int], opts: Any = None
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_splits: Sequence[int],
+        source_splits: Sequence[int],
+        opts: Any = None,
     ) -> _Work:
         to, at = _check(output).contiguous(), _check(source).contiguous()
         dsts = self._split("output", to, output_splits)
@@ -530,7 +555,9 @@ class ProcessGroup(_ProcessGroup):
         rows = tensor.shape[0] if tensor.dim() else 1
         if not splits:
             if rows % self._size:
-                raise ValueError(f"zeropp: all_to_all: {what} has {rows} rows, wanted a multiple of {self._size}, or split sizes")
+                raise ValueError(
+                    f"zeropp: all_to_all: {what} has {rows} rows, wanted a multiple of {self._size}, or split sizes"
+                )
             splits = [rows // self._size] * self._size
         if len(splits) != self._size or sum(splits) != rows:
             raise ValueError(
@@ -598,7 +625,12 @@ class ProcessGroup(_ProcessGroup):
         if self._me not in ranks:
             return None
         name = group_name or ":".join(map(str, ranks))
-        group = ProcessGroup(dist.PrefixStore(f"split/{name}", self._store), list(ranks).index(self._me), len(ranks), timeout or self._timeout)
+        group = ProcessGroup(
+            dist.PrefixStore(f"split/{name}", self._store),
+            list(ranks).index(self._me),
+            len(ranks),
+            timeout or self._timeout,
+        )
         group._set_group_name(name)
         group._set_group_desc(group_desc or "")
         return group

@@ -75,7 +75,11 @@ def reduce_operations(rank: int, ranks: int) -> None:
         dist.ReduceOp.MAX: values.amax(0),
         dist.ReduceOp.PRODUCT: values.prod(0),
     }
-    for op, fold in ((dist.ReduceOp.BAND, torch.bitwise_and), (dist.ReduceOp.BOR, torch.bitwise_or), (dist.ReduceOp.BXOR, torch.bitwise_xor)):
+    for op, fold in (
+        (dist.ReduceOp.BAND, torch.bitwise_and),
+        (dist.ReduceOp.BOR, torch.bitwise_or),
+        (dist.ReduceOp.BXOR, torch.bitwise_xor),
+    ):
         folded = values[0]
         for r in range(1, ranks):
             folded = fold(folded, values[r])
@@ -98,7 +102,9 @@ def reduce_operations(rank: int, ranks: int) -> None:
 @subject
 def special_values(rank: int, ranks: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        tensor = torch.tensor([float("nan"), float("inf"), float("-inf") if rank else float("inf"), 0.0, -0.0] * 20, dtype=dtype)
+        tensor = torch.tensor(
+            [float("nan"), float("inf"), float("-inf") if rank else float("inf"), 0.0, -0.0] * 20, dtype=dtype
+        )
         dist.all_reduce(tensor)
         wanted = [float("nan"), float("inf"), float("nan") if ranks > 1 else float("inf"), 0.0, -0.0]
         torch.testing.assert_close(tensor, torch.tensor(wanted * 20, dtype=dtype), equal_nan=True, rtol=0, atol=0)
@@ -394,7 +400,9 @@ def refusals(rank: int, ranks: int) -> None:
     assert "bor of float32" in sentence(lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BOR))
     assert "avg of int64" in sentence(lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), op=dist.ReduceOp.AVG))
     assert "to_dense" in sentence(lambda: dist.group.WORLD.allreduce([torch.eye(3).to_sparse()]))
-    assert "torch.float8_e4m3fn is not a dtype" in sentence(lambda: dist.all_reduce(torch.ones(3).to(torch.float8_e4m3fn)))
+    assert "torch.float8_e4m3fn is not a dtype" in sentence(
+        lambda: dist.all_reduce(torch.ones(3).to(torch.float8_e4m3fn))
+    )
     assert "on meta" in sentence(lambda: dist.all_reduce(torch.ones(3, device="meta")))
     too_large = torch.empty(3 * ranks + 1)
     assert f"wanted one dtype and 3 x {ranks} elements" in sentence(
@@ -413,14 +421,22 @@ def traffic_is_what_the_algorithms_say(rank: int, ranks: int) -> None:
 
     for elems in (1000, 100_000):  # small and large take different ways
         tensor = torch.ones(elems)
-        assert bytes_of("all_gather", lambda t=tensor: dist.all_gather_into_tensor(torch.empty(ranks * t.numel()), t)) == (ranks - 1) * 4 * elems
+        assert (
+            bytes_of("all_gather", lambda t=tensor: dist.all_gather_into_tensor(torch.empty(ranks * t.numel()), t))
+            == (ranks - 1) * 4 * elems
+        )
         source = torch.ones(elems * ranks)
-        assert bytes_of("reduce_scatter", lambda s=source: dist.reduce_scatter_tensor(torch.empty(s.numel() // ranks), s)) == (ranks - 1) * 4 * elems
+        assert (
+            bytes_of("reduce_scatter", lambda s=source: dist.reduce_scatter_tensor(torch.empty(s.numel() // ranks), s))
+            == (ranks - 1) * 4 * elems
+        )
         reduced = bytes_of("all_reduce", lambda t=tensor: dist.all_reduce(t))
         assert reduced == ((ranks - 1) * 4 * elems if elems == 1000 else 2 * (ranks - 1) * 4 * elems // ranks)
         assert bytes_of("broadcast", lambda t=tensor: dist.broadcast(t, src=0)) == (4 * elems if rank else 0)
         output = torch.empty(elems * ranks)
-        assert bytes_of("all_to_all", lambda o=output, s=source: dist.all_to_all_single(o, s)) == (ranks - 1) * 4 * elems
+        assert (
+            bytes_of("all_to_all", lambda o=output, s=source: dist.all_to_all_single(o, s)) == (ranks - 1) * 4 * elems
+        )
 
 
 @subject

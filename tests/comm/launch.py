@@ -82,7 +82,7 @@ def run_ranks(
 
     Args:
         what: a function ``(rank, ranks, *args)``, the path of a script, or source text.
-        timeout: seconds; what still runs then is killed, and shows as code -9.
+        timeout: seconds, from the start or the return of `watch`; what still runs then is killed, and shows as code -9.
         watch: called with the processes once they are started, in this process (to kill or stop some).
         check: every rank must end with code 0.
 
@@ -98,7 +98,9 @@ def run_ranks(
             files.append(streams)
             variables = {
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT / "tests" / "comm"), os.environ.get("PYTHONPATH", "")]),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(ROOT / "python"), str(ROOT / "tests" / "comm"), os.environ.get("PYTHONPATH", "")]
+                ),
                 "OMP_NUM_THREADS": "1",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
@@ -114,7 +116,7 @@ def run_ranks(
             )
         if watch is not None:
             watch(processes)
-        ended = _wait(processes, start, start + timeout)
+        ended = _wait(processes, start, time.monotonic() + timeout)
         outcomes = []
         for rank, process in enumerate(processes):
             texts = []

@@ -17,7 +17,16 @@ def outcomes(ranks: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", conformance.SUBJECTS)
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        2,
+        3,
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.slow),
+        pytest.param(5, marks=pytest.mark.slow),
+    ],
+)
 def test_conformance(ranks: int, name: str) -> None:
     for rank, outcome in enumerate(outcomes(ranks)):
         assert outcome[name] == "ok", f"rank {rank}: {outcome[name]}"
