@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import zeropp
 from torch import nn
 from zeropp.errors import ConfigError, PartitionedParameterError
 from zeropp.zero.init import is_sharded, materialise, sharded_init
@@ -178,6 +179,26 @@ def case_seeds() -> None:
         raise AssertionError("different models went unnoticed")
 
 
+def case_prepared() -> None:
+    """prepare takes the slices over, in every way of holding them: the weights are those of plain construction, and
+    train."""
+    torch.manual_seed(0)
+    wanted = TiedGPT().state_dict()
+    for config in ({"stage": 3, "host_copy": "off"}, {"stage": 3}, {"stage": 2}, {"stage": 0}, {"precision": "bf16"}):
+        model = built(TiedGPT)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(**config))
+        assert model.head.weight is model.tokens.weight
+        for name, values in zeropp.full_state_dict(model).items():
+            assert torch.equal(values, wanted[name].to(values.dtype)), (config, name)
+        hidden = model.tokens(torch.arange(7))
+        for block in model.blocks:
+            hidden = hidden + block.down(block.up(block.norm(hidden)))
+        model.head(hidden).float().square().mean().backward()
+        optimizer.step()
+        assert not torch.equal(zeropp.full_state_dict(model)["tokens.weight"], wanted["tokens.weight"]), config
+
+
 def case_raises() -> None:
     """A constructor that fails leaves no hook behind, and plain construction plain."""
     try:
@@ -248,7 +269,7 @@ class Peak:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if "--group" in sys.argv:
-        dist.init_process_group("gloo")
+        dist.init_process_group("zeropp" if sys.argv[1] == "prepared" else "gloo")
     globals()[f"case_{sys.argv[1]}"]()
     if dist.is_initialized():
         dist.destroy_process_group()

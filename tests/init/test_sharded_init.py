@@ -33,7 +33,7 @@ def test_values_are_those_of_plain_construction(ranks):
     run("values", ranks)
 
 
-@pytest.mark.parametrize("case", ["refuses", "seeds", "raises", "memory"])
+@pytest.mark.parametrize("case", ["refuses", "seeds", "raises", "memory", "prepared"])
 def test_two_ranks(case):
     run(case, 2)
 
