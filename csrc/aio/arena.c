@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Locked, page-aligned buffers: arena.h. First fit inside the shared slabs; their lists are short (a slab is 8 MiB), and
- * tiers keep their buffers, so nothing cleverer pays.
+ * Locked, page-aligned buffers: arena.h. First fit inside the shared slabs; their lists are short (a slab is 8 MiB),
+ * and tiers keep their buffers, so nothing cleverer pays.
  */
 #include "arena.h"
 
@@ -63,7 +63,8 @@ static zpp_status new_slab(zpp_aio_arena *arena, size_t bytes, struct zpp_aio_sl
     if (arena->limit_bytes && (bytes > arena->limit_bytes || arena->held_bytes > arena->limit_bytes - bytes)) {
         return zpp_fail(err, ZPP_NOMEM,
                         "aio: the arena holds %zu of at most %zu bytes, no room for %zu more; free tensors of "
-                        "engine.empty(), or raise arena_bytes", arena->held_bytes, arena->limit_bytes, bytes);
+                        "engine.empty(), or raise arena_bytes",
+                        arena->held_bytes, arena->limit_bytes, bytes);
     }
     struct zpp_aio_slab *slab = calloc(1, sizeof *slab);
     void *base = NULL;
@@ -223,7 +224,7 @@ void zpp_aio_arena_unfollow(zpp_aio_arena *arena) {
 }
 
 void zpp_aio_arena_changes(zpp_aio_arena *arena, void (*appeared)(void *ctx, struct zpp_aio_slab *slab),
-                       void (*leaves)(void *ctx, struct zpp_aio_slab *slab), void *ctx) {
+                           void (*leaves)(void *ctx, struct zpp_aio_slab *slab), void *ctx) {
     pthread_mutex_lock(&arena->lock);
     struct zpp_aio_slab **link = &arena->slabs;
     while (arena->changed && *link) {
@@ -250,7 +251,8 @@ void zpp_aio_arena_figures(zpp_aio_arena *arena, struct zpp_aio_arena_figures *o
     pthread_mutex_unlock(&arena->lock);
 }
 
-zpp_status zpp_aio_arena_create(size_t limit_bytes, const struct zpp_aio_sys *sys, zpp_aio_arena **out, struct zpp_err *err) {
+zpp_status zpp_aio_arena_create(size_t limit_bytes, const struct zpp_aio_sys *sys, zpp_aio_arena **out,
+                                struct zpp_err *err) {
     zpp_aio_arena *arena = calloc(1, sizeof *arena);
     if (!arena) return zpp_fail(err, ZPP_NOMEM, "aio: no memory for the arena");
     arena->sys = *sys;

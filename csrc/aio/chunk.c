@@ -13,13 +13,14 @@
 #include "internal.h"
 
 enum {
-    BACKGROUND_TURN = 8,     /* every so many chunks, one is the background's */
-    PATIENT_TRIES = 16,      /* EAGAIN and EINTR are repeated at once so often, then a millisecond apart */
-    MAX_TRIES = 16 + 30000,  /* half a minute of "try again" is an error */
+    BACKGROUND_TURN = 8,    /* every so many chunks, one is the background's */
+    PATIENT_TRIES = 16,     /* EAGAIN and EINTR are repeated at once so often, then a millisecond apart */
+    MAX_TRIES = 16 + 30000, /* half a minute of "try again" is an error */
     MAX_EMPTY_WRITES = 8,
 };
 
-/* --- taking ---------------------------------------------------------------------------------------------------------- */
+/* --- taking ----------------------------------------------------------------------------------------------------------
+ */
 
 static bool bounce_ready(zpp_aio *aio, zpp_aio_request *request) {
     if (aio->bounce_memory) return aio->bounce_free_count > 0;
@@ -90,7 +91,8 @@ size_t zpp_aio_take(zpp_aio *aio, struct zpp_aio_chunk **out, size_t room) {
     return count;
 }
 
-/* --- operations ------------------------------------------------------------------------------------------------------ */
+/* --- operations ------------------------------------------------------------------------------------------------------
+ */
 
 void zpp_aio_chunk_op(struct zpp_aio_chunk *chunk, struct zpp_aio_op *out) {
     const struct zpp_file_piece *piece = &chunk->piece;
@@ -104,7 +106,9 @@ void zpp_aio_chunk_op(struct zpp_aio_chunk *chunk, struct zpp_aio_op *out) {
         .bytes = piece->op_bytes - chunk->have_bytes,
         .offset_bytes = piece->offset_bytes + chunk->have_bytes,
         .fd = chunk->direct ? piece->part->direct_fd : piece->part->buffered_fd,
-        .file_slot = -1, .buffer_slot = -1, .write = write,
+        .file_slot = -1,
+        .buffer_slot = -1,
+        .write = write,
     };
 }
 
@@ -161,7 +165,8 @@ bool zpp_aio_settle(zpp_aio *aio, struct zpp_aio_chunk *chunk, ssize_t result) {
     return false;
 }
 
-/* --- the end --------------------------------------------------------------------------------------------------------- */
+/* --- the end ---------------------------------------------------------------------------------------------------------
+ */
 
 static void fail_ended(zpp_aio *aio, const struct zpp_aio_chunk *chunk, struct zpp_aio_failure *failure) {
     const zpp_aio_request *request = chunk->request;

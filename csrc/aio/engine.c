@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -27,9 +28,23 @@ void zpp_aio_log(zpp_aio *aio, const char *text) {
     if (aio->config.log) aio->config.log(aio->config.log_ctx, text);
 }
 
-/* --- references ------------------------------------------------------------------------------------------------------- */
+void zpp_aio_tell_lock(zpp_aio *aio, int os_errno) {
+    struct rlimit limit = {0};
+    char text[512];
+    if (atomic_exchange(&aio->told_lock, true)) return;
+    (void)getrlimit(RLIMIT_MEMLOCK, &limit);
+    snprintf(
+        text, sizeof text,
+        "aio: buffers could not be locked in memory: %s; the memlock limit is %llu bytes, raise it (ulimit -l, "
+        "LimitMEMLOCK=) for less work on the CPU. Going on with unlocked buffers",
+        strerror(os_errno), (unsigned long long)limit.rlim_cur);
+    zpp_aio_log(aio, text);
+}
 
-/* The request's reference to the engine is the caller's business: zpp_aio_release may free the engine after unlocking. */
+/* --- references --- */
+
+/* The request's reference to the engine is the caller's business: zpp_aio_release may free the engine after unlocking.
+ */
 static bool unref_locked(zpp_aio_request *request) {
     if (--request->refs) return false;
     if (request->failure != &no_memory_failure) free(request->failure);
@@ -47,7 +62,7 @@ struct zpp_aio_failure *zpp_aio_new_failure(zpp_aio_request *request) {
     return failure;
 }
 
-/* --- queues ----------------------------------------------------------------------------------------------------------- */
+/* --- queues --- */
 
 static struct zpp_aio_queue *queue_of(zpp_aio *aio, const zpp_aio_request *request) {
     return request->urgent ? &aio->urgent : &aio->background;
@@ -83,7 +98,7 @@ void zpp_aio_unqueue(zpp_aio *aio, zpp_aio_request *request) {
     request->queued = false;
 }
 
-/* --- the end of a request ----------------------------------------------------------------------------------------------- */
+/* --- the end of a request --- */
 
 /* `lock` held, no requests: descriptors are closed, slots go back to the ring's thread. */
 static void close_file(zpp_aio *aio, struct zpp_file *file) {
@@ -127,20 +142,22 @@ void zpp_aio_complete(zpp_aio *aio, zpp_aio_request *request) {
     zpp_aio_unref(request); /* the engine's; frees it where nobody holds it */
 }
 
-/* --- submission --------------------------------------------------------------------------------------------------------- */
+/* --- submission --- */
 
 static zpp_status usable(const zpp_aio *aio, struct zpp_err *err) {
     if (aio->owner == getpid()) return ZPP_OK;
-    return zpp_fail(err, ZPP_STATE, "aio: this engine belongs to process %ld, and this is process %ld (forked from it?); "
-                    "make an engine of its own here", (long)aio->owner, (long)getpid());
+    return zpp_fail(err, ZPP_STATE,
+                    "aio: this engine belongs to process %ld, and this is process %ld (forked from it?); "
+                    "make an engine of its own here",
+                    (long)aio->owner, (long)getpid());
 }
 
 static zpp_status check_job(const struct zpp_aio_job *job, struct zpp_err *err) {
     if (!job->path || !job->path[0]) return zpp_fail(err, ZPP_INVALID, "aio: path is empty, wanted a file");
     if (job->bytes && !job->memory) return zpp_fail(err, ZPP_INVALID, "aio: memory for %zu bytes is NULL", job->bytes);
     if (job->offset_bytes > (uint64_t)INT64_MAX || job->bytes > (uint64_t)INT64_MAX - job->offset_bytes) {
-        return zpp_fail(err, ZPP_INVALID, "aio: %zu bytes at offset %" PRIu64 " of \"%s\" end beyond 2^63 - 1", job->bytes,
-                        job->offset_bytes, job->path);
+        return zpp_fail(err, ZPP_INVALID, "aio: %zu bytes at offset %" PRIu64 " of \"%s\" end beyond 2^63 - 1",
+                        job->bytes, job->offset_bytes, job->path);
     }
     return ZPP_OK;
 }
@@ -174,12 +191,21 @@ static void bound_files(zpp_aio *aio, struct zpp_file *dropped) {
 }
 
 static void tell_if_not_direct(zpp_aio *aio, const struct zpp_file *file) {
-    if (!aio->config.direct || file->parts[0].direct_fd >= 0 || atomic_load_explicit(&aio->told_direct, memory_order_relaxed)) return;
+    if (!aio->config.direct || file->parts[0].direct_fd >= 0 ||
+        atomic_load_explicit(&aio->told_direct, memory_order_relaxed))
+        return;
     if (atomic_exchange(&aio->told_direct, true)) return;
     char text[640];
-    snprintf(text, sizeof text, "aio: the file system of \"%s\" has no O_DIRECT; reading and writing through the page cache",
+    snprintf(text, sizeof text,
+             "aio: the file system of \"%s\" has no O_DIRECT; reading and writing through the page cache",
              file->parts[0].path);
     zpp_aio_log(aio, text);
+}
+
+static void tell_if_not_locked(zpp_aio *aio) {
+    struct zpp_aio_arena_figures arena;
+    zpp_aio_arena_figures(aio->arena, &arena);
+    if (arena.lock_errno) zpp_aio_tell_lock(aio, arena.lock_errno);
 }
 
 /* Link the request in; `lock` held. False: no memory, nothing is linked. */
@@ -224,7 +250,8 @@ static zpp_status submit_to(zpp_aio *aio, struct zpp_file *file, const struct zp
 }
 
 /* Nothing to move: done at once. */
-static zpp_status submit_nothing(zpp_aio *aio, const struct zpp_aio_job *job, zpp_aio_request **out, struct zpp_err *err) {
+static zpp_status submit_nothing(zpp_aio *aio, const struct zpp_aio_job *job, zpp_aio_request **out,
+                                 struct zpp_err *err) {
     zpp_aio_request *request = new_request(aio, job);
     if (!request) return zpp_fail(err, ZPP_NOMEM, "aio: no memory for a request");
     request->refs = 1;
@@ -236,8 +263,8 @@ static zpp_status submit_nothing(zpp_aio *aio, const struct zpp_aio_job *job, zp
     return ZPP_OK;
 }
 
-zpp_status zpp_aio_submit(zpp_aio *aio, const struct zpp_aio_job *job, zpp_aio_request **out, struct zpp_aio_fault *fault,
-                          struct zpp_err *err) {
+zpp_status zpp_aio_submit(zpp_aio *aio, const struct zpp_aio_job *job, zpp_aio_request **out,
+                          struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct zpp_aio_fault unused;
     struct zpp_file *file = NULL, *dropped = NULL;
     zpp_status status = usable(aio, err);
@@ -251,19 +278,22 @@ zpp_status zpp_aio_submit(zpp_aio *aio, const struct zpp_aio_job *job, zpp_aio_r
         status = zpp_file_reserve(&aio->files, file, job->offset_bytes, job->bytes, fault, err);
     }
     if (status == ZPP_OK) tell_if_not_direct(aio, file);
-    if (status == ZPP_OK) status = job->bytes ? submit_to(aio, file, job, out, err) : submit_nothing(aio, job, out, err);
+    if (!aio->ring && !atomic_load_explicit(&aio->told_lock, memory_order_relaxed)) tell_if_not_locked(aio);
+    if (status == ZPP_OK)
+        status = job->bytes ? submit_to(aio, file, job, out, err) : submit_nothing(aio, job, out, err);
     pthread_mutex_unlock(&aio->files_lock);
     return status;
 }
 
-/* --- waiting ------------------------------------------------------------------------------------------------------------ */
+/* --- waiting --- */
 
 static struct timespec at(uint64_t ns) {
     return (struct timespec){.tv_sec = (time_t)(ns / second_ns), .tv_nsec = (long)(ns % second_ns)};
 }
 
 /* `lock` held; returns with it held. OK: done. */
-static zpp_status wait_locked(zpp_aio *aio, zpp_aio_request *request, const struct zpp_wait *wait, struct zpp_err *err) {
+static zpp_status wait_locked(zpp_aio *aio, zpp_aio_request *request, const struct zpp_wait *wait,
+                              struct zpp_err *err) {
     const uint64_t started_ns = zpp_now_ns();
     const uint64_t end_ns = wait->timeout_ns ? started_ns + wait->timeout_ns : UINT64_MAX;
     zpp_status status = ZPP_OK;
@@ -271,9 +301,10 @@ static zpp_status wait_locked(zpp_aio *aio, zpp_aio_request *request, const stru
     while (!atomic_load_explicit(&request->done, memory_order_acquire) && status == ZPP_OK) {
         const uint64_t now_ns = zpp_now_ns(), tick_ns = now_ns + TICK_NS;
         if (now_ns >= end_ns) {
-            status = zpp_fail(err, ZPP_TIMEOUT, "aio: %zu bytes at offset %" PRIu64 " of \"%s\" were not %s after %.3f s",
-                              request->bytes, request->offset_bytes, request->file->path, request->write ? "written" : "read",
-                              (double)(now_ns - started_ns) / 1e9);
+            status =
+                zpp_fail(err, ZPP_TIMEOUT, "aio: %zu bytes at offset %" PRIu64 " of \"%s\" were not %s after %.3f s",
+                         request->bytes, request->offset_bytes, request->file->path,
+                         request->write ? "written" : "read", (double)(now_ns - started_ns) / 1e9);
             break;
         }
         const struct timespec until = at(end_ns < tick_ns ? end_ns : tick_ns);
@@ -349,7 +380,7 @@ void zpp_aio_release(zpp_aio_request *request) {
     if (last) zpp_aio_free(aio);
 }
 
-/* --- flush --------------------------------------------------------------------------------------------------------------- */
+/* --- flush --- */
 
 static zpp_status wait_for_all(zpp_aio *aio, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
@@ -369,11 +400,13 @@ static zpp_status wait_for_all(zpp_aio *aio, const struct zpp_wait *wait, struct
     return status;
 }
 
-static zpp_status sync_file(zpp_aio *aio, const struct zpp_file *file, struct zpp_aio_fault *fault, struct zpp_err *err) {
+static zpp_status sync_file(zpp_aio *aio, const struct zpp_file *file, struct zpp_aio_fault *fault,
+                            struct zpp_err *err) {
     for (unsigned index = 0; index < file->parts_count; ++index) {
         const struct zpp_file_part *part = &file->parts[index];
         const int failed = -aio->sys.sync(aio->sys.ctx, part->buffered_fd);
-        if (failed > 0) return zpp_file_fail(&aio->sys, "cannot sync", part->path, 0, 0, failed, part->buffered_fd, fault, err);
+        if (failed > 0)
+            return zpp_file_fail(&aio->sys, "cannot sync", part->path, 0, 0, failed, part->buffered_fd, fault, err);
     }
     return ZPP_OK;
 }

@@ -4,9 +4,9 @@
  * at the device's limit, many at once, beside the computation.
  *
  * A request is cut into pieces of `block_bytes`; up to `depth` pieces are in flight. Pieces of urgent requests (by
- * default: reads, which somebody will wait for) go before those of background ones (write-backs), but every eighth place
- * is the background's, so that it cannot starve. One thread drives an io_uring; where io_uring is refused or not built, a
- * few threads do the same with pread and pwrite, and the log is told once.
+ * default: reads, which somebody will wait for) go before those of background ones (write-backs), but every eighth
+ * place is the background's, so that it cannot starve. One thread drives an io_uring; where io_uring is refused or not
+ * built, a few threads do the same with pread and pwrite, and the log is told once.
  *
  * Order: two requests that touch the same bytes of one file, one of them a write, run in the order of their submission,
  * whatever their priority. Others run in any order.
@@ -16,8 +16,9 @@
  *
  * Errors are status TIER, with a struct zpp_aio_fault: which file, which bytes, how many the file system has free.
  *
- * Threads: every function may be called from any thread, but zpp_aio_destroy: once, last, when no other call is running.
- * Locks nest in this order: files, engine, arena. After fork() the child must not use the engine; calls there fail with STATE.
+ * Threads: every function may be called from any thread, but zpp_aio_destroy: once, last, when no other call is
+ * running. Locks nest in this order: files, engine, arena. After fork() the child must not use the engine; calls there
+ * fail with STATE.
  *
  * GPUDirect Storage would enter here: a third driver beside uring.c and pread.c, for requests whose memory is the
  * device's; nothing else would change.
@@ -38,10 +39,10 @@ enum zpp_aio_priority { ZPP_AIO_BY_KIND, ZPP_AIO_URGENT, ZPP_AIO_BACKGROUND };
 enum { ZPP_AIO_MAX_DEPTH = 1024, ZPP_AIO_DEFAULT_THREADS = 8 };
 
 struct zpp_aio_config {
-    unsigned depth;     /* operations in flight, 1 .. ZPP_AIO_MAX_DEPTH */
-    size_t block_bytes; /* of one operation; a multiple of 4096, at most 1 GiB */
-    bool direct;        /* O_DIRECT where the file system has it */
-    bool sqpoll;        /* a kernel thread submits: fewer system calls, a core that polls */
+    unsigned depth;               /* operations in flight, 1 .. ZPP_AIO_MAX_DEPTH */
+    size_t block_bytes;           /* of one operation; a multiple of 4096, at most 1 GiB */
+    bool direct;                  /* O_DIRECT where the file system has it */
+    bool sqpoll;                  /* a kernel thread submits: fewer system calls, a core that polls */
     enum zpp_aio_backend backend; /* URING: no falling back */
     unsigned threads;             /* of the fallback; 0: the default */
     size_t arena_bytes;           /* bound of the arena; 0: none */
@@ -68,8 +69,8 @@ struct zpp_aio_job {
     enum zpp_aio_priority priority;
 };
 /* Begin. The caller releases the request. `fault` is written on status TIER only. */
-zpp_status zpp_aio_submit(zpp_aio *aio, const struct zpp_aio_job *job, zpp_aio_request **out, struct zpp_aio_fault *fault,
-                          struct zpp_err *err);
+zpp_status zpp_aio_submit(zpp_aio *aio, const struct zpp_aio_job *job, zpp_aio_request **out,
+                          struct zpp_aio_fault *fault, struct zpp_err *err);
 
 bool zpp_aio_done(const zpp_aio_request *request);
 /* The request's own status once done: OK, TIER, or ABORTED where it was cancelled. Before: as base/wait.h says, AGAIN

@@ -20,7 +20,8 @@ enum {
 };
 
 zpp_status zpp_file_fail(const struct zpp_aio_sys *sys, const char *what, const char *path, uint64_t offset_bytes,
-                         uint64_t wanted_bytes, int os_errno, int free_fd, struct zpp_aio_fault *fault, struct zpp_err *err) {
+                         uint64_t wanted_bytes, int os_errno, int free_fd, struct zpp_aio_fault *fault,
+                         struct zpp_err *err) {
     *fault = (struct zpp_aio_fault){.offset_bytes = offset_bytes, .wanted_bytes = wanted_bytes, .os_errno = os_errno};
     snprintf(fault->path, sizeof fault->path, "%s", path);
     const bool full = os_errno == ENOSPC || os_errno == EDQUOT;
@@ -39,7 +40,8 @@ zpp_status zpp_file_fail(const struct zpp_aio_sys *sys, const char *what, const 
     return status;
 }
 
-/* --- opening -------------------------------------------------------------------------------------------------------- */
+/* --- opening --------------------------------------------------------------------------------------------------------
+ */
 
 static void close_part(const struct zpp_aio_sys *sys, struct zpp_file_part *part) {
     if (part->direct_fd >= 0) sys->close(sys->ctx, part->direct_fd);
@@ -61,7 +63,8 @@ static void open_direct(const struct zpp_files *files, struct zpp_file_part *par
     const int fd = sys->open(sys->ctx, part->path, (flags & ~O_CREAT) | O_DIRECT);
     if (fd < 0) return; /* tmpfs and others refuse with EINVAL: the buffered descriptor serves */
     uint32_t memory_bytes = 0, offset_bytes = 0;
-    if (sys->direct_align(sys->ctx, fd, &memory_bytes, &offset_bytes) < 0) memory_bytes = offset_bytes = UNKNOWN_ALIGN_BYTES;
+    if (sys->direct_align(sys->ctx, fd, &memory_bytes, &offset_bytes) < 0)
+        memory_bytes = offset_bytes = UNKNOWN_ALIGN_BYTES;
     if (!memory_bytes || !offset_bytes || offset_bytes > UNKNOWN_ALIGN_BYTES || memory_bytes > UNKNOWN_ALIGN_BYTES) {
         sys->close(sys->ctx, fd); /* 0 says: no O_DIRECT on this file */
         return;
@@ -170,7 +173,8 @@ struct zpp_file *zpp_files_take(struct zpp_files *files, const char *path) {
     return found ? take(files, found) : NULL;
 }
 
-/* --- room ----------------------------------------------------------------------------------------------------------- */
+/* --- room -----------------------------------------------------------------------------------------------------------
+ */
 
 /* End of the logical range [0, end) within one part. */
 static uint64_t part_end(const struct zpp_file *file, unsigned part, uint64_t end_bytes) {
@@ -192,17 +196,20 @@ zpp_status zpp_file_reserve(const struct zpp_files *files, struct zpp_file *file
         struct zpp_aio_stat seen;
         if (sys->fstat(sys->ctx, part->buffered_fd, &seen) < 0 || end_bytes < seen.bytes + RESERVE_FROM_BYTES) continue;
         /* From the first new byte: a hole before it stays one. */
-        const uint64_t start_bytes = part_end(file, index, offset_bytes) > seen.bytes ? part_end(file, index, offset_bytes) : seen.bytes;
+        const uint64_t start_bytes =
+            part_end(file, index, offset_bytes) > seen.bytes ? part_end(file, index, offset_bytes) : seen.bytes;
         const int failed = -sys->reserve(sys->ctx, part->buffered_fd, start_bytes, end_bytes - start_bytes);
         if (failed != ENOSPC && failed != EDQUOT && failed != EFBIG) continue; /* EOPNOTSUPP: it was only a help */
-        if (file->refs == 0) sys->truncate(sys->ctx, part->buffered_fd, seen.bytes); /* what it got before it was full */
-        return zpp_file_fail(sys, "no room in", part->path, offset_bytes, end_bytes - start_bytes, failed, part->buffered_fd,
-                             fault, err);
+        if (file->refs == 0)
+            sys->truncate(sys->ctx, part->buffered_fd, seen.bytes); /* what it got before it was full */
+        return zpp_file_fail(sys, "no room in", part->path, offset_bytes, end_bytes - start_bytes, failed,
+                             part->buffered_fd, fault, err);
     }
     return ZPP_OK;
 }
 
-/* --- pieces --------------------------------------------------------------------------------------------------------- */
+/* --- pieces ---------------------------------------------------------------------------------------------------------
+ */
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -238,7 +245,8 @@ static void read_piece(const struct zpp_file_part *part, const unsigned char *me
         out->wanted_bytes = out->op_bytes = span / unit * unit;
         return;
     }
-    /* Through a bounce buffer, from the unit's beginning. If only the beginning is crooked, so is only the first piece. */
+    /* Through a bounce buffer, from the unit's beginning. If only the beginning is crooked, so is only the first piece.
+     */
     out->bounce = true;
     out->offset_bytes -= into;
     out->head_bytes = into;
@@ -259,7 +267,8 @@ void zpp_file_piece(struct zpp_file *file, bool write, const void *memory, uint6
         out->offset_bytes = stripe / file->parts_count * file->stripe_bytes + into;
         if (file->stripe_bytes - into < span) span = (size_t)(file->stripe_bytes - into);
     }
-    const bool direct = out->part->direct_fd >= 0 && !atomic_load_explicit(&out->part->direct_refused, memory_order_relaxed);
+    const bool direct =
+        out->part->direct_fd >= 0 && !atomic_load_explicit(&out->part->direct_refused, memory_order_relaxed);
     if (!direct) {
         out->op_bytes = out->wanted_bytes = span;
     } else if (write) {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Files of the engine: how they are opened, what O_DIRECT wants of them, and how a request is cut into pieces that obey.
+ * Files of the engine: how they are opened, what O_DIRECT wants of them, and how a request is cut into pieces that
+ * obey.
  *
  * One logical file is one file, or, where the engine was given several folders and the path is relative, stripes of
  * `stripe_bytes` dealt out in turn to files of that name in each folder.
@@ -9,10 +10,11 @@
  *   - whole units in aligned memory go directly;
  *   - reads of anything else read the surrounding units into a bounce buffer;
  *   - writes of whole pages from unaligned memory go through a bounce buffer, and bytes that do not fill a page are
- *     written through a second, buffered descriptor. A page is written directly only by a request that covers all of it:
- *     two requests that share a page both write it through the page cache, which keeps neighbours' bytes.
+ *     written through a second, buffered descriptor. A page is written directly only by a request that covers all
+ *     of it: two requests that share a page both write it through the page cache, which keeps neighbours' bytes.
  *
- * Threads: a zpp_files object is used under its owner's lock; zpp_file_piece only reads what does not change while open.
+ * Threads: a zpp_files object is used under its owner's lock; zpp_file_piece only reads what does not change while
+ * open.
  */
 #ifndef ZPP_AIO_FILE_H
 #define ZPP_AIO_FILE_H
@@ -32,10 +34,10 @@ struct zpp_aio_fault {
 };
 
 struct zpp_file_part {
-    char *path;      /* owned */
-    int direct_fd;   /* -1: this file takes no O_DIRECT */
+    char *path;    /* owned */
+    int direct_fd; /* -1: this file takes no O_DIRECT */
     int buffered_fd;
-    int slot;        /* the ring's thread owns it: place of direct_fd in the ring's table, or -1 */
+    int slot; /* the ring's thread owns it: place of direct_fd in the ring's table, or -1 */
     bool slot_tried;
     uint32_t memory_align_bytes, offset_align_bytes;
     uint64_t device, inode;
@@ -51,35 +53,34 @@ struct zpp_file {
     unsigned parts_count;
     uint64_t stripe_bytes; /* 0: one part */
     bool writable;
-    bool gone;     /* out of the table; closed with its last request */
+    bool gone; /* out of the table; closed with its last request */
     /* below: guarded by the engine's lock */
-    size_t refs;   /* outstanding requests */
-    bool dirty;    /* written since the last durable flush */
+    size_t refs;                                                 /* outstanding requests */
+    bool dirty;                                                  /* written since the last durable flush */
     struct zpp_aio_request *narrow[ZPP_AIO_HAZARD_LISTS], *wide; /* outstanding requests by where they start */
 };
 
 struct zpp_files {
-    const struct zpp_aio_sys *sys;   /* borrowed */
-    char *stripes[ZPP_AIO_PARTS];    /* owned; folders */
+    const struct zpp_aio_sys *sys; /* borrowed */
+    char *stripes[ZPP_AIO_PARTS];  /* owned; folders */
     unsigned stripes_count;
     uint64_t stripe_bytes;
     bool direct;
     struct zpp_file *first;
     size_t count;
-    bool refused_direct;             /* told the log already */
 };
 
 /* The file for a request, opened (and for writing created) or taken from the table. A file that was replaced or removed
- * since is not used again: it leaves the table (`gone`), and `dropped` gets the list of those that must be closed by the
- * caller once their `refs` are 0. On failure `fault` and `err` say why. */
+ * since is not used again: it leaves the table (`gone`), and `dropped` gets the list of those that must be closed by
+ * the caller once their `refs` are 0. On failure `fault` and `err` say why. */
 zpp_status zpp_files_get(struct zpp_files *files, const char *path, bool write, struct zpp_file **out,
                          struct zpp_file **dropped, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* Take out of the table: by path, or the least recently used that has no requests (path NULL). NULL: none. */
 struct zpp_file *zpp_files_take(struct zpp_files *files, const char *path);
 void zpp_file_close(const struct zpp_aio_sys *sys, struct zpp_file *file);
 
-/* Blocks for [offset, offset + bytes) where that grows the file by a megabyte or more, so that a full disk is found before
- * anything is written, and writes into fresh files need not wait for each other. */
+/* Blocks for [offset, offset + bytes) where that grows the file by a megabyte or more, so that a full disk is found
+ * before anything is written, and writes into fresh files need not wait for each other. */
 zpp_status zpp_file_reserve(const struct zpp_files *files, struct zpp_file *file, uint64_t offset_bytes, uint64_t bytes,
                             struct zpp_aio_fault *fault, struct zpp_err *err);
 
@@ -93,14 +94,15 @@ struct zpp_file_piece {
     bool direct, bounce;
 };
 
-/* The first piece of what is left of a request. `block_bytes` bounds an operation, `bounce_bytes` one through a bounce buffer;
- * both are multiples of 4096. */
+/* The first piece of what is left of a request. `block_bytes` bounds an operation, `bounce_bytes` one through a bounce
+ * buffer; both are multiples of 4096. */
 void zpp_file_piece(struct zpp_file *file, bool write, const void *memory, uint64_t offset_bytes, size_t left_bytes,
                     size_t block_bytes, size_t bounce_bytes, struct zpp_file_piece *out);
 
-/* Fill `fault` and `err` for a failed call on bytes of a file; `free_fd` >= 0: asks its file system for free bytes where
- * os_errno says that it is full. */
+/* Fill `fault` and `err` for a failed call on bytes of a file; `free_fd` >= 0: asks its file system for free bytes
+ * where os_errno says that it is full. */
 zpp_status zpp_file_fail(const struct zpp_aio_sys *sys, const char *what, const char *path, uint64_t offset_bytes,
-                         uint64_t wanted_bytes, int os_errno, int free_fd, struct zpp_aio_fault *fault, struct zpp_err *err);
+                         uint64_t wanted_bytes, int os_errno, int free_fd, struct zpp_aio_fault *fault,
+                         struct zpp_err *err);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The engine's inside, shared by engine.c (requests, order, waiting), chunk.c (cutting requests, judging results) and the
- * two drivers: uring.c (one thread over a ring) and pread.c (a few threads).
+ * The engine's inside, shared by engine.c (requests, order, waiting), chunk.c (cutting requests, judging results) and
+ * the two drivers: uring.c (one thread over a ring) and pread.c (a few threads).
  *
  * Life of a chunk:  take (lock) -> op -> [kernel] -> settle (again? -> op) -> finish (lock).
  */
@@ -26,39 +26,39 @@ struct zpp_aio_edge {
 
 /* Everything but `done`, `engine` and the job's fields is guarded by the engine's lock. */
 struct zpp_aio_request {
-    zpp_aio *engine;         /* a reference */
-    struct zpp_file *file;   /* a reference until done */
-    struct zpp_aio_slab *slab;   /* of the arena, where the memory is there */
-    unsigned char *memory;   /* borrowed */
+    zpp_aio *engine;           /* a reference */
+    struct zpp_file *file;     /* a reference until done */
+    struct zpp_aio_slab *slab; /* of the arena, where the memory is there */
+    unsigned char *memory;     /* borrowed */
     size_t bytes;
     uint64_t offset_bytes;
-    uint64_t number;         /* order of submission */
+    uint64_t number; /* order of submission */
     bool write, urgent;
     atomic_bool done;
 
     bool cancelled, queued;
-    size_t taken_bytes;      /* given out as chunks */
-    unsigned flying;         /* chunks not finished */
-    unsigned held;           /* earlier requests that it waits for */
-    unsigned refs;           /* the caller's, the engine's until done, edges' */
+    size_t taken_bytes; /* given out as chunks */
+    unsigned flying;    /* chunks not finished */
+    unsigned held;      /* earlier requests that it waits for */
+    unsigned refs;      /* the caller's, the engine's until done, edges' */
     unsigned waiters;
     struct zpp_aio_failure *failure; /* owned */
     struct zpp_aio_edge *edges;
-    zpp_aio_request *next, *previous;               /* outstanding, by number */
-    zpp_aio_request *queue_next;                    /* queue */
-    zpp_aio_request *hazard_next, **hazard_link;    /* the file's list */
+    zpp_aio_request *next, *previous;            /* outstanding, by number */
+    zpp_aio_request *queue_next;                 /* queue */
+    zpp_aio_request *hazard_next, **hazard_link; /* the file's list */
 };
 
 struct zpp_aio_chunk {
     struct zpp_aio_chunk *next; /* free list */
     zpp_aio_request *request;
     struct zpp_file_piece piece;
-    unsigned char *memory;      /* of the request, for the wanted bytes */
-    unsigned char *bounce;      /* or NULL */
-    size_t have_bytes;          /* of the operation, so far */
-    unsigned tries;             /* in a row without progress */
-    int os_errno;               /* why it failed; 0: it did not */
-    bool ended;                 /* the file ended before the wanted bytes did */
+    unsigned char *memory; /* of the request, for the wanted bytes */
+    unsigned char *bounce; /* or NULL */
+    size_t have_bytes;     /* of the operation, so far */
+    unsigned tries;        /* in a row without progress */
+    int os_errno;          /* why it failed; 0: it did not */
+    bool ended;            /* the file ended before the wanted bytes did */
     bool direct, filled;
 };
 
@@ -70,20 +70,20 @@ struct zpp_aio {
     struct zpp_aio_config config;
     struct zpp_aio_sys sys;
     zpp_aio_arena *arena;
-    zpp_ring *ring;       /* NULL: pread.c drives */
+    zpp_ring *ring; /* NULL: pread.c drives */
     pid_t owner;
 
     pthread_mutex_t files_lock; /* guards `files`; taken before `lock` */
     struct zpp_files files;
 
-    pthread_mutex_t lock; /* guards everything below, and requests */
-    pthread_cond_t finished; /* some request with waiters is done */
-    pthread_cond_t work;     /* pread.c: there are chunks to take */
+    pthread_mutex_t lock;          /* guards everything below, and requests */
+    pthread_cond_t finished;       /* some request with waiters is done */
+    pthread_cond_t work;           /* pread.c: there are chunks to take */
     zpp_aio_request *first, *last; /* outstanding */
     unsigned outstanding;
     uint64_t numbers;
     struct zpp_aio_queue urgent, background;
-    unsigned turns;       /* chunks taken from urgent while background waited */
+    unsigned turns; /* chunks taken from urgent while background waited */
     struct zpp_aio_chunk *chunks, *free_chunks;
     unsigned inflight;
     unsigned char *bounce_memory;
@@ -99,9 +99,9 @@ struct zpp_aio {
     atomic_uint_fast64_t retries;
     size_t registered_bytes;
     bool sleeping, stopping;
-    zpp_status broken;    /* the ring failed: nothing works any more */
+    zpp_status broken; /* the ring failed: nothing works any more */
     struct zpp_err broken_err;
-    size_t refs;          /* the owner, and each request */
+    size_t refs; /* the owner, and each request */
     atomic_bool told_direct, told_lock;
 
     pthread_t *threads;
@@ -123,6 +123,7 @@ void zpp_aio_enqueue(zpp_aio *aio, zpp_aio_request *request);
 void zpp_aio_unqueue(zpp_aio *aio, zpp_aio_request *request);
 void zpp_aio_unref(zpp_aio_request *request);
 struct zpp_aio_failure *zpp_aio_new_failure(zpp_aio_request *request); /* NULL: there is one already, or no memory */
+void zpp_aio_tell_lock(zpp_aio *aio, int os_errno); /* once; no lock held */
 void zpp_aio_log(zpp_aio *aio, const char *text);                      /* no lock held */
 
 /* order.c; `lock` held. Have `later` wait for those it collides with; false: no memory, call zpp_aio_unhold. */

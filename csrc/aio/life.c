@@ -37,10 +37,18 @@ void zpp_aio_figures(zpp_aio *aio, struct zpp_aio_figures *out) {
     pthread_mutex_lock(&aio->files_lock);
     pthread_mutex_lock(&aio->lock);
     *out = (struct zpp_aio_figures){
-        .uring = aio->ring != NULL, .depth = aio->config.depth, .outstanding = aio->outstanding,
-        .block_bytes = aio->config.block_bytes, .read_bytes = aio->read_bytes, .written_bytes = aio->written_bytes,
-        .operations = aio->operations, .bounced_bytes = aio->bounced_bytes, .retries = atomic_load(&aio->retries),
-        .registered_bytes = aio->registered_bytes, .arena_held_bytes = arena.held_bytes, .arena_used_bytes = arena.used_bytes,
+        .uring = aio->ring != NULL,
+        .depth = aio->config.depth,
+        .outstanding = aio->outstanding,
+        .block_bytes = aio->config.block_bytes,
+        .read_bytes = aio->read_bytes,
+        .written_bytes = aio->written_bytes,
+        .operations = aio->operations,
+        .bounced_bytes = aio->bounced_bytes,
+        .retries = atomic_load(&aio->retries),
+        .registered_bytes = aio->registered_bytes,
+        .arena_held_bytes = arena.held_bytes,
+        .arena_used_bytes = arena.used_bytes,
         .open_files = aio->files.count,
     };
     pthread_mutex_unlock(&aio->lock);
@@ -52,14 +60,15 @@ static zpp_status check_config(const struct zpp_aio_config *config, struct zpp_e
         return zpp_fail(err, ZPP_INVALID, "aio: depth is %u, wanted 1 to %d", config->depth, ZPP_AIO_MAX_DEPTH);
     }
     if (!config->block_bytes || config->block_bytes % ZPP_PAGE_BYTES || config->block_bytes > (size_t)1 << 30) {
-        return zpp_fail(err, ZPP_INVALID, "aio: block_bytes is %zu, wanted a multiple of %d up to 1 GiB", config->block_bytes,
-                        ZPP_PAGE_BYTES);
+        return zpp_fail(err, ZPP_INVALID, "aio: block_bytes is %zu, wanted a multiple of %d up to 1 GiB",
+                        config->block_bytes, ZPP_PAGE_BYTES);
     }
     if (config->stripes_count > ZPP_AIO_PARTS) {
         return zpp_fail(err, ZPP_INVALID, "aio: %u paths, wanted at most %d", config->stripes_count, ZPP_AIO_PARTS);
     }
     if (config->stripes_count && (!config->stripe_bytes || config->stripe_bytes % ZPP_PAGE_BYTES)) {
-        return zpp_fail(err, ZPP_INVALID, "aio: stripe_bytes is %zu, wanted a multiple of %d", config->stripe_bytes, ZPP_PAGE_BYTES);
+        return zpp_fail(err, ZPP_INVALID, "aio: stripe_bytes is %zu, wanted a multiple of %d", config->stripe_bytes,
+                        ZPP_PAGE_BYTES);
     }
     if (config->threads > ZPP_AIO_MAX_DEPTH) {
         return zpp_fail(err, ZPP_INVALID, "aio: threads is %u, wanted at most %d", config->threads, ZPP_AIO_MAX_DEPTH);
@@ -74,7 +83,8 @@ static zpp_status allocate(zpp_aio *aio, struct zpp_err *err) {
     aio->bounce_bytes = config->block_bytes < BOUNCE_BYTES ? config->block_bytes : BOUNCE_BYTES;
     aio->chunks = calloc(depth, sizeof *aio->chunks);
     aio->bounce_free = calloc(aio->bounce_count, sizeof *aio->bounce_free);
-    aio->threads = calloc(config->threads > ZPP_AIO_DEFAULT_THREADS ? config->threads : ZPP_AIO_DEFAULT_THREADS, sizeof *aio->threads);
+    aio->threads = calloc(config->threads > ZPP_AIO_DEFAULT_THREADS ? config->threads : ZPP_AIO_DEFAULT_THREADS,
+                          sizeof *aio->threads);
     bool all = aio->chunks && aio->bounce_free && aio->threads;
     for (unsigned index = 0; all && index < depth; ++index) {
         aio->chunks[index].next = aio->free_chunks;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The order of requests that touch the same bytes of one file, one of them a write: the later waits for the earlier, whatever
- * their priorities, so that a prefetch never overtakes the write-back it reads. Outstanding requests are listed by where they
- * start, so that thousands of small ones cost a look at a few.
+ * The order of requests that touch the same bytes of one file, one of them a write: the later waits for the earlier,
+ * whatever their priorities, so that a prefetch never overtakes the write-back it reads. Outstanding requests are
+ * listed by where they start, so that thousands of small ones cost a look at a few.
  */
 #include <stdlib.h>
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The engine where io_uring is refused (containers) or not built: a few threads, each with one pread or pwrite at a time.
- * Same chunks, same order, same judgement; only fewer operations in flight and more work a byte.
+ * The engine where io_uring is refused (containers) or not built: a few threads, each with one pread or pwrite at a
+ * time. Same chunks, same order, same judgement; only fewer operations in flight and more work a byte.
  */
 #include <stdlib.h>
 

@@ -55,7 +55,8 @@ static int set_up(zpp_ring *ring, unsigned entries, bool sqpoll) {
     return failed;
 }
 
-zpp_status zpp_ring_create(unsigned depth, bool sqpoll, const struct zpp_aio_sys *sys, zpp_ring **out, struct zpp_err *err) {
+zpp_status zpp_ring_create(unsigned depth, bool sqpoll, const struct zpp_aio_sys *sys, zpp_ring **out,
+                           struct zpp_err *err) {
     zpp_ring *ring = calloc(1, sizeof *ring);
     if (!ring) return zpp_fail(err, ZPP_NOMEM, "aio: no memory for a ring");
     ring->sys = sys;
@@ -97,7 +98,8 @@ void zpp_ring_wake(zpp_ring *ring) {
     while (put < 0 && errno == EINTR);
 }
 
-/* --- tables --------------------------------------------------------------------------------------------------------- */
+/* --- tables ---------------------------------------------------------------------------------------------------------
+ */
 
 static int find_free(const bool *taken, int total, int wanted) {
     for (int first = 0, run = 0, slot = 0; slot < total; ++slot) {
@@ -147,7 +149,8 @@ void zpp_ring_remove_file(zpp_ring *ring, int slot) {
     ring->file_taken[slot] = false;
 }
 
-/* --- operations ------------------------------------------------------------------------------------------------------ */
+/* --- operations ------------------------------------------------------------------------------------------------------
+ */
 
 /* There is always room: depth + 1 entries, and everything prepared is submitted before more is. */
 static struct io_uring_sqe *next_entry(zpp_ring *ring) { return io_uring_get_sqe(&ring->uring); }
@@ -167,8 +170,10 @@ void zpp_ring_push(zpp_ring *ring, const struct zpp_aio_op *wanted, void *tag) {
     }
     const int fd = op.file_slot >= 0 ? op.file_slot : op.fd;
     const unsigned bytes = (unsigned)op.bytes;
-    if (op.buffer_slot >= 0 && op.write) io_uring_prep_write_fixed(entry, fd, op.memory, bytes, op.offset_bytes, op.buffer_slot);
-    else if (op.buffer_slot >= 0) io_uring_prep_read_fixed(entry, fd, op.memory, bytes, op.offset_bytes, op.buffer_slot);
+    if (op.buffer_slot >= 0 && op.write)
+        io_uring_prep_write_fixed(entry, fd, op.memory, bytes, op.offset_bytes, op.buffer_slot);
+    else if (op.buffer_slot >= 0)
+        io_uring_prep_read_fixed(entry, fd, op.memory, bytes, op.offset_bytes, op.buffer_slot);
     else if (op.write) io_uring_prep_write(entry, fd, op.memory, bytes, op.offset_bytes);
     else io_uring_prep_read(entry, fd, op.memory, bytes, op.offset_bytes);
     if (op.file_slot >= 0) entry->flags |= IOSQE_FIXED_FILE;
@@ -210,9 +215,11 @@ zpp_status zpp_ring_run(zpp_ring *ring, bool wait, struct zpp_ring_result *out, 
 
 #else /* no liburing */
 
-zpp_status zpp_ring_create(unsigned depth, bool sqpoll, const struct zpp_aio_sys *sys, zpp_ring **out, struct zpp_err *err) {
+zpp_status zpp_ring_create(unsigned depth, bool sqpoll, const struct zpp_aio_sys *sys, zpp_ring **out,
+                           struct zpp_err *err) {
     (void)depth, (void)sqpoll, (void)sys, (void)out;
-    return zpp_fail(err, ZPP_NOT_BUILT, "aio: no io_uring: built without liburing (install liburing-dev and build again)");
+    return zpp_fail(err, ZPP_NOT_BUILT,
+                    "aio: no io_uring: built without liburing (install liburing-dev and build again)");
 }
 void zpp_ring_destroy(zpp_ring *ring) { (void)ring; }
 zpp_status zpp_ring_start(zpp_ring *ring, struct zpp_err *err) {

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * One io_uring: set-up with the best flags that the kernel knows, tables of registered buffers and files, submission in
- * batches, and results by tag. A wake-up from other threads is an eventfd that the ring itself reads, so that the ring's
- * thread sleeps in one place only.
+ * batches, and results by tag. A wake-up from other threads is an eventfd that the ring itself reads, so that the
+ * ring's thread sleeps in one place only.
  *
- * Threads: zpp_ring_create and zpp_ring_destroy by the owner while no thread runs the ring; zpp_ring_wake by any thread;
- * everything else by the ring's thread, which calls zpp_ring_start first (the kernel binds the ring to it).
+ * Threads: zpp_ring_create and zpp_ring_destroy by the owner while no thread runs the ring; zpp_ring_wake by any
+ * thread; everything else by the ring's thread, which calls zpp_ring_start first (the kernel binds the ring to it).
  */
 #ifndef ZPP_AIO_RING_H
 #define ZPP_AIO_RING_H
@@ -18,9 +18,10 @@ typedef struct zpp_ring zpp_ring;
 enum { ZPP_RING_BUFFERS = 1024, ZPP_RING_FILES = 128 };
 
 /* A ring for `depth` operations at once. NOT_BUILT: this build has no liburing, or the kernel, a seccomp filter or
- * io_uring_disabled refuses; the sentence says which. `sqpoll`: a kernel thread submits. `sys` is borrowed. New; free with
- * zpp_ring_destroy. */
-zpp_status zpp_ring_create(unsigned depth, bool sqpoll, const struct zpp_aio_sys *sys, zpp_ring **out, struct zpp_err *err);
+ * io_uring_disabled refuses; the sentence says which. `sqpoll`: a kernel thread submits. `sys` is borrowed. New; free
+ * with zpp_ring_destroy. */
+zpp_status zpp_ring_create(unsigned depth, bool sqpoll, const struct zpp_aio_sys *sys, zpp_ring **out,
+                           struct zpp_err *err);
 void zpp_ring_destroy(zpp_ring *ring); /* NULL is fine; no operation may be in flight */
 
 zpp_status zpp_ring_start(zpp_ring *ring, struct zpp_err *err);
@@ -40,8 +41,8 @@ struct zpp_ring_result {
     void *tag;
     int result; /* bytes, or -errno */
 };
-/* Submit what is prepared; with `wait`, sleep until a result or a wake-up is there. Writes up to `room` results to `out`
- * and their number to `*count`. A failure is of the ring itself; EINTR and EAGAIN are none. */
+/* Submit what is prepared; with `wait`, sleep until a result or a wake-up is there. Writes up to `room` results to
+ * `out` and their number to `*count`. A failure is of the ring itself; EINTR and EAGAIN are none. */
 zpp_status zpp_ring_run(zpp_ring *ring, bool wait, struct zpp_ring_result *out, size_t room, size_t *count,
                         struct zpp_err *err);
 

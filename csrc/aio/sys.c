@@ -171,12 +171,24 @@ static int real_ring_file(void *ctx, void *ring, unsigned slot, int fd) {
 
 const struct zpp_aio_sys *zpp_aio_sys_real(void) {
     static const struct zpp_aio_sys real = {
-        .open = real_open, .close = real_close, .stat = real_stat, .fstat = real_fstat,
-        .direct_align = real_direct_align, .reserve = real_reserve, .truncate = real_truncate, .sync = real_sync,
+        .open = real_open,
+        .close = real_close,
+        .stat = real_stat,
+        .fstat = real_fstat,
+        .direct_align = real_direct_align,
+        .reserve = real_reserve,
+        .truncate = real_truncate,
+        .sync = real_sync,
         .free_bytes = real_free_bytes,
-        .pread = real_pread, .pwrite = real_pwrite, .lock = real_lock, .unlock = real_unlock,
-        .ring_setup = real_ring_setup, .ring_enter = real_ring_enter, .ring_tables = real_ring_tables,
-        .ring_buffer = real_ring_buffer, .ring_file = real_ring_file,
+        .pread = real_pread,
+        .pwrite = real_pwrite,
+        .lock = real_lock,
+        .unlock = real_unlock,
+        .ring_setup = real_ring_setup,
+        .ring_enter = real_ring_enter,
+        .ring_tables = real_ring_tables,
+        .ring_buffer = real_ring_buffer,
+        .ring_file = real_ring_file,
     };
     return &real;
 }

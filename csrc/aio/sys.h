@@ -3,8 +3,8 @@
  * Every call that the I/O engine makes into the operating system, as one table. Production uses zpp_aio_sys_real();
  * tests copy it and replace rows, so that each failure of each call can be brought about (tests/c/test_aio_faults.c).
  *
- * Every row returns what its system call returns, with -errno in place of -1. `ring` is a `struct io_uring *` of liburing,
- * opaque here so that builds without liburing have the same table.
+ * Every row returns what its system call returns, with -errno in place of -1. `ring` is a `struct io_uring *` of
+ * liburing, opaque here so that builds without liburing have the same table.
  *
  * Threads: rows are called from any thread, the ring_* rows (but ring_setup) from the ring's own thread only.
  */
@@ -42,8 +42,8 @@ struct zpp_aio_sys {
     int (*direct_align)(void *ctx, int fd, uint32_t *memory_bytes, uint32_t *offset_bytes);
     int (*reserve)(void *ctx, int fd, uint64_t offset_bytes, uint64_t bytes); /* blocks for a range, file grown to it */
     int (*truncate)(void *ctx, int fd, uint64_t bytes);
-    int (*sync)(void *ctx, int fd);                                           /* data reach the device */
-    int (*free_bytes)(void *ctx, int fd, uint64_t *out);                      /* of the file system */
+    int (*sync)(void *ctx, int fd);                      /* data reach the device */
+    int (*free_bytes)(void *ctx, int fd, uint64_t *out); /* of the file system */
     ssize_t (*pread)(void *ctx, int fd, void *memory, size_t bytes, uint64_t offset_bytes);
     ssize_t (*pwrite)(void *ctx, int fd, const void *memory, size_t bytes, uint64_t offset_bytes);
     int (*lock)(void *ctx, void *memory, size_t bytes); /* mlock */
@@ -51,9 +51,11 @@ struct zpp_aio_sys {
 
     int (*ring_setup)(void *ctx, unsigned entries, void *ring, uint32_t flags);
     int (*ring_enter)(void *ctx, void *ring, unsigned wait_results); /* submit what is prepared, wait for results */
-    int (*ring_tables)(void *ctx, void *ring, unsigned buffers, unsigned files); /* bit 0: buffers, bit 1: files; or -errno */
-    int (*ring_buffer)(void *ctx, void *ring, unsigned slot, void *memory, size_t bytes); /* memory NULL: empty the slot */
-    int (*ring_file)(void *ctx, void *ring, unsigned slot, int fd);                       /* fd -1: empty the slot */
+    int (*ring_tables)(void *ctx, void *ring, unsigned buffers,
+                       unsigned files); /* bit 0: buffers, bit 1: files; or -errno */
+    int (*ring_buffer)(void *ctx, void *ring, unsigned slot, void *memory,
+                       size_t bytes);                               /* memory NULL: empty the slot */
+    int (*ring_file)(void *ctx, void *ring, unsigned slot, int fd); /* fd -1: empty the slot */
     /* Looks at an operation before it is submitted; may shorten it. True: `*result` is its result, and nothing is
      * submitted. NULL in production. */
     bool (*ring_op)(void *ctx, struct zpp_aio_op *op, int *result);

@@ -1,15 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The engine over io_uring: one thread takes chunks, submits them in one system call, sleeps until results or a wake-up
- * come, and judges them. It also keeps the ring's tables: arena slabs as registered buffers (their pages are locked once
- * instead of at each operation), files as registered files.
+ * come, and judges them. It also keeps the ring's tables: arena slabs as registered buffers (their pages are locked
+ * once instead of at each operation), files as registered files.
  */
-#include <errno.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/resource.h>
-#include <time.h>
 
 #include "internal.h"
 
@@ -38,18 +33,6 @@ static void slab_leaves(void *ctx, struct zpp_aio_slab *slab) {
     if (slab->first_slot < 0) return;
     zpp_ring_remove_buffer(round->aio->ring, slab->first_slot, slab->slots);
     round->removed_bytes += slab->bytes;
-}
-
-static void tell_lock(zpp_aio *aio, int os_errno) {
-    struct rlimit limit = {0};
-    char text[512];
-    if (atomic_exchange(&aio->told_lock, true)) return;
-    (void)getrlimit(RLIMIT_MEMLOCK, &limit);
-    snprintf(text, sizeof text,
-             "aio: buffers could not be registered with io_uring: %s; the memlock limit is %llu bytes, raise it (ulimit -l, "
-             "LimitMEMLOCK=) for less work on the CPU. Going on with unlocked buffers",
-             strerror(os_errno), (unsigned long long)limit.rlim_cur);
-    zpp_aio_log(aio, text);
 }
 
 static int buffer_slot(const struct zpp_aio_slab *slab, const struct zpp_aio_op *op) {
@@ -95,7 +78,8 @@ static bool plan(zpp_aio *aio, struct round *round, size_t *fresh_count) {
     aio->registered_bytes += round->added_bytes;
     aio->registered_bytes -= round->removed_bytes;
     round->added_bytes = round->removed_bytes = 0;
-    for (unsigned index = 0; index < aio->retired_count; ++index) zpp_ring_remove_file(aio->ring, aio->retired_slots[index]);
+    for (unsigned index = 0; index < aio->retired_count; ++index)
+        zpp_ring_remove_file(aio->ring, aio->retired_slots[index]);
     aio->retired_count = 0;
     *fresh_count = zpp_aio_take(aio, round->fresh, aio->config.depth);
     const bool idle = aio->inflight == 0;
@@ -124,7 +108,7 @@ static void work(zpp_aio *aio, struct round *round) {
     size_t fresh = 0;
     while (status == ZPP_OK) {
         zpp_aio_arena_changes(aio->arena, slab_appeared, slab_leaves, round);
-        if (round->lock_errno) tell_lock(aio, round->lock_errno);
+        if (round->lock_errno) zpp_aio_tell_lock(aio, round->lock_errno);
         round->lock_errno = 0;
         if (!plan(aio, round, &fresh)) return;
         for (size_t index = 0; index < round->again_count; ++index) push(aio, round->again[index]);

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The types AioEngine and AioFuture. Tensors come as addresses and bytes; python/zeropp/aio.py checks them. What a request
- * borrows is kept alive here: a future that dies before its request is done leaves request and tensor to the engine's list
- * of orphans, which later calls sweep.
+ * The types AioEngine and AioFuture. Tensors come as addresses and bytes; python/zeropp/aio.py checks them. What a
+ * request borrows is kept alive here: a future that dies before its request is done leaves request and tensor to the
+ * engine's list of orphans, which later calls sweep.
  *
- * Warnings of the engine come from any thread, so they are kept in a list that the façade fetches; no thread of the engine ever
- * takes the GIL.
+ * Warnings of the engine come from any thread, so they are kept in a list that the façade fetches; no thread of the
+ * engine ever takes the GIL.
  */
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
@@ -38,26 +38,24 @@ struct log {
 };
 
 typedef struct Engine {
-    PyObject_HEAD
-    zpp_aio *aio; /* NULL after close */
+    PyObject_HEAD zpp_aio *aio; /* NULL after close */
     struct orphan *orphans;
     struct log log;
-    int users;    /* calls in progress without the GIL */
+    int users; /* calls in progress without the GIL */
     bool closing;
     bool log_ready;
     long owner;
 } Engine;
 
 typedef struct Future {
-    PyObject_HEAD
-    Engine *engine; /* owned reference */
+    PyObject_HEAD Engine *engine; /* owned reference */
     zpp_aio_request *request;
     PyObject *keep; /* what the request borrows; NULL once it is done and waited for */
 } Future;
 
 static PyTypeObject *future_type;
 
-/* --- errors ------------------------------------------------------------------------------------------------------------ */
+/* --- errors --- */
 
 static PyObject *class_of(const char *module_name, const char *name) {
     PyObject *module = PyImport_ImportModule(module_name);
@@ -128,7 +126,7 @@ static int timeout_from(PyObject *seconds, uint64_t *out_ns) {
     return 0;
 }
 
-/* --- log ---------------------------------------------------------------------------------------------------------------- */
+/* --- log --- */
 
 static void keep_log(void *ctx, const char *text) {
     Engine *engine = ctx;
@@ -165,7 +163,7 @@ static PyObject *engine_take_log(PyObject *self, PyObject *none) {
     return lines;
 }
 
-/* --- orphans ------------------------------------------------------------------------------------------------------------ */
+/* --- orphans --- */
 
 static void drop_orphan(struct orphan *orphan) {
     zpp_aio_release(orphan->request);
@@ -187,7 +185,7 @@ static void sweep(Engine *engine) {
     }
 }
 
-/* --- futures ------------------------------------------------------------------------------------------------------------ */
+/* --- futures --- */
 
 static void future_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
@@ -232,7 +230,8 @@ static PyObject *future_wait(PyObject *self, PyObject *args, PyObject *named) {
     PyObject *timeout = Py_None;
     uint64_t timeout_ns;
     struct zpp_err err = ZPP_ERR_INIT;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "|O:wait", names, &timeout) || timeout_from(timeout, &timeout_ns)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "|O:wait", names, &timeout) || timeout_from(timeout, &timeout_ns))
+        return NULL;
     zpp_status status = zpp_aio_wait(future->request, NULL, &err);
     if (status == ZPP_AGAIN) status = wait_without_gil(future, timeout_ns, &err);
     if (zpp_aio_done(future->request)) Py_CLEAR(future->keep);
@@ -243,10 +242,12 @@ static PyObject *future_wait(PyObject *self, PyObject *args, PyObject *named) {
 static PyMethodDef future_methods[] = {
     {"done", future_done, METH_NOARGS, "done()\n--\n\nWhether the request is over: done, failed or cancelled."},
     {"wait", (PyCFunction)(void (*)(void))future_wait, METH_VARARGS | METH_KEYWORDS,
-     "wait(timeout=None)\n--\n\nWait for the request and raise its failure. TimeoutError after `timeout` seconds; the request "
+     "wait(timeout=None)\n--\n\nWait for the request and raise its failure. TimeoutError after `timeout` seconds; the "
+     "request "
      "then goes on."},
     {"cancel", future_cancel, METH_NOARGS,
-     "cancel()\n--\n\nDrop what has not begun; False if the request was over. What is with the disk already is still waited "
+     "cancel()\n--\n\nDrop what has not begun; False if the request was over. What is with the disk already is still "
+     "waited "
      "for by wait()."},
     {NULL, NULL, 0, NULL},
 };
@@ -257,9 +258,9 @@ static PyType_Slot future_slots[] = {
     {0, NULL},
 };
 static PyType_Spec future_spec = {"zeropp._C.AioFuture", sizeof(Future), 0,
-                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, future_slots};
+                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, future_slots};
 
-/* --- engine ------------------------------------------------------------------------------------------------------------- */
+/* --- engine --- */
 
 /* Paths of folders out of a tuple of bytes; false with an error set. */
 static bool read_stripes(PyObject *tuple, const char **out, unsigned *count) {
@@ -277,7 +278,8 @@ static bool read_stripes(PyObject *tuple, const char **out, unsigned *count) {
 }
 
 static int engine_init(PyObject *self, PyObject *args, PyObject *named) {
-    static char *names[] = {"depth", "block_bytes", "direct", "sqpoll", "backend", "threads", "arena_bytes", "stripes", "stripe_bytes", NULL};
+    static char *names[] = {"depth",   "block_bytes", "direct",  "sqpoll",       "backend",
+                            "threads", "arena_bytes", "stripes", "stripe_bytes", NULL};
     Engine *engine = (Engine *)self;
     const char *stripes[ZPP_AIO_PARTS];
     PyObject *stripe_tuple = NULL;
@@ -289,8 +291,9 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *named) {
         PyErr_SetString(PyExc_RuntimeError, "aio: an engine is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, named, "InppiInO!n", names, &config.depth, &block_bytes, &direct, &sqpoll, &backend,
-                                     &config.threads, &arena_bytes, &PyTuple_Type, &stripe_tuple, &stripe_bytes) ||
+    if (!PyArg_ParseTupleAndKeywords(args, named, "InppiInO!n", names, &config.depth, &block_bytes, &direct, &sqpoll,
+                                     &backend, &config.threads, &arena_bytes, &PyTuple_Type, &stripe_tuple,
+                                     &stripe_bytes) ||
         !read_stripes(stripe_tuple, stripes, &config.stripes_count)) {
         return -1;
     }
@@ -363,7 +366,8 @@ static PyObject *engine_submit(PyObject *self, PyObject *args) {
     long long offset_bytes;
     Py_ssize_t bytes;
     PyObject *keep;
-    if (!PyArg_ParseTuple(args, "pyKnLiO:submit", &write, &job.path, &address, &bytes, &offset_bytes, &priority, &keep)) return NULL;
+    if (!PyArg_ParseTuple(args, "pyKnLiO:submit", &write, &job.path, &address, &bytes, &offset_bytes, &priority, &keep))
+        return NULL;
     if (!usable(engine)) return NULL;
     if (offset_bytes < 0) {
         PyErr_Format(PyExc_ValueError, "aio: offset_bytes is %lld, wanted >= 0", offset_bytes);
@@ -398,7 +402,9 @@ static PyObject *engine_flush(PyObject *self, PyObject *args) {
     PyObject *timeout;
     int durable;
     uint64_t timeout_ns;
-    if (!PyArg_ParseTuple(args, "pO:flush", &durable, &timeout) || timeout_from(timeout, &timeout_ns) || !usable(engine)) return NULL;
+    if (!PyArg_ParseTuple(args, "pO:flush", &durable, &timeout) || timeout_from(timeout, &timeout_ns) ||
+        !usable(engine))
+        return NULL;
     zpp_py_wait_init(&wait, timeout_ns);
     ++engine->users;
     PyThreadState *state = PyEval_SaveThread();
@@ -424,21 +430,20 @@ static PyObject *engine_figures(PyObject *self, PyObject *none) {
     struct zpp_aio_figures seen;
     if (!usable(engine)) return NULL;
     zpp_aio_figures(engine->aio, &seen);
-    return Py_BuildValue("{s:O,s:I,s:I,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "uring", seen.uring ? Py_True : Py_False,
-                         "depth", seen.depth, "outstanding", seen.outstanding, "block_bytes",
-                         (unsigned long long)seen.block_bytes, "read_bytes", (unsigned long long)seen.read_bytes,
-                         "written_bytes", (unsigned long long)seen.written_bytes, "operations",
-                         (unsigned long long)seen.operations, "bounced_bytes", (unsigned long long)seen.bounced_bytes,
-                         "retries", (unsigned long long)seen.retries, "registered_bytes",
-                         (unsigned long long)seen.registered_bytes, "arena_held_bytes",
-                         (unsigned long long)seen.arena_held_bytes, "arena_used_bytes",
-                         (unsigned long long)seen.arena_used_bytes, "open_files", (unsigned long long)seen.open_files);
+    return Py_BuildValue(
+        "{s:O,s:I,s:I,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "uring", seen.uring ? Py_True : Py_False, "depth",
+        seen.depth, "outstanding", seen.outstanding, "block_bytes", (unsigned long long)seen.block_bytes, "read_bytes",
+        (unsigned long long)seen.read_bytes, "written_bytes", (unsigned long long)seen.written_bytes, "operations",
+        (unsigned long long)seen.operations, "bounced_bytes", (unsigned long long)seen.bounced_bytes, "retries",
+        (unsigned long long)seen.retries, "registered_bytes", (unsigned long long)seen.registered_bytes,
+        "arena_held_bytes", (unsigned long long)seen.arena_held_bytes, "arena_used_bytes",
+        (unsigned long long)seen.arena_used_bytes, "open_files", (unsigned long long)seen.open_files);
 }
 
-/* --- tensors in the arena ------------------------------------------------------------------------------------------------ */
+/* --- tensors in the arena --- */
 
-/* DLPack's layout (dlpack.h, version 0.x: unversioned "dltensor" capsules), which torch.from_dlpack takes over without a
- * copy. The tensor calls `deleter` when its storage dies, from whatever thread that is, without the GIL. */
+/* DLPack's layout (dlpack.h, version 0.x: unversioned "dltensor" capsules), which torch.from_dlpack takes over without
+ * a copy. The tensor calls `deleter` when its storage dies, from whatever thread that is, without the GIL. */
 struct dl_tensor {
     void *data;
     struct {
@@ -511,13 +516,15 @@ static PyObject *engine_alloc(PyObject *self, PyObject *args) {
 
 static PyMethodDef engine_methods[] = {
     {"submit", engine_submit, METH_VARARGS,
-     "submit(write, path, address, bytes, offset_bytes, priority, keep, /)\n--\n\nBegin a read or write; its AioFuture."},
+     "submit(write, path, address, bytes, offset_bytes, priority, keep, /)\n--\n\nBegin a read or write; its "
+     "AioFuture."},
     {"flush", engine_flush, METH_VARARGS, "flush(durable, timeout, /)\n--\n\nWait for everything submitted before."},
     {"forget", engine_forget, METH_VARARGS, "forget(path, /)\n--\n\nClose the descriptors kept for a path."},
     {"alloc", engine_alloc, METH_VARARGS, "alloc(bytes, /)\n--\n\nA DLPack capsule of uint8 in the arena."},
     {"figures", engine_figures, METH_NOARGS, "figures()\n--\n\nCounters and sizes."},
     {"take_log", engine_take_log, METH_NOARGS, "take_log()\n--\n\nWarnings since the last call."},
-    {"close", engine_close, METH_NOARGS, "close()\n--\n\nCancel what has not begun, wait for what has, end the threads."},
+    {"close", engine_close, METH_NOARGS,
+     "close()\n--\n\nCancel what has not begun, wait for what has, end the threads."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot engine_slots[] = {

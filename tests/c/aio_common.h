@@ -46,8 +46,8 @@ static inline const char *in_folder(const char *name) {
 }
 
 static inline struct zpp_aio_config plain_config(enum zpp_aio_backend backend) {
-    return (struct zpp_aio_config){.depth = 8, .block_bytes = 64 << 10, .direct = true, .backend = backend, .threads = 3,
-                                   .log = count_log};
+    return (struct zpp_aio_config){
+        .depth = 8, .block_bytes = 64 << 10, .direct = true, .backend = backend, .threads = 3, .log = count_log};
 }
 
 static inline zpp_aio *new_engine(struct zpp_aio_config config) {
@@ -66,7 +66,9 @@ static inline bool machine_has_uring(void) {
     return true;
 }
 
-static inline unsigned char pattern(uint64_t at, unsigned seed) { return (unsigned char)((at * 2654435761u + seed) >> 13); }
+static inline unsigned char pattern(uint64_t at, unsigned seed) {
+    return (unsigned char)((at * 2654435761u + seed) >> 13);
+}
 
 static inline void fill(unsigned char *memory, size_t bytes, uint64_t from, unsigned seed) {
     for (size_t index = 0; index < bytes; ++index) memory[index] = pattern(from + index, seed);
@@ -78,11 +80,13 @@ static inline void check_filled(const unsigned char *memory, size_t bytes, uint6
 
 static const struct zpp_wait patient = {.timeout_ns = 60000000000u};
 
-static inline zpp_aio_request *begin(zpp_aio *aio, bool write, const char *path, void *memory, size_t bytes, uint64_t offset) {
+static inline zpp_aio_request *begin(zpp_aio *aio, bool write, const char *path, void *memory, size_t bytes,
+                                     uint64_t offset) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     zpp_aio_request *request = NULL;
-    const struct zpp_aio_job job = {.path = path, .memory = memory, .bytes = bytes, .offset_bytes = offset, .write = write};
+    const struct zpp_aio_job job = {
+        .path = path, .memory = memory, .bytes = bytes, .offset_bytes = offset, .write = write};
     CHECK_OK(zpp_aio_submit(aio, &job, &request, &fault, &err));
     return request;
 }
@@ -127,7 +131,7 @@ static inline void with_each_backend(void (*body)(enum zpp_aio_backend backend))
     body(ZPP_AIO_URING);
     remove_folder();
 }
-#define ON_EACH(name)                                      \
+#define ON_EACH(name)                                                                                                  \
     static void name(void) { with_each_backend(name##_on); }
 
 #endif

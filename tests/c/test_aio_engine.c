@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The I/O engine on a real file system, with both drivers: alignment and tails, order, priorities, cancelling, striping, the
- * arena. Failures are in test_aio_faults.c.
+ * The I/O engine on a real file system, with both drivers: alignment and tails, order, priorities, cancelling,
+ * striping, the arena. Failures are in test_aio_faults.c.
  */
 #include "aio_common.h"
 
@@ -16,7 +16,8 @@ static void shapes_on(enum zpp_aio_backend backend) {
     const char *path = in_folder("shapes");
     enum { FILE_BYTES = 3 * MIB };
     unsigned char *model = calloc(1, FILE_BYTES), *memory = arena_block(aio, FILE_BYTES + 2 * 4096);
-    static const size_t sizes[] = {1, 511, 512, 513, 4095, 4096, 4097, 65535, 65536, 65537, 70000, 131072, 300001, MIB, MIB + 4096};
+    static const size_t sizes[] = {1,     511,   512,   513,    4095,   4096, 4097,      65535,
+                                   65536, 65537, 70000, 131072, 300001, MIB,  MIB + 4096};
     static const size_t starts[] = {0, 1, 511, 512, 4096, 5000, 65536, 65537};
     static const size_t shifts[] = {0, 1, 64, 512, 4096};
     unsigned seed = 1, random = 12345;
@@ -76,7 +77,8 @@ static void neighbours_on(enum zpp_aio_backend backend) {
 }
 ON_EACH(neighbours)
 
-/* Requests on the same bytes run in the order of their submission: the last write wins, and each read sees the write before. */
+/* Requests on the same bytes run in the order of their submission: the last write wins, and each read sees the write
+ * before. */
 static void same_bytes_in_order_on(enum zpp_aio_backend backend) {
     zpp_aio *aio = new_engine(plain_config(backend));
     const char *path = in_folder("order");
@@ -117,7 +119,8 @@ static void stripes_on(enum zpp_aio_backend backend) {
     CHECK(memcmp(data, back, BYTES) == 0);
     move(aio, false, "striped", back, 100000, 77777);
     CHECK(memcmp(data + 77777, back, 100000) == 0);
-    const uint64_t sizes[3] = {file_bytes(in_folder("a/striped")), file_bytes(in_folder("b/striped")), file_bytes(in_folder("c/striped"))};
+    const uint64_t sizes[3] = {file_bytes(in_folder("a/striped")), file_bytes(in_folder("b/striped")),
+                               file_bytes(in_folder("c/striped"))};
     CHECK_EQUAL(sizes[0] + sizes[1] + sizes[2], BYTES);
     CHECK(sizes[0] - sizes[2] <= 32 * KIB);
     /* The second stripe is the first of folder b. */
@@ -201,7 +204,8 @@ static void arena_gives_exact_sizes(void) {
         memset(small[index], index, (size_t)(index % 40 + 1) * 4096 - 5);
     }
     for (int index = 0; index < 300; index += 2) zpp_aio_arena_free(zpp_aio_get_arena(aio), small[index]);
-    for (int index = 1; index < 300; index += 2) CHECK_EQUAL(((unsigned char *)small[index])[4000], (unsigned char)index);
+    for (int index = 1; index < 300; index += 2)
+        CHECK_EQUAL(((unsigned char *)small[index])[4000], (unsigned char)index);
     for (int index = 1; index < 300; index += 2) zpp_aio_arena_free(zpp_aio_get_arena(aio), small[index]);
     zpp_aio_arena_free(zpp_aio_get_arena(aio), block);
     zpp_aio_figures(aio, &figures);
@@ -223,7 +227,7 @@ static void arena_gives_exact_sizes(void) {
     zpp_aio_arena_free(arena, block);
 }
 
-/* --- waiting, cancelling ----------------------------------------------------------------------------------------------- */
+/* --- waiting, cancelling --- */
 
 /* A disk that stands still until it is let go. */
 static atomic_bool stands;
@@ -281,11 +285,14 @@ static void waits_end(void) {
     CHECK(!zpp_aio_done(request));
     CHECK_EQUAL(zpp_aio_wait(request, NULL, &err), ZPP_AGAIN);
     CHECK_EQUAL(zpp_aio_flush(aio, false, NULL, NULL, &err), ZPP_AGAIN);
-    CHECK_FAILS(zpp_aio_wait(request, &(struct zpp_wait){.timeout_ns = 20000000}, &err), ZPP_TIMEOUT, "slow\" were not written after 0.0");
+    CHECK_FAILS(zpp_aio_wait(request, &(struct zpp_wait){.timeout_ns = 20000000}, &err), ZPP_TIMEOUT,
+                "slow\" were not written after 0.0");
     int ticks = 0;
-    CHECK_FAILS(zpp_aio_wait(request, &(struct zpp_wait){.tick = stop_tick, .ctx = &ticks}, &err), ZPP_INTERRUPTED, "enough");
+    CHECK_FAILS(zpp_aio_wait(request, &(struct zpp_wait){.tick = stop_tick, .ctx = &ticks}, &err), ZPP_INTERRUPTED,
+                "enough");
     CHECK_EQUAL(ticks, 1);
-    CHECK_FAILS(zpp_aio_flush(aio, false, &(struct zpp_wait){.timeout_ns = 20000000}, NULL, &err), ZPP_TIMEOUT, "not written");
+    CHECK_FAILS(zpp_aio_flush(aio, false, &(struct zpp_wait){.timeout_ns = 20000000}, NULL, &err), ZPP_TIMEOUT,
+                "not written");
     atomic_store(&stands, false);
     CHECK_OK(finish(request, &err, NULL));
     zpp_aio_destroy(aio);
@@ -332,7 +339,8 @@ static void closing_with_requests(void) {
     char *data = aligned_alloc(4096, 4096);
     memset(data, 1, 4096);
     zpp_aio_request *requests[20];
-    for (uint64_t index = 0; index < 20; ++index) requests[index] = begin(aio, true, in_folder("c"), data, 4096, index * 4096);
+    for (uint64_t index = 0; index < 20; ++index)
+        requests[index] = begin(aio, true, in_folder("c"), data, 4096, index * 4096);
     until_begun(1, 2);
     atomic_store(&stands, false);
     zpp_aio_destroy(aio);
@@ -384,7 +392,7 @@ static void reads_go_first(void) {
     remove_folder();
 }
 
-/* --- threads -------------------------------------------------------------------------------------------------------------- */
+/* --- threads --- */
 
 struct client {
     zpp_aio *aio;
@@ -469,19 +477,35 @@ static void wrong_arguments(void) {
     aio = new_engine(plain_config(ZPP_AIO_AUTO));
     zpp_aio_request *request;
     char byte;
-    CHECK_FAILS(zpp_aio_submit(aio, &(struct zpp_aio_job){.path = ""}, &request, NULL, &err), ZPP_INVALID, "path is empty");
-    CHECK_FAILS(zpp_aio_submit(aio, &(struct zpp_aio_job){.path = "x", .bytes = 1}, &request, NULL, &err), ZPP_INVALID, "is NULL");
-    CHECK_FAILS(zpp_aio_submit(aio, &(struct zpp_aio_job){.path = "x", .memory = &byte, .bytes = 1, .offset_bytes = INT64_MAX},
-                               &request, NULL, &err), ZPP_INVALID, "beyond 2^63");
+    CHECK_FAILS(zpp_aio_submit(aio, &(struct zpp_aio_job){.path = ""}, &request, NULL, &err), ZPP_INVALID,
+                "path is empty");
+    CHECK_FAILS(zpp_aio_submit(aio, &(struct zpp_aio_job){.path = "x", .bytes = 1}, &request, NULL, &err), ZPP_INVALID,
+                "is NULL");
+    CHECK_FAILS(
+        zpp_aio_submit(aio, &(struct zpp_aio_job){.path = "x", .memory = &byte, .bytes = 1, .offset_bytes = INT64_MAX},
+                       &request, NULL, &err),
+        ZPP_INVALID, "beyond 2^63");
     zpp_aio_destroy(aio);
     zpp_aio_destroy(NULL);
 }
 
 int main(int argc, char **argv) {
     static const struct test_case cases[] = {
-        TEST(shapes), TEST(neighbours), TEST(same_bytes_in_order), TEST(stripes), TEST(replaced_files), TEST(many_files),
-        TEST(arena_gives_exact_sizes), TEST(waits_end), TEST(cancelling), TEST(closing_with_requests), TEST(reads_go_first),
-        TEST(many_threads), TEST(let_go), TEST(wrong_arguments), {0},
+        TEST(shapes),
+        TEST(neighbours),
+        TEST(same_bytes_in_order),
+        TEST(stripes),
+        TEST(replaced_files),
+        TEST(many_files),
+        TEST(arena_gives_exact_sizes),
+        TEST(waits_end),
+        TEST(cancelling),
+        TEST(closing_with_requests),
+        TEST(reads_go_first),
+        TEST(many_threads),
+        TEST(let_go),
+        TEST(wrong_arguments),
+        {0},
     };
     return test_main(argc, argv, cases);
 }
