@@ -8,9 +8,9 @@
         ...                                                      # compute
         future.wait()
 
-The engine is csrc/aio: io_uring with registered buffers and files and O_DIRECT; a few threads with pread and pwrite where
-io_uring is refused (containers) or not built. Depth and block size default to what ``python -m zeropp bench-io PATH``
-measured for the device of ``paths``, else to 32 operations of 1 MiB.
+The engine is csrc/aio: io_uring with registered buffers and files and O_DIRECT; a few threads with pread and pwrite
+where io_uring is refused (containers) or not built. Depth and block size default to what ``python -m zeropp bench-io
+PATH`` measured for the device of ``paths``, else to 32 operations of 1 MiB.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Future(Protocol):
         """Wait for the end, in a way that Ctrl-C interrupts.
 
         Raises:
-            TierError: it failed; ``path``, ``offset_bytes``, ``bytes_wanted``, ``bytes_free``, ``errno`` say where and why.
+            TierError: it failed; ``path``, ``offset_bytes``, ``bytes_wanted``, ``bytes_free``, ``errno`` say why.
             CancelledError: it was cancelled.
             TimeoutError: ``timeout`` seconds passed; the request goes on.
         """
@@ -88,8 +88,8 @@ class Engine:
         depth: operations in flight; None: measured by ``bench-io`` for the device of ``paths``, else 32.
         block_bytes: size of one operation, a multiple of 4096; None: measured, else 1 MiB.
         direct: O_DIRECT, past the page cache, where the file system has it.
-        paths: folders of relative paths, one for each device. With several, each file is striped over them; every engine that
-            reads such a file needs the same folders in the same order, and the same ``stripe_bytes``.
+        paths: folders of relative paths, one for each device. With several, each file is striped over them; every
+            engine that reads such a file needs the same folders in the same order, and the same ``stripe_bytes``.
         stripe_bytes: bytes of a stripe; None: 1 MiB.
         sqpoll: a kernel thread submits (fewer system calls; a core polls).
         backend: ``"io_uring"`` or ``"threads"`` insist; ``"auto"`` falls back to threads with one warning.
@@ -97,8 +97,8 @@ class Engine:
         arena_bytes: bound of the memory behind ``empty``; None: no bound.
         log: receives warnings; None: ``logging.getLogger("zeropp.aio").warning``.
 
-    Every method may be called from any thread. Requests on the same bytes of one file, one of them a write, run in the order
-    of submission; reads go before other writes. The engine does not survive ``fork``: make one in the child.
+    Every method may be called from any thread. Requests on the same bytes of one file, one of them a write, run in the
+    order of submission; reads go before other writes. The engine does not survive ``fork``: make one in the child.
 
     Raises:
         NotBuiltError: ``backend="io_uring"`` where there is none.
@@ -178,8 +178,8 @@ class Engine:
     ) -> Future:
         """Begin to write ``tensor`` (contiguous, on CPU) into the file, which is created or grown as needed.
 
-        The data are with the file when ``wait`` returns, and survive a power cut after ``flush(durable=True)``. Growth by a
-        megabyte or more is reserved at once, so a full disk is found before anything is written.
+        The data are with the file when ``wait`` returns, and survive a power cut after ``flush(durable=True)``. Growth
+        by a megabyte or more is reserved at once, so a full disk is found before anything is written.
 
         Raises:
             TierError: the file cannot be opened, or the disk has no room.
@@ -224,8 +224,8 @@ class Engine:
         self._core.forget(os.fsencode(path))
 
     def figures(self) -> dict[str, Any]:
-        """Totals and sizes: ``read_bytes``, ``written_bytes``, ``operations``, ``bounced_bytes`` (copied for alignment),
-        ``retries``, ``outstanding``, ``registered_bytes``, ``arena_held_bytes``, ``arena_used_bytes``, ``open_files``,
+        """Totals and sizes: ``read_bytes``, ``written_bytes``, ``operations``, ``bounced_bytes`` (copied for
+        alignment), ``retries``, ``outstanding``, ``registered_bytes``, ``arena_held_bytes``, ``arena_used_bytes``, ``open_files``,
         ``depth``, ``block_bytes``, ``backend``.
         """
         seen: dict[str, Any] = self._core.figures()

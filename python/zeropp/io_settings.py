@@ -35,7 +35,7 @@ def cache_file() -> Path:
 
 
 def device_name(path: str | os.PathLike[str]) -> str:
-    """Name of the device that holds a path: host, block device and its size, so that another disk in its place is new."""
+    """Name of the device that holds a path: host, block device its size: another disk in its place is new."""
     number = Path(path).stat().st_dev
     block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     name, sectors = f"{os.major(number)}:{os.minor(number)}", ""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "env": "what zeropp found on this machine: torch, CPU level, kernels, CUDA driver, NCCL, io_uring",
+    "bench-io": "the best I/O settings of a disk, and how near its limit they come",
 }
 
 
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m zeropp", description="zeropp's command line.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    modules = {name: importlib.import_module(f"zeropp.cli.{name}") for name in COMMANDS}
+    modules = {name: importlib.import_module(f"zeropp.cli.{name.replace('-', '_')}") for name in COMMANDS}
     for name, help_text in COMMANDS.items():
         modules[name].add_arguments(commands.add_parser(name, help=help_text, description=help_text))
     options = parser.parse_args(arguments)

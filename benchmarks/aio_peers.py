@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peers of the I/O benches: fio with one job, and DeepSpeed's aio handle. Each moves bytes and says what CPU it took."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import BenchError
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one pass took."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+def timed(call: Callable[[], object]) -> Cost:
+    """Wall and CPU time (all threads of this process, user and system) of a call."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    call()
+    end, after = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Cost(end - start, cpu)
+
+
+def fio(engine: str, path: Path, size_bytes: int, write: bool) -> Cost:
+    """One sequential pass of fio over the file, 1 MiB blocks, 32 deep."""
+    command = [
+        "fio", "--name=pass", f"--filename={path}", f"--ioengine={engine}", f"--rw={'write' if write else 'read'}",
+        "--bs=1M", "--iodepth=32", "--direct=1", f"--size={size_bytes}", "--output-format=json", "--overwrite=1",
+        "--invalidate=0", "--thread",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode != 0:
+        raise BenchError(f"fio {engine}: exit status {done.returncode}: {done.stderr[-500:]}")
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    seconds = job["write" if write else "read"]["runtime"] / 1e3
+    return Cost(seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds)
+
+
+def deepspeed_handle(block_bytes: int, depth: int) -> Any:
+    """DeepSpeed's handle, one thread. Its first use compiles for minutes."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().load(verbose=False).aio_handle(block_bytes, depth, False, True, 1)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m zeropp bench-io``: finds settings, keeps them per device, leaves no file; engines use what it kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from zeropp import io_settings
+from zeropp.aio import Engine
+from zeropp.cli import bench_io, main
+
+
+def test_measures_keeps_and_cleans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bench_io, "FILE_BYTES", 16 << 20)
+    monkeypatch.setattr(bench_io, "TIME_LIMIT_S", 1.0)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    assert main(["bench-io", str(folder), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert (seen["depth"], seen["block_bytes"]) in bench_io.SETTINGS
+    assert seen["of_limit"]["read"] > 0 and seen["of_limit"]["write"] > 0
+    assert list(folder.iterdir()) == []
+    kept = io_settings.measured(folder)
+    assert kept is not None and (kept.depth, kept.block_bytes) == (seen["depth"], seen["block_bytes"])
+    with Engine(paths=folder) as engine:
+        assert (engine.figures()["depth"], engine.figures()["block_bytes"]) == (kept.depth, kept.block_bytes)
+    io_settings.cache_file().write_text("no JSON")
+    assert io_settings.measured(folder) is None
+
+
+def test_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench-io", str(tmp_path / "none")]) == 2
+    assert "is not a folder" in capsys.readouterr().err

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""zeropp.aio.Engine through Python: shapes and dtypes, failures as exceptions, lifetimes, Ctrl-C. The engine itself is
+tested in C (tests/c/test_aio_*.c)."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zeropp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from zeropp import _C
+from zeropp.aio import CancelledError, Engine
+
+BACKENDS = ["threads", *(["io_uring"] if _C.uring()[0] else [])]
+
+
+@pytest.fixture(params=BACKENDS)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    try:
+        made = Engine(depth=8, block_bytes=65536, backend=request.param)
+    except zeropp.NotBuiltError as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (7, 11), (3, 1, 70001), (0, 4)])
+def test_any_tensor_comes_back(engine: Engine, tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    source = torch.randint(0, 2, shape).to(dtype) if dtype is torch.bool else (torch.randn(shape) * 9).to(dtype)
+    for make in (torch.empty, engine.empty):
+        out = make(shape, dtype=dtype)
+        assert out.shape == source.shape and out.dtype is dtype
+        out.copy_(source)
+        engine.write(out, tmp_path / "t").wait()
+        assert (tmp_path / "t").read_bytes() == source.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        out.zero_()
+        engine.read(out, tmp_path / "t").wait()
+        assert torch.equal(out, source)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_file_is_like_a_model_of_it(engine: Engine, tmp_path: Path, data: st.DataObject) -> None:
+    """Random reads and writes, waited for only at the end of each batch, against bytes in memory."""
+    path = tmp_path / "model"
+    path.unlink(missing_ok=True)
+    start = torch.randint(0, 256, (data.draw(st.integers(0, 400_000)),), dtype=torch.uint8)
+    engine.write(start, path).wait()  # order holds for the same bytes: a read does not wait for a write behind it
+    model, pending = bytearray(start.numpy().tobytes()), []
+    for _ in range(data.draw(st.integers(1, 8))):
+        offset, size = data.draw(st.integers(0, 300_000)), data.draw(st.integers(1, 200_000))
+        if data.draw(st.booleans()) or start.numel() < offset + size:
+            tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
+            pending.append((engine.write(tensor, path, offset), None, None))
+            model.extend(bytes(max(0, offset + size - len(model))))
+            model[offset : offset + size] = tensor.numpy().tobytes()
+        else:
+            tensor = torch.empty(size, dtype=torch.uint8)
+            pending.append((engine.read(tensor, path, offset), tensor, bytes(model[offset : offset + size])))
+    for future, tensor, wanted in reversed(pending):
+        future.wait()
+        assert tensor is None or tensor.numpy().tobytes() == wanted
+    engine.flush()
+    assert path.read_bytes() == bytes(model)
+
+
+def test_arena_memory_comes_back(engine: Engine) -> None:
+    tensor = engine.empty((1000, 1000))
+    view = tensor[3:]
+    assert engine.figures()["arena_used_bytes"] == 4_001_792  # 4,000,000 rounded up to 4096
+    del tensor
+    gc.collect()
+    assert engine.figures()["arena_used_bytes"] == 4_001_792
+    del view
+    assert engine.figures()["arena_used_bytes"] == 0
+    bounded = Engine(arena_bytes=1 << 20)
+    with pytest.raises(MemoryError, match="raise arena_bytes"):
+        bounded.empty((1 << 20,))
+    kept = bounded.empty((1000,))
+    bounded.close()
+    kept.fill_(1.0)  # tensors outlive the engine
+    assert kept.sum() == 1000
+
+
+def test_failures_say_what_and_where(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(zeropp.TierError, match="missing") as missing:
+        engine.read(torch.empty(4), tmp_path / "missing")
+    assert missing.value.errno == errno.ENOENT and missing.value.path == str(tmp_path / "missing")
+    (tmp_path / "short").write_bytes(b"x" * 1000)
+    with pytest.raises(zeropp.TierError, match="holds 1000 bytes, wanted 4000 at offset 100") as short:
+        engine.read(torch.empty(1000), tmp_path / "short", 100).wait()
+    assert (short.value.bytes_wanted, short.value.offset_bytes) == (4000, 100)
+    with pytest.raises(zeropp.TierError, match="cannot open"):
+        engine.write(torch.empty(1), tmp_path)  # a folder
+    with pytest.raises(ValueError, match="not contiguous"):
+        engine.write(torch.empty(4, 4).t(), tmp_path / "x")
+    with pytest.raises(ValueError, match="offset_bytes is -1"):
+        engine.write(torch.empty(4), tmp_path / "x", -1)
+    with pytest.raises(ValueError, match="wanted cpu"):
+        engine.write(torch.empty(4, device="meta"), tmp_path / "x")
+    with pytest.raises(TypeError, match="wanted a tensor, not list"):
+        engine.write([1], tmp_path / "x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout is -1"):
+        engine.write(torch.empty(4), tmp_path / "x").wait(-1)
+
+
+def test_no_room(engine: Engine, tmp_path: Path) -> None:
+    """A limit on the size of files, as a quota: the reservation finds out before a byte is written."""
+    path = tmp_path / "huge"
+    tensor = torch.zeros(1 << 20)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
+        with pytest.raises(zeropp.TierError) as full:
+            engine.write(tensor, path).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, old)
+    assert full.value.errno == errno.EFBIG and full.value.path == str(path)
+
+
+def test_lost_write_is_raised_by_flush(engine: Engine, tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+        future = engine.write(torch.zeros(100_000, dtype=torch.uint8), tmp_path / "lost")
+        del future
+        with pytest.raises(zeropp.TierError, match="lost"):
+            engine.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, old)
+    engine.flush()
+
+
+def test_dropped_futures_keep_their_tensors(engine: Engine, tmp_path: Path) -> None:
+    for index in range(50):
+        engine.write(torch.full((30_000,), float(index)), tmp_path / "dropped", index * 120_000)
+    engine.flush(durable=True)
+    whole = torch.empty(50, 30_000)
+    engine.read(whole, tmp_path / "dropped").wait()
+    assert torch.equal(whole, torch.arange(50.0).unsqueeze(1).expand(50, 30_000))
+
+
+def test_reading_counts_as_a_change(engine: Engine, tmp_path: Path) -> None:
+    weight = torch.randn(1000, requires_grad=True)
+    value = torch.ones(1000)
+    engine.write(value, tmp_path / "v").wait()
+    product = (weight * value).sum()
+    engine.read(value, tmp_path / "v").wait()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_stripes(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    source = torch.randn(1_000_003)
+    with Engine(paths=folders, stripe_bytes=65536) as engine:
+        engine.write(source, "s").wait()
+        back = torch.empty_like(source)
+        engine.read(back, "s").wait()
+        assert torch.equal(back, source)
+    sizes = [(folder / "s").stat().st_size for folder in folders]
+    assert sum(sizes) == source.numel() * 4 and abs(sizes[0] - sizes[1]) <= 65536
+
+
+def test_closing(tmp_path: Path) -> None:
+    engine = Engine()
+    future = engine.write(torch.ones(1000), tmp_path / "c")
+    engine.close()
+    engine.close()
+    future.wait()
+    assert (tmp_path / "c").stat().st_size == 4000
+    with pytest.raises(zeropp.Error, match="closed"):
+        engine.write(torch.ones(1), tmp_path / "c")
+    with pytest.raises(KeyError), Engine(depth=1, block_bytes=4096, backend="threads") as broken:
+        futures = [broken.write(torch.ones(1 << 20), tmp_path / "d", index << 22) for index in range(4)]
+        raise KeyError  # what has not begun is cancelled
+    with pytest.raises(CancelledError, match="cancelled"):
+        futures[-1].wait()
+
+
+def test_arguments() -> None:
+    for arguments, sentence in [
+        ({"depth": 0}, "depth is 0"), ({"depth": 5000}, "depth is 5000"), ({"block_bytes": 1000}, "is 1000"),
+        ({"backend": "aio"}, "backend is 'aio'"), ({"arena_bytes": -1}, "arena_bytes is -1"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=sentence):
+            Engine(**arguments)
+    with pytest.raises(TypeError, match=r"depth is 1\.5"):
+        Engine(depth=1.5)  # type: ignore[arg-type]
+
+
+def test_many_threads(engine: Engine, tmp_path: Path) -> None:
+    failures = []
+
+    def client(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(30):
+            source = torch.randn(5000 + seed, generator=generator)
+            engine.write(source, tmp_path / "shared", seed * 100_001).wait()
+            back = engine.empty(source.shape)
+            engine.read(back, tmp_path / "shared", seed * 100_001).wait()
+            if not torch.equal(back, source):
+                failures.append(seed)
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+
+
+@pytest.mark.skipif(not _C.uring()[0], reason="built without liburing")
+def test_refused_ring_is_told_once(tmp_path: Path) -> None:
+    """A seccomp filter, as in containers: io_uring_setup is answered EPERM."""
+    code = f"""
+import ctypes, struct
+libc = ctypes.CDLL(None, use_errno=True)
+def op(code, jt, jf, k): return struct.pack("HBBI", code, jt, jf, k)
+program = op(0x20, 0, 0, 0) + op(0x15, 0, 1, 425) + op(0x06, 0, 0, 0x00050001) + op(0x06, 0, 0, 0x7FFF0000)
+buffer = ctypes.create_string_buffer(program)
+class Prog(ctypes.Structure): _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+import torch, zeropp.aio
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, ctypes.byref(Prog(4, ctypes.addressof(buffer))), 0, 0) == 0
+lines = []
+with zeropp.aio.Engine(log=lines.append) as engine:
+    assert engine.backend == "threads"
+    engine.write(torch.ones(9999), {str(tmp_path / "x")!r}).wait()
+assert len(lines) == 1 and "seccomp" in lines[0], lines
+try:
+    zeropp.aio.Engine(backend="io_uring")
+except zeropp.NotBuiltError as error:
+    assert "seccomp" in str(error)
+else:
+    raise AssertionError
+"""
+    if os.uname().machine not in ("x86_64", "aarch64"):
+        pytest.skip("system call numbers are known for x86_64 and aarch64 only")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
