@@ -31,12 +31,27 @@ static PyObject *kernels(PyObject *module, PyObject *none) {
         const char *op;
         enum zpp_cpu_level level;
     } rows[] = {
-#define ZPP_ADAM_VARIANT(level, function) {"adam", level},
+#define ZPP_ADAM_VARIANT(level, version) {"adam", level},
 #include "../ops/adam/variants.def"
 #undef ZPP_ADAM_VARIANT
-#define ZPP_NORM_VARIANT(level, function) {"norm", level},
+#define ZPP_ADAGRAD_VARIANT(level, version) {"adagrad", level},
+#include "../ops/adagrad/variants.def"
+#undef ZPP_ADAGRAD_VARIANT
+#define ZPP_LION_VARIANT(level, version) {"lion", level},
+#include "../ops/lion/variants.def"
+#undef ZPP_LION_VARIANT
+#define ZPP_SGD_VARIANT(level, version) {"sgd", level},
+#include "../ops/sgd/variants.def"
+#undef ZPP_SGD_VARIANT
+#define ZPP_NORM_VARIANT(level, version) {"norm", level},
 #include "../ops/norm/variants.def"
 #undef ZPP_NORM_VARIANT
+#define ZPP_QUANT_VARIANT(level, version) {"quant", level},
+#include "../ops/quant/variants.def"
+#undef ZPP_QUANT_VARIANT
+#define ZPP_ONEBIT_VARIANT(level, version) {"onebit", level},
+#include "../ops/onebit/variants.def"
+#undef ZPP_ONEBIT_VARIANT
     };
     PyObject *table = PyList_New(0);
     for (size_t row = 0; table && row < sizeof rows / sizeof rows[0]; ++row) {
