@@ -9,8 +9,8 @@ The bound. u = 2^-24. Constants are rounded once (u each), then every operation 
     q  = r g / D           |q| (3u + that) + r off_g / D        (r, product, division)
     p' = p - q             u |p'| + off_q
 
-torch rounds the same operations in another order, or fused, and at most as often: two fp32 versions differ by at most twice
-that.
+torch rounds the same operations in another order, or fused, and at most as often: two fp32 versions differ by at most
+twice that.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One-bit compression: error feedback sums to the truth, the reference, numpy's bits, formats, misuse.
 
-Rounding. u = 2^-24. c = x + error is off by u |c|, error' = c - value by u |error'|; values are sent exactly. So after any
-number of steps, per element,
+Rounding. u = 2^-24. c = x + error is off by u |c|, error' = c - value by u |error'|; values are sent exactly. So after
+any number of steps, per element,
 
     | sum of values + last error - sum of x |  <=  u * sum over steps of (|c| + |error'|)
 
-The scale is a mean of fp32 magnitudes: at most 256 additions in a lane and 4 in the tree of a block, each u relative to a
-sum of positive terms, and one rounding of the quotient: 262 u relative.
+The scale is a mean of fp32 magnitudes: at most 256 additions in a lane and 4 in the tree of a block, each u relative to
+a sum of positive terms, and one rounding of the quotient: 262 u relative.
 """
 
 from __future__ import annotations

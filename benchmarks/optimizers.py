@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lion, Adagrad and SGD over lists of tensors against torch's foreach and fused versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from harness import Need, Run, alternate, repeat_for, timed
+from torch import Tensor
+
+CLAIM = "Lion, Adagrad and SGD with momentum in one pass over memory: >= 3x torch foreach."
+NEEDS: tuple[Need, ...] = ()
+SHAPES = {"16M in 16 tensors": [1 << 20] * 16, "1000 tensors of 4096": [4096] * 1000}
+
+
+def foreach_lion(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], scratch: list[Tensor]) -> None:
+    """Lion as it is written with torch's foreach operations (torch has no Lion), into memory that is there."""
+    torch._foreach_copy_(scratch, momenta)
+    torch._foreach_mul_(scratch, 0.9)
+    torch._foreach_add_(scratch, grads, alpha=0.1)
+    torch._foreach_sign_(scratch)
+    torch._foreach_mul_(params, 1 - 1e-3 * 0.1)
+    torch._foreach_add_(params, scratch, alpha=-1e-3)
+    torch._foreach_mul_(momenta, 0.99)
+    torch._foreach_add_(momenta, grads, alpha=0.01)
+
+
+def torch_optimizer(kind: Any, lists: dict[str, list[Tensor]], **options: Any) -> Callable[[], object]:
+    """A torch optimizer's step over its own copies, after a first step that makes its state."""
+    params = [p.clone().requires_grad_() for p in lists["params"]]
+    for param, grad in zip(params, lists["grads"], strict=True):
+        param.grad = grad
+    optimizer = kind(params, **options)
+    optimizer.step()
+    step: Callable[[], object] = optimizer.step
+    return step
+
+
+def run(bench: Run) -> None:
+    torch.set_num_threads(1)
+    for shape, lengths in SHAPES.items():
+        measure(bench, shape, lengths)
+
+
+def measure(bench: Run, shape: str, lengths: list[int]) -> None:
+    """All optimizers over tensors of these lengths."""
+    import zeropp
+
+    lists = {name: [torch.randn(n) for n in lengths] for name in ("params", "grads")}
+    states = [torch.rand(n) for n in lengths]
+    scratch = [torch.empty(n) for n in lengths]
+    check(bench, shape, lists, states)
+    mine = [p.clone() for p in lists["params"]]
+    twin, twin_states = [p.clone() for p in lists["params"]], [s.clone() for s in states]
+    grads = lists["grads"]
+    touched = 20 * sum(lengths)
+    src, dst = (torch.zeros(touched // 2, dtype=torch.uint8) for _ in range(2))
+    copy = timed(lambda: dst.copy_(src))
+    adagrad, sgd = torch.optim.Adagrad, torch.optim.SGD
+    cases: dict[str, dict[str, Callable[[], object]]] = {
+        "Lion": {
+            "ours": lambda: zeropp.ops.lion_step_(mine, grads, states, lr=1e-3, weight_decay=0.1),
+            "torch foreach": lambda: foreach_lion(twin, grads, twin_states, scratch),
+        },
+        "Adagrad": {
+            "ours": lambda: zeropp.ops.adagrad_step_(mine, grads, states, step=2, lr=1e-3),
+            "torch foreach": torch_optimizer(adagrad, lists, lr=1e-3, foreach=True),
+            "torch fused": torch_optimizer(adagrad, lists, lr=1e-3, fused=True),
+        },
+        "SGD": {
+            "ours": lambda: zeropp.ops.sgd_step_(mine, grads, states, step=2, lr=1e-3, momentum=0.9),
+            "torch foreach": torch_optimizer(sgd, lists, lr=1e-3, momentum=0.9, foreach=True),
+            "torch fused": torch_optimizer(sgd, lists, lr=1e-3, momentum=0.9, fused=True),
+        },
+    }
+    for name, contenders in cases.items():
+        repeat = repeat_for(contenders["ours"], 5.0)
+        samples = alternate(
+            {**{key: timed(call, repeat=repeat) for key, call in contenders.items()}, "copy": copy},
+            rounds=7 if bench.quick else 15,
+        )
+        peers = [key for key in contenders if key != "ours"]
+        bench.compare(f"{name} fp32 {shape}", samples, ours="ours", peers=peers, unit="ms", limit="copy")
+
+
+
+def check(bench: Run, shape: str, lists: dict[str, list[Tensor]], states: list[Tensor]) -> None:
+    """One step of each from the same state: within a few ulp (the derived bounds: tests/ops)."""
+    import zeropp
+
+    params, grads = lists["params"][:2], lists["grads"][:2]
+    for name in ("Lion", "Adagrad", "SGD"):
+        mine, mine_states = [p.clone() for p in params], [s.clone() for s in states[:2]]
+        twin, twin_states = [p.clone() for p in params], [s.clone() for s in states[:2]]
+        if name == "Lion":
+            zeropp.ops.lion_step_(mine, grads, mine_states, lr=1e-3, weight_decay=0.1)
+            foreach_lion(twin, grads, twin_states, [torch.empty_like(p) for p in twin])
+        else:
+            kind = getattr(torch.optim, name)
+            leaves = [p.requires_grad_() for p in twin]
+            for leaf, grad in zip(leaves, grads, strict=True):
+                leaf.grad = grad
+            optimizer = kind(leaves, lr=1e-3, foreach=True, **({"momentum": 0.9} if name == "SGD" else {}))
+            for leaf, state in zip(leaves, twin_states, strict=True):
+                key = "sum" if name == "Adagrad" else "momentum_buffer"
+                optimizer.state[leaf] = {key: state, **({"step": torch.tensor(1.0)} if name == "Adagrad" else {})}
+            optimizer.step()
+            if name == "Adagrad":
+                zeropp.ops.adagrad_step_(mine, grads, mine_states, step=2, lr=1e-3)
+            else:
+                zeropp.ops.sgd_step_(mine, grads, mine_states, step=2, lr=1e-3, momentum=0.9)
+        off = max((a - b.detach()).abs().max().item() for a, b in zip(mine, twin, strict=True))
+        # parameters are below 8 (3 bits of exponent over 1): a few ulp; a sign of Lion's that is not determined: 2 lr
+        bench.check(off <= (2.1e-3 if name == "Lion" else 4 * 8 * 2.0**-24), f"{name} {shape}: differs by {off}")
