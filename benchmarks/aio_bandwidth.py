@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequential O_DIRECT reads and writes of one file: zeropp's engine, fio (io_uring and libaio) and DeepSpeed's aio.
 
-Locked tensors are each library's own; pageable ones are plain torch tensors. CPU seconds count every thread, user and system.
+Locked tensors are each library's own; pageable ones are plain torch tensors. CPU seconds count
+every thread, user and system.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peers of the I/O benches: fio with one job, and DeepSpeed's aio handle. Each moves bytes and says what CPU it took."""
+"""The peers of the I/O benches: fio with one job, and DeepSpeed's aio handle."""
 
 from __future__ import annotations
 

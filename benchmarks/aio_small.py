@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random reads and writes of 4 KiB to 1 MiB: a batch is submitted, then waited for, as a tier with small tensors does."""
+"""Random reads and writes of 4 KiB to 1 MiB: a batch is submitted, then waited for, as tiers with small tensors do."""
 
 from __future__ import annotations
 

@@ -224,9 +224,11 @@ class Engine:
         self._core.forget(os.fsencode(path))
 
     def figures(self) -> dict[str, Any]:
-        """Totals and sizes: ``read_bytes``, ``written_bytes``, ``operations``, ``bounced_bytes`` (copied for
-        alignment), ``retries``, ``outstanding``, ``registered_bytes``, ``arena_held_bytes``, ``arena_used_bytes``, ``open_files``,
-        ``depth``, ``block_bytes``, ``backend``.
+        """Totals and sizes.
+
+        ``read_bytes``, ``written_bytes``, ``operations``, ``bounced_bytes`` (copied for alignment), ``retries``,
+        ``outstanding``, ``registered_bytes``, ``arena_held_bytes``, ``arena_used_bytes``, ``open_files``, ``depth``,
+        ``block_bytes``, ``backend``.
         """
         seen: dict[str, Any] = self._core.figures()
         seen["backend"] = "io_uring" if seen.pop("uring") else "threads"
