@@ -2,8 +2,8 @@
  *
  * The beginning and the end of a backward, and the gradients in between: what parameters call.
  *
- * A backward begins at the first event that one of our hooks sees, and ends in a callback that torch calls when its outermost
- * graph task is done; there the last reductions are waited for, and all units let go.
+ * A backward begins at the first event that one of our hooks sees, and ends in a callback that torch calls when its
+ * outermost graph task is done; there the last reductions are waited for, and all units let go.
  */
 #include "py_zero.h"
 
@@ -26,7 +26,7 @@ int zpp_py_grad_mode(Zero *zero) {
     return answer;
 }
 
-/* --- the beginning and the end of a backward ------------------------------------------------------------------------ */
+/* --- the beginning and the end of a backward ---------------------------------------------------------------------- */
 
 static bool reduces_now(Zero *zero) {
     if (!zero->sync) return false;
@@ -72,7 +72,8 @@ static int show_whole_gradients(Zero *zero) {
         const uint8_t *present = NULL;
         if (!unit->grad_views || !zpp_zero_grad_shard(zero->core, unit->unit->index, &present)) continue;
         for (Py_ssize_t i = 0; i < unit->count; i++)
-            if (present[i] && PyObject_SetAttr(unit->params[i], zpp_str_grad, PyList_GetItem(unit->grad_views, i))) return -1;
+            if (present[i] && PyObject_SetAttr(unit->params[i], zpp_str_grad, PyList_GetItem(unit->grad_views, i)))
+                return -1;
     }
     return 0;
 }
@@ -98,7 +99,8 @@ static PyObject *end_backward(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* --- a gradient has been accumulated ------------------------------------------------------------------------------------ */
+/* --- a gradient has been accumulated
+ * --------------------------------------------------------------------------- */
 
 typedef struct {
     PyObject_HEAD
@@ -113,8 +115,10 @@ static void *gradient_address(PyObject **grad, Unit *unit, Py_ssize_t param) {
     PyObject *flag = PyObject_CallMethodObjArgs(*grad, zpp_str_is_contiguous, NULL);
     if (!flag) {
         PyErr_Clear(); /* sparse layouts have no contiguity */
-        PyErr_Format(PyExc_ValueError, "zero: the gradient of parameter %zd of unit %s is sparse; zeropp reduces dense gradients, "
-                     "so build the embedding with sparse=False", param, unit->unit->name);
+        PyErr_Format(PyExc_ValueError,
+                     "zero: the gradient of parameter %zd of unit %s is sparse; zeropp reduces dense gradients, "
+                     "so build the embedding with sparse=False",
+                     param, unit->unit->name);
         return NULL;
     }
     const bool contiguous = flag == Py_True;
@@ -158,7 +162,8 @@ static int after_gradient(Unit *unit) {
     if (++unit->got < (size_t)unit->count) return 0;
     unit->got = 0;
     const struct zpp_unit *core = unit->unit;
-    if (core->pins || unit->zero->keep_passes || core->sticky || !zpp_zero_used_once(unit->zero->core, core->index)) return 0;
+    if (core->pins || unit->zero->keep_passes || core->sticky || !zpp_zero_used_once(unit->zero->core, core->index))
+        return 0;
     return zpp_py_release(unit);
 }
 
@@ -215,7 +220,8 @@ PyObject *zpp_py_grad_hook(Unit *unit, Py_ssize_t param) {
     return callable;
 }
 
-/* --- setting up ---------------------------------------------------------------------------------------------------------- */
+/* --- setting up
+ * ------------------------------------------------------------------------------------------------ */
 
 static PyMethodDef end_backward_def = { "zeropp_end_backward", end_backward, METH_NOARGS, NULL };
 

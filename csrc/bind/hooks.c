@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Triggers: what nn.Module.__call__ calls in the place of _call_impl, in C because it runs for every unit of every step.
+ * Triggers: what nn.Module.__call__ calls in the place of _call_impl, in C because it runs for every unit of every
+ * step.
  *
  * When is a unit needed in backward? Three layers, none alone is enough (docs/units.md):
  *   gate          a hook on the tensors in a block's output: on time, and between two nodes, where releases are safe
- *   saved tensor  pack and unpack around everything autograd saves while a block runs: cannot be missed (saved_tensors.c)
- *   auto-gather   PartitionedParameter.__torch_function__, for recomputation that calls no module
+ *   saved tensor  pack and unpack around everything autograd saves while a block runs: cannot be missed
+ * (saved_tensors.c) auto-gather   PartitionedParameter.__torch_function__, for recomputation that calls no module
  */
 #include "py_zero.h"
 
@@ -18,7 +19,8 @@ static int inside_functorch(Zero *zero) {
     return answer;
 }
 
-/* --- gates ------------------------------------------------------------------------------------------------------------- */
+/* --- gates
+ * ----------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     PyObject_HEAD
@@ -77,7 +79,8 @@ static int join_hooks(Trigger *trigger, PyObject *hooks) {
     return failed;
 }
 
-/* The prebuilt dict goes to the node, then the tensor forgets it, so that a later user hook cannot land in a dict that lives on. */
+/* The prebuilt dict goes to the node, then the tensor forgets it, so that a later user hook cannot land in a dict that
+ * lives on. */
 static int lend_hooks(Trigger *trigger, PyObject *tensor) {
     PyObject *node = PyObject_GetAttr(tensor, zpp_str_grad_fn);
     if (!node) return -1;
@@ -304,7 +307,8 @@ static PyObject *trigger_get_units(PyObject *self, void *unused) {
 }
 
 static PyGetSetDef trigger_getset[] = {
-    { "call", trigger_get_call, trigger_set_call, "what the trigger surrounds: the module's _call_impl, or its compiled form", NULL },
+    { "call", trigger_get_call, trigger_set_call,
+      "what the trigger surrounds: the module's _call_impl, or its compiled form", NULL },
     { "units", trigger_get_units, NULL, "the units that are whole while it runs", NULL },
     { NULL, NULL, NULL, NULL, NULL },
 };
@@ -317,7 +321,8 @@ static PyType_Slot trigger_slots[] = {
 static PyType_Spec trigger_spec = { "zeropp._C.Trigger", sizeof(Trigger), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                                     trigger_slots };
 
-/* --- setting up ---------------------------------------------------------------------------------------------------------- */
+/* --- setting up
+ * ------------------------------------------------------------------------------------------------ */
 
 int zpp_py_hooks_attach(Zero *zero) {
     zero->end_callback = zpp_py_end_callback(zero);

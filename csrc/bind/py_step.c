@@ -2,9 +2,9 @@
  *
  * What the optimizer calls: where the gradients lie, their norm, the step.
  *
- * Gradients are *local* (p.grad itself: one rank, and stage 0 after its all-reduce) or *sliced* (this rank's reduced slice).
- * Everything below walks pieces: a parameter's part in a slice. The norm is summed per unit and slice, in double, in that
- * order, so that it has the same bits in every stage at equal world size.
+ * Gradients are *local* (p.grad itself: one rank, and stage 0 after its all-reduce) or *sliced* (this rank's reduced
+ * slice). Everything below walks pieces: a parameter's part in a slice. The norm is summed per unit and slice, in
+ * double, in that order, so that it has the same bits in every stage at equal world size.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -23,7 +23,7 @@ static Unit *unit_at(const Zero *zero, Py_ssize_t index) {
     return (Unit *)PyList_GetItem(zero->units, index);
 }
 
-/* --- local gradients ------------------------------------------------------------------------------------------------- */
+/* --- local gradients ---------------------------------------------------------------------------------------------- */
 
 void zpp_py_drop_grads(Unit *unit) {
     for (Py_ssize_t i = 0; unit->grad_refs && i < unit->count; i++) {
@@ -103,7 +103,8 @@ static PyObject *zero_grads_pending(PyObject *self, PyObject *unused) {
     return PyBool_FromLong(!is_local(zero) && zpp_zero_grads_pending(zero->core));
 }
 
-/* --- pieces ------------------------------------------------------------------------------------------------------------ */
+/* --- pieces
+ * ---------------------------------------------------------------------------------------------------- */
 
 /* The slice that this rank steps: its own, or everything where gradients are local. */
 struct own_slice {
@@ -118,7 +119,8 @@ struct own_slice {
 
 /* false: the unit has no gradient. */
 static bool own_slice(const Zero *zero, const Unit *unit, struct own_slice *out) {
-    *out = (struct own_slice){ .shape = *unit->unit, .rank = zpp_zero_rank(zero->core), .grad_dtype = unit->unit->dtype };
+    *out =
+        (struct own_slice) { .shape = *unit->unit, .rank = zpp_zero_rank(zero->core), .grad_dtype = unit->unit->dtype };
     if (is_local(zero)) {
         out->shape.shard_elems = out->shape.elems;
         out->rank = 0;
@@ -141,7 +143,8 @@ static const void *piece_gradient(const Unit *unit, const struct own_slice *slic
     return grad ? grad + (piece->offset_elems - unit->unit->offset_elems[piece->param]) * bytes : NULL;
 }
 
-/* --- norm -------------------------------------------------------------------------------------------------------------- */
+/* --- norm
+ * ------------------------------------------------------------------------------------------------------ */
 
 struct slice_norm {
     double squares;
@@ -149,7 +152,8 @@ struct slice_norm {
 };
 
 /* One slice of one unit. `shape` decides how the unit is cut. */
-static int norm_of_slice(const Zero *zero, const Unit *unit, const struct own_slice *slice, int rank, struct slice_norm *out) {
+static int norm_of_slice(const Zero *zero, const Unit *unit, const struct own_slice *slice, int rank,
+                         struct slice_norm *out) {
     *out = (struct slice_norm){ 0.0, -1 };
     const size_t room = slice->shape.params + 1;
     struct zpp_piece *pieces = calloc(room, sizeof *pieces);
@@ -239,7 +243,8 @@ static PyObject *zero_norm(PyObject *self, PyObject *unused) {
     return Py_BuildValue("(dN)", squares, bad);
 }
 
-/* --- step -------------------------------------------------------------------------------------------------------------- */
+/* --- step
+ * ------------------------------------------------------------------------------------------------------ */
 
 /* step_begin(vote) -> every rank's vote; nobody reads parameters any more. */
 static PyObject *zero_step_begin(PyObject *self, PyObject *arg) {
@@ -280,11 +285,12 @@ static PyObject *zero_step_end(PyObject *self, PyObject *unused) {
 PyObject *zpp_py_set_adam(Unit *unit, PyObject *args) {
     unsigned long long master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps;
     PyObject *groups;
-    if (!PyArg_ParseTuple(args, "KKKKKO!", &master, &exp_avg, &exp_avg_sq, &max_exp_avg_sq, &steps, &PyList_Type, &groups))
+    if (!PyArg_ParseTuple(args, "KKKKKO!", &master, &exp_avg, &exp_avg_sq, &max_exp_avg_sq, &steps, &PyList_Type,
+                          &groups))
         return NULL;
     if (PyList_Size(groups) != unit->count) {
-        PyErr_Format(PyExc_ValueError, "zero: %zd groups for the %zd parameters of unit %s", PyList_Size(groups), unit->count,
-                     unit->unit->name);
+        PyErr_Format(PyExc_ValueError, "zero: %zd groups for the %zd parameters of unit %s", PyList_Size(groups),
+                     unit->count, unit->unit->name);
         return NULL;
     }
     int *numbers = calloc((size_t)unit->count + 1, sizeof *numbers);
@@ -315,7 +321,8 @@ static struct zpp_adam_segment *next_segment(struct segments *list) {
     return &list->at[list->count++];
 }
 
-static int add_unit_segments(const Zero *zero, Unit *unit, const struct zpp_adam_segment *groups, struct segments *list) {
+static int add_unit_segments(const Zero *zero, Unit *unit, const struct zpp_adam_segment *groups,
+                             struct segments *list) {
     struct own_slice slice;
     if (!unit->unit->trainable || !unit->adam.exp_avg || !own_slice(zero, unit, &slice)) return 0;
     struct zpp_piece *pieces = calloc(slice.shape.params + 1, sizeof *pieces);
@@ -362,8 +369,8 @@ static struct zpp_adam_segment *read_groups(PyObject *list) {
     for (Py_ssize_t i = 0; i < count; i++) {
         int decoupled, maximize, amsgrad;
         struct zpp_adam_segment *group = &groups[i];
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "dddddppp", &group->lr, &group->beta1, &group->beta2, &group->eps,
-                              &group->weight_decay, &decoupled, &maximize, &amsgrad)) {
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "dddddppp", &group->lr, &group->beta1, &group->beta2,
+                              &group->eps, &group->weight_decay, &decoupled, &maximize, &amsgrad)) {
             free(groups);
             return NULL;
         }

@@ -20,7 +20,7 @@ void zpp_py_wait_for(const Zero *zero, struct zpp_wait *wait) {
     zpp_py_wait_init(wait, zero->timeout_ns);
 }
 
-/* --- whole and released -------------------------------------------------------------------------------------------- */
+/* --- whole and released ------------------------------------------------------------------------------------------- */
 
 int zpp_py_swap(Unit *unit, bool plain) {
     if (!unit->released || unit->is_plain == plain || !unit->params) return 0;
@@ -80,7 +80,7 @@ int zpp_py_release_all(Zero *zero) {
     return -1;
 }
 
-/* --- Unit ------------------------------------------------------------------------------------------------------------ */
+/* --- Unit --------------------------------------------------------------------------------------------------------- */
 
 static void drop_params(Unit *unit) {
     zpp_py_drop_grads(unit);
@@ -160,7 +160,8 @@ static PyObject *unit_grad(PyObject *self, PyObject *unused) {
     const void *slice = zpp_zero_grad_shard(unit->zero->core, unit->unit->index, &present);
     if (!slice) Py_RETURN_NONE;
     return Py_BuildValue("Kiy#", (unsigned long long)(uintptr_t)slice,
-                         (int)zpp_zero_grad_dtype(unit->zero->core, unit->unit->index), (const char *)present, unit->count);
+                         (int)zpp_zero_grad_dtype(unit->zero->core, unit->unit->index), (const char *)present,
+                         unit->count);
 }
 
 static PyObject *unit_clear_grad(PyObject *self, PyObject *arg) {
@@ -211,7 +212,8 @@ static PyObject *unit_get_full(PyObject *self, void *unused) {
 
 static PyMethodDef unit_methods[] = {
     { "need", unit_need, METH_NOARGS, "Gather, and give the parameters their own class." },
-    { "auto", unit_auto, METH_NOARGS, "Gather for an operation that reads a released parameter; released when its backward ends." },
+    { "auto", unit_auto, METH_NOARGS,
+      "Gather for an operation that reads a released parameter; released when its backward ends." },
     { "pin", unit_pin, METH_O, "pin(+1) keeps the unit whole until pin(-1)." },
     { "release", unit_release, METH_NOARGS, "Release, unless something still needs it." },
     { "keep_slice", unit_keep_slice, METH_NOARGS, "Take this rank's slice out of the gathered copy." },
@@ -219,7 +221,8 @@ static PyMethodDef unit_methods[] = {
     { "grad", unit_grad, METH_NOARGS, "(address, dtype, present) of the reduced gradient slice, or None." },
     { "clear_grad", unit_clear_grad, METH_O, "Forget the gradient of parameter i." },
     { "set_grad_views", unit_set_grad_views, METH_O, "Stage 0: the tensors that p.grad becomes." },
-    { "set_adam", unit_set_adam, METH_VARARGS, "set_adam(master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps, groups): addresses, 0: none." },
+    { "set_adam", unit_set_adam, METH_VARARGS,
+      "set_adam(master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps, groups): addresses, 0: none." },
     { "layout", unit_layout, METH_NOARGS, "Sizes in elements, and addresses." },
     { NULL, NULL, 0, NULL },
 };
@@ -232,7 +235,8 @@ static PyType_Slot unit_slots[] = {
 };
 static PyType_Spec unit_spec = { "zeropp._C.Unit", sizeof(Unit), 0, Py_TPFLAGS_DEFAULT, unit_slots };
 
-/* --- Zero ------------------------------------------------------------------------------------------------------------- */
+/* --- Zero
+ * ------------------------------------------------------------------------------------------------------ */
 
 static PyObject *function_of(PyObject *functions, const char *name) {
     PyObject *function = PyDict_GetItemString(functions, name);
@@ -258,8 +262,8 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Py_ssize_t prefetch_bytes, bucket_bytes;
     int threads;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "iOnniiO!", &zero->stage, &comm, &prefetch_bytes, &bucket_bytes, &zero->accumulate, &threads,
-                          &PyDict_Type, &functions))
+    if (!PyArg_ParseTuple(args, "iOnniiO!", &zero->stage, &comm, &prefetch_bytes, &bucket_bytes, &zero->accumulate,
+                          &threads, &PyDict_Type, &functions))
         return -1;
     zero->sync = true;
     zero->units = PyList_New(0);
@@ -298,7 +302,8 @@ static void drop_callables(Zero *zero) {
     Py_CLEAR(zero->unpack);
 }
 
-/* close(): the model is gone. Breaks the cycle through the parameters' hooks; their memory lives as long as tensors use it. */
+/* close(): the model is gone. Breaks the cycle through the parameters' hooks; their memory lives as long as tensors use
+ * it. */
 static PyObject *zero_close(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
@@ -348,7 +353,8 @@ static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     struct zpp_unit_spec spec = { 0 };
     PyObject *sizes;
     int dtype, trainable, place, grad_dtype, index = -1;
-    if (!PyArg_ParseTuple(args, "siO!pii", &spec.name, &dtype, &PyList_Type, &sizes, &trainable, &place, &grad_dtype)) return NULL;
+    if (!PyArg_ParseTuple(args, "siO!pii", &spec.name, &dtype, &PyList_Type, &sizes, &trainable, &place, &grad_dtype))
+        return NULL;
     size_t *param_elems = NULL;
     if (sizes_of(sizes, &param_elems)) return NULL;
     spec.dtype = (zpp_dtype)dtype;
@@ -385,16 +391,23 @@ static PyObject *zero_bind_unit(PyObject *self, PyObject *args) {
     const bool fits = index == (int)PyList_Size(zero->units) && index < zpp_zero_units(zero->core) &&
                       (size_t)PyList_Size(params) == zpp_zero_unit(zero->core, index)->params;
     if (!fits) {
-        PyErr_Format(PyExc_ValueError, "zero: unit %d with %zd parameters does not fit what was added", index, PyList_Size(params));
+        PyErr_Format(PyExc_ValueError, "zero: unit %d with %zd parameters does not fit what was added", index,
+                     PyList_Size(params));
         return NULL;
     }
     Unit *unit = PyObject_New(Unit, unit_type);
     if (!unit) return NULL;
     const size_t room = (size_t)PyList_Size(params) + 1;
-    *unit = (Unit){ .ob_base = unit->ob_base, .zero = (Zero *)Py_NewRef(self), .unit = zpp_zero_unit(zero->core, index),
-                    .count = PyList_Size(params), .params = calloc(room, sizeof(PyObject *)),
-                    .grads = calloc(room, sizeof(void *)), .grad_refs = calloc(room, sizeof(PyObject *)),
-                    .plain = Py_NewRef(plain), .released = released == Py_None ? NULL : Py_NewRef(released), .is_plain = true };
+    *unit = (Unit) { .ob_base = unit->ob_base,
+                     .zero = (Zero *)Py_NewRef(self),
+                     .unit = zpp_zero_unit(zero->core, index),
+                     .count = PyList_Size(params),
+                     .params = calloc(room, sizeof(PyObject *)),
+                     .grads = calloc(room, sizeof(void *)),
+                     .grad_refs = calloc(room, sizeof(PyObject *)),
+                     .plain = Py_NewRef(plain),
+                     .released = released == Py_None ? NULL : Py_NewRef(released),
+                     .is_plain = true };
     if (!unit->params || !unit->grads || !unit->grad_refs) {
         Py_DECREF(unit);
         return PyErr_NoMemory();
@@ -492,15 +505,20 @@ static PyMethodDef zero_methods[] = {
 };
 
 static PyType_Slot zero_slots[] = {
-    { Py_tp_init, zero_init }, { Py_tp_dealloc, zero_dealloc }, { Py_tp_methods, zero_methods }, { Py_tp_getset, zero_getset },
+    { Py_tp_init, zero_init },
+    { Py_tp_dealloc, zero_dealloc },
+    { Py_tp_methods, zero_methods },
+    { Py_tp_getset, zero_getset },
     { 0, NULL },
 };
 static PyType_Spec zero_spec = { "zeropp._C.Zero", sizeof(Zero), 0, Py_TPFLAGS_DEFAULT, zero_slots };
 
-/* --- module ----------------------------------------------------------------------------------------------------------- */
+/* --- module
+ * ---------------------------------------------------------------------------------------------------- */
 
 static int intern_names(void) {
-    return (zpp_str_class = PyUnicode_InternFromString("__class__")) && (zpp_str_grad = PyUnicode_InternFromString("grad")) &&
+    return (zpp_str_class = PyUnicode_InternFromString("__class__")) &&
+                   (zpp_str_grad = PyUnicode_InternFromString("grad")) &&
                    (zpp_str_data_ptr = PyUnicode_InternFromString("data_ptr")) &&
                    (zpp_str_requires_grad = PyUnicode_InternFromString("requires_grad")) &&
                    (zpp_str_backward_hooks = PyUnicode_InternFromString("_backward_hooks")) &&
@@ -508,7 +526,8 @@ static int intern_names(void) {
                    (zpp_str_register_hook_dict = PyUnicode_InternFromString("_register_hook_dict")) &&
                    (zpp_str_is_contiguous = PyUnicode_InternFromString("is_contiguous")) &&
                    (zpp_str_contiguous = PyUnicode_InternFromString("contiguous"))
-               ? 0 : -1;
+               ? 0
+               : -1;
 }
 
 /* Methods of Zero that live in py_step.c. */

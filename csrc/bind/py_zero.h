@@ -8,8 +8,9 @@
  *   Trigger  stands in a module's `_compiled_call_impl`, so nn.Module.__call__ calls it instead of _call_impl; deepcopy
  *            and pickle drop that attribute, so copies are plain modules
  *
- * References: Zero -> Unit -> parameters -> hooks -> Unit is a cycle that Python's collector cannot see through, because
- * a part of it runs through torch's C++ objects. Zero.close() breaks it; the façade calls it when the model dies.
+ * References: Zero -> Unit -> parameters -> hooks -> Unit is a cycle that Python's collector cannot see through,
+ * because a part of it runs through torch's C++ objects. Zero.close() breaks it; the façade calls it when the model
+ * dies.
  */
 #ifndef ZPP_BIND_PY_ZERO_H
 #define ZPP_BIND_PY_ZERO_H
@@ -81,7 +82,7 @@ extern PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_requi
 
 /* py_zero.c */
 void zpp_py_wait_for(const Zero *zero, struct zpp_wait *wait);
-int zpp_py_swap(Unit *unit, bool plain);                     /* class of all its parameters; 0 or -1 with an error set */
+int zpp_py_swap(Unit *unit, bool plain); /* class of all its parameters; 0 or -1 with an error set */
 int zpp_py_need(Unit *unit, enum zpp_phase phase);           /* whole, and plain */
 int zpp_py_release(Unit *unit);                              /* unless pinned or sticky */
 int zpp_py_release_all(Zero *zero);
@@ -93,9 +94,10 @@ int zpp_py_hooks_attach(Zero *zero);                         /* makes end_callba
 /* backward.c */
 int zpp_py_backward_init(void);
 PyObject *zpp_py_end_callback(Zero *zero);                   /* new reference */
-PyObject *zpp_py_grad_hook(Unit *unit, Py_ssize_t param);    /* new reference: what register_post_accumulate_grad_hook takes */
+PyObject *zpp_py_grad_hook(Unit *unit,
+                           Py_ssize_t param); /* new reference: what register_post_accumulate_grad_hook takes */
 int zpp_py_enter_backward(Zero *zero, bool recompute);       /* 0 also when no backward runs */
-bool zpp_py_backward_runs(Zero *zero, long *task);           /* torch's graph task id; false outside, or with an error set */
+bool zpp_py_backward_runs(Zero *zero, long *task); /* torch's graph task id; false outside, or with an error set */
 int zpp_py_grad_mode(Zero *zero);                            /* 1, 0, or -1 with an error set */
 
 /* saved_tensors.c */

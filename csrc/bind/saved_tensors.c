@@ -2,8 +2,8 @@
  *
  * Hooks on what autograd saves while a unit is whole: the trigger of a gather in backward that cannot be missed.
  *
- * pack recognises a tensor in gathered memory by its address and saves it as it is, which costs nothing once the unit is
- * released; unpack gathers the unit again. Other tensors go on to whoever had hooks before (checkpoint, offload).
+ * pack recognises a tensor in gathered memory by its address and saves it as it is, which costs nothing once the unit
+ * is released; unpack gathers the unit again. Other tensors go on to whoever had hooks before (checkpoint, offload).
  */
 #include "py_zero.h"
 

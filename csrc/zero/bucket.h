@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Where gradient buckets lie inside this rank's part of the gradient region: first fit from the front, so that few pages
- * are ever touched. Where fragmentation leaves no room, the caller falls back to a place of the unit's own behind it.
+ * Where gradient buckets lie inside this rank's part of the gradient region: first fit from the front, so that few
+ * pages are ever touched. Where fragmentation leaves no room, the caller falls back to a place of the unit's own behind
+ * it.
  */
 #ifndef ZPP_ZERO_BUCKET_H
 #define ZPP_ZERO_BUCKET_H

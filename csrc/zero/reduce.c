@@ -2,8 +2,8 @@
  *
  * Buckets, their fixed order, and the reduction. See reduce.h.
  *
- * A reduction is one operation on the reduce stream that remembers how far it came (`round`), because on cpu it is asked
- * again and again until the slowest rank has posted. The lanes' notices carry unit, pass and length: where ranks
+ * A reduction is one operation on the reduce stream that remembers how far it came (`round`), because on cpu it is
+ * asked again and again until the slowest rank has posted. The lanes' notices carry unit, pass and length: where ranks
  * disagree, nothing is added and both hear both sides.
  */
 #include "reduce.h"
@@ -26,7 +26,7 @@ static bool keeps_buckets(const zpp_zero *zero) {
     return zero->options.stage <= 1;
 }
 
-/* --- creation ------------------------------------------------------------------------------------------------------ */
+/* --- creation ----------------------------------------------------------------------------------------------------- */
 
 zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, zpp_dtype grad_dtype, struct zpp_err *err) {
     struct zpp_unit_grad *grad = calloc(1, sizeof *grad);
@@ -131,7 +131,7 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
     return ZPP_OK;
 }
 
-/* --- buckets ------------------------------------------------------------------------------------------------------- */
+/* --- buckets ------------------------------------------------------------------------------------------------------ */
 
 unsigned char *zpp_reduce_bucket(const zpp_zero *zero, const struct zpp_unit *unit) {
     if (unit->grad->bucket_offset_bytes == ZPP_BUCKET_NONE) return NULL;
@@ -168,7 +168,8 @@ static struct zpp_unit_grad *sweep(zpp_zero *zero) {
     return oldest;
 }
 
-static zpp_status wait_idle(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
+static zpp_status wait_idle(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                            struct zpp_err *err) {
     zpp_status status = zpp_event_sync(grad->done, wait, err);
     if (status == ZPP_OK) status = zpp_lane_wait_acked(zero->lane, grad->seq, wait, err);
     if (status == ZPP_OK && zero->copy_lane) status = zpp_lane_wait_acked(zero->copy_lane, grad->copy_seq, wait, err);
@@ -208,7 +209,7 @@ static zpp_status take_bucket(zpp_zero *zero, struct zpp_unit *unit, const struc
     return ZPP_OK;
 }
 
-/* --- gradients come ------------------------------------------------------------------------------------------------ */
+/* --- gradients come ----------------------------------------------------------------------------------------------- */
 
 struct add_args {
     void *to;
@@ -224,7 +225,8 @@ static zpp_status add_gradient(void *arg, void *native, const struct zpp_wait *w
     return ZPP_OK;
 }
 
-static zpp_status put_gradient(zpp_zero *zero, struct zpp_unit *unit, size_t param, const void *from, struct zpp_err *err) {
+static zpp_status put_gradient(zpp_zero *zero, struct zpp_unit *unit, size_t param, const void *from,
+                               struct zpp_err *err) {
     const size_t elems = unit->param_elems[param];
     unsigned char *to = zpp_reduce_bucket(zero, unit) + unit->offset_elems[param] * unit->elem_bytes;
     uint8_t *touched = &touched_flags(zero, unit)[param];
@@ -243,10 +245,11 @@ static void clear_untouched(zpp_zero *zero, struct zpp_unit *unit) {
     unsigned char *bucket = zpp_reduce_bucket(zero, unit);
     if (unit->grad->touched_params == unit->params) return;
     for (size_t i = 0; i < unit->params; i++)
-        if (!touched[i]) memset(bucket + unit->offset_elems[i] * unit->elem_bytes, 0, unit->param_elems[i] * unit->elem_bytes);
+        if (!touched[i])
+            memset(bucket + unit->offset_elems[i] * unit->elem_bytes, 0, unit->param_elems[i] * unit->elem_bytes);
 }
 
-/* --- the operation ------------------------------------------------------------------------------------------------- */
+/* --- the operation ------------------------------------------------------------------------------------------------ */
 
 static struct zpp_notice notice_of(const struct zpp_unit_grad *grad, uint64_t kind) {
     return (struct zpp_notice){
@@ -270,13 +273,15 @@ static zpp_status read_peers(zpp_zero *zero, struct zpp_unit_grad *grad, zpp_lan
     return ZPP_OK;
 }
 
-/* Which parameters have a gradient on any rank; returns how many sources there are and fills `sources` for slice `rank`. */
+/* Which parameters have a gradient on any rank; returns how many sources there are and fills `sources` for slice
+ * `rank`. */
 static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int slice, const void **sources) {
     const struct zpp_unit *unit = grad->unit;
     int count = 0;
     for (int rank = 0; rank < zero->ranks; rank++) {
         if (grad->peer_offsets[rank] == NO_BUCKET) continue;
-        const unsigned char *bucket = (const unsigned char *)zpp_region_base(zero->grads, rank) + grad->peer_offsets[rank];
+        const unsigned char *bucket =
+            (const unsigned char *)zpp_region_base(zero->grads, rank) + grad->peer_offsets[rank];
         const uint8_t *touched = bucket + zpp_unit_bytes(unit);
         for (size_t i = 0; i < unit->params; i++) grad->present[i] |= touched[i];
         sources[count++] = bucket + (size_t)slice * zpp_unit_shard_bytes(unit);
@@ -290,7 +295,8 @@ static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     const struct zpp_unit *unit = grad->unit;
     const void *sources[MAX_RANKS_ON_STACK];
     if (zero->ranks > MAX_RANKS_ON_STACK)
-        return zpp_fail(err, ZPP_INVALID, "zero: %d ranks on one host, at most %d work", zero->ranks, MAX_RANKS_ON_STACK);
+        return zpp_fail(err, ZPP_INVALID, "zero: %d ranks on one host, at most %d work", zero->ranks,
+                        MAX_RANKS_ON_STACK);
     const int count = collect_sources(zero, grad, zero->rank, sources);
     if (count == 0) return ZPP_OK;
     unsigned char *to = grad->slice;
@@ -358,7 +364,7 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
     return ZPP_OK;
 }
 
-/* --- order --------------------------------------------------------------------------------------------------------- */
+/* --- order -------------------------------------------------------------------------------------------------------- */
 
 static zpp_status launch(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     grad->empty = grad->touched_params == 0; /* a bucket of the backward before may still be read by a peer */
@@ -367,7 +373,8 @@ static zpp_status launch(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
     grad->launched = true;
     zpp_status status = zpp_event_record(grad->written, zero->compute, err);
     if (status == ZPP_OK) status = zpp_stream_wait(zero->reduce, grad->written, NULL, err);
-    if (status == ZPP_OK) status = zpp_stream_launch(zero->reduce, reduce_bucket, &grad, sizeof(struct zpp_unit_grad *), err);
+    if (status == ZPP_OK)
+        status = zpp_stream_launch(zero->reduce, reduce_bucket, &grad, sizeof(struct zpp_unit_grad *), err);
     if (status == ZPP_OK) status = zpp_event_record(grad->done, zero->reduce, err);
     return status;
 }
@@ -389,15 +396,17 @@ static zpp_status drain(zpp_zero *zero, bool all, struct zpp_err *err) {
     return status == ZPP_AGAIN ? ZPP_OK : status;
 }
 
-/* --- the calls ----------------------------------------------------------------------------------------------------- */
+/* --- the calls ---------------------------------------------------------------------------------------------------- */
 
 zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *err) {
     if (zero->in_backward) return zpp_fail(err, ZPP_STATE, "zero: a backward begins inside a backward");
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
         if (unit->grad->launched && unit->grad->pass == zero->pass)
-            return zpp_fail(err, ZPP_STATE, "zero: the backward before this one ended by an exception after unit %s had gone "
-                            "out, so the ranks no longer agree on the gradients; restart from a checkpoint", unit->name);
+            return zpp_fail(err, ZPP_STATE,
+                            "zero: the backward before this one ended by an exception after unit %s had gone "
+                            "out, so the ranks no longer agree on the gradients; restart from a checkpoint",
+                            unit->name);
         memset(unit->grad->seen, 0, unit->params);
         unit->grad->missing = unit->params;
         unit->grad->partial = false;
@@ -434,9 +443,11 @@ zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *fr
     struct zpp_unit *unit = zero->units[index];
     struct zpp_unit_grad *grad = unit->grad;
     if (is_launched_now(zero, grad))
-        return zpp_fail(err, ZPP_STATE, "zero: a gradient for parameter %zu of unit %s came after the unit was reduced; "
-                        "its module ran in a way that the hooks did not see; make it a unit of its own with Config(units=...)",
-                        param, unit->name);
+        return zpp_fail(
+            err, ZPP_STATE,
+            "zero: a gradient for parameter %zu of unit %s came after the unit was reduced; "
+            "its module ran in a way that the hooks did not see; make it a unit of its own with Config(units=...)",
+            param, unit->name);
     zpp_status status = ZPP_OK;
     const bool fresh = grad->bucket_offset_bytes == ZPP_BUCKET_NONE || grad->launched;
     if (fresh) {
@@ -507,7 +518,7 @@ void zpp_zero_backward_abort(zpp_zero *zero) {
     zero->in_backward = false;
 }
 
-/* --- results ------------------------------------------------------------------------------------------------------- */
+/* --- results ------------------------------------------------------------------------------------------------------ */
 
 const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present) {
     const struct zpp_unit_grad *grad = zero->units[unit]->grad;

@@ -44,7 +44,8 @@ struct zpp_unit_grad {
 
     /* the result */
     unsigned char *slice;
-    unsigned char *carry; /* stage 1: the slice from before, while a second backward of the same step refills the bucket */
+    unsigned char
+        *carry; /* stage 1: the slice from before, while a second backward of the same step refills the bucket */
     uint8_t *present;     /* [params] */
     bool has;
 };
@@ -54,7 +55,8 @@ zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, zpp_dtype 
 zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err);
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
 
-/* Where parameter `param`'s gradient lies in the unit's bucket (stage 0: what p.grad is a view of); NULL without one. */
+/* Where parameter `param`'s gradient lies in the unit's bucket (stage 0: what p.grad is a view of); NULL without one.
+ */
 unsigned char *zpp_reduce_bucket(const zpp_zero *zero, const struct zpp_unit *unit);
 
 #endif

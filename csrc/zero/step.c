@@ -8,7 +8,8 @@
 
 #include "internal.h"
 
-zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait, struct zpp_err *err) {
+zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
+                               struct zpp_err *err) {
     zpp_status status = zpp_zero_release_all(zero, err);
     if (status != ZPP_OK) return status;
     if (zero->ranks == 1) {
@@ -17,7 +18,8 @@ zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, c
     }
     uint64_t *all = votes ? votes : calloc((size_t)zero->ranks, sizeof *all);
     if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the votes of %d ranks", zero->ranks);
-    status = zpp_all_gather(zero->options.comm, all, &vote, sizeof vote, wait, err); /* also a barrier: it needs everybody's vote */
+    status = zpp_all_gather(zero->options.comm, all, &vote, sizeof vote, wait,
+                            err); /* also a barrier: it needs everybody's vote */
     if (!votes) free(all);
     return status;
 }
@@ -27,7 +29,8 @@ static void collect_whole(zpp_zero *zero, struct zpp_unit *unit) {
     const size_t bytes = zpp_unit_shard_bytes(unit);
     for (int rank = 0; rank < zero->ranks; rank++) {
         if (rank == zero->rank) continue;
-        const unsigned char *written = (const unsigned char *)zpp_region_base(zero->params, rank) + unit->region_offset_bytes;
+        const unsigned char *written =
+            (const unsigned char *)zpp_region_base(zero->params, rank) + unit->region_offset_bytes;
         memcpy(unit->whole + (size_t)rank * bytes, written + (size_t)rank * bytes, bytes);
     }
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));

@@ -6,7 +6,8 @@
  *   | p0 .. | p1 ...... | p2 . | padding |          elems = N * shard_elems
  *   |  shard of 0   |   shard of 1       |          a slice may cut a parameter anywhere
  *
- * Parameters start at 64 bytes, slices at 64 bytes, or at a page where they are large, so that AVX-512 and O_DIRECT fit.
+ * Parameters start at 64 bytes, slices at 64 bytes, or at a page where they are large, so that AVX-512 and O_DIRECT
+ * fit.
  */
 #ifndef ZPP_ZERO_UNIT_H
 #define ZPP_ZERO_UNIT_H

@@ -102,7 +102,8 @@ static zpp_status copy_spec(struct zpp_unit *unit, const struct zpp_unit_spec *s
 static zpp_status check_spec(const zpp_zero *zero, const struct zpp_unit_spec *spec, struct zpp_err *err) {
     if (zero->sealed) return zpp_fail(err, ZPP_STATE, "zero: unit %s comes after seal", spec->name);
     if (!zpp_dtype_bytes(spec->dtype))
-        return zpp_fail(err, ZPP_INVALID, "zero: unit %s has element kind %d, which is none", spec->name, (int)spec->dtype);
+        return zpp_fail(err, ZPP_INVALID, "zero: unit %s has element kind %d, which is none", spec->name,
+                        (int)spec->dtype);
     if (zero->ranks == 1 && spec->place != ZPP_PLACE_WHOLE)
         return zpp_fail(err, ZPP_INVALID, "zero: unit %s is to be split, but there is one rank", spec->name);
     return ZPP_OK;

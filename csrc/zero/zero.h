@@ -58,7 +58,8 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
 void zpp_zero_destroy(zpp_zero *zero);
 /* Units in the same order on every rank. `*index` counts from 0. Before seal. */
 zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, int *index, struct zpp_err *err);
-/* Collective: makes the memory. Afterwards WHOLE and HOST units are FULL, SHARD units PARTITIONED; contents are zero. */
+/* Collective: makes the memory. Afterwards WHOLE and HOST units are FULL, SHARD units PARTITIONED; contents are zero.
+ */
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);
 
 int zpp_zero_units(const zpp_zero *zero);
@@ -69,10 +70,11 @@ zpp_stream *zpp_zero_compute(zpp_zero *zero); /* the HOST stream: the caller's c
 /* Does this address lie in gathered memory (released or not)? Which unit? -1: no. Own range only. */
 int zpp_zero_find(const zpp_zero *zero, const void *address);
 
-/* --- gathering (gather.c) ---------------------------------------------------------------------------------------- */
+/* --- gathering (gather.c) ----------------------------------------------------------------------------------------- */
 enum zpp_phase { ZPP_PHASE_FORWARD, ZPP_PHASE_BACKWARD, ZPP_PHASE_EVAL, ZPP_PHASES };
 /* Whole before anything launched on the compute stream from now on; starts fetching what came next the last time. */
-zpp_status zpp_zero_need(zpp_zero *zero, int unit, enum zpp_phase phase, const struct zpp_wait *wait, struct zpp_err *err);
+zpp_status zpp_zero_need(zpp_zero *zero, int unit, enum zpp_phase phase, const struct zpp_wait *wait,
+                         struct zpp_err *err);
 /* Not used any more by what was launched so far; a no-op while pinned, sticky or not full. */
 zpp_status zpp_zero_release(zpp_zero *zero, int unit, struct zpp_err *err);
 /* End of a pass: forgets stickiness, releases all that is not pinned, prefetched or not. */
@@ -80,7 +82,7 @@ zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err);
 /* With every slice filled in this rank's gathered copy: keep this rank's slice (SHARD units; full ones). */
 void zpp_zero_keep_slice(zpp_zero *zero, int unit);
 
-/* --- gradients (reduce.c) ---------------------------------------------------------------------------------------- */
+/* --- gradients (reduce.c) ----------------------------------------------------------------------------------------- */
 /* A parameter's gradient, `param_elems` elements of the unit's kind, on the compute stream. Added to what this rank has
  * not reduced yet. `uses` > 1 or `partial`: more may come, so the unit is reduced at the end. */
 /* reduce == false: the gradients of this backward stay on this rank, and the next backward adds to them. */
@@ -95,8 +97,8 @@ bool zpp_zero_used_once(const zpp_zero *zero, int unit); /* and no part of its g
 zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
 /* A backward that ended by an exception: what was not reduced is dropped. */
 void zpp_zero_backward_abort(zpp_zero *zero);
-/* After a backward that reduces: this rank's reduced gradient, `shard_elems` of grad_dtype (stage 0: `elems`, all slices).
- * *present[params]: did any rank have a gradient? NULL where no parameter of the unit had one. */
+/* After a backward that reduces: this rank's reduced gradient, `shard_elems` of grad_dtype (stage 0: `elems`, all
+ * slices). *present[params]: did any rank have a gradient? NULL where no parameter of the unit had one. */
 const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present);
 /* Stage 0: where the unit's whole gradient lies, at the parameters' offsets; fixed from seal on. */
 unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit);
@@ -110,7 +112,8 @@ void zpp_zero_clear_grads(zpp_zero *zero);
 /* --- step (step.c) ------------------------------------------------------------------------------------------------ */
 /* Collective: returns when no rank reads parameters any more, so that slices may be written. `vote` travels along:
  * votes[ranks] (may be NULL) receives what every rank gave. */
-zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait, struct zpp_err *err);
+zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
+                               struct zpp_err *err);
 /* Collective: returns when every slice is written, and WHOLE units are whole again everywhere. */
 zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
 

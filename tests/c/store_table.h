@@ -48,9 +48,11 @@ static inline struct store_entry *store_table_find(struct store_table *table, co
     return NULL;
 }
 
-static inline zpp_status store_table_set(void *ctx, const char *key, const void *value, size_t bytes, struct zpp_err *err) {
+static inline zpp_status store_table_set(void *ctx, const char *key, const void *value, size_t bytes,
+                                         struct zpp_err *err) {
     struct store_table *table = ctx;
-    if (bytes > STORE_VALUE_BYTES || strlen(key) >= STORE_KEY_BYTES) return zpp_fail(err, ZPP_INVALID, "store: \"%s\" is too large", key);
+    if (bytes > STORE_VALUE_BYTES || strlen(key) >= STORE_KEY_BYTES)
+        return zpp_fail(err, ZPP_INVALID, "store: \"%s\" is too large", key);
     pthread_mutex_lock(&table->lock);
     struct store_entry *entry = store_table_find(table, key);
     if (!entry) {
@@ -74,7 +76,8 @@ static inline zpp_status store_table_get(void *ctx, const char *key, void *value
     pthread_mutex_lock(&table->lock);
     struct store_entry *entry;
     int late = 0;
-    while (!(entry = store_table_find(table, key)) && !late) late = pthread_cond_timedwait(&table->added, &table->lock, &until);
+    while (!(entry = store_table_find(table, key)) && !late)
+        late = pthread_cond_timedwait(&table->added, &table->lock, &until);
     const int fits = entry && entry->bytes <= *bytes;
     if (fits) {
         memcpy(value, entry->value, entry->bytes);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The coordinator over many schedules of the simulated device: ranks are threads of this process, every copy, reduction
- * and computation happens late and in any order that streams and events allow, and memory that was given back is poisoned.
- * Each computation checks every element of the unit it uses; each reduced gradient is compared with the exact sum.
+ * and computation happens late and in any order that streams and events allow, and memory that was given back is
+ * poisoned. Each computation checks every element of the unit it uses; each reduced gradient is compared with the exact
+ * sum.
  *
  * Run: test_zero_schedules [schedules] [first seed]. A failure prints the seed, which repeats it.
  */
@@ -86,7 +87,7 @@ static bool has_gradient(const struct plan *plan, int rank, int unit, size_t par
     return (rank * 3 + unit * 5 + (int)param * 7 + step * 11 + micro * 13) % 4 != 0;
 }
 
-/* --- operations of the compute stream -------------------------------------------------------------------------------- */
+/* --- operations of the compute stream ----------------------------------------------------------------------------- */
 
 struct check_args {
     const float *values, *expected;
@@ -99,8 +100,8 @@ static zpp_status check_values(void *arg, void *native, const struct zpp_wait *w
     const struct check_args *args = arg;
     for (size_t i = 0; i < args->elems; i++) {
         const size_t at = args->offset + i;
-        REQUIRE(args->values[at] == args->expected[at], "rank %d reads %g from element %zu of unit %d, which is %g", args->rank,
-                (double)args->values[at], at, args->unit, (double)args->expected[at]);
+        REQUIRE(args->values[at] == args->expected[at], "rank %d reads %g from element %zu of unit %d, which is %g",
+                args->rank, (double)args->values[at], at, args->unit, (double)args->expected[at]);
     }
     return ZPP_OK;
 }
@@ -163,15 +164,19 @@ static void settle_compute(struct rank_state *state) {
     must(zpp_event_sync(state->idle, &patience, &err), &err, "the compute stream");
 }
 
-/* --- one rank -------------------------------------------------------------------------------------------------------- */
+/* --- one rank ----------------------------------------------------------------------------------------------------- */
 
 static void use_unit(struct rank_state *state, int unit, enum zpp_phase phase) {
     struct zpp_err err = ZPP_ERR_INIT;
     must(zpp_zero_need(state->zero, unit, phase, &patience, &err), &err, "need");
     const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
     for (size_t i = 0; i < core->params; i++) {
-        const struct check_args args = { (const float *)(void *)core->whole, state->expected[unit], core->offset_elems[i],
-                                         core->param_elems[i], unit, state->rank };
+        const struct check_args args = { (const float *)(void *)core->whole,
+                                         state->expected[unit],
+                                         core->offset_elems[i],
+                                         core->param_elems[i],
+                                         unit,
+                                         state->rank };
         must(zpp_stream_launch(zpp_zero_compute(state->zero), check_values, &args, sizeof args, &err), &err, "check");
     }
 }
@@ -208,7 +213,9 @@ static void give_gradient(struct rank_state *state, int unit, size_t param, int 
     REQUIRE(state->scratch_count < 1024, "too many gradients");
     state->scratch_bytes[state->scratch_count] = bytes;
     state->scratch[state->scratch_count++] = memory;
-    const struct make_args args = { memory, core->offset_elems[param], core->param_elems[param], state->rank, unit, step, micro };
+    const struct make_args args = {
+        memory, core->offset_elems[param], core->param_elems[param], state->rank, unit, step, micro
+    };
     must(zpp_stream_launch(zpp_zero_compute(state->zero), make_gradient, &args, sizeof args, &err), &err, "make");
     must(zpp_zero_grad(state->zero, unit, param, memory, false, &patience, &err), &err, "grad");
 }
@@ -234,7 +241,8 @@ static void backward(struct rank_state *state, int step, int micro, bool reduce)
     settle_compute(state);
     while (state->scratch_count) {
         state->scratch_count--;
-        zpp_device_free(state->device, state->scratch[state->scratch_count], state->scratch_bytes[state->scratch_count]);
+        zpp_device_free(state->device, state->scratch[state->scratch_count],
+                        state->scratch_bytes[state->scratch_count]);
     }
 }
 
@@ -271,13 +279,15 @@ static void check_gradient(struct rank_state *state, int unit) {
     const float *slice = zpp_zero_grad_shard(state->zero, unit, &present);
     const size_t begin = own_begin(state, core), end = begin + own_elems(state, core);
     for (size_t param = 0; param < core->params; param++) {
-        REQUIRE((slice && present[param]) == state->present[unit][param], "rank %d: parameter %zu of unit %d has %s gradient", state->rank,
-                param, unit, state->present[unit][param] ? "no" : "a");
+        REQUIRE((slice && present[param]) == state->present[unit][param],
+                "rank %d: parameter %zu of unit %d has %s gradient", state->rank, param, unit,
+                state->present[unit][param] ? "no" : "a");
         for (size_t i = 0; state->present[unit][param] && i < core->param_elems[param]; i++) {
             const size_t at = core->offset_elems[param] + i;
             if (at < begin || at >= end) continue;
-            REQUIRE((double)slice[at - begin] == state->sum[unit][at], "rank %d: gradient %g at element %zu of unit %d, not %g", state->rank,
-                    (double)slice[at - begin], at, unit, state->sum[unit][at]);
+            REQUIRE((double)slice[at - begin] == state->sum[unit][at],
+                    "rank %d: gradient %g at element %zu of unit %d, not %g", state->rank, (double)slice[at - begin],
+                    at, unit, state->sum[unit][at]);
         }
     }
 }
@@ -314,9 +324,11 @@ static void step(struct rank_state *state, int number) {
     uint64_t votes[MAX_RANKS];
     for (int unit = 0; unit < plan->units; unit++)
         if (plan->trainable[unit]) check_gradient(state, unit);
-    must(zpp_zero_step_begin(state->zero, (uint64_t)(100 * number + state->rank), votes, &patience, &err), &err, "step begin");
+    must(zpp_zero_step_begin(state->zero, (uint64_t)(100 * number + state->rank), votes, &patience, &err), &err,
+         "step begin");
     for (int rank = 0; rank < plan->ranks; rank++)
-        REQUIRE(votes[rank] == (uint64_t)(100 * number + rank), "vote %llu from rank %d", (unsigned long long)votes[rank], rank);
+        REQUIRE(votes[rank] == (uint64_t)(100 * number + rank), "vote %llu from rank %d",
+                (unsigned long long)votes[rank], rank);
     for (int unit = 0; unit < plan->units; unit++)
         if (plan->trainable[unit]) update_unit(state, unit);
     settle_compute(state);
@@ -347,11 +359,16 @@ static void build(struct rank_state *state) {
     struct zpp_err err = ZPP_ERR_INIT;
     const struct zpp_sim_options sim = { .seed = current_seed * 31 + (uint64_t)state->rank, .max_delay_us = 20 };
     const struct zpp_store store = store_table_of(&plan->store);
-    const struct zpp_comm_options options = { .rank = state->rank, .ranks = plan->ranks, .timeout_ns = UINT64_C(60000000000), .name = "sim" };
+    const struct zpp_comm_options options = {
+        .rank = state->rank, .ranks = plan->ranks, .timeout_ns = UINT64_C(60000000000), .name = "sim"
+    };
     must(zpp_device_sim_create(&sim, &state->device, &err), &err, "device");
     must(zpp_comm_create(&options, &store, &state->comm, &err), &err, "communicator");
-    const struct zpp_zero_options zero = { .stage = plan->stage, .comm = state->comm, .device = state->device,
-                                           .backing = { state, acquire, give_back }, .prefetch_bytes = plan->prefetch_bytes,
+    const struct zpp_zero_options zero = { .stage = plan->stage,
+                                           .comm = state->comm,
+                                           .device = state->device,
+                                           .backing = { state, acquire, give_back },
+                                           .prefetch_bytes = plan->prefetch_bytes,
                                            .bucket_bytes = plan->bucket_bytes };
     must(zpp_zero_create(&zero, &state->zero, &err), &err, "coordinator");
     must(zpp_event_create(state->device, &state->idle, &err), &err, "event");
@@ -376,7 +393,8 @@ static void fill(struct rank_state *state) {
         state->sum[unit] = calloc(core->elems, sizeof(double));
         REQUIRE(state->expected[unit] && state->sum[unit], "no memory");
         for (size_t i = 0; i < core->elems; i++) state->expected[unit][i] = first_value(unit, i);
-        memcpy(core->shard, state->expected[unit] + (size_t)state->rank * core->shard_elems, core->shard_elems * sizeof(float));
+        memcpy(core->shard, state->expected[unit] + (size_t)state->rank * core->shard_elems,
+               core->shard_elems * sizeof(float));
         if (core->place == ZPP_PLACE_WHOLE) memcpy(core->whole, state->expected[unit], core->elems * sizeof(float));
     }
     must(zpp_barrier(state->comm, &patience, &err), &err, "barrier");
@@ -386,7 +404,8 @@ static void dismantle(struct rank_state *state) {
     struct zpp_err err = ZPP_ERR_INIT;
     must(zpp_barrier(state->comm, &patience, &err), &err, "last barrier");
     settle_compute(state);
-    while (state->free_count) zpp_device_free(state->device, state->free_blocks[--state->free_count], state->block_bytes);
+    while (state->free_count)
+        zpp_device_free(state->device, state->free_blocks[--state->free_count], state->block_bytes);
     for (int unit = 0; unit < state->plan->units; unit++) {
         free(state->expected[unit]);
         free(state->sum[unit]);
@@ -406,7 +425,8 @@ static void *run_rank(void *arg) {
     return NULL;
 }
 
-/* --- one schedule ----------------------------------------------------------------------------------------------------- */
+/* --- one schedule
+ * ---------------------------------------------------------------------------------------------- */
 
 static void draw_plan(struct plan *plan, uint64_t *random) {
     static const size_t prefetch[] = { 0, 4096, 1 << 20 }, buckets[] = { 0, 4096, 1 << 16 };
