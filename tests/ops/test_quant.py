@@ -8,8 +8,8 @@ first order in u.
                  |code - x/s| <= 1/2 + 2 L u; value = code s is off by u L s. Together s (1/2 + 3 L u); the header says
                  s (1/2 + 4 L u).
     asymmetric   x - mid is off by u |x - mid| <= u (L s + ...), then as above: s (1/2 + 4 L u). A code is clamped only
-                 where rounding of half = (max - min) / 2 and of mid lets |x - mid| pass L s: by u L s + u M at most; the
-                 value's addition is off by u (M + s). Together at most s (1/2 + 8 L u) + 6 u M.
+                 where rounding of half = (max - min) / 2 and of mid lets |x - mid| pass L s: by u L s + u M at most;
+                 the value's addition is off by u (M + s). Together at most s (1/2 + 8 L u) + 6 u M.
     16-bit out   half an ulp of the value more: 2^-8 (bf16) or 2^-11 (fp16, 2^-25 where subnormal) of it
 """
 
