@@ -99,8 +99,7 @@ static PyObject *end_backward(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* --- a gradient has been accumulated
- * --------------------------------------------------------------------------- */
+/* --- a gradient has been accumulated ------------------------------------------------------------------------------ */
 
 typedef struct {
     PyObject_HEAD
@@ -220,8 +219,7 @@ PyObject *zpp_py_grad_hook(Unit *unit, Py_ssize_t param) {
     return callable;
 }
 
-/* --- setting up
- * ------------------------------------------------------------------------------------------------ */
+/* --- setting up --------------------------------------------------------------------------------------------------- */
 
 static PyMethodDef end_backward_def = { "zeropp_end_backward", end_backward, METH_NOARGS, NULL };
 

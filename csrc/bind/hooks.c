@@ -19,8 +19,7 @@ static int inside_functorch(Zero *zero) {
     return answer;
 }
 
-/* --- gates
- * ----------------------------------------------------------------------------------------------------- */
+/* --- gates -------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     PyObject_HEAD
@@ -321,8 +320,7 @@ static PyType_Slot trigger_slots[] = {
 static PyType_Spec trigger_spec = { "zeropp._C.Trigger", sizeof(Trigger), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                                     trigger_slots };
 
-/* --- setting up
- * ------------------------------------------------------------------------------------------------ */
+/* --- setting up --------------------------------------------------------------------------------------------------- */
 
 int zpp_py_hooks_attach(Zero *zero) {
     zero->end_callback = zpp_py_end_callback(zero);

@@ -103,8 +103,7 @@ static PyObject *zero_grads_pending(PyObject *self, PyObject *unused) {
     return PyBool_FromLong(!is_local(zero) && zpp_zero_grads_pending(zero->core));
 }
 
-/* --- pieces
- * ---------------------------------------------------------------------------------------------------- */
+/* --- pieces ------------------------------------------------------------------------------------------------------- */
 
 /* The slice that this rank steps: its own, or everything where gradients are local. */
 struct own_slice {
@@ -143,8 +142,7 @@ static const void *piece_gradient(const Unit *unit, const struct own_slice *slic
     return grad ? grad + (piece->offset_elems - unit->unit->offset_elems[piece->param]) * bytes : NULL;
 }
 
-/* --- norm
- * ------------------------------------------------------------------------------------------------------ */
+/* --- norm --------------------------------------------------------------------------------------------------------- */
 
 struct slice_norm {
     double squares;
@@ -243,8 +241,7 @@ static PyObject *zero_norm(PyObject *self, PyObject *unused) {
     return Py_BuildValue("(dN)", squares, bad);
 }
 
-/* --- step
- * ------------------------------------------------------------------------------------------------------ */
+/* --- step --------------------------------------------------------------------------------------------------------- */
 
 /* step_begin(vote) -> every rank's vote; nobody reads parameters any more. */
 static PyObject *zero_step_begin(PyObject *self, PyObject *arg) {

@@ -235,8 +235,7 @@ static PyType_Slot unit_slots[] = {
 };
 static PyType_Spec unit_spec = { "zeropp._C.Unit", sizeof(Unit), 0, Py_TPFLAGS_DEFAULT, unit_slots };
 
-/* --- Zero
- * ------------------------------------------------------------------------------------------------------ */
+/* --- Zero --------------------------------------------------------------------------------------------------------- */
 
 static PyObject *function_of(PyObject *functions, const char *name) {
     PyObject *function = PyDict_GetItemString(functions, name);
@@ -513,8 +512,7 @@ static PyType_Slot zero_slots[] = {
 };
 static PyType_Spec zero_spec = { "zeropp._C.Zero", sizeof(Zero), 0, Py_TPFLAGS_DEFAULT, zero_slots };
 
-/* --- module
- * ---------------------------------------------------------------------------------------------------- */
+/* --- module ------------------------------------------------------------------------------------------------------- */
 
 static int intern_names(void) {
     return (zpp_str_class = PyUnicode_InternFromString("__class__")) &&

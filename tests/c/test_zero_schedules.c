@@ -425,8 +425,7 @@ static void *run_rank(void *arg) {
     return NULL;
 }
 
-/* --- one schedule
- * ---------------------------------------------------------------------------------------------- */
+/* --- one schedule ------------------------------------------------------------------------------------------------- */
 
 static void draw_plan(struct plan *plan, uint64_t *random) {
     static const size_t prefetch[] = { 0, 4096, 1 << 20 }, buckets[] = { 0, 4096, 1 << 16 };
