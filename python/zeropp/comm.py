@@ -59,7 +59,7 @@ def create(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> 
     the same name are never read.
     """
     arrivals = store.add("zeropp/arrivals", 1)
-    keys = dist.PrefixStore(f"zeropp/{(arrivals - 1) // ranks}", store)
+    keys = dist.distributed_c10d.PrefixStore(f"zeropp/{(arrivals - 1) // ranks}", store)
     comm = _C.Comm(keys, rank, ranks, timeout.total_seconds(), name, _log.warning)
     with _lock:
         if not _open:
@@ -148,7 +148,7 @@ def _name_of(group: dist.ProcessGroup) -> str:
 def _tensor_of(block: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor over a block, which lives as long as the tensor's storage."""
     memory = (ctypes.c_uint8 * block.bytes).from_address(block.address)
-    memory._block = block  # type: ignore[attr-defined]
+    memory._block = block
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

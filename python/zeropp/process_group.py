@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup as _ProcessGroup
-from torch._C._distributed_c10d import ReduceOp
+from torch._C._distributed_c10d import PrefixStore, ReduceOp, Store
 from torch._C._distributed_c10d import Work as _Work
 
 from zeropp import _C, comm
@@ -235,8 +235,8 @@ def _copy_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[
 class ProcessGroup(_ProcessGroup):
     """See the module. ``group.comm`` is the C communicator."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.comm = comm.create(store, rank, size, timeout, "default")
         self._store = store
         self._me, self._size = rank, size
@@ -289,7 +289,7 @@ class ProcessGroup(_ProcessGroup):
     def getRank(self) -> int:
         return self._me
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -626,7 +626,7 @@ class ProcessGroup(_ProcessGroup):
             return None
         name = group_name or ":".join(map(str, ranks))
         group = ProcessGroup(
-            dist.PrefixStore(f"split/{name}", self._store),
+            PrefixStore(f"split/{name}", self._store),
             list(ranks).index(self._me),
             len(ranks),
             timeout or self._timeout,

@@ -29,7 +29,7 @@ def collect(tensors: dict[str, torch.Tensor]) -> Any:
             "kind": kind, "key": torch.from_numpy(key.astype("int64")), "position": position,
             "has_gauss": has_gauss, "cached": cached,
         }  # fmt: skip
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return to_plain(states, "random", tensors)
 
