@@ -109,24 +109,23 @@ typedef struct {
 
 static PyTypeObject *grad_hook_type;
 
+void zpp_py_refuse_sparse(const Unit *unit, Py_ssize_t param) {
+    PyErr_Clear();
+    PyErr_Format(PyExc_ValueError, "zero: the gradient of parameter %zd of unit %s is sparse; zeropp reduces and steps dense gradients, "
+                 "so build the embedding with sparse=False", param, unit->unit->name);
+}
+
 /* The address of a dense, contiguous gradient; `*grad` is replaced by a contiguous copy where it is neither. */
 static void *gradient_address(PyObject **grad, Unit *unit, Py_ssize_t param) {
     PyObject *flag = PyObject_CallMethodObjArgs(*grad, zpp_str_is_contiguous, NULL);
-    if (!flag) {
-        PyErr_Clear(); /* sparse layouts have no contiguity */
-        PyErr_Format(PyExc_ValueError,
-                     "zero: the gradient of parameter %zd of unit %s is sparse; zeropp reduces dense gradients, "
-                     "so build the embedding with sparse=False",
-                     param, unit->unit->name);
-        return NULL;
-    }
-    const bool contiguous = flag == Py_True;
-    Py_DECREF(flag);
-    if (!contiguous) {
-        PyObject *copy = PyObject_CallMethodObjArgs(*grad, zpp_str_contiguous, NULL);
-        if (!copy) return NULL;
+    if (flag != Py_True) { /* sparse layouts have no contiguity, or cannot be made so */
+        PyObject *copy = flag ? PyObject_CallMethodObjArgs(*grad, zpp_str_contiguous, NULL) : NULL;
+        Py_XDECREF(flag);
+        if (!copy) return zpp_py_refuse_sparse(unit, param), NULL;
         Py_DECREF(*grad);
         *grad = copy;
+    } else {
+        Py_DECREF(flag);
     }
     PyObject *address = PyObject_CallMethodObjArgs(*grad, zpp_str_data_ptr, NULL);
     if (!address) return NULL;

@@ -166,7 +166,6 @@ static int look_around(Trigger *trigger, struct open_call *call) {
     if (call->outermost && !call->recompute) {
         if (zero->in_backward && forget_dead_backward(zero)) return -1;
         zero->outer_grad = grad;
-        zero->builds_loss |= grad;
     }
     const int functorch = zero->moves ? inside_functorch(zero) : 0;
     if (functorch < 0) return -1;
@@ -202,8 +201,9 @@ static int close_units(Trigger *trigger, const struct open_call *call) {
         /* The backward needs a recomputed block next. */
         if (!call->recompute && zpp_py_release(unit)) failed = -1;
     }
-    /* Without a graph no backward will come that ends what auto-gather began. */
-    if (call->outermost && !call->recompute && !call->grad && !failed && (trigger->zero->moves || trigger->zero->autos))
+    /* Without a graph no backward will come that ends what auto-gather began. A forward that raised leaves none either. */
+    const bool no_graph = !call->grad || !trigger->zero->builds_loss;
+    if (call->outermost && !call->recompute && no_graph && !failed && (trigger->zero->moves || trigger->zero->autos))
         failed = zpp_py_release_all(trigger->zero);
     return failed;
 }
@@ -221,6 +221,7 @@ static PyObject *trigger_call(PyObject *self, PyObject *args, PyObject *kwargs) 
     if (output && call.grad && !call.recompute && !call.functorch && (zero->moves || call.outermost))
         failed = gate_output(trigger, output, 0);
     zero->depth--;
+    if (output && !failed && call.outermost && call.grad && !call.recompute) zero->builds_loss = true;
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     if (!output || failed) PyErr_Fetch(&type, &value, &traceback);
     const int close_failed = close_units(trigger, &call);

@@ -42,9 +42,10 @@ static int hold_gradient(Unit *unit, Py_ssize_t i) {
     }
     PyObject *dense = PyObject_CallMethodObjArgs(grad, zpp_str_contiguous, NULL);
     Py_DECREF(grad);
-    PyObject *address = dense ? PyObject_CallMethodObjArgs(dense, zpp_str_data_ptr, NULL) : NULL;
+    if (!dense) return zpp_py_refuse_sparse(unit, i), -1;
+    PyObject *address = PyObject_CallMethodObjArgs(dense, zpp_str_data_ptr, NULL);
     if (!address) {
-        Py_XDECREF(dense);
+        Py_DECREF(dense);
         return -1;
     }
     unit->grad_refs[i] = dense;

@@ -99,6 +99,7 @@ PyObject *zpp_py_grad_hook(Unit *unit,
 int zpp_py_enter_backward(Zero *zero, bool recompute);       /* 0 also when no backward runs */
 bool zpp_py_backward_runs(Zero *zero, long *task); /* torch's graph task id; false outside, or with an error set */
 int zpp_py_grad_mode(Zero *zero);                            /* 1, 0, or -1 with an error set */
+void zpp_py_refuse_sparse(const Unit *unit, Py_ssize_t param); /* sets the error */
 
 /* saved_tensors.c */
 int zpp_py_saved_init(void);

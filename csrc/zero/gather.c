@@ -65,7 +65,10 @@ static zpp_status give_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
         zero->options.backing.release(zero->options.backing.ctx, unit, unit->whole);
         return ZPP_OK;
     }
-    if (stays_mapped(zero, unit)) return ZPP_OK;
+    if (stays_mapped(zero, unit)) {
+        memset(unit->whole, 0xff, zpp_unit_bytes(unit)); /* NaN: a view that outlives its unit must not look right */
+        return ZPP_OK;
+    }
     unit->mapped = false;
     return zpp_range_unmap(zero->range, unit->range_offset_bytes, mapped_bytes(unit), err);
 }
@@ -90,20 +93,17 @@ static zpp_status start_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
     return ZPP_OK;
 }
 
-/* Follow the recorded order from `unit` while the bound allows. */
-static zpp_status prefetch_after(zpp_zero *zero, int unit, enum zpp_phase phase, struct zpp_err *err) {
-    const size_t bound = zero->options.prefetch_bytes;
-    int next = bound ? zpp_trace_next(&zero->trace, phase, unit) : -1;
-    for (int steps = 0; next >= 0 && next != unit && steps < zero->units_count; steps++) {
+/* Follow the recorded order while the bound allows. */
+static zpp_status prefetch_ahead(zpp_zero *zero, enum zpp_phase phase, struct zpp_err *err) {
+    for (size_t steps = 0;; steps++) {
+        const int next = zpp_trace_ahead(&zero->trace, phase, steps);
+        if (next < 0) return ZPP_OK;
         struct zpp_unit *candidate = zero->units[next];
-        if (candidate->state == ZPP_UNIT_PARTITIONED) {
-            if (zero->ahead_bytes + zpp_unit_bytes(candidate) > bound) return ZPP_OK;
-            const zpp_status status = start_fetch(zero, candidate, err);
-            if (status != ZPP_OK) return status;
-        }
-        next = zpp_trace_next(&zero->trace, phase, next);
+        if (candidate->state != ZPP_UNIT_PARTITIONED) continue;
+        if (zero->ahead_bytes + zpp_unit_bytes(candidate) > zero->options.prefetch_bytes) return ZPP_OK;
+        const zpp_status status = start_fetch(zero, candidate, err);
+        if (status != ZPP_OK) return status;
     }
-    return ZPP_OK;
 }
 
 /* The computation may use it from here on. */
@@ -128,7 +128,7 @@ zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const 
     }
     if (!zero->options.prefetch_bytes) return ZPP_OK;
     zpp_trace_record(&zero->trace, phase, index);
-    return prefetch_after(zero, index, phase, err);
+    return prefetch_ahead(zero, phase, err);
 }
 
 zpp_status zpp_zero_release(zpp_zero *zero, int index, struct zpp_err *err) {

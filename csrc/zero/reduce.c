@@ -559,10 +559,11 @@ void zpp_zero_clear_grad(zpp_zero *zero, int index, size_t param) {
     struct zpp_unit_grad *grad = unit->grad;
     if (!grad) return;
     grad->present[param] = 0;
+    if (unit->params && !memchr(grad->present, 1, unit->params)) grad->has = false; /* the last one */
     struct zpp_piece pieces[1];
     const struct zpp_unit one = { .params = 1, .param_elems = &unit->param_elems[param],
                                   .offset_elems = &unit->offset_elems[param], .shard_elems = unit->shard_elems };
-    if (grad->has && zero->options.stage > 0 && zpp_unit_pieces(&one, zero->rank, pieces)) {
+    if (grad->slice && zero->options.stage > 0 && zpp_unit_pieces(&one, zero->rank, pieces)) {
         const size_t at = pieces[0].offset_elems - (size_t)zero->rank * unit->shard_elems;
         memset(grad->slice + at * zpp_dtype_bytes(grad->dtype), 0, pieces[0].elems * zpp_dtype_bytes(grad->dtype));
     }

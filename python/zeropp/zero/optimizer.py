@@ -15,7 +15,9 @@ from torch import optim
 
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import Engine, Unit
+from zeropp.zero.units import UnitPlan
 
+_ADAMS = (optim.AdamW, optim.Adam)
 _ELEMENTWISE = (
     optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop,
 )  # fmt: skip
@@ -188,17 +190,27 @@ class ZeroOptimizer(optim.Optimizer):
         raise ConfigError("optimizer.add_param_group after zeropp.prepare: add all parameters before, or prepare again")
 
 
-def _check(optimizer: optim.Optimizer, engine: Engine) -> None:
+def _took_steps(state: dict[str, Any]) -> bool:
+    """Adagrad makes its state when it is built, with step 0; the others make theirs in the first step."""
+    return bool(state) and float(state.get("step", 1)) > 0
+
+
+def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
+    """Everything that :func:`adopt` cannot work with, said before the model is touched."""
     if isinstance(optimizer, ZeroOptimizer):
         raise ConfigError("the optimizer was prepared already; make a new one for a new model")
-    if optimizer.state:
+    if any(_took_steps(state) for state in optimizer.state.values()):
         raise ConfigError("the optimizer has state already; call zeropp.prepare before the first step, and zeropp.load to go on")
-    known = {id(e.param): e.names[0] for unit in engine.units for e in unit.params}
+    if type(optimizer) not in (*_ADAMS, *_ELEMENTWISE):
+        names = ", ".join(c.__name__ for c in (*_ADAMS, *_ELEMENTWISE))
+        raise ConfigError(f"optimizer {type(optimizer).__name__} is not implemented yet on slices; these are: {names}")
+    known = {id(p) for plan in plans for p in plan.params}
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     foreign = sum(p not in known for p in covered)
     if foreign:
         raise ConfigError(f"the optimizer has {foreign} parameters that are not the model's; build it from model.parameters()")
-    missing = [e.names[0] for u in engine.units if u.trainable for e in u.params if id(e.param) not in covered]
+    named = [(p, names[0]) for plan in plans if plan.trainable for p, names in zip(plan.params, plan.names, strict=True)]
+    missing = [name for p, name in named if id(p) not in covered]
     if missing:
         raise ConfigError(f"the optimizer lacks {len(missing)} trainable parameters, first '{missing[0]}'; add them, or freeze them "
                           "with requires_grad_(False) before zeropp.prepare")  # fmt: skip
@@ -231,18 +243,15 @@ def _class_for(original: type[optim.Optimizer]) -> type[optim.Optimizer]:
 
 
 def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
-    """Make ``optimizer`` update the engine's slices from now on. Schedulers built before or after keep working."""
-    _check(optimizer, engine)
+    """Make a checked ``optimizer`` update the engine's slices from now on. Schedulers built before or after keep working."""
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    adam = type(optimizer) in (optim.Adam, optim.AdamW)
-    if not adam and type(optimizer) not in _ELEMENTWISE:
-        names = ", ".join(c.__name__ for c in (optim.AdamW, optim.Adam, *_ELEMENTWISE))
-        raise ConfigError(f"optimizer {type(optimizer).__name__} is not implemented yet on slices; these are: {names}")
+    adam = type(optimizer) in _ADAMS
     for unit in engine.units:
         if unit.trainable:
             unit.groups = [group_of[id(e.param)] for e in unit.params]
             unit.steps = torch.zeros(len(unit.params), dtype=torch.int64)
     engine.inner = None if adam else _inner_optimizer(optimizer, engine)
+    optimizer.state.clear()
     optimizer.__class__ = _class_for(type(optimizer))
     optimizer._engine = engine  # type: ignore[attr-defined]
     _restore_scheduler_wrap(optimizer)

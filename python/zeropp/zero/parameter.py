@@ -36,6 +36,8 @@ _METHODS = (
 _METADATA = {getattr(_T, name).__get__ for name in _GETTERS.split() if hasattr(_T, name)} | {
     getattr(_T, name) for name in _METHODS.split() if hasattr(_T, name)
 }
+_METADATA |= {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed}
+_PRINTS = (_T.__repr__, _T.__format__)
 _GRAD_GET = _T.grad.__get__
 _GRAD_SET = {_T.grad.__set__, _T.grad.__delete__}
 # Operations that give values away outside of any graph: never a part of a loss.
@@ -166,7 +168,7 @@ class PartitionedParameter(_Managed):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         refs = [_living(leaf) for leaf in _leaves((args, kwargs)) if type(leaf) is PartitionedParameter]
-        if func == _T.__repr__:
+        if func in _PRINTS:
             ref = refs[0]
             return f"PartitionedParameter('{ref.name}', shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
         for unit, ref in {id(ref.unit): ref for ref in refs}.items():
@@ -206,8 +208,14 @@ def _refuse(func: Any, ref: Ref) -> PartitionedParameterError:
     owner = getattr(func, "__self__", None)
     if name in ("__get__", "__set__") and owner is not None:
         name = getattr(owner, "__name__", name)
+    where = f"parameter '{ref.name}' is partitioned over {ref.engine.ranks} rank{'s' if ref.engine.ranks > 1 else ''}"
+    writes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+    if writes:
+        return PartitionedParameterError(
+            f"{where}, and `{name}` writes its values; use `with zeropp.gathered(parameter, write=True):`, which keeps rank 0's, or "
+            "zeropp.load_full_state_dict(model, values)"
+        )
     return PartitionedParameterError(
-        f"parameter '{ref.name}' is partitioned over {ref.engine.ranks} rank{'s' if ref.engine.ranks > 1 else ''}, and `{name}` reads "
-        f"its values outside of the model's forward and backward; use `with zeropp.gathered(parameter):`, or "
-        "zeropp.full_state_dict(model) for a whole copy"
+        f"{where}, and `{name}` reads its values outside of the model's forward and backward; use `with zeropp.gathered(parameter):`, "
+        "or zeropp.full_state_dict(model) for a whole copy"
     )

@@ -16,7 +16,7 @@ from zeropp import _C
 from zeropp.config import Config
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import DTYPES, HOST, SHARD, Engine, Unit, register
-from zeropp.zero.optimizer import adopt
+from zeropp.zero.optimizer import adopt, check_optimizer
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.units import UnitPlan, plan_units
 
@@ -51,6 +51,8 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     low = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype_name]
     plans = plan_units(model, config.units, low)
     _check_plans(plans)
+    if optimizer is not None:
+        check_optimizer(optimizer, plans)
     if comm is not None:
         _check_same_model(comm, plans)
     engine = Engine(model, plans, config, comm, host_copy)
