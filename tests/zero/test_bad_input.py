@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes get a sentence that names the object, what was seen, what was wanted and the way out; and the next step is good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from bad_input_cases import CASES
+
+# Case -> what each of its sentences must say. A list of lists where a case has several.
+SAYS: dict[str, list[list[str]]] = {
+    "config keys": [
+        ["ConfigError: Config.stge: unknown key (value 3)", "did you mean 'stage'?"],
+        ["ConfigError: Config.stage: 4 is not allowed; wanted 0, 1, 2 or 3"],
+        ["ConfigError: Config.host_copy: 'on' is not allowed", "'auto'", "'off'"],
+        ["ConfigError: units: no module of class 'Blok' in the model; it has", "Linear"],
+    ],
+    "no parameters": [["ConfigError: prepare: Tanh has no parameters, so there is nothing to partition"]],
+    "not a module": [["ConfigError: prepare: model is a list, not a torch.nn.Module"]],
+    "on meta": [["parameter 'scalar' is on the meta device and has no values", "zeropp.sharded_init()"]],
+    "odd dtype": [["'weight' has dtype torch.complex64", "not implemented yet"], ["torch.float16", "precision='bf16'"]],
+    "prepared twice": [
+        ["parameter 'scalar' belongs to a prepared model already; prepare each model once"],
+        ["the optimizer was prepared already"],
+        ["parameter '0.weight' belongs to a prepared model already"],
+    ],
+    "optimizer lacks": [
+        ["the optimizer lacks 5 trainable parameters, first 'scalar'", "requires_grad_(False)"],
+        ["the optimizer has 7 parameters that are not the model's; build it from model.parameters()"],
+    ],
+    "optimizer with state": [["the optimizer has state already", "before the first step", "zeropp.load"]],
+    "unknown optimizer": [["optimizer LBFGS is not implemented yet on slices; these are: AdamW, Adam, SGD"]],
+    "different models": [
+        ["rank 1's model differs from rank 0's: parameter", "'1.weight' (5, 4)", "'1.weight' (6, 4)"],
+        ["'a.weight'", "'b.weight'"],
+        ["torch.bfloat16", "torch.float32"],
+        ["'2.weight'", "(no more parameters)"],
+        ["requires_grad=False", "requires_grad=True"],
+    ],
+    "added later": [
+        ["parameter 'late' was added to Tiny after zeropp.prepare", "add it before prepare"],
+        ["parameter '3.weight' was added to ModuleList after zeropp.prepare"],
+        ["parameter 'late' was added to Tiny after zeropp.prepare"],
+        ["optimizer.add_param_group after zeropp.prepare"],
+    ],
+    "no backward": [
+        ["optimizer.step: no parameter has a gradient; call loss.backward() first"],
+        ["no parameter has a gradient; call loss.backward() first"],
+        ["accumulated inside no_sync and not reduced", "outside of zeropp.no_sync(model)"],
+    ],
+    "loss not scalar": [["grad can be implicitly created only for scalar outputs"]],
+    "backward twice": [["backward through the graph a second time"]],
+    "NaN gradients": [
+        ["the gradients of 'blocks.1.weight' (rank", "are not finite", "weights and optimizer state are unchanged"]
+    ],
+    "raises in backward": [["the backward before this one ended by an exception after unit blocks.2 had gone out", "restart"]],
+    "sparse gradients": [["is sparse", "sparse=False"]],
+    "clip twice": [["Config(clip=...) clips in every step already; use one of them"]],
+    "other norms": [["norm_type=1.0 is not implemented yet"]],
+    "state of the optimizer": [["zeropp.save(path, model, optimizer)"], ["zeropp.load(path, model, optimizer)"]],
+    "not prepared": [
+        ["Tiny was not prepared; call zeropp.prepare(model, optimizer, zeropp.Config(...)) first"],
+        ["Tiny was not prepared"],
+        ["zeropp.memory: the optimizer belongs to another model"],
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(run_ranks: Callable[..., Any], selected: Callable[[str], list[str]]) -> Any:
+    return run_ranks("bad_input_cases", selected("case"), ranks=2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mistakes(case: str, outcomes: Any) -> None:
+    answers = outcomes[case].check()
+    wanted = SAYS.get(case) or SAYS.get(case.split(", ")[0], [])
+    for rank, answer in enumerate(answers):
+        sentences = answer if isinstance(answer, list) else [answer]
+        if not wanted:
+            assert answer is None
+            continue
+        for says, text in zip(wanted, sentences, strict=True):
+            for part in says:
+                assert part in text, f"rank {rank}: {part!r} not in {text!r}"

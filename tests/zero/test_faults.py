@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that dies, stops or goes its own way: every survivor says which, soon, and ends. Nobody computes with wrong weights."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diverge_cases import CASES
+from launch import end, free_port, start_rank
+
+RANKS, GUILTY = 3, 1
+DEAD_S = 5.0  # a dead process is noticed within this
+TIMEOUT_S = 4.0  # what fault_rank.py gives init_process_group where a rank only stops
+START_S = 60.0
+
+
+def launch(tmp_path: Path, what: str, where: str, mode: str, done: Callable[[list[Any]], bool]) -> list[dict[str, Any]]:
+    """Start, wait until `done(processes)`, end all. What each rank wrote."""
+    port, files = free_port(), [tmp_path / f"{r}.json" for r in range(RANKS)]
+    with (tmp_path / "log.txt").open("w") as log:
+        processes = [
+            start_rank("fault_rank.py", [what, where, mode, str(GUILTY), str(files[r])], r, RANKS, port, log)
+            for r in range(RANKS)
+        ]
+        try:
+            deadline = time.monotonic() + START_S
+            while not done(processes) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            answers = [json.loads(f.read_text()) if f.exists() else {} for f in files]
+        finally:
+            end(processes)
+    text = (tmp_path / "log.txt").read_text(errors="replace")
+    for rank, (process, answer) in enumerate(zip(processes, answers, strict=True)):
+        answer.update(code=process.returncode, log=text[-3000:], is_guilty=rank == GUILTY)
+    return answers
+
+
+def survivors_ended(processes: list[Any]) -> bool:
+    return all(p.poll() is not None for r, p in enumerate(processes) if r != GUILTY)
+
+
+@pytest.mark.parametrize("mode", ["host copy", "gather"])
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.parametrize("what", ["kill", "stop"])
+def test_survivors_name_the_rank(what: str, where: str, mode: str, tmp_path: Path) -> None:
+    answers = launch(tmp_path, what, where, mode, survivors_ended)
+    struck = answers[GUILTY].get("struck")
+    assert struck, answers[GUILTY]["log"]
+    for answer in answers:
+        if answer["is_guilty"]:
+            continue
+        assert answer["code"] == 3, answer  # ended by itself, with a zeropp.Error
+        assert answer["rank"] == GUILTY, answer
+        assert f"rank {GUILTY}" in answer["text"], answer
+        if what == "kill":
+            assert answer["error"] == "CommError", answer
+            assert answer["at"] - struck < DEAD_S, answer
+        else:
+            assert answer["error"] == "CommTimeoutError", answer
+            assert TIMEOUT_S - 1 < answer["at"] - struck < TIMEOUT_S + DEAD_S, answer
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_an_exception_on_one_rank_ends_the_others(where: str, tmp_path: Path) -> None:
+    """The guilty rank raises its own error and its process ends; the others hear that it is gone."""
+    answers = launch(tmp_path, "raise", where, "host copy", lambda ps: all(p.poll() is not None for p in ps))
+    assert answers[GUILTY]["code"] == 1 and "the guilty rank's own mistake" in answers[GUILTY]["log"]
+    for answer in answers:
+        if not answer["is_guilty"]:
+            assert (answer["code"], answer["error"], answer["rank"]) == (3, "CommError", GUILTY), answer
+
+
+def test_a_rank_that_leaves_early(tmp_path: Path) -> None:
+    answers = launch(tmp_path, "leave", "-", "host copy", lambda ps: all(p.poll() is not None for p in ps))
+    assert answers[GUILTY]["code"] == 0, answers[GUILTY]
+    for answer in answers:
+        if not answer["is_guilty"]:
+            assert (answer["code"], answer["error"], answer["rank"]) == (3, "CommError", GUILTY), answer
+
+
+@pytest.mark.parametrize("mode", ["host copy", "gather"])
+def test_one_backward_more_than_the_others(mode: str, tmp_path: Path) -> None:
+    """Its second reduction meets the others' step: an error that shows both sides, not two steps of gradients in one."""
+    answers = launch(tmp_path, "extra", "-", mode, lambda ps: all(p.poll() is not None for p in ps))
+    for answer in answers:
+        assert answer["code"] == 3, answer
+        assert answer["error"] == "CommError", answer
+    told = " ".join(answer["text"] for answer in answers)
+    assert "reduce unit" in told and "all_gather" in told.replace("-", "_").replace(" ", "_"), told
+
+
+@pytest.fixture(scope="module")
+def diverged(run_ranks: Callable[..., Any], selected: Callable[[str], list[str]]) -> Any:
+    return run_ranks("diverge_cases", selected("case"), ranks=2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_run_other_modules(case: str, diverged: Any) -> None:
+    diverged[case].check()

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config(precision="bf16") against a plain torch loop: bf16 parameters and gradients, fp32 master weights, AdamW in fp32.
+
+The reference, written out: every rank computes bf16 gradients; their mean is taken in fp32 in rank order and rounded to bf16
+once (what travels is bf16); torch's AdamW steps fp32 masters with it; parameters are the masters, rounded. zeropp must have
+the same gradients and losses bit for bit, and parameters that are its own masters rounded. Masters are held to the bound of
+one AdamW step (parity_cases.BOUND), and the reference then goes on from zeropp's masters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zeropp
+from parity_cases import U
+from torch import Tensor, nn
+from training import STAGES, batch, gpt
+from zeropp.zero.engine import engine_of
+
+LR = 3e-3
+
+
+def _mean_over_ranks(gradient: Tensor) -> Tensor:
+    everyone = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, gradient)
+    total = everyone[0].float()
+    for other in everyone[1:]:
+        total = total + other.float()
+    return (total * (1.0 / len(everyone))).to(torch.bfloat16)
+
+
+def _masters(model: nn.Module) -> dict[str, Tensor]:
+    """Whole fp32 masters by name, put together from every rank's slice."""
+    engine, found = engine_of(model), {}
+    for unit in engine.units:
+        whole = unit.master
+        if not engine.local:
+            parts = [torch.empty_like(unit.master) for _ in range(engine.ranks)]
+            dist.all_gather(parts, unit.master)
+            whole = torch.cat(parts)
+        for names, _, offset, numel, shape in unit.params:
+            found[names[0]] = whole[offset : offset + numel].view(shape).clone()
+    return found
+
+
+def _reference() -> tuple[nn.Module, dict[str, Tensor], torch.optim.Optimizer]:
+    """A bf16 model, its fp32 masters, and torch's AdamW over them."""
+    model = gpt()
+    masters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    return model.to(torch.bfloat16), masters, torch.optim.AdamW(masters.values(), lr=LR)
+
+
+def same_as_reference(config: dict[str, Any]) -> list[float]:
+    plain, masters, adam = _reference()
+    model = gpt()
+    model, optimizer = zeropp.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=LR), zeropp.Config(precision="bf16", **config)
+    )
+    losses = []
+    for step in range(12):
+        want = plain(*batch(step))
+        want.backward()
+        got = model(*batch(step))
+        assert got.dtype == torch.bfloat16
+        got.backward()
+        assert got.item() == want.item(), (step, got.item(), want.item())
+        gradients = {n: _mean_over_ranks(p.grad) for n, p in plain.named_parameters()}
+        with zeropp.gathered(model, grads=True):
+            for name, p in model.named_parameters():
+                assert torch.equal(p.grad, gradients[name]), (step, name, (p.grad - gradients[name]).abs().max())
+        for name, master in masters.items():
+            master.grad = gradients[name].float()
+        adam.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        mine = _masters(model)
+        with torch.no_grad(), zeropp.gathered(model):
+            for name, p in model.named_parameters():
+                # The bound of parity_cases, over 12 steps: moments are sums of up to 12 terms, sqrt(1 - 0.999^12) <= 0.11.
+                most = 4 * U * 12 * (0.11 / 0.0316) / 0.1 * LR + 4 * U * masters[name].abs()
+                assert ((mine[name] - masters[name]).abs() <= most).all(), (step, name)
+                assert torch.equal(p, mine[name].to(torch.bfloat16)), (step, name)
+                masters[name].copy_(mine[name])
+            for name, p in plain.named_parameters():
+                p.copy_(masters[name])
+        losses.append(got.item())
+    return losses
+
+
+def every_stage() -> None:
+    first = None
+    for name, config in STAGES.items():
+        losses = same_as_reference(config)
+        assert first in (None, losses), name
+        first = losses
+
+
+def converges() -> dict[str, float]:
+    """50 steps of bf16 end where fp32 ends."""
+    last = {}
+    for precision in ("fp32", "bf16"):
+        model = gpt()
+        model, optimizer = zeropp.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=LR), zeropp.Config(precision=precision)
+        )
+        tail = []
+        for step in range(50):
+            loss = model(*batch(step, rows=8))
+            loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            tail.append(loss.item())
+        last[precision] = sum(tail[-10:]) / 10
+    return last
+
+
+def bf16_model() -> None:
+    """A model that is bf16 already: its masters begin with those values, and then have bits that bf16 has not."""
+    model = gpt(dtype=torch.bfloat16)
+    model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
+    before = _masters(model)
+    for step in range(3):
+        model(*batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = _masters(model)
+    with zeropp.gathered(model):
+        for name, p in model.named_parameters():
+            assert p.dtype == torch.bfloat16
+            assert torch.equal(p, after[name].to(torch.bfloat16)), name
+            assert torch.equal(before[name], before[name].to(torch.bfloat16).float()), name
+    moved = sum((after[n] != before[n]).sum().item() for n in after)
+    kept_in_bf16 = sum((after[n].to(torch.bfloat16) != before[n].to(torch.bfloat16)).sum().item() for n in after)
+    assert moved > 2 * kept_in_bf16, "steps this small live in the masters only"
+
+
+def inputs_are_cast() -> None:
+    """Floating-point inputs come in bf16, others as they are, at any depth."""
+
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, *, more: dict[str, Any]) -> Tensor:
+            seen.append((x.dtype, more["mask"].dtype, more["list"][0].dtype))
+            return self.linear(x).sum()
+
+    seen: list[Any] = []
+    model, _ = zeropp.prepare(Probe(), None, zeropp.Config(precision="bf16"))
+    model(torch.randn(2, 4), more={"mask": torch.ones(2, dtype=torch.long), "list": [torch.randn(2)]})
+    assert seen == [(torch.bfloat16, torch.int64, torch.bfloat16)]
+
+
+CASES = {
+    "every stage": every_stage,
+    "converges": converges,
+    "bf16 model": bf16_model,
+    "inputs are cast": inputs_are_cast,
+}

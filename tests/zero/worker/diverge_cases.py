@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks whose control flow differs: each computes with the right weights, and gradients are the right means.
+
+DeepSpeed's stage 3 pairs gathers by order: where rank 0 asks for layer b and rank 1 for layer c, both get halves of the two
+glued together, and train on. Here a gather reads by unit and has no partner call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zeropp
+from reads_cases import MODES
+from torch import Tensor, nn
+
+
+class Siblings(nn.Module):
+    """Layers of one shape, so that a mix-up would go unnoticed by shapes."""
+
+    def __init__(self, width: int, order: Callable[[int], str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(width, width) for name in "abcd"})
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.order(dist.get_rank()):
+            x = torch.tanh(self.layers[name](x))
+        return x.pow(2).mean()
+
+
+ORDERS: dict[str, Callable[[int], str]] = {
+    "another sibling": lambda rank: "ab" if rank % 2 else "ac",
+    "the other way round": lambda rank: "abcd" if rank % 2 else "dcba",
+    "more often": lambda rank: "abba" if rank % 2 else "ab",
+    "nothing in common": lambda rank: "ab" if rank % 2 else "cd",
+    "one layer only": lambda rank: "abcd" if rank % 2 else "a",
+}
+
+
+def run(order: str, mode: str, width: int = 128) -> None:
+    torch.manual_seed(0)
+    plain = Siblings(width, ORDERS[order])
+    model = copy.deepcopy(plain)
+    adam = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = zeropp.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), zeropp.Config(units=("Linear",), **MODES[mode])
+    )
+    for step in range(4):
+        x = torch.randn(2, width, generator=torch.Generator().manual_seed(step))
+        want, got = plain(x), model(x)
+        assert torch.equal(want, got), f"step {step}: loss {got.item()}, with the right weights {want.item()}"
+        want.backward()
+        got.backward()
+        _average(plain)
+        with zeropp.gathered(model, grads=True):
+            for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+                assert torch.equal(p, q), (step, name)
+                assert (q.grad is None) == (p.grad is None), (step, name)
+                if p.grad is not None:
+                    assert torch.equal(q.grad, p.grad), (step, name, (q.grad - p.grad).abs().max())
+        adam.step()
+        adam.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _average(model: nn.Module) -> None:
+    """As DDP with find_unused_parameters: a gradient that any rank has, all have; zeros where there was none."""
+    for p in model.parameters():
+        has = torch.tensor([float(p.grad is not None)])
+        dist.all_reduce(has)
+        if has.item() == 0:
+            continue
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        p.grad.div_(dist.get_world_size())
+        dist.all_reduce(p.grad)
+
+
+CASES: dict[str, Any] = {
+    f"{order}, {mode}": (lambda order=order, mode=mode: run(order, mode)) for order in ORDERS for mode in MODES
+}

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Five steps of each model under plain torch DDP (gloo) and under zeropp, in three modes at once: one shared copy per host,
+gathering, gathering ahead.
+
+Exact: with two ranks DDP's sum of halves and ours, half of the sum, are the same bits, so losses, values and gradients are
+compared with torch.equal. AdamW: zeropp's kernel rounds in another order than torch's, so one step is held to BOUND, and the
+reference then goes on from zeropp's values: every later step is exact again, instead of within a bound that grows.
+
+BOUND, per element: a step is p (1 - lr wd) - lr m^/(sqrt(v^) + eps). The moments are sums of t terms, each rounded at most 4
+times (u = 2^-24): |dm| <= 4 u t max|g|, while sqrt(v) >= sqrt((1 - beta2) ...) >= 0.03 max|g|; with bias corrections
+(1 - 0.9^t) >= 0.1 and sqrt(1 - 0.999^5) <= 0.071 the quotient errs by at most 4 u 5 (0.071 / 0.0316) / 0.1 < 450 u; four more
+roundings of the quotient and two of p. So |difference| <= 512 u lr + 4 u |p|.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zoo
+import zeropp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+LR, STEPS, U = 1e-2, 5, 2.0**-24
+
+MODES = {
+    "host copy": dict(host_copy="auto"),
+    "gather": dict(host_copy="off", prefetch=0),
+    "prefetch": dict(host_copy="off", prefetch=1 << 20),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], nn.Module]
+    step: Callable[[nn.Module, int], Tensor]
+    """Forward and backward(s) of one step; the loss. Gets the model, and the number that the batch depends on."""
+    setup: Callable[[nn.Module], None] | None = None
+    units: Any = "auto"
+    ddp: dict[str, Any] | None = field(default_factory=dict)
+    """Keywords of DistributedDataParallel. None: the step goes around forward, so gradients are averaged by hand."""
+    tolerance: float = 0.0
+    """Times the largest gradient of a parameter: where the order of summation differs, and says why."""
+
+
+# -- steps ----------------------------------------------------------------------------------------------------------------
+
+
+def _draw(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 * step + dist.get_rank())
+
+
+def _vector(step: int) -> Tensor:
+    return torch.randn(4, 8, generator=_draw(step))
+
+
+def _tokens(step: int) -> Tensor:
+    return torch.randint(0, 300, (2, 16), generator=_draw(step))
+
+
+def _backward(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss
+
+
+def language(model: nn.Module, step: int) -> Tensor:
+    ids = _tokens(step)
+    return _backward(model(input_ids=ids, labels=ids).loss)
+
+
+def autocast(model: nn.Module, step: int) -> Tensor:
+    ids = _tokens(step)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    return _backward(loss)
+
+
+def vector(model: nn.Module, step: int) -> Tensor:
+    return _backward(model(_vector(step)))
+
+
+def two_backwards(model: nn.Module, step: int) -> Tensor:
+    first = _backward(model(_vector(step)))
+    return first.detach() + _backward(model(_vector(step + 50)))
+
+
+def two_losses(model: nn.Module, step: int) -> Tensor:
+    """Two graphs that share a body, in one backward after the other."""
+    left, right = model(_vector(step))
+    left.backward(retain_graph=True)
+    right.backward()
+    return left.detach() + right.detach()
+
+
+def penalty(model: nn.Module, step: int) -> Tensor:
+    x = _vector(step).requires_grad_()
+    y = model(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return _backward(y.mean() + ((slope.norm(2, dim=1) - 1) ** 2).mean())
+
+
+def head_outside(model: nn.Module, step: int) -> Tensor:
+    """As TRL computes log-probabilities: the body's forward, then the head's weight with no forward open."""
+    ids = _tokens(step)
+    hidden = model.model(input_ids=ids).last_hidden_state
+    logits = hidden @ model.lm_head.weight.t()
+    return _backward(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+
+
+def decay_outside(model: nn.Module, step: int) -> Tensor:
+    """A regulariser over all parameters, between forward and backward."""
+    loss = model(_vector(step))
+    return _backward(loss + 1e-3 * sum(p.pow(2).sum() for p in model.parameters()))
+
+
+def offloaded(model: nn.Module, step: int) -> Tensor:
+    """Somebody else's saved-tensor hooks around ours."""
+    ids = _tokens(step)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: ("kept", t.detach().clone()), lambda kept: kept[1]):
+        loss = model(input_ids=ids, labels=ids).loss
+    return _backward(loss)
+
+
+def evaluated_between(model: nn.Module, step: int) -> Tensor:
+    """A pass without a graph, and one whose graph is dropped, before the one that counts."""
+    ids = _tokens(step)
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids)
+    model.train()
+    model(input_ids=ids)
+    return _backward(model(input_ids=ids, labels=ids).loss)
+
+
+def functional(model: nn.Module, step: int) -> Tensor:
+    """torch.func.functional_call, with the parameters themselves and with tensors computed from them."""
+    values = dict(model.named_parameters())
+    if step % 2:
+        with zeropp.gathered(model):
+            values = {name: p * 1.5 for name, p in values.items()}
+    return _backward(torch.func.functional_call(model, values, (_vector(step),)))
+
+
+def checkpointing(reentrant: bool) -> Callable[[nn.Module], None]:
+    def setup(model: nn.Module) -> None:
+        model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+        model.enable_input_require_grads()
+
+    return setup
+
+
+def compile_blocks(model: nn.Module) -> None:
+    for block in model.model.layers:
+        block.compile(backend="aot_eager")
+
+
+# -- the table ------------------------------------------------------------------------------------------------------------
+
+STATIC: dict[str, Any] = dict(static_graph=True)  # DDP needs it where a parameter's gradient comes in parts
+UNUSED: dict[str, Any] = dict(find_unused_parameters=True)
+
+TABLE: dict[str, Case] = {
+    "gpt2 tied": Case(zoo.gpt2, language),
+    "llama": Case(zoo.llama, language),
+    "llama, nothing replicated": Case(zoo.llama, language, units=("LlamaDecoderLayer",)),
+    "llama, every Linear a unit": Case(zoo.llama, language, units=(nn.Linear, nn.Embedding)),
+    "llama, units by size": Case(zoo.llama, language, units=50_000),
+    "llama tied": Case(zoo.tied_llama, language),
+    "mixtral": Case(zoo.mixtral, language, ddp=UNUSED),
+    "LoRA": Case(zoo.lora, language),
+    "autocast": Case(zoo.llama, autocast),
+    "llama, somebody's saved-tensor hooks": Case(zoo.llama, offloaded),
+    "llama, evaluation between": Case(zoo.llama, evaluated_between),
+    "llama, head read outside": Case(zoo.llama, head_outside, ddp=None),
+    "llama tied, head read outside": Case(zoo.tied_llama, head_outside, ddp=None),
+    "llama, compiled blocks": Case(zoo.llama, language, setup=compile_blocks),
+    **{
+        f"{name}, checkpoint, {kind}": Case(make, language, setup=checkpointing(kind == "reentrant"), ddp=ddp)
+        for kind in ("reentrant", "non-reentrant")
+        for name, make, ddp in (
+            ("llama", zoo.llama, STATIC), ("llama tied", zoo.tied_llama, STATIC), ("LoRA", zoo.lora, STATIC),
+            ("mixtral", zoo.mixtral, STATIC), ("gpt2 tied", zoo.gpt2, STATIC),
+        )
+    },
+    "shared block, three times, reentrant": Case(zoo.SharedReentrant, vector, units=("Linear",), ddp=STATIC),
+    "shared modules and weights": Case(zoo.Shared, vector, units=("Linear",)),
+    "shared modules, whole model one unit": Case(zoo.Shared, vector, units=("Shared",)),
+    "encoder and LSTM": Case(zoo.Recurrent, vector, units=("TransformerEncoderLayer", "LSTM")),
+    "encoder and LSTM, every Linear a unit": Case(zoo.Recurrent, vector, units=(nn.Linear, nn.LSTM)),
+    "unused parameters": Case(lambda: zoo.Unused(False), vector, units=("Linear",), ddp=UNUSED),
+    "unused on one rank": Case(lambda: zoo.Unused(True), vector, units=("Linear",), ddp=UNUSED),
+    # DDP adds the second gradient to the mean of the first before it averages; we add two means: at most 4 roundings apart.
+    "two backwards a step": Case(zoo.Shared, two_backwards, units=("Linear",), tolerance=4 * U),
+    "two losses, one graph": Case(zoo.TwoLosses, two_losses, units=("Linear",), ddp=None, tolerance=4 * U),
+    "gradient penalty": Case(zoo.Critic, penalty, units=("Linear",)),
+    "outputs of every shape": Case(zoo.Outputs, vector, units=("Block",)),
+    "regulariser outside": Case(zoo.Critic, lambda m, s: decay_outside(_Squared(m), s), units=("Linear",), ddp=None),
+    "weight kept by an autograd.Function": Case(zoo.KeepsWeight, vector, units=("Linear",)),
+    "channels-last convolutions": Case(zoo.Convolutions, vector, units=("Conv2d", "Linear"),
+                                       setup=lambda m: m.to(memory_format=torch.channels_last)),
+    "odd sizes": Case(zoo.Odd, vector, units=("Linear", "Odd")),
+    "functional_call": Case(zoo.Shared, functional, units=("Linear",), ddp=None),
+}  # fmt: skip
+
+
+class _Squared:
+    """A critic as a loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (self.model(x) ** 2).mean()
+
+    def parameters(self) -> Any:
+        return self.model.parameters()
+
+
+# -- one case -------------------------------------------------------------------------------------------------------------
+
+
+def _snapshot(model: nn.Module, **how: Any) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    """Whole values and gradients by name."""
+    with zeropp.gathered(model, **how):
+        values = {n: p.detach().clone() for n, p in model.named_parameters()}
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    return values, gradients
+
+
+def _average(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.requires_grad and p.grad is not None:
+            p.grad.div_(dist.get_world_size())
+            dist.all_reduce(p.grad)
+
+
+def _same_gradients(what: str, ours: dict[str, Tensor | None], wanted: dict[str, Tensor | None], tolerance: float) -> None:
+    for name, want in wanted.items():
+        got = ours[name]
+        assert (got is None) == (want is None), f"{what}: gradient of {name}: {got is None=}, {want is None=}"
+        if want is None:
+            continue
+        worst = (got - want).abs().max().item() if want.numel() else 0.0
+        most = tolerance * want.abs().max().item() if tolerance else 0.0
+        assert worst <= most, f"{what}: gradient of {name} off by {worst}, wanted at most {most}"
+
+
+def _same_values(what: str, ours: dict[str, Tensor], wanted: dict[str, Tensor], bound: bool) -> None:
+    for name, want in wanted.items():
+        if not bound:
+            assert torch.equal(ours[name], want), f"{what}: values of {name} off by {(ours[name] - want).abs().max()}"
+            continue
+        most = 512 * U * LR + 4 * U * want.abs()
+        over = (ours[name] - want).abs() - most
+        assert not want.numel() or over.max() <= 0, f"{what}: {name} beyond the bound of one AdamW step by {over.max()}"
+
+
+def _left_full(model: nn.Module) -> list[str]:
+    from zeropp.zero.engine import SHARD, engine_of
+
+    return [u.name for u in engine_of(model).units if u.place == SHARD and u.core.full]
+
+
+def run(case: Case) -> dict[str, Any]:
+    torch.manual_seed(0)
+    reference = case.make().train()
+    if case.setup:
+        case.setup(reference)
+    copies = {mode: copy.deepcopy(reference) for mode in MODES}
+    if case.setup is compile_blocks:
+        for model in copies.values():
+            case.setup(model)
+    ddp = reference if case.ddp is None else DistributedDataParallel(reference, **case.ddp)
+    optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=LR)
+    ours = {}
+    for mode, keywords in MODES.items():
+        model = copies[mode]
+        adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+        ours[mode] = zeropp.prepare(model, adam, zeropp.Config(units=case.units, **keywords))
+    zeropp.traffic(reset=True)
+    losses = []
+    for step in range(STEPS):
+        losses.append(_one_step(case, step, reference, ddp, optimizer, ours))
+    return {"losses": losses, "traffic": zeropp.traffic(), "units": len(_units(ours["gather"][0]))}
+
+
+def _units(model: nn.Module) -> list[Any]:
+    from zeropp.zero.engine import engine_of
+
+    return engine_of(model).units
+
+
+def _one_step(case: Case, step: int, reference: nn.Module, ddp: nn.Module, optimizer: Any, ours: dict[str, Any]) -> float:
+    want = case.step(ddp, step).item()
+    if case.ddp is None:
+        _average(reference)
+    wanted_gradients = {n: p.grad for n, p in reference.named_parameters()}
+    wanted_values = {n: p.detach() for n, p in reference.named_parameters()}
+    seen = []
+    for mode, (model, _) in ours.items():
+        what = f"step {step}, {mode}"
+        got = case.step(model, step).item()
+        assert got == want, f"{what}: loss {got!r}, DDP's {want!r}"
+        assert not _left_full(model), f"{what}: still whole after backward: {_left_full(model)}"
+        values, gradients = _snapshot(model, grads=True)
+        _same_values(what, values, wanted_values, False)
+        _same_gradients(what, gradients, wanted_gradients, case.tolerance)
+        if seen:
+            _same_gradients(f"{what} against {next(iter(ours))}", gradients, seen[0], 0.0)
+        seen.append(gradients)
+    optimizer.step()
+    optimizer.zero_grad()
+    stepped = []
+    for mode, (model, adam) in ours.items():
+        adam.step()
+        adam.zero_grad()
+        values, _ = _snapshot(model)
+        _same_values(f"after step {step}, {mode}", values, {n: p.detach() for n, p in reference.named_parameters()}, True)
+        if stepped:
+            _same_values(f"after step {step}, {mode} against {next(iter(ours))}", values, stepped[0], False)
+        stepped.append(values)
+    with torch.no_grad():
+        for name, p in reference.named_parameters():
+            p.copy_(stepped[0][name])
+    return want
+
+
+CASES = {name: (lambda case=case: run(case)) for name, case in TABLE.items()}

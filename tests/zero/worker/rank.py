@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a launch: `rank.py MODULE ANSWERS CASE...` runs MODULE.CASES[case]() and appends one JSON line per case."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import sys
+import traceback
+import warnings
+
+import torch
+import torch.distributed as dist
+
+
+import faulthandler
+
+faulthandler.dump_traceback_later(90, exit=True)
+
+
+def main(module: str, answers: str, cases: list[str]) -> int:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    table = importlib.import_module(module).CASES
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    with open(answers, "a", buffering=1) as out:  # noqa: PTH123
+        for case in cases:
+            out.write(json.dumps({"case": case, "begun": True}) + "\n")
+            try:
+                value = table[case]()
+            except BaseException:
+                out.write(json.dumps({"case": case, "error": traceback.format_exc()}) + "\n")
+                return 1
+            out.write(json.dumps({"case": case, "value": value}) + "\n")
+            dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every stage equal to every other, bit for bit, and to torch DDP within fp32 rounding (training.within_rounding)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zeropp
+from torch import nn
+from torch.optim import lr_scheduler
+from training import STAGES, Recipe, batch, every_stage, gpt, ours, reference, same, within_rounding
+
+
+def clipped() -> Any:
+    return every_stage(Recipe(clip=0.5))
+
+
+def clip_in_config() -> None:
+    """Config(clip=) is clip_grad_norm_ inside step."""
+    for config in STAGES.values():
+        explicit = ours(Recipe(steps=5, clip=0.5), **config)
+        explicit.norms = []
+        same(f"{config}", ours(Recipe(steps=5, clip=0.5, config={"clip": 0.5}), **config), explicit)
+
+
+def no_sync() -> Any:
+    return every_stage(Recipe(steps=8, micro=3, clip=1.0))
+
+
+def accumulate() -> Any:
+    """Config(accumulate=n): as DDP's no_sync with loss / n, and as one batch n times as large."""
+    recipe = Recipe(steps=8, micro=3, config={"accumulate": 3})
+    answer = every_stage(recipe)
+    big = _one_big_batch(steps=1)
+    small = ours(Recipe(steps=1, micro=3, config={"accumulate": 3}), stage=3)
+    # The same mean over three times the rows, added up in another order: a few roundings of sums over about 100 terms.
+    assert abs(small.losses[0] - big) <= 32 * 2.0**-24 * big, (small.losses[0], big)
+    return answer
+
+
+def _one_big_batch(steps: int) -> float:
+    model = gpt()
+    inputs, targets = zip(*(batch(0, micro) for micro in range(3)), strict=True)
+    return model(torch.cat(inputs), torch.cat(targets)).item()
+
+
+def _decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The usual split: no weight decay for vectors, another rate for the embeddings."""
+    named = dict(model.named_parameters())
+    tables = [p for n, p in named.items() if n in ("tokens.weight", "positions.weight")]
+    matrices = [p for n, p in named.items() if p.ndim == 2 and not any(p is t for t in tables)]
+    vectors = [p for p in named.values() if p.ndim < 2]
+    return [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0, "betas": (0.8, 0.95)},
+        {"params": tables, "lr": 1e-3, "eps": 1e-6},
+    ]
+
+
+def _schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 10)],
+        milestones=[3],
+    )
+
+
+def groups_and_schedulers() -> None:
+    for first in (False, True):
+        every_stage(Recipe(steps=12, groups=_decay_groups, scheduler=_schedule, scheduler_first=first))
+
+
+def one_cycle() -> None:
+    """A scheduler that writes betas as well."""
+    every_stage(
+        Recipe(steps=10, scheduler=lambda o: lr_scheduler.OneCycleLR(o, max_lr=3e-3, total_steps=12), scheduler_first=True)
+    )
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "SGD nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, weight_decay=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=2e-3),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=2e-3, weight_decay=0.01, decoupled_weight_decay=True),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=2e-3),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+}
+ADAMS = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=3e-3),
+    "Adam with L2": lambda p: torch.optim.Adam(p, lr=3e-3, weight_decay=0.05),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=3e-3, amsgrad=True),
+    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=3e-3, amsgrad=True),
+    "AdamW maximize": lambda p: torch.optim.AdamW(p, lr=1e-4, maximize=True),
+    "AdamW small beta": lambda p: torch.optim.AdamW(p, lr=3e-3, betas=(0.3, 0.9), eps=1e-5),
+    "AdamW tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(3e-3)),
+}
+
+
+def torch_optimizer(name: str) -> None:
+    """torch's own element-wise code on slices. With two ranks the gradients have DDP's bits, so the training has too."""
+    recipe = Recipe(steps=6, optimizer=OPTIMIZERS[name])
+    plain = reference(recipe)
+    exact = reference(recipe, torch.float64)
+    for stage, config in STAGES.items():
+        got = ours(recipe, **config)
+        if dist.get_world_size() == 2:
+            same(f"{name}, {stage}", got, plain)
+        within_rounding(f"{name}, {stage}", got, plain, exact)
+
+
+def adam(name: str) -> None:
+    every_stage(Recipe(steps=8, optimizer=ADAMS[name]))
+
+
+def first_norm() -> None:
+    """The norm that clip_grad_norm_ returns is that of the averaged gradients, to double precision of fp32 elements."""
+    for config in STAGES.values():
+        model = gpt()
+        model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters()), zeropp.Config(**config))
+        model(*batch(0)).backward()
+        got = optimizer.clip_grad_norm_(float("inf"))
+        with zeropp.gathered(model, grads=True):
+            want = sum((p.grad.double() ** 2).sum() for p in model.parameters()).sqrt().item()
+        assert abs(got - want) <= 1e-12 * want, (config, got, want)
+        # Clipping is idempotent in its answer, and visible.
+        assert optimizer.clip_grad_norm_(want / 2) == got
+        with zeropp.gathered(model, grads=True):
+            clipped = sum((p.grad.double() ** 2).sum() for p in model.parameters()).sqrt().item()
+        assert abs(clipped - want / 2) <= 1e-4 * want, (config, clipped, want)
+
+
+CASES = {
+    "clipped": clipped,
+    "clip in Config": clip_in_config,
+    "first norm": first_norm,
+    "no_sync": no_sync,
+    "accumulate": accumulate,
+    "groups and schedulers": groups_and_schedulers,
+    "one cycle": one_cycle,
+    **{f"torch's {name}": (lambda name=name: torch_optimizer(name)) for name in OPTIMIZERS},
+    **{f"ours: {name}": (lambda name=name: adam(name)) for name in ADAMS},
+}
