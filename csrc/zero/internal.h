@@ -36,6 +36,7 @@ struct zpp_zero {
 
     /* gradients */
     zpp_stream *reduce;
+    zpp_event *acked; /* the last wait for peers to let go of a bucket */
     zpp_lane *lane, *copy_lane; /* copy_lane: stage 0 */
     struct zpp_buckets buckets;
     int *order;        /* trainable units, as they are reduced */

@@ -131,6 +131,14 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
     return ZPP_OK;
 }
 
+bool zpp_reduce_pending(const zpp_zero *zero) {
+    for (int at = 0; at < zero->order_count; at++) {
+        const struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        if (grad->launched && zpp_event_sync(grad->done, NULL, NULL) == ZPP_AGAIN) return true;
+    }
+    return false;
+}
+
 /* --- buckets ------------------------------------------------------------------------------------------------------ */
 
 unsigned char *zpp_reduce_bucket(const zpp_zero *zero, const struct zpp_unit *unit) {
@@ -168,11 +176,24 @@ static struct zpp_unit_grad *sweep(zpp_zero *zero) {
     return oldest;
 }
 
+static zpp_status await_acks(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native;
+    struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
+    zpp_zero *zero = grad->zero;
+    zpp_status status = zpp_lane_wait_acked(zero->lane, grad->seq, wait, err);
+    if (status == ZPP_OK && zero->copy_lane) status = zpp_lane_wait_acked(zero->copy_lane, grad->copy_seq, wait, err);
+    return status;
+}
+
+/* The lanes belong to the reduce stream, so it is that stream which waits for the peers. */
 static zpp_status wait_idle(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
                             struct zpp_err *err) {
     zpp_status status = zpp_event_sync(grad->done, wait, err);
-    if (status == ZPP_OK) status = zpp_lane_wait_acked(zero->lane, grad->seq, wait, err);
-    if (status == ZPP_OK && zero->copy_lane) status = zpp_lane_wait_acked(zero->copy_lane, grad->copy_seq, wait, err);
+    if (status != ZPP_OK || is_idle(zero, grad)) return status;
+    if (!wait) return ZPP_AGAIN;
+    status = zpp_stream_launch(zero->reduce, await_acks, &grad, sizeof(struct zpp_unit_grad *), err);
+    if (status == ZPP_OK) status = zpp_event_record(zero->acked, zero->reduce, err);
+    if (status == ZPP_OK) status = zpp_event_sync(zero->acked, wait, err);
     return status;
 }
 

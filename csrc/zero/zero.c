@@ -29,6 +29,7 @@ static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
     zpp_status status = zpp_stream_create(device, ZPP_STREAM_HOST, "compute", &zero->compute, err);
     if (status == ZPP_OK) status = zpp_stream_create(device, gather_kind, "gather", &zero->gather, err);
     if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "reduce", &zero->reduce, err);
+    if (status == ZPP_OK) status = zpp_event_create(device, &zero->acked, err);
     return status;
 }
 
@@ -61,10 +62,12 @@ static void destroy_unit(zpp_zero *zero, struct zpp_unit *unit) {
 
 void zpp_zero_destroy(zpp_zero *zero) {
     if (!zero) return;
-    /* Streams first: they wait for operations that still use the units. */
+    /* Streams first: they finish operations that still use the units, and must not wait for peers that go on without us. */
+    if (zpp_reduce_pending(zero)) zpp_comm_abort(zero->options.comm, "left in the middle of a reduction");
     zpp_stream_destroy(zero->reduce);
     zpp_stream_destroy(zero->gather);
     zpp_stream_destroy(zero->compute);
+    zpp_event_destroy(zero->acked);
     for (int i = 0; i < zero->units_count; i++) destroy_unit(zero, zero->units[i]);
     free(zero->units);
     free(zero->order);

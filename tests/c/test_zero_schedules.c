@@ -466,7 +466,7 @@ static void run_schedule(uint64_t seed) {
 }
 
 int main(int argc, char **argv) {
-    const uint64_t schedules = argc > 1 ? strtoull(argv[1], NULL, 10) : 200;
+    const uint64_t schedules = argc > 1 ? strtoull(argv[1], NULL, 10) : 1000;
     const uint64_t first = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
     for (uint64_t seed = first; seed < first + schedules; seed++) run_schedule(seed);
     printf("%llu schedules from seed %llu\n", (unsigned long long)schedules, (unsigned long long)first);
