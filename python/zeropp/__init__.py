@@ -58,7 +58,7 @@ _HOME = {
 }  # fmt: skip
 _MODULES = ("aio", "comm", "config", "errors", "ops", "optim", "process_group", "zero")
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

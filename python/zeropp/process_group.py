@@ -21,14 +21,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroup as _ProcessGroup
 from torch._C._distributed_c10d import PrefixStore, ReduceOp, Store
+from torch._C._distributed_c10d import ProcessGroup as _ProcessGroup
 from torch._C._distributed_c10d import Work as _Work
 
 from zeropp import _C, comm
 
-__all__ = ["ProcessGroup", "register"]
+__all__ = ["ProcessGroup"]
 
 _COLL = _C.COMM_COLLECTIVES
 _OPS = {

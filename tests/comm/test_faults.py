@@ -21,7 +21,6 @@ def _start(timeout_s: float = 60.0) -> tuple[Any, Any]:
 
     import torch
     import torch.distributed as dist
-
     import zeropp  # noqa: F401
 
     dist.init_process_group("zeropp", timeout=timedelta(seconds=timeout_s))

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "worker"))
 
-from launch import Outcome, once  # noqa: E402
+from launch import Outcome, once
 
 Run = Callable[..., dict[str, Outcome]]
 

@@ -55,7 +55,9 @@ SAYS: dict[str, list[list[str]]] = {
     "NaN gradients": [
         ["the gradients of 'blocks.1.weight' (rank", "are not finite", "weights and optimizer state are unchanged"]
     ],
-    "raises in backward": [["the backward before this one ended by an exception after unit blocks.2 had gone out", "restart"]],
+    "raises in backward": [
+        ["the backward before this one ended by an exception after unit blocks.2 had gone out", "restart"]
+    ],
     "sparse gradients": [["is sparse", "sparse=False"]],
     "clip twice": [["Config(clip=...) clips in every step already; use one of them"]],
     "other norms": [["norm_type=1.0 is not implemented yet"]],

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from reads_cases import CASES, METADATA, MODEL_READS, MODES, READS, SCALAR_READS
 
-
 WRITES = ("in place add", "add_", "zero_", "assign an element", "copy_ into it", "init", "load_state_dict")
 
 

@@ -42,7 +42,9 @@ def _units_of(params: list[nn.Parameter]) -> list[Unit]:
 
 
 @contextlib.contextmanager
-def gathered(params: nn.Module | Iterable[Any] | torch.Tensor, write: bool = False, grads: bool = False) -> Iterator[None]:
+def gathered(
+    params: nn.Module | Iterable[Any] | torch.Tensor, write: bool = False, grads: bool = False
+) -> Iterator[None]:
     """Whole values inside the block, on every rank.
 
     Args:
@@ -168,7 +170,9 @@ def _planned(engine: Engine) -> dict[str, int]:
             continue
         kinds["grads"] += bytes_ / (n if stage >= 2 else 1)
         kinds["master"] += 4 * numel / (n if stage >= 1 else 1) if unit.master is not None else 0
-        states = max(2, sum(v.is_floating_point() for v in unit.state.values())) if engine.inner is None else len(unit.state)
+        states = (
+            max(2, sum(v.is_floating_point() for v in unit.state.values())) if engine.inner is None else len(unit.state)
+        )
         kinds["optimizer"] += 4 * states * numel / (n if stage >= 1 else 1)
     return {kind: round(value) for kind, value in kinds.items()}
 
@@ -218,7 +222,11 @@ _traffic_before: dict[tuple[str, str, str], int] = {}
 
 
 def traffic(reset: bool = False) -> dict[str, dict[str, dict[str, int]]]:
-    """Bytes that this rank read from its peers: ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``, since the start or the last reset."""
+    """Bytes that this rank read from its peers, since the start or the last reset.
+
+    Returns:
+        ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``, by link class and collective.
+    """
     from zeropp.comm import all_traffic
 
     now = {

@@ -31,7 +31,7 @@ def tensor_over(owner: object, address: int, elems: int, dtype: torch.dtype) -> 
     """A 1-D tensor over memory that ``owner`` keeps alive for as long as any view of it lives."""
     if elems == 0:
         return torch.empty(0, dtype=dtype)
-    buffer_type = type("Buffer", (ctypes.c_char * (elems * dtype.itemsize),), {})
+    buffer_type: Any = type("Buffer", (ctypes.c_char * (elems * dtype.itemsize),), {})
     buffer = buffer_type.from_address(address)
     buffer.owner = owner
     return torch.frombuffer(buffer, dtype=dtype)
@@ -109,7 +109,13 @@ class Engine:
         self.local = self.ranks == 1 or self.stage == 0
         self.shows_gradients = self.stage == 0
         self.core = _C.Zero(
-            self.stage, comm, self._prefetch_bytes(), config.bucket_bytes, config.accumulate, torch.get_num_threads(), _functions()
+            self.stage,
+            comm,
+            self._prefetch_bytes(),
+            config.bucket_bytes,
+            config.accumulate,
+            torch.get_num_threads(),
+            _functions(),
         )
         for plan in plans:
             self.core.add_unit(
@@ -216,7 +222,8 @@ class Engine:
         self.comm.all_gather(whole.data_ptr(), shard.data_ptr(), shard.numel() * shard.element_size())
         whole.mul_(scale)
         return [
-            whole[e.offset_elems : e.offset_elems + e.numel].view(e.shape) if present[i] else None for i, e in enumerate(unit.params)
+            whole[e.offset_elems : e.offset_elems + e.numel].view(e.shape) if present[i] else None
+            for i, e in enumerate(unit.params)
         ]
 
     def measure(self) -> tuple[float, list[str]]:
@@ -238,7 +245,9 @@ class Engine:
                     raise Error(f"the data of parameter '{entry.names[0]}' was replaced after zeropp.prepare (model.to, half, cuda, or "
                                 "p.data = ...); convert the model before prepare")  # fmt: skip
                 if entry.param.requires_grad and not unit.trainable:
-                    raise ConfigError(f"requires_grad of parameter '{entry.names[0]}' changed after zeropp.prepare; set it before")
+                    raise ConfigError(
+                        f"requires_grad of parameter '{entry.names[0]}' changed after zeropp.prepare; set it before"
+                    )
 
     # -- writing ------------------------------------------------------------------------------------------------------------
 
@@ -268,7 +277,9 @@ class Engine:
             piece = unit.lent.get(i)
             for name, value in self._inner_state(piece).items():
                 if name != "step" and value.numel() == elems:
-                    state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=value.dtype))[first : first + elems] = value
+                    state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=value.dtype))[
+                        first : first + elems
+                    ] = value
         if unit.steps is not None:
             state["step"] = unit.steps
         return state
@@ -334,4 +345,6 @@ def engine_of(model: nn.Module) -> Engine:
         ref = ref_of(parameter)
         if ref is not None:
             return ref.engine
-    raise ConfigError(f"{type(model).__name__} was not prepared; call zeropp.prepare(model, optimizer, zeropp.Config(...)) first")
+    raise ConfigError(
+        f"{type(model).__name__} was not prepared; call zeropp.prepare(model, optimizer, zeropp.Config(...)) first"
+    )

@@ -74,7 +74,9 @@ class ZeroOptimizer(optim.Optimizer):
             The norm before clipping, over all parameters and ranks.
         """
         if self._engine.config.clip is not None:
-            raise ConfigError("clip_grad_norm_ was called, but Config(clip=...) clips in every step already; use one of them")
+            raise ConfigError(
+                "clip_grad_norm_ was called, but Config(clip=...) clips in every step already; use one of them"
+            )
         if self._engine.accumulate > 1 and not self._engine.core.at_boundary:
             return 0.0
         if norm_type != 2.0:
@@ -184,7 +186,9 @@ class ZeroOptimizer(optim.Optimizer):
         raise Error("optimizer.state_dict: the state is split over ranks; zeropp.save(path, model, optimizer) keeps it")
 
     def load_state_dict(self, state_dict: Any) -> None:
-        raise Error("optimizer.load_state_dict: the state is split over ranks; zeropp.load(path, model, optimizer) restores it")
+        raise Error(
+            "optimizer.load_state_dict: the state is split over ranks; zeropp.load(path, model, optimizer) restores it"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ConfigError("optimizer.add_param_group after zeropp.prepare: add all parameters before, or prepare again")
@@ -200,7 +204,9 @@ def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
     if isinstance(optimizer, ZeroOptimizer):
         raise ConfigError("the optimizer was prepared already; make a new one for a new model")
     if any(_took_steps(state) for state in optimizer.state.values()):
-        raise ConfigError("the optimizer has state already; call zeropp.prepare before the first step, and zeropp.load to go on")
+        raise ConfigError(
+            "the optimizer has state already; call zeropp.prepare before the first step, and zeropp.load to go on"
+        )
     if type(optimizer) not in (*_ADAMS, *_ELEMENTWISE):
         names = ", ".join(c.__name__ for c in (*_ADAMS, *_ELEMENTWISE))
         raise ConfigError(f"optimizer {type(optimizer).__name__} is not implemented yet on slices; these are: {names}")
@@ -208,15 +214,21 @@ def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     foreign = sum(p not in known for p in covered)
     if foreign:
-        raise ConfigError(f"the optimizer has {foreign} parameters that are not the model's; build it from model.parameters()")
-    named = [(p, names[0]) for plan in plans if plan.trainable for p, names in zip(plan.params, plan.names, strict=True)]
+        raise ConfigError(
+            f"the optimizer has {foreign} parameters that are not the model's; build it from model.parameters()"
+        )
+    named = [
+        (p, names[0]) for plan in plans if plan.trainable for p, names in zip(plan.params, plan.names, strict=True)
+    ]
     missing = [name for p, name in named if id(p) not in covered]
     if missing:
         raise ConfigError(f"the optimizer lacks {len(missing)} trainable parameters, first '{missing[0]}'; add them, or freeze them "
                           "with requires_grad_(False) before zeropp.prepare")  # fmt: skip
     for group in optimizer.param_groups:
         if group.get("differentiable"):
-            raise ConfigError("the optimizer was built with differentiable=True, which zeropp does not implement; leave it out")
+            raise ConfigError(
+                "the optimizer was built with differentiable=True, which zeropp does not implement; leave it out"
+            )
 
 
 def _restore_scheduler_wrap(optimizer: optim.Optimizer) -> None:
@@ -235,11 +247,17 @@ def _restore_scheduler_wrap(optimizer: optim.Optimizer) -> None:
     optimizer.step = wrapper  # type: ignore[method-assign]
 
 
-@functools.cache
-def _class_for(original: type[optim.Optimizer]) -> type[optim.Optimizer]:
-    step = optim.Optimizer.profile_hook_step(ZeroOptimizer.step)
-    step.hooked = True  # type: ignore[attr-defined]
-    return type(f"Zero{original.__name__}", (ZeroOptimizer, original), {"step": step, "__doc__": original.__doc__})
+_classes: dict[type, type] = {}
+
+
+def _class_for(original: type) -> type:
+    """One class for each adopted class, so that ``type(optimizer)`` is stable."""
+    if original not in _classes:
+        step = optim.Optimizer.profile_hook_step(ZeroOptimizer.step)
+        step.hooked = True  # type: ignore[attr-defined]
+        namespace = {"step": step, "__doc__": original.__doc__}
+        _classes[original] = type(f"Zero{original.__name__}", (ZeroOptimizer, original), namespace)
+    return _classes[original]
 
 
 def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:

@@ -24,7 +24,7 @@ from zeropp.errors import ConfigError, PartitionedParameterError
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine, Unit
 
-_T = torch.Tensor
+_T: Any = torch.Tensor  # Any: its descriptors are read here, not its values
 _GETTERS = (
     "shape dtype device requires_grad is_leaf grad_fn layout ndim is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
     "_version itemsize nbytes retains_grad _backward_hooks is_xpu is_mps names output_nr _post_accumulate_grad_hooks is_mkldnn"
@@ -120,7 +120,9 @@ class _Managed(nn.Parameter):
     """Common to both classes: gradients."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func == _GRAD_GET:
             return _read_gradient(args[0])
         if func in _GRAD_SET:
@@ -192,7 +194,9 @@ class PartitionedParameter(_Managed):
 def _living(parameter: torch.Tensor) -> Ref:
     ref = ref_of(parameter)
     if ref is None:
-        raise PartitionedParameterError("the model of this partitioned parameter is gone, and its values with it; keep the model alive")
+        raise PartitionedParameterError(
+            "the model of this partitioned parameter is gone, and its values with it; keep the model alive"
+        )
     return ref
 
 

@@ -97,22 +97,30 @@ def _check_model(model: nn.Module) -> None:
         raise ConfigError(f"prepare: {type(model).__name__} has no parameters, so there is nothing to partition")
     for name, parameter in named:
         if ref_of(parameter) is not None:
-            raise ConfigError(f"prepare: parameter '{name}' belongs to a prepared model already; prepare each model once")
+            raise ConfigError(
+                f"prepare: parameter '{name}' belongs to a prepared model already; prepare each model once"
+            )
         if parameter.is_meta:
             raise ConfigError(
                 f"prepare: parameter '{name}' is on the meta device and has no values; build the model inside "
                 "zeropp.sharded_init(), or load its weights first"
             )
         if type(parameter) is not nn.Parameter and not is_sharded(parameter):
-            raise ConfigError(f"prepare: parameter '{name}' is a {type(parameter).__name__}; classes of their own are not implemented yet")
+            raise ConfigError(
+                f"prepare: parameter '{name}' is a {type(parameter).__name__}; classes of their own are not implemented yet"
+            )
         if parameter.device.type != "cpu":
-            raise ConfigError(f"prepare: parameter '{name}' is on {parameter.device}; training on accelerators is not implemented yet")
+            raise ConfigError(
+                f"prepare: parameter '{name}' is on {parameter.device}; training on accelerators is not implemented yet"
+            )
 
 
 def _check_plans(plans: list[UnitPlan]) -> None:
     for plan in plans:
         if plan.dtype not in DTYPES:
-            raise ConfigError(f"prepare: parameter '{plan.names[0][0]}' has dtype {plan.dtype}, which is not implemented yet")
+            raise ConfigError(
+                f"prepare: parameter '{plan.names[0][0]}' has dtype {plan.dtype}, which is not implemented yet"
+            )
         if plan.trainable and plan.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(
                 f"prepare: trainable parameter '{plan.names[0][0]}' has dtype {plan.dtype}; float32 and bfloat16 are implemented, "
@@ -246,7 +254,8 @@ class _CompileInside:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         module = self.module()
         if module is not None:
-            module._compiled_call_impl.call = torch.compile(module._call_impl, *args, **kwargs)  # type: ignore[attr-defined]
+            trigger: Any = module._compiled_call_impl
+            trigger.call = torch.compile(module._call_impl, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self.module()))

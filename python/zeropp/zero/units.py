@@ -151,6 +151,8 @@ def plan_units(model: nn.Module, units: object = "auto", compute_dtype: torch.dt
     for (triggers, dtype, trainable), params in members.items():
         name = "+".join(module_names[m] or "(model)" for m in triggers)
         plans.append(
-            UnitPlan(name, params, [names[p] for p in params], list(triggers), dtype, trainable, alone=triggers in alone)
+            UnitPlan(
+                name, params, [names[p] for p in params], list(triggers), dtype, trainable, alone=triggers in alone
+            )
         )
     return plans

@@ -120,7 +120,9 @@ def optimizer_lacks() -> list[str]:
     foreign = sentence(lambda: zeropp.prepare(Tiny(), adam(model)), zeropp.ConfigError)
     model.scalar.requires_grad_(False)
     frozen = torch.optim.AdamW(model.blocks.parameters())
-    model, optimizer = zeropp.prepare(model, frozen)  # a frozen parameter may be missing, and the refusals left no trace
+    model, optimizer = zeropp.prepare(
+        model, frozen
+    )  # a frozen parameter may be missing, and the refusals left no trace
     trains_on(model, optimizer)
     return [lacking, foreign]
 
@@ -159,7 +161,10 @@ def different_models() -> list[str]:
     def frozen() -> nn.Module:
         return nn.Linear(4, 4).requires_grad_(not last)
 
-    return [sentence(lambda make=make: zeropp.prepare(make()), zeropp.ConfigError) for make in (shape, name, dtype, count, frozen)]
+    return [
+        sentence(lambda make=make: zeropp.prepare(make()), zeropp.ConfigError)
+        for make in (shape, name, dtype, count, frozen)
+    ]
 
 
 def different_values() -> None:

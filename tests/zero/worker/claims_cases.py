@@ -15,13 +15,14 @@ from training import STAGES, batch, gpt
 from zeropp.zero.engine import engine_of
 
 
-
 def _prepared(stage: str, precision: str | None = None, width: int = 128, **more: Any) -> tuple[nn.Module, Any]:
     model = gpt(width=width, layers=3)
     return zeropp.prepare(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-3),
-        zeropp.Config(precision=precision, units=more.pop("units", ("Block", "Embedding", "LayerNorm")), **STAGES[stage], **more),
+        zeropp.Config(
+            precision=precision, units=more.pop("units", ("Block", "Embedding", "LayerNorm")), **STAGES[stage], **more
+        ),
     )
 
 

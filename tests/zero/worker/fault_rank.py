@@ -85,7 +85,12 @@ def main(what: str, where: str, mode: str, guilty: int, file: Path) -> int:
     try:
         train(what, where, mode, dist.get_rank() == guilty, file)
     except zeropp.Error as error:
-        row = {"error": type(error).__name__, "rank": getattr(error, "rank", None), "text": str(error), "at": time.time()}
+        row = {
+            "error": type(error).__name__,
+            "rank": getattr(error, "rank", None),
+            "text": str(error),
+            "at": time.time(),
+        }
         file.write_text(json.dumps({**(json.loads(file.read_text()) if file.exists() else {}), **row}))
         return 3
     return 0

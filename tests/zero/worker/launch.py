@@ -47,7 +47,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_rank(script: str, arguments: Iterable[str], rank: int, ranks: int, port: int, log: Any, **more: str) -> subprocess.Popen:
+def start_rank(
+    script: str, arguments: Iterable[str], rank: int, ranks: int, port: int, log: Any, **more: str
+) -> subprocess.Popen:
     """One rank as torchrun would start it; in a process group of its own, so that it can be stopped as a whole."""
     environment = {
         **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
@@ -86,7 +88,8 @@ def once(module: str, cases: list[str], ranks: int, limit_s: float, folder: Path
     log_path, port = folder / "log.txt", free_port()
     with log_path.open("w") as log:
         processes = [
-            start_rank("rank.py", [module, str(folder / f"{r}.jsonl"), *cases], r, ranks, port, log) for r in range(ranks)
+            start_rank("rank.py", [module, str(folder / f"{r}.jsonl"), *cases], r, ranks, port, log)
+            for r in range(ranks)
         ]
         try:
             in_time = wait_all(processes, limit_s)

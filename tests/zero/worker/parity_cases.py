@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import zoo
 import zeropp
+import zoo
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -239,7 +239,9 @@ def _average(model: nn.Module) -> None:
             dist.all_reduce(p.grad)
 
 
-def _same_gradients(what: str, ours: dict[str, Tensor | None], wanted: dict[str, Tensor | None], tolerance: float) -> None:
+def _same_gradients(
+    what: str, ours: dict[str, Tensor | None], wanted: dict[str, Tensor | None], tolerance: float
+) -> None:
     for name, want in wanted.items():
         got = ours[name]
         assert (got is None) == (want is None), f"{what}: gradient of {name}: {got is None=}, {want is None=}"
@@ -295,7 +297,9 @@ def _units(model: nn.Module) -> list[Any]:
     return engine_of(model).units
 
 
-def _one_step(case: Case, step: int, reference: nn.Module, ddp: nn.Module, optimizer: Any, ours: dict[str, Any]) -> float:
+def _one_step(
+    case: Case, step: int, reference: nn.Module, ddp: nn.Module, optimizer: Any, ours: dict[str, Any]
+) -> float:
     want = case.step(ddp, step).item()
     if case.ddp is None:
         _average(reference)
@@ -320,7 +324,9 @@ def _one_step(case: Case, step: int, reference: nn.Module, ddp: nn.Module, optim
         adam.step()
         adam.zero_grad()
         values, _ = _snapshot(model)
-        _same_values(f"after step {step}, {mode}", values, {n: p.detach() for n, p in reference.named_parameters()}, True)
+        _same_values(
+            f"after step {step}, {mode}", values, {n: p.detach() for n, p in reference.named_parameters()}, True
+        )
         if stepped:
             _same_values(f"after step {step}, {mode} against {next(iter(ours))}", values, stepped[0], False)
         stepped.append(values)

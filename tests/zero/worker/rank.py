@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import importlib
 import json
 import sys
@@ -12,9 +13,6 @@ import warnings
 
 import torch
 import torch.distributed as dist
-
-
-import faulthandler
 
 faulthandler.dump_traceback_later(90, exit=True)
 

@@ -177,7 +177,10 @@ def _try(read: Callable[[Any], Any], of: Any) -> dict[str, Any]:
     try:
         value = read(of)
     except Exception as error:
-        return {"error": type(error).__name__, "text": str(error)}  # load_state_dict repeats our sentence in an error of its own
+        return {
+            "error": type(error).__name__,
+            "text": str(error),
+        }  # load_state_dict repeats our sentence in an error of its own
     return {"value": repr(value)[:200]}
 
 
@@ -227,7 +230,7 @@ def printing(mode: str) -> dict[str, str]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         print(p)
-        print(list(model.named_parameters())[0])
+        print(next(iter(model.named_parameters())))
     return {"repr": repr(p), "str": str(p), "format": f"{p}", "print": out.getvalue(), "model": repr(model)}
 
 

@@ -75,7 +75,9 @@ def groups_and_schedulers() -> None:
 def one_cycle() -> None:
     """A scheduler that writes betas as well."""
     every_stage(
-        Recipe(steps=10, scheduler=lambda o: lr_scheduler.OneCycleLR(o, max_lr=3e-3, total_steps=12), scheduler_first=True)
+        Recipe(
+            steps=10, scheduler=lambda o: lr_scheduler.OneCycleLR(o, max_lr=3e-3, total_steps=12), scheduler_first=True
+        )
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
-from gpt import GPT, GPTConfig  # noqa: E402
+from gpt import GPT, GPTConfig
 
 CONTEXT = 16
 STAGES: dict[str, dict[str, Any]] = {
@@ -152,13 +152,17 @@ def within_rounding(what: str, got: Run, plain: Run, exact: Run) -> None:
     for step, (mine, theirs, true) in enumerate(zip(got.losses, plain.losses, exact.losses, strict=True)):
         noise = max(noise, abs(theirs - true))
         most = 4 * noise + 8 * u * abs(theirs)
-        assert abs(mine - theirs) <= most, f"{what}: loss {mine} at step {step}, torch's {theirs}, more than {most} apart"
+        assert abs(mine - theirs) <= most, (
+            f"{what}: loss {mine} at step {step}, torch's {theirs}, more than {most} apart"
+        )
     for step, (mine, theirs) in enumerate(zip(got.norms, plain.norms, strict=True)):
         assert abs(mine - theirs) <= 1e-3 * theirs, f"{what}: norm {mine} at step {step}, torch's {theirs}"
     assert got.rates == plain.rates, what
 
 
-def every_stage(recipe: Recipe, plain: Run | None = None, exact: Run | None = None, stages: Any = None) -> dict[str, Any]:
+def every_stage(
+    recipe: Recipe, plain: Run | None = None, exact: Run | None = None, stages: Any = None
+) -> dict[str, Any]:
     """All stages equal to each other, and to DDP within rounding."""
     plain = plain or reference(copy.copy(recipe))
     exact = exact or reference(copy.copy(recipe), torch.float64)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-SMALL = dict(  # noqa: C408
+SMALL = dict(
     hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=300, num_hidden_layers=3, use_cache=False
 )
 
