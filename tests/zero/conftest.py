@@ -19,7 +19,8 @@ Run = Callable[..., dict[str, Outcome]]
 
 @pytest.fixture(scope="session")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """run_ranks(module, cases, ranks, limit_s) -> {case: Outcome}; `module` is worker/MODULE.py with a table CASES."""
+    """run_ranks(module, cases, ranks, limit_s) -> {case: Outcome}; `module` is worker/MODULE.py with a table
+    CASES."""
 
     def run(module: str, cases: Iterable[str], ranks: int, limit_s: float = 120.0) -> dict[str, Outcome]:
         left, outcomes = list(cases), {}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes get a sentence that names the object, what was seen, what was wanted and the way out; and the next step is good."""
+"""Mistakes get a sentence that names the object, what was seen, what was wanted and the way out; and the next step is
+good."""
 
 from __future__ import annotations
 

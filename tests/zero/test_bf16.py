@@ -29,5 +29,6 @@ def test_bf16(ranks_case: tuple[int, str], outcomes: Any) -> None:
     answers = outcomes(*ranks_case).check()
     if ranks_case[1] == "converges":
         for answer in answers:
-            # bf16 keeps 8 bits: a loss of about 4 nats is known to 0.03 in one forward; the means of ten must agree to that.
+            # bf16 keeps 8 bits: a loss of about 4 nats is known to 0.03 in one forward; the means of ten must agree
+            # to that.
             assert abs(answer["bf16"] - answer["fp32"]) < 0.03 * answer["fp32"], answer

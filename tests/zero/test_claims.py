@@ -44,8 +44,8 @@ def test_bytes_held(stage: str, precision: str, ranks: int, measured: Any) -> No
         found = answer[f"{precision}, {stage}"]
         formula = _states(precision, int(stage[6]), ranks)
         assert found["planned"] == pytest.approx(formula, rel=1e-6)
-        # Parameters begin at 64 bytes and slices at 64 bytes or a page; buckets end at a page. `padding` is what the layout
-        # says; the rest is one page for each unit and kind (6 units here, at most 5 kinds).
+        # Parameters begin at 64 bytes and slices at 64 bytes or a page; buckets end at a page. `padding` is what the
+        # layout says; the rest is one page for each unit and kind (6 units here, at most 5 kinds).
         most = formula * (1 + found["padding"]) + 6 * 5 * 4096 / found["real"]
         assert formula <= found["held"] <= most, found
         assert found["padding"] < 0.05
@@ -54,7 +54,8 @@ def test_bytes_held(stage: str, precision: str, ranks: int, measured: Any) -> No
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_bytes_on_the_wire(stage: str, ranks: int, measured: Any) -> None:
-    """A rank reads, with f = (N-1)/N: 2 f Psi in stages 0 to 2, 3 f Psi in stage 3, f Psi where a host has one copy."""
+    """A rank reads, with f = (N-1)/N: 2 f Psi in stages 0 to 2, 3 f Psi in stage 3, f Psi where a host has one
+    copy."""
     for answer in measured(ranks)["wire"].check():
         found, four = answer[f"{stage}, 1 micro-steps"], answer[f"{stage}, 4 micro-steps"]
         share = found["psi"] * (ranks - 1) // ranks
@@ -62,8 +63,8 @@ def test_bytes_on_the_wire(stage: str, ranks: int, measured: Any) -> None:
             "stage 0": (0, 0, 2), "stage 1": (1, 1, 0), "stage 2": (1, 1, 0), "stage 3": (0, 1, 0),
             "stage 3, gathering": (2, 1, 0), "stage 3, gathering ahead": (2, 1, 0),
         }[stage]  # fmt: skip
-        # The tied matrix is needed at both ends of the forward, so it is gathered once more than the formula says. A step begins
-        # with a vote of 8 bytes, and each unit's norm with the name of its worst element is 16.
+        # The tied matrix is needed at both ends of the forward, so it is gathered once more than the formula says. A
+        # step begins with a vote of 8 bytes, and each unit's norm with the name of its worst element is 16.
         tied = found["tied"] * (ranks - 1) // ranks
         gathered = gathers * share + (tied if gathers == 2 else 0)
         small = (8 + (0 if stage == "stage 0" else 16 * found["units"])) * (ranks - 1)
@@ -81,7 +82,7 @@ def test_the_kernel_agrees(measured: Any) -> None:
     """What the ranks' proportional memory grew by is what zeropp.memory accounts for, and little more."""
     for answer in measured(2)["really held"].check():
         for stage, found in answer.items():
-            # Not accounted: activations and the allocator's slack of a 22M model with a batch of 32 bytes, about 10%; and
-            # buckets that are back but still mapped.
+            # Not accounted: activations and the allocator's slack of a 22M model with a batch of 32 bytes, about 10%;
+            # and buckets that are back but still mapped.
             assert found["grown"] <= 1.25 * found["accounted"], (stage, answer)
             assert found["grown"] >= 0.8 * found["accounted"], (stage, answer)

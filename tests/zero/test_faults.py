@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that dies, stops or goes its own way: every survivor says which, soon, and ends. Nobody computes with wrong weights."""
+"""A rank that dies, stops or goes its own way: every survivor says which, soon, and ends. Nobody computes with wrong
+weights."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def test_a_rank_that_leaves_early(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["host copy", "gather"])
 def test_one_backward_more_than_the_others(mode: str, tmp_path: Path) -> None:
-    """Its second reduction meets the others' step: an error that shows both sides, not two steps of gradients in one."""
+    """Its second reduction meets the others' step: an error that shows both sides, not two steps of gradients in
+    one."""
     answers = launch(tmp_path, "extra", "-", mode, lambda ps: all(p.poll() is not None for p in ps))
     for answer in answers:
         assert answer["code"] == 3, answer

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that broke a design of ZeRO-3 once: five steps equal to torch DDP, bit for bit, in three modes (worker/parity_cases.py)."""
+"""Models that broke a design of ZeRO-3 once: five steps equal to torch DDP, bit for bit, in three modes
+(worker/parity_cases.py)."""
 
 from __future__ import annotations
 

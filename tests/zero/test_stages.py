@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPT with tied embeddings under every stage: equal to each other bit for bit, and to torch DDP within fp32 rounding."""
+"""A GPT with tied embeddings under every stage: equal to each other bit for bit, and to torch DDP within fp32
+rounding."""
 
 from __future__ import annotations
 

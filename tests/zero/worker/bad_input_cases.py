@@ -56,7 +56,7 @@ def trains_on(model: nn.Module, optimizer: Any) -> None:
         assert all(torch.equal(value, other) for other in everyone)
 
 
-# -- configuration, model, optimizer ----------------------------------------------------------------------------------------
+# -- configuration, model, optimizer ---------------------------------------------------------------------
 
 
 def config_keys() -> list[str]:
@@ -101,7 +101,8 @@ def prepared_twice() -> list[str]:
 
 
 def shared_between_units() -> None:
-    """Not a mistake: one weight in two blocks becomes a unit of its own with both as triggers, and is trained once."""
+    """Not a mistake: one weight in two blocks becomes a unit of its own with both as triggers, and is trained
+    once."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     model[2].weight = model[0].weight
@@ -120,9 +121,8 @@ def optimizer_lacks() -> list[str]:
     foreign = sentence(lambda: zeropp.prepare(Tiny(), adam(model)), zeropp.ConfigError)
     model.scalar.requires_grad_(False)
     frozen = torch.optim.AdamW(model.blocks.parameters())
-    model, optimizer = zeropp.prepare(
-        model, frozen
-    )  # a frozen parameter may be missing, and the refusals left no trace
+    # A frozen parameter may be missing; and the refusals left no trace.
+    model, optimizer = zeropp.prepare(model, frozen)
     trains_on(model, optimizer)
     return [lacking, foreign]
 
@@ -184,7 +184,7 @@ def different_values() -> None:
         assert torch.equal(model[1].running_mean, torch.ones(4))
 
 
-# -- after prepare -----------------------------------------------------------------------------------------------------------
+# -- after prepare ---------------------------------------------------------------------------------------
 
 
 def added_later() -> list[str]:
@@ -273,7 +273,8 @@ class Boom(torch.autograd.Function):
 
 
 def raises_in_backward(mode: str) -> str:
-    """A backward that raises before any unit went out, then a good step; one that raises after some went out on all ranks."""
+    """A backward that raises before any unit went out, then a good step; one that raises after some went out on all
+    ranks."""
     model, optimizer = prepared(**MODES[mode])
     before = values(model)
     sentence(lambda: Boom.apply(model(vector())).backward(), ZeroDivisionError)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config(precision="bf16") against a plain torch loop: bf16 parameters and gradients, fp32 master weights, AdamW in fp32.
+"""Config(precision="bf16") against a plain torch loop: bf16 parameters and gradients, fp32 master weights, AdamW in
+fp32.
 
-The reference, written out: every rank computes bf16 gradients; their mean is taken in fp32 in rank order and rounded to bf16
-once (what travels is bf16); torch's AdamW steps fp32 masters with it; parameters are the masters, rounded. zeropp must have
-the same gradients and losses bit for bit, and parameters that are its own masters rounded. Masters are held to the bound of
-one AdamW step (parity_cases.BOUND), and the reference then goes on from zeropp's masters.
+The reference, written out: every rank computes bf16 gradients; their mean is taken in fp32 in rank order and rounded
+to bf16 once (what travels is bf16); torch's AdamW steps fp32 masters with it; parameters are the masters, rounded.
+zeropp must have the same gradients and losses bit for bit, and parameters that are its own masters rounded. Masters
+are held to the bound of one AdamW step (parity_cases.BOUND), and the reference then goes on from zeropp's masters.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def same_as_reference(config: dict[str, Any]) -> list[float]:
         mine = _masters(model)
         with torch.no_grad(), zeropp.gathered(model):
             for name, p in model.named_parameters():
-                # The bound of parity_cases, over 12 steps: moments are sums of up to 12 terms, sqrt(1 - 0.999^12) <= 0.11.
+                # The bound of parity_cases, over 12 steps: moments are sums of up to 12 terms, sqrt(1 - 0.999^12) <=
+                # 0.11.
                 most = 4 * U * 12 * (0.11 / 0.0316) / 0.1 * LR + 4 * U * masters[name].abs()
                 assert ((mine[name] - masters[name]).abs() <= most).all(), (step, name)
                 assert torch.equal(p, mine[name].to(torch.bfloat16)), (step, name)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks whose control flow differs: each computes with the right weights, and gradients are the right means.
 
-DeepSpeed's stage 3 pairs gathers by order: where rank 0 asks for layer b and rank 1 for layer c, both get halves of the two
-glued together, and train on. Here a gather reads by unit and has no partner call.
+DeepSpeed's stage 3 pairs gathers by order: where rank 0 asks for layer b and rank 1 for layer c, both get halves of
+the two glued together, and train on. Here a gather reads by unit and has no partner call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fault_rank.py WHAT WHERE MODE GUILTY FILE`: train until one rank is killed, stopped or goes its own way; survivors write what
-they saw.
+"""`fault_rank.py WHAT WHERE MODE GUILTY FILE`: train until one rank is killed, stopped or goes its own way; survivors
+write what they saw.
 
-WHAT: kill, stop, raise (an exception that ends the process), extra (one backward more than the others), leave (returns early).
+WHAT: kill, stop, raise (an exception that ends the process), extra (one backward more than the others), leave
+(returns early).
 WHERE: forward, backward, step. FILE gets one JSON object: error class, rank blamed, sentence, and the wall clock.
 """
 

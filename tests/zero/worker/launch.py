@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts ranks for the tests of tests/zero.
 
-One launch runs many cases in one process group, because starting Python and importing torch costs more than any case here.
-A case that fails ends its ranks; the cases after it get fresh ones, so that no case sees what another broke.
+One launch runs many cases in one process group, because starting Python and importing torch costs more than any case
+here. A case that fails ends its ranks; the cases after it get fresh ones, so that no case sees what another broke.
 """
 
 from __future__ import annotations
@@ -52,10 +52,19 @@ def start_rank(
 ) -> subprocess.Popen:
     """One rank as torchrun would start it; in a process group of its own, so that it can be stopped as a whole."""
     environment = {
-        **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **more,
-    }  # fmt: skip
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        **more,
+    }
     return subprocess.Popen(
         [sys.executable, str(WORKER / script), *arguments],
         env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,

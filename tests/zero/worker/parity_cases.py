@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Five steps of each model under plain torch DDP (gloo) and under zeropp, in three modes at once: one shared copy per host,
-gathering, gathering ahead.
+"""Five steps of each model under plain torch DDP (gloo) and under zeropp, in three modes at once: one shared copy per
+host, gathering, gathering ahead.
 
-Exact: with two ranks DDP's sum of halves and ours, half of the sum, are the same bits, so losses, values and gradients are
-compared with torch.equal. AdamW: zeropp's kernel rounds in another order than torch's, so one step is held to BOUND, and the
-reference then goes on from zeropp's values: every later step is exact again, instead of within a bound that grows.
+Exact: with two ranks DDP's sum of halves and ours, half of the sum, are the same bits, so losses, values and
+gradients are compared with torch.equal. AdamW: zeropp's kernel rounds in another order than torch's, so one step is
+held to BOUND, and the reference then goes on from zeropp's values: every later step is exact again, instead of within a
+bound that grows.
 
-BOUND, per element: a step is p (1 - lr wd) - lr m^/(sqrt(v^) + eps). The moments are sums of t terms, each rounded at most 4
-times (u = 2^-24): |dm| <= 4 u t max|g|, while sqrt(v) >= sqrt((1 - beta2) ...) >= 0.03 max|g|; with bias corrections
-(1 - 0.9^t) >= 0.1 and sqrt(1 - 0.999^5) <= 0.071 the quotient errs by at most 4 u 5 (0.071 / 0.0316) / 0.1 < 450 u; four more
-roundings of the quotient and two of p. So |difference| <= 512 u lr + 4 u |p|.
+BOUND, per element: a step is p (1 - lr wd) - lr m^/(sqrt(v^) + eps). The moments are sums of t terms, each rounded at
+most 4 times (u = 2^-24): |dm| <= 4 u t max|g|, while sqrt(v) >= sqrt((1 - beta2) ...) >= 0.03 max|g|; with bias
+corrections (1 - 0.9^t) >= 0.1 and sqrt(1 - 0.999^5) <= 0.071 the quotient errs by at most 4 u 5 (0.071 / 0.0316) /
+0.1 < 450 u; four more roundings of the quotient and two of p. So |difference| <= 512 u lr + 4 u |p|.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 LR, STEPS, U = 1e-2, 5, 2.0**-24
 
 MODES = {
-    "host copy": dict(host_copy="auto"),
-    "gather": dict(host_copy="off", prefetch=0),
-    "prefetch": dict(host_copy="off", prefetch=1 << 20),
+    "host copy": {"host_copy": "auto"},
+    "gather": {"host_copy": "off", "prefetch": 0},
+    "prefetch": {"host_copy": "off", "prefetch": 1 << 20},
 }  # fmt: skip
 
 
@@ -48,7 +49,7 @@ class Case:
     """Times the largest gradient of a parameter: where the order of summation differs, and says why."""
 
 
-# -- steps ----------------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------------
 
 
 def _draw(step: int) -> torch.Generator:
@@ -148,7 +149,7 @@ def functional(model: nn.Module, step: int) -> Tensor:
 
 def checkpointing(reentrant: bool) -> Callable[[nn.Module], None]:
     def setup(model: nn.Module) -> None:
-        model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
 
     return setup
@@ -159,10 +160,10 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile(backend="aot_eager")
 
 
-# -- the table ------------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------------
 
-STATIC: dict[str, Any] = dict(static_graph=True)  # DDP needs it where a parameter's gradient comes in parts
-UNUSED: dict[str, Any] = dict(find_unused_parameters=True)
+STATIC: dict[str, Any] = {"static_graph": True}  # DDP needs it where a parameter's gradient comes in parts
+UNUSED: dict[str, Any] = {"find_unused_parameters": True}
 
 TABLE: dict[str, Case] = {
     "gpt2 tied": Case(zoo.gpt2, language),
@@ -194,7 +195,8 @@ TABLE: dict[str, Case] = {
     "encoder and LSTM, every Linear a unit": Case(zoo.Recurrent, vector, units=(nn.Linear, nn.LSTM)),
     "unused parameters": Case(lambda: zoo.Unused(False), vector, units=("Linear",), ddp=UNUSED),
     "unused on one rank": Case(lambda: zoo.Unused(True), vector, units=("Linear",), ddp=UNUSED),
-    # DDP adds the second gradient to the mean of the first before it averages; we add two means: at most 4 roundings apart.
+    # DDP adds the second gradient to the mean of the first before it averages; we add two means: at most 4 roundings
+    # apart.
     "two backwards a step": Case(zoo.Shared, two_backwards, units=("Linear",), tolerance=4 * U),
     "two losses, one graph": Case(zoo.TwoLosses, two_losses, units=("Linear",), ddp=None, tolerance=4 * U),
     "gradient penalty": Case(zoo.Critic, penalty, units=("Linear",)),
@@ -221,7 +223,7 @@ class _Squared:
         return self.model.parameters()
 
 
-# -- one case -------------------------------------------------------------------------------------------------------------
+# -- one case --------------------------------------------------------------------------------------------
 
 
 def _snapshot(model: nn.Module, **how: Any) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a launch: `rank.py MODULE ANSWERS CASE...` runs MODULE.CASES[case]() and appends one JSON line per case."""
+"""One rank of a launch: `rank.py MODULE ANSWERS CASE...` runs MODULE.CASES[case]() and appends one JSON line per
+case."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ import faulthandler
 import importlib
 import json
 import sys
+import time
 import traceback
 import warnings
 
 import torch
 import torch.distributed as dist
 
-faulthandler.dump_traceback_later(90, exit=True)
+CASE_S = 90.0  # a case that takes longer hangs: the log then says where
 
 
 def main(module: str, answers: str, cases: list[str]) -> int:
@@ -25,13 +27,17 @@ def main(module: str, answers: str, cases: list[str]) -> int:
     with open(answers, "a", buffering=1) as out:  # noqa: PTH123
         for case in cases:
             out.write(json.dumps({"case": case, "begun": True}) + "\n")
+            faulthandler.dump_traceback_later(CASE_S, exit=True)
+            started = time.monotonic()
             try:
                 value = table[case]()
             except BaseException:
                 out.write(json.dumps({"case": case, "error": traceback.format_exc()}) + "\n")
                 return 1
-            out.write(json.dumps({"case": case, "value": value}) + "\n")
+            seconds = round(time.monotonic() - started, 2)
+            out.write(json.dumps({"case": case, "value": value, "seconds": seconds}) + "\n")
             dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
     return 0
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 MODES: dict[str, dict[str, Any]] = {
-    "host copy": dict(host_copy="auto"),
-    "gather": dict(host_copy="off", prefetch=0),
-    "prefetch": dict(host_copy="off", prefetch=1 << 20),
+    "host copy": {"host_copy": "auto"},
+    "gather": {"host_copy": "off", "prefetch": 0},
+    "prefetch": {"host_copy": "off", "prefetch": 1 << 20},
 }  # fmt: skip
 
 
@@ -206,8 +206,8 @@ def every_read(mode: str) -> dict[str, Any]:
 
 
 def stray_views(mode: str) -> None:
-    """What no class swap sees (torch.tensor(p), views taken before the release) reads NaN where the memory stays mapped; where
-    the host has one copy it reads what is there."""
+    """What no class swap sees (torch.tensor(p), views taken before the release) reads NaN where the memory stays
+    mapped; where the host has one copy it reads what is there."""
     model, _ = prepared(mode)
     with zeropp.gathered(model):
         view = model.blocks[1].weight.detach().view(-1)
@@ -243,7 +243,8 @@ def _grad_error(read: Callable[[], Any]) -> str:
 
 
 def gradients(mode: str, stage: int) -> None:
-    """p.grad: None before, refused after backward, whole inside gathered(grads=True), None again after either zero_grad."""
+    """p.grad: None before, refused after backward, whole inside gathered(grads=True), None again after either
+    zero_grad."""
     more = {} if stage == 3 else {"stage": stage}
     model, optimizer = prepared(mode, **more)
     params = list(model.parameters())
@@ -302,7 +303,8 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def writing(mode: str) -> None:
-    """gathered(write=True): rank 0's values on all ranks, in the master and in the next forward. Without: an error or lost."""
+    """gathered(write=True): rank 0's values on all ranks, in the master and in the next forward. Without: an error or
+    lost."""
     for precision in (None, "bf16"):
         model, optimizer = prepared(mode, precision=precision)
         with zeropp.gathered(model, write=True), torch.no_grad():
@@ -349,7 +351,8 @@ def writing_unasked(mode: str) -> str:
 
 
 def gathered_nests(mode: str) -> None:
-    """gathered() inside itself, around a forward, around a backward, left by an exception, of a module, a list, a parameter."""
+    """gathered() inside itself, around a forward, around a backward, left by an exception, of a module, a list, a
+    parameter."""
     model, optimizer = prepared(mode)
     first, second = model.blocks[0].weight, model.blocks[1].weight
     with zeropp.gathered(first):

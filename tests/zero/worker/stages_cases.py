@@ -35,7 +35,8 @@ def accumulate() -> Any:
     answer = every_stage(recipe)
     big = _one_big_batch(steps=1)
     small = ours(Recipe(steps=1, micro=3, config={"accumulate": 3}), stage=3)
-    # The same mean over three times the rows, added up in another order: a few roundings of sums over about 100 terms.
+    # The same mean over three times the rows, added up in another order: a few roundings of sums over about 100
+    # terms.
     assert abs(small.losses[0] - big) <= 32 * 2.0**-24 * big, (small.losses[0], big)
     return answer
 
@@ -106,7 +107,8 @@ ADAMS = {
 
 
 def torch_optimizer(name: str) -> None:
-    """torch's own element-wise code on slices. With two ranks the gradients have DDP's bits, so the training has too."""
+    """torch's own element-wise code on slices. With two ranks the gradients have DDP's bits, so the training has
+    too."""
     recipe = Recipe(steps=6, optimizer=OPTIMIZERS[name])
     plain = reference(recipe)
     exact = reference(recipe, torch.float64)
@@ -122,7 +124,8 @@ def adam(name: str) -> None:
 
 
 def first_norm() -> None:
-    """The norm that clip_grad_norm_ returns is that of the averaged gradients, to double precision of fp32 elements."""
+    """The norm that clip_grad_norm_ returns is that of the averaged gradients, to double precision of fp32
+    elements."""
     for config in STAGES.values():
         model = gpt()
         model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters()), zeropp.Config(**config))

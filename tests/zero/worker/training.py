@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPT with tied embeddings, its batches, and plain torch's way to train it: what the stages are measured against."""
+"""A GPT with tied embeddings, its batches, and plain torch's way to train it: what the stages are measured
+against."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from gpt import GPT, GPTConfig
 
 CONTEXT = 16
 STAGES: dict[str, dict[str, Any]] = {
-    "stage 0": dict(stage=0),
-    "stage 1": dict(stage=1),
-    "stage 2": dict(stage=2),
-    "stage 3": dict(stage=3),
-    "stage 3, gathering": dict(stage=3, host_copy="off", prefetch=0),
-    "stage 3, gathering ahead": dict(stage=3, host_copy="off", prefetch=1 << 20),
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "stage 3, gathering": {"stage": 3, "host_copy": "off", "prefetch": 0},
+    "stage 3, gathering ahead": {"stage": 3, "host_copy": "off", "prefetch": 1 << 20},
 }  # fmt: skip
 
 
@@ -144,8 +145,8 @@ def within_rounding(what: str, got: Run, plain: Run, exact: Run) -> None:
 
     How far rounding moves this training is measured, not guessed: `exact` is plain torch in float64, so
     |plain - exact| is what fp32 rounding, amplified by the training itself, does to the losses. Two fp32 runs whose
-    roundings are unrelated differ by about sqrt(2) of that; 4 times the largest so far leaves room for an unlucky draw, and
-    8 units in the last place for steps where both happen to round alike.
+    roundings are unrelated differ by about sqrt(2) of that; 4 times the largest so far leaves room for an unlucky
+    draw, and 8 units in the last place for steps where both happen to round alike.
     """
     u = 2.0**-24
     noise = 0.0

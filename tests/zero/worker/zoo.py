@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that broke a design of ZeRO-3 once, each as small as it can be. No dropout, so that every run draws the same."""
+"""Models that broke a design of ZeRO-3 once, each as small as it can be. No dropout, so that every run draws the
+same."""
 
 from __future__ import annotations
 
@@ -141,8 +142,8 @@ class Plain:
 
 
 class Outputs(nn.Module):
-    """Blocks that answer in every shape: dict, nested list, named tuple, dataclass, plain object, side attribute, and a
-    tensor that the caller changes in place."""
+    """Blocks that answer in every shape: dict, nested list, named tuple, dataclass, plain object, side attribute, and
+    a tensor that the caller changes in place."""
 
     class Block(nn.Module):
         def __init__(self, kind: str) -> None:
