@@ -23,7 +23,8 @@ struct zpp_lane {
     struct zpp_comm *comm;
     struct zpp_region *region;
     void *base[ZPP_RANKS_MAX];
-    uint64_t posted, acked; /* of this rank, in full width */
+    _Atomic uint64_t posted; /* by the thread that posts; zpp_lane_acked may look from another */
+    uint64_t acked;
     void (*describe)(void *ctx, const struct zpp_notice *, char *text, size_t room);
     void *describe_ctx;
     char name[64];
