@@ -16,6 +16,11 @@
 #include "../../csrc/zero/zero.h"
 #include "store_table.h"
 
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+enum { SCHEDULES = 150 }; /* a sample: each costs several times as much */
+#else
+enum { SCHEDULES = 1000 };
+#endif
 enum { MAX_RANKS = 4, MAX_UNITS = 6, MAX_PARAMS = 4, STEPS = 3 };
 
 #define REQUIRE(condition, ...)                                                                  \
@@ -466,7 +471,7 @@ static void run_schedule(uint64_t seed) {
 }
 
 int main(int argc, char **argv) {
-    const uint64_t schedules = argc > 1 ? strtoull(argv[1], NULL, 10) : 1000;
+    const uint64_t schedules = argc > 1 ? strtoull(argv[1], NULL, 10) : SCHEDULES;
     const uint64_t first = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
     for (uint64_t seed = first; seed < first + schedules; seed++) run_schedule(seed);
     printf("%llu schedules from seed %llu\n", (unsigned long long)schedules, (unsigned long long)first);
