@@ -40,6 +40,7 @@ LOAD(_mm256_loadu_si256, __m256i, const __m256i *)
 LOAD(_mm_loadu_si128, __m128i, const __m128i *)
 STORE(_mm512_storeu_ps, __m512, float *)
 STORE(_mm512_storeu_pd, __m512d, double *)
+STORE(_mm512_storeu_si512, __m512i, void *)
 /* Streamed stores fault unless aligned to the whole register. */
 E void _mm512_stream_ps(float *to, __m512 value) {
     if ((uintptr_t)to % 64) abort();

@@ -10,7 +10,7 @@
 #define zpp_adam_avx512 emulated_adam
 #include "../../csrc/ops/adam/adam_avx512.c"
 
-enum { ROOM_ELEMS = 300 };
+enum { ROOM_ELEMS = 1300 };
 struct memory {
     float p[ROOM_ELEMS], m[ROOM_ELEMS], v[ROOM_ELEMS], top[ROOM_ELEMS], grad[ROOM_ELEMS], out[ROOM_ELEMS];
 };
@@ -43,7 +43,7 @@ static void same_nans(struct memory *memory, zpp_dtype out) {
     for (size_t i = 0; i < 4 * ROOM_ELEMS; ++i) if (isnan(values[i])) values[i] = NAN;
     uint16_t *halves = (uint16_t *)memory->out;
     const unsigned infinite = out == ZPP_F16 ? 0x7c00 : 0x7f80;
-    for (size_t i = 0; i < ROOM_ELEMS; ++i) if (isnan(memory->out[i])) memory->out[i] = NAN;
+    for (size_t i = 0; out == ZPP_F32 && i < ROOM_ELEMS; ++i) if (isnan(memory->out[i])) memory->out[i] = NAN;
     for (size_t i = 0; out != ZPP_F32 && i < 2 * ROOM_ELEMS; ++i) {
         if ((halves[i] & 0x7fffu) > infinite) halves[i] = (uint16_t)(infinite | 0x40);
     }
@@ -61,7 +61,7 @@ static void equals_scalar(void) {
         const struct zpp_adam_segment b = over(&got, grads[g], outs[o], flags, offset);
         const struct zpp_adam_consts consts = zpp_adam_consts_of(&a, 0.5f);
         zpp_adam_scalar(&a, &consts, 0, elems);
-        emulated_adam(&b, &consts, 0, 100); /* cut where a caller may cut */
+        emulated_adam(&b, &consts, 0, 100); /* cut where a caller may cut; the long rest is streamed */
         emulated_adam(&b, &consts, 100, elems);
         same_nans(&want, outs[o]);
         same_nans(&got, outs[o]);

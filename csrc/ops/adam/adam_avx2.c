@@ -15,7 +15,7 @@
 
 #include "element_io.h"
 
-enum { LANES = 8, TURN_ELEMS = 32 };
+enum { LANES = 8, TURN_ELEMS = 32, STREAM_ELEMS = 1024 };
 #define NO_OUT ZPP_DTYPES /* no kind: nothing is copied out */
 
 #define INLINE static inline __attribute__((always_inline))
@@ -78,35 +78,46 @@ INLINE __m256 eight(const struct zpp_adam_segment *s, const struct zpp_adam_cons
     return updated;
 }
 
-/* Whole turns from begin; where they end. `param_out` + begin is aligned to 32 bytes where there is one. */
+INLINE void put(void *to, size_t register_index, __m256i value, const bool stream) {
+    __m256i *at = (__m256i *)to + register_index;
+    if (stream) _mm256_stream_si256(at, value);
+    else _mm256_storeu_si256(at, value);
+}
+
+/* A turn's copy-out, at element i. */
+INLINE void copy_out(void *out, size_t i, const __m256 p[TURN_ELEMS / LANES], const zpp_dtype dtype,
+                     const bool stream) {
+    if (dtype == ZPP_F32) {
+        for (size_t k = 0; k < TURN_ELEMS / LANES; ++k) put((float *)out + i, k, _mm256_castps_si256(p[k]), stream);
+        return;
+    }
+    put((uint16_t *)out + i, 0, narrow(p[0], p[1], dtype), stream);
+    put((uint16_t *)out + i, 1, narrow(p[2], p[3], dtype), stream);
+}
+
+/* Whole turns from begin; where they end. `stream`: copy out past the cache; param_out + begin is aligned to a line. */
 INLINE size_t turns(const struct zpp_adam_segment *s, const struct zpp_adam_consts *consts, size_t begin, size_t end,
-                    const zpp_dtype grad_dtype, const zpp_dtype out_dtype, const bool rare) {
+                    const zpp_dtype grad_dtype, const zpp_dtype out_dtype, const bool rare, bool stream) {
     const struct zpp_adam_segment segment = *s; /* copies: the compiler may not assume that stores leave *s alone */
     const struct zpp_adam_consts c = *consts;
     size_t i = begin;
     for (; i + TURN_ELEMS <= end; i += TURN_ELEMS) {
         __m256 p[TURN_ELEMS / LANES];
         for (size_t k = 0; k < TURN_ELEMS / LANES; ++k) p[k] = eight(&segment, &c, i + k * LANES, grad_dtype, rare);
-        if (out_dtype == ZPP_F32) {
-            for (size_t k = 0; k < TURN_ELEMS / LANES; ++k) {
-                _mm256_stream_ps((float *)segment.param_out + i + k * LANES, p[k]);
-            }
-        } else if (out_dtype != NO_OUT) {
-            __m256i *out = (__m256i *)((uint16_t *)segment.param_out + i);
-            _mm256_stream_si256(out, narrow(p[0], p[1], out_dtype));
-            _mm256_stream_si256(out + 1, narrow(p[2], p[3], out_dtype));
-        }
+        if (out_dtype != NO_OUT) copy_out(segment.param_out, i, p, out_dtype, stream);
     }
-    if (out_dtype != NO_OUT) _mm_sfence(); /* streamed stores are weakly ordered: later flags must not overtake them */
+    if (out_dtype != NO_OUT && stream) _mm_sfence(); /* streamed stores are weakly ordered: flags must not overtake */
     return i;
 }
 
-#define INSTANCE(grad, out)                                                                              \
-    if (grad_dtype == (grad) && out_dtype == (out)) {                                                    \
-        return rare ? turns(s, c, begin, end, grad, out, true) : turns(s, c, begin, end, grad, out, false); \
+#define INSTANCE(grad, out)                                               \
+    if (grad_dtype == (grad) && out_dtype == (out)) {                     \
+        if (rare) return turns(s, c, begin, end, grad, out, true, stream); \
+        return turns(s, c, begin, end, grad, out, false, stream);         \
     }
 
-static size_t all_turns(const struct zpp_adam_segment *s, const struct zpp_adam_consts *c, size_t begin, size_t end) {
+static size_t all_turns(const struct zpp_adam_segment *s, const struct zpp_adam_consts *c, size_t begin, size_t end,
+                        bool stream) {
     const zpp_dtype grad_dtype = s->grad_dtype, out_dtype = s->param_out ? s->out_dtype : NO_OUT;
     const bool rare = c->use_l2 || c->use_far || s->max_exp_avg_sq;
     INSTANCE(ZPP_F32, NO_OUT)
@@ -124,9 +135,8 @@ static size_t all_turns(const struct zpp_adam_segment *s, const struct zpp_adam_
     return begin;
 }
 
-/* Elements before param_out + begin reaches a line; 0 where nothing is copied out. */
+/* Elements before param_out + begin reaches a line. */
 static size_t head_elems(const struct zpp_adam_segment *s, size_t begin) {
-    if (!s->param_out) return 0;
     const size_t elem_bytes = s->out_dtype == ZPP_F32 ? 4 : 2;
     const uintptr_t at = (uintptr_t)s->param_out + begin * elem_bytes;
     return ((0 - at) & 63u) / elem_bytes;
@@ -134,8 +144,9 @@ static size_t head_elems(const struct zpp_adam_segment *s, size_t begin) {
 
 void zpp_adam_avx2(const struct zpp_adam_segment *segment, const struct zpp_adam_consts *consts, size_t begin,
                    size_t end) {
-    size_t first = begin + head_elems(segment, begin);
-    if (first > end) first = end;
+    /* A short piece is copied out through the cache, from any address: its head would cost more than is saved. */
+    const bool stream = segment->param_out && end - begin >= STREAM_ELEMS;
+    const size_t first = stream ? begin + head_elems(segment, begin) : begin;
     zpp_adam_elements(segment, consts, begin, first);
-    zpp_adam_elements(segment, consts, all_turns(segment, consts, first, end), end);
+    zpp_adam_elements(segment, consts, all_turns(segment, consts, first, end, stream), end);
 }
