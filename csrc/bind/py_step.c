@@ -11,7 +11,6 @@
 
 #include "../ops/adam/adam.h"
 #include "../ops/norm/norm.h"
-#include "py_comm.h"
 #include "py_zero.h"
 #include "raise.h"
 
@@ -217,7 +216,7 @@ static PyObject *zero_norm(PyObject *self, PyObject *unused) {
         zpp_py_wait_for(zero, &wait);
         for (size_t u = 0; u < units; u++) row[u] = norms[(size_t)zpp_zero_rank(zero->core) * units + u];
         PyThreadState *thread = PyEval_SaveThread();
-        status = zpp_all_gather(zpp_py_comm_get(zero->comm), norms, row, units * sizeof *row, &wait, &err);
+        status = zpp_zero_gather_norms(zero->core, row, units * sizeof *row, norms, &wait, &err);
         PyEval_RestoreThread(thread);
     }
     double squares = 0.0;

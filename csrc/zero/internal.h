@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The coordinator's own state, shared by zero.c, gather.c, reduce.c and step.c, and by nobody else.
+ * The coordinator's own state, shared by zero.c, gather.c, reduce.c, exchange.c and step.c, and by nobody else.
  */
 #ifndef ZPP_ZERO_INTERNAL_H
 #define ZPP_ZERO_INTERNAL_H
 
 #include "../base/mem.h"
 #include "bucket.h"
+#include "exchange.h"
 #include "reduce.h"
 #include "trace.h"
 #include "zero.h"
@@ -38,6 +39,7 @@ struct zpp_zero {
     zpp_stream *reduce;
     zpp_event *acked; /* the last wait for peers to let go of a bucket */
     zpp_lane *lane, *copy_lane; /* copy_lane: stage 0 */
+    struct zpp_exchange exchange;
     struct zpp_buckets buckets;
     int *order;        /* trainable units, as they are reduced */
     int order_count, order_at;

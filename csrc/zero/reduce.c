@@ -14,7 +14,6 @@
 
 #include "internal.h"
 
-enum { NOTICE_REDUCE = 1, NOTICE_COPY = 2 };
 enum { ROUND_POST, ROUND_ADD, ROUND_POST_SLICE, ROUND_COPY, ROUND_DONE };
 #define NO_BUCKET UINT64_MAX
 
@@ -69,14 +68,15 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
 
 static void describe_notice(void *ctx, const struct zpp_notice *notice, char *text, size_t room) {
     const zpp_zero *zero = ctx;
-    const char *verb = notice->kind == NOTICE_COPY ? "copy the gradient of" : "reduce";
-    if (notice->object < (uint64_t)zero->units_count)
-        snprintf(text, room, "%s unit %llu (%s, %llu elements) in backward %llu", verb,
-                 (unsigned long long)notice->object, zero->units[notice->object]->name,
-                 (unsigned long long)notice->elems, (unsigned long long)notice->step);
+    const unsigned long long step = notice->step, elems = notice->elems, object = notice->object;
+    if (notice->kind == ZPP_NOTICE_NORM)
+        snprintf(text, room, "the norm of gradients after %llu backwards", step);
+    else if (notice->kind == ZPP_NOTICE_STEP)
+        snprintf(text, room, "a step after %llu backwards", step);
     else
-        snprintf(text, room, "%s unit %llu (%llu elements) in backward %llu", verb, (unsigned long long)notice->object,
-                 (unsigned long long)notice->elems, (unsigned long long)notice->step);
+        snprintf(text, room, "%s unit %llu (%s, %llu elements) in backward %llu",
+                 notice->kind == ZPP_NOTICE_COPY ? "copy the gradient of" : "reduce", object,
+                 object < (uint64_t)zero->units_count ? zero->units[object]->name : "unknown", elems, step + 1);
 }
 
 /* The arena, then a home for each unit. Stages 0 and 1 live in the homes. */
@@ -93,7 +93,12 @@ static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
     if (!zpp_buckets_init(&zero->buckets, (size_t)zero->order_count, arena_bytes))
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the buckets of %d units", zero->order_count);
     if (keeps_buckets(zero)) zero->kept_bucket_bytes = homes_bytes;
-    return zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, arena_bytes + homes_bytes, &zero->grads, err);
+    /* Behind them, the board of exchange.h: a norm and the name of its worst element for each unit. */
+    const size_t board_bytes = round_up(16 * ((size_t)zero->units_count + 1), ZPP_BUCKET_ALIGN_BYTES);
+    const zpp_status status = zpp_exchange_init(zero, arena_bytes + homes_bytes, board_bytes, err);
+    if (status != ZPP_OK) return status;
+    return zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, arena_bytes + homes_bytes + board_bytes,
+                             &zero->grads, err);
 }
 
 static zpp_status make_slices(zpp_zero *zero, struct zpp_err *err) {
@@ -132,6 +137,7 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
 }
 
 bool zpp_reduce_pending(const zpp_zero *zero) {
+    if (zero->exchange.done && zpp_event_sync(zero->exchange.done, NULL, NULL) == ZPP_AGAIN) return true;
     for (int at = 0; at < zero->order_count; at++) {
         const struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         if (grad->launched && zpp_event_sync(grad->done, NULL, NULL) == ZPP_AGAIN) return true;
@@ -357,26 +363,26 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
     zpp_zero *zero = grad->zero;
     zpp_status status = ZPP_OK;
     if (grad->round == ROUND_POST) {
-        const struct zpp_notice notice = notice_of(grad, NOTICE_REDUCE);
+        const struct zpp_notice notice = notice_of(grad, ZPP_NOTICE_REDUCE);
         status = zpp_lane_post(zero->lane, &notice, wait, &grad->seq, err);
         if (status != ZPP_OK) return status;
         grad->round = ROUND_ADD;
     }
     if (grad->round == ROUND_ADD) {
-        status = read_peers(zero, grad, zero->lane, NOTICE_REDUCE, grad->seq, wait, err);
+        status = read_peers(zero, grad, zero->lane, ZPP_NOTICE_REDUCE, grad->seq, wait, err);
         if (status == ZPP_OK) status = add_slices(zero, grad, err);
         if (status != ZPP_OK) return status;
         zpp_lane_ack(zero->lane, grad->seq);
         grad->round = zero->copy_lane ? ROUND_POST_SLICE : ROUND_DONE;
     }
     if (grad->round == ROUND_POST_SLICE) {
-        const struct zpp_notice notice = notice_of(grad, NOTICE_COPY);
+        const struct zpp_notice notice = notice_of(grad, ZPP_NOTICE_COPY);
         status = zpp_lane_post(zero->copy_lane, &notice, wait, &grad->copy_seq, err);
         if (status != ZPP_OK) return status;
         grad->round = ROUND_COPY;
     }
     if (grad->round == ROUND_COPY) {
-        status = read_peers(zero, grad, zero->copy_lane, NOTICE_COPY, grad->copy_seq, wait, err);
+        status = read_peers(zero, grad, zero->copy_lane, ZPP_NOTICE_COPY, grad->copy_seq, wait, err);
         if (status != ZPP_OK) return status;
         copy_slices(zero, grad);
         zpp_lane_ack(zero->copy_lane, grad->copy_seq);

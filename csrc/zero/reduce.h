@@ -53,7 +53,7 @@ struct zpp_unit_grad {
 /* Part of create, seal and destroy. */
 zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, zpp_dtype grad_dtype, struct zpp_err *err);
 zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err);
-/* Is a reduction under way that has not ended? */
+/* Is a reduction or an exchange under way that has not ended? */
 bool zpp_reduce_pending(const zpp_zero *zero);
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
 

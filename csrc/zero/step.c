@@ -12,16 +12,16 @@ zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, c
                                struct zpp_err *err) {
     zpp_status status = zpp_zero_release_all(zero, err);
     if (status != ZPP_OK) return status;
-    if (zero->ranks == 1) {
-        if (votes) votes[0] = vote;
-        return ZPP_OK;
-    }
     uint64_t *all = votes ? votes : calloc((size_t)zero->ranks, sizeof *all);
     if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the votes of %d ranks", zero->ranks);
-    status = zpp_all_gather(zero->options.comm, all, &vote, sizeof vote, wait,
-                            err); /* also a barrier: it needs everybody's vote */
+    status = zpp_zero_exchange(zero, ZPP_NOTICE_STEP, &vote, sizeof vote, all, wait, err);
     if (!votes) free(all);
     return status;
+}
+
+zpp_status zpp_zero_gather_norms(zpp_zero *zero, const void *mine, size_t bytes, void *all, const struct zpp_wait *wait,
+                                 struct zpp_err *err) {
+    return zpp_zero_exchange(zero, ZPP_NOTICE_NORM, mine, bytes, all, wait, err);
 }
 
 /* Stages 1 and 2, and small units: take the slices that the others have just written. */

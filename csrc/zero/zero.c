@@ -68,6 +68,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_stream_destroy(zero->gather);
     zpp_stream_destroy(zero->compute);
     zpp_event_destroy(zero->acked);
+    zpp_exchange_fini(zero);
     for (int i = 0; i < zero->units_count; i++) destroy_unit(zero, zero->units[i]);
     free(zero->units);
     free(zero->order);

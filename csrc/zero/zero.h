@@ -114,6 +114,9 @@ void zpp_zero_clear_grads(zpp_zero *zero);
  * votes[ranks] (may be NULL) receives what every rank gave. */
 zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
                                struct zpp_err *err);
+/* Collective: every rank's sums of squares, one record of 16 bytes a unit; all[ranks * bytes], in rank order. */
+zpp_status zpp_zero_gather_norms(zpp_zero *zero, const void *mine, size_t bytes, void *all, const struct zpp_wait *wait,
+                                 struct zpp_err *err);
 /* Collective: returns when every slice is written, and WHOLE units are whole again everywhere. */
 zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
 

@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * A few bytes of every rank for every rank, on the lane that reductions use: the votes that begin a step, the norms of
+ * slices. So a rank that steps while another still reduces is noticed at once, by both, with both sides in the sentence;
+ * a collective of its own would wait there until the time-out. It is a barrier too: it needs every rank's bytes.
+ */
+#ifndef ZPP_ZERO_EXCHANGE_H
+#define ZPP_ZERO_EXCHANGE_H
+
+#include "zero.h"
+
+/* What the lane's notices say. */
+enum { ZPP_NOTICE_REDUCE = 1, ZPP_NOTICE_COPY, ZPP_NOTICE_NORM, ZPP_NOTICE_STEP };
+
+/* The exchange under way; one at a time. Its bytes are its own, because a caller that is interrupted does not wait. */
+struct zpp_exchange {
+    zpp_zero *zero;
+    size_t board_offset_bytes; /* my place in the gradients' region, read by the peers */
+    size_t board_bytes;        /* its room */
+    unsigned char *all;        /* [ranks * bytes] */
+    uint64_t kind, pass, seq;
+    size_t bytes;
+    bool posted;
+    zpp_event *done;
+};
+
+/* Part of seal and destroy. */
+zpp_status zpp_exchange_init(zpp_zero *zero, size_t board_offset_bytes, size_t board_bytes, struct zpp_err *err);
+void zpp_exchange_fini(zpp_zero *zero);
+
+/* Collective: all[ranks * bytes] = every rank's `mine`, in rank order. `wait` must not be NULL. */
+zpp_status zpp_zero_exchange(zpp_zero *zero, uint64_t kind, const void *mine, size_t bytes, void *all,
+                             const struct zpp_wait *wait, struct zpp_err *err);
+
+#endif
