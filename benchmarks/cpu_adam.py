@@ -30,6 +30,7 @@ NEEDS = (
 )
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
+PART_ELEMS = 10_000_000
 LIMITS = {"fp32": "rmw4", "bf16": "rmw5"}
 
 
@@ -42,6 +43,7 @@ class Case:
     huge: bool
     """Buffers on huge pages (mmap, MADV_HUGEPAGE); else torch's allocator."""
     rounds: int
+    """Of each part."""
 
     def name(self, kind: str) -> str:
         """As interface.md spells it."""
@@ -84,6 +86,16 @@ def make(elems: int, huge: bool) -> Buffers:
     b.g16.copy_(b.g)
     b.p16.copy_(b.p)
     return b
+
+
+def parts(b: Buffers) -> list[Buffers]:
+    """The same memory in pieces of PART_ELEMS, stepped one after the other.
+
+    Contenders so alternate within some ten milliseconds: a pass of 100M lasts long enough for the machine's mood to
+    change between two of them (docs/design/0002-adam-streams.md).
+    """
+    streams = [stream.split(PART_ELEMS) for stream in (b.p, b.m, b.v, b.g, b.g16, b.p16)]
+    return [Buffers(*pieces) for pieces in zip(*streams, strict=True)]
 
 
 def huge_bytes() -> int:
@@ -225,19 +237,23 @@ def measure(bench: Run, case: Case, limit: ctypes.CDLL) -> None:
             got >= wanted, f"{case.name('fp32')}: {got >> 20} MiB of huge pages given, {int(wanted) >> 20} wanted"
         )
     for kind in ("fp32", "bf16"):
-        steps = contenders(kind, b)
-        steps[LIMITS[kind]] = limit_step(limit, kind, b, case.threads)
-        samples = alternate({name: timed(step) for name, step in steps.items()}, rounds=case.rounds)
-        peers = [name for name in steps if name not in ("ours", LIMITS[kind])]
+        samples: dict[str, list[float]] = {}
+        for part in parts(b):
+            steps = contenders(kind, part)
+            steps[LIMITS[kind]] = limit_step(limit, kind, part, case.threads)
+            of_part = alternate({name: timed(step) for name, step in steps.items()}, rounds=case.rounds)
+            for name, times in of_part.items():
+                samples.setdefault(name, []).extend(t * case.elems / part.p.numel() for t in times)
+        peers = [name for name in samples if name not in ("ours", LIMITS[kind])]
         bench.compare(case.name(kind), samples, ours="ours", peers=peers, unit="ms", limit=LIMITS[kind])
 
 
 def cases(quick: bool) -> list[Case]:
     """All of sizes, threads and pages; quick keeps each once."""
     if quick:
-        return [Case(10_000_000, 1, False, 15), Case(10_000_000, 2, True, 15), Case(100_000_000, 1, False, 5)]
+        return [Case(10_000_000, 1, False, 41), Case(10_000_000, 2, True, 41), Case(100_000_000, 1, False, 3)]
     return [
-        Case(elems, threads, huge, 31 if elems < 50_000_000 else 11)
+        Case(elems, threads, huge, 101 if elems < 50_000_000 else 9)
         for elems in (10_000_000, 100_000_000)
         for threads in (1, 2)
         for huge in (False, True)

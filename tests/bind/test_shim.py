@@ -113,7 +113,8 @@ def test_a_torch_that_is_too_old_is_named(tmp_path: Path, source: str, sentence:
 
 def test_loading_again_is_free() -> None:
     zeropp._C.load_torch()
-    assert [row[0] for row in zeropp._C.op_table()] == ["adam_step_", "norm_squares", "_adopt"]
+    names = [row[0] for row in zeropp._C.op_table()]
+    assert {"adam_step_", "norm_squares", "_adopt"} <= set(names) and len(names) == len(set(names))
 
 
 def test_adopted_tensors_stay_alive() -> None:
