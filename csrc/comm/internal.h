@@ -85,6 +85,7 @@ struct zpp_peer {
 
 struct zpp_comm {
     int rank, ranks;
+    bool joined; /* all peers are mapped */
     uint64_t timeout_ns;
     int spin_turns;
     char name[64];
@@ -138,7 +139,7 @@ zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err);
 /* Pronounce a verdict (the first one counts) and return the one that stands. */
 zpp_status zpp_verdict(struct zpp_comm *comm, zpp_status status, int guilty, struct zpp_err *err, const char *format,
                        ...) __attribute__((format(printf, 5, 6)));
-bool zpp_peer_dead(const struct zpp_comm *comm, int rank); /* a system call */
+bool zpp_peer_gone(const struct zpp_comm *comm, int rank); /* left, or dead; a system call */
 bool zpp_comm_forked(const struct zpp_comm *comm);
 
 /* --- mail.c -------------------------------------------------------------------------------------------------------- */
@@ -151,9 +152,9 @@ zpp_status zpp_mail_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t
                         struct zpp_err *err);
 void zpp_mail_clear(struct zpp_comm *comm);
 
-/* The slow part of a wait, for waits that are not on a word: every 100 ms, see word.c. `guilty` is the rank waited for.
- */
-zpp_status zpp_turn_look(struct zpp_turn *turn, int guilty, struct zpp_err *err);
+/* The slow part of a wait that is not on a word, about every 100 ms: verdict, tick, log, time-out. `rank` is waited for. `gone`: zpp_peer_gone
+ * said so *before* the caller looked once more for what it waits for, in vain: then that is the verdict. */
+zpp_status zpp_turn_look(struct zpp_turn *turn, int rank, bool gone, struct zpp_err *err);
 
 /* --- sig.c: every collective begins here ----------------------------------------------------------------------------
  */
@@ -200,7 +201,7 @@ zpp_status zpp_coll_broadcast(struct zpp_turn *turn, void *data, size_t bytes, i
 zpp_status zpp_coll_all_to_all(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
 enum { ZPP_STREAM_BYTES = 4 * 1024 * 1024 }; /* tensors from this size on are written around the cache */
 
-/* --- rounds.c: staging in rounds ---------------------------------------------------------------------------------- */
+/* --- rounds.c: staging in rounds ----------------------------------------------------------------------------------- */
 /* Wait until my slot of the next round is free (every peer has taken what it held). */
 zpp_status zpp_stage_begin(struct zpp_turn *turn, int track, uint8_t **slot, struct zpp_err *err);
 void zpp_stage_publish(struct zpp_comm *comm, int track);
