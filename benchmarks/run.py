@@ -48,6 +48,7 @@ def work(target: str, args: str, out: str) -> None:
     """One rank of Run.launch: call the worker function and leave its result for the parent."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)  # a killed torchrun leaves no worker behind
+    harness.prefer_me()
     name, _, function = target.partition(":")
     result = getattr(load(name), function)(json.loads(args))
     path = Path(out) / f"rank{os.environ['RANK']}.json"
@@ -92,11 +93,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; see --list")
     parser.add_argument("--json", metavar="FILE", help="append rows to FILE, show a table on stdout")
     parser.add_argument("--quick", action="store_true", help="fewer cases, all peers; under 60 s a bench")
+    parser.add_argument(
+        "--nice", type=int, metavar="N", help="scheduling preference of all that is measured, -20 first (below 0: root)"
+    )
     parser.add_argument("--list", action="store_true", help="name the benchmarks and their claims")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--worker-args", default="{}", help=argparse.SUPPRESS)
     parser.add_argument("--worker-out", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.nice is not None:
+        os.environ[harness.NICE_VARIABLE] = str(options.nice)
+        harness.prefer_me()
     if options.worker:
         work(options.worker, options.worker_args, options.worker_out)
         return 0

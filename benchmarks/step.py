@@ -37,7 +37,7 @@ RANKS = 2
 LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY = 6, 512, 8, 256, 12000  # GPT-2's shape, 25M parameters
 SEQUENCES = 2  # a rank and step
 LEARNING_RATE = 3e-4
-CHECKED_STEPS = 6
+CHECKED_STEPS = 5
 #: fp32 sums in another order: the losses of the first steps agree far better than this, wrong ones never do.
 LOSS_TOLERANCE = 2e-5
 
@@ -363,11 +363,11 @@ def measure_memory(bench: Run, name: str, contender: tuple[str, int], steps: int
 def run(bench: Run) -> None:
     ours = {"stage 3": OURS["stage 3"]} if bench.quick else OURS
     contenders = {**ours, **PEERS}
-    samples = measure_time(bench, contenders, rounds=4 if bench.quick else 10)
+    samples = measure_time(bench, contenders, rounds=3 if bench.quick else 10)
     for name in ours:
         bench.compare(f"{name} 25M 2 ranks", samples, ours=name, peers=list(PEERS), unit="ms")
     peaks: dict[str, list[dict[str, float]]] = alternate(
-        {name: partial(measure_memory, bench, name, contender, 4) for name, contender in contenders.items()},
+        {name: partial(measure_memory, bench, name, contender, 3) for name, contender in contenders.items()},
         rounds=1 if bench.quick else 3,
         warmup=0,
     )
