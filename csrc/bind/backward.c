@@ -52,16 +52,16 @@ static int begin_backward(Zero *zero, long task) {
     return done ? 0 : -1;
 }
 
-int zpp_py_enter_backward(Zero *zero, bool recompute) {
-    long task = -1;
-    if (!zpp_py_backward_runs(zero, &task)) return PyErr_Occurred() ? -1 : 0;
-    if (!recompute && zero->moves) {
+int zpp_py_enter_backward(Zero *zero, bool recompute, long *task) {
+    if (!zpp_py_backward_runs(zero, task)) return PyErr_Occurred() ? -1 : 0;
+    if (!recompute && zero->moves && *task != zero->graded_task) {
         const int grad = zpp_py_grad_mode(zero);
         if (grad < 0) return -1;
         /* create_graph: this backward saves views that no hook of ours sees, for the next one to read. */
         if (grad) zero->keep_passes = 2;
+        zero->graded_task = *task;
     }
-    return zero->in_backward ? 0 : begin_backward(zero, task);
+    return zero->in_backward ? 0 : begin_backward(zero, *task);
 }
 
 /* Stage 0: like DDP, every parameter that has a gradient on some rank has it on all. */
@@ -171,10 +171,9 @@ static PyObject *take_gradient(PyObject *self, PyObject *param) {
     Unit *unit = hook->unit;
     Zero *zero = unit->zero;
     if (zero->closed) Py_RETURN_NONE;
-    if (zpp_py_enter_backward(zero, false)) return NULL;
-    if (zero->ranks == 1) Py_RETURN_NONE;
     long task = -1;
-    if (!zpp_py_backward_runs(zero, &task) && PyErr_Occurred()) return NULL;
+    if (zpp_py_enter_backward(zero, false, &task)) return NULL;
+    if (zero->ranks == 1) Py_RETURN_NONE;
     /* While released, `grad` would go through __torch_function__, fifty times slower. */
     if (!unit->is_plain && zpp_py_swap(unit, true)) return NULL;
     PyObject *grad = PyObject_GetAttr(param, zpp_str_grad);

@@ -26,6 +26,8 @@ typedef struct {
     Zero *zero;
     PyObject *call;     /* the module's own _call_impl, or what replaced it (compile) */
     PyObject *units;    /* tuple of Unit */
+    PyObject *leaf;     /* tuple of dicts, see hangs_on_output; NULL: not one of torch's leaf modules */
+    bool moves;         /* some of its units come and go; what else is read in it stays until its backward ends */
     PyObject *gate;     /* {0: backward}, shared by all tensors that it is put on */
     PyObject *backward; /* callable: the gate's only entry */
 } Trigger;
@@ -56,9 +58,10 @@ static PyObject *before_backward(PyObject *self, PyObject *gradient) {
     Trigger *trigger = (Trigger *)self;
     Zero *zero = trigger->zero;
     if (zero->closed) Py_RETURN_NONE;
-    if (zpp_py_enter_backward(zero, false)) return NULL;
+    long task = -1;
+    if (zpp_py_enter_backward(zero, false, &task)) return NULL;
     if (!zero->moves) Py_RETURN_NONE;
-    if (!zero->keep_passes && release_frozen(trigger)) return NULL;
+    if (zero->moves_frozen && !zero->keep_passes && release_frozen(trigger)) return NULL;
     const Py_ssize_t count = PyTuple_Size(trigger->units);
     for (Py_ssize_t i = 0; i < count; i++) {
         Unit *unit = (Unit *)PyTuple_GetItem(trigger->units, i);
@@ -80,40 +83,29 @@ static int join_hooks(Trigger *trigger, PyObject *hooks) {
 
 /* The prebuilt dict goes to the node, then the tensor forgets it, so that a later user hook cannot land in a dict that
  * lives on. */
-static int lend_hooks(Trigger *trigger, PyObject *tensor) {
-    PyObject *node = PyObject_GetAttr(tensor, zpp_str_grad_fn);
-    if (!node) return -1;
-    if (node == Py_None) { /* a leaf: its gradient passes no node of ours */
-        Py_DECREF(node);
-        return 0;
-    }
-    int failed = PyObject_SetAttr(tensor, zpp_str_backward_hooks, trigger->gate);
-    if (!failed) {
-        PyObject *done = PyObject_CallMethodObjArgs(node, zpp_str_register_hook_dict, tensor, NULL);
-        failed = !done;
-        Py_XDECREF(done);
-        if (!failed) failed = PyObject_SetAttr(tensor, zpp_str_backward_hooks, Py_None);
-    }
-    Py_DECREF(node);
-    return failed;
+static int lend_hooks(Trigger *trigger, PyObject *tensor, PyObject *node) {
+    if (PyObject_SetAttr(tensor, zpp_str_backward_hooks, trigger->gate)) return -1;
+    PyObject *done = PyObject_CallMethodObjArgs(node, zpp_str_register_hook_dict, tensor, NULL);
+    if (!done) return -1;
+    Py_DECREF(done);
+    return PyObject_SetAttr(tensor, zpp_str_backward_hooks, Py_None);
 }
 
 static int gate_tensor(Trigger *trigger, PyObject *tensor) {
-    PyObject *requires = PyObject_GetAttr(tensor, zpp_str_requires_grad);
-    if (!requires) { /* not a tensor */
+    PyObject *node = PyObject_GetAttr(tensor, zpp_str_grad_fn);
+    if (!node) { /* not a tensor */
         PyErr_Clear();
         return 0;
     }
-    const bool wanted = requires == Py_True;
-    Py_DECREF(requires);
-    if (!wanted) return 0;
-    PyObject *hooks = PyObject_GetAttr(tensor, zpp_str_backward_hooks);
-    if (!hooks) {
-        PyErr_Clear();
-        return 0;
+    PyObject *hooks = NULL;
+    int failed = 0;
+    if (node != Py_None) { /* else a leaf, whose gradient passes no node of ours */
+        hooks = PyObject_GetAttr(tensor, zpp_str_backward_hooks);
+        if (!hooks) PyErr_Clear();
+        else failed = hooks != Py_None ? join_hooks(trigger, hooks) : lend_hooks(trigger, tensor, node);
     }
-    const int failed = hooks != Py_None ? join_hooks(trigger, hooks) : lend_hooks(trigger, tensor);
-    Py_DECREF(hooks);
+    Py_XDECREF(hooks);
+    Py_DECREF(node);
     return failed;
 }
 
@@ -170,7 +162,22 @@ static int look_around(Trigger *trigger, struct open_call *call) {
     const int functorch = zero->moves ? inside_functorch(zero) : 0;
     if (functorch < 0) return -1;
     call->functorch = functorch;
-    return call->recompute ? zpp_py_enter_backward(zero, true) : 0;
+    return call->recompute ? zpp_py_enter_backward(zero, true, &task) : 0;
+}
+
+/* Of torch's own leaf modules (Linear, ...) everything that is saved is behind the one tensor that they return, so the
+ * gate on it is enough, and saved-tensor hooks (5 us a module) are not needed; unless hooks of somebody else, or a
+ * forward of the instance's own, run in between. leaf: the instance's dict, then the dicts of hooks. */
+static bool hangs_on_output(const Trigger *trigger) {
+    if (!trigger->leaf) return false;
+    if (PyDict_GetItemWithError(PyTuple_GetItem(trigger->leaf, 0), zpp_str_forward) || PyErr_Occurred()) {
+        PyErr_Clear();
+        return false;
+    }
+    const Py_ssize_t count = PyTuple_Size(trigger->leaf);
+    for (Py_ssize_t i = 1; i < count; i++)
+        if (PyDict_Size(PyTuple_GetItem(trigger->leaf, i)) != 0) return false;
+    return true;
 }
 
 static int open_units(Trigger *trigger, struct open_call *call) {
@@ -184,7 +191,7 @@ static int open_units(Trigger *trigger, struct open_call *call) {
         if (!call->recompute && (call->grad || zero->outer_grad)) zpp_zero_count_use(zero->core, unit->unit->index);
         if (call->functorch) unit->unit->sticky = true; /* its saved tensors are out of our sight */
     }
-    if (zero->moves && call->grad && !call->functorch) {
+    if (trigger->moves && call->grad && !call->functorch && !hangs_on_output(trigger)) {
         const int pushed = zpp_py_push_saved_hooks(zero);
         if (pushed < 0) return -1;
         call->pushed = pushed;
@@ -242,6 +249,7 @@ static int trigger_traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT((PyObject *)trigger->zero);
     Py_VISIT(trigger->call);
     Py_VISIT(trigger->units);
+    Py_VISIT(trigger->leaf);
     Py_VISIT(trigger->gate);
     Py_VISIT(trigger->backward);
     return 0;
@@ -251,6 +259,7 @@ static int trigger_clear(PyObject *self) {
     Trigger *trigger = (Trigger *)self;
     Py_CLEAR(trigger->call);
     Py_CLEAR(trigger->units);
+    Py_CLEAR(trigger->leaf);
     Py_CLEAR(trigger->gate);
     Py_CLEAR(trigger->backward);
     PyObject *zero = (PyObject *)trigger->zero;
@@ -267,18 +276,35 @@ static void trigger_dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-/* Trigger(zero, units, call) */
+static bool is_tuple_of_dicts(PyObject *tuple) {
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) == 0) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); i++)
+        if (!PyDict_Check(PyTuple_GetItem(tuple, i))) return false;
+    return true;
+}
+
+/* Trigger(zero, units, call, leaf): leaf is a tuple of dicts or None, see hangs_on_output */
 static int trigger_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Trigger *trigger = (Trigger *)self;
-    PyObject *zero, *units, *call;
+    PyObject *zero, *units, *call, *leaf;
     if (kwargs && PyDict_Size(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "Trigger takes no keyword arguments");
         return -1;
     }
-    if (!PyArg_ParseTuple(args, "OO!O", &zero, &PyTuple_Type, &units, &call)) return -1;
+    if (!PyArg_ParseTuple(args, "OO!OO", &zero, &PyTuple_Type, &units, &call, &leaf)) return -1;
+    if (leaf != Py_None && !is_tuple_of_dicts(leaf)) {
+        PyErr_SetString(PyExc_TypeError, "Trigger: leaf is neither None nor a tuple of dicts");
+        return -1;
+    }
     trigger->zero = (Zero *)Py_NewRef(zero);
     trigger->units = Py_NewRef(units);
     trigger->call = Py_NewRef(call);
+    trigger->leaf = leaf == Py_None ? NULL : Py_NewRef(leaf);
+    for (Py_ssize_t i = 0; i < PyTuple_Size(units); i++) {
+        const struct zpp_unit *unit = ((Unit *)PyTuple_GetItem(units, i))->unit;
+        trigger->moves |= unit->place == ZPP_PLACE_SHARD;
+        if (!unit->trainable) Py_CLEAR(trigger->leaf); /* any gate may release it again, also one on the same tensor */
+    }
     trigger->backward = PyCFunction_NewEx(&before_backward_def, self, NULL);
     trigger->gate = trigger->backward ? Py_BuildValue("{iO}", 0, trigger->backward) : NULL;
     return trigger->gate ? 0 : -1;
@@ -298,6 +324,7 @@ static int trigger_set_call(PyObject *self, PyObject *value, void *unused) {
     PyObject *old = ((Trigger *)self)->call;
     ((Trigger *)self)->call = Py_NewRef(value);
     Py_XDECREF(old);
+    Py_CLEAR(((Trigger *)self)->leaf); /* what runs there now need not be torch's own */
     return 0;
 }
 

@@ -11,7 +11,7 @@
 #include "pywait.h"
 #include "raise.h"
 
-PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_requires_grad, *zpp_str_backward_hooks,
+PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_forward, *zpp_str_backward_hooks,
     *zpp_str_grad_fn, *zpp_str_register_hook_dict, *zpp_str_is_contiguous, *zpp_str_contiguous;
 
 static PyTypeObject *unit_type;
@@ -117,7 +117,7 @@ static PyObject *unit_auto(PyObject *self, PyObject *unused) {
     Unit *unit = (Unit *)self;
     long task = -1;
     const bool in_backward = zpp_py_backward_runs(unit->zero, &task);
-    if (PyErr_Occurred() || (in_backward && zpp_py_enter_backward(unit->zero, true))) return NULL;
+    if (PyErr_Occurred() || (in_backward && zpp_py_enter_backward(unit->zero, true, &task))) return NULL;
     if (zpp_py_need(unit, in_backward ? ZPP_PHASE_BACKWARD : ZPP_PHASE_FORWARD)) return NULL;
     if (!in_backward) unit->unit->sticky = true;
     unit->zero->autos = true;
@@ -265,6 +265,7 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
                           &threads, &PyDict_Type, &functions))
         return -1;
     zero->sync = true;
+    zero->graded_task = -1;
     zero->units = PyList_New(0);
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_zero_options options = { .stage = zero->stage, .prefetch_bytes = (size_t)prefetch_bytes,
@@ -367,6 +368,7 @@ static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     free(param_elems);
     if (status != ZPP_OK) return zpp_py_raise(&err);
     zero->moves |= spec.place == ZPP_PLACE_SHARD;
+    zero->moves_frozen |= spec.place == ZPP_PLACE_SHARD && !trainable;
     return PyLong_FromLong(index);
 }
 
@@ -518,7 +520,7 @@ static int intern_names(void) {
     return (zpp_str_class = PyUnicode_InternFromString("__class__")) &&
                    (zpp_str_grad = PyUnicode_InternFromString("grad")) &&
                    (zpp_str_data_ptr = PyUnicode_InternFromString("data_ptr")) &&
-                   (zpp_str_requires_grad = PyUnicode_InternFromString("requires_grad")) &&
+                   (zpp_str_forward = PyUnicode_InternFromString("forward")) &&
                    (zpp_str_backward_hooks = PyUnicode_InternFromString("_backward_hooks")) &&
                    (zpp_str_grad_fn = PyUnicode_InternFromString("grad_fn")) &&
                    (zpp_str_register_hook_dict = PyUnicode_InternFromString("_register_hook_dict")) &&

@@ -55,6 +55,7 @@ struct Zero {
     int stage, ranks;
     bool autos;       /* units gathered for single reads since the last release_all */
     bool moves;       /* some units are gathered and released */
+    bool moves_frozen; /* some of those get no gradients */
     bool closed;
     uint64_t timeout_ns;
 
@@ -63,6 +64,7 @@ struct Zero {
     bool outer_grad;  /* was grad mode on when the outermost trigger began? */
     bool in_backward, reduces; /* reduces: this backward is not one that no_sync or accumulate holds back */
     long task;        /* torch's graph task of this backward */
+    long graded_task; /* the one whose grad mode was looked at last (create_graph) */
     int keep_passes;  /* create_graph: units stay whole for this many ends of backward */
     bool builds_loss; /* a forward's graph waits for its backward */
     bool sync;        /* false inside no_sync */
@@ -77,7 +79,7 @@ struct Zero {
 };
 
 /* Interned attribute names, made once. */
-extern PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_requires_grad, *zpp_str_backward_hooks,
+extern PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_forward, *zpp_str_backward_hooks,
     *zpp_str_grad_fn, *zpp_str_register_hook_dict, *zpp_str_is_contiguous, *zpp_str_contiguous;
 
 /* py_zero.c */
@@ -96,7 +98,7 @@ int zpp_py_backward_init(void);
 PyObject *zpp_py_end_callback(Zero *zero);                   /* new reference */
 PyObject *zpp_py_grad_hook(Unit *unit,
                            Py_ssize_t param); /* new reference: what register_post_accumulate_grad_hook takes */
-int zpp_py_enter_backward(Zero *zero, bool recompute);       /* 0 also when no backward runs */
+int zpp_py_enter_backward(Zero *zero, bool recompute, long *task); /* 0 also when no backward runs: *task is -1 then */
 bool zpp_py_backward_runs(Zero *zero, long *task); /* torch's graph task id; false outside, or with an error set */
 int zpp_py_grad_mode(Zero *zero);                            /* 1, 0, or -1 with an error set */
 void zpp_py_refuse_sparse(const Unit *unit, Py_ssize_t param); /* sets the error */

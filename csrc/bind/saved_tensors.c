@@ -44,7 +44,8 @@ static PyObject *unpack_tensor(PyObject *self, PyObject *packed) {
     Zero *zero = chain->zero;
     const Py_ssize_t index = PyLong_AsSsize_t(PyTuple_GetItem(packed, 1));
     if (!zero->closed) {
-        if (zpp_py_enter_backward(zero, true)) return NULL;
+        long task = -1;
+        if (zpp_py_enter_backward(zero, true, &task)) return NULL;
         if (zpp_py_need((Unit *)PyList_GetItem(zero->units, index), ZPP_PHASE_BACKWARD)) return NULL;
     }
     return Py_NewRef(PyTuple_GetItem(packed, 2));

@@ -41,6 +41,7 @@ struct zpp_zero {
     zpp_lane *lane, *copy_lane; /* copy_lane: stage 0 */
     struct zpp_exchange exchange;
     struct zpp_buckets buckets;
+    struct zpp_unit_grad *out_first, **out_last; /* buckets that went out and were not given back, oldest first */
     int *order;        /* trainable units, as they are reduced */
     int order_count, order_at;
     uint64_t pass;     /* reducing backwards so far */

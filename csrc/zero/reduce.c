@@ -120,6 +120,7 @@ static zpp_status make_slices(zpp_zero *zero, struct zpp_err *err) {
 }
 
 zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
+    zero->out_last = &zero->out_first;
     zero->order = calloc((size_t)zero->units_count + 1, sizeof *zero->order);
     if (!zero->order) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the order of %d units", zero->units_count);
     for (int i = zero->units_count - 1; i >= 0; i--) /* backward meets the last unit first */
@@ -169,17 +170,32 @@ static void give_bucket(zpp_zero *zero, struct zpp_unit_grad *grad) {
     grad->bucket_offset_bytes = ZPP_BUCKET_NONE;
 }
 
-/* Buckets whose reduction is over everywhere go back. Returns the oldest that is still read, or NULL. */
+static void list_bucket(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    if (grad->listed || grad->bucket_offset_bytes == ZPP_BUCKET_NONE || keeps_buckets(zero)) return;
+    grad->listed = true;
+    grad->next_out = NULL;
+    *zero->out_last = grad;
+    zero->out_last = &grad->next_out;
+}
+
+static void unlist_bucket(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    struct zpp_unit_grad **at = &zero->out_first;
+    if (!grad->listed) return;
+    while (*at != grad) at = &(*at)->next_out; /* almost always the first */
+    *at = grad->next_out;
+    if (!*at) zero->out_last = at;
+    grad->listed = false;
+}
+
+/* Buckets whose reduction is over everywhere go back. Returns the oldest that is still read, or NULL. They go out in
+ * one order and come back in it, so whoever is behind the oldest need not be asked. */
 static struct zpp_unit_grad *sweep(zpp_zero *zero) {
-    struct zpp_unit_grad *oldest = NULL;
-    if (keeps_buckets(zero)) return NULL;
-    for (int at = 0; at < zero->order_count; at++) {
-        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
-        if (!grad->launched || grad->bucket_offset_bytes == ZPP_BUCKET_NONE) continue;
-        if (is_idle(zero, grad)) give_bucket(zero, grad);
-        else if (!oldest) oldest = grad;
+    while (zero->out_first && is_idle(zero, zero->out_first)) {
+        struct zpp_unit_grad *grad = zero->out_first;
+        unlist_bucket(zero, grad);
+        give_bucket(zero, grad);
     }
-    return oldest;
+    return zero->out_first;
 }
 
 static zpp_status await_acks(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
@@ -221,6 +237,10 @@ static zpp_status take_bucket(zpp_zero *zero, struct zpp_unit *unit, const struc
     zpp_status status = wait_idle(zero, grad, wait, err); /* the bucket of the backward before */
     if (status == ZPP_OK) status = save_carry(zero, grad, err);
     if (status != ZPP_OK) return status;
+    if (grad->listed) {
+        unlist_bucket(zero, grad);
+        give_bucket(zero, grad);
+    }
     struct zpp_unit_grad *oldest = sweep(zero);
     while (bound && oldest && zero->buckets.used_bytes + grad->bucket_bytes > bound) {
         status = wait_idle(zero, oldest, wait, err);
@@ -398,6 +418,7 @@ static zpp_status launch(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
     grad->round = ROUND_POST;
     grad->pass = zero->pass;
     grad->launched = true;
+    list_bucket(zero, grad);
     zpp_status status = zpp_event_record(grad->written, zero->compute, err);
     if (status == ZPP_OK) status = zpp_stream_wait(zero->reduce, grad->written, NULL, err);
     if (status == ZPP_OK)
@@ -504,11 +525,9 @@ static void adopt_result(zpp_zero *zero, struct zpp_unit_grad *grad) {
 }
 
 static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
-    for (int at = 0; at < zero->order_count; at++) {
-        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
-        const zpp_status status = zpp_event_sync(grad->done, wait, err);
-        if (status != ZPP_OK) return status;
-    }
+    /* They run in order, so the last one is the one to wait for. */
+    const zpp_status status = zpp_event_sync(zero->units[zero->order[zero->order_count - 1]]->grad->done, wait, err);
+    if (status != ZPP_OK) return status;
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         grad->touched_params = 0;

@@ -30,6 +30,8 @@ struct zpp_unit_grad {
     /* the bucket */
     size_t bucket_offset_bytes; /* ZPP_BUCKET_NONE: none */
     bool at_home;
+    bool listed; /* in the coordinator's list of buckets that are out */
+    struct zpp_unit_grad *next_out;
     bool empty; /* goes out without a bucket: no gradient on this rank */
     size_t touched_params;
 

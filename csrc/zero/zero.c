@@ -24,10 +24,11 @@ static size_t place_next(size_t *used_bytes, size_t bytes) {
 
 static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
     zpp_device *device = zero->options.device;
-    /* Without prefetch nothing overlaps, so the gather needs no thread on cpu. */
-    const enum zpp_stream_kind gather_kind = zero->options.prefetch_bytes ? ZPP_STREAM_THREAD : ZPP_STREAM_QUEUE;
     zpp_status status = zpp_stream_create(device, ZPP_STREAM_HOST, "compute", &zero->compute, err);
-    if (status == ZPP_OK) status = zpp_stream_create(device, gather_kind, "gather", &zero->gather, err);
+    /* Without prefetch nothing overlaps: gathers are a part of the computation. */
+    zero->gather = zero->compute;
+    if (status == ZPP_OK && zero->options.prefetch_bytes)
+        status = zpp_stream_create(device, ZPP_STREAM_THREAD, "gather", &zero->gather, err);
     if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "reduce", &zero->reduce, err);
     if (status == ZPP_OK) status = zpp_event_create(device, &zero->acked, err);
     return status;
@@ -65,7 +66,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     /* Streams first: they finish operations that still use the units, and must not wait for peers that go on without us. */
     if (zpp_reduce_pending(zero)) zpp_comm_abort(zero->options.comm, "left in the middle of a reduction");
     zpp_stream_destroy(zero->reduce);
-    zpp_stream_destroy(zero->gather);
+    if (zero->gather != zero->compute) zpp_stream_destroy(zero->gather);
     zpp_stream_destroy(zero->compute);
     zpp_event_destroy(zero->acked);
     zpp_exchange_fini(zero);

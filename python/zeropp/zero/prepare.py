@@ -241,8 +241,24 @@ def _install_triggers(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -
             units_of.setdefault(module, []).append(unit.core)
     for module, units in units_of.items():
         inner = module._compiled_call_impl or module._call_impl
-        module._compiled_call_impl = _C.Trigger(engine.core, tuple(units), inner)
+        module._compiled_call_impl = _C.Trigger(engine.core, tuple(units), inner, _leaf(module))
         module.compile = _CompileInside(module)  # type: ignore[method-assign]
+
+
+#: torch's own modules that return one tensor and let nothing else out: all that autograd saves in them lies behind it.
+_LEAVES = (
+    nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+)  # fmt: skip
+
+
+def _leaf(module: nn.Module) -> tuple[dict[Any, Any], ...] | None:
+    """For one of torch's leaf modules: its dict, and every dict of hooks that could run in it."""
+    if type(module) not in _LEAVES or module._compiled_call_impl is not None:
+        return None
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    own = [getattr(module, f"_{kind}") for kind in kinds]
+    of_all = [getattr(nn.modules.module, f"_global_{kind}") for kind in kinds]
+    return (module.__dict__, *own, *of_all)
 
 
 class _CompileInside:

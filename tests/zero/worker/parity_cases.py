@@ -203,6 +203,7 @@ TABLE: dict[str, Case] = {
     "outputs of every shape": Case(zoo.Outputs, vector, units=("Block",)),
     "regulariser outside": Case(zoo.Critic, lambda m, s: decay_outside(_Squared(m), s), units=("Linear",), ddp=None),
     "weight kept by an autograd.Function": Case(zoo.KeepsWeight, vector, units=("Linear",)),
+    "weights saved beside the output": Case(zoo.LeakyLeaves, vector, units=("Linear",)),
     "channels-last convolutions": Case(zoo.Convolutions, vector, units=("Conv2d", "Linear"),
                                        setup=lambda m: m.to(memory_format=torch.channels_last)),
     "odd sizes": Case(zoo.Odd, vector, units=("Linear", "Odd")),
