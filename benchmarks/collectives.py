@@ -240,5 +240,11 @@ def run(bench: Run) -> None:
             samples = {name: algorithm_bandwidth(values, case.size_bytes) for name, values in samples.items()}
         peers = [name for name in samples if name not in ("ours", "memcpy")]
         bench.compare(
-            case.name, samples, ours="ours", peers=peers, unit="us" if small else "GB/s", limit="memcpy", better="lower" if small else "higher"
+            case.name,
+            samples,
+            ours="ours",
+            peers=peers,
+            unit="us" if small else "GB/s",
+            limit="memcpy",
+            better="lower" if small else "higher",
         )

@@ -85,7 +85,6 @@ def measure(bench: Run, shape: str, lengths: list[int]) -> None:
         bench.compare(f"{name} fp32 {shape}", samples, ours="ours", peers=peers, unit="ms", limit="copy")
 
 
-
 def check(bench: Run, shape: str, lists: dict[str, list[Tensor]], states: list[Tensor]) -> None:
     """One step of each from the same state: within a few ulp (the derived bounds: tests/ops)."""
     import zeropp

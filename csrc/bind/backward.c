@@ -111,8 +111,10 @@ static PyTypeObject *grad_hook_type;
 
 void zpp_py_refuse_sparse(const Unit *unit, Py_ssize_t param) {
     PyErr_Clear();
-    PyErr_Format(PyExc_ValueError, "zero: the gradient of parameter %zd of unit %s is sparse; zeropp reduces and steps dense gradients, "
-                 "so build the embedding with sparse=False", param, unit->unit->name);
+    PyErr_Format(PyExc_ValueError,
+                 "zero: the gradient of parameter %zd of unit %s is sparse; zeropp reduces and steps dense gradients, "
+                 "so build the embedding with sparse=False",
+                 param, unit->unit->name);
 }
 
 /* The address of a dense, contiguous gradient; `*grad` is replaced by a contiguous copy where it is neither. */

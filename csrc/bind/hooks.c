@@ -208,7 +208,8 @@ static int close_units(Trigger *trigger, const struct open_call *call) {
         /* The backward needs a recomputed block next. */
         if (!call->recompute && zpp_py_release(unit)) failed = -1;
     }
-    /* Without a graph no backward will come that ends what auto-gather began. A forward that raised leaves none either. */
+    /* Without a graph no backward will come that ends what auto-gather began. A forward that raised leaves none either.
+     */
     const bool no_graph = !call->grad || !trigger->zero->builds_loss;
     if (call->outermost && !call->recompute && no_graph && !failed && (trigger->zero->moves || trigger->zero->autos))
         failed = zpp_py_release_all(trigger->zero);

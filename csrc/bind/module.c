@@ -73,7 +73,8 @@ static int fill_module(PyObject *module) {
         zpp_py_raise(&err);
         return -1;
     }
-    int (*const areas[])(PyObject *) = {zpp_py_add_env, zpp_py_add_ops, zpp_py_add_comm, zpp_py_add_zero, zpp_py_add_aio};
+    int (*const areas[])(PyObject *) = { zpp_py_add_env, zpp_py_add_ops, zpp_py_add_comm, zpp_py_add_zero,
+                                         zpp_py_add_aio };
     for (size_t area = 0; area < sizeof areas / sizeof areas[0]; ++area) {
         if (areas[area](module) != 0) return -1;
     }

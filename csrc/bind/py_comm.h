@@ -24,20 +24,20 @@ zpp_comm *zpp_py_comm_get(PyObject *comm);
 /* The region of a _C.Region, as above. */
 zpp_region *zpp_py_region_get(PyObject *region);
 
-/* --- between the files of py_comm ---------------------------------------------------------------------------------- */
+/* --- between the files of py_comm --------------------------------------------------------------------------------- */
 
 /* A torch store as rendezvous (py_comm_store.c): takes the GIL itself; `store` is borrowed. */
 struct zpp_store zpp_py_store_of(PyObject *store);
 /* The log callback: ctx is a Python callable that takes one string. Takes the GIL itself. */
 void zpp_py_log(void *callable, const char *sentence);
 
-/* Around every call that may wait: enter (NULL: closed, an error is set), release the GIL, call, take it, leave. A group closed
- * meanwhile by another thread is destroyed by the last one who leaves. */
+/* Around every call that may wait: enter (NULL: closed, an error is set), release the GIL, call, take it, leave. A
+ * group closed meanwhile by another thread is destroyed by the last one who leaves. */
 zpp_comm *zpp_py_comm_enter(PyObject *comm);
 void zpp_py_comm_leave(PyObject *comm);
 
-/* New _C.Work for a submitted call. `keep` and `memory_owner` (both stolen, may be NULL) hold what the call points at, until it
- * is finished. */
+/* New _C.Work for a submitted call. `keep` and `memory_owner` (both stolen, may be NULL) hold what the call points at,
+ * until it is finished. */
 PyObject *zpp_py_work_submit(PyObject *comm, const struct zpp_call *call, PyObject *keep, PyObject *memory_owner);
 void zpp_py_work_sweep(void); /* drop what finished calls held */
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A one-way channel between two ranks: a ring of bytes in a memfd that the sender makes and the receiver maps. One writer thread and
- * one reader thread at a time.
+ * A one-way channel between two ranks: a ring of bytes in a memfd that the sender makes and the receiver maps. One
+ * writer thread and one reader thread at a time.
  */
 #ifndef ZPP_COMM_CHANNEL_H
 #define ZPP_COMM_CHANNEL_H

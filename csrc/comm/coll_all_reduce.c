@@ -63,7 +63,7 @@ static zpp_status fill(const struct job *job, size_t at, struct zpp_err *err) {
     return ZPP_OK;
 }
 
-/* --- pairs --------------------------------------------------------------------------------------------------------- */
+/* --- pairs -------------------------------------------------------------------------------------------------------- */
 
 static zpp_status combine_pair(const struct job *job, size_t at, struct zpp_err *err) {
     struct zpp_comm *comm = job->turn->comm;
@@ -86,7 +86,7 @@ static zpp_status pairs(const struct job *job, struct zpp_err *err) {
     return status == ZPP_OK ? combine_pair(job, at - job->round_bytes, err) : status;
 }
 
-/* --- staged -------------------------------------------------------------------------------------------------------- */
+/* --- staged ------------------------------------------------------------------------------------------------------- */
 
 static zpp_status combine_slice(const struct job *job, size_t at, struct zpp_err *err) {
     struct zpp_comm *comm = job->turn->comm;
@@ -131,7 +131,7 @@ static zpp_status staged(const struct job *job, struct zpp_err *err) {
     return status;
 }
 
-/* --- in place ------------------------------------------------------------------------------------------------------ */
+/* --- in place ----------------------------------------------------------------------------------------------------- */
 
 static void combine_in_place(const struct job *job, const uint8_t *const *tensor, size_t at) {
     struct zpp_comm *comm = job->turn->comm;

@@ -9,9 +9,9 @@
  *                carries its identity, so that order is never taken for identity
  *   collectives  all-reduce, all-gather, reduce-scatter, broadcast, barrier, ... on the caller's memory
  *
- * Reductions add in rank order, ((r0 + r1) + r2) + ..., in fp32 for 16-bit elements with one rounding at the end: same inputs, same
- * bits, whatever the timing. A dead or diverging peer is an error on every survivor, with its number, within seconds;
- * a peer that is merely late is waited for until the time-out, and `log` hears its rank after 10 s.
+ * Reductions add in rank order, ((r0 + r1) + r2) + ..., in fp32 for 16-bit elements with one rounding at the end: same
+ * inputs, same bits, whatever the timing. A dead or diverging peer is an error on every survivor, with its number,
+ * within seconds; a peer that is merely late is waited for until the time-out, and `log` hears its rank after 10 s.
  *
  * Threads: a communicator, and each of its lanes, is used by one thread at a time; different lanes of one communicator
  * may be used by different threads. Creation calls are collective: same order on every rank.
@@ -24,7 +24,7 @@
 #include "../base/status.h"
 #include "../base/wait.h"
 
-/* --- rendezvous: how ranks find each other. Filled in by bind (torch's store) or by a C test (a table) ------------- */
+/* --- rendezvous: how ranks find each other. Filled in by bind (torch's store) or by a C test (a table) ------------ */
 struct zpp_store {
     void *ctx; /* borrowed until zpp_comm_create returns */
     zpp_status (*set)(void *ctx, const char *key, const void *value, size_t bytes, struct zpp_err *err);
@@ -41,12 +41,14 @@ struct zpp_comm_options {
     void *log_ctx;
     const struct zpp_wait *wait; /* its ticks are called while the ranks meet; may be NULL; borrowed for the call */
 };
-/* Collective. All ranks must be on one host for now; a rank elsewhere is NOT_BUILT, naming both hosts. New; free with zpp_comm_destroy. */
+/* Collective. All ranks must be on one host for now; a rank elsewhere is NOT_BUILT, naming both hosts. New; free with
+ * zpp_comm_destroy. */
 zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct zpp_store *store, zpp_comm **out,
                            struct zpp_err *err);
 /* Local, never waits. Peers that still use the group see "rank r left". NULL is fine. */
 void zpp_comm_destroy(zpp_comm *comm);
-/* Every pending and later wait, here and on the peers, ends with ABORTED and this sentence, naming this rank. Any thread. */
+/* Every pending and later wait, here and on the peers, ends with ABORTED and this sentence, naming this rank. Any
+ * thread. */
 void zpp_comm_abort(zpp_comm *comm, const char *sentence);
 /* OK, or the error that ended the group. A few ns; any thread. */
 zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err);
@@ -58,13 +60,21 @@ void zpp_comm_set_timeout(zpp_comm *comm, uint64_t timeout_ns);
 void zpp_comm_set_name(zpp_comm *comm, const char *name);
 
 /* Bytes moved, monotone. A byte counts once, at the rank that reads it from a peer's memory. */
-enum zpp_traffic_kind { ZPP_TRAFFIC_ALL_GATHER, ZPP_TRAFFIC_REDUCE_SCATTER, ZPP_TRAFFIC_ALL_REDUCE, ZPP_TRAFFIC_BROADCAST,
-                        ZPP_TRAFFIC_ALL_TO_ALL, ZPP_TRAFFIC_P2P, ZPP_TRAFFIC_OTHER, ZPP_TRAFFIC_KINDS };
+enum zpp_traffic_kind {
+    ZPP_TRAFFIC_ALL_GATHER,
+    ZPP_TRAFFIC_REDUCE_SCATTER,
+    ZPP_TRAFFIC_ALL_REDUCE,
+    ZPP_TRAFFIC_BROADCAST,
+    ZPP_TRAFFIC_ALL_TO_ALL,
+    ZPP_TRAFFIC_P2P,
+    ZPP_TRAFFIC_OTHER,
+    ZPP_TRAFFIC_KINDS
+};
 struct zpp_traffic { uint64_t bytes[ZPP_TRAFFIC_KINDS], calls[ZPP_TRAFFIC_KINDS]; };
 void zpp_comm_traffic(const zpp_comm *comm, struct zpp_traffic *out);
 void zpp_comm_count(zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes); /* for users of regions and lanes */
 
-/* --- regions ------------------------------------------------------------------------------------------------------- */
+/* --- regions ------------------------------------------------------------------------------------------------------ */
 typedef struct zpp_region zpp_region;
 enum zpp_region_kind {
     ZPP_REGION_PER_RANK, /* each rank owns `bytes`; zpp_region_base(region, r) is rank r's part, mapped here */
@@ -72,24 +82,26 @@ enum zpp_region_kind {
 };
 /* Collective. Zeroed, page aligned, sparse: memory is used only where touched. New; free with zpp_region_destroy,
  * which is local: the memory lives until the last rank unmaps it, and survives the communicator. */
-zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t bytes, zpp_region **out, struct zpp_err *err);
+zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t bytes, zpp_region **out,
+                             struct zpp_err *err);
 void zpp_region_destroy(zpp_region *region);
 void *zpp_region_base(const zpp_region *region, int rank);
 size_t zpp_region_bytes(const zpp_region *region); /* of one part, rounded up to pages */
 /* Give pages of my own part (ONE: of the block) back to the system; they read as zero again. Page-aligned. */
 void zpp_region_trim(zpp_region *region, size_t offset_bytes, size_t bytes);
 
-/* --- arenas: memory of this rank that its peers map, in blocks. A large collective whose tensor lies in such a block on every rank is
- * read in place, without staging. Local, any thread. ------------------------------------------------------------------ */
+/* --- arenas: memory of this rank that its peers map, in blocks. A large collective whose tensor lies in such a block
+ * on every rank is read in place, without staging. Local, any thread.
+ * ------------------------------------------------------------------ */
 typedef struct zpp_block zpp_block;
-/* Zeroed at first, old contents when memory is used again; 256-byte aligned, pages from 64 KB on. New; free with zpp_block_free, which may come
- * after the end of the communicator. */
+/* Zeroed at first, old contents when memory is used again; 256-byte aligned, pages from 64 KB on. New; free with
+ * zpp_block_free, which may come after the end of the communicator. */
 zpp_status zpp_comm_alloc(zpp_comm *comm, size_t bytes, zpp_block **out, struct zpp_err *err);
 void zpp_block_free(zpp_block *block); /* NULL is fine */
 void *zpp_block_data(const zpp_block *block);
 size_t zpp_block_bytes(const zpp_block *block); /* as asked for */
 
-/* --- lanes --------------------------------------------------------------------------------------------------------- */
+/* --- lanes -------------------------------------------------------------------------------------------------------- */
 enum { ZPP_LANE_RING = 64, ZPP_LANE_MASK_BYTES = 64 };
 struct zpp_notice {
     uint64_t kind;         /* what this is: compared between ranks by zpp_lane_expect */
@@ -103,12 +115,13 @@ typedef struct zpp_lane zpp_lane;
 /* Collective. `name` is used in messages. New; free with zpp_lane_destroy before the communicator. */
 zpp_status zpp_lane_create(zpp_comm *comm, const char *name, zpp_lane **out, struct zpp_err *err);
 void zpp_lane_destroy(zpp_lane *lane);
-/* Publish the next notice of this rank (release order: what was written before is visible to who reads it). `*seq` is its number, 1, 2, 3...
- * AGAIN / waits only while a peer has not acknowledged the notice ZPP_LANE_RING before. */
+/* Publish the next notice of this rank (release order: what was written before is visible to who reads it). `*seq` is
+ * its number, 1, 2, 3... AGAIN / waits only while a peer has not acknowledged the notice ZPP_LANE_RING before. */
 zpp_status zpp_lane_post(zpp_lane *lane, const struct zpp_notice *notice, const struct zpp_wait *wait, uint64_t *seq,
                          struct zpp_err *err);
 /* Read notice `seq` of `rank`. `expect` (may be NULL): kind, object, step and elems must be equal, else PEER, and the
- * sentence shows both sides, here and there (the peer's next wait fails too). Describing a notice is the owner's job: see describe. */
+ * sentence shows both sides, here and there (the peer's next wait fails too). Describing a notice is the owner's job:
+ * see describe. */
 zpp_status zpp_lane_read(zpp_lane *lane, int rank, uint64_t seq, const struct zpp_notice *expect,
                          const struct zpp_wait *wait, struct zpp_notice *out, struct zpp_err *err);
 /* I no longer read anything that the peers' notices up to `seq` point at. */
@@ -118,22 +131,45 @@ uint64_t zpp_lane_acked(const zpp_lane *lane);
 /* The same, waiting until it is at least `seq`. */
 zpp_status zpp_lane_wait_acked(zpp_lane *lane, uint64_t seq, const struct zpp_wait *wait, struct zpp_err *err);
 /* Turns a notice into words for messages, such as `reduce unit 3 (layers.2) step 7`; default prints the numbers. */
-void zpp_lane_set_describe(zpp_lane *lane, void (*describe)(void *ctx, const struct zpp_notice *, char *text, size_t room),
-                           void *ctx);
+void zpp_lane_set_describe(zpp_lane *lane,
+                           void (*describe)(void *ctx, const struct zpp_notice *, char *text, size_t room), void *ctx);
 
-/* --- collectives on the caller's memory (staged through regions; in place where the memory lies in a region) ------- */
-typedef enum zpp_reduce_op { ZPP_SUM, ZPP_AVG, ZPP_PRODUCT, ZPP_MIN, ZPP_MAX, ZPP_BAND, ZPP_BOR, ZPP_BXOR, ZPP_REDUCE_OPS } zpp_reduce_op;
+/* --- collectives on the caller's memory (staged through regions; in place where the memory lies in a region) ------ */
+typedef enum zpp_reduce_op {
+    ZPP_SUM,
+    ZPP_AVG,
+    ZPP_PRODUCT,
+    ZPP_MIN,
+    ZPP_MAX,
+    ZPP_BAND,
+    ZPP_BOR,
+    ZPP_BXOR,
+    ZPP_REDUCE_OPS
+} zpp_reduce_op;
 /* All block. `wait` NULL here means: the communicator's own time-out, no ticks. Ranks must call the same one with the
  * same elems, dtype, op and root; anything else is PEER on all of them, showing both sides. */
-zpp_status zpp_all_reduce(zpp_comm *, void *data, size_t elems, zpp_dtype, zpp_reduce_op, const struct zpp_wait *, struct zpp_err *);
-zpp_status zpp_all_gather(zpp_comm *, void *dst, const void *src, size_t src_bytes, const struct zpp_wait *, struct zpp_err *);
-zpp_status zpp_reduce_scatter(zpp_comm *, void *dst, const void *src, size_t dst_elems, zpp_dtype, zpp_reduce_op, const struct zpp_wait *, struct zpp_err *);
+zpp_status zpp_all_reduce(zpp_comm *, void *data, size_t elems, zpp_dtype, zpp_reduce_op, const struct zpp_wait *,
+                          struct zpp_err *);
+zpp_status zpp_all_gather(zpp_comm *, void *dst, const void *src, size_t src_bytes, const struct zpp_wait *,
+                          struct zpp_err *);
+zpp_status zpp_reduce_scatter(zpp_comm *, void *dst, const void *src, size_t dst_elems, zpp_dtype, zpp_reduce_op,
+                              const struct zpp_wait *, struct zpp_err *);
 zpp_status zpp_broadcast(zpp_comm *, void *data, size_t bytes, int root, const struct zpp_wait *, struct zpp_err *);
 zpp_status zpp_barrier(zpp_comm *, const struct zpp_wait *, struct zpp_err *);
 
 /* The same collectives as one table, with the dtype compared too, and those that have no function of their own. */
-enum zpp_coll { ZPP_COLL_BARRIER = 1, ZPP_COLL_ALL_REDUCE, ZPP_COLL_ALL_GATHER, ZPP_COLL_REDUCE_SCATTER, ZPP_COLL_BROADCAST,
-                ZPP_COLL_REDUCE, ZPP_COLL_ALL_TO_ALL, ZPP_COLL_GATHER, ZPP_COLL_SCATTER, ZPP_COLLS };
+enum zpp_coll {
+    ZPP_COLL_BARRIER = 1,
+    ZPP_COLL_ALL_REDUCE,
+    ZPP_COLL_ALL_GATHER,
+    ZPP_COLL_REDUCE_SCATTER,
+    ZPP_COLL_BROADCAST,
+    ZPP_COLL_REDUCE,
+    ZPP_COLL_ALL_TO_ALL,
+    ZPP_COLL_GATHER,
+    ZPP_COLL_SCATTER,
+    ZPP_COLLS
+};
 struct zpp_call {
     enum zpp_coll coll;
     zpp_dtype dtype;
@@ -150,20 +186,24 @@ struct zpp_call {
 };
 zpp_status zpp_comm_call(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait, struct zpp_err *err);
 
-/* The same, later, on a progress thread of the communicator, in the order of submission; a blocking call waits for what is queued before it.
- * `done` (may be NULL) is called on that thread. Arrays and memory that the call points at are borrowed until it is finished. `*out`: new;
- * free with zpp_work_free, finished or not, even after zpp_comm_destroy, which ends what is pending. */
+/* The same, later, on a progress thread of the communicator, in the order of submission; a blocking call waits for what
+ * is queued before it. `done` (may be NULL) is called on that thread. Arrays and memory that the call points at are
+ * borrowed until it is finished. `*out`: new; free with zpp_work_free, finished or not, even after zpp_comm_destroy,
+ * which ends what is pending. */
 typedef struct zpp_work zpp_work;
-zpp_status zpp_comm_submit(zpp_comm *comm, const struct zpp_call *call, void (*done)(void *ctx, zpp_status, const struct zpp_err *), void *done_ctx,
-                           zpp_work **out, struct zpp_err *err);
-/* The status of the call; TIMEOUT or a tick's error if the wait ends before the call does. `wait` NULL: no limit, no ticks. Any thread. */
+zpp_status zpp_comm_submit(zpp_comm *comm, const struct zpp_call *call,
+                           void (*done)(void *ctx, zpp_status, const struct zpp_err *), void *done_ctx, zpp_work **out,
+                           struct zpp_err *err);
+/* The status of the call; TIMEOUT or a tick's error if the wait ends before the call does. `wait` NULL: no limit, no
+ * ticks. Any thread. */
 zpp_status zpp_work_wait(zpp_work *work, const struct zpp_wait *wait, struct zpp_err *err);
 bool zpp_work_finished(zpp_work *work);
 void zpp_work_free(zpp_work *work);
 
-/* --- send and receive, any thread. A transfer begins at once and goes on by itself; `data` is borrowed until it is finished. A send is
- * finished when its bytes are on the way, not when they are received. A message goes to the oldest receive with its tag and source;
- * `from` ZPP_NO_RANK: any. Sizes must agree. `*out`: new; free with zpp_transfer_free, finished or not, even after zpp_comm_destroy. */
+/* --- send and receive, any thread. A transfer begins at once and goes on by itself; `data` is borrowed until it is
+ * finished. A send is finished when its bytes are on the way, not when they are received. A message goes to the oldest
+ * receive with its tag and source; `from` ZPP_NO_RANK: any. Sizes must agree. `*out`: new; free with zpp_transfer_free,
+ * finished or not, even after zpp_comm_destroy. */
 typedef struct zpp_transfer zpp_transfer;
 zpp_status zpp_comm_send(zpp_comm *comm, const void *data, size_t bytes, int to, uint64_t tag, zpp_transfer **out,
                          struct zpp_err *err);
@@ -175,9 +215,10 @@ bool zpp_transfer_finished(zpp_transfer *transfer);
 int zpp_transfer_peer(zpp_transfer *transfer); /* who sent it; ZPP_NO_RANK while that is open */
 void zpp_transfer_free(zpp_transfer *transfer);
 
-/* --- the reduction itself, for users of regions: dst[i] = (sum over r in rank order of src[r][i]) * scale ---------- */
-/* src[r]: `ranks` arrays of `elems` elements of `dtype`. dst of dst_dtype (F32 or `dtype`); accumulate: dst[i] += that. One pass, AVX where there. */
-void zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accumulate, const void *const *src, int ranks, zpp_dtype dtype,
-                        size_t elems, float scale);
+/* --- the reduction itself, for users of regions: dst[i] = (sum over r in rank order of src[r][i]) * scale --------- */
+/* src[r]: `ranks` arrays of `elems` elements of `dtype`. dst of dst_dtype (F32 or `dtype`); accumulate: dst[i] += that.
+ * One pass, AVX where there. */
+void zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accumulate, const void *const *src, int ranks,
+                        zpp_dtype dtype, size_t elems, float scale);
 
 #endif

@@ -31,7 +31,8 @@ const struct zpp_sum_kernels *zpp_sum_kernels(void); /* the best of this CPU */
 
 /* INVALID, with a sentence, for what makes no sense: bit operations on floating point, avg of integers. */
 zpp_status zpp_reduce_check(zpp_reduce_op op, zpp_dtype dtype, struct zpp_err *err);
-/* The reduction above for any operation; AVG multiplies by 1 / sources, rounded to fp32 (fp64 for doubles). `stream`: see above. */
+/* The reduction above for any operation; AVG multiplies by 1 / sources, rounded to fp32 (fp64 for doubles). `stream`:
+ * see above. */
 void zpp_reduce_op_sources(void *dst, zpp_reduce_op op, const void *const *src, int sources, zpp_dtype dtype,
                            size_t elems, bool stream);
 const char *zpp_reduce_op_name(zpp_reduce_op op);

@@ -64,7 +64,7 @@ static void describe(const struct zpp_turn *turn, char *text, size_t room) {
         snprintf(text, room, "a wait");
 }
 
-/* --- the slow part ------------------------------------------------------------------------------------------------- */
+/* --- the slow part ---------------------------------------------------------------------------------------------- */
 
 /* The ranks that have not reached the gate, as words for messages; returns how many there are, `*first` the lowest. */
 static int absent_ranks(const struct zpp_comm *comm, const struct zpp_gate *gate, int rank, char *text, size_t room,

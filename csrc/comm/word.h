@@ -54,8 +54,8 @@ static inline struct zpp_word *zpp_gate_word(const struct zpp_gate *gate, int ra
 zpp_status zpp_await(struct zpp_turn *turn, const struct zpp_gate *gate, int rank, struct zpp_err *err);
 /* The same for every rank but the caller's. */
 zpp_status zpp_await_all(struct zpp_turn *turn, const struct zpp_gate *gate, struct zpp_err *err);
-/* Spin, then sleep until the word has reached the target, a signal comes or about 100 ms have passed; true if it has. For waits whose
- * condition is not the word itself: the caller looks (zpp_turn_look) when this returns false. */
+/* Spin, then sleep until the word has reached the target, a signal comes or about 100 ms have passed; true if it has.
+ * For waits whose condition is not the word itself: the caller looks (zpp_turn_look) when this returns false. */
 bool zpp_word_doze(struct zpp_turn *turn, struct zpp_word *word, uint32_t target);
 
 #endif

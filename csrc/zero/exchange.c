@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * See exchange.h. The operation runs on the reduce stream, which alone uses the lane; on cpu it is asked again and again,
- * so it remembers whether it has posted.
+ * See exchange.h. The operation runs on the reduce stream, which alone uses the lane; on cpu it is asked again and
+ * again, so it remembers whether it has posted.
  */
 #include "exchange.h"
 

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A few bytes of every rank for every rank, on the lane that reductions use: the votes that begin a step, the norms of
- * slices. So a rank that steps while another still reduces is noticed at once, by both, with both sides in the sentence;
- * a collective of its own would wait there until the time-out. It is a barrier too: it needs every rank's bytes.
+ * slices. So a rank that steps while another still reduces is noticed at once, by both, with both sides in the
+ * sentence; a collective of its own would wait there until the time-out. It is a barrier too: it needs every rank's
+ * bytes.
  */
 #ifndef ZPP_ZERO_EXCHANGE_H
 #define ZPP_ZERO_EXCHANGE_H

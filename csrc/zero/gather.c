@@ -31,7 +31,7 @@ static zpp_status gather_slices(void *arg, void *native, const struct zpp_wait *
     return ZPP_OK;
 }
 
-/* --- memory -------------------------------------------------------------------------------------------------------- */
+/* --- memory ------------------------------------------------------------------------------------------------------- */
 
 enum { STAY_MAPPED_BYTES = 64 * 1024 }; /* below this, mapping costs more than the memory is worth */
 
@@ -73,7 +73,7 @@ static zpp_status give_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
     return zpp_range_unmap(zero->range, unit->range_offset_bytes, mapped_bytes(unit), err);
 }
 
-/* --- fetching ------------------------------------------------------------------------------------------------------ */
+/* --- fetching ----------------------------------------------------------------------------------------------------- */
 
 static zpp_status start_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     zpp_status status = take_memory(zero, unit, err);
@@ -115,7 +115,8 @@ static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp
     return ZPP_OK;
 }
 
-zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const struct zpp_wait *wait, struct zpp_err *err) {
+zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const struct zpp_wait *wait,
+                         struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     if (!zpp_unit_moves(unit)) return ZPP_OK;
     if (unit->state == ZPP_UNIT_PARTITIONED) {

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Whole sequences, not one successor per unit: a tied embedding is first and last in a forward, and a block that contains
- * other units comes back between them in backward. With successors such a unit leads to the wrong place, the bound fills
- * with units that are not needed, and nothing useful is fetched any more.
+ * Whole sequences, not one successor per unit: a tied embedding is first and last in a forward, and a block that
+ * contains other units comes back between them in backward. With successors such a unit leads to the wrong place, the
+ * bound fills with units that are not needed, and nothing useful is fetched any more.
  *
- * Where ranks or passes differ, the cursor jumps to the next place where the unit occurs; a unit that does not occur any
- * more moves nothing. So one deviation costs one guess.
+ * Where ranks or passes differ, the cursor jumps to the next place where the unit occurs; a unit that does not occur
+ * any more moves nothing. So one deviation costs one guess.
  */
 #include "trace.h"
 

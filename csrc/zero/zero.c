@@ -63,7 +63,8 @@ static void destroy_unit(zpp_zero *zero, struct zpp_unit *unit) {
 
 void zpp_zero_destroy(zpp_zero *zero) {
     if (!zero) return;
-    /* Streams first: they finish operations that still use the units, and must not wait for peers that go on without us. */
+    /* Streams first: they finish operations that still use the units, and must not wait for peers that go on without
+     * us. */
     if (zpp_reduce_pending(zero)) zpp_comm_abort(zero->options.comm, "left in the middle of a reduction");
     zpp_stream_destroy(zero->reduce);
     if (zero->gather != zero->compute) zpp_stream_destroy(zero->gather);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * N ranks of one group as threads of this process, for C tests: under ThreadSanitizer they share each mapping (memfd.c), so
- * what the protocol does not order is a report.
+ * N ranks of one group as threads of this process, for C tests: under ThreadSanitizer they share each mapping
+ * (memfd.c), so what the protocol does not order is a report.
  */
 #ifndef ZPP_TESTS_RANKS_H
 #define ZPP_TESTS_RANKS_H

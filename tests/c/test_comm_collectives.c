@@ -16,7 +16,9 @@ static uint32_t mix(uint32_t x) {
 }
 
 /* Element i of rank r, as a small number that every dtype holds. */
-static float value_of(int rank, size_t i) { return (float)(mix((uint32_t)i * 31u + (uint32_t)rank * 977u) % 7u) - 2.0f; }
+static float value_of(int rank, size_t i) {
+    return (float)(mix((uint32_t)i * 31u + (uint32_t)rank * 977u) % 7u) - 2.0f;
+}
 
 static void put(void *data, zpp_dtype dtype, size_t i, float value) {
     switch (dtype) {

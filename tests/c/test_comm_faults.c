@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What goes wrong between ranks: abort, divergence, ranks that leave or come late, a forked child, a process that dies. Every wait
- * must end, with the same sentence on every rank.
+ * What goes wrong between ranks: abort, divergence, ranks that leave or come late, a forked child, a process that dies.
+ * Every wait must end, with the same sentence on every rank.
  */
 #include <signal.h>
 #include <stdatomic.h>
@@ -26,7 +26,7 @@ static void pause_ms(long ms) {
     nanosleep(&pause, NULL);
 }
 
-/* --- abort ------------------------------------------------------------------------------------------------------------ */
+/* --- abort -------------------------------------------------------------------------------------------------------- */
 
 static void aborted(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -44,7 +44,7 @@ static void aborted(struct test_rank *me) {
 
 static void abort_reaches_everybody(void) { run_ranks(3, aborted, NULL); }
 
-/* --- divergence ------------------------------------------------------------------------------------------------------- */
+/* --- divergence --------------------------------------------------------------------------------------------------- */
 
 struct path {
     const char *says;
@@ -76,7 +76,8 @@ static void other_length(struct test_rank *me) {
     const size_t elems = me->rank == 1 ? 300000 : 2; /* one in staging, one beside the signature */
     float *data = calloc(elems, sizeof *data);
     CHECK_FAILS(zpp_all_reduce(me->comm, data, elems, ZPP_F32, ZPP_SUM, NULL, &err), ZPP_PEER,
-                "rank 0 is in all_reduce(float32, 2 elements, sum) #1 but rank 1 is in all_reduce(float32, 300000 elements, sum)");
+                "rank 0 is in all_reduce(float32, 2 elements, sum) #1 but rank 1 is in all_reduce(float32, 300000 "
+                "elements, sum)");
     free(data);
 }
 
@@ -88,8 +89,9 @@ static void other_splits(struct test_rank *me) {
     void *dsts[2] = {to[0], to[1]};
     const void *srcs[2] = {from[0], from[1]};
     size_t out[2] = {8, 8}, in[2] = {8, me->rank == 0 ? 9 : 8};
-    const struct zpp_call call = {.coll = ZPP_COLL_ALL_TO_ALL, .dtype = ZPP_U8, .dsts = dsts, .srcs = srcs, .dst_bytes = in,
-                                  .src_bytes = out};
+    const struct zpp_call call = {
+        .coll = ZPP_COLL_ALL_TO_ALL, .dtype = ZPP_U8, .dsts = dsts, .srcs = srcs, .dst_bytes = in, .src_bytes = out
+    };
     zpp_status status = zpp_comm_call(me->comm, &call, NULL, &err);
     if (me->rank == 1 && status == ZPP_OK) status = zpp_barrier(me->comm, NULL, &err); /* its own part was consistent */
     CHECK_EQUAL(status, ZPP_PEER);
@@ -98,7 +100,7 @@ static void other_splits(struct test_rank *me) {
 
 static void different_splits(void) { run_ranks(2, other_splits, NULL); }
 
-/* --- leaving and coming late ---------------------------------------------------------------------------------------------- */
+/* --- leaving and coming late -------------------------------------------------------------------------------------- */
 
 static void one_leaves(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -113,7 +115,8 @@ static void a_rank_leaves(void) { run_ranks(4, one_leaves, NULL); }
 static void one_is_late(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     if (me->rank == 1) pause_ms(1500);
-    CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_TIMEOUT, "rank 1 of group \"test\" did not come to barrier() #1 within");
+    CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_TIMEOUT,
+                "rank 1 of group \"test\" did not come to barrier() #1 within");
     CHECK_EQUAL(err.rank, 1);
 }
 
@@ -133,7 +136,7 @@ static void does_not_meet(void) {
     store_table_fini(&table);
 }
 
-/* --- ticks ------------------------------------------------------------------------------------------------------------- */
+/* --- ticks -------------------------------------------------------------------------------------------------------- */
 
 static zpp_status tick(void *ctx, struct zpp_err *err) {
     atomic_int *left = ctx;
@@ -196,7 +199,7 @@ static void two_threads(struct test_rank *me) {
 static void one_thread_at_a_time(void) { run_ranks(2, two_threads, NULL); }
 
 #ifndef TEST_TSAN
-/* --- processes ---------------------------------------------------------------------------------------------------------- */
+/* --- processes ---------------------------------------------------------------------------------------------------- */
 
 /* A child forked by rank 0 cannot disturb the group, whatever it does with it. */
 static void forks(struct test_rank *me) {
@@ -237,7 +240,8 @@ static zpp_status shared_set(void *ctx, const char *key, const void *value, size
     return ZPP_OK;
 }
 
-static zpp_status shared_get(void *ctx, const char *key, void *value, size_t *bytes, uint64_t timeout_ns, struct zpp_err *err) {
+static zpp_status shared_get(void *ctx, const char *key, void *value, size_t *bytes, uint64_t timeout_ns,
+                             struct zpp_err *err) {
     struct shared_store *store = ctx;
     const int rank = key[strlen(key) - 1] - '0';
     (void)timeout_ns, (void)err;
@@ -260,7 +264,8 @@ static int in_process(struct shared_store *shared, int rank) {
     CHECK_OK(zpp_comm_create(&options, &store, &comm, &err));
     zpp_status status = ZPP_OK;
     while (status == ZPP_OK) status = zpp_barrier(comm, NULL, &err);
-    const bool right = status == ZPP_PEER && err.rank == VICTIM && strstr(err.text, "rank 2 (process ") && strstr(err.text, "died");
+    const bool right =
+        status == ZPP_PEER && err.rank == VICTIM && strstr(err.text, "rank 2 (process ") && strstr(err.text, "died");
     if (!right) fprintf(stderr, "rank %d: %s\n", rank, err.text);
     zpp_comm_destroy(comm);
     return right ? 0 : 1;

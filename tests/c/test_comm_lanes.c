@@ -131,7 +131,8 @@ static void lane_tries(struct test_rank *me) {
     zpp_lane_ack(lane, 1);
     CHECK_OK(zpp_lane_post(lane, &notice, &patient, &seq, &err));
     const struct zpp_wait hasty = {UINT64_C(150000000), NULL, NULL};
-    CHECK_FAILS(zpp_lane_read(lane, peer, 1000, NULL, &hasty, NULL, &err), ZPP_TIMEOUT, "notice #1000 of lane \"tries\"");
+    CHECK_FAILS(zpp_lane_read(lane, peer, 1000, NULL, &hasty, NULL, &err), ZPP_TIMEOUT,
+                "notice #1000 of lane \"tries\"");
     CHECK_EQUAL(err.rank, peer);
     CHECK_OK(zpp_barrier(me->comm, NULL, &err)); /* a wait on a lane that ends does not end the group */
     zpp_lane_destroy(lane);
@@ -153,7 +154,8 @@ static void lane_divergence(struct test_rank *me) {
     zpp_lane_set_describe(lane, describe, word);
     CHECK_OK(zpp_lane_post(lane, &notice, &patient, &seq, &err));
     zpp_status status = ZPP_OK;
-    for (int r = 0; r < me->ranks && status == ZPP_OK; r++) status = zpp_lane_read(lane, r, 1, &notice, &patient, NULL, &err);
+    for (int r = 0; r < me->ranks && status == ZPP_OK; r++)
+        status = zpp_lane_read(lane, r, 1, &notice, &patient, NULL, &err);
     CHECK_EQUAL(status, ZPP_PEER);
     CHECK(strstr(err.text, "reduce unit 4") && strstr(err.text, "reduce unit 9"));
     CHECK_FAILS(zpp_lane_post(lane, &notice, &patient, &seq, &err), ZPP_PEER, "reduce unit 9");
@@ -172,7 +174,8 @@ static void lane_of_the_departed(struct test_rank *me) {
     if (me->rank != 1) {
         CHECK_OK(zpp_lane_read(lane, 1, 1, &notice, &patient, NULL, &err)); /* what it posted before it left counts */
         /* Rank 2 has posted #2, too, but rank 0 waits for a rank that waits for the one that left. */
-        CHECK_FAILS(zpp_lane_read(lane, 2 - me->rank, 2, NULL, &patient, NULL, &err), ZPP_PEER, "rank 1 left the group");
+        CHECK_FAILS(zpp_lane_read(lane, 2 - me->rank, 2, NULL, &patient, NULL, &err), ZPP_PEER,
+                    "rank 1 left the group");
         CHECK_EQUAL(err.rank, 1);
     }
     zpp_lane_destroy(lane);

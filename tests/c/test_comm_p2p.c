@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Send and receive between ranks that are threads: tags, sizes larger than a channel, any source, both sides sending first.
+ * Send and receive between ranks that are threads: tags, sizes larger than a channel, any source, both sides sending
+ * first.
  */
 #include "ranks.h"
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The CUDA kernel of Adam, run on a CPU: adam_cuda.cu is C as well, once its keywords are defined away, and its blocks
- * and threads are loops. So the packing of segments into launches, the walk over chunks, the ends and the arithmetic are
- * tested without a GPU.
+ * and threads are loops. So the packing of segments into launches, the walk over chunks, the ends and the arithmetic
+ * are tested without a GPU.
  */
 #include "harness.h"
 

@@ -58,9 +58,13 @@ static bool lion(const struct format *f, struct arrays *a, const struct piece *p
                  zpp_pool *pool) {
     struct zpp_lion_segment segments[8];
     for (size_t k = 0; k < count; ++k) {
-        segments[k] = (struct zpp_lion_segment){
-            SEGMENT(f, a, &pieces[k]), .exp_avg = a->state + f->offset + pieces[k].begin,
-            .lr = f->flags & 4 ? 0.0 : 0.01, .beta1 = 0.9, .beta2 = 0.99, .weight_decay = f->flags & 1 ? 0.1 : 0.0, .maximize = f->flags & 2 };
+        segments[k] = (struct zpp_lion_segment) { SEGMENT(f, a, &pieces[k]),
+                                                  .exp_avg = a->state + f->offset + pieces[k].begin,
+                                                  .lr = f->flags & 4 ? 0.0 : 0.01,
+                                                  .beta1 = 0.9,
+                                                  .beta2 = 0.99,
+                                                  .weight_decay = f->flags & 1 ? 0.1 : 0.0,
+                                                  .maximize = f->flags & 2 };
     }
     return zpp_lion_step_at((enum zpp_cpu_level)level, segments, count, 0.5f, pool);
 }
@@ -81,10 +85,16 @@ static bool sgd_with(const struct format *f, struct arrays *a, const struct piec
                      zpp_pool *pool, bool momentum, bool first) {
     struct zpp_sgd_segment segments[8];
     for (size_t k = 0; k < count; ++k) {
-        segments[k] = (struct zpp_sgd_segment){
-            SEGMENT(f, a, &pieces[k]), .momentum_buffer = momentum ? a->state + f->offset + pieces[k].begin : NULL,
-            .lr = 0.01, .momentum = 0.9, .dampening = f->flags & 1 ? 0.25 : 0.0,
-            .weight_decay = f->flags & 1 ? 0.1 : 0.0, .maximize = f->flags & 2, .nesterov = f->flags & 4, .first = first };
+        segments[k] =
+            (struct zpp_sgd_segment) { SEGMENT(f, a, &pieces[k]),
+                                       .momentum_buffer = momentum ? a->state + f->offset + pieces[k].begin : NULL,
+                                       .lr = 0.01,
+                                       .momentum = 0.9,
+                                       .dampening = f->flags & 1 ? 0.25 : 0.0,
+                                       .weight_decay = f->flags & 1 ? 0.1 : 0.0,
+                                       .maximize = f->flags & 2,
+                                       .nesterov = f->flags & 4,
+                                       .first = first };
     }
     return zpp_sgd_step_at((enum zpp_cpu_level)level, segments, count, 0.5f, pool);
 }

@@ -77,7 +77,7 @@ def children_hold_sockets(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def one_returns(rank: int, ranks: int) -> dict[str, Any] | None:
-    torch, dist = _start()
+    _torch, dist = _start()
     dist.barrier()
     if rank == 1:
         return None  # ends without destroy_process_group
@@ -85,7 +85,7 @@ def one_returns(rank: int, ranks: int) -> dict[str, Any] | None:
 
 
 def one_raises(rank: int, ranks: int) -> dict[str, Any]:
-    torch, dist = _start()
+    _torch, dist = _start()
     dist.barrier()
     if rank == 1:
         raise ValueError("a bug in the user's script")
@@ -147,7 +147,7 @@ def interrupted(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def late_rank_is_logged(rank: int, ranks: int) -> float:
-    torch, dist = _start()
+    _torch, dist = _start()
     dist.barrier()
     if rank == 1:
         time.sleep(11.5)
@@ -167,7 +167,7 @@ def _when_ready(processes: list[subprocess.Popen[bytes]], seconds: float = 150.0
         for process in processes:
             path = f"/proc/{process.pid}/fd/1"
             try:
-                with open(path, "rb") as out:
+                with open(path, "rb") as out:  # noqa: PTH123
                     done += b"ready" in out.read()
             except OSError:
                 done += 1

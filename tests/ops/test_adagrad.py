@@ -65,9 +65,7 @@ def tensors(elems: int, seed: int, offset: int = 0) -> tuple[Tensor, Tensor, Ten
 @QUIET
 @given(elems=st.integers(0, 4097), offset=st.integers(0, 17), t=st.integers(1, 999), seed=st.integers(0, 99),
        maximize=st.booleans())  # fmt: skip
-def test_one_step_agrees(
-    peer: str, decay: float, elems: int, offset: int, t: int, seed: int, maximize: bool
-) -> None:
+def test_one_step_agrees(peer: str, decay: float, elems: int, offset: int, t: int, seed: int, maximize: bool) -> None:
     p, s, g = tensors(elems, seed, offset)
     way = -g if maximize else g
     off_p, off_s = bounds(p, s, way, t, decay)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block quantisation as ZeRO++ (Wang et al. 2023, section 3.2) and ZeroQuant state it, in float64, block by block.
 
-    symmetric    scale = max |x| / L                L = 2^(bits - 1) - 1
-    asymmetric   scale = (max x - min x) / (2^bits - 1),  mid = (max x + min x) / 2
-    code = round((x - mid) / scale)                 value = code scale + mid
+symmetric    scale = max |x| / L                L = 2^(bits - 1) - 1
+asymmetric   scale = (max x - min x) / (2^bits - 1),  mid = (max x + min x) / 2
+code = round((x - mid) / scale)                 value = code scale + mid
 """
 
 from __future__ import annotations
