@@ -94,7 +94,7 @@ def run_ranks(
         processes, files = [], []
         start = time.monotonic()
         for rank in range(ranks):
-            streams = [open(f"{folder}/{rank}.{name}", "w+b") for name in ("out", "err")]  # noqa: SIM115  # noqa: PTH123  # noqa: PTH123
+            streams = [open(f"{folder}/{rank}.{name}", "w+b") for name in ("out", "err")]  # noqa: SIM115, PTH123
             files.append(streams)
             variables = {
                 **os.environ,
