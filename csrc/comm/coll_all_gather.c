@@ -40,37 +40,39 @@ static zpp_status in_place(struct zpp_turn *turn, void *const *dst, const uint8_
     return zpp_step_wait(turn, zpp_step_pass(comm), err);
 }
 
-static zpp_status take(struct zpp_turn *turn, void *const *dst, size_t at, size_t chunk, bool stream,
-                       struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
-    const zpp_status status = zpp_take_begin(turn, 0, err);
-    if (status != ZPP_OK) return status;
-    for (int k = 1; k < comm->ranks; k++) {
-        const int r = (comm->rank + k) % comm->ranks;
-        zpp_copy((uint8_t *)dst[r] + at, zpp_stage(comm, r, 0, comm->taken[0]), chunk, stream);
-    }
-    zpp_take_end(comm, 0);
-    return ZPP_OK;
+struct job {
+    const struct zpp_comm *comm;
+    void *const *dst;
+    const uint8_t *src;
+    size_t bytes;
+    bool stream;
+};
+
+static size_t chunk_at(const struct job *job, size_t at) {
+    return job->bytes - at < ZPP_STAGE_BYTES ? job->bytes - at : ZPP_STAGE_BYTES;
 }
 
-static size_t chunk_at(size_t bytes, size_t at) { return bytes - at < ZPP_STAGE_BYTES ? bytes - at : ZPP_STAGE_BYTES; }
+static void fill(const void *ctx, size_t round, uint8_t *slot) {
+    const struct job *job = ctx;
+    const size_t at = round * ZPP_STAGE_BYTES, chunk = chunk_at(job, at);
+    zpp_copy(slot, job->src + at, chunk, true);
+    copy_own((uint8_t *)job->dst[job->comm->rank] + at, job->src + at, chunk, job->stream); /* from the cache */
+}
+
+static void take(const void *ctx, size_t round, uint32_t staged) {
+    const struct job *job = ctx;
+    const size_t at = round * ZPP_STAGE_BYTES, chunk = chunk_at(job, at);
+    for (int k = 1; k < job->comm->ranks; k++) {
+        const int r = (job->comm->rank + k) % job->comm->ranks;
+        zpp_copy((uint8_t *)job->dst[r] + at, zpp_stage(job->comm, r, 0, staged), chunk, job->stream);
+    }
+}
 
 static zpp_status staged(struct zpp_turn *turn, void *const *dst, const uint8_t *src, size_t bytes, bool stream,
                          struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
-    zpp_status status = ZPP_OK;
-    for (size_t at = 0; at < bytes; at += ZPP_STAGE_BYTES) {
-        uint8_t *slot = NULL;
-        status = zpp_stage_begin(turn, 0, &slot, err);
-        if (status != ZPP_OK) return status;
-        memcpy(slot, src + at, chunk_at(bytes, at));
-        zpp_stage_publish(comm, 0);
-        copy_own((uint8_t *)dst[comm->rank] + at, src + at, chunk_at(bytes, at), stream); /* from the cache */
-        if (at) status = take(turn, dst, at - ZPP_STAGE_BYTES, ZPP_STAGE_BYTES, stream, err);
-        if (status != ZPP_OK) return status;
-    }
-    const size_t last = (bytes - 1) / ZPP_STAGE_BYTES * ZPP_STAGE_BYTES;
-    return take(turn, dst, last, bytes - last, stream, err);
+    const struct job job = {turn->comm, dst, src, bytes, stream};
+    const struct zpp_pump pump = {(bytes + ZPP_STAGE_BYTES - 1) / ZPP_STAGE_BYTES, &job, fill, take, NULL};
+    return zpp_pump_run(turn, &pump, err);
 }
 
 zpp_status zpp_coll_all_gather(struct zpp_turn *turn, void *const *dst, const void *src, size_t bytes,

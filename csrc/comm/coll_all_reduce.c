@@ -25,9 +25,9 @@ struct job {
     size_t elem_bytes, round_bytes;
 };
 
-static void combine(const struct job *job, void *dst, const uint8_t *const *part, size_t bytes) {
+static void combine(const struct job *job, void *dst, const uint8_t *const *part, size_t bytes, bool stream) {
     zpp_reduce_op_sources(dst, job->tensor->op, (const void *const *)part, job->turn->comm->ranks, job->tensor->dtype,
-                          bytes / job->elem_bytes, false);
+                          bytes / job->elem_bytes, stream);
 }
 
 static size_t round_at(const struct job *job, size_t at) {
@@ -50,88 +50,82 @@ static zpp_status small(const struct job *job, struct zpp_err *err) {
     const uint8_t *part[ZPP_RANKS_MAX];
     if (status != ZPP_OK) return status;
     for (int r = 0; r < comm->ranks; r++) part[r] = r == comm->rank ? job->data : zpp_payload(comm, r, bytes);
-    combine(job, job->data, part, bytes);
-    return ZPP_OK;
-}
-
-static zpp_status fill(const struct job *job, size_t at, struct zpp_err *err) {
-    uint8_t *slot = NULL;
-    const zpp_status status = zpp_stage_begin(job->turn, 0, &slot, err);
-    if (status != ZPP_OK) return status;
-    memcpy(slot, job->data + at, round_at(job, at));
-    zpp_stage_publish(job->turn->comm, 0);
+    combine(job, job->data, part, bytes, false);
     return ZPP_OK;
 }
 
 /* --- pairs -------------------------------------------------------------------------------------------------------- */
 
-static zpp_status combine_pair(const struct job *job, size_t at, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
-    const zpp_status status = zpp_take_begin(job->turn, 0, err);
+static void fill_whole(const void *ctx, size_t round, uint8_t *slot) {
+    const struct job *job = ctx;
+    const size_t at = round * job->round_bytes;
+    zpp_copy(slot, job->data + at, round_at(job, at), true);
+}
+
+static void combine_pair(const void *ctx, size_t round, uint32_t staged) {
+    const struct job *job = ctx;
+    const struct zpp_comm *comm = job->turn->comm;
+    const size_t at = round * job->round_bytes;
     const uint8_t *part[2];
-    if (status != ZPP_OK) return status;
-    for (int r = 0; r < 2; r++) part[r] = r == comm->rank ? job->data + at : zpp_stage(comm, r, 0, comm->taken[0]);
-    combine(job, job->data + at, part, round_at(job, at));
-    zpp_take_end(comm, 0);
-    return ZPP_OK;
+    for (int r = 0; r < 2; r++) part[r] = r == comm->rank ? job->data + at : zpp_stage(comm, r, 0, staged);
+    combine(job, job->data + at, part, round_at(job, at), false);
+}
+
+static size_t rounds_of(const struct job *job) {
+    return (job->tensor->bytes + job->round_bytes - 1) / job->round_bytes;
 }
 
 static zpp_status pairs(const struct job *job, struct zpp_err *err) {
-    zpp_status status = ZPP_OK;
-    size_t at = 0;
-    for (; status == ZPP_OK && at < job->tensor->bytes; at += job->round_bytes) {
-        status = fill(job, at, err);
-        if (status == ZPP_OK && at) status = combine_pair(job, at - job->round_bytes, err);
-    }
-    return status == ZPP_OK ? combine_pair(job, at - job->round_bytes, err) : status;
+    const struct zpp_pump pump = {rounds_of(job), job, fill_whole, combine_pair, NULL};
+    return zpp_pump_run(job->turn, &pump, err);
 }
 
 /* --- staged ------------------------------------------------------------------------------------------------------- */
 
-static zpp_status combine_slice(const struct job *job, size_t at, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
-    const uint8_t *part[ZPP_RANKS_MAX];
-    uint8_t *slot = NULL;
-    size_t begin, length;
-    slice_of(job, round_at(job, at), comm->rank, &begin, &length);
-    zpp_status status = zpp_take_begin(job->turn, 0, err);
-    if (status == ZPP_OK) status = zpp_stage_begin(job->turn, 1, &slot, err);
-    if (status != ZPP_OK) return status;
-    for (int r = 0; r < comm->ranks; r++) part[r] = zpp_stage(comm, r, 0, comm->taken[0]) + begin;
-    combine(job, slot, part, length);
-    zpp_take_end(comm, 0);
-    zpp_stage_publish(comm, 1);
-    memcpy(job->data + at + begin, slot, length);
-    return ZPP_OK;
+/* Every slice but my own, each at its place in the slot. */
+static void fill_slices(const void *ctx, size_t round, uint8_t *slot) {
+    const struct job *job = ctx;
+    const struct zpp_comm *comm = job->turn->comm;
+    const size_t at = round * job->round_bytes;
+    for (int r = 0; r < comm->ranks; r++) {
+        size_t begin, length;
+        slice_of(job, round_at(job, at), r, &begin, &length);
+        if (r != comm->rank) zpp_copy(slot + begin, job->data + at + begin, length, true);
+    }
 }
 
-static zpp_status gather_slices(const struct job *job, size_t at, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
-    const zpp_status status = zpp_take_begin(job->turn, 1, err);
-    if (status != ZPP_OK) return status;
+static void combine_slice(const void *ctx, size_t round, uint32_t staged, uint8_t *slot) {
+    const struct job *job = ctx;
+    const struct zpp_comm *comm = job->turn->comm;
+    const size_t at = round * job->round_bytes;
+    const uint8_t *part[ZPP_RANKS_MAX];
+    size_t begin, length;
+    slice_of(job, round_at(job, at), comm->rank, &begin, &length);
+    for (int r = 0; r < comm->ranks; r++)
+        part[r] = r == comm->rank ? job->data + at + begin : zpp_stage(comm, r, 0, staged) + begin;
+    combine(job, job->data + at + begin, part, length, false);
+    zpp_copy(slot, job->data + at + begin, length, true);
+}
+
+static void gather_slices(const void *ctx, size_t round, uint32_t staged) {
+    const struct job *job = ctx;
+    const struct zpp_comm *comm = job->turn->comm;
+    const size_t at = round * job->round_bytes;
     for (int k = 1; k < comm->ranks; k++) {
         const int r = (comm->rank + k) % comm->ranks;
         size_t begin, length;
         slice_of(job, round_at(job, at), r, &begin, &length);
-        memcpy(job->data + at + begin, zpp_stage(comm, r, 1, comm->taken[1]), length);
+        memcpy(job->data + at + begin, zpp_stage(comm, r, 1, staged), length);
     }
-    zpp_take_end(comm, 1);
-    return ZPP_OK;
 }
 
-/* Round k comes in, round k - 1 is combined, round k - 2 goes out. */
 static zpp_status staged(const struct job *job, struct zpp_err *err) {
-    const size_t rounds = (job->tensor->bytes + job->round_bytes - 1) / job->round_bytes;
-    zpp_status status = ZPP_OK;
-    for (size_t k = 0; status == ZPP_OK && k < rounds + 2; k++) {
-        if (k < rounds) status = fill(job, k * job->round_bytes, err);
-        if (status == ZPP_OK && k >= 1 && k - 1 < rounds) status = combine_slice(job, (k - 1) * job->round_bytes, err);
-        if (status == ZPP_OK && k >= 2) status = gather_slices(job, (k - 2) * job->round_bytes, err);
-    }
-    return status;
+    const struct zpp_pump pump = {rounds_of(job), job, fill_slices, gather_slices, combine_slice};
+    return zpp_pump_run_twice(job->turn, &pump, err);
 }
 
-/* --- in place ----------------------------------------------------------------------------------------------------- */
+/* --- in place ------------------------------------------------------------------------------------------------------
+ */
 
 static void combine_in_place(const struct job *job, const uint8_t *const *tensor, size_t at) {
     struct zpp_comm *comm = job->turn->comm;
@@ -139,8 +133,9 @@ static void combine_in_place(const struct job *job, const uint8_t *const *tensor
     size_t begin, length;
     slice_of(job, round_at(job, at), comm->rank, &begin, &length);
     for (int r = 0; r < comm->ranks; r++) part[r] = tensor[r] + at + begin;
-    combine(job, job->data + at + begin, part,
-            length); /* only this rank reads or writes this slice before the phase ends */
+    /* Only this rank reads or writes this slice before the phase ends. Its lines lie in the peers' caches from the last
+     * time: writing around the cache is several times faster than taking them away one by one. */
+    combine(job, job->data + at + begin, part, length, true);
 }
 
 static void copy_in_place(const struct job *job, const uint8_t *const *tensor, size_t at) {
@@ -149,7 +144,7 @@ static void copy_in_place(const struct job *job, const uint8_t *const *tensor, s
         const int r = (comm->rank + k) % comm->ranks;
         size_t begin, length;
         slice_of(job, round_at(job, at), r, &begin, &length);
-        memcpy(job->data + at + begin, tensor[r] + at + begin, length);
+        zpp_copy(job->data + at + begin, tensor[r] + at + begin, length, true);
     }
 }
 

@@ -80,42 +80,31 @@ static size_t piece_at(const struct job *job, size_t bytes, size_t at) {
     return bytes - at < job->piece_bytes ? bytes - at : job->piece_bytes;
 }
 
-static zpp_status fill(const struct job *job, size_t at, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
-    uint8_t *slot = NULL;
-    const zpp_status status = zpp_stage_begin(job->turn, 0, &slot, err);
-    if (status != ZPP_OK) return status;
+static void fill(const void *ctx, size_t round, uint8_t *slot) {
+    const struct job *job = ctx;
+    const struct zpp_comm *comm = job->turn->comm;
+    const size_t at = round * job->piece_bytes;
     for (int r = 0; r < comm->ranks; r++) {
         const size_t piece = r == comm->rank ? 0 : piece_at(job, job->call->src_bytes[r], at);
-        if (piece) memcpy(slot + (size_t)r * job->piece_bytes, (const uint8_t *)job->call->srcs[r] + at, piece);
+        if (piece) zpp_copy(slot + (size_t)r * job->piece_bytes, (const uint8_t *)job->call->srcs[r] + at, piece, true);
     }
-    zpp_stage_publish(comm, 0);
-    return ZPP_OK;
 }
 
-static zpp_status take(const struct job *job, size_t at, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
-    const zpp_status status = zpp_take_begin(job->turn, 0, err);
-    if (status != ZPP_OK) return status;
+static void take(const void *ctx, size_t round, uint32_t staged) {
+    const struct job *job = ctx;
+    const struct zpp_comm *comm = job->turn->comm;
+    const size_t at = round * job->piece_bytes;
     for (int k = 1; k < comm->ranks; k++) {
         const int r = (comm->rank + k) % comm->ranks;
         const size_t piece = piece_at(job, job->call->dst_bytes[r], at);
-        if (piece)
-            zpp_copy((uint8_t *)job->call->dsts[r] + at,
-                     zpp_stage(comm, r, 0, comm->taken[0]) + (size_t)comm->rank * job->piece_bytes, piece, false);
+        const uint8_t *from = zpp_stage(comm, r, 0, staged) + (size_t)comm->rank * job->piece_bytes;
+        if (piece) zpp_copy((uint8_t *)job->call->dsts[r] + at, from, piece, false);
     }
-    zpp_take_end(comm, 0);
-    return ZPP_OK;
 }
 
 static zpp_status staged(const struct job *job, uint64_t most, struct zpp_err *err) {
-    zpp_status status = ZPP_OK;
-    size_t at = 0;
-    for (; status == ZPP_OK && at < most; at += job->piece_bytes) {
-        status = fill(job, at, err);
-        if (status == ZPP_OK && at) status = take(job, at - job->piece_bytes, err);
-    }
-    return status == ZPP_OK && at ? take(job, at - job->piece_bytes, err) : status;
+    const struct zpp_pump pump = {(most + job->piece_bytes - 1) / job->piece_bytes, job, fill, take, NULL};
+    return zpp_pump_run(job->turn, &pump, err);
 }
 
 zpp_status zpp_coll_all_to_all(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err) {

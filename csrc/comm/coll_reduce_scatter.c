@@ -52,40 +52,32 @@ static size_t piece_at(const struct job *job, size_t at) {
     return left < job->piece_bytes ? left : job->piece_bytes;
 }
 
-static zpp_status fill(const struct job *job, size_t at, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
-    uint8_t *slot = NULL;
-    const zpp_status status = zpp_stage_begin(job->turn, 0, &slot, err);
-    if (status != ZPP_OK) return status;
-    for (int r = 0; r < comm->ranks; r++)
-        if (r != comm->rank)
-            memcpy(slot + (size_t)r * job->piece_bytes, job->src + (size_t)r * job->tensor->bytes + at,
-                   piece_at(job, at));
-    zpp_stage_publish(comm, 0);
-    return ZPP_OK;
+static void fill(const void *ctx, size_t round, uint8_t *slot) {
+    const struct job *job = ctx;
+    const struct zpp_comm *comm = job->turn->comm;
+    const size_t at = round * job->piece_bytes;
+    for (int r = 0; r < comm->ranks; r++) {
+        if (r == comm->rank) continue;
+        const uint8_t *from = job->src + (size_t)r * job->tensor->bytes + at;
+        zpp_copy(slot + (size_t)r * job->piece_bytes, from, piece_at(job, at), true);
+    }
 }
 
-static zpp_status take(const struct job *job, size_t at, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
-    const zpp_status status = zpp_take_begin(job->turn, 0, err);
+static void take(const void *ctx, size_t round, uint32_t staged) {
+    const struct job *job = ctx;
+    const struct zpp_comm *comm = job->turn->comm;
+    const size_t at = round * job->piece_bytes;
     const uint8_t *part[ZPP_RANKS_MAX];
-    if (status != ZPP_OK) return status;
     for (int r = 0; r < comm->ranks; r++)
         part[r] = r == comm->rank ? job->src + (size_t)r * job->tensor->bytes + at
-                                  : zpp_stage(comm, r, 0, comm->taken[0]) + (size_t)comm->rank * job->piece_bytes;
+                                  : zpp_stage(comm, r, 0, staged) + (size_t)comm->rank * job->piece_bytes;
     combine(job, part, at, piece_at(job, at));
-    zpp_take_end(comm, 0);
-    return ZPP_OK;
 }
 
 static zpp_status staged(const struct job *job, struct zpp_err *err) {
-    zpp_status status = ZPP_OK;
-    size_t at = 0;
-    for (; status == ZPP_OK && at < job->tensor->bytes; at += job->piece_bytes) {
-        status = fill(job, at, err);
-        if (status == ZPP_OK && at) status = take(job, at - job->piece_bytes, err);
-    }
-    return status == ZPP_OK ? take(job, at - job->piece_bytes, err) : status;
+    const size_t rounds = (job->tensor->bytes + job->piece_bytes - 1) / job->piece_bytes;
+    const struct zpp_pump pump = {rounds, job, fill, take, NULL};
+    return zpp_pump_run(job->turn, &pump, err);
 }
 
 zpp_status zpp_coll_reduce_scatter(struct zpp_turn *turn, void *dst, const void *src, const struct zpp_tensor *tensor,

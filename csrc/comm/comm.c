@@ -78,6 +78,7 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
         zpp_comm_destroy(comm);
         return status;
     }
+    comm->joined = true;
     *out = comm;
     return ZPP_OK;
 }

@@ -6,7 +6,7 @@
  *   post      two entries, used in turn: a collective's signature and its small payload; `word` is its sequence number.
  *             Two are enough because a rank posts s + 2 only after it saw every peer's s + 1, which a peer posts after
  *             it has read s. So every collective must wait for every peer's post.
- *   staged    rounds of staging this rank has filled, per track; slot = round % 2
+ *   staged    rounds of staging this rank has filled, per track; slot = round % ZPP_STAGE_SLOTS
  *   taken     rounds of the peers' staging this rank has finished reading, per track
  *   step      phases passed by collectives that read the peers' tensors in place
  * Counters run on over the life of the group; all ranks raise them alike, because the signatures were compared first.
@@ -24,8 +24,8 @@ enum {
     ZPP_INLINE_BYTES = 40,   /* payload that travels on the line of its sequence number */
     ZPP_SMALL_BYTES = 16384, /* payload of collectives that need no staging */
     ZPP_TRACKS = 2,
-    ZPP_STAGE_SLOTS = 2,
-    ZPP_STAGE_BYTES = 512 * 1024, /* one slot; four of them stay in a last-level cache */
+    ZPP_STAGE_SLOTS = 8,
+    ZPP_STAGE_BYTES = 256 * 1024, /* one slot */
 };
 
 struct zpp_sig {
@@ -85,6 +85,7 @@ struct zpp_peer {
 
 struct zpp_comm {
     int rank, ranks;
+    bool joined; /* all peers are mapped */
     uint64_t timeout_ns;
     int spin_turns;
     char name[64];
@@ -137,7 +138,7 @@ zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err);
 /* Pronounce a verdict (the first one counts) and return the one that stands. */
 zpp_status zpp_verdict(struct zpp_comm *comm, zpp_status status, int guilty, struct zpp_err *err, const char *format,
                        ...) __attribute__((format(printf, 5, 6)));
-bool zpp_peer_dead(const struct zpp_comm *comm, int rank); /* a system call */
+bool zpp_peer_gone(const struct zpp_comm *comm, int rank); /* left, or dead; a system call */
 bool zpp_comm_forked(const struct zpp_comm *comm);
 
 /* --- mail.c ------------------------------------------------------------------------------------------------------- */
@@ -150,9 +151,9 @@ zpp_status zpp_mail_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t
                         struct zpp_err *err);
 void zpp_mail_clear(struct zpp_comm *comm);
 
-/* The slow part of a wait, for waits that are not on a word: every 100 ms, see word.c. `guilty` is the rank waited for.
- */
-zpp_status zpp_turn_look(struct zpp_turn *turn, int guilty, struct zpp_err *err);
+/* The slow part of a wait that is not on a word, about every 100 ms: verdict, tick, log, time-out. `rank` is waited for. `gone`: zpp_peer_gone
+ * said so *before* the caller looked once more for what it waits for, in vain: then that is the verdict. */
+zpp_status zpp_turn_look(struct zpp_turn *turn, int rank, bool gone, struct zpp_err *err);
 
 /* --- sig.c: every collective begins here -------------------------------------------------------------------------- */
 enum { ZPP_NO_OP = 0xff, ZPP_NO_ROOT = 0xffff };
@@ -199,14 +200,25 @@ zpp_status zpp_coll_broadcast(struct zpp_turn *turn, void *data, size_t bytes, i
 zpp_status zpp_coll_all_to_all(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
 enum { ZPP_STREAM_BYTES = 4 * 1024 * 1024 }; /* tensors from this size on are written around the cache */
 
-/* --- rounds.c: staging in rounds ---------------------------------------------------------------------------------- */
-/* Wait until my slot of the next round is free (every peer has taken the round before the last). */
+/* --- rounds.c: staging in rounds ----------------------------------------------------------------------------------- */
+/* Wait until my slot of the next round is free (every peer has taken what it held). */
 zpp_status zpp_stage_begin(struct zpp_turn *turn, int track, uint8_t **slot, struct zpp_err *err);
 void zpp_stage_publish(struct zpp_comm *comm, int track);
-/* Wait until every peer has staged the next round to be taken; then peers' data is at zpp_stage(comm, r, track,
- * comm->taken[track]). */
+/* Wait until every peer has staged the next round; then it is at zpp_stage(comm, r, track, comm->taken[track]). */
 zpp_status zpp_take_begin(struct zpp_turn *turn, int track, struct zpp_err *err);
 void zpp_take_end(struct zpp_comm *comm, int track);
+/* All of the above for a whole collective: every rank fills every round and takes every round. */
+struct zpp_pump {
+    size_t rounds;
+    const void *ctx;
+    void (*fill)(const void *ctx, size_t round, uint8_t *slot);
+    /* The peers' slots of this round are at zpp_stage(comm, r, track, staged); track 0, after `pass` track 1. */
+    void (*take)(const void *ctx, size_t round, uint32_t staged);
+    /* zpp_pump_run_twice: from the peers' slots in track 0 into my slot in track 1. */
+    void (*pass)(const void *ctx, size_t round, uint32_t staged, uint8_t *slot);
+};
+zpp_status zpp_pump_run(struct zpp_turn *turn, const struct zpp_pump *pump, struct zpp_err *err);
+zpp_status zpp_pump_run_twice(struct zpp_turn *turn, const struct zpp_pump *pump, struct zpp_err *err);
 /* In place: pass to the next phase; wait until every rank has passed phase `step`. */
 uint32_t zpp_step_pass(struct zpp_comm *comm);
 zpp_status zpp_step_wait(struct zpp_turn *turn, uint32_t step, struct zpp_err *err);

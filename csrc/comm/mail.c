@@ -67,8 +67,8 @@ static zpp_status receive(const struct zpp_peer *peer, struct zpp_letter *letter
 }
 
 /* Find the letter in the inbox, or bring in what the socket holds until it comes. */
-zpp_status zpp_mail_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail,
-                           int *fd, struct zpp_err *err) {
+zpp_status zpp_mail_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail, int *fd,
+                        struct zpp_err *err) {
     struct zpp_peer *peer = &comm->peer[rank];
     zpp_status status = ZPP_AGAIN;
     pthread_mutex_lock(&comm->mail_lock);
@@ -105,16 +105,14 @@ zpp_status zpp_mail_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t
 zpp_status zpp_mail_wait(struct zpp_turn *turn, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail,
                          int *fd, struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
-    zpp_status status = ZPP_OK;
-    for (bool lost = false;;) {
-        const zpp_status found = zpp_mail_try(comm, rank, kind, number, mail, fd, err);
-        if (found != ZPP_AGAIN) return found;
-        if (lost) return status; /* looked once more after the peer was found gone: it may have written first */
+    for (;;) {
+        const bool gone = zpp_peer_gone(comm, rank); /* asked first: it may have written before it went */
+        zpp_status status = zpp_mail_try(comm, rank, kind, number, mail, fd, err);
+        if (status != ZPP_AGAIN) return status;
         struct pollfd readable = {comm->peer[rank].socket, POLLIN, 0};
-        if (poll(&readable, 1, 100) > 0 && (readable.revents & (POLLHUP | POLLERR)) && !(readable.revents & POLLIN))
-            poll(NULL, 0, 1);
-        status = zpp_turn_look(turn, rank, err);
-        lost = status != ZPP_OK;
+        if (!gone && poll(&readable, 1, 100) > 0 && !(readable.revents & POLLIN)) poll(NULL, 0, 1); /* hung up */
+        status = zpp_turn_look(turn, rank, gone, err);
+        if (status != ZPP_OK) return status;
     }
 }
 

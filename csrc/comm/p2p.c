@@ -70,7 +70,8 @@ struct zpp_p2p {
     struct peer peer[ZPP_RANKS_MAX];
 };
 
-/* --- finishing ----------------------------------------------------------------------------------------------------- */
+/* --- finishing -----------------------------------------------------------------------------------------------------
+ */
 
 static void finish(struct zpp_p2p *p2p, struct zpp_transfer *transfer, zpp_status status) {
     transfer->status = status;
@@ -97,7 +98,8 @@ static zpp_status check_size(struct zpp_p2p *p2p, struct zpp_transfer *transfer,
                          source, bytes, transfer->header.tag, p2p->comm->rank, p2p->comm->name, transfer->header.bytes);
 }
 
-/* --- sending ------------------------------------------------------------------------------------------------------- */
+/* --- sending -------------------------------------------------------------------------------------------------------
+ */
 
 static bool write_some(struct zpp_channel *channel, struct zpp_transfer *transfer) {
     if (!transfer->header_written) {
@@ -129,7 +131,8 @@ static bool push(struct zpp_p2p *p2p, int rank) {
     return moved;
 }
 
-/* --- receiving ----------------------------------------------------------------------------------------------------- */
+/* --- receiving -----------------------------------------------------------------------------------------------------
+ */
 
 static struct zpp_transfer *match(struct zpp_p2p *p2p, int source, uint64_t tag) {
     for (struct zpp_transfer *transfer = p2p->receives; transfer; transfer = transfer->next)
@@ -222,7 +225,8 @@ static void match_early(struct zpp_p2p *p2p, struct zpp_transfer *transfer, int 
     free(early);
 }
 
-/* --- progress ------------------------------------------------------------------------------------------------------ */
+/* --- progress ------------------------------------------------------------------------------------------------------
+ */
 
 static void fail_all(struct zpp_p2p *p2p, const struct zpp_err *err) {
     for (int r = 0; r < p2p->ranks; r++) {
@@ -279,30 +283,37 @@ static void describe(const void *ctx, char *text, size_t room) {
              transfer->header.bytes, transfer->header.tag);
 }
 
-/* Which rank is to blame if this never ends: the peer; for a receive from any source, the first that is gone. */
-static int awaited(const struct zpp_comm *comm, const struct zpp_transfer *transfer) {
-    if (transfer->peer != ZPP_NO_RANK) return transfer->peer;
-    int first = comm->rank == 0 ? 1 : 0;
-    for (int r = 0; r < comm->ranks; r++)
-        if (r != comm->rank && (atomic_load(&zpp_control(comm, r)->left) || zpp_peer_dead(comm, r))) return r;
+/* Who is waited for, and whether it is gone; for a receive from any source, a rank that is gone, if there is one. */
+static int awaited(const struct zpp_comm *comm, const struct zpp_transfer *transfer, bool *gone) {
+    int first = transfer->peer;
+    for (int r = 0; r < comm->ranks; r++) {
+        if (r == comm->rank || (transfer->peer != ZPP_NO_RANK && r != transfer->peer)) continue;
+        if (first == ZPP_NO_RANK) first = r;
+        *gone = zpp_peer_gone(comm, r);
+        if (*gone) return r;
+    }
     return first;
 }
 
 zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_p2p *p2p = transfer->p2p;
     struct zpp_comm *comm = p2p->comm;
-    struct zpp_turn turn = {.comm = comm, .wait = wait, .own_timeout = true, .fatal = true, .describe = describe, .ctx = transfer};
+    struct zpp_turn turn = {
+        .comm = comm, .wait = wait, .own_timeout = true, .fatal = true, .describe = describe, .ctx = transfer};
+    struct zpp_word *bell = &zpp_control(comm, comm->rank)->doorbell.word;
+    bool looks = false;
     zpp_status status = ZPP_OK;
     pthread_mutex_lock(&p2p->lock);
     p2p->waiters++;
     while (status == ZPP_OK && transfer->status == ZPP_AGAIN) {
-        struct zpp_word *bell = &zpp_control(comm, comm->rank)->doorbell.word;
         const uint32_t heard = atomic_load(&bell->value);
+        bool gone = false;
+        const int rank = looks ? awaited(comm, transfer, &gone) : ZPP_NO_RANK; /* before what it sent is looked for */
         if (progress(p2p) || transfer->status != ZPP_AGAIN) continue;
         pthread_mutex_unlock(&p2p->lock);
-        if (!zpp_word_doze(&turn, bell, heard + 1)) status = zpp_turn_look(&turn, awaited(comm, transfer), err);
+        if (looks) status = zpp_turn_look(&turn, rank, gone, err);
+        looks = status == ZPP_OK && !zpp_word_doze(&turn, bell, heard + 1);
         pthread_mutex_lock(&p2p->lock);
-        if (status != ZPP_OK) (void)progress(p2p); /* what the departed wrote before it left counts */
     }
     p2p->waiters--;
     if (transfer->status != ZPP_AGAIN) {
@@ -330,7 +341,8 @@ int zpp_transfer_peer(zpp_transfer *transfer) {
     return peer;
 }
 
-/* --- the thread ---------------------------------------------------------------------------------------------------- */
+/* --- the thread ----------------------------------------------------------------------------------------------------
+ */
 
 static struct timespec after_ns(long ns) {
     struct timespec at;
@@ -369,7 +381,8 @@ static void *run(void *arg) {
     return NULL;
 }
 
-/* --- life ---------------------------------------------------------------------------------------------------------- */
+/* --- life ----------------------------------------------------------------------------------------------------------
+ */
 
 static void drop(struct zpp_p2p *p2p) { /* called with the lock held, gives it up */
     const bool last = --p2p->holders == 0;

@@ -9,7 +9,7 @@
 
 #include "../base/cpu.h"
 
-enum { BLOCK_ELEMS = 512, SUM_SOURCES = 64, STREAM_MIN_BYTES = 32768 };
+enum { BLOCK_ELEMS = 512, PIECE_BYTES = 8192, SUM_SOURCES = 64, STREAM_MIN_BYTES = 16384 };
 
 const struct zpp_sum_kernels *zpp_sum_kernels(void) {
 #if ZPP_CPU_X86
@@ -117,7 +117,8 @@ static void combine(void *acc, const void *src, size_t elems, zpp_dtype dtype, z
     }
 }
 
-/* --- blocks -------------------------------------------------------------------------------------------------------- */
+/* --- blocks --------------------------------------------------------------------------------------------------------
+ */
 
 static void reduce_block(void *dst, zpp_reduce_op op, const void *const *src, int sources, zpp_dtype dtype, size_t at,
                          size_t elems) {
@@ -146,8 +147,8 @@ static void reduce_block(void *dst, zpp_reduce_op op, const void *const *src, in
         memcpy(to, acc.bytes, elems * elem_bytes);
 }
 
-void zpp_reduce_op_sources(void *dst, zpp_reduce_op op, const void *const *src, int sources, zpp_dtype dtype,
-                           size_t elems, bool stream) {
+static void reduce_range(void *dst, zpp_reduce_op op, const void *const *src, int sources, zpp_dtype dtype,
+                         size_t elems, bool stream) {
     const float scale = op == ZPP_AVG ? (float)(1.0 / sources) : 1.0f;
     if ((op == ZPP_SUM || op == ZPP_AVG) && is_float(dtype) && dtype != ZPP_F64) {
         const struct zpp_sum_kernels *kernels = zpp_sum_kernels();
@@ -161,7 +162,31 @@ void zpp_reduce_op_sources(void *dst, zpp_reduce_op op, const void *const *src, 
         reduce_block(dst, op, src, sources, dtype, at, elems - at < BLOCK_ELEMS ? elems - at : BLOCK_ELEMS);
 }
 
-/* --- the door for users of regions --------------------------------------------------------------------------------- */
+/* Only the fp32 sum streams by itself; the others go through a piece of stack, which stays in the first-level cache. */
+static void reduce_and_stream(void *dst, zpp_reduce_op op, const void *const *src, int sources, zpp_dtype dtype,
+                              size_t elems) {
+    _Alignas(64) uint8_t piece[PIECE_BYTES];
+    const void *from[SUM_SOURCES];
+    const size_t elem_bytes = zpp_dtype_bytes(dtype), piece_elems = PIECE_BYTES / elem_bytes;
+    for (size_t at = 0; at < elems; at += piece_elems) {
+        const size_t count = elems - at < piece_elems ? elems - at : piece_elems;
+        for (int r = 0; r < sources; r++) from[r] = (const uint8_t *)src[r] + at * elem_bytes;
+        reduce_range(piece, op, from, sources, dtype, count, false);
+        zpp_sum_kernels()->copy((uint8_t *)dst + at * elem_bytes, piece, count * elem_bytes);
+    }
+}
+
+void zpp_reduce_op_sources(void *dst, zpp_reduce_op op, const void *const *src, int sources, zpp_dtype dtype,
+                           size_t elems, bool stream) {
+    const bool itself = dtype == ZPP_F32 && (op == ZPP_SUM || op == ZPP_AVG);
+    if (stream && !itself)
+        reduce_and_stream(dst, op, src, sources, dtype, elems);
+    else
+        reduce_range(dst, op, src, sources, dtype, elems, stream);
+}
+
+/* --- the door for users of regions ---------------------------------------------------------------------------------
+ */
 
 static void sum_f64(double *dst, bool accumulate, const void *const *src, int sources, size_t elems, double scale) {
     for (size_t i = 0; i < elems; i++) {

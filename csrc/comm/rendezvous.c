@@ -136,7 +136,8 @@ static zpp_status read_card(struct meeting *meeting, const struct zpp_store *sto
     return ZPP_OK;
 }
 
-/* --- one pair ------------------------------------------------------------------------------------------------------ */
+/* --- one pair ------------------------------------------------------------------------------------------------------
+ */
 
 static zpp_status check_user(int socket_fd, int rank, struct zpp_err *err) {
     struct ucred user;
@@ -227,7 +228,7 @@ static zpp_status await_hello(struct meeting *meeting, int socket_fd, int rank, 
                 meeting->card[rank].pid, meeting->comm->name, os_errno ? ": " : "", os_errno ? strerror(os_errno) : "");
         struct pollfd readable = {socket_fd, POLLIN, 0};
         (void)poll(&readable, 1, 100);
-        const zpp_status late = zpp_turn_look(&meeting->turn, rank, err);
+        const zpp_status late = zpp_turn_look(&meeting->turn, rank, false, err);
         if (late != ZPP_OK) return late;
     }
 }
@@ -242,7 +243,7 @@ static zpp_status connect_to(struct meeting *meeting, int rank, int *socket_fd, 
         if (errno == EAGAIN || errno == EINTR) { /* the listener's queue is full */
             const struct timespec pause = {0, 1000000};
             nanosleep(&pause, NULL);
-            const zpp_status late = zpp_turn_look(&meeting->turn, rank, err);
+            const zpp_status late = zpp_turn_look(&meeting->turn, rank, false, err);
             if (late != ZPP_OK) return late;
             continue;
         }
@@ -324,7 +325,7 @@ static zpp_status await_higher(struct meeting *meeting, struct zpp_err *err) {
         bool joined = false;
         zpp_status status = ZPP_OK;
         if (socket_fd >= 0) status = admit(meeting, socket_fd, &joined, err);
-        if (status == ZPP_OK && !joined) status = zpp_turn_look(&meeting->turn, missing, err);
+        if (status == ZPP_OK && !joined) status = zpp_turn_look(&meeting->turn, missing, false, err);
         if (status != ZPP_OK) return status;
         if (joined || socket_fd >= 0) continue;
         if (lost == missing) /* refused before, and nothing from it was in the queue since */

@@ -37,7 +37,7 @@ zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err) {
                         "comm: group \"%s\" was made by the parent of this process; a forked child cannot use it, "
                         "make a group of its own",
                         comm->name);
-    if (!comm->base[0]) return ZPP_OK; /* still joining */
+    if (!comm->joined) return ZPP_OK; /* not all peers' memory is mapped yet; the first call will see the verdict */
     const uint64_t verdict = atomic_load_explicit(verdict_word(comm), memory_order_acquire);
     return verdict ? report(comm, verdict, err) : ZPP_OK;
 }
@@ -59,7 +59,8 @@ zpp_status zpp_verdict(struct zpp_comm *comm, zpp_status status, int guilty, str
     return report(comm, standing, err);
 }
 
-bool zpp_peer_dead(const struct zpp_comm *comm, int rank) {
+bool zpp_peer_gone(const struct zpp_comm *comm, int rank) {
+    if (comm->base[rank] && atomic_load(&zpp_control(comm, rank)->left)) return true;
     const struct zpp_peer *peer = &comm->peer[rank];
     /* A pidfd becomes readable when the process itself ends, zombie or not. A socket would stay open as long as some
      * forked child (a DataLoader worker) holds a copy, so it is only the second choice. */

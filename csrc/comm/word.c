@@ -64,7 +64,8 @@ static void describe(const struct zpp_turn *turn, char *text, size_t room) {
         snprintf(text, room, "a wait");
 }
 
-/* --- the slow part ---------------------------------------------------------------------------------------------- */
+/* --- the slow part -------------------------------------------------------------------------------------------------
+ */
 
 /* The ranks that have not reached the gate, as words for messages; returns how many there are, `*first` the lowest. */
 static int absent_ranks(const struct zpp_comm *comm, const struct zpp_gate *gate, int rank, char *text, size_t room,
@@ -80,25 +81,27 @@ static int absent_ranks(const struct zpp_comm *comm, const struct zpp_gate *gate
     return count;
 }
 
-/* A rank that died or left without reaching the gate never will. The flags are read before the word: what a rank wrote
- * before it left counts. */
-static zpp_status look_for_the_lost(struct zpp_turn *turn, const struct zpp_gate *gate, int rank, struct zpp_err *err) {
+static zpp_status pronounce_lost(struct zpp_turn *turn, int rank, struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
     char doing[256];
+    describe(turn, doing, sizeof doing);
+    if (atomic_load(&zpp_control(comm, rank)->left))
+        return zpp_verdict(comm, ZPP_PEER, rank, err,
+                           "comm: rank %d left the group \"%s\" while rank %d waited for it in %s", rank, comm->name,
+                           comm->rank, doing);
+    return zpp_verdict(comm, ZPP_PEER, rank, err,
+                       "comm: rank %d (process %d) of group \"%s\" died while rank %d waited for it in %s", rank,
+                       (int)comm->peer[rank].pid, comm->name, comm->rank, doing);
+}
+
+/* A rank that died or left without reaching the gate never will. Whether it is gone is asked before the word is read
+ * again: what a rank did before it left counts. */
+static zpp_status look_for_the_lost(struct zpp_turn *turn, const struct zpp_gate *gate, struct zpp_err *err) {
+    struct zpp_comm *comm = turn->comm;
     for (int r = 0; r < comm->ranks; r++) {
-        if (r == comm->rank || !comm->base[r] || (!gate && r != rank)) continue;
-        if (gate && zpp_word_reached(zpp_gate_word(gate, r), gate->target)) continue;
-        const bool dead = zpp_peer_dead(comm, r), left = atomic_load(&zpp_control(comm, r)->left) != 0;
-        if (!dead && !left) continue;
-        if (gate && zpp_word_reached(zpp_gate_word(gate, r), gate->target)) continue;
-        describe(turn, doing, sizeof doing);
-        if (left)
-            return zpp_verdict(comm, ZPP_PEER, r, err,
-                               "comm: rank %d left the group \"%s\" while rank %d waited for it in %s", r, comm->name,
-                               comm->rank, doing);
-        return zpp_verdict(comm, ZPP_PEER, r, err,
-                           "comm: rank %d (process %d) of group \"%s\" died while rank %d waited for it in %s", r,
-                           (int)comm->peer[r].pid, comm->name, comm->rank, doing);
+        if (r == comm->rank || zpp_word_reached(zpp_gate_word(gate, r), gate->target)) continue;
+        if (!zpp_peer_gone(comm, r) || zpp_word_reached(zpp_gate_word(gate, r), gate->target)) continue;
+        return pronounce_lost(turn, r, err);
     }
     return ZPP_OK;
 }
@@ -161,7 +164,7 @@ static zpp_status look(struct zpp_turn *turn, const struct zpp_gate *gate, int r
     if (status != ZPP_OK) return status;
     if (now_ns >= turn->look_ns) {
         turn->look_ns = now_ns + LOOK_NS;
-        status = look_for_the_lost(turn, gate, rank, err);
+        status = gate ? look_for_the_lost(turn, gate, err) : ZPP_OK;
         if (status == ZPP_OK) status = tick(turn, err);
         if (status != ZPP_OK) return status;
     }
@@ -188,10 +191,11 @@ static uint64_t sleep_until_look(const struct zpp_turn *turn) {
     return until_ns > now_ns ? until_ns - now_ns : 1;
 }
 
-zpp_status zpp_turn_look(struct zpp_turn *turn, int guilty, struct zpp_err *err) {
+zpp_status zpp_turn_look(struct zpp_turn *turn, int rank, bool gone, struct zpp_err *err) {
     begin_slow(turn);
     turn->look_ns = 0; /* the caller slept already */
-    return look(turn, NULL, guilty, err);
+    const zpp_status status = look(turn, NULL, rank, err);
+    return status == ZPP_OK && gone ? pronounce_lost(turn, rank, err) : status;
 }
 
 static zpp_status await_slow(struct zpp_turn *turn, const struct zpp_gate *gate, int rank, struct zpp_err *err) {

@@ -198,14 +198,16 @@ class Communicator:
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """output = every rank's source, one after the other."""
-        _check(output, source)
+        _check(output)
+        _check(source)
         _same(output, source, source.numel() * self.ranks, "all_gather")
         self.core.all_gather(output.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
         return output
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """output = my slice of source, combined over all ranks."""
-        _check(output, source)
+        _check(output)
+        _check(source)
         _same(source, output, output.numel() * self.ranks, "reduce_scatter")
         self.core.reduce_scatter(
             output.data_ptr(), source.data_ptr(), output.numel(), dtype_code(output.dtype), OP_CODES[op]
@@ -232,16 +234,16 @@ class Communicator:
         self.core.abort(sentence)
 
 
-def _check(*tensors: torch.Tensor) -> None:
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            raise ValueError(
-                f"comm: a tensor on {tensor.device}, wanted cpu; collectives on accelerators are not implemented yet"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"comm: a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, wanted a contiguous one"
-            )
+def _check(tensor: torch.Tensor) -> None:
+    if tensor.is_cpu and tensor.is_contiguous():
+        return
+    if not tensor.is_cpu:
+        raise ValueError(
+            f"comm: a tensor on {tensor.device}, wanted cpu; collectives on accelerators are not implemented yet"
+        )
+    raise ValueError(
+        f"comm: a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, wanted a contiguous one"
+    )
 
 
 def _same(large: torch.Tensor, small: torch.Tensor, elems: int, what: str) -> None:

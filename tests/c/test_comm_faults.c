@@ -26,7 +26,7 @@ static void pause_ms(long ms) {
     nanosleep(&pause, NULL);
 }
 
-/* --- abort -------------------------------------------------------------------------------------------------------- */
+/* --- abort --------------------------------------------------------------------------------------------------------- */
 
 static void aborted(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -44,7 +44,7 @@ static void aborted(struct test_rank *me) {
 
 static void abort_reaches_everybody(void) { run_ranks(3, aborted, NULL); }
 
-/* --- divergence --------------------------------------------------------------------------------------------------- */
+/* --- divergence ---------------------------------------------------------------------------------------------------- */
 
 struct path {
     const char *says;
@@ -100,7 +100,7 @@ static void other_splits(struct test_rank *me) {
 
 static void different_splits(void) { run_ranks(2, other_splits, NULL); }
 
-/* --- leaving and coming late -------------------------------------------------------------------------------------- */
+/* --- leaving and coming late --------------------------------------------------------------------------------------- */
 
 static void one_leaves(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -136,7 +136,7 @@ static void does_not_meet(void) {
     store_table_fini(&table);
 }
 
-/* --- ticks -------------------------------------------------------------------------------------------------------- */
+/* --- ticks --------------------------------------------------------------------------------------------------------- */
 
 static zpp_status tick(void *ctx, struct zpp_err *err) {
     atomic_int *left = ctx;
@@ -199,7 +199,7 @@ static void two_threads(struct test_rank *me) {
 static void one_thread_at_a_time(void) { run_ranks(2, two_threads, NULL); }
 
 #ifndef TEST_TSAN
-/* --- processes ---------------------------------------------------------------------------------------------------- */
+/* --- processes ----------------------------------------------------------------------------------------------------- */
 
 /* A child forked by rank 0 cannot disturb the group, whatever it does with it. */
 static void forks(struct test_rank *me) {

@@ -152,10 +152,10 @@ static void lane_divergence(struct test_rank *me) {
     const struct zpp_notice notice = {.kind = 1, .object = me->rank == 2 ? 9 : 4, .elems = 8};
     CHECK_OK(zpp_lane_create(me->comm, "grads", &lane, &err));
     zpp_lane_set_describe(lane, describe, word);
-    CHECK_OK(zpp_lane_post(lane, &notice, &patient, &seq, &err));
-    zpp_status status = ZPP_OK;
-    for (int r = 0; r < me->ranks && status == ZPP_OK; r++)
-        status = zpp_lane_read(lane, r, 1, &notice, &patient, NULL, &err);
+    CHECK_OK(zpp_barrier(me->comm, NULL, &err)); /* all have the lane */
+    /* The others may have found out before this rank posts. */
+    zpp_status status = zpp_lane_post(lane, &notice, &patient, &seq, &err);
+    for (int r = 0; r < me->ranks && status == ZPP_OK; r++) status = zpp_lane_read(lane, r, 1, &notice, &patient, NULL, &err);
     CHECK_EQUAL(status, ZPP_PEER);
     CHECK(strstr(err.text, "reduce unit 4") && strstr(err.text, "reduce unit 9"));
     CHECK_FAILS(zpp_lane_post(lane, &notice, &patient, &seq, &err), ZPP_PEER, "reduce unit 9");
@@ -170,6 +170,7 @@ static void lane_of_the_departed(struct test_rank *me) {
     uint64_t seq = 0;
     const struct zpp_notice notice = {.kind = 1};
     CHECK_OK(zpp_lane_create(me->comm, "grads", &lane, &err));
+    CHECK_OK(zpp_barrier(me->comm, NULL, &err));
     CHECK_OK(zpp_lane_post(lane, &notice, &patient, &seq, &err));
     if (me->rank != 1) {
         CHECK_OK(zpp_lane_read(lane, 1, 1, &notice, &patient, NULL, &err)); /* what it posted before it left counts */
