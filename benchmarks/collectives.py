@@ -63,7 +63,9 @@ def cases(quick: bool) -> list[Case]:
     large = (MIB, 64 * MIB) if quick else LARGE
     found = [Case("all_reduce", size, door) for size in small for door in ("direct", "dist")]
     for coll in ("all_gather", "reduce_scatter"):
-        found += [Case(coll, size, door) for size in ((8 * KIB,) if quick else small[1:]) for door in ("direct", "dist")]
+        found += [
+            Case(coll, size, door) for size in ((8 * KIB,) if quick else small[1:]) for door in ("direct", "dist")
+        ]
     found += [
         Case(coll, size, kind)
         for coll in ("all_reduce", "all_gather", "reduce_scatter")

@@ -19,8 +19,7 @@ enum {
     MAX_EMPTY_WRITES = 8,
 };
 
-/* --- taking ----------------------------------------------------------------------------------------------------------
- */
+/* --- taking ------------------------------------------------------------------------------------------------------- */
 
 static bool bounce_ready(zpp_aio *aio, zpp_aio_request *request) {
     if (aio->bounce_memory) return aio->bounce_free_count > 0;
@@ -91,8 +90,7 @@ size_t zpp_aio_take(zpp_aio *aio, struct zpp_aio_chunk **out, size_t room) {
     return count;
 }
 
-/* --- operations ------------------------------------------------------------------------------------------------------
- */
+/* --- operations --------------------------------------------------------------------------------------------------- */
 
 void zpp_aio_chunk_op(struct zpp_aio_chunk *chunk, struct zpp_aio_op *out) {
     const struct zpp_file_piece *piece = &chunk->piece;
@@ -165,8 +163,7 @@ bool zpp_aio_settle(zpp_aio *aio, struct zpp_aio_chunk *chunk, ssize_t result) {
     return false;
 }
 
-/* --- the end ---------------------------------------------------------------------------------------------------------
- */
+/* --- the end ------------------------------------------------------------------------------------------------------ */
 
 static void fail_ended(zpp_aio *aio, const struct zpp_aio_chunk *chunk, struct zpp_aio_failure *failure) {
     const zpp_aio_request *request = chunk->request;

@@ -40,8 +40,7 @@ zpp_status zpp_file_fail(const struct zpp_aio_sys *sys, const char *what, const 
     return status;
 }
 
-/* --- opening --------------------------------------------------------------------------------------------------------
- */
+/* --- opening ------------------------------------------------------------------------------------------------------ */
 
 static void close_part(const struct zpp_aio_sys *sys, struct zpp_file_part *part) {
     if (part->direct_fd >= 0) sys->close(sys->ctx, part->direct_fd);
@@ -173,8 +172,7 @@ struct zpp_file *zpp_files_take(struct zpp_files *files, const char *path) {
     return found ? take(files, found) : NULL;
 }
 
-/* --- room -----------------------------------------------------------------------------------------------------------
- */
+/* --- room --------------------------------------------------------------------------------------------------------- */
 
 /* End of the logical range [0, end) within one part. */
 static uint64_t part_end(const struct zpp_file *file, unsigned part, uint64_t end_bytes) {
@@ -208,8 +206,7 @@ zpp_status zpp_file_reserve(const struct zpp_files *files, struct zpp_file *file
     return ZPP_OK;
 }
 
-/* --- pieces ---------------------------------------------------------------------------------------------------------
- */
+/* --- pieces ------------------------------------------------------------------------------------------------------- */
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 

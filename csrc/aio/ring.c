@@ -98,8 +98,7 @@ void zpp_ring_wake(zpp_ring *ring) {
     while (put < 0 && errno == EINTR);
 }
 
-/* --- tables ---------------------------------------------------------------------------------------------------------
- */
+/* --- tables ------------------------------------------------------------------------------------------------------- */
 
 static int find_free(const bool *taken, int total, int wanted) {
     for (int first = 0, run = 0, slot = 0; slot < total; ++slot) {
@@ -149,8 +148,7 @@ void zpp_ring_remove_file(zpp_ring *ring, int slot) {
     ring->file_taken[slot] = false;
 }
 
-/* --- operations ------------------------------------------------------------------------------------------------------
- */
+/* --- operations --------------------------------------------------------------------------------------------------- */
 
 /* There is always room: depth + 1 entries, and everything prepared is submitted before more is. */
 static struct io_uring_sqe *next_entry(zpp_ring *ring) { return io_uring_get_sqe(&ring->uring); }

@@ -24,8 +24,7 @@ typedef struct Comm {
 
 static PyTypeObject *comm_type;
 
-/* --- life ----------------------------------------------------------------------------------------------------------
- */
+/* --- life -------------------------------------------------------------------------------------------------------- */
 
 static zpp_comm *closed(void) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -121,8 +120,7 @@ static void comm_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-/* --- collectives, blocking -----------------------------------------------------------------------------------------
- */
+/* --- collectives, blocking --------------------------------------------------------------------------------------- */
 
 static PyObject *run_within(PyObject *object, const struct zpp_call *call, uint64_t timeout_ns) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -229,8 +227,7 @@ static PyObject *barrier_within(PyObject *self, PyObject *args) {
     return run_within(self, &call, timeout_s > 0.0 ? (uint64_t)(timeout_s * 1e9) : 1);
 }
 
-/* --- all-to-all, gather, scatter -----------------------------------------------------------------------------------
- */
+/* --- all-to-all, gather, scatter --------------------------------------------------------------------------------- */
 
 struct pieces {
     void *dsts[64];
@@ -330,8 +327,7 @@ static PyObject *all_gather_into(PyObject *self, PyObject *args) {
     return answer;
 }
 
-/* --- asynchronous --------------------------------------------------------------------------------------------------
- */
+/* --- asynchronous ------------------------------------------------------------------------------------------------ */
 
 static PyObject *submit(PyObject *self, PyObject *args) {
     long long dst, src, elems;
@@ -380,8 +376,7 @@ static PyObject *submit_gather(PyObject *self, PyObject *args) {
     return zpp_py_work_submit(self, &call, keep, owner);
 }
 
-/* --- the rest ------------------------------------------------------------------------------------------------------
- */
+/* --- the rest ---------------------------------------------------------------------------------------------------- */
 
 static PyObject *send(PyObject *self, PyObject *args) { return zpp_py_transfer(self, args, true); }
 

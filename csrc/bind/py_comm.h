@@ -24,7 +24,7 @@ zpp_comm *zpp_py_comm_get(PyObject *comm);
 /* The region of a _C.Region, as above. */
 zpp_region *zpp_py_region_get(PyObject *region);
 
-/* --- between the files of py_comm --------------------------------------------------------------------------------- */
+/* --- between the files of py_comm -------------------------------------------------------------------------------- */
 
 /* A torch store as rendezvous (py_comm_store.c): takes the GIL itself; `store` is borrowed. */
 struct zpp_store zpp_py_store_of(PyObject *store);

@@ -19,7 +19,7 @@ typedef struct Block {
 
 static PyTypeObject *region_type, *block_type;
 
-/* --- Region ------------------------------------------------------------------------------------------------------- */
+/* --- Region ------------------------------------------------------------------------------------------------------ */
 
 zpp_region *zpp_py_region_get(PyObject *object) {
     if (!PyObject_TypeCheck(object, region_type)) {
@@ -123,7 +123,7 @@ static PyType_Slot region_slots[] = {
 static PyType_Spec region_spec = {"zeropp._C.Region", sizeof(Region), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, region_slots};
 
-/* --- Block -------------------------------------------------------------------------------------------------------- */
+/* --- Block ------------------------------------------------------------------------------------------------------- */
 
 PyObject *zpp_py_block_new(PyObject *comm, size_t bytes) {
     struct zpp_err err = ZPP_ERR_INIT;

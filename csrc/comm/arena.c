@@ -63,7 +63,7 @@ static struct zpp_arena *arena_new(int rank, uint64_t id, size_t bytes, struct z
     return arena;
 }
 
-/* --- spans -------------------------------------------------------------------------------------------------------- */
+/* --- spans ------------------------------------------------------------------------------------------------------- */
 
 static size_t align_up(size_t value, size_t align) { return (value + align - 1) & ~(align - 1); }
 
@@ -125,7 +125,7 @@ static void give_span(struct zpp_arena *arena, size_t offset) {
     if (before) join_next(before);
 }
 
-/* --- own arenas --------------------------------------------------------------------------------------------------- */
+/* --- own arenas -------------------------------------------------------------------------------------------------- */
 
 static size_t machine_bytes(void) {
     const long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
@@ -237,7 +237,7 @@ void zpp_block_free(zpp_block *block) {
     free(block);
 }
 
-/* --- tensors in arenas -------------------------------------------------------------------------------------------- */
+/* --- tensors in arenas ------------------------------------------------------------------------------------------- */
 
 bool zpp_arena_find(struct zpp_comm *comm, const void *data, size_t bytes, struct zpp_place *place) {
     const uintptr_t at = (uintptr_t)data;

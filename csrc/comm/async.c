@@ -134,7 +134,7 @@ zpp_status zpp_comm_submit(zpp_comm *comm, const struct zpp_call *call,
     return ZPP_OK;
 }
 
-/* --- waiting. The running call itself watches peers and its time-out; here only ticks and the caller's patience count. --- */
+/* --- waiting. The running call watches peers and its time-out; here only ticks and the caller's patience count. --- */
 
 static struct timespec in_100_ms(void) {
     struct timespec at;

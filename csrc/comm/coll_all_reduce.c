@@ -54,7 +54,7 @@ static zpp_status small(const struct job *job, struct zpp_err *err) {
     return ZPP_OK;
 }
 
-/* --- pairs -------------------------------------------------------------------------------------------------------- */
+/* --- pairs ------------------------------------------------------------------------------------------------------- */
 
 static void fill_whole(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
@@ -80,7 +80,7 @@ static zpp_status pairs(const struct job *job, struct zpp_err *err) {
     return zpp_pump_run(job->turn, &pump, err);
 }
 
-/* --- staged ------------------------------------------------------------------------------------------------------- */
+/* --- staged ------------------------------------------------------------------------------------------------------ */
 
 /* Every slice but my own, each at its place in the slot. */
 static void fill_slices(const void *ctx, size_t round, uint8_t *slot) {
@@ -124,8 +124,7 @@ static zpp_status staged(const struct job *job, struct zpp_err *err) {
     return zpp_pump_run_twice(job->turn, &pump, err);
 }
 
-/* --- in place ------------------------------------------------------------------------------------------------------
- */
+/* --- in place ---------------------------------------------------------------------------------------------------- */
 
 static void combine_in_place(const struct job *job, const uint8_t *const *tensor, size_t at) {
     struct zpp_comm *comm = job->turn->comm;

@@ -24,7 +24,7 @@
 #include "../base/status.h"
 #include "../base/wait.h"
 
-/* --- rendezvous: how ranks find each other. Filled in by bind (torch's store) or by a C test (a table) ------------ */
+/* --- rendezvous: how ranks find each other. Filled in by bind (torch's store) or by a C test (a table) ----------- */
 struct zpp_store {
     void *ctx; /* borrowed until zpp_comm_create returns */
     zpp_status (*set)(void *ctx, const char *key, const void *value, size_t bytes, struct zpp_err *err);
@@ -35,8 +35,8 @@ struct zpp_store {
 typedef struct zpp_comm zpp_comm;
 struct zpp_comm_options {
     int rank, ranks;
-    uint64_t timeout_ns;  /* of every wait for a peer; 0 = for ever */
-    const char *name;     /* of the group, for messages; copied */
+    uint64_t timeout_ns;                          /* of every wait for a peer; 0 = for ever */
+    const char *name;                             /* of the group, for messages; copied */
     void (*log)(void *ctx, const char *sentence); /* may be NULL */
     void *log_ctx;
     const struct zpp_wait *wait; /* its ticks are called while the ranks meet; may be NULL; borrowed for the call */
@@ -70,11 +70,13 @@ enum zpp_traffic_kind {
     ZPP_TRAFFIC_OTHER,
     ZPP_TRAFFIC_KINDS
 };
-struct zpp_traffic { uint64_t bytes[ZPP_TRAFFIC_KINDS], calls[ZPP_TRAFFIC_KINDS]; };
+struct zpp_traffic {
+    uint64_t bytes[ZPP_TRAFFIC_KINDS], calls[ZPP_TRAFFIC_KINDS];
+};
 void zpp_comm_traffic(const zpp_comm *comm, struct zpp_traffic *out);
 void zpp_comm_count(zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes); /* for users of regions and lanes */
 
-/* --- regions ------------------------------------------------------------------------------------------------------ */
+/* --- regions ----------------------------------------------------------------------------------------------------- */
 typedef struct zpp_region zpp_region;
 enum zpp_region_kind {
     ZPP_REGION_PER_RANK, /* each rank owns `bytes`; zpp_region_base(region, r) is rank r's part, mapped here */
@@ -101,14 +103,14 @@ void zpp_block_free(zpp_block *block); /* NULL is fine */
 void *zpp_block_data(const zpp_block *block);
 size_t zpp_block_bytes(const zpp_block *block); /* as asked for */
 
-/* --- lanes -------------------------------------------------------------------------------------------------------- */
+/* --- lanes ------------------------------------------------------------------------------------------------------- */
 enum { ZPP_LANE_RING = 64, ZPP_LANE_MASK_BYTES = 64 };
 struct zpp_notice {
-    uint64_t kind;         /* what this is: compared between ranks by zpp_lane_expect */
-    uint64_t object;       /* which unit */
-    uint64_t step;         /* which pass */
-    uint64_t elems;        /* how many elements */
-    uint64_t offset_bytes; /* where in the sender's region; not compared */
+    uint64_t kind;                     /* what this is: compared between ranks by zpp_lane_expect */
+    uint64_t object;                   /* which unit */
+    uint64_t step;                     /* which pass */
+    uint64_t elems;                    /* how many elements */
+    uint64_t offset_bytes;             /* where in the sender's region; not compared */
     uint8_t mask[ZPP_LANE_MASK_BYTES]; /* flags of the sender's choice; not compared */
 };
 typedef struct zpp_lane zpp_lane;
@@ -134,7 +136,7 @@ zpp_status zpp_lane_wait_acked(zpp_lane *lane, uint64_t seq, const struct zpp_wa
 void zpp_lane_set_describe(zpp_lane *lane,
                            void (*describe)(void *ctx, const struct zpp_notice *, char *text, size_t room), void *ctx);
 
-/* --- collectives on the caller's memory (staged through regions; in place where the memory lies in a region) ------ */
+/* --- collectives on the caller's memory (staged through regions; in place where the memory lies in a region) ----- */
 typedef enum zpp_reduce_op {
     ZPP_SUM,
     ZPP_AVG,
@@ -173,11 +175,11 @@ enum zpp_coll {
 struct zpp_call {
     enum zpp_coll coll;
     zpp_dtype dtype;
-    zpp_reduce_op op;         /* of all_reduce, reduce, reduce_scatter */
-    int root;                 /* of broadcast, reduce, gather, scatter */
-    void *dst;                /* all_reduce, broadcast, reduce: the tensor; borrowed until the call is finished */
-    const void *src;          /* all_gather, reduce_scatter */
-    size_t elems;             /* of the tensor; all_gather: of src; reduce_scatter: of dst */
+    zpp_reduce_op op; /* of all_reduce, reduce, reduce_scatter */
+    int root;         /* of broadcast, reduce, gather, scatter */
+    void *dst;        /* all_reduce, broadcast, reduce: the tensor; borrowed until the call is finished */
+    const void *src;  /* all_gather, reduce_scatter */
+    size_t elems;     /* of the tensor; all_gather: of src; reduce_scatter: of dst */
     /* all_to_all, gather, scatter: one tensor a rank each way, borrowed as arrays and as memory; bytes 0 = none.
      * all_gather: `dsts`, if not NULL, has one destination a rank instead of `dst` */
     void *const *dsts;
@@ -215,7 +217,7 @@ bool zpp_transfer_finished(zpp_transfer *transfer);
 int zpp_transfer_peer(zpp_transfer *transfer); /* who sent it; ZPP_NO_RANK while that is open */
 void zpp_transfer_free(zpp_transfer *transfer);
 
-/* --- the reduction itself, for users of regions: dst[i] = (sum over r in rank order of src[r][i]) * scale --------- */
+/* --- the reduction itself, for users of regions: dst[i] = (sum over r in rank order of src[r][i]) * scale -------- */
 /* src[r]: `ranks` arrays of `elems` elements of `dtype`. dst of dst_dtype (F32 or `dtype`); accumulate: dst[i] += that.
  * One pass, AVX where there. */
 void zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accumulate, const void *const *src, int ranks,

@@ -128,11 +128,11 @@ static inline struct zpp_gate zpp_gate_at(const struct zpp_comm *comm, size_t of
     return gate;
 }
 
-/* --- rendezvous.c: fill base[], peer[] ---------------------------------------------------------------------------- */
+/* --- rendezvous.c: fill base[], peer[] --------------------------------------------------------------------------- */
 zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_store *store, const struct zpp_wait *wait,
                           struct zpp_err *err);
 
-/* --- verdict.c: why the group ended, and who is to blame ---------------------------------------------------------- */
+/* --- verdict.c: why the group ended, and who is to blame --------------------------------------------------------- */
 /* OK, or the error that every rank reports from now on; also STATE in a forked child. A few ns. */
 zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err);
 /* Pronounce a verdict (the first one counts) and return the one that stands. */
@@ -141,7 +141,7 @@ zpp_status zpp_verdict(struct zpp_comm *comm, zpp_status status, int guilty, str
 bool zpp_peer_gone(const struct zpp_comm *comm, int rank); /* left, or dead; a system call */
 bool zpp_comm_forked(const struct zpp_comm *comm);
 
-/* --- mail.c ------------------------------------------------------------------------------------------------------- */
+/* --- mail.c ------------------------------------------------------------------------------------------------------ */
 zpp_status zpp_mail_send(struct zpp_comm *comm, int rank, const struct zpp_mail *mail, int fd, struct zpp_err *err);
 /* Next letter of `kind` and `number` from `rank`; others are kept for later. The descriptor is the caller's. */
 zpp_status zpp_mail_wait(struct zpp_turn *turn, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail,
@@ -151,11 +151,12 @@ zpp_status zpp_mail_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t
                         struct zpp_err *err);
 void zpp_mail_clear(struct zpp_comm *comm);
 
-/* The slow part of a wait that is not on a word, about every 100 ms: verdict, tick, log, time-out. `rank` is waited for. `gone`: zpp_peer_gone
- * said so *before* the caller looked once more for what it waits for, in vain: then that is the verdict. */
+/* The slow part of a wait that is not on a word, about every 100 ms: verdict, tick, log, time-out. `rank` is waited
+ * for. `gone`: zpp_peer_gone said so *before* the caller looked once more for what it waits for, in vain: then that is
+ * the verdict. */
 zpp_status zpp_turn_look(struct zpp_turn *turn, int rank, bool gone, struct zpp_err *err);
 
-/* --- sig.c: every collective begins here -------------------------------------------------------------------------- */
+/* --- sig.c: every collective begins here ------------------------------------------------------------------------- */
 enum { ZPP_NO_OP = 0xff, ZPP_NO_ROOT = 0xffff };
 struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce_op, unsigned root, uint64_t elems);
 /* Begin a collective: check the group, take its sequence number, set up `turn`. */
@@ -183,7 +184,7 @@ zpp_status zpp_exchange_place(struct zpp_turn *turn, const void *tensor_here, si
 zpp_status zpp_exchange_place_of(struct zpp_turn *turn, int owner, const void *tensor_here, size_t bytes,
                                  bool *in_arena, const uint8_t **tensor, struct zpp_err *err);
 
-/* --- coll_*.c: one algorithm a file; elements already checked ----------------------------------------------------- */
+/* --- coll_*.c: one algorithm a file; elements already checked ---------------------------------------------------- */
 struct zpp_tensor {
     zpp_dtype dtype;
     zpp_reduce_op op;
@@ -200,7 +201,7 @@ zpp_status zpp_coll_broadcast(struct zpp_turn *turn, void *data, size_t bytes, i
 zpp_status zpp_coll_all_to_all(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
 enum { ZPP_STREAM_BYTES = 4 * 1024 * 1024 }; /* tensors from this size on are written around the cache */
 
-/* --- rounds.c: staging in rounds ----------------------------------------------------------------------------------- */
+/* --- rounds.c: staging in rounds --------------------------------------------------------------------------------- */
 /* Wait until my slot of the next round is free (every peer has taken what it held). */
 zpp_status zpp_stage_begin(struct zpp_turn *turn, int track, uint8_t **slot, struct zpp_err *err);
 void zpp_stage_publish(struct zpp_comm *comm, int track);
@@ -223,13 +224,13 @@ zpp_status zpp_pump_run_twice(struct zpp_turn *turn, const struct zpp_pump *pump
 uint32_t zpp_step_pass(struct zpp_comm *comm);
 zpp_status zpp_step_wait(struct zpp_turn *turn, uint32_t step, struct zpp_err *err);
 
-/* --- arena.c ------------------------------------------------------------------------------------------------------ */
+/* --- arena.c ----------------------------------------------------------------------------------------------------- */
 bool zpp_arena_find(struct zpp_comm *comm, const void *data, size_t bytes, struct zpp_place *place);
 zpp_status zpp_arena_at(struct zpp_turn *turn, int rank, const struct zpp_place *place, size_t bytes,
                         const uint8_t **data, struct zpp_err *err);
 void zpp_arena_clear(struct zpp_comm *comm);
 
-/* --- async.c, p2p.c: ended by zpp_comm_destroy -------------------------------------------------------------------- */
+/* --- async.c, p2p.c: ended by zpp_comm_destroy ------------------------------------------------------------------- */
 zpp_status zpp_call_now(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait,
                         struct zpp_err *err); /* call.c */
 zpp_status zpp_async_drain(struct zpp_comm *comm, const struct zpp_wait *wait, struct zpp_err *err);

@@ -70,8 +70,7 @@ struct zpp_p2p {
     struct peer peer[ZPP_RANKS_MAX];
 };
 
-/* --- finishing -----------------------------------------------------------------------------------------------------
- */
+/* --- finishing --------------------------------------------------------------------------------------------------- */
 
 static void finish(struct zpp_p2p *p2p, struct zpp_transfer *transfer, zpp_status status) {
     transfer->status = status;
@@ -98,8 +97,7 @@ static zpp_status check_size(struct zpp_p2p *p2p, struct zpp_transfer *transfer,
                          source, bytes, transfer->header.tag, p2p->comm->rank, p2p->comm->name, transfer->header.bytes);
 }
 
-/* --- sending -------------------------------------------------------------------------------------------------------
- */
+/* --- sending ----------------------------------------------------------------------------------------------------- */
 
 static bool write_some(struct zpp_channel *channel, struct zpp_transfer *transfer) {
     if (!transfer->header_written) {
@@ -131,8 +129,7 @@ static bool push(struct zpp_p2p *p2p, int rank) {
     return moved;
 }
 
-/* --- receiving -----------------------------------------------------------------------------------------------------
- */
+/* --- receiving --------------------------------------------------------------------------------------------------- */
 
 static struct zpp_transfer *match(struct zpp_p2p *p2p, int source, uint64_t tag) {
     for (struct zpp_transfer *transfer = p2p->receives; transfer; transfer = transfer->next)
@@ -225,8 +222,7 @@ static void match_early(struct zpp_p2p *p2p, struct zpp_transfer *transfer, int 
     free(early);
 }
 
-/* --- progress ------------------------------------------------------------------------------------------------------
- */
+/* --- progress ---------------------------------------------------------------------------------------------------- */
 
 static void fail_all(struct zpp_p2p *p2p, const struct zpp_err *err) {
     for (int r = 0; r < p2p->ranks; r++) {
@@ -341,8 +337,7 @@ int zpp_transfer_peer(zpp_transfer *transfer) {
     return peer;
 }
 
-/* --- the thread ----------------------------------------------------------------------------------------------------
- */
+/* --- the thread -------------------------------------------------------------------------------------------------- */
 
 static struct timespec after_ns(long ns) {
     struct timespec at;
@@ -381,8 +376,7 @@ static void *run(void *arg) {
     return NULL;
 }
 
-/* --- life ----------------------------------------------------------------------------------------------------------
- */
+/* --- life -------------------------------------------------------------------------------------------------------- */
 
 static void drop(struct zpp_p2p *p2p) { /* called with the lock held, gives it up */
     const bool last = --p2p->holders == 0;

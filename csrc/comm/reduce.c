@@ -48,8 +48,7 @@ zpp_status zpp_reduce_check(zpp_reduce_op op, zpp_dtype dtype, struct zpp_err *e
     return ZPP_OK;
 }
 
-/* --- combine one block: acc[i] = acc[i] op src[i] -------------------------------------------------------------------
- */
+/* --- combine one block: acc[i] = acc[i] op src[i] ---------------------------------------------------------------- */
 
 #define COMBINE_ARITHMETIC(name, type, wide)                                                                   \
     static void combine_##name(type *acc, const type *src, size_t elems, zpp_reduce_op op) {                   \
@@ -117,8 +116,7 @@ static void combine(void *acc, const void *src, size_t elems, zpp_dtype dtype, z
     }
 }
 
-/* --- blocks --------------------------------------------------------------------------------------------------------
- */
+/* --- blocks ------------------------------------------------------------------------------------------------------ */
 
 static void reduce_block(void *dst, zpp_reduce_op op, const void *const *src, int sources, zpp_dtype dtype, size_t at,
                          size_t elems) {
@@ -185,8 +183,7 @@ void zpp_reduce_op_sources(void *dst, zpp_reduce_op op, const void *const *src, 
         reduce_range(dst, op, src, sources, dtype, elems, stream);
 }
 
-/* --- the door for users of regions ---------------------------------------------------------------------------------
- */
+/* --- the door for users of regions ------------------------------------------------------------------------------- */
 
 static void sum_f64(double *dst, bool accumulate, const void *const *src, int sources, size_t elems, double scale) {
     for (size_t i = 0; i < elems; i++) {

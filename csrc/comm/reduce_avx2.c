@@ -6,7 +6,6 @@
  * The loop goes over the sources inside and over memory outside, 32 elements at a time, so the running sum never leaves
  * the registers and every byte is touched once; it is bound by memory from two sources on.
  */
-#if defined(__AVX2__)
 #include <immintrin.h>
 #include <string.h>
 
@@ -145,4 +144,3 @@ static void copy(void *dst, const void *src, size_t bytes) {
 }
 
 const struct zpp_sum_kernels zpp_sum_avx2 = {sum_f32, sum_bf16, sum_f16, copy};
-#endif

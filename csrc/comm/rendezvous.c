@@ -136,8 +136,7 @@ static zpp_status read_card(struct meeting *meeting, const struct zpp_store *sto
     return ZPP_OK;
 }
 
-/* --- one pair ------------------------------------------------------------------------------------------------------
- */
+/* --- one pair ---------------------------------------------------------------------------------------------------- */
 
 static zpp_status check_user(int socket_fd, int rank, struct zpp_err *err) {
     struct ucred user;

@@ -50,7 +50,7 @@ void zpp_take_end(struct zpp_comm *comm, int track) {
     zpp_word_raise(&zpp_control(comm, comm->rank)->taken[track].word, ++comm->taken[track]);
 }
 
-/* --- pumps --------------------------------------------------------------------------------------------------------- */
+/* --- pumps ------------------------------------------------------------------------------------------------------- */
 
 static void do_fill(struct zpp_comm *comm, const struct zpp_pump *pump, size_t round) {
     pump->fill(pump->ctx, round, zpp_stage(comm, comm->rank, 0, comm->staged[0]));

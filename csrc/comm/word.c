@@ -64,8 +64,7 @@ static void describe(const struct zpp_turn *turn, char *text, size_t room) {
         snprintf(text, room, "a wait");
 }
 
-/* --- the slow part -------------------------------------------------------------------------------------------------
- */
+/* --- the slow part ----------------------------------------------------------------------------------------------- */
 
 /* The ranks that have not reached the gate, as words for messages; returns how many there are, `*first` the lowest. */
 static int absent_ranks(const struct zpp_comm *comm, const struct zpp_gate *gate, int rank, char *text, size_t room,
@@ -215,8 +214,7 @@ static zpp_status await_slow(struct zpp_turn *turn, const struct zpp_gate *gate,
     }
 }
 
-/* --- the fast part ---------------------------------------------------------------------------------------------------
- */
+/* --- the fast part ----------------------------------------------------------------------------------------------- */
 
 zpp_status zpp_await(struct zpp_turn *turn, const struct zpp_gate *gate, int rank, struct zpp_err *err) {
     const struct zpp_word *word = zpp_gate_word(gate, rank);

@@ -93,8 +93,10 @@ static void *memory(struct test_rank *me, const struct what *what, size_t bytes,
 }
 
 static void let_go(void *data, zpp_block *block) {
-    if (block) zpp_block_free(block);
-    else free(data);
+    if (block)
+        zpp_block_free(block);
+    else
+        free(data);
 }
 
 static bool near(double seen, double wanted, zpp_dtype dtype) {
@@ -185,8 +187,12 @@ static void all_to_all(struct test_rank *me, const struct what *what) {
         srcs[r] = src;
         dsts[r] = malloc((dst_bytes[r] = pair_bytes(what, r, me->rank)) + 1);
     }
-    const struct zpp_call call = {.coll = ZPP_COLL_ALL_TO_ALL, .dtype = ZPP_U8, .dsts = dsts, .srcs = srcs,
-                                  .dst_bytes = dst_bytes, .src_bytes = src_bytes};
+    const struct zpp_call call = {.coll = ZPP_COLL_ALL_TO_ALL,
+                                  .dtype = ZPP_U8,
+                                  .dsts = dsts,
+                                  .srcs = srcs,
+                                  .dst_bytes = dst_bytes,
+                                  .src_bytes = src_bytes};
     CHECK_OK(zpp_comm_call(me->comm, &call, NULL, &err));
     for (int r = 0; r < me->ranks; r++) {
         for (size_t i = 0; i < dst_bytes[r]; i++)
@@ -300,9 +306,12 @@ static void asynchronous(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = {TEST(lengths_ordinary),       TEST(lengths_arena),
-                                             TEST(dtypes_and_operations),  TEST(sums_are_in_rank_order),
-                                             TEST(wrong_arguments),        TEST(asynchronous),
+    static const struct test_case cases[] = {TEST(lengths_ordinary),
+                                             TEST(lengths_arena),
+                                             TEST(dtypes_and_operations),
+                                             TEST(sums_are_in_rank_order),
+                                             TEST(wrong_arguments),
+                                             TEST(asynchronous),
                                              {0}};
     return test_main(argc, argv, cases);
 }

@@ -26,7 +26,7 @@ static void pause_ms(long ms) {
     nanosleep(&pause, NULL);
 }
 
-/* --- abort --------------------------------------------------------------------------------------------------------- */
+/* --- abort ------------------------------------------------------------------------------------------------------- */
 
 static void aborted(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -44,7 +44,7 @@ static void aborted(struct test_rank *me) {
 
 static void abort_reaches_everybody(void) { run_ranks(3, aborted, NULL); }
 
-/* --- divergence ---------------------------------------------------------------------------------------------------- */
+/* --- divergence -------------------------------------------------------------------------------------------------- */
 
 struct path {
     const char *says;
@@ -57,8 +57,10 @@ static void diverging(struct test_rank *me) {
     float data[64] = {0};
     zpp_status status;
     CHECK_OK(zpp_barrier(me->comm, NULL, &err));
-    if (me->rank == path->odd) status = zpp_broadcast(me->comm, data, 64, 0, NULL, &err);
-    else status = zpp_all_reduce(me->comm, data, 16, ZPP_F32, ZPP_SUM, NULL, &err);
+    if (me->rank == path->odd)
+        status = zpp_broadcast(me->comm, data, 64, 0, NULL, &err);
+    else
+        status = zpp_all_reduce(me->comm, data, 16, ZPP_F32, ZPP_SUM, NULL, &err);
     CHECK_EQUAL(status, ZPP_PEER);
     CHECK(strstr(err.text, path->says));
     CHECK(strstr(err.text, "all_reduce(float32, 16 elements, sum) #2"));
@@ -90,8 +92,7 @@ static void other_splits(struct test_rank *me) {
     const void *srcs[2] = {from[0], from[1]};
     size_t out[2] = {8, 8}, in[2] = {8, me->rank == 0 ? 9 : 8};
     const struct zpp_call call = {
-        .coll = ZPP_COLL_ALL_TO_ALL, .dtype = ZPP_U8, .dsts = dsts, .srcs = srcs, .dst_bytes = in, .src_bytes = out
-    };
+        .coll = ZPP_COLL_ALL_TO_ALL, .dtype = ZPP_U8, .dsts = dsts, .srcs = srcs, .dst_bytes = in, .src_bytes = out};
     zpp_status status = zpp_comm_call(me->comm, &call, NULL, &err);
     if (me->rank == 1 && status == ZPP_OK) status = zpp_barrier(me->comm, NULL, &err); /* its own part was consistent */
     CHECK_EQUAL(status, ZPP_PEER);
@@ -100,7 +101,7 @@ static void other_splits(struct test_rank *me) {
 
 static void different_splits(void) { run_ranks(2, other_splits, NULL); }
 
-/* --- leaving and coming late --------------------------------------------------------------------------------------- */
+/* --- leaving and coming late ------------------------------------------------------------------------------------- */
 
 static void one_leaves(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -136,7 +137,7 @@ static void does_not_meet(void) {
     store_table_fini(&table);
 }
 
-/* --- ticks --------------------------------------------------------------------------------------------------------- */
+/* --- ticks ------------------------------------------------------------------------------------------------------- */
 
 static zpp_status tick(void *ctx, struct zpp_err *err) {
     atomic_int *left = ctx;
@@ -165,7 +166,6 @@ static void told(void *ctx, const char *sentence) {
     atomic_fetch_add((atomic_int *)ctx, 1);
 }
 
-
 #endif
 
 struct second_thread {
@@ -184,7 +184,8 @@ static void two_threads(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct second_thread other = {me->comm, ZPP_OK};
     pthread_t thread;
-    if (me->rank == 1) pause_ms(300);
+    if (me->rank == 1)
+        pause_ms(300);
     else {
         CHECK(pthread_create(&thread, NULL, also_calls, &other) == 0);
         pause_ms(100);
@@ -199,7 +200,7 @@ static void two_threads(struct test_rank *me) {
 static void one_thread_at_a_time(void) { run_ranks(2, two_threads, NULL); }
 
 #ifndef TEST_TSAN
-/* --- processes ----------------------------------------------------------------------------------------------------- */
+/* --- processes --------------------------------------------------------------------------------------------------- */
 
 /* A child forked by rank 0 cannot disturb the group, whatever it does with it. */
 static void forks(struct test_rank *me) {
@@ -286,8 +287,10 @@ static void a_killed_process_is_named(void) {
     for (int r = 0; r < PROCESSES; r++) {
         int ended = -1;
         CHECK(waitpid(child[r], &ended, 0) == child[r]);
-        if (r == VICTIM) CHECK(WIFSIGNALED(ended));
-        else CHECK_EQUAL(ended, 0);
+        if (r == VICTIM)
+            CHECK(WIFSIGNALED(ended));
+        else
+            CHECK_EQUAL(ended, 0);
     }
     CHECK(zpp_now_ns() - start_ns < 4 * second);
     munmap(shared, sizeof *shared);

@@ -155,7 +155,8 @@ static void lane_divergence(struct test_rank *me) {
     CHECK_OK(zpp_barrier(me->comm, NULL, &err)); /* all have the lane */
     /* The others may have found out before this rank posts. */
     zpp_status status = zpp_lane_post(lane, &notice, &patient, &seq, &err);
-    for (int r = 0; r < me->ranks && status == ZPP_OK; r++) status = zpp_lane_read(lane, r, 1, &notice, &patient, NULL, &err);
+    for (int r = 0; r < me->ranks && status == ZPP_OK; r++)
+        status = zpp_lane_read(lane, r, 1, &notice, &patient, NULL, &err);
     CHECK_EQUAL(status, ZPP_PEER);
     CHECK(strstr(err.text, "reduce unit 4") && strstr(err.text, "reduce unit 9"));
     CHECK_FAILS(zpp_lane_post(lane, &notice, &patient, &seq, &err), ZPP_PEER, "reduce unit 9");

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "worker"))
 
-from launch import Outcome, once
+from launch_cases import Outcome, once
 
 Run = Callable[..., dict[str, Outcome]]
 

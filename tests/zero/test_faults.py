@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from diverge_cases import CASES
-from launch import end, free_port, start_rank
+from launch_cases import end, free_port, start_rank
 
 RANKS, GUILTY = 3, 1
 DEAD_S = 5.0  # a dead process is noticed within this

@@ -94,6 +94,10 @@ class ZeroOptimizer(optim.Optimizer):
         return norm
 
     def _require_gradients(self) -> None:
+        if self._engine.core.closed:
+            raise Error(
+                "optimizer.step: the model of this optimizer is gone, and its parameters with it; keep the model alive"
+            )
         if self._engine.stage == 0:
             self._engine.check_untouched()
         if self._engine.core.grads_pending():

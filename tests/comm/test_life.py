@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Communicators come and go: nothing is left behind, other backends lend their store, forked children are harmless."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import run_ranks
+
+
+def _held() -> dict[str, Any]:
+    """What this process holds of the kernel's things."""
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "zeropp" in line]
+    return {
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "mappings": len([line for line in maps if "memfd" in line]),
+    }
+
+
+def come_and_go(rank: int, ranks: int, cycles: int) -> dict[str, Any]:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+    from zeropp import comm
+
+    dist.init_process_group("gloo")
+    store = dist.PrefixStore("life", dist.distributed_c10d._get_default_store())
+    before: dict[str, Any] = {}
+    for cycle in range(cycles):
+        group = comm.create(store, rank, ranks, timedelta(seconds=60), "life")
+        group.barrier()
+        if cycle % 10 == 0:  # the parts that are made when they are first used
+            tensor = torch.full((200_000,), 1.0)
+            work = group.submit(2, 0, 0, 0, tensor.data_ptr(), 0, tensor.numel(), tensor)
+            work.wait()
+            assert float(tensor[-1]) == ranks
+            region = group.region_create("per_rank", 10_000)
+            assert region.base(1 - rank) != region.base(rank)
+            block = group.alloc(100_000)
+            assert block.bytes == 100_000
+            small = torch.zeros(4)
+            if rank == 0:
+                group.send(small.data_ptr(), 16, 1, 0, small).wait()
+            else:
+                group.recv(small.data_ptr(), 16, 0, 0, small).wait()
+            del region, block, work
+        group.barrier()
+        comm.close(group)
+        if cycle == 10:
+            before = _held()
+    after = _held()
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"before": before, "after": after}
+
+
+@pytest.mark.parametrize("cycles", [50, pytest.param(1000, marks=pytest.mark.slow)])
+def test_nothing_is_left_behind(cycles: int) -> None:
+    shm_before = set(Path("/dev/shm").iterdir())
+    for outcome in run_ranks(2, come_and_go, cycles, timeout=280):
+        assert outcome.value["after"]["mappings"] == 0
+        assert outcome.value["after"] == outcome.value["before"]
+    left = {path.name for path in set(Path("/dev/shm").iterdir()) - shm_before}
+    assert not [name for name in left if "zeropp" in name or "zpp" in name]
+
+
+def over_gloo(rank: int, ranks: int) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    import zeropp
+    from zeropp.comm import Communicator, communicator
+
+    dist.init_process_group("gloo")
+    core = communicator()
+    assert communicator() is core and communicator(dist.group.WORLD) is core
+    part = dist.new_group([0, 1])
+    if rank < 2:
+        assert communicator(part) is not core and communicator(part).ranks == 2
+    door = Communicator()
+    tensor = torch.full((5,), float(rank))
+    door.all_reduce(tensor, "max")
+    refused = []
+    for wrong in (torch.ones(4, 4).t(), torch.ones(3, device="meta")):
+        try:
+            door.all_reduce(wrong)
+        except ValueError as error:
+            refused.append(str(error))
+    kept = door.empty(1000)  # outlives the group
+    kept.fill_(7)
+    dist.destroy_process_group()
+    zeropp.comm.close(core)
+    try:
+        core.barrier()
+    except zeropp.Error as error:
+        refused.append(str(error))
+    try:
+        communicator()
+    except zeropp.Error as error:
+        refused.append(str(error))
+    return {
+        "tensor": tensor.tolist(),
+        "refused": refused,
+        "kept": float(kept.sum()),
+        "traffic": zeropp.traffic()["shm"]["all_reduce"],
+    }
+
+
+def test_communicator_over_any_backend() -> None:
+    for outcome in run_ranks(3, over_gloo, timeout=120):
+        assert outcome.value["tensor"] == [2.0] * 5
+        assert outcome.value["kept"] == 7000.0
+        assert outcome.value["traffic"] == {"bytes": 2 * 20, "calls": 1}  # counted on after the end
+        contiguous, meta, closed, no_group = outcome.value["refused"]
+        assert "strides (1, 4), wanted a contiguous one" in contiguous and "on meta, wanted cpu" in meta
+        assert "closed" in closed and "init_process_group" in no_group
+
+
+def again_and_again(rank: int, ranks: int) -> int:
+    import torch
+    import torch.distributed as dist
+    import zeropp  # noqa: F401
+
+    for repeat in range(3):  # torchrun's store stays the same, with the cards of earlier groups in it
+        dist.init_process_group("zeropp")
+        tensor = torch.ones(3) * repeat
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [ranks * repeat] * 3
+        dist.barrier()
+        dist.destroy_process_group()
+    return repeat
+
+
+def test_init_and_destroy_again() -> None:
+    assert [outcome.value for outcome in run_ranks(2, again_and_again, timeout=120)] == [2, 2]
+
+
+def loader_children(rank: int, ranks: int) -> float:
+    import torch
+    import torch.distributed as dist
+    import zeropp  # noqa: F401
+    from torch.utils.data import DataLoader
+
+    dist.init_process_group("zeropp")
+    total = torch.zeros(1)
+    dist.all_reduce(total, async_op=True).wait()  # the progress thread exists before the forks
+    for _ in range(2):
+        for batch in DataLoader(list(range(20)), batch_size=5, num_workers=2, multiprocessing_context="fork"):
+            value = batch.sum().float().reshape(1)
+            dist.all_reduce(value)
+            total += value
+    dist.barrier()
+    dist.destroy_process_group()
+    return float(total)
+
+
+def test_forked_loader_workers_do_not_disturb() -> None:
+    assert [outcome.value for outcome in run_ranks(2, loader_children, timeout=120)] == [760.0, 760.0]
