@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Sums of floating point arrays: every instruction set gives the bits of the scalar version, for every kind, length, alignment,
- * number of sources, scale and destination. The AVX-512 source runs lane by lane where the machine lacks it
+ * Sums of floating point arrays: every instruction set gives the bits of the scalar version, for every kind, length,
+ * alignment, number of sources, scale and destination. The AVX-512 source runs lane by lane where the machine lacks it
  * (avx512_emulated.h).
  */
 #include "harness.h"
@@ -59,8 +59,8 @@ static uint32_t mix(uint32_t x) {
     return x ^ x >> 16;
 }
 
-/* Random bits: every class of number, denormals, infinities and NaNs among them. fp16 NaNs differ between instruction sets in
- * nothing but their payload, so there are none among the fp16 inputs. */
+/* Random bits: every class of number, denormals, infinities and NaNs among them. fp16 NaNs differ between instruction
+ * sets in nothing but their payload, so there are none among the fp16 inputs. */
 static void fill(zpp_dtype dtype, size_t offset_bytes) {
     for (int r = 0; r < SOURCES; r++) {
         for (size_t i = 0; i < ROOM / 4; i++) {
@@ -91,13 +91,14 @@ static bool same(const void *a, const void *b, size_t elems, bool wide) {
     return true;
 }
 
-static void sum(const struct zpp_sum_kernels *kernels, zpp_dtype dtype, void *dst, bool wide, bool accumulate, int count,
-                size_t elems, float scale, bool stream) {
+static void sum(const struct zpp_sum_kernels *kernels, zpp_dtype dtype, void *dst, bool wide, bool accumulate,
+                int count, size_t elems, float scale, bool stream) {
     if (dtype == ZPP_F32) kernels->f32(dst, accumulate, from, count, elems, scale, stream);
     else (dtype == ZPP_BF16 ? kernels->bf16 : kernels->f16)(dst, wide, accumulate, from, count, elems, scale);
 }
 
-static void compare(const struct zpp_sum_kernels *kernels, zpp_dtype dtype, bool wide, size_t elems, size_t dst_offset) {
+static void compare(const struct zpp_sum_kernels *kernels, zpp_dtype dtype, bool wide, size_t elems,
+                    size_t dst_offset) {
     static unsigned char ours[ROOM + 64] __attribute__((aligned(64))), scalar[ROOM + 64] __attribute__((aligned(64)));
     for (int count = 1; count <= SOURCES; count++)
         for (int way = 0; way < 8; way++) {

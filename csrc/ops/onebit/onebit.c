@@ -65,10 +65,12 @@ struct job {
 /* Elements [begin, end) as an array: in memory already, or made in the tile. */
 static const void *input(const struct job *job, size_t chunk, size_t begin, size_t end, float *tile) {
     if (job->src) return (const char *)job->src + begin * zpp_dtype_bytes(job->dtype);
-    for (size_t s = 0; s < job->sources_count; ++s) {
-        job->kernels->decode(job->sources[s].bits + begin / 8, job->sources[s].scales[chunk], end - begin, tile,
-                             ZPP_F32, s ? ZPP_ONEBIT_ADD : ZPP_ONEBIT_STORE);
-    }
+    enum zpp_onebit_how how = ZPP_ONEBIT_STORE; /* the first of at least one source; the others are added to it */
+    const struct zpp_onebit_source *source = job->sources;
+    do {
+        job->kernels->decode(source->bits + begin / 8, source->scales[chunk], end - begin, tile, ZPP_F32, how);
+        how = ZPP_ONEBIT_ADD;
+    } while (++source < job->sources + job->sources_count);
     if (job->factor != 1.0f) {
         for (size_t i = 0; i < end - begin; ++i) tile[i] *= job->factor;
     }

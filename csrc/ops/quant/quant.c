@@ -145,12 +145,12 @@ struct sum {
     size_t elems;
 };
 
-/* tile[0 ..) = the sum's elements [begin, end). */
+/* tile[0 ..) = the sum's elements [begin, end); there is at least one source. */
 static void fill_tile(const struct sum *sum, size_t begin, size_t end, float *tile) {
-    for (size_t s = 0; s < sum->sources_count; ++s) {
-        decode_elems(sum->kernels, sum->spec, &sum->sources[s], begin, end, tile, ZPP_F32,
-                     s ? ZPP_QUANT_ADD : ZPP_QUANT_STORE);
-    }
+    assert(begin < end);
+    decode_elems(sum->kernels, sum->spec, &sum->sources[0], begin, end, tile, ZPP_F32, ZPP_QUANT_STORE);
+    for (size_t s = 1; s < sum->sources_count; ++s)
+        decode_elems(sum->kernels, sum->spec, &sum->sources[s], begin, end, tile, ZPP_F32, ZPP_QUANT_ADD);
     if (sum->factor == 1.0f) return;
     for (size_t i = 0; i < end - begin; ++i) tile[i] *= sum->factor;
 }
