@@ -175,9 +175,10 @@ static zpp_aio_request *new_request(zpp_aio *aio, const struct zpp_aio_job *job)
     return request;
 }
 
-/* Close what the table need not keep; files_lock held. */
-static void bound_files(zpp_aio *aio, struct zpp_file *dropped) {
+/* Close what the table need not keep, which `wanted` is not, idle as it still is; files_lock held. */
+static void bound_files(zpp_aio *aio, struct zpp_file *wanted, struct zpp_file *dropped) {
     pthread_mutex_lock(&aio->lock);
+    if (wanted) ++wanted->refs;
     if (dropped && dropped->refs == 0) close_file(aio, dropped);
     while (aio->files.count > IDLE_FILES) {
         struct zpp_file *idle = zpp_files_take(&aio->files, NULL);
@@ -187,6 +188,7 @@ static void bound_files(zpp_aio *aio, struct zpp_file *dropped) {
         }
         close_file(aio, idle);
     }
+    if (wanted) --wanted->refs;
     pthread_mutex_unlock(&aio->lock);
 }
 
@@ -273,7 +275,7 @@ zpp_status zpp_aio_submit(zpp_aio *aio, const struct zpp_aio_job *job, zpp_aio_r
     if (!fault) fault = &unused;
     pthread_mutex_lock(&aio->files_lock);
     status = zpp_files_get(&aio->files, job->path, job->write, &file, &dropped, fault, err);
-    if (dropped || aio->files.count > IDLE_FILES) bound_files(aio, dropped);
+    if (dropped || aio->files.count > IDLE_FILES) bound_files(aio, file, dropped);
     if (status == ZPP_OK && job->write) {
         status = zpp_file_reserve(&aio->files, file, job->offset_bytes, job->bytes, fault, err);
     }
