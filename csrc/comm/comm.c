@@ -17,11 +17,10 @@
 
 enum { GUARD_BYTES = 4096, SPIN_TURNS = 2000, SPIN_TURNS_CROWDED = 50 };
 
-/* With more ranks than cores, whoever spins keeps a peer from running. */
-static int spin_turns(int ranks) {
+static bool crowded(int ranks) {
     cpu_set_t cpus;
     const int count = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
-    return ranks <= count ? SPIN_TURNS : SPIN_TURNS_CROWDED;
+    return ranks > count;
 }
 
 /* A forked child has the parent's descriptors and mappings, and must touch neither counters nor verdict. It recognises
@@ -57,7 +56,8 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
     comm->rank = options->rank;
     comm->ranks = options->ranks;
     comm->timeout_ns = options->timeout_ns;
-    comm->spin_turns = spin_turns(options->ranks);
+    comm->crowded = crowded(options->ranks);
+    comm->spin_turns = comm->crowded ? SPIN_TURNS_CROWDED : SPIN_TURNS; /* who spins may keep a peer from running */
     comm->log = options->log;
     comm->log_ctx = options->log_ctx;
     comm->base_bytes = sizeof(struct zpp_control) + (size_t)ZPP_TRACKS * ZPP_STAGE_SLOTS * ZPP_STAGE_BYTES;

@@ -87,6 +87,7 @@ struct zpp_comm {
     int rank, ranks;
     bool joined; /* all peers are mapped */
     uint64_t timeout_ns;
+    bool crowded; /* more ranks than cores */
     int spin_turns;
     char name[64];
     void (*log)(void *ctx, const char *sentence);

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A word: a counter in shared memory that one rank raises and others wait for. Raising it costs one exchange, and a
- * system call only if somebody sleeps on it. Waiting spins for a bounded time, yields, then sleeps in the kernel
- * (futex), and from then on looks about every 100 ms whether the wait still makes sense: verdict, dead peers, tick,
- * time-out. Counters wrap; they are compared by signed distance.
+ * system call only if somebody sleeps on it. Waiting spins for a bounded time (not at all if the writer shares this
+ * core: then it cannot run meanwhile), may yield, then sleeps in the kernel (futex), and from then on looks about every
+ * 100 ms whether the wait still makes sense: verdict, dead peers, tick, time-out. Counters wrap; they are compared by
+ * signed distance.
  */
 #ifndef ZPP_COMM_WORD_H
 #define ZPP_COMM_WORD_H
@@ -16,7 +17,9 @@ struct zpp_comm;
 
 struct zpp_word {
     _Atomic uint32_t value;
-    _Atomic uint32_t sleepers; /* on the same line: the writer that stores `value` owns it anyway */
+    /* On the same line: the writer that stores `value` owns it anyway. */
+    _Atomic uint16_t sleepers;
+    _Atomic uint16_t cpu; /* 1 + the core where the writer ran when it raised the word last; 0 = unknown. A hint. */
 };
 
 static inline bool zpp_word_reached(const struct zpp_word *word, uint32_t target) {
