@@ -15,7 +15,7 @@ from torch import nn
 from zeropp import _C
 from zeropp.config import Config
 from zeropp.errors import ConfigError, Error
-from zeropp.zero.engine import DTYPES, HOST, SHARD, Engine, Unit, register
+from zeropp.zero.engine import DTYPES, HOST, SHARD, Engine, Unit, _engines, engine_of, register
 from zeropp.zero.optimizer import adopt, check_optimizer
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.units import UnitPlan, plan_units
@@ -30,7 +30,8 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     """Partition a model and its optimizer over the ranks, in place (ZeRO, Rajbhandari et al. 2020).
 
     Args:
-        model: any module; rank 0's values are taken on every rank. Stays the same object.
+        model: any module; rank 0's values are taken on every rank. Stays the same object. One that was prepared without
+            an optimizer (to evaluate first) takes one now; its own config stays.
         optimizer: built from ``model.parameters()``; stays the same object. None: a model that is only evaluated, or
             only gives gradients.
         config: see :class:`zeropp.Config`; default stage 3.
@@ -43,6 +44,9 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
             optimizer that lacks parameters, ...
         zeropp.CommError: a rank died or did not come.
     """
+    if optimizer is not None and is_prepared(model):
+        _attach(model, optimizer)
+        return model, optimizer
     config = Config() if config is None else config
     _check_device(config)
     _check_model(model)
@@ -71,6 +75,24 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     _watch(model)
     engine.core.release_all()
     return model, optimizer
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Was this very model given to :func:`prepare`?"""
+    return isinstance(model, nn.Module) and model in _engines
+
+
+def _attach(model: nn.Module, optimizer: Optimizer) -> None:
+    """An optimizer for a model that was prepared without one."""
+    engine = engine_of(model)
+    if any(unit.steps is not None for unit in engine.units):
+        raise ConfigError("prepare: the model was prepared with an optimizer already; prepare each model once")
+    plans = [
+        UnitPlan(u.name, [e.param for e in u.params], [e.names for e in u.params], [], u.dtype, u.trainable)
+        for u in engine.units
+    ]
+    check_optimizer(optimizer, plans)
+    adopt(optimizer, engine)
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,15 @@ def write_piece(unit: Unit, at: int, values: torch.Tensor) -> None:
             unit.master[low - unit.begin_elems : high - unit.begin_elems] = mine.float()
 
 
-def named_full_tensors(model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+def named_full_tensors(
+    model: nn.Module, bucket_bytes: int = BUCKET_BYTES, *, only: Callable[[str], bool] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter whole, one after the other, then the persistent buffers; collective, so every rank iterates to
     the end.
 
     Args:
         bucket_bytes: units are gathered together up to this many bytes; at least one is.
+        only: tells by name which are wanted; units of which nothing is wanted are not gathered. None: all.
 
     Yields:
         (name, a copy on the CPU): names as in ``named_parameters``, tied parameters once.
@@ -67,12 +70,13 @@ def named_full_tensors(model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> It
     Memory: one bucket and one parameter beside the slices.
     """
     for bucket in _buckets(engine_of(model), bucket_bytes):
-        entries = [entry for unit in bucket for entry in unit.params]
+        entries = [entry for unit in bucket for entry in unit.params if only is None or any(map(only, entry.names))]
         with gathered([entry.param for entry in entries]):
             for entry in entries:
                 yield entry.names[0], entry.param.detach().clone()
     for name, buffer in persistent_buffers(model):
-        yield name, buffer.detach().clone()
+        if only is None or only(name):
+            yield name, buffer.detach().clone()
 
 
 def _buckets(engine: Engine, bucket_bytes: int) -> Iterator[list[Unit]]:
@@ -89,11 +93,14 @@ def _buckets(engine: Engine, bucket_bytes: int) -> Iterator[list[Unit]]:
         yield bucket
 
 
-def full_state_dict(model: nn.Module, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
+def full_state_dict(
+    model: nn.Module, *, rank_0_only: bool = False, only: Callable[[str], bool] | None = None
+) -> dict[str, torch.Tensor]:
     """What ``model.state_dict()`` of the plain model would be, as copies on the CPU; collective.
 
     Args:
         rank_0_only: the other ranks get an empty dict, and spend no memory on it.
+        only: tells by name which entries are wanted (those of an adapter, say); the same on every rank. None: all.
 
     Returns:
         Keys in ``state_dict``'s own order; tied parameters stand under all their names and share one tensor.
@@ -101,14 +108,15 @@ def full_state_dict(model: nn.Module, *, rank_0_only: bool = False) -> dict[str,
     engine = engine_of(model)
     wanted = not rank_0_only or engine.rank == 0
     whole: dict[str, torch.Tensor] = {}
-    for name, tensor in named_full_tensors(model):
+    for name, tensor in named_full_tensors(model, only=only):
         if wanted:
             whole[name] = tensor
     if not wanted:
         return {}
     aliases = _aliases(engine, model)
     extra = {key: module.get_extra_state() for key, module in _extra_states(model)}
-    return {key: extra[key] if key in extra else whole[aliases[key]] for key in _keys(model)}
+    keys = [key for key in _keys(model) if only is None or only(key)]
+    return {key: extra[key] if key in extra else whole[aliases[key]] for key in keys}
 
 
 def _aliases(engine: Engine, model: nn.Module) -> dict[str, str]:

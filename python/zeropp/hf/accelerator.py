@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An ``accelerate.Accelerator`` that prepares models with zeropp instead of wrapping them in DDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+import zeropp
+from zeropp.config import Config
+from zeropp.errors import ConfigError
+from zeropp.zero.engine import engine_of
+from zeropp.zero.optimizer import ZeroOptimizer
+from zeropp.zero.parameter import ref_of
+from zeropp.zero.prepare import is_prepared
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """What Accelerate wrapped."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+class ZeroppAccelerator(Accelerator):
+    """Only the verbs that meet partitioned state differ; the distributed type stays what the machine gives.
+
+    Set ``zeropp_config`` before :meth:`prepare`; None means stage 3.
+    """
+
+    zeropp_config: Config | None = None
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As upstream; models are partitioned in place, each with the optimizer among ``args`` that holds its parameters."""
+        optimizers = [plain_optimizer(one) for one in args if isinstance(one, torch.optim.Optimizer)]
+        for one in args:
+            if isinstance(one, nn.Module):
+                self._partition(one, _optimizer_of(one, optimizers))
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """As upstream: autocast, but no wrapper."""
+        self._partition(model, None)
+        # evaluation_mode keeps what concerns the model alone (autocast), and leaves DDP out.
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """As upstream; the state is where its slices are."""
+        if not isinstance(plain_optimizer(optimizer), ZeroOptimizer):
+            raise ConfigError(
+                "the optimizer was prepared without its model; give both to one accelerator.prepare(model, optimizer)"
+            )
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def _partition(self, model: nn.Module, optimizer: Any) -> None:
+        if not is_prepared(model):
+            zeropp.prepare(model, optimizer, self.zeropp_config)
+        elif optimizer is not None and not isinstance(optimizer, ZeroOptimizer):
+            zeropp.prepare(model, optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """The norm over all ranks' slices, as a tensor; gradients are scaled in the step."""
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        refs = [ref for ref in map(ref_of, parameters) if ref is not None]
+        if not refs:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        for wrapped in self._optimizers:
+            optimizer = plain_optimizer(wrapped)
+            if getattr(optimizer, "_engine", None) is refs[0].engine:
+                return torch.tensor(optimizer.clip_grad_norm_(max_norm, norm_type=float(norm_type)))
+        raise ConfigError(
+            "clip_grad_norm_: the model of these parameters has no optimizer that this accelerator prepared"
+        )
+
+    @contextlib.contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """Stages 0 and 1 accumulate without communication; 2 and 3 reduce every micro-step, which keeps gradients split."""
+        if is_prepared(model) and engine_of(model).stage <= 1:
+            with zeropp.no_sync(model):
+                yield
+        else:
+            yield
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Whole values on the CPU, on every rank; collective."""
+        plain = self.unwrap_model(model)
+        return zeropp.full_state_dict(plain) if is_prepared(plain) else super().get_state_dict(model, unwrap)
+
+
+def _optimizer_of(model: nn.Module, optimizers: list[Any]) -> Any:
+    mine = {id(p) for p in model.parameters()}
+    for optimizer in optimizers:
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            return optimizer
+    return None

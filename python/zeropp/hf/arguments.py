@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training arguments with the field ``zeropp``."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import transformers
+
+from zeropp.config import Config
+from zeropp.errors import ConfigError
+from zeropp.hf.settings import config_for
+
+HELP = "zeropp: a configuration file (zeropp's or DeepSpeed's), JSON text, or a dict; trains with ZeRO"
+
+
+def _restore(base: type, state: dict[str, Any]) -> Any:
+    """Unpickle arguments whose class was made by :func:`ArgumentsFor`."""
+    cls = ArgumentsFor(base)
+    arguments = cls.__new__(cls)
+    arguments.__dict__.update(state)
+    return arguments
+
+
+@functools.cache
+def ArgumentsFor(base: type) -> Any:
+    """``base`` (TrainingArguments or a subclass: SFTConfig, ...) with one more field, ``zeropp``.
+
+    Works with ``HfArgumentParser`` (``--zeropp config.json``) and in the constructor (``zeropp={"stage": 3}``, a path, or a
+    :class:`zeropp.Config`). The same base gives the same class. Instances pickle by their base, so ``training_args.bin`` loads
+    wherever zeropp and the base do.
+    """
+    parent: Any = base
+    if "zeropp" in getattr(parent, "__dataclass_fields__", {}):
+        return base
+
+    def __post_init__(self: Any) -> None:
+        given, self.zeropp_config = self.zeropp, None
+        if isinstance(given, Config):  # a Config is not JSON, which the base wants of its fields
+            self.zeropp = None
+        parent.__post_init__(self)
+        if given is None or given == "":
+            return
+        if self.zeropp is None:
+            self.zeropp = given
+        if not isinstance(self.zeropp, (str, dict, Config)):
+            raise ConfigError(f"zeropp: {self.zeropp!r} is not a path, JSON text, a dict or a zeropp.Config")
+        self.zeropp_config = config_for(self.zeropp, self)
+
+    def place_model_on_device(self: Any) -> Any:
+        return parent.place_model_on_device.fget(self) if self.zeropp_config is None else False
+
+    def to_dict(self: Any) -> dict[str, Any]:
+        plain: dict[str, Any] = parent.to_dict(self)
+        if isinstance(self.zeropp, Config):
+            plain["zeropp"] = repr(self.zeropp)
+        return plain
+
+    def __reduce__(self: Any) -> Any:
+        return _restore, (base, dict(self.__dict__))
+
+    namespace = {
+        "__annotations__": {"zeropp": "dict | str | None"},
+        "__doc__": base.__doc__,
+        "__module__": __name__,
+        "__post_init__": __post_init__,
+        "__reduce__": __reduce__,
+        "place_model_on_device": property(place_model_on_device),
+        "to_dict": to_dict,
+        "zeropp": field(default=None, metadata={"help": HELP}),
+        "_VALID_DICT_FIELDS": [*parent._VALID_DICT_FIELDS, "zeropp"],
+    }
+    return dataclass(type(base.__name__, (base,), namespace))
+
+
+TrainingArguments: Any = ArgumentsFor(transformers.TrainingArguments)
+"""transformers.TrainingArguments with the field ``zeropp``."""
+
+Seq2SeqTrainingArguments: Any = ArgumentsFor(transformers.Seq2SeqTrainingArguments)
+"""transformers.Seq2SeqTrainingArguments with the field ``zeropp``."""
+
+__all__ = ["ArgumentsFor", "Seq2SeqTrainingArguments", "TrainingArguments"]

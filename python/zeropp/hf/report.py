@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Trainer's user sees of zeropp: one table of memory at the start, and metrics beside the loss."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+import zeropp
+from zeropp.zero.engine import engine_of
+from zeropp.zero.prepare import is_prepared
+
+logger = logging.get_logger(f"transformers.{__name__}")
+
+
+def memory_table(model: Any) -> str:
+    """Bytes a rank by kind of state: by the paper's formula, and held now."""
+    engine, found = engine_of(model), zeropp.memory(model)
+    lines = [
+        f"zeropp: stage {engine.stage}, {engine.ranks} rank{'s' if engine.ranks > 1 else ''}, "
+        f"{found['parameters']:,} parameters in {len(engine.units)} units; memory a rank:",
+        f"  {'':<10} {'planned':>12} {'held now':>12}",
+    ]
+    for kind in ("params", "grads", "master", "optimizer"):
+        one = found["cpu"][kind]
+        lines.append(f"  {kind:<10} {_size(one['planned']):>12} {_size(one['held']):>12}")
+    a_parameter = found["bytes_per_parameter"]
+    lines.append(f"  bytes a parameter {a_parameter['planned']:>4.1f} {a_parameter['held']:>12.1f}")
+    return "\n".join(lines)
+
+
+def _size(bytes_: int) -> str:
+    value = float(bytes_)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+class MemoryTable(TrainerCallback):
+    """Shows the table when training begins, once, on the main process: above the progress bar, or in the log without one.
+
+    ``trainer.remove_callback(zeropp.hf.MemoryTable)`` removes it.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model = kwargs.get("model")
+        if model is None or not state.is_world_process_zero or not is_prepared(model):
+            return
+        if args.disable_tqdm:
+            logger.info(memory_table(model))
+        else:
+            from tqdm import tqdm  # type: ignore[import-untyped]
+
+            tqdm.write(memory_table(model), file=sys.stderr)
+
+
+def _read_bytes() -> int:
+    return sum(one["bytes"] for kinds in zeropp.traffic().values() for one in kinds.values())
+
+
+class Metrics:
+    """Numbers for ``Trainer.log``: what was read from other ranks since the last time, and what this rank holds."""
+
+    def __init__(self) -> None:
+        self._read_before = _read_bytes()
+
+    def collect(self, model: Any) -> dict[str, int]:
+        """``zeropp/traffic_bytes`` and ``zeropp/held_bytes`` of this rank."""
+        read = _read_bytes()
+        since, self._read_before = read - self._read_before, read
+        held = zeropp.memory(model)["cpu"]
+        return {"zeropp/traffic_bytes": since, "zeropp/held_bytes": sum(one["held"] for one in held.values())}

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainer over partitioned state: the methods that save, load, wrap or measure, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+import zeropp
+from zeropp.errors import CheckpointError, ConfigError
+from zeropp.hf.accelerator import ZeroppAccelerator, plain_optimizer
+from zeropp.hf.report import MemoryTable, Metrics
+from zeropp.zero.prepare import is_prepared
+
+FOLDER = "zeropp"  # in each checkpoint-N: slices, optimizer state
+
+
+@contextlib.contextmanager
+def _same_random() -> Iterator[None]:
+    """Trainer restores random states itself, at its own moment."""
+    import numpy
+
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+class ZeroppTrainer:
+    """Stands before a Trainer class; :func:`TrainerFor` puts it there. Without ``args.zeropp`` every method is upstream's."""
+
+    @property
+    def _zeropp(self: Any) -> bool:
+        return getattr(self.args, "zeropp_config", None) is not None
+
+    # -- building ----------------------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if self._zeropp:
+            self.accelerator.__class__ = ZeroppAccelerator  # the instance that Trainer configured, with other verbs
+            self.accelerator.zeropp_config = self.args.zeropp_config
+            self._zeropp_metrics = Metrics()
+
+    def _build_accelerator_args(self: Any, **kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        if self._zeropp and self.args.zeropp_config.dtype_name is not None:
+            found["mixed_precision"] = "no"  # parameters compute in their own dtype; no autocast on top
+        return found
+
+    def _wrap_model(self: Any, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if not self._zeropp:
+            return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
+        if training and not any(isinstance(one, MemoryTable) for one in self.callback_handler.callbacks):
+            self.add_callback(MemoryTable())
+        return model
+
+    def hyperparameter_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._zeropp:
+            raise ConfigError("hyperparameter_search is not implemented yet with --zeropp; start one run a trial")
+        return super().hyperparameter_search(*args, **kwargs)  # type: ignore[misc]
+
+    # -- steps -------------------------------------------------------------------------------------------------------------
+
+    def _has_mixed_mesh_grads(self: Any, model: Any) -> bool:
+        """Upstream reads p.grad, which a partitioned parameter does not have."""
+        return False if self._zeropp else super()._has_mixed_mesh_grads(model)  # type: ignore[misc]
+
+    def log(self: Any, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self._zeropp and "grad_norm" in logs:
+            logs.update(self._zeropp_metrics.collect(self.model))
+        super().log(logs, start_time)  # type: ignore[misc]
+
+    # -- saving ------------------------------------------------------------------------------------------------------------
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Standard safetensors (or adapter files), whole; collective. Before training, what upstream does."""
+        if not self._zeropp or not is_prepared(self.model):
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        state = zeropp.full_state_dict(
+            self.model, rank_0_only=not self.args.save_on_each_node, only=_only_adapter(self.model)
+        )
+        self._save(output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        if not self._zeropp:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        step = int(self.state.global_step)
+        zeropp.save(Path(output_dir) / FOLDER, self.model, plain_optimizer(self.optimizer), step=step)
+        if self.args.should_save:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's reminder to save the optimizer too
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))  # noqa: PTH118
+
+    # -- loading -----------------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Called before the model is prepared; a checkpoint of zeropp is loaded after, with the optimizer."""
+        if self._zeropp and (Path(resume_from_checkpoint) / FOLDER).is_dir():
+            return
+        target = self.model if model is None else model
+        if not self._zeropp or not is_prepared(target):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            return
+        with zeropp.gathered(target, write=True):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        if not self._zeropp or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        folder = Path(checkpoint)
+        if not (folder / FOLDER).is_dir():
+            if (folder / OPTIMIZER_NAME).exists():
+                raise CheckpointError(
+                    f"{folder}: its optimizer state was saved without --zeropp, and resuming from that is not implemented yet; "
+                    "load its weights with from_pretrained and start anew, or resume without --zeropp"
+                )
+            return
+        with _same_random():
+            zeropp.load(folder / FOLDER, self.model, plain_optimizer(self.optimizer))
+        scheduler = torch.load(folder / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+
+    def _load_best_model(self: Any) -> None:
+        if not self._zeropp or not is_prepared(self.model):
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        best = Path(self.state.best_model_checkpoint)
+        if (best / FOLDER).is_dir():
+            with _same_random():
+                zeropp.load(best / FOLDER, self.model)
+            return
+        with zeropp.gathered(self.model, write=True):
+            super()._load_best_model()  # type: ignore[misc]
+
+
+def _only_adapter(model: Any) -> Any:
+    """For a PEFT model: which parameters its adapter files may hold (trained ones, and embeddings); None: all."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        return None
+    if not isinstance(model, PeftModel):
+        return None
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    kept = {id(p) for module in embeddings if module is not None for p in module.parameters()}
+    names = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad or id(p) in kept}
+    return names.__contains__
+
+
+@functools.cache
+def TrainerFor(base: type) -> Any:
+    """``base`` (Trainer or a subclass: SFTTrainer, ...) that trains with zeropp when its arguments say so.
+
+    The same base gives the same class. Its arguments come from ``ArgumentsFor``.
+    """
+    if issubclass(base, ZeroppTrainer):
+        return base
+    return type(base.__name__, (ZeroppTrainer, base), {"__doc__": base.__doc__, "__module__": __name__})
+
+
+Trainer: Any = TrainerFor(transformers.Trainer)
+"""transformers.Trainer with ZeRO."""
+
+Seq2SeqTrainer: Any = TrainerFor(transformers.Seq2SeqTrainer)
+"""transformers.Seq2SeqTrainer with ZeRO."""

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank does in test_trainer.py: every case trains with stock Trainer (DDP over gloo) and with zeropp, in one
+process, and returns what was logged. Run under torchrun: cases.py FOLDER CASE..."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import zeropp
+import zeropp.hf
+from models import Rows, arguments, gpt2, llama, lora, t5
+
+TRAIN, HELD_OUT = Rows(96, 1), Rows(16, 2)
+SHOWN = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+def train(folder: Path, name: str, model: Any, config: Any = None, resume: Any = None, **more: Any) -> Any:
+    """A finished Trainer: stock when ``config`` is None."""
+    zero = config is not None
+    seq2seq = more.pop("seq2seq", False)
+    module: Any = zeropp.hf if zero else transformers
+    cls = module.Seq2SeqTrainer if seq2seq else module.Trainer
+    wanted = module.Seq2SeqTrainingArguments if seq2seq else module.TrainingArguments
+    if zero:
+        more["zeropp"] = config
+    trainer = cls(
+        model=model, args=arguments(wanted, folder / name, **more), train_dataset=TRAIN, eval_dataset=HELD_OUT
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    rows = [{k: float(row[k]) for k in SHOWN if k in row} for row in trainer.state.log_history]
+    return [row for row in rows if "loss" in row or "eval_loss" in row]
+
+
+def whole(model: Any) -> dict[str, torch.Tensor]:
+    """Values by name, prepared or not."""
+    try:
+        return zeropp.full_state_dict(model)
+    except zeropp.ConfigError:
+        return {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
+
+
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+
+
+def parity(folder: Path) -> dict[str, Any]:
+    """Accumulation, clipping, schedule, evaluation, checkpoints, best model: stages 1, 2, 3 against DDP."""
+    stock = train(folder, "stock", llama(), load_best_model_at_end=True, **EVALUATES)
+    found = {"stock": logged(stock)}
+    wanted = whole(stock.model)
+    for name, config in STAGES.items():
+        trainer = train(folder, name, llama(), config, load_best_model_at_end=True, **EVALUATES)
+        assert type(trainer.model) is transformers.LlamaForCausalLM and trainer.model_wrapped is trainer.model
+        found[name] = logged(trainer)
+        found[f"{name} weights apart"] = apart(whole(trainer.model), wanted)
+        found[f"{name} metrics"] = [r for r in trainer.state.log_history if "zeropp/traffic_bytes" in r]
+        trainer.save_model(str(folder / name / "final"))
+        torch.distributed.barrier()
+        again = transformers.LlamaForCausalLM.from_pretrained(folder / name / "final")
+        found[f"{name} saved apart"] = apart(whole(again), whole(trainer.model))
+    return found
+
+
+STAGES = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto", "train_batch_size": "auto"},
+    "stage 3": {"stage": 3},
+    "stage 3 gathers": {"stage": 3, "host_copy": "off"},
+}
+
+
+def resume(folder: Path) -> dict[str, Any]:
+    """Step 4 to 6 from a checkpoint equal the uninterrupted run bit for bit, dropout included."""
+    found = {}
+    for name, config in (("stage 2", {"stage": 2}), ("stage 3", {"stage": 3})):
+        through = train(folder, name, gpt2(), config, save_strategy="steps", save_steps=3)
+        again = train(
+            folder, name, gpt2(), config, str(folder / name / "checkpoint-3"), save_strategy="steps", save_steps=3
+        )
+        found[name] = [logged(through), logged(again)]
+        found[f"{name} weights apart"] = apart(whole(through.model), whole(again.model))
+    if torch.distributed.get_rank() == 0:
+        saved = torch.load(folder / "stage 3" / "checkpoint-3" / "training_args.bin", weights_only=False)
+        assert type(saved) is zeropp.hf.TrainingArguments and saved.zeropp == {"stage": 3}
+    return found
+
+
+def adapters(folder: Path) -> dict[str, Any]:
+    """LoRA over frozen weights with activation checkpointing, both kinds; adapter files load without zeropp."""
+    import peft
+
+    found: dict[str, Any] = {}
+    for kind in (False, True):
+        more = {
+            "activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": kind},
+            "ddp_find_unused_parameters": False,
+        }  # fmt: skip
+        models = [lora(llama()) for _ in range(2)]
+        for model in models:
+            model.enable_input_require_grads()
+        stock = train(folder, "stock", models[0], **more)
+        ours = train(folder, "zeropp", models[1], {"stage": 3, "host_copy": "off"}, **more)
+        found[f"reentrant {kind}"] = [logged(stock), logged(ours)]
+        ours.save_model(str(folder / f"adapter-{kind}"))
+        torch.distributed.barrier()
+        again = peft.PeftModel.from_pretrained(llama(), folder / f"adapter-{kind}")
+        found[f"reentrant {kind} saved apart"] = apart(whole(again), whole(ours.model))
+        assert sorted(p.name for p in (folder / f"adapter-{kind}").glob("*.safetensors")) == [
+            "adapter_model.safetensors"
+        ]
+    again = train(
+        folder, "best", lora(llama()), {"stage": 3}, load_best_model_at_end=True, save_only_model=True, **EVALUATES
+    )
+    assert again.state.best_model_checkpoint is not None
+    held = peft.PeftModel.from_pretrained(llama(), again.state.best_model_checkpoint)
+    found["best adapter apart"] = apart(whole(again.model), whole(held))
+    return found
+
+
+def low_precision(folder: Path) -> dict[str, Any]:
+    """--bf16 alone is autocast, as in stock Trainer; with a precision in the file, parameters are bf16."""
+    stock = train(folder, "stock", llama(), bf16=True)
+    ours = train(folder, "autocast", llama(), {"stage": 3}, bf16=True)
+    pure = train(folder, "pure", llama(), {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}, bf16=True)
+    assert {p.dtype for p in ours.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in pure.model.parameters()} == {torch.bfloat16}
+    return {"stock": logged(stock), "autocast": logged(ours), "pure": logged(pure)}
+
+
+def sequences(folder: Path) -> dict[str, Any]:
+    """Evaluate before training, train twice, predict with generate: tokens equal the plain model's."""
+    module: Any = zeropp.hf
+    more = {"predict_with_generate": True, "generation_max_length": 8}
+    wanted = arguments(module.Seq2SeqTrainingArguments, folder / "t5", zeropp={"stage": 3, "host_copy": "off"}, **more)
+    trainer = module.Seq2SeqTrainer(model=t5(), args=wanted, train_dataset=TRAIN, eval_dataset=HELD_OUT)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    first = logged(trainer)
+    trainer.train()
+    predicted = trainer.predict(HELD_OUT).predictions
+    plain = t5()
+    plain.load_state_dict(whole(trainer.model))
+    with torch.no_grad():
+        expected = plain.eval().generate(input_ids=HELD_OUT.rows, max_length=8)
+    stock = train(folder, "stock", t5(), seq2seq=True, **more)
+    return {
+        "logged": [logged(stock), first],
+        "before": [before, transformers.Seq2SeqTrainer(
+            model=t5(), args=arguments(transformers.Seq2SeqTrainingArguments, folder / "e"), eval_dataset=HELD_OUT
+        ).evaluate()["eval_loss"]],
+        "generated": [predicted[:, :8].tolist(), expected.tolist()],
+    }  # fmt: skip
+
+
+def other_optimizers(folder: Path) -> dict[str, Any]:
+    """torch's own element-wise optimizers, and one given by the user; label smoothing."""
+    more = {"optim": "sgd", "learning_rate": 0.5, "label_smoothing_factor": 0.1}
+    stock, ours = train(folder, "s", gpt2(), **_calm(more)), train(folder, "z", gpt2(), {"stage": 3}, **_calm(more))
+    return {"sgd": [logged(stock), logged(ours)]}
+
+
+def _calm(more: dict[str, Any]) -> dict[str, Any]:
+    return {**more, "max_steps": 4}
+
+
+def refusals(folder: Path) -> dict[str, Any]:
+    """What reads or rebuilds whole parameters behind zeropp's back says so; nothing is written in its place."""
+    import copy
+
+    trainer = train(folder, "z", llama(), {"stage": 3}, max_steps=1)
+    model = trainer.model
+    ways: dict[str, Callable[[], Any]] = {
+        "state_dict": model.state_dict,
+        "save_pretrained": lambda: model.save_pretrained(folder / f"direct-{os.environ['RANK']}"),
+        "deepcopy": lambda: copy.deepcopy(model),
+        "resize": lambda: model.resize_token_embeddings(120),
+        "to": lambda: model.to(torch.bfloat16),
+        "optimizer": trainer.optimizer.state_dict,
+        "search": lambda: trainer.hyperparameter_search(),
+    }
+    said = {}
+    for name, way in ways.items():
+        try:
+            way()
+            said[name] = "nothing"
+        except zeropp.Error as error:
+            said[name] = str(error)
+    said["files"] = [p.name for p in folder.rglob("*.safetensors")]
+    stock = train(folder, "stock", llama(), save_strategy="steps", save_steps=6)
+    del stock
+    try:
+        train(folder, "stock", llama(), {"stage": 2}, str(folder / "stock" / "checkpoint-6"), max_steps=8)
+    except zeropp.CheckpointError as error:
+        said["resume"] = str(error)
+    return said
+
+
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "parity": parity,
+    "resume": resume,
+    "adapters": adapters,
+    "low_precision": low_precision,
+    "sequences": sequences,
+    "other_optimizers": other_optimizers,
+    "refusals": refusals,
+}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for case in sys.argv[2:]:
+        try:
+            answer: Any = CASES[case](folder / case)
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        (folder / f"{case}.{os.environ['RANK']}.json").write_text(json.dumps(answer))
+        if "error" in answer:
+            raise SystemExit(f"{case}: {answer['error']}")
+
+
+if __name__ == "__main__":
+    main()
