@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from zeropp import _C
+
 if TYPE_CHECKING:
     from zeropp.config import Comm as Comm
     from zeropp.config import Config as Config
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from zeropp.zero.state import load_full_state_dict as load_full_state_dict
     from zeropp.zero.state import named_full_tensors as named_full_tensors
 
-__version__ = "0.1.0"
+__version__: str = _C.version()
 
 _HOME = {
     "prepare": "zero.prepare",
@@ -88,8 +90,6 @@ def _load() -> None:
         import torch
     except ImportError as error:
         raise ImportError("zeropp needs torch >= 2.11, and there is none: pip install torch") from error
-    from zeropp import _C
-
     _C.load_torch()
     from zeropp import ops
 
