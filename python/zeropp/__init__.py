@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from zeropp.zero.access import memory as memory
     from zeropp.zero.access import no_sync as no_sync
     from zeropp.zero.access import traffic as traffic
-    from zeropp.zero.checkpoint import load as load
     from zeropp.zero.checkpoint import save as save
     from zeropp.zero.init import sharded_init as sharded_init
     from zeropp.zero.prepare import prepare as prepare
+    from zeropp.zero.restore import load as load
     from zeropp.zero.state import export as export
     from zeropp.zero.state import full_state_dict as full_state_dict
     from zeropp.zero.state import load_full_state_dict as load_full_state_dict
@@ -46,7 +46,8 @@ __version__: str = _C.version()
 _HOME = {
     "prepare": "zero.prepare",
     **dict.fromkeys(("gathered", "memory", "no_sync", "traffic"), "zero.access"),
-    **dict.fromkeys(("save", "load"), "zero.checkpoint"),
+    "save": "zero.checkpoint",
+    "load": "zero.restore",
     **dict.fromkeys(("full_state_dict", "load_full_state_dict", "named_full_tensors", "export"), "zero.state"),
     "sharded_init": "zero.init",
     **dict.fromkeys(("Config", "Precision", "Offload", "Tier", "Comm"), "config"),

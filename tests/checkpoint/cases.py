@@ -134,6 +134,67 @@ def case_killed(folder: Path) -> None:
     os._exit(0)
 
 
+def case_background(folder: Path, **config) -> None:
+    """The ranks train on while their files are written; what is loaded are the values at the save."""
+    model, optimizer, scheduler = make(**config)
+    train(model, optimizer, scheduler, 0, 2)
+    whole = zeropp.full_state_dict(model)
+    done = zeropp.save(folder / "ckpt", model, optimizer, step=2, scheduler=scheduler, background=True)
+    train(model, optimizer, scheduler, 2, 4)
+    later = zeropp.full_state_dict(model)
+    second = zeropp.save(folder / "ckpt", model, optimizer, step=4, scheduler=scheduler, background=True, keep=2)
+    assert done.done() and done.wait() == folder / "ckpt" / "step-2"  # the second save waited for the first
+    losses = train(model, optimizer, scheduler, 4, 6)
+    found = zeropp.load(folder / "ckpt", model, optimizer, scheduler=scheduler)  # waits for the second
+    assert (
+        found["step"] == 4
+        and second.done()
+        and all(torch.equal(v, later[k]) for k, v in zeropp.full_state_dict(model).items())
+    )
+    assert train(model, optimizer, scheduler, 4, 6) == losses
+    zeropp.load(folder / "ckpt" / "step-2", model, optimizer)
+    assert all(torch.equal(v, whole[k]) for k, v in zeropp.full_state_dict(model).items())
+    dist.barrier()
+    assert sorted(one.name for one in (folder / "ckpt").iterdir()) == ["latest", "step-2", "step-4"]
+
+
+def case_background_full(folder: Path) -> None:
+    """Rank 1 has no room while it trains on: every rank hears of it at the next save, once, and nothing is left."""
+    model, optimizer, scheduler = make()
+    zeropp.save(folder / "ckpt", model, optimizer, step=1)
+    if RANK == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    zeropp.save(folder / "ckpt", model, optimizer, step=2, background=True)
+    train(model, optimizer, scheduler, 0, 1)
+    try:
+        zeropp.save(folder / "ckpt", model, optimizer, step=3, background=True)
+    except TierError as error:
+        assert "rank-00001.safetensors: cannot be written: File too large" in str(error), error
+    else:
+        raise AssertionError("a save that failed in the background went unnoticed")
+    if RANK == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert sorted(one.name for one in (folder / "ckpt").iterdir()) == ["latest", "step-1"]
+    zeropp.save(folder / "ckpt", model, optimizer, step=3, background=True).wait()
+    assert zeropp.load(folder / "ckpt", model, optimizer)["step"] == 3
+
+
+def case_background_killed(folder: Path) -> None:
+    """Rank 1 dies in the middle of its file: rank 0's end of the process says so, within seconds."""
+    model, optimizer, _ = make()
+    zeropp.save(folder / "ckpt", model, optimizer, step=1)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if RANK == 1:
+        os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+    saving = zeropp.save(folder / "ckpt", model, optimizer, step=2, background=True)
+    begun = time.monotonic()
+    error = saving.end()  # what the end of the process does
+    names = sorted(one.name for one in (folder / "ckpt").iterdir())
+    note(folder, "survivor", f"{time.monotonic() - begun < 10} {names}\n{error}")
+    os._exit(0)
+
+
 def case_whole(folder: Path) -> None:
     """Whole values in and out, with every way of holding a unit."""
     from models import Model

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from zeropp.errors import CheckpointError, TierError
-from zeropp.zero import safefile
+from zeropp.zero import disk, safefile
 from zeropp.zero.plain import from_plain, to_plain
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -102,14 +102,14 @@ def test_a_folder_takes_the_place_of_another_in_one_step(tmp_path):
     for folder, text in ((new, "new"), (final, "old")):
         folder.mkdir()
         (folder / "file").write_text(text)
-    safefile.replace_folder(new, final)
+    disk.replace_folder(new, final)
     assert (final / "file").read_text() == "new" and names_in(tmp_path) == ["final"]
 
 
 def test_a_small_file_is_replaced_whole(tmp_path):
     path = tmp_path / "latest"
     for text in ("step-1\n", "step-22\n", "x"):
-        safefile.write_text(path, text)
+        disk.write_text(path, text)
         assert path.read_text() == text and names_in(tmp_path) == ["latest"]
 
 
@@ -143,7 +143,7 @@ def test_tensors_and_counters_come_back():
     }
     tensors: dict[str, torch.Tensor] = {}
     back = from_plain(json.loads(json.dumps(to_plain(value, "extra", tensors))), tensors)
-    assert set(tensors) == {"extra.t.0", "extra.t.1.deep"}
+    assert set(tensors) == {"/extra.t.0", "/extra.t.1.deep"}
     assert torch.equal(back["t"][0], torch.arange(3)) and torch.equal(back["t"][1]["deep"], torch.ones(2))
     assert back["c"] == value["c"] and type(back["c"]) is Counter and back["n"] == 0.0
 

@@ -49,7 +49,7 @@ def test_what_one_rank_saved_alike_on_all(tmp_path):
     succeed(2, "resume", tmp_path, "stage=3")
 
 
-@pytest.mark.parametrize("case", ["damage", "full", "differs", "whole"])
+@pytest.mark.parametrize("case", ["damage", "full", "differs", "whole", "background", "background_full"])
 def test_two_ranks(case, tmp_path):
     succeed(2, case, tmp_path)
 
@@ -59,3 +59,10 @@ def test_a_rank_killed_in_save_leaves_the_checkpoint_before(tmp_path):
     facts, sentence = (tmp_path / "survivor.0").read_text().split("\n", 1)
     assert facts == "1 True ['latest', 'step-1']", (facts, sentence)
     assert "rank 1" in sentence
+
+
+def test_a_rank_killed_in_a_background_save_is_noticed(tmp_path):
+    run(2, "background_killed", tmp_path)
+    facts, sentence = (tmp_path / "survivor.0").read_text().split("\n", 1)
+    assert facts == "True ['latest', 'step-1']", (facts, sentence)
+    assert "rank-00001.safetensors: rank 1 is gone and did not finish it" in sentence

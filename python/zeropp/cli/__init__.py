@@ -10,6 +10,8 @@ from collections.abc import Sequence
 COMMANDS = {
     "env": "what zeropp found on this machine: torch, CPU level, kernels, CUDA driver, NCCL, io_uring",
     "bench-io": "the best I/O settings of a disk, and how near its limit they come",
+    "verify": "is every byte of a checkpoint as it was saved",
+    "export": "a checkpoint as safetensors files in the Hugging Face layout",
 }
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``zeropp.save`` and ``zeropp.load``: checkpoints that cannot tear, and that load on any number of ranks and at any
-stage.
+"""``zeropp.save``: checkpoints that cannot tear.
 
 ``save("ckpt", ..., step=7)`` writes ``ckpt/step-7``: one safetensors file a rank with the slices it owns, under the
 parameters' real names, and a manifest. Everything goes to a temporary folder first; files and folder are synced, the
@@ -8,41 +7,63 @@ manifest comes last with the checksums of all files, one atomic rename gives the
 ``ckpt/latest`` moves. Whatever dies whenever, what was loadable before stays loadable. The ranks agree after each
 part: all commit, or none.
 
-Nothing is pickled. Byte-level format: docs/checkpoint-format.md.
+Nothing is pickled. Byte-level format: docs/checkpoint-format.md. Loading: restore.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
-import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
-from zeropp.errors import CheckpointError, ConfigError, NotBuiltError
+from zeropp.errors import CheckpointError, ConfigError, Error
+from zeropp.zero import background as behind
+from zeropp.zero import disk as files
 from zeropp.zero import random_state, safefile
 from zeropp.zero.agree import Ranks
-from zeropp.zero.engine import WHOLE, Engine, Unit, engine_of
-from zeropp.zero.plain import from_plain, to_plain
-from zeropp.zero.state import persistent_buffers, write_piece
-
-FORMAT = "zeropp checkpoint"
-VERSION = 1
-MANIFEST = "manifest.json"
-LATEST = "latest"
-
-
-# --- save
-# -----------------------------------------------------------------------------------------------------------------
+from zeropp.zero.background import Saving
+from zeropp.zero.disk import replace_folder, storage_errors, write_text
+from zeropp.zero.engine import Engine, Unit, engine_of
+from zeropp.zero.manifest import FORMAT, LATEST, MANIFEST, VERSION, leftovers_in, manifest_text, part_name, steps_in
+from zeropp.zero.plain import to_plain
+from zeropp.zero.safefile import Piece, piece_of
+from zeropp.zero.state import persistent_buffers
 
 
+@overload
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    step: int | None = None,
+    scheduler: Any = None,
+    extra: Any = None,
+    keep: int | None = None,
+    background: Literal[False] = False,
+) -> Path: ...
+@overload
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    step: int | None = None,
+    scheduler: Any = None,
+    extra: Any = None,
+    keep: int | None = None,
+    background: Literal[True],
+) -> Saving: ...
+@overload
+def save(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, step: int | None = None,
+    scheduler: Any = None, extra: Any = None, keep: int | None = None, background: bool,
+) -> Path | Saving: ...  # fmt: skip
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -53,8 +74,12 @@ def save(
     extra: Any = None,
     keep: int | None = None,
     background: bool = False,
-) -> Path:
+) -> Path | Saving:
     """Write a checkpoint; collective. It is complete and durable when this returns, and absent when this raises.
+
+    With ``background=True`` it returns when this rank's bytes are copied to host memory, and the training goes on while
+    they are written. ``wait()`` of what it returns, the next save or load of the model and the end of the process wait
+    for it, and raise what went wrong.
 
     Args:
         path: folder of the checkpoints; this one becomes ``path/step-<step>``, and ``path/latest`` names it.
@@ -64,45 +89,76 @@ def save(
         scheduler: a learning-rate scheduler (anything with ``state_dict``).
         extra: user data of rank 0: numbers, strings, lists, dicts, tensors.
         keep: remove all but this many of the newest checkpoints afterwards; None keeps all.
-        background: not built yet.
+        background: copy now, write while the training goes on.
 
     Returns:
-        The folder of this checkpoint.
+        The folder of this checkpoint; in the background, a :class:`~zeropp.zero.background.Saving`.
 
     Raises:
         zeropp.TierError: storage is full or failed: path, bytes wanted, bytes free. On every rank.
         zeropp.CheckpointError: data that cannot be saved, or ranks that save different things. On every rank.
+        Both also for a background save before this one that failed, where nobody was told yet; nothing is saved then.
 
     Save between steps: gradients that were accumulated but not stepped with are not saved.
-    Cost: each rank writes its slices once: 4 bytes a parameter and 8 of AdamW's state, over N ranks.
+    Cost: each rank writes its slices once: 4 bytes a parameter and 8 of AdamW's state, over N ranks. Memory: 16 MiB; in
+    the background one copy of these slices, whose memory the next background save of the model uses again.
     """
-    if background:
-        raise NotBuiltError(
-            "save(background=True) is not built yet; leave it out: the save returns when all is durable"
-        )
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise ConfigError(f"save: step {step!r} is not allowed; wanted a whole number >= 0, or None for the next one")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ConfigError(f"save: keep {keep!r} is not allowed; wanted a whole number >= 1, or None to keep all")
+    if not isinstance(background, bool):
+        raise ConfigError(f"save: background {background!r} is not allowed; wanted True or False")
     engine = engine_of(model)
-    _check_optimizer(engine, optimizer)
+    check_optimizer(engine, optimizer)
     ranks = Ranks(engine)
+    behind.finish(engine)
     root = Path(path)
     step = _agree_on_step(ranks, root, step)
-    final, partial = root / f"step-{step}", root / f".step-{step}.partial"
+    plan = _Plan(root, step, keep)
+    own: list[behind.RankFile] = []
+    content: dict[str, Any] = {}
+
+    def take() -> dict[str, Any]:
+        """This rank's part: written, or copied to memory."""
+        pieces, part = _describe_rank(engine, model, optimizer, scheduler, extra)
+        if background:
+            own.append(behind.RankFile(engine, plan.partial, plan.parts, pieces, part.pop("about")))
+        else:
+            part["file"] = safefile.write_pieces(plan.partial / part_name(engine.rank), pieces, part.pop("about"))
+        return part
+
     try:
-        ranks.only_rank_0(lambda: _make_empty(partial))
-        parts = ranks.all_do(lambda: _write_part(engine, model, partial, optimizer, scheduler, extra))
-        ranks.only_rank_0(lambda: _commit(engine, parts, partial, final, step, optimizer))
+        ranks.only_rank_0(lambda: plan.begin(background))
+        parts = ranks.all_do(take)
+        ranks.only_rank_0(lambda: content.update(_describe(engine, parts, step, optimizer)))
+        if not background:
+            ranks.only_rank_0(lambda: plan.commit(content, [part["file"] for part in parts]))
     except BaseException:
+        for file in own:
+            file.close()
         if ranks.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            plan.undo()
         raise
-    ranks.only_rank_0(lambda: _prune(root, final, keep))
-    return final
+    if not background:
+        return plan.final
+
+    def rest() -> None:
+        try:
+            entry = own[0].write()
+            if ranks.rank == 0:
+                plan.commit(content, [entry, *behind.collect(plan.partial, plan.parts, ranks.count)])
+        except BaseException:
+            if ranks.rank == 0:
+                with contextlib.suppress(Error):  # the others may still be writing there
+                    behind.collect(plan.partial, plan.parts, ranks.count)
+                plan.undo()
+            raise
+
+    return behind.start(engine, plan.final, ranks, rest)
 
 
-def _check_optimizer(engine: Engine, optimizer: Any) -> None:
+def check_optimizer(engine: Engine, optimizer: Any) -> None:
     if optimizer is not None and getattr(optimizer, "_engine", None) is not engine:
         raise ConfigError("the optimizer was not given to zeropp.prepare together with this model")
 
@@ -120,48 +176,89 @@ def _agree_on_step(ranks: Ranks, root: Path, step: int | None) -> int:
     return ranks.only_rank_0(lambda: max((number for number, _ in steps_in(root)), default=-1) + 1)
 
 
-def _make_empty(partial: Path) -> None:
-    """What a save that died left behind goes first."""
-    with safefile.storage_errors(partial, 0):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+class _Plan:
+    """The folders of one save, and what rank 0 does with them."""
+
+    def __init__(self, root: Path, step: int, keep: int | None) -> None:
+        self.root, self.keep = root, keep
+        self.final = root / f"step-{step}"
+        self.partial = root / f".step-{step}.partial"
+        self.parts = root / f".step-{step}.parts"
+
+    def begin(self, background: bool) -> None:
+        """What saves that died left behind goes first."""
+        with storage_errors(self.partial, 0):
+            for folder in leftovers_in(self.root):
+                files.disk.remove_tree(folder)
+            files.make_folders(self.root)
+            files.disk.make_folder(self.partial)
+            if background:
+                files.disk.make_folder(self.parts)
+
+    def commit(self, content: dict[str, Any], entries: list[dict[str, Any]]) -> None:
+        """The manifest, the final name, and ``latest``: in this order, each durable before the next. Then the rest
+        goes."""
+        try:
+            content["files"] = {part_name(rank): entry for rank, entry in enumerate(entries)}
+            write_text(self.partial / MANIFEST, manifest_text(content))
+            replace_folder(self.partial, self.final)
+            write_text(self.root / LATEST, self.final.name + "\n")
+        except BaseException:
+            self.undo()
+            raise
+        with storage_errors(self.root, 0):
+            files.disk.remove_tree(self.parts)
+            self._prune()
+
+    def undo(self) -> None:
+        """After a failure."""
+        for folder in (self.partial, self.parts):
+            with contextlib.suppress(OSError):
+                files.disk.remove_tree(folder)
+
+    def _prune(self) -> None:
+        """Out of sight in one step, so that no half of a checkpoint is ever among the others."""
+        if self.keep is None:
+            return
+        others = [folder for _, folder in steps_in(self.root) if folder != self.final]
+        for folder in others[: max(0, len(others) + 1 - self.keep)]:
+            removed = self.root / f".{folder.name.lstrip('.')}.removed"
+            files.disk.remove_tree(removed)
+            files.disk.rename(folder, removed)
+            files.disk.remove_tree(removed)
 
 
-def _part_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def _write_part(
-    engine: Engine, model: nn.Module, folder: Path, optimizer: Any, scheduler: Any, extra: Any
-) -> dict[str, Any]:
-    """This rank's file, and what the manifest has to say of it."""
-    tensors: dict[str, torch.Tensor] = {}
-    part: dict[str, Any] = {"pieces": [], "steps": {}, "random": random_state.collect(tensors)}
+def _describe_rank(
+    engine: Engine, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any
+) -> tuple[list[Piece], dict[str, Any]]:
+    """The tensors of this rank's file, and what the manifest has to say of them."""
+    loose: dict[str, torch.Tensor] = {}
+    part: dict[str, Any] = {"pieces": [], "steps": {}, "random": random_state.collect(loose)}
+    pieces: list[Piece] = []
     if engine.stage > 0 or engine.rank == 0:  # at stage 0 every rank holds the same
         for unit in engine.units:
-            _add_unit(engine, unit, optimizer is not None and unit.trainable, tensors, part)
+            pieces += _unit_pieces(engine, unit, optimizer is not None and unit.trainable, part)
     if engine.rank == 0:
-        for name, buffer in persistent_buffers(model):
-            tensors[name] = buffer.detach().cpu().contiguous()
-        part["extra"] = to_plain(extra, "extra", tensors)
+        buffers = [(name, buffer.detach().cpu().contiguous()) for name, buffer in persistent_buffers(model)]
+        pieces += [piece_of(name, buffer) for name, buffer in buffers]
+        part["buffers"] = [name for name, _ in buffers]
+        part["extra"] = to_plain(extra, "extra", loose)
         if scheduler is not None:
             part["scheduler"] = {
                 "class": type(scheduler).__name__,
-                "state": to_plain(scheduler.state_dict(), "scheduler", tensors),
+                "state": to_plain(scheduler.state_dict(), "scheduler", loose),
             }
-    about = {
+    pieces += [piece_of(name, tensor) for name, tensor in loose.items()]
+    part["about"] = {
         "format": "pt",
         "rank": str(engine.rank),
         "ranks": str(engine.ranks),
         "layout": "flat slices: manifest.json",
     }
-    part["file"] = safefile.write_tensors(folder / _part_name(engine.rank), tensors, about)
-    return part
+    return pieces, part
 
 
-def _add_unit(
-    engine: Engine, unit: Unit, with_state: bool, tensors: dict[str, torch.Tensor], part: dict[str, Any]
-) -> None:
+def _unit_pieces(engine: Engine, unit: Unit, with_state: bool, part: dict[str, Any]) -> Iterator[Piece]:
     state = engine.optimizer_state(unit) if with_state else {}
     steps = state.pop("step", None)
     kinds = {"": unit.own, **state}
@@ -170,17 +267,17 @@ def _add_unit(
         name = entry.names[0]
         begin = unit.begin_elems + first - entry.offset_elems
         for kind, values in kinds.items():
-            tensors[f"{name}/{kind}" if kind else name] = values.detach()[first : first + elems]
+            yield piece_of(f"{name}/{kind}" if kind else name, values.detach()[first : first + elems])
         part["pieces"].append([name, begin, begin + elems, list(state)])
         if steps is not None:
             part["steps"][name] = int(steps[index])
 
 
-def _commit(engine: Engine, parts: list[dict[str, Any]], partial: Path, final: Path, step: int, optimizer: Any) -> None:
-    """The manifest, the final name, and ``latest``: in this order, each durable before the next."""
+def _describe(engine: Engine, parts: list[dict[str, Any]], step: int, optimizer: Any) -> dict[str, Any]:
+    """The manifest's content but for ``files``."""
     from zeropp import __version__
 
-    content = {
+    return {
         "format": FORMAT,
         "version": VERSION,
         "zeropp": __version__,
@@ -188,8 +285,8 @@ def _commit(engine: Engine, parts: list[dict[str, Any]], partial: Path, final: P
         "step": step,
         "ranks": engine.ranks,
         "stage": engine.stage,
-        "files": {_part_name(rank): part["file"] for rank, part in enumerate(parts)},
         "parameters": _describe_parameters(engine, parts),
+        "buffers": parts[0]["buffers"],
         "units": [
             {"name": unit.name, "elems": unit.elems, "parameters": [entry.names[0] for entry in unit.params]}
             for unit in engine.units
@@ -199,14 +296,6 @@ def _commit(engine: Engine, parts: list[dict[str, Any]], partial: Path, final: P
         "extra": parts[0]["extra"],
         "random": [part["random"] for part in parts],
     }
-    text = json.dumps({"sha256": _digest(content), "content": content}, separators=(",", ":"))
-    safefile.write_text(partial / MANIFEST, text)
-    safefile.replace_folder(partial, final)
-    safefile.write_text(final.parent / LATEST, final.name + "\n")
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, separators=(",", ":"), sort_keys=True).encode()).hexdigest()
 
 
 def _describe_parameters(engine: Engine, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -251,285 +340,3 @@ def _fill_numbers(plain: Any, numbers: Mapping[str, Any]) -> Any:
             return numbers[plain["$tensor"]]
         return {key: _fill_numbers(value, numbers) for key, value in plain.items()}
     return [_fill_numbers(value, numbers) for value in plain] if isinstance(plain, list) else plain
-
-
-def _prune(root: Path, final: Path, keep: int | None) -> None:
-    if keep is not None:
-        others = [folder for _, folder in steps_in(root) if folder != final]
-        for folder in others[: max(0, len(others) + 1 - keep)]:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def steps_in(root: Path) -> list[tuple[int, Path]]:
-    """(number, folder) of every finished checkpoint in a folder, lowest first."""
-    found = [(one.name.removeprefix("step-"), one) for one in root.glob("step-*")]
-    return sorted((int(number), one) for number, one in found if number.isdigit() and one.is_dir())
-
-
-# --- load
-# -----------------------------------------------------------------------------------------------------------------
-
-
-def load(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, scheduler: Any = None
-) -> dict[str, Any]:
-    """Restore the newest good checkpoint; collective. Any number of ranks, any stage and precision.
-
-    Every checksum is verified before the model is touched. A damaged checkpoint is passed over for the one before it,
-    with a warning and in the result; a folder named directly (``ckpt/step-7``) is taken or refused.
-
-    Args:
-        path: the folder given to :func:`save`, or one checkpoint in it.
-        model, optimizer, scheduler: as for :func:`save`; None leaves that part alone.
-
-    Returns:
-        ``{"step": n, "path": folder, "extra": user data, "damaged": {folder: what is wrong with it},
-        "random_restored": bool}``. Random states are restored where the number of ranks is that of the save.
-
-    Raises:
-        zeropp.CheckpointError: nothing there, nothing good there, or another model; file and offset are named. On
-        every rank.
-    """
-    engine = engine_of(model)
-    _check_optimizer(engine, optimizer)
-    ranks = Ranks(engine)
-    candidates = [Path(one) for one in ranks.only_rank_0(lambda: [str(one) for one in _candidates(Path(path))])]
-    folder, content, damaged = _first_good(ranks, candidates)
-    for bad, what in damaged.items():
-        warnings.warn(f"zeropp.load: {bad} is damaged and was passed over for {folder}: {what}", stacklevel=2)
-    ranks.all_do(lambda: _check_fit(engine, content, optimizer, scheduler, folder))
-    with _Parts(folder, content) as parts:
-
-        def copy() -> None:
-            for unit in engine.units:
-                _fill_unit(engine, unit, content["parameters"], parts, optimizer is not None and unit.trainable)
-            own = parts.tensors(0)
-            for name, buffer in persistent_buffers(model):
-                buffer.copy_(own.get_tensor(name))
-
-        with engine.write_shards(), torch.no_grad():
-            _, error = _try(copy)
-        ranks.all_do(lambda: _raise(error))
-        if optimizer is not None:
-            _restore_groups(optimizer, content["optimizer"]["groups"])
-        if scheduler is not None:
-            scheduler.load_state_dict(parts.plain(0, content["scheduler"]["state"]))
-        same_ranks = content["ranks"] == engine.ranks
-        if same_ranks:
-            random_state.restore(parts.plain(engine.rank, content["random"][engine.rank]))
-        extra = parts.plain(0, content["extra"])
-    return {
-        "step": content["step"], "path": folder, "extra": extra, "random_restored": same_ranks,
-        "damaged": {str(bad): what for bad, what in damaged.items()},
-    }  # fmt: skip
-
-
-def _candidates(path: Path) -> list[Path]:
-    """Checkpoints in the order of preference. Rank 0 looks, so that all ranks try the same."""
-    if (path / MANIFEST).exists():
-        return [path]
-    folders = [folder for _, folder in reversed(steps_in(path))]
-    with contextlib.suppress(OSError):
-        named = path / (path / LATEST).read_text(encoding="utf-8").strip()
-        if named in folders:
-            folders = [named, *(folder for folder in folders if folder != named)]
-    if not folders:
-        what = "no step-* folder and no manifest.json in it" if path.exists() else "no such folder"
-        raise CheckpointError(f"{path}: no checkpoint there ({what}); give the folder that zeropp.save wrote to")
-    return folders
-
-
-def _first_good(ranks: Ranks, candidates: list[Path]) -> tuple[Path, dict[str, Any], dict[Path, str]]:
-    damaged: dict[Path, str] = {}
-    for folder in candidates:
-        contents: list[dict[str, Any]] = []
-
-        def examine(folder: Path = folder, contents: list[dict[str, Any]] = contents) -> None:
-            content = read_manifest(folder)
-            for name in list(content["files"])[ranks.rank :: ranks.count]:
-                safefile.verify(folder / name, content["files"][name])
-            contents.append(content)
-
-        _, error = ranks.all_try(examine)
-        if error is None:
-            return folder, contents[0], damaged
-        if not isinstance(error, CheckpointError):
-            raise error
-        damaged[folder] = str(error)
-    lines = "; ".join(damaged.values())
-    raise CheckpointError(f"no good checkpoint among {len(candidates)}: {lines}")
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The verified content of a manifest.
-
-    Raises:
-        zeropp.CheckpointError: it is missing, damaged, or of a version that this zeropp does not know.
-    """
-    path = folder / MANIFEST
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing, so the checkpoint was never finished or was damaged since") from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: damaged at offset {error.start}: not UTF-8") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        whole = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path}: damaged at offset {error.pos}: {error.msg}") from error
-    if not isinstance(whole, dict) or not isinstance(whole.get("content"), dict):
-        raise CheckpointError(f"{path}: is not a manifest of zeropp")
-    content: dict[str, Any] = whole["content"]
-    if _digest(content) != whole.get("sha256"):
-        raise CheckpointError(
-            f"{path}: damaged somewhere in its {len(text)} bytes: its sha256 does not match its content"
-        )
-    if content.get("format") != FORMAT or content.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path}: format {content.get('format')!r} version {content.get('version')!r}; "
-            f"this zeropp reads {FORMAT!r} version {VERSION}"
-        )
-    return content
-
-
-class _Parts:
-    """The ranks' files of one checkpoint, opened when first read."""
-
-    def __init__(self, folder: Path, content: Mapping[str, Any]) -> None:
-        self._names = [folder / name for name in content["files"]]
-        self._open: dict[int, Any] = {}
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> _Parts:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def tensors(self, rank: int) -> Any:
-        from safetensors import safe_open
-
-        if rank not in self._open:
-            self._open[rank] = self._stack.enter_context(safe_open(str(self._names[rank]), "pt"))
-        return self._open[rank]
-
-    def plain(self, rank: int, value: Any) -> Any:
-        """Data that may refer to tensors of that rank's file."""
-        file = self.tensors(rank)
-
-        class Named(dict[str, torch.Tensor]):
-            def __missing__(self, name: str) -> torch.Tensor:
-                tensor: torch.Tensor = file.get_tensor(name)
-                return tensor
-
-        return from_plain(value, Named())
-
-    def read(
-        self, name: str, kind: str, begin: int, end: int, pieces: list[list[int]]
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, values) of every saved piece that overlaps elements ``begin`` to ``end`` of a parameter."""
-        key = f"{name}/{kind}" if kind else name
-        for rank, first, last in pieces:
-            low, high = max(begin, first), min(end, last)
-            if low < high:
-                yield low, self.tensors(rank).get_slice(key)[low - first : high - first]
-
-
-def _check_fit(engine: Engine, content: Mapping[str, Any], optimizer: Any, scheduler: Any, folder: Path) -> None:
-    saved = content["parameters"]
-    mine = {entry.names[0]: entry for unit in engine.units for entry in unit.params}
-    missing, foreign = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
-    if missing or foreign:
-        raise CheckpointError(
-            f"{folder}: holds another model: {len(missing)} parameters are not in it{_first(missing)}, "
-            f"{len(foreign)} in it are not in the model{_first(foreign)}"
-        )
-    for name, entry in mine.items():
-        if list(entry.shape) != saved[name]["shape"]:
-            raise CheckpointError(
-                f"{folder}: '{name}' has shape {saved[name]['shape']} there, {list(entry.shape)} in the model"
-            )
-    if optimizer is not None:
-        _check_optimizer_fit(content["optimizer"], optimizer, mine, folder)
-    if scheduler is not None:
-        there = content["scheduler"]
-        if there is None or there["class"] != type(scheduler).__name__:
-            kind = "no scheduler" if there is None else f"a {there['class']}"
-            raise CheckpointError(f"{folder}: holds {kind}, and a {type(scheduler).__name__} is to be restored")
-
-
-def _check_optimizer_fit(there: Any, optimizer: Any, mine: Mapping[str, Any], folder: Path) -> None:
-    if there is None:
-        raise CheckpointError(f"{folder}: was saved without an optimizer; load(path, model) restores the weights alone")
-    if there["class"] not in {cls.__name__ for cls in type(optimizer).__mro__}:
-        raise CheckpointError(
-            f"{folder}: holds the state of {there['class']}, the optimizer is {type(optimizer).__mro__[2].__name__}"
-        )
-    names = {id(entry.param): name for name, entry in mine.items()}
-    groups = [sorted(names[id(p)] for p in group["params"]) for group in optimizer.param_groups]
-    if groups != [sorted(group["parameters"]) for group in there["groups"]]:
-        raise CheckpointError(
-            f"{folder}: its optimizer has groups of {[len(group['parameters']) for group in there['groups']]} "
-            f"parameters, this one of {[len(group) for group in groups]}, or of others; build it the same way"
-        )
-
-
-def _first(names: list[str]) -> str:
-    return f" (first '{names[0]}')" if names else ""
-
-
-def _fill_unit(engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts, with_state: bool) -> None:
-    """This rank's slices of one unit: weights, and the optimizer's state where asked for."""
-    whole = unit.place == WHOLE and not engine.local  # every rank has all of it, and fills all of it
-    wanted = (
-        [(i, e.offset_elems - unit.begin_elems, e.numel) for i, e in enumerate(unit.params)] if whole else unit.pieces()
-    )
-    for index, first, elems in wanted:
-        entry = unit.params[index]
-        name, pieces = entry.names[0], saved[entry.names[0]]["pieces"]
-        begin = unit.begin_elems + first - entry.offset_elems
-        for low, values in parts.read(name, "", begin, begin + elems, pieces[""]):
-            write_piece(unit, entry.offset_elems + low, values)
-    if with_state:
-        _fill_state(engine, unit, saved, parts)
-
-
-def _fill_state(engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts) -> None:
-    entries = [saved[entry.names[0]] for entry in unit.params]
-    kinds = {kind for one in entries for kind in one["pieces"] if kind} | (
-        engine.optimizer_state(unit).keys() - {"step"}
-    )
-    state = {kind: torch.zeros(unit.shard.numel(), dtype=torch.float32) for kind in kinds}
-    state["step"] = torch.tensor([one.get("steps", 0) for one in entries], dtype=torch.int64)
-    for index, first, elems in unit.pieces():
-        entry = unit.params[index]
-        begin = unit.begin_elems + first - entry.offset_elems
-        for kind, pieces in entries[index]["pieces"].items():
-            if kind:
-                for low, values in parts.read(entry.names[0], kind, begin, begin + elems, pieces):
-                    at = entry.offset_elems + low - unit.begin_elems
-                    state[kind][at : at + values.numel()] = values
-    engine.load_optimizer_state(unit, state)
-
-
-def _restore_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in from_plain(saved["values"], {}).items():
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = value
-
-
-def _try(work: Any) -> tuple[Any, BaseException | None]:
-    try:
-        return work(), None
-    except Exception as error:
-        return None, error
-
-
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error

@@ -32,8 +32,8 @@ def to_plain(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, (int, float)):
         return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, torch.Tensor):
-        tensors[where] = value.detach().cpu().contiguous()
-        return {"$tensor": where}
+        tensors["/" + where] = value.detach().cpu().contiguous()  # no parameter or buffer is called so
+        return {"$tensor": "/" + where}
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": bytes(value).hex()}
     if isinstance(value, Counter):

@@ -1,42 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of tensors in the safetensors format, written as a stream with checksums, durable on return, and verified.
+"""Files of tensors in the safetensors format: written as a stream of pieces with checksums, durable on return,
+verified, and read back piece by piece.
 
 safetensors' own writer makes a copy of every tensor first, which a rank that holds a large slice has no room for, and
 knows no checksums; the format is simple: 8 bytes little-endian length of a JSON header, the header, the tensors'
-bytes. Everything is read back by the safetensors library. Formats: docs/checkpoint-format.md.
+bytes. Formats: docs/checkpoint-format.md.
+
+Memory: ``RING_BLOCKS`` blocks while a file is written, whatever its size; one more thread, which writes while this one
+gathers and sums the next block.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
 import json
+import math
+import mmap
 import os
-import shutil
+import queue
+import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from zeropp.errors import CheckpointError, TierError
+from zeropp.errors import CheckpointError
+from zeropp.zero import disk as files
+from zeropp.zero.disk import storage_errors
 
 BLOCK_BYTES = 4 << 20
 """Bytes under one checksum: a damaged file is named to within one block."""
+RING_BLOCKS = 4
+"""Blocks in memory while a file is written or verified."""
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of a file to be written. Its values are asked for when they are written, part by part and in order,
+    so they may come from anywhere; they need not be in memory before."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Sequence[int]
+    parts: Callable[[], Iterable[torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def piece_of(name: str, tensor: torch.Tensor) -> Piece:
+    """A tensor that is in memory: contiguous, on the CPU."""
+    return Piece(name, tensor.dtype, tuple(tensor.shape), lambda: (tensor,))
+
+
+# --- writing
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Write and fsync one file.
+    """:func:`write_pieces` of tensors that are in memory."""
+    return write_pieces(path, [piece_of(name, tensor) for name, tensor in tensors.items()], metadata)
+
+
+def write_pieces(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Write and sync one file.
 
     Args:
-        tensors: contiguous, on the CPU.
         metadata: strings for the header.
 
     Returns:
@@ -45,16 +84,148 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     Raises:
         zeropp.TierError: the file cannot be written: path, bytes wanted, bytes free.
     """
-    header = _header(tensors, metadata)
-    whole_bytes = len(header) + sum(t.numel() * t.element_size() for t in tensors.values())
-    with storage_errors(path, whole_bytes), path.open("wb") as file:
-        checksums = _Checksums()
-        for chunk in (memoryview(header), *(piece for t in tensors.values() for piece in _blocks_of(t))):
-            file.write(chunk)
-            checksums.add(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": whole_bytes, "block_bytes": BLOCK_BYTES, "crc32": checksums.done()}
+    header = header_of(pieces, metadata)
+    whole_bytes = len(header) + sum(piece.nbytes for piece in pieces)
+    with storage_errors(path, whole_bytes):
+        descriptor = files.disk.create(path)
+        try:
+            return write_blocks(descriptor, _assembled(_chunks(header, pieces)))
+        finally:
+            os.close(descriptor)
+
+
+def write_blocks(descriptor: int, blocks: Iterable[memoryview]) -> dict[str, Any]:
+    """The bytes of a file, in blocks of ``BLOCK_BYTES`` of which the last may be shorter; synced. Returns its entry.
+
+    A block may be overwritten once ``RING_BLOCKS`` - 1 more were taken from ``blocks``.
+    """
+    sums: list[int] = []
+    offset = 0
+    with _Behind(RING_BLOCKS - 1) as behind:
+        for block in blocks:
+            behind.do(files.disk.write, descriptor, block, offset)
+            sums.append(zlib.crc32(block))
+            offset += len(block)
+    files.disk.sync(descriptor)
+    return {"bytes": offset, "block_bytes": BLOCK_BYTES, "crc32": sums}
+
+
+def header_of(pieces: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
+    """Length and JSON header; the data begin at a multiple of 64 bytes."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for piece in pieces:
+        if piece.dtype not in _NAMES:
+            raise CheckpointError(f"'{piece.name}': tensors of {piece.dtype} are not saved yet; convert it first")
+        if piece.name in entries:
+            raise CheckpointError(f"'{piece.name}': two tensors of one file have this name; rename one")
+        end = offset + piece.nbytes
+        entries[piece.name] = {
+            "dtype": _NAMES[piece.dtype], "shape": list(piece.shape), "data_offsets": [offset, end],
+        }  # fmt: skip
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+def image_of(pieces: Sequence[Piece], metadata: Mapping[str, str], room: mmap.mmap | None) -> tuple[mmap.mmap, int]:
+    """A whole file in memory, for :func:`image_blocks`: (memory, bytes used). ``room`` is used again where it is
+    enough; pages that are there already cost no page fault."""
+    header = header_of(pieces, metadata)
+    whole_bytes = len(header) + sum(piece.nbytes for piece in pieces)
+    if room is None or len(room) < whole_bytes:
+        room = mmap.mmap(-1, whole_bytes)
+        room.madvise(mmap.MADV_HUGEPAGE)
+    room[: len(header)] = header
+    image = torch.frombuffer(room, dtype=torch.uint8)
+    offset = len(header)
+    for piece in pieces:
+        for part in piece.parts():
+            data = _bytes_of(part)
+            image[offset : offset + data.numel()].copy_(data)
+            offset += data.numel()
+    return room, whole_bytes
+
+
+def image_blocks(image: mmap.mmap, whole_bytes: int) -> Iterator[memoryview]:
+    """The blocks of a file that lies in memory."""
+    with memoryview(image) as view:
+        for first in range(0, whole_bytes, BLOCK_BYTES):
+            yield view[first : min(first + BLOCK_BYTES, whole_bytes)]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _chunks(header: bytes, pieces: Iterable[Piece]) -> Iterator[memoryview]:
+    yield memoryview(header)
+    for piece in pieces:
+        for part in piece.parts():
+            if part.numel():
+                yield _bytes_of(part).numpy().data
+
+
+def _assembled(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+    """A stream that comes in pieces of any size, as blocks that lie aligned in a ring."""
+    size = BLOCK_BYTES
+    ring = mmap.mmap(-1, RING_BLOCKS * max(size, mmap.PAGESIZE))
+    view = memoryview(ring)
+    turn = filled = 0
+    for chunk in chunks:
+        while len(chunk):
+            part = chunk[: size - filled]
+            view[turn * size + filled : turn * size + filled + len(part)] = part
+            filled += len(part)
+            chunk = chunk[len(part) :]
+            if filled == size:
+                yield view[turn * size : (turn + 1) * size]
+                turn, filled = (turn + 1) % RING_BLOCKS, 0
+    if filled:
+        yield view[turn * size : turn * size + filled]
+
+
+class _Behind:
+    """One thread that does calls in order, at most ``room`` behind. Its first error is raised by ``do`` or the end."""
+
+    def __init__(self, room: int) -> None:
+        self._room = threading.Semaphore(room)
+        self._calls: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="zeropp-disk")
+        self._thread.start()
+
+    def do(self, call: Callable[..., object], *args: Any) -> None:
+        self._room.acquire()
+        if self._error is not None:
+            raise self._error
+        self._calls.put((call, args))
+
+    def _work(self) -> None:
+        while (one := self._calls.get()) is not None:
+            try:
+                if self._error is None:
+                    one[0](*one[1])
+            except BaseException as error:  # whatever it is, the caller's thread raises it
+                self._error = error
+            del one  # holds a view of the buffer
+            self._room.release()
+
+    def __enter__(self) -> _Behind:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._calls.put(None)
+        self._thread.join()
+        if kind is None and self._error is not None:
+            raise self._error
+
+
+# --- reading
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def verify(path: Path, entry: Mapping[str, Any]) -> None:
@@ -71,135 +242,81 @@ def verify(path: Path, entry: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{path}: has {found_bytes} bytes, the manifest says {wanted_bytes}; damaged from offset {offset} on"
             )
-        with path.open("rb") as file:
+        with path.open("rb", buffering=0) as file, _Behind(RING_BLOCKS) as behind:
             for index, wanted in enumerate(entry["crc32"]):
-                block = file.read(block_bytes)
-                found = zlib.crc32(block)
-                if found != wanted:
-                    first = index * block_bytes
-                    raise CheckpointError(
-                        f"{path}: damaged between offset {first} and {first + len(block)}: "
-                        f"checksum {found:08x}, the manifest says {wanted:08x}"
-                    )
+                first = index * block_bytes
+                block = bytearray(min(block_bytes, wanted_bytes - first))
+                _read_all(file, memoryview(block), path)
+                behind.do(_compare, path, first, block, wanted)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: the manifest names this file, and it is missing") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a small file atomically: whoever reads it, after whatever crash, sees the old text or the new."""
-    new = path.with_name(path.name + ".new")
-    data = text.encode()
-    with storage_errors(path, len(data)):
-        with new.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-        sync_folder(path.parent)
+def _compare(path: Path, first: int, block: bytearray, wanted: int) -> None:
+    found = zlib.crc32(block)
+    if found != wanted:
+        raise CheckpointError(
+            f"{path}: damaged between offset {first} and {first + len(block)}: "
+            f"checksum {found:08x}, the manifest says {wanted:08x}"
+        )
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _read_all(file: Any, view: memoryview, path: Path) -> None:
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            raise CheckpointError(f"{path}: ended {len(view)} bytes early; it changed while it was read")
+        view = view[count:]
 
 
-def replace_folder(new: Path, final: Path) -> None:
-    """``new`` takes the name ``final`` in one step; what had that name is removed afterwards."""
-    with storage_errors(final, 0):
-        if not final.exists():
-            new.rename(final)
-        else:
-            _exchange(new, final)
-            shutil.rmtree(new)
-        sync_folder(final.parent)
+class TensorFile:
+    """A safetensors file, read range by range: nothing is mapped and nothing is read twice."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("rb", buffering=0)
+        try:
+            length = int.from_bytes(self._file.read(8), "little")
+            if not 0 < length <= path.stat().st_size - 8:
+                raise ValueError(f"its header is said to have {length} bytes")
+            self._entries: dict[str, Any] = json.loads(self._file.read(length))
+            self._entries.pop("__metadata__", None)
+        except (ValueError, UnicodeDecodeError) as error:
+            self._file.close()
+            raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
+        self._begin = 8 + length
 
-def _exchange(first: Path, second: Path) -> None:
-    """Swap two names atomically (Linux's renameat2); where the file system cannot, by way of a third name."""
-    at_cwd, exchange = -100, 2
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2"):
-        answer = libc.renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange)
-        if answer == 0:
-            return
-        number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS):
-            raise OSError(number, os.strerror(number), str(second))
-    aside = second.with_name(f".{second.name}.old")
-    second.rename(aside)
-    first.rename(second)
-    aside.rename(first)
+    def close(self) -> None:
+        self._file.close()
 
+    def names(self) -> list[str]:
+        """The tensors in it."""
+        return list(self._entries)
 
-@contextlib.contextmanager
-def storage_errors(path: Path, wanted_bytes: int) -> Iterator[None]:
-    """An OSError inside becomes a TierError with path, bytes wanted and bytes free."""
-    try:
-        yield
-    except TierError:
-        raise
-    except OSError as error:
-        free = None
-        with contextlib.suppress(OSError):
-            existing = next(folder for folder in (path, *path.parents) if folder.exists())
-            free = shutil.disk_usage(existing).free
-        room = f"{wanted_bytes} bytes wanted, {free} free" if free is not None else f"{wanted_bytes} bytes wanted"
-        raise TierError(
-            f"{path}: cannot be written: {error.strerror or error} ({room}); free some space or save elsewhere",
-            path=str(path), bytes_wanted=wanted_bytes, bytes_free=free, errno=error.errno,
-        ) from error  # fmt: skip
+    def shape(self, name: str) -> list[int]:
+        return list(self._entry(name)["shape"])
 
+    def dtype(self, name: str) -> torch.dtype:
+        return _DTYPES[self._entry(name)["dtype"]]
 
-def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise CheckpointError(f"'{name}': tensors of {tensor.dtype} are not saved yet; convert it first")
-        end = offset + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # the tensors begin aligned
-    return len(text).to_bytes(8, "little") + text
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        shape = self.shape(name)
+        return self.flat(name, 0, math.prod(shape)).view(shape)
 
+    def flat(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Elements ``begin`` to ``end`` of the flattened tensor."""
+        dtype = self.dtype(name)
+        values = torch.empty(end - begin, dtype=dtype)
+        if end > begin:
+            self._file.seek(self._begin + self._entry(name)["data_offsets"][0] + begin * dtype.itemsize)
+            _read_all(self._file, memoryview(values.view(torch.uint8).numpy().data), self.path)
+        return values
 
-def _blocks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes, without a copy, in pieces."""
-    if not tensor.numel():
-        return
-    view = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-    for first in range(0, len(view), BLOCK_BYTES):
-        yield view[first : first + BLOCK_BYTES]
-
-
-class _Checksums:
-    """CRC-32 of each block of a stream that comes in pieces of any size."""
-
-    def __init__(self) -> None:
-        self._blocks: list[int] = []
-        self._crc = self._filled = 0
-
-    def add(self, chunk: memoryview) -> None:
-        while len(chunk):
-            part = chunk[: BLOCK_BYTES - self._filled]
-            self._crc = zlib.crc32(part, self._crc)
-            self._filled += len(part)
-            chunk = chunk[len(part) :]
-            if self._filled == BLOCK_BYTES:
-                self._end_block()
-
-    def done(self) -> list[int]:
-        if self._filled:
-            self._end_block()
-        return self._blocks
-
-    def _end_block(self) -> None:
-        self._blocks.append(self._crc)
-        self._crc = self._filled = 0
+    def _entry(self, name: str) -> dict[str, Any]:
+        if name not in self._entries:
+            raise CheckpointError(f"{self.path}: has no tensor '{name}', which the manifest expects there")
+        entry: dict[str, Any] = self._entries[name]
+        return entry

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zeropp.errors import CheckpointError
-from zeropp.zero import safefile
+from zeropp.zero import disk, safefile
 from zeropp.zero.access import gathered
 from zeropp.zero.agree import Ranks
 from zeropp.zero.engine import WHOLE, Engine, Unit, engine_of
@@ -344,7 +344,7 @@ def _split(sizes: list[tuple[str, int]], file_bytes: int) -> list[list[str]]:
 
 
 def _make_folder(folder: Path) -> None:
-    with safefile.storage_errors(folder, 0):
+    with disk.storage_errors(folder, 0):
         folder.mkdir(parents=True, exist_ok=True)
 
 
@@ -352,16 +352,16 @@ def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Under another name first: a reader never sees half a file."""
     new = path.with_name(path.name + ".new")
     safefile.write_tensors(new, tensors, {"format": "pt"})
-    with safefile.storage_errors(path, 0):
-        new.replace(path)
-        safefile.sync_folder(path.parent)
+    with disk.storage_errors(path, 0):
+        disk.disk.rename(new, path)
+        disk.disk.sync_folder(path.parent)
 
 
 def _finish_export(model: nn.Module, folder: Path, names: list[str], plan: list[list[str]], total_bytes: int) -> None:
     if len(names) > 1:
         weight_map = {name: file for file, members in zip(names, plan, strict=True) for name in members}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        safefile.write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=1))
+        disk.write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=1))
     save_config = getattr(getattr(model, "config", None), "save_pretrained", None)
     if save_config is not None:
         save_config(folder)

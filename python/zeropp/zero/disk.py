@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that saving does to the file system goes through ``disk``: one object, few operations.
+
+So a test can put another one in its place that fails at any operation, or that keeps a log from which every state is
+made that a power cut could leave (tests/checkpoint/crash.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from zeropp.errors import TierError
+
+DIRECT_BYTES = 4096
+"""Offset, length and address of a write past the page cache are multiples of this."""
+
+
+class Disk:
+    """The operations. What they change is durable only after ``sync`` (a file's bytes) or ``sync_folder`` (names)."""
+
+    def make_folder(self, path: Path) -> None:
+        """One folder; nothing where it is there."""
+        path.mkdir(exist_ok=True)
+
+    def create(self, path: Path) -> int:
+        """A new empty file; its descriptor. Writes go past the page cache where the file system allows it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+        return os.open(path, flags, 0o666)
+
+    def write(self, descriptor: int, data: memoryview, offset_bytes: int) -> None:
+        """All of ``data``; what does not fit the rules of direct writes goes through the page cache."""
+        if len(data) % DIRECT_BYTES or offset_bytes % DIRECT_BYTES:
+            self._through_cache(descriptor)
+        while len(data):
+            try:
+                done = os.pwrite(descriptor, data, offset_bytes)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._through_cache(descriptor):
+                    raise
+                continue
+            data, offset_bytes = data[done:], offset_bytes + done
+            if done % DIRECT_BYTES:  # the kernel stopped in the middle, as a full disk makes it
+                self._through_cache(descriptor)
+
+    @staticmethod
+    def _through_cache(descriptor: int) -> bool:
+        """Was the descriptor one of direct writes until now?"""
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        return bool(flags & os.O_DIRECT)
+
+    def sync(self, descriptor: int) -> None:
+        """The file's bytes are on the disk when this returns."""
+        os.fsync(descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """In one step; a file (not a folder) that has the new name goes."""
+        old.rename(new)
+
+    def exchange(self, first: Path, second: Path) -> bool:
+        """Swap two names in one step (Linux's renameat2); False, and nothing done, where the file system cannot."""
+        at_cwd, exchange = -100, 2
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "renameat2"):
+            return False
+        if libc.renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0:
+            return True
+        number = ctypes.get_errno()
+        if number in (errno.EINVAL, errno.ENOSYS):
+            return False
+        raise OSError(number, os.strerror(number), str(second))
+
+    def remove_tree(self, path: Path) -> None:
+        """A folder with all in it; nothing where there is none."""
+        if path.exists():
+            shutil.rmtree(path)
+
+    def sync_folder(self, path: Path) -> None:
+        """The names in a folder are on the disk when this returns."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+disk = Disk()
+"""The one in use."""
+
+
+def make_folders(path: Path) -> None:
+    """A folder and those above it that are missing, durably: else a power cut could take all that is put in it."""
+    for one in (*reversed(path.parents), path):
+        if not one.is_dir():
+            if one.exists():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(one))
+            disk.make_folder(one)
+            disk.sync_folder(one.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file atomically: whoever reads it, after whatever crash, sees the old text or the new."""
+    new = path.with_name(path.name + ".new")
+    data = text.encode()
+    with storage_errors(path, len(data)):
+        descriptor = disk.create(new)
+        try:
+            disk.write(descriptor, memoryview(data), 0)
+            disk.sync(descriptor)
+        finally:
+            os.close(descriptor)
+        disk.rename(new, path)
+        disk.sync_folder(path.parent)
+
+
+def replace_folder(new: Path, final: Path) -> None:
+    """``new`` takes the name ``final``, durably; what had that name is removed afterwards.
+
+    In one step where the file system can exchange two names. Where it cannot, the old folder has the name that
+    ``aside(final)`` gives between two renames, and readers look there.
+    """
+    with storage_errors(final, 0):
+        if not final.exists():
+            disk.rename(new, final)
+            disk.sync_folder(final.parent)
+            return
+        old = new
+        if not disk.exchange(new, final):
+            old = aside(final)
+            disk.rename(final, old)
+            disk.rename(new, final)
+        disk.sync_folder(final.parent)
+        disk.remove_tree(old)
+
+
+def aside(final: Path) -> Path:
+    """Where a folder stays while another takes its place, on file systems that cannot exchange names."""
+    return final.with_name(f".{final.name}.old")
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path, wanted_bytes: int) -> Iterator[None]:
+    """An OSError inside becomes a TierError with path, bytes wanted and bytes free."""
+    try:
+        yield
+    except TierError:
+        raise
+    except OSError as error:
+        free = None
+        with contextlib.suppress(OSError):
+            existing = next(folder for folder in (path, *path.parents) if folder.exists())
+            free = shutil.disk_usage(existing).free
+        room = f"{wanted_bytes} bytes wanted, {free} free" if free is not None else f"{wanted_bytes} bytes wanted"
+        raise TierError(
+            f"{path}: cannot be written: {error.strerror or error} ({room}); free some space or save elsewhere",
+            path=str(path), bytes_wanted=wanted_bytes, bytes_free=free, errno=error.errno,
+        ) from error  # fmt: skip

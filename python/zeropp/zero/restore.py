@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``zeropp.load``: a checkpoint back into a model, on any number of ranks and at any stage.
+
+All is verified before anything is touched; each rank reads the ranges of the files that it holds itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropp.errors import CheckpointError
+from zeropp.zero import random_state, safefile
+from zeropp.zero.agree import Ranks
+from zeropp.zero.background import finish
+from zeropp.zero.checkpoint import check_optimizer
+from zeropp.zero.engine import WHOLE, Engine, Unit, engine_of
+from zeropp.zero.manifest import candidates, read_manifest
+from zeropp.zero.plain import from_plain
+from zeropp.zero.state import persistent_buffers, write_piece
+
+
+def load(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, scheduler: Any = None
+) -> dict[str, Any]:
+    """Restore the newest good checkpoint; collective. Any number of ranks, any stage and precision.
+
+    Every checksum is verified before the model is touched. A damaged checkpoint is passed over for the one before it,
+    with a warning and in the result; a folder named directly (``ckpt/step-7``) is taken or refused.
+
+    Args:
+        path: the folder given to :func:`save`, or one checkpoint in it.
+        model, optimizer, scheduler: as for :func:`save`; None leaves that part alone.
+
+    Returns:
+        ``{"step": n, "path": folder, "extra": user data, "damaged": {folder: what is wrong with it},
+        "random_restored": bool}``. Random states are restored where the number of ranks is that of the save.
+
+    Raises:
+        zeropp.CheckpointError: nothing there, nothing good there, or another model; file and offset are named. On
+        every rank.
+    """
+    engine = engine_of(model)
+    check_optimizer(engine, optimizer)
+    ranks = Ranks(engine)
+    finish(engine)
+    found = ranks.only_rank_0(lambda: [str(one) for one in candidates(Path(path))])
+    folder, content, damaged = _first_good(ranks, [Path(one) for one in found])
+    for bad, what in damaged.items():
+        warnings.warn(f"zeropp.load: {bad} is damaged and was passed over for {folder}: {what}", stacklevel=2)
+    ranks.all_do(lambda: _check_fit(engine, content, optimizer, scheduler, folder))
+    with _Parts(folder, content) as parts:
+
+        def copy() -> None:
+            for unit in engine.units:
+                _fill_unit(engine, unit, content["parameters"], parts, optimizer is not None and unit.trainable)
+            own = parts.tensors(0)
+            for name, buffer in persistent_buffers(model):
+                buffer.copy_(own.tensor(name))
+
+        with engine.write_shards(), torch.no_grad():
+            _, error = _try(copy)
+        ranks.all_do(lambda: _raise(error))
+        if optimizer is not None:
+            _restore_groups(optimizer, content["optimizer"]["groups"])
+        if scheduler is not None:
+            scheduler.load_state_dict(parts.plain(0, content["scheduler"]["state"]))
+        same_ranks = content["ranks"] == engine.ranks
+        if same_ranks:
+            random_state.restore(parts.plain(engine.rank, content["random"][engine.rank]))
+        extra = parts.plain(0, content["extra"])
+    return {
+        "step": content["step"], "path": folder, "extra": extra, "random_restored": same_ranks,
+        "damaged": {str(bad): what for bad, what in damaged.items()},
+    }  # fmt: skip
+
+
+def _first_good(ranks: Ranks, folders: list[Path]) -> tuple[Path, dict[str, Any], dict[Path, str]]:
+    damaged: dict[Path, str] = {}
+    for folder in folders:
+        contents: list[dict[str, Any]] = []
+
+        def examine(folder: Path = folder, contents: list[dict[str, Any]] = contents) -> None:
+            content = read_manifest(folder)
+            for name in list(content["files"])[ranks.rank :: ranks.count]:
+                safefile.verify(folder / name, content["files"][name])
+            contents.append(content)
+
+        _, error = ranks.all_try(examine)
+        if error is None:
+            return folder, contents[0], damaged
+        if not isinstance(error, CheckpointError):
+            raise error
+        damaged[folder] = str(error)
+    lines = "; ".join(damaged.values())
+    raise CheckpointError(f"no good checkpoint among {len(folders)}: {lines}")
+
+
+class _Parts:
+    """The ranks' files of one checkpoint, opened when first read."""
+
+    def __init__(self, folder: Path, content: Mapping[str, Any]) -> None:
+        self._names = [folder / name for name in content["files"]]
+        self._open: dict[int, safefile.TensorFile] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> _Parts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def tensors(self, rank: int) -> safefile.TensorFile:
+        if rank not in self._open:
+            self._open[rank] = self._stack.enter_context(contextlib.closing(safefile.TensorFile(self._names[rank])))
+        return self._open[rank]
+
+    def plain(self, rank: int, value: Any) -> Any:
+        """Data that may refer to tensors of that rank's file."""
+        file = self.tensors(rank)
+
+        class Named(dict[str, torch.Tensor]):
+            def __missing__(self, name: str) -> torch.Tensor:
+                return file.tensor(name)
+
+        return from_plain(value, Named())
+
+    def read(
+        self, name: str, kind: str, begin: int, end: int, pieces: list[list[int]]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, values) of every saved piece that overlaps elements ``begin`` to ``end`` of a parameter."""
+        key = f"{name}/{kind}" if kind else name
+        for rank, first, last in pieces:
+            low, high = max(begin, first), min(end, last)
+            if low < high:
+                yield low, self.tensors(rank).flat(key, low - first, high - first)
+
+
+def _check_fit(engine: Engine, content: Mapping[str, Any], optimizer: Any, scheduler: Any, folder: Path) -> None:
+    saved = content["parameters"]
+    mine = {entry.names[0]: entry for unit in engine.units for entry in unit.params}
+    missing, foreign = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
+    if missing or foreign:
+        raise CheckpointError(
+            f"{folder}: holds another model: {len(missing)} parameters are not in it{_first(missing)}, "
+            f"{len(foreign)} in it are not in the model{_first(foreign)}"
+        )
+    for name, entry in mine.items():
+        if list(entry.shape) != saved[name]["shape"]:
+            raise CheckpointError(
+                f"{folder}: '{name}' has shape {saved[name]['shape']} there, {list(entry.shape)} in the model"
+            )
+    if optimizer is not None:
+        _check_optimizer_fit(content["optimizer"], optimizer, mine, folder)
+    if scheduler is not None:
+        there = content["scheduler"]
+        if there is None or there["class"] != type(scheduler).__name__:
+            kind = "no scheduler" if there is None else f"a {there['class']}"
+            raise CheckpointError(f"{folder}: holds {kind}, and a {type(scheduler).__name__} is to be restored")
+
+
+def _check_optimizer_fit(there: Any, optimizer: Any, mine: Mapping[str, Any], folder: Path) -> None:
+    if there is None:
+        raise CheckpointError(f"{folder}: was saved without an optimizer; load(path, model) restores the weights alone")
+    if there["class"] not in {cls.__name__ for cls in type(optimizer).__mro__}:
+        raise CheckpointError(
+            f"{folder}: holds the state of {there['class']}, the optimizer is {type(optimizer).__mro__[2].__name__}"
+        )
+    names = {id(entry.param): name for name, entry in mine.items()}
+    groups = [sorted(names[id(p)] for p in group["params"]) for group in optimizer.param_groups]
+    if groups != [sorted(group["parameters"]) for group in there["groups"]]:
+        raise CheckpointError(
+            f"{folder}: its optimizer has groups of {[len(group['parameters']) for group in there['groups']]} "
+            f"parameters, this one of {[len(group) for group in groups]}, or of others; build it the same way"
+        )
+
+
+def _first(names: list[str]) -> str:
+    return f" (first '{names[0]}')" if names else ""
+
+
+def _fill_unit(engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts, with_state: bool) -> None:
+    """This rank's slices of one unit: weights, and the optimizer's state where asked for."""
+    whole = unit.place == WHOLE and not engine.local  # every rank has all of it, and fills all of it
+    wanted = (
+        [(i, e.offset_elems - unit.begin_elems, e.numel) for i, e in enumerate(unit.params)] if whole else unit.pieces()
+    )
+    for index, first, elems in wanted:
+        entry = unit.params[index]
+        name, pieces = entry.names[0], saved[entry.names[0]]["pieces"]
+        begin = unit.begin_elems + first - entry.offset_elems
+        for low, values in parts.read(name, "", begin, begin + elems, pieces[""]):
+            write_piece(unit, entry.offset_elems + low, values)
+    if with_state:
+        _fill_state(engine, unit, saved, parts)
+
+
+def _fill_state(engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts) -> None:
+    entries = [saved[entry.names[0]] for entry in unit.params]
+    kinds = {kind for one in entries for kind in one["pieces"] if kind} | (
+        engine.optimizer_state(unit).keys() - {"step"}
+    )
+    state = {kind: torch.zeros(unit.shard.numel(), dtype=torch.float32) for kind in kinds}
+    state["step"] = torch.tensor([one.get("steps", 0) for one in entries], dtype=torch.int64)
+    for index, first, elems in unit.pieces():
+        entry = unit.params[index]
+        begin = unit.begin_elems + first - entry.offset_elems
+        for kind, pieces in entries[index]["pieces"].items():
+            if kind:
+                for low, values in parts.read(entry.names[0], kind, begin, begin + elems, pieces):
+                    at = entry.offset_elems + low - unit.begin_elems
+                    state[kind][at : at + values.numel()] = values
+    engine.load_optimizer_state(unit, state)
+
+
+def _restore_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in from_plain(saved["values"], {}).items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def _try(work: Any) -> tuple[Any, BaseException | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
