@@ -32,6 +32,7 @@ struct zpp_pool {
     pthread_mutex_t callers;
     int threads; /* helpers + the caller */
     int helpers; /* threads that were really started */
+    zpp_spread_fn spread; /* NULL: own helpers */
     unsigned forks; /* fork_count when created: another value means that the helpers stayed in the parent */
     /* the job */
     zpp_range_fn body;
@@ -68,7 +69,8 @@ static void futex_wake_all(_Atomic uint32_t *word) {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
 }
 
-static void take_pieces(zpp_pool *pool) {
+static void take_pieces(void *arg_pool) {
+    zpp_pool *pool = arg_pool;
     const zpp_range_fn body = pool->body;
     void *const arg = pool->arg;
     const size_t items = pool->items, piece_items = pool->piece_items;
@@ -128,7 +130,7 @@ static void wait_until_nobody_is_inside(zpp_pool *pool) {
     }
 }
 
-zpp_status zpp_pool_create(int threads, zpp_pool **out, struct zpp_err *err) {
+static zpp_status new_pool(int threads, zpp_pool **out, struct zpp_err *err) {
     if (threads < 1 || threads > MAX_THREADS) {
         return zpp_fail(err, ZPP_INVALID, "thread pool: threads is %d, wanted 1 to %d", threads, MAX_THREADS);
     }
@@ -138,6 +140,20 @@ zpp_status zpp_pool_create(int threads, zpp_pool **out, struct zpp_err *err) {
     pool->threads = threads;
     pool->forks = atomic_load(&fork_count);
     pthread_mutex_init(&pool->callers, NULL);
+    *out = pool;
+    return ZPP_OK;
+}
+
+zpp_status zpp_pool_create_over(zpp_spread_fn spread, int threads, zpp_pool **out, struct zpp_err *err) {
+    const zpp_status status = new_pool(threads, out, err);
+    if (status == ZPP_OK) (*out)->spread = spread;
+    return status;
+}
+
+zpp_status zpp_pool_create(int threads, zpp_pool **out, struct zpp_err *err) {
+    zpp_pool *pool = NULL;
+    const zpp_status status = new_pool(threads, &pool, err);
+    if (status != ZPP_OK) return status;
     for (; pool->helpers < threads - 1; ++pool->helpers) {
         const int failed = pthread_create(&pool->ids[pool->helpers], NULL, helper_main, pool);
         if (failed) {
@@ -170,10 +186,18 @@ static size_t piece_items(const zpp_pool *pool, size_t items, size_t grain) {
     return grains ? grains * grain : grain;
 }
 
+static void run_with_helpers(zpp_pool *pool) {
+    atomic_store(&pool->open, 1);
+    wake_helpers(pool);
+    take_pieces(pool);
+    atomic_store(&pool->open, 0);
+    wait_until_nobody_is_inside(pool);
+}
+
 void zpp_pool_run(zpp_pool *pool, size_t items, size_t grain, zpp_range_fn body, void *arg) {
     if (!items) return;
     if (!grain) grain = 1;
-    if (!pool || !pool->helpers || in_body || items <= grain || pool->forks != atomic_load(&fork_count)) {
+    if (!pool || pool->threads < 2 || in_body || items <= grain || pool->forks != atomic_load(&fork_count)) {
         body(0, items, arg);
         return;
     }
@@ -183,10 +207,7 @@ void zpp_pool_run(zpp_pool *pool, size_t items, size_t grain, zpp_range_fn body,
     pool->items = items;
     pool->piece_items = piece_items(pool, items, grain);
     atomic_store(&pool->next_item, 0);
-    atomic_store(&pool->open, 1);
-    wake_helpers(pool);
-    take_pieces(pool);
-    atomic_store(&pool->open, 0);
-    wait_until_nobody_is_inside(pool);
+    if (pool->spread) pool->spread(pool->threads, take_pieces, pool);
+    else run_with_helpers(pool);
     pthread_mutex_unlock(&pool->callers);
 }

@@ -13,6 +13,11 @@ typedef struct zpp_pool zpp_pool;
 /* `threads` counts the caller: 1 makes no thread at all. New; free with zpp_pool_destroy (joins; NULL is fine).
  * After fork() the child's pool has no helpers and runs everything in the caller. */
 zpp_status zpp_pool_create(int threads, zpp_pool **out, struct zpp_err *err);
+
+/* The same over somebody else's threads, so that two sets of them do not fight for the cores: spread calls each(arg) in
+ * up to `threads` threads at once, in one at least, and returns when all have returned. */
+typedef void (*zpp_spread_fn)(int threads, void (*each)(void *arg), void *arg);
+zpp_status zpp_pool_create_over(zpp_spread_fn spread, int threads, zpp_pool **out, struct zpp_err *err);
 void zpp_pool_destroy(zpp_pool *pool);
 int zpp_pool_threads(const zpp_pool *pool); /* 1 for NULL */
 

@@ -25,6 +25,9 @@ void zpp_op_onebit_decode(StableIValue *stack, uint64_t inputs, uint64_t outputs
 void zpp_op_onebit_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adopt(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 
+/* A pool over torch's threads. New; free with zpp_pool_destroy. */
+zpp_status zpp_op_pool_create(int threads, zpp_pool **out, struct zpp_err *err);
+
 /* The threads of ops: as many as torch.get_num_threads() says, kept between calls and made anew when that number
  * changes. NULL (this thread alone) for one thread, where none can be started, or while another thread runs an op. Give
  * it back. */

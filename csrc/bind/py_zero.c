@@ -2,6 +2,7 @@
  *
  * The life of Zero and Unit, and what the façade asks of them. What runs every step is in hooks.c and py_step.c.
  */
+#include "op_entries.h"
 #include "py_zero.h"
 
 #include <stdlib.h>
@@ -278,7 +279,7 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     }
     zpp_status status = zpp_device_cpu_create(&zero->device, &err);
     options.device = zero->device;
-    if (status == ZPP_OK) status = zpp_pool_create(threads, &zero->pool, &err);
+    if (status == ZPP_OK) status = zpp_op_pool_create(threads, &zero->pool, &err);
     if (status == ZPP_OK) status = zpp_zero_create(&options, &zero->core, &err);
     if (status != ZPP_OK) {
         zpp_py_raise(&err);

@@ -105,6 +105,46 @@ static void callers_take_turns(void) {
     zpp_pool_destroy(pool);
 }
 
+/* --- threads of somebody else --- */
+
+struct lent {
+    void (*each)(void *arg);
+    void *arg;
+};
+static void *lent_thread(void *arg) {
+    const struct lent *lent = arg;
+    lent->each(lent->arg);
+    return NULL;
+}
+
+static void in_new_threads(int threads, void (*each)(void *arg), void *arg) {
+    pthread_t ids[8];
+    struct lent lent = {each, arg};
+    for (int i = 1; i < threads; ++i) CHECK(pthread_create(&ids[i], NULL, lent_thread, &lent) == 0);
+    each(arg);
+    for (int i = 1; i < threads; ++i) pthread_join(ids[i], NULL);
+}
+
+/* What a pool of threads does inside of a parallel region: fewer threads than asked for. */
+static void in_this_thread(int threads, void (*each)(void *arg), void *arg) {
+    (void)threads;
+    each(arg);
+}
+
+static void runs_on_lent_threads(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    const zpp_spread_fn spreads[] = {in_new_threads, in_this_thread};
+    for (int way = 0; way < 2; ++way)
+        for (int threads = 1; threads <= 4; ++threads) {
+            zpp_pool *pool;
+            CHECK_OK(zpp_pool_create_over(spreads[way], threads, &pool, &err));
+            CHECK_EQUAL(zpp_pool_threads(pool), threads);
+            for (size_t items = 0; items < 40; ++items) run_once(pool, items, 1 + items % 9);
+            run_once(pool, ITEMS, 64);
+            zpp_pool_destroy(pool);
+        }
+}
+
 static void child_runs_alone(void) {
 #ifdef ZPP_UNDER_TSAN
     printf("skipped, TSan has no fork from threads: ");
@@ -139,7 +179,8 @@ static void refuses_bad_counts(void) {
 int main(int argc, char **argv) {
     static const struct test_case cases[] = {
         TEST(covers_every_item_once), TEST(thousands_of_short_runs), TEST(nested_runs_stay_in_their_thread),
-        TEST(callers_take_turns),     TEST(child_runs_alone),        TEST(refuses_bad_counts),
+        TEST(callers_take_turns),     TEST(child_runs_alone),        TEST(runs_on_lent_threads),
+        TEST(refuses_bad_counts),
         {0},
     };
     return test_main(argc, argv, cases);
