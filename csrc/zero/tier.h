@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Optimizer states in a tier: Adam's fp32 master weights and moments live in a scratch file, and the step streams them
+ * through a few buffers (ZeRO-Infinity, arXiv:2104.07857, section 5: the infinity offload engine).
+ *
+ * All slices of this rank lie one after the other on a *line* of elements; those with a master copy and those without
+ * (fp32, whose parameters are the master themselves) on a line each. A line is cut in chunks, and a chunk is one
+ * record of the file, its kinds one after the other:
+ *
+ *   line      | unit 0 ..... | unit 1 . | unit 2 ............ |
+ *             | in memory |  chunk 0  |  chunk 1  |  chunk 2  |       fraction: how much of the line is in the file
+ *   record    | master | exp_avg | exp_avg_sq | max_exp_avg_sq |      each a multiple of 4096 bytes
+ *
+ * A step moves whole records, while chunk k is stepped chunk k+1 is read and chunk k-1 written, so bytes per element
+ * and step are 4 * kinds read and 4 * kinds written, and memory is `buffers` records. The copy in the parameters' own
+ * kind is written in the same pass. The moments of a chunk that was never stepped are zeros that nobody reads or wrote.
+ *
+ * A step that fails half-way leaves some chunks stepped and others not: the tier is *torn*, and refuses every step
+ * until zpp_tier_mend (the caller has loaded all of it anew).
+ *
+ * Threads: one at a time.
+ */
+#ifndef ZPP_ZERO_TIER_H
+#define ZPP_ZERO_TIER_H
+
+#include "../aio/engine.h"
+#include "../ops/adam/adam.h"
+
+typedef struct zpp_tier zpp_tier;
+
+enum zpp_tier_kind {
+    ZPP_TIER_MASTER,
+    ZPP_TIER_EXP_AVG,
+    ZPP_TIER_EXP_AVG_SQ,
+    ZPP_TIER_MAX_EXP_AVG_SQ,
+    ZPP_TIER_KINDS
+};
+
+struct zpp_tier_options {
+    const char *path;    /* of the scratch file, which is made; copied */
+    double fraction;     /* of the bytes that go to the file, above 0 and at most 1 */
+    bool amsgrad;        /* MAX_EXP_AVG_SQ too */
+    size_t chunk_elems;  /* of a record; a multiple of 1024; 0: chosen by seal */
+    unsigned buffers;    /* records in memory, at least 3; 0: 4 */
+    unsigned depth;      /* as struct zpp_aio_config; 0: 32 */
+    size_t block_bytes;  /* the same; 0: 1 MiB */
+    void (*log)(void *log_ctx, const char *text); /* as struct zpp_aio_config */
+    void *log_ctx;
+    const struct zpp_aio_sys *sys; /* copied; NULL: the real calls */
+};
+
+/* New; end with zpp_tier_destroy, which leaves the file to its owner (NULL is fine). */
+zpp_status zpp_tier_create(const struct zpp_tier_options *options, zpp_tier **out, struct zpp_err *err);
+void zpp_tier_destroy(zpp_tier *tier);
+/* One slice. `*slice` counts from 0. Before seal. */
+zpp_status zpp_tier_add(zpp_tier *tier, size_t elems, bool master, int *slice, struct zpp_err *err);
+/* Makes the file, all of its blocks reserved where the file system can: a full disk is found here. `fault` is written
+ * on status TIER only, here and below. */
+zpp_status zpp_tier_seal(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err);
+
+/* Elements [first, first + elems) of one kind of a slice, to `memory` or (write) from it. */
+zpp_status zpp_tier_copy(zpp_tier *tier, int slice, enum zpp_tier_kind kind, size_t first, size_t elems, float *memory,
+                         bool write, struct zpp_aio_fault *fault, struct zpp_err *err);
+
+/* Elements [first, first + segment.elems) of a slice. The tier fills in `segment`'s states: param (where the slice has
+ * a master), exp_avg, exp_avg_sq and, where that is not NULL, max_exp_avg_sq. */
+struct zpp_tier_piece {
+    struct zpp_adam_segment segment;
+    int slice;
+    size_t first;
+};
+/* One Adam step over the pieces, in ascending order of (slice, first). Same bits as zpp_adam_step on states in memory.
+ */
+zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count, float grad_scale,
+                         zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err);
+bool zpp_tier_torn(const zpp_tier *tier);
+void zpp_tier_mend(zpp_tier *tier);
+
+struct zpp_tier_figures {
+    size_t file_bytes[ZPP_TIER_KINDS]; /* states in the file, without what rounds them up */
+    size_t held_bytes[ZPP_TIER_KINDS]; /* states in memory */
+    size_t reserved_bytes;             /* the file */
+    size_t buffer_bytes;
+    uint64_t read_bytes, written_bytes; /* so far */
+    uint64_t steps, step_ns, waited_ns; /* waited: for the file, inside steps */
+    bool uring;
+};
+void zpp_tier_figures(const zpp_tier *tier, struct zpp_tier_figures *out);
+
+#endif

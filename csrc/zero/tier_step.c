@@ -1,0 +1,232 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The streamed step. Pieces are cut at the borders of chunks; then, chunk by chunk, with four buffers:
+ *
+ *   read     k+1, k+2        submitted before chunk k is stepped
+ *   step     k               in this thread and the pool's
+ *   write    k-1             the buffer is read into again only when it is done
+ *
+ * What is held in memory is stepped while the first chunks are read. Nothing allocated here outlives the call.
+ */
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../base/wait.h"
+#include "tier_internal.h"
+
+/* A chunk that is touched, and its cuts. */
+struct visit {
+    int line;
+    size_t chunk, first_cut, cuts;
+};
+
+/* Cuts carry, in place of addresses that are not known yet, their place in the chunk. */
+struct cut {
+    struct zpp_adam_segment segment;
+    size_t inside;
+};
+
+struct plan {
+    struct cut *cuts;
+    size_t cuts_count, cuts_room;
+    struct visit *visits;
+    size_t visits_count, visits_room;
+    struct zpp_adam_segment *segments; /* of the visit under way, or of what is held */
+    size_t segments_room;
+};
+
+static bool grow(void **at, size_t *room, size_t count, size_t size) {
+    if (count < *room) return true;
+    const size_t wanted = *room ? 2 * *room : 256;
+    void *memory = realloc(*at, wanted * size);
+    if (!memory) return false;
+    *at = memory;
+    *room = wanted;
+    return true;
+}
+
+/* Elements [from, from + elems) of a segment, without its states. */
+static struct zpp_adam_segment part_of(const struct zpp_adam_segment *whole, size_t from, size_t elems) {
+    struct zpp_adam_segment part = *whole;
+    part.grad = (const unsigned char *)whole->grad + from * zpp_dtype_bytes(whole->grad_dtype);
+    if (whole->param) part.param = whole->param + from;
+    if (whole->param_out) part.param_out = (unsigned char *)whole->param_out + from * zpp_dtype_bytes(whole->out_dtype);
+    part.elems = elems;
+    return part;
+}
+
+/* `planes` of `stride` elements each, from `inside` on. */
+static void bind_states(const struct tier_line *line, struct zpp_adam_segment *segment, float *planes, size_t stride,
+                        size_t inside) {
+    const int master = line->plane[ZPP_TIER_MASTER], max = line->plane[ZPP_TIER_MAX_EXP_AVG_SQ];
+    if (master >= 0) segment->param = planes + (size_t)master * stride + inside;
+    segment->exp_avg = planes + (size_t)line->plane[ZPP_TIER_EXP_AVG] * stride + inside;
+    segment->exp_avg_sq = planes + (size_t)line->plane[ZPP_TIER_EXP_AVG_SQ] * stride + inside;
+    if (segment->max_exp_avg_sq) segment->max_exp_avg_sq = planes + (size_t)max * stride + inside;
+}
+
+static bool add_cut(struct plan *plan, int line, size_t chunk, size_t inside, struct zpp_adam_segment segment) {
+    const struct visit *last = plan->visits_count ? &plan->visits[plan->visits_count - 1] : NULL;
+    if (!last || last->line != line || last->chunk != chunk) {
+        if (!grow((void **)&plan->visits, &plan->visits_room, plan->visits_count, sizeof *plan->visits)) return false;
+        plan->visits[plan->visits_count++] =
+            (struct visit){ .line = line, .chunk = chunk, .first_cut = plan->cuts_count };
+    }
+    if (!grow((void **)&plan->cuts, &plan->cuts_room, plan->cuts_count, sizeof *plan->cuts)) return false;
+    plan->cuts[plan->cuts_count++] = (struct cut){ segment, inside };
+    plan->visits[plan->visits_count - 1].cuts++;
+    return true;
+}
+
+/* One piece: its held part to `segments`, the rest to visits. */
+static bool plan_piece(const zpp_tier *tier, const struct zpp_tier_piece *piece, int line_index, struct plan *plan,
+                       size_t *held_count) {
+    const struct tier_line *line = &tier->lines[line_index];
+    size_t at = tier->slices[piece->slice].begin_elems + piece->first;
+    for (size_t done = 0; done < piece->segment.elems;) {
+        const bool held = at < line->held_elems;
+        const size_t beyond = held ? 0 : at - line->held_elems, chunk = beyond / line->chunk_elems;
+        const size_t inside = beyond % line->chunk_elems;
+        size_t run = held ? line->held_elems - at : line->chunk_elems - inside;
+        if (run > piece->segment.elems - done) run = piece->segment.elems - done;
+        struct zpp_adam_segment part = part_of(&piece->segment, done, run);
+        if (!held) {
+            if (!add_cut(plan, line_index, chunk, inside, part)) return false;
+        } else {
+            if (!grow((void **)&plan->segments, &plan->segments_room, *held_count, sizeof *plan->segments))
+                return false;
+            bind_states(line, &part, line->held, line->held_elems, at);
+            plan->segments[(*held_count)++] = part;
+        }
+        done += run;
+        at += run;
+    }
+    return true;
+}
+
+/* Line after line, so that a chunk is visited once. */
+static bool make_plan(const zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
+                      struct plan *plan, size_t *held_count) {
+    for (int line = 0; line < 2; line++)
+        for (size_t i = 0; i < pieces_count; i++)
+            if (tier->slices[pieces[i].slice].line == line &&
+                !plan_piece(tier, &pieces[i], line, plan, held_count))
+                return false;
+    return true;
+}
+
+static void drop_plan(struct plan *plan) {
+    free(plan->cuts);
+    free(plan->visits);
+    free(plan->segments);
+}
+
+/* --- the pipeline ------------------------------------------------------------------------------------------------- */
+
+static zpp_status finish_timed(zpp_tier *tier, zpp_aio_request **request, struct zpp_aio_fault *fault,
+                               struct zpp_err *err) {
+    if (!*request) return ZPP_OK;
+    const uint64_t before_ns = zpp_now_ns();
+    const zpp_status status = tier_finish(request, fault, err);
+    tier->waited_ns += zpp_now_ns() - before_ns;
+    return status;
+}
+
+/* Read visit `index` into its buffer, once that buffer's write is done. Moments that were never written are not read.
+ */
+static zpp_status begin_read(zpp_tier *tier, const struct plan *plan, size_t index, struct zpp_aio_fault *fault,
+                             struct zpp_err *err) {
+    if (index >= plan->visits_count) return ZPP_OK;
+    struct tier_buffer *buffer = &tier->buffers[index % tier->options.buffers];
+    const zpp_status status = finish_timed(tier, &buffer->write, fault, err);
+    if (status != ZPP_OK) return status;
+    const struct visit *visit = &plan->visits[index];
+    const struct tier_line *line = &tier->lines[visit->line];
+    const bool master = line->plane[ZPP_TIER_MASTER] >= 0;
+    const size_t planes = line->stepped[visit->chunk] ? line->planes : (size_t)master;
+    const size_t bytes = planes * tier_chunk_elems(line, visit->chunk) * sizeof(float);
+    if (!bytes) return ZPP_OK;
+    return tier_submit(tier, tier_record_offset(line, visit->chunk), buffer->memory, bytes, false, &buffer->read, fault,
+                       err);
+}
+
+static zpp_status step_visit(zpp_tier *tier, struct plan *plan, size_t index, float grad_scale, zpp_pool *pool,
+                             struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct tier_buffer *buffer = &tier->buffers[index % tier->options.buffers];
+    const struct visit *visit = &plan->visits[index];
+    struct tier_line *line = &tier->lines[visit->line];
+    const size_t stride = tier_chunk_elems(line, visit->chunk), master = line->plane[ZPP_TIER_MASTER] >= 0;
+    zpp_status status = finish_timed(tier, &buffer->read, fault, err);
+    if (status != ZPP_OK) return status;
+    if (!line->stepped[visit->chunk])
+        memset(buffer->memory + master * stride, 0, (line->planes - master) * stride * sizeof(float));
+    for (size_t i = 0; i < visit->cuts; i++) {
+        const struct cut *cut = &plan->cuts[visit->first_cut + i];
+        plan->segments[i] = cut->segment;
+        bind_states(line, &plan->segments[i], buffer->memory, stride, cut->inside);
+    }
+    zpp_adam_step(plan->segments, visit->cuts, grad_scale, pool);
+    status = tier_submit(tier, tier_record_offset(line, visit->chunk), buffer->memory,
+                         line->planes * stride * sizeof(float), true, &buffer->write, fault, err);
+    if (status == ZPP_OK) line->stepped[visit->chunk] = true;
+    return status;
+}
+
+static zpp_status stream(zpp_tier *tier, struct plan *plan, size_t held_count, float grad_scale, zpp_pool *pool,
+                         struct zpp_aio_fault *fault, struct zpp_err *err) {
+    const size_t ahead = tier->options.buffers - 1;
+    zpp_status status = ZPP_OK;
+    for (size_t i = 0; i < ahead && status == ZPP_OK; i++) status = begin_read(tier, plan, i, fault, err);
+    if (status == ZPP_OK) zpp_adam_step(plan->segments, held_count, grad_scale, pool);
+    for (size_t i = 0; i < plan->visits_count && status == ZPP_OK; i++) {
+        status = step_visit(tier, plan, i, grad_scale, pool, fault, err);
+        if (status == ZPP_OK) status = begin_read(tier, plan, i + ahead, fault, err);
+    }
+    return status;
+}
+
+/* Nothing may be under way when the call returns; the first failure is the one that is told. */
+static zpp_status settle(zpp_tier *tier, zpp_status status, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    for (unsigned i = 0; i < tier->options.buffers; i++) {
+        zpp_aio_request **const requests[] = { &tier->buffers[i].read, &tier->buffers[i].write };
+        for (int which = 0; which < 2; which++) {
+            struct zpp_aio_fault other_fault;
+            struct zpp_err other = ZPP_ERR_INIT;
+            if (status != ZPP_OK) (void)finish_timed(tier, requests[which], &other_fault, &other);
+            else status = finish_timed(tier, requests[which], fault, err);
+        }
+    }
+    return status;
+}
+
+static size_t most_cuts(const struct plan *plan) {
+    size_t most = 1;
+    for (size_t i = 0; i < plan->visits_count; i++)
+        if (plan->visits[i].cuts > most) most = plan->visits[i].cuts;
+    return most;
+}
+
+zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count, float grad_scale,
+                         zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    if (tier->torn || !tier->sealed)
+        return zpp_fail(err, ZPP_STATE, "tier: the states in %s are %s", tier->path,
+                        tier->torn ? "torn by a step that failed; load a checkpoint first" : "not sealed yet");
+    const uint64_t began_ns = zpp_now_ns();
+    struct plan plan = { 0 };
+    size_t held_count = 0;
+    bool memory = make_plan(tier, pieces, pieces_count, &plan, &held_count);
+    while (memory && plan.segments_room < most_cuts(&plan))
+        memory = grow((void **)&plan.segments, &plan.segments_room, plan.segments_room, sizeof *plan.segments);
+    if (!memory) {
+        drop_plan(&plan);
+        return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the plan of a step over %zu pieces", pieces_count);
+    }
+    const zpp_status status =
+        settle(tier, stream(tier, &plan, held_count, grad_scale, pool, fault, err), fault, err);
+    drop_plan(&plan);
+    tier->torn = status != ZPP_OK;
+    tier->steps++;
+    tier->step_ns += zpp_now_ns() - began_ns;
+    return status;
+}

@@ -1,0 +1,339 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Optimizer states in a scratch file: the streamed step against the same step in memory, bit for bit; what it reads and
+ * writes; and every call into the operating system failing once.
+ */
+#include <errno.h>
+#include <stdatomic.h>
+
+#include "../../csrc/base/pool.h"
+#include "../../csrc/zero/tier.h"
+#include "aio_common.h"
+
+enum { SLICES = 5, STEPS = 4 };
+/* One larger than a chunk of 1024, one that begins inside a chunk, some that are not round. */
+static const size_t slice_elems[SLICES] = { 5000, 16, 1030, 40, 3001 };
+
+static struct {
+    atomic_int reads_left, writes_left; /* 0: the next one fails; below: none does */
+    int error, reserve_error;
+    bool no_ring;
+} plan;
+
+static bool fails(bool write) {
+    return atomic_fetch_sub(write ? &plan.writes_left : &plan.reads_left, 1) == 0;
+}
+
+static bool planned_op(void *ctx, struct zpp_aio_op *op, int *result) {
+    (void)ctx;
+    *result = -plan.error;
+    return fails(op->write);
+}
+
+static ssize_t planned_pread(void *ctx, int fd, void *memory, size_t bytes, uint64_t offset_bytes) {
+    return fails(false) ? -plan.error : zpp_aio_sys_real()->pread(ctx, fd, memory, bytes, offset_bytes);
+}
+
+static ssize_t planned_pwrite(void *ctx, int fd, const void *memory, size_t bytes, uint64_t offset_bytes) {
+    return fails(true) ? -plan.error : zpp_aio_sys_real()->pwrite(ctx, fd, memory, bytes, offset_bytes);
+}
+
+static int planned_reserve(void *ctx, int fd, uint64_t offset_bytes, uint64_t bytes) {
+    return plan.reserve_error ? -plan.reserve_error : zpp_aio_sys_real()->reserve(ctx, fd, offset_bytes, bytes);
+}
+
+static int planned_setup(void *ctx, unsigned entries, void *ring, uint32_t flags) {
+    return plan.no_ring ? -EPERM : zpp_aio_sys_real()->ring_setup(ctx, entries, ring, flags);
+}
+
+static const struct zpp_aio_sys *planned_sys(void) {
+    static struct zpp_aio_sys sys;
+    sys = *zpp_aio_sys_real();
+    sys.ring_op = planned_op;
+    sys.pread = planned_pread;
+    sys.pwrite = planned_pwrite;
+    sys.reserve = planned_reserve;
+    sys.ring_setup = planned_setup;
+    atomic_store(&plan.reads_left, -1);
+    atomic_store(&plan.writes_left, -1);
+    plan.error = EIO;
+    plan.reserve_error = 0;
+    plan.no_ring = false;
+    return &sys;
+}
+
+/* --- the same states in memory ------------------------------------------------------------------------------------ */
+
+static struct state {
+    float *master, *exp_avg, *exp_avg_sq, *max_exp_avg_sq, *grad;
+    uint16_t *low; /* the parameters in bf16 */
+    float *param;  /* where there is no master */
+} plain[SLICES], tiered[SLICES];
+
+static float *numbers(size_t elems, unsigned seed) {
+    float *values = malloc(elems * sizeof *values);
+    CHECK(values);
+    for (size_t i = 0; i < elems; i++) values[i] = (float)((int)pattern(i, seed) - 128) / 64.0f;
+    return values;
+}
+
+static void fill_state(struct state *state, size_t elems, unsigned seed) {
+    *state = (struct state){ .master = numbers(elems, seed), .exp_avg = calloc(elems, 4),
+                             .exp_avg_sq = calloc(elems, 4), .max_exp_avg_sq = calloc(elems, 4),
+                             .grad = numbers(elems, seed + 1), .low = calloc(elems, 2),
+                             .param = numbers(elems, seed) };
+}
+
+static void drop_state(struct state *state) {
+    free(state->master);
+    free(state->exp_avg);
+    free(state->exp_avg_sq);
+    free(state->max_exp_avg_sq);
+    free(state->grad);
+    free(state->low);
+    free(state->param);
+}
+
+struct setup {
+    double fraction;
+    bool amsgrad, no_ring;
+    size_t chunk_elems;
+};
+
+static bool has_master(int slice) {
+    return slice != 2; /* both lines */
+}
+
+static zpp_tier *new_tier(const struct setup *setup) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    struct zpp_tier_options options = { .path = in_folder("states"), .fraction = setup->fraction,
+                                        .amsgrad = setup->amsgrad, .chunk_elems = setup->chunk_elems,
+                                        .sys = planned_sys(), .log = count_log };
+    plan.no_ring = setup->no_ring;
+    zpp_tier *tier = NULL;
+    CHECK_OK(zpp_tier_create(&options, &tier, &err));
+    for (int i = 0; i < SLICES; i++) {
+        int slice = -1;
+        CHECK_OK(zpp_tier_add(tier, slice_elems[i], has_master(i), &slice, &err));
+        CHECK_EQUAL(slice, i);
+        fill_state(&plain[i], slice_elems[i], 10u * (unsigned)i);
+        fill_state(&tiered[i], slice_elems[i], 10u * (unsigned)i);
+    }
+    CHECK_OK(zpp_tier_seal(tier, &fault, &err));
+    for (int i = 0; i < SLICES; i++)
+        if (has_master(i))
+            CHECK_OK(zpp_tier_copy(tier, i, ZPP_TIER_MASTER, 0, slice_elems[i], tiered[i].master, true, &fault, &err));
+    return tier;
+}
+
+static void end_tier(zpp_tier *tier) {
+    zpp_tier_destroy(tier);
+    CHECK_EQUAL(unlink(in_folder("states")), 0);
+    for (int i = 0; i < SLICES; i++) {
+        drop_state(&plain[i]);
+        drop_state(&tiered[i]);
+    }
+}
+
+/* Elements [first, first + elems) of a slice, as the optimizer's binding makes it. */
+static struct zpp_adam_segment segment_of(struct state *state, int slice, size_t first, size_t elems, uint64_t step,
+                                          bool amsgrad) {
+    return (struct zpp_adam_segment){
+        .param = has_master(slice) ? state->master + first : state->param + first,
+        .grad = state->grad + first, .grad_dtype = ZPP_F32, .exp_avg = state->exp_avg + first,
+        .exp_avg_sq = state->exp_avg_sq + first, .max_exp_avg_sq = amsgrad ? state->max_exp_avg_sq + first : NULL,
+        .param_out = has_master(slice) ? state->low + first : NULL, .out_dtype = ZPP_BF16, .elems = elems, .step = step,
+        .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .decoupled_decay = true };
+}
+
+/* Both sides take one step; slice 3 has no gradient in the first. Two pieces a slice, with a gap between. */
+static zpp_status step(zpp_tier *tier, uint64_t t, bool amsgrad, zpp_pool *pool, struct zpp_aio_fault *fault,
+                       struct zpp_err *err) {
+    struct zpp_tier_piece pieces[2 * SLICES];
+    struct zpp_adam_segment segments[2 * SLICES];
+    size_t count = 0;
+    for (int i = 0; i < SLICES; i++) {
+        if (i == 3 && t == 1) continue;
+        const size_t half = slice_elems[i] / 2, starts[3] = { 0, half + 3, slice_elems[i] };
+        for (int part = 0; part < 2; part++) {
+            const size_t first = starts[part], elems = (part ? starts[2] : half) - first;
+            segments[count] = segment_of(&plain[i], i, first, elems, t, amsgrad);
+            pieces[count] = (struct zpp_tier_piece){ segment_of(&tiered[i], i, first, elems, t, amsgrad), i, first };
+            struct zpp_adam_segment *segment = &pieces[count++].segment;
+            if (has_master(i)) segment->param = NULL;
+            segment->exp_avg = segment->exp_avg_sq = NULL;
+        }
+    }
+    zpp_adam_step(segments, count, 0.5f, pool);
+    return zpp_tier_step(tier, pieces, count, 0.5f, pool, fault, err);
+}
+
+static void check_kind(zpp_tier *tier, int slice, enum zpp_tier_kind kind, const float *wanted) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    float *seen = calloc(slice_elems[slice], sizeof *seen);
+    CHECK_OK(zpp_tier_copy(tier, slice, kind, 0, 3, seen, false, &fault, &err)); /* in two parts */
+    CHECK_OK(zpp_tier_copy(tier, slice, kind, 3, slice_elems[slice] - 3, seen + 3, false, &fault, &err));
+    CHECK_EQUAL(memcmp(seen, wanted, slice_elems[slice] * sizeof *seen), 0);
+    free(seen);
+}
+
+static void check_same(zpp_tier *tier, bool amsgrad) {
+    for (int i = 0; i < SLICES; i++) {
+        if (has_master(i)) {
+            check_kind(tier, i, ZPP_TIER_MASTER, plain[i].master);
+            CHECK_EQUAL(memcmp(tiered[i].low, plain[i].low, slice_elems[i] * 2), 0);
+        }
+        CHECK_EQUAL(memcmp(tiered[i].param, plain[i].param, slice_elems[i] * 4), 0);
+        check_kind(tier, i, ZPP_TIER_EXP_AVG, plain[i].exp_avg);
+        check_kind(tier, i, ZPP_TIER_EXP_AVG_SQ, plain[i].exp_avg_sq);
+        if (amsgrad) check_kind(tier, i, ZPP_TIER_MAX_EXP_AVG_SQ, plain[i].max_exp_avg_sq);
+    }
+}
+
+/* --- cases -------------------------------------------------------------------------------------------------------- */
+
+static void steps_equal_memory(void) {
+    static const struct setup setups[] = {
+        { 1.0, false, false, 1024 }, { 1.0, true, false, 1024 }, { 0.5, false, false, 1024 }, { 0.3, true, true, 1024 },
+        { 1.0, false, true, 2048 },  { 1.0, false, false, 65536 }, { 0.01, true, false, 1024 }, { 1.0, true, false, 0 },
+    };
+    make_folder();
+    for (size_t i = 0; i < sizeof setups / sizeof *setups; i++) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        struct zpp_aio_fault fault;
+        zpp_pool *pool = NULL;
+        CHECK_OK(zpp_pool_create(i % 2 ? 2 : 1, &pool, &err));
+        zpp_tier *tier = new_tier(&setups[i]);
+        check_same(tier, setups[i].amsgrad); /* moments nobody has stepped are zeros */
+        for (uint64_t t = 1; t <= STEPS; t++) {
+            CHECK_OK(step(tier, t, setups[i].amsgrad, pool, &fault, &err));
+            check_same(tier, setups[i].amsgrad);
+        }
+        end_tier(tier);
+        zpp_pool_destroy(pool);
+    }
+    remove_folder();
+}
+
+/* Bytes: the first step reads the masters alone; each later one reads and writes every record once. */
+static void bytes_are_counted(void) {
+    make_folder();
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024 });
+    /* Lines: slices 0, 1, 3, 4 begin at 0, 5008, 5024, 5072 and end at 8073; slice 2 alone has 1030. */
+    const uint64_t with_master = 8 * 1024, without = 2 * 1024;
+    struct zpp_tier_figures before, after;
+    zpp_tier_figures(tier, &before);
+    CHECK_EQUAL(before.reserved_bytes, with_master * 12 + without * 8);
+    CHECK_EQUAL(before.file_bytes[ZPP_TIER_MASTER], 4 * (5000 + 16 + 40 + 3001));
+    CHECK_EQUAL(before.file_bytes[ZPP_TIER_EXP_AVG], 4 * (5000 + 16 + 1030 + 40 + 3001));
+    CHECK_EQUAL(before.held_bytes[ZPP_TIER_EXP_AVG] + before.held_bytes[ZPP_TIER_MASTER], 0);
+    CHECK_EQUAL(before.buffer_bytes, 4 * 12 * 1024);
+    CHECK_EQUAL(file_bytes(in_folder("states")), before.reserved_bytes);
+    for (uint64_t t = 1; t <= 3; t++) {
+        zpp_tier_figures(tier, &before);
+        CHECK_OK(step(tier, t, false, NULL, &fault, &err));
+        zpp_tier_figures(tier, &after);
+        CHECK_EQUAL(after.read_bytes - before.read_bytes, t == 1 ? with_master * 4 : before.reserved_bytes);
+        CHECK_EQUAL(after.written_bytes - before.written_bytes, before.reserved_bytes);
+    }
+    CHECK_EQUAL(after.steps, 3);
+    end_tier(tier);
+    remove_folder();
+}
+
+/* A full disk is found when the file is made, with its path, what was wanted and what is free. */
+static void full_disk(void) {
+    make_folder();
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault = { .wanted_bytes = 0 };
+    struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 1.0, .sys = planned_sys() };
+    zpp_tier *tier = NULL;
+    int slice;
+    plan.reserve_error = ENOSPC;
+    CHECK_OK(zpp_tier_create(&options, &tier, &err));
+    CHECK_OK(zpp_tier_add(tier, 100000, false, &slice, &err));
+    CHECK_FAILS(zpp_tier_seal(tier, &fault, &err), ZPP_TIER, "free some, or choose another folder");
+    CHECK(strstr(fault.path, "/states") && fault.has_free && fault.os_errno == ENOSPC);
+    CHECK_EQUAL(fault.wanted_bytes, 2 * 4 * (uint64_t)(98 * 1024));
+    zpp_tier_destroy(tier);
+    unlink(in_folder("states"));
+    /* A file system that cannot reserve gets a file with holes. */
+    CHECK_OK(zpp_tier_create(&options, &tier, &err));
+    CHECK_OK(zpp_tier_add(tier, 100000, false, &slice, &err));
+    plan.reserve_error = EOPNOTSUPP;
+    CHECK_OK(zpp_tier_seal(tier, &fault, &err));
+    CHECK_EQUAL(file_bytes(in_folder("states")), 2 * 4 * (uint64_t)(98 * 1024));
+    /* A file that is there already is somebody's. */
+    zpp_tier *second = NULL;
+    CHECK_OK(zpp_tier_create(&options, &second, &err));
+    CHECK_FAILS(zpp_tier_seal(second, &fault, &err), ZPP_TIER, strerror(EEXIST));
+    zpp_tier_destroy(second);
+    zpp_tier_destroy(tier);
+    remove_folder();
+}
+
+/* The n-th read or write of a step fails, for every n: file and offset are named, nothing is under way afterwards, and
+ * the tier is torn until somebody loads it anew. */
+static void every_operation_fails_once(void) {
+    make_folder();
+    for (int turn = 0; turn < 4; turn++) {
+        const bool write = turn & 1, no_ring = turn & 2;
+        for (int n = 0;; n++) {
+            struct zpp_err err = ZPP_ERR_INIT;
+            struct zpp_aio_fault fault = { .wanted_bytes = 0 };
+            zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024, .no_ring = no_ring });
+            CHECK_OK(step(tier, 1, false, NULL, &fault, &err));
+            atomic_store(write ? &plan.writes_left : &plan.reads_left, n);
+            const zpp_status status = step(tier, 2, false, NULL, &fault, &err);
+            atomic_store(write ? &plan.writes_left : &plan.reads_left, -1);
+            CHECK_EQUAL(zpp_tier_torn(tier), status != ZPP_OK);
+            if (status != ZPP_OK) {
+                CHECK_EQUAL(status, ZPP_TIER);
+                CHECK(strstr(err.text, "/states\"") && strstr(err.text, strerror(EIO)));
+                CHECK(strstr(err.text, "at offset"));
+                CHECK(strstr(fault.path, "/states") && fault.os_errno == EIO && fault.wanted_bytes > 0);
+                CHECK_FAILS(step(tier, 3, false, NULL, &fault, &err), ZPP_STATE, "load a checkpoint first");
+                zpp_tier_mend(tier);
+                CHECK_OK(step(tier, 4, false, NULL, &fault, &err));
+            }
+            end_tier(tier);
+            if (status == ZPP_OK) {
+                CHECK_EQUAL(n, 10); /* ten records a step, each one operation */
+                break;
+            }
+        }
+    }
+    remove_folder();
+}
+
+static void refuses_misuse(void) {
+    make_folder();
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 0.0 };
+    zpp_tier *tier = NULL;
+    CHECK_FAILS(zpp_tier_create(&options, &tier, &err), ZPP_INVALID, "fraction is 0");
+    options.fraction = 1.0;
+    options.chunk_elems = 1000;
+    CHECK_FAILS(zpp_tier_create(&options, &tier, &err), ZPP_INVALID, "chunk_elems 1000");
+    tier = new_tier(&(struct setup){ .fraction = 1.0 });
+    int slice;
+    float value = 0.0f;
+    CHECK_FAILS(zpp_tier_add(tier, 1, false, &slice, &err), ZPP_STATE, "after seal");
+    CHECK_FAILS(zpp_tier_copy(tier, 2, ZPP_TIER_MASTER, 0, 1, &value, false, &fault, &err), ZPP_INVALID, "none of");
+    CHECK_FAILS(zpp_tier_copy(tier, 1, ZPP_TIER_EXP_AVG, 16, 1, &value, false, &fault, &err), ZPP_INVALID, "has 16");
+    CHECK_FAILS(zpp_tier_copy(tier, 9, ZPP_TIER_EXP_AVG, 0, 1, &value, false, &fault, &err), ZPP_STATE, "there are 5");
+    end_tier(tier);
+    zpp_tier_destroy(NULL);
+    remove_folder();
+}
+
+int main(int argc, char **argv) {
+    static const struct test_case cases[] = { TEST(steps_equal_memory), TEST(bytes_are_counted), TEST(full_disk),
+                                              TEST(every_operation_fails_once), TEST(refuses_misuse), { 0 } };
+    return test_main(argc, argv, cases);
+}
