@@ -16,7 +16,7 @@
 #include <structmember.h>
 #include <unistd.h>
 
-#include "../aio/engine.h"
+#include "py_aio.h"
 #include "pywait.h"
 #include "raise.h"
 
@@ -89,7 +89,7 @@ static PyObject *raise_tier(const struct zpp_err *err, const struct zpp_aio_faul
     return NULL;
 }
 
-static PyObject *raise_aio(const struct zpp_err *err, const struct zpp_aio_fault *fault) {
+PyObject *zpp_py_raise_aio(const struct zpp_err *err, const struct zpp_aio_fault *fault) {
     if (err->status == ZPP_TIER && fault) return raise_tier(err, fault);
     if (err->status == ZPP_TIMEOUT) {
         PyErr_SetString(PyExc_TimeoutError, err->text);
@@ -235,7 +235,7 @@ static PyObject *future_wait(PyObject *self, PyObject *args, PyObject *named) {
     zpp_status status = zpp_aio_wait(future->request, NULL, &err);
     if (status == ZPP_AGAIN) status = wait_without_gil(future, timeout_ns, &err);
     if (zpp_aio_done(future->request)) Py_CLEAR(future->keep);
-    if (status != ZPP_OK) return raise_aio(&err, zpp_aio_request_fault(future->request));
+    if (status != ZPP_OK) return zpp_py_raise_aio(&err, zpp_aio_request_fault(future->request));
     Py_RETURN_NONE;
 }
 
@@ -391,7 +391,7 @@ static PyObject *engine_submit(PyObject *self, PyObject *args) {
     --engine->users;
     if (status == ZPP_OK) return (PyObject *)future;
     Py_DECREF(future);
-    return raise_aio(&err, &fault);
+    return zpp_py_raise_aio(&err, &fault);
 }
 
 static PyObject *engine_flush(PyObject *self, PyObject *args) {
@@ -412,7 +412,7 @@ static PyObject *engine_flush(PyObject *self, PyObject *args) {
     PyEval_RestoreThread(state);
     --engine->users;
     sweep(engine);
-    if (status != ZPP_OK) return raise_aio(&err, &fault);
+    if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
     Py_RETURN_NONE;
 }
 

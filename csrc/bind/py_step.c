@@ -11,6 +11,8 @@
 
 #include "../ops/adam/adam.h"
 #include "../ops/norm/norm.h"
+#include "py_aio.h"
+#include "py_tier.h"
 #include "py_zero.h"
 #include "raise.h"
 
@@ -279,20 +281,28 @@ static PyObject *zero_step_end(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-PyObject *zpp_py_set_adam(Unit *unit, PyObject *args) {
-    unsigned long long master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps;
-    PyObject *groups;
-    if (!PyArg_ParseTuple(args, "KKKKKO!", &master, &exp_avg, &exp_avg_sq, &max_exp_avg_sq, &steps, &PyList_Type,
-                          &groups))
-        return NULL;
+/* New; NULL with an error set. */
+static int *group_numbers(const Unit *unit, PyObject *groups) {
     if (PyList_Size(groups) != unit->count) {
         PyErr_Format(PyExc_ValueError, "zero: %zd groups for the %zd parameters of unit %s", PyList_Size(groups),
                      unit->count, unit->unit->name);
         return NULL;
     }
     int *numbers = calloc((size_t)unit->count + 1, sizeof *numbers);
-    if (!numbers) return PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < unit->count; i++) numbers[i] = (int)PyLong_AsLong(PyList_GetItem(groups, i));
+    if (!numbers) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; numbers && i < unit->count; i++)
+        numbers[i] = (int)PyLong_AsLong(PyList_GetItem(groups, i));
+    return numbers;
+}
+
+PyObject *zpp_py_set_adam(Unit *unit, PyObject *args) {
+    unsigned long long master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps;
+    PyObject *groups;
+    if (!PyArg_ParseTuple(args, "KKKKKO!", &master, &exp_avg, &exp_avg_sq, &max_exp_avg_sq, &steps, &PyList_Type,
+                          &groups))
+        return NULL;
+    int *numbers = group_numbers(unit, groups);
+    if (!numbers) return NULL;
     free(unit->adam.groups);
     unit->adam = (struct unit_adam){ .master = (float *)(uintptr_t)master, .exp_avg = (float *)(uintptr_t)exp_avg,
                                      .exp_avg_sq = (float *)(uintptr_t)exp_avg_sq,
@@ -302,9 +312,35 @@ PyObject *zpp_py_set_adam(Unit *unit, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+PyObject *zpp_py_set_tiered_adam(Unit *unit, PyObject *args) {
+    unsigned long long steps;
+    int slice;
+    PyObject *groups;
+    if (!PyArg_ParseTuple(args, "iKO!", &slice, &steps, &PyList_Type, &groups)) return NULL;
+    int *numbers = group_numbers(unit, groups);
+    if (!numbers) return NULL;
+    free(unit->adam.groups);
+    unit->adam = (struct unit_adam){ .steps = (int64_t *)(uintptr_t)steps, .groups = numbers, .tiered = true,
+                                     .slice = slice };
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* set_tier(Tier): where the states of tiered units are. */
+static PyObject *zero_set_tier(PyObject *self, PyObject *tier) {
+    Zero *zero = (Zero *)self;
+    if (!zpp_py_tier_get(tier)) return NULL;
+    Py_XDECREF(zero->tier);
+    zero->tier = Py_NewRef(tier);
+    Py_RETURN_NONE;
+}
+
+/* What is stepped in memory, and what in the tier. */
 struct segments {
     struct zpp_adam_segment *at;
     size_t count, room;
+    struct zpp_tier_piece *tiered;
+    size_t tiered_count, tiered_room;
 };
 
 static struct zpp_adam_segment *next_segment(struct segments *list) {
@@ -318,10 +354,25 @@ static struct zpp_adam_segment *next_segment(struct segments *list) {
     return &list->at[list->count++];
 }
 
+static struct zpp_adam_segment *next_tiered(struct segments *list, int slice, size_t first) {
+    if (list->tiered_count == list->tiered_room) {
+        const size_t room = list->tiered_room ? 2 * list->tiered_room : 256;
+        struct zpp_tier_piece *at = realloc(list->tiered, room * sizeof *at);
+        if (!at) return NULL;
+        list->tiered = at;
+        list->tiered_room = room;
+    }
+    struct zpp_tier_piece *piece = &list->tiered[list->tiered_count++];
+    piece->slice = slice;
+    piece->first = first;
+    return &piece->segment;
+}
+
 static int add_unit_segments(const Zero *zero, Unit *unit, const struct zpp_adam_segment *groups,
                              struct segments *list) {
     struct own_slice slice;
-    if (!unit->unit->trainable || !unit->adam.exp_avg || !own_slice(zero, unit, &slice)) return 0;
+    const bool tiered = unit->adam.tiered;
+    if (!unit->unit->trainable || !(unit->adam.exp_avg || tiered) || !own_slice(zero, unit, &slice)) return 0;
     struct zpp_piece *pieces = calloc(slice.shape.params + 1, sizeof *pieces);
     if (!pieces) return -1;
     const size_t count = zpp_unit_pieces(&slice.shape, slice.rank, pieces);
@@ -335,21 +386,24 @@ static int add_unit_segments(const Zero *zero, Unit *unit, const struct zpp_adam
         const int group = unit->adam.groups[piece->param];
         const void *grad = piece_gradient(unit, &slice, piece);
         if (!grad || group < 0) continue;
-        struct zpp_adam_segment *segment = next_segment(list);
+        const size_t at = piece->offset_elems - slice.begin_elems;
+        struct zpp_adam_segment *segment = tiered ? next_tiered(list, unit->adam.slice, at) : next_segment(list);
         failed = !segment;
         if (failed) break;
-        const size_t at = piece->offset_elems - slice.begin_elems;
+        const bool master = tiered ? unit->unit->dtype != ZPP_F32 : unit->adam.master != NULL;
         *segment = groups[group];
         segment->param = unit->adam.master ? unit->adam.master + at : (float *)(void *)slice.values + at;
-        segment->param_out = unit->adam.master ? slice.values + at * unit->unit->elem_bytes : NULL;
+        if (tiered && master) segment->param = NULL; /* the tier knows */
+        segment->param_out = master ? slice.values + at * unit->unit->elem_bytes : NULL;
         segment->out_dtype = unit->unit->dtype;
         segment->grad = grad;
         segment->grad_dtype = slice.grad_dtype;
+        segment->elems = piece->elems;
+        segment->step = (uint64_t)unit->adam.steps[piece->param];
+        if (tiered) continue;
         segment->exp_avg = unit->adam.exp_avg + at;
         segment->exp_avg_sq = unit->adam.exp_avg_sq + at;
         if (segment->max_exp_avg_sq) segment->max_exp_avg_sq = unit->adam.max_exp_avg_sq + at;
-        segment->elems = piece->elems;
-        segment->step = (uint64_t)unit->adam.steps[piece->param];
     }
     free(pieces);
     return failed ? -1 : 0;
@@ -391,14 +445,23 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
     int failed = 0;
     for (Py_ssize_t u = 0; u < PyList_Size(zero->units) && !failed; u++)
         failed = add_unit_segments(zero, unit_at(zero, u), groups, &list);
-    if (!failed) {
+    zpp_tier *tier = zero->tier && !failed ? zpp_py_tier_get(zero->tier) : NULL;
+    zpp_status status = ZPP_OK;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    if (!failed && !PyErr_Occurred()) {
         PyThreadState *thread = PyEval_SaveThread();
         zpp_adam_step(list.at, list.count, (float)scale, zero->pool);
+        if (tier)
+            status = zpp_tier_step(tier, list.tiered, list.tiered_count, (float)scale, zero->pool, &fault, &err);
         PyEval_RestoreThread(thread);
     }
     free(list.at);
+    free(list.tiered);
     free(groups);
     if (failed) return PyErr_NoMemory();
+    if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
+    if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -416,6 +479,7 @@ PyMethodDef zpp_py_step_methods[] = {
     { "norm", zero_norm, METH_NOARGS, "(sum of squares, parameters that are not finite); collective." },
     { "step_begin", zero_step_begin, METH_O, "step_begin(vote) -> votes; collective." },
     { "step_end", zero_step_end, METH_NOARGS, "Every slice is written; collective." },
+    { "set_tier", zero_set_tier, METH_O, "Where the states of tiered units are." },
     { "adam_step", zero_adam_step, METH_VARARGS, "adam_step(groups, grad_scale)" },
     { "reset_uses", zero_reset_uses, METH_NOARGS, "Forget forwards that no backward followed." },
     { NULL, NULL, 0, NULL },

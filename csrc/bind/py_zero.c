@@ -185,6 +185,10 @@ static PyObject *unit_set_adam(PyObject *self, PyObject *args) {
     return zpp_py_set_adam((Unit *)self, args);
 }
 
+static PyObject *unit_set_tiered_adam(PyObject *self, PyObject *args) {
+    return zpp_py_set_tiered_adam((Unit *)self, args);
+}
+
 static PyObject *offsets_of(const struct zpp_unit *core) {
     PyObject *offsets = PyList_New((Py_ssize_t)core->params);
     for (size_t i = 0; offsets && i < core->params; i++)
@@ -224,6 +228,8 @@ static PyMethodDef unit_methods[] = {
     { "set_grad_views", unit_set_grad_views, METH_O, "Stage 0: the tensors that p.grad becomes." },
     { "set_adam", unit_set_adam, METH_VARARGS,
       "set_adam(master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps, groups): addresses, 0: none." },
+    { "set_tiered_adam", unit_set_tiered_adam, METH_VARARGS,
+      "set_tiered_adam(slice, steps, groups): the states are a slice of Zero's tier." },
     { "layout", unit_layout, METH_NOARGS, "Sizes in elements, and addresses." },
     { NULL, NULL, 0, NULL },
 };
@@ -315,6 +321,7 @@ static PyObject *zero_close(PyObject *self, PyObject *unused) {
     PyObject *units = zero->units;
     zero->units = PyList_New(0);
     Py_DECREF(units);
+    Py_CLEAR(zero->tier);
     drop_callables(zero);
     Py_RETURN_NONE;
 }
@@ -323,6 +330,7 @@ static void zero_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     Zero *zero = (Zero *)self;
     Py_CLEAR(zero->units);
+    Py_CLEAR(zero->tier);
     drop_callables(zero);
     zpp_zero_destroy(zero->core);
     zpp_pool_destroy(zero->pool);

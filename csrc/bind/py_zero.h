@@ -42,6 +42,8 @@ typedef struct Unit {
         float *master, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
         int64_t *steps;  /* [count] */
         int *groups;     /* [count]; -1: in no group */
+        bool tiered;     /* the states are a slice of Zero's tier, and the addresses above NULL */
+        int slice;
     } adam;
 } Unit;
 
@@ -52,6 +54,7 @@ struct Zero {
     zpp_pool *pool;
     PyObject *comm;   /* _C.Comm or NULL */
     PyObject *units;  /* list of Unit */
+    PyObject *tier;   /* _C.Tier or NULL */
     int stage, ranks;
     bool autos;       /* units gathered for single reads since the last release_all */
     bool moves;       /* some units are gathered and released */
@@ -112,6 +115,7 @@ void zpp_py_pop_saved_hooks(Zero *zero);                     /* keeps an excepti
 /* py_step.c */
 extern PyMethodDef zpp_py_step_methods[];
 PyObject *zpp_py_set_adam(Unit *unit, PyObject *args);
+PyObject *zpp_py_set_tiered_adam(Unit *unit, PyObject *args);
 void zpp_py_drop_grads(Unit *unit);
 
 #endif

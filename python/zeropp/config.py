@@ -88,10 +88,11 @@ class Tier:
 
     kind: str = field(default="device", kw_only=False)
     """"device" (where the model computes), "cpu" (host memory) or "nvme" (files under `path`). Without an accelerator
-    "device" is host memory."""
+    "device" and "cpu" are one: "cpu" is accepted and changes nothing."""
 
     path: str | None = None
-    """Folder for the swap files of "nvme"; required there and refused elsewhere."""
+    """Folder for the scratch files of "nvme", on a local disk; required there and refused elsewhere. Each job makes one
+    folder of its own in it, which goes away with the job, or with the next one after a kill."""
 
     fraction: float = 1.0
     """Share of the bytes put there, above 0 and at most 1; the rest stays one tier nearer to the device."""
@@ -111,23 +112,40 @@ class Tier:
 @_refuses_unknown
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Which tier holds each kind of state. Every kind stays on the device today; the others raise "not yet"."""
+    """Which tier holds each kind of state: a `Tier(...)`, or the name of a kind, as in
+    `Offload(optimizer="nvme", path="/scratch")`. The optimizer's states may live on NVMe; the other kinds say "not
+    yet" there."""
 
-    params: Tier = Tier()
+    params: Tier | str = Tier()
     """Tier of the parameter shards; other than "device" needs stage 3."""
 
-    grads: Tier = Tier()
+    grads: Tier | str = Tier()
     """Tier of the gradient shards; other than "device" needs stage 2 or 3."""
 
-    optimizer: Tier = Tier()
-    """Tier of the optimizer's states and of the master weights; other than "device" needs stage 1, 2 or 3."""
+    optimizer: Tier | str = Tier()
+    """Tier of the optimizer's states and of the fp32 master weights; other than "device" needs stage 1, 2 or 3. "nvme"
+    needs Adam or AdamW, and takes `fraction`: the share of these bytes that goes to the file."""
 
-    activations: Tier = Tier()
+    activations: Tier | str = Tier()
     """Tier of the activations that checkpointing keeps."""
 
+    path: str | Path | None = None
+    """Folder of the kinds that are given by name as "nvme"."""
+
     def __post_init__(self) -> None:
+        named = False
         for name in ("params", "grads", "optimizer", "activations"):
+            value: Any = getattr(self, name)
+            if isinstance(value, str):
+                _one_of(f"Offload.{name}", value, TIERS)
+                named |= value == "nvme"
+                if value == "nvme" and self.path is None:
+                    raise wrong("Offload.path", None, f"a folder for {name}='nvme'")
+                path = None if self.path is None or value != "nvme" else str(self.path)
+                object.__setattr__(self, name, Tier(value, path=path))
             _instance(f"Offload.{name}", getattr(self, name), Tier)
+        if self.path is not None and not named:
+            raise wrong("Offload.path", self.path, "None where no kind is given by name as 'nvme'")
 
 
 @_refuses_unknown
@@ -226,7 +244,7 @@ class Config:
     it, an fp32 master copy in the optimizer. A `Precision(...)` says it by purpose. "fp16" is not built yet."""
 
     offload: Offload = Offload()
-    """Tier of each kind of state. Only the default is built."""
+    """Tier of each kind of state: `Offload(optimizer="nvme", path="/scratch")` keeps the optimizer's on disk."""
 
     units: str | int | tuple[type | str, ...] = "auto"
     """What is gathered together. "auto": the model's repeated blocks. Classes, or their names: each instance is a
@@ -343,7 +361,7 @@ class Config:
     def _check_offload(self) -> None:
         _instance("Config.offload", self.offload, Offload)
         for name, least in (("params", 3), ("grads", 2), ("optimizer", 1), ("activations", 0)):
-            tier: Tier = getattr(self.offload, name)
+            tier = getattr(self.offload, name)
             if tier.kind == "device":
                 continue
             if self.stage < least:
@@ -352,11 +370,12 @@ class Config:
                     tier.kind,
                     f"'device' at stage {self.stage}: this kind is partitioned from stage {least} on",
                 )
-            raise not_yet(
-                f"Config.offload.{name}.kind",
-                tier.kind,
-                "leave it at 'device' (host memory where there is no accelerator)",
-            )
+            if tier.kind == "nvme" and name != "optimizer":
+                raise not_yet(
+                    f"Config.offload.{name}.kind",
+                    tier.kind,
+                    "leave it at 'device' (host memory where there is no accelerator)",
+                )
 
     def _check_comm(self) -> None:
         _instance("Config.comm", self.comm, Comm)

@@ -72,7 +72,14 @@ def test_every_field_says_what_it_is():
         (lambda: Config(device="cdua"), "Config.device", "'cdua' is not allowed"),
         (lambda: Config(offload="cpu"), "Config.offload", "wanted a zeropp.Offload(...)"),
         (lambda: Config(comm="int8"), "Config.comm", "wanted a zeropp.Comm(...)"),
-        (lambda: Offload(params="cpu"), "Offload.params", "wanted a zeropp.Tier(...)"),
+        (lambda: Offload(params=1), "Offload.params", "wanted a zeropp.Tier(...)"),
+        (lambda: Offload(params="nvm"), "Offload.params", "did you mean 'nvme'?"),
+        (lambda: Offload(optimizer="nvme"), "Offload.path", "a folder for optimizer='nvme'"),
+        (
+            lambda: Offload(optimizer="cpu", path="/swap"),
+            "Offload.path",
+            "None where no kind is given by name as 'nvme'",
+        ),
         (lambda: Offload(weights=Tier()), "Offload.weights", "known are params, grads, optimizer, activations"),
         (lambda: Tier("gpu"), "Tier.kind", "one of 'device', 'cpu', 'nvme'"),
         (lambda: Tier("nvme"), "Tier.path", "a folder for 'nvme'"),
@@ -93,9 +100,9 @@ def test_a_mistake_is_named(make, path, says):
 @pytest.mark.parametrize(
     "make, path",
     [
-        (lambda: Config(offload=Offload(params=Tier("cpu"))), "Config.offload.params.kind"),
-        (lambda: Config(offload=Offload(optimizer=Tier("nvme", path="/swap"))), "Config.offload.optimizer.kind"),
-        (lambda: Config(offload=Offload(activations=Tier("cpu"))), "Config.offload.activations.kind"),
+        (lambda: Config(offload=Offload(params=Tier("nvme", path="/swap"))), "Config.offload.params.kind"),
+        (lambda: Config(offload=Offload(grads=Tier("nvme", path="/swap"))), "Config.offload.grads.kind"),
+        (lambda: Config(offload=Offload(activations=Tier("nvme", path="/swap"))), "Config.offload.activations.kind"),
         (lambda: Config(comm=Comm(params="int8")), "Config.comm.params"),
         (lambda: Config(comm=Comm(grads="int4")), "Config.comm.grads"),
         (lambda: Config(comm=Comm(secondary_shard=2)), "Config.comm.secondary_shard"),
@@ -152,3 +159,8 @@ def test_frozen_comparable_replaceable():
 
 def test_config_error_is_an_error_of_zeropp_and_a_value_error():
     assert issubclass(ConfigError, Error) and issubclass(ConfigError, ValueError)
+
+
+def test_a_tier_may_be_given_by_name():
+    assert Offload(optimizer="nvme", path="/swap") == Offload(optimizer=Tier("nvme", path="/swap"), path="/swap")
+    assert Config(offload=Offload(params="cpu", optimizer="cpu")).offload.params == Tier("cpu")

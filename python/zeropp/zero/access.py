@@ -127,16 +127,21 @@ def _spread(engine: Engine, units: list[Unit]) -> None:
     for unit in units:
         if unit.place == SHARD:
             unit.core.keep_slice()
-        if unit.master is not None:
+        if unit.has_master:
             _refresh_master(unit)
 
 
 def _refresh_master(unit: Unit) -> None:
     """Only what changed: the master has bits that the low-precision copy has not."""
-    assert unit.master is not None
-    own = unit.whole[unit.begin_elems : unit.begin_elems + unit.master.numel()]
-    changed = unit.master.to(own.dtype) != own
-    unit.master[changed] = own[changed].float()
+
+    def change(first: int, master: torch.Tensor) -> bool:
+        begin = unit.begin_elems + first
+        own = unit.whole[begin : begin + master.numel()]
+        changed = master.to(own.dtype) != own
+        master[changed] = own[changed].float()
+        return bool(changed.any())
+
+    unit.update_master(change)
 
 
 @contextlib.contextmanager
@@ -169,17 +174,20 @@ def _planned(engine: Engine) -> dict[str, int]:
         if not unit.trainable:
             continue
         kinds["grads"] += bytes_ / (n if stage >= 2 else 1)
-        kinds["master"] += 4 * numel / (n if stage >= 1 else 1) if unit.master is not None else 0
-        states = (
-            max(2, sum(v.is_floating_point() for v in unit.state.values())) if engine.inner is None else len(unit.state)
-        )
+        kinds["master"] += 4 * numel / (n if stage >= 1 else 1) if unit.has_master else 0
+        states = len(unit.state)
+        if engine.inner is None:
+            states = max(2, sum(v.is_floating_point() for v in unit.state.values()))
+        if unit.tiered is not None:
+            states = max(2, len(unit.tiered.kinds))
         kinds["optimizer"] += 4 * states * numel / (n if stage >= 1 else 1)
     return {kind: round(value) for kind, value in kinds.items()}
 
 
 def _held(engine: Engine) -> dict[str, int]:
     core = engine.core.memory()
-    tensors = [t for u in engine.units for t in engine.optimizer_state(u).values() if t.is_floating_point()]
+    in_memory = [unit for unit in engine.units if unit.tiered is None]
+    tensors = [t for u in in_memory for t in engine.optimizer_state(u).values() if t.is_floating_point()]
     gradients = core["grads"]
     if engine.ranks == 1:
         with torch._C.DisableTorchFunctionSubclass():
@@ -196,11 +204,26 @@ def _held(engine: Engine) -> dict[str, int]:
     }
 
 
+def _tiered(engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
+    """(held in memory, held in the file) of the states that live in a tier. Moments count once they exist."""
+    assert engine.states is not None
+    seen = engine.states.figures()
+    stepped = any(unit.tiered is not None and unit.tiered.kinds for unit in engine.units)
+
+    def by_kind(sizes: dict[str, int]) -> dict[str, int]:
+        moments = sum(size for kind, size in sizes.items() if kind != "master")
+        return {"master": sizes["master"], "optimizer": moments if stepped else 0}
+
+    return {**by_kind(seen["held"]), "tier_buffers": seen["buffer_bytes"]}, by_kind(seen["file"])
+
+
 def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
-    """Bytes of model states on this rank: ``{"cpu": {kind: {"planned": bytes, "held": bytes}}, "parameters": n, ...}``.
+    """Bytes of model states on this rank: ``{"cpu": {kind: {"planned": bytes, "held": bytes}}, "parameters": n, ...}``;
+    with states offloaded also ``"nvme"``, the same of the scratch file.
 
     Kinds: ``params``, ``grads``, ``master`` (fp32 copy), ``optimizer``; and what comes and goes, held only: ``gathered`` (units
-    whole now), ``buckets`` (gradients on their way). ``bytes_per_parameter`` compares the sum with the paper's formula.
+    whole now), ``buckets`` (gradients on their way), ``tier_buffers`` (what an offloaded step streams through).
+    ``bytes_per_parameter`` compares the sum over the tiers with the paper's formula.
     """
     engine = engine_of(model)
     if optimizer is not None and getattr(optimizer, "_engine", None) is not engine:
@@ -208,13 +231,22 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     planned, held = _planned(engine), _held(engine)
     parameters = sum(e.numel for u in engine.units for e in u.params)
     states = ("params", "grads", "master", "optimizer")
+    total = {"planned": sum(planned[k] for k in states), "held": sum(held[k] for k in states)}
+    nvme = {}
+    if engine.states is not None:
+        in_memory, in_file = _tiered(engine)
+        total["held"] += sum(v for k, v in in_memory.items() if k in states) + sum(in_file.values())
+        held = {**held, **in_memory}
+        for kind, value in in_file.items():
+            share = round(planned[kind] * engine.states.fraction)
+            nvme[kind] = {"planned": share, "held": value}
+            planned[kind] -= share
+    cpu = {kind: {"planned": planned.get(kind, 0), "held": value} for kind, value in held.items()}
     return {
-        "cpu": {kind: {"planned": planned.get(kind, 0), "held": value} for kind, value in held.items()},
+        "cpu": cpu,
+        **({"nvme": nvme} if nvme else {}),
         "parameters": parameters,
-        "bytes_per_parameter": {
-            "planned": sum(planned[k] for k in states) / parameters,
-            "held": sum(held[k] for k in states) / parameters,
-        },
+        "bytes_per_parameter": {kind: value / parameters for kind, value in total.items()},
     }
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from zeropp.errors import CheckpointError, ConfigError, Error, TierError
-from zeropp.zero.engine import Engine
+
+if TYPE_CHECKING:
+    from zeropp.zero.engine import Engine
 
 T = TypeVar("T")
 _KINDS: dict[str, type[Error]] = {cls.__name__: cls for cls in (CheckpointError, ConfigError, TierError)}

@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from zeropp import _C
 from zeropp.config import Config
 from zeropp.errors import ConfigError, Error
+from zeropp.zero.offload import StateTier, TieredStates
 from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan
 
@@ -73,11 +74,35 @@ class Unit:
     groups: list[int] = field(default_factory=list)
     lent: dict[int, torch.Tensor] = field(default_factory=dict)  # what torch's own optimizers step: one tensor a piece
     bound: tuple[str, ...] = ()  # the states whose addresses the Adam kernel has
+    tiered: TieredStates | None = None  # in place of `master` and `state`, where they live in a file
 
     @property
     def own(self) -> torch.Tensor:
-        """What the optimizer updates: the fp32 master slice, or the slice itself."""
+        """What the optimizer updates: the fp32 master slice, or the slice itself. Of a tier: values to be streamed."""
+        if self.tiered is not None:
+            self.tiered.tier.require_whole()
+            if self.tiered.has_master:
+                return cast(torch.Tensor, self.tiered.view("master"))
         return self.shard if self.master is None else self.master
+
+    @property
+    def has_master(self) -> bool:
+        """Is there an fp32 copy beside the slice?"""
+        return self.master is not None or (self.tiered is not None and self.tiered.has_master)
+
+    def write_master(self, first: int, values: torch.Tensor) -> None:
+        """Elements of the fp32 master from ``first`` on; nothing where there is none."""
+        if self.tiered is not None and self.tiered.has_master:
+            self.tiered.write("master", first, values)
+        elif self.master is not None:
+            self.master[first : first + values.numel()] = values.float()
+
+    def update_master(self, change: Callable[[int, torch.Tensor], bool]) -> None:
+        """Piece after piece: ``change(first, values)`` may change the master in place, and says whether it did."""
+        if self.tiered is not None and self.tiered.has_master:
+            self.tiered.update("master", change)
+        elif self.master is not None:
+            change(0, self.master)
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
         """(parameter, first element in ``shard``, elements) of every parameter that this rank owns a part of."""
@@ -124,6 +149,7 @@ class Engine:
             )  # fmt: skip
         self.core.seal()
         self.units: list[Unit] = [self._bind(i, plan) for i, plan in enumerate(plans)]
+        self.states: StateTier | None = None  # where the optimizer's states are, unless in memory
 
     # -- construction --------------------------------------------------------------------------------------------------
 
@@ -263,6 +289,8 @@ class Engine:
     def close(self) -> None:
         """The model is gone."""
         self.core.close()
+        if self.states is not None:
+            self.states.close()
         for unit in self.units:
             for entry in unit.params:
                 entry.param.__dict__.pop("_zeropp", None)
@@ -271,8 +299,13 @@ class Engine:
     # -- optimizer state, for checkpoints -------------------------------------------------------------------------------------
 
     def optimizer_state(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """Tensors of ``shard`` length by torch's names (``exp_avg``, ...), and ``step``: int64, one a parameter."""
+        """Tensors of ``shard`` length by torch's names (``exp_avg``, ...), and ``step``: int64, one a parameter.
+
+        Of a tier they are values to be streamed: they have a shape, slices and ``parts`` (zero/offload.py).
+        """
         state = dict(unit.state)
+        if unit.tiered is not None:
+            state = {kind: cast(torch.Tensor, unit.tiered.view(kind)) for kind in unit.tiered.kinds}
         for i, first, elems in unit.pieces():
             piece = unit.lent.get(i)
             for name, value in self._inner_state(piece).items():
@@ -290,6 +323,12 @@ class Engine:
             raise Error(f"unit {unit.name} has no optimizer, but the state of one is loaded into it")
         unit.steps.copy_(state["step"])
         names = [n for n in state if n != "step"]
+        if unit.tiered is not None:
+            for name in names:
+                unit.tiered.write(name, 0, state[name])
+            unit.tiered.kinds = tuple(names)
+            unit.tiered.tier.loaded(unit.index)
+            return
         if self.inner is None:
             for name in names:
                 unit.state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=torch.float32)).copy_(state[name])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import Engine, Unit
 from zeropp.zero.units import UnitPlan
@@ -46,14 +47,26 @@ class ZeroOptimizer(optim.Optimizer):
         if engine.config.clip is not None:
             self._clip(engine.config.clip)
         self._require_finite()
-        engine.core.step_begin(0)
-        try:
-            self._update()
-        finally:
-            engine.core.step_end()
+        self._step_slices()
         engine.core.reset_uses()
         engine.stepped_at = engine.core.backwards
         return loss
+
+    def _step_slices(self) -> None:
+        """Collective. Where storage can fail in the middle, all ranks hear of it before any goes on."""
+        engine = self._engine
+        failure: BaseException | None = None
+        engine.core.step_begin(0)
+        try:
+            self._update()
+        except BaseException as error:
+            if engine.states is None:
+                raise
+            failure = error
+        finally:
+            engine.core.step_end()
+        if engine.states is not None:
+            engine.states.agree(failure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. Between accumulation boundaries it does nothing."""
@@ -98,6 +111,8 @@ class ZeroOptimizer(optim.Optimizer):
             raise Error(
                 "optimizer.step: the model of this optimizer is gone, and its parameters with it; keep the model alive"
             )
+        if self._engine.states is not None:
+            self._engine.states.require_whole()
         if self._engine.stage == 0:
             self._engine.check_untouched()
         if self._engine.core.grads_pending():
@@ -144,6 +159,9 @@ class ZeroOptimizer(optim.Optimizer):
         wanted = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
         if unit.bound == wanted:
             return
+        if unit.tiered is not None:
+            self._tiered_state(unit, wanted)
+            return
         for name in wanted:
             unit.state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=torch.float32))
         address = [unit.state[n].data_ptr() if n in wanted else 0 for n in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
@@ -151,6 +169,17 @@ class ZeroOptimizer(optim.Optimizer):
         master = 0 if unit.master is None else unit.master.data_ptr()
         unit.core.set_adam(master, *address, unit.steps.data_ptr(), unit.groups)
         unit.bound = wanted
+
+    def _tiered_state(self, unit: Unit, wanted: tuple[str, ...]) -> None:
+        """The same, where the moments live in a tier: the file has had room for them since ``prepare``."""
+        assert unit.tiered is not None and unit.steps is not None
+        if len(wanted) > 2 and not unit.tiered.tier.amsgrad:
+            raise ConfigError(
+                "optimizer.step: amsgrad was switched on after zeropp.prepare; with offload.optimizer='nvme' the file has "
+                "no room for its states; build the optimizer with amsgrad=True"
+            )
+        unit.core.set_tiered_adam(unit.tiered.slice, unit.steps.data_ptr(), unit.groups)
+        unit.tiered.kinds = unit.bound = wanted
 
     # -- others ------------------------------------------------------------------------------------------------------------
 
@@ -233,6 +262,16 @@ def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
             raise ConfigError(
                 "the optimizer was built with differentiable=True, which zeropp does not implement; leave it out"
             )
+
+
+def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
+    """States on NVMe are streamed through our own kernel."""
+    tier = config.offload.optimizer
+    if isinstance(tier, Tier) and tier.kind == "nvme" and type(optimizer) not in _ADAMS:
+        raise ConfigError(
+            f"Config.offload.optimizer.kind: 'nvme' is not built yet for {type(optimizer).__name__}; "
+            "Adam and AdamW are, or leave it at 'device'"
+        )
 
 
 def _restore_scheduler_wrap(optimizer: optim.Optimizer) -> None:

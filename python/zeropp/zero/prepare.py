@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp import _C
-from zeropp.config import Config
+from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import DTYPES, HOST, SHARD, Engine, Unit, _engines, engine_of, register
-from zeropp.zero.optimizer import adopt, check_optimizer
+from zeropp.zero.offload import BLOCK_ELEMS, StateTier
+from zeropp.zero.optimizer import adopt, check_offload, check_optimizer
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.units import UnitPlan, plan_units
 
@@ -57,9 +58,11 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     _check_plans(plans)
     if optimizer is not None:
         check_optimizer(optimizer, plans)
+        check_offload(optimizer, config)
     if comm is not None:
         _check_same_model(comm, plans)
     engine = Engine(model, plans, config, comm, host_copy)
+    _make_tiers(engine, optimizer)
     for unit in engine.units:
         _fill(engine, unit)
     _hand_over_buffers(model, comm)
@@ -198,6 +201,23 @@ def _check_same_model(comm: Any, plans: list[UnitPlan]) -> None:
         )
 
 
+# -- tiers ------------------------------------------------------------------------------------------------------------------
+
+
+def _make_tiers(engine: Engine, optimizer: Any) -> None:
+    """Before the model is touched: where the disk has no room, it stays as it was."""
+    tier = engine.config.offload.optimizer
+    assert isinstance(tier, Tier)
+    if tier.kind != "nvme":
+        return
+    amsgrad = optimizer is not None and any(group.get("amsgrad", False) for group in optimizer.param_groups)
+    try:
+        engine.states = StateTier(engine, tier, amsgrad)
+    except BaseException:
+        engine.close()
+        raise
+
+
 # -- values -----------------------------------------------------------------------------------------------------------------
 
 
@@ -233,11 +253,21 @@ def _make_master(engine: Engine, unit: Unit, full: torch.Tensor | None) -> None:
     if full is None:
         if engine.comm is not None:
             engine.comm.barrier()  # one shared copy: rank 0 must have filled it
-        unit.master = unit.whole[unit.begin_elems : unit.begin_elems + unit.shard.numel()].float()
+        _keep_master(unit, unit.whole)
         return
     if engine.comm is not None:
         engine.comm.broadcast(full.data_ptr(), full.numel() * 4, 0)
-    unit.master = full[unit.begin_elems : unit.begin_elems + unit.shard.numel()].clone()
+    _keep_master(unit, full)
+
+
+def _keep_master(unit: Unit, values: torch.Tensor) -> None:
+    """This rank's part of all values of the unit, in memory or, piece by piece, in its tier."""
+    own = values[unit.begin_elems : unit.begin_elems + unit.shard.numel()]
+    if unit.tiered is None:
+        unit.master = own.to(torch.float32, copy=True)
+        return
+    for first in range(0, own.numel(), BLOCK_ELEMS):
+        unit.write_master(first, own[first : first + BLOCK_ELEMS])
 
 
 def _hand_over_buffers(model: nn.Module, comm: Any) -> None:

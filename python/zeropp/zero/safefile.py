@@ -59,8 +59,9 @@ class Piece:
 
 
 def piece_of(name: str, tensor: torch.Tensor) -> Piece:
-    """A tensor that is in memory: contiguous, on the CPU."""
-    return Piece(name, tensor.dtype, tuple(tensor.shape), lambda: (tensor,))
+    """A tensor that is in memory: contiguous, on the CPU. What is elsewhere brings its own ``parts`` (offload.py)."""
+    parts = getattr(tensor, "parts", lambda: (tensor,))
+    return Piece(name, tensor.dtype, tuple(tensor.shape), parts)
 
 
 # --- writing

@@ -45,13 +45,11 @@ def write_piece(unit: Unit, at: int, values: torch.Tensor) -> None:
     values = values.reshape(-1)
     if unit.place == WHOLE:
         unit.whole[at : at + values.numel()] = values.to(unit.dtype)
-    own = unit.shard if unit.master is None else unit.master
-    low, high = max(at, unit.begin_elems), min(at + values.numel(), unit.begin_elems + own.numel())
+    low, high = max(at, unit.begin_elems), min(at + values.numel(), unit.begin_elems + unit.shard.numel())
     if low < high:
         mine = values[low - at : high - at]
         unit.shard[low - unit.begin_elems : high - unit.begin_elems] = mine.to(unit.dtype)
-        if unit.master is not None:
-            unit.master[low - unit.begin_elems : high - unit.begin_elems] = mine.float()
+        unit.write_master(low - unit.begin_elems, mine)
 
 
 def named_full_tensors(

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks for the tests of this folder: started as tests/zero does, from cases in worker/."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+ZERO_WORKER = Path(__file__).parents[1] / "zero" / "worker"
+WORKER = Path(__file__).parent / "worker"
+for folder in (ZERO_WORKER, WORKER):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+from launch_cases import Outcome, once  # noqa: E402
+
+Run = Callable[..., dict[str, Outcome]]
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """run_ranks(module, cases, ranks) -> {case: Outcome}; `module` is worker/MODULE.py with a table CASES."""
+
+    def run(module: str, cases: Iterable[str], ranks: int, limit_s: float = 240.0) -> dict[str, Outcome]:
+        left, outcomes = list(cases), {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(WORKER), prepend=":")
+            while left:
+                found = once(module, left, ranks, limit_s, tmp_path_factory.mktemp(module) / "run")
+                outcomes.update(found)
+                left = [case for case in left if case not in outcomes]
+        return outcomes
+
+    return run

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scratch folders leave nothing behind, whatever ends the job; and the point of it all: a step under a memory limit
+that states in memory do not survive."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAIN = """
+import sys, torch, zeropp
+torch.set_num_threads(1)
+path, end = sys.argv[1:]
+model = torch.nn.Linear(300, 300)
+adam = torch.optim.AdamW(model.parameters())
+model, adam = zeropp.prepare(model, adam, zeropp.Config(stage=1, offload=zeropp.Offload(optimizer="nvme", path=path)))
+model(torch.ones(1, 300)).sum().backward()
+adam.step()
+print("stepped", flush=True)
+if end == "wait":
+    sys.stdin.read()
+elif end == "raise":
+    raise SystemExit("the script fails")
+"""
+
+
+def folders(path: Path) -> list[str]:
+    return sorted(one.name for one in path.glob("zeropp-scratch-*"))
+
+
+def start(path: Path, end: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAIN, str(path), end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "stepped\n"
+    return process
+
+
+@pytest.mark.parametrize("end", ["return", "raise"])
+def test_the_end_of_a_job_removes_its_folder(tmp_path: Path, end: str) -> None:
+    process = start(tmp_path, end)
+    process.communicate(timeout=60)
+    assert process.returncode == (end == "raise") and not folders(tmp_path)
+
+
+def test_the_next_job_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    killed, alive = start(tmp_path, "wait"), start(tmp_path, "wait")
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(timeout=60)
+    left = folders(tmp_path)
+    assert len(left) == 2, "a kill cannot clean up"
+    third = start(tmp_path, "wait")
+    now = folders(tmp_path)
+    assert len(now) == 2 and len(set(now) & set(left)) == 1, "the dead one's is gone, the living one's is not"
+    for process in (alive, third):
+        process.communicate("", timeout=60)
+    assert not folders(tmp_path)
+
+
+LIMITED = """
+import resource, sys, torch, zeropp
+from pathlib import Path
+torch.set_num_threads(1)
+path, kind = sys.argv[1:]
+model = torch.nn.Sequential(*(torch.nn.Linear(1280, 1280, bias=False) for _ in range(10)))    # 16 million parameters
+adam = torch.optim.AdamW(model.parameters())
+tier = zeropp.Tier("nvme", path=path) if kind == "nvme" else zeropp.Tier()
+model, adam = zeropp.prepare(model, adam, zeropp.Config(stage=2, offload=zeropp.Offload(optimizer=tier)))
+loss = sum((layer.weight * 1e-3).sum() for layer in model)    # every gradient exists, no activation is needed
+loss.backward()
+del loss
+now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+limit = now + (48 << 20)                                      # AdamW's moments are 125 MiB
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    adam.step()
+    seen = zeropp.memory(model, adam)
+    print("stepped", seen.get("nvme", {}).get("optimizer", {}).get("held", 0))
+except (MemoryError, RuntimeError) as error:
+    print("no memory", type(error).__name__)
+"""
+
+
+def test_a_step_under_a_memory_limit_that_states_in_memory_do_not_fit_in(tmp_path: Path) -> None:
+    answers = {}
+    for kind in ("memory", "nvme"):
+        done = subprocess.run(
+            [sys.executable, "-c", LIMITED, str(tmp_path), kind], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        answers[kind] = done.stdout.split()
+    assert answers["memory"][:2] == ["no", "memory"]
+    assert answers["nvme"] == ["stepped", str(8 * 10 * 1280 * 1280)]
