@@ -95,6 +95,7 @@ def _attach(model: nn.Module, optimizer: Optimizer) -> None:
         for u in engine.units
     ]
     check_optimizer(optimizer, plans)
+    check_offload(optimizer, engine.config)
     adopt(optimizer, engine)
 
 
