@@ -130,7 +130,7 @@ class Offload:
     """Tier of the activations that checkpointing keeps."""
 
     path: str | Path | None = None
-    """Folder of the kinds that are given by name as "nvme"."""
+    """Folder of the kinds that are given by name as "nvme"; None afterwards, when each tier has it."""
 
     def __post_init__(self) -> None:
         named = False
@@ -146,6 +146,7 @@ class Offload:
             _instance(f"Offload.{name}", getattr(self, name), Tier)
         if self.path is not None and not named:
             raise wrong("Offload.path", self.path, "None where no kind is given by name as 'nvme'")
+        object.__setattr__(self, "path", None)  # it is the tiers' now, so that equal offloads are equal
 
 
 @_refuses_unknown

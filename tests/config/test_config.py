@@ -162,5 +162,5 @@ def test_config_error_is_an_error_of_zeropp_and_a_value_error():
 
 
 def test_a_tier_may_be_given_by_name():
-    assert Offload(optimizer="nvme", path="/swap") == Offload(optimizer=Tier("nvme", path="/swap"), path="/swap")
+    assert Offload(optimizer="nvme", path="/swap") == Offload(optimizer=Tier("nvme", path="/swap"))
     assert Config(offload=Offload(params="cpu", optimizer="cpu")).offload.params == Tier("cpu")
