@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeropp.config import nearest, not_yet, wrong
+from zeropp.config import Offload, Tier, nearest, not_yet, wrong
 from zeropp.errors import ConfigError
 
 Field = tuple[str, Any]  # path of the key in the file, value of the field of Config
@@ -106,6 +106,16 @@ _ZERO_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "cpu_offload": ((False,), "states stay on the device"),
     "cpu_offload_param": ((False,), "states stay on the device"),
     "zenflow": ((None,), "the step is synchronous"),
+}
+_OFFLOAD_PARAM_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
+    "pin_memory": ((True, False), "there is no accelerator to copy to"),
+}
+_OFFLOAD_OPTIMIZER_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
+    "pin_memory": ((True, False), "buffers are locked where the system lets them"),
+    "buffer_count": ((4,), "four buffers: one stepped, one written, two read ahead"),
+    "pipeline_read": ((True, False), "reads always overlap the step"),
+    "pipeline_write": ((True, False), "writes always overlap the step"),
+    "fast_init": ((True, False), "states are made by the first step"),
 }
 _ZERO_MAPPED = ("stage", "reduce_bucket_size", "stage3_prefetch_bucket_size", "offload_param", "offload_optimizer")
 
@@ -223,13 +233,39 @@ def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: i
         elems = section.get(name, "auto")
         if elems != "auto":
             fields[field] = (f"zero_optimization.{name}", _elements(elems, name) * element_bytes)
-    for name in ("offload_param", "offload_optimizer"):
-        device = _section(section, name, "zero_optimization.").get("device", "none")
-        path = f"zero_optimization.{name}.device"
-        if device not in ("none", "cpu", "nvme", None):
-            raise wrong(path, device, '"none", "cpu" or "nvme"')
-        if device in ("cpu", "nvme"):
-            raise not_yet(path, device, 'use "none" (host memory where there is no accelerator)')
+    params = _tier(section, "offload_param", _OFFLOAD_PARAM_ALWAYS)
+    optimizer = _tier(section, "offload_optimizer", _OFFLOAD_OPTIMIZER_ALWAYS)
+    if params.kind == "nvme":
+        raise not_yet(
+            "zero_optimization.offload_param.device", "nvme", 'use "none" or "cpu": parameters live in host memory'
+        )
+    offload = Offload(params=params, optimizer=optimizer)
+    if offload != Offload():
+        fields["offload"] = ("zero_optimization.offload_optimizer", offload)
+
+
+def _tier(section: Mapping[str, Any], name: str, always: Mapping[str, tuple[tuple[object, ...], str]]) -> Tier:
+    """`offload_param` or `offload_optimizer`."""
+    keys = _section(section, name, "zero_optimization.")
+    path = f"zero_optimization.{name}."
+    known = (
+        ("device", "nvme_path", "ratio", *always) if name == "offload_optimizer" else ("device", "nvme_path", *always)
+    )
+    for key, value in keys.items():
+        if key not in known:
+            raise ConfigError(f"{path}{key}: unknown key (value {value!r}){nearest(key, known)}")
+    device = keys.get("device", "none")
+    if device in ("none", None):
+        return Tier()
+    if device not in ("cpu", "nvme"):
+        raise wrong(f"{path}device", device, '"none", "cpu" or "nvme"')
+    _always(keys, always, path)
+    folder, share = keys.get("nvme_path"), keys.get("ratio", 1.0)
+    if device == "nvme" and not isinstance(folder, str):
+        raise wrong(f"{path}nvme_path", folder, 'a folder on a local disk, for "device": "nvme"')
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise wrong(f"{path}ratio", share, "a number above 0 and at most 1 (share of the bytes)")
+    return Tier(device, path=folder if device == "nvme" else None, fraction=float(share))
 
 
 def _elements(value: object, name: str) -> int:

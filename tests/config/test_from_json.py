@@ -9,7 +9,7 @@ import warnings
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zeropp.config import Config, Precision
+from zeropp.config import Config, Offload, Precision, Tier
 from zeropp.errors import ConfigError
 
 # What the Hugging Face documentation recommends for stage 3, offload left out.
@@ -75,6 +75,15 @@ def test_deepspeed_keys_map():
     )
 
 
+def test_deepspeed_offload_maps():
+    section = {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}
+    section["offload_optimizer"] = {"device": "nvme", "nvme_path": "/x", "ratio": 0.5, "buffer_count": 4}
+    read = Config.from_json({"zero_optimization": section})
+    assert read.offload == Offload(params="cpu", optimizer=Tier("nvme", path="/x", fraction=0.5))
+    section["offload_optimizer"] = {"device": "none", "nvme_path": "/x"}
+    assert Config.from_json({"zero_optimization": section}).offload == Offload(params="cpu")
+
+
 def test_deepspeed_defaults_hold():
     """DeepSpeed 0.19: stage 0 unless told, gradients clipped at 1.0 unless told; 0 switches clipping off."""
     assert Config.from_json({"bf16": {"enabled": False}}) == Config(stage=0, clip=1.0)
@@ -110,6 +119,16 @@ def test_layout_hints_are_said_to_change_nothing():
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}},
             "zero_optimization.offload_param.device:",
             "is not built yet",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.offload_optimizer.nvme_path:",
+            "a folder on a local disk",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "buffer_size": 1}}},
+            "zero_optimization.offload_optimizer.buffer_size:",
+            "did you mean 'buffer_count'?",
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "disk"}}},
