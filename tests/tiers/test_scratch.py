@@ -95,3 +95,34 @@ def test_a_step_under_a_memory_limit_that_states_in_memory_do_not_fit_in(tmp_pat
         answers[kind] = done.stdout.split()
     assert answers["memory"][:2] == ["no", "memory"]
     assert answers["nvme"] == ["stepped", str(8 * 10 * 1280 * 1280)]
+
+
+MANY = """
+import os, sys, torch, zeropp
+from pathlib import Path
+torch.set_num_threads(1)
+model = torch.nn.Linear(100, 100)
+adam = torch.optim.AdamW(model.parameters())
+model, adam = zeropp.prepare(
+    model, adam, zeropp.Config(stage=1, offload=zeropp.Offload(optimizer="nvme", path=sys.argv[1]))
+)
+def held():
+    files = [(str(one), one.stat().st_blocks) for one in sorted(Path(sys.argv[1]).rglob("*"))]
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096, len(os.listdir("/proc/self/fd")), files
+seen = []
+for step in range(2000):
+    model(torch.ones(1, 100)).sum().backward()
+    adam.step()
+    adam.zero_grad()
+    if step in (500, 1999):
+        seen.append(held())
+(before, descriptors, files), (after, *rest) = seen
+assert rest == [descriptors, files], (seen, "descriptors or files grew")
+assert after - before < 1 << 20, (before, after, "memory grew")
+print("constant")
+"""
+
+
+def test_two_thousand_steps_hold_no_more_than_five_hundred(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", MANY, str(tmp_path)], capture_output=True, text=True, timeout=200)
+    assert done.stdout == "constant\n", done.stderr
