@@ -17,6 +17,7 @@ from zeropp import _C
 if TYPE_CHECKING:
     from zeropp.config import Comm as Comm
     from zeropp.config import Config as Config
+    from zeropp.config import LossScale as LossScale
     from zeropp.config import Offload as Offload
     from zeropp.config import Precision as Precision
     from zeropp.config import Tier as Tier
@@ -50,7 +51,7 @@ _HOME = {
     "load": "zero.restore",
     **dict.fromkeys(("full_state_dict", "load_full_state_dict", "named_full_tensors", "export"), "zero.state"),
     "sharded_init": "zero.init",
-    **dict.fromkeys(("Config", "Precision", "Offload", "Tier", "Comm"), "config"),
+    **dict.fromkeys(("Config", "Precision", "LossScale", "Offload", "Tier", "Comm"), "config"),
     **dict.fromkeys(
         (
             "CheckpointError", "CommError", "CommTimeoutError", "ConfigError", "Error", "NotBuiltError", "PartitionedParameterError",

@@ -179,12 +179,10 @@ class Precision:
                 value = short or value
             if value is not None:
                 _one_of(f"Precision.{one.name}", value, DTYPES)
-                if value == "fp16":
-                    raise not_yet(f"Precision.{one.name}", value, "use 'bf16', which needs no loss scale, or 'fp32'")
 
     @property
     def name(self) -> str | None:
-        """None, "fp32" or "bf16": the combination that the engine knows. Raises ConfigError for any other."""
+        """None, "fp32", "bf16" or "fp16": the combination that the engine knows. Raises ConfigError for any other."""
         compute = self.compute or self.param
         reduce = self.reduce or compute
         if (self.master or "fp32") != "fp32":
@@ -208,6 +206,45 @@ class Precision:
                 f"use {compute!r}: gradients travel in the type they are computed in, and add in fp32",
             )
         return self.param
+
+
+@_refuses_unknown
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """How fp16's losses are scaled; the defaults and the rule are those of `torch.amp.GradScaler`."""
+
+    init: float = 65536.0
+    """First scale."""
+
+    growth: float = 2.0
+    """Factor after `interval` good steps in a row; 1 = never grows."""
+
+    backoff: float = 0.5
+    """Factor after a step that was skipped because a gradient was not finite; above 0 and below 1."""
+
+    interval: int = 2000
+    """Good steps in a row before the scale grows."""
+
+    least: float = 1.0
+    """The scale never goes below; a gradient that is not finite at this scale is an error."""
+
+    dynamic: bool = True
+    """False: the scale stays at `init`, and a gradient that is not finite is an error."""
+
+    def __post_init__(self) -> None:
+        for name in ("init", "growth", "backoff", "least"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise wrong(f"LossScale.{name}", value, "a finite number above 0")
+        if self.growth < 1:
+            raise wrong("LossScale.growth", self.growth, "a factor of at least 1")
+        if self.backoff >= 1:
+            raise wrong("LossScale.backoff", self.backoff, "a factor above 0 and below 1")
+        if self.least > self.init:
+            raise wrong("LossScale.least", self.least, f"at most init, which is {self.init}")
+        _whole("LossScale.interval", self.interval, 1, "good steps")
+        if not isinstance(self.dynamic, bool):
+            raise wrong("LossScale.dynamic", self.dynamic, "True or False")
 
 
 @_refuses_unknown
@@ -241,8 +278,13 @@ class Config:
     section 5)."""
 
     precision: str | Precision | None = None
-    """None: the model's own types. "fp32" or "bf16": parameters and computation in that type, floating inputs cast to
-    it, an fp32 master copy in the optimizer. A `Precision(...)` says it by purpose. "fp16" is not built yet."""
+    """None: the model's own types. "fp32", "bf16" or "fp16": parameters and computation in that type, floating inputs
+    cast to it, an fp32 master copy in the optimizer. A `Precision(...)` says it by purpose. With "fp16" call
+    `optimizer.backward(loss)` in place of `loss.backward()`: it scales the loss as `loss_scale` says."""
+
+    loss_scale: LossScale | float | None = None
+    """Scale of fp16's losses: a `LossScale(...)`, None for its defaults (dynamic), or a number that stays. Only with
+    precision "fp16"."""
 
     offload: Offload = Offload()
     """Tier of each kind of state: `Offload(optimizer="nvme", path="/scratch")` keeps the optimizer's on disk."""
@@ -300,7 +342,7 @@ class Config:
 
     @property
     def dtype_name(self) -> str | None:
-        """`precision` as the engine takes it: None (the model's own types), "fp32" or "bf16"."""
+        """`precision` as the engine takes it: None (the model's own types), "fp32", "bf16" or "fp16"."""
         return self.precision.name if isinstance(self.precision, Precision) else self.precision
 
     def _check_precision(self) -> None:
@@ -309,8 +351,20 @@ class Config:
             _ = self.precision.name
         elif self.precision is not None:
             _one_of("Config.precision", self.precision, DTYPES)
-            if self.precision == "fp16":
-                raise not_yet("Config.precision", "fp16", "use 'bf16', which needs no loss scale, or 'fp32'")
+        self._check_loss_scale()
+
+    def _check_loss_scale(self) -> None:
+        value = self.loss_scale
+        if value is None:
+            return
+        if not isinstance(value, LossScale):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise wrong(
+                    "Config.loss_scale", value, "None (dynamic), a finite number above 0 (fixed), or LossScale(...)"
+                )
+            object.__setattr__(self, "loss_scale", LossScale(init=float(value), least=float(value), dynamic=False))
+        if self.dtype_name != "fp16":
+            raise wrong("Config.loss_scale", value, f"None with precision {self.dtype_name!r}: only fp16 needs a scale")
 
     def _check_units(self) -> None:
         units: Any = self.units
@@ -446,7 +500,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return keys
 
 
-_NESTED: dict[str, type] = {"offload": Offload, "comm": Comm, "precision": Precision}
+_NESTED: dict[str, type] = {"offload": Offload, "comm": Comm, "precision": Precision, "loss_scale": LossScale}
 _TIER_KEYS = ("params", "grads", "optimizer", "activations")
 
 

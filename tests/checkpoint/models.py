@@ -5,6 +5,7 @@ start."""
 from __future__ import annotations
 
 import torch
+import zeropp
 from torch import nn
 from zeropp import Config, prepare
 
@@ -56,6 +57,7 @@ def make(kind: str = "adamw", **config):
         "adamw": lambda: torch.optim.AdamW(groups, lr=LR),
         "amsgrad": lambda: torch.optim.Adam(groups, lr=LR, amsgrad=True),
         "sgd": lambda: torch.optim.SGD(groups, lr=LR, momentum=0.9),
+        "lion": lambda: zeropp.optim.Lion(groups, lr=LR / 10),
         "rmsprop": lambda: torch.optim.RMSprop(groups, lr=LR, momentum=0.5),
     }[kind]()
     model, optimizer = prepare(model, optimizer, Config(**config))
@@ -70,7 +72,7 @@ def train(model, optimizer, scheduler, start: int, stop: int) -> list[float]:
         batch = torch.randint(0, 53, (4, 9), generator=torch.Generator().manual_seed(step))
         logits = model(batch[:, :-1]).float()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
+        optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

@@ -58,8 +58,10 @@ def saved(tmp_path):
     [
         ("adamw", {}),
         ("adamw", {"precision": "bf16"}),
+        ("adamw", {"precision": "fp16", "loss_scale": zeropp.LossScale(interval=3)}),  # the scale grows after step 4
         ("amsgrad", {}),
         ("sgd", {}),
+        ("lion", {}),
         ("rmsprop", {}),
         ("adamw", {"stage": 0}),
     ],

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from zeropp.config import Comm, Config, Offload, Precision, Tier
+from zeropp.config import Comm, Config, LossScale, Offload, Precision, Tier
 from zeropp.errors import ConfigError, Error
 
 
@@ -52,7 +52,11 @@ def test_every_field_says_what_it_is():
         (lambda: Config(stage=2.0), "Config.stage", "2.0 is not allowed"),
         (lambda: Config(precision="bf61"), "Config.precision", "did you mean 'bf16'?"),
         (lambda: Config(precision=torch.bfloat16), "Config.precision", "torch.bfloat16"),
-        (lambda: Config(precision="fp16"), "Config.precision", "not built yet; use 'bf16'"),
+        (lambda: Config(loss_scale=1024.0), "Config.loss_scale", "only fp16 needs a scale"),
+        (lambda: Config(precision="fp16", loss_scale="auto"), "Config.loss_scale", "None (dynamic)"),
+        (lambda: LossScale(backoff=1.0), "LossScale.backoff", "below 1"),
+        (lambda: LossScale(interval=0), "LossScale.interval", "good steps"),
+        (lambda: LossScale(least=1e9), "LossScale.least", "at most init"),
         (lambda: Config(units="atuo"), "Config.units", "did you mean 'auto'?"),
         (lambda: Config(units=()), "Config.units", "at least one class"),
         (lambda: Config(units=(3,)), "Config.units", "a module class or the name of one"),
@@ -89,7 +93,6 @@ def test_every_field_says_what_it_is():
         (lambda: Comm(grads="int3"), "Comm.grads", "did you mean 'int8'?"),
         (lambda: Comm(secondary_shard=-1), "Comm.secondary_shard", "whole number >= 0"),
         (lambda: Precision(param="float32"), "Precision.param", "one of 'fp32', 'bf16', 'fp16'"),
-        (lambda: Precision(param="fp16"), "Precision.param", "not built yet"),
     ],
 )
 def test_a_mistake_is_named(make, path, says):

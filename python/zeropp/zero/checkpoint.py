@@ -292,6 +292,7 @@ def _describe(engine: Engine, parts: list[dict[str, Any]], step: int, optimizer:
             for unit in engine.units
         ],
         "optimizer": None if optimizer is None else _describe_optimizer(engine, optimizer),
+        "scaler": None if optimizer is None or engine.scaler is None else engine.scaler.state(),
         "scheduler": parts[0].get("scheduler"),
         "extra": parts[0]["extra"],
         "random": [part["random"] for part in parts],
@@ -329,8 +330,8 @@ def _describe_optimizer(engine: Engine, optimizer: Any) -> dict[str, Any]:
         if len(numbers) < len(held):
             raise CheckpointError(f"param_groups.{index}: holds a tensor of several elements, which is not saved yet")
         groups.append({"values": _fill_numbers(plain, numbers), "parameters": [names[id(p)] for p in group["params"]]})
-    base = next(cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim"))
-    return {"class": base.__name__, "groups": groups}
+    original = type(optimizer).__mro__[2]  # behind the adopted class and ZeroOptimizer
+    return {"class": original.__name__, "groups": groups}
 
 
 def _fill_numbers(plain: Any, numbers: Mapping[str, Any]) -> Any:

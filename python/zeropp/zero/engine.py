@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from zeropp import _C
-from zeropp.config import Config
+from zeropp.config import Config, LossScale
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.offload import StateTier, TieredStates
 from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
+from zeropp.zero.scaler import Scaler
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan
 
 #: csrc/base/dtype.h, in its order.
@@ -127,6 +128,10 @@ class Engine:
         self.host_copy = host_copy
         self.model_ref = weakref.ref(model)
         self.clip_scale = 1.0
+        self.scaler: Scaler | None = None
+        if config.dtype_name == "fp16":
+            chosen = config.loss_scale if isinstance(config.loss_scale, LossScale) else LossScale()
+            self.scaler = Scaler(chosen)
         self.norm: tuple[float, list[str]] | None = None
         self.norm_at = -1
         self.stepped_at = 0
@@ -236,7 +241,7 @@ class Engine:
 
     def whole_gradients(self, unit: Unit) -> list[torch.Tensor | None]:
         """Collective where sliced: the averaged gradient of each parameter of the unit, or None; scaled as it will be stepped with."""
-        scale = self.clip_scale / (self.accumulate if self.ranks == 1 else 1)
+        scale = self.clip_scale * self.unscale
         if self.local:
             with torch._C.DisableTorchFunctionSubclass():
                 return [None if e.param.grad is None else e.param.grad * scale for e in unit.params]
@@ -252,12 +257,18 @@ class Engine:
             for i, e in enumerate(unit.params)
         ]
 
+    @property
+    def unscale(self) -> float:
+        """What a held gradient is multiplied with to be the gradient of the loss."""
+        scale = 1.0 / self.accumulate if self.ranks == 1 else 1.0
+        return scale if self.scaler is None else scale / self.scaler.scale
+
     def measure(self) -> tuple[float, list[str]]:
         """Collective: (norm of all gradients before clipping, who has values that are not finite)."""
         if self.norm is None or self.norm_at != self.core.backwards:
             self.clip_scale, self.norm_at = 1.0, self.core.backwards
             squares, bad = self.core.norm()
-            scale = 1.0 / self.accumulate if self.ranks == 1 else 1.0
+            scale = self.unscale
             who = [f"'{self.units[u].params[p].names[0]}' (rank {r})" for r, u, p in bad]
             self.norm = (squares**0.5 * scale, who)
         return self.norm

@@ -15,12 +15,15 @@ from torch import optim
 
 from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError, Error
+from zeropp.optim import Lion
 from zeropp.zero.engine import Engine, Unit
+from zeropp.zero.scaler import Scaler
 from zeropp.zero.units import UnitPlan
 
 _ADAMS = (optim.AdamW, optim.Adam)
 _ELEMENTWISE = (
     optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop,
+    Lion,
 )  # fmt: skip
 
 
@@ -46,8 +49,12 @@ class ZeroOptimizer(optim.Optimizer):
         self._require_gradients()
         if engine.config.clip is not None:
             self._clip(engine.config.clip)
-        self._require_finite()
-        self._step_slices()
+        if engine.scaler is None:
+            self._require_finite()
+            self._step_slices()
+        elif self._is_finite(engine.scaler):
+            self._step_slices()
+            engine.scaler.taken()
         engine.core.reset_uses()
         engine.stepped_at = engine.core.backwards
         return loss
@@ -67,6 +74,66 @@ class ZeroOptimizer(optim.Optimizer):
             engine.core.step_end()
         if engine.states is not None:
             engine.states.agree(failure)
+
+    def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
+        """``loss.backward()``, scaled where the precision is fp16: the one way to say it for every precision.
+
+        Args:
+            keywords: as ``torch.Tensor.backward`` takes them (``retain_graph``, ``create_graph``, ``inputs``).
+        """
+        engine = self._engine
+        if engine.scaler is None:
+            loss.backward(**keywords)
+            return
+        if keywords.get("gradient") is not None or loss.numel() != 1:
+            raise Error(
+                f"optimizer.backward: a loss of shape {tuple(loss.shape)} with fp16; wanted one number: take its mean or sum"
+            )
+        before = engine.core.backwards
+        # In fp32, as GradScaler does. A model that returns its loss in fp16 overflows by itself at a scale above 65504, and
+        # the first step is skipped: better return the loss in fp32.
+        (loss.float() * engine.scaler.scale).backward(**keywords)
+        engine.scaler.backwards += engine.core.backwards - before
+
+    @property
+    def loss_scale(self) -> float:
+        """What :meth:`backward` multiplies the loss with; 1 where the precision is not fp16."""
+        return 1.0 if self._engine.scaler is None else self._engine.scaler.scale
+
+    @property
+    def overflow(self) -> list[str]:
+        """fp16: the parameters, each with its rank, for which the last step was skipped; empty if it was taken."""
+        return [] if self._engine.scaler is None else list(self._engine.scaler.overflow)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of the gradients to [-clip_value, clip_value]. Collective.
+
+        What :meth:`clip_grad_norm_` scaled before counts as scaled; called before it, it measures what is left. A gradient
+        that is not finite is left alone: :meth:`step` raises, or with fp16 skips the step.
+        """
+        engine = self._engine
+        if isinstance(clip_value, bool) or not 0 < float(clip_value) < float("inf"):
+            raise ConfigError(
+                f"clip_grad_value_: clip_value {clip_value!r} is not allowed; wanted a finite number above 0"
+            )
+        if engine.accumulate > 1 and not engine.core.at_boundary:
+            return
+        self._require_gradients()
+        if engine.measure()[1]:
+            return
+        bound = float(clip_value) / self._grad_scale()
+        for unit in engine.units:
+            if engine.local:
+                with torch._C.DisableTorchFunctionSubclass():
+                    found = [e.param.grad for e in unit.params]
+            else:
+                held = engine.gradient_shard(unit)
+                found = [] if held is None else [held[0]]
+            for gradient in found:
+                if gradient is not None:
+                    gradient.clamp_(-bound, bound)
+        if engine.clip_scale == 1.0:
+            engine.norm = None  # it is another one now
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. Between accumulation boundaries it does nothing."""
@@ -118,6 +185,10 @@ class ZeroOptimizer(optim.Optimizer):
         if self._engine.core.grads_pending():
             raise Error("optimizer.step: the gradients of the last backward were accumulated inside no_sync and not reduced; run the last "
                         "backward of a step outside of zeropp.no_sync(model)")  # fmt: skip
+        scaler = self._engine.scaler
+        if scaler is not None and scaler.backwards != self._engine.core.backwards:
+            raise Error("optimizer.step: a backward did not begin from optimizer.backward(loss), so its gradients are not scaled, and fp16 "
+                        "needs that they are; call optimizer.backward(loss) in place of loss.backward()")  # fmt: skip
         if not self._engine.core.collect_grads():
             raise Error("optimizer.step: no parameter has a gradient; call loss.backward() first")
 
@@ -128,9 +199,15 @@ class ZeroOptimizer(optim.Optimizer):
             raise Error(f"optimizer.step: the gradients of {', '.join(who[:3])}{more} are not finite (norm {norm}); weights and optimizer "
                         "state are unchanged; optimizer.zero_grad() forgets this batch")  # fmt: skip
 
+    def _is_finite(self, scaler: Scaler) -> bool:
+        """False: the step is skipped, on every rank."""
+        _, who = self._engine.measure()
+        if who:
+            scaler.overflowed(who)
+        return not who
+
     def _grad_scale(self) -> float:
-        engine = self._engine
-        return engine.clip_scale / (engine.accumulate if engine.ranks == 1 else 1)
+        return self._engine.clip_scale * self._engine.unscale
 
     def _update(self) -> None:
         if self._engine.inner is None:

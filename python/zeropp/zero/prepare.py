@@ -53,9 +53,9 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     _check_model(model)
     comm = _communicator()
     host_copy = comm is not None and config.host_copy == "auto" and config.stage == 3
-    low = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype_name]
+    low = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype_name]
     plans = plan_units(model, config.units, low)
-    _check_plans(plans)
+    _check_plans(plans, low)
     if optimizer is not None:
         check_optimizer(optimizer, plans)
         check_offload(optimizer, config)
@@ -141,16 +141,21 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _check_plans(plans: list[UnitPlan]) -> None:
+def _check_plans(plans: list[UnitPlan], low: torch.dtype | None) -> None:
     for plan in plans:
         if plan.dtype not in DTYPES:
             raise ConfigError(
                 f"prepare: parameter '{plan.names[0][0]}' has dtype {plan.dtype}, which is not implemented yet"
             )
-        if plan.trainable and plan.dtype not in (torch.float32, torch.bfloat16):
+        if plan.trainable and plan.dtype == torch.float16 and low != torch.float16:
             raise ConfigError(
-                f"prepare: trainable parameter '{plan.names[0][0]}' has dtype {plan.dtype}; float32 and bfloat16 are implemented, "
-                "so pass Config(precision='bf16') or convert the model"
+                f"prepare: trainable parameter '{plan.names[0][0]}' is float16, which needs a loss scale: pass "
+                "Config(precision='fp16') and call optimizer.backward(loss), or pass Config(precision='bf16')"
+            )
+        if plan.trainable and plan.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"prepare: trainable parameter '{plan.names[0][0]}' has dtype {plan.dtype}; float32, bfloat16 and float16 "
+                "are implemented, so pass Config(precision='bf16') or convert the model"
             )
 
 

@@ -119,6 +119,14 @@ def torch_optimizer(name: str) -> None:
         within_rounding(f"{name}, {stage}", got, plain, exact)
 
 
+def lion() -> None:
+    """zeropp.optim.Lion, whose kernel is fp32 only, so there is no exact run: with two ranks DDP's bits."""
+    recipe = Recipe(steps=6, optimizer=lambda p: zeropp.optim.Lion(p, lr=3e-4, weight_decay=0.1))
+    plain = reference(recipe)
+    for stage, config in STAGES.items():
+        same(stage, ours(recipe, **config), plain)
+
+
 def adam(name: str) -> None:
     every_stage(Recipe(steps=8, optimizer=ADAMS[name]))
 
@@ -148,6 +156,7 @@ CASES = {
     "no_sync": no_sync,
     "accumulate": accumulate,
     "groups and schedulers": groups_and_schedulers,
+    "Lion": lion,
     "one cycle": one_cycle,
     **{f"torch's {name}": (lambda name=name: torch_optimizer(name)) for name in OPTIMIZERS},
     **{f"ours: {name}": (lambda name=name: adam(name)) for name in ADAMS},
