@@ -18,7 +18,7 @@ import torch
 
 from zeropp import _C
 from zeropp.config import Tier
-from zeropp.errors import Error
+from zeropp.errors import Error, TierError
 from zeropp.zero.agree import Ranks
 from zeropp.zero.scratch import Scratch
 
@@ -50,6 +50,7 @@ class StateTier:
         self._unloaded: set[int] = set()
         self._indices = [unit.index for unit in engine.units if unit.trainable]
         self._failure = ""
+        self._steps = 0
         scratch = Scratch(tier.path, self._ranks)
         try:
             self._ranks.all_do(lambda: self._make(engine, scratch))
@@ -92,22 +93,31 @@ class StateTier:
     def agree(self, error: BaseException | None) -> None:
         """Collective, after every step: it succeeded on all ranks, or raises on all of them.
 
-        A step that failed half-way has changed some slices and not others, here or elsewhere; everything but a load is
-        refused from then on.
+        Where some slices were stepped and others not, here or elsewhere, everything but a load is refused from then on.
+        A rank that was interrupted after its step raises alone: nothing is torn.
         """
+        steps = self.core.figures()["steps"]
+        state = "torn" if self.core.torn else "stepped" if steps != self._steps else "unchanged"
+        self._steps = steps
+        mine = {"state": state, "kind": "" if error is None else type(error).__name__, "said": str(error)}
+        every = self._ranks.exchange(mine)
+        states = {one["state"] for one in every}
+        failed = [(rank, one) for rank, one in enumerate(every) if one["kind"]]
+        if failed and states not in ({"stepped"}, {"unchanged"}):
+            self._tear(f"rank {failed[0][0]}: {failed[0][1]['said']}")
+        if error is not None:
+            raise error
+        if failed and states != {"stepped"}:
+            rank, one = failed[0]
+            kind = TierError if one["kind"] == TierError.__name__ else Error
+            raise kind(f"rank {rank}: {one['said'] or one['kind']}")
 
-        def raise_mine() -> None:
-            if error is not None:
-                raise error
-
-        _, failure = self._ranks.all_try(raise_mine)
-        if failure is not None:
-            self._unloaded = set(self._indices)
-            self._failure = str(failure)
-            raise failure
+    def _tear(self, reason: str) -> None:
+        self._unloaded = set(self._indices)
+        self._failure = reason
 
     def require_whole(self) -> None:
-        """Raises zeropp.Error if a step failed half-way, and no checkpoint was loaded since."""
+        """Raises zeropp.Error if a step or a write failed half-way, and no checkpoint was loaded since."""
         if self._unloaded:
             raise Error(
                 "weights and optimizer states are torn by a step that failed half-way; zeropp.load(path, model, "
@@ -154,8 +164,13 @@ class TieredStates:
     def write(self, kind: str, first: int, values: torch.Tensor) -> None:
         """Elements from ``first`` on."""
         values = values.detach().reshape(-1).to(torch.float32).contiguous()
-        if values.numel():
+        if not values.numel():
+            return
+        try:
             self.tier.core.copy(self.slice, KINDS.index(kind), first, values.numel(), values.data_ptr(), True)
+        except Error as error:
+            self.tier._tear(str(error))  # a part of it may be written
+            raise
 
     def update(self, kind: str, change: Callable[[int, torch.Tensor], bool]) -> None:
         """Piece after piece: ``change(first, values)`` may change the values in place and says whether it did."""

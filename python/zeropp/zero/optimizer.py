@@ -73,7 +73,10 @@ class ZeroOptimizer(optim.Optimizer):
         finally:
             engine.core.step_end()
         if engine.states is not None:
-            engine.states.agree(failure)
+            try:
+                engine.states.agree(failure)
+            finally:
+                failure = None  # or this frame and the error would keep each other, and the model
 
     def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
         """``loss.backward()``, scaled where the precision is fp16: the one way to say it for every precision.

@@ -252,6 +252,34 @@ def a_disk_that_fails() -> None:
         del model, optimizer, caught
 
 
+def interrupted_after_the_step() -> None:
+    """Ctrl-C that arrives when the step is done: raised where it was pressed, and nothing is torn or lost."""
+    from zeropp.zero.optimizer import ZeroOptimizer
+
+    last = dist.get_rank() == dist.get_world_size() - 1
+    wanted = train(*prepared(stage=2), 0, 4)
+    with scratch() as path:
+        model, optimizer = prepared(stage=2, **nvme(path))
+        got = train(model, optimizer, 0, 1)
+        loss = model(*batch(1))
+        loss.backward()
+        plain = ZeroOptimizer._update
+
+        def update(self: Any) -> None:
+            plain(self)
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            if last:
+                patch.setattr(ZeroOptimizer, "_update", update)
+            with pytest.raises(KeyboardInterrupt) if last else contextlib.nullcontext():
+                optimizer.step()
+        optimizer.zero_grad()
+        got += [loss.item(), *train(model, optimizer, 2, 4)]
+        assert got == wanted
+        del model, optimizer, loss
+
+
 def refusals() -> None:
     with scratch() as path:
         model = gpt()
@@ -262,6 +290,11 @@ def refusals() -> None:
         optimizer.param_groups[0]["amsgrad"] = True
         with pytest.raises(zeropp.ConfigError, match=r"amsgrad was switched on after zeropp\.prepare"):
             train(model, optimizer, 0, 1)
+        optimizer.param_groups[0]["amsgrad"] = False
+        optimizer.zero_grad()
+        assert train(model, optimizer, 0, 3) == train(*prepared(stage=1), 0, 3), (
+            "nothing was stepped, so nothing is torn"
+        )
         del model, optimizer
         file = Path(path) / f"file-{dist.get_rank()}"
         file.touch()
@@ -273,6 +306,7 @@ CASES = {
     function.__name__: function
     for function in (
         fp32, bf16, accumulate_and_clip_in_config, amsgrad_in_groups, names_of_tiers, checkpoints,
-        checkpoint_before_the_first_step, writing_whole_parameters, memory, no_room, a_disk_that_fails, refusals,
+        checkpoint_before_the_first_step, writing_whole_parameters, memory, no_room, a_disk_that_fails,
+        interrupted_after_the_step, refusals,
     )
 }  # fmt: skip
