@@ -60,7 +60,7 @@ _HOME = {
         "errors",
     ),
 }  # fmt: skip
-_MODULES = ("aio", "comm", "config", "errors", "ops", "optim", "process_group", "zero")
+_MODULES = ("aio", "comm", "config", "errors", "hf", "lightning", "ops", "optim", "process_group", "zero")
 
 __all__ = ["__version__", *_HOME]
 
@@ -100,4 +100,16 @@ def _load() -> None:
         torch.distributed.Backend.register_backend("zeropp", _create_group, devices=["cpu"])
 
 
+def _register_strategies() -> None:
+    """Lightning has no entry point for strategies: where it is imported already, its names are made known now."""
+    import sys
+
+    if any(
+        name in sys.modules
+        for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+    ):
+        importlib.import_module("zeropp.lightning")
+
+
 _load()
+_register_strategies()

@@ -18,7 +18,7 @@ from zeropp.errors import ConfigError
 from zeropp.zero.engine import engine_of
 from zeropp.zero.optimizer import ZeroOptimizer
 from zeropp.zero.parameter import ref_of
-from zeropp.zero.prepare import is_prepared
+from zeropp.zero.prepare import attach, is_prepared
 
 
 def plain_optimizer(optimizer: Any) -> Any:
@@ -62,7 +62,7 @@ class ZeroppAccelerator(Accelerator):
         if not is_prepared(model):
             zeropp.prepare(model, optimizer, self.zeropp_config)
         elif optimizer is not None and not isinstance(optimizer, ZeroOptimizer):
-            zeropp.prepare(model, optimizer)
+            attach(model, optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """The norm over all ranks' slices, as a tensor; gradients are scaled in the step."""

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import random
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +17,10 @@ import zeropp
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.hf.accelerator import ZeroppAccelerator, plain_optimizer
 from zeropp.hf.report import MemoryTable, Metrics
+from zeropp.zero import random_state
 from zeropp.zero.prepare import is_prepared
 
 FOLDER = "zeropp"  # in each checkpoint-N: slices, optimizer state
-
-
-@contextlib.contextmanager
-def _same_random() -> Iterator[None]:
-    """Trainer restores random states itself, at its own moment."""
-    import numpy
-
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 class ZeroppTrainer:
@@ -134,7 +118,7 @@ class ZeroppTrainer:
                     "load its weights with from_pretrained and start anew, or resume without --zeropp"
                 )
             return
-        with _same_random():
+        with random_state.kept():
             zeropp.load(folder / FOLDER, self.model, plain_optimizer(self.optimizer))
         scheduler = torch.load(folder / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
@@ -145,7 +129,7 @@ class ZeroppTrainer:
             return
         best = Path(self.state.best_model_checkpoint)
         if (best / FOLDER).is_dir():
-            with _same_random():
+            with random_state.kept():
                 zeropp.load(best / FOLDER, self.model)
             return
         with zeropp.gathered(self.model, write=True):

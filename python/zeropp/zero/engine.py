@@ -135,6 +135,7 @@ class Engine:
         self.norm: tuple[float, list[str]] | None = None
         self.norm_at = -1
         self.stepped_at = 0
+        self.optimizer_ref: weakref.ref[torch.optim.Optimizer] | None = None
         self.inner: torch.optim.Optimizer | None = None  # torch's own optimizer over the slices, unless ours is in C
         self.local = self.ranks == 1 or self.stage == 0
         self.shows_gradients = self.stage == 0

@@ -8,6 +8,7 @@ AdamW and Adam run the fused kernel of csrc/ops/adam. Other element-wise optimiz
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -181,6 +182,8 @@ class ZeroOptimizer(optim.Optimizer):
             raise Error(
                 "optimizer.step: the model of this optimizer is gone, and its parameters with it; keep the model alive"
             )
+        if self._engine.optimizer_ref is None or self._engine.optimizer_ref() is not self:
+            raise Error("optimizer.step: another optimizer has taken over the model of this one; step that one")
         if self._engine.states is not None:
             self._engine.states.require_whole()
         if self._engine.stage == 0:
@@ -395,6 +398,7 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     optimizer.state.clear()
     optimizer.__class__ = _class_for(type(optimizer))
     optimizer._engine = engine  # type: ignore[attr-defined]
+    engine.optimizer_ref = weakref.ref(optimizer)
     _restore_scheduler_wrap(optimizer)
 
 

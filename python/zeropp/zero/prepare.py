@@ -46,7 +46,9 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
         zeropp.CommError: a rank died or did not come.
     """
     if optimizer is not None and is_prepared(model):
-        _attach(model, optimizer)
+        if any(unit.steps is not None for unit in engine_of(model).units):
+            raise ConfigError("prepare: the model was prepared with an optimizer already; prepare each model once")
+        attach(model, optimizer)
         return model, optimizer
     config = Config() if config is None else config
     _check_device(config)
@@ -85,17 +87,28 @@ def is_prepared(model: nn.Module) -> bool:
     return isinstance(model, nn.Module) and model in _engines
 
 
-def _attach(model: nn.Module, optimizer: Optimizer) -> None:
-    """An optimizer for a model that was prepared without one."""
+def attach(model: nn.Module, optimizer: Optimizer) -> None:
+    """An optimizer for a prepared model, in place of the one it may have: that one's state is gone, and it steps no more.
+
+    Frameworks make a new optimizer for each of their runs.
+    """
     engine = engine_of(model)
-    if any(unit.steps is not None for unit in engine.units):
-        raise ConfigError("prepare: the model was prepared with an optimizer already; prepare each model once")
     plans = [
         UnitPlan(u.name, [e.param for e in u.params], [e.names for e in u.params], [], u.dtype, u.trainable)
         for u in engine.units
     ]
     check_optimizer(optimizer, plans)
     check_offload(optimizer, engine.config)
+    replaces = any(unit.steps is not None for unit in engine.units)
+    if replaces and engine.states is not None:
+        raise ConfigError(
+            "another optimizer for a model whose optimizer states are on disk is not implemented yet; go on with the first"
+        )
+    for unit in engine.units:
+        unit.state.clear()
+        unit.lent.clear()
+        unit.bound = ()
+    engine.clear_gradients()
     adopt(optimizer, engine)
 
 

@@ -4,13 +4,15 @@ is in use."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from zeropp.zero.plain import to_plain
+from zeropp.zero.plain import from_plain, to_plain
 
 
 def collect(tensors: dict[str, torch.Tensor]) -> Any:
@@ -32,6 +34,17 @@ def collect(tensors: dict[str, torch.Tensor]) -> Any:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return to_plain(states, "random", tensors)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Whatever is drawn or restored inside, the states of before stand again afterwards."""
+    tensors: dict[str, torch.Tensor] = {}
+    states = collect(tensors)
+    try:
+        yield
+    finally:
+        restore(from_plain(states, tensors))
 
 
 def restore(states: dict[str, Any]) -> None:

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both strategies share: configurations by name, loading and saving beside the consolidated file."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeropp
+from zeropp.config import Config
+from zeropp.errors import CheckpointError, ConfigError
+from zeropp.zero import random_state
+from zeropp.zero.prepare import attach, is_prepared
+
+SUFFIX = ".zeropp"  # beside name.ckpt: the ranks' slices and the optimizer's state
+SWAP_FOLDER = "zeropp-swap"
+
+
+def registered() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(name, description, arguments of the strategy)."""
+    yield "zeropp", "zeropp, ZeRO stage 3", {"stage": 3}
+    for stage in (1, 2, 3):
+        yield f"zeropp_stage_{stage}", f"zeropp, ZeRO stage {stage}", {"stage": stage}
+        kinds = ("optimizer", "params") if stage == 3 else ("optimizer",)
+        offload = {kind: {"kind": "cpu"} for kind in kinds}
+        yield (
+            f"zeropp_stage_{stage}_offload",
+            f"zeropp, ZeRO stage {stage}, {' and '.join(kinds)} in host memory",
+            {"config": {"stage": stage, "offload": offload}},
+        )
+    offload = {kind: {"kind": "nvme", "path": SWAP_FOLDER} for kind in ("optimizer", "params")}
+    yield "zeropp_infinity", "zeropp, ZeRO stage 3, everything on disk", {"config": {"stage": 3, "offload": offload}}
+
+
+def config_from(config: Any, keywords: Mapping[str, Any]) -> Config:
+    """One configuration from ``config`` (Config, path, JSON text or mapping) or from keywords, not both."""
+    if config is not None and keywords:
+        raise ConfigError(f"give config, or keywords of zeropp.Config such as {next(iter(keywords))!r}; not both")
+    found = config if isinstance(config, Config) else Config(**keywords) if config is None else Config.from_json(config)
+    for name, default, instead in (("accumulate", 1, "accumulate_grad_batches"), ("clip", None, "gradient_clip_val")):
+        value = getattr(found, name)
+        if value != default:
+            raise ConfigError(
+                f"{name}: {value!r} in the configuration; Lightning does that itself: Trainer({instead}=...)"
+            )
+    return found
+
+
+def must_move(module: nn.Module, device: torch.device) -> bool:
+    """Is any of it elsewhere? What is partitioned or was built in slices refuses ``module.to``, also to where it is."""
+    return any(one.device != device for one in (*module.parameters(), *module.buffers()))
+
+
+def partition(model: nn.Module, optimizers: list[Any], config: Config) -> None:
+    """Prepare a model, or give a prepared one the optimizer of this run."""
+    if len(optimizers) > 1:
+        raise ConfigError(
+            f"{len(optimizers)} optimizers for one model are not implemented yet under zeropp; use one with several param_groups"
+        )
+    optimizer = optimizers[0] if optimizers else None
+    if not is_prepared(model):
+        zeropp.prepare(model, optimizer, config)
+    elif optimizer is not None and getattr(optimizer, "_engine", None) is None:
+        attach(model, optimizer)
+
+
+def shards(path: Any) -> Path:
+    """The folder beside a consolidated file."""
+    return Path(f"{path}{SUFFIX}")
+
+
+def save_shards(path: Any, model: nn.Module, optimizer: Any, step: int) -> None:
+    """Collective: the newest state only."""
+    zeropp.save(shards(path), model, optimizer, step=step, keep=1)
+
+
+def load_shards(path: Any, model: nn.Module, optimizer: Any) -> None:
+    """Collective: weights and the optimizer's state, exactly."""
+    folder = shards(path)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: not there, so {path} was saved without zeropp, and resuming the optimizer from that is not implemented yet; "
+            "load its weights (load_from_checkpoint) and start anew"
+        )
+    with random_state.kept():
+        zeropp.load(folder, model, optimizer)
+
+
+def remove_shards(path: Any) -> None:
+    shutil.rmtree(shards(path), ignore_errors=True)

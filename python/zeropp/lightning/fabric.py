@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategy for Lightning Fabric, made once for each name that it goes by."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeropp
+from zeropp.errors import ConfigError
+from zeropp.lightning.common import config_from, load_shards, must_move, partition, registered, save_shards
+from zeropp.zero.engine import engine_of
+from zeropp.zero.optimizer import ZeroOptimizer
+from zeropp.zero.prepare import is_prepared
+
+
+class _NoSync:
+    """``fabric.no_backward_sync(model)``."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> Any:
+        return zeropp.no_sync(module) if enabled else contextlib.nullcontext()
+
+
+@functools.cache
+def make_fabric_strategy(package: str) -> Any:
+    """The class for ``lightning.fabric`` or ``lightning_fabric``; registers its names there."""
+    strategies: Any = importlib.import_module(f"{package}.strategies")
+
+    class ZeroppFabricStrategy(strategies.DDPStrategy):
+        """``Fabric(strategy="zeropp")``: ``fabric.setup(model, optimizer)`` partitions both, in place.
+
+        Args:
+            stage: what is partitioned; see :class:`zeropp.Config`. Not with ``config``.
+            config: a :class:`zeropp.Config`, or what ``Config.from_json`` reads: a path, JSON text, a dict.
+            more: the other fields of ``zeropp.Config``, and the arguments of ``DDPStrategy``.
+        """
+
+        def __init__(self, stage: int | None = None, config: Any = None, **more: Any) -> None:
+            known = zeropp.Config.__dataclass_fields__
+            fields = {name: more.pop(name) for name in list(more) if name in known}
+            if stage is not None:
+                fields["stage"] = stage
+            self.zeropp_config = config_from(config, fields)
+            super().__init__(**more)
+            if self._ddp_kwargs:
+                raise ConfigError(f"ZeroppFabricStrategy: unknown argument {next(iter(self._ddp_kwargs))!r}")
+            self._backward_sync_control = _NoSync()
+
+        def module_to_device(self, module: nn.Module) -> None:
+            if must_move(module, self.root_device):
+                module.to(self.root_device)
+
+        @contextlib.contextmanager
+        def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+            """``with fabric.init_module():`` at stage 3: modules are never whole in memory."""
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(super().module_init_context(empty_init))
+                if self.zeropp_config.stage == 3:
+                    stack.enter_context(zeropp.sharded_init())
+                yield
+
+        def setup_module(self, module: nn.Module) -> nn.Module:
+            partition(module, [], self.zeropp_config)
+            return module
+
+        def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], scheduler: Any = None) -> Any:
+            partition(module, optimizers, self.zeropp_config)
+            return module, optimizers, scheduler
+
+        def setup_optimizer(self, optimizer: Any) -> Any:
+            if not isinstance(optimizer, ZeroOptimizer):
+                raise ConfigError(
+                    "fabric.setup_optimizers(optimizer): give model and optimizer to one fabric.setup(model, optimizer)"
+                )
+            return optimizer
+
+        def clip_gradients_norm(
+            self,
+            module: nn.Module,
+            optimizer: Any,
+            max_norm: float,
+            norm_type: float = 2.0,
+            error_if_nonfinite: bool = True,
+        ) -> torch.Tensor:
+            norm = optimizer.clip_grad_norm_(float(max_norm), float(norm_type), error_if_nonfinite)
+            return torch.tensor(norm)
+
+        def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
+            raise ConfigError("clip_gradients(clip_val=...) is not implemented yet under zeropp; use max_norm")
+
+        def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+            """Whole, on rank 0; collective."""
+            return zeropp.full_state_dict(module, rank_0_only=True)
+
+        def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+            """Split over the ranks: it lies beside the file, not in it."""
+            return {}
+
+        def load_module_state_dict(self, module: nn.Module, state_dict: Any, strict: bool = True) -> None:
+            zeropp.load_full_state_dict(module, state_dict, strict=strict)
+
+        def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
+            path = self.broadcast(path)
+            super().save_checkpoint(path, state, storage_options, filter)
+            for module, optimizer in _pairs(state):
+                save_shards(path, module, optimizer, 0)
+
+        def load_checkpoint(
+            self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        ) -> dict[str, Any]:
+            pairs = _pairs(state)
+            held = {id(optimizer) for _, optimizer in pairs}
+            rest = {k: v for k, v in state.items() if id(v) not in held} if isinstance(state, Mapping) else state
+            left: dict[str, Any] = super().load_checkpoint(path, rest, strict, weights_only)
+            for module, optimizer in pairs:
+                load_shards(path, module, optimizer)
+            if isinstance(state, dict):
+                state.update(rest)
+                left = {k: v for k, v in left.items() if k not in state}
+            return left
+
+        @classmethod
+        def register_strategies(cls, strategy_registry: Any) -> None:
+            for name, description, arguments in registered():
+                strategy_registry.register(name, cls, description=description, override=True, **arguments)
+
+    ZeroppFabricStrategy.register_strategies(strategies.STRATEGY_REGISTRY)
+    return ZeroppFabricStrategy
+
+
+def _pairs(state: Any) -> list[tuple[nn.Module, Any]]:
+    """Models with their optimizers, among the values of a state."""
+    values = list(state.values()) if isinstance(state, Mapping) else []
+    modules = [one for one in values if isinstance(one, nn.Module) and is_prepared(one)]
+    optimizers = [one for one in values if isinstance(one, ZeroOptimizer)]
+    found = [(m, o) for o in optimizers for m in modules if o._engine is engine_of(m)]
+    if len(found) > 1:
+        raise ConfigError(
+            "a checkpoint of several models with optimizers is not implemented yet; save each to a file of its own"
+        )
+    if len(found) < len(optimizers):
+        raise ConfigError("the state has an optimizer without its model; put both in it")
+    return found

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategy for Lightning's Trainer, made once for each name that Lightning goes by."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import zeropp
+from zeropp.errors import ConfigError
+from zeropp.lightning.common import (
+    config_from,
+    load_shards,
+    must_move,
+    partition,
+    registered,
+    remove_shards,
+    save_shards,
+)
+from zeropp.zero.prepare import is_prepared
+
+_AVERAGES = ("StochasticWeightAveraging", "WeightAveraging")  # they read every parameter, every step
+
+
+@functools.cache
+def make_strategy(package: str) -> Any:
+    """The class for ``lightning.pytorch`` or ``pytorch_lightning``; registers its names there."""
+    strategies: Any = importlib.import_module(f"{package}.strategies")
+    redirection = importlib.import_module(f"{package}.strategies.strategy")._ForwardRedirection
+
+    class ZeroppStrategy(strategies.DDPStrategy):  # launcher, ranks, samplers, reduce, broadcast and barrier are DDP's
+        """Trains a LightningModule with ZeRO, in place: the module is not wrapped.
+
+        Args:
+            stage: what is partitioned; see :class:`zeropp.Config`. Not with ``config``.
+            config: a :class:`zeropp.Config`, or what ``Config.from_json`` reads: a path, JSON text, a dict.
+            more: the other fields of ``zeropp.Config``, and the arguments of ``DDPStrategy``.
+        """
+
+        strategy_name = "zeropp"
+        model: Any
+
+        def __init__(self, stage: int | None = None, config: Any = None, **more: Any) -> None:
+            known = zeropp.Config.__dataclass_fields__
+            fields = {name: more.pop(name) for name in list(more) if name in known}
+            if stage is not None:
+                fields["stage"] = stage
+            self.zeropp_config = config_from(config, fields)
+            super().__init__(**more)
+            if self._ddp_kwargs:
+                raise ConfigError(f"ZeroppStrategy: unknown argument {next(iter(self._ddp_kwargs))!r}")
+            self._forward_redirection = redirection()
+            self._loaded_from: Any = None
+
+        # -- model and optimizer -----------------------------------------------------------------------------------------
+
+        def setup(self, trainer: Any) -> None:
+            self._refuse_averages(trainer)
+            self.accelerator.setup(trainer)
+            module = self.lightning_module
+            fitting = trainer.state.fn == "fit"
+            if not is_prepared(module):
+                if fitting and self._layer_sync:
+                    self.model = self._layer_sync.apply(self.model)
+                self.model = self.precision_plugin.convert_module(self.model)
+                self.model_to_device()
+            if fitting:
+                self.setup_optimizers(trainer)
+            partition(module, [_plain(one) for one in self.optimizers] if fitting else [], self.zeropp_config)
+            self.setup_precision_plugin()
+            self.precision_plugin.clip_grad_by_norm = _clip_by_norm
+            self.precision_plugin.clip_grad_by_value = _clip_by_value
+
+        def _refuse_averages(self, trainer: Any) -> None:
+            for callback in trainer.callbacks:
+                names = {cls.__name__ for cls in type(callback).__mro__}
+                for name in names & set(_AVERAGES):
+                    raise ConfigError(
+                        f"{name} reads whole parameters every step, which is not implemented yet under zeropp"
+                    )
+
+        def model_to_device(self) -> None:
+            if must_move(self.lightning_module, self.root_device):
+                super().model_to_device()
+
+        @contextlib.contextmanager
+        def model_sharded_context(self) -> Iterator[None]:
+            """Modules made in ``configure_model`` are never whole in memory."""
+            if is_prepared(self.lightning_module) or self.zeropp_config.stage < 3:
+                yield
+                return
+            with zeropp.sharded_init():
+                yield
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            """Through the module's own call, so that all of the step counts as its forward; manual optimization steps inside of it."""
+            module = self.lightning_module
+            with self.precision_plugin.train_step_context():
+                if module.automatic_optimization:
+                    return self._forward_redirection(module, module, "training_step", *args, **kwargs)
+                return module.training_step(*args, **kwargs)
+
+        def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+            with self.precision_plugin.val_step_context():
+                return self._evaluated("validation_step", *args, **kwargs)
+
+        def test_step(self, *args: Any, **kwargs: Any) -> Any:
+            with self.precision_plugin.test_step_context():
+                return self._evaluated("test_step", *args, **kwargs)
+
+        def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+            with self.precision_plugin.predict_step_context():
+                return self._evaluated("predict_step", *args, **kwargs)
+
+        def _evaluated(self, step: str, *args: Any, **kwargs: Any) -> Any:
+            return self._forward_redirection(self.lightning_module, self.lightning_module, step, *args, **kwargs)
+
+        def block_backward_sync(self) -> Any:
+            """Stage 1 accumulates without communication; 2 and 3 reduce every micro-step, which keeps gradients split."""
+            if self.zeropp_config.stage <= 1:
+                return zeropp.no_sync(self.lightning_module)
+            return contextlib.nullcontext()
+
+        # -- checkpoints -------------------------------------------------------------------------------------------------
+
+        @property
+        def restore_checkpoint_after_setup(self) -> bool:
+            return True
+
+        @property
+        def lightning_restore_optimizer(self) -> bool:
+            return True
+
+        def lightning_module_state_dict(self) -> dict[str, Any]:
+            """Whole, on rank 0; collective."""
+            return zeropp.full_state_dict(self.lightning_module, rank_0_only=True)
+
+        def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+            """Split over the ranks: it lies beside the file, not in it."""
+            return {}
+
+        def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+            filepath = self.broadcast(filepath)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            if "optimizer_states" in checkpoint:  # not with save_weights_only
+                (optimizer,) = [_plain(one) for one in self.optimizers]
+                save_shards(filepath, self.lightning_module, optimizer, int(checkpoint["global_step"]))
+
+        def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+            self._loaded_from = checkpoint_path
+            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            return found
+
+        def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+            zeropp.load_full_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+        def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+            (optimizer,) = [_plain(one) for one in self.optimizers]
+            load_shards(self._loaded_from, self.lightning_module, optimizer)
+
+        def remove_checkpoint(self, filepath: Any) -> None:
+            super().remove_checkpoint(filepath)
+            if self.is_global_zero:
+                remove_shards(filepath)
+
+        # -- end -----------------------------------------------------------------------------------------------------------
+
+        def teardown(self) -> None:
+            """The module stays partitioned; nothing of it moves."""
+            self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()
+            self.checkpoint_io.teardown()
+
+        @classmethod
+        def register_strategies(cls, strategy_registry: Any) -> None:
+            for name, description, arguments in registered():
+                strategy_registry.register(name, cls, description=description, override=True, **arguments)
+
+    ZeroppStrategy.register_strategies(strategies.StrategyRegistry)
+    return ZeroppStrategy
+
+
+def _plain(optimizer: Any) -> Any:
+    """What Lightning wrapped."""
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+def _clip_by_norm(optimizer: Any, clip_val: float) -> None:
+    _plain(optimizer).clip_grad_norm_(float(clip_val))
+
+
+def _clip_by_value(optimizer: Any, clip_val: float) -> None:
+    raise ConfigError("gradient_clip_algorithm='value' is not implemented yet under zeropp; use 'norm'")

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank does in test_lightning.py: every case runs under DDP and under zeropp, in one process. Run under
+torchrun: cases.py FOLDER CASE..."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import zeropp
+import zeropp.lightning
+from torch import nn
+
+DRAW = torch.Generator().manual_seed(1)
+INPUTS = torch.randn(64, 16, generator=DRAW)
+DATA = torch.utils.data.TensorDataset(INPUTS, INPUTS[:, :1] * 2 + INPUTS[:, 1:2].square())
+QUIET = {
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "logger": False,
+    "accelerator": "cpu",
+    "devices": 2,
+}
+
+
+def batches() -> Any:
+    return torch.utils.data.DataLoader(DATA, batch_size=8)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+
+
+def make_module(base: Any, *, late: bool = False, manual: bool = False) -> Any:
+    class Model(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = not manual
+            self.losses: list[float] = []
+            self.seen: list[float] = []
+            self.shift = nn.Parameter(torch.zeros(1))  # used by the step itself, outside of any module
+            if not late:
+                self.net = network()
+
+        def configure_model(self) -> None:
+            if late and not hasattr(self, "net"):
+                self.net = network()
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            return nn.functional.mse_loss(self.net(batch[0]) + self.shift, batch[1])
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1]) if manual else self.loss(batch)
+            self.losses.append(loss.item())
+            if manual:
+                optimizer = self.optimizers()
+                self.manual_backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                self.log("train_loss", loss, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.seen.append(self.loss(batch).item())
+            self.log("val_loss", self.loss(batch), sync_dist=True)
+
+        def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+            return self.net(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)]
+
+    return Model()
+
+
+def trainer(folder: Path, strategy: Any, epochs: int, package: Any = pl, **more: Any) -> Any:
+    keep = package.callbacks.ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
+    wanted = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "callbacks": [keep], **QUIET, **more}
+    return package.Trainer(strategy=strategy, max_epochs=epochs, default_root_dir=folder, **wanted)
+
+
+STRATEGIES: dict[str, Any] = {
+    "zeropp_stage_1": "zeropp_stage_1",
+    "zeropp_stage_2": "zeropp_stage_2",
+    "zeropp": "zeropp",
+    "gathers": {"stage": 3, "host_copy": "off", "units": 4096},
+}
+
+
+def strategy_of(name: str) -> Any:
+    given = STRATEGIES.get(name, name)
+    return zeropp.lightning.ZeroppStrategy(**given) if isinstance(given, dict) else given
+
+
+def fit(folder: Path) -> dict[str, Any]:
+    """Clipping, accumulation, a schedule, validation, checkpoints: DDP against every stage; and the file alone."""
+    found: dict[str, Any] = {}
+    for name in ("ddp", *STRATEGIES):
+        module = make_module(pl.LightningModule)
+        run = trainer(folder / name, strategy_of(name), 2)
+        run.fit(module, batches(), batches())
+        found[name] = module.losses + module.seen
+        predicted = run.predict(module, batches())
+        found[f"{name} predicted"] = [one.flatten().tolist() for one in predicted]
+        torch.distributed.barrier()
+        held = torch.load(folder / name / "epoch=1.ckpt", weights_only=True)["state_dict"]
+        found[f"{name} shapes"] = {key: list(value.shape) for key, value in held.items()}
+        plain = make_module(pl.LightningModule)
+        plain.load_state_dict(held)
+        with torch.no_grad():
+            found[f"{name} plain"] = plain.net(INPUTS[:8]).flatten().tolist()
+    return found
+
+
+def resume(folder: Path) -> dict[str, Any]:
+    """From epoch 0's file: equal bit for bit; the same module may be fitted again; keep=1 folder beside each file."""
+    found: dict[str, Any] = {}
+    for name in ("zeropp_stage_2", "gathers"):
+        through = make_module(pl.LightningModule)
+        trainer(folder / name, strategy_of(name), 3).fit(through, batches(), batches())
+        again = make_module(pl.LightningModule)
+        run = trainer(folder / f"{name}-again", strategy_of(name), 3)
+        run.fit(again, batches(), batches(), ckpt_path=folder / name / "epoch=0.ckpt")
+        found[name] = [list(one) for one in (through.losses, again.losses, through.seen, again.seen)]
+        found[f"{name} beside"] = sorted(p.name for p in (folder / name).iterdir())
+    twice = trainer(folder / "twice", "zeropp", 1)
+    twice.fit(again, batches())
+    found["fitted again"] = len(again.losses)
+    return found
+
+
+def ways(folder: Path) -> dict[str, Any]:
+    """configure_model, manual optimization, bf16 autocast, the other package."""
+    found: dict[str, Any] = {}
+    for name in ("ddp", "gathers"):
+        late = make_module(pl.LightningModule, late=True)
+        trainer(folder / f"late-{name}", strategy_of(name), 1).fit(late, batches())
+        manual = make_module(pl.LightningModule, manual=True)
+        more = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+        if name == "ddp":
+            more["strategy"] = "ddp_find_unused_parameters_true"
+        given = more.pop("strategy", None) or strategy_of(name)
+        trainer(folder / f"manual-{name}", given, 1, **more).fit(manual, batches())
+        low = make_module(pl.LightningModule)
+        trainer(folder / f"low-{name}", strategy_of(name), 1, precision="bf16-mixed").fit(low, batches())
+        found[name] = {"late": late.losses, "manual": manual.losses, "low": low.losses}
+    pure = make_module(pl.LightningModule)
+    strategy = zeropp.lightning.ZeroppStrategy(stage=2, precision="bf16")
+    trainer(folder / "pure", strategy, 1).fit(pure, batches(), batches())
+    found["pure"] = [pure.losses, str(pure.shift.dtype)]
+    try:
+        other = importlib.import_module("pytorch_lightning")
+    except ImportError:
+        return found
+    importlib.reload(zeropp.lightning)
+    for name in ("ddp", "zeropp"):
+        module = make_module(other.LightningModule)
+        trainer(folder / f"other-{name}", name, 1, other).fit(module, batches())
+        found[name] = {**found.get(name, {}), "other": module.losses}
+    return found
+
+
+def fabric(folder: Path) -> dict[str, Any]:
+    """Raw Fabric: setup, backward, accumulation, clipping, save and load."""
+    from lightning.fabric import Fabric
+
+    found: dict[str, Any] = {}
+    for name in ("ddp", "zeropp_stage_1", "zeropp"):
+        run = Fabric(accelerator="cpu", devices=2, strategy=name)
+        run.launch()
+
+        def build() -> Any:
+            model = network()
+            return run.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))  # noqa: B023
+
+        def steps(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+            losses = []
+            for step in range(first, last):
+                for micro in range(2):
+                    draw = torch.Generator().manual_seed(step * 4 + micro * 2 + run.global_rank)  # noqa: B023
+                    inputs = torch.randn(8, 16, generator=draw)
+                    with run.no_backward_sync(model, enabled=micro == 0):  # noqa: B023
+                        loss = (model(inputs) - inputs[:, :1]).square().mean() / 2
+                        run.backward(loss)  # noqa: B023
+                    losses.append(loss.item())
+                losses.append(float(run.clip_gradients(model, optimizer, max_norm=0.5)))  # noqa: B023
+                optimizer.step()
+                optimizer.zero_grad()
+            return losses
+
+        model, optimizer = build()
+        found[name] = steps(model, optimizer, 0, 2)
+        state = {"model": model, "optimizer": optimizer, "step": 2}
+        run.save(folder / f"{name}.ckpt", state)
+        found[name] += steps(model, optimizer, 2, 4)
+        model, optimizer = build()
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        left = run.load(folder / f"{name}.ckpt", state)
+        found[f"{name} again"] = [state["step"], left, steps(model, optimizer, 2, 4)]
+    return found
+
+
+def refusals(folder: Path) -> dict[str, Any]:
+    said: dict[str, str] = {}
+
+    def refused(name: str, strategy: Any = "zeropp", module: Any = None, resume: Any = None, **more: Any) -> None:
+        try:
+            chosen = strategy() if callable(strategy) else strategy
+            trainer(folder / name, chosen, 1, **more).fit(
+                module or make_module(pl.LightningModule), batches(), ckpt_path=resume
+            )
+            said[name] = "nothing"
+        except zeropp.Error as error:
+            said[name] = str(error)
+
+    class Two(type(make_module(pl.LightningModule))):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.SGD([self.shift], lr=0.1)]
+
+    two = make_module(pl.LightningModule, manual=True)
+    two.configure_optimizers = Two.configure_optimizers.__get__(two)
+    refused("two", module=two, gradient_clip_val=None, accumulate_grad_batches=1)
+    refused("value", gradient_clip_algorithm="value")
+    refused("average", callbacks=[pl.callbacks.StochasticWeightAveraging(1e-2)])
+    refused("argument", lambda: zeropp.lightning.ZeroppStrategy(stge=3))
+    refused("clip", lambda: zeropp.lightning.ZeroppStrategy(config={"stage": 3, "clip": 1.0}))
+    trainer(folder / "ddp", "ddp", 1).fit(make_module(pl.LightningModule), batches())
+    torch.distributed.barrier()
+    refused("resume", resume=folder / "ddp" / "epoch=0.ckpt")
+    return said
+
+
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "fit": fit, "resume": resume, "ways": ways, "fabric": fabric, "refusals": refusals
+}  # fmt: skip
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(int(os.environ.get("ZEROPP_TEST_LIMIT_S", "200")), exit=True)  # a hang says where
+    folder = Path(sys.argv[1])
+    for case in sys.argv[2:]:
+        try:
+            answer: Any = CASES[case](folder / case)
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        (folder / f"{case}.{os.environ['RANK']}.json").write_text(json.dumps(answer))
+        if "error" in answer:
+            raise SystemExit(f"{case}: {answer['error']}")
+
+
+if __name__ == "__main__":
+    main()
