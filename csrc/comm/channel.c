@@ -51,14 +51,22 @@ zpp_status zpp_channel_accept(struct zpp_comm *comm, int rank, struct zpp_channe
 
 void zpp_channel_close(struct zpp_channel *channel) { zpp_memfd_unmap(channel, sizeof *channel); }
 
+/* Both counters lie where the other side can write, so what they say is bounded by the ring whatever they hold. */
+static size_t within_ring(uint64_t bytes) { return bytes < RING_BYTES ? (size_t)bytes : RING_BYTES; }
+
 size_t zpp_channel_readable(const struct zpp_channel *channel) {
-    return (size_t)(atomic_load_explicit(&channel->written, memory_order_acquire) -
-                    atomic_load_explicit(&channel->read, memory_order_relaxed));
+    return within_ring(atomic_load_explicit(&channel->written, memory_order_acquire) -
+                       atomic_load_explicit(&channel->read, memory_order_relaxed));
 }
 
 size_t zpp_channel_writable(const struct zpp_channel *channel) {
-    return RING_BYTES - (size_t)(atomic_load_explicit(&channel->written, memory_order_relaxed) -
-                                 atomic_load_explicit(&channel->read, memory_order_acquire));
+    return RING_BYTES - within_ring(atomic_load_explicit(&channel->written, memory_order_relaxed) -
+                                    atomic_load_explicit(&channel->read, memory_order_acquire));
+}
+
+bool zpp_channel_damaged(const struct zpp_channel *channel) {
+    const uint64_t read = atomic_load_explicit(&channel->read, memory_order_acquire); /* first: it never overtakes */
+    return atomic_load_explicit(&channel->written, memory_order_acquire) - read > RING_BYTES;
 }
 
 size_t zpp_channel_write(struct zpp_channel *channel, const void *src, size_t bytes) {

@@ -21,5 +21,7 @@ size_t zpp_channel_write(struct zpp_channel *channel, const void *src, size_t by
 size_t zpp_channel_read(struct zpp_channel *channel, void *dst, size_t bytes);
 size_t zpp_channel_readable(const struct zpp_channel *channel);
 size_t zpp_channel_writable(const struct zpp_channel *channel);
+/* The counters say that more is in the ring than fits: the other side wrote where it must not. */
+bool zpp_channel_damaged(const struct zpp_channel *channel);
 
 #endif

@@ -59,11 +59,18 @@ static zpp_status receive(const struct zpp_peer *peer, struct zpp_letter *letter
         .msg_iov = &part, .msg_iovlen = 1, .msg_control = room.bytes, .msg_controllen = sizeof room.bytes};
     const ssize_t got = recvmsg(peer->socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     letter->fd = -1;
-    if (got <= 0) return ZPP_AGAIN;
+    if (got < 0) return ZPP_AGAIN;
     struct cmsghdr *head = CMSG_FIRSTHDR(&message);
-    if (head && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS)
-        memcpy(&letter->fd, CMSG_DATA(head), sizeof letter->fd);
-    return got == (ssize_t)sizeof letter->mail ? ZPP_OK : ZPP_AGAIN;
+    if (head && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS) {
+        int fds[sizeof room.bytes / sizeof(int)]; /* alignment leaves room for more than the one that belongs here */
+        const size_t count = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+        memcpy(fds, CMSG_DATA(head), count * sizeof(int));
+        for (size_t i = 1; i < count; i++) close(fds[i]);
+        if (count) letter->fd = fds[0];
+    }
+    if (got == (ssize_t)sizeof letter->mail && !(message.msg_flags & MSG_TRUNC)) return ZPP_OK;
+    if (letter->fd >= 0) close(letter->fd);
+    return ZPP_AGAIN; /* no letter of ours: as if it had not come */
 }
 
 /* Find the letter in the inbox, or bring in what the socket holds until it comes. */

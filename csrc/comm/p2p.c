@@ -20,6 +20,8 @@
 
 enum { GRACE_NS = 300000 }; /* most transfers are waited for at once; the thread lets those pass */
 
+static const uint64_t MESSAGE_BYTES_MAX = (uint64_t)1 << 40; /* larger is no message but a damaged header */
+
 struct header {
     uint64_t tag, bytes;
 };
@@ -153,7 +155,13 @@ static zpp_status begin_message(struct zpp_p2p *p2p, int source, struct zpp_err 
             finish(p2p, transfer, ZPP_PEER);
         }
     } else {
-        struct early *early = malloc(sizeof *early + peer->header.bytes);
+        const bool possible = peer->header.bytes <= MESSAGE_BYTES_MAX;
+        struct early *early = possible ? malloc(sizeof *early + peer->header.bytes) : NULL;
+        if (!possible)
+            return zpp_verdict(p2p->comm, ZPP_PEER, source, err,
+                               "comm: rank %d announced a message of %" PRIu64
+                               " bytes to rank %d of group \"%s\", wanted at most %" PRIu64,
+                               source, peer->header.bytes, p2p->comm->rank, p2p->comm->name, MESSAGE_BYTES_MAX);
         if (!early)
             return zpp_verdict(p2p->comm, ZPP_NOMEM, p2p->comm->rank, err,
                                "comm: rank %d of group \"%s\" has no memory for a message of %" PRIu64
@@ -249,6 +257,16 @@ static void fail_all(struct zpp_p2p *p2p, const struct zpp_err *err) {
     p2p->receives_end = &p2p->receives;
 }
 
+/* Without this, a counter that was overwritten would look like an endless stream of empty messages. */
+static zpp_status check_rings(struct zpp_p2p *p2p, int rank, struct zpp_err *err) {
+    const struct peer *peer = &p2p->peer[rank];
+    if (!(peer->in && zpp_channel_damaged(peer->in)) && !(peer->out && zpp_channel_damaged(peer->out))) return ZPP_OK;
+    return zpp_verdict(p2p->comm, ZPP_PEER, rank, err,
+                       "comm: the channel between ranks %d and %d of group \"%s\" is damaged: its counters are further "
+                       "apart than it is long",
+                       p2p->comm->rank, rank, p2p->comm->name);
+}
+
 /* Move what can be moved now. Called with the lock held. */
 static bool progress(struct zpp_p2p *p2p) {
     struct zpp_comm *comm = p2p->comm;
@@ -263,6 +281,7 @@ static bool progress(struct zpp_p2p *p2p) {
             const zpp_status opened = zpp_channel_accept(comm, r, &peer->in, &err);
             if (opened != ZPP_OK && opened != ZPP_AGAIN) status = opened;
         }
+        if (status == ZPP_OK) status = check_rings(p2p, r, &err);
         if (status == ZPP_OK && peer->in) status = pull(p2p, r, &moved, &err);
         if (status == ZPP_OK && peer->out && push(p2p, r)) moved = true;
         if (moved) ring(comm, r);

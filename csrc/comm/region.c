@@ -51,7 +51,7 @@ static zpp_status exchange(struct zpp_turn *turn, struct zpp_region *region, con
                             "region_create(%s, %llu bytes); all ranks must create the same regions in the same order",
                             comm->rank, kind_name(mail.a), (unsigned long long)mail.b, (unsigned long long)mail.number,
                             comm->name, r, kind_name(theirs.a), (unsigned long long)theirs.b);
-        else if (fd >= 0 && !region->base[r])
+        else if (making->kind == ZPP_REGION_PER_RANK || r == 0) /* its owner; no descriptor: the map says so */
             status = zpp_memfd_map(fd, region->bytes, &region->base[r], err);
         if (fd >= 0) close(fd);
     }

@@ -6,8 +6,9 @@
  * the store: host, process, socket name, and a random secret.
  *   2. It reads all cards. A card with another boot id is another host: NOT_BUILT, naming both.
  *   3. Each pair connects, higher rank to lower. Both check the user id that the kernel reports for the other end; the
- * one that connects shows the listener's secret (it could read the store, so it belongs to the job) and both send their
- *      control memory and a pidfd of themselves, by SCM_RIGHTS. A pidfd that was sent is right in every pid namespace.
+ * one that connects shows the listener's secret and is shown its own (each could read the store, so it belongs to
+ * the job), and both send their control memory and a pidfd of themselves, by SCM_RIGHTS. A pidfd that was sent
+ * is right in every pid namespace.
  *
  * The boot id names the running kernel, so containers of one machine agree on it whatever their host names are. Network
  * namespaces do separate abstract names; then connecting is refused, and the message says so.
@@ -67,7 +68,7 @@ static void read_boot_id(char *out, size_t room) {
 static socklen_t abstract_address(struct sockaddr_un *address, const char *name) {
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
-    const size_t length = strnlen(name, sizeof address->sun_path - 2);
+    const size_t length = strnlen(name, sizeof((struct card *)0)->socket_name - 1);
     memcpy(address->sun_path + 1, name, length); /* a leading zero byte makes the name abstract */
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + length);
 }
@@ -185,7 +186,7 @@ static zpp_status receive_hello(int socket_fd, struct hello *hello, int *fd, int
     const ssize_t got = recvmsg(socket_fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     *os_errno = got < 0 ? errno : 0;
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return ZPP_AGAIN;
-    struct cmsghdr *head = got > 0 ? CMSG_FIRSTHDR(&message) : NULL;
+    struct cmsghdr *head = got >= 0 ? CMSG_FIRSTHDR(&message) : NULL; /* an empty packet may carry descriptors, too */
     if (head && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS) {
         const size_t bytes = head->cmsg_len - CMSG_LEN(0);
         memcpy(fd, CMSG_DATA(head), bytes < sizeof(int) * FDS ? bytes : sizeof(int) * FDS);
@@ -264,6 +265,14 @@ static zpp_status join_lower(struct meeting *meeting, int rank, struct zpp_err *
     if (status == ZPP_OK) status = check_user(socket_fd, rank, err);
     if (status == ZPP_OK) status = send_hello(meeting, socket_fd, rank, meeting->card[rank].secret, err);
     if (status == ZPP_OK) status = await_hello(meeting, socket_fd, rank, &hello, fd, err);
+    if (status == ZPP_OK &&
+        (hello.rank != (uint32_t)rank || !same_secret(hello.secret, meeting->card[meeting->comm->rank].secret))) {
+        status = zpp_fail_rank(err, ZPP_PEER, rank,
+                               "comm: who answers for rank %d does not know the secret of group \"%s\"", rank,
+                               meeting->comm->name);
+        for (int i = 0; i < FDS; i++)
+            if (fd[i] >= 0) close(fd[i]);
+    }
     if (status == ZPP_OK) return take_peer(meeting->comm, rank, socket_fd, fd, err);
     if (socket_fd >= 0) close(socket_fd);
     return status;

@@ -21,14 +21,14 @@ bool zpp_comm_forked(const struct zpp_comm *comm) {
 
 static zpp_status report(const struct zpp_comm *comm, uint64_t verdict, struct zpp_err *err) {
     const int guilty = (int)(verdict & 0xffff) - 1, judge = (int)(verdict >> 16 & 0xffff) - 1;
-    const int status = -(int)(verdict >> 32);
-    if (judge < 0 || judge >= comm->ranks || status >= 0)
+    const uint32_t minus_status = (uint32_t)(verdict >> 32);
+    if (judge < 0 || judge >= comm->ranks || minus_status == 0 || minus_status > INT32_MAX)
         return zpp_fail(err, ZPP_PEER, "comm: control memory of group \"%s\" is damaged (verdict %#llx)", comm->name,
                         (unsigned long long)verdict);
     char text[ZPP_ERR_TEXT_BYTES];
     memcpy(text, zpp_control(comm, judge)->verdict_text, sizeof text);
     text[sizeof text - 1] = '\0';
-    return zpp_fail_rank(err, (zpp_status)status, guilty, "%s", text);
+    return zpp_fail_rank(err, (zpp_status)-(int)minus_status, guilty, "%s", text);
 }
 
 zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err) {
