@@ -251,12 +251,26 @@ bool zpp_boxed_check_apart(struct zpp_boxed *args, const struct zpp_tensors *con
 
 /* --- results and the end ------------------------------------------------------------------------------------------ */
 bool zpp_boxed_new(struct zpp_boxed *args, zpp_dtype dtype, size_t elems, AtenTensorHandle *made, void **data) {
+    const int64_t size = (int64_t)elems;
+    return zpp_boxed_new_sized(args, dtype, &size, 1, made, data);
+}
+
+bool zpp_boxed_new_sized(struct zpp_boxed *args, zpp_dtype dtype, const int64_t *sizes, int dims,
+                         AtenTensorHandle *made, void **data) {
     if (!zpp_boxed_ok(args)) return false;
-    const int64_t size = (int64_t)elems, stride = 1;
+    assert(dims >= 1 && dims <= 3);
+    int64_t strides[3], elems = 1;
+    for (int d = dims - 1; d >= 0; --d) {
+        strides[d] = elems;
+        elems *= sizes[d];
+    }
     AtenTensorHandle tensor = NULL;
-    AOTITorchError failed = zpp_torch.aoti_torch_empty_strided(1, &size, &stride, zpp_torch_dtype_of(dtype),
+    AOTITorchError failed = zpp_torch.aoti_torch_empty_strided(dims, sizes, strides, zpp_torch_dtype_of(dtype),
                                                                zpp_torch.aoti_torch_device_type_cpu(), 0, &tensor);
-    if (failed) return zpp_boxed_fail(args, "libtorch cannot make a tensor of %zu %s", elems, zpp_dtype_name(dtype));
+    if (failed) {
+        return zpp_boxed_fail(args, "libtorch cannot make a tensor of %lld %s", (long long)elems,
+                              zpp_dtype_name(dtype));
+    }
     if (zpp_torch.torch_get_mutable_data_ptr(tensor, data) != 0) {
         zpp_torch.aoti_torch_delete_tensor_object(tensor);
         return zpp_boxed_fail(args, "libtorch gives no memory of a new tensor");

@@ -21,7 +21,7 @@
 
 #include "shim.h"
 
-enum { ZPP_BOXED_LISTS = 8, ZPP_BOXED_HANDLES = 4, ZPP_BOXED_TEXT_BYTES = 160 };
+enum { ZPP_BOXED_LISTS = 8, ZPP_BOXED_HANDLES = 8, ZPP_BOXED_TEXT_BYTES = 160 };
 
 /* A list of tensors. Borrowed: lives until zpp_boxed_end. */
 struct zpp_tensors {
@@ -77,6 +77,9 @@ bool zpp_boxed_check_apart(struct zpp_boxed *args, const struct zpp_tensors *con
 /* A new tensor of one dimension on the CPU; `*data` is its memory. The caller gives the handle to the stack, or deletes
  * it. */
 bool zpp_boxed_new(struct zpp_boxed *args, zpp_dtype dtype, size_t elems, AtenTensorHandle *made, void **data);
+/* The same with `dims` (1 to 3) dimensions. */
+bool zpp_boxed_new_sized(struct zpp_boxed *args, zpp_dtype dtype, const int64_t *sizes, int dims,
+                         AtenTensorHandle *made, void **data);
 
 void zpp_boxed_end(struct zpp_boxed *args);
 

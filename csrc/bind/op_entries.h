@@ -23,6 +23,14 @@ void zpp_op_quant_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs)
 void zpp_op_onebit_compress(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_onebit_decode(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_onebit_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_moe_gate(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_moe_gate_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_moe_plan(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_moe_dispatch(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_moe_dispatch_into(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_moe_combine(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_moe_combine_into(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_moe_combine_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adopt(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 
 /* A pool over torch's threads. New; free with zpp_pool_destroy. */

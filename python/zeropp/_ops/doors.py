@@ -76,6 +76,28 @@ def call(name: str, op: Callable[..., Any], arguments: Sequence[Any], written: I
     torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
 
 
+def ask(name: str, op: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Call an operator that returns new tensors; what C refuses is a ValueError whose sentence names the door."""
+    if torch.compiler.is_compiling():
+        return op(*arguments)
+    try:
+        return op(*arguments)
+    except RuntimeError as error:
+        sentence = str(error).split("\n", 1)[0]
+        prefix = f"{name.replace('zeropp.ops.', 'zeropp::')}: "
+        if not sentence.startswith(prefix):
+            raise
+        raise ValueError(f"{name}: {sentence.removeprefix(prefix)}") from error
+
+
+def check_readable(name: str, label: str, tensor: Tensor) -> None:
+    """A tensor, on the CPU, that a differentiable operator may read."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: {label} is a {type(tensor).__name__}, wanted a tensor")
+    if not tensor.is_cpu:
+        raise ValueError(f"{name}: {label} is on {tensor.device}, wanted cpu; other devices are not supported yet")
+
+
 def fake_check(name: str, label: str, tensor: Tensor, dtypes: Sequence[torch.dtype], elems: int | None = None) -> None:
     """What fake kernels check: kind, and number of elements where it is known."""
     if tensor.dtype not in dtypes:

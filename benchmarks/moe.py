@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture of experts' gate, dispatch and combine against DeepSpeed's einsums and torch's index operations.
+
+The experts between dispatch and combine are left out on all sides. All write their large results into memory that is
+there, where they can (einsum cannot): fresh memory costs more in page faults than the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from harness import Need, Run, alternate, timed
+from torch import Tensor
+
+CLAIM = "MoE gate + dispatch + combine: >= 20x DeepSpeed's einsums, >= 3x torch's index operations."
+NEEDS = (Need("DeepSpeed", module="deepspeed"),)
+TOKENS, WIDTH = 8192, 1024
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that ours and the index version write to."""
+
+    rows: Tensor
+    y: Tensor
+    weighted: Tensor
+
+    @staticmethod
+    def of(rows: int) -> Room:
+        return Room(torch.zeros(rows, WIDTH), torch.zeros(TOKENS, WIDTH), torch.zeros(rows, WIDTH))
+
+
+def ours(x: Tensor, logits: Tensor, k: int, capacity: int | None, room: Room) -> Tensor:
+    """Our gate, plan, dispatch and combine."""
+    import zeropp
+
+    gate = zeropp.ops.moe_gate(logits, k, normalise=k > 1)
+    plan = zeropp.ops.moe_plan(gate, logits.shape[1], capacity=capacity)
+    rows = zeropp.ops.moe_dispatch(x, plan, out=room.rows)
+    return zeropp.ops.moe_combine(rows, plan, gate.weights, out=room.y)
+
+
+def indexed(x: Tensor, logits: Tensor, k: int, room: Room) -> Tensor:
+    """The same, dropless, with topk, argsort, index_select and index_add, into memory that is there."""
+    scores = torch.softmax(logits, dim=1)
+    weights, chosen = torch.topk(scores, k, dim=1)
+    if k > 1:
+        weights = weights / weights.sum(1, keepdim=True)
+    share = torch.bincount(chosen.flatten(), minlength=logits.shape[1]) / (logits.shape[0] * k)
+    logits.shape[1] * (share * scores.mean(0)).sum()  # balance loss
+    torch.logsumexp(logits, 1).square().mean()  # z loss
+    order = torch.argsort(chosen.flatten(), stable=True)
+    tokens = order // k
+    torch.index_select(x, 0, tokens, out=room.rows)
+    torch.mul(room.rows, weights.flatten()[order, None], out=room.weighted)
+    return room.y.zero_().index_add_(0, tokens, room.weighted)
+
+
+def einsums(x: Tensor, logits: Tensor, k: int, factor: float) -> Tensor:
+    """DeepSpeed's MOELayer between gate and all-to-all: its own gating functions, its own two einsums."""
+    from deepspeed.moe import sharded_moe
+
+    if k == 1:
+        _, weights, mask, _ = sharded_moe.top1gating(logits, factor, 4, use_rts=False)
+    else:
+        _, weights, mask, _ = sharded_moe.top2gating(logits, factor, 4, top2_2nd_expert_sampling=False)
+    dispatched = sharded_moe.einsum("sec,sm->ecm", mask.type_as(x), x)
+    return sharded_moe.einsum("sec,ecm->sm", weights.type_as(x), dispatched)
+
+
+def close(bench: Run, case: str, mine: Tensor, theirs: Tensor) -> None:
+    """k + 2 roundings of values below 8, and weights that differ by a few ulp."""
+    off = (mine - theirs).abs().max().item()
+    bench.check(off <= 64 * 8 * 2.0**-24, f"{case}: differs from the peer by {off}")
+
+
+def run(bench: Run) -> None:
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    x = torch.randn(TOKENS, WIDTH)
+    for experts in (8, 16, 64):
+        logits = torch.randn(TOKENS, experts)
+        for k in (1, 2):
+            against_indices(bench, x, logits, k)
+    for experts, k in [(8, 1)] if bench.quick else [(e, k) for e in (8, 16, 64) for k in (1, 2)]:
+        against_einsums(bench, x, torch.randn(TOKENS, experts), k)
+
+
+def against_indices(bench: Run, x: Tensor, logits: Tensor, k: int) -> None:
+    """Dropless: every assignment is moved."""
+    case = f"{TOKENS} x {WIDTH}, {logits.shape[1]} experts, k = {k}, dropless"
+    room, theirs = Room.of(TOKENS * k), Room.of(TOKENS * k)
+    close(bench, case, ours(x, logits, k, None, room), indexed(x, logits, k, theirs))
+    moved = torch.zeros(TOKENS * (k + 1), WIDTH)
+    contenders: dict[str, Callable[[], Any]] = {
+        "ours": lambda: ours(x, logits, k, None, room),
+        "torch index": lambda: indexed(x, logits, k, theirs),
+        # Dispatch reads T and writes k T rows, combine the other way round: 2 (k + 1) T rows, a copy of (k + 1) T.
+        "copy": lambda: moved.copy_(moved_from),
+    }
+    moved_from = torch.ones_like(moved)
+    samples = alternate({name: timed(call) for name, call in contenders.items()}, rounds=5 if bench.quick else 15)
+    bench.compare(case, samples, ours="ours", peers=["torch index"], unit="ms", limit="copy")
+
+
+def against_einsums(bench: Run, x: Tensor, logits: Tensor, k: int) -> None:
+    """With a capacity of 1.25 times the mean, as the einsums have."""
+    import zeropp
+
+    factor, experts = 1.25, logits.shape[1]
+    capacity = zeropp.ops.moe_capacity(TOKENS, experts, k, factor)
+    case = f"{TOKENS} x {WIDTH}, {experts} experts, k = {k}, capacity {factor}"
+    room = Room.of(experts * capacity)
+    with torch.no_grad():
+        close(bench, case, ours(x, logits, k, capacity, room), einsums(x, logits.clone(), k, factor))
+        samples = alternate(
+            {
+                "ours": timed(lambda: ours(x, logits, k, capacity, room)),
+                "DeepSpeed einsum": timed(lambda: einsums(x, logits.clone(), k, factor)),
+            },
+            rounds=3, warmup=0,
+        )  # fmt: skip
+    bench.compare(case, samples, ours="ours", peers=["DeepSpeed einsum"], unit="ms")

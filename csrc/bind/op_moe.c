@@ -1,0 +1,356 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * torch.ops.zeropp.moe_*: read and check tensors, then csrc/ops/moe. Numbers of tokens follow from the tensors, so that
+ * no argument is a symbolic size; everything is checked before anything is written.
+ */
+#include <stdio.h>
+
+#include "../ops/moe/moe.h"
+#include "op_checks.h"
+#include "op_entries.h"
+
+enum { RESULTS = 4, OF_BYTES = 96 };
+
+/* New tensors, given to the stack in this order, or dropped where the call fails. */
+struct results {
+    AtenTensorHandle handles[RESULTS];
+    int count;
+};
+
+static void *new_result(struct zpp_boxed *args, struct results *results, zpp_dtype dtype, size_t rows, size_t width) {
+    const int64_t sizes[] = { (int64_t)rows, (int64_t)width };
+    void *data = NULL;
+    AtenTensorHandle made = NULL;
+    if (!zpp_boxed_new_sized(args, dtype, sizes, width ? 2 : 1, &made, &data)) return NULL; /* width 0: one dimension */
+    results->handles[results->count++] = made;
+    return data;
+}
+
+static void give_results(struct zpp_boxed *args, const struct results *results) {
+    for (int i = 0; i < results->count; ++i) {
+        if (zpp_boxed_ok(args)) args->stack[i] = (StableIValue)(uintptr_t)results->handles[i];
+        else zpp_torch.aoti_torch_delete_tensor_object(results->handles[i]);
+    }
+}
+
+static bool check_count(struct zpp_boxed *args, const char *name, int64_t value, int64_t least, int64_t most) {
+    if (!zpp_boxed_ok(args)) return false;
+    if (value >= least && value <= most) return true;
+    return zpp_boxed_fail(args, "%s is %lld, wanted %lld to %lld", name, (long long)value, (long long)least,
+                          (long long)most);
+}
+
+/* Sizes of a gate: experts from 1, k up to experts. */
+static bool check_sizes(struct zpp_boxed *args, int64_t experts, int64_t k) {
+    if (!check_count(args, "experts", experts, 1, ZPP_MOE_MAX_EXPERTS)) return false;
+    return check_count(args, "k", k, 1, experts < ZPP_MOE_MAX_CHOICES ? experts : ZPP_MOE_MAX_CHOICES);
+}
+
+static bool check_whole_rows(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, size_t width) {
+    if (tensor->elems % width == 0) return true;
+    return zpp_boxed_fail(args, "%s has %zu elements, wanted rows of %zu", name, tensor->elems, width);
+}
+
+static bool check_chosen(struct zpp_boxed *args, const struct zpp_tensor *chosen, int64_t experts) {
+    const int32_t *at = chosen->data;
+    for (size_t a = 0; a < chosen->elems; ++a) {
+        if (at[a] >= 0 && at[a] < experts) continue;
+        return zpp_boxed_fail(args, "chosen[%zu] is %d, wanted an expert 0 to %lld", a, (int)at[a],
+                              (long long)experts - 1);
+    }
+    return true;
+}
+
+/* --- gate --------------------------------------------------------------------------------------------------------- */
+static bool check_bias(struct zpp_boxed *args, const struct zpp_tensor *bias, const struct zpp_moe_gate *gate) {
+    if (!zpp_op_check_tensor(args, "bias", bias, 1u << ZPP_F32)) return false;
+    if (bias->elems == 0 || bias->elems == gate->experts || bias->elems == gate->tokens * gate->experts) return true;
+    return zpp_boxed_fail(args, "bias has %zu elements, wanted none, %zu (one an expert) or %zu (as logits)",
+                          bias->elems, gate->experts, gate->tokens * gate->experts);
+}
+
+void zpp_op_moe_gate(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    struct results results = { .count = 0 };
+    zpp_boxed_begin(&args, "zeropp::moe_gate", stack, inputs);
+    const struct zpp_tensor *logits = zpp_boxed_tensor(&args, "logits", false);
+    const struct zpp_tensor *bias = zpp_boxed_tensor(&args, "bias", false);
+    const int64_t experts = zpp_boxed_int(&args), k = zpp_boxed_int(&args);
+    struct zpp_moe_gate gate = { .sigmoid = zpp_boxed_bool(&args) };
+    gate.normalise = zpp_boxed_bool(&args);
+    if (zpp_op_check_tensor(&args, "logits", logits, 1u << ZPP_F32) && check_sizes(&args, experts, k) &&
+        check_whole_rows(&args, "logits", logits, (size_t)experts)) {
+        gate.experts = (size_t)experts, gate.k = (size_t)k;
+        gate.tokens = logits->elems / gate.experts;
+        gate.logits = logits->data;
+        if (check_bias(&args, bias, &gate)) {
+            gate.bias = bias->elems ? bias->data : NULL;
+            gate.bias_per_token = bias->elems == logits->elems;
+        }
+    }
+    if (zpp_boxed_ok(&args)) {
+        float *weights = new_result(&args, &results, ZPP_F32, gate.tokens, gate.k);
+        int32_t *chosen = new_result(&args, &results, ZPP_I32, gate.tokens, gate.k);
+        int64_t *counts = new_result(&args, &results, ZPP_I64, gate.experts, 0);
+        float *losses = new_result(&args, &results, ZPP_F32, ZPP_MOE_LOSSES, 0);
+        if (zpp_boxed_ok(&args)) {
+            zpp_pool *pool = zpp_op_pool_take();
+            struct zpp_err err = ZPP_ERR_INIT;
+            if (zpp_moe_gate(&gate, weights, chosen, counts, losses, pool, &err)) zpp_boxed_fail(&args, "%s", err.text);
+            zpp_op_pool_give(pool);
+        }
+    }
+    give_results(&args, &results);
+    zpp_boxed_end(&args);
+}
+
+void zpp_op_moe_gate_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    struct results results = { .count = 0 };
+    zpp_boxed_begin(&args, "zeropp::moe_gate_backward", stack, inputs);
+    const struct zpp_tensor *grad_weights = zpp_boxed_tensor(&args, "grad_weights", false);
+    const struct zpp_tensor *grad_losses = zpp_boxed_tensor(&args, "grad_losses", false);
+    const struct zpp_tensor *logits = zpp_boxed_tensor(&args, "logits", false);
+    const struct zpp_tensor *chosen = zpp_boxed_tensor(&args, "chosen", false);
+    const struct zpp_tensor *counts = zpp_boxed_tensor(&args, "counts", false);
+    const int64_t k = zpp_boxed_int(&args), experts = (int64_t)counts->elems;
+    struct zpp_moe_gate gate = { .sigmoid = zpp_boxed_bool(&args) };
+    gate.normalise = zpp_boxed_bool(&args);
+    if (zpp_op_check_tensor(&args, "counts", counts, 1u << ZPP_I64) && check_sizes(&args, experts, k) &&
+        zpp_op_check_tensor(&args, "logits", logits, 1u << ZPP_F32) &&
+        check_whole_rows(&args, "logits", logits, (size_t)experts)) {
+        gate.experts = (size_t)experts, gate.k = (size_t)k;
+        gate.tokens = logits->elems / gate.experts;
+        gate.logits = logits->data;
+        const size_t assignments = gate.tokens * gate.k;
+        char of[OF_BYTES];
+        snprintf(of, sizeof of, "%zu tokens with %zu choices", gate.tokens, gate.k);
+        if (zpp_op_check_elems(&args, "chosen", chosen, 1u << ZPP_I32, assignments, of) &&
+            zpp_op_check_elems(&args, "grad_weights", grad_weights, 1u << ZPP_F32, assignments, of) &&
+            zpp_op_check_elems(&args, "grad_losses", grad_losses, 1u << ZPP_F32, ZPP_MOE_LOSSES, "balance and z")) {
+            check_chosen(&args, chosen, experts);
+        }
+    }
+    if (zpp_boxed_ok(&args)) {
+        float *grad_logits = new_result(&args, &results, ZPP_F32, gate.tokens, gate.experts);
+        if (grad_logits || zpp_boxed_ok(&args)) {
+            zpp_pool *pool = zpp_op_pool_take();
+            zpp_moe_gate_backward(&gate, chosen->data, counts->data, grad_weights->data, grad_losses->data,
+                                  grad_logits, pool);
+            zpp_op_pool_give(pool);
+        }
+    }
+    give_results(&args, &results);
+    zpp_boxed_end(&args);
+}
+
+/* --- plan --------------------------------------------------------------------------------------------------------- */
+void zpp_op_moe_plan(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    struct results results = { .count = 0 };
+    zpp_boxed_begin(&args, "zeropp::moe_plan", stack, inputs);
+    const struct zpp_tensor *chosen = zpp_boxed_tensor(&args, "chosen", false);
+    const int64_t experts = zpp_boxed_int(&args), k = zpp_boxed_int(&args), capacity = zpp_boxed_int(&args);
+    struct zpp_moe_plan plan = { .seed = zpp_boxed_int(&args) };
+    if (zpp_op_check_tensor(&args, "chosen", chosen, 1u << ZPP_I32) && check_sizes(&args, experts, k) &&
+        check_whole_rows(&args, "chosen", chosen, (size_t)k) &&
+        check_count(&args, "capacity", capacity, 0, INT32_MAX / experts) &&
+        check_count(&args, "assignments", (int64_t)chosen->elems, 0, INT32_MAX) &&
+        check_chosen(&args, chosen, experts)) {
+        plan.chosen = chosen->data;
+        plan.tokens = chosen->elems / (size_t)k;
+        plan.experts = (size_t)experts, plan.k = (size_t)k, plan.capacity = (size_t)capacity;
+        int32_t *slots = new_result(&args, &results, ZPP_I32, plan.tokens, plan.k);
+        int64_t *kept = new_result(&args, &results, ZPP_I64, plan.experts, 0);
+        struct zpp_err err = ZPP_ERR_INIT;
+        if (zpp_boxed_ok(&args) && zpp_moe_plan(&plan, slots, kept, &err)) zpp_boxed_fail(&args, "%s", err.text);
+    }
+    give_results(&args, &results);
+    zpp_boxed_end(&args);
+}
+
+/* --- rows --------------------------------------------------------------------------------------------------------- */
+struct row_args {
+    const struct zpp_tensor *slots, *kept;
+    int64_t k, capacity, width;
+};
+
+static void read_row_numbers(struct zpp_boxed *args, struct row_args *r) {
+    r->k = zpp_boxed_int(args);
+    r->capacity = zpp_boxed_int(args);
+    r->width = zpp_boxed_int(args);
+}
+
+static bool check_slots(struct zpp_boxed *args, const struct zpp_moe_rows *rows) {
+    const size_t limit = zpp_moe_buffer_rows(rows);
+    size_t live = 0, wanted = rows->capacity ? 0 : limit;
+    for (size_t a = 0; a < rows->tokens * rows->k; ++a) {
+        const int32_t slot = rows->slots[a];
+        if (slot < -1 || (slot >= 0 && (size_t)slot >= limit)) {
+            return zpp_boxed_fail(args, "slots[%zu] is %d, wanted -1 or a row below %zu", a, (int)slot, limit);
+        }
+        live += slot >= 0;
+    }
+    for (size_t e = 0; e < rows->experts && rows->capacity; ++e) {
+        if (rows->kept[e] < 0 || (size_t)rows->kept[e] > rows->capacity) {
+            return zpp_boxed_fail(args, "kept[%zu] is %lld, wanted 0 to capacity %zu", e, (long long)rows->kept[e],
+                                  rows->capacity);
+        }
+        wanted += (size_t)rows->kept[e];
+    }
+    if (live == wanted) return true;
+    return zpp_boxed_fail(args, "slots has %zu rows that are not dropped, wanted %zu as kept says: take both from one "
+                          "moe_plan", live, wanted);
+}
+
+/* Everything but the moved tensors themselves. */
+static bool check_rows(struct zpp_boxed *args, const struct row_args *r, zpp_dtype dtype, struct zpp_moe_rows *rows) {
+    if (!zpp_op_check_tensor(args, "slots", r->slots, 1u << ZPP_I32) ||
+        !zpp_op_check_tensor(args, "kept", r->kept, 1u << ZPP_I64)) {
+        return false;
+    }
+    const int64_t experts = (int64_t)r->kept->elems;
+    if (!check_sizes(args, experts, r->k) || !check_count(args, "capacity", r->capacity, 0, INT32_MAX / experts) ||
+        !check_count(args, "width", r->width, 1, INT32_MAX) ||
+        !check_whole_rows(args, "slots", r->slots, (size_t)r->k)) {
+        return false;
+    }
+    *rows = (struct zpp_moe_rows){
+        .slots = r->slots->data, .kept = r->kept->data, .tokens = r->slots->elems / (size_t)r->k, .k = (size_t)r->k,
+        .experts = (size_t)experts, .capacity = (size_t)r->capacity, .width_elems = (size_t)r->width, .dtype = dtype };
+    return check_slots(args, rows);
+}
+
+static bool check_moved(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor,
+                        const struct zpp_moe_rows *rows, bool buffer) {
+    const size_t count = buffer ? zpp_moe_buffer_rows(rows) : rows->tokens;
+    char of[OF_BYTES];
+    snprintf(of, sizeof of, "%zu %s of width %zu", count, buffer ? "rows of the buffer" : "tokens", rows->width_elems);
+    return zpp_op_check_elems(args, name, tensor, 1u << rows->dtype, count * rows->width_elems, of);
+}
+
+static bool check_weights(struct zpp_boxed *args, const struct zpp_tensor *weights, const struct zpp_moe_rows *rows,
+                          bool may_be_empty) {
+    if (may_be_empty && weights->elems == 0) return zpp_op_check_tensor(args, "weights", weights, 1u << ZPP_F32);
+    return zpp_op_check_elems(args, "weights", weights, 1u << ZPP_F32, rows->tokens * rows->k, "as slots");
+}
+
+/* `out` lies apart from what is read. */
+static bool check_out_apart(struct zpp_boxed *args, const struct zpp_tensor *out, const struct zpp_tensor *from,
+                            const struct row_args *r, const struct zpp_tensor *weights) {
+    const struct zpp_tensors w = zpp_op_one("out", out);
+    const struct zpp_tensors reads[] = { zpp_op_one("the tensor read", from), zpp_op_one("slots", r->slots),
+                                         zpp_op_one("kept", r->kept), zpp_op_one("weights", weights) };
+    const struct zpp_tensors *written = &w, *read[] = { &reads[0], &reads[1], &reads[2], &reads[3] };
+    return zpp_boxed_check_apart(args, &written, 1, read, weights ? 4 : 3);
+}
+
+static void dispatch(struct zpp_boxed *args, StableIValue *stack, uint64_t inputs, const char *op, bool into) {
+    struct row_args r;
+    struct zpp_moe_rows rows;
+    struct results results = { .count = 0 };
+    const struct zpp_tensor *out = NULL;
+    zpp_boxed_begin(args, op, stack, inputs);
+    const struct zpp_tensor *x = zpp_boxed_tensor(args, "x", false);
+    r.slots = zpp_boxed_tensor(args, "slots", false);
+    r.kept = zpp_boxed_tensor(args, "kept", false);
+    if (into) out = zpp_boxed_tensor(args, "out", true);
+    read_row_numbers(args, &r);
+    if (zpp_op_check_tensor(args, "x", x, ZPP_OP_FLOATS) && check_rows(args, &r, x->dtype, &rows) &&
+        check_moved(args, "x", x, &rows, false)) {
+        void *to = NULL;
+        if (!into) to = new_result(args, &results, x->dtype, zpp_moe_buffer_rows(&rows), rows.width_elems);
+        else if (check_moved(args, "out", out, &rows, true) && check_out_apart(args, out, x, &r, NULL)) to = out->data;
+        if (zpp_boxed_ok(args)) {
+            zpp_pool *pool = zpp_op_pool_take();
+            zpp_moe_dispatch(&rows, x->data, to, pool);
+            zpp_op_pool_give(pool);
+        }
+    }
+    give_results(args, &results);
+    zpp_boxed_end(args);
+}
+
+void zpp_op_moe_dispatch(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    dispatch(&args, stack, inputs, "zeropp::moe_dispatch", false);
+}
+
+void zpp_op_moe_dispatch_into(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    dispatch(&args, stack, inputs, "zeropp::moe_dispatch_", true);
+}
+
+static void combine(struct zpp_boxed *args, StableIValue *stack, uint64_t inputs, const char *op, bool into) {
+    struct row_args r;
+    struct zpp_moe_rows rows;
+    struct results results = { .count = 0 };
+    const struct zpp_tensor *out = NULL;
+    zpp_boxed_begin(args, op, stack, inputs);
+    const struct zpp_tensor *from = zpp_boxed_tensor(args, "rows", false);
+    r.slots = zpp_boxed_tensor(args, "slots", false);
+    r.kept = zpp_boxed_tensor(args, "kept", false);
+    const struct zpp_tensor *weights = zpp_boxed_tensor(args, "weights", false);
+    if (into) out = zpp_boxed_tensor(args, "out", true);
+    read_row_numbers(args, &r);
+    if (zpp_op_check_tensor(args, "rows", from, ZPP_OP_FLOATS) && check_rows(args, &r, from->dtype, &rows) &&
+        check_moved(args, "rows", from, &rows, true) && check_weights(args, weights, &rows, true)) {
+        void *to = NULL;
+        if (!into) to = new_result(args, &results, from->dtype, rows.tokens, rows.width_elems);
+        else if (check_moved(args, "out", out, &rows, false) && check_out_apart(args, out, from, &r, weights))
+            to = out->data;
+        if (zpp_boxed_ok(args)) {
+            zpp_pool *pool = zpp_op_pool_take();
+            zpp_moe_combine(&rows, from->data, weights->elems ? weights->data : NULL, to, pool);
+            zpp_op_pool_give(pool);
+        }
+    }
+    give_results(args, &results);
+    zpp_boxed_end(args);
+}
+
+void zpp_op_moe_combine(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    combine(&args, stack, inputs, "zeropp::moe_combine", false);
+}
+
+void zpp_op_moe_combine_into(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    combine(&args, stack, inputs, "zeropp::moe_combine_", true);
+}
+
+void zpp_op_moe_combine_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    struct row_args r;
+    struct zpp_moe_rows rows;
+    struct results results = { .count = 0 };
+    zpp_boxed_begin(&args, "zeropp::moe_combine_backward", stack, inputs);
+    const struct zpp_tensor *grad = zpp_boxed_tensor(&args, "grad", false);
+    const struct zpp_tensor *from = zpp_boxed_tensor(&args, "rows", false);
+    r.slots = zpp_boxed_tensor(&args, "slots", false);
+    r.kept = zpp_boxed_tensor(&args, "kept", false);
+    const struct zpp_tensor *weights = zpp_boxed_tensor(&args, "weights", false);
+    read_row_numbers(&args, &r);
+    if (zpp_op_check_tensor(&args, "rows", from, ZPP_OP_FLOATS) && check_rows(&args, &r, from->dtype, &rows) &&
+        check_moved(&args, "rows", from, &rows, true) && check_moved(&args, "grad", grad, &rows, false) &&
+        check_weights(&args, weights, &rows, false)) {
+        void *grad_rows =
+            new_result(&args, &results, from->dtype, zpp_moe_buffer_rows(&rows), rows.width_elems);
+        float *grad_weights = new_result(&args, &results, ZPP_F32, rows.tokens, rows.k);
+        if (zpp_boxed_ok(&args)) {
+            zpp_pool *pool = zpp_op_pool_take();
+            zpp_moe_combine_backward(&rows, from->data, weights->data, grad->data, grad_rows, grad_weights, pool);
+            zpp_op_pool_give(pool);
+        }
+    }
+    give_results(&args, &results);
+    zpp_boxed_end(&args);
+}

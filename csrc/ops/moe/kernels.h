@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Inside of csrc/ops/moe: what a CPU version offers, and the table of them (variants.def). All are thread-free and ask
+ * for no alignment. Sums run in sixteen lanes (element i in lane i % 16), added as zpp_moe_lanes_sum does.
+ */
+#ifndef ZPP_OPS_MOE_KERNELS_H
+#define ZPP_OPS_MOE_KERNELS_H
+
+#include "../../base/cpu.h"
+#include "moe.h"
+
+enum { ZPP_MOE_LANES = 16 };
+
+struct zpp_moe_row_sums {
+    float max; /* softmax: greatest logit */
+    float sum; /* softmax: of e^(x - max); sigmoid: of the scores */
+};
+
+struct zpp_moe_kernels {
+    /* A row of scores. logits and scores have room for whole sixteens; the logits' end is filled with -inf, and the
+     * scores' end becomes 0. */
+    struct zpp_moe_row_sums (*scores)(const float *logits, size_t experts, bool sigmoid, float *scores);
+    /* The greatest of `padded` (whole sixteens) numbers, none of them NaN. */
+    float (*greatest)(const float *from, size_t padded);
+    /* out = sum_j weights[j] rows[j]; weights NULL: plain sum. count >= 1. `stream`: past the cache. */
+    void (*combine)(void *out, const void *const *rows, const float *weights, size_t count, size_t elems,
+                    zpp_dtype dtype, bool stream);
+    /* out = weight * row */
+    void (*scale)(void *out, const void *row, float weight, size_t elems, zpp_dtype dtype, bool stream);
+    float (*dot)(const void *a, const void *b, size_t elems, zpp_dtype dtype);
+    void (*copy)(void *to, const void *from, size_t bytes, bool stream);
+};
+
+#define ZPP_MOE_VARIANT(level, name) extern const struct zpp_moe_kernels name;
+#include "variants.def"
+#undef ZPP_MOE_VARIANT
+
+/* The version for this CPU; the one of a level, NULL where there is none. */
+const struct zpp_moe_kernels *zpp_moe_kernels(void);
+const struct zpp_moe_kernels *zpp_moe_kernels_at(enum zpp_cpu_level level);
+
+/* Experts in whole sixteens. */
+static inline size_t zpp_moe_padded(size_t experts) {
+    return (experts + ZPP_MOE_LANES - 1) / ZPP_MOE_LANES * ZPP_MOE_LANES;
+}
+
+static inline float zpp_moe_lanes_sum(float lanes[ZPP_MOE_LANES]) {
+    for (int width = ZPP_MOE_LANES / 2; width > 0; width /= 2) {
+        for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+    }
+    return lanes[0];
+}
+
+/* maxps: the second where they are not ordered. */
+static inline float zpp_moe_max(float a, float b) { return a > b ? a : b; }
+
+static inline float zpp_moe_lanes_max(float lanes[ZPP_MOE_LANES]) {
+    for (int width = ZPP_MOE_LANES / 2; width > 0; width /= 2) {
+        for (int l = 0; l < width; ++l) lanes[l] = zpp_moe_max(lanes[l], lanes[l + width]);
+    }
+    return lanes[0];
+}
+
+#endif

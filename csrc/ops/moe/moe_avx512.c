@@ -1,0 +1,9 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The MoE kernels with AVX-512: moe_vec16.h has the text.
+ */
+#include "kernels.h"
+
+#include "moe_vec16.h"
+
+const struct zpp_moe_kernels zpp_moe_avx512 = { scores_of, greatest, combine, scale, dot, copy };

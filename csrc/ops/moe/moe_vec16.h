@@ -1,0 +1,196 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The MoE kernels sixteen elements at once: the text of the AVX2 and the AVX-512 version, which differ in vec16.h and
+ * in the shift of v16_power. Operation by operation the order of moe_scalar.c and gate_body.h.
+ */
+#ifndef ZPP_OPS_MOE_VEC16_H
+#define ZPP_OPS_MOE_VEC16_H
+
+#include <assert.h>
+#include <math.h>
+#include <string.h>
+
+#include "../element.h"
+#include "../vec16.h"
+#include "gate_body.h"
+#include "kernels.h"
+
+/* 2^n, where `shifted` has n in its low bits. */
+#if defined(__AVX512F__)
+V16_FN v16 v16_power(v16 shifted) {
+    const __m512i bits = _mm512_add_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 23));
+}
+#else
+V16_FN __m256 v8_power(__m256 shifted) {
+    const __m256i bits = _mm256_add_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
+}
+V16_FN v16 v16_power(v16 shifted) { return V16_BOTH(v8_power(shifted.lo), v8_power(shifted.hi)); }
+#endif
+
+V16_FN v16 v16_exp(v16 x) {
+    x = v16_max(v16_set1(ZPP_MOE_EXP_LEAST), x); /* in this order a NaN stays one */
+    x = v16_min(v16_set1(ZPP_MOE_EXP_MOST), x);
+    const v16 shifted = v16_add(v16_mul(x, v16_set1(ZPP_MOE_PER_LN2)), v16_set1(ZPP_MOE_NEAREST));
+    const v16 n = v16_sub(shifted, v16_set1(ZPP_MOE_NEAREST));
+    const v16 r = v16_sub(v16_sub(x, v16_mul(n, v16_set1(ZPP_MOE_LN2_HIGH))), v16_mul(n, v16_set1(ZPP_MOE_LN2_LOW)));
+    v16 p = v16_set1(ZPP_MOE_P0);
+    p = v16_add(v16_mul(p, r), v16_set1(ZPP_MOE_P1));
+    p = v16_add(v16_mul(p, r), v16_set1(ZPP_MOE_P2));
+    p = v16_add(v16_mul(p, r), v16_set1(ZPP_MOE_P3));
+    p = v16_add(v16_mul(p, r), v16_set1(ZPP_MOE_P4));
+    p = v16_add(v16_mul(p, r), v16_set1(ZPP_MOE_P5));
+    p = v16_add(v16_add(v16_mul(p, v16_mul(r, r)), r), v16_set1(1.0f));
+    return v16_mul(p, v16_power(shifted));
+}
+
+static float greatest(const float *from, size_t padded) {
+    v16 most = v16_load(from);
+    for (size_t i = V16_LANES; i < padded; i += V16_LANES) most = v16_max(most, v16_load(from + i));
+    float lanes[V16_LANES];
+    v16_store(lanes, most);
+    return zpp_moe_lanes_max(lanes);
+}
+
+static float sum(const float *from, size_t padded) {
+    v16 total = v16_set1(0.0f);
+    for (size_t i = 0; i < padded; i += V16_LANES) total = v16_add(total, v16_load(from + i));
+    float lanes[V16_LANES];
+    v16_store(lanes, total);
+    return zpp_moe_lanes_sum(lanes);
+}
+
+static struct zpp_moe_row_sums scores_of(const float *logits, size_t experts, bool sigmoid, float *scores) {
+    const size_t padded = zpp_moe_padded(experts);
+    const v16 one = v16_set1(1.0f);
+    struct zpp_moe_row_sums sums = { sigmoid ? 0.0f : greatest(logits, padded), 0.0f };
+    for (size_t e = 0; e < padded; e += V16_LANES) {
+        const v16 x = v16_load(logits + e);
+        v16_store(scores + e, sigmoid ? v16_div(one, v16_add(one, v16_exp(v16_sub(v16_set1(0.0f), x))))
+                                      : v16_exp(v16_sub(x, v16_set1(sums.max))));
+    }
+    for (size_t e = experts; e < padded; ++e) scores[e] = 0.0f;
+    sums.sum = sum(scores, padded);
+    if (sigmoid) return sums;
+    const v16 total = v16_set1(sums.sum);
+    for (size_t e = 0; e < padded; e += V16_LANES) v16_store(scores + e, v16_div(v16_load(scores + e), total));
+    for (size_t e = experts; e < padded; ++e) scores[e] = 0.0f; /* 0 / NaN is none */
+    return sums;
+}
+
+/* Elements before `to` is aligned for streamed stores of sixteen. */
+static size_t head_elems(const void *to, zpp_dtype dtype, size_t elems) {
+    const size_t head = ((0 - (uintptr_t)to) & 63u) / zpp_dtype_bytes(dtype);
+    return head < elems ? head : elems;
+}
+
+V16_FN v16 combined(const void *const *rows, const float *weights, size_t count, size_t i, const zpp_dtype dtype,
+                    const bool weighted) {
+    v16 total = v16_load_as(rows[0], i, dtype);
+    if (weighted) total = v16_mul(v16_set1(weights[0]), total);
+    for (size_t j = 1; j < count; ++j) {
+        const v16 value = v16_load_as(rows[j], i, dtype);
+        total = v16_add(total, weighted ? v16_mul(v16_set1(weights[j]), value) : value);
+    }
+    return total;
+}
+
+/* Elements [begin, end) one by one. */
+static void combine_elements(void *out, const void *const *rows, const float *weights, size_t count, size_t begin,
+                             size_t end, zpp_dtype dtype) {
+    for (size_t i = begin; i < end; ++i) {
+        float total = 0.0f;
+        for (size_t j = 0; j < count; ++j) {
+            const float value = zpp_element_load(rows[j], dtype, i);
+            const float part = weights ? ZPP_MUL(weights[j], value) : value;
+            total = j ? ZPP_ADD(total, part) : part;
+        }
+        zpp_element_store(out, dtype, i, total);
+    }
+}
+
+V16_FN size_t combine_turns(void *out, const void *const *rows, const float *weights, size_t count, size_t begin,
+                            size_t elems, const zpp_dtype dtype, const bool weighted, const bool stream) {
+    size_t i = begin;
+    for (; i + V16_LANES <= elems; i += V16_LANES) {
+        const v16 total = combined(rows, weights, count, i, dtype, weighted);
+        if (stream) v16_stream_as(out, i, dtype, total);
+        else v16_store_as(out, i, dtype, total);
+    }
+    return i;
+}
+
+V16_FN size_t combine_some(void *out, const void *const *rows, const float *weights, size_t count, size_t begin,
+                           size_t elems, const zpp_dtype dtype, const bool stream) {
+    if (!weights) return combine_turns(out, rows, weights, count, begin, elems, dtype, false, stream);
+    switch (count) { /* constants, so that rows and weights stay in registers */
+    case 1: return combine_turns(out, rows, weights, 1, begin, elems, dtype, true, stream);
+    case 2: return combine_turns(out, rows, weights, 2, begin, elems, dtype, true, stream);
+    default: return combine_turns(out, rows, weights, count, begin, elems, dtype, true, stream);
+    }
+}
+
+/* Streaming wants an address that whole elements can align: one that elements do not divide is stored plainly. */
+static void combine(void *out, const void *const *rows, const float *weights, size_t count, size_t elems,
+                    zpp_dtype dtype, bool stream) {
+    assert(count >= 1);
+    stream = stream && (uintptr_t)out % zpp_dtype_bytes(dtype) == 0;
+    const size_t head = stream ? head_elems(out, dtype, elems) : 0;
+    size_t done;
+    combine_elements(out, rows, weights, count, 0, head, dtype);
+#define COMBINE(kind) \
+    (stream ? combine_some(out, rows, weights, count, head, elems, kind, true) \
+            : combine_some(out, rows, weights, count, head, elems, kind, false))
+    switch (dtype) {
+    case ZPP_BF16: done = COMBINE(ZPP_BF16); break;
+    case ZPP_F16: done = COMBINE(ZPP_F16); break;
+    default: done = COMBINE(ZPP_F32); break;
+    }
+#undef COMBINE
+    if (stream) _mm_sfence();
+    combine_elements(out, rows, weights, count, done, elems, dtype);
+}
+
+static void scale(void *out, const void *row, float weight, size_t elems, zpp_dtype dtype, bool stream) {
+    combine(out, &row, &weight, 1, elems, dtype, stream);
+}
+
+V16_FN float dot_as(const void *a, const void *b, size_t elems, const zpp_dtype dtype) {
+    v16 total = v16_set1(0.0f);
+    size_t i = 0;
+    for (; i + V16_LANES <= elems; i += V16_LANES) {
+        total = v16_add(total, v16_mul(v16_load_as(a, i, dtype), v16_load_as(b, i, dtype)));
+    }
+    float lanes[V16_LANES];
+    v16_store(lanes, total);
+    for (size_t l = 0; i + l < elems; ++l) {
+        lanes[l] += ZPP_MUL(zpp_element_load(a, dtype, i + l), zpp_element_load(b, dtype, i + l));
+    }
+    return zpp_moe_lanes_sum(lanes);
+}
+
+static float dot(const void *a, const void *b, size_t elems, zpp_dtype dtype) {
+    switch (dtype) {
+    case ZPP_BF16: return dot_as(a, b, elems, ZPP_BF16);
+    case ZPP_F16: return dot_as(a, b, elems, ZPP_F16);
+    default: return dot_as(a, b, elems, ZPP_F32);
+    }
+}
+
+/* Bytes as floats: no arithmetic touches them. */
+static void copy(void *to, const void *from, size_t bytes, bool stream) {
+    size_t at = (0 - (uintptr_t)to) & 63u;
+    if (!stream || bytes < at + 64) {
+        memcpy(to, from, bytes);
+        return;
+    }
+    memcpy(to, from, at);
+    for (; at + 64 <= bytes; at += 64) {
+        v16_stream((float *)(void *)((char *)to + at), v16_load((const float *)(const void *)((const char *)from + at)));
+    }
+    _mm_sfence();
+    memcpy((char *)to + at, (const char *)from + at, bytes - at);
+}
+
+#endif
