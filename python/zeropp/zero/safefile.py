@@ -6,12 +6,13 @@ safetensors' own writer makes a copy of every tensor first, which a rank that ho
 knows no checksums; the format is simple: 8 bytes little-endian length of a JSON header, the header, the tensors'
 bytes. Formats: docs/checkpoint-format.md.
 
-Memory: ``RING_BLOCKS`` blocks while a file is written, whatever its size; one more thread, which writes while this one
-gathers and sums the next block.
+Memory: ``RING_BLOCKS`` blocks while a file is written, whatever its size. Blocks are summed and written (read and
+compared) by a few threads, because a checksum takes as long as the disk does.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import mmap
@@ -35,6 +36,10 @@ BLOCK_BYTES = 4 << 20
 """Bytes under one checksum: a damaged file is named to within one block."""
 RING_BLOCKS = 4
 """Blocks in memory while a file is written or verified."""
+READ_BYTES = 512 << 10
+"""Bytes read at once while a block is compared."""
+THREADS = 3
+"""Threads that sum and write blocks: two sums and a write overlap."""
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -102,10 +107,15 @@ def write_blocks(descriptor: int, blocks: Iterable[memoryview]) -> dict[str, Any
     """
     sums: list[int] = []
     offset = 0
+
+    def put(block: memoryview, index: int, at: int) -> None:
+        sums[index] = zlib.crc32(block)
+        files.disk.write(descriptor, block, at)
+
     with _Behind(RING_BLOCKS - 1) as behind:
-        for block in blocks:
-            behind.do(files.disk.write, descriptor, block, offset)
-            sums.append(zlib.crc32(block))
+        for index, block in enumerate(blocks):
+            sums.append(0)
+            behind.do(put, block, index, offset)
             offset += len(block)
     files.disk.sync(descriptor)
     return {"bytes": offset, "block_bytes": BLOCK_BYTES, "crc32": sums}
@@ -136,7 +146,8 @@ def image_of(pieces: Sequence[Piece], metadata: Mapping[str, str], room: mmap.mm
     header = header_of(pieces, metadata)
     whole_bytes = len(header) + sum(piece.nbytes for piece in pieces)
     if room is None or len(room) < whole_bytes:
-        room = mmap.mmap(-1, whole_bytes)
+        # A little more, so that a header that grows by a digit does not mean new memory; private, so that huge pages hold it.
+        room = mmap.mmap(-1, whole_bytes + (64 << 10), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         room.madvise(mmap.MADV_HUGEPAGE)
     room[: len(header)] = header
     image = torch.frombuffer(room, dtype=torch.uint8)
@@ -188,30 +199,38 @@ def _assembled(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 class _Behind:
-    """One thread that does calls in order, at most ``room`` behind. Its first error is raised by ``do`` or the end."""
+    """A few threads that do calls, which are begun in order. A call begins only when all but ``room`` - 1 of those
+    before it are over. The first error is raised by ``do`` or at the end; what was not begun then is left out."""
 
     def __init__(self, room: int) -> None:
-        self._room = threading.Semaphore(room)
-        self._calls: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._room = room
+        self._waiting: collections.deque[threading.Event] = collections.deque()
+        self._calls: queue.SimpleQueue[tuple[threading.Event, Callable[..., object], tuple[Any, ...]] | None]
+        self._calls = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="zeropp-disk")
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._work, name=f"zeropp-disk-{i}") for i in range(THREADS)]
+        for thread in self._threads:
+            thread.start()
 
     def do(self, call: Callable[..., object], *args: Any) -> None:
-        self._room.acquire()
+        over = threading.Event()
+        self._waiting.append(over)
+        self._calls.put((over, call, args))
+        while len(self._waiting) > self._room:  # the caller may now use again what older calls had
+            self._waiting.popleft().wait()
         if self._error is not None:
             raise self._error
-        self._calls.put((call, args))
 
     def _work(self) -> None:
         while (one := self._calls.get()) is not None:
+            over, call, args = one
             try:
                 if self._error is None:
-                    one[0](*one[1])
+                    call(*args)
             except BaseException as error:  # whatever it is, the caller's thread raises it
-                self._error = error
-            del one  # holds a view of the buffer
-            self._room.release()
+                self._error = self._error or error
+            del one, call, args  # they hold a view of the buffer
+            over.set()
 
     def __enter__(self) -> _Behind:
         return self
@@ -219,8 +238,10 @@ class _Behind:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._calls.put(None)
-        self._thread.join()
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()
         if kind is None and self._error is not None:
             raise self._error
 
@@ -243,23 +264,28 @@ def verify(path: Path, entry: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{path}: has {found_bytes} bytes, the manifest says {wanted_bytes}; damaged from offset {offset} on"
             )
-        with path.open("rb", buffering=0) as file, _Behind(RING_BLOCKS) as behind:
+        with path.open("rb", buffering=0) as file, _Behind(2 * THREADS) as behind:
             for index, wanted in enumerate(entry["crc32"]):
                 first = index * block_bytes
-                block = bytearray(min(block_bytes, wanted_bytes - first))
-                _read_all(file, memoryview(block), path)
-                behind.do(_compare, path, first, block, wanted)
+                os.posix_fadvise(file.fileno(), first, block_bytes, os.POSIX_FADV_WILLNEED)  # before its turn comes
+                behind.do(_compare, path, file.fileno(), first, min(block_bytes, wanted_bytes - first), wanted)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: the manifest names this file, and it is missing") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _compare(path: Path, first: int, block: bytearray, wanted: int) -> None:
-    found = zlib.crc32(block)
+def _compare(path: Path, descriptor: int, first: int, size_bytes: int, wanted: int) -> None:
+    found = left = 0
+    for offset in range(first, first + size_bytes, READ_BYTES):  # small enough to stay in the cache for its sum
+        part = os.pread(descriptor, min(READ_BYTES, first + size_bytes - offset), offset)
+        found = zlib.crc32(part, found)
+        left += len(part)
+    if left != size_bytes:
+        raise CheckpointError(f"{path}: ended {size_bytes - left} bytes early; it changed while it was read")
     if found != wanted:
         raise CheckpointError(
-            f"{path}: damaged between offset {first} and {first + len(block)}: "
+            f"{path}: damaged between offset {first} and {first + size_bytes}: "
             f"checksum {found:08x}, the manifest says {wanted:08x}"
         )
 

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``zeropp.save`` of a model with AdamW's states (12 bytes a parameter), one rank: durable and with checksums, beside
+torch's DCP (no checksums) and fio's sequential writes; and how long ``background=True`` blocks the training, beside a
+copy of the same bytes."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import zeropp
+from aio_peers import fio
+from checkpoint_peers import clear, dcp_load, dcp_save, size_of, tensors, trained
+from harness import ROOT, Need, Run, alternate, timed
+
+CLAIM = (
+    "A durable checkpoint with checksums beside DCP's without, and the disk; training waits for a copy in memory only"
+)
+NEEDS = (Need("fio", program="fio", install="apt-get install fio"),)
+
+
+def run(bench: Run) -> None:
+    """Durable saves, then the blocked part of background saves."""
+    model, optimizer = trained(25_000_000 if bench.quick else 100_000_000)
+    state = tensors(model, optimizer)
+    whole_bytes = size_of(state)
+    rounds = 3 if bench.quick else 5
+    with tempfile.TemporaryDirectory(dir=ROOT, prefix=".checkpoint-bench-") as name:
+        ours, theirs, scratch = Path(name) / "ours", Path(name) / "dcp", Path(name) / "fio"
+        check(bench, model, optimizer, state, ours, theirs)
+        case = f"{whole_bytes / 1e6:.0f} MB"
+
+        def fio_pass() -> float:
+            return fio("io_uring", scratch, whole_bytes, True).seconds * 1e3
+
+        fio_pass()
+        samples = alternate(
+            {
+                "ours": timed(lambda: zeropp.save(ours, model, optimizer, step=1), lambda: clear(ours)),
+                "DCP": timed(lambda: dcp_save(state, theirs), lambda: clear(theirs)),
+                "fio": fio_pass,
+            },
+            rounds,
+        )
+        bench.compare(case, samples, ours="ours", peers=["DCP"], unit="ms", limit="fio")
+        flat = torch.cat([value.reshape(-1).view(torch.uint8) for value in state.values()])
+        room = torch.empty_like(flat)
+
+        def blocked() -> float:
+            begun = time.perf_counter()
+            saving = zeropp.save(ours, model, optimizer, step=1, background=True)
+            took = (time.perf_counter() - begun) * 1e3
+            saving.wait()
+            return took
+
+        samples = alternate({"ours": blocked, "memcpy": timed(lambda: room.copy_(flat))}, rounds, warmup=2)
+        bench.compare(f"{case} blocked", samples, ours="ours", peers=["memcpy"], unit="ms", limit="memcpy")
+
+
+def check(bench: Run, model: object, optimizer: object, state: dict, ours: Path, theirs: Path) -> None:
+    """Both give back what they were given."""
+    zeropp.save(ours, model, optimizer, step=1)
+    dcp_save(state, theirs)
+    wanted = {name: value.clone() for name, value in state.items()}
+    for load in (lambda: zeropp.load(ours, model, optimizer), lambda: dcp_load(state, theirs)):
+        for value in state.values():
+            value.zero_()
+        load()
+        same = all(torch.equal(value, wanted[name]) for name, value in state.items())
+        bench.check(same, "what was loaded differs from what was saved")
