@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zeropp.config import Offload as Offload
     from zeropp.config import Precision as Precision
     from zeropp.config import Tier as Tier
+    from zeropp.deepspeed_engine import initialize as initialize
     from zeropp.errors import CheckpointError as CheckpointError
     from zeropp.errors import CommError as CommError
     from zeropp.errors import CommTimeoutError as CommTimeoutError
@@ -51,6 +52,7 @@ _HOME = {
     "load": "zero.restore",
     **dict.fromkeys(("full_state_dict", "load_full_state_dict", "named_full_tensors", "export"), "zero.state"),
     "sharded_init": "zero.init",
+    "initialize": "deepspeed_engine",
     **dict.fromkeys(("Config", "Precision", "LossScale", "Offload", "Tier", "Comm"), "config"),
     **dict.fromkeys(
         (

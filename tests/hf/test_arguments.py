@@ -82,6 +82,7 @@ def test_all_that_differs_is_one_error(tmp_path):
         ({"zeropp": "nowhere.json"}, "nowhere.json: cannot be read"),
         ({"zeropp": {"stage": 3, "clip": 0.5}}, "clip is 0.5, and --max_grad_norm is 1.0"),
         ({"zeropp": {"stage": 3, "precision": "bf16"}}, "--bf16 is not given"),
+        ({"zeropp": {"stage": 3, "precision": "fp16"}}, "use 'bf16', which needs no loss scale"),
         ({"zeropp": {"stage": 3}, "torch_compile": True}, "block.compile()"),
         ({"zeropp": {"stage": 3}, "auto_find_batch_size": True}, "--per_device_train_batch_size"),
         ({"zeropp": {"stage": 3}, "bf16_full_eval": True}, "--bf16_full_eval is not implemented yet"),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "env": "what zeropp found on this machine: torch, CPU level, kernels, CUDA driver, NCCL, io_uring",
+    "config": "what every key of a configuration file does here, DeepSpeed's too, and what is not supported",
     "bench-io": "the best I/O settings of a disk, and how near its limit they come",
     "verify": "is every byte of a checkpoint as it was saved",
     "export": "a checkpoint as safetensors files in the Hugging Face layout",

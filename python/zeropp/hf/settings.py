@@ -141,5 +141,9 @@ def _refuse_unsupported(config: Config, arguments: Any) -> None:
                 "auto_find_batch_size": "give --per_device_train_batch_size",
             }.get(name, "give one of the two")
             raise ConfigError(f"--{name} cannot be used with --zeropp: {instead}")
+    if config.dtype_name == "fp16":
+        raise ConfigError(
+            "precision: 'fp16' is not implemented yet with --zeropp; use 'bf16', which needs no loss scale"
+        )
     if config.dtype_name == "bf16" and not arguments.bf16:
         raise ConfigError("precision is 'bf16' in zeropp's configuration, and --bf16 is not given; give it")

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m zeropp config FILE``: what every key of a configuration does here, and what is not supported."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zeropp.config import Config, _read_json
+from zeropp.deepspeed_json import is_deepspeed_key
+from zeropp.errors import ConfigError
+
+#: Sections that other doors read: `zeropp.initialize` and the Trainer.
+_ELSEWHERE = {
+    "optimizer": "zeropp.initialize builds it; Trainer compares it with its arguments",
+    "scheduler": "zeropp.initialize builds it; for Trainer give --lr_scheduler_type",
+}
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a configuration, zeropp's or DeepSpeed's; or JSON text")
+    parser.add_argument("--ranks", type=int, default=1, help="world size, for batch sizes (default: 1)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns 1 where a key is refused, else 0."""
+    try:
+        keys = _read_json(options.file)
+    except ConfigError as error:
+        print(error)
+        return 1
+    rows: list[dict[str, Any]] = []
+    accepted: dict[str, Any] = {}
+    for path, value, alone in _pieces(keys):
+        state, said = _explain(path, value, alone, options.ranks)
+        rows.append({"key": path, "value": value, "state": state, "said": said})
+        if state in ("used", "changes nothing") and not path.startswith(tuple(_ELSEWHERE)):
+            _merge(accepted, alone)
+    refused = any(row["state"] == "refused" for row in rows)
+    config, problem = _whole(accepted, options.ranks)
+    if options.json:
+        print(json.dumps({"keys": rows, "config": config, "problem": problem}, indent=1, default=str))
+    else:
+        _show(rows, config, problem)
+    return int(refused or problem is not None)
+
+
+def _pieces(keys: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """(path, value, the smallest configuration that has this key)."""
+    stage = keys.get("zero_optimization", {}).get("stage", 0) if isinstance(keys.get("zero_optimization"), dict) else 0
+    for name, value in keys.items():
+        if name == "zero_optimization" and isinstance(value, dict):
+            for key, inner in value.items():
+                yield f"{name}.{key}", inner, {name: {"stage": stage, key: inner}}
+        else:
+            yield name, value, {name: value}
+
+
+def _explain(path: str, value: Any, alone: dict[str, Any], ranks: int) -> tuple[str, str]:
+    if path in _ELSEWHERE:
+        return "used", _ELSEWHERE[path]
+    if value == "auto":
+        return "auto", "Trainer fills it from its arguments; elsewhere zeropp's default stands"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = Config.from_json(alone, ranks=1 if path in _BATCH else ranks)
+        except ConfigError as error:
+            return "refused", str(error)
+    if caught:
+        return "changes nothing", str(caught[0].message).partition("in zeropp: ")[2]
+    if path in _BATCH:
+        return "used", "batch = micro-batch x accumulation x ranks"
+    plain = Config.from_json(
+        {"zero_optimization": {"stage": found.stage}} if is_deepspeed_key(next(iter(alone))) else {}
+    )
+    changed = [f.name for f in dataclasses.fields(Config) if getattr(found, f.name) != getattr(plain, f.name)]
+    if path == "zero_optimization.stage":
+        changed = ["stage"]
+    if changed:
+        return "used", ", ".join(f"Config.{name} = {getattr(found, name)!r}" for name in changed)
+    return "used", "what zeropp does anyway"
+
+
+def _merge(into: dict[str, Any], alone: Mapping[str, Any]) -> None:
+    for name, value in alone.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            into[name] = {**into[name], **value}
+        else:
+            into[name] = value
+
+
+def _whole(accepted: Mapping[str, Any], ranks: int) -> tuple[dict[str, Any] | None, str | None]:
+    """The configuration of all accepted keys together, or why they do not go together."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = Config.from_json(accepted, ranks=ranks)
+        except ConfigError as error:
+            return None, str(error)
+    return dataclasses.asdict(found), None
+
+
+def _show(rows: list[dict[str, Any]], config: dict[str, Any] | None, problem: str | None) -> None:
+    wide = max((len(row["key"]) for row in rows), default=0)
+    for row in rows:
+        print(f"{row['key']:<{wide}}  {row['state']:<15}  {row['said']}")
+    print()
+    if problem is not None:
+        print(f"together: {problem}")
+    elif config is not None:
+        print("zeropp.Config(" + ", ".join(f"{name}={value!r}" for name, value in config.items()) + ")")

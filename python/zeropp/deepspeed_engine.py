@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``zeropp.initialize``: DeepSpeed's engine over :func:`zeropp.prepare`, for scripts that are written for it.
+
+    engine, optimizer, loader, scheduler = zeropp.initialize(model=model, config="ds_config.json")
+    for batch in loader:
+        engine.backward(engine(batch))
+        engine.step()
+
+One call of ``step`` a micro-batch, as there; accumulation, clipping, the optimizer and the schedule come from the file.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeropp
+from zeropp.config import Config, _read_json, nearest
+from zeropp.errors import ConfigError
+from zeropp.zero.agree import Ranks
+from zeropp.zero.engine import engine_of
+
+LATEST = "latest"
+_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.AdamW,  # DeepSpeed's Adam is AdamW unless adam_w_mode is false
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, Any, Any, Any]:
+    """DeepSpeed's ``initialize``, with its names and its order of results.
+
+    Args:
+        args: a namespace whose ``deepspeed_config`` names the file, where ``config`` is not given.
+        model: any module; partitioned in place.
+        optimizer: a torch optimizer, or a function of the parameters that makes one; None: what the file says.
+        model_parameters: parameters, or groups of them, for the optimizer that is made here; None: all that are trained.
+        training_data: a dataset; gives a loader of micro-batches, split over the ranks.
+        lr_scheduler: a scheduler, or a function of the optimizer that makes one; None: what the file says.
+        dist_init_required: True or None starts a process group where none runs; False leaves that to :func:`zeropp.prepare`.
+        collate_fn: for the loader.
+        config: a path, JSON text or mapping, DeepSpeed's or zeropp's. ``config_params`` is its old name.
+
+    Returns:
+        (engine, optimizer, loader or None, scheduler or None)
+
+    Raises:
+        zeropp.ConfigError: for every key that is not supported, with its path.
+    """
+    if model is None:
+        raise ConfigError("initialize: model is None; give the module to train")
+    given = config if config is not None else config_params
+    if given is None:
+        given = getattr(args, "deepspeed_config", None)
+    if given is None:
+        raise ConfigError("initialize: no configuration; give config=, a path, a dict, or args.deepspeed_config")
+    keys = dict(_read_json(given))
+    sections = {name: keys.pop(name, None) for name in ("optimizer", "scheduler")}
+    micro = keys.get("train_micro_batch_size_per_gpu")
+    settings = Config.from_json(keys)
+    if optimizer is None or not isinstance(optimizer, torch.optim.Optimizer):
+        parameters = (
+            [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
+        )
+        optimizer = optimizer(parameters) if callable(optimizer) else _optimizer(sections["optimizer"], parameters)
+    _, optimizer = zeropp.prepare(model, optimizer, settings)
+    if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        lr_scheduler = lr_scheduler(optimizer)
+    elif lr_scheduler is None and sections["scheduler"] is not None and optimizer is not None:
+        lr_scheduler = _scheduler(sections["scheduler"], optimizer)
+    micro = micro if isinstance(micro, int) else _micro_batch(keys, settings.accumulate)
+    engine = Engine(model, optimizer, lr_scheduler, settings, micro)
+    loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    return engine, optimizer, loader, lr_scheduler
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _micro_batch(keys: Mapping[str, Any], accumulate: int) -> int | None:
+    train = keys.get("train_batch_size")
+    return train // (accumulate * _ranks()) if isinstance(train, int) else None
+
+
+def _section(section: Any, name: str) -> tuple[str, dict[str, Any]]:
+    if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
+        raise ConfigError(f'{name}: {section!r} is not allowed; wanted {{"type": ..., "params": {{...}}}}')
+    for key in section:
+        if key not in ("type", "params", "legacy_fusion"):
+            raise ConfigError(f"{name}.{key}: unknown key{nearest(key, ('type', 'params'))}")
+    parameters = dict(section.get("params") or {})
+    auto = [key for key, value in parameters.items() if value == "auto"]
+    if auto:
+        raise ConfigError(f'{name}.params.{auto[0]}: "auto" is filled by a Trainer; give a number to zeropp.initialize')
+    return section["type"], parameters
+
+
+def _optimizer(section: Any, parameters: Any) -> torch.optim.Optimizer | None:
+    if section is None:
+        return None
+    kind, values = _section(section, "optimizer")
+    cls = _OPTIMIZERS.get(kind.lower())
+    if cls is None:
+        raise ConfigError(
+            f"optimizer.type: {kind!r} is not built yet; wanted one of {', '.join(_OPTIMIZERS)}, or optimizer= with any of torch's"
+        )
+    if kind.lower().startswith("adam"):
+        for name in ("torch_adam", "fused"):
+            values.pop(name, None)
+        if values.pop("adam_w_mode", True) is False:
+            cls = torch.optim.Adam
+        values.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
+    try:
+        return cls(list(parameters), **values)
+    except TypeError as error:
+        raise ConfigError(f"optimizer.params: {values!r} do not fit torch's {cls.__name__}: {error}") from error
+
+
+def _scheduler(section: Any, optimizer: Any) -> Any:
+    """WarmupLR and its kin: a factor of the largest rate, by step (DeepSpeed, lr_schedules.py)."""
+    kind, values = _section(section, "scheduler")
+    known = {"WarmupLR", "WarmupDecayLR"}
+    if kind not in known:
+        raise ConfigError(
+            f"scheduler.type: {kind!r} is not built yet; wanted one of {', '.join(sorted(known))}, or lr_scheduler= with any of torch's"
+        )
+    least, most = float(values.pop("warmup_min_lr", 0.0)), float(values.pop("warmup_max_lr", 0.001))
+    steps, shape = max(2, int(values.pop("warmup_num_steps", 1000))), values.pop("warmup_type", "log")
+    total = int(values.pop("total_num_steps")) if kind == "WarmupDecayLR" and "total_num_steps" in values else None
+    values.pop("last_batch_iteration", None)
+    if values or shape not in ("log", "linear") or (kind == "WarmupDecayLR" and total is None):
+        what = next(iter(values), "warmup_type" if shape not in ("log", "linear") else "total_num_steps")
+        raise ConfigError(f"scheduler.params.{what}: missing, unknown or wrong in {section!r}")
+
+    def rate(step: int) -> float:
+        if step < steps:
+            part = math.log(step + 1) / math.log(steps) if shape == "log" else step / steps
+            return least + (most - least) * part
+        if total is None:
+            return most
+        return least + (most - least) * max(0.0, (total - step) / max(1.0, total - steps))
+
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = 1.0  # LambdaLR multiplies it by the rate
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+class Engine(nn.Module):
+    """What ``deepspeed.initialize`` returns: the model, its optimizer and its schedule, stepped together.
+
+    Attributes that it has not are the model's. ``module`` is the model itself, the object that was given.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Any, scheduler: Any, config: Config, micro_batch: int | None
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.optimizer, self.lr_scheduler, self.zeropp_config = optimizer, scheduler, config
+        self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self._micro_batch = micro_batch
+        self._norm: float | None = None
+        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = _ranks()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    # -- steps -------------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """``loss`` is that of one micro-batch; the mean over the accumulated ones is taken here."""
+        if self.optimizer is None:
+            loss.backward(retain_graph=retain_graph)
+        else:
+            self.optimizer.backward(loss, retain_graph=retain_graph)  # scales the loss in fp16
+        return loss
+
+    def step(self) -> None:
+        """After every micro-batch; updates at the last one of ``gradient_accumulation_steps``."""
+        if self.optimizer is None:
+            raise ConfigError(
+                'engine.step: there is no optimizer; give optimizer=, or "optimizer" in the configuration'
+            )
+        last = self.is_gradient_accumulation_boundary()
+        self.optimizer.step()
+        self.micro_steps += 1
+        if not last:
+            return
+        self.skipped_steps += bool(self.optimizer.overflow)
+        measured = engine_of(self.module).norm
+        self._norm = None if measured is None else measured[0]
+        self.optimizer.zero_grad()
+        self.global_steps += 1
+        if self.lr_scheduler is not None and not self.optimizer.overflow:
+            self.lr_scheduler.step()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self.micro_steps + 1) % self.zeropp_config.accumulate == 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.module.zero_grad(set_to_none)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step, before clipping."""
+        return self._norm
+
+    # -- facts -------------------------------------------------------------------------------------------------------------
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.zeropp_config.accumulate
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        return self._micro_batch
+
+    def train_batch_size(self) -> int | None:
+        return (
+            None if self._micro_batch is None else self._micro_batch * self.zeropp_config.accumulate * self.world_size
+        )
+
+    def gradient_clipping(self) -> float:
+        return self.zeropp_config.clip or 0.0
+
+    def zero_optimization_stage(self) -> int:
+        return self.zeropp_config.stage
+
+    def bfloat16_enabled(self) -> bool:
+        return self.zeropp_config.dtype_name == "bf16"
+
+    def get_lr(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, collate_fn: Callable[..., Any] | None = None
+    ) -> Any:
+        """A loader of this rank's micro-batches."""
+        size = batch_size or self._micro_batch
+        if size is None:
+            raise ConfigError(
+                "training_data needs train_micro_batch_size_per_gpu, or train_batch_size, in the configuration"
+            )
+        sampler: Any = None
+        if self.world_size > 1:
+            sampler = torch.utils.data.DistributedSampler(dataset, self.world_size, self.global_rank)
+        return torch.utils.data.DataLoader(
+            dataset, size, shuffle=sampler is None, sampler=sampler, collate_fn=collate_fn, drop_last=True
+        )
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        """``save_dir/tag`` in zeropp's format (docs/checkpoint-format.md), and ``save_dir/latest`` names it; collective."""
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        mine = {"global_steps": self.global_steps, "micro_steps": self.micro_steps, "client": dict(client_state or {})}
+        scheduler = self.lr_scheduler
+        folder = Path(save_dir) / tag
+        zeropp.save(
+            folder, self.module, self.optimizer, step=self.global_steps, scheduler=scheduler, extra=mine, keep=1
+        )
+        if save_latest:
+            Ranks(engine_of(self.module)).only_rank_0(lambda: _point(Path(save_dir), tag))
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: str | None = None,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """The folder that was loaded and the client state; ``(None, {})`` with a warning where ``latest`` is not there. Collective."""
+        if tag is None:
+            tag = Ranks(engine_of(self.module)).only_rank_0(lambda: _pointed(Path(load_dir)))
+            if tag is None:
+                warnings.warn(f"load_checkpoint: no file {Path(load_dir) / LATEST}; nothing was loaded", stacklevel=2)
+                return None, {}
+        optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
+        scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
+        found = zeropp.load(Path(load_dir) / tag, self.module, optimizer, scheduler=scheduler)
+        mine = found["extra"]
+        if not load_module_only:
+            self.global_steps, self.micro_steps = mine["global_steps"], mine["micro_steps"]
+        return str(Path(load_dir) / tag), mine["client"]
+
+    def save_16bit_model(self, save_dir: Any, save_filename: str = "model.safetensors") -> bool:
+        """The whole model for others, as safetensors in the parameters' own type; collective."""
+        if save_filename != "model.safetensors":
+            raise ConfigError(f"save_16bit_model: {save_filename!r}: the file is model.safetensors; leave the name out")
+        zeropp.export(self.module, save_dir)
+        return True
+
+
+def _point(folder: Path, tag: str) -> None:
+    new = folder / f".{LATEST}.new"
+    new.write_text(f"{tag}\n", encoding="utf-8")
+    new.replace(folder / LATEST)
+
+
+def _pointed(folder: Path) -> str | None:
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m zeropp config FILE``."""
+
+from __future__ import annotations
+
+import json
+
+from zeropp.cli import main
+
+
+def told(capsys, tmp_path, keys, *more):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(keys))
+    status = main(["config", str(path), "--json", *more])
+    answer = json.loads(capsys.readouterr().out)
+    return status, {row["key"]: row for row in answer["keys"]}, answer
+
+
+def test_every_key_is_explained(capsys, tmp_path):
+    keys = {
+        "train_batch_size": 16, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": 0.5, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "sub_group_size": 1e9, "stage3_prefetch_bucket_size": 1000},
+    }  # fmt: skip
+    status, rows, answer = told(capsys, tmp_path, keys, "--ranks", "2")
+    assert status == 0 and answer["problem"] is None
+    assert rows["train_micro_batch_size_per_gpu"]["state"] == "auto"
+    assert rows["gradient_clipping"]["said"] == "Config.clip = 0.5"
+    assert rows["zero_optimization.sub_group_size"]["state"] == "changes nothing"
+    assert "unit by unit" in rows["zero_optimization.sub_group_size"]["said"]
+    assert rows["zero_optimization.stage3_prefetch_bucket_size"]["said"] == "Config.prefetch = 4000"
+    assert "zeropp.initialize builds it" in rows["optimizer"]["said"]
+    assert (
+        answer["config"]["stage"] == 3 and answer["config"]["accumulate"] == 2 and answer["config"]["prefetch"] == 2000
+    )
+
+
+def test_everything_that_is_refused_is_said_at_once(capsys, tmp_path):
+    keys = {
+        "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "ovrlap_comm": True},
+        "flops_profiler": {"enabled": True}, "stpes": 3,
+    }  # fmt: skip
+    status, rows, _ = told(capsys, tmp_path, keys)
+    assert status == 1
+    refused = {key for key, row in rows.items() if row["state"] == "refused"}
+    assert refused == {
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.ovrlap_comm",
+        "flops_profiler",
+        "stpes",
+    }
+    assert "did you mean 'overlap_comm'" in rows["zero_optimization.ovrlap_comm"]["said"]
+
+
+def test_batch_sizes_that_do_not_fit_and_the_table(capsys, tmp_path):
+    keys = {"train_batch_size": 15, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
+    status, _, answer = told(capsys, tmp_path, keys)
+    assert status == 1 and "15 does not fit" in answer["problem"]
+    assert main(["config", '{"stage": 2}']) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("stage  used") and "zeropp.Config(stage=2" in printed
+    assert main(["config", str(tmp_path / "none.json")]) == 1
+    assert "cannot be read" in capsys.readouterr().out

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank does in test_initialize.py: a loop written for DeepSpeed, against plain PyTorch. Run under torchrun:
+cases.py FOLDER."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zeropp
+from torch import nn
+
+DRAW = torch.Generator().manual_seed(1)
+INPUTS = torch.randn(96, 16, generator=DRAW)
+DATA = torch.utils.data.TensorDataset(INPUTS, INPUTS[:, :1] * 2)
+ACCUMULATE, LR, CLIP = 2, 1e-2, 0.5
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 1))
+
+
+def settings(stage: int) -> dict[str, Any]:
+    return {
+        "train_batch_size": 4 * ACCUMULATE * 2,
+        "gradient_accumulation_steps": ACCUMULATE,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.99], "weight_decay": 0.1}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": LR, "warmup_num_steps": 3, "warmup_type": "linear"},
+        },
+        "zero_optimization": {"stage": stage},
+    }
+
+
+def plain() -> list[list[float]]:
+    """What the file asks for, written out: both ranks' batches in one process."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.1)
+    samplers = [torch.utils.data.DistributedSampler(DATA, 2, rank) for rank in range(2)]
+    loaders = [torch.utils.data.DataLoader(DATA, 4, sampler=one) for one in samplers]
+    rows = []
+    for step, pair in enumerate(zip(*loaders, strict=True)):
+        loss = sum(nn.functional.mse_loss(model(x), y) for x, y in pair) / 2
+        (loss / ACCUMULATE).backward()
+        if step % ACCUMULATE:
+            optimizer.param_groups[0]["lr"] = LR * min(1.0, (step // ACCUMULATE) / 3)
+            norm = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+            optimizer.step()
+            optimizer.zero_grad()
+            rows.append([float(loss.detach()), norm, optimizer.param_groups[0]["lr"]])
+    return rows
+
+
+def steps(engine: Any, loader: Any, first: int, last: int) -> list[list[float]]:
+    rows = []
+    for index, (x, y) in enumerate(loader):
+        if not first <= index < last:
+            continue
+        loss = nn.functional.mse_loss(engine(x), y)
+        engine.backward(loss)
+        boundary, rate = engine.is_gradient_accumulation_boundary(), engine.get_lr()[0]
+        engine.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        if boundary:
+            rows.append([float(mean) / 2, engine.get_global_grad_norm(), rate])
+    return rows
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(150, exit=True)  # a hang says where
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {"plain": plain()}
+    for stage in (1, 2, 3):
+        engine, optimizer, loader, scheduler = zeropp.initialize(
+            model=network(), config=settings(stage), training_data=DATA
+        )
+        assert isinstance(optimizer, torch.optim.AdamW) and scheduler is engine.lr_scheduler
+        assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (16, 4)
+        rows = steps(engine, loader, 0, 6)
+        engine.save_checkpoint(folder / f"stage-{stage}", client_state={"epoch": 3})
+        rows += steps(engine, loader, 6, 12)
+        found[f"stage {stage}"] = rows
+        again, _, loader, _ = zeropp.initialize(model=network(), config=settings(stage), training_data=DATA)
+        where, state = again.load_checkpoint(folder / f"stage-{stage}")
+        assert where is not None and where.endswith("global_step3") and state == {"epoch": 3}, (where, state)
+        found[f"stage {stage} again"] = steps(again, loader, 6, 12)
+        assert again.global_steps == 6 and math.isfinite(again.get_global_grad_norm())
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

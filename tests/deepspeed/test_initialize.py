@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""zeropp.initialize: a loop and a file written for DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zeropp
+from torch import nn
+
+CASES = Path(__file__).with_name("cases.py")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(one for one in sys.path if one)}
+SMALL = {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("initialize")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(CASES), str(folder)]
+    done = subprocess.run([sys.executable, *launch], capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_deepspeed_loop_equals_plain_pytorch(stage, found):
+    """Losses, norms and learning rates; fp32, another order of sums. Then a checkpoint goes on bit for bit."""
+    for one in found:
+        for ours, plain in zip(one[f"stage {stage}"], one["plain"], strict=True):
+            assert ours == pytest.approx(plain, rel=1e-4, abs=1e-6)
+        assert len(one["plain"]) == 6 and one["plain"][-1][0] < one["plain"][0][0]
+        assert one[f"stage {stage} again"] == one[f"stage {stage}"][3:]
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Linear(4, 2)
+
+
+def test_what_the_file_leaves_out_is_given_in_python(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(SMALL))
+
+    class Arguments:
+        deepspeed_config = str(tmp_path / "ds.json")
+
+    plain = model()
+    engine, _, loader, scheduler = zeropp.initialize(
+        Arguments(), plain, lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    )  # fmt: skip
+    assert engine.module is plain and loader is None and type(scheduler).__name__ == "StepLR"
+    assert engine.in_features == 4 and engine.zero_optimization_stage() == 2
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    assert engine.global_steps == 1 and engine.get_lr() == [pytest.approx(0.01)]
+    engine.save_16bit_model(tmp_path / "whole")
+    assert (tmp_path / "whole" / "model.safetensors").exists()
+    with pytest.warns(UserWarning, match="no file .*latest"):
+        assert engine.load_checkpoint(tmp_path / "nothing") == (None, {})
+
+
+def test_fp16_skips_a_step_that_overflows():
+    """The scale starts at 2**16, with which these gradients are not finite; then it halves."""
+    keys = {**SMALL, "precision": "fp16", "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, _, _, _ = zeropp.initialize(model=model(), config=keys)
+    before = engine.weight.detach().clone()
+    for _ in range(2):
+        engine.backward(engine(torch.full((4, 4), 30.0)).float().sum() * 100)
+        engine.step()
+    assert engine.skipped_steps == 2 and torch.equal(engine.weight, before)
+    engine.backward(engine(torch.full((1, 4), 1e-2)).float().sum())
+    engine.step()
+    assert engine.skipped_steps == 2 and engine.global_steps == 3 and not torch.equal(engine.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type: 'Lamb' is not built yet"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, "filled by a Trainer"),
+        ({"optimizer": {"type": "Adam", "parms": {}}}, "did you mean 'params'"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "speed": 1}}}, "do not fit torch's SGD"),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": {"type": "OneCycle"}},
+            "scheduler.type: 'OneCycle'",
+        ),
+        ({"zero_optimization": {"stage": 9}}, "zero_optimization.stage: 9"),
+    ],
+)
+def test_what_cannot_be_says_why(more, said):
+    with pytest.raises(zeropp.ConfigError, match=said):
+        zeropp.initialize(model=model(), config={**SMALL, **more})
+
+
+def test_no_configuration_and_no_optimizer_are_said():
+    with pytest.raises(zeropp.ConfigError, match="give config="):
+        zeropp.initialize(model=model())
+    engine, optimizer, _, _ = zeropp.initialize(model=model(), config=SMALL)
+    assert optimizer is None
+    with pytest.raises(zeropp.ConfigError, match="there is no optimizer"):
+        engine.step()
