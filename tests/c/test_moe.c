@@ -111,7 +111,8 @@ static void fill_rows(zpp_dtype dtype) {
 static void check_written(const char *what, const char *level, zpp_dtype dtype, size_t elems, size_t offset) {
     const size_t bytes = zpp_dtype_bytes(dtype), begin = offset * bytes, end = begin + elems * bytes;
     const bool ok = same_floats(arrays.want + begin, arrays.got + begin, dtype, elems);
-    const bool kept = guarded(arrays.got, arrays.got + begin) && guarded(arrays.got + end, arrays.got + sizeof arrays.got);
+    const bool kept =
+        guarded(arrays.got, arrays.got + begin) && guarded(arrays.got + end, arrays.got + sizeof arrays.got);
     if (ok && kept) return;
     fprintf(stderr, "%s %s: %s, %zu elements at %zu\n", what, level, zpp_dtype_name(dtype), elems, offset);
     CHECK(kept);

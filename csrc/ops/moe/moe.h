@@ -49,8 +49,8 @@ struct zpp_moe_gate {
 };
 /* weights and chosen [tokens][k]; counts [experts]: assignments before any is dropped; losses [ZPP_MOE_LOSSES], 0
  * without tokens. NOMEM: nothing was written. */
-zpp_status zpp_moe_gate(const struct zpp_moe_gate *gate, float *weights, int32_t *chosen, int64_t *counts, float *losses,
-                        zpp_pool *pool, struct zpp_err *err);
+zpp_status zpp_moe_gate(const struct zpp_moe_gate *gate, float *weights, int32_t *chosen, int64_t *counts,
+                        float *losses, zpp_pool *pool, struct zpp_err *err);
 /* Gradient by the logits from those by weights [tokens][k] and losses [ZPP_MOE_LOSSES]. `gate` as in the forward (its
  * bias is not read), with its results chosen (each in [0, experts)) and counts. */
 void zpp_moe_gate_backward(const struct zpp_moe_gate *gate, const int32_t *chosen, const int64_t *counts,
@@ -84,7 +84,7 @@ void zpp_moe_dispatch(const struct zpp_moe_rows *rows, const void *x, void *buff
 /* y_t = sum_j w_tj buffer[slot_tj] over those not dropped; weights [tokens * k] or NULL: all 1. */
 void zpp_moe_combine(const struct zpp_moe_rows *rows, const void *buffer, const float *weights, void *y,
                      zpp_pool *pool);
-/* grad_buffer[slot_tj] = w_tj grad_y_t (empty rows zero), grad_weights_tj = <buffer[slot_tj], grad_y_t> (dropped: 0). */
+/* grad_buffer[slot_tj] = w_tj grad_y_t (empty rows zero), grad_weights_tj = <buffer[slot_tj], grad_y_t>, dropped: 0 */
 void zpp_moe_combine_backward(const struct zpp_moe_rows *rows, const void *buffer, const float *weights,
                               const void *grad_y, void *grad_buffer, float *grad_weights, zpp_pool *pool);
 

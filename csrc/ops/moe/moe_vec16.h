@@ -187,7 +187,8 @@ static void copy(void *to, const void *from, size_t bytes, bool stream) {
     }
     memcpy(to, from, at);
     for (; at + 64 <= bytes; at += 64) {
-        v16_stream((float *)(void *)((char *)to + at), v16_load((const float *)(const void *)((const char *)from + at)));
+        v16_stream((float *)(void *)((char *)to + at),
+                   v16_load((const float *)(const void *)((const char *)from + at)));
     }
     _mm_sfence();
     memcpy((char *)to + at, (const char *)from + at, bytes - at);
