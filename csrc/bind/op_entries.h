@@ -23,6 +23,7 @@ void zpp_op_quant_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs)
 void zpp_op_onebit_compress(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_onebit_decode(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_onebit_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_lamb_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_moe_gate(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_moe_gate_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_moe_plan(StableIValue *stack, uint64_t inputs, uint64_t outputs);

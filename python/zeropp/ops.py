@@ -18,17 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeropp._ops import lamb as _lamb
 from zeropp._ops import moe as _moe
 from zeropp._ops import onebit as _onebit
 from zeropp._ops import optimizers as _optimizers
 from zeropp._ops import quant as _quant
+from zeropp._ops.lamb import lamb_step_
 from zeropp._ops.moe import MoeGate, MoePlan, moe_capacity, moe_combine, moe_dispatch, moe_gate, moe_plan
 from zeropp._ops.onebit import OneBit, onebit_compress_, onebit_decode_, onebit_reduce_
 from zeropp._ops.optimizers import adagrad_step_, lion_step_, sgd_step_
 from zeropp._ops.quant import Quantised, dequantise_, quant_reduce_, quant_sum_, quantise, quantise_
 
 __all__ = [
-    "MoeGate", "MoePlan", "OneBit", "Quantised", "adagrad_step_", "adam_step_", "dequantise_", "lion_step_",
+    "MoeGate", "MoePlan", "OneBit", "Quantised", "adagrad_step_", "adam_step_", "dequantise_", "lamb_step_", "lion_step_",
     "moe_capacity", "moe_combine", "moe_dispatch", "moe_gate", "moe_plan", "norm_squares",
     "onebit_compress_", "onebit_decode_", "onebit_reduce_", "quant_reduce_", "quant_sum_", "quantise", "quantise_",
     "register", "sgd_step_",
@@ -141,7 +143,7 @@ def register() -> None:
         return
     torch.library.register_fake("zeropp::adam_step_", _fake_adam_step)
     torch.library.register_fake("zeropp::norm_squares", _fake_norm_squares)
-    for area in (_optimizers, _quant, _onebit, _moe):
+    for area in (_optimizers, _lamb, _quant, _onebit, _moe):
         area.register()
     _registered = True
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from zeropp.optim.lamb import LAMB
 from zeropp.optim.lion import Lion
 
-__all__ = ["Lion"]
+__all__ = ["LAMB", "Lion"]

@@ -1,0 +1,89 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * torch.ops.zeropp.lamb_step_: read and check lists of tensors, then csrc/ops/lamb. Everything is checked before
+ * anything is written.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "../ops/lamb/lamb.h"
+#include "op_checks.h"
+#include "op_entries.h"
+
+struct lists {
+    const struct zpp_tensors *params, *grads, *exp_avgs, *exp_avg_sqs, *param_outs;
+    const struct zpp_ints *steps;
+};
+
+static bool check_lists(struct zpp_boxed *args, const struct lists *l) {
+    const struct zpp_tensors *const written[] = { l->params, l->exp_avgs, l->exp_avg_sqs, l->param_outs };
+    return zpp_op_check_list(args, l->params, l->params, 1u << ZPP_F32, false) &&
+           zpp_op_check_list(args, l->grads, l->params, ZPP_OP_FLOATS, false) &&
+           zpp_op_check_list(args, l->exp_avgs, l->params, 1u << ZPP_F32, false) &&
+           zpp_op_check_list(args, l->exp_avg_sqs, l->params, 1u << ZPP_F32, false) &&
+           zpp_op_check_list(args, l->param_outs, l->params, ZPP_OP_FLOATS, true) &&
+           zpp_boxed_check_apart(args, written, 4, &l->grads, 1) && zpp_op_check_steps(args, l->steps, l->params);
+}
+
+static bool check_numbers(struct zpp_boxed *args, const struct zpp_lamb_segment *r, double grad_scale) {
+    const struct zpp_op_rate rates[] = {
+        { "lr", r->lr, -INFINITY, INFINITY }, { "beta1", r->beta1, 0.0, 1.0 }, { "beta2", r->beta2, 0.0, 1.0 },
+        { "eps", r->eps, 0.0, INFINITY }, { "weight_decay", r->weight_decay, -INFINITY, INFINITY },
+        { "trust_least", r->trust_least, 0.0, INFINITY }, { "trust_most", r->trust_most, 0.0, INFINITY },
+        { "grad_scale", grad_scale, -INFINITY, INFINITY } };
+    if (!zpp_op_check_rates(args, rates, sizeof rates / sizeof rates[0])) return false;
+    if (r->trust_least <= r->trust_most) return true;
+    return zpp_boxed_fail(args, "trust_least is %g, wanted at most trust_most, %g", r->trust_least, r->trust_most);
+}
+
+static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_lamb_segment *rates, float grad_scale) {
+    struct zpp_lamb_segment *segments = calloc(l->params->count + 1, sizeof *segments);
+    if (!segments) {
+        zpp_boxed_fail(args, "no memory for %zu segments", l->params->count);
+        return;
+    }
+    for (size_t i = 0; i < l->params->count; ++i) {
+        segments[i] = *rates;
+        segments[i].param = l->params->at[i].data;
+        segments[i].grad = l->grads->at[i].data;
+        segments[i].grad_dtype = l->grads->at[i].dtype;
+        segments[i].exp_avg = l->exp_avgs->at[i].data;
+        segments[i].exp_avg_sq = l->exp_avg_sqs->at[i].data;
+        segments[i].elems = l->params->at[i].elems;
+        segments[i].step = (uint64_t)l->steps->at[i];
+        if (l->param_outs->count) {
+            segments[i].param_out = l->param_outs->at[i].data;
+            segments[i].out_dtype = l->param_outs->at[i].dtype;
+        }
+    }
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_pool *pool = zpp_op_pool_take();
+    if (zpp_lamb_step(segments, l->params->count, grad_scale, NULL, pool, &err)) zpp_boxed_fail(args, "%s", err.text);
+    zpp_op_pool_give(pool);
+    free(segments);
+}
+
+void zpp_op_lamb_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    struct lists l;
+    struct zpp_lamb_segment r = { 0 };
+    zpp_boxed_begin(&args, "zeropp::lamb_step_", stack, inputs);
+    l.params = zpp_boxed_tensors(&args, "params", true);
+    l.grads = zpp_boxed_tensors(&args, "grads", false);
+    l.exp_avgs = zpp_boxed_tensors(&args, "exp_avgs", true);
+    l.exp_avg_sqs = zpp_boxed_tensors(&args, "exp_avg_sqs", true);
+    l.param_outs = zpp_boxed_tensors(&args, "param_outs", true);
+    l.steps = zpp_boxed_ints(&args, "steps");
+    r.lr = zpp_boxed_float(&args);
+    r.beta1 = zpp_boxed_float(&args);
+    r.beta2 = zpp_boxed_float(&args);
+    r.eps = zpp_boxed_float(&args);
+    r.weight_decay = zpp_boxed_float(&args);
+    r.trust_least = zpp_boxed_float(&args);
+    r.trust_most = zpp_boxed_float(&args);
+    r.maximize = zpp_boxed_bool(&args);
+    const double grad_scale = zpp_boxed_float(&args);
+    if (check_lists(&args, &l) && check_numbers(&args, &r, grad_scale)) run(&args, &l, &r, (float)grad_scale);
+    zpp_boxed_end(&args);
+}

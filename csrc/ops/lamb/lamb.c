@@ -1,0 +1,163 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * LAMB over many tensors. All are cut in blocks of a fixed size, worked on by any thread: those of the first pass leave
+ * their sums of squares, which are added in order; then the second pass. Tensors go in groups whose second pass still
+ * finds the first's in the cache, or of one tensor where that is larger.
+ */
+#include "lamb.h"
+
+#include <assert.h>
+#include <math.h>
+#include <stdlib.h>
+
+#include "../element.h"
+#include "kernels.h"
+
+enum { GROUP_BLOCKS = 64 /* 4 MiB of p, g, m and v */, GRAIN_BLOCKS = 2 };
+
+struct block {
+    size_t segment, begin, end;
+    double params, updates; /* sums of squares */
+};
+
+struct group {
+    const struct zpp_lamb_segment *segments;
+    const struct zpp_lamb_kernels *kernels;
+    struct zpp_lamb_consts *consts; /* [segments_count], of all segments */
+    struct block *blocks;
+    size_t blocks_count;
+};
+
+static const struct zpp_lamb_kernels *kernels_of(enum zpp_cpu_level level) {
+    switch (level) {
+#define ZPP_LAMB_VARIANT(needs, name) \
+    case needs: return &name;
+#include "variants.def"
+#undef ZPP_LAMB_VARIANT
+    default: return NULL;
+    }
+}
+
+static struct zpp_lamb_consts consts_of(const struct zpp_lamb_segment *s, float grad_scale) {
+    const double t = (double)s->step;
+    return (struct zpp_lamb_consts){
+        .grad_scale = s->maximize ? -grad_scale : grad_scale,
+        .beta1 = (float)s->beta1,
+        .one_minus_beta1 = (float)(1.0 - s->beta1),
+        .beta2 = (float)s->beta2,
+        .one_minus_beta2 = (float)(1.0 - s->beta2),
+        .per_correction1 = (float)(1.0 / (1.0 - pow(s->beta1, t))),
+        .per_root_correction2 = (float)(1.0 / sqrt(1.0 - pow(s->beta2, t))),
+        .eps = (float)s->eps,
+        .weight_decay = (float)s->weight_decay,
+    };
+}
+
+static double lanes_sum(const float lanes[ZPP_LAMB_LANES]) {
+    double sum = 0.0;
+    for (int l = 0; l < ZPP_LAMB_LANES; ++l) sum += (double)lanes[l];
+    return sum;
+}
+
+static void first_pass(size_t begin, size_t end, void *arg) {
+    const struct group *group = arg;
+    for (size_t b = begin; b < end; ++b) {
+        struct block *block = &group->blocks[b];
+        struct zpp_lamb_sums sums = { { 0 }, { 0 } };
+        group->kernels->moments(&group->segments[block->segment], &group->consts[block->segment], block->begin,
+                                block->end, &sums);
+        block->params = lanes_sum(sums.params);
+        block->updates = lanes_sum(sums.updates);
+    }
+}
+
+static void second_pass(size_t begin, size_t end, void *arg) {
+    const struct group *group = arg;
+    for (size_t b = begin; b < end; ++b) {
+        const struct block *block = &group->blocks[b];
+        group->kernels->move(&group->segments[block->segment], &group->consts[block->segment], block->begin,
+                             block->end);
+    }
+}
+
+static double trust_of(const struct zpp_lamb_segment *s, double params, double updates) {
+    const double norm = sqrt(params), update = sqrt(updates);
+    if (!(norm > 0.0 && update > 0.0 && isfinite(norm) && isfinite(update))) return 1.0;
+    return fmin(fmax(norm / update, s->trust_least), s->trust_most);
+}
+
+/* The rates of the group's tensors, of which all blocks are there. */
+static void set_rates(struct group *group, float *trust) {
+    for (size_t b = 0; b < group->blocks_count;) {
+        const size_t k = group->blocks[b].segment;
+        double params = 0.0, updates = 0.0;
+        for (; b < group->blocks_count && group->blocks[b].segment == k; ++b) {
+            params += group->blocks[b].params;
+            updates += group->blocks[b].updates;
+        }
+        const double ratio = trust_of(&group->segments[k], params, updates);
+        group->consts[k].rate = (float)(group->segments[k].lr * ratio);
+        if (trust) trust[k] = (float)ratio;
+    }
+}
+
+static void run_group(struct group *group, float *trust, zpp_pool *pool) {
+    zpp_pool_run(pool, group->blocks_count, GRAIN_BLOCKS, first_pass, group);
+    set_rates(group, trust);
+    zpp_pool_run(pool, group->blocks_count, GRAIN_BLOCKS, second_pass, group);
+    group->blocks_count = 0;
+}
+
+static size_t blocks_of(const struct zpp_lamb_segment *s) {
+    return s->elems / ZPP_LAMB_BLOCK_ELEMS + (s->elems % ZPP_LAMB_BLOCK_ELEMS != 0);
+}
+
+static void add_blocks(struct group *group, size_t segment) {
+    const size_t elems = group->segments[segment].elems;
+    for (size_t begin = 0; begin < elems; begin += ZPP_LAMB_BLOCK_ELEMS) {
+        const size_t end = elems - begin < ZPP_LAMB_BLOCK_ELEMS ? elems : begin + ZPP_LAMB_BLOCK_ELEMS;
+        group->blocks[group->blocks_count++] = (struct block){ .segment = segment, .begin = begin, .end = end };
+    }
+}
+
+static zpp_status step_with(const struct zpp_lamb_kernels *kernels, const struct zpp_lamb_segment *segments,
+                            size_t segments_count, float grad_scale, float *trust, zpp_pool *pool,
+                            struct zpp_err *err) {
+    size_t room = GROUP_BLOCKS;
+    for (size_t k = 0; k < segments_count; ++k) room = blocks_of(&segments[k]) > room ? blocks_of(&segments[k]) : room;
+    struct group group = { .segments = segments, .kernels = kernels };
+    group.blocks = malloc(room * sizeof *group.blocks);
+    group.consts = malloc((segments_count + 1) * sizeof *group.consts);
+    if (!group.blocks || !group.consts) {
+        free(group.blocks);
+        free(group.consts);
+        return zpp_fail(err, ZPP_NOMEM, "lamb: no memory for the norms of %zu tensors", segments_count);
+    }
+    for (size_t k = 0; k < segments_count; ++k) {
+        const struct zpp_lamb_segment *s = &segments[k];
+        assert(s->elems == 0 || (s->param && s->grad && s->exp_avg && s->exp_avg_sq && s->step >= 1));
+        assert(zpp_element_is_float(s->grad_dtype) && (!s->param_out || zpp_element_is_float(s->out_dtype)));
+        if (trust) trust[k] = 1.0f;
+        group.consts[k] = consts_of(s, grad_scale);
+        if (group.blocks_count + blocks_of(s) > room) run_group(&group, trust, pool);
+        add_blocks(&group, k);
+    }
+    run_group(&group, trust, pool);
+    free(group.blocks);
+    free(group.consts);
+    return ZPP_OK;
+}
+
+zpp_status zpp_lamb_step(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale, float *trust,
+                         zpp_pool *pool, struct zpp_err *err) {
+    return step_with(kernels_of(zpp_cpu_level()), segments, segments_count, grad_scale, trust, pool, err);
+}
+
+zpp_status zpp_lamb_step_at(enum zpp_cpu_level level, const struct zpp_lamb_segment *segments, size_t segments_count,
+                            float grad_scale, float *trust, zpp_pool *pool, struct zpp_err *err) {
+    const struct zpp_lamb_kernels *kernels = kernels_of(level);
+    if (!kernels || level > zpp_cpu_detected()) {
+        return zpp_fail(err, ZPP_INVALID, "lamb: this machine or build lacks %s", zpp_cpu_level_name(level));
+    }
+    return step_with(kernels, segments, segments_count, grad_scale, trust, pool, err);
+}

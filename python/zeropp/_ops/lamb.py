@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of LAMB over lists of tensors; the formula is in csrc/ops/lamb/lamb.h."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeropp._ops import doors
+
+__all__ = ["lamb_step_"]
+
+
+def lamb_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: int | Sequence[int],
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    trust: tuple[float, float] = (0.0, 10.0),
+    maximize: bool = False,
+    grad_scale: float = 1.0,
+    param_outs: Sequence[Tensor] = (),
+) -> None:
+    """One step of LAMB (You et al. 2020, algorithm 2) over lists of tensors, norms included: 40 bytes a parameter.
+
+    ``u`` is AdamW's update with its decay inside; ``p = p - lr r u`` with ``r = |p| / |u|`` of each whole tensor, held
+    within ``trust``, and 1 where either norm is 0 or not finite.
+
+    Args:
+        params: fp32 tensors, updated in place; each is a whole layer's tensor: its norm is taken.
+        grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
+        exp_avgs: fp32, first moments, updated in place.
+        exp_avg_sqs: fp32, second moments, updated in place.
+        step: t of this update, counted from 1; one number, or one a tensor.
+        lr: learning rate.
+        beta1: decay of the first moment, 0 <= beta1 < 1.
+        beta2: decay of the second moment, 0 <= beta2 < 1.
+        eps: added to the denominator.
+        weight_decay: strength of the decay, which is part of u.
+        trust: least and greatest r, 0 <= least <= greatest.
+        maximize: climb instead of descend.
+        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
+        param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
+
+    Raises:
+        TypeError, ValueError: as ``lion_step_``; nothing was written.
+    """
+    name = "zeropp.ops.lamb_step_"
+    least, most = trust
+    rates = {
+        "lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "trust_least": least,
+        "trust_most": most, "grad_scale": grad_scale,
+    }  # fmt: skip
+    doors.check_numbers(name, rates)
+    lists = {
+        "params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "param_outs": param_outs,
+    }  # fmt: skip
+    for argument, tensors in lists.items():
+        doors.check_tensors(name, argument, tensors)
+    steps = doors.steps_of(name, step, params)
+    if not any(lists.values()):
+        return  # without a tensor there is no device to dispatch on
+    numbers = [steps, lr, beta1, beta2, eps, weight_decay, least, most, maximize, grad_scale]
+    written = [*params, *exp_avgs, *exp_avg_sqs, *param_outs]
+    doors.call(name, torch.ops.zeropp.lamb_step_.default, [*map(list, lists.values()), *numbers], written)
+
+
+def register() -> None:
+    """Register the fake kernel."""
+    torch.library.register_fake("zeropp::lamb_step_", _fake)
+
+
+def _fake(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    param_outs: list[Tensor],
+    steps: list[int],
+    *rates: float,
+) -> None:
+    name = "zeropp.ops.lamb_step_"
+    doors.fake_check_like(name, "params", params, params, doors.FP32)
+    doors.fake_check_like(name, "grads", grads, params, doors.FLOATS)
+    doors.fake_check_like(name, "exp_avgs", exp_avgs, params, doors.FP32)
+    doors.fake_check_like(name, "exp_avg_sqs", exp_avg_sqs, params, doors.FP32)
+    if param_outs:
+        doors.fake_check_like(name, "param_outs", param_outs, params, doors.FLOATS)
