@@ -185,7 +185,7 @@ def report(bench: Run, title: str, results: list[dict[str, Any]], name: str) -> 
 def run(bench: Run) -> None:
     for case, title in TITLES.items():
         for ranks in (1, 2):
-            plan = {"case": case, "rounds": 7 if bench.quick else 25, "steps": 3}
+            plan = {"case": case, "rounds": 5 if bench.quick else 25, "steps": 3}
             results = bench.launch("measure", ranks=ranks, args=plan)
             full = f"{title} {ranks} rank{'s' if ranks > 1 else ''}"
             for rank, result in enumerate(results):
