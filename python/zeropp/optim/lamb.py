@@ -4,19 +4,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from zeropp.ops import lamb_step_
+from zeropp.optim.grouped import GroupedOptimizer, check_rates, moment
 
 __all__ = ["LAMB"]
 
 
-class LAMB(Optimizer):
+class LAMB(GroupedOptimizer):
     """LAMB: AdamW's update, scaled for each tensor to a share of the tensor's own norm; for large batches.
 
     A parameter group is one call of the C kernel (csrc/ops/lamb), norms included: 40 bytes a parameter in fp32.
@@ -50,12 +48,7 @@ class LAMB(Optimizer):
         Raises:
             ValueError: a rate out of range.
         """
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not (value >= 0.0 and math.isfinite(value)):
-                raise ValueError(f"zeropp.optim.LAMB: {name} is {value}, wanted {name} >= 0 and finite")
-        for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"zeropp.optim.LAMB: {name} is {beta}, wanted 0 <= beta < 1")
+        check_rates("LAMB", betas, lr=lr, eps=eps, weight_decay=weight_decay)
         if not 0.0 <= trust[0] <= trust[1] < math.inf:
             raise ValueError(f"zeropp.optim.LAMB: trust is {trust}, wanted 0 <= least <= greatest, finite")
         defaults = {
@@ -63,44 +56,22 @@ class LAMB(Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; the closure's loss, if there is one.
-
-        Raises:
-            ValueError: a parameter is not fp32, not on the CPU or not contiguous, or its gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params: list[Tensor] = [param for param in group["params"] if param.grad is not None]
-            grads = [self._gradient(param) for param in params]
-            states = [self._state(param) for param in params]
-            steps = [int(state["step"]) + 1 for state in states]
-            beta1, beta2 = group["betas"]
-            lamb_step_(
-                params, grads, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states],
-                step=steps, lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
-                weight_decay=group["weight_decay"], trust=group["trust"], maximize=group["maximize"],
-            )  # fmt: skip
-            for state, step in zip(states, steps, strict=True):
-                state["step"] = step
-        return loss
-
-    @staticmethod
-    def _gradient(param: Tensor) -> Tensor:
-        grad = param.grad
-        assert grad is not None
-        if grad.is_sparse:
-            raise ValueError("zeropp.optim.LAMB: a gradient is sparse, wanted dense; give sparse embeddings SparseAdam")
-        return grad.contiguous()  # autograd may leave the layout of an expanded or transposed result
+    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        states = [self._state(param) for param in params]
+        steps = [int(state["step"]) + 1 for state in states]
+        beta1, beta2 = group["betas"]
+        lamb_step_(
+            params, grads, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states],
+            step=steps, lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
+            weight_decay=group["weight_decay"], trust=group["trust"], maximize=group["maximize"],
+        )  # fmt: skip
+        for state, step in zip(states, steps, strict=True):
+            state["step"] = step
 
     def _state(self, param: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
         if "step" not in state:
             state["step"] = 0
             for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
+                state[key] = moment(param)
         return state

@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from zeropp.ops import lion_step_
+from zeropp.optim.grouped import GroupedOptimizer, check_rates, moment
 
 __all__ = ["Lion"]
 
 
-class Lion(Optimizer):
+class Lion(GroupedOptimizer):
     """Lion: the step is the sign of an interpolation of gradient and momentum; half of Adam's state.
 
     ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``, then ``m = beta2 m + (1 - beta2) g``. A
@@ -46,49 +43,20 @@ class Lion(Optimizer):
         Raises:
             ValueError: a rate out of range.
         """
-        if not (lr >= 0.0 and math.isfinite(lr)):
-            raise ValueError(f"zeropp.optim.Lion: lr is {lr}, wanted lr >= 0 and finite")
-        for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"zeropp.optim.Lion: {name} is {beta}, wanted 0 <= beta < 1")
-        if not (weight_decay >= 0.0 and math.isfinite(weight_decay)):
-            raise ValueError(f"zeropp.optim.Lion: weight_decay is {weight_decay}, wanted weight_decay >= 0 and finite")
+        check_rates("Lion", betas, lr=lr, weight_decay=weight_decay)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; the closure's loss, if there is one.
-
-        Raises:
-            ValueError: a parameter is not fp32, not on the CPU or not contiguous, or its gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params: list[Tensor] = [param for param in group["params"] if param.grad is not None]
-            grads = [self._gradient(param) for param in params]
-            momenta = [self._momentum(param) for param in params]
-            beta1, beta2 = group["betas"]
-            lion_step_(
-                params, grads, momenta, lr=group["lr"], beta1=beta1, beta2=beta2,
-                weight_decay=group["weight_decay"], maximize=group["maximize"],
-            )  # fmt: skip
-        return loss
-
-    @staticmethod
-    def _gradient(param: Tensor) -> Tensor:
-        grad = param.grad
-        assert grad is not None
-        if grad.is_sparse:
-            raise ValueError("zeropp.optim.Lion: a gradient is sparse, wanted dense; give sparse embeddings SparseAdam")
-        return grad.contiguous()  # autograd may leave the layout of an expanded or transposed result
+    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        beta1, beta2 = group["betas"]
+        lion_step_(
+            params, grads, [self._momentum(param) for param in params], lr=group["lr"], beta1=beta1, beta2=beta2,
+            weight_decay=group["weight_decay"], maximize=group["maximize"],
+        )  # fmt: skip
 
     def _momentum(self, param: Tensor) -> Tensor:
         state = self.state[param]
         if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
+            state["exp_avg"] = moment(param)
         momentum: Tensor = state["exp_avg"]
         return momentum
