@@ -37,6 +37,14 @@ def registered() -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "zeropp_infinity", "zeropp, ZeRO stage 3, everything on disk", {"config": {"stage": 3, "offload": offload}}
 
 
+def take_config(stage: int | None, config: Any, arguments: dict[str, Any]) -> Config:
+    """The configuration among a strategy's arguments; what belongs to it is removed from ``arguments``."""
+    fields = {name: arguments.pop(name) for name in list(arguments) if name in Config.__dataclass_fields__}
+    if stage is not None:
+        fields["stage"] = stage
+    return config_from(config, fields)
+
+
 def config_from(config: Any, keywords: Mapping[str, Any]) -> Config:
     """One configuration from ``config`` (Config, path, JSON text or mapping) or from keywords, not both."""
     if config is not None and keywords:

@@ -14,7 +14,7 @@ from torch import nn
 
 import zeropp
 from zeropp.errors import ConfigError
-from zeropp.lightning.common import config_from, load_shards, must_move, partition, registered, save_shards
+from zeropp.lightning.common import load_shards, must_move, partition, registered, save_shards, take_config
 from zeropp.zero.engine import engine_of
 from zeropp.zero.optimizer import ZeroOptimizer
 from zeropp.zero.prepare import is_prepared
@@ -42,11 +42,7 @@ def make_fabric_strategy(package: str) -> Any:
         """
 
         def __init__(self, stage: int | None = None, config: Any = None, **more: Any) -> None:
-            known = zeropp.Config.__dataclass_fields__
-            fields = {name: more.pop(name) for name in list(more) if name in known}
-            if stage is not None:
-                fields["stage"] = stage
-            self.zeropp_config = config_from(config, fields)
+            self.zeropp_config = take_config(stage, config, more)
             super().__init__(**more)
             if self._ddp_kwargs:
                 raise ConfigError(f"ZeroppFabricStrategy: unknown argument {next(iter(self._ddp_kwargs))!r}")

@@ -12,13 +12,13 @@ from typing import Any
 import zeropp
 from zeropp.errors import ConfigError
 from zeropp.lightning.common import (
-    config_from,
     load_shards,
     must_move,
     partition,
     registered,
     remove_shards,
     save_shards,
+    take_config,
 )
 from zeropp.zero.prepare import is_prepared
 
@@ -44,11 +44,7 @@ def make_strategy(package: str) -> Any:
         model: Any
 
         def __init__(self, stage: int | None = None, config: Any = None, **more: Any) -> None:
-            known = zeropp.Config.__dataclass_fields__
-            fields = {name: more.pop(name) for name in list(more) if name in known}
-            if stage is not None:
-                fields["stage"] = stage
-            self.zeropp_config = config_from(config, fields)
+            self.zeropp_config = take_config(stage, config, more)
             super().__init__(**more)
             if self._ddp_kwargs:
                 raise ConfigError(f"ZeroppStrategy: unknown argument {next(iter(self._ddp_kwargs))!r}")
