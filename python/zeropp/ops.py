@@ -12,12 +12,12 @@ C checks everything before it writes anything; the doors turn its sentence into 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from zeropp._ops import doors
 from zeropp._ops import lamb as _lamb
 from zeropp._ops import moe as _moe
 from zeropp._ops import onebit as _onebit
@@ -94,22 +94,18 @@ def adam_step_(
         "param_outs": param_outs,
     }
     for argument, tensors in {**written, "grads": grads}.items():
-        _check_tensors(name, argument, tensors, ("cpu", "cuda"))
+        doors.check_tensors(name, argument, tensors, ("cpu", "cuda"))
     rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    for argument, value in {**rates, "grad_scale": grad_scale}.items():
-        _check_number(name, argument, value)
+    doors.check_numbers(name, {**rates, "grad_scale": grad_scale})
     if not isinstance(step, (int, list, tuple)):
         raise TypeError(f"{name}: step is a {type(step).__name__}, wanted a whole number, or a list of them")
     steps = [step] * len(params) if isinstance(step, int) else list(step)
     if not any((params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, param_outs)):
         return  # without a tensor there is no device to dispatch on
-    _call(
-        name, torch.ops.zeropp.adam_step_.default,
-        list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(max_exp_avg_sqs), list(param_outs), steps,
-        lr, beta1, beta2, eps, weight_decay, decoupled_decay, maximize, grad_scale,
-    )  # fmt: skip
-    if not torch.compiler.is_compiling():
-        _tell_autograd(tensor for tensors in written.values() for tensor in tensors)
+    lists = [list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(max_exp_avg_sqs), list(param_outs)]
+    numbers = [lr, beta1, beta2, eps, weight_decay, decoupled_decay, maximize, grad_scale]
+    changed = (tensor for tensors in written.values() for tensor in tensors)
+    doors.call(name, torch.ops.zeropp.adam_step_.default, [*lists, steps, *numbers], changed)
 
 
 def norm_squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -129,10 +125,10 @@ def norm_squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         ValueError: wrong device, dtype or layout, or a tensor that requires grad while grad mode is on.
     """
     name = "zeropp.ops.norm_squares"
-    _check_tensors(name, "tensors", tensors, ("cpu",))
+    doors.check_tensors(name, "tensors", tensors)
     if not tensors:  # no device to dispatch on
         return _fake_norm_squares([])
-    sums, nonfinite = _call(name, torch.ops.zeropp.norm_squares.default, list(tensors))
+    sums, nonfinite = doors.call(name, torch.ops.zeropp.norm_squares.default, [list(tensors)], written=())
     return sums, nonfinite
 
 
@@ -146,48 +142,6 @@ def register() -> None:
     for area in (_optimizers, _lamb, _quant, _onebit, _moe):
         area.register()
     _registered = True
-
-
-def _check_tensors(name: str, argument: str, tensors: Sequence[Tensor], devices: tuple[str, ...]) -> None:
-    """What C cannot see or say: no list, no tensor, another device, gradients that would be lost."""
-    if not isinstance(tensors, (list, tuple)):
-        raise TypeError(f"{name}: {argument} is a {type(tensors).__name__}, wanted a list of tensors")
-    grad_mode = torch.is_grad_enabled()
-    for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: {argument}[{index}] is a {type(tensor).__name__}, wanted a tensor")
-        if tensor.device.type not in devices:
-            raise ValueError(f"{name}: {argument}[{index}] is on {tensor.device}, wanted {' or '.join(devices)}")
-        if grad_mode and tensor.requires_grad:
-            raise ValueError(
-                f"{name}: {argument}[{index}] requires grad, and this operation has no gradient; wanted a tensor that "
-                "does not: call it under torch.no_grad(), or pass tensor.detach()"
-            )
-
-
-def _check_number(name: str, argument: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name}: {argument} is {value!r}, wanted a number")
-
-
-def _call(name: str, op: Callable[..., Any], *arguments: Any) -> Any:
-    """Call an operator; what it refuses is a ValueError whose sentence names the door."""
-    if torch.compiler.is_compiling():
-        return op(*arguments)
-    try:
-        return op(*arguments)
-    except RuntimeError as error:
-        sentence = str(error).split("\n", 1)[0]
-        raise ValueError(f"{name}: {sentence.removeprefix(_prefix(name))}") from error
-
-
-def _prefix(name: str) -> str:
-    return name.replace("zeropp.ops.", "zeropp::") + ": "
-
-
-def _tell_autograd(tensors: Iterable[Tensor]) -> None:
-    """Count the write, so that a backward that saved the old value refuses it. (Inference tensors have no counter.)"""
-    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def _fake_adam_step(

@@ -11,14 +11,22 @@ from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP32 = (torch.float32,)
+CPU = ("cpu",)
 
 
-def check_tensor(name: str, label: str, tensor: Tensor) -> None:
-    """A tensor, on the CPU, whose gradient is not lost."""
+def check_readable(name: str, label: str, tensor: Tensor, devices: tuple[str, ...] = CPU) -> None:
+    """A tensor, on one of the devices, that a differentiable operator may read."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: {label} is a {type(tensor).__name__}, wanted a tensor")
-    if not tensor.is_cpu:
-        raise ValueError(f"{name}: {label} is on {tensor.device}, wanted cpu; other devices are not supported yet")
+    if tensor.device.type not in devices:
+        raise ValueError(
+            f"{name}: {label} is on {tensor.device}, wanted {' or '.join(devices)}; other devices are not supported yet"
+        )
+
+
+def check_tensor(name: str, label: str, tensor: Tensor, devices: tuple[str, ...] = CPU) -> None:
+    """A tensor, on one of the devices, whose gradient is not lost."""
+    check_readable(name, label, tensor, devices)
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise ValueError(
             f"{name}: {label} requires grad, and this operation has no gradient; wanted a tensor that does not: call "
@@ -26,12 +34,12 @@ def check_tensor(name: str, label: str, tensor: Tensor) -> None:
         )
 
 
-def check_tensors(name: str, argument: str, tensors: Sequence[Tensor]) -> None:
+def check_tensors(name: str, argument: str, tensors: Sequence[Tensor], devices: tuple[str, ...] = CPU) -> None:
     """A list of such tensors."""
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(f"{name}: {argument} is a {type(tensors).__name__}, wanted a list of tensors")
     for index, tensor in enumerate(tensors):
-        check_tensor(name, f"{argument}[{index}]", tensor)
+        check_tensor(name, f"{argument}[{index}]", tensor, devices)
 
 
 def check_numbers(name: str, numbers: Mapping[str, object]) -> None:
@@ -62,18 +70,23 @@ def steps_of(name: str, step: int | Sequence[int], params: Sequence[Tensor]) -> 
     return [step] * len(params) if isinstance(step, int) else list(step)
 
 
-def call(name: str, op: Callable[..., Any], arguments: Sequence[Any], written: Iterable[Tensor]) -> None:
-    """Call an operator that returns nothing; what C refuses is a ValueError whose sentence names the door."""
+def prefix_of(name: str) -> str:
+    """What C puts before its sentences about the operator behind a door."""
+    return name.replace("zeropp.ops.", "zeropp::") + ": "
+
+
+def call(name: str, op: Callable[..., Any], arguments: Sequence[Any], written: Iterable[Tensor]) -> Any:
+    """Call an operator; what it refuses is a ValueError whose sentence names the door."""
     if torch.compiler.is_compiling():
-        op(*arguments)
-        return
+        return op(*arguments)
     try:
-        op(*arguments)
+        result = op(*arguments)
     except RuntimeError as error:
         sentence = str(error).split("\n", 1)[0]
-        raise ValueError(f"{name}: {sentence.removeprefix(name.replace('zeropp.ops.', 'zeropp::') + ': ')}") from error
+        raise ValueError(f"{name}: {sentence.removeprefix(prefix_of(name))}") from error
     # Count the write, so that a backward that saved the old value refuses it. (Inference tensors have no counter.)
     torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+    return result
 
 
 def ask(name: str, op: Callable[..., Any], arguments: Sequence[Any]) -> Any:
@@ -84,18 +97,9 @@ def ask(name: str, op: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         return op(*arguments)
     except RuntimeError as error:
         sentence = str(error).split("\n", 1)[0]
-        prefix = f"{name.replace('zeropp.ops.', 'zeropp::')}: "
-        if not sentence.startswith(prefix):
+        if not sentence.startswith(prefix_of(name)):
             raise
-        raise ValueError(f"{name}: {sentence.removeprefix(prefix)}") from error
-
-
-def check_readable(name: str, label: str, tensor: Tensor) -> None:
-    """A tensor, on the CPU, that a differentiable operator may read."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: {label} is a {type(tensor).__name__}, wanted a tensor")
-    if not tensor.is_cpu:
-        raise ValueError(f"{name}: {label} is on {tensor.device}, wanted cpu; other devices are not supported yet")
+        raise ValueError(f"{name}: {sentence.removeprefix(prefix_of(name))}") from error
 
 
 def fake_check(name: str, label: str, tensor: Tensor, dtypes: Sequence[torch.dtype], elems: int | None = None) -> None:
