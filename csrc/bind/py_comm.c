@@ -496,6 +496,11 @@ static PyMethodDef comm_methods[] = {
      "all_gather_into(dst_ptrs, src_ptr, src_elems, dtype, /)\n--\n\nall_gather into one tensor a rank."},
     {"submit_gather", submit_gather, METH_VARARGS,
      "submit_gather(dst_ptrs, src_ptr, src_elems, dtype, keep, /)\n--\n\nall_gather_into, later; a Work."},
+    {"onebit_layout", zpp_py_onebit_layout, METH_VARARGS,
+     "onebit_layout(elems, chunk_elems, /)\n--\n\n(slice_elems, message_bytes, scratch_bytes, result_bytes)."},
+    {"onebit_all_reduce", zpp_py_onebit_all_reduce, METH_VARARGS,
+     "onebit_all_reduce(elems, chunk_elems, src_ptr, dtype, worker_error_ptr, server_error_ptr, scratch_ptr, "
+     "result_ptr, gather, /)\n--\n\nMean over ranks at one bit an element: see csrc/comm/onebit.h."},
     {"abort", comm_abort, METH_VARARGS,
      "abort(sentence=None, /)\n--\n\nEnd every wait of every rank with this sentence."},
     {"check", check, METH_NOARGS, "check()\n--\n\nRaise the error that ended the group, if one did."},

@@ -8,6 +8,8 @@
  *   Region   py_comm_memory.c  shared memory of all ranks
  *   Block    py_comm_memory.c  a block of this rank's arena
  *
+ * The compressed all-reduce of Comm is in py_comm_onebit.c.
+ *
  * Threads: the caller holds the GIL, except where noted.
  */
 #ifndef ZPP_BIND_PY_COMM_H
@@ -45,6 +47,9 @@ PyObject *zpp_py_region_new(PyObject *comm, int kind, size_t bytes);
 PyObject *zpp_py_block_new(PyObject *comm, size_t bytes);
 /* New _C.Transfer; args (ptr, bytes, rank, tag, keep). */
 PyObject *zpp_py_transfer(PyObject *comm, PyObject *args, bool is_send);
+/* Methods of Comm in py_comm_onebit.c. */
+PyObject *zpp_py_onebit_layout(PyObject *comm, PyObject *args);
+PyObject *zpp_py_onebit_all_reduce(PyObject *comm, PyObject *args);
 int zpp_py_add_comm_p2p(PyObject *module);
 int zpp_py_add_comm_work(PyObject *module);
 int zpp_py_add_comm_memory(PyObject *module);

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from zeropp import _C
+from zeropp.comm_onebit import OneBitAllReduce
 
-__all__ = ["Communicator", "all_traffic", "communicator", "create", "dtype_code", "empty"]
+__all__ = ["Communicator", "OneBitAllReduce", "all_traffic", "communicator", "create", "dtype_code", "empty"]
 
 _log = logging.getLogger("zeropp")
 
