@@ -247,7 +247,7 @@ bool zpp_arena_find(struct zpp_comm *comm, const void *data, size_t bytes, struc
         const uintptr_t base = (uintptr_t)arena->base;
         if (arena->rank != comm->rank || at < base || at - base > arena->bytes || bytes > arena->bytes - (at - base))
             continue;
-        *place = (struct zpp_place){arena->id, at - base};
+        *place = (struct zpp_place){.arena = arena->id, .offset_bytes = at - base};
         found = true;
     }
     pthread_mutex_unlock(&comm->arena_lock);

@@ -55,7 +55,7 @@ static size_t chunk_at(const struct job *job, size_t at) {
 static void fill(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
     const size_t at = round * ZPP_STAGE_BYTES, chunk = chunk_at(job, at);
-    zpp_copy(slot, job->src + at, chunk, true);
+    zpp_stage_copy(job->comm, slot, job->src + at, chunk);
     copy_own((uint8_t *)job->dst[job->comm->rank] + at, job->src + at, chunk, job->stream); /* from the cache */
 }
 

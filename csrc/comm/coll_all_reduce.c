@@ -3,12 +3,12 @@
  * All-reduce in the order of ranks. Bytes read from peers, per rank:
  *
  *   small     (N - 1) * bytes: payload beside the signature, every rank combines everything; one publication, one round
- * of reads pairs     two ranks, staged, (N - 1) * bytes: rounds of one slot; each rank combines its own tensor with the
- * peer's slot. Same bytes as the next one, one publication a round less. staged    2 (N - 1) / N * bytes,
- * reduce-scatter then all-gather within each round: track 0 carries the chunk in, the owner of each slice combines it
- * into track 1, everybody copies the other slices out of there in place  2 (N - 1) / N * bytes: every tensor lies in an
- * arena. Per round each rank combines its slice of all tensors into its own tensor, and copies the other slices from
- * the ranks that combined them, one round behind
+ *             of reads
+ *   staged    2 (N - 1) / N * bytes, reduce-scatter then all-gather within each round: track 0 carries the chunk in,
+ *             the owner of each slice combines it into track 1, everybody copies the other slices out of there
+ *   in place  2 (N - 1) / N * bytes: every tensor lies in an arena. Per round each rank combines its slice of all
+ *             tensors into its own tensor, and copies the other slices from the ranks that combined them, one round
+ *             behind
  */
 #include <string.h>
 
@@ -17,6 +17,8 @@
 
 /* In place, one round covers as much of each tensor as still lies in a last-level cache when the slices are copied. */
 enum { IN_PLACE_BYTES = 1024 * 1024 };
+/* Staged, what is combined goes into the slot a block at a time, out of the first-level cache. */
+enum { BLOCK_BYTES = 16 * 1024 };
 
 struct job {
     struct zpp_turn *turn;
@@ -54,33 +56,11 @@ static zpp_status small(const struct job *job, struct zpp_err *err) {
     return ZPP_OK;
 }
 
-/* --- pairs ------------------------------------------------------------------------------------------------------- */
-
-static void fill_whole(const void *ctx, size_t round, uint8_t *slot) {
-    const struct job *job = ctx;
-    const size_t at = round * job->round_bytes;
-    zpp_copy(slot, job->data + at, round_at(job, at), true);
-}
-
-static void combine_pair(const void *ctx, size_t round, uint32_t staged) {
-    const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
-    const size_t at = round * job->round_bytes;
-    const uint8_t *part[2];
-    for (int r = 0; r < 2; r++) part[r] = r == comm->rank ? job->data + at : zpp_stage(comm, r, 0, staged);
-    combine(job, job->data + at, part, round_at(job, at), false);
-}
+/* --- staged ------------------------------------------------------------------------------------------------------ */
 
 static size_t rounds_of(const struct job *job) {
     return (job->tensor->bytes + job->round_bytes - 1) / job->round_bytes;
 }
-
-static zpp_status pairs(const struct job *job, struct zpp_err *err) {
-    const struct zpp_pump pump = {rounds_of(job), job, fill_whole, combine_pair, NULL};
-    return zpp_pump_run(job->turn, &pump, err);
-}
-
-/* --- staged ------------------------------------------------------------------------------------------------------ */
 
 /* Every slice but my own, each at its place in the slot. */
 static void fill_slices(const void *ctx, size_t round, uint8_t *slot) {
@@ -90,7 +70,7 @@ static void fill_slices(const void *ctx, size_t round, uint8_t *slot) {
     for (int r = 0; r < comm->ranks; r++) {
         size_t begin, length;
         slice_of(job, round_at(job, at), r, &begin, &length);
-        if (r != comm->rank) zpp_copy(slot + begin, job->data + at + begin, length, true);
+        if (r != comm->rank) zpp_stage_copy(comm, slot + begin, job->data + at + begin, length);
     }
 }
 
@@ -101,10 +81,14 @@ static void combine_slice(const void *ctx, size_t round, uint32_t staged, uint8_
     const uint8_t *part[ZPP_RANKS_MAX];
     size_t begin, length;
     slice_of(job, round_at(job, at), comm->rank, &begin, &length);
-    for (int r = 0; r < comm->ranks; r++)
-        part[r] = r == comm->rank ? job->data + at + begin : zpp_stage(comm, r, 0, staged) + begin;
-    combine(job, job->data + at + begin, part, length, false);
-    zpp_copy(slot, job->data + at + begin, length, true);
+    for (size_t done = 0; done < length; done += BLOCK_BYTES) {
+        const size_t bytes = length - done < BLOCK_BYTES ? length - done : BLOCK_BYTES;
+        uint8_t *mine = job->data + at + begin + done;
+        for (int r = 0; r < comm->ranks; r++)
+            part[r] = r == comm->rank ? mine : zpp_stage(comm, r, 0, staged) + begin + done;
+        combine(job, mine, part, bytes, false);
+        zpp_stage_copy(comm, slot + done, mine, bytes);
+    }
 }
 
 static void gather_slices(const void *ctx, size_t round, uint32_t staged) {
@@ -121,7 +105,7 @@ static void gather_slices(const void *ctx, size_t round, uint32_t staged) {
 
 static zpp_status staged(const struct job *job, struct zpp_err *err) {
     const struct zpp_pump pump = {rounds_of(job), job, fill_slices, gather_slices, combine_slice};
-    return zpp_pump_run_twice(job->turn, &pump, err);
+    return zpp_pump_run(job->turn, &pump, err);
 }
 
 /* --- in place ---------------------------------------------------------------------------------------------------- */
@@ -182,5 +166,5 @@ zpp_status zpp_coll_all_reduce(struct zpp_turn *turn, void *data, const struct z
         job.round_bytes = IN_PLACE_BYTES;
         return in_place(&job, parts, err);
     }
-    return comm->ranks == 2 ? pairs(&job, err) : staged(&job, err);
+    return staged(&job, err);
 }

@@ -59,7 +59,7 @@ static void fill(const void *ctx, size_t round, uint8_t *slot) {
     for (int r = 0; r < comm->ranks; r++) {
         if (r == comm->rank) continue;
         const uint8_t *from = job->src + (size_t)r * job->tensor->bytes + at;
-        zpp_copy(slot + (size_t)r * job->piece_bytes, from, piece_at(job, at), true);
+        zpp_stage_copy(comm, slot + (size_t)r * job->piece_bytes, from, piece_at(job, at));
     }
 }
 

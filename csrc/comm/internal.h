@@ -16,6 +16,7 @@
 
 #include <pthread.h>
 #include "comm.h"
+#include "reduce.h"
 #include "word.h"
 
 enum {
@@ -33,9 +34,18 @@ struct zpp_sig {
     uint64_t elems;
 };
 
+/* Of the tensor of a large collective; arena 0 = not in an arena. And how its bytes travel if they are staged: what
+ * rank 0 says holds (route.c). */
 struct zpp_place {
-    uint64_t arena, offset_bytes;
-}; /* of the tensor of a large collective; arena 0 = not in an arena */
+    uint64_t arena, offset_bytes, through_cache;
+};
+
+/* What staging costs around the cache, [0], and through it, [1]; 0: not tried yet. */
+struct zpp_route {
+    double ns_per_round[2];
+    uint32_t calls;
+};
+enum { ZPP_ROUTE_SIZES = 3 };
 
 struct zpp_post {
     _Alignas(ZPP_LINE_BYTES) struct zpp_word word;
@@ -102,6 +112,8 @@ struct zpp_comm {
     /* The caller's side of the counters. Used by the one thread that runs collectives. */
     uint32_t seq, staged[ZPP_TRACKS], taken[ZPP_TRACKS], step;
     struct zpp_sig now; /* the collective in progress, for messages */
+    bool through_cache; /* how it stages its bytes */
+    struct zpp_route route[ZPP_COLLS][ZPP_ROUTE_SIZES], *route_now; /* route.c; rank 0's count */
     uint64_t regions;   /* region creations so far */
 
     pthread_mutex_t mail_lock;    /* the sockets and inboxes; innermost */
@@ -185,6 +197,10 @@ zpp_status zpp_exchange_place(struct zpp_turn *turn, const void *tensor_here, si
 zpp_status zpp_exchange_place_of(struct zpp_turn *turn, int owner, const void *tensor_here, size_t bytes,
                                  bool *in_arena, const uint8_t **tensor, struct zpp_err *err);
 
+/* --- route.c: staged bytes around the cache or through it -------------------------------------------------------- */
+bool zpp_route_choose(struct zpp_comm *comm, size_t bytes); /* for the collective in progress */
+void zpp_route_learn(struct zpp_comm *comm, size_t rounds, uint64_t took_ns);
+
 /* --- coll_*.c: one algorithm a file; elements already checked ---------------------------------------------------- */
 struct zpp_tensor {
     zpp_dtype dtype;
@@ -216,11 +232,14 @@ struct zpp_pump {
     void (*fill)(const void *ctx, size_t round, uint8_t *slot);
     /* The peers' slots of this round are at zpp_stage(comm, r, track, staged); track 0, after `pass` track 1. */
     void (*take)(const void *ctx, size_t round, uint32_t staged);
-    /* zpp_pump_run_twice: from the peers' slots in track 0 into my slot in track 1. */
+    /* NULL: none. From the peers' slots in track 0 into my slot in track 1. */
     void (*pass)(const void *ctx, size_t round, uint32_t staged, uint8_t *slot);
 };
 zpp_status zpp_pump_run(struct zpp_turn *turn, const struct zpp_pump *pump, struct zpp_err *err);
-zpp_status zpp_pump_run_twice(struct zpp_turn *turn, const struct zpp_pump *pump, struct zpp_err *err);
+/* memcpy into a slot, the way that this collective stages its bytes. */
+static inline void zpp_stage_copy(const struct zpp_comm *comm, uint8_t *slot, const void *src, size_t bytes) {
+    zpp_copy(slot, src, bytes, !comm->through_cache);
+}
 /* In place: pass to the next phase; wait until every rank has passed phase `step`. */
 uint32_t zpp_step_pass(struct zpp_comm *comm);
 zpp_status zpp_step_wait(struct zpp_turn *turn, uint32_t step, struct zpp_err *err);

@@ -62,7 +62,7 @@ static void do_take(struct zpp_comm *comm, const struct zpp_pump *pump, size_t r
     zpp_take_end(comm, 0);
 }
 
-zpp_status zpp_pump_run(struct zpp_turn *turn, const struct zpp_pump *pump, struct zpp_err *err) {
+static zpp_status run_once(struct zpp_turn *turn, const struct zpp_pump *pump, struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
     size_t filled = 0, taken = 0;
     while (taken < pump->rounds) {
@@ -94,7 +94,7 @@ static void do_take_second(struct zpp_comm *comm, const struct zpp_pump *pump, s
 /* Two tracks: rounds are filled into track 0, passed from there into track 1, taken from there. The latest stage that
  * can go on does; if none can, wait for the earliest reason: peers always can do what that stage needs, because it
  * needs only what they do before the stage this rank is at. */
-zpp_status zpp_pump_run_twice(struct zpp_turn *turn, const struct zpp_pump *pump, struct zpp_err *err) {
+static zpp_status run_twice(struct zpp_turn *turn, const struct zpp_pump *pump, struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
     size_t filled = 0, passed = 0, taken = 0;
     while (taken < pump->rounds) {
@@ -115,6 +115,13 @@ zpp_status zpp_pump_run_twice(struct zpp_turn *turn, const struct zpp_pump *pump
         }
     }
     return ZPP_OK;
+}
+
+zpp_status zpp_pump_run(struct zpp_turn *turn, const struct zpp_pump *pump, struct zpp_err *err) {
+    const uint64_t start_ns = zpp_now_ns();
+    const zpp_status status = pump->pass ? run_twice(turn, pump, err) : run_once(turn, pump, err);
+    if (status == ZPP_OK) zpp_route_learn(turn->comm, pump->rounds, zpp_now_ns() - start_ns);
+    return status;
 }
 
 uint32_t zpp_step_pass(struct zpp_comm *comm) {

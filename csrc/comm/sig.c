@@ -61,6 +61,8 @@ zpp_status zpp_enter(struct zpp_comm *comm, struct zpp_sig sig, const struct zpp
     if (status != ZPP_OK) return status;
     comm->seq++;
     comm->now = sig;
+    comm->through_cache = false;
+    comm->route_now = NULL;
     *turn = (struct zpp_turn){
         .comm = comm, .wait = wait, .own_timeout = true, .fatal = true, .describe = describe_now, .ctx = comm};
     return ZPP_OK;
@@ -113,7 +115,7 @@ zpp_status zpp_exchange_place_of(struct zpp_turn *turn, int owner, const void *t
                                  bool *in_arena, const uint8_t **tensor, struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
     struct zpp_place *place = &zpp_my_post(comm)->place;
-    if (comm->rank != owner || !zpp_arena_find(comm, tensor_here, bytes, place)) *place = (struct zpp_place){0, 0};
+    if (comm->rank != owner || !zpp_arena_find(comm, tensor_here, bytes, place)) *place = (struct zpp_place){0};
     const zpp_status status = zpp_exchange(turn, err);
     if (status != ZPP_OK) return status;
     *in_arena = zpp_post_of(comm, owner)->place.arena != 0;
@@ -126,8 +128,10 @@ zpp_status zpp_exchange_place(struct zpp_turn *turn, const void *tensor_here, si
                               const uint8_t **tensor, struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
     struct zpp_place *place = &zpp_my_post(comm)->place;
-    if (!zpp_arena_find(comm, tensor_here, bytes, place)) *place = (struct zpp_place){0, 0};
+    if (!zpp_arena_find(comm, tensor_here, bytes, place)) *place = (struct zpp_place){0};
+    if (comm->rank == 0) place->through_cache = zpp_route_choose(comm, bytes);
     zpp_status status = zpp_exchange(turn, err);
+    if (status == ZPP_OK) comm->through_cache = zpp_post_of(comm, 0)->place.through_cache;
     *in_place = true;
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
         if (!zpp_post_of(comm, r)->place.arena) *in_place = false;

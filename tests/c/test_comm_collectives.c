@@ -4,6 +4,7 @@
  */
 #include <math.h>
 
+#include "../../csrc/comm/internal.h"
 #include "../../csrc/comm/reduce.h"
 #include "ranks.h"
 
@@ -266,6 +267,28 @@ static void sums_are_in_rank_order(void) {
     for (int ranks = 2; ranks <= 5; ranks++) run_ranks(ranks, rank_order, NULL);
 }
 
+/* The first calls go both ways in turn; every rank goes the way of rank 0, and the bits do not tell which it was. */
+static void both_routes(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    enum { ELEMS = 70001, CALLS = 8 };
+    float *data = malloc(ELEMS * sizeof *data), *first = malloc(ELEMS * sizeof *first);
+    for (int call = 0; call < CALLS; call++) {
+        for (size_t i = 0; i < ELEMS; i++) data[i] = (float)mix((uint32_t)i * 5u + (uint32_t)me->rank) / 3.0f;
+        CHECK_OK(zpp_all_reduce(me->comm, data, ELEMS, ZPP_F32, ZPP_SUM, NULL, &err));
+        CHECK(me->comm->through_cache == call % 2);
+        if (call == 0) memcpy(first, data, ELEMS * sizeof *data);
+        CHECK(memcmp(first, data, ELEMS * sizeof *data) == 0);
+    }
+    const struct zpp_route *route = &me->comm->route[ZPP_COLL_ALL_REDUCE][0];
+    CHECK(me->rank != 0 || (route->ns_per_round[false] > 0 && route->ns_per_round[true] > 0));
+    free(data);
+    free(first);
+}
+
+static void routes(void) {
+    for (int ranks = 2; ranks <= 3; ranks++) run_ranks(ranks, both_routes, NULL);
+}
+
 static void refused(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     float data[4] = {0};
@@ -310,6 +333,7 @@ int main(int argc, char **argv) {
                                              TEST(lengths_arena),
                                              TEST(dtypes_and_operations),
                                              TEST(sums_are_in_rank_order),
+                                             TEST(routes),
                                              TEST(wrong_arguments),
                                              TEST(asynchronous),
                                              {0}};
