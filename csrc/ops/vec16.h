@@ -2,7 +2,7 @@
  *
  * Sixteen fp32 lanes, spelled once for AVX2 (two registers) and AVX-512 (one), so that a kernel's vector text stands
  * once and both files of it only include it. Included by files of one instruction set only. Every function does what
- * its scalar counterpart does, with the same bits; nothing here fuses a multiply and an add.
+ * its scalar counterpart does, with the same bits; nothing here fuses a multiply and an add but v16_fma, as fmaf does.
  *
  * 16-bit kinds convert as zpp_bf16_from_f32 and zpp_f16_from_f32 do (AVX512_BF16 flushes subnormals: not used).
  */
@@ -32,6 +32,11 @@ V16_FN v16 v16_div(v16 a, v16 b) { return _mm512_div_ps(a, b); }
 V16_FN v16 v16_min(v16 a, v16 b) { return _mm512_min_ps(a, b); }
 V16_FN v16 v16_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }
 V16_FN v16 v16_sqrt(v16 a) { return _mm512_sqrt_ps(a); }
+V16_FN v16 v16_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }
+/* `a`, and 0 in lanes where x < least (a NaN is not). */
+V16_FN v16 v16_zero_below(v16 a, v16 x, v16 least) {
+    return _mm512_mask_mov_ps(_mm512_setzero_ps(), _mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), a);
+}
 V16_FN v16 v16_abs(v16 a) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(INT32_MAX)));
 }
@@ -85,6 +90,13 @@ V16_FN v16 v16_div(v16 a, v16 b) { return V16_BOTH(_mm256_div_ps(a.lo, b.lo), _m
 V16_FN v16 v16_min(v16 a, v16 b) { return V16_BOTH(_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)); }
 V16_FN v16 v16_max(v16 a, v16 b) { return V16_BOTH(_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)); }
 V16_FN v16 v16_sqrt(v16 a) { return V16_BOTH(_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)); }
+V16_FN v16 v16_fma(v16 a, v16 b, v16 c) {
+    return V16_BOTH(_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi));
+}
+V16_FN v16 v16_zero_below(v16 a, v16 x, v16 least) {
+    return V16_BOTH(_mm256_and_ps(a.lo, _mm256_cmp_ps(x.lo, least.lo, _CMP_NLT_UQ)),
+                    _mm256_and_ps(a.hi, _mm256_cmp_ps(x.hi, least.hi, _CMP_NLT_UQ)));
+}
 V16_FN v16 v16_abs(v16 a) {
     const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     return V16_BOTH(_mm256_and_ps(a.lo, mask), _mm256_and_ps(a.hi, mask));

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts against loops over tokens in float64 (tests/reference/moe.py).
 
-Bounds. u = 2^-24. A score: e^x within 2 ulp (gate_body.h), the difference x - max within u |x - max| which e^x turns
+Bounds. u = 2^-24. A score: e^x within 2 ulp (exp.h), the difference x - max within u |x - max| which e^x turns
 into a relative error, the sum of E terms within E u, one division: relative (8 + |x|max + E) u, twice that for a weight
 divided by its sum. Combined rows: k + 2 roundings of fp32, relative to the sum of magnitudes, and one of the dtype.
 """

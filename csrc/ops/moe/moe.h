@@ -40,7 +40,7 @@ enum {
  *   f_e   = counts_e / (T k),  P_e = mean_t p_te,  p_te = s_te / sum_e s_te     (softmax: s itself)
  *   balance = E sum_e f_e P_e                    (Switch, equation 4, for any k; f is taken as constant)
  *   z       = mean_t (log sum_e exp x_te)^2      (ST-MoE, equation 5)
- * e^x is a polynomial (gate_body.h), within 2 ulp; an expert masked by -inf has a score below 1e-37. */
+ * e^x is a polynomial (exp.h), within 2 ulp; an expert masked by -inf has a score below 1e-37. */
 struct zpp_moe_gate {
     const float *logits; /* [tokens][experts] */
     const float *bias;   /* [experts] or, with bias_per_token, [tokens][experts]; NULL: none */

@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "../element.h"
-#include "gate_body.h"
+#include "../exp.h"
 
 static float greatest(const float *from, size_t padded) {
     float lanes[ZPP_MOE_LANES];
@@ -30,8 +30,8 @@ static struct zpp_moe_row_sums scores_of(const float *logits, size_t experts, bo
     const size_t padded = zpp_moe_padded(experts);
     struct zpp_moe_row_sums sums = { sigmoid ? 0.0f : greatest(logits, padded), 0.0f };
     for (size_t e = 0; e < experts; ++e) {
-        if (sigmoid) scores[e] = ZPP_DIV(1.0f, ZPP_ADD(1.0f, zpp_moe_exp(ZPP_SUB(0.0f, logits[e]))));
-        else scores[e] = zpp_moe_exp(ZPP_SUB(logits[e], sums.max));
+        if (sigmoid) scores[e] = ZPP_DIV(1.0f, ZPP_ADD(1.0f, zpp_exp(ZPP_SUB(0.0f, logits[e]))));
+        else scores[e] = zpp_exp(ZPP_SUB(logits[e], sums.max));
     }
     for (size_t e = experts; e < padded; ++e) scores[e] = 0.0f;
     sums.sum = sum(scores, padded);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The MoE kernels sixteen elements at once: the text of the AVX2 and the AVX-512 version, which differ in vec16.h and
- * in the shift of v16_power. Operation by operation the order of moe_scalar.c and gate_body.h.
+ * The MoE kernels sixteen elements at once: the text of the AVX2 and the AVX-512 version, which differ in
+ * vec16.h only. Operation by operation the order of moe_scalar.c.
  */
 #ifndef ZPP_OPS_MOE_VEC16_H
 #define ZPP_OPS_MOE_VEC16_H
@@ -11,39 +11,9 @@
 #include <string.h>
 
 #include "../element.h"
+#include "../exp_vec16.h"
 #include "../vec16.h"
-#include "gate_body.h"
 #include "kernels.h"
-
-/* 2^n, where `shifted` has n in its low bits. */
-#if defined(__AVX512F__)
-V16_FN v16 v16_power(v16 shifted) {
-    const __m512i bits = _mm512_add_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(127));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 23));
-}
-#else
-V16_FN __m256 v8_power(__m256 shifted) {
-    const __m256i bits = _mm256_add_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(127));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
-}
-V16_FN v16 v16_power(v16 shifted) { return V16_BOTH(v8_power(shifted.lo), v8_power(shifted.hi)); }
-#endif
-
-V16_FN v16 v16_exp(v16 x) {
-    x = v16_max(v16_set1(ZPP_MOE_EXP_LEAST), x); /* in this order a NaN stays one */
-    x = v16_min(v16_set1(ZPP_MOE_EXP_MOST), x);
-    const v16 shifted = v16_add(v16_mul(x, v16_set1(ZPP_MOE_PER_LN2)), v16_set1(ZPP_MOE_NEAREST));
-    const v16 n = v16_sub(shifted, v16_set1(ZPP_MOE_NEAREST));
-    const v16 r = v16_sub(v16_sub(x, v16_mul(n, v16_set1(ZPP_MOE_LN2_HIGH))), v16_mul(n, v16_set1(ZPP_MOE_LN2_LOW)));
-    v16 p = v16_set1(ZPP_MOE_P0);
-    p = v16_add(v16_mul(p, r), v16_set1(ZPP_MOE_P1));
-    p = v16_add(v16_mul(p, r), v16_set1(ZPP_MOE_P2));
-    p = v16_add(v16_mul(p, r), v16_set1(ZPP_MOE_P3));
-    p = v16_add(v16_mul(p, r), v16_set1(ZPP_MOE_P4));
-    p = v16_add(v16_mul(p, r), v16_set1(ZPP_MOE_P5));
-    p = v16_add(v16_add(v16_mul(p, v16_mul(r, r)), r), v16_set1(1.0f));
-    return v16_mul(p, v16_power(shifted));
-}
 
 static float greatest(const float *from, size_t padded) {
     v16 most = v16_load(from);
