@@ -62,7 +62,7 @@ _HOME = {
         "errors",
     ),
 }  # fmt: skip
-_MODULES = ("aio", "comm", "config", "errors", "hf", "lightning", "ops", "optim", "process_group", "zero")
+_MODULES = ("aio", "comm", "config", "errors", "hf", "lightning", "nn", "ops", "optim", "process_group", "zero")
 
 __all__ = ["__version__", *_HOME]
 

@@ -9,6 +9,9 @@
 
 #define _IMMINTRIN_H_INCLUDED /* gcc's guard */
 #define __IMMINTRIN_H         /* clang's */
+#ifndef __AVX512F__
+#define __AVX512F__ 1 /* vec16.h then takes sixteen lanes as one */
+#endif
 
 #include <math.h>
 #include <stdint.h>
@@ -29,7 +32,10 @@ typedef struct { uint32_t at[4]; } emulated_si128;
 #define __m256i emulated_si256
 #define __m128i emulated_si128
 typedef uint16_t __mmask16;
-enum { _CMP_GT_OQ = 30, _CMP_UNORD_Q = 3, _MM_FROUND_TO_NEAREST_INT = 0 };
+enum {
+    _CMP_UNORD_Q = 3, _CMP_NLT_UQ = 21, _CMP_NEQ_OQ = 12, _CMP_GE_OQ = 29, _CMP_GT_OQ = 30,
+    _MM_FROUND_TO_NEAREST_INT = 0,
+};
 
 #define E static inline
 #define LOAD(name, type, pointer) E type name(pointer from) { type r; memcpy(&r, from, sizeof r); return r; }
@@ -38,6 +44,8 @@ LOAD(_mm512_loadu_ps, __m512, const float *)
 LOAD(_mm256_loadu_ps, __m256, const float *)
 LOAD(_mm256_loadu_si256, __m256i, const __m256i *)
 LOAD(_mm_loadu_si128, __m128i, const __m128i *)
+STORE(_mm_storeu_si128, __m128i, __m128i *)
+STORE(_mm256_storeu_si256, __m256i, __m256i *)
 STORE(_mm512_storeu_ps, __m512, float *)
 STORE(_mm512_storeu_pd, __m512d, double *)
 STORE(_mm512_storeu_si512, __m512i, void *)
@@ -48,6 +56,10 @@ E void _mm512_stream_ps(float *to, __m512 value) {
 }
 E void _mm512_stream_si512(__m512i *to, __m512i value) {
     if ((uintptr_t)to % 64) abort();
+    memcpy(to, &value, sizeof value);
+}
+E void _mm256_stream_si256(__m256i *to, __m256i value) {
+    if ((uintptr_t)to % 32) abort();
     memcpy(to, &value, sizeof value);
 }
 E void _mm_sfence(void) {}
@@ -76,11 +88,25 @@ E __m512i _mm512_inserti64x4(__m512i into, __m256i half, int upper) {
 LANES(_mm512_set1_ps, __m512, (float x), x)
 LANES(_mm512_set1_epi32, __m512i, (int x), (uint32_t)x)
 LANES(_mm512_setzero_pd, __m512d, (void), 0.0)
+LANES(_mm512_setzero_ps, __m512, (void), 0.0f)
 LANES(_mm512_add_ps, __m512, (__m512 a, __m512 b), a.at[i] + b.at[i])
 LANES(_mm512_sub_ps, __m512, (__m512 a, __m512 b), a.at[i] - b.at[i])
 LANES(_mm512_mul_ps, __m512, (__m512 a, __m512 b), a.at[i] * b.at[i])
 LANES(_mm512_div_ps, __m512, (__m512 a, __m512 b), a.at[i] / b.at[i])
 LANES(_mm512_sqrt_ps, __m512, (__m512 a), sqrtf(a.at[i]))
+LANES(_mm512_fmadd_ps, __m512, (__m512 a, __m512 b, __m512 c), fmaf(a.at[i], b.at[i], c.at[i]))
+/* The second where they are not ordered, or both zeros. */
+LANES(_mm512_max_ps, __m512, (__m512 a, __m512 b), a.at[i] > b.at[i] ? a.at[i] : b.at[i])
+LANES(_mm512_min_ps, __m512, (__m512 a, __m512 b), a.at[i] < b.at[i] ? a.at[i] : b.at[i])
+LANES(_mm512_max_epi32, __m512i, (__m512i a, __m512i b),
+      (int32_t)a.at[i] > (int32_t)b.at[i] ? a.at[i] : b.at[i])
+LANES(_mm512_mask_mov_ps, __m512, (__m512 a, __mmask16 k, __m512 b), k >> i & 1 ? b.at[i] : a.at[i])
+LANES(_mm512_mask_xor_epi32, __m512i, (__m512i from, __mmask16 k, __m512i a, __m512i b),
+      k >> i & 1 ? a.at[i] ^ b.at[i] : from.at[i])
+/* To nearest even; what no int holds, and NaN, is INT_MIN. */
+LANES(_mm512_cvtps_epi32, __m512i, (__m512 a),
+      a.at[i] >= -2147483648.0f && a.at[i] < 2147483648.0f ? (uint32_t)(int32_t)rintf(a.at[i]) : 0x80000000u)
+LANES(_mm512_cvtepi32_ps, __m512, (__m512i a), (float)(int32_t)a.at[i])
 LANES(_mm512_fmadd_pd, __m512d, (__m512d a, __m512d b, __m512d c), fma(a.at[i], b.at[i], c.at[i]))
 LANES(_mm512_cvtps_pd, __m512d, (__m256 a), (double)a.at[i])
 LANES(_mm512_and_si512, __m512i, (__m512i a, __m512i b), a.at[i] & b.at[i])
@@ -117,13 +143,73 @@ E __m256i _mm512_cvtepi32_epi16(__m512i a) {
     memcpy(&r, halves, sizeof r);
     return r;
 }
+E int emulated_compare(float a, float b, int how) {
+    switch (how) {
+    case _CMP_UNORD_Q: return isnan(a) || isnan(b);
+    case _CMP_NLT_UQ: return !(a < b);
+    case _CMP_NEQ_OQ: return a < b || a > b;
+    case _CMP_GE_OQ: return a >= b;
+    case _CMP_GT_OQ: return a > b;
+    default: abort();
+    }
+}
 E __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how) {
     unsigned mask = 0;
-    for (int i = 0; i < 16; ++i) {
-        const int unordered = isnan(a.at[i]) || isnan(b.at[i]);
-        mask |= (unsigned)(how == _CMP_UNORD_Q ? unordered : a.at[i] > b.at[i]) << i;
-    }
+    for (int i = 0; i < 16; ++i) mask |= (unsigned)emulated_compare(a.at[i], b.at[i], how) << i;
     return (__mmask16)mask;
 }
+#define REDUCE(name, vector, type, better) \
+    E type name(vector a) {                                            \
+        type most = (type)a.at[0];                                     \
+        for (int i = 1; i < 16; ++i) {                                 \
+            if ((type)a.at[i] better most) most = (type)a.at[i];       \
+        }                                                              \
+        return most;                                                   \
+    }
+REDUCE(_mm512_reduce_max_ps, __m512, float, >)
+REDUCE(_mm512_reduce_min_ps, __m512, float, <)
+REDUCE(_mm512_reduce_max_epi32, __m512i, int32_t, >)
+
+/* --- bytes and words of 128 bits ---------------------------------------------------------------------------------- */
+typedef union { __m128i v; int8_t i8[16]; uint8_t u8[16]; int16_t i16[8]; uint16_t u16[8]; } emulated_128;
+E int emulated_within(int x, int least, int most) { return x < least ? least : x > most ? most : x; }
+
+E __m128i _mm512_cvtsepi32_epi8(__m512i a) {
+    emulated_128 r;
+    for (int i = 0; i < 16; ++i) r.i8[i] = (int8_t)emulated_within((int32_t)a.at[i], -128, 127);
+    return r.v;
+}
+E __m512i _mm512_cvtepi8_epi32(__m128i a) {
+    const emulated_128 from = { a };
+    __m512i r;
+    for (int i = 0; i < 16; ++i) r.at[i] = (uint32_t)(int32_t)from.i8[i];
+    return r;
+}
+#define PARTS(name, arguments, as, count, expression) \
+    E __m128i name arguments {                                                                    \
+        emulated_128 r;                                                                           \
+        for (int i = 0; i < (count); ++i) r.as[i] = (__typeof__(r.as[0]))(expression);            \
+        return r.v;                                                                               \
+    }
+#define PART(value, as, i) (((const emulated_128 *)(const void *)&(value))->as[i])
+PARTS(_mm_set1_epi8, (char x), i8, 16, x)
+PARTS(_mm_set1_epi16, (short x), i16, 8, x)
+PARTS(_mm_and_si128, (__m128i a, __m128i b), u8, 16, PART(a, u8, i) & PART(b, u8, i))
+PARTS(_mm_or_si128, (__m128i a, __m128i b), u8, 16, PART(a, u8, i) | PART(b, u8, i))
+PARTS(_mm_xor_si128, (__m128i a, __m128i b), u8, 16, PART(a, u8, i) ^ PART(b, u8, i))
+PARTS(_mm_sub_epi8, (__m128i a, __m128i b), u8, 16, PART(a, u8, i) - PART(b, u8, i))
+PARTS(_mm_max_epi8, (__m128i a, __m128i b), i8, 16, PART(a, i8, i) > PART(b, i8, i) ? PART(a, i8, i) : PART(b, i8, i))
+PARTS(_mm_min_epi8, (__m128i a, __m128i b), i8, 16, PART(a, i8, i) < PART(b, i8, i) ? PART(a, i8, i) : PART(b, i8, i))
+PARTS(_mm_cvtepu8_epi16, (__m128i a), u16, 8, PART(a, u8, i))
+PARTS(_mm_slli_epi16, (__m128i a, int n), u16, 8, PART(a, u16, i) << n)
+PARTS(_mm_srli_epi16, (__m128i a, int n), u16, 8, PART(a, u16, i) >> n)
+PARTS(_mm_packus_epi16, (__m128i a, __m128i b), u8, 16,
+      emulated_within(i < 8 ? PART(a, i16, i) : PART(b, i16, i - 8), 0, 255))
+E __m128i _mm_loadl_epi64(const __m128i *from) {
+    __m128i r = { { 0 } };
+    memcpy(&r, from, 8);
+    return r;
+}
+E void _mm_storel_epi64(__m128i *to, __m128i value) { memcpy(to, &value, 8); }
 
 #endif

@@ -1,0 +1,169 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * torch.ops.zeropp.sparse_attention and its backward: read and check tensors, then csrc/ops/sparse_attention. The sizes
+ * of (batch, heads, seq, dim) but the first are arguments, since the ABI tells only how many elements there are.
+ */
+#include <math.h>
+
+#include "../ops/sparse_attention/sparse_attention.h"
+#include "op_checks.h"
+#include "op_entries.h"
+
+enum { RESULTS = 3 };
+
+/* Arguments after q, k and v. */
+struct rest {
+    const struct zpp_tensor *key_mask, *starts, *columns;
+    int64_t heads, seq, dim, block;
+};
+
+static void read_layout(struct zpp_boxed *args, struct rest *rest) {
+    rest->key_mask = zpp_boxed_tensor(args, "key_mask", false);
+    rest->starts = zpp_boxed_tensor(args, "starts", false);
+    rest->columns = zpp_boxed_tensor(args, "columns", false);
+}
+
+static void read_numbers(struct zpp_boxed *args, struct rest *rest, struct zpp_sparse_attention *at) {
+    rest->heads = zpp_boxed_int(args);
+    rest->seq = zpp_boxed_int(args);
+    rest->dim = zpp_boxed_int(args);
+    rest->block = zpp_boxed_int(args);
+    at->scale = (float)zpp_boxed_float(args);
+    at->causal = zpp_boxed_bool(args);
+}
+
+static bool check_count(struct zpp_boxed *args, const char *name, int64_t value, int64_t least, int64_t most) {
+    if (!zpp_boxed_ok(args)) return false;
+    if (value >= least && value <= most) return true;
+    return zpp_boxed_fail(args, "%s is %lld, wanted %lld to %lld", name, (long long)value, (long long)least,
+                          (long long)most);
+}
+
+static bool check_layout(struct zpp_boxed *args, const struct rest *rest, struct zpp_sparse_attention *at) {
+    struct zpp_sparse_layout *layout = &at->layout;
+    if (!zpp_op_check_tensor(args, "starts", rest->starts, 1u << ZPP_I32) ||
+        !zpp_op_check_tensor(args, "columns", rest->columns, 1u << ZPP_I32)) return false;
+    layout->block_elems = (size_t)rest->block;
+    layout->blocks = (at->seq + layout->block_elems - 1) / layout->block_elems;
+    layout->heads = rest->starts->elems / (layout->blocks + 1);
+    if (layout->heads * (layout->blocks + 1) != rest->starts->elems || layout->heads == 0) {
+        return zpp_boxed_fail(args, "starts has %zu numbers, wanted %zu for each head of the layout: a sequence of %zu "
+                              "in blocks of %zu", rest->starts->elems, layout->blocks + 1, at->seq,
+                              layout->block_elems);
+    }
+    layout->starts = rest->starts->data;
+    layout->columns = rest->columns->data;
+    layout->entries = rest->columns->elems;
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (zpp_sparse_layout_check(layout, at->heads, at->seq, &err)) return zpp_boxed_fail(args, "%s", err.text);
+    return true;
+}
+
+/* Checks and fills everything that `at` needs but q, k and v. */
+static bool check_all(struct zpp_boxed *args, const struct zpp_tensor *q, const struct rest *rest,
+                      struct zpp_sparse_attention *at) {
+    if (!zpp_op_check_tensor(args, "q", q, ZPP_OP_FLOATS) || !check_count(args, "heads", rest->heads, 1, INT32_MAX) ||
+        !check_count(args, "seq", rest->seq, 1, INT32_MAX) ||
+        !check_count(args, "dim", rest->dim, 1, ZPP_SPARSE_ATTENTION_MOST_DIM) ||
+        !check_count(args, "block", rest->block, ZPP_SPARSE_ATTENTION_LEAST_BLOCK, ZPP_SPARSE_ATTENTION_MOST_BLOCK)) {
+        return false;
+    }
+    at->dtype = q->dtype;
+    at->heads = (size_t)rest->heads, at->seq = (size_t)rest->seq, at->dim = (size_t)rest->dim;
+    const size_t sample = at->heads * at->seq * at->dim;
+    if (q->elems % sample) {
+        return zpp_boxed_fail(args, "q has %zu elements, wanted a multiple of %zu: heads, seq and dim", q->elems,
+                              sample);
+    }
+    at->batch = q->elems / sample;
+    if (!isfinite(at->scale)) return zpp_boxed_fail(args, "scale is %g, wanted a finite number", (double)at->scale);
+    if (rest->key_mask->elems &&
+        !zpp_op_check_elems(args, "key_mask", rest->key_mask, 1u << ZPP_BOOL, at->batch * at->seq, "batch and seq")) {
+        return false;
+    }
+    if (!zpp_op_check_tensor(args, "key_mask", rest->key_mask, 1u << ZPP_BOOL)) return false;
+    at->key_mask = rest->key_mask->elems ? rest->key_mask->data : NULL;
+    return check_layout(args, rest, at);
+}
+
+static bool check_like_q(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor,
+                         const struct zpp_tensor *q) {
+    return zpp_op_check_elems(args, name, tensor, 1u << q->dtype, q->elems, "as q");
+}
+
+/* Results shaped (batch * heads, seq, dim), or (batch * heads, seq) without dim. */
+static void *new_result(struct zpp_boxed *args, const struct zpp_sparse_attention *at, zpp_dtype dtype, size_t dim,
+                        AtenTensorHandle *made) {
+    const int64_t sizes[] = { (int64_t)(at->batch * at->heads), (int64_t)at->seq, (int64_t)dim };
+    void *data = NULL;
+    zpp_boxed_new_sized(args, dtype, sizes, dim ? 3 : 2, made, &data);
+    return data;
+}
+
+static void give_results(struct zpp_boxed *args, const AtenTensorHandle *made, int count) {
+    for (int i = 0; i < count; ++i) {
+        if (zpp_boxed_ok(args)) args->stack[i] = (StableIValue)(uintptr_t)made[i];
+        else if (made[i]) zpp_torch.aoti_torch_delete_tensor_object(made[i]);
+    }
+}
+
+void zpp_op_sparse_attention(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    struct rest rest;
+    struct zpp_sparse_attention at = { .dtype = ZPP_F32 };
+    AtenTensorHandle made[RESULTS] = { NULL };
+    zpp_boxed_begin(&args, "zeropp::sparse_attention", stack, inputs);
+    const struct zpp_tensor *q = zpp_boxed_tensor(&args, "q", false);
+    const struct zpp_tensor *k = zpp_boxed_tensor(&args, "k", false);
+    const struct zpp_tensor *v = zpp_boxed_tensor(&args, "v", false);
+    read_layout(&args, &rest);
+    read_numbers(&args, &rest, &at);
+    if (check_all(&args, q, &rest, &at) && check_like_q(&args, "k", k, q) && check_like_q(&args, "v", v, q)) {
+        at.q = q->data, at.k = k->data, at.v = v->data;
+        void *out = new_result(&args, &at, at.dtype, at.dim, &made[0]);
+        float *lse = new_result(&args, &at, ZPP_F32, 0, &made[1]);
+        if (zpp_boxed_ok(&args)) {
+            struct zpp_err err = ZPP_ERR_INIT;
+            zpp_pool *pool = zpp_op_pool_take();
+            if (zpp_sparse_attention(&at, out, lse, pool, &err)) zpp_boxed_fail(&args, "%s", err.text);
+            zpp_op_pool_give(pool);
+        }
+    }
+    give_results(&args, made, 2);
+    zpp_boxed_end(&args);
+}
+
+void zpp_op_sparse_attention_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    struct rest rest;
+    struct zpp_sparse_attention at = { .dtype = ZPP_F32 };
+    AtenTensorHandle made[RESULTS] = { NULL };
+    zpp_boxed_begin(&args, "zeropp::sparse_attention_backward", stack, inputs);
+    const struct zpp_tensor *grad_out = zpp_boxed_tensor(&args, "grad_out", false);
+    const struct zpp_tensor *q = zpp_boxed_tensor(&args, "q", false);
+    const struct zpp_tensor *k = zpp_boxed_tensor(&args, "k", false);
+    const struct zpp_tensor *v = zpp_boxed_tensor(&args, "v", false);
+    const struct zpp_tensor *out = zpp_boxed_tensor(&args, "out", false);
+    const struct zpp_tensor *lse = zpp_boxed_tensor(&args, "lse", false);
+    read_layout(&args, &rest);
+    read_numbers(&args, &rest, &at);
+    if (check_all(&args, q, &rest, &at) && check_like_q(&args, "k", k, q) && check_like_q(&args, "v", v, q) &&
+        check_like_q(&args, "grad_out", grad_out, q) && check_like_q(&args, "out", out, q) &&
+        zpp_op_check_elems(&args, "lse", lse, 1u << ZPP_F32, at.batch * at.heads * at.seq, "batch, heads and seq")) {
+        at.q = q->data, at.k = k->data, at.v = v->data;
+        struct zpp_sparse_attention_grads grads = { .out = out->data, .grad_out = grad_out->data, .lse = lse->data };
+        grads.grad_q = new_result(&args, &at, at.dtype, at.dim, &made[0]);
+        grads.grad_k = new_result(&args, &at, at.dtype, at.dim, &made[1]);
+        grads.grad_v = new_result(&args, &at, at.dtype, at.dim, &made[2]);
+        if (zpp_boxed_ok(&args)) {
+            struct zpp_err err = ZPP_ERR_INIT;
+            zpp_pool *pool = zpp_op_pool_take();
+            if (zpp_sparse_attention_backward(&at, &grads, pool, &err)) zpp_boxed_fail(&args, "%s", err.text);
+            zpp_op_pool_give(pool);
+        }
+    }
+    give_results(&args, made, RESULTS);
+    zpp_boxed_end(&args);
+}

@@ -1,0 +1,224 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Block-sparse attention, backward. Scores are computed again, block by block. Two ways, with the same bits:
+ *
+ *   by heads   a unit is a head: for each block of keys, over the queries that see it: dk and dv in tiles, dq in memory
+ *              of the thread; five products a block
+ *   by blocks  where threads outnumber heads: one pass of units over blocks of queries gives dq, one over blocks of
+ *              keys dk and dv; seven products a block, but any number of threads has work
+ *
+ * Either way dq_i adds blocks of keys in rising order, dk_j and dv_j blocks of queries.
+ */
+#include "sparse_attention.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "tiles.h"
+
+struct backward {
+    struct zpp_sparse_shape shape;
+    const struct zpp_sparse_attention_grads *grads;
+    int32_t *starts, *rows; /* the layout by columns: for each, the rows that have it */
+    float *delta;           /* <do_i, o_i>, [batch][heads][seq rounded up to blocks] */
+};
+
+/* A thread's memory. */
+struct room {
+    float *q, *go, *k, *v, *kt, *vt, *dq, *dk, *dv; /* tiles */
+    float *scores, *ds, *lse;
+    float *head_dq; /* of all blocks; by heads only */
+};
+
+static size_t room_elems(const struct zpp_sparse_shape *shape, bool by_heads) {
+    const size_t tiles = 9 + (by_heads ? shape->blocks : 0);
+    return tiles * shape->tile_elems + 2 * shape->block * shape->block + shape->block;
+}
+
+static struct room room_of(const struct zpp_sparse_shape *shape, float *at) {
+    struct room room;
+    float **const tiles[] = { &room.q, &room.go, &room.k, &room.v, &room.kt, &room.vt, &room.dq, &room.dk, &room.dv };
+    for (size_t t = 0; t < sizeof tiles / sizeof tiles[0]; ++t, at += shape->tile_elems) *tiles[t] = at;
+    room.scores = at;
+    room.ds = room.scores + shape->block * shape->block;
+    room.lse = room.ds + shape->block * shape->block;
+    room.head_dq = room.lse + shape->block;
+    return room;
+}
+
+/* --- one block ---------------------------------------------------------------------------------------------------- */
+struct operands {
+    struct zpp_sparse_rows q, go, k, v;
+};
+
+static void load_row(const struct backward *job, size_t head, size_t row, const struct room *room,
+                     struct operands *on) {
+    on->q = zpp_sparse_load(&job->shape, job->shape.at->q, head, row, room->q);
+    on->go = zpp_sparse_load(&job->shape, job->grads->grad_out, head, row, room->go);
+}
+
+static void load_column(const struct backward *job, size_t head, size_t column, const struct room *room,
+                        struct operands *on) {
+    on->k = zpp_sparse_load(&job->shape, job->shape.at->k, head, column, room->k);
+    on->v = zpp_sparse_load(&job->shape, job->shape.at->v, head, column, room->v);
+    zpp_sparse_transpose(&job->shape, on->k, room->kt);
+    zpp_sparse_transpose(&job->shape, on->v, room->vt);
+}
+
+/* p and ds of a block, into room->scores and room->ds. */
+static void weigh(const struct backward *job, size_t head, size_t row, size_t column, const struct operands *on,
+                  const struct room *room) {
+    const struct zpp_sparse_shape *shape = &job->shape;
+    const struct zpp_sparse_kernels *kernels = shape->kernels;
+    const size_t block = shape->block, seq = shape->at->seq, first = row * block;
+    const struct zpp_sparse_sizes sizes = { block, block, shape->width };
+    kernels->matmul(room->scores, block, (struct zpp_sparse_tile){ on->q.at, on->q.ld, 1 }, room->kt, block, sizes,
+                    false);
+    kernels->matmul(room->ds, block, (struct zpp_sparse_tile){ on->go.at, on->go.ld, 1 }, room->vt, block, sizes,
+                    false);
+    zpp_sparse_hide(shape, head, row, column, room->scores, block, 1);
+    const size_t within = seq - first < block ? seq - first : block;
+    memcpy(room->lse, job->grads->lse + head * seq + first, within * sizeof(float));
+    memset(room->lse + within, 0, (block - within) * sizeof(float)); /* rows of zeros, whose gradients are none */
+    kernels->weigh(room->scores, room->ds, block, block, shape->at->scale, room->lse,
+                   job->delta + (head * shape->blocks + row) * block);
+}
+
+static void add_columns(const struct zpp_sparse_shape *shape, const struct operands *on, const struct room *room) {
+    const size_t block = shape->block, width = shape->width;
+    const struct zpp_sparse_sizes sizes = { block, width, block };
+    shape->kernels->matmul(room->dv, width, (struct zpp_sparse_tile){ room->scores, 1, block }, on->go.at, on->go.ld,
+                           sizes, true);
+    shape->kernels->matmul(room->dk, width, (struct zpp_sparse_tile){ room->ds, 1, block }, on->q.at, on->q.ld, sizes,
+                           true);
+}
+
+static void add_rows(const struct zpp_sparse_shape *shape, const struct operands *on, const struct room *room,
+                     float *dq) {
+    const struct zpp_sparse_sizes sizes = { shape->block, shape->width, shape->block };
+    shape->kernels->matmul(dq, shape->width, (struct zpp_sparse_tile){ room->ds, shape->block, 1 }, on->k.at, on->k.ld,
+                           sizes, true);
+}
+
+/* --- units -------------------------------------------------------------------------------------------------------- */
+static struct zpp_sparse_span column_of(const struct backward *job, size_t head, size_t column) {
+    const struct zpp_sparse_layout *layout = &job->shape.at->layout;
+    const size_t of = layout->heads == 1 ? 0 : head % job->shape.at->heads;
+    const int32_t *start = job->starts + of * (layout->blocks + 1) + column;
+    struct zpp_sparse_span span = { job->rows + start[0], job->rows + start[1] };
+    if (job->shape.at->causal) {
+        while (span.begin < span.end && (size_t)*span.begin < column) ++span.begin;
+    }
+    return span;
+}
+
+/* dk and dv of a block of keys; dq of the queries that see it, too, where there is memory for it. */
+static void do_column(const struct backward *job, size_t head, size_t column, const struct room *room, float *head_dq) {
+    const struct zpp_sparse_shape *shape = &job->shape;
+    const size_t bytes = shape->tile_elems * sizeof(float);
+    struct operands on;
+    load_column(job, head, column, room, &on);
+    memset(room->dk, 0, bytes);
+    memset(room->dv, 0, bytes);
+    const struct zpp_sparse_span span = column_of(job, head, column);
+    for (const int32_t *row = span.begin; row < span.end; ++row) {
+        load_row(job, head, (size_t)*row, room, &on);
+        weigh(job, head, (size_t)*row, column, &on, room);
+        add_columns(shape, &on, room);
+        if (head_dq) add_rows(shape, &on, room, head_dq + (size_t)*row * shape->tile_elems);
+    }
+    zpp_sparse_store(shape, room->dk, job->grads->grad_k, head, column);
+    zpp_sparse_store(shape, room->dv, job->grads->grad_v, head, column);
+}
+
+static void backward_head(void *arg, size_t head, float *memory) {
+    const struct backward *job = arg;
+    const struct zpp_sparse_shape *shape = &job->shape;
+    const struct room room = room_of(shape, memory);
+    memset(room.head_dq, 0, shape->blocks * shape->tile_elems * sizeof(float));
+    for (size_t column = 0; column < shape->blocks; ++column) do_column(job, head, column, &room, room.head_dq);
+    for (size_t row = 0; row < shape->blocks; ++row) {
+        zpp_sparse_store(shape, room.head_dq + row * shape->tile_elems, job->grads->grad_q, head, row);
+    }
+}
+
+static void backward_column(void *arg, size_t unit, float *memory) {
+    const struct backward *job = arg;
+    const struct room room = room_of(&job->shape, memory);
+    do_column(job, unit / job->shape.blocks, unit % job->shape.blocks, &room, NULL);
+}
+
+static void backward_row(void *arg, size_t unit, float *memory) {
+    const struct backward *job = arg;
+    const struct zpp_sparse_shape *shape = &job->shape;
+    const size_t head = unit / shape->blocks, row = unit % shape->blocks;
+    const struct room room = room_of(shape, memory);
+    struct operands on;
+    load_row(job, head, row, &room, &on);
+    memset(room.dq, 0, shape->tile_elems * sizeof(float));
+    const struct zpp_sparse_span span = zpp_sparse_row(shape, head, row);
+    for (const int32_t *column = span.begin; column < span.end; ++column) {
+        if (shape->at->causal && (size_t)*column > row) break;
+        load_column(job, head, (size_t)*column, &room, &on);
+        weigh(job, head, row, (size_t)*column, &on, &room);
+        add_rows(shape, &on, &room, room.dq);
+    }
+    zpp_sparse_store(shape, room.dq, job->grads->grad_q, head, row);
+}
+
+static void delta_row(void *arg, size_t unit, float *memory) {
+    const struct backward *job = arg;
+    const struct zpp_sparse_shape *shape = &job->shape;
+    const size_t head = unit / shape->blocks, row = unit % shape->blocks;
+    const struct room room = room_of(shape, memory);
+    const struct zpp_sparse_rows go = zpp_sparse_load(shape, job->grads->grad_out, head, row, room.go);
+    const struct zpp_sparse_rows out = zpp_sparse_load(shape, job->grads->out, head, row, room.q);
+    for (size_t i = 0; i < shape->block; ++i) {
+        job->delta[unit * shape->block + i] = shape->kernels->dot(go.at + i * go.ld, out.at + i * out.ld, shape->width);
+    }
+}
+
+/* The layout by columns: a counting sort, so rows of a column stand in rising order. */
+static void turn_layout(const struct zpp_sparse_layout *layout, int32_t *starts, int32_t *rows) {
+    const size_t lines = layout->blocks + 1;
+    for (size_t head = 0; head < layout->heads; ++head) {
+        const int32_t *from = layout->starts + head * lines;
+        int32_t *to = starts + head * lines;
+        memset(to, 0, lines * sizeof *to);
+        for (int32_t e = from[0]; e < from[lines - 1]; ++e) ++to[layout->columns[e] + 1];
+        to[0] = from[0];
+        for (size_t c = 1; c < lines; ++c) to[c] += to[c - 1];
+        for (size_t r = 0; r + 1 < lines; ++r) {
+            for (int32_t e = from[r]; e < from[r + 1]; ++e) rows[to[layout->columns[e]]++] = (int32_t)r;
+        }
+        for (size_t c = lines - 1; c > 0; --c) to[c] = to[c - 1]; /* filling moved each start to its end */
+        to[0] = from[0];
+    }
+}
+
+zpp_status zpp_sparse_attention_backward(const struct zpp_sparse_attention *at,
+                                         const struct zpp_sparse_attention_grads *grads, zpp_pool *pool,
+                                         struct zpp_err *err) {
+    struct backward job = { .shape = zpp_sparse_shape_of(at), .grads = grads };
+    const size_t heads = at->batch * at->heads, units = heads * job.shape.blocks;
+    const size_t lines = at->layout.heads * (at->layout.blocks + 1);
+    job.starts = malloc((lines + at->layout.entries + 1) * sizeof *job.starts);
+    job.delta = malloc((units * job.shape.block + 1) * sizeof *job.delta);
+    zpp_status status = ZPP_OK;
+    if (!job.starts || !job.delta) {
+        status = zpp_fail(err, ZPP_NOMEM, "sparse attention: no memory for %zu blocks of a layout and %zu sums",
+                          at->layout.entries, units * job.shape.block);
+    } else {
+        job.rows = job.starts + lines;
+        turn_layout(&at->layout, job.starts, job.rows);
+        const bool by_heads = heads >= (size_t)zpp_pool_threads(pool);
+        const size_t room = room_elems(&job.shape, by_heads);
+        status = zpp_sparse_run(pool, units, room_elems(&job.shape, false), delta_row, &job, err);
+        if (!status && by_heads) status = zpp_sparse_run(pool, heads, room, backward_head, &job, err);
+        if (!status && !by_heads) status = zpp_sparse_run(pool, units, room, backward_row, &job, err);
+        if (!status && !by_heads) status = zpp_sparse_run(pool, units, room, backward_column, &job, err);
+    }
+    free(job.starts);
+    free(job.delta);
+    return status;
+}

@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Block-sparse attention (Child et al. 2019, "Sparse Transformers"; DeepSpeed Sparse Attention; Longformer, Beltagy et
+ * al. 2020; BigBird, Zaheer et al. 2020), forward and backward: attention that looks only at chosen blocks of the
+ * matrix of scores, and neither computes nor stores the others.
+ *
+ *   s_ij = scale <q_i, k_j>       for j in the blocks of i's row, where the mask lets j be seen
+ *   p_ij = e^(s_ij - lse_i),  lse_i = log sum_j e^s_ij
+ *   o_i  = sum_j p_ij v_j         0 where i sees nothing
+ *
+ *   dv_j = sum_i p_ij do_i,  ds_ij = p_ij (<do_i, v_j> - <do_i, o_i>),  dq_i = scale sum_j ds_ij k_j,  dk_j likewise
+ *
+ * Cost: a block of B x B takes two products of B B D multiply-adds forward and five backward (seven where threads
+ * outnumber heads), so time is linear in the number of blocks; memory: a few tiles a thread, and in backward dq of one
+ * head. The maximum and sum of a row are kept while its blocks go by (online softmax, as in FlashAttention).
+ *
+ * Every result is the same bits for every CPU level and number of threads (a NaN is a NaN): products are chains of
+ * fused multiply-adds in rising order of their inner index, and blocks are added in rising order.
+ */
+#ifndef ZPP_OPS_SPARSE_ATTENTION_H
+#define ZPP_OPS_SPARSE_ATTENTION_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include "../../base/dtype.h"
+#include "../../base/pool.h"
+
+enum {
+    ZPP_SPARSE_ATTENTION_LEAST_BLOCK = 16,
+    ZPP_SPARSE_ATTENTION_MOST_BLOCK = 128,
+    ZPP_SPARSE_ATTENTION_MOST_DIM = 512,
+};
+
+/* Which blocks are looked at: rows of a compressed sparse matrix, for each head or one for all. A row's columns stand
+ * in rising order; row r of head h has columns[starts[h (blocks + 1) + r]] to before the next start. */
+struct zpp_sparse_layout {
+    const int32_t *starts;  /* [heads][blocks + 1], going on from head to head */
+    const int32_t *columns; /* [entries], each in [0, blocks) */
+    size_t heads;           /* 1, or as many as the tensors have */
+    size_t blocks;          /* ceil(seq / block) */
+    size_t entries;
+    size_t block_elems;     /* 16, 32, 64 or 128 */
+};
+
+struct zpp_sparse_attention {
+    const void *q, *k, *v;    /* [batch][heads][seq][dim] */
+    const uint8_t *key_mask;  /* [batch][seq], 0: that key is not seen; NULL: all are */
+    zpp_dtype dtype;          /* F32, BF16 or F16; sums are in fp32 */
+    size_t batch, heads, seq, dim;
+    struct zpp_sparse_layout layout;
+    float scale;
+    bool causal; /* i sees j <= i only; blocks above the diagonal are skipped */
+};
+
+/* INVALID, with the sentence, for a layout that is not as said above. One walk over its numbers. */
+zpp_status zpp_sparse_layout_check(const struct zpp_sparse_layout *layout, size_t heads, size_t seq,
+                                   struct zpp_err *err);
+
+/* out [batch][heads][seq][dim] of dtype, lse [batch][heads][seq], -inf where a row sees nothing. NOMEM: nothing was
+ * written. */
+zpp_status zpp_sparse_attention(const struct zpp_sparse_attention *at, void *out, float *lse, zpp_pool *pool,
+                                struct zpp_err *err);
+
+/* Gradients, shaped and typed as q, k and v, from the forward's results. NOMEM: they may be written in part. */
+struct zpp_sparse_attention_grads {
+    const void *out, *grad_out;
+    const float *lse;
+    void *grad_q, *grad_k, *grad_v;
+};
+zpp_status zpp_sparse_attention_backward(const struct zpp_sparse_attention *at,
+                                         const struct zpp_sparse_attention_grads *grads, zpp_pool *pool,
+                                         struct zpp_err *err);
+
+#endif

@@ -1,0 +1,180 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Tiles and units of tiles.h, the choice of a CPU version, and the check of a layout.
+ */
+#include "tiles.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "../../base/mem.h"
+
+enum { ALIGN_BYTES = 64 };
+
+const struct zpp_sparse_kernels *zpp_sparse_kernels_at(enum zpp_cpu_level level) {
+    switch (level) {
+#define ZPP_SPARSE_VARIANT(needs, name) \
+    case needs: return &name;
+#include "variants.def"
+#undef ZPP_SPARSE_VARIANT
+    default: return NULL;
+    }
+}
+
+const struct zpp_sparse_kernels *zpp_sparse_kernels(void) { return zpp_sparse_kernels_at(zpp_cpu_level()); }
+
+static zpp_status check_row(const struct zpp_sparse_layout *layout, size_t row, struct zpp_err *err) {
+    for (int32_t e = layout->starts[row]; e < layout->starts[row + 1]; ++e) {
+        const int32_t column = layout->columns[e];
+        const int32_t above = e > layout->starts[row] ? layout->columns[e - 1] : -1;
+        if (column > above && (size_t)column < layout->blocks) continue;
+        return zpp_fail(err, ZPP_INVALID, "columns[%d] is %d, wanted more than %d and less than %zu blocks", (int)e,
+                        (int)column, (int)above, layout->blocks);
+    }
+    return ZPP_OK;
+}
+
+zpp_status zpp_sparse_layout_check(const struct zpp_sparse_layout *layout, size_t heads, size_t seq,
+                                   struct zpp_err *err) {
+    const size_t block = layout->block_elems;
+    if (block < ZPP_SPARSE_ATTENTION_LEAST_BLOCK || block > ZPP_SPARSE_ATTENTION_MOST_BLOCK || (block & (block - 1))) {
+        return zpp_fail(err, ZPP_INVALID, "block is %zu, wanted 16, 32, 64 or 128", block);
+    }
+    if (layout->blocks != (seq + block - 1) / block || (layout->heads != 1 && layout->heads != heads)) {
+        return zpp_fail(err, ZPP_INVALID, "the layout has %zu heads of %zu blocks, wanted 1 or %zu heads of %zu: a "
+                        "sequence of %zu", layout->heads, layout->blocks, heads, (seq + block - 1) / block, seq);
+    }
+    const size_t rows = layout->heads * (layout->blocks + 1);
+    for (size_t row = 0; row < rows; ++row) {
+        const int32_t start = layout->starts[row], before = row ? layout->starts[row - 1] : 0;
+        const bool next_head = row % (layout->blocks + 1) == 0;
+        if (start < before || (next_head && start != before) || (size_t)start > layout->entries) {
+            return zpp_fail(err, ZPP_INVALID, "starts[%zu] is %d after %d, wanted numbers that rise to %zu, one head's "
+                            "last the next one's first", row, (int)start, (int)before, layout->entries);
+        }
+    }
+    if ((size_t)layout->starts[rows - 1] != layout->entries) {
+        return zpp_fail(err, ZPP_INVALID, "starts end with %d, wanted %zu as there are columns",
+                        (int)layout->starts[rows - 1], layout->entries);
+    }
+    for (size_t row = 0; row + 1 < rows; ++row) {
+        if (check_row(layout, row, err)) return ZPP_INVALID; /* from a head's last to the next first: empty */
+    }
+    return ZPP_OK;
+}
+
+struct zpp_sparse_shape zpp_sparse_shape_of(const struct zpp_sparse_attention *at) {
+    struct zpp_sparse_shape shape = { .at = at, .kernels = zpp_sparse_kernels() };
+    shape.block = at->layout.block_elems;
+    shape.blocks = at->layout.blocks;
+    shape.width = (at->dim + ZPP_SPARSE_LANES - 1) / ZPP_SPARSE_LANES * ZPP_SPARSE_LANES;
+    shape.tile_elems = shape.block * shape.width;
+    return shape;
+}
+
+/* Rows of a block that lie within the sequence. */
+static size_t rows_within(const struct zpp_sparse_shape *shape, size_t index) {
+    const size_t first = index * shape->block;
+    return shape->at->seq - first < shape->block ? shape->at->seq - first : shape->block;
+}
+
+static size_t offset_elems(const struct zpp_sparse_shape *shape, size_t head, size_t index) {
+    return (head * shape->at->seq + index * shape->block) * shape->at->dim;
+}
+
+struct zpp_sparse_rows zpp_sparse_load(const struct zpp_sparse_shape *shape, const void *tensor, size_t head,
+                                       size_t index, float *room) {
+    const struct zpp_sparse_attention *at = shape->at;
+    const size_t rows = rows_within(shape, index), dim = at->dim, bytes = zpp_dtype_bytes(at->dtype);
+    const char *from = (const char *)tensor + offset_elems(shape, head, index) * bytes;
+    const bool whole = dim == shape->width && rows == shape->block;
+    if (whole && at->dtype == ZPP_F32) return (struct zpp_sparse_rows){ (const float *)(const void *)from, dim };
+    if (!whole) memset(room, 0, shape->tile_elems * sizeof *room);
+    if (dim == shape->width) {
+        zpp_convert(room, ZPP_F32, from, at->dtype, rows * dim);
+    } else {
+        for (size_t r = 0; r < rows; ++r) {
+            zpp_convert(room + r * shape->width, ZPP_F32, from + r * dim * bytes, at->dtype, dim);
+        }
+    }
+    return (struct zpp_sparse_rows){ room, shape->width };
+}
+
+void zpp_sparse_store(const struct zpp_sparse_shape *shape, const float *tile, void *tensor, size_t head,
+                      size_t index) {
+    const struct zpp_sparse_attention *at = shape->at;
+    const size_t rows = rows_within(shape, index), dim = at->dim, bytes = zpp_dtype_bytes(at->dtype);
+    char *to = (char *)tensor + offset_elems(shape, head, index) * bytes;
+    for (size_t r = 0; r < rows; ++r) {
+        zpp_convert(to + r * dim * bytes, at->dtype, tile + r * shape->width, ZPP_F32, dim);
+    }
+}
+
+void zpp_sparse_transpose(const struct zpp_sparse_shape *shape, struct zpp_sparse_rows from, float *to) {
+    enum { PATCH = 8 }; /* patches, so that neither side leaves the cache line by line */
+    for (size_t r = 0; r < shape->block; r += PATCH) {
+        for (size_t c = 0; c < shape->width; c += PATCH) {
+            for (size_t y = c; y < c + PATCH; ++y) {
+                for (size_t x = r; x < r + PATCH; ++x) to[y * shape->block + x] = from.at[x * from.ld + y];
+            }
+        }
+    }
+}
+
+struct zpp_sparse_span zpp_sparse_row(const struct zpp_sparse_shape *shape, size_t head, size_t row) {
+    const struct zpp_sparse_layout *layout = &shape->at->layout;
+    const size_t of = layout->heads == 1 ? 0 : head % shape->at->heads;
+    const int32_t *start = layout->starts + of * (layout->blocks + 1) + row;
+    return (struct zpp_sparse_span){ layout->columns + start[0], layout->columns + start[1] };
+}
+
+void zpp_sparse_hide(const struct zpp_sparse_shape *shape, size_t head, size_t row, size_t column, float *s,
+                     size_t query, size_t key) {
+    const struct zpp_sparse_attention *at = shape->at;
+    const size_t block = shape->block, within = rows_within(shape, column);
+    const uint8_t *seen = at->key_mask ? at->key_mask + head / at->heads * at->seq + column * block : NULL;
+    for (size_t j = seen ? 0 : within; j < block; ++j) {
+        if (seen && j < within && seen[j]) continue;
+        for (size_t i = 0; i < block; ++i) s[i * query + j * key] = -INFINITY;
+    }
+    if (!at->causal || row != column) return;
+    for (size_t i = 0; i < block; ++i) {
+        for (size_t j = i + 1; j < block; ++j) s[i * query + j * key] = -INFINITY;
+    }
+}
+
+/* --- units -------------------------------------------------------------------------------------------------------- */
+struct run {
+    zpp_sparse_unit_fn unit;
+    void *job;
+    size_t units, room_elems;
+    float *rooms;
+    atomic_size_t next;
+};
+
+static void work(size_t begin, size_t end, void *arg) {
+    struct run *run = arg;
+    for (size_t worker = begin; worker < end; ++worker) {
+        size_t unit;
+        while ((unit = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->units) {
+            run->unit(run->job, unit, run->rooms + worker * run->room_elems);
+        }
+    }
+}
+
+zpp_status zpp_sparse_run(zpp_pool *pool, size_t units, size_t room_elems, zpp_sparse_unit_fn unit, void *job,
+                          struct zpp_err *err) {
+    size_t workers = (size_t)zpp_pool_threads(pool);
+    if (workers > units) workers = units;
+    if (workers == 0) return ZPP_OK;
+    struct run run = { .unit = unit, .job = job, .units = units };
+    run.room_elems = (room_elems + ZPP_SPARSE_LANES - 1) / ZPP_SPARSE_LANES * ZPP_SPARSE_LANES;
+    const size_t bytes = workers * run.room_elems * sizeof(float);
+    void *rooms = NULL;
+    const zpp_status status = zpp_mem_alloc(bytes, ALIGN_BYTES, &rooms, err);
+    if (status) return status;
+    run.rooms = rooms;
+    zpp_pool_run(pool, workers, 1, work, &run);
+    zpp_mem_free(rooms, bytes);
+    return ZPP_OK;
+}

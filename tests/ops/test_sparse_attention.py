@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block-sparse attention against whole matrices in float64 (tests/reference/sparse_attention.py), and its patterns.
+
+Bounds, first order in u = 2^-24, with S keys and head dimension D. A score is a chain of D multiply-adds and a scale: off
+by e_s = (D + 2) u scale sum_d |q_d k_d|, which the exponential turns into a relative error of p. So does the difference
+from the maximum or log-sum-exp, and the exponential itself (2 ulp): p is off by a factor e_p = 2 max e_s + (2 max |s| + S
++ 16) u, the sum over S keys included. Then products: o by (e_p + S u) sum p |v|; dp and delta by D u; ds = p (dp - delta)
+by p (e_p + (D + S + 8) u) (|dp| + |delta|) summed with magnitudes; dq, dk, dv a chain of S more. 16-bit tensors round what
+is given, and o once more inside of delta: r = 2^-8 or 2^-11 of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zeropp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from zeropp import nn, ops
+
+_path = Path(__file__).resolve().parents[1] / "reference" / "sparse_attention.py"
+_spec = importlib.util.spec_from_file_location("reference_sparse_attention", _path)
+assert _spec is not None and _spec.loader is not None
+reference = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = reference
+_spec.loader.exec_module(reference)
+
+U = 2.0**-24
+QUIET = settings(deadline=None, max_examples=20)
+ROUND = {torch.float32: U, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+TINY = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def random_qkv(batch: int, heads: int, seq: int, dim: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, heads, seq, dim, generator=draw).to(dtype) for _ in range(4)]
+
+
+def check(
+    layout: ops.SparseLayout, tensors: list[Tensor], *, causal: bool, scale: float, key_mask: Tensor | None
+) -> None:
+    """Forward and backward of every sample within the bound."""
+    q, k, v, do = tensors
+    batch, heads, seq, dim = q.shape
+    mine = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = ops.sparse_attention(*mine, layout, causal=causal, scale=scale, key_mask=key_mask)
+    out.backward(do)
+    mask = layout.mask().expand(heads, -1, -1)
+    for b in range(batch):
+        keys = None if key_mask is None else key_mask[b]
+        visible = reference.seen(mask, layout.block, seq, causal=causal, keys=keys)
+        want = reference.attend(q[b], k[b], v[b], do[b], visible, scale)
+        aq, ak, av, ado = (t[b].double().abs() for t in (q, k, v, do))
+        by_score = (dim + 2) * U * abs(scale) * (aq @ ak.transpose(1, 2)).max().item()
+        e_p = 2 * by_score + (2 * want.s.abs().max().item() + seq + 16) * U
+        r, tiny = ROUND[q.dtype], (seq + 4) * TINY[q.dtype]
+        r_delta = r if q.dtype != torch.float32 else 0.0
+        o_size = want.p @ av
+        delta_size = (ado * o_size).sum(2, keepdim=True)
+        ds_off = want.p * (
+            (e_p + (dim + seq + 8) * U) * (ado @ av.transpose(1, 2) + delta_size) + 2 * r_delta * delta_size
+        )
+        ds_size = want.p * (want.dp - want.delta).abs()
+        allowed = {
+            "out": (out[b], want.o, (e_p + (seq + 2) * U) * o_size),
+            "dq": (mine[0].grad[b], want.dq, abs(scale) * (ds_off + (seq + 4) * U * ds_size) @ ak),  # type: ignore[index]
+            "dk": (mine[1].grad[b], want.dk, abs(scale) * (ds_off + (seq + 4) * U * ds_size).transpose(1, 2) @ aq),  # type: ignore[index]
+            "dv": (mine[2].grad[b], want.dv, (e_p + (seq + 2) * U) * want.p.transpose(1, 2) @ ado),  # type: ignore[index]
+        }
+        for label, (got, true, off) in allowed.items():
+            bound = off + r * (true.abs() + off) + tiny
+            worst = ((got.double() - true).abs() / bound).max().item()
+            assert worst <= 1, f"{label} of sample {b} is off by {worst} times what rounding allows"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@QUIET
+@given(
+    seq=st.integers(1, 150), dim=st.sampled_from([1, 8, 16, 24, 64, 80]), heads=st.integers(1, 3), batch=st.integers(1, 2),
+    block=st.sampled_from([16, 32, 64, 128]), causal=st.booleans(), masked=st.booleans(), shared=st.booleans(),
+    density=st.sampled_from([0.0, 0.3, 0.7, 1.0]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_any_layout_is_masked_dense_attention(
+    dtype: torch.dtype, seq: int, dim: int, heads: int, batch: int, block: int, causal: bool, masked: bool,
+    shared: bool, density: float, seed: int,
+) -> None:  # fmt: skip
+    tensors = random_qkv(batch, heads, seq, dim, dtype, seed)
+    draw = torch.Generator().manual_seed(seed)
+    blocks = -(-seq // block)
+    layout = ops.SparseLayout.from_mask(
+        torch.rand(1 if shared else heads, blocks, blocks, generator=draw) < density, block
+    )
+    keys = torch.rand(batch, seq, generator=draw) < 0.7 if masked else None
+    check(layout, tensors, causal=causal, scale=1.5 / math.sqrt(dim), key_mask=keys)
+
+
+PATTERNS = [
+    nn.Dense(block=16),
+    nn.Local(block=16, window=3),
+    nn.Local(block=16, window=5, causal=True),
+    nn.Longformer(block=16, window=3, global_blocks=(0, 3, 99)),
+    nn.BigBird(block=16, window=3, random=2, per_head=True),
+    nn.BigBird(block=16, window=1, random=1, causal=True, seed=3),
+    nn.Fixed(block=16, window=2, patterns=2),
+    nn.Fixed(block=16, window=4, global_last=2, global_rows=True),
+    nn.Variable(block=16, windows=(1, 3), global_blocks=(2,), random=1, per_head=True),
+    nn.Variable(block=16, windows=(2,), causal=True),
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_every_pattern_is_masked_dense_attention(pattern: nn.Pattern) -> None:
+    tensors = random_qkv(1, 2, 135, 16, torch.float32, 1)
+    layout = pattern.layout(2, 135)
+    check(layout, tensors, causal=pattern.causal, scale=0.25, key_mask=None)
+    module = nn.SparseAttention(pattern)
+    q, k, v, _ = tensors
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=layout.dense_mask(135, causal=pattern.causal)
+    )
+    assert torch.allclose(module(q, k, v), dense, rtol=1e-4, atol=1e-5)  # torch's own rounding, too
+
+
+def rows(mask: Tensor) -> list[str]:
+    return ["".join("x" if at else "." for at in row) for row in mask.tolist()]
+
+
+def test_patterns_are_as_drawn() -> None:
+    assert rows(nn.Local(window=3).mask(1, 4)[0]) == ["xx..", "xxx.", ".xxx", "..xx"]
+    assert rows(nn.Local(window=3, causal=True).mask(1, 4)[0]) == ["x...", "xx..", ".xx.", "..xx"]
+    assert rows(nn.Longformer(global_blocks=(1,)).mask(1, 5)[0]) == ["xx...", "xxxxx", ".xxx.", ".xxxx", ".x.xx"]
+    fixed = nn.Fixed(window=3, patterns=2).mask(2, 7)
+    assert rows(fixed[0]) == ["xxx..xx", "xxx..xx", "xxx..xx", "..xxxxx", "..xxxxx", "..xxxxx", "..x..xx"]
+    assert rows(fixed[1]) == ["xxx.x..", "xxx.x..", "xxx.x..", ".x.xxx.", ".x.xxx.", ".x.xxx.", ".x..x.x"]
+    wide = nn.Fixed(window=2, global_rows=True).mask(1, 4)[0]
+    assert rows(wide) == ["xx.x", "xxxx", ".xxx", "xxxx"]
+    variable = nn.Variable(windows=(1, 2), global_blocks=(0,), causal=True).mask(1, 5)[0]
+    assert rows(variable) == ["x....", "xx...", "xxx..", "x..x.", "x..xx"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_random_blocks_follow_their_seed_and_their_number(causal: bool) -> None:
+    def draw(seed: int, count: int = 2) -> Tensor:
+        return nn.BigBird(window=1, global_first=0, random=count, seed=seed, per_head=True, causal=causal).mask(3, 30)
+
+    assert torch.equal(draw(5), draw(5)) and not torch.equal(draw(5), draw(6))
+    assert not torch.equal(draw(5)[0], draw(5)[1]), "heads draw apart"
+    room = torch.arange(30) if causal else torch.full((30,), 29)
+    assert torch.equal(draw(5).sum(2), (1 + room.clamp(max=2)).expand(3, 30))
+    pinned = nn.BigBird(window=1, global_first=0, random=1, seed=1).mask(1, 6)[0]  # on every machine and version
+    assert rows(pinned) == ["xx....", "xx....", "..x.x.", "x..x..", "...xx.", "....xx"]
+
+
+def test_a_layout_is_its_mask() -> None:
+    mask = torch.rand(3, 7, 7) < 0.4
+    layout = ops.SparseLayout.from_mask(mask, 32)
+    assert torch.equal(layout.mask(), mask)
+    assert layout.heads == 3 and layout.blocks == 7 and layout.columns.numel() == int(mask.sum())
+    assert abs(layout.density - mask.double().mean().item()) < 1e-12
+    assert layout.dense_mask(200).shape == (3, 200, 200)
+    pattern = nn.BigBird(block=32)
+    assert pattern.layout(4, 200) is pattern.layout(8, 224) and pattern.layout(4, 200) is not pattern.layout(4, 225)
+
+
+def test_threads_do_not_show() -> None:
+    """By heads and by blocks, one, two or three threads: the same bits. One head and three threads go by blocks."""
+    for heads, dtype in ((1, torch.float32), (2, torch.float32), (2, torch.bfloat16)):
+        q, k, v, do = random_qkv(1, heads, 300, 24, dtype, 0)
+        layout = ops.SparseLayout.from_mask(torch.rand(10, 10) < 0.6, 32)
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+            out = ops.sparse_attention(*leaves, layout, causal=heads == 2)
+            out.backward(do)
+            results.append([out.detach(), *(t.grad for t in leaves)])
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))  # type: ignore[arg-type]
+
+
+PROGRAM = """
+import hashlib, torch, zeropp
+torch.manual_seed(0)
+total = []
+for dtype in (torch.float32, torch.bfloat16):
+    q, k, v, do = (torch.randn(1, 2, 90, 20).to(dtype).requires_grad_() for _ in range(4))
+    layout = zeropp.ops.SparseLayout.from_mask(torch.rand(2, 6, 6) < 0.6, 16)
+    out = zeropp.ops.sparse_attention(q, k, v, layout, causal=True, key_mask=torch.rand(1, 90) < 0.8)
+    out.backward(do.detach())
+    total += [t.detach().float().numpy().tobytes() for t in (out, q.grad, k.grad, v.grad)]
+digest = hashlib.sha256(b"".join(total)).hexdigest()
+"""
+
+
+def result_hash() -> str:
+    global_state = {"__name__": "program"}
+    exec(PROGRAM, global_state)
+    return str(global_state["digest"])
+
+
+@pytest.mark.parametrize("level", ["scalar", "avx2", "avx512"])
+def test_cpu_levels_give_the_same_bits(level: str) -> None:
+    """The whole path, with ZEROPP_CPU; tests/c/test_sparse_attention.c compares the versions' kernels."""
+    order = ["scalar", "avx2", "avx512"]
+    if order.index(level) > order.index(zeropp._C.cpu_detected()):
+        pytest.skip(f"{level}: this machine lacks it")
+    environment = {**os.environ, "ZEROPP_CPU": level}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{PROGRAM}\nprint(digest, zeropp._C.cpu_level())"],
+        env=environment, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [result_hash(), level]
+
+
+def test_what_sees_nothing_is_zero_and_nan_stays() -> None:
+    q, k, v, do = (t.requires_grad_() for t in random_qkv(1, 1, 40, 16, torch.float32, 0))
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    mask[1] = False
+    layout = ops.SparseLayout.from_mask(mask, 16)
+    out = ops.sparse_attention(q, k, v, layout)
+    assert not out[0, 0, 16:32].any() and bool(out[0, 0, :16].all())
+    out.backward(do.detach())
+    assert q.grad is not None and not q.grad[0, 0, 16:32].any() and bool(q.grad.isfinite().all())
+    hidden = ops.sparse_attention(q, k, v, layout, key_mask=torch.zeros(1, 40, dtype=torch.bool))
+    assert not hidden.any()
+    wrong = k.detach().clone()
+    wrong[0, 0, 5, 3] = float("nan")
+    seen = ops.sparse_attention(q, wrong, v, ops.SparseLayout.from_mask(torch.eye(3), 16))
+    assert bool(seen[0, 0, :16].isnan().all()) and bool(seen[0, 0, 16:].isfinite().all())
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q, k, v, _ = random_qkv(1, 1, 64, 16, torch.float32, 3)
+    layout = nn.Dense(block=16).layout(1, 64)
+    out = ops.sparse_attention(q * 1e4, k * 1e4, v, layout)  # scores of 1e9: all weight on one key
+    best = (q[0, 0].double() @ k[0, 0].double().T).argmax(1)
+    assert torch.equal(out[0, 0], v[0, 0, best])
+
+
+def test_misaligned_and_strided_tensors() -> None:
+    q, k, v, _ = random_qkv(1, 2, 50, 16, torch.float32, 4)
+    layout = nn.Dense(block=16).layout(2, 50)
+    want = ops.sparse_attention(q, k, v, layout)
+    memory = torch.zeros(q.numel() + 1)
+    memory[1:] = q.flatten()
+    assert torch.equal(ops.sparse_attention(memory[1:].view_as(q), k, v, layout), want)
+    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    assert torch.equal(ops.sparse_attention(*strided, layout), want)
+    empty = torch.zeros(0, 2, 50, 16, requires_grad=True)
+    none = ops.sparse_attention(empty, empty, empty, layout)
+    none.sum().backward()
+    assert none.shape == empty.shape
+
+
+X = torch.zeros(1, 2, 50, 16)
+LAYOUT = nn.Dense(block=16).layout(2, 50)
+
+
+def broken(starts: list[list[int]], columns: list[int]) -> ops.SparseLayout:
+    return ops.SparseLayout(torch.tensor(starts, dtype=torch.int32), torch.tensor(columns, dtype=torch.int32), 32)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "sentence"),
+    [
+        (lambda: ops.sparse_attention(X[0], X[0], X[0], LAYOUT), ValueError, r"q is torch.float32 \(2, 50, 16\), wanted"),
+        (lambda: ops.sparse_attention(X, X[:, :1], X, LAYOUT), ValueError, r"k is torch.float32 \(1, 1, 50, 16\)"),
+        (lambda: ops.sparse_attention(X, X, X.bfloat16(), LAYOUT), ValueError, "v is torch.bfloat16"),
+        (lambda: ops.sparse_attention(X.int(), X.int(), X.int(), LAYOUT), ValueError, "q is int32, wanted float32"),
+        (lambda: ops.sparse_attention(X.to("meta"), X, X, LAYOUT), ValueError, "q is on meta, wanted cpu"),
+        (lambda: ops.sparse_attention(X, X, X, "all"), TypeError, "layout is a str, wanted"),  # type: ignore[arg-type]
+        (lambda: ops.sparse_attention(X[:, :, :16], *[X[:, :, :16]] * 2, LAYOUT), ValueError, "starts has 5 numbers, wanted 2"),
+        (lambda: ops.sparse_attention(X, X, X, ops.SparseLayout.from_mask(torch.ones(3, 4, 4), 16)), ValueError,
+         "the layout has 3 heads of 4 blocks, wanted 1 or 2 heads of 4"),
+        (lambda: ops.sparse_attention(X, X, X, LAYOUT, scale=math.inf), ValueError, "scale is inf, wanted a finite"),
+        (lambda: ops.sparse_attention(X, X, X, LAYOUT, scale="1"), TypeError, "scale is '1', wanted a number"),  # type: ignore[arg-type]
+        (lambda: ops.sparse_attention(X, X, X, LAYOUT, key_mask=torch.ones(1, 50)), ValueError,
+         r"key_mask is torch.float32 \(1, 50\), wanted torch.bool \(1, 50\)"),
+        (lambda: ops.sparse_attention(*[torch.zeros(1, 1, 16, 513)] * 3, LAYOUT), ValueError, "dim is 513, wanted 1 to 512"),
+        (lambda: ops.sparse_attention(X, X, X, broken([[0, 1, 0]], [0])), ValueError, r"starts\[2\] is 0 after 1"),
+        (lambda: ops.sparse_attention(X, X, X, broken([[1, 1, 1]], [0])), ValueError, r"starts\[0\] is 1 after 0"),
+        (lambda: ops.sparse_attention(X, X, X, broken([[0, 1, 1]], [0, 1])), ValueError, "starts end with 1, wanted 2"),
+        (lambda: ops.sparse_attention(X, X, X, broken([[0, 1, 2]], [0, 2])), ValueError, r"columns\[1\] is 2, wanted"),
+        (lambda: ops.sparse_attention(X, X, X, broken([[0, 2, 2]], [1, 0])), ValueError, r"columns\[1\] is 0, wanted more than 1"),
+        (lambda: ops.SparseLayout.from_mask(torch.ones(2, 3), 16), ValueError, r"mask has shape \(1, 2, 3\), wanted"),
+        (lambda: ops.SparseLayout.from_mask(torch.ones(2, 2), 48), ValueError, "block is 48, wanted 16, 32, 64 or 128"),
+        (lambda: ops.SparseLayout(torch.zeros(1, 2), torch.zeros(0).int(), 16), ValueError, "starts is torch.float32"),
+        (lambda: nn.Local(block=8), ValueError, "zeropp.nn.Local: block is 8, wanted"),
+        (lambda: nn.Local(window=0), ValueError, "window is 0, wanted a whole number of at least 1"),
+        (lambda: nn.Fixed(window=2, patterns=3), ValueError, "3 patterns of 1 global blocks do not fit a window of 2"),
+        (lambda: nn.Variable(windows=()), ValueError, "windows is empty"),
+        (lambda: nn.Longformer(global_blocks=(-1,)), ValueError, r"global_blocks is \(-1,\), wanted a tuple"),
+        (lambda: nn.Local().layout(0, 5), ValueError, "heads is 0 and seq 5"),
+        (lambda: nn.SparseAttention("local"), TypeError, "pattern is a str"),  # type: ignore[arg-type]
+        (lambda: nn.SparseAttention(nn.Local())(X[0], X, X), ValueError, r"q has shape \(2, 50, 16\)"),
+    ],
+)  # fmt: skip
+def test_misuse_is_refused(call: Any, kind: type[Exception], sentence: str) -> None:
+    with pytest.raises(kind, match=sentence):
+        call()
+
+
+def test_torch_sees_the_operators() -> None:
+    z, check_op = torch.ops.zeropp, torch.library.opcheck
+    q, k, v, do = (t.requires_grad_() for t in random_qkv(2, 2, 40, 16, torch.float32, 0))
+    for keys in (torch.empty(0, dtype=torch.bool), torch.rand(2, 40) < 0.5):
+        rest = (keys, LAYOUT_40.starts, LAYOUT_40.columns, 2, 40, 16, 16, 0.25, True)
+        check_op(z.sparse_attention.default, (q, k, v, *rest))
+        out, lse = z.sparse_attention.default(q.detach(), k.detach(), v.detach(), *rest)
+        plain = [t.detach() for t in (do, q, k, v)]
+        check_op(z.sparse_attention_backward.default, (*plain, out.view_as(q), lse, *rest))
+
+
+LAYOUT_40 = nn.Local(block=16).layout(2, 40)
+
+
+def test_one_graph_under_compile() -> None:
+    module = nn.SparseAttention(nn.BigBird(block=16))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for seq in (100, 130, 150):  # the second length makes sizes symbolic
+        leaves = [t.requires_grad_() for t in random_qkv(1, 2, seq, 16, torch.float32, seq)[:3]]
+        twins = [t.detach().clone().requires_grad_() for t in leaves]
+        y, z = module(*leaves), compiled(*twins)
+        assert torch.equal(y, z)
+        y.square().sum().backward()
+        z.square().sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(leaves, twins, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_module_shows_its_pattern() -> None:
+    assert zeropp.nn is nn and repr(nn.SparseAttention(nn.Local())).startswith("SparseAttention(Local(block=64")
