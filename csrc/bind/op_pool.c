@@ -30,7 +30,7 @@ static void spread(int threads, void (*call)(void *arg), void *arg) {
 }
 
 zpp_status zpp_op_pool_create(int threads, zpp_pool **out, struct zpp_err *err) {
-    return zpp_pool_create_over(spread, threads, out, err);
+    return zpp_pool_create(spread, threads, out, err);
 }
 
 static void resize(uint32_t threads) {

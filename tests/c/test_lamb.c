@@ -4,6 +4,7 @@
  * nothing beyond a tensor's end is touched. (That the scalar version is LAMB is shown in tests/ops/test_lamb.py.)
  */
 #include "harness.h"
+#include "threads.h"
 
 #include <math.h>
 
@@ -102,7 +103,7 @@ static void formats(void) {
     static const size_t offsets[] = { 0, 1, 16, 21 };
     zpp_pool *pool = NULL;
     struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_pool_create(3, &pool, &err));
+    CHECK_OK(zpp_pool_create(in_new_threads, 3, &pool, &err));
     for (int g = 0; g < 3; ++g) for (int out = 0; out < 4; ++out) for (int flags = 0; flags < 4; ++flags)
     for (size_t l = 0; l < 8; ++l) {
         const struct format f = { grads[g], outs[out], flags, lengths[l], offsets[(l + (size_t)flags) % 4] };

@@ -5,6 +5,7 @@
  * whole layer cut over threads. (That the formulas are those of the papers is shown in tests/ops/test_moe.py.)
  */
 #include "harness.h"
+#include "threads.h"
 
 #include <math.h>
 
@@ -184,7 +185,7 @@ static void threads_do_not_show(void) {
     for (size_t i = 0; i < TOKENS * WIDTH; ++i) x[i] = random_value(false);
     zpp_pool *pool = NULL;
     struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_pool_create(3, &pool, &err));
+    CHECK_OK(zpp_pool_create(in_new_threads, 3, &pool, &err));
     for (size_t capacity = 0; capacity <= CAPACITY; capacity += CAPACITY) {
         for (int sigmoid = 0; sigmoid < 2; ++sigmoid) {
             run_layer(logits, x, capacity, sigmoid, NULL, &want);

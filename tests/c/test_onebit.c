@@ -5,6 +5,7 @@
  * not finite; error feedback. (Formula and feedback against a reference of its own: tests/ops/test_onebit.py.)
  */
 #include "harness.h"
+#include "threads.h"
 
 #include <math.h>
 
@@ -148,7 +149,7 @@ static void check_decode(const struct format *f, struct arrays *compressed, zpp_
 static zpp_pool *threads(void) {
     zpp_pool *pool = NULL;
     struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_pool_create(3, &pool, &err));
+    CHECK_OK(zpp_pool_create(in_new_threads, 3, &pool, &err));
     return pool;
 }
 

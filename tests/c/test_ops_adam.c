@@ -4,6 +4,7 @@
  * threads; nothing beyond a segment's end is touched. (That the scalar version is Adam is shown in tests/ops/.)
  */
 #include "harness.h"
+#include "threads.h"
 
 #include <math.h>
 
@@ -81,7 +82,7 @@ static bool equal(const struct arrays *a, const struct arrays *b, zpp_dtype out)
 static zpp_pool *threads(void) {
     zpp_pool *pool = NULL;
     struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_pool_create(3, &pool, &err));
+    CHECK_OK(zpp_pool_create(in_new_threads, 3, &pool, &err));
     return pool;
 }
 

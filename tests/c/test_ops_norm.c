@@ -4,6 +4,7 @@
  * many segments a call has; non-finite elements are counted.
  */
 #include "harness.h"
+#include "threads.h"
 
 #include <math.h>
 
@@ -14,7 +15,7 @@ enum { ELEMS = 3 * ZPP_NORM_BLOCK_ELEMS + 77, ODD = 5 };
 static zpp_pool *threads(void) {
     zpp_pool *pool = NULL;
     struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_pool_create(3, &pool, &err));
+    CHECK_OK(zpp_pool_create(in_new_threads, 3, &pool, &err));
     return pool;
 }
 

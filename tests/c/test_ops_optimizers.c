@@ -5,6 +5,7 @@
  * the scalar versions are those optimizers is shown in tests/ops/.)
  */
 #include "harness.h"
+#include "threads.h"
 
 #include <math.h>
 
@@ -181,7 +182,7 @@ static void check_format(const char *name, step_fn step, const struct format *f,
 static zpp_pool *threads(void) {
     zpp_pool *pool = NULL;
     struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_pool_create(3, &pool, &err));
+    CHECK_OK(zpp_pool_create(in_new_threads, 3, &pool, &err));
     return pool;
 }
 

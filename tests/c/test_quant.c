@@ -5,6 +5,7 @@
  * not finite. (That the scalar version keeps its error bound is shown in tests/ops/test_quant.py.)
  */
 #include "harness.h"
+#include "threads.h"
 
 #include <math.h>
 
@@ -169,7 +170,7 @@ static void check_format(const struct format *f, zpp_pool *pool) {
 static zpp_pool *threads(void) {
     zpp_pool *pool = NULL;
     struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_pool_create(3, &pool, &err));
+    CHECK_OK(zpp_pool_create(in_new_threads, 3, &pool, &err));
     return pool;
 }
 

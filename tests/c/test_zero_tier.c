@@ -9,6 +9,7 @@
 #include "../../csrc/base/pool.h"
 #include "../../csrc/zero/tier.h"
 #include "aio_common.h"
+#include "threads.h"
 
 enum { SLICES = 5, STEPS = 4 };
 /* One larger than a chunk of 1024, one that begins inside a chunk, some that are not round. */
@@ -204,7 +205,7 @@ static void steps_equal_memory(void) {
         struct zpp_err err = ZPP_ERR_INIT;
         struct zpp_aio_fault fault;
         zpp_pool *pool = NULL;
-        CHECK_OK(zpp_pool_create(i % 2 ? 2 : 1, &pool, &err));
+        CHECK_OK(zpp_pool_create(in_new_threads, i % 2 ? 2 : 1, &pool, &err));
         zpp_tier *tier = new_tier(&setups[i]);
         check_same(tier, setups[i].amsgrad); /* moments nobody has stepped are zeros */
         for (uint64_t t = 1; t <= STEPS; t++) {
