@@ -6,6 +6,7 @@
  * tests/ops/test_sparse_attention.py.)
  */
 #include "harness.h"
+#include "threads.h"
 
 #include <math.h>
 
@@ -158,7 +159,7 @@ static void threads_do_not_show(void) {
     zpp_pool *pool = NULL;
     fill(qkv, 4 * ELEMS, false);
     for (size_t j = 0; j < sizeof mask; ++j) mask[j] = random_bits() % 4 != 0;
-    CHECK_OK(zpp_pool_create(3, &pool, &err));
+    CHECK_OK(zpp_pool_create(in_new_threads, 3, &pool, &err));
     for (int causal = 0; causal < 2; ++causal) for (size_t batch = 0; batch <= BATCH; ++batch) {
         do_pass(qkv, causal ? mask : NULL, causal, batch, NULL, &one);
         do_pass(qkv, causal ? mask : NULL, causal, batch, pool, &many); /* one sample: fewer heads than threads */
