@@ -34,6 +34,9 @@ void zpp_op_moe_combine_into(StableIValue *stack, uint64_t inputs, uint64_t outp
 void zpp_op_moe_combine_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_sparse_attention(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_sparse_attention_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_token_sample(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_token_gather(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_token_scatter(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adopt(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 
 /* A pool over torch's threads. New; free with zpp_pool_destroy. */

@@ -2,8 +2,8 @@
 """The operators of zeropp: doors that check, and the fake kernels of ``torch.ops.zeropp.*``.
 
 The kernels are C (csrc/ops), reached through libtorch's dispatcher, so they work in eager mode, under
-``torch.compile`` (one graph, no break) and under fake tensors. Those of a mixture of experts and of sparse attention are
-differentiable. The others have no autograd: they change their arguments, or return what cannot be differentiated. That
+``torch.compile`` (one graph, no break) and under fake tensors. Those of a mixture of experts, of sparse attention and of
+tokens are differentiable. The others have no autograd: they change their arguments, or return what cannot be differentiated. That
 is why their doors refuse tensors that require grad while grad mode is on, where calling ``torch.ops.zeropp`` directly
 would drop gradients in silence.
 
@@ -24,18 +24,21 @@ from zeropp._ops import onebit as _onebit
 from zeropp._ops import optimizers as _optimizers
 from zeropp._ops import quant as _quant
 from zeropp._ops import sparse_attention as _sparse_attention
+from zeropp._ops import tokens as _tokens
 from zeropp._ops.lamb import lamb_step_
 from zeropp._ops.moe import MoeGate, MoePlan, moe_capacity, moe_combine, moe_dispatch, moe_gate, moe_plan
 from zeropp._ops.onebit import OneBit, onebit_compress_, onebit_decode_, onebit_reduce_
 from zeropp._ops.optimizers import adagrad_step_, lion_step_, sgd_step_
 from zeropp._ops.quant import Quantised, dequantise_, quant_reduce_, quant_sum_, quantise, quantise_
 from zeropp._ops.sparse_attention import SparseLayout, sparse_attention
+from zeropp._ops.tokens import token_gather, token_sample, token_scatter
 
 __all__ = [
     "MoeGate", "MoePlan", "OneBit", "Quantised", "SparseLayout", "adagrad_step_", "adam_step_", "dequantise_", "lamb_step_", "lion_step_",
     "moe_capacity", "moe_combine", "moe_dispatch", "moe_gate", "moe_plan", "norm_squares",
     "onebit_compress_", "onebit_decode_", "onebit_reduce_", "quant_reduce_", "quant_sum_", "quantise", "quantise_",
-    "register", "sgd_step_", "sparse_attention",
+    "register", "sgd_step_", "sparse_attention", "token_gather",
+    "token_sample", "token_scatter",
 ]  # fmt: skip
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -141,7 +144,7 @@ def register() -> None:
         return
     torch.library.register_fake("zeropp::adam_step_", _fake_adam_step)
     torch.library.register_fake("zeropp::norm_squares", _fake_norm_squares)
-    for area in (_optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention):
+    for area in (_optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention, _tokens):
         area.register()
     _registered = True
 

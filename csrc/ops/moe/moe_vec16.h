@@ -10,6 +10,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "../copy_vec16.h"
 #include "../element.h"
 #include "../exp_vec16.h"
 #include "../vec16.h"
@@ -146,22 +147,6 @@ static float dot(const void *a, const void *b, size_t elems, zpp_dtype dtype) {
     case ZPP_F16: return dot_as(a, b, elems, ZPP_F16);
     default: return dot_as(a, b, elems, ZPP_F32);
     }
-}
-
-/* Bytes as floats: no arithmetic touches them. */
-static void copy(void *to, const void *from, size_t bytes, bool stream) {
-    size_t at = (0 - (uintptr_t)to) & 63u;
-    if (!stream || bytes < at + 64) {
-        memcpy(to, from, bytes);
-        return;
-    }
-    memcpy(to, from, at);
-    for (; at + 64 <= bytes; at += 64) {
-        v16_stream((float *)(void *)((char *)to + at),
-                   v16_load((const float *)(const void *)((const char *)from + at)));
-    }
-    _mm_sfence();
-    memcpy((char *)to + at, (const char *)from + at, bytes - at);
 }
 
 #endif
