@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeropp.config import Offload, Tier, nearest, not_yet, wrong
+from zeropp.config import LossScale, Offload, Tier, nearest, not_yet, wrong
 from zeropp.errors import ConfigError
 
 Field = tuple[str, Any]  # path of the key in the file, value of the field of Config
@@ -106,6 +106,12 @@ _ZERO_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "cpu_offload": ((False,), "states stay on the device"),
     "cpu_offload_param": ((False,), "states stay on the device"),
     "zenflow": ((None,), "the step is synchronous"),
+}
+_FP16_MAPPED = ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale")
+_FP16_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
+    "auto_cast": ((True, False), "floating inputs are cast"),
+    "consecutive_hysteresis": ((False,), "the scale goes down at the first overflow"),
+    "fp16_master_weights_and_grads": ((False,), "the master copy is fp32"),
 }
 _OFFLOAD_PARAM_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "pin_memory": ((True, False), "there is no accelerator to copy to"),
@@ -210,9 +216,50 @@ def _precision(keys: Mapping[str, Any], fields: dict[str, Field]) -> bool:
             },
             f"{name}.",
         )
-    if _switch(_section(keys, "fp16"), "fp16"):
-        raise not_yet("fp16.enabled", True, 'use "bf16": {"enabled": true}, which needs no loss scale')
+    half = _section(keys, "fp16")
+    if _fp16(half, fields, _switch(half, "fp16")):
+        if on:
+            raise ConfigError(f"fp16.enabled: true, and {name}.enabled too; switch one of them off")
+        on = True
     return bool(on)
+
+
+def _fp16(section: Mapping[str, Any], fields: dict[str, Field], on: bool | None) -> bool:
+    """``loss_scale`` 0 is a dynamic one, by the rule of DeepSpeed's DynamicLossScaler without its hysteresis."""
+    known = (*_FP16_MAPPED, *_FP16_ALWAYS, "hysteresis")
+    for key, value in section.items():
+        if key not in known:
+            raise ConfigError(
+                f"fp16.{key}: unknown key (value {value!r}); known are {', '.join(known)}{nearest(key, known)}"
+            )
+    if not on:
+        return False
+    _always(section, _FP16_ALWAYS, "fp16.")
+    if section.get("hysteresis", "auto") not in ("auto", 1):
+        warnings.warn(
+            f"fp16.hysteresis: {section['hysteresis']!r} changes nothing in zeropp: the scale goes down at the first overflow",
+            stacklevel=5,
+        )
+
+    def number(key: str, default: float, least: float) -> float:
+        value = section.get(key, default)
+        if value == "auto":
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
+            raise wrong(f"fp16.{key}", value, f"a number >= {least:g}")
+        return value
+
+    fixed = number("loss_scale", 0, 0)
+    if fixed:
+        scale = LossScale(init=float(fixed), least=float(fixed), dynamic=False)
+    else:
+        init = 2.0 ** number("initial_scale_power", 16, 0)
+        window = int(number("loss_scale_window", 1000, 1))
+        lowest = number("min_loss_scale", 1, 0) or 2.0**-24  # 0: no bound; below this no fp16 gradient is not finite
+        scale = LossScale(init=init, interval=window, least=min(float(lowest), init))
+    fields["precision"] = ("fp16.enabled", "fp16")
+    fields["loss_scale"] = ("fp16.loss_scale", scale)
+    return True
 
 
 def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: int) -> None:

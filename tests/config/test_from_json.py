@@ -9,7 +9,7 @@ import warnings
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zeropp.config import Config, Offload, Precision, Tier
+from zeropp.config import Config, LossScale, Offload, Precision, Tier
 from zeropp.errors import ConfigError
 
 # What the Hugging Face documentation recommends for stage 3, offload left out.
@@ -55,6 +55,18 @@ def test_own_keys_from_mapping_text_and_file(tmp_path):
         assert Config.from_json(source) == wanted
     assert Config.from_json({"precision": {"param": "bf16"}}).precision == Precision(param="bf16")
     assert Config.from_json({}) == Config()
+
+
+def test_the_loss_scale_of_fp16():
+    dynamic = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500, "min_loss_scale": 4}
+    found = Config.from_json({"fp16": dynamic})
+    assert found.precision == "fp16" and found.loss_scale == LossScale(init=4096.0, interval=500, least=4.0)
+    assert Config.from_json({"fp16": {"enabled": True}}).loss_scale == LossScale(interval=1000)
+    fixed = Config.from_json({"fp16": {"enabled": True, "loss_scale": 128, "auto_cast": False}})
+    assert fixed.loss_scale == LossScale(init=128.0, least=128.0, dynamic=False)
+    with pytest.warns(UserWarning, match="fp16.hysteresis: 2 changes nothing"):
+        Config.from_json({"fp16": {"enabled": True, "hysteresis": 2}})
+    assert Config.from_json({"fp16": {"enabled": False, "loss_scale": 128}}).precision is None
 
 
 def test_hugging_face_file_is_read_as_it_is():
@@ -135,7 +147,10 @@ def test_layout_hints_are_said_to_change_nothing():
             "zero_optimization.offload_optimizer.device:",
             "nvme",
         ),
-        ({"fp16": {"enabled": True}}, "fp16.enabled:", '"bf16": {"enabled": true}'),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled:", "switch one of them off"),
+        ({"fp16": {"enabled": True, "loss_scael": 0}}, "fp16.loss_scael:", "did you mean 'loss_scale'?"),
+        ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale:", "a number >= 0"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master", "not built"),
         ({"bf16": {"enabled": "yes"}}, "bf16.enabled:", 'true, false or "auto"'),
         ({"bf16": {"enable": True}}, "bf16.enable:", "did you mean 'enabled'?"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states:", "not built"),

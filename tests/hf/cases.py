@@ -140,7 +140,16 @@ def low_precision(folder: Path) -> dict[str, Any]:
     pure = train(folder, "pure", llama(), {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}, bf16=True)
     assert {p.dtype for p in ours.model.parameters()} == {torch.float32}
     assert {p.dtype for p in pure.model.parameters()} == {torch.bfloat16}
-    return {"stock": logged(stock), "autocast": logged(ours), "pure": logged(pure)}
+    plain = train(folder, "plain", llama())
+    half = train(folder, "half", llama(), {"stage": 3, "host_copy": "off"}, fp16=True)
+    assert {p.dtype for p in half.model.parameters()} == {torch.float16}
+    keys = {"fp16": {"enabled": "auto", "initial_scale_power": 20}, "zero_optimization": {"stage": 1}}
+    high = train(folder, "high", llama(), {**keys, "gradient_clipping": "auto"}, fp16=True)
+    scales = [row["zeropp/loss_scale"] for row in high.state.log_history if "zeropp/loss_scale" in row]
+    return {
+        "stock": logged(stock), "autocast": logged(ours), "pure": logged(pure),
+        "plain": logged(plain), "half": logged(half), "high": logged(high), "scales": scales,
+    }  # fmt: skip
 
 
 def sequences(folder: Path) -> dict[str, Any]:

@@ -33,6 +33,8 @@ TRAINER = {
     "save_model": "self, output_dir=None, _internal_call=False",
 }
 ACCELERATOR = {
+    "backward": "self, loss, **kwargs",
+    "clip_grad_value_": "self, parameters, clip_value",
     "clip_grad_norm_": "self, parameters, max_norm, norm_type=2",
     "get_state_dict": "self, model, unwrap=True",
     "no_sync": "self, model",

@@ -56,6 +56,18 @@ def test_bf16_is_autocast_unless_the_file_says_otherwise(answer):
         assert apart(found["stock"], found["pure"]) < 2**-8 * 4
 
 
+@pytest.mark.hf_case("low_precision")
+def test_fp16_scales_its_loss_and_skips_what_overflows(answer):
+    for found in answer("low_precision"):
+        assert apart(found["plain"], found["half"]) < 2**-11 * 8
+        scales, rates = found["scales"], [row["learning_rate"] for row in found["high"]]
+        skipped = [row["grad_norm"] == float("inf") for row in found["high"]]
+        assert 1 <= sum(skipped) < 6
+        assert scales == [2.0**20 / 2 ** sum(skipped[: i + 1]) for i in range(6)]
+        for i in range(5):  # a step that is skipped leaves the schedule where it is
+            assert (rates[i + 1] == rates[i]) == skipped[i]
+
+
 @pytest.mark.hf_case("sequences")
 def test_seq2seq_evaluates_before_training_and_generates(answer):
     for found in answer("sequences"):

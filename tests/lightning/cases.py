@@ -155,11 +155,24 @@ def ways(folder: Path) -> dict[str, Any]:
         trainer(folder / f"manual-{name}", given, 1, **more).fit(manual, batches())
         low = make_module(pl.LightningModule)
         trainer(folder / f"low-{name}", strategy_of(name), 1, precision="bf16-mixed").fit(low, batches())
-        found[name] = {"late": late.losses, "manual": manual.losses, "low": low.losses}
+        value = make_module(pl.LightningModule)
+        more = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+        trainer(folder / f"value-{name}", strategy_of(name), 1, **more).fit(value, batches())
+        found[name] = {"late": late.losses, "manual": manual.losses, "low": low.losses, "value": value.losses}
     pure = make_module(pl.LightningModule)
     strategy = zeropp.lightning.ZeroppStrategy(stage=2, precision="bf16")
     trainer(folder / "pure", strategy, 1).fit(pure, batches(), batches())
     found["pure"] = [pure.losses, str(pure.shift.dtype)]
+    for manual in (False, True):
+        half = make_module(pl.LightningModule, manual=manual)
+        strategy = zeropp.lightning.ZeroppStrategy(stage=3, precision="fp16", loss_scale=1024)
+        more = {"gradient_clip_val": None, "accumulate_grad_batches": 1} if manual else {}
+        run = trainer(folder / f"half-{manual}", strategy, 1, **more)
+        run.fit(half, batches())
+        if manual:
+            found["half manual"], found["manual plain"] = half.losses, found["gathers"]["manual"]
+        else:
+            found["half"] = [half.losses, str(half.shift.dtype), run.optimizers[0].loss_scale]
     try:
         other = importlib.import_module("pytorch_lightning")
     except ImportError:
@@ -208,8 +221,30 @@ def fabric(folder: Path) -> dict[str, Any]:
         model, optimizer = build()
         state = {"model": model, "optimizer": optimizer, "step": 0}
         left = run.load(folder / f"{name}.ckpt", state)
+        found[f"{name} value"] = by_value(run)
+        if name != "ddp":
+            half = zeropp.lightning.ZeroppFabricStrategy(stage=3 if name == "zeropp" else 1, precision="fp16")
+            half_run = Fabric(accelerator="cpu", devices=2, strategy=half)
+            half_run.launch()
+            found[f"{name} half"] = by_value(half_run)
         found[f"{name} again"] = [state["step"], left, steps(model, optimizer, 2, 4)]
     return found
+
+
+def by_value(run: Any) -> list[float]:
+    """Clipping by value; fp16 where the strategy says so."""
+    model = network()
+    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    losses = []
+    for step in range(4):
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step * 2 + run.global_rank))
+        loss = (model(inputs).float() - inputs[:, :1]).square().mean()
+        run.backward(loss)
+        losses.append(loss.item())
+        run.clip_gradients(model, optimizer, clip_val=0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def refusals(folder: Path) -> dict[str, Any]:
@@ -232,7 +267,6 @@ def refusals(folder: Path) -> dict[str, Any]:
     two = make_module(pl.LightningModule, manual=True)
     two.configure_optimizers = Two.configure_optimizers.__get__(two)
     refused("two", module=two, gradient_clip_val=None, accumulate_grad_batches=1)
-    refused("value", gradient_clip_algorithm="value")
     refused("average", callbacks=[pl.callbacks.StochasticWeightAveraging(1e-2)])
     refused("argument", lambda: zeropp.lightning.ZeroppStrategy(stge=3))
     refused("clip", lambda: zeropp.lightning.ZeroppStrategy(config={"stage": 3, "clip": 1.0}))

@@ -15,6 +15,7 @@ import zeropp.lightning
 
 TRAINER = {
     "_refuse_averages": None, "_evaluated": None,  # ours
+    "backward": "self closure_loss optimizer args kwargs",
     "block_backward_sync": "self",
     "lightning_module_state_dict": "self",
     "load_checkpoint": "self checkpoint_path weights_only",
@@ -34,6 +35,7 @@ TRAINER = {
     "validation_step": "self args kwargs",
 }  # fmt: skip
 FABRIC = {
+    "backward": "self tensor module args kwargs",
     "clip_gradients_norm": "self module optimizer max_norm norm_type error_if_nonfinite",
     "clip_gradients_value": "self module optimizer clip_val",
     "get_module_state_dict": "self module",

@@ -58,6 +58,16 @@ def test_configure_model_manual_optimization_and_autocast(answer):
 
 
 @pytest.mark.lightning_case("ways")
+def test_clipping_by_value_and_fp16(answer):
+    for found in answer("ways"):
+        assert apart(found["ddp"]["value"], found["gathers"]["value"]) < FP32
+        losses, dtype, scale = found["half"]
+        # The loss itself is a half, rounded by 2**-11 relative at up to 10.
+        assert apart(found["ddp"]["late"], losses) < 2**-10 * 20 and dtype == "torch.float16" and scale == 1024.0
+        assert apart(found["manual plain"], found["half manual"]) < 2**-10 * 20
+
+
+@pytest.mark.lightning_case("ways")
 def test_the_package_of_the_other_name(answer):
     for found in answer("ways"):
         if "other" not in found["ddp"]:
@@ -70,6 +80,8 @@ def test_the_package_of_the_other_name(answer):
 def test_fabric_equals_ddp_and_loads_what_it_saved(strategy, answer):
     for found in answer("fabric"):
         assert apart(found["ddp"], found[strategy]) < FP32
+        assert apart(found["ddp value"], found[f"{strategy} value"]) < FP32
+        assert apart(found["ddp value"], found[f"{strategy} half"]) < 2**-10 * 20
         step, left, again = found[f"{strategy} again"]
         assert step == 2 and left == {} and again == found[strategy][-len(again) :]
 
@@ -78,7 +90,6 @@ def test_fabric_equals_ddp_and_loads_what_it_saved(strategy, answer):
 def test_what_cannot_be_says_why(answer):
     for said in answer("refusals"):
         assert "2 optimizers for one model are not implemented yet" in said["two"]
-        assert "use 'norm'" in said["value"]
         assert "StochasticWeightAveraging reads whole parameters" in said["average"]
         assert "unknown argument 'stge'" in said["argument"]
         assert "Trainer(gradient_clip_val=...)" in said["clip"]

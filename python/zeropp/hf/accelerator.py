@@ -16,7 +16,7 @@ import zeropp
 from zeropp.config import Config
 from zeropp.errors import ConfigError
 from zeropp.zero.engine import engine_of
-from zeropp.zero.optimizer import ZeroOptimizer
+from zeropp.zero.optimizer import ZeroOptimizer, scaled_for
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.prepare import attach, is_prepared
 
@@ -26,6 +26,14 @@ def plain_optimizer(optimizer: Any) -> Any:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+class _PreparedOptimizer(AcceleratedOptimizer):
+    """The loss scale is the optimizer's own: schedulers ask here whether a step was skipped for it."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return bool(self.optimizer.overflow)
 
 
 class ZeroppAccelerator(Accelerator):
@@ -56,7 +64,9 @@ class ZeroppAccelerator(Accelerator):
             raise ConfigError(
                 "the optimizer was prepared without its model; give both to one accelerator.prepare(model, optimizer)"
             )
-        return super().prepare_optimizer(optimizer, device_placement=False)
+        prepared = super().prepare_optimizer(optimizer, device_placement=False)
+        prepared.__class__ = _PreparedOptimizer
+        return prepared
 
     def _partition(self, model: nn.Module, optimizer: Any) -> None:
         if not is_prepared(model):
@@ -64,19 +74,41 @@ class ZeroppAccelerator(Accelerator):
         elif optimizer is not None and not isinstance(optimizer, ZeroOptimizer):
             attach(model, optimizer)
 
+    def _prepared_optimizers(self) -> list[Any]:
+        found = [plain_optimizer(one) for one in self._optimizers]
+        return [one for one in found if isinstance(one, ZeroOptimizer)]
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As upstream; with fp16 the loss is scaled by the optimizer that will step on it."""
+        with scaled_for(self._prepared_optimizers(), loss) as scaled:
+            super().backward(scaled, **kwargs)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Every element of the gradients of the model that owns ``parameters``, on every rank's slices."""
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        optimizer = self._optimizer_for(parameters, "clip_grad_value_")
+        if optimizer is None:
+            super().clip_grad_value_(parameters, clip_value)
+        else:
+            optimizer.clip_grad_value_(float(clip_value))
+
+    def _optimizer_for(self, parameters: list[Any], verb: str) -> Any:
+        """Of the model that owns these parameters; None where none of them is partitioned."""
+        refs = [ref for ref in map(ref_of, parameters) if ref is not None]
+        if not refs:
+            return None
+        for optimizer in self._prepared_optimizers():
+            if optimizer._engine is refs[0].engine:
+                return optimizer
+        raise ConfigError(f"{verb}: the model of these parameters has no optimizer that this accelerator prepared")
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """The norm over all ranks' slices, as a tensor; gradients are scaled in the step."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        refs = [ref for ref in map(ref_of, parameters) if ref is not None]
-        if not refs:
+        optimizer = self._optimizer_for(parameters, "clip_grad_norm_")
+        if optimizer is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-        for wrapped in self._optimizers:
-            optimizer = plain_optimizer(wrapped)
-            if getattr(optimizer, "_engine", None) is refs[0].engine:
-                return torch.tensor(optimizer.clip_grad_norm_(max_norm, norm_type=float(norm_type)))
-        raise ConfigError(
-            "clip_grad_norm_: the model of these parameters has no optimizer that this accelerator prepared"
-        )
+        return torch.tensor(optimizer.clip_grad_norm_(max_norm, norm_type=float(norm_type)))
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:

@@ -69,9 +69,16 @@ class Metrics:
     def __init__(self) -> None:
         self._read_before = _read_bytes()
 
-    def collect(self, model: Any) -> dict[str, int]:
-        """``zeropp/traffic_bytes`` and ``zeropp/held_bytes`` of this rank."""
+    def collect(self, model: Any) -> dict[str, float]:
+        """``zeropp/traffic_bytes`` and ``zeropp/held_bytes`` of this rank; with fp16 also ``zeropp/loss_scale``."""
         read = _read_bytes()
         since, self._read_before = read - self._read_before, read
         held = zeropp.memory(model)["cpu"]
-        return {"zeropp/traffic_bytes": since, "zeropp/held_bytes": sum(one["held"] for one in held.values())}
+        found: dict[str, float] = {
+            "zeropp/traffic_bytes": since,
+            "zeropp/held_bytes": sum(one["held"] for one in held.values()),
+        }
+        scaler = engine_of(model).scaler
+        if scaler is not None:
+            found["zeropp/loss_scale"] = scaler.scale
+        return found

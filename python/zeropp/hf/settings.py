@@ -68,6 +68,8 @@ def config_for(source: Any, arguments: Any) -> Config:
         if not matched.keys.get("steps_per_print"):
             matched.keys.pop("steps_per_print", None)
         config = Config.from_json(matched.keys)
+    if arguments.fp16 and config.dtype_name is None:
+        config = dataclasses.replace(config, precision="fp16")  # autocast has no loss scale over partitioned gradients
     _refuse_unsupported(config, arguments)
     return dataclasses.replace(config, accumulate=1, clip=None)
 
@@ -78,7 +80,7 @@ def _fill_native(matched: _Matched, arguments: Any) -> None:
     if matched.keys.get("clip") is not None:
         matched.fill("clip", arguments.max_grad_norm, "--max_grad_norm")
     if matched.keys.get("precision") == "auto":
-        matched.keys["precision"] = "bf16" if arguments.bf16 else None
+        matched.keys["precision"] = "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else None
 
 
 def _fill_deepspeed(matched: _Matched, arguments: Any) -> None:
@@ -131,9 +133,13 @@ def _refuse_differences(matched: _Matched) -> None:
 
 def _refuse_unsupported(config: Config, arguments: Any) -> None:
     """Arguments that would act on whole parameters, or twice."""
-    if arguments.fp16 or arguments.fp16_full_eval or arguments.bf16_full_eval:
-        name = next(n for n in ("fp16", "fp16_full_eval", "bf16_full_eval") if getattr(arguments, n))
-        raise ConfigError(f"--{name} is not implemented yet with --zeropp; use --bf16")
+    if arguments.fp16_full_eval or arguments.bf16_full_eval:
+        name = next(n for n in ("fp16_full_eval", "bf16_full_eval") if getattr(arguments, n))
+        low = name.partition("_")[0]
+        raise ConfigError(
+            f"--{name} is not implemented yet with --zeropp; give --{low} and precision {low!r} in the configuration, "
+            "with which the model is held, and evaluated, in that type"
+        )
     for name in ("deepspeed", "fsdp", "torch_compile", "auto_find_batch_size"):
         if getattr(arguments, name, None):
             instead = {
@@ -141,9 +147,10 @@ def _refuse_unsupported(config: Config, arguments: Any) -> None:
                 "auto_find_batch_size": "give --per_device_train_batch_size",
             }.get(name, "give one of the two")
             raise ConfigError(f"--{name} cannot be used with --zeropp: {instead}")
-    if config.dtype_name == "fp16":
-        raise ConfigError(
-            "precision: 'fp16' is not implemented yet with --zeropp; use 'bf16', which needs no loss scale"
-        )
-    if config.dtype_name == "bf16" and not arguments.bf16:
-        raise ConfigError("precision is 'bf16' in zeropp's configuration, and --bf16 is not given; give it")
+    for low, given in (("bf16", arguments.bf16), ("fp16", arguments.fp16)):
+        if config.dtype_name == low and not given:
+            raise ConfigError(f"precision is {low!r} in zeropp's configuration, and --{low} is not given; give it")
+        if given and config.dtype_name not in (None, low):
+            raise ConfigError(
+                f"--{low} is given, and precision is {config.dtype_name!r} in zeropp's configuration; give one type"
+            )

@@ -50,10 +50,6 @@ def config_from(config: Any, keywords: Mapping[str, Any]) -> Config:
     if config is not None and keywords:
         raise ConfigError(f"give config, or keywords of zeropp.Config such as {next(iter(keywords))!r}; not both")
     found = config if isinstance(config, Config) else Config(**keywords) if config is None else Config.from_json(config)
-    if found.dtype_name == "fp16":
-        raise ConfigError(
-            "precision: 'fp16' is not implemented yet under Lightning; use 'bf16', which needs no loss scale"
-        )
     for name, default, instead in (("accumulate", 1, "accumulate_grad_batches"), ("clip", None, "gradient_clip_val")):
         value = getattr(found, name)
         if value != default:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ import zeropp
 from zeropp.errors import ConfigError
 from zeropp.lightning.common import load_shards, must_move, partition, registered, save_shards, take_config
 from zeropp.zero.engine import engine_of
-from zeropp.zero.optimizer import ZeroOptimizer
+from zeropp.zero.optimizer import ZeroOptimizer, scaled_for
 from zeropp.zero.prepare import is_prepared
 
 
@@ -47,6 +48,7 @@ def make_fabric_strategy(package: str) -> Any:
             if self._ddp_kwargs:
                 raise ConfigError(f"ZeroppFabricStrategy: unknown argument {next(iter(self._ddp_kwargs))!r}")
             self._backward_sync_control = _NoSync()
+            self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
         def module_to_device(self, module: nn.Module) -> None:
             if must_move(module, self.root_device):
@@ -63,10 +65,12 @@ def make_fabric_strategy(package: str) -> Any:
 
         def setup_module(self, module: nn.Module) -> nn.Module:
             partition(module, [], self.zeropp_config)
+            self._prepared.add(module)
             return module
 
         def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], scheduler: Any = None) -> Any:
             partition(module, optimizers, self.zeropp_config)
+            self._prepared.add(module)
             return module, optimizers, scheduler
 
         def setup_optimizer(self, optimizer: Any) -> Any:
@@ -75,6 +79,13 @@ def make_fabric_strategy(package: str) -> Any:
                     "fabric.setup_optimizers(optimizer): give model and optimizer to one fabric.setup(model, optimizer)"
                 )
             return optimizer
+
+        def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+            """Scaled where the precision is fp16. ``fabric.backward(loss, model=...)`` says which model, where several are."""
+            models = list(self._prepared) if module is None else [module]
+            found = [engine_of(one).optimizer_ref for one in models]
+            with scaled_for([ref() for ref in found if ref is not None and ref() is not None], tensor) as scaled:
+                super().backward(scaled, module, *args, **kwargs)
 
         def clip_gradients_norm(
             self,
@@ -88,7 +99,7 @@ def make_fabric_strategy(package: str) -> Any:
             return torch.tensor(norm)
 
         def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-            raise ConfigError("clip_gradients(clip_val=...) is not implemented yet under zeropp; use max_norm")
+            optimizer.clip_grad_value_(float(clip_val))
 
         def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
             """Whole, on rank 0; collective."""

@@ -9,6 +9,8 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 import zeropp
 from zeropp.errors import ConfigError
 from zeropp.lightning.common import (
@@ -20,7 +22,8 @@ from zeropp.lightning.common import (
     save_shards,
     take_config,
 )
-from zeropp.zero.prepare import is_prepared
+from zeropp.zero.optimizer import scaled_for
+from zeropp.zero.prepare import _cast, is_prepared
 
 _AVERAGES = ("StochasticWeightAveraging", "WeightAveraging")  # they read every parameter, every step
 
@@ -50,6 +53,7 @@ def make_strategy(package: str) -> Any:
                 raise ConfigError(f"ZeroppStrategy: unknown argument {next(iter(self._ddp_kwargs))!r}")
             self._forward_redirection = redirection()
             self._loaded_from: Any = None
+            self._low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.zeropp_config.dtype_name or "")
 
         # -- model and optimizer -----------------------------------------------------------------------------------------
 
@@ -97,7 +101,7 @@ def make_strategy(package: str) -> Any:
             with self.precision_plugin.train_step_context():
                 if module.automatic_optimization:
                     return self._forward_redirection(module, module, "training_step", *args, **kwargs)
-                return module.training_step(*args, **kwargs)
+                return module.training_step(*_cast(args, self._low), **_cast(kwargs, self._low))
 
         def validation_step(self, *args: Any, **kwargs: Any) -> Any:
             with self.precision_plugin.val_step_context():
@@ -113,6 +117,13 @@ def make_strategy(package: str) -> Any:
 
         def _evaluated(self, step: str, *args: Any, **kwargs: Any) -> Any:
             return self._forward_redirection(self.lightning_module, self.lightning_module, step, *args, **kwargs)
+
+        def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            """Scaled by the optimizer where the precision is fp16; manual optimization does not say which one, so it is asked here."""
+            found = [_plain(one) for one in (self.optimizers if optimizer is None else [optimizer])]
+            with scaled_for(found, closure_loss) as scaled:
+                super().backward(scaled, optimizer, *args, **kwargs)
+            return closure_loss
 
         def block_backward_sync(self) -> Any:
             """Stage 1 accumulates without communication; 2 and 3 reduce every micro-step, which keeps gradients split."""
@@ -190,4 +201,4 @@ def _clip_by_norm(optimizer: Any, clip_val: float) -> None:
 
 
 def _clip_by_value(optimizer: Any, clip_val: float) -> None:
-    raise ConfigError("gradient_clip_algorithm='value' is not implemented yet under zeropp; use 'norm'")
+    _plain(optimizer).clip_grad_value_(float(clip_val))

@@ -7,8 +7,10 @@ AdamW and Adam run the fused kernel of csrc/ops/adam. Other element-wise optimiz
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -85,18 +87,26 @@ class ZeroOptimizer(optim.Optimizer):
         Args:
             keywords: as ``torch.Tensor.backward`` takes them (``retain_graph``, ``create_graph``, ``inputs``).
         """
+        if self._engine.scaler is not None and keywords.get("gradient") is not None:
+            raise Error("optimizer.backward: gradient= with fp16; multiply the loss with it, and take the sum")
+        with self.scaled(loss) as scaled:
+            scaled.backward(**keywords)
+
+    @contextlib.contextmanager
+    def scaled(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+        """:meth:`backward` for a framework that calls ``loss.backward()`` itself, inside: ``with optimizer.scaled(loss) as loss``."""
         engine = self._engine
         if engine.scaler is None:
-            loss.backward(**keywords)
+            yield loss
             return
-        if keywords.get("gradient") is not None or loss.numel() != 1:
+        if loss.numel() != 1:
             raise Error(
                 f"optimizer.backward: a loss of shape {tuple(loss.shape)} with fp16; wanted one number: take its mean or sum"
             )
         before = engine.core.backwards
         # In fp32, as GradScaler does. A model that returns its loss in fp16 overflows by itself at a scale above 65504, and
         # the first step is skipped: better return the loss in fp32.
-        (loss.float() * engine.scaler.scale).backward(**keywords)
+        yield loss.float() * engine.scaler.scale
         engine.scaler.backwards += engine.core.backwards - before
 
     @property
@@ -345,6 +355,25 @@ def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
             raise ConfigError(
                 "the optimizer was built with differentiable=True, which zeropp does not implement; leave it out"
             )
+
+
+@contextlib.contextmanager
+def scaled_for(optimizers: Iterable[Any], loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """``optimizer.scaled(loss)`` for a framework that is not told which of its optimizers will step on ``loss``.
+
+    Raises:
+        zeropp.Error: several fp16 models were run forward since their last backward.
+    """
+    scaling = [one for one in optimizers if one._engine.scaler is not None]
+    if len(scaling) > 1:
+        scaling = [one for one in scaling if one._engine.builds_loss]
+        if len(scaling) != 1:
+            raise Error(
+                f"backward: {len(scaling)} fp16 models wait for a backward, each with a loss scale of its own; call "
+                "optimizer.backward(loss) of the one that this loss is for"
+            )
+    with scaling[0].scaled(loss) if scaling else contextlib.nullcontext(loss) as scaled:
+        yield scaled
 
 
 def check_offload(optimizer: optim.Optimizer, config: Config) -> None:

@@ -358,7 +358,9 @@ def _install_gradient_hooks(engine: Engine) -> None:
                 entry.param.register_post_accumulate_grad_hook(unit.core.grad_hook(i))
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return value
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
     if type(value) in (list, tuple):
