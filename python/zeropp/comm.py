@@ -127,14 +127,14 @@ def communicator(group: dist.ProcessGroup | None = None) -> Any:
         return known
     c10d = dist.distributed_c10d
     assert group is not None
-    comm = create(c10d._get_process_group_store(group), group.rank(), group.size(), _timeout_of(group), _name_of(group))
+    comm = create(c10d._get_process_group_store(group), group.rank(), group.size(), timeout_of(group), _name_of(group))
     with _lock:
         _of_group[group] = comm
     weakref.finalize(group, close, comm)
     return comm
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The time-out of a group, as far as its backend tells."""
     try:
         return group._get_backend(torch.device("cpu")).options._timeout

@@ -319,7 +319,13 @@ class Config:
     device: str | torch.device | None = None
     """Where shards and computation live; None: cuda:LOCAL_RANK where there is a GPU, else the CPU."""
 
+    preflight: bool = False
+    """Check every rank and link before training, as `python -m zeropp doctor` does; a second or so. A dead rank is an
+    error that names it, a slow rank or link a warning."""
+
     def __post_init__(self) -> None:
+        if not isinstance(self.preflight, bool):
+            raise wrong("Config.preflight", self.preflight, "True or False")
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in (0, 1, 2, 3):
             raise wrong("Config.stage", self.stage, "0, 1, 2 or 3")
         self._check_precision()

@@ -54,6 +54,10 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     _check_device(config)
     _check_model(model)
     comm = _communicator()
+    if config.preflight and comm is not None:
+        from zeropp.health import preflight
+
+        preflight()
     host_copy = comm is not None and config.host_copy == "auto" and config.stage == 3
     low = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype_name]
     plans = plan_units(model, config.units, low)

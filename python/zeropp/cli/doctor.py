@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torchrun … -m zeropp doctor``: latency and bandwidth of every pair of ranks and of the whole, and who is slow or dead."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from zeropp.errors import CommError
+
+if TYPE_CHECKING:
+    from zeropp.health import Report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``doctor``."""
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--factor", type=float, default=3.0, help="how many times slower than the best is a fault (3)")
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, help="seconds to wait for a rank that does not answer (30)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what was measured, on rank 0. Exit status: 0 healthy, 1 something is slow or dead, 2 not under torchrun."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        print(
+            "python -m zeropp doctor: no ranks; start it as the job is started: torchrun --nproc-per-node 2 -m zeropp doctor",
+            file=sys.stderr,
+        )
+        return 2
+    if options.factor <= 1:
+        print(f"python -m zeropp doctor: --factor {options.factor} is not allowed; wanted above 1", file=sys.stderr)
+        return 2
+    import torch
+    import torch.distributed as dist
+
+    from zeropp.health import check
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("zeropp", timeout=timedelta(seconds=options.timeout))
+        report = check(factor=options.factor)
+    except CommError as error:
+        return _dead(error, options)
+    if dist.get_rank() == 0:
+        print(json.dumps(report.as_dict())) if options.json else print_report(report)
+    dist.destroy_process_group()
+    return 1 if report.faults else 0
+
+
+def _dead(error: CommError, options: argparse.Namespace) -> int:
+    """The lowest rank that is not the guilty one speaks for all."""
+    rank = int(os.environ["RANK"])
+    speaker = 1 if error.rank == 0 else 0
+    if rank == speaker or error.rank is None:
+        fault: dict[str, Any] = {"kind": "dead rank", "ranks": [error.rank], "why": str(error)}
+        if options.json:
+            print(json.dumps({"ranks": int(os.environ["WORLD_SIZE"]), "faults": [fault], "healthy": False}), flush=True)
+        else:
+            who = "a rank" if error.rank is None else f"rank {error.rank}"
+            print(f"dead: {who}: {error}", flush=True)
+    return 1
+
+
+def print_report(report: Report) -> None:
+    """Tables of the ranks alone, the pairs and the whole, and the verdict."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False, markup=False)
+    for table in _tables(report):
+        console.print(table)
+    for fault in report.faults:
+        console.print(str(fault))
+    if not report.faults:
+        console.print(f"healthy: {report.ranks} ranks, none slower than its like")
+
+
+def _tables(report: Report) -> list[Any]:
+    from rich.table import Table
+
+    alone = Table(title="each rank by itself", title_justify="left", box=None)
+    for name in ("rank", "host", "copy GB/s", "matrix product GFLOP/s"):
+        alone.add_column(name, justify="left" if name == "host" else "right")
+    for one in report.alone:
+        alone.add_row(str(one.rank), one.host, f"{one.copy_gb_per_s:.1f}", f"{one.matmul_gflops:.1f}")
+    between = Table(title="all-reduce: us below 1 MB, GB/s from there", title_justify="left", box=None)
+    between.add_column("ranks")
+    for size in report.whole:
+        between.add_column(_size(size), justify="right")
+    for pair, times in report.pairs.items():
+        between.add_row(f"{pair[0]}-{pair[1]}", *(_speed(size, seconds) for size, seconds in times.items()))
+    between.add_row("all", *(_speed(size, seconds) for size, seconds in report.whole.items()))
+    return [alone, between]
+
+
+def _size(size: int) -> str:
+    return f"{size} B" if size < 1024 else f"{size // 1024} KB" if size < 1 << 20 else f"{size >> 20} MB"
+
+
+def _speed(size: int, seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}" if size < 1 << 20 else f"{size / seconds / 1e9:.2f}"
