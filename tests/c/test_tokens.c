@@ -5,6 +5,7 @@
  * they are the paper's is shown in tests/ops/test_tokens.py.)
  */
 #include "harness.h"
+#include "threads.h"
 
 #include "avx512_emulated.h"
 
@@ -51,7 +52,7 @@ static void threads_do_not_show(void) {
     zpp_pool *pool = NULL;
     uint8_t *full = malloc(full_bytes), *part = calloc(part_bytes, 2), *out = calloc(full_bytes, 2);
     CHECK(full && part && out);
-    CHECK_OK(zpp_pool_create(3, &pool, &err));
+    CHECK_OK(zpp_pool_create(in_new_threads, 3, &pool, &err));
     for (size_t i = 0; i < full_bytes; ++i) full[i] = (uint8_t)(i * 2654435761u >> 24);
     zpp_tokens_sample(kept, BATCH, SEQ, KEEP, 5, 6, NULL);
     zpp_tokens_sample(again, BATCH, SEQ, KEEP, 5, 6, pool);
