@@ -37,6 +37,8 @@ void zpp_op_sparse_attention_backward(StableIValue *stack, uint64_t inputs, uint
 void zpp_op_token_sample(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_token_gather(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_token_scatter(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_fp8_quantise(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_fp8_dequantise(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adopt(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 
 /* A pool over torch's threads. New; free with zpp_pool_destroy. */

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zeropp._ops import doors
+from zeropp._ops import fp8 as _fp8
 from zeropp._ops import lamb as _lamb
 from zeropp._ops import moe as _moe
 from zeropp._ops import onebit as _onebit
@@ -25,6 +26,7 @@ from zeropp._ops import optimizers as _optimizers
 from zeropp._ops import quant as _quant
 from zeropp._ops import sparse_attention as _sparse_attention
 from zeropp._ops import tokens as _tokens
+from zeropp._ops.fp8 import Fp8, fp8_dequantise_, fp8_quantise, fp8_quantise_
 from zeropp._ops.lamb import lamb_step_
 from zeropp._ops.moe import MoeGate, MoePlan, moe_capacity, moe_combine, moe_dispatch, moe_gate, moe_plan
 from zeropp._ops.onebit import OneBit, onebit_compress_, onebit_decode_, onebit_reduce_
@@ -34,7 +36,8 @@ from zeropp._ops.sparse_attention import SparseLayout, sparse_attention
 from zeropp._ops.tokens import token_gather, token_sample, token_scatter
 
 __all__ = [
-    "MoeGate", "MoePlan", "OneBit", "Quantised", "SparseLayout", "adagrad_step_", "adam_step_", "dequantise_", "lamb_step_", "lion_step_",
+    "Fp8", "MoeGate", "MoePlan", "OneBit", "Quantised", "SparseLayout", "adagrad_step_", "adam_step_", "dequantise_", "fp8_dequantise_", "fp8_quantise",
+    "fp8_quantise_", "lamb_step_", "lion_step_",
     "moe_capacity", "moe_combine", "moe_dispatch", "moe_gate", "moe_plan", "norm_squares",
     "onebit_compress_", "onebit_decode_", "onebit_reduce_", "quant_reduce_", "quant_sum_", "quantise", "quantise_",
     "register", "sgd_step_", "sparse_attention", "token_gather",
@@ -144,7 +147,7 @@ def register() -> None:
         return
     torch.library.register_fake("zeropp::adam_step_", _fake_adam_step)
     torch.library.register_fake("zeropp::norm_squares", _fake_norm_squares)
-    for area in (_optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention, _tokens):
+    for area in (_optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention, _tokens, _fp8):
         area.register()
     _registered = True
 

@@ -113,6 +113,7 @@ LANES(_mm512_cvtps_pd, __m512d, (__m256 a), (double)a.at[i])
 LANES(_mm512_and_si512, __m512i, (__m512i a, __m512i b), a.at[i] & b.at[i])
 LANES(_mm512_or_si512, __m512i, (__m512i a, __m512i b), a.at[i] | b.at[i])
 LANES(_mm512_add_epi32, __m512i, (__m512i a, __m512i b), a.at[i] + b.at[i])
+LANES(_mm512_sub_epi32, __m512i, (__m512i a, __m512i b), a.at[i] - b.at[i])
 LANES(_mm512_srli_epi32, __m512i, (__m512i a, unsigned n), a.at[i] >> n)
 LANES(_mm512_slli_epi32, __m512i, (__m512i a, unsigned n), a.at[i] << n)
 LANES(_mm256_slli_epi32, __m256i, (__m256i a, unsigned n), a.at[i] << n)
@@ -175,6 +176,11 @@ REDUCE(_mm512_reduce_max_epi32, __m512i, int32_t, >)
 typedef union { __m128i v; int8_t i8[16]; uint8_t u8[16]; int16_t i16[8]; uint16_t u16[8]; } emulated_128;
 E int emulated_within(int x, int least, int most) { return x < least ? least : x > most ? most : x; }
 
+E __m128i _mm512_cvtepi32_epi8(__m512i a) { /* the low bytes */
+    emulated_128 r;
+    for (int i = 0; i < 16; ++i) r.u8[i] = (uint8_t)a.at[i];
+    return r.v;
+}
 E __m128i _mm512_cvtsepi32_epi8(__m512i a) {
     emulated_128 r;
     for (int i = 0; i < 16; ++i) r.i8[i] = (int8_t)emulated_within((int32_t)a.at[i], -128, 127);
@@ -212,5 +218,22 @@ E __m128i _mm_loadl_epi64(const __m128i *from) {
     return r;
 }
 E void _mm_storel_epi64(__m128i *to, __m128i value) { memcpy(to, &value, 8); }
+
+
+/* --- words of 256 bits -------------------------------------------------------------------------------------------- */
+typedef union { __m256i v; uint16_t u16[16]; } emulated_256;
+#define WORDS(name, arguments, expression) \
+    E __m256i name arguments {                                                                    \
+        emulated_256 r;                                                                           \
+        for (int i = 0; i < 16; ++i) r.u16[i] = (uint16_t)(expression);                           \
+        return r.v;                                                                               \
+    }
+#define WORD(value, i) (((const emulated_256 *)(const void *)&(value))->u16[i])
+WORDS(_mm256_cvtepu8_epi16, (__m128i a), PART(a, u8, i))
+WORDS(_mm256_set1_epi16, (short x), x)
+WORDS(_mm256_slli_epi16, (__m256i a, int n), WORD(a, i) << n)
+WORDS(_mm256_and_si256, (__m256i a, __m256i b), WORD(a, i) & WORD(b, i))
+WORDS(_mm256_or_si256, (__m256i a, __m256i b), WORD(a, i) | WORD(b, i))
+WORDS(_mm256_cmpeq_epi16, (__m256i a, __m256i b), WORD(a, i) == WORD(b, i) ? 0xffff : 0)
 
 #endif

@@ -1,0 +1,73 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * torch.ops.zeropp.fp8_quantise_ and fp8_dequantise_: read and check tensors, then csrc/ops/quant/fp8.h. Codes are
+ * uint8 tensors: views of torch's float8 ones, whose kinds the rest of zeropp does not know.
+ */
+#include <stdio.h>
+
+#include "../ops/quant/fp8.h"
+#include "op_checks.h"
+#include "op_entries.h"
+
+enum { OF_BYTES = 96 };
+
+/* The spec, and codes and scales for `elems` elements. */
+static bool check_parts(struct zpp_boxed *args, const struct zpp_tensor *codes, const struct zpp_tensor *scales,
+                        size_t elems, int64_t format, int64_t block_elems, struct zpp_fp8_spec *spec) {
+    if (!zpp_boxed_ok(args)) return false;
+    if (format != ZPP_FP8_E4M3 && format != ZPP_FP8_E5M2) {
+        return zpp_boxed_fail(args, "format is %lld, wanted 0 (e4m3) or 1 (e5m2)", (long long)format);
+    }
+    if (block_elems < 16 || block_elems % 16) {
+        return zpp_boxed_fail(args, "block_elems is %lld, wanted a multiple of 16, at least 16",
+                              (long long)block_elems);
+    }
+    *spec = (struct zpp_fp8_spec){ (size_t)block_elems, (enum zpp_fp8_format)format };
+    char of[OF_BYTES];
+    snprintf(of, sizeof of, "%zu elements in blocks of %zu", elems, spec->block_elems);
+    return zpp_op_check_elems(args, "codes", codes, 1u << ZPP_U8, elems, of) &&
+           zpp_op_check_elems(args, "scales", scales, 1u << ZPP_F32, zpp_fp8_blocks(spec, elems), of);
+}
+
+void zpp_op_fp8_quantise(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    struct zpp_fp8_spec spec;
+    zpp_boxed_begin(&args, "zeropp::fp8_quantise_", stack, inputs);
+    const struct zpp_tensor *src = zpp_boxed_tensor(&args, "src", false);
+    const struct zpp_tensor *codes = zpp_boxed_tensor(&args, "codes", true);
+    const struct zpp_tensor *scales = zpp_boxed_tensor(&args, "scales", true);
+    const int64_t format = zpp_boxed_int(&args), block_elems = zpp_boxed_int(&args);
+    const struct zpp_tensors w[] = { zpp_op_one("codes", codes), zpp_op_one("scales", scales) };
+    const struct zpp_tensors r = zpp_op_one("src", src), *written[] = { &w[0], &w[1] }, *read = &r;
+    if (zpp_op_check_tensor(&args, "src", src, ZPP_OP_FLOATS) &&
+        check_parts(&args, codes, scales, src->elems, format, block_elems, &spec) &&
+        zpp_boxed_check_apart(&args, written, 2, &read, 1)) {
+        zpp_pool *pool = zpp_op_pool_take();
+        zpp_fp8_quantise(&spec, src->data, src->dtype, src->elems, codes->data, scales->data, pool);
+        zpp_op_pool_give(pool);
+    }
+    zpp_boxed_end(&args);
+}
+
+void zpp_op_fp8_dequantise(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    struct zpp_boxed args;
+    struct zpp_fp8_spec spec;
+    zpp_boxed_begin(&args, "zeropp::fp8_dequantise_", stack, inputs);
+    const struct zpp_tensor *codes = zpp_boxed_tensor(&args, "codes", false);
+    const struct zpp_tensor *scales = zpp_boxed_tensor(&args, "scales", false);
+    const struct zpp_tensor *dst = zpp_boxed_tensor(&args, "dst", true);
+    const int64_t format = zpp_boxed_int(&args), block_elems = zpp_boxed_int(&args);
+    const bool accumulate = zpp_boxed_bool(&args);
+    const struct zpp_tensors r[] = { zpp_op_one("codes", codes), zpp_op_one("scales", scales) };
+    const struct zpp_tensors w = zpp_op_one("dst", dst), *written = &w, *read[] = { &r[0], &r[1] };
+    if (zpp_op_check_tensor(&args, "dst", dst, ZPP_OP_FLOATS) &&
+        check_parts(&args, codes, scales, dst->elems, format, block_elems, &spec) &&
+        zpp_boxed_check_apart(&args, &written, 1, read, 2)) {
+        zpp_pool *pool = zpp_op_pool_take();
+        zpp_fp8_dequantise(&spec, codes->data, scales->data, dst->data, dst->dtype, dst->elems, accumulate, pool);
+        zpp_op_pool_give(pool);
+    }
+    zpp_boxed_end(&args);
+}
