@@ -138,6 +138,8 @@ static PyObject *run_within(PyObject *object, const struct zpp_call *call, uint6
 
 static PyObject *run(PyObject *object, const struct zpp_call *call) { return run_within(object, call, 0); }
 
+PyObject *zpp_py_comm_run(PyObject *object, const struct zpp_call *call) { return run(object, call); }
+
 /* Integers of a call. PyArg_ParseTuple costs more than a small collective does. */
 static int read_ints(PyObject *const *args, Py_ssize_t count, Py_ssize_t wanted, const char *signature,
                      long long *out) {
@@ -342,7 +344,7 @@ static PyObject *submit(PyObject *self, PyObject *args) {
                                   .dst = address(dst),
                                   .src = address(src),
                                   .elems = (size_t)elems};
-    if (coll >= ZPP_COLL_ALL_TO_ALL)
+    if (coll >= ZPP_COLL_ALL_TO_ALL && coll <= ZPP_COLL_SCATTER)
         return PyErr_Format(PyExc_ValueError, "submit: collective %d wants submit_exchange", coll);
     Py_INCREF(keep);
     return zpp_py_work_submit(self, &call, keep, NULL);
@@ -426,6 +428,10 @@ static PyObject *traffic(PyObject *object, PyObject *none) {
     for (int kind = 0; answer && kind < ZPP_TRAFFIC_KINDS; kind++) {
         PyObject *row = Py_BuildValue("{sKsK}", "bytes", (unsigned long long)counts.bytes[kind], "calls",
                                       (unsigned long long)counts.calls[kind]);
+        const unsigned long long far = counts.far_bytes[kind];
+        PyObject *far_bytes = row && far ? PyLong_FromUnsignedLongLong(far) : NULL;
+        if (far_bytes && PyDict_SetItemString(row, "far_bytes", far_bytes) != 0) Py_CLEAR(row);
+        Py_XDECREF(far_bytes);
         if (!row || PyDict_SetItemString(answer, names[kind], row) != 0) Py_CLEAR(answer);
         Py_XDECREF(row);
     }
@@ -501,12 +507,19 @@ static PyMethodDef comm_methods[] = {
     {"onebit_all_reduce", zpp_py_onebit_all_reduce, METH_VARARGS,
      "onebit_all_reduce(elems, chunk_elems, src_ptr, dtype, worker_error_ptr, server_error_ptr, scratch_ptr, "
      "result_ptr, gather, /)\n--\n\nMean over ranks at one bit an element: see csrc/comm/onebit.h."},
+    {"quant", zpp_py_comm_quant, METH_VARARGS,
+     "quant(coll, dtype, op, dst_ptr, src_ptr, elems, bits, block_elems, node_ranks, /)\n--\n\nA quantised "
+     "collective."},
+    {"submit_quant", zpp_py_comm_submit_quant, METH_VARARGS,
+     "submit_quant(coll, dtype, op, dst_ptr, src_ptr, elems, bits, block_elems, node_ranks, keep, /)\n--\n\nquant, "
+     "later; a Work."},
     {"abort", comm_abort, METH_VARARGS,
      "abort(sentence=None, /)\n--\n\nEnd every wait of every rank with this sentence."},
     {"check", check, METH_NOARGS, "check()\n--\n\nRaise the error that ended the group, if one did."},
     {"close", comm_close, METH_NOARGS, "close()\n--\n\nLeave the group; never waits for peers."},
     {"traffic", traffic, METH_NOARGS,
-     "traffic()\n--\n\n{kind: {'bytes', 'calls'}}: what this rank read from its peers."},
+     "traffic()\n--\n\n{kind: {'bytes', 'calls'}}: what this rank read from its peers; 'far_bytes' of them from other "
+     "nodes, where a call named nodes."},
     {"region_create", region_create, METH_VARARGS,
      "region_create(kind, bytes, /)\n--\n\nCollective; 'per_rank' or 'one'."},
     {"alloc", alloc, METH_VARARGS,
@@ -539,7 +552,9 @@ static PyObject *dtype_names(void) {
 
 static int add_constants(PyObject *module) {
     static const char *const colls[] = {"",          "barrier", "all_reduce", "all_gather", "reduce_scatter",
-                                        "broadcast", "reduce",  "all_to_all", "gather",     "scatter"};
+                                        "broadcast", "reduce",  "all_to_all", "gather",     "scatter",
+                                        "all_gather_quant", "reduce_scatter_quant", "all_reduce_quant"};
+    _Static_assert(sizeof colls / sizeof colls[0] == ZPP_COLLS, "a name for each collective");
     PyObject *names = dtype_names();
     PyObject *ops = Py_BuildValue("(ssssssss)", "sum", "avg", "product", "min", "max", "band", "bor", "bxor");
     PyObject *table = PyDict_New();

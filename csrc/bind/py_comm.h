@@ -43,6 +43,10 @@ void zpp_py_comm_leave(PyObject *comm);
 PyObject *zpp_py_work_submit(PyObject *comm, const struct zpp_call *call, PyObject *keep, PyObject *memory_owner);
 void zpp_py_work_sweep(void); /* drop what finished calls held */
 
+/* A call of this thread, within the time-out of the group: None, or NULL with its error set. */
+PyObject *zpp_py_comm_run(PyObject *comm, const struct zpp_call *call);
+PyObject *zpp_py_comm_quant(PyObject *comm, PyObject *args); /* py_comm_quant.c */
+PyObject *zpp_py_comm_submit_quant(PyObject *comm, PyObject *args);
 PyObject *zpp_py_region_new(PyObject *comm, int kind, size_t bytes);
 PyObject *zpp_py_block_new(PyObject *comm, size_t bytes);
 /* New _C.Transfer; args (ptr, bytes, rank, tag, keep). */

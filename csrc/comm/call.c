@@ -6,6 +6,11 @@
 #include "internal.h"
 #include "reduce.h"
 
+static bool is_quantised(const struct zpp_call *call) {
+    return call->coll == ZPP_COLL_ALL_GATHER_QUANT || call->coll == ZPP_COLL_REDUCE_SCATTER_QUANT ||
+           call->coll == ZPP_COLL_ALL_REDUCE_QUANT;
+}
+
 static zpp_status check_call(const struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err) {
     const size_t elem_bytes = zpp_dtype_bytes(call->dtype);
     if (call->coll < ZPP_COLL_BARRIER || call->coll >= ZPP_COLLS)
@@ -21,10 +26,12 @@ static zpp_status check_call(const struct zpp_comm *comm, const struct zpp_call 
         return zpp_fail(err, ZPP_INVALID, "comm: %zu elements are more than memory holds", call->elems);
     if (call->coll == ZPP_COLL_ALL_REDUCE || call->coll == ZPP_COLL_REDUCE || call->coll == ZPP_COLL_REDUCE_SCATTER)
         return zpp_reduce_check(call->op, call->dtype, err);
+    if (is_quantised(call)) return zpp_quant_check(comm, call, err);
     return ZPP_OK;
 }
 
-static struct zpp_sig sig_of(const struct zpp_call *call) {
+static struct zpp_sig sig_of(const struct zpp_comm *comm, const struct zpp_call *call) {
+    if (is_quantised(call)) return zpp_quant_sig(comm, call);
     switch (call->coll) {
     case ZPP_COLL_ALL_REDUCE:
     case ZPP_COLL_REDUCE_SCATTER: return zpp_sig_make(call->coll, call->dtype, call->op, ZPP_NO_ROOT, call->elems);
@@ -58,6 +65,9 @@ static zpp_status run(struct zpp_turn *turn, const struct zpp_call *call, struct
     case ZPP_COLL_ALL_TO_ALL:
     case ZPP_COLL_GATHER:
     case ZPP_COLL_SCATTER: return zpp_coll_all_to_all(turn, call, err);
+    case ZPP_COLL_ALL_GATHER_QUANT:
+    case ZPP_COLL_REDUCE_SCATTER_QUANT:
+    case ZPP_COLL_ALL_REDUCE_QUANT: return zpp_coll_quant(turn, call, err);
     default: return zpp_fail(err, ZPP_INVALID, "comm: collective %d is none", (int)call->coll);
     }
 }
@@ -72,7 +82,7 @@ zpp_status zpp_call_now(zpp_comm *comm, const struct zpp_call *call, const struc
                         "comm: two threads of rank %d are in collectives of group \"%s\" at once, so their order is no "
                         "order; give each thread a group of its own",
                         comm->rank, comm->name);
-    status = zpp_enter(comm, sig_of(call), wait, &turn, err);
+    status = zpp_enter(comm, sig_of(comm, call), wait, &turn, err);
     if (status == ZPP_OK) status = run(&turn, call, err);
     atomic_store_explicit(&comm->busy, false, memory_order_release);
     return status;

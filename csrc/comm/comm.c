@@ -127,6 +127,7 @@ void zpp_comm_traffic(const zpp_comm *comm, struct zpp_traffic *out) {
     for (int kind = 0; kind < ZPP_TRAFFIC_KINDS; kind++) {
         out->bytes[kind] = atomic_load_explicit(&comm->traffic_bytes[kind], memory_order_relaxed);
         out->calls[kind] = atomic_load_explicit(&comm->traffic_calls[kind], memory_order_relaxed);
+        out->far_bytes[kind] = atomic_load_explicit(&comm->traffic_far_bytes[kind], memory_order_relaxed);
     }
 }
 

@@ -72,6 +72,7 @@ enum zpp_traffic_kind {
 };
 struct zpp_traffic {
     uint64_t bytes[ZPP_TRAFFIC_KINDS], calls[ZPP_TRAFFIC_KINDS];
+    uint64_t far_bytes[ZPP_TRAFFIC_KINDS]; /* of `bytes`, what calls with node_ranks read from other nodes */
 };
 void zpp_comm_traffic(const zpp_comm *comm, struct zpp_traffic *out);
 void zpp_comm_count(zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes); /* for users of regions and lanes */
@@ -170,6 +171,9 @@ enum zpp_coll {
     ZPP_COLL_ALL_TO_ALL,
     ZPP_COLL_GATHER,
     ZPP_COLL_SCATTER,
+    ZPP_COLL_ALL_GATHER_QUANT, /* coll_quant.c: bytes and order of each */
+    ZPP_COLL_REDUCE_SCATTER_QUANT,
+    ZPP_COLL_ALL_REDUCE_QUANT,
     ZPP_COLLS
 };
 struct zpp_call {
@@ -185,6 +189,12 @@ struct zpp_call {
     void *const *dsts;
     const void *const *srcs;
     const size_t *dst_bytes, *src_bytes;
+    /* The quantised ones, of F32, BF16 or F16, otherwise as their exact forms (`dst` only, which may hold `src` at this
+     * rank's place; op SUM or AVG). Blocks begin at each slice; a block with an element that is not finite, or of 2^127
+     * and more, comes out as NaN. */
+    int bits;           /* 8 or 4 */
+    size_t block_elems; /* a multiple of 16, of a few hundred */
+    int node_ranks;     /* reduce_scatter: consecutive ranks on one node, whose links are the cheaper ones; 0: all */
 };
 zpp_status zpp_comm_call(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait, struct zpp_err *err);
 

@@ -125,6 +125,7 @@ struct zpp_comm {
     struct zpp_p2p *p2p;
 
     _Atomic uint64_t traffic_bytes[ZPP_TRAFFIC_KINDS], traffic_calls[ZPP_TRAFFIC_KINDS];
+    _Atomic uint64_t traffic_far_bytes[ZPP_TRAFFIC_KINDS];
 };
 
 static inline struct zpp_control *zpp_control(const struct zpp_comm *comm, int rank) {
@@ -216,6 +217,10 @@ zpp_status zpp_coll_reduce_scatter(struct zpp_turn *turn, void *dst, const void 
                                    struct zpp_err *err);
 zpp_status zpp_coll_broadcast(struct zpp_turn *turn, void *data, size_t bytes, int root, struct zpp_err *err);
 zpp_status zpp_coll_all_to_all(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
+/* Quantised: what a call may ask for, and its signature. */
+zpp_status zpp_quant_check(const struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err);
+struct zpp_sig zpp_quant_sig(const struct zpp_comm *comm, const struct zpp_call *call);
+zpp_status zpp_coll_quant(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
 enum { ZPP_STREAM_BYTES = 4 * 1024 * 1024 }; /* tensors from this size on are written around the cache */
 
 /* --- rounds.c: staging in rounds --------------------------------------------------------------------------------- */
@@ -225,7 +230,8 @@ void zpp_stage_publish(struct zpp_comm *comm, int track);
 /* Wait until every peer has staged the next round; then it is at zpp_stage(comm, r, track, comm->taken[track]). */
 zpp_status zpp_take_begin(struct zpp_turn *turn, int track, struct zpp_err *err);
 void zpp_take_end(struct zpp_comm *comm, int track);
-/* All of the above for a whole collective: every rank fills every round and takes every round. */
+/* All of the above for a whole collective: every rank fills every round and takes every round. A slot is not filled
+ * again before its own rank, too, has taken or passed it, so a rank may read its own slot like a peer's. */
 struct zpp_pump {
     size_t rounds;
     const void *ctx;
@@ -260,6 +266,11 @@ void zpp_p2p_destroy(struct zpp_comm *comm);
 static inline void zpp_count_call(struct zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes) {
     atomic_fetch_add_explicit(&comm->traffic_bytes[kind], bytes, memory_order_relaxed);
     atomic_fetch_add_explicit(&comm->traffic_calls[kind], 1, memory_order_relaxed);
+}
+
+/* Of the bytes counted: those that came from another node. */
+static inline void zpp_count_far(struct zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes) {
+    atomic_fetch_add_explicit(&comm->traffic_far_bytes[kind], bytes, memory_order_relaxed);
 }
 
 #endif

@@ -66,7 +66,7 @@ static zpp_status run_once(struct zpp_turn *turn, const struct zpp_pump *pump, s
     struct zpp_comm *comm = turn->comm;
     size_t filled = 0, taken = 0;
     while (taken < pump->rounds) {
-        const bool may_take = taken < filled, may_fill = filled < pump->rounds;
+        const bool may_take = taken < filled, may_fill = filled < pump->rounds && filled - taken < ZPP_STAGE_SLOTS;
         if (may_take && open_now(comm, next_round(comm, 0)))
             do_take(comm, pump, taken++);
         else if (may_fill && open_now(comm, free_slot(comm, 0)))
@@ -98,7 +98,8 @@ static zpp_status run_twice(struct zpp_turn *turn, const struct zpp_pump *pump, 
     struct zpp_comm *comm = turn->comm;
     size_t filled = 0, passed = 0, taken = 0;
     while (taken < pump->rounds) {
-        const bool may_take = taken < passed, may_pass = passed < filled, may_fill = filled < pump->rounds;
+        const bool may_take = taken < passed, may_pass = passed < filled && passed - taken < ZPP_STAGE_SLOTS;
+        const bool may_fill = filled < pump->rounds && filled - passed < ZPP_STAGE_SLOTS;
         if (may_take && open_now(comm, next_round(comm, 1)))
             do_take_second(comm, pump, taken++);
         else if (may_pass && open_now(comm, next_round(comm, 0)) && open_now(comm, free_slot(comm, 1)))

@@ -5,6 +5,7 @@
  * word.
  *
  *   what: bits 0-7 collective, 8-15 dtype, 16-23 reduce op, 24-39 root
+ *         of quantised ones: 40 four bits, 41-56 sixteenths of a block, 57-62 ranks a node (0: all)
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -19,6 +20,9 @@ static const char *const coll_names[ZPP_COLLS] = {
     [ZPP_COLL_BROADCAST] = "broadcast",   [ZPP_COLL_REDUCE] = "reduce",
     [ZPP_COLL_ALL_TO_ALL] = "all_to_all", [ZPP_COLL_GATHER] = "gather",
     [ZPP_COLL_SCATTER] = "scatter",
+    [ZPP_COLL_ALL_GATHER_QUANT] = "quantised all_gather",
+    [ZPP_COLL_REDUCE_SCATTER_QUANT] = "quantised reduce_scatter",
+    [ZPP_COLL_ALL_REDUCE_QUANT] = "quantised all_reduce",
 };
 static const char *const op_names[ZPP_REDUCE_OPS] = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor"};
 
@@ -43,6 +47,11 @@ static void describe_sig(const struct zpp_sig *sig, char *text, size_t room) {
     else if (coll != ZPP_COLL_BARRIER)
         used += snprintf(text + used, room - (size_t)used, "%s, %" PRIu64 " elements",
                          dtype < ZPP_DTYPES ? zpp_dtype_name(dtype) : "?", sig->elems);
+    const unsigned block_elems = (sig->what >> 41 & 0xffff) * 16, node_ranks = sig->what >> 57 & 0x3f;
+    if (block_elems)
+        used += snprintf(text + used, room - (size_t)used, ", int%d in blocks of %u", sig->what >> 40 & 1 ? 4 : 8,
+                         block_elems);
+    if (node_ranks) used += snprintf(text + used, room - (size_t)used, ", %u ranks a node", node_ranks);
     if (op < ZPP_REDUCE_OPS) used += snprintf(text + used, room - (size_t)used, ", %s", op_names[op]);
     if (root != ZPP_NO_ROOT) used += snprintf(text + used, room - (size_t)used, ", root %u", root);
     snprintf(text + used, room - (size_t)used, ")");

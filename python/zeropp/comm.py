@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,17 @@ import torch.distributed as dist
 from zeropp import _C
 from zeropp.comm_onebit import OneBitAllReduce
 
-__all__ = ["Communicator", "OneBitAllReduce", "all_traffic", "communicator", "create", "dtype_code", "empty"]
+__all__ = [
+    "Communicator",
+    "OneBitAllReduce",
+    "all_traffic",
+    "communicator",
+    "create",
+    "ddp_hook",
+    "dtype_code",
+    "empty",
+    "fsdp2_hooks",
+]
 
 _log = logging.getLogger("zeropp")
 
@@ -89,7 +99,7 @@ def _add(total: dict[str, dict[str, int]], counts: dict[str, dict[str, int]]) ->
     for kind, row in counts.items():
         sums = total.setdefault(kind, {"bytes": 0, "calls": 0})
         for what, value in row.items():
-            sums[what] += value
+            sums[what] = sums.get(what, 0) + value
 
 
 def all_traffic() -> dict[str, dict[str, dict[str, int]]]:
@@ -171,6 +181,43 @@ def empty(
     return _empty(communicator(group), tuple(sizes), dtype or torch.get_default_dtype())  # type: ignore[arg-type]
 
 
+def ddp_hook(*, bits: int = 8, block_elems: int = 256) -> Callable[[Any, Any], Any]:
+    """A communication hook that averages DDP's gradients in 8 or 4 bits: ``model.register_comm_hook(group, zeropp.comm.ddp_hook(bits=8))``.
+
+    `group` is the one that DDP uses; None: the world. Gradients are quantised on the way to the rank that adds them and on the way
+    back, in blocks with an fp32 scale: 1/2 or 1/4 of bf16's bytes, 1/4 or 1/8 of fp32's, plus 4 bytes a block. Every rank gets the
+    same bits. A block with an infinity or a NaN comes out as NaN.
+
+    Raises:
+        zeropp.ConfigError: bits other than 8 and 4, blocks that are no multiple of 16; in backward, gradients of another dtype than
+            float32, bfloat16 or float16.
+    """
+    from zeropp.comm_hooks import make_ddp_hook
+
+    return make_ddp_hook(bits, block_elems)
+
+
+def fsdp2_hooks(
+    module: torch.nn.Module, params: str = "exact", grads: str = "exact", *, block_elems: int = 256
+) -> None:
+    """Quantise what stock FSDP2 sends, in every ``fully_shard``-ed part of `module`: ``fsdp2_hooks(model, params="int8", grads="int8")``.
+
+    Args:
+        module: after ``fully_shard``.
+        params: "exact", "int8" or "int4": the all-gather of parameters (qwZ of ZeRO++). Every rank computes with the same rounded
+            values; the shards that the optimizer updates stay exact.
+        grads: "exact", "int8" or "int4": the reduce-scatter of gradients, summed in fp32 (qgZ). The all-reduce of HSDP stays exact.
+        block_elems: elements that share a scale, a multiple of 16; a smaller block is closer to exact and sends more scales.
+
+    Raises:
+        zeropp.ConfigError: an argument that is none of these; nothing in `module` is sharded; later, a group of mixed dtypes.
+        zeropp.NotBuiltError: a torch whose FSDP2 takes no custom communication; later, tensors on an accelerator.
+    """
+    from zeropp.comm_hooks import set_fsdp2_hooks
+
+    set_fsdp2_hooks(module, params, grads, block_elems)
+
+
 class Communicator:
     """Collectives on contiguous CPU tensors, directly over the C engine, blocking.
 
@@ -214,6 +261,65 @@ class Communicator:
             output.data_ptr(), source.data_ptr(), output.numel(), dtype_code(output.dtype), OP_CODES[op]
         )
         return output
+
+    def all_gather_quantised(
+        self, output: torch.Tensor, source: torch.Tensor, *, bits: int = 8, block_elems: int = 256
+    ) -> torch.Tensor:
+        """output = every rank's source, rounded to codes of 8 or 4 bits with an fp32 scale a block: what qwZ of ZeRO++ sends.
+
+        Every rank, this one too, gets the value of the codes: all outputs have the same bits. float32, bfloat16, float16. With one
+        rank nothing travels, and values are exact.
+        """
+        _check(output)
+        _check(source)
+        _same(output, source, source.numel() * self.ranks, "all_gather_quantised")
+        self._quantised("all_gather_quant", "sum", output, source, source.numel(), bits, block_elems, 0)
+        return output
+
+    def reduce_scatter_quantised(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        op: str = "sum",
+        *,
+        bits: int = 8,
+        block_elems: int = 256,
+        node_ranks: int = 0,
+    ) -> torch.Tensor:
+        """output = my slice of source, summed ("avg": averaged) in fp32 over the quantised slices of all ranks: qgZ of ZeRO++.
+
+        Args:
+            node_ranks: consecutive ranks that share a node: then in two hops, with one more quantisation between, of which only the
+                second leaves the node. 0: all ranks are on one node, one hop.
+        """
+        _check(output)
+        _check(source)
+        _same(source, output, output.numel() * self.ranks, "reduce_scatter_quantised")
+        self._quantised("reduce_scatter_quant", op, output, source, output.numel(), bits, block_elems, node_ranks)
+        return output
+
+    def all_reduce_quantised(
+        self, tensor: torch.Tensor, op: str = "sum", *, bits: int = 8, block_elems: int = 256
+    ) -> torch.Tensor:
+        """Sum or average over all ranks, in place, quantised on the way there and on the way back; the same bits on every rank."""
+        _check(tensor)
+        self._quantised("all_reduce_quant", op, tensor, tensor, tensor.numel(), bits, block_elems, 0)
+        return tensor
+
+    def _quantised(
+        self,
+        coll: str,
+        op: str,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        elems: int,
+        bits: int,
+        block_elems: int,
+        node_ranks: int,
+    ) -> None:
+        code, dtype = _C.COMM_COLLECTIVES[coll], dtype_code(output.dtype)
+        to, at = output.data_ptr(), source.data_ptr()
+        self.core.quant(code, dtype, OP_CODES[op], to, at, elems, bits, block_elems, node_ranks)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Everybody's tensor = the root's."""
