@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds zeropp: every csrc/**/*.c becomes one extension, ``zeropp._C``.
 
-One rule, no list: a file's suffix decides its flags (``*_avx2.c``, ``*_avx512.c``), everything else is common. torch is
-not imported and not needed: what the extension uses of libtorch it looks up when it is imported. Python is used through
-its limited API, so one wheel (cp310-abi3) serves every Python >= 3.10.
+One rule, no list: a file's suffix decides its flags (``*_avx2.c``, ``*_avx512.c``, ``*_pclmul.c``), everything else is
+common. torch is not imported and not needed: what the extension uses of libtorch it looks up when it is imported. Python
+is used through its limited API, so one wheel (cp310-abi3) serves every Python >= 3.10.
 
 Found and used when present, left out when absent: nvcc (``*_cuda.cu`` become fat binaries inside the extension) and
 liburing (linked statically). Variables: ``CC``, ``CFLAGS``, ``LDFLAGS`` as usual; ``NVCC`` (empty: none);
@@ -39,7 +39,7 @@ COMMON += "-ffp-contract=off -fno-math-errno -pthread".split()
 RELEASE = "-O3 -DNDEBUG".split()
 AVX2 = "-mavx2 -mfma -mf16c".split()
 AVX512 = AVX2 + "-mavx512f -mavx512bw -mavx512vl -mavx512dq".split()
-SUFFIX_FLAGS = {"_avx2.c": AVX2, "_avx512.c": AVX512}
+SUFFIX_FLAGS = {"_avx2.c": AVX2, "_avx512.c": AVX512, "_pclmul.c": ["-mpclmul"]}
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 GPU_CODE = (75, 80, 90, 100, 120)  # machine code for these, and PTX of the last for what comes after

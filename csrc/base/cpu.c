@@ -6,7 +6,6 @@
 #include "cpu.h"
 
 #include <pthread.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,6 +17,7 @@ static const char *const level_names[ZPP_CPU_LEVELS] = {"scalar", "avx2", "avx51
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static enum zpp_cpu_level detected = ZPP_CPU_SCALAR, chosen = ZPP_CPU_SCALAR;
+static bool pclmul;
 static struct zpp_err bad_choice = ZPP_ERR_INIT;
 
 #if ZPP_CPU_X86
@@ -41,13 +41,20 @@ static enum zpp_cpu_level detect(void) {
     const bool has_avx512 = (ebx & avx512) == avx512 && (saved & OPMASK_ZMM) == OPMASK_ZMM;
     return has_avx512 ? ZPP_CPU_AVX512 : ZPP_CPU_AVX2;
 }
+
+static bool detect_pclmul(void) {
+    uint32_t eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_PCLMUL);
+}
 #else
 static enum zpp_cpu_level detect(void) { return ZPP_CPU_SCALAR; }
+static bool detect_pclmul(void) { return false; }
 #endif
 
 static void read_once(void) {
     chosen = detected = detect();
     const char *wanted = getenv("ZEROPP_CPU");
+    pclmul = detect_pclmul() && !(wanted && strcmp(wanted, level_names[ZPP_CPU_SCALAR]) == 0);
     if (!wanted || !wanted[0]) return;
     for (int level = 0; level < ZPP_CPU_LEVELS; ++level) {
         if (strcmp(wanted, level_names[level]) != 0) continue;
@@ -71,6 +78,11 @@ enum zpp_cpu_level zpp_cpu_level(void) {
 enum zpp_cpu_level zpp_cpu_detected(void) {
     pthread_once(&once, read_once);
     return detected;
+}
+
+bool zpp_cpu_has_pclmul(void) {
+    pthread_once(&once, read_once);
+    return pclmul;
 }
 
 zpp_status zpp_cpu_check(struct zpp_err *err) {

@@ -15,6 +15,7 @@
 #ifndef ZPP_BASE_CPU_H
 #define ZPP_BASE_CPU_H
 
+#include <stdbool.h>
 #include "status.h"
 
 #if defined(__x86_64__)
@@ -29,6 +30,8 @@ enum zpp_cpu_level { ZPP_CPU_SCALAR, ZPP_CPU_AVX2, ZPP_CPU_AVX512, ZPP_CPU_LEVEL
 enum zpp_cpu_level zpp_cpu_level(void);
 /* What the machine has. */
 enum zpp_cpu_level zpp_cpu_detected(void);
+/* Carry-less multiplication (PCLMULQDQ), for *_pclmul.c: it comes with no level. False where ZEROPP_CPU=scalar. */
+bool zpp_cpu_has_pclmul(void);
 /* INVALID if ZEROPP_CPU is set to no level, or to one that this machine lacks (zpp_cpu_level is then the detected one).
  * The binding calls it at import, so that a wrong value is an error and not a silent choice. */
 zpp_status zpp_cpu_check(struct zpp_err *err);
