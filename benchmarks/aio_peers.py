@@ -33,11 +33,11 @@ def timed(call: Callable[[], object]) -> Cost:
     return Cost(end - start, cpu)
 
 
-def fio(engine: str, path: Path, size_bytes: int, write: bool) -> Cost:
-    """One sequential pass of fio over the file, 1 MiB blocks, 32 deep."""
+def fio(engine: str, path: Path, size_bytes: int, write: bool, over: bool = True) -> Cost:
+    """One sequential pass of fio over the file, 1 MiB blocks, 32 deep. ``over`` False: into a file that is not there."""
     command = [
         "fio", "--name=pass", f"--filename={path}", f"--ioengine={engine}", f"--rw={'write' if write else 'read'}",
-        "--bs=1M", "--iodepth=32", "--direct=1", f"--size={size_bytes}", "--output-format=json", "--overwrite=1",
+        "--bs=1M", "--iodepth=32", "--direct=1", f"--size={size_bytes}", "--output-format=json", f"--overwrite={int(over)}",
         "--invalidate=0", "--thread",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from zeropp.zero.disk import Disk
 
-OPERATIONS = ("make_folder", "create", "write", "sync", "rename", "exchange", "remove_tree", "sync_folder")
+OPERATIONS = (
+    "make_folder", "create", "take_over", "reserve", "write", "sync", "rename", "exchange", "remove_tree", "sync_folder",
+)  # fmt: skip
 
 
 def _wrapped(before):
@@ -148,6 +150,17 @@ class Recording(Disk):
         self._note("create", self._name(path))
         return descriptor
 
+    def take_over(self, spare, path, size_bytes):
+        descriptor = super().take_over(spare, path, size_bytes)
+        if descriptor is not None:
+            self._paths[descriptor] = self._name(path)
+            self._note("take_over", self._name(spare), self._name(path), size_bytes)
+        return descriptor
+
+    def reserve(self, descriptor, size_bytes):
+        super().reserve(descriptor, size_bytes)
+        self._note("reserve", self._paths[descriptor], size_bytes)
+
     def write(self, descriptor, data, offset_bytes):
         self._note("write", self._paths[descriptor], bytes(data), offset_bytes)
         super().write(descriptor, data, offset_bytes)
@@ -202,6 +215,17 @@ class Machine:
         elif kind == "create":
             parent, name = self._parent(path)
             parent.change("set", name, File())
+        elif kind == "take_over":
+            (old, old_name), (new, new_name) = self._parent(path), self._parent(rest[0])
+            file = old.now[old_name]
+            old.change("remove", old_name, None)
+            new.change("set", new_name, file)
+            del file.now[rest[1] :]
+        elif kind == "reserve":
+            file = self._find(path)
+            if rest[0] > len(file.now):
+                file.dirty.append((len(file.now), rest[0]))
+                file.now.extend(bytes(rest[0] - len(file.now)))
         elif kind == "write":
             file, (data, offset) = self._find(path), rest
             file.now[offset : offset + len(data)] = data

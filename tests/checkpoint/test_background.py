@@ -87,7 +87,7 @@ def test_a_failure_is_raised_by_the_next_call_and_once(tmp_path, use, who):
     model, optimizer, _ = make()
     zeropp.save(tmp_path, model, optimizer, step=1)
     whole = files.disk
-    use(crash.failing(4, errno.ENOSPC))  # the folders and the file are made before the training goes on
+    use(crash.failing(5, errno.ENOSPC))  # the folders and the file are made before the training goes on
     done = zeropp.save(tmp_path, model, optimizer, step=2, background=True)
     calls = {
         "wait": done.wait,
@@ -129,7 +129,7 @@ def test_the_end_of_the_process_says_what_was_lost(tmp_path):
         from zeropp.zero import disk
         m, o, _ = make()
         zeropp.save(sys.argv[1], m, o, step=1)
-        disk.disk = crash.failing(4, 28)
+        disk.disk = crash.failing(5, 28)
         zeropp.save(sys.argv[1], m, o, step=2, background=True)
         """,
         tmp_path,

@@ -45,7 +45,7 @@ def use(monkeypatch):
     return lambda disk: monkeypatch.setattr(files, "disk", disk) or disk
 
 
-def history(root: Path, disk, background: bool) -> tuple[list[int], list[tuple[int, dict]]]:
+def history(root: Path, disk, background: bool, spare: bool) -> tuple[list[int], list[tuple[int, dict]]]:
     """Four saves, the third over the first of the same number. Returns after how many log entries each began, and
     (step, weights and state) of each."""
     model, optimizer, scheduler = make()
@@ -56,26 +56,29 @@ def history(root: Path, disk, background: bool) -> tuple[list[int], list[tuple[i
         saved.append((step, zeropp.full_state_dict(model)))
         extra = {"save": index, "more": torch.full((100,), index)}
         done = zeropp.save(
-            root, model, optimizer, step=step, scheduler=scheduler, extra=extra, keep=2, background=background
-        )
+            root, model, optimizer, step=step, scheduler=scheduler, extra=extra, keep=2, background=background,
+            spare=spare,
+        )  # fmt: skip
         if background:
             done.wait()
     return begun, saved
 
 
 @pytest.mark.parametrize(
-    "background, exchange, share, cuts",
-    [(False, True, 16, 2), (True, True, 16, 2), (False, False, 16, 2),
-     pytest.param(True, False, 1, 4, marks=pytest.mark.slow)],
+    "background, exchange, spare, share, cuts",
+    [(False, True, True, 16, 2), (True, True, False, 16, 2), (False, False, False, 16, 2), (True, False, True, 16, 2),
+     pytest.param(True, False, False, 1, 4, marks=pytest.mark.slow),
+     pytest.param(False, True, True, 1, 4, marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_power_cut_at_any_operation(tmp_path, use, monkeypatch, background, exchange, share, cuts):
+def test_power_cut_at_any_operation(tmp_path, use, monkeypatch, background, exchange, spare, share, cuts):
     """After any operation, with any fate of what was not synced: the newest checkpoint that was committed is there,
-    whole; or the one that was being written, whole."""
+    whole; or the one that was being written, whole. With a spare, files of an older one are being overwritten."""
     monkeypatch.setattr(safefile, "BLOCK_BYTES", 512)
     (tmp_path / "run").mkdir()
     disk = use(crash.Recording(tmp_path / "run"))
     disk.can_exchange = exchange
-    begun, saved = history(tmp_path / "run" / "ckpt", disk, background)
+    begun, saved = history(tmp_path / "run" / "ckpt", disk, background, spare)
+    assert spare == any(entry[0] == "take_over" for entry in disk.log)
     monkeypatch.undo()
     monkeypatch.setattr(safefile, "BLOCK_BYTES", 512)
     model, optimizer, scheduler = make()
@@ -260,7 +263,7 @@ def test_torch_loads_a_torn_checkpoint_and_zeropp_does_not(tmp_path, use):
     train(model, optimizer, scheduler, 0, 1)
 
     def ours_killed() -> None:
-        use(crash.deadly(5))  # after the rank's file, before the manifest
+        use(crash.deadly(7))  # after the rank's file, before the manifest
         zeropp.save(tmp_path / "ours", model, optimizer, step=1)
 
     assert os.WTERMSIG(in_child(ours_killed)) == signal.SIGKILL

@@ -102,8 +102,9 @@ def test_a_folder_takes_the_place_of_another_in_one_step(tmp_path):
     for folder, text in ((new, "new"), (final, "old")):
         folder.mkdir()
         (folder / "file").write_text(text)
-    disk.replace_folder(new, final)
-    assert (final / "file").read_text() == "new" and names_in(tmp_path) == ["final"]
+    old = disk.replace_folder(new, final)
+    assert (final / "file").read_text() == "new" and (old / "file").read_text() == "old"
+    assert names_in(tmp_path) == sorted(["final", old.name])
 
 
 def test_a_small_file_is_replaced_whole(tmp_path):

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from zeropp.errors import CheckpointError, TierError
-from zeropp.zero import disk as files
 from zeropp.zero import safefile
 from zeropp.zero.agree import Ranks
 from zeropp.zero.disk import storage_errors, write_text
@@ -126,7 +125,13 @@ class RankFile:
     """This rank's file, from the copy in memory to the disk."""
 
     def __init__(
-        self, engine: Engine, partial: Path, parts: Path, pieces: list[safefile.Piece], about: dict[str, str]
+        self,
+        engine: Engine,
+        partial: Path,
+        parts: Path,
+        pieces: list[safefile.Piece],
+        about: dict[str, str],
+        spare: Path | None = None,
     ) -> None:
         self.rank = engine.rank
         self.path = partial / part_name(engine.rank)
@@ -134,7 +139,7 @@ class RankFile:
         self._image, self._bytes = safefile.image_of(pieces, about, _rooms.pop(engine, None))
         _rooms[engine] = self._image
         with storage_errors(self.path, self._bytes):
-            self._descriptor = files.disk.create(self.path)
+            self._descriptor = safefile.create(self.path, self._bytes, spare)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -149,7 +154,8 @@ class RankFile:
         """Write and sync; what the manifest holds of the file. Leaves the same, or the error, for rank 0."""
         try:
             with storage_errors(self.path, self._bytes):
-                entry = safefile.write_blocks(self._descriptor, safefile.image_blocks(self._image, self._bytes))
+                blocks = safefile.image_blocks(self._image, self._bytes)
+                entry = safefile.write_blocks(self._descriptor, self._bytes, blocks)
             if self.rank:
                 write_text(self.sums, json.dumps({"file": entry}))
         except BaseException as error:

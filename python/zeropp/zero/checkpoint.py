@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -29,7 +29,17 @@ from zeropp.zero.agree import Ranks
 from zeropp.zero.background import Saving
 from zeropp.zero.disk import replace_folder, storage_errors, write_text
 from zeropp.zero.engine import Engine, Unit, engine_of
-from zeropp.zero.manifest import FORMAT, LATEST, MANIFEST, VERSION, leftovers_in, manifest_text, part_name, steps_in
+from zeropp.zero.manifest import (
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    SPARE,
+    VERSION,
+    leftovers_in,
+    manifest_text,
+    part_name,
+    steps_in,
+)
 from zeropp.zero.plain import to_plain
 from zeropp.zero.safefile import Piece, piece_of
 from zeropp.zero.state import persistent_buffers
@@ -45,6 +55,7 @@ def save(
     scheduler: Any = None,
     extra: Any = None,
     keep: int | None = None,
+    spare: bool = False,
     background: Literal[False] = False,
 ) -> Path: ...
 @overload
@@ -57,12 +68,13 @@ def save(
     scheduler: Any = None,
     extra: Any = None,
     keep: int | None = None,
+    spare: bool = False,
     background: Literal[True],
 ) -> Saving: ...
 @overload
 def save(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, step: int | None = None,
-    scheduler: Any = None, extra: Any = None, keep: int | None = None, background: bool,
+    scheduler: Any = None, extra: Any = None, keep: int | None = None, spare: bool = False, background: bool,
 ) -> Path | Saving: ...  # fmt: skip
 def save(
     path: str | os.PathLike[str],
@@ -73,6 +85,7 @@ def save(
     scheduler: Any = None,
     extra: Any = None,
     keep: int | None = None,
+    spare: bool = False,
     background: bool = False,
 ) -> Path | Saving:
     """Write a checkpoint; collective. It is complete and durable when this returns, and absent when this raises.
@@ -89,6 +102,10 @@ def save(
         scheduler: a learning-rate scheduler (anything with ``state_dict``).
         extra: user data of rank 0: numbers, strings, lists, dicts, tensors.
         keep: remove all but this many of the newest checkpoints afterwards; None keeps all.
+        spare: of what goes (by ``keep``, or replaced by the same step) keep one checkpoint's files as ``path/.spare``, and
+            write the next checkpoint over them: into blocks that the disk has already, which is up to twice as fast on
+            thin-provisioned and flash storage. Costs the disk space of one checkpoint more. A file that anybody has open
+            is never overwritten.
         background: copy now, write while the training goes on.
 
     Returns:
@@ -107,25 +124,27 @@ def save(
         raise ConfigError(f"save: step {step!r} is not allowed; wanted a whole number >= 0, or None for the next one")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ConfigError(f"save: keep {keep!r} is not allowed; wanted a whole number >= 1, or None to keep all")
-    if not isinstance(background, bool):
-        raise ConfigError(f"save: background {background!r} is not allowed; wanted True or False")
+    for name, value in (("background", background), ("spare", spare)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"save: {name} {value!r} is not allowed; wanted True or False")
     engine = engine_of(model)
     check_optimizer(engine, optimizer)
     ranks = Ranks(engine)
     behind.finish(engine)
     root = Path(path)
     step = _agree_on_step(ranks, root, step)
-    plan = _Plan(root, step, keep)
+    plan = _Plan(root, step, keep, spare)
     own: list[behind.RankFile] = []
     content: dict[str, Any] = {}
 
     def take() -> dict[str, Any]:
         """This rank's part: written, or copied to memory."""
         pieces, part = _describe_rank(engine, model, optimizer, scheduler, extra)
+        old = plan.spare / part_name(engine.rank)
         if background:
-            own.append(behind.RankFile(engine, plan.partial, plan.parts, pieces, part.pop("about")))
+            own.append(behind.RankFile(engine, plan.partial, plan.parts, pieces, part.pop("about"), old))
         else:
-            part["file"] = safefile.write_pieces(plan.partial / part_name(engine.rank), pieces, part.pop("about"))
+            part["file"] = safefile.write_pieces(plan.partial / part_name(engine.rank), pieces, part.pop("about"), old)
         return part
 
     try:
@@ -179,8 +198,9 @@ def _agree_on_step(ranks: Ranks, root: Path, step: int | None) -> int:
 class _Plan:
     """The folders of one save, and what rank 0 does with them."""
 
-    def __init__(self, root: Path, step: int, keep: int | None) -> None:
-        self.root, self.keep = root, keep
+    def __init__(self, root: Path, step: int, keep: int | None, keep_spare: bool) -> None:
+        self.root, self.keep, self.keep_spare = root, keep, keep_spare
+        self.spare = root / SPARE
         self.final = root / f"step-{step}"
         self.partial = root / f".step-{step}.partial"
         self.parts = root / f".step-{step}.parts"
@@ -201,14 +221,16 @@ class _Plan:
         try:
             content["files"] = {part_name(rank): entry for rank, entry in enumerate(entries)}
             write_text(self.partial / MANIFEST, manifest_text(content))
-            replace_folder(self.partial, self.final)
+            replaced = replace_folder(self.partial, self.final)
             write_text(self.root / LATEST, self.final.name + "\n")
         except BaseException:
             self.undo()
             raise
         with storage_errors(self.root, 0):
             files.disk.remove_tree(self.parts)
-            self._prune()
+            files.disk.remove_tree(self.spare)  # what this save had no use for
+            gone = [] if replaced is None else [replaced]
+            self._retire([*gone, *self._prune()])
 
     def undo(self) -> None:
         """After a failure."""
@@ -216,8 +238,8 @@ class _Plan:
             with contextlib.suppress(OSError):
                 files.disk.remove_tree(folder)
 
-    def _prune(self) -> None:
-        """Out of sight in one step, so that no half of a checkpoint is ever among the others."""
+    def _prune(self) -> Iterator[Path]:
+        """Out of sight in one step, so that no half of a checkpoint is ever among the others. Where they are then."""
         if self.keep is None:
             return
         others = [folder for _, folder in steps_in(self.root) if folder != self.final]
@@ -225,7 +247,20 @@ class _Plan:
             removed = self.root / f".{folder.name.lstrip('.')}.removed"
             files.disk.remove_tree(removed)
             files.disk.rename(folder, removed)
-            files.disk.remove_tree(removed)
+            yield removed
+
+    def _retire(self, folders: Iterable[Path]) -> None:
+        """Remove what is out of sight; one of it may become the spare. It gets that name, durably, before anybody writes
+        to it: else a power cut could bring back the old name with new bytes."""
+        wanted = self.keep_spare
+        for folder in folders:
+            if not wanted:
+                files.disk.remove_tree(folder)
+                continue
+            files.disk.remove_tree(folder / MANIFEST)
+            files.disk.rename(folder, self.spare)
+            files.disk.sync_folder(self.root)
+            wanted = False
 
 
 def _describe_rank(

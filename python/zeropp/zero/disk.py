@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,13 +32,37 @@ class Disk:
 
     def create(self, path: Path) -> int:
         """A new empty file; its descriptor. Writes go past the page cache where the file system allows it."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        return _open_direct(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
+
+    def take_over(self, spare: Path, path: Path, size_bytes: int) -> int | None:
+        """An old file gets a new name and is to be overwritten, from its blocks on the disk to its bytes; its
+        descriptor. None, and nothing done, where there is none, or where anybody else could still read it: it is
+        open somewhere or has another name."""
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o666)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-        return os.open(path, flags, 0o666)
+            descriptor = _open_direct(spare, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            status = os.fstat(descriptor)
+            if status.st_nlink != 1 or not _is_ours_alone(descriptor):
+                os.close(descriptor)
+                return None
+            if status.st_size > size_bytes:
+                os.ftruncate(descriptor, size_bytes)
+            spare.rename(path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def reserve(self, descriptor: int, size_bytes: int) -> None:
+        """Blocks for a whole file, so that a full disk is found before anything is written. Nothing where the file
+        system cannot."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if size_bytes and libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)) != 0:
+            number = ctypes.get_errno()
+            if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ESPIPE):
+                raise OSError(number, os.strerror(number))
 
     def write(self, descriptor: int, data: memoryview, offset_bytes: int) -> None:
         """All of ``data``; what does not fit the rules of direct writes goes through the page cache."""
@@ -83,9 +108,11 @@ class Disk:
         raise OSError(number, os.strerror(number), str(second))
 
     def remove_tree(self, path: Path) -> None:
-        """A folder with all in it; nothing where there is none."""
-        if path.exists():
+        """A folder with all in it, or a file; nothing where there is none."""
+        if path.is_dir():
             shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
     def sync_folder(self, path: Path) -> None:
         """The names in a folder are on the disk when this returns."""
@@ -94,6 +121,27 @@ class Disk:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _open_direct(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    return os.open(path, flags, 0o666)
+
+
+def _is_ours_alone(descriptor: int) -> bool:
+    """Has nobody else this file open or mapped? The kernel grants a lease for writing then, and only then; on file
+    systems that grant none the answer is no."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # not SIGIO, of which a process dies
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    return True
 
 
 disk = Disk()
@@ -125,8 +173,8 @@ def write_text(path: Path, text: str) -> None:
         disk.sync_folder(path.parent)
 
 
-def replace_folder(new: Path, final: Path) -> None:
-    """``new`` takes the name ``final``, durably; what had that name is removed afterwards.
+def replace_folder(new: Path, final: Path) -> Path | None:
+    """``new`` takes the name ``final``, durably. Where what had that name is now, to be removed; None: there was none.
 
     In one step where the file system can exchange two names. Where it cannot, the old folder has the name that
     ``aside(final)`` gives between two renames, and readers look there.
@@ -135,14 +183,14 @@ def replace_folder(new: Path, final: Path) -> None:
         if not final.exists():
             disk.rename(new, final)
             disk.sync_folder(final.parent)
-            return
+            return None
         old = new
         if not disk.exchange(new, final):
             old = aside(final)
             disk.rename(final, old)
             disk.rename(new, final)
         disk.sync_folder(final.parent)
-        disk.remove_tree(old)
+        return old
 
 
 def aside(final: Path) -> Path:

@@ -329,6 +329,18 @@ class Engine:
             state["step"] = unit.steps
         return state
 
+    def states_in_place(self, unit: Unit) -> bool:
+        """Is each state of the unit one fp32 tensor in memory?"""
+        return unit.tiered is None and self.inner is None and unit.steps is not None
+
+    def room_for_state(self, unit: Unit, kind: str) -> torch.Tensor:
+        """Where values for :meth:`load_optimizer_state` go: fp32, of ``shard`` length."""
+        if self.states_in_place(unit):
+            if kind not in unit.state:
+                unit.state[kind] = torch.zeros(unit.shard.numel(), dtype=torch.float32)
+            return unit.state[kind]
+        return torch.zeros(unit.shard.numel(), dtype=torch.float32)
+
     def load_optimizer_state(self, unit: Unit, state: dict[str, torch.Tensor]) -> None:
         """Copy into the unit's optimizer state, creating it where no step was taken yet."""
         if unit.steps is None:

@@ -18,6 +18,7 @@ FORMAT = "zeropp checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
+SPARE = ".spare"
 
 
 def part_name(rank: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,14 @@ def load(
     with _Parts(folder, content) as parts:
 
         def copy() -> None:
-            for unit in engine.units:
-                _fill_unit(engine, unit, content["parameters"], parts, optimizer is not None and unit.trainable)
+            then: list[Callable[[], None]] = []  # what has to wait until all is read
+            with safefile.Fills() as fills:
+                for unit in engine.units:
+                    _fill_unit(engine, unit, content["parameters"], parts, fills, then)
+                    if optimizer is not None and unit.trainable:
+                        _fill_state(engine, unit, content["parameters"], parts, fills, then)
+            for finish_unit in then:
+                finish_unit()
             own = parts.tensors(0)
             for name, buffer in persistent_buffers(model):
                 buffer.copy_(own.tensor(name))
@@ -138,11 +144,31 @@ class _Parts:
         self, name: str, kind: str, begin: int, end: int, pieces: list[list[int]]
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """(first element, values) of every saved piece that overlaps elements ``begin`` to ``end`` of a parameter."""
-        key = f"{name}/{kind}" if kind else name
-        for rank, first, last in pieces:
-            low, high = max(begin, first), min(end, last)
-            if low < high:
-                yield low, self.tensors(rank).flat(key, low - first, high - first)
+        for rank, key, first, low, high in _overlaps(name, kind, begin, end, pieces):
+            yield low, self.tensors(rank).flat(key, low - first, high - first)
+
+    def fill(
+        self, fills: safefile.Fills, name: str, kind: str, begin: int, values: torch.Tensor, pieces: list[list[int]]
+    ) -> None:
+        """Elements from ``begin`` on of a parameter or a state of it, into contiguous memory; read straight there
+        where the types agree."""
+        for rank, key, first, low, high in _overlaps(name, kind, begin, begin + values.numel(), pieces):
+            file, target = self.tensors(rank), values[low - begin : high - begin]
+            if file.dtype(key) == target.dtype:
+                file.fill(fills, key, low - first, target)
+            else:
+                target.copy_(file.flat(key, low - first, high - first))
+
+
+def _overlaps(
+    name: str, kind: str, begin: int, end: int, pieces: list[list[int]]
+) -> Iterator[tuple[int, str, int, int, int]]:
+    """(rank, key in its file, first element of the saved piece, and what is wanted of it: from, to)."""
+    key = f"{name}/{kind}" if kind else name
+    for rank, first, last in pieces:
+        low, high = max(begin, first), min(end, last)
+        if low < high:
+            yield rank, key, first, low, high
 
 
 def _check_fit(engine: Engine, content: Mapping[str, Any], optimizer: Any, scheduler: Any, folder: Path) -> None:
@@ -188,38 +214,69 @@ def _first(names: list[str]) -> str:
     return f" (first '{names[0]}')" if names else ""
 
 
-def _fill_unit(engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts, with_state: bool) -> None:
-    """This rank's slices of one unit: weights, and the optimizer's state where asked for."""
-    whole = unit.place == WHOLE and not engine.local  # every rank has all of it, and fills all of it
-    wanted = (
-        [(i, e.offset_elems - unit.begin_elems, e.numel) for i, e in enumerate(unit.params)] if whole else unit.pieces()
-    )
+Then = list[Callable[[], None]]
+
+
+def _fill_unit(
+    engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then
+) -> None:
+    """This rank's slices of one unit's weights."""
+    if engine.local or unit.place != WHOLE:
+        if unit.tiered is None:
+            _fill_slices(unit, saved, parts, fills, then)
+            return
+        wanted: Iterable[tuple[int, int, int]] = unit.pieces()
+    else:  # every rank has all of it, and fills all of it
+        wanted = [(i, e.offset_elems - unit.begin_elems, e.numel) for i, e in enumerate(unit.params)]
     for index, first, elems in wanted:
         entry = unit.params[index]
         name, pieces = entry.names[0], saved[entry.names[0]]["pieces"]
         begin = unit.begin_elems + first - entry.offset_elems
         for low, values in parts.read(name, "", begin, begin + elems, pieces[""]):
             write_piece(unit, entry.offset_elems + low, values)
-    if with_state:
-        _fill_state(engine, unit, saved, parts)
 
 
-def _fill_state(engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts) -> None:
+def _fill_slices(unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then) -> None:
+    """Straight into this rank's slice, or into its fp32 master and from there to the slice."""
+    own = unit.own
+    for index, first, elems in unit.pieces():
+        entry = unit.params[index]
+        begin = unit.begin_elems + first - entry.offset_elems
+        pieces = saved[entry.names[0]]["pieces"][""]
+        parts.fill(fills, entry.names[0], "", begin, own[first : first + elems], pieces)
+    if own is not unit.shard:
+
+        def convert() -> None:
+            unit.shard.copy_(own)
+
+        then.append(convert)
+
+
+def _fill_state(
+    engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then
+) -> None:
+    """The optimizer's state of this rank's slice: straight into it, or unit by unit where it lives elsewhere."""
     entries = [saved[entry.names[0]] for entry in unit.params]
     kinds = {kind for one in entries for kind in one["pieces"] if kind} | (
         engine.optimizer_state(unit).keys() - {"step"}
     )
-    state = {kind: torch.zeros(unit.shard.numel(), dtype=torch.float32) for kind in kinds}
+    in_place = engine.states_in_place(unit)
+    state = {kind: engine.room_for_state(unit, kind) for kind in kinds}
     state["step"] = torch.tensor([one.get("steps", 0) for one in entries], dtype=torch.int64)
-    for index, first, elems in unit.pieces():
-        entry = unit.params[index]
-        begin = unit.begin_elems + first - entry.offset_elems
-        for kind, pieces in entries[index]["pieces"].items():
-            if kind:
-                for low, values in parts.read(entry.names[0], kind, begin, begin + elems, pieces):
-                    at = entry.offset_elems + low - unit.begin_elems
-                    state[kind][at : at + values.numel()] = values
-    engine.load_optimizer_state(unit, state)
+    with contextlib.nullcontext(fills) if in_place else safefile.Fills() as now:
+        for index, first, elems in unit.pieces():
+            entry = unit.params[index]
+            begin = unit.begin_elems + first - entry.offset_elems
+            for kind in kinds:
+                target = state[kind][first : first + elems]
+                if kind in entries[index]["pieces"]:
+                    parts.fill(now, entry.names[0], kind, begin, target, entries[index]["pieces"][kind])
+                else:
+                    target.zero_()
+    if in_place:
+        then.append(lambda: engine.load_optimizer_state(unit, state))
+    else:
+        engine.load_optimizer_state(unit, state)
 
 
 def _restore_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:

@@ -6,8 +6,9 @@ safetensors' own writer makes a copy of every tensor first, which a rank that ho
 knows no checksums; the format is simple: 8 bytes little-endian length of a JSON header, the header, the tensors'
 bytes. Formats: docs/checkpoint-format.md.
 
-Memory: ``RING_BLOCKS`` blocks while a file is written, whatever its size. Blocks are summed and written (read and
-compared) by a few threads, because a checksum takes as long as the disk does.
+Memory: ``RING_BLOCKS`` blocks while a file is written, whatever its size. The bytes are summed in the same pass that
+brings them to the ring (csrc/base/crc32.h), and a few threads write (read and compare) blocks, so that the disk always
+has something to do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import mmap
 import os
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from zeropp import _C
 from zeropp.errors import CheckpointError
 from zeropp.zero import disk as files
 from zeropp.zero.disk import storage_errors
@@ -36,10 +37,10 @@ BLOCK_BYTES = 4 << 20
 """Bytes under one checksum: a damaged file is named to within one block."""
 RING_BLOCKS = 4
 """Blocks in memory while a file is written or verified."""
-READ_BYTES = 512 << 10
-"""Bytes read at once while a block is compared."""
+READ_BYTES = 1 << 20
+"""Bytes read at once while a block is compared: they stay in the cache for their sum."""
 THREADS = 3
-"""Threads that sum and write blocks: two sums and a write overlap."""
+"""Threads that write, or read and compare, blocks."""
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -73,16 +74,23 @@ def piece_of(name: str, tensor: torch.Tensor) -> Piece:
 # -----------------------------------------------------------------------------------------------------------------
 
 
+Block = tuple[memoryview, int | None]
+"""Bytes of a file, and their sum where it is known."""
+
+
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
     """:func:`write_pieces` of tensors that are in memory."""
     return write_pieces(path, [piece_of(name, tensor) for name, tensor in tensors.items()], metadata)
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str]) -> dict[str, Any]:
+def write_pieces(
+    path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str], spare: Path | None = None
+) -> dict[str, Any]:
     """Write and sync one file.
 
     Args:
         metadata: strings for the header.
+        spare: a file that nobody needs, to be overwritten under the new name where that is possible.
 
     Returns:
         What the manifest holds of it: ``{"bytes": n, "block_bytes": n, "crc32": [one a block]}``.
@@ -93,14 +101,20 @@ def write_pieces(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str
     header = header_of(pieces, metadata)
     whole_bytes = len(header) + sum(piece.nbytes for piece in pieces)
     with storage_errors(path, whole_bytes):
-        descriptor = files.disk.create(path)
+        descriptor = create(path, whole_bytes, spare)
         try:
-            return write_blocks(descriptor, _assembled(_chunks(header, pieces)))
+            return write_blocks(descriptor, whole_bytes, _assembled(_chunks(header, pieces)))
         finally:
             os.close(descriptor)
 
 
-def write_blocks(descriptor: int, blocks: Iterable[memoryview]) -> dict[str, Any]:
+def create(path: Path, whole_bytes: int, spare: Path | None) -> int:
+    """A file to be written: ``spare`` under its new name, or a new one."""
+    descriptor = None if spare is None else files.disk.take_over(spare, path, whole_bytes)
+    return files.disk.create(path) if descriptor is None else descriptor
+
+
+def write_blocks(descriptor: int, whole_bytes: int, blocks: Iterable[Block]) -> dict[str, Any]:
     """The bytes of a file, in blocks of ``BLOCK_BYTES`` of which the last may be shorter; synced. Returns its entry.
 
     A block may be overwritten once ``RING_BLOCKS`` - 1 more were taken from ``blocks``.
@@ -108,14 +122,15 @@ def write_blocks(descriptor: int, blocks: Iterable[memoryview]) -> dict[str, Any
     sums: list[int] = []
     offset = 0
 
-    def put(block: memoryview, index: int, at: int) -> None:
-        sums[index] = zlib.crc32(block)
+    def put(block: memoryview, known: int | None, index: int, at: int) -> None:
+        sums[index] = _C.crc32(_address(block), len(block)) if known is None else known
         files.disk.write(descriptor, block, at)
 
+    files.disk.reserve(descriptor, whole_bytes)
     with _Behind(RING_BLOCKS - 1) as behind:
-        for index, block in enumerate(blocks):
+        for index, (block, known) in enumerate(blocks):
             sums.append(0)
-            behind.do(put, block, index, offset)
+            behind.do(put, block, known, index, offset)
             offset += len(block)
     files.disk.sync(descriptor)
     return {"bytes": offset, "block_bytes": BLOCK_BYTES, "crc32": sums}
@@ -160,42 +175,48 @@ def image_of(pieces: Sequence[Piece], metadata: Mapping[str, str], room: mmap.mm
     return room, whole_bytes
 
 
-def image_blocks(image: mmap.mmap, whole_bytes: int) -> Iterator[memoryview]:
+def image_blocks(image: mmap.mmap, whole_bytes: int) -> Iterator[Block]:
     """The blocks of a file that lies in memory."""
     with memoryview(image) as view:
         for first in range(0, whole_bytes, BLOCK_BYTES):
-            yield view[first : min(first + BLOCK_BYTES, whole_bytes)]
+            yield view[first : min(first + BLOCK_BYTES, whole_bytes)], None
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _chunks(header: bytes, pieces: Iterable[Piece]) -> Iterator[memoryview]:
-    yield memoryview(header)
+def _address(view: memoryview) -> int:
+    """Of writable memory."""
+    return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+
+
+def _chunks(header: bytes, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
+    yield torch.frombuffer(bytearray(header), dtype=torch.uint8)
     for piece in pieces:
         for part in piece.parts():
             if part.numel():
-                yield _bytes_of(part).numpy().data
+                yield _bytes_of(part)
 
 
-def _assembled(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """A stream that comes in pieces of any size, as blocks that lie aligned in a ring."""
+def _assembled(chunks: Iterable[torch.Tensor]) -> Iterator[Block]:
+    """A stream that comes in pieces of any size, as blocks that lie aligned in a ring, with their sums."""
     size = BLOCK_BYTES
     ring = mmap.mmap(-1, RING_BLOCKS * max(size, mmap.PAGESIZE))
     view = memoryview(ring)
-    turn = filled = 0
+    base = _address(view)
+    turn = filled = total = 0
     for chunk in chunks:
-        while len(chunk):
-            part = chunk[: size - filled]
-            view[turn * size + filled : turn * size + filled + len(part)] = part
-            filled += len(part)
-            chunk = chunk[len(part) :]
+        done, chunk_bytes, address = 0, chunk.numel(), chunk.data_ptr()
+        while done < chunk_bytes:
+            part_bytes = min(chunk_bytes - done, size - filled)
+            total = _C.crc32_copy(base + turn * size + filled, address + done, part_bytes, total)
+            filled, done = filled + part_bytes, done + part_bytes
             if filled == size:
-                yield view[turn * size : (turn + 1) * size]
-                turn, filled = (turn + 1) % RING_BLOCKS, 0
+                yield view[turn * size : (turn + 1) * size], total
+                turn, filled, total = (turn + 1) % RING_BLOCKS, 0, 0
     if filled:
-        yield view[turn * size : turn * size + filled]
+        yield view[turn * size : turn * size + filled], total
 
 
 class _Behind:
@@ -265,9 +286,10 @@ def verify(path: Path, entry: Mapping[str, Any]) -> None:
                 f"{path}: has {found_bytes} bytes, the manifest says {wanted_bytes}; damaged from offset {offset} on"
             )
         with path.open("rb", buffering=0) as file, _Behind(2 * THREADS) as behind:
+            # The kernel's own reading ahead, doubled, is twice as fast as WILLNEED for each block.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             for index, wanted in enumerate(entry["crc32"]):
                 first = index * block_bytes
-                os.posix_fadvise(file.fileno(), first, block_bytes, os.POSIX_FADV_WILLNEED)  # before its turn comes
                 behind.do(_compare, path, file.fileno(), first, min(block_bytes, wanted_bytes - first), wanted)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: the manifest names this file, and it is missing") from error
@@ -275,14 +297,26 @@ def verify(path: Path, entry: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+_room = threading.local()
+
+
+def _room_of_this_thread() -> tuple[memoryview, int]:
+    """``READ_BYTES`` of memory, and their address. Used again, because new memory costs a page fault a page."""
+    if not hasattr(_room, "bytes"):
+        _room.bytes = memoryview(mmap.mmap(-1, READ_BYTES))
+        _room.address = _address(_room.bytes)
+    return _room.bytes, _room.address
+
+
 def _compare(path: Path, descriptor: int, first: int, size_bytes: int, wanted: int) -> None:
-    found = left = 0
-    for offset in range(first, first + size_bytes, READ_BYTES):  # small enough to stay in the cache for its sum
-        part = os.pread(descriptor, min(READ_BYTES, first + size_bytes - offset), offset)
-        found = zlib.crc32(part, found)
-        left += len(part)
-    if left != size_bytes:
-        raise CheckpointError(f"{path}: ended {size_bytes - left} bytes early; it changed while it was read")
+    room, address = _room_of_this_thread()
+    found, left = 0, size_bytes
+    while left:
+        count = os.preadv(descriptor, [room[: min(READ_BYTES, left)]], first + size_bytes - left)
+        if not count:
+            raise CheckpointError(f"{path}: ended {left} bytes early; it changed while it was read")
+        found = _C.crc32(address, count, found)
+        left -= count
     if found != wanted:
         raise CheckpointError(
             f"{path}: damaged between offset {first} and {first + size_bytes}: "
@@ -290,12 +324,37 @@ def _compare(path: Path, descriptor: int, first: int, size_bytes: int, wanted: i
         )
 
 
-def _read_all(file: Any, view: memoryview, path: Path) -> None:
+class Fills:
+    """Ranges of files that are read into tensors by a few threads; all are there when the block ends. The caller keeps
+    the tensors alive until then."""
+
+    def __init__(self) -> None:
+        self._behind = _Behind(2 * THREADS)
+
+    def add(self, path: Path, descriptor: int, offset: int, values: torch.Tensor) -> None:
+        """Bytes from ``offset`` on, into a contiguous tensor."""
+        if not values.numel():
+            return
+        view = memoryview(_bytes_of(values).numpy().data)
+        for first in range(0, len(view), BLOCK_BYTES):
+            self._behind.do(_read_all, path, descriptor, offset + first, view[first : first + BLOCK_BYTES])
+
+    def __enter__(self) -> Fills:
+        self._behind.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._behind.__exit__(kind, error, trace)
+
+
+def _read_all(path: Path, descriptor: int, offset: int, view: memoryview) -> None:
     while len(view):
-        count = file.readinto(view)
+        count = os.preadv(descriptor, [view], offset)
         if not count:
             raise CheckpointError(f"{path}: ended {len(view)} bytes early; it changed while it was read")
-        view = view[count:]
+        offset, view = offset + count, view[count:]
 
 
 class TensorFile:
@@ -338,9 +397,18 @@ class TensorFile:
         dtype = self.dtype(name)
         values = torch.empty(end - begin, dtype=dtype)
         if end > begin:
-            self._file.seek(self._begin + self._entry(name)["data_offsets"][0] + begin * dtype.itemsize)
-            _read_all(self._file, memoryview(values.view(torch.uint8).numpy().data), self.path)
+            view = memoryview(values.view(torch.uint8).numpy().data)
+            _read_all(self.path, self._file.fileno(), self._offset(name, begin), view)
         return values
+
+    def fill(self, fills: Fills, name: str, begin: int, values: torch.Tensor) -> None:
+        """Elements from ``begin`` on of the flattened tensor, into a contiguous tensor of the same type."""
+        assert values.dtype == self.dtype(name)
+        fills.add(self.path, self._file.fileno(), self._offset(name, begin), values)
+
+    def _offset(self, name: str, begin: int) -> int:
+        first: int = self._entry(name)["data_offsets"][0]
+        return self._begin + first + begin * self.dtype(name).itemsize
 
     def _entry(self, name: str) -> dict[str, Any]:
         if name not in self._entries:
