@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from zeropp.zero.state import full_state_dict as full_state_dict
     from zeropp.zero.state import load_full_state_dict as load_full_state_dict
     from zeropp.zero.state import named_full_tensors as named_full_tensors
+    from zeropp.zero.values import get_full as get_full
+    from zeropp.zero.values import get_local as get_local
+    from zeropp.zero.values import local_range as local_range
+    from zeropp.zero.values import set_full as set_full
+    from zeropp.zero.values import set_local as set_local
 
 __version__: str = _C.version()
 
@@ -51,6 +56,7 @@ _HOME = {
     "save": "zero.checkpoint",
     "load": "zero.restore",
     **dict.fromkeys(("full_state_dict", "load_full_state_dict", "named_full_tensors", "export"), "zero.state"),
+    **dict.fromkeys(("get_full", "get_local", "local_range", "set_full", "set_local"), "zero.values"),
     "sharded_init": "zero.init",
     "initialize": "deepspeed_engine",
     **dict.fromkeys(("Config", "Precision", "LossScale", "Offload", "Tier", "Comm"), "config"),

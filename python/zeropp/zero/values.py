@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values, gradients and optimizer states of single parameters, whole or this rank's part: for debugging, surgery on
+weights, and metrics. What DeepSpeed calls ``safe_get_full_fp32_param`` and its relatives.
+
+Kinds: ``"value"`` (in fp32 where there are master weights), ``"grad"`` (the averaged gradient as the step will use it:
+unscaled, clipped), and the optimizer's own names, such as ``"exp_avg"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropp.errors import ConfigError, Error
+from zeropp.zero.agree import Ranks
+from zeropp.zero.engine import WHOLE, Engine, Entry, Unit
+from zeropp.zero.parameter import Ref, ref_of
+from zeropp.zero.state import write_piece
+
+__all__ = ["get_full", "get_local", "local_range", "set_full", "set_local"]
+
+
+def local_range(param: nn.Parameter) -> tuple[int, int]:
+    """(first, last + 1) of the flattened parameter's elements that this rank keeps, updates and saves. Empty where
+    both are equal."""
+    part = _Part(_ref(param))
+    return part.begin, part.begin + part.elems
+
+
+def get_local(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
+    """A copy of this rank's part, 1-D; None where there is no such thing (a gradient before backward, a state before the
+    first step). Not collective."""
+    part = _Part(_ref(param))
+    held = part.read(kind)
+    return None if held is None else held.clone()
+
+
+def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
+    """A copy of the whole, in the parameter's shape, on every rank; None where there is no such thing. Collective.
+
+    Cost: one gather of this parameter.
+
+    Raises:
+        zeropp.ConfigError: no such kind; or not a parameter of a prepared model.
+    """
+    part = _Part(_ref(param))
+    engine = part.engine
+    held = part.read(kind)
+    if engine.local:
+        return None if held is None else held.clone().view(part.entry.shape)
+    types = [one for one in Ranks(engine).exchange(None if held is None else str(held.dtype)) if one is not None]
+    if not types:
+        return None
+    dtype: torch.dtype = getattr(torch, types[0].removeprefix("torch."))
+    spans = list(part.spans())
+    room = max(last - first for first, last in spans)
+    mine, every = torch.zeros(room, dtype=dtype), torch.empty(room * engine.ranks, dtype=dtype)
+    if held is not None:
+        mine[: held.numel()] = held
+    engine.comm.all_gather(every.data_ptr(), mine.data_ptr(), room * dtype.itemsize)
+    pieces = [every[rank * room : rank * room + last - first] for rank, (first, last) in enumerate(spans)]
+    return torch.cat(pieces).view(part.entry.shape)
+
+
+def set_local(param: nn.Parameter, values: torch.Tensor, kind: str = "value") -> None:
+    """Replace this rank's part: as many elements as :func:`local_range` has. Collective for values; between two steps."""
+    part = _Part(_ref(param))
+    flat = values.detach().reshape(-1)
+    if flat.numel() != part.elems:
+        raise ConfigError(
+            f"set_local: {flat.numel()} elements for '{part.name}', of which this rank has {part.elems}: "
+            f"{part.begin} to {part.begin + part.elems} (zeropp.local_range)"
+        )
+    if kind == "value":
+        if part.unit.place == WHOLE and not part.engine.local:
+            raise ConfigError(f"set_local: every rank holds all of '{part.name}'; use zeropp.set_full")
+        with part.engine.write_shards(), torch.no_grad():
+            write_piece(part.unit, part.entry.offset_elems + part.begin, flat)
+        return
+    part.write(kind, flat)
+
+
+def set_full(param: nn.Parameter, values: torch.Tensor, kind: str = "value") -> None:
+    """Replace the whole; give the same values on every rank. Collective; between two steps.
+
+    Raises:
+        zeropp.ConfigError: another shape; no such kind. zeropp.Error: there is no gradient or state yet.
+    """
+    part = _Part(_ref(param))
+    if tuple(values.shape) != tuple(part.entry.shape):
+        raise ConfigError(
+            f"set_full: values of shape {tuple(values.shape)} for '{part.name}' of shape {tuple(part.entry.shape)}"
+        )
+    flat = values.detach().reshape(-1)
+    if kind == "value":
+        with part.engine.write_shards(), torch.no_grad():
+            if part.unit.place == WHOLE or part.engine.local:
+                write_piece(part.unit, part.entry.offset_elems, flat)
+            else:
+                write_piece(part.unit, part.entry.offset_elems + part.begin, flat[part.begin : part.begin + part.elems])
+        return
+    part.write(kind, flat[part.begin : part.begin + part.elems])
+
+
+def _ref(param: Any) -> Ref:
+    ref = ref_of(param) if isinstance(param, nn.Parameter) else None
+    if ref is None:
+        raise ConfigError(
+            f"{type(param).__name__} of shape {tuple(getattr(param, 'shape', ()))} is not a parameter of a model that "
+            "zeropp.prepare was given; pass one of model.parameters()"
+        )
+    return ref
+
+
+@dataclass
+class _Part:
+    """One parameter as this rank holds it."""
+
+    ref: Ref
+
+    def __post_init__(self) -> None:
+        self.engine: Engine = self.ref.engine
+        self.unit: Unit = self.ref.unit
+        self.entry: Entry = self.unit.params[self.ref.index]
+        self.name = self.entry.names[0]
+        first, last = self._span(self.unit.begin_elems)
+        self.begin, self.elems = first, last - first
+        self.first = self.entry.offset_elems + first - self.unit.begin_elems  # in the unit's slice
+
+    def _span(self, begin: int) -> tuple[int, int]:
+        """Elements of the parameter in the slice that begins there."""
+        offset, numel = self.entry.offset_elems, self.entry.numel
+        first = min(max(begin - offset, 0), numel)
+        return first, max(first, min(begin + self.unit.shard.numel() - offset, numel))
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Of every rank."""
+        for rank in range(self.engine.ranks):
+            yield self._span(rank * self.unit.shard_elems)
+
+    def read(self, kind: str) -> torch.Tensor | None:
+        """This rank's part, 1-D, perhaps a view."""
+        if kind == "value":
+            return _loaded(self.unit.own[self.first : self.first + self.elems].detach())
+        if kind == "grad":
+            return self._gradient()
+        state = self._state(kind)
+        return None if state is None else _loaded(state[self.first : self.first + self.elems])
+
+    def _gradient(self) -> torch.Tensor | None:
+        scale = self.engine.clip_scale * self.engine.unscale
+        if self.engine.local:
+            gradient = self._own_gradient()
+            return None if gradient is None else gradient.reshape(-1) * scale
+        found = self.engine.gradient_shard(self.unit)
+        if found is None or not found[1][self.ref.index]:
+            return None
+        return found[0][self.first : self.first + self.elems] * scale
+
+    def _own_gradient(self) -> torch.Tensor | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.entry.param.grad
+
+    def _state(self, kind: str) -> torch.Tensor | None:
+        state = self.engine.optimizer_state(self.unit) if self.unit.trainable else {}
+        state.pop("step", None)
+        if kind in state:
+            return state[kind]
+        if state:
+            raise ConfigError(
+                f"'{self.name}' has no '{kind}'; it has 'value', 'grad', {', '.join(map(repr, sorted(state)))}"
+            )
+        return None
+
+    def write(self, kind: str, values: torch.Tensor) -> None:
+        if kind == "grad":
+            self._write_gradient(values)
+            return
+        if self._state(kind) is None:
+            raise Error(f"'{self.name}' has no '{kind}' yet: states exist from the first optimizer.step() on")
+        if self.unit.tiered is not None:
+            self.unit.tiered.write(kind, self.first, values)
+        elif self.engine.inner is not None and self.elems:
+            self.engine.inner.state[self.unit.lent[self.ref.index]][kind].copy_(values)
+        elif self.elems:
+            self.unit.state[kind][self.first : self.first + self.elems] = values
+
+    def _write_gradient(self, values: torch.Tensor) -> None:
+        scale = self.engine.clip_scale * self.engine.unscale
+        missing = Error(f"'{self.name}' has no gradient to replace; call backward first")
+        if self.engine.local:
+            gradient = self._own_gradient()
+            if gradient is None:
+                raise missing
+            gradient.copy_((values / scale).view(gradient.shape))
+        else:
+            found = self.engine.gradient_shard(self.unit)
+            if found is None or not found[1][self.ref.index]:
+                raise missing
+            found[0][self.first : self.first + self.elems] = values / scale
+        self.engine.norm = None
+
+
+def _loaded(values: Any) -> torch.Tensor:
+    """Of a tier: read from its file."""
+    tensor: torch.Tensor = values.tensor() if hasattr(values, "tensor") else values
+    return tensor

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values, gradients and states of single parameters, whole and in part, beside the same model under plain torch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zeropp
+from bad_input_cases import sentence as sentence_of
+from torch import Tensor, nn
+
+STAGES: dict[str, dict[str, Any]] = {
+    "0": {"stage": 0}, "1": {"stage": 1}, "2": {"stage": 2}, "3 host copy": {"stage": 3},
+    "3 gather": {"stage": 3, "host_copy": "off"}, "3 gather bf16": {"stage": 3, "host_copy": "off", "precision": "bf16"},
+}  # fmt: skip
+
+
+def pair(optimizer: Any = torch.optim.AdamW, **config: Any) -> tuple[nn.Module, Any, nn.Module, Any]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    model = copy.deepcopy(plain)
+    config.setdefault("units", ("Linear",))
+    return (*zeropp.prepare(model, optimizer(model.parameters(), lr=1e-2), zeropp.Config(**config)), plain,
+            optimizer(plain.parameters(), lr=1e-2))  # fmt: skip
+
+
+def batch(model: nn.Module) -> Tensor:
+    x = torch.linspace(-1, 1, 28).view(4, 7)
+    return model(x.to(next(iter(model.parameters())).dtype)).float().pow(2).mean()
+
+
+def close(got: Tensor | None, wanted: Tensor, rough: bool) -> None:
+    assert got is not None and got.shape == wanted.shape
+    torch.testing.assert_close(got.float(), wanted, rtol=0.05 if rough else 1e-5, atol=2e-2 if rough else 1e-7)
+
+
+def reads(name: str) -> None:
+    """Every kind, before and after a step; the parts of the ranks make the whole."""
+    model, optimizer, plain, theirs = pair(**STAGES[name])
+    rough = "bf16" in name
+    for p in model.parameters():
+        assert zeropp.get_full(p, "grad") is None and zeropp.get_full(p, "exp_avg") is None
+        assert zeropp.get_local(p, "exp_avg") is None
+    batch(model).backward()
+    batch(plain).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        close(zeropp.get_full(p, "grad"), q.grad, rough)
+        close(zeropp.get_full(p), q.detach(), rough)
+    optimizer.step()
+    theirs.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        whole = zeropp.get_full(p)
+        assert whole.dtype == torch.float32
+        close(whole, q.detach(), rough)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            close(zeropp.get_full(p, kind), theirs.state[q][kind], rough)
+        begin, end = zeropp.local_range(p)
+        assert torch.equal(zeropp.get_local(p), whole.view(-1)[begin:end])
+        ranges: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranges, (begin, end))
+        covered = [i for first, last in ranges for i in range(first, last)]
+        assert covered == list(range(p.numel())) * (2 if name == "0" else 1)
+
+
+def writes(name: str) -> None:
+    """What is set is what is read, by everybody, and what the next step starts from."""
+    model, optimizer, plain, theirs = pair(**STAGES[name])
+    rough = "bf16" in name
+    for net, adam in ((model, optimizer), (plain, theirs)):
+        batch(net).backward()
+        adam.step()
+        adam.zero_grad()
+        batch(net).backward()
+    for i, (p, q) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
+        wanted = {kind: torch.full(p.shape, (0.25 + i) * scale) for kind, scale in
+                  (("value", 1.0), ("grad", 2.0), ("exp_avg", 0.5), ("exp_avg_sq", 3.0))}  # fmt: skip
+        for kind, values in wanted.items():
+            if i == 0 and kind in ("exp_avg", "grad"):
+                begin, end = zeropp.local_range(p)
+                zeropp.set_local(p, values.view(-1)[begin:end], kind)
+            else:
+                zeropp.set_full(p, values, kind)
+            close(zeropp.get_full(p, kind), values, rough)
+        q.data.copy_(wanted["value"])
+        q.grad.copy_(wanted["grad"])
+        theirs.state[q].update({kind: wanted[kind].clone() for kind in ("exp_avg", "exp_avg_sq")})
+    optimizer.step()
+    theirs.step()
+    with zeropp.gathered(model):
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            close(p.detach().float(), q.detach(), rough)
+
+
+def other_optimizers() -> None:
+    """States that torch's own optimizer keeps a piece at a time."""
+    model, optimizer, plain, theirs = pair(lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9), host_copy="off")
+    for net, sgd in ((model, optimizer), (plain, theirs)):
+        batch(net).backward()
+        sgd.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        close(zeropp.get_full(p, "momentum_buffer"), theirs.state[q]["momentum_buffer"], False)
+        zeropp.set_full(p, torch.full(p.shape, 7.0), "momentum_buffer")
+        assert float(zeropp.get_full(p, "momentum_buffer").min()) == 7.0
+
+
+def refusals() -> dict[str, str]:
+    model, optimizer, _, _ = pair(host_copy="off")
+    p = next(iter(model.parameters()))
+    told = {
+        "not prepared": sentence_of(lambda: zeropp.get_full(nn.Parameter(torch.ones(2, 3))), zeropp.ConfigError),
+        "shape": sentence_of(lambda: zeropp.set_full(p, torch.ones(2)), zeropp.ConfigError),
+        "no gradient": sentence_of(lambda: zeropp.set_full(p, torch.ones(p.shape), "grad"), zeropp.Error),
+        "no state": sentence_of(lambda: zeropp.set_full(p, torch.ones(p.shape), "exp_avg"), zeropp.Error),
+        "part": sentence_of(lambda: zeropp.set_local(p, torch.ones(1000)), zeropp.ConfigError),
+    }
+    batch(model).backward()
+    optimizer.step()
+    told["kind"] = sentence_of(lambda: zeropp.get_local(p, "momentum"), zeropp.ConfigError)
+    return told
+
+
+CASES = {
+    **{f"reads, stage {name}": (lambda name=name: reads(name)) for name in STAGES},
+    **{f"writes, stage {name}": (lambda name=name: writes(name)) for name in STAGES},
+    "other optimizers": other_optimizers,
+    "refusals": refusals,
+}
