@@ -11,9 +11,11 @@ One call of ``step`` a micro-batch, as there; accumulation, clipping, the optimi
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,8 @@ def initialize(
     collate_fn: Any = None,
     config: Any = None,
     config_params: Any = None,
+    *,
+    engine_class: type[Engine] | None = None,
 ) -> tuple[Engine, Any, Any, Any]:
     """DeepSpeed's ``initialize``, with its names and its order of results.
 
@@ -60,6 +64,7 @@ def initialize(
         dist_init_required: True or None starts a process group where none runs; False leaves that to :func:`zeropp.prepare`.
         collate_fn: for the loader.
         config: a path, JSON text or mapping, DeepSpeed's or zeropp's. ``config_params`` is its old name.
+        engine_class: a subclass of :class:`Engine` to return; None: that one.
 
     Returns:
         (engine, optimizer, loader or None, scheduler or None)
@@ -83,13 +88,14 @@ def initialize(
             [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
         )
         optimizer = optimizer(parameters) if callable(optimizer) else _optimizer(sections["optimizer"], parameters)
-    _, optimizer = zeropp.prepare(model, optimizer, settings)
+    # The engine accumulates, so that a caller may end a step early (set_gradient_accumulation_boundary).
+    _, optimizer = zeropp.prepare(model, optimizer, dataclasses.replace(settings, accumulate=1))
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         lr_scheduler = lr_scheduler(optimizer)
     elif lr_scheduler is None and sections["scheduler"] is not None and optimizer is not None:
         lr_scheduler = _scheduler(sections["scheduler"], optimizer)
     micro = micro if isinstance(micro, int) else _micro_batch(keys, settings.accumulate)
-    engine = Engine(model, optimizer, lr_scheduler, settings, micro)
+    engine = (engine_class or Engine)(model, optimizer, lr_scheduler, settings, micro, keys)
     loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, optimizer, loader, lr_scheduler
 
@@ -173,10 +179,19 @@ class Engine(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Any, scheduler: Any, config: Config, micro_batch: int | None
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        scheduler: Any,
+        config: Config,
+        micro_batch: int | None,
+        keys: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self.module = model
+        self.config = keys
+        """The file, as it was read."""
+        self._last: bool | None = None  # what set_gradient_accumulation_boundary said of this micro-batch
         self.optimizer, self.lr_scheduler, self.zeropp_config = optimizer, scheduler, config
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self._micro_batch = micro_batch
@@ -195,12 +210,17 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """``loss`` is that of one micro-batch; the mean over the accumulated ones is taken here."""
-        if self.optimizer is None:
-            loss.backward(retain_graph=retain_graph)
-        else:
-            self.optimizer.backward(loss, retain_graph=retain_graph)  # scales the loss in fp16
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """``loss`` is that of one micro-batch; the mean over the accumulated ones is taken here, unless ``scale_wrt_gas`` is false:
+        then the caller has divided it."""
+        accumulate = self.zeropp_config.accumulate if scale_wrt_gas else 1
+        part = loss / accumulate if accumulate > 1 else loss
+        waits = not self.is_gradient_accumulation_boundary() and self.zeropp_config.stage <= 1
+        with zeropp.no_sync(self.module) if waits else contextlib.nullcontext():
+            if self.optimizer is None:
+                part.backward(retain_graph=retain_graph)
+            else:
+                self.optimizer.backward(part, retain_graph=retain_graph)  # scales the loss in fp16
         return loss
 
     def step(self) -> None:
@@ -209,11 +229,11 @@ class Engine(nn.Module):
             raise ConfigError(
                 'engine.step: there is no optimizer; give optimizer=, or "optimizer" in the configuration'
             )
-        last = self.is_gradient_accumulation_boundary()
-        self.optimizer.step()
+        last, self._last = self.is_gradient_accumulation_boundary(), None
         self.micro_steps += 1
         if not last:
             return
+        self.optimizer.step()
         self.skipped_steps += bool(self.optimizer.overflow)
         measured = engine_of(self.module).norm
         self._norm = None if measured is None else measured[0]
@@ -223,7 +243,23 @@ class Engine(nn.Module):
             self.lr_scheduler.step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        return (self.micro_steps + 1) % self.zeropp_config.accumulate == 0
+        return (self.micro_steps + 1) % self.zeropp_config.accumulate == 0 if self._last is None else self._last
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Whether the micro-batch at hand is the last one of its step, whatever the counting says."""
+        self._last = bool(is_boundary)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate without communication."""
+        with zeropp.no_sync(self.module):
+            yield
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **kwargs: Any) -> None:
+        self.module.compile(backend=backend, **(compile_kwargs or {}), **kwargs)
+
+    def destroy(self) -> None:
+        """Nothing is held beyond the model and the optimizer."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.module.zero_grad(set_to_none)
@@ -277,6 +313,23 @@ class Engine(nn.Module):
             dataset, size, shuffle=sampler is None, sampler=sampler, collate_fn=collate_fn, drop_last=True
         )
 
+    # -- whole weights -----------------------------------------------------------------------------------------------------
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Always possible; it costs rank 0 the whole model in host memory."""
+        return True
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Whole, on rank 0, None elsewhere; collective. (Frameworks call it by this name.)"""
+        trained = {n for n, p in self.module.named_parameters(remove_duplicate=False) if p.requires_grad}
+        only = trained.__contains__ if exclude_frozen_parameters else None
+        found = zeropp.full_state_dict(self.module, rank_0_only=True, only=only)
+        return found if self.global_rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -302,11 +355,13 @@ class Engine(nn.Module):
         self,
         load_dir: Any,
         tag: str | None = None,
+        load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """The folder that was loaded and the client state; ``(None, {})`` with a warning where ``latest`` is not there. Collective."""
+        """The folder that was loaded and the client state; ``(None, {})`` with a warning where ``latest`` is not there. Collective.
+        Every parameter is in the checkpoint, frozen ones too, so ``load_module_strict`` has nothing to decide."""
         if tag is None:
             tag = Ranks(engine_of(self.module)).only_rank_0(lambda: _pointed(Path(load_dir)))
             if tag is None:

@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Sequence
 
 COMMANDS = {
+    "run": "a script written for DeepSpeed, unchanged: in this process `import deepspeed` means zeropp",
     "env": "what zeropp found on this machine: torch, CPU level, kernels, CUDA driver, NCCL, io_uring",
     "doctor": "under torchrun: latency and bandwidth of every pair of ranks, and which rank or link is slow or dead",
     "config": "what every key of a configuration file does here, DeepSpeed's too, and what is not supported",

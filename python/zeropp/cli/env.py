@@ -57,6 +57,7 @@ def collect() -> dict[str, Any]:
         "cuda_kernels_need": needed_driver(_C.cuda_toolkit()) if images else None,
         "cuda_driver": cuda_driver(),
         "nccl": nccl_version(),
+        "deepspeed": deepspeed_name(),
         "io_uring": {"built": built, "kernel": refused is None, "why_not": refused},
     }
 
@@ -92,6 +93,18 @@ def cuda_driver() -> dict[str, Any]:
         return {"version": cuda_version_text(_C.cuda_driver()), "why_not": None}
     except (Error, RuntimeError) as error:
         return {"version": None, "why_not": str(error)}
+
+
+def deepspeed_name() -> str:
+    """What ``import deepspeed`` means in this process."""
+    from zeropp import deepspeed_names
+
+    if deepspeed_names.active():
+        return f"zeropp's compatibility module (answers as {deepspeed_names.VERSION})"
+    real = deepspeed_names.real_package()
+    if real is not None:
+        return f"the real package ({real}); `python -m zeropp run` refuses beside it"
+    return "nothing; in `python -m zeropp run SCRIPT`: zeropp"
 
 
 def nccl_version() -> dict[str, Any]:
@@ -130,9 +143,10 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("CUDA driver", found["cuda_driver"]["version"] or f"none: {found['cuda_driver']['why_not']}"),
         ("NCCL", found["nccl"]["version"] or f"none: {found['nccl']['why_not']}"),
         ("io_uring", io),
+        ("import deepspeed", found["deepspeed"]),
     ]
     if found["cuda_kernels_need"]:
-        table.insert(-3, ("  they need", found["cuda_kernels_need"]))
+        table.insert(-4, ("  they need", found["cuda_kernels_need"]))
     return table
 
 

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m zeropp run SCRIPT --zeropp CFG …``: a script written for DeepSpeed, unchanged, in a process where
+``import deepspeed`` means zeropp. Under torchrun: ``torchrun … -m zeropp run SCRIPT --zeropp CFG …``."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+
+from zeropp.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``run``; all that follows the script is the script's."""
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="the script, unchanged")
+    parser.add_argument(
+        "arguments",
+        metavar="…",
+        nargs=argparse.REMAINDER,
+        help="its arguments; --zeropp CFG reaches it as --deepspeed CFG",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the script in this process; its exit status is the process's."""
+    from zeropp.deepspeed_names import install
+
+    try:
+        install()
+    except ConfigError as error:
+        print(f"zeropp run: {error}", file=sys.stderr)
+        return 2
+    if not options.module and not Path(options.script).is_file():
+        print(f"zeropp run: {options.script}: there is no such file", file=sys.stderr)
+        return 2
+    sys.argv = [options.script, *map(_for_the_script, options.arguments)]
+    if options.module:
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(options.script).resolve().parent))
+        runpy.run_path(options.script, run_name="__main__")
+    return 0
+
+
+def _for_the_script(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return f"--deepspeed{equals}{value}" if name == "--zeropp" else argument

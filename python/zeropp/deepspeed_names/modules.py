@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules and names that are answered for deepspeed: what transformers 5.23, accelerate 1.15, peft 0.21 and TRL 1.16
+read, and what scripts written for it call. A name that is not here is an AttributeError or ImportError, as in a package
+that lacks it; a feature that is not built is a ConfigError."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeropp
+from zeropp.deepspeed_engine import Engine
+from zeropp.deepspeed_engine import initialize as _initialize
+from zeropp.errors import ConfigError
+from zeropp.zero import random_state
+from zeropp.zero.parameter import ref_of
+
+logger = logging.getLogger("DeepSpeed")
+
+
+def _not_built(what: str, instead: str) -> ConfigError:
+    return ConfigError(f"deepspeed's {what} is not built yet in zeropp; {instead}")
+
+
+# -- deepspeed ------------------------------------------------------------------------------------------------------------
+
+
+class DeepSpeedOptimizer:
+    """In isinstance checks only: the optimizer that comes back is the one given, adopted in place."""
+
+
+class DeepSpeedEngine(Engine):
+    """:class:`zeropp.deepspeed_engine.Engine`, with what TRL reaches into."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        model = self.module
+        for module in model.modules():
+            module.__dict__.setdefault("ds_external_parameters", list)
+        if self.optimizer is not None:
+            # TRL takes DeepSpeed's hooks off before it generates, and puts them back; zeropp's triggers stay.
+            self.optimizer.parameter_offload = SimpleNamespace(
+                module=model, forward_hooks=[], backward_hooks=[], _register_deepspeed_module=lambda module: None
+            )
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
+        """As there, random states are left alone: Trainer and Accelerate restore their own."""
+        with random_state.kept():
+            return super().load_checkpoint(*args, **kwargs)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: Any = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, Any, Any, Any]:
+    """``deepspeed.initialize``."""
+    if mpu is not None or mesh_param is not None:
+        raise _not_built("model and sequence parallelism (mpu, mesh_param)", "leave both out")
+    return _initialize(
+        args, model, optimizer, model_parameters, training_data, lr_scheduler, dist_init_required, collate_fn, config, config_params,
+        engine_class=DeepSpeedEngine,
+    )  # fmt: skip
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: Any = None,
+    init_method: str | None = None,
+    **unknown: Any,
+) -> None:
+    """A process group where none runs. Rank, size and address are torchrun's."""
+    if unknown:
+        raise _not_built(f"init_distributed({next(iter(unknown))}=)", "leave it out; torchrun says rank and size")
+    if not dist.is_initialized():
+        more = {} if timeout is None else {"timeout": timeout}
+        dist.init_process_group(
+            dist_backend or (None if torch.accelerator.is_available() else "gloo"), init_method, **more
+        )
+    is_initialized()
+
+
+def is_initialized() -> bool:
+    """Does a process group run? Accelerate asks while it builds its state. On a machine without a GPU it names no backend for
+    DeepSpeed, and would take each rank for the only one: there the backend is told to it."""
+    if not dist.is_initialized():
+        return False
+    state = sys.modules.get("accelerate.state")
+    if state is not None and not torch.accelerator.is_available():
+        known = state.PartialState._shared_state
+        if known and known.get("backend") is None:
+            known["backend"] = dist.get_backend()
+    return True
+
+
+def tp_model_init(*args: Any, **kwargs: Any) -> Any:
+    raise _not_built("tensor parallelism", 'remove "tensor_parallel" from the configuration')
+
+
+def add_config_arguments(parser: Any) -> Any:
+    """``--deepspeed``, ``--deepspeed_config FILE`` and their like."""
+    group = parser.add_argument_group("DeepSpeed", "answered by zeropp")
+    group.add_argument("--deepspeed", default=False, action="store_true")
+    group.add_argument("--deepspeed_config", default=None, type=str)
+    return parser
+
+
+# -- deepspeed.zero --------------------------------------------------------------------------------------------------------
+
+
+class ZeroParamStatus(enum.Enum):
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class Init(contextlib.ContextDecorator):
+    """``deepspeed.zero.Init``: parameters are built whole on every rank, and partitioned by ``initialize``, which takes
+    rank 0's values. (``zeropp.sharded_init`` builds them in slices, in a script that may be changed.)"""
+
+    def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
+        self.enabled = enabled
+
+    def __enter__(self) -> Init:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def GatheredParameters(
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> Iterator[None]:
+    """``zeropp.gathered``; with ``modifier_rank=0`` rank 0's changes are kept. Parameters that are not partitioned yet
+    follow that rank too."""
+    if not enabled:
+        yield
+        return
+    if modifier_rank not in (None, 0):
+        raise _not_built(f"GatheredParameters(modifier_rank={modifier_rank})", "change the values on rank 0")
+    chosen = _parameters(params)
+    plain = [one for one in chosen if ref_of(one) is None]
+    with zeropp.gathered([one for one in chosen if ref_of(one) is not None], write=modifier_rank == 0):
+        yield
+    if modifier_rank == 0 and dist.is_initialized() and dist.get_world_size() > 1:
+        for one in plain:
+            if not one.is_meta:
+                values = one.detach().contiguous()
+                dist.broadcast(values, 0)
+                one.data.copy_(values)
+
+
+def _parameters(what: Any) -> list[Any]:
+    if isinstance(what, nn.Module):
+        return list(what.parameters())
+    return [what] if isinstance(what, torch.Tensor) else [one for item in what for one in _parameters(item)]
+
+
+def register_external_parameter(module: nn.Module, parameter: Any) -> None:
+    """Not needed: a parameter read outside its module is gathered when it is read."""
+
+
+def _wrapper(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """zero.Init wraps torch's constructors there; nothing is wrapped here."""
+    return function
+
+
+def get_accelerator() -> Any:
+    """The few questions that frameworks ask."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    name = "cpu" if device is None else device.type
+
+    def named(index: int | None = None) -> str:
+        return name if index is None or name == "cpu" else f"{name}:{index}"
+
+    return SimpleNamespace(
+        _name=name,
+        device_name=named,
+        current_device=lambda: named(None if name == "cpu" else torch.accelerator.current_device_index()),
+        current_device_name=lambda: named(None if name == "cpu" else torch.accelerator.current_device_index()),
+        device_count=lambda: 1 if name == "cpu" else torch.accelerator.device_count(),
+        communication_backend_name=lambda: "gloo" if name == "cpu" else "nccl",
+        is_available=lambda: True,
+        empty_cache=lambda: None if name == "cpu" else torch.cuda.empty_cache(),
+    )
+
+
+# -- deepspeed.utils -------------------------------------------------------------------------------------------------------
+
+
+def safe_get_full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The averaged gradient, whole; collective. Between backward and step."""
+    with zeropp.gathered(parameter, grads=True):
+        return None if parameter.grad is None else parameter.grad.detach().clone()
+
+
+def safe_get_full_fp32_param(parameter: nn.Parameter) -> torch.Tensor:
+    """The values, whole, as fp32; collective."""
+    with zeropp.gathered(parameter):
+        return parameter.detach().float().clone()
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Any) -> list[nn.Module]:
+    """Not needed: units are chosen by zeropp, and what is used out of order is gathered on use."""
+    wanted = tuple(one for one in leaf_module_classes if isinstance(one, type))
+    names = {one for one in leaf_module_classes if isinstance(one, str)}
+    return [one for one in model.modules() if isinstance(one, wanted) or type(one).__name__ in names]
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
+    """Copies that do not share one large storage."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone().to(device)
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(one, device) for one in item)
+    if isinstance(item, dict):
+        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
+    return item
+
+
+def _sequence_parallel(*args: Any, **kwargs: Any) -> Any:
+    raise _not_built("sequence parallelism", "use one rank a sequence")
+
+
+class UlyssesSPAttentionHF:
+    register_with_transformers = staticmethod(_sequence_parallel)
+
+
+class UlyssesSPDataLoaderAdapter:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _sequence_parallel()
+
+
+# -- deepspeed.ops ---------------------------------------------------------------------------------------------------------
+
+
+def _adam(
+    model_params: Iterable[Any],
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    adamw_mode: bool = True,
+    adam_w_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+    set_grad_none: bool = True,
+) -> torch.optim.Optimizer:
+    """torch's Adam or AdamW: ``initialize`` gives it zeropp's kernel."""
+    if not bias_correction or not fp32_optimizer_states:
+        raise _not_built("Adam without bias correction or with low-precision states", "leave both at True")
+    cls = torch.optim.AdamW if adamw_mode and adam_w_mode else torch.optim.Adam
+    return cls(list(model_params), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+
+
+def _adagrad(
+    model_params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(list(model_params), lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+def _lion(
+    model_params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    from zeropp.optim import Lion
+
+    return Lion(list(model_params), lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class AsyncIOBuilder:
+    """zeropp's own I/O is part of it: nothing is built at run time."""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return True
+
+    def load(self, verbose: bool = True) -> Any:
+        raise _not_built("aio handle", "use zeropp.aio.Engine")
+
+
+# -- the table -------------------------------------------------------------------------------------------------------------
+
+
+def _comm() -> dict[str, Any]:
+    names = (
+        "get_rank", "get_world_size", "barrier", "all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter",
+        "all_gather_object", "broadcast_object_list", "new_group", "ReduceOp", "destroy_process_group",
+    )  # fmt: skip
+    return {
+        "init_distributed": init_distributed,
+        "is_initialized": is_initialized,
+        **{name: getattr(dist, name) for name in names},
+    }
+
+
+def _zero() -> dict[str, Any]:
+    return {
+        "Init": Init, "GatheredParameters": GatheredParameters, "register_external_parameter": register_external_parameter,
+    }  # fmt: skip
+
+
+def _checkpoint() -> dict[str, Any]:
+    from torch.utils.checkpoint import checkpoint
+
+    return {"configure": lambda *args, **kwargs: None, "is_configured": lambda: True, "checkpoint": checkpoint}
+
+
+def _partition_parameters() -> dict[str, Any]:
+    return {
+        **_zero(),
+        "ZeroParamStatus": ZeroParamStatus,
+        "zero_wrapper_for_fp_tensor_constructor": _wrapper,
+        "_orig_torch_arange": torch.arange,
+        "get_accelerator": get_accelerator,
+    }
+
+
+def _utils() -> dict[str, Any]:
+    return {
+        "logger": logger,
+        "safe_get_full_grad": safe_get_full_grad,
+        "safe_get_full_fp32_param": safe_get_full_fp32_param,
+        "set_z3_leaf_modules": set_z3_leaf_modules,
+        "is_initialized": is_initialized,
+    }
+
+
+def _deepspeed() -> dict[str, Any]:
+    from zeropp.deepspeed_names import VERSION
+
+    return {
+        "__version__": VERSION,
+        "__zeropp__": zeropp.__version__,
+        "initialize": initialize,
+        "init_distributed": init_distributed,
+        "tp_model_init": tp_model_init,
+        "add_config_arguments": add_config_arguments,
+        "DeepSpeedEngine": DeepSpeedEngine,
+    }
+
+
+#: Parents before their children.
+MODULES: dict[str, Callable[[], dict[str, Any]]] = {
+    "deepspeed": _deepspeed,
+    "deepspeed.comm": _comm,
+    "deepspeed.zero": _zero,
+    "deepspeed.accelerator": lambda: {"get_accelerator": get_accelerator},
+    "deepspeed.checkpoint": dict,
+    "deepspeed.checkpoint.utils": lambda: {"clone_tensors_for_torch_save": clone_tensors_for_torch_save},
+    "deepspeed.checkpointing": _checkpoint,
+    "deepspeed.launcher": dict,
+    "deepspeed.launcher.runner": lambda: {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env"},
+    "deepspeed.ops": lambda: {"__compatible_ops__": {}},
+    "deepspeed.ops.adam": lambda: {"DeepSpeedCPUAdam": _adam, "FusedAdam": _adam},
+    "deepspeed.ops.adagrad": lambda: {"DeepSpeedCPUAdagrad": _adagrad},
+    "deepspeed.ops.lion": lambda: {"DeepSpeedCPULion": _lion, "FusedLion": _lion},
+    "deepspeed.ops.aio": lambda: {"AsyncIOBuilder": AsyncIOBuilder},
+    "deepspeed.runtime": dict,
+    "deepspeed.runtime.base_optimizer": lambda: {"DeepSpeedOptimizer": DeepSpeedOptimizer},
+    "deepspeed.runtime.engine": lambda: {"DeepSpeedEngine": DeepSpeedEngine},
+    "deepspeed.runtime.lr_schedules": lambda: {
+        "VALID_LR_SCHEDULES": ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+    },
+    "deepspeed.runtime.sequence_parallel": dict,
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": lambda: {
+        "UlyssesSPAttentionHF": UlyssesSPAttentionHF,
+        "UlyssesSPDataLoaderAdapter": UlyssesSPDataLoaderAdapter,
+    },
+    "deepspeed.runtime.zero": _zero,
+    "deepspeed.runtime.zero.partition_parameters": _partition_parameters,
+    "deepspeed.utils": _utils,
+    "deepspeed.utils.groups": lambda: {"_get_sequence_parallel_group": _sequence_parallel},
+    "deepspeed.utils.logging": lambda: {"logger": logger},
+}
+
+__all__ = ["MODULES"]

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m zeropp run``: scripts that say ``import deepspeed``, or whose frameworks do, unchanged. An installed
+deepspeed is hidden from them (hide.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {
+    **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(one for one in sys.path if one), "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+ENVIRONMENT.pop("ACCELERATE_USE_DEEPSPEED", None)
+HIDE = str(HERE / "hide.py")
+
+
+def python(*command, limit_s=100, **more):
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        env={**ENVIRONMENT, **more},
+    )
+
+
+def two_ranks(*command):
+    done = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command, limit_s=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+# Both sides add the same fp32 numbers in another order: relative 2**-24 a sum, a few hundred sums in a row.
+def assert_near(rows, wanted):
+    assert len(rows) == len(wanted) > 0
+    for one, other in zip(rows, wanted, strict=True):
+        assert one == pytest.approx(other, rel=2e-5, abs=5e-6)
+
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+}  # fmt: skip
+
+
+def test_an_accelerate_loop_equals_ddp_and_goes_on_where_it_was(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install zeropp[hf]")
+    found, whole = {}, {}
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    for name, stage in (("ddp", None), ("stage 3", 3)):
+        folder = tmp_path / name
+        folder.mkdir()
+        script = HERE / "accelerate_script.py"
+        if stage is None:
+            two_ranks(script, folder)
+        else:
+            two_ranks(HIDE, "run", script, folder, "--zeropp", tmp_path / "ds.json")
+        found[name] = json.loads((folder / "result.json").read_text())
+        import torch
+
+        whole[name] = torch.load(folder / "whole.pt", weights_only=True)
+    assert_near(found["stage 3"]["rows"], found["ddp"]["rows"])
+    assert found["stage 3"]["again"] == found["stage 3"]["rows"][-6:] != found["stage 3"]["rows"][6:12]
+    for name, value in whole["ddp"].items():
+        assert value.sub(whole["stage 3"][name]).abs().max() < 1e-5
+
+
+def test_a_trainer_script_equals_ddp_and_resumes_bit_for_bit(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install zeropp[hf]")
+    sys.path.insert(0, str(HERE.parent / "hf"))
+    from models import llama
+
+    llama().save_pretrained(tmp_path / "model")
+    keys = {**CONFIG, "gradient_clipping": "auto", "train_batch_size": "auto"}
+    keys["zero_optimization"] = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    (tmp_path / "ds.json").write_text(json.dumps(keys))
+    words = (
+        "--max_steps 6 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --max_grad_norm 0.5 --learning_rate 3e-3 "
+        "--warmup_steps 2 --logging_steps 1 --eval_strategy steps --eval_steps 3 --save_steps 3 --report_to none --disable_tqdm true"
+    ).split()
+    script, found = HERE / "trainer_script.py", {}
+    for name, ours in (("ddp", False), ("zeropp", True)):
+        common = [script, tmp_path / "model", tmp_path / f"{name}.json", "--output_dir", tmp_path / name, *words]
+        two_ranks(*([HIDE, "run", *common, "--zeropp", tmp_path / "ds.json"] if ours else [*common, "--use_cpu"]))
+        found[name] = json.loads((tmp_path / f"{name}.json").read_text())
+    assert_near(found["zeropp"]["logged"], found["ddp"]["logged"])
+    assert (
+        found["zeropp"]["deepspeed"] and found["zeropp"]["kind"] == "DeepSpeedEngine" and not found["ddp"]["deepspeed"]
+    )
+    assert found["zeropp"]["again"] == found["zeropp"]["logged"]
+    assert found["zeropp"]["generated"] == found["ddp"]["generated"]
+    assert {p.name for p in (tmp_path / "zeropp" / "checkpoint-3").iterdir()} >= {
+        "global_step3",
+        "latest",
+        "model.safetensors",
+    }
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "zeropp" / "final").state_dict()
+    for name, value in (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ddp" / "final").state_dict().items()
+    ):
+        assert value.sub(saved[name]).abs().max() < 1e-5
+
+
+def test_the_names_are_there_and_say_whose_they_are(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import sys, importlib.metadata, importlib.util\n"
+        "import deepspeed, torch, zeropp\n"
+        "from deepspeed.ops.adam import DeepSpeedCPUAdam\n"
+        "from deepspeed.utils import safe_get_full_grad\n"
+        "assert deepspeed.zero.Init and deepspeed.runtime.zero.partition_parameters.ZeroParamStatus\n"
+        "assert importlib.metadata.version('deepspeed') == deepspeed.__version__\n"
+        "assert 'zeropp' in importlib.metadata.metadata('deepspeed')['Author']\n"
+        "assert importlib.util.find_spec('deepspeed.moe') is None and not hasattr(deepspeed, 'PipelineModule')\n"
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.Linear(4, 2)\n"
+        "optimizer = DeepSpeedCPUAdam(model.parameters(), lr=0.1, adamw_mode=False)\n"
+        "config = {'train_batch_size': 4, 'gradient_accumulation_steps': 2, 'zero_optimization': {'stage': 2}}\n"
+        "engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)\n"
+        "before = engine.weight.detach().clone()\n"
+        "for _ in range(2):\n"
+        "    assert torch.equal(engine.weight, before)\n"
+        "    engine.backward(engine(torch.ones(2, 4)).mean())\n"
+        "    grad = safe_get_full_grad(engine.weight)\n"
+        "    engine.step()\n"
+        "assert torch.allclose(grad, torch.full((2, 4), 0.5)) and engine.global_steps == 1\n"
+        "assert torch.allclose(before - engine.weight, torch.full((2, 4), 0.1))\n"
+        "print(sys.argv[1:], type(optimizer).__name__)\n"
+        "sys.exit(7)\n"
+    )
+    done = python(HIDE, "run", tmp_path / "script.py", "--zeropp", "a.json", "--zeropp=b.json", "-x")
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.strip() == "['--deepspeed', 'a.json', '--deepspeed=b.json', '-x'] ZeroAdam"
+    shown = python(HIDE, "run", "-m", "zeropp", "env", "--json")
+    assert "compatibility module" in json.loads(shown.stdout)["deepspeed"]
+    assert json.loads(python(HIDE, "env", "--json").stdout)["deepspeed"].startswith("nothing;")
+
+
+def test_what_cannot_be_says_why(tmp_path):
+    (tmp_path / "script.py").write_text("import deepspeed\ndeepspeed.initialize(mpu=1)\n")
+    refused = python(HIDE, "run", tmp_path / "script.py")
+    assert "(mpu, mesh_param) is not built yet" in refused.stderr and refused.returncode == 1
+    missing = python(HIDE, "run", tmp_path / "nowhere.py")
+    assert missing.returncode == 2 and "there is no such file" in missing.stderr
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: nothing to refuse beside")
+    beside = python("-m", "zeropp", "run", tmp_path / "script.py")
+    assert beside.returncode == 2 and "zeropp does not stand before it" in beside.stderr
