@@ -68,7 +68,20 @@ _HOME = {
         "errors",
     ),
 }  # fmt: skip
-_MODULES = ("aio", "comm", "config", "errors", "hf", "lightning", "nn", "ops", "optim", "process_group", "zero")
+_MODULES = (
+    "accelerate",
+    "aio",
+    "comm",
+    "config",
+    "errors",
+    "hf",
+    "lightning",
+    "nn",
+    "ops",
+    "optim",
+    "process_group",
+    "zero",
+)
 
 __all__ = ["__version__", *_HOME]
 

@@ -15,7 +15,7 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install zeropp[hf]")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install zeropp[hf]")
 from accelerate import Accelerator  # noqa: E402
-from zeropp.hf.accelerator import ZeroppAccelerator  # noqa: E402
+from zeropp.accelerate import ZeroppAccelerator  # noqa: E402
 from zeropp.hf.trainer import ZeroppTrainer  # noqa: E402
 
 TRAINER = {
@@ -37,6 +37,8 @@ ACCELERATOR = {
     "clip_grad_value_": "self, parameters, clip_value",
     "clip_grad_norm_": "self, parameters, max_norm, norm_type=2",
     "get_state_dict": "self, model, unwrap=True",
+    "load_state": "self, input_dir=None, load_kwargs=None, **load_model_func_kwargs",
+    "save_state": "self, output_dir=None, safe_serialization=True, **save_model_func_kwargs",
     "no_sync": "self, model",
     "prepare": "self, *args, device_placement=None",
     "prepare_model": "self, model, device_placement=None, evaluation_mode=False",

@@ -48,6 +48,19 @@ def test_lora_over_partitioned_weights_with_checkpointing(reentrant, answer):
         assert found["best adapter apart"] == 0.0
 
 
+@pytest.mark.hf_case("accelerate_loop")
+@pytest.mark.parametrize("stage", ["stage 1", "stage 3"])
+def test_a_raw_accelerate_loop_with_two_models(stage, answer):
+    for found in answer("accelerate_loop"):
+        assert len(found["stock"]) == len(found[stage]) == 6
+        for ours, stock in zip(found[stage], found["stock"], strict=True):
+            assert ours == pytest.approx(stock, rel=1e-5, abs=FP32)
+        assert len(found["stock"][1]) == 4 and found["stock"][-1][0] < found["stock"][0][0] - 0.1
+        assert found[f"{stage} again"] == found[stage][-2:] != found[stage][:2]
+        assert found[f"{stage} saved apart"] == 0.0
+        assert {"zeropp", "zeropp_1", "scheduler.bin"} <= set(found[f"{stage} beside"])
+
+
 @pytest.mark.hf_case("low_precision")
 def test_bf16_is_autocast_unless_the_file_says_otherwise(answer):
     for found in answer("low_precision"):

@@ -9,7 +9,7 @@ transformers is patched; the model stays the object it was. Without the flag the
 
 from __future__ import annotations
 
-from zeropp.hf.accelerator import ZeroppAccelerator
+from zeropp.accelerate import ZeroppAccelerator
 from zeropp.hf.arguments import ArgumentsFor, Seq2SeqTrainingArguments, TrainingArguments
 from zeropp.hf.report import MemoryTable
 from zeropp.hf.trainer import Seq2SeqTrainer, Trainer, TrainerFor

@@ -14,8 +14,8 @@ import transformers
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 import zeropp
+from zeropp.accelerate import ZeroppAccelerator, plain_optimizer
 from zeropp.errors import CheckpointError, ConfigError
-from zeropp.hf.accelerator import ZeroppAccelerator, plain_optimizer
 from zeropp.hf.report import MemoryTable, Metrics
 from zeropp.zero import random_state
 from zeropp.zero.prepare import is_prepared

@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An ``accelerate.Accelerator`` that prepares models with zeropp instead of wrapping them in DDP."""
+"""An ``accelerate.Accelerator`` that prepares models with zeropp instead of wrapping them in DDP.
+
+    from zeropp.accelerate import ZeroppAccelerator      # in place of: from accelerate import Accelerator
+    accelerator = ZeroppAccelerator(zeropp={"stage": 3}, gradient_accumulation_steps=2)
+
+Everything else of the loop stays.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +22,13 @@ from torch import nn
 import zeropp
 from zeropp.config import Config
 from zeropp.errors import ConfigError
+from zeropp.zero import random_state
 from zeropp.zero.engine import engine_of
 from zeropp.zero.optimizer import ZeroOptimizer, scaled_for
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.prepare import attach, is_prepared
+
+FOLDER = "zeropp"  # in the folder of save_state: slices and optimizer state of the first model
 
 
 def plain_optimizer(optimizer: Any) -> Any:
@@ -39,10 +49,38 @@ class _PreparedOptimizer(AcceleratedOptimizer):
 class ZeroppAccelerator(Accelerator):
     """Only the verbs that meet partitioned state differ; the distributed type stays what the machine gives.
 
-    Set ``zeropp_config`` before :meth:`prepare`; None means stage 3.
+    Args:
+        zeropp: a :class:`zeropp.Config`, or what ``Config.from_json`` reads: a path, JSON text, a mapping; None: stage 3.
+            Accelerate accumulates and the loop clips, so the configuration does neither. A precision in it is that of the
+            parameters, and takes the place of ``mixed_precision``.
+        more: the arguments of ``Accelerator``. On a machine without a GPU ``cpu=True`` is the default.
     """
 
     zeropp_config: Config | None = None
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def __init__(self, *, zeropp: Any = None, **more: Any) -> None:
+        config = Config() if zeropp is None else zeropp if isinstance(zeropp, Config) else Config.from_json(zeropp)
+        for name, default, instead in (
+            ("accumulate", 1, f"ZeroppAccelerator(gradient_accumulation_steps={config.accumulate})"),
+            ("clip", None, "accelerator.clip_grad_norm_"),
+        ):
+            if getattr(config, name) != default:
+                raise ConfigError(
+                    f"{name}: {getattr(config, name)!r} in the configuration; with Accelerate that is {instead}"
+                )
+        low, mixed = config.dtype_name, more.get("mixed_precision")
+        if low is not None:
+            if str(mixed) not in ("None", "no", low):
+                raise ConfigError(
+                    f"precision is {low!r} in the configuration, and mixed_precision={mixed!r}; give one of them"
+                )
+            more["mixed_precision"] = "no"
+        if not torch.accelerator.is_available():
+            more.setdefault("cpu", True)
+        super().__init__(**more)
+        self.zeropp_config = config
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """As upstream; models are partitioned in place, each with the optimizer among ``args`` that holds its parameters."""
@@ -118,6 +156,47 @@ class ZeroppAccelerator(Accelerator):
                 yield
         else:
             yield
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _partitioned_apart(self) -> Iterator[list[tuple[str, nn.Module, Any]]]:
+        """(folder, model, its optimizer) of each partitioned model; upstream's own lists lack them meanwhile."""
+        models: list[Any] = self._models
+        optimizers: list[Any] = self._optimizers
+        of = {id(one._engine): one for one in self._prepared_optimizers()}
+        ours = [one for one in models if is_prepared(one)]
+        self._models = [one for one in models if not is_prepared(one)]
+        self._optimizers = [one for one in optimizers if not isinstance(plain_optimizer(one), ZeroOptimizer)]
+        try:
+            yield [
+                (FOLDER if i == 0 else f"{FOLDER}_{i}", model, of.get(id(engine_of(model))))
+                for i, model in enumerate(ours)
+            ]
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
+        """As upstream, but each partitioned model and its optimizer are in a folder of their own (``zeropp``, ``zeropp_1``, ...), by
+        slices. Hooks of ``register_save_state_pre_hook`` are given the other models only."""
+        with self._partitioned_apart() as ours:
+            where = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+            for folder, model, optimizer in ours:
+                zeropp.save(Path(where) / folder, model, optimizer, keep=1)
+        return where
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:
+        """What :meth:`save_state` wrote, on any number of ranks and at any stage."""
+        found: list[Any] = []
+        handle = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
+        try:
+            with self._partitioned_apart() as ours:
+                super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+                for folder, model, optimizer in ours:
+                    with random_state.kept():  # upstream restores it from its own files
+                        zeropp.load(Path(found[0]) / folder, model, optimizer)
+        finally:
+            handle.remove()
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Whole values on the CPU, on every rank; collective."""
