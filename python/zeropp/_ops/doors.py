@@ -38,8 +38,20 @@ def check_tensors(name: str, argument: str, tensors: Sequence[Tensor], devices: 
     """A list of such tensors."""
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(f"{name}: {argument} is a {type(tensors).__name__}, wanted a list of tensors")
-    for index, tensor in enumerate(tensors):
-        check_tensor(name, f"{argument}[{index}]", tensor, devices)
+    if not _all_fine(tensors, "cuda" in devices):
+        for index, tensor in enumerate(tensors):
+            check_tensor(name, f"{argument}[{index}]", tensor, devices)
+
+
+def _all_fine(tensors: Sequence[Tensor], cuda: bool) -> bool:
+    """Most lists are, and long: naming each tensor before looking at it would cost more than the operator's work."""
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if not (isinstance(tensor, Tensor) and (tensor.is_cpu or (cuda and tensor.is_cuda))):
+            return False
+        if grad and tensor.requires_grad:
+            return False
+    return True
 
 
 def check_numbers(name: str, numbers: Mapping[str, object]) -> None:
