@@ -28,7 +28,7 @@ int zpp_py_grad_mode(Zero *zero) {
 
 /* --- the beginning and the end of a backward ---------------------------------------------------------------------- */
 
-static bool reduces_now(Zero *zero) {
+static bool boundary_now(Zero *zero) {
     if (!zero->sync) return false;
     zero->micro++;
     if (zero->micro < zero->accumulate) return false;
@@ -38,7 +38,8 @@ static bool reduces_now(Zero *zero) {
 
 static int begin_backward(Zero *zero, long task) {
     struct zpp_err err = ZPP_ERR_INIT;
-    zero->reduces = reduces_now(zero);
+    zero->boundary = boundary_now(zero);
+    zero->reduces = zero->boundary && !zero->hold;
     if (zpp_zero_backward_begin(zero->core, zero->reduces, &err) != ZPP_OK) {
         zpp_py_raise(&err);
         return -1;
@@ -85,7 +86,7 @@ static PyObject *end_backward(PyObject *self, PyObject *unused) {
     zero->in_backward = false;
     zero->builds_loss = false;
     zero->backwards++;
-    zero->at_boundary = zero->reduces;
+    zero->at_boundary = zero->boundary;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_wait wait;
     zpp_py_wait_for(zero, &wait);

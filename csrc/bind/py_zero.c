@@ -165,6 +165,17 @@ static PyObject *unit_grad(PyObject *self, PyObject *unused) {
                          unit->count);
 }
 
+/* held() -> (address, touched: bytes) of the gradient that this rank has not reduced, in the unit's dtype, or None. */
+static PyObject *unit_held(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Unit *unit = (Unit *)self;
+    const uint8_t *touched = NULL;
+    if (unit->zero->ranks == 1) Py_RETURN_NONE;
+    const void *bucket = zpp_zero_held_grad(unit->zero->core, unit->unit->index, &touched);
+    if (!bucket) Py_RETURN_NONE;
+    return Py_BuildValue("Ky#", (unsigned long long)(uintptr_t)bucket, (const char *)touched, unit->count);
+}
+
 static PyObject *unit_clear_grad(PyObject *self, PyObject *arg) {
     Unit *unit = (Unit *)self;
     const Py_ssize_t param = PyLong_AsSsize_t(arg);
@@ -224,6 +235,7 @@ static PyMethodDef unit_methods[] = {
     { "keep_slice", unit_keep_slice, METH_NOARGS, "Take this rank's slice out of the gathered copy." },
     { "grad_hook", unit_grad_hook, METH_O, "The callable for parameter i's post-accumulate-grad hook." },
     { "grad", unit_grad, METH_NOARGS, "(address, dtype, present) of the reduced gradient slice, or None." },
+    { "held", unit_held, METH_NOARGS, "(address, touched) of the whole gradient that is not reduced, or None." },
     { "clear_grad", unit_clear_grad, METH_O, "Forget the gradient of parameter i." },
     { "set_grad_views", unit_set_grad_views, METH_O, "Stage 0: the tensors that p.grad becomes." },
     { "set_adam", unit_set_adam, METH_VARARGS,
@@ -478,6 +490,19 @@ static int zero_set_sync(PyObject *self, PyObject *value, void *unused) {
     return 0;
 }
 
+static PyObject *zero_get_hold(PyObject *self, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(((Zero *)self)->hold);
+}
+
+static int zero_set_hold(PyObject *self, PyObject *value, void *unused) {
+    (void)unused;
+    const int on = value ? PyObject_IsTrue(value) : -1;
+    if (on < 0) return -1;
+    ((Zero *)self)->hold = on;
+    return 0;
+}
+
 static PyObject *zero_get_at_boundary(PyObject *self, void *unused) {
     (void)unused;
     return PyBool_FromLong(((Zero *)self)->at_boundary);
@@ -498,7 +523,8 @@ static PyGetSetDef zero_getset[] = {
     { "in_backward", zero_get_in_backward, NULL, "is a backward running in this thread?", NULL },
     { "builds_loss", zero_get_builds_loss, NULL, "does a forward's graph wait for its backward?", NULL },
     { "sync", zero_get_sync, zero_set_sync, "do backwards reduce? (no_sync)", NULL },
-    { "at_boundary", zero_get_at_boundary, NULL, "was the last backward one that reduces?", NULL },
+    { "hold", zero_get_hold, zero_set_hold, "do gradients stay on this rank at boundaries, too?", NULL },
+    { "at_boundary", zero_get_at_boundary, NULL, "was the last backward a boundary?", NULL },
     { "backwards", zero_get_backwards, NULL, "backwards so far", NULL },
     { "closed", zero_get_closed, NULL, "is the model gone?", NULL },
     { NULL, NULL, NULL, NULL, NULL },

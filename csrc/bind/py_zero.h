@@ -65,14 +65,16 @@ struct Zero {
     /* the pass that goes on */
     int depth;        /* triggers open */
     bool outer_grad;  /* was grad mode on when the outermost trigger began? */
-    bool in_backward, reduces; /* reduces: this backward is not one that no_sync or accumulate holds back */
+    bool in_backward, reduces; /* reduces: this backward is not one that no_sync, accumulate or `hold` holds back */
     long task;        /* torch's graph task of this backward */
     long graded_task; /* the one whose grad mode was looked at last (create_graph) */
     int keep_passes;  /* create_graph: units stay whole for this many ends of backward */
     bool builds_loss; /* a forward's graph waits for its backward */
     bool sync;        /* false inside no_sync */
+    bool hold;        /* gradients stay on this rank at boundaries, too: a one-bit optimizer sends something else */
+    bool boundary;    /* of this backward: it is neither inside no_sync nor before the last of `accumulate` */
     int accumulate, micro;
-    bool at_boundary; /* the last backward was the one that reduces */
+    bool at_boundary; /* the last backward was a boundary */
     uint64_t backwards;
 
     /* torch functions, and our callables for them */

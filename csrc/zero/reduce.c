@@ -287,7 +287,7 @@ static zpp_status put_gradient(zpp_zero *zero, struct zpp_unit *unit, size_t par
 }
 
 /* Before the bucket goes out: parameters without a gradient on this rank count as zeros. */
-static void clear_untouched(zpp_zero *zero, struct zpp_unit *unit) {
+static void clear_untouched(const zpp_zero *zero, struct zpp_unit *unit) {
     const uint8_t *touched = touched_flags(zero, unit);
     unsigned char *bucket = zpp_reduce_bucket(zero, unit);
     if (unit->grad->touched_params == unit->params) return;
@@ -571,6 +571,15 @@ const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **
     if (!grad || !grad->has) return NULL;
     if (present) *present = grad->present;
     return grad->slice;
+}
+
+const void *zpp_zero_held_grad(const zpp_zero *zero, int index, const uint8_t **touched) {
+    struct zpp_unit *unit = zero->units[index];
+    const struct zpp_unit_grad *grad = unit->grad;
+    if (!grad || grad->bucket_offset_bytes == ZPP_BUCKET_NONE || grad->launched || !grad->touched_params) return NULL;
+    clear_untouched(zero, unit);
+    *touched = touched_flags(zero, unit);
+    return zpp_reduce_bucket(zero, unit);
 }
 
 unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit) {

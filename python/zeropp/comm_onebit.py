@@ -109,23 +109,39 @@ class OneBitAllReduce:
         self._decode(self.rank, output.view(-1), scale, accumulate)
         return output
 
+    def scale_(self, factor: float) -> None:
+        """Multiply the result by ``factor``, above 0, where it is: one rounding of each chunk's scale."""
+        if not factor > 0:
+            raise ValueError(f"comm: scale_ by {factor}, wanted a factor above 0")
+        for rank in range(self.ranks):
+            if self._gathered or rank == self.rank:
+                scales, _ = self._parts(rank)
+                scales.mul_(factor)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory held: errors and messages."""
+        return [self.worker_error, self.server_error, self._scratch, self._result]
+
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Collective: the mean over ranks in place, at one bit an element."""
         self.reduce(tensor)
         return self.decode_(tensor)
 
     def _decode(self, rank: int, output: torch.Tensor, scale: float, accumulate: bool) -> None:
-        elems = output.numel()
-        if elems == 0:
+        if output.numel() == 0:
             return
-        chunks = -(-elems // self.chunk_elems)
-        message = self._result[rank * self.message_bytes : (rank + 1) * self.message_bytes]
-        scales = message[: 4 * chunks].view(torch.float32)
-        bits = message[4 * chunks : 4 * chunks + -(-elems // 8)]
+        scales, bits = self._parts(rank)
         if scale != 1.0:
             scales = scales * scale
-        source = OneBit(bits=bits, scales=scales, elems=elems, chunk_elems=self.chunk_elems)
+        source = OneBit(bits=bits, scales=scales, elems=output.numel(), chunk_elems=self.chunk_elems)
         onebit_decode_(source, output, accumulate=accumulate)
+
+    def _parts(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales and bits of slice ``rank`` in the result."""
+        elems = self.length(rank)
+        bits_at = 4 * -(-elems // self.chunk_elems)
+        message = self._result[rank * self.message_bytes : (rank + 1) * self.message_bytes]
+        return message[:bits_at].view(torch.float32), message[bits_at : bits_at + -(-elems // 8)]
 
     def _check(self, tensor: torch.Tensor, what: str) -> None:
         if not tensor.is_cpu:

@@ -5,5 +5,6 @@ from __future__ import annotations
 
 from zeropp.optim.lamb import LAMB
 from zeropp.optim.lion import Lion
+from zeropp.optim.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
 
-__all__ = ["LAMB", "Lion"]
+__all__ = ["LAMB", "Lion", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"]

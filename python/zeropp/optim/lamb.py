@@ -19,8 +19,8 @@ class LAMB(GroupedOptimizer):
 
     A parameter group is one call of the C kernel (csrc/ops/lamb), norms included: 40 bytes a parameter in fp32.
 
-    Parameters are whole fp32 tensors on the CPU (a shard of one has another norm: ZeRO with LAMB is not yet there);
-    gradients fp32, bf16 or fp16. State: ``step``, ``exp_avg`` and ``exp_avg_sq``, fp32.
+    Parameters are whole fp32 tensors on the CPU; gradients fp32, bf16 or fp16. State: ``step``, ``exp_avg`` and
+    ``exp_avg_sq``, fp32. After ``zeropp.prepare``, at every stage, slices are stepped and norms summed over ranks.
     """
 
     def __init__(

@@ -197,7 +197,8 @@ def _held(engine: Engine) -> dict[str, int]:
         "params": core["params"],
         "grads": gradients,
         "master": sum(u.master.numel() * 4 for u in engine.units if u.master is not None),
-        "optimizer": sum(t.numel() * t.element_size() for t in tensors),
+        "optimizer": sum(t.numel() * t.element_size() for t in tensors)
+        + (0 if engine.onebit is None else engine.onebit.held_bytes()),
         "gathered": core["gathered"],
         "buckets": core["buckets"],
         "buckets_peak": core["buckets_peak"],

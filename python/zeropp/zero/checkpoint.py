@@ -273,6 +273,8 @@ def _describe_rank(
     if engine.stage > 0 or engine.rank == 0:  # at stage 0 every rank holds the same
         for unit in engine.units:
             pieces += _unit_pieces(engine, unit, optimizer is not None and unit.trainable, part)
+    if optimizer is not None and engine.onebit is not None:
+        part["private"] = to_plain(engine.onebit.private(), "private", loose)
     if engine.rank == 0:
         buffers = [(name, buffer.detach().cpu().contiguous()) for name, buffer in persistent_buffers(model)]
         pieces += [piece_of(name, buffer) for name, buffer in buffers]
@@ -328,6 +330,7 @@ def _describe(engine: Engine, parts: list[dict[str, Any]], step: int, optimizer:
         ],
         "optimizer": None if optimizer is None else _describe_optimizer(engine, optimizer),
         "scaler": None if optimizer is None or engine.scaler is None else engine.scaler.state(),
+        **({"private": [part["private"] for part in parts]} if "private" in parts[0] else {}),
         "scheduler": parts[0].get("scheduler"),
         "extra": parts[0]["extra"],
         "random": [part["random"] for part in parts],

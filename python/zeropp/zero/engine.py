@@ -8,7 +8,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from zeropp.zero.offload import StateTier, TieredStates
 from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
 from zeropp.zero.scaler import Scaler
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan
+
+if TYPE_CHECKING:
+    from zeropp.zero.onebit import OneBit
 
 #: csrc/base/dtype.h, in its order.
 DTYPES = (
@@ -137,6 +140,7 @@ class Engine:
         self.stepped_at = 0
         self.optimizer_ref: weakref.ref[torch.optim.Optimizer] | None = None
         self.inner: torch.optim.Optimizer | None = None  # torch's own optimizer over the slices, unless ours is in C
+        self.onebit: OneBit | None = None  # in place of both, for optimizers that send or sum something of their own
         self.local = self.ranks == 1 or self.stage == 0
         self.shows_gradients = self.stage == 0
         self.core = _C.Zero(
@@ -261,17 +265,19 @@ class Engine:
     @property
     def unscale(self) -> float:
         """What a held gradient is multiplied with to be the gradient of the loss."""
-        scale = 1.0 / self.accumulate if self.ranks == 1 else 1.0
+        scale = 1.0 / self.accumulate if self.ranks == 1 or self.core.hold else 1.0
         return scale if self.scaler is None else scale / self.scaler.scale
 
     def measure(self) -> tuple[float, list[str]]:
         """Collective: (norm of all gradients before clipping, who has values that are not finite)."""
         if self.norm is None or self.norm_at != self.core.backwards:
             self.clip_scale, self.norm_at = 1.0, self.core.backwards
-            squares, bad = self.core.norm()
-            scale = self.unscale
-            who = [f"'{self.units[u].params[p].names[0]}' (rank {r})" for r, u, p in bad]
-            self.norm = (squares**0.5 * scale, who)
+            if self.core.hold and self.onebit is not None:
+                squares, who = self.onebit.measure()
+            else:
+                squares, bad = self.core.norm()
+                who = [f"'{self.units[u].params[p].names[0]}' (rank {r})" for r, u, p in bad]
+            self.norm = (squares**0.5 * self.unscale, who)
         return self.norm
 
     def check_untouched(self) -> None:

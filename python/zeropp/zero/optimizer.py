@@ -2,7 +2,8 @@
 """A torch optimizer, adopted in place: the same object, whose step updates this rank's slices.
 
 AdamW and Adam run the fused kernel of csrc/ops/adam. Other element-wise optimizers run torch's own code on the slices, one
-1-D tensor a parameter piece; optimizers that need whole matrices are refused until they are implemented.
+1-D tensor a parameter piece. LAMB and the one-bit optimizers have parts of their own (lamb.py, onebit_adam.py); optimizers
+that need whole matrices are refused until they are implemented.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from torch import optim
 
 from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError, Error
-from zeropp.optim import Lion
+from zeropp.optim import LAMB, Lion, OneBitAdam, OneBitLamb, ZeroOneAdam
+from zeropp.zero import lamb, onebit_adam
 from zeropp.zero.engine import Engine, Unit
+from zeropp.zero.onebit import OneBit
 from zeropp.zero.scaler import Scaler
 from zeropp.zero.units import UnitPlan
 
@@ -28,6 +31,9 @@ _ELEMENTWISE = (
     optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop,
     Lion,
 )  # fmt: skip
+_ONEBIT: dict[type, type[OneBit]] = {
+    LAMB: lamb.Lamb, OneBitAdam: onebit_adam.OneBitAdam, ZeroOneAdam: onebit_adam.ZeroOneAdam, OneBitLamb: lamb.OneBitLamb,
+}  # fmt: skip
 
 
 class ZeroOptimizer(optim.Optimizer):
@@ -198,14 +204,20 @@ class ZeroOptimizer(optim.Optimizer):
             self._engine.states.require_whole()
         if self._engine.stage == 0:
             self._engine.check_untouched()
-        if self._engine.core.grads_pending():
+        local = self._engine.onebit if self._engine.core.hold else None
+        pending = self._engine.core.grads_pending()
+        if pending if local is None else not self._engine.core.at_boundary and local.has_gradients():
             raise Error("optimizer.step: the gradients of the last backward were accumulated inside no_sync and not reduced; run the last "
                         "backward of a step outside of zeropp.no_sync(model)")  # fmt: skip
         scaler = self._engine.scaler
         if scaler is not None and scaler.backwards != self._engine.core.backwards:
             raise Error("optimizer.step: a backward did not begin from optimizer.backward(loss), so its gradients are not scaled, and fp16 "
                         "needs that they are; call optimizer.backward(loss) in place of loss.backward()")  # fmt: skip
-        if not self._engine.core.collect_grads():
+        found = self._engine.core.collect_grads()
+        if local is not None:
+            local.refuse_leftovers()
+            found = local.has_gradients()
+        if not found:
             raise Error("optimizer.step: no parameter has a gradient; call loss.backward() first")
 
     def _require_finite(self) -> None:
@@ -226,7 +238,9 @@ class ZeroOptimizer(optim.Optimizer):
         return self._engine.clip_scale * self._engine.unscale
 
     def _update(self) -> None:
-        if self._engine.inner is None:
+        if self._engine.onebit is not None:
+            self._engine.onebit.step(self, self._grad_scale())
+        elif self._engine.inner is None:
             self._adam()
         else:
             self._elementwise()
@@ -333,8 +347,8 @@ def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
         raise ConfigError(
             "the optimizer has state already; call zeropp.prepare before the first step, and zeropp.load to go on"
         )
-    if type(optimizer) not in (*_ADAMS, *_ELEMENTWISE):
-        names = ", ".join(c.__name__ for c in (*_ADAMS, *_ELEMENTWISE))
+    if type(optimizer) not in (*_ADAMS, *_ELEMENTWISE, *_ONEBIT):
+        names = ", ".join(c.__name__ for c in (*_ADAMS, *_ELEMENTWISE, *_ONEBIT))
         raise ConfigError(f"optimizer {type(optimizer).__name__} is not implemented yet on slices; these are: {names}")
     known = {id(p) for plan in plans for p in plan.params}
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -376,8 +390,28 @@ def scaled_for(optimizers: Iterable[Any], loss: torch.Tensor) -> Iterator[torch.
         yield scaled
 
 
+def _check_stage(optimizer: optim.Optimizer, config: Config) -> None:
+    """One-bit optimizers need this rank's own gradients, and local steps all of every state."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in (OneBitAdam, ZeroOneAdam, OneBitLamb):
+        return
+    if config.stage == 3:
+        raise ConfigError(
+            f"Config.stage: 3 is not allowed with {name}, which sends this rank's own gradients where stage 3 has given "
+            "them away; wanted 0, 1 or 2, or at stage 3 AdamW"
+        )
+    if type(optimizer) is ZeroOneAdam and config.stage > 0:
+        clipper = optimizer.param_groups[0]["local_step_clipper"]
+        if clipper != 1:
+            raise ConfigError(
+                f"Config.stage: {config.stage} is not allowed with ZeroOneAdam(local_step_clipper={clipper}): local steps "
+                "need whole states on every rank; wanted local_step_clipper=1, or stage 0"
+            )
+
+
 def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
-    """States on NVMe are streamed through our own kernel."""
+    """States on NVMe are streamed through our own kernel; and what else depends on the configuration."""
+    _check_stage(optimizer, config)
     tier = config.offload.optimizer
     if isinstance(tier, Tier) and tier.kind == "nvme" and type(optimizer) not in _ADAMS:
         raise ConfigError(
@@ -423,7 +457,10 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
         if unit.trainable:
             unit.groups = [group_of[id(e.param)] for e in unit.params]
             unit.steps = torch.zeros(len(unit.params), dtype=torch.int64)
-    engine.inner = None if adam else _inner_optimizer(optimizer, engine)
+    part = _ONEBIT.get(type(optimizer))
+    engine.inner = None if adam or part else _inner_optimizer(optimizer, engine)
+    engine.core.hold = False
+    engine.onebit = None if part is None else part(optimizer, engine)
     optimizer.state.clear()
     optimizer.__class__ = _class_for(type(optimizer))
     optimizer._engine = engine  # type: ignore[attr-defined]

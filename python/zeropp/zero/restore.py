@@ -78,6 +78,7 @@ def load(
             _restore_groups(optimizer, content["optimizer"]["groups"])
             if engine.scaler is not None and content.get("scaler") is not None:
                 engine.scaler.restore(content["scaler"])
+            _restore_private(engine, content, parts)
         if scheduler is not None:
             scheduler.load_state_dict(parts.plain(0, content["scheduler"]["state"]))
         same_ranks = content["ranks"] == engine.ranks
@@ -286,6 +287,13 @@ def _restore_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
                 group[key].fill_(value)
             else:
                 group[key] = value
+
+
+def _restore_private(engine: Engine, content: Mapping[str, Any], parts: _Parts) -> None:
+    """What belongs to one rank alone, where there are as many as at the save."""
+    if engine.onebit is not None:
+        same = content["ranks"] == engine.ranks and "private" in content
+        engine.onebit.restore(parts.plain(engine.rank, content["private"][engine.rank]) if same else None)
 
 
 def _try(work: Any) -> tuple[Any, BaseException | None]:

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LAMB (You et al. 2020) on slices, its norms summed over ranks, and 1-bit LAMB (Li et al. 2021)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropp.ops import norm_squares
+from zeropp.zero.onebit import OneBit, Piece, Slot
+
+
+class Update:
+    """The update of one piece, waiting for its tensor's norms."""
+
+    def __init__(self, slot: Slot, piece: Piece, values: Tensor, row: int) -> None:
+        self.slot, self.piece, self.values, self.row = slot, piece, values, row
+
+
+class Lamb(OneBit):
+    """Exact: every tensor's norms are sums over its pieces, in the order of slices, at every stage."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Any) -> None:
+        super().__init__(optimizer, engine)
+        self._first: dict[int, int] = {}  # unit -> row of its first parameter
+        rows = 0
+        for slot in self.slots:
+            self._first[slot.unit.index] = rows
+            rows += len(slot.unit.params)
+        self._rows = rows
+
+    def wants_local(self) -> bool:
+        return False
+
+    def update(self, optimizer: Any, scale: float) -> None:
+        self.progress["step"] += 1
+        self.lamb_step(scale)
+
+    def trust(self, group: dict[str, Any]) -> tuple[float, float]:
+        """Least and greatest ratio of the norms."""
+        least, most = group["trust"]
+        return float(least), float(most)
+
+    # -- numbers a tensor ----------------------------------------------------------------------------------------------
+
+    def table(self, columns: int) -> Tensor:
+        """Zeros: [slices, tensors, columns], of which this rank fills the slices that it steps."""
+        return torch.zeros(self.engine.ranks, self._rows, columns, dtype=torch.float64)
+
+    def gathered(self, table: Tensor) -> Tensor:
+        """Collective where sliced: every rank's row."""
+        if not self.engine.local:
+            mine = table[self.engine.rank].contiguous()
+            self.engine.comm.all_gather(table.data_ptr(), mine.data_ptr(), mine.nbytes)
+        return table
+
+    def row(self, slot: Slot, param: int) -> int:
+        return self._first[slot.unit.index] + param
+
+    @staticmethod
+    def summed(table: Tensor) -> Tensor:
+        """Over slices, in their order."""
+        total = table[0].clone()
+        for one in table[1:]:
+            total += one
+        return total
+
+    # -- the exact step ------------------------------------------------------------------------------------------------
+
+    def lamb_step(self, scale: float) -> dict[int, float]:
+        """One step of LAMB with reduced gradients: ``{row: ratio of the norms}`` where neither of them is 0."""
+        updates: list[Update] = []
+        table = self.table(2)
+        for slot in self.slots:
+            if any(slot.present):
+                updates += self._directions(slot, scale, table)
+        sums = self.summed(self.gathered(table)).sqrt().tolist()
+        ratios: dict[int, float] = {}
+        for update in updates:
+            group = self.group(update.slot, update.piece.param)
+            norm, size = sums[update.row]
+            ratio = 1.0
+            if 0 < norm < math.inf and 0 < size < math.inf:
+                least, most = self.trust(group)
+                ratio = ratios[update.row] = min(max(norm / size, least), most)
+            self.apply(update, float(group["lr"]) * ratio)
+        for slot in self.slots:  # of tensors of which this rank has no piece
+            for param, there in enumerate(slot.present):
+                row = self.row(slot, param)
+                norm, size = sums[row]
+                if there and row not in ratios and 0 < norm < math.inf and 0 < size < math.inf:
+                    least, most = self.trust(self.group(slot, param))
+                    ratios[row] = min(max(norm / size, least), most)
+        for slot in self.slots:
+            if any(slot.present):
+                slot.write_out()
+        return ratios
+
+    def _directions(self, slot: Slot, scale: float, table: Tensor) -> list[Update]:
+        """Moments of one unit, and ``u = m' / (sqrt(v') + eps) + weight_decay p`` of its pieces."""
+        beta1, beta2 = self.betas()
+        gradient, steps = self._reduced(slot, scale), slot.count_step()
+        found = []
+        for piece in slot.pieces:
+            if not slot.present[piece.param]:
+                continue
+            group, step = self.group(slot, piece.param), steps[piece.param]
+            g = slot.own(gradient, piece)
+            if group.get("maximize", False):
+                g = -g
+            m, v = (slot.own(slot.state(name), piece) for name in ("exp_avg", "exp_avg_sq"))
+            m.mul_(beta1).add_(g, alpha=1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            values = m / (1 - beta1**step)
+            values.div_((v / (1 - beta2**step)).sqrt_().add_(float(group["eps"])))
+            own = slot.own(slot.unit.own, piece)
+            if group["weight_decay"]:
+                values.add_(own, alpha=float(group["weight_decay"]))
+            row = self.row(slot, piece.param)
+            sums, _ = norm_squares([own, values])
+            table[piece.slice, row] = sums
+            found.append(Update(slot, piece, values, row))
+        return found
+
+    def apply(self, update: Update, rate: float) -> None:
+        update.slot.own(update.slot.unit.own, update.piece).add_(update.values, alpha=-rate)
+
+    def _reduced(self, slot: Slot, scale: float) -> Tensor:
+        """This rank's slice of the reduced gradient, times ``scale``, in fp32."""
+        if self.engine.local:
+            whole = self.scratch(slot.unit)
+            slot.take(whole, scale)
+            return whole
+        found = self.engine.gradient_shard(slot.unit)
+        assert found is not None
+        return found[0].float() * scale
+
+
+class OneBitLamb(Lamb):
+    """LAMB for ``freeze_step`` steps; then variance and ratios are frozen, and the momentum goes at one bit.
+
+    From then on ``exp_avg`` holds each tensor's momentum times its coefficient, which gives all tensors one magnitude
+    (``progress["tensors"]`` has the coefficients).
+    """
+
+    def begin(self) -> dict[str, Any]:
+        return {"step": 0, "tensors": {}}
+
+    def trust(self, group: dict[str, Any]) -> tuple[float, float]:
+        return float(group["min_coeff"]), float(group["max_coeff"])
+
+    def wants_local(self) -> bool:
+        return int(self.progress["step"]) >= int(self._groups[0]["freeze_step"])
+
+    def numbers(self, slot: Slot, param: int) -> dict[str, float]:
+        """Of one tensor: ``ratio`` (moving average, ``seen`` times), ``coefficient`` of its momentum, last ``factor``."""
+        name = slot.unit.params[param].names[0]
+        found: dict[str, float] = self.progress["tensors"].setdefault(
+            name, {"ratio": 0.0, "seen": 0, "coefficient": 1.0, "factor": 1.0}
+        )
+        return found
+
+    def update(self, optimizer: Any, scale: float) -> None:
+        compressed = self.wants_local()
+        self.progress["step"] += 1
+        if compressed:
+            self._compressed(scale)
+            return
+        ratios = self.lamb_step(scale)
+        for slot in self.slots:
+            for param in range(len(slot.unit.params)):
+                ratio = ratios.get(self.row(slot, param))
+                if ratio is not None:
+                    numbers, beta = self.numbers(slot, param), float(self.group(slot, param)["coeff_beta"])
+                    numbers["ratio"] = beta * numbers["ratio"] + (1 - beta) * ratio
+                    numbers["seen"] += 1
+        if self.wants_local():
+            self._freeze()
+
+    def _freeze(self) -> None:
+        """Coefficients that give the momentum of all tensors one magnitude; the fresh variance begins as the frozen."""
+        table = self.table(1)
+        for slot in self.slots:
+            for piece in slot.pieces:
+                own = slot.own(slot.state("exp_avg"), piece)
+                table[piece.slice, self.row(slot, piece.param), 0] = norm_squares([own])[0][0]
+        squares = self.summed(self.gathered(table)).flatten().tolist()
+        entries = [(slot, param, entry) for slot in self.slots for param, entry in enumerate(slot.unit.params)]
+        sizes = [math.sqrt(squares[self.row(slot, param)] / max(1, entry.numel)) for slot, param, entry in entries]
+        united = sum(sizes) / len(sizes)
+        for (slot, param, _), size in zip(entries, sizes, strict=True):
+            self.numbers(slot, param)["coefficient"] = united / size if size > 0 else 1.0
+        for slot in self.slots:
+            slot.state("exp_avg_sq_fresh").copy_(slot.state("exp_avg_sq"))
+            for piece in slot.pieces:
+                slot.own(slot.state("exp_avg"), piece).mul_(self.numbers(slot, piece.param)["coefficient"])
+
+    def _compressed(self, scale: float) -> None:
+        updates: list[Update] = []
+        sums, most = self.table(2), self.table(1)
+        for slot in self.slots:
+            if any(slot.present):
+                before = self._average_momentum(slot, scale)
+                updates += self._fresh(slot, before, sums, most)
+        table = self.gathered(torch.cat([sums, most], dim=2))
+        norms = self.summed(table[:, :, :2]).sqrt().tolist()
+        ratios = table[:, :, 2].amax(0).tolist()
+        factors = self._factors(norms, ratios)
+        for update in updates:
+            group, numbers = self.group(update.slot, update.piece.param), self.numbers(update.slot, update.piece.param)
+            seen = 1 - float(group["coeff_beta"]) ** numbers["seen"]
+            ratio = numbers["ratio"] / seen if seen else 1.0
+            self.apply(update, float(group["lr"]) * ratio * factors[update.row])
+        for slot in self.slots:
+            if any(slot.present):
+                slot.write_out()
+
+    def _average_momentum(self, slot: Slot, scale: float) -> Tensor:
+        """The new momentum of this rank's slice in ``exp_avg``; returns the one before."""
+        beta1, _ = self.betas()
+        mine, momentum = self.scratch(slot.unit), slot.state("exp_avg")
+        slot.take(mine, scale * (1 - beta1))
+        coefficients = [self.numbers(slot, param)["coefficient"] for param in range(len(slot.unit.params))]
+        torch._foreach_mul_(slot.spans(mine), coefficients)
+        self.add_momentum(slot, mine, beta1)
+        before = momentum.clone()
+        self.average(slot, mine, momentum)
+        slot.packed = self.engine.ranks > 1
+        return before
+
+    def _fresh(self, slot: Slot, before: Tensor, sums: Tensor, most: Tensor) -> list[Update]:
+        """The fresh variance from the momentum's difference; updates; norms and the largest ratio of denominators."""
+        (beta1, beta2), steps = self.betas(), slot.count_step()
+        frozen_at = int(self._groups[0]["freeze_step"])
+        found = []
+        for piece in slot.pieces:
+            if not slot.present[piece.param]:
+                continue
+            group, step, row = self.group(slot, piece.param), steps[piece.param], self.row(slot, piece.param)
+            coefficient = self.numbers(slot, piece.param)["coefficient"]
+            m, v = slot.own(slot.state("exp_avg"), piece), slot.own(slot.state("exp_avg_sq"), piece)
+            gradient = (m - slot.own(before, piece) * beta1).mul_(1 / (coefficient * (1 - beta1)))
+            fresh = slot.own(slot.state("exp_avg_sq_fresh"), piece)
+            fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            eps = float(group["eps"])
+            real = (fresh / (1 - beta2**step)).sqrt_().add_(eps)
+            below = (v / (1 - beta2 ** min(step, frozen_at))).sqrt_().add_(eps)
+            most[piece.slice, row, 0] = (below / real).masked_fill_(v == 0, 0.0).max()
+            values = (m / below).mul_(1 / (coefficient * (1 - beta1**step))).masked_fill_(v == 0, 0.0)
+            size = norm_squares([values])[0][0]
+            if group["weight_decay"]:
+                values.add_(slot.own(slot.unit.own, piece), alpha=float(group["weight_decay"]))
+            sums[piece.slice, row, 0], sums[piece.slice, row, 1] = size, norm_squares([values])[0][0]
+            found.append(Update(slot, piece, values, row))
+        return found
+
+    def _factors(self, norms: list[list[float]], ratios: list[float]) -> dict[int, float]:
+        """The bounded factor of every tensor that is stepped, the same on every rank."""
+        factors = {}
+        for slot in self.slots:
+            for param, there in enumerate(slot.present):
+                if not there:
+                    continue
+                row, group, numbers = self.row(slot, param), self.group(slot, param), self.numbers(slot, param)
+                factor, (alone, size) = ratios[row], norms[row]
+                if group["weight_decay"] and size > 0:
+                    share = min(1.0, alone / size)
+                    factor = factor * share + (1 - share)
+                factor = min(max(factor, float(group["factor_min"])), float(group["factor_max"]))
+                slack, last = float(group["factor_threshold"]), numbers["factor"]
+                factor = min(max(factor, last * (1 - slack)), last * (1 + slack))
+                factors[row] = numbers["factor"] = factor
+        return factors

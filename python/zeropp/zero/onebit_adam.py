@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""1-bit Adam (Tang et al. 2021) and 0/1 Adam (Lu et al. 2022) on slices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropp.errors import ConfigError
+from zeropp.zero.onebit import OneBit, Piece, Slot
+
+
+class Adam(OneBit):
+    """What both share: Adam's step with a momentum and a variance that are there."""
+
+    def variance_steps(self) -> int:
+        """How often the variance was updated."""
+        raise NotImplementedError
+
+    def rates(self, slot: Slot, steps: list[int]) -> Any:
+        """For :meth:`Slot.runs`: what the step of one parameter depends on."""
+
+        def key(param: int) -> tuple[float, float, float, int]:
+            group = self.group(slot, param)
+            return float(group["lr"]), float(group["eps"]), float(group["weight_decay"]), steps[param]
+
+        return key
+
+    def denominator(self, slot: Slot, run: Piece, eps: float, step: int) -> Tensor:
+        """``sqrt(v / (1 - beta2^t)) + eps``; infinite where nothing was ever seen, so that nothing moves there."""
+        variance = slot.own(slot.state("exp_avg_sq"), run)
+        _, beta2 = self.betas()
+        seen = 1 - beta2 ** min(step, self.variance_steps())
+        return variance.sqrt().mul_(1 / math.sqrt(seen)).add_(eps).masked_fill_(variance == 0, math.inf)
+
+    def step_slices(self, slot: Slot, steps: list[int]) -> None:
+        """``p = p (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)``."""
+        beta1, _ = self.betas()
+        momentum, values = slot.state("exp_avg"), slot.unit.own
+        for (lr, eps, decay, step), run in slot.runs(self.rates(slot, steps)):
+            mine = slot.own(values, run)
+            if decay:
+                mine.mul_(1 - lr * decay)
+            mine.addcdiv_(
+                slot.own(momentum, run), self.denominator(slot, run, eps, step), value=-lr / (1 - beta1**step)
+            )
+        slot.write_out()
+
+
+class OneBitAdam(Adam):
+    """AdamW for ``freeze_step`` steps, bit for bit; then the variance is frozen, and the momentum goes at one bit."""
+
+    def freeze_step(self) -> int:
+        return int(self._groups[0]["freeze_step"])
+
+    def wants_local(self) -> bool:
+        return int(self.progress["step"]) >= self.freeze_step()
+
+    def variance_steps(self) -> int:
+        return min(int(self.progress["step"]), self.freeze_step())
+
+    def update(self, optimizer: Any, scale: float) -> None:
+        compressed = self.wants_local()
+        self.progress["step"] += 1
+        if not compressed:
+            optimizer._adam()
+            return
+        beta1, _ = self.betas()
+        for slot in self.slots:
+            if not any(slot.present):
+                continue
+            mine = self.scratch(slot.unit)
+            slot.take(mine, scale * (1 - beta1))
+            self.add_momentum(slot, mine, beta1)
+            self.average(slot, mine, slot.state("exp_avg"))
+            slot.packed = self.engine.ranks > 1
+            self.step_slices(slot, slot.count_step())
+
+
+class ZeroOneAdam(Adam):
+    """Adaptive variance freezing, then local steps: two schedules in one counter (docs/design/0013)."""
+
+    def begin(self) -> dict[str, Any]:
+        return {
+            "step": 0, "variance_steps": 0, "variance_interval": 1, "variance_counter": 0, "local_interval": 1,
+            "local_counter": 0, "since": 0, "rate": 0.0,
+        }  # fmt: skip
+
+    def option(self, name: str) -> int:
+        return int(self._groups[0][name])
+
+    def variance_steps(self) -> int:
+        return int(self.progress["variance_steps"])
+
+    def frozen(self) -> bool:
+        return int(self.progress["step"]) >= self.option("var_freeze_step")
+
+    def learns_variance(self) -> bool:
+        """Of the next step."""
+        return not self.frozen() and (self.progress["step"] + 1) % self.progress["variance_interval"] == 0
+
+    def wants_local(self) -> bool:
+        return not self.learns_variance()
+
+    def update(self, optimizer: Any, scale: float) -> None:
+        progress = self.progress
+        if self.frozen():
+            self._local(scale)
+            progress["step"] += 1
+            progress["local_counter"] += 1
+            if progress["local_counter"] == self.option("local_step_scaler"):
+                progress["local_counter"] = 0
+                progress["local_interval"] = min(self.option("local_step_clipper"), 2 * progress["local_interval"])
+            return
+        if not self.learns_variance():
+            self._one_bit_gradient(scale)
+            progress["step"] += 1
+        else:
+            self._learn(optimizer, scale)
+            progress["step"] += 1
+            progress["variance_counter"] += 1
+            if progress["variance_counter"] == self.option("var_update_scaler"):
+                progress["variance_counter"] = 0
+                progress["variance_interval"] *= 2
+        if self.frozen():  # what was owed was a gradient's, and from now on it is a movement's
+            for slot in self.slots:
+                slot.forget()
+
+    # -- while the variance is learned ---------------------------------------------------------------------------------
+
+    def _learn(self, optimizer: Any, scale: float) -> None:
+        """A step of AdamW with reduced gradients; as long as every step was one, by its kernel."""
+        self.progress["variance_steps"] += 1
+        if self.progress["variance_steps"] == self.progress["step"] + 1:
+            optimizer._adam()
+            return
+        beta1, beta2 = self.betas()
+        for slot in self.slots:
+            if not any(slot.present):
+                continue
+            gradient = self._reduced(slot, scale)
+            moments = slot.state("exp_avg"), slot.state("exp_avg_sq")
+            for _, run in slot.runs(lambda param: None):
+                g = slot.own(gradient, run)
+                slot.own(moments[0], run).lerp_(g, 1 - beta1)
+                slot.own(moments[1], run).mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            self.step_slices(slot, slot.count_step())
+
+    def _reduced(self, slot: Slot, scale: float) -> Tensor:
+        """This rank's slice of the reduced gradient, times ``scale``, in fp32."""
+        if self.engine.local:
+            whole = self.scratch(slot.unit)
+            slot.take(whole, scale)
+            return whole
+        found = self.engine.gradient_shard(slot.unit)
+        assert found is not None
+        return found[0].float() * scale
+
+    def _one_bit_gradient(self, scale: float) -> None:
+        beta1, _ = self.betas()
+        for slot in self.slots:
+            if not any(slot.present):
+                continue
+            mine = self.scratch(slot.unit)
+            slot.take(mine, scale)
+            mean = self.scratch(slot.unit, "mean")[: slot.unit.shard.numel()]
+            self.average(slot, mine, mean, gather=False)
+            momentum = slot.state("exp_avg")
+            for _, run in slot.runs(lambda param: None):
+                slot.own(momentum, run).lerp_(slot.own(mean, run), 1 - beta1)
+            self.step_slices(slot, slot.count_step())
+
+    # -- while the variance is frozen ----------------------------------------------------------------------------------
+
+    def _rate(self) -> float:
+        """The learning rate of all groups: movements of a whole unit are added up."""
+        first = float(self._groups[0]["lr"])
+        for index, group in enumerate(self._groups):
+            if float(group["lr"]) != first:
+                raise ConfigError(
+                    f"optimizer.step: lr of parameter group {index} is {float(group['lr'])}, that of group 0 {first}; "
+                    "ZeroOneAdam wants the same in every group once its variance is frozen"
+                )
+        return first
+
+    def _local(self, scale: float) -> None:
+        """A step with this rank's own momentum, and where it is due, the agreement on what was moved."""
+        progress, lr = self.progress, self._rate()
+        if lr == 0:
+            return
+        beta1, _ = self.betas()
+        due = (progress["step"] + 1) % progress["local_interval"] == 0 or self.engine.ranks == 1
+        rate = lr / (1 - beta1 ** (progress["step"] + 1))
+        total = progress["rate"] + rate
+        for slot in self.slots:
+            if any(slot.present):
+                mine = self.scratch(slot.unit)
+                slot.take(mine, scale * (1 - beta1))
+                self._move(slot, mine, beta1, rate, due, total)
+        progress["rate"] = 0.0 if due else total
+        progress["since"] = 0 if due else progress["since"] + 1
+
+    def _move(self, slot: Slot, mine: Tensor, beta1: float, rate: float, due: bool, total: float) -> None:
+        values, momentum = slot.unit.own, slot.state("exp_avg")
+        alone = not self.progress["since"] and due  # a synchronisation every step: nothing is local
+        if alone:
+            self.add_momentum(slot, mine, beta1)
+            moved = mine.mul_(rate)
+        else:
+            assert self.engine.local, "local steps are for stage 0"
+            if "moved" not in slot.extra:
+                slot.extra |= {"moved": torch.zeros_like(mine), "anchor": values.clone()}
+            self._own_momentum(slot, mine, beta1)
+            moved = slot.extra["moved"].add_(mine * rate)
+        steps = slot.count_step()
+        if not due:
+            slot.packed = False
+            self._walk(slot, steps, values, mine, rate)
+            self._walk(slot, steps, slot.extra["anchor"], None, rate)
+            slot.write_out()
+            return
+        if not alone:
+            values.copy_(slot.extra["anchor"])
+        self.average(slot, moved, momentum)
+        slot.packed = self.engine.ranks > 1
+        self._walk(slot, steps, values, momentum, 1.0)
+        momentum.mul_(1 / total)
+        if slot.packed:
+            slot.reducer.scale_(1 / total)
+        slot.extra.clear()
+        slot.write_out()
+
+    def _own_momentum(self, slot: Slot, mine: Tensor, beta1: float) -> None:
+        """``mine += beta1 m`` with this rank's own momentum, which then is the new one."""
+        momentum = slot.state("exp_avg")
+        mine.add_(momentum * beta1)
+        slot.clear_gaps(mine)
+        if not all(slot.present):
+            for there, to, own in zip(slot.present, slot.spans(mine), slot.spans(momentum), strict=True):
+                if not there:
+                    to.copy_(own)
+        momentum.copy_(mine)
+
+    def _walk(self, slot: Slot, steps: list[int], values: Tensor, along: Tensor | None, rate: float) -> None:
+        """``values = values (1 - lr weight_decay) - rate along / denominator``; None: the decay alone."""
+        for (lr, eps, decay, step), run in slot.runs(self.rates(slot, steps)):
+            mine = slot.own(values, run)
+            if decay:
+                mine.mul_(1 - lr * decay)
+            if along is not None:
+                mine.addcdiv_(slot.own(along, run), self.denominator(slot, run, eps, step), value=-rate)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def private(self) -> dict[str, Tensor]:
+        """Between synchronisations the parameters and the momentum are this rank's own, too."""
+        found = super().private()
+        if self.progress["since"]:
+            for slot in self.slots:
+                found[f"{slot.unit.index}.values"] = slot.unit.own
+                found[f"{slot.unit.index}.exp_avg"] = slot.state("exp_avg")
+        return found
+
+    def restore(self, private: dict[str, Tensor] | None) -> None:
+        if self.engine.stage > 0 and self.option("local_step_clipper") > 1:
+            raise ConfigError(
+                f"load: the checkpoint's ZeroOneAdam has local_step_clipper={self.option('local_step_clipper')}, which "
+                f"stage {self.engine.stage} cannot; load it at stage 0"
+            )
+        super().restore(private)
+        for slot in self.slots:
+            for name, to in (("values", slot.unit.own), ("exp_avg", slot.state("exp_avg"))):
+                if name in slot.extra:
+                    to.copy_(slot.extra.pop(name))
+            slot.write_out()
+        if private is None:  # what rank 0 had is where all go on
+            self.progress.update(since=0, rate=0.0)
