@@ -130,6 +130,8 @@ static void keep_write_failure(zpp_aio *aio, const zpp_aio_request *request) {
 }
 
 void zpp_aio_complete(zpp_aio *aio, zpp_aio_request *request) {
+    zpp_span_end(request->began_ns, request->write ? ZPP_SPAN_WRITE : ZPP_SPAN_READ, request->file->path,
+                 request->bytes);
     zpp_aio_unqueue(aio, request);
     unlink_outstanding(aio, request);
     zpp_aio_unlist(request);
@@ -213,6 +215,7 @@ static void tell_if_not_locked(zpp_aio *aio) {
 /* Link the request in; `lock` held. False: no memory, nothing is linked. */
 static bool begin(zpp_aio *aio, zpp_aio_request *request, struct zpp_file *file) {
     request->number = aio->numbers + 1;
+    request->began_ns = zpp_span_begin();
     if (!zpp_aio_hold(file, request)) return false;
     aio->numbers = request->number;
     ++aio->refs;

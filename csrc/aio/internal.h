@@ -10,6 +10,7 @@
 
 #include <pthread.h>
 
+#include "../base/timeline.h"
 #include "engine.h"
 #include "ring.h"
 
@@ -32,7 +33,8 @@ struct zpp_aio_request {
     unsigned char *memory;     /* borrowed */
     size_t bytes;
     uint64_t offset_bytes;
-    uint64_t number; /* order of submission */
+    uint64_t number;   /* order of submission */
+    uint64_t began_ns; /* for zeropp.trace */
     bool write, urgent;
     atomic_bool done;
 

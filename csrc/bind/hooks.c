@@ -8,6 +8,7 @@
  *   saved tensor  pack and unpack around everything autograd saves while a block runs: cannot be missed
  * (saved_tensors.c) auto-gather   PartitionedParameter.__torch_function__, for recomputation that calls no module
  */
+#include "../base/timeline.h"
 #include "py_zero.h"
 
 /* torch.func refuses saved-tensor hooks, and its tensors have no gradient of their own. */
@@ -216,6 +217,12 @@ static int close_units(Trigger *trigger, const struct open_call *call) {
     return failed;
 }
 
+/* For zeropp.trace. */
+static const char *name_of(const Trigger *trigger, const struct open_call *call) {
+    if (PyTuple_Size(trigger->units) < 1) return call->recompute ? "recomputation" : "model";
+    return ((const Unit *)PyTuple_GetItem(trigger->units, 0))->unit->name;
+}
+
 static PyObject *trigger_call(PyObject *self, PyObject *args, PyObject *kwargs) {
     Trigger *trigger = (Trigger *)self;
     Zero *zero = trigger->zero;
@@ -225,7 +232,9 @@ static PyObject *trigger_call(PyObject *self, PyObject *args, PyObject *kwargs) 
     PyObject *output = NULL;
     zero->depth++;
     int failed = open_units(trigger, &call);
+    const uint64_t began_ns = zpp_span_begin();
     if (!failed) output = PyObject_Call(trigger->call, args, kwargs);
+    if (began_ns) zpp_span_end(began_ns, ZPP_SPAN_FORWARD, name_of(trigger, &call), 0);
     if (output && call.grad && !call.recompute && !call.functorch && (zero->moves || call.outermost))
         failed = gate_output(trigger, output, 0);
     zero->depth--;

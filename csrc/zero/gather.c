@@ -23,10 +23,12 @@ static zpp_status gather_slices(void *arg, void *native, const struct zpp_wait *
     const struct gather_args *args = arg;
     zpp_zero *zero = args->zero;
     const size_t bytes = zpp_unit_shard_bytes(args->unit);
+    const uint64_t began_ns = zpp_span_begin();
     for (int rank = 0; rank < zero->ranks; rank++) {
         const unsigned char *region = zpp_region_base(zero->params, rank);
         memcpy(args->memory + (size_t)rank * bytes, region + args->unit->region_offset_bytes, bytes);
     }
+    zpp_span_end(began_ns, ZPP_SPAN_GATHER, args->unit->name, bytes * (size_t)zero->ranks);
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
     return ZPP_OK;
 }
@@ -108,8 +110,10 @@ static zpp_status prefetch_ahead(zpp_zero *zero, enum zpp_phase phase, struct zp
 
 /* The computation may use it from here on. */
 static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
+    const uint64_t began_ns = zpp_span_begin();
     const zpp_status status = zpp_stream_wait(zero->compute, unit->ready, wait, err);
     if (status != ZPP_OK) return status;
+    zpp_span_end(began_ns, ZPP_SPAN_WAIT, "for a gather", 0);
     unit->state = ZPP_UNIT_FULL;
     zero->ahead_bytes -= zpp_unit_bytes(unit);
     return ZPP_OK;

@@ -6,6 +6,7 @@
 #define ZPP_ZERO_INTERNAL_H
 
 #include "../base/mem.h"
+#include "../base/timeline.h"
 #include "bucket.h"
 #include "exchange.h"
 #include "reduce.h"
@@ -46,6 +47,7 @@ struct zpp_zero {
     int order_count, order_at;
     uint64_t pass;     /* reducing backwards so far */
     bool in_backward, reduces;
+    uint64_t backward_ns, step_ns; /* when they began, for zeropp.trace */
     float grad_scale;
     size_t slice_bytes, carry_bytes, kept_bucket_bytes;
 };

@@ -390,8 +390,10 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
     }
     if (grad->round == ROUND_ADD) {
         status = read_peers(zero, grad, zero->lane, ZPP_NOTICE_REDUCE, grad->seq, wait, err);
+        const uint64_t began_ns = zpp_span_begin();
         if (status == ZPP_OK) status = add_slices(zero, grad, err);
         if (status != ZPP_OK) return status;
+        zpp_span_end(began_ns, ZPP_SPAN_REDUCE, grad->unit->name, zpp_unit_shard_bytes(grad->unit));
         zpp_lane_ack(zero->lane, grad->seq);
         grad->round = zero->copy_lane ? ROUND_POST_SLICE : ROUND_DONE;
     }
@@ -448,6 +450,7 @@ static zpp_status drain(zpp_zero *zero, bool all, struct zpp_err *err) {
 
 zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *err) {
     if (zero->in_backward) return zpp_fail(err, ZPP_STATE, "zero: a backward begins inside a backward");
+    zero->backward_ns = zpp_span_begin();
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
         if (unit->grad->launched && unit->grad->pass == zero->pass)
@@ -526,8 +529,10 @@ static void adopt_result(zpp_zero *zero, struct zpp_unit_grad *grad) {
 
 static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
     /* They run in order, so the last one is the one to wait for. */
+    const uint64_t began_ns = zpp_span_begin();
     const zpp_status status = zpp_event_sync(zero->units[zero->order[zero->order_count - 1]]->grad->done, wait, err);
     if (status != ZPP_OK) return status;
+    zpp_span_end(began_ns, ZPP_SPAN_WAIT, "for reductions", 0);
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         grad->touched_params = 0;
@@ -550,6 +555,7 @@ zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, st
     }
     zpp_zero_reset_uses(zero);
     zero->in_backward = false;
+    zpp_span_end(zero->backward_ns, ZPP_SPAN_BACKWARD, "backward", 0);
     return ZPP_OK;
 }
 

@@ -12,10 +12,13 @@ zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, c
                                struct zpp_err *err) {
     zpp_status status = zpp_zero_release_all(zero, err);
     if (status != ZPP_OK) return status;
+    const uint64_t began_ns = zpp_span_begin();
     uint64_t *all = votes ? votes : calloc((size_t)zero->ranks, sizeof *all);
     if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the votes of %d ranks", zero->ranks);
     status = zpp_zero_exchange(zero, ZPP_NOTICE_STEP, &vote, sizeof vote, all, wait, err);
     if (!votes) free(all);
+    if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "until all ranks step", 0);
+    zero->step_ns = zpp_span_begin();
     return status;
 }
 
@@ -37,8 +40,12 @@ static void collect_whole(zpp_zero *zero, struct zpp_unit *unit) {
 }
 
 zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_span_end(zero->step_ns, ZPP_SPAN_STEP, "step", 0);
+    zero->step_ns = 0;
     if (zero->ranks == 1) return ZPP_OK;
+    const uint64_t began_ns = zpp_span_begin();
     zpp_status status = zpp_barrier(zero->options.comm, wait, err);
+    if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "until all ranks have stepped", 0);
     if (status != ZPP_OK || zero->options.stage == 0) return status;
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../base/timeline.h"
 #include "../base/wait.h"
 #include "tier_internal.h"
 
@@ -130,6 +131,7 @@ static zpp_status finish_timed(zpp_tier *tier, zpp_aio_request **request, struct
     const uint64_t before_ns = zpp_now_ns();
     const zpp_status status = tier_finish(request, fault, err);
     tier->waited_ns += zpp_now_ns() - before_ns;
+    if (zpp_span_begin()) zpp_span_end(before_ns, ZPP_SPAN_WAIT, "for states in a file", 0);
     return status;
 }
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from zeropp.errors import NotBuiltError as NotBuiltError
     from zeropp.errors import PartitionedParameterError as PartitionedParameterError
     from zeropp.errors import TierError as TierError
+    from zeropp.timeline import trace as trace
     from zeropp.zero.access import gathered as gathered
     from zeropp.zero.access import memory as memory
     from zeropp.zero.access import no_sync as no_sync
@@ -58,6 +59,7 @@ _HOME = {
     **dict.fromkeys(("full_state_dict", "load_full_state_dict", "named_full_tensors", "export"), "zero.state"),
     **dict.fromkeys(("get_full", "get_local", "local_range", "set_full", "set_local"), "zero.values"),
     "sharded_init": "zero.init",
+    "trace": "timeline",
     "initialize": "deepspeed_engine",
     **dict.fromkeys(("Config", "Precision", "LossScale", "Offload", "Tier", "Comm"), "config"),
     **dict.fromkeys(
