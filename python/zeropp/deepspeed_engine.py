@@ -24,18 +24,13 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropp
-from zeropp.config import Config, _read_json, nearest
+from zeropp.config import Config, _read_json
+from zeropp.deepspeed_optimizers import build, section_of
 from zeropp.errors import ConfigError
 from zeropp.zero.agree import Ranks
 from zeropp.zero.engine import engine_of
 
 LATEST = "latest"
-_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.AdamW,  # DeepSpeed's Adam is AdamW unless adam_w_mode is false
-    "adamw": torch.optim.AdamW,
-    "adagrad": torch.optim.Adagrad,
-    "sgd": torch.optim.SGD,
-}
 
 
 def initialize(
@@ -87,7 +82,7 @@ def initialize(
         parameters = (
             [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
         )
-        optimizer = optimizer(parameters) if callable(optimizer) else _optimizer(sections["optimizer"], parameters)
+        optimizer = optimizer(parameters) if callable(optimizer) else build(sections["optimizer"], parameters)
     # The engine accumulates, so that a caller may end a step early (set_gradient_accumulation_boundary).
     _, optimizer = zeropp.prepare(model, optimizer, dataclasses.replace(settings, accumulate=1))
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
@@ -109,43 +104,9 @@ def _micro_batch(keys: Mapping[str, Any], accumulate: int) -> int | None:
     return train // (accumulate * _ranks()) if isinstance(train, int) else None
 
 
-def _section(section: Any, name: str) -> tuple[str, dict[str, Any]]:
-    if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
-        raise ConfigError(f'{name}: {section!r} is not allowed; wanted {{"type": ..., "params": {{...}}}}')
-    for key in section:
-        if key not in ("type", "params", "legacy_fusion"):
-            raise ConfigError(f"{name}.{key}: unknown key{nearest(key, ('type', 'params'))}")
-    parameters = dict(section.get("params") or {})
-    auto = [key for key, value in parameters.items() if value == "auto"]
-    if auto:
-        raise ConfigError(f'{name}.params.{auto[0]}: "auto" is filled by a Trainer; give a number to zeropp.initialize')
-    return section["type"], parameters
-
-
-def _optimizer(section: Any, parameters: Any) -> torch.optim.Optimizer | None:
-    if section is None:
-        return None
-    kind, values = _section(section, "optimizer")
-    cls = _OPTIMIZERS.get(kind.lower())
-    if cls is None:
-        raise ConfigError(
-            f"optimizer.type: {kind!r} is not built yet; wanted one of {', '.join(_OPTIMIZERS)}, or optimizer= with any of torch's"
-        )
-    if kind.lower().startswith("adam"):
-        for name in ("torch_adam", "fused"):
-            values.pop(name, None)
-        if values.pop("adam_w_mode", True) is False:
-            cls = torch.optim.Adam
-        values.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
-    try:
-        return cls(list(parameters), **values)
-    except TypeError as error:
-        raise ConfigError(f"optimizer.params: {values!r} do not fit torch's {cls.__name__}: {error}") from error
-
-
 def _scheduler(section: Any, optimizer: Any) -> Any:
     """WarmupLR and its kin: a factor of the largest rate, by step (DeepSpeed, lr_schedules.py)."""
-    kind, values = _section(section, "scheduler")
+    kind, values = section_of(section, "scheduler")
     known = {"WarmupLR", "WarmupDecayLR"}
     if kind not in known:
         raise ConfigError(

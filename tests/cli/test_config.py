@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from zeropp.cli import main
 
 
@@ -33,6 +34,22 @@ def test_every_key_is_explained(capsys, tmp_path):
     assert (
         answer["config"]["stage"] == 3 and answer["config"]["accumulate"] == 2 and answer["config"]["prefetch"] == 2000
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "stage", "state", "said"),
+    [
+        ({"type": "OneBitAdam", "params": {"lr": "auto", "freeze_step": 9}}, 2, "used", "zeropp.optim.OneBitAdam"),
+        ({"type": "OneBitLamb"}, 3, "refused", "Config.stage: 3 is not allowed with OneBitLamb"),
+        ({"type": "ZeroOneAdam"}, 1, "refused", "wanted local_step_clipper=1, or stage 0"),
+        ({"type": "AdamW"}, 3, "used", "torch.optim.AdamW"),
+        ({"type": "OneBitAdm"}, 0, "refused", "'OneBitAdm' is not built yet; wanted one of Adam, "),
+    ],
+)
+def test_optimizers_are_named_or_refused(capsys, tmp_path, section, stage, state, said):
+    status, rows, _ = told(capsys, tmp_path, {"optimizer": section, "zero_optimization": {"stage": stage}})
+    assert rows["optimizer"]["state"] == state and said in rows["optimizer"]["said"]
+    assert status == (state == "refused")
 
 
 def test_everything_that_is_refused_is_said_at_once(capsys, tmp_path):

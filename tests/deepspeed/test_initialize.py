@@ -80,9 +80,41 @@ def test_fp16_skips_a_step_that_overflows():
 
 
 @pytest.mark.parametrize(
+    ("section", "kind", "wanted"),
+    [
+        (
+            {"type": "OneBitAdam", "params": {"lr": 2e-4, "freeze_step": 40, "cuda_aware": False, "comm_backend_name": "nccl"}},
+            "OneBitAdam", {"lr": 2e-4, "freeze_step": 40, "eps": 1e-8},
+        ),
+        (
+            {"type": "ZeroOneAdam", "params": {"var_freeze_step": 9, "local_step_clipper": 1, "bias_correction": True}},
+            "ZeroOneAdam", {"var_freeze_step": 9, "local_step_clipper": 1, "var_update_scaler": 16},
+        ),
+        (
+            {"type": "OneBitLamb", "params": {"betas": [0.8, 0.99], "factor_max": 3.0}},
+            "OneBitLamb", {"betas": (0.8, 0.99), "factor_max": 3.0, "coeff_beta": 0.9},
+        ),
+        ({"type": "lamb", "params": {"max_coeff": 5.0}}, "LAMB", {"trust": (0.01, 5.0), "eps": 1e-8}),
+        ({"type": "Lion"}, "Lion", {"lr": 1e-3}),
+    ],
+)  # fmt: skip
+def test_optimizers_of_ours_by_deepspeeds_names(section, kind, wanted):
+    engine, optimizer, _, _ = zeropp.initialize(
+        model=model(), config={**SMALL, "optimizer": section, "zero_optimization": {"stage": 2}}
+    )
+    assert isinstance(optimizer, getattr(zeropp.optim, kind))
+    group = optimizer.param_groups[0]
+    assert {name: group[name] for name in wanted} == wanted
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+
+
+@pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type: 'Lamb' is not built yet"),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type: 'Muon' is not built yet"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad: True is not"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "zeropp.optim's OneBitAdam.*freeze_step"),
         ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, "filled by a Trainer"),
         ({"optimizer": {"type": "Adam", "parms": {}}}, "did you mean 'params'"),
         ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "speed": 1}}}, "do not fit torch's SGD"),

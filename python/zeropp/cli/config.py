@@ -12,11 +12,12 @@ from typing import Any
 
 from zeropp.config import Config, _read_json
 from zeropp.deepspeed_json import is_deepspeed_key
+from zeropp.deepspeed_optimizers import explain
 from zeropp.errors import ConfigError
 
 #: Sections that other doors read: `zeropp.initialize` and the Trainer.
 _ELSEWHERE = {
-    "optimizer": "zeropp.initialize builds it; Trainer compares it with its arguments",
+    "optimizer": "zeropp.initialize builds it ({}); Trainer compares it with its arguments",
     "scheduler": "zeropp.initialize builds it; for Trainer give --lr_scheduler_type",
 }
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -59,10 +60,15 @@ def _pieces(keys: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]
             for key, inner in value.items():
                 yield f"{name}.{key}", inner, {name: {"stage": stage, key: inner}}
         else:
-            yield name, value, {name: value}
+            yield name, value, {name: value, **({"stage": stage} if name == "optimizer" else {})}
 
 
 def _explain(path: str, value: Any, alone: dict[str, Any], ranks: int) -> tuple[str, str]:
+    if path == "optimizer":
+        try:
+            return "used", _ELSEWHERE[path].format(explain(value, alone["stage"]))
+        except ConfigError as error:
+            return "refused", str(error)
     if path in _ELSEWHERE:
         return "used", _ELSEWHERE[path]
     if value == "auto":
