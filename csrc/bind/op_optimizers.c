@@ -15,23 +15,58 @@
 /* What all three have: `states` may be empty for SGD only. */
 struct lists {
     const struct zpp_tensors *params, *grads, *states, *param_outs;
+    struct zpp_place place; /* where all of them are to be: the cpu (device_index -1), or the first one's CUDA device */
 };
 
-static void read_lists(struct zpp_boxed *args, struct lists *l, const char *states) {
+static void read_lists(struct zpp_boxed *args, struct lists *l, const char *states, bool cuda) {
     l->params = zpp_boxed_tensors(args, "params", true);
     l->grads = zpp_boxed_tensors(args, "grads", false);
     l->states = zpp_boxed_tensors(args, states, true);
     l->param_outs = zpp_boxed_tensors(args, "param_outs", true);
+    l->place = zpp_boxed_cpu();
+    if (cuda) {
+        const int32_t index = l->params->count ? l->params->at[0].device_index : 0;
+        l->place = (struct zpp_place){ zpp_torch.aoti_torch_device_type_cuda(), index };
+    }
+}
+
+static bool check_list(struct zpp_boxed *args, const struct lists *l, const struct zpp_tensors *list, unsigned dtypes,
+                       bool may_be_empty) {
+    if (may_be_empty && list->count == 0) return zpp_boxed_ok(args);
+    return zpp_boxed_check_like(args, list, l->params) && zpp_boxed_check(args, list, l->place, dtypes);
 }
 
 static bool check_lists(struct zpp_boxed *args, const struct lists *l, bool may_lack_states) {
     const struct zpp_tensors *const written[] = { l->params, l->states, l->param_outs };
-    return zpp_op_check_list(args, l->params, l->params, 1u << ZPP_F32, false) &&
-           zpp_op_check_list(args, l->grads, l->params, ZPP_OP_FLOATS, false) &&
-           zpp_op_check_list(args, l->states, l->params, 1u << ZPP_F32, may_lack_states) &&
-           zpp_op_check_list(args, l->param_outs, l->params, ZPP_OP_FLOATS, true) &&
+    return check_list(args, l, l->params, 1u << ZPP_F32, false) &&
+           check_list(args, l, l->grads, ZPP_OP_FLOATS, false) &&
+           check_list(args, l, l->states, 1u << ZPP_F32, may_lack_states) &&
+           check_list(args, l, l->param_outs, ZPP_OP_FLOATS, true) &&
            zpp_boxed_check_apart(args, written, sizeof written / sizeof written[0], &l->grads, 1);
 }
+
+/* Device and torch's current stream of the lists; false with a sentence noted. */
+static bool find_cuda(struct zpp_boxed *args, const struct lists *l, zpp_device **device, void **stream,
+                      struct zpp_err *err) {
+    if (zpp_op_cuda(l->place.device_index, device, stream, err) == ZPP_OK) return true;
+    return zpp_boxed_fail(args, "%s", err->text);
+}
+
+/* Runs an optimizer's step where its lists are. */
+#define RUN_STEP(op, args, l, segments, scale)                                                                     \
+    do {                                                                                                           \
+        struct zpp_err err = ZPP_ERR_INIT;                                                                         \
+        zpp_device *device = NULL;                                                                                 \
+        void *stream = NULL;                                                                                       \
+        if ((l)->place.device_index < 0) {                                                                         \
+            zpp_pool *pool = zpp_op_pool_take();                                                                   \
+            zpp_##op##_step(segments, (l)->params->count, scale, pool);                                            \
+            zpp_op_pool_give(pool);                                                                                \
+        } else if (find_cuda(args, l, &device, &stream, &err) &&                                                   \
+                   zpp_##op##_step_cuda(device, stream, segments, (l)->params->count, scale, &err) != ZPP_OK) {    \
+            zpp_boxed_fail(args, "%s", err.text);                                                                  \
+        }                                                                                                          \
+    } while (0)
 
 /* Room for a segment a tensor; NULL, with a sentence noted, without memory. */
 static void *new_segments(struct zpp_boxed *args, const struct lists *l, size_t segment_bytes) {
@@ -67,19 +102,16 @@ static void run_lion(struct zpp_boxed *args, const struct lists *l, const struct
         FILL_SEGMENT(&segments[i], l, i);
         segments[i].exp_avg = l->states->at[i].data;
     }
-    zpp_pool *pool = zpp_op_pool_take();
-    zpp_lion_step(segments, l->params->count, scale, pool);
-    zpp_op_pool_give(pool);
+    RUN_STEP(lion, args, l, segments, scale);
     free(segments);
 }
 
-void zpp_op_lion_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+static void lion_step(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct lists l;
     struct zpp_lion_segment r = { 0 };
     zpp_boxed_begin(&args, "zeropp::lion_step_", stack, inputs);
-    read_lists(&args, &l, "exp_avgs");
+    read_lists(&args, &l, "exp_avgs", cuda);
     r.lr = zpp_boxed_float(&args);
     r.beta1 = zpp_boxed_float(&args);
     r.beta2 = zpp_boxed_float(&args);
@@ -95,6 +127,16 @@ void zpp_op_lion_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
     zpp_boxed_end(&args);
 }
 
+void zpp_op_lion_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    lion_step(stack, inputs, false);
+}
+
+void zpp_op_lion_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    lion_step(stack, inputs, true);
+}
+
 /* --- Adagrad ------------------------------------------------------------------------------------------------------ */
 static void run_adagrad(struct zpp_boxed *args, const struct lists *l, const struct zpp_ints *steps,
                         const struct zpp_adagrad_segment *rates, float scale) {
@@ -106,19 +148,16 @@ static void run_adagrad(struct zpp_boxed *args, const struct lists *l, const str
         segments[i].sum = l->states->at[i].data;
         segments[i].step = (uint64_t)steps->at[i];
     }
-    zpp_pool *pool = zpp_op_pool_take();
-    zpp_adagrad_step(segments, l->params->count, scale, pool);
-    zpp_op_pool_give(pool);
+    RUN_STEP(adagrad, args, l, segments, scale);
     free(segments);
 }
 
-void zpp_op_adagrad_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+static void adagrad_step(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct lists l;
     struct zpp_adagrad_segment r = { 0 };
     zpp_boxed_begin(&args, "zeropp::adagrad_step_", stack, inputs);
-    read_lists(&args, &l, "state_sums");
+    read_lists(&args, &l, "state_sums", cuda);
     const struct zpp_ints *steps = zpp_boxed_ints(&args, "steps");
     r.lr = zpp_boxed_float(&args);
     r.lr_decay = zpp_boxed_float(&args);
@@ -136,6 +175,16 @@ void zpp_op_adagrad_step(StableIValue *stack, uint64_t inputs, uint64_t outputs)
     zpp_boxed_end(&args);
 }
 
+void zpp_op_adagrad_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    adagrad_step(stack, inputs, false);
+}
+
+void zpp_op_adagrad_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    adagrad_step(stack, inputs, true);
+}
+
 /* --- SGD ---------------------------------------------------------------------------------------------------------- */
 static void run_sgd(struct zpp_boxed *args, const struct lists *l, const struct zpp_ints *steps,
                     const struct zpp_sgd_segment *rates, float scale) {
@@ -147,9 +196,7 @@ static void run_sgd(struct zpp_boxed *args, const struct lists *l, const struct 
         if (l->states->count) segments[i].momentum_buffer = l->states->at[i].data;
         segments[i].first = steps->at[i] == 1;
     }
-    zpp_pool *pool = zpp_op_pool_take();
-    zpp_sgd_step(segments, l->params->count, scale, pool);
-    zpp_op_pool_give(pool);
+    RUN_STEP(sgd, args, l, segments, scale);
     free(segments);
 }
 
@@ -166,13 +213,12 @@ static bool check_momentum(struct zpp_boxed *args, const struct lists *l, const 
     return true;
 }
 
-void zpp_op_sgd_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+static void sgd_step(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct lists l;
     struct zpp_sgd_segment r = { 0 };
     zpp_boxed_begin(&args, "zeropp::sgd_step_", stack, inputs);
-    read_lists(&args, &l, "momentum_buffers");
+    read_lists(&args, &l, "momentum_buffers", cuda);
     const struct zpp_ints *steps = zpp_boxed_ints(&args, "steps");
     r.lr = zpp_boxed_float(&args);
     r.momentum = zpp_boxed_float(&args);
@@ -189,4 +235,14 @@ void zpp_op_sgd_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
         run_sgd(&args, &l, steps, &r, (float)grad_scale);
     }
     zpp_boxed_end(&args);
+}
+
+void zpp_op_sgd_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    sgd_step(stack, inputs, false);
+}
+
+void zpp_op_sgd_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    sgd_step(stack, inputs, true);
 }

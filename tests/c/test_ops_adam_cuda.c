@@ -10,29 +10,7 @@
 
 #include "../../csrc/ops/adam/kernels.h"
 
-static struct { unsigned int x; } blockIdx, threadIdx;
-
-#define ZPP_ON_CPU 1
-#define KERNEL static void
-#define __device__
-#define __forceinline__ inline
-#define __grid_constant__
-#pragma GCC diagnostic ignored "-Wunknown-pragmas"
-
-static inline float __uint_as_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-static inline uint32_t __float_as_uint(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-#define __ushort_as_half(bits) (bits)
-#define __half_as_ushort(bits) (bits)
-#define __half2float zpp_f16_to_f32
-#define __float2half_rn zpp_f16_from_f32
+#include "cuda_on_cpu.h"
 
 #include "../../csrc/ops/adam/adam_cuda.cu"
 

@@ -20,7 +20,7 @@ static zpp_adagrad_kernel kernel_of(enum zpp_cpu_level level) {
     }
 }
 
-static struct zpp_adagrad_consts consts_of(const struct zpp_adagrad_segment *s, float grad_scale) {
+struct zpp_adagrad_consts zpp_adagrad_consts_of(const struct zpp_adagrad_segment *s, float grad_scale) {
     return (struct zpp_adagrad_consts){
         .grad_scale = s->maximize ? -grad_scale : grad_scale,
         .l2 = (float)s->weight_decay,
@@ -51,7 +51,7 @@ static struct zpp_list_item item_of(size_t index, const void *arg) {
 
 static void run(size_t index, size_t begin_elems, size_t end_elems, const void *arg) {
     const struct job *job = arg;
-    const struct zpp_adagrad_consts consts = consts_of(&job->segments[index], job->grad_scale);
+    const struct zpp_adagrad_consts consts = zpp_adagrad_consts_of(&job->segments[index], job->grad_scale);
     job->kernel(&job->segments[index], &consts, begin_elems, end_elems);
 }
 

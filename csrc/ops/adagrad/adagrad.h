@@ -21,6 +21,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include "../../base/cpu.h"
+#include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
 
@@ -46,5 +47,10 @@ void zpp_adagrad_step(const struct zpp_adagrad_segment *segments, size_t segment
  * build lacks it. */
 bool zpp_adagrad_step_at(enum zpp_cpu_level level, const struct zpp_adagrad_segment *segments, size_t segments_count,
                          float grad_scale, zpp_pool *pool);
+
+/* The same on CUDA, where all pointers are device memory: enqueued on `native` (torch's current stream). Same bits.
+ * NOT_BUILT without the kernel, DEVICE if a launch fails. */
+zpp_status zpp_adagrad_step_cuda(zpp_device *device, void *native, const struct zpp_adagrad_segment *segments,
+                                 size_t segments_count, float grad_scale, struct zpp_err *err);
 
 #endif

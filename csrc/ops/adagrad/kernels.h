@@ -18,4 +18,11 @@ typedef void (*zpp_adagrad_kernel)(const struct zpp_adagrad_segment *segment, co
 #include "variants.def"
 #undef ZPP_ADAGRAD_VARIANT
 
+struct zpp_adagrad_consts zpp_adagrad_consts_of(const struct zpp_adagrad_segment *segment, float grad_scale);
+
+struct zpp_adagrad_cuda_batch;
+/* Packs as many segments as one launch takes; returns how many. For adagrad_cuda.c and its test. */
+size_t zpp_adagrad_cuda_fill(const struct zpp_adagrad_segment *segments, size_t segments_count, float grad_scale,
+                             struct zpp_adagrad_cuda_batch *batch, unsigned int *blocks);
+
 #endif

@@ -5,24 +5,17 @@
 #include "adam.h"
 
 #include "../../base/device_cuda.h"
+#include "../element_cuda.h"
 #include "adam_cuda.h"
 #include "kernels.h"
 
 _Static_assert(sizeof(struct zpp_adam_cuda_batch) <= 4096, "kernel arguments must fit 4096 bytes");
 
-static uint8_t kind_of(zpp_dtype dtype) {
-    switch (dtype) {
-    case ZPP_BF16: return ZPP_ADAM_CUDA_BF16;
-    case ZPP_F16: return ZPP_ADAM_CUDA_F16;
-    default: return ZPP_ADAM_CUDA_F32;
-    }
-}
-
 static struct zpp_adam_cuda_segment describe(const struct zpp_adam_segment *s, float grad_scale) {
     return (struct zpp_adam_cuda_segment){
         .param = s->param, .exp_avg = s->exp_avg, .exp_avg_sq = s->exp_avg_sq, .max_exp_avg_sq = s->max_exp_avg_sq,
-        .grad = s->grad, .param_out = s->param_out, .elems = s->elems, .grad_kind = kind_of(s->grad_dtype),
-        .out_kind = s->param_out ? kind_of(s->out_dtype) : ZPP_ADAM_CUDA_NONE,
+        .grad = s->grad, .param_out = s->param_out, .elems = s->elems, .grad_kind = zpp_cuda_kind_of(s->grad_dtype),
+        .out_kind = s->param_out ? zpp_cuda_kind_of(s->out_dtype) : ZPP_CUDA_NONE,
         .consts = zpp_adam_consts_of(s, grad_scale),
     };
 }

@@ -13,26 +13,8 @@
 #define KERNEL extern "C" __global__ void __launch_bounds__(ZPP_ADAM_CUDA_THREADS)
 #endif
 
+#include "../element_cuda.h"
 #include "adam_cuda.h"
-
-static __device__ __forceinline__ float load_grad(const void *grad, int kind, uint64_t i) {
-    if (kind == ZPP_ADAM_CUDA_F32) return ((const float *)grad)[i];
-    const unsigned short bits = ((const unsigned short *)grad)[i];
-    if (kind == ZPP_ADAM_CUDA_BF16) return __uint_as_float((unsigned int)bits << 16);
-    return __half2float(__ushort_as_half(bits));
-}
-
-static __device__ __forceinline__ unsigned short bf16_of(float value) {
-    const unsigned int bits = __float_as_uint(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (unsigned short)((bits >> 16) | 0x0040u);
-    return (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-static __device__ __forceinline__ void store_out(void *out, int kind, uint64_t i, float value) {
-    if (kind == ZPP_ADAM_CUDA_F32) ((float *)out)[i] = value;
-    if (kind == ZPP_ADAM_CUDA_BF16) ((unsigned short *)out)[i] = bf16_of(value);
-    if (kind == ZPP_ADAM_CUDA_F16) ((unsigned short *)out)[i] = __half_as_ushort(__float2half_rn(value));
-}
 
 /* The segment of this block: the last one that begins at or before it. */
 static __device__ __forceinline__ const struct zpp_adam_cuda_segment *find_segment(
@@ -54,7 +36,7 @@ KERNEL zpp_adam_cuda(const __grid_constant__ struct zpp_adam_cuda_batch batch) {
         for (int k = 0; k < ZPP_ADAM_CUDA_UNROLL; ++k) {
             const uint64_t i = row + (uint64_t)k * stride;
             if (i >= end) break;
-            g[k] = load_grad(s->grad, s->grad_kind, i);
+            g[k] = zpp_cuda_load(s->grad, s->grad_kind, i);
             p[k] = s->param[i], m[k] = s->exp_avg[i], v[k] = s->exp_avg_sq[i];
         }
 #pragma unroll
@@ -63,7 +45,7 @@ KERNEL zpp_adam_cuda(const __grid_constant__ struct zpp_adam_cuda_batch batch) {
             if (i >= end) break;
             zpp_adam_element(&s->consts, g[k], &p[k], &m[k], &v[k], s->max_exp_avg_sq ? s->max_exp_avg_sq + i : NULL);
             s->param[i] = p[k], s->exp_avg[i] = m[k], s->exp_avg_sq[i] = v[k];
-            store_out(s->param_out, s->out_kind, i, p[k]);
+            zpp_cuda_store(s->param_out, s->out_kind, i, p[k]);
         }
     }
 }

@@ -18,16 +18,13 @@ enum {
     ZPP_ADAM_CUDA_CHUNK_ELEMS = 32 * 1024,
 };
 
-/* Kinds, numbered apart from zpp_dtype: device code includes nothing of csrc/base. */
-enum { ZPP_ADAM_CUDA_NONE, ZPP_ADAM_CUDA_F32, ZPP_ADAM_CUDA_BF16, ZPP_ADAM_CUDA_F16 };
-
 struct zpp_adam_cuda_segment {
     float *param, *exp_avg, *exp_avg_sq, *max_exp_avg_sq; /* device memory; the last NULL without amsgrad */
     const void *grad;
     void *param_out;
     uint64_t elems;
     uint32_t first_block;     /* the block of the grid that has this segment's first chunk */
-    uint8_t grad_kind, out_kind;
+    uint8_t grad_kind, out_kind; /* element_cuda.h */
     struct zpp_adam_consts consts;
 };
 

@@ -18,4 +18,11 @@ typedef void (*zpp_lion_kernel)(const struct zpp_lion_segment *segment, const st
 #include "variants.def"
 #undef ZPP_LION_VARIANT
 
+struct zpp_lion_consts zpp_lion_consts_of(const struct zpp_lion_segment *segment, float grad_scale);
+
+struct zpp_lion_cuda_batch;
+/* Packs as many segments as one launch takes; returns how many. For lion_cuda.c and its test. */
+size_t zpp_lion_cuda_fill(const struct zpp_lion_segment *segments, size_t segments_count, float grad_scale,
+                          struct zpp_lion_cuda_batch *batch, unsigned int *blocks);
+
 #endif

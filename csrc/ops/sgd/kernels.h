@@ -18,4 +18,11 @@ typedef void (*zpp_sgd_kernel)(const struct zpp_sgd_segment *segment, const stru
 #include "variants.def"
 #undef ZPP_SGD_VARIANT
 
+struct zpp_sgd_consts zpp_sgd_consts_of(const struct zpp_sgd_segment *segment, float grad_scale);
+
+struct zpp_sgd_cuda_batch;
+/* Packs as many segments as one launch takes; returns how many. For sgd_cuda.c and its test. */
+size_t zpp_sgd_cuda_fill(const struct zpp_sgd_segment *segments, size_t segments_count, float grad_scale,
+                         struct zpp_sgd_cuda_batch *batch, unsigned int *blocks);
+
 #endif

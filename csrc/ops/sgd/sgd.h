@@ -24,6 +24,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include "../../base/cpu.h"
+#include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
 
@@ -48,5 +49,10 @@ void zpp_sgd_step(const struct zpp_sgd_segment *segments, size_t segments_count,
  * build lacks it. */
 bool zpp_sgd_step_at(enum zpp_cpu_level level, const struct zpp_sgd_segment *segments, size_t segments_count,
                      float grad_scale, zpp_pool *pool);
+
+/* The same on CUDA, where all pointers are device memory: enqueued on `native` (torch's current stream). Same bits.
+ * NOT_BUILT without the kernel, DEVICE if a launch fails. */
+zpp_status zpp_sgd_step_cuda(zpp_device *device, void *native, const struct zpp_sgd_segment *segments,
+                             size_t segments_count, float grad_scale, struct zpp_err *err);
 
 #endif

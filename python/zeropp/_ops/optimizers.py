@@ -154,7 +154,7 @@ def _step(
     name = f"zeropp.ops.{op}"
     lists = {"params": params, "grads": grads, states_name: states, "param_outs": param_outs}
     for argument, tensors in lists.items():
-        doors.check_tensors(name, argument, tensors)
+        doors.check_tensors(name, argument, tensors, ("cpu", "cuda"))
     if not any(lists.values()):
         return  # without a tensor there is no device to dispatch on
     arguments = [*map(list, lists.values()), *numbers]

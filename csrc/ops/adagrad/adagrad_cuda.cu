@@ -1,0 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Adagrad on CUDA: the same arithmetic as on the CPU (adagrad_body.h, each operation rounded once), so the same bits;
+ * only the payload of a NaN may differ. list_walk_cuda.h says how a launch is laid out.
+ */
+#include "adagrad_cuda.h"
+
+#define WALK_CONSTS struct zpp_adagrad_consts
+#define walk_element zpp_adagrad_element
+#include "../list_walk_cuda.h"
+
+KERNEL zpp_adagrad_cuda(const __grid_constant__ struct zpp_adagrad_cuda_batch batch) {
+    walk(&batch.list, batch.consts);
+}

@@ -1,0 +1,12 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Lion on CUDA: the same arithmetic as on the CPU (lion_body.h, each operation rounded once), so the same bits; only
+ * the payload of a NaN may differ. list_walk_cuda.h says how a launch is laid out.
+ */
+#include "lion_cuda.h"
+
+#define WALK_CONSTS struct zpp_lion_consts
+#define walk_element zpp_lion_element
+#include "../list_walk_cuda.h"
+
+KERNEL zpp_lion_cuda(const __grid_constant__ struct zpp_lion_cuda_batch batch) { walk(&batch.list, batch.consts); }
