@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from zeropp.errors import NotBuiltError as NotBuiltError
     from zeropp.errors import PartitionedParameterError as PartitionedParameterError
     from zeropp.errors import TierError as TierError
+    from zeropp.forecast import estimate as estimate
     from zeropp.timeline import trace as trace
     from zeropp.zero.access import gathered as gathered
     from zeropp.zero.access import memory as memory
@@ -60,6 +61,7 @@ _HOME = {
     **dict.fromkeys(("get_full", "get_local", "local_range", "set_full", "set_local"), "zero.values"),
     "sharded_init": "zero.init",
     "trace": "timeline",
+    "estimate": "forecast",
     "initialize": "deepspeed_engine",
     **dict.fromkeys(("Config", "Precision", "LossScale", "Offload", "Tier", "Comm"), "config"),
     **dict.fromkeys(

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m zeropp estimate MODEL``: what a run will hold and move, before it runs. Builds no weights.
+
+MODEL is a Hugging Face folder or its ``config.json`` (or a name that transformers knows), or ``package.module:function``,
+a function without arguments that returns the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from zeropp.errors import ConfigError, Error, NotBuiltError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``estimate``."""
+    parser.add_argument("model", help="a Hugging Face folder, its config.json, or package.module:function")
+    parser.add_argument("--ranks", type=int, required=True, help="how many, all on one host")
+    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO (3)")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: the model's own types")
+    parser.add_argument("--optimizer", default="AdamW", help="AdamW, Lion, 'SGD with momentum', none, ... (AdamW)")
+    parser.add_argument(
+        "--tiers", nargs="*", default=[], metavar="KIND=TIER", help="such as optimizer=nvme or optimizer=nvme:0.5"
+    )
+    parser.add_argument("--host-copy", choices=("auto", "off"), default="auto", help="one shared copy a host (auto)")
+    parser.add_argument("--tokens", type=int, help="a rank and step; with --tflops: the bandwidth each tier needs")
+    parser.add_argument("--tflops", type=float, help="that a rank's computation reaches")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table. Exit status: 0, or 2 where the model or an option cannot be used."""
+    from zeropp.forecast import estimate
+
+    try:
+        found = estimate(
+            _build(options.model), _config(options), ranks=options.ranks, optimizer=options.optimizer,
+            tokens=options.tokens, tflops=options.tflops,
+        )  # fmt: skip
+    except (Error, OSError, ValueError) as error:
+        print(f"python -m zeropp estimate: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found) if options.json else _table(found, options.ranks))
+    return 0
+
+
+def _config(options: argparse.Namespace) -> Any:
+    from zeropp.config import Config, Offload, Tier
+
+    tiers: dict[str, Any] = {}
+    for one in options.tiers:
+        kind, _, where = one.partition("=")
+        name, _, fraction = where.partition(":")
+        if kind not in ("params", "grads", "optimizer", "activations"):
+            raise ConfigError(
+                f"--tiers {one}: '{kind}' is not allowed; wanted params, grads, optimizer or activations, as in optimizer=nvme"
+            )
+        path = "." if name == "nvme" else None  # nothing is written
+        tiers[kind] = Tier(name, path=path, fraction=float(fraction) if fraction else 1.0)
+    return Config(
+        stage=options.stage, precision=options.precision, host_copy=options.host_copy, offload=Offload(**tiers)
+    )
+
+
+def _build(what: str) -> Any:
+    """The model on the meta device."""
+    import torch
+
+    module, colon, function = what.partition(":")
+    if colon and not Path(what).exists():
+        sys.path.insert(0, "")
+        try:
+            maker = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{what}: {error}; wanted package.module:function") from error
+        with torch.device("meta"):
+            return maker()
+    try:
+        import transformers
+    except ImportError as error:
+        raise NotBuiltError(f"{what}: reading it needs transformers: pip install transformers") from error
+    config = transformers.AutoConfig.from_pretrained(what)
+    with torch.device("meta"):
+        for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+            if type(config) in auto._model_mapping:
+                return auto.from_config(config)
+    raise ConfigError(f"{what}: transformers knows no model of {type(config).__name__}")
+
+
+def _table(found: dict[str, Any], ranks: int) -> str:
+    def amount(value: float) -> str:
+        for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+            if value >= size:
+                return f"{value / size:8.2f} {unit}"
+        return f"{value / 1e3:8.2f} kB"
+
+    lines = [f"{found['parameters']:,} parameters in {found['units']} units on {ranks} ranks; bytes of each rank"]
+    for tier in ("cpu", "nvme"):
+        lines += [f"  {tier:5} {kind:10} {amount(value)}" for kind, value in found[tier].items()]
+        if found[tier]:
+            lines.append(f"  {tier:5} {'sum':10} {amount(sum(found[tier].values()))}")
+    for kind, value in found["traffic"].items():
+        need = (
+            f", {amount(found['bandwidth'][kind]).strip()}/s to take as long as the computation"
+            if "bandwidth" in found
+            else ""
+        )
+        lines.append(f"  a step moves {amount(value)} ({kind}){need}")
+    lines.append("activations are not in it")
+    return "\n".join(lines)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run will hold and move, before it runs: ``zeropp.estimate(model, config, ranks=8)``.
+
+The model may be on the meta device, so that one of any size can be asked about. The same code that ``prepare`` uses says
+which units there are, and the same arithmetic how they are padded, so states agree with ``zeropp.memory`` to within
+rounding. Activations are not in it.
+
+Formulas (Rajbhandari et al. 2020; N ranks, Psi = bytes of all parameters, f = (N-1)/N), per rank:
+
+    params     Psi           stage 3: Psi / N
+    grads      Psi           stages 2, 3: Psi / N
+    master     4 a parameter in 16 bit, optimizer: 4 a state and parameter;    stages 1 to 3: / N
+    gathered   whole units beside the slices (stage 3 without a shared copy)
+    wire       stages 0 to 2: 2 f Psi; stage 3: 3 f Psi; stage 3 with one shared copy a host: f Psi
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropp import _C
+from zeropp.config import Config, Tier
+from zeropp.errors import ConfigError
+from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, plan_units
+
+STATES = {
+    "AdamW": 2, "Adam": 2, "LAMB": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Lion": 1, "Adagrad": 1,
+    "RMSprop": 1, "SGD": 0, "SGD with momentum": 1, "none": 0,
+}  # fmt: skip
+"""fp32 values that each optimizer keeps a parameter."""
+
+_LOW = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """One unit: bytes whole and of a slice, elements of what this rank updates."""
+
+    plan: UnitPlan
+    whole_bytes: int
+    slice_bytes: int
+    own_elems: int
+    moves: bool
+
+
+def estimate(
+    model: nn.Module,
+    config: Config | None = None,
+    *,
+    ranks: int,
+    optimizer: str = "AdamW",
+    tokens: int | None = None,
+    tflops: float | None = None,
+) -> dict[str, Any]:
+    """Bytes that each rank will hold and move; nothing is prepared or allocated.
+
+    Args:
+        model: plain, on any device, also meta.
+        config: as for :func:`zeropp.prepare`; default stage 3.
+        ranks: how many, all on one host.
+        optimizer: one of ``zeropp.forecast.STATES``, such as "AdamW", "SGD with momentum", "none" (evaluation only).
+        tokens: tokens (rows of the batch, for other models) a rank and step; with ``tflops``, which 10^12 operations a
+            second a rank's computation reaches, the bandwidths are estimated too.
+
+    Returns:
+        ``{"cpu": {kind: bytes}, "nvme": {kind: bytes}, "parameters": n, "units": n, "largest_unit": bytes,
+        "traffic": {"gather": bytes, "reduce": bytes, "nvme": bytes}, "bandwidth": {...}}``. Kinds: ``params``, ``grads``,
+        ``master``, ``optimizer``; ``gathered`` (memory for whole units beside the slices) and ``buckets`` (gradients on
+        their way: at most). ``traffic``: bytes a rank reads from peers, and reads and writes on NVMe, in one step of one
+        micro-batch. ``bandwidth``: bytes/s at which each of them takes as long as the computation does: with that
+        much, what overlaps is hidden; what does not (NVMe inside the step) doubles the step, and ten times as much costs a tenth.
+
+    Raises:
+        zeropp.ConfigError: something that :func:`prepare` would refuse, or that cannot be estimated yet.
+    """
+    config = Config() if config is None else config
+    _check(config, ranks, optimizer, tokens, tflops)
+    plans = plan_units(model, config.units, _LOW[config.dtype_name])
+    host_copy = ranks > 1 and config.host_copy == "auto" and config.stage == 3
+    units = [_sizes(plan, config, ranks, host_copy) for plan in plans]
+    held = {
+        "params": _params(units, config.stage, ranks, host_copy),
+        "grads": _grads(units, config.stage, ranks),
+        "master": sum(4 * u.own_elems for u in units if _has_master(u, optimizer)),
+        "optimizer": sum(4 * STATES[optimizer] * u.own_elems for u in units if u.plan.trainable),
+        "gathered": _gathered(model, units, config),
+        "buckets": _buckets(units, config, ranks),
+    }
+    in_file = {}
+    tier = config.offload.optimizer
+    assert isinstance(tier, Tier)
+    if tier.kind == "nvme":
+        for kind in ("master", "optimizer"):
+            in_file[kind] = round(held[kind] * tier.fraction)
+            held[kind] -= in_file[kind]
+    traffic = _traffic(units, config.stage, ranks, host_copy)
+    traffic["nvme"] = 2 * sum(in_file.values())
+    parameters = sum(plan.numel for plan in plans)
+    answer = {
+        "cpu": held, "nvme": in_file, "parameters": parameters, "units": len(units),
+        "largest_unit": max(u.whole_bytes for u in units), "traffic": traffic,
+    }  # fmt: skip
+    if tokens is not None and tflops is not None:
+        seconds = 6 * parameters * tokens / (tflops * 1e12)  # 2 in forward, 4 in backward
+        answer["compute_seconds"] = seconds
+        answer["bandwidth"] = {kind: value / seconds for kind, value in traffic.items()}
+    return answer
+
+
+def _check(config: Config, ranks: int, optimizer: str, tokens: int | None, tflops: float | None) -> None:
+    for name, value in (("ranks", ranks), ("tokens", tokens)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"estimate: {name} {value!r} is not allowed; wanted a whole number above 0")
+    if tflops is not None and not tflops > 0:
+        raise ConfigError(f"estimate: tflops {tflops!r} is not allowed; wanted a number above 0")
+    if (tokens is None) != (tflops is None):
+        raise ConfigError("estimate: tokens and tflops go together; give both, or none")
+    if optimizer not in STATES:
+        raise ConfigError(f"estimate: optimizer {optimizer!r} is not known; wanted one of {', '.join(STATES)}")
+    exact = config.comm.params == config.comm.grads == "exact" and not config.comm.secondary_shard
+    kinds = {kind: getattr(config.offload, kind) for kind in ("params", "grads", "activations")}
+    if not exact or any(isinstance(tier, Tier) and tier.kind == "nvme" for tier in kinds.values()):
+        raise ConfigError(
+            "estimate: compressed communication, and parameters, gradients or activations on NVMe are not estimated yet"
+        )
+
+
+def _sizes(plan: UnitPlan, config: Config, ranks: int, host_copy: bool) -> _Sizes:
+    elems, shard_elems = _C.unit_layout([p.numel() for p in plan.params], plan.dtype.itemsize, ranks)
+    small = plan.alone and plan.numel * plan.dtype.itemsize < REPLICATE_BYTES and config.units == "auto"
+    moves = config.stage == 3 and ranks > 1 and not host_copy and not small
+    own = elems if config.stage == 0 or ranks == 1 else shard_elems
+    return _Sizes(plan, elems * plan.dtype.itemsize, shard_elems * plan.dtype.itemsize, own, moves)
+
+
+def _has_master(unit: _Sizes, optimizer: str) -> bool:
+    return unit.plan.trainable and unit.plan.dtype != torch.float32 and optimizer != "none"
+
+
+def _params(units: list[_Sizes], stage: int, ranks: int, host_copy: bool) -> int:
+    if host_copy:
+        return sum(unit.whole_bytes for unit in units) // ranks
+    return sum(unit.slice_bytes if unit.moves else unit.whole_bytes for unit in units)
+
+
+def _grads(units: list[_Sizes], stage: int, ranks: int) -> int:
+    trainable = [unit for unit in units if unit.plan.trainable]
+    if ranks == 1:
+        return sum(unit.plan.numel * unit.plan.dtype.itemsize for unit in trainable)
+    return sum(_bucket_bytes(unit) if stage <= 1 else unit.slice_bytes for unit in trainable)
+
+
+def _bucket_bytes(unit: _Sizes) -> int:
+    return (unit.whole_bytes + len(unit.plan.params) + 63) // 64 * 64
+
+
+def _buckets(units: list[_Sizes], config: Config, ranks: int) -> int:
+    """As many as may wait, and one more that is being filled."""
+    sizes = sorted((_bucket_bytes(unit) for unit in units if unit.plan.trainable), reverse=True)
+    if ranks == 1 or config.stage <= 1 or not sizes:
+        return 0
+    bound = config.bucket_bytes or sum(sizes)
+    return min(sum(sizes), max(bound, sizes[0]))
+
+
+def _gathered(model: nn.Module, units: list[_Sizes], config: Config) -> int:
+    """The most that is whole at once (the units of a module and of all that it stands in, and what is fetched ahead), or
+    the slots that are kept warm for it, two of the largest unit: whichever is more."""
+    triggered: dict[nn.Module, list[_Sizes]] = {}
+    for unit in units:
+        if unit.moves:
+            for module in unit.plan.triggers:
+                triggered.setdefault(module, []).append(unit)
+
+    def most(module: nn.Module, open_bytes: int) -> int:
+        open_bytes += sum(unit.whole_bytes for unit in triggered.get(module, ()))
+        return max([open_bytes, *(most(child, open_bytes) for child in module.children())])
+
+    ahead = config.prefetch if isinstance(config.prefetch, int) else 0
+    sizes = [unit.whole_bytes for unit in units if unit.moves]
+    return min(sum(sizes), max(most(model, 0), 2 * max(sizes, default=0)) + ahead)
+
+
+def _traffic(units: list[_Sizes], stage: int, ranks: int, host_copy: bool) -> dict[str, int]:
+    gather = reduce = 0
+    for unit in units:
+        others = unit.slice_bytes * (ranks - 1)
+        trainable = unit.plan.trainable
+        if unit.moves:
+            gather += others * (len(unit.plan.triggers) + 1)  # once for each place in forward, once in backward
+        elif trainable and stage > 0 and not host_copy:
+            gather += others  # after the step
+        if trainable:
+            reduce += others * (2 if stage == 0 else 1)
+    return {"gather": gather, "reduce": reduce}

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What zeropp.estimate says of a model on meta, beside what zeropp.memory and zeropp.traffic measure of the same
+model in training: within 3%."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zeropp
+from torch import Tensor, nn
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0}, "stage 1": {"stage": 1}, "stage 2": {"stage": 2}, "stage 3": {"stage": 3},
+    "gathering": {"host_copy": "off", "prefetch": 0},
+    "gathering bf16": {"host_copy": "off", "prefetch": 0, "precision": "bf16"},
+    "stage 1 bf16": {"stage": 1, "precision": "bf16"}, "SGD": {"host_copy": "off", "prefetch": 0},
+    "few buckets": {"stage": 2, "bucket_bytes": 1}, "nvme": {"host_copy": "off", "prefetch": 0, "precision": "bf16"},
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Net(nn.Module):
+    """A tied embedding and head, blocks, a small norm, something frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(1000, 128)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.norm = nn.LayerNorm(128)
+        self.head = nn.Linear(128, 1000, bias=False)
+        self.head.weight = self.tokens.weight
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def compare(name: str, folder: str) -> dict[str, Any]:
+    keywords = dict(SETTINGS[name])
+    if name == "nvme":
+        keywords["offload"] = zeropp.Offload(optimizer=zeropp.Tier("nvme", path=folder, fraction=0.75))
+    config = zeropp.Config(**keywords)
+    kind = "SGD with momentum" if name == "SGD" else "AdamW"
+    with torch.device("meta"):
+        said = zeropp.estimate(Net(), config, ranks=dist.get_world_size(), optimizer=kind)
+    torch.manual_seed(0)
+    model = Net()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    adam = torch.optim.SGD(weights, 0.01, momentum=0.9) if name == "SGD" else torch.optim.AdamW(weights)
+    model, optimizer = zeropp.prepare(model, adam, config)
+    for step in range(3):
+        if step == 2:
+            optimizer.zero_grad()
+            dist.barrier()
+            zeropp.traffic(reset=True)
+        model(torch.arange(8).view(2, 4) + step).float().pow(2).mean().backward()
+        optimizer.step()
+    moved: dict[str, int] = {}
+    for kinds in zeropp.traffic().values():
+        for what, counts in kinds.items():
+            moved[what] = moved.get(what, 0) + counts["bytes"]
+    found = zeropp.memory(model, optimizer)
+    held = {what: sizes["held"] for what, sizes in found["cpu"].items()}
+    held["buckets"] = held["buckets_peak"]
+    in_file = {what: sizes["held"] for what, sizes in found.get("nvme", {}).items()}
+    return {
+        "said": said, "held": held, "nvme": in_file, "gathered": moved.get("all_gather", 0),
+        "reduced": moved.get("reduce_scatter", 0) + moved.get("all_reduce", 0), "parameters": found["parameters"],
+    }  # fmt: skip
+
+
+def run(name: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return compare(name, folder)
+
+
+CASES = {name: (lambda name=name: run(name)) for name in SETTINGS}
