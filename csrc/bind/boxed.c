@@ -255,8 +255,8 @@ bool zpp_boxed_new(struct zpp_boxed *args, zpp_dtype dtype, size_t elems, AtenTe
     return zpp_boxed_new_sized(args, dtype, &size, 1, made, data);
 }
 
-bool zpp_boxed_new_sized(struct zpp_boxed *args, zpp_dtype dtype, const int64_t *sizes, int dims,
-                         AtenTensorHandle *made, void **data) {
+static bool new_on(struct zpp_boxed *args, struct zpp_place place, zpp_dtype dtype, const int64_t *sizes, int dims,
+                   AtenTensorHandle *made, void **data) {
     if (!zpp_boxed_ok(args)) return false;
     assert(dims >= 1 && dims <= 3);
     int64_t strides[3], elems = 1;
@@ -265,8 +265,9 @@ bool zpp_boxed_new_sized(struct zpp_boxed *args, zpp_dtype dtype, const int64_t 
         elems *= sizes[d];
     }
     AtenTensorHandle tensor = NULL;
+    const int32_t index = place.device_index < 0 ? 0 : place.device_index;
     AOTITorchError failed = zpp_torch.aoti_torch_empty_strided(dims, sizes, strides, zpp_torch_dtype_of(dtype),
-                                                               zpp_torch.aoti_torch_device_type_cpu(), 0, &tensor);
+                                                               place.device_type, index, &tensor);
     if (failed) {
         return zpp_boxed_fail(args, "libtorch cannot make a tensor of %lld %s", (long long)elems,
                               zpp_dtype_name(dtype));
@@ -277,6 +278,17 @@ bool zpp_boxed_new_sized(struct zpp_boxed *args, zpp_dtype dtype, const int64_t 
     }
     *made = tensor;
     return true;
+}
+
+bool zpp_boxed_new_sized(struct zpp_boxed *args, zpp_dtype dtype, const int64_t *sizes, int dims,
+                         AtenTensorHandle *made, void **data) {
+    return new_on(args, zpp_boxed_cpu(), dtype, sizes, dims, made, data);
+}
+
+bool zpp_boxed_new_on(struct zpp_boxed *args, struct zpp_place place, zpp_dtype dtype, size_t elems,
+                      AtenTensorHandle *made, void **data) {
+    const int64_t size = (int64_t)elems;
+    return new_on(args, place, dtype, &size, 1, made, data);
 }
 
 void zpp_boxed_end(struct zpp_boxed *args) {

@@ -81,6 +81,10 @@ bool zpp_boxed_new(struct zpp_boxed *args, zpp_dtype dtype, size_t elems, AtenTe
 bool zpp_boxed_new_sized(struct zpp_boxed *args, zpp_dtype dtype, const int64_t *sizes, int dims,
                          AtenTensorHandle *made, void **data);
 
+/* One dimension, on that device. */
+bool zpp_boxed_new_on(struct zpp_boxed *args, struct zpp_place place, zpp_dtype dtype, size_t elems,
+                      AtenTensorHandle *made, void **data);
+
 void zpp_boxed_end(struct zpp_boxed *args);
 
 #endif

@@ -13,6 +13,7 @@
 void zpp_op_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adam_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_norm_squares(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_norm_squares_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_lion_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_lion_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adagrad_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);

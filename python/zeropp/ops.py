@@ -125,15 +125,15 @@ def norm_squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         tensors: fp32, bf16 or fp16 tensors of any shapes.
 
     Returns:
-        ``(sums, nonfinite)``: float64 and int64 tensors with one element a tensor. The global norm is
-        ``sums.sum().sqrt()``.
+        ``(sums, nonfinite)``: float64 and int64 tensors with one element a tensor, where the tensors are. The global
+        norm is ``sums.sum().sqrt()``.
 
     Raises:
         TypeError: ``tensors`` is no list of tensors.
         ValueError: wrong device, dtype or layout, or a tensor that requires grad while grad mode is on.
     """
     name = "zeropp.ops.norm_squares"
-    doors.check_tensors(name, "tensors", tensors)
+    doors.check_tensors(name, "tensors", tensors, ("cpu", "cuda"))
     if not tensors:  # no device to dispatch on
         return _fake_norm_squares([])
     sums, nonfinite = doors.call(name, torch.ops.zeropp.norm_squares.default, [list(tensors)], written=())
@@ -197,5 +197,5 @@ def _fake_norm_squares(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
     for index, tensor in enumerate(tensors):
         if tensor.dtype not in _FLOATS:
             raise ValueError(f"zeropp.ops.norm_squares: tensors[{index}] is {tensor.dtype}, wanted one of {_FLOATS}")
-    size = (len(tensors),)
-    return torch.empty(size, dtype=torch.float64), torch.empty(size, dtype=torch.int64)
+    size, device = (len(tensors),), tensors[0].device if tensors else torch.device("cpu")
+    return torch.empty(size, dtype=torch.float64, device=device), torch.empty(size, dtype=torch.int64, device=device)

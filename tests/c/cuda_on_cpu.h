@@ -35,4 +35,8 @@ static inline uint32_t __float_as_uint(float value) {
 #define __half2float zpp_f16_to_f32
 #define __float2half_rn zpp_f16_from_f32
 
+#define __dadd_rn(a, b) ((a) + (b))
+#define __dmul_rn(a, b) ((a) * (b))
+static inline __attribute__((unused)) void atomicAdd(unsigned long long *at, unsigned long long more) { *at += more; }
+
 #endif

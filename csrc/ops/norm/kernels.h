@@ -35,4 +35,9 @@ static inline double zpp_norm_finish(double lanes[ZPP_NORM_LANES], const void *d
     return lanes[0];
 }
 
+struct zpp_norm_cuda_batch;
+/* Packs as many segments as one launch takes; returns how many. For norm_cuda.c and its test. */
+size_t zpp_norm_cuda_fill(const struct zpp_norm_segment *segments, size_t segments_count,
+                          struct zpp_norm_cuda_batch *batch);
+
 #endif

@@ -19,6 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include "../../base/cpu.h"
+#include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
 
@@ -39,5 +40,12 @@ void zpp_norm_squares(const struct zpp_norm_segment *segments, size_t segments_c
  * build lacks it. */
 bool zpp_norm_squares_at(enum zpp_cpu_level level, const struct zpp_norm_segment *segments, size_t segments_count,
                          double *sum_per_segment, uint64_t *nonfinite_per_segment, zpp_pool *pool);
+
+/* The same on CUDA, where all pointers are device memory: enqueued on `native` (torch's current stream). Same bits.
+ * `work` has zpp_norm_cuda_work_elems(...) doubles. NOT_BUILT without the kernels, DEVICE if a launch fails. */
+size_t zpp_norm_cuda_work_elems(const struct zpp_norm_segment *segments, size_t segments_count);
+zpp_status zpp_norm_squares_cuda(zpp_device *device, void *native, const struct zpp_norm_segment *segments,
+                                 size_t segments_count, double *work, double *sum_per_segment,
+                                 uint64_t *nonfinite_per_segment, struct zpp_err *err);
 
 #endif
