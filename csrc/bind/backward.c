@@ -168,7 +168,7 @@ static int after_gradient(Unit *unit) {
     return zpp_py_release(unit);
 }
 
-/* Where nothing is reduced (one rank), the hook only notices that a backward runs. */
+/* Where nothing is reduced (one rank), the hook only notices that a backward runs, and lets go of the unit. */
 static PyObject *take_gradient(PyObject *self, PyObject *param) {
     GradHook *hook = (GradHook *)self;
     Unit *unit = hook->unit;
@@ -176,7 +176,10 @@ static PyObject *take_gradient(PyObject *self, PyObject *param) {
     if (zero->closed) Py_RETURN_NONE;
     long task = -1;
     if (zpp_py_enter_backward(zero, false, &task)) return NULL;
-    if (zero->ranks == 1) Py_RETURN_NONE;
+    if (zero->ranks == 1) {
+        if (zero->moves && after_gradient(unit)) return NULL;
+        Py_RETURN_NONE;
+    }
     /* While released, `grad` would go through __torch_function__, fifty times slower. */
     if (!unit->is_plain && zpp_py_swap(unit, true)) return NULL;
     PyObject *grad = PyObject_GetAttr(param, zpp_str_grad);

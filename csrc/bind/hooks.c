@@ -49,7 +49,7 @@ static int release_frozen(Trigger *trigger) {
     for (Py_ssize_t i = 0; i < count; i++) {
         Unit *unit = (Unit *)PyList_GetItem(zero->units, i);
         if (unit->unit->trainable || unit->unit->state != ZPP_UNIT_FULL || has_unit(trigger, unit)) continue;
-        if (unit->unit->place == ZPP_PLACE_SHARD && zpp_py_release(unit)) return -1;
+        if (zpp_unit_moves(unit->unit) && zpp_py_release(unit)) return -1;
     }
     return 0;
 }
@@ -66,7 +66,7 @@ static PyObject *before_backward(PyObject *self, PyObject *gradient) {
     const Py_ssize_t count = PyTuple_Size(trigger->units);
     for (Py_ssize_t i = 0; i < count; i++) {
         Unit *unit = (Unit *)PyTuple_GetItem(trigger->units, i);
-        if (unit->unit->place == ZPP_PLACE_SHARD && zpp_py_need(unit, ZPP_PHASE_BACKWARD)) return NULL;
+        if (zpp_unit_moves(unit->unit) && zpp_py_need(unit, ZPP_PHASE_BACKWARD)) return NULL;
     }
     Py_RETURN_NONE;
 }
@@ -312,7 +312,7 @@ static int trigger_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     trigger->leaf = leaf == Py_None ? NULL : Py_NewRef(leaf);
     for (Py_ssize_t i = 0; i < PyTuple_Size(units); i++) {
         const struct zpp_unit *unit = ((Unit *)PyTuple_GetItem(units, i))->unit;
-        trigger->moves |= unit->place == ZPP_PLACE_SHARD;
+        trigger->moves |= zpp_unit_moves(unit);
         if (!unit->trainable) Py_CLEAR(trigger->leaf); /* any gate may release it again, also one on the same tensor */
     }
     trigger->backward = PyCFunction_NewEx(&before_backward_def, self, NULL);

@@ -368,6 +368,14 @@ static struct zpp_adam_segment *next_tiered(struct segments *list, int slice, si
     return &piece->segment;
 }
 
+/* Elements of a piece that lie together: all of them, unless its unit is partly in a file. */
+static size_t run_of(const Zero *zero, const Unit *unit, const struct own_slice *slice, const struct zpp_piece *piece) {
+    const zpp_filed *filed = zpp_zero_filed(zero->core);
+    if (!filed || unit->unit->place != ZPP_PLACE_FILE) return piece->elems;
+    const unsigned char *at = slice->values + (piece->offset_elems - slice->begin_elems) * unit->unit->elem_bytes;
+    return zpp_filed_run(filed, at, piece->elems, unit->unit->elem_bytes);
+}
+
 static int add_unit_segments(const Zero *zero, Unit *unit, const struct zpp_adam_segment *groups,
                              struct segments *list) {
     struct own_slice slice;
@@ -382,7 +390,14 @@ static int add_unit_segments(const Zero *zero, Unit *unit, const struct zpp_adam
     }
     int failed = 0;
     for (size_t i = 0; i < count && !failed; i++) {
-        const struct zpp_piece *piece = &pieces[i];
+        const size_t run = run_of(zero, unit, &slice, &pieces[i]);
+        struct zpp_piece one = pieces[i], *piece = &one;
+        if (run < one.elems) { /* a cut between memory and file goes through it: the rest is a piece of its own */
+            pieces[i].offset_elems += run;
+            pieces[i].elems -= run;
+            one.elems = run;
+            i--;
+        }
         const int group = unit->adam.groups[piece->param];
         const void *grad = piece_gradient(unit, &slice, piece);
         if (!grad || group < 0) continue;
@@ -450,10 +465,15 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     if (!failed && !PyErr_Occurred()) {
+        zpp_filed *filed = zpp_zero_filed(zero->core);
         PyThreadState *thread = PyEval_SaveThread();
-        zpp_adam_step(list.at, list.count, (float)scale, zero->pool);
-        if (tier)
-            status = zpp_tier_step(tier, list.tiered, list.tiered_count, (float)scale, zero->pool, &fault, &err);
+        if (filed)
+            status =
+                zpp_filed_adam_step(filed, list.at, list.count, (float)scale, zero->pool, &zero->torn, &fault, &err);
+        else zpp_adam_step(list.at, list.count, (float)scale, zero->pool);
+        if (tier && status == ZPP_OK)
+            status = zpp_tier_step(tier, list.tiered, list.tiered_count, filed, (float)scale, zero->pool, &fault, &err);
+        zero->steps += status == ZPP_OK;
         PyEval_RestoreThread(thread);
     }
     free(list.at);

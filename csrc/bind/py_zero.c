@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "../base/cpu.h"
+#include "py_aio.h"
 #include "py_comm.h"
 #include "pywait.h"
 #include "raise.h"
@@ -19,6 +20,10 @@ static PyTypeObject *unit_type;
 
 void zpp_py_wait_for(const Zero *zero, struct zpp_wait *wait) {
     zpp_py_wait_init(wait, zero->timeout_ns);
+}
+
+PyObject *zpp_py_raise_zero(const Zero *zero, const struct zpp_err *err) {
+    return err->status == ZPP_TIER ? zpp_py_raise_aio(err, zpp_zero_fault(zero->core)) : zpp_py_raise(err);
 }
 
 /* --- whole and released ------------------------------------------------------------------------------------------- */
@@ -36,7 +41,7 @@ enum { RELEASE_LOCK_BYTES = 256 * 1024 };
 
 int zpp_py_need(Unit *unit, enum zpp_phase phase) {
     Zero *zero = unit->zero;
-    if (unit->unit->place == ZPP_PLACE_SHARD) {
+    if (zpp_unit_moves(unit->unit)) {
         struct zpp_err err = ZPP_ERR_INIT;
         zpp_status status = ZPP_AGAIN;
         if (unit->unit->state == ZPP_UNIT_FULL || zpp_unit_bytes(unit->unit) < RELEASE_LOCK_BYTES)
@@ -49,7 +54,7 @@ int zpp_py_need(Unit *unit, enum zpp_phase phase) {
             PyEval_RestoreThread(thread);
         }
         if (status != ZPP_OK) {
-            zpp_py_raise(&err);
+            zpp_py_raise_zero(zero, &err);
             return -1;
         }
     }
@@ -60,7 +65,7 @@ int zpp_py_release(Unit *unit) {
     const struct zpp_unit *core = unit->unit;
     if (core->pins || core->sticky || unit->zero->keep_passes) return 0;
     if (zpp_py_swap(unit, false)) return -1;
-    if (core->place != ZPP_PLACE_SHARD) return 0;
+    if (!zpp_unit_moves(core)) return 0;
     struct zpp_err err = ZPP_ERR_INIT;
     if (zpp_zero_release(unit->zero->core, core->index, &err) == ZPP_OK) return 0;
     zpp_py_raise(&err);
@@ -142,7 +147,11 @@ static PyObject *unit_release(PyObject *self, PyObject *unused) {
 static PyObject *unit_keep_slice(PyObject *self, PyObject *unused) {
     (void)unused;
     Unit *unit = (Unit *)self;
-    zpp_zero_keep_slice(unit->zero->core, unit->unit->index);
+    struct zpp_err err = ZPP_ERR_INIT;
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_zero_keep_slice(unit->zero->core, unit->unit->index, &err);
+    PyEval_RestoreThread(thread);
+    if (status != ZPP_OK) return zpp_py_raise_zero(unit->zero, &err);
     Py_RETURN_NONE;
 }
 
@@ -273,22 +282,24 @@ static int keep_functions(Zero *zero, PyObject *functions) {
                ? 0 : -1;
 }
 
-/* Zero(stage, comm | None, prefetch_bytes, bucket_bytes, accumulate, threads, functions) */
+/* Zero(stage, comm | None, prefetch_bytes, bucket_bytes, accumulate, threads, functions, params_fraction) */
 static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Zero *zero = (Zero *)self;
     PyObject *comm, *functions;
     Py_ssize_t prefetch_bytes, bucket_bytes;
     int threads;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "iOnniiO!", &zero->stage, &comm, &prefetch_bytes, &bucket_bytes, &zero->accumulate,
-                          &threads, &PyDict_Type, &functions))
+    double params_fraction;
+    if (!PyArg_ParseTuple(args, "iOnniiO!d", &zero->stage, &comm, &prefetch_bytes, &bucket_bytes, &zero->accumulate,
+                          &threads, &PyDict_Type, &functions, &params_fraction))
         return -1;
     zero->sync = true;
     zero->graded_task = -1;
     zero->units = PyList_New(0);
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_zero_options options = { .stage = zero->stage, .prefetch_bytes = (size_t)prefetch_bytes,
-                                        .bucket_bytes = (size_t)bucket_bytes };
+                                        .bucket_bytes = (size_t)bucket_bytes,
+                                        .params_fraction = params_fraction };
     if (comm != Py_None) {
         zero->comm = Py_NewRef(comm);
         options.comm = zpp_py_comm_get(comm);
@@ -388,8 +399,9 @@ static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     const zpp_status status = zpp_zero_add_unit(zero->core, &spec, &index, &err);
     free(param_elems);
     if (status != ZPP_OK) return zpp_py_raise(&err);
-    zero->moves |= spec.place == ZPP_PLACE_SHARD;
-    zero->moves_frozen |= spec.place == ZPP_PLACE_SHARD && !trainable;
+    const bool moves = zpp_unit_moves(zpp_zero_unit(zero->core, index)); /* of a FILE unit: it may */
+    zero->moves |= moves;
+    zero->moves_frozen |= moves && !trainable;
     return PyLong_FromLong(index);
 }
 
@@ -452,10 +464,11 @@ static PyObject *zero_memory(PyObject *self, PyObject *unused) {
     (void)unused;
     struct zpp_zero_memory memory;
     zpp_zero_memory(((Zero *)self)->core, &memory);
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n}", "params", (Py_ssize_t)memory.param_bytes, "gathered",
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "params", (Py_ssize_t)memory.param_bytes, "gathered",
                          (Py_ssize_t)memory.gathered_bytes, "grads", (Py_ssize_t)memory.grad_bytes, "buckets",
                          (Py_ssize_t)memory.bucket_bytes, "buckets_peak", (Py_ssize_t)memory.bucket_peak_bytes,
-                         "gathered_peak", (Py_ssize_t)memory.gathered_peak_bytes);
+                         "gathered_peak", (Py_ssize_t)memory.gathered_peak_bytes, "filed",
+                         (Py_ssize_t)memory.filed_bytes);
 }
 
 static PyObject *zero_get_depth(PyObject *self, void *unused) {
@@ -565,9 +578,9 @@ static int intern_names(void) {
                : -1;
 }
 
-/* Methods of Zero that live in py_step.c. */
-static int add_step_methods(PyTypeObject *type) {
-    for (PyMethodDef *def = zpp_py_step_methods; def->ml_name; def++) {
+/* Methods of Zero that live in other files. */
+static int add_methods(PyTypeObject *type, PyMethodDef *methods) {
+    for (PyMethodDef *def = methods; def->ml_name; def++) {
         PyObject *method = PyDescr_NewMethod(type, def);
         if (!method || PyObject_SetAttrString((PyObject *)type, def->ml_name, method)) {
             Py_XDECREF(method);
@@ -584,6 +597,7 @@ int zpp_py_add_zero(PyObject *module) {
     if (intern_names() || zpp_py_hooks_init(module)) return -1;
     unit_type = (PyTypeObject *)PyType_FromSpec(&unit_spec);
     PyTypeObject *zero_type = (PyTypeObject *)PyType_FromSpec(&zero_spec);
-    if (!unit_type || !zero_type || add_step_methods(zero_type)) return -1;
+    if (!unit_type || !zero_type || add_methods(zero_type, zpp_py_step_methods)) return -1;
+    if (add_methods(zero_type, zpp_py_filed_methods)) return -1;
     return PyModule_AddObjectRef(module, "Zero", (PyObject *)zero_type);
 }

@@ -56,6 +56,9 @@ struct Zero {
     PyObject *units;  /* list of Unit */
     PyObject *tier;   /* _C.Tier or NULL */
     int stage, ranks;
+    char warning[512]; /* of the engine for parameters in a file; see py_filed.c */
+    bool torn;        /* a step over parameters in a file failed half-way */
+    uint64_t steps;   /* steps of Adam that succeeded */
     bool autos;       /* units gathered for single reads since the last release_all */
     bool moves;       /* some units are gathered and released */
     bool moves_frozen; /* some of those get no gradients */
@@ -93,6 +96,8 @@ int zpp_py_swap(Unit *unit, bool plain); /* class of all its parameters; 0 or -1
 int zpp_py_need(Unit *unit, enum zpp_phase phase);           /* whole, and plain */
 int zpp_py_release(Unit *unit);                              /* unless pinned or sticky */
 int zpp_py_release_all(Zero *zero);
+/* As zpp_py_raise; a TierError knows its file. */
+PyObject *zpp_py_raise_zero(const Zero *zero, const struct zpp_err *err);
 
 /* hooks.c */
 int zpp_py_hooks_init(PyObject *module);                     /* the types Trigger, ... */
@@ -119,5 +124,8 @@ extern PyMethodDef zpp_py_step_methods[];
 PyObject *zpp_py_set_adam(Unit *unit, PyObject *args);
 PyObject *zpp_py_set_tiered_adam(Unit *unit, PyObject *args);
 void zpp_py_drop_grads(Unit *unit);
+
+/* py_filed.c */
+extern PyMethodDef zpp_py_filed_methods[];
 
 #endif

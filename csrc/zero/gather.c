@@ -6,6 +6,10 @@
  *
  *   PARTITIONED --need/prefetch--> FETCHING --the compute stream waits--> FULL --release--> PARTITIONED
  *
+ * FILE units are read from their file (filed.h) in two operations: one begins the read, the other sees it end, on a
+ * stream of its own, so that the reads of several units are under way at once. What fails there is no stream's end: the
+ * unit is given back, and whoever needed it hears why.
+ *
  * Memory moves in the order of the compute stream: `allocated` says that everything before has let go of it.
  */
 #include <string.h>
@@ -33,6 +37,24 @@ static zpp_status gather_slices(void *arg, void *native, const struct zpp_wait *
     return ZPP_OK;
 }
 
+struct load_args {
+    zpp_filed *filed;
+    int unit;
+};
+
+static zpp_status begin_load(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native, (void)wait, (void)err;
+    const struct load_args *args = arg;
+    zpp_filed_begin(args->filed, args->unit);
+    return ZPP_OK;
+}
+
+static zpp_status end_load(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native, (void)err;
+    const struct load_args *args = arg;
+    return zpp_filed_arrive(args->filed, args->unit, wait);
+}
+
 /* --- memory ------------------------------------------------------------------------------------------------------- */
 
 enum { STAY_MAPPED_BYTES = 64 * 1024 }; /* below this, mapping costs more than the memory is worth */
@@ -47,7 +69,9 @@ static size_t mapped_bytes(const struct zpp_unit *unit) {
 
 static zpp_status take_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
-    if (zero->options.backing.acquire) {
+    if (unit->place == ZPP_PLACE_FILE) {
+        status = zpp_filed_enter(zero->filed, unit->filed, err);
+    } else if (zero->options.backing.acquire) {
         void *memory = NULL;
         status = zero->options.backing.acquire(zero->options.backing.ctx, unit, &memory, err);
         if (status == ZPP_OK) unit->whole = memory;
@@ -63,6 +87,10 @@ static zpp_status take_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
 
 static zpp_status give_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     zero->full_bytes -= zpp_unit_bytes(unit);
+    if (unit->place == ZPP_PLACE_FILE) {
+        unit->mapped = false;
+        return zpp_filed_leave(zero->filed, unit->filed, err);
+    }
     if (zero->options.backing.release) {
         zero->options.backing.release(zero->options.backing.ctx, unit, unit->whole);
         return ZPP_OK;
@@ -77,14 +105,30 @@ static zpp_status give_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
 
 /* --- fetching ----------------------------------------------------------------------------------------------------- */
 
+static zpp_status launch_load(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    const struct load_args args = { zero->filed, unit->filed };
+    zpp_status status = zpp_stream_launch(zero->gather, begin_load, &args, sizeof args, err);
+    if (status == ZPP_OK) status = zpp_event_record(unit->ready, zero->gather, err);
+    if (status == ZPP_OK) status = zpp_stream_wait(zero->arrive, unit->ready, NULL, err);
+    if (status == ZPP_OK) status = zpp_stream_launch(zero->arrive, end_load, &args, sizeof args, err);
+    if (status == ZPP_OK) status = zpp_event_record(unit->ready, zero->arrive, err);
+    return status;
+}
+
+static zpp_status launch_gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    const struct gather_args args = { zero, unit, unit->whole };
+    zpp_status status = zpp_stream_launch(zero->gather, gather_slices, &args, sizeof args, err);
+    if (status == ZPP_OK) status = zpp_event_record(unit->ready, zero->gather, err);
+    return status;
+}
+
 static zpp_status start_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     zpp_status status = take_memory(zero, unit, err);
     if (status != ZPP_OK) return status;
-    const struct gather_args args = { zero, unit, unit->whole };
     status = zpp_event_record(unit->allocated, zero->compute, err);
     if (status == ZPP_OK) status = zpp_stream_wait(zero->gather, unit->allocated, NULL, err);
-    if (status == ZPP_OK) status = zpp_stream_launch(zero->gather, gather_slices, &args, sizeof args, err);
-    if (status == ZPP_OK) status = zpp_event_record(unit->ready, zero->gather, err);
+    if (status == ZPP_OK)
+        status = unit->place == ZPP_PLACE_FILE ? launch_load(zero, unit, err) : launch_gather(zero, unit, err);
     if (status != ZPP_OK) {
         struct zpp_err ignored = ZPP_ERR_INIT;
         (void)give_memory(zero, unit, &ignored);
@@ -116,7 +160,13 @@ static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp
     zpp_span_end(began_ns, ZPP_SPAN_WAIT, "for a gather", 0);
     unit->state = ZPP_UNIT_FULL;
     zero->ahead_bytes -= zpp_unit_bytes(unit);
-    return ZPP_OK;
+    if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
+    const zpp_status outcome = zpp_filed_outcome(zero->filed, unit->filed, &zero->fault, err);
+    if (outcome == ZPP_OK) return ZPP_OK;
+    struct zpp_err ignored = ZPP_ERR_INIT;
+    unit->state = ZPP_UNIT_PARTITIONED;
+    (void)give_memory(zero, unit, &ignored);
+    return outcome;
 }
 
 zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const struct zpp_wait *wait,
@@ -152,7 +202,7 @@ zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err) {
         unit->sticky = false;
         if (unit->state == ZPP_UNIT_FETCHING) {
             const zpp_status status = settle(zero, unit, &patience, err);
-            if (status != ZPP_OK) return status;
+            if (status != ZPP_OK && unit->state == ZPP_UNIT_FETCHING) return status; /* else: nobody needed it */
         }
         const zpp_status status = zpp_zero_release(zero, i, err);
         if (status != ZPP_OK) return status;
@@ -160,9 +210,12 @@ zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err) {
     return ZPP_OK;
 }
 
-void zpp_zero_keep_slice(zpp_zero *zero, int index) {
+zpp_status zpp_zero_keep_slice(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
-    if (!zpp_unit_moves(unit)) return;
-    const size_t bytes = zpp_unit_shard_bytes(unit);
-    memcpy(unit->shard, unit->whole + (size_t)zero->rank * bytes, bytes);
+    if (!zpp_unit_moves(unit)) return ZPP_OK;
+    const size_t bytes = zpp_unit_shard_bytes(unit), offset = (size_t)zero->rank * bytes;
+    if (unit->place == ZPP_PLACE_FILE)
+        return zpp_filed_write_back(zero->filed, unit->range_offset_bytes + offset, bytes, &zero->fault, err);
+    memcpy(unit->shard, unit->whole + offset, bytes);
+    return ZPP_OK;
 }

@@ -9,6 +9,7 @@
 #include "../base/timeline.h"
 #include "bucket.h"
 #include "exchange.h"
+#include "filed.h"
 #include "reduce.h"
 #include "trace.h"
 #include "zero.h"
@@ -30,9 +31,13 @@ struct zpp_zero {
     struct zpp_unit **moving; /* SHARD units, by address */
     int moving_count;
     zpp_range *range;     /* gathered units on cpu, at addresses that never change */
+    zpp_filed *filed;     /* FILE units; NULL without any */
+    unsigned char *moving_base; /* addresses of units that come and go: of `range`, or the home of `filed` */
 
     /* gathering */
     zpp_stream *compute, *gather;
+    zpp_stream *arrive; /* FILE units: their reads end here, in order; `gather` begins them */
+    struct zpp_aio_fault fault; /* of the last read that failed */
     struct zpp_trace trace;
     size_t full_bytes, full_peak_bytes, ahead_bytes; /* ahead: fetched, not needed yet */
 
@@ -51,10 +56,5 @@ struct zpp_zero {
     float grad_scale;
     size_t slice_bytes, carry_bytes, kept_bucket_bytes;
 };
-
-/* Does the unit's memory come and go? */
-static inline bool zpp_unit_moves(const struct zpp_unit *unit) {
-    return unit->place == ZPP_PLACE_SHARD;
-}
 
 #endif

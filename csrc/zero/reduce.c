@@ -470,19 +470,21 @@ zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *
 
 void zpp_zero_count_use(zpp_zero *zero, int unit) {
     if (zero->units[unit]->grad) zero->units[unit]->grad->uses++;
+    else zero->units[unit]->uses++;
 }
 
 void zpp_zero_reset_uses(zpp_zero *zero) {
     for (int at = 0; at < zero->order_count; at++) zero->units[zero->order[at]]->grad->uses = 0;
+    for (int i = 0; i < zero->units_count; i++) zero->units[i]->uses = 0;
 }
 
 int zpp_zero_uses(const zpp_zero *zero, int unit) {
-    return zero->units[unit]->grad ? zero->units[unit]->grad->uses : 0;
+    return zero->units[unit]->grad ? zero->units[unit]->grad->uses : zero->units[unit]->uses;
 }
 
 bool zpp_zero_used_once(const zpp_zero *zero, int unit) {
     const struct zpp_unit_grad *grad = zero->units[unit]->grad;
-    return grad && grad->uses <= 1 && !grad->partial;
+    return grad ? grad->uses <= 1 && !grad->partial : zero->units[unit]->uses <= 1;
 }
 
 static bool is_launched_now(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
@@ -560,9 +562,9 @@ zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, st
 }
 
 void zpp_zero_backward_abort(zpp_zero *zero) {
+    zpp_zero_reset_uses(zero);
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
-        unit->grad->uses = 0;
         if (unit->grad->bucket_offset_bytes == ZPP_BUCKET_NONE || unit->grad->launched) continue;
         give_bucket(zero, unit->grad);
         unit->grad->touched_params = 0;

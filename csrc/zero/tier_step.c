@@ -6,7 +6,8 @@
  *   step     k               in this thread and the pool's
  *   write    k-1             the buffer is read into again only when it is done
  *
- * What is held in memory is stepped while the first chunks are read. Nothing allocated here outlives the call.
+ * What is held in memory is stepped while the first chunks are read. Parameters that are in a file themselves go
+ * through a window of theirs beside each buffer (filed.h). Nothing allocated here outlives the call.
  */
 #include <assert.h>
 #include <stdlib.h>
@@ -35,6 +36,7 @@ struct plan {
     size_t visits_count, visits_room;
     struct zpp_adam_segment *segments; /* of the visit under way, or of what is held */
     size_t segments_room;
+    zpp_filed *params; /* may be NULL */
 };
 
 static bool grow(void **at, size_t *room, size_t count, size_t size) {
@@ -141,9 +143,12 @@ static zpp_status begin_read(zpp_tier *tier, const struct plan *plan, size_t ind
                              struct zpp_err *err) {
     if (index >= plan->visits_count) return ZPP_OK;
     struct tier_buffer *buffer = &tier->buffers[index % tier->options.buffers];
-    const zpp_status status = finish_timed(tier, &buffer->write, fault, err);
-    if (status != ZPP_OK) return status;
     const struct visit *visit = &plan->visits[index];
+    zpp_status status = finish_timed(tier, &buffer->write, fault, err);
+    if (status == ZPP_OK && plan->params)
+        status = zpp_filed_window_open(plan->params, index, &plan->cuts[visit->first_cut].segment, visit->cuts,
+                                       sizeof *plan->cuts, fault, err);
+    if (status != ZPP_OK) return status;
     const struct tier_line *line = &tier->lines[visit->line];
     const bool master = line->plane[ZPP_TIER_MASTER] >= 0;
     const size_t planes = line->stepped[visit->chunk] ? line->planes : (size_t)master;
@@ -160,6 +165,7 @@ static zpp_status step_visit(zpp_tier *tier, struct plan *plan, size_t index, fl
     struct tier_line *line = &tier->lines[visit->line];
     const size_t stride = tier_chunk_elems(line, visit->chunk), master = line->plane[ZPP_TIER_MASTER] >= 0;
     zpp_status status = finish_timed(tier, &buffer->read, fault, err);
+    if (status == ZPP_OK && plan->params) status = zpp_filed_window_ready(plan->params, index, fault, err);
     if (status != ZPP_OK) return status;
     if (!line->stepped[visit->chunk])
         memset(buffer->memory + master * stride, 0, (line->planes - master) * stride * sizeof(float));
@@ -172,15 +178,27 @@ static zpp_status step_visit(zpp_tier *tier, struct plan *plan, size_t index, fl
     status = tier_submit(tier, tier_record_offset(line, visit->chunk), buffer->memory,
                          line->planes * stride * sizeof(float), true, &buffer->write, fault, err);
     if (status == ZPP_OK) line->stepped[visit->chunk] = true;
+    if (status == ZPP_OK && plan->params) status = zpp_filed_window_write(plan->params, index, fault, err);
     return status;
+}
+
+/* What is held: where its parameters are in a file, before the visits, whose windows are the same. */
+static zpp_status step_held(struct plan *plan, size_t held_count, float grad_scale, zpp_pool *pool,
+                            struct zpp_aio_fault *fault, struct zpp_err *err) {
+    bool torn;
+    if (plan->params)
+        return zpp_filed_adam_step(plan->params, plan->segments, held_count, grad_scale, pool, &torn, fault, err);
+    zpp_adam_step(plan->segments, held_count, grad_scale, pool);
+    return ZPP_OK;
 }
 
 static zpp_status stream(zpp_tier *tier, struct plan *plan, size_t held_count, float grad_scale, zpp_pool *pool,
                          struct zpp_aio_fault *fault, struct zpp_err *err) {
     const size_t ahead = tier->options.buffers - 1;
     zpp_status status = ZPP_OK;
+    if (plan->params) status = step_held(plan, held_count, grad_scale, pool, fault, err);
     for (size_t i = 0; i < ahead && status == ZPP_OK; i++) status = begin_read(tier, plan, i, fault, err);
-    if (status == ZPP_OK) zpp_adam_step(plan->segments, held_count, grad_scale, pool);
+    if (!plan->params && status == ZPP_OK) status = step_held(plan, held_count, grad_scale, pool, fault, err);
     for (size_t i = 0; i < plan->visits_count && status == ZPP_OK; i++) {
         status = step_visit(tier, plan, i, grad_scale, pool, fault, err);
         if (status == ZPP_OK) status = begin_read(tier, plan, i + ahead, fault, err);
@@ -189,7 +207,8 @@ static zpp_status stream(zpp_tier *tier, struct plan *plan, size_t held_count, f
 }
 
 /* Nothing may be under way when the call returns; the first failure is the one that is told. */
-static zpp_status settle(zpp_tier *tier, zpp_status status, struct zpp_aio_fault *fault, struct zpp_err *err) {
+static zpp_status settle(zpp_tier *tier, zpp_filed *params, zpp_status status, struct zpp_aio_fault *fault,
+                         struct zpp_err *err) {
     for (unsigned i = 0; i < tier->options.buffers; i++) {
         zpp_aio_request **const requests[] = { &tier->buffers[i].read, &tier->buffers[i].write };
         for (int which = 0; which < 2; which++) {
@@ -199,7 +218,7 @@ static zpp_status settle(zpp_tier *tier, zpp_status status, struct zpp_aio_fault
             else status = finish_timed(tier, requests[which], fault, err);
         }
     }
-    return status;
+    return params ? zpp_filed_settle(params, status, fault, err) : status;
 }
 
 static size_t most_cuts(const struct plan *plan) {
@@ -209,13 +228,16 @@ static size_t most_cuts(const struct plan *plan) {
     return most;
 }
 
-zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count, float grad_scale,
-                         zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err) {
+zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count, zpp_filed *params,
+                         float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (tier->torn || !tier->sealed)
         return zpp_fail(err, ZPP_STATE, "tier: the states in %s are %s", tier->path,
                         tier->torn ? "torn by a step that failed; load a checkpoint first" : "not sealed yet");
+    if (params && tier->options.buffers > ZPP_FILED_WINDOWS)
+        return zpp_fail(err, ZPP_INVALID, "tier: %u buffers with parameters in a file, wanted at most %d",
+                        tier->options.buffers, (int)ZPP_FILED_WINDOWS);
     const uint64_t began_ns = zpp_now_ns();
-    struct plan plan = { 0 };
+    struct plan plan = { .params = params };
     size_t held_count = 0;
     bool memory = make_plan(tier, pieces, pieces_count, &plan, &held_count);
     while (memory && plan.segments_room < most_cuts(&plan))
@@ -225,7 +247,7 @@ zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, si
         return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the plan of a step over %zu pieces", pieces_count);
     }
     const zpp_status status =
-        settle(tier, stream(tier, &plan, held_count, grad_scale, pool, fault, err), fault, err);
+        settle(tier, params, stream(tier, &plan, held_count, grad_scale, pool, fault, err), fault, err);
     drop_plan(&plan);
     tier->torn = status != ZPP_OK;
     tier->steps++;

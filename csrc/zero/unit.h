@@ -22,6 +22,7 @@ enum zpp_place {
     ZPP_PLACE_WHOLE, /* every rank holds all of it (stages 0-2, one rank, small units) */
     ZPP_PLACE_HOST,  /* the ranks of this host share one copy in shared memory; nothing is ever gathered */
     ZPP_PLACE_SHARD, /* a rank holds its slice, and gathers the rest when it is needed */
+    ZPP_PLACE_FILE,  /* the ranks of this host share a file, and read a unit from it when it is needed (filed.h) */
 };
 
 enum zpp_unit_state { ZPP_UNIT_PARTITIONED, ZPP_UNIT_FETCHING, ZPP_UNIT_FULL };
@@ -57,6 +58,9 @@ struct zpp_unit {
     int pins;    /* forwards of it that are open now */
     bool sticky; /* keep it until this pass ends */
     bool mapped; /* has memory in the range */
+    int filed;   /* FILE units: their number there */
+    bool held;   /* a FILE unit that lies in memory for good */
+    int uses;    /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */
     zpp_event *allocated, *ready;
 
     /* gradients: see reduce.h */
@@ -71,6 +75,10 @@ void zpp_unit_layout(size_t params, const size_t *param_elems, size_t elem_bytes
 size_t zpp_unit_pieces(const struct zpp_unit *unit, int rank, struct zpp_piece *pieces);
 
 size_t zpp_unit_bytes(const struct zpp_unit *unit);
+/* Does its memory come and go? */
+static inline bool zpp_unit_moves(const struct zpp_unit *unit) {
+    return unit->place == ZPP_PLACE_SHARD || (unit->place == ZPP_PLACE_FILE && !unit->held);
+}
 size_t zpp_unit_shard_bytes(const struct zpp_unit *unit);
 
 #endif

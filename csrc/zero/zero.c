@@ -27,8 +27,12 @@ static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
     zpp_status status = zpp_stream_create(device, ZPP_STREAM_HOST, "compute", &zero->compute, err);
     /* Without prefetch nothing overlaps: gathers are a part of the computation. */
     zero->gather = zero->compute;
-    if (status == ZPP_OK && zero->options.prefetch_bytes)
+    if (status == ZPP_OK && zero->filed) { /* the engine's thread reads; ours needs none to begin and to look */
+        status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "arrive", &zero->arrive, err);
+        if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "gather", &zero->gather, err);
+    } else if (status == ZPP_OK && zero->options.prefetch_bytes) {
         status = zpp_stream_create(device, ZPP_STREAM_THREAD, "gather", &zero->gather, err);
+    }
     if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "reduce", &zero->reduce, err);
     if (status == ZPP_OK) status = zpp_event_create(device, &zero->acked, err);
     return status;
@@ -43,7 +47,10 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     zero->rank = options->comm ? zpp_comm_rank(options->comm) : 0;
     zero->ranks = options->comm ? zpp_comm_ranks(options->comm) : 1;
     zero->grad_scale = 1.0f;
-    const zpp_status status = create_streams(zero, err);
+    zpp_status status = ZPP_OK;
+    if (options->params_fraction > 0.0)
+        status = zpp_filed_create(options->comm, options->params_fraction, &zero->filed, err);
+    if (status == ZPP_OK) status = create_streams(zero, err);
     if (status != ZPP_OK) {
         zpp_zero_destroy(zero);
         return status;
@@ -66,6 +73,8 @@ void zpp_zero_destroy(zpp_zero *zero) {
     /* Streams first: they finish operations that still use the units, and must not wait for peers that go on without
      * us. */
     if (zpp_reduce_pending(zero)) zpp_comm_abort(zero->options.comm, "left in the middle of a reduction");
+    if (zero->filed) zpp_filed_close(zero->filed); /* nobody reads into the units any more */
+    zpp_stream_destroy(zero->arrive);
     zpp_stream_destroy(zero->reduce);
     if (zero->gather != zero->compute) zpp_stream_destroy(zero->gather);
     zpp_stream_destroy(zero->compute);
@@ -80,6 +89,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_lane_destroy(zero->lane);
     zpp_lane_destroy(zero->copy_lane);
     zpp_range_destroy(zero->range);
+    zpp_filed_destroy(zero->filed);
     zpp_region_destroy(zero->params);
     zpp_region_destroy(zero->host);
     zpp_region_destroy(zero->grads);
@@ -110,7 +120,10 @@ static zpp_status check_spec(const zpp_zero *zero, const struct zpp_unit_spec *s
     if (!zpp_dtype_bytes(spec->dtype))
         return zpp_fail(err, ZPP_INVALID, "zero: unit %s has element kind %d, which is none", spec->name,
                         (int)spec->dtype);
-    if (zero->ranks == 1 && spec->place != ZPP_PLACE_WHOLE)
+    if ((spec->place == ZPP_PLACE_FILE) != (zero->filed != NULL) && spec->place != ZPP_PLACE_WHOLE)
+        return zpp_fail(err, ZPP_INVALID, "zero: unit %s is%s to live in a file, and params_fraction is %g", spec->name,
+                        spec->place == ZPP_PLACE_FILE ? "" : " not", zero->options.params_fraction);
+    if (zero->ranks == 1 && spec->place != ZPP_PLACE_WHOLE && spec->place != ZPP_PLACE_FILE)
         return zpp_fail(err, ZPP_INVALID, "zero: unit %s is to be split, but there is one rank", spec->name);
     return ZPP_OK;
 }
@@ -144,9 +157,23 @@ zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, i
 
 /* --- seal --------------------------------------------------------------------------------------------------------- */
 
-static size_t region_bytes_of(const zpp_zero *zero, const struct zpp_unit *unit) {
-    (void)zero;
+static size_t region_bytes_of(const struct zpp_unit *unit) {
     return unit->place == ZPP_PLACE_SHARD ? zpp_unit_shard_bytes(unit) : zpp_unit_bytes(unit);
+}
+
+/* Where its slice, or all of it, lies in its region; where it lies among the units that come and go. */
+static zpp_status place_unit(zpp_zero *zero, struct zpp_unit *unit, size_t *range_bytes, struct zpp_err *err) {
+    if (unit->place == ZPP_PLACE_FILE) {
+        zero->moving[zero->moving_count++] = unit;
+        return zpp_filed_add(zero->filed, zpp_unit_bytes(unit), &unit->filed, &unit->range_offset_bytes, err);
+    }
+    size_t *used = unit->place == ZPP_PLACE_HOST ? &zero->host_bytes : &zero->params_bytes;
+    unit->region_offset_bytes = place_next(used, region_bytes_of(unit));
+    if (!zpp_unit_moves(unit)) return ZPP_OK;
+    zero->moving[zero->moving_count++] = unit;
+    unit->range_offset_bytes = *range_bytes;
+    *range_bytes += round_up(zpp_unit_bytes(unit), ZPP_PAGE_BYTES);
+    return ZPP_OK;
 }
 
 static zpp_status make_param_memory(zpp_zero *zero, size_t range_bytes, struct zpp_err *err) {
@@ -168,7 +195,18 @@ static zpp_status make_param_memory(zpp_zero *zero, size_t range_bytes, struct z
     return status;
 }
 
+static void locate_filed(zpp_zero *zero, struct zpp_unit *unit) {
+    unit->whole = zero->moving_base + unit->range_offset_bytes;
+    unit->shard = unit->whole + (size_t)zero->rank * zpp_unit_shard_bytes(unit);
+    unit->held = zpp_filed_is_held(zero->filed, unit->filed);
+    unit->state = unit->held ? ZPP_UNIT_FULL : ZPP_UNIT_PARTITIONED;
+}
+
 static void locate_unit(zpp_zero *zero, struct zpp_unit *unit) {
+    if (unit->place == ZPP_PLACE_FILE) {
+        locate_filed(zero, unit);
+        return;
+    }
     unsigned char *base = zero->alone;
     if (unit->place == ZPP_PLACE_HOST) base = zpp_region_base(zero->host, zero->rank);
     else if (zero->params) base = zpp_region_base(zero->params, zero->rank);
@@ -186,29 +224,25 @@ static void locate_unit(zpp_zero *zero, struct zpp_unit *unit) {
 
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err) {
     if (zero->sealed) return zpp_fail(err, ZPP_STATE, "zero: sealed twice");
-    size_t range_bytes = 0;
+    size_t range_bytes = 0, largest_bytes = 0;
     zero->moving = calloc((size_t)zero->units_count + 1, sizeof(struct zpp_unit *));
     if (!zero->moving) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %d units", zero->units_count);
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];
-        size_t *used = unit->place == ZPP_PLACE_HOST ? &zero->host_bytes : &zero->params_bytes;
-        unit->region_offset_bytes = place_next(used, region_bytes_of(zero, unit));
-        if (!zpp_unit_moves(unit)) continue;
-        zero->moving[zero->moving_count++] = unit;
-        unit->range_offset_bytes = range_bytes;
-        range_bytes += round_up(zpp_unit_bytes(unit), ZPP_PAGE_BYTES);
+        const zpp_status placed = place_unit(zero, unit, &range_bytes, err);
+        if (placed != ZPP_OK) return placed;
+        if (zpp_unit_moves(unit) && zpp_unit_bytes(unit) > largest_bytes) largest_bytes = zpp_unit_bytes(unit);
     }
     zpp_status status = make_param_memory(zero, range_bytes, err);
+    const size_t warm_bytes = 2 * largest_bytes + zero->options.prefetch_bytes;
+    if (status == ZPP_OK && zero->filed) status = zpp_filed_seal(zero->filed, warm_bytes, err);
     if (status == ZPP_OK) status = zpp_trace_init(&zero->trace, zero->units_count, err);
     if (status == ZPP_OK && zero->ranks > 1) status = zpp_reduce_seal(zero, err);
     if (status != ZPP_OK) return status;
-    size_t largest_bytes = 0;
-    for (int i = 0; i < zero->units_count; i++) {
-        locate_unit(zero, zero->units[i]);
-        if (zpp_unit_moves(zero->units[i]) && zpp_unit_bytes(zero->units[i]) > largest_bytes)
-            largest_bytes = zpp_unit_bytes(zero->units[i]);
-    }
-    if (zero->range) zpp_range_set_warm(zero->range, 2 * largest_bytes + zero->options.prefetch_bytes);
+    if (zero->range) zero->moving_base = zpp_range_base(zero->range);
+    else if (zero->filed) zero->moving_base = zpp_filed_home(zero->filed);
+    for (int i = 0; i < zero->units_count; i++) locate_unit(zero, zero->units[i]);
+    if (zero->range) zpp_range_set_warm(zero->range, warm_bytes);
     zero->sealed = true;
     return ZPP_OK;
 }
@@ -236,9 +270,17 @@ zpp_stream *zpp_zero_compute(zpp_zero *zero) {
     return zero->compute;
 }
 
+zpp_filed *zpp_zero_filed(zpp_zero *zero) {
+    return zero->filed;
+}
+
+const struct zpp_aio_fault *zpp_zero_fault(const zpp_zero *zero) {
+    return &zero->fault;
+}
+
 int zpp_zero_find(const zpp_zero *zero, const void *address) {
-    if (!zero->range) return -1;
-    const unsigned char *base = zpp_range_base(zero->range), *at = address;
+    if (!zero->moving_base) return -1;
+    const unsigned char *base = zero->moving_base, *at = address;
     if (at < base || !zero->moving_count) return -1;
     const size_t offset = (size_t)(at - base);
     int low = 0, high = zero->moving_count - 1;
@@ -252,13 +294,19 @@ int zpp_zero_find(const zpp_zero *zero, const void *address) {
 }
 
 void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
-    const size_t warm = zero->range ? zpp_range_held_bytes(zero->range) : zero->full_bytes;
+    const size_t ranks = (size_t)zero->ranks;
+    struct zpp_filed_figures filed = { 0 };
+    if (zero->filed) zpp_filed_figures(zero->filed, &filed);
+    /* The ranks share what they read from the file, as long as they are at the same unit. */
+    const size_t full = zero->filed ? filed.memory_bytes / ranks : zero->full_bytes;
+    const size_t warm = zero->range ? zpp_range_held_bytes(zero->range) : full;
     *out = (struct zpp_zero_memory){
-        .param_bytes = zero->params_bytes + zero->host_bytes / (size_t)zero->ranks,
+        .param_bytes = zero->params_bytes + (zero->host_bytes + filed.cut_bytes) / ranks,
         .gathered_bytes = warm,
         .grad_bytes = zero->slice_bytes + zero->kept_bucket_bytes + zero->carry_bytes,
         .bucket_bytes = zero->buckets.used_bytes,
         .bucket_peak_bytes = zero->buckets.peak_bytes,
-        .gathered_peak_bytes = zero->full_peak_bytes,
+        .gathered_peak_bytes = zero->filed ? filed.entered_peak_bytes / ranks : zero->full_peak_bytes,
+        .filed_bytes = (filed.home_bytes - filed.cut_bytes) / ranks,
     };
 }

@@ -14,7 +14,8 @@
  *
  * Bytes on the wire per rank and step, Psi = bytes of all parameters, f = (N-1)/N:
  *   stage 0: 2 f Psi (all-reduce)    1, 2: 2 f Psi (reduce-scatter, all-gather)    3: 3 f Psi; units with one shared
- *   copy on the host: f Psi (the reduction alone).
+ *   copy on the host: f Psi (the reduction alone). FILE units: the same f Psi, and from the disk, per host: 2 Psi read
+ *   (forward, backward) and Psi written (step); fp32 parameters without a master are read once more, by the step.
  *
  * Threads: one thread at a time. `wait` == NULL tries: ZPP_AGAIN means that nothing was done.
  */
@@ -22,6 +23,7 @@
 #define ZPP_ZERO_ZERO_H
 
 #include "../comm/comm.h"
+#include "filed.h"
 #include "unit.h"
 
 typedef struct zpp_zero zpp_zero;
@@ -41,6 +43,7 @@ struct zpp_zero_options {
     struct zpp_backing backing;
     size_t prefetch_bytes;   /* gathered ahead of need at most; 0: nothing is */
     size_t bucket_bytes;     /* gradients that may wait in buckets for slower ranks; 0: no bound */
+    double params_fraction;  /* of the bytes of FILE units that live in the file; 0: there are no FILE units */
 };
 
 struct zpp_unit_spec {
@@ -58,8 +61,8 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
 void zpp_zero_destroy(zpp_zero *zero);
 /* Units in the same order on every rank. `*index` counts from 0. Before seal. */
 zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, int *index, struct zpp_err *err);
-/* Collective: makes the memory. Afterwards WHOLE and HOST units are FULL, SHARD units PARTITIONED; contents are zero.
- */
+/* Collective: makes the memory. Afterwards WHOLE and HOST units are FULL, SHARD and FILE units PARTITIONED; contents
+ * are zero. FILE units can be needed once zpp_filed_open was called. */
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);
 
 int zpp_zero_units(const zpp_zero *zero);
@@ -67,6 +70,9 @@ struct zpp_unit *zpp_zero_unit(zpp_zero *zero, int index); /* borrowed */
 int zpp_zero_rank(const zpp_zero *zero);
 int zpp_zero_ranks(const zpp_zero *zero);
 zpp_stream *zpp_zero_compute(zpp_zero *zero); /* the HOST stream: the caller's computation goes there */
+zpp_filed *zpp_zero_filed(zpp_zero *zero); /* borrowed; NULL without FILE units */
+/* Of the read that failed, after a call that returned TIER. */
+const struct zpp_aio_fault *zpp_zero_fault(const zpp_zero *zero);
 /* Does this address lie in gathered memory (released or not)? Which unit? -1: no. Own range only. */
 int zpp_zero_find(const zpp_zero *zero, const void *address);
 
@@ -79,8 +85,9 @@ zpp_status zpp_zero_need(zpp_zero *zero, int unit, enum zpp_phase phase, const s
 zpp_status zpp_zero_release(zpp_zero *zero, int unit, struct zpp_err *err);
 /* End of a pass: forgets stickiness, releases all that is not pinned, prefetched or not. */
 zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err);
-/* With every slice filled in this rank's gathered copy: keep this rank's slice (SHARD units; full ones). */
-void zpp_zero_keep_slice(zpp_zero *zero, int unit);
+/* With every slice filled in this rank's gathered copy (FILE: in the shared one, on every rank): keep this rank's slice
+ * (SHARD and FILE units; full ones). */
+zpp_status zpp_zero_keep_slice(zpp_zero *zero, int unit, struct zpp_err *err);
 
 /* --- gradients (reduce.c) ----------------------------------------------------------------------------------------- */
 /* A parameter's gradient, `param_elems` elements of the unit's kind, on the compute stream. Added to what this rank has
@@ -130,6 +137,7 @@ struct zpp_zero_memory {
     size_t grad_bytes;       /* reduced slices (stages 0, 1: whole gradients) */
     size_t bucket_bytes;     /* gradients not reduced yet, now */
     size_t bucket_peak_bytes, gathered_peak_bytes;
+    size_t filed_bytes;      /* this rank's share of what is in the file of FILE units */
 };
 void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out);
 

@@ -113,11 +113,12 @@ class Tier:
 @dataclass(frozen=True, kw_only=True)
 class Offload:
     """Which tier holds each kind of state: a `Tier(...)`, or the name of a kind, as in
-    `Offload(optimizer="nvme", path="/scratch")`. The optimizer's states may live on NVMe; the other kinds say "not
-    yet" there."""
+    `Offload(optimizer="nvme", path="/scratch")`. The optimizer's states and the parameters may live on NVMe; the other
+    kinds say "not yet" there."""
 
     params: Tier | str = Tier()
-    """Tier of the parameter shards; other than "device" needs stage 3."""
+    """Tier of the parameter shards; other than "device" needs stage 3. "nvme" reads a unit's parameters when they are
+    needed, and keeps them in memory no longer; the step writes them. It needs Adam or AdamW, and takes `fraction`."""
 
     grads: Tier | str = Tier()
     """Tier of the gradient shards; other than "device" needs stage 2 or 3."""
@@ -431,7 +432,7 @@ class Config:
                     tier.kind,
                     f"'device' at stage {self.stage}: this kind is partitioned from stage {least} on",
                 )
-            if tier.kind == "nvme" and name != "optimizer":
+            if tier.kind == "nvme" and name not in ("optimizer", "params"):
                 raise not_yet(
                     f"Config.offload.{name}.kind",
                     tier.kind,

@@ -115,6 +115,9 @@ _FP16_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
 }
 _OFFLOAD_PARAM_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "pin_memory": ((True, False), "there is no accelerator to copy to"),
+    "buffer_count": ((5,), "a unit is read to its own place, without a buffer"),
+    "buffer_size": ((100_000_000,), "a unit is read to its own place, whatever its size"),
+    "max_in_cpu": ((1_000_000_000,), "a unit stays in memory while it is used; Tier(fraction=) keeps more there"),
 }
 _OFFLOAD_OPTIMIZER_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "pin_memory": ((True, False), "buffers are locked where the system lets them"),
@@ -282,10 +285,6 @@ def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: i
             fields[field] = (f"zero_optimization.{name}", _elements(elems, name) * element_bytes)
     params = _tier(section, "offload_param", _OFFLOAD_PARAM_ALWAYS)
     optimizer = _tier(section, "offload_optimizer", _OFFLOAD_OPTIMIZER_ALWAYS)
-    if params.kind == "nvme":
-        raise not_yet(
-            "zero_optimization.offload_param.device", "nvme", 'use "none" or "cpu": parameters live in host memory'
-        )
     offload = Offload(params=params, optimizer=optimizer)
     if offload != Offload():
         fields["offload"] = ("zero_optimization.offload_optimizer", offload)

@@ -167,7 +167,7 @@ static zpp_status step(zpp_tier *tier, uint64_t t, bool amsgrad, zpp_pool *pool,
         }
     }
     zpp_adam_step(segments, count, 0.5f, pool);
-    return zpp_tier_step(tier, pieces, count, 0.5f, pool, fault, err);
+    return zpp_tier_step(tier, pieces, count, NULL, 0.5f, pool, fault, err);
 }
 
 static void check_kind(zpp_tier *tier, int slice, enum zpp_tier_kind kind, const float *wanted) {

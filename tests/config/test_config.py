@@ -103,7 +103,6 @@ def test_a_mistake_is_named(make, path, says):
 @pytest.mark.parametrize(
     "make, path",
     [
-        (lambda: Config(offload=Offload(params=Tier("nvme", path="/swap"))), "Config.offload.params.kind"),
         (lambda: Config(offload=Offload(grads=Tier("nvme", path="/swap"))), "Config.offload.grads.kind"),
         (lambda: Config(offload=Offload(activations=Tier("nvme", path="/swap"))), "Config.offload.activations.kind"),
         (lambda: Config(comm=Comm(params="int8")), "Config.comm.params"),

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from zeropp.errors import ConfigError, PartitionedParameterError
-from zeropp.zero.engine import HOST, SHARD, Engine, Unit, engine_of
+from zeropp.zero.engine import FILE, SHARD, Engine, Unit, engine_of
 from zeropp.zero.parameter import ref_of
+from zeropp.zero.storage import disk_traffic
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -87,7 +88,7 @@ def _whole(unit: Unit) -> Iterator[None]:
 @contextlib.contextmanager
 def _unchanged(engine: Engine, units: list[Unit]) -> Iterator[None]:
     """One shared copy must not be written by every rank: notice it by torch's version counters."""
-    shared = [e for u in units if u.place == HOST for e in u.params]
+    shared = [e for u in units if u.shared for e in u.params]
     before = [e.param._version for e in shared]
     yield
     for entry, version in zip(shared, before, strict=True):
@@ -102,7 +103,7 @@ def _written(engine: Engine, units: list[Unit]) -> Iterator[None]:
     """Rank 0 writes; the others change a copy of their own, which is dropped."""
     private = []
     for unit in units:
-        if unit.place == HOST and engine.rank:
+        if unit.shared and engine.rank:
             private += [(e.param, e.param.data) for e in unit.params]
     for parameter, _ in private:
         parameter.data = parameter.data.clone()
@@ -120,12 +121,12 @@ def _written(engine: Engine, units: list[Unit]) -> Iterator[None]:
 
 def _spread(engine: Engine, units: list[Unit]) -> None:
     for unit in units:
-        if engine.comm is not None and unit.place != HOST:
+        if engine.comm is not None and not unit.shared:
             engine.comm.broadcast(unit.whole.data_ptr(), unit.whole.numel() * unit.whole.element_size(), 0)
     if engine.comm is not None:
         engine.comm.barrier()
     for unit in units:
-        if unit.place == SHARD:
+        if unit.place in (SHARD, FILE):
             unit.core.keep_slice()
         if unit.has_master:
             _refresh_master(unit)
@@ -220,7 +221,7 @@ def _tiered(engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
 
 def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     """Bytes of model states on this rank: ``{"cpu": {kind: {"planned": bytes, "held": bytes}}, "parameters": n, ...}``;
-    with states offloaded also ``"nvme"``, the same of the scratch file.
+    with states or parameters offloaded also ``"nvme"``, the same of the scratch files.
 
     Kinds: ``params``, ``grads``, ``master`` (fp32 copy), ``optimizer``; and what comes and goes, held only: ``gathered`` (units
     whole now), ``buckets`` (gradients on their way), ``tier_buffers`` (what an offloaded step streams through).
@@ -233,9 +234,18 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     parameters = sum(e.numel for u in engine.units for e in u.params)
     states = ("params", "grads", "master", "optimizer")
     total = {"planned": sum(planned[k] for k in states), "held": sum(held[k] for k in states)}
-    nvme = {}
+    nvme: dict[str, dict[str, int]] = {}
+    if engine.params_tier is not None:
+        filed = engine.params_tier.bytes_in_file(engine.units) // engine.ranks
+        total["held"] += filed
+        own = sum(e.numel * u.dtype.itemsize for u in engine.units if u.filed for e in u.params) / engine.ranks
+        share = round(own * engine.params_tier.fraction)
+        nvme["params"] = {"planned": share, "held": filed}
+        planned["params"] -= share
+        held["tier_buffers"] = engine.params_tier.figures()["window_bytes"]
     if engine.states is not None:
         in_memory, in_file = _tiered(engine)
+        in_memory["tier_buffers"] += held.get("tier_buffers", 0)
         total["held"] += sum(v for k, v in in_memory.items() if k in states) + sum(in_file.values())
         held = {**held, **in_memory}
         for kind, value in in_file.items():
@@ -255,10 +265,12 @@ _traffic_before: dict[tuple[str, str, str], int] = {}
 
 
 def traffic(reset: bool = False) -> dict[str, dict[str, dict[str, int]]]:
-    """Bytes that this rank read from its peers, since the start or the last reset.
+    """Bytes that this rank read from its peers, since the start or the last reset; with something offloaded to "nvme"
+    also what it read from the disk and wrote to it.
 
     Returns:
-        ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``, by link class and collective.
+        ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``, by link class and collective; ``"nvme"`` has
+        ``read`` and ``write``, in bytes.
     """
     from zeropp.comm import all_traffic
 
@@ -268,6 +280,8 @@ def traffic(reset: bool = False) -> dict[str, dict[str, dict[str, int]]]:
         for kind, counts in kinds.items()
         for what, value in counts.items()
     }
+    for kind, value in (disk_traffic.totals() or {}).items():
+        now["nvme", kind, "bytes"] = value
     answer: dict[str, dict[str, dict[str, int]]] = {}
     for (link, kind, what), value in now.items():
         answer.setdefault(link, {}).setdefault(kind, {})[what] = value - _traffic_before.get((link, kind, what), 0)

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from zeropp import _C
-from zeropp.config import Config, LossScale
+from zeropp.config import Config, LossScale, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.offload import StateTier, TieredStates
 from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
+from zeropp.zero.params_tier import ParamsTier
 from zeropp.zero.scaler import Scaler
+from zeropp.zero.storage import Storage
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
     torch.bool,
 )  # fmt: skip
-WHOLE, HOST, SHARD = range(3)  # enum zpp_place
+WHOLE, HOST, SHARD, FILE = range(4)  # enum zpp_place
 
 
 def tensor_over(owner: object, address: int, elems: int, dtype: torch.dtype) -> torch.Tensor:
@@ -79,6 +81,7 @@ class Unit:
     lent: dict[int, torch.Tensor] = field(default_factory=dict)  # what torch's own optimizers step: one tensor a piece
     bound: tuple[str, ...] = ()  # the states whose addresses the Adam kernel has
     tiered: TieredStates | None = None  # in place of `master` and `state`, where they live in a file
+    filed: ParamsTier | None = None  # where the parameters live; then `shard` has a size, and no values
 
     @property
     def own(self) -> torch.Tensor:
@@ -87,7 +90,21 @@ class Unit:
             self.tiered.tier.require_whole()
             if self.tiered.has_master:
                 return cast(torch.Tensor, self.tiered.view("master"))
+        if self.master is None and self.filed is not None:
+            return cast(torch.Tensor, self.filed.slice_of(self))
         return self.shard if self.master is None else self.master
+
+    @property
+    def shared(self) -> bool:
+        """Is the gathered copy one for all ranks of the host?"""
+        return self.place in (HOST, FILE)
+
+    def write_shard(self, first: int, values: torch.Tensor) -> None:
+        """Elements of this rank's slice from ``first`` on, inside ``engine.write_shards()``."""
+        if self.filed is not None:
+            self.filed.write(self, first, values)
+        else:
+            self.shard[first : first + values.numel()] = values.to(self.dtype)
 
     @property
     def has_master(self) -> bool:
@@ -143,14 +160,17 @@ class Engine:
         self.onebit: OneBit | None = None  # in place of both, for optimizers that send or sum something of their own
         self.local = self.ranks == 1 or self.stage == 0
         self.shows_gradients = self.stage == 0
+        tiers = [tier for tier in (config.offload.params, config.offload.optimizer) if isinstance(tier, Tier)]
+        self._params = tiers[0] if tiers[0].kind == "nvme" else None
         self.core = _C.Zero(
             self.stage,
             comm,
-            self._prefetch_bytes(),
+            self._prefetch_bytes(plans),
             config.bucket_bytes,
             config.accumulate,
             torch.get_num_threads(),
             _functions(),
+            self._params.fraction if self._params is not None else 0.0,
         )
         for plan in plans:
             self.core.add_unit(
@@ -158,23 +178,33 @@ class Engine:
                 DTYPES.index(plan.dtype),
             )  # fmt: skip
         self.core.seal()
-        self.units: list[Unit] = [self._bind(i, plan) for i, plan in enumerate(plans)]
+        self.storage: Storage | None = None  # of the tiers below
         self.states: StateTier | None = None  # where the optimizer's states are, unless in memory
+        self.params_tier: ParamsTier | None = None  # where the parameters are, unless in memory
+        if any(tier.kind == "nvme" for tier in tiers):
+            self.storage = Storage(self, [i for i, plan in enumerate(plans) if plan.trainable])
+            if self._params is not None:
+                self.params_tier = ParamsTier(self, self._params, self.storage)
+        self.units: list[Unit] = [self._bind(i, plan) for i, plan in enumerate(plans)]
 
     # -- construction --------------------------------------------------------------------------------------------------
 
-    def _prefetch_bytes(self) -> int:
+    def _prefetch_bytes(self, plans: list[UnitPlan]) -> int:
         if self.config.prefetch != "auto":
             return int(self.config.prefetch)
+        if self._params is not None:  # the next one at least, whatever its size
+            return max(64 << 20, *(2 * plan.numel * plan.dtype.itemsize for plan in plans))
         return 0 if self.ranks == 1 or self.host_copy or self.stage < 3 else _idle_core_prefetch()
 
     def _place(self, plan: UnitPlan) -> int:
+        small = plan.alone and plan.numel * plan.dtype.itemsize < REPLICATE_BYTES and self.config.units == "auto"
+        if self._params is not None:
+            return WHOLE if small else FILE
         if self.ranks == 1 or self.stage < 3:
             return WHOLE
         if self.host_copy:
             return HOST
-        small = plan.numel * plan.dtype.itemsize < REPLICATE_BYTES
-        return WHOLE if plan.alone and small and self.config.units == "auto" else SHARD
+        return WHOLE if small else SHARD
 
     def _released_class(self) -> type | None:
         return {0: None, 1: ShardedGradParameter, 2: ShardedGradParameter, 3: PartitionedParameter}[self.stage]
@@ -185,13 +215,15 @@ class Engine:
         elems, shard_elems = layout["elems"], layout["shard_elems"]
         whole = tensor_over(self.core, layout["whole"], elems, plan.dtype)
         own = whole if self.local else tensor_over(self.core, layout["shard"], shard_elems, plan.dtype)
+        if layout["place"] == FILE:
+            own = torch.empty_like(own, device="meta")
         entries = [
             Entry(names, p, offset, p.numel(), p.shape)
             for names, p, offset in zip(plan.names, plan.params, layout["offsets"], strict=True)
         ]
         unit = Unit(
             index, plan.name, core, plan.dtype, plan.trainable, layout["place"], elems, shard_elems, entries, whole, own,
-            0 if self.local else self.rank * shard_elems,
+            0 if self.local else self.rank * shard_elems, filed=self.params_tier if layout["place"] == FILE else None,
         )  # fmt: skip
         for i, entry in enumerate(entries):
             entry.param._zeropp = Ref(self, unit, i, entry.names[0])  # type: ignore[attr-defined]
@@ -307,8 +339,9 @@ class Engine:
     def close(self) -> None:
         """The model is gone."""
         self.core.close()
-        if self.states is not None:
-            self.states.close()
+        for tier in (self.states, self.params_tier):
+            if tier is not None:
+                tier.close()
         for unit in self.units:
             for entry in unit.params:
                 entry.param.__dict__.pop("_zeropp", None)
@@ -357,11 +390,12 @@ class Engine:
             for name in names:
                 unit.tiered.write(name, 0, state[name])
             unit.tiered.kinds = tuple(names)
-            unit.tiered.tier.loaded(unit.index)
-            return
-        if self.inner is None:
+        elif self.inner is None:
             for name in names:
                 unit.state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=torch.float32)).copy_(state[name])
+        if self.storage is not None:
+            self.storage.loaded(unit.index)
+        if self.inner is None:
             return
         for i, first, elems in unit.pieces():
             if int(unit.steps[i]) and i in unit.lent:

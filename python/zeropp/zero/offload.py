@@ -18,9 +18,10 @@ import torch
 
 from zeropp import _C
 from zeropp.config import Tier
-from zeropp.errors import Error, TierError
+from zeropp.errors import Error
 from zeropp.zero.agree import Ranks
 from zeropp.zero.scratch import Scratch
+from zeropp.zero.storage import Storage, disk_traffic
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine
@@ -43,21 +44,21 @@ class StateTier:
             rank; nothing is left behind.
     """
 
-    def __init__(self, engine: Engine, tier: Tier, amsgrad: bool) -> None:
+    def __init__(self, engine: Engine, tier: Tier, amsgrad: bool, storage: Storage) -> None:
         assert tier.path is not None
-        self.fraction, self.amsgrad = float(tier.fraction), amsgrad
-        self._ranks = Ranks(engine)
-        self._unloaded: set[int] = set()
-        self._indices = [unit.index for unit in engine.units if unit.trainable]
-        self._failure = ""
-        self._steps = 0
-        scratch = Scratch(tier.path, self._ranks)
+        self.fraction, self.amsgrad, self.storage = float(tier.fraction), amsgrad, storage
+        ranks = Ranks(engine)
+        scratch = Scratch(tier.path, ranks)
         try:
-            self._ranks.all_do(lambda: self._make(engine, scratch))
+            ranks.all_do(lambda: self._make(engine, scratch))
         except BaseException:
             scratch.remove()
             raise
-        self._end = weakref.finalize(self, _end, self.core, scratch, os.getpid())
+        core = self.core
+        storage.torn.append(lambda: bool(core.torn))
+        storage.mends.append(core.mend)
+        self._number = disk_traffic.add(core.figures)
+        self._end = weakref.finalize(self, _end, core, self._number, scratch, os.getpid())
 
     def _make(self, engine: Engine, scratch: Scratch) -> None:
         from zeropp.io_settings import measured
@@ -90,45 +91,9 @@ class StateTier:
 
     # -- a step that failed ----------------------------------------------------------------------------------------------
 
-    def agree(self, error: BaseException | None) -> None:
-        """Collective, after every step: it succeeded on all ranks, or raises on all of them.
-
-        Where some slices were stepped and others not, here or elsewhere, everything but a load is refused from then on.
-        A rank that was interrupted after its step raises alone: nothing is torn.
-        """
-        steps = self.core.figures()["steps"]
-        state = "torn" if self.core.torn else "stepped" if steps != self._steps else "unchanged"
-        self._steps = steps
-        mine = {"state": state, "kind": "" if error is None else type(error).__name__, "said": str(error)}
-        every = self._ranks.exchange(mine)
-        states = {one["state"] for one in every}
-        failed = [(rank, one) for rank, one in enumerate(every) if one["kind"]]
-        if failed and states not in ({"stepped"}, {"unchanged"}):
-            self._tear(f"rank {failed[0][0]}: {failed[0][1]['said']}")
-        if error is not None:
-            raise error
-        if failed and states != {"stepped"}:
-            rank, one = failed[0]
-            kind = TierError if one["kind"] == TierError.__name__ else Error
-            raise kind(f"rank {rank}: {one['said'] or one['kind']}")
-
-    def _tear(self, reason: str) -> None:
-        self._unloaded = set(self._indices)
-        self._failure = reason
-
     def require_whole(self) -> None:
         """Raises zeropp.Error if a step or a write failed half-way, and no checkpoint was loaded since."""
-        if self._unloaded:
-            raise Error(
-                "weights and optimizer states are torn by a step that failed half-way; zeropp.load(path, model, "
-                f"optimizer) brings back the last checkpoint. It failed by: {self._failure}"
-            )
-
-    def loaded(self, index: int) -> None:
-        """All states of that unit were loaded."""
-        self._unloaded.discard(index)
-        if not self._unloaded:
-            self.core.mend()
+        self.storage.require_whole()
 
     # -- figures -----------------------------------------------------------------------------------------------------------
 
@@ -142,8 +107,9 @@ class StateTier:
         return seen
 
 
-def _end(core: Any, scratch: Scratch, owner: int) -> None:
+def _end(core: Any, number: int, scratch: Scratch, owner: int) -> None:
     if os.getpid() == owner:  # a forked child leaves its parent's files alone
+        disk_traffic.close(number)
         core.close()
         scratch.remove()
 
@@ -169,7 +135,7 @@ class TieredStates:
         try:
             self.tier.core.copy(self.slice, KINDS.index(kind), first, values.numel(), values.data_ptr(), True)
         except Error as error:
-            self.tier._tear(str(error))  # a part of it may be written
+            self.tier.storage.tear(str(error))  # a part of it may be written
             raise
 
     def update(self, kind: str, change: Callable[[int, torch.Tensor], bool]) -> None:

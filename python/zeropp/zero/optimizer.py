@@ -76,14 +76,14 @@ class ZeroOptimizer(optim.Optimizer):
         try:
             self._update()
         except BaseException as error:
-            if engine.states is None:
+            if engine.storage is None:
                 raise
             failure = error
         finally:
             engine.core.step_end()
-        if engine.states is not None:
+        if engine.storage is not None:
             try:
-                engine.states.agree(failure)
+                engine.storage.agree(failure)
             finally:
                 failure = None  # or this frame and the error would keep each other, and the model
 
@@ -200,8 +200,8 @@ class ZeroOptimizer(optim.Optimizer):
             )
         if self._engine.optimizer_ref is None or self._engine.optimizer_ref() is not self:
             raise Error("optimizer.step: another optimizer has taken over the model of this one; step that one")
-        if self._engine.states is not None:
-            self._engine.states.require_whole()
+        if self._engine.storage is not None:
+            self._engine.storage.require_whole()
         if self._engine.stage == 0:
             self._engine.check_untouched()
         local = self._engine.onebit if self._engine.core.hold else None
@@ -410,14 +410,15 @@ def _check_stage(optimizer: optim.Optimizer, config: Config) -> None:
 
 
 def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
-    """States on NVMe are streamed through our own kernel; and what else depends on the configuration."""
+    """States and parameters on NVMe are streamed through our own kernel; and what else depends on the configuration."""
     _check_stage(optimizer, config)
-    tier = config.offload.optimizer
-    if isinstance(tier, Tier) and tier.kind == "nvme" and type(optimizer) not in _ADAMS:
-        raise ConfigError(
-            f"Config.offload.optimizer.kind: 'nvme' is not built yet for {type(optimizer).__name__}; "
-            "Adam and AdamW are, or leave it at 'device'"
-        )
+    for name in ("optimizer", "params"):
+        tier = getattr(config.offload, name)
+        if isinstance(tier, Tier) and tier.kind == "nvme" and type(optimizer) not in _ADAMS:
+            raise ConfigError(
+                f"Config.offload.{name}.kind: 'nvme' is not built yet for {type(optimizer).__name__}; "
+                "Adam and AdamW are, or leave it at 'device'"
+            )
 
 
 def _restore_scheduler_wrap(optimizer: optim.Optimizer) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from zeropp import _C
 from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError, Error
-from zeropp.zero.engine import DTYPES, HOST, SHARD, Engine, Unit, _engines, engine_of, register
+from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engine_of, register
 from zeropp.zero.offload import BLOCK_ELEMS, StateTier
 from zeropp.zero.optimizer import adopt, check_offload, check_optimizer
 from zeropp.zero.parameter import ref_of
@@ -58,7 +58,13 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
         from zeropp.health import preflight
 
         preflight()
-    host_copy = comm is not None and config.host_copy == "auto" and config.stage == 3
+    filed = getattr(config.offload.params, "kind", "device") == "nvme"
+    if filed and comm is not None and config.host_copy == "off":
+        raise ConfigError(
+            "Config.host_copy: 'off' does not go with offload.params='nvme': the ranks of a host share what they read; "
+            "leave it at 'auto'"
+        )
+    host_copy = comm is not None and config.host_copy == "auto" and config.stage == 3 and not filed
     low = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype_name]
     plans = plan_units(model, config.units, low)
     _check_plans(plans, low)
@@ -235,7 +241,8 @@ def _make_tiers(engine: Engine, optimizer: Any) -> None:
         return
     amsgrad = optimizer is not None and any(group.get("amsgrad", False) for group in optimizer.param_groups)
     try:
-        engine.states = StateTier(engine, tier, amsgrad)
+        assert engine.storage is not None
+        engine.states = StateTier(engine, tier, amsgrad, engine.storage)
     except BaseException:
         engine.close()
         raise
@@ -252,7 +259,9 @@ def _fill(engine: Engine, unit: Unit) -> None:
     wants_master = low and any(e.param.dtype == torch.float32 for e in unit.params)
     full = torch.zeros(unit.elems, dtype=torch.float32) if wants_master else None
     unit.core.need()
-    writes = unit.place != HOST or engine.rank == 0
+    writes = not unit.shared or engine.rank == 0
+    if comm is not None and unit.place == FILE:
+        comm.barrier()  # nobody reads from the file any more into what is filled now
     for entry in unit.params:
         view = unit.whole[entry.offset_elems : entry.offset_elems + entry.numel].view(entry.shape)
         values = materialise(entry.param) if is_sharded(entry.param) else entry.param.data
@@ -263,12 +272,16 @@ def _fill(engine: Engine, unit: Unit) -> None:
         entry.param.data = view
         if is_sharded(entry.param):
             entry.param.__class__ = nn.Parameter
-    if comm is not None and unit.place != HOST:
+    if comm is not None and not unit.shared:
         comm.broadcast(unit.whole.data_ptr(), unit.elems * unit.dtype.itemsize, 0)
-    if unit.place == SHARD:
+    if comm is not None and unit.place == FILE:
+        comm.barrier()
+    if unit.place in (SHARD, FILE):
         unit.core.keep_slice()
     if low:
         _make_master(engine, unit, full)
+    if unit.place == FILE:
+        unit.core.release()  # or the whole model would be in memory at once
 
 
 def _make_master(engine: Engine, unit: Unit, full: torch.Tensor | None) -> None:
@@ -354,7 +367,7 @@ class _CompileInside:
 
 
 def _install_gradient_hooks(engine: Engine) -> None:
-    if engine.ranks == 1 and engine.accumulate == 1:
+    if engine.ranks == 1 and engine.accumulate == 1 and engine.params_tier is None:
         return  # gradients stay where autograd leaves them
     for unit in engine.units:
         if unit.trainable:

@@ -223,7 +223,7 @@ def _fill_unit(
 ) -> None:
     """This rank's slices of one unit's weights."""
     if engine.local or unit.place != WHOLE:
-        if unit.tiered is None:
+        if unit.tiered is None and unit.filed is None:
             _fill_slices(unit, saved, parts, fills, then)
             return
         wanted: Iterable[tuple[int, int, int]] = unit.pieces()

@@ -48,7 +48,7 @@ def write_piece(unit: Unit, at: int, values: torch.Tensor) -> None:
     low, high = max(at, unit.begin_elems), min(at + values.numel(), unit.begin_elems + unit.shard.numel())
     if low < high:
         mine = values[low - at : high - at]
-        unit.shard[low - unit.begin_elems : high - unit.begin_elems] = mine.to(unit.dtype)
+        unit.write_shard(low - unit.begin_elems, mine)
         unit.write_master(low - unit.begin_elems, mine)
 
 

@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Parameters in a tier: units whose values live in a scratch file and come to memory while they are needed (the
+ * infinity offload engine of ZeRO-Infinity, arXiv:2104.07857, section 5).
+ *
+ * All such units lie one after the other, at pages, in one range of addresses, their *home*; what the optimizer and the
+ * modules see are views of it. A cut divides it once: what lies before it is held in memory for good, the rest is in
+ * the file, at the same distance from the cut.
+ *
+ *   home   | unit 0 .... | unit 1 ...... | unit 2 ........... |
+ *          | held in memory     | in the file                 |      file offset = home offset - cut
+ *                               cut: (1 - fraction) of the bytes
+ *
+ * A load reads the unit's bytes from the file straight to their home, without a copy. The ranks of a host share the
+ * home and the file: the first rank that needs a unit reads it for all, the last one that lets go gives the memory
+ * back. So a pass reads every byte once however many ranks there are, no rank waits for a partner's call, and what is
+ * gathered is held once a host.
+ *
+ *   users of a unit   0 --enter--> 1 .. ranks --leave--> 0      -1: the last one is giving its pages back
+ *   its contents      EMPTY --one rank begins--> LOADING --> LOADED
+ *
+ * Writers: each rank its own slices, between zpp_zero_step_begin and _end, when nobody has entered a unit.
+ *
+ * Threads: one thread a rank at a time.
+ */
+#ifndef ZPP_ZERO_FILED_H
+#define ZPP_ZERO_FILED_H
+
+#include "../aio/engine.h"
+#include "../comm/comm.h"
+#include "../ops/adam/adam.h"
+
+typedef struct zpp_filed zpp_filed;
+
+/* `fraction` of the bytes goes to the file, above 0 and at most 1. `comm`: borrowed until destroy; NULL: one rank. New;
+ * free with zpp_filed_destroy (NULL is fine). */
+zpp_status zpp_filed_create(zpp_comm *comm, double fraction, zpp_filed **out, struct zpp_err *err);
+void zpp_filed_destroy(zpp_filed *filed);
+/* One unit; the same on every rank. `*unit` counts from 0, `*offset_bytes` is its place in the home. Before seal. */
+zpp_status zpp_filed_add(zpp_filed *filed, size_t bytes, int *unit, size_t *offset_bytes, struct zpp_err *err);
+/* Collective: the home. `warm_bytes` of pages that were given back may be kept for the next load (one rank only). */
+zpp_status zpp_filed_seal(zpp_filed *filed, size_t warm_bytes, struct zpp_err *err);
+unsigned char *zpp_filed_home(const zpp_filed *filed);
+/* Is all of a unit held in memory? Then it never comes or goes. */
+bool zpp_filed_is_held(const zpp_filed *filed, int unit);
+
+struct zpp_filed_file {
+    const char *path; /* copied */
+    bool make;        /* on one rank, before the others open it: its full length, every block reserved */
+    unsigned depth;   /* as struct zpp_aio_config; 0: 32 */
+    size_t block_bytes; /* the same; 0: 1 MiB */
+    void (*log)(void *log_ctx, const char *text); /* as struct zpp_aio_config */
+    void *log_ctx;
+    const struct zpp_aio_sys *sys; /* copied; NULL: the real calls */
+};
+/* Start the engine on the file, whose owner removes it. Local; zeros are its contents. */
+zpp_status zpp_filed_open(zpp_filed *filed, const struct zpp_filed_file *file, struct zpp_aio_fault *fault,
+                          struct zpp_err *err);
+/* End the engine; loads fail from then on. The home stays. */
+void zpp_filed_close(zpp_filed *filed);
+
+/* --- loading ------------------------------------------------------------------------------------------------------ */
+/* Memory for the unit at its home. */
+zpp_status zpp_filed_enter(zpp_filed *filed, int unit, struct zpp_err *err);
+/* This rank reads it no more. */
+zpp_status zpp_filed_leave(zpp_filed *filed, int unit, struct zpp_err *err);
+/* After enter: begin to read, unless another rank does. What fails here is told by zpp_filed_outcome. */
+void zpp_filed_begin(zpp_filed *filed, int unit);
+/* OK: the load has ended, well or badly. AGAIN (`wait` NULL only): it has not. */
+zpp_status zpp_filed_arrive(zpp_filed *filed, int unit, const struct zpp_wait *wait);
+/* How the last load ended. `*fault` (may be NULL) is written on status TIER only. */
+zpp_status zpp_filed_outcome(const zpp_filed *filed, int unit, struct zpp_aio_fault *fault, struct zpp_err *err);
+
+/* --- slices ------------------------------------------------------------------------------------------------------- */
+/* Bytes of the home to (write: from) `memory`, which is not in the home; units need not be entered. */
+zpp_status zpp_filed_copy(zpp_filed *filed, size_t offset_bytes, void *memory, size_t bytes, bool write,
+                          struct zpp_aio_fault *fault, struct zpp_err *err);
+/* Bytes of a unit that this rank has entered, to the file. */
+zpp_status zpp_filed_write_back(zpp_filed *filed, size_t offset_bytes, size_t bytes, struct zpp_aio_fault *fault,
+                                struct zpp_err *err);
+
+/* --- the step (filed_step.c) -------------------------------------------------------------------------------------- */
+/* How many of `elems` elements at `address` lie on one side of the cut; all of them where it is not in the home. */
+size_t zpp_filed_run(const zpp_filed *filed, const void *address, size_t elems, size_t elem_bytes);
+
+/* Windows: segments whose parameters are in the file are stepped in buffers instead, ZPP_FILED_WINDOWS of them, so that
+ * reads, computation and writes overlap. A segment's parameters are `param` where that is an address of the home (fp32,
+ * read and written), or else `param_out` (a low-precision copy, only written). */
+enum { ZPP_FILED_WINDOWS = 4 };
+/* Waits for what the window wrote before; gives the segments (`count`, `stride_bytes` apart) addresses in its buffer;
+ * begins to read what they need. No segment crosses the cut. */
+zpp_status zpp_filed_window_open(zpp_filed *filed, size_t window, struct zpp_adam_segment *first, size_t count,
+                                 size_t stride_bytes, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* Before the segments are stepped. */
+zpp_status zpp_filed_window_ready(zpp_filed *filed, size_t window, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* After: begins to write. */
+zpp_status zpp_filed_window_write(zpp_filed *filed, size_t window, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* Nothing is under way afterwards. A failure, unless `status` is one already. */
+zpp_status zpp_filed_settle(zpp_filed *filed, zpp_status status, struct zpp_aio_fault *fault, struct zpp_err *err);
+
+/* zpp_adam_step for segments whose states are in memory, through windows where their parameters are in the file. Same
+ * bits. `*torn`: some parameters were stepped and others not. `segments` is changed. */
+zpp_status zpp_filed_adam_step(zpp_filed *filed, struct zpp_adam_segment *segments, size_t count, float grad_scale,
+                               zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault, struct zpp_err *err);
+
+struct zpp_filed_figures {
+    size_t home_bytes, cut_bytes; /* of this host's ranks together */
+    size_t entered_bytes, entered_peak_bytes; /* this rank reads now, in the file's part */
+    size_t memory_bytes; /* of what was entered, and of warm pages */
+    size_t window_bytes;
+    uint64_t read_bytes, written_bytes; /* by this rank, so far */
+    uint64_t loads, load_wait_ns;       /* waited for loads */
+    uint64_t step_wait_ns;              /* waited inside steps */
+    bool uring;
+};
+void zpp_filed_figures(const zpp_filed *filed, struct zpp_filed_figures *out);
+
+#endif

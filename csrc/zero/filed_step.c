@@ -1,0 +1,268 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The step over parameters in a file. Segments are moved to windows: buffers in which the neighbours of the file lie
+ * together, at the same place in a page as in the file, so that what is between the first and the last page moves
+ * without a copy. Window k+1 .. k+3 are read and k-1 is written while k is stepped.
+ *
+ * Between two parameters of a unit lie fewer than 64 bytes, which belong to nobody: they go along as zeros. A gap of 64
+ * or more is a parameter that is not stepped, and is left alone.
+ */
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "filed_internal.h"
+
+enum { GAP_BYTES = 64, WINDOW_ELEMS = 512 * 1024 };
+
+static size_t round_up(size_t value, size_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+static bool in_home(const zpp_filed *filed, const void *address) {
+    const unsigned char *at = address;
+    return at && filed->home && at >= filed->home && at < filed->home + filed->home_bytes;
+}
+
+size_t zpp_filed_run(const zpp_filed *filed, const void *address, size_t elems, size_t elem_bytes) {
+    if (!in_home(filed, address)) return elems;
+    const size_t offset = (size_t)((const unsigned char *)address - filed->home);
+    if (offset >= filed->cut_bytes) return elems;
+    const size_t left = (filed->cut_bytes - offset) / elem_bytes; /* the cut is at a page, elements divide pages */
+    return left < elems ? left : elems;
+}
+
+/* A segment's parameters, if they are in the file. */
+struct place {
+    size_t offset_bytes, bytes;
+    bool reads;
+};
+
+static bool place_of(const zpp_filed *filed, const struct zpp_adam_segment *segment, struct place *out) {
+    const bool in_place = in_home(filed, segment->param);
+    if (!in_place && !in_home(filed, segment->param_out)) return false;
+    const unsigned char *at = in_place ? (const unsigned char *)segment->param : segment->param_out;
+    *out = (struct place){ .offset_bytes = (size_t)(at - filed->home), .reads = in_place };
+    out->bytes = segment->elems * zpp_dtype_bytes(in_place ? ZPP_F32 : segment->out_dtype);
+    return out->offset_bytes >= filed->cut_bytes;
+}
+
+static struct zpp_adam_segment *segment_at(struct zpp_adam_segment *first, size_t index, size_t stride_bytes) {
+    return (struct zpp_adam_segment *)(void *)((unsigned char *)first + index * stride_bytes);
+}
+
+static bool continues(const struct filed_run *run, const struct place *place) {
+    const size_t end = run->offset_bytes + run->bytes;
+    return run->reads == place->reads && place->offset_bytes >= end && place->offset_bytes - end < GAP_BYTES;
+}
+
+/* One more piece of the window: a longer run, or a new one. */
+static bool add_place(struct filed_window *window, const struct place *place, size_t *used_bytes) {
+    struct filed_run *last = window->runs_count ? &window->runs[window->runs_count - 1] : NULL;
+    if (last && continues(last, place)) {
+        last->bytes = place->offset_bytes + place->bytes - last->offset_bytes;
+        *used_bytes = last->at_bytes + last->bytes;
+        return true;
+    }
+    if (window->runs_count == window->runs_room) {
+        const size_t room = window->runs_room ? 2 * window->runs_room : 64;
+        struct filed_run *runs = realloc(window->runs, room * sizeof *runs);
+        if (!runs) return false;
+        window->runs = runs;
+        window->runs_room = room;
+    }
+    const size_t at = round_up(*used_bytes, ZPP_PAGE_BYTES) + place->offset_bytes % ZPP_PAGE_BYTES;
+    window->runs[window->runs_count++] = (struct filed_run){
+        .offset_bytes = place->offset_bytes, .bytes = place->bytes, .at_bytes = at, .reads = place->reads };
+    *used_bytes = at + place->bytes;
+    return true;
+}
+
+static zpp_status make_room(zpp_filed *filed, struct filed_window *window, size_t bytes, struct zpp_err *err) {
+    if (bytes <= window->room_bytes) return ZPP_OK;
+    zpp_aio_arena *arena = zpp_aio_get_arena(filed->aio);
+    if (window->memory) zpp_aio_arena_free(arena, window->memory);
+    window->memory = NULL;
+    window->room_bytes = 0;
+    void *memory = NULL;
+    const zpp_status status = zpp_aio_arena_alloc(arena, round_up(bytes, ZPP_PAGE_BYTES), &memory, err);
+    if (status != ZPP_OK) return status;
+    window->memory = memory;
+    window->room_bytes = round_up(bytes, ZPP_PAGE_BYTES);
+    return ZPP_OK;
+}
+
+/* The segments' parameters are in the buffer from here on. */
+static void move_segments(const zpp_filed *filed, const struct filed_window *window, struct zpp_adam_segment *first,
+                          size_t count, size_t stride_bytes) {
+    size_t at_run = 0, end = 0;
+    for (size_t i = 0; i < count; i++) {
+        struct zpp_adam_segment *segment = segment_at(first, i, stride_bytes);
+        struct place place;
+        if (!place_of(filed, segment, &place)) continue;
+        const struct filed_run *run = &window->runs[at_run];
+        while (place.offset_bytes < run->offset_bytes || place.offset_bytes >= run->offset_bytes + run->bytes) {
+            run = &window->runs[++at_run];
+            end = 0;
+        }
+        const size_t inside = place.offset_bytes - run->offset_bytes;
+        unsigned char *run_memory = window->memory + run->at_bytes;
+        if (end && !run->reads) memset(run_memory + end, 0, inside - end);
+        end = inside + place.bytes;
+        if (run->reads) segment->param = (float *)(void *)(run_memory + inside);
+        else segment->param_out = run_memory + inside;
+    }
+}
+
+static zpp_status finish_runs(zpp_filed *filed, struct filed_window *window, struct zpp_aio_fault *fault,
+                              struct zpp_err *err) {
+    const uint64_t began_ns = zpp_now_ns();
+    zpp_status status = ZPP_OK;
+    for (size_t i = 0; i < window->runs_count; i++) {
+        struct zpp_aio_fault other_fault;
+        struct zpp_err other = ZPP_ERR_INIT;
+        if (status == ZPP_OK) status = filed_finish(&window->runs[i].request, fault, err);
+        else (void)filed_finish(&window->runs[i].request, &other_fault, &other);
+    }
+    filed->step_wait_ns += zpp_now_ns() - began_ns;
+    return status;
+}
+
+static zpp_status submit_runs(zpp_filed *filed, struct filed_window *window, bool write, struct zpp_aio_fault *fault,
+                              struct zpp_err *err) {
+    for (size_t i = 0; i < window->runs_count; i++) {
+        struct filed_run *run = &window->runs[i];
+        if (!write && !run->reads) continue;
+        const zpp_status status = filed_submit(filed, run->offset_bytes, window->memory + run->at_bytes, run->bytes,
+                                               write, &run->request, fault, err);
+        if (status != ZPP_OK) return status;
+    }
+    return ZPP_OK;
+}
+
+zpp_status zpp_filed_window_open(zpp_filed *filed, size_t index, struct zpp_adam_segment *first, size_t count,
+                                 size_t stride_bytes, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct filed_window *window = &filed->windows[index % ZPP_FILED_WINDOWS];
+    zpp_status status = finish_runs(filed, window, fault, err);
+    window->runs_count = 0;
+    if (status != ZPP_OK) return status;
+    size_t used_bytes = 0;
+    for (size_t i = 0; i < count; i++) {
+        struct place place;
+        if (!place_of(filed, segment_at(first, i, stride_bytes), &place)) continue;
+        if (!add_place(window, &place, &used_bytes))
+            return zpp_fail(err, ZPP_NOMEM, "params: no memory for the %zu pieces of a step", count);
+    }
+    status = make_room(filed, window, used_bytes, err);
+    if (status != ZPP_OK) {
+        window->runs_count = 0;
+        return status;
+    }
+    move_segments(filed, window, first, count, stride_bytes);
+    return submit_runs(filed, window, false, fault, err);
+}
+
+zpp_status zpp_filed_window_ready(zpp_filed *filed, size_t index, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    return finish_runs(filed, &filed->windows[index % ZPP_FILED_WINDOWS], fault, err);
+}
+
+zpp_status zpp_filed_window_write(zpp_filed *filed, size_t index, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    return submit_runs(filed, &filed->windows[index % ZPP_FILED_WINDOWS], true, fault, err);
+}
+
+zpp_status zpp_filed_settle(zpp_filed *filed, zpp_status status, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    for (int i = 0; i < ZPP_FILED_WINDOWS; i++) {
+        struct zpp_aio_fault other_fault;
+        struct zpp_err other = ZPP_ERR_INIT;
+        if (status == ZPP_OK) status = finish_runs(filed, &filed->windows[i], fault, err);
+        else (void)finish_runs(filed, &filed->windows[i], &other_fault, &other);
+        filed->windows[i].runs_count = 0;
+    }
+    return status;
+}
+
+void filed_drop_windows(zpp_filed *filed) {
+    for (int i = 0; i < ZPP_FILED_WINDOWS; i++) {
+        struct filed_window *window = &filed->windows[i];
+        if (window->memory) zpp_aio_arena_free(zpp_aio_get_arena(filed->aio), window->memory);
+        free(window->runs);
+        *window = (struct filed_window){ 0 };
+    }
+}
+
+/* --- states in memory --------------------------------------------------------------------------------------------- */
+
+static struct zpp_adam_segment part_of(const struct zpp_adam_segment *whole, size_t from, size_t elems) {
+    struct zpp_adam_segment part = *whole;
+    part.param += from;
+    part.grad = (const unsigned char *)whole->grad + from * zpp_dtype_bytes(whole->grad_dtype);
+    part.exp_avg += from;
+    part.exp_avg_sq += from;
+    if (whole->max_exp_avg_sq) part.max_exp_avg_sq += from;
+    if (whole->param_out) part.param_out = (unsigned char *)whole->param_out + from * zpp_dtype_bytes(whole->out_dtype);
+    part.elems = elems;
+    return part;
+}
+
+/* Segments cut at the borders of windows; window w has parts[first[w] .. first[w + 1]). */
+struct windows {
+    struct zpp_adam_segment *parts;
+    size_t *first;
+    size_t parts_count, windows_count;
+};
+
+static bool cut_windows(const struct zpp_adam_segment *segments, size_t count, struct windows *out) {
+    size_t elems = 0;
+    for (size_t i = 0; i < count; i++) elems += segments[i].elems;
+    const size_t windows = elems / WINDOW_ELEMS + 1;
+    *out = (struct windows){ .parts = calloc(count + windows, sizeof *out->parts),
+                             .first = calloc(windows + 1, sizeof *out->first) };
+    if (!out->parts || !out->first) return false;
+    size_t room = 0;
+    for (size_t i = 0; i < count; i++) {
+        for (size_t done = 0; done < segments[i].elems;) {
+            if (!room) {
+                out->first[out->windows_count++] = out->parts_count;
+                room = WINDOW_ELEMS;
+            }
+            const size_t left = segments[i].elems - done, run = left < room ? left : room;
+            out->parts[out->parts_count++] = part_of(&segments[i], done, run);
+            done += run;
+            room -= run;
+        }
+    }
+    out->first[out->windows_count] = out->parts_count;
+    return true;
+}
+
+static zpp_status step_windows(zpp_filed *filed, struct windows *list, float grad_scale, zpp_pool *pool, bool *torn,
+                               struct zpp_aio_fault *fault, struct zpp_err *err) {
+    const size_t ahead = ZPP_FILED_WINDOWS - 1;
+    zpp_status status = ZPP_OK;
+    for (size_t next = 0, at = 0; at < list->windows_count && status == ZPP_OK; at++) {
+        for (; next < list->windows_count && next <= at + ahead - (at > 0) && status == ZPP_OK; next++)
+            status = zpp_filed_window_open(filed, next, &list->parts[list->first[next]],
+                                           list->first[next + 1] - list->first[next], sizeof *list->parts, fault, err);
+        if (status == ZPP_OK) status = zpp_filed_window_ready(filed, at, fault, err);
+        if (status != ZPP_OK) break;
+        *torn = true;
+        zpp_adam_step(&list->parts[list->first[at]], list->first[at + 1] - list->first[at], grad_scale, pool);
+        status = zpp_filed_window_write(filed, at, fault, err);
+    }
+    return status;
+}
+
+zpp_status zpp_filed_adam_step(zpp_filed *filed, struct zpp_adam_segment *segments, size_t count, float grad_scale,
+                               zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct windows list;
+    *torn = false;
+    zpp_status status = ZPP_OK;
+    if (!cut_windows(segments, count, &list))
+        status = zpp_fail(err, ZPP_NOMEM, "params: no memory for the windows of a step over %zu pieces", count);
+    else
+        status = zpp_filed_settle(filed, step_windows(filed, &list, grad_scale, pool, torn, fault, err), fault, err);
+    *torn = *torn && status != ZPP_OK;
+    free(list.parts);
+    free(list.first);
+    return status;
+}

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters on NVMe: ``Config(offload=Offload(params="nvme", path=...))`` at stage 3 (ZeRO-Infinity, arXiv:2104.07857).
+
+The model's own values live in one scratch file a host; a unit is read when it is needed, ahead of need along the order
+of the last pass, and its memory given back when it is not (csrc/zero/filed.h). Everything else asks for slices here:
+construction, checkpoints, ``zeropp.memory``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zeropp.config import Tier
+from zeropp.zero.agree import Ranks
+from zeropp.zero.scratch import Scratch
+from zeropp.zero.storage import Storage, disk_traffic
+
+if TYPE_CHECKING:
+    from zeropp.zero.engine import Engine, Unit
+
+
+class ParamsTier:
+    """The file of one prepared model's parameters. Construction is collective, between seal and the first use.
+
+    Args:
+        tier: kind "nvme"; ``path`` and ``fraction`` count.
+
+    Raises:
+        zeropp.TierError: the folder cannot be used, or the disk has no room: path, bytes wanted, bytes free. On every
+            rank; nothing is left behind.
+    """
+
+    def __init__(self, engine: Engine, tier: Tier, storage: Storage) -> None:
+        assert tier.path is not None
+        self.fraction, self.storage, self._zero = float(tier.fraction), storage, engine.core
+        ranks = Ranks(engine)
+        scratch = Scratch(tier.path, ranks)
+        self.path = scratch.folder.parent / "params"
+        try:
+            ranks.all_do(lambda: self._open(scratch) if ranks.rank == 0 else None)
+            ranks.all_do(lambda: self._open(scratch) if ranks.rank else None)
+        except BaseException:
+            self._zero.close_params()
+            scratch.remove()
+            raise
+        self._number = disk_traffic.add(self._zero.params_figures)
+        self._end = weakref.finalize(self, _end, self._zero, self._number, scratch, os.getpid())
+
+    def _open(self, scratch: Scratch) -> None:
+        from zeropp.io_settings import measured
+
+        known = measured(scratch.folder)
+        depth, block_bytes = (0, 0) if known is None else (known.depth, known.block_bytes)
+        warning = self._zero.open_params(os.fsencode(self.path), scratch.folder.name == "rank-0", depth, block_bytes)
+        if warning:
+            logging.getLogger("zeropp.aio").warning(warning)
+
+    def close(self) -> None:
+        """The model is gone: the scratch file, too."""
+        self._end()
+
+    def slice_of(self, unit: Unit) -> FiledSlice:
+        """This rank's own slice of a unit."""
+        return FiledSlice(self, unit.index, unit.begin_elems, unit.shard.numel(), unit.dtype)
+
+    def write(self, unit: Unit, first: int, values: torch.Tensor) -> None:
+        """Elements of this rank's slice from ``first`` on; inside ``engine.write_shards()``."""
+        values = values.detach().reshape(-1).to(unit.dtype).contiguous()
+        if not values.numel():
+            return
+        try:
+            self._zero.copy_params(unit.index, unit.begin_elems + first, values.numel(), values.data_ptr(), True)
+        except BaseException as error:
+            self.storage.tear(str(error))  # a part of it may be written
+            raise
+
+    def figures(self) -> dict[str, Any]:
+        """``home_bytes`` of all these units, ``cut_bytes`` of them held in memory; ``entered_bytes`` now and at their
+        peak; ``window_bytes`` of the step's buffers; totals of ``read_bytes``, ``written_bytes``, ``loads``,
+        ``load_wait_ns``, ``step_wait_ns``; ``backend``."""
+        seen: dict[str, Any] = self._zero.params_figures()
+        return seen
+
+    def bytes_in_file(self, units: list[Unit]) -> int:
+        """Of the parameters themselves, without what rounds them up; of all ranks together."""
+        seen = self.figures()
+        cut, total = seen["home_address"] + seen["cut_bytes"], 0
+        for unit in units:
+            if not unit.filed:
+                continue
+            for entry in unit.params:
+                begin = unit.whole.data_ptr() + entry.offset_elems * unit.dtype.itemsize
+                end = begin + entry.numel * unit.dtype.itemsize
+                total += max(0, end - max(begin, cut))
+        return total
+
+
+def _end(zero: Any, number: int, scratch: Scratch, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child leaves its parent's files alone
+        disk_traffic.close(number)
+        zero.close_params()
+        scratch.remove()
+
+
+class FiledSlice:
+    """Like a 1-D tensor to whoever writes it to a file: it has a shape, slices, and ``parts`` in place of data."""
+
+    BLOCK_BYTES = 4 << 20
+
+    def __init__(self, tier: ParamsTier, index: int, first: int, elems: int, dtype: torch.dtype) -> None:
+        self._tier, self._index, self._first, self._elems, self.dtype = tier, index, first, elems, dtype
+        self.shape = torch.Size([elems])
+
+    def numel(self) -> int:
+        return self._elems
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def detach(self) -> FiledSlice:
+        return self
+
+    def __getitem__(self, part: slice) -> FiledSlice:
+        first, last, _ = part.indices(self._elems)
+        return FiledSlice(self._tier, self._index, self._first + first, max(0, last - first), self.dtype)
+
+    def _read(self, first: int, elems: int) -> torch.Tensor:
+        values = torch.empty(elems, dtype=self.dtype)
+        if elems:
+            self._tier._zero.copy_params(self._index, self._first + first, elems, values.data_ptr(), False)
+        return values
+
+    def parts(self) -> Iterator[torch.Tensor]:
+        """The elements in order, a few MiB at a time."""
+        self._tier.storage.require_whole()
+        step = self.BLOCK_BYTES // self.dtype.itemsize
+        for done in range(0, self._elems, step):
+            yield self._read(done, min(step, self._elems - done))
+
+    def tensor(self) -> torch.Tensor:
+        """A copy of all elements."""
+        self._tier.storage.require_whole()
+        return self._read(0, self._elems)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States that live in files, seen together: a step over them succeeds on every rank, or raises on every rank; and where
+one stopped half-way, nothing but a load goes on. And the bytes that went to and from the disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from zeropp.errors import Error, TierError
+from zeropp.zero.agree import Ranks
+
+if TYPE_CHECKING:
+    from zeropp.zero.engine import Engine
+
+
+class Storage:
+    """What the tiers of one engine have in common. Every rank has one as soon as one kind of state is in a file.
+
+    Args:
+        trainable: indices of the units that are stepped.
+    """
+
+    def __init__(self, engine: Engine, trainable: list[int]) -> None:
+        self._ranks = Ranks(engine)
+        self._core = engine.core
+        self._trainable = trainable
+        self._unloaded: set[int] = set()
+        self._failure = ""
+        self._steps = 0
+        self.torn: list[Callable[[], bool]] = [lambda: bool(self._core.step_state()[1])]
+        self.mends: list[Callable[[], None]] = [self._core.mend_params]
+
+    def agree(self, error: BaseException | None) -> None:
+        """Collective, after every step: it succeeded on all ranks, or raises on all of them.
+
+        Where some slices were stepped and others not, here or elsewhere, everything but a load is refused from then on.
+        A rank that was interrupted after its step raises alone: nothing is torn.
+        """
+        steps = self._core.step_state()[0]
+        is_torn = any(torn() for torn in self.torn)
+        state = "torn" if is_torn else "stepped" if steps != self._steps else "unchanged"
+        self._steps = steps
+        mine = {"state": state, "kind": "" if error is None else type(error).__name__, "said": str(error)}
+        every = self._ranks.exchange(mine)
+        states = {one["state"] for one in every}
+        failed = [(rank, one) for rank, one in enumerate(every) if one["kind"]]
+        if failed and states not in ({"stepped"}, {"unchanged"}):
+            self.tear(f"rank {failed[0][0]}: {failed[0][1]['said']}")
+        if error is not None:
+            raise error
+        if failed and states != {"stepped"}:
+            rank, one = failed[0]
+            kind = TierError if one["kind"] == TierError.__name__ else Error
+            raise kind(f"rank {rank}: {one['said'] or one['kind']}")
+
+    def tear(self, reason: str) -> None:
+        """A part of the states was written and another not."""
+        self._unloaded = set(self._trainable)
+        self._failure = reason
+
+    def require_whole(self) -> None:
+        """Raises zeropp.Error if a step or a write failed half-way, and no checkpoint was loaded since."""
+        if self._unloaded:
+            raise Error(
+                "weights and optimizer states are torn by a step that failed half-way; zeropp.load(path, model, "
+                f"optimizer) brings back the last checkpoint. It failed by: {self._failure}"
+            )
+
+    def loaded(self, index: int) -> None:
+        """All states of that unit were loaded."""
+        self._unloaded.discard(index)
+        if not self._unloaded:
+            for mend in self.mends:
+                mend()
+
+
+class DiskTraffic:
+    """Bytes that this process's tiers read and wrote, those that are closed included. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, Callable[[], dict[str, Any]]] = {}
+        self._closed = {"read": 0, "write": 0}
+        self._number = 0
+
+    def add(self, figures: Callable[[], dict[str, Any]]) -> int:
+        """Count what ``figures()`` says under ``read_bytes`` and ``written_bytes``, until :meth:`close`."""
+        with self._lock:
+            self._number += 1
+            self._open[self._number] = figures
+            return self._number
+
+    def close(self, number: int) -> None:
+        """Ask a last time."""
+        with self._lock:
+            last = self._open.pop(number)()
+            self._closed["read"] += last["read_bytes"]
+            self._closed["write"] += last["written_bytes"]
+
+    def totals(self) -> dict[str, int] | None:
+        """``{"read": bytes, "write": bytes}`` so far; None where there never was a tier."""
+        with self._lock:
+            seen = [figures() for figures in self._open.values()]
+            if not self._number:
+                return None
+            read = self._closed["read"] + sum(one["read_bytes"] for one in seen)
+            written = self._closed["write"] + sum(one["written_bytes"] for one in seen)
+        return {"read": read, "write": written}
+
+
+disk_traffic = DiskTraffic()

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of test_params.py do. A case runs on one rank and on two."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import zeropp
+from state_cases import scratch, train
+from training import Recipe, batch, gpt, ours, same
+from zeropp import Offload, Tier
+
+
+def nvme(path: str, fraction: float = 1.0, states: bool = False, states_fraction: float = 1.0) -> dict[str, Any]:
+    optimizer = Tier("nvme", path=path, fraction=states_fraction) if states else Tier()
+    return {"stage": 3, "offload": Offload(params=Tier("nvme", path=path, fraction=fraction), optimizer=optimizer)}
+
+
+def prepared(width: int = 48, **config: Any) -> tuple[Any, Any]:
+    model = gpt(width=width)
+    return zeropp.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), zeropp.Config(**config))
+
+
+def equal_to_memory(recipe: Recipe, **config: Any) -> None:
+    """Losses, norms and parameters: parameters in the file, whole and in part, beside states in memory and in a file."""
+    with scratch() as path:
+        wanted = ours(recipe, stage=3, **config)
+        for fraction, states, states_fraction in (
+            (1.0, False, 1.0),
+            (0.4, False, 1.0),
+            (1.0, True, 1.0),
+            (0.6, True, 0.5),
+        ):
+            got = ours(recipe, **nvme(path, fraction, states, states_fraction), **config)
+            same(f"fraction {fraction}, states in a file: {states} ({states_fraction})", got, wanted)
+
+
+def fp32() -> None:
+    equal_to_memory(Recipe(steps=4, clip=0.5, micro=2))
+
+
+def bf16() -> None:
+    equal_to_memory(Recipe(steps=4, clip=0.5, micro=2), precision="bf16")
+
+
+def without_prefetch() -> None:
+    equal_to_memory(Recipe(steps=2, micro=3, config={"accumulate": 3, "clip": 0.5}), prefetch=0)
+
+
+def slices_of_whole_pages() -> None:
+    """Large enough that slices begin at pages, and that a step takes several windows."""
+    with scratch() as path:
+        runs = []
+        for tiers in ({"stage": 3}, nvme(path), nvme(path, 0.7, states=True)):
+            model, optimizer = prepared(512, **tiers)
+            runs.append((train(model, optimizer, 0, 2), [v.sum() for v in zeropp.full_state_dict(model).values()]))
+            del model, optimizer
+        assert runs[0] == runs[1] == runs[2]
+
+
+def frozen_units() -> None:
+    """Parameters that are not trained are read like the others, and never written."""
+    with scratch() as path:
+        runs = []
+        for tiers in ({"stage": 3}, nvme(path)):
+            model = gpt()
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("blocks.1" in name)
+            adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+            model, adam = zeropp.prepare(model, adam, zeropp.Config(**tiers))
+            runs.append(train(model, adam, 0, 3))
+            del model, adam
+        assert runs[0] == runs[1]
+
+
+def checkpoints() -> None:
+    """Saved from the file and loaded into memory, and the other way: goes on as it was."""
+    with scratch() as path:
+        saved = Path(path) / "ckpt"
+        for precision, tiers in ((None, [{"stage": 2}, nvme(path)]), ("bf16", [nvme(path, 0.3, True), nvme(path)])):
+            common: dict[str, Any] = {"precision": precision}
+            model, optimizer = prepared(**common, stage=3)
+            first, wanted = train(model, optimizer, 0, 3), train(model, optimizer, 3, 5)
+            for index, source in enumerate(tiers):
+                model, optimizer = prepared(**common, **source)
+                assert train(model, optimizer, 0, 3) == first
+                zeropp.save(saved, model, optimizer, step=index)
+                for target in tiers:
+                    model, optimizer = prepared(**common, **target)
+                    train(model, optimizer, 10, 11)  # what the load must overwrite
+                    assert zeropp.load(saved, model, optimizer)["step"] == index
+                    assert train(model, optimizer, 3, 5) == wanted, (precision, source, target)
+            del model, optimizer
+
+
+def writing_whole_parameters() -> None:
+    """gathered(write=True) and load_full_state_dict reach the file; a change without write=True is an error."""
+    with scratch() as path:
+        runs = []
+        for tier in ({"stage": 3}, nvme(path), nvme(path, 0.5, states=True)):
+            model, optimizer = prepared(precision="bf16", **tier)
+            train(model, optimizer, 0, 2)
+            weight = model.blocks[1].down.weight
+            with zeropp.gathered(weight, write=True):
+                weight.data[0].fill_(0.25)
+            losses = train(model, optimizer, 2, 4)
+            values = {name: value * 0.5 for name, value in zeropp.full_state_dict(model).items()}
+            zeropp.load_full_state_dict(model, values)
+            losses += train(model, optimizer, 4, 5)
+            runs.append((losses, list(zeropp.full_state_dict(model).values())))
+            if dist.get_world_size() > 1 or "offload" in tier:
+                changes = pytest.raises(zeropp.PartitionedParameterError, match="pass write=True")
+                with changes, zeropp.gathered(weight), torch.no_grad():
+                    weight.mul_(1.0)
+            del model, optimizer, weight
+        for losses, values in runs[1:]:
+            assert losses == runs[0][0]
+            assert all(torch.equal(a, b) for a, b in zip(values, runs[0][1], strict=True))
+
+
+def reading_released_parameters() -> None:
+    """Outside of a pass a parameter refuses reads; inside it is whole; afterwards its memory is given back."""
+    with scratch() as path:
+        model, optimizer = prepared(128, **nvme(path))
+        assert zeropp.memory(model)["cpu"]["params"]["held"] < 1 << 16, "replicated small ones only"
+        weight = model.blocks[0].up.weight
+        with pytest.raises(zeropp.PartitionedParameterError, match=r"blocks\.0\.up\.weight"):
+            weight.sum()
+        with zeropp.gathered(weight):
+            assert weight.abs().sum() > 0
+        with torch.no_grad():
+            wanted = model(*batch(0)).item()
+        assert wanted == model(*batch(0)).item()
+        tier = zeropp.zero.engine.engine_of(model).params_tier
+        whole = sum(p.numel() for p in model.parameters()) * 4
+        assert tier.figures()["entered_bytes"] == 0, "a pass that has ended holds nothing"
+        assert tier.figures()["entered_peak_bytes"] <= whole + (1 << 16)
+        del model, optimizer, weight, tier
+
+
+def a_unit_at_a_time() -> None:
+    """With room for no unit ahead, no more is in memory than the blocks in use, however many there are."""
+    with scratch() as path:
+        peaks = []
+        for layers in (2, 6):
+            model = gpt(width=128, layers=layers)
+            adam = torch.optim.AdamW(model.parameters())
+            model, adam = zeropp.prepare(model, adam, zeropp.Config(prefetch=0, **nvme(path, states=True)))
+            train(model, adam, 0, 2)
+            tier = zeropp.zero.engine.engine_of(model).params_tier
+            peaks.append(tier.figures()["entered_peak_bytes"])
+            del model, adam, tier
+        assert peaks[0] == peaks[1], peaks
+        block = 12 * 128 * 128 * 4
+        assert peaks[0] < 2 * block, (peaks, block)
+
+
+def memory_and_traffic() -> None:
+    """What is held in each tier is what was planned; bytes to and from the disk are what the formulas say."""
+    ranks = dist.get_world_size()
+    with scratch() as path:
+        for precision, bytes_ in ((None, 4), ("bf16", 2)):
+            for fraction in (1.0, 0.5):
+                model, optimizer = prepared(256, precision=precision, **nvme(path, fraction))
+                train(model, optimizer, 0, 1)
+                seen = zeropp.memory(model, optimizer)
+                for tier in ("cpu", "nvme"):
+                    one = seen[tier]["params"]
+                    assert abs(one["held"] - one["planned"]) <= 0.03 * one["planned"] + 32768, (tier, one)
+                filed = seen["nvme"]["params"]["held"] * ranks
+                assert filed > 0.9 * fraction * bytes_ * 12 * 256 * 256 * 2
+                dist.barrier()
+                zeropp.traffic(reset=True)
+                dist.barrier()
+                train(model, optimizer, 1, 2)
+                mine = zeropp.traffic()["nvme"]
+                both = torch.tensor([mine["read"]["bytes"], mine["write"]["bytes"]])
+                dist.all_reduce(both)
+                read, written = both.tolist()
+                slack = 0.05 * filed + (1 << 16)
+                passes = 3 if precision is None else 2  # fp32: the step reads what it updates
+                assert written <= filed + slack and written >= 0.95 * filed, (written, filed)
+                assert read >= (passes - 1) * filed, (read, filed)
+                assert read <= (passes + ranks - 1) * filed + slack, (read, filed)
+                del model, optimizer
+
+
+# -- storage that fails --------------------------------------------------------------------------------------------------
+
+
+def no_room() -> None:
+    """The disk is full (here: files may not grow): every rank hears it from prepare, and nothing is left. The same model
+    can be prepared otherwise."""
+    from zeropp.zero import params_tier
+
+    class FullScratch(params_tier.Scratch):
+        """The limit must not reach the shared memory of the ranks, which are files too."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            if first:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+
+    first = dist.get_rank() == 0
+    with scratch() as path:
+        model = gpt()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            with (
+                pytest.MonkeyPatch.context() as patch,
+                pytest.raises(zeropp.TierError, match=r"params.*bytes at offset 0") as caught,
+            ):
+                patch.setattr(params_tier, "Scratch", FullScratch)
+                zeropp.prepare(model, optimizer, zeropp.Config(**nvme(path)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        if first:
+            assert caught.value.path.endswith("params") and caught.value.bytes_wanted > 1 << 16
+        else:
+            assert "rank 0" in str(caught.value)
+        dist.barrier()
+        assert not list(Path(path).iterdir())
+        del caught
+        model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(stage=3))
+        train(model, optimizer, 0, 1)
+
+
+def the_file(model: Any) -> Path:
+    path: Path = zeropp.zero.engine.engine_of(model).params_tier.path
+    return path
+
+
+def a_read_that_fails() -> None:
+    """The file loses its end: a forward raises, naming file and offset, and nothing is lost once the file is whole."""
+    with scratch() as path:
+        wanted = train(*prepared(128, stage=3), 0, 3)
+        model, optimizer = prepared(128, **nvme(path))
+        assert train(model, optimizer, 0, 1) == wanted[:1]
+        file = the_file(model)
+        values, first = file.read_bytes(), dist.get_rank() == 0
+        dist.barrier()
+        if first:
+            os.truncate(file, len(values) // 2)
+        dist.barrier()
+        with pytest.raises(zeropp.TierError, match=r"params\".*at offset \d+") as caught:
+            model(*batch(1))
+        assert caught.value.path == str(file) and caught.value.offset_bytes is not None
+        del caught
+        dist.barrier()
+        if first:
+            with file.open("r+b") as again:
+                again.write(values)
+        dist.barrier()
+        assert train(model, optimizer, 1, 3) == wanted[1:]
+        del model, optimizer
+
+
+def a_step_that_fails() -> None:
+    """Where the step cannot write all parameters it raises on every rank, what is torn is neither stepped nor saved, and
+    the last checkpoint brings the training back."""
+    with scratch() as path:
+        saved = Path(path) / "ckpt"
+        for states in (False, True):
+            wanted = train(*prepared(512, stage=3), 0, 4)
+            model, optimizer = prepared(512, **nvme(path, states=states))
+            assert train(model, optimizer, 0, 2) == wanted[:2]
+            zeropp.save(saved, model, optimizer, step=2)
+            file, first = the_file(model), dist.get_rank() == 0
+            whole_bytes = file.stat().st_size
+            loss = model(*batch(2))
+            loss.backward()
+            dist.barrier()
+            if first:
+                os.truncate(file, whole_bytes * 5 // 6)
+            dist.barrier()
+            with pytest.raises(zeropp.TierError, match=r"params\".*at offset \d+"):
+                optimizer.step()
+            optimizer.zero_grad()
+            dist.barrier()
+            if first:
+                os.truncate(file, whole_bytes)
+            dist.barrier()
+            with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+                train(model, optimizer, 3, 4)
+            optimizer.zero_grad()
+            with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+                zeropp.save(saved, model, optimizer, step=3)
+            assert zeropp.load(saved, model, optimizer)["step"] == 2
+            assert train(model, optimizer, 2, 4) == wanted[2:]
+            del model, optimizer, loss
+
+
+def refusals() -> None:
+    with scratch() as path:
+        model = gpt()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(
+            zeropp.ConfigError, match=r"offload\.params\.kind: 'nvme' is not built yet for SGD; Adam and"
+        ):
+            zeropp.prepare(model, sgd, zeropp.Config(**nvme(path)))
+        with pytest.raises(zeropp.ConfigError, match=r"offload\.params\.kind.*stage 2"):
+            zeropp.Config(**{**nvme(path), "stage": 2})
+        if dist.get_world_size() > 1:
+            with pytest.raises(zeropp.ConfigError, match="the ranks of a host share what they read"):
+                prepared(host_copy="off", **nvme(path))
+        file = Path(path) / f"file-{dist.get_rank()}"
+        file.touch()
+        with pytest.raises(zeropp.TierError, match="file-"):
+            prepared(**nvme(str(file)))
+
+
+CASES = {
+    function.__name__: function
+    for function in (
+        fp32, bf16, without_prefetch, slices_of_whole_pages, frozen_units, checkpoints, writing_whole_parameters,
+        reading_released_parameters, a_unit_at_a_time, memory_and_traffic, no_room, a_read_that_fails,
+        a_step_that_fails, refusals,
+    )
+}  # fmt: skip
