@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways of building and driving a model that parity_cases.py does not have: parameters in lists, scalars, several types in
+one module, parametrizations, hooks of others, another order each step, the whole model compiled. Equal to DDP as there;
+and what cannot work is refused with a sentence."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import zeropp
+from bad_input_cases import sentence
+from parity_cases import Case, run, vector
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+
+class Lists(nn.Module):
+    """Parameters outside of layers: a list, a dict, one that is a scalar, one that is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList([torch.randn(8, 8) * 0.1 for _ in range(3)])
+        self.named = nn.ParameterDict({"scale": torch.ones(8), "shift": torch.zeros(8)})
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for row in self.rows:
+            x = x + (x @ row).tanh()
+        y = x * self.named["scale"] + self.named["shift"]
+        return (y * self.scalar).pow(2).mean() + self.empty.sum()
+
+
+class Parametrized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = parametrizations.weight_norm(nn.Linear(8, 8))
+        self.second = parametrizations.weight_norm(nn.Linear(8, 8), dim=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()).pow(2).mean()
+
+
+class Recursive(nn.Module):
+    """A tree of modules of one class, each called again inside another's forward."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+        self.children_ = nn.ModuleList(Recursive(depth - 1) for _ in range(2 if depth else 0))
+
+    def walk(self, x: Tensor) -> Tensor:
+        x = self.own(x).tanh()
+        for child in self.children_:
+            x = x + child(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.walk(x)
+
+
+class Loss(nn.Module):
+    """Of whatever gives a tensor."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).float().pow(2).mean()
+
+
+class MixedTypes(nn.Module):
+    """float32, bfloat16 and integers in one module, and a buffer that forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Parameter((torch.randn(8, 8) * 0.3).bfloat16(), requires_grad=False)
+        self.high = nn.Parameter(torch.randn(8, 8) * 0.3)
+        self.table = nn.Parameter(torch.arange(8), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return (x[:, self.table] @ self.high + (x.bfloat16() @ self.low).float()).pow(2).mean() / self.seen
+
+
+class Transposed(nn.Module):
+    """Parameters that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.first.weight = nn.Parameter((torch.randn(8, 8) * 0.3).t())
+        self.second = nn.Linear(8, 4)
+        self.second.weight = nn.Parameter((torch.randn(8, 8) * 0.3)[::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()).pow(2).mean()
+
+
+class Ordered(nn.Module):
+    """Another order from call to call; some blocks are left out, some run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        orders = ((0, 1, 2, 3), (3, 1, 0), (2, 2, 0, 1), (1, 3, 1, 3), (0, 1, 2, 3))
+        order = orders[self.calls % len(orders)]
+        self.calls += 1
+        for i in order:
+            x = x + self.blocks[i](x).tanh()
+        return x.pow(2).mean()
+
+
+class Normalised(nn.Module):
+    """Running statistics are buffers; train and eval differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).pow(2).mean()
+
+
+def with_hooks(model: nn.Module) -> None:
+    """Of every kind, before prepare; deepcopy keeps them."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(_times_one)
+            module.register_forward_hook(_doubled)
+            module.register_full_backward_hook(_halved)
+
+
+def _times_one(module: nn.Module, args: Any) -> Any:
+    return tuple(a * 1.0 for a in args)
+
+
+def _doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output + module.bias * 0.5  # reads a parameter in a hook
+
+
+def _halved(module: nn.Module, grads: Any, _: Any) -> Any:
+    return tuple(None if g is None else g * 0.5 for g in grads)
+
+
+def compiled(model: nn.Module, step: int) -> Tensor:
+    """torch.compile around the whole model, as people write it."""
+    if "_compiled" not in model.__dict__:
+        model.__dict__["_compiled"] = torch.compile(model, backend="eager")
+    loss = model.__dict__["_compiled"](_input(step))
+    loss.backward()
+    return loss
+
+
+def _input(step: int) -> Tensor:
+    from parity_cases import _vector
+
+    return _vector(step)
+
+
+def evaluated(model: nn.Module, step: int) -> Tensor:
+    """train() and eval() in turns, under no_grad and inference_mode."""
+    model.eval()
+    with torch.no_grad():
+        first = model(_input(step))
+    with torch.inference_mode():
+        assert torch.equal(first, model(_input(step)))
+    model.train()
+    return vector(model, step)
+
+
+UNUSED: dict[str, Any] = {"find_unused_parameters": True}
+TABLE: dict[str, Case] = {
+    "parameters in lists, a scalar, an empty one": Case(Lists, vector),
+    "weight_norm": Case(Parametrized, vector),
+    "weight_norm, every Linear a unit": Case(Parametrized, vector, units=("ParametrizedLinear",)),
+    "modules in modules of their own class": Case(lambda: Loss(Recursive()), vector),
+    "several types in one module": Case(MixedTypes, vector),
+    "another order each step": Case(Ordered, vector, ddp=UNUSED),
+    "running statistics, train and eval": Case(Normalised, evaluated, ddp={"broadcast_buffers": False}),
+    "hooks of others": Case(Normalised, vector, setup=with_hooks, ddp={"broadcast_buffers": False}),
+    "the whole model compiled": Case(Ordered, compiled, ddp=None),
+}
+
+
+def prepared() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return zeropp.prepare(model, optimizer, zeropp.Config(host_copy="off", units=("Linear",)))
+
+
+def refusals() -> dict[str, str]:
+    """Each with a sentence that says what and the way out; the model trains on."""
+    model, optimizer = prepared()
+    imaginary = nn.Module()
+    imaginary.weight = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    acts: dict[str, Callable[[], Any]] = {
+        "complex": lambda: zeropp.prepare(imaginary, None),
+        "half": lambda: model.half(),
+        "to": lambda: model.to(torch.float64),
+        "pickle": lambda: pickle.dumps(next(model.parameters())),
+        "torch.save": lambda: torch.save(model, io.BytesIO()),
+        "requires_grad": lambda: next(model.parameters()).requires_grad_(False),
+        "deepcopy": lambda: copy.deepcopy(model),
+    }
+    told = {}
+    for name, act in acts.items():
+        told[name] = sentence(act, zeropp.Error)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
+def transposed() -> None:
+    """Memory becomes contiguous, values stay: the same steps as a model that was so before, and shapes and strides are true."""
+    losses = []
+    for make in (lambda p: p, lambda p: nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))):
+        torch.manual_seed(0)
+        model = Transposed()
+        for module in (model.first, model.second):
+            module.weight = make(module.weight)
+        model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters()), zeropp.Config(host_copy="off"))
+        seen = []
+        for step in range(3):
+            seen.append(vector(model, step).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        with zeropp.gathered(model):
+            assert all(p.is_contiguous() for p in model.parameters())
+        losses.append(seen)
+    assert losses[0] == losses[1]
+
+
+CASES: dict[str, Callable[[], Any]] = {name: (lambda case=case: run(case)) for name, case in TABLE.items()}
+
+
+def func_grad() -> None:
+    """torch.func.grad through functional_call, by a tensor that stands in for one parameter, against the plain model."""
+    answers = []
+    for how in (prepared, _plain):
+        model = how()[0]
+
+        def loss(weight: Tensor, model: nn.Module = model) -> Tensor:
+            return torch.func.functional_call(model, {"0.weight": weight}, (_input(0),)).pow(2).mean()
+
+        answers.append(torch.func.grad(loss)(torch.eye(8)))
+    assert torch.equal(*answers) and answers[0].abs().sum() > 0
+
+
+def _plain() -> tuple[nn.Module, None]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), None
+
+
+CASES.update({"torch.func.grad": func_grad, "refusals": refusals, "parameters that are not contiguous": transposed})
