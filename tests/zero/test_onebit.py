@@ -11,7 +11,7 @@ import torch
 import zeropp
 from onebit_cases import CASES
 
-TABLE = [(2, case) for case in CASES] + [(3, "one bit adam")]
+TABLE = [(2, case) for case in CASES if case != "one rank"] + [(3, "one bit adam"), (1, "one rank")]
 SENTENCES = [
     "Config.stage: 3 is not allowed with OneBitAdam",
     "Config.stage: 2 is not allowed with ZeroOneAdam(local_step_clipper=16)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from zeropp.optim.lamb import LAMB
 from zeropp.optim.lion import Lion
+from zeropp.optim.muon import Muon
 from zeropp.optim.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
 
-__all__ = ["LAMB", "Lion", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"]
+__all__ = ["LAMB", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"]

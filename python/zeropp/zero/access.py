@@ -177,11 +177,13 @@ def _planned(engine: Engine) -> dict[str, int]:
         kinds["grads"] += bytes_ / (n if stage >= 2 else 1)
         kinds["master"] += 4 * numel / (n if stage >= 1 else 1) if unit.has_master else 0
         states = len(unit.state)
-        if engine.inner is None:
+        if engine.inner is None and (engine.onebit is None or not states):
             states = max(2, sum(v.is_floating_point() for v in unit.state.values()))
         if unit.tiered is not None:
             states = max(2, len(unit.tiered.kinds))
         kinds["optimizer"] += 4 * states * numel / (n if stage >= 1 else 1)
+    if engine.onebit is not None:
+        kinds["optimizer"] += engine.onebit.planned_bytes()
     return {kind: round(value) for kind, value in kinds.items()}
 
 
@@ -200,6 +202,7 @@ def _held(engine: Engine) -> dict[str, int]:
         "master": sum(u.master.numel() * 4 for u in engine.units if u.master is not None),
         "optimizer": sum(t.numel() * t.element_size() for t in tensors)
         + (0 if engine.onebit is None else engine.onebit.held_bytes()),
+        **({} if engine.onebit is None else {"scratch": engine.onebit.scratch_bytes()}),
         "gathered": core["gathered"],
         "buckets": core["buckets"],
         "buckets_peak": core["buckets_peak"],
@@ -224,7 +227,8 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     with states or parameters offloaded also ``"nvme"``, the same of the scratch files.
 
     Kinds: ``params``, ``grads``, ``master`` (fp32 copy), ``optimizer``; and what comes and goes, held only: ``gathered`` (units
-    whole now), ``buckets`` (gradients on their way), ``tier_buffers`` (what an offloaded step streams through).
+    whole now), ``buckets`` (gradients on their way), ``tier_buffers`` (what an offloaded step streams through), ``scratch`` (of
+    the steps of LAMB and the one-bit optimizers).
     ``bytes_per_parameter`` compares the sum over the tiers with the paper's formula.
     """
     engine = engine_of(model)

@@ -102,7 +102,7 @@ class Lamb(OneBit):
     def _directions(self, slot: Slot, scale: float, table: Tensor) -> list[Update]:
         """Moments of one unit, and ``u = m' / (sqrt(v') + eps) + weight_decay p`` of its pieces."""
         beta1, beta2 = self.betas()
-        gradient, steps = self._reduced(slot, scale), slot.count_step()
+        gradient, steps = self.reduced(slot, scale), slot.count_step()
         found = []
         for piece in slot.pieces:
             if not slot.present[piece.param]:
@@ -127,16 +127,6 @@ class Lamb(OneBit):
 
     def apply(self, update: Update, rate: float) -> None:
         update.slot.own(update.slot.unit.own, update.piece).add_(update.values, alpha=-rate)
-
-    def _reduced(self, slot: Slot, scale: float) -> Tensor:
-        """This rank's slice of the reduced gradient, times ``scale``, in fp32."""
-        if self.engine.local:
-            whole = self.scratch(slot.unit)
-            slot.take(whole, scale)
-            return whole
-        found = self.engine.gradient_shard(slot.unit)
-        assert found is not None
-        return found[0].float() * scale
 
 
 class OneBitLamb(Lamb):

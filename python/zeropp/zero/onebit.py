@@ -150,6 +150,10 @@ class Slot:
         self._reducer, self.packed = None, False
         self.extra.clear()
 
+    def compresses(self) -> bool:
+        """Is something owed?"""
+        return self._reducer is not None
+
     def held_bytes(self) -> int:
         """Beside ``unit.state``."""
         tensors = list(self.extra.values())
@@ -269,6 +273,16 @@ class OneBit:
         found: dict[str, Any] = self._groups[slot.unit.groups[param]]
         return found
 
+    def reduced(self, slot: Slot, scale: float) -> Tensor:
+        """This rank's slice of the reduced gradient, times ``scale``, in fp32."""
+        if self.engine.local:
+            whole = self.scratch(slot.unit)
+            slot.take(whole, scale)
+            return whole
+        found = self.engine.gradient_shard(slot.unit)
+        assert found is not None
+        return found[0].float() * scale
+
     def whole(self, slot: Slot, name: str) -> Tensor:
         """All elements of a sliced state, exactly; collective where it is sliced. The scratch memory "whole"."""
         whole = self.scratch(slot.unit, "whole")
@@ -334,8 +348,17 @@ class OneBit:
         self.hold()
 
     def held_bytes(self) -> int:
-        """Beside the sliced states: errors, packed momentum, messages, scratch."""
-        return sum(slot.held_bytes() for slot in self.slots) + sum(one.nbytes for one in self._scratch.values())
+        """Beside the sliced states: errors, packed momentum, messages; what a rank has whole while ranks differ."""
+        return sum(slot.held_bytes() for slot in self.slots)
+
+    def planned_bytes(self) -> float:
+        """The same once something is compressed, by the formula: errors 4 + 4/N, three messages of 1/8 and a scale."""
+        ranks = self.engine.ranks
+        numel = sum(e.numel for slot in self.slots if slot.compresses() for e in slot.unit.params)
+        return numel * (4 + 4 / ranks + 3 * (1 / 8 + 4 / CHUNK_ELEMS))
+
+    def scratch_bytes(self) -> int:
+        return sum(one.nbytes for one in self._scratch.values())
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -141,23 +141,13 @@ class ZeroOneAdam(Adam):
         for slot in self.slots:
             if not any(slot.present):
                 continue
-            gradient = self._reduced(slot, scale)
+            gradient = self.reduced(slot, scale)
             moments = slot.state("exp_avg"), slot.state("exp_avg_sq")
             for _, run in slot.runs(lambda param: None):
                 g = slot.own(gradient, run)
                 slot.own(moments[0], run).lerp_(g, 1 - beta1)
                 slot.own(moments[1], run).mul_(beta2).addcmul_(g, g, value=1 - beta2)
             self.step_slices(slot, slot.count_step())
-
-    def _reduced(self, slot: Slot, scale: float) -> Tensor:
-        """This rank's slice of the reduced gradient, times ``scale``, in fp32."""
-        if self.engine.local:
-            whole = self.scratch(slot.unit)
-            slot.take(whole, scale)
-            return whole
-        found = self.engine.gradient_shard(slot.unit)
-        assert found is not None
-        return found[0].float() * scale
 
     def _one_bit_gradient(self, scale: float) -> None:
         beta1, _ = self.betas()

@@ -2,8 +2,7 @@
 """A torch optimizer, adopted in place: the same object, whose step updates this rank's slices.
 
 AdamW and Adam run the fused kernel of csrc/ops/adam. Other element-wise optimizers run torch's own code on the slices, one
-1-D tensor a parameter piece. LAMB and the one-bit optimizers have parts of their own (lamb.py, onebit_adam.py); optimizers
-that need whole matrices are refused until they are implemented.
+1-D tensor a parameter piece. LAMB, Muon and the one-bit optimizers have parts of their own (lamb.py, muon.py, onebit_adam.py).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch import optim
 
 from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError, Error
-from zeropp.optim import LAMB, Lion, OneBitAdam, OneBitLamb, ZeroOneAdam
-from zeropp.zero import lamb, onebit_adam
+from zeropp.optim import LAMB, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
+from zeropp.zero import lamb, muon, onebit_adam
 from zeropp.zero.engine import Engine, Unit
 from zeropp.zero.onebit import OneBit
 from zeropp.zero.scaler import Scaler
@@ -33,6 +32,7 @@ _ELEMENTWISE = (
 )  # fmt: skip
 _ONEBIT: dict[type, type[OneBit]] = {
     LAMB: lamb.Lamb, OneBitAdam: onebit_adam.OneBitAdam, ZeroOneAdam: onebit_adam.ZeroOneAdam, OneBitLamb: lamb.OneBitLamb,
+    Muon: muon.Muon, optim.Muon: muon.Muon,
 }  # fmt: skip
 
 
