@@ -21,11 +21,24 @@ static void name_kinds(unsigned dtypes, char text[KINDS_BYTES]) {
     }
 }
 
-bool zpp_op_check_tensor(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes) {
-    if (!zpp_boxed_ok(args)) return false;
-    if (tensor->device_type != zpp_torch.aoti_torch_device_type_cpu()) {
-        return zpp_boxed_fail(args, "%s is not on the cpu, wanted cpu; other devices are not supported yet", name);
+static bool check_place(struct zpp_boxed *args, struct zpp_place place, const char *name,
+                        const struct zpp_tensor *tensor) {
+    const bool here = tensor->device_type == place.device_type;
+    if (here && (place.device_index < 0 || tensor->device_index == place.device_index)) return true;
+    if (place.device_index >= 0) {
+        return zpp_boxed_fail(args, "%s is not on cuda:%d, wanted all tensors on one device", name,
+                              (int)place.device_index);
     }
+    return zpp_boxed_fail(args, "%s is not on the cpu, wanted cpu; other devices are not supported yet", name);
+}
+
+bool zpp_op_check_tensor(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes) {
+    return zpp_op_check_tensor_on(args, zpp_boxed_cpu(), name, tensor, dtypes);
+}
+
+bool zpp_op_check_tensor_on(struct zpp_boxed *args, struct zpp_place place, const char *name,
+                            const struct zpp_tensor *tensor, unsigned dtypes) {
+    if (!zpp_boxed_ok(args) || !check_place(args, place, name, tensor)) return false;
     if (tensor->dtype == ZPP_DTYPES || !(dtypes & 1u << tensor->dtype)) {
         char wanted[KINDS_BYTES], seen[LABEL_BYTES];
         name_kinds(dtypes, wanted);
@@ -42,7 +55,12 @@ bool zpp_op_check_tensor(struct zpp_boxed *args, const char *name, const struct 
 
 bool zpp_op_check_elems(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes,
                         size_t elems, const char *of) {
-    if (!zpp_op_check_tensor(args, name, tensor, dtypes)) return false;
+    return zpp_op_check_elems_on(args, zpp_boxed_cpu(), name, tensor, dtypes, elems, of);
+}
+
+bool zpp_op_check_elems_on(struct zpp_boxed *args, struct zpp_place place, const char *name,
+                           const struct zpp_tensor *tensor, unsigned dtypes, size_t elems, const char *of) {
+    if (!zpp_op_check_tensor_on(args, place, name, tensor, dtypes)) return false;
     if (tensor->elems == elems) return true;
     return zpp_boxed_fail(args, "%s has %zu elements, wanted %zu: %s", name, tensor->elems, elems, of);
 }

@@ -15,6 +15,11 @@ bool zpp_op_check_tensor(struct zpp_boxed *args, const char *name, const struct 
 /* The same, with this number of elements; `of` says what that number belongs to, such as "scales of 3 blocks". */
 bool zpp_op_check_elems(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes,
                         size_t elems, const char *of);
+/* Both on a place of boxed.h: the cpu, or one CUDA device. */
+bool zpp_op_check_tensor_on(struct zpp_boxed *args, struct zpp_place place, const char *name,
+                            const struct zpp_tensor *tensor, unsigned dtypes);
+bool zpp_op_check_elems_on(struct zpp_boxed *args, struct zpp_place place, const char *name,
+                           const struct zpp_tensor *tensor, unsigned dtypes, size_t elems, const char *of);
 /* Every tensor of a list as above, with as many tensors and elements as `model`; an empty list passes if it may. */
 bool zpp_op_check_list(struct zpp_boxed *args, const struct zpp_tensors *list, const struct zpp_tensors *model,
                        unsigned dtypes, bool may_be_empty);

@@ -21,7 +21,9 @@ void zpp_op_adagrad_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t out
 void zpp_op_sgd_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_sgd_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_quantise(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_quantise_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_dequantise(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_dequantise_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_quant_sum(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_quant_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_onebit_compress(StableIValue *stack, uint64_t inputs, uint64_t outputs);

@@ -26,8 +26,8 @@ static bool check_spec(struct zpp_boxed *args, int64_t bits, int64_t block_elems
 }
 
 /* codes, scales and mids of an array of `elems` elements; `index` >= 0: of a list of arrays. */
-static bool check_parts(struct zpp_boxed *args, const struct parts *p, const struct zpp_quant_spec *spec, size_t elems,
-                        const char *prefix, long index) {
+static bool check_parts_on(struct zpp_boxed *args, struct zpp_place place, const struct parts *p,
+                           const struct zpp_quant_spec *spec, size_t elems, const char *prefix, long index) {
     char name[3][OF_BYTES], of[OF_BYTES];
     static const char *const fields[] = { "codes", "scales", "mids" };
     for (int k = 0; k < 3; ++k) {
@@ -36,11 +36,23 @@ static bool check_parts(struct zpp_boxed *args, const struct parts *p, const str
     }
     const unsigned code_kind = spec->bits == 8 ? 1u << ZPP_I8 : 1u << ZPP_U8;
     snprintf(of, sizeof of, "%zu elements of %d bits", elems, spec->bits);
-    if (!zpp_op_check_elems(args, name[0], p->codes, code_kind, zpp_quant_code_bytes(spec, elems), of)) return false;
+    const size_t code_bytes = zpp_quant_code_bytes(spec, elems);
+    if (!zpp_op_check_elems_on(args, place, name[0], p->codes, code_kind, code_bytes, of)) return false;
     snprintf(of, sizeof of, "%zu elements in blocks of %zu", elems, spec->block_elems);
     const size_t blocks = zpp_quant_blocks(spec, elems);
-    return zpp_op_check_elems(args, name[1], p->scales, 1u << ZPP_F32, blocks, of) &&
-           zpp_op_check_elems(args, name[2], p->mids, 1u << ZPP_F32, spec->asymmetric ? blocks : 0, of);
+    return zpp_op_check_elems_on(args, place, name[1], p->scales, 1u << ZPP_F32, blocks, of) &&
+           zpp_op_check_elems_on(args, place, name[2], p->mids, 1u << ZPP_F32, spec->asymmetric ? blocks : 0, of);
+}
+
+static bool check_parts(struct zpp_boxed *args, const struct parts *p, const struct zpp_quant_spec *spec, size_t elems,
+                        const char *prefix, long index) {
+    return check_parts_on(args, zpp_boxed_cpu(), p, spec, elems, prefix, index);
+}
+
+/* Where a call's tensors are to be: the cpu, or the CUDA device of the first. */
+static struct zpp_place place_of(const struct zpp_tensor *first, bool cuda) {
+    if (!cuda) return zpp_boxed_cpu();
+    return (struct zpp_place){ zpp_torch.aoti_torch_device_type_cuda(), first->device_index };
 }
 
 static bool check_apart(struct zpp_boxed *args, const struct zpp_tensors *written, size_t written_count,
@@ -51,8 +63,22 @@ static bool check_apart(struct zpp_boxed *args, const struct zpp_tensors *writte
     return zpp_boxed_check_apart(args, w, written_count, r, read_count);
 }
 
-void zpp_op_quantise(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+static void run_quantise(struct zpp_boxed *args, struct zpp_place place, const struct zpp_quant_spec *spec,
+                         const struct zpp_tensor *src, const struct zpp_quant_target *to) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device = NULL;
+    void *stream = NULL;
+    if (place.device_index < 0) {
+        zpp_pool *pool = zpp_op_pool_take();
+        zpp_quantise(spec, src->data, src->dtype, src->elems, to, pool);
+        zpp_op_pool_give(pool);
+    } else if (zpp_op_cuda(place.device_index, &device, &stream, &err) != ZPP_OK ||
+               zpp_quantise_cuda(device, stream, spec, src->data, src->dtype, src->elems, to, &err) != ZPP_OK) {
+        zpp_boxed_fail(args, "%s", err.text);
+    }
+}
+
+static void quantise(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct parts to;
     zpp_boxed_begin(&args, "zeropp::quantise_", stack, inputs);
@@ -65,18 +91,43 @@ void zpp_op_quantise(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
     const struct zpp_tensors written[] = { zpp_op_one("codes", to.codes), zpp_op_one("scales", to.scales),
                                            zpp_op_one("mids", to.mids) };
     const struct zpp_tensors read = zpp_op_one("src", src);
-    if (check_spec(&args, bits, block_elems) && zpp_op_check_tensor(&args, "src", src, ZPP_OP_FLOATS) &&
-        check_parts(&args, &to, &spec, src->elems, "", -1) && check_apart(&args, written, 3, &read, 1)) {
+    const struct zpp_place place = place_of(src, cuda);
+    if (check_spec(&args, bits, block_elems) &&
+        zpp_op_check_tensor_on(&args, place, "src", src, ZPP_OP_FLOATS) &&
+        check_parts_on(&args, place, &to, &spec, src->elems, "", -1) && check_apart(&args, written, 3, &read, 1)) {
         const struct zpp_quant_target target = { to.codes->data, to.scales->data, to.mids->data };
-        zpp_pool *pool = zpp_op_pool_take();
-        zpp_quantise(&spec, src->data, src->dtype, src->elems, &target, pool);
-        zpp_op_pool_give(pool);
+        run_quantise(&args, place, &spec, src, &target);
     }
     zpp_boxed_end(&args);
 }
 
-void zpp_op_dequantise(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+void zpp_op_quantise(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
     (void)outputs;
+    quantise(stack, inputs, false);
+}
+
+void zpp_op_quantise_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    quantise(stack, inputs, true);
+}
+
+static void run_dequantise(struct zpp_boxed *args, struct zpp_place place, const struct zpp_quant_spec *spec,
+                           const struct zpp_quant_source *from, const struct zpp_tensor *dst, bool accumulate) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device = NULL;
+    void *stream = NULL;
+    if (place.device_index < 0) {
+        zpp_pool *pool = zpp_op_pool_take();
+        zpp_dequantise(spec, from, dst->data, dst->dtype, dst->elems, accumulate, pool);
+        zpp_op_pool_give(pool);
+    } else if (zpp_op_cuda(place.device_index, &device, &stream, &err) != ZPP_OK ||
+               zpp_dequantise_cuda(device, stream, spec, from, dst->data, dst->dtype, dst->elems, accumulate,
+                                   &err) != ZPP_OK) {
+        zpp_boxed_fail(args, "%s", err.text);
+    }
+}
+
+static void dequantise(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct parts from;
     zpp_boxed_begin(&args, "zeropp::dequantise_", stack, inputs);
@@ -90,14 +141,24 @@ void zpp_op_dequantise(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
     const struct zpp_tensors written = zpp_op_one("dst", dst);
     const struct zpp_tensors read[] = { zpp_op_one("codes", from.codes), zpp_op_one("scales", from.scales),
                                         zpp_op_one("mids", from.mids) };
-    if (check_spec(&args, bits, block_elems) && zpp_op_check_tensor(&args, "dst", dst, ZPP_OP_FLOATS) &&
-        check_parts(&args, &from, &spec, dst->elems, "", -1) && check_apart(&args, &written, 1, read, 3)) {
+    const struct zpp_place place = place_of(dst, cuda);
+    if (check_spec(&args, bits, block_elems) &&
+        zpp_op_check_tensor_on(&args, place, "dst", dst, ZPP_OP_FLOATS) &&
+        check_parts_on(&args, place, &from, &spec, dst->elems, "", -1) && check_apart(&args, &written, 1, read, 3)) {
         const struct zpp_quant_source source = { from.codes->data, from.scales->data, from.mids->data };
-        zpp_pool *pool = zpp_op_pool_take();
-        zpp_dequantise(&spec, &source, dst->data, dst->dtype, dst->elems, accumulate, pool);
-        zpp_op_pool_give(pool);
+        run_dequantise(&args, place, &spec, &source, dst, accumulate);
     }
     zpp_boxed_end(&args);
+}
+
+void zpp_op_dequantise(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    dequantise(stack, inputs, false);
+}
+
+void zpp_op_dequantise_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
+    (void)outputs;
+    dequantise(stack, inputs, true);
 }
 
 /* --- sums of several quantised arrays ----------------------------------------------------------------------------- */

@@ -13,6 +13,8 @@ from zeropp._ops import doors
 
 __all__ = ["Quantised", "dequantise_", "quant_reduce_", "quant_sum_", "quantise", "quantise_"]
 
+_DEVICES = ("cpu", "cuda")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Quantised:
@@ -32,7 +34,10 @@ class Quantised:
     """Elements a block, a multiple of 16."""
 
     @staticmethod
-    def empty(elems: int, *, bits: int = 8, block_elems: int = 256, asymmetric: bool = False) -> Quantised:
+    def empty(
+        elems: int, *, bits: int = 8, block_elems: int = 256, asymmetric: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> Quantised:  # fmt: skip
         """Room for the result of quantise_, to be used again and again: fresh memory costs page faults."""
         name = "zeropp.ops.Quantised.empty"
         doors.check_whole(name, "elems", elems)
@@ -41,9 +46,9 @@ class Quantised:
         _check_spec(name, bits, block_elems)
         blocks = _blocks(elems, block_elems)
         return Quantised(
-            codes=torch.empty(_code_bytes(elems, bits), dtype=_code_dtype(bits)),
-            scales=torch.empty(blocks),
-            mids=torch.empty(blocks if asymmetric else 0),
+            codes=torch.empty(_code_bytes(elems, bits), dtype=_code_dtype(bits), device=device),
+            scales=torch.empty(blocks, device=device),
+            mids=torch.empty(blocks if asymmetric else 0, device=device),
             elems=elems,
             bits=bits,
             block_elems=block_elems,
@@ -51,7 +56,7 @@ class Quantised:
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, in a new tensor."""
-        dst = torch.empty(self.elems, dtype=dtype)
+        dst = torch.empty(self.elems, dtype=dtype, device=self.codes.device)
         dequantise_(self, dst)
         return dst
 
@@ -62,9 +67,9 @@ def quantise(src: Tensor, *, bits: int = 8, block_elems: int = 256, asymmetric: 
     Per finite element the error is at most half a scale, up to rounding (the exact bound: csrc/ops/quant/quant.h).
     """
     name = "zeropp.ops.quantise"
-    doors.check_tensor(name, "src", src)
+    doors.check_tensor(name, "src", src, _DEVICES)
     _check_spec(name, bits, block_elems)
-    to = Quantised.empty(src.numel(), bits=bits, block_elems=block_elems, asymmetric=asymmetric)
+    to = Quantised.empty(src.numel(), bits=bits, block_elems=block_elems, asymmetric=asymmetric, device=src.device)
     quantise_(src, to)
     return to
 
@@ -78,8 +83,8 @@ def quantise_(src: Tensor, to: Quantised) -> None:
             tensor that requires grad while grad mode is on. Nothing was written.
     """
     name = "zeropp.ops.quantise_"
-    doors.check_tensor(name, "src", src)
-    written = _check_parts(name, "to", to)
+    doors.check_tensor(name, "src", src, _DEVICES)
+    written = _check_parts(name, "to", to, _DEVICES)
     arguments = [src, *written, to.bits, to.block_elems]
     doors.call(name, torch.ops.zeropp.quantise_.default, arguments, written)
 
@@ -91,8 +96,8 @@ def dequantise_(source: Quantised, dst: Tensor, *, accumulate: bool = False) -> 
         TypeError, ValueError: as ``quantise_``.
     """
     name = "zeropp.ops.dequantise_"
-    doors.check_tensor(name, "dst", dst)
-    arguments = [*_check_parts(name, "source", source), dst, source.bits, source.block_elems, accumulate]
+    doors.check_tensor(name, "dst", dst, _DEVICES)
+    arguments = [*_check_parts(name, "source", source, _DEVICES), dst, source.bits, source.block_elems, accumulate]
     doors.call(name, torch.ops.zeropp.dequantise_.default, arguments, [dst])
 
 
@@ -131,12 +136,12 @@ def _check_spec(name: str, bits: object, block_elems: object) -> None:
     doors.check_blocks(name, "block_elems", block_elems)
 
 
-def _check_parts(name: str, label: str, array: Quantised) -> list[Tensor]:
+def _check_parts(name: str, label: str, array: Quantised, devices: tuple[str, ...] = doors.CPU) -> list[Tensor]:
     if not isinstance(array, Quantised):
         raise TypeError(f"{name}: {label} is a {type(array).__name__}, wanted a Quantised")
     parts = {"codes": array.codes, "scales": array.scales, "mids": array.mids}
     for part, tensor in parts.items():
-        doors.check_tensor(name, f"{label}.{part}", tensor)
+        doors.check_tensor(name, f"{label}.{part}", tensor, devices)
     return list(parts.values())
 
 

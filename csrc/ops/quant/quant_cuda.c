@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Launches block quantisation on CUDA (quant_cuda.cu).
+ */
+#include "quant_cuda.h"
+
+#include <assert.h>
+
+#include "../../base/device_cuda.h"
+#include "../element_cuda.h"
+#include "quant.h"
+
+static zpp_status launch(zpp_device *device, void *native, const char *name, uint64_t blocks,
+                         struct zpp_quant_cuda_args *argument, struct zpp_err *err) {
+    if (blocks == 0) return ZPP_OK;
+    if (blocks > INT32_MAX) {
+        return zpp_fail(err, ZPP_INVALID, "%s: %llu blocks, at most 2^31 - 1 fit one launch: use larger ones", name,
+                        (unsigned long long)blocks);
+    }
+    CUfunction kernel;
+    const zpp_status status = zpp_cuda_kernel(device, name, &kernel, err);
+    if (status != ZPP_OK) return status;
+    const struct zpp_cuda_grid grid = { { (unsigned int)blocks, 1, 1 }, { ZPP_QUANT_CUDA_THREADS, 1, 1 }, 0 };
+    void *args[] = { argument }; /* copied by the launch */
+    return zpp_cuda_launch(device, kernel, &grid, native, args, err);
+}
+
+zpp_status zpp_quantise_cuda(zpp_device *device, void *native, const struct zpp_quant_spec *spec, const void *src,
+                             zpp_dtype src_dtype, size_t elems, const struct zpp_quant_target *to,
+                             struct zpp_err *err) {
+    assert(spec->block_elems % 16 == 0 && (spec->bits == 8 || spec->bits == 4));
+    struct zpp_quant_cuda_args args = {
+        .floats = (void *)(uintptr_t)src, .codes = to->codes, .scales = to->scales,
+        .mids = spec->asymmetric ? to->mids : NULL, .elems = elems, .block_elems = spec->block_elems,
+        .kind = zpp_cuda_kind_of(src_dtype), .bits = (uint8_t)spec->bits };
+    return launch(device, native, "zpp_quantise_cuda", zpp_quant_blocks(spec, elems), &args, err);
+}
+
+zpp_status zpp_dequantise_cuda(zpp_device *device, void *native, const struct zpp_quant_spec *spec,
+                               const struct zpp_quant_source *from, void *dst, zpp_dtype dst_dtype, size_t elems,
+                               bool accumulate, struct zpp_err *err) {
+    struct zpp_quant_cuda_args args = {
+        .floats = dst, .codes = (uint8_t *)(uintptr_t)from->codes, .scales = (float *)(uintptr_t)from->scales,
+        .mids = spec->asymmetric ? (float *)(uintptr_t)from->mids : NULL, .elems = elems,
+        .block_elems = spec->block_elems, .kind = zpp_cuda_kind_of(dst_dtype), .bits = (uint8_t)spec->bits,
+        .accumulate = accumulate };
+    const uint64_t pairs = elems / 2 + elems % 2;
+    return launch(device, native, "zpp_dequantise_cuda", (pairs + ZPP_QUANT_CUDA_PAIRS - 1) / ZPP_QUANT_CUDA_PAIRS,
+                  &args, err);
+}
