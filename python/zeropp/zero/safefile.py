@@ -285,12 +285,11 @@ def verify(path: Path, entry: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{path}: has {found_bytes} bytes, the manifest says {wanted_bytes}; damaged from offset {offset} on"
             )
-        with path.open("rb", buffering=0) as file, _Behind(2 * THREADS) as behind:
-            # The kernel's own reading ahead, doubled, is twice as fast as WILLNEED for each block.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            for index, wanted in enumerate(entry["crc32"]):
-                first = index * block_bytes
-                behind.do(_compare, path, file.fileno(), first, min(block_bytes, wanted_bytes - first), wanted)
+        stretch = -(-len(entry["crc32"]) // THREADS)
+        with _Behind(THREADS) as behind:
+            for first in range(0, len(entry["crc32"]), max(1, stretch)):
+                wanted = entry["crc32"][first : first + stretch]
+                behind.do(_compare_stretch, path, first * block_bytes, wanted_bytes, block_bytes, wanted)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: the manifest names this file, and it is missing") from error
     except OSError as error:
@@ -306,6 +305,19 @@ def _room_of_this_thread() -> tuple[memoryview, int]:
         _room.bytes = memoryview(mmap.mmap(-1, READ_BYTES))
         _room.address = _address(_room.bytes)
     return _room.bytes, _room.address
+
+
+def _compare_stretch(path: Path, first: int, end: int, block_bytes: int, wanted: Sequence[int]) -> None:
+    """Blocks that follow each other. Each stretch has a descriptor of its own: the kernel reads ahead by descriptor, and is
+    twice as fast when it sees one stream in each."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        for index, one in enumerate(wanted):
+            begin = first + index * block_bytes
+            _compare(path, descriptor, begin, min(block_bytes, end - begin), one)
+    finally:
+        os.close(descriptor)
 
 
 def _compare(path: Path, descriptor: int, first: int, size_bytes: int, wanted: int) -> None:
