@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ import zeropp
 from zeropp.deepspeed_engine import Engine
 from zeropp.deepspeed_engine import initialize as _initialize
 from zeropp.errors import ConfigError
-from zeropp.zero import random_state
+from zeropp.zero import random_state, values
 from zeropp.zero.parameter import ref_of
 
 logger = logging.getLogger("DeepSpeed")
@@ -168,9 +169,9 @@ def GatheredParameters(
     if modifier_rank == 0 and dist.is_initialized() and dist.get_world_size() > 1:
         for one in plain:
             if not one.is_meta:
-                values = one.detach().contiguous()
-                dist.broadcast(values, 0)
-                one.data.copy_(values)
+                whole = one.detach().contiguous()
+                dist.broadcast(whole, 0)
+                one.data.copy_(whole)
 
 
 def _parameters(what: Any) -> list[Any]:
@@ -211,16 +212,27 @@ def get_accelerator() -> Any:
 # -- deepspeed.utils -------------------------------------------------------------------------------------------------------
 
 
-def safe_get_full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The averaged gradient, whole; collective. Between backward and step."""
-    with zeropp.gathered(parameter, grads=True):
-        return None if parameter.grad is None else parameter.grad.detach().clone()
+def _values() -> dict[str, Any]:
+    """``safe_get_full_grad`` and its relatives: the functions of zero/values.py by their names there."""
+    found: dict[str, Any] = {}
+    for where, get, put in (
+        ("full", values.get_full, values.set_full),
+        ("local", values.get_local, values.set_local),
+    ):
+        for name, kind in (("fp32_param", "value"), ("grad", "grad")):
+            found[f"safe_get_{where}_{name}"] = functools.partial(get, kind=kind)
+            found[f"safe_set_{where}_{name}"] = functools.partial(put, kind=kind)
+        found[f"safe_get_{where}_optimizer_state"] = _state_getter(get)
+        found[f"safe_set_{where}_optimizer_state"] = _state_setter(put)
+    return found
 
 
-def safe_get_full_fp32_param(parameter: nn.Parameter) -> torch.Tensor:
-    """The values, whole, as fp32; collective."""
-    with zeropp.gathered(parameter):
-        return parameter.detach().float().clone()
+def _state_getter(get: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda parameter, optim_state_key: get(parameter, optim_state_key)
+
+
+def _state_setter(put: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda parameter, value, optim_state_key: put(parameter, value, optim_state_key)
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Any) -> list[nn.Module]:
@@ -341,8 +353,7 @@ def _partition_parameters() -> dict[str, Any]:
 def _utils() -> dict[str, Any]:
     return {
         "logger": logger,
-        "safe_get_full_grad": safe_get_full_grad,
-        "safe_get_full_fp32_param": safe_get_full_fp32_param,
+        **_values(),
         "set_z3_leaf_modules": set_z3_leaf_modules,
         "is_initialized": is_initialized,
     }
