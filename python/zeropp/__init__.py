@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from zeropp.zero.access import traffic as traffic
     from zeropp.zero.checkpoint import save as save
     from zeropp.zero.init import sharded_init as sharded_init
+    from zeropp.zero.packed import packed_full_tensors as packed_full_tensors
     from zeropp.zero.prepare import prepare as prepare
     from zeropp.zero.restore import load as load
     from zeropp.zero.state import export as export
@@ -59,6 +60,7 @@ _HOME = {
     "load": "zero.restore",
     **dict.fromkeys(("full_state_dict", "load_full_state_dict", "named_full_tensors", "export"), "zero.state"),
     **dict.fromkeys(("get_full", "get_local", "local_range", "set_full", "set_local"), "zero.values"),
+    "packed_full_tensors": "zero.packed",
     "sharded_init": "zero.init",
     "trace": "timeline",
     "estimate": "forecast",

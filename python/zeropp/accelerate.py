@@ -22,6 +22,7 @@ from torch import nn
 import zeropp
 from zeropp.config import Config
 from zeropp.errors import ConfigError
+from zeropp.generation import gather_for_generation
 from zeropp.zero import random_state
 from zeropp.zero.engine import engine_of
 from zeropp.zero.optimizer import ZeroOptimizer, scaled_for
@@ -111,6 +112,7 @@ class ZeroppAccelerator(Accelerator):
             zeropp.prepare(model, optimizer, self.zeropp_config)
         elif optimizer is not None and not isinstance(optimizer, ZeroOptimizer):
             attach(model, optimizer)
+        gather_for_generation(model)
 
     def _prepared_optimizers(self) -> list[Any]:
         found = [plain_optimizer(one) for one in self._optimizers]

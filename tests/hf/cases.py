@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 import transformers
 import zeropp
+import zeropp.generation
 import zeropp.hf
 from models import VOCABULARY, Rows, arguments, gpt2, llama, lora, t5
 
@@ -164,8 +165,27 @@ def sequences(folder: Path) -> dict[str, Any]:
     first = logged(trainer)
     trainer.train()
     predicted = trainer.predict(HELD_OUT).predictions
+    moved, long = [], 4 + 4 * int(os.environ["RANK"])  # one rank writes on while the other has finished
+    for length in (2, 6, long):
+        before_bytes = sum(one["bytes"] for kinds in zeropp.traffic().values() for one in kinds.values())
+        with torch.no_grad():
+            written = trainer.model.generate(input_ids=HELD_OUT.rows[:2], min_new_tokens=length, max_new_tokens=length)
+        after_bytes = sum(one["bytes"] for kinds in zeropp.traffic().values() for one in kinds.values())
+        moved.append(after_bytes - before_bytes)
+    torch.distributed.barrier()
+    room, zeropp.generation.BUDGET = zeropp.generation.BUDGET, 0.0  # as if nothing fitted: layer by layer, together
+    with torch.no_grad():
+        together = trainer.model.generate(input_ids=HELD_OUT.rows[:2], min_new_tokens=long, max_new_tokens=long)
+    zeropp.generation.BUDGET = room
     plain = t5()
+    buckets = list(zeropp.packed_full_tensors(trainer.model, bucket_bytes=20_000))
+    packed = {name: tensor for bucket in buckets for name, tensor in bucket.tensors()}
+    sizes = [bucket.flat.nbytes for bucket in buckets]
     plain.load_state_dict(whole(trainer.model))
+    assert len(buckets) > 3 and all(size <= 20_000 for size in sizes), sizes
+    assert all(torch.equal(packed[name], p) for name, p in plain.named_parameters())
+    with torch.no_grad():
+        alone = plain.eval().generate(input_ids=HELD_OUT.rows[:2], min_new_tokens=long, max_new_tokens=long)
     with torch.no_grad():
         expected = plain.eval().generate(input_ids=HELD_OUT.rows, max_length=8)
     stock = train(folder, "stock", t5(), seq2seq=True, **more)
@@ -174,6 +194,8 @@ def sequences(folder: Path) -> dict[str, Any]:
         "before": [before, transformers.Seq2SeqTrainer(
             model=t5(), args=arguments(transformers.Seq2SeqTrainingArguments, folder / "e"), eval_dataset=HELD_OUT
         ).evaluate()["eval_loss"]],
+        "moved": moved,
+        "uneven": [written.tolist(), together.tolist(), alone.tolist()],
         "generated": [predicted[:, :8].tolist(), expected.tolist()],
     }  # fmt: skip
 

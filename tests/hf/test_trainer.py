@@ -87,6 +87,9 @@ def test_seq2seq_evaluates_before_training_and_generates(answer):
         stock, ours = found["logged"]
         assert apart(stock, ours) < 20 * FP32, "gradient norms of about 30"
         assert found["before"][0] == pytest.approx(found["before"][1], abs=FP32)
+        assert found["moved"][0] == found["moved"][1] > 0, "gathered once a call, whatever its length"
+        gathered_once, layer_by_layer, alone = found["uneven"]
+        assert gathered_once == layer_by_layer == alone
         generated, expected = found["generated"]
         assert generated == expected and len({token for row in generated for token in row}) > 1
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's trainers through TrainerFor and ArgumentsFor against themselves under DDP, two ranks. What the ranks do stands
+in cases.py. Needs TRL: pip install zeropp[trl]."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MISSING = [name for name in ("trl", "datasets", "peft") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: pip install zeropp[trl]"),
+    pytest.mark.timeout(500),
+]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+ENVIRONMENT = {
+    **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(one for one in sys.path if one),
+    "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
+
+
+def two_ranks(*command):
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *map(str, command),
+    ]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=400, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """All cases in one launch: importing TRL takes longer than they do."""
+    folder = tmp_path_factory.mktemp("trl")
+    names = ("sft", "sft_lora", "sft_checkpointing", "dpo", "grpo")
+    two_ranks(HERE / "cases.py", folder, *names)
+    return {name: [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(2)] for name in names}
+
+
+@pytest.mark.parametrize("name", ["sft", "sft_lora", "sft_checkpointing", "dpo", "grpo"])
+def test_losses_norms_and_learning_rates_equal_ddp(name, answers):
+    """Both sides add the same fp32 numbers in another order; losses up to 6, norms up to 4."""
+    for found in answers[name]:
+        assert len(found["stock"]) == len(found["zeropp"]) == 3
+        for ours, stock in zip(found["zeropp"], found["stock"], strict=True):
+            assert ours == pytest.approx(stock, rel=1e-5, abs=5e-6)
+        assert found["stock"][-1] != found["stock"][0] and found["apart"] < 5e-6
+        assert found["files"] == ["adapter_model.safetensors" if name == "sft_lora" else "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["trl_sft_lora", "trl_grpo"])
+def test_the_example_trains(name, tmp_path):
+    done = two_ranks(ROOT / "examples" / f"{name}.py", "--folder", tmp_path, "--steps", "6")
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+    assert rows[-1]["step"] == 6
+    wanted = "adapter_model.safetensors" if "lora" in name else "model.safetensors"
+    assert (tmp_path / "final" / wanted).exists()
