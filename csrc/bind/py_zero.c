@@ -113,7 +113,12 @@ static void unit_dealloc(PyObject *self) {
 static PyObject *unit_need(PyObject *self, PyObject *unused) {
     (void)unused;
     Unit *unit = (Unit *)self;
-    if (zpp_py_need(unit, ZPP_PHASE_EVAL)) return NULL;
+    struct zpp_err err = ZPP_ERR_INIT;
+    unit->unit->wants_exact = true;
+    const int failed = zpp_py_need(unit, ZPP_PHASE_EVAL);
+    unit->unit->wants_exact = false;
+    if (failed) return NULL;
+    if (zpp_zero_make_exact(unit->zero->core, unit->unit->index, &err) != ZPP_OK) return zpp_py_raise(&err);
     Py_RETURN_NONE;
 }
 
@@ -405,6 +410,24 @@ static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     return PyLong_FromLong(index);
 }
 
+/* set_wire(params_bits, grads_bits, block_elems): 0 bits = exact. */
+static PyObject *zero_set_wire(PyObject *self, PyObject *args) {
+    Zero *zero = (Zero *)self;
+    struct zpp_err err = ZPP_ERR_INIT;
+    int params_bits, grads_bits;
+    Py_ssize_t block_elems;
+    if (!PyArg_ParseTuple(args, "iin", &params_bits, &grads_bits, &block_elems)) return NULL;
+    if (zpp_zero_set_wire(zero->core, params_bits, grads_bits, (size_t)block_elems, &err) != ZPP_OK)
+        return zpp_py_raise(&err);
+    Py_RETURN_NONE;
+}
+
+static PyObject *zero_publish(PyObject *self, PyObject *unused) {
+    (void)unused;
+    zpp_zero_publish(((Zero *)self)->core);
+    Py_RETURN_NONE;
+}
+
 static PyObject *zero_seal(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
@@ -545,6 +568,9 @@ static PyGetSetDef zero_getset[] = {
 
 static PyMethodDef zero_methods[] = {
     { "add_unit", zero_add_unit, METH_VARARGS, "add_unit(name, dtype, sizes, trainable, place, grad_dtype) -> index" },
+    { "set_wire", zero_set_wire, METH_VARARGS,
+      "set_wire(params_bits, grads_bits, block_elems): before units are added." },
+    { "publish", zero_publish, METH_NOARGS, "My slices were written outside of a step: before a barrier." },
     { "seal", zero_seal, METH_NOARGS, "Collective: make the memory of all units." },
     { "bind_unit", zero_bind_unit, METH_VARARGS, "bind_unit(index, params, plain, released) -> Unit" },
     { "release_all", zero_release_all, METH_NOARGS, "Release every unit that is not pinned." },

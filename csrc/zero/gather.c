@@ -28,6 +28,11 @@ static zpp_status gather_slices(void *arg, void *native, const struct zpp_wait *
     zpp_zero *zero = args->zero;
     const size_t bytes = zpp_unit_shard_bytes(args->unit);
     const uint64_t began_ns = zpp_span_begin();
+    if (args->unit->rounded) {
+        zpp_wire_gather(zero, args->unit, args->memory);
+        zpp_span_end(began_ns, ZPP_SPAN_GATHER, args->unit->name, bytes * (size_t)zero->ranks);
+        return ZPP_OK;
+    }
     for (int rank = 0; rank < zero->ranks; rank++) {
         const unsigned char *region = zpp_region_base(zero->params, rank);
         memcpy(args->memory + (size_t)rank * bytes, region + args->unit->region_offset_bytes, bytes);
@@ -125,6 +130,7 @@ static zpp_status launch_gather(zpp_zero *zero, struct zpp_unit *unit, struct zp
 static zpp_status start_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     zpp_status status = take_memory(zero, unit, err);
     if (status != ZPP_OK) return status;
+    unit->rounded = unit->place == ZPP_PLACE_SHARD && zpp_wire_rounds(zero) && !unit->wants_exact;
     status = zpp_event_record(unit->allocated, zero->compute, err);
     if (status == ZPP_OK) status = zpp_stream_wait(zero->gather, unit->allocated, NULL, err);
     if (status == ZPP_OK)

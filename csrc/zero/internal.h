@@ -12,6 +12,7 @@
 #include "filed.h"
 #include "reduce.h"
 #include "trace.h"
+#include "wire.h"
 #include "zero.h"
 
 struct zpp_zero {
@@ -44,6 +45,7 @@ struct zpp_zero {
     /* gradients */
     zpp_stream *reduce;
     zpp_event *acked; /* the last wait for peers to let go of a bucket */
+    struct zpp_wire wire;
     zpp_lane *lane, *copy_lane; /* copy_lane: stage 0 */
     struct zpp_exchange exchange;
     struct zpp_buckets buckets;

@@ -14,7 +14,7 @@
 
 #include "internal.h"
 
-enum { ROUND_POST, ROUND_ADD, ROUND_POST_SLICE, ROUND_COPY, ROUND_DONE };
+enum { ROUND_PACK, ROUND_POST, ROUND_ADD, ROUND_POST_SLICE, ROUND_COPY, ROUND_DONE };
 #define NO_BUCKET UINT64_MAX
 
 static size_t round_up(size_t value, size_t multiple) {
@@ -350,8 +350,12 @@ static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     if (zero->options.stage == 0) to += (size_t)zero->rank * zpp_unit_shard_bytes(unit);
     /* Stage 1: my bucket was not refilled, so its slice still is the gradient so far; else the carry has it. */
     const bool accumulate = grad->has && (zero->options.stage >= 2 || (zero->options.stage == 1 && grad->empty));
-    zpp_reduce_sources(to, grad->dtype, accumulate, sources, count, unit->dtype, unit->shard_elems,
-                       zero->grad_scale / (float)zero->ranks);
+    const float factor = zero->grad_scale / (float)zero->ranks;
+    size_t source_bytes = zpp_unit_shard_bytes(unit);
+    if (zpp_wire_packs(zero))
+        source_bytes = zpp_wire_add(zero, sources, count, factor, to, grad->dtype, accumulate, unit->shard_elems);
+    else
+        zpp_reduce_sources(to, grad->dtype, accumulate, sources, count, unit->dtype, unit->shard_elems, factor);
     if (grad->carry) {
         const void *carry = grad->carry;
         zpp_reduce_sources(to, grad->dtype, true, &carry, 1, grad->dtype, unit->shard_elems, 1.0f);
@@ -360,7 +364,7 @@ static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     int read = 0;
     for (int rank = 0; rank < zero->ranks; rank++) read += rank != zero->rank && grad->peer_offsets[rank] != NO_BUCKET;
     zpp_comm_count(zero->options.comm, zero->options.stage == 0 ? ZPP_TRAFFIC_ALL_REDUCE : ZPP_TRAFFIC_REDUCE_SCATTER,
-                   (uint64_t)read * zpp_unit_shard_bytes(unit));
+                   (uint64_t)read * source_bytes);
     return ZPP_OK;
 }
 
@@ -382,6 +386,10 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
     struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
     zpp_zero *zero = grad->zero;
     zpp_status status = ZPP_OK;
+    if (grad->round == ROUND_PACK) {
+        if (zpp_wire_packs(zero) && !grad->empty) zpp_wire_pack(zero, grad->unit);
+        grad->round = ROUND_POST;
+    }
     if (grad->round == ROUND_POST) {
         const struct zpp_notice notice = notice_of(grad, ZPP_NOTICE_REDUCE);
         status = zpp_lane_post(zero->lane, &notice, wait, &grad->seq, err);
@@ -417,7 +425,7 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
 
 static zpp_status launch(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     grad->empty = grad->touched_params == 0; /* a bucket of the backward before may still be read by a peer */
-    grad->round = ROUND_POST;
+    grad->round = ROUND_PACK;
     grad->pass = zero->pass;
     grad->launched = true;
     list_bucket(zero, grad);

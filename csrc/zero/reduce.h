@@ -38,7 +38,7 @@ struct zpp_unit_grad {
     /* the reduction under way: written before the launch, then by the operation until `done` */
     struct zpp_unit *unit;
     zpp_zero *zero;
-    int round; /* 0: post, 1: read and add, 2: post again (stage 0), 3: copy the others (stage 0) */
+    int round; /* quantise (wire.h), post, read and add; stage 0: post again, copy the others */
     uint64_t seq, copy_seq;
     uint64_t pass;
     uint64_t *peer_offsets; /* [ranks] */

@@ -43,6 +43,7 @@ zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct
     zpp_span_end(zero->step_ns, ZPP_SPAN_STEP, "step", 0);
     zero->step_ns = 0;
     if (zero->ranks == 1) return ZPP_OK;
+    zpp_zero_publish(zero);
     const uint64_t began_ns = zpp_span_begin();
     zpp_status status = zpp_barrier(zero->options.comm, wait, err);
     if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "until all ranks have stepped", 0);

@@ -52,6 +52,7 @@ struct zpp_unit {
     unsigned char *shard; /* this rank's slice; always readable */
     size_t region_offset_bytes;
     size_t range_offset_bytes;
+    size_t image_offset_bytes; /* SHARD units that travel quantised: see wire.h */
 
     /* gathering: the coordinator's thread only */
     enum zpp_unit_state state;
@@ -61,6 +62,8 @@ struct zpp_unit {
     int filed;   /* FILE units: their number there */
     bool held;   /* a FILE unit that lies in memory for good */
     int uses;    /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */
+    bool rounded;     /* fetched from images: see wire.h */
+    bool wants_exact; /* the next fetch is not to be */
     zpp_event *allocated, *ready;
 
     /* gradients: see reduce.h */

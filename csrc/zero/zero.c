@@ -93,6 +93,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_region_destroy(zero->params);
     zpp_region_destroy(zero->host);
     zpp_region_destroy(zero->grads);
+    zpp_wire_fini(zero);
     zpp_mem_free(zero->alone, zero->alone_bytes);
     free(zero);
 }
@@ -238,6 +239,7 @@ zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err) {
     if (status == ZPP_OK && zero->filed) status = zpp_filed_seal(zero->filed, warm_bytes, err);
     if (status == ZPP_OK) status = zpp_trace_init(&zero->trace, zero->units_count, err);
     if (status == ZPP_OK && zero->ranks > 1) status = zpp_reduce_seal(zero, err);
+    if (status == ZPP_OK) status = zpp_wire_seal(zero, err);
     if (status != ZPP_OK) return status;
     if (zero->range) zero->moving_base = zpp_range_base(zero->range);
     else if (zero->filed) zero->moving_base = zpp_filed_home(zero->filed);
@@ -301,7 +303,7 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     const size_t full = zero->filed ? filed.memory_bytes / ranks : zero->full_bytes;
     const size_t warm = zero->range ? zpp_range_held_bytes(zero->range) : full;
     *out = (struct zpp_zero_memory){
-        .param_bytes = zero->params_bytes + (zero->host_bytes + filed.cut_bytes) / ranks,
+        .param_bytes = zero->params_bytes + zero->wire.images_bytes + (zero->host_bytes + filed.cut_bytes) / ranks,
         .gathered_bytes = warm,
         .grad_bytes = zero->slice_bytes + zero->kept_bucket_bytes + zero->carry_bytes,
         .bucket_bytes = zero->buckets.used_bytes,

@@ -61,6 +61,9 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
 void zpp_zero_destroy(zpp_zero *zero);
 /* Units in the same order on every rank. `*index` counts from 0. Before seal. */
 zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, int *index, struct zpp_err *err);
+/* What travels in 8 or 4 bits, in blocks of block_elems (0: exactly): gathered SHARD units at stage 3, reduced
+ * gradients at stages 2 and 3; see wire.h. Before units are added. */
+zpp_status zpp_zero_set_wire(zpp_zero *zero, int params_bits, int grads_bits, size_t block_elems, struct zpp_err *err);
 /* Collective: makes the memory. Afterwards WHOLE and HOST units are FULL, SHARD and FILE units PARTITIONED; contents
  * are zero. FILE units can be needed once zpp_filed_open was called. */
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);
@@ -85,6 +88,11 @@ zpp_status zpp_zero_need(zpp_zero *zero, int unit, enum zpp_phase phase, const s
 zpp_status zpp_zero_release(zpp_zero *zero, int unit, struct zpp_err *err);
 /* End of a pass: forgets stickiness, releases all that is not pinned, prefetched or not. */
 zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err);
+/* Gathered quantised: read the unit's exact values, where nothing computes with it; a no-op otherwise. */
+zpp_status zpp_zero_make_exact(zpp_zero *zero, int unit, struct zpp_err *err);
+/* My slices were written outside of a step (step_end does it for itself): what peers gather is made from them, to be
+ * called before a barrier. */
+void zpp_zero_publish(zpp_zero *zero);
 /* With every slice filled in this rank's gathered copy (FILE: in the shared one, on every rank): keep this rank's slice
  * (SHARD and FILE units; full ones). */
 zpp_status zpp_zero_keep_slice(zpp_zero *zero, int unit, struct zpp_err *err);

@@ -251,22 +251,32 @@ class LossScale:
 @_refuses_unknown
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """What travels between ranks. Everything travels exactly today; the compressed forms of ZeRO++ raise "not
-    yet"."""
+    """What travels between ranks: exactly, or in 8 or 4 bits (ZeRO++). One rank alone sends nothing, and is exact."""
 
     params: str = "exact"
-    """Form of gathered parameters: "exact", or "int8"/"int4" (qwZ). Other than "exact" needs stage 3."""
+    """Form of gathered parameters: "exact", or "int8"/"int4" (qwZ): every rank computes with the same rounded values, the
+    shards that the optimizer updates stay exact, and so does what is read, saved or exported. Other than "exact" needs
+    stage 3, and makes `host_copy="auto"` gather: ranks that share one copy send nothing that could be compressed."""
 
     grads: str = "exact"
-    """Form of reduced gradients: "exact", or "int8"/"int4" (qgZ)."""
+    """Form of reduced gradients: "exact", or "int8"/"int4" (qgZ); sums are in fp32. Other than "exact" needs stage 2
+    or 3."""
 
-    secondary_shard: int = 0
-    """Ranks that share a second copy of the parameters for backward (hpZ); 0 = none."""
+    block_elems: int = 256
+    """Elements that share an fp32 scale; a multiple of 16, at most 4096. Smaller blocks are nearer to exact, and send
+    more scales."""
+
+    secondary_shard: int | str = 0
+    """Ranks that share a second copy of the parameters for backward (hpZ), or "host"; 0 = none. Not built yet."""
 
     def __post_init__(self) -> None:
         _one_of("Comm.params", self.params, WIRE_FORMATS)
         _one_of("Comm.grads", self.grads, WIRE_FORMATS)
-        _whole("Comm.secondary_shard", self.secondary_shard, 0, "ranks, 0 = none")
+        _whole("Comm.block_elems", self.block_elems, 16, "elements a scale, a multiple of 16")
+        if self.block_elems % 16 or self.block_elems > 4096:
+            raise wrong("Comm.block_elems", self.block_elems, "a multiple of 16, at most 4096")
+        if self.secondary_shard != "host":
+            _whole("Comm.secondary_shard", self.secondary_shard, 0, "ranks, or 'host'; 0 = none")
 
 
 @_refuses_unknown
@@ -308,7 +318,7 @@ class Config:
     bound."""
 
     comm: Comm = Comm()
-    """Compression on the wire. Only the default is built."""
+    """Compression on the wire (ZeRO++)."""
 
     accumulate: int = 1
     """Micro-steps averaged into one step; `optimizer.step()` and `zero_grad()` do nothing between boundaries."""
@@ -447,9 +457,22 @@ class Config:
                 self.comm.params,
                 f"'exact' and no secondary_shard at stage {self.stage}: parameters are gathered at stage 3 only",
             )
-        for name, plain in (("params", "exact"), ("grads", "exact"), ("secondary_shard", 0)):
-            if getattr(self.comm, name) != plain:
-                raise not_yet(f"Config.comm.{name}", getattr(self.comm, name), f"leave it at {plain!r}")
+        if self.comm.params != "exact" and self.offload.params.kind == "nvme":  # type: ignore[union-attr]
+            raise wrong(
+                "Config.comm.params",
+                self.comm.params,
+                "'exact' with offload.params on 'nvme': the ranks of a host share what they read, and send nothing",
+            )
+        if self.stage < 2 and self.comm.grads != "exact":
+            raise not_yet(
+                "Config.comm.grads", self.comm.grads, f"leave it at 'exact' at stage {self.stage}, or use 2 or 3"
+            )
+        if self.comm.secondary_shard:
+            raise not_yet(
+                "Config.comm.secondary_shard",
+                self.comm.secondary_shard,
+                "leave it at 0: the ranks of one host share one copy anyway, with exact parameters and host_copy='auto'",
+            )
 
     @classmethod
     def from_json(cls, source: str | Path | Mapping[str, Any], *, ranks: int | None = None) -> Config:

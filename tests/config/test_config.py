@@ -105,8 +105,7 @@ def test_a_mistake_is_named(make, path, says):
     [
         (lambda: Config(offload=Offload(grads=Tier("nvme", path="/swap"))), "Config.offload.grads.kind"),
         (lambda: Config(offload=Offload(activations=Tier("nvme", path="/swap"))), "Config.offload.activations.kind"),
-        (lambda: Config(comm=Comm(params="int8")), "Config.comm.params"),
-        (lambda: Config(comm=Comm(grads="int4")), "Config.comm.grads"),
+        (lambda: Config(stage=1, comm=Comm(grads="int4")), "Config.comm.grads"),
         (lambda: Config(comm=Comm(secondary_shard=2)), "Config.comm.secondary_shard"),
         (lambda: Config(precision=Precision(compute="bf16")), "Precision.compute"),
         (lambda: Config(precision=Precision(param="fp32", compute="bf16")), "Precision.compute"),

@@ -172,6 +172,9 @@ class Engine:
             _functions(),
             self._params.fraction if self._params is not None else 0.0,
         )
+        if self.ranks > 1:
+            bits = {"exact": 0, "int8": 8, "int4": 4}
+            self.core.set_wire(bits[config.comm.params], bits[config.comm.grads], config.comm.block_elems)
         for plan in plans:
             self.core.add_unit(
                 plan.name, DTYPES.index(plan.dtype), [p.numel() for p in plan.params], plan.trainable, self._place(plan),

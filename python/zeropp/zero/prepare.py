@@ -65,6 +65,7 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
             "leave it at 'auto'"
         )
     host_copy = comm is not None and config.host_copy == "auto" and config.stage == 3 and not filed
+    host_copy = host_copy and config.comm.params == "exact"  # docs/design/0015
     low = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype_name]
     plans = plan_units(model, config.units, low)
     _check_plans(plans, low)
@@ -78,6 +79,7 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     for unit in engine.units:
         _fill(engine, unit)
     _hand_over_buffers(model, comm)
+    engine.core.publish()
     if comm is not None:
         comm.barrier()
     _install_triggers(model, engine, plans)

@@ -1,0 +1,205 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Images of slices, see wire.h.
+ */
+#include "wire.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+enum { TILE_ELEMS = 4096 }; /* added in fp32 before they are rounded into a slice that accumulates */
+
+static size_t image_bytes(const struct zpp_quant_spec *spec, size_t elems) {
+    return zpp_quant_blocks(spec, elems) * sizeof(float) + zpp_quant_code_bytes(spec, elems);
+}
+
+/* The parts of an image from element `first` on, which begins a block. */
+static struct zpp_quant_source source_at(const struct zpp_quant_spec *spec, const void *image, size_t elems,
+                                         size_t first) {
+    const float *scales = image;
+    const uint8_t *codes = (const uint8_t *)(scales + zpp_quant_blocks(spec, elems));
+    const struct zpp_quant_source source = { codes + zpp_quant_code_bytes(spec, first),
+                                             scales + first / spec->block_elems, NULL };
+    return source;
+}
+
+static void make_image(const struct zpp_quant_spec *spec, const void *values, zpp_dtype dtype, size_t elems,
+                       void *image) {
+    float *scales = image;
+    const struct zpp_quant_target target = { scales + zpp_quant_blocks(spec, elems), scales, NULL };
+    zpp_quantise(spec, values, dtype, elems, &target, NULL);
+}
+
+static bool has_image(const zpp_zero *zero, const struct zpp_unit *unit) {
+    return zero->wire.params.bits && unit->place == ZPP_PLACE_SHARD;
+}
+
+/* --- life --------------------------------------------------------------------------------------------------------- */
+
+zpp_status zpp_zero_set_wire(zpp_zero *zero, int params_bits, int grads_bits, size_t block_elems, struct zpp_err *err) {
+    const int bits[] = { params_bits, grads_bits };
+    for (int i = 0; i < 2; i++)
+        if (bits[i] != 0 && bits[i] != 4 && bits[i] != 8)
+            return zpp_fail(err, ZPP_INVALID, "zero: %s in %d bits, wanted 8, 4, or 0 for exactly",
+                            i ? "gradients" : "parameters", bits[i]);
+    if (zero->sealed || zero->units_count)
+        return zpp_fail(err, ZPP_STATE, "zero: what travels is chosen before units are added");
+    if (block_elems < 16 || block_elems % 16 || block_elems > TILE_ELEMS)
+        return zpp_fail(err, ZPP_INVALID, "zero: blocks of %zu elements, wanted a multiple of 16, at most %d",
+                        block_elems, (int)TILE_ELEMS);
+    if (params_bits && zero->options.stage < 3)
+        return zpp_fail(err, ZPP_INVALID, "zero: stage %d gathers no parameters that could be quantised, stage 3 does",
+                        zero->options.stage);
+    if (grads_bits && zero->options.stage < 2)
+        return zpp_fail(err, ZPP_INVALID, "zero: gradients are quantised at stages 2 and 3, not yet at stage %d",
+                        zero->options.stage);
+    zero->wire.params = (struct zpp_quant_spec) { block_elems, params_bits, false };
+    zero->wire.grads = (struct zpp_quant_spec) { block_elems, grads_bits, false };
+    return ZPP_OK;
+}
+
+static zpp_status check_unit(const struct zpp_unit *unit, struct zpp_err *err) {
+    if (unit->dtype == ZPP_F32 || unit->dtype == ZPP_BF16 || unit->dtype == ZPP_F16) return ZPP_OK;
+    return zpp_fail(err, ZPP_INVALID,
+                    "zero: unit %s has %s elements, which cannot be quantised; wanted float32, bfloat16 or float16",
+                    unit->name, zpp_dtype_name(unit->dtype));
+}
+
+zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err) {
+    struct zpp_wire *wire = &zero->wire;
+    if (zero->ranks == 1 || !(wire->params.bits || wire->grads.bits)) return ZPP_OK;
+    for (int i = 0; i < zero->units_count; i++) {
+        struct zpp_unit *unit = zero->units[i];
+        const bool packs = wire->grads.bits && unit->trainable;
+        if (!has_image(zero, unit) && !packs) continue;
+        const zpp_status status = check_unit(unit, err);
+        if (status != ZPP_OK) return status;
+        if (packs && image_bytes(&wire->grads, unit->shard_elems) > wire->scratch_bytes)
+            wire->scratch_bytes = image_bytes(&wire->grads, unit->shard_elems);
+        if (!has_image(zero, unit)) continue;
+        unit->image_offset_bytes = wire->images_bytes;
+        wire->images_bytes += (image_bytes(&wire->params, unit->shard_elems) + 63) / 64 * 64;
+    }
+    if (wire->scratch_bytes && !(wire->scratch = malloc(wire->scratch_bytes)))
+        return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %zu bytes of a quantised gradient", wire->scratch_bytes);
+    if (!wire->images_bytes) return ZPP_OK;
+    return zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, wire->images_bytes, &wire->images, err);
+}
+
+void zpp_wire_fini(zpp_zero *zero) {
+    zpp_region_destroy(zero->wire.images);
+    free(zero->wire.scratch);
+}
+
+/* --- parameters --------------------------------------------------------------------------------------------------- */
+
+bool zpp_wire_rounds(const zpp_zero *zero) {
+    return zero->wire.params.bits != 0;
+}
+
+static unsigned char *image_of(const zpp_zero *zero, const struct zpp_unit *unit, int rank) {
+    return (unsigned char *)zpp_region_base(zero->wire.images, rank) + unit->image_offset_bytes;
+}
+
+void zpp_zero_publish(zpp_zero *zero) {
+    for (int i = 0; i < zero->units_count; i++) {
+        const struct zpp_unit *unit = zero->units[i];
+        if (has_image(zero, unit))
+            make_image(&zero->wire.params, unit->shard, unit->dtype, unit->shard_elems,
+                       image_of(zero, unit, zero->rank));
+    }
+}
+
+void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory) {
+    const struct zpp_quant_spec *spec = &zero->wire.params;
+    for (int rank = 0; rank < zero->ranks; rank++) {
+        const struct zpp_quant_source source = source_at(spec, image_of(zero, unit, rank), unit->shard_elems, 0);
+        zpp_dequantise(spec, &source, memory + (size_t)rank * zpp_unit_shard_bytes(unit), unit->dtype,
+                       unit->shard_elems, false, NULL);
+    }
+    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER,
+                   image_bytes(spec, unit->shard_elems) * (size_t)(zero->ranks - 1));
+}
+
+struct exact_args {
+    zpp_zero *zero;
+    struct zpp_unit *unit;
+};
+
+static zpp_status copy_exact(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native, (void)wait, (void)err;
+    const struct exact_args *args = arg;
+    const zpp_zero *zero = args->zero;
+    const size_t bytes = zpp_unit_shard_bytes(args->unit);
+    for (int rank = 0; rank < zero->ranks; rank++) {
+        const unsigned char *slices = zpp_region_base(zero->params, rank);
+        memcpy(args->unit->whole + (size_t)rank * bytes, slices + args->unit->region_offset_bytes, bytes);
+    }
+    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
+    return ZPP_OK;
+}
+
+zpp_status zpp_zero_make_exact(zpp_zero *zero, int index, struct zpp_err *err) {
+    struct zpp_unit *unit = zero->units[index];
+    if (!zpp_unit_moves(unit) || !unit->rounded || unit->state != ZPP_UNIT_FULL || unit->pins) return ZPP_OK;
+    const struct exact_args args = { zero, unit };
+    unit->rounded = false;
+    return zpp_stream_launch(zero->compute, copy_exact, &args, sizeof args, err);
+}
+
+/* --- gradients ---------------------------------------------------------------------------------------------------- */
+
+bool zpp_wire_packs(const zpp_zero *zero) {
+    return zero->wire.grads.bits != 0;
+}
+
+/* Between parameters lies what the memory held before, which must not widen the scale of a block. */
+static void clear_gaps(const struct zpp_unit *unit, unsigned char *bucket) {
+    for (size_t i = 0; i <= unit->params; i++) {
+        const size_t from = i ? unit->offset_elems[i - 1] + unit->param_elems[i - 1] : 0;
+        const size_t to = i < unit->params ? unit->offset_elems[i] : unit->elems;
+        memset(bucket + from * unit->elem_bytes, 0, (to - from) * unit->elem_bytes);
+    }
+}
+
+void zpp_wire_pack(zpp_zero *zero, struct zpp_unit *unit) {
+    const struct zpp_quant_spec *spec = &zero->wire.grads;
+    unsigned char *bucket = zpp_reduce_bucket(zero, unit);
+    clear_gaps(unit, bucket);
+    for (int rank = 0; rank < zero->ranks; rank++) {
+        unsigned char *slice = bucket + (size_t)rank * zpp_unit_shard_bytes(unit);
+        make_image(spec, slice, unit->dtype, unit->shard_elems, zero->wire.scratch);
+        memcpy(slice, zero->wire.scratch, image_bytes(spec, unit->shard_elems)); /* always shorter than the slice */
+    }
+}
+
+static void add_tile(const struct zpp_quant_spec *spec, const struct zpp_quant_source *sources, int count, float factor,
+                     unsigned char *to, zpp_dtype dtype, size_t elems) {
+    float sum[TILE_ELEMS], before[TILE_ELEMS];
+    zpp_quant_sum(spec, sources, (size_t)count, factor, sum, ZPP_F32, elems, NULL);
+    zpp_convert(before, ZPP_F32, to, dtype, elems);
+    for (size_t i = 0; i < elems; i++) sum[i] += before[i];
+    zpp_convert(to, dtype, sum, ZPP_F32, elems);
+}
+
+size_t zpp_wire_add(zpp_zero *zero, const void *const *images, int count, float factor, void *to, zpp_dtype dtype,
+                    bool accumulate, size_t elems) {
+    const struct zpp_quant_spec *spec = &zero->wire.grads;
+    struct zpp_quant_source sources[ZPP_WIRE_RANKS];
+    assert(count <= ZPP_WIRE_RANKS);
+    const size_t tile = TILE_ELEMS / spec->block_elems * spec->block_elems; /* a tile begins at a block */
+    if (!accumulate) {
+        for (int i = 0; i < count; i++) sources[i] = source_at(spec, images[i], elems, 0);
+        zpp_quant_sum(spec, sources, (size_t)count, factor, to, dtype, elems, NULL);
+        return image_bytes(spec, elems);
+    }
+    for (size_t first = 0; first < elems; first += tile) {
+        const size_t length = elems - first < tile ? elems - first : tile;
+        for (int i = 0; i < count; i++) sources[i] = source_at(spec, images[i], elems, first);
+        add_tile(spec, sources, count, factor, (unsigned char *)to + first * zpp_dtype_bytes(dtype), dtype, length);
+    }
+    return image_bytes(spec, elems);
+}

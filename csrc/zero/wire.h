@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Slices and buckets in 8 or 4 bits (ZeRO++, Wang et al. 2023), read in place by the peers like the exact ones;
+ * blocks, scales and errors: ops/quant/quant.h, symmetric. An image of E elements: an fp32 scale a block, then the
+ * codes, w(E) = E * bits / 8 + 4 a block. Decisions: docs/design/0015.
+ *
+ *   parameters (qwZ)  Beside its slice each rank keeps the slice's image, written where slices are written (the step),
+ *                     so a step quantises once for its two gathers. A gather reads images, its own too: every rank
+ *                     computes with the same bits. The slices, which the optimizer updates, stay exact.
+ *   gradients (qgZ)   A bucket is quantised slice by slice, in place, before the peers hear of it; rank r adds the
+ *                     images of slice r in fp32, in rank order: one quantisation, because one host is one hop.
+ *
+ * Bytes read per rank and step: (N - 1) w(shard) a gather and a reduction, in place of (N - 1) * shard bytes.
+ */
+#ifndef ZPP_ZERO_WIRE_H
+#define ZPP_ZERO_WIRE_H
+
+#include "../ops/quant/quant.h"
+#include "zero.h"
+
+enum { ZPP_WIRE_RANKS = 256 };
+
+struct zpp_wire {
+    struct zpp_quant_spec params, grads; /* bits 0: exact */
+    zpp_region *images;                  /* PER_RANK: of my slices of SHARD units */
+    size_t images_bytes, scratch_bytes;
+    unsigned char *scratch; /* the image of one slice of a bucket */
+};
+
+/* Part of seal and destroy. */
+zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err);
+void zpp_wire_fini(zpp_zero *zero);
+
+/* Is a gather of SHARD units to read images? */
+bool zpp_wire_rounds(const zpp_zero *zero);
+/* memory[elems] = the values of every rank's image of the unit. */
+void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory);
+
+/* Are gradients to travel as images? */
+bool zpp_wire_packs(const zpp_zero *zero);
+/* Every slice of the unit's bucket becomes its image, at the front of the slice's place. */
+void zpp_wire_pack(zpp_zero *zero, struct zpp_unit *unit);
+/* to = (sum of the images) * factor, or to += that; `elems` of dtype. Returns the bytes of one image. */
+size_t zpp_wire_add(zpp_zero *zero, const void *const *images, int count, float factor, void *to, zpp_dtype dtype,
+                    bool accumulate, size_t elems);
+
+#endif

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO++: what is gathered and reduced in 8 and 4 bits, against the operators of zeropp.ops on the same slices, bit for
+bit; its bytes; and training beside the exact run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zeropp
+from torch import Tensor
+from training import Recipe, batch, gpt, ours, same
+from zeropp import Comm
+from zeropp.zero.engine import SHARD, Engine, engine_of
+
+BLOCK = 64
+LR = 3e-3
+
+
+def _prepared(**config: Any) -> tuple[Any, Any, Engine]:
+    model = gpt()
+    model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters(), lr=LR), zeropp.Config(**config))
+    return model, optimizer, engine_of(model)
+
+
+def _rounded(flat: Tensor, bits: int) -> Tensor:
+    """Every rank's slice, quantised by itself."""
+    slices = flat.chunk(dist.get_world_size())
+    return torch.cat(
+        [zeropp.ops.quantise(s.contiguous(), bits=bits, block_elems=BLOCK).dequantise(flat.dtype) for s in slices]
+    )
+
+
+def _image_bytes(elems: int, bits: int) -> int:
+    return elems * bits // 8 + 4 * -(-elems // BLOCK)
+
+
+def _exact(model: Any, engine: Engine) -> list[Tensor]:
+    with zeropp.gathered(model):
+        return [unit.whole.clone() for unit in engine.units]
+
+
+def same_bits(params: str, grads: str, precision: str | None = None) -> bool:
+    bits = {"int8": 8, "int4": 4}
+    comm = Comm(params=params, grads=grads, block_elems=BLOCK)
+    model, optimizer, engine = _prepared(comm=comm, precision=precision, prefetch=0)
+    assert not engine.host_copy and any(unit.place == SHARD for unit in engine.units)
+    for step in range(3):
+        exact = _exact(model, engine)
+        for unit, flat in zip(engine.units, exact, strict=True):  # the slices are what gathered() shows
+            assert torch.equal(flat.chunk(engine.ranks)[engine.rank], unit.shard)
+        wanted = [
+            _rounded(flat, bits[params]) if unit.place == SHARD else flat
+            for unit, flat in zip(engine.units, exact, strict=True)
+        ]
+        assert any(not torch.equal(a, b) for a, b in zip(exact, wanted, strict=True))
+
+        # The same model in plain torch, with the rounded values.
+        plain = gpt().to(next(iter(exact)).dtype)
+        values = {
+            entry.names[0]: flat[entry.offset_elems : entry.offset_elems + entry.numel].view(entry.shape)
+            for unit, flat in zip(engine.units, wanted, strict=True)
+            for entry in unit.params
+        }
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                parameter.copy_(values[name])
+        loss, plain_loss = model(*batch(step)), plain(*batch(step))
+        assert loss.item() == plain_loss.item(), (step, loss.item(), plain_loss.item())
+        loss.backward()
+        plain_loss.backward()
+
+        gradients = {name: p.grad for name, p in plain.named_parameters()}
+        for unit in engine.units:
+            flat = torch.zeros(unit.elems, dtype=unit.dtype)
+            for entry in unit.params:
+                flat[entry.offset_elems : entry.offset_elems + entry.numel] = gradients[entry.names[0]].flatten()
+            everyone = [torch.empty_like(flat) for _ in range(engine.ranks)]
+            dist.all_gather(everyone, flat)
+            sources = [
+                zeropp.ops.quantise(one.chunk(engine.ranks)[engine.rank].clone(), bits=bits[grads], block_elems=BLOCK)
+                for one in everyone
+            ]
+            found = engine.gradient_shard(unit)
+            assert found is not None
+            mean = torch.empty_like(found[0])
+            zeropp.ops.quant_sum_(sources, mean, factor=1 / engine.ranks)
+            assert torch.equal(found[0], mean), (step, unit.name, (found[0] - mean).abs().max())
+        optimizer.step()
+        optimizer.zero_grad()
+    return True
+
+
+def bytes_of_a_step() -> dict[str, Any]:
+    """Traffic of 3 steps at each format, and what the formula says of units."""
+    steps, answers = 3, {}
+    for how in ("exact", "int8", "int4"):
+        comm = Comm(params=how, grads=how, block_elems=BLOCK)
+        model, optimizer, engine = _prepared(comm=comm, host_copy="off", prefetch=0)
+        zeropp.traffic(reset=True)
+        for step in range(steps):
+            model(*batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        moved = zeropp.traffic()["shm"]
+
+        def wire(unit: Any, how: str = how) -> int:
+            return (
+                unit.shard_elems * unit.dtype.itemsize
+                if how == "exact"
+                else _image_bytes(unit.shard_elems, 8 if how == "int8" else 4)
+            )
+
+        others = engine.ranks - 1
+        answers[how] = {
+            "reduced": moved["reduce_scatter"]["bytes"],
+            "wanted": steps * others * sum(wire(unit) for unit in engine.units),
+            "gathered": moved["all_gather"]["bytes"],
+            "shards": 2 * steps * others * sum(wire(unit) for unit in engine.units if unit.place == SHARD),
+        }
+    return answers
+
+
+def reading_is_exact() -> bool:
+    comm = Comm(params="int4", grads="int8", block_elems=BLOCK)
+    model, optimizer, engine = _prepared(comm=comm)
+    for step in range(2):
+        model(*batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    slices = [unit.shard.clone() for unit in engine.units]
+    state = zeropp.full_state_dict(model)
+    with zeropp.gathered(model):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, state[name]), name
+    with zeropp.gathered(model, write=True):
+        pass
+    assert all(torch.equal(unit.shard, before) for unit, before in zip(engine.units, slices, strict=True))
+    with zeropp.gathered(model, write=True), torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+    with torch.no_grad():  # what was written is what is gathered from now on
+        loss = model(*batch(9)).item()
+        assert loss == model(*batch(9)).item()
+    plain = gpt()
+    exact = _exact(model, engine)
+    values = {
+        entry.names[0]: (_rounded(flat, 4) if unit.place == SHARD else flat)[
+            entry.offset_elems : entry.offset_elems + entry.numel
+        ].view(entry.shape)
+        for unit, flat in zip(engine.units, exact, strict=True)
+        for entry in unit.params
+    }
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(values[name])
+        assert plain(*batch(9)).item() == loss
+    return True
+
+
+def accumulates() -> bool:
+    """Two reducing backwards add up; stages 2 and 3 have the same bits; ahead of need or not, and every run."""
+    comm = Comm(grads="int8", block_elems=BLOCK)
+    model, optimizer, engine = _prepared(comm=comm, stage=3)
+    parts = []
+    for micro in range(2):
+        model(*batch(0, micro)).backward()
+        parts.append([engine.gradient_shard(unit)[0].clone() for unit in engine.units])  # type: ignore[index]
+        optimizer.zero_grad()
+    for micro in range(2):
+        model(*batch(0, micro)).backward()
+    for i, unit in enumerate(engine.units):
+        assert torch.equal(engine.gradient_shard(unit)[0], parts[0][i] + parts[1][i]), unit.name  # type: ignore[index]
+    recipe = Recipe(steps=5, micro=2, clip=1.0)
+    two, three = ours(recipe, stage=2, comm=comm), ours(recipe, stage=3, comm=comm)
+    same("stage 2 against stage 3", two, three)
+    both = Comm(params="int8", grads="int4", block_elems=BLOCK)
+    first = ours(recipe, comm=both, prefetch=0)
+    same("again", ours(recipe, comm=both, prefetch=0), first)
+    same("ahead", ours(recipe, comm=both, prefetch=1 << 20), first)
+    exact = ours(recipe)
+    assert first.losses != exact.losses and two.losses != exact.losses
+    return True
+
+
+def converges() -> dict[str, float]:
+    recipe = Recipe(steps=70)
+    exact = ours(recipe)
+    answer = {"first": exact.losses[0], "exact": sum(exact.losses[-10:]) / 10}
+    for params, grads in (("int8", "int8"), ("int8", "int4")):
+        run = ours(recipe, comm=Comm(params=params, grads=grads))
+        answer[f"{params} {grads}"] = sum(run.losses[-10:]) / 10
+    return answer
+
+
+CASES: dict[str, Any] = {
+    "int8 int8": lambda: same_bits("int8", "int8"),
+    "int4 int4": lambda: same_bits("int4", "int4"),
+    "int8 int4 bf16": lambda: same_bits("int8", "int4", "bf16"),
+    "bytes": bytes_of_a_step,
+    "reading": reading_is_exact,
+    "accumulates": accumulates,
+    "converges": converges,
+}
