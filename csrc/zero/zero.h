@@ -117,8 +117,8 @@ void zpp_zero_backward_abort(zpp_zero *zero);
 const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present);
 /* Stage 0: where the unit's whole gradient lies, at the parameters' offsets; fixed from seal on. */
 unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit);
-/* This rank's own gradient, not reduced: `elems` of the unit's kind at the parameters' offsets, zeros where `touched` is
- * 0; what lies between parameters is undefined. Until the next backward or clear. NULL: none. */
+/* This rank's own gradient, not reduced: `elems` of the unit's kind at the parameters' offsets, zeros where `touched`
+ * is 0; what lies between parameters is undefined. Until the next backward or clear. NULL: none. */
 const void *zpp_zero_held_grad(const zpp_zero *zero, int unit, const uint8_t **touched);
 zpp_dtype zpp_zero_grad_dtype(const zpp_zero *zero, int unit);
 bool zpp_zero_has_grad(const zpp_zero *zero);
