@@ -19,6 +19,7 @@ from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parent
 BYTES_PER_PARAMETER = 12  # of a checkpoint: fp32 weight and two moments
+SCRATCH_BYTES_PER_PARAMETER = 12  # OFFLOAD=nvme: the same three, fp32
 CHECKPOINTS_HELD = 3  # two kept and the one being written
 RUN_FILES = ("metrics.jsonl", "loss.png", "run.json", "result.json", "checkpoint")
 
@@ -37,7 +38,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--device", default="", help="auto (default: cpu), cpu; cuda is not built yet")
     parser.add_argument("--ranks", default="", help="auto (default: one a GPU, two on CPU) or a number")
     parser.add_argument("--steps", default="", help="training steps; default: of the preset")
-    parser.add_argument("--offload", default="", help="none (default); cpu and nvme are not built yet")
+    parser.add_argument("--offload", default="", help="none (default), cpu or nvme: where states live")
     parser.add_argument("--data", default="", help="folder or file of text; default: Python's own source")
     parser.add_argument("--resume", default="", help="no: start anew; yes: go on without asking")
     parser.add_argument("--yes", nargs="?", const="yes", default="", help="answer every question with yes")
@@ -126,19 +127,31 @@ def decide_resume(args: argparse.Namespace, out: Path, facts: dict[str, Any]) ->
     return True
 
 
-def need_space(out: Path, preset: str) -> None:
+def need_space(out: Path, preset: str, offload: str, yes: bool) -> None:
     from gpt import GPT, PRESETS
     from torch import device
 
     with device("meta"):
         parameters = sum(p.numel() for p in GPT(PRESETS[preset].model).parameters())
     wanted = parameters * BYTES_PER_PARAMETER * CHECKPOINTS_HELD
+    if offload == "nvme":
+        wanted += parameters * SCRATCH_BYTES_PER_PARAMETER
     free = shutil.disk_usage(out).free
+    if wanted <= free < 2 * wanted and offload == "nvme" and not yes:
+        ask_for_space(out, wanted, free)
     if free < wanted:
         raise Refused(
             f"{out}: {free / 2**20:,.0f} MiB free, and the checkpoints of PRESET={preset} want "
             f"{wanted / 2**20:,.0f} MiB; free some, or choose a smaller PRESET"
         )
+
+
+def ask_for_space(out: Path, wanted: int, free: int) -> None:
+    question = f"{out}: this takes {wanted / 2**30:,.1f} of {free / 2**30:,.1f} GiB free"
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise Refused(f"{question}, more than half; YES=1 allows it")
+    if input(f"{question}. Go on? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise Refused(f"{question}; a smaller PRESET takes less")
 
 
 def start_anew(out: Path) -> None:
@@ -179,8 +192,13 @@ def main() -> int:
     preset = chosen(args.preset, "small", ("small", "base", "large"), "PRESET")
     device = chosen(args.device, "auto", ("auto", "cpu", "cuda"), "DEVICE")
     offload = chosen(args.offload, "none", ("none", "cpu", "nvme"), "OFFLOAD")
-    if offload != "none":
-        raise Refused(f"OFFLOAD={offload}: not yet; leave it empty: states live in host memory where there is no GPU")
+    if offload == "nvme" and preset == "large":
+        raise Refused(
+            "OFFLOAD=nvme PRESET=large: a model larger than this machine's memory is not built yet; "
+            "PRESET=base trains with its states on disk, and PRESET=large without OFFLOAD"
+        )
+    if offload != "none" and args.script == "ddp_gpt.py":
+        raise Refused(f"OFFLOAD={offload}: ddp_gpt.py trains without zeropp, which alone can do that; leave it empty")
     steps, ranks_asked = whole(args.steps, "STEPS"), whole(args.ranks, "RANKS")
     if args.data and not Path(args.data).exists():
         raise Refused(f"DATA={args.data}: no such file or folder; leave it empty for Python's own source")
@@ -194,7 +212,7 @@ def main() -> int:
     out = Path(args.out or EXAMPLES.parent / "out" / "demo").resolve()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        need_space(out, preset)
+        need_space(out, preset, offload, bool(args.yes))
     except OSError as error:
         raise Refused(f"{out}: {error.strerror}; choose another folder with --out") from error
     data = str(Path(args.data).resolve()) if args.data else None
@@ -210,7 +228,7 @@ def main() -> int:
         start_anew(out)
     (out / "run.json").write_text(json.dumps({**facts, "state": "running"}, indent=1) + "\n")
 
-    command = ["--preset", preset, "--device", device, "--out", str(out)]
+    command = ["--preset", preset, "--device", device, "--out", str(out), "--offload", offload]
     command += ["--backend", "zeropp"] if args.script != "ddp_gpt.py" else []
     command += ["--steps", str(steps)] if steps else []
     command += ["--data", data] if data else []

@@ -45,12 +45,25 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU a rank")
     parser.add_argument("--backend", help="of torch.distributed; default: torch's own choice")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument(
+        "--offload",
+        choices=("none", "cpu", "nvme"),
+        default="none",
+        help="where parameters and optimizer states live; nvme: in files in --out, gone with the run",
+    )
     args = parser.parse_args()
     if args.steps is not None and args.steps < 1:
         parser.error(f"--steps {args.steps}: wanted a whole number >= 1")
     if args.save_every < 1:
         parser.error(f"--save-every {args.save_every}: wanted a whole number >= 1")
     args.checkpoint = args.out / "checkpoint"
+    args.tiers = {}
+    if args.offload != "none":
+        zeropp = sys.modules.get("zeropp")
+        if zeropp is None:
+            parser.error(f"--offload {args.offload}: only the script with zeropp can do that")
+        path = args.out / "scratch" if args.offload == "nvme" else None
+        args.tiers = {"offload": zeropp.Offload(params=args.offload, optimizer=args.offload, path=path)}
     return args
 
 
@@ -90,6 +103,7 @@ class Report:
         self._started = self._last = time.perf_counter()
         self._done = 0
         self.checkpoint_bytes = 0
+        self._disk = _disk_bytes()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         _stop_with_the_launcher()
@@ -131,22 +145,30 @@ class Report:
         now = time.perf_counter()
         if now - self._memory_at > MEMORY_EVERY_S:
             self._memory, self._memory_at = proportional_set_bytes(), now
-        mine = torch.tensor([loss.item(), float(self._asked_to_stop), float(self._memory)], dtype=torch.float64)
+        disk, before = _disk_bytes(), self._disk
+        self._disk = disk
+        moved = [float(after - earlier) for after, earlier in zip(disk, before, strict=True)]
+        mine = torch.tensor([loss.item(), float(self._asked_to_stop), float(self._memory), *moved], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
         device = loss.device
         gathered = [one.to(device) for one in everyone]
         dist.all_gather(gathered, mine.to(device))
-        losses, flags, memory = torch.stack(gathered).cpu().T.tolist()
+        losses, flags, memory, read, written = torch.stack(gathered).cpu().T.tolist()
         mean = sum(losses) / self.ranks
-        rate = self.tokens_per_step / (time.perf_counter() - self._last)
+        took_s = time.perf_counter() - self._last
+        rate = self.tokens_per_step / took_s
         self._last = time.perf_counter()
         self._done = step + 1
         self.stopped = any(flags) and self._done < self.total_steps
         if self._bar is not None:
             row = {"step": self._done, "loss": mean, "tokens_per_s": rate, "memory_bytes": [int(one) for one in memory]}
+            said = f"loss {mean:.3f} nats/byte, {rate:,.0f} tokens/s"
+            if self.args.offload == "nvme":
+                row |= {"step_s": took_s, "disk_read_bytes": int(sum(read)), "disk_written_bytes": int(sum(written))}
+                said += f", disk {(sum(read) + sum(written)) / took_s / 1e9:.2f} GB/s"
             self._metrics.write(json.dumps(row) + "\n")
             self._metrics.flush()
-            self._bar.set_postfix_str(f"loss {mean:.3f} nats/byte, {rate:,.0f} tokens/s", refresh=False)
+            self._bar.set_postfix_str(said, refresh=False)
             self._bar.update()
         if not math.isfinite(mean):
             raise SystemExit(f"step {self._done}: the loss is {mean}; lower the learning rate, or look at the data")
@@ -229,6 +251,8 @@ class Report:
         table.add_row(
             "memory of each rank (proportional)", " + ".join(f"{one / 2**20:,.0f}" for one in memory) + " MiB"
         )
+        for name, figure in self._disk_figures(rows):
+            table.add_row(name, figure)
         table.add_row("tokens/s, median", f"{rates[len(rates) // 2]:,.0f}")
         table.add_row("training time", f"{trained_s:,.0f} s")
         table.add_row("checkpoints on disk", f"{checkpoint / 2**20:,.1f} MiB")
@@ -236,6 +260,29 @@ class Report:
         Console().print(table)
         result = {"validation_loss": loss, "seconds": trained_s, "parameters": self.parameters}
         (self.args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+
+    def _disk_figures(self, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+        """What a step moved to and from the disk, beside what it has to: fp32 parameters are read forward, backward and
+        by the step, which writes them; two moments are read and written (the first step reads none)."""
+        rows = [row for row in rows if "disk_read_bytes" in row][1:]
+        if not rows:
+            return []
+        median = {name: sorted(row[name] for row in rows)[len(rows) // 2] for name in rows[0]}
+        read, written = median["disk_read_bytes"], median["disk_written_bytes"]
+        return [
+            ("read from the disk a step, median", f"{read / 2**20:,.1f} MiB"),
+            ("the same, planned", f"{20 * self.parameters / 2**20:,.1f} MiB"),
+            ("written to the disk a step, median", f"{written / 2**20:,.1f} MiB"),
+            ("the same, planned", f"{12 * self.parameters / 2**20:,.1f} MiB"),
+            ("disk, both ways, median", f"{(read + written) / median['step_s'] / 1e9:.3f} GB/s"),
+        ]
+
+
+def _disk_bytes() -> tuple[int, int]:
+    """(read, written) by this rank so far, where the script trains with zeropp."""
+    zeropp = sys.modules.get("zeropp")
+    disk = {} if zeropp is None else zeropp.traffic().get("nvme", {})
+    return (disk["read"]["bytes"], disk["write"]["bytes"]) if disk else (0, 0)
 
 
 def plot_loss(out: Path) -> None:
@@ -278,6 +325,9 @@ def _library_figures(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
         for kind, counts in kinds.items():
             if counts["bytes"]:
                 mib = counts["bytes"] / 2**20
+                if link == "nvme":
+                    rows.append((f"disk, {kind}, in all", f"{mib:,.1f} MiB"))
+                    continue
                 rows.append((f"read over {link} by {kind}", f"{mib:,.1f} MiB in {counts['calls']:,} calls"))
     return rows
 

@@ -95,10 +95,29 @@ def test_both_scripts_train_alike(tmp_path):
         assert ours == pytest.approx(theirs, rel=2e-5)
 
 
+@pytest.mark.slow
+def test_states_on_disk_train_alike_and_leave_nothing(tmp_path):
+    """The losses of a run in memory, bit for bit; what went to and from the disk is told beside what it has to be."""
+    losses = {}
+    for offload in ("cpu", "nvme"):
+        done = demo("--steps", "3", "--offload", offload, out=tmp_path / offload)
+        assert done.returncode == 0, done.stderr
+        losses[offload] = [row["loss"] for row in rows(tmp_path / offload)]
+    assert losses["nvme"] == losses["cpu"]
+    bytes_ = 4 * json.loads((tmp_path / "nvme" / "result.json").read_text())["parameters"]
+    for row in rows(tmp_path / "nvme")[1:]:
+        assert 0.9 * 3 * bytes_ < row["disk_written_bytes"] < 1.1 * 3 * bytes_, (row, bytes_)
+        assert 0.9 * 4 * bytes_ < row["disk_read_bytes"] < 1.1 * 7 * bytes_, (row, bytes_)
+    assert "written to the disk a step" in done.stdout and "the same, planned" in done.stdout
+    assert not list((tmp_path / "nvme" / "scratch").glob("zeropp-scratch-*"))
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--offload=nvme"], "OFFLOAD=nvme: not yet"),
+        (["--offload=nvme", "--preset=large"], "OFFLOAD=nvme PRESET=large: a model larger than this machine's memory"),
+        (["--offload=cpu", "--script=ddp_gpt.py"], "OFFLOAD=cpu: ddp_gpt.py trains without zeropp"),
+        (["--offload=disk"], "OFFLOAD=disk: wanted one of none, cpu, nvme"),
         (["--device=cuda"], "DEVICE=cuda: zeropp does not train on GPUs yet; leave DEVICE empty"),
         (["--device=tpu"], "DEVICE=tpu: wanted one of auto, cpu, cuda"),
         (["--preset=tiny"], "PRESET=tiny: wanted one of small, base, large"),
