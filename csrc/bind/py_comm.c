@@ -9,6 +9,7 @@
 #include "py_comm.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "pywait.h"
@@ -65,6 +66,31 @@ void zpp_py_comm_leave(PyObject *object) {
     if (--self->users == 0 && self->closing) destroy(self);
 }
 
+/* What the environment says about networks. Copied: another thread may change the environment while ranks meet. */
+struct network_words {
+    char host_id[64], interface[32], toward[256];
+};
+
+static void copy_word(char *out, size_t room, const char *name, const char *other) {
+    const char *value = getenv(name);
+    if ((!value || !value[0]) && other) value = getenv(other);
+    snprintf(out, room, "%s", value ? value : "");
+}
+
+static struct zpp_network_options network_options(struct network_words *words) {
+    const char *family = getenv("ZEROPP_IP_FAMILY"), *connections = getenv("ZEROPP_TCP_CONNECTIONS");
+    copy_word(words->host_id, sizeof words->host_id, "ZEROPP_HOST_ID", NULL);
+    copy_word(words->interface, sizeof words->interface, "ZEROPP_IFNAME", "GLOO_SOCKET_IFNAME");
+    copy_word(words->toward, sizeof words->toward, "MASTER_ADDR", NULL);
+    return (struct zpp_network_options){
+        .host_id = words->host_id,
+        .interface = words->interface,
+        .toward = words->toward,
+        .family = family && family[0] ? (family[1] ? -1 : family[0] - '0') : 0,
+        .connections = connections && connections[0] ? (int)strtol(connections, NULL, 10) : 0,
+    };
+}
+
 static int comm_init(PyObject *object, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"store", "rank", "ranks", "timeout_s", "name", "log", NULL};
     Comm *self = (Comm *)object;
@@ -78,6 +104,7 @@ static int comm_init(PyObject *object, PyObject *args, PyObject *kwargs) {
         return -1;
     if (self->comm) return PyErr_Format(PyExc_RuntimeError, "Comm: made once, used for ever"), -1;
     const struct zpp_store rendezvous = zpp_py_store_of(store);
+    struct network_words words;
     zpp_py_wait_init(&wait, 0);
     const struct zpp_comm_options options = {
         .rank = rank,
@@ -87,6 +114,7 @@ static int comm_init(PyObject *object, PyObject *args, PyObject *kwargs) {
         .log = log == Py_None ? NULL : zpp_py_log,
         .log_ctx = log == Py_None ? NULL : log,
         .wait = &wait,
+        .network = network_options(&words),
     };
     PyThreadState *state = PyEval_SaveThread();
     zpp_comm *comm = NULL;
@@ -426,8 +454,9 @@ static PyObject *traffic(PyObject *object, PyObject *none) {
     if (self->comm) zpp_comm_traffic(self->comm, &counts);
     PyObject *answer = PyDict_New();
     for (int kind = 0; answer && kind < ZPP_TRAFFIC_KINDS; kind++) {
-        PyObject *row = Py_BuildValue("{sKsK}", "bytes", (unsigned long long)counts.bytes[kind], "calls",
-                                      (unsigned long long)counts.calls[kind]);
+        PyObject *row = Py_BuildValue("{sKsKsK}", "bytes", (unsigned long long)counts.bytes[kind], "calls",
+                                      (unsigned long long)counts.calls[kind], "network_bytes",
+                                      (unsigned long long)counts.network_bytes[kind]);
         const unsigned long long far = counts.far_bytes[kind];
         PyObject *far_bytes = row && far ? PyLong_FromUnsignedLongLong(far) : NULL;
         if (far_bytes && PyDict_SetItemString(row, "far_bytes", far_bytes) != 0) Py_CLEAR(row);
@@ -466,6 +495,12 @@ static PyObject *get_ranks(PyObject *self, void *closure) {
     (void)closure;
     const zpp_comm *comm = zpp_py_comm_get(self);
     return comm ? PyLong_FromLong(zpp_comm_ranks(comm)) : NULL;
+}
+
+static PyObject *get_hosts(PyObject *self, void *closure) {
+    (void)closure;
+    const zpp_comm *comm = zpp_py_comm_get(self);
+    return comm ? PyLong_FromLong(zpp_comm_hosts(comm)) : NULL;
 }
 
 static PyObject *get_closed(PyObject *self, void *closure) {
@@ -518,8 +553,8 @@ static PyMethodDef comm_methods[] = {
     {"check", check, METH_NOARGS, "check()\n--\n\nRaise the error that ended the group, if one did."},
     {"close", comm_close, METH_NOARGS, "close()\n--\n\nLeave the group; never waits for peers."},
     {"traffic", traffic, METH_NOARGS,
-     "traffic()\n--\n\n{kind: {'bytes', 'calls'}}: what this rank read from its peers; 'far_bytes' of them from other "
-     "nodes, where a call named nodes."},
+     "traffic()\n--\n\n{kind: {'bytes', 'calls', 'network_bytes'}}: what this rank read from its peers, and what of "
+     "it came from other hosts; 'far_bytes' of them from other nodes, where a call named nodes."},
     {"region_create", region_create, METH_VARARGS,
      "region_create(kind, bytes, /)\n--\n\nCollective; 'per_rank' or 'one'."},
     {"alloc", alloc, METH_VARARGS,
@@ -529,11 +564,12 @@ static PyMethodDef comm_methods[] = {
 static PyGetSetDef comm_getset[] = {
     {"rank", get_rank, NULL, "My rank in the group.", NULL},
     {"ranks", get_ranks, NULL, "How many ranks the group has.", NULL},
+    {"hosts", get_hosts, NULL, "On how many hosts its ranks are.", NULL},
     {"closed", get_closed, NULL, "Whether close() was called.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot comm_slots[] = {
-    {Py_tp_doc, "Comm(store, rank, ranks, timeout_s, name, log=None)\n--\n\nA group of ranks of one host."},
+    {Py_tp_doc, "Comm(store, rank, ranks, timeout_s, name, log=None)\n--\n\nA group of ranks."},
     {Py_tp_init, comm_init},
     {Py_tp_methods, comm_methods},
     {Py_tp_getset, comm_getset},

@@ -136,6 +136,7 @@ static size_t machine_bytes(void) {
 static zpp_status announce(struct zpp_comm *comm, const struct zpp_arena *arena, int fd, struct zpp_err *err) {
     const struct zpp_mail mail = {ZPP_MAIL_ARENA, arena->id, arena->bytes, 0};
     zpp_status status = ZPP_OK;
+    if (comm->net) return ZPP_OK; /* the local group stages everything, so nobody would ask for it */
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
         if (r != comm->rank) status = zpp_mail_send(comm, r, &mail, fd, err);
     return status;

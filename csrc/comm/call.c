@@ -3,7 +3,8 @@
  * The doors of the collectives: arguments are checked here, the signature is made here, then one algorithm runs
  * (coll_*.c). A call that other threads queued before (async.c) goes first, so that all ranks keep one order.
  */
-#include "internal.h"
+#include "channel.h"
+#include "net.h"
 #include "reduce.h"
 
 static bool is_quantised(const struct zpp_call *call) {
@@ -22,6 +23,9 @@ static zpp_status check_call(const struct zpp_comm *comm, const struct zpp_call 
     if (rooted && (call->root < 0 || call->root >= comm->ranks))
         return zpp_fail(err, ZPP_INVALID, "comm: root %d, wanted a rank of group \"%s\", 0..%d", call->root, comm->name,
                         comm->ranks - 1);
+    if (call->object >= 1u << 24)
+        return zpp_fail(err, ZPP_INVALID, "comm: object %u of a collective, wanted less than %u", call->object,
+                        1u << 24);
     if (elem_bytes && call->elems > SIZE_MAX / 2 / elem_bytes / (size_t)comm->ranks)
         return zpp_fail(err, ZPP_INVALID, "comm: %zu elements are more than memory holds", call->elems);
     if (call->coll == ZPP_COLL_ALL_REDUCE || call->coll == ZPP_COLL_REDUCE || call->coll == ZPP_COLL_REDUCE_SCATTER)
@@ -30,8 +34,7 @@ static zpp_status check_call(const struct zpp_comm *comm, const struct zpp_call 
     return ZPP_OK;
 }
 
-static struct zpp_sig sig_of(const struct zpp_comm *comm, const struct zpp_call *call) {
-    if (is_quantised(call)) return zpp_quant_sig(comm, call);
+static struct zpp_sig sig_of_kind(const struct zpp_call *call) {
     switch (call->coll) {
     case ZPP_COLL_ALL_REDUCE:
     case ZPP_COLL_REDUCE_SCATTER: return zpp_sig_make(call->coll, call->dtype, call->op, ZPP_NO_ROOT, call->elems);
@@ -43,6 +46,13 @@ static struct zpp_sig sig_of(const struct zpp_comm *comm, const struct zpp_call 
     case ZPP_COLL_ALL_TO_ALL: return zpp_sig_make(call->coll, call->dtype, ZPP_NO_OP, ZPP_NO_ROOT, 0);
     default: return zpp_sig_make(call->coll, ZPP_U8, ZPP_NO_OP, ZPP_NO_ROOT, 0);
     }
+}
+
+static struct zpp_sig sig_of(const struct zpp_comm *comm, const struct zpp_call *call) {
+    if (is_quantised(call)) return zpp_quant_sig(comm, call);
+    struct zpp_sig sig = sig_of_kind(call);
+    sig.what |= (uint64_t)call->object << 40;
+    return sig;
 }
 
 /* One dst for all ranks is N pieces one after the other. */
@@ -72,6 +82,22 @@ static zpp_status run(struct zpp_turn *turn, const struct zpp_call *call, struct
     }
 }
 
+/* --- transports -------------------------------------------------------------------------------------------------- */
+
+static bool in_memory(const struct zpp_comm *comm, int rank) { return !zpp_net_elsewhere(comm, rank); }
+
+static bool anywhere(const struct zpp_comm *comm, int rank) { return comm->net && rank < comm->ranks; }
+
+const struct zpp_transport zpp_transport_memory = {"shared memory", in_memory, run, &zpp_channels_memory};
+const struct zpp_transport zpp_transport_tcp = {"TCP", anywhere, zpp_hosts_run, &zpp_channels_tcp};
+
+const struct zpp_transport *zpp_transport_to(const struct zpp_comm *comm, int rank) {
+    static const struct zpp_transport *const table[] = {&zpp_transport_memory, &zpp_transport_tcp};
+    size_t at = 0;
+    while (at + 1 < sizeof table / sizeof *table && !table[at]->reaches(comm, rank)) at++;
+    return table[at];
+}
+
 /* Runs in the calling thread, whatever is queued. */
 zpp_status zpp_call_now(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_turn turn;
@@ -83,7 +109,7 @@ zpp_status zpp_call_now(zpp_comm *comm, const struct zpp_call *call, const struc
                         "order; give each thread a group of its own",
                         comm->rank, comm->name);
     status = zpp_enter(comm, sig_of(comm, call), wait, &turn, err);
-    if (status == ZPP_OK) status = run(&turn, call, err);
+    if (status == ZPP_OK) status = (comm->net ? &zpp_transport_tcp : &zpp_transport_memory)->run(&turn, call, err);
     atomic_store_explicit(&comm->busy, false, memory_order_release);
     return status;
 }

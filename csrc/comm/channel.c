@@ -90,3 +90,33 @@ size_t zpp_channel_read(struct zpp_channel *channel, void *dst, size_t bytes) {
     atomic_store_explicit(&channel->read, from + all, memory_order_release);
     return all;
 }
+
+/* --- as a row of the table --------------------------------------------------------------------------------------- */
+
+static zpp_status table_open(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err) {
+    struct zpp_channel *channel = NULL;
+    const zpp_status status = zpp_channel_open(comm, rank, &channel, err);
+    if (status == ZPP_OK) *out = channel;
+    return status;
+}
+
+static zpp_status table_accept(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err) {
+    struct zpp_channel *channel = NULL;
+    const zpp_status status = zpp_channel_accept(comm, rank, &channel, err);
+    if (status == ZPP_OK) *out = channel;
+    return status;
+}
+
+static void table_close(void *channel) { zpp_channel_close(channel); }
+static size_t table_write(void *channel, const void *src, size_t bytes) {
+    return zpp_channel_write(channel, src, bytes);
+}
+static size_t table_read(void *channel, void *dst, size_t bytes) { return zpp_channel_read(channel, dst, bytes); }
+static size_t table_readable(void *channel) { return zpp_channel_readable(channel); }
+static size_t table_writable(void *channel) { return zpp_channel_writable(channel); }
+static bool table_damaged(void *channel) { return zpp_channel_damaged(channel); }
+static bool table_flushed(void *channel) { return channel != NULL; }
+
+const struct zpp_channel_ops zpp_channels_memory = {table_open, table_accept,   table_close,    table_write,
+                                                    table_read, table_readable, table_writable, table_damaged,
+                                                    table_flushed};

@@ -24,4 +24,6 @@ size_t zpp_channel_writable(const struct zpp_channel *channel);
 /* The counters say that more is in the ring than fits: the other side wrote where it must not. */
 bool zpp_channel_damaged(const struct zpp_channel *channel);
 
+extern const struct zpp_channel_ops zpp_channels_memory; /* the above as a row of the table of transports */
+
 #endif

@@ -59,7 +59,8 @@ static zpp_status check_counts(const struct job *job, struct zpp_err *err) {
                            "comm: in %s of group \"%s\" rank %d sends %" PRIu64
                            " bytes to rank %d, which expects %zu; the split sizes of "
                            "the two must agree",
-                           doing, comm->name, r, comes, comm->rank, job->call->dst_bytes[r]);
+                           doing, comm->name, zpp_label(comm, r), comes, zpp_label(comm, comm->rank),
+                           job->call->dst_bytes[r]);
     }
     return ZPP_OK;
 }

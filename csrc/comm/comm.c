@@ -12,8 +12,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "internal.h"
 #include "memfd.h"
+#include "net.h"
 
 enum { GUARD_BYTES = 4096, SPIN_TURNS = 2000, SPIN_TURNS_CROWDED = 50 };
 
@@ -47,6 +47,21 @@ static zpp_status check_options(const struct zpp_comm_options *options, struct z
     return ZPP_OK;
 }
 
+/* The ranks of this host, then those of others, if there are any. */
+static zpp_status meet(struct zpp_comm *comm, const struct zpp_comm_options *options, const struct zpp_store *store,
+                       struct zpp_err *err) {
+    const struct zpp_wait forever = {comm->timeout_ns, NULL, NULL};
+    struct zpp_wait wait = options->wait ? *options->wait : forever;
+    struct zpp_hosts *hosts = malloc(sizeof *hosts);
+    if (!hosts) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for a group of %d ranks", comm->ranks);
+    wait.timeout_ns = comm->timeout_ns;
+    zpp_status status = zpp_rendezvous(comm, &options->network, store, &wait, hosts, err);
+    if (status == ZPP_OK && hosts->hosts > 1)
+        status = zpp_net_create(comm, hosts, &options->network, store, &wait, err);
+    free(hosts);
+    return status;
+}
+
 zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct zpp_store *store, zpp_comm **out,
                            struct zpp_err *err) {
     zpp_status status = check_options(options, err);
@@ -68,12 +83,7 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
     pthread_mutex_init(&comm->side_lock, NULL);
     for (int r = 0; r < comm->ranks; r++) comm->peer[r].socket = comm->peer[r].pidfd = -1;
     status = make_fork_guard(comm, err);
-    if (status == ZPP_OK) {
-        const struct zpp_wait forever = {comm->timeout_ns, NULL, NULL};
-        struct zpp_wait wait = options->wait ? *options->wait : forever;
-        wait.timeout_ns = comm->timeout_ns;
-        status = zpp_rendezvous(comm, store, &wait, err);
-    }
+    if (status == ZPP_OK) status = meet(comm, options, store, err);
     if (status != ZPP_OK) {
         zpp_comm_destroy(comm);
         return status;
@@ -89,6 +99,7 @@ void zpp_comm_destroy(zpp_comm *comm) {
     if (!forked && comm->base[comm->rank]) atomic_store(&zpp_control(comm, comm->rank)->left, 1);
     zpp_async_destroy(comm); /* in a forked child there is no thread to join, and these see to it */
     zpp_p2p_destroy(comm);
+    zpp_net_destroy(comm, forked);
     zpp_arena_clear(comm);
     zpp_mail_clear(comm);
     for (int r = 0; r < comm->ranks; r++) {
@@ -117,10 +128,15 @@ zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err) { return z
 
 void zpp_comm_set_timeout(zpp_comm *comm, uint64_t timeout_ns) { comm->timeout_ns = timeout_ns; }
 
-void zpp_comm_set_name(zpp_comm *comm, const char *name) { snprintf(comm->name, sizeof comm->name, "%s", name); }
+void zpp_comm_set_name(zpp_comm *comm, const char *name) {
+    snprintf(comm->name, sizeof comm->name, "%s", name);
+    if (comm->net) zpp_comm_set_name(comm->net->local, name);
+}
 
 int zpp_comm_rank(const zpp_comm *comm) { return comm->rank; }
 int zpp_comm_ranks(const zpp_comm *comm) { return comm->ranks; }
+int zpp_comm_hosts(const zpp_comm *comm) { return comm->net ? comm->net->hosts.hosts : 1; }
+int zpp_comm_host(const zpp_comm *comm, int rank) { return comm->net ? comm->net->hosts.host_of[rank] : 0; }
 uint64_t zpp_comm_timeout_ns(const zpp_comm *comm) { return comm->timeout_ns; }
 
 void zpp_comm_traffic(const zpp_comm *comm, struct zpp_traffic *out) {
@@ -128,6 +144,8 @@ void zpp_comm_traffic(const zpp_comm *comm, struct zpp_traffic *out) {
         out->bytes[kind] = atomic_load_explicit(&comm->traffic_bytes[kind], memory_order_relaxed);
         out->calls[kind] = atomic_load_explicit(&comm->traffic_calls[kind], memory_order_relaxed);
         out->far_bytes[kind] = atomic_load_explicit(&comm->traffic_far_bytes[kind], memory_order_relaxed);
+        out->network_bytes[kind] =
+            comm->net ? atomic_load_explicit(&comm->net->network_bytes[kind], memory_order_relaxed) : 0;
     }
 }
 

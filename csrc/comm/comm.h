@@ -33,6 +33,14 @@ struct zpp_store {
 };
 
 typedef struct zpp_comm zpp_comm;
+/* Between hosts; unused where all ranks are on one. Strings may be NULL or empty; borrowed for the call. */
+struct zpp_network_options {
+    const char *host_id;   /* ranks with the same one share memory; default: boot id and network namespace */
+    const char *interface; /* listen and connect on this interface only; default: the one that leads to `toward` */
+    const char *toward;    /* a host that all can reach, such as the store's; default: any interface, loopback last */
+    int family;            /* 4 or 6; 0: IPv4 where there is one */
+    int connections;       /* for collectives, a pair of ranks, 1 to 8; 0: 2 */
+};
 struct zpp_comm_options {
     int rank, ranks;
     uint64_t timeout_ns;                          /* of every wait for a peer; 0 = for ever */
@@ -40,9 +48,9 @@ struct zpp_comm_options {
     void (*log)(void *ctx, const char *sentence); /* may be NULL */
     void *log_ctx;
     const struct zpp_wait *wait; /* its ticks are called while the ranks meet; may be NULL; borrowed for the call */
+    struct zpp_network_options network;
 };
-/* Collective. All ranks must be on one host for now; a rank elsewhere is NOT_BUILT, naming both hosts. New; free with
- * zpp_comm_destroy. */
+/* Collective. Ranks may be on several hosts (docs/design/0014-between-hosts.md). New; free with zpp_comm_destroy. */
 zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct zpp_store *store, zpp_comm **out,
                            struct zpp_err *err);
 /* Local, never waits. Peers that still use the group see "rank r left". NULL is fine. */
@@ -54,12 +62,14 @@ void zpp_comm_abort(zpp_comm *comm, const char *sentence);
 zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err);
 int zpp_comm_rank(const zpp_comm *comm);
 int zpp_comm_ranks(const zpp_comm *comm);
+int zpp_comm_hosts(const zpp_comm *comm);             /* on how many hosts its ranks are */
+int zpp_comm_host(const zpp_comm *comm, int rank);    /* 0..hosts-1, numbered by their lowest rank */
 uint64_t zpp_comm_timeout_ns(const zpp_comm *comm);
 /* Of this rank only; not while a call is in progress. */
 void zpp_comm_set_timeout(zpp_comm *comm, uint64_t timeout_ns);
 void zpp_comm_set_name(zpp_comm *comm, const char *name);
 
-/* Bytes moved, monotone. A byte counts once, at the rank that reads it from a peer's memory. */
+/* Bytes moved, monotone. A byte counts once, at the rank that reads it from a peer's memory or from the network. */
 enum zpp_traffic_kind {
     ZPP_TRAFFIC_ALL_GATHER,
     ZPP_TRAFFIC_REDUCE_SCATTER,
@@ -73,6 +83,7 @@ enum zpp_traffic_kind {
 struct zpp_traffic {
     uint64_t bytes[ZPP_TRAFFIC_KINDS], calls[ZPP_TRAFFIC_KINDS];
     uint64_t far_bytes[ZPP_TRAFFIC_KINDS]; /* of `bytes`, what calls with node_ranks read from other nodes */
+    uint64_t network_bytes[ZPP_TRAFFIC_KINDS]; /* of `bytes`, what came from other hosts */
 };
 void zpp_comm_traffic(const zpp_comm *comm, struct zpp_traffic *out);
 void zpp_comm_count(zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes); /* for users of regions and lanes */
@@ -84,7 +95,8 @@ enum zpp_region_kind {
     ZPP_REGION_ONE,      /* one block of `bytes` for all; the same for every r */
 };
 /* Collective. Zeroed, page aligned, sparse: memory is used only where touched. New; free with zpp_region_destroy,
- * which is local: the memory lives until the last rank unmaps it, and survives the communicator. */
+ * which is local: the memory lives until the last rank unmaps it, and survives the communicator. Over several hosts
+ * PER_RANK maps the caller's own part only (the base of every other rank is NULL), and ONE is NOT_BUILT. */
 zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t bytes, zpp_region **out,
                              struct zpp_err *err);
 void zpp_region_destroy(zpp_region *region);
@@ -115,7 +127,8 @@ struct zpp_notice {
     uint8_t mask[ZPP_LANE_MASK_BYTES]; /* flags of the sender's choice; not compared */
 };
 typedef struct zpp_lane zpp_lane;
-/* Collective. `name` is used in messages. New; free with zpp_lane_destroy before the communicator. */
+/* Collective, within one host (NOT_BUILT over several). `name` is used in messages. New; free with zpp_lane_destroy
+ * before the communicator. */
 zpp_status zpp_lane_create(zpp_comm *comm, const char *name, zpp_lane **out, struct zpp_err *err);
 void zpp_lane_destroy(zpp_lane *lane);
 /* Publish the next notice of this rank (release order: what was written before is visible to who reads it). `*seq` is
@@ -181,6 +194,7 @@ struct zpp_call {
     zpp_dtype dtype;
     zpp_reduce_op op; /* of all_reduce, reduce, reduce_scatter */
     int root;         /* of broadcast, reduce, gather, scatter */
+    uint32_t object;  /* of the caller's choice, compared between ranks, below 2^24: which unit; 0 = none */
     void *dst;        /* all_reduce, broadcast, reduce: the tensor; borrowed until the call is finished */
     const void *src;  /* all_gather, reduce_scatter */
     size_t elems;     /* of the tensor; all_gather: of src; reduce_scatter: of dst */

@@ -85,6 +85,7 @@ struct zpp_letter;
 struct zpp_arena; /* arena.c */
 struct zpp_async; /* async.c */
 struct zpp_p2p;   /* p2p.c */
+struct zpp_net;   /* net.h */
 
 struct zpp_peer {
     int socket; /* -1 at our own place */
@@ -95,6 +96,13 @@ struct zpp_peer {
 
 struct zpp_comm {
     int rank, ranks;
+    /* Over several hosts: the connections, and the lowest rank here, whose memory holds this host's verdict. base[r] of
+     * a rank elsewhere is private memory in which only `left` means anything. */
+    struct zpp_net *net;
+    int first_here;
+    /* The ranks of this host as a group of their own (net_local.c): the whole group, and what it calls the ranks. */
+    struct zpp_comm *outer;
+    int outer_rank[ZPP_RANKS_MAX];
     bool joined; /* all peers are mapped */
     uint64_t timeout_ns;
     bool crowded; /* more ranks than cores */
@@ -142,8 +150,39 @@ static inline struct zpp_gate zpp_gate_at(const struct zpp_comm *comm, size_t of
     return gate;
 }
 
+/* What messages call a rank. */
+static inline int zpp_label(const struct zpp_comm *comm, int rank) {
+    return comm->outer && rank >= 0 ? comm->outer_rank[rank] : rank;
+}
+
+/* --- transports: shared memory (call.c, channel.c), several hosts (hosts_call.c, net.c) -------------------------- */
+struct zpp_channel_ops { /* a one-way channel of bytes between two ranks; see channel.h for what each does */
+    zpp_status (*open)(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err);
+    zpp_status (*accept)(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err);
+    void (*close)(void *channel);
+    size_t (*write)(void *channel, const void *src, size_t bytes);
+    size_t (*read)(void *channel, void *dst, size_t bytes);
+    size_t (*readable)(void *channel);
+    size_t (*writable)(void *channel);
+    bool (*damaged)(void *channel);
+    bool (*flushed)(void *channel); /* all that was written is on its way */
+};
+struct zpp_transport {
+    const char *name;
+    bool (*reaches)(const struct zpp_comm *comm, int rank);
+    /* A collective, entered and not yet compared; arguments checked. */
+    zpp_status (*run)(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
+    const struct zpp_channel_ops *channels;
+};
+extern const struct zpp_transport zpp_transport_memory, zpp_transport_tcp;
+/* The first of the table that reaches the rank. Collectives go by the one that reaches the farthest rank. */
+const struct zpp_transport *zpp_transport_to(const struct zpp_comm *comm, int rank);
+
 /* --- rendezvous.c: fill base[], peer[] --------------------------------------------------------------------------- */
-zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_store *store, const struct zpp_wait *wait,
+struct zpp_hosts;
+/* `hosts`: where everybody is. Ranks elsewhere stay without base and peer. */
+zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_network_options *network,
+                          const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_hosts *hosts,
                           struct zpp_err *err);
 
 /* --- verdict.c: why the group ended, and who is to blame --------------------------------------------------------- */
@@ -152,6 +191,8 @@ zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err);
 /* Pronounce a verdict (the first one counts) and return the one that stands. */
 zpp_status zpp_verdict(struct zpp_comm *comm, zpp_status status, int guilty, struct zpp_err *err, const char *format,
                        ...) __attribute__((format(printf, 5, 6)));
+/* The same for what another host has told: it is not told again. */
+void zpp_verdict_heard(struct zpp_comm *comm, zpp_status status, int guilty, const char *text);
 bool zpp_peer_gone(const struct zpp_comm *comm, int rank); /* left, or dead; a system call */
 bool zpp_comm_forked(const struct zpp_comm *comm);
 
@@ -172,6 +213,8 @@ zpp_status zpp_turn_look(struct zpp_turn *turn, int rank, bool gone, struct zpp_
 
 /* --- sig.c: every collective begins here ------------------------------------------------------------------------- */
 enum { ZPP_NO_OP = 0xff, ZPP_NO_ROOT = 0xffff };
+/* For messages: "all_reduce(float32, 16 elements, sum)". */
+void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t room);
 struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce_op, unsigned root, uint64_t elems);
 /* Begin a collective: check the group, take its sequence number, set up `turn`. */
 zpp_status zpp_enter(struct zpp_comm *comm, struct zpp_sig sig, const struct zpp_wait *wait, struct zpp_turn *turn,

@@ -62,6 +62,11 @@ static struct zpp_turn turn_for(const struct purpose *purpose, const struct zpp_
 }
 
 zpp_status zpp_lane_create(zpp_comm *comm, const char *name, zpp_lane **out, struct zpp_err *err) {
+    if (comm->net)
+        return zpp_fail(err, ZPP_NOT_BUILT,
+                        "comm: lane \"%s\" of group \"%s\", whose ranks are on %d hosts; lanes work within one "
+                        "host only",
+                        name, comm->name, zpp_comm_hosts(comm));
     struct zpp_lane *lane = calloc(1, sizeof *lane);
     if (!lane) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for lane \"%s\"", name);
     lane->comm = comm;

@@ -17,6 +17,7 @@
 #include <time.h>
 
 #include "channel.h"
+#include "net.h"
 
 enum { GRACE_NS = 300000 }; /* most transfers are waited for at once; the thread lets those pass */
 
@@ -48,7 +49,8 @@ struct early {
 };
 
 struct peer {
-    struct zpp_channel *out, *in;
+    const struct zpp_channel_ops *by; /* shared memory, or a connection to another host */
+    void *out, *in;
     struct zpp_transfer *sends, **sends_end;
     struct early *early, **early_end;
     /* The message that comes in now: `coming` with a header, into a transfer, an early message, or (both NULL) nowhere.
@@ -101,14 +103,14 @@ static zpp_status check_size(struct zpp_p2p *p2p, struct zpp_transfer *transfer,
 
 /* --- sending ----------------------------------------------------------------------------------------------------- */
 
-static bool write_some(struct zpp_channel *channel, struct zpp_transfer *transfer) {
+static bool write_some(const struct peer *peer, struct zpp_transfer *transfer) {
     if (!transfer->header_written) {
-        if (zpp_channel_writable(channel) < sizeof transfer->header) return false;
-        zpp_channel_write(channel, &transfer->header, sizeof transfer->header);
+        if (peer->by->writable(peer->out) < sizeof transfer->header) return false;
+        peer->by->write(peer->out, &transfer->header, sizeof transfer->header);
         transfer->header_written = true;
     }
     const size_t left = transfer->header.bytes - transfer->moved_bytes;
-    transfer->moved_bytes += zpp_channel_write(channel, transfer->data + transfer->moved_bytes, left);
+    transfer->moved_bytes += peer->by->write(peer->out, transfer->data + transfer->moved_bytes, left);
     return true;
 }
 
@@ -119,8 +121,9 @@ static bool push(struct zpp_p2p *p2p, int rank) {
         struct zpp_transfer *transfer = peer->sends;
         const size_t before = transfer->moved_bytes;
         const bool wrote =
-            write_some(peer->out, transfer) && (transfer->moved_bytes > before || !transfer->header.bytes);
-        const bool whole = transfer->header_written && transfer->moved_bytes == transfer->header.bytes;
+            write_some(peer, transfer) && (transfer->moved_bytes > before || !transfer->header.bytes);
+        const bool whole = transfer->header_written && transfer->moved_bytes == transfer->header.bytes &&
+                           peer->by->flushed(peer->out);
         moved = moved || wrote;
         if (!whole) break;
         peer->sends = transfer->next;
@@ -142,7 +145,7 @@ static struct zpp_transfer *match(struct zpp_p2p *p2p, int source, uint64_t tag)
 /* Decide where the message that begins now goes. */
 static zpp_status begin_message(struct zpp_p2p *p2p, int source, struct zpp_err *err) {
     struct peer *peer = &p2p->peer[source];
-    zpp_channel_read(peer->in, &peer->header, sizeof peer->header);
+    peer->by->read(peer->in, &peer->header, sizeof peer->header);
     peer->got_bytes = 0;
     peer->into_early = NULL;
     peer->into = match(p2p, source, peer->header.tag);
@@ -180,6 +183,8 @@ static void end_message(struct zpp_p2p *p2p, int source) {
     struct peer *peer = &p2p->peer[source];
     peer->coming = false;
     zpp_count_call(p2p->comm, ZPP_TRAFFIC_P2P, peer->header.bytes);
+    if (zpp_net_elsewhere(p2p->comm, source))
+        atomic_fetch_add(&p2p->comm->net->network_bytes[ZPP_TRAFFIC_P2P], peer->header.bytes);
     if (peer->into) finish(p2p, peer->into, ZPP_OK);
     peer->into = NULL;
     peer->into_early = NULL;
@@ -187,12 +192,12 @@ static void end_message(struct zpp_p2p *p2p, int source) {
 
 static zpp_status pull(struct zpp_p2p *p2p, int source, bool *moved, struct zpp_err *err) {
     struct peer *peer = &p2p->peer[source];
-    while (peer->coming || zpp_channel_readable(peer->in) >= sizeof(struct header)) {
+    while (peer->coming || peer->by->readable(peer->in) >= sizeof(struct header)) {
         zpp_status status = peer->coming ? ZPP_OK : begin_message(p2p, source, err);
         if (status != ZPP_OK) return status;
         uint8_t *to = peer->into ? peer->into->data : peer->into_early ? peer->into_early->data : NULL;
         const size_t got =
-            zpp_channel_read(peer->in, to ? to + peer->got_bytes : NULL, peer->header.bytes - peer->got_bytes);
+            peer->by->read(peer->in, to ? to + peer->got_bytes : NULL, peer->header.bytes - peer->got_bytes);
         peer->got_bytes += got;
         if (peer->into_early) peer->into_early->got_bytes = peer->got_bytes;
         *moved = *moved || got;
@@ -260,7 +265,7 @@ static void fail_all(struct zpp_p2p *p2p, const struct zpp_err *err) {
 /* Without this, a counter that was overwritten would look like an endless stream of empty messages. */
 static zpp_status check_rings(struct zpp_p2p *p2p, int rank, struct zpp_err *err) {
     const struct peer *peer = &p2p->peer[rank];
-    if (!(peer->in && zpp_channel_damaged(peer->in)) && !(peer->out && zpp_channel_damaged(peer->out))) return ZPP_OK;
+    if (!(peer->in && peer->by->damaged(peer->in)) && !(peer->out && peer->by->damaged(peer->out))) return ZPP_OK;
     return zpp_verdict(p2p->comm, ZPP_PEER, rank, err,
                        "comm: the channel between ranks %d and %d of group \"%s\" is damaged: its counters are further "
                        "apart than it is long",
@@ -278,7 +283,7 @@ static bool progress(struct zpp_p2p *p2p) {
         bool moved = false;
         if (r == comm->rank) continue;
         if (!peer->in) {
-            const zpp_status opened = zpp_channel_accept(comm, r, &peer->in, &err);
+            const zpp_status opened = peer->by->accept(comm, r, &peer->in, &err);
             if (opened != ZPP_OK && opened != ZPP_AGAIN) status = opened;
         }
         if (status == ZPP_OK) status = check_rings(p2p, r, &err);
@@ -415,6 +420,7 @@ static zpp_status p2p_make(struct zpp_comm *comm, struct zpp_err *err) {
     p2p->holders = 1;
     p2p->receives_end = &p2p->receives;
     for (int r = 0; r < comm->ranks; r++) {
+        p2p->peer[r].by = zpp_transport_to(comm, r)->channels;
         p2p->peer[r].sends_end = &p2p->peer[r].sends;
         p2p->peer[r].early_end = &p2p->peer[r].early;
     }
@@ -482,7 +488,7 @@ zpp_status zpp_comm_send(zpp_comm *comm, const void *data, size_t bytes, int to,
     if (!transfer) return ZPP_NOMEM;
     struct peer *peer = &p2p->peer[to];
     pthread_mutex_lock(&p2p->lock);
-    if (!peer->out) status = zpp_channel_open(comm, to, &peer->out, err);
+    if (!peer->out) status = peer->by->open(comm, to, &peer->out, err);
     if (status == ZPP_OK) {
         *peer->sends_end = transfer;
         peer->sends_end = &transfer->next;
@@ -546,8 +552,8 @@ void zpp_p2p_destroy(struct zpp_comm *comm) {
             next = early->next;
             free(early);
         }
-        zpp_channel_close(peer->out);
-        zpp_channel_close(peer->in);
+        if (peer->out) peer->by->close(peer->out);
+        if (peer->in) peer->by->close(peer->in);
     }
     comm->p2p = NULL;
     drop(p2p);

@@ -68,6 +68,11 @@ zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t b
     if (status != ZPP_OK) return status;
     if (bytes == 0 || bytes > SIZE_MAX / 4)
         return zpp_fail(err, ZPP_INVALID, "comm: a region of %zu bytes, wanted at least 1", bytes);
+    if (comm->net && kind == ZPP_REGION_ONE)
+        return zpp_fail(err, ZPP_NOT_BUILT,
+                        "comm: one block of memory for all ranks of group \"%s\", which are on %d hosts; memory is "
+                        "shared within one host only",
+                        comm->name, zpp_comm_hosts(comm));
     struct zpp_region *region = calloc(1, sizeof *region);
     if (!region) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for a region of %zu bytes", bytes);
     region->kind = kind;
@@ -81,7 +86,7 @@ zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t b
     int own_fd = -1;
     if (owner) status = zpp_memfd_create("zeropp-region", region->bytes, &own_fd, err);
     if (owner && status == ZPP_OK) status = zpp_memfd_map(own_fd, region->bytes, &region->base[comm->rank], err);
-    if (status == ZPP_OK) status = exchange(&turn, region, &making, own_fd, err);
+    if (status == ZPP_OK && !comm->net) status = exchange(&turn, region, &making, own_fd, err);
     if (own_fd >= 0) close(own_fd);
     if (status == ZPP_OK && kind == ZPP_REGION_ONE) spread_one(region);
     if (status != ZPP_OK) {

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Rendezvous: how the ranks of one host find each other and exchange their control memory.
+ * Rendezvous: how the ranks of one host find each other and exchange their control memory, and who is on which host.
  *
  *   1. Each rank listens on a Unix socket of abstract, random name (nothing in the file system) and puts its card into
  * the store: host, process, socket name, and a random secret.
- *   2. It reads all cards. A card with another boot id is another host: NOT_BUILT, naming both.
- *   3. Each pair connects, higher rank to lower. Both check the user id that the kernel reports for the other end; the
- * one that connects shows the listener's secret and is shown its own (each could read the store, so it belongs to
- * the job), and both send their control memory and a pidfd of themselves, by SCM_RIGHTS. A pidfd that was sent
+ *   2. It reads all cards. A card with another identity (net_address.c) is of a rank elsewhere; net_join.c sees to it.
+ *   3. Each pair of this host connects, higher rank to lower. Both check the user id that the kernel reports for the
+ * other end; the one that connects shows the listener's secret and is shown its own (each could read the store, so it
+ * belongs to the job), and both send their control memory and a pidfd of themselves, by SCM_RIGHTS. A pidfd that was sent
  * is right in every pid namespace.
  *
  * The boot id names the running kernel, so containers of one machine agree on it whatever their host names are. Network
- * namespaces do separate abstract names; then connecting is refused, and the message says so.
+ * namespaces do separate abstract names, so the identity has the namespace in it.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -26,8 +26,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "internal.h"
 #include "memfd.h"
+#include "net.h"
 
 enum { CARD_MAGIC = 0x5a505031, SECRET_BYTES = 16, FDS = 2 };
 
@@ -35,7 +35,7 @@ struct card {
     uint32_t magic, rank, ranks, pid;
     uint64_t base_bytes; /* differs between versions of zeropp that lay out their memory differently */
     uint8_t secret[SECRET_BYTES];
-    char boot_id[40], host[64], socket_name[64];
+    char identity[80], host[64], socket_name[64];
 };
 
 struct hello {
@@ -49,20 +49,12 @@ struct meeting {
     struct card card[ZPP_RANKS_MAX];
     int fd[FDS]; /* my control memory, my pidfd (or -1) */
     int listener;
+    bool elsewhere[ZPP_RANKS_MAX];
 };
 
 static zpp_status random_bytes(void *out, size_t bytes, struct zpp_err *err) {
     if (getrandom(out, bytes, 0) == (ssize_t)bytes) return ZPP_OK;
     return zpp_fail_os(err, errno, "comm: no random bytes for the secret of the group");
-}
-
-static void read_boot_id(char *out, size_t room) {
-    const int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
-    const ssize_t got = fd < 0 ? 0 : read(fd, out, room - 1);
-    if (fd >= 0) close(fd);
-    out[got > 0 ? got : 0] = '\0';
-    out[strcspn(out, "\n")] = '\0';
-    if (!out[0]) gethostname(out, room - 1); /* no /proc: the host's name has to do */
 }
 
 static socklen_t abstract_address(struct sockaddr_un *address, const char *name) {
@@ -90,7 +82,8 @@ static zpp_status listen_here(struct meeting *meeting, struct card *card, struct
     return ZPP_OK;
 }
 
-static zpp_status publish_card(struct meeting *meeting, const struct zpp_store *store, struct zpp_err *err) {
+static zpp_status publish_card(struct meeting *meeting, const struct zpp_network_options *network,
+                               const struct zpp_store *store, struct zpp_err *err) {
     struct zpp_comm *comm = meeting->comm;
     struct card *card = &meeting->card[comm->rank];
     card->magic = CARD_MAGIC;
@@ -98,7 +91,7 @@ static zpp_status publish_card(struct meeting *meeting, const struct zpp_store *
     card->ranks = (uint32_t)comm->ranks;
     card->pid = (uint32_t)getpid();
     card->base_bytes = comm->base_bytes;
-    read_boot_id(card->boot_id, sizeof card->boot_id);
+    zpp_net_identity(network, card->identity, sizeof card->identity);
     if (gethostname(card->host, sizeof card->host - 1) != 0) snprintf(card->host, sizeof card->host, "?");
     zpp_status status = listen_here(meeting, card, err);
     if (status != ZPP_OK) return status;
@@ -128,11 +121,7 @@ static zpp_status read_card(struct meeting *meeting, const struct zpp_store *sto
     if (card->ranks != own->ranks)
         return zpp_fail_rank(err, ZPP_PEER, rank, "comm: rank %d says that group \"%s\" has %u ranks, rank %d says %d",
                              rank, comm->name, card->ranks, comm->rank, comm->ranks);
-    if (strncmp(card->boot_id, own->boot_id, sizeof card->boot_id) != 0)
-        return zpp_fail_rank(err, ZPP_NOT_BUILT, rank,
-                             "comm: rank %d is on host \"%.63s\" and rank %d on host \"%.63s\"; groups over "
-                             "several hosts are not built yet, start all ranks on one host",
-                             comm->rank, own->host, rank, card->host);
+    meeting->elsewhere[rank] = strncmp(card->identity, own->identity, sizeof card->identity) != 0;
     comm->peer[rank].pid = (int32_t)card->pid;
     return ZPP_OK;
 }
@@ -292,7 +281,8 @@ static zpp_status admit(struct meeting *meeting, int socket_fd, bool *joined, st
         status = receive_hello(socket_fd, &hello, fd, &os_errno);
     }
     const bool known = status == ZPP_OK && hello.rank > (uint32_t)comm->rank && hello.rank < (uint32_t)comm->ranks &&
-                       comm->peer[hello.rank].socket < 0 && same_secret(hello.secret, meeting->card[comm->rank].secret);
+                       !meeting->elsewhere[hello.rank] && comm->peer[hello.rank].socket < 0 &&
+                       same_secret(hello.secret, meeting->card[comm->rank].secret);
     if (!known) {
         for (int i = 0; i < FDS; i++)
             if (fd[i] >= 0) close(fd[i]);
@@ -306,9 +296,10 @@ static zpp_status admit(struct meeting *meeting, int socket_fd, bool *joined, st
     return status;
 }
 
-static int lowest_missing(const struct zpp_comm *comm) {
+static int lowest_missing(const struct meeting *meeting) {
+    const struct zpp_comm *comm = meeting->comm;
     for (int r = comm->rank + 1; r < comm->ranks; r++)
-        if (comm->peer[r].socket < 0) return r;
+        if (!meeting->elsewhere[r] && comm->peer[r].socket < 0) return r;
     return comm->ranks;
 }
 
@@ -326,7 +317,7 @@ static bool no_longer_listens(const struct card *card) {
 static zpp_status await_higher(struct meeting *meeting, struct zpp_err *err) {
     struct zpp_comm *comm = meeting->comm;
     int lost = -1, idle_turns = 0;
-    for (int missing = lowest_missing(comm); missing < comm->ranks; missing = lowest_missing(comm)) {
+    for (int missing = lowest_missing(meeting); missing < comm->ranks; missing = lowest_missing(meeting)) {
         struct pollfd readable = {meeting->listener, POLLIN, 0};
         (void)poll(&readable, 1, 100);
         const int socket_fd = accept4(meeting->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
@@ -366,7 +357,27 @@ static zpp_status make_own_memory(struct meeting *meeting, struct zpp_err *err) 
     return ZPP_OK;
 }
 
-zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_store *store, const struct zpp_wait *wait,
+/* Hosts by their lowest rank; every rank counts the same. */
+static void count_hosts(const struct meeting *meeting, struct zpp_hosts *hosts) {
+    const struct zpp_comm *comm = meeting->comm;
+    memset(hosts, 0, sizeof *hosts);
+    for (int r = 0; r < comm->ranks; r++) {
+        int like = 0;
+        while (like < r && strncmp(meeting->card[like].identity, meeting->card[r].identity,
+                                   sizeof meeting->card[r].identity) != 0)
+            like++;
+        const int host = like < r ? hosts->host_of[like] : hosts->hosts++;
+        hosts->host_of[r] = host;
+        hosts->index_of[r] = hosts->count[host];
+        hosts->rank_at[host][hosts->count[host]++] = r;
+    }
+    hosts->mine = hosts->host_of[comm->rank];
+    hosts->even = true;
+    for (int h = 1; h < hosts->hosts; h++) hosts->even = hosts->even && hosts->count[h] == hosts->count[0];
+}
+
+zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_network_options *network,
+                          const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_hosts *hosts,
                           struct zpp_err *err) {
     struct meeting *meeting = calloc(1, sizeof *meeting);
     if (!meeting) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for the rendezvous of %d ranks", comm->ranks);
@@ -375,12 +386,14 @@ zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_store *store, 
     meeting->turn = (struct zpp_turn){.comm = comm, .wait = wait, .own_timeout = true, .describe = describe_joining};
     zpp_status status = make_own_memory(meeting, err);
     if (status == ZPP_OK && comm->ranks > 1) {
-        status = publish_card(meeting, store, err);
+        status = publish_card(meeting, network, store, err);
         for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
             if (r != comm->rank) status = read_card(meeting, store, r, err);
-        for (int r = 0; status == ZPP_OK && r < comm->rank; r++) status = join_lower(meeting, r, err);
+        for (int r = 0; status == ZPP_OK && r < comm->rank; r++)
+            if (!meeting->elsewhere[r]) status = join_lower(meeting, r, err);
         if (status == ZPP_OK) status = await_higher(meeting, err);
     }
+    if (status == ZPP_OK) count_hosts(meeting, hosts);
     if (meeting->listener >= 0) close(meeting->listener);
     for (int i = 0; i < FDS; i++)
         if (meeting->fd[i] >= 0) close(meeting->fd[i]);

@@ -6,6 +6,7 @@
  *
  *   what: bits 0-7 collective, 8-15 dtype, 16-23 reduce op, 24-39 root
  *         of quantised ones: 40 four bits, 41-56 sixteenths of a block, 57-62 ranks a node (0: all)
+ *         of the others: 40-63 object
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -34,7 +35,7 @@ struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce
     return sig;
 }
 
-static void describe_sig(const struct zpp_sig *sig, char *text, size_t room) {
+void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t room) {
     const unsigned coll = sig->what & 0xff, op = sig->what >> 16 & 0xff, root = sig->what >> 24 & 0xffff;
     const zpp_dtype dtype = (zpp_dtype)(sig->what >> 8 & 0xff);
     if (coll == 0 || coll >= ZPP_COLLS) {
@@ -47,20 +48,24 @@ static void describe_sig(const struct zpp_sig *sig, char *text, size_t room) {
     else if (coll != ZPP_COLL_BARRIER)
         used += snprintf(text + used, room - (size_t)used, "%s, %" PRIu64 " elements",
                          dtype < ZPP_DTYPES ? zpp_dtype_name(dtype) : "?", sig->elems);
-    const unsigned block_elems = (sig->what >> 41 & 0xffff) * 16, node_ranks = sig->what >> 57 & 0x3f;
+    const bool quantised = coll >= ZPP_COLL_ALL_GATHER_QUANT;
+    const unsigned object = quantised ? 0 : (unsigned)(sig->what >> 40);
+    const unsigned block_elems = quantised ? (sig->what >> 41 & 0xffff) * 16 : 0;
+    const unsigned node_ranks = quantised ? sig->what >> 57 & 0x3f : 0;
     if (block_elems)
         used += snprintf(text + used, room - (size_t)used, ", int%d in blocks of %u", sig->what >> 40 & 1 ? 4 : 8,
                          block_elems);
     if (node_ranks) used += snprintf(text + used, room - (size_t)used, ", %u ranks a node", node_ranks);
     if (op < ZPP_REDUCE_OPS) used += snprintf(text + used, room - (size_t)used, ", %s", op_names[op]);
     if (root != ZPP_NO_ROOT) used += snprintf(text + used, room - (size_t)used, ", root %u", root);
+    if (object) used += snprintf(text + used, room - (size_t)used, ", object %u", object);
     snprintf(text + used, room - (size_t)used, ")");
 }
 
 static void describe_now(const void *ctx, char *text, size_t room) {
     const struct zpp_comm *comm = ctx;
     char words[160];
-    describe_sig(&comm->now, words, sizeof words);
+    zpp_sig_describe(&comm->now, words, sizeof words);
     snprintf(text, room, "%s #%" PRIu32, words, comm->seq);
 }
 
@@ -87,13 +92,14 @@ static zpp_status diverged(struct zpp_comm *comm, struct zpp_err *err) {
     int other = 1;
     while (other < comm->ranks - 1 && same_sig(&first, &zpp_post_of(comm, other)->sig)) other++;
     const struct zpp_sig second = zpp_post_of(comm, other)->sig;
+    const uint32_t seq = comm->outer ? comm->outer->seq : comm->seq; /* what the caller can count */
     char here[160], there[160];
-    describe_sig(&first, here, sizeof here);
-    describe_sig(&second, there, sizeof there);
+    zpp_sig_describe(&first, here, sizeof here);
+    zpp_sig_describe(&second, there, sizeof there);
     return zpp_verdict(comm, ZPP_PEER, other, err,
-                       "comm: rank 0 is in %s #%" PRIu32 " but rank %d is in %s #%" PRIu32 " of group \"%s\"; "
+                       "comm: rank %d is in %s #%" PRIu32 " but rank %d is in %s #%" PRIu32 " of group \"%s\"; "
                        "all ranks must call the same collectives with the same sizes in the same order",
-                       here, comm->seq, other, there, comm->seq, comm->name);
+                       zpp_label(comm, 0), here, seq, zpp_label(comm, other), there, seq, comm->name);
 }
 
 zpp_status zpp_exchange(struct zpp_turn *turn, struct zpp_err *err) {

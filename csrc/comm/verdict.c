@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The verdict: why a group ended, and through whom. It is one 64-bit word in rank 0's control memory (which outlives
- * rank 0, because everybody maps it), set once by compare-and-swap, so that all survivors report the same rank even
+ * The verdict: why a group ended, and through whom. It is one 64-bit word in rank 0's control memory, or in that of the
+ * lowest rank of each host, which tells the others (which outlives
+ * that rank, because everybody maps it), set once by compare-and-swap, so that all survivors report the same rank even
  * while survivors exit one after the other. Its sentence lies in the control memory of the rank that pronounced it:
  *
  *   bits 0-15 guilty rank + 1, 16-31 pronouncing rank + 1, 32-63 minus the status
@@ -11,9 +12,14 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "internal.h"
+#include "net.h"
 
-static _Atomic uint64_t *verdict_word(const struct zpp_comm *comm) { return &zpp_control(comm, 0)->verdict; }
+/* The local group of a host (net_local.c) has the verdict of the whole one. */
+static const struct zpp_comm *whole(const struct zpp_comm *comm) { return comm->outer ? comm->outer : comm; }
+
+static _Atomic uint64_t *verdict_word(const struct zpp_comm *comm) {
+    return &zpp_control(comm, comm->first_here)->verdict;
+}
 
 bool zpp_comm_forked(const struct zpp_comm *comm) {
     return comm->fork_guard && !atomic_load_explicit(comm->fork_guard, memory_order_relaxed);
@@ -31,7 +37,8 @@ static zpp_status report(const struct zpp_comm *comm, uint64_t verdict, struct z
     return zpp_fail_rank(err, (zpp_status)-(int)minus_status, guilty, "%s", text);
 }
 
-zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err) {
+zpp_status zpp_comm_check(const struct zpp_comm *part, struct zpp_err *err) {
+    const struct zpp_comm *comm = whole(part);
     if (zpp_comm_forked(comm))
         return zpp_fail(err, ZPP_STATE,
                         "comm: group \"%s\" was made by the parent of this process; a forked child cannot use it, "
@@ -42,24 +49,45 @@ zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err) {
     return verdict ? report(comm, verdict, err) : ZPP_OK;
 }
 
-zpp_status zpp_verdict(struct zpp_comm *comm, zpp_status status, int guilty, struct zpp_err *err, const char *format,
-                       ...) {
+/* True if this is the one that stands now; `text` is then in this rank's memory. */
+static bool pronounce(struct zpp_comm *comm, zpp_status status, int guilty, const char *text, uint64_t *standing) {
+    bool first = false;
     pthread_mutex_lock(&comm->verdict_lock);
-    uint64_t standing = atomic_load(verdict_word(comm));
-    if (!standing) { /* so nobody reads my text yet */
-        va_list args;
-        va_start(args, format);
-        vsnprintf(zpp_control(comm, comm->rank)->verdict_text, ZPP_ERR_TEXT_BYTES, format, args);
-        va_end(args);
+    *standing = atomic_load(verdict_word(comm));
+    if (!*standing) { /* so nobody reads my text yet */
         const uint64_t mine =
             (uint64_t)(guilty + 1) | (uint64_t)(comm->rank + 1) << 16 | (uint64_t)(-(int)status) << 32;
-        if (atomic_compare_exchange_strong(verdict_word(comm), &standing, mine)) standing = mine;
+        snprintf(zpp_control(comm, comm->rank)->verdict_text, ZPP_ERR_TEXT_BYTES, "%s", text);
+        first = atomic_compare_exchange_strong(verdict_word(comm), standing, mine);
+        if (first) *standing = mine;
     }
     pthread_mutex_unlock(&comm->verdict_lock);
+    return first;
+}
+
+zpp_status zpp_verdict(struct zpp_comm *part, zpp_status status, int guilty, struct zpp_err *err, const char *format,
+                       ...) {
+    struct zpp_comm *comm = part->outer ? part->outer : part;
+    const int rank = zpp_label(part, guilty);
+    char text[ZPP_ERR_TEXT_BYTES];
+    uint64_t standing;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (pronounce(comm, status, rank, text, &standing) && comm->net) zpp_net_tell(comm, status, rank, text);
     return report(comm, standing, err);
 }
 
-bool zpp_peer_gone(const struct zpp_comm *comm, int rank) {
+void zpp_verdict_heard(struct zpp_comm *comm, zpp_status status, int guilty, const char *text) {
+    uint64_t standing;
+    (void)pronounce(comm, status, guilty, text, &standing);
+}
+
+bool zpp_peer_gone(const struct zpp_comm *part, int part_rank) {
+    const struct zpp_comm *comm = whole(part);
+    const int rank = zpp_label(part, part_rank);
+    if (zpp_net_elsewhere(comm, rank)) return zpp_net_gone(comm, rank);
     if (comm->base[rank] && atomic_load(&zpp_control(comm, rank)->left)) return true;
     const struct zpp_peer *peer = &comm->peer[rank];
     /* A pidfd becomes readable when the process itself ends, zombie or not. A socket would stay open as long as some

@@ -83,7 +83,8 @@ static int absent_ranks(const struct zpp_comm *comm, const struct zpp_gate *gate
     for (int r = 0; r < comm->ranks; r++) {
         if (r == comm->rank || (gate ? zpp_word_reached(zpp_gate_word(gate, r), gate->target) : r != rank)) continue;
         if (!count++) *first = r;
-        if (used < room) used += (size_t)snprintf(text + used, room - used, "%s%d", count > 1 ? ", " : "", r);
+        if (used < room) used += (size_t)snprintf(text + used, room - used, "%s%d", count > 1 ? ", " : "",
+                                                 zpp_label(comm, r));
     }
     return count;
 }
@@ -94,11 +95,12 @@ static zpp_status pronounce_lost(struct zpp_turn *turn, int rank, struct zpp_err
     describe(turn, doing, sizeof doing);
     if (atomic_load(&zpp_control(comm, rank)->left))
         return zpp_verdict(comm, ZPP_PEER, rank, err,
-                           "comm: rank %d left the group \"%s\" while rank %d waited for it in %s", rank, comm->name,
-                           comm->rank, doing);
+                           "comm: rank %d left the group \"%s\" while rank %d waited for it in %s",
+                           zpp_label(comm, rank), comm->name, zpp_label(comm, comm->rank), doing);
     return zpp_verdict(comm, ZPP_PEER, rank, err,
-                       "comm: rank %d (process %d) of group \"%s\" died while rank %d waited for it in %s", rank,
-                       (int)comm->peer[rank].pid, comm->name, comm->rank, doing);
+                       "comm: rank %d (process %d) of group \"%s\" died while rank %d waited for it in %s",
+                       zpp_label(comm, rank), (int)comm->peer[rank].pid, comm->name, zpp_label(comm, comm->rank),
+                       doing);
 }
 
 /* A rank that died or left without reaching the gate never will. Whether it is gone is asked before the word is read
@@ -128,8 +130,8 @@ static zpp_status late(struct zpp_turn *turn, const struct zpp_gate *gate, int r
     describe(turn, doing, sizeof doing);
     const double waited_s = (double)waited_ns / 1e9;
     if (!turn->fatal)
-        return zpp_fail_rank(err, ZPP_TIMEOUT, first, "comm: %s %s of group \"%s\" did not come to %s within %.3g s",
-                             who, absent, comm->name, doing, waited_s);
+        return zpp_fail_rank(err, ZPP_TIMEOUT, zpp_label(comm, first),
+                             "comm: %s %s of group \"%s\" did not come to %s within %.3g s", who, absent, comm->name, doing, waited_s);
     return zpp_verdict(comm, ZPP_TIMEOUT, first, err,
                        "comm: %s %s of group \"%s\" did not come to %s within %.3g s; if that is no "
                        "fault, allow a longer timeout",
@@ -144,7 +146,7 @@ static void log_absent(struct zpp_turn *turn, const struct zpp_gate *gate, int r
     if (!count || !comm->log) return;
     describe(turn, doing, sizeof doing);
     snprintf(sentence, sizeof sentence, "zeropp: rank %d of group \"%s\" has waited %.0f s in %s for rank%s %s",
-             comm->rank, comm->name, (double)waited_ns / 1e9, doing, count > 1 ? "s" : "", absent);
+             zpp_label(comm, comm->rank), comm->name, (double)waited_ns / 1e9, doing, count > 1 ? "s" : "", absent);
     comm->log(comm->log_ctx, sentence);
 }
 
@@ -158,8 +160,8 @@ static zpp_status tick(struct zpp_turn *turn, struct zpp_err *err) {
     char doing[256];
     describe(turn, doing, sizeof doing);
     (void)zpp_verdict(turn->comm, ZPP_ABORTED, turn->comm->rank, &told,
-                      "comm: rank %d was interrupted in %s; group \"%s\" ends", turn->comm->rank, doing,
-                      turn->comm->name);
+                      "comm: rank %d was interrupted in %s; group \"%s\" ends", zpp_label(turn->comm, turn->comm->rank),
+                      doing, turn->comm->name);
     return status;
 }
 

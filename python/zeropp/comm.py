@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The communicator of zeropp: collectives over shared memory between the ranks of one host.
+"""The communicator of zeropp: collectives over shared memory within a host, over TCP between hosts.
 
 :func:`communicator` gives the C object over any running torch.distributed group (whatever its backend: only its store is
 used). :class:`Communicator` is its door for tensors, and the shortest way to a collective; through torch.distributed
@@ -97,19 +97,36 @@ def _close_all() -> None:
 
 def _add(total: dict[str, dict[str, int]], counts: dict[str, dict[str, int]]) -> None:
     for kind, row in counts.items():
-        sums = total.setdefault(kind, {"bytes": 0, "calls": 0})
+        sums = total.setdefault(kind, {"bytes": 0, "calls": 0, "network_bytes": 0})
         for what, value in row.items():
             sums[what] = sums.get(what, 0) + value
 
 
 def all_traffic() -> dict[str, dict[str, dict[str, int]]]:
-    """What this rank read from its peers since the start: ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``."""
+    """What this rank read from its peers since the start: ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``.
+
+    Link classes: ``shm`` within a host, ``network`` between hosts (only where a group spans several). A collective that used both counts
+    as a call of each.
+    """
     total: dict[str, dict[str, int]] = {}
     with _lock:
         _add(total, _closed_traffic)
         for comm in _open:
             _add(total, comm.traffic())
-    return {"shm": total}
+    network = {
+        kind: {"bytes": row["network_bytes"], "calls": row["calls"]}
+        for kind, row in total.items()
+        if row["network_bytes"]
+    }
+    inside = {
+        kind: {
+            what: n - row["network_bytes"] if what == "bytes" else n
+            for what, n in row.items()
+            if what != "network_bytes"
+        }
+        for kind, row in total.items()
+    }
+    return {"shm": inside, "network": network} if network else {"shm": inside}
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Any:
@@ -118,7 +135,6 @@ def communicator(group: dist.ProcessGroup | None = None) -> Any:
     Collective at the first call for a group; then kept for as long as the group lives.
 
     Raises:
-        zeropp.NotBuiltError: ranks on several hosts.
         zeropp.Error: torch.distributed does not run.
     """
     if not dist.is_initialized():
@@ -332,7 +348,7 @@ class Communicator:
         self.core.barrier()
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """What this rank read from its peers: ``{kind: {"bytes", "calls"}}``."""
+        """What this rank read from its peers: ``{kind: {"bytes", "calls", "network_bytes"}}``."""
         counts: dict[str, dict[str, int]] = self.core.traffic()
         return counts
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torch.distributed backend ``"zeropp"``: a process group over the C communicator, for CPU tensors of one host.
+"""The torch.distributed backend ``"zeropp"``: a process group over the C communicator, for CPU tensors.
 
     dist.init_process_group("zeropp")
 

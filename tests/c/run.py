@@ -4,7 +4,7 @@
     python tests/c/run.py                          plain, asserts on
     python tests/c/run.py --flavor asan tsan       under sanitizers (asan: AddressSanitizer and UBSan)
     python tests/c/run.py --fuzz 20                every tests/fuzz/*.c for 20 seconds, with clang's libFuzzer; without clang,
-                                                   test_comm_fuzz (the same targets, no coverage) under AddressSanitizer
+                                                   test_comm_fuzz* (the same targets, no coverage) under AddressSanitizer
     python tests/c/run.py --only test_base_pool -- nested_runs_stay_in_their_thread
 
 tests/c/lib_*.c become shared libraries beside the programs, for what a test loads at run time.
@@ -158,7 +158,7 @@ def fuzz(seconds: int) -> list[Result]:
             "fuzz: no clang, so no libFuzzer: the deterministic driver runs instead (apt-get install clang)", flush=True
         )
         os.environ["FUZZ_SECONDS"] = str(seconds)
-        return run_flavor("asan", ["test_comm_fuzz"], [])
+        return run_flavor("asan", ["test_comm_fuzz", "test_comm_fuzz_net"], [])
     flavor = Flavor("fuzz")
     flavor.compile_product()
     results = []

@@ -273,8 +273,8 @@ def traffic(reset: bool = False) -> dict[str, dict[str, dict[str, int]]]:
     also what it read from the disk and wrote to it.
 
     Returns:
-        ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``, by link class and collective; ``"nvme"`` has
-        ``read`` and ``write``, in bytes.
+        ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``, by link class (``shm`` within a host, ``network``
+        between hosts) and collective; ``"nvme"`` has ``read`` and ``write``, in bytes.
     """
     from zeropp.comm import all_traffic
 

@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Frames are checked here before anything believes them. Nothing is allocated from what they say.
+ */
+#include "frame.h"
+
+#include <string.h>
+
+static const uint64_t DATA_BYTES_MAX = (uint64_t)1 << 48;
+
+zpp_status zpp_frame_check(const void *raw, int ranks, struct zpp_frame *out, struct zpp_err *err) {
+    struct zpp_frame frame;
+    memcpy(&frame, raw, sizeof frame);
+    if (frame.magic != ZPP_FRAME_MAGIC || frame.zero)
+        return zpp_fail(err, ZPP_PEER, "magic number %#x, wanted %#x (another version of zeropp, or of byte order)",
+                        frame.magic, (unsigned)ZPP_FRAME_MAGIC);
+    switch (frame.kind) {
+    case ZPP_FRAME_DATA:
+        if (frame.bytes > DATA_BYTES_MAX)
+            return zpp_fail(err, ZPP_PEER, "a transfer of %llu bytes, wanted at most %llu",
+                            (unsigned long long)frame.bytes, (unsigned long long)DATA_BYTES_MAX);
+        break;
+    case ZPP_FRAME_VERDICT:
+        if (frame.bytes == 0 || frame.bytes >= ZPP_ERR_TEXT_BYTES)
+            return zpp_fail(err, ZPP_PEER, "a verdict of %llu bytes, wanted 1 to %d", (unsigned long long)frame.bytes,
+                            (int)ZPP_ERR_TEXT_BYTES - 1);
+        if (frame.elems > (uint64_t)ranks)
+            return zpp_fail(err, ZPP_PEER, "a verdict on rank %llu of a group of %d",
+                            (unsigned long long)frame.elems - 1, ranks);
+        if (frame.what == 0 || frame.what > 64)
+            return zpp_fail(err, ZPP_PEER, "a verdict of status -%llu", (unsigned long long)frame.what);
+        break;
+    case ZPP_FRAME_FAREWELL:
+        if (frame.bytes)
+            return zpp_fail(err, ZPP_PEER, "a farewell of %llu bytes, wanted 0", (unsigned long long)frame.bytes);
+        break;
+    default: return zpp_fail(err, ZPP_PEER, "a frame of kind %u, wanted 1, 2 or 3", frame.kind);
+    }
+    *out = frame;
+    return ZPP_OK;
+}
+
+size_t zpp_news_room(struct zpp_news *news, void **at) {
+    if (news->raw_bytes < ZPP_FRAME_BYTES) {
+        *at = news->raw + news->raw_bytes;
+        return ZPP_FRAME_BYTES - news->raw_bytes;
+    }
+    struct zpp_frame frame; /* checked when it was whole */
+    memcpy(&frame, news->raw, sizeof frame);
+    *at = news->text + news->text_bytes;
+    return (size_t)frame.bytes - news->text_bytes;
+}
+
+zpp_status zpp_news_came(struct zpp_news *news, size_t bytes, int ranks, struct zpp_frame *out, struct zpp_err *err) {
+    struct zpp_frame frame;
+    if (news->raw_bytes < ZPP_FRAME_BYTES) {
+        news->raw_bytes += bytes;
+        if (news->raw_bytes < ZPP_FRAME_BYTES) return ZPP_AGAIN;
+        const zpp_status status = zpp_frame_check(news->raw, ranks, &frame, err);
+        if (status != ZPP_OK) return status;
+        if (frame.kind == ZPP_FRAME_DATA)
+            return zpp_fail(err, ZPP_PEER, "a frame of data among the news, wanted a verdict or a farewell");
+    } else {
+        memcpy(&frame, news->raw, sizeof frame);
+        news->text_bytes += bytes;
+    }
+    if (news->text_bytes < frame.bytes) return ZPP_AGAIN;
+    news->text[news->text_bytes] = '\0';
+    news->raw_bytes = news->text_bytes = 0;
+    *out = frame;
+    return ZPP_OK;
+}

@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What goes over a connection between hosts, byte by byte. Every transfer of a collective begins with a frame on each
+ * connection that it uses; the connection for news carries frames with a sentence. Fields are in the byte order of the
+ * machine: the magic number tells a machine of the other order apart.
+ *
+ *    0  u32 magic   4  u16 kind   6  u16 connection   8  u64 seq   16  u64 what   24  u64 elems   32  u64 bytes
+ *   40  u32 part   44  u32 zero
+ *
+ *   DATA      seq, what, elems: the collective (sig.c); bytes: of the whole transfer; its payload follows
+ *   VERDICT   what: minus the status; elems: guilty rank + 1; bytes: length of the sentence that follows
+ *   FAREWELL  nothing; the sender has destroyed its communicator
+ */
+#ifndef ZPP_COMM_FRAME_H
+#define ZPP_COMM_FRAME_H
+
+#include <stdbool.h>
+#include "../base/status.h"
+
+enum { ZPP_FRAME_BYTES = 48, ZPP_FRAME_MAGIC = 0x5a505431 };
+enum zpp_frame_kind { ZPP_FRAME_DATA = 1, ZPP_FRAME_VERDICT, ZPP_FRAME_FAREWELL };
+
+struct zpp_frame {
+    uint32_t magic;
+    uint16_t kind, connection;
+    uint64_t seq, what, elems, bytes;
+    uint32_t part, zero;
+};
+_Static_assert(sizeof(struct zpp_frame) == ZPP_FRAME_BYTES, "a frame is as documented");
+
+/* PEER with a sentence unless the frame is possible: kind, lengths, ranks. `raw` has ZPP_FRAME_BYTES. */
+zpp_status zpp_frame_check(const void *raw, int ranks, struct zpp_frame *out, struct zpp_err *err);
+
+/* The news of one peer as they come, in pieces of any size. */
+struct zpp_news {
+    uint8_t raw[ZPP_FRAME_BYTES];
+    char text[ZPP_ERR_TEXT_BYTES];
+    size_t raw_bytes, text_bytes;
+};
+/* Where the next bytes of the stream belong, and how many fit; never 0. */
+size_t zpp_news_room(struct zpp_news *news, void **at);
+/* So many bytes were put there. OK: `*out` is a whole frame (VERDICT: its sentence in news->text, ended) until the next
+ * call. AGAIN: more is needed. PEER: what came is no news, with a sentence. */
+zpp_status zpp_news_came(struct zpp_news *news, size_t bytes, int ranks, struct zpp_frame *out, struct zpp_err *err);
+
+#endif

@@ -1,0 +1,333 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Reductions over hosts: inside each host in the order of its ranks, then over hosts in that of their lowest ranks,
+ *
+ *   (r0 + r1 + ...) + (rL + ...) + ...
+ *
+ * 16-bit elements are rounded once per host and once at the end. Bytes over the network per rank that takes part, H
+ * hosts with L ranks each (where hosts have different numbers, only the lowest ranks take part, as if L were 1):
+ *
+ *   all_reduce       small (SMALL_BYTES): (H - 1) * bytes, every host sums everything
+ *                    else 2 (H - 1) / H * bytes / L: reduce-scatter and all-gather among the ranks of one place, in one
+ *                    pass: a piece goes out as soon as it is summed
+ *   reduce_scatter   (H - 1) * bytes of dst: each host sends its sum of a rank's slice straight to that rank
+ *   reduce           (H - 1) * bytes at the root
+ *
+ * AVG: the mean of the hosts' means where all hosts have equally many ranks, so that nothing overflows on the way; else
+ * the sum, then scaled.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "net.h"
+#include "reduce.h"
+
+enum { SMALL_BYTES = 32 * 1024, PART_BYTES = 32 * 1024 * 1024, STEP_BYTES = 64 * 1024, LINE = ZPP_LINE_BYTES };
+
+/* --- adding up what comes ---------------------------------------------------------------------------------------- */
+
+/* dst = the hosts' parts, in the order of hosts. The parts of other hosts come in; mine is there. */
+struct adding {
+    uint8_t *dst;
+    const uint8_t *part[ZPP_RANKS_MAX]; /* by host */
+    const struct zpp_flow *in[ZPP_RANKS_MAX];
+    struct zpp_flow *out[ZPP_RANKS_MAX]; /* who gets the sum, as it grows */
+    int hosts, ins, outs;
+    size_t bytes, added, elem_bytes;
+    zpp_dtype dtype;
+    zpp_reduce_op op;
+};
+
+static void add_what_came(void *ctx) {
+    struct adding *adding = ctx;
+    size_t there = adding->bytes;
+    for (int i = 0; i < adding->ins; i++)
+        if (adding->in[i]->done < there) there = adding->in[i]->done;
+    if (there < adding->bytes) {
+        there &= ~(size_t)(LINE - 1); /* whole elements, whole lines */
+        if (there < adding->added + STEP_BYTES) return;
+    }
+    if (there <= adding->added) return;
+    const void *source[ZPP_RANKS_MAX];
+    for (int h = 0; h < adding->hosts; h++) source[h] = adding->part[h] + adding->added;
+    zpp_reduce_op_sources(adding->dst + adding->added, adding->op, source, adding->hosts, adding->dtype,
+                          (there - adding->added) / adding->elem_bytes, false);
+    adding->added = there;
+    for (int i = 0; i < adding->outs; i++) adding->out[i]->ready = there;
+}
+
+static zpp_reduce_op inner_op(const struct zpp_journey *journey) {
+    return journey->call->op == ZPP_AVG && !journey->hosts->even ? ZPP_SUM : journey->call->op;
+}
+
+/* The last step of AVG over hosts of different sizes. */
+static void scale(const struct zpp_journey *journey, void *data, size_t elems) {
+    const zpp_dtype dtype = journey->call->dtype;
+    if (journey->call->op != ZPP_AVG || journey->hosts->even) return;
+    if (dtype == ZPP_F64) {
+        double *at = data;
+        for (size_t i = 0; i < elems; i++) at[i] *= 1.0 / journey->comm->ranks;
+        return;
+    }
+    const void *source = data;
+    zpp_reduce_sources(data, dtype, false, &source, 1, dtype, elems, 1.0f / (float)journey->comm->ranks);
+}
+
+static struct adding adding_of(const struct zpp_journey *journey, uint8_t *dst, size_t bytes) {
+    return (struct adding){.dst = dst,
+                           .hosts = journey->hosts->hosts,
+                           .bytes = bytes,
+                           .elem_bytes = zpp_dtype_bytes(journey->call->dtype),
+                           .dtype = journey->call->dtype,
+                           .op = inner_op(journey)};
+}
+
+/* --- all_reduce over one rank a host ----------------------------------------------------------------------------- */
+
+/* Everybody sends everything. */
+static zpp_status exchange_small(struct zpp_journey *journey, uint8_t *data, size_t bytes, uint32_t part,
+                                 struct zpp_err *err) {
+    const struct zpp_hosts *hosts = journey->hosts;
+    struct zpp_flow flow[2 * ZPP_RANKS_MAX];
+    struct adding adding = adding_of(journey, data, bytes);
+    uint8_t *scratch;
+    size_t count = 0;
+    zpp_status status = zpp_net_scratch(journey->comm, bytes * (size_t)hosts->hosts, &scratch, err);
+    if (status != ZPP_OK) return status;
+    for (int h = 0; h < hosts->hosts; h++) {
+        uint8_t *room = scratch + (size_t)h * bytes;
+        const int rank = hosts->rank_at[h][journey->place];
+        adding.part[h] = room;
+        if (h == hosts->mine) {
+            memcpy(room, data, bytes); /* data is overwritten while it still goes out otherwise */
+            continue;
+        }
+        flow[count++] = zpp_flow_out(rank, part, scratch + (size_t)hosts->mine * bytes, bytes);
+        flow[count] = zpp_flow_in(rank, part, room, bytes);
+        adding.in[adding.ins++] = &flow[count++];
+    }
+    return zpp_flows_run(&journey->between, flow, count, add_what_came, &adding, err);
+}
+
+/* Slice h of `bytes`: whole lines; the last hosts get less or nothing. */
+static void slice_of(size_t bytes, int hosts, int host, size_t *begin, size_t *length) {
+    const size_t share = (bytes / (size_t)hosts + LINE) & ~(size_t)(LINE - 1);
+    *begin = share * (size_t)host < bytes ? share * (size_t)host : bytes;
+    *length = bytes - *begin < share ? bytes - *begin : share;
+}
+
+/* Host h adds up slice h and sends it to the others while its later parts still come in. A slice of `data` is
+ * overwritten by its sum only where it has gone out already: the sum needed it. */
+static zpp_status exchange_large(struct zpp_journey *journey, uint8_t *data, size_t bytes, uint32_t part,
+                                 struct zpp_err *err) {
+    const struct zpp_hosts *hosts = journey->hosts;
+    struct zpp_flow flow[4 * ZPP_RANKS_MAX];
+    size_t count = 0, begin, length, theirs, their_length;
+    uint8_t *scratch;
+    slice_of(bytes, hosts->hosts, hosts->mine, &begin, &length);
+    struct adding adding = adding_of(journey, data + begin, length);
+    zpp_status status = zpp_net_scratch(journey->comm, (length + 1) * (size_t)hosts->hosts, &scratch, err);
+    if (status != ZPP_OK) return status;
+    adding.part[hosts->mine] = data + begin;
+    for (int k = 1; k < hosts->hosts; k++) {
+        const int h = (hosts->mine + k) % hosts->hosts, rank = hosts->rank_at[h][journey->place];
+        slice_of(bytes, hosts->hosts, h, &theirs, &their_length);
+        adding.part[h] = scratch + (size_t)h * length;
+        flow[count++] = zpp_flow_out(rank, part, data + theirs, their_length);
+        flow[count] = zpp_flow_in(rank, part, scratch + (size_t)h * length, length);
+        adding.in[adding.ins++] = &flow[count++];
+    }
+    for (int k = 1; k < hosts->hosts; k++) {
+        const int h = (hosts->mine + k) % hosts->hosts, rank = hosts->rank_at[h][journey->place];
+        slice_of(bytes, hosts->hosts, h, &theirs, &their_length);
+        flow[count] = zpp_flow_out(rank, part + 1, data + begin, length);
+        flow[count].ready = 0;
+        adding.out[adding.outs++] = &flow[count++];
+        flow[count++] = zpp_flow_in(rank, part + 1, data + theirs, their_length);
+    }
+    return zpp_flows_run(&journey->between, flow, count, add_what_came, &adding, err);
+}
+
+static zpp_status exchange(struct zpp_journey *journey, uint8_t *data, size_t bytes, uint32_t part,
+                           struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    if (bytes <= SMALL_BYTES) return exchange_small(journey, data, bytes, part, err);
+    for (size_t at = 0; status == ZPP_OK && at < bytes; at += PART_BYTES, part += 2)
+        status = exchange_large(journey, data + at, bytes - at < PART_BYTES ? bytes - at : PART_BYTES, part, err);
+    return status;
+}
+
+/* --- all_reduce -------------------------------------------------------------------------------------------------- */
+
+static struct zpp_tensor tensor_of(const struct zpp_journey *journey, size_t elems) {
+    const zpp_dtype dtype = journey->call->dtype;
+    return (struct zpp_tensor){dtype, inner_op(journey), elems, elems * zpp_dtype_bytes(dtype)};
+}
+
+/* Every rank has its host's sum; the k-th of each host exchange the k-th part, which is then gathered inside. What does
+ * not divide, fewer elements than ranks here, all of them exchange. */
+static zpp_status by_rails(struct zpp_journey *journey, uint8_t *data, size_t elems, size_t elem_bytes,
+                           struct zpp_err *err) {
+    const size_t share = elems / (size_t)journey->locals, bytes = share * elem_bytes;
+    const size_t rest = elems - share * (size_t)journey->locals;
+    void *dst[ZPP_RANKS_MAX];
+    for (int i = 0; i < journey->locals; i++) dst[i] = data + (size_t)i * bytes;
+    zpp_status status = exchange(journey, dst[journey->place], bytes, 2, err);
+    if (status == ZPP_OK && rest)
+        status = exchange_small(journey, data + (elems - rest) * elem_bytes, rest * elem_bytes, 1, err);
+    if (status == ZPP_OK) status = zpp_journey_inside(&journey->after, err);
+    return status == ZPP_OK ? zpp_coll_all_gather(&journey->after, dst, dst[journey->place], bytes, err) : status;
+}
+
+zpp_status zpp_hosts_all_reduce(struct zpp_journey *journey, struct zpp_err *err) {
+    const struct zpp_call *call = journey->call;
+    const struct zpp_tensor tensor = tensor_of(journey, call->elems);
+    const size_t elem_bytes = zpp_dtype_bytes(call->dtype);
+    uint8_t *data = call->dst;
+    zpp_status status = zpp_journey_inside(&journey->before, err);
+    if (status != ZPP_OK) return status;
+    if (journey->hosts->even) {
+        status = zpp_coll_all_reduce(&journey->before, data, &tensor, err);
+        if (status != ZPP_OK) return status;
+        const bool whole = journey->locals == 1 || tensor.bytes <= SMALL_BYTES;
+        return whole ? exchange(journey, data, tensor.bytes, 2, err)
+                     : by_rails(journey, data, call->elems, elem_bytes, err);
+    }
+    status = zpp_coll_reduce(&journey->before, data, &tensor, 0, err);
+    if (status == ZPP_OK && journey->place == 0) status = exchange(journey, data, tensor.bytes, 2, err);
+    if (status == ZPP_OK && journey->place == 0) scale(journey, data, call->elems);
+    if (status == ZPP_OK) status = zpp_journey_inside(&journey->after, err);
+    return status == ZPP_OK ? zpp_coll_broadcast(&journey->after, data, tensor.bytes, 0, err) : status;
+}
+
+/* --- reduce ------------------------------------------------------------------------------------------------------ */
+
+zpp_status zpp_hosts_reduce(struct zpp_journey *journey, struct zpp_err *err) {
+    const struct zpp_call *call = journey->call;
+    const struct zpp_hosts *hosts = journey->hosts;
+    const struct zpp_tensor tensor = tensor_of(journey, call->elems);
+    const bool root_here = hosts->host_of[call->root] == hosts->mine, at_root = journey->me == call->root;
+    const bool speaks = at_root || (!root_here && journey->place == 0);
+    struct zpp_flow flow[ZPP_RANKS_MAX];
+    struct adding adding = adding_of(journey, call->dst, tensor.bytes);
+    uint8_t *scratch = NULL, *sum = call->dst;
+    zpp_status status = ZPP_OK;
+    size_t count = 0;
+    if (speaks) status = zpp_net_scratch(journey->comm, tensor.bytes * (size_t)hosts->hosts + 1, &scratch, err);
+    if (status != ZPP_OK) return status;
+    if (speaks && !at_root) { /* its own tensor stays as it is */
+        memcpy(scratch, call->dst, tensor.bytes);
+        sum = scratch;
+    }
+    status = zpp_journey_inside(&journey->before, err);
+    if (status == ZPP_OK)
+        status = zpp_coll_reduce(&journey->before, sum, &tensor, root_here ? hosts->index_of[call->root] : 0, err);
+    if (status != ZPP_OK || !speaks) return status;
+    if (!at_root) {
+        flow[count++] = zpp_flow_out(call->root, 0, sum, tensor.bytes);
+        return zpp_flows_run(&journey->between, flow, count, NULL, NULL, err);
+    }
+    for (int h = 0; h < hosts->hosts; h++) {
+        adding.part[h] = h == hosts->mine ? sum : scratch + (size_t)h * tensor.bytes;
+        if (h == hosts->mine) continue;
+        flow[count] = zpp_flow_in(hosts->rank_at[h][0], 0, scratch + (size_t)h * tensor.bytes, tensor.bytes);
+        adding.in[adding.ins++] = &flow[count++];
+    }
+    status = zpp_flows_run(&journey->between, flow, count, add_what_came, &adding, err);
+    if (status == ZPP_OK) scale(journey, call->dst, call->elems);
+    return status;
+}
+
+/* --- reduce_scatter ---------------------------------------------------------------------------------------------- */
+
+/* The slices of host `host`'s ranks, one after the other: in the caller's tensor where they lie so, else copied. */
+static const uint8_t *slices_of(const struct zpp_journey *journey, int host, size_t bytes, uint8_t *room) {
+    const struct zpp_hosts *hosts = journey->hosts;
+    const uint8_t *src = journey->call->src;
+    bool together = true;
+    for (int i = 1; i < hosts->count[host]; i++)
+        together = together && hosts->rank_at[host][i] == hosts->rank_at[host][0] + i;
+    if (together) return src + (size_t)hosts->rank_at[host][0] * bytes;
+    for (int i = 0; i < hosts->count[host]; i++)
+        memcpy(room + (size_t)i * bytes, src + (size_t)hosts->rank_at[host][i] * bytes, bytes);
+    return room;
+}
+
+/* What the ranks here have for host `host`: equally many ranks there: one each. `sum`: mine. */
+static zpp_status sum_for(struct zpp_journey *journey, int host, const struct zpp_tensor *tensor, uint8_t *room,
+                          uint8_t *sum, struct zpp_err *err) {
+    const uint8_t *slices = slices_of(journey, host, tensor->bytes, room);
+    const zpp_status status = zpp_journey_inside(&journey->before, err);
+    return status == ZPP_OK ? zpp_coll_reduce_scatter(&journey->before, sum, slices, tensor, err) : status;
+}
+
+static zpp_status finish_scatter(struct zpp_journey *journey, struct zpp_flow *flow, size_t count,
+                                 struct adding *adding, struct zpp_err *err) {
+    const zpp_status status = zpp_flows_run(&journey->between, flow, count, add_what_came, adding, err);
+    if (status == ZPP_OK) scale(journey, adding->dst, adding->bytes / adding->elem_bytes);
+    return status;
+}
+
+/* Scratch: room for one host's slices, my sum for each host, what comes from each host. */
+static zpp_status scatter_even(struct zpp_journey *journey, const struct zpp_tensor *tensor, struct zpp_err *err) {
+    const struct zpp_hosts *hosts = journey->hosts;
+    const size_t bytes = tensor->bytes, hosts_bytes = bytes * (size_t)hosts->hosts;
+    const bool alone = journey->locals == 1;
+    struct zpp_flow flow[2 * ZPP_RANKS_MAX];
+    struct adding adding = adding_of(journey, journey->call->dst, bytes);
+    uint8_t *scratch;
+    size_t count = 0;
+    zpp_status status = zpp_net_scratch(journey->comm, (alone ? 1 : 2) * hosts_bytes + bytes * (size_t)journey->locals,
+                                        &scratch, err);
+    uint8_t *come = scratch, *sums = scratch + hosts_bytes, *room = scratch + (alone ? 1 : 2) * hosts_bytes;
+    for (int h = 0; status == ZPP_OK && h < hosts->hosts; h++) {
+        const int rank = hosts->rank_at[h][journey->place];
+        const uint8_t *mine = (const uint8_t *)journey->call->src + (size_t)rank * bytes;
+        if (!alone) {
+            status = sum_for(journey, h, tensor, room, sums + (size_t)h * bytes, err);
+            mine = sums + (size_t)h * bytes;
+        }
+        adding.part[h] = h == hosts->mine ? mine : come + (size_t)h * bytes;
+        if (h == hosts->mine) continue;
+        flow[count++] = zpp_flow_out(rank, 0, mine, bytes);
+        flow[count] = zpp_flow_in(rank, 0, come + (size_t)h * bytes, bytes);
+        adding.in[adding.ins++] = &flow[count++];
+    }
+    return status == ZPP_OK ? finish_scatter(journey, flow, count, &adding, err) : status;
+}
+
+/* Every slice is summed at one rank of each host, in turn, which sends it to its owner. Scratch: one sum a rank of the
+ * group, what comes from each host. */
+static zpp_status scatter_uneven(struct zpp_journey *journey, const struct zpp_tensor *tensor, struct zpp_err *err) {
+    const struct zpp_hosts *hosts = journey->hosts;
+    const struct zpp_comm *comm = journey->comm;
+    const size_t bytes = tensor->bytes;
+    struct zpp_flow flow[2 * ZPP_RANKS_MAX];
+    struct adding adding = adding_of(journey, journey->call->dst, bytes);
+    uint8_t *scratch;
+    size_t count = 0;
+    zpp_status status =
+        zpp_net_scratch(journey->comm, bytes * (size_t)(comm->ranks + hosts->hosts), &scratch, err);
+    for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
+        const bool here = hosts->host_of[r] == hosts->mine;
+        const int place = here ? hosts->index_of[r] : hosts->index_of[r] % journey->locals;
+        uint8_t *sum = scratch + (size_t)r * bytes;
+        memcpy(sum, (const uint8_t *)journey->call->src + (size_t)r * bytes, bytes);
+        status = zpp_journey_inside(&journey->before, err);
+        if (status == ZPP_OK) status = zpp_coll_reduce(&journey->before, sum, tensor, place, err);
+        if (status == ZPP_OK && !here && place == journey->place) flow[count++] = zpp_flow_out(r, 0, sum, bytes);
+    }
+    for (int h = 0; h < hosts->hosts; h++) {
+        uint8_t *room = scratch + (size_t)(comm->ranks + h) * bytes;
+        adding.part[h] = h == hosts->mine ? scratch + (size_t)journey->me * bytes : room;
+        if (h == hosts->mine) continue;
+        flow[count] = zpp_flow_in(hosts->rank_at[h][journey->place % hosts->count[h]], 0, room, bytes);
+        adding.in[adding.ins++] = &flow[count++];
+    }
+    return status == ZPP_OK ? finish_scatter(journey, flow, count, &adding, err) : status;
+}
+
+zpp_status zpp_hosts_reduce_scatter(struct zpp_journey *journey, struct zpp_err *err) {
+    const struct zpp_tensor tensor = tensor_of(journey, journey->call->elems);
+    return journey->hosts->even ? scatter_even(journey, &tensor, err) : scatter_uneven(journey, &tensor, err);
+}

@@ -1,0 +1,314 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What holds the connections to other hosts: their life, the news that comes over them, and the byte channels of send
+ * and receive.
+ *
+ * The watcher sleeps in epoll. News are a verdict, which is pronounced here too; a farewell, which sets `left` in the
+ * peer's block; or the end of the connection. Bytes or room on a mail connection ring this rank's doorbell: whoever
+ * moves transfers (p2p.c) looks then. Mail connections are watched edge by edge, so what nobody reads costs nothing.
+ */
+#include "net.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+/* How long a peer whose connection closed may still have bytes on the way over the others, or a verdict. */
+static const uint64_t GRACE_NS = 700000000u;
+
+static void *mirror_memory(void) {
+    void *memory = mmap(NULL, sizeof(struct zpp_control), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return memory == MAP_FAILED ? NULL : memory;
+}
+
+/* --- who is there ------------------------------------------------------------------------------------------------ */
+
+static void mark_gone(struct zpp_net_peer *peer) {
+    uint64_t there = 0;
+    atomic_compare_exchange_strong(&peer->gone_ns, &there, zpp_now_ns());
+}
+
+bool zpp_net_gone(const struct zpp_comm *comm, int rank) {
+    const struct zpp_net_peer *peer = &comm->net->peer[rank];
+    const uint64_t gone_ns = atomic_load(&peer->gone_ns), heard_ns = atomic_load(&peer->heard_ns);
+    if (!gone_ns) return false;
+    return zpp_now_ns() - (heard_ns > gone_ns ? heard_ns : gone_ns) >= GRACE_NS;
+}
+
+bool zpp_net_died(const struct zpp_comm *comm, int rank) {
+    return zpp_net_gone(comm, rank) && !atomic_load(&zpp_control(comm, rank)->left);
+}
+
+void zpp_net_lost(struct zpp_comm *comm, int rank) { mark_gone(&comm->net->peer[rank]); }
+
+/* --- news -------------------------------------------------------------------------------------------------------- */
+
+static void send_news(struct zpp_comm *comm, int rank, const struct zpp_frame *frame, const char *text) {
+    const int fd = comm->net->peer[rank].link[ZPP_NET_NEWS];
+    uint8_t whole[ZPP_FRAME_BYTES + ZPP_ERR_TEXT_BYTES];
+    memcpy(whole, frame, sizeof *frame);
+    memcpy(whole + sizeof *frame, text, (size_t)frame->bytes);
+    /* A few hundred bytes on a connection that carries nothing else: they fit, unless the peer is beyond hearing. */
+    if (fd >= 0) (void)send(fd, whole, sizeof *frame + (size_t)frame->bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+static void send_to_all(struct zpp_comm *comm, const struct zpp_frame *frame, const char *text) {
+    pthread_mutex_lock(&comm->net->news_lock);
+    for (int r = 0; r < comm->ranks; r++)
+        if (zpp_net_elsewhere(comm, r)) send_news(comm, r, frame, text);
+    pthread_mutex_unlock(&comm->net->news_lock);
+}
+
+void zpp_net_tell(struct zpp_comm *comm, zpp_status status, int guilty, const char *text) {
+    const struct zpp_frame frame = {.magic = ZPP_FRAME_MAGIC,
+                                    .kind = ZPP_FRAME_VERDICT,
+                                    .what = (uint64_t)(-(int64_t)status),
+                                    .elems = (uint64_t)(guilty + 1),
+                                    .bytes = strlen(text)};
+    if (frame.bytes) send_to_all(comm, &frame, text);
+}
+
+static void hear(struct zpp_comm *comm, int rank, const struct zpp_frame *frame, const char *text) {
+    if (frame->kind == ZPP_FRAME_VERDICT) {
+        zpp_verdict_heard(comm, (zpp_status)-(int)frame->what, (int)frame->elems - 1, text);
+        return;
+    }
+    atomic_store(&zpp_control(comm, rank)->left, 1);
+    mark_gone(&comm->net->peer[rank]);
+}
+
+/* Everything that is there; the connection is watched edge by edge. */
+static void read_news(struct zpp_comm *comm, int rank) {
+    struct zpp_net_peer *peer = &comm->net->peer[rank];
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_frame frame;
+    for (;;) {
+        void *at;
+        const size_t room = zpp_news_room(&peer->news, &at);
+        const ssize_t got = recv(peer->link[ZPP_NET_NEWS], at, room, MSG_DONTWAIT);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0 && errno == EAGAIN) return;
+        if (got <= 0) break;
+        const zpp_status status = zpp_news_came(&peer->news, (size_t)got, comm->ranks, &frame, &err);
+        if (status == ZPP_AGAIN) continue;
+        if (status != ZPP_OK) {
+            (void)zpp_verdict(comm, ZPP_PEER, rank, &err, "comm: rank %d of group \"%s\" told rank %d %s", rank,
+                              comm->name, comm->rank, err.text);
+            break;
+        }
+        hear(comm, rank, &frame, peer->news.text);
+    }
+    mark_gone(peer);
+    zpp_word_add(&zpp_control(comm, comm->rank)->doorbell.word);
+}
+
+/* --- the watcher ------------------------------------------------------------------------------------------------- */
+
+static void *watch(void *arg) {
+    struct zpp_comm *comm = arg;
+    struct epoll_event event[16];
+    for (;;) {
+        const int count = epoll_wait(comm->net->epoll, event, 16, -1);
+        if (count < 0 && errno != EINTR) return NULL;
+        for (int i = 0; i < count; i++) {
+            const uint32_t rank = (uint32_t)(event[i].data.u64 >> 8), slot = (uint32_t)(event[i].data.u64 & 0xff);
+            if (rank >= (uint32_t)comm->ranks) return NULL; /* the eventfd */
+            if (slot == ZPP_NET_NEWS)
+                read_news(comm, (int)rank);
+            else
+                zpp_word_add(&zpp_control(comm, comm->rank)->doorbell.word);
+        }
+    }
+}
+
+static zpp_status add_to_watch(struct zpp_net *net, int fd, uint64_t rank, int slot, struct zpp_err *err) {
+    struct epoll_event event = {
+        .events = EPOLLIN | EPOLLRDHUP | (slot == ZPP_NET_MAIL ? EPOLLOUT : 0) | EPOLLET,
+        .data.u64 = rank << 8 | (uint64_t)slot,
+    };
+    if (epoll_ctl(net->epoll, EPOLL_CTL_ADD, fd, &event) == 0) return ZPP_OK;
+    return zpp_fail_os(err, errno, "comm: a connection cannot be watched (epoll)");
+}
+
+static zpp_status start_watcher(struct zpp_comm *comm, struct zpp_err *err) {
+    struct zpp_net *net = comm->net;
+    sigset_t all, before;
+    net->epoll = epoll_create1(EPOLL_CLOEXEC);
+    net->stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (net->epoll < 0 || net->stop < 0) return zpp_fail_os(err, errno, "comm: no epoll for the watcher of a group");
+    zpp_status status = add_to_watch(net, net->stop, (uint64_t)ZPP_RANKS_MAX, 0, err);
+    for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
+        if (!zpp_net_elsewhere(comm, r)) continue;
+        status = add_to_watch(net, net->peer[r].link[ZPP_NET_NEWS], (uint64_t)r, ZPP_NET_NEWS, err);
+        if (status != ZPP_OK) break;
+        status = add_to_watch(net, net->peer[r].link[ZPP_NET_MAIL], (uint64_t)r, ZPP_NET_MAIL, err);
+    }
+    if (status != ZPP_OK) return status;
+    sigfillset(&all); /* signals belong to the program's threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int failed = pthread_create(&net->watcher, NULL, watch, comm);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (failed) return zpp_fail_os(err, failed, "comm: no thread to watch the connections of group \"%s\"", comm->name);
+    net->watching = true;
+    return ZPP_OK;
+}
+
+/* --- life -------------------------------------------------------------------------------------------------------- */
+
+zpp_status zpp_net_create(struct zpp_comm *comm, const struct zpp_hosts *hosts,
+                          const struct zpp_network_options *options, const struct zpp_store *store,
+                          const struct zpp_wait *wait, struct zpp_err *err) {
+    struct zpp_net *net = calloc(1, sizeof *net);
+    if (!net) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for connections to %d hosts", hosts->hosts);
+    net->hosts = *hosts;
+    net->epoll = net->stop = -1;
+    pthread_mutex_init(&net->news_lock, NULL);
+    for (int r = 0; r < ZPP_RANKS_MAX; r++) {
+        net->peer[r].comm = comm;
+        net->peer[r].rank = r;
+        for (int slot = 0; slot < ZPP_NET_SLOTS_MAX; slot++) net->peer[r].link[slot] = -1;
+    }
+    comm->net = net;
+    comm->first_here = hosts->rank_at[hosts->mine][0];
+    for (int r = 0; r < comm->ranks; r++) {
+        if (!zpp_net_elsewhere(comm, r)) continue;
+        comm->base[r] = mirror_memory();
+        if (!comm->base[r]) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for rank %d, which is on another host", r);
+    }
+    zpp_status status = zpp_local_create(comm, &net->local, err);
+    if (status == ZPP_OK) status = zpp_net_connect(comm, options, store, wait, err);
+    if (status == ZPP_OK) status = start_watcher(comm, err);
+    if (status == ZPP_OK) net->local->joined = true;
+    return status;
+}
+
+static void stop_watcher(struct zpp_net *net, bool forked) {
+    const uint64_t one = 1;
+    if (net->watching && !forked) {
+        if (write(net->stop, &one, sizeof one) == sizeof one) pthread_join(net->watcher, NULL);
+    }
+    if (net->epoll >= 0) close(net->epoll);
+    if (net->stop >= 0) close(net->stop);
+}
+
+void zpp_net_destroy(struct zpp_comm *comm, bool forked) {
+    struct zpp_net *net = comm->net;
+    const struct zpp_frame farewell = {.magic = ZPP_FRAME_MAGIC, .kind = ZPP_FRAME_FAREWELL};
+    if (!net) return;
+    if (!forked && comm->joined) send_to_all(comm, &farewell, "");
+    stop_watcher(net, forked);
+    for (int r = 0; r < comm->ranks; r++) {
+        if (!zpp_net_elsewhere(comm, r)) continue;
+        for (int slot = 0; slot < ZPP_NET_SLOTS_MAX; slot++)
+            if (net->peer[r].link[slot] >= 0) close(net->peer[r].link[slot]);
+        free(net->peer[r].inbox);
+        if (comm->base[r]) munmap(comm->base[r], sizeof(struct zpp_control));
+        comm->base[r] = NULL;
+    }
+    zpp_local_destroy(net->local, forked);
+    if (!forked) pthread_mutex_destroy(&net->news_lock);
+    free(net->scratch);
+    free(net);
+    comm->net = NULL;
+    comm->first_here = 0;
+}
+
+zpp_status zpp_net_scratch(struct zpp_comm *comm, size_t bytes, uint8_t **out, struct zpp_err *err) {
+    struct zpp_net *net = comm->net;
+    if (bytes > net->scratch_bytes) {
+        const size_t wanted = (bytes + 4095) & ~(size_t)4095;
+        uint8_t *memory = aligned_alloc(4096, wanted);
+        if (!memory) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for %zu bytes from other hosts", wanted);
+        free(net->scratch);
+        net->scratch = memory;
+        net->scratch_bytes = wanted;
+    }
+    *out = net->scratch;
+    return ZPP_OK;
+}
+
+/* --- mail: the byte channels of send and receive ----------------------------------------------------------------- */
+
+static zpp_status mail_open(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err) {
+    struct zpp_net_peer *peer = &comm->net->peer[rank];
+    if (!peer->inbox) peer->inbox = malloc(ZPP_NET_MAIL_BYTES);
+    if (!peer->inbox) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for what rank %d sends", rank);
+    *out = peer;
+    return ZPP_OK;
+}
+
+static void mail_close(void *channel) { (void)channel; } /* with the connection */
+
+static int mail_fd(const struct zpp_net_peer *peer) { return peer->link[ZPP_NET_MAIL]; }
+
+static size_t push(struct zpp_net_peer *peer, const void *src, size_t bytes) {
+    const ssize_t sent = send(mail_fd(peer), src, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+    return sent > 0 ? (size_t)sent : 0; /* a broken connection is for the watcher */
+}
+
+static bool push_stash(struct zpp_net_peer *peer) {
+    const size_t sent = peer->stash_bytes ? push(peer, peer->stash, peer->stash_bytes) : 0;
+    peer->stash_bytes -= sent;
+    if (sent && peer->stash_bytes) memmove(peer->stash, peer->stash + sent, peer->stash_bytes);
+    return peer->stash_bytes == 0;
+}
+
+static size_t mail_writable(void *channel) { return push_stash(channel) ? ZPP_NET_MAIL_BYTES : 0; }
+
+/* Headers go whole or not at all, as p2p.c wants it: what the socket does not take of one waits in the stash. */
+static size_t mail_write(void *channel, const void *src, size_t bytes) {
+    struct zpp_net_peer *peer = channel;
+    if (!push_stash(peer) || !bytes) return 0;
+    const size_t sent = push(peer, src, bytes);
+    if (sent == bytes || bytes > sizeof peer->stash) return sent;
+    peer->stash_bytes = bytes - sent;
+    memcpy(peer->stash, (const uint8_t *)src + sent, peer->stash_bytes);
+    return bytes;
+}
+
+static size_t pull(struct zpp_net_peer *peer, void *dst, size_t bytes) {
+    const ssize_t got = recv(mail_fd(peer), dst, bytes, MSG_DONTWAIT);
+    if (got > 0) atomic_store(&peer->heard_ns, zpp_now_ns());
+    return got > 0 ? (size_t)got : 0;
+}
+
+static size_t mail_readable(void *channel) {
+    struct zpp_net_peer *peer = channel;
+    if (peer->inbox_at == peer->inbox_end) peer->inbox_at = peer->inbox_end = 0;
+    if (peer->inbox_end - peer->inbox_at < 64 && peer->inbox_at) {
+        memmove(peer->inbox, peer->inbox + peer->inbox_at, peer->inbox_end - peer->inbox_at);
+        peer->inbox_end -= peer->inbox_at;
+        peer->inbox_at = 0;
+    }
+    if (peer->inbox_end - peer->inbox_at < 64)
+        peer->inbox_end += pull(peer, peer->inbox + peer->inbox_end, ZPP_NET_MAIL_BYTES - peer->inbox_end);
+    return peer->inbox_end - peer->inbox_at;
+}
+
+static size_t mail_read(void *channel, void *dst, size_t bytes) {
+    struct zpp_net_peer *peer = channel;
+    size_t there = peer->inbox_end - peer->inbox_at;
+    if (!there && bytes >= ZPP_NET_MAIL_BYTES && dst) return pull(peer, dst, bytes);
+    if (!there) there = mail_readable(peer);
+    const size_t taken = there < bytes ? there : bytes;
+    if (dst && taken) memcpy(dst, peer->inbox + peer->inbox_at, taken);
+    peer->inbox_at += taken;
+    return taken;
+}
+
+static bool mail_damaged(void *channel) {
+    (void)channel;
+    return false; /* there are no counters; headers are checked by p2p.c */
+}
+
+static bool mail_flushed(void *channel) { return push_stash(channel); }
+
+const struct zpp_channel_ops zpp_channels_tcp = {mail_open, mail_open,     mail_close,    mail_write,
+                                                 mail_read, mail_readable, mail_writable, mail_damaged,
+                                                 mail_flushed};

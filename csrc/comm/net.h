@@ -1,0 +1,159 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Groups over several hosts (docs/design/0014-between-hosts.md): who is on which host, the connections to ranks on
+ * other hosts, and what runs over them. A group whose ranks are all on one host has none of this.
+ *
+ * Links of a pair of ranks on different hosts, in the order of their slots:
+ *   news      verdicts and the farewell; read by the watcher thread only, written by any thread under `news_lock`
+ *   mail      the byte channel of send and receive (p2p.c); used under p2p.c's lock
+ *   data      collectives, by the thread that runs collectives
+ */
+#ifndef ZPP_COMM_NET_H
+#define ZPP_COMM_NET_H
+
+#include <sys/socket.h>
+#include "frame.h"
+#include "internal.h"
+
+enum {
+    ZPP_NET_DATA_MAX = 8,
+    ZPP_NET_DATA_DEFAULT = 2,
+    ZPP_NET_NEWS = 0,
+    ZPP_NET_MAIL = 1,
+    ZPP_NET_DATA = 2,
+    ZPP_NET_SLOTS_MAX = ZPP_NET_DATA + ZPP_NET_DATA_MAX,
+    ZPP_NET_SECRET_BYTES = 16,
+    ZPP_NET_MAIL_BYTES = 64 * 1024,
+};
+
+/* Where the ranks are. Hosts are numbered by their lowest rank; ranks of a host stand in order. */
+struct zpp_hosts {
+    int hosts, mine;
+    int host_of[ZPP_RANKS_MAX], index_of[ZPP_RANKS_MAX]; /* of each rank: its host, its place there */
+    int count[ZPP_RANKS_MAX];                            /* of each host: how many ranks */
+    int rank_at[ZPP_RANKS_MAX][ZPP_RANKS_MAX];           /* [host][place] */
+    bool even;                                           /* all hosts have equally many */
+};
+
+struct zpp_net_peer {
+    int link[ZPP_NET_SLOTS_MAX];
+    int data_links;
+    _Atomic uint64_t gone_ns, heard_ns; /* when it went (0: it is there), when bytes last came from it */
+    struct zpp_news news;               /* what of a frame has come; watcher only */
+    /* mail */
+    uint8_t stash[64]; /* what of a header the socket did not take */
+    size_t stash_bytes;
+    uint8_t *inbox; /* [ZPP_NET_MAIL_BYTES] */
+    size_t inbox_at, inbox_end;
+    struct zpp_comm *comm;
+    int rank;
+};
+
+struct zpp_net {
+    struct zpp_hosts hosts;
+    struct zpp_comm *local; /* the ranks of this host as a group: a view, see local.c */
+    struct zpp_net_peer peer[ZPP_RANKS_MAX];
+    pthread_mutex_t news_lock; /* writing news; innermost */
+    pthread_t watcher;
+    bool watching;
+    int epoll, stop; /* stop: an eventfd */
+    uint8_t *scratch;
+    size_t scratch_bytes;
+    uint64_t received_bytes;                              /* by collectives, so far */
+    _Atomic uint64_t network_bytes[ZPP_TRAFFIC_KINDS];    /* part of traffic_bytes that came over the network */
+};
+
+static inline bool zpp_net_elsewhere(const struct zpp_comm *comm, int rank) {
+    return comm->net && comm->net->hosts.host_of[rank] != comm->net->hosts.mine;
+}
+
+/* --- net_address.c ----------------------------------------------------------------------------------------------- */
+struct zpp_net_address {
+    struct sockaddr_storage address;
+    socklen_t length;
+    char interface[32];
+};
+/* The address to bind, with port 0: see zpp_network_options. */
+zpp_status zpp_net_choose(const struct zpp_network_options *options, struct zpp_net_address *out, struct zpp_err *err);
+void zpp_net_describe(const struct sockaddr_storage *address, char *text, size_t room);
+/* Boot id and network namespace, or the override. */
+void zpp_net_identity(const struct zpp_network_options *options, char *out, size_t room);
+
+/* --- net_auth.c -------------------------------------------------------------------------------------------------- */
+/* SipHash-2-4 (Aumasson, Bernstein 2012). */
+uint64_t zpp_net_mac(const uint8_t key[ZPP_NET_SECRET_BYTES], const void *data, size_t bytes);
+bool zpp_net_same_mac(uint64_t a, uint64_t b); /* in constant time */
+
+/* --- net_join.c: make the connections; net.c: what holds them ---------------------------------------------------- */
+zpp_status zpp_net_connect(struct zpp_comm *comm, const struct zpp_network_options *options,
+                           const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_err *err);
+/* comm->net with `hosts` filled in by the caller, connections and watcher. Owned by comm, which zpp_net_destroy also
+ * accepts half built. */
+zpp_status zpp_net_create(struct zpp_comm *comm, const struct zpp_hosts *hosts,
+                          const struct zpp_network_options *options, const struct zpp_store *store,
+                          const struct zpp_wait *wait, struct zpp_err *err);
+void zpp_net_destroy(struct zpp_comm *comm, bool forked);
+/* Tell the ranks of other hosts why the group ended. Any thread; never waits. */
+void zpp_net_tell(struct zpp_comm *comm, zpp_status status, int guilty, const char *text);
+/* Went, or died, and nothing came from it for a while. */
+bool zpp_net_gone(const struct zpp_comm *comm, int rank);
+bool zpp_net_died(const struct zpp_comm *comm, int rank); /* gone without a farewell */
+void zpp_net_lost(struct zpp_comm *comm, int rank);       /* one of its connections is closed */
+extern const struct zpp_channel_ops zpp_channels_tcp;
+
+/* --- net_local.c: the ranks of this host as a group -------------------------------------------------------------- */
+zpp_status zpp_local_create(struct zpp_comm *comm, struct zpp_comm **out, struct zpp_err *err);
+void zpp_local_destroy(struct zpp_comm *local, bool forked);
+
+/* --- net_flow.c: bytes of collectives ---------------------------------------------------------------------------- */
+struct zpp_flow {
+    int peer;
+    bool out;
+    uint32_t part; /* which transfer of the collective: compared */
+    uint8_t *data;
+    size_t bytes;
+    size_t ready; /* out: so many bytes may go. The step function raises it */
+    size_t done;  /* so many bytes from the beginning have come or gone */
+    /* the engine's */
+    struct {
+        size_t header_bytes, at_bytes;
+    } link[ZPP_NET_DATA_MAX];
+};
+static inline struct zpp_flow zpp_flow_out(int peer, uint32_t part, const void *data, size_t bytes) {
+    return (struct zpp_flow){
+        .peer = peer, .out = true, .part = part, .data = (uint8_t *)(uintptr_t)data, .bytes = bytes, .ready = bytes};
+}
+static inline struct zpp_flow zpp_flow_in(int peer, uint32_t part, void *data, size_t bytes) {
+    return (struct zpp_flow){.peer = peer, .part = part, .data = data, .bytes = bytes};
+}
+/* Run all flows to their end, at once; flows of one peer and direction one after the other, in the order of the array.
+ * `step` (may be NULL) is called whenever bytes have come. turn->comm is the whole group. */
+zpp_status zpp_flows_run(struct zpp_turn *turn, struct zpp_flow *flows, size_t count, void (*step)(void *ctx),
+                         void *ctx, struct zpp_err *err);
+/* At least `bytes`, kept for the next call; page aligned. */
+zpp_status zpp_net_scratch(struct zpp_comm *comm, size_t bytes, uint8_t **out, struct zpp_err *err);
+
+/* --- hosts_*.c: collectives over hosts --------------------------------------------------------------------------- */
+zpp_status zpp_hosts_run(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
+
+/* What the parts of one collective share: turns with their own patience. */
+struct zpp_journey {
+    struct zpp_comm *comm;
+    struct zpp_net *net;
+    const struct zpp_hosts *hosts;
+    const struct zpp_call *call;
+    struct zpp_wait before_wait, between_wait, after_wait;
+    struct zpp_turn before, between, after; /* inside the host, over the network, inside the host again */
+    int me, place, locals;                  /* my rank, my place on my host, how many we are there */
+};
+/* Begin a part inside the host: the next sequence number of the local group. */
+zpp_status zpp_journey_inside(struct zpp_turn *inside, struct zpp_err *err);
+zpp_status zpp_hosts_all_reduce(struct zpp_journey *journey, struct zpp_err *err);
+zpp_status zpp_hosts_reduce(struct zpp_journey *journey, struct zpp_err *err);
+zpp_status zpp_hosts_reduce_scatter(struct zpp_journey *journey, struct zpp_err *err);
+zpp_status zpp_hosts_all_gather(struct zpp_journey *journey, struct zpp_err *err);
+zpp_status zpp_hosts_broadcast(struct zpp_journey *journey, struct zpp_err *err);
+zpp_status zpp_hosts_all_to_all(struct zpp_journey *journey, struct zpp_err *err);
+zpp_status zpp_hosts_barrier(struct zpp_journey *journey, struct zpp_err *err);
+
+#endif

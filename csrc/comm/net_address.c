@@ -1,0 +1,149 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Which address a rank listens on and connects from, and what tells hosts apart.
+ */
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "net.h"
+
+void zpp_net_describe(const struct sockaddr_storage *address, char *text, size_t room) {
+    char words[INET6_ADDRSTRLEN] = "?";
+    if (address->ss_family == AF_INET6) {
+        const struct sockaddr_in6 *six = (const struct sockaddr_in6 *)(const void *)address;
+        inet_ntop(AF_INET6, &six->sin6_addr, words, sizeof words);
+        snprintf(text, room, "[%s]:%u", words, (unsigned)ntohs(six->sin6_port));
+    } else {
+        const struct sockaddr_in *four = (const struct sockaddr_in *)(const void *)address;
+        inet_ntop(AF_INET, &four->sin_addr, words, sizeof words);
+        snprintf(text, room, "%s:%u", words, (unsigned)ntohs(four->sin_port));
+    }
+}
+
+static void take(const struct sockaddr *from, const char *interface, struct zpp_net_address *out) {
+    memset(out, 0, sizeof *out);
+    out->length = from->sa_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in);
+    memcpy(&out->address, from, out->length);
+    if (from->sa_family == AF_INET6)
+        ((struct sockaddr_in6 *)(void *)&out->address)->sin6_port = 0;
+    else
+        ((struct sockaddr_in *)(void *)&out->address)->sin_port = 0;
+    snprintf(out->interface, sizeof out->interface, "%s", interface);
+}
+
+static bool is_link_local(const struct sockaddr *address) {
+    return address->sa_family == AF_INET6 &&
+           IN6_IS_ADDR_LINKLOCAL(&((const struct sockaddr_in6 *)(const void *)address)->sin6_addr);
+}
+
+/* Lower is better; -1: not at all. IPv4 before IPv6, or as `family` says; an address of this link only as a last
+ * resort. */
+static int rank_address(const struct ifaddrs *entry, const struct zpp_network_options *options) {
+    const bool named = options->interface && options->interface[0];
+    if (!(entry->ifa_flags & IFF_UP)) return -1;
+    const int family = entry->ifa_addr->sa_family;
+    if (family != AF_INET && family != AF_INET6) return -1;
+    if (named && strcmp(entry->ifa_name, options->interface) != 0) return -1;
+    int score = (family == AF_INET6) != (options->family == 6);
+    if (options->family == 4 && family == AF_INET6) return -1;
+    if (options->family == 6 && family == AF_INET) return -1;
+    if (is_link_local(entry->ifa_addr)) score += 2;
+    if (!named && (entry->ifa_flags & IFF_LOOPBACK)) score += 4;
+    return score;
+}
+
+static zpp_status from_list(const struct zpp_network_options *options, struct zpp_net_address *out,
+                            struct zpp_err *err) {
+    struct ifaddrs *list = NULL;
+    const struct ifaddrs *best = NULL;
+    char names[256] = "";
+    size_t used = 0;
+    int best_score = 100;
+    if (getifaddrs(&list) != 0) return zpp_fail_os(err, errno, "comm: the network interfaces cannot be listed");
+    for (const struct ifaddrs *entry = list; entry; entry = entry->ifa_next) {
+        if (!entry->ifa_addr) continue;
+        const int score = rank_address(entry, options), family = entry->ifa_addr->sa_family;
+        if ((family == AF_INET || family == AF_INET6) && used < sizeof names)
+            used += (size_t)snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", entry->ifa_name);
+        if (score < 0 || score >= best_score) continue;
+        best = entry;
+        best_score = score;
+    }
+    if (best) take(best->ifa_addr, best->ifa_name, out);
+    freeifaddrs(list);
+    if (best) return ZPP_OK;
+    return zpp_fail(err, ZPP_INVALID,
+                    "comm: no address%s%s on network interface \"%s\" that is up; interfaces with addresses: %s (set "
+                    "ZEROPP_IFNAME to one of them)",
+                    options->family ? " of family IPv" : "", options->family == 6 ? "6" : options->family ? "4" : "",
+                    options->interface && options->interface[0] ? options->interface : "any",
+                    names[0] ? names : "none");
+}
+
+/* The interface that leads to the job's store: what the kernel would send from. Connecting a datagram socket asks it
+ * without sending anything. */
+static bool from_route(const struct zpp_network_options *options, struct zpp_net_address *out) {
+    struct addrinfo hints = {.ai_socktype = SOCK_DGRAM,
+                             .ai_family = options->family == 6   ? AF_INET6
+                                          : options->family == 4 ? AF_INET
+                                                                 : AF_UNSPEC};
+    struct addrinfo *list = NULL;
+    bool found = false;
+    if (getaddrinfo(options->toward, "9", &hints, &list) != 0) return false;
+    for (int wanted = options->family == 6 ? 0 : AF_INET; !found; wanted = 0) {
+        for (const struct addrinfo *entry = list; entry && !found; entry = entry->ai_next) {
+            struct sockaddr_storage here = {0};
+            socklen_t length = sizeof here;
+            if (wanted && entry->ai_family != wanted) continue;
+            const int probe = socket(entry->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+            if (probe < 0) continue;
+            found = connect(probe, entry->ai_addr, entry->ai_addrlen) == 0 &&
+                    getsockname(probe, (struct sockaddr *)&here, &length) == 0;
+            close(probe);
+            if (found) take((const struct sockaddr *)&here, "", out);
+        }
+        if (!wanted) break;
+    }
+    freeaddrinfo(list);
+    return found;
+}
+
+zpp_status zpp_net_choose(const struct zpp_network_options *options, struct zpp_net_address *out,
+                          struct zpp_err *err) {
+    const bool named = options->interface && options->interface[0];
+    if (options->family != 0 && options->family != 4 && options->family != 6)
+        return zpp_fail(err, ZPP_INVALID, "comm: ZEROPP_IP_FAMILY is %d, wanted 4 or 6", options->family);
+    if (!named && options->toward && options->toward[0] && from_route(options, out)) return ZPP_OK;
+    return from_list(options, out, err);
+}
+
+static void read_boot_id(char *out, size_t room) {
+    const int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    const ssize_t got = fd < 0 ? 0 : read(fd, out, room - 1);
+    if (fd >= 0) close(fd);
+    out[got > 0 ? got : 0] = '\0';
+    out[strcspn(out, "\n")] = '\0';
+    if (!out[0]) gethostname(out, room - 1); /* no /proc: the host's name has to do */
+}
+
+void zpp_net_identity(const struct zpp_network_options *options, char *out, size_t room) {
+    char boot_id[48] = "";
+    struct stat space;
+    if (options->host_id && options->host_id[0]) {
+        snprintf(out, room, "=%s", options->host_id);
+        return;
+    }
+    read_boot_id(boot_id, sizeof boot_id);
+    /* Abstract Unix sockets, over which ranks of a host meet, belong to a network namespace. */
+    const bool known = stat("/proc/self/ns/net", &space) == 0;
+    snprintf(out, room, "%s/%llx", boot_id, known ? (unsigned long long)space.st_ino : 0ull);
+}

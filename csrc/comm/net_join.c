@@ -1,0 +1,413 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * How ranks of different hosts come to their connections. Each puts its address and a secret into the job's store, the
+ * higher rank of a pair connects to the lower one, once for each slot, and both prove that they know the secret of the
+ * one that is connected to. It never crosses the network:
+ *
+ *   listener   challenge: magic, rank, 16 random bytes
+ *   caller     hello: magic, rank, slot, 16 random bytes of its own, MAC(secret; 'C', rank, slot, both random numbers)
+ *   listener   answer: magic, MAC(secret; 'L', the same)
+ *
+ * Who answers wrongly, or not within five seconds, is turned away; others go on joining meanwhile.
+ */
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include "net.h"
+
+enum { MAGIC = 0x5a505441, NONCE_BYTES = 16, STRANGERS_MAX = 64 };
+static const uint64_t STRANGER_NS = 5000000000u;
+
+/* In the store. */
+struct address_card {
+    uint32_t magic, rank, links, family;
+    uint8_t address[16];
+    uint16_t port, zero[3];
+    uint8_t secret[ZPP_NET_SECRET_BYTES];
+};
+
+struct challenge {
+    uint32_t magic, rank;
+    uint8_t nonce[NONCE_BYTES];
+};
+struct hello {
+    uint32_t magic;
+    uint16_t rank, slot;
+    uint8_t nonce[NONCE_BYTES];
+    uint64_t mac;
+};
+struct answer {
+    uint32_t magic, zero;
+    uint64_t mac;
+};
+
+/* What is proved. */
+struct proof {
+    uint8_t who; /* 'C' or 'L' */
+    uint8_t zero[3];
+    uint16_t rank, slot; /* of the caller */
+    uint8_t listener_nonce[NONCE_BYTES], caller_nonce[NONCE_BYTES];
+};
+
+/* Somebody who connected and has not proved anything yet. */
+struct stranger {
+    int fd; /* -1: free */
+    uint64_t since_ns;
+    uint8_t nonce[NONCE_BYTES];
+    struct hello hello;
+    size_t bytes;
+};
+
+struct joining {
+    struct zpp_comm *comm;
+    struct zpp_turn turn;
+    struct zpp_net_address own;
+    struct address_card card[ZPP_RANKS_MAX];
+    int listener;
+    struct stranger stranger[STRANGERS_MAX];
+};
+
+static uint64_t prove(const struct address_card *listener, uint8_t who, const struct hello *hello,
+                      const uint8_t *listener_nonce) {
+    struct proof proof = {.who = who, .rank = hello->rank, .slot = hello->slot};
+    memcpy(proof.listener_nonce, listener_nonce, NONCE_BYTES);
+    memcpy(proof.caller_nonce, hello->nonce, NONCE_BYTES);
+    return zpp_net_mac(listener->secret, &proof, sizeof proof);
+}
+
+static zpp_status random_bytes(void *out, size_t bytes, struct zpp_err *err) {
+    if (getrandom(out, bytes, 0) == (ssize_t)bytes) return ZPP_OK;
+    return zpp_fail_os(err, errno, "comm: no random bytes for the connections of the group");
+}
+
+static void describe_joining(const void *ctx, char *text, size_t room) {
+    (void)ctx;
+    snprintf(text, room, "the rendezvous between hosts");
+}
+
+static void tune(int fd) {
+    const int on = 1;
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    (void)setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+}
+
+/* --- addresses --------------------------------------------------------------------------------------------------- */
+
+static zpp_status listen_here(struct joining *joining, struct zpp_err *err) {
+    struct zpp_net_address bound = joining->own;
+    struct address_card *card = &joining->card[joining->comm->rank];
+    char words[80];
+    zpp_net_describe(&bound.address, words, sizeof words);
+    joining->listener = socket(bound.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (joining->listener < 0 ||
+        bind(joining->listener, (const struct sockaddr *)&bound.address, bound.length) != 0 ||
+        listen(joining->listener, 512) != 0 ||
+        getsockname(joining->listener, (struct sockaddr *)&bound.address, &bound.length) != 0)
+        return zpp_fail_os(err, errno, "comm: rank %d cannot listen on %s", joining->comm->rank, words);
+    card->family = bound.address.ss_family == AF_INET6 ? 6 : 4;
+    if (card->family == 6) {
+        const struct sockaddr_in6 *six = (const struct sockaddr_in6 *)(const void *)&bound.address;
+        memcpy(card->address, &six->sin6_addr, 16);
+        card->port = ntohs(six->sin6_port);
+    } else {
+        const struct sockaddr_in *four = (const struct sockaddr_in *)(const void *)&bound.address;
+        memcpy(card->address, &four->sin_addr, 4);
+        card->port = ntohs(four->sin_port);
+    }
+    return ZPP_OK;
+}
+
+static zpp_status publish(struct joining *joining, int links, const struct zpp_store *store, struct zpp_err *err) {
+    struct zpp_comm *comm = joining->comm;
+    struct address_card *card = &joining->card[comm->rank];
+    card->magic = MAGIC;
+    card->rank = (uint32_t)comm->rank;
+    card->links = (uint32_t)links;
+    zpp_status status = random_bytes(card->secret, sizeof card->secret, err);
+    if (status == ZPP_OK) status = listen_here(joining, err);
+    if (status != ZPP_OK) return status;
+    char key[32];
+    snprintf(key, sizeof key, "zpp/address/%d", comm->rank);
+    return store->set(store->ctx, key, card, sizeof *card, err);
+}
+
+static zpp_status read_address(struct joining *joining, const struct zpp_store *store, int rank, struct zpp_err *err) {
+    struct zpp_comm *comm = joining->comm;
+    struct address_card *card = &joining->card[rank];
+    const struct address_card *own = &joining->card[comm->rank];
+    char key[32];
+    size_t bytes = sizeof *card;
+    snprintf(key, sizeof key, "zpp/address/%d", rank);
+    const zpp_status status = store->get(store->ctx, key, card, &bytes, comm->timeout_ns, err);
+    if (status != ZPP_OK) {
+        if (err) err->rank = rank;
+        return status;
+    }
+    if (bytes != sizeof *card || card->magic != MAGIC || card->rank != (uint32_t)rank || card->links < 1 ||
+        card->links > ZPP_NET_DATA_MAX)
+        return zpp_fail_rank(err, ZPP_PEER, rank,
+                             "comm: the store holds an address of %zu bytes for rank %d that this version of zeropp "
+                             "does not know (wanted %zu); run the same zeropp on all ranks",
+                             bytes, rank, sizeof *card);
+    if (card->family != own->family)
+        return zpp_fail_rank(err, ZPP_PEER, rank,
+                             "comm: rank %d has an IPv%u address and rank %d an IPv%u one; set ZEROPP_IFNAME or "
+                             "ZEROPP_IP_FAMILY so that they agree",
+                             rank, card->family, comm->rank, own->family);
+    comm->net->peer[rank].data_links = (int)(card->links < own->links ? card->links : own->links);
+    return ZPP_OK;
+}
+
+static socklen_t address_of(const struct joining *joining, int rank, struct sockaddr_storage *out) {
+    const struct address_card *card = &joining->card[rank];
+    memset(out, 0, sizeof *out);
+    if (card->family == 6) {
+        struct sockaddr_in6 *six = (struct sockaddr_in6 *)(void *)out;
+        six->sin6_family = AF_INET6;
+        six->sin6_port = htons(card->port);
+        memcpy(&six->sin6_addr, card->address, 16);
+        /* An address of this link needs to know which link: the one that this rank uses. */
+        six->sin6_scope_id = ((const struct sockaddr_in6 *)(const void *)&joining->own.address)->sin6_scope_id;
+        return sizeof *six;
+    }
+    struct sockaddr_in *four = (struct sockaddr_in *)(void *)out;
+    four->sin_family = AF_INET;
+    four->sin_port = htons(card->port);
+    memcpy(&four->sin_addr, card->address, 4);
+    return sizeof *four;
+}
+
+/* --- connecting to a lower rank ---------------------------------------------------------------------------------- */
+
+/* Wait until the socket can be read or written, or about 100 ms; then look around. */
+static zpp_status pause_for(struct joining *joining, int fd, short events, int rank, struct zpp_err *err) {
+    struct pollfd polled = {fd, events, 0};
+    const int ready = poll(&polled, 1, 100);
+    return ready > 0 ? ZPP_OK : zpp_turn_look(&joining->turn, rank, false, err);
+}
+
+static zpp_status unreachable(const struct joining *joining, int rank, int os_errno, struct zpp_err *err) {
+    struct sockaddr_storage there;
+    char from[80], to[80];
+    (void)address_of(joining, rank, &there);
+    zpp_net_describe(&joining->own.address, from, sizeof from);
+    zpp_net_describe(&there, to, sizeof to);
+    return zpp_fail_rank(err, ZPP_PEER, rank,
+                         "comm: rank %d cannot connect from %s to rank %d at %s: %s; if that is the wrong network, set "
+                         "ZEROPP_IFNAME",
+                         joining->comm->rank, from, rank, to, strerror(os_errno));
+}
+
+static zpp_status dial(struct joining *joining, int rank, int *out, struct zpp_err *err) {
+    struct sockaddr_storage there;
+    const socklen_t length = address_of(joining, rank, &there);
+    int failed = 0;
+    socklen_t failed_bytes = sizeof failed;
+    const int fd = socket(there.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd < 0) return zpp_fail_os(err, errno, "comm: no socket for rank %d", rank);
+    *out = fd;
+    if (bind(fd, (const struct sockaddr *)&joining->own.address, joining->own.length) != 0)
+        return zpp_fail_os(err, errno, "comm: rank %d cannot use its own address", joining->comm->rank);
+    if (connect(fd, (const struct sockaddr *)&there, length) == 0) return ZPP_OK;
+    if (errno != EINPROGRESS) return unreachable(joining, rank, errno, err);
+    for (;;) {
+        struct pollfd writable = {fd, POLLOUT, 0};
+        if (poll(&writable, 1, 100) > 0) break;
+        const zpp_status status = zpp_turn_look(&joining->turn, rank, false, err);
+        if (status != ZPP_OK) return status;
+    }
+    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &failed, &failed_bytes) != 0) failed = errno;
+    return failed ? unreachable(joining, rank, failed, err) : ZPP_OK;
+}
+
+static zpp_status receive_all(struct joining *joining, int fd, void *out, size_t bytes, int rank, struct zpp_err *err) {
+    size_t got = 0;
+    while (got < bytes) {
+        const ssize_t more = recv(fd, (uint8_t *)out + got, bytes - got, MSG_DONTWAIT);
+        if (more > 0) {
+            got += (size_t)more;
+            continue;
+        }
+        if (more == 0 || (errno != EAGAIN && errno != EINTR))
+            return zpp_fail_rank(err, ZPP_PEER, rank,
+                                 "comm: rank %d ended, or turned rank %d away, while joining group \"%s\"%s%s", rank,
+                                 joining->comm->rank, joining->comm->name, more ? ": " : "",
+                                 more ? strerror(errno) : "");
+        const zpp_status status = pause_for(joining, fd, POLLIN, rank, err);
+        if (status != ZPP_OK) return status;
+    }
+    return ZPP_OK;
+}
+
+static zpp_status call(struct joining *joining, int rank, int slot, struct zpp_err *err) {
+    const struct address_card *card = &joining->card[rank];
+    struct challenge challenge;
+    struct hello hello = {.magic = MAGIC, .rank = (uint16_t)joining->comm->rank, .slot = (uint16_t)slot};
+    struct answer answer;
+    int *fd = &joining->comm->net->peer[rank].link[slot];
+    zpp_status status = dial(joining, rank, fd, err);
+    if (status == ZPP_OK) status = receive_all(joining, *fd, &challenge, sizeof challenge, rank, err);
+    if (status == ZPP_OK) status = random_bytes(hello.nonce, sizeof hello.nonce, err);
+    if (status != ZPP_OK) return status;
+    hello.mac = prove(card, 'C', &hello, challenge.nonce);
+    if (send(*fd, &hello, sizeof hello, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)sizeof hello)
+        return unreachable(joining, rank, errno, err);
+    status = receive_all(joining, *fd, &answer, sizeof answer, rank, err);
+    if (status != ZPP_OK) return status;
+    if (challenge.magic != MAGIC || challenge.rank != (uint32_t)rank || answer.magic != MAGIC ||
+        !zpp_net_same_mac(answer.mac, prove(card, 'L', &hello, challenge.nonce)))
+        return zpp_fail_rank(err, ZPP_PEER, rank,
+                             "comm: who answers for rank %d does not know the secret of group \"%s\"", rank,
+                             joining->comm->name);
+    tune(*fd);
+    return ZPP_OK;
+}
+
+/* --- being called by a higher one -------------------------------------------------------------------------------- */
+
+static void turn_away(struct stranger *stranger) {
+    if (stranger->fd >= 0) close(stranger->fd);
+    stranger->fd = -1;
+}
+
+/* The place of the one who has waited longest, if all are taken. */
+static struct stranger *place_for_one(struct joining *joining) {
+    struct stranger *oldest = &joining->stranger[0];
+    for (int i = 0; i < STRANGERS_MAX; i++) {
+        struct stranger *stranger = &joining->stranger[i];
+        if (stranger->fd < 0) return stranger;
+        if (stranger->since_ns < oldest->since_ns) oldest = stranger;
+    }
+    turn_away(oldest);
+    return oldest;
+}
+
+static void greet(struct joining *joining, int fd) {
+    struct stranger *stranger = place_for_one(joining);
+    struct challenge challenge = {.magic = MAGIC, .rank = (uint32_t)joining->comm->rank};
+    *stranger = (struct stranger){.fd = fd, .since_ns = zpp_now_ns()};
+    if (getrandom(stranger->nonce, NONCE_BYTES, 0) != NONCE_BYTES) {
+        turn_away(stranger);
+        return;
+    }
+    memcpy(challenge.nonce, stranger->nonce, NONCE_BYTES);
+    if (send(fd, &challenge, sizeof challenge, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)sizeof challenge)
+        turn_away(stranger);
+}
+
+/* May this hello take a place? Everything in it is a stranger's word until the MAC is right. */
+static bool is_member(const struct joining *joining, const struct stranger *stranger) {
+    const struct zpp_comm *comm = joining->comm;
+    const struct hello *hello = &stranger->hello;
+    if (hello->magic != MAGIC || hello->rank <= comm->rank || hello->rank >= comm->ranks) return false;
+    if (!zpp_net_elsewhere(comm, hello->rank)) return false;
+    const struct zpp_net_peer *peer = &comm->net->peer[hello->rank];
+    if (hello->slot >= ZPP_NET_DATA + peer->data_links || peer->link[hello->slot] >= 0) return false;
+    return zpp_net_same_mac(hello->mac, prove(&joining->card[comm->rank], 'C', hello, stranger->nonce));
+}
+
+/* Bytes of a stranger's hello. */
+static void listen_to(struct joining *joining, struct stranger *stranger) {
+    const ssize_t got = recv(stranger->fd, (uint8_t *)&stranger->hello + stranger->bytes,
+                             sizeof stranger->hello - stranger->bytes, MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (got > 0) stranger->bytes += (size_t)got;
+    if (got > 0 && stranger->bytes < sizeof stranger->hello) return;
+    if (got <= 0 || !is_member(joining, stranger)) {
+        turn_away(stranger);
+        return;
+    }
+    const struct hello *hello = &stranger->hello;
+    const struct answer answer = {
+        .magic = MAGIC, .mac = prove(&joining->card[joining->comm->rank], 'L', hello, stranger->nonce)};
+    if (send(stranger->fd, &answer, sizeof answer, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)sizeof answer) {
+        turn_away(stranger);
+        return;
+    }
+    tune(stranger->fd);
+    joining->comm->net->peer[hello->rank].link[hello->slot] = stranger->fd;
+    stranger->fd = -1;
+}
+
+static int lowest_missing(const struct zpp_comm *comm) {
+    for (int r = comm->rank + 1; r < comm->ranks; r++) {
+        if (!zpp_net_elsewhere(comm, r)) continue;
+        const struct zpp_net_peer *peer = &comm->net->peer[r];
+        for (int slot = 0; slot < ZPP_NET_DATA + peer->data_links; slot++)
+            if (peer->link[slot] < 0) return r;
+    }
+    return comm->ranks;
+}
+
+static int poll_all(struct joining *joining, struct pollfd *polled) {
+    polled[0] = (struct pollfd){joining->listener, POLLIN, 0};
+    for (int i = 0; i < STRANGERS_MAX; i++) polled[i + 1] = (struct pollfd){joining->stranger[i].fd, POLLIN, 0};
+    return poll(polled, STRANGERS_MAX + 1, 100);
+}
+
+static zpp_status await_higher(struct joining *joining, struct zpp_err *err) {
+    struct zpp_comm *comm = joining->comm;
+    struct pollfd polled[STRANGERS_MAX + 1];
+    for (int missing = lowest_missing(comm); missing < comm->ranks; missing = lowest_missing(comm)) {
+        const int ready = poll_all(joining, polled);
+        const uint64_t now_ns = zpp_now_ns();
+        for (int i = 0; i < STRANGERS_MAX; i++) {
+            struct stranger *stranger = &joining->stranger[i];
+            if (stranger->fd < 0) continue;
+            if (ready > 0 && polled[i + 1].revents)
+                listen_to(joining, stranger);
+            else if (now_ns - stranger->since_ns > STRANGER_NS)
+                turn_away(stranger);
+        }
+        for (int fd = 0; ready > 0 && polled[0].revents && fd >= 0;) {
+            fd = accept4(joining->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+            if (fd >= 0) greet(joining, fd);
+        }
+        const zpp_status status = ready > 0 ? ZPP_OK : zpp_turn_look(&joining->turn, missing, false, err);
+        if (status != ZPP_OK) return status;
+    }
+    return ZPP_OK;
+}
+
+/* --- all of it --------------------------------------------------------------------------------------------------- */
+
+static zpp_status connect_all(struct joining *joining, int links, const struct zpp_store *store, struct zpp_err *err) {
+    struct zpp_comm *comm = joining->comm;
+    zpp_status status = publish(joining, links, store, err);
+    for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
+        if (zpp_net_elsewhere(comm, r)) status = read_address(joining, store, r, err);
+    for (int r = 0; status == ZPP_OK && r < comm->rank; r++) {
+        if (!zpp_net_elsewhere(comm, r)) continue;
+        for (int slot = 0; status == ZPP_OK && slot < ZPP_NET_DATA + comm->net->peer[r].data_links; slot++)
+            status = call(joining, r, slot, err);
+    }
+    return status == ZPP_OK ? await_higher(joining, err) : status;
+}
+
+zpp_status zpp_net_connect(struct zpp_comm *comm, const struct zpp_network_options *options,
+                           const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_err *err) {
+    const int links = options->connections ? options->connections : ZPP_NET_DATA_DEFAULT;
+    if (links < 1 || links > ZPP_NET_DATA_MAX)
+        return zpp_fail(err, ZPP_INVALID, "comm: ZEROPP_TCP_CONNECTIONS is %d, wanted 1 to %d", links,
+                        (int)ZPP_NET_DATA_MAX);
+    struct joining *joining = calloc(1, sizeof *joining);
+    if (!joining) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for the rendezvous between hosts");
+    joining->comm = comm;
+    joining->listener = -1;
+    joining->turn = (struct zpp_turn){.comm = comm, .wait = wait, .own_timeout = true, .describe = describe_joining};
+    for (int i = 0; i < STRANGERS_MAX; i++) joining->stranger[i].fd = -1;
+    zpp_status status = zpp_net_choose(options, &joining->own, err);
+    if (status == ZPP_OK) status = connect_all(joining, links, store, err);
+    for (int i = 0; i < STRANGERS_MAX; i++) turn_away(&joining->stranger[i]);
+    if (joining->listener >= 0) close(joining->listener);
+    free(joining);
+    return status;
+}

@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The ranks of this host as a group of their own, on the control memory that the whole group exchanged: so what runs
+ * inside a host is the code for one host. It has counters of its own; the whole group never uses those words. Its
+ * verdict, its dead and its messages are those of the whole group (verdict.c, zpp_label).
+ */
+#include <stdlib.h>
+
+#include "net.h"
+
+zpp_status zpp_local_create(struct zpp_comm *comm, struct zpp_comm **out, struct zpp_err *err) {
+    const struct zpp_hosts *hosts = &comm->net->hosts;
+    struct zpp_comm *local = calloc(1, sizeof *local);
+    if (!local) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for the ranks of this host");
+    *local = *comm;
+    local->net = NULL;
+    local->outer = comm;
+    local->rank = hosts->index_of[comm->rank];
+    local->ranks = hosts->count[hosts->mine];
+    local->first_here = 0;
+    local->arenas = NULL;
+    local->async = NULL;
+    local->p2p = NULL;
+    for (int k = 0; k < ZPP_RANKS_MAX; k++) {
+        const int rank = k < local->ranks ? hosts->rank_at[hosts->mine][k] : -1;
+        local->outer_rank[k] = rank;
+        local->base[k] = rank >= 0 ? comm->base[rank] : NULL;
+        local->peer[k] = (struct zpp_peer){-1, -1, rank >= 0 ? comm->peer[rank].pid : 0, NULL};
+    }
+    pthread_mutex_init(&local->mail_lock, NULL);
+    pthread_mutex_init(&local->verdict_lock, NULL);
+    pthread_mutex_init(&local->arena_lock, NULL);
+    pthread_mutex_init(&local->side_lock, NULL);
+    *out = local;
+    return ZPP_OK;
+}
+
+void zpp_local_destroy(struct zpp_comm *local, bool forked) {
+    if (!local) return;
+    if (!forked) {
+        pthread_mutex_destroy(&local->mail_lock);
+        pthread_mutex_destroy(&local->verdict_lock);
+        pthread_mutex_destroy(&local->arena_lock);
+        pthread_mutex_destroy(&local->side_lock);
+    }
+    free(local);
+}

@@ -1,0 +1,98 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Fuzz target: what a rank makes of bytes from another host, the news as they come in pieces of any size, and the hello
+ * of a stranger. Whatever they hold, nothing is written outside of what the caller lent, every answer is a frame within
+ * its bounds or a sentence, and nobody takes a place without the proof.
+ */
+#include "../../csrc/comm/net_join.c"
+
+#include "fuzz.h"
+
+static void news(struct fuzz_input *input) {
+    struct zpp_news *stream = calloc(1, sizeof *stream); /* alone in its memory, so that a tool sees the byte after */
+    fuzz_need(stream != NULL);
+    while (input->bytes) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        struct zpp_frame frame = {0};
+        void *at = NULL;
+        const size_t room = zpp_news_room(stream, &at);
+        fuzz_need(room > 0 && at != NULL);
+        const size_t bytes = 1 + fuzz_byte(input) % room;
+        if (stream->raw_bytes == 0 && bytes == ZPP_FRAME_BYTES && fuzz_byte(input) & 1) {
+            frame = (struct zpp_frame){.magic = ZPP_FRAME_MAGIC,
+                                       .kind = (uint16_t)(fuzz_byte(input) % 5),
+                                       .what = fuzz_byte(input),
+                                       .elems = fuzz_byte(input),
+                                       .bytes = fuzz_byte(input) * 4u};
+            memcpy(at, &frame, sizeof frame);
+        } else {
+            fuzz_take(input, at, bytes);
+        }
+        const zpp_status status = zpp_news_came(stream, bytes, 4, &frame, &err);
+        if (status == ZPP_PEER) {
+            fuzz_need(err.text[0] != '\0');
+            break;
+        }
+        if (status != ZPP_OK) continue;
+        fuzz_need(frame.kind == ZPP_FRAME_VERDICT || frame.kind == ZPP_FRAME_FAREWELL);
+        fuzz_need(frame.bytes < ZPP_ERR_TEXT_BYTES && frame.elems <= 4);
+        if (frame.kind == ZPP_FRAME_VERDICT) fuzz_need(strlen(stream->text) <= frame.bytes);
+    }
+    free(stream);
+}
+
+static void hello_of_a_stranger(struct fuzz_input *input) {
+    struct joining *joining = calloc(1, sizeof *joining);
+    struct zpp_comm *comm = calloc(1, sizeof *comm);
+    struct zpp_net *net = calloc(1, sizeof *net);
+    int pair[2];
+    fuzz_need(joining && comm && net && socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) == 0);
+    joining->comm = comm;
+    comm->ranks = 3;
+    comm->net = net;
+    for (int r = 0; r < 3; r++) {
+        net->hosts.host_of[r] = r;
+        net->peer[r].data_links = 2;
+        for (int slot = 0; slot < ZPP_NET_SLOTS_MAX; slot++) net->peer[r].link[slot] = -1;
+    }
+    for (int i = 0; i < STRANGERS_MAX; i++) joining->stranger[i].fd = -1;
+    fuzz_take(input, joining->card[0].secret, sizeof joining->card[0].secret);
+    greet(joining, pair[0]);
+    struct stranger *stranger = &joining->stranger[0];
+    struct hello hello = {.magic = MAGIC};
+    const uint8_t choice = fuzz_byte(input);
+    hello.rank = (uint16_t)(fuzz_byte(input) % 5);
+    hello.slot = (uint16_t)(fuzz_byte(input) % 12);
+    if (choice & 1) fuzz_take(input, &hello, sizeof hello);
+    const bool proves = choice & 2;
+    if (proves) hello.mac = prove(&joining->card[0], 'C', &hello, stranger->nonce);
+    const size_t bytes = choice & 4 ? fuzz_byte(input) % sizeof hello : sizeof hello;
+    (void)!write(pair[1], &hello, bytes);
+    shutdown(pair[1], SHUT_WR);
+    for (int turns = 0; stranger->fd >= 0 && turns < 4; turns++) listen_to(joining, stranger);
+    fuzz_need(stranger->fd < 0); /* in, or turned away */
+    int taken = 0;
+    for (int r = 0; r < 3; r++)
+        for (int slot = 0; slot < ZPP_NET_SLOTS_MAX; slot++) {
+            if (net->peer[r].link[slot] < 0) continue;
+            taken++;
+            close(net->peer[r].link[slot]);
+            fuzz_need(proves && r == hello.rank && r > 0 && slot == hello.slot && slot < ZPP_NET_DATA + 2);
+        }
+    fuzz_need(taken <= 1);
+    close(pair[1]);
+    free(net);
+    free(comm);
+    free(joining);
+}
+
+FUZZ_TARGET(frame) {
+    struct fuzz_input input = {data, bytes};
+    const int before = fuzz_open_fds();
+    if (fuzz_byte(&input) & 1)
+        news(&input);
+    else
+        hello_of_a_stranger(&input);
+    fuzz_need(fuzz_open_fds() == before);
+    return 0;
+}
