@@ -7,8 +7,8 @@
  *   2. It reads all cards. A card with another identity (net_address.c) is of a rank elsewhere; net_join.c sees to it.
  *   3. Each pair of this host connects, higher rank to lower. Both check the user id that the kernel reports for the
  * other end; the one that connects shows the listener's secret and is shown its own (each could read the store, so it
- * belongs to the job), and both send their control memory and a pidfd of themselves, by SCM_RIGHTS. A pidfd that was sent
- * is right in every pid namespace.
+ * belongs to the job), and both send their control memory and a pidfd of themselves, by SCM_RIGHTS. A pidfd that was
+ * sent is right in every pid namespace.
  *
  * The boot id names the running kernel, so containers of one machine agree on it whatever their host names are. Network
  * namespaces do separate abstract names, so the identity has the namespace in it.

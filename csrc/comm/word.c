@@ -131,7 +131,8 @@ static zpp_status late(struct zpp_turn *turn, const struct zpp_gate *gate, int r
     const double waited_s = (double)waited_ns / 1e9;
     if (!turn->fatal)
         return zpp_fail_rank(err, ZPP_TIMEOUT, zpp_label(comm, first),
-                             "comm: %s %s of group \"%s\" did not come to %s within %.3g s", who, absent, comm->name, doing, waited_s);
+                             "comm: %s %s of group \"%s\" did not come to %s within %.3g s", who, absent, comm->name,
+                             doing, waited_s);
     return zpp_verdict(comm, ZPP_TIMEOUT, first, err,
                        "comm: %s %s of group \"%s\" did not come to %s within %.3g s; if that is no "
                        "fault, allow a longer timeout",

@@ -75,6 +75,8 @@ def run_ranks(
     *args: Any,
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
+    env_of: Sequence[Mapping[str, str]] | None = None,
+    prefix: Sequence[Sequence[str]] | None = None,
     watch: Callable[[list[subprocess.Popen[bytes]]], None] | None = None,
     check: bool = True,
 ) -> list[Outcome]:
@@ -82,6 +84,7 @@ def run_ranks(
 
     Args:
         what: a function ``(rank, ranks, *args)``, the path of a script, or source text.
+        env_of, prefix: variables of each rank; words before its command.
         timeout: seconds, from the start or the return of `watch`; what still runs then is killed, and shows as code -9.
         watch: called with the processes once they are started, in this process (to kill or stop some).
         check: every rank must end with code 0.
@@ -110,10 +113,10 @@ def run_ranks(
                 "LOCAL_WORLD_SIZE": str(ranks),
                 "ZEROPP_TEST_VALUE": f"{folder}/{rank}.json",
                 **(env or {}),
+                **(env_of[rank] if env_of else {}),
             }
-            processes.append(
-                subprocess.Popen(_command(what, args), env=variables, stdout=streams[0], stderr=streams[1], cwd=folder)
-            )
+            command = [*(prefix[rank] if prefix else []), *_command(what, args)]
+            processes.append(subprocess.Popen(command, env=variables, stdout=streams[0], stderr=streams[1], cwd=folder))
         if watch is not None:
             watch(processes)
         ended = _wait(processes, start, time.monotonic() + timeout)

@@ -14,7 +14,7 @@ from torch import nn
 
 from zeropp import _C
 from zeropp.config import Config, Tier
-from zeropp.errors import ConfigError, Error
+from zeropp.errors import ConfigError, Error, NotBuiltError
 from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engine_of, register
 from zeropp.zero.offload import BLOCK_ELEMS, StateTier
 from zeropp.zero.optimizer import adopt, check_offload, check_optimizer
@@ -54,6 +54,10 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     _check_device(config)
     _check_model(model)
     comm = _communicator()
+    if comm is not None and comm.hosts > 1:
+        raise NotBuiltError(
+            f"prepare: the ranks are on {comm.hosts} hosts, and training over several hosts is not implemented yet; use one host"
+        )
     if config.preflight and comm is not None:
         from zeropp.health import preflight
 
