@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * 8-bit floats: every CPU version against the scalar one, bit for bit, over formats, kinds, lengths, alignments and
- * what is not finite, the AVX-512 one lane by lane (avx512_emulated.h) where the machine lacks it; arrays cut over threads.
+ * what is not finite, the AVX-512 one lane by lane (avx512_emulated.h) where the machine lacks it; arrays cut over
+ * threads.
  * (That codes and bounds are right is shown in tests/ops/test_fp8.py.)
  */
 #include "harness.h"

@@ -37,7 +37,7 @@ static void make_region(struct zpp_comm *comm, enum zpp_region_kind kind) {
 static void find_tensor(struct zpp_comm *comm, struct fuzz_input *input) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_turn turn = {.comm = comm, .own_timeout = true};
-    struct zpp_place place = {fuzz_byte(input) % 4, fuzz_byte(input) * 64u};
+    struct zpp_place place = {.arena = fuzz_byte(input) % 4, .offset_bytes = fuzz_byte(input) * 64u};
     const uint8_t *data = NULL;
     uint64_t bytes = fuzz_byte(input) * 32u;
     if (fuzz_byte(input) & 1) fuzz_take(input, &place.offset_bytes, sizeof place.offset_bytes);

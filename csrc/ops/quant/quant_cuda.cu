@@ -3,9 +3,9 @@
  * Block quantisation on CUDA: the arithmetic of quant_body.h, each operation rounded once, so the CPU's bits.
  *
  * Quantise: 64 threads a quantisation block, which is read twice, the second time from the cache. Each thread finds the
- * span of its own elements, then all threads widen the spans of all (64 reads of shared memory: cheaper than a tree with
- * its barriers, and greatest and least know no order). Dequantise: a thread a pair of elements, that is, a byte of 4-bit
- * codes. The steps between barriers are functions, so that a CPU can run them one after the other
+ * span of its own elements, then all threads widen the spans of all (64 reads of shared memory: cheaper than a tree
+ * with its barriers, and greatest and least know no order). Dequantise: a thread a pair of elements, that is, a byte of
+ * 4-bit codes. The steps between barriers are functions, so that a CPU can run them one after the other
  * (tests/c/test_quant_cuda.c).
  */
 #ifndef ZPP_ON_CPU
