@@ -82,6 +82,7 @@ def test_demo_trains_stops_on_ctrl_c_and_goes_on(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_both_scripts_train_alike(tmp_path):
     """The same data, model and seed: the losses differ by the order of fp32 sums only, which three steps amplify
     little."""

@@ -50,7 +50,7 @@ def doctor_with_one_that(rank: int, ranks: int, what: str, *options: str) -> int
     dist.init_process_group("zeropp", timeout=timedelta(seconds=30))
     if what == "dies":
         os._exit(7)
-    time.sleep(12)
+    time.sleep(8)
     os._exit(7)
 
 

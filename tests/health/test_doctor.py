@@ -47,7 +47,7 @@ def test_a_dead_rank_is_named_at_once() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_named_in_time() -> None:
-    outcomes = run_ranks(3, doctor_bodies.doctor_with_one_that, "sleeps", "--timeout", "3", check=False)
+    outcomes = run_ranks(3, doctor_bodies.doctor_with_one_that, "sleeps", "--timeout", "2", check=False)
     assert [outcome.value for outcome in outcomes] == [1, None, 1]
     assert "dead: rank 1: " in outcomes[0].out
 

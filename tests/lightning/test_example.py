@@ -16,6 +16,7 @@ pytest.importorskip("lightning", reason="lightning is not installed: pip install
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lightning_gpt.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_example_trains(tmp_path):
     import os

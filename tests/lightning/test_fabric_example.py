@@ -30,6 +30,7 @@ def test_the_example_goes_on(tmp_path):
     assert run(tmp_path, 20, "--resume")[-1]["loss"] < rows[-1]["loss"]
 
 
+@pytest.mark.slow
 def test_the_example_trains(tmp_path):
     rows = run(tmp_path, 20)
     assert rows[-1]["step"] == 20 and rows[-1]["loss"] < rows[0]["loss"] - 0.5

@@ -4,6 +4,7 @@ weights."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -45,9 +46,16 @@ def survivors_ended(processes: list[Any]) -> bool:
     return all(p.poll() is not None for r, p in enumerate(processes) if r != GUILTY)
 
 
-@pytest.mark.parametrize("mode", ["host copy", "gather"])
-@pytest.mark.parametrize("where", ["forward", "backward", "step"])
-@pytest.mark.parametrize("what", ["kill", "stop"])
+def strikes() -> Any:
+    """Every way of dying in every place; stopping, which takes the whole time-out each time, is slow but for one."""
+    for what, where, mode in itertools.product(
+        ("kill", "stop"), ("forward", "backward", "step"), ("host copy", "gather")
+    ):
+        slow = what == "stop" and (where, mode) != ("backward", "gather")
+        yield pytest.param(what, where, mode, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize(("what", "where", "mode"), strikes())
 def test_survivors_name_the_rank(what: str, where: str, mode: str, tmp_path: Path) -> None:
     answers = launch(tmp_path, what, where, mode, survivors_ended)
     struck = answers[GUILTY].get("struck")
