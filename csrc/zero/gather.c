@@ -20,6 +20,7 @@ struct gather_args {
     zpp_zero *zero;
     struct zpp_unit *unit;
     unsigned char *memory;
+    bool rounded; /* as of the launch: the unit may be fetched anew before a gather that it gave up has run */
 };
 
 static zpp_status gather_slices(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
@@ -28,7 +29,7 @@ static zpp_status gather_slices(void *arg, void *native, const struct zpp_wait *
     zpp_zero *zero = args->zero;
     const size_t bytes = zpp_unit_shard_bytes(args->unit);
     const uint64_t began_ns = zpp_span_begin();
-    if (args->unit->rounded) {
+    if (args->rounded) {
         zpp_wire_gather(zero, args->unit, args->memory);
         zpp_span_end(began_ns, ZPP_SPAN_GATHER, args->unit->name, bytes * (size_t)zero->ranks);
         return ZPP_OK;
@@ -121,7 +122,7 @@ static zpp_status launch_load(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
 }
 
 static zpp_status launch_gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    const struct gather_args args = { zero, unit, unit->whole };
+    const struct gather_args args = { zero, unit, unit->whole, unit->rounded };
     zpp_status status = zpp_stream_launch(zero->gather, gather_slices, &args, sizeof args, err);
     if (status == ZPP_OK) status = zpp_event_record(unit->ready, zero->gather, err);
     return status;

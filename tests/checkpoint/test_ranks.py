@@ -27,6 +27,12 @@ def succeed(ranks: int, case: str, folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+def test_a_checkpoint_moves_to_more_ranks_and_another_stage(tmp_path):
+    succeed(2, "save", tmp_path, "host_copy=off")
+    succeed(3, "resume", tmp_path, "exact=False", "stage=2")
+
+
+@pytest.mark.slow
 def test_a_checkpoint_moves_between_ranks_stages_and_ways_of_holding(tmp_path):
     """Saved by two ranks that gather; loaded by the same, by one shared copy, by other stages, and by one and three
     ranks."""

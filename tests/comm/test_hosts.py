@@ -146,6 +146,7 @@ def test_killed_rank_is_named_within_5_s(hosts: str, tmp_path: Path) -> None:
         assert outcome.value["at"] - at[0] < 5.0
 
 
+@pytest.mark.slow
 def test_stopped_rank_is_named_at_the_time_out(tmp_path: Path) -> None:
     at: list[float] = []
     watch = _signal_when_ready(tmp_path, 2, 1, signal.SIGSTOP, at)

@@ -49,6 +49,7 @@ CONFIG = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_accelerate_loop_equals_ddp_and_goes_on_where_it_was(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install zeropp[hf]")
     found, whole = {}, {}

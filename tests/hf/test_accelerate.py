@@ -50,6 +50,7 @@ def test_fp16_backward_step_and_an_optimizer_without_its_model():
     accelerator.free_memory()
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_goes_on(tmp_path):
     script = str(ROOT / "examples" / "accelerate_loop.py")
     done = launch(2, script, "--folder", str(tmp_path), "--steps", "20", "--width", "64", "--layers", "2")
