@@ -31,8 +31,9 @@ zpp_status zpp_frame_check(const void *raw, int ranks, struct zpp_frame *out, st
             return zpp_fail(err, ZPP_PEER, "a verdict of status -%llu", (unsigned long long)frame.what);
         break;
     case ZPP_FRAME_FAREWELL:
-        if (frame.bytes)
-            return zpp_fail(err, ZPP_PEER, "a farewell of %llu bytes, wanted 0", (unsigned long long)frame.bytes);
+        if (frame.bytes || frame.elems)
+            return zpp_fail(err, ZPP_PEER, "a farewell of %llu bytes and %llu elements, wanted none",
+                            (unsigned long long)frame.bytes, (unsigned long long)frame.elems);
         break;
     default: return zpp_fail(err, ZPP_PEER, "a frame of kind %u, wanted 1, 2 or 3", frame.kind);
     }
