@@ -197,11 +197,22 @@ static void stop_watcher(struct zpp_net *net, bool forked) {
     if (net->stop >= 0) close(net->stop);
 }
 
+/* A verdict stands in this host's memory before the one who pronounced it has told the other hosts. Who leaves because
+ * of it tells them, too, so that nobody hears the farewell first and takes that for the reason. */
+static void retell(struct zpp_comm *comm) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    const zpp_status status = zpp_comm_check(comm, &err);
+    if (status != ZPP_OK) zpp_net_tell(comm, status, err.rank, err.text);
+}
+
 void zpp_net_destroy(struct zpp_comm *comm, bool forked) {
     struct zpp_net *net = comm->net;
     const struct zpp_frame farewell = {.magic = ZPP_FRAME_MAGIC, .kind = ZPP_FRAME_FAREWELL};
     if (!net) return;
-    if (!forked && comm->joined) send_to_all(comm, &farewell, "");
+    if (!forked && comm->joined) {
+        retell(comm);
+        send_to_all(comm, &farewell, "");
+    }
     stop_watcher(net, forked);
     for (int r = 0; r < comm->ranks; r++) {
         if (!zpp_net_elsewhere(comm, r)) continue;
