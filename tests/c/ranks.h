@@ -18,7 +18,12 @@ struct test_rank {
     uint64_t timeout_ns;
     const struct zpp_store *store;
     void (*body)(struct test_rank *me);
+    pthread_barrier_t *all; /* see test_meet */
 };
+
+/* All ranks are here. Unlike a barrier of the group's it ends for all of them even if one goes on to fail at once: who
+ * is ahead may end the group while others are still inside a collective that it has finished. */
+static inline void test_meet(struct test_rank *me) { (void)pthread_barrier_wait(me->all); }
 
 static inline void *test_rank_main(void *arg) {
     struct test_rank *me = arg;
@@ -36,13 +41,16 @@ static inline void run_ranks_timeout(int ranks, uint64_t timeout_ns, void (*body
     struct store_table table;
     struct test_rank rank[TEST_RANKS_MAX];
     pthread_t thread[TEST_RANKS_MAX];
+    pthread_barrier_t all;
     store_table_init(&table);
+    CHECK(pthread_barrier_init(&all, NULL, (unsigned)ranks) == 0);
     const struct zpp_store store = store_table_of(&table);
     for (int r = 0; r < ranks; r++) {
-        rank[r] = (struct test_rank){r, ranks, NULL, arg, timeout_ns, &store, body};
+        rank[r] = (struct test_rank){r, ranks, NULL, arg, timeout_ns, &store, body, &all};
         CHECK(pthread_create(&thread[r], NULL, test_rank_main, &rank[r]) == 0);
     }
     for (int r = 0; r < ranks; r++) CHECK(pthread_join(thread[r], NULL) == 0);
+    pthread_barrier_destroy(&all);
     store_table_fini(&table);
 }
 
