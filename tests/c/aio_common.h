@@ -36,10 +36,10 @@ static inline void remove_folder(void) {
     CHECK_EQUAL(system(command), 0);
 }
 
-/* Static: good until the eighth next call. */
+/* Static, one a thread: good until the eighth next call. */
 static inline const char *in_folder(const char *name) {
-    static char names[8][128];
-    static unsigned turn;
+    static _Thread_local char names[8][128];
+    static _Thread_local unsigned turn;
     char *out = names[turn++ % 8];
     snprintf(out, sizeof names[0], "%s/%s", folder, name);
     return out;

@@ -1,0 +1,490 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Parameters in a file: random schedules of loads, copies and releases against a plain array; ranks that share the
+ * home; and every call into the operating system failing once. The step: test_zero_filed_step.c.
+ *
+ * Run: test_zero_filed [case]; FILED_SCHEDULES and FILED_SEED choose how many schedules, and the first, and have each
+ * seed printed, which repeats its schedule.
+ */
+#include "filed_common.h"
+#include "ranks.h"
+
+enum { UNITS = 6, SCHEDULES = 40, MOVES = 60 };
+/* Smaller than a page, whole pages, a few bytes over. */
+static const size_t unit_bytes[UNITS] = { 5000 * 4, 64, 3 * PAGE, 40000, PAGE + 4, 2 * PAGE };
+
+static uint64_t next_random(uint64_t *state) { /* splitmix64 */
+    uint64_t z = (*state += UINT64_C(0x9e3779b97f4a7c15));
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return z ^ (z >> 31);
+}
+
+static size_t below(uint64_t *random, size_t end) {
+    return (size_t)(next_random(random) % end);
+}
+
+/* --- one rank ----------------------------------------------------------------------------------------------------- */
+
+struct home {
+    zpp_filed *filed;
+    unsigned char *memory; /* the home */
+    size_t bytes;
+    int unit[UNITS];
+    size_t offset[UNITS];
+};
+
+static zpp_status open_file(zpp_filed *filed, bool make, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    return open_blocks(filed, make, 4 * PAGE, fault, err);
+}
+
+/* Units added and sealed, no file yet. */
+static struct home sealed_home(zpp_comm *comm, double fraction, size_t warm_bytes) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct home home = { .bytes = 0 };
+    CHECK_OK(zpp_filed_create(comm, fraction, &home.filed, &err));
+    for (int i = 0; i < UNITS; i++) {
+        CHECK_OK(zpp_filed_add(home.filed, unit_bytes[i], &home.unit[i], &home.offset[i], &err));
+        CHECK_EQUAL(home.offset[i], home.bytes);
+        home.bytes += (unit_bytes[i] + PAGE - 1) / PAGE * PAGE;
+    }
+    CHECK_OK(zpp_filed_seal(home.filed, warm_bytes, &err));
+    home.memory = zpp_filed_home(home.filed);
+    return home;
+}
+
+static struct home new_home(double fraction, size_t warm_bytes) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    struct home home = sealed_home(NULL, fraction, warm_bytes);
+    CHECK_OK(open_file(home.filed, true, &fault, &err));
+    return home;
+}
+
+static void end_home(struct home *home) {
+    zpp_filed_destroy(home->filed);
+    CHECK_EQUAL(unlink(in_folder("params")), 0);
+}
+
+static void put(struct home *home, size_t offset, const void *values, size_t bytes) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    CHECK_OK(zpp_filed_copy(home->filed, offset, (void *)(uintptr_t)values, bytes, true, &fault, &err));
+}
+
+static void check_copy(struct home *home, size_t offset, const unsigned char *wanted, size_t bytes) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    unsigned char *seen = malloc(bytes + 1);
+    CHECK(seen);
+    CHECK_OK(zpp_filed_copy(home->filed, offset, seen, bytes, false, &fault, &err));
+    CHECK_EQUAL(memcmp(seen, wanted, bytes), 0);
+    free(seen);
+}
+
+static void check_outcome(struct home *home, int i) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    CHECK_OK(zpp_filed_outcome(home->filed, home->unit[i], &fault, &err));
+}
+
+static void load(struct home *home, int i) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    CHECK_OK(zpp_filed_enter(home->filed, home->unit[i], &err));
+    zpp_filed_begin(home->filed, home->unit[i]);
+    CHECK_OK(zpp_filed_arrive(home->filed, home->unit[i], &patient));
+}
+
+static void leave(struct home *home, int i) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    CHECK_OK(zpp_filed_leave(home->filed, home->unit[i], &err));
+}
+
+/* --- random schedules --------------------------------------------------------------------------------------------- */
+
+enum { OUT, COMING, IN }; /* a unit, as the schedule sees it */
+
+struct schedule {
+    struct home home;
+    unsigned char *model; /* what every byte of the home should be */
+    int state[UNITS];
+    uint64_t random;
+};
+
+static bool is_in(const struct schedule *at, int i) {
+    return at->state[i] == IN || zpp_filed_is_held(at->home.filed, at->home.unit[i]);
+}
+
+static void check_unit(const struct schedule *at, int i) {
+    const size_t offset = at->home.offset[i];
+    CHECK_EQUAL(memcmp(at->home.memory + offset, at->model + offset, unit_bytes[i]), 0);
+}
+
+/* Bytes of one unit that nobody has entered: what is in memory of the others would be stale. */
+static void write_some(struct schedule *at, int i) {
+    if (at->state[i] != OUT) return;
+    const size_t from = below(&at->random, unit_bytes[i]), bytes = 1 + below(&at->random, unit_bytes[i] - from);
+    unsigned char *values = at->model + at->home.offset[i] + from;
+    fill(values, bytes, from, (unsigned)next_random(&at->random));
+    put(&at->home, at->home.offset[i] + from, values, bytes);
+}
+
+static void read_some(struct schedule *at) {
+    const size_t from = below(&at->random, at->home.bytes), bytes = below(&at->random, at->home.bytes - from + 1);
+    check_copy(&at->home, from, at->model + from, bytes);
+}
+
+static void write_back_some(struct schedule *at, int i) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    if (!is_in(at, i)) return;
+    const size_t from = at->home.offset[i] + below(&at->random, unit_bytes[i]);
+    const size_t bytes = 1 + below(&at->random, at->home.offset[i] + unit_bytes[i] - from);
+    fill(at->model + from, bytes, from, (unsigned)next_random(&at->random));
+    memcpy(at->home.memory + from, at->model + from, bytes);
+    CHECK_OK(zpp_filed_write_back(at->home.filed, from, bytes, &fault, &err));
+}
+
+/* One step in a unit's life. */
+static void go_on(struct schedule *at, int i) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    const int unit = at->home.unit[i];
+    if (zpp_filed_is_held(at->home.filed, unit)) {
+        check_unit(at, i);
+    } else if (at->state[i] == OUT) {
+        CHECK_OK(zpp_filed_enter(at->home.filed, unit, &err));
+        zpp_filed_begin(at->home.filed, unit);
+        at->state[i] = COMING;
+    } else if (at->state[i] == COMING) {
+        const bool patiently = next_random(&at->random) & 1;
+        const zpp_status status = zpp_filed_arrive(at->home.filed, unit, patiently ? &patient : NULL);
+        CHECK(status == ZPP_OK || (status == ZPP_AGAIN && !patiently));
+        if (status == ZPP_AGAIN) return;
+        check_outcome(&at->home, i);
+        check_unit(at, i);
+        at->state[i] = IN;
+    } else {
+        check_unit(at, i);
+        leave(&at->home, i);
+        at->state[i] = OUT;
+    }
+}
+
+static void run_schedule(uint64_t seed) {
+    static const double fractions[] = { 1.0, 0.5, 0.2, 0.9 };
+    struct schedule at = { .random = seed };
+    reset_plan();
+    plan.no_ring = next_random(&at.random) % 4 == 0;
+    plan.most_bytes = next_random(&at.random) % 3 == 0 ? 1 + below(&at.random, 9000) : 0;
+    at.home = new_home(fractions[below(&at.random, 4)], below(&at.random, 3) * 8 * PAGE);
+    at.model = calloc(at.home.bytes, 1);
+    CHECK(at.model);
+    for (int i = 0; i < UNITS; i++) write_some(&at, i);
+    for (int move = 0; move < MOVES; move++) {
+        const int i = (int)below(&at.random, UNITS);
+        switch (below(&at.random, 6)) {
+        case 0: write_some(&at, i); break;
+        case 1: read_some(&at); break;
+        case 2: write_back_some(&at, i); break;
+        default: go_on(&at, i); break;
+        }
+    }
+    struct zpp_filed_figures figures;
+    zpp_filed_figures(at.home.filed, &figures);
+    CHECK_EQUAL(figures.home_bytes, at.home.bytes);
+    CHECK(figures.entered_bytes <= figures.entered_peak_bytes && figures.entered_peak_bytes <= at.home.bytes);
+    end_home(&at.home); /* loads may be under way */
+    free(at.model);
+}
+
+static void random_schedules(void) {
+    const char *count = getenv("FILED_SCHEDULES"), *first = getenv("FILED_SEED");
+    const uint64_t from = first ? strtoull(first, NULL, 10) : 1;
+    make_folder();
+    for (uint64_t seed = from; seed < from + (count ? strtoull(count, NULL, 10) : SCHEDULES); seed++) {
+        if (first || count) fprintf(stderr, "seed %llu ", (unsigned long long)seed);
+        run_schedule(seed);
+    }
+    remove_folder();
+}
+
+/* --- loads that fail ---------------------------------------------------------------------------------------------- */
+
+static void check_fault(const struct zpp_err *err, const struct zpp_aio_fault *fault, int error) {
+    CHECK(strstr(err->text, "/params\"") && strstr(err->text, strerror(error)) && strstr(err->text, "at offset"));
+    CHECK(strstr(fault->path, "/params") && fault->os_errno == error && fault->wanted_bytes > 0);
+}
+
+/* The n-th read of a load fails, for every n: file and offset are named, and the next load of the unit is whole. */
+static void every_read_of_a_load_fails_once(void) {
+    make_folder();
+    for (int no_ring = 0; no_ring < 2; no_ring++) {
+        reset_plan();
+        plan.no_ring = no_ring;
+        struct home home = new_home(1.0, 0);
+        static unsigned char values[40000];
+        fill(values, sizeof values, 0, 3);
+        put(&home, home.offset[3], values, sizeof values);
+        for (int n = 0;; n++) {
+            struct zpp_err err = ZPP_ERR_INIT;
+            struct zpp_aio_fault fault = { .wanted_bytes = 0 };
+            atomic_store(&plan.reads_left, n);
+            load(&home, 3);
+            atomic_store(&plan.reads_left, -1);
+            const zpp_status status = zpp_filed_outcome(home.filed, home.unit[3], &fault, &err);
+            if (status != ZPP_OK) {
+                CHECK_EQUAL(status, ZPP_TIER);
+                check_fault(&err, &fault, EIO);
+                CHECK(fault.offset_bytes >= home.offset[3] && fault.offset_bytes < home.offset[3] + PAGE * 10);
+                leave(&home, 3);
+                load(&home, 3);
+                check_outcome(&home, 3);
+            }
+            CHECK_EQUAL(memcmp(home.memory + home.offset[3], values, sizeof values), 0);
+            leave(&home, 3);
+            if (status == ZPP_OK) {
+                CHECK_EQUAL(n, 3); /* ten pages in blocks of four */
+                break;
+            }
+        }
+        end_home(&home);
+    }
+    remove_folder();
+}
+
+/* A file that lost its end; and one that is gone before it was ever opened. */
+static void files_that_shrink_or_vanish(void) {
+    make_folder();
+    reset_plan();
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault = { .wanted_bytes = 0 };
+    struct home home = new_home(1.0, 0);
+    CHECK_EQUAL(truncate(in_folder("params"), (off_t)(home.offset[3] + PAGE)), 0);
+    load(&home, 0);
+    check_outcome(&home, 0);
+    leave(&home, 0);
+    load(&home, 3);
+    CHECK_FAILS(zpp_filed_outcome(home.filed, home.unit[3], &fault, &err), ZPP_TIER, "/params\"");
+    CHECK(fault.offset_bytes >= home.offset[3] && strstr(fault.path, "/params"));
+    leave(&home, 3);
+    end_home(&home);
+
+    home = new_home(1.0, 0);
+    plan.open_error = EMFILE;
+    load(&home, 0); /* the first use opens it */
+    CHECK_FAILS(zpp_filed_outcome(home.filed, home.unit[0], &fault, &err), ZPP_TIER, strerror(EMFILE));
+    plan.open_error = 0;
+    leave(&home, 0);
+    load(&home, 0);
+    check_outcome(&home, 0);
+    leave(&home, 0);
+    end_home(&home);
+    remove_folder();
+}
+
+/* Slices that are copied, in and out, and written back: each operation fails once. */
+static void every_operation_of_a_copy_fails_once(void) {
+    make_folder();
+    static unsigned char values[40000];
+    for (int kind = 0; kind < 3; kind++) { /* out, in, write back */
+        for (int n = 0, ended = 0; !ended; n++) {
+            struct zpp_err err = ZPP_ERR_INIT;
+            struct zpp_aio_fault fault = { .wanted_bytes = 0 };
+            reset_plan();
+            struct home home = new_home(1.0, 0);
+            if (kind == 2) load(&home, 3);
+            atomic_store(kind ? &plan.writes_left : &plan.reads_left, n);
+            const zpp_status status =
+                kind == 2 ? zpp_filed_write_back(home.filed, home.offset[3], 40000, &fault, &err)
+                          : zpp_filed_copy(home.filed, home.offset[3], values, 40000, kind, &fault, &err);
+            ended = status == ZPP_OK;
+            if (!ended) check_fault(&err, &fault, EIO);
+            CHECK(n < 8);
+            end_home(&home);
+        }
+    }
+    remove_folder();
+}
+
+/* A full disk is found when the file is made, with its path, what was wanted and what is free. */
+static void making_the_file(void) {
+    make_folder();
+    reset_plan();
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault = { .wanted_bytes = 0 };
+    struct home home = sealed_home(NULL, 0.5, 0);
+    plan.reserve_error = ENOSPC;
+    CHECK_FAILS(open_file(home.filed, true, &fault, &err), ZPP_TIER, "free some, or choose another folder");
+    CHECK(strstr(fault.path, "/params") && fault.has_free && fault.os_errno == ENOSPC);
+    struct zpp_filed_figures figures;
+    zpp_filed_figures(home.filed, &figures);
+    CHECK_EQUAL(fault.wanted_bytes, home.bytes - figures.cut_bytes);
+    end_home(&home);
+
+    home = sealed_home(NULL, 0.5, 0);
+    plan.reserve_error = EOPNOTSUPP; /* a file with holes */
+    CHECK_OK(open_file(home.filed, true, &fault, &err));
+    CHECK_EQUAL(file_bytes(in_folder("params")), home.bytes - figures.cut_bytes);
+    plan.reserve_error = 0;
+    struct home second = sealed_home(NULL, 0.5, 0); /* a file that is there already is somebody's */
+    CHECK_FAILS(open_file(second.filed, true, &fault, &err), ZPP_TIER, strerror(EEXIST));
+    zpp_filed_destroy(second.filed);
+    end_home(&home);
+
+    home = sealed_home(NULL, 1.0, 0);
+    plan.open_error = EACCES;
+    CHECK_FAILS(open_file(home.filed, true, &fault, &err), ZPP_TIER, strerror(EACCES));
+    zpp_filed_destroy(home.filed);
+    remove_folder();
+}
+
+static void refuses_misuse(void) {
+    make_folder();
+    reset_plan();
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    zpp_filed *filed = NULL;
+    int unit;
+    size_t offset;
+    CHECK_FAILS(zpp_filed_create(NULL, 0.0, &filed, &err), ZPP_INVALID, "fraction is 0");
+    CHECK_FAILS(zpp_filed_create(NULL, 1.5, &filed, &err), ZPP_INVALID, "fraction is 1.5");
+    CHECK_OK(zpp_filed_create(NULL, 1.0, &filed, &err));
+    CHECK_FAILS(open_file(filed, true, &fault, &err), ZPP_STATE, "opened before seal");
+    CHECK_OK(zpp_filed_seal(filed, 0, &err)); /* no units at all */
+    CHECK_FAILS(zpp_filed_seal(filed, 0, &err), ZPP_STATE, "sealed twice");
+    zpp_filed_destroy(filed);
+    struct home home = new_home(1.0, 0);
+    CHECK_FAILS(zpp_filed_add(home.filed, 1, &unit, &offset, &err), ZPP_STATE, "after seal");
+    CHECK_FAILS(open_file(home.filed, false, &fault, &err), ZPP_STATE, "opened twice");
+    unsigned char byte = 0;
+    CHECK_FAILS(zpp_filed_copy(home.filed, home.bytes, &byte, 1, false, &fault, &err), ZPP_INVALID, "are copied");
+    load(&home, 1);
+    leave(&home, 1);
+    zpp_filed_close(home.filed);
+    CHECK_FAILS(zpp_filed_copy(home.filed, 0, &byte, 1, false, &fault, &err), ZPP_STATE, "their file is closed");
+    load(&home, 1);
+    CHECK_FAILS(zpp_filed_outcome(home.filed, home.unit[1], &fault, &err), ZPP_STATE, "their file is closed");
+    struct zpp_filed_figures figures;
+    zpp_filed_figures(home.filed, &figures);
+    CHECK_EQUAL(figures.read_bytes, PAGE); /* what was read before the end stays counted */
+    end_home(&home);
+    zpp_filed_destroy(NULL);
+    remove_folder();
+}
+
+/* --- ranks that share the home ------------------------------------------------------------------------------------ */
+
+enum { PASSES = 6 };
+
+struct shared {
+    double fraction;
+    bool with_failures;
+    atomic_uint_least64_t read_bytes;
+    atomic_int failures;
+};
+
+static void meet(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    CHECK_OK(zpp_barrier(me->comm, &patient, &err));
+}
+
+/* Under ThreadSanitizer the ranks share one mapping, and closing addresses of one closes those of all. */
+static void meet_under_tsan(struct test_rank *me) {
+#ifdef ZPP_UNDER_TSAN
+    meet(me);
+#else
+    (void)me;
+#endif
+}
+
+static void fill_slice(struct home *home, struct test_rank *me, int i, unsigned seed) {
+    const size_t share = unit_bytes[i] / (size_t)me->ranks, begin = share * (size_t)me->rank;
+    const size_t bytes = me->rank == me->ranks - 1 ? unit_bytes[i] - begin : share;
+    unsigned char *values = malloc(bytes + 1);
+    CHECK(values);
+    fill(values, bytes, begin, seed + (unsigned)i);
+    put(home, home->offset[i] + begin, values, bytes);
+    free(values);
+}
+
+/* Every unit in one order, a few ahead, at this rank's own pace. */
+static void pass_over_units(struct home *home, struct test_rank *me, unsigned seed, uint64_t *random) {
+    struct shared *shared = me->arg;
+    for (int i = 0; i < UNITS; i++) {
+        if (zpp_filed_is_held(home->filed, home->unit[i])) continue;
+        if (below(random, 3) == 0) {
+            const struct timespec late = { .tv_nsec = (long)below(random, 300000) };
+            nanosleep(&late, NULL);
+        }
+        meet_under_tsan(me);
+        load(home, i);
+        struct zpp_err err = ZPP_ERR_INIT;
+        struct zpp_aio_fault fault;
+        const zpp_status status = zpp_filed_outcome(home->filed, home->unit[i], &fault, &err);
+        if (status == ZPP_OK) check_filled(home->memory + home->offset[i], unit_bytes[i], 0, seed + (unsigned)i);
+        else CHECK(shared->with_failures && atomic_fetch_add(&shared->failures, 1) >= 0);
+        meet_under_tsan(me);
+        leave(home, i);
+    }
+}
+
+static void shared_body(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    struct shared *shared = me->arg;
+    uint64_t random = 77u * (unsigned)me->rank + 5;
+    struct home home = sealed_home(me->comm, shared->fraction, 0);
+    if (me->rank == 0) CHECK_OK(open_file(home.filed, true, &fault, &err));
+    meet(me);
+    if (me->rank) CHECK_OK(open_file(home.filed, false, &fault, &err));
+    for (unsigned pass = 0; pass < PASSES; pass++) {
+        for (int i = 0; i < UNITS; i++) fill_slice(&home, me, i, 10 * pass);
+        meet(me); /* as zpp_zero_step_begin and _end do */
+        if (me->rank == 0 && shared->with_failures) atomic_store(&plan.reads_left, (int)pass);
+        pass_over_units(&home, me, 10 * pass, &random);
+        meet(me);
+        if (me->rank == 0) atomic_store(&plan.reads_left, -1);
+        meet(me);
+    }
+    struct zpp_filed_figures figures;
+    zpp_filed_figures(home.filed, &figures);
+    CHECK_EQUAL(figures.entered_bytes, 0);
+    atomic_fetch_add(&shared->read_bytes, figures.read_bytes);
+    meet(me);
+    zpp_filed_destroy(home.filed);
+}
+
+/* Ranks at different paces, each with its own slices to write: a pass reads every byte at least once, and at most once
+ * a rank. A read that fails is heard by the rank that made it, and another rank reads the unit for itself. */
+static void ranks_share_what_is_read(void) {
+    for (int turn = 0; turn < 4; turn++) {
+        const int ranks = 2 + turn % 2;
+        struct shared shared = { .fraction = turn == 1 ? 0.6 : 1.0, .with_failures = turn >= 2 };
+        make_folder();
+        reset_plan();
+        struct home like = sealed_home(NULL, shared.fraction, 0);
+        struct zpp_filed_figures figures;
+        zpp_filed_figures(like.filed, &figures);
+        zpp_filed_destroy(like.filed);
+        run_ranks(ranks, shared_body, &shared);
+        const uint64_t filed = figures.home_bytes - figures.cut_bytes, seen = atomic_load(&shared.read_bytes);
+        /* Writing slices that begin inside a page reads that page. */
+        const uint64_t edges = (uint64_t)PASSES * UNITS * (unsigned)ranks * 2 * PAGE;
+        CHECK(seen + filed >= PASSES * filed);
+        CHECK(seen <= (uint64_t)PASSES * filed * (unsigned)ranks + edges);
+        CHECK((atomic_load(&shared.failures) > 0) == shared.with_failures);
+        remove_folder();
+    }
+}
+
+int main(int argc, char **argv) {
+    static const struct test_case cases[] = { TEST(random_schedules),
+                                              TEST(every_read_of_a_load_fails_once),
+                                              TEST(files_that_shrink_or_vanish),
+                                              TEST(every_operation_of_a_copy_fails_once),
+                                              TEST(making_the_file),
+                                              TEST(refuses_misuse),
+                                              TEST(ranks_share_what_is_read),
+                                              { 0 } };
+    return test_main(argc, argv, cases);
+}

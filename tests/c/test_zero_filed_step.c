@@ -1,0 +1,214 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The step over parameters in a file, alone and beside states in a file: the same step in memory, bit for bit; what it
+ * reads and writes; and every operation failing once.
+ */
+#include "../../csrc/zero/tier.h"
+#include "filed_common.h"
+#include "threads.h"
+
+/* Parameters of one unit: the second is not stepped, the third crosses a window, the last is not round. */
+enum { PARAMS = 4, ELEMS = 3000 + 100 + 1200000 + 1003 };
+static const size_t param_elems[PARAMS] = { 3000, 100, 1200000, 1003 };
+
+enum where { FP32_IN_FILE, COPIES_IN_FILE, STATES_TOO, WHERES };
+
+struct adam {
+    float *master, *exp_avg, *exp_avg_sq, *grad;
+    uint16_t *low;
+};
+
+static struct adam new_adam(void) {
+    struct adam adam = { .master = malloc(ELEMS * 4), .exp_avg = calloc(ELEMS, 4), .exp_avg_sq = calloc(ELEMS, 4),
+                         .grad = malloc(ELEMS * 4), .low = calloc(ELEMS, 2) };
+    CHECK(adam.master && adam.exp_avg && adam.exp_avg_sq && adam.grad && adam.low);
+    for (size_t i = 0; i < ELEMS; i++) {
+        adam.master[i] = (float)((int)pattern(i, 1) - 128) / 64.0f;
+        adam.grad[i] = (float)((int)pattern(i, 2) - 128) / 256.0f;
+    }
+    return adam;
+}
+
+static void drop_adam(struct adam *adam) {
+    free(adam->master);
+    free(adam->exp_avg);
+    free(adam->exp_avg_sq);
+    free(adam->grad);
+    free(adam->low);
+}
+
+struct stepped {
+    enum where where;
+    zpp_filed *filed;
+    zpp_tier *tier;
+    unsigned char *home;
+    struct adam plain, ours;
+};
+
+static size_t elem_bytes(enum where where) {
+    return where == FP32_IN_FILE ? 4 : 2;
+}
+
+static struct stepped new_stepped(enum where where, double fraction) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    struct stepped at = { .where = where, .plain = new_adam(), .ours = new_adam() };
+    int unit, slice;
+    size_t offset;
+    CHECK_OK(zpp_filed_create(NULL, fraction, &at.filed, &err));
+    CHECK_OK(zpp_filed_add(at.filed, ELEMS * elem_bytes(where), &unit, &offset, &err));
+    CHECK_OK(zpp_filed_seal(at.filed, 0, &err));
+    at.home = zpp_filed_home(at.filed);
+    CHECK_OK(open_blocks(at.filed, true, 0, &fault, &err));
+    if (where == FP32_IN_FILE)
+        CHECK_OK(zpp_filed_copy(at.filed, 0, at.ours.master, ELEMS * 4, true, &fault, &err));
+    if (where != STATES_TOO) return at;
+    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = fraction, .sys = &sys,
+                                              .log = count_log };
+    CHECK_OK(zpp_tier_create(&options, &at.tier, &err));
+    CHECK_OK(zpp_tier_add(at.tier, ELEMS, true, &slice, &err));
+    CHECK_OK(zpp_tier_seal(at.tier, &fault, &err));
+    CHECK_OK(zpp_tier_copy(at.tier, 0, ZPP_TIER_MASTER, 0, ELEMS, at.ours.master, true, &fault, &err));
+    return at;
+}
+
+static void end_stepped(struct stepped *at) {
+    zpp_filed_destroy(at->filed);
+    CHECK_EQUAL(unlink(in_folder("params")), 0);
+    if (at->tier) {
+        zpp_tier_destroy(at->tier);
+        CHECK_EQUAL(unlink(in_folder("states")), 0);
+    }
+    drop_adam(&at->plain);
+    drop_adam(&at->ours);
+}
+
+static struct zpp_adam_segment segment_of(struct adam *adam, size_t first, size_t elems, uint64_t t, bool low) {
+    return (struct zpp_adam_segment){
+        .param = adam->master + first, .grad = adam->grad + first, .grad_dtype = ZPP_F32,
+        .exp_avg = adam->exp_avg + first, .exp_avg_sq = adam->exp_avg_sq + first,
+        .param_out = low ? adam->low + first : NULL, .out_dtype = ZPP_BF16, .elems = elems, .step = t, .lr = 0.01,
+        .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .decoupled_decay = true };
+}
+
+/* Both sides take one step; a piece ends where the file begins, as the binding cuts them. */
+static zpp_status step(struct stepped *at, uint64_t t, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
+                       struct zpp_err *err) {
+    struct zpp_adam_segment plain[PARAMS], ours[2 * PARAMS];
+    struct zpp_tier_piece pieces[2 * PARAMS];
+    const bool low = at->where != FP32_IN_FILE;
+    const size_t size = elem_bytes(at->where);
+    size_t plain_count = 0, count = 0;
+    for (size_t i = 0, begin = 0; i < PARAMS; begin += param_elems[i++]) {
+        if (i == 1) continue;
+        plain[plain_count++] = segment_of(&at->plain, begin, param_elems[i], t, low);
+        for (size_t done = 0, run; done < param_elems[i]; done += run) {
+            unsigned char *place = at->home + (begin + done) * size;
+            run = zpp_filed_run(at->filed, place, param_elems[i] - done, size);
+            struct zpp_adam_segment segment = segment_of(&at->ours, begin + done, run, t, low);
+            if (low) segment.param_out = place;
+            else segment.param = (float *)(void *)place;
+            ours[count] = segment;
+            pieces[count++] = (struct zpp_tier_piece){ segment, 0, begin + done };
+        }
+    }
+    zpp_adam_step(plain, plain_count, 0.5f, pool);
+    *torn = false;
+    if (at->tier) {
+        const zpp_status status = zpp_tier_step(at->tier, pieces, count, at->filed, 0.5f, pool, fault, err);
+        *torn = zpp_tier_torn(at->tier);
+        return status;
+    }
+    return zpp_filed_adam_step(at->filed, ours, count, 0.5f, pool, torn, fault, err);
+}
+
+/* What the file holds is what memory would. */
+static bool same(struct stepped *at) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    const size_t bytes = ELEMS * elem_bytes(at->where);
+    unsigned char *seen = malloc(bytes);
+    CHECK(seen);
+    CHECK_OK(zpp_filed_copy(at->filed, 0, seen, bytes, false, &fault, &err));
+    const void *wanted = at->where == FP32_IN_FILE ? (const void *)at->plain.master : at->plain.low;
+    const bool equal = memcmp(seen, wanted, bytes) == 0;
+    free(seen);
+    return equal;
+}
+
+static void steps_equal_memory(void) {
+    static const double fractions[] = { 1.0, 0.6 };
+    make_folder();
+    for (int turn = 0; turn < 2 * WHERES; turn++) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        struct zpp_aio_fault fault;
+        zpp_pool *pool = NULL;
+        bool torn;
+        reset_plan();
+        plan.no_ring = turn == 1;
+        CHECK_OK(zpp_pool_create(in_new_threads, turn % 2 ? 2 : 1, &pool, &err));
+        struct stepped at = new_stepped((enum where)(turn % WHERES), fractions[turn / WHERES]);
+        struct zpp_filed_figures before, after;
+        for (uint64_t t = 1; t <= 3; t++) {
+            zpp_filed_figures(at.filed, &before);
+            CHECK_OK(step(&at, t, pool, &torn, &fault, &err));
+            zpp_filed_figures(at.filed, &after);
+            CHECK(!torn && same(&at));
+        }
+        /* Bytes: fp32 parameters are read and written once a step, copies are only written; no more than the page that
+         * each end of a window stands in. */
+        const size_t filed_bytes = before.home_bytes - before.cut_bytes, edges = 32 * PAGE;
+        const uint64_t written = after.written_bytes - before.written_bytes;
+        const uint64_t read = after.read_bytes - before.read_bytes;
+        CHECK(written <= filed_bytes && written + edges >= filed_bytes);
+        if (at.where == FP32_IN_FILE) CHECK(read <= filed_bytes + edges + ELEMS * 4 && read + edges >= filed_bytes);
+        CHECK(after.window_bytes <= ZPP_FILED_WINDOWS * (512 * 1024 * elem_bytes(at.where) + 16 * PAGE));
+        end_stepped(&at);
+        zpp_pool_destroy(pool);
+    }
+    remove_folder();
+}
+
+/* The n-th read or write of a step fails, for every n. Either nothing was stepped and nothing is torn, or it says
+ * so. */
+static void every_operation_of_a_step_fails_once(void) {
+    make_folder();
+    for (int turn = 0; turn < 2 * WHERES; turn++) {
+        const enum where where = (enum where)(turn % WHERES);
+        const bool write = turn / WHERES;
+        for (int n = 0;; n += n > 4 ? 6 : 1) { /* each one of the first windows, then a sample */
+            struct zpp_err err = ZPP_ERR_INIT;
+            struct zpp_aio_fault fault = { .wanted_bytes = 0 };
+            bool torn;
+            reset_plan();
+            struct stepped at = new_stepped(where, 1.0);
+            const bool was_same = where == FP32_IN_FILE;
+            atomic_store(write ? &plan.writes_left : &plan.reads_left, n);
+            const zpp_status status = step(&at, 1, NULL, &torn, &fault, &err);
+            atomic_store(write ? &plan.writes_left : &plan.reads_left, -1);
+            if (status == ZPP_OK) {
+                CHECK(!torn && same(&at));
+                end_stepped(&at);
+                CHECK(n > 0 || (where == COPIES_IN_FILE && !write)); /* copies are never read */
+                break;
+            }
+            CHECK_EQUAL(status, ZPP_TIER);
+            CHECK(strstr(err.text, strerror(EIO)) && strstr(err.text, "at offset") && fault.os_errno == EIO);
+            if (!torn && was_same) { /* nothing was stepped: the same step can be taken again */
+                struct adam fresh = new_adam();
+                memcpy(at.plain.master, fresh.master, ELEMS * 4);
+                drop_adam(&fresh);
+                CHECK(same(&at));
+            }
+            CHECK(torn || (!write && where == FP32_IN_FILE));
+            end_stepped(&at);
+        }
+    }
+    remove_folder();
+}
+
+int main(int argc, char **argv) {
+    static const struct test_case cases[] = { TEST(steps_equal_memory), TEST(every_operation_of_a_step_fails_once),
+                                              { 0 } };
+    return test_main(argc, argv, cases);
+}
