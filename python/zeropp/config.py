@@ -113,8 +113,8 @@ class Tier:
 @dataclass(frozen=True, kw_only=True)
 class Offload:
     """Which tier holds each kind of state: a `Tier(...)`, or the name of a kind, as in
-    `Offload(optimizer="nvme", path="/scratch")`. The optimizer's states and the parameters may live on NVMe; the other
-    kinds say "not yet" there."""
+    `Offload(optimizer="nvme", path="/scratch")`. The optimizer's states, the parameters and the activations may live on
+    NVMe; gradients say "not yet" there."""
 
     params: Tier | str = Tier()
     """Tier of the parameter shards; other than "device" needs stage 3. "nvme" reads a unit's parameters when they are
@@ -128,7 +128,9 @@ class Offload:
     needs Adam or AdamW, and takes `fraction`: the share of these bytes that goes to the file."""
 
     activations: Tier | str = Tier()
-    """Tier of the activations that checkpointing keeps."""
+    """Tier of what autograd keeps for backward while the model's forward runs: the inputs of checkpointed blocks where
+    the model uses `torch.utils.checkpoint`, and all of it where it does not. "nvme" writes it behind the computation and
+    reads it ahead of backward, and takes `fraction`. Each rank offloads its own."""
 
     path: str | Path | None = None
     """Folder of the kinds that are given by name as "nvme"; None afterwards, when each tier has it."""
@@ -442,7 +444,7 @@ class Config:
                     tier.kind,
                     f"'device' at stage {self.stage}: this kind is partitioned from stage {least} on",
                 )
-            if tier.kind == "nvme" and name not in ("optimizer", "params"):
+            if tier.kind == "nvme" and name == "grads":
                 raise not_yet(
                     f"Config.offload.{name}.kind",
                     tier.kind,

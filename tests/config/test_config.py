@@ -104,7 +104,6 @@ def test_a_mistake_is_named(make, path, says):
     "make, path",
     [
         (lambda: Config(offload=Offload(grads=Tier("nvme", path="/swap"))), "Config.offload.grads.kind"),
-        (lambda: Config(offload=Offload(activations=Tier("nvme", path="/swap"))), "Config.offload.activations.kind"),
         (lambda: Config(stage=1, comm=Comm(grads="int4")), "Config.comm.grads"),
         (lambda: Config(comm=Comm(secondary_shard=2)), "Config.comm.secondary_shard"),
         (lambda: Config(precision=Precision(compute="bf16")), "Precision.compute"),

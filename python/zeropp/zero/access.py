@@ -227,8 +227,8 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     with states or parameters offloaded also ``"nvme"``, the same of the scratch files.
 
     Kinds: ``params``, ``grads``, ``master`` (fp32 copy), ``optimizer``; and what comes and goes, held only: ``gathered`` (units
-    whole now), ``buckets`` (gradients on their way), ``tier_buffers`` (what an offloaded step streams through), ``scratch`` (of
-    the steps of LAMB and the one-bit optimizers).
+    whole now), ``buckets`` (gradients on their way), ``tier_buffers`` (what an offloaded step streams through), ``activations``
+    (on their way to the disk or back, and there), ``scratch`` (of the steps of LAMB and the one-bit optimizers).
     ``bytes_per_parameter`` compares the sum over the tiers with the paper's formula.
     """
     engine = engine_of(model)
@@ -256,6 +256,10 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
             share = round(planned[kind] * engine.states.fraction)
             nvme[kind] = {"planned": share, "held": value}
             planned[kind] -= share
+    if engine.activations is not None:
+        seen = engine.activations.figures()
+        held["activations"] = seen["waiting_bytes"] + seen["ahead_bytes"]
+        nvme["activations"] = {"planned": 0, "held": seen["file_bytes"]}
     cpu = {kind: {"planned": planned.get(kind, 0), "held": value} for kind, value in held.items()}
     return {
         "cpu": cpu,

@@ -24,6 +24,7 @@ from zeropp.zero.storage import Storage
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan
 
 if TYPE_CHECKING:
+    from zeropp.zero.activations import ActivationTier
     from zeropp.zero.onebit import OneBit
 
 #: csrc/base/dtype.h, in its order.
@@ -184,6 +185,7 @@ class Engine:
         self.storage: Storage | None = None  # of the tiers below
         self.states: StateTier | None = None  # where the optimizer's states are, unless in memory
         self.params_tier: ParamsTier | None = None  # where the parameters are, unless in memory
+        self.activations: ActivationTier | None = None  # where what autograd saves goes, unless it stays in memory
         if any(tier.kind == "nvme" for tier in tiers):
             self.storage = Storage(self, [i for i, plan in enumerate(plans) if plan.trainable])
             if self._params is not None:
@@ -342,7 +344,7 @@ class Engine:
     def close(self) -> None:
         """The model is gone."""
         self.core.close()
-        for tier in (self.states, self.params_tier):
+        for tier in (self.states, self.params_tier, self.activations):
             if tier is not None:
                 tier.close()
         for unit in self.units:

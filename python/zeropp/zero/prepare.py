@@ -87,6 +87,10 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     if comm is not None:
         comm.barrier()
     _install_triggers(model, engine, plans)
+    if engine.activations is not None:
+        from zeropp.zero.activations import OffloadingCall
+
+        model._compiled_call_impl = OffloadingCall(model, engine.activations)
     _install_gradient_hooks(engine)
     if low is not None:
         model.register_forward_pre_hook(functools.partial(_cast_inputs, low), with_kwargs=True, prepend=True)
@@ -241,14 +245,17 @@ def _check_same_model(comm: Any, plans: list[UnitPlan]) -> None:
 
 def _make_tiers(engine: Engine, optimizer: Any) -> None:
     """Before the model is touched: where the disk has no room, it stays as it was."""
-    tier = engine.config.offload.optimizer
-    assert isinstance(tier, Tier)
-    if tier.kind != "nvme":
-        return
+    tier, activations = engine.config.offload.optimizer, engine.config.offload.activations
+    assert isinstance(tier, Tier) and isinstance(activations, Tier)
     amsgrad = optimizer is not None and any(group.get("amsgrad", False) for group in optimizer.param_groups)
     try:
-        assert engine.storage is not None
-        engine.states = StateTier(engine, tier, amsgrad, engine.storage)
+        if tier.kind == "nvme":
+            assert engine.storage is not None
+            engine.states = StateTier(engine, tier, amsgrad, engine.storage)
+        if activations.kind == "nvme":
+            from zeropp.zero.activations import ActivationTier
+
+            engine.activations = ActivationTier(engine, activations)
     except BaseException:
         engine.close()
         raise

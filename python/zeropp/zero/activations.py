@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations on NVMe: ``Config(offload=Offload(activations="nvme", path=...))`` (ZeRO-Infinity, arXiv:2104.07857, 5.1.2).
+
+What autograd keeps for backward while the model's forward runs goes to a scratch file behind the computation, and comes
+back ahead of backward, in the reverse of the order it went. With ``torch.utils.checkpoint`` that is the inputs of the
+checkpointed blocks, and nothing of what is computed anew; without it, everything. So the memory that activations take
+does not grow with the depth of the model.
+
+    forward    saved:  write begins -----> written: memory is given back
+    backward   wanted: still being written? then it is used as it lies; else it was read ahead, or is read now
+
+The unit of moving is a whole storage: queries, keys and values that are views of one matrix move once and come back with
+the strides they had, so that every kernel sees the same layout and gives the same bits. Parameters, buffers, the
+arguments of the call and whatever is smaller than `MIN_BYTES` stay: keeping them costs nothing, or little.
+
+Every rank offloads its own: under data parallelism no activation stands on two ranks, so there is nothing to partition.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zeropp import aio
+from zeropp.config import Tier
+from zeropp.errors import Error
+from zeropp.zero.agree import Ranks
+from zeropp.zero.scratch import Scratch
+from zeropp.zero.storage import disk_traffic
+
+if TYPE_CHECKING:
+    from zeropp.zero.engine import Engine
+
+PAGE_BYTES = 4096
+MIN_BYTES = 64 << 10
+"""Storages below stay in memory."""
+WAITING_BYTES = 64 << 20
+"""Of storages that wait to be written, or were read ahead: at most this, or one where one is larger."""
+
+
+class Saved:
+    """One storage on its way to the file, in it, or back. Dies with the last graph that needs it."""
+
+    def __init__(self, tier: ActivationTier, index: int, source: Tensor, flat: Tensor, offset_bytes: int) -> None:
+        self.tier, self.index, self.bytes = tier, index, flat.numel()
+        self.offset_bytes = offset_bytes
+        self.version = source._version
+        self.source: Tensor | None = source  # shares its version counter; None once it is written
+        self.flat: Tensor | None = flat  # the bytes: of the source until it is written, or read ahead
+        self.read: StorageWeakRef | None = None  # what was read, while somebody uses it
+        self.future: aio.Future | None = None
+        self.changed = False
+
+    def check_unchanged(self) -> None:
+        """A change in place after autograd saved a tensor would make wrong gradients; torch refuses it in backward."""
+        if self.changed or (self.source is not None and self.source._version != self.version):
+            self.changed = True
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of {self.bytes} bytes, saved at version {self.version}, while offload.activations wrote it "
+                "to the disk"
+            )
+
+    def __del__(self) -> None:
+        self.tier._drop(self)
+
+
+class View:
+    """What autograd holds in place of a tensor."""
+
+    __slots__ = ("dtype", "offset", "saved", "size", "stride")
+
+    def __init__(self, saved: Saved, tensor: Tensor) -> None:
+        self.saved, self.dtype = saved, tensor.dtype
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def over(self, flat: Tensor) -> Tensor:
+        """The tensor again, over the bytes of its storage."""
+        item = self.dtype.itemsize
+        typed = flat[: flat.numel() // item * item].view(self.dtype)
+        return typed.as_strided(self.size, self.stride, typed.storage_offset() + self.offset)
+
+
+class _Extents:
+    """Free places of a file that grows at its end. Neighbours that come free become one."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._free: list[tuple[int, int]] = []  # (offset, bytes), ascending
+
+    def take(self, size: int) -> int:
+        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        for at, (offset, room) in enumerate(self._free):
+            if room >= size:
+                self._free[at : at + 1] = [(offset + size, room - size)] if room > size else []
+                return offset
+        self.end += size
+        return self.end - size
+
+    def give(self, offset: int, size: int) -> None:
+        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        at = sum(1 for one in self._free if one[0] < offset)
+        if at < len(self._free) and self._free[at][0] == offset + size:
+            size += self._free.pop(at)[1]
+        if at and sum(self._free[at - 1]) == offset:
+            offset, size = self._free[at - 1][0], size + self._free[at - 1][1]
+            self._free.pop(at - 1)
+            at -= 1
+        if offset + size == self.end:
+            self.end = offset  # the file keeps its length, and the place is taken again
+        else:
+            self._free.insert(at, (offset, size))
+
+
+class ActivationTier:
+    """The file of one prepared model's activations on this rank. Construction is collective.
+
+    Args:
+        tier: kind "nvme"; ``path`` and ``fraction`` count.
+
+    Raises:
+        zeropp.TierError: the folder cannot be used. On every rank; nothing is left behind.
+    """
+
+    def __init__(self, engine: Engine, tier: Tier) -> None:
+        assert tier.path is not None
+        self.fraction = float(tier.fraction)
+        ranks = Ranks(engine)
+        scratch = Scratch(tier.path, ranks)
+        self.path = scratch.folder / "activations"
+        self._lock = threading.RLock()  # guards all that follows; a graph may die, or run, in any thread
+        self._extents = _Extents()
+        self._by_storage: dict[int, tuple[StorageWeakRef, weakref.ref[Saved]]] = {}
+        self._alive: dict[int, weakref.ref[Saved]] = {}  # by index, which counts up
+        self._writing: collections.deque[tuple[weakref.ref[Saved], aio.Future, int]] = collections.deque()
+        self._next = 0
+        self._seen_bytes = self._put_bytes = 0  # of all passes: `fraction` of the first is the second
+        self.waiting_bytes = self.waiting_peak_bytes = 0
+        self.ahead_bytes = self.file_bytes = self.file_peak_bytes = 0
+        self._closed, self._owner = False, os.getpid()
+        self._stays: set[int] = set()
+        self._units = [unit.whole.untyped_storage().data_ptr() for unit in engine.units]
+        try:
+            ranks.all_do(self._open)
+        except BaseException:
+            scratch.remove()
+            raise
+        self._number = disk_traffic.add(self._io.figures)
+        self._end = weakref.finalize(self, _end, self._io, self._number, scratch, os.getpid())
+
+    def _open(self) -> None:
+        from zeropp.io_settings import measured
+
+        known = measured(self.path.parent)
+        depth, block_bytes = (None, None) if known is None else (known.depth, known.block_bytes)
+        self._io = aio.Engine(depth, block_bytes)
+
+    def close(self) -> None:
+        """The model is gone: the scratch file, too. A backward that needs it raises."""
+        self._closed = True
+        self._end()
+
+    # -- forward -----------------------------------------------------------------------------------------------------------
+
+    def forward(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """``call(*args, **kwargs)``, with what autograd saves in it offloaded."""
+        if self._closed or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return call(*args, **kwargs)
+        kept = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.device.type == "cpu"]
+        kept += [one for one in module.buffers() if one.device.type == "cpu"]
+        stays = {one.untyped_storage().data_ptr() for one in kept if type(one) in (Tensor, nn.Parameter)}
+        with self._lock:
+            self._stays = stays | set(self._units)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            return call(*args, **kwargs)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < MIN_BYTES or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+            return tensor
+        with self._lock:
+            if self._closed or storage.data_ptr() in self._stays:
+                return tensor
+            self._reap()
+            saved = self._known(storage, tensor._version) or self._begin(storage, tensor)
+        return tensor if saved is None else View(saved, tensor)
+
+    def _known(self, storage: torch.UntypedStorage, version: int) -> Saved | None:
+        """The same bytes, saved a moment ago. Views share their version counter with what they are views of."""
+        found = self._by_storage.get(storage._cdata)
+        if found is None or found[0].expired():
+            return None
+        saved = found[1]()
+        return saved if saved is not None and saved.version == version else None
+
+    def _begin(self, storage: torch.UntypedStorage, tensor: Tensor) -> Saved | None:
+        size = storage.nbytes()
+        self._seen_bytes += size
+        if self._put_bytes + size > self.fraction * self._seen_bytes + 0.5:
+            return None
+        self._put_bytes += size
+        while self._writing and self.waiting_bytes + size > WAITING_BYTES:
+            self._reap(patiently=True)
+        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+        saved = Saved(self, self._next, tensor.detach(), flat, self._extents.take(size))
+        self._next += 1
+        self._alive[saved.index] = weakref.ref(saved)
+        self.file_bytes += size
+        self.file_peak_bytes = max(self.file_peak_bytes, self.file_bytes)
+        saved.future = self._io.write(flat, self.path, saved.offset_bytes)
+        self._by_storage[storage._cdata] = (StorageWeakRef(storage), weakref.ref(saved))
+        self._writing.append((weakref.ref(saved), saved.future, size))
+        self.waiting_bytes += size
+        self.waiting_peak_bytes = max(self.waiting_peak_bytes, self.waiting_bytes)
+        return saved
+
+    def _reap(self, patiently: bool = False) -> None:
+        """Give back the memory of what is written; with ``patiently``, of one at least."""
+        while self._writing:
+            found, future, size = self._writing[0]
+            if not patiently and not future.done():
+                return
+            patiently = False
+            saved = found()
+            try:
+                future.wait()  # raises zeropp.TierError: file, offset, bytes; then the memory stays as it is
+            except Error:
+                if saved is not None:  # else its graph is gone, and nobody misses it
+                    raise
+            finally:
+                self._writing.popleft()
+                self.waiting_bytes -= size
+            if saved is not None and saved.source is not None:
+                saved.changed = saved.source._version != saved.version
+                saved.source = saved.flat = saved.future = None
+
+    # -- backward ------------------------------------------------------------------------------------------------------------
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        saved: Saved = packed.saved
+        with self._lock:
+            saved.check_unchanged()
+            flat = self._in_use(saved)
+            if flat is None:
+                flat = self._fetch(saved)
+            tensor: Tensor = packed.over(flat)
+            if saved.source is None:
+                saved.read = StorageWeakRef(flat.untyped_storage())
+            self._reap()
+            self._read_ahead(saved.index)
+        return tensor
+
+    @staticmethod
+    def _in_use(saved: Saved) -> Tensor | None:
+        """What was read for another view of it, and is still there."""
+        if saved.read is None:
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(saved.read.cdata)
+        return None if storage is None else _page_aligned(torch.empty(0, dtype=torch.uint8).set_(storage), saved.bytes)
+
+    def _fetch(self, saved: Saved) -> Tensor:
+        if saved.source is not None:  # not written yet, or it never will be
+            assert saved.flat is not None
+            return saved.flat
+        if saved.flat is None:
+            self._begin_read(saved)
+        assert saved.flat is not None and saved.future is not None
+        flat, future = saved.flat, saved.future
+        saved.flat = saved.future = None
+        self.ahead_bytes -= saved.bytes
+        future.wait()
+        return flat
+
+    def _begin_read(self, saved: Saved) -> None:
+        if self._closed:
+            raise Error(
+                "backward: the model was dropped, and with it the file of its activations; keep the model alive"
+            )
+        saved.flat = _page_aligned(torch.empty(saved.bytes + PAGE_BYTES, dtype=torch.uint8), saved.bytes)
+        saved.future = self._io.read(saved.flat, self.path, saved.offset_bytes)
+        self.ahead_bytes += saved.bytes
+
+    def _read_ahead(self, index: int) -> None:
+        """What was saved before is wanted next."""
+        for before in range(index - 1, -1, -1):
+            found = self._alive.get(before)
+            saved = found() if found is not None else None
+            if saved is None:
+                if not self._alive or before < next(iter(self._alive)):
+                    return
+                continue
+            if saved.flat is not None or (saved.read is not None and not saved.read.expired()):
+                continue
+            if self._closed or (self.ahead_bytes and self.ahead_bytes + saved.bytes > WAITING_BYTES):
+                return
+            self._begin_read(saved)
+
+    def _drop(self, saved: Saved) -> None:
+        """The graph is gone."""
+        if os.getpid() != self._owner:
+            return
+        with self._lock:
+            self._alive.pop(saved.index, None)
+            self.file_bytes -= saved.bytes
+            if saved.source is None and saved.flat is not None:
+                self.ahead_bytes -= saved.bytes
+            if saved.future is not None:
+                saved.future.cancel()  # requests on bytes that are taken again run in their order
+            self._extents.give(saved.offset_bytes, saved.bytes)
+            if not self._alive:
+                self._by_storage.clear()
+
+    def figures(self) -> dict[str, Any]:
+        """``waiting_bytes`` to be written and their peak, ``ahead_bytes`` read before they were wanted, ``file_bytes`` in use
+        and their peak; totals of ``read_bytes`` and ``written_bytes``; ``backend``."""
+        seen = self._io.figures()
+        with self._lock:
+            return {
+                "waiting_bytes": self.waiting_bytes, "waiting_peak_bytes": self.waiting_peak_bytes,
+                "ahead_bytes": self.ahead_bytes, "file_bytes": self.file_bytes, "file_peak_bytes": self.file_peak_bytes,
+                **{kind: seen[kind] for kind in ("read_bytes", "written_bytes", "backend")},
+            }  # fmt: skip
+
+
+def _page_aligned(room: Tensor, size: int) -> Tensor:
+    """``size`` bytes that begin at a page, so that whole pages are read straight into them."""
+    first = -room.data_ptr() % PAGE_BYTES
+    return room[first : first + size]
+
+
+def _end(io: aio.Engine, number: int, scratch: Scratch, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child leaves its parent's files alone
+        disk_traffic.close(number)
+        io.abort()
+        scratch.remove()
+
+
+class OffloadingCall:
+    """Stands in a model's ``_compiled_call_impl``, around the trigger of its units."""
+
+    def __init__(self, model: nn.Module, tier: ActivationTier) -> None:
+        self._model, self._tier, self._trigger = weakref.ref(model), tier, model._compiled_call_impl
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model, trigger = self._model(), self._trigger
+        assert model is not None and trigger is not None
+        return self._tier.forward(trigger, model, args, kwargs)
+
+    @property
+    def call(self) -> Any:
+        """What the trigger calls; ``module.compile()`` sets it."""
+        return self._trigger.call  # type: ignore[union-attr]
+
+    @call.setter
+    def call(self, value: Any) -> None:
+        self._trigger.call = value  # type: ignore[union-attr]

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of test_activations.py do."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zeropp
+from state_cases import scratch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training import batch, gpt
+from zeropp import Offload, Tier
+from zeropp.zero import activations
+from zeropp.zero.engine import engine_of
+
+ROWS = 16
+
+
+def checkpointed(model: Any, reentrant: bool) -> None:
+    """Every block keeps its input only."""
+
+    def around(plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: checkpoint(plain, x, use_reentrant=reentrant)
+
+    for block in model.blocks:
+        block.forward = around(block.forward)
+
+
+def tier_of(model: nn.Module) -> Any:
+    return engine_of(model).activations
+
+
+def train(how: str = "plain", steps: int = 2, layers: int = 2, **config: Any) -> tuple[list[Any], Any]:
+    """Losses and parameters, and what the tier counted."""
+    model = gpt(width=64, layers=layers)
+    if how != "plain":
+        checkpointed(model, how == "reentrant")
+    adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, adam = zeropp.prepare(model, adam, zeropp.Config(**{"stage": 3, **config}))
+    seen: list[Any] = []
+    for step in range(steps):
+        loss = model(*batch(step, rows=ROWS))
+        loss.backward()
+        seen += [loss.item(), adam.clip_grad_norm_(1.0)]
+        adam.step()
+        adam.zero_grad()
+        del loss
+    figures = None if tier_of(model) is None else tier_of(model).figures()
+    return seen + [value.tolist() for value in zeropp.full_state_dict(model).values()], figures
+
+
+def equal_to_memory() -> None:
+    """All of what autograd saves, or the inputs of checkpointed blocks, beside every other tier."""
+    with scratch() as path:
+        for how, config, beside in (
+            ("plain", {"stage": 1}, False), ("plain", {"precision": "bf16"}, True), ("checkpoint", {}, True),
+            ("reentrant", {"stage": 3, "host_copy": "off"}, False),
+        ):  # fmt: skip
+            others = {"params": "nvme", "optimizer": "nvme"} if beside else {}
+            wanted, _ = train(how, **config)
+            got, figures = train(how, offload=Offload(activations="nvme", path=path, **others), **config)
+            assert got == wanted, (how, config)
+            assert figures["written_bytes"] > 0 and figures["file_bytes"] == figures["ahead_bytes"] == 0
+        half = Offload(activations=Tier("nvme", path=path, fraction=0.5))
+        assert train("plain", offload=half)[0] == train("plain")[0]
+
+
+def read_back() -> None:
+    """With room for nothing ahead, all is written and read; the memory that waits is bounded, and does not grow with
+    the depth."""
+    with scratch() as path, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "WAITING_BYTES", 1)
+        patch.setattr(activations, "MIN_BYTES", 1 << 10)
+        peaks = []
+        for layers in (2, 6):
+            for how in ("plain", "checkpoint"):
+                wanted, _ = train(how, layers=layers)
+                got, figures = train(how, layers=layers, offload=Offload(activations="nvme", path=path))
+                assert got == wanted, (how, layers)
+                assert figures["read_bytes"] >= 0.5 * figures["written_bytes"] > 0
+                if how == "plain":
+                    peaks.append(figures["waiting_peak_bytes"])
+        assert peaks[0] == peaks[1], peaks
+
+
+def counted() -> None:
+    """The inputs of checkpointed blocks and nothing else: rows x context x width x 4 bytes each; the file's part of
+    them is the fraction."""
+    with scratch() as path, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "MIN_BYTES", 1 << 12)
+        for fraction, layers in ((1.0, 4), (0.5, 4)):
+            tier = Tier("nvme", path=path, fraction=fraction)
+            model = gpt(width=64, layers=layers)
+            checkpointed(model, False)
+            model, _ = zeropp.prepare(model, None, zeropp.Config(offload=Offload(activations=tier)))
+            input_bytes = ROWS * 16 * 64 * 4
+            tail = model.norm, model.head  # what is not checkpointed keeps its own
+            hidden = [one.register_forward_pre_hook(lambda *_: None) for one in tail]
+            zeropp.traffic(reset=True)
+            loss = model(*batch(0, rows=ROWS))
+            held = zeropp.memory(model)["nvme"]["activations"]["held"]
+            outputs = ROWS * 16 * 256 * 4  # log-probabilities
+            wanted = fraction * (layers * input_bytes + 2 * input_bytes + outputs)
+            assert abs(held - wanted) <= max(0.03 * wanted, (1 - fraction) * outputs), (held, wanted)
+            loss.backward()
+            del loss
+            assert zeropp.memory(model)["nvme"]["activations"]["held"] == 0
+            assert zeropp.memory(model)["cpu"]["activations"]["held"] <= wanted
+            assert zeropp.traffic()["nvme"]["write"]["bytes"] <= wanted + (1 << 17)
+            for one in hidden:
+                one.remove()
+            del model, tail
+
+
+class Steps(nn.Module):
+    """A forward that is a function."""
+
+    def __init__(self, run: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(256))
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x, self.weight)
+
+
+def offloading(run: Callable[[Tensor, Tensor], Tensor], path: str) -> Any:
+    model, _ = zeropp.prepare(Steps(run), None, zeropp.Config(offload=Offload(activations="nvme", path=path)))
+    return model
+
+
+def graphs() -> None:
+    """Views of one storage move once, with their strides; a graph may be kept, dropped, or changed under."""
+    with scratch() as path:
+        strides = []
+
+        class Look(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                ctx.save_for_backward(x.t(), x[::2, 3:], x.view(-1)[:7])
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                for seen, wanted in zip(
+                    ctx.saved_tensors, (values.t(), values[::2, 3:], values.view(-1)[:7]), strict=True
+                ):
+                    assert torch.equal(seen, wanted) and seen.stride() == wanted.stride()
+                    strides.append(seen.stride())
+                return gradient * 2
+
+        values = torch.randn(256, 256)
+        model = offloading(lambda x, w: Look.apply((x * 1.0) * w), path)
+        loss = model(values).sum()
+        figures = tier_of(model).figures()
+        size = values.numel() * 4
+        assert figures["file_bytes"] == 2 * size, "x * 1 and its product, once each"
+        for _ in range(2):
+            model.weight.grad = None
+            loss.backward(retain_graph=True)
+            with zeropp.gathered(model.weight, grads=True):
+                assert torch.equal(model.weight.grad, 2 * values.sum(0)), "twice"
+        assert len(strides) == 6
+        del loss
+        gc.collect()
+        assert tier_of(model).figures()["file_bytes"] == 0
+        model(values)  # its graph is dropped
+        assert tier_of(model).figures()["file_bytes"] == 0
+        with torch.no_grad():
+            model(values)
+
+        def change(x: Tensor, w: Tensor) -> Tensor:
+            y = x * 1.0
+            z = y * w
+            y.add_(1.0)
+            return z
+
+        changing = offloading(change, path)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            changing(values).sum().backward()
+        del model, changing
+
+
+def storage_that_fails() -> None:
+    """A full disk stops the forward, a file that lost its end the backward: file, offset, and what was wanted."""
+    with scratch() as path, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "WAITING_BYTES", 1)
+        values = torch.randn(1024, 256)
+
+        def many(x: Tensor, w: Tensor) -> Tensor:
+            for _ in range(6):
+                x = x * w
+            return x
+
+        model = offloading(many, path)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, before[1]))
+        try:
+            with pytest.raises(zeropp.TierError, match="activations") as caught:
+                model(values)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert caught.value.path.endswith("activations") and caught.value.bytes_wanted
+        del caught
+        model = offloading(many, path)
+        loss = model(values).sum()
+        os.truncate(tier_of(model).path, 1 << 20)
+        with pytest.raises(zeropp.TierError, match=r"activations\".*at offset \d+"):
+            loss.backward()
+        model(values).sum().backward()  # a new pass is whole
+        del model, loss
+
+
+def many_steps() -> None:
+    """Memory, descriptors and the file stay as they are."""
+    with scratch() as path:
+        model = gpt(width=64, layers=2)
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        offload = Offload(activations="nvme", path=path)
+        model, adam = zeropp.prepare(model, adam, zeropp.Config(offload=offload))
+        seen = []
+        for step in range(30):
+            loss = model(*batch(step, rows=ROWS))
+            loss.backward()
+            adam.step()
+            adam.zero_grad()
+            del loss
+            if step in (9, 29):
+                file = tier_of(model).path.stat().st_size
+                seen.append((file, len(list(Path("/proc/self/fd").iterdir())), len(tier_of(model)._alive)))
+        assert seen[0] == seen[1], seen
+        del model, adam
+
+
+CASES = {
+    function.__name__: function
+    for function in (equal_to_memory, read_back, counted, graphs, storage_that_fails, many_steps)
+}
+ON_TWO_RANKS = ("equal_to_memory",)
