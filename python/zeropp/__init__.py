@@ -79,6 +79,7 @@ _MODULES = (
     "aio",
     "comm",
     "config",
+    "elastic",
     "errors",
     "hf",
     "lightning",

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from zeropp import _C
 from zeropp.comm_onebit import OneBitAllReduce
+from zeropp.meeting import meet
 
 __all__ = [
     "Communicator",
@@ -66,11 +67,10 @@ def dtype_code(dtype: torch.dtype) -> int:
 def create(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> Any:
     """A new ``_C.Comm`` whose ranks meet over `store`. Collective; may be repeated over the same store.
 
-    Each repetition gets keys of its own: the count of arrivals tells which one this is, so cards of an earlier group with
-    the same name are never read.
+    Each repetition gets keys of its own, so cards of an earlier group with the same name, or of ranks that a restart
+    replaced, are never read (meeting.py).
     """
-    arrivals = store.add("zeropp/arrivals", 1)
-    keys = dist.distributed_c10d.PrefixStore(f"zeropp/{(arrivals - 1) // ranks}", store)
+    keys = dist.distributed_c10d.PrefixStore(meet(store, rank, ranks, timeout, name), store)
     comm = _C.Comm(keys, rank, ranks, timeout.total_seconds(), name, _log.warning)
     with _lock:
         if not _open:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks are there now: the keys under which the ranks of one start meet, in a store that may hold older starts.
+
+torchrun gives a restarted script the same store again, with all keys of the start before, and perhaps another number of
+ranks. So nothing that stands in the store may be believed unless it answers something that was said by this process:
+
+    rank r   writes hello/r = a random word of its own, and waits for an announcement that has this word in place r
+    rank 0   reads all hellos, writes announcement = a new random name and the words; anew whenever a hello changes
+    rank r   writes name/seen/r, and waits for name/go
+    rank 0   writes name/go once all have seen it
+
+An announcement of an older start has older words, and nobody of this start follows it; an older hello that rank 0 took is
+replaced by its rank's, and then the announcement is, too. No name has a go before every word in it was found to be of a
+process that waits. About six store operations a rank, a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from zeropp.errors import CommError, CommTimeoutError
+
+_log = logging.getLogger("zeropp")
+
+TELL_AFTER_S = 10.0  # then a log line says who is absent
+LONGEST_PAUSE_S = 0.02
+
+
+def meet(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> str:
+    """A prefix for keys in `store` that all ranks of this start have, and nobody else. Collective.
+
+    Raises:
+        zeropp.CommTimeoutError: not all came in time; those that are missing are named.
+        zeropp.CommError: the store is gone.
+    """
+    try:
+        return _Meeting(store, rank, ranks, timeout.total_seconds(), name).keys()
+    except CommError:
+        raise
+    except RuntimeError as error:  # torch's DistError and its kin
+        raise CommError(f'comm: the store of group "{name}" fails: {str(error).splitlines()[0]}') from error
+
+
+class _Meeting:
+    def __init__(self, store: Any, rank: int, ranks: int, timeout_s: float, name: str) -> None:
+        self.store, self.rank, self.ranks, self.name = store, rank, ranks, name
+        self.began, self.timeout_s, self.told = time.monotonic(), timeout_s, False
+        self.word = f"{ranks} {secrets.token_hex(16)}"
+
+    def keys(self) -> str:
+        if self.ranks == 1:
+            return f"zeropp/{secrets.token_hex(16)}"
+        if self.rank == 0:
+            return self._until(self._gather)
+        self.store.set(f"zeropp/hello/{self.rank}", self.word)
+        return self._until(self._follow)
+
+    def _until(self, look: Callable[[], str | None]) -> str:
+        while True:
+            keys = look()
+            if keys is not None:
+                return keys
+            waited = time.monotonic() - self.began
+            if waited > self.timeout_s:
+                raise CommTimeoutError(
+                    f'comm: rank {self.rank} of group "{self.name}" waited {waited:.3g} s for {self._absent()}; did every rank start?'
+                )
+            if waited > TELL_AFTER_S and not self.told:
+                self.told = True
+                _log.warning('comm: rank %d of group "%s" still waits for %s', self.rank, self.name, self._absent())
+            time.sleep(min(LONGEST_PAUSE_S, max(0.0005, waited / 20)))
+
+    # -- rank 0 -----------------------------------------------------------------------------------------------------------
+
+    announced: tuple[str, list[str]] | None = None
+    missing: tuple[int, ...] = ()
+
+    def _gather(self) -> str | None:
+        words = [self.word, *(self._hello(rank) for rank in range(1, self.ranks))]
+        self.missing = tuple(rank for rank, word in enumerate(words) if not word)
+        if self.missing:
+            return None
+        if self.announced is None or self.announced[1] != words:
+            self.announced = f"zeropp/{secrets.token_hex(16)}", words
+            self.store.set("zeropp/announcement", json.dumps(self.announced))
+        keys = self.announced[0]
+        if not self.store.check([f"{keys}/seen/{rank}" for rank in range(1, self.ranks)]):
+            return None
+        self.store.set(f"{keys}/go", "1")
+        return keys
+
+    def _hello(self, rank: int) -> str:
+        """Its word, where it said one of a group as large as this; a word for another size is of another start."""
+        key = f"zeropp/hello/{rank}"
+        word = self.store.get(key).decode() if self.store.check([key]) else ""
+        return word if word.startswith(f"{self.ranks} ") else ""
+
+    # -- the others -------------------------------------------------------------------------------------------------------
+
+    seen: str = ""
+
+    def _follow(self) -> str | None:
+        if self.seen and self.store.check([f"{self.seen}/go"]):
+            return self.seen
+        if not self.store.check(["zeropp/announcement"]):
+            return None
+        keys, words = json.loads(self.store.get("zeropp/announcement"))
+        if keys != self.seen and len(words) == self.ranks and words[self.rank] == self.word:
+            self.seen = keys
+            self.store.set(f"{keys}/seen/{self.rank}", "1")
+        return None
+
+    def _absent(self) -> str:
+        if self.rank:
+            return "rank 0" if not self.seen else "the others"
+        if self.missing:
+            return f"rank{'s' * (len(self.missing) > 1)} {', '.join(map(str, self.missing))}"
+        assert self.announced is not None
+        late = [r for r in range(1, self.ranks) if not self.store.check([f"{self.announced[0]}/seen/{r}"])]
+        return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}, which said hello and went away"

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks meet in a store that holds what earlier starts left there (meeting.py). Ranks are threads here."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from zeropp.errors import CommTimeoutError
+from zeropp.meeting import meet
+
+LIMIT = timedelta(seconds=20)
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+def all_meet(store, ranks, limit=LIMIT, delays=None) -> list[Future]:
+    def one(rank):
+        time.sleep(delays[rank] if delays else 0)
+        return meet(store, rank, ranks, limit, "test")
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return [threads.submit(one, rank) for rank in range(ranks)]
+
+
+def common(futures) -> str:
+    found = {one.result() for one in futures}
+    assert len(found) == 1
+    return found.pop()
+
+
+def test_the_same_ranks_again_and_again_get_new_keys(store):
+    assert len({common(all_meet(store, 3)) for _ in range(10)}) == 10
+
+
+def test_another_number_of_ranks_in_the_same_store(store):
+    """What torchrun does when ranks come and go: 3, then 2, then 4, in one store."""
+    assert len({common(all_meet(store, ranks)) for ranks in (3, 2, 4, 1, 2, 3)}) == 6
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_that_died_while_meeting_are_not_met(store, seed):
+    """Their hellos stand in the store, of the size that comes now; rank 0 may have announced them already. The ranks come at any
+    time."""
+    chance = random.Random(seed)
+    words = [f"3 {rank}" for rank in range(3)]
+    for rank in chance.sample((1, 2), chance.randrange(1, 3)):
+        store.set(f"zeropp/hello/{rank}", words[rank])
+    if chance.random() < 0.5:
+        store.set("zeropp/announcement", json.dumps(["zeropp/old", words]))
+        store.set("zeropp/old/go", "1")
+    keys = common(all_meet(store, 3, delays=[chance.random() * 0.1 for _ in range(3)]))
+    assert keys != "zeropp/old"
+
+
+def test_who_is_absent_is_named(store):
+    with ThreadPoolExecutor(2) as threads:
+        here = [threads.submit(meet, store, rank, 4, timedelta(seconds=0.3), "some") for rank in (0, 2)]
+    with pytest.raises(
+        CommTimeoutError, match=r'rank 0 of group "some" waited .* for ranks 1, 3; did every rank start'
+    ):
+        here[0].result()
+    with pytest.raises(CommTimeoutError, match=r'rank 2 of group "some" waited .* for rank 0; did every rank start'):
+        here[1].result()
+
+
+def test_one_that_said_hello_and_died_is_named(store):
+    store.set("zeropp/hello/1", "2 dead")
+    with pytest.raises(CommTimeoutError, match="for rank 1, which said hello and went away"):
+        meet(store, 0, 2, timedelta(seconds=0.2), "some")
+
+
+def test_groups_side_by_side_do_not_mix():
+    """A store each (torch prefixes them), at the same time."""
+    base, found = dist.HashStore(), []
+    groups = [dist.PrefixStore(f"group {i}", base) for i in range(3)]
+    threads = [threading.Thread(target=lambda g=g: found.append(common(all_meet(g, 2)))) for g in groups]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(set(found)) == 3
