@@ -29,6 +29,16 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "elastic_gpt.py"
 SAVE_EVERY = 4
 
 
+def environment(**more: object) -> dict[str, str]:
+    paths = os.pathsep.join(one for one in sys.path if one)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": paths,
+        **{key: str(value) for key, value in more.items()},
+    }
+
+
 class Node:
     """One torchrun with its ranks, as one machine of a job would have it."""
 
@@ -38,15 +48,9 @@ class Node:
             "--max-restarts", "1000", "--monitor-interval", "0.1", "--rdzv-backend", "c10d", "--rdzv-id", "elastic",
             "--rdzv-endpoint", f"localhost:{job.port}", "--rdzv-conf", "is_host=0,last_call_timeout=1,keep_alive_interval=1",
         ]  # fmt: skip
-        options = {
-            "out": job.folder, "data": job.data, "steps": job.steps, "save-every": SAVE_EVERY, "layers": 2, "width": 32,
-            "context": 32, "batch": 10, "micro-batch": 3,
-        }  # fmt: skip
         self.process = subprocess.Popen(
-            [*launch, str(EXAMPLE), *(f"--{name}={value}" for name, value in options.items())],
-            stdout=job.log, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(one for one in sys.path if one)},
-        )  # fmt: skip
+            [*launch, *job.script], stdout=job.log, stderr=subprocess.STDOUT, start_new_session=True, env=environment()
+        )
 
     def ranks(self) -> list[int]:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
@@ -64,6 +68,7 @@ class Job:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps, self.nodes = folder, steps, list[Node]()
+        self.alone: list[subprocess.Popen[bytes]] = []
         self.log = (folder / "log.txt").open("w")
         self.data = folder / "text"
         sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -73,10 +78,19 @@ class Job:
             self.port = probe.getsockname()[1]
         self.store = torch.distributed.TCPStore("localhost", self.port, is_master=True, wait_for_workers=False)
 
+        options = {
+            "out": folder, "data": self.data, "steps": steps, "save-every": SAVE_EVERY, "layers": 2, "width": 32, "context": 32,
+            "batch": 10, "micro-batch": 3,
+        }  # fmt: skip
+        self.script = [str(EXAMPLE), *(f"--{name}={value}" for name, value in options.items())]
+
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *error: object) -> None:
+        for process in self.alone:
+            process.kill()
+            process.wait()
         for node in self.nodes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(node.process.pid, signal.SIGKILL)
@@ -86,6 +100,16 @@ class Job:
     def start(self, ranks: int) -> Node:
         self.nodes.append(Node(self, ranks))
         return self.nodes[-1]
+
+    def start_rank(self, rank: int, ranks: int) -> subprocess.Popen[bytes]:
+        """As torchrun would, over the store that all starts share."""
+        told = environment(
+            RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="localhost",
+            MASTER_PORT=self.port, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="elastic",
+        )  # fmt: skip
+        process = subprocess.Popen([sys.executable, *self.script], stdout=self.log, stderr=subprocess.STDOUT, env=told)
+        self.alone.append(process)
+        return process
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
@@ -139,6 +163,25 @@ def check_curve(job: Job) -> None:
             assert before["step"] - 2 * SAVE_EVERY <= after["start"] <= before["step"] + 1
 
 
+@pytest.mark.timeout(240)
+def test_ranks_that_are_left_go_on(tmp_path):
+    """What torchrun does, without torchrun: three ranks over a store, one is killed, two are started anew over that store."""
+    with Job(tmp_path, steps=40) as job:
+        first = [job.start_rank(rank, 3) for rank in range(3)]
+        job.wait(lambda: len(job.rows()) > 10)
+        first[2].kill()
+        assert all(one.wait(60) not in (0, None) for one in first)  # told, and ended
+        assert "zeropp.errors.CommError: comm: rank 2" in Path(job.log.name).read_text()
+        second = [job.start_rank(rank, 2) for rank in range(2)]
+        assert [one.wait(100) for one in second] == [0, 0], Path(job.log.name).read_text()[-6000:]
+        rows = job.rows()
+        assert {row["ranks"] for row in rows} == {3, 2} and {row["start"] > 0 for row in rows if row["ranks"] == 2} == {
+            True
+        }
+        check_curve(job)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_machine_that_dies_leaves_a_run_that_goes_on(tmp_path):
     """Three ranks on two machines; one machine is killed; the two ranks that are left finish from the checkpoint."""
