@@ -13,6 +13,7 @@
 void zpp_boxed_begin(struct zpp_boxed *args, const char *op, StableIValue *stack, uint64_t inputs) {
     memset(args, 0, sizeof *args);
     args->op = op;
+    args->place = zpp_boxed_cpu();
     args->stack = stack;
     args->inputs = inputs;
 }
@@ -282,7 +283,7 @@ static bool new_on(struct zpp_boxed *args, struct zpp_place place, zpp_dtype dty
 
 bool zpp_boxed_new_sized(struct zpp_boxed *args, zpp_dtype dtype, const int64_t *sizes, int dims,
                          AtenTensorHandle *made, void **data) {
-    return new_on(args, zpp_boxed_cpu(), dtype, sizes, dims, made, data);
+    return new_on(args, args->place, dtype, sizes, dims, made, data);
 }
 
 bool zpp_boxed_new_on(struct zpp_boxed *args, struct zpp_place place, zpp_dtype dtype, size_t elems,

@@ -35,8 +35,14 @@ struct zpp_ints {
     int64_t *at;
 };
 
+/* Where tensors are. */
+struct zpp_place {
+    int32_t device_type, device_index; /* index -1: the only one, as for cpu */
+};
+
 struct zpp_boxed {
     const char *op;
+    struct zpp_place place; /* of this call's tensors, for op_checks.h and new ones: the cpu, or what an entry sets */
     StableIValue *stack;
     uint64_t inputs, next;
     struct zpp_err err;
@@ -62,9 +68,6 @@ bool zpp_boxed_bool(struct zpp_boxed *args);
 bool zpp_boxed_ok(const struct zpp_boxed *args);
 bool zpp_boxed_fail(struct zpp_boxed *args, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* Every tensor contiguous, on this device, and of a kind in `dtypes` (a bit a kind: 1 << ZPP_F32 ...). */
-struct zpp_place {
-    int32_t device_type, device_index; /* index -1: the only one, as for cpu */
-};
 bool zpp_boxed_check(struct zpp_boxed *args, const struct zpp_tensors *list, struct zpp_place place, unsigned dtypes);
 struct zpp_place zpp_boxed_cpu(void);
 /* Same number of tensors with the same numbers of elements as `model`. */
@@ -74,8 +77,8 @@ bool zpp_boxed_check_like(struct zpp_boxed *args, const struct zpp_tensors *list
 bool zpp_boxed_check_apart(struct zpp_boxed *args, const struct zpp_tensors *const *written, size_t written_count,
                            const struct zpp_tensors *const *read, size_t read_count);
 
-/* A new tensor of one dimension on the CPU; `*data` is its memory. The caller gives the handle to the stack, or deletes
- * it. */
+/* A new tensor of one dimension at the call's place; `*data` is its memory. The caller gives the handle to the stack,
+ * or deletes it. */
 bool zpp_boxed_new(struct zpp_boxed *args, zpp_dtype dtype, size_t elems, AtenTensorHandle *made, void **data);
 /* The same with `dims` (1 to 3) dimensions. */
 bool zpp_boxed_new_sized(struct zpp_boxed *args, zpp_dtype dtype, const int64_t *sizes, int dims,

@@ -7,6 +7,8 @@
 #include <math.h>
 #include <stdio.h>
 
+#include "op_entries.h"
+
 enum { LABEL_BYTES = 64, KINDS_BYTES = 96 };
 
 /* "float32, bfloat16 or float16" */
@@ -32,8 +34,24 @@ static bool check_place(struct zpp_boxed *args, struct zpp_place place, const ch
     return zpp_boxed_fail(args, "%s is not on the cpu, wanted cpu; other devices are not supported yet", name);
 }
 
+void zpp_op_on_cuda(struct zpp_boxed *args, const struct zpp_tensor *first) {
+    const int32_t cuda = zpp_torch.aoti_torch_device_type_cuda();
+    const bool there = first && first->device_type == cuda && first->device_index >= 0;
+    args->place = (struct zpp_place){ cuda, there ? first->device_index : 0 };
+}
+
+bool zpp_op_find_stream(struct zpp_boxed *args, struct zpp_op_stream *on) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (zpp_op_cuda(args->place.device_index, &on->device, &on->native, &err) == ZPP_OK) return true;
+    return zpp_boxed_fail(args, "%s", err.text);
+}
+
+void zpp_op_launched(struct zpp_boxed *args, zpp_status status, const struct zpp_err *err) {
+    if (status != ZPP_OK) zpp_boxed_fail(args, "%s", err->text);
+}
+
 bool zpp_op_check_tensor(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes) {
-    return zpp_op_check_tensor_on(args, zpp_boxed_cpu(), name, tensor, dtypes);
+    return zpp_op_check_tensor_on(args, args->place, name, tensor, dtypes);
 }
 
 bool zpp_op_check_tensor_on(struct zpp_boxed *args, struct zpp_place place, const char *name,
@@ -55,7 +73,7 @@ bool zpp_op_check_tensor_on(struct zpp_boxed *args, struct zpp_place place, cons
 
 bool zpp_op_check_elems(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes,
                         size_t elems, const char *of) {
-    return zpp_op_check_elems_on(args, zpp_boxed_cpu(), name, tensor, dtypes, elems, of);
+    return zpp_op_check_elems_on(args, args->place, name, tensor, dtypes, elems, of);
 }
 
 bool zpp_op_check_elems_on(struct zpp_boxed *args, struct zpp_place place, const char *name,
@@ -69,11 +87,13 @@ bool zpp_op_check_list(struct zpp_boxed *args, const struct zpp_tensors *list, c
                        unsigned dtypes, bool may_be_empty) {
     if (may_be_empty && list->count == 0) return zpp_boxed_ok(args);
     if (!zpp_boxed_check_like(args, list, model)) return false;
-    const int32_t cpu = zpp_torch.aoti_torch_device_type_cpu();
+    const struct zpp_place place = args->place;
     for (size_t i = 0; i < list->count; ++i) {
         const struct zpp_tensor *tensor = &list->at[i];
         const bool known = tensor->dtype != ZPP_DTYPES && (dtypes & 1u << tensor->dtype);
-        if (known && tensor->device_type == cpu && tensor->contiguous) continue; /* a name costs more */
+        const bool here = tensor->device_type == place.device_type &&
+                          (place.device_index < 0 || tensor->device_index == place.device_index);
+        if (known && here && tensor->contiguous) continue; /* a name costs more */
         char label[LABEL_BYTES];
         snprintf(label, sizeof label, "%s[%zu]", list->name, i);
         if (!zpp_op_check_tensor(args, label, tensor, dtypes)) return false;

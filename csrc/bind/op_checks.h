@@ -6,16 +6,30 @@
 #ifndef ZPP_BIND_OP_CHECKS_H
 #define ZPP_BIND_OP_CHECKS_H
 
+#include "../base/device.h"
 #include "boxed.h"
 
 enum { ZPP_OP_FLOATS = 1u << ZPP_F32 | 1u << ZPP_BF16 | 1u << ZPP_F16 };
 
-/* One tensor: contiguous, on the CPU, of a kind in `dtypes`. */
+/* An entry for CUDA: this call's tensors are to be on the device of `first` (NULL: device 0). */
+void zpp_op_on_cuda(struct zpp_boxed *args, const struct zpp_tensor *first);
+static inline bool zpp_op_is_on_cuda(const struct zpp_boxed *args) { return args->place.device_index >= 0; }
+
+/* Our device at the call's place, and torch's current stream there. */
+struct zpp_op_stream {
+    zpp_device *device;
+    void *native;
+};
+bool zpp_op_find_stream(struct zpp_boxed *args, struct zpp_op_stream *on);
+/* Notes the sentence of a launch that failed. */
+void zpp_op_launched(struct zpp_boxed *args, zpp_status status, const struct zpp_err *err);
+
+/* One tensor: contiguous, at the call's place, of a kind in `dtypes`. */
 bool zpp_op_check_tensor(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes);
 /* The same, with this number of elements; `of` says what that number belongs to, such as "scales of 3 blocks". */
 bool zpp_op_check_elems(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes,
                         size_t elems, const char *of);
-/* Both on a place of boxed.h: the cpu, or one CUDA device. */
+/* Both on another place. */
 bool zpp_op_check_tensor_on(struct zpp_boxed *args, struct zpp_place place, const char *name,
                             const struct zpp_tensor *tensor, unsigned dtypes);
 bool zpp_op_check_elems_on(struct zpp_boxed *args, struct zpp_place place, const char *name,

@@ -27,9 +27,13 @@ void zpp_op_dequantise_cuda(StableIValue *stack, uint64_t inputs, uint64_t outpu
 void zpp_op_quant_sum(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_quant_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_onebit_compress(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_onebit_compress_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_onebit_decode(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_onebit_decode_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_onebit_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_onebit_reduce_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_lamb_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_lamb_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_moe_gate(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_moe_gate_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_moe_plan(StableIValue *stack, uint64_t inputs, uint64_t outputs);
@@ -41,11 +45,27 @@ void zpp_op_moe_combine_backward(StableIValue *stack, uint64_t inputs, uint64_t 
 void zpp_op_sparse_attention(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_sparse_attention_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_token_sample(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_token_sample_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_token_gather(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_token_gather_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_token_scatter(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_token_scatter_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_fp8_quantise(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_fp8_quantise_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_fp8_dequantise(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_fp8_dequantise_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adopt(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+
+/* An entry for the CPU and one for CUDA of a static body(stack, inputs, cuda). */
+#define ZPP_OP_BOTH(op, body)                                                               \
+    void zpp_op_##op(StableIValue *stack, uint64_t inputs, uint64_t outputs) {              \
+        (void)outputs;                                                                      \
+        body(stack, inputs, false);                                                         \
+    }                                                                                       \
+    void zpp_op_##op##_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs) {       \
+        (void)outputs;                                                                      \
+        body(stack, inputs, true);                                                          \
+    }
 
 /* A pool over torch's threads. New; free with zpp_pool_destroy. */
 zpp_status zpp_op_pool_create(int threads, zpp_pool **out, struct zpp_err *err);

@@ -36,6 +36,26 @@ static bool check_numbers(struct zpp_boxed *args, const struct zpp_lamb_segment 
     return zpp_boxed_fail(args, "trust_least is %g, wanted at most trust_most, %g", r->trust_least, r->trust_most);
 }
 
+static void step_on_cpu(struct zpp_boxed *args, const struct zpp_lamb_segment *segments, size_t count,
+                        float grad_scale) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_pool *pool = zpp_op_pool_take();
+    if (zpp_lamb_step(segments, count, grad_scale, NULL, pool, &err)) zpp_boxed_fail(args, "%s", err.text);
+    zpp_op_pool_give(pool);
+}
+
+static void step_on_cuda(struct zpp_boxed *args, const struct zpp_lamb_segment *segments, size_t count,
+                         float grad_scale) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_op_stream on;
+    void *work = NULL;
+    AtenTensorHandle memory = NULL; /* torch's allocator follows the stream: it may be given back before the end */
+    const size_t work_doubles = (zpp_lamb_cuda_work_bytes(segments, count) + sizeof(double) - 1) / sizeof(double);
+    if (!zpp_op_find_stream(args, &on) || !zpp_boxed_new(args, ZPP_F64, work_doubles, &memory, &work)) return;
+    zpp_op_launched(args, zpp_lamb_step_cuda(on.device, on.native, segments, count, grad_scale, work, &err), &err);
+    zpp_torch.aoti_torch_delete_tensor_object(memory);
+}
+
 static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_lamb_segment *rates, float grad_scale) {
     struct zpp_lamb_segment *segments = calloc(l->params->count + 1, sizeof *segments);
     if (!segments) {
@@ -56,15 +76,12 @@ static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_
             segments[i].out_dtype = l->param_outs->at[i].dtype;
         }
     }
-    struct zpp_err err = ZPP_ERR_INIT;
-    zpp_pool *pool = zpp_op_pool_take();
-    if (zpp_lamb_step(segments, l->params->count, grad_scale, NULL, pool, &err)) zpp_boxed_fail(args, "%s", err.text);
-    zpp_op_pool_give(pool);
+    if (zpp_op_is_on_cuda(args)) step_on_cuda(args, segments, l->params->count, grad_scale);
+    else step_on_cpu(args, segments, l->params->count, grad_scale);
     free(segments);
 }
 
-void zpp_op_lamb_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+static void lamb_step(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct lists l;
     struct zpp_lamb_segment r = { 0 };
@@ -84,6 +101,9 @@ void zpp_op_lamb_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
     r.trust_most = zpp_boxed_float(&args);
     r.maximize = zpp_boxed_bool(&args);
     const double grad_scale = zpp_boxed_float(&args);
+    if (cuda) zpp_op_on_cuda(&args, l.params->count ? &l.params->at[0] : NULL);
     if (check_lists(&args, &l) && check_numbers(&args, &r, grad_scale)) run(&args, &l, &r, (float)grad_scale);
     zpp_boxed_end(&args);
 }
+
+ZPP_OP_BOTH(lamb_step, lamb_step)

@@ -32,8 +32,26 @@ static bool check_error(struct zpp_boxed *args, const struct zpp_tensor *error, 
     return zpp_op_check_elems(args, "error", error, 1u << ZPP_F32, elems, "as many as src has");
 }
 
-void zpp_op_onebit_compress(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+/* Room for the sums of lanes: torch's allocator follows the stream, so it may be given back before they are read. */
+static float *new_work(struct zpp_boxed *args, size_t chunk_elems, size_t elems, AtenTensorHandle *memory) {
+    void *work = NULL;
+    const size_t room = zpp_onebit_cuda_work_elems(chunk_elems, elems);
+    return zpp_boxed_new(args, ZPP_F32, room + 1, memory, &work) ? work : NULL;
+}
+
+static void compress_on_cuda(struct zpp_boxed *args, size_t chunk, const struct zpp_tensor *src, float *error,
+                             uint8_t *bits, float *scales) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_op_stream on;
+    AtenTensorHandle memory = NULL;
+    float *work = zpp_op_find_stream(args, &on) ? new_work(args, chunk, src->elems, &memory) : NULL;
+    if (!work) return;
+    zpp_op_launched(args, zpp_onebit_compress_cuda(on.device, on.native, chunk, src->data, src->dtype, error,
+                                                   src->elems, bits, scales, work, &err), &err);
+    zpp_torch.aoti_torch_delete_tensor_object(memory);
+}
+
+static void compress(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     zpp_boxed_begin(&args, "zeropp::onebit_compress_", stack, inputs);
     const struct zpp_tensor *src = zpp_boxed_tensor(&args, "src", false);
@@ -41,6 +59,7 @@ void zpp_op_onebit_compress(StableIValue *stack, uint64_t inputs, uint64_t outpu
     const struct zpp_tensor *bits = zpp_boxed_tensor(&args, "bits", true);
     const struct zpp_tensor *scales = zpp_boxed_tensor(&args, "scales", true);
     const int64_t chunk = zpp_boxed_int(&args);
+    if (cuda) zpp_op_on_cuda(&args, src);
     const struct zpp_tensors ones[] = { zpp_op_one("error", error), zpp_op_one("bits", bits),
                                         zpp_op_one("scales", scales), zpp_op_one("src", src) };
     const struct zpp_tensors *const written[] = { &ones[0], &ones[1], &ones[2] }, *const read[] = { &ones[3] };
@@ -48,16 +67,35 @@ void zpp_op_onebit_compress(StableIValue *stack, uint64_t inputs, uint64_t outpu
         check_error(&args, error, src->elems) &&
         check_pair(&args, bits, "bits", scales, "scales", (size_t)chunk, src->elems) &&
         zpp_boxed_check_apart(&args, written, 3, read, 1)) {
-        zpp_pool *pool = zpp_op_pool_take();
-        zpp_onebit_compress((size_t)chunk, src->data, src->dtype, error->data, src->elems, bits->data, scales->data,
-                            pool);
-        zpp_op_pool_give(pool);
+        if (cuda) {
+            compress_on_cuda(&args, (size_t)chunk, src, error->data, bits->data, scales->data);
+        } else {
+            zpp_pool *pool = zpp_op_pool_take();
+            zpp_onebit_compress((size_t)chunk, src->data, src->dtype, error->data, src->elems, bits->data,
+                                scales->data, pool);
+            zpp_op_pool_give(pool);
+        }
     }
     zpp_boxed_end(&args);
 }
 
-void zpp_op_onebit_decode(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+ZPP_OP_BOTH(onebit_compress, compress)
+
+static void run_decode(struct zpp_boxed *args, size_t chunk, const struct zpp_onebit_source *from,
+                       const struct zpp_tensor *dst, bool accumulate) {
+    struct zpp_op_stream on;
+    if (!zpp_op_is_on_cuda(args)) {
+        zpp_pool *pool = zpp_op_pool_take();
+        zpp_onebit_decode(chunk, from, dst->data, dst->dtype, dst->elems, accumulate, pool);
+        zpp_op_pool_give(pool);
+    } else if (zpp_op_find_stream(args, &on)) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        zpp_op_launched(args, zpp_onebit_decode_cuda(on.device, on.native, chunk, from, dst->data, dst->dtype,
+                                                     dst->elems, accumulate, &err), &err);
+    }
+}
+
+static void decode(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     zpp_boxed_begin(&args, "zeropp::onebit_decode_", stack, inputs);
     const struct zpp_tensor *bits = zpp_boxed_tensor(&args, "bits", false);
@@ -65,6 +103,7 @@ void zpp_op_onebit_decode(StableIValue *stack, uint64_t inputs, uint64_t outputs
     const struct zpp_tensor *dst = zpp_boxed_tensor(&args, "dst", true);
     const int64_t chunk = zpp_boxed_int(&args);
     const bool accumulate = zpp_boxed_bool(&args);
+    if (cuda) zpp_op_on_cuda(&args, dst);
     const struct zpp_tensors ones[] = { zpp_op_one("dst", dst), zpp_op_one("bits", bits),
                                         zpp_op_one("scales", scales) };
     const struct zpp_tensors *const written[] = { &ones[0] }, *const read[] = { &ones[1], &ones[2] };
@@ -72,12 +111,12 @@ void zpp_op_onebit_decode(StableIValue *stack, uint64_t inputs, uint64_t outputs
         check_pair(&args, bits, "bits", scales, "scales", (size_t)chunk, dst->elems) &&
         zpp_boxed_check_apart(&args, written, 1, read, 2)) {
         const struct zpp_onebit_source from = { bits->data, scales->data };
-        zpp_pool *pool = zpp_op_pool_take();
-        zpp_onebit_decode((size_t)chunk, &from, dst->data, dst->dtype, dst->elems, accumulate, pool);
-        zpp_op_pool_give(pool);
+        run_decode(&args, (size_t)chunk, &from, dst, accumulate);
     }
     zpp_boxed_end(&args);
 }
+
+ZPP_OP_BOTH(onebit_decode, decode)
 
 /* The sources as C takes them: new; free them. NULL, with a sentence noted, if anything is wrong. */
 static struct zpp_onebit_source *new_sources(struct zpp_boxed *args, const struct zpp_tensors *bits,
@@ -102,8 +141,30 @@ static struct zpp_onebit_source *new_sources(struct zpp_boxed *args, const struc
     return NULL;
 }
 
-void zpp_op_onebit_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+struct target {
+    float *error;
+    uint8_t *bits;
+    float *scales;
+};
+
+static void run_reduce(struct zpp_boxed *args, size_t chunk, const struct zpp_onebit_source *sources, size_t count,
+                       float factor, size_t elems, const struct target *to) {
+    struct zpp_op_stream on;
+    AtenTensorHandle memory = NULL;
+    float *work;
+    if (!zpp_op_is_on_cuda(args)) {
+        zpp_pool *pool = zpp_op_pool_take();
+        zpp_onebit_reduce(chunk, sources, count, factor, to->error, elems, to->bits, to->scales, pool);
+        zpp_op_pool_give(pool);
+    } else if (zpp_op_find_stream(args, &on) && (work = new_work(args, chunk, elems, &memory)) != NULL) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        zpp_op_launched(args, zpp_onebit_reduce_cuda(on.device, on.native, chunk, sources, count, factor, to->error,
+                                                     elems, to->bits, to->scales, work, &err), &err);
+        zpp_torch.aoti_torch_delete_tensor_object(memory);
+    }
+}
+
+static void reduce(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     zpp_boxed_begin(&args, "zeropp::onebit_reduce_", stack, inputs);
     const struct zpp_tensors *bits = zpp_boxed_tensors(&args, "bits", false);
@@ -113,6 +174,7 @@ void zpp_op_onebit_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs
     const struct zpp_tensor *to_scales = zpp_boxed_tensor(&args, "to_scales", true);
     const int64_t chunk = zpp_boxed_int(&args);
     const double factor = zpp_boxed_float(&args);
+    if (cuda) zpp_op_on_cuda(&args, error);
     const struct zpp_op_rate rate = { "factor", factor, -INFINITY, INFINITY };
     const struct zpp_tensors ones[] = { zpp_op_one("error", error), zpp_op_one("to_bits", to_bits),
                                         zpp_op_one("to_scales", to_scales) };
@@ -123,11 +185,11 @@ void zpp_op_onebit_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs
         check_pair(&args, to_bits, "to_bits", to_scales, "to_scales", (size_t)chunk, error->elems) &&
         (sources = new_sources(&args, bits, scales, (size_t)chunk, error->elems)) != NULL &&
         zpp_boxed_check_apart(&args, written, 3, read, 2)) {
-        zpp_pool *pool = zpp_op_pool_take();
-        zpp_onebit_reduce((size_t)chunk, sources, bits->count, (float)factor, error->data, error->elems, to_bits->data,
-                          to_scales->data, pool);
-        zpp_op_pool_give(pool);
+        const struct target to = { error->data, to_bits->data, to_scales->data };
+        run_reduce(&args, (size_t)chunk, sources, bits->count, (float)factor, error->elems, &to);
     }
     free(sources);
     zpp_boxed_end(&args);
 }
+
+ZPP_OP_BOTH(onebit_reduce, reduce)

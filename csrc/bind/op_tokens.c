@@ -24,7 +24,7 @@ static bool check_tokens(struct zpp_boxed *args, const struct zpp_tensor *kept, 
     }
     *tokens = (struct zpp_tokens){ kept->data, kept->elems / (size_t)keep, (size_t)seq, (size_t)keep, 0 };
     struct zpp_err err = ZPP_ERR_INIT;
-    if (zpp_tokens_check(tokens, &err)) return zpp_boxed_fail(args, "%s", err.text);
+    if (!zpp_op_is_on_cuda(args) && zpp_tokens_check(tokens, &err)) return zpp_boxed_fail(args, "%s", err.text);
     return true;
 }
 
@@ -47,13 +47,13 @@ static void give(struct zpp_boxed *args, AtenTensorHandle made) {
     zpp_boxed_end(args);
 }
 
-void zpp_op_token_sample(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+static void sample(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     zpp_boxed_begin(&args, "zeropp::token_sample_", stack, inputs);
     const struct zpp_tensor *kept = zpp_boxed_tensor(&args, "kept", true);
     const int64_t seq = zpp_boxed_int(&args), keep = zpp_boxed_int(&args);
     const int64_t seed = zpp_boxed_int(&args), layer = zpp_boxed_int(&args);
+    if (cuda) zpp_op_on_cuda(&args, kept);
     if (zpp_op_check_tensor(&args, "kept", kept, 1u << ZPP_I32) && check_count(&args, "seq", seq, 1) &&
         check_count(&args, "keep", keep, 1)) {
         if (keep > seq) {
@@ -62,17 +62,40 @@ void zpp_op_token_sample(StableIValue *stack, uint64_t inputs, uint64_t outputs)
             zpp_boxed_fail(&args, "kept has %zu numbers, wanted rows of %lld", kept->elems, (long long)keep);
         }
     }
-    if (zpp_boxed_ok(&args)) {
+    struct zpp_op_stream on;
+    const size_t batch = zpp_boxed_ok(&args) ? kept->elems / (size_t)keep : 0;
+    if (zpp_boxed_ok(&args) && !cuda) {
         zpp_pool *pool = zpp_op_pool_take();
-        zpp_tokens_sample(kept->data, kept->elems / (size_t)keep, (size_t)seq, (size_t)keep, (uint64_t)seed,
-                          (uint64_t)layer, pool);
+        zpp_tokens_sample(kept->data, batch, (size_t)seq, (size_t)keep, (uint64_t)seed, (uint64_t)layer, pool);
         zpp_op_pool_give(pool);
+    } else if (zpp_boxed_ok(&args) && zpp_op_find_stream(&args, &on)) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        zpp_op_launched(&args, zpp_tokens_sample_cuda(on.device, on.native, kept->data, batch, (size_t)seq,
+                                                      (size_t)keep, (uint64_t)seed, (uint64_t)layer, &err), &err);
     }
     zpp_boxed_end(&args);
 }
 
-void zpp_op_token_gather(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+ZPP_OP_BOTH(token_sample, sample)
+
+/* gather: full to out; else full and part to out. */
+static void run_move(struct zpp_boxed *args, const struct zpp_tokens *tokens, const void *full, const void *part,
+                     void *out, bool gather) {
+    struct zpp_op_stream on;
+    if (!zpp_op_is_on_cuda(args)) {
+        zpp_pool *pool = zpp_op_pool_take();
+        if (gather) zpp_tokens_gather(tokens, full, out, pool);
+        else zpp_tokens_scatter(tokens, full, part, out, pool);
+        zpp_op_pool_give(pool);
+    } else if (zpp_op_find_stream(args, &on)) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        zpp_op_launched(args, gather ? zpp_tokens_gather_cuda(on.device, on.native, tokens, full, out, &err)
+                                     : zpp_tokens_scatter_cuda(on.device, on.native, tokens, full, part, out, &err),
+                        &err);
+    }
+}
+
+static void gather(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct zpp_tokens tokens = { .kept = NULL };
     AtenTensorHandle made = NULL;
@@ -80,22 +103,20 @@ void zpp_op_token_gather(StableIValue *stack, uint64_t inputs, uint64_t outputs)
     const struct zpp_tensor *full = zpp_boxed_tensor(&args, "full", false);
     const struct zpp_tensor *kept = zpp_boxed_tensor(&args, "kept", false);
     const int64_t seq = zpp_boxed_int(&args), keep = zpp_boxed_int(&args), width = zpp_boxed_int(&args);
+    if (cuda) zpp_op_on_cuda(&args, full);
     if (check_tokens(&args, kept, seq, keep, width, &tokens) &&
         check_moved(&args, "full", full, tokens.batch, tokens.seq, (size_t)width)) {
         tokens.row_bytes = (size_t)width * zpp_dtype_bytes(full->dtype);
         void *part = new_rows(&args, full->dtype, tokens.batch, tokens.keep, (size_t)width, &made);
-        if (zpp_boxed_ok(&args)) {
-            zpp_pool *pool = zpp_op_pool_take();
-            zpp_tokens_gather(&tokens, full->data, part, pool);
-            zpp_op_pool_give(pool);
-        }
+        if (zpp_boxed_ok(&args)) run_move(&args, &tokens, full->data, NULL, part, true);
     }
     give(&args, made);
 }
 
+ZPP_OP_BOTH(token_gather, gather)
+
 /* An empty full or part stands for zeros; not both are. */
-void zpp_op_token_scatter(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+static void scatter(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct zpp_tokens tokens = { .kept = NULL };
     AtenTensorHandle made = NULL;
@@ -104,6 +125,7 @@ void zpp_op_token_scatter(StableIValue *stack, uint64_t inputs, uint64_t outputs
     const struct zpp_tensor *part = zpp_boxed_tensor(&args, "part", false);
     const struct zpp_tensor *kept = zpp_boxed_tensor(&args, "kept", false);
     const int64_t seq = zpp_boxed_int(&args), keep = zpp_boxed_int(&args), width = zpp_boxed_int(&args);
+    if (cuda) zpp_op_on_cuda(&args, full);
     if (check_tokens(&args, kept, seq, keep, width, &tokens) && zpp_op_check_tensor(&args, "full", full, ANY_KIND) &&
         zpp_op_check_tensor(&args, "part", part, 1u << full->dtype) &&
         (!full->elems || check_moved(&args, "full", full, tokens.batch, tokens.seq, (size_t)width)) &&
@@ -111,10 +133,10 @@ void zpp_op_token_scatter(StableIValue *stack, uint64_t inputs, uint64_t outputs
         tokens.row_bytes = (size_t)width * zpp_dtype_bytes(full->dtype);
         void *out = new_rows(&args, full->dtype, tokens.batch, tokens.seq, (size_t)width, &made);
         if (zpp_boxed_ok(&args)) {
-            zpp_pool *pool = zpp_op_pool_take();
-            zpp_tokens_scatter(&tokens, full->elems ? full->data : NULL, part->elems ? part->data : NULL, out, pool);
-            zpp_op_pool_give(pool);
+            run_move(&args, &tokens, full->elems ? full->data : NULL, part->elems ? part->data : NULL, out, false);
         }
     }
     give(&args, made);
 }
+
+ZPP_OP_BOTH(token_scatter, scatter)

@@ -8,7 +8,9 @@
 
 #include <stdint.h>
 
-static inline uint64_t zpp_random_next(uint64_t *state) {
+#include "round.h" /* ZPP_FN: CUDA samples too */
+
+ZPP_FN uint64_t zpp_random_next(uint64_t *state) {
     uint64_t z = (*state += 0x9e3779b97f4a7c15u);
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
@@ -16,7 +18,7 @@ static inline uint64_t zpp_random_next(uint64_t *state) {
 }
 
 /* Evenly one of 0 .. below - 1; 1 <= below. */
-static inline uint32_t zpp_random_below(uint64_t *state, uint32_t below) {
+ZPP_FN uint32_t zpp_random_below(uint64_t *state, uint32_t below) {
     uint64_t product = (zpp_random_next(state) >> 32) * below;
     if ((uint32_t)product < below) {
         const uint32_t unfair = (0u - below) % below;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * CUDA kernels on a CPU: their files are C as well, once their keywords are defined away; blocks and threads are loops
- * of the test. Include this, then the .cu file.
+ * of the test, or, for kernels with barriers, threads (cuda_threads.h). Include this, then the .cu file.
  */
 #ifndef ZPP_TESTS_CUDA_ON_CPU_H
 #define ZPP_TESTS_CUDA_ON_CPU_H
@@ -11,7 +11,7 @@
 
 #include "../../csrc/base/dtype.h"
 
-static struct { unsigned int x; } blockIdx, threadIdx;
+static _Thread_local struct { unsigned int x; } blockIdx, threadIdx;
 
 #define ZPP_ON_CPU 1
 #define KERNEL static void
@@ -37,6 +37,8 @@ static inline uint32_t __float_as_uint(float value) {
 
 #define __dadd_rn(a, b) ((a) + (b))
 #define __dmul_rn(a, b) ((a) * (b))
-static inline __attribute__((unused)) void atomicAdd(unsigned long long *at, unsigned long long more) { *at += more; }
+static inline __attribute__((unused)) void atomicAdd(unsigned long long *at, unsigned long long more) {
+    __atomic_fetch_add(at, more, __ATOMIC_RELAXED);
+}
 
 #endif

@@ -23,6 +23,16 @@ struct zpp_lamb_kernels {
                  size_t end);
 };
 
+/* All but the rate. */
+struct zpp_lamb_consts zpp_lamb_consts_of(const struct zpp_lamb_segment *segment, float grad_scale);
+
+/* CUDA's launches, for lamb_cuda.c and the test that runs its kernels on a CPU: as many segments as fit one, empty ones
+ * left out, from consts and kinds to blocks; returns how many it took. Then where its work lies. */
+struct zpp_lamb_cuda_batch;
+size_t zpp_lamb_cuda_fill(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale,
+                          struct zpp_lamb_cuda_batch *batch);
+void zpp_lamb_cuda_place(struct zpp_lamb_cuda_batch *batch, void *work);
+
 #define ZPP_LAMB_VARIANT(level, name) extern const struct zpp_lamb_kernels name;
 #include "variants.def"
 #undef ZPP_LAMB_VARIANT

@@ -12,6 +12,7 @@
 
 #include "../element.h"
 #include "kernels.h"
+#include "lamb_trust.h"
 
 enum { GROUP_BLOCKS = 64 /* 4 MiB of p, g, m and v */, GRAIN_BLOCKS = 2 };
 
@@ -38,7 +39,7 @@ static const struct zpp_lamb_kernels *kernels_of(enum zpp_cpu_level level) {
     }
 }
 
-static struct zpp_lamb_consts consts_of(const struct zpp_lamb_segment *s, float grad_scale) {
+struct zpp_lamb_consts zpp_lamb_consts_of(const struct zpp_lamb_segment *s, float grad_scale) {
     const double t = (double)s->step;
     return (struct zpp_lamb_consts){
         .grad_scale = s->maximize ? -grad_scale : grad_scale,
@@ -80,12 +81,6 @@ static void second_pass(size_t begin, size_t end, void *arg) {
     }
 }
 
-static double trust_of(const struct zpp_lamb_segment *s, double params, double updates) {
-    const double norm = sqrt(params), update = sqrt(updates);
-    if (!(norm > 0.0 && update > 0.0 && isfinite(norm) && isfinite(update))) return 1.0;
-    return fmin(fmax(norm / update, s->trust_least), s->trust_most);
-}
-
 /* The rates of the group's tensors, of which all blocks are there. */
 static void set_rates(struct group *group, float *trust) {
     for (size_t b = 0; b < group->blocks_count;) {
@@ -95,8 +90,9 @@ static void set_rates(struct group *group, float *trust) {
             params += group->blocks[b].params;
             updates += group->blocks[b].updates;
         }
-        const double ratio = trust_of(&group->segments[k], params, updates);
-        group->consts[k].rate = (float)(group->segments[k].lr * ratio);
+        const struct zpp_lamb_segment *s = &group->segments[k];
+        const double ratio = zpp_lamb_trust(params, updates, s->trust_least, s->trust_most);
+        group->consts[k].rate = (float)(s->lr * ratio);
         if (trust) trust[k] = (float)ratio;
     }
 }
@@ -138,7 +134,7 @@ static zpp_status step_with(const struct zpp_lamb_kernels *kernels, const struct
         assert(s->elems == 0 || (s->param && s->grad && s->exp_avg && s->exp_avg_sq && s->step >= 1));
         assert(zpp_element_is_float(s->grad_dtype) && (!s->param_out || zpp_element_is_float(s->out_dtype)));
         if (trust) trust[k] = 1.0f;
-        group.consts[k] = consts_of(s, grad_scale);
+        group.consts[k] = zpp_lamb_consts_of(s, grad_scale);
         if (group.blocks_count + blocks_of(s) > room) run_group(&group, trust, pool);
         add_blocks(&group, k);
     }

@@ -23,6 +23,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include "../../base/cpu.h"
+#include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
 
@@ -49,5 +50,12 @@ zpp_status zpp_lamb_step(const struct zpp_lamb_segment *segments, size_t segment
 /* The same with the version of one level, for tests; INVALID where this machine or build lacks it. */
 zpp_status zpp_lamb_step_at(enum zpp_cpu_level level, const struct zpp_lamb_segment *segments, size_t segments_count,
                             float grad_scale, float *trust, zpp_pool *pool, struct zpp_err *err);
+
+/* The same on CUDA, where all pointers but `segments` itself are device memory: enqueued on `native` (torch's current
+ * stream). Same bits. `work`: device memory of zpp_lamb_cuda_work_bytes, aligned to 8. NOT_BUILT without the kernels,
+ * DEVICE if a launch fails. */
+size_t zpp_lamb_cuda_work_bytes(const struct zpp_lamb_segment *segments, size_t segments_count);
+zpp_status zpp_lamb_step_cuda(zpp_device *device, void *native, const struct zpp_lamb_segment *segments,
+                              size_t segments_count, float grad_scale, void *work, struct zpp_err *err);
 
 #endif

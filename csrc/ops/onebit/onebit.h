@@ -30,6 +30,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include "../../base/cpu.h"
+#include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
 
@@ -60,6 +61,21 @@ void zpp_onebit_reduce(size_t chunk_elems, const struct zpp_onebit_source *sourc
 /* dst = value, or with `accumulate` dst = dst + value, in fp32 with one rounding to dst's kind. */
 void zpp_onebit_decode(size_t chunk_elems, const struct zpp_onebit_source *from, void *dst, zpp_dtype dst_dtype,
                        size_t elems, bool accumulate, zpp_pool *pool);
+
+/* The same on CUDA, where all pointers but `sources` itself are device memory: enqueued on `native` (torch's current
+ * stream). Same bits. `work`: device memory of zpp_onebit_cuda_work_elems fp32 numbers. NOT_BUILT without the kernels,
+ * DEVICE if a launch fails, INVALID for more than 128 sources. */
+size_t zpp_onebit_cuda_work_elems(size_t chunk_elems, size_t elems);
+zpp_status zpp_onebit_compress_cuda(zpp_device *device, void *native, size_t chunk_elems, const void *src,
+                                    zpp_dtype src_dtype, float *error, size_t elems, uint8_t *bits, float *scales,
+                                    float *work, struct zpp_err *err);
+zpp_status zpp_onebit_reduce_cuda(zpp_device *device, void *native, size_t chunk_elems,
+                                  const struct zpp_onebit_source *sources, size_t sources_count, float factor,
+                                  float *error, size_t elems, uint8_t *bits, float *scales, float *work,
+                                  struct zpp_err *err);
+zpp_status zpp_onebit_decode_cuda(zpp_device *device, void *native, size_t chunk_elems,
+                                  const struct zpp_onebit_source *from, void *dst, zpp_dtype dst_dtype, size_t elems,
+                                  bool accumulate, struct zpp_err *err);
 
 /* The version of one level for calls in this thread, for tests and benchmarks: false, and nothing changed, where this
  * machine or build lacks it. ZPP_CPU_LEVELS returns to the machine's own. */

@@ -29,10 +29,10 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
-
-enum zpp_fp8_format { ZPP_FP8_E4M3, ZPP_FP8_E5M2 };
+#include "fp8_body.h" /* enum zpp_fp8_format */
 
 struct zpp_fp8_spec {
     size_t block_elems; /* a multiple of 16, at least 16; a block is one thread's work */
@@ -51,5 +51,14 @@ void zpp_fp8_quantise(const struct zpp_fp8_spec *spec, const void *src, zpp_dtyp
 /* dst = value, or with `accumulate` dst = dst + value, in fp32 with one rounding to dst's kind. */
 void zpp_fp8_dequantise(const struct zpp_fp8_spec *spec, const uint8_t *codes, const float *scales, void *dst,
                         zpp_dtype dst_dtype, size_t elems, bool accumulate, zpp_pool *pool);
+
+/* The same on CUDA, where all pointers are device memory: enqueued on `native` (torch's current stream). Same bits.
+ * NOT_BUILT without the kernels, DEVICE if a launch fails. */
+zpp_status zpp_fp8_quantise_cuda(zpp_device *device, void *native, const struct zpp_fp8_spec *spec, const void *src,
+                                 zpp_dtype src_dtype, size_t elems, uint8_t *codes, float *scales,
+                                 struct zpp_err *err);
+zpp_status zpp_fp8_dequantise_cuda(zpp_device *device, void *native, const struct zpp_fp8_spec *spec,
+                                   const uint8_t *codes, const float *scales, void *dst, zpp_dtype dst_dtype,
+                                   size_t elems, bool accumulate, struct zpp_err *err);
 
 #endif

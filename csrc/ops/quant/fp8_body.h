@@ -1,16 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The arithmetic of 8-bit floats, one element: stated once for the scalar version and the tails of the vector ones,
- * which repeat it operation by operation.
+ * The arithmetic of 8-bit floats, one element: stated once for the scalar version, the tails of the vector ones, which
+ * repeat it operation by operation, and the CUDA kernels.
  */
 #ifndef ZPP_OPS_QUANT_FP8_BODY_H
 #define ZPP_OPS_QUANT_FP8_BODY_H
 
 #include <math.h>
+#include <stdint.h>
 #include <string.h>
 
 #include "../round.h"
-#include "fp8.h"
+
+#ifdef __CUDACC__
+#define FP8_HALF(bits) __half2float(__ushort_as_half(bits))
+#else
+#include "../../base/dtype.h"
+#define FP8_HALF(bits) zpp_f16_to_f32(bits)
+#endif
+
+enum zpp_fp8_format { ZPP_FP8_E4M3, ZPP_FP8_E5M2 };
 
 /* A format, as constants where this is inlined. */
 struct zpp_fp8_kind {
@@ -23,13 +32,13 @@ struct zpp_fp8_kind {
     ((format) == ZPP_FP8_E4M3 ? (struct zpp_fp8_kind){ 3, 7, 448.0f, 0x1p-6f, 0x1p14f }                   \
                               : (struct zpp_fp8_kind){ 2, 15, 57344.0f, 0x1p-14f, 0x1p7f })
 
-static inline uint32_t zpp_fp8_bits_of(float value) {
+ZPP_FN uint32_t zpp_fp8_bits_of(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-static inline uint8_t zpp_fp8_encode(const struct zpp_fp8_kind kind, float x) {
+ZPP_FN uint8_t zpp_fp8_encode(const struct zpp_fp8_kind kind, float x) {
     const float a = fabsf(x) < kind.most ? fabsf(x) : kind.most; /* x is finite: the caller sees to that */
     const uint32_t bits = zpp_fp8_bits_of(a);
     const int drop = 23 - kind.mantissa_bits;
@@ -41,23 +50,25 @@ static inline uint8_t zpp_fp8_encode(const struct zpp_fp8_kind kind, float x) {
 }
 
 /* fp16 has room for both formats: e5m2 is its upper half, e4m3 lies 2^8 lower for the other bias. */
-static inline float zpp_fp8_decode(enum zpp_fp8_format format, uint8_t code) {
-    if (format == ZPP_FP8_E5M2) return zpp_f16_to_f32((uint16_t)(code << 8));
+ZPP_FN float zpp_fp8_decode(int format, uint8_t code) {
+    if (format == ZPP_FP8_E5M2) return FP8_HALF((uint16_t)(code << 8));
     if ((code & 0x7f) == 0x7f) return NAN;
-    return ZPP_MUL(zpp_f16_to_f32((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7)), 256.0f);
+    return ZPP_MUL(FP8_HALF((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7)), 256.0f);
 }
 
 struct zpp_fp8_consts {
     float scale, inverse;
 };
 /* From the bits of the greatest magnitude; inverse 0 for a block that is not finite: its codes are 0. */
-static inline struct zpp_fp8_consts zpp_fp8_consts_of(const struct zpp_fp8_kind kind, uint32_t top_bits) {
-    if (top_bits >= 0x7f800000u) return (struct zpp_fp8_consts){ NAN, 0.0f };
+ZPP_FN struct zpp_fp8_consts zpp_fp8_consts_of(const struct zpp_fp8_kind kind, uint32_t top_bits) {
+    struct zpp_fp8_consts consts = { NAN, 0.0f };
+    if (top_bits >= 0x7f800000u) return consts;
     float top;
     memcpy(&top, &top_bits, sizeof top);
     const float scale = ZPP_DIV(top, kind.most);
-    const float within = scale > 0x1p-126f ? scale : 0x1p-126f;
-    return (struct zpp_fp8_consts){ within, ZPP_DIV(1.0f, within) };
+    consts.scale = scale > 0x1p-126f ? scale : 0x1p-126f;
+    consts.inverse = ZPP_DIV(1.0f, consts.scale);
+    return consts;
 }
 
 #endif

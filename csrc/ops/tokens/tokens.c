@@ -6,8 +6,8 @@
 
 #include <assert.h>
 
-#include "../random.h"
 #include "kernels.h"
+#include "tokens_body.h"
 
 enum {
     PIECE_BYTES = 128 * 1024,
@@ -49,15 +49,7 @@ struct sample {
 static void sample_some(size_t begin, size_t end, void *arg) {
     const struct sample *job = arg;
     for (size_t b = begin; b < end; ++b) {
-        uint64_t state = job->seed; /* each goes through the generator, so that no two sums are alike */
-        state = zpp_random_next(&state) ^ job->layer;
-        state = zpp_random_next(&state) ^ b;
-        int32_t *kept = job->kept + b * job->keep;
-        size_t missing = job->keep;
-        for (size_t s = 0; missing > 0; ++s) {
-            if (zpp_random_below(&state, (uint32_t)(job->seq - s)) >= missing) continue;
-            kept[job->keep - missing--] = (int32_t)s;
-        }
+        zpp_tokens_draw(job->kept + b * job->keep, job->seq, job->keep, job->seed, job->layer, b);
     }
 }
 
@@ -97,17 +89,6 @@ static void gather_rows(size_t begin, size_t end, void *arg) {
     }
 }
 
-/* The first of a sample's kept positions that is not before s. */
-static size_t first_kept(const struct zpp_tokens *tokens, const int32_t *kept, size_t s) {
-    size_t low = 0, high = tokens->keep;
-    while (low < high) {
-        const size_t middle = (low + high) / 2;
-        if ((size_t)kept[middle] < s) low = middle + 1;
-        else high = middle;
-    }
-    return low;
-}
-
 static void place(const struct move *job, const char *from, size_t row, size_t first, size_t rows) {
     const size_t row_bytes = job->tokens->row_bytes;
     char *to = job->out + first * row_bytes;
@@ -122,7 +103,7 @@ static void scatter_rows(size_t begin, size_t end, void *arg) {
         const size_t b = begin / tokens->seq, first = b * tokens->seq;
         const size_t stop = first + tokens->seq < end ? first + tokens->seq : end;
         const int32_t *kept = tokens->kept + b * tokens->keep;
-        for (size_t k = first_kept(tokens, kept, begin - first); begin < stop;) {
+        for (size_t k = zpp_tokens_first(kept, tokens->keep, begin - first); begin < stop;) {
             const size_t next = k < tokens->keep ? first + (size_t)kept[k] : stop; /* the next one that is kept */
             const size_t until = next < stop ? next : stop;
             if (until > begin) place(job, job->full, begin, begin, until - begin);

@@ -16,6 +16,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include "../../base/device.h"
 #include "../../base/pool.h"
 
 struct zpp_tokens {
@@ -37,5 +38,15 @@ void zpp_tokens_gather(const struct zpp_tokens *tokens, const void *full, void *
 /* out [batch][seq] from part and full, either of which may be NULL: zeros. No overlap. */
 void zpp_tokens_scatter(const struct zpp_tokens *tokens, const void *full, const void *part, void *out,
                         zpp_pool *pool);
+
+/* The same on CUDA, where all pointers are device memory: enqueued on `native` (torch's current stream). Same bytes.
+ * There kept is not checked, which would wait for the device: a position outside [0, seq) gives a row of zeros, and is
+ * placed nowhere. NOT_BUILT without the kernels, DEVICE if a launch fails. */
+zpp_status zpp_tokens_sample_cuda(zpp_device *device, void *native, int32_t *kept, size_t batch, size_t seq,
+                                  size_t keep, uint64_t seed, uint64_t layer, struct zpp_err *err);
+zpp_status zpp_tokens_gather_cuda(zpp_device *device, void *native, const struct zpp_tokens *tokens, const void *full,
+                                  void *part, struct zpp_err *err);
+zpp_status zpp_tokens_scatter_cuda(zpp_device *device, void *native, const struct zpp_tokens *tokens, const void *full,
+                                   const void *part, void *out, struct zpp_err *err);
 
 #endif

@@ -12,6 +12,7 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP32 = (torch.float32,)
 CPU = ("cpu",)
+BOTH = ("cpu", "cuda")
 
 
 def check_readable(name: str, label: str, tensor: Tensor, devices: tuple[str, ...] = CPU) -> None:

@@ -31,19 +31,20 @@ class Fp8:
     """Elements a block, a multiple of 16."""
 
     @staticmethod
-    def empty(elems: int, *, format: str = "e4m3", block_elems: int = 256) -> Fp8:
+    def empty(elems: int, *, format: str = "e4m3", block_elems: int = 256, device: torch.device | str = "cpu") -> Fp8:
         """Room for the result of ``fp8_quantise_``, to be used again and again: fresh memory costs page faults."""
         name = "zeropp.ops.Fp8.empty"
         doors.check_whole(name, "elems", elems)
         if elems < 0:
             raise ValueError(f"{name}: elems is {elems}, wanted elems >= 0")
         _check_format(name, format, block_elems)
-        codes = torch.empty(elems, dtype=torch.uint8).view(_DTYPES[format])
-        return Fp8(codes=codes, scales=torch.empty(-(-elems // block_elems)), format=format, block_elems=block_elems)
+        codes = torch.empty(elems, dtype=torch.uint8, device=device).view(_DTYPES[format])
+        scales = torch.empty(-(-elems // block_elems), device=device)
+        return Fp8(codes=codes, scales=scales, format=format, block_elems=block_elems)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, in a new tensor."""
-        dst = torch.empty(self.codes.numel(), dtype=dtype)
+        dst = torch.empty(self.codes.numel(), dtype=dtype, device=self.codes.device)
         fp8_dequantise_(self, dst)
         return dst
 
@@ -55,9 +56,9 @@ def fp8_quantise(src: Tensor, *, format: str = "e4m3", block_elems: int = 256) -
     block's scale (csrc/ops/quant/fp8.h). ``block_elems`` of at least the number of elements makes one scale of all.
     """
     name = "zeropp.ops.fp8_quantise"
-    doors.check_tensor(name, "src", src)
+    doors.check_tensor(name, "src", src, doors.BOTH)
     _check_format(name, format, block_elems)
-    to = Fp8.empty(src.numel(), format=format, block_elems=block_elems)
+    to = Fp8.empty(src.numel(), format=format, block_elems=block_elems, device=src.device)
     fp8_quantise_(src, to)
     return to
 
@@ -71,7 +72,7 @@ def fp8_quantise_(src: Tensor, to: Fp8) -> None:
             tensor that requires grad while grad mode is on. Nothing was written.
     """
     name = "zeropp.ops.fp8_quantise_"
-    doors.check_tensor(name, "src", src)
+    doors.check_tensor(name, "src", src, doors.BOTH)
     written = _check_parts(name, "to", to)
     arguments = [src, *written, FORMATS.index(to.format), to.block_elems]
     doors.call(name, torch.ops.zeropp.fp8_quantise_.default, arguments, [to.codes, to.scales])
@@ -84,7 +85,7 @@ def fp8_dequantise_(source: Fp8, dst: Tensor, *, accumulate: bool = False) -> No
         TypeError, ValueError: as ``fp8_quantise_``.
     """
     name = "zeropp.ops.fp8_dequantise_"
-    doors.check_tensor(name, "dst", dst)
+    doors.check_tensor(name, "dst", dst, doors.BOTH)
     arguments = [
         *_check_parts(name, "source", source),
         dst,
@@ -106,8 +107,8 @@ def _check_parts(name: str, label: str, parts: Fp8) -> list[Tensor]:
     if not isinstance(parts, Fp8):
         raise TypeError(f"{name}: {label} is a {type(parts).__name__}, wanted a zeropp.ops.Fp8")
     _check_format(name, parts.format, parts.block_elems)
-    doors.check_tensor(name, f"{label}.codes", parts.codes)
-    doors.check_tensor(name, f"{label}.scales", parts.scales)
+    doors.check_tensor(name, f"{label}.codes", parts.codes, doors.BOTH)
+    doors.check_tensor(name, f"{label}.scales", parts.scales, doors.BOTH)
     wanted = _DTYPES[parts.format]
     if parts.codes.dtype not in (wanted, torch.uint8):
         raise ValueError(f"{name}: {label}.codes is {parts.codes.dtype}, wanted {wanted} as its format")

@@ -65,7 +65,7 @@ def lamb_step_(
         "params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "param_outs": param_outs,
     }  # fmt: skip
     for argument, tensors in lists.items():
-        doors.check_tensors(name, argument, tensors)
+        doors.check_tensors(name, argument, tensors, doors.BOTH)
     steps = doors.steps_of(name, step, params)
     if not any(lists.values()):
         return  # without a tensor there is no device to dispatch on

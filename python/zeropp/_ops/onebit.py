@@ -28,7 +28,7 @@ class OneBit:
     """Elements a chunk, a multiple of 16."""
 
     @staticmethod
-    def empty(elems: int, *, chunk_elems: int = 4096) -> OneBit:
+    def empty(elems: int, *, chunk_elems: int = 4096, device: torch.device | str = "cpu") -> OneBit:
         """Room for a result, to be used again and again."""
         name = "zeropp.ops.OneBit.empty"
         doors.check_whole(name, "elems", elems)
@@ -36,15 +36,15 @@ class OneBit:
             raise ValueError(f"{name}: elems is {elems}, wanted elems >= 0")
         doors.check_blocks(name, "chunk_elems", chunk_elems)
         return OneBit(
-            bits=torch.empty(_bytes(elems), dtype=torch.uint8),
-            scales=torch.empty(_chunks(elems, chunk_elems)),
+            bits=torch.empty(_bytes(elems), dtype=torch.uint8, device=device),
+            scales=torch.empty(_chunks(elems, chunk_elems), device=device),
             elems=elems,
             chunk_elems=chunk_elems,
         )
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, in a new tensor."""
-        dst = torch.empty(self.elems, dtype=dtype)
+        dst = torch.empty(self.elems, dtype=dtype, device=self.bits.device)
         onebit_decode_(self, dst)
         return dst
 
@@ -63,8 +63,8 @@ def onebit_compress_(src: Tensor, error: Tensor, to: OneBit) -> None:
             grad while grad mode is on. Nothing was written.
     """
     name = "zeropp.ops.onebit_compress_"
-    doors.check_tensor(name, "src", src)
-    doors.check_tensor(name, "error", error)
+    doors.check_tensor(name, "src", src, doors.BOTH)
+    doors.check_tensor(name, "error", error, doors.BOTH)
     written = [error, *_check_parts(name, "to", to)]
     doors.call(name, torch.ops.zeropp.onebit_compress_.default, [src, *written, to.chunk_elems], written)
 
@@ -76,7 +76,7 @@ def onebit_decode_(source: OneBit, dst: Tensor, *, accumulate: bool = False) -> 
         TypeError, ValueError: as ``onebit_compress_``.
     """
     name = "zeropp.ops.onebit_decode_"
-    doors.check_tensor(name, "dst", dst)
+    doors.check_tensor(name, "dst", dst, doors.BOTH)
     arguments = [*_check_parts(name, "source", source), dst, source.chunk_elems, accumulate]
     doors.call(name, torch.ops.zeropp.onebit_decode_.default, arguments, [dst])
 
@@ -91,7 +91,7 @@ def onebit_reduce_(sources: Sequence[OneBit], error: Tensor, to: OneBit, *, fact
     if not isinstance(sources, (list, tuple)):
         raise TypeError(f"{name}: sources is a {type(sources).__name__}, wanted a list of OneBit")
     doors.check_numbers(name, {"factor": factor})
-    doors.check_tensor(name, "error", error)
+    doors.check_tensor(name, "error", error, doors.BOTH)
     written = [error, *_check_parts(name, "to", to)]
     parts = [_check_parts(name, f"sources[{index}]", source) for index, source in enumerate(sources)]
     for index, source in enumerate(sources):
@@ -106,8 +106,8 @@ def onebit_reduce_(sources: Sequence[OneBit], error: Tensor, to: OneBit, *, fact
 def _check_parts(name: str, label: str, array: OneBit) -> list[Tensor]:
     if not isinstance(array, OneBit):
         raise TypeError(f"{name}: {label} is a {type(array).__name__}, wanted a OneBit")
-    doors.check_tensor(name, f"{label}.bits", array.bits)
-    doors.check_tensor(name, f"{label}.scales", array.scales)
+    doors.check_tensor(name, f"{label}.bits", array.bits, doors.BOTH)
+    doors.check_tensor(name, f"{label}.scales", array.scales, doors.BOTH)
     return [array.bits, array.scales]
 
 

@@ -15,7 +15,9 @@ __all__ = ["token_gather", "token_sample", "token_scatter"]
 _INT32 = (torch.int32,)
 
 
-def token_sample(batch: int, seq: int, keep: int, *, seed: int, layer: int = 0) -> Tensor:
+def token_sample(
+    batch: int, seq: int, keep: int, *, seed: int, layer: int = 0, device: torch.device | str = "cpu"
+) -> Tensor:
     """Which ``keep`` of ``seq`` tokens of each sample a layer works on: random, rising, the same for the same numbers.
 
     Every subset is equally likely. Samples, layers and seeds draw apart from each other; on every machine, and with any
@@ -28,6 +30,7 @@ def token_sample(batch: int, seq: int, keep: int, *, seed: int, layer: int = 0) 
         keep: how many to keep, 1 <= keep <= seq.
         seed: 0 <= seed < 2^63.
         layer: the layer's number, 0 <= layer < 2^63.
+        device: where the result is to be: "cpu" or "cuda"; the same tokens on both.
 
     Returns:
         (batch, keep) int32, for ``token_gather`` and ``token_scatter``. Positions rise, so a causal mask of ``keep``
@@ -43,7 +46,7 @@ def token_sample(batch: int, seq: int, keep: int, *, seed: int, layer: int = 0) 
             raise ValueError(f"{name}: {label} is {value}, wanted {least} to 2^63 - 1")
     if keep > seq:  # the tensor's size follows from it
         raise ValueError(f"{name}: keep is {keep}, wanted at most seq, {seq}")
-    kept = torch.empty(batch, keep, dtype=torch.int32)
+    kept = torch.empty(batch, keep, dtype=torch.int32, device=device)
     doors.call(f"{name}_", torch.ops.zeropp.token_sample_.default, [kept, seq, keep, seed, layer], [kept])
     return kept
 
@@ -59,7 +62,8 @@ def token_gather(full: Tensor, kept: Tensor) -> Tensor:
         (B, K, W).
 
     Raises:
-        TypeError, ValueError: wrong shape, dtype or device, a position out of range or out of order.
+        TypeError, ValueError: wrong shape, dtype or device; on the CPU also a position out of range or out of order. On
+            CUDA positions are not looked at, which would wait: one out of range gives zeros.
     """
     name = "zeropp.ops.token_gather"
     _check_rows(name, "full", full, kept)
@@ -84,7 +88,7 @@ def token_scatter(full: Tensor, part: Tensor, kept: Tensor) -> Tensor:
     """
     name = "zeropp.ops.token_scatter"
     _check_rows(name, "full", full, kept)
-    doors.check_readable(name, "part", part)
+    doors.check_readable(name, "part", part, doors.BOTH)
     batch, seq, width = full.shape
     if part.shape != (batch, kept.shape[1], width) or part.dtype != full.dtype:
         raise ValueError(
@@ -96,8 +100,8 @@ def token_scatter(full: Tensor, part: Tensor, kept: Tensor) -> Tensor:
 
 
 def _check_rows(name: str, label: str, full: Tensor, kept: Tensor) -> None:
-    doors.check_readable(name, label, full)
-    doors.check_readable(name, "kept", kept)
+    doors.check_readable(name, label, full, doors.BOTH)
+    doors.check_readable(name, "kept", kept, doors.BOTH)
     if full.dim() != 3 or full.shape[1] < 1 or full.shape[2] < 1:
         raise ValueError(f"{name}: {label} has shape {tuple(full.shape)}, wanted (B, S, W) with S and W at least 1")
     if kept.dtype != torch.int32 or kept.dim() != 2 or kept.shape[0] != full.shape[0] or kept.shape[1] < 1:

@@ -1,0 +1,38 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * LAMB on CUDA: the argument of its kernels, shared by lamb_cuda.cu and the launcher lamb_cuda.c.
+ */
+#ifndef ZPP_OPS_LAMB_CUDA_H
+#define ZPP_OPS_LAMB_CUDA_H
+
+#include <stdint.h>
+
+#include "lamb_body.h"
+
+enum {
+    ZPP_LAMB_CUDA_SEGMENTS = 32,     /* a launch: what fits the 4096 bytes that kernel arguments may have */
+    ZPP_LAMB_CUDA_THREADS = 256,
+    ZPP_LAMB_CUDA_LANES = 16,        /* as kernels.h and lamb.h have it; lamb_cuda.c compares */
+    ZPP_LAMB_CUDA_BLOCK_ELEMS = 4096,
+};
+
+struct zpp_lamb_cuda_segment {
+    float *param, *exp_avg, *exp_avg_sq;
+    const void *grad;
+    void *param_out;
+    uint64_t elems;
+    double lr, trust_least, trust_most;
+    struct zpp_lamb_consts consts; /* its rate is found on the device */
+    uint32_t first_block;          /* of the launch's blocks of 4096 elements */
+    uint8_t grad_kind, out_kind;   /* element_cuda.h */
+};
+
+struct zpp_lamb_cuda_batch {
+    float *lanes;  /* [blocks][2][16]: squares of parameters and of updates that a lane adds up */
+    double *sums;  /* [blocks][2] */
+    float *rates;  /* [count]: lr r */
+    uint32_t count, blocks;
+    struct zpp_lamb_cuda_segment segments[ZPP_LAMB_CUDA_SEGMENTS];
+};
+
+#endif
