@@ -214,8 +214,9 @@ class Run:
         outlasts ``timeout_s``, is a BenchError with the end of its output. Nothing that was started is left behind.
         """
         with tempfile.TemporaryDirectory(prefix="zeropp-bench-") as out:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-                       str(HERE / "run.py"), "--worker", f"{self.name}:{worker}", "--worker-out", out,
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                       "--local-addr=127.0.0.1",  # else the machine's name, which it may be unable to resolve
+                       f"--nproc-per-node={ranks}", str(HERE / "run.py"), "--worker", f"{self.name}:{worker}", "--worker-out", out,
                        "--worker-args", json.dumps(dict(args or {}))]  # fmt: skip
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "LOCAL_SIZE": str(ranks), **(env or {})}
             text = run_group(command, environment, timeout_s, f"{self.name}:{worker} on {ranks} ranks")

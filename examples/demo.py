@@ -170,7 +170,8 @@ def torchrun(ranks: int, script: Path, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.disable(logging.WARNING)
-    command = ["--standalone", "--nproc-per-node", str(ranks), str(script), *arguments]
+    # Otherwise ranks meet at this machine's name, which not every machine can resolve.
+    command = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node", str(ranks), str(script), *arguments]
     try:
         run.run(run.parse_args(command))
     except SignalException:

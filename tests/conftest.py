@@ -22,6 +22,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         raise pytest.UsageError("zeropp._C is not built: make test, or python setup.py build_ext --inplace")
 
 
+# torchrun gives its ranks this machine's name as the address to meet at, and not every machine can resolve its own name: ranks
+# would look it up until their test's time limit.
+os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository."""
