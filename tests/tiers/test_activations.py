@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations on NVMe: equal to activations in memory bit for bit, written and read behind the computation, counted, and
-an error where storage fails."""
+an error where storage fails. And tiles of matrices and sequences, in the same launches of ranks."""
 
 from __future__ import annotations
 

@@ -119,7 +119,9 @@ def _homes(model: nn.Module, units: object) -> dict[nn.Module, tuple[nn.Module, 
     if isinstance(units, int):
         return {m: tuple(group) for group in _blocks_of_size(model, units) for m in group}
     blocks = _repeated_blocks(model) if units == "auto" else _blocks_of_classes(model, units)  # type: ignore[arg-type]
-    return {inner: (block,) for block in blocks for inner in block.modules()}
+    homes: dict[nn.Module, tuple[nn.Module, ...]] = {inner: (block,) for block in blocks for inner in block.modules()}
+    # Tiles of a matrix that is too large to be whole come and go one by one, whatever they stand in.
+    return homes | {module: (module,) for module in model.modules() if getattr(module, "is_tile", False) is True}
 
 
 def plan_units(model: nn.Module, units: object = "auto", compute_dtype: torch.dtype | None = None) -> list[UnitPlan]:

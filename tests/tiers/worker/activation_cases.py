@@ -14,6 +14,7 @@ import pytest
 import torch
 import zeropp
 from state_cases import scratch
+from tiling_cases import CASES as TILING
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import batch, gpt
@@ -243,5 +244,5 @@ def many_steps() -> None:
 CASES = {
     function.__name__: function
     for function in (equal_to_memory, read_back, counted, graphs, storage_that_fails, many_steps)
-}
-ON_TWO_RANKS = ("equal_to_memory",)
+} | TILING
+ON_TWO_RANKS = ("equal_to_memory", *TILING)
