@@ -12,8 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # Tests start processes of their own: they, too, must find this tree, installed or not.
-sys.path.insert(0, str(ROOT / "python"))
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]))
+OURS = [str(ROOT / "python"), str(ROOT / "tests")]
+sys.path[:0] = OURS
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*OURS, os.environ.get("PYTHONPATH", "")]))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -9,17 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm import launch
 
 CASES = Path(__file__).with_name("cases.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def run(ranks: int, case: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
-        [sys.executable, *launch, str(CASES), case, str(folder), *arguments],
-        capture_output=True, text=True, timeout=200, env=ENVIRONMENT,
-    )  # fmt: skip
+    return launch(ranks, CASES, case, folder, *arguments, timeout=200, env=ENVIRONMENT)
 
 
 def succeed(ranks: int, case: str, folder: Path, *arguments: str) -> None:

@@ -25,7 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from warm import Process, start
+
 ROOT = Path(__file__).resolve().parents[2]
+Started = Process | subprocess.Popen[bytes]
 
 _CALL = """
 import importlib.util, json, os, sys
@@ -60,13 +63,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _command(what: str | Path | Callable[..., Any], args: Sequence[Any]) -> list[str]:
+def _words(what: str | Path | Callable[..., Any], args: Sequence[Any]) -> list[str]:
     if callable(what):
-        code = _CALL.format(path=inspect.getfile(what), name=what.__name__, args=json.dumps(list(args)))
-        return [sys.executable, "-c", code]
+        return ["-c", _CALL.format(path=inspect.getfile(what), name=what.__name__, args=json.dumps(list(args)))]
     if isinstance(what, Path):
-        return [sys.executable, str(what), *map(str, args)]
-    return [sys.executable, "-c", what, *map(str, args)]
+        return [str(what), *map(str, args)]
+    return ["-c", what, *map(str, args)]
 
 
 def run_ranks(
@@ -77,7 +79,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     env_of: Sequence[Mapping[str, str]] | None = None,
     prefix: Sequence[Sequence[str]] | None = None,
-    watch: Callable[[list[subprocess.Popen[bytes]]], None] | None = None,
+    watch: Callable[[list[Started]], None] | None = None,
     check: bool = True,
 ) -> list[Outcome]:
     """Start `ranks` processes and wait for all of them.
@@ -95,7 +97,7 @@ def run_ranks(
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         processes, files = [], []
-        start = time.monotonic()
+        begun = time.monotonic()
         for rank in range(ranks):
             streams = [open(f"{folder}/{rank}.{name}", "w+b") for name in ("out", "err")]  # noqa: SIM115, PTH123
             files.append(streams)
@@ -115,11 +117,16 @@ def run_ranks(
                 **(env or {}),
                 **(env_of[rank] if env_of else {}),
             }
-            command = [*(prefix[rank] if prefix else []), *_command(what, args)]
-            processes.append(subprocess.Popen(command, env=variables, stdout=streams[0], stderr=streams[1], cwd=folder))
+            words = _words(what, args)
+            if prefix and prefix[rank]:
+                words = [*prefix[rank], sys.executable, *words]
+                process = subprocess.Popen(words, env=variables, stdout=streams[0], stderr=streams[1], cwd=folder)
+            else:
+                process = start(words, slot=rank, env=variables, stdout=streams[0], stderr=streams[1], cwd=folder)
+            processes.append(process)
         if watch is not None:
             watch(processes)
-        ended = _wait(processes, start, time.monotonic() + timeout)
+        ended = _wait(processes, begun, time.monotonic() + timeout)
         outcomes = []
         for rank, process in enumerate(processes):
             texts = []
@@ -135,13 +142,13 @@ def run_ranks(
     return outcomes
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], start: float, deadline: float) -> list[float]:
+def _wait(processes: Sequence[Started], begun: float, deadline: float) -> list[float]:
     """Seconds after which each ended."""
     ended: dict[int, float] = {}
     while len(ended) < len(processes):
         for rank, process in enumerate(processes):
             if rank not in ended and process.poll() is not None:
-                ended[rank] = time.monotonic() - start
+                ended[rank] = time.monotonic() - begun
         if time.monotonic() > deadline:
             for process in processes:
                 if process.poll() is None:

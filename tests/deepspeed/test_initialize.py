@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import zeropp
 from torch import nn
+from warm import launch
 
 CASES = Path(__file__).with_name("cases.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(one for one in sys.path if one)}
@@ -22,8 +22,7 @@ SMALL = {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("initialize")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(CASES), str(folder)]
-    done = subprocess.run([sys.executable, *launch], capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
+    done = launch(2, CASES, folder, timeout=200, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

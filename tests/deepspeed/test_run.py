@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm import launch
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {
@@ -32,7 +33,7 @@ def python(*command, limit_s=100, **more):
 
 
 def two_ranks(*command):
-    done = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command, limit_s=250)
+    done = launch(2, *command, timeout=250, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

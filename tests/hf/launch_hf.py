@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a script on several ranks, offline."""
+"""Runs a script on several ranks, offline: with torchrun, or from a process that has imported transformers."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+
+import warm
 
 ENVIRONMENT = {
     **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(one for one in sys.path if one),
@@ -14,8 +16,11 @@ ENVIRONMENT = {
 
 
 def launch(ranks: int, *command: str, limit_s: int = 250) -> subprocess.CompletedProcess[str]:
-    """torchrun, with this tree's zeropp."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return warm.launch(ranks, *command, env=ENVIRONMENT, timeout=limit_s, kind="hf")
+
+
+def torchrun(ranks: int, *command: str, limit_s: int = 250) -> subprocess.CompletedProcess[str]:
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
-        [sys.executable, *torchrun, *command], capture_output=True, text=True, timeout=limit_s, env=ENVIRONMENT
+        [sys.executable, *agent, *command], capture_output=True, text=True, timeout=limit_s, env=ENVIRONMENT
     )

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from launch_hf import launch
+from launch_hf import torchrun
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install zeropp[hf]")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install zeropp[hf]")
@@ -21,7 +21,7 @@ def test_the_example_trains(tmp_path):
     given = ("--output_dir", str(tmp_path / "out"), "--zeropp", str(config), "--use_cpu", "--save_steps", "10",
              "--logging_steps", "5", "--learning_rate", "2e-3", "--report_to", "none", "--max_steps", "20",
              "--lr_scheduler_type", "constant", "--width", "64", "--layers", "2")  # fmt: skip
-    done = launch(2, str(ROOT / "examples" / "hf_causal_lm.py"), *given)
+    done = torchrun(2, str(ROOT / "examples" / "hf_causal_lm.py"), *given)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stderr.count("zeropp: stage 3, 2 ranks") == 1, "the table, once"
     state = tmp_path / "out" / "checkpoint-20" / "trainer_state.json"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {
@@ -25,10 +26,7 @@ def launch() -> Callable[..., subprocess.CompletedProcess[str]]:
     """launch(2, script, argument, ...) -> the finished process."""
 
     def run(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        return subprocess.run(
-            [sys.executable, *torchrun, *command], capture_output=True, text=True, timeout=280, env=ENVIRONMENT
-        )
+        return warm.launch(ranks, *command, env=ENVIRONMENT, timeout=280, kind="lightning")
 
     return run
 

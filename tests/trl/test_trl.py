@@ -7,11 +7,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from warm import launch
 
 MISSING = [name for name in ("trl", "datasets", "peft") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -27,16 +27,7 @@ ENVIRONMENT = {
 
 
 def two_ranks(*command):
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        *map(str, command),
-    ]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=400, env=ENVIRONMENT)
+    done = launch(2, *command, timeout=400, env=ENVIRONMENT, kind="hf")
     assert done.returncode == 0, done.stderr[-4000:]
     return done
 

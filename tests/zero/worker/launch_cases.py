@@ -13,13 +13,15 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from warm import Process, start
+
+Started = Process | subprocess.Popen[bytes]
 WORKER = Path(__file__).parent
 GRACE_S = 10.0  # for the other ranks to end after the first one failed
 
@@ -49,7 +51,7 @@ def free_port() -> int:
 
 def start_rank(
     script: str, arguments: Iterable[str], rank: int, ranks: int, port: int, log: Any, **more: str
-) -> subprocess.Popen:
+) -> Started:
     """One rank as torchrun would start it; in a process group of its own, so that it can be stopped as a whole."""
     environment = {
         **os.environ,
@@ -65,13 +67,11 @@ def start_rank(
         "HF_HUB_OFFLINE": "1",
         **more,
     }
-    return subprocess.Popen(
-        [sys.executable, str(WORKER / script), *arguments],
-        env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+    words = [str(WORKER / script), *arguments]
+    return start(words, slot=rank, env=environment, stdout=log, stderr=subprocess.STDOUT, new_session=True)
 
 
-def end(processes: Iterable[subprocess.Popen]) -> None:
+def end(processes: Iterable[Started]) -> None:
     for process in processes:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -79,7 +79,7 @@ def end(processes: Iterable[subprocess.Popen]) -> None:
         process.wait()
 
 
-def wait_all(processes: list[subprocess.Popen], limit_s: float) -> bool:
+def wait_all(processes: list[Started], limit_s: float) -> bool:
     """All ended within the limit? After the first failure the others have GRACE_S."""
     deadline = time.monotonic() + limit_s
     while any(p.poll() is None for p in processes):

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts Python processes without paying for ``import torch`` each time: a warm process has imported it and forks.
+
+    process = start(["script.py", "argument"], slot=rank, env=environment, stdout=file, stderr=file)
+    done = launch(2, "script.py", "argument", env=environment, timeout=100)
+
+What is started is a process of its own, with the environment, the arguments and the files that were asked for; zeropp is never
+imported beforehand. Ranks 0, 1 and all others have a warm process each, with another hash seed, so that ranks do not agree by chance
+on the order of a set. A variable that is read before Python code runs, or when a preloaded module is imported, starts a cold process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PRELOADED = {
+    # torch.optim imports torch._dynamo when the first optimizer is made, which costs as much as torch itself.
+    "torch": ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"],
+    "hf": ["torch.distributed", "torch._dynamo", "transformers.trainer", "accelerate", "peft"],
+    "lightning": ["torch.distributed", "torch._dynamo", "lightning"],
+}
+
+# Read by the loader, the C library, OpenMP or Python at start, or by a preloaded module when it is imported.
+EARLY = ("LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "KMP_", "GOMP_", "PYTHON", "TORCH_", "PYTORCH_", "CUDA_")
+EARLY_HF = (*EARLY, "HF_", "TRANSFORMERS_", "TOKENIZERS_")
+LATE = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+
+
+def early(environment: Mapping[str, str], kind: str) -> dict[str, str]:
+    """The variables that a warm process of this kind has to agree about."""
+    names = EARLY_HF if kind == "hf" else EARLY
+    return {name: value for name, value in environment.items() if name.startswith(names) and name not in LATE}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The warm process
+
+
+def serve(control: socket.socket) -> dict[str, Any] | None:
+    """Forks for every request. Returns the request in the child, None in the warm process when nobody asks any more."""
+    selector, children = selectors.DefaultSelector(), {}
+    selector.register(control, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is not control:
+                pid, status = children.pop(key.fd)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                _, code = os.waitpid(pid, 0)
+                with contextlib.suppress(BrokenPipeError):  # nobody reads it any more
+                    os.write(status, str(os.waitstatus_to_exitcode(code)).encode())
+                os.close(status)
+                continue
+            data, files, _, _ = socket.recv_fds(control, 1 << 20, 3)
+            if not data:
+                return None
+            pid = os.fork()
+            if pid == 0:
+                selector.close()
+                for handle in [control.detach(), files[2], *children, *(status for _, status in children.values())]:
+                    os.close(handle)
+                return {**json.loads(data), "files": files[:2]}
+            os.close(files[0])
+            os.close(files[1])
+            handle = os.pidfd_open(pid)
+            children[handle] = (pid, files[2])
+            selector.register(handle, selectors.EVENT_READ)
+            control.send(str(pid).encode())
+
+
+def become(request: dict[str, Any]) -> list[str]:
+    """Makes this process what was asked for; returns the words that stood after ``python``."""
+    if request["new_session"]:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for handle, place in zip(request["files"], (1, 2), strict=True):
+        os.dup2(handle, place)
+    for handle in set(request["files"]):
+        os.close(handle)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    if "PYTHONUNBUFFERED" in os.environ:
+        sys.stdout.reconfigure(write_through=True)
+    words: list[str] = request["arguments"]
+    first = {"-c": "", "-m": request["cwd"]}.get(words[0]) if words[0] in ("-c", "-m") else str(Path(words[0]).parent)
+    sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *BEFORE]
+    return words
+
+
+def run(words: list[str]) -> None:
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        code = compile(words[1], "<string>", "exec")
+    else:
+        sys.argv = words
+        main.__file__ = words[0]
+        code = compile(Path(words[0]).read_bytes(), words[0], "exec")
+    exec(code, main.__dict__)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Those who ask
+
+
+class Process:
+    """What a test needs of ``subprocess.Popen``, for a process whose parent is a warm one."""
+
+    def __init__(self, pid: int, status: int) -> None:
+        self.pid, self._status = pid, status
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            os.set_blocking(self._status, False)
+            with contextlib.suppress(BlockingIOError):
+                self._read()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._status, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self._read()
+        assert self.returncode is not None
+        return self.returncode
+
+    def _read(self) -> None:
+        text = os.read(self._status, 16)
+        os.close(self._status)
+        self.returncode = int(text or b"-9")  # no answer: the warm process itself was ended
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Warm:
+    """One warm process."""
+
+    def __init__(self, kind: str, slot: int) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        variables = {**AT_START, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self.early = early(variables, kind)
+        variables["PYTHONHASHSEED"] = str(slot + 1)
+        variables.pop("PYTHONPATH", None)
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno()), *PRELOADED[kind]]
+            self.process = subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()])
+        self.control = ours
+
+    def start(self, request: dict[str, Any], stdout: int, stderr: int) -> Process:
+        read, write = os.pipe()
+        try:
+            socket.send_fds(self.control, [json.dumps(request).encode()], [stdout, stderr, write])
+        finally:
+            os.close(write)
+        answer = self.control.recv(64)
+        assert answer, f"the warm process ended with {self.process.wait()}"
+        return Process(int(answer), read)
+
+    def close(self) -> None:
+        self.control.close()
+        self.process.wait()
+
+
+AT_START = dict(os.environ)  # imported modules change it later
+_warm: dict[tuple[str, int], Warm] = {}
+
+
+@atexit.register
+def _close_all() -> None:
+    while _warm:
+        _warm.popitem()[1].close()
+
+
+def start(
+    arguments: Sequence[Any],
+    *,
+    slot: int = 0,
+    env: Mapping[str, str],
+    stdout: Any,
+    stderr: Any,
+    cwd: Any = None,
+    new_session: bool = False,
+    kind: str = "torch",
+) -> Process | subprocess.Popen[bytes]:
+    """``python ARGUMENTS...``, warm where the environment allows.
+
+    Args:
+        kind: which modules are there already, a key of PRELOADED.
+        stdout, stderr: files; ``stderr`` may be ``subprocess.STDOUT``.
+    """
+    words = [str(word) for word in arguments]
+    slot = min(slot, 2)
+    if (kind, slot) not in _warm:
+        _warm[kind, slot] = Warm(kind, slot)
+    warm = _warm[kind, slot]
+    if early(env, kind) != warm.early:
+        command = [sys.executable, *words]
+        return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, cwd=cwd, start_new_session=new_session)
+    request = {"arguments": words, "env": dict(env), "cwd": str(cwd or Path.cwd()), "new_session": new_session}
+    return warm.start(request, stdout.fileno(), (stdout if stderr == subprocess.STDOUT else stderr).fileno())
+
+
+def launch(
+    ranks: int,
+    *command: Any,
+    env: Mapping[str, str],
+    timeout: float,
+    kind: str = "torch",
+    cwd: Any = None,
+) -> subprocess.CompletedProcess[str]:
+    """As ``torchrun --nproc-per-node RANKS COMMAND...`` on one host, without its agent: every rank has the variables that torchrun
+    sets, the first that fails ends the others, and what they write stands rank by rank in the result.
+
+    Raises:
+        subprocess.TimeoutExpired: with what was written until then. Nothing is left running.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    elastic = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    with contextlib.ExitStack() as stack:
+        files = [[stack.enter_context(tempfile.TemporaryFile("w+b")) for _ in range(2)] for _ in range(ranks)]
+        processes = []
+        for rank, (out, err) in enumerate(files):
+            variables = {**env, **address, **sizes, **elastic, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(start(command, slot=rank, env=variables, stdout=out, stderr=err, cwd=cwd, kind=kind))
+        code = _first_failure(processes, time.monotonic() + timeout)
+        texts = ["".join(_text(pair[one]) for pair in files) for one in range(2)]
+    if code is None:
+        raise subprocess.TimeoutExpired(list(map(str, command)), timeout, texts[0], texts[1])
+    return subprocess.CompletedProcess(list(map(str, command)), code, texts[0], texts[1])
+
+
+def _first_failure(processes: Sequence[Any], deadline: float) -> int | None:
+    """0 when all ended well, else the code of the one that failed first; None when the time is over."""
+    failed = None
+    try:
+        while any(one.poll() is None for one in processes):
+            codes = [one.returncode for one in processes if one.returncode]
+            if codes and failed is None:
+                failed = codes[0]
+                deadline = min(deadline, time.monotonic() + 20.0)  # what the others have to say
+            if time.monotonic() > deadline:
+                return failed
+            time.sleep(0.02)
+        return failed or next((one.returncode for one in processes if one.returncode), 0)
+    finally:
+        for one in processes:
+            if one.poll() is None:
+                one.kill()
+            one.wait()
+
+
+def _text(file: Any) -> str:
+    file.seek(0)
+    text: str = file.read().decode(errors="replace")
+    return text
+
+
+def _import(modules: Iterable[str]) -> None:
+    import gc
+    import importlib
+
+    for module in modules:
+        importlib.import_module(module)
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    assert threads == 1, f"{threads} threads: a process with threads cannot fork itself"
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    BEFORE = sys.path[1:]
+    sys.path[0] = ""
+    handle = int(sys.argv[1])
+    _import(sys.argv[2:])
+    asked = serve(socket.socket(fileno=handle))
+    if asked is not None:
+        run(become(asked))
