@@ -16,6 +16,7 @@ import torch.distributed as dist
 import zeropp
 from torch import nn
 from zeropp.errors import ConfigError, PartitionedParameterError
+from zeropp.zero import init
 from zeropp.zero.init import is_sharded, materialise, sharded_init
 
 
@@ -119,6 +120,20 @@ def case_values() -> None:
     tied = built(TiedGPT)
     assert tied.head.weight is tied.tokens.weight
     assert built(Odd).sum == Odd_sum()
+
+
+def case_held() -> None:
+    """A backend whose thread keeps a result beyond its wait, on one rank only: for less and for more than is waited for."""
+    gather = init._all_gather
+    for seconds in (0.002, 10 * init.HELD_S):
+
+        def held(whole: torch.Tensor, mine: torch.Tensor, seconds: float = seconds) -> None:
+            gather(whole, mine)
+            if dist.get_rank() == 1:
+                threading.Timer(seconds, lambda kept: None, [whole]).start()
+
+        init._all_gather = held
+        assert built(Odd, window_bytes=0).sum == Odd_sum()
 
 
 def Odd_sum() -> float:

@@ -5,13 +5,13 @@ cases.py."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from warm import launch
 from zeropp.zero.init import is_sharded, sharded_init
 
 CASES = Path(__file__).with_name("cases.py")
@@ -20,11 +20,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PACKAGE}
 
 
 def run(case: str, ranks: int) -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, *launch, str(CASES), case, "--group"],
-        capture_output=True, text=True, timeout=120, env=ENVIRONMENT,
-    )  # fmt: skip
+    done = launch(ranks, CASES, case, "--group", timeout=120, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -33,7 +29,7 @@ def test_values_are_those_of_plain_construction(ranks):
     run("values", ranks)
 
 
-@pytest.mark.parametrize("case", ["refuses", "seeds", "raises", "memory", "prepared"])
+@pytest.mark.parametrize("case", ["held", "refuses", "seeds", "raises", "memory", "prepared"])
 def test_two_ranks(case):
     run(case, 2)
 

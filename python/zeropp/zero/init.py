@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from zeropp.errors import ConfigError, PartitionedParameterError
 WINDOW_BYTES = 16 << 20
 OWN_PAGES_BYTES = 64 << 10
 TRIM_EVERY_BYTES = 32 << 20
+HELD_S = 0.1  # how long a gathered value may be held by who gathered it
 
 _T: Any = torch.Tensor  # Any: its descriptors are read here, not its values
 # What a sharded parameter answers, inside and outside of the context. Strides are not among them: while sharded they
@@ -354,7 +356,19 @@ def _gather(mine: torch.Tensor, numel: int) -> torch.Tensor:
     whole = torch.empty(mine.numel() * dist.get_world_size(), dtype=mine.dtype, device=mine.device)
     if whole.numel():
         _all_gather(whole.view(torch.uint8), mine.view(torch.uint8))
+        whole = _held_by_nobody_else(whole)
     return whole[:numel]
+
+
+def _held_by_nobody_else(gathered: torch.Tensor) -> torch.Tensor:
+    """A backend's own thread may let go of a result a moment after its wait. Whether a parameter goes depends on who holds it and
+    must be the same on every rank, or one gathers what another still has."""
+    give_up = time.monotonic() + HELD_S
+    while not _is_alone(gathered):
+        if time.monotonic() > give_up:
+            return gathered.clone()
+        time.sleep(0)
+    return gathered
 
 
 def _digest(values: torch.Tensor) -> int:
