@@ -14,6 +14,7 @@
  */
 #include <string.h>
 
+#include "between.h"
 #include "internal.h"
 
 struct gather_args {
@@ -128,14 +129,19 @@ static zpp_status launch_gather(zpp_zero *zero, struct zpp_unit *unit, struct zp
     return status;
 }
 
+static zpp_status launch_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    if (zpp_between(zero->options.comm)) return zpp_between_gather(zero, unit, &unit->arriving, err);
+    zpp_status status = zpp_event_record(unit->allocated, zero->compute, err);
+    if (status == ZPP_OK) status = zpp_stream_wait(zero->gather, unit->allocated, NULL, err);
+    if (status != ZPP_OK) return status;
+    return unit->place == ZPP_PLACE_FILE ? launch_load(zero, unit, err) : launch_gather(zero, unit, err);
+}
+
 static zpp_status start_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     zpp_status status = take_memory(zero, unit, err);
     if (status != ZPP_OK) return status;
     unit->rounded = unit->place == ZPP_PLACE_SHARD && zpp_wire_rounds(zero) && !unit->wants_exact;
-    status = zpp_event_record(unit->allocated, zero->compute, err);
-    if (status == ZPP_OK) status = zpp_stream_wait(zero->gather, unit->allocated, NULL, err);
-    if (status == ZPP_OK)
-        status = unit->place == ZPP_PLACE_FILE ? launch_load(zero, unit, err) : launch_gather(zero, unit, err);
+    status = launch_fetch(zero, unit, err);
     if (status != ZPP_OK) {
         struct zpp_err ignored = ZPP_ERR_INIT;
         (void)give_memory(zero, unit, &ignored);
@@ -162,7 +168,8 @@ static zpp_status prefetch_ahead(zpp_zero *zero, enum zpp_phase phase, struct zp
 /* The computation may use it from here on. */
 static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
     const uint64_t began_ns = zpp_span_begin();
-    const zpp_status status = zpp_stream_wait(zero->compute, unit->ready, wait, err);
+    const zpp_status status = unit->arriving ? zpp_between_await(&unit->arriving, wait, err)
+                                             : zpp_stream_wait(zero->compute, unit->ready, wait, err);
     if (status != ZPP_OK) return status;
     zpp_span_end(began_ns, ZPP_SPAN_WAIT, "for a gather", 0);
     unit->state = ZPP_UNIT_FULL;

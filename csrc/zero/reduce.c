@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "between.h"
 #include "internal.h"
 
 enum { ROUND_PACK, ROUND_POST, ROUND_ADD, ROUND_POST_SLICE, ROUND_COPY, ROUND_DONE };
@@ -55,6 +56,9 @@ static size_t slice_bytes(const struct zpp_unit_grad *grad) {
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     struct zpp_unit_grad *grad = unit->grad;
     if (!grad) return;
+    zpp_between_drop(zero->options.comm, &grad->between_flags);
+    zpp_between_drop(zero->options.comm, &grad->between_sum);
+    free(grad->between_memory);
     if (!keeps_buckets(zero) && grad->slice) zpp_device_free(zero->options.device, grad->slice, slice_bytes(grad));
     free(grad->carry);
     zpp_event_destroy(grad->written);
@@ -126,13 +130,14 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
     for (int i = zero->units_count - 1; i >= 0; i--) /* backward meets the last unit first */
         if (zero->units[i]->trainable) zero->order[zero->order_count++] = i;
     if (zero->order_count == 0) return ZPP_OK;
-    zpp_status status = zpp_lane_create(zero->options.comm, "reduce", &zero->lane, err);
-    if (status == ZPP_OK && zero->options.stage == 0)
+    const bool lanes = !zpp_between(zero->options.comm);
+    zpp_status status = lanes ? zpp_lane_create(zero->options.comm, "reduce", &zero->lane, err) : ZPP_OK;
+    if (status == ZPP_OK && lanes && zero->options.stage == 0)
         status = zpp_lane_create(zero->options.comm, "copy", &zero->copy_lane, err);
     if (status == ZPP_OK) status = make_buckets(zero, err);
     if (status == ZPP_OK) status = make_slices(zero, err);
     if (status != ZPP_OK) return status;
-    zpp_lane_set_describe(zero->lane, describe_notice, zero);
+    if (zero->lane) zpp_lane_set_describe(zero->lane, describe_notice, zero);
     if (zero->copy_lane) zpp_lane_set_describe(zero->copy_lane, describe_notice, zero);
     return ZPP_OK;
 }
@@ -161,6 +166,7 @@ static uint8_t *touched_flags(const zpp_zero *zero, const struct zpp_unit *unit)
 /* Is nobody, here or on a peer, reading the unit's bucket any more? */
 static bool is_idle(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
     if (zpp_event_sync(grad->done, NULL, NULL) != ZPP_OK) return false;
+    if (!zero->lane) return true; /* over several hosts the collective is finished, so nobody reads it */
     return zpp_lane_acked(zero->lane) >= grad->seq &&
            (!zero->copy_lane || zpp_lane_acked(zero->copy_lane) >= grad->copy_seq);
 }
@@ -429,10 +435,15 @@ static zpp_status launch(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
     grad->pass = zero->pass;
     grad->launched = true;
     list_bucket(zero, grad);
+    const bool between = zpp_between(zero->options.comm);
     zpp_status status = zpp_event_record(grad->written, zero->compute, err);
     if (status == ZPP_OK) status = zpp_stream_wait(zero->reduce, grad->written, NULL, err);
+    if (status == ZPP_OK && between)
+        status = zpp_between_launch(zero, grad, grad->empty ? NULL : touched_flags(zero, grad->unit),
+                                    zpp_reduce_bucket(zero, grad->unit), err);
     if (status == ZPP_OK)
-        status = zpp_stream_launch(zero->reduce, reduce_bucket, &grad, sizeof(struct zpp_unit_grad *), err);
+        status = zpp_stream_launch(zero->reduce, between ? zpp_between_finish : reduce_bucket, &grad,
+                                   sizeof(struct zpp_unit_grad *), err);
     if (status == ZPP_OK) status = zpp_event_record(grad->done, zero->reduce, err);
     return status;
 }

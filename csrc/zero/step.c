@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "between.h"
 #include "internal.h"
 
 zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
@@ -50,7 +51,10 @@ zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct
     if (status != ZPP_OK || zero->options.stage == 0) return status;
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];
-        if (unit->place == ZPP_PLACE_WHOLE && unit->trainable) collect_whole(zero, unit);
+        if (unit->place != ZPP_PLACE_WHOLE || !unit->trainable) continue;
+        if (zpp_between(zero->options.comm)) status = zpp_between_collect(zero, unit, wait, err);
+        else collect_whole(zero, unit);
+        if (status != ZPP_OK) return status;
     }
     return ZPP_OK;
 }

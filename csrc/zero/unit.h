@@ -65,6 +65,7 @@ struct zpp_unit {
     bool rounded;     /* fetched from images: see wire.h */
     bool wants_exact; /* the next fetch is not to be */
     zpp_event *allocated, *ready;
+    struct zpp_work *arriving; /* over several hosts: the gather under way */
 
     /* gradients: see reduce.h */
     struct zpp_unit_grad *grad;

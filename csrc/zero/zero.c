@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "between.h"
 #include "internal.h"
 
 static size_t round_up(size_t value, size_t multiple) {
@@ -27,10 +28,11 @@ static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
     zpp_status status = zpp_stream_create(device, ZPP_STREAM_HOST, "compute", &zero->compute, err);
     /* Without prefetch nothing overlaps: gathers are a part of the computation. */
     zero->gather = zero->compute;
+    const bool between = zpp_between(zero->options.comm); /* the communicator's thread gathers */
     if (status == ZPP_OK && zero->filed) { /* the engine's thread reads; ours needs none to begin and to look */
         status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "arrive", &zero->arrive, err);
         if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "gather", &zero->gather, err);
-    } else if (status == ZPP_OK && zero->options.prefetch_bytes) {
+    } else if (status == ZPP_OK && zero->options.prefetch_bytes && !between) {
         status = zpp_stream_create(device, ZPP_STREAM_THREAD, "gather", &zero->gather, err);
     }
     if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "reduce", &zero->reduce, err);
@@ -61,6 +63,7 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
 
 static void destroy_unit(zpp_zero *zero, struct zpp_unit *unit) {
     zpp_reduce_drop_unit(zero, unit);
+    zpp_between_drop(zero->options.comm, &unit->arriving);
     zpp_event_destroy(unit->allocated);
     zpp_event_destroy(unit->ready);
     free(unit->param_elems);

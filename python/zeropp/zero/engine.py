@@ -199,7 +199,10 @@ class Engine:
             return int(self.config.prefetch)
         if self._params is not None:  # the next one at least, whatever its size
             return max(64 << 20, *(2 * plan.numel * plan.dtype.itemsize for plan in plans))
-        return 0 if self.ranks == 1 or self.host_copy or self.stage < 3 else _idle_core_prefetch()
+        if self.ranks == 1 or self.host_copy or self.stage < 3:
+            return 0
+        # Between hosts gathers are collectives: every rank must go equally far ahead, whatever its host has to spare.
+        return _BETWEEN_HOSTS_PREFETCH_BYTES if self.comm.hosts > 1 else _idle_core_prefetch()
 
     def _place(self, plan: UnitPlan) -> int:
         small = plan.alone and plan.numel * plan.dtype.itemsize < REPLICATE_BYTES and self.config.units == "auto"
@@ -424,6 +427,9 @@ def _functions() -> dict[str, Any]:
         "push_saved_hooks": autograd._push_saved_tensors_default_hooks,
         "pop_saved_hooks": autograd._pop_saved_tensors_default_hooks,
     }
+
+
+_BETWEEN_HOSTS_PREFETCH_BYTES = 64 << 20
 
 
 def _idle_core_prefetch() -> int:

@@ -14,7 +14,7 @@ from torch import nn
 
 from zeropp import _C
 from zeropp.config import Config, Tier
-from zeropp.errors import ConfigError, Error, NotBuiltError
+from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engine_of, register
 from zeropp.zero.offload import BLOCK_ELEMS, StateTier
 from zeropp.zero.optimizer import adopt, check_offload, check_optimizer
@@ -54,21 +54,20 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     _check_device(config)
     _check_model(model)
     comm = _communicator()
-    if comm is not None and comm.hosts > 1:
-        raise NotBuiltError(
-            f"prepare: the ranks are on {comm.hosts} hosts, and training over several hosts is not implemented yet; use one host"
-        )
     if config.preflight and comm is not None:
         from zeropp.health import preflight
 
         preflight()
     filed = getattr(config.offload.params, "kind", "device") == "nvme"
+    if comm is not None and comm.hosts > 1:
+        _check_hosts(config, comm.hosts, filed)
     if filed and comm is not None and config.host_copy == "off":
         raise ConfigError(
             "Config.host_copy: 'off' does not go with offload.params='nvme': the ranks of a host share what they read; "
             "leave it at 'auto'"
         )
-    host_copy = comm is not None and config.host_copy == "auto" and config.stage == 3 and not filed
+    one_host = comm is not None and comm.hosts == 1
+    host_copy = one_host and config.host_copy == "auto" and config.stage == 3 and not filed
     host_copy = host_copy and config.comm.params == "exact"  # docs/design/0015
     low = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype_name]
     plans = plan_units(model, config.units, low)
@@ -133,6 +132,20 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_hosts(config: Config, hosts: int, filed: bool) -> None:
+    if filed:
+        raise ConfigError(
+            f"Config.offload.params: 'nvme' on {hosts} hosts is not implemented yet, because the ranks of a host share what they "
+            "read; leave parameters in memory, or use one host"
+        )
+    for path, wire in (("params", config.comm.params), ("grads", config.comm.grads)):
+        if wire != "exact":
+            raise ConfigError(
+                f"Config.comm.{path}: {wire!r} on {hosts} hosts is not implemented yet, because quantised slices are read in shared "
+                'memory; use "exact", or one host'
+            )
 
 
 def _check_device(config: Config) -> None:

@@ -1,0 +1,160 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * See between.h. What a collective reads and writes is borrowed until it is finished: units stay FETCHING and buckets
+ * stay listed until then, as they do on one host until the peers have read them.
+ */
+#include "between.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+enum { KIND_OBJECTS = 1 << 23 }; /* objects from here on are exchanges, below are units, from 1 on */
+
+static uint32_t object_of(const struct zpp_unit *unit) { return 1 + (uint32_t)unit->index; }
+
+static struct zpp_call gather_call(const struct zpp_unit *unit) {
+    return (struct zpp_call){.coll = ZPP_COLL_ALL_GATHER,
+                             .dtype = unit->dtype,
+                             .dst = unit->whole,
+                             .src = unit->shard,
+                             .elems = unit->shard_elems,
+                             .object = object_of(unit)};
+}
+
+zpp_status zpp_between_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err) {
+    const struct zpp_call call = gather_call(unit);
+    return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, work, err);
+}
+
+zpp_status zpp_between_await(zpp_work **work, const struct zpp_wait *wait, struct zpp_err *err) {
+    if (!*work) return ZPP_OK;
+    if (!wait && !zpp_work_finished(*work)) return ZPP_AGAIN;
+    const zpp_status status = zpp_work_wait(*work, wait, err);
+    if (!zpp_work_finished(*work)) return status; /* interrupted, or late */
+    zpp_work_free(*work);
+    *work = NULL;
+    return status;
+}
+
+void zpp_between_drop(zpp_comm *comm, zpp_work **work) {
+    struct zpp_err ignored = ZPP_ERR_INIT;
+    if (!*work) return;
+    if (!zpp_work_finished(*work)) zpp_comm_abort(comm, "left in the middle of a gather or reduction");
+    (void)zpp_work_wait(*work, NULL, &ignored);
+    zpp_work_free(*work);
+    *work = NULL;
+}
+
+/* --- reductions -------------------------------------------------------------------------------------------------- */
+
+/* Memory of one reduction: the flags, then (stages 1 to 3) the reduced slice, then the zeros of a rank without a
+ * gradient. */
+static size_t flags_bytes(const struct zpp_unit *unit) { return (unit->params + 63) & ~(size_t)63; }
+
+static zpp_status make_memory(const zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const struct zpp_unit *unit = grad->unit;
+    const bool whole = zero->options.stage == 0;
+    const size_t bytes = flags_bytes(unit) + (whole ? 0 : zpp_unit_shard_bytes(unit)) +
+                         (!whole && grad->empty ? zpp_unit_bytes(unit) : 0);
+    grad->between_memory = calloc(1, bytes + 1);
+    if (grad->between_memory) return ZPP_OK;
+    return zpp_fail(err, ZPP_NOMEM, "zero: no memory to reduce unit %s, %zu bytes", unit->name, bytes);
+}
+
+static unsigned char *reduced_slice(const struct zpp_unit_grad *grad) {
+    return grad->between_memory + flags_bytes(grad->unit);
+}
+
+static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigned char *bucket, struct zpp_err *err) {
+    const struct zpp_unit *unit = grad->unit;
+    struct zpp_call call = {.dtype = unit->dtype, .op = ZPP_AVG, .object = object_of(unit)};
+    if (zero->options.stage == 0) {
+        if (grad->empty) memset(grad->slice, 0, zpp_unit_bytes(unit));
+        call.coll = ZPP_COLL_ALL_REDUCE;
+        call.dst = grad->slice;
+        call.elems = unit->elems;
+    } else {
+        call.coll = ZPP_COLL_REDUCE_SCATTER;
+        call.dst = reduced_slice(grad);
+        call.src = grad->empty ? reduced_slice(grad) + zpp_unit_shard_bytes(unit) : bucket;
+        call.elems = unit->shard_elems;
+    }
+    return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, &grad->between_sum, err);
+}
+
+zpp_status zpp_between_launch(zpp_zero *zero, struct zpp_unit_grad *grad, const uint8_t *touched,
+                              unsigned char *bucket, struct zpp_err *err) {
+    const struct zpp_unit *unit = grad->unit;
+    zpp_status status = make_memory(zero, grad, err);
+    if (status != ZPP_OK) return status;
+    if (!grad->empty) memcpy(grad->between_memory, touched, unit->params);
+    const struct zpp_call flags = {.coll = ZPP_COLL_ALL_REDUCE,
+                                   .dtype = ZPP_U8,
+                                   .op = ZPP_MAX,
+                                   .dst = grad->between_memory,
+                                   .elems = unit->params,
+                                   .object = object_of(unit)};
+    status = zpp_comm_submit(zero->options.comm, &flags, NULL, NULL, &grad->between_flags, err);
+    return status == ZPP_OK ? submit_sum(zero, grad, bucket, err) : status;
+}
+
+/* As add_slices of reduce.c, with the sum made already. */
+static void add_slice(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    const struct zpp_unit *unit = grad->unit;
+    const float factor = zero->grad_scale;
+    if (zero->options.stage == 0) {
+        const void *source = grad->slice;
+        if (factor < 1.0f || factor > 1.0f)
+            zpp_reduce_sources(grad->slice, grad->dtype, false, &source, 1, unit->dtype, unit->elems, factor);
+        return;
+    }
+    const void *source = reduced_slice(grad);
+    const bool accumulate = grad->has && (zero->options.stage >= 2 || grad->empty);
+    zpp_reduce_sources(grad->slice, grad->dtype, accumulate, &source, 1, unit->dtype, unit->shard_elems, factor);
+    if (!grad->carry) return;
+    const void *carry = grad->carry;
+    zpp_reduce_sources(grad->slice, grad->dtype, true, &carry, 1, grad->dtype, unit->shard_elems, 1.0f);
+}
+
+zpp_status zpp_between_finish(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native;
+    struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
+    const struct zpp_unit *unit = grad->unit;
+    zpp_status status = zpp_between_await(&grad->between_flags, wait, err);
+    if (status == ZPP_OK) status = zpp_between_await(&grad->between_sum, wait, err);
+    if (status != ZPP_OK) return status;
+    const uint8_t *touched = grad->between_memory;
+    bool any = false;
+    for (size_t i = 0; i < unit->params; i++) {
+        any = any || touched[i];
+        grad->present[i] |= touched[i];
+    }
+    if (any) {
+        add_slice(grad->zero, grad);
+        grad->has = true;
+    }
+    free(grad->between_memory);
+    grad->between_memory = NULL;
+    return ZPP_OK;
+}
+
+/* --- the step ---------------------------------------------------------------------------------------------------- */
+
+zpp_status zpp_between_exchange(zpp_zero *zero, uint64_t kind, const void *mine, size_t bytes, void *all,
+                                const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_call call = {.coll = ZPP_COLL_ALL_GATHER,
+                                  .dtype = ZPP_U8,
+                                  .dst = all,
+                                  .src = mine,
+                                  .elems = bytes,
+                                  .object = KIND_OBJECTS + (uint32_t)kind};
+    return zpp_comm_call(zero->options.comm, &call, wait, err);
+}
+
+zpp_status zpp_between_collect(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
+                               struct zpp_err *err) {
+    const struct zpp_call call = gather_call(unit); /* my slice lies at its place, so it is not copied */
+    return zpp_comm_call(zero->options.comm, &call, wait, err);
+}
