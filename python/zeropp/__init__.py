@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from zeropp.zero.init import sharded_init as sharded_init
     from zeropp.zero.packed import packed_full_tensors as packed_full_tensors
     from zeropp.zero.prepare import prepare as prepare
+    from zeropp.zero.prepare import register_forward_method as register_forward_method
     from zeropp.zero.restore import load as load
     from zeropp.zero.state import export as export
     from zeropp.zero.state import full_state_dict as full_state_dict
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 __version__: str = _C.version()
 
 _HOME = {
-    "prepare": "zero.prepare",
+    **dict.fromkeys(("prepare", "register_forward_method"), "zero.prepare"),
     **dict.fromkeys(("gathered", "memory", "no_sync", "traffic"), "zero.access"),
     "save": "zero.checkpoint",
     "load": "zero.restore",

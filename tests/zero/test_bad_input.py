@@ -64,7 +64,7 @@ SAYS: dict[str, list[list[str]]] = {
     ],
     "sparse gradients": [["is sparse", "sparse=False"]],
     "clip twice": [["Config(clip=...) clips in every step already; use one of them"]],
-    "other norms": [["norm_type=1.0 is not implemented yet"]],
+    "other norms": [["norm_type 0.0 is not allowed; wanted a number above 0, or float('inf')"]],
     "state of the optimizer": [["zeropp.save(path, model, optimizer)"], ["zeropp.load(path, model, optimizer)"]],
     "not prepared": [
         ["Tiny was not prepared; call zeropp.prepare(model, optimizer, zeropp.Config(...)) first"],

@@ -142,16 +142,8 @@ class ZeroOptimizer(optim.Optimizer):
         if engine.measure()[1]:
             return
         bound = float(clip_value) / self._grad_scale()
-        for unit in engine.units:
-            if engine.local:
-                with torch._C.DisableTorchFunctionSubclass():
-                    found = [e.param.grad for e in unit.params]
-            else:
-                held = engine.gradient_shard(unit)
-                found = [] if held is None else [held[0]]
-            for gradient in found:
-                if gradient is not None:
-                    gradient.clamp_(-bound, bound)
+        for gradient in self._held_gradients():
+            gradient.clamp_(-bound, bound)
         if engine.clip_scale == 1.0:
             engine.norm = None  # it is another one now
 
@@ -167,7 +159,7 @@ class ZeroOptimizer(optim.Optimizer):
 
         Args:
             max_norm: bound; ``float("inf")`` only measures.
-            norm_type: 2.0, the only norm that is implemented.
+            norm_type: 2.0; or any number above 0, or ``float("inf")`` for the largest element, at the price of a pass in torch.
             error_if_nonfinite: raise here; otherwise :meth:`step` will.
 
         Returns:
@@ -179,19 +171,56 @@ class ZeroOptimizer(optim.Optimizer):
             )
         if self._engine.accumulate > 1 and not self._engine.core.at_boundary:
             return 0.0
-        if norm_type != 2.0:
-            raise ConfigError(f"norm_type={norm_type} is not implemented yet; clip_grad_norm_ measures the 2-norm")
+        if isinstance(norm_type, bool) or not float(norm_type) > 0:
+            raise ConfigError(
+                f"clip_grad_norm_: norm_type {norm_type!r} is not allowed; wanted a number above 0, or float('inf')"
+            )
         self._require_gradients()
-        norm = self._clip(max_norm)
+        norm = self._clip(max_norm, float(norm_type))
         if error_if_nonfinite:
             self._require_finite()
         return norm
 
-    def _clip(self, max_norm: float) -> float:
+    def _clip(self, max_norm: float, norm_type: float = 2.0) -> float:
         norm, _ = self._engine.measure()
+        if norm_type != 2.0:
+            norm = self._other_norm(norm_type)
         # The same arithmetic as torch.nn.utils.clip_grad_norm_: never scales up.
         self._engine.clip_scale = min(1.0, float(max_norm) / (norm + 1e-6)) if norm == norm else 1.0
         return norm
+
+    def _held_gradients(self) -> Iterator[torch.Tensor]:
+        """What this rank holds of the reduced gradients, as they are stored."""
+        engine = self._engine
+        for unit in engine.units:
+            if engine.local:
+                with torch._C.DisableTorchFunctionSubclass():
+                    yield from (e.param.grad for e in unit.params if e.param.grad is not None)
+                continue
+            held = engine.gradient_shard(unit)
+            if held is not None:
+                shard, present = held
+                yield from (shard[first : first + elems] for i, first, elems in unit.pieces() if present[i])
+
+    def _other_norm(self, p: float) -> float:
+        """Collective: (sum |g|^p)^(1/p) over all gradients, or the largest |g|; sums in fp64, rank after rank."""
+        engine = self._engine
+        if engine.core.hold:
+            raise ConfigError(
+                f"clip_grad_norm_: norm_type {p} with {type(self).__mro__[2].__name__} is not implemented yet; wanted 2.0"
+            )
+        largest = p == float("inf")
+        parts = [torch.zeros((), dtype=torch.float64)]
+        for gradient in self._held_gradients():
+            sizes = gradient.detach().abs().double()
+            parts.append(sizes.max() if largest and sizes.numel() else sizes.pow(p).sum())
+        own = torch.stack(parts).max() if largest else torch.stack(parts).sum()
+        every = own.reshape(1)
+        if not engine.local:
+            every = torch.empty(engine.ranks, dtype=torch.float64)
+            engine.comm.all_gather(every.data_ptr(), own.data_ptr(), 8)
+        total = every.max() if largest else every.sum().pow(1 / p)
+        return float(total) * engine.unscale
 
     def _require_gradients(self) -> None:
         if self._engine.core.closed:

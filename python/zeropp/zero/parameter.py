@@ -105,15 +105,16 @@ def _write_gradient(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Freezing and thawing. A frozen parameter has no gradient, as one that a step did not use; its room stays."""
     wanted = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-    with torch._C.DisableTorchFunctionSubclass():
-        if args[0].requires_grad == wanted:
-            return func(*args, **kwargs)
     ref = ref_of(args[0])
-    raise ConfigError(
-        f"requires_grad of parameter '{ref.name if ref else '?'}' cannot change after zeropp.prepare: its unit was laid out for it; "
-        "set it before prepare, or prepare a new model"
-    )
+    if wanted and ref is not None and not ref.unit.trainable:
+        raise ConfigError(
+            f"requires_grad of parameter '{ref.name}' cannot become True after zeropp.prepare: it was frozen there, so it has no room for "
+            "a gradient and no optimizer state; leave it trainable until prepare, and freeze it after"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 class _Managed(nn.Parameter):

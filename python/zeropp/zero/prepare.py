@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import hashlib
 import weakref
@@ -104,6 +106,22 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
 def is_prepared(model: nn.Module) -> bool:
     """Was this very model given to :func:`prepare`?"""
     return isinstance(model, nn.Module) and model in _engines
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Another method of a prepared model or of one of its modules that is called as ``forward`` is, such as ``generate_features``.
+
+    Inside it parameters that belong to the module itself may be read. (Submodules that it calls need nothing.)
+
+    Raises:
+        zeropp.ConfigError: the module is not of a prepared model, or has no such method.
+    """
+    engine = engine_of(module)
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ConfigError(f"register_forward_method: {type(module).__name__} has no method '{name}'")
+    if not isinstance(method, _C.Trigger):
+        module.__dict__[name] = _C.Trigger(engine.core, (), method, None)
 
 
 def attach(model: nn.Module, optimizer: Optimizer) -> None:
@@ -410,6 +428,13 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
         return type(value)(_cast(v, dtype) for v in value)
     if type(value) is dict:
         return {k: _cast(v, dtype) for k, v in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(v, dtype) for v in value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        cast = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(cast, field.name, _cast(getattr(value, field.name), dtype))
+        return cast
     return value
 
 

@@ -114,6 +114,12 @@ def _owners(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Pa
     return names, owners
 
 
+def _of_running_norms(owners: list[nn.Module]) -> bool:
+    """BatchNorm's: torch wants its weights in the dtype of its running statistics, and takes low-precision inputs with both in fp32."""
+    kind = nn.modules.batchnorm._NormBase
+    return all(isinstance(owner, kind) and owner.running_mean is not None for owner in owners)
+
+
 def _homes(model: nn.Module, units: object) -> dict[nn.Module, tuple[nn.Module, ...]]:
     """For each module inside a block: the block's triggers. The innermost named class wins."""
     if isinstance(units, int):
@@ -130,7 +136,8 @@ def plan_units(model: nn.Module, units: object = "auto", compute_dtype: torch.dt
     Args:
         model: the whole model.
         units: ``"auto"`` (repeated blocks), an iterable of classes or class names, or a number of bytes.
-        compute_dtype: floating-point parameters are held in it; None keeps their own.
+        compute_dtype: floating-point parameters are held in it; None keeps their own. Those of norms with running statistics
+            (BatchNorm) always keep their own.
 
     Returns:
         Plans in registration order, the same on every rank for the same model.
@@ -147,7 +154,10 @@ def plan_units(model: nn.Module, units: object = "auto", compute_dtype: torch.dt
             triggers = tuple(owners[parameter])
             if triggers not in set(homes.values()):
                 alone.add(triggers)
-        dtype = compute_dtype if compute_dtype is not None and parameter.is_floating_point() else parameter.dtype
+        converts = (
+            compute_dtype is not None and parameter.is_floating_point() and not _of_running_norms(owners[parameter])
+        )
+        dtype = compute_dtype if compute_dtype is not None and converts else parameter.dtype
         members.setdefault((triggers, dtype, parameter.requires_grad), []).append(parameter)
     plans = []
     for (triggers, dtype, trainable), params in members.items():

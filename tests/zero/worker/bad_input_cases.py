@@ -314,7 +314,7 @@ def clip_twice() -> str:
 def other_norms() -> str:
     model, optimizer = prepared()
     model(vector()).backward()
-    return sentence(lambda: optimizer.clip_grad_norm_(1.0, norm_type=1.0), zeropp.ConfigError)
+    return sentence(lambda: optimizer.clip_grad_norm_(1.0, norm_type=0.0), zeropp.ConfigError)
 
 
 def state_of_the_optimizer() -> list[str]:

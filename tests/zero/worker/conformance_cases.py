@@ -5,13 +5,18 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from parity_cases import Case, _vector, run, vector
+import zeropp
+from parity_cases import Case, _left_full, _vector, run, vector
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from zeropp.zero.prepare import is_prepared
 
 
 class Mlp(nn.Module):
@@ -130,11 +135,115 @@ def without_graph_first(model: nn.Module, step: int) -> Tensor:
     return vector(model, step)
 
 
+def plain_stack(reentrant: bool | None = None) -> nn.Module:
+    return Stack([Mlp() for _ in range(3)], reentrant)
+
+
+def freeze(model: nn.Module, which: Callable[[str], bool]) -> None:
+    for name, p in model.named_parameters():
+        if p.requires_grad == which(name):
+            p.requires_grad_(not which(name))
+
+
+def weights_frozen_after(model: nn.Module, step: int) -> Tensor:
+    """Prepared with everything trainable; the weights are frozen before the first step."""
+    freeze(model, lambda name: "bias" not in name)
+    return vector(model, step)
+
+
+def thawed(model: nn.Module, step: int) -> Tensor:
+    """Gradual unfreezing: the last block alone, then the last two, then all; and the first is frozen again."""
+    trained = (("blocks.2",), ("blocks.1", "blocks.2"), ("blocks",), ("blocks",), ("blocks.1", "blocks.2"))[step]
+    freeze(model, lambda name: not name.startswith(trained))
+    return vector(model, step)
+
+
+def shaped(*widths: int) -> nn.Module:
+    """Layers whose sizes no number of ranks divides."""
+    into, out = nn.Linear(8, widths[0]), nn.Linear(widths[-1], 8)
+    between = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    return Stack([into, nn.ReLU(), *between, out])
+
+
+class TwiceInOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x) + self.inner(x * 2)).pow(2).mean()
+
+
+class OtherMethods(nn.Module):
+    """As a vision transformer: features by a method of its own, with a parameter that is in no submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(4, 8))
+        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        x = x + self.positions
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.forward_features(x))
+
+
+def by_another_method(model: nn.Module, step: int) -> Tensor:
+    """`forward` of the model never runs: its own method does, and the head's weight is read outside."""
+    if is_prepared(model) and step == 0:
+        zeropp.register_forward_method(model, "forward_features")
+    features = model.forward_features(_vector(step))
+    loss = (features @ model.head.weight.t()).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+def without_the_root(model: nn.Module, step: int) -> Tensor:
+    """Only a block in the middle runs; in other steps the whole model."""
+    loss = model.blocks[1](_vector(step)).pow(2).mean() if step % 2 else model(_vector(step))
+    loss.backward()
+    return loss
+
+
+def microbatches(model: nn.Module, step: int) -> Tensor:
+    """All forwards first, then the backwards, reduced at the last one: 1F1B's order."""
+    losses = [model(_vector(step + 10 * i)) for i in range(3)]
+    for i, loss in enumerate(losses):
+        with zeropp.no_sync(model) if is_prepared(model) and i < 2 else contextlib.nullcontext():
+            loss.backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
 UNUSED: dict[str, Any] = {"find_unused_parameters": True}
 TABLE: dict[str, Case] = {
     "test_train_mixed_requires_grad_per_group": Case(biases_only, vector),
     "test_train_mixed_requires_grad_per_group, checkpointing": Case(lambda: biases_only(False), vector),
     "test_train_mixed_requires_grad_across_groups": Case(every_other_frozen, without_graph_first),
+    "test_train_mixed_requires_grad_per_group, freeze_after_init": Case(plain_stack, weights_frozen_after, ddp=None),
+    "test_train_mixed_requires_grad_per_group, freeze_after_init, checkpointing": Case(
+        lambda: plain_stack(False), weights_frozen_after, ddp=None
+    ),
+    "test_train_mixed_requires_grad_across_groups, unfreeze_params": Case(
+        plain_stack, thawed, units=("Mlp",), ddp=None
+    ),
+    "test_train_mixed_requires_grad_across_groups, unfreeze_params, checkpointing": Case(
+        lambda: plain_stack(False), thawed, units=("Linear",), ddp=None
+    ),
+    "test_train_parity_single_group": Case(lambda: shaped(15), vector, units=("Stack",)),
+    "test_train_parity_single_group, odd": Case(lambda: shaped(7, 15, 3), vector, units=("Stack",)),
+    "test_train_parity_multi_group": Case(lambda: shaped(17, 13), vector, units=("Linear",)),
+    "test_train_parity_multi_group, checkpointing": Case(
+        plain_stack, vector, units=("Mlp",), ddp={"static_graph": True}, setup=lambda m: setattr(m, "reentrant", False)
+    ),
+    "test_non_root_forward_backward": Case(plain_stack, without_the_root, units=("Mlp",), ddp=None),
+    "test_multi_forward_module": Case(TwiceInOne, vector, units=("Linear",)),
+    "test_register_fsdp_forward_method": Case(OtherMethods, by_another_method, units=("Mlp",), ddp=None),
+    "test_1f1b_microbatching": Case(plain_stack, microbatches, units=("Mlp",), ddp=None),
     "test_multi_forward_mixed_requires_grad": Case(Several, vector, units=("Linear",)),
     "test_unused_forward_output": Case(Twins, both_then_one, units=("Linear",), ddp=UNUSED),
     "test_unused_forward_module": Case(Twins, always_one, units=("Linear",), ddp=UNUSED),
@@ -144,4 +253,140 @@ TABLE: dict[str, Case] = {
     },
 }
 
-CASES: dict[str, Callable[[], Any]] = {name: (lambda case=case: run(case)) for name, case in TABLE.items()}
+
+# -- counts, memory, types -------------------------------------------------------------------------------------------
+
+
+def gathering(model: nn.Module, **config: Any) -> tuple[nn.Module, Any]:
+    """Every Mlp a unit, gathered by every rank when it is needed."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return zeropp.prepare(model, optimizer, zeropp.Config(host_copy="off", prefetch=0, units=("Mlp",), **config))
+
+
+def calls() -> dict[str, int]:
+    return {
+        kind: counts["calls"] for kind, counts in zeropp.traffic(reset=True).get("shm", {}).items() if counts["calls"]
+    }
+
+
+def communication_count() -> list[dict[str, int]]:
+    """Of five blocks: a forward without a graph, a forward, its backward."""
+    model, optimizer = gathering(Stack([Mlp() for _ in range(5)]))
+    model(_vector(0)).backward()  # records the order
+    optimizer.zero_grad()
+    calls()
+    found = []
+    with torch.no_grad():
+        model(_vector(1))
+    found.append(calls())
+    loss = model(_vector(1))
+    found.append(calls())
+    loss.backward()
+    found.append(calls())
+    with zeropp.no_sync(model):
+        model(_vector(1)).backward()
+    found.append(calls())
+    return found
+
+
+def training_memory() -> dict[str, Any]:
+    """What is whole inside each block's forward and backward, after forward, after backward; and a gradient's size at the end."""
+    model, _ = gathering(Stack([Mlp(64) for _ in range(6)]))
+    block = sum(p.numel() * 4 for p in model.blocks[0].parameters())
+    seen: list[int] = []
+
+    def look(*_: Any) -> None:
+        seen.append(zeropp.memory(model)["cpu"]["gathered"]["held"])
+
+    for one in model.blocks:
+        one.out.register_forward_hook(look)
+        one.out.register_full_backward_hook(look)
+    x = torch.randn(4, 64)
+    loss = model(x)
+    after_forward = zeropp.memory(model)["cpu"]["gathered"]["held"]
+    loss.backward()
+    held = zeropp.memory(model)["cpu"]
+    return {
+        "block": block, "seen": seen, "after forward": after_forward, "after backward": held["gathered"]["held"],
+        "grads": held["grads"]["held"], "whole": _left_full(model),
+    }  # fmt: skip
+
+
+@dataclasses.dataclass
+class Given:
+    x: Tensor
+    mask: Tensor
+    note: str
+
+
+class TakesDataclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, given: Given, pair: Named) -> Tensor:
+        assert given.x.dtype == pair.x.dtype == self.body.weight.dtype == torch.bfloat16
+        assert given.mask.dtype == torch.int64 and given.note == "as it was"
+        return (self.body(given.x) * given.mask + pair.other).float().pow(2).mean()
+
+
+def dataclass_input() -> None:
+    """Floating tensors inside a dataclass and a named tuple are cast as bare ones are; the caller's are as they were."""
+    model = TakesDataclass()
+    model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters()), zeropp.Config(precision="bf16"))
+    given, pair = (
+        Given(torch.randn(4, 8), torch.ones(8, dtype=torch.int64), "as it was"),
+        Named(torch.ones(8), torch.ones(8)),
+    )
+    model(given, pair).backward()
+    optimizer.step()
+    assert given.x.dtype == pair.x.dtype == torch.float32
+
+
+def norm_modules(dtype: str) -> None:
+    """LayerNorm, GroupNorm and BatchNorm in low precision, forward and backward, in training and evaluation."""
+    for norm in (nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.BatchNorm1d(8)):
+        model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8))
+        model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters()), zeropp.Config(precision=dtype))
+        optimizer.backward(model(_vector(0)).float().pow(2).mean())
+        optimizer.step()
+        assert model.eval()(_vector(1)).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+
+
+def param_registration() -> None:
+    """The same names, objects and shapes after prepare, forward and backward; every one is a parameter."""
+    model = Stack([Mlp() for _ in range(3)])
+    before = [(name, id(p), tuple(p.shape)) for name, p in model.named_parameters()]
+    model, _ = gathering(model)
+    seen = []
+    loss = model(_vector(0))
+    seen.append([(name, id(p), tuple(p.shape)) for name, p in model.named_parameters()])
+    loss.backward()
+    seen.append([(name, id(p), tuple(p.shape)) for name, p in model.named_parameters()])
+    assert seen == [before, before] and all(isinstance(p, nn.Parameter) for p in model.parameters())
+
+
+def state_dict_save_load() -> None:
+    """Whole values out of one model and into another that is held in another way; on rank 0 alone where asked."""
+    torch.manual_seed(3)
+    model, _ = gathering(Stack([Mlp() for _ in range(3)]))
+    state = zeropp.full_state_dict(model)
+    other = Stack([Mlp() for _ in range(3)])
+    other, _ = zeropp.prepare(other, None, zeropp.Config())
+    zeropp.load_full_state_dict(other, state)
+    again = zeropp.full_state_dict(other)
+    assert list(state) == list(again) and all(torch.equal(state[name], again[name]) for name in state)
+    assert len(zeropp.full_state_dict(model, rank_0_only=True)) == (0 if torch.distributed.get_rank() else len(state))
+    assert torch.equal(model(_vector(0)), other(_vector(0)))
+
+
+OTHER: dict[str, Callable[[], Any]] = {
+    "test_fully_shard_communication_count": communication_count,
+    "test_fully_shard_training_memory": training_memory,
+    "test_dataclass_input": dataclass_input,
+    "test_norm_modules_bf16": lambda: norm_modules("bf16"),
+    "test_norm_modules_fp16": lambda: norm_modules("fp16"),
+    "test_param_registration_after_backward": param_registration,
+    "test_dp_state_dict_save_load": state_dict_save_load,
+}
+CASES: dict[str, Callable[[], Any]] = {name: (lambda case=case: run(case)) for name, case in TABLE.items()} | OTHER

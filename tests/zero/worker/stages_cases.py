@@ -149,8 +149,29 @@ def first_norm() -> None:
         assert abs(clipped - want / 2) <= 1e-4 * want, (config, clipped, want)
 
 
+def other_norms() -> None:
+    """test_clip_grad_norm_1d's other norms: torch.nn.utils.clip_grad_norm_ of the whole averaged gradients, before and after."""
+    for config in STAGES.values():
+        for p in (1.0, 3.0, float("inf")):
+            model = gpt()
+            model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters()), zeropp.Config(**config))
+            model(*batch(0)).backward()
+            with zeropp.gathered(model, grads=True):
+                whole = [nn.Parameter(q.detach().clone()) for q in model.parameters()]
+                for copy, q in zip(whole, model.parameters(), strict=True):
+                    copy.grad = q.grad.double().float()
+            want = torch.linalg.vector_norm(torch.cat([q.grad.flatten() for q in whole]).double(), p).item()
+            got = optimizer.clip_grad_norm_(want / 3, norm_type=p)
+            assert abs(got - want) <= 1e-12 * want, (config, p, got, want)
+            torch.nn.utils.clip_grad_norm_(whole, want / 3, norm_type=p)
+            with zeropp.gathered(model, grads=True):
+                for copy, q in zip(whole, model.parameters(), strict=True):  # torch sums in fp32
+                    assert (q.grad - copy.grad).abs().max() <= 1e-4 * copy.grad.abs().max(), (config, p)
+
+
 CASES = {
     "clipped": clipped,
+    "other norms": other_norms,
     "clip in Config": clip_in_config,
     "first norm": first_norm,
     "no_sync": no_sync,
