@@ -8,6 +8,7 @@ out/demo; an unfinished one is gone on with (asked at a terminal, said elsewhere
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import logging
@@ -39,6 +40,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ranks", default="", help="auto (default: one a GPU, two on CPU) or a number")
     parser.add_argument("--steps", default="", help="training steps; default: of the preset")
     parser.add_argument("--offload", default="", help="none (default), cpu or nvme: where states live")
+    parser.add_argument(
+        "--memory",
+        default="",
+        help="OFFLOAD=nvme PRESET=large: the memory to exceed, as 512M or 24G; default: the machine's",
+    )
     parser.add_argument("--data", default="", help="folder or file of text; default: Python's own source")
     parser.add_argument("--resume", default="", help="no: start anew; yes: go on without asking")
     parser.add_argument("--yes", nargs="?", const="yes", default="", help="answer every question with yes")
@@ -151,7 +157,73 @@ def ask_for_space(out: Path, wanted: int, free: int) -> None:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise Refused(f"{question}, more than half; YES=1 allows it")
     if input(f"{question}. Go on? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise Refused(f"{question}; a smaller PRESET takes less")
+        raise Refused(f"{question}; a smaller PRESET, or MEMORY, takes less")
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or its control group's."""
+    bytes_ = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            bytes_ = min(bytes_, int(Path(limit).read_text()))
+    return bytes_
+
+
+def memory_asked(value: str) -> int:
+    value = value.strip()
+    if not value:
+        return machine_memory()
+    units = {"M": 1 << 20, "G": 1 << 30}
+    number, unit = value[:-1], value[-1:].upper()
+    if unit not in units or not number.isdigit() or int(number) * units[unit] < 16 << 20:
+        raise Refused(f"MEMORY={value}: wanted at least 16M, as 512M or 24G; or nothing, for the machine's")
+    return int(number) * units[unit]
+
+
+def larger_than_memory(args: argparse.Namespace, device: str) -> int:
+    """OFFLOAD=nvme PRESET=large: infinity_gpt.py with a model whose states exceed the memory. No checkpoints, and nothing is
+    left on the disk but metrics.jsonl."""
+    steps, ranks_asked = whole(args.steps, "STEPS") or 3, whole(args.ranks, "RANKS")
+    if args.resume.strip() == "yes":
+        raise Refused("RESUME=yes: this run keeps no checkpoint (it would be as large as the files); leave it empty")
+    memory = memory_asked(args.memory)
+    need_packages(args.script)
+    from gpt import GPT, larger_than
+    from torch import device as torch_device
+
+    _, suits = choose_device(device, args.script)
+    ranks = ranks_asked or suits
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    out = Path(args.out or EXAMPLES.parent / "out" / "infinity").resolve()
+    with torch_device("meta"):
+        parameters = sum(p.numel() for p in GPT(larger_than(memory)).parameters())
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(out).free
+    except OSError as error:
+        raise Refused(f"{out}: {error.strerror}; choose another folder with --out") from error
+    wanted = parameters * SCRATCH_BYTES_PER_PARAMETER * 21 // 20
+    if free < wanted:
+        raise Refused(
+            f"{out}: {free / 2**30:,.1f} GiB free, and the states of this model want {wanted / 2**30:,.1f}; free some, "
+            "choose another folder with --out, or a smaller MEMORY"
+        )
+    if free < 2 * wanted and not args.yes:
+        ask_for_space(out, wanted, free)
+    print(
+        f"PRESET=large OFFLOAD=nvme RANKS={ranks} STEPS={steps} MEMORY={memory / 2**20:,.0f} MiB\n{wanted / 2**30:,.2f} of "
+        f"{free / 2**30:,.1f} GiB free in {out} are used until the end; Ctrl-C stops and removes them",
+        flush=True,
+    )
+    command = ["--memory-bytes", str(memory), "--steps", str(steps), "--out", str(out)]
+    command += ["--data", str(Path(args.data).resolve())] if args.data else []
+    try:
+        code = torchrun(ranks, EXAMPLES / "infinity_gpt.py", command)
+    finally:
+        shutil.rmtree(out / "scratch", ignore_errors=True)
+    if code == 0:
+        print(f"Every step: {out / 'metrics.jsonl'}")
+    return code
 
 
 def start_anew(out: Path) -> None:
@@ -194,10 +266,11 @@ def main() -> int:
     device = chosen(args.device, "auto", ("auto", "cpu", "cuda"), "DEVICE")
     offload = chosen(args.offload, "none", ("none", "cpu", "nvme"), "OFFLOAD")
     if offload == "nvme" and preset == "large":
-        raise Refused(
-            "OFFLOAD=nvme PRESET=large: a model larger than this machine's memory is not built yet; "
-            "PRESET=base trains with its states on disk, and PRESET=large without OFFLOAD"
-        )
+        if args.script != "train_gpt.py":
+            raise Refused(f"OFFLOAD=nvme PRESET=large: {args.script} cannot do that; leave --script out")
+        return larger_than_memory(args, device)
+    if args.memory:
+        raise Refused(f"MEMORY={args.memory}: only OFFLOAD=nvme PRESET=large chooses its model by it; leave it empty")
     if offload != "none" and args.script == "ddp_gpt.py":
         raise Refused(f"OFFLOAD={offload}: ddp_gpt.py trains without zeropp, which alone can do that; leave it empty")
     steps, ranks_asked = whole(args.steps, "STEPS"), whole(args.ranks, "RANKS")

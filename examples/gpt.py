@@ -46,6 +46,22 @@ PRESETS = {
 }
 
 
+STATE_BYTES = 16
+"""Model states of a parameter in fp32: itself, its gradient, and Adam's two moments."""
+
+
+def larger_than(memory_bytes: int, context: int = 256) -> GPTConfig:
+    """The smallest model of usual proportions (a layer for every 64 of width, at most) whose states are a quarter more
+    than ``memory_bytes``."""
+    wanted = memory_bytes * 5 // 4 // STATE_BYTES
+    width = 128
+    while True:
+        layers = max(2, -(-(wanted - (VOCABULARY + context) * width) // (12 * width * width)))
+        if layers <= max(2, width // 64):
+            return GPTConfig(layers=layers, heads=width // 64, width=width, context=context)
+        width += 128
+
+
 class Block(nn.Module):
     """One transformer layer: attention and MLP, each behind a norm and beside a skip."""
 

@@ -323,7 +323,7 @@ def _library_figures(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     ]
     for link, kinds in zeropp.traffic().items():
         for kind, counts in kinds.items():
-            if counts["bytes"]:
+            if counts.get("bytes"):
                 mib = counts["bytes"] / 2**20
                 if link == "nvme":
                     rows.append((f"disk, {kind}, in all", f"{mib:,.1f} MiB"))

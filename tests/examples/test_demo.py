@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,10 +114,42 @@ def test_states_on_disk_train_alike_and_leave_nothing(tmp_path):
     assert not list((tmp_path / "nvme" / "scratch").glob("zeropp-scratch-*"))
 
 
+def test_a_model_larger_than_memory(tmp_path):
+    """Of a small memory, so that it fits a test: states exceed it, every figure stands beside what was planned, and nothing
+    is left on the disk."""
+    done = demo("--offload", "nvme", "--preset", "large", "--memory", "32M", "--steps", "3", out=tmp_path)
+    assert done.returncode == 0, done.stderr
+    seen = rows(tmp_path)
+    assert len(seen) == 3 and all(math.isfinite(row["loss"]) for row in seen)
+    for row in seen:
+        assert row["disk_written_bytes"] == pytest.approx(row["planned_written_bytes"], rel=0.05), row
+        assert 0.95 * row["planned_read_bytes"] < row["disk_read_bytes"] < 1.5 * row["planned_read_bytes"], row
+        assert row["step_s"] > 0 and 0 < row["of_disk_limit"] < 2 and row["waited_s"] >= 0, row
+    assert "states of 0.05 GiB, memory of 0.03 GiB" in done.stdout, done.stdout
+    for line in done.stdout.splitlines():
+        if " on disk: " in line:
+            planned, held = (float(word) for word in line.replace(",", "").split() if word[:1].isdigit())
+            assert held == pytest.approx(planned, rel=0.03), line
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_half_of_the_free_disk_is_not_taken_unasked(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    memory = max(1, int(free * 0.75 / 12 * 16 / 1.25) >> 30)  # three quarters of what is free
+    done = demo("--offload", "nvme", "--preset", "large", f"--memory={memory}G", out=tmp_path)
+    assert done.returncode == 2 and "more than half; YES=1 allows it" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--offload=nvme", "--preset=large"], "OFFLOAD=nvme PRESET=large: a model larger than this machine's memory"),
+        (["--offload=nvme", "--preset=large", "--memory=4k"], "MEMORY=4k: wanted at least 16M, as 512M or 24G"),
+        (["--offload=nvme", "--preset=large", "--memory=900000G"], "GiB free, and the states of this model want"),
+        (
+            ["--offload=nvme", "--preset=large", "--memory=64M", "--resume=yes"],
+            "RESUME=yes: this run keeps no checkpoint",
+        ),
+        (["--memory=64M"], "MEMORY=64M: only OFFLOAD=nvme PRESET=large chooses its model by it"),
         (["--offload=cpu", "--script=ddp_gpt.py"], "OFFLOAD=cpu: ddp_gpt.py trains without zeropp"),
         (["--offload=disk"], "OFFLOAD=disk: wanted one of none, cpu, nvme"),
         (["--device=cuda"], "DEVICE=cuda: zeropp does not train on GPUs yet; leave DEVICE empty"),

@@ -278,7 +278,8 @@ def traffic(reset: bool = False) -> dict[str, dict[str, dict[str, int]]]:
 
     Returns:
         ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``, by link class (``shm`` within a host, ``network``
-        between hosts) and collective; ``"nvme"`` has ``read`` and ``write``, in bytes.
+        between hosts) and collective; ``"nvme"`` has ``read`` and ``write``, in bytes, and ``wait``: ``{"ns": n}``, how
+        long this rank waited for them.
     """
     from zeropp.comm import all_traffic
 
@@ -289,7 +290,7 @@ def traffic(reset: bool = False) -> dict[str, dict[str, dict[str, int]]]:
         for what, value in counts.items()
     }
     for kind, value in (disk_traffic.totals() or {}).items():
-        now["nvme", kind, "bytes"] = value
+        now["nvme", kind, "ns" if kind == "wait" else "bytes"] = value
     answer: dict[str, dict[str, dict[str, int]]] = {}
     for (link, kind, what), value in now.items():
         answer.setdefault(link, {}).setdefault(kind, {})[what] = value - _traffic_before.get((link, kind, what), 0)

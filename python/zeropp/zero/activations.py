@@ -19,8 +19,10 @@ Every rank offloads its own: under data parallelism no activation stands on two 
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -153,7 +155,8 @@ class ActivationTier:
         except BaseException:
             scratch.remove()
             raise
-        self._number = disk_traffic.add(self._io.figures)
+        self._waited = [0]  # ns
+        self._number = disk_traffic.add(functools.partial(_moved, self._io, self._waited))
         self._end = weakref.finalize(self, _end, self._io, self._number, scratch, os.getpid())
 
     def _open(self) -> None:
@@ -233,7 +236,7 @@ class ActivationTier:
             patiently = False
             saved = found()
             try:
-                future.wait()  # raises zeropp.TierError: file, offset, bytes; then the memory stays as it is
+                self._wait(future)  # raises zeropp.TierError: file, offset, bytes; then the memory stays as it is
             except Error:
                 if saved is not None:  # else its graph is gone, and nobody misses it
                     raise
@@ -280,8 +283,15 @@ class ActivationTier:
         flat, future = saved.flat, saved.future
         saved.flat = saved.future = None
         self.ahead_bytes -= saved.bytes
-        future.wait()
+        self._wait(future)
         return flat
+
+    def _wait(self, future: aio.Future) -> None:
+        began = time.perf_counter_ns()
+        try:
+            future.wait()
+        finally:
+            self._waited[0] += time.perf_counter_ns() - began
 
     def _begin_read(self, saved: Saved) -> None:
         if self._closed:
@@ -324,13 +334,13 @@ class ActivationTier:
 
     def figures(self) -> dict[str, Any]:
         """``waiting_bytes`` to be written and their peak, ``ahead_bytes`` read before they were wanted, ``file_bytes`` in use
-        and their peak; totals of ``read_bytes`` and ``written_bytes``; ``backend``."""
+        and their peak; totals of ``read_bytes``, ``written_bytes`` and ``waited_ns``; ``backend``."""
         seen = self._io.figures()
         with self._lock:
             return {
                 "waiting_bytes": self.waiting_bytes, "waiting_peak_bytes": self.waiting_peak_bytes,
                 "ahead_bytes": self.ahead_bytes, "file_bytes": self.file_bytes, "file_peak_bytes": self.file_peak_bytes,
-                **{kind: seen[kind] for kind in ("read_bytes", "written_bytes", "backend")},
+                **{kind: seen[kind] for kind in ("read_bytes", "written_bytes", "backend")}, "waited_ns": self._waited[0],
             }  # fmt: skip
 
 
@@ -338,6 +348,10 @@ def _page_aligned(room: Tensor, size: int) -> Tensor:
     """``size`` bytes that begin at a page, so that whole pages are read straight into them."""
     first = -room.data_ptr() % PAGE_BYTES
     return room[first : first + size]
+
+
+def _moved(io: aio.Engine, waited: list[int]) -> dict[str, Any]:
+    return {**io.figures(), "waited_ns": waited[0]}
 
 
 def _end(io: aio.Engine, number: int, scratch: Scratch, owner: int) -> None:

@@ -77,16 +77,19 @@ class Storage:
 
 
 class DiskTraffic:
-    """Bytes that this process's tiers read and wrote, those that are closed included. Any thread."""
+    """Bytes that this process's tiers read and wrote, and how long it waited for them; those that are closed included. Any
+    thread."""
+
+    WAITS = ("load_wait_ns", "step_wait_ns", "waited_ns")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[int, Callable[[], dict[str, Any]]] = {}
-        self._closed = {"read": 0, "write": 0}
+        self._closed = {"read": 0, "write": 0, "wait": 0}
         self._number = 0
 
     def add(self, figures: Callable[[], dict[str, Any]]) -> int:
-        """Count what ``figures()`` says under ``read_bytes`` and ``written_bytes``, until :meth:`close`."""
+        """Count what ``figures()`` says under ``read_bytes``, ``written_bytes`` and `WAITS`, until :meth:`close`."""
         with self._lock:
             self._number += 1
             self._open[self._number] = figures
@@ -95,19 +98,22 @@ class DiskTraffic:
     def close(self, number: int) -> None:
         """Ask a last time."""
         with self._lock:
-            last = self._open.pop(number)()
-            self._closed["read"] += last["read_bytes"]
-            self._closed["write"] += last["written_bytes"]
+            self._add(self._closed, self._open.pop(number)())
+
+    def _add(self, totals: dict[str, int], seen: dict[str, Any]) -> None:
+        totals["read"] += seen["read_bytes"]
+        totals["write"] += seen["written_bytes"]
+        totals["wait"] += sum(seen.get(name, 0) for name in self.WAITS)
 
     def totals(self) -> dict[str, int] | None:
-        """``{"read": bytes, "write": bytes}`` so far; None where there never was a tier."""
+        """``{"read": bytes, "write": bytes, "wait": ns}`` so far; None where there never was a tier."""
         with self._lock:
-            seen = [figures() for figures in self._open.values()]
             if not self._number:
                 return None
-            read = self._closed["read"] + sum(one["read_bytes"] for one in seen)
-            written = self._closed["write"] + sum(one["written_bytes"] for one in seen)
-        return {"read": read, "write": written}
+            totals = dict(self._closed)
+            for figures in self._open.values():
+                self._add(totals, figures())
+        return totals
 
 
 disk_traffic = DiskTraffic()
