@@ -20,14 +20,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 import zeropp
-from zeropp.config import Config
+from zeropp import zero  # its modules are loaded when the first model is prepared
 from zeropp.errors import ConfigError
-from zeropp.generation import gather_for_generation
-from zeropp.zero import random_state
-from zeropp.zero.engine import engine_of
-from zeropp.zero.optimizer import ZeroOptimizer, scaled_for
-from zeropp.zero.parameter import ref_of
-from zeropp.zero.prepare import attach, is_prepared
 
 FOLDER = "zeropp"  # in the folder of save_state: slices and optimizer state of the first model
 
@@ -57,11 +51,13 @@ class ZeroppAccelerator(Accelerator):
         more: the arguments of ``Accelerator``. On a machine without a GPU ``cpu=True`` is the default.
     """
 
-    zeropp_config: Config | None = None
+    zeropp_config: zeropp.Config | None = None
     _models: list[Any]
     _optimizers: list[Any]
 
     def __init__(self, *, zeropp: Any = None, **more: Any) -> None:
+        from zeropp.config import Config
+
         config = Config() if zeropp is None else zeropp if isinstance(zeropp, Config) else Config.from_json(zeropp)
         for name, default, instead in (
             ("accumulate", 1, f"ZeroppAccelerator(gradient_accumulation_steps={config.accumulate})"),
@@ -99,7 +95,7 @@ class ZeroppAccelerator(Accelerator):
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """As upstream; the state is where its slices are."""
-        if not isinstance(plain_optimizer(optimizer), ZeroOptimizer):
+        if not isinstance(plain_optimizer(optimizer), zero.optimizer.ZeroOptimizer):
             raise ConfigError(
                 "the optimizer was prepared without its model; give both to one accelerator.prepare(model, optimizer)"
             )
@@ -108,19 +104,21 @@ class ZeroppAccelerator(Accelerator):
         return prepared
 
     def _partition(self, model: nn.Module, optimizer: Any) -> None:
-        if not is_prepared(model):
+        if not zero.prepare.is_prepared(model):
             zeropp.prepare(model, optimizer, self.zeropp_config)
-        elif optimizer is not None and not isinstance(optimizer, ZeroOptimizer):
-            attach(model, optimizer)
+        elif optimizer is not None and not isinstance(optimizer, zero.optimizer.ZeroOptimizer):
+            zero.prepare.attach(model, optimizer)
+        from zeropp.generation import gather_for_generation
+
         gather_for_generation(model)
 
     def _prepared_optimizers(self) -> list[Any]:
         found = [plain_optimizer(one) for one in self._optimizers]
-        return [one for one in found if isinstance(one, ZeroOptimizer)]
+        return [one for one in found if isinstance(one, zero.optimizer.ZeroOptimizer)]
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As upstream; with fp16 the loss is scaled by the optimizer that will step on it."""
-        with scaled_for(self._prepared_optimizers(), loss) as scaled:
+        with zero.optimizer.scaled_for(self._prepared_optimizers(), loss) as scaled:
             super().backward(scaled, **kwargs)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -134,7 +132,7 @@ class ZeroppAccelerator(Accelerator):
 
     def _optimizer_for(self, parameters: list[Any], verb: str) -> Any:
         """Of the model that owns these parameters; None where none of them is partitioned."""
-        refs = [ref for ref in map(ref_of, parameters) if ref is not None]
+        refs = [ref for ref in map(zero.parameter.ref_of, parameters) if ref is not None]
         if not refs:
             return None
         for optimizer in self._prepared_optimizers():
@@ -153,7 +151,7 @@ class ZeroppAccelerator(Accelerator):
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
         """Stages 0 and 1 accumulate without communication; 2 and 3 reduce every micro-step, which keeps gradients split."""
-        if is_prepared(model) and engine_of(model).stage <= 1:
+        if zero.prepare.is_prepared(model) and zero.engine.engine_of(model).stage <= 1:
             with zeropp.no_sync(model):
                 yield
         else:
@@ -167,12 +165,14 @@ class ZeroppAccelerator(Accelerator):
         models: list[Any] = self._models
         optimizers: list[Any] = self._optimizers
         of = {id(one._engine): one for one in self._prepared_optimizers()}
-        ours = [one for one in models if is_prepared(one)]
-        self._models = [one for one in models if not is_prepared(one)]
-        self._optimizers = [one for one in optimizers if not isinstance(plain_optimizer(one), ZeroOptimizer)]
+        ours = [one for one in models if zero.prepare.is_prepared(one)]
+        self._models = [one for one in models if not zero.prepare.is_prepared(one)]
+        self._optimizers = [
+            one for one in optimizers if not isinstance(plain_optimizer(one), zero.optimizer.ZeroOptimizer)
+        ]
         try:
             yield [
-                (FOLDER if i == 0 else f"{FOLDER}_{i}", model, of.get(id(engine_of(model))))
+                (FOLDER if i == 0 else f"{FOLDER}_{i}", model, of.get(id(zero.engine.engine_of(model))))
                 for i, model in enumerate(ours)
             ]
         finally:
@@ -195,7 +195,7 @@ class ZeroppAccelerator(Accelerator):
             with self._partitioned_apart() as ours:
                 super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
                 for folder, model, optimizer in ours:
-                    with random_state.kept():  # upstream restores it from its own files
+                    with zero.random_state.kept():  # upstream restores it from its own files
                         zeropp.load(Path(found[0]) / folder, model, optimizer)
         finally:
             handle.remove()
@@ -203,7 +203,9 @@ class ZeroppAccelerator(Accelerator):
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Whole values on the CPU, on every rank; collective."""
         plain = self.unwrap_model(model)
-        return zeropp.full_state_dict(plain) if is_prepared(plain) else super().get_state_dict(model, unwrap)
+        return (
+            zeropp.full_state_dict(plain) if zero.prepare.is_prepared(plain) else super().get_state_dict(model, unwrap)
+        )
 
 
 def _optimizer_of(model: nn.Module, optimizers: list[Any]) -> Any:

@@ -12,6 +12,8 @@ C checks everything before it writes anything; the doors turn its sentence into 
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -145,11 +147,21 @@ def register() -> None:
     global _registered
     if _registered:
         return
+    areas = (_optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention, _tokens, _fp8)
+    _tell_inspect([__name__, *(area.__name__ for area in areas)])
     torch.library.register_fake("zeropp::adam_step_", _fake_adam_step)
     torch.library.register_fake("zeropp::norm_squares", _fake_norm_squares)
-    for area in (_optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention, _tokens, _fp8):
+    for area in areas:
         area.register()
     _registered = True
+
+
+def _tell_inspect(names: list[str]) -> None:
+    """Put into inspect's cache what it would find. torch asks it which module registers each fake kernel, and at a first
+    question it resolves the path of every module that is loaded: beside transformers, longer than all else of the import."""
+    known: dict[str, str] = getattr(inspect, "modulesbyfile", {})
+    for name in names:
+        known.setdefault(str(sys.modules[name].__file__), name)
 
 
 def _fake_adam_step(

@@ -80,7 +80,18 @@ def test_arguments():
     assert "deepspeed" in base._VALID_DICT_FIELDS and plain(base.__post_init__) == "self" == plain(base.to_dict)
 
 
-def test_importing_zeropp_loads_neither_framework():
-    code = "import sys, zeropp; print([m for m in ('transformers', 'accelerate', 'lightning') if m in sys.modules])"
+def test_importing_zeropp_loads_neither_framework_and_little_beside_them():
+    """What partitions is loaded when a model is prepared; milliseconds are benchmarks/import_time.py's."""
+    code = (
+        "import sys, zeropp\n"
+        "print([m for m in ('transformers', 'accelerate', 'lightning') if m in sys.modules])\n"
+        "from transformers import Trainer\n"
+        "before = set(sys.modules)\n"
+        "from zeropp.hf import Trainer, TrainingArguments\n"
+        "print(sorted(m for m in set(sys.modules) - before if not m.startswith('zeropp.hf')))\n"
+        "from zeropp.hf import Seq2SeqTrainer\n"
+        "print(Seq2SeqTrainer.__mro__[2].__module__)\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    wanted = ["[]", "['zeropp.accelerate', 'zeropp.errors', 'zeropp.zero']", "transformers.trainer_seq2seq"]
+    assert done.stdout.splitlines() == wanted, done.stdout + done.stderr

@@ -9,10 +9,29 @@ transformers is patched; the model stays the object it was. Without the flag the
 
 from __future__ import annotations
 
+from typing import Any
+
 from zeropp.accelerate import ZeroppAccelerator
-from zeropp.hf.arguments import ArgumentsFor, Seq2SeqTrainingArguments, TrainingArguments
+from zeropp.hf import arguments, trainer
+from zeropp.hf.arguments import ArgumentsFor, TrainingArguments
 from zeropp.hf.report import MemoryTable
-from zeropp.hf.trainer import Seq2SeqTrainer, Trainer, TrainerFor
+from zeropp.hf.trainer import Trainer, TrainerFor
+
+Seq2SeqTrainer: Any
+"""transformers.Seq2SeqTrainer with ZeRO."""
+
+Seq2SeqTrainingArguments: Any
+"""transformers.Seq2SeqTrainingArguments with the field ``zeropp``."""
+
+
+def __getattr__(name: str) -> Any:
+    """The two classes above are made when they are first asked for."""
+    if name == "Seq2SeqTrainer":
+        return trainer.Seq2SeqTrainer
+    if name == "Seq2SeqTrainingArguments":
+        return arguments.Seq2SeqTrainingArguments
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "ArgumentsFor",

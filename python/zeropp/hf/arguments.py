@@ -9,9 +9,8 @@ from typing import Any
 
 import transformers
 
-from zeropp.config import Config
+import zeropp
 from zeropp.errors import ConfigError
-from zeropp.hf.settings import config_for
 
 HELP = "zeropp: a configuration file (zeropp's or DeepSpeed's), JSON text, or a dict; trains with ZeRO"
 
@@ -37,15 +36,17 @@ def ArgumentsFor(base: type) -> Any:
         return base
 
     def __post_init__(self: Any) -> None:
+        from zeropp.hf.settings import config_for
+
         given, self.zeropp_config = self.zeropp, None
-        if isinstance(given, Config):  # a Config is not JSON, which the base wants of its fields
+        if isinstance(given, zeropp.Config):  # a Config is not JSON, which the base wants of its fields
             self.zeropp = None
         parent.__post_init__(self)
         if given is None or given == "":
             return
         if self.zeropp is None:
             self.zeropp = given
-        if not isinstance(self.zeropp, (str, dict, Config)):
+        if not isinstance(self.zeropp, (str, dict, zeropp.Config)):
             raise ConfigError(f"zeropp: {self.zeropp!r} is not a path, JSON text, a dict or a zeropp.Config")
         self.zeropp_config = config_for(self.zeropp, self)
 
@@ -54,7 +55,7 @@ def ArgumentsFor(base: type) -> Any:
 
     def to_dict(self: Any) -> dict[str, Any]:
         plain: dict[str, Any] = parent.to_dict(self)
-        if isinstance(self.zeropp, Config):
+        if isinstance(self.zeropp, zeropp.Config):
             plain["zeropp"] = repr(self.zeropp)
         return plain
 
@@ -78,7 +79,11 @@ def ArgumentsFor(base: type) -> Any:
 TrainingArguments: Any = ArgumentsFor(transformers.TrainingArguments)
 """transformers.TrainingArguments with the field ``zeropp``."""
 
-Seq2SeqTrainingArguments: Any = ArgumentsFor(transformers.Seq2SeqTrainingArguments)
-"""transformers.Seq2SeqTrainingArguments with the field ``zeropp``."""
 
-__all__ = ["ArgumentsFor", "Seq2SeqTrainingArguments", "TrainingArguments"]
+def __getattr__(name: str) -> Any:
+    if name == "Seq2SeqTrainingArguments":  # a dataclass of a hundred fields takes milliseconds to make
+        return ArgumentsFor(transformers.Seq2SeqTrainingArguments)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["ArgumentsFor", "TrainingArguments"]

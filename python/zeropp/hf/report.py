@@ -10,15 +10,14 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 import zeropp
-from zeropp.zero.engine import engine_of
-from zeropp.zero.prepare import is_prepared
+from zeropp import zero
 
 logger = logging.get_logger(f"transformers.{__name__}")
 
 
 def memory_table(model: Any) -> str:
     """Bytes a rank by kind of state: by the paper's formula, and held now."""
-    engine, found = engine_of(model), zeropp.memory(model)
+    engine, found = zero.engine.engine_of(model), zeropp.memory(model)
     lines = [
         f"zeropp: stage {engine.stage}, {engine.ranks} rank{'s' if engine.ranks > 1 else ''}, "
         f"{found['parameters']:,} parameters in {len(engine.units)} units; memory a rank:",
@@ -49,7 +48,7 @@ class MemoryTable(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = kwargs.get("model")
-        if model is None or not state.is_world_process_zero or not is_prepared(model):
+        if model is None or not state.is_world_process_zero or not zero.prepare.is_prepared(model):
             return
         if args.disable_tqdm:
             logger.info(memory_table(model))
@@ -78,7 +77,7 @@ class Metrics:
             "zeropp/traffic_bytes": since,
             "zeropp/held_bytes": sum(one["held"] for one in held.values()),
         }
-        scaler = engine_of(model).scaler
+        scaler = zero.engine.engine_of(model).scaler
         if scaler is not None:
             found["zeropp/loss_scale"] = scaler.scale
         return found

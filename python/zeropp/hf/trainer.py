@@ -14,11 +14,10 @@ import transformers
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 import zeropp
+from zeropp import zero
 from zeropp.accelerate import ZeroppAccelerator, plain_optimizer
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.hf.report import MemoryTable, Metrics
-from zeropp.zero import random_state
-from zeropp.zero.prepare import is_prepared
 
 FOLDER = "zeropp"  # in each checkpoint-N: slices, optimizer state
 
@@ -72,7 +71,7 @@ class ZeroppTrainer:
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Standard safetensors (or adapter files), whole; collective. Before training, what upstream does."""
-        if not self._zeropp or not is_prepared(self.model):
+        if not self._zeropp or not zero.prepare.is_prepared(self.model):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         state = zeropp.full_state_dict(
@@ -100,7 +99,7 @@ class ZeroppTrainer:
         if self._zeropp and (Path(resume_from_checkpoint) / FOLDER).is_dir():
             return
         target = self.model if model is None else model
-        if not self._zeropp or not is_prepared(target):
+        if not self._zeropp or not zero.prepare.is_prepared(target):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
         with zeropp.gathered(target, write=True):
@@ -118,18 +117,18 @@ class ZeroppTrainer:
                     "load its weights with from_pretrained and start anew, or resume without --zeropp"
                 )
             return
-        with random_state.kept():
+        with zero.random_state.kept():
             zeropp.load(folder / FOLDER, self.model, plain_optimizer(self.optimizer))
         scheduler = torch.load(folder / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
 
     def _load_best_model(self: Any) -> None:
-        if not self._zeropp or not is_prepared(self.model):
+        if not self._zeropp or not zero.prepare.is_prepared(self.model):
             super()._load_best_model()  # type: ignore[misc]
             return
         best = Path(self.state.best_model_checkpoint)
         if (best / FOLDER).is_dir():
-            with random_state.kept():
+            with zero.random_state.kept():
                 zeropp.load(best / FOLDER, self.model)
             return
         with zeropp.gathered(self.model, write=True):
@@ -164,5 +163,8 @@ def TrainerFor(base: type) -> Any:
 Trainer: Any = TrainerFor(transformers.Trainer)
 """transformers.Trainer with ZeRO."""
 
-Seq2SeqTrainer: Any = TrainerFor(transformers.Seq2SeqTrainer)
-"""transformers.Seq2SeqTrainer with ZeRO."""
+
+def __getattr__(name: str) -> Any:
+    if name == "Seq2SeqTrainer":  # transformers, too, loads it when it is asked for
+        return TrainerFor(transformers.Seq2SeqTrainer)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
