@@ -52,6 +52,7 @@ static bool check_whole_rows(struct zpp_boxed *args, const char *name, const str
 }
 
 static bool check_chosen(struct zpp_boxed *args, const struct zpp_tensor *chosen, int64_t experts) {
+    if (zpp_op_is_on_cuda(args)) return zpp_boxed_ok(args); /* moe.h: looking at them would wait */
     const int32_t *at = chosen->data;
     for (size_t a = 0; a < chosen->elems; ++a) {
         if (at[a] >= 0 && at[a] < experts) continue;
@@ -69,8 +70,37 @@ static bool check_bias(struct zpp_boxed *args, const struct zpp_tensor *bias, co
                           bias->elems, gate->experts, gate->tokens * gate->experts);
 }
 
-void zpp_op_moe_gate(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+struct gate_results {
+    float *weights, *losses;
+    int32_t *chosen;
+    int64_t *counts;
+};
+
+static void gate_on_cuda(struct zpp_boxed *args, const struct zpp_moe_gate *gate, const struct gate_results *to) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_op_stream on;
+    void *work = NULL;
+    AtenTensorHandle memory = NULL; /* torch's allocator follows the stream: it may be given back before the end */
+    const size_t doubles = zpp_moe_gate_cuda_work_bytes(gate) / sizeof(double) + 1;
+    if (!zpp_op_find_stream(args, &on) || !zpp_boxed_new(args, ZPP_F64, doubles, &memory, &work)) return;
+    zpp_op_launched(args, zpp_moe_gate_cuda(on.device, on.native, gate, to->weights, to->chosen, to->counts,
+                                            to->losses, work, &err), &err);
+    zpp_torch.aoti_torch_delete_tensor_object(memory);
+}
+
+static void run_gate(struct zpp_boxed *args, const struct zpp_moe_gate *gate, const struct gate_results *to) {
+    if (!zpp_boxed_ok(args)) return;
+    if (zpp_op_is_on_cuda(args)) {
+        gate_on_cuda(args, gate, to);
+        return;
+    }
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_pool *pool = zpp_op_pool_take();
+    zpp_op_launched(args, zpp_moe_gate(gate, to->weights, to->chosen, to->counts, to->losses, pool, &err), &err);
+    zpp_op_pool_give(pool);
+}
+
+static void gate_op(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct results results = { .count = 0 };
     zpp_boxed_begin(&args, "zeropp::moe_gate", stack, inputs);
@@ -79,6 +109,7 @@ void zpp_op_moe_gate(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
     const int64_t experts = zpp_boxed_int(&args), k = zpp_boxed_int(&args);
     struct zpp_moe_gate gate = { .sigmoid = zpp_boxed_bool(&args) };
     gate.normalise = zpp_boxed_bool(&args);
+    if (cuda) zpp_op_on_cuda(&args, logits);
     if (zpp_op_check_tensor(&args, "logits", logits, 1u << ZPP_F32) && check_sizes(&args, experts, k) &&
         check_whole_rows(&args, "logits", logits, (size_t)experts)) {
         gate.experts = (size_t)experts, gate.k = (size_t)k;
@@ -90,23 +121,20 @@ void zpp_op_moe_gate(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
         }
     }
     if (zpp_boxed_ok(&args)) {
-        float *weights = new_result(&args, &results, ZPP_F32, gate.tokens, gate.k);
-        int32_t *chosen = new_result(&args, &results, ZPP_I32, gate.tokens, gate.k);
-        int64_t *counts = new_result(&args, &results, ZPP_I64, gate.experts, 0);
-        float *losses = new_result(&args, &results, ZPP_F32, ZPP_MOE_LOSSES, 0);
-        if (zpp_boxed_ok(&args)) {
-            zpp_pool *pool = zpp_op_pool_take();
-            struct zpp_err err = ZPP_ERR_INIT;
-            if (zpp_moe_gate(&gate, weights, chosen, counts, losses, pool, &err)) zpp_boxed_fail(&args, "%s", err.text);
-            zpp_op_pool_give(pool);
-        }
+        struct gate_results to;
+        to.weights = new_result(&args, &results, ZPP_F32, gate.tokens, gate.k);
+        to.chosen = new_result(&args, &results, ZPP_I32, gate.tokens, gate.k);
+        to.counts = new_result(&args, &results, ZPP_I64, gate.experts, 0);
+        to.losses = new_result(&args, &results, ZPP_F32, ZPP_MOE_LOSSES, 0);
+        run_gate(&args, &gate, &to);
     }
     give_results(&args, &results);
     zpp_boxed_end(&args);
 }
 
-void zpp_op_moe_gate_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+ZPP_OP_BOTH(moe_gate, gate_op)
+
+static void gate_backward(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct results results = { .count = 0 };
     zpp_boxed_begin(&args, "zeropp::moe_gate_backward", stack, inputs);
@@ -118,6 +146,7 @@ void zpp_op_moe_gate_backward(StableIValue *stack, uint64_t inputs, uint64_t out
     const int64_t k = zpp_boxed_int(&args), experts = (int64_t)counts->elems;
     struct zpp_moe_gate gate = { .sigmoid = zpp_boxed_bool(&args) };
     gate.normalise = zpp_boxed_bool(&args);
+    if (cuda) zpp_op_on_cuda(&args, logits);
     if (zpp_op_check_tensor(&args, "counts", counts, 1u << ZPP_I64) && check_sizes(&args, experts, k) &&
         zpp_op_check_tensor(&args, "logits", logits, 1u << ZPP_F32) &&
         check_whole_rows(&args, "logits", logits, (size_t)experts)) {
@@ -135,26 +164,49 @@ void zpp_op_moe_gate_backward(StableIValue *stack, uint64_t inputs, uint64_t out
     }
     if (zpp_boxed_ok(&args)) {
         float *grad_logits = new_result(&args, &results, ZPP_F32, gate.tokens, gate.experts);
-        if (grad_logits || zpp_boxed_ok(&args)) {
+        struct zpp_op_stream on;
+        if (zpp_boxed_ok(&args) && !cuda) {
             zpp_pool *pool = zpp_op_pool_take();
             zpp_moe_gate_backward(&gate, chosen->data, counts->data, grad_weights->data, grad_losses->data,
                                   grad_logits, pool);
             zpp_op_pool_give(pool);
+        } else if (zpp_boxed_ok(&args) && zpp_op_find_stream(&args, &on)) {
+            struct zpp_err err = ZPP_ERR_INIT;
+            zpp_op_launched(&args, zpp_moe_gate_backward_cuda(on.device, on.native, &gate, chosen->data, counts->data,
+                                                              grad_weights->data, grad_losses->data, grad_logits,
+                                                              &err), &err);
         }
     }
     give_results(&args, &results);
     zpp_boxed_end(&args);
 }
 
+ZPP_OP_BOTH(moe_gate_backward, gate_backward)
+
 /* --- plan --------------------------------------------------------------------------------------------------------- */
-void zpp_op_moe_plan(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+static void run_plan(struct zpp_boxed *args, const struct zpp_moe_plan *plan, int32_t *slots, int64_t *kept) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_op_stream on;
+    AtenTensorHandle memory = NULL;
+    void *order = NULL;
+    if (!zpp_boxed_ok(args)) return;
+    if (!zpp_op_is_on_cuda(args)) {
+        zpp_op_launched(args, zpp_moe_plan(plan, slots, kept, &err), &err);
+    } else if (zpp_op_find_stream(args, &on) &&
+               zpp_boxed_new(args, ZPP_I32, plan->seed >= 0 ? plan->tokens + 1 : 1, &memory, &order)) {
+        zpp_op_launched(args, zpp_moe_plan_cuda(on.device, on.native, plan, slots, kept, order, &err), &err);
+        zpp_torch.aoti_torch_delete_tensor_object(memory);
+    }
+}
+
+static void plan_op(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct results results = { .count = 0 };
     zpp_boxed_begin(&args, "zeropp::moe_plan", stack, inputs);
     const struct zpp_tensor *chosen = zpp_boxed_tensor(&args, "chosen", false);
     const int64_t experts = zpp_boxed_int(&args), k = zpp_boxed_int(&args), capacity = zpp_boxed_int(&args);
     struct zpp_moe_plan plan = { .seed = zpp_boxed_int(&args) };
+    if (cuda) zpp_op_on_cuda(&args, chosen);
     if (zpp_op_check_tensor(&args, "chosen", chosen, 1u << ZPP_I32) && check_sizes(&args, experts, k) &&
         check_whole_rows(&args, "chosen", chosen, (size_t)k) &&
         check_count(&args, "capacity", capacity, 0, INT32_MAX / experts) &&
@@ -165,12 +217,13 @@ void zpp_op_moe_plan(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
         plan.experts = (size_t)experts, plan.k = (size_t)k, plan.capacity = (size_t)capacity;
         int32_t *slots = new_result(&args, &results, ZPP_I32, plan.tokens, plan.k);
         int64_t *kept = new_result(&args, &results, ZPP_I64, plan.experts, 0);
-        struct zpp_err err = ZPP_ERR_INIT;
-        if (zpp_boxed_ok(&args) && zpp_moe_plan(&plan, slots, kept, &err)) zpp_boxed_fail(&args, "%s", err.text);
+        run_plan(&args, &plan, slots, kept);
     }
     give_results(&args, &results);
     zpp_boxed_end(&args);
 }
+
+ZPP_OP_BOTH(moe_plan, plan_op)
 
 /* --- rows --------------------------------------------------------------------------------------------------------- */
 struct row_args {
@@ -185,6 +238,7 @@ static void read_row_numbers(struct zpp_boxed *args, struct row_args *r) {
 }
 
 static bool check_slots(struct zpp_boxed *args, const struct zpp_moe_rows *rows) {
+    if (zpp_op_is_on_cuda(args)) return zpp_boxed_ok(args);
     const size_t limit = zpp_moe_buffer_rows(rows);
     size_t live = 0, wanted = rows->capacity ? 0 : limit;
     for (size_t a = 0; a < rows->tokens * rows->k; ++a) {
@@ -248,86 +302,94 @@ static bool check_out_apart(struct zpp_boxed *args, const struct zpp_tensor *out
     return zpp_boxed_check_apart(args, &written, 1, read, weights ? 4 : 3);
 }
 
-static void dispatch(struct zpp_boxed *args, StableIValue *stack, uint64_t inputs, const char *op, bool into) {
+static void run_dispatch(struct zpp_boxed *args, const struct zpp_moe_rows *rows, const void *x, void *to) {
+    struct zpp_op_stream on;
+    if (!zpp_boxed_ok(args)) return;
+    if (!zpp_op_is_on_cuda(args)) {
+        zpp_pool *pool = zpp_op_pool_take();
+        zpp_moe_dispatch(rows, x, to, pool);
+        zpp_op_pool_give(pool);
+    } else if (zpp_op_find_stream(args, &on)) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        zpp_op_launched(args, zpp_moe_dispatch_cuda(on.device, on.native, rows, x, to, &err), &err);
+    }
+}
+
+static void dispatch(StableIValue *stack, uint64_t inputs, bool into, bool cuda) {
+    struct zpp_boxed boxed, *args = &boxed;
     struct row_args r;
     struct zpp_moe_rows rows;
     struct results results = { .count = 0 };
     const struct zpp_tensor *out = NULL;
-    zpp_boxed_begin(args, op, stack, inputs);
+    zpp_boxed_begin(args, into ? "zeropp::moe_dispatch_" : "zeropp::moe_dispatch", stack, inputs);
     const struct zpp_tensor *x = zpp_boxed_tensor(args, "x", false);
     r.slots = zpp_boxed_tensor(args, "slots", false);
     r.kept = zpp_boxed_tensor(args, "kept", false);
     if (into) out = zpp_boxed_tensor(args, "out", true);
     read_row_numbers(args, &r);
+    if (cuda) zpp_op_on_cuda(args, x);
     if (zpp_op_check_tensor(args, "x", x, ZPP_OP_FLOATS) && check_rows(args, &r, x->dtype, &rows) &&
         check_moved(args, "x", x, &rows, false)) {
         void *to = NULL;
         if (!into) to = new_result(args, &results, x->dtype, zpp_moe_buffer_rows(&rows), rows.width_elems);
         else if (check_moved(args, "out", out, &rows, true) && check_out_apart(args, out, x, &r, NULL)) to = out->data;
-        if (zpp_boxed_ok(args)) {
-            zpp_pool *pool = zpp_op_pool_take();
-            zpp_moe_dispatch(&rows, x->data, to, pool);
-            zpp_op_pool_give(pool);
-        }
+        run_dispatch(args, &rows, x->data, to);
     }
     give_results(args, &results);
     zpp_boxed_end(args);
 }
 
-void zpp_op_moe_dispatch(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    struct zpp_boxed args;
-    dispatch(&args, stack, inputs, "zeropp::moe_dispatch", false);
+static void dispatch_new(StableIValue *stack, uint64_t inputs, bool cuda) { dispatch(stack, inputs, false, cuda); }
+static void dispatch_into(StableIValue *stack, uint64_t inputs, bool cuda) { dispatch(stack, inputs, true, cuda); }
+ZPP_OP_BOTH(moe_dispatch, dispatch_new)
+ZPP_OP_BOTH(moe_dispatch_into, dispatch_into)
+
+static void run_combine(struct zpp_boxed *args, const struct zpp_moe_rows *rows, const void *from,
+                        const float *weights, void *to) {
+    struct zpp_op_stream on;
+    if (!zpp_boxed_ok(args)) return;
+    if (!zpp_op_is_on_cuda(args)) {
+        zpp_pool *pool = zpp_op_pool_take();
+        zpp_moe_combine(rows, from, weights, to, pool);
+        zpp_op_pool_give(pool);
+    } else if (zpp_op_find_stream(args, &on)) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        zpp_op_launched(args, zpp_moe_combine_cuda(on.device, on.native, rows, from, weights, to, &err), &err);
+    }
 }
 
-void zpp_op_moe_dispatch_into(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    struct zpp_boxed args;
-    dispatch(&args, stack, inputs, "zeropp::moe_dispatch_", true);
-}
-
-static void combine(struct zpp_boxed *args, StableIValue *stack, uint64_t inputs, const char *op, bool into) {
+static void combine(StableIValue *stack, uint64_t inputs, bool into, bool cuda) {
+    struct zpp_boxed boxed, *args = &boxed;
     struct row_args r;
     struct zpp_moe_rows rows;
     struct results results = { .count = 0 };
     const struct zpp_tensor *out = NULL;
-    zpp_boxed_begin(args, op, stack, inputs);
+    zpp_boxed_begin(args, into ? "zeropp::moe_combine_" : "zeropp::moe_combine", stack, inputs);
     const struct zpp_tensor *from = zpp_boxed_tensor(args, "rows", false);
     r.slots = zpp_boxed_tensor(args, "slots", false);
     r.kept = zpp_boxed_tensor(args, "kept", false);
     const struct zpp_tensor *weights = zpp_boxed_tensor(args, "weights", false);
     if (into) out = zpp_boxed_tensor(args, "out", true);
     read_row_numbers(args, &r);
+    if (cuda) zpp_op_on_cuda(args, from);
     if (zpp_op_check_tensor(args, "rows", from, ZPP_OP_FLOATS) && check_rows(args, &r, from->dtype, &rows) &&
         check_moved(args, "rows", from, &rows, true) && check_weights(args, weights, &rows, true)) {
         void *to = NULL;
         if (!into) to = new_result(args, &results, from->dtype, rows.tokens, rows.width_elems);
         else if (check_moved(args, "out", out, &rows, false) && check_out_apart(args, out, from, &r, weights))
             to = out->data;
-        if (zpp_boxed_ok(args)) {
-            zpp_pool *pool = zpp_op_pool_take();
-            zpp_moe_combine(&rows, from->data, weights->elems ? weights->data : NULL, to, pool);
-            zpp_op_pool_give(pool);
-        }
+        run_combine(args, &rows, from->data, weights->elems ? weights->data : NULL, to);
     }
     give_results(args, &results);
     zpp_boxed_end(args);
 }
 
-void zpp_op_moe_combine(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    struct zpp_boxed args;
-    combine(&args, stack, inputs, "zeropp::moe_combine", false);
-}
+static void combine_new(StableIValue *stack, uint64_t inputs, bool cuda) { combine(stack, inputs, false, cuda); }
+static void combine_into(StableIValue *stack, uint64_t inputs, bool cuda) { combine(stack, inputs, true, cuda); }
+ZPP_OP_BOTH(moe_combine, combine_new)
+ZPP_OP_BOTH(moe_combine_into, combine_into)
 
-void zpp_op_moe_combine_into(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    struct zpp_boxed args;
-    combine(&args, stack, inputs, "zeropp::moe_combine_", true);
-}
-
-void zpp_op_moe_combine_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+static void combine_backward(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct row_args r;
     struct zpp_moe_rows rows;
@@ -339,18 +401,27 @@ void zpp_op_moe_combine_backward(StableIValue *stack, uint64_t inputs, uint64_t 
     r.kept = zpp_boxed_tensor(&args, "kept", false);
     const struct zpp_tensor *weights = zpp_boxed_tensor(&args, "weights", false);
     read_row_numbers(&args, &r);
+    if (cuda) zpp_op_on_cuda(&args, from);
     if (zpp_op_check_tensor(&args, "rows", from, ZPP_OP_FLOATS) && check_rows(&args, &r, from->dtype, &rows) &&
         check_moved(&args, "rows", from, &rows, true) && check_moved(&args, "grad", grad, &rows, false) &&
         check_weights(&args, weights, &rows, false)) {
         void *grad_rows =
             new_result(&args, &results, from->dtype, zpp_moe_buffer_rows(&rows), rows.width_elems);
         float *grad_weights = new_result(&args, &results, ZPP_F32, rows.tokens, rows.k);
-        if (zpp_boxed_ok(&args)) {
+        struct zpp_op_stream on;
+        if (zpp_boxed_ok(&args) && !cuda) {
             zpp_pool *pool = zpp_op_pool_take();
             zpp_moe_combine_backward(&rows, from->data, weights->data, grad->data, grad_rows, grad_weights, pool);
             zpp_op_pool_give(pool);
+        } else if (zpp_boxed_ok(&args) && zpp_op_find_stream(&args, &on)) {
+            struct zpp_err err = ZPP_ERR_INIT;
+            zpp_op_launched(&args, zpp_moe_combine_backward_cuda(on.device, on.native, &rows, from->data,
+                                                                 weights->data, grad->data, grad_rows, grad_weights,
+                                                                 &err), &err);
         }
     }
     give_results(&args, &results);
     zpp_boxed_end(&args);
 }
+
+ZPP_OP_BOTH(moe_combine_backward, combine_backward)

@@ -55,6 +55,7 @@ static bool check_layout(struct zpp_boxed *args, const struct rest *rest, struct
     layout->columns = rest->columns->data;
     layout->entries = rest->columns->elems;
     struct zpp_err err = ZPP_ERR_INIT;
+    if (zpp_op_is_on_cuda(args)) return true; /* sparse_attention.h: looking at it would wait */
     if (zpp_sparse_layout_check(layout, at->heads, at->seq, &err)) return zpp_boxed_fail(args, "%s", err.text);
     return true;
 }
@@ -107,8 +108,20 @@ static void give_results(struct zpp_boxed *args, const AtenTensorHandle *made, i
     }
 }
 
-void zpp_op_sparse_attention(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+static void run_forward(struct zpp_boxed *args, const struct zpp_sparse_attention *at, void *out, float *lse) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_op_stream on;
+    if (!zpp_boxed_ok(args)) return;
+    if (!zpp_op_is_on_cuda(args)) {
+        zpp_pool *pool = zpp_op_pool_take();
+        zpp_op_launched(args, zpp_sparse_attention(at, out, lse, pool, &err), &err);
+        zpp_op_pool_give(pool);
+    } else if (zpp_op_find_stream(args, &on)) {
+        zpp_op_launched(args, zpp_sparse_attention_cuda(on.device, on.native, at, out, lse, &err), &err);
+    }
+}
+
+static void forward(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct rest rest;
     struct zpp_sparse_attention at = { .dtype = ZPP_F32 };
@@ -119,23 +132,38 @@ void zpp_op_sparse_attention(StableIValue *stack, uint64_t inputs, uint64_t outp
     const struct zpp_tensor *v = zpp_boxed_tensor(&args, "v", false);
     read_layout(&args, &rest);
     read_numbers(&args, &rest, &at);
+    if (cuda) zpp_op_on_cuda(&args, q);
     if (check_all(&args, q, &rest, &at) && check_like_q(&args, "k", k, q) && check_like_q(&args, "v", v, q)) {
         at.q = q->data, at.k = k->data, at.v = v->data;
         void *out = new_result(&args, &at, at.dtype, at.dim, &made[0]);
         float *lse = new_result(&args, &at, ZPP_F32, 0, &made[1]);
-        if (zpp_boxed_ok(&args)) {
-            struct zpp_err err = ZPP_ERR_INIT;
-            zpp_pool *pool = zpp_op_pool_take();
-            if (zpp_sparse_attention(&at, out, lse, pool, &err)) zpp_boxed_fail(&args, "%s", err.text);
-            zpp_op_pool_give(pool);
-        }
+        run_forward(&args, &at, out, lse);
     }
     give_results(&args, made, 2);
     zpp_boxed_end(&args);
 }
 
-void zpp_op_sparse_attention_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+ZPP_OP_BOTH(sparse_attention, forward)
+
+static void run_backward(struct zpp_boxed *args, const struct zpp_sparse_attention *at,
+                         const struct zpp_sparse_attention_grads *grads) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_op_stream on;
+    AtenTensorHandle memory = NULL; /* torch's allocator follows the stream: it may be given back before the end */
+    void *delta = NULL;
+    if (!zpp_boxed_ok(args)) return;
+    if (!zpp_op_is_on_cuda(args)) {
+        zpp_pool *pool = zpp_op_pool_take();
+        zpp_op_launched(args, zpp_sparse_attention_backward(at, grads, pool, &err), &err);
+        zpp_op_pool_give(pool);
+    } else if (zpp_op_find_stream(args, &on) &&
+               zpp_boxed_new(args, ZPP_F32, at->batch * at->heads * at->seq + 1, &memory, &delta)) {
+        zpp_op_launched(args, zpp_sparse_attention_backward_cuda(on.device, on.native, at, grads, delta, &err), &err);
+        zpp_torch.aoti_torch_delete_tensor_object(memory);
+    }
+}
+
+static void backward(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct rest rest;
     struct zpp_sparse_attention at = { .dtype = ZPP_F32 };
@@ -149,6 +177,7 @@ void zpp_op_sparse_attention_backward(StableIValue *stack, uint64_t inputs, uint
     const struct zpp_tensor *lse = zpp_boxed_tensor(&args, "lse", false);
     read_layout(&args, &rest);
     read_numbers(&args, &rest, &at);
+    if (cuda) zpp_op_on_cuda(&args, q);
     if (check_all(&args, q, &rest, &at) && check_like_q(&args, "k", k, q) && check_like_q(&args, "v", v, q) &&
         check_like_q(&args, "grad_out", grad_out, q) && check_like_q(&args, "out", out, q) &&
         zpp_op_check_elems(&args, "lse", lse, 1u << ZPP_F32, at.batch * at.heads * at.seq, "batch, heads and seq")) {
@@ -157,13 +186,10 @@ void zpp_op_sparse_attention_backward(StableIValue *stack, uint64_t inputs, uint
         grads.grad_q = new_result(&args, &at, at.dtype, at.dim, &made[0]);
         grads.grad_k = new_result(&args, &at, at.dtype, at.dim, &made[1]);
         grads.grad_v = new_result(&args, &at, at.dtype, at.dim, &made[2]);
-        if (zpp_boxed_ok(&args)) {
-            struct zpp_err err = ZPP_ERR_INIT;
-            zpp_pool *pool = zpp_op_pool_take();
-            if (zpp_sparse_attention_backward(&at, &grads, pool, &err)) zpp_boxed_fail(&args, "%s", err.text);
-            zpp_op_pool_give(pool);
-        }
+        run_backward(&args, &at, &grads);
     }
     give_results(&args, made, RESULTS);
     zpp_boxed_end(&args);
 }
+
+ZPP_OP_BOTH(sparse_attention_backward, backward)

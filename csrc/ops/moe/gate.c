@@ -12,7 +12,7 @@
 
 #include "kernels.h"
 
-enum { BLOCK_TOKENS = 64 };
+enum { BLOCK_TOKENS = ZPP_MOE_GATE_BLOCK_TOKENS };
 
 const struct zpp_moe_kernels *zpp_moe_kernels_at(enum zpp_cpu_level level) {
     switch (level) {

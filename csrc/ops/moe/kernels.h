@@ -9,7 +9,10 @@
 #include "../../base/cpu.h"
 #include "moe.h"
 
-enum { ZPP_MOE_LANES = 16 };
+enum {
+    ZPP_MOE_LANES = 16,
+    ZPP_MOE_GATE_BLOCK_TOKENS = 64, /* whose sums for the losses belong together */
+};
 
 struct zpp_moe_row_sums {
     float max; /* softmax: greatest logit */

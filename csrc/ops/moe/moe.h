@@ -23,6 +23,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
 
@@ -87,5 +88,27 @@ void zpp_moe_combine(const struct zpp_moe_rows *rows, const void *buffer, const 
 /* grad_buffer[slot_tj] = w_tj grad_y_t (empty rows zero), grad_weights_tj = <buffer[slot_tj], grad_y_t>, dropped: 0 */
 void zpp_moe_combine_backward(const struct zpp_moe_rows *rows, const void *buffer, const float *weights,
                               const void *grad_y, void *grad_buffer, float *grad_weights, zpp_pool *pool);
+
+/* --- on CUDA -------------------------------------------------------------------------------------------------------
+ * The same, where all pointers in the structs and beside them are device memory: enqueued on `native` (torch's current
+ * stream). Same bits, but for the z loss and its gradient, which take the device's logarithm. Experts and slots are not
+ * checked, which would wait for the device: one out of range is left out. NOT_BUILT without the kernels, DEVICE if a
+ * launch fails. `work`: zpp_moe_gate_cuda_work_bytes, aligned to 8; `order`: of tokens, NULL where seed < 0 or capacity
+ * 0. */
+size_t zpp_moe_gate_cuda_work_bytes(const struct zpp_moe_gate *gate);
+zpp_status zpp_moe_gate_cuda(zpp_device *device, void *native, const struct zpp_moe_gate *gate, float *weights,
+                             int32_t *chosen, int64_t *counts, float *losses, void *work, struct zpp_err *err);
+zpp_status zpp_moe_gate_backward_cuda(zpp_device *device, void *native, const struct zpp_moe_gate *gate,
+                                      const int32_t *chosen, const int64_t *counts, const float *grad_weights,
+                                      const float *grad_losses, float *grad_logits, struct zpp_err *err);
+zpp_status zpp_moe_plan_cuda(zpp_device *device, void *native, const struct zpp_moe_plan *plan, int32_t *slots,
+                             int64_t *kept, uint32_t *order, struct zpp_err *err);
+zpp_status zpp_moe_dispatch_cuda(zpp_device *device, void *native, const struct zpp_moe_rows *rows, const void *x,
+                                 void *buffer, struct zpp_err *err);
+zpp_status zpp_moe_combine_cuda(zpp_device *device, void *native, const struct zpp_moe_rows *rows, const void *buffer,
+                                const float *weights, void *y, struct zpp_err *err);
+zpp_status zpp_moe_combine_backward_cuda(zpp_device *device, void *native, const struct zpp_moe_rows *rows,
+                                         const void *buffer, const float *weights, const void *grad_y,
+                                         void *grad_buffer, float *grad_weights, struct zpp_err *err);
 
 #endif

@@ -23,6 +23,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
 
@@ -71,5 +72,16 @@ struct zpp_sparse_attention_grads {
 zpp_status zpp_sparse_attention_backward(const struct zpp_sparse_attention *at,
                                          const struct zpp_sparse_attention_grads *grads, zpp_pool *pool,
                                          struct zpp_err *err);
+
+/* The same on CUDA, where all pointers in the structs and beside them, the layout's too, are device memory: enqueued on
+ * `native` (torch's current stream). The same bits on every run, and the CPU's but for rounding. The layout is not
+ * checked, which would wait for the device: entries that are out of range are left out. NOT_BUILT without the kernels,
+ * DEVICE if a launch fails. delta: device memory, [batch][heads][seq]. */
+zpp_status zpp_sparse_attention_cuda(zpp_device *device, void *native, const struct zpp_sparse_attention *at, void *out,
+                                     float *lse, struct zpp_err *err);
+zpp_status zpp_sparse_attention_backward_cuda(zpp_device *device, void *native, const struct zpp_sparse_attention *at,
+                                              const struct zpp_sparse_attention_grads *grads, float *delta,
+                                              struct zpp_err *err);
+uint32_t zpp_sparse_cuda_rows(unsigned int tiles, size_t dim); /* of a strip: tiles_cuda.h; for the test */
 
 #endif

@@ -89,7 +89,7 @@ def moe_gate(
         ValueError: wrong shape, device or layout, k out of range, or a bias that requires grad.
     """
     name = "zeropp.ops.moe_gate"
-    doors.check_readable(name, "logits", logits)
+    doors.check_readable(name, "logits", logits, doors.BOTH)
     doors.check_whole(name, "k", k)
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"{name}: logits is {logits.dtype} {tuple(logits.shape)}, wanted floating numbers (T, E)")
@@ -98,7 +98,7 @@ def moe_gate(
     if bias is None:
         bias = logits.new_empty(0, dtype=torch.float32)
     else:
-        doors.check_tensor(name, "bias", bias)
+        doors.check_tensor(name, "bias", bias, doors.BOTH)
         if bias.shape != logits.shape and bias.shape != logits.shape[1:]:
             raise ValueError(
                 f"{name}: bias has shape {tuple(bias.shape)}, wanted {tuple(logits.shape[1:])} or {tuple(logits.shape)}"
@@ -127,7 +127,7 @@ def moe_plan(gate: MoeGate | Tensor, experts: int, *, capacity: int | None = Non
     """
     name = "zeropp.ops.moe_plan"
     chosen = gate.chosen if isinstance(gate, MoeGate) else gate
-    doors.check_tensor(name, "chosen", chosen)
+    doors.check_tensor(name, "chosen", chosen, doors.BOTH)
     if chosen.dim() != 2:
         raise ValueError(f"{name}: chosen has shape {tuple(chosen.shape)}, wanted (T, k)")
     doors.check_whole(name, "experts", experts)
@@ -189,7 +189,7 @@ def moe_combine(rows: Tensor, plan: MoePlan, weights: Tensor | None = None, *, o
     if weights is None:
         weights = rows.new_empty(0, dtype=torch.float32)
     else:
-        doors.check_readable(name, "weights", weights)
+        doors.check_readable(name, "weights", weights, doors.BOTH)
         if weights.shape != plan.slots.shape:
             raise ValueError(
                 f"{name}: weights has shape {tuple(weights.shape)}, wanted {tuple(plan.slots.shape)} as plan.slots"
@@ -199,7 +199,7 @@ def moe_combine(rows: Tensor, plan: MoePlan, weights: Tensor | None = None, *, o
         return _tensor(doors.ask(name, torch.ops.zeropp.moe_combine.default,
                                  [rows.contiguous(), plan.slots, plan.kept, weights, k, plan.capacity, width]))  # fmt: skip
     _check_out(name, rows, out, (plan.slots.shape[0], width))
-    doors.check_tensor(name, "weights", weights)
+    doors.check_tensor(name, "weights", weights, doors.BOTH)
     doors.call(
         f"{name}_", torch.ops.zeropp.moe_combine_.default,
         [rows.contiguous(), plan.slots, plan.kept, weights, out, k, plan.capacity, width], [out],
@@ -213,7 +213,7 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _check_moved(name: str, label: str, tensor: Tensor, plan: MoePlan) -> tuple[int, int]:
-    doors.check_readable(name, label, tensor)
+    doors.check_readable(name, label, tensor, doors.BOTH)
     if not isinstance(plan, MoePlan):
         raise TypeError(f"{name}: plan is a {type(plan).__name__}, wanted what zeropp.ops.moe_plan gives")
     if tensor.dim() != 2 or tensor.shape[1] == 0:
@@ -222,8 +222,8 @@ def _check_moved(name: str, label: str, tensor: Tensor, plan: MoePlan) -> tuple[
 
 
 def _check_out(name: str, tensor: Tensor, out: Tensor, shape: tuple[int, int]) -> None:
-    doors.check_tensor(name, "the tensor moved to out", tensor)
-    doors.check_tensor(name, "out", out)
+    doors.check_tensor(name, "the tensor moved to out", tensor, doors.BOTH)
+    doors.check_tensor(name, "out", out, doors.BOTH)
     if out.shape != shape or out.dtype != tensor.dtype:
         raise ValueError(f"{name}: out is {out.dtype} {tuple(out.shape)}, wanted {tensor.dtype} {shape}")
 

@@ -51,6 +51,13 @@ class SparseLayout:
         """(entries,) int32."""
         self.block = block
         """Queries, and keys, of a block."""
+        self._elsewhere: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """``starts`` and ``columns`` on a device other than theirs: copied there once, and kept."""
+        if device not in self._elsewhere:
+            self._elsewhere[device] = (self.starts.to(device), self.columns.to(device))
+        return self._elsewhere[device]
 
     @classmethod
     def from_mask(cls, mask: Tensor, block: int) -> SparseLayout:
@@ -136,7 +143,7 @@ def sparse_attention(
     """
     name = "zeropp.ops.sparse_attention"
     for label, tensor in (("q", q), ("k", k), ("v", v)):
-        doors.check_readable(name, label, tensor)
+        doors.check_readable(name, label, tensor, doors.BOTH)
         if tensor.dim() != 4 or tensor.shape != q.shape or tensor.dtype != q.dtype:
             raise ValueError(
                 f"{name}: {label} is {tensor.dtype} {tuple(tensor.shape)}, wanted (B, H, S, D), alike in q, k and v"
@@ -149,7 +156,7 @@ def sparse_attention(
     if key_mask is None:
         key_mask = q.new_empty(0, dtype=torch.bool)
     else:
-        doors.check_readable(name, "key_mask", key_mask)
+        doors.check_readable(name, "key_mask", key_mask, doors.BOTH)
         if key_mask.shape != (q.shape[0], q.shape[2]) or key_mask.dtype != torch.bool:
             raise ValueError(
                 f"{name}: key_mask is {key_mask.dtype} {tuple(key_mask.shape)}, wanted torch.bool "
@@ -157,7 +164,8 @@ def sparse_attention(
             )
         key_mask = key_mask.contiguous()
     _, heads, seq, dim = q.shape
-    arguments = [key_mask, layout.starts, layout.columns, heads, seq, dim, layout.block, float(scale), bool(causal)]
+    starts, columns = (layout.starts, layout.columns) if q.is_cpu else layout.on(q.device)
+    arguments = [key_mask, starts, columns, heads, seq, dim, layout.block, float(scale), bool(causal)]
     op = torch.ops.zeropp.sparse_attention.default
     out, _ = doors.ask(name, op, [q.contiguous(), k.contiguous(), v.contiguous(), *arguments])
     result: Tensor = out.view(q.shape)

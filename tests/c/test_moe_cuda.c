@@ -1,0 +1,196 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The CUDA kernels of the mixture of experts, run on a CPU (cuda_threads.h), against the CPU's versions, bit for bit:
+ * gate and its backward, plan with and without capacity and order, dispatch, combine and its backward; numbers out of
+ * range are left out.
+ */
+#include "harness.h"
+
+#include <math.h>
+
+#include "../../csrc/ops/element.h"
+#include "../../csrc/ops/moe/kernels.h"
+
+#include "cuda_threads.h"
+
+#include "../../csrc/ops/moe/gate_cuda.cu"
+#include "../../csrc/ops/moe/rows_cuda.cu"
+CUDA_THUNK(zpp_moe_cuda_zero, struct zpp_gate_cuda_args)
+CUDA_THUNK(zpp_moe_cuda_token, struct zpp_gate_cuda_args)
+CUDA_THUNK(zpp_moe_cuda_shares, struct zpp_gate_cuda_args)
+CUDA_THUNK(zpp_moe_cuda_losses, struct zpp_gate_cuda_args)
+CUDA_THUNK(zpp_moe_cuda_gate_backward, struct zpp_gate_cuda_args)
+CUDA_THUNK(zpp_moe_cuda_shuffle, struct zpp_rows_cuda_args)
+CUDA_THUNK(zpp_moe_cuda_drop, struct zpp_rows_cuda_args)
+CUDA_THUNK(zpp_moe_cuda_keep, struct zpp_rows_cuda_args)
+CUDA_THUNK(zpp_moe_cuda_place, struct zpp_rows_cuda_args)
+CUDA_THUNK(zpp_moe_cuda_dispatch, struct zpp_rows_cuda_args)
+CUDA_THUNK(zpp_moe_cuda_blank, struct zpp_rows_cuda_args)
+CUDA_THUNK(zpp_moe_cuda_combine, struct zpp_rows_cuda_args)
+CUDA_THUNK(zpp_moe_cuda_combine_backward, struct zpp_rows_cuda_args)
+
+enum { TOKENS = 70, EXPERTS = 40, MOST_K = 5, WIDTH = 50, ROWS = TOKENS * MOST_K };
+
+static float logits[TOKENS * EXPERTS], bias[TOKENS * EXPERTS];
+struct gated {
+    float weights[ROWS], losses[ZPP_MOE_LOSSES], grad_logits[TOKENS * EXPERTS];
+    int32_t chosen[ROWS];
+    int64_t counts[EXPERTS];
+};
+static struct gated want, got;
+
+static float random_value(void) {
+    static uint64_t state = 1;
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (float)(state >> 40) / 8388608.0f - 1.0f;
+}
+
+static bool same(const void *a, const void *b, size_t elems) {
+    for (size_t i = 0; i < elems; ++i) {
+        const float x = ((const float *)a)[i], y = ((const float *)b)[i];
+        if (!(isnan(x) && isnan(y)) && memcmp(&x, &y, sizeof x) != 0) return false;
+    }
+    return true;
+}
+
+static void check_gate(struct zpp_moe_gate gate) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    float grad_weights[ROWS], grad_losses[] = { 0.3f, -0.2f };
+    memset(&want, 0xa5, sizeof want);
+    got = want;
+    CHECK_OK(zpp_moe_gate(&gate, want.weights, want.chosen, want.counts, want.losses, NULL, &err));
+    double *work = malloc(zpp_moe_gate_cuda_work_bytes(&gate));
+    CHECK(work);
+    const uint64_t blocks = (gate.tokens + ZPP_GATE_CUDA_BLOCK_TOKENS - 1) / ZPP_GATE_CUDA_BLOCK_TOKENS;
+    const uint64_t sums = blocks * (gate.experts + 1), threads = ZPP_GATE_CUDA_SUM_THREADS;
+    struct zpp_gate_cuda_args args = {
+        .logits = gate.logits, .bias = gate.bias, .weights = got.weights, .losses = got.losses, .chosen = got.chosen,
+        .counts = (unsigned long long *)(void *)got.counts, .sums = work, .scores = (float *)(void *)(work + sums),
+        .tokens = gate.tokens, .experts = gate.experts, .k = gate.k, .bias_per_token = gate.bias_per_token,
+        .sigmoid = gate.sigmoid, .normalise = gate.normalise };
+    cuda_loop(zpp_moe_cuda_zero_thunk, &args, 1, ZPP_GATE_CUDA_SUM_THREADS);
+    cuda_run(zpp_moe_cuda_token_thunk, &args, gate.tokens, ZPP_GATE_CUDA_THREADS);
+    cuda_loop(zpp_moe_cuda_shares_thunk, &args, (sums + threads - 1) / threads, ZPP_GATE_CUDA_SUM_THREADS);
+    cuda_run(zpp_moe_cuda_losses_thunk, &args, 1, ZPP_GATE_CUDA_SUM_THREADS);
+    CHECK(memcmp(want.chosen, got.chosen, sizeof got.chosen) == 0);
+    CHECK(memcmp(want.counts, got.counts, sizeof got.counts) == 0);
+    CHECK(same(want.weights, got.weights, ROWS) && same(want.losses, got.losses, ZPP_MOE_LOSSES));
+    for (int i = 0; i < ROWS; ++i) grad_weights[i] = random_value();
+    zpp_moe_gate_backward(&gate, want.chosen, want.counts, grad_weights, grad_losses, want.grad_logits, NULL);
+    args.grad_weights = grad_weights, args.grad_losses = grad_losses, args.grad_logits = got.grad_logits;
+    cuda_run(zpp_moe_cuda_gate_backward_thunk, &args, gate.tokens, ZPP_GATE_CUDA_THREADS);
+    CHECK(same(want.grad_logits, got.grad_logits, TOKENS * EXPERTS));
+    free(work);
+}
+
+static void gates(void) {
+    for (size_t i = 0; i < TOKENS * EXPERTS; ++i) {
+        logits[i] = i % 7 ? 4.0f * random_value() : 0.5f; /* ties */
+        bias[i] = random_value();
+    }
+    logits[3] = NAN, logits[100] = -INFINITY, logits[101] = INFINITY;
+    for (int flags = 0; flags < 8; ++flags) {
+        const struct zpp_moe_gate gate = { logits, flags & 4 ? bias : NULL, flags ? 9 : TOKENS, EXPERTS,
+                                           flags & 1 ? 2 : MOST_K, flags & 2, flags & 2, flags & 1 };
+        check_gate(gate);
+    }
+    check_gate((struct zpp_moe_gate){ logits, NULL, 5, 1, 1, false, true, true });
+    check_gate((struct zpp_moe_gate){ logits, bias, 5, 17, 1, false, false, false });
+    check_gate((struct zpp_moe_gate){ logits, NULL, 0, 8, 2, false, false, false });
+}
+
+/* --- plan and rows ------------------------------------------------------------------------------------------------ */
+static int32_t chosen[ROWS], want_slots[ROWS], got_slots[ROWS];
+static int64_t want_kept[EXPERTS], got_kept[EXPERTS];
+static uint32_t order[TOKENS];
+
+static void check_plan(const struct zpp_moe_plan *plan) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    CHECK_OK(zpp_moe_plan(plan, want_slots, want_kept, &err));
+    const bool shuffled = plan->seed >= 0 && plan->capacity > 0;
+    const struct zpp_rows_cuda_args args = {
+        .chosen = chosen, .slots = got_slots, .kept = got_kept, .order = shuffled ? order : NULL,
+        .tokens = plan->tokens, .k = plan->k, .experts = plan->experts, .capacity = plan->capacity,
+        .seed = (uint64_t)plan->seed };
+    const size_t all = plan->tokens * plan->k;
+    cuda_loop(zpp_moe_cuda_drop_thunk, &args, (all + ZPP_ROWS_CUDA_THREADS - 1) / ZPP_ROWS_CUDA_THREADS,
+              ZPP_ROWS_CUDA_THREADS);
+    if (shuffled) cuda_loop(zpp_moe_cuda_shuffle_thunk, &args, 1, ZPP_ROWS_CUDA_THREADS);
+    cuda_run(zpp_moe_cuda_keep_thunk, &args, plan->experts, ZPP_ROWS_CUDA_THREADS);
+    cuda_run(zpp_moe_cuda_place_thunk, &args, plan->experts, ZPP_ROWS_CUDA_THREADS);
+    CHECK(memcmp(want_slots, got_slots, all * sizeof *got_slots) == 0);
+    CHECK(memcmp(want_kept, got_kept, plan->experts * sizeof *got_kept) == 0);
+}
+
+static float x[TOKENS * WIDTH], grad_y[TOKENS * WIDTH], buffer[ROWS * WIDTH], weights[ROWS];
+struct moved {
+    float buffer[ROWS * WIDTH], y[TOKENS * WIDTH], grad_buffer[ROWS * WIDTH], grad_weights[ROWS];
+};
+static struct moved want_moved, got_moved;
+
+static void check_rows(const struct zpp_moe_plan *plan, zpp_dtype dtype) {
+    const struct zpp_moe_rows rows = { want_slots, want_kept, plan->tokens, plan->k, plan->experts, plan->capacity,
+                                       WIDTH, dtype };
+    const size_t all = plan->tokens * plan->k, buffer_rows = zpp_moe_buffer_rows(&rows);
+    CHECK(buffer_rows <= ROWS);
+    struct zpp_rows_cuda_args args = {
+        .slots = want_slots, .kept = want_kept, .tokens_in = x, .buffer_in = buffer, .out = got_moved.buffer,
+        .tokens = rows.tokens, .k = rows.k, .experts = rows.experts, .capacity = rows.capacity,
+        .buffer_rows = buffer_rows, .width_elems = WIDTH, .word_bytes = 4,
+        .row_words = WIDTH * zpp_dtype_bytes(dtype) / 4,
+        .kind = dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32 };
+    memset(&want_moved, 1, sizeof want_moved);
+    got_moved = want_moved;
+    zpp_moe_dispatch(&rows, x, want_moved.buffer, NULL);
+    cuda_loop(zpp_moe_cuda_dispatch_thunk, &args, all, ZPP_ROWS_CUDA_THREADS);
+    if (plan->capacity) cuda_loop(zpp_moe_cuda_blank_thunk, &args, buffer_rows, ZPP_ROWS_CUDA_THREADS);
+    args.out = got_moved.y;
+    for (int weighted = 0; weighted < 2; ++weighted) {
+        args.weights = weighted ? weights : NULL;
+        zpp_moe_combine(&rows, buffer, args.weights, want_moved.y, NULL);
+        cuda_loop(zpp_moe_cuda_combine_thunk, &args, rows.tokens, ZPP_ROWS_CUDA_THREADS);
+        CHECK(memcmp(want_moved.y, got_moved.y, sizeof got_moved.y) == 0);
+    }
+    zpp_moe_combine_backward(&rows, buffer, weights, grad_y, want_moved.grad_buffer, want_moved.grad_weights, NULL);
+    args.tokens_in = grad_y, args.out = got_moved.grad_buffer, args.grad_weights = got_moved.grad_weights;
+    cuda_run(zpp_moe_cuda_combine_backward_thunk, &args, all, ZPP_ROWS_CUDA_THREADS);
+    if (plan->capacity) cuda_loop(zpp_moe_cuda_blank_thunk, &args, buffer_rows, ZPP_ROWS_CUDA_THREADS);
+    CHECK(memcmp(&want_moved, &got_moved, sizeof got_moved) == 0);
+}
+
+static void fill_halves(float *to, size_t elems) { /* finite as two numbers of 16 bits, too */
+    for (size_t i = 0; i < elems; ++i) {
+        to[i] = __uint_as_float(0x3c003c00u + (uint32_t)(i * 2654435761u % 0x200u) * 0x10001u);
+    }
+}
+
+static void plans(void) {
+    static const zpp_dtype kinds[] = { ZPP_F32, ZPP_BF16, ZPP_F16 };
+    fill_halves(x, TOKENS * WIDTH), fill_halves(grad_y, TOKENS * WIDTH), fill_halves(buffer, ROWS * WIDTH);
+    for (int i = 0; i < ROWS; ++i) weights[i] = random_value();
+    for (int turn = 0; turn < 6; ++turn) {
+        const size_t experts = turn < 3 ? 8 : 3, k = turn % 3 ? 2 : 1;
+        const struct zpp_moe_plan plan = { chosen, turn == 5 ? 3 : 37, experts, k, turn % 3 ? 4 + (size_t)turn : 0,
+                                           turn % 2 ? 11 : -1 };
+        for (size_t a = 0; a < plan.tokens * k; ++a) chosen[a] = (int32_t)((a * a + a / 3) % experts);
+        check_plan(&plan);
+        check_rows(&plan, kinds[turn % 3]);
+    }
+}
+
+static void out_of_range(void) {
+    const struct zpp_moe_plan plan = { chosen, 4, 2, 1, 0, -1 };
+    const int32_t wrong[] = { 0, 9, -3, 1 };
+    memcpy(chosen, wrong, sizeof wrong);
+    struct zpp_rows_cuda_args args = { .chosen = chosen, .slots = got_slots, .kept = got_kept, .tokens = 4, .k = 1,
+                                       .experts = plan.experts };
+    cuda_loop(zpp_moe_cuda_drop_thunk, &args, 1, ZPP_ROWS_CUDA_THREADS);
+    cuda_run(zpp_moe_cuda_keep_thunk, &args, 2, ZPP_ROWS_CUDA_THREADS);
+    cuda_run(zpp_moe_cuda_place_thunk, &args, 2, ZPP_ROWS_CUDA_THREADS);
+    CHECK(got_slots[0] == 0 && got_slots[1] == -1 && got_slots[2] == -1 && got_slots[3] == 1);
+}
+
+int main(int argc, char **argv) {
+    static const struct test_case cases[] = { TEST(gates), TEST(plans), TEST(out_of_range), {0} };
+    return test_main(argc, argv, cases);
+}
