@@ -41,6 +41,8 @@ _OPS = {
     ReduceOp.BXOR: comm.OP_CODES["bxor"],
 }
 _OP_OF_HASH = {hash(op): code for op, code in _OPS.items()}  # torch hashes an operation to its number
+_PREMUL_SUM = -1  # scaled by this rank's factor, then summed: the core never sees it
+_OP_OF_HASH[hash(ReduceOp.PREMUL_SUM)] = _PREMUL_SUM
 _NO_TIMEOUT = timedelta(0)
 
 Tensors = Sequence[torch.Tensor]
@@ -182,6 +184,19 @@ def _op_code(opts: Any) -> int:
     if code is None:
         raise ValueError(f"zeropp: reduce operation {op} is not implemented yet")
     return code
+
+
+def _scaled(tensor: torch.Tensor, opts: Any) -> tuple[torch.Tensor, int]:
+    """PREMUL_SUM: this rank's factor times the tensor, and the operation that is left."""
+    op = getattr(opts, "reduceOp", opts)
+    if not isinstance(op, ReduceOp):
+        raise ValueError(
+            "zeropp: PREMUL_SUM without a factor; make the operation with torch.distributed._make_nccl_premul_sum(factor)"
+        )
+    pickled: Any = op  # what torch pickles of an operation: its number and its factor; its stubs do not know
+    state = pickled.__getstate__()
+    with torch.no_grad():
+        return (tensor * state[1]).to(tensor.dtype), comm.OP_CODES["sum"]
 
 
 def _root(opts: Any) -> int:
@@ -359,6 +374,8 @@ class ProcessGroup(_ProcessGroup):
             return self.allreduce_coalesced(tensors, opts)
         tensor, op = _check(tensors[0]), _op_code(opts)
         at = tensor if tensor.is_contiguous() else tensor.contiguous()
+        if op == _PREMUL_SUM:
+            at, op = _scaled(at, opts)
         numbers = at if not at.is_complex() else _numbers(at, op)
         dtype, elems = comm.dtype_code(numbers.dtype), numbers.numel()
         after = None if at is tensor else _copy_back([(tensor, at)])
@@ -373,6 +390,8 @@ class ProcessGroup(_ProcessGroup):
     def reduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> _Work:
         tensor, op, root = _check(_listed(tensors)[0]), _op_code(opts), _root(opts)
         at = tensor.contiguous()
+        if op == _PREMUL_SUM:
+            at, op = _scaled(at, opts)
         numbers = _numbers(at, op)
         dtype, elems = comm.dtype_code(numbers.dtype), numbers.numel()
         after = _copy_back([(tensor, at)]) if root == self._me else None
@@ -389,6 +408,8 @@ class ProcessGroup(_ProcessGroup):
                 f"one dtype and {output.numel()} x {self._size} elements"
             )
         to, at = _check(output).contiguous(), _check(source).contiguous()
+        if op == _PREMUL_SUM:
+            at, op = _scaled(at, opts)
         numbers_to, numbers_at = _numbers(to, op), _numbers(at, op)
         dtype, elems = comm.dtype_code(numbers_to.dtype), numbers_to.numel()
         after = _copy_back([(output, to)])

@@ -91,6 +91,20 @@ def reduce_operations(rank: int, ranks: int) -> None:
     mean = of_rank(rank, 4001)
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     torch.testing.assert_close(mean, rank_order_sum(ranks, 4001) / ranks)
+    factors = [0.5 * (r + 1) for r in range(ranks)]
+    scaled = sum(of_rank(r, 4001) * factors[r] for r in range(ranks))
+    for factor in (factors[rank], torch.tensor([factors[rank]])):
+        premul = dist._make_nccl_premul_sum(factor)
+        for blocking in (True, False):
+            tensor = of_rank(rank, 4001)
+            work = dist.all_reduce(tensor, op=premul, async_op=not blocking)
+            if not blocking:
+                work.wait()
+            torch.testing.assert_close(tensor, scaled)
+        part, source = torch.empty(4001), of_rank(rank, 4001).repeat(ranks)
+        dist.reduce_scatter_tensor(part, source, op=premul)
+        torch.testing.assert_close(part, scaled)
+        same(source, of_rank(rank, 4001).repeat(ranks))
     flags = torch.tensor([rank == 0, True, False])
     dist.all_reduce(flags, op=dist.ReduceOp.SUM)
     same(flags, torch.tensor([True, True, False]))
