@@ -57,6 +57,12 @@ class TwoHosts:
         """Take the second host's end of the cable out."""
         _ip("-n", self.names[1], "link", "set", self.links[1], "down")
 
+    def mend(self) -> None:
+        """Put it back."""
+        _ip("-n", self.names[1], "link", "set", self.links[1], "up")
+        # Addresses of IPv6 go with the cable.
+        _ip("-n", self.names[1], "-6", "addr", "replace", f"{self.addresses6[1]}/64", "dev", self.links[1], "nodad")
+
     def command(self, side: int) -> list[str]:
         """What to put before a command that is to run on that host."""
         return ["ip", "netns", "exec", self.names[side]]
