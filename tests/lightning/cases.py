@@ -112,6 +112,8 @@ def fit(folder: Path) -> dict[str, Any]:
         run = trainer(folder / name, strategy_of(name), 2)
         run.fit(module, batches(), batches())
         found[name] = module.losses + module.seen
+        summary = pl.utilities.model_summary.ModelSummary(module)
+        found[f"{name} sizes"] = [summary.total_parameters, summary.trainable_parameters, summary.param_nums]
         predicted = run.predict(module, batches())
         found[f"{name} predicted"] = [one.flatten().tolist() for one in predicted]
         torch.distributed.barrier()

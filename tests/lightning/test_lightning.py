@@ -32,6 +32,7 @@ def test_a_fit_equals_ddp(strategy, answer):
 def test_the_checkpoint_file_is_whole_and_needs_no_zeropp(strategy, answer):
     for found in answer("fit"):
         assert found[f"{strategy} shapes"] == found["ddp shapes"]
+        assert found[f"{strategy} sizes"] == found["ddp sizes"], "ModelSummary of partitioned parameters"
         assert apart(found[f"{strategy} plain"], found["ddp plain"]) < FP32
 
 
