@@ -211,6 +211,33 @@ def _calm(more: dict[str, Any]) -> dict[str, Any]:
     return {**more, "max_steps": 4}
 
 
+def in_slices(folder: Path) -> dict[str, Any]:
+    """from_pretrained inside sharded_init: no rank ever holds the whole; a head that is not in the file has plain values."""
+    found: dict[str, Any] = {}
+    assert arguments(transformers.TrainingArguments, folder).device.type == "cpu"  # this starts the process group
+    kinds = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
+    for make, kind in ((llama, kinds[0]), (gpt2, kinds[0]), (llama, kinds[1])):
+        name = f"{make.__name__} {kind.__name__}"
+        if torch.distributed.get_rank() == 0:
+            make().save_pretrained(folder / name)
+        torch.distributed.barrier()
+        torch.manual_seed(3)
+        plain = kind.from_pretrained(folder / name)
+        torch.manual_seed(3)
+        with zeropp.sharded_init():
+            model = kind.from_pretrained(folder / name)
+        sliced = {type(p).__name__ for p in model.parameters()}
+        if kind is kinds[0] and make is llama:
+            stock = train(folder, "stock", plain, max_steps=2)
+            ours = train(folder, "zeropp", model, {"stage": 3}, max_steps=2)
+            found["logged"] = [logged(stock), logged(ours)]
+            plain, model = stock.model, ours.model
+        else:
+            zeropp.prepare(model, None, zeropp.Config(stage=3))
+        found[name] = [sorted(sliced), apart(whole(model), whole(plain))]
+    return found
+
+
 def refusals(folder: Path) -> dict[str, Any]:
     """What reads or rebuilds whole parameters behind zeropp's back says so; nothing is written in its place."""
     import copy
@@ -315,6 +342,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "low_precision": low_precision,
     "sequences": sequences,
     "other_optimizers": other_optimizers,
+    "in_slices": in_slices,
     "refusals": refusals,
 }
 

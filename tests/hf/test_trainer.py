@@ -100,6 +100,16 @@ def test_torchs_own_optimizers_and_label_smoothing(answer):
         assert apart(*found["sgd"]) < FP32
 
 
+@pytest.mark.hf_case("in_slices")
+def test_from_pretrained_reads_slices(answer):
+    for found in answer("in_slices"):
+        assert apart(*found.pop("logged")) < FP32
+        assert len(found) == 3
+        for name, (kinds, far) in found.items():
+            assert kinds == ["ShardedParameter"], name
+            assert far < (FP32 if "llama AutoModelForCausalLM" in name else 1e-30), name
+
+
 @pytest.mark.hf_case("refusals")
 def test_nothing_reads_or_writes_placeholders_in_silence(answer):
     for found in answer("refusals"):
