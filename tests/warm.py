@@ -169,6 +169,8 @@ class Warm:
         variables = {**AT_START, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.early = early(variables, kind)
         variables["PYTHONHASHSEED"] = str(slot + 1)
+        # transformers imports datasets where it is installed, that imports Arrow, whose allocator would start a thread.
+        variables["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
         variables.pop("PYTHONPATH", None)
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), *PRELOADED[kind]]
