@@ -503,6 +503,19 @@ static PyObject *get_hosts(PyObject *self, void *closure) {
     return comm ? PyLong_FromLong(zpp_comm_hosts(comm)) : NULL;
 }
 
+static PyObject *get_host_ranks(PyObject *self, void *closure) {
+    (void)closure;
+    const zpp_comm *comm = zpp_py_comm_get(self);
+    PyObject *here = comm ? PyList_New(0) : NULL;
+    for (int rank = 0; here && rank < zpp_comm_ranks(comm); rank++) {
+        if (zpp_comm_host(comm, rank) != zpp_comm_host(comm, zpp_comm_rank(comm))) continue;
+        PyObject *number = PyLong_FromLong(rank);
+        if (!number || PyList_Append(here, number) != 0) Py_CLEAR(here);
+        Py_XDECREF(number);
+    }
+    return here;
+}
+
 static PyObject *get_closed(PyObject *self, void *closure) {
     (void)closure;
     return PyBool_FromLong(!((Comm *)self)->comm || ((Comm *)self)->closing);
@@ -565,6 +578,7 @@ static PyGetSetDef comm_getset[] = {
     {"rank", get_rank, NULL, "My rank in the group.", NULL},
     {"ranks", get_ranks, NULL, "How many ranks the group has.", NULL},
     {"hosts", get_hosts, NULL, "On how many hosts its ranks are.", NULL},
+    {"host_ranks", get_host_ranks, NULL, "The ranks on this rank's host, itself among them, in order.", NULL},
     {"closed", get_closed, NULL, "Whether close() was called.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

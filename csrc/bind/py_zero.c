@@ -364,6 +364,7 @@ static void zero_dealloc(PyObject *self) {
     zpp_pool_destroy(zero->pool);
     zpp_device_destroy(zero->device);
     Py_XDECREF(zero->comm);
+    Py_XDECREF(zero->near);
     PyObject_Free(self);
     Py_DECREF(type);
 }
@@ -419,6 +420,18 @@ static PyObject *zero_set_wire(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "iin", &params_bits, &grads_bits, &block_elems)) return NULL;
     if (zpp_zero_set_wire(zero->core, params_bits, grads_bits, (size_t)block_elems, &err) != ZPP_OK)
         return zpp_py_raise(&err);
+    Py_RETURN_NONE;
+}
+
+/* set_secondary(comm of this host's ranks): hpZ, see csrc/zero/second.h. */
+static PyObject *zero_set_secondary(PyObject *self, PyObject *near) {
+    Zero *zero = (Zero *)self;
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_comm *comm = zpp_py_comm_get(near);
+    if (!comm) return NULL;
+    if (zpp_zero_set_secondary(zero->core, comm, &err) != ZPP_OK) return zpp_py_raise(&err);
+    Py_CLEAR(zero->near);
+    zero->near = Py_NewRef(near);
     Py_RETURN_NONE;
 }
 
@@ -570,6 +583,8 @@ static PyMethodDef zero_methods[] = {
     { "add_unit", zero_add_unit, METH_VARARGS, "add_unit(name, dtype, sizes, trainable, place, grad_dtype) -> index" },
     { "set_wire", zero_set_wire, METH_VARARGS,
       "set_wire(params_bits, grads_bits, block_elems): before units are added." },
+    { "set_secondary", zero_set_secondary, METH_O,
+      "set_secondary(comm of this host): a copy of the parameters a host. Before seal." },
     { "publish", zero_publish, METH_NOARGS, "My slices were written outside of a step: before a barrier." },
     { "seal", zero_seal, METH_NOARGS, "Collective: make the memory of all units." },
     { "bind_unit", zero_bind_unit, METH_VARARGS, "bind_unit(index, params, plain, released) -> Unit" },

@@ -53,6 +53,7 @@ struct Zero {
     zpp_device *device;
     zpp_pool *pool;
     PyObject *comm;   /* _C.Comm or NULL */
+    PyObject *near;   /* hpZ: _C.Comm of this host's ranks, or NULL */
     PyObject *units;  /* list of Unit */
     PyObject *tier;   /* _C.Tier or NULL */
     int stage, ranks;

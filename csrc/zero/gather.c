@@ -16,6 +16,7 @@
 
 #include "between.h"
 #include "internal.h"
+#include "second.h"
 
 struct gather_args {
     zpp_zero *zero;
@@ -130,7 +131,11 @@ static zpp_status launch_gather(zpp_zero *zero, struct zpp_unit *unit, struct zp
 }
 
 static zpp_status launch_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    if (zpp_between(zero->options.comm)) return zpp_between_gather(zero, unit, &unit->arriving, err);
+    if (zpp_between(zero->options.comm)) {
+        unit->arriving_near = unit->second_kept;
+        return unit->second_kept ? zpp_second_gather(zero, unit, &unit->arriving, err)
+                                 : zpp_between_gather(zero, unit, &unit->arriving, err);
+    }
     zpp_status status = zpp_event_record(unit->allocated, zero->compute, err);
     if (status == ZPP_OK) status = zpp_stream_wait(zero->gather, unit->allocated, NULL, err);
     if (status != ZPP_OK) return status;
@@ -174,6 +179,7 @@ static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp
     zpp_span_end(began_ns, ZPP_SPAN_WAIT, "for a gather", 0);
     unit->state = ZPP_UNIT_FULL;
     zero->ahead_bytes -= zpp_unit_bytes(unit);
+    zpp_second_keep(zero, unit);
     if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
     const zpp_status outcome = zpp_filed_outcome(zero->filed, unit->filed, &zero->fault, err);
     if (outcome == ZPP_OK) return ZPP_OK;
@@ -227,6 +233,7 @@ zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err) {
 zpp_status zpp_zero_keep_slice(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     if (!zpp_unit_moves(unit)) return ZPP_OK;
+    unit->second_kept = false;
     const size_t bytes = zpp_unit_shard_bytes(unit), offset = (size_t)zero->rank * bytes;
     if (unit->place == ZPP_PLACE_FILE)
         return zpp_filed_write_back(zero->filed, unit->range_offset_bytes + offset, bytes, &zero->fault, err);

@@ -35,6 +35,10 @@ struct zpp_zero {
     zpp_filed *filed;     /* FILE units; NULL without any */
     unsigned char *moving_base; /* addresses of units that come and go: of `range`, or the home of `filed` */
 
+    zpp_comm *near; /* hpZ: the ranks of this host; NULL without */
+    unsigned char *second;
+    size_t second_bytes;
+
     /* gathering */
     zpp_stream *compute, *gather;
     zpp_stream *arrive; /* FILE units: their reads end here, in order; `gather` begins them */

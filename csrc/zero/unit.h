@@ -66,6 +66,9 @@ struct zpp_unit {
     bool wants_exact; /* the next fetch is not to be */
     zpp_event *allocated, *ready;
     struct zpp_work *arriving; /* over several hosts: the gather under way */
+    bool arriving_near;        /* ... among this host's ranks */
+    unsigned char *second;     /* hpZ: this rank's part of the host's copy, see second.h */
+    bool second_kept;          /* ... has the values of now */
 
     /* gradients: see reduce.h */
     struct zpp_unit_grad *grad;

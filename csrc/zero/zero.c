@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "between.h"
+#include "second.h"
 #include "internal.h"
 
 static size_t round_up(size_t value, size_t multiple) {
@@ -63,7 +64,7 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
 
 static void destroy_unit(zpp_zero *zero, struct zpp_unit *unit) {
     zpp_reduce_drop_unit(zero, unit);
-    zpp_between_drop(zero->options.comm, &unit->arriving);
+    zpp_between_drop(unit->arriving_near ? zero->near : zero->options.comm, &unit->arriving);
     zpp_event_destroy(unit->allocated);
     zpp_event_destroy(unit->ready);
     free(unit->param_elems);
@@ -97,6 +98,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_region_destroy(zero->host);
     zpp_region_destroy(zero->grads);
     zpp_wire_fini(zero);
+    zpp_second_free(zero);
     zpp_mem_free(zero->alone, zero->alone_bytes);
     free(zero);
 }
@@ -243,6 +245,7 @@ zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err) {
     if (status == ZPP_OK) status = zpp_trace_init(&zero->trace, zero->units_count, err);
     if (status == ZPP_OK && zero->ranks > 1) status = zpp_reduce_seal(zero, err);
     if (status == ZPP_OK) status = zpp_wire_seal(zero, err);
+    if (status == ZPP_OK) status = zpp_second_seal(zero, err);
     if (status != ZPP_OK) return status;
     if (zero->range) zero->moving_base = zpp_range_base(zero->range);
     else if (zero->filed) zero->moving_base = zpp_filed_home(zero->filed);
@@ -306,7 +309,8 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     const size_t full = zero->filed ? filed.memory_bytes / ranks : zero->full_bytes;
     const size_t warm = zero->range ? zpp_range_held_bytes(zero->range) : full;
     *out = (struct zpp_zero_memory){
-        .param_bytes = zero->params_bytes + zero->wire.images_bytes + (zero->host_bytes + filed.cut_bytes) / ranks,
+        .param_bytes = zero->params_bytes + zero->wire.images_bytes + zero->second_bytes +
+                       (zero->host_bytes + filed.cut_bytes) / ranks,
         .gathered_bytes = warm,
         .grad_bytes = zero->slice_bytes + zero->kept_bucket_bytes + zero->carry_bytes,
         .bucket_bytes = zero->buckets.used_bytes,

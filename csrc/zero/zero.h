@@ -64,6 +64,9 @@ zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, i
 /* What travels in 8 or 4 bits, in blocks of block_elems (0: exactly): gathered SHARD units at stage 3, reduced
  * gradients at stages 2 and 3; see wire.h. Before units are added. */
 zpp_status zpp_zero_set_wire(zpp_zero *zero, int params_bits, int grads_bits, size_t block_elems, struct zpp_err *err);
+/* hpZ over several hosts: `near` is a communicator of this host's ranks in the order of their ranks, borrowed until
+ * destroy; as many on each host. See second.h. Before seal. */
+zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *near, struct zpp_err *err);
 /* Collective: makes the memory. Afterwards WHOLE and HOST units are FULL, SHARD and FILE units PARTITIONED; contents
  * are zero. FILE units can be needed once zpp_filed_open was called. */
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);

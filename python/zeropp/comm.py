@@ -46,10 +46,11 @@ DTYPE_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name
 OP_CODES: dict[str, int] = {name: code for code, name in enumerate(_C.COMM_OPS)}
 BYTES = DTYPE_CODES[torch.uint8]
 
-_lock = threading.Lock()  # guards the three below
+_lock = threading.Lock()  # guards the four below
 _open: list[Any] = []  # every _C.Comm that is not closed
 _closed_traffic: dict[str, dict[str, int]] = {}
 _of_group: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_of_host: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -158,6 +159,26 @@ def communicator(group: dist.ProcessGroup | None = None) -> Any:
         _of_group[group] = comm
     weakref.finalize(group, close, comm)
     return comm
+
+
+def host_communicator() -> Any:
+    """The ``_C.Comm`` of the ranks of the default group that are on this host. Collective at the first call; then kept."""
+    c10d = dist.distributed_c10d
+    world, group = communicator(), dist.group.WORLD
+    assert group is not None
+    with _lock:
+        known = _of_host.get(group)
+    if known is not None and not known.closed:
+        return known
+    here = world.host_ranks
+    store = c10d.PrefixStore(f"zeropp/host of rank {here[0]}", c10d._get_process_group_store(group))
+    near = create(
+        store, here.index(world.rank), len(here), timeout_of(group), f"{_name_of(group)}, host of rank {here[0]}"
+    )
+    with _lock:
+        _of_host[group] = near
+    weakref.finalize(group, close, near)
+    return near
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

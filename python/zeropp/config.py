@@ -269,7 +269,9 @@ class Comm:
     more scales."""
 
     secondary_shard: int | str = 0
-    """Ranks that share a second copy of the parameters for backward (hpZ), or "host"; 0 = none. Not built yet."""
+    """"host": the ranks of each host keep a second copy of the parameters, split among them, so that between two steps only the
+    first gather of a unit crosses the network (hpZ). 0 = none. Within one host nothing crosses anyway, and nothing is kept. A
+    number of ranks other than a host's is not built yet."""
 
     def __post_init__(self) -> None:
         _one_of("Comm.params", self.params, WIRE_FORMATS)
@@ -469,12 +471,8 @@ class Config:
             raise not_yet(
                 "Config.comm.grads", self.comm.grads, f"leave it at 'exact' at stage {self.stage}, or use 2 or 3"
             )
-        if self.comm.secondary_shard:
-            raise not_yet(
-                "Config.comm.secondary_shard",
-                self.comm.secondary_shard,
-                "leave it at 0: the ranks of one host share one copy anyway, with exact parameters and host_copy='auto'",
-            )
+        if self.comm.secondary_shard not in (0, "host"):
+            raise not_yet("Config.comm.secondary_shard", self.comm.secondary_shard, "use 'host', or 0 for none")
 
     @classmethod
     def from_json(cls, source: str | Path | Mapping[str, Any], *, ranks: int | None = None) -> Config:

@@ -112,6 +112,7 @@ def _train_on_placements(rank: int, store: Any, placements: list[list[Any]], fol
         dist.init_process_group("zeropp", store=world, rank=rank, world_size=len(hosts))
         zeropp.traffic(reset=True)
         answer[hosts] = {str(stage): _train(rank, stage, steps, f"{folder}/{hosts}-{stage}") for stage in (0, 1, 2, 3)}
+        answer[hosts]["hpz"] = _secondary(rank, hosts)
         network = sum(row["bytes"] for row in zeropp.traffic().get("network", {}).values())
         answer[hosts]["networked"] = network > 0
         if hosts == "ab":
@@ -168,6 +169,49 @@ def _train(rank: int, stage: int, steps: int, path: str) -> dict[str, Any]:
     whole = zeropp.full_state_dict(model)
     assert rank or abs(sum(float(value.double().abs().sum()) for value in whole.values()) - total) < 1e-9
     return {"losses": losses, "norms": norms, "sum": total}
+
+
+def _secondary(rank: int, hosts: str) -> dict[str, Any]:
+    """Three steps of several passes, with a copy of the parameters on each host and without: losses, and gathered bytes by link."""
+    import torch
+    import zeropp
+
+    answer = {}
+    for shard in (0, "host"):
+        model, optimizer = _prepared(3, comm=zeropp.Comm(secondary_shard=shard), prefetch=0, host_copy="off")
+        data = torch.Generator().manual_seed(rank)
+        losses = []
+        for step in range(3):
+            x = torch.randn(8, 16, generator=data)
+            if step == 2:
+                zeropp.traffic(reset=True)
+            with zeropp.no_sync(model):
+                model(x[:4]).square().mean().backward()
+            loss = torch.nn.functional.mse_loss(model(x), x[:, :4].sin())
+            loss.backward()
+            if step == 2:
+                gathered = {
+                    link: kinds["all_gather"]["bytes"]
+                    for link, kinds in zeropp.traffic().items()
+                    if "all_gather" in kinds
+                }
+            with torch.no_grad():
+                losses += [loss.item(), model(x).sum().item()]
+            if step == 1:  # values written outside of a step reach what the host keeps
+                with torch.no_grad(), zeropp.gathered(model[2], write=True):
+                    model[2].weight.mul_(0.5)
+                with torch.no_grad():
+                    losses.append(model(x).sum().item())
+            optimizer.step()
+            optimizer.zero_grad()
+        memory = zeropp.memory(model)["cpu"]["params"]
+        answer[str(shard)] = {
+            "losses": losses,
+            "gathered": gathered,
+            "held": memory["held"],
+            "planned": memory["planned"],
+        }
+    return answer
 
 
 def _refused() -> list[str]:
@@ -232,14 +276,14 @@ def test_training_over_hosts(outcomes: list[Outcome]) -> None:
     host by host: every stage has the same bits, which are those of one host within rounding."""
     results = [outcome.value["training"] for outcome in outcomes]
     for result in results:
-        apart, together = result["aabb"], result["aaaa"]
+        apart, together = ({k: v for k, v in result[hosts].items() if k != "hpz"} for hosts in ("aabb", "aaaa"))
         assert apart.pop("networked")
         assert not together.pop("networked")
         for stage in "0123":
             assert apart[stage]["losses"] == apart["3"]["losses"]
             assert apart[stage]["losses"] == pytest.approx(together[stage]["losses"], rel=1e-5)
     for result in results[:2]:
-        apart, together = result["ab"], result["aa"]
+        apart, together = ({k: v for k, v in result[hosts].items() if k != "hpz"} for hosts in ("ab", "aa"))
         assert apart.pop("networked")
         assert not together.pop("networked")
         assert apart == together
@@ -250,6 +294,26 @@ def test_training_over_hosts(outcomes: list[Outcome]) -> None:
         assert "Config.offload.params: 'nvme' on 2 hosts is not implemented yet" in offload
         assert "rank 0 is in all_gather" in result["diverged"]
         assert "rank 1 is in all_gather" in result["diverged"]
+
+
+def test_a_second_copy_on_each_host(outcomes: list[Outcome]) -> None:
+    """hpZ: the same bits; of the four gathers a unit (two passes, forward and backward) one crosses the network. A copy a host is held,
+    1/2 of the parameters a rank where two share a host. On one host it changes nothing."""
+    for result in (outcome.value["training"] for outcome in outcomes):
+        for hosts in ("aabb", "aaaa", "ab"):
+            if hosts not in result:
+                continue
+            without, kept = result[hosts]["hpz"]["0"], result[hosts]["hpz"]["host"]
+            assert kept["losses"] == without["losses"]
+            if hosts == "aaaa":
+                assert kept["gathered"] == without["gathered"] and kept["held"] == without["held"]
+                continue
+            far, near = without["gathered"]["network"], kept["gathered"]["network"]
+            assert 0 < near < 0.35 * far, (hosts, kept, without)
+            ranks_here, ranks = hosts.count("a"), len(hosts)
+            a_part = without["planned"] * ranks / ranks_here
+            assert kept["planned"] - without["planned"] == pytest.approx(a_part, abs=1)
+            assert kept["held"] - without["held"] == pytest.approx(a_part, rel=0.05)
 
 
 def _signal_when_ready(ready: Path, ranks: int, victim: int, number: int, at: list[float]) -> Any:

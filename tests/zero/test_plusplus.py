@@ -47,8 +47,8 @@ def test_what_cannot_work() -> None:
         zeropp.Config(stage=1, comm=zeropp.Comm(grads="int8"))
     with pytest.raises(zeropp.ConfigError, match="gathered at stage 3 only"):
         zeropp.Config(stage=2, comm=zeropp.Comm(params="int8"))
-    with pytest.raises(zeropp.ConfigError, match="'host' is not built yet; leave it at 0: the ranks of one host share"):
-        zeropp.Config(comm=zeropp.Comm(secondary_shard="host"))
+    with pytest.raises(zeropp.ConfigError, match="2 is not built yet; use 'host', or 0 for none"):
+        zeropp.Config(comm=zeropp.Comm(secondary_shard=2))
     with pytest.raises(zeropp.ConfigError, match=r"'exact' with offload\.params on 'nvme'"):
         zeropp.Config(comm=zeropp.Comm(params="int4"), offload=zeropp.Offload(params="nvme", path="/tmp"))
     for block in (24, 8192):

@@ -172,6 +172,8 @@ def _planned(engine: Engine) -> dict[str, int]:
         numel = sum(e.numel for e in unit.params)
         bytes_ = numel * unit.dtype.itemsize
         kinds["params"] += bytes_ / (n if stage == 3 else 1)
+        if engine.sharers and unit.place == SHARD:
+            kinds["params"] += bytes_ / engine.sharers
         if not unit.trainable:
             continue
         kinds["grads"] += bytes_ / (n if stage >= 2 else 1)

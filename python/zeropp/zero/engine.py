@@ -176,6 +176,12 @@ class Engine:
         if self.ranks > 1:
             bits = {"exact": 0, "int8": 8, "int4": 4}
             self.core.set_wire(bits[config.comm.params], bits[config.comm.grads], config.comm.block_elems)
+        self.sharers = 0  # ranks that hold a second copy of the parameters together (hpZ)
+        if config.comm.secondary_shard and comm is not None and comm.hosts > 1:
+            from zeropp.comm import host_communicator
+
+            self.core.set_secondary(host_communicator())
+            self.sharers = len(comm.host_ranks)
         for plan in plans:
             self.core.add_unit(
                 plan.name, DTYPES.index(plan.dtype), [p.numel() for p in plan.params], plan.trainable, self._place(plan),

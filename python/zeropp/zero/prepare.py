@@ -62,7 +62,7 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
         preflight()
     filed = getattr(config.offload.params, "kind", "device") == "nvme"
     if comm is not None and comm.hosts > 1:
-        _check_hosts(config, comm.hosts, filed)
+        _check_hosts(config, comm, filed)
     if filed and comm is not None and config.host_copy == "off":
         raise ConfigError(
             "Config.host_copy: 'off' does not go with offload.params='nvme': the ranks of a host share what they read; "
@@ -152,7 +152,15 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
 # -- checks ----------------------------------------------------------------------------------------------------------------
 
 
-def _check_hosts(config: Config, hosts: int, filed: bool) -> None:
+def _check_hosts(config: Config, comm: Any, filed: bool) -> None:
+    hosts = comm.hosts
+    if config.comm.secondary_shard:
+        counts = [int.from_bytes(b, "little") for b in _gather_bytes(comm, len(comm.host_ranks).to_bytes(8, "little"))]
+        if len(set(counts)) > 1:
+            raise ConfigError(
+                f"Config.comm.secondary_shard: 'host' with {min(counts)} ranks on one host and {max(counts)} on another is not implemented "
+                "yet; start as many ranks on every host, or leave it at 0"
+            )
     if filed:
         raise ConfigError(
             f"Config.offload.params: 'nvme' on {hosts} hosts is not implemented yet, because the ranks of a host share what they "
