@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole training step with parameters and optimizer states on disk (ZeRO-Infinity), against the same step in memory.
+
+fp32, AdamW, one rank: with Psi parameters a step reads 20 Psi bytes (parameters forward, backward and in the step, two moments)
+and writes 12 Psi. The limit of a round is the longer of two: the step in memory, and the same bytes moved through the engine
+with nothing computed. Losses are equal, bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import zeropp
+from harness import ROOT, Need, Run, alternate
+from zeropp.aio import Engine
+
+CLAIM = "A step with parameters and states on NVMe: <= 1.15x the longer of the computation and its bytes at the disk's limit."
+NEEDS: tuple[Need, ...] = ()
+BLOCK_BYTES = 4 << 20
+
+
+class Trainer:
+    """One model that takes a step at a time."""
+
+    def __init__(self, layers: int, width: int, rows: int, **config: Any) -> None:
+        sys.path.insert(0, str(ROOT / "examples"))
+        from gpt import GPT, GPTConfig
+
+        torch.manual_seed(0)
+        model: Any = GPT(GPTConfig(layers=layers, heads=8, width=width, context=128))
+        self.parameters = sum(p.numel() for p in model.parameters())
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.model, self.adam = zeropp.prepare(model, adam, zeropp.Config(stage=3, device="cpu", **config))
+        self.rows, self.count, self.losses = rows, 0, []
+
+    def step(self) -> float:
+        draw = torch.Generator().manual_seed(self.count)
+        rows = torch.randint(0, 256, (self.rows, 129), generator=draw)
+        started = time.perf_counter()
+        loss = self.model(rows[:, :-1], rows[:, 1:])
+        loss.backward()
+        self.adam.step()
+        self.adam.zero_grad()
+        took = (time.perf_counter() - started) * 1e3
+        self.count += 1
+        self.losses.append(loss.item())
+        return took
+
+
+class Mover:
+    """As many bytes, read and written in the same files, with nothing computed."""
+
+    def __init__(self, engine: Engine, folder: Path, parameters: int) -> None:
+        self.engine, self.path = engine, folder / "bytes"
+        self.blocks = [engine.empty(BLOCK_BYTES // 4) for _ in range(8)]
+        for block in self.blocks:
+            block.zero_()
+        self.places = -(-12 * parameters // BLOCK_BYTES)
+        self.reads = -(-20 * parameters // BLOCK_BYTES)
+        self.move()  # the file is there
+
+    def move(self) -> float:
+        """Reads and writes in turn, as near to 20 : 12 as whole blocks come."""
+        started = time.perf_counter()
+        under_way: dict[int, Any] = {}
+        read = written = 0
+        for index in range(self.reads + self.places):
+            slot = index % len(self.blocks)
+            if slot in under_way:
+                under_way.pop(slot).wait()
+            writes = written * self.reads < read * self.places or written == 0 or read == self.reads
+            if writes and written < self.places:
+                under_way[slot] = self.engine.write(self.blocks[slot], self.path, written * BLOCK_BYTES)
+                written += 1
+            else:
+                place = read % max(1, written)
+                under_way[slot] = self.engine.read(self.blocks[slot], self.path, place * BLOCK_BYTES)
+                read += 1
+        for future in under_way.values():
+            future.wait()
+        return (time.perf_counter() - started) * 1e3
+
+
+def run(bench: Run) -> None:
+    torch.set_num_threads(1)
+    # The first is bound by its computation, the second by the disk.
+    for layers, width, rows in ((4, 384, 8), (4, 384, 1)) if bench.quick else ((12, 1024, 16), (12, 1024, 1)):
+        measure(bench, layers, width, rows, rounds=3 if bench.quick else 5)
+
+
+def measure(bench: Run, layers: int, width: int, rows: int, rounds: int) -> None:
+    with tempfile.TemporaryDirectory(dir=ROOT, prefix=".infinity-bench-") as folder:
+        tiers = zeropp.Offload(params="nvme", optimizer="nvme", path=folder)
+        on_disk = Trainer(layers, width, rows, offload=tiers)
+        in_memory = Trainer(layers, width, rows)
+        with Engine() as engine:
+            mover = Mover(engine, Path(folder), on_disk.parameters)
+            samples = alternate(
+                {"nvme": on_disk.step, "in memory": in_memory.step, "aio, same bytes": mover.move}, rounds, warmup=1
+            )
+            del mover
+        bench.check(on_disk.losses == in_memory.losses, f"losses {on_disk.losses} and {in_memory.losses} differ")
+        samples["longer of both"] = [
+            max(pair) for pair in zip(samples["in memory"], samples["aio, same bytes"], strict=True)
+        ]
+        bench.compare(
+            f"fp32 {on_disk.parameters / 1e6:.0f}M {rows * 128} tokens 1 rank", samples, ours="nvme", peers=["in memory"],
+            unit="ms", limit="longer of both", extra={"bytes_read_and_written": 32 * on_disk.parameters},
+        )  # fmt: skip
+        del on_disk, in_memory
