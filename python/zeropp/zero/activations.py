@@ -45,7 +45,9 @@ PAGE_BYTES = 4096
 MIN_BYTES = 64 << 10
 """Storages below stay in memory."""
 WAITING_BYTES = 64 << 20
-"""Of storages that wait to be written, or were read ahead: at most this, or one where one is larger."""
+"""Of storages that wait to be written, or were read ahead: at most this, or four of the largest, or one."""
+DEPTH = 8
+"""Operations in flight; each has a buffer of a block, because autograd's tensors do not begin at pages."""
 
 
 class Saved:
@@ -143,7 +145,7 @@ class ActivationTier:
         self._by_storage: dict[int, tuple[StorageWeakRef, weakref.ref[Saved]]] = {}
         self._alive: dict[int, weakref.ref[Saved]] = {}  # by index, which counts up
         self._writing: collections.deque[tuple[weakref.ref[Saved], aio.Future, int]] = collections.deque()
-        self._next = 0
+        self._next = self._largest_bytes = 0
         self._seen_bytes = self._put_bytes = 0  # of all passes: `fraction` of the first is the second
         self.waiting_bytes = self.waiting_peak_bytes = 0
         self.ahead_bytes = self.file_bytes = self.file_peak_bytes = 0
@@ -164,7 +166,7 @@ class ActivationTier:
 
         known = measured(self.path.parent)
         depth, block_bytes = (None, None) if known is None else (known.depth, known.block_bytes)
-        self._io = aio.Engine(depth, block_bytes)
+        self._io = aio.Engine(min(DEPTH, depth or DEPTH), block_bytes)
 
     def close(self) -> None:
         """The model is gone: the scratch file, too. A backward that needs it raises."""
@@ -212,7 +214,8 @@ class ActivationTier:
         if self._put_bytes + size > self.fraction * self._seen_bytes + 0.5:
             return None
         self._put_bytes += size
-        while self._writing and self.waiting_bytes + size > WAITING_BYTES:
+        self._largest_bytes = max(self._largest_bytes, size)
+        while self._writing and self.waiting_bytes + size > self._room_bytes():
             self._reap(patiently=True)
         flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         saved = Saved(self, self._next, tensor.detach(), flat, self._extents.take(size))
@@ -226,6 +229,9 @@ class ActivationTier:
         self.waiting_bytes += size
         self.waiting_peak_bytes = max(self.waiting_peak_bytes, self.waiting_bytes)
         return saved
+
+    def _room_bytes(self) -> int:
+        return min(WAITING_BYTES, 4 * self._largest_bytes)
 
     def _reap(self, patiently: bool = False) -> None:
         """Give back the memory of what is written; with ``patiently``, of one at least."""
@@ -313,7 +319,7 @@ class ActivationTier:
                 continue
             if saved.flat is not None or (saved.read is not None and not saved.read.expired()):
                 continue
-            if self._closed or (self.ahead_bytes and self.ahead_bytes + saved.bytes > WAITING_BYTES):
+            if self._closed or (self.ahead_bytes and self.ahead_bytes + saved.bytes > self._room_bytes()):
                 return
             self._begin_read(saved)
 
