@@ -124,6 +124,7 @@ def test_the_names_are_there_and_say_whose_they_are(tmp_path):
         "optimizer = DeepSpeedCPUAdam(model.parameters(), lr=0.1, adamw_mode=False)\n"
         "config = {'train_batch_size': 4, 'gradient_accumulation_steps': 2, 'gradient_clipping': 0, 'zero_optimization': {'stage': 2}}\n"
         "engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)\n"
+        "assert engine.weight.ds_status == deepspeed.runtime.zero.partition_parameters.ZeroParamStatus.AVAILABLE\n"
         "before = engine.weight.detach().clone()\n"
         "for _ in range(2):\n"
         "    assert torch.equal(engine.weight, before)\n"

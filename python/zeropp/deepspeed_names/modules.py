@@ -47,6 +47,10 @@ class DeepSpeedEngine(Engine):
         model = self.module
         for module in model.modules():
             module.__dict__.setdefault("ds_external_parameters", list)
+        for (
+            parameter
+        ) in model.parameters():  # TRL gathers what is not available before it reads it; here reading gathers
+            parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
         if self.optimizer is not None:
             # TRL takes DeepSpeed's hooks off before it generates, and puts them back; zeropp's triggers stay.
             self.optimizer.parameter_offload = SimpleNamespace(
