@@ -69,7 +69,7 @@ def of_all_ranks(values: list[float]) -> list[float]:
 
 def disk_totals() -> list[float]:
     moved = zeropp.traffic()["nvme"]
-    return [moved["read"]["bytes"], moved["write"]["bytes"], moved["wait"]["ns"] / 1e9]
+    return [moved["read"]["bytes"], moved["write"]["bytes"], moved["read"]["waited_ns"] / 1e9]
 
 
 def stop_with_the_launcher() -> None:

@@ -202,6 +202,12 @@ def _close_all() -> None:
         _warm.popitem()[1].close()
 
 
+def _warm_process(kind: str, slot: int) -> Warm:
+    if (kind, slot) not in _warm:
+        _warm[kind, slot] = Warm(kind, slot)
+    return _warm[kind, slot]
+
+
 def start(
     arguments: Sequence[Any],
     *,
@@ -212,19 +218,18 @@ def start(
     cwd: Any = None,
     new_session: bool = False,
     kind: str = "torch",
+    cold: bool = False,
 ) -> Process | subprocess.Popen[bytes]:
     """``python ARGUMENTS...``, warm where the environment allows.
 
     Args:
         kind: which modules are there already, a key of PRELOADED.
+        cold: never warm, for whoever measures the memory of the process.
         stdout, stderr: files; ``stderr`` may be ``subprocess.STDOUT``.
     """
     words = [str(word) for word in arguments]
-    slot = min(slot, 2)
-    if (kind, slot) not in _warm:
-        _warm[kind, slot] = Warm(kind, slot)
-    warm = _warm[kind, slot]
-    if early(env, kind) != warm.early:
+    warm = None if cold else _warm_process(kind, min(slot, 2))
+    if warm is None or early(env, kind) != warm.early:
         command = [sys.executable, *words]
         return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, cwd=cwd, start_new_session=new_session)
     request = {"arguments": words, "env": dict(env), "cwd": str(cwd or Path.cwd()), "new_session": new_session}

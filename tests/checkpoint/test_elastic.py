@@ -21,11 +21,13 @@ from typing import Any
 
 import pytest
 import torch
+from warm import Process, start
 from zeropp import elastic
 from zeropp.errors import ConfigError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "elastic_gpt.py"
 SAVE_EVERY = 4
+Started = Process | subprocess.Popen[bytes]
 
 
 def environment(**more: object) -> dict[str, str]:
@@ -62,7 +64,7 @@ class Job:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps, self.nodes = folder, steps, list[Node]()
-        self.alone: list[subprocess.Popen[bytes]] = []
+        self.alone: list[Started] = []
         self.log = (folder / "log.txt").open("w")
         self.data = folder / "text"
         sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -95,13 +97,13 @@ class Job:
         self.nodes.append(Node(self, ranks))
         return self.nodes[-1]
 
-    def start_rank(self, rank: int, ranks: int) -> subprocess.Popen[bytes]:
+    def start_rank(self, rank: int, ranks: int) -> Started:
         """As torchrun would, over the store that all starts share."""
         told = environment(
             RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="localhost",
             MASTER_PORT=self.port, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="elastic",
         )  # fmt: skip
-        process = subprocess.Popen([sys.executable, *self.script], stdout=self.log, stderr=subprocess.STDOUT, env=told)
+        process = start(self.script, slot=rank, stdout=self.log, stderr=subprocess.STDOUT, env=told)
         self.alone.append(process)
         return process
 

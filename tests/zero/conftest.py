@@ -22,10 +22,12 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """run_ranks(module, cases, ranks, limit_s) -> {case: Outcome}; `module` is worker/MODULE.py with a table
     CASES."""
 
-    def run(module: str, cases: Iterable[str], ranks: int, limit_s: float = 120.0) -> dict[str, Outcome]:
+    def run(
+        module: str, cases: Iterable[str], ranks: int, limit_s: float = 120.0, cold: bool = False
+    ) -> dict[str, Outcome]:
         left, outcomes = list(cases), {}
         while left:
-            found = once(module, left, ranks, limit_s, tmp_path_factory.mktemp(module) / "run")
+            found = once(module, left, ranks, limit_s, tmp_path_factory.mktemp(module) / "run", cold)
             outcomes.update(found)
             left = [case for case in left if case not in outcomes]
         return outcomes

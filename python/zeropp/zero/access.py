@@ -280,8 +280,8 @@ def traffic(reset: bool = False) -> dict[str, dict[str, dict[str, int]]]:
 
     Returns:
         ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``, by link class (``shm`` within a host, ``network``
-        between hosts) and collective; ``"nvme"`` has ``read`` and ``write``, in bytes, and ``wait``: ``{"ns": n}``, how
-        long this rank waited for them.
+        between hosts) and collective; ``"nvme"`` has ``read`` and ``write`` in bytes, ``read`` also ``waited_ns``: how
+        long this rank waited for its files, in nanoseconds.
     """
     from zeropp.comm import all_traffic
 
@@ -292,7 +292,7 @@ def traffic(reset: bool = False) -> dict[str, dict[str, dict[str, int]]]:
         for what, value in counts.items()
     }
     for kind, value in (disk_traffic.totals() or {}).items():
-        now["nvme", kind, "ns" if kind == "wait" else "bytes"] = value
+        now[("nvme", "read", "waited_ns") if kind == "wait" else ("nvme", kind, "bytes")] = value
     answer: dict[str, dict[str, dict[str, int]]] = {}
     for (link, kind, what), value in now.items():
         answer.setdefault(link, {}).setdefault(kind, {})[what] = value - _traffic_before.get((link, kind, what), 0)

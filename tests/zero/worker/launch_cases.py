@@ -50,7 +50,7 @@ def free_port() -> int:
 
 
 def start_rank(
-    script: str, arguments: Iterable[str], rank: int, ranks: int, port: int, log: Any, **more: str
+    script: str, arguments: Iterable[str], rank: int, ranks: int, port: int, log: Any, cold: bool = False, **more: str
 ) -> Started:
     """One rank as torchrun would start it; in a process group of its own, so that it can be stopped as a whole."""
     environment = {
@@ -68,7 +68,7 @@ def start_rank(
         **more,
     }
     words = [str(WORKER / script), *arguments]
-    return start(words, slot=rank, env=environment, stdout=log, stderr=subprocess.STDOUT, new_session=True)
+    return start(words, slot=rank, env=environment, stdout=log, stderr=subprocess.STDOUT, new_session=True, cold=cold)
 
 
 def end(processes: Iterable[Started]) -> None:
@@ -91,13 +91,15 @@ def wait_all(processes: list[Started], limit_s: float) -> bool:
     return True
 
 
-def once(module: str, cases: list[str], ranks: int, limit_s: float, folder: Path) -> dict[str, Outcome]:
+def once(
+    module: str, cases: list[str], ranks: int, limit_s: float, folder: Path, cold: bool = False
+) -> dict[str, Outcome]:
     """Run until all is done or a case fails. Answers for the cases that were begun."""
     folder.mkdir(parents=True)
     log_path, port = folder / "log.txt", free_port()
     with log_path.open("w") as log:
         processes = [
-            start_rank("rank.py", [module, str(folder / f"{r}.jsonl"), *cases], r, ranks, port, log)
+            start_rank("rank.py", [module, str(folder / f"{r}.jsonl"), *cases], r, ranks, port, log, cold)
             for r in range(ranks)
         ]
         try:
