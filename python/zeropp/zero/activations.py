@@ -4,7 +4,7 @@
 What autograd keeps for backward while the model's forward runs goes to a scratch file behind the computation, and comes
 back ahead of backward, in the reverse of the order it went. With ``torch.utils.checkpoint`` that is the inputs of the
 checkpointed blocks, and nothing of what is computed anew; without it, everything. So the memory that activations take
-does not grow with the depth of the model.
+does not grow with the depth of the model, but by little: what was freed goes back to the system as it is freed (`holes`).
 
     forward    saved:  write begins -----> written: memory is given back
     backward   wanted: still being written? then it is used as it lies; else it was read ahead, or is read now
@@ -35,6 +35,7 @@ from zeropp import aio
 from zeropp.config import Tier
 from zeropp.errors import Error
 from zeropp.zero.agree import Ranks
+from zeropp.zero.holes import Holes
 from zeropp.zero.scratch import Scratch
 from zeropp.zero.storage import disk_traffic
 
@@ -151,6 +152,7 @@ class ActivationTier:
         self.ahead_bytes = self.file_bytes = self.file_peak_bytes = 0
         self._closed, self._owner = False, os.getpid()
         self._stays: set[int] = set()
+        self._holes = Holes()
         self._units = [unit.whole.untyped_storage().data_ptr() for unit in engine.units]
         try:
             ranks.all_do(self._open)
@@ -252,6 +254,7 @@ class ActivationTier:
             if saved is not None and saved.source is not None:
                 saved.changed = saved.source._version != saved.version
                 saved.source = saved.flat = saved.future = None
+                self._holes.freed(size)
 
     # -- backward ------------------------------------------------------------------------------------------------------------
 
@@ -328,6 +331,7 @@ class ActivationTier:
         if os.getpid() != self._owner:
             return
         with self._lock:
+            self._holes.freed(saved.bytes)
             self._alive.pop(saved.index, None)
             self.file_bytes -= saved.bytes
             if saved.source is None and saved.flat is not None:

@@ -18,7 +18,6 @@ Cost: peak memory is the slices plus ``window_bytes`` or 9/8 of the largest para
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import time
@@ -36,10 +35,10 @@ from torch.nn.modules.module import (
 )
 
 from zeropp.errors import ConfigError, PartitionedParameterError
+from zeropp.zero.holes import Holes, give_back
 
 WINDOW_BYTES = 16 << 20
 OWN_PAGES_BYTES = 64 << 10
-TRIM_EVERY_BYTES = 32 << 20
 HELD_S = 0.1  # how long a gathered value may be held by who gathered it
 
 _T: Any = torch.Tensor  # Any: its descriptors are read here, not its values
@@ -172,7 +171,7 @@ def sharded_init(*, window_bytes: int = WINDOW_BYTES) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        _give_back_holes()
+        give_back()
         for parameter in _active.live.values():  # some are left when the block raised
             parameter.__class__ = nn.Parameter
             del parameter.__dict__["_zeropp_built"]
@@ -185,7 +184,7 @@ class _Construction:
     def __init__(self, window_bytes: int) -> None:
         self.window_bytes = window_bytes
         self.largest_bytes = 0
-        self.untrimmed_bytes = 0
+        self.holes = Holes()
         self.operations = 0  # that run now, one inside the other
         self.live: dict[int, nn.Parameter] = {}  # by id, oldest use first
         self.followed: list[weakref.ref[nn.Parameter]] = []  # in the order of their registration
@@ -271,11 +270,9 @@ class _Construction:
         del piece
         record.values = mine
         del values
-        self.untrimmed_bytes += parameter.nbytes
+        size_bytes = parameter.nbytes
         parameter.data = _placeholder(parameter)
-        if self.untrimmed_bytes >= TRIM_EVERY_BYTES:
-            self.untrimmed_bytes = 0
-            _give_back_holes()
+        self.holes.freed(size_bytes)
         parameter.__class__ = ShardedParameter
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -337,13 +334,6 @@ def _apart(elems: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     if device.type != "cpu" or size_bytes < OWN_PAGES_BYTES:
         return torch.zeros(elems, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)
-
-
-def _give_back_holes() -> None:
-    """glibc keeps what was freed below 32 MiB a piece, and holes between; its own call gives the pages back."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _is_alone(parameter: torch.Tensor) -> bool:
