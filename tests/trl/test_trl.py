@@ -59,3 +59,37 @@ def test_the_example_trains(name, tmp_path):
     assert rows[-1]["step"] == 6
     wanted = "adapter_model.safetensors" if "lora" in name else "model.safetensors"
     assert (tmp_path / "final" / wanted).exists()
+
+
+def test_a_script_written_for_deepspeed_equals_ddp(tmp_path):
+    """unchanged.py knows nothing of zeropp: SFT, and DPO with its reference model, whose configuration TRL writes itself."""
+    folder = tmp_path / "model"
+    make = "import sys; sys.path.insert(0, sys.argv[1]); import cases; cases.save_model(sys.argv[2]); cases.tokenizer().save_pretrained(sys.argv[2])"
+    made = launch(1, "-c", make, HERE, folder, timeout=100, env=ENVIRONMENT, kind="hf")
+    assert made.returncode == 0, made.stderr[-4000:]
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
+    (tmp_path / "ds.json").write_text(json.dumps({**config, "zero_optimization": {"stage": 3}}))
+    script = (HERE / "unchanged.py", tmp_path)
+    two_ranks(*script)
+    hidden = launch(
+        2,
+        HERE.parent / "deepspeed" / "hide.py",
+        "run",
+        *script,
+        "--deepspeed",
+        tmp_path / "ds.json",
+        timeout=300,
+        env=ENVIRONMENT,
+    )
+    assert hidden.returncode == 0, hidden.stderr[-4000:]
+    for rank in range(2):
+        stock, ours = (json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for name in ("stock", "zeropp"))
+        for kind in ("sft", "dpo"):
+            assert ours[f"{kind} engine"] == "DeepSpeedEngine" != stock[f"{kind} engine"]
+            assert len(ours[kind]) == len(stock[kind]) == 3 and stock[kind][0] != stock[kind][-1]
+            for one, other in zip(ours[kind], stock[kind], strict=True):
+                assert one == pytest.approx(other, rel=1e-4, abs=5e-5)  # the log has four digits

@@ -82,9 +82,24 @@ def initialize(
     if mpu is not None or mesh_param is not None:
         raise _not_built("model and sequence parallelism (mpu, mesh_param)", "leave both out")
     return _initialize(
-        args, model, optimizer, model_parameters, training_data, lr_scheduler, dist_init_required, collate_fn, config, config_params,
+        args, model, optimizer, model_parameters, training_data, lr_scheduler, dist_init_required, collate_fn, _nested(config), config_params,
         engine_class=DeepSpeedEngine,
     )  # fmt: skip
+
+
+def _nested(config: Any) -> Any:
+    """TRL gives the engine of a reference model keys such as ``"zero_optimization.reduce_bucket_size"``: keys of that section, in
+    elements, and sometimes with a fraction."""
+    if not isinstance(config, dict) or not any("." in name for name in config):
+        return config
+    nested = {name: dict(value) if isinstance(value, dict) else value for name, value in config.items()}
+    for name in [name for name in nested if "." in name]:
+        section, _, key = name.partition(".")
+        value = nested.pop(name)
+        nested.setdefault(section, {})[key] = (
+            int(value) if isinstance(value, float) and key.endswith("_size") else value
+        )
+    return nested
 
 
 def init_distributed(
