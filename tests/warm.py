@@ -176,6 +176,13 @@ class Warm:
             command = [sys.executable, __file__, str(theirs.fileno()), *PRELOADED[kind]]
             self.process = subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()])
         self.control = ours
+        self.ready: bool | None = None
+
+    def can(self, environment: Mapping[str, str], kind: str) -> bool:
+        """Whether it can fork a process with this environment. It says on standard error why it can fork none."""
+        if self.ready is None:
+            self.ready = self.control.recv(64) == b"ready"
+        return self.ready and early(environment, kind) == self.early
 
     def start(self, request: dict[str, Any], stdout: int, stderr: int) -> Process:
         read, write = os.pipe()
@@ -229,7 +236,7 @@ def start(
     """
     words = [str(word) for word in arguments]
     warm = None if cold else _warm_process(kind, min(slot, 2))
-    if warm is None or early(env, kind) != warm.early:
+    if warm is None or not warm.can(env, kind):
         command = [sys.executable, *words]
         return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, cwd=cwd, start_new_session=new_session)
     request = {"arguments": words, "env": dict(env), "cwd": str(cwd or Path.cwd()), "new_session": new_session}
@@ -301,7 +308,11 @@ def _import(modules: Iterable[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     threads = len(list(Path("/proc/self/task").iterdir()))
-    assert threads == 1, f"{threads} threads: a process with threads cannot fork itself"
+    if threads > 1:
+        sys.exit(
+            f"tests/warm.py: {threads} threads after importing {' '.join(modules)}: every test starts its ranks cold"
+        )
+    os.close(os.pidfd_open(os.getpid()))  # raises where the kernel refuses it
     gc.freeze()
 
 
@@ -311,6 +322,8 @@ if __name__ == "__main__":
     sys.path[0] = ""
     handle = int(sys.argv[1])
     _import(sys.argv[2:])
-    asked = serve(socket.socket(fileno=handle))
+    control = socket.socket(fileno=handle)
+    control.send(b"ready")
+    asked = serve(control)
     if asked is not None:
         run(become(asked))

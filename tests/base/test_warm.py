@@ -67,3 +67,16 @@ def test_signals_reach_it_and_a_variable_read_early_starts_it_cold(tmp_path):
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == -signal.SIGTERM
         assert (tmp_path / threads).read_text() == f"{threads} {loaded}\n"
+
+
+def test_one_that_cannot_fork_leaves_a_cold_start(tmp_path, monkeypatch, capfd):
+    (tmp_path / "starts_a_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=[60], daemon=True).start()"
+    )
+    monkeypatch.setitem(warm.PRELOADED, "threads", ["starts_a_thread"])
+    monkeypatch.chdir(tmp_path)
+    done = warm.launch(
+        1, "-c", "import sys; print('torch' in sys.modules)", env=ENVIRONMENT, timeout=60, kind="threads"
+    )
+    assert done.stdout == "False\n" and done.returncode == 0, done.stderr
+    assert "2 threads after importing starts_a_thread" in capfd.readouterr().err
