@@ -35,3 +35,20 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
         return outcomes
 
     return run
+
+
+@pytest.fixture(scope="module")
+def outcomes(run_ranks: Run, request: pytest.FixtureRequest) -> Callable[[int, str], Outcome]:
+    """outcomes(ranks, case) of worker/WORKER.py, a name in the test's module: one launch a world size, of the cases that were asked
+    for, when the first test asks."""
+    asked = [
+        i.callspec.params["ranks_case"] for i in request.session.items if getattr(i, "module", None) is request.module
+    ]
+    done: dict[int, dict[str, Outcome]] = {}
+
+    def find(ranks: int, case: str) -> Outcome:
+        if ranks not in done:
+            done[ranks] = run_ranks(request.module.WORKER, [c for r, c in asked if r == ranks], ranks=ranks)
+        return done[ranks][case]
+
+    return find
