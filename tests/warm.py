@@ -243,6 +243,13 @@ def start(
     return warm.start(request, stdout.fileno(), (stdout if stderr == subprocess.STDOUT else stderr).fileno())
 
 
+def free_port() -> int:
+    """A port of the loopback that nobody had a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def launch(
     ranks: int,
     *command: Any,
@@ -257,9 +264,7 @@ def launch(
     Raises:
         subprocess.TimeoutExpired: with what was written until then. Nothing is left running.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     elastic = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
     with contextlib.ExitStack() as stack:

@@ -15,7 +15,6 @@ import inspect
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warm import Process, start
+from warm import Process, free_port, start
 
 ROOT = Path(__file__).resolve().parents[2]
 Started = Process | subprocess.Popen[bytes]
@@ -55,12 +54,6 @@ class Outcome:
 
     def __str__(self) -> str:
         return f"rank {self.rank}: exit {self.code} after {self.seconds:.1f} s\n{self.out}{self.err}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _words(what: str | Path | Callable[..., Any], args: Sequence[Any]) -> list[str]:

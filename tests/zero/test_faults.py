@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from diverge_cases import CASES
-from launch_cases import end, free_port, start_rank
+from launch_cases import end, start_rank
+from warm import free_port
 
 RANKS, GUILTY = 3, 1
 DEAD_S = 5.0  # a dead process is noticed within this

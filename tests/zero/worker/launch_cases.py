@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warm import Process, start
+from warm import Process, free_port, start
 
 Started = Process | subprocess.Popen[bytes]
 WORKER = Path(__file__).parent
@@ -41,12 +40,6 @@ class Outcome:
             text = "\n".join(f"--- rank {rank}\n{error}" for rank, error in failed)
             raise AssertionError(f"{text}\n--- output\n{self.log[-4000:]}")
         return self.values
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start_rank(
