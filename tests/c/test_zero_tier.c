@@ -3,65 +3,15 @@
  * Optimizer states in a scratch file: the streamed step against the same step in memory, bit for bit; what it reads and
  * writes; and every call into the operating system failing once.
  */
-#include <errno.h>
-#include <stdatomic.h>
-
 #include "../../csrc/base/pool.h"
 #include "../../csrc/zero/tier.h"
 #include "aio_common.h"
+#include "planned_io.h"
 #include "threads.h"
 
 enum { SLICES = 5, STEPS = 4 };
 /* One larger than a chunk of 1024, one that begins inside a chunk, some that are not round. */
 static const size_t slice_elems[SLICES] = { 5000, 16, 1030, 40, 3001 };
-
-static struct {
-    atomic_int reads_left, writes_left; /* 0: the next one fails; below: none does */
-    int error, reserve_error;
-    bool no_ring;
-} plan;
-
-static bool fails(bool write) {
-    return atomic_fetch_sub(write ? &plan.writes_left : &plan.reads_left, 1) == 0;
-}
-
-static bool planned_op(void *ctx, struct zpp_aio_op *op, int *result) {
-    (void)ctx;
-    *result = -plan.error;
-    return fails(op->write);
-}
-
-static ssize_t planned_pread(void *ctx, int fd, void *memory, size_t bytes, uint64_t offset_bytes) {
-    return fails(false) ? -plan.error : zpp_aio_sys_real()->pread(ctx, fd, memory, bytes, offset_bytes);
-}
-
-static ssize_t planned_pwrite(void *ctx, int fd, const void *memory, size_t bytes, uint64_t offset_bytes) {
-    return fails(true) ? -plan.error : zpp_aio_sys_real()->pwrite(ctx, fd, memory, bytes, offset_bytes);
-}
-
-static int planned_reserve(void *ctx, int fd, uint64_t offset_bytes, uint64_t bytes) {
-    return plan.reserve_error ? -plan.reserve_error : zpp_aio_sys_real()->reserve(ctx, fd, offset_bytes, bytes);
-}
-
-static int planned_setup(void *ctx, unsigned entries, void *ring, uint32_t flags) {
-    return plan.no_ring ? -EPERM : zpp_aio_sys_real()->ring_setup(ctx, entries, ring, flags);
-}
-
-static const struct zpp_aio_sys *planned_sys(void) {
-    static struct zpp_aio_sys sys;
-    sys = *zpp_aio_sys_real();
-    sys.ring_op = planned_op;
-    sys.pread = planned_pread;
-    sys.pwrite = planned_pwrite;
-    sys.reserve = planned_reserve;
-    sys.ring_setup = planned_setup;
-    atomic_store(&plan.reads_left, -1);
-    atomic_store(&plan.writes_left, -1);
-    plan.error = EIO;
-    plan.reserve_error = 0;
-    plan.no_ring = false;
-    return &sys;
-}
 
 /* --- the same states in memory ------------------------------------------------------------------------------------ */
 
@@ -108,9 +58,10 @@ static bool has_master(int slice) {
 static zpp_tier *new_tier(const struct setup *setup) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
+    reset_plan();
     struct zpp_tier_options options = { .path = in_folder("states"), .fraction = setup->fraction,
                                         .amsgrad = setup->amsgrad, .chunk_elems = setup->chunk_elems,
-                                        .sys = planned_sys(), .log = count_log };
+                                        .sys = &sys, .log = count_log };
     plan.no_ring = setup->no_ring;
     zpp_tier *tier = NULL;
     CHECK_OK(zpp_tier_create(&options, &tier, &err));
@@ -251,7 +202,8 @@ static void full_disk(void) {
     make_folder();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault = { .wanted_bytes = 0 };
-    struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 1.0, .sys = planned_sys() };
+    reset_plan();
+    struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 1.0, .sys = &sys };
     zpp_tier *tier = NULL;
     int slice;
     plan.reserve_error = ENOSPC;
