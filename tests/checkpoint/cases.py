@@ -221,6 +221,12 @@ def case_whole(folder: Path) -> None:
         for name, values in zeropp.full_state_dict(other).items():
             assert torch.equal(values, wanted[name].to(values.dtype)), (config, name)
         dist.barrier()
+    try:  # a file that one rank does not see: an error on every rank, and nobody waits
+        zeropp.load_full_state_dict(other, folder / ("absent.bin" if RANK == 1 else "export"))
+    except CheckpointError as error:
+        assert "absent.bin: cannot be mapped" in str(error), error
+    else:
+        raise AssertionError("a file that is not there was loaded")
 
 
 if __name__ == "__main__":

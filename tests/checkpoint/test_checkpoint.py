@@ -331,6 +331,72 @@ def test_load_full_state_dict_from_mapping_file_and_folder(tmp_path):
         assert same(zeropp.full_state_dict(model), plain.state_dict())
 
 
+def test_load_full_state_dict_from_files_of_torch(tmp_path):
+    """pytorch_model.bin, whole and in shards with an index, mapped; safetensors go first where there are both."""
+    torch.manual_seed(5)
+    plain = models.Model().state_dict()
+    (tmp_path / "one").mkdir()
+    torch.save(plain, tmp_path / "one" / "pytorch_model.bin")
+    halves = dict(list(plain.items())[:3]), dict(list(plain.items())[3:])
+    names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    (tmp_path / "many").mkdir()
+    for half, name in zip(halves, names, strict=True):
+        torch.save(half, tmp_path / "many" / name)
+    index = {"weight_map": {key: name for half, name in zip(halves, names, strict=True) for key in half}}
+    (tmp_path / "many" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    for path in (tmp_path / "one", tmp_path / "one" / "pytorch_model.bin", tmp_path / "many"):
+        model, _, _ = make(precision="fp32")
+        zeropp.load_full_state_dict(model, path)
+        assert same(zeropp.full_state_dict(model), plain)
+    other, _, _ = make()
+    zeropp.export(other, tmp_path / "one")
+    model, _, _ = make(precision="fp32")
+    zeropp.load_full_state_dict(model, tmp_path / "one")
+    assert same(zeropp.full_state_dict(model), zeropp.full_state_dict(other))
+
+
+class Code:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return print, ("must never be printed",)
+
+
+def test_load_full_state_dict_refuses_files_that_it_cannot_map(tmp_path, capsys):
+    model, _, _ = make()
+    before = zeropp.full_state_dict(model)
+    torch.save({"w": Code()}, tmp_path / "code.bin")
+    torch.save(before, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    torch.save([1, 2], tmp_path / "list.bin")
+    (tmp_path / "cut.bin").write_bytes((tmp_path / "code.bin").read_bytes()[:100])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "model.safetensors.index.json").write_text("[]")
+    said = {
+        "code.bin": "code.bin: cannot be mapped as a file of torch.save that holds tensors only",
+        "old.bin": "old.bin: cannot be mapped as a file of torch.save that holds tensors only",
+        "cut.bin": "cut.bin: cannot be mapped as a file of torch.save that holds tensors only",
+        "list.bin": "list.bin: holds a list; a state dict",
+        "none.bin": "none.bin: cannot be mapped",
+        "none.safetensors": "none.safetensors: cannot be read as safetensors",
+        "empty": r"empty: neither \*.safetensors nor pytorch_model\*.bin is there",
+        "index": "model.safetensors.index.json: no index with a weight_map",
+    }
+    for name, sentence in said.items():
+        with pytest.raises(CheckpointError, match=sentence):
+            zeropp.load_full_state_dict(model, tmp_path / name)
+    assert "must never be printed" not in capsys.readouterr().out
+    assert same(zeropp.full_state_dict(model), before)
+
+
+def test_load_full_state_dict_shows_a_bar(tmp_path, capsys):
+    model, _, _ = make()
+    zeropp.load_full_state_dict(model, zeropp.full_state_dict(model))
+    assert capsys.readouterr().err == ""
+    zeropp.load_full_state_dict(model, zeropp.full_state_dict(model), progress=True)
+    assert "loading: 100%" in capsys.readouterr().err
+
+
 def test_load_full_state_dict_refuses_what_does_not_fit():
     model, _, _ = make()
     before = zeropp.full_state_dict(model)

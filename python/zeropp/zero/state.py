@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from zeropp.zero import disk, safefile
 from zeropp.zero.access import gathered
 from zeropp.zero.agree import Ranks
 from zeropp.zero.engine import WHOLE, Engine, Unit, engine_of
+from zeropp.zero.sources import Source, opened
 
 FILE_BYTES = 2 << 30
 BUCKET_BYTES = 64 << 20
@@ -153,38 +153,70 @@ def _extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def load_full_state_dict(
-    model: nn.Module, source: Mapping[str, torch.Tensor] | str | os.PathLike[str], *, strict: bool = True
+    model: nn.Module,
+    source: Mapping[str, torch.Tensor] | str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    progress: bool = False,
 ) -> None:
     """Whole values into a partitioned model; collective. Each rank takes its slices, and reads no more of a file than
-    that.
+    the rows that hold them: no rank ever has the whole model, and nothing travels between ranks.
 
     Args:
-        source: a state dict (the same on every rank); or a safetensors file, or a folder of them as Hugging Face
-            writes it.
+        source: a state dict (the same on every rank); or a safetensors file, or one of ``torch.save`` (``.bin``,
+            ``.pt``: tensors only, mapped and never executed), or a folder of either as Hugging Face writes it.
         strict: names that are missing or unknown are an error.
+        progress: rank 0 shows a bar of the bytes of the model, on stderr.
 
     Raises:
-        zeropp.CheckpointError: names or shapes do not fit; nothing was changed then. On every rank.
+        zeropp.CheckpointError: a file cannot be read, or names or shapes do not fit; nothing was changed then. On every
+            rank.
     """
     engine = engine_of(model)
     ranks = Ranks(engine)
-    with _Source(source) as values:
-        ranks.all_do(lambda: _check_names(engine, model, values, strict))
-        with engine.write_shards(), torch.no_grad():
-            for unit in engine.units:
-                for entry in unit.params:
-                    name = next((one for one in entry.names if one in values), None)
-                    if name is not None:
-                        _take(engine, unit, entry.offset_elems, entry.numel, values, name)
-            for name, buffer in persistent_buffers(model):
-                if name in values:
-                    buffer.copy_(values.whole(name))
-        for key, module in _extra_states(model):
-            if key in values:
-                module.set_extra_state(values.whole(key))
+    with contextlib.ExitStack() as stack:
+        found: list[Source] = []
+
+        def look() -> None:
+            found.append(stack.enter_context(opened(source)))
+            _check_names(engine, model, found[0], strict)
+
+        ranks.all_do(look)
+        with engine.write_shards(), torch.no_grad(), _bar(engine, progress and ranks.rank == 0) as count:
+            ranks.all_do(lambda: _take_all(engine, model, found[0], count))
 
 
-def _take(engine: Engine, unit: Unit, offset: int, numel: int, values: _Source, name: str) -> None:
+def _take_all(engine: Engine, model: nn.Module, values: Source, count: Callable[[int], object]) -> None:
+    """This rank's part of all that is there: parameters, buffers, extra states."""
+    there = set(values.names())
+    for unit in engine.units:
+        for entry in unit.params:
+            name = next((one for one in entry.names if one in there), None)
+            if name is not None:
+                _take(engine, unit, entry.offset_elems, entry.numel, values, name)
+            count(entry.numel * unit.dtype.itemsize)
+    for name, buffer in persistent_buffers(model):
+        if name in there:
+            buffer.copy_(values.whole(name))
+    for key, module in _extra_states(model):
+        if key in there:
+            module.set_extra_state(values.whole(key))
+
+
+@contextlib.contextmanager
+def _bar(engine: Engine, shown: bool) -> Iterator[Callable[[int], object]]:
+    """What counts bytes of parameters that were loaded."""
+    if not shown:
+        yield lambda count: None
+        return
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    total = sum(entry.numel * unit.dtype.itemsize for unit in engine.units for entry in unit.params)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="loading") as bar:
+        yield bar.update
+
+
+def _take(engine: Engine, unit: Unit, offset: int, numel: int, values: Source, name: str) -> None:
     """The part of one parameter that this rank holds."""
     if unit.place == WHOLE or engine.local:
         write_piece(unit, offset, values.flat(name, 0, numel))
@@ -194,8 +226,9 @@ def _take(engine: Engine, unit: Unit, offset: int, numel: int, values: _Source, 
         write_piece(unit, low, values.flat(name, low - offset, high - offset))
 
 
-def _check_names(engine: Engine, model: nn.Module, values: _Source, strict: bool) -> None:
+def _check_names(engine: Engine, model: nn.Module, values: Source, strict: bool) -> None:
     known: set[str] = set()
+    given = set(values.names())
     missing = []
     shapes: list[tuple[list[str], tuple[int, ...]]] = [
         (e.names, tuple(e.shape)) for u in engine.units for e in u.params
@@ -203,7 +236,7 @@ def _check_names(engine: Engine, model: nn.Module, values: _Source, strict: bool
     shapes += [([name], tuple(buffer.shape)) for name, buffer in persistent_buffers(model)]
     for names, shape in shapes:
         known.update(names)
-        there = next((one for one in names if one in values), None)
+        there = next((one for one in names if one in given), None)
         if there is None:
             missing.append(names[0])
         elif values.shape(there) != shape:
@@ -211,7 +244,7 @@ def _check_names(engine: Engine, model: nn.Module, values: _Source, strict: bool
                 f"load_full_state_dict: '{there}' has shape {values.shape(there)}, the model's has {shape}"
             )
     extra = dict(_extra_states(model))
-    foreign = sorted(set(values.names()) - known - set(_aliases(engine, model)) - extra.keys())
+    foreign = sorted(given - known - set(_aliases(engine, model)) - extra.keys())
     if strict and (missing or foreign):
         raise CheckpointError(
             f"load_full_state_dict: {len(missing)} names are missing{_some(missing)}, {len(foreign)} are unknown to "
@@ -221,76 +254,6 @@ def _check_names(engine: Engine, model: nn.Module, values: _Source, strict: bool
 
 def _some(names: list[str]) -> str:
     return f" ({', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''})" if names else ""
-
-
-class _Source:
-    """Whole tensors by name, from a mapping or from safetensors files."""
-
-    def __init__(self, source: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> None:
-        self._mapping = source if isinstance(source, Mapping) else None
-        self._stack = contextlib.ExitStack()
-        self._where: dict[str, Any] = {}
-        if not isinstance(source, Mapping):
-            for path in _safetensors_files(Path(source)):
-                self._add(path)
-
-    def _add(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            file = self._stack.enter_context(safe_open(str(path), "pt"))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
-        self._where.update(dict.fromkeys(file.keys(), file))
-
-    def __enter__(self) -> _Source:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def __contains__(self, name: str) -> bool:
-        return name in (self._where if self._mapping is None else self._mapping)
-
-    def names(self) -> list[str]:
-        return list(self._where if self._mapping is None else self._mapping)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if self._mapping is not None:
-            return tuple(self._mapping[name].shape)
-        return tuple(self._where[name].get_slice(name).get_shape())
-
-    def whole(self, name: str) -> Any:
-        return self._mapping[name] if self._mapping is not None else self._where[name].get_tensor(name)
-
-    def flat(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Elements ``begin`` to ``end`` of the flattened tensor; of a file, the rows that hold them are read."""
-        if self._mapping is not None:
-            return self._mapping[name].detach().reshape(-1)[begin:end]
-        rows: torch.Tensor
-        piece = self._where[name].get_slice(name)
-        shape = piece.get_shape()
-        if len(shape) == 0:
-            rows = self.whole(name)
-            return rows.reshape(-1)[begin:end]
-        row = 1
-        for one in shape[1:]:
-            row *= one
-        first, last = begin // row, -(-end // row)
-        rows = piece[first:last]
-        return rows.reshape(-1)[begin - first * row : end - first * row]
-
-
-def _safetensors_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        return sorted({path / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{path}: no safetensors file there")
-    return files
 
 
 def export(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES) -> None:

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole tensors by name, from a mapping, from safetensors, or from ``pytorch_model.bin`` files: whoever holds a part
+of a tensor reads that part.
+
+Files are mapped, so that what is not asked for is not read, and ranks of one host share what the kernel keeps of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeropp.errors import CheckpointError
+
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+
+
+class Source(ABC):
+    """Tensors by name, whole or in part."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """All of them."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one, without reading it."""
+
+    @abstractmethod
+    def whole(self, name: str) -> Any:
+        """A tensor; from a mapping whatever stands there."""
+
+    def flat(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Elements ``begin`` to ``end`` of the flattened tensor."""
+        values: torch.Tensor = self.whole(name)
+        return values.detach().reshape(-1)[begin:end]
+
+
+class _Mapped(Source):
+    """A state dict, in memory or mapped from a file that torch wrote."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def names(self) -> list[str]:
+        return list(self._values)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._values[name].shape)
+
+    def whole(self, name: str) -> Any:
+        return self._values[name]
+
+
+class _Safetensors(Source):
+    """One open safetensors file."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def names(self) -> list[str]:
+        return list(self._file.keys())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def whole(self, name: str) -> Any:
+        return self._file.get_tensor(name)
+
+    def flat(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """The rows that hold them are read."""
+        shape = self.shape(name)
+        row = math.prod(shape[1:])
+        if not shape or not row:
+            return super().flat(name, begin, end)
+        first, last = begin // row, -(-end // row)
+        rows: torch.Tensor = self._file.get_slice(name)[first:last]
+        return rows.reshape(-1)[begin - first * row : end - first * row]
+
+
+class _Together(Source):
+    """Several files as one."""
+
+    def __init__(self, parts: list[Source]) -> None:
+        self._where = {name: part for part in parts for name in part.names()}
+
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._where[name].shape(name)
+
+    def whole(self, name: str) -> Any:
+        return self._where[name].whole(name)
+
+    def flat(self, name: str, begin: int, end: int) -> torch.Tensor:
+        return self._where[name].flat(name, begin, end)
+
+
+@contextlib.contextmanager
+def opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> Iterator[Source]:
+    """Of a state dict, a file (``.safetensors``, or else one of ``torch.save``), or a folder as Hugging Face writes it.
+
+    Raises:
+        zeropp.CheckpointError: there is no such file, or it cannot be read without running code out of it.
+    """
+    if isinstance(source, Mapping):
+        yield _Mapped(source)
+        return
+    with contextlib.ExitStack() as stack:
+        yield _Together([_open(path, stack) for path in _files(Path(source))])
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a checkpoint: safetensors where there are both kinds."""
+    if not path.is_dir():
+        return [path]
+    for name in INDEXES:
+        if (path / name).exists():
+            return _indexed(path / name)
+    for pattern in PATTERNS:
+        if files := sorted(path.glob(pattern)):
+            return files
+    raise CheckpointError(f"{path}: neither *.safetensors nor pytorch_model*.bin is there")
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        members = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted({index.parent / member for member in members})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: no index with a weight_map of name: file: {error!r}") from error
+
+
+def _open(path: Path, stack: contextlib.ExitStack) -> Source:
+    from safetensors import SafetensorError, safe_open
+
+    if path.suffix == ".safetensors":
+        try:
+            return _Safetensors(stack.enter_context(safe_open(str(path), "pt")))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
+    try:
+        values = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be mapped as a file of torch.save that holds tensors only: {error}; "
+            "load it where you trust it, and save its state dict again, best as safetensors"
+        ) from error
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"{path}: holds a {type(values).__name__}; a state dict (name: tensor) is wanted")
+    return _Mapped(values)
