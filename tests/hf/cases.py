@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -215,6 +216,14 @@ def in_slices(folder: Path) -> dict[str, Any]:
     """from_pretrained inside sharded_init: no rank ever holds the whole; a head that is not in the file has plain values."""
     found: dict[str, Any] = {}
     assert arguments(transformers.TrainingArguments, folder).device.type == "cpu"  # this starts the process group
+    from transformers import core_model_loading
+
+    readers, read = set(), core_model_loading._materialize_copy
+
+    def reading(*args: Any, **more: Any) -> Any:
+        readers.add(threading.current_thread().name)
+        return read(*args, **more)
+
     kinds = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
     for make, kind in ((llama, kinds[0]), (gpt2, kinds[0]), (llama, kinds[1])):
         name = f"{make.__name__} {kind.__name__}"
@@ -224,8 +233,10 @@ def in_slices(folder: Path) -> dict[str, Any]:
         torch.manual_seed(3)
         plain = kind.from_pretrained(folder / name)
         torch.manual_seed(3)
+        core_model_loading._materialize_copy = reading
         with zeropp.sharded_init():
             model = kind.from_pretrained(folder / name)
+        core_model_loading._materialize_copy = read
         sliced = {type(p).__name__ for p in model.parameters()}
         if kind is kinds[0] and make is llama:
             stock = train(folder, "stock", plain, max_steps=2)
@@ -235,6 +246,7 @@ def in_slices(folder: Path) -> dict[str, Any]:
         else:
             zeropp.prepare(model, None, zeropp.Config(stage=3))
         found[name] = [sorted(sliced), apart(whole(model), whole(plain))]
+    found["readers"] = sorted(readers)
     return found
 
 

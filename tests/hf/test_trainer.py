@@ -104,6 +104,7 @@ def test_torchs_own_optimizers_and_label_smoothing(answer):
 def test_from_pretrained_reads_slices(answer):
     for found in answer("in_slices"):
         assert apart(*found.pop("logged")) < FP32
+        assert found.pop("readers") == ["MainThread"], "threads would read ahead, up to the whole model"
         assert len(found) == 3
         for name, (kinds, far) in found.items():
             assert kinds == ["ShardedParameter"], name

@@ -76,6 +76,7 @@ class Unit:
     shard: torch.Tensor
     begin_elems: int
     master: torch.Tensor | None = None
+    master_waits: bool = False  # there will be one, as soon as there is an optimizer, or values finer than `dtype`
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     steps: torch.Tensor | None = None
     groups: list[int] = field(default_factory=list)
@@ -112,8 +113,15 @@ class Unit:
         """Is there an fp32 copy beside the slice?"""
         return self.master is not None or (self.tiered is not None and self.tiered.has_master)
 
+    def make_master(self) -> None:
+        """The fp32 copy that waited."""
+        if self.master_waits:
+            self.master, self.master_waits = self.shard.to(torch.float32, copy=True), False
+
     def write_master(self, first: int, values: torch.Tensor) -> None:
         """Elements of the fp32 master from ``first`` on; nothing where there is none."""
+        if values.dtype == torch.float32:
+            self.make_master()
         if self.tiered is not None and self.tiered.has_master:
             self.tiered.write("master", first, values)
         elif self.master is not None:

@@ -39,6 +39,8 @@ from zeropp.zero.holes import Holes, give_back
 
 WINDOW_BYTES = 16 << 20
 OWN_PAGES_BYTES = 64 << 10
+# transformers' from_pretrained else has threads that read ahead, up to all of the model.
+_READ_ALONE = "HF_DEACTIVATE_ASYNC_LOAD"
 HELD_S = 0.1  # how long a gathered value may be held by who gathered it
 
 _T: Any = torch.Tensor  # Any: its descriptors are read here, not its values
@@ -144,6 +146,14 @@ def materialise(parameter: torch.Tensor) -> torch.Tensor:
         return _gather(_values_of(parameter), parameter.numel()).view(parameter.shape)
 
 
+def copy_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """This rank's slice of a sharded parameter, into its place among all values: 1-D, of the parameter's length."""
+    with torch._C.DisableTorchFunctionSubclass():
+        mine = _values_of(parameter)
+        part = whole[dist.get_rank() * mine.numel() :][: mine.numel()]
+        part.copy_(mine[: part.numel()])
+
+
 @contextlib.contextmanager
 def sharded_init(*, window_bytes: int = WINDOW_BYTES) -> Iterator[None]:
     """Build models inside: each rank keeps 1/N of every parameter right after its construction.
@@ -161,6 +171,8 @@ def sharded_init(*, window_bytes: int = WINDOW_BYTES) -> Iterator[None]:
         yield
         return
     _active = _Construction(window_bytes)
+    threads = os.environ.get(_READ_ALONE)
+    os.environ[_READ_ALONE] = "1"
     hooks = [
         register_module_parameter_registration_hook(_active.on_parameter),
         register_module_module_registration_hook(_active.on_module),
@@ -171,6 +183,10 @@ def sharded_init(*, window_bytes: int = WINDOW_BYTES) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+        if threads is None:
+            del os.environ[_READ_ALONE]
+        else:
+            os.environ[_READ_ALONE] = threads
         give_back()
         for parameter in _active.live.values():  # some are left when the block raised
             parameter.__class__ = nn.Parameter

@@ -485,6 +485,7 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     adam = type(optimizer) in _ADAMS
     for unit in engine.units:
         if unit.trainable:
+            unit.make_master()
             unit.groups = [group_of[id(e.param)] for e in unit.params]
             unit.steps = torch.zeros(len(unit.params), dtype=torch.int64)
     part = _ONEBIT.get(type(optimizer))

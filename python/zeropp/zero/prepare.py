@@ -82,7 +82,7 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     engine = Engine(model, plans, config, comm, host_copy)
     _make_tiers(engine, optimizer)
     for unit in engine.units:
-        _fill(engine, unit)
+        _fill(engine, unit, optimizer is not None)
     _hand_over_buffers(model, comm)
     engine.core.publish()
     if comm is not None:
@@ -303,9 +303,13 @@ def _make_tiers(engine: Engine, optimizer: Any) -> None:
 # -- values -----------------------------------------------------------------------------------------------------------------
 
 
-def _fill(engine: Engine, unit: Unit) -> None:
-    """Move rank 0's values of one unit into its flat buffer; the parameters become views of it."""
-    from zeropp.zero.init import is_sharded, materialise
+def _fill(engine: Engine, unit: Unit, updated: bool) -> None:
+    """Move rank 0's values of one unit into its flat buffer; the parameters become views of it.
+
+    What was built in slices comes from all ranks: into one copy of the host each writes its own, and nothing is gathered.
+    ``updated``: there is an optimizer, which will want an fp32 master of what is in fewer bits.
+    """
+    from zeropp.zero.init import copy_own_part, is_sharded, materialise
 
     comm, low = engine.comm, unit.dtype in (torch.bfloat16, torch.float16) and unit.trainable
     wants_master = low and any(e.param.dtype == torch.float32 for e in unit.params)
@@ -314,23 +318,30 @@ def _fill(engine: Engine, unit: Unit) -> None:
     writes = not unit.shared or engine.rank == 0
     if comm is not None and unit.place == FILE:
         comm.barrier()  # nobody reads from the file any more into what is filled now
-    for entry in unit.params:
-        view = unit.whole[entry.offset_elems : entry.offset_elems + entry.numel].view(entry.shape)
-        values = materialise(entry.param) if is_sharded(entry.param) else entry.param.data
-        if writes:
-            view.copy_(values)
-        if full is not None:
-            full[entry.offset_elems : entry.offset_elems + entry.numel].view(entry.shape).copy_(values)
-        entry.param.data = view
-        if is_sharded(entry.param):
+    built = [is_sharded(entry.param) for entry in unit.params]
+    for entry, in_slices in zip(unit.params, built, strict=True):
+        place = slice(entry.offset_elems, entry.offset_elems + entry.numel)
+        flat = unit.whole[place]
+        if in_slices and unit.shared and full is None:
+            copy_own_part(entry.param, flat)
+        else:
+            values = materialise(entry.param) if in_slices else entry.param.data
+            if writes:
+                flat.view(entry.shape).copy_(values)
+            if full is not None:
+                full[place].view(entry.shape).copy_(values)
+        entry.param.data = flat.view(entry.shape)
+        if in_slices:
             entry.param.__class__ = nn.Parameter
-    if comm is not None and not unit.shared:
+    if comm is not None and not unit.shared and not all(built):
         comm.broadcast(unit.whole.data_ptr(), unit.elems * unit.dtype.itemsize, 0)
     if comm is not None and unit.place == FILE:
         comm.barrier()
     if unit.place in (SHARD, FILE):
         unit.core.keep_slice()
-    if low:
+    if low and not updated and full is None and unit.tiered is None and unit.filed is None:
+        unit.master_waits = True
+    elif low:
         _make_master(engine, unit, full)
     if unit.place == FILE:
         unit.core.release()  # or the whole model would be in memory at once

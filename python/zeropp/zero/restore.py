@@ -148,6 +148,11 @@ class _Parts:
         for rank, key, first, low, high in _overlaps(name, kind, begin, end, pieces):
             yield low, self.tensors(rank).flat(key, low - first, high - first)
 
+    def has_fp32(self, name: str, begin: int, end: int, pieces: list[list[int]]) -> bool:
+        """Were values of these elements of a parameter saved in fp32?"""
+        found = _overlaps(name, "", begin, end, pieces)
+        return any(self.tensors(rank).dtype(key) == torch.float32 for rank, key, *_ in found)
+
     def fill(
         self, fills: safefile.Fills, name: str, kind: str, begin: int, values: torch.Tensor, pieces: list[list[int]]
     ) -> None:
@@ -239,12 +244,16 @@ def _fill_unit(
 
 def _fill_slices(unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then) -> None:
     """Straight into this rank's slice, or into its fp32 master and from there to the slice."""
-    own = unit.own
+    wanted = []
     for index, first, elems in unit.pieces():
         entry = unit.params[index]
         begin = unit.begin_elems + first - entry.offset_elems
-        pieces = saved[entry.names[0]]["pieces"][""]
-        parts.fill(fills, entry.names[0], "", begin, own[first : first + elems], pieces)
+        wanted.append((first, elems, entry.names[0], begin, saved[entry.names[0]]["pieces"][""]))
+    if unit.master_waits and any(parts.has_fp32(name, at, at + n, pieces) for _, n, name, at, pieces in wanted):
+        unit.make_master()
+    own = unit.own
+    for first, elems, name, begin, pieces in wanted:
+        parts.fill(fills, name, "", begin, own[first : first + elems], pieces)
     if own is not unit.shard:
 
         def convert() -> None:

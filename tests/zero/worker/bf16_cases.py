@@ -140,6 +140,30 @@ def bf16_model() -> None:
     assert moved > 2 * kept_in_bf16, "steps this small live in the masters only"
 
 
+def master_in_time() -> None:
+    """A bf16 model that nobody updates has no fp32 copy; an optimizer that comes later brings it, and so do fp32 values."""
+    for config in STAGES.values():
+        model = gpt(dtype=torch.bfloat16)
+        zeropp.prepare(model, None, zeropp.Config(**config))
+        assert zeropp.memory(model)["cpu"]["master"]["held"] == 0
+        model(*batch(0)).backward()
+        model.zero_grad()
+        fine = {name: p.detach() + 1e-4 for name, p in gpt().named_parameters()}
+        late, _ = zeropp.prepare(model, torch.optim.AdamW(model.parameters()))
+        early, _ = zeropp.prepare(model_2 := gpt(dtype=torch.bfloat16), torch.optim.AdamW(model_2.parameters()))
+        wanted = _masters(early)
+        assert all(torch.equal(values, wanted[name]) for name, values in _masters(late).items())
+
+        other = gpt(dtype=torch.bfloat16)
+        zeropp.prepare(other, None, zeropp.Config(**config))
+        zeropp.load_full_state_dict(other, {name: p.to(torch.bfloat16) for name, p in fine.items()}, strict=False)
+        assert zeropp.memory(other)["cpu"]["master"]["held"] == 0
+        zeropp.load_full_state_dict(other, fine, strict=False)
+        assert zeropp.memory(other)["cpu"]["master"]["held"] > 0
+        other, _ = zeropp.prepare(other, torch.optim.AdamW(other.parameters()))
+        assert all(torch.equal(values, fine[name]) for name, values in _masters(other).items())
+
+
 def inputs_are_cast() -> None:
     """Floating-point inputs come in bf16, others as they are, at any depth."""
 
@@ -162,5 +186,6 @@ CASES = {
     "every stage": every_stage,
     "converges": converges,
     "bf16 model": bf16_model,
+    "master in time": master_in_time,
     "inputs are cast": inputs_are_cast,
 }
