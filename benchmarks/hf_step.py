@@ -179,10 +179,7 @@ def train_in(folder: str, args: dict[str, Any]) -> int:
 def run(bench: Run) -> None:
     ours = {"stage 3": OURS["stage 3"]} if bench.quick else OURS
     with step.launched(bench, {**ours, **PEERS}) as teams:
-        for team in teams.values():
-            team.ask(step.CHECKED_STEPS)
-            team.answer()
-        step.check_losses(bench, teams)
+        step.check_losses(bench, {name: step.first_losses(team) for name, team in teams.items()})
         turns = {name: partial(team.turn, 2) for name, team in teams.items()}
         samples = alternate(turns, rounds=3 if bench.quick else 10, warmup=0)
     for name in ours:

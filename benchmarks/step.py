@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import BenchError, Need, Run, alternate
 
@@ -34,13 +34,23 @@ CLAIM = "a step of stage 3 takes at most 1.05x DDP's, in less memory than every 
 NEEDS = (Need("DeepSpeed", module="deepspeed"),)
 
 RANKS = 2
-LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY = 6, 512, 8, 256, 12000  # GPT-2's shape, 25M parameters
+CONTEXT, VOCABULARY = 256, 12000
 SEQUENCES = 2  # a rank and step
 LEARNING_RATE = 3e-4
 CHECKED_STEPS = 5
 #: fp32 sums in another order: the losses of the first steps agree far better than this, wrong ones never do.
 LOSS_TOLERANCE = 2e-5
 
+
+class Shape(NamedTuple):
+    """Of a GPT: GPT-2's, but for the vocabulary."""
+
+    layers: int
+    width: int
+    heads: int
+
+
+SMALL = Shape(6, 512, 8)  # 25M parameters
 PEERS = {"DDP": ("ddp", 0), "FSDP2": ("fsdp2", 3), "DeepSpeed ZeRO-3": ("deepspeed", 3)}
 OURS = {f"stage {stage}": ("zeropp", stage) for stage in (3, 2, 1, 0)}
 
@@ -48,22 +58,24 @@ OURS = {f"stage {stage}": ("zeropp", stage) for stage in (3, 2, 1, 0)}
 # --- a rank ---------------------------------------------------------------------------------------------------------
 
 
-def build_model() -> Any:
+def build_model(shape: Shape) -> Any:
     """A GPT in plain PyTorch, embedding and head tied. Shapes: B sequences, T tokens, D width, H heads."""
     import torch
     from torch import Tensor, nn
     from torch.nn import functional as F
 
+    layers, width, heads = shape
+
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+            self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
         def forward(self, x_BTD: Tensor) -> Tensor:
             b, t, d = x_BTD.shape
-            q, k, v = self.qkv(self.norm_1(x_BTD)).view(b, t, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4)
+            q, k, v = self.qkv(self.norm_1(x_BTD)).view(b, t, 3, heads, d // heads).permute(2, 0, 3, 1, 4)
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x_BTD = x_BTD + self.out(attended.transpose(1, 2).reshape(b, t, d))
             return x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD))))
@@ -71,13 +83,13 @@ def build_model() -> Any:
     class GPT(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-            self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+            self.blocks = nn.ModuleList(Block() for _ in range(layers))
+            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
             self.head.weight = self.tokens.weight
             for name, p in self.named_parameters():
                 if p.dim() == 2:
-                    nn.init.normal_(p, std=0.02 / (math.sqrt(2 * LAYERS) if "out" in name or "down" in name else 1))
+                    nn.init.normal_(p, std=0.02 / (math.sqrt(2 * layers) if "out" in name or "down" in name else 1))
 
         def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
             x_BTD = self.tokens(tokens_BT) + self.positions(torch.arange(tokens_BT.shape[1]))
@@ -119,41 +131,41 @@ def plain_step(model: Any, optimizer: Any) -> Step:
     return step
 
 
-def start_zeropp(stage: int) -> Step:
+def start_zeropp(stage: int, shape: Shape) -> Step:
     import torch.distributed as dist
     import zeropp
 
     dist.init_process_group("zeropp")
-    model = build_model()
+    model = build_model(shape)
     return plain_step(*zeropp.prepare(model, adamw(model), zeropp.Config(stage=stage)))
 
 
-def start_ddp(_: int) -> Step:
+def start_ddp(_: int, shape: Shape) -> Step:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(build_model(shape), gradient_as_bucket_view=True)
     return plain_step(model, adamw(model, fused=True))
 
 
-def start_fsdp2(_: int) -> Step:
+def start_fsdp2(_: int, shape: Shape) -> Step:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    model = build_model()
+    model = build_model(shape)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     return plain_step(model, adamw(model, fused=True))
 
 
-def start_deepspeed(stage: int) -> Step:
+def start_deepspeed(stage: int, shape: Shape) -> Step:
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
-    model = build_model()
+    model = build_model(shape)
     config = {
         "train_micro_batch_size_per_gpu": SEQUENCES,
         "gradient_clipping": 0.0,  # its default clips at 1.0, which nobody else does
@@ -182,7 +194,7 @@ def train(args: dict[str, Any]) -> int:
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    step = STARTS[args["library"]](args["stage"])
+    step = STARTS[args["library"]](args["stage"], Shape(*args["shape"]))
     done = 0
     with Client(args["address"], authkey=bytes.fromhex(args["key"])) as parent:
         parent.send((args["contender"], rank, os.getpid()))
@@ -250,7 +262,9 @@ class Team:
 
 
 @contextlib.contextmanager
-def launched(bench: Run, contenders: dict[str, tuple[str, int]]) -> Iterator[dict[str, Team]]:
+def launched(
+    bench: Run, contenders: dict[str, tuple[str, int]], ranks: int = RANKS, shape: Shape = SMALL
+) -> Iterator[dict[str, Team]]:
     """All contenders started, each waiting for its turn; ended when the block ends."""
     teams = {name: Team(name) for name in contenders}
     key = secrets.token_bytes(16)
@@ -258,13 +272,13 @@ def launched(bench: Run, contenders: dict[str, tuple[str, int]]) -> Iterator[dic
         listener = Listener(str(Path(folder) / "parent"), backlog=64, authkey=key)
         threads = []
         for name, (library, stage) in contenders.items():
-            args = {"contender": name, "library": library, "stage": stage, "address": listener.address}
-            args["key"] = key.hex()
-            thread = threading.Thread(target=launch_one, args=(bench, teams[name], args), daemon=True)
+            args = {"contender": name, "library": library, "stage": stage, "shape": shape}
+            args |= {"address": listener.address, "key": key.hex()}
+            thread = threading.Thread(target=launch_one, args=(bench, teams[name], ranks, args), daemon=True)
             thread.start()
             threads.append(thread)
         try:
-            wait_for_ranks(listener, teams)
+            wait_for_ranks(listener, teams, ranks)
             yield teams
         finally:
             for team in teams.values():
@@ -279,16 +293,16 @@ def launched(bench: Run, contenders: dict[str, tuple[str, int]]) -> Iterator[dic
                 thread.join()
 
 
-def launch_one(bench: Run, team: Team, args: dict[str, Any]) -> None:
+def launch_one(bench: Run, team: Team, ranks: int, args: dict[str, Any]) -> None:
     try:
-        bench.launch("train", ranks=RANKS, args=args, timeout_s=1800.0, env={"DS_ACCELERATOR": "cpu"})
+        bench.launch("train", ranks=ranks, args=args, timeout_s=1800.0, env={"DS_ACCELERATOR": "cpu"})
     except BaseException as error:  # shown by whoever waits for this team
         team.error = error
 
 
-def wait_for_ranks(listener: Listener, teams: dict[str, Team]) -> None:
-    """Accept RANKS connections a team; a launch that fails ends the wait."""
-    missing = RANKS * len(teams)
+def wait_for_ranks(listener: Listener, teams: dict[str, Team], ranks: int) -> None:
+    """Accept ``ranks`` connections a team; a launch that fails ends the wait."""
+    missing = ranks * len(teams)
     arrived: list[Connection] = []
 
     def accept() -> None:
@@ -310,12 +324,11 @@ def wait_for_ranks(listener: Listener, teams: dict[str, Team]) -> None:
             missing -= 1
 
 
-def check_losses(bench: Run, teams: dict[str, Team]) -> None:
+def check_losses(bench: Run, losses: dict[str, list[float]]) -> None:
     """The first losses of every contender equal DDP's."""
-    wanted = teams["DDP"].losses[:CHECKED_STEPS]
+    wanted = losses["DDP"]
     bench.log("losses of DDP: " + " ".join(f"{loss:.6f}" for loss in wanted))
-    for name, team in teams.items():
-        mine = team.losses[:CHECKED_STEPS]
+    for name, mine in losses.items():
         far = max(abs(a - b) / b for a, b in zip(mine, wanted, strict=True))
         bench.log(f"losses of {name}: at most {far:.1e} away from DDP's")
         bench.check(
@@ -325,13 +338,19 @@ def check_losses(bench: Run, teams: dict[str, Team]) -> None:
     bench.check(wanted[-1] < wanted[0] - 0.05, f"DDP's loss does not fall: {wanted}")
 
 
-def measure_time(bench: Run, contenders: dict[str, tuple[str, int]], rounds: int) -> dict[str, list[float]]:
+def first_losses(team: Team) -> list[float]:
+    """Of the first steps, averaged over ranks."""
+    team.ask(CHECKED_STEPS)
+    team.answer()
+    return team.losses[:]
+
+
+def measure_time(
+    bench: Run, contenders: dict[str, tuple[str, int]], rounds: int, ranks: int = RANKS, shape: Shape = SMALL
+) -> dict[str, list[float]]:
     """Milliseconds a step, one figure a contender and round."""
-    with launched(bench, contenders) as teams:
-        for team in teams.values():
-            team.ask(CHECKED_STEPS)
-            team.answer()
-        check_losses(bench, teams)
+    with launched(bench, contenders, ranks, shape) as teams:
+        check_losses(bench, {name: first_losses(team) for name, team in teams.items()})
         turns = {name: partial(team.turn, 2) for name, team in teams.items()}
         return alternate(turns, rounds=rounds, warmup=0)
 
