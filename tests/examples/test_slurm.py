@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from warm import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "slurm.sbatch"
@@ -31,11 +31,8 @@ def test_two_nodes_train(tmp_path):
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
-        **os.environ, "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "RANKS": "1", "PORT": str(port),
+        **os.environ, "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "RANKS": "1", "PORT": str(free_port()),
         "PYTHONPATH": os.pathsep.join(one for one in sys.path if one), "SLURM_JOB_NODELIST": "cluster[1-2]", "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1",
     }  # fmt: skip
