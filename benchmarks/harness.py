@@ -249,18 +249,24 @@ def of_limit(
     }
 
 
+#: What run_group has started and not yet seen end; several threads of a bench may each have one.
+_running: set[subprocess.Popen[Any]] = set()
+
+
 def run_group(command: Sequence[str], env: Mapping[str, str], timeout_s: float, what: str) -> str:
     """Run a command in a process group of its own; its output. The whole group ends with it."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command, env=dict(env), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+        _running.add(process)
         try:
             code: int | None = process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
             end_group(process)
+            _running.discard(process)
         output.seek(0)
         text = output.read()
     if code is None:
@@ -268,6 +274,17 @@ def run_group(command: Sequence[str], env: Mapping[str, str], timeout_s: float, 
     if code != 0:
         raise BenchError(f"{what}: exit status {code}; its output ends:\n{text[-3000:]}")
     return text
+
+
+def end_on_signal(number: int, _frame: object) -> None:
+    """Handler of SIGTERM and Ctrl-C: a terminal and a time limit reach this process alone, launches have sessions.
+
+    Launches hear SIGTERM, on which torchrun ends its ranks; the threads that wait for them then return, and the main
+    thread leaves as if by Ctrl-C.
+    """
+    for process in tuple(_running):
+        process.terminate()
+    raise SystemExit(128 + number)
 
 
 NICE_VARIABLE = "ZEROPP_BENCH_NICE"

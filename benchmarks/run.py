@@ -124,6 +124,8 @@ def main(argv: list[str]) -> int:
     except harness.BenchError as error:
         print(f"benchmarks/run.py: {error}", file=sys.stderr)
         return 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, harness.end_on_signal)
     try:
         measure(options.names, options.quick, options.json, ["benchmarks/run.py", *argv])
     except harness.BenchError as error:
