@@ -39,7 +39,9 @@ static bool boundary_now(Zero *zero) {
 static int begin_backward(Zero *zero, long task) {
     struct zpp_err err = ZPP_ERR_INIT;
     zero->boundary = boundary_now(zero);
-    zero->reduces = zero->boundary && !zero->hold;
+    /* Gradients in a file are reduced in every micro-step: held back, they would fill the memory. */
+    const bool due = zpp_zero_filed_grads(zero->core) ? zero->sync : zero->boundary;
+    zero->reduces = due && !zero->hold;
     if (zpp_zero_backward_begin(zero->core, zero->reduces, &err) != ZPP_OK) {
         zpp_py_raise(&err);
         return -1;
@@ -176,7 +178,7 @@ static PyObject *take_gradient(PyObject *self, PyObject *param) {
     if (zero->closed) Py_RETURN_NONE;
     long task = -1;
     if (zpp_py_enter_backward(zero, false, &task)) return NULL;
-    if (zero->ranks == 1) {
+    if (zero->ranks == 1 && !zpp_zero_filed_grads(zero->core)) {
         if (zero->moves && after_gradient(unit)) return NULL;
         Py_RETURN_NONE;
     }

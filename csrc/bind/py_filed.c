@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Methods of Zero for parameters in a file (zero/filed.h). When the file is made and goes away is
- * python/zeropp/zero/params_tier.py's to know; the step is called by py_step.c.
+ * Methods of Zero for parameters and for gradients in a file (zero/filed.h, zero/slices.h). When the files are made and
+ * go away is python/zeropp/zero/params_tier.py's and grads_tier.py's to know; the step is called by py_step.c.
  *
  * Warnings of the I/O engine come from its threads, which never take the GIL: the last one is kept until the façade
  * asks.
@@ -30,13 +30,17 @@ static zpp_filed *filed_of(PyObject *self) {
     return filed;
 }
 
-/* open_params(path, make, depth, block_bytes) -> the engine's warning, or '' */
-static PyObject *open_params(PyObject *self, PyObject *args) {
+static zpp_filed *grads_of(PyObject *self) {
+    zpp_filed *filed = zpp_zero_filed_grads(((Zero *)self)->core);
+    if (!filed) PyErr_SetString(PyExc_ValueError, "zero: no gradients are in a file");
+    return filed;
+}
+
+static PyObject *open_file(PyObject *self, PyObject *args, zpp_filed *filed) {
     Zero *zero = (Zero *)self;
     struct zpp_filed_file file = { .log = keep_warning, .log_ctx = zero };
     int make;
     Py_ssize_t block_bytes;
-    zpp_filed *filed = filed_of(self);
     if (!filed || !PyArg_ParseTuple(args, "ypIn", &file.path, &make, &file.depth, &block_bytes)) return NULL;
     file.make = make;
     file.block_bytes = (size_t)block_bytes;
@@ -54,13 +58,71 @@ static PyObject *open_params(PyObject *self, PyObject *args) {
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
-static PyObject *close_params(PyObject *self, PyObject *unused) {
-    (void)unused;
-    zpp_filed *filed = filed_of(self);
+static PyObject *close_file(zpp_filed *filed) {
     if (!filed) return NULL;
     PyThreadState *thread = PyEval_SaveThread();
     zpp_filed_close(filed);
     PyEval_RestoreThread(thread);
+    Py_RETURN_NONE;
+}
+
+/* open_params(path, make, depth, block_bytes) -> the engine's warning, or '' */
+static PyObject *open_params(PyObject *self, PyObject *args) {
+    return open_file(self, args, filed_of(self));
+}
+
+static PyObject *close_params(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return close_file(filed_of(self));
+}
+
+/* set_grads_fraction(fraction): before units are added. */
+static PyObject *set_grads_fraction(PyObject *self, PyObject *arg) {
+    const double fraction = PyFloat_AsDouble(arg);
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (PyErr_Occurred()) return NULL;
+    if (zpp_zero_set_grads_fraction(((Zero *)self)->core, fraction, &err) != ZPP_OK) return zpp_py_raise(&err);
+    Py_RETURN_NONE;
+}
+
+static PyObject *open_grads(PyObject *self, PyObject *args) {
+    return open_file(self, args, grads_of(self));
+}
+
+static PyObject *close_grads(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return close_file(grads_of(self));
+}
+
+/* settle_grads(): all gradients are in their file; raises the first failure since they were cleared. */
+static PyObject *settle_grads(PyObject *self, PyObject *unused) {
+    (void)unused;
+    if (!grads_of(self)) return NULL;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_zero_grads_settle(((Zero *)self)->core, &fault, &err);
+    PyEval_RestoreThread(thread);
+    if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
+    Py_RETURN_NONE;
+}
+
+/* copy_grads(unit, first, elems, address, write): elements of this rank's slice of the reduced gradient. */
+static PyObject *copy_grads(PyObject *self, PyObject *args) {
+    Zero *zero = (Zero *)self;
+    int index, write;
+    Py_ssize_t first, elems;
+    unsigned long long address;
+    if (!grads_of(self) || !PyArg_ParseTuple(args, "innKp", &index, &first, &elems, &address, &write)) return NULL;
+    if (index < 0 || index >= zpp_zero_units(zero->core) || first < 0 || elems < 0)
+        return PyErr_SetString(PyExc_ValueError, "zero: unit, first or elems is out of range"), NULL;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_zero_grad_copy(zero->core, index, (size_t)first, (size_t)elems,
+                                                 (void *)(uintptr_t)address, write, &fault, &err);
+    PyEval_RestoreThread(thread);
+    if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
     Py_RETURN_NONE;
 }
 
@@ -89,21 +151,30 @@ static PyObject *copy_params(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *params_figures(PyObject *self, PyObject *unused) {
-    (void)unused;
-    const zpp_filed *filed = filed_of(self);
+static PyObject *figures_of(const zpp_filed *filed) {
     if (!filed) return NULL;
     struct zpp_filed_figures seen;
     zpp_filed_figures(filed, &seen);
-    return Py_BuildValue("{s:K,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:K,s:K,s:s}", "home_address",
+    return Py_BuildValue("{s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:K,s:K,s:s}", "home_address",
                          (unsigned long long)(uintptr_t)zpp_filed_home(filed), "home_bytes",
                          (Py_ssize_t)seen.home_bytes, "cut_bytes", (Py_ssize_t)seen.cut_bytes, "entered_bytes",
                          (Py_ssize_t)seen.entered_bytes, "entered_peak_bytes", (Py_ssize_t)seen.entered_peak_bytes,
-                         "window_bytes", (Py_ssize_t)seen.window_bytes, "read_bytes",
+                         "memory_bytes", (Py_ssize_t)seen.memory_bytes, "window_bytes",
+                         (Py_ssize_t)seen.window_bytes, "read_bytes",
                          (unsigned long long)seen.read_bytes, "written_bytes", (unsigned long long)seen.written_bytes,
                          "loads", (unsigned long long)seen.loads, "load_wait_ns",
                          (unsigned long long)seen.load_wait_ns, "step_wait_ns", (unsigned long long)seen.step_wait_ns,
                          "backend", seen.uring ? "io_uring" : "threads");
+}
+
+static PyObject *params_figures(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return figures_of(filed_of(self));
+}
+
+static PyObject *grads_figures(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return figures_of(grads_of(self));
 }
 
 /* step_state() -> (steps of Adam that succeeded, was one torn by its parameters' file?) */
@@ -124,6 +195,12 @@ PyMethodDef zpp_py_filed_methods[] = {
     { "close_params", close_params, METH_NOARGS, "End the engine; the file stays." },
     { "copy_params", copy_params, METH_VARARGS, "copy_params(unit, first, elems, address, write)" },
     { "params_figures", params_figures, METH_NOARGS, "Bytes and times." },
+    { "set_grads_fraction", set_grads_fraction, METH_O, "This share of the gradients lives in a file." },
+    { "open_grads", open_grads, METH_VARARGS, "open_grads(path, make, depth, block_bytes) -> warning" },
+    { "close_grads", close_grads, METH_NOARGS, "End the engine; the file stays." },
+    { "settle_grads", settle_grads, METH_NOARGS, "All are in their file; raises what failed." },
+    { "copy_grads", copy_grads, METH_VARARGS, "copy_grads(unit, first, elems, address, write)" },
+    { "grads_figures", grads_figures, METH_NOARGS, "Bytes and times." },
     { "step_state", step_state, METH_NOARGS, "(steps that succeeded, torn by the file of parameters?)" },
     { "mend_params", mend_params, METH_NOARGS, "All parameters were loaded anew." },
     { NULL, NULL, 0, NULL },

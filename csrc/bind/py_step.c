@@ -17,7 +17,11 @@
 #include "raise.h"
 
 static bool is_local(const Zero *zero) {
-    return zero->ranks == 1 || zero->stage == 0;
+    return zpp_py_is_local(zero);
+}
+
+bool zpp_py_is_local(const Zero *zero) {
+    return (zero->ranks == 1 && !zpp_zero_filed_grads(zero->core)) || zero->stage == 0;
 }
 
 static Unit *unit_at(const Zero *zero, Py_ssize_t index) {
@@ -94,7 +98,7 @@ static PyObject *zero_clear_grads(PyObject *self, PyObject *unused) {
     const Py_ssize_t count = PyList_Size(zero->units);
     for (Py_ssize_t i = 0; i < count && is_local(zero); i++)
         if (unit_at(zero, i)->unit->trainable && forget_local(unit_at(zero, i))) return NULL;
-    if (zero->ranks > 1) zpp_zero_clear_grads(zero->core);
+    zpp_zero_clear_grads(zero->core);
     Py_RETURN_NONE;
 }
 
@@ -186,19 +190,39 @@ static int norm_of_slice(const Zero *zero, const Unit *unit, const struct own_sl
     return memory ? 0 : -1;
 }
 
-/* norms[rank * units + unit]; sliced gradients fill this rank's row only. */
+/* Where gradients are in a file, this is when they are read. 0, or -1 with an error set. */
+static int open_gradient(const Zero *zero, int unit) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_zero_grad_open(zero->core, unit, &err);
+    PyEval_RestoreThread(thread);
+    if (status == ZPP_OK) return 0;
+    zpp_py_raise(&err);
+    return -1;
+}
+
+static int close_gradient(const Zero *zero, int unit) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (zpp_zero_grad_close(zero->core, unit, &err) == ZPP_OK) return 0;
+    zpp_py_raise(&err);
+    return -1;
+}
+
+/* norms[rank * units + unit]; sliced gradients fill this rank's row only. From the last unit to the first: the order in
+ * which gradients in a file are read ahead. */
 static int fill_norms(const Zero *zero, struct slice_norm *norms) {
     const Py_ssize_t units = PyList_Size(zero->units);
     const int first = is_local(zero) ? 0 : zpp_zero_rank(zero->core);
     const int last = is_local(zero) ? zero->ranks - 1 : first;
     for (int rank = first; rank <= last; rank++) {
-        for (Py_ssize_t u = 0; u < units; u++) {
+        for (Py_ssize_t u = units - 1; u >= 0; u--) {
             const Unit *unit = unit_at(zero, u);
             struct slice_norm *norm = &norms[(size_t)rank * (size_t)units + (size_t)u];
             struct own_slice slice;
             *norm = (struct slice_norm){ 0.0, -1 };
             if (!unit->unit->trainable || !own_slice(zero, unit, &slice)) continue;
-            if (norm_of_slice(zero, unit, &slice, rank, norm)) return -1;
+            if (open_gradient(zero, (int)u) || norm_of_slice(zero, unit, &slice, rank, norm)) return -1;
+            if (close_gradient(zero, (int)u)) return -1;
         }
     }
     return 0;
@@ -368,12 +392,14 @@ static struct zpp_adam_segment *next_tiered(struct segments *list, int slice, si
     return &piece->segment;
 }
 
-/* Elements of a piece that lie together: all of them, unless its unit is partly in a file. */
+/* Elements of a piece that lie together: all of them, unless its unit or its gradient is partly in a file. */
 static size_t run_of(const Zero *zero, const Unit *unit, const struct own_slice *slice, const struct zpp_piece *piece) {
-    const zpp_filed *filed = zpp_zero_filed(zero->core);
-    if (!filed || unit->unit->place != ZPP_PLACE_FILE) return piece->elems;
-    const unsigned char *at = slice->values + (piece->offset_elems - slice->begin_elems) * unit->unit->elem_bytes;
-    return zpp_filed_run(filed, at, piece->elems, unit->unit->elem_bytes);
+    const zpp_filed *params = zpp_zero_filed(zero->core), *grads = zpp_zero_filed_grads(zero->core);
+    const size_t at = piece->offset_elems - slice->begin_elems, grad_bytes = zpp_dtype_bytes(slice->grad_dtype);
+    size_t run = piece->elems;
+    if (params && unit->unit->place == ZPP_PLACE_FILE)
+        run = zpp_filed_run(params, slice->values + at * unit->unit->elem_bytes, run, unit->unit->elem_bytes);
+    return grads ? zpp_filed_run(grads, slice->grads + at * grad_bytes, run, grad_bytes) : run;
 }
 
 static int add_unit_segments(const Zero *zero, Unit *unit, const struct zpp_adam_segment *groups,
@@ -465,14 +491,15 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     if (!failed && !PyErr_Occurred()) {
-        zpp_filed *filed = zpp_zero_filed(zero->core);
+        const struct zpp_step_files files = { zpp_zero_filed(zero->core), zpp_zero_filed_grads(zero->core) };
         PyThreadState *thread = PyEval_SaveThread();
-        if (filed)
+        if (files.params || files.grads)
             status =
-                zpp_filed_adam_step(filed, list.at, list.count, (float)scale, zero->pool, &zero->torn, &fault, &err);
+                zpp_filed_adam_step(&files, list.at, list.count, (float)scale, zero->pool, &zero->torn, &fault, &err);
         else zpp_adam_step(list.at, list.count, (float)scale, zero->pool);
         if (tier && status == ZPP_OK)
-            status = zpp_tier_step(tier, list.tiered, list.tiered_count, filed, (float)scale, zero->pool, &fault, &err);
+            status =
+                zpp_tier_step(tier, list.tiered, list.tiered_count, &files, (float)scale, zero->pool, &fault, &err);
         zero->steps += status == ZPP_OK;
         PyEval_RestoreThread(thread);
     }

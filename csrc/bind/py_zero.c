@@ -166,16 +166,18 @@ static PyObject *unit_grad_hook(PyObject *self, PyObject *arg) {
     return zpp_py_grad_hook((Unit *)self, param);
 }
 
-/* grad() -> (address, dtype, present: bytes) of the reduced gradient, or None. */
+/* grad() -> (address, dtype, present: bytes) of the reduced gradient, or None; address 0: in a file, see copy_grads. */
 static PyObject *unit_grad(PyObject *self, PyObject *unused) {
     (void)unused;
     Unit *unit = (Unit *)self;
     const uint8_t *present = NULL;
-    if (unit->zero->ranks == 1) Py_RETURN_NONE;
-    const void *slice = zpp_zero_grad_shard(unit->zero->core, unit->unit->index, &present);
+    zpp_zero *core = unit->zero->core;
+    if (unit->zero->ranks == 1 && !zpp_zero_filed_grads(core)) Py_RETURN_NONE;
+    const void *slice = zpp_zero_grad_shard(core, unit->unit->index, &present);
     if (!slice) Py_RETURN_NONE;
+    if (zpp_zero_filed_grads(core)) slice = NULL;
     return Py_BuildValue("Kiy#", (unsigned long long)(uintptr_t)slice,
-                         (int)zpp_zero_grad_dtype(unit->zero->core, unit->unit->index), (const char *)present,
+                         (int)zpp_zero_grad_dtype(core, unit->unit->index), (const char *)present,
                          unit->count);
 }
 
@@ -194,7 +196,8 @@ static PyObject *unit_clear_grad(PyObject *self, PyObject *arg) {
     Unit *unit = (Unit *)self;
     const Py_ssize_t param = PyLong_AsSsize_t(arg);
     if (param == -1 && PyErr_Occurred()) return NULL;
-    if (unit->zero->ranks > 1) zpp_zero_clear_grad(unit->zero->core, unit->unit->index, (size_t)param);
+    if (unit->zero->ranks > 1 || zpp_zero_filed_grads(unit->zero->core))
+        zpp_zero_clear_grad(unit->zero->core, unit->unit->index, (size_t)param);
     Py_RETURN_NONE;
 }
 

@@ -125,6 +125,7 @@ extern PyMethodDef zpp_py_step_methods[];
 PyObject *zpp_py_set_adam(Unit *unit, PyObject *args);
 PyObject *zpp_py_set_tiered_adam(Unit *unit, PyObject *args);
 void zpp_py_drop_grads(Unit *unit);
+bool zpp_py_is_local(const Zero *zero); /* are gradients in p.grad, and not in slices? */
 
 /* py_filed.c */
 extern PyMethodDef zpp_py_filed_methods[];

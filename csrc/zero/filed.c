@@ -256,14 +256,18 @@ zpp_status zpp_filed_leave(zpp_filed *filed, int index, struct zpp_err *err) {
 
 /* --- loads -------------------------------------------------------------------------------------------------------- */
 
-static void submit_load(zpp_filed *filed, int index) {
+static void submit_part(zpp_filed *filed, int index, bool write) {
     struct filed_unit *unit = &filed->units[index];
     size_t offset_bytes;
     const size_t bytes = moving_part(filed, unit, &offset_bytes);
-    const zpp_status status = filed_submit(filed, offset_bytes, filed->home + offset_bytes, bytes, false,
+    const zpp_status status = filed_submit(filed, offset_bytes, filed->home + offset_bytes, bytes, write,
                                            &unit->request, &unit->fault, &unit->err);
-    filed->loads++;
     if (status != ZPP_OK) end_load(filed, index, status);
+}
+
+static void submit_load(zpp_filed *filed, int index) {
+    filed->loads++;
+    submit_part(filed, index, false);
 }
 
 static bool may_load(zpp_filed *filed, int index) {
@@ -275,6 +279,13 @@ void zpp_filed_begin(zpp_filed *filed, int index) {
     filed->units[index].status = ZPP_OK;
     filed->units[index].request = NULL;
     if (may_load(filed, index)) submit_load(filed, index);
+}
+
+void zpp_filed_begin_write(zpp_filed *filed, int index) {
+    assert(!filed->board);
+    filed->units[index].status = ZPP_OK;
+    filed->units[index].request = NULL;
+    submit_part(filed, index, true);
 }
 
 static zpp_status arrive(zpp_filed *filed, int index, const struct zpp_wait *wait) {

@@ -66,9 +66,11 @@ zpp_status zpp_filed_enter(zpp_filed *filed, int unit, struct zpp_err *err);
 zpp_status zpp_filed_leave(zpp_filed *filed, int unit, struct zpp_err *err);
 /* After enter: begin to read, unless another rank does. What fails here is told by zpp_filed_outcome. */
 void zpp_filed_begin(zpp_filed *filed, int unit);
+/* One rank only, of a unit that it has entered: begin to write it. It arrives as a load does. */
+void zpp_filed_begin_write(zpp_filed *filed, int unit);
 /* OK: the load has ended, well or badly. AGAIN (`wait` NULL only): it has not. */
 zpp_status zpp_filed_arrive(zpp_filed *filed, int unit, const struct zpp_wait *wait);
-/* How the last load ended. `*fault` (may be NULL) is written on status TIER only. */
+/* How the last load, or write, ended. `*fault` (may be NULL) is written on status TIER only. */
 zpp_status zpp_filed_outcome(const zpp_filed *filed, int unit, struct zpp_aio_fault *fault, struct zpp_err *err);
 
 /* --- slices ------------------------------------------------------------------------------------------------------- */
@@ -83,25 +85,34 @@ zpp_status zpp_filed_write_back(zpp_filed *filed, size_t offset_bytes, size_t by
 /* How many of `elems` elements at `address` lie on one side of the cut; all of them where it is not in the home. */
 size_t zpp_filed_run(const zpp_filed *filed, const void *address, size_t elems, size_t elem_bytes);
 
-/* Windows: segments whose parameters are in the file are stepped in buffers instead, ZPP_FILED_WINDOWS of them, so that
- * reads, computation and writes overlap. A segment's parameters are `param` where that is an address of the home (fp32,
- * read and written), or else `param_out` (a low-precision copy, only written). */
+/* What of a step lies in files, each in one of its own; NULL: in memory. */
+struct zpp_step_files {
+    zpp_filed *params;
+    zpp_filed *grads; /* see slices.h */
+};
+/* Windows: segments whose parameters or gradients are in a file are stepped in buffers instead, ZPP_FILED_WINDOWS of
+ * them, so that reads, computation and writes overlap. A segment's parameters are `param` where that is an address of
+ * the home (fp32, read and written), or else `param_out` (a low-precision copy, only written). Gradients are read. */
 enum { ZPP_FILED_WINDOWS = 4 };
 /* Waits for what the window wrote before; gives the segments (`count`, `stride_bytes` apart) addresses in its buffer;
- * begins to read what they need. No segment crosses the cut. */
-zpp_status zpp_filed_window_open(zpp_filed *filed, size_t window, struct zpp_adam_segment *first, size_t count,
-                                 size_t stride_bytes, struct zpp_aio_fault *fault, struct zpp_err *err);
+ * begins to read what they need. No segment crosses a cut. */
+zpp_status zpp_filed_window_open(const struct zpp_step_files *files, size_t window, struct zpp_adam_segment *first,
+                                 size_t count, size_t stride_bytes, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* Before the segments are stepped. */
-zpp_status zpp_filed_window_ready(zpp_filed *filed, size_t window, struct zpp_aio_fault *fault, struct zpp_err *err);
+zpp_status zpp_filed_window_ready(const struct zpp_step_files *files, size_t window, struct zpp_aio_fault *fault,
+                                  struct zpp_err *err);
 /* After: begins to write. */
-zpp_status zpp_filed_window_write(zpp_filed *filed, size_t window, struct zpp_aio_fault *fault, struct zpp_err *err);
+zpp_status zpp_filed_window_write(const struct zpp_step_files *files, size_t window, struct zpp_aio_fault *fault,
+                                  struct zpp_err *err);
 /* Nothing is under way afterwards. A failure, unless `status` is one already. */
-zpp_status zpp_filed_settle(zpp_filed *filed, zpp_status status, struct zpp_aio_fault *fault, struct zpp_err *err);
+zpp_status zpp_filed_settle(const struct zpp_step_files *files, zpp_status status, struct zpp_aio_fault *fault,
+                            struct zpp_err *err);
 
-/* zpp_adam_step for segments whose states are in memory, through windows where their parameters are in the file. Same
+/* zpp_adam_step for segments whose states are in memory, through windows where something of them is in a file. Same
  * bits. `*torn`: some parameters were stepped and others not. `segments` is changed. */
-zpp_status zpp_filed_adam_step(zpp_filed *filed, struct zpp_adam_segment *segments, size_t count, float grad_scale,
-                               zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault, struct zpp_err *err);
+zpp_status zpp_filed_adam_step(const struct zpp_step_files *files, struct zpp_adam_segment *segments, size_t count,
+                               float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
+                               struct zpp_err *err);
 
 struct zpp_filed_figures {
     size_t home_bytes, cut_bytes; /* of this host's ranks together */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The step over parameters in a file. Segments are moved to windows: buffers in which the neighbours of the file lie
- * together, at the same place in a page as in the file, so that what is between the first and the last page moves
- * without a copy. Window k+1 .. k+3 are read and k-1 is written while k is stepped.
+ * The step over parameters, or gradients, in a file. Segments are moved to windows: buffers in which the neighbours of
+ * the file lie together, at the same place in a page as in the file, so that what is between the first and the last
+ * page moves without a copy. Window k+1 .. k+3 are read and k-1 is written while k is stepped. Gradients are only read.
  *
  * Between two parameters of a unit lie fewer than 64 bytes, which belong to nobody: they go along as zeros. A gap of 64
  * or more is a parameter that is not stepped, and is left alone.
@@ -32,19 +32,27 @@ size_t zpp_filed_run(const zpp_filed *filed, const void *address, size_t elems, 
     return left < elems ? left : elems;
 }
 
-/* A segment's parameters, if they are in the file. */
+/* What of a segment is in the file. */
+enum part { GRAD, PARAM, PARAM_OUT };
 struct place {
     size_t offset_bytes, bytes;
-    bool reads;
+    enum part part;
 };
 
 static bool place_of(const zpp_filed *filed, const struct zpp_adam_segment *segment, struct place *out) {
-    const bool in_place = in_home(filed, segment->param);
-    if (!in_place && !in_home(filed, segment->param_out)) return false;
-    const unsigned char *at = in_place ? (const unsigned char *)segment->param : segment->param_out;
-    *out = (struct place){ .offset_bytes = (size_t)(at - filed->home), .reads = in_place };
-    out->bytes = segment->elems * zpp_dtype_bytes(in_place ? ZPP_F32 : segment->out_dtype);
-    return out->offset_bytes >= filed->cut_bytes;
+    const struct {
+        const void *at;
+        zpp_dtype dtype;
+    } parts[] = { [GRAD] = { segment->grad, segment->grad_dtype },
+                  [PARAM] = { segment->param, ZPP_F32 },
+                  [PARAM_OUT] = { segment->param_out, segment->out_dtype } };
+    for (enum part part = GRAD; part <= PARAM_OUT; part++) {
+        if (!in_home(filed, parts[part].at)) continue;
+        *out = (struct place){ .offset_bytes = (size_t)((const unsigned char *)parts[part].at - filed->home),
+                               .bytes = segment->elems * zpp_dtype_bytes(parts[part].dtype), .part = part };
+        return out->offset_bytes >= filed->cut_bytes;
+    }
+    return false;
 }
 
 static struct zpp_adam_segment *segment_at(struct zpp_adam_segment *first, size_t index, size_t stride_bytes) {
@@ -53,7 +61,8 @@ static struct zpp_adam_segment *segment_at(struct zpp_adam_segment *first, size_
 
 static bool continues(const struct filed_run *run, const struct place *place) {
     const size_t end = run->offset_bytes + run->bytes;
-    return run->reads == place->reads && place->offset_bytes >= end && place->offset_bytes - end < GAP_BYTES;
+    return run->reads == (place->part != PARAM_OUT) && place->offset_bytes >= end &&
+           place->offset_bytes - end < GAP_BYTES;
 }
 
 /* One more piece of the window: a longer run, or a new one. */
@@ -73,7 +82,8 @@ static bool add_place(struct filed_window *window, const struct place *place, si
     }
     const size_t at = round_up(*used_bytes, ZPP_PAGE_BYTES) + place->offset_bytes % ZPP_PAGE_BYTES;
     window->runs[window->runs_count++] = (struct filed_run){
-        .offset_bytes = place->offset_bytes, .bytes = place->bytes, .at_bytes = at, .reads = place->reads };
+        .offset_bytes = place->offset_bytes, .bytes = place->bytes, .at_bytes = at,
+        .reads = place->part != PARAM_OUT };
     *used_bytes = at + place->bytes;
     return true;
 }
@@ -92,7 +102,7 @@ static zpp_status make_room(zpp_filed *filed, struct filed_window *window, size_
     return ZPP_OK;
 }
 
-/* The segments' parameters are in the buffer from here on. */
+/* What the segments have in the file is in the buffer from here on. */
 static void move_segments(const zpp_filed *filed, const struct filed_window *window, struct zpp_adam_segment *first,
                           size_t count, size_t stride_bytes) {
     size_t at_run = 0, end = 0;
@@ -109,7 +119,8 @@ static void move_segments(const zpp_filed *filed, const struct filed_window *win
         unsigned char *run_memory = window->memory + run->at_bytes;
         if (end && !run->reads) memset(run_memory + end, 0, inside - end);
         end = inside + place.bytes;
-        if (run->reads) segment->param = (float *)(void *)(run_memory + inside);
+        if (place.part == GRAD) segment->grad = run_memory + inside;
+        else if (place.part == PARAM) segment->param = (float *)(void *)(run_memory + inside);
         else segment->param_out = run_memory + inside;
     }
 }
@@ -140,8 +151,8 @@ static zpp_status submit_runs(zpp_filed *filed, struct filed_window *window, boo
     return ZPP_OK;
 }
 
-zpp_status zpp_filed_window_open(zpp_filed *filed, size_t index, struct zpp_adam_segment *first, size_t count,
-                                 size_t stride_bytes, struct zpp_aio_fault *fault, struct zpp_err *err) {
+static zpp_status open_window(zpp_filed *filed, size_t index, struct zpp_adam_segment *first, size_t count,
+                              size_t stride_bytes, struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct filed_window *window = &filed->windows[index % ZPP_FILED_WINDOWS];
     zpp_status status = finish_runs(filed, window, fault, err);
     window->runs_count = 0;
@@ -162,15 +173,32 @@ zpp_status zpp_filed_window_open(zpp_filed *filed, size_t index, struct zpp_adam
     return submit_runs(filed, window, false, fault, err);
 }
 
-zpp_status zpp_filed_window_ready(zpp_filed *filed, size_t index, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    return finish_runs(filed, &filed->windows[index % ZPP_FILED_WINDOWS], fault, err);
+zpp_status zpp_filed_window_open(const struct zpp_step_files *files, size_t index, struct zpp_adam_segment *first,
+                                 size_t count, size_t stride_bytes, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    if (files->params) status = open_window(files->params, index, first, count, stride_bytes, fault, err);
+    if (files->grads && status == ZPP_OK)
+        status = open_window(files->grads, index, first, count, stride_bytes, fault, err);
+    return status;
 }
 
-zpp_status zpp_filed_window_write(zpp_filed *filed, size_t index, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    return submit_runs(filed, &filed->windows[index % ZPP_FILED_WINDOWS], true, fault, err);
+zpp_status zpp_filed_window_ready(const struct zpp_step_files *files, size_t index, struct zpp_aio_fault *fault,
+                                  struct zpp_err *err) {
+    const size_t at = index % ZPP_FILED_WINDOWS;
+    zpp_status status = ZPP_OK;
+    if (files->params) status = finish_runs(files->params, &files->params->windows[at], fault, err);
+    if (files->grads && status == ZPP_OK)
+        status = finish_runs(files->grads, &files->grads->windows[at], fault, err);
+    return status;
 }
 
-zpp_status zpp_filed_settle(zpp_filed *filed, zpp_status status, struct zpp_aio_fault *fault, struct zpp_err *err) {
+zpp_status zpp_filed_window_write(const struct zpp_step_files *files, size_t index, struct zpp_aio_fault *fault,
+                                  struct zpp_err *err) {
+    if (!files->params) return ZPP_OK;
+    return submit_runs(files->params, &files->params->windows[index % ZPP_FILED_WINDOWS], true, fault, err);
+}
+
+static zpp_status settle(zpp_filed *filed, zpp_status status, struct zpp_aio_fault *fault, struct zpp_err *err) {
     for (int i = 0; i < ZPP_FILED_WINDOWS; i++) {
         struct zpp_aio_fault other_fault;
         struct zpp_err other = ZPP_ERR_INIT;
@@ -179,6 +207,12 @@ zpp_status zpp_filed_settle(zpp_filed *filed, zpp_status status, struct zpp_aio_
         filed->windows[i].runs_count = 0;
     }
     return status;
+}
+
+zpp_status zpp_filed_settle(const struct zpp_step_files *files, zpp_status status, struct zpp_aio_fault *fault,
+                            struct zpp_err *err) {
+    if (files->params) status = settle(files->params, status, fault, err);
+    return files->grads ? settle(files->grads, status, fault, err) : status;
 }
 
 void filed_drop_windows(zpp_filed *filed) {
@@ -235,32 +269,33 @@ static bool cut_windows(const struct zpp_adam_segment *segments, size_t count, s
     return true;
 }
 
-static zpp_status step_windows(zpp_filed *filed, struct windows *list, float grad_scale, zpp_pool *pool, bool *torn,
-                               struct zpp_aio_fault *fault, struct zpp_err *err) {
+static zpp_status step_windows(const struct zpp_step_files *files, struct windows *list, float grad_scale,
+                               zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault, struct zpp_err *err) {
     const size_t ahead = ZPP_FILED_WINDOWS - 1;
     zpp_status status = ZPP_OK;
     for (size_t next = 0, at = 0; at < list->windows_count && status == ZPP_OK; at++) {
         for (; next < list->windows_count && next <= at + ahead - (at > 0) && status == ZPP_OK; next++)
-            status = zpp_filed_window_open(filed, next, &list->parts[list->first[next]],
+            status = zpp_filed_window_open(files, next, &list->parts[list->first[next]],
                                            list->first[next + 1] - list->first[next], sizeof *list->parts, fault, err);
-        if (status == ZPP_OK) status = zpp_filed_window_ready(filed, at, fault, err);
+        if (status == ZPP_OK) status = zpp_filed_window_ready(files, at, fault, err);
         if (status != ZPP_OK) break;
         *torn = true;
         zpp_adam_step(&list->parts[list->first[at]], list->first[at + 1] - list->first[at], grad_scale, pool);
-        status = zpp_filed_window_write(filed, at, fault, err);
+        status = zpp_filed_window_write(files, at, fault, err);
     }
     return status;
 }
 
-zpp_status zpp_filed_adam_step(zpp_filed *filed, struct zpp_adam_segment *segments, size_t count, float grad_scale,
-                               zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault, struct zpp_err *err) {
+zpp_status zpp_filed_adam_step(const struct zpp_step_files *files, struct zpp_adam_segment *segments, size_t count,
+                               float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
+                               struct zpp_err *err) {
     struct windows list;
     *torn = false;
     zpp_status status = ZPP_OK;
     if (!cut_windows(segments, count, &list))
         status = zpp_fail(err, ZPP_NOMEM, "params: no memory for the windows of a step over %zu pieces", count);
     else
-        status = zpp_filed_settle(filed, step_windows(filed, &list, grad_scale, pool, torn, fault, err), fault, err);
+        status = zpp_filed_settle(files, step_windows(files, &list, grad_scale, pool, torn, fault, err), fault, err);
     *torn = *torn && status != ZPP_OK;
     free(list.parts);
     free(list.first);

@@ -11,6 +11,7 @@
 #include "exchange.h"
 #include "filed.h"
 #include "reduce.h"
+#include "slices.h"
 #include "trace.h"
 #include "wire.h"
 #include "zero.h"
@@ -61,6 +62,7 @@ struct zpp_zero {
     uint64_t backward_ns, step_ns; /* when they began, for zeropp.trace */
     float grad_scale;
     size_t slice_bytes, carry_bytes, kept_bucket_bytes;
+    struct zpp_slices slices; /* stages 2 and 3: where they live in a file */
 };
 
 #endif

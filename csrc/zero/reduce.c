@@ -15,7 +15,7 @@
 #include "between.h"
 #include "internal.h"
 
-enum { ROUND_PACK, ROUND_POST, ROUND_ADD, ROUND_POST_SLICE, ROUND_COPY, ROUND_DONE };
+enum { ROUND_PACK, ROUND_POST, ROUND_TAKE, ROUND_ADD, ROUND_POST_SLICE, ROUND_COPY, ROUND_DONE };
 #define NO_BUCKET UINT64_MAX
 
 static size_t round_up(size_t value, size_t multiple) {
@@ -41,8 +41,9 @@ zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, zpp_dtype 
     const size_t room = unit->params ? unit->params : 1;
     grad->seen = calloc(room, 1);
     grad->present = calloc(room, 1);
+    grad->stale = calloc(room, 1);
     grad->peer_offsets = calloc((size_t)zero->ranks, sizeof *grad->peer_offsets);
-    if (!grad->seen || !grad->present || !grad->peer_offsets)
+    if (!grad->seen || !grad->present || !grad->stale || !grad->peer_offsets)
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the gradients of unit %s", unit->name);
     zpp_status status = zpp_event_create(zero->options.device, &grad->written, err);
     if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &grad->done, err);
@@ -59,12 +60,14 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     zpp_between_drop(zero->options.comm, &grad->between_flags);
     zpp_between_drop(zero->options.comm, &grad->between_sum);
     free(grad->between_memory);
-    if (!keeps_buckets(zero) && grad->slice) zpp_device_free(zero->options.device, grad->slice, slice_bytes(grad));
+    if (!keeps_buckets(zero) && grad->slice && !zero->slices.filed)
+        zpp_device_free(zero->options.device, grad->slice, slice_bytes(grad));
     free(grad->carry);
     zpp_event_destroy(grad->written);
     zpp_event_destroy(grad->done);
     free(grad->seen);
     free(grad->present);
+    free(grad->stale);
     free(grad->peer_offsets);
     free(grad);
     unit->grad = NULL;
@@ -106,6 +109,7 @@ static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
 }
 
 static zpp_status make_slices(zpp_zero *zero, struct zpp_err *err) {
+    if (zero->slices.filed) return zpp_slices_seal(zero, err);
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
         struct zpp_unit_grad *grad = unit->grad;
@@ -129,7 +133,7 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
     if (!zero->order) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the order of %d units", zero->units_count);
     for (int i = zero->units_count - 1; i >= 0; i--) /* backward meets the last unit first */
         if (zero->units[i]->trainable) zero->order[zero->order_count++] = i;
-    if (zero->order_count == 0) return ZPP_OK;
+    if (zero->ranks == 1 || zero->order_count == 0) return make_slices(zero, err); /* nothing is reduced */
     const bool lanes = !zpp_between(zero->options.comm);
     zpp_status status = lanes ? zpp_lane_create(zero->options.comm, "reduce", &zero->lane, err) : ZPP_OK;
     if (status == ZPP_OK && lanes && zero->options.stage == 0)
@@ -366,7 +370,7 @@ static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
         const void *carry = grad->carry;
         zpp_reduce_sources(to, grad->dtype, true, &carry, 1, grad->dtype, unit->shard_elems, 1.0f);
     }
-    grad->has = true;
+    grad->has = grad->changed = true;
     int read = 0;
     for (int rank = 0; rank < zero->ranks; rank++) read += rank != zero->rank && grad->peer_offsets[rank] != NO_BUCKET;
     zpp_comm_count(zero->options.comm, zero->options.stage == 0 ? ZPP_TRAFFIC_ALL_REDUCE : ZPP_TRAFFIC_REDUCE_SCATTER,
@@ -400,15 +404,23 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
         const struct zpp_notice notice = notice_of(grad, ZPP_NOTICE_REDUCE);
         status = zpp_lane_post(zero->lane, &notice, wait, &grad->seq, err);
         if (status != ZPP_OK) return status;
+        grad->round = zero->slices.filed ? ROUND_TAKE : ROUND_ADD;
+    }
+    if (grad->round == ROUND_TAKE) {
+        status = zpp_slices_take(zero, grad, wait, err);
+        if (status != ZPP_OK) return status;
         grad->round = ROUND_ADD;
     }
     if (grad->round == ROUND_ADD) {
         status = read_peers(zero, grad, zero->lane, ZPP_NOTICE_REDUCE, grad->seq, wait, err);
+        if (status == ZPP_OK) status = zpp_slices_arrive(zero, grad, wait);
         const uint64_t began_ns = zpp_span_begin();
         if (status == ZPP_OK) status = add_slices(zero, grad, err);
         if (status != ZPP_OK) return status;
         zpp_span_end(began_ns, ZPP_SPAN_REDUCE, grad->unit->name, zpp_unit_shard_bytes(grad->unit));
         zpp_lane_ack(zero->lane, grad->seq);
+        if (zero->slices.filed) status = zpp_slices_give(zero, grad, err);
+        if (status != ZPP_OK) return status;
         grad->round = zero->copy_lane ? ROUND_POST_SLICE : ROUND_DONE;
     }
     if (grad->round == ROUND_POST_SLICE) {
@@ -510,10 +522,27 @@ static bool is_launched_now(const zpp_zero *zero, const struct zpp_unit_grad *gr
     return grad->launched && grad->pass == zero->pass;
 }
 
+static void count_gradient(struct zpp_unit_grad *grad, size_t param, bool partial) {
+    if (partial) grad->partial = true;
+    if (grad->seen[param]) return;
+    grad->seen[param] = 1;
+    grad->missing--;
+}
+
+/* One rank, gradients in a file. */
+static zpp_status add_alone(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param, const void *from, bool partial,
+                            const struct zpp_wait *wait, struct zpp_err *err) {
+    const zpp_status status = zpp_slices_add(zero, grad, param, from, wait, err);
+    if (status != ZPP_OK) return status;
+    count_gradient(grad, param, partial);
+    return is_complete(grad) ? zpp_slices_give(zero, grad, err) : ZPP_OK;
+}
+
 zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *from, bool partial,
                          const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     struct zpp_unit_grad *grad = unit->grad;
+    if (zero->ranks == 1) return add_alone(zero, grad, param, from, partial, wait, err);
     if (is_launched_now(zero, grad))
         return zpp_fail(
             err, ZPP_STATE,
@@ -529,11 +558,7 @@ zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *fr
     }
     status = put_gradient(zero, unit, param, from, err);
     if (status != ZPP_OK) return status;
-    if (partial) grad->partial = true;
-    if (!grad->seen[param]) {
-        grad->seen[param] = 1;
-        grad->missing--;
-    }
+    count_gradient(grad, param, partial);
     return zero->reduces && is_complete(grad) ? drain(zero, false, err) : ZPP_OK;
 }
 
@@ -569,7 +594,10 @@ static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
 
 zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
-    if (zero->reduces && zero->order_count) {
+    if (zero->ranks == 1 && zero->slices.filed) {
+        status = zpp_slices_give_all(zero, err);
+        if (status != ZPP_OK) return status;
+    } else if (zero->reduces && zero->order_count) {
         status = drain(zero, true, err);
         if (status == ZPP_OK) status = finish(zero, wait, err);
         if (status != ZPP_OK) return status;
@@ -581,7 +609,9 @@ zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, st
 }
 
 void zpp_zero_backward_abort(zpp_zero *zero) {
+    struct zpp_err ignored = ZPP_ERR_INIT;
     zpp_zero_reset_uses(zero);
+    if (zero->ranks == 1 && zero->slices.filed) (void)zpp_slices_give_all(zero, &ignored);
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
         if (unit->grad->bucket_offset_bytes == ZPP_BUCKET_NONE || unit->grad->launched) continue;
@@ -642,13 +672,7 @@ void zpp_zero_clear_grad(zpp_zero *zero, int index, size_t param) {
     if (!grad) return;
     grad->present[param] = 0;
     if (unit->params && !memchr(grad->present, 1, unit->params)) grad->has = false; /* the last one */
-    struct zpp_piece pieces[1];
-    const struct zpp_unit one = { .params = 1, .param_elems = &unit->param_elems[param],
-                                  .offset_elems = &unit->offset_elems[param], .shard_elems = unit->shard_elems };
-    if (grad->slice && zero->options.stage > 0 && zpp_unit_pieces(&one, zero->rank, pieces)) {
-        const size_t at = pieces[0].offset_elems - (size_t)zero->rank * unit->shard_elems;
-        memset(grad->slice + at * zpp_dtype_bytes(grad->dtype), 0, pieces[0].elems * zpp_dtype_bytes(grad->dtype));
-    }
+    if (grad->slice && zero->options.stage > 0) zpp_slices_clear(zero, grad, param);
     if (grad->bucket_offset_bytes == ZPP_BUCKET_NONE || (grad->launched && zero->options.stage > 0)) return;
     uint8_t *touched = &touched_flags(zero, unit)[param];
     if (*touched) grad->touched_params--;
@@ -656,6 +680,7 @@ void zpp_zero_clear_grad(zpp_zero *zero, int index, size_t param) {
 }
 
 void zpp_zero_clear_grads(zpp_zero *zero) {
+    if (zero->slices.filed) zpp_slices_clear_all(zero);
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
         struct zpp_unit_grad *grad = unit->grad;

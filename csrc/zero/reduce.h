@@ -6,7 +6,8 @@
  *
  * A bucket:   | gradient, elems | touched, one byte a parameter |     (spans of untouched parameters are zero)
  *
- * stages 2, 3   the slice is memory of its own; the bucket is given back once every peer has read it
+ * stages 2, 3   the slice is memory of its own, or in a file (slices.h); the bucket is given back once every peer has
+ *               read it
  * stage 1       the bucket stays, and its own slice is the reduced one (4 + 12/N bytes a parameter need that)
  * stage 0       as stage 1, then every rank copies the other reduced slices from where they were made (all-reduce)
  */
@@ -53,6 +54,15 @@ struct zpp_unit_grad {
         *carry; /* stage 1: the slice from before, while a second backward of the same step refills the bucket */
     uint8_t *present;     /* [params] */
     bool has;
+    /* where it lives in a file (slices.h) */
+    int filed;            /* its number there */
+    size_t filed_offset_bytes;
+    int order_at;         /* its place in the order of reductions */
+    int slice_state;      /* enum zpp_slice_state */
+    bool changed;         /* since it was read */
+    uint8_t *stale;       /* [params]: the file has a gradient that was forgotten */
+    bool any_stale;
+    struct zpp_unit_grad *next_written;
 };
 
 /* Part of create, seal and destroy. */

@@ -71,9 +71,10 @@ struct zpp_tier_piece {
     size_t first;
 };
 /* One Adam step over the pieces, in ascending order of (slice, first). Same bits as zpp_adam_step on states in memory.
- * `params`: where the parameters of some pieces are in a file, too; NULL: all are in memory. */
-zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count, zpp_filed *params,
-                         float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err);
+ * `files`: where the parameters or gradients of some pieces are. */
+zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
+                         const struct zpp_step_files *files, float grad_scale, zpp_pool *pool,
+                         struct zpp_aio_fault *fault, struct zpp_err *err);
 bool zpp_tier_torn(const zpp_tier *tier);
 void zpp_tier_mend(zpp_tier *tier);
 

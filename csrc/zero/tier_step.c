@@ -6,8 +6,8 @@
  *   step     k               in this thread and the pool's
  *   write    k-1             the buffer is read into again only when it is done
  *
- * What is held in memory is stepped while the first chunks are read. Parameters that are in a file themselves go
- * through a window of theirs beside each buffer (filed.h). Nothing allocated here outlives the call.
+ * What is held in memory is stepped while the first chunks are read. Parameters and gradients that are in files
+ * themselves go through a window of theirs beside each buffer (filed.h). Nothing allocated here outlives the call.
  */
 #include <assert.h>
 #include <stdlib.h>
@@ -36,7 +36,8 @@ struct plan {
     size_t visits_count, visits_room;
     struct zpp_adam_segment *segments; /* of the visit under way, or of what is held */
     size_t segments_room;
-    zpp_filed *params; /* may be NULL */
+    struct zpp_step_files files;
+    bool windows; /* are there any? */
 };
 
 static bool grow(void **at, size_t *room, size_t count, size_t size) {
@@ -145,8 +146,8 @@ static zpp_status begin_read(zpp_tier *tier, const struct plan *plan, size_t ind
     struct tier_buffer *buffer = &tier->buffers[index % tier->options.buffers];
     const struct visit *visit = &plan->visits[index];
     zpp_status status = finish_timed(tier, &buffer->write, fault, err);
-    if (status == ZPP_OK && plan->params)
-        status = zpp_filed_window_open(plan->params, index, &plan->cuts[visit->first_cut].segment, visit->cuts,
+    if (status == ZPP_OK && plan->windows)
+        status = zpp_filed_window_open(&plan->files, index, &plan->cuts[visit->first_cut].segment, visit->cuts,
                                        sizeof *plan->cuts, fault, err);
     if (status != ZPP_OK) return status;
     const struct tier_line *line = &tier->lines[visit->line];
@@ -165,7 +166,7 @@ static zpp_status step_visit(zpp_tier *tier, struct plan *plan, size_t index, fl
     struct tier_line *line = &tier->lines[visit->line];
     const size_t stride = tier_chunk_elems(line, visit->chunk), master = line->plane[ZPP_TIER_MASTER] >= 0;
     zpp_status status = finish_timed(tier, &buffer->read, fault, err);
-    if (status == ZPP_OK && plan->params) status = zpp_filed_window_ready(plan->params, index, fault, err);
+    if (status == ZPP_OK && plan->windows) status = zpp_filed_window_ready(&plan->files, index, fault, err);
     if (status != ZPP_OK) return status;
     if (!line->stepped[visit->chunk])
         memset(buffer->memory + master * stride, 0, (line->planes - master) * stride * sizeof(float));
@@ -178,16 +179,16 @@ static zpp_status step_visit(zpp_tier *tier, struct plan *plan, size_t index, fl
     status = tier_submit(tier, tier_record_offset(line, visit->chunk), buffer->memory,
                          line->planes * stride * sizeof(float), true, &buffer->write, fault, err);
     if (status == ZPP_OK) line->stepped[visit->chunk] = true;
-    if (status == ZPP_OK && plan->params) status = zpp_filed_window_write(plan->params, index, fault, err);
+    if (status == ZPP_OK && plan->windows) status = zpp_filed_window_write(&plan->files, index, fault, err);
     return status;
 }
 
-/* What is held: where its parameters are in a file, before the visits, whose windows are the same. */
+/* What is held: where its parameters or gradients are in a file, before the visits, whose windows are the same. */
 static zpp_status step_held(struct plan *plan, size_t held_count, float grad_scale, zpp_pool *pool,
                             struct zpp_aio_fault *fault, struct zpp_err *err) {
     bool torn;
-    if (plan->params)
-        return zpp_filed_adam_step(plan->params, plan->segments, held_count, grad_scale, pool, &torn, fault, err);
+    if (plan->windows)
+        return zpp_filed_adam_step(&plan->files, plan->segments, held_count, grad_scale, pool, &torn, fault, err);
     zpp_adam_step(plan->segments, held_count, grad_scale, pool);
     return ZPP_OK;
 }
@@ -196,9 +197,9 @@ static zpp_status stream(zpp_tier *tier, struct plan *plan, size_t held_count, f
                          struct zpp_aio_fault *fault, struct zpp_err *err) {
     const size_t ahead = tier->options.buffers - 1;
     zpp_status status = ZPP_OK;
-    if (plan->params) status = step_held(plan, held_count, grad_scale, pool, fault, err);
+    if (plan->windows) status = step_held(plan, held_count, grad_scale, pool, fault, err);
     for (size_t i = 0; i < ahead && status == ZPP_OK; i++) status = begin_read(tier, plan, i, fault, err);
-    if (!plan->params && status == ZPP_OK) status = step_held(plan, held_count, grad_scale, pool, fault, err);
+    if (!plan->windows && status == ZPP_OK) status = step_held(plan, held_count, grad_scale, pool, fault, err);
     for (size_t i = 0; i < plan->visits_count && status == ZPP_OK; i++) {
         status = step_visit(tier, plan, i, grad_scale, pool, fault, err);
         if (status == ZPP_OK) status = begin_read(tier, plan, i + ahead, fault, err);
@@ -207,8 +208,8 @@ static zpp_status stream(zpp_tier *tier, struct plan *plan, size_t held_count, f
 }
 
 /* Nothing may be under way when the call returns; the first failure is the one that is told. */
-static zpp_status settle(zpp_tier *tier, zpp_filed *params, zpp_status status, struct zpp_aio_fault *fault,
-                         struct zpp_err *err) {
+static zpp_status settle(zpp_tier *tier, const struct zpp_step_files *files, zpp_status status,
+                         struct zpp_aio_fault *fault, struct zpp_err *err) {
     for (unsigned i = 0; i < tier->options.buffers; i++) {
         zpp_aio_request **const requests[] = { &tier->buffers[i].read, &tier->buffers[i].write };
         for (int which = 0; which < 2; which++) {
@@ -218,7 +219,7 @@ static zpp_status settle(zpp_tier *tier, zpp_filed *params, zpp_status status, s
             else status = finish_timed(tier, requests[which], fault, err);
         }
     }
-    return params ? zpp_filed_settle(params, status, fault, err) : status;
+    return zpp_filed_settle(files, status, fault, err);
 }
 
 static size_t most_cuts(const struct plan *plan) {
@@ -228,16 +229,18 @@ static size_t most_cuts(const struct plan *plan) {
     return most;
 }
 
-zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count, zpp_filed *params,
-                         float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err) {
+zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
+                         const struct zpp_step_files *files, float grad_scale, zpp_pool *pool,
+                         struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (tier->torn || !tier->sealed)
         return zpp_fail(err, ZPP_STATE, "tier: the states in %s are %s", tier->path,
                         tier->torn ? "torn by a step that failed; load a checkpoint first" : "not sealed yet");
-    if (params && tier->options.buffers > ZPP_FILED_WINDOWS)
-        return zpp_fail(err, ZPP_INVALID, "tier: %u buffers with parameters in a file, wanted at most %d",
+    const bool windows = files->params || files->grads;
+    if (windows && tier->options.buffers > ZPP_FILED_WINDOWS)
+        return zpp_fail(err, ZPP_INVALID, "tier: %u buffers with parameters or gradients in a file, wanted at most %d",
                         tier->options.buffers, (int)ZPP_FILED_WINDOWS);
     const uint64_t began_ns = zpp_now_ns();
-    struct plan plan = { .params = params };
+    struct plan plan = { .files = *files, .windows = windows };
     size_t held_count = 0;
     bool memory = make_plan(tier, pieces, pieces_count, &plan, &held_count);
     while (memory && plan.segments_room < most_cuts(&plan))
@@ -247,7 +250,7 @@ zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, si
         return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the plan of a step over %zu pieces", pieces_count);
     }
     const zpp_status status =
-        settle(tier, params, stream(tier, &plan, held_count, grad_scale, pool, fault, err), fault, err);
+        settle(tier, files, stream(tier, &plan, held_count, grad_scale, pool, fault, err), fault, err);
     drop_plan(&plan);
     tier->torn = status != ZPP_OK;
     tier->steps++;

@@ -62,6 +62,15 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     return ZPP_OK;
 }
 
+zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct zpp_err *err) {
+    if (zero->units_count || zero->options.stage < 2 || zpp_between(zero->options.comm) || zpp_wire_packs(zero))
+        return zpp_fail(err, ZPP_INVALID,
+                        "zero: gradients in a file at stage %d with %d units, wanted stage 2 or 3, one host, exact "
+                        "reductions and no units yet",
+                        zero->options.stage, zero->units_count);
+    return zpp_filed_create(NULL, fraction, &zero->slices.filed, err);
+}
+
 static void destroy_unit(zpp_zero *zero, struct zpp_unit *unit) {
     zpp_reduce_drop_unit(zero, unit);
     zpp_between_drop(unit->arriving_near ? zero->near : zero->options.comm, &unit->arriving);
@@ -84,6 +93,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_stream_destroy(zero->compute);
     zpp_event_destroy(zero->acked);
     zpp_exchange_fini(zero);
+    if (zero->slices.filed) zpp_filed_close(zero->slices.filed);
     for (int i = 0; i < zero->units_count; i++) destroy_unit(zero, zero->units[i]);
     free(zero->units);
     free(zero->order);
@@ -94,6 +104,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_lane_destroy(zero->copy_lane);
     zpp_range_destroy(zero->range);
     zpp_filed_destroy(zero->filed);
+    zpp_filed_destroy(zero->slices.filed);
     zpp_region_destroy(zero->params);
     zpp_region_destroy(zero->host);
     zpp_region_destroy(zero->grads);
@@ -150,7 +161,7 @@ zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, i
     status = copy_spec(unit, spec, zero->ranks, err);
     if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &unit->allocated, err);
     if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &unit->ready, err);
-    if (status == ZPP_OK && unit->trainable && zero->ranks > 1)
+    if (status == ZPP_OK && unit->trainable && (zero->ranks > 1 || zero->slices.filed))
         status = zpp_reduce_add_unit(zero, unit, spec->grad_dtype, err);
     if (status != ZPP_OK) {
         destroy_unit(zero, unit);
@@ -243,7 +254,7 @@ zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err) {
     const size_t warm_bytes = 2 * largest_bytes + zero->options.prefetch_bytes;
     if (status == ZPP_OK && zero->filed) status = zpp_filed_seal(zero->filed, warm_bytes, err);
     if (status == ZPP_OK) status = zpp_trace_init(&zero->trace, zero->units_count, err);
-    if (status == ZPP_OK && zero->ranks > 1) status = zpp_reduce_seal(zero, err);
+    if (status == ZPP_OK && (zero->ranks > 1 || zero->slices.filed)) status = zpp_reduce_seal(zero, err);
     if (status == ZPP_OK) status = zpp_wire_seal(zero, err);
     if (status == ZPP_OK) status = zpp_second_seal(zero, err);
     if (status != ZPP_OK) return status;
@@ -303,8 +314,9 @@ int zpp_zero_find(const zpp_zero *zero, const void *address) {
 
 void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     const size_t ranks = (size_t)zero->ranks;
-    struct zpp_filed_figures filed = { 0 };
+    struct zpp_filed_figures filed = { 0 }, grads = { 0 };
     if (zero->filed) zpp_filed_figures(zero->filed, &filed);
+    if (zero->slices.filed) zpp_filed_figures(zero->slices.filed, &grads);
     /* The ranks share what they read from the file, as long as they are at the same unit. */
     const size_t full = zero->filed ? filed.memory_bytes / ranks : zero->full_bytes;
     const size_t warm = zero->range ? zpp_range_held_bytes(zero->range) : full;
@@ -312,7 +324,7 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
         .param_bytes = zero->params_bytes + zero->wire.images_bytes + zero->second_bytes +
                        (zero->host_bytes + filed.cut_bytes) / ranks,
         .gathered_bytes = warm,
-        .grad_bytes = zero->slice_bytes + zero->kept_bucket_bytes + zero->carry_bytes,
+        .grad_bytes = zero->slice_bytes + zero->kept_bucket_bytes + zero->carry_bytes + grads.cut_bytes,
         .bucket_bytes = zero->buckets.used_bytes,
         .bucket_peak_bytes = zero->buckets.peak_bytes,
         .gathered_peak_bytes = zero->filed ? filed.entered_peak_bytes / ranks : zero->full_peak_bytes,

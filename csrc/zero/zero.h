@@ -67,6 +67,9 @@ zpp_status zpp_zero_set_wire(zpp_zero *zero, int params_bits, int grads_bits, si
 /* hpZ over several hosts: `near` is a communicator of this host's ranks in the order of their ranks, borrowed until
  * destroy; as many on each host. See second.h. Before seal. */
 zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *near, struct zpp_err *err);
+/* `fraction` of the reduced gradients, above 0 and at most 1, live in a file of this rank's own (slices.h). Stages 2
+ * and 3, one host, gradients reduced exactly. Before units are added. */
+zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct zpp_err *err);
 /* Collective: makes the memory. Afterwards WHOLE and HOST units are FULL, SHARD and FILE units PARTITIONED; contents
  * are zero. FILE units can be needed once zpp_filed_open was called. */
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);
@@ -118,6 +121,17 @@ void zpp_zero_backward_abort(zpp_zero *zero);
 /* After a backward that reduces: this rank's reduced gradient, `shard_elems` of grad_dtype (stage 0: `elems`, all
  * slices). *present[params]: did any rank have a gradient? NULL where no parameter of the unit had one. */
 const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present);
+/* Gradients in a file: addresses of slices can be read between open and close only, and are otherwise names for
+ * struct zpp_step_files. Local. */
+zpp_filed *zpp_zero_filed_grads(zpp_zero *zero); /* borrowed; NULL: they are in memory */
+zpp_status zpp_zero_grad_open(zpp_zero *zero, int unit, struct zpp_err *err); /* a no-op where they are in memory */
+zpp_status zpp_zero_grad_close(zpp_zero *zero, int unit, struct zpp_err *err);
+/* All are written; nothing to do where they are in memory. The first failure since the last zpp_zero_clear_grads;
+ * `fault` is written on status TIER only. */
+zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* Elements of this rank's slice to (write: from) `memory`. */
+zpp_status zpp_zero_grad_copy(zpp_zero *zero, int unit, size_t first, size_t elems, void *memory, bool write,
+                              struct zpp_aio_fault *fault, struct zpp_err *err);
 /* Stage 0: where the unit's whole gradient lies, at the parameters' offsets; fixed from seal on. */
 unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit);
 /* This rank's own gradient, not reduced: `elems` of the unit's kind at the parameters' offsets, zeros where `touched`

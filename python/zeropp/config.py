@@ -113,15 +113,16 @@ class Tier:
 @dataclass(frozen=True, kw_only=True)
 class Offload:
     """Which tier holds each kind of state: a `Tier(...)`, or the name of a kind, as in
-    `Offload(optimizer="nvme", path="/scratch")`. The optimizer's states, the parameters and the activations may live on
-    NVMe; gradients say "not yet" there."""
+    `Offload(optimizer="nvme", path="/scratch")`."""
 
     params: Tier | str = Tier()
     """Tier of the parameter shards; other than "device" needs stage 3. "nvme" reads a unit's parameters when they are
     needed, and keeps them in memory no longer; the step writes them. It needs Adam or AdamW, and takes `fraction`."""
 
     grads: Tier | str = Tier()
-    """Tier of the gradient shards; other than "device" needs stage 2 or 3."""
+    """Tier of the gradient shards; other than "device" needs stage 2 or 3. "nvme" writes them behind backward, adds to
+    them there, and the step reads them beside the states. It needs Adam or AdamW and one host, and takes `fraction`.
+    With `Config(accumulate=)` every micro-step reduces then, so that no whole gradients wait in memory."""
 
     optimizer: Tier | str = Tier()
     """Tier of the optimizer's states and of the fp32 master weights; other than "device" needs stage 1, 2 or 3. "nvme"
@@ -446,12 +447,6 @@ class Config:
                     tier.kind,
                     f"'device' at stage {self.stage}: this kind is partitioned from stage {least} on",
                 )
-            if tier.kind == "nvme" and name == "grads":
-                raise not_yet(
-                    f"Config.offload.{name}.kind",
-                    tier.kind,
-                    "leave it at 'device' (host memory where there is no accelerator)",
-                )
 
     def _check_comm(self) -> None:
         _instance("Config.comm", self.comm, Comm)
@@ -467,6 +462,8 @@ class Config:
                 self.comm.params,
                 "'exact' with offload.params on 'nvme': the ranks of a host share what they read, and send nothing",
             )
+        if self.comm.grads != "exact" and self.offload.grads.kind == "nvme":  # type: ignore[union-attr]
+            raise not_yet("Config.comm.grads", self.comm.grads, "leave it at 'exact' with offload.grads on 'nvme'")
         if self.stage < 2 and self.comm.grads != "exact":
             raise not_yet(
                 "Config.comm.grads", self.comm.grads, f"leave it at 'exact' at stage {self.stage}, or use 2 or 3"

@@ -112,14 +112,15 @@ static zpp_status step(struct stepped *at, uint64_t t, zpp_pool *pool, bool *tor
             pieces[count++] = (struct zpp_tier_piece){ segment, 0, begin + done };
         }
     }
+    const struct zpp_step_files files = { .params = at->filed };
     zpp_adam_step(plain, plain_count, 0.5f, pool);
     *torn = false;
     if (at->tier) {
-        const zpp_status status = zpp_tier_step(at->tier, pieces, count, at->filed, 0.5f, pool, fault, err);
+        const zpp_status status = zpp_tier_step(at->tier, pieces, count, &files, 0.5f, pool, fault, err);
         *torn = zpp_tier_torn(at->tier);
         return status;
     }
-    return zpp_filed_adam_step(at->filed, ours, count, 0.5f, pool, torn, fault, err);
+    return zpp_filed_adam_step(&files, ours, count, 0.5f, pool, torn, fault, err);
 }
 
 /* What the file holds is what memory would. */

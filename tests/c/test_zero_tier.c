@@ -118,7 +118,8 @@ static zpp_status step(zpp_tier *tier, uint64_t t, bool amsgrad, zpp_pool *pool,
         }
     }
     zpp_adam_step(segments, count, 0.5f, pool);
-    return zpp_tier_step(tier, pieces, count, NULL, 0.5f, pool, fault, err);
+    const struct zpp_step_files files = { 0 };
+    return zpp_tier_step(tier, pieces, count, &files, 0.5f, pool, fault, err);
 }
 
 static void check_kind(zpp_tier *tier, int slice, enum zpp_tier_kind kind, const float *wanted) {

@@ -194,7 +194,7 @@ def _held(engine: Engine) -> dict[str, int]:
     in_memory = [unit for unit in engine.units if unit.tiered is None]
     tensors = [t for u in in_memory for t in engine.optimizer_state(u).values() if t.is_floating_point()]
     gradients = core["grads"]
-    if engine.ranks == 1:
+    if engine.ranks == 1 and engine.local_grads:
         with torch._C.DisableTorchFunctionSubclass():
             found = [e.param.grad for u in engine.units for e in u.params]
         gradients = sum(g.numel() * g.element_size() for g in found if g is not None)
@@ -258,6 +258,14 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
             share = round(planned[kind] * engine.states.fraction)
             nvme[kind] = {"planned": share, "held": value}
             planned[kind] -= share
+    if engine.grads_tier is not None:
+        seen = engine.grads_tier.figures()
+        filed = engine.grads_tier.bytes_in_file(engine.units)
+        share = round(planned["grads"] * engine.grads_tier.fraction)
+        nvme["grads"] = {"planned": share, "held": filed}
+        planned["grads"] -= share
+        total["held"] += filed
+        held["tier_buffers"] = held.get("tier_buffers", 0) + seen["window_bytes"] + seen["memory_bytes"]
     if engine.activations is not None:
         seen = engine.activations.figures()
         held["activations"] = seen["waiting_bytes"] + seen["ahead_bytes"]

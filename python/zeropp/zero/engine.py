@@ -16,6 +16,7 @@ from torch import nn
 from zeropp import _C
 from zeropp.config import Config, LossScale, Tier
 from zeropp.errors import ConfigError, Error
+from zeropp.zero.grads_tier import GradsTier
 from zeropp.zero.offload import StateTier, TieredStates
 from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
 from zeropp.zero.params_tier import ParamsTier
@@ -169,8 +170,11 @@ class Engine:
         self.onebit: OneBit | None = None  # in place of both, for optimizers that send or sum something of their own
         self.local = self.ranks == 1 or self.stage == 0
         self.shows_gradients = self.stage == 0
-        tiers = [tier for tier in (config.offload.params, config.offload.optimizer) if isinstance(tier, Tier)]
+        offload = config.offload
+        tiers = [tier for tier in (offload.params, offload.grads, offload.optimizer) if isinstance(tier, Tier)]
         self._params = tiers[0] if tiers[0].kind == "nvme" else None
+        grads = tiers[1] if tiers[1].kind == "nvme" else None
+        self.local_grads = self.local and grads is None  # in p.grad, where autograd leaves them
         self.core = _C.Zero(
             self.stage,
             comm,
@@ -190,6 +194,8 @@ class Engine:
 
             self.core.set_secondary(host_communicator())
             self.sharers = len(comm.host_ranks)
+        if grads is not None:
+            self.core.set_grads_fraction(grads.fraction)
         for plan in plans:
             self.core.add_unit(
                 plan.name, DTYPES.index(plan.dtype), [p.numel() for p in plan.params], plan.trainable, self._place(plan),
@@ -199,14 +205,25 @@ class Engine:
         self.storage: Storage | None = None  # of the tiers below
         self.states: StateTier | None = None  # where the optimizer's states are, unless in memory
         self.params_tier: ParamsTier | None = None  # where the parameters are, unless in memory
+        self.grads_tier: GradsTier | None = None  # where the reduced gradients are, unless in memory
         self.activations: ActivationTier | None = None  # where what autograd saves goes, unless it stays in memory
         if any(tier.kind == "nvme" for tier in tiers):
             self.storage = Storage(self, [i for i, plan in enumerate(plans) if plan.trainable])
             if self._params is not None:
                 self.params_tier = ParamsTier(self, self._params, self.storage)
+            if grads is not None:
+                self.grads_tier = self._make_grads_tier(grads)
         self.units: list[Unit] = [self._bind(i, plan) for i, plan in enumerate(plans)]
 
     # -- construction --------------------------------------------------------------------------------------------------
+
+    def _make_grads_tier(self, tier: Tier) -> GradsTier:
+        try:
+            return GradsTier(self, tier)
+        except BaseException:
+            if self.params_tier is not None:
+                self.params_tier.close()
+            raise
 
     def _prefetch_bytes(self, plans: list[UnitPlan]) -> int:
         if self.config.prefetch != "auto":
@@ -287,29 +304,42 @@ class Engine:
     def clear_gradients(self) -> None:
         """What ``optimizer.zero_grad()`` does."""
         self.core.clear_grads()
+        if self.grads_tier is not None:
+            self.grads_tier.forget()
         self.clip_scale = 1.0
         self.norm = None
 
     def gradient_shard(self, unit: Unit) -> tuple[torch.Tensor, list[bool]] | None:
-        """(this rank's slice of the reduced gradient, which parameters have one); None without any. Not for local gradients."""
+        """(this rank's slice of the reduced gradient, which parameters have one); None without any. Not for local gradients.
+
+        Of a tier it is a copy: :meth:`keep_gradient_shard` writes it back.
+        """
         found = unit.core.grad()
         if found is None:
             return None
         address, dtype, present = found
+        if self.grads_tier is not None:
+            return self.grads_tier.read(unit, DTYPES[dtype]), [bool(b) for b in present]
         return tensor_over(self.core, address, unit.shard_elems, DTYPES[dtype]), [bool(b) for b in present]
+
+    def keep_gradient_shard(self, unit: Unit, shard: torch.Tensor) -> None:
+        """What :meth:`gradient_shard` returned was changed."""
+        if self.grads_tier is not None:
+            self.grads_tier.write(unit, shard)
 
     def whole_gradients(self, unit: Unit) -> list[torch.Tensor | None]:
         """Collective where sliced: the averaged gradient of each parameter of the unit, or None; scaled as it will be stepped with."""
         scale = self.clip_scale * self.unscale
-        if self.local:
+        if self.local_grads:
             with torch._C.DisableTorchFunctionSubclass():
                 return [None if e.param.grad is None else e.param.grad * scale for e in unit.params]
         found = self.gradient_shard(unit)
         if found is None:
             return [None] * len(unit.params)
         shard, present = found
-        whole = torch.empty(unit.elems, dtype=shard.dtype)
-        self.comm.all_gather(whole.data_ptr(), shard.data_ptr(), shard.numel() * shard.element_size())
+        whole = torch.empty(unit.elems, dtype=shard.dtype) if self.ranks > 1 else shard.clone()
+        if self.ranks > 1:
+            self.comm.all_gather(whole.data_ptr(), shard.data_ptr(), shard.numel() * shard.element_size())
         whole.mul_(scale)
         return [
             whole[e.offset_elems : e.offset_elems + e.numel].view(e.shape) if present[i] else None
@@ -361,7 +391,7 @@ class Engine:
     def close(self) -> None:
         """The model is gone."""
         self.core.close()
-        for tier in (self.states, self.params_tier, self.activations):
+        for tier in (self.states, self.params_tier, self.grads_tier, self.activations):
             if tier is not None:
                 tier.close()
         for unit in self.units:

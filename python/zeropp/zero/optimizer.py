@@ -142,7 +142,7 @@ class ZeroOptimizer(optim.Optimizer):
         if engine.measure()[1]:
             return
         bound = float(clip_value) / self._grad_scale()
-        for gradient in self._held_gradients():
+        for gradient in self._held_gradients(changes=True):
             gradient.clamp_(-bound, bound)
         if engine.clip_scale == 1.0:
             engine.norm = None  # it is another one now
@@ -189,11 +189,11 @@ class ZeroOptimizer(optim.Optimizer):
         self._engine.clip_scale = min(1.0, float(max_norm) / (norm + 1e-6)) if norm == norm else 1.0
         return norm
 
-    def _held_gradients(self) -> Iterator[torch.Tensor]:
-        """What this rank holds of the reduced gradients, as they are stored."""
+    def _held_gradients(self, changes: bool = False) -> Iterator[torch.Tensor]:
+        """What this rank holds of the reduced gradients, as they are stored. ``changes``: the caller writes to them."""
         engine = self._engine
         for unit in engine.units:
-            if engine.local:
+            if engine.local_grads:
                 with torch._C.DisableTorchFunctionSubclass():
                     yield from (e.param.grad for e in unit.params if e.param.grad is not None)
                 continue
@@ -201,6 +201,8 @@ class ZeroOptimizer(optim.Optimizer):
             if held is not None:
                 shard, present = held
                 yield from (shard[first : first + elems] for i, first, elems in unit.pieces() if present[i])
+                if changes:
+                    engine.keep_gradient_shard(unit, shard)
 
     def _other_norm(self, p: float) -> float:
         """Collective: (sum |g|^p)^(1/p) over all gradients, or the largest |g|; sums in fp64, rank after rank."""
@@ -216,7 +218,7 @@ class ZeroOptimizer(optim.Optimizer):
             parts.append(sizes.max() if largest and sizes.numel() else sizes.pow(p).sum())
         own = torch.stack(parts).max() if largest else torch.stack(parts).sum()
         every = own.reshape(1)
-        if not engine.local:
+        if not engine.local:  # on one rank its own are all
             every = torch.empty(engine.ranks, dtype=torch.float64)
             engine.comm.all_gather(every.data_ptr(), own.data_ptr(), 8)
         total = every.max() if largest else every.sum().pow(1 / p)
@@ -246,6 +248,8 @@ class ZeroOptimizer(optim.Optimizer):
         if local is not None:
             local.refuse_leftovers()
             found = local.has_gradients()
+        if self._engine.grads_tier is not None:
+            self._engine.grads_tier.require_whole()
         if not found:
             raise Error("optimizer.step: no parameter has a gradient; call loss.backward() first")
 
@@ -441,7 +445,7 @@ def _check_stage(optimizer: optim.Optimizer, config: Config) -> None:
 def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
     """States and parameters on NVMe are streamed through our own kernel; and what else depends on the configuration."""
     _check_stage(optimizer, config)
-    for name in ("optimizer", "params"):
+    for name in ("optimizer", "params", "grads"):
         tier = getattr(config.offload, name)
         if isinstance(tier, Tier) and tier.kind == "nvme" and type(optimizer) not in _ADAMS:
             raise ConfigError(

@@ -166,6 +166,10 @@ def _check_hosts(config: Config, comm: Any, filed: bool) -> None:
             f"Config.offload.params: 'nvme' on {hosts} hosts is not implemented yet, because the ranks of a host share what they "
             "read; leave parameters in memory, or use one host"
         )
+    if getattr(config.offload.grads, "kind", "device") == "nvme":
+        raise ConfigError(
+            f"Config.offload.grads: 'nvme' on {hosts} hosts is not implemented yet; leave gradients in memory, or use one host"
+        )
     for path, wire in (("params", config.comm.params), ("grads", config.comm.grads)):
         if wire != "exact":
             raise ConfigError(
@@ -430,7 +434,7 @@ class _CompileInside:
 
 
 def _install_gradient_hooks(engine: Engine) -> None:
-    if engine.ranks == 1 and engine.accumulate == 1 and engine.params_tier is None:
+    if engine.local_grads and engine.ranks == 1 and engine.accumulate == 1 and engine.params_tier is None:
         return  # gradients stay where autograd leaves them
     for unit in engine.units:
         if unit.trainable:

@@ -153,7 +153,7 @@ class _Part:
 
     def _gradient(self) -> torch.Tensor | None:
         scale = self.engine.clip_scale * self.engine.unscale
-        if self.engine.local:
+        if self.engine.local_grads:
             gradient = self._own_gradient()
             return None if gradient is None else gradient.reshape(-1) * scale
         found = self.engine.gradient_shard(self.unit)
@@ -192,7 +192,7 @@ class _Part:
     def _write_gradient(self, values: torch.Tensor) -> None:
         scale = self.engine.clip_scale * self.engine.unscale
         missing = Error(f"'{self.name}' has no gradient to replace; call backward first")
-        if self.engine.local:
+        if self.engine.local_grads:
             gradient = self._own_gradient()
             if gradient is None:
                 raise missing
@@ -202,6 +202,7 @@ class _Part:
             if found is None or not found[1][self.ref.index]:
                 raise missing
             found[0][self.first : self.first + self.elems] = values / scale
+            self.engine.keep_gradient_shard(self.unit, found[0])
         self.engine.norm = None
 
 

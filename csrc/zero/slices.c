@@ -1,0 +1,264 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * How reduced slices come from their file and go back. See slices.h.
+ */
+#include "slices.h"
+
+#include <string.h>
+
+#include "../comm/reduce.h"
+#include "internal.h"
+
+enum { LEAST_BOUND_BYTES = 32 << 20 };
+
+/* No time-out and no tick: the kernel ends every request on a file. */
+static const struct zpp_wait patience = { 0, NULL, NULL };
+
+static size_t slice_bytes(const struct zpp_unit_grad *grad) {
+    return grad->unit->shard_elems * zpp_dtype_bytes(grad->dtype);
+}
+
+static bool is_held(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
+    return zpp_filed_is_held(zero->slices.filed, grad->filed);
+}
+
+zpp_status zpp_slices_seal(zpp_zero *zero, struct zpp_err *err) {
+    struct zpp_slices *slices = &zero->slices;
+    size_t largest_bytes = 0;
+    slices->newest = &slices->oldest;
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        const zpp_status status =
+            zpp_filed_add(slices->filed, slice_bytes(grad), &grad->filed, &grad->filed_offset_bytes, err);
+        if (status != ZPP_OK) return status;
+        grad->order_at = at;
+        if (slice_bytes(grad) > largest_bytes) largest_bytes = slice_bytes(grad);
+    }
+    slices->bound_bytes = 2 * largest_bytes > LEAST_BOUND_BYTES ? 2 * largest_bytes : (size_t)LEAST_BOUND_BYTES;
+    const zpp_status status = zpp_filed_seal(slices->filed, slices->bound_bytes, err);
+    for (int at = 0; at < zero->order_count && status == ZPP_OK; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        grad->slice = zpp_filed_home(slices->filed) + grad->filed_offset_bytes;
+    }
+    return status;
+}
+
+/* --- coming and going --------------------------------------------------------------------------------------------- */
+
+static void keep_failure(struct zpp_slices *slices, int unit) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault = { 0 };
+    const zpp_status status = zpp_filed_outcome(slices->filed, unit, &fault, &err);
+    if (status == ZPP_OK || slices->status != ZPP_OK) return;
+    slices->status = status;
+    slices->err = err;
+    slices->fault = fault;
+}
+
+static zpp_status finish_write(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait) {
+    struct zpp_slices *slices = &zero->slices;
+    const zpp_status status = zpp_filed_arrive(slices->filed, grad->filed, wait);
+    if (status != ZPP_OK) return status;
+    keep_failure(slices, grad->filed);
+    struct zpp_unit_grad **at = &slices->oldest;
+    while (*at != grad) at = &(*at)->next_written; /* almost always the first */
+    *at = grad->next_written;
+    if (!*at) slices->newest = at;
+    grad->slice_state = ZPP_SLICE_HERE;
+    return ZPP_OK;
+}
+
+static zpp_status let_go(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    zero->slices.open_bytes -= slice_bytes(grad);
+    grad->slice_state = ZPP_SLICE_AWAY;
+    return zpp_filed_leave(zero->slices.filed, grad->filed, err);
+}
+
+/* The oldest writes end until `bytes` more fit, or none is under way. */
+static zpp_status make_room(zpp_zero *zero, size_t bytes, const struct zpp_wait *wait, struct zpp_err *err) {
+    struct zpp_slices *slices = &zero->slices;
+    while (slices->oldest && slices->open_bytes + bytes > slices->bound_bytes) {
+        struct zpp_unit_grad *grad = slices->oldest;
+        zpp_status status = finish_write(zero, grad, wait);
+        if (status == ZPP_OK) status = let_go(zero, grad, err);
+        if (status != ZPP_OK) return status;
+    }
+    return ZPP_OK;
+}
+
+static zpp_status take(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
+    struct zpp_slices *slices = &zero->slices;
+    if (is_held(zero, grad) || grad->slice_state == ZPP_SLICE_HERE || grad->slice_state == ZPP_SLICE_READING)
+        return ZPP_OK;
+    if (grad->slice_state == ZPP_SLICE_WRITING) return finish_write(zero, grad, wait); /* its contents are there */
+    zpp_status status = make_room(zero, slice_bytes(grad), wait, err);
+    if (status == ZPP_OK) status = zpp_filed_enter(slices->filed, grad->filed, err);
+    if (status != ZPP_OK) return status;
+    slices->open_bytes += slice_bytes(grad);
+    grad->changed = false;
+    grad->slice_state = ZPP_SLICE_HERE;
+    if (!grad->has || slices->status != ZPP_OK) return ZPP_OK;
+    zpp_filed_begin(slices->filed, grad->filed);
+    grad->slice_state = ZPP_SLICE_READING;
+    return ZPP_OK;
+}
+
+/* What comes next, as far as there is room for it without waiting. */
+static zpp_status take_ahead(zpp_zero *zero, int at, struct zpp_err *err) {
+    const struct zpp_slices *slices = &zero->slices;
+    for (at++; at < zero->order_count; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        if (!grad->has || is_held(zero, grad) || grad->slice_state != ZPP_SLICE_AWAY) continue;
+        if (slices->open_bytes + slice_bytes(grad) > slices->bound_bytes) return ZPP_OK;
+        const zpp_status status = take(zero, grad, NULL, err);
+        if (status != ZPP_OK) return status;
+    }
+    return ZPP_OK;
+}
+
+zpp_status zpp_slices_take(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                           struct zpp_err *err) {
+    if (grad->slice_state == ZPP_SLICE_HERE) return ZPP_OK;
+    const zpp_status status = take(zero, grad, wait, err);
+    return status == ZPP_OK ? take_ahead(zero, grad->order_at, err) : status;
+}
+
+static void zero_param(const zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
+    const struct zpp_unit *unit = grad->unit;
+    const struct zpp_unit one = { .params = 1, .param_elems = &unit->param_elems[param],
+                                  .offset_elems = &unit->offset_elems[param], .shard_elems = unit->shard_elems };
+    struct zpp_piece pieces[1];
+    if (!zpp_unit_pieces(&one, zero->rank, pieces)) return;
+    const size_t at = pieces[0].offset_elems - (size_t)zero->rank * unit->shard_elems;
+    memset(grad->slice + at * zpp_dtype_bytes(grad->dtype), 0, pieces[0].elems * zpp_dtype_bytes(grad->dtype));
+}
+
+static void zero_stale(const zpp_zero *zero, struct zpp_unit_grad *grad) {
+    for (size_t i = 0; i < grad->unit->params; i++)
+        if (grad->stale[i]) zero_param(zero, grad, i);
+    memset(grad->stale, 0, grad->unit->params);
+    grad->any_stale = false;
+    grad->changed = true;
+}
+
+zpp_status zpp_slices_arrive(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait) {
+    if (grad->slice_state == ZPP_SLICE_READING) {
+        const zpp_status status = zpp_filed_arrive(zero->slices.filed, grad->filed, wait);
+        if (status != ZPP_OK) return status;
+        keep_failure(&zero->slices, grad->filed);
+        grad->slice_state = ZPP_SLICE_HERE;
+    }
+    if (grad->any_stale && grad->slice_state == ZPP_SLICE_HERE) zero_stale(zero, grad);
+    return ZPP_OK;
+}
+
+zpp_status zpp_slices_give(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    struct zpp_slices *slices = &zero->slices;
+    if (is_held(zero, grad) || grad->slice_state != ZPP_SLICE_HERE) return ZPP_OK;
+    if (!grad->changed || slices->status != ZPP_OK) return let_go(zero, grad, err);
+    zpp_filed_begin_write(slices->filed, grad->filed);
+    grad->changed = false;
+    grad->slice_state = ZPP_SLICE_WRITING;
+    grad->next_written = NULL;
+    *slices->newest = grad;
+    slices->newest = &grad->next_written;
+    return ZPP_OK;
+}
+
+/* --- one rank ----------------------------------------------------------------------------------------------------- */
+
+zpp_status zpp_slices_add(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param, const void *from,
+                          const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_unit *unit = grad->unit;
+    const size_t elems = unit->param_elems[param];
+    zpp_status status = zpp_event_record(grad->written, zero->compute, err);
+    if (status == ZPP_OK) status = zpp_event_sync(grad->written, wait, err); /* `from` is complete */
+    if (status == ZPP_OK) status = zpp_slices_take(zero, grad, wait, err);
+    if (status == ZPP_OK) status = zpp_slices_arrive(zero, grad, wait);
+    if (status != ZPP_OK) return status;
+    unsigned char *to = grad->slice + unit->offset_elems[param] * unit->elem_bytes;
+    if (grad->present[param]) zpp_reduce_sources(to, grad->dtype, true, &from, 1, unit->dtype, elems, 1.0f);
+    else if (elems) memcpy(to, from, elems * unit->elem_bytes);
+    grad->present[param] = 1;
+    grad->has = grad->changed = true;
+    return ZPP_OK;
+}
+
+zpp_status zpp_slices_give_all(zpp_zero *zero, struct zpp_err *err) {
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        zpp_status status = zpp_slices_arrive(zero, grad, &patience);
+        if (status == ZPP_OK) status = zpp_slices_give(zero, grad, err);
+        if (status != ZPP_OK) return status;
+    }
+    return ZPP_OK;
+}
+
+/* --- forgetting --------------------------------------------------------------------------------------------------- */
+
+void zpp_slices_clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
+    if (!zero->slices.filed || is_held(zero, grad)) {
+        zero_param(zero, grad, param);
+        return;
+    }
+    grad->stale[param] = 1;
+    grad->any_stale = true;
+}
+
+void zpp_slices_clear_all(zpp_zero *zero) {
+    zero->slices.status = ZPP_OK;
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        memset(grad->stale, 0, grad->unit->params);
+        grad->any_stale = false;
+    }
+}
+
+/* --- what the step and the norm ask (zero.h) ---------------------------------------------------------------------- */
+
+zpp_filed *zpp_zero_filed_grads(zpp_zero *zero) {
+    return zero->slices.filed;
+}
+
+zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct zpp_slices *slices = &zero->slices;
+    if (!slices->filed) return ZPP_OK;
+    zpp_status status = zpp_slices_give_all(zero, err);
+    while (slices->oldest && status == ZPP_OK) {
+        struct zpp_unit_grad *grad = slices->oldest;
+        status = finish_write(zero, grad, &patience);
+        if (status == ZPP_OK) status = let_go(zero, grad, err);
+    }
+    if (status != ZPP_OK || slices->status == ZPP_OK) return status;
+    *err = slices->err;
+    *fault = slices->fault;
+    return slices->status;
+}
+
+zpp_status zpp_zero_grad_open(zpp_zero *zero, int index, struct zpp_err *err) {
+    struct zpp_unit_grad *grad = zero->units[index]->grad;
+    if (!zero->slices.filed || !grad || !grad->has) return ZPP_OK;
+    zpp_status status = zpp_slices_take(zero, grad, &patience, err);
+    if (status == ZPP_OK) status = zpp_slices_arrive(zero, grad, &patience);
+    if (status != ZPP_OK || zero->slices.status == ZPP_OK) return status;
+    *err = zero->slices.err;
+    return zero->slices.status;
+}
+
+zpp_status zpp_zero_grad_close(zpp_zero *zero, int index, struct zpp_err *err) {
+    struct zpp_unit_grad *grad = zero->units[index]->grad;
+    return zero->slices.filed && grad ? zpp_slices_give(zero, grad, err) : ZPP_OK;
+}
+
+zpp_status zpp_zero_grad_copy(zpp_zero *zero, int index, size_t first, size_t elems, void *memory, bool write,
+                              struct zpp_aio_fault *fault, struct zpp_err *err) {
+    const struct zpp_unit_grad *grad = zero->units[index]->grad;
+    if (!zero->slices.filed || !grad || first > grad->unit->shard_elems || elems > grad->unit->shard_elems - first)
+        return zpp_fail(err, ZPP_INVALID, "zero: elements %zu to %zu of the gradient of unit %s are not in a file",
+                        first, first + elems, zero->units[index]->name);
+    const zpp_status status = zpp_zero_grads_settle(zero, fault, err);
+    if (status != ZPP_OK) return status;
+    const size_t bytes = zpp_dtype_bytes(grad->dtype);
+    return zpp_filed_copy(zero->slices.filed, grad->filed_offset_bytes + first * bytes, memory, elems * bytes, write,
+                          fault, err);
+}

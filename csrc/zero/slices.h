@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Gradients in a tier: the reduced slices of stages 2 and 3 live in a scratch file, come to memory to be added to, and
+ * go again (ZeRO-Infinity, arXiv:2104.07857, section 5). One rank, whose gradients are not reduced, adds them to its
+ * slices parameter by parameter.
+ *
+ *   AWAY --take--> READING --arrive--> HERE --add, give--> WRITING --> AWAY
+ *          \--- no gradient yet ------/
+ *
+ * All slices lie in one home of this rank's own (filed.h), at pages; a cut leaves a fraction of them in memory for
+ * good. Units are reduced in one order that is known beforehand, so the next slices are read while this one is added
+ * to. What is open or being written is bounded; where the disk is slower than the backward, reductions wait, and
+ * buckets with them. Bytes a backward: all written; from the second one of a step on all read, too. The step reads them
+ * beside the states (struct zpp_step_files).
+ *
+ * A read or write that fails does not end a backward, on which the other ranks wait: it is kept, nothing goes to the
+ * file any more, and zpp_slices_outcome tells, before a norm or a step. Clearing all gradients forgets it.
+ *
+ * Threads: the reduce stream's while reductions are under way, else the coordinator's.
+ */
+#ifndef ZPP_ZERO_SLICES_H
+#define ZPP_ZERO_SLICES_H
+
+#include "filed.h"
+#include "zero.h"
+
+struct zpp_unit_grad;
+
+/* Part of the coordinator; `filed` NULL: slices are in memory. */
+struct zpp_slices {
+    zpp_filed *filed;
+    size_t open_bytes, bound_bytes;
+    struct zpp_unit_grad *oldest, **newest; /* being written */
+    zpp_status status;                      /* the first failure */
+    struct zpp_err err;
+    struct zpp_aio_fault fault;
+};
+
+enum zpp_slice_state { ZPP_SLICE_AWAY, ZPP_SLICE_READING, ZPP_SLICE_HERE, ZPP_SLICE_WRITING };
+
+/* Part of seal: the home of all slices; grad->slice is set. */
+zpp_status zpp_slices_seal(zpp_zero *zero, struct zpp_err *err);
+
+/* Memory for a slice, and what it has so far on its way there; then, while there is room, the same for the next ones
+ * in the order of reductions. AGAIN (`wait` NULL only): no room yet. */
+zpp_status zpp_slices_take(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                           struct zpp_err *err);
+/* After take: what the slice has is in memory. AGAIN (`wait` NULL only): not yet. */
+zpp_status zpp_slices_arrive(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait);
+/* After arrive: written if it was changed (grad->changed), and gone. */
+zpp_status zpp_slices_give(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
+
+/* One rank: a gradient of one parameter, the unit's last one of this backward (`complete`) or not. */
+zpp_status zpp_slices_add(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param, const void *from,
+                          const struct zpp_wait *wait, struct zpp_err *err);
+/* One rank: the backward has ended, so every slice that is here goes. */
+zpp_status zpp_slices_give_all(zpp_zero *zero, struct zpp_err *err);
+
+/* The gradient of one parameter is forgotten, wherever slices are: zeros, by the next time that it is added to. */
+void zpp_slices_clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param);
+/* All are. */
+void zpp_slices_clear_all(zpp_zero *zero);
+
+#endif
