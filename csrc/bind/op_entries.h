@@ -12,6 +12,10 @@
 /* Boxed functions: read `inputs` arguments from the stack, leave `outputs` results there. Any thread, no GIL. */
 void zpp_op_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adam_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_adam_step_low(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_adam_step_low_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_moments_encode(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_moments_decode(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_norm_squares(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_norm_squares_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_lion_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);

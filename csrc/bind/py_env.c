@@ -49,6 +49,9 @@ static PyObject *kernels(PyObject *module, PyObject *none) {
 #define ZPP_QUANT_VARIANT(level, version) {"quant", level},
 #include "../ops/quant/variants.def"
 #undef ZPP_QUANT_VARIANT
+#define ZPP_MOMENTS_VARIANT(level, version) {"moments", level},
+#include "../ops/moments/variants.def"
+#undef ZPP_MOMENTS_VARIANT
 #define ZPP_ONEBIT_VARIANT(level, version) {"onebit", level},
 #include "../ops/onebit/variants.def"
 #undef ZPP_ONEBIT_VARIANT

@@ -336,6 +336,26 @@ PyObject *zpp_py_set_adam(Unit *unit, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* (kind, master, steps, number of the first parameter, groups, codes and scales of each moment): addresses, 0: none */
+PyObject *zpp_py_set_low_adam(Unit *unit, PyObject *args) {
+    unsigned long long master, steps, first_param, codes[3], scales[3];
+    int kind;
+    PyObject *groups;
+    if (!PyArg_ParseTuple(args, "iKKKO!KKKKKK", &kind, &master, &steps, &first_param, &PyList_Type, &groups, &codes[0],
+                          &scales[0], &codes[1], &scales[1], &codes[2], &scales[2]))
+        return NULL;
+    int *numbers = group_numbers(unit, groups);
+    if (!numbers) return NULL;
+    free(unit->adam.groups);
+    unit->adam = (struct unit_adam){ .master = (float *)(uintptr_t)master, .kind = (enum zpp_moments_kind)kind,
+                                     .first_param = first_param, .steps = (int64_t *)(uintptr_t)steps,
+                                     .groups = numbers };
+    for (int k = 0; k < 3; k++)
+        unit->adam.moments[k] = (struct zpp_moment){ (void *)(uintptr_t)codes[k], (float *)(uintptr_t)scales[k] };
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
 PyObject *zpp_py_set_tiered_adam(Unit *unit, PyObject *args) {
     unsigned long long steps;
     int slice;
@@ -402,11 +422,31 @@ static size_t run_of(const Zero *zero, const Unit *unit, const struct own_slice 
     return grads ? zpp_filed_run(grads, slice->grads + at * grad_bytes, run, grad_bytes) : run;
 }
 
+/* The moments of a piece that begins at element `at` of the slice, and whose scales begin at `scale`. */
+static void bind_low(const Unit *unit, const struct zpp_piece *piece, size_t at, size_t scale,
+                     struct zpp_adam_segment *segment) {
+    const struct unit_adam *adam = &unit->adam;
+    const bool amsgrad = segment->max_exp_avg_sq;
+    segment->max_exp_avg_sq = NULL;
+    segment->how = (struct zpp_moments){
+        .kind = adam->kind, .first_elems = piece->offset_elems - unit->unit->offset_elems[piece->param],
+        .key = zpp_moments_key(0, adam->first_param + piece->param, segment->step) };
+    for (int k = 0; k < 2 + amsgrad; k++) {
+        segment->moments[k].codes = (unsigned char *)adam->moments[k].codes + at * zpp_moments_elem_bytes(adam->kind);
+        if (adam->moments[k].scales) segment->moments[k].scales = adam->moments[k].scales + scale;
+    }
+}
+
+static size_t scales_of(const Unit *unit, const struct zpp_piece *piece) {
+    return zpp_moments_scales(piece->offset_elems - unit->unit->offset_elems[piece->param], piece->elems);
+}
+
 static int add_unit_segments(const Zero *zero, Unit *unit, const struct zpp_adam_segment *groups,
                              struct segments *list) {
     struct own_slice slice;
     const bool tiered = unit->adam.tiered;
-    if (!unit->unit->trainable || !(unit->adam.exp_avg || tiered) || !own_slice(zero, unit, &slice)) return 0;
+    const bool low = unit->adam.kind != ZPP_MOMENTS_F32; /* never of a unit in a file: its pieces are not cut */
+    if (!unit->unit->trainable || !(unit->adam.exp_avg || tiered || low) || !own_slice(zero, unit, &slice)) return 0;
     struct zpp_piece *pieces = calloc(slice.shape.params + 1, sizeof *pieces);
     if (!pieces) return -1;
     const size_t count = zpp_unit_pieces(&slice.shape, slice.rank, pieces);
@@ -415,7 +455,10 @@ static int add_unit_segments(const Zero *zero, Unit *unit, const struct zpp_adam
         if (has && unit->adam.groups[i] >= 0) unit->adam.steps[i]++;
     }
     int failed = 0;
+    size_t next_scale = 0;
     for (size_t i = 0; i < count && !failed; i++) {
+        const size_t scale = next_scale;
+        next_scale += scales_of(unit, &pieces[i]);
         const size_t run = run_of(zero, unit, &slice, &pieces[i]);
         struct zpp_piece one = pieces[i], *piece = &one;
         if (run < one.elems) { /* a cut between memory and file goes through it: the rest is a piece of its own */
@@ -441,7 +484,8 @@ static int add_unit_segments(const Zero *zero, Unit *unit, const struct zpp_adam
         segment->grad_dtype = slice.grad_dtype;
         segment->elems = piece->elems;
         segment->step = (uint64_t)unit->adam.steps[piece->param];
-        if (tiered) continue;
+        if (low) bind_low(unit, piece, at, scale, segment);
+        if (tiered || low) continue;
         segment->exp_avg = unit->adam.exp_avg + at;
         segment->exp_avg_sq = unit->adam.exp_avg_sq + at;
         if (segment->max_exp_avg_sq) segment->max_exp_avg_sq = unit->adam.max_exp_avg_sq + at;

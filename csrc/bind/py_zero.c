@@ -213,6 +213,10 @@ static PyObject *unit_set_adam(PyObject *self, PyObject *args) {
     return zpp_py_set_adam((Unit *)self, args);
 }
 
+static PyObject *unit_set_low_adam(PyObject *self, PyObject *args) {
+    return zpp_py_set_low_adam((Unit *)self, args);
+}
+
 static PyObject *unit_set_tiered_adam(PyObject *self, PyObject *args) {
     return zpp_py_set_tiered_adam((Unit *)self, args);
 }
@@ -257,6 +261,8 @@ static PyMethodDef unit_methods[] = {
     { "set_grad_views", unit_set_grad_views, METH_O, "Stage 0: the tensors that p.grad becomes." },
     { "set_adam", unit_set_adam, METH_VARARGS,
       "set_adam(master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps, groups): addresses, 0: none." },
+    { "set_low_adam", unit_set_low_adam, METH_VARARGS,
+      "set_low_adam(kind, master, steps, first_param, groups, codes, scales, ...): moments in bf16 or 8 bits." },
     { "set_tiered_adam", unit_set_tiered_adam, METH_VARARGS,
       "set_tiered_adam(slice, steps, groups): the states are a slice of Zero's tier." },
     { "layout", unit_layout, METH_NOARGS, "Sizes in elements, and addresses." },

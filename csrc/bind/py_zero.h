@@ -21,6 +21,7 @@
 #include <stdbool.h>
 
 #include "../base/pool.h"
+#include "../ops/moments/moments.h"
 #include "../zero/zero.h"
 
 typedef struct Zero Zero;
@@ -40,6 +41,9 @@ typedef struct Unit {
     PyObject **grad_refs; /* [count]; keeps them alive */
     struct unit_adam {
         float *master, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
+        enum zpp_moments_kind kind;   /* not fp32: the three above are NULL, and the moments are: */
+        struct zpp_moment moments[3]; /* by enum zpp_moments_which, each for the whole slice */
+        uint64_t first_param;         /* number of the unit's first parameter in the model */
         int64_t *steps;  /* [count] */
         int *groups;     /* [count]; -1: in no group */
         bool tiered;     /* the states are a slice of Zero's tier, and the addresses above NULL */
@@ -123,6 +127,7 @@ void zpp_py_pop_saved_hooks(Zero *zero);                     /* keeps an excepti
 /* py_step.c */
 extern PyMethodDef zpp_py_step_methods[];
 PyObject *zpp_py_set_adam(Unit *unit, PyObject *args);
+PyObject *zpp_py_set_low_adam(Unit *unit, PyObject *args);
 PyObject *zpp_py_set_tiered_adam(Unit *unit, PyObject *args);
 void zpp_py_drop_grads(Unit *unit);
 bool zpp_py_is_local(const Zero *zero); /* are gradients in p.grad, and not in slices? */

@@ -23,6 +23,7 @@ from zeropp._ops import doors
 from zeropp._ops import fp8 as _fp8
 from zeropp._ops import lamb as _lamb
 from zeropp._ops import moe as _moe
+from zeropp._ops import moments as _moments
 from zeropp._ops import onebit as _onebit
 from zeropp._ops import optimizers as _optimizers
 from zeropp._ops import quant as _quant
@@ -31,6 +32,7 @@ from zeropp._ops import tokens as _tokens
 from zeropp._ops.fp8 import Fp8, fp8_dequantise_, fp8_quantise, fp8_quantise_
 from zeropp._ops.lamb import lamb_step_
 from zeropp._ops.moe import MoeGate, MoePlan, moe_capacity, moe_combine, moe_dispatch, moe_gate, moe_plan
+from zeropp._ops.moments import moments_decode_, moments_encode_, moments_scales
 from zeropp._ops.onebit import OneBit, onebit_compress_, onebit_decode_, onebit_reduce_
 from zeropp._ops.optimizers import adagrad_step_, lion_step_, sgd_step_
 from zeropp._ops.quant import Quantised, dequantise_, quant_reduce_, quant_sum_, quantise, quantise_
@@ -40,7 +42,8 @@ from zeropp._ops.tokens import token_gather, token_sample, token_scatter
 __all__ = [
     "Fp8", "MoeGate", "MoePlan", "OneBit", "Quantised", "SparseLayout", "adagrad_step_", "adam_step_", "dequantise_", "fp8_dequantise_", "fp8_quantise",
     "fp8_quantise_", "lamb_step_", "lion_step_",
-    "moe_capacity", "moe_combine", "moe_dispatch", "moe_gate", "moe_plan", "norm_squares",
+    "moe_capacity", "moe_combine", "moe_dispatch", "moe_gate", "moe_plan", "moments_decode_", "moments_encode_",
+    "moments_scales", "norm_squares",
     "onebit_compress_", "onebit_decode_", "onebit_reduce_", "quant_reduce_", "quant_sum_", "quantise", "quantise_",
     "register", "sgd_step_", "sparse_attention", "token_gather",
     "token_sample", "token_scatter",
@@ -67,17 +70,20 @@ def adam_step_(
     grad_scale: float = 1.0,
     max_exp_avg_sqs: Sequence[Tensor] = (),
     param_outs: Sequence[Tensor] = (),
+    scales: Sequence[Tensor] = (),
+    seed: int = 0,
 ) -> None:
     """One step of Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) over lists of tensors, in one pass.
 
     The formula is in csrc/ops/adam/adam.h. One call moves 28 bytes a parameter in fp32, and as many with bf16 gradients
-    and a bf16 copy-out (ZeRO-Offload, section 5.1), where cast, step and cast are three passes.
+    and a bf16 copy-out (ZeRO-Offload, section 5.1), where cast, step and cast are three passes. With moments in bf16 it
+    moves 20, in 8 bits 16 (csrc/ops/moments/moments.h): the same arithmetic between decoding and encoding them.
 
     Args:
         params: fp32 tensors, updated in place.
         grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
-        exp_avgs: fp32, the first moments, updated in place.
-        exp_avg_sqs: fp32, the second moments, updated in place.
+        exp_avgs: fp32, bfloat16, or uint8 (codes of 8 bits), the first moments, updated in place.
+        exp_avg_sqs: of the same type, the second moments, updated in place.
         step: t of this update, counted from 1; one number, or one a tensor.
         lr: learning rate.
         beta1: decay of the first moment, 0 <= beta1 < 1.
@@ -87,8 +93,13 @@ def adam_step_(
         decoupled_decay: True is AdamW, False is Adam with an L2 penalty.
         maximize: climb instead of descend.
         grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
-        max_exp_avg_sqs: fp32, for AMSGrad: running maxima of the second moments, updated in place. Empty: plain Adam.
+        max_exp_avg_sqs: of the same type, for AMSGrad: running maxima of the second moments, updated in place. Empty:
+            plain Adam.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
+        scales: of moments in uint8 only: fp32, ``moments_scales(elems)`` for each of ``exp_avgs``, then for each of
+            ``exp_avg_sqs``, then of ``max_exp_avg_sqs``; updated in place. Zeros for moments of zeros.
+        seed: of the stochastic rounding of moments that are not fp32. The same seed, step and place in the lists give
+            the same bits, whatever the threads and the CPU.
 
     Raises:
         TypeError: an argument is no list of tensors, or no number.
@@ -102,6 +113,7 @@ def adam_step_(
         "exp_avg_sqs": exp_avg_sqs,
         "max_exp_avg_sqs": max_exp_avg_sqs,
         "param_outs": param_outs,
+        "scales": scales,
     }
     for argument, tensors in {**written, "grads": grads}.items():
         doors.check_tensors(name, argument, tensors, ("cpu", "cuda"))
@@ -112,10 +124,15 @@ def adam_step_(
     steps = [step] * len(params) if isinstance(step, int) else list(step)
     if not any((params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, param_outs)):
         return  # without a tensor there is no device to dispatch on
-    lists = [list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(max_exp_avg_sqs), list(param_outs)]
+    moments = [list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(max_exp_avg_sqs)]
     numbers = [lr, beta1, beta2, eps, weight_decay, decoupled_decay, maximize, grad_scale]
     changed = (tensor for tensors in written.values() for tensor in tensors)
-    doors.call(name, torch.ops.zeropp.adam_step_.default, [*lists, steps, *numbers], changed)
+    if scales or (exp_avgs and exp_avgs[0].dtype in _moments.CODES):
+        doors.check_whole(name, "seed", seed)
+        arguments = [*moments, list(scales), list(param_outs), steps, seed, *numbers]
+        doors.call(name, torch.ops.zeropp.adam_step_low_.default, arguments, changed)
+    else:
+        doors.call(name, torch.ops.zeropp.adam_step_.default, [*moments, list(param_outs), steps, *numbers], changed)
 
 
 def norm_squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -147,7 +164,7 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    areas = (_optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention, _tokens, _fp8)
+    areas = (_optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention, _tokens, _fp8, _moments)
     _tell_inspect([__name__, *(area.__name__ for area in areas)])
     torch.library.register_fake("zeropp::adam_step_", _fake_adam_step)
     torch.library.register_fake("zeropp::norm_squares", _fake_norm_squares)

@@ -102,6 +102,11 @@ LANES(_mm512_max_ps, __m512, (__m512 a, __m512 b), a.at[i] > b.at[i] ? a.at[i] :
 LANES(_mm512_min_ps, __m512, (__m512 a, __m512 b), a.at[i] < b.at[i] ? a.at[i] : b.at[i])
 LANES(_mm512_max_epi32, __m512i, (__m512i a, __m512i b),
       (int32_t)a.at[i] > (int32_t)b.at[i] ? a.at[i] : b.at[i])
+LANES(_mm512_min_epi32, __m512i, (__m512i a, __m512i b),
+      (int32_t)a.at[i] < (int32_t)b.at[i] ? a.at[i] : b.at[i])
+LANES(_mm512_mullo_epi32, __m512i, (__m512i a, __m512i b), a.at[i] * b.at[i])
+LANES(_mm512_xor_si512, __m512i, (__m512i a, __m512i b), a.at[i] ^ b.at[i])
+LANES(_mm512_mask_mov_epi32, __m512i, (__m512i a, __mmask16 k, __m512i b), k >> i & 1 ? b.at[i] : a.at[i])
 LANES(_mm512_mask_mov_ps, __m512, (__m512 a, __mmask16 k, __m512 b), k >> i & 1 ? b.at[i] : a.at[i])
 LANES(_mm512_mask_xor_epi32, __m512i, (__m512i from, __mmask16 k, __m512i a, __m512i b),
       k >> i & 1 ? a.at[i] ^ b.at[i] : from.at[i])
@@ -161,6 +166,18 @@ E __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how) {
     for (int i = 0; i < 16; ++i) mask |= (unsigned)emulated_compare(a.at[i], b.at[i], how) << i;
     return (__mmask16)mask;
 }
+E __mmask16 _mm512_cmpgt_epi32_mask(__m512i a, __m512i b) {
+    unsigned mask = 0;
+    for (int i = 0; i < 16; ++i) mask |= (unsigned)((int32_t)a.at[i] > (int32_t)b.at[i]) << i;
+    return (__mmask16)mask;
+}
+E __m512i _mm512_setr_epi32(int a, int b, int c, int d, int e, int f, int g, int h, int j, int k, int l, int m, int n,
+                            int o, int p, int q) {
+    const int at[] = { a, b, c, d, e, f, g, h, j, k, l, m, n, o, p, q };
+    __m512i r;
+    memcpy(&r, at, sizeof r);
+    return r;
+}
 #define REDUCE(name, vector, type, better) \
     E type name(vector a) {                                            \
         type most = (type)a.at[0];                                     \
@@ -186,6 +203,12 @@ E __m128i _mm512_cvtsepi32_epi8(__m512i a) {
     emulated_128 r;
     for (int i = 0; i < 16; ++i) r.i8[i] = (int8_t)emulated_within((int32_t)a.at[i], -128, 127);
     return r.v;
+}
+E __m512i _mm512_cvtepu8_epi32(__m128i a) {
+    const emulated_128 from = { a };
+    __m512i r;
+    for (int i = 0; i < 16; ++i) r.at[i] = from.u8[i];
+    return r;
 }
 E __m512i _mm512_cvtepi8_epi32(__m128i a) {
     const emulated_128 from = { a };

@@ -3,8 +3,9 @@
  * Adam over many segments: the constants of each, the version for this CPU, and the split over threads.
  *
  * All segments together are one line of bytes, cut in equal pieces whatever the segments' lengths, so that a thousand
- * small tensors and one large one are both one call. A cut falls on a multiple of 32 elements of its segment. Elements
- * know nothing of each other, so neither the cuts nor the number of threads show in the bits.
+ * small tensors and one large one are both one call. A cut falls on a multiple of 32 elements of its segment (a turn
+ * of the vector versions), or at a block of its moments. Elements know nothing of those beyond, so neither the cuts nor
+ * the number of threads show in the bits.
  */
 #include "adam.h"
 
@@ -16,7 +17,6 @@
 #include "kernels.h"
 
 enum {
-    CUT_ELEMS = 32,            /* a turn of the vector versions */
     PIECE_BYTES = 64 * 1024,   /* no piece is smaller: below, a hand-over costs more than the work */
     STARTS_ON_STACK = 256,
 };
@@ -57,8 +57,9 @@ static bool same_consts(const struct zpp_adam_segment *a, const struct zpp_adam_
 
 /* Bytes that one element moves: what the split balances. */
 static size_t elem_bytes(const struct zpp_adam_segment *s) {
-    return 6 * sizeof(float) + zpp_dtype_bytes(s->grad_dtype) + (s->param_out ? zpp_dtype_bytes(s->out_dtype) : 0) +
-           (s->max_exp_avg_sq ? 2 * sizeof(float) : 0);
+    const size_t moments = s->max_exp_avg_sq || s->moments[ZPP_MOMENT_MAX].codes ? 3 : 2;
+    return 2 * sizeof(float) + zpp_dtype_bytes(s->grad_dtype) + (s->param_out ? zpp_dtype_bytes(s->out_dtype) : 0) +
+           2 * moments * zpp_moments_elem_bytes(s->how.kind);
 }
 
 struct job {
@@ -67,6 +68,7 @@ struct job {
     size_t segments_count;
     float grad_scale;
     zpp_adam_kernel kernel;
+    const struct zpp_moments_kernels *moments;
 };
 
 /* The first segment that ends after `at`. */
@@ -85,7 +87,7 @@ static size_t cut_elems(const struct job *job, size_t k, size_t at) {
     const struct zpp_adam_segment *s = &job->segments[k];
     if (at <= job->starts[k]) return 0;
     if (at >= job->starts[k + 1]) return s->elems;
-    return (at - job->starts[k]) / elem_bytes(s) / CUT_ELEMS * CUT_ELEMS;
+    return zpp_moments_cut(&s->how, (at - job->starts[k]) / elem_bytes(s));
 }
 
 static void run_piece(size_t begin, size_t end, void *arg) {
@@ -97,12 +99,16 @@ static void run_piece(size_t begin, size_t end, void *arg) {
         if (!made_for || !same_consts(made_for, s)) consts = zpp_adam_consts_of(s, job->grad_scale);
         made_for = s;
         const size_t first = cut_elems(job, k, begin), last = cut_elems(job, k, end);
-        if (first < last) job->kernel(s, &consts, first, last);
+        if (first >= last) continue;
+        if (s->how.kind == ZPP_MOMENTS_F32) job->kernel(s, &consts, first, last);
+        else zpp_adam_low(s, &consts, job->kernel, job->moments, first, last);
     }
 }
 
 static void check_segment(const struct zpp_adam_segment *s) {
-    assert(s->elems == 0 || (s->param && s->grad && s->exp_avg && s->exp_avg_sq));
+    assert(s->elems == 0 || (s->param && s->grad));
+    assert(s->elems == 0 || s->how.kind != ZPP_MOMENTS_F32 || (s->exp_avg && s->exp_avg_sq));
+    assert(s->elems == 0 || s->how.kind == ZPP_MOMENTS_F32 || (s->moments[0].codes && s->moments[1].codes));
     assert(s->grad_dtype == ZPP_F32 || s->grad_dtype == ZPP_BF16 || s->grad_dtype == ZPP_F16);
     assert(!s->param_out || s->out_dtype == ZPP_F32 || s->out_dtype == ZPP_BF16 || s->out_dtype == ZPP_F16);
     assert(s->step >= 1);
@@ -110,7 +116,7 @@ static void check_segment(const struct zpp_adam_segment *s) {
 }
 
 static void step_at_level(const struct zpp_adam_segment *segments, size_t segments_count, float grad_scale,
-                          zpp_pool *pool, zpp_adam_kernel kernel) {
+                          zpp_pool *pool, enum zpp_cpu_level level) {
     size_t on_stack[STARTS_ON_STACK + 1];
     size_t *allocated = NULL;
     if (segments_count > STARTS_ON_STACK) allocated = malloc((segments_count + 1) * sizeof *allocated);
@@ -124,20 +130,20 @@ static void step_at_level(const struct zpp_adam_segment *segments, size_t segmen
             check_segment(&segments[done + k]);
             starts[k + 1] = starts[k] + segments[done + k].elems * elem_bytes(&segments[done + k]);
         }
-        struct job job = { segments + done, starts, count, grad_scale, kernel };
+        struct job job = { segments + done, starts, count, grad_scale, zpp_adam_kernel_of(level),
+                           zpp_moments_kernels_of(level) };
         zpp_pool_run(pool, starts[count], PIECE_BYTES, run_piece, &job);
     }
     free(allocated);
 }
 
 void zpp_adam_step(const struct zpp_adam_segment *segments, size_t segments_count, float grad_scale, zpp_pool *pool) {
-    step_at_level(segments, segments_count, grad_scale, pool, zpp_adam_kernel_of(zpp_cpu_level()));
+    step_at_level(segments, segments_count, grad_scale, pool, zpp_cpu_level());
 }
 
 bool zpp_adam_step_at(enum zpp_cpu_level level, const struct zpp_adam_segment *segments, size_t segments_count,
                       float grad_scale, zpp_pool *pool) {
-    const zpp_adam_kernel kernel = zpp_adam_kernel_of(level);
-    if (!kernel || level > zpp_cpu_detected()) return false;
-    step_at_level(segments, segments_count, grad_scale, pool, kernel);
+    if (!zpp_adam_kernel_of(level) || level > zpp_cpu_detected()) return false;
+    step_at_level(segments, segments_count, grad_scale, pool, level);
     return true;
 }

@@ -19,7 +19,8 @@
  * tests/ops/test_adam.py).
  *
  * Bytes touched per parameter: fp32 28 (p, m, v read and written, gradient read); bf16 gradient and copy-out: 28 as
- * well; amsgrad 8 more.
+ * well; amsgrad 8 more. With moments in bf16 20, in 8 bits 16 (csrc/ops/moments): the same arithmetic, on moments that
+ * are decoded before and encoded after it.
  */
 #ifndef ZPP_OPS_ADAM_H
 #define ZPP_OPS_ADAM_H
@@ -30,6 +31,7 @@
 #include "../../base/dtype.h"
 #include "../../base/device.h"
 #include "../../base/pool.h"
+#include "../moments/moments.h"
 
 /* One tensor, or one piece of a shard. Pointers need element alignment only. No two segments overlap. */
 struct zpp_adam_segment {
@@ -45,6 +47,8 @@ struct zpp_adam_segment {
     double lr, beta1, beta2, eps, weight_decay;
     bool decoupled_decay;  /* AdamW */
     bool maximize;
+    struct zpp_moments how; /* all zero: moments in fp32, in the arrays above. Else those are NULL, they are here: */
+    struct zpp_moment moments[3]; /* by enum zpp_moments_which; the third has codes NULL without amsgrad */
 };
 
 /* All segments in one call, split over the threads of `pool` (NULL: this thread only) in pieces of equal bytes; the

@@ -22,6 +22,11 @@ typedef void (*zpp_adam_kernel)(const struct zpp_adam_segment *segment, const st
 /* The version of a level; NULL where this build has none. */
 zpp_adam_kernel zpp_adam_kernel_of(enum zpp_cpu_level level);
 
+/* The same of a segment whose moments are not fp32: tile after tile through a version of the kernel. begin and end are
+ * where zpp_moments_cut may cut. */
+void zpp_adam_low(const struct zpp_adam_segment *segment, const struct zpp_adam_consts *consts, zpp_adam_kernel kernel,
+                  const struct zpp_moments_kernels *moments, size_t begin, size_t end);
+
 /* Packs the next segments for one launch on CUDA: how many it took, and the blocks of the grid (0: all were empty). */
 struct zpp_adam_cuda_batch;
 size_t zpp_adam_cuda_fill(const struct zpp_adam_segment *segments, size_t segments_count, float grad_scale,

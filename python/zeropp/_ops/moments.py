@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moments of an optimizer in bf16 or 8 bits: to fp32 and back, outside of a step; csrc/ops/moments/moments.h has the
+formats. The steps themselves decode and encode in their one pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeropp._ops import doors
+
+__all__ = ["moments_decode_", "moments_encode_", "moments_scales"]
+
+BLOCK_ELEMS = 256
+"""Elements that share a scale; blocks begin at multiples of it in the tensor."""
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+"""What moments may be; only the first has signs."""
+CODES = (torch.bfloat16, torch.uint8)
+
+
+def moments_scales(elems: int, first: int = 0) -> int:
+    """How many scales elements ``first`` to ``first + elems`` of a tensor have in 8 bits."""
+    return -(-(first % BLOCK_ELEMS + elems) // BLOCK_ELEMS) if elems else 0
+
+
+def moments_encode_(
+    src: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    moment: str = "exp_avg",
+    first: int = 0,
+    seed: int = 0,
+    stream: int = 0,
+    step: int = 0,
+) -> None:
+    """An fp32 moment as bf16, or as 8-bit codes with a scale a block of 256 elements.
+
+    Args:
+        src: fp32.
+        codes: bfloat16 or uint8, as many elements; written.
+        scales: fp32, ``moments_scales(elems, first)`` of them for uint8; without elements for bfloat16. Written.
+        moment: "exp_avg", which has signs; "exp_avg_sq" or "max_exp_avg_sq", which have none.
+        first: place of the first element in its tensor: blocks and random bits count from the tensor's first.
+        seed, stream, step: what the random bits are made of, ``stream`` being the tensor's number. step 0 rounds to
+            nearest; so does nothing else here, and then encoding what was decoded gives the same codes.
+
+    Raises:
+        TypeError: an argument is no tensor, or no whole number.
+        ValueError: wrong device, dtype, layout or number of elements; tensors that share memory. Nothing was written.
+    """
+    name = "zeropp.ops.moments_encode_"
+    for label, tensor in (("src", src), ("codes", codes), ("scales", scales)):
+        doors.check_tensor(name, label, tensor)
+    for label, value in (("first", first), ("seed", seed), ("stream", stream), ("step", step)):
+        doors.check_whole(name, label, value)
+    arguments = [src, codes, scales, _number(name, moment), first, seed, stream, step]
+    doors.call(name, torch.ops.zeropp.moments_encode_.default, arguments, [codes, scales])
+
+
+def moments_decode_(codes: Tensor, scales: Tensor, dst: Tensor, *, moment: str = "exp_avg", first: int = 0) -> None:
+    """The inverse of :func:`moments_encode_`, into ``dst`` (fp32)."""
+    name = "zeropp.ops.moments_decode_"
+    for label, tensor in (("codes", codes), ("scales", scales), ("dst", dst)):
+        doors.check_tensor(name, label, tensor)
+    doors.check_whole(name, "first", first)
+    arguments = [codes, scales, dst, _number(name, moment), first]
+    doors.call(name, torch.ops.zeropp.moments_decode_.default, arguments, [dst])
+
+
+def _number(name: str, moment: str) -> int:
+    if moment not in MOMENTS:
+        raise ValueError(f"{name}: moment is {moment!r}, wanted one of {', '.join(map(repr, MOMENTS))}")
+    return MOMENTS.index(moment)
+
+
+def register() -> None:
+    """Register the fake kernels."""
+    torch.library.register_fake("zeropp::moments_encode_", _fake_encode)
+    torch.library.register_fake("zeropp::moments_decode_", _fake_decode)
+    torch.library.register_fake("zeropp::adam_step_low_", _fake_adam_step_low)
+
+
+def _fake_parts(name: str, codes: Tensor, scales: Tensor, first: int) -> None:
+    doors.fake_check(name, "codes", codes, CODES)
+    wanted = moments_scales(codes.numel(), first) if codes.dtype == torch.uint8 else 0
+    doors.fake_check(name, "scales", scales, doors.FP32, wanted)
+
+
+def _fake_encode(src: Tensor, codes: Tensor, scales: Tensor, moment: int, first: int, *random: int) -> None:
+    _fake_parts("zeropp.ops.moments_encode_", codes, scales, first)
+    doors.fake_check("zeropp.ops.moments_encode_", "src", src, doors.FP32, codes.numel())
+
+
+def _fake_decode(codes: Tensor, scales: Tensor, dst: Tensor, moment: int, first: int) -> None:
+    _fake_parts("zeropp.ops.moments_decode_", codes, scales, first)
+    doors.fake_check("zeropp.ops.moments_decode_", "dst", dst, doors.FP32, codes.numel())
+
+
+def _fake_adam_step_low(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor],
+    scales: list[Tensor],
+    param_outs: list[Tensor],
+    steps: list[int],
+    *rates: float,
+) -> None:
+    name = "zeropp.ops.adam_step_"
+    kinds = (exp_avgs[0].dtype,) if exp_avgs and exp_avgs[0].dtype in CODES else CODES
+    doors.fake_check_like(name, "params", params, params, doors.FP32)
+    doors.fake_check_like(name, "grads", grads, params, doors.FLOATS)
+    doors.fake_check_like(name, "exp_avgs", exp_avgs, params, kinds)
+    doors.fake_check_like(name, "exp_avg_sqs", exp_avg_sqs, params, kinds)
+    if max_exp_avg_sqs:
+        doors.fake_check_like(name, "max_exp_avg_sqs", max_exp_avg_sqs, params, kinds)
+    if param_outs:
+        doors.fake_check_like(name, "param_outs", param_outs, params, doors.FLOATS)
+    moments = 3 if max_exp_avg_sqs else 2
+    wanted = moments * len(params) if kinds == (torch.uint8,) else 0
+    if len(scales) != wanted:
+        raise ValueError(f"{name}: scales has {len(scales)} tensors, wanted {wanted}")
+    for index, tensor in enumerate(scales):
+        elems = params[index % len(params)].numel()
+        doors.fake_check(name, f"scales[{index}]", tensor, doors.FP32, moments_scales(elems))
+    if len(steps) != len(params):
+        raise ValueError(f"{name}: steps has {len(steps)} numbers, wanted {len(params)} as params has tensors")
