@@ -279,6 +279,9 @@ zpp_status zpp_quant_check(const struct zpp_comm *comm, const struct zpp_call *c
                         "comm: a quantised collective in blocks of %zu elements, more than its buffers hold with %d "
                         "ranks (%zu bytes a block); blocks of a few hundred elements are usual",
                         call->block_elems, comm->ranks, stride_of(parts));
+    if (call->elems >= ZPP_QUANT_ELEMS_END)
+        return zpp_fail(err, ZPP_INVALID, "comm: a quantised collective of %zu elements, wanted less than 2^40",
+                        call->elems);
     if (call->op != ZPP_SUM && call->op != ZPP_AVG)
         return zpp_fail(err, ZPP_INVALID, "comm: a quantised collective with reduce operation %d, wanted sum or avg",
                         (int)call->op);
@@ -296,6 +299,7 @@ struct zpp_sig zpp_quant_sig(const struct zpp_comm *comm, const struct zpp_call 
     const int node_ranks = call->node_ranks == comm->ranks ? 0 : call->node_ranks;
     sig.what |= (uint64_t)(call->bits == 4) << 40 | (uint64_t)(call->block_elems / 16) << 41;
     sig.what |= (uint64_t)node_ranks << 57;
+    sig.elems |= (uint64_t)call->object << 40;
     return sig;
 }
 

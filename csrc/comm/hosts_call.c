@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A collective over several hosts: identity first (inside each host, as in a group of one host; between hosts by the
- * frames of what is exchanged), then its algorithm (hosts_move.c, hosts_reduce.c), then what it moved is counted.
+ * frames of what is exchanged), then its algorithm (hosts_move.c, hosts_reduce.c, hosts_quant.c), then what it moved is
+ * counted.
  */
 #include "net.h"
 
@@ -31,9 +32,12 @@ zpp_status zpp_journey_inside(struct zpp_turn *inside, struct zpp_err *err) {
 
 static enum zpp_traffic_kind kind_of(enum zpp_coll coll) {
     switch (coll) {
-    case ZPP_COLL_ALL_REDUCE: return ZPP_TRAFFIC_ALL_REDUCE;
-    case ZPP_COLL_ALL_GATHER: return ZPP_TRAFFIC_ALL_GATHER;
-    case ZPP_COLL_REDUCE_SCATTER: return ZPP_TRAFFIC_REDUCE_SCATTER;
+    case ZPP_COLL_ALL_REDUCE:
+    case ZPP_COLL_ALL_REDUCE_QUANT: return ZPP_TRAFFIC_ALL_REDUCE;
+    case ZPP_COLL_ALL_GATHER:
+    case ZPP_COLL_ALL_GATHER_QUANT: return ZPP_TRAFFIC_ALL_GATHER;
+    case ZPP_COLL_REDUCE_SCATTER:
+    case ZPP_COLL_REDUCE_SCATTER_QUANT: return ZPP_TRAFFIC_REDUCE_SCATTER;
     case ZPP_COLL_BROADCAST: return ZPP_TRAFFIC_BROADCAST;
     case ZPP_COLL_ALL_TO_ALL: return ZPP_TRAFFIC_ALL_TO_ALL;
     default: return ZPP_TRAFFIC_OTHER;
@@ -55,6 +59,9 @@ static zpp_status run(struct zpp_journey *journey, struct zpp_err *err) {
     case ZPP_COLL_REDUCE_SCATTER: return zpp_hosts_reduce_scatter(journey, err);
     case ZPP_COLL_ALL_GATHER: return zpp_hosts_all_gather(journey, err);
     case ZPP_COLL_BROADCAST: return zpp_hosts_broadcast(journey, err);
+    case ZPP_COLL_ALL_GATHER_QUANT:
+    case ZPP_COLL_REDUCE_SCATTER_QUANT:
+    case ZPP_COLL_ALL_REDUCE_QUANT: return zpp_hosts_quant(journey, err);
     default: return zpp_hosts_all_to_all(journey, err);
     }
 }
@@ -69,11 +76,6 @@ zpp_status zpp_hosts_run(struct zpp_turn *turn, const struct zpp_call *call, str
                                   .me = comm->rank,
                                   .place = net->hosts.index_of[comm->rank],
                                   .locals = net->local->ranks};
-    if (call->coll > ZPP_COLL_SCATTER)
-        return zpp_fail(err, ZPP_NOT_BUILT,
-                        "comm: quantised collectives over several hosts are not built yet, and group \"%s\" is on %d; "
-                        "use exact ones, or a group within one host",
-                        comm->name, net->hosts.hosts);
     const enum zpp_traffic_kind kind = kind_of(call->coll);
     const uint64_t inside_before = inside_bytes(net->local), network_before = net->received_bytes;
     net->local->timeout_ns = comm->timeout_ns;

@@ -263,6 +263,7 @@ zpp_status zpp_coll_all_to_all(struct zpp_turn *turn, const struct zpp_call *cal
 /* Quantised: what a call may ask for, and its signature. */
 zpp_status zpp_quant_check(const struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err);
 struct zpp_sig zpp_quant_sig(const struct zpp_comm *comm, const struct zpp_call *call);
+#define ZPP_QUANT_ELEMS_END (UINT64_C(1) << 40) /* fewer, so that the object fits beside them */
 zpp_status zpp_coll_quant(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
 enum { ZPP_STREAM_BYTES = 4 * 1024 * 1024 }; /* tensors from this size on are written around the cache */
 

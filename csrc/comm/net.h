@@ -155,5 +155,6 @@ zpp_status zpp_hosts_all_gather(struct zpp_journey *journey, struct zpp_err *err
 zpp_status zpp_hosts_broadcast(struct zpp_journey *journey, struct zpp_err *err);
 zpp_status zpp_hosts_all_to_all(struct zpp_journey *journey, struct zpp_err *err);
 zpp_status zpp_hosts_barrier(struct zpp_journey *journey, struct zpp_err *err);
+zpp_status zpp_hosts_quant(struct zpp_journey *journey, struct zpp_err *err); /* all three */
 
 #endif

@@ -7,6 +7,7 @@
  *   what: bits 0-7 collective, 8-15 dtype, 16-23 reduce op, 24-39 root
  *         of quantised ones: 40 four bits, 41-56 sixteenths of a block, 57-62 ranks a node (0: all)
  *         of the others: 40-63 object
+ *   elems: of quantised ones: bits 40-63 object
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -38,6 +39,8 @@ struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce
 void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t room) {
     const unsigned coll = sig->what & 0xff, op = sig->what >> 16 & 0xff, root = sig->what >> 24 & 0xffff;
     const zpp_dtype dtype = (zpp_dtype)(sig->what >> 8 & 0xff);
+    const bool quantised = coll >= ZPP_COLL_ALL_GATHER_QUANT;
+    const uint64_t elems = quantised ? sig->elems & (ZPP_QUANT_ELEMS_END - 1) : sig->elems;
     if (coll == 0 || coll >= ZPP_COLLS) {
         snprintf(text, room, "an unknown collective %u", coll);
         return;
@@ -47,9 +50,8 @@ void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t room) {
         used += snprintf(text + used, room - (size_t)used, "%s", dtype < ZPP_DTYPES ? zpp_dtype_name(dtype) : "?");
     else if (coll != ZPP_COLL_BARRIER)
         used += snprintf(text + used, room - (size_t)used, "%s, %" PRIu64 " elements",
-                         dtype < ZPP_DTYPES ? zpp_dtype_name(dtype) : "?", sig->elems);
-    const bool quantised = coll >= ZPP_COLL_ALL_GATHER_QUANT;
-    const unsigned object = quantised ? 0 : (unsigned)(sig->what >> 40);
+                         dtype < ZPP_DTYPES ? zpp_dtype_name(dtype) : "?", elems);
+    const unsigned object = (unsigned)((quantised ? sig->elems : sig->what) >> 40);
     const unsigned block_elems = quantised ? (sig->what >> 41 & 0xffff) * 16 : 0;
     const unsigned node_ranks = quantised ? sig->what >> 57 & 0x3f : 0;
     if (block_elems)

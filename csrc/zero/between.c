@@ -23,9 +23,22 @@ static struct zpp_call gather_call(const struct zpp_unit *unit) {
                              .object = object_of(unit)};
 }
 
+/* The same collective with quantised elements. */
+static void quantise_call(struct zpp_call *call, const struct zpp_quant_spec *spec) {
+    call->coll = call->coll == ZPP_COLL_ALL_GATHER ? ZPP_COLL_ALL_GATHER_QUANT : ZPP_COLL_REDUCE_SCATTER_QUANT;
+    call->bits = spec->bits;
+    call->block_elems = spec->block_elems;
+}
+
 zpp_status zpp_between_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err) {
-    const struct zpp_call call = gather_call(unit);
+    struct zpp_call call = gather_call(unit);
+    if (unit->rounded) quantise_call(&call, &zero->wire.params);
     return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, work, err);
+}
+
+zpp_status zpp_between_make_exact(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    const struct zpp_call call = gather_call(unit);
+    return zpp_comm_call(zero->options.comm, &call, NULL, err);
 }
 
 zpp_status zpp_between_await(zpp_work **work, const struct zpp_wait *wait, struct zpp_err *err) {
@@ -80,6 +93,10 @@ static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigne
         call.dst = reduced_slice(grad);
         call.src = grad->empty ? reduced_slice(grad) + zpp_unit_shard_bytes(unit) : bucket;
         call.elems = unit->shard_elems;
+        if (zpp_wire_packs(zero)) {
+            if (!grad->empty) zpp_wire_clear_gaps(unit, bucket);
+            quantise_call(&call, &zero->wire.grads);
+        }
     }
     return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, &grad->between_sum, err);
 }

@@ -2,8 +2,8 @@
  *
  * The coordinator over several hosts, where no rank can read another's memory: gathers and reductions are collectives
  * of the communicator, submitted in program order (the same on every rank) and run on its progress thread. Each carries
- * its unit, so that ranks whose paths differ are told so. Bytes on the wire are those of zero.h; in stages 1 to 3 a
- * reduction sums as the communicator does, first inside each host.
+ * its unit, so that ranks whose paths differ are told so. Bytes on the wire are those of zero.h, or of the quantised
+ * collectives (wire.h); in stages 1 to 3 a reduction sums as the communicator does, first inside each host.
  */
 #ifndef ZPP_ZERO_BETWEEN_H
 #define ZPP_ZERO_BETWEEN_H
@@ -13,8 +13,10 @@
 
 static inline bool zpp_between(const zpp_comm *comm) { return comm && zpp_comm_hosts(comm) > 1; }
 
-/* A unit's slices into its memory; `*work` as from zpp_comm_submit. */
+/* A unit's slices into its memory, quantised on the way where unit->rounded; `*work` as from zpp_comm_submit. */
 zpp_status zpp_between_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err);
+/* The slices as they are, into the memory of a unit that holds rounded ones. */
+zpp_status zpp_between_make_exact(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 /* AGAIN (`wait` NULL) while it runs; then its status, and *work is freed and NULL. */
 zpp_status zpp_between_await(zpp_work **work, const struct zpp_wait *wait, struct zpp_err *err);
 /* End what is under way, whatever its state: what it reads and writes is about to go. */

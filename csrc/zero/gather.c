@@ -132,9 +132,9 @@ static zpp_status launch_gather(zpp_zero *zero, struct zpp_unit *unit, struct zp
 
 static zpp_status launch_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     if (zpp_between(zero->options.comm)) {
-        unit->arriving_near = unit->second_kept;
-        return unit->second_kept ? zpp_second_gather(zero, unit, &unit->arriving, err)
-                                 : zpp_between_gather(zero, unit, &unit->arriving, err);
+        unit->arriving_near = unit->second_kept && unit->rounded == zpp_wire_rounds(zero);
+        return unit->arriving_near ? zpp_second_gather(zero, unit, &unit->arriving, err)
+                                   : zpp_between_gather(zero, unit, &unit->arriving, err);
     }
     zpp_status status = zpp_event_record(unit->allocated, zero->compute, err);
     if (status == ZPP_OK) status = zpp_stream_wait(zero->gather, unit->allocated, NULL, err);

@@ -49,7 +49,7 @@ void zpp_second_free(zpp_zero *zero) {
 }
 
 void zpp_second_keep(zpp_zero *zero, struct zpp_unit *unit) {
-    if (!unit->second || unit->second_kept) return;
+    if (!unit->second || unit->second_kept || unit->rounded != zpp_wire_rounds(zero)) return;
     const size_t bytes = part_bytes(zero, unit);
     memcpy(unit->second, unit->whole + (size_t)zpp_comm_rank(zero->near) * bytes, bytes);
     unit->second_kept = true;

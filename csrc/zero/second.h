@@ -9,7 +9,8 @@
  *                             micro-steps, evaluation
  *
  * Memory: 1/L of every SHARD unit besides its 1/N slice. Network bytes a step: Psi in place of 2 Psi for parameters.
- * All ranks gather in one program order (between.h), so all hold a part, or none does.
+ * All ranks gather in one program order (between.h), so all hold a part, or none does. Where parameters travel quantised
+ * (wire.h) the parts hold the rounded values: what everybody computes with.
  */
 #ifndef ZPP_ZERO_SECOND_H
 #define ZPP_ZERO_SECOND_H
@@ -19,7 +20,7 @@
 /* After the units' sizes are known; frees nothing of its own on failure. */
 zpp_status zpp_second_seal(zpp_zero *zero, struct zpp_err *err);
 void zpp_second_free(zpp_zero *zero);
-/* The unit is whole: keep this rank's part, if that is wanted and not there yet. */
+/* The unit is whole, with the values that are computed with: keep this rank's part, if that is not there yet. */
 void zpp_second_keep(zpp_zero *zero, struct zpp_unit *unit);
 /* As zpp_between_gather, from the parts of this host; for units with `second_kept`. */
 zpp_status zpp_second_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err);

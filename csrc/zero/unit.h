@@ -62,7 +62,7 @@ struct zpp_unit {
     int filed;   /* FILE units: their number there */
     bool held;   /* a FILE unit that lies in memory for good */
     int uses;    /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */
-    bool rounded;     /* fetched from images: see wire.h */
+    bool rounded;     /* fetched quantised: see wire.h */
     bool wants_exact; /* the next fetch is not to be */
     zpp_event *allocated, *ready;
     struct zpp_work *arriving; /* over several hosts: the gather under way */

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "between.h"
 #include "internal.h"
 #include "second.h"
 
@@ -34,8 +35,9 @@ static void make_image(const struct zpp_quant_spec *spec, const void *values, zp
     zpp_quantise(spec, values, dtype, elems, &target, NULL);
 }
 
+/* Over several hosts the collectives make images of their own. */
 static bool has_image(const zpp_zero *zero, const struct zpp_unit *unit) {
-    return zero->wire.params.bits && unit->place == ZPP_PLACE_SHARD;
+    return zero->wire.params.bits && unit->place == ZPP_PLACE_SHARD && !zpp_between(zero->options.comm);
 }
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
@@ -74,11 +76,11 @@ zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err) {
     if (zero->ranks == 1 || !(wire->params.bits || wire->grads.bits)) return ZPP_OK;
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];
-        const bool packs = wire->grads.bits && unit->trainable;
-        if (!has_image(zero, unit) && !packs) continue;
+        const bool packs = wire->grads.bits && unit->trainable, between = zpp_between(zero->options.comm);
+        if (!(wire->params.bits && unit->place == ZPP_PLACE_SHARD) && !packs) continue;
         const zpp_status status = check_unit(unit, err);
         if (status != ZPP_OK) return status;
-        if (packs && image_bytes(&wire->grads, unit->shard_elems) > wire->scratch_bytes)
+        if (packs && !between && image_bytes(&wire->grads, unit->shard_elems) > wire->scratch_bytes)
             wire->scratch_bytes = image_bytes(&wire->grads, unit->shard_elems);
         if (!has_image(zero, unit)) continue;
         unit->image_offset_bytes = wire->images_bytes;
@@ -149,6 +151,7 @@ zpp_status zpp_zero_make_exact(zpp_zero *zero, int index, struct zpp_err *err) {
     if (!zpp_unit_moves(unit) || !unit->rounded || unit->state != ZPP_UNIT_FULL || unit->pins) return ZPP_OK;
     const struct exact_args args = { zero, unit };
     unit->rounded = false;
+    if (zpp_between(zero->options.comm)) return zpp_between_make_exact(zero, unit, err);
     return zpp_stream_launch(zero->compute, copy_exact, &args, sizeof args, err);
 }
 
@@ -158,8 +161,7 @@ bool zpp_wire_packs(const zpp_zero *zero) {
     return zero->wire.grads.bits != 0;
 }
 
-/* Between parameters lies what the memory held before, which must not widen the scale of a block. */
-static void clear_gaps(const struct zpp_unit *unit, unsigned char *bucket) {
+void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket) {
     for (size_t i = 0; i <= unit->params; i++) {
         const size_t from = i ? unit->offset_elems[i - 1] + unit->param_elems[i - 1] : 0;
         const size_t to = i < unit->params ? unit->offset_elems[i] : unit->elems;
@@ -170,7 +172,7 @@ static void clear_gaps(const struct zpp_unit *unit, unsigned char *bucket) {
 void zpp_wire_pack(zpp_zero *zero, struct zpp_unit *unit) {
     const struct zpp_quant_spec *spec = &zero->wire.grads;
     unsigned char *bucket = zpp_reduce_bucket(zero, unit);
-    clear_gaps(unit, bucket);
+    zpp_wire_clear_gaps(unit, bucket);
     for (int rank = 0; rank < zero->ranks; rank++) {
         unsigned char *slice = bucket + (size_t)rank * zpp_unit_shard_bytes(unit);
         make_image(spec, slice, unit->dtype, unit->shard_elems, zero->wire.scratch);

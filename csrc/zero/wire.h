@@ -11,6 +11,10 @@
  *                     images of slice r in fp32, in rank order: one quantisation, because one host is one hop.
  *
  * Bytes read per rank and step: (N - 1) w(shard) a gather and a reduction, in place of (N - 1) * shard bytes.
+ *
+ * Over several hosts both are the quantised collectives of the communicator (comm/hosts_quant.c), which quantise at each
+ * gather and add as qgZ does: inside each host, quantised again, then over hosts. With one rank a host the bits are the
+ * same as here.
  */
 #ifndef ZPP_ZERO_WIRE_H
 #define ZPP_ZERO_WIRE_H
@@ -38,6 +42,8 @@ void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char 
 
 /* Are gradients to travel as images? */
 bool zpp_wire_packs(const zpp_zero *zero);
+/* Between parameters lies what the memory held before, which must not widen the scale of a block. */
+void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket);
 /* Every slice of the unit's bucket becomes its image, at the front of the slice's place. */
 void zpp_wire_pack(zpp_zero *zero, struct zpp_unit *unit);
 /* to = (sum of the images) * factor, or to += that; `elems` of dtype. Returns the bytes of one image. */

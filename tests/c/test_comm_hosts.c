@@ -10,50 +10,7 @@
 #include <unistd.h>
 
 #include "../../csrc/comm/net.h"
-#include "ranks.h"
-
-/* Hosts of the ranks, one letter each: "aabb" is two hosts with two ranks each. */
-struct placed_rank {
-    struct test_rank rank;
-    char host[2];
-    const char *hosts;
-};
-
-static void *placed_main(void *arg) {
-    struct placed_rank *placed = arg;
-    struct test_rank *me = &placed->rank;
-    struct zpp_err err = ZPP_ERR_INIT;
-    const struct zpp_comm_options options = {.rank = me->rank,
-                                             .ranks = me->ranks,
-                                             .timeout_ns = me->timeout_ns,
-                                             .name = "test",
-                                             .network = {.host_id = placed->host, .interface = "lo"}};
-    CHECK_OK(zpp_comm_create(&options, me->store, &me->comm, &err));
-    me->body(me);
-    zpp_comm_destroy(me->comm);
-    return NULL;
-}
-
-static const uint64_t second = UINT64_C(1000000000);
-
-/* Joining has a minute even where the test is about a short time-out: a busy machine needs it. */
-static void run_hosts(const char *hosts, void (*body)(struct test_rank *), void *arg) {
-    struct store_table table;
-    struct placed_rank rank[TEST_RANKS_MAX];
-    pthread_t thread[TEST_RANKS_MAX];
-    pthread_barrier_t all;
-    const int ranks = (int)strlen(hosts);
-    store_table_init(&table);
-    CHECK(pthread_barrier_init(&all, NULL, (unsigned)ranks) == 0);
-    const struct zpp_store store = store_table_of(&table);
-    for (int r = 0; r < ranks; r++) {
-        rank[r] = (struct placed_rank){{r, ranks, NULL, arg, 60 * second, &store, body, &all}, {hosts[r], '\0'}, hosts};
-        CHECK(pthread_create(&thread[r], NULL, placed_main, &rank[r]) == 0);
-    }
-    for (int r = 0; r < ranks; r++) CHECK(pthread_join(thread[r], NULL) == 0);
-    pthread_barrier_destroy(&all);
-    store_table_fini(&table);
-}
+#include "placed.h"
 
 #ifdef ZPP_UNDER_TSAN /* 20 times slower, and the order of events is its subject, not the arithmetic of places */
 static const char *const placements[] = {"ab", "aabb", "aab"};
@@ -324,7 +281,7 @@ static void leaves(struct test_rank *me) {
     const uint64_t start_ns = zpp_now_ns();
     CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_PEER, "left the group \"test\"");
     CHECK_EQUAL(err.rank, me->ranks - 1);
-    CHECK(zpp_now_ns() - start_ns < 5 * second);
+    CHECK(zpp_now_ns() - start_ns < 5 * PLACED_SECOND_NS);
 }
 
 static void a_rank_leaves(void) {
@@ -338,7 +295,7 @@ static void late(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     const int guilty = me->ranks - 1;
     CHECK_OK(zpp_barrier(me->comm, NULL, &err));
-    zpp_comm_set_timeout(me->comm, second / 2);
+    zpp_comm_set_timeout(me->comm, PLACED_SECOND_NS / 2);
     test_meet(me);
     while (me->rank == guilty && zpp_comm_health(me->comm, &err) == ZPP_OK) pause_ms(10);
     CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_TIMEOUT, "did not come to barrier() #2 within");
@@ -430,7 +387,7 @@ static void *be_a_stranger(void *arg) {
     struct zpp_err err = ZPP_ERR_INIT;
     uint8_t card[256], junk[40] = {0};
     size_t bytes = sizeof card;
-    CHECK_OK(store_table_get(&watched->table, "zpp/address/0", card, &bytes, 60 * second, &err));
+    CHECK_OK(store_table_get(&watched->table, "zpp/address/0", card, &bytes, 60 * PLACED_SECOND_NS, &err));
     struct sockaddr_in there = {.sin_family = AF_INET};
     uint16_t port;
     memcpy(&there.sin_addr, card + 16, 4);
@@ -469,7 +426,7 @@ static void strangers_are_turned_away(void) {
     const struct zpp_store store = {&watched, set_watched, get_after_strangers};
     for (int r = 0; r < 2; r++) {
         rank[r] = (struct placed_rank){
-            {r, 2, NULL, NULL, 60 * second, &store, guarded, NULL}, {(char)('a' + r), '\0'}, "ab"};
+            {r, 2, NULL, NULL, 60 * PLACED_SECOND_NS, &store, guarded, NULL}, {(char)('a' + r), '\0'}, "ab"};
         CHECK(pthread_create(&thread[r], NULL, placed_main, &rank[r]) == 0);
     }
     CHECK(pthread_create(&watched.stranger, NULL, be_a_stranger, &watched) == 0);

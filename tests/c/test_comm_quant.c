@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Quantised collectives between ranks that are threads, 2 to 9: bit for bit what the quantisation kernels give over the
- * whole tensors in one thread, whatever the cut in rounds, and the bytes that the header of coll_quant.c states.
+ * whole tensors in one thread, whatever the cut in rounds, and the bytes that the header of coll_quant.c states. Over
+ * several hosts the same, with the order of sums and the bytes on the network of hosts_quant.c.
  */
 #include <math.h>
 
 #include "../../csrc/ops/quant/quant.h"
-#include "ranks.h"
+#include "placed.h"
 
 static uint32_t mix(uint32_t x) {
     x ^= x >> 16;
@@ -27,6 +28,7 @@ struct what {
     int bits;
     size_t block_elems, elems;
     int node_ranks;
+    const char *hosts; /* of the ranks, see placed.h; NULL: all on one */
 };
 
 static struct zpp_quant_spec spec_of(const struct what *what) {
@@ -123,6 +125,140 @@ static void all_gather(struct test_rank *me, const struct what *what) {
     free(wanted);
 }
 
+/* Bytes on the network of an image of `elems`. */
+static uint64_t image(const struct what *what, size_t elems) { return (wire(what, elems) + 3) / 4 * 4; }
+
+static int hosts_of(const struct what *what) {
+    int hosts = 0;
+    for (const char *h = what->hosts; h && *h; h++) hosts = *h - 'a' + 1 > hosts ? *h - 'a' + 1 : hosts;
+    return hosts;
+}
+
+static int ranks_on(const struct what *what, char host) {
+    int ranks = 0;
+    for (const char *h = what->hosts; *h; h++) ranks += *h == host;
+    return ranks;
+}
+
+/* Several ranks on each host, equally many: sums go inside first, and are quantised again. */
+static bool two_hops(const struct what *what) {
+    bool even = what->hosts != NULL && ranks_on(what, 'a') > 1;
+    for (int h = 1; even && h < hosts_of(what); h++) even = ranks_on(what, (char)('a' + h)) == ranks_on(what, 'a');
+    return even;
+}
+
+/* Run the call over hosts: its bytes on the network, at this rank and of all ranks together. */
+static void networked(struct test_rank *me, const struct zpp_call *call, enum zpp_traffic_kind kind, uint64_t *mine,
+                      uint64_t *all) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_traffic before, after;
+    zpp_comm_traffic(me->comm, &before);
+    CHECK_OK(zpp_comm_call(me->comm, call, NULL, &err));
+    zpp_comm_traffic(me->comm, &after);
+    CHECK_EQUAL(after.calls[kind] - before.calls[kind], 1);
+    *mine = after.network_bytes[kind] - before.network_bytes[kind];
+    int64_t sum = (int64_t)*mine;
+    CHECK_OK(zpp_all_reduce(me->comm, &sum, 1, ZPP_I64, ZPP_SUM, NULL, &err));
+    *all = (uint64_t)sum;
+}
+
+/* Codes of the mean of elements [first, first + elems): over the ranks of each host, quantised again, then over hosts,
+ * or over all ranks at once. */
+static struct zpp_quant_target mean_over_hosts(const struct test_rank *me, const struct what *what, size_t first,
+                                               size_t elems, void *dst) {
+    const struct zpp_quant_spec spec = spec_of(what);
+    const struct zpp_quant_target mean = room_for(what, elems);
+    const float factor = 1.0f / (float)me->ranks;
+    struct zpp_quant_target all[2 * TEST_RANKS_MAX];
+    struct zpp_quant_source from[TEST_RANKS_MAX], here[TEST_RANKS_MAX];
+    size_t made = 0, count = 0;
+    for (int r = 0; r < me->ranks; r++) {
+        all[made] = quantised(what, r, first, elems);
+        from[count++] = source_of(&all[made++]);
+    }
+    for (int h = 0; two_hops(what) && h < hosts_of(what); h++) {
+        size_t ranks = 0;
+        for (int r = 0; r < me->ranks; r++)
+            if (what->hosts[r] == 'a' + h) here[ranks++] = source_of(&all[r]);
+        all[made] = room_for(what, elems);
+        zpp_quant_reduce(&spec, here, ranks, 1.0f, elems, &spec, &all[made++], NULL);
+    }
+    if (two_hops(what)) {
+        count = (size_t)hosts_of(what);
+        for (size_t h = 0; h < count; h++) from[h] = source_of(&all[(size_t)me->ranks + h]);
+    }
+    if (dst) zpp_quant_sum(&spec, from, count, factor, dst, what->dtype, elems, NULL);
+    zpp_quant_reduce(&spec, from, count, factor, elems, &spec, &mean, NULL);
+    while (made) drop(&all[--made]);
+    return mean;
+}
+
+static void gather_over_hosts(struct test_rank *me, const struct what *what) {
+    const struct zpp_quant_spec spec = spec_of(what);
+    const size_t slice_bytes = what->elems * zpp_dtype_bytes(what->dtype);
+    unsigned char *src = filled(what, me->rank, what->elems), *dst = malloc(slice_bytes * (size_t)me->ranks + 1);
+    unsigned char *wanted = malloc(slice_bytes + 1);
+    const struct zpp_call call = call_of(what, ZPP_COLL_ALL_GATHER_QUANT, dst, src);
+    const uint64_t others = (uint64_t)hosts_of(what) - 1;
+    uint64_t mine, all;
+    networked(me, &call, ZPP_TRAFFIC_ALL_GATHER, &mine, &all);
+    CHECK_EQUAL(all, (uint64_t)me->ranks * others * image(what, what->elems)); /* each image once to each host */
+    if (two_hops(what) || hosts_of(what) == me->ranks) CHECK_EQUAL(mine, others * image(what, what->elems));
+    for (int r = 0; r < me->ranks; r++) {
+        struct zpp_quant_target one = quantised(what, r, 0, what->elems);
+        const struct zpp_quant_source source = source_of(&one);
+        zpp_dequantise(&spec, &source, wanted, what->dtype, what->elems, false, NULL);
+        CHECK(memcmp(dst + (size_t)r * slice_bytes, wanted, slice_bytes) == 0);
+        drop(&one);
+    }
+    free(src);
+    free(dst);
+    free(wanted);
+}
+
+/* Images that one rank gets from elsewhere when slices are reduced. */
+static uint64_t images_for(const struct what *what, int rank) {
+    if (two_hops(what)) return (uint64_t)hosts_of(what) - 1;
+    return (uint64_t)((int)strlen(what->hosts) - ranks_on(what, what->hosts[rank]));
+}
+
+static void scatter_over_hosts(struct test_rank *me, const struct what *what) {
+    const size_t bytes = what->elems * zpp_dtype_bytes(what->dtype);
+    unsigned char *src = filled(what, me->rank, what->elems * (size_t)me->ranks), *dst = malloc(bytes + 1);
+    unsigned char *wanted = malloc(bytes + 1);
+    const struct zpp_call call = call_of(what, ZPP_COLL_REDUCE_SCATTER_QUANT, dst, src);
+    uint64_t mine, all;
+    networked(me, &call, ZPP_TRAFFIC_REDUCE_SCATTER, &mine, &all);
+    CHECK_EQUAL(mine, images_for(what, me->rank) * image(what, what->elems));
+    struct zpp_quant_target codes =
+        mean_over_hosts(me, what, (size_t)me->rank * what->elems, what->elems, wanted);
+    CHECK(memcmp(dst, wanted, bytes) == 0);
+    drop(&codes);
+    free(src);
+    free(dst);
+    free(wanted);
+}
+
+static void reduce_over_hosts(struct test_rank *me, const struct what *what) {
+    const struct zpp_quant_spec spec = spec_of(what);
+    const size_t bytes = what->elems * zpp_dtype_bytes(what->dtype);
+    const size_t blocks = (what->elems + what->block_elems - 1) / what->block_elems;
+    const size_t share = (blocks + (size_t)me->ranks - 1) / (size_t)me->ranks * what->block_elems;
+    unsigned char *data = filled(what, me->rank, what->elems), *wanted = malloc(bytes + 1);
+    const struct zpp_call call = call_of(what, ZPP_COLL_ALL_REDUCE_QUANT, data, NULL);
+    uint64_t mine, all, images = (uint64_t)me->ranks * ((uint64_t)hosts_of(what) - 1);
+    networked(me, &call, ZPP_TRAFFIC_ALL_REDUCE, &mine, &all);
+    for (int r = 0; r < me->ranks; r++) images += images_for(what, r);
+    if (what->elems < 1000000) CHECK_EQUAL(all, what->elems ? images * image(what, share) : 0); /* one piece */
+    struct zpp_quant_target codes = mean_over_hosts(me, what, 0, what->elems, NULL);
+    const struct zpp_quant_source source = source_of(&codes);
+    zpp_dequantise(&spec, &source, wanted, what->dtype, what->elems, false, NULL);
+    CHECK(memcmp(data, wanted, bytes) == 0);
+    drop(&codes);
+    free(data);
+    free(wanted);
+}
+
 /* My slice of the mean: over the ranks of each node, quantised again, then over the nodes. */
 static void expected_slice(const struct test_rank *me, const struct what *what, void *wanted) {
     const struct zpp_quant_spec spec = spec_of(what);
@@ -197,7 +333,7 @@ static void each_length(struct test_rank *me) {
     for (size_t l = 0; l < sizeof lengths / sizeof lengths[0]; l++)
         for (int bits = 4; bits <= 8; bits += 4) {
             struct what what = {l % 3 == 0 ? ZPP_F32 : l % 3 == 1 ? ZPP_BF16 : ZPP_F16, bits, l % 2 ? 256 : 64,
-                                lengths[l], 0};
+                                lengths[l], 0, NULL};
             all_gather(me, &what);
             all_reduce(me, &what);
             for (what.node_ranks = 0; what.node_ranks <= me->ranks; what.node_ranks++)
@@ -216,7 +352,7 @@ static void lengths_ranks_and_nodes(void) {
 static void each_block(struct test_rank *me) {
     static const size_t blocks[] = {16, 48, 2048, 32768};
     for (size_t b = 0; b < sizeof blocks / sizeof blocks[0]; b++) {
-        const struct what what = {ZPP_F32, b % 2 ? 4 : 8, blocks[b], 100003, 0};
+        const struct what what = {ZPP_F32, b % 2 ? 4 : 8, blocks[b], 100003, 0, NULL};
         all_gather(me, &what);
         reduce_scatter(me, &what);
         all_reduce(me, &what);
@@ -229,7 +365,8 @@ static void blocks_of_every_size(void) {
 
 /* More rounds than a track has slots. */
 static void long_one(struct test_rank *me) {
-    const struct what gathered = {ZPP_F32, 8, 256, 3000017, 0}, scattered = {ZPP_BF16, 8, 256, 1200007, 2};
+    const struct what gathered = {ZPP_F32, 8, 256, 3000017, 0, NULL};
+    const struct what scattered = {ZPP_BF16, 8, 256, 1200007, 2, NULL};
     all_gather(me, &gathered);
     all_reduce(me, &gathered);
     reduce_scatter(me, &scattered);
@@ -242,7 +379,7 @@ static void bounds(struct test_rank *me) {
     enum { ELEMS = 5000 };
     struct zpp_err err = ZPP_ERR_INIT;
     for (int node_ranks = 0; node_ranks <= 2; node_ranks += 2) {
-        const struct what what = {ZPP_F32, 8, 64, ELEMS, node_ranks};
+        const struct what what = {ZPP_F32, 8, 64, ELEMS, node_ranks, NULL};
         float *src = filled(&what, me->rank, (size_t)ELEMS * (size_t)me->ranks), dst[ELEMS];
         const struct zpp_call call = call_of(&what, ZPP_COLL_REDUCE_SCATTER_QUANT, dst, src);
         CHECK_OK(zpp_comm_call(me->comm, &call, NULL, &err));
@@ -266,7 +403,7 @@ static void infinite(struct test_rank *me) {
     float data[64];
     for (size_t i = 0; i < 64; i++) data[i] = 1.0f;
     if (me->rank == 1) data[20] = INFINITY;
-    const struct what what = {ZPP_F32, 8, 16, 64, 0};
+    const struct what what = {ZPP_F32, 8, 16, 64, 0, NULL};
     const struct zpp_call call = call_of(&what, ZPP_COLL_ALL_REDUCE_QUANT, data, NULL);
     CHECK_OK(zpp_comm_call(me->comm, &call, NULL, &err));
     for (size_t i = 0; i < 64; i++) CHECK(i / 16 == 1 ? isnan(data[i]) : data[i] == 1.0f);
@@ -277,7 +414,7 @@ static void infinities_are_not_hidden(void) { run_ranks(3, infinite, NULL); }
 static void differ(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     float data[64] = {0};
-    const struct what what = {ZPP_F32, me->rank ? 4 : 8, 16, 64, 0};
+    const struct what what = {ZPP_F32, me->rank ? 4 : 8, 16, 64, 0, NULL};
     const struct zpp_call call = call_of(&what, ZPP_COLL_ALL_REDUCE_QUANT, data, NULL);
     const zpp_status status = zpp_comm_call(me->comm, &call, NULL, &err);
     CHECK(status == ZPP_PEER && strstr(err.text, "int8 in blocks of 16") && strstr(err.text, "int4 in blocks of 16"));
@@ -288,7 +425,7 @@ static void formats_must_agree(void) { run_ranks(2, differ, NULL); }
 static void refused(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     float data[64] = {0};
-    const struct what good = {ZPP_F32, 8, 16, 64, 0};
+    const struct what good = {ZPP_F32, 8, 16, 64, 0, NULL};
     struct zpp_call call = call_of(&good, ZPP_COLL_ALL_REDUCE_QUANT, data, NULL);
     call.bits = 5;
     CHECK_FAILS(zpp_comm_call(me->comm, &call, NULL, &err), ZPP_INVALID, "5 bits, wanted 8 or 4");
@@ -307,6 +444,67 @@ static void refused(struct test_rank *me) {
 
 static void wrong_arguments(void) { run_ranks(3, refused, NULL); }
 
+/* --- over several hosts ------------------------------------------------------------------------------------------ */
+
+static void each_length_over_hosts(struct test_rank *me) {
+    static const size_t lengths[] = {0, 1, 17, 1000, 4099, 70001};
+    for (size_t l = 0; l < sizeof lengths / sizeof lengths[0]; l++)
+        for (int bits = 4; bits <= 8; bits += 4) {
+            const struct what what = {l % 3 == 0 ? ZPP_F32 : l % 3 == 1 ? ZPP_BF16 : ZPP_F16, bits, l % 2 ? 256 : 64,
+                                      lengths[l], 0, me->arg};
+            gather_over_hosts(me, &what);
+            scatter_over_hosts(me, &what);
+            reduce_over_hosts(me, &what);
+        }
+}
+
+static void lengths_over_hosts(void) {
+#ifdef ZPP_UNDER_TSAN
+    static const char *const placements[] = {"ab", "aabb"};
+#else
+    static const char *const placements[] = {"ab", "aabb", "abab", "aab", "abc"};
+#endif
+    for (size_t p = 0; p < sizeof placements / sizeof *placements; p++)
+        run_hosts(placements[p], each_length_over_hosts, (void *)(uintptr_t)placements[p]);
+}
+
+static void long_one_over_hosts(struct test_rank *me) {
+    const struct what what = {ZPP_F32, 8, 256, 3000017, 0, me->arg};
+    gather_over_hosts(me, &what);
+    scatter_over_hosts(me, &what);
+    reduce_over_hosts(me, &what);
+}
+
+static void many_pieces_over_hosts(void) { run_hosts("aabb", long_one_over_hosts, (void *)(uintptr_t) "aabb"); }
+
+/* Ranks that reduce different units, of equal size, are told so, quantised or not. */
+static void other_object(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    float data[64] = {0};
+    const struct what what = {ZPP_F32, 8, 16, 64, 0, me->arg};
+    struct zpp_call call = call_of(&what, ZPP_COLL_ALL_REDUCE_QUANT, data, NULL);
+    call.object = me->rank ? 7 : 5;
+    const zpp_status status = zpp_comm_call(me->comm, &call, NULL, &err);
+    CHECK(status == ZPP_PEER && strstr(err.text, "64 elements, int8 in blocks of 16, avg, object 5"));
+    CHECK(strstr(err.text, "object 7"));
+}
+
+static void objects_must_agree(void) {
+    run_ranks(2, other_object, NULL);
+    run_hosts("ab", other_object, (void *)(uintptr_t) "ab");
+}
+
+static void refused_over_hosts(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    float data[64] = {0}, out[16];
+    const struct what what = {ZPP_F32, 8, 16, 16, 1, me->arg};
+    const struct zpp_call call = call_of(&what, ZPP_COLL_REDUCE_SCATTER_QUANT, out, data);
+    CHECK_FAILS(zpp_comm_call(me->comm, &call, NULL, &err), ZPP_INVALID, "1 ranks a node asked of group \"test\"");
+    CHECK_OK(zpp_barrier(me->comm, NULL, &err));
+}
+
+static void nodes_are_hosts(void) { run_hosts("aabb", refused_over_hosts, (void *)(uintptr_t) "aabb"); }
+
 int main(int argc, char **argv) {
     static const struct test_case cases[] = {TEST(lengths_ranks_and_nodes),
                                              TEST(blocks_of_every_size),
@@ -315,6 +513,10 @@ int main(int argc, char **argv) {
                                              TEST(infinities_are_not_hidden),
                                              TEST(formats_must_agree),
                                              TEST(wrong_arguments),
+                                             TEST(lengths_over_hosts),
+                                             TEST(many_pieces_over_hosts),
+                                             TEST(objects_must_agree),
+                                             TEST(nodes_are_hosts),
                                              {0}};
     return test_main(argc, argv, cases);
 }

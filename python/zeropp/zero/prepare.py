@@ -170,12 +170,6 @@ def _check_hosts(config: Config, comm: Any, filed: bool) -> None:
         raise ConfigError(
             f"Config.offload.grads: 'nvme' on {hosts} hosts is not implemented yet; leave gradients in memory, or use one host"
         )
-    for path, wire in (("params", config.comm.params), ("grads", config.comm.grads)):
-        if wire != "exact":
-            raise ConfigError(
-                f"Config.comm.{path}: {wire!r} on {hosts} hosts is not implemented yet, because quantised slices are read in shared "
-                'memory; use "exact", or one host'
-            )
 
 
 def _check_device(config: Config) -> None:
