@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, ReduceOp, Store
 from torch._C._distributed_c10d import ProcessGroup as _ProcessGroup
 from torch._C._distributed_c10d import Work as _Work
 
-from zeropp import _C, comm
+from zeropp import _C, comm, comm_sparse
 
 __all__ = ["ProcessGroup"]
 
@@ -372,6 +372,8 @@ class ProcessGroup(_ProcessGroup):
             tensors = (tensors,)
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
+        if tensors[0].layout is torch.sparse_coo and tensors[0].is_cpu:
+            return _Done([comm_sparse.all_reduce_sparse(self.comm, tensors[0], _op_code(opts))])
         tensor, op = _check(tensors[0]), _op_code(opts)
         at = tensor if tensor.is_contiguous() else tensor.contiguous()
         if op == _PREMUL_SUM:

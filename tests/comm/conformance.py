@@ -6,6 +6,7 @@ test_process_group.py runs all of them in one launch a world size. Every functio
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -403,6 +404,64 @@ def fsdp2_and_checkpoint(rank: int, ranks: int) -> None:
 
 
 @subject
+def sparse_sums(rank: int, ranks: int) -> None:
+    """Other places and other numbers of elements on each rank, rank 1 none; duplicates add up; dense dimensions; blocking and later."""
+    import zeropp
+
+    def of(r: int, dtype: torch.dtype, dense: tuple[int, ...]) -> torch.Tensor:
+        count = 0 if r == 1 else 3 + r
+        places = torch.stack([(torch.arange(count) * (r + 1)) % 7, torch.arange(count) % 2])
+        return torch.sparse_coo_tensor(places, of_rank(r, count, *dense).to(dtype), (7, 2, *dense))
+
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for dense in ((), (3,)):
+            wide = torch.float32 if dtype == torch.bfloat16 else dtype
+            total = sum(
+                (of(r, dtype, dense).to_dense().to(wide) for r in range(1, ranks)),
+                of(0, dtype, dense).to_dense().to(wide),
+            )
+            for later in (False, True):
+                tensor = of(rank, dtype, dense)
+                work = dist.all_reduce(tensor, async_op=later)
+                if later:
+                    work.wait()
+                torch.testing.assert_close(tensor.to_dense(), total.to(dtype))
+    mean = of(rank, torch.float32, ())
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    wanted = sum((of(r, torch.float32, ()).to_dense() for r in range(1, ranks)), of(0, torch.float32, ()).to_dense())
+    torch.testing.assert_close(mean.to_dense(), wanted / ranks)
+    longer = int(rank > 0 and rank == ranks - 1)
+    try:
+        dist.all_reduce(torch.sparse_coo_tensor(torch.zeros(1, 1), torch.ones(1), (4 + longer,)))
+    except zeropp.CommError as error:
+        assert (
+            f"rank 0 has shape (4,) with 1 sparse dimensions and dtype code 0, but rank {ranks - 1} has shape (5,)"
+            in str(error)
+        )
+    else:
+        assert ranks == 1, "no error"
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 2)
+
+        def forward(self, at: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.out(self.table(at))
+            return out
+
+    torch.manual_seed(0)
+    plain = Words()
+    net = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    at = [torch.randint(0, 20, (6,), generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+    net(at[rank]).square().mean().backward()
+    torch.stack([plain(rows).square().mean() for rows in at]).mean().backward()
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense())
+
+
+@subject
 def refusals(rank: int, ranks: int) -> None:
     def sentence(call: Callable[[], object], kind: type[BaseException] = ValueError) -> str:
         try:
@@ -413,7 +472,9 @@ def refusals(rank: int, ranks: int) -> None:
 
     assert "bor of float32" in sentence(lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BOR))
     assert "avg of int64" in sentence(lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), op=dist.ReduceOp.AVG))
-    assert "to_dense" in sentence(lambda: dist.group.WORLD.allreduce([torch.eye(3).to_sparse()]))
+    assert "to_dense" in sentence(lambda: dist.group.WORLD.allreduce([torch.eye(3).to_sparse_csr()]))
+    assert "to_dense" in sentence(lambda: dist.group.WORLD.broadcast([torch.eye(3).to_sparse()]))
+    assert "max of a sparse tensor" in sentence(lambda: dist.all_reduce(torch.eye(3).to_sparse(), op=dist.ReduceOp.MAX))
     assert "torch.float8_e4m3fn is not a dtype" in sentence(
         lambda: dist.all_reduce(torch.ones(3).to(torch.float8_e4m3fn))
     )
