@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from harness import Need, Run
+from paired import Paired
 
 CLAIM = "10x lower latency than gloo up to 8 KB, 3x to 5x its bandwidth from 1 MB, 1.2x DeepSpeed's shared-memory all-reduce"
 NEEDS = (
@@ -86,7 +85,7 @@ def deepspeed_shm(rank: int, ranks: int) -> Callable[[Any], Any]:
     return torch.ops.deepspeed.inference_all_reduce_
 
 
-class Bench:
+class Bench(Paired):
     """What a rank holds: the groups of all contenders."""
 
     def __init__(self) -> None:
@@ -104,16 +103,12 @@ class Bench:
         self.deepspeed = deepspeed_shm(self.rank, self.ranks)
 
     def tensors(self, case: Case) -> tuple[Any, Any]:
-        """(tensor or output, input): fp32, touched, with values that tell ranks and places apart."""
+        """(tensor or output, input): fp32."""
         elems = case.size_bytes // 4
         make = self.door.empty if case.kind == "arena" else self.torch.empty
         whole = make(max(elems, 1))
         part = make(max(elems // self.ranks, 1))
         return (whole, part) if case.coll != "reduce_scatter" else (part, whole)
-
-    def fill(self, tensor: Any) -> None:
-        generator = self.torch.Generator().manual_seed(self.rank)
-        tensor.copy_(self.torch.rand(tensor.numel(), generator=generator))
 
     def calls(self, case: Case, output: Any, source: Any) -> dict[str, Callable[[], Any]]:
         """One call of each contender."""
@@ -149,14 +144,14 @@ class Bench:
             "gloo": lambda: gloo._reduce_scatter_base(output, source).wait(),
         }
 
-    def limit(self, case: Case, memory: Any) -> Callable[[], Any]:
+    def limit(self, case: Case, output: Any) -> tuple[str, Callable[[], Any]]:
         """memcpy of the bytes that a rank must read from its peers."""
         share = (self.ranks - 1) / self.ranks
         size = int(case.size_bytes * share * (2 if case.coll == "all_reduce" else 1))
         shared = self.door.empty(max(size // 4, 1))
         shared.zero_()
-        private, inside = memory.data_ptr(), shared.data_ptr()
-        room = min(size, memory.numel() * 4)
+        private, inside = output.data_ptr(), shared.data_ptr()
+        room = min(size, output.numel() * 4)
 
         def out() -> None:
             ctypes.memmove(private, inside, room)
@@ -165,47 +160,7 @@ class Bench:
             ctypes.memmove(inside, private, room)
             ctypes.memmove(private, inside, room)
 
-        return out if case.kind == "arena" else in_and_out
-
-    def check(self, case: Case, calls: Mapping[str, Callable[[], Any]], output: Any, source: Any) -> str:
-        """Empty, or which contender computes something else."""
-        results = {}
-        for name, call in calls.items():
-            self.fill(source)
-            self.fill(output)
-            call()
-            results[name] = output.clone()
-        for name, result in results.items():
-            if not self.torch.allclose(result, results["gloo"], rtol=1e-5, atol=1e-6):
-                return f"{case.name}: {name} and gloo disagree by {float((result - results['gloo']).abs().max())}"
-        return ""
-
-    def turn(self, call: Callable[[], Any], repeat: int, reset: Any) -> float:
-        """Microseconds a call. Tensors that are reduced in place again and again would overflow, so they begin at 0."""
-        reset.zero_()
-        self.door.barrier()
-        start = time.perf_counter_ns()
-        for _ in range(repeat):
-            call()
-        return (time.perf_counter_ns() - start) / 1e3 / repeat
-
-    def measure(self, case: Case, rounds: int) -> dict[str, Any]:
-        """Microseconds a call of each contender, round by round; the slowest rank's."""
-        output, source = self.tensors(case)
-        calls = self.calls(case, output, source)
-        wrong = self.check(case, calls, output, source)
-        calls["memcpy"] = self.limit(case, output)
-        order = list(calls)
-        rng = random.Random(case.name)  # the same on every rank
-        samples: dict[str, list[float]] = {name: [] for name in order}
-        for index in range(rounds + 1):
-            rng.shuffle(order)
-            for name in order:
-                micros = self.torch.tensor(self.turn(calls[name], case.repeat, output))
-                self.door.all_reduce(micros, "max")
-                if index:
-                    samples[name].append(float(micros))
-        return {"wrong": wrong, "samples": samples}
+        return "memcpy", out if case.kind == "arena" else in_and_out
 
 
 def worker(args: Mapping[str, Any]) -> list[dict[str, Any]]:

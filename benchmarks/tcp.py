@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import select
 import socket
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import Need, Run
+from paired import Paired
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "comm"))
 import netns
@@ -125,7 +125,7 @@ def enter(name: str) -> None:
             raise OSError(ctypes.get_errno(), f"setns into namespace {name}")
 
 
-class Bench:
+class Bench(Paired):
     """What a rank holds: the groups of all contenders."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
@@ -151,10 +151,6 @@ class Bench:
         part = self.torch.empty(case.size_bytes // 4 // self.ranks)
         return (whole, part) if case.coll != "reduce_scatter" else (part, whole)
 
-    def fill(self, tensor: Any) -> None:
-        generator = self.torch.Generator().manual_seed(self.rank)
-        tensor.copy_(self.torch.rand(tensor.numel(), generator=generator))
-
     def calls(self, case: Case, output: Any, source: Any) -> dict[str, Callable[[], Any]]:
         """One call of each contender, through torch.distributed's group objects on the peer's side, the engine on ours."""
         door, gloo = self.door, self.gloo
@@ -175,45 +171,10 @@ class Bench:
             "gloo": lambda: gloo._reduce_scatter_base(output, source).wait(),
         }
 
-    def check(self, case: Case, calls: Mapping[str, Callable[[], Any]], output: Any, source: Any) -> str:
-        """Empty, or which contender computes something else."""
-        results = {}
-        for name, call in calls.items():
-            self.fill(source)
-            self.fill(output)
-            call()
-            results[name] = output.clone()
-        if self.torch.allclose(results["ours"], results["gloo"], rtol=1e-5, atol=1e-6):
-            return ""
-        return f"{case.name}: ours and gloo disagree by {float((results['ours'] - results['gloo']).abs().max())}"
-
-    def turn(self, call: Callable[[], Any], repeat: int, reset: Any) -> float:
-        """Microseconds a call. Tensors that are reduced in place again and again would overflow, so they begin at 0."""
-        reset.zero_()
-        self.door.barrier()
-        start = time.perf_counter_ns()
-        for _ in range(repeat):
-            call()
-        return (time.perf_counter_ns() - start) / 1e3 / repeat
-
-    def measure(self, case: Case, rounds: int) -> dict[str, Any]:
-        """Microseconds a call of each contender, round by round; the slowest rank's."""
-        output, source = self.tensors(case)
-        calls = self.calls(case, output, source)
-        wrong = self.check(case, calls, output, source)
+    def limit(self, case: Case, output: Any) -> tuple[str, Callable[[], Any]]:
+        """The bytes that both ranks must send, both ways at once."""
         sends, receives = case.raw_bytes[self.rank], case.raw_bytes[1 - self.rank]
-        calls["raw sockets"] = lambda: self.raw.exchange(sends, receives)
-        order = list(calls)
-        rng = random.Random(case.name)  # the same on every rank
-        samples: dict[str, list[float]] = {name: [] for name in order}
-        for index in range(rounds + 1):
-            rng.shuffle(order)
-            for name in order:
-                micros = self.torch.tensor(self.turn(calls[name], case.repeat, output))
-                self.door.all_reduce(micros, "max")
-                if index:
-                    samples[name].append(float(micros))
-        return {"wrong": wrong, "samples": samples}
+        return "raw sockets", lambda: self.raw.exchange(sends, receives)
 
 
 def worker(args: Mapping[str, Any]) -> list[dict[str, Any]]:

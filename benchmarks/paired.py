@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks of collectives share: contenders on the same tensors in one process, in turns.
+
+Results are compared with gloo's before anything is timed. Contenders take turns in an order drawn anew each round, a barrier before each
+turn; a turn is `case.repeat` calls. A time is the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+Call = Callable[[], Any]
+
+
+class Case(Protocol):
+    """A row or a few."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def repeat(self) -> int:
+        """Calls a turn."""
+        ...
+
+
+class Paired(ABC):
+    """One rank. A subclass sets `torch` and `door` (a Communicator of all ranks) and has the cases' tensors and calls."""
+
+    torch: Any
+    door: Any
+    rank: int
+
+    @abstractmethod
+    def tensors(self, case: Any) -> tuple[Any, Any]:
+        """(tensor or output, input)."""
+
+    @abstractmethod
+    def calls(self, case: Any, output: Any, source: Any) -> dict[str, Call]:
+        """One call of each contender, "gloo" among them."""
+
+    @abstractmethod
+    def limit(self, case: Any, output: Any) -> tuple[str, Call]:
+        """What bounds all contenders, measured beside them, and its name."""
+
+    def fill(self, tensor: Any) -> None:
+        """Values that tell ranks and places apart."""
+        generator = self.torch.Generator().manual_seed(self.rank)
+        tensor.copy_(self.torch.rand(tensor.numel(), generator=generator))
+
+    def check(self, case: Case, calls: Mapping[str, Call], output: Any, source: Any) -> str:
+        """Empty, or which contender computes something else."""
+        results = {}
+        for name, call in calls.items():
+            self.fill(source)
+            self.fill(output)
+            call()
+            results[name] = output.clone()
+        for name, result in results.items():
+            if not self.torch.allclose(result, results["gloo"], rtol=1e-5, atol=1e-6):
+                return f"{case.name}: {name} and gloo disagree by {float((result - results['gloo']).abs().max())}"
+        return ""
+
+    def turn(self, call: Call, repeat: int, reset: Any) -> float:
+        """Microseconds a call. Tensors that are reduced in place again and again would overflow, so they begin at 0."""
+        reset.zero_()
+        self.door.barrier()
+        start = time.perf_counter_ns()
+        for _ in range(repeat):
+            call()
+        return (time.perf_counter_ns() - start) / 1e3 / repeat
+
+    def measure(self, case: Case, rounds: int) -> dict[str, Any]:
+        """Microseconds a call of each contender, round by round."""
+        output, source = self.tensors(case)
+        calls = self.calls(case, output, source)
+        wrong = self.check(case, calls, output, source)
+        bound, call = self.limit(case, output)
+        calls[bound] = call
+        order = list(calls)
+        rng = random.Random(case.name)  # the same on every rank
+        samples: dict[str, list[float]] = {name: [] for name in order}
+        for index in range(rounds + 1):
+            rng.shuffle(order)
+            for name in order:
+                micros = self.torch.tensor(self.turn(calls[name], case.repeat, output))
+                self.door.all_reduce(micros, "max")
+                if index:
+                    samples[name].append(float(micros))
+        return {"wrong": wrong, "samples": samples}
