@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -48,10 +49,17 @@ class Node:
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:3", "--nproc-per-node", str(ranks),
             "--max-restarts", "1000", "--monitor-interval", "0.1", "--rdzv-backend", "c10d", "--rdzv-id", "elastic",
             "--rdzv-endpoint", f"localhost:{job.port}", "--rdzv-conf", "is_host=0,last_call_timeout=1,keep_alive_interval=1",
+            "--local-addr=127.0.0.1",
         ]  # fmt: skip
         self.process = subprocess.Popen(
-            [*launch, *job.script], stdout=job.log, stderr=subprocess.STDOUT, start_new_session=True, env=environment()
-        )
+            [*launch, *job.script], stdout=job.log, stderr=subprocess.STDOUT, start_new_session=True,
+            env=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1),  # docs/elastic.md: machines that come later
+        )  # fmt: skip
+
+    def ranks(self) -> list[int]:
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        children = [int(one) for one in path.read_text().split()] if path.exists() else []
+        return [pid for pid in children if b"elastic_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def kill(self) -> None:
         """The machine is gone: its torchrun, which takes its ranks with it."""
@@ -152,7 +160,7 @@ def check_curve(job: Job) -> None:
     for row in rows:  # fp32 sums in another order, which steps of AdamW amplify
         assert row["loss"] == pytest.approx(wanted[row["step"] - 1], rel=2e-4 if row["step"] <= 80 else 2e-2), row
     for before, after in itertools.pairwise(rows):
-        if after["start"] == before["start"]:
+        if after["process"] == before["process"]:
             assert after["step"] == before["step"] + 1
         else:  # a background save may have been on its way, besides the steps since it began
             assert after["step"] == after["start"] + 1 and after["start"] % SAVE_EVERY == 0
@@ -190,6 +198,30 @@ def test_a_machine_that_dies_leaves_a_run_that_goes_on(tmp_path):
         rows = job.rows()
         ranks = [row["ranks"] for row in rows]
         assert ranks[-1] == 2 and 3 in ranks and max(row["start"] for row in rows if row["ranks"] == 2) > 0
+        check_curve(job)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_die_every_few_seconds(tmp_path):
+    """Ranks are killed at random, a machine leaves, another comes: 1 to 4 ranks, and one curve."""
+    chance = random.Random(0)
+    with Job(tmp_path, steps=240) as job:
+        job.start(2)
+        leaves = job.start(1)
+        for round_ in range(5):
+            seen = len(job.rows())
+            job.wait(lambda seen=seen: len(job.rows()) > seen + chance.randrange(1, 25))
+            if round_ == 1:
+                leaves.kill()
+            elif round_ == 3:
+                job.start(2)
+            else:
+                alive = [pid for node in job.nodes if node.process.poll() is None for pid in node.ranks()]
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(chance.choice(alive), signal.SIGKILL)
+        job.wait(job.finished, limit_s=200)
+        assert {2, 3, 4} <= {row["ranks"] for row in job.rows()}
         check_curve(job)
 
 
