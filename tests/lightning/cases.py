@@ -161,6 +161,7 @@ def ways(folder: Path) -> dict[str, Any]:
         more = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
         trainer(folder / f"value-{name}", strategy_of(name), 1, **more).fit(value, batches())
         found[name] = {"late": late.losses, "manual": manual.losses, "low": low.losses, "value": value.losses}
+    found["stops"] = stops(folder / "stops")
     pure = make_module(pl.LightningModule)
     strategy = zeropp.lightning.ZeroppStrategy(stage=2, precision="bf16")
     trainer(folder / "pure", strategy, 1).fit(pure, batches(), batches())
@@ -249,6 +250,120 @@ def by_value(run: Any) -> list[float]:
     return losses
 
 
+class Pair(pl.LightningModule):
+    """A generator and a discriminator, which step in turns, and a scale that neither submodule has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 16))
+        self.discriminator = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Linear(64, 1))
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(16))
+        self.register_buffer("seen", torch.zeros(1))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> None:
+        opt_g, opt_d = self.optimizers()
+        noise = torch.randn(8, 8, generator=torch.Generator().manual_seed(index * 2 + self.global_rank))
+        real = self.frozen(batch[0])
+        self.seen += 1
+        for optimizer, wanted in ((opt_g, 1.0), (opt_d, 0.0)):
+            self.toggle_optimizer(optimizer)
+            fake = self.generator(noise) * self.scale
+            loss = (self.discriminator(fake) - wanted).square().mean()
+            if optimizer is opt_d:
+                loss = loss + (self.discriminator(real) - 1.0).square().mean()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> Any:
+        adam = torch.optim.AdamW([*self.generator.parameters(), self.scale], lr=1e-2)
+        return [adam, torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9)]
+
+
+def several(folder: Path) -> dict[str, Any]:
+    """Two optimizers over one module: against DDP, resumed, and the file alone; Fabric with two models in one file."""
+    found: dict[str, Any] = {}
+    more = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+    for name in ("ddp", "zeropp_stage_1", "gathers"):
+        module = Pair()
+        given = "ddp_find_unused_parameters_true" if name == "ddp" else strategy_of(name)
+        run = trainer(folder / name, given, 2, **more)
+        run.fit(module, batches())
+        found[name] = module.losses
+        torch.distributed.barrier()
+        held = torch.load(folder / name / "epoch=1.ckpt", weights_only=True)["state_dict"]
+        plain = Pair()
+        plain.load_state_dict(held)
+        with torch.no_grad():
+            found[f"{name} plain"] = [*plain.eval().discriminator(INPUTS[:8]).flatten().tolist(), float(plain.seen)]
+        if name != "ddp":
+            again = Pair()
+            run = trainer(folder / f"{name}-again", strategy_of(name), 2, **more)
+            run.fit(again, batches(), ckpt_path=folder / name / "epoch=0.ckpt")
+            found[f"{name} again"] = again.losses
+            found[f"{name} beside"] = sorted(p.name for p in (folder / name / "epoch=0.ckpt.zeropp").iterdir())
+    found["fabric"] = two_models(folder)
+    return found
+
+
+def two_models(folder: Path) -> list[list[float]]:
+    from lightning.fabric import Fabric
+
+    run = Fabric(accelerator="cpu", devices=2, strategy="zeropp")
+    run.launch()
+
+    def build() -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for name in ("actor", "critic"):
+            model = network()
+            made[name], made[f"{name} optimizer"] = run.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        return made
+
+    def steps(state: dict[str, Any]) -> list[float]:
+        losses = []
+        for _ in range(2):
+            for name in ("actor", "critic"):
+                loss = state[name](INPUTS[:8]).square().mean()
+                run.backward(loss, model=state[name])
+                state[f"{name} optimizer"].step()
+                state[f"{name} optimizer"].zero_grad()
+                losses.append(loss.item())
+        return losses
+
+    state = build()
+    steps(state)
+    run.save(folder / "two.ckpt", state)
+    after = steps(state)
+    state = build()
+    run.load(folder / "two.ckpt", state)
+    return [after, steps(state)]
+
+
+class Stops(type(make_module(pl.LightningModule))):  # type: ignore[misc]
+    """Validates worse and worse."""
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", torch.tensor(float(self.current_epoch)), sync_dist=True)
+
+
+def stops(folder: Path) -> list[int]:
+    """EarlyStopping: all ranks end together; ModelCheckpoint keeps the best one."""
+    module = make_module(pl.LightningModule)
+    module.__class__ = Stops
+    best = pl.callbacks.ModelCheckpoint(dirpath=folder, filename="{epoch}", monitor="val_loss")
+    early = pl.callbacks.EarlyStopping("val_loss", patience=2)
+    run = trainer(folder, "zeropp", 9, callbacks=[best, early])
+    run.fit(module, batches(), batches())
+    return [run.current_epoch, early.stopped_epoch, int(best.best_model_path.endswith("epoch=0.ckpt"))]
+
+
 def refusals(folder: Path) -> dict[str, Any]:
     said: dict[str, str] = {}
 
@@ -264,7 +379,7 @@ def refusals(folder: Path) -> dict[str, Any]:
 
     class Two(type(make_module(pl.LightningModule))):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.SGD([self.shift], lr=0.1)]
+            return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD([self.shift], lr=0.1)]
 
     two = make_module(pl.LightningModule, manual=True)
     two.configure_optimizers = Two.configure_optimizers.__get__(two)
@@ -279,7 +394,7 @@ def refusals(folder: Path) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "fit": fit, "resume": resume, "ways": ways, "fabric": fabric, "refusals": refusals
+    "fit": fit, "resume": resume, "ways": ways, "fabric": fabric, "refusals": refusals, "several": several
 }  # fmt: skip
 
 

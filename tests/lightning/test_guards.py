@@ -14,7 +14,7 @@ pytest.importorskip("lightning", reason="lightning is not installed: pip install
 import zeropp.lightning
 
 TRAINER = {
-    "_refuse_averages": None, "_evaluated": None,  # ours
+    "_refuse_averages": None, "_evaluated": None, "_pairs": None,  # ours
     "backward": "self closure_loss optimizer args kwargs",
     "block_backward_sync": "self",
     "lightning_module_state_dict": "self",

@@ -68,6 +68,25 @@ def test_clipping_by_value_and_fp16(answer):
         assert apart(found["manual plain"], found["half manual"]) < 2**-10 * 20
 
 
+@pytest.mark.lightning_case("several")
+@pytest.mark.parametrize("strategy", ["zeropp_stage_1", "gathers"])
+def test_two_optimizers_step_in_turns_and_resume(strategy, answer):
+    for found in answer("several"):
+        assert len(found["ddp"]) == 2 * 4 * 2 and found["ddp"][-1] != found["ddp"][1]
+        assert apart(found["ddp"], found[strategy]) < FP32
+        assert apart(found["ddp plain"], found[f"{strategy} plain"]) < FP32, "the whole file, buffers too"
+        assert found[f"{strategy} again"] == found[strategy][8:]
+        assert found[f"{strategy} beside"] == ["0", "1", "2"], "a folder each, one for what no optimizer has"
+        after, again = found["fabric"]
+        assert after == again and len(after) == 4
+
+
+@pytest.mark.lightning_case("ways")
+def test_early_stopping_ends_all_ranks_together(answer):
+    for found in answer("ways"):
+        assert found["stops"] == [3, 2, 1]
+
+
 @pytest.mark.lightning_case("ways")
 def test_the_package_of_the_other_name(answer):
     for found in answer("ways"):
@@ -90,7 +109,7 @@ def test_fabric_equals_ddp_and_loads_what_it_saved(strategy, answer):
 @pytest.mark.lightning_case("refusals")
 def test_what_cannot_be_says_why(answer):
     for said in answer("refusals"):
-        assert "2 optimizers for one model are not implemented yet" in said["two"]
+        assert "optimizers 0 and 1 have a parameter of shape (1,) in common" in said["two"]
         assert "StochasticWeightAveraging reads whole parameters" in said["average"]
         assert "unknown argument 'stge'" in said["argument"]
         assert "Trainer(gradient_clip_val=...)" in said["clip"]

@@ -15,7 +15,6 @@ import zeropp
 from zeropp.config import Config
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.zero import random_state
-from zeropp.zero.prepare import attach, is_prepared
 
 SUFFIX = ".zeropp"  # beside name.ckpt: the ranks' slices and the optimizer's state
 SWAP_FOLDER = "zeropp-swap"
@@ -64,32 +63,29 @@ def must_move(module: nn.Module, device: torch.device) -> bool:
     return any(one.device != device for one in (*module.parameters(), *module.buffers()))
 
 
-def partition(model: nn.Module, optimizers: list[Any], config: Config) -> None:
-    """Prepare a model, or give a prepared one the optimizer of this run."""
-    if len(optimizers) > 1:
-        raise ConfigError(
-            f"{len(optimizers)} optimizers for one model are not implemented yet under zeropp; use one with several param_groups"
-        )
-    optimizer = optimizers[0] if optimizers else None
-    if not is_prepared(model):
-        zeropp.prepare(model, optimizer, config)
-    elif optimizer is not None and getattr(optimizer, "_engine", None) is None:
-        attach(model, optimizer)
+def shards(path: Any, name: str = "") -> Path:
+    """The folder beside a consolidated file; with a name that of one among several models."""
+    return Path(f"{path}{SUFFIX}") / name
 
 
-def shards(path: Any) -> Path:
-    """The folder beside a consolidated file."""
-    return Path(f"{path}{SUFFIX}")
+def save_shards(path: Any, models: list[tuple[nn.Module, Any]], step: int, names: list[str] | None = None) -> None:
+    """Collective: the newest state only, of (model, its optimizer)."""
+    for (model, optimizer), name in zip(models, names or _names(models), strict=True):
+        zeropp.save(shards(path, name), model, optimizer, step=step, keep=1)
 
 
-def save_shards(path: Any, model: nn.Module, optimizer: Any, step: int) -> None:
-    """Collective: the newest state only."""
-    zeropp.save(shards(path), model, optimizer, step=step, keep=1)
+def load_shards(path: Any, models: list[tuple[nn.Module, Any]], names: list[str] | None = None) -> None:
+    """Collective: weights and the optimizers' states, exactly."""
+    for (model, optimizer), name in zip(models, names or _names(models), strict=True):
+        _load(path, name, model, optimizer)
 
 
-def load_shards(path: Any, model: nn.Module, optimizer: Any) -> None:
-    """Collective: weights and the optimizer's state, exactly."""
-    folder = shards(path)
+def _names(models: list[tuple[nn.Module, Any]]) -> list[str]:
+    return [""] if len(models) == 1 else [str(index) for index in range(len(models))]
+
+
+def _load(path: Any, name: str, model: nn.Module, optimizer: Any) -> None:
+    folder = shards(path, name)
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: not there, so {path} was saved without zeropp, and resuming the optimizer from that is not implemented yet; "

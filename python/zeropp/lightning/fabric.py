@@ -15,17 +15,17 @@ from torch import nn
 
 import zeropp
 from zeropp.errors import ConfigError
-from zeropp.lightning.common import load_shards, must_move, partition, registered, save_shards, take_config
+from zeropp.lightning.common import load_shards, must_move, registered, save_shards, take_config
+from zeropp.lightning.parts import full_state, load_full_state, no_sync, partition, parts_of
 from zeropp.zero.engine import engine_of
 from zeropp.zero.optimizer import ZeroOptimizer, scaled_for
-from zeropp.zero.prepare import is_prepared
 
 
 class _NoSync:
     """``fabric.no_backward_sync(model)``."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> Any:
-        return zeropp.no_sync(module) if enabled else contextlib.nullcontext()
+        return no_sync(module) if enabled else contextlib.nullcontext()
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def make_fabric_strategy(package: str) -> Any:
         def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
             """Scaled where the precision is fp16. ``fabric.backward(loss, model=...)`` says which model, where several are."""
             models = list(self._prepared) if module is None else [module]
-            found = [engine_of(one).optimizer_ref for one in models]
+            found = [engine_of(part).optimizer_ref for one in models for part in parts_of(one)]
             with scaled_for([ref() for ref in found if ref is not None and ref() is not None], tensor) as scaled:
                 super().backward(scaled, module, *args, **kwargs)
 
@@ -103,30 +103,31 @@ def make_fabric_strategy(package: str) -> Any:
 
         def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
             """Whole, on rank 0; collective."""
-            return zeropp.full_state_dict(module, rank_0_only=True)
+            return full_state(module)
 
         def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
             """Split over the ranks: it lies beside the file, not in it."""
             return {}
 
         def load_module_state_dict(self, module: nn.Module, state_dict: Any, strict: bool = True) -> None:
-            zeropp.load_full_state_dict(module, state_dict, strict=strict)
+            load_full_state(module, state_dict, strict)
 
         def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
             path = self.broadcast(path)
             super().save_checkpoint(path, state, storage_options, filter)
-            for module, optimizer in _pairs(state):
-                save_shards(path, module, optimizer, 0)
+            pairs = _pairs(state)
+            if pairs:
+                save_shards(path, list(pairs.values()), 0, _folders(pairs))
 
         def load_checkpoint(
             self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
         ) -> dict[str, Any]:
             pairs = _pairs(state)
-            held = {id(optimizer) for _, optimizer in pairs}
+            held = {id(optimizer) for _, optimizer in pairs.values()}
             rest = {k: v for k, v in state.items() if id(v) not in held} if isinstance(state, Mapping) else state
             left: dict[str, Any] = super().load_checkpoint(path, rest, strict, weights_only)
-            for module, optimizer in pairs:
-                load_shards(path, module, optimizer)
+            if pairs:
+                load_shards(path, list(pairs.values()), _folders(pairs))
             if isinstance(state, dict):
                 state.update(rest)
                 left = {k: v for k, v in left.items() if k not in state}
@@ -141,16 +142,18 @@ def make_fabric_strategy(package: str) -> Any:
     return ZeroppFabricStrategy
 
 
-def _pairs(state: Any) -> list[tuple[nn.Module, Any]]:
-    """Models with their optimizers, among the values of a state."""
-    values = list(state.values()) if isinstance(state, Mapping) else []
-    modules = [one for one in values if isinstance(one, nn.Module) and is_prepared(one)]
-    optimizers = [one for one in values if isinstance(one, ZeroOptimizer)]
-    found = [(m, o) for o in optimizers for m in modules if o._engine is engine_of(m)]
-    if len(found) > 1:
-        raise ConfigError(
-            "a checkpoint of several models with optimizers is not implemented yet; save each to a file of its own"
-        )
-    if len(found) < len(optimizers):
-        raise ConfigError("the state has an optimizer without its model; put both in it")
-    return found
+def _pairs(state: Any) -> dict[str, tuple[nn.Module, Any]]:
+    """Among the values of a state: each optimizer's key, its model (or the part of a module that it has), and itself."""
+    values = state if isinstance(state, Mapping) else {}
+    models = [part for one in values.values() if isinstance(one, nn.Module) for part in parts_of(one)]
+    optimizers = {str(key): one for key, one in values.items() if isinstance(one, ZeroOptimizer)}
+    of = {id(engine_of(model)): model for model in models}
+    for optimizer in optimizers.values():
+        if id(optimizer._engine) not in of:
+            raise ConfigError("the state has an optimizer without its model; put both in it")
+    return {key: (of[id(one._engine)], one) for key, one in optimizers.items()}
+
+
+def _folders(pairs: Mapping[str, Any]) -> list[str]:
+    """Of several optimizers each has a folder by its key."""
+    return [""] if len(pairs) == 1 else list(pairs)

@@ -16,14 +16,15 @@ from zeropp.errors import ConfigError
 from zeropp.lightning.common import (
     load_shards,
     must_move,
-    partition,
     registered,
     remove_shards,
     save_shards,
     take_config,
 )
+from zeropp.lightning.parts import full_state, load_full_state, no_sync, partition, parts_of
+from zeropp.zero.engine import engine_of
 from zeropp.zero.optimizer import scaled_for
-from zeropp.zero.prepare import _cast, is_prepared
+from zeropp.zero.prepare import _cast
 
 _AVERAGES = ("StochasticWeightAveraging", "WeightAveraging")  # they read every parameter, every step
 
@@ -62,7 +63,7 @@ def make_strategy(package: str) -> Any:
             self.accelerator.setup(trainer)
             module = self.lightning_module
             fitting = trainer.state.fn == "fit"
-            if not is_prepared(module):
+            if not parts_of(module):
                 if fitting and self._layer_sync:
                     self.model = self._layer_sync.apply(self.model)
                 self.model = self.precision_plugin.convert_module(self.model)
@@ -89,7 +90,7 @@ def make_strategy(package: str) -> Any:
         @contextlib.contextmanager
         def model_sharded_context(self) -> Iterator[None]:
             """Modules made in ``configure_model`` are never whole in memory."""
-            if is_prepared(self.lightning_module) or self.zeropp_config.stage < 3:
+            if parts_of(self.lightning_module) or self.zeropp_config.stage < 3:
                 yield
                 return
             with zeropp.sharded_init():
@@ -128,7 +129,7 @@ def make_strategy(package: str) -> Any:
         def block_backward_sync(self) -> Any:
             """Stage 1 accumulates without communication; 2 and 3 reduce every micro-step, which keeps gradients split."""
             if self.zeropp_config.stage <= 1:
-                return zeropp.no_sync(self.lightning_module)
+                return no_sync(self.lightning_module)
             return contextlib.nullcontext()
 
         # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def make_strategy(package: str) -> Any:
 
         def lightning_module_state_dict(self) -> dict[str, Any]:
             """Whole, on rank 0; collective."""
-            return zeropp.full_state_dict(self.lightning_module, rank_0_only=True)
+            return full_state(self.lightning_module)
 
         def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
             """Split over the ranks: it lies beside the file, not in it."""
@@ -153,8 +154,7 @@ def make_strategy(package: str) -> Any:
             filepath = self.broadcast(filepath)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if "optimizer_states" in checkpoint:  # not with save_weights_only
-                (optimizer,) = [_plain(one) for one in self.optimizers]
-                save_shards(filepath, self.lightning_module, optimizer, int(checkpoint["global_step"]))
+                save_shards(filepath, self._pairs(), int(checkpoint["global_step"]))
 
         def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
             self._loaded_from = checkpoint_path
@@ -162,11 +162,15 @@ def make_strategy(package: str) -> Any:
             return found
 
         def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-            zeropp.load_full_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
+            load_full_state(self.lightning_module, checkpoint["state_dict"], strict)
 
         def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-            (optimizer,) = [_plain(one) for one in self.optimizers]
-            load_shards(self._loaded_from, self.lightning_module, optimizer)
+            load_shards(self._loaded_from, self._pairs())
+
+        def _pairs(self) -> list[tuple[Any, Any]]:
+            """Each part of the module with its optimizer; the part that no optimizer has comes last."""
+            of = {id(one._engine): one for one in map(_plain, self.optimizers)}
+            return [(part, of.get(id(engine_of(part)))) for part in parts_of(self.lightning_module)]
 
         def remove_checkpoint(self, filepath: Any) -> None:
             super().remove_checkpoint(filepath)
