@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from zeropp.zero.access import memory as memory
     from zeropp.zero.access import no_sync as no_sync
     from zeropp.zero.access import traffic as traffic
+    from zeropp.zero.away import offload_states as offload_states
     from zeropp.zero.checkpoint import save as save
     from zeropp.zero.init import sharded_init as sharded_init
     from zeropp.zero.packed import packed_full_tensors as packed_full_tensors
@@ -57,6 +58,7 @@ __version__: str = _C.version()
 _HOME = {
     **dict.fromkeys(("prepare", "register_forward_method"), "zero.prepare"),
     **dict.fromkeys(("gathered", "memory", "no_sync", "traffic"), "zero.access"),
+    "offload_states": "zero.away",
     "save": "zero.checkpoint",
     "load": "zero.restore",
     **dict.fromkeys(("full_state_dict", "load_full_state_dict", "named_full_tensors", "export"), "zero.state"),

@@ -12,6 +12,7 @@ from torch import nn
 
 from zeropp.errors import ConfigError, PartitionedParameterError
 from zeropp.zero.engine import FILE, SHARD, Engine, Unit, engine_of
+from zeropp.zero.init import is_sharded, whole_built
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.storage import disk_traffic
 
@@ -39,7 +40,7 @@ def _units_of(params: list[nn.Parameter]) -> list[Unit]:
         ref = ref_of(parameter)
         if ref is not None:
             units.setdefault(id(ref.unit), ref.unit)
-    return list(units.values())
+    return sorted(units.values(), key=lambda unit: unit.index)  # gathers are collective: one order on every rank
 
 
 @contextlib.contextmanager
@@ -49,7 +50,8 @@ def gathered(
     """Whole values inside the block, on every rank.
 
     Args:
-        params: a module, a parameter, or any of them in a list. Those that are not partitioned are left alone.
+        params: a module, a parameter, or any of them in a list. Those that are not partitioned are left alone. What was
+            built inside :func:`zeropp.sharded_init` and is not prepared yet is gathered too.
         write: rank 0's changes are kept, on every rank and in the fp32 master; collective. Otherwise changes are an error
             (where ranks share one copy) or are lost.
         grads: ``p.grad`` shows the whole averaged gradient inside the block; collective.
@@ -59,10 +61,12 @@ def gathered(
     selected = _selected(params)
     units = _units_of(selected)
     engine = ref_of(units[0].params[0].param).engine if units else None  # type: ignore[union-attr]
-    if engine is None:
-        yield
-        return
     with contextlib.ExitStack() as stack:
+        if any(map(is_sharded, selected)):
+            stack.enter_context(whole_built(selected, write))
+        if engine is None:
+            yield
+            return
         for unit in units:
             stack.enter_context(_whole(unit))
         if write:
@@ -178,9 +182,10 @@ def _planned(engine: Engine) -> dict[str, int]:
             continue
         kinds["grads"] += bytes_ / (n if stage >= 2 else 1)
         kinds["master"] += 4 * numel / (n if stage >= 1 else 1) if unit.has_master else 0
-        states = len(unit.state)
+        held = unit.state if engine.away is None else engine.away.state_of(unit.index)
+        states = len(held)
         if engine.inner is None and (engine.onebit is None or not states):
-            states = max(2, sum(v.is_floating_point() for v in unit.state.values()))
+            states = max(2, sum(v.is_floating_point() for v in held.values()))
         if unit.tiered is not None:
             states = max(2, len(unit.tiered.kinds))
         kinds["optimizer"] += 4 * states * numel / (n if stage >= 1 else 1)
@@ -191,7 +196,7 @@ def _planned(engine: Engine) -> dict[str, int]:
 
 def _held(engine: Engine) -> dict[str, int]:
     core = engine.core.memory()
-    in_memory = [unit for unit in engine.units if unit.tiered is None]
+    in_memory = [unit for unit in engine.units if unit.tiered is None and engine.away is None]
     tensors = [t for u in in_memory for t in engine.optimizer_state(u).values() if t.is_floating_point()]
     gradients = core["grads"]
     if engine.ranks == 1 and engine.local_grads:
@@ -201,7 +206,7 @@ def _held(engine: Engine) -> dict[str, int]:
     return {
         "params": core["params"],
         "grads": gradients,
-        "master": sum(u.master.numel() * 4 for u in engine.units if u.master is not None),
+        "master": sum(u.master.numel() * 4 for u in in_memory if u.master is not None),
         "optimizer": sum(t.numel() * t.element_size() for t in tensors)
         + (0 if engine.onebit is None else engine.onebit.held_bytes()),
         **({} if engine.onebit is None else {"scratch": engine.onebit.scratch_bytes()}),
@@ -230,7 +235,8 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
 
     Kinds: ``params``, ``grads``, ``master`` (fp32 copy), ``optimizer``; and what comes and goes, held only: ``gathered`` (units
     whole now), ``buckets`` (gradients on their way), ``tier_buffers`` (what an offloaded step streams through), ``activations``
-    (on their way to the disk or back, and there), ``scratch`` (of the steps of LAMB and the one-bit optimizers).
+    (on their way to the disk or back, and there), ``scratch`` (of the steps of LAMB and the one-bit optimizers), ``away`` (states
+    that :func:`zeropp.offload_states` put on the disk for a while).
     ``bytes_per_parameter`` compares the sum over the tiers with the paper's formula.
     """
     engine = engine_of(model)
@@ -270,6 +276,8 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
         seen = engine.activations.figures()
         held["activations"] = seen["waiting_bytes"] + seen["ahead_bytes"]
         nvme["activations"] = {"planned": 0, "held": seen["file_bytes"]}
+    if engine.away is not None:
+        nvme["away"] = {"planned": 0, "held": engine.away.size_bytes}
     cpu = {kind: {"planned": planned.get(kind, 0), "held": value} for kind, value in held.items()}
     return {
         "cpu": cpu,

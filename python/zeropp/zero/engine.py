@@ -26,6 +26,7 @@ from zeropp.zero.units import REPLICATE_BYTES, UnitPlan
 
 if TYPE_CHECKING:
     from zeropp.zero.activations import ActivationTier
+    from zeropp.zero.away import Away
     from zeropp.zero.onebit import OneBit
 
 #: csrc/base/dtype.h, in its order.
@@ -207,6 +208,7 @@ class Engine:
         self.params_tier: ParamsTier | None = None  # where the parameters are, unless in memory
         self.grads_tier: GradsTier | None = None  # where the reduced gradients are, unless in memory
         self.activations: ActivationTier | None = None  # where what autograd saves goes, unless it stays in memory
+        self.away: Away | None = None  # where the optimizer's states are for a while (offload_states)
         if any(tier.kind == "nvme" for tier in tiers):
             self.storage = Storage(self, [i for i, plan in enumerate(plans) if plan.trainable])
             if self._params is not None:

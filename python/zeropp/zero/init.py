@@ -18,12 +18,13 @@ Cost: peak memory is the slices plus ``window_bytes`` or 9/8 of the largest para
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import time
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -88,6 +89,10 @@ class _Record:
     """While sharded: 1-D, ceil(numel / ranks) elements, this rank's; the last rank's end is padding."""
     digest: int = 0
     """Of the whole values, at the last time they were whole."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """In the order of construction, which is that of every rank."""
+    lists: bool = False
+    """May it stand in a state dict, on meta, before ``prepare``?"""
 
 
 class LiveParameter(nn.Parameter):
@@ -114,6 +119,8 @@ class ShardedParameter(nn.Parameter):
             return _replace_values(args[0], args[1])
         parameters = _sharded_among((args, kwargs))
         if _active is None:
+            if func is _T.detach and _record_of(args[0]).lists:
+                return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
             raise _refusal(parameters[0], func)
         with _active.whole_meanwhile():
             for parameter in parameters:
@@ -166,11 +173,23 @@ def sharded_init(*, window_bytes: int = WINDOW_BYTES) -> Iterator[None]:
 
     With one rank there is nothing to shard, and nothing is changed.
     """
+    with construction(window_bytes):
+        yield
+
+
+@contextlib.contextmanager
+def construction(window_bytes: int = WINDOW_BYTES, *, from_rank_0: bool = False) -> Iterator[None]:
+    """:func:`sharded_init`, with one more way for code that was written for DeepSpeed.
+
+    Args:
+        from_rank_0: ranks may draw different values, or none; rank 0's are taken, at the price of a broadcast of every
+            parameter. And ``state_dict()`` names the parameters before ``prepare``, as tensors on meta.
+    """
     global _active
     if _active is not None or _ranks() == 1:
         yield
         return
-    _active = _Construction(window_bytes)
+    _active = _Construction(window_bytes, from_rank_0)
     threads = os.environ.get(_READ_ALONE)
     os.environ[_READ_ALONE] = "1"
     hooks = [
@@ -197,8 +216,9 @@ def sharded_init(*, window_bytes: int = WINDOW_BYTES) -> Iterator[None]:
 class _Construction:
     """The parameters of one context: which are whole, who owns them, what they held."""
 
-    def __init__(self, window_bytes: int) -> None:
+    def __init__(self, window_bytes: int, from_rank_0: bool) -> None:
         self.window_bytes = window_bytes
+        self.from_rank_0 = from_rank_0
         self.largest_bytes = 0
         self.holes = Holes()
         self.operations = 0  # that run now, one inside the other
@@ -229,7 +249,7 @@ class _Construction:
         if "_zeropp_built" in parameter.__dict__ or type(parameter) is not nn.Parameter or parameter.is_meta:
             return
         parameter.__class__ = LiveParameter
-        parameter._zeropp_built = _Record(name)  # type: ignore[attr-defined]
+        parameter._zeropp_built = _Record(name, lists=self.from_rank_0)  # type: ignore[attr-defined]
         self.followed.append(weakref.ref(parameter))
         self._use(parameter)
 
@@ -275,21 +295,15 @@ class _Construction:
 
     def _slice(self, parameter: nn.Parameter) -> None:
         del self.live[id(parameter)]
+        record, size_bytes = _record_of(parameter), parameter.nbytes
         values = parameter.detach().contiguous().view(-1)
-        record = _record_of(parameter)
+        if self.from_rank_0 and values.numel():
+            dist.broadcast(values.view(torch.uint8), 0)
         record.digest = _digest(values)
-        ranks, rank = dist.get_world_size(), dist.get_rank()
-        per_rank = -(-values.numel() // ranks)
-        mine = _apart(per_rank, values.dtype, values.device)
-        piece = values[rank * per_rank : (rank + 1) * per_rank]
-        mine[: piece.numel()] = piece
-        del piece
-        record.values = mine
+        record.values = _slice_of(values)
         del values
-        size_bytes = parameter.nbytes
-        parameter.data = _placeholder(parameter)
+        _become_sharded(parameter)
         self.holes.freed(size_bytes)
-        parameter.__class__ = ShardedParameter
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """As ``named_parameters`` of the outermost module will say it."""
@@ -314,6 +328,49 @@ class _Construction:
 
 
 _active: _Construction | None = None
+
+
+@contextlib.contextmanager
+def whole_built(parameters: Iterable[torch.Tensor], write: bool) -> Iterator[None]:
+    """Collective: parameters that were built in slices, and not prepared yet, whole inside the block, as plain ones.
+
+    Args:
+        parameters: those that are not sharded are left alone. Any order; ranks may give different ones.
+        write: rank 0's changes are kept, on every rank. Otherwise changes are lost.
+    """
+    chosen: list[Any] = sorted({one for one in parameters if is_sharded(one)}, key=lambda one: _record_of(one).number)
+    if _active is not None:  # inside of the construction they come back by themselves
+        chosen = []
+    for one in chosen:
+        whole = materialise(one)
+        with torch._C.DisableTorchFunctionSubclass():
+            one.__class__, one.data = nn.Parameter, whole
+    kept = False
+    try:
+        yield
+        kept = write
+    finally:
+        for one in chosen:
+            if kept and one.numel():
+                values = one.detach().contiguous().view(-1)
+                dist.broadcast(values.view(torch.uint8), 0)
+                _record_of(one).values = _slice_of(values)
+            _become_sharded(one)
+
+
+def _slice_of(values: torch.Tensor) -> torch.Tensor:
+    """This rank's part of all values, in memory of its own."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    per_rank = -(-values.numel() // ranks)
+    mine = _apart(per_rank, values.dtype, values.device)
+    piece = values[rank * per_rank : (rank + 1) * per_rank]
+    mine[: piece.numel()] = piece
+    return mine
+
+
+def _become_sharded(parameter: torch.Tensor) -> None:
+    parameter.data = _placeholder(parameter)
+    parameter.__class__ = ShardedParameter
 
 
 def _ranks() -> int:

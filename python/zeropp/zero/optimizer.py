@@ -20,6 +20,7 @@ from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.optim import LAMB, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from zeropp.zero import lamb, muon, onebit_adam
+from zeropp.zero.away import require_here
 from zeropp.zero.engine import Engine, Unit
 from zeropp.zero.onebit import OneBit
 from zeropp.zero.scaler import Scaler
@@ -233,6 +234,7 @@ class ZeroOptimizer(optim.Optimizer):
             raise Error("optimizer.step: another optimizer has taken over the model of this one; step that one")
         if self._engine.storage is not None:
             self._engine.storage.require_whole()
+        require_here(self._engine)
         if self._engine.stage == 0:
             self._engine.check_untouched()
         local = self._engine.onebit if self._engine.core.hold else None
