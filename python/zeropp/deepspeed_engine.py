@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,13 +24,15 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropp
+from zeropp import deepspeed_schedules
 from zeropp.config import Config, _read_json
-from zeropp.deepspeed_optimizers import build, section_of
+from zeropp.deepspeed_optimizers import build
 from zeropp.errors import ConfigError
 from zeropp.zero.agree import Ranks
 from zeropp.zero.engine import engine_of
 
 LATEST = "latest"
+logger = logging.getLogger("DeepSpeed")
 
 
 def initialize(
@@ -76,7 +78,7 @@ def initialize(
         raise ConfigError("initialize: no configuration; give config=, a path, a dict, or args.deepspeed_config")
     keys = dict(_read_json(given))
     sections = {name: keys.pop(name, None) for name in ("optimizer", "scheduler")}
-    micro = keys.get("train_micro_batch_size_per_gpu")
+    micro, every = keys.get("train_micro_batch_size_per_gpu"), _steps_per_print(keys)
     settings = Config.from_json(keys)
     if optimizer is None or not isinstance(optimizer, torch.optim.Optimizer):
         parameters = (
@@ -88,11 +90,22 @@ def initialize(
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         lr_scheduler = lr_scheduler(optimizer)
     elif lr_scheduler is None and sections["scheduler"] is not None and optimizer is not None:
-        lr_scheduler = _scheduler(sections["scheduler"], optimizer)
+        lr_scheduler = deepspeed_schedules.build(sections["scheduler"], optimizer)
     micro = micro if isinstance(micro, int) else _micro_batch(keys, settings.accumulate)
     engine = (engine_class or Engine)(model, optimizer, lr_scheduler, settings, micro, keys)
+    engine.steps_per_print = every
     loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, optimizer, loader, lr_scheduler
+
+
+def _steps_per_print(keys: dict[str, Any]) -> int | None:
+    """Taken out of the file: this engine does it, by a line of the logger "DeepSpeed" every so many steps."""
+    every = keys.pop("steps_per_print", None)
+    if every in (None, "auto") or every == float("inf"):
+        return None
+    if isinstance(every, bool) or not isinstance(every, (int, float)) or every < 1 or every != int(every):
+        raise ConfigError(f"steps_per_print: {every!r} is not allowed; wanted a whole number of steps, or leave it out")
+    return int(every)
 
 
 def _ranks() -> int:
@@ -102,35 +115,6 @@ def _ranks() -> int:
 def _micro_batch(keys: Mapping[str, Any], accumulate: int) -> int | None:
     train = keys.get("train_batch_size")
     return train // (accumulate * _ranks()) if isinstance(train, int) else None
-
-
-def _scheduler(section: Any, optimizer: Any) -> Any:
-    """WarmupLR and its kin: a factor of the largest rate, by step (DeepSpeed, lr_schedules.py)."""
-    kind, values = section_of(section, "scheduler")
-    known = {"WarmupLR", "WarmupDecayLR"}
-    if kind not in known:
-        raise ConfigError(
-            f"scheduler.type: {kind!r} is not built yet; wanted one of {', '.join(sorted(known))}, or lr_scheduler= with any of torch's"
-        )
-    least, most = float(values.pop("warmup_min_lr", 0.0)), float(values.pop("warmup_max_lr", 0.001))
-    steps, shape = max(2, int(values.pop("warmup_num_steps", 1000))), values.pop("warmup_type", "log")
-    total = int(values.pop("total_num_steps")) if kind == "WarmupDecayLR" and "total_num_steps" in values else None
-    values.pop("last_batch_iteration", None)
-    if values or shape not in ("log", "linear") or (kind == "WarmupDecayLR" and total is None):
-        what = next(iter(values), "warmup_type" if shape not in ("log", "linear") else "total_num_steps")
-        raise ConfigError(f"scheduler.params.{what}: missing, unknown or wrong in {section!r}")
-
-    def rate(step: int) -> float:
-        if step < steps:
-            part = math.log(step + 1) / math.log(steps) if shape == "log" else step / steps
-            return least + (most - least) * part
-        if total is None:
-            return most
-        return least + (most - least) * max(0.0, (total - step) / max(1.0, total - steps))
-
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] = 1.0  # LambdaLR multiplies it by the rate
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
 
 class Engine(nn.Module):
@@ -157,6 +141,7 @@ class Engine(nn.Module):
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self._micro_batch = micro_batch
         self._norm: float | None = None
+        self.steps_per_print: int | None = None
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = _ranks()
 
@@ -202,6 +187,8 @@ class Engine(nn.Module):
         self.global_steps += 1
         if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
+        if self.steps_per_print is not None and self.global_steps % self.steps_per_print == 0 and self.global_rank == 0:
+            logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return (self.micro_steps + 1) % self.zeropp_config.accumulate == 0 if self._last is None else self._last
@@ -215,6 +202,16 @@ class Engine(nn.Module):
         """Backwards inside accumulate without communication."""
         with zeropp.no_sync(self.module):
             yield
+
+    def offload_states(
+        self, include: Any = None, device: str = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """As there, to host memory; without an accelerator all states are there already. To disk: :func:`zeropp.offload_states`."""
+        if str(device) != "cpu":
+            raise ConfigError(f'offload_states: device {device!r} is not allowed; wanted "cpu"')
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Undoes :meth:`offload_states`."""
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **kwargs: Any) -> None:
         self.module.compile(backend=backend, **(compile_kwargs or {}), **kwargs)

@@ -156,11 +156,11 @@ def fields_from_deepspeed(keys: Mapping[str, Any], ranks: int | None = None) -> 
         raise not_yet(
             "activation_checkpointing", keys["activation_checkpointing"], "use torch.utils.checkpoint in the model"
         )
-    if "steps_per_print" in keys and keys["steps_per_print"] not in ("auto", None, float("inf")):
-        raise not_yet(
-            "steps_per_print",
-            keys["steps_per_print"],
-            "remove it: the library prints nothing; print the loss in the loop",
+    if keys.get("steps_per_print") not in ("auto", None, float("inf")):
+        warnings.warn(
+            f"steps_per_print: {keys['steps_per_print']!r} changes nothing in zeropp: a loop or a Trainer says when it logs "
+            "(zeropp.initialize follows it)",
+            stacklevel=3,
         )
     return fields
 

@@ -53,7 +53,9 @@ def plain() -> list[list[float]]:
         loss = sum(nn.functional.mse_loss(model(x), y) for x, y in pair) / 2
         (loss / ACCUMULATE).backward()
         if step % ACCUMULATE:
-            optimizer.param_groups[0]["lr"] = LR * min(1.0, (step // ACCUMULATE) / 3)
+            optimizer.param_groups[0]["lr"] = LR * min(
+                1.0, max(0, step // ACCUMULATE - 1) / 3
+            )  # its first step is number 0
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
             optimizer.step()
             optimizer.zero_grad()

@@ -156,3 +156,33 @@ def test_what_cannot_be_says_why(tmp_path):
         pytest.skip("deepspeed is not installed: nothing to refuse beside")
     beside = python("-m", "zeropp", "run", tmp_path / "script.py")
     assert beside.returncode == 2 and "zeropp does not stand before it" in beside.stderr
+
+
+def test_models_under_zero_init_are_built_in_slices(tmp_path):
+    """By hand, and by transformers from files: tied weights, a mixture of experts, a head that is not in the file."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install zeropp[hf]")
+    sys.path.insert(0, str(HERE.parent / "hf"))
+    from models import gpt2
+
+    gpt2().save_pretrained(tmp_path / "gpt2")
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=99, intermediate_size=32, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2, **small
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    two_ranks(HIDE, "run", HERE / "init_script.py", tmp_path, "by_hand", "with_transformers")
+    for rank in range(2):
+        found = json.loads((tmp_path / f"found.{rank}.json").read_text())
+        hand = found["by_hand"]
+        assert hand["kinds"] == ["ShardedParameter"] and hand["apart"] == 0.0 and hand["state"] == ["meta"]
+        assert "this rank holds 1/2 of it" in hand["read"]
+        assert hand["changed"] == [0.5] * 3 and hand["out"] < 1e-6
+        assert hand["low"] == ["torch.bfloat16"] and hand["off"] == ["Parameter"]
+        loaded = found["with_transformers"]
+        for name in ("gpt2", "moe"):
+            assert loaded[name] == {"kinds": ["ShardedParameter"], "missing": [], "names": True, "apart": 0.0}
+        spread, same = loaded["head"]
+        assert 0.005 < spread < 0.05 and same, "drawn on rank 0 with the model's own initialisation, 0.02"
+        dtype, kinds, tied, ratio = loaded["config"]
+        assert (dtype, kinds, tied) == ("torch.bfloat16", ["ShardedParameter"], True) and abs(ratio - 1) < 0.3
+        assert loaded["resized"][1] and loaded["loss"] > 0

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zeropp import deepspeed_schedules
 from zeropp.config import Config, _read_json
 from zeropp.deepspeed_json import is_deepspeed_key
 from zeropp.deepspeed_optimizers import explain
@@ -18,7 +19,8 @@ from zeropp.errors import ConfigError
 #: Sections that other doors read: `zeropp.initialize` and the Trainer.
 _ELSEWHERE = {
     "optimizer": "zeropp.initialize builds it ({}); Trainer compares it with its arguments",
-    "scheduler": "zeropp.initialize builds it; for Trainer give --lr_scheduler_type",
+    "scheduler": "zeropp.initialize builds it ({}); for Trainer give --lr_scheduler_type",
+    "steps_per_print": "zeropp.initialize logs a line every so many steps; for Trainer give --logging_steps",
 }
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -64,9 +66,10 @@ def _pieces(keys: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]
 
 
 def _explain(path: str, value: Any, alone: dict[str, Any], ranks: int) -> tuple[str, str]:
-    if path == "optimizer":
+    if path in ("optimizer", "scheduler"):
         try:
-            return "used", _ELSEWHERE[path].format(explain(value, alone["stage"]))
+            what = explain(value, alone["stage"]) if path == "optimizer" else deepspeed_schedules.explain(value)
+            return "used", _ELSEWHERE[path].format(what)
         except ConfigError as error:
             return "refused", str(error)
     if path in _ELSEWHERE:

@@ -5,12 +5,12 @@ that lacks it; a feature that is not built is a ConfigError."""
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +21,12 @@ from torch import nn
 import zeropp
 from zeropp.deepspeed_engine import Engine
 from zeropp.deepspeed_engine import initialize as _initialize
+from zeropp.deepspeed_names import VERSION, whole, zero
 from zeropp.errors import ConfigError
 from zeropp.zero import random_state, values
-from zeropp.zero.parameter import ref_of
 
 logger = logging.getLogger("DeepSpeed")
+logger.setLevel(logging.INFO)  # as there; Python prints what is below a warning only where somebody configured logging
 
 
 def _not_built(what: str, instead: str) -> ConfigError:
@@ -81,6 +82,7 @@ def initialize(
     """``deepspeed.initialize``."""
     if mpu is not None or mesh_param is not None:
         raise _not_built("model and sequence parallelism (mpu, mesh_param)", "leave both out")
+    logger.info("DeepSpeed info: version=%s, answered by zeropp %s", VERSION, zeropp.__version__)
     return _initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, dist_init_required, collate_fn, _nested(config), config_params,
         engine_class=DeepSpeedEngine,
@@ -115,7 +117,9 @@ def init_distributed(
     if unknown:
         raise _not_built(f"init_distributed({next(iter(unknown))}=)", "leave it out; torchrun says rank and size")
     if not dist.is_initialized():
-        more = {} if timeout is None else {"timeout": timeout}
+        more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        if init_method is None and "WORLD_SIZE" not in os.environ:  # started by python, not by torchrun
+            more |= {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(
             dist_backend or (None if torch.accelerator.is_available() else "gloo"), init_method, **more
         )
@@ -154,53 +158,6 @@ class ZeroParamStatus(enum.Enum):
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
-
-
-class Init(contextlib.ContextDecorator):
-    """``deepspeed.zero.Init``: parameters are built whole on every rank, and partitioned by ``initialize``, which takes
-    rank 0's values. (``zeropp.sharded_init`` builds them in slices, in a script that may be changed.)"""
-
-    def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
-        self.enabled = enabled
-
-    def __enter__(self) -> Init:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
-@contextlib.contextmanager
-def GatheredParameters(
-    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
-) -> Iterator[None]:
-    """``zeropp.gathered``; with ``modifier_rank=0`` rank 0's changes are kept. Parameters that are not partitioned yet
-    follow that rank too."""
-    if not enabled:
-        yield
-        return
-    if modifier_rank not in (None, 0):
-        raise _not_built(f"GatheredParameters(modifier_rank={modifier_rank})", "change the values on rank 0")
-    chosen = _parameters(params)
-    plain = [one for one in chosen if ref_of(one) is None]
-    with zeropp.gathered([one for one in chosen if ref_of(one) is not None], write=modifier_rank == 0):
-        yield
-    if modifier_rank == 0 and dist.is_initialized() and dist.get_world_size() > 1:
-        for one in plain:
-            if not one.is_meta:
-                whole = one.detach().contiguous()
-                dist.broadcast(whole, 0)
-                one.data.copy_(whole)
-
-
-def _parameters(what: Any) -> list[Any]:
-    if isinstance(what, nn.Module):
-        return list(what.parameters())
-    return [what] if isinstance(what, torch.Tensor) else [one for item in what for one in _parameters(item)]
-
-
-def register_external_parameter(module: nn.Module, parameter: Any) -> None:
-    """Not needed: a parameter read outside its module is gathered when it is read."""
 
 
 def _wrapper(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -258,7 +215,10 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Any) -> list[nn.M
     """Not needed: units are chosen by zeropp, and what is used out of order is gathered on use."""
     wanted = tuple(one for one in leaf_module_classes if isinstance(one, type))
     names = {one for one in leaf_module_classes if isinstance(one, str)}
-    return [one for one in model.modules() if isinstance(one, wanted) or type(one).__name__ in names]
+    found = [one for one in model.modules() if isinstance(one, wanted) or type(one).__name__ in names]
+    for one in found:
+        one._z3_leaf = True  # type: ignore[assignment]
+    return found
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
@@ -325,6 +285,8 @@ def _lion(
 class AsyncIOBuilder:
     """zeropp's own I/O is part of it: nothing is built at run time."""
 
+    NAME = "async_io"
+
     def is_compatible(self, verbose: bool = False) -> bool:
         return True
 
@@ -348,9 +310,7 @@ def _comm() -> dict[str, Any]:
 
 
 def _zero() -> dict[str, Any]:
-    return {
-        "Init": Init, "GatheredParameters": GatheredParameters, "register_external_parameter": register_external_parameter,
-    }  # fmt: skip
+    return {name: getattr(zero, name) for name in zero.__all__}
 
 
 def _checkpoint() -> dict[str, Any]:
@@ -379,8 +339,6 @@ def _utils() -> dict[str, Any]:
 
 
 def _deepspeed() -> dict[str, Any]:
-    from zeropp.deepspeed_names import VERSION
-
     return {
         "__version__": VERSION,
         "__zeropp__": zeropp.__version__,
@@ -403,7 +361,7 @@ MODULES: dict[str, Callable[[], dict[str, Any]]] = {
     "deepspeed.checkpointing": _checkpoint,
     "deepspeed.launcher": dict,
     "deepspeed.launcher.runner": lambda: {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env"},
-    "deepspeed.ops": lambda: {"__compatible_ops__": {}},
+    "deepspeed.ops": lambda: {"__compatible_ops__": {AsyncIOBuilder.NAME: True}},
     "deepspeed.ops.adam": lambda: {"DeepSpeedCPUAdam": _adam, "FusedAdam": _adam},
     "deepspeed.ops.adagrad": lambda: {"DeepSpeedCPUAdagrad": _adagrad},
     "deepspeed.ops.lion": lambda: {"DeepSpeedCPULion": _lion, "FusedLion": _lion},
@@ -424,6 +382,7 @@ MODULES: dict[str, Callable[[], dict[str, Any]]] = {
     "deepspeed.utils": _utils,
     "deepspeed.utils.groups": lambda: {"_get_sequence_parallel_group": _sequence_parallel},
     "deepspeed.utils.logging": lambda: {"logger": logger},
+    "deepspeed.utils.zero_to_fp32": lambda: whole.NAMES,
 }
 
 __all__ = ["MODULES"]

@@ -110,6 +110,29 @@ def export(
     raise CheckpointError(f"no good checkpoint among {len(damaged)}: {'; '.join(damaged.values())}")
 
 
+def whole_state(folder: Path, dtype: str | None) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of one checkpoint, whole and verified; tied ones share a tensor under all their names.
+
+    Raises:
+        zeropp.CheckpointError: something in it is not as it was saved.
+    """
+    finding = _examine(folder, False)
+    if finding.wrong is not None:
+        raise CheckpointError(finding.wrong)
+    content = read_manifest(folder)
+    found: dict[str, torch.Tensor] = {}
+    with contextlib.ExitStack() as stack:
+        sources = [stack.enter_context(contextlib.closing(safefile.TensorFile(folder / n))) for n in content["files"]]
+        for piece in [*_parameters(folder, content, sources, dtype), *_buffers(content, sources[0])]:
+            parts = list(piece.parts())
+            flat = torch.cat(parts) if parts else torch.empty(0, dtype=piece.dtype)
+            found[piece.name] = flat.to(piece.dtype).view(piece.shape)
+    for name, one in content["parameters"].items():
+        for alias in one["names"]:
+            found[alias] = found[name]
+    return found
+
+
 def _export(folder: Path, target: Path, dtype: str | None, file_bytes: int) -> dict[str, Any]:
     content = read_manifest(folder)
     with contextlib.ExitStack() as stack:

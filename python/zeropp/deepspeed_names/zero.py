@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``deepspeed.zero``: models built in slices, and gathered for a while before and after ``deepspeed.initialize``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+import zeropp
+from zeropp.config import _read_json
+from zeropp.errors import ConfigError
+from zeropp.zero.init import construction, is_sharded
+from zeropp.zero.parameter import ref_of
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+# Groups of ranks, and compression, that zeropp has no counterpart of: refused unless left at None or False.
+_NOT_BUILT = (
+    "data_parallel_group", "sequence_data_parallel_group", "zero_param_parallel_group", "mpu", "param_swapper",
+    "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+)  # fmt: skip
+# Where and how memory is taken; `initialize` decides that by its configuration.
+_PLACES = ("mem_efficient_linear", "remote_device", "pin_memory")
+
+
+class Init(contextlib.ContextDecorator):
+    """``deepspeed.zero.Init``: what is built inside is never whole in memory on any rank (:func:`zeropp.sharded_init`). Rank 0's
+    values count. Until ``initialize`` takes it, such a model names its parameters in ``state_dict()`` on meta, and refuses
+    other reads outside of :func:`GatheredParameters`.
+
+    Args:
+        module: a finished model; ``initialize`` partitions it.
+        config_dict_or_path: with ``fp16`` or ``bf16`` enabled, parameters are built in that type.
+        dtype: the same, said directly.
+        enabled: False: nothing happens.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: Any = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **more: Any,
+    ) -> None:
+        for name, value in {"data_parallel_group": data_parallel_group, "mpu": mpu, **more}.items():
+            if name not in _NOT_BUILT:
+                raise TypeError(f"deepspeed.zero.Init: unknown argument {name!r}")
+            if value not in (None, False):
+                raise ConfigError(f"deepspeed.zero.Init({name}=) is not built yet in zeropp; leave it out")
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        self.enabled = enabled and module is None
+        self.dtype = dtype if dtype is not None else _low(source)
+        self._stack: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> Init:
+        stack = contextlib.ExitStack()
+        self._stack.append(stack)
+        if self.enabled:
+            from zeropp.deepspeed_names.modules import init_distributed
+
+            init_distributed()
+            if self.dtype is not None:  # before the hook of the construction, which takes what is registered as it is
+                stack.enter_context(contextlib.closing(_Cast(self.dtype)))
+            stack.enter_context(construction(from_rank_0=True))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.pop().__exit__(*error)
+
+
+def _low(source: Any) -> torch.dtype | None:
+    """The type that a configuration asks for."""
+    keys = {} if source is None else _read_json(source)
+    for name, dtype in _DTYPES.items():
+        section = keys.get(name)
+        if isinstance(section, Mapping) and section.get("enabled") is True:
+            return dtype
+    return None
+
+
+class _Cast:
+    """Parameters of floating point take one type as they are registered."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._hook = register_module_parameter_registration_hook(self._on_parameter)
+
+    def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or is_sharded(parameter) or not parameter.is_floating_point():
+            return
+        if parameter.dtype != self._dtype:
+            parameter.data = parameter.data.to(self._dtype)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+
+@contextlib.contextmanager
+def GatheredParameters(
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> Iterator[None]:
+    """``zeropp.gathered``; with ``modifier_rank=0`` rank 0's changes are kept. As there, parameters that are not partitioned
+    are left alone."""
+    if not enabled:
+        yield
+        return
+    if modifier_rank not in (None, 0):
+        raise ConfigError(
+            f"deepspeed's GatheredParameters(modifier_rank={modifier_rank}) is not built yet in zeropp; change the values on rank 0"
+        )
+    chosen = [one for one in _parameters(params) if is_sharded(one) or ref_of(one) is not None]
+    with zeropp.gathered(chosen, write=modifier_rank == 0):
+        yield
+
+
+def _parameters(what: Any) -> list[Any]:
+    """In one list; a bias that is None is passed over."""
+    if isinstance(what, nn.Module):
+        return list(what.parameters())
+    if what is None:
+        return []
+    return [what] if isinstance(what, torch.Tensor) else [one for item in what for one in _parameters(item)]
+
+
+def register_external_parameter(module: nn.Module, parameter: Any) -> None:
+    """Not needed: a parameter read outside its module is gathered when it is read."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: Any) -> None:
+    """Not needed either."""
+
+
+__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
