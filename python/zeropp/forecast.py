@@ -12,6 +12,9 @@ Formulas (Rajbhandari et al. 2020; N ranks, Psi = bytes of all parameters, f = (
     master     4 a parameter in 16 bit, optimizer: 4 a state and parameter;    stages 1 to 3: / N
     gathered   whole units beside the slices (stage 3 without a shared copy)
     wire       stages 0 to 2: 2 f Psi; stage 3: 3 f Psi; stage 3 with one shared copy a host: f Psi
+
+With ``Comm(params=..., grads=...)`` what travels is an image of b bits an element and 4 bytes a block, and a slice is held
+with its image beside it (docs/design/0015).
 """
 
 from __future__ import annotations
@@ -45,6 +48,10 @@ class _Sizes:
     slice_bytes: int
     own_elems: int
     moves: bool
+    params_wire_bytes: int
+    """What one slice takes on its way to a rank that gathers it."""
+    grads_wire_bytes: int
+    """What the gradients of one slice take on their way to the rank that owns it."""
 
 
 def estimate(
@@ -80,7 +87,7 @@ def estimate(
     config = Config() if config is None else config
     _check(config, ranks, optimizer, tokens, tflops)
     plans = plan_units(model, config.units, _LOW[config.dtype_name])
-    host_copy = ranks > 1 and config.host_copy == "auto" and config.stage == 3
+    host_copy = ranks > 1 and config.host_copy == "auto" and config.stage == 3 and config.comm.params == "exact"
     units = [_sizes(plan, config, ranks, host_copy) for plan in plans]
     held = {
         "params": _params(units, config.stage, ranks, host_copy),
@@ -121,12 +128,9 @@ def _check(config: Config, ranks: int, optimizer: str, tokens: int | None, tflop
         raise ConfigError("estimate: tokens and tflops go together; give both, or none")
     if optimizer not in STATES:
         raise ConfigError(f"estimate: optimizer {optimizer!r} is not known; wanted one of {', '.join(STATES)}")
-    exact = config.comm.params == config.comm.grads == "exact" and not config.comm.secondary_shard
     kinds = {kind: getattr(config.offload, kind) for kind in ("params", "grads", "activations")}
-    if not exact or any(isinstance(tier, Tier) and tier.kind == "nvme" for tier in kinds.values()):
-        raise ConfigError(
-            "estimate: compressed communication, and parameters, gradients or activations on NVMe are not estimated yet"
-        )
+    if any(isinstance(tier, Tier) and tier.kind == "nvme" for tier in kinds.values()):
+        raise ConfigError("estimate: parameters, gradients or activations on NVMe are not estimated yet")
 
 
 def _sizes(plan: UnitPlan, config: Config, ranks: int, host_copy: bool) -> _Sizes:
@@ -134,7 +138,17 @@ def _sizes(plan: UnitPlan, config: Config, ranks: int, host_copy: bool) -> _Size
     small = plan.alone and plan.numel * plan.dtype.itemsize < REPLICATE_BYTES and config.units == "auto"
     moves = config.stage == 3 and ranks > 1 and not host_copy and not small
     own = elems if config.stage == 0 or ranks == 1 else shard_elems
-    return _Sizes(plan, elems * plan.dtype.itemsize, shard_elems * plan.dtype.itemsize, own, moves)
+    slice_bytes = shard_elems * plan.dtype.itemsize
+
+    def wire_bytes(kind: str) -> int:
+        if kind == "exact" or ranks == 1:
+            return slice_bytes
+        return shard_elems * int(kind.removeprefix("int")) // 8 + 4 * -(-shard_elems // config.comm.block_elems)
+
+    return _Sizes(
+        plan, elems * plan.dtype.itemsize, slice_bytes, own, moves, wire_bytes(config.comm.params),
+        wire_bytes(config.comm.grads if config.stage >= 2 else "exact"),
+    )  # fmt: skip
 
 
 def _has_master(unit: _Sizes, optimizer: str) -> bool:
@@ -144,7 +158,8 @@ def _has_master(unit: _Sizes, optimizer: str) -> bool:
 def _params(units: list[_Sizes], stage: int, ranks: int, host_copy: bool) -> int:
     if host_copy:
         return sum(unit.whole_bytes for unit in units) // ranks
-    return sum(unit.slice_bytes if unit.moves else unit.whole_bytes for unit in units)
+    images = sum(unit.params_wire_bytes for unit in units if unit.moves and unit.params_wire_bytes < unit.slice_bytes)
+    return images + sum(unit.slice_bytes if unit.moves else unit.whole_bytes for unit in units)
 
 
 def _grads(units: list[_Sizes], stage: int, ranks: int) -> int:
@@ -191,9 +206,10 @@ def _traffic(units: list[_Sizes], stage: int, ranks: int, host_copy: bool) -> di
         others = unit.slice_bytes * (ranks - 1)
         trainable = unit.plan.trainable
         if unit.moves:
-            gather += others * (len(unit.plan.triggers) + 1)  # once for each place in forward, once in backward
+            # once for each place in forward, once in backward
+            gather += unit.params_wire_bytes * (ranks - 1) * (len(unit.plan.triggers) + 1)
         elif trainable and stage > 0 and not host_copy:
             gather += others  # after the step
         if trainable:
-            reduce += others * (2 if stage == 0 else 1)
+            reduce += unit.grads_wire_bytes * (ranks - 1) * (2 if stage == 0 else 1)
     return {"gather": gather, "reduce": reduce}

@@ -76,5 +76,11 @@ def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypa
     assert main([*command, "--tokens", "1000", "--tflops", "1"]) == 0
     table = capsys.readouterr().out
     assert "16,781,312 parameters in 1 units on 4 ranks" in table and "/s to take as long as the computation" in table
+    exact = said["traffic"]["reduce"]
+    assert main([*command, "--json", "--comm", "grads=int4", "params=int8"]) == 0
+    bits = 4 + 32 / 256  # of 16; one scale for 256 elements
+    assert json.loads(capsys.readouterr().out)["traffic"]["reduce"] == pytest.approx(exact * bits / 16, rel=0.01)
+    assert main([*command, "--comm", "gradients=int4"]) == 2
+    assert "--comm gradients=int4: 'gradients' is not allowed; wanted params or grads" in capsys.readouterr().err
     assert main(["estimate", "big_model:nothing", "--ranks", "2"]) == 2
     assert "wanted package.module:function" in capsys.readouterr().err

@@ -27,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tiers", nargs="*", default=[], metavar="KIND=TIER", help="such as optimizer=nvme or optimizer=nvme:0.5"
     )
+    parser.add_argument(
+        "--comm", nargs="*", default=[], metavar="KIND=FORMAT", help="such as params=int8 or grads=int4 (exact)"
+    )
     parser.add_argument("--host-copy", choices=("auto", "off"), default="auto", help="one shared copy a host (auto)")
     parser.add_argument("--tokens", type=int, help="a rank and step; with --tflops: the bandwidth each tier needs")
     parser.add_argument("--tflops", type=float, help="that a rank's computation reaches")
@@ -50,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> Any:
-    from zeropp.config import Config, Offload, Tier
+    from zeropp.config import Comm, Config, Offload, Tier
 
     tiers: dict[str, Any] = {}
     for one in options.tiers:
@@ -62,9 +65,16 @@ def _config(options: argparse.Namespace) -> Any:
             )
         path = "." if name == "nvme" else None  # nothing is written
         tiers[kind] = Tier(name, path=path, fraction=float(fraction) if fraction else 1.0)
+    formats: dict[str, Any] = {}
+    for one in options.comm:
+        kind, _, form = one.partition("=")
+        if kind not in ("params", "grads"):
+            raise ConfigError(f"--comm {one}: '{kind}' is not allowed; wanted params or grads, as in grads=int8")
+        formats[kind] = form
     return Config(
-        stage=options.stage, precision=options.precision, host_copy=options.host_copy, offload=Offload(**tiers)
-    )
+        stage=options.stage, precision=options.precision, host_copy=options.host_copy, offload=Offload(**tiers),
+        comm=Comm(**formats),
+    )  # fmt: skip
 
 
 def _build(what: str) -> Any:
