@@ -134,7 +134,8 @@ def _check(config: Config, ranks: int, optimizer: str, tokens: int | None, tflop
 
 
 def _sizes(plan: UnitPlan, config: Config, ranks: int, host_copy: bool) -> _Sizes:
-    elems, shard_elems = _C.unit_layout([p.numel() for p in plan.params], plan.dtype.itemsize, ranks)
+    layout: tuple[int, int] = _C.unit_layout([p.numel() for p in plan.params], plan.dtype.itemsize, ranks)
+    elems, shard_elems = layout
     small = plan.alone and plan.numel * plan.dtype.itemsize < REPLICATE_BYTES and config.units == "auto"
     moves = config.stage == 3 and ranks > 1 and not host_copy and not small
     own = elems if config.stage == 0 or ranks == 1 else shard_elems
