@@ -27,6 +27,7 @@ T = TypeVar("T")
 DTYPES = ("fp32", "bf16", "fp16")
 TIERS = ("device", "cpu", "nvme")
 WIRE_FORMATS = ("exact", "int8", "int4")
+STATES = ("fp32", "bf16", "int8")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -172,17 +173,21 @@ class Precision:
     """Type of the copy that the optimizer updates; None means fp32."""
 
     state: str | None = None
-    """Type of the optimizer's states; None means fp32."""
+    """Type of the optimizer's states; None means fp32. "bf16" holds Adam's and AdamW's moments in half of the bytes, "int8"
+    in a quarter (8-bit codes with a scale for every 256 elements); both are rounded stochastically, so that a moment's mean
+    is right, and the step itself is in fp32. Other optimizers, and states on NVMe, take fp32 only."""
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             if isinstance(value, torch.dtype):
-                short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(value)
+                short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8"}.get(
+                    value
+                )
                 object.__setattr__(self, one.name, short or value)
                 value = short or value
             if value is not None:
-                _one_of(f"Precision.{one.name}", value, DTYPES)
+                _one_of(f"Precision.{one.name}", value, STATES if one.name == "state" else DTYPES)
 
     @property
     def name(self) -> str | None:
@@ -191,8 +196,6 @@ class Precision:
         reduce = self.reduce or compute
         if (self.master or "fp32") != "fp32":
             raise not_yet("Precision.master", self.master, "leave it out: the optimizer updates an fp32 copy")
-        if (self.state or "fp32") != "fp32":
-            raise not_yet("Precision.state", self.state, "leave it out: optimizer states are fp32")
         if self.param is None and compute is not None:
             raise not_yet(
                 "Precision.compute",
@@ -367,6 +370,11 @@ class Config:
         """`precision` as the engine takes it: None (the model's own types), "fp32", "bf16" or "fp16"."""
         return self.precision.name if isinstance(self.precision, Precision) else self.precision
 
+    @property
+    def state_name(self) -> str:
+        """Type of the optimizer's states: "fp32", "bf16" or "int8"."""
+        return self.precision.state or "fp32" if isinstance(self.precision, Precision) else "fp32"
+
     def _check_precision(self) -> None:
         _ = Precision
         if isinstance(self.precision, Precision):
@@ -446,6 +454,12 @@ class Config:
                     f"Config.offload.{name}.kind",
                     tier.kind,
                     f"'device' at stage {self.stage}: this kind is partitioned from stage {least} on",
+                )
+            if tier.kind == "nvme" and name != "activations" and self.state_name != "fp32":
+                raise not_yet(
+                    "Precision.state",
+                    self.state_name,
+                    f"leave it out with offload.{name} on 'nvme': a step that streams through files takes fp32 states",
                 )
 
     def _check_comm(self) -> None:

@@ -9,7 +9,7 @@ Formulas (Rajbhandari et al. 2020; N ranks, Psi = bytes of all parameters, f = (
 
     params     Psi           stage 3: Psi / N
     grads      Psi           stages 2, 3: Psi / N
-    master     4 a parameter in 16 bit, optimizer: 4 a state and parameter;    stages 1 to 3: / N
+    master     4 a parameter in 16 bit, optimizer: 4 a state and parameter (bf16: 2, int8: 1 + 4/256);    stages 1 to 3: / N
     gathered   whole units beside the slices (stage 3 without a shared copy)
     wire       stages 0 to 2: 2 f Psi; stage 3: 3 f Psi; stage 3 with one shared copy a host: f Psi
 
@@ -28,13 +28,14 @@ from torch import nn
 from zeropp import _C
 from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError
+from zeropp.zero.low_states import elem_bytes
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, plan_units
 
 STATES = {
     "AdamW": 2, "Adam": 2, "LAMB": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Lion": 1, "Adagrad": 1,
     "RMSprop": 1, "SGD": 0, "SGD with momentum": 1, "none": 0,
 }  # fmt: skip
-"""fp32 values that each optimizer keeps a parameter."""
+"""Values that each optimizer keeps a parameter."""
 
 _LOW = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -93,7 +94,7 @@ def estimate(
         "params": _params(units, config.stage, ranks, host_copy),
         "grads": _grads(units, config.stage, ranks),
         "master": sum(4 * u.own_elems for u in units if _has_master(u, optimizer)),
-        "optimizer": sum(4 * STATES[optimizer] * u.own_elems for u in units if u.plan.trainable),
+        "optimizer": _states(units, config, optimizer),
         "gathered": _gathered(model, units, config),
         "buckets": _buckets(units, config, ranks),
     }
@@ -128,6 +129,10 @@ def _check(config: Config, ranks: int, optimizer: str, tokens: int | None, tflop
         raise ConfigError("estimate: tokens and tflops go together; give both, or none")
     if optimizer not in STATES:
         raise ConfigError(f"estimate: optimizer {optimizer!r} is not known; wanted one of {', '.join(STATES)}")
+    if config.state_name != "fp32" and optimizer not in ("Adam", "AdamW", "none"):
+        raise ConfigError(
+            f"estimate: Precision.state {config.state_name!r} is not built yet for {optimizer}; Adam and AdamW are"
+        )
     kinds = {kind: getattr(config.offload, kind) for kind in ("params", "grads", "activations")}
     if any(isinstance(tier, Tier) and tier.kind == "nvme" for tier in kinds.values()):
         raise ConfigError("estimate: parameters, gradients or activations on NVMe are not estimated yet")
@@ -154,6 +159,11 @@ def _sizes(plan: UnitPlan, config: Config, ranks: int, host_copy: bool) -> _Size
 
 def _has_master(unit: _Sizes, optimizer: str) -> bool:
     return unit.plan.trainable and unit.plan.dtype != torch.float32 and optimizer != "none"
+
+
+def _states(units: list[_Sizes], config: Config, optimizer: str) -> int:
+    elems = STATES[optimizer] * sum(unit.own_elems for unit in units if unit.plan.trainable)
+    return round(elem_bytes(config.state_name) * elems)
 
 
 def _params(units: list[_Sizes], stage: int, ranks: int, host_copy: bool) -> int:

@@ -110,7 +110,10 @@ def test_a_mistake_is_named(make, path, says):
         (lambda: Config(precision=Precision(param="fp32", compute="bf16")), "Precision.compute"),
         (lambda: Config(precision=Precision(param="bf16", reduce="fp32")), "Precision.reduce"),
         (lambda: Config(precision=Precision(param="bf16", master="bf16")), "Precision.master"),
-        (lambda: Config(precision=Precision(param="bf16", state="bf16")), "Precision.state"),
+        (
+            lambda: Config(precision=Precision(state="int8"), offload=Offload(optimizer="nvme", path="/tmp")),
+            "Precision.state",
+        ),
     ],
 )
 def test_what_is_planned_says_so_and_names_a_way_out(make, path):

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, required=True, help="how many, all on one host")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO (3)")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: the model's own types")
+    parser.add_argument("--states", choices=("fp32", "bf16", "int8"), default="fp32", help="Adam's moments (fp32)")
     parser.add_argument("--optimizer", default="AdamW", help="AdamW, Lion, 'SGD with momentum', none, ... (AdamW)")
     parser.add_argument(
         "--tiers", nargs="*", default=[], metavar="KIND=TIER", help="such as optimizer=nvme or optimizer=nvme:0.5"
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> Any:
-    from zeropp.config import Comm, Config, Offload, Tier
+    from zeropp.config import Comm, Config, Offload, Precision, Tier
 
     tiers: dict[str, Any] = {}
     for one in options.tiers:
@@ -71,8 +72,9 @@ def _config(options: argparse.Namespace) -> Any:
         if kind not in ("params", "grads"):
             raise ConfigError(f"--comm {one}: '{kind}' is not allowed; wanted params or grads, as in grads=int8")
         formats[kind] = form
+    precision = Precision(param=options.precision, state=options.states)
     return Config(
-        stage=options.stage, precision=options.precision, host_copy=options.host_copy, offload=Offload(**tiers),
+        stage=options.stage, precision=precision, host_copy=options.host_copy, offload=Offload(**tiers),
         comm=Comm(**formats),
     )  # fmt: skip
 

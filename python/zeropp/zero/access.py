@@ -13,6 +13,7 @@ from torch import nn
 from zeropp.errors import ConfigError, PartitionedParameterError
 from zeropp.zero.engine import FILE, SHARD, Engine, Unit, engine_of
 from zeropp.zero.init import is_sharded, whole_built
+from zeropp.zero.low_states import elem_bytes
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.storage import disk_traffic
 
@@ -185,10 +186,10 @@ def _planned(engine: Engine) -> dict[str, int]:
         held = unit.state if engine.away is None else engine.away.state_of(unit.index)
         states = len(held)
         if engine.inner is None and (engine.onebit is None or not states):
-            states = max(2, sum(v.is_floating_point() for v in held.values()))
+            states = max(2, len(held))
         if unit.tiered is not None:
             states = max(2, len(unit.tiered.kinds))
-        kinds["optimizer"] += 4 * states * numel / (n if stage >= 1 else 1)
+        kinds["optimizer"] += elem_bytes(unit.state_kind) * states * numel / (n if stage >= 1 else 1)
     if engine.onebit is not None:
         kinds["optimizer"] += engine.onebit.planned_bytes()
     return {kind: round(value) for kind, value in kinds.items()}
@@ -197,7 +198,8 @@ def _planned(engine: Engine) -> dict[str, int]:
 def _held(engine: Engine) -> dict[str, int]:
     core = engine.core.memory()
     in_memory = [unit for unit in engine.units if unit.tiered is None and engine.away is None]
-    tensors = [t for u in in_memory for t in engine.optimizer_state(u).values() if t.is_floating_point()]
+    tensors = [t for u in in_memory for name, t in engine.optimizer_state(u).items() if name != "step"]
+    tensors += [t for u in in_memory for t in u.scales.values()]
     gradients = core["grads"]
     if engine.ranks == 1 and engine.local_grads:
         with torch._C.DisableTorchFunctionSubclass():

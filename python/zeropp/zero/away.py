@@ -96,7 +96,7 @@ class Away:
         self._states = {unit.index: dict(unit.state) for unit in engine.units}
         self._masters = {unit.index: unit.master for unit in engine.units}
         self._inner = engine.inner
-        self._tensors = self._found()
+        self._tensors = self._found([one for unit in engine.units for one in unit.scales.values()])
         self.size_bytes = sum(one.nbytes for one in self._tensors)
         scratch = Scratch(path, Ranks(engine))
         try:
@@ -115,9 +115,9 @@ class Away:
         for one in self._tensors:
             one.untyped_storage().resize_(0)
 
-    def _found(self) -> list[torch.Tensor]:
+    def _found(self, scales: list[torch.Tensor]) -> list[torch.Tensor]:
         """Every tensor of more than one element, each storage once."""
-        found = [*(t for states in self._states.values() for t in states.values()), *self._masters.values()]
+        found = [*scales, *(t for states in self._states.values() for t in states.values()), *self._masters.values()]
         if self._inner is not None:
             found += [value for states in self._inner.state.values() for value in states.values()]
         several = [one for one in found if isinstance(one, torch.Tensor) and one.numel() > 1]

@@ -24,7 +24,7 @@ from torch import nn
 from zeropp.errors import CheckpointError, ConfigError, Error
 from zeropp.zero import background as behind
 from zeropp.zero import disk as files
-from zeropp.zero import random_state, safefile
+from zeropp.zero import low_states, random_state, safefile
 from zeropp.zero.agree import Ranks
 from zeropp.zero.background import Saving
 from zeropp.zero.disk import replace_folder, storage_errors, write_text
@@ -33,6 +33,7 @@ from zeropp.zero.manifest import (
     FORMAT,
     LATEST,
     MANIFEST,
+    SCALES,
     SPARE,
     VERSION,
     leftovers_in,
@@ -299,12 +300,16 @@ def _unit_pieces(engine: Engine, unit: Unit, with_state: bool, part: dict[str, A
     state = engine.optimizer_state(unit) if with_state else {}
     steps = state.pop("step", None)
     kinds = {"": unit.own, **state}
+    places = {index: scales for index, _, _, scales in low_states.spans(unit)} if unit.scales else {}
     for index, first, elems in unit.pieces():
         entry = unit.params[index]
         name = entry.names[0]
         begin = unit.begin_elems + first - entry.offset_elems
         for kind, values in kinds.items():
             yield piece_of(f"{name}/{kind}" if kind else name, values.detach()[first : first + elems])
+        if with_state and unit.scales:
+            for kind, scales in unit.scales.items():
+                yield piece_of(f"{name}/{kind}{SCALES}", scales[places[index]])
         part["pieces"].append([name, begin, begin + elems, list(state)])
         if steps is not None:
             part["steps"][name] = int(steps[index])

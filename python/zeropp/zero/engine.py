@@ -16,6 +16,7 @@ from torch import nn
 from zeropp import _C
 from zeropp.config import Config, LossScale, Tier
 from zeropp.errors import ConfigError, Error
+from zeropp.zero import low_states
 from zeropp.zero.grads_tier import GradsTier
 from zeropp.zero.offload import StateTier, TieredStates
 from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
@@ -84,6 +85,9 @@ class Unit:
     groups: list[int] = field(default_factory=list)
     lent: dict[int, torch.Tensor] = field(default_factory=dict)  # what torch's own optimizers step: one tensor a piece
     bound: tuple[str, ...] = ()  # the states whose addresses the Adam kernel has
+    state_kind: str = "fp32"  # of Adam's moments; low_states.py has the others
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)  # of `state` in 8 bits
+    first_param: int = 0  # number of its first parameter in the model
     tiered: TieredStates | None = None  # in place of `master` and `state`, where they live in a file
     filed: ParamsTier | None = None  # where the parameters live; then `shard` has a size, and no values
 
@@ -406,7 +410,8 @@ class Engine:
     def optimizer_state(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Tensors of ``shard`` length by torch's names (``exp_avg``, ...), and ``step``: int64, one a parameter.
 
-        Of a tier they are values to be streamed: they have a shape, slices and ``parts`` (zero/offload.py).
+        Of a tier they are values to be streamed: they have a shape, slices and ``parts`` (zero/offload.py). In 8 bits they
+        are codes (zero/low_states.py).
         """
         state = dict(unit.state)
         if unit.tiered is not None:
@@ -423,14 +428,13 @@ class Engine:
         return state
 
     def states_in_place(self, unit: Unit) -> bool:
-        """Is each state of the unit one fp32 tensor in memory?"""
-        return unit.tiered is None and self.inner is None and unit.steps is not None
+        """Is each state of the unit one tensor of numbers in memory?"""
+        return unit.tiered is None and self.inner is None and unit.steps is not None and unit.state_kind != "int8"
 
     def room_for_state(self, unit: Unit, kind: str) -> torch.Tensor:
-        """Where values for :meth:`load_optimizer_state` go: fp32, of ``shard`` length."""
+        """Where values for :meth:`load_optimizer_state` go: of ``shard`` length, fp32 unless it is the place itself."""
         if self.states_in_place(unit):
-            if kind not in unit.state:
-                unit.state[kind] = torch.zeros(unit.shard.numel(), dtype=torch.float32)
+            low_states.make(unit, kind)
             return unit.state[kind]
         return torch.zeros(unit.shard.numel(), dtype=torch.float32)
 
@@ -444,9 +448,13 @@ class Engine:
             for name in names:
                 unit.tiered.write(name, 0, state[name])
             unit.tiered.kinds = tuple(names)
+        elif unit.state_kind == "int8":
+            for name in names:
+                low_states.write_all(unit, name, state[name])
         elif self.inner is None:
             for name in names:
-                unit.state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=torch.float32)).copy_(state[name])
+                low_states.make(unit, name)
+                unit.state[name].copy_(state[name])
         if self.storage is not None:
             self.storage.loaded(unit.index)
         if self.inner is None:

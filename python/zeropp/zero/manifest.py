@@ -19,6 +19,8 @@ VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
 SPARE = ".spare"
+SCALES = ".scales"
+"""What the name of a state in 8 bits is followed by where its scales are meant."""
 
 
 def part_name(rank: int) -> str:

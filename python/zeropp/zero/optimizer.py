@@ -19,7 +19,7 @@ from torch import optim
 from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.optim import LAMB, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
-from zeropp.zero import lamb, muon, onebit_adam
+from zeropp.zero import lamb, low_states, muon, onebit_adam
 from zeropp.zero.away import require_here
 from zeropp.zero.engine import Engine, Unit
 from zeropp.zero.onebit import OneBit
@@ -304,6 +304,10 @@ class ZeroOptimizer(optim.Optimizer):
         if unit.tiered is not None:
             self._tiered_state(unit, wanted)
             return
+        if unit.state_kind != "fp32":
+            low_states.bind(unit, wanted)
+            unit.bound = wanted
+            return
         for name in wanted:
             unit.state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=torch.float32))
         address = [unit.state[n].data_ptr() if n in wanted else 0 for n in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
@@ -447,6 +451,11 @@ def _check_stage(optimizer: optim.Optimizer, config: Config) -> None:
 def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
     """States and parameters on NVMe are streamed through our own kernel; and what else depends on the configuration."""
     _check_stage(optimizer, config)
+    if config.state_name != "fp32" and type(optimizer) not in _ADAMS:
+        raise ConfigError(
+            f"Precision.state: {config.state_name!r} is not built yet for {type(optimizer).__name__}; Adam and AdamW are, "
+            "or leave it out: states in fp32"
+        )
     for name in ("optimizer", "params", "grads"):
         tier = getattr(config.offload, name)
         if isinstance(tier, Tier) and tier.kind == "nvme" and type(optimizer) not in _ADAMS:
@@ -489,11 +498,15 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     """Make a checked ``optimizer`` update the engine's slices from now on. Schedulers built before or after keep working."""
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     adam = type(optimizer) in _ADAMS
+    number = 0
     for unit in engine.units:
         if unit.trainable:
             unit.make_master()
             unit.groups = [group_of[id(e.param)] for e in unit.params]
             unit.steps = torch.zeros(len(unit.params), dtype=torch.int64)
+            unit.state_kind = engine.config.state_name
+        unit.first_param = number
+        number += len(unit.params)
     part = _ONEBIT.get(type(optimizer))
     engine.inner = None if adam or part else _inner_optimizer(optimizer, engine)
     engine.core.hold = False

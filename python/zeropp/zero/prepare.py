@@ -143,6 +143,7 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
         )
     for unit in engine.units:
         unit.state.clear()
+        unit.scales.clear()
         unit.lent.clear()
         unit.bound = ()
     engine.clear_gradients()

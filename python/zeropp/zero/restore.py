@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from zeropp.errors import CheckpointError
+from zeropp.ops import moments_decode_, moments_scales
 from zeropp.zero import random_state, safefile
 from zeropp.zero.agree import Ranks
 from zeropp.zero.background import finish
 from zeropp.zero.checkpoint import check_optimizer
 from zeropp.zero.engine import WHOLE, Engine, Unit, engine_of
-from zeropp.zero.manifest import candidates, read_manifest
+from zeropp.zero.manifest import SCALES, candidates, read_manifest
 from zeropp.zero.plain import from_plain
 from zeropp.zero.state import persistent_buffers, write_piece
 
@@ -160,10 +161,20 @@ class _Parts:
         where the types agree."""
         for rank, key, first, low, high in _overlaps(name, kind, begin, begin + values.numel(), pieces):
             file, target = self.tensors(rank), values[low - begin : high - begin]
-            if file.dtype(key) == target.dtype:
+            if kind and file.dtype(key) == torch.uint8:
+                target.copy_(_decoded(file, key, kind, first, low, high))
+            elif file.dtype(key) == target.dtype:
                 file.fill(fills, key, low - first, target)
             else:
                 target.copy_(file.flat(key, low - first, high - first))
+
+
+def _decoded(file: safefile.TensorFile, key: str, kind: str, first: int, low: int, high: int) -> torch.Tensor:
+    """Elements ``low`` to ``high`` of a moment in 8 bits, of whose saved piece ``first`` is the first; in fp32."""
+    values, skipped = torch.empty(high - low), moments_scales(low - first + 1, first) - 1
+    scales = file.flat(key + SCALES, skipped, skipped + moments_scales(high - low, low))
+    moments_decode_(file.flat(key, low - first, high - first), scales, values, moment=kind, first=low)
+    return values
 
 
 def _overlaps(

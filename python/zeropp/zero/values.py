@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zeropp.errors import ConfigError, Error
+from zeropp.zero import low_states
 from zeropp.zero.agree import Ranks
 from zeropp.zero.engine import WHOLE, Engine, Entry, Unit
 from zeropp.zero.parameter import Ref, ref_of
@@ -149,6 +150,8 @@ class _Part:
         if kind == "grad":
             return self._gradient()
         state = self._state(kind)
+        if state is not None and self.unit.state_kind == "int8":
+            return low_states.read(self.unit, kind, self.ref.index)
         return None if state is None else _loaded(state[self.first : self.first + self.elems])
 
     def _gradient(self) -> torch.Tensor | None:
@@ -186,6 +189,8 @@ class _Part:
             self.unit.tiered.write(kind, self.first, values)
         elif self.engine.inner is not None and self.elems:
             self.engine.inner.state[self.unit.lent[self.ref.index]][kind].copy_(values)
+        elif self.elems and self.unit.state_kind == "int8":
+            low_states.write(self.unit, kind, self.ref.index, values)
         elif self.elems:
             self.unit.state[kind][self.first : self.first + self.elems] = values
 

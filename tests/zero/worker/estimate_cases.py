@@ -17,6 +17,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gathering": {"host_copy": "off", "prefetch": 0},
     "gathering bf16": {"host_copy": "off", "prefetch": 0, "precision": "bf16"},
     "stage 1 bf16": {"stage": 1, "precision": "bf16"}, "SGD": {"host_copy": "off", "prefetch": 0},
+    "int8 states": {"stage": 1, "precision": zeropp.Precision(param="bf16", state="int8")},
+    "bf16 states": {"host_copy": "off", "prefetch": 0, "precision": zeropp.Precision(state="bf16")},
     "few buckets": {"stage": 2, "bucket_bytes": 1}, "nvme": {"host_copy": "off", "prefetch": 0, "precision": "bf16"},
     "int8": {"prefetch": 0, "comm": zeropp.Comm(params="int8", grads="int8")},
     "int4 gradients, stage 2, bf16": {"stage": 2, "precision": "bf16", "comm": zeropp.Comm(grads="int4")},

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam's moments in bf16 or 8 bits: ``Config(precision=Precision(state="bf16"))``; docs/design/0022 says how and why.
+
+A unit's ``state`` holds bf16 values, or 8-bit codes whose scales lie in ``scales``: for each parameter that this rank has
+a part of, in order, one a block of 256 elements of the parameter. The step works on both in place (csrc/ops/moments);
+everybody else gets and gives fp32 here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from zeropp.ops import moments_decode_, moments_encode_, moments_scales
+
+if TYPE_CHECKING:
+    from zeropp.zero.engine import Unit
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+KINDS = ("fp32", "bf16", "int8")
+"""enum zpp_moments_kind"""
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def elem_bytes(kind: str) -> float:
+    """Of one moment of one parameter, with its share of a scale."""
+    return {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}[kind]
+
+
+def spans(unit: Unit) -> Iterator[tuple[int, slice, int, slice]]:
+    """For each parameter that this rank has a part of: its number, the part in the slice, the first element's place in
+    the parameter, and its scales."""
+    at = 0
+    for index, first, elems in unit.pieces():
+        begin = unit.begin_elems + first - unit.params[index].offset_elems
+        count = moments_scales(elems, begin)
+        yield index, slice(first, first + elems), begin, slice(at, at + count)
+        at += count
+
+
+def make(unit: Unit, name: str) -> None:
+    """A moment of zeros, unless it is there."""
+    if name not in unit.state:
+        unit.state[name] = torch.zeros(unit.shard.numel(), dtype=DTYPES[unit.state_kind])
+    if unit.state_kind == "int8" and name not in unit.scales:
+        unit.scales[name] = torch.zeros(sum(scales.stop - scales.start for _, _, _, scales in spans(unit)))
+
+
+def bind(unit: Unit, wanted: tuple[str, ...]) -> None:
+    """Tell the step where the moments are."""
+    assert unit.steps is not None
+    places: list[int] = []
+    for name in MOMENTS:
+        if name in wanted:
+            make(unit, name)
+        held = (unit.state.get(name), unit.scales.get(name)) if name in wanted else (None, None)
+        places += [0 if tensor is None else tensor.data_ptr() for tensor in held]
+    master = 0 if unit.master is None else unit.master.data_ptr()
+    kind = KINDS.index(unit.state_kind)
+    unit.core.set_low_adam(kind, master, unit.steps.data_ptr(), unit.first_param, unit.groups, *places)
+
+
+def read(unit: Unit, name: str, index: int) -> torch.Tensor:
+    """One parameter's part of an 8-bit moment, in fp32; empty where this rank has none."""
+    for number, part, begin, scales in spans(unit):
+        if number == index:
+            values = torch.empty(part.stop - part.start)
+            moments_decode_(unit.state[name][part], unit.scales[name][scales], values, moment=name, first=begin)
+            return values
+    return torch.empty(0)
+
+
+def write(unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
+    """The other way, to the nearest level."""
+    for number, part, begin, scales in spans(unit):
+        if number == index:
+            codes, of_codes = unit.state[name][part], unit.scales[name][scales]
+            moments_encode_(values.float().contiguous(), codes, of_codes, moment=name, first=begin)
+
+
+def write_all(unit: Unit, name: str, values: torch.Tensor) -> None:
+    """An 8-bit moment from fp32 values of the slice's length."""
+    make(unit, name)
+    for index, part, _, _ in spans(unit):
+        write(unit, name, index, values[part])

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config(precision=Precision(state="bf16" | "int8")): training with Adam's moments in fewer bits.
+
+The operator on whole parameters is the reference here (tests/ops/test_moments.py holds it to the definition): random bits
+and blocks count from a parameter's first element, so slices must have the operator's bits; of 8 bits where no slice cuts
+a block. The gradients it is given are the ones that zeropp shows, which test_parity.py compares with DDP's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zeropp
+from torch import Tensor, nn
+from training import STAGES, batch, gpt
+from zeropp.zero.engine import engine_of
+
+LR = 3e-3
+MOMENTS = ("exp_avg", "exp_avg_sq")
+WHOLE = ("stage 0",)  # where no parameter is cut
+
+
+def prepared(state: str, config: dict[str, Any], **adam: Any) -> tuple[nn.Module, Any]:
+    model = gpt()
+    precision = zeropp.Precision(state=state)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, **adam)
+    return zeropp.prepare(model, optimizer, zeropp.Config(precision=precision, **config))
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(*batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def moments_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {f"{n}/{kind}": zeropp.get_full(p, kind) for n, p in model.named_parameters() for kind in MOMENTS}
+
+
+def _operator(model: nn.Module, state: str, amsgrad: bool) -> tuple[list[str], list[Tensor], dict[str, Any]]:
+    """Parameters in the model's order of units, whole, and moments of zeros for the operator."""
+    names = [names[0] for unit in engine_of(model).units for names, *_ in unit.params]
+    with zeropp.gathered(model):
+        values = dict(model.named_parameters())
+        params = [values[name].detach().clone().reshape(-1) for name in names]
+    kind = torch.uint8 if state == "int8" else torch.bfloat16
+    moments = [[torch.zeros(p.numel(), dtype=kind) for p in params] for _ in range(2 + amsgrad)]
+    scales = [torch.zeros(zeropp.ops.moments_scales(p.numel())) for _ in moments for p in params]
+    return names, params, {
+        "exp_avgs": moments[0], "exp_avg_sqs": moments[1], "max_exp_avg_sqs": moments[2] if amsgrad else (),
+        "scales": scales if state == "int8" else (),
+    }  # fmt: skip
+
+
+def same_as_operator(state: str, name: str, amsgrad: bool = False) -> list[float]:
+    model, optimizer = prepared(state, STAGES[name], amsgrad=amsgrad, weight_decay=0.1)
+    names, params, moments = _operator(model, state, amsgrad)
+    losses = []
+    for step in range(1, 5):
+        loss = model(*batch(step))
+        loss.backward()
+        with zeropp.gathered(model, grads=True):
+            shown = {n: p.grad.detach().clone().reshape(-1) for n, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        grads = [shown[n] for n in names]
+        zeropp.ops.adam_step_(params, grads, **moments, step=step, lr=LR, weight_decay=0.1)
+        with zeropp.gathered(model):
+            values = dict(model.named_parameters())
+            for n, want in zip(names, params, strict=True):
+                assert torch.equal(values[n].detach().reshape(-1), want), (state, name, step, n)
+        losses.append(loss.item())
+    return losses
+
+
+def every_stage_bf16() -> None:
+    first = None
+    for name in STAGES:
+        losses = same_as_operator("bf16", name, amsgrad=name == "stage 2")
+        if name != "stage 2":
+            assert first in (None, losses), name
+            first = losses
+
+
+def every_stage_int8() -> None:
+    for amsgrad in (False, True):
+        for name in WHOLE if dist.get_world_size() > 1 else STAGES:
+            same_as_operator("int8", name, amsgrad)
+    first = None
+    for name, config in STAGES.items():  # the same slices: the same bits
+        if name not in WHOLE:
+            losses = train(*prepared("int8", config), range(6))
+            assert first in (None, losses), name
+            first = losses
+
+
+def bytes_held() -> dict[str, float]:
+    """Of moments, a parameter of this rank's slice."""
+    found = {}
+    for state in ("fp32", "bf16", "int8"):
+        model, optimizer = prepared(state, {"stage": 3})
+        train(model, optimizer, range(1))
+        kinds = zeropp.memory(model, optimizer)["cpu"]["optimizer"]
+        elems = sum(unit.shard.numel() for unit in engine_of(model).units)
+        found[state] = kinds["held"] / elems
+        assert abs(kinds["planned"] - kinds["held"]) < 0.1 * kinds["held"], (state, kinds)
+    return found
+
+
+def checkpoints() -> None:
+    """A resumed run is the uninterrupted one; every format is read into every other."""
+    folder = Path(_shared_folder())
+    for state in ("fp32", "bf16", "int8"):
+        config = {"stage": 3, "host_copy": "off"}
+        model, optimizer = prepared(state, config)
+        train(model, optimizer, range(3))
+        zeropp.save(folder / state, model, optimizer, step=3)
+        moments = moments_of(model)
+        losses = train(model, optimizer, range(3, 6))
+        for stage in (1, 3):
+            again = prepared(state, {"stage": stage})
+            assert zeropp.load(folder / state, *again)["step"] == 3
+            assert train(*again, range(3, 6)) == losses, (state, stage)
+        for other in ("fp32", "bf16", "int8"):
+            model, optimizer = prepared(other, {"stage": 0})  # other slices, too
+            zeropp.load(folder / state, model, optimizer)
+            for key, found in moments_of(model).items():
+                _check_converted(state, other, moments[key], found, key)
+            train(model, optimizer, range(3, 4))
+
+
+def _check_converted(saved: str, held: str, want: Tensor | None, found: Tensor | None, key: str) -> None:
+    assert want is not None and found is not None
+    if held == "fp32" or held == saved == "bf16":
+        assert torch.equal(found, want.to(found.dtype)), (saved, held, key)
+    elif held == "bf16":
+        assert torch.equal(found, want.bfloat16()), (saved, held, key)
+    else:  # to the nearest level of the block: neighbours are at most 7/8 of the greater one apart, or level(1) = 8^-6
+        greatest = want.abs().max().item()
+        off = (found - want).abs()
+        assert bool((off <= 0.44 * want.abs() + 8.0**-6 * greatest).all()), (saved, held, key)
+        assert float(off.norm() / want.float().norm()) < 0.02, (saved, held, key)
+
+
+def away() -> None:
+    """zeropp.offload_states takes codes and scales to a file and back."""
+    for state in ("bf16", "int8"):
+        model, optimizer = prepared(state, {"stage": 1})
+        first, losses = train(model, optimizer, range(2)), train(model, optimizer, range(2, 4))
+        model, optimizer = prepared(state, {"stage": 1})
+        assert train(model, optimizer, range(2)) == first
+        held = zeropp.memory(model, optimizer)["cpu"]["optimizer"]["held"]
+        assert zeropp.offload_states(optimizer=optimizer, to="nvme", path=_shared_folder()) == held
+        assert zeropp.memory(model, optimizer)["cpu"]["optimizer"]["held"] == 0
+        zeropp.offload_states(optimizer=optimizer, to="cpu")
+        assert train(model, optimizer, range(2, 4)) == losses, state
+
+
+def _shared_folder() -> str:
+    found = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
+
+
+def values() -> None:
+    for state in ("bf16", "int8"):
+        model, optimizer = prepared(state, {"stage": 3, "host_copy": "off"})
+        param = next(iter(model.parameters()))
+        assert zeropp.get_full(param, "exp_avg") is None
+        train(model, optimizer, range(2))
+        new = torch.linspace(-1, 1, param.numel()).view(param.shape)
+        zeropp.set_full(param, new, "exp_avg")
+        got = zeropp.get_full(param, "exp_avg")
+        assert got is not None and got.shape == param.shape
+        # bf16: 2^-9 of itself; 8 bits: half of the distance of levels near a block's greatest, 2 * 7/8 / 128
+        assert bool(((got.float() - new).abs() <= (new.abs() * 2**-8 if state == "bf16" else 0.0069)).all())
+        before = zeropp.get_local(param, "exp_avg_sq")
+        assert before is not None
+        zeropp.set_local(param, before.float(), "exp_avg_sq")
+        after = zeropp.get_local(param, "exp_avg_sq")
+        assert after is not None and torch.equal(after, before)
+        train(model, optimizer, range(2, 3))
+
+
+def converges() -> dict[str, float]:
+    """50 steps end where fp32 states end."""
+    last = {}
+    for state in ("fp32", "bf16", "int8"):
+        model, optimizer = prepared(state, {"stage": 3})
+        tail = []
+        for step in range(50):
+            loss = model(*batch(step, rows=8))
+            loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            tail.append(loss.item())
+        last[state] = sum(tail[-10:]) / 10
+    return last
+
+
+def low_precision_parameters() -> None:
+    """With bf16 parameters: master weights in fp32, moments in fewer bits, and parameters that are the masters rounded."""
+    for state in ("bf16", "int8"):
+        model = gpt()
+        precision = zeropp.Precision(param="bf16", state=state)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(precision=precision))
+        losses = train(model, optimizer, range(10))
+        assert losses[-1] < losses[0]
+        for unit in engine_of(model).units:
+            assert unit.master is not None
+            assert all(
+                torch.equal(unit.shard[f : f + n], unit.master[f : f + n].bfloat16()) for _, f, n in unit.pieces()
+            )
+
+
+CASES = {
+    "every stage bf16": every_stage_bf16,
+    "every stage int8": every_stage_int8,
+    "bytes held": bytes_held,
+    "checkpoints": checkpoints,
+    "values": values,
+    "away": away,
+    "converges": converges,
+    "low precision parameters": low_precision_parameters,
+}
