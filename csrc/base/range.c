@@ -135,6 +135,8 @@ static zpp_status unpark(zpp_range *range, size_t index, size_t from, size_t to,
     if (!move_pages(range->home + to, range->park + from, bytes)) {
         return zpp_fail_os(err, errno, "address range: moving %zu warm bytes to offset %zu", bytes, to);
     }
+    /* Closed, or what is empty would count as memory against RLIMIT_DATA and strict overcommit. */
+    mprotect(range->park + from, bytes, PROT_NONE);
     cut(&range->parked, index, from, from + bytes);
     insert(&range->mapped, (struct segment){to, bytes});
     return ZPP_OK;

@@ -250,6 +250,28 @@ def in_slices(folder: Path) -> dict[str, Any]:
     return found
 
 
+def from_disk(folder: Path) -> dict[str, Any]:
+    """No optimizer, parameters on NVMe: each rank writes texts of its own, of different lengths, layer by layer."""
+    rank = int(os.environ["RANK"])
+    prompt, length = HELD_OUT.rows[rank : rank + 1, :6], 5 + 4 * rank
+    plain = llama().eval()
+    with zeropp.sharded_init():
+        model = llama()
+    offload = zeropp.Offload(params="nvme", path=str(folder.parent / "scratch"))
+    model, _ = zeropp.prepare(model, None, zeropp.Config(stage=3, offload=offload, prefetch=1 << 16))
+    model.eval()
+    zeropp.traffic(reset=True)
+    with torch.inference_mode():
+        expected = plain.generate(input_ids=prompt, min_new_tokens=length, max_new_tokens=length, do_sample=False)
+        written = model.generate(input_ids=prompt, min_new_tokens=length, max_new_tokens=length, do_sample=False)
+    return {
+        "generated": [written.tolist(), expected.tolist()],
+        "read": zeropp.traffic()["nvme"]["read"]["bytes"],
+        "model": sum(p.numel() for p in plain.parameters()) * 4,
+        "held": zeropp.memory(model)["cpu"]["params"]["held"],
+    }
+
+
 def refusals(folder: Path) -> dict[str, Any]:
     """What reads or rebuilds whole parameters behind zeropp's back says so; nothing is written in its place."""
     import copy
@@ -355,6 +377,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "sequences": sequences,
     "other_optimizers": other_optimizers,
     "in_slices": in_slices,
+    "from_disk": from_disk,
     "refusals": refusals,
 }
 

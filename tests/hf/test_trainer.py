@@ -111,6 +111,19 @@ def test_from_pretrained_reads_slices(answer):
             assert far < (FP32 if "llama AutoModelForCausalLM" in name else 1e-30), name
 
 
+@pytest.mark.hf_case("from_disk")
+def test_generate_streams_parameters_from_disk(answer):
+    reads = []
+    for rank, found in enumerate(answer("from_disk")):
+        written, expected = found["generated"]
+        assert written == expected and len(written[0]) == 6 + 5 + 4 * rank
+        assert found["held"] < 0.2 * found["model"], "small units only: embedding and head are such here"
+        reads.append(found["read"])
+    assert sum(reads) > 8 * 0.8 * found["model"], (
+        "every token reads the model, which ranks share while they go together"
+    )
+
+
 @pytest.mark.hf_case("refusals")
 def test_nothing_reads_or_writes_placeholders_in_silence(answer):
     for found in answer("refusals"):

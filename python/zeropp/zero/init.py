@@ -12,7 +12,7 @@ Outside of the context such a parameter refuses reads until ``zeropp.prepare`` t
 All ranks must build the same model from the same seed; the end of the context compares what they drew.
 
 Cost: peak memory is the slices plus ``window_bytes`` or 9/8 of the largest parameter; one gather for each partial
-    write.
+    write. With ``path`` the slices are pages of files, which the system writes and takes back as it needs memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import contextlib
 import itertools
 import mmap
 import os
+import tempfile
 import time
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from torch.nn.modules.module import (
 )
 
 from zeropp.errors import ConfigError, PartitionedParameterError
+from zeropp.zero.disk import storage_errors
 from zeropp.zero.holes import Holes, give_back
 
 WINDOW_BYTES = 16 << 20
@@ -157,28 +160,33 @@ def copy_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """This rank's slice of a sharded parameter, into its place among all values: 1-D, of the parameter's length."""
     with torch._C.DisableTorchFunctionSubclass():
         mine = _values_of(parameter)
-        part = whole[dist.get_rank() * mine.numel() :][: mine.numel()]
+        part = whole[_rank() * mine.numel() :][: mine.numel()]
         part.copy_(mine[: part.numel()])
 
 
 @contextlib.contextmanager
-def sharded_init(*, window_bytes: int = WINDOW_BYTES) -> Iterator[None]:
+def sharded_init(*, window_bytes: int = WINDOW_BYTES, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
     """Build models inside: each rank keeps 1/N of every parameter right after its construction.
 
     Args:
         window_bytes: how much of the newest parameters stays whole meanwhile; at least the largest one does.
+        path: a folder on a local disk: slices wait there for ``zeropp.prepare``, in files without a name, for models
+            whose parameters do not fit into memory (``Offload(params="nvme")``). None: in memory.
 
     Raises:
         zeropp.ConfigError: the ranks drew different values; set the same seed on every rank.
+        zeropp.TierError: the disk under ``path`` is full.
 
-    With one rank there is nothing to shard, and nothing is changed.
+    With one rank and no ``path`` there is nothing to shard, and nothing is changed.
     """
-    with construction(window_bytes):
+    with construction(window_bytes, path=path):
         yield
 
 
 @contextlib.contextmanager
-def construction(window_bytes: int = WINDOW_BYTES, *, from_rank_0: bool = False) -> Iterator[None]:
+def construction(
+    window_bytes: int = WINDOW_BYTES, *, path: str | os.PathLike[str] | None = None, from_rank_0: bool = False
+) -> Iterator[None]:
     """:func:`sharded_init`, with one more way for code that was written for DeepSpeed.
 
     Args:
@@ -186,10 +194,10 @@ def construction(window_bytes: int = WINDOW_BYTES, *, from_rank_0: bool = False)
             parameter. And ``state_dict()`` names the parameters before ``prepare``, as tensors on meta.
     """
     global _active
-    if _active is not None or _ranks() == 1:
+    if _active is not None or (_ranks() == 1 and path is None):
         yield
         return
-    _active = _Construction(window_bytes, from_rank_0)
+    _active = _Construction(window_bytes, from_rank_0, None if path is None else Path(path))
     threads = os.environ.get(_READ_ALONE)
     os.environ[_READ_ALONE] = "1"
     hooks = [
@@ -216,8 +224,8 @@ def construction(window_bytes: int = WINDOW_BYTES, *, from_rank_0: bool = False)
 class _Construction:
     """The parameters of one context: which are whole, who owns them, what they held."""
 
-    def __init__(self, window_bytes: int, from_rank_0: bool) -> None:
-        self.window_bytes = window_bytes
+    def __init__(self, window_bytes: int, from_rank_0: bool, path: Path | None) -> None:
+        self.window_bytes, self.path = window_bytes, path
         self.from_rank_0 = from_rank_0
         self.largest_bytes = 0
         self.holes = Holes()
@@ -300,7 +308,7 @@ class _Construction:
         if self.from_rank_0 and values.numel():
             dist.broadcast(values.view(torch.uint8), 0)
         record.digest = _digest(values)
-        record.values = _slice_of(values)
+        record.values = _slice_of(values, self.path)
         del values
         _become_sharded(parameter)
         self.holes.freed(size_bytes)
@@ -358,11 +366,11 @@ def whole_built(parameters: Iterable[torch.Tensor], write: bool) -> Iterator[Non
             _become_sharded(one)
 
 
-def _slice_of(values: torch.Tensor) -> torch.Tensor:
+def _slice_of(values: torch.Tensor, path: Path | None = None) -> torch.Tensor:
     """This rank's part of all values, in memory of its own."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks, rank = _ranks(), _rank()
     per_rank = -(-values.numel() // ranks)
-    mine = _apart(per_rank, values.dtype, values.device)
+    mine = _apart(per_rank, values.dtype, values.device, path)
     piece = values[rank * per_rank : (rank + 1) * per_rank]
     mine[: piece.numel()] = piece
     return mine
@@ -379,6 +387,10 @@ def _ranks() -> int:
             return 1
         dist.init_process_group("zeropp")
     return dist.get_world_size()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _record_of(parameter: torch.Tensor) -> _Record:
@@ -400,12 +412,18 @@ def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
     return one.expand(parameter.shape)
 
 
-def _apart(elems: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _apart(elems: int, dtype: torch.dtype, device: torch.device, path: Path | None) -> torch.Tensor:
     """Zeros in pages of their own: slices that stay, between whole parameters that go, would leave holes in malloc's
-    heap."""
+    heap. With ``path`` they are pages of a file."""
     size_bytes = elems * dtype.itemsize
     if device.type != "cpu" or size_bytes < OWN_PAGES_BYTES:
         return torch.zeros(elems, dtype=dtype, device=device)
+    if path is not None:
+        with storage_errors(path, size_bytes):
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path) as file:  # the mapping keeps it
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+                return torch.frombuffer(mmap.mmap(file.fileno(), size_bytes), dtype=dtype)
     return torch.frombuffer(mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)
 
 
@@ -416,6 +434,8 @@ def _is_alone(parameter: torch.Tensor) -> bool:
 
 
 def _gather(mine: torch.Tensor, numel: int) -> torch.Tensor:
+    if _ranks() == 1:
+        return mine[:numel].clone()
     whole = torch.empty(mine.numel() * dist.get_world_size(), dtype=mine.dtype, device=mine.device)
     if whole.numel():
         _all_gather(whole.view(torch.uint8), mine.view(torch.uint8))
@@ -449,7 +469,9 @@ def _digest(values: torch.Tensor) -> int:
 
 def _compare(drawn: list[tuple[str, int]]) -> None:
     """Collective: every rank built the same parameters with the same values, or all of them raise."""
-    ranks = dist.get_world_size()
+    ranks = _ranks()
+    if ranks == 1:
+        return
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     dist.all_gather(counts, torch.tensor([len(drawn)]))
     numbers = [int(one) for one in counts]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import resource
 from pathlib import Path
@@ -15,6 +17,7 @@ import zeropp
 from state_cases import scratch, train
 from training import Recipe, batch, gpt, ours, same
 from zeropp import Offload, Tier
+from zeropp.zero.engine import engine_of
 
 
 def nvme(path: str, fraction: float = 1.0, states: bool = False, states_fraction: float = 1.0) -> dict[str, Any]:
@@ -191,6 +194,75 @@ def memory_and_traffic() -> None:
                 del model, optimizer
 
 
+# -- a model that is only evaluated ----------------------------------------------------------------------------------
+
+
+def inference() -> None:
+    """Without an optimizer, under inference_mode and no_grad: the values of the plain model, every byte read once a pass and
+    host, ahead of need, and no more in memory than the bound of what is ahead and the blocks in use."""
+    with scratch() as path:
+        for fraction, precision in ((1.0, None), (0.5, "bf16")):
+            plain = gpt(width=128, layers=6, dtype=torch.bfloat16 if precision else torch.float32).eval()
+            model = gpt(width=128, layers=6)
+            block = 12 * 128 * 128 * (2 if precision else 4)
+            config = {**nvme(path, fraction), "precision": precision, "prefetch": 2 * block + (1 << 14)}
+            model, _ = zeropp.prepare(model, None, zeropp.Config(**config))
+            model.eval()
+            tier = engine_of(model).params_tier
+            for mode in (torch.inference_mode, torch.no_grad):
+                with mode():
+                    model(*batch(0))  # the order of reading is recorded
+                    before = tier.figures()
+                    dist.barrier()
+                    assert torch.equal(model(*batch(1)), plain(*batch(1)))
+                    dist.barrier()
+                    after = tier.figures()
+                read = torch.tensor(after["read_bytes"] - before["read_bytes"])
+                dist.all_reduce(read)
+                filed = after["home_bytes"] - after["cut_bytes"]
+                most = filed + 256 * 128 * 4  # the head is the embedding, and comes twice
+                assert filed <= int(read) <= dist.get_world_size() * most, (read, filed)
+                assert after["entered_bytes"] == 0 and after["entered_peak_bytes"] <= 5 * block, (after, block)
+            del model, plain, tier
+
+
+def under_a_limit_that_memory_exceeds() -> None:
+    """The limit is on private writable memory (RLIMIT_DATA), half of the model more than the process has. Plain PyTorch
+    cannot even make the model; from disk it computes, and what it computes is right."""
+    if dist.get_world_size() > 1:
+        return  # the ranks of a host share pages, which that limit does not count
+    layers, width = 12, 2048
+    inputs = torch.linspace(-1, 1, width).reshape(1, width)
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+    with scratch() as path, torch.inference_mode():
+        wanted = make()(inputs)
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed does not count any more
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # or the memory of earlier models would be there for the next
+        rows = Path("/proc/self/status").read_text().splitlines()
+        now = next(int(row.split()[1]) << 10 for row in rows if row.startswith("VmData"))
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (now + layers * width * width * 4 // 2, before[1]))
+        try:
+            with pytest.raises(RuntimeError, match="allocate memory"):
+                make()(inputs)
+            gc.collect()  # its traceback holds what was made
+            with torch.inference_mode(False):
+                with zeropp.sharded_init(path=path):
+                    model = make()
+                config = zeropp.Config(prefetch=8 << 20, **nvme(path))
+                model, _ = zeropp.prepare(model, None, config)
+            got = [model(inputs) for _ in range(2)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+        assert torch.equal(got[0], wanted) and torch.equal(got[1], wanted)
+        del model
+
+
 # -- storage that fails --------------------------------------------------------------------------------------------------
 
 
@@ -320,7 +392,7 @@ CASES = {
     function.__name__: function
     for function in (
         fp32, bf16, without_prefetch, slices_of_whole_pages, frozen_units, checkpoints, writing_whole_parameters,
-        reading_released_parameters, a_unit_at_a_time, memory_and_traffic, no_room, a_read_that_fails,
-        a_step_that_fails, refusals,
+        reading_released_parameters, a_unit_at_a_time, memory_and_traffic, inference, no_room, a_read_that_fails,
+        a_step_that_fails, refusals, under_a_limit_that_memory_exceeds,
     )
 }  # fmt: skip
