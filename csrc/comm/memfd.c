@@ -53,6 +53,8 @@ static zpp_status check(int fd, size_t bytes, struct stat *info, struct zpp_err 
 
 static zpp_status map_new(int fd, size_t bytes, void **base, struct zpp_err *err) {
     void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (at == MAP_FAILED && errno == ENOMEM)
+        return zpp_fail(err, ZPP_NOMEM, "comm: no memory for %zu bytes of shared memory (mmap)", bytes);
     if (at == MAP_FAILED) return zpp_fail_os(err, errno, "comm: %zu bytes of shared memory cannot be mapped", bytes);
     *base = at;
     return ZPP_OK;

@@ -119,7 +119,7 @@ def test_communicator_over_any_backend() -> None:
         assert "closed" in closed and "init_process_group" in no_group
 
 
-def again_and_again(rank: int, ranks: int) -> int:
+def again_and_again(rank: int, ranks: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     import zeropp  # noqa: F401
@@ -131,11 +131,45 @@ def again_and_again(rank: int, ranks: int) -> int:
         assert tensor.tolist() == [ranks * repeat] * 3
         dist.barrier()
         dist.destroy_process_group()
-    return repeat
+    return {"repeat": repeat, **_after_failures(rank, ranks)}
 
 
-def test_init_and_destroy_again() -> None:
-    assert [outcome.value for outcome in run_ranks(2, again_and_again, timeout=120)] == [2, 2]
+def _after_failures(rank: int, ranks: int) -> dict[str, Any]:
+    """No memory for an arena; a group that one rank ends, and a new one in the same process."""
+    import torch
+    import torch.distributed as dist
+    import zeropp
+
+    answer: dict[str, Any] = {}
+    dist.init_process_group("zeropp")
+    try:
+        zeropp.comm.empty(1 << 50)
+    except MemoryError as error:
+        answer["memory"] = str(error)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)  # the group does not mind
+    assert dist.group.WORLD is not None
+    if rank == 1:
+        dist.group.WORLD.abort()
+    try:
+        dist.all_reduce(tensor)
+    except zeropp.CommError as error:
+        answer["aborted"] = str(error)
+    dist.destroy_process_group()
+    dist.init_process_group("zeropp")
+    dist.all_reduce(tensor)
+    answer["sum"] = tensor.tolist()
+    dist.barrier()
+    dist.destroy_process_group()
+    return answer
+
+
+def test_init_and_destroy_again_also_after_failures() -> None:
+    for outcome in run_ranks(2, again_and_again, timeout=120):
+        assert outcome.value["repeat"] == 2
+        assert "comm: no memory for 4503" in outcome.value["memory"], outcome.value["memory"]
+        assert "torch.distributed asked for it" in outcome.value["aborted"] and "rank 1" in outcome.value["aborted"]
+        assert outcome.value["sum"] == [4.0] * 3
 
 
 def loader_children(rank: int, ranks: int) -> float:
