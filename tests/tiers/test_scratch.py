@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+TIERS = 2
+"""Of each job, with a folder each: states and gradients."""
+
 TRAIN = """
 import sys, torch, zeropp
 torch.set_num_threads(1)
@@ -53,10 +56,12 @@ def test_the_next_job_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     killed.send_signal(signal.SIGKILL)
     killed.wait(timeout=60)
     left = folders(tmp_path)
-    assert len(left) == 2, "a kill cannot clean up"
+    assert len(left) == 2 * TIERS, "a kill cannot clean up"
     third = start(tmp_path, "wait")
     now = folders(tmp_path)
-    assert len(now) == 2 and len(set(now) & set(left)) == 1, "the dead one's is gone, the living one's is not"
+    assert len(now) == 2 * TIERS and len(set(now) & set(left)) == TIERS, (
+        "the dead one's is gone, the living one's is not"
+    )
     for process in (alive, third):
         process.communicate("", timeout=60)
     assert not folders(tmp_path)
