@@ -208,8 +208,13 @@ def _blocking(opts: Any) -> bool:
     return not getattr(opts, "asyncOp", True)
 
 
-def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+def _only(what: str, tensors: Tensors | torch.Tensor) -> torch.Tensor:
+    """The tensor of a call that takes one. Several once were one a GPU of a process, which nothing sensible can be done with."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f"zeropp: {what} of a list of {len(tensors)} tensors, wanted one; call it once for each")
+    return tensors[0]
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -367,14 +372,11 @@ class ProcessGroup(_ProcessGroup):
     # -- reductions --------------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> _Work:
-        """Combine over all ranks, in place; one tensor (several: one after the other)."""
-        if isinstance(tensors, torch.Tensor):
-            tensors = (tensors,)
-        if len(tensors) != 1:
-            return self.allreduce_coalesced(tensors, opts)
-        if tensors[0].layout is torch.sparse_coo and tensors[0].is_cpu:
-            return _Done([comm_sparse.all_reduce_sparse(self.comm, tensors[0], _op_code(opts))])
-        tensor, op = _check(tensors[0]), _op_code(opts)
+        """Combine over all ranks, in place."""
+        tensor, op = _only("all_reduce", tensors), _op_code(opts)
+        if tensor.layout is torch.sparse_coo and tensor.is_cpu:
+            return _Done([comm_sparse.all_reduce_sparse(self.comm, tensor, op)])
+        _check(tensor)
         at = tensor if tensor.is_contiguous() else tensor.contiguous()
         if op == _PREMUL_SUM:
             at, op = _scaled(at, opts)
@@ -387,10 +389,14 @@ class ProcessGroup(_ProcessGroup):
         return self._run("all_reduce", opts, dtype, op, 0, numbers, None, elems, [tensor], after)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> _Work:
-        return self._all([self.allreduce([tensor], opts) for tensor in tensors], list(tensors))
+        each = {id(tensor): tensor for tensor in tensors}  # one that is there twice is combined once
+        works = [self.allreduce([tensor], opts) for tensor in each.values()]
+        if len(each) < len(tensors):
+            works.append(self._done)  # so that what comes out of it is the list, not a work of one tensor
+        return self._all(works, list(tensors))
 
     def reduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> _Work:
-        tensor, op, root = _check(_listed(tensors)[0]), _op_code(opts), _root(opts)
+        tensor, op, root = _check(_only("reduce", tensors)), _op_code(opts), _root(opts)
         at = tensor.contiguous()
         if op == _PREMUL_SUM:
             at, op = _scaled(at, opts)
@@ -492,7 +498,7 @@ class ProcessGroup(_ProcessGroup):
     # -- one to all, all to one, all to all --------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> _Work:
-        tensor, root = _check(_listed(tensors)[0]), _root(opts)
+        tensor, root = _check(_only("broadcast", tensors)), _root(opts)
         at = tensor.contiguous()
         dtype, elems = _moved(at)
         after = _copy_back([(tensor, at)]) if root != self._me else None

@@ -281,6 +281,12 @@ def coalesced(rank: int, ranks: int) -> None:
     manager.wait()
     for output, n in zip(outputs, (3, 4000), strict=True):
         same(output, torch.cat([of_rank(r, n) for r in range(ranks)]))
+    for later in (False, True):
+        twice = of_rank(rank, 5)
+        work = dist.all_reduce_coalesced([twice, twice], async_op=later)
+        if later:
+            assert len(work.wait()) == 2  # what torch gives here is a future
+        same(twice, rank_order_sum(ranks, 5))
 
 
 @subject
@@ -474,6 +480,10 @@ def refusals(rank: int, ranks: int) -> None:
     assert "avg of int64" in sentence(lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), op=dist.ReduceOp.AVG))
     assert "to_dense" in sentence(lambda: dist.group.WORLD.allreduce([torch.eye(3).to_sparse_csr()]))
     assert "to_dense" in sentence(lambda: dist.group.WORLD.broadcast([torch.eye(3).to_sparse()]))
+    group, pair = dist.group.WORLD, [torch.ones(3), torch.ones(3)]
+    for call in (group.allreduce, group.broadcast, group.reduce):
+        assert "of a list of 2 tensors, wanted one" in sentence(lambda call=call: call(pair))
+    assert "of a list of 0 tensors, wanted one" in sentence(lambda: group.allreduce([]))
     assert "max of a sparse tensor" in sentence(lambda: dist.all_reduce(torch.eye(3).to_sparse(), op=dist.ReduceOp.MAX))
     assert "torch.float8_e4m3fn is not a dtype" in sentence(
         lambda: dist.all_reduce(torch.ones(3).to(torch.float8_e4m3fn))
