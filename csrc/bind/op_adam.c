@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "../ops/adam/adam.h"
+#include "../ops/adam/adam_low_cuda.h"
 #include "op_checks.h"
 #include "op_entries.h"
 
@@ -144,7 +145,12 @@ static void step_on_cuda(struct zpp_boxed *args, int32_t index, const struct zpp
     zpp_device *device = NULL;
     void *stream = NULL;
     zpp_status status = zpp_op_cuda(index, &device, &stream, &err);
-    if (status == ZPP_OK) status = zpp_adam_step_cuda(device, stream, segments, segments_count, grad_scale, &err);
+    const bool low = segments_count && segments[0].how.kind != ZPP_MOMENTS_F32; /* all are alike */
+    if (status == ZPP_OK && low) {
+        status = zpp_adam_low_step_cuda(device, stream, segments, segments_count, grad_scale, &err);
+    } else if (status == ZPP_OK) {
+        status = zpp_adam_step_cuda(device, stream, segments, segments_count, grad_scale, &err);
+    }
     if (status != ZPP_OK) zpp_boxed_fail(args, "%s", err.text);
 }
 
