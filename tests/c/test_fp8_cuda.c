@@ -5,9 +5,6 @@
  */
 #include "harness.h"
 
-#include <math.h>
-
-#include "../../csrc/ops/element.h"
 #include "../../csrc/ops/quant/fp8_kernels.h"
 
 #include "cuda_threads.h"
@@ -17,6 +14,9 @@
 #include "../../csrc/ops/quant/fp8_cuda.cu"
 #undef zpp_fp8_quantise_cuda
 #undef zpp_fp8_dequantise_cuda
+
+#include "floats.h"
+
 CUDA_THUNK(kernel_quantise, struct zpp_fp8_cuda_args)
 CUDA_THUNK(kernel_dequantise, struct zpp_fp8_cuda_args)
 
@@ -28,29 +28,8 @@ struct arrays {
 static struct arrays want, got;
 static uint8_t src[4 * ROOM_ELEMS];
 
-static uint64_t random_state = 1;
-static float random_value(bool wild) {
-    static const float special[] = { 0.0f, -0.0f, 1e-40f, 1e38f, INFINITY, -INFINITY, NAN, 3e38f };
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    const uint32_t bits = (uint32_t)(random_state >> 32), kind = bits % 4096;
-    if (wild && kind < sizeof special / sizeof special[0]) return special[kind];
-    return ldexpf((float)bits / 4294967296.0f - 0.4f, (int)(bits / 4096 % 24) - 20);
-}
-
-static bool same(const void *a, const void *b, zpp_dtype dtype, size_t elems) {
-    for (size_t i = 0; i < elems; ++i) {
-        const float x = zpp_element_load(a, dtype, i), y = zpp_element_load(b, dtype, i);
-        if (!(isnan(x) && isnan(y)) && memcmp(&x, &y, sizeof x) != 0) return false;
-    }
-    return true;
-}
-
-static uint8_t kind_of(zpp_dtype dtype) {
-    return dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32;
-}
-
 static void check(const struct zpp_fp8_spec *spec, zpp_dtype dtype, size_t elems, bool wild) {
-    for (size_t i = 0; i < elems; ++i) zpp_element_store(src, dtype, i, random_value(wild));
+    for (size_t i = 0; i < elems; ++i) zpp_element_store(src, dtype, i, random_float(wild, 24, -20));
     memset(&want, GUARD, sizeof want);
     got = want;
     zpp_fp8_quantise(spec, src, dtype, elems, want.codes, want.scales, NULL);

@@ -3,7 +3,7 @@
  * LAMB: every CPU version against the scalar one, bit for bit, over kinds, options, lengths, alignments and threads;
  * nothing beyond a tensor's end is touched. (That the scalar version is LAMB is shown in tests/ops/test_lamb.py.)
  */
-#include "harness.h"
+#include "floats.h"
 #include "threads.h"
 
 #include <math.h>
@@ -49,14 +49,6 @@ static zpp_status step(const struct format *f, struct arrays *a, int level, zpp_
             .eps = 1e-6, .weight_decay = f->flags & 1 ? 0.1 : 0.0, .trust_most = 10.0, .maximize = f->flags & 2 };
     }
     return zpp_lamb_step_at((enum zpp_cpu_level)level, segments, 2, 0.5f, trust, pool, &err);
-}
-
-static bool same(const void *a, const void *b, zpp_dtype dtype, size_t elems) {
-    for (size_t i = 0; i < elems; ++i) {
-        const float x = zpp_element_load(a, dtype, i), y = zpp_element_load(b, dtype, i);
-        if (!(isnan(x) && isnan(y)) && memcmp(&x, &y, sizeof x) != 0) return false;
-    }
-    return true;
 }
 
 static bool guarded(const void *array, size_t bytes, size_t begin, size_t end) {

@@ -4,7 +4,7 @@
  * worker and server side, decode, over kinds, chunks, lengths and what is not finite; nothing beyond the ends is
  * written.
  */
-#include "harness.h"
+#include "floats.h"
 
 #include <math.h>
 
@@ -34,14 +34,6 @@ static float random_value(bool wild) {
     const uint32_t bits = (uint32_t)(random_state >> 32), kind = bits % 4096;
     if (wild && kind < sizeof special / sizeof special[0]) return special[kind];
     return (float)bits / 4294967296.0f - 0.4f;
-}
-
-static bool same(const void *a, const void *b, zpp_dtype dtype, size_t elems) {
-    for (size_t i = 0; i < elems; ++i) {
-        const float x = zpp_element_load(a, dtype, i), y = zpp_element_load(b, dtype, i);
-        if (!(isnan(x) && isnan(y)) && memcmp(&x, &y, sizeof x) != 0) return false;
-    }
-    return true;
 }
 
 static struct zpp_onebit_cuda_args args_of(zpp_dtype dtype, size_t chunk_elems, size_t elems) {

@@ -4,7 +4,7 @@
  * alignments, cuts and threads; nothing beyond a segment's end is touched; lists longer than the stack's table. (That
  * the scalar versions are those optimizers is shown in tests/ops/.)
  */
-#include "harness.h"
+#include "floats.h"
 #include "threads.h"
 
 #include <math.h>
@@ -111,14 +111,6 @@ static bool sgd_first(const struct format *f, struct arrays *a, const struct pie
 static bool sgd_plain(const struct format *f, struct arrays *a, const struct piece *pieces, size_t count, int level,
                       zpp_pool *pool) {
     return sgd_with(f, a, pieces, count, level, pool, false, false);
-}
-
-static bool same(const void *a, const void *b, zpp_dtype dtype, size_t elems) {
-    for (size_t i = 0; i < elems; ++i) {
-        const float x = zpp_element_load(a, dtype, i), y = zpp_element_load(b, dtype, i);
-        if (!(isnan(x) && isnan(y)) && memcmp(&x, &y, sizeof x) != 0) return false;
-    }
-    return true;
 }
 
 /* Equal elements, and bytes around them as they were. */
