@@ -29,6 +29,8 @@ void zpp_op_quantise_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs
 void zpp_op_dequantise(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_dequantise_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_quant_sum(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_quant_sum_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_quant_reduce_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_quant_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_onebit_compress(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_onebit_compress_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);

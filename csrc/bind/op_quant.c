@@ -46,7 +46,7 @@ static bool check_parts_on(struct zpp_boxed *args, struct zpp_place place, const
 
 static bool check_parts(struct zpp_boxed *args, const struct parts *p, const struct zpp_quant_spec *spec, size_t elems,
                         const char *prefix, long index) {
-    return check_parts_on(args, zpp_boxed_cpu(), p, spec, elems, prefix, index);
+    return check_parts_on(args, args->place, p, spec, elems, prefix, index);
 }
 
 /* Where a call's tensors are to be: the cpu, or the CUDA device of the first. */
@@ -190,7 +190,8 @@ static struct zpp_quant_source *new_sources(struct zpp_boxed *args, const struct
     if (!sources) zpp_boxed_fail(args, "no memory for %zu sources", l->codes->count);
     for (size_t s = 0; sources && s < l->codes->count; ++s) {
         struct zpp_tensor none = no_mids;
-        none.device_type = zpp_torch.aoti_torch_device_type_cpu();
+        none.device_type = args->place.device_type;
+        none.device_index = args->place.device_index;
         const struct parts p = { &l->codes->at[s], &l->scales->at[s], spec->asymmetric ? &l->mids->at[s] : &none };
         if (!check_parts(args, &p, spec, elems, "", (long)s)) break;
         sources[s] = (struct zpp_quant_source){ p.codes->data, p.scales->data, p.mids->data };
@@ -205,8 +206,35 @@ static bool check_factor(struct zpp_boxed *args, double factor) {
     return zpp_op_check_rates(args, &rate, 1);
 }
 
-void zpp_op_quant_sum(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+/* Where the sum goes: floats, or codes. */
+struct sum_target {
+    const struct zpp_tensor *dst;
+    const struct zpp_quant_spec *spec;
+    struct zpp_quant_target quantised;
+    size_t elems;
+};
+
+static void run_sum(struct zpp_boxed *args, const struct zpp_quant_spec *spec, const struct zpp_quant_source *sources,
+                    size_t count, float factor, const struct sum_target *to) {
+    struct zpp_op_stream on;
+    struct zpp_err err = ZPP_ERR_INIT;
+    const struct zpp_tensor *dst = to->dst;
+    if (!zpp_op_is_on_cuda(args)) {
+        zpp_pool *pool = zpp_op_pool_take();
+        if (dst) zpp_quant_sum(spec, sources, count, factor, dst->data, dst->dtype, to->elems, pool);
+        else zpp_quant_reduce(spec, sources, count, factor, to->elems, to->spec, &to->quantised, pool);
+        zpp_op_pool_give(pool);
+    } else if (zpp_op_find_stream(args, &on)) {
+        const zpp_status status =
+            dst ? zpp_quant_sum_cuda(on.device, on.native, spec, sources, count, factor, dst->data, dst->dtype,
+                                     to->elems, &err)
+                : zpp_quant_reduce_cuda(on.device, on.native, spec, sources, count, factor, to->elems, to->spec,
+                                        &to->quantised, &err);
+        zpp_op_launched(args, status, &err);
+    }
+}
+
+static void quant_sum(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct part_lists from;
     zpp_boxed_begin(&args, "zeropp::quant_sum_", stack, inputs);
@@ -214,6 +242,7 @@ void zpp_op_quant_sum(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
     const struct zpp_tensor *dst = zpp_boxed_tensor(&args, "dst", true);
     const int64_t bits = zpp_boxed_int(&args), block_elems = zpp_boxed_int(&args);
     const double factor = zpp_boxed_float(&args);
+    if (cuda) zpp_op_on_cuda(&args, dst);
     const struct zpp_quant_spec spec = { (size_t)block_elems, (int)bits, from.mids->count != 0 };
     const struct zpp_tensors one = zpp_op_one("dst", dst), *const written[] = { &one };
     const struct zpp_tensors *const read[] = { from.codes, from.scales, from.mids };
@@ -222,16 +251,16 @@ void zpp_op_quant_sum(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
         zpp_op_check_tensor(&args, "dst", dst, ZPP_OP_FLOATS) &&
         (sources = new_sources(&args, &from, &spec, dst->elems)) != NULL &&
         zpp_boxed_check_apart(&args, written, 1, read, 3)) {
-        zpp_pool *pool = zpp_op_pool_take();
-        zpp_quant_sum(&spec, sources, from.codes->count, (float)factor, dst->data, dst->dtype, dst->elems, pool);
-        zpp_op_pool_give(pool);
+        const struct sum_target to = { .dst = dst, .elems = dst->elems };
+        run_sum(&args, &spec, sources, from.codes->count, (float)factor, &to);
     }
     free(sources);
     zpp_boxed_end(&args);
 }
 
-void zpp_op_quant_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
+ZPP_OP_BOTH(quant_sum, quant_sum)
+
+static void quant_reduce(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct part_lists from;
     struct parts to;
@@ -243,6 +272,7 @@ void zpp_op_quant_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs)
     const int64_t elems = zpp_boxed_int(&args), bits = zpp_boxed_int(&args), block_elems = zpp_boxed_int(&args);
     const int64_t to_bits = zpp_boxed_int(&args), to_block_elems = zpp_boxed_int(&args);
     const double factor = zpp_boxed_float(&args);
+    if (cuda) zpp_op_on_cuda(&args, to.codes);
     const struct zpp_quant_spec spec = { (size_t)block_elems, (int)bits, from.mids->count != 0 };
     const struct zpp_quant_spec to_spec = { (size_t)to_block_elems, (int)to_bits, to.mids->elems != 0 };
     const struct zpp_tensors ones[] = { zpp_op_one("to_codes", to.codes), zpp_op_one("to_scales", to.scales),
@@ -255,11 +285,12 @@ void zpp_op_quant_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs)
         check_factor(&args, factor) && check_parts(&args, &to, &to_spec, (size_t)elems, "to_", -1) &&
         (sources = new_sources(&args, &from, &spec, (size_t)elems)) != NULL &&
         zpp_boxed_check_apart(&args, written, 3, read, 3)) {
-        const struct zpp_quant_target target = { to.codes->data, to.scales->data, to.mids->data };
-        zpp_pool *pool = zpp_op_pool_take();
-        zpp_quant_reduce(&spec, sources, from.codes->count, (float)factor, (size_t)elems, &to_spec, &target, pool);
-        zpp_op_pool_give(pool);
+        const struct sum_target target = { .spec = &to_spec, .elems = (size_t)elems,
+                                           .quantised = { to.codes->data, to.scales->data, to.mids->data } };
+        run_sum(&args, &spec, sources, from.codes->count, (float)factor, &target);
     }
     free(sources);
     zpp_boxed_end(&args);
 }
+
+ZPP_OP_BOTH(quant_reduce, quant_reduce)

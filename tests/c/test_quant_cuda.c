@@ -6,9 +6,6 @@
  */
 #include "harness.h"
 
-#include <math.h>
-
-#include "../../csrc/ops/element.h"
 #include "../../csrc/ops/quant/quant.h"
 
 #include "cuda_on_cpu.h"
@@ -22,12 +19,14 @@
 #undef zpp_quantise_cuda
 #undef zpp_dequantise_cuda
 
+#include "floats.h"
+
 static void quantise(const struct zpp_quant_cuda_args *args) {
     static span_of_threads spans;
     const uint64_t blocks = (args->elems + args->block_elems - 1) / args->block_elems;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
-        for (threadIdx.x = 0; threadIdx.x < ZPP_QUANT_CUDA_THREADS; ++threadIdx.x) find_span(args, spans);
-        for (threadIdx.x = 0; threadIdx.x < ZPP_QUANT_CUDA_THREADS; ++threadIdx.x) write_codes(args, spans);
+        for (threadIdx.x = 0; threadIdx.x < ZPP_QUANT_CUDA_THREADS; ++threadIdx.x) find_span(args, args, spans);
+        for (threadIdx.x = 0; threadIdx.x < ZPP_QUANT_CUDA_THREADS; ++threadIdx.x) write_codes(args, args, spans);
     }
 }
 
@@ -45,30 +44,9 @@ struct arrays {
 static struct arrays want, got;
 static uint8_t src[4 * ROOM_ELEMS];
 
-static uint64_t random_state = 1;
-static float random_value(bool wild) {
-    static const float special[] = { 0.0f, -0.0f, 1e-40f, 1e38f, INFINITY, -INFINITY, NAN, 3e38f };
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    const uint32_t bits = (uint32_t)(random_state >> 32), kind = bits % 4096;
-    if (wild && kind < sizeof special / sizeof special[0]) return special[kind];
-    return ldexpf((float)bits / 4294967296.0f - 0.4f, (int)(bits / 4096 % 6) - 3);
-}
-
-static bool same(const void *a, const void *b, zpp_dtype dtype, size_t elems) {
-    for (size_t i = 0; i < elems; ++i) {
-        const float x = zpp_element_load(a, dtype, i), y = zpp_element_load(b, dtype, i);
-        if (!(isnan(x) && isnan(y)) && memcmp(&x, &y, sizeof x) != 0) return false;
-    }
-    return true;
-}
-
-static uint8_t kind_of(zpp_dtype dtype) {
-    return dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32;
-}
-
 static void check_format(const struct zpp_quant_spec *spec, zpp_dtype dtype, size_t elems, bool wild) {
     struct arrays *const both[] = { &want, &got };
-    for (size_t i = 0; i < elems; ++i) zpp_element_store(src, dtype, i, random_value(wild));
+    for (size_t i = 0; i < elems; ++i) zpp_element_store(src, dtype, i, random_float(wild, 6, -3));
     for (int k = 0; k < 2; ++k) memset(both[k], GUARD, sizeof *both[k]);
     const struct zpp_quant_target to = { want.codes, want.scales, want.mids };
     zpp_quantise(spec, src, dtype, elems, &to, NULL);

@@ -26,4 +26,4 @@ def test_every_kernel_that_is_launched_is_embedded(root: Path) -> None:
 def test_every_operator_has_a_cuda_kernel_but_those_named() -> None:
     """What is CPU only is said here; with torch's CPU build nothing is dispatched there, so the table is what counts."""
     missing = {name for name, _, _, cuda in _C.op_table() if not cuda}
-    assert missing == {"moments_encode_", "moments_decode_", "quant_sum_", "quant_reduce_"}
+    assert missing == {"moments_encode_", "moments_decode_"}  # outside of steps only: checkpoints, which are on the CPU

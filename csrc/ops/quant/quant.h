@@ -83,13 +83,22 @@ void zpp_quant_reduce(const struct zpp_quant_spec *spec, const struct zpp_quant_
  * machine or build lacks it. ZPP_CPU_LEVELS returns to the machine's own. */
 bool zpp_quant_use_level(enum zpp_cpu_level level);
 
-/* The same two on CUDA, where all pointers are device memory: enqueued on `native` (torch's current stream). Same bits,
- * but for the payload of a NaN. NOT_BUILT without the kernels, DEVICE if a launch fails. */
+/* Quantise and dequantise on CUDA, where all pointers are device memory: enqueued on `native` (torch's current stream).
+ * Same bits, but for the payload of a NaN. NOT_BUILT without the kernels, DEVICE if a launch fails. */
 zpp_status zpp_quantise_cuda(zpp_device *device, void *native, const struct zpp_quant_spec *spec, const void *src,
                              zpp_dtype src_dtype, size_t elems, const struct zpp_quant_target *to,
                              struct zpp_err *err);
 zpp_status zpp_dequantise_cuda(zpp_device *device, void *native, const struct zpp_quant_spec *spec,
                                const struct zpp_quant_source *from, void *dst, zpp_dtype dst_dtype, size_t elems,
                                bool accumulate, struct zpp_err *err);
+
+/* zpp_quant_sum and zpp_quant_reduce there; `sources` themselves are in host memory. INVALID for more than 128. */
+zpp_status zpp_quant_sum_cuda(zpp_device *device, void *native, const struct zpp_quant_spec *spec,
+                              const struct zpp_quant_source *sources, size_t sources_count, float factor, void *dst,
+                              zpp_dtype dst_dtype, size_t elems, struct zpp_err *err);
+zpp_status zpp_quant_reduce_cuda(zpp_device *device, void *native, const struct zpp_quant_spec *spec,
+                                 const struct zpp_quant_source *sources, size_t sources_count, float factor,
+                                 size_t elems, const struct zpp_quant_spec *to_spec,
+                                 const struct zpp_quant_target *to, struct zpp_err *err);
 
 #endif

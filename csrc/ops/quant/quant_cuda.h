@@ -19,4 +19,19 @@ struct zpp_quant_cuda_args {
     uint8_t kind, bits, accumulate; /* kind: element_cuda.h */
 };
 
+/* Sums of several arrays: as many as fit the 4096 bytes of a kernel's arguments. */
+enum { ZPP_QUANT_CUDA_SOURCES = 128 };
+
+struct zpp_quant_sum_cuda_args {
+    struct zpp_quant_cuda_args to; /* sum: floats and kind are written; reduce: codes, scales and mids */
+    uint64_t block_elems;          /* of the sources, as bits is */
+    float factor;
+    uint32_t sources_count;
+    uint8_t bits;
+    struct {
+        const uint8_t *codes;
+        const float *scales, *mids; /* mids NULL: symmetric */
+    } sources[ZPP_QUANT_CUDA_SOURCES];
+};
+
 #endif

@@ -84,7 +84,7 @@ def quantise_(src: Tensor, to: Quantised) -> None:
     """
     name = "zeropp.ops.quantise_"
     doors.check_tensor(name, "src", src, _DEVICES)
-    written = _check_parts(name, "to", to, _DEVICES)
+    written = _check_parts(name, "to", to)
     arguments = [src, *written, to.bits, to.block_elems]
     doors.call(name, torch.ops.zeropp.quantise_.default, arguments, written)
 
@@ -97,7 +97,7 @@ def dequantise_(source: Quantised, dst: Tensor, *, accumulate: bool = False) -> 
     """
     name = "zeropp.ops.dequantise_"
     doors.check_tensor(name, "dst", dst, _DEVICES)
-    arguments = [*_check_parts(name, "source", source, _DEVICES), dst, source.bits, source.block_elems, accumulate]
+    arguments = [*_check_parts(name, "source", source), dst, source.bits, source.block_elems, accumulate]
     doors.call(name, torch.ops.zeropp.dequantise_.default, arguments, [dst])
 
 
@@ -108,7 +108,7 @@ def quant_sum_(sources: Sequence[Quantised], dst: Tensor, *, factor: float = 1.0
         TypeError, ValueError: as ``quantise_``; also sources of different formats.
     """
     name = "zeropp.ops.quant_sum_"
-    doors.check_tensor(name, "dst", dst)
+    doors.check_tensor(name, "dst", dst, _DEVICES)
     doors.check_numbers(name, {"factor": factor})
     first, lists = _check_sources(name, sources)
     arguments = [*lists, dst, first.bits, first.block_elems, factor]
@@ -136,12 +136,12 @@ def _check_spec(name: str, bits: object, block_elems: object) -> None:
     doors.check_blocks(name, "block_elems", block_elems)
 
 
-def _check_parts(name: str, label: str, array: Quantised, devices: tuple[str, ...] = doors.CPU) -> list[Tensor]:
+def _check_parts(name: str, label: str, array: Quantised) -> list[Tensor]:
     if not isinstance(array, Quantised):
         raise TypeError(f"{name}: {label} is a {type(array).__name__}, wanted a Quantised")
     parts = {"codes": array.codes, "scales": array.scales, "mids": array.mids}
     for part, tensor in parts.items():
-        doors.check_tensor(name, f"{label}.{part}", tensor, devices)
+        doors.check_tensor(name, f"{label}.{part}", tensor, _DEVICES)
     return list(parts.values())
 
 
