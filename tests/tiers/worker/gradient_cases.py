@@ -199,15 +199,16 @@ def held(kind: str) -> int:
 
 
 def the_process_is_smaller() -> None:
-    """96 MiB of gradients: the kernel says what one backward grew the process by at its peak."""
+    """160 MiB of gradients: the kernel says what one backward grew the process by at its peak."""
+    torch.nn.Linear(1024, 1024)(torch.ones(2, 1024)).sum().backward()  # the first one makes buffers of its own
     with scratch() as path:
         grown = []
         for tiers in (nvme(path), {"stage": 2}):
             torch.manual_seed(0)
-            model: Any = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+            model: Any = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(40)))
             model, _ = zeropp.prepare(model, None, zeropp.Config(**tiers))
             assert zeropp.memory(model)["cpu"]["grads"]["held"] == (
-                0 if "offload" in tiers or dist.get_world_size() == 1 else 48 << 20
+                0 if "offload" in tiers or dist.get_world_size() == 1 else 80 << 20
             )
             loss = model(torch.ones(2, 1024)).square().mean()
             ctypes.CDLL(None).malloc_trim(0)  # what earlier cases left would be taken first, and no growth be seen
@@ -220,7 +221,7 @@ def the_process_is_smaller() -> None:
                 assert 0 < seen["entered_peak_bytes"] <= 32 << 20, seen
             del model, loss
         if dist.get_world_size() == 1:
-            assert grown[0] < 48 << 20 < 80 << 20 < grown[1], grown
+            assert grown[0] < 80 << 20 < 140 << 20 < grown[1], grown
 
 
 # -- storage that fails --------------------------------------------------------------------------------------------------
