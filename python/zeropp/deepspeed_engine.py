@@ -182,7 +182,8 @@ class Engine(nn.Module):
         self.optimizer.step()
         self.skipped_steps += bool(self.optimizer.overflow)
         measured = engine_of(self.module).norm
-        self._norm = None if measured is None else measured[0]
+        if not self.optimizer.overflow:  # a step that is skipped has no norm: the last one stands
+            self._norm = None if measured is None else measured[0]
         self.optimizer.zero_grad()
         self.global_steps += 1
         if self.lr_scheduler is not None and not self.optimizer.overflow:

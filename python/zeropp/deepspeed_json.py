@@ -284,6 +284,12 @@ def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: i
         if elems != "auto":
             fields[field] = (f"zero_optimization.{name}", _elements(elems, name) * element_bytes)
     params = _tier(section, "offload_param", _OFFLOAD_PARAM_ALWAYS)
+    if params.kind == "cpu" and stage < 3:  # accelerate's plugin writes it at every stage
+        warnings.warn(
+            "zero_optimization.offload_param: device 'cpu' changes nothing in zeropp: parameters are partitioned from stage 3 on",
+            stacklevel=4,
+        )
+        params = Tier()
     optimizer = _tier(section, "offload_optimizer", _OFFLOAD_OPTIMIZER_ALWAYS)
     offload = Offload(params=params, optimizer=optimizer)
     if offload != Offload():

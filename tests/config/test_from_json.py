@@ -176,6 +176,9 @@ def test_a_refusal_names_the_path(keys, starts, says):
 def test_a_hint_that_changes_nothing_warns():
     with pytest.warns(UserWarning, match="steps_per_print: 10 changes nothing in zeropp"):
         assert Config.from_json({"steps_per_print": 10, "zero_optimization": {"stage": 1}}).stage == 1
+    keys = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+    with pytest.warns(UserWarning, match="partitioned from stage 3 on"):
+        assert Config.from_json(keys).offload.params.kind == "device"
 
 
 def test_files_that_are_not_configurations(tmp_path):

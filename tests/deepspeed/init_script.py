@@ -42,10 +42,14 @@ def by_hand(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"kinds": kinds(model)}
     found["apart"] = max(float((value - whole(plain)[name]).abs().max()) for name, value in whole(model).items())
     found["state"] = sorted({str(one.device) for one in model.state_dict().values()})
-    try:
-        model[0].weight.sum()
-    except Exception as error:
-        found["read"] = str(error)
+    for name, read in {
+        "read": lambda: model[0].weight.sum(),
+        "copy": lambda: model.state_dict()["0.weight"].cpu(),
+    }.items():
+        try:
+            read()
+        except Exception as error:
+            found[name] = str(error)
     everything = set(model.parameters())  # in any order
     with deepspeed.zero.GatheredParameters(list(everything), modifier_rank=0):
         if dist.get_rank() == 0:

@@ -52,11 +52,18 @@ class DeepSpeedEngine(Engine):
             parameter
         ) in model.parameters():  # TRL gathers what is not available before it reads it; here reading gathers
             parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+            parameter.ds_active_sub_modules = set()  # type: ignore[attr-defined]
         if self.optimizer is not None:
             # TRL takes DeepSpeed's hooks off before it generates, and puts them back; zeropp's triggers stay.
             self.optimizer.parameter_offload = SimpleNamespace(
                 module=model, forward_hooks=[], backward_hooks=[], _register_deepspeed_module=lambda module: None
             )
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Always possible, so only a file that says no means no: then frameworks save no whole weights."""
+        section = self.config.get("zero_optimization", {})
+        names = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
+        return not any(section.get(name) is False for name in names)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
         """As there, random states are left alone: Trainer and Accelerate restore their own."""

@@ -123,7 +123,9 @@ class ShardedParameter(nn.Parameter):
         parameters = _sharded_among((args, kwargs))
         if _active is None:
             if func is _T.detach and _record_of(args[0]).lists:
-                return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+                listed: Any = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta").as_subclass(_Listed)
+                listed.refusal = _refusal(args[0], _T.detach)
+                return listed
             raise _refusal(parameters[0], func)
         with _active.whole_meanwhile():
             for parameter in parameters:
@@ -143,6 +145,19 @@ class ShardedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"ShardedParameter('{_record_of(self).name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class _Listed(torch.Tensor):
+    """Stands for such a parameter in a state dict: on meta, and whoever wants its values hears why there are none."""
+
+    refusal: PartitionedParameterError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in (_T.cpu, _T.numpy, _T.tolist, _T.item, _T.to, _T.clone):
+            raise args[0].refusal
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:

@@ -110,12 +110,13 @@ def export(
     raise CheckpointError(f"no good checkpoint among {len(damaged)}: {'; '.join(damaged.values())}")
 
 
-def whole_state(folder: Path, dtype: str | None) -> dict[str, torch.Tensor]:
-    """All parameters and buffers of one checkpoint, whole and verified; tied ones share a tensor under all their names.
+def whole_state(path: Path, dtype: str | None) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of the newest checkpoint in a folder, whole; tied ones share a tensor under all their names.
 
     Raises:
-        zeropp.CheckpointError: something in it is not as it was saved.
+        zeropp.CheckpointError: there is none, or something in it is not as it was saved.
     """
+    folder = candidates(path)[0]
     finding = _examine(folder, False)
     if finding.wrong is not None:
         raise CheckpointError(finding.wrong)
