@@ -85,6 +85,16 @@ def make_module(base: Any, *, late: bool = False, manual: bool = False) -> Any:
     return Model()
 
 
+def at_random(late: Any) -> None:
+    """configure_model of a rank with another seed than rank 0, whose values count."""
+    plain, seed = torch.manual_seed, torch.seed
+    torch.manual_seed = lambda _: seed()  # type: ignore[assignment]
+    try:
+        type(late).configure_model(late)
+    finally:
+        torch.manual_seed = plain
+
+
 def trainer(folder: Path, strategy: Any, epochs: int, package: Any = pl, **more: Any) -> Any:
     keep = package.callbacks.ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
     wanted = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "callbacks": [keep], **QUIET, **more}
@@ -148,6 +158,8 @@ def ways(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("ddp", "gathers"):
         late = make_module(pl.LightningModule, late=True)
+        if os.environ["RANK"] == "1":
+            late.configure_model = lambda late=late: at_random(late)
         trainer(folder / f"late-{name}", strategy_of(name), 1).fit(late, batches())
         manual = make_module(pl.LightningModule, manual=True)
         more = {"gradient_clip_val": None, "accumulate_grad_batches": 1}

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-import zeropp
 from zeropp.errors import ConfigError
 from zeropp.lightning.common import load_shards, must_move, registered, save_shards, take_config
 from zeropp.lightning.parts import full_state, load_full_state, no_sync, partition, parts_of
 from zeropp.zero.engine import engine_of
+from zeropp.zero.init import construction
 from zeropp.zero.optimizer import ZeroOptimizer, scaled_for
 
 
@@ -60,7 +60,7 @@ def make_fabric_strategy(package: str) -> Any:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(super().module_init_context(empty_init))
                 if self.zeropp_config.stage == 3:
-                    stack.enter_context(zeropp.sharded_init())
+                    stack.enter_context(construction(from_rank_0=True))
                 yield
 
         def setup_module(self, module: nn.Module) -> nn.Module:

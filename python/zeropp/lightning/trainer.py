@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-import zeropp
 from zeropp.errors import ConfigError
 from zeropp.lightning.common import (
     load_shards,
@@ -23,6 +22,7 @@ from zeropp.lightning.common import (
 )
 from zeropp.lightning.parts import full_state, load_full_state, no_sync, partition, parts_of
 from zeropp.zero.engine import engine_of
+from zeropp.zero.init import construction
 from zeropp.zero.optimizer import scaled_for
 from zeropp.zero.prepare import _cast
 
@@ -93,7 +93,7 @@ def make_strategy(package: str) -> Any:
             if parts_of(self.lightning_module) or self.zeropp_config.stage < 3:
                 yield
                 return
-            with zeropp.sharded_init():
+            with construction(from_rank_0=True):  # as everywhere in Lightning: ranks need no common seed
                 yield
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
