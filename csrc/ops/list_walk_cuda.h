@@ -20,6 +20,7 @@
 
 #include "element_cuda.h"
 #include "list_cuda.h"
+#include "segment_cuda.h"
 
 /* Elements of one chunk in [begin, end), those of this thread. */
 static __device__ __forceinline__ void walk_chunk(const struct zpp_list_cuda_segment *s, const WALK_CONSTS *consts,
@@ -47,10 +48,8 @@ static __device__ __forceinline__ void walk_chunk(const struct zpp_list_cuda_seg
     }
 }
 
-/* The block's segment is the last one that begins at or before it. */
 static __device__ __forceinline__ void walk(const struct zpp_list_cuda_segments *list, const WALK_CONSTS *consts) {
-    unsigned int k = list->count - 1;
-    while (list->at[k].first_block > blockIdx.x) --k;
+    const unsigned int k = ZPP_SEGMENT_OF(list->at, list->count, blockIdx.x);
     const struct zpp_list_cuda_segment *s = &list->at[k];
     const uint64_t begin = (uint64_t)(blockIdx.x - s->first_block) * ZPP_LIST_CUDA_CHUNK_ELEMS;
     const uint64_t left = s->elems - begin;

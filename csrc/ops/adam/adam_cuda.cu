@@ -14,18 +14,12 @@
 #endif
 
 #include "../element_cuda.h"
+#include "../segment_cuda.h"
 #include "adam_cuda.h"
 
-/* The segment of this block: the last one that begins at or before it. */
-static __device__ __forceinline__ const struct zpp_adam_cuda_segment *find_segment(
-    const struct zpp_adam_cuda_batch *batch, unsigned int block) {
-    unsigned int k = batch->segments_count - 1;
-    while (batch->segments[k].first_block > block) --k;
-    return &batch->segments[k];
-}
-
 KERNEL zpp_adam_cuda(const __grid_constant__ struct zpp_adam_cuda_batch batch) {
-    const struct zpp_adam_cuda_segment *s = find_segment(&batch, blockIdx.x);
+    const struct zpp_adam_cuda_segment *s =
+        &batch.segments[ZPP_SEGMENT_OF(batch.segments, batch.segments_count, blockIdx.x)];
     const uint64_t begin = (uint64_t)(blockIdx.x - s->first_block) * ZPP_ADAM_CUDA_CHUNK_ELEMS;
     const uint64_t left = s->elems - begin;
     const uint64_t end = begin + (left < ZPP_ADAM_CUDA_CHUNK_ELEMS ? left : ZPP_ADAM_CUDA_CHUNK_ELEMS);

@@ -14,6 +14,7 @@
 #endif
 
 #include "../element_cuda.h"
+#include "../segment_cuda.h"
 #include "adam_low_cuda.h"
 
 enum { THREADS = ZPP_ADAM_LOW_CUDA_THREADS, ROWS = ZPP_ADAM_LOW_CUDA_ROWS, GROUP = ZPP_ADAM_LOW_CUDA_GROUP,
@@ -102,9 +103,8 @@ static __device__ __forceinline__ void turn(const struct zpp_adam_low_cuda_segme
 
 KERNEL zpp_adam_low_cuda(const __grid_constant__ struct zpp_adam_low_cuda_batch batch) {
     __shared__ struct turn_tops tops;
-    unsigned int k = batch.segments_count - 1;
-    while (batch.segments[k].first_block > blockIdx.x) --k;
-    const struct zpp_adam_low_cuda_segment *s = &batch.segments[k];
+    const struct zpp_adam_low_cuda_segment *s =
+        &batch.segments[ZPP_SEGMENT_OF(batch.segments, batch.segments_count, blockIdx.x)];
     const uint32_t into = s->index % THREADS;
     const uint64_t begin = (uint64_t)(blockIdx.x - s->first_block) * ZPP_ADAM_LOW_CUDA_CHUNK_ELEMS;
     const uint64_t all = s->elems + into, left = all - begin;

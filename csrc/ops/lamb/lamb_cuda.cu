@@ -16,18 +16,12 @@
 #endif
 
 #include "../element_cuda.h"
+#include "../segment_cuda.h"
 #include "lamb_cuda.h"
 #include "lamb_trust.h"
 
 static __device__ __forceinline__ unsigned int index_of_thread(void) {
     return blockIdx.x * ZPP_LAMB_CUDA_THREADS + threadIdx.x;
-}
-
-/* The segment of a block is the last one that begins at or before it; none is empty. */
-static __device__ __forceinline__ unsigned int segment_of(const struct zpp_lamb_cuda_batch *batch, unsigned int block) {
-    unsigned int k = batch->count - 1;
-    while (batch->segments[k].first_block > block) --k;
-    return k;
 }
 
 static __device__ __forceinline__ uint64_t block_begin(const struct zpp_lamb_cuda_segment *s, unsigned int block) {
@@ -42,7 +36,7 @@ static __device__ __forceinline__ uint64_t block_end(const struct zpp_lamb_cuda_
 KERNEL zpp_lamb_cuda_moments(const __grid_constant__ struct zpp_lamb_cuda_batch batch) {
     const unsigned int block = index_of_thread() / ZPP_LAMB_CUDA_LANES, lane = index_of_thread() % ZPP_LAMB_CUDA_LANES;
     if (block >= batch.blocks) return;
-    const struct zpp_lamb_cuda_segment *s = &batch.segments[segment_of(&batch, block)];
+    const struct zpp_lamb_cuda_segment *s = &batch.segments[ZPP_SEGMENT_OF(batch.segments, batch.count, block)];
     const uint64_t end = block_end(s, block);
     float params = 0.0f, updates = 0.0f;
 #pragma unroll 4
@@ -85,7 +79,7 @@ KERNEL zpp_lamb_cuda_rates(const __grid_constant__ struct zpp_lamb_cuda_batch ba
 }
 
 KERNEL zpp_lamb_cuda_move(const __grid_constant__ struct zpp_lamb_cuda_batch batch) {
-    const unsigned int block = blockIdx.x, k = segment_of(&batch, block);
+    const unsigned int block = blockIdx.x, k = ZPP_SEGMENT_OF(batch.segments, batch.count, block);
     const struct zpp_lamb_cuda_segment *s = &batch.segments[k];
     struct zpp_lamb_consts consts = s->consts;
     consts.rate = batch.rates[k];

@@ -15,21 +15,11 @@
 #endif
 
 #include "../element_cuda.h"
+#include "../segment_cuda.h"
 #include "norm_cuda.h"
 
 static __device__ __forceinline__ unsigned int index_of_thread(void) {
     return blockIdx.x * ZPP_NORM_CUDA_THREADS + threadIdx.x;
-}
-
-/* The segment of a block is the last one that begins at or before it; one without elements is never the last. */
-static __device__ __forceinline__ unsigned int segment_of(const struct zpp_norm_cuda_batch *batch, unsigned int block) {
-    unsigned int low = 0, high = batch->count - 1;
-    while (low < high) {
-        const unsigned int middle = (low + high + 1) / 2;
-        if (batch->segments[middle].first_block <= block) low = middle;
-        else high = middle - 1;
-    }
-    return low;
 }
 
 KERNEL zpp_norm_cuda_zero(const __grid_constant__ struct zpp_norm_cuda_batch batch) {
@@ -39,7 +29,7 @@ KERNEL zpp_norm_cuda_zero(const __grid_constant__ struct zpp_norm_cuda_batch bat
 KERNEL zpp_norm_cuda_lanes(const __grid_constant__ struct zpp_norm_cuda_batch batch) {
     const unsigned int block = index_of_thread() / ZPP_NORM_CUDA_LANES, lane = index_of_thread() % ZPP_NORM_CUDA_LANES;
     if (block >= batch.blocks) return;
-    const unsigned int k = segment_of(&batch, block);
+    const unsigned int k = ZPP_SEGMENT_OF(batch.segments, batch.count, block);
     const struct zpp_norm_cuda_segment *s = &batch.segments[k];
     const uint64_t begin = (uint64_t)(block - s->first_block) * ZPP_NORM_CUDA_BLOCK_ELEMS;
     const uint64_t most = begin + ZPP_NORM_CUDA_BLOCK_ELEMS, end = s->elems < most ? s->elems : most;

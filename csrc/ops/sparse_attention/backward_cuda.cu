@@ -28,11 +28,10 @@ struct tiles {
 
 /* Tiles of a kernel that has dv or has not. */
 static __device__ __forceinline__ struct tiles tiles_of(const struct zpp_sparse_cuda_args *a, int tiles) {
-    const uint64_t strips = (a->seq + a->rows - 1) / a->rows, tile = a->rows * (a->dim + 1);
+    const struct place place = place_of(a);
+    const uint64_t tile = a->rows * (a->dim + 1);
     struct tiles t;
-    t.head = blockIdx.x / strips;
-    t.first = blockIdx.x % strips * a->rows;
-    t.block = t.first / a->block;
+    t.head = place.head, t.first = place.first, t.block = place.block;
     t.q = room;
     t.go = t.q + tile;
     t.k = t.go + tile;

@@ -25,11 +25,10 @@ struct strip {
 };
 
 static __device__ __forceinline__ struct strip strip_of(const struct zpp_sparse_cuda_args *a) {
-    const uint64_t strips = (a->seq + a->rows - 1) / a->rows, tile = a->rows * (a->dim + 1);
+    const struct place place = place_of(a);
+    const uint64_t tile = a->rows * (a->dim + 1);
     struct strip s;
-    s.head = blockIdx.x / strips;
-    s.first = blockIdx.x % strips * a->rows;
-    s.row = s.first / a->block;
+    s.head = place.head, s.first = place.first, s.row = place.block;
     s.q = room;
     s.keys = s.q + tile;
     s.out = s.keys + tile;

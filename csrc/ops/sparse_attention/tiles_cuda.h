@@ -47,6 +47,16 @@ static float room[ZPP_SPARSE_CUDA_ROOM_FLOATS];
 extern __shared__ float room[];
 #endif
 
+/* The strip of this block of threads: its head, its first row, and its block of the layout. */
+struct place {
+    uint64_t head, first, block;
+};
+static __device__ __forceinline__ struct place place_of(const struct zpp_sparse_cuda_args *a) {
+    const uint64_t strips = (a->seq + a->rows - 1) / a->rows, first = blockIdx.x % strips * a->rows;
+    const struct place place = { blockIdx.x / strips, first, first / a->block };
+    return place;
+}
+
 /* Rows from `first` on of a head; zeros beyond seq. */
 static __device__ __forceinline__ void load_tile(const struct zpp_sparse_cuda_args *a, const void *tensor,
                                                  uint64_t head, uint64_t first, float *tile) {
