@@ -165,6 +165,10 @@ def _check(tensor: torch.Tensor) -> torch.Tensor:
         )
     if tensor.layout is not torch.strided:
         raise ValueError(f"zeropp: a collective on a {tensor.layout} tensor is not implemented yet; use .to_dense()")
+    if type(tensor) is not torch.Tensor and tensor.numel() and not tensor.data_ptr():
+        raise ValueError(
+            f"zeropp: a collective on a {type(tensor).__name__}, whose elements lie in other tensors, is not implemented yet; call it on those"
+        )
     return tensor
 
 

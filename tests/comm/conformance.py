@@ -480,6 +480,23 @@ def refusals(rank: int, ranks: int) -> None:
     assert "avg of int64" in sentence(lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), op=dist.ReduceOp.AVG))
     assert "to_dense" in sentence(lambda: dist.group.WORLD.allreduce([torch.eye(3).to_sparse_csr()]))
     assert "to_dense" in sentence(lambda: dist.group.WORLD.broadcast([torch.eye(3).to_sparse()]))
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> torch.Tensor:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined, no-any-return]
+
+        @classmethod
+        def __torch_dispatch__(cls, *_: object, **__: object) -> torch.Tensor:
+            raise AssertionError("nothing is computed here")
+
+    hollow = Wrapper(torch.ones(3))  # has no memory of its own: what reads it there would crash
+    for call in (
+        dist.all_reduce,
+        lambda t: dist.broadcast(t, 0),
+        lambda t: dist.scatter(t, [t] * ranks if rank == 0 else None),
+    ):
+        assert "on a Wrapper, whose elements lie in other tensors" in sentence(lambda call=call: call(hollow))
     group, pair = dist.group.WORLD, [torch.ones(3), torch.ones(3)]
     for call in (group.allreduce, group.broadcast, group.reduce):
         assert "of a list of 2 tensors, wanted one" in sentence(lambda call=call: call(pair))
