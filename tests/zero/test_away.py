@@ -25,7 +25,13 @@ def outcomes(run_ranks: Callable[..., Any], selected: Callable[[str], list[str]]
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(one, marks=pytest.mark.slow) if one in ("AdamW, stage 3", "SGD bf16, stage 2") else one
+        for one in CASES
+    ],
+)
 def test_states_go_and_come_back(case: str, outcomes: Any) -> None:
     for told in outcomes[case].check():
         if case == "refusals":
