@@ -208,8 +208,8 @@ struct zpp_call {
      * and more, comes out as NaN. */
     int bits;           /* 8 or 4 */
     size_t block_elems; /* a multiple of 16, of a few hundred */
-    /* reduce_scatter: consecutive ranks on one node, whose links are the cheaper ones; 0: all. Over several hosts: 0, the
-     * hosts are the nodes (hosts_quant.c) */
+    /* reduce_scatter: consecutive ranks on one node, whose links are the cheaper ones; 0: all. Over several hosts: 0,
+     * the hosts are the nodes (hosts_quant.c) */
     int node_ranks;
 };
 zpp_status zpp_comm_call(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait, struct zpp_err *err);

@@ -9,8 +9,8 @@
  *                             micro-steps, evaluation
  *
  * Memory: 1/L of every SHARD unit besides its 1/N slice. Network bytes a step: Psi in place of 2 Psi for parameters.
- * All ranks gather in one program order (between.h), so all hold a part, or none does. Where parameters travel quantised
- * (wire.h) the parts hold the rounded values: what everybody computes with.
+ * All ranks gather in one program order (between.h), so all hold a part, or none does. Where parameters travel
+ * quantised (wire.h) the parts hold the rounded values: what everybody computes with.
  */
 #ifndef ZPP_ZERO_SECOND_H
 #define ZPP_ZERO_SECOND_H

@@ -12,9 +12,9 @@
  *
  * Bytes read per rank and step: (N - 1) w(shard) a gather and a reduction, in place of (N - 1) * shard bytes.
  *
- * Over several hosts both are the quantised collectives of the communicator (comm/hosts_quant.c), which quantise at each
- * gather and add as qgZ does: inside each host, quantised again, then over hosts. With one rank a host the bits are the
- * same as here.
+ * Over several hosts both are the quantised collectives of the communicator (comm/hosts_quant.c), which quantise
+ * at each gather and add as qgZ does: inside each host, quantised again, then over hosts. With one rank a host the bits
+ * are the same as here.
  */
 #ifndef ZPP_ZERO_WIRE_H
 #define ZPP_ZERO_WIRE_H
