@@ -32,7 +32,19 @@ def flavor():
     return made
 
 
+#: Arguments of the programs that run a sample here: how many seeds.
+SAMPLES = {"test_zero_schedules": ["400"]}
+
+
 @pytest.mark.parametrize("source", runner.programs(), ids=lambda path: path.stem)
 def test_c_program(flavor, source: Path) -> None:
+    result = runner.run_program("plain", flavor.link(source), SAMPLES.get(source.stem, []))
+    assert result.ok, result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLES)
+def test_c_program_whole(flavor, name: str) -> None:
+    (source,) = (path for path in runner.programs() if path.stem == name)
     result = runner.run_program("plain", flavor.link(source), [])
     assert result.ok, result.output

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from params_cases import CASES
 
-TABLE = [(ranks, case) for ranks in (1, 2) for case in CASES]
+ALONE = "under_a_limit_that_memory_exceeds"  # in a process where no other case has left free memory
+TABLE = [(ranks, case) for ranks in (1, 2) for case in CASES if case != ALONE]
 WORKER = "params_cases"  # for the fixture `outcomes`
 
 
@@ -18,3 +19,8 @@ WORKER = "params_cases"  # for the fixture `outcomes`
 def test_params(ranks_case: tuple[int, str], outcomes: Any) -> None:
     ranks, case = ranks_case
     outcomes(ranks, case).check()
+
+
+@pytest.mark.timeout(200)
+def test_under_a_limit_that_memory_exceeds(run_ranks: Any) -> None:
+    run_ranks(WORKER, [ALONE], ranks=1)[ALONE].check()
