@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from state_cases import scratch, train
-from training import Recipe, batch, gpt, ours, same
+from state_cases import full_disk, scratch
+from training import Recipe, batch, gpt, ours, same, train
 from zeropp import Offload, Tier
 from zeropp.zero.engine import engine_of
 
@@ -231,29 +230,16 @@ def no_room() -> None:
     """One rank's disk is full (here: its files may not grow): every rank hears it from prepare, and nothing is left."""
     from zeropp.zero import grads_tier
 
-    class FullScratch(grads_tier.Scratch):
-        """The limit must not reach the shared memory of the ranks, which are files too."""
-
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            if last:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
-
-    last = dist.get_rank() == dist.get_world_size() - 1
+    last = dist.get_world_size() - 1
     with scratch() as path:
         model = gpt()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        try:
-            with (
-                pytest.MonkeyPatch.context() as patch,
-                pytest.raises(zeropp.TierError, match=r"grads.*bytes at offset 0") as caught,
-            ):
-                patch.setattr(grads_tier, "Scratch", FullScratch)
-                zeropp.prepare(model, optimizer, zeropp.Config(**nvme(path, others=True, stage=3)))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        if last:
+        with (
+            full_disk(grads_tier, last, 1 << 14),
+            pytest.raises(zeropp.TierError, match=r"grads.*bytes at offset 0") as caught,
+        ):
+            zeropp.prepare(model, optimizer, zeropp.Config(**nvme(path, others=True, stage=3)))
+        if dist.get_rank() == last:
             assert caught.value.path.endswith("grads") and caught.value.bytes_wanted > 1 << 14
         dist.barrier()
         assert not list(Path(path).iterdir())

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from state_cases import scratch, train
-from training import Recipe, batch, gpt, ours, same
+from state_cases import full_disk, scratch
+from training import Recipe, batch, gpt, ours, same, train
 from zeropp import Offload, Tier
 from zeropp.zero.engine import engine_of
 
@@ -270,29 +270,15 @@ def no_room() -> None:
     can be prepared otherwise."""
     from zeropp.zero import params_tier
 
-    class FullScratch(params_tier.Scratch):
-        """The limit must not reach the shared memory of the ranks, which are files too."""
-
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            if first:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
-
-    first = dist.get_rank() == 0
     with scratch() as path:
         model = gpt()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        try:
-            with (
-                pytest.MonkeyPatch.context() as patch,
-                pytest.raises(zeropp.TierError, match=r"params.*bytes at offset 0") as caught,
-            ):
-                patch.setattr(params_tier, "Scratch", FullScratch)
-                zeropp.prepare(model, optimizer, zeropp.Config(**nvme(path)))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        if first:
+        with (
+            full_disk(params_tier, 0, 1 << 16),
+            pytest.raises(zeropp.TierError, match=r"params.*bytes at offset 0") as caught,
+        ):
+            zeropp.prepare(model, optimizer, zeropp.Config(**nvme(path)))
+        if dist.get_rank() == 0:
             assert caught.value.path.endswith("params") and caught.value.bytes_wanted > 1 << 16
         else:
             assert "rank 0" in str(caught.value)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from training import STAGES, Recipe, batch, gpt, ours, same
+from training import STAGES, Recipe, batch, gpt, ours, same, train
 from zeropp import Offload, Tier
 
 SHARDED = {name: config for name, config in STAGES.items() if name != "stage 0"}
@@ -37,6 +37,26 @@ def scratch() -> Iterator[str]:
     if dist.get_rank() == 0:
         shutil.rmtree(shared[0])
     assert not left, left
+
+
+@contextlib.contextmanager
+def full_disk(tier: Any, rank: int, room_bytes: int) -> Iterator[None]:
+    """Files of one rank may not grow beyond that, from where the module `tier` has its scratch folder on. Before that the limit
+    would reach the shared memory of the ranks, which are files too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class FullScratch(tier.Scratch):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            if dist.get_rank() == rank:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, before[1]))
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tier, "Scratch", FullScratch)
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def nvme(path: str, fraction: float = 1.0) -> dict[str, Any]:
@@ -97,17 +117,6 @@ def names_of_tiers() -> None:
 def prepared(**config: Any) -> tuple[Any, Any]:
     model = gpt()
     return zeropp.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), zeropp.Config(**config))
-
-
-def train(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        loss = model(*batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def checkpoints() -> None:
@@ -190,29 +199,16 @@ def no_room() -> None:
     same model can be prepared otherwise."""
     from zeropp.zero import offload
 
-    class FullScratch(offload.Scratch):
-        """The limit must not reach the shared memory of the ranks, which are files too."""
-
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            if last:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
-
-    last = dist.get_rank() == dist.get_world_size() - 1
+    last = dist.get_world_size() - 1
     with scratch() as path:
         model = gpt()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        try:
-            with (
-                pytest.MonkeyPatch.context() as patch,
-                pytest.raises(zeropp.TierError, match=r"states.*bytes at offset 0") as caught,
-            ):
-                patch.setattr(offload, "Scratch", FullScratch)
-                zeropp.prepare(model, optimizer, zeropp.Config(stage=1, **nvme(path)))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        if last:
+        with (
+            full_disk(offload, last, 1 << 16),
+            pytest.raises(zeropp.TierError, match=r"states.*bytes at offset 0") as caught,
+        ):
+            zeropp.prepare(model, optimizer, zeropp.Config(stage=1, **nvme(path)))
+        if dist.get_rank() == last:
             assert caught.value.path.endswith("states") and caught.value.bytes_wanted > 1 << 16
         else:
             assert f"rank {dist.get_world_size() - 1}" in str(caught.value)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import zeropp
 from parity_cases import U
 from torch import Tensor, nn
-from training import STAGES, batch, gpt
+from training import STAGES, batch, gpt, loss_after_fifty_steps
 from zeropp.zero.engine import engine_of
 
 LR = 3e-3
@@ -108,15 +108,7 @@ def converges() -> dict[str, float]:
         model, optimizer = zeropp.prepare(
             model, torch.optim.AdamW(model.parameters(), lr=LR), zeropp.Config(precision=precision)
         )
-        tail = []
-        for step in range(50):
-            loss = model(*batch(step, rows=8))
-            loss.backward()
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            tail.append(loss.item())
-        last[precision] = sum(tail[-10:]) / 10
+        last[precision] = loss_after_fifty_steps(model, optimizer)
     return last
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import zeropp
 from torch import Tensor, nn
-from training import STAGES, batch, gpt
+from training import STAGES, batch, gpt, loss_after_fifty_steps, train
 from zeropp.zero.engine import engine_of
 
 LR = 3e-3
@@ -29,17 +29,6 @@ def prepared(state: str, config: dict[str, Any], **adam: Any) -> tuple[nn.Module
     precision = zeropp.Precision(state=state)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, **adam)
     return zeropp.prepare(model, optimizer, zeropp.Config(precision=precision, **config))
-
-
-def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = model(*batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def moments_of(model: nn.Module) -> dict[str, Tensor | None]:
@@ -98,7 +87,7 @@ def every_stage_int8() -> None:
     first = None
     for name, config in STAGES.items():  # the same slices: the same bits
         if name not in WHOLE:
-            losses = train(*prepared("int8", config), range(6))
+            losses = train(*prepared("int8", config), 0, 6)
             assert first in (None, losses), name
             first = losses
 
@@ -108,7 +97,7 @@ def bytes_held() -> dict[str, float]:
     found = {}
     for state in ("fp32", "bf16", "int8"):
         model, optimizer = prepared(state, {"stage": 3})
-        train(model, optimizer, range(1))
+        train(model, optimizer, 0, 1)
         kinds = zeropp.memory(model, optimizer)["cpu"]["optimizer"]
         elems = sum(unit.shard.numel() for unit in engine_of(model).units)
         found[state] = kinds["held"] / elems
@@ -122,20 +111,20 @@ def checkpoints() -> None:
     for state in ("fp32", "bf16", "int8"):
         config = {"stage": 3, "host_copy": "off"}
         model, optimizer = prepared(state, config)
-        train(model, optimizer, range(3))
+        train(model, optimizer, 0, 3)
         zeropp.save(folder / state, model, optimizer, step=3)
         moments = moments_of(model)
-        losses = train(model, optimizer, range(3, 6))
+        losses = train(model, optimizer, 3, 6)
         for stage in (1, 3):
             again = prepared(state, {"stage": stage})
             assert zeropp.load(folder / state, *again)["step"] == 3
-            assert train(*again, range(3, 6)) == losses, (state, stage)
+            assert train(*again, 3, 6) == losses, (state, stage)
         for other in ("fp32", "bf16", "int8"):
             model, optimizer = prepared(other, {"stage": 0})  # other slices, too
             zeropp.load(folder / state, model, optimizer)
             for key, found in moments_of(model).items():
                 _check_converted(state, other, moments[key], found, key)
-            train(model, optimizer, range(3, 4))
+            train(model, optimizer, 3, 4)
 
 
 def _check_converted(saved: str, held: str, want: Tensor | None, found: Tensor | None, key: str) -> None:
@@ -155,15 +144,15 @@ def away() -> None:
     """zeropp.offload_states takes codes and scales to a file and back."""
     for state in ("bf16", "int8"):
         model, optimizer = prepared(state, {"stage": 1})
-        first, losses = train(model, optimizer, range(2)), train(model, optimizer, range(2, 4))
+        first, losses = train(model, optimizer, 0, 2), train(model, optimizer, 2, 4)
         model, optimizer = prepared(state, {"stage": 1})
-        assert train(model, optimizer, range(2)) == first
+        assert train(model, optimizer, 0, 2) == first
         held = zeropp.memory(model, optimizer)["cpu"]["optimizer"]["held"]
         moved = zeropp.offload_states(optimizer=optimizer, to="nvme", path=_shared_folder())
         assert held - 4 * 2 * len(engine_of(model).units) <= moved <= held  # tensors of one element stay
         assert zeropp.memory(model, optimizer)["cpu"]["optimizer"]["held"] == 0
         zeropp.offload_states(optimizer=optimizer, to="cpu")
-        assert train(model, optimizer, range(2, 4)) == losses, state
+        assert train(model, optimizer, 2, 4) == losses, state
 
 
 def _shared_folder() -> str:
@@ -177,7 +166,7 @@ def values() -> None:
         model, optimizer = prepared(state, {"stage": 3, "host_copy": "off"})
         param = next(iter(model.parameters()))
         assert zeropp.get_full(param, "exp_avg") is None
-        train(model, optimizer, range(2))
+        train(model, optimizer, 0, 2)
         new = torch.linspace(-1, 1, param.numel()).view(param.shape)
         zeropp.set_full(param, new, "exp_avg")
         got = zeropp.get_full(param, "exp_avg")
@@ -189,7 +178,7 @@ def values() -> None:
         zeropp.set_local(param, before.float(), "exp_avg_sq")
         after = zeropp.get_local(param, "exp_avg_sq")
         assert after is not None and torch.equal(after, before)
-        train(model, optimizer, range(2, 3))
+        train(model, optimizer, 2, 3)
 
 
 def converges() -> dict[str, float]:
@@ -197,15 +186,7 @@ def converges() -> dict[str, float]:
     last = {}
     for state in ("fp32", "bf16", "int8"):
         model, optimizer = prepared(state, {"stage": 3})
-        tail = []
-        for step in range(50):
-            loss = model(*batch(step, rows=8))
-            loss.backward()
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            tail.append(loss.item())
-        last[state] = sum(tail[-10:]) / 10
+        last[state] = loss_after_fifty_steps(model, optimizer)
     return last
 
 
@@ -216,7 +197,7 @@ def low_precision_parameters() -> None:
         precision = zeropp.Precision(param="bf16", state=state)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
         model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(precision=precision))
-        losses = train(model, optimizer, range(10))
+        losses = train(model, optimizer, 0, 10)
         assert losses[-1] < losses[0]
         for unit in engine_of(model).units:
             assert unit.master is not None

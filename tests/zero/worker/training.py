@@ -45,6 +45,31 @@ def batch(step: int, micro: int = 0, rows: int = 2) -> tuple[Tensor, Tensor]:
     return text[:, :-1], text[:, 1:]
 
 
+def train(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+    """The losses of those steps, each of one micro-batch."""
+    losses = []
+    for step in range(first, last):
+        loss = model(*batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def loss_after_fifty_steps(model: Any, optimizer: Any) -> float:
+    """Clipped, of eight rows each; the mean of the last ten losses."""
+    losses = []
+    for step in range(50):
+        loss = model(*batch(step, rows=8))
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return sum(losses[-10:]) / 10
+
+
 @dataclass
 class Recipe:
     """How both sides train."""
