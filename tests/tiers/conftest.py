@@ -41,9 +41,8 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def outcomes(run_ranks: Run, request: pytest.FixtureRequest) -> Callable[[int, str], Outcome]:
     """outcomes(ranks, case) of worker/WORKER.py, a name in the test's module: one launch a world size, of the cases that were asked
     for, when the first test asks."""
-    asked = [
-        i.callspec.params["ranks_case"] for i in request.session.items if getattr(i, "module", None) is request.module
-    ]
+    own = [i for i in request.session.items if getattr(i, "module", None) is request.module and hasattr(i, "callspec")]
+    asked = [i.callspec.params["ranks_case"] for i in own]
     done: dict[int, dict[str, Outcome]] = {}
 
     def find(ranks: int, case: str) -> Outcome:
