@@ -9,7 +9,6 @@ states (csrc/zero/slices.h). Everything else asks for slices here: clipping by v
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from zeropp.config import Tier
 from zeropp.errors import Error, TierError
 from zeropp.zero.agree import Ranks
 from zeropp.zero.scratch import Scratch
-from zeropp.zero.storage import disk_traffic
+from zeropp.zero.storage import disk_traffic, end_tier, io_shape, warn
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine, Unit
@@ -53,16 +52,10 @@ class GradsTier:
             scratch.remove()
             raise
         self._number = disk_traffic.add(self._zero.grads_figures)
-        self._end = weakref.finalize(self, _end, self._zero, self._number, scratch, os.getpid())
+        self._end = weakref.finalize(self, end_tier, self._zero.close_grads, self._number, scratch, os.getpid())
 
     def _open(self, scratch: Scratch) -> None:
-        from zeropp.io_settings import measured
-
-        known = measured(scratch.folder)
-        depth, block_bytes = (0, 0) if known is None else (known.depth, known.block_bytes)
-        warning = self._zero.open_grads(os.fsencode(self.path), True, depth, block_bytes)
-        if warning:
-            logging.getLogger("zeropp.aio").warning(warning)
+        warn(self._zero.open_grads(os.fsencode(self.path), True, *io_shape(scratch)))
 
     def close(self) -> None:
         """The model is gone: the scratch file, too."""
@@ -120,10 +113,3 @@ class GradsTier:
         ``loads``, ``load_wait_ns`` (writes included), ``step_wait_ns``; ``backend``."""
         seen: dict[str, Any] = self._zero.grads_figures()
         return seen
-
-
-def _end(zero: Any, number: int, scratch: Scratch, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child leaves its parent's files alone
-        disk_traffic.close(number)
-        zero.close_grads()
-        scratch.remove()

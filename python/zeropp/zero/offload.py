@@ -8,7 +8,6 @@ asks for them here, in pieces: checkpoints, ``gathered(write=True)``, ``zeropp.m
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from zeropp.config import Tier
 from zeropp.errors import Error
 from zeropp.zero.agree import Ranks
 from zeropp.zero.scratch import Scratch
-from zeropp.zero.storage import Storage, disk_traffic
+from zeropp.zero.storage import Storage, disk_traffic, end_tier, io_shape, warn
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine
@@ -58,15 +57,11 @@ class StateTier:
         storage.torn.append(lambda: bool(core.torn))
         storage.mends.append(core.mend)
         self._number = disk_traffic.add(core.figures)
-        self._end = weakref.finalize(self, _end, core, self._number, scratch, os.getpid())
+        self._end = weakref.finalize(self, end_tier, core.close, self._number, scratch, os.getpid())
 
     def _make(self, engine: Engine, scratch: Scratch) -> None:
-        from zeropp.io_settings import measured
-
-        known = measured(scratch.folder)
-        depth, block_bytes = (0, 0) if known is None else (known.depth, known.block_bytes)
         self.path = scratch.folder / "states"
-        self.core = _C.Tier(os.fsencode(self.path), self.fraction, self.amsgrad, 0, 0, depth, block_bytes)
+        self.core = _C.Tier(os.fsencode(self.path), self.fraction, self.amsgrad, 0, 0, *io_shape(scratch))
         try:
             for unit in engine.units:
                 if unit.trainable:
@@ -77,13 +72,8 @@ class StateTier:
         except BaseException:
             self.core.close()
             raise
-        self._warn()
+        warn(self.core.take_warning())
         engine.core.set_tier(self.core)
-
-    def _warn(self) -> None:
-        warning = self.core.take_warning()
-        if warning:
-            logging.getLogger("zeropp.aio").warning(warning)
 
     def close(self) -> None:
         """The model is gone: the scratch file, too."""
@@ -105,13 +95,6 @@ class StateTier:
         for where in ("file", "held"):
             seen[where] = dict(zip(KINDS, seen[where], strict=True))
         return seen
-
-
-def _end(core: Any, number: int, scratch: Scratch, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child leaves its parent's files alone
-        disk_traffic.close(number)
-        core.close()
-        scratch.remove()
 
 
 class TieredStates:

@@ -8,7 +8,6 @@ construction, checkpoints, ``zeropp.memory``.
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import torch
 from zeropp.config import Tier
 from zeropp.zero.agree import Ranks
 from zeropp.zero.scratch import Scratch
-from zeropp.zero.storage import Storage, disk_traffic
+from zeropp.zero.storage import Storage, disk_traffic, end_tier, io_shape, warn
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine, Unit
@@ -50,16 +49,10 @@ class ParamsTier:
             scratch.remove()
             raise
         self._number = disk_traffic.add(self._zero.params_figures)
-        self._end = weakref.finalize(self, _end, self._zero, self._number, scratch, os.getpid())
+        self._end = weakref.finalize(self, end_tier, self._zero.close_params, self._number, scratch, os.getpid())
 
     def _open(self, scratch: Scratch) -> None:
-        from zeropp.io_settings import measured
-
-        known = measured(scratch.folder)
-        depth, block_bytes = (0, 0) if known is None else (known.depth, known.block_bytes)
-        warning = self._zero.open_params(os.fsencode(self.path), scratch.folder.name == "rank-0", depth, block_bytes)
-        if warning:
-            logging.getLogger("zeropp.aio").warning(warning)
+        warn(self._zero.open_params(os.fsencode(self.path), scratch.folder.name == "rank-0", *io_shape(scratch)))
 
     def close(self) -> None:
         """The model is gone: the scratch file, too."""
@@ -99,13 +92,6 @@ class ParamsTier:
                 end = begin + entry.numel * unit.dtype.itemsize
                 total += max(0, end - max(begin, cut))
         return total
-
-
-def _end(zero: Any, number: int, scratch: Scratch, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child leaves its parent's files alone
-        disk_traffic.close(number)
-        zero.close_params()
-        scratch.remove()
 
 
 class FiledSlice:

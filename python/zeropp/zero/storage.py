@@ -4,12 +4,15 @@ one stopped half-way, nothing but a load goes on. And the bytes that went to and
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from zeropp.errors import Error, TierError
 from zeropp.zero.agree import Ranks
+from zeropp.zero.scratch import Scratch
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine
@@ -117,3 +120,25 @@ class DiskTraffic:
 
 
 disk_traffic = DiskTraffic()
+
+
+def io_shape(scratch: Scratch) -> tuple[int, int]:
+    """Depth and bytes of a block that ``bench-io`` found best for the scratch folder's disk; 0, 0: not measured."""
+    from zeropp.io_settings import measured
+
+    known = measured(scratch.folder)
+    return (0, 0) if known is None else (known.depth, known.block_bytes)
+
+
+def warn(warning: str) -> None:
+    """What an I/O engine has to say, or nothing."""
+    if warning:
+        logging.getLogger("zeropp.aio").warning(warning)
+
+
+def end_tier(close: Callable[[], object], number: int, scratch: Scratch, owner: int) -> None:
+    """The model is gone: the file is closed, its traffic kept, the folder removed."""
+    if os.getpid() == owner:  # a forked child leaves its parent's files alone
+        disk_traffic.close(number)
+        close()
+        scratch.remove()
