@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -90,6 +92,29 @@ def test_no_space_left_is_a_tier_error_with_path_and_bytes():
     assert (
         caught.value.path == "/dev/full" and caught.value.bytes_wanted >= 40000 and caught.value.bytes_free is not None
     )
+
+
+def test_several_threads_may_find_together_that_a_direct_write_is_refused(tmp_path, monkeypatch):
+    """Memory that is not aligned, as a file system with stricter rules than ours would see it."""
+    values = torch.arange(64 * 4096 + 1).to(torch.uint8)[1:]
+    blocks = [(memoryview(values[first : first + 4096].numpy().data), 0) for first in range(0, 64 * 4096, 4096)]
+    met = threading.Barrier(safefile.THREADS, timeout=10)
+    real, calls = os.pwrite, iter(range(safefile.THREADS))
+
+    def pwrite(*args):
+        if next(calls, None) is not None:
+            met.wait()  # all threads have seen a descriptor that writes directly
+        return real(*args)
+
+    for index in range(3):
+        path = tmp_path / str(index)
+        descriptor = disk.disk.create(path)
+        calls = iter(range(safefile.THREADS))
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        safefile.write_blocks(descriptor, values.numel(), blocks)
+        monkeypatch.setattr(os, "pwrite", real)
+        os.close(descriptor)
+        assert path.read_bytes() == values.numpy().tobytes()
 
 
 def test_a_dtype_that_is_not_saved_says_so(tmp_path):

@@ -68,23 +68,26 @@ class Disk:
         """All of ``data``; what does not fit the rules of direct writes goes through the page cache."""
         if len(data) % DIRECT_BYTES or offset_bytes % DIRECT_BYTES:
             self._through_cache(descriptor)
+        refused = False
         while len(data):
             try:
                 done = os.pwrite(descriptor, data, offset_bytes)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._through_cache(descriptor):
+                if error.errno != errno.EINVAL or refused:
                     raise
+                # Other threads write to this descriptor, too: whoever came first has changed it for all of them.
+                self._through_cache(descriptor)
+                refused = True
                 continue
             data, offset_bytes = data[done:], offset_bytes + done
             if done % DIRECT_BYTES:  # the kernel stopped in the middle, as a full disk makes it
                 self._through_cache(descriptor)
 
     @staticmethod
-    def _through_cache(descriptor: int) -> bool:
-        """Was the descriptor one of direct writes until now?"""
+    def _through_cache(descriptor: int) -> None:
+        """No direct writes from now on."""
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        return bool(flags & os.O_DIRECT)
 
     def sync(self, descriptor: int) -> None:
         """The file's bytes are on the disk when this returns."""
