@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,8 @@ from zeropp.deepspeed_optimizers import build
 from zeropp.errors import ConfigError
 from zeropp.zero.agree import Ranks
 from zeropp.zero.engine import engine_of
+from zeropp.zero.prepare import _cast_inputs, is_prepared
+from zeropp.zero.units import plan_units
 
 LATEST = "latest"
 logger = logging.getLogger("DeepSpeed")
@@ -86,13 +89,20 @@ def initialize(
         )
         optimizer = optimizer(parameters) if callable(optimizer) else build(sections["optimizer"], parameters)
     # The engine accumulates, so that a caller may end a step early (set_gradient_accumulation_boundary).
-    _, optimizer = zeropp.prepare(model, optimizer, dataclasses.replace(settings, accumulate=1))
+    alone = dataclasses.replace(settings, accumulate=1)
+    if is_prepared(model):
+        _check_again(model, alone)
+    evaluates = optimizer is None and settings.stage == 0 and not is_prepared(model)
+    if not evaluates:
+        _, optimizer = zeropp.prepare(model, optimizer, alone)
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         lr_scheduler = lr_scheduler(optimizer)
     elif lr_scheduler is None and sections["scheduler"] is not None and optimizer is not None:
         lr_scheduler = deepspeed_schedules.build(sections["scheduler"], optimizer)
     micro = micro if isinstance(micro, int) else _micro_batch(keys, settings.accumulate)
     engine = (engine_class or Engine)(model, optimizer, lr_scheduler, settings, micro, keys)
+    if evaluates:
+        engine._evaluate_with(alone)
     engine.steps_per_print = every
     loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, optimizer, loader, lr_scheduler
@@ -115,6 +125,25 @@ def _ranks() -> int:
 def _micro_batch(keys: Mapping[str, Any], accumulate: int) -> int | None:
     train = keys.get("train_batch_size")
     return train // (accumulate * _ranks()) if isinstance(train, int) else None
+
+
+def _check_again(model: nn.Module, settings: Config) -> None:
+    """A model keeps the configuration that it was prepared with (by an engine without an optimizer)."""
+    there = engine_of(model).config
+    for name in ("stage", "precision", "loss_scale", "comm", "clip", "units"):
+        was, wanted = getattr(there, name), getattr(settings, name)
+        if was != wanted:
+            raise ConfigError(
+                f"initialize: this model was initialized before with {name} {was!r}, and keeps it; now {wanted!r} is wanted. Give both calls "
+                "the same configuration"
+            )
+    for name in ("params", "grads", "optimizer", "activations"):
+        was, wanted = (getattr(getattr(one.offload, name), "kind", "device") for one in (there, settings))
+        if "nvme" in (was, wanted) and was != wanted:
+            raise ConfigError(
+                f"initialize: this model was initialized before with {name} on {was!r}, and keeps that; now {wanted!r} is wanted. Give both "
+                "calls the same configuration"
+            )
 
 
 class Engine(nn.Module):
@@ -142,6 +171,7 @@ class Engine(nn.Module):
         self._micro_batch = micro_batch
         self._norm: float | None = None
         self.steps_per_print: int | None = None
+        self._later: Config | None = None  # what the module will be prepared with, once that matters
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = _ranks()
 
@@ -151,9 +181,33 @@ class Engine(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
+    # -- a model that is only evaluated ------------------------------------------------------------------------------------
+
+    def _evaluate_with(self, settings: Config) -> None:
+        """Nothing is partitioned at stage 0 without an optimizer, so the module stays as it is, with rank 0's values, until somebody
+        wants gradients or a checkpoint of this engine: another engine may take it for training, at its stage (TRL does)."""
+        low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.dtype_name or "")
+        if low is not None:  # for good, as there: who trains it later starts from the rounded values
+            for plan in plan_units(self.module, settings.units, low):
+                for parameter in plan.params:
+                    parameter.data = parameter.data.to(plan.dtype)
+            cast = functools.partial(_cast_inputs, low)
+            self.module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+        if self.world_size > 1:
+            for one in (*self.module.parameters(), *self.module.buffers()):
+                dist.broadcast(one.detach(), 0)
+        self._later = settings
+
+    def _prepare_now(self) -> None:
+        settings, self._later = self._later, None
+        if settings is not None and not is_prepared(self.module):
+            zeropp.prepare(self.module, None, settings)
+
     # -- steps -------------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._later is not None and self.training and torch.is_grad_enabled():
+            self._prepare_now()
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -201,6 +255,7 @@ class Engine(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate without communication."""
+        self._prepare_now()
         with zeropp.no_sync(self.module):
             yield
 
@@ -282,6 +337,7 @@ class Engine(nn.Module):
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
         """Whole, on rank 0, None elsewhere; collective. (Frameworks call it by this name.)"""
+        self._prepare_now()
         trained = {n for n, p in self.module.named_parameters(remove_duplicate=False) if p.requires_grad}
         only = trained.__contains__ if exclude_frozen_parameters else None
         found = zeropp.full_state_dict(self.module, rank_0_only=True, only=only)
@@ -299,6 +355,7 @@ class Engine(nn.Module):
         save_latest: bool = True,
     ) -> bool:
         """``save_dir/tag`` in zeropp's format (docs/checkpoint-format.md), and ``save_dir/latest`` names it; collective."""
+        self._prepare_now()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         mine = {"global_steps": self.global_steps, "micro_steps": self.micro_steps, "client": dict(client_state or {})}
         scheduler = self.lr_scheduler
@@ -321,6 +378,7 @@ class Engine(nn.Module):
     ) -> tuple[str | None, dict[str, Any]]:
         """The folder that was loaded and the client state; ``(None, {})`` with a warning where ``latest`` is not there. Collective.
         Every parameter is in the checkpoint, frozen ones too, so ``load_module_strict`` has nothing to decide."""
+        self._prepare_now()
         if tag is None:
             tag = Ranks(engine_of(self.module)).only_rank_0(lambda: _pointed(Path(load_dir)))
             if tag is None:
@@ -338,6 +396,7 @@ class Engine(nn.Module):
         """The whole model for others, as safetensors in the parameters' own type; collective."""
         if save_filename != "model.safetensors":
             raise ConfigError(f"save_16bit_model: {save_filename!r}: the file is model.safetensors; leave the name out")
+        self._prepare_now()
         zeropp.export(self.module, save_dir)
         return True
 

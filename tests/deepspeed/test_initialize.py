@@ -107,6 +107,27 @@ def test_a_cycle_moves_rates_and_betas_and_goes_on_from_a_checkpoint(tmp_path):
     assert torch.allclose(engine.module.weight, plain.weight, rtol=1e-5, atol=1e-6)
 
 
+def test_a_model_that_was_evaluated_first_is_trained_at_its_own_stage(tmp_path):
+    """TRL gives a reference model's engine stage 0 and no optimizer, and may train the same model later."""
+    trained, plain, inputs = model(), model(), torch.ones(2, 4)
+    look, optimizer, _, _ = zeropp.initialize(model=trained, config={**SMALL, "zero_optimization": {"stage": 0}})
+    assert optimizer is None
+    with torch.no_grad():
+        assert torch.equal(look.eval()(inputs), plain(inputs))
+    engine, _, _, _ = zeropp.initialize(
+        model=trained.train(), optimizer=torch.optim.SGD(trained.parameters(), 0.1), config=SMALL
+    )
+    assert zeropp.zero.engine.engine_of(trained).stage == engine.zero_optimization_stage() == 2
+    with pytest.raises(zeropp.ConfigError, match="initialized before with stage 2, and keeps it; now 0 is wanted"):
+        zeropp.initialize(model=trained, config={**SMALL, "zero_optimization": {"stage": 0}})
+    with pytest.raises(zeropp.ConfigError, match="initialized before with optimizer on 'device'"):
+        offload = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+        zeropp.initialize(model=trained, config={**SMALL, "zero_optimization": offload})
+    alone, _, _, _ = zeropp.initialize(model=model(), config={**SMALL, "zero_optimization": {"stage": 0}})
+    alone(inputs).sum().backward()
+    assert zeropp.get_full(alone.weight, "grad").tolist() == [[2.0] * 4] * 2, "gradients are wanted: now it is prepared"
+
+
 @pytest.mark.parametrize(
     ("section", "kind", "wanted"),
     [

@@ -21,6 +21,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import secrets
 import tempfile
 import time
 import weakref
@@ -40,6 +41,7 @@ from torch.nn.modules.module import (
 from zeropp.errors import ConfigError, PartitionedParameterError
 from zeropp.zero.disk import storage_errors
 from zeropp.zero.holes import Holes, give_back
+from zeropp.zero.together import all_come
 
 WINDOW_BYTES = 16 << 20
 OWN_PAGES_BYTES = 64 << 10
@@ -94,8 +96,10 @@ class _Record:
     """Of the whole values, at the last time they were whole."""
     number: int = field(default_factory=itertools.count().__next__)
     """In the order of construction, which is that of every rank."""
-    lists: bool = False
-    """May it stand in a state dict, on meta, before ``prepare``?"""
+    listed: str = ""
+    """A word of all ranks' where it may stand in a state dict, on meta, before ``prepare``."""
+    reads: int = 0
+    """How often it was read from there."""
 
 
 class LiveParameter(nn.Parameter):
@@ -122,9 +126,9 @@ class ShardedParameter(nn.Parameter):
             return _replace_values(args[0], args[1])
         parameters = _sharded_among((args, kwargs))
         if _active is None:
-            if func is _T.detach and _record_of(args[0]).lists:
+            if func is _T.detach and _record_of(args[0]).listed:
                 listed: Any = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta").as_subclass(_Listed)
-                listed.refusal = _refusal(args[0], _T.detach)
+                listed.parameter = args[0]
                 return listed
             raise _refusal(parameters[0], func)
         with _active.whole_meanwhile():
@@ -148,16 +152,36 @@ class ShardedParameter(nn.Parameter):
 
 
 class _Listed(torch.Tensor):
-    """Stands for such a parameter in a state dict: on meta, and whoever wants its values hears why there are none."""
+    """Stands for such a parameter in a state dict, on meta. ``cpu()`` brings its values where every rank asks for them (TRL
+    hashes a model so); whoever wants them in another way hears why there are none."""
 
-    refusal: PartitionedParameterError
+    parameter: ShardedParameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (_T.cpu, _T.numpy, _T.tolist, _T.item, _T.to, _T.clone):
-            raise args[0].refusal
+            parameter = args[0].parameter
+            if not is_sharded(parameter):
+                raise PartitionedParameterError(
+                    f"`{func.__name__}` of a state dict that was made before its model was prepared; call zeropp.full_state_dict(model)"
+                )
+            if func is _T.cpu:
+                return _read_together(parameter)
+            raise _refusal(parameter, func)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+def _read_together(parameter: ShardedParameter) -> torch.Tensor:
+    """Collective: whole values on the CPU. A rank that comes alone does not wait for ever."""
+    record = _record_of(parameter)
+    record.reads += 1
+    if not all_come(f"zeropp/{record.listed}/{record.number}/{record.reads}", f"read parameter '{record.name}'"):
+        raise PartitionedParameterError(
+            f"parameter '{record.name}' was built in slices, and not every rank came to read its whole values; call state_dict()[...].cpu() "
+            "on all ranks, or read them inside deepspeed.zero.GatheredParameters (zeropp.gathered), on all ranks too"
+        )
+    return materialise(parameter).cpu()
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
@@ -272,7 +296,7 @@ class _Construction:
         if "_zeropp_built" in parameter.__dict__ or type(parameter) is not nn.Parameter or parameter.is_meta:
             return
         parameter.__class__ = LiveParameter
-        parameter._zeropp_built = _Record(name, lists=self.from_rank_0)  # type: ignore[attr-defined]
+        parameter._zeropp_built = _Record(name)  # type: ignore[attr-defined]
         self.followed.append(weakref.ref(parameter))
         self._use(parameter)
 
@@ -345,8 +369,10 @@ class _Construction:
         for parameter in list(self.live.values()):
             self._slice(parameter)
         there = [p for p in (ref() for ref in self.followed) if p is not None]
+        listed = _common_word() if self.from_rank_0 else ""
         for parameter in there:
-            _record_of(parameter).name = self.name_of(parameter)  # all parents are known now
+            record = _record_of(parameter)
+            record.name, record.listed = self.name_of(parameter), listed  # all parents are known now
         _compare([(_record_of(p).name, _record_of(p).digest) for p in there])
 
 
@@ -480,6 +506,13 @@ def _digest(values: torch.Tensor) -> int:
             integers.numpy().sum(dtype="int64")
         )  # numpy widens piece by piece, where torch makes a copy of 8 bytes an element
     return int(integers.sum(dtype=torch.int64))
+
+
+def _common_word() -> str:
+    """Collective: a new random word."""
+    word = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
+    dist.broadcast(word, 0)
+    return word.numpy().tobytes().hex()
 
 
 def _compare(drawn: list[tuple[str, int]]) -> None:
