@@ -342,7 +342,7 @@ def _fill(engine: Engine, unit: Unit, updated: bool) -> None:
         unit.master_waits = True
     elif low:
         _make_master(engine, unit, full)
-    if unit.place == FILE:
+    if unit.place in (SHARD, FILE):
         unit.core.release()  # or the whole model would be in memory at once
 
 
