@@ -20,7 +20,12 @@ SAYS: dict[str, list[list[str]]] = {
     ],
     "no parameters": [["ConfigError: prepare: Tanh has no parameters, so there is nothing to partition"]],
     "not a module": [["ConfigError: prepare: model is a list, not a torch.nn.Module"]],
-    "on meta": [["parameter 'scalar' is on the meta device and has no values", "zeropp.sharded_init()"]],
+    "on meta": [
+        [
+            "'scalar' is on the meta device and has no values, and Tiny has no reset_parameters()",
+            "zeropp.sharded_init()",
+        ]
+    ],
     "odd dtype": [
         ["'weight' has dtype torch.complex64", "not implemented yet"],
         ["is float16", "loss scale", "precision='bf16'"],

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -34,7 +35,9 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
 
     Args:
         model: any module; rank 0's values are taken on every rank. Stays the same object. One that was prepared without
-            an optimizer (to evaluate first) takes one now; its own config stays.
+            an optimizer (to evaluate first) takes one now; its own config stays. What is on the meta device draws its
+            values here, slice by slice, by its modules' ``reset_parameters()`` and its models' ``_init_weights(module)``;
+            so build on meta what is loaded next (``zeropp.load``, ``load_full_state_dict``).
         optimizer: built from ``model.parameters()``; stays the same object. None: a model that is only evaluated, or
             only gives gradients.
         config: see :class:`zeropp.Config`; default stage 3.
@@ -43,10 +46,12 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
         ``(model, optimizer)``, the objects given.
 
     Raises:
-        zeropp.ConfigError: what cannot work, named: no parameters, parameters on meta, models that differ between ranks, an
-            optimizer that lacks parameters, ...
+        zeropp.ConfigError: what cannot work, named: no parameters, parameters on meta without a way to draw them, models that
+            differ between ranks, an optimizer that lacks parameters, ...
         zeropp.CommError: a rank died or did not come.
     """
+    from zeropp.zero import meta
+
     if optimizer is not None and is_prepared(model):
         if any(unit.steps is not None for unit in engine_of(model).units):
             raise ConfigError("prepare: the model was prepared with an optimizer already; prepare each model once")
@@ -72,6 +77,9 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     host_copy = one_host and config.host_copy == "auto" and config.stage == 3 and not filed
     host_copy = host_copy and config.comm.params == "exact"  # docs/design/0015
     low = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype_name]
+    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    if on_meta:
+        meta.check_draws(model)
     plans = plan_units(model, config.units, low)
     _check_plans(plans, low)
     if optimizer is not None:
@@ -79,6 +87,9 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
         check_offload(optimizer, config)
     if comm is not None:
         _check_same_model(comm, plans)
+    if on_meta:
+        path = getattr(config.offload.params, "path", None)
+        meta.give_values(model, None if path is None else Path(path))
     engine = Engine(model, plans, config, comm, host_copy)
     _make_tiers(engine, optimizer)
     for unit in engine.units:
@@ -197,16 +208,11 @@ def _check_model(model: nn.Module) -> None:
             raise ConfigError(
                 f"prepare: parameter '{name}' belongs to a prepared model already; prepare each model once"
             )
-        if parameter.is_meta:
-            raise ConfigError(
-                f"prepare: parameter '{name}' is on the meta device and has no values; build the model inside "
-                "zeropp.sharded_init(), or load its weights first"
-            )
         if type(parameter) is not nn.Parameter and not is_sharded(parameter):
             raise ConfigError(
                 f"prepare: parameter '{name}' is a {type(parameter).__name__}; classes of their own are not implemented yet"
             )
-        if parameter.device.type != "cpu":
+        if parameter.device.type not in ("cpu", "meta"):
             raise ConfigError(
                 f"prepare: parameter '{name}' is on {parameter.device}; training on accelerators is not implemented yet"
             )
