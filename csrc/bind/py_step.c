@@ -9,8 +9,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "../ops/adam/adam.h"
 #include "../ops/norm/norm.h"
+#include "py_adam.h"
 #include "py_aio.h"
 #include "py_tier.h"
 #include "py_zero.h"
@@ -379,33 +379,26 @@ static PyObject *zero_set_tier(PyObject *self, PyObject *tier) {
     Py_RETURN_NONE;
 }
 
-/* What is stepped in memory, and what in the tier. */
-struct segments {
-    struct zpp_adam_segment *at;
-    size_t count, room;
-    struct zpp_tier_piece *tiered;
-    size_t tiered_count, tiered_room;
-};
+/* Room for one more of `count` things; NULL: no memory. */
+static void *one_more(void *at, size_t count, size_t *room, size_t bytes) {
+    if (count < *room) return at;
+    const size_t wanted = *room ? 2 * *room : 256;
+    void *grown = realloc(at, wanted * bytes);
+    if (grown) *room = wanted;
+    return grown;
+}
 
-static struct zpp_adam_segment *next_segment(struct segments *list) {
-    if (list->count == list->room) {
-        const size_t room = list->room ? 2 * list->room : 256;
-        struct zpp_adam_segment *at = realloc(list->at, room * sizeof *at);
-        if (!at) return NULL;
-        list->at = at;
-        list->room = room;
-    }
+static struct zpp_adam_segment *next_segment(struct zpp_py_adam *list) {
+    struct zpp_adam_segment *at = one_more(list->at, list->count, &list->room, sizeof *at);
+    if (!at) return NULL;
+    list->at = at;
     return &list->at[list->count++];
 }
 
-static struct zpp_adam_segment *next_tiered(struct segments *list, int slice, size_t first) {
-    if (list->tiered_count == list->tiered_room) {
-        const size_t room = list->tiered_room ? 2 * list->tiered_room : 256;
-        struct zpp_tier_piece *at = realloc(list->tiered, room * sizeof *at);
-        if (!at) return NULL;
-        list->tiered = at;
-        list->tiered_room = room;
-    }
+static struct zpp_adam_segment *next_tiered(struct zpp_py_adam *list, int slice, size_t first) {
+    struct zpp_tier_piece *at = one_more(list->tiered, list->tiered_count, &list->tiered_room, sizeof *at);
+    if (!at) return NULL;
+    list->tiered = at;
     struct zpp_tier_piece *piece = &list->tiered[list->tiered_count++];
     piece->slice = slice;
     piece->first = first;
@@ -441,12 +434,39 @@ static size_t scales_of(const Unit *unit, const struct zpp_piece *piece) {
     return zpp_moments_scales(piece->offset_elems - unit->unit->offset_elems[piece->param], piece->elems);
 }
 
-static int add_unit_segments(const Zero *zero, Unit *unit, const struct zpp_adam_segment *groups,
-                             struct segments *list) {
+/* The new values of a segment go aside, and from there, later, to where they are read. */
+static bool set_aside(const Unit *unit, const struct own_slice *slice, size_t at, struct zpp_adam_segment *segment,
+                      struct zpp_py_adam *list) {
+    const size_t bytes = unit->unit->elem_bytes;
+    unsigned char *ahead = unit->ahead + at * bytes;
+    struct zpp_delayed_copy *copies = one_more(list->copies, list->copies_count, &list->copies_room, sizeof *copies);
+    if (!copies) return false;
+    list->copies = copies;
+    copies[list->copies_count++] =
+        (struct zpp_delayed_copy){ slice->values + at * bytes, ahead, segment->elems * bytes };
+    if (unit->unit->dtype == ZPP_F32) segment->param = (float *)(void *)ahead;
+    segment->param_out = unit->unit->dtype == ZPP_F32 ? NULL : ahead;
+    return true;
+}
+
+/* Gradients of this slice are not touched by the next backward. */
+static int take_gradients(Zero *zero, Unit *unit, struct own_slice *slice) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    for (Py_ssize_t i = 0; !slice->grads && i < unit->count; i++)
+        if (unit->grad_refs[i] && PyList_Append(zero->delayed_grads, unit->grad_refs[i])) return -1;
+    const void *taken = slice->grads;
+    if (slice->grads && zpp_zero_grad_take(zero->core, unit->unit->index, &taken, &err) != ZPP_OK)
+        return zpp_py_raise(&err), -1;
+    slice->grads = taken;
+    return 0;
+}
+
+static int add_unit_segments(Zero *zero, Unit *unit, const struct zpp_adam_segment *groups, struct zpp_py_adam *list) {
     struct own_slice slice;
     const bool tiered = unit->adam.tiered;
     const bool low = unit->adam.kind != ZPP_MOMENTS_F32; /* never of a unit in a file: its pieces are not cut */
     if (!unit->unit->trainable || !(unit->adam.exp_avg || tiered || low) || !own_slice(zero, unit, &slice)) return 0;
+    if (list->delayed && take_gradients(zero, unit, &slice)) return -1;
     struct zpp_piece *pieces = calloc(slice.shape.params + 1, sizeof *pieces);
     if (!pieces) return -1;
     const size_t count = zpp_unit_pieces(&slice.shape, slice.rank, pieces);
@@ -484,6 +504,7 @@ static int add_unit_segments(const Zero *zero, Unit *unit, const struct zpp_adam
         segment->grad_dtype = slice.grad_dtype;
         segment->elems = piece->elems;
         segment->step = (uint64_t)unit->adam.steps[piece->param];
+        failed = list->delayed && !set_aside(unit, &slice, at, segment, list);
         if (low) bind_low(unit, piece, at, scale, segment);
         if (tiered || low) continue;
         segment->exp_avg = unit->adam.exp_avg + at;
@@ -518,23 +539,40 @@ static struct zpp_adam_segment *read_groups(PyObject *list) {
     return groups;
 }
 
+void zpp_py_adam_drop(struct zpp_py_adam *list) {
+    free(list->at);
+    free(list->tiered);
+    free(list->copies);
+    *list = (struct zpp_py_adam){ 0 };
+}
+
+int zpp_py_adam_list(Zero *zero, PyObject *group_list, bool delayed, struct zpp_py_adam *list) {
+    *list = (struct zpp_py_adam){ .delayed = delayed };
+    struct zpp_adam_segment *groups = read_groups(group_list);
+    if (!groups) return -1;
+    int failed = 0;
+    for (Py_ssize_t u = 0; u < PyList_Size(zero->units) && !failed; u++)
+        failed = add_unit_segments(zero, unit_at(zero, u), groups, list);
+    free(groups);
+    if (!failed && !PyErr_Occurred()) return 0;
+    zpp_py_adam_drop(list);
+    if (!PyErr_Occurred()) PyErr_NoMemory();
+    return -1;
+}
+
 /* adam_step(groups, grad_scale): between step_begin and step_end. */
 static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
-    PyObject *group_list;
+    PyObject *groups;
     double scale;
-    if (!PyArg_ParseTuple(args, "O!d", &PyList_Type, &group_list, &scale)) return NULL;
-    struct zpp_adam_segment *groups = read_groups(group_list);
-    if (!groups) return NULL;
-    struct segments list = { 0 };
-    int failed = 0;
-    for (Py_ssize_t u = 0; u < PyList_Size(zero->units) && !failed; u++)
-        failed = add_unit_segments(zero, unit_at(zero, u), groups, &list);
-    zpp_tier *tier = zero->tier && !failed ? zpp_py_tier_get(zero->tier) : NULL;
+    if (!PyArg_ParseTuple(args, "O!d", &PyList_Type, &groups, &scale)) return NULL;
+    struct zpp_py_adam list;
+    if (zpp_py_adam_list(zero, groups, false, &list)) return NULL;
+    zpp_tier *tier = zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
     zpp_status status = ZPP_OK;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    if (!failed && !PyErr_Occurred()) {
+    if (!PyErr_Occurred()) {
         const struct zpp_step_files files = { zpp_zero_filed(zero->core), zpp_zero_filed_grads(zero->core) };
         PyThreadState *thread = PyEval_SaveThread();
         if (files.params || files.grads)
@@ -547,10 +585,7 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
         zero->steps += status == ZPP_OK;
         PyEval_RestoreThread(thread);
     }
-    free(list.at);
-    free(list.tiered);
-    free(groups);
-    if (failed) return PyErr_NoMemory();
+    zpp_py_adam_drop(&list);
     if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;

@@ -217,6 +217,13 @@ static PyObject *unit_set_low_adam(PyObject *self, PyObject *args) {
     return zpp_py_set_low_adam((Unit *)self, args);
 }
 
+/* set_ahead(address): where a delayed step puts the new values of this rank's slice, in the unit's dtype. */
+static PyObject *unit_set_ahead(PyObject *self, PyObject *address) {
+    ((Unit *)self)->ahead = PyLong_AsVoidPtr(address);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *unit_set_tiered_adam(PyObject *self, PyObject *args) {
     return zpp_py_set_tiered_adam((Unit *)self, args);
 }
@@ -265,6 +272,7 @@ static PyMethodDef unit_methods[] = {
       "set_low_adam(kind, master, steps, first_param, groups, codes, scales, ...): moments in bf16 or 8 bits." },
     { "set_tiered_adam", unit_set_tiered_adam, METH_VARARGS,
       "set_tiered_adam(slice, steps, groups): the states are a slice of Zero's tier." },
+    { "set_ahead", unit_set_ahead, METH_O, "set_ahead(address): where a delayed step's new values go." },
     { "layout", unit_layout, METH_NOARGS, "Sizes in elements, and addresses." },
     { NULL, NULL, 0, NULL },
 };
@@ -358,6 +366,7 @@ static PyObject *zero_close(PyObject *self, PyObject *unused) {
     PyObject *units = zero->units;
     zero->units = PyList_New(0);
     Py_DECREF(units);
+    zpp_py_delayed_end(zero); /* before the tier that it steps */
     Py_CLEAR(zero->tier);
     drop_callables(zero);
     Py_RETURN_NONE;
@@ -367,6 +376,7 @@ static void zero_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     Zero *zero = (Zero *)self;
     Py_CLEAR(zero->units);
+    zpp_py_delayed_end(zero);
     Py_CLEAR(zero->tier);
     drop_callables(zero);
     zpp_zero_destroy(zero->core);
@@ -648,6 +658,6 @@ int zpp_py_add_zero(PyObject *module) {
     unit_type = (PyTypeObject *)PyType_FromSpec(&unit_spec);
     PyTypeObject *zero_type = (PyTypeObject *)PyType_FromSpec(&zero_spec);
     if (!unit_type || !zero_type || add_methods(zero_type, zpp_py_step_methods)) return -1;
-    if (add_methods(zero_type, zpp_py_filed_methods)) return -1;
+    if (add_methods(zero_type, zpp_py_filed_methods) || add_methods(zero_type, zpp_py_delayed_methods)) return -1;
     return PyModule_AddObjectRef(module, "Zero", (PyObject *)zero_type);
 }

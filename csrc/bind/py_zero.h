@@ -22,6 +22,7 @@
 
 #include "../base/pool.h"
 #include "../ops/moments/moments.h"
+#include "../zero/delayed.h"
 #include "../zero/zero.h"
 
 typedef struct Zero Zero;
@@ -49,6 +50,7 @@ typedef struct Unit {
         bool tiered;     /* the states are a slice of Zero's tier, and the addresses above NULL */
         int slice;
     } adam;
+    unsigned char *ahead; /* delayed: where a step's new values of the slice go, in the unit's kind; fp32: the master */
 } Unit;
 
 struct Zero {
@@ -60,6 +62,8 @@ struct Zero {
     PyObject *near;   /* hpZ: _C.Comm of this host's ranks, or NULL */
     PyObject *units;  /* list of Unit */
     PyObject *tier;   /* _C.Tier or NULL */
+    zpp_delayed *delayed;   /* NULL before the first delayed step; see py_delayed.c */
+    PyObject *delayed_grads; /* list of what was p.grad, while a delayed step reads it; or NULL */
     int stage, ranks;
     char warning[512]; /* of the engine for parameters in a file; see py_filed.c */
     bool torn;        /* a step over parameters in a file failed half-way */
@@ -131,6 +135,10 @@ PyObject *zpp_py_set_low_adam(Unit *unit, PyObject *args);
 PyObject *zpp_py_set_tiered_adam(Unit *unit, PyObject *args);
 void zpp_py_drop_grads(Unit *unit);
 bool zpp_py_is_local(const Zero *zero); /* are gradients in p.grad, and not in slices? */
+
+/* py_delayed.c */
+extern PyMethodDef zpp_py_delayed_methods[];
+void zpp_py_delayed_end(Zero *zero); /* waits for the step under way, whose values are lost */
 
 /* py_filed.c */
 extern PyMethodDef zpp_py_filed_methods[];

@@ -61,7 +61,7 @@ struct zpp_zero {
     bool in_backward, reduces;
     uint64_t backward_ns, step_ns; /* when they began, for zeropp.trace */
     float grad_scale;
-    size_t slice_bytes, carry_bytes, kept_bucket_bytes;
+    size_t slice_bytes, carry_bytes, kept_bucket_bytes, taken_bytes;
     struct zpp_slices slices; /* stages 2 and 3: where they live in a file */
 };
 

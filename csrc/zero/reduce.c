@@ -62,6 +62,7 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     free(grad->between_memory);
     if (!keeps_buckets(zero) && grad->slice && !zero->slices.filed)
         zpp_device_free(zero->options.device, grad->slice, slice_bytes(grad));
+    zpp_taken_drop(zero, grad);
     free(grad->carry);
     zpp_event_destroy(grad->written);
     zpp_event_destroy(grad->done);

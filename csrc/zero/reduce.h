@@ -50,6 +50,7 @@ struct zpp_unit_grad {
 
     /* the result */
     unsigned char *slice;
+    unsigned char *taken; /* by a delayed step, see taken.c */
     unsigned char
         *carry; /* stage 1: the slice from before, while a second backward of the same step refills the bucket */
     uint8_t *present;     /* [params] */
@@ -71,6 +72,7 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err);
 /* Is a reduction or an exchange under way that has not ended? */
 bool zpp_reduce_pending(const zpp_zero *zero);
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
+void zpp_taken_drop(zpp_zero *zero, struct zpp_unit_grad *grad); /* taken.c */
 
 /* Where parameter `param`'s gradient lies in the unit's bucket (stage 0: what p.grad is a view of); NULL without one.
  */

@@ -18,7 +18,7 @@
  * A step that fails half-way leaves some chunks stepped and others not: the tier is *torn*, and refuses every step
  * until zpp_tier_mend (the caller has loaded all of it anew).
  *
- * Threads: one at a time.
+ * Threads: one at a time; torn and figures from any.
  */
 #ifndef ZPP_ZERO_TIER_H
 #define ZPP_ZERO_TIER_H

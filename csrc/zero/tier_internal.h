@@ -6,6 +6,8 @@
 #ifndef ZPP_ZERO_TIER_INTERNAL_H
 #define ZPP_ZERO_TIER_INTERNAL_H
 
+#include <stdatomic.h>
+
 #include "tier.h"
 
 enum { TIER_PAGE_ELEMS = 1024, TIER_PAGE_BYTES = 4096 };
@@ -39,14 +41,15 @@ struct zpp_tier {
     char *path;
     struct zpp_aio_sys sys;
     zpp_aio *aio;
-    bool sealed, torn;
+    bool sealed;
+    atomic_bool torn; /* this and the figures are read while a delayed step runs in a thread of its own */
     struct tier_line lines[2]; /* 0: with a master */
     struct tier_slice *slices;
     int slices_count, slices_room;
     struct tier_buffer *buffers;
     size_t record_bytes; /* of a buffer */
     uint64_t file_bytes;
-    uint64_t steps, step_ns, waited_ns;
+    atomic_uint_fast64_t steps, step_ns, waited_ns;
 };
 
 static inline size_t tier_chunk_elems(const struct tier_line *line, size_t chunk) {

@@ -134,10 +134,19 @@ class Offload:
     the model uses `torch.utils.checkpoint`, and all of it where it does not. "nvme" writes it behind the computation and
     reads it ahead of backward, and takes `fraction`. Each rank offloads its own."""
 
+    delayed_update: int | None = None
+    """One-step delayed parameter update (ZeRO-Offload, section 5.2), with `optimizer` on "cpu" or "nvme": the update runs in a
+    thread of its own beside the next forward and backward, which therefore compute with weights one step older. A whole
+    number: steps that are exact before the delay begins (the paper's runs: 40). None: every step is exact. It needs Adam or
+    AdamW, and memory for one more slice of gradients and of parameters; `step()` takes the gradients, and
+    `optimizer.flush()` gives the model the newest weights. Not yet with params or grads on "nvme"."""
+
     path: str | Path | None = None
     """Folder of the kinds that are given by name as "nvme"; None afterwards, when each tier has it."""
 
     def __post_init__(self) -> None:
+        if self.delayed_update is not None:
+            _whole("Offload.delayed_update", self.delayed_update, 0, "exact steps before the delay; None: no delay")
         named = False
         for name in ("params", "grads", "optimizer", "activations"):
             value: Any = getattr(self, name)
@@ -461,6 +470,19 @@ class Config:
                     self.state_name,
                     f"leave it out with offload.{name} on 'nvme': a step that streams through files takes fp32 states",
                 )
+
+        if self.offload.delayed_update is not None:
+            self._check_delayed()
+
+    def _check_delayed(self) -> None:
+        path, steps, offload = "Config.offload.delayed_update", self.offload.delayed_update, self.offload
+        if offload.optimizer.kind == "device":  # type: ignore[union-attr]
+            raise wrong(
+                path, steps, "None with offload.optimizer on 'device'; it hides a step of states on 'cpu' or 'nvme'"
+            )
+        for name in ("params", "grads"):
+            if getattr(offload, name).kind == "nvme":
+                raise not_yet(path, steps, f"leave it out with offload.{name} on 'nvme', or keep {name} in memory")
 
     def _check_comm(self) -> None:
         _instance("Config.comm", self.comm, Comm)

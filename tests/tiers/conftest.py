@@ -41,8 +41,12 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def outcomes(run_ranks: Run, request: pytest.FixtureRequest) -> Callable[[int, str], Outcome]:
     """outcomes(ranks, case) of worker/WORKER.py, a name in the test's module: one launch a world size, of the cases that were asked
     for, when the first test asks."""
-    own = [i for i in request.session.items if getattr(i, "module", None) is request.module and hasattr(i, "callspec")]
-    asked = [i.callspec.params["ranks_case"] for i in own]
+    own = [
+        i.callspec.params
+        for i in request.session.items
+        if getattr(i, "module", None) is request.module and hasattr(i, "callspec")
+    ]
+    asked = [params["ranks_case"] for params in own if "ranks_case" in params]
     done: dict[int, dict[str, Outcome]] = {}
 
     def find(ranks: int, case: str) -> Outcome:

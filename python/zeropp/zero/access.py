@@ -68,6 +68,8 @@ def gathered(
         if engine is None:
             yield
             return
+        if write:
+            engine.flush()
         for unit in units:
             stack.enter_context(_whole(unit))
         if write:
@@ -182,7 +184,8 @@ def _planned(engine: Engine) -> dict[str, int]:
         if not unit.trainable:
             continue
         kinds["grads"] += bytes_ / (n if stage >= 2 else 1)
-        kinds["master"] += 4 * numel / (n if stage >= 1 else 1) if unit.has_master else 0
+        delayed = engine.delayed is not None and unit.dtype == torch.float32
+        kinds["master"] += 4 * numel / (n if stage >= 1 else 1) if unit.has_master and not delayed else 0
         held = unit.state if engine.away is None else engine.away.state_of(unit.index)
         states = len(held)
         if engine.inner is None and (engine.onebit is None or not states):
@@ -208,9 +211,14 @@ def _held(engine: Engine) -> dict[str, int]:
     return {
         "params": core["params"],
         "grads": gradients,
-        "master": sum(u.master.numel() * 4 for u in in_memory if u.master is not None),
+        "master": sum(
+            u.master.numel() * 4
+            for u in in_memory
+            if u.master is not None and (engine.delayed is None or u.dtype != torch.float32)
+        ),
         "optimizer": sum(t.numel() * t.element_size() for t in tensors)
         + (0 if engine.onebit is None else engine.onebit.held_bytes()),
+        **({} if engine.delayed is None else {"delayed": engine.delayed.figures()["held_bytes"]}),
         **({} if engine.onebit is None else {"scratch": engine.onebit.scratch_bytes()}),
         "gathered": core["gathered"],
         "buckets": core["buckets"],
@@ -237,8 +245,9 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
 
     Kinds: ``params``, ``grads``, ``master`` (fp32 copy), ``optimizer``; and what comes and goes, held only: ``gathered`` (units
     whole now), ``buckets`` (gradients on their way), ``tier_buffers`` (what an offloaded step streams through), ``activations``
-    (on their way to the disk or back, and there), ``scratch`` (of the steps of LAMB and the one-bit optimizers), ``away`` (states
-    that :func:`zeropp.offload_states` put on the disk for a while).
+    (on their way to the disk or back, and there), ``scratch`` (of the steps of LAMB and the one-bit optimizers), ``delayed`` (values
+    and gradients of an update that runs beside the next pass), ``away`` (states that :func:`zeropp.offload_states` put on the disk
+    for a while).
     ``bytes_per_parameter`` compares the sum over the tiers with the paper's formula.
     """
     engine = engine_of(model)

@@ -58,6 +58,10 @@ def offload_states(*, optimizer: Any, to: str = "cpu", path: str | os.PathLike[s
         return 0 if engine.away is None else engine.away.back()
     if engine.away is not None or engine.states is not None:
         return 0  # there already
+    if engine.delayed is not None:
+        raise ConfigError(
+            "offload_states: states of an optimizer with Offload(delayed_update=...) are not implemented yet; leave it out"
+        )
     if engine.onebit is not None:
         name = type(optimizer).__mro__[2].__name__
         raise ConfigError(

@@ -132,6 +132,7 @@ def save(
     check_optimizer(engine, optimizer)
     ranks = Ranks(engine)
     behind.finish(engine)
+    engine.flush()
     root = Path(path)
     step = _agree_on_step(ranks, root, step)
     plan = _Plan(root, step, keep, spare)

@@ -28,6 +28,7 @@ from zeropp.zero.units import REPLICATE_BYTES, UnitPlan
 if TYPE_CHECKING:
     from zeropp.zero.activations import ActivationTier
     from zeropp.zero.away import Away
+    from zeropp.zero.delayed import Delayed
     from zeropp.zero.onebit import OneBit
 
 #: csrc/base/dtype.h, in its order.
@@ -212,6 +213,7 @@ class Engine:
         self.params_tier: ParamsTier | None = None  # where the parameters are, unless in memory
         self.grads_tier: GradsTier | None = None  # where the reduced gradients are, unless in memory
         self.activations: ActivationTier | None = None  # where what autograd saves goes, unless it stays in memory
+        self.delayed: Delayed | None = None  # updates that run beside the next pass
         self.away: Away | None = None  # where the optimizer's states are for a while (offload_states)
         if any(tier.kind == "nvme" for tier in tiers):
             self.storage = Storage(self, [i for i, plan in enumerate(plans) if plan.trainable])
@@ -388,14 +390,22 @@ class Engine:
     @contextlib.contextmanager
     def write_shards(self) -> Iterator[None]:
         """Collective: inside, each rank may write its own slices, and nobody reads; afterwards all ranks see them."""
+        self.flush()
         self.core.step_begin(0)
         try:
             yield
         finally:
             self.core.step_end()
 
+    def flush(self) -> None:
+        """Collective: an update that is delayed ends, and the model has it. Nothing to do without."""
+        if self.delayed is not None:
+            self.delayed.flush()
+
     def close(self) -> None:
         """The model is gone."""
+        if self.delayed is not None:
+            self.delayed.close()
         self.core.close()
         for tier in (self.states, self.params_tier, self.grads_tier, self.activations):
             if tier is not None:

@@ -21,6 +21,7 @@ from zeropp.errors import ConfigError, Error
 from zeropp.optim import LAMB, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from zeropp.zero import lamb, low_states, muon, onebit_adam
 from zeropp.zero.away import require_here
+from zeropp.zero.delayed import Delayed
 from zeropp.zero.engine import Engine, Unit
 from zeropp.zero.onebit import OneBit
 from zeropp.zero.scaler import Scaler
@@ -65,9 +66,21 @@ class ZeroOptimizer(optim.Optimizer):
         elif self._is_finite(engine.scaler):
             self._step_slices()
             engine.scaler.taken()
+        else:
+            engine.flush()
         engine.core.reset_uses()
         engine.stepped_at = engine.core.backwards
         return loss
+
+    def flush(self) -> None:
+        """Collective: with ``Offload(delayed_update=)``, the update under way ends, and the model has it. Nothing to do without.
+
+        For an evaluation of the newest weights, and after the last step. Saving, loading and whole state dicts do it themselves.
+
+        Raises:
+            zeropp.TierError: the update failed on some rank; zeropp.load goes on from the last checkpoint.
+        """
+        self._engine.flush()
 
     def _step_slices(self) -> None:
         """Collective. Where storage can fail in the middle, all ranks hear of it before any goes on."""
@@ -293,7 +306,10 @@ class ZeroOptimizer(optim.Optimizer):
         for unit in self._engine.units:
             if unit.trainable:
                 self._adam_state(unit)
-        self._engine.core.adam_step(groups, self._grad_scale())
+        if self._engine.delayed is not None:
+            self._engine.delayed.step(groups, self._grad_scale())
+        else:
+            self._engine.core.adam_step(groups, self._grad_scale())
 
     def _adam_state(self, unit: Unit) -> None:
         """Moments exist from the first step on, or from a checkpoint."""
@@ -451,6 +467,11 @@ def _check_stage(optimizer: optim.Optimizer, config: Config) -> None:
 def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
     """States and parameters on NVMe are streamed through our own kernel; and what else depends on the configuration."""
     _check_stage(optimizer, config)
+    if config.offload.delayed_update is not None and type(optimizer) not in _ADAMS:
+        raise ConfigError(
+            f"Config.offload.delayed_update: {config.offload.delayed_update} is not built yet for {type(optimizer).__name__}; "
+            "Adam and AdamW are, or leave it out"
+        )
     if config.state_name != "fp32" and type(optimizer) not in _ADAMS:
         raise ConfigError(
             f"Precision.state: {config.state_name!r} is not built yet for {type(optimizer).__name__}; Adam and AdamW are, "
@@ -510,6 +531,8 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     part = _ONEBIT.get(type(optimizer))
     engine.inner = None if adam or part else _inner_optimizer(optimizer, engine)
     engine.core.hold = False
+    if engine.config.offload.delayed_update is not None and engine.delayed is None:
+        engine.delayed = Delayed(engine, engine.config.offload.delayed_update)
     engine.onebit = None if part is None else part(optimizer, engine)
     optimizer.state.clear()
     optimizer.__class__ = _class_for(type(optimizer))

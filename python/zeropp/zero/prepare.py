@@ -152,6 +152,7 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
         raise ConfigError(
             "another optimizer for a model whose optimizer states are on disk is not implemented yet; go on with the first"
         )
+    engine.flush()
     for unit in engine.units:
         unit.state.clear()
         unit.scales.clear()

@@ -72,6 +72,8 @@ def load(
             for name, buffer in persistent_buffers(model):
                 buffer.copy_(own.tensor(name))
 
+        if optimizer is not None and engine.delayed is not None:
+            engine.delayed.drop()
         with engine.write_shards(), torch.no_grad():
             _, error = _try(copy)
         ranks.all_do(lambda: _raise(error))

@@ -67,6 +67,7 @@ def named_full_tensors(
 
     Memory: one bucket and one parameter beside the slices.
     """
+    engine_of(model).flush()
     for bucket in _buckets(engine_of(model), bucket_bytes):
         entries = [entry for unit in bucket for entry in unit.params if only is None or any(map(only, entry.names))]
         with gathered([entry.param for entry in entries]):

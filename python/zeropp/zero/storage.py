@@ -63,6 +63,11 @@ class Storage:
         self._unloaded = set(self._trainable)
         self._failure = reason
 
+    @property
+    def is_torn(self) -> bool:
+        """Did a step or a write fail half-way, on any rank, and was no checkpoint loaded since?"""
+        return bool(self._unloaded)
+
     def require_whole(self) -> None:
         """Raises zeropp.Error if a step or a write failed half-way, and no checkpoint was loaded since."""
         if self._unloaded:

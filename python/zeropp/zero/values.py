@@ -50,6 +50,7 @@ def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
     """
     part = _Part(_ref(param))
     engine = part.engine
+    engine.flush()
     held = part.read(kind)
     if engine.local:
         return None if held is None else held.clone().view(part.entry.shape)
@@ -145,6 +146,7 @@ class _Part:
 
     def read(self, kind: str) -> torch.Tensor | None:
         """This rank's part, 1-D, perhaps a view."""
+        self._await_update()
         if kind == "value":
             return _loaded(self.unit.own[self.first : self.first + self.elems].detach())
         if kind == "grad":
@@ -153,6 +155,11 @@ class _Part:
         if state is not None and self.unit.state_kind == "int8":
             return low_states.read(self.unit, kind, self.ref.index)
         return None if state is None else _loaded(state[self.first : self.first + self.elems])
+
+    def _await_update(self) -> None:
+        """A delayed one may be writing what is asked for."""
+        if self.engine.delayed is not None:
+            self.engine.delayed.finish()
 
     def _gradient(self) -> torch.Tensor | None:
         scale = self.engine.clip_scale * self.engine.unscale
@@ -183,6 +190,7 @@ class _Part:
         if kind == "grad":
             self._write_gradient(values)
             return
+        self._await_update()
         if self._state(kind) is None:
             raise Error(f"'{self.name}' has no '{kind}' yet: states exist from the first optimizer.step() on")
         if self.unit.tiered is not None:

@@ -1,0 +1,67 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The delayed parameter update (ZeRO-Offload, arXiv:2101.06840, section 5.2): Adam's step with the gradients of one
+ * pass runs in a thread of its own while the next pass computes. Decisions: docs/design/0023.
+ *
+ *   caller    .. begin(k) | pass k + 1, reads slices | wait(k), publish(k), begin(k + 1) | pass k + 2 ..
+ *   thread               | step k, writes states and copies aside |
+ *
+ * What a step reads and writes must be touched by nobody else from begin to wait: its states, its gradients, and the
+ * memory that new values go to (`param` or `param_out` of its segments). Publishing copies those to where passes read.
+ *
+ * Threads: one caller at a time; figures from any.
+ */
+#ifndef ZPP_ZERO_DELAYED_H
+#define ZPP_ZERO_DELAYED_H
+
+#include "tier.h"
+
+typedef struct zpp_delayed zpp_delayed;
+
+/* New values, aside, and the slice that they are for. */
+struct zpp_delayed_copy {
+    void *to;
+    const void *from;
+    size_t bytes;
+};
+
+/* One step: of states in memory, and of those in a tier. The arrays are from malloc (NULL for none); what they point to
+ * is borrowed until wait, the memory of the copies until publish. */
+struct zpp_delayed_step {
+    struct zpp_adam_segment *segments;
+    size_t segments_count;
+    struct zpp_tier_piece *pieces;
+    size_t pieces_count;
+    struct zpp_delayed_copy *copies;
+    size_t copies_count;
+    zpp_tier *tier; /* NULL where there are no pieces */
+    float grad_scale;
+};
+
+/* New; end with zpp_delayed_destroy, which waits for the step under way (NULL is fine). */
+zpp_status zpp_delayed_create(zpp_device *device, zpp_delayed **out, struct zpp_err *err);
+void zpp_delayed_destroy(zpp_delayed *delayed);
+
+/* The step's arrays belong to `delayed` from here on, whatever it returns. `here`: the step is done by the calling
+ * thread and those of `pool`, before this returns: an exact step. STATE: the last step was not waited for. */
+zpp_status zpp_delayed_begin(zpp_delayed *delayed, const struct zpp_delayed_step *step, bool here, zpp_pool *pool,
+                             struct zpp_err *err);
+/* Returns what the step under way came to, once; OK where none is. No time-out: the kernel ends every request on a
+ * file. `fault` is written on status TIER only. */
+zpp_status zpp_delayed_wait(zpp_delayed *delayed, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* After a wait that returned OK: the new values go to their slices. Nothing to do where they have gone. */
+void zpp_delayed_publish(zpp_delayed *delayed, zpp_pool *pool);
+/* The step under way, if there is one, is over when it returns, and still to be waited for: its states may be read. */
+void zpp_delayed_finish(zpp_delayed *delayed);
+/* The same, and it is forgotten: whatever it came to is told to nobody, and its new values go nowhere. */
+void zpp_delayed_drop(zpp_delayed *delayed);
+bool zpp_delayed_pending(const zpp_delayed *delayed); /* begun and not waited for, or waited for and not published */
+
+struct zpp_delayed_figures {
+    uint64_t steps;     /* begun */
+    uint64_t step_ns;   /* how long they ran */
+    uint64_t waited_ns; /* how long callers waited for them: what was not hidden */
+};
+void zpp_delayed_figures(const zpp_delayed *delayed, struct zpp_delayed_figures *out);
+
+#endif

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The delayed parameter update: ``Config(offload=Offload(optimizer=..., delayed_update=N))`` (ZeRO-Offload, arXiv:2101.06840,
+section 5.2). docs/design/0023.
+
+After N exact steps, the update with the gradients of one pass runs in a thread of its own while the next pass computes, so a
+pass computes with the weights of the step before last. ``optimizer.step()`` gives the model what the thread made, and begins the
+next update; whatever keeps or shows all of the training flushes first.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from zeropp.zero.engine import Engine, Unit
+
+Groups = list[tuple[Any, ...]]
+
+
+class Delayed:
+    """The update of one engine that may be under way. Its methods are collective, but for :meth:`finish`.
+
+    Args:
+        exact_steps: steps of the optimizer that are waited for, before the first that is not.
+    """
+
+    def __init__(self, engine: Engine, exact_steps: int) -> None:
+        self._engine = weakref.ref(engine)
+        self._core = engine.core
+        self.exact_steps = exact_steps
+        self._aside = {unit.index: _aside(unit) for unit in engine.units if unit.trainable}
+        for unit in engine.units:
+            if unit.trainable:
+                unit.core.set_ahead(self._aside[unit.index].data_ptr())
+        self._end = weakref.finalize(self, _end, engine.core, os.getpid())  # before the tier's, which was made earlier
+        if engine.states is not None:
+            engine.states.stepped_beside(engine.core.delayed_figures)
+
+    @property
+    def pending(self) -> bool:
+        """Has the optimizer values that the model has not? The same on every rank."""
+        return bool(self._core.delayed_pending())
+
+    def step(self, groups: Groups, scale: float) -> None:
+        """Between ``step_begin`` and ``step_end``: the last update ends, the next one begins. It takes the gradients."""
+        engine = self._engine()
+        assert engine is not None
+        self._core.delayed_wait()
+        self._core.delayed_publish()
+        taken = max((int(u.steps.max()) for u in engine.units if u.steps is not None and u.steps.numel()), default=0)
+        exact = taken < self.exact_steps
+        self._core.delayed_begin(groups, scale, exact)
+        if exact:
+            self._core.delayed_wait()
+            self._core.delayed_publish()
+        engine.clear_gradients()
+
+    def finish(self) -> None:
+        """Local: no update is under way any more, so that the optimizer's states may be read; the model has the old values.
+
+        What went wrong in it is not told here, but by the next step, on every rank.
+        """
+        self._core.delayed_finish()
+
+    def flush(self) -> None:
+        """The model has all that the optimizer has.
+
+        Raises:
+            zeropp.TierError: the update failed on some rank; weights and states are torn, as by a step that fails.
+        """
+        engine = self._engine()
+        if engine is None or not self.pending:
+            return
+        storage, failure = engine.storage, None
+        if storage is not None and storage.is_torn:
+            self.drop()  # a rank that failed has none; only a load goes on
+            return
+        self._core.step_begin(0)
+        try:
+            self._core.delayed_wait()
+            self._core.delayed_publish()
+        except BaseException as error:
+            if storage is None:
+                raise
+            failure = error
+        finally:
+            self._core.step_end()
+        if storage is not None:
+            try:
+                storage.agree(failure)
+            finally:
+                failure = None
+
+    def drop(self) -> None:
+        """Forget the update that is under way: a load replaces all that it wrote."""
+        self._core.delayed_drop()
+
+    def figures(self) -> dict[str, int]:
+        """``steps`` begun, ``step_ns`` that they ran, ``waited_ns`` that :meth:`step` and :meth:`flush` waited for them,
+        ``held_bytes``: values aside and gradients taken."""
+        seen: dict[str, int] = self._core.delayed_figures()
+        aside = sum(values.nbytes for values in self._aside.values())
+        return {**seen, "held_bytes": aside + seen.pop("taken_bytes")}
+
+    def close(self) -> None:
+        """The model is gone: the update under way ends, for nobody."""
+        self._end()
+
+
+def _aside(unit: Unit) -> torch.Tensor:
+    """Where new values of a slice go. fp32: to the optimizer's own copy, which without the delay is the slice itself."""
+    if unit.dtype != torch.float32:
+        return torch.empty(unit.shard.numel(), dtype=unit.dtype)
+    if unit.master is None:
+        unit.master = unit.shard.clone()
+    return unit.master
+
+
+def _end(core: Any, owner: int) -> None:
+    if os.getpid() == owner:  # the thread stayed in the parent of a forked child
+        core.delayed_end()

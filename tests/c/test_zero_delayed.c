@@ -1,0 +1,281 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The delayed step against its arithmetic, v[k+1] = o[k], o[k+1] = Adam(o[k], g(v[k])), with states in memory and in a
+ * file: the caller reads values and writes gradients while the step runs, on the CPU and, under many schedules, on the
+ * simulated device. ThreadSanitizer sees whether anything is touched by both.
+ */
+#include "../../csrc/zero/delayed.h"
+#include "aio_common.h"
+#include "planned_io.h"
+#include "threads.h"
+
+enum { ELEMS = 3000, CUT = 1700, STEPS = 5, EXACT = 2 }; /* two pieces */
+
+struct side {
+    float *values, *master, *exp_avg, *exp_avg_sq, *grads[2]; /* `values`: what the pass computes with */
+    uint16_t *low, *ahead;                                     /* the same in bf16 */
+};
+
+static float *floats(void) {
+    float *memory = calloc(ELEMS, sizeof *memory);
+    CHECK(memory);
+    return memory;
+}
+
+static struct side new_side(void) {
+    struct side side = { floats(), floats(), floats(), floats(), { floats(), floats() }, calloc(ELEMS, 2),
+                         calloc(ELEMS, 2) };
+    for (size_t i = 0; i < ELEMS; i++) side.values[i] = side.master[i] = (float)((int)(i % 97) - 48) / 64.0f;
+    zpp_convert(side.low, ZPP_BF16, side.values, ZPP_F32, ELEMS);
+    return side;
+}
+
+static void drop_side(struct side *side) {
+    float *const all[] = { side->values,     side->master,   side->exp_avg,
+                           side->exp_avg_sq, side->grads[0], side->grads[1] };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    free(side->low);
+    free(side->ahead);
+}
+
+/* A pass: gradients of step k from the values of now. */
+static void pass(struct side *side, int k, bool low) {
+    if (low) zpp_convert(side->values, ZPP_F32, side->low, ZPP_BF16, ELEMS);
+    float *grads = side->grads[k % 2];
+    for (size_t i = 0; i < ELEMS; i++) grads[i] = side->values[i] * 0.5f + (float)((int)(i + 7 * (size_t)k) % 5 - 2);
+}
+
+static struct zpp_adam_segment segment_of(struct side *side, int k, size_t first, size_t elems, bool low) {
+    return (struct zpp_adam_segment){
+        .param = side->master + first, .grad = side->grads[k % 2] + first, .grad_dtype = ZPP_F32,
+        .exp_avg = side->exp_avg + first, .exp_avg_sq = side->exp_avg_sq + first,
+        .param_out = low ? side->ahead + first : NULL, .out_dtype = ZPP_BF16, .elems = elems, .step = (uint64_t)k + 1,
+        .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .decoupled_decay = true };
+}
+
+static struct zpp_delayed_step step_of(struct side *side, int k, bool low, zpp_tier *tier) {
+    struct zpp_delayed_step step = { .copies = calloc(2, sizeof *step.copies), .copies_count = 2, .tier = tier,
+                                     .grad_scale = 0.5f };
+    struct zpp_adam_segment *segments = calloc(2, sizeof *segments);
+    struct zpp_tier_piece *pieces = calloc(2, sizeof *pieces);
+    CHECK(step.copies && segments && pieces);
+    const size_t cuts[3] = { 0, CUT, ELEMS }, bytes = low ? 2 : 4;
+    for (int i = 0; i < 2; i++) {
+        const size_t elems = cuts[i + 1] - cuts[i];
+        segments[i] = segment_of(side, k, cuts[i], elems, low);
+        pieces[i] = (struct zpp_tier_piece){ segments[i], 0, cuts[i] };
+        pieces[i].segment.exp_avg = pieces[i].segment.exp_avg_sq = NULL;
+        if (low) pieces[i].segment.param = NULL;
+        unsigned char *to = low ? (unsigned char *)side->low : (unsigned char *)side->values;
+        const unsigned char *from = low ? (unsigned char *)side->ahead : (unsigned char *)side->master;
+        step.copies[i] = (struct zpp_delayed_copy){ to + cuts[i] * bytes, from + cuts[i] * bytes, elems * bytes };
+    }
+    if (tier) {
+        step.pieces = pieces;
+        step.pieces_count = 2;
+        free(segments);
+    } else {
+        step.segments = segments;
+        step.segments_count = 2;
+        free(pieces);
+    }
+    return step;
+}
+
+/* The definition, one thread, nothing aside: the values of one step before are kept. */
+static void wanted_after(struct side *side, int k, bool low, float *old) {
+    struct zpp_adam_segment whole = segment_of(side, k, 0, ELEMS, low);
+    if (k >= EXACT) memcpy(old, side->master, ELEMS * sizeof *old);
+    zpp_adam_step(&whole, 1, 0.5f, NULL);
+    const float *shown = k >= EXACT ? old : side->master;
+    memcpy(side->values, shown, ELEMS * sizeof *shown);
+    zpp_convert(side->low, ZPP_BF16, shown, ZPP_F32, ELEMS);
+}
+
+static zpp_tier *new_tier(struct side *side, bool low) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    reset_plan();
+    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 0.8, .chunk_elems = 1024,
+                                              .sys = &sys, .log = count_log };
+    zpp_tier *tier = NULL;
+    int slice;
+    CHECK_OK(zpp_tier_create(&options, &tier, &err));
+    CHECK_OK(zpp_tier_add(tier, ELEMS, low, &slice, &err));
+    CHECK_OK(zpp_tier_seal(tier, &fault, &err));
+    if (low) CHECK_OK(zpp_tier_copy(tier, 0, ZPP_TIER_MASTER, 0, ELEMS, side->master, true, &fault, &err));
+    return tier;
+}
+
+static void end_tier(zpp_tier *tier) {
+    if (!tier) return;
+    zpp_tier_destroy(tier);
+    CHECK_EQUAL(unlink(in_folder("states")), 0);
+}
+
+static void train(zpp_device *device, bool low, bool tiered) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    struct side ours = new_side(), wanted = new_side();
+    float *old = floats();
+    zpp_tier *tier = tiered ? new_tier(&ours, low) : NULL;
+    zpp_pool *pool = NULL;
+    zpp_delayed *delayed = NULL;
+    CHECK_OK(zpp_pool_create(in_new_threads, 2, &pool, &err));
+    CHECK_OK(zpp_delayed_create(device, &delayed, &err));
+    for (int k = 0; k < STEPS; k++) {
+        pass(&ours, k, low); /* while the step before runs */
+        pass(&wanted, k, low);
+        CHECK_EQUAL(memcmp(ours.grads[k % 2], wanted.grads[k % 2], ELEMS * 4), 0);
+        CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
+        zpp_delayed_publish(delayed, pool);
+        const struct zpp_delayed_step step = step_of(&ours, k, low, tier);
+        CHECK_OK(zpp_delayed_begin(delayed, &step, k < EXACT, pool, &err));
+        if (tier) {
+            struct zpp_tier_figures seen;
+            zpp_tier_figures(tier, &seen); /* from this thread, while the other steps */
+            CHECK(!zpp_tier_torn(tier));
+        }
+        if (k < EXACT) {
+            CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
+            zpp_delayed_publish(delayed, pool);
+        }
+        wanted_after(&wanted, k, low, old);
+        CHECK_EQUAL(zpp_delayed_pending(delayed), k >= EXACT);
+    }
+    zpp_delayed_finish(delayed);
+    CHECK(zpp_delayed_pending(delayed));
+    CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
+    zpp_delayed_publish(delayed, pool);
+    memcpy(wanted.values, wanted.master, ELEMS * 4);
+    zpp_convert(wanted.low, ZPP_BF16, wanted.master, ZPP_F32, ELEMS);
+    if (low) CHECK_EQUAL(memcmp(ours.low, wanted.low, ELEMS * 2), 0);
+    else CHECK_EQUAL(memcmp(ours.values, wanted.values, ELEMS * 4), 0);
+    struct zpp_delayed_figures figures;
+    zpp_delayed_figures(delayed, &figures);
+    CHECK_EQUAL(figures.steps, STEPS);
+    zpp_delayed_destroy(delayed);
+    zpp_pool_destroy(pool);
+    end_tier(tier);
+    drop_side(&ours);
+    drop_side(&wanted);
+    free(old);
+}
+
+static void on_cpu(void (*each)(zpp_device *device)) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device = NULL;
+    CHECK_OK(zpp_device_cpu_create(&device, &err));
+    each(device);
+    zpp_device_destroy(device);
+}
+
+static void train_four_ways(zpp_device *device) {
+    for (int way = 0; way < 4; way++) train(device, way & 1, way & 2);
+}
+
+static void equals_its_arithmetic(void) {
+    make_folder();
+    on_cpu(train_four_ways);
+    remove_folder();
+}
+
+static void under_any_schedule(void) {
+    for (uint64_t seed = 1; seed <= 100; seed++) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        const struct zpp_sim_options options = { .seed = seed, .max_delay_us = seed % 3 ? 200 : 0 };
+        zpp_device *device = NULL;
+        CHECK_OK(zpp_device_sim_create(&options, &device, &err));
+        train(device, seed & 1, false);
+        zpp_device_destroy(device);
+    }
+}
+
+/* Every read and write of a step fails once: whoever waits hears it, once; nothing is published, and after a mend the
+ * next step runs. */
+static void fail_each(zpp_device *device) {
+    for (int n = 0;; n++) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        struct zpp_aio_fault fault = { .wanted_bytes = 0 };
+        struct side ours = new_side();
+        zpp_tier *tier = new_tier(&ours, true);
+        zpp_delayed *delayed = NULL;
+        CHECK_OK(zpp_delayed_create(device, &delayed, &err));
+        struct zpp_delayed_step step = step_of(&ours, 0, true, tier);
+        CHECK_OK(zpp_delayed_begin(delayed, &step, false, NULL, &err));
+        CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
+        step = step_of(&ours, 1, true, tier);
+        CHECK_FAILS(zpp_delayed_begin(delayed, &step, false, NULL, &err), ZPP_STATE, "before the one under way");
+        zpp_delayed_publish(delayed, NULL);
+        uint16_t *before = malloc(ELEMS * 2);
+        CHECK(before);
+        memcpy(before, ours.low, ELEMS * 2);
+        atomic_store(n & 1 ? &plan.writes_left : &plan.reads_left, n / 2);
+        step = step_of(&ours, 1, true, tier);
+        CHECK_OK(zpp_delayed_begin(delayed, &step, false, NULL, &err));
+        zpp_delayed_finish(delayed);
+        atomic_store(n & 1 ? &plan.writes_left : &plan.reads_left, -1);
+        const zpp_status status = zpp_delayed_wait(delayed, &fault, &err);
+        if (status != ZPP_OK) {
+            CHECK_EQUAL(status, ZPP_TIER);
+            CHECK(strstr(err.text, "/states\"") && strstr(fault.path, "/states"));
+            CHECK(zpp_tier_torn(tier));
+            CHECK(!zpp_delayed_pending(delayed));
+            zpp_delayed_publish(delayed, NULL);
+            CHECK_EQUAL(memcmp(before, ours.low, ELEMS * 2), 0);
+            CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
+            zpp_tier_mend(tier);
+            step = step_of(&ours, 2, true, tier);
+            CHECK_OK(zpp_delayed_begin(delayed, &step, false, NULL, &err));
+            if (n & 1) CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
+        }
+        free(before);
+        zpp_delayed_destroy(delayed); /* half of the time with a step under way */
+        end_tier(tier);
+        drop_side(&ours);
+        if (status == ZPP_OK) {
+            CHECK(n >= 4);
+            break;
+        }
+    }
+}
+
+static void every_operation_fails_once(void) {
+    make_folder();
+    on_cpu(fail_each);
+    remove_folder();
+}
+
+/* What was begun may be forgotten, finished or not. */
+static void drop_all(zpp_device *device) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    struct side ours = new_side();
+    float *before = floats();
+    zpp_delayed *delayed = NULL;
+    CHECK_OK(zpp_delayed_create(device, &delayed, &err));
+    memcpy(before, ours.values, ELEMS * 4);
+    for (int k = 0; k < 6; k++) {
+        const struct zpp_delayed_step step = step_of(&ours, k, false, NULL);
+        CHECK_OK(zpp_delayed_begin(delayed, &step, k == 2, NULL, &err));
+        if (k % 2) CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
+        zpp_delayed_drop(delayed);
+        zpp_delayed_publish(delayed, NULL);
+        CHECK(!zpp_delayed_pending(delayed));
+        CHECK_EQUAL(memcmp(before, ours.values, ELEMS * 4), 0);
+    }
+    zpp_delayed_destroy(delayed);
+    zpp_delayed_destroy(NULL);
+    free(before);
+    drop_side(&ours);
+}
+
+static void may_be_dropped(void) {
+    on_cpu(drop_all);
+}
+
+int main(int argc, char **argv) {
+    static const struct test_case cases[] = { TEST(equals_its_arithmetic), TEST(under_any_schedule),
+                                              TEST(every_operation_fails_once), TEST(may_be_dropped), { 0 } };
+    return test_main(argc, argv, cases);
+}

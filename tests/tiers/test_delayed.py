@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates that run beside the next pass: equal to their definition, to each other in every stage and tier, hidden behind a pass,
+flushed where all of the training is wanted, resumable, and heard of when they fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import zeropp
+from delayed_cases import CASES, ON_ONE_RANK
+from zeropp import Config, Offload
+
+TABLE = [(1, case) for case in CASES] + [(2, case) for case in CASES if case not in ON_ONE_RANK]
+WORKER = "delayed_cases"  # for the fixture `outcomes`
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks_case", TABLE, ids=[f"{case}-{ranks}" for ranks, case in TABLE])
+def test_delayed(ranks_case: tuple[int, str], outcomes: Any) -> None:
+    ranks, case = ranks_case
+    outcomes(ranks, case).check()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: Offload(delayed_update=True),
+            "Offload.delayed_update: True is not allowed; wanted a whole number >= 0",
+        ),
+        (lambda: Offload(delayed_update=-1), "Offload.delayed_update: -1 is not allowed"),
+        (lambda: Config(offload=Offload(delayed_update=3)), "None with offload.optimizer on 'device'"),
+        (lambda: Config(stage=0, offload=Offload(optimizer="cpu", delayed_update=3)), "'device' at stage 0"),
+        (
+            lambda: Config(offload=Offload(optimizer="cpu", params="nvme", path="/tmp", delayed_update=3)),
+            "delayed_update: 3 is not built yet; leave it out with offload.params on 'nvme'",
+        ),
+        (
+            lambda: Config(stage=2, offload=Offload(optimizer="cpu", grads="nvme", path="/tmp", delayed_update=3)),
+            "delayed_update: 3 is not built yet; leave it out with offload.grads on 'nvme'",
+        ),
+    ],
+)
+def test_what_cannot_be_delayed_is_said(make: Any, said: str) -> None:
+    with pytest.raises(zeropp.ConfigError) as caught:
+        make()
+    assert said in str(caught.value)
+
+
+def test_json_has_the_same_key() -> None:
+    config = Config.from_json({"stage": 2, "offload": {"optimizer": "cpu", "delayed_update": 40}})
+    assert config.offload.delayed_update == 40
