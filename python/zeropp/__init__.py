@@ -128,7 +128,10 @@ def _load() -> None:
 
     ops.register()
     if torch.distributed.is_available() and "ZEROPP" not in torch.distributed.Backend._plugins:
+        from zeropp import comm_address
+
         torch.distributed.Backend.register_backend("zeropp", _create_group, devices=["cpu"])
+        comm_address.guard()
 
 
 def _register_strategies() -> None:

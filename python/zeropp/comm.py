@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from zeropp import _C
 from zeropp.comm_onebit import OneBitAllReduce
+from zeropp.comm_store import PatientStore
 from zeropp.meeting import meet
 
 __all__ = [
@@ -71,8 +72,9 @@ def create(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> 
     Each repetition gets keys of its own, so cards of an earlier group with the same name, or of ranks that a restart
     replaced, are never read (meeting.py).
     """
-    keys = dist.distributed_c10d.PrefixStore(meet(store, rank, ranks, timeout, name), store)
-    comm = _C.Comm(keys, rank, ranks, timeout.total_seconds(), name, _log.warning)
+    with PatientStore(store, timeout.total_seconds(), name) as patient:
+        patient.prefix = f"{meet(patient, rank, ranks, timeout, name)}/"
+        comm = _C.Comm(patient, rank, ranks, timeout.total_seconds(), name, _log.warning)
     with _lock:
         if not _open:
             atexit.register(_close_all)

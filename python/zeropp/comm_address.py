@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is the job's store where ``MASTER_ADDR`` and ``MASTER_PORT`` say? Asked before torch connects to it, because torch waits for
+its whole time-out, half an hour by default, whatever the address.
+
+What shows that an address is wrong, each for :data:`PATIENCE_S` seconds on end:
+
+    rank 0, which hosts the store   a connection to the address does not come back to the store that it just made
+    under torchrun                  nobody listens: its agent made the store before it started the ranks
+    the other ranks                 the name means no machine, or no way leads there
+
+That nobody listens *yet* shows nothing where rank 0 hosts the store: it may be late, and is waited for as long as any rank.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+from zeropp.errors import CommError
+
+PATIENCE_S = 4.0
+PAUSE_S = 0.1
+
+Handler = Callable[..., Iterator[Any]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the store of a job should be."""
+
+    host: str
+    port: int
+    rank: int
+    exists: bool
+    """Somebody else made it already (torchrun's agent)."""
+    use_libuv: bool
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def check(place: Place) -> Any:
+    """Raise if the store cannot be there. What it returns must live until torch has made its own store: on rank 0 it is the server.
+
+    Raises:
+        zeropp.CommError: with the address, and what the operating system says of it.
+    """
+    if place.rank == 0 and not place.exists:
+        return _host(place)
+    began = time.monotonic()
+    while True:
+        reason = _knock(place, PATIENCE_S - (time.monotonic() - began))
+        if reason is None:
+            return None
+        if isinstance(reason, ConnectionRefusedError) and not place.exists:
+            return None
+        if time.monotonic() - began >= PATIENCE_S:
+            raise CommError(_sentence(place, reason))
+        time.sleep(PAUSE_S)
+
+
+def _knock(place: Place, patience_s: float) -> OSError | None:
+    """None: somebody listens there."""
+    try:
+        socket.create_connection((place.host, place.port), timeout=max(PAUSE_S, patience_s)).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _host(place: Place) -> Any:
+    """The server, which torch's own store then shares; its first client has to find it at the address."""
+    from torch._C._distributed_c10d import TCPStore
+
+    limit = timedelta(seconds=PATIENCE_S / 2)  # which it exceeds by as much again, between its attempts
+    try:
+        return TCPStore(
+            place.host,
+            place.port,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=place.use_libuv,
+        )
+    except RuntimeError as error:
+        reason = _knock(place, PAUSE_S)
+        raise CommError(_sentence(place, str(error).splitlines()[0] if reason is None else reason)) from error
+
+
+def _sentence(place: Place, reason: OSError | str) -> str:
+    if isinstance(reason, TimeoutError):
+        reason = "no answer"
+    elif isinstance(reason, OSError):
+        reason = reason.strerror or str(reason)
+    way_out = (
+        "torchrun's agent made it there, so the machine or its network is gone"
+        if place.exists
+        else "set MASTER_ADDR to an address of rank 0's machine that all ranks reach, and MASTER_PORT to a free port of it"
+    )
+    doing = "cannot host" if place.rank == 0 and not place.exists else "does not reach"
+    return f"comm: rank {place.rank} {doing} the job's store at {place} within {PATIENCE_S:g} s: {reason}; {way_out}"
+
+
+# -- torch's rendezvous --------------------------------------------------------------------------------------------------------
+
+
+def guard() -> None:
+    """From now on ``init_process_group("zeropp")`` checks the address first, whether it comes from the environment or from a
+    ``tcp://`` URL. Other backends meet as before. Where torch keeps its handlers elsewhere, nothing is checked.
+    """
+    # torch.distributed.rendezvous is the function of that name.
+    handlers = getattr(sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers", None)
+    if not isinstance(handlers, dict):
+        return
+    for scheme, place_of in (("env", _from_environment), ("tcp", _from_url)):
+        plain = handlers.get(scheme)
+        if plain is not None and not hasattr(plain, "_zeropp"):
+            handlers[scheme] = _guarded(plain, place_of)
+
+
+def _guarded(plain: Handler, place_of: Callable[[str], Place | None]) -> Handler:
+    def meet(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        place = place_of(url) if _is_for_zeropp() else None
+        server = check(place) if place is not None else None
+        yield from plain(url, *args, **kwargs)
+        del server
+
+    meet._zeropp = True  # type: ignore[attr-defined]
+    return meet
+
+
+def _is_for_zeropp() -> bool:
+    """Does an ``init_process_group`` that names this backend wait for the answer? The handler is not told."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "init_process_group" and "backend" in frame.f_locals:
+            return "zeropp" in str(frame.f_locals["backend"])
+        frame = frame.f_back
+    return False
+
+
+def _from_environment(url: str) -> Place | None:
+    """As torch reads it; None where something is missing, of which torch says what."""
+    query = parse_qs(urlparse(url).query)
+    rank = query.get("rank", [os.environ.get("RANK", "")])[0]
+    return _place(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, query)
+
+
+def _from_url(url: str) -> Place | None:
+    parts = urlparse(url)
+    query = parse_qs(parts.query)
+    return _place(parts.hostname, None if parts.port is None else str(parts.port), query.get("rank", [""])[0], query)
+
+
+def _place(host: str | None, port: str | None, rank: str, query: dict[str, list[str]]) -> Place | None:
+    if not host or not port or not port.isdecimal() or int(port) >= 1 << 16 or not rank.isdecimal():
+        return None
+    exists = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    libuv = query.get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[0]
+    return Place(host, int(port), int(rank), exists, libuv == "1")
