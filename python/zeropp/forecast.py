@@ -29,7 +29,7 @@ from zeropp import _C
 from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError
 from zeropp.zero.low_states import elem_bytes
-from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, plan_units
+from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers, plan_units
 
 STATES = {
     "AdamW": 2, "Adam": 2, "LAMB": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Lion": 1, "Adagrad": 1,
@@ -139,7 +139,7 @@ def _check(config: Config, ranks: int, optimizer: str, tokens: int | None, tflop
 
 
 def _sizes(plan: UnitPlan, config: Config, ranks: int, host_copy: bool) -> _Sizes:
-    layout: tuple[int, int] = _C.unit_layout([p.numel() for p in plan.params], plan.dtype.itemsize, ranks)
+    layout: tuple[int, int] = _C.unit_layout([numbers(p) for p in plan.params], plan.dtype.itemsize, ranks)
     elems, shard_elems = layout
     small = plan.alone and plan.numel * plan.dtype.itemsize < REPLICATE_BYTES and config.units == "auto"
     moves = config.stage == 3 and ranks > 1 and not host_copy and not small

@@ -67,9 +67,9 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
-                if group["use_muon"] and param.ndim != 2:
+                if group["use_muon"] and (param.ndim != 2 or param.is_complex()):
                     raise ValueError(
-                        f"zeropp.optim.Muon: group {index} has a parameter of shape {tuple(param.shape)}, wanted matrices; "
+                        f"zeropp.optim.Muon: group {index} has a parameter of shape {tuple(param.shape)} and {param.dtype}, wanted real matrices; "
                         "put the others in a group with use_muon=False"
                     )
 

@@ -351,6 +351,7 @@ def _describe_parameters(engine: Engine, parts: list[dict[str, Any]]) -> dict[st
                 "names": entry.names,
                 "shape": list(entry.shape),
                 "dtype": str(unit.dtype).removeprefix("torch."),
+                **({"complex": True} if entry.is_complex else {}),
                 "trainable": unit.trainable,
                 "unit": unit.index,
                 "pieces": {},

@@ -23,7 +23,7 @@ from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParamete
 from zeropp.zero.params_tier import ParamsTier
 from zeropp.zero.scaler import Scaler
 from zeropp.zero.storage import Storage
-from zeropp.zero.units import REPLICATE_BYTES, UnitPlan
+from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers
 
 if TYPE_CHECKING:
     from zeropp.zero.activations import ActivationTier
@@ -56,8 +56,19 @@ class Entry:
     names: list[str]
     param: nn.Parameter
     offset_elems: int
-    numel: int
+    numel: int  # of a complex parameter twice as many: its numbers, real and imaginary part in turn
     shape: torch.Size
+    is_complex: bool = False
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """A view of the parameter's numbers, 1-D and real, as the parameter has them."""
+        return torch.view_as_complex(flat.view(*self.shape, 2)) if self.is_complex else flat.view(self.shape)
+
+    def numbers(self, values: torch.Tensor) -> torch.Tensor:
+        """Of values that stand for the parameter: 1-D and real."""
+        if self.is_complex:
+            values = torch.view_as_real(values.to(torch.complex64).resolve_conj())
+        return values.reshape(-1)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.names, self.param, self.offset_elems, self.numel, self.shape))
@@ -204,7 +215,7 @@ class Engine:
             self.core.set_grads_fraction(grads.fraction)
         for plan in plans:
             self.core.add_unit(
-                plan.name, DTYPES.index(plan.dtype), [p.numel() for p in plan.params], plan.trainable, self._place(plan),
+                plan.name, DTYPES.index(plan.dtype), [numbers(p) for p in plan.params], plan.trainable, self._place(plan),
                 DTYPES.index(plan.dtype),
             )  # fmt: skip
         self.core.seal()
@@ -265,7 +276,7 @@ class Engine:
         if layout["place"] == FILE:
             own = torch.empty_like(own, device="meta")
         entries = [
-            Entry(names, p, offset, p.numel(), p.shape)
+            Entry(names, p, offset, numbers(p), p.shape, p.is_complex())
             for names, p, offset in zip(plan.names, plan.params, layout["offsets"], strict=True)
         ]
         unit = Unit(
@@ -276,7 +287,7 @@ class Engine:
             entry.param._zeropp = Ref(self, unit, i, entry.names[0])  # type: ignore[attr-defined]
         if self.stage == 0 and self.ranks > 1 and plan.trainable:
             gradient = tensor_over(self.core, layout["gradient"], elems, plan.dtype)
-            core.set_grad_views([gradient[e.offset_elems : e.offset_elems + e.numel].view(e.shape) for e in entries])
+            core.set_grad_views([e.of(gradient[e.offset_elems : e.offset_elems + e.numel]) for e in entries])
         return unit
 
     # -- passes ----------------------------------------------------------------------------------------------------------
@@ -350,7 +361,7 @@ class Engine:
             self.comm.all_gather(whole.data_ptr(), shard.data_ptr(), shard.numel() * shard.element_size())
         whole.mul_(scale)
         return [
-            whole[e.offset_elems : e.offset_elems + e.numel].view(e.shape) if present[i] else None
+            e.of(whole[e.offset_elems : e.offset_elems + e.numel]) if present[i] else None
             for i, e in enumerate(unit.params)
         ]
 

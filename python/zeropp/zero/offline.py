@@ -127,7 +127,7 @@ def whole_state(path: Path, dtype: str | None) -> dict[str, torch.Tensor]:
         for piece in [*_parameters(folder, content, sources, dtype), *_buffers(content, sources[0])]:
             parts = list(piece.parts())
             flat = torch.cat(parts) if parts else torch.empty(0, dtype=piece.dtype)
-            found[piece.name] = flat.to(piece.dtype).view(piece.shape)
+            found[piece.name] = flat.view(piece.dtype).view(piece.shape)
     for name, one in content["parameters"].items():
         for alias in one["names"]:
             found[alias] = found[name]
@@ -163,7 +163,7 @@ def _parameters(
     folder: Path, content: Mapping[str, Any], sources: Sequence[safefile.TensorFile], dtype: str | None
 ) -> Iterator[Piece]:
     for name, one in content["parameters"].items():
-        numel = 1
+        numel = 2 if one.get("complex") else 1
         for size in one["shape"]:
             numel *= size
         spans = sorted(((begin, end, rank) for rank, begin, end in one["pieces"].get("", [])), key=lambda span: span[0])
@@ -177,6 +177,9 @@ def _parameters(
                 f"{folder / MANIFEST}: '{name}' has {numel} elements, and its pieces hold elements 0 to {at} without a gap"
             )
         own: torch.dtype = getattr(torch, one["dtype"])
+        if one.get("complex"):
+            yield Piece(name, torch.complex64, one["shape"], functools.partial(_values, sources, name, spans, own))
+            continue
         kind = DTYPES[dtype] if dtype is not None and own.is_floating_point else own
         yield Piece(name, kind, one["shape"], functools.partial(_values, sources, name, spans, kind))
 

@@ -150,6 +150,7 @@ class ZeroOptimizer(optim.Optimizer):
             raise ConfigError(
                 f"clip_grad_value_: clip_value {clip_value!r} is not allowed; wanted a finite number above 0"
             )
+        self._refuse_complex("clip_grad_value_ clamps elements, and has")
         if engine.accumulate > 1 and not engine.core.at_boundary:
             return
         self._require_gradients()
@@ -218,6 +219,15 @@ class ZeroOptimizer(optim.Optimizer):
                 if changes:
                     engine.keep_gradient_shard(unit, shard)
 
+    def _refuse_complex(self, what: str) -> None:
+        """Slices hold numbers; of a complex element they may hold half."""
+        entries = (entry for unit in self._engine.units if unit.trainable for entry in unit.params)
+        name = next((entry.names[0] for entry in entries if entry.is_complex), None)
+        if name is not None:
+            raise ConfigError(
+                f"{what} no meaning for complex parameters, such as '{name}'; clip_grad_norm_ with norm_type=2.0 has"
+            )
+
     def _other_norm(self, p: float) -> float:
         """Collective: (sum |g|^p)^(1/p) over all gradients, or the largest |g|; sums in fp64, rank after rank."""
         engine = self._engine
@@ -225,6 +235,7 @@ class ZeroOptimizer(optim.Optimizer):
             raise ConfigError(
                 f"clip_grad_norm_: norm_type {p} with {type(self).__mro__[2].__name__} is not implemented yet; wanted 2.0"
             )
+        self._refuse_complex(f"clip_grad_norm_: norm_type {p} has")
         largest = p == float("inf")
         parts = [torch.zeros((), dtype=torch.float64)]
         for gradient in self._held_gradients():
@@ -368,7 +379,7 @@ class ZeroOptimizer(optim.Optimizer):
             if engine.local:
                 with torch._C.DisableTorchFunctionSubclass():
                     gradient = unit.params[i].param.grad
-                values = None if gradient is None else gradient.reshape(-1)
+                values = None if gradient is None else unit.params[i].numbers(gradient)
             else:
                 values = found[0][first : first + elems] if found is not None and found[1][i] else None
             piece.grad = None if values is None else values.to(piece.dtype) * scale

@@ -329,14 +329,14 @@ def _fill(engine: Engine, unit: Unit, updated: bool) -> None:
         place = slice(entry.offset_elems, entry.offset_elems + entry.numel)
         flat = unit.whole[place]
         if in_slices and unit.shared and full is None:
-            copy_own_part(entry.param, flat)
+            copy_own_part(entry.param, entry.of(flat).view(-1))
         else:
             values = materialise(entry.param) if in_slices else entry.param.data
             if writes:
-                flat.view(entry.shape).copy_(values)
+                entry.of(flat).copy_(values)
             if full is not None:
-                full[place].view(entry.shape).copy_(values)
-        entry.param.data = flat.view(entry.shape)
+                entry.of(full[place]).copy_(values)
+        entry.param.data = entry.of(flat)
         if in_slices:
             entry.param.__class__ = nn.Parameter
     if comm is not None and not unit.shared and not all(built):
@@ -435,7 +435,17 @@ class _CompileInside:
         return functools.partial(nn.Module.compile, copy) if copy is not None else self
 
 
+def _resolve_conj(parameter: torch.Tensor) -> None:
+    """A gradient may be a view that says "conjugate me"; what follows reads memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if parameter.grad is not None and parameter.grad.is_conj():
+            parameter.grad = parameter.grad.resolve_conj()
+
+
 def _install_gradient_hooks(engine: Engine) -> None:
+    for entry in (entry for unit in engine.units if unit.trainable for entry in unit.params):
+        if entry.is_complex:
+            entry.param.register_post_accumulate_grad_hook(_resolve_conj)
     if engine.local_grads and engine.ranks == 1 and engine.accumulate == 1 and engine.params_tier is None:
         return  # gradients stay where autograd leaves them
     for unit in engine.units:

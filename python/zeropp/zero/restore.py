@@ -204,6 +204,9 @@ def _check_fit(engine: Engine, content: Mapping[str, Any], optimizer: Any, sched
             raise CheckpointError(
                 f"{folder}: '{name}' has shape {saved[name]['shape']} there, {list(entry.shape)} in the model"
             )
+        if entry.is_complex != saved[name].get("complex", False):
+            kinds = ("real", "complex") if entry.is_complex else ("complex", "real")
+            raise CheckpointError(f"{folder}: '{name}' is {kinds[0]} there, {kinds[1]} in the model")
     if optimizer is not None:
         _check_optimizer_fit(content["optimizer"], optimizer, mine, folder)
     if scheduler is not None:

@@ -18,7 +18,7 @@ from zeropp.errors import CheckpointError
 from zeropp.zero import disk, safefile
 from zeropp.zero.access import gathered
 from zeropp.zero.agree import Ranks
-from zeropp.zero.engine import WHOLE, Engine, Unit, engine_of
+from zeropp.zero.engine import WHOLE, Engine, Entry, Unit, engine_of
 from zeropp.zero.sources import Source, opened
 
 FILE_BYTES = 2 << 30
@@ -194,7 +194,7 @@ def _take_all(engine: Engine, model: nn.Module, values: Source, count: Callable[
         for entry in unit.params:
             name = next((one for one in entry.names if one in there), None)
             if name is not None:
-                _take(engine, unit, entry.offset_elems, entry.numel, values, name)
+                _take(engine, unit, entry, values, name)
             count(entry.numel * unit.dtype.itemsize)
     for name, buffer in persistent_buffers(model):
         if name in there:
@@ -217,14 +217,22 @@ def _bar(engine: Engine, shown: bool) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def _take(engine: Engine, unit: Unit, offset: int, numel: int, values: Source, name: str) -> None:
+def _take(engine: Engine, unit: Unit, entry: Entry, values: Source, name: str) -> None:
     """The part of one parameter that this rank holds."""
+    offset, numel = entry.offset_elems, entry.numel
     if unit.place == WHOLE or engine.local:
-        write_piece(unit, offset, values.flat(name, 0, numel))
+        write_piece(unit, offset, _numbers(entry, values, name, 0, numel))
         return
     low, high = max(offset, unit.begin_elems), min(offset + numel, unit.begin_elems + unit.shard.numel())
     if low < high:
-        write_piece(unit, low, values.flat(name, low - offset, high - offset))
+        write_piece(unit, low, _numbers(entry, values, name, low - offset, high - offset))
+
+
+def _numbers(entry: Entry, values: Source, name: str, begin: int, end: int) -> torch.Tensor:
+    """Those of a parameter from ``begin`` to ``end``."""
+    if not entry.is_complex:
+        return values.flat(name, begin, end)
+    return entry.numbers(values.flat(name, begin // 2, -(-end // 2)))[begin % 2 :][: end - begin]
 
 
 def _check_names(engine: Engine, model: nn.Module, values: Source, strict: bool) -> None:

@@ -34,7 +34,16 @@ class UnitPlan:
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.numel = sum(p.numel() for p in self.params)
+        self.numel = sum(numbers(p) for p in self.params)
+
+
+def numbers(parameter: torch.Tensor) -> int:
+    """How many real numbers it holds: a complex one counts as two."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+#: Complex parameters are held as pairs of real numbers: all that is done to slices is done number by number, as torch's own optimizers do.
+_REAL = {torch.complex64: torch.float32}
 
 
 def _has_params(module: nn.Module) -> bool:
@@ -157,7 +166,8 @@ def plan_units(model: nn.Module, units: object = "auto", compute_dtype: torch.dt
         converts = (
             compute_dtype is not None and parameter.is_floating_point() and not _of_running_norms(owners[parameter])
         )
-        dtype = compute_dtype if compute_dtype is not None and converts else parameter.dtype
+        own = _REAL.get(parameter.dtype, parameter.dtype)
+        dtype = compute_dtype if compute_dtype is not None and converts else own
         members.setdefault((triggers, dtype, parameter.requires_grad), []).append(parameter)
     plans = []
     for (triggers, dtype, trainable), params in members.items():

@@ -27,7 +27,7 @@ __all__ = ["get_full", "get_local", "local_range", "set_full", "set_local"]
 
 def local_range(param: nn.Parameter) -> tuple[int, int]:
     """(first, last + 1) of the flattened parameter's elements that this rank keeps, updates and saves. Empty where
-    both are equal."""
+    both are equal. Of a complex parameter: of its numbers, real and imaginary part in turn, as `get_local` has them."""
     part = _Part(_ref(param))
     return part.begin, part.begin + part.elems
 
@@ -53,7 +53,7 @@ def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
     engine.flush()
     held = part.read(kind)
     if engine.local:
-        return None if held is None else held.clone().view(part.entry.shape)
+        return None if held is None else part.entry.of(held.clone())
     types = [one for one in Ranks(engine).exchange(None if held is None else str(held.dtype)) if one is not None]
     if not types:
         return None
@@ -65,13 +65,15 @@ def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
         mine[: held.numel()] = held
     engine.comm.all_gather(every.data_ptr(), mine.data_ptr(), room * dtype.itemsize)
     pieces = [every[rank * room : rank * room + last - first] for rank, (first, last) in enumerate(spans)]
-    return torch.cat(pieces).view(part.entry.shape)
+    return part.entry.of(torch.cat(pieces))
 
 
 def set_local(param: nn.Parameter, values: torch.Tensor, kind: str = "value") -> None:
     """Replace this rank's part: as many elements as :func:`local_range` has. Collective for values; between two steps."""
     part = _Part(_ref(param))
     flat = values.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     if flat.numel() != part.elems:
         raise ConfigError(
             f"set_local: {flat.numel()} elements for '{part.name}', of which this rank has {part.elems}: "
@@ -97,7 +99,7 @@ def set_full(param: nn.Parameter, values: torch.Tensor, kind: str = "value") -> 
         raise ConfigError(
             f"set_full: values of shape {tuple(values.shape)} for '{part.name}' of shape {tuple(part.entry.shape)}"
         )
-    flat = values.detach().reshape(-1)
+    flat = part.entry.numbers(values.detach())
     if kind == "value":
         with part.engine.write_shards(), torch.no_grad():
             if part.unit.place == WHOLE or part.engine.local:
@@ -165,7 +167,7 @@ class _Part:
         scale = self.engine.clip_scale * self.engine.unscale
         if self.engine.local_grads:
             gradient = self._own_gradient()
-            return None if gradient is None else gradient.reshape(-1) * scale
+            return None if gradient is None else self.entry.numbers(gradient) * scale
         found = self.engine.gradient_shard(self.unit)
         if found is None or not found[1][self.ref.index]:
             return None
@@ -209,7 +211,7 @@ class _Part:
             gradient = self._own_gradient()
             if gradient is None:
                 raise missing
-            gradient.copy_((values / scale).view(gradient.shape))
+            gradient.copy_(self.entry.of(values / scale))
         else:
             found = self.engine.gradient_shard(self.unit)
             if found is None or not found[1][self.ref.index]:

@@ -83,7 +83,7 @@ def on_meta() -> str:
 
 
 def odd_dtype() -> list[str]:
-    complex_model, half = nn.Linear(2, 2, dtype=torch.complex64), nn.Linear(2, 2, dtype=torch.float16)
+    complex_model, half = nn.Linear(2, 2, dtype=torch.complex128), nn.Linear(2, 2, dtype=torch.float16)
     return [
         sentence(lambda: zeropp.prepare(complex_model), zeropp.ConfigError),
         sentence(lambda: zeropp.prepare(half), zeropp.ConfigError),
