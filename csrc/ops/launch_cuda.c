@@ -21,3 +21,15 @@ zpp_status zpp_launch_cuda(zpp_device *device, void *native, const struct zpp_la
     void *args[] = { (void *)(uintptr_t)argument };
     return zpp_cuda_launch(device, kernel, &grid, native, args, err);
 }
+
+zpp_status zpp_launch_cuda_list(zpp_device *device, void *native, const struct zpp_launch_cuda_list *list,
+                                struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    for (size_t done = 0; done < list->count && status == ZPP_OK;) {
+        unsigned int blocks;
+        done += list->fill(list->arg, done, list->batch, &blocks);
+        const struct zpp_launch_cuda launch = { list->kernel, blocks, list->threads, 0 };
+        status = zpp_launch_cuda(device, native, &launch, list->batch, err);
+    }
+    return status;
+}

@@ -6,7 +6,7 @@
 
 #include <assert.h>
 
-#include "../base/device_cuda.h"
+#include "launch_cuda.h"
 
 _Static_assert(sizeof(struct zpp_list_cuda_segments) + ZPP_LIST_CUDA_SEGMENTS * ZPP_LIST_CUDA_CONSTS_BYTES <=
                    ZPP_LIST_CUDA_BATCH_BYTES, "kernel arguments must fit 4096 bytes");
@@ -30,18 +30,14 @@ size_t zpp_list_cuda_fill(const struct zpp_list_cuda_source *source, size_t begi
     return index - begin;
 }
 
+static size_t fill(const void *arg, size_t begin, void *batch, unsigned int *blocks) {
+    return zpp_list_cuda_fill(arg, begin, batch, blocks);
+}
+
 zpp_status zpp_list_cuda_run(zpp_device *device, void *native, const struct zpp_list_cuda_source *source,
                              struct zpp_err *err) {
     _Alignas(16) char batch[ZPP_LIST_CUDA_BATCH_BYTES] = { 0 };
-    CUfunction kernel;
-    zpp_status status = zpp_cuda_kernel(device, source->kernel, &kernel, err);
-    for (size_t done = 0; done < source->count && status == ZPP_OK;) {
-        unsigned int blocks;
-        done += zpp_list_cuda_fill(source, done, batch, &blocks);
-        if (blocks == 0) continue;
-        const struct zpp_cuda_grid grid = { { blocks, 1, 1 }, { ZPP_LIST_CUDA_THREADS, 1, 1 }, 0 };
-        void *args[] = { batch }; /* copied by the launch */
-        status = zpp_cuda_launch(device, kernel, &grid, native, args, err);
-    }
-    return status;
+    const struct zpp_launch_cuda_list list = { source->kernel, ZPP_LIST_CUDA_THREADS, source->count, fill, source,
+                                               batch };
+    return zpp_launch_cuda_list(device, native, &list, err);
 }

@@ -101,28 +101,34 @@ static struct counts counted(struct test_rank *me, const struct zpp_call *call, 
     return (struct counts){after.bytes[kind] - before.bytes[kind], after.far_bytes[kind] - before.far_bytes[kind]};
 }
 
-static void all_gather(struct test_rank *me, const struct what *what) {
+/* Every rank's slice is there, as it comes back from its codes. */
+static void check_gathered(const struct test_rank *me, const struct what *what, const unsigned char *dst) {
     const struct zpp_quant_spec spec = spec_of(what);
     const size_t slice_bytes = what->elems * zpp_dtype_bytes(what->dtype);
-    unsigned char *src = filled(what, me->rank, what->elems), *dst = malloc(slice_bytes * (size_t)me->ranks + 1);
     unsigned char *wanted = malloc(slice_bytes + 1);
+    for (int r = 0; r < me->ranks; r++) {
+        struct zpp_quant_target one = quantised(what, r, 0, what->elems);
+        const struct zpp_quant_source source = source_of(&one);
+        zpp_dequantise(&spec, &source, wanted, what->dtype, what->elems, false, NULL);
+        CHECK(memcmp(dst + (size_t)r * slice_bytes, wanted, slice_bytes) == 0);
+        drop(&one);
+    }
+    free(wanted);
+}
+
+static void all_gather(struct test_rank *me, const struct what *what) {
+    const size_t slice_bytes = what->elems * zpp_dtype_bytes(what->dtype);
+    unsigned char *src = filled(what, me->rank, what->elems), *dst = malloc(slice_bytes * (size_t)me->ranks + 1);
     memcpy(dst + (size_t)me->rank * slice_bytes, src, slice_bytes);
     for (int in_place = 0; in_place < 2; in_place++) {
         const void *from = in_place ? dst + (size_t)me->rank * slice_bytes : src;
         const struct zpp_call call = call_of(what, ZPP_COLL_ALL_GATHER_QUANT, dst, from);
         if (in_place) memcpy(dst + (size_t)me->rank * slice_bytes, src, slice_bytes);
         CHECK(counted(me, &call, ZPP_TRAFFIC_ALL_GATHER).bytes == wire(what, what->elems) * (uint64_t)(me->ranks - 1));
-        for (int r = 0; r < me->ranks; r++) {
-            struct zpp_quant_target one = quantised(what, r, 0, what->elems);
-            const struct zpp_quant_source source = source_of(&one);
-            zpp_dequantise(&spec, &source, wanted, what->dtype, what->elems, false, NULL);
-            CHECK(memcmp(dst + (size_t)r * slice_bytes, wanted, slice_bytes) == 0);
-            drop(&one);
-        }
+        check_gathered(me, what, dst);
     }
     free(src);
     free(dst);
-    free(wanted);
 }
 
 /* Bytes on the network of an image of `elems`. */
@@ -194,26 +200,17 @@ static struct zpp_quant_target mean_over_hosts(const struct test_rank *me, const
 }
 
 static void gather_over_hosts(struct test_rank *me, const struct what *what) {
-    const struct zpp_quant_spec spec = spec_of(what);
     const size_t slice_bytes = what->elems * zpp_dtype_bytes(what->dtype);
     unsigned char *src = filled(what, me->rank, what->elems), *dst = malloc(slice_bytes * (size_t)me->ranks + 1);
-    unsigned char *wanted = malloc(slice_bytes + 1);
     const struct zpp_call call = call_of(what, ZPP_COLL_ALL_GATHER_QUANT, dst, src);
     const uint64_t others = (uint64_t)hosts_of(what) - 1;
     uint64_t mine, all;
     networked(me, &call, ZPP_TRAFFIC_ALL_GATHER, &mine, &all);
     CHECK_EQUAL(all, (uint64_t)me->ranks * others * image(what, what->elems)); /* each image once to each host */
     if (two_hops(what) || hosts_of(what) == me->ranks) CHECK_EQUAL(mine, others * image(what, what->elems));
-    for (int r = 0; r < me->ranks; r++) {
-        struct zpp_quant_target one = quantised(what, r, 0, what->elems);
-        const struct zpp_quant_source source = source_of(&one);
-        zpp_dequantise(&spec, &source, wanted, what->dtype, what->elems, false, NULL);
-        CHECK(memcmp(dst + (size_t)r * slice_bytes, wanted, slice_bytes) == 0);
-        drop(&one);
-    }
+    check_gathered(me, what, dst);
     free(src);
     free(dst);
-    free(wanted);
 }
 
 /* Images that one rank gets from elsewhere when slices are reduced. */

@@ -2,12 +2,11 @@
  *
  * One element of Adam: the arithmetic, stated once for the scalar C version, the tails of the vector versions and the
  * CUDA kernel. The vector versions repeat it operation by operation; tests hold all of them to the same bits.
- *
- * Every operation rounds once, in the order written here: nothing is contracted into a fused multiply-add (C files are
- * built with -ffp-contract=off, CUDA spells the rounding out), so that no instruction set is more exact than another.
  */
 #ifndef ZPP_OPS_ADAM_BODY_H
 #define ZPP_OPS_ADAM_BODY_H
+
+#include "../round.h"
 
 /* What is equal for all elements of a segment, computed in double and rounded once (adam.c). */
 struct zpp_adam_consts {
@@ -23,40 +22,22 @@ struct zpp_adam_consts {
     unsigned char use_l2, use_far; /* use_far: 1 - beta1 >= 0.5, where torch's lerp starts from the other end */
 };
 
-#ifdef __CUDACC__
-#define ZPP_ADAM_FN static __device__ __forceinline__
-#define ADAM_ADD(a, b) __fadd_rn(a, b)
-#define ADAM_SUB(a, b) __fsub_rn(a, b)
-#define ADAM_MUL(a, b) __fmul_rn(a, b)
-#define ADAM_DIV(a, b) __fdiv_rn(a, b)
-#define ADAM_SQRT(a) __fsqrt_rn(a)
-#else
-#include <math.h>
-#define ZPP_ADAM_FN static inline
-#define ADAM_ADD(a, b) ((a) + (b))
-#define ADAM_SUB(a, b) ((a) - (b))
-#define ADAM_MUL(a, b) ((a) * (b))
-#define ADAM_DIV(a, b) ((a) / (b))
-#define ADAM_SQRT(a) sqrtf(a)
-#endif
-
 /* p, m, v: one element each, read and written. top: amsgrad's running maximum of v, or NULL. */
-ZPP_ADAM_FN void zpp_adam_element(const struct zpp_adam_consts *c, float grad, float *p, float *m, float *v,
-                                  float *top) {
-    float g = ADAM_MUL(grad, c->grad_scale);
-    const float kept = ADAM_MUL(*p, c->keep);                          /* p = p * (1 - lr * weight_decay) */
-    if (c->use_l2) g = ADAM_ADD(g, ADAM_MUL(c->l2, *p));               /* g = g + weight_decay * p */
-    const float away = ADAM_SUB(g, *m);
-    *m = c->use_far ? ADAM_SUB(g, ADAM_MUL(away, c->lerp_far))         /* m = lerp(m, g, 1 - beta1) */
-                    : ADAM_ADD(*m, ADAM_MUL(c->lerp, away));
-    *v = ADAM_ADD(ADAM_MUL(c->beta2, *v), ADAM_MUL(ADAM_MUL(c->one_minus_beta2, g), g));
+ZPP_FN void zpp_adam_element(const struct zpp_adam_consts *c, float grad, float *p, float *m, float *v, float *top) {
+    float g = ZPP_MUL(grad, c->grad_scale);
+    const float kept = ZPP_MUL(*p, c->keep);                           /* p = p * (1 - lr * weight_decay) */
+    if (c->use_l2) g = ZPP_ADD(g, ZPP_MUL(c->l2, *p));                /* g = g + weight_decay * p */
+    const float away = ZPP_SUB(g, *m);
+    *m = c->use_far ? ZPP_SUB(g, ZPP_MUL(away, c->lerp_far))          /* m = lerp(m, g, 1 - beta1) */
+                    : ZPP_ADD(*m, ZPP_MUL(c->lerp, away));
+    *v = ZPP_ADD(ZPP_MUL(c->beta2, *v), ZPP_MUL(ZPP_MUL(c->one_minus_beta2, g), g));
     float second = *v;
     if (top) {
-        if (*v > *top || *v != *v) *top = *v;                          /* maximum; a NaN on either side stays */
+        if (*v > *top || *v != *v) *top = *v;                           /* maximum; a NaN on either side stays */
         second = *top;
     }
-    const float denominator = ADAM_ADD(ADAM_MUL(ADAM_SQRT(second), c->root_scale), c->eps);
-    *p = ADAM_SUB(kept, ADAM_DIV(ADAM_MUL(c->step_size, *m), denominator));
+    const float denominator = ZPP_ADD(ZPP_MUL(ZPP_SQRT(second), c->root_scale), c->eps);
+    *p = ZPP_SUB(kept, ZPP_DIV(ZPP_MUL(c->step_size, *m), denominator));
 }
 
 #endif

@@ -4,8 +4,8 @@
  */
 #include "adam.h"
 
-#include "../../base/device_cuda.h"
 #include "../element_cuda.h"
+#include "../launch_cuda.h"
 #include "adam_cuda.h"
 #include "kernels.h"
 
@@ -36,18 +36,22 @@ size_t zpp_adam_cuda_fill(const struct zpp_adam_segment *segments, size_t segmen
     return taken;
 }
 
+struct job {
+    const struct zpp_adam_segment *segments;
+    size_t count;
+    float grad_scale;
+};
+
+static size_t fill(const void *arg, size_t begin, void *batch, unsigned int *blocks) {
+    const struct job *job = arg;
+    return zpp_adam_cuda_fill(job->segments + begin, job->count - begin, job->grad_scale, batch, blocks);
+}
+
 zpp_status zpp_adam_step_cuda(zpp_device *device, void *native, const struct zpp_adam_segment *segments,
                               size_t segments_count, float grad_scale, struct zpp_err *err) {
-    CUfunction kernel;
-    zpp_status status = zpp_cuda_kernel(device, "zpp_adam_cuda", &kernel, err);
     struct zpp_adam_cuda_batch batch = { 0 };
-    for (size_t done = 0; done < segments_count && status == ZPP_OK;) {
-        unsigned int blocks;
-        done += zpp_adam_cuda_fill(segments + done, segments_count - done, grad_scale, &batch, &blocks);
-        if (blocks == 0) continue;
-        const struct zpp_cuda_grid grid = { { blocks, 1, 1 }, { ZPP_ADAM_CUDA_THREADS, 1, 1 }, 0 };
-        void *args[] = { &batch }; /* copied by the launch */
-        status = zpp_cuda_launch(device, kernel, &grid, native, args, err);
-    }
-    return status;
+    const struct job job = { segments, segments_count, grad_scale };
+    const struct zpp_launch_cuda_list list = { "zpp_adam_cuda", ZPP_ADAM_CUDA_THREADS, segments_count, fill, &job,
+                                               &batch };
+    return zpp_launch_cuda_list(device, native, &list, err);
 }

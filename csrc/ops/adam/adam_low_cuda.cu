@@ -82,7 +82,7 @@ static __device__ __forceinline__ void turn(const struct zpp_adam_low_cuda_segme
         const uint64_t at = line + (uint64_t)row * THREADS + threadIdx.x, i = at - into; /* wraps before the first */
         if (at >= into && i < s->elems) step(s, i, at / THREADS, moments[row]);
         for (int k = 0; s->int8 && k < s->moments; ++k) {
-            tops->each[k][row][threadIdx.x] = MOMENTS_BITS(moments[row][k]) & ZPP_MOMENTS_ABS;
+            tops->each[k][row][threadIdx.x] = ZPP_BITS(moments[row][k]) & ZPP_MOMENTS_ABS;
         }
     }
     if (s->int8) { /* the same for all threads of a block */

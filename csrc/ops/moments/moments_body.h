@@ -11,23 +11,8 @@
 #include "../round.h"
 
 #ifdef __CUDACC__
-#define MOMENTS_BITS(a) __float_as_uint(a)
-#define MOMENTS_FLOAT(a) __uint_as_float(a)
 #define MOMENTS_INTEGER(a) __float2uint_rn(a)
 #else
-#include <string.h>
-static inline uint32_t zpp_moments_bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-static inline float zpp_moments_float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-#define MOMENTS_BITS(a) zpp_moments_bits_of(a)
-#define MOMENTS_FLOAT(a) zpp_moments_float_of(a)
 #define MOMENTS_INTEGER(a) ((uint32_t)lrintf(a)) /* to nearest even */
 #endif
 
@@ -52,19 +37,19 @@ ZPP_FN uint32_t zpp_moments_random(uint64_t key, uint32_t index) {
 
 /* random: 0 .. 65535. */
 ZPP_FN uint16_t zpp_moments_to_bf16(float value, uint32_t random) {
-    const uint32_t bits = MOMENTS_BITS(value);
+    const uint32_t bits = ZPP_BITS(value);
     if ((bits & ZPP_MOMENTS_ABS) > ZPP_MOMENTS_INFINITY) return (uint16_t)((bits >> 16) | 0x0040u);
     return (uint16_t)((bits + random) >> 16); /* an infinity has nothing below bit 16 that could carry */
 }
 
-ZPP_FN float zpp_moments_from_bf16(uint16_t code) { return MOMENTS_FLOAT((uint32_t)code << 16); }
+ZPP_FN float zpp_moments_from_bf16(uint16_t code) { return ZPP_FLOAT((uint32_t)code << 16); }
 
 /* Scale and reciprocal of a block whose greatest magnitude is `top_bits`; 0: not finite, its codes are 0. */
 ZPP_FN int zpp_moments_scale_of(uint32_t top_bits, float *scale, float *inverse) {
     *inverse = 0.0f;
-    *scale = MOMENTS_FLOAT(0x7fc00000u);
+    *scale = ZPP_FLOAT(0x7fc00000u);
     if (top_bits >= ZPP_MOMENTS_TOO_BIG) return 0;
-    *scale = MOMENTS_FLOAT(top_bits < 0x00800000u ? 0x00800000u : top_bits); /* at least 2^-126 */
+    *scale = ZPP_FLOAT(top_bits < 0x00800000u ? 0x00800000u : top_bits); /* at least 2^-126 */
     *inverse = ZPP_DIV(1.0f, *scale);
     return 1;
 }
@@ -72,40 +57,40 @@ ZPP_FN int zpp_moments_scale_of(uint32_t top_bits, float *scale, float *inverse)
 /* level(n), K = 7 (first moments) or 8. Exact. */
 ZPP_FN float zpp_moments_level(uint32_t n, uint32_t k) {
     if (n == 0) return 0.0f;
-    const uint32_t bits = MOMENTS_BITS((float)(n + 1));
+    const uint32_t bits = ZPP_BITS((float)(n + 1));
     const uint32_t i = (bits >> 23) - 127;
-    const float f = MOMENTS_FLOAT((bits & 0x007fffffu) | 0x3f800000u);
+    const float f = ZPP_FLOAT((bits & 0x007fffffu) | 0x3f800000u);
     const float y = ZPP_SUB(ZPP_MUL(7.0f, f), 6.0f);
-    return MOMENTS_FLOAT(MOMENTS_BITS(y) + ((3 * i - 3 * k) << 23));
+    return ZPP_FLOAT(ZPP_BITS(y) + ((3 * i - 3 * k) << 23));
 }
 
 /* The code's magnitude for x in a finite block. */
 ZPP_FN uint32_t zpp_moments_code(float x, float inverse, uint32_t k, uint32_t random) {
-    const uint32_t magnitude = MOMENTS_BITS(x) & ZPP_MOMENTS_ABS;
-    float a = ZPP_MUL(MOMENTS_FLOAT(magnitude), inverse);
+    const uint32_t magnitude = ZPP_BITS(x) & ZPP_MOMENTS_ABS;
+    float a = ZPP_MUL(ZPP_FLOAT(magnitude), inverse);
     if (a > 1.0f) a = 1.0f;
-    const uint32_t bits = MOMENTS_BITS(a);
+    const uint32_t bits = ZPP_BITS(a);
     const int32_t above = (int32_t)(bits >> 23) - 127 + 3 * (int32_t)k; /* binary orders above 8^-K; i is a third */
     uint32_t fixed;                                                     /* n with 16 bits of fraction */
     if (above < 3) {                                                    /* below level(1): linear from 0 */
-        fixed = MOMENTS_INTEGER(ZPP_MUL(a, MOMENTS_FLOAT((127u + 16 + 3 * k - 3) << 23)));
+        fixed = MOMENTS_INTEGER(ZPP_MUL(a, ZPP_FLOAT((127u + 16 + 3 * k - 3) << 23)));
     } else {
         const uint32_t i = (uint32_t)above * 11 >> 5;
-        const float y = MOMENTS_FLOAT(bits - ((3 * i - 3 * k) << 23)); /* 1 .. 8 */
+        const float y = ZPP_FLOAT(bits - ((3 * i - 3 * k) << 23)); /* 1 .. 8 */
         const float f = ZPP_MUL(ZPP_ADD(y, 6.0f), ZPP_MOMENTS_SEVENTH);
-        fixed = MOMENTS_INTEGER(ZPP_MUL(f, MOMENTS_FLOAT((127u + 16 + i) << 23))) - 65536u;
+        fixed = MOMENTS_INTEGER(ZPP_MUL(f, ZPP_FLOAT((127u + 16 + i) << 23))) - 65536u;
     }
     const uint32_t most = k == 7 ? 127 : 255;
     uint32_t n = (fixed + random) >> 16;
     if (n > most) n = most;
     if (k == 8 && n == 0 && magnitude != 0) n = 1;
-    return k == 7 ? n | (MOMENTS_BITS(x) >> 31) << 7 : n;
+    return k == 7 ? n | (ZPP_BITS(x) >> 31) << 7 : n;
 }
 
 ZPP_FN float zpp_moments_value(uint32_t code, float scale, uint32_t k) {
     if (k == 8) return ZPP_MUL(zpp_moments_level(code, 8), scale);
     const float value = ZPP_MUL(zpp_moments_level(code & 127, 7), scale);
-    return MOMENTS_FLOAT(MOMENTS_BITS(value) ^ (code & 128) << 24);
+    return ZPP_FLOAT(ZPP_BITS(value) ^ (code & 128) << 24);
 }
 
 #endif

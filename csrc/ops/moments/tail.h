@@ -31,7 +31,7 @@ static inline void zpp_moments_decode_int8_tail(const uint8_t *codes, float scal
 
 static inline uint32_t zpp_moments_top_tail(const float *values, size_t begin, size_t end, uint32_t top_bits) {
     for (size_t i = begin; i < end; ++i) {
-        const uint32_t magnitude = MOMENTS_BITS(values[i]) & ZPP_MOMENTS_ABS;
+        const uint32_t magnitude = ZPP_BITS(values[i]) & ZPP_MOMENTS_ABS;
         if (magnitude > top_bits) top_bits = magnitude;
     }
     return top_bits;

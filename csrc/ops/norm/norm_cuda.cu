@@ -15,6 +15,7 @@
 #endif
 
 #include "../element_cuda.h"
+#include "../round.h"
 #include "../segment_cuda.h"
 #include "norm_cuda.h"
 
@@ -38,7 +39,7 @@ KERNEL zpp_norm_cuda_lanes(const __grid_constant__ struct zpp_norm_cuda_batch ba
 #pragma unroll 4
     for (uint64_t i = begin + lane; i < end; i += ZPP_NORM_CUDA_LANES) {
         const float x = zpp_cuda_load(s->data, (int)s->kind, i);
-        nonfinite += (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u;
+        nonfinite += (ZPP_BITS(x) & 0x7f800000u) == 0x7f800000u;
         sum = __dadd_rn(sum, __dmul_rn((double)x, (double)x));
     }
     batch.lanes[(uint64_t)block * ZPP_NORM_CUDA_LANES + lane] = sum;

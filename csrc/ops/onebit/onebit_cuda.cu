@@ -35,7 +35,7 @@ static __device__ __forceinline__ float value_of(const struct zpp_onebit_cuda_so
 static __device__ __forceinline__ float owed_at(const struct zpp_onebit_cuda_args *a, uint64_t chunk, uint64_t i) {
     if (a->floats) return zpp_onebit_owed(zpp_cuda_load(a->floats, a->kind, i), a->error[i]);
     float sum = value_of(&a->sources[0], chunk, i);
-    for (uint32_t s = 1; s < a->sources_count; ++s) sum = ONEBIT_ADD(sum, value_of(&a->sources[s], chunk, i));
+    for (uint32_t s = 1; s < a->sources_count; ++s) sum = ZPP_ADD(sum, value_of(&a->sources[s], chunk, i));
     return zpp_onebit_owed(ZPP_MUL(sum, a->factor), a->error[i]);
 }
 
@@ -74,7 +74,7 @@ KERNEL zpp_onebit_cuda_scales(const __grid_constant__ struct zpp_onebit_cuda_arg
         for (int width = ZPP_ONEBIT_CUDA_LANES / 2; width > 0; width /= 2) {
             for (int l = 0; l < width; ++l) lanes[l] = ZPP_ADD(lanes[l], lanes[l + width]);
         }
-        finite = finite && (__float_as_uint(lanes[0]) & 0x7f800000u) != 0x7f800000u;
+        finite = finite && (ZPP_BITS(lanes[0]) & 0x7f800000u) != 0x7f800000u;
         sum = __dadd_rn(sum, (double)lanes[0]);
     }
     finite = finite && sum <= 3.4028234663852886e38; /* FLT_MAX */
@@ -104,6 +104,6 @@ KERNEL zpp_onebit_cuda_decode(const __grid_constant__ struct zpp_onebit_cuda_arg
     for (uint64_t i = first + threadIdx.x; i < end; i += ZPP_ONEBIT_CUDA_THREADS) {
         const float value = value_of(&a.sources[0], i / a.chunk_elems, i);
         zpp_cuda_store(a.floats, a.kind, i,
-                       a.accumulate ? ONEBIT_ADD(zpp_cuda_load(a.floats, a.kind, i), value) : value);
+                       a.accumulate ? ZPP_ADD(zpp_cuda_load(a.floats, a.kind, i), value) : value);
     }
 }

@@ -8,7 +8,6 @@
 
 #include <math.h>
 #include <stdint.h>
-#include <string.h>
 
 #include "../round.h"
 
@@ -32,20 +31,14 @@ struct zpp_fp8_kind {
     ((format) == ZPP_FP8_E4M3 ? (struct zpp_fp8_kind){ 3, 7, 448.0f, 0x1p-6f, 0x1p14f }                   \
                               : (struct zpp_fp8_kind){ 2, 15, 57344.0f, 0x1p-14f, 0x1p7f })
 
-ZPP_FN uint32_t zpp_fp8_bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
 ZPP_FN uint8_t zpp_fp8_encode(const struct zpp_fp8_kind kind, float x) {
     const float a = fabsf(x) < kind.most ? fabsf(x) : kind.most; /* x is finite: the caller sees to that */
-    const uint32_t bits = zpp_fp8_bits_of(a);
+    const uint32_t bits = ZPP_BITS(a);
     const int drop = 23 - kind.mantissa_bits;
     const uint32_t even = bits + (1u << (drop - 1)) - 1 + (bits >> drop & 1);
     const uint32_t normal = (even >> drop) - ((uint32_t)(127 - kind.bias) << kind.mantissa_bits);
-    const uint32_t subnormal = zpp_fp8_bits_of(ZPP_ADD(a, kind.shift)) - zpp_fp8_bits_of(kind.shift);
-    const uint32_t sign = zpp_fp8_bits_of(x) >> 24 & 0x80;
+    const uint32_t subnormal = ZPP_BITS(ZPP_ADD(a, kind.shift)) - ZPP_BITS(kind.shift);
+    const uint32_t sign = ZPP_BITS(x) >> 24 & 0x80;
     return (uint8_t)(sign | (a < kind.least_normal ? subnormal : normal));
 }
 
@@ -63,9 +56,7 @@ struct zpp_fp8_consts {
 ZPP_FN struct zpp_fp8_consts zpp_fp8_consts_of(const struct zpp_fp8_kind kind, uint32_t top_bits) {
     struct zpp_fp8_consts consts = { NAN, 0.0f };
     if (top_bits >= 0x7f800000u) return consts;
-    float top;
-    memcpy(&top, &top_bits, sizeof top);
-    const float scale = ZPP_DIV(top, kind.most);
+    const float scale = ZPP_DIV(ZPP_FLOAT(top_bits), kind.most);
     consts.scale = scale > 0x1p-126f ? scale : 0x1p-126f;
     consts.inverse = ZPP_DIV(1.0f, consts.scale);
     return consts;

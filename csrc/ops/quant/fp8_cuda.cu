@@ -21,7 +21,7 @@ KERNEL zpp_fp8_quantise_cuda(const __grid_constant__ struct zpp_fp8_cuda_args a)
     const uint64_t end = a.elems - begin < a.block_elems ? a.elems : begin + a.block_elems;
     uint32_t top = 0;
     for (uint64_t i = begin + threadIdx.x; i < end; i += ZPP_FP8_CUDA_THREADS) {
-        const uint32_t bits = zpp_fp8_bits_of(zpp_cuda_load(a.floats, a.kind, i)) & 0x7fffffffu;
+        const uint32_t bits = ZPP_BITS(zpp_cuda_load(a.floats, a.kind, i)) & 0x7fffffffu;
         if (bits > top) top = bits;
     }
     tops[threadIdx.x] = top;

@@ -11,7 +11,7 @@ static float encode(enum zpp_fp8_format format, const void *src, zpp_dtype dtype
     const struct zpp_fp8_kind kind = ZPP_FP8_KIND(format);
     uint32_t top_bits = 0;
     for (size_t i = 0; i < elems; ++i) {
-        const uint32_t bits = zpp_fp8_bits_of(zpp_element_load(src, dtype, i)) & 0x7fffffffu;
+        const uint32_t bits = ZPP_BITS(zpp_element_load(src, dtype, i)) & 0x7fffffffu;
         if (bits > top_bits) top_bits = bits;
     }
     const struct zpp_fp8_consts consts = zpp_fp8_consts_of(kind, top_bits);

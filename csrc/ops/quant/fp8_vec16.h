@@ -67,7 +67,7 @@ V16_FN uint32_t top_bits_of(const void *src, const zpp_dtype dtype, size_t elems
     for (; i + V16_LANES <= elems; i += V16_LANES) top = v16_max_bits(top, v16_abs(v16_load_as(src, i, dtype)));
     uint32_t most = v16_greatest_bits(top);
     for (; i < elems; ++i) {
-        const uint32_t bits = zpp_fp8_bits_of(zpp_element_load(src, dtype, i)) & 0x7fffffffu;
+        const uint32_t bits = ZPP_BITS(zpp_element_load(src, dtype, i)) & 0x7fffffffu;
         if (bits > most) most = bits;
     }
     return most;

@@ -30,7 +30,7 @@ static __device__ __forceinline__ void put_value(const struct zpp_quant_cuda_arg
     const uint64_t block = i / a->block_elems;
     const int code = a->bits == 8 ? ((const int8_t *)a->codes)[i] : zpp_quant_nibble(a->codes, i);
     float value = zpp_quant_value_of(code, a->scales[block], a->mids ? a->mids[block] : 0.0f);
-    if (a->accumulate) value = QUANT_ADD(zpp_cuda_load(a->floats, a->kind, i), value);
+    if (a->accumulate) value = ZPP_ADD(zpp_cuda_load(a->floats, a->kind, i), value);
     zpp_cuda_store(a->floats, a->kind, i, value);
 }
 

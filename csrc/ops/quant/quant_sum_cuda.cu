@@ -21,9 +21,9 @@ static __device__ __forceinline__ float block_element(const struct zpp_quant_sum
         const int code = a->bits == 8 ? ((const int8_t *)codes)[i] : zpp_quant_nibble(codes, i);
         const float mid = a->sources[s].mids ? a->sources[s].mids[block] : 0.0f;
         const float value = zpp_quant_value_of(code, a->sources[s].scales[block], mid);
-        sum = s == 0 ? value : QUANT_ADD(sum, value);
+        sum = s == 0 ? value : ZPP_ADD(sum, value);
     }
-    return QUANT_MUL(sum, a->factor);
+    return ZPP_MUL(sum, a->factor);
 }
 #include "quant_block_cuda.h"
 
