@@ -4,13 +4,13 @@
  * csrc/ops/adam. Everything is checked before anything is written.
  */
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "../ops/adam/adam.h"
 #include "../ops/adam/adam_low_cuda.h"
 #include "op_checks.h"
 #include "op_entries.h"
+#include "op_low.h"
 
 static const unsigned FLOATS = 1u << ZPP_F32 | 1u << ZPP_BF16 | 1u << ZPP_F16;
 
@@ -18,13 +18,8 @@ struct lists {
     const struct zpp_tensors *params, *grads, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs, *param_outs;
     const struct zpp_ints *steps;
     struct zpp_place place; /* where all of them must be */
-    bool low;               /* adam_step_low_; then also: */
-    const struct zpp_tensors *scales; /* of exp_avgs, then of exp_avg_sqs, then of max_exp_avg_sqs; of 8 bits only */
-    enum zpp_moments_kind kind;
-    uint64_t seed;
+    struct zpp_op_low low;  /* adam_step_low_ */
 };
-
-enum { LABEL_BYTES = 64, OF_BYTES = 96 };
 
 static bool check_list(struct zpp_boxed *args, const struct zpp_tensors *list, const struct lists *l, unsigned dtypes,
                        bool may_be_empty) {
@@ -32,44 +27,19 @@ static bool check_list(struct zpp_boxed *args, const struct zpp_tensors *list, c
     return zpp_boxed_check_like(args, list, l->params) && zpp_boxed_check(args, list, l->place, dtypes);
 }
 
-/* The kind that moments of a call have: what the first has, if it is allowed at all. */
-static unsigned moment_kinds(struct lists *l) {
-    if (!l->low) return 1u << ZPP_F32;
-    const zpp_dtype first = l->exp_avgs->count ? l->exp_avgs->at[0].dtype : ZPP_BF16;
-    l->kind = first == ZPP_U8 ? ZPP_MOMENTS_INT8 : ZPP_MOMENTS_BF16;
-    return first == ZPP_U8 || first == ZPP_BF16 ? 1u << first : 1u << ZPP_BF16 | 1u << ZPP_U8;
-}
-
-/* A scale for each block of each moment, of 8 bits; none of bf16. */
-static bool check_scales(struct zpp_boxed *args, const struct lists *l) {
-    const size_t params = l->params->count, moments = l->max_exp_avg_sqs->count ? 3 : 2;
-    const size_t wanted = l->kind == ZPP_MOMENTS_INT8 ? moments * params : 0;
-    if (l->scales->count != wanted) {
-        return zpp_boxed_fail(args, "scales has %zu tensors, wanted %zu: %s", l->scales->count, wanted,
-                              wanted ? "one for each moment of each parameter" : "bf16 has none");
-    }
-    for (size_t i = 0; i < wanted; ++i) {
-        char label[LABEL_BYTES], of[OF_BYTES];
-        const size_t elems = l->params->at[i % params].elems;
-        snprintf(label, sizeof label, "scales[%zu]", i);
-        snprintf(of, sizeof of, "%zu elements in blocks of %d", elems, (int)ZPP_MOMENTS_BLOCK_ELEMS);
-        if (!zpp_op_check_elems_on(args, l->place, label, &l->scales->at[i], 1u << ZPP_F32,
-                                   zpp_moments_scales(0, elems), of)) return false;
-    }
-    return true;
-}
-
 static bool check_tensors(struct zpp_boxed *args, struct lists *l) {
     const struct zpp_tensors *const written[] = { l->params, l->exp_avgs, l->exp_avg_sqs, l->max_exp_avg_sqs,
-                                                  l->param_outs, l->low ? l->scales : l->params };
-    const unsigned kinds = moment_kinds(l);
+                                                  l->param_outs, l->low.is ? l->low.scales : l->params };
+    const unsigned kinds = l->low.is ? zpp_op_low_kinds(&l->low, l->exp_avgs) : 1u << ZPP_F32;
+    const size_t moments = l->max_exp_avg_sqs->count ? 3 : 2;
     return check_list(args, l->params, l, 1u << ZPP_F32, false) &&
            check_list(args, l->grads, l, FLOATS, false) &&
            check_list(args, l->exp_avgs, l, kinds, false) &&
            check_list(args, l->exp_avg_sqs, l, kinds, false) &&
            check_list(args, l->max_exp_avg_sqs, l, kinds, true) &&
-           check_list(args, l->param_outs, l, FLOATS, true) && (!l->low || check_scales(args, l)) &&
-           zpp_boxed_check_apart(args, written, l->low ? 6 : 5, &l->grads, 1);
+           check_list(args, l->param_outs, l, FLOATS, true) && 
+           (!l->low.is || zpp_op_low_check_scales(args, l->place, &l->low, l->params, moments)) &&
+           zpp_boxed_check_apart(args, written, l->low.is ? 6 : 5, &l->grads, 1);
 }
 
 static bool check_steps(struct zpp_boxed *args, const struct lists *l) {
@@ -103,10 +73,10 @@ static bool check_numbers(struct zpp_boxed *args, const struct zpp_adam_segment 
 /* Moments of the i-th parameter where they are not fp32. */
 static void fill_moments(struct zpp_adam_segment *segment, const struct lists *l, size_t i) {
     const struct zpp_tensors *const lists[] = { l->exp_avgs, l->exp_avg_sqs, l->max_exp_avg_sqs };
-    segment->how = (struct zpp_moments){ .kind = l->kind, .key = zpp_moments_key(l->seed, i, segment->step) };
+    segment->how = (struct zpp_moments){ .kind = l->low.kind, .key = zpp_moments_key(l->low.seed, i, segment->step) };
     for (size_t k = 0; k < 3 && lists[k]->count; ++k) {
         segment->moments[k].codes = lists[k]->at[i].data;
-        if (l->scales->count) segment->moments[k].scales = l->scales->at[k * l->params->count + i].data;
+        if (l->low.scales->count) segment->moments[k].scales = l->low.scales->at[k * l->params->count + i].data;
     }
 }
 
@@ -118,7 +88,7 @@ static void fill_segments(struct zpp_adam_segment *segments, const struct lists 
         segments[i].grad = l->grads->at[i].data;
         segments[i].grad_dtype = l->grads->at[i].dtype;
         segments[i].step = (uint64_t)l->steps->at[i];
-        if (l->low) {
+        if (l->low.is) {
             fill_moments(&segments[i], l, i);
         } else {
             segments[i].exp_avg = l->exp_avgs->at[i].data;
@@ -169,7 +139,7 @@ static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_
 
 static void adam(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     struct zpp_boxed args;
-    struct lists l = { .low = low };
+    struct lists l = { .low.is = low };
     struct zpp_adam_segment rates = { 0 };
     zpp_boxed_begin(&args, "zeropp::adam_step_", stack, inputs); /* both have one door, which knows this name */
     l.params = zpp_boxed_tensors(&args, "params", true);
@@ -177,10 +147,10 @@ static void adam(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     l.exp_avgs = zpp_boxed_tensors(&args, "exp_avgs", true);
     l.exp_avg_sqs = zpp_boxed_tensors(&args, "exp_avg_sqs", true);
     l.max_exp_avg_sqs = zpp_boxed_tensors(&args, "max_exp_avg_sqs", true);
-    if (low) l.scales = zpp_boxed_tensors(&args, "scales", true);
+    if (low) l.low.scales = zpp_boxed_tensors(&args, "scales", true);
     l.param_outs = zpp_boxed_tensors(&args, "param_outs", true);
     l.steps = zpp_boxed_ints(&args, "steps");
-    if (low) l.seed = (uint64_t)zpp_boxed_int(&args);
+    if (low) l.low.seed = (uint64_t)zpp_boxed_int(&args);
     rates.lr = zpp_boxed_float(&args);
     rates.beta1 = zpp_boxed_float(&args);
     rates.beta2 = zpp_boxed_float(&args);

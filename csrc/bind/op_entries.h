@@ -20,10 +20,16 @@ void zpp_op_norm_squares(StableIValue *stack, uint64_t inputs, uint64_t outputs)
 void zpp_op_norm_squares_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_lion_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_lion_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_lion_step_low(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_lion_step_low_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adagrad_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_adagrad_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_adagrad_step_low(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_adagrad_step_low_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_sgd_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_sgd_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_sgd_step_low(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_sgd_step_low_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_quantise(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_quantise_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_dequantise(StableIValue *stack, uint64_t inputs, uint64_t outputs);
@@ -40,6 +46,8 @@ void zpp_op_onebit_reduce(StableIValue *stack, uint64_t inputs, uint64_t outputs
 void zpp_op_onebit_reduce_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_lamb_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_lamb_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_lamb_step_low(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_lamb_step_low_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_moe_gate(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_moe_gate_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_moe_gate_backward(StableIValue *stack, uint64_t inputs, uint64_t outputs);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * torch.ops.zeropp.lamb_step_: read and check lists of tensors, then csrc/ops/lamb. Everything is checked before
- * anything is written.
+ * torch.ops.zeropp.lamb_step_, and lamb_step_low_ for moments in bf16 or 8 bits: read and check lists of tensors, then
+ * csrc/ops/lamb. Everything is checked before anything is written.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -9,20 +9,26 @@
 #include "../ops/lamb/lamb.h"
 #include "op_checks.h"
 #include "op_entries.h"
+#include "op_low.h"
 
 struct lists {
     const struct zpp_tensors *params, *grads, *exp_avgs, *exp_avg_sqs, *param_outs;
     const struct zpp_ints *steps;
+    struct zpp_op_low low;
 };
 
-static bool check_lists(struct zpp_boxed *args, const struct lists *l) {
-    const struct zpp_tensors *const written[] = { l->params, l->exp_avgs, l->exp_avg_sqs, l->param_outs };
+static bool check_lists(struct zpp_boxed *args, struct lists *l) {
+    const struct zpp_tensors *const written[] = { l->params, l->exp_avgs, l->exp_avg_sqs, l->param_outs,
+                                                  l->low.is ? l->low.scales : l->params };
+    const unsigned kinds = l->low.is ? zpp_op_low_kinds(&l->low, l->exp_avgs) : 1u << ZPP_F32;
     return zpp_op_check_list(args, l->params, l->params, 1u << ZPP_F32, false) &&
            zpp_op_check_list(args, l->grads, l->params, ZPP_OP_FLOATS, false) &&
-           zpp_op_check_list(args, l->exp_avgs, l->params, 1u << ZPP_F32, false) &&
-           zpp_op_check_list(args, l->exp_avg_sqs, l->params, 1u << ZPP_F32, false) &&
+           zpp_op_check_list(args, l->exp_avgs, l->params, kinds, false) &&
+           zpp_op_check_list(args, l->exp_avg_sqs, l->params, kinds, false) &&
            zpp_op_check_list(args, l->param_outs, l->params, ZPP_OP_FLOATS, true) &&
-           zpp_boxed_check_apart(args, written, 4, &l->grads, 1) && zpp_op_check_steps(args, l->steps, l->params);
+           (!l->low.is || zpp_op_low_check_scales(args, args->place, &l->low, l->params, 2)) &&
+           zpp_boxed_check_apart(args, written, l->low.is ? 5 : 4, &l->grads, 1) &&
+           zpp_op_check_steps(args, l->steps, l->params);
 }
 
 static bool check_numbers(struct zpp_boxed *args, const struct zpp_lamb_segment *r, double grad_scale) {
@@ -56,6 +62,20 @@ static void step_on_cuda(struct zpp_boxed *args, const struct zpp_lamb_segment *
     zpp_torch.aoti_torch_delete_tensor_object(memory);
 }
 
+static void fill_moments(struct zpp_lamb_segment *segment, const struct lists *l, size_t i) {
+    const struct zpp_tensors *const lists[] = { l->exp_avgs, l->exp_avg_sqs };
+    if (!l->low.is) {
+        segment->exp_avg = l->exp_avgs->at[i].data;
+        segment->exp_avg_sq = l->exp_avg_sqs->at[i].data;
+        return;
+    }
+    segment->how = (struct zpp_moments){ .kind = l->low.kind, .key = zpp_moments_key(l->low.seed, i, segment->step) };
+    for (size_t k = 0; k < 2; ++k) {
+        segment->moments[k].codes = lists[k]->at[i].data;
+        if (l->low.scales->count) segment->moments[k].scales = l->low.scales->at[k * l->params->count + i].data;
+    }
+}
+
 static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_lamb_segment *rates, float grad_scale) {
     struct zpp_lamb_segment *segments = calloc(l->params->count + 1, sizeof *segments);
     if (!segments) {
@@ -67,10 +87,9 @@ static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_
         segments[i].param = l->params->at[i].data;
         segments[i].grad = l->grads->at[i].data;
         segments[i].grad_dtype = l->grads->at[i].dtype;
-        segments[i].exp_avg = l->exp_avgs->at[i].data;
-        segments[i].exp_avg_sq = l->exp_avg_sqs->at[i].data;
         segments[i].elems = l->params->at[i].elems;
         segments[i].step = (uint64_t)l->steps->at[i];
+        fill_moments(&segments[i], l, i);
         if (l->param_outs->count) {
             segments[i].param_out = l->param_outs->at[i].data;
             segments[i].out_dtype = l->param_outs->at[i].dtype;
@@ -81,17 +100,19 @@ static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_
     free(segments);
 }
 
-static void lamb_step(StableIValue *stack, uint64_t inputs, bool cuda) {
+static void lamb(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     struct zpp_boxed args;
-    struct lists l;
+    struct lists l = { .low.is = low };
     struct zpp_lamb_segment r = { 0 };
     zpp_boxed_begin(&args, "zeropp::lamb_step_", stack, inputs);
     l.params = zpp_boxed_tensors(&args, "params", true);
     l.grads = zpp_boxed_tensors(&args, "grads", false);
     l.exp_avgs = zpp_boxed_tensors(&args, "exp_avgs", true);
     l.exp_avg_sqs = zpp_boxed_tensors(&args, "exp_avg_sqs", true);
+    if (low) l.low.scales = zpp_boxed_tensors(&args, "scales", true);
     l.param_outs = zpp_boxed_tensors(&args, "param_outs", true);
     l.steps = zpp_boxed_ints(&args, "steps");
+    if (low) l.low.seed = (uint64_t)zpp_boxed_int(&args);
     r.lr = zpp_boxed_float(&args);
     r.beta1 = zpp_boxed_float(&args);
     r.beta2 = zpp_boxed_float(&args);
@@ -106,4 +127,8 @@ static void lamb_step(StableIValue *stack, uint64_t inputs, bool cuda) {
     zpp_boxed_end(&args);
 }
 
+static void lamb_step(StableIValue *stack, uint64_t inputs, bool cuda) { lamb(stack, inputs, cuda, false); }
+static void lamb_step_low(StableIValue *stack, uint64_t inputs, bool cuda) { lamb(stack, inputs, cuda, true); }
+
 ZPP_OP_BOTH(lamb_step, lamb_step)
+ZPP_OP_BOTH(lamb_step_low, lamb_step_low)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * torch.ops.zeropp.lion_step_, adagrad_step_ and sgd_step_: read and check lists of tensors, then csrc/ops. Everything
- * is checked before anything is written.
+ * torch.ops.zeropp.lion_step_, adagrad_step_ and sgd_step_, and the same with low_ for states in bf16 or 8 bits: read
+ * and check lists of tensors, then csrc/ops. Everything is checked before anything is written.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -11,18 +11,28 @@
 #include "../ops/sgd/sgd.h"
 #include "op_checks.h"
 #include "op_entries.h"
+#include "op_low.h"
 
 /* What all three have: `states` may be empty for SGD only. */
 struct lists {
     const struct zpp_tensors *params, *grads, *states, *param_outs;
+    const struct zpp_ints *steps; /* of those that count them; NULL in fewer bits, whose places have them */
+    struct zpp_op_low low;
     struct zpp_place place; /* where all of them are to be: the cpu (device_index -1), or the first one's CUDA device */
 };
 
-static void read_lists(struct zpp_boxed *args, struct lists *l, const char *states, bool cuda) {
+static void read_lists(struct zpp_boxed *args, struct lists *l, const char *states, bool steps, bool cuda) {
     l->params = zpp_boxed_tensors(args, "params", true);
     l->grads = zpp_boxed_tensors(args, "grads", false);
     l->states = zpp_boxed_tensors(args, states, true);
+    if (l->low.is) l->low.scales = zpp_boxed_tensors(args, "scales", true);
     l->param_outs = zpp_boxed_tensors(args, "param_outs", true);
+    if (l->low.is) {
+        l->low.places = zpp_boxed_ints(args, "places");
+        l->low.seed = (uint64_t)zpp_boxed_int(args);
+    } else if (steps) {
+        l->steps = zpp_boxed_ints(args, "steps");
+    }
     l->place = zpp_boxed_cpu();
     if (cuda) {
         const int32_t index = l->params->count ? l->params->at[0].device_index : 0;
@@ -36,13 +46,27 @@ static bool check_list(struct zpp_boxed *args, const struct lists *l, const stru
     return zpp_boxed_check_like(args, list, l->params) && zpp_boxed_check(args, list, l->place, dtypes);
 }
 
-static bool check_lists(struct zpp_boxed *args, const struct lists *l, bool may_lack_states) {
-    const struct zpp_tensors *const written[] = { l->params, l->states, l->param_outs };
+static bool check_steps(struct zpp_boxed *args, const struct lists *l) {
+    if (l->low.is) {
+        return zpp_op_low_check_places(args, &l->low, l->params) &&
+               zpp_op_low_check_scales(args, l->place, &l->low, l->params, 1);
+    }
+    return !l->steps || zpp_op_check_steps(args, l->steps, l->params);
+}
+
+static bool check_lists(struct zpp_boxed *args, struct lists *l, bool may_lack_states) {
+    const struct zpp_tensors *const written[] = { l->params, l->states, l->param_outs,
+                                                  l->low.is ? l->low.scales : l->params };
+    const unsigned kinds = l->low.is ? zpp_op_low_kinds(&l->low, l->states) : 1u << ZPP_F32;
     return check_list(args, l, l->params, 1u << ZPP_F32, false) &&
            check_list(args, l, l->grads, ZPP_OP_FLOATS, false) &&
-           check_list(args, l, l->states, 1u << ZPP_F32, may_lack_states) &&
-           check_list(args, l, l->param_outs, ZPP_OP_FLOATS, true) &&
-           zpp_boxed_check_apart(args, written, sizeof written / sizeof written[0], &l->grads, 1);
+           check_list(args, l, l->states, kinds, may_lack_states && !l->low.is) &&
+           check_list(args, l, l->param_outs, ZPP_OP_FLOATS, true) && check_steps(args, l) &&
+           zpp_boxed_check_apart(args, written, l->low.is ? 4 : 3, &l->grads, 1);
+}
+
+static uint64_t step_of(const struct lists *l, size_t i) {
+    return (uint64_t)(l->low.is ? zpp_op_low_place(&l->low, i, ZPP_OP_LOW_STEP) : l->steps->at[i]);
 }
 
 /* Device and torch's current stream of the lists; false with a sentence noted. */
@@ -82,6 +106,11 @@ static void *new_segments(struct zpp_boxed *args, const struct lists *l, size_t 
         (segment)->grad = (l)->grads->at[i].data;                     \
         (segment)->grad_dtype = (l)->grads->at[i].dtype;              \
         (segment)->elems = (l)->params->at[i].elems;                  \
+        if ((l)->low.is) {                                            \
+            (segment)->how = zpp_op_low_how(&(l)->low, i);            \
+            (segment)->moment.codes = (l)->states->at[i].data;        \
+            if ((l)->low.scales->count) (segment)->moment.scales = (l)->low.scales->at[i].data; \
+        }                                                             \
         if ((l)->param_outs->count) {                                 \
             (segment)->param_out = (l)->param_outs->at[i].data;       \
             (segment)->out_dtype = (l)->param_outs->at[i].dtype;      \
@@ -100,18 +129,18 @@ static void run_lion(struct zpp_boxed *args, const struct lists *l, const struct
     for (size_t i = 0; i < l->params->count; ++i) {
         segments[i] = *rates;
         FILL_SEGMENT(&segments[i], l, i);
-        segments[i].exp_avg = l->states->at[i].data;
+        if (!l->low.is) segments[i].exp_avg = l->states->at[i].data;
     }
     RUN_STEP(lion, args, l, segments, scale);
     free(segments);
 }
 
-static void lion_step(StableIValue *stack, uint64_t inputs, bool cuda) {
+static void lion(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     struct zpp_boxed args;
-    struct lists l;
+    struct lists l = { .low.is = low };
     struct zpp_lion_segment r = { 0 };
-    zpp_boxed_begin(&args, "zeropp::lion_step_", stack, inputs);
-    read_lists(&args, &l, "exp_avgs", cuda);
+    zpp_boxed_begin(&args, "zeropp::lion_step_", stack, inputs); /* both have one door, which knows this name */
+    read_lists(&args, &l, "exp_avgs", false, cuda);
     r.lr = zpp_boxed_float(&args);
     r.beta1 = zpp_boxed_float(&args);
     r.beta2 = zpp_boxed_float(&args);
@@ -127,38 +156,33 @@ static void lion_step(StableIValue *stack, uint64_t inputs, bool cuda) {
     zpp_boxed_end(&args);
 }
 
-void zpp_op_lion_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    lion_step(stack, inputs, false);
-}
+static void lion_step(StableIValue *stack, uint64_t inputs, bool cuda) { lion(stack, inputs, cuda, false); }
+static void lion_step_low(StableIValue *stack, uint64_t inputs, bool cuda) { lion(stack, inputs, cuda, true); }
 
-void zpp_op_lion_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    lion_step(stack, inputs, true);
-}
+ZPP_OP_BOTH(lion_step, lion_step)
+ZPP_OP_BOTH(lion_step_low, lion_step_low)
 
 /* --- Adagrad ------------------------------------------------------------------------------------------------------ */
-static void run_adagrad(struct zpp_boxed *args, const struct lists *l, const struct zpp_ints *steps,
-                        const struct zpp_adagrad_segment *rates, float scale) {
+static void run_adagrad(struct zpp_boxed *args, const struct lists *l, const struct zpp_adagrad_segment *rates,
+                        float scale) {
     struct zpp_adagrad_segment *segments = new_segments(args, l, sizeof *segments);
     if (!segments) return;
     for (size_t i = 0; i < l->params->count; ++i) {
         segments[i] = *rates;
         FILL_SEGMENT(&segments[i], l, i);
-        segments[i].sum = l->states->at[i].data;
-        segments[i].step = (uint64_t)steps->at[i];
+        if (!l->low.is) segments[i].sum = l->states->at[i].data;
+        segments[i].step = step_of(l, i);
     }
     RUN_STEP(adagrad, args, l, segments, scale);
     free(segments);
 }
 
-static void adagrad_step(StableIValue *stack, uint64_t inputs, bool cuda) {
+static void adagrad(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     struct zpp_boxed args;
-    struct lists l;
+    struct lists l = { .low.is = low };
     struct zpp_adagrad_segment r = { 0 };
     zpp_boxed_begin(&args, "zeropp::adagrad_step_", stack, inputs);
-    read_lists(&args, &l, "state_sums", cuda);
-    const struct zpp_ints *steps = zpp_boxed_ints(&args, "steps");
+    read_lists(&args, &l, "state_sums", true, cuda);
     r.lr = zpp_boxed_float(&args);
     r.lr_decay = zpp_boxed_float(&args);
     r.eps = zpp_boxed_float(&args);
@@ -168,33 +192,27 @@ static void adagrad_step(StableIValue *stack, uint64_t inputs, bool cuda) {
     const struct zpp_op_rate rates[] = {
         RATE_ANY("lr", r.lr), RATE_NOT_NEGATIVE("lr_decay", r.lr_decay), RATE_NOT_NEGATIVE("eps", r.eps),
         RATE_ANY("weight_decay", r.weight_decay), RATE_ANY("grad_scale", grad_scale) };
-    if (check_lists(&args, &l, false) && zpp_op_check_steps(&args, steps, l.params) &&
-        zpp_op_check_rates(&args, rates, COUNT(rates))) {
-        run_adagrad(&args, &l, steps, &r, (float)grad_scale);
+    if (check_lists(&args, &l, false) && zpp_op_check_rates(&args, rates, COUNT(rates))) {
+        run_adagrad(&args, &l, &r, (float)grad_scale);
     }
     zpp_boxed_end(&args);
 }
 
-void zpp_op_adagrad_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    adagrad_step(stack, inputs, false);
-}
+static void adagrad_step(StableIValue *stack, uint64_t inputs, bool cuda) { adagrad(stack, inputs, cuda, false); }
+static void adagrad_step_low(StableIValue *stack, uint64_t inputs, bool cuda) { adagrad(stack, inputs, cuda, true); }
 
-void zpp_op_adagrad_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    adagrad_step(stack, inputs, true);
-}
+ZPP_OP_BOTH(adagrad_step, adagrad_step)
+ZPP_OP_BOTH(adagrad_step_low, adagrad_step_low)
 
 /* --- SGD ---------------------------------------------------------------------------------------------------------- */
-static void run_sgd(struct zpp_boxed *args, const struct lists *l, const struct zpp_ints *steps,
-                    const struct zpp_sgd_segment *rates, float scale) {
+static void run_sgd(struct zpp_boxed *args, const struct lists *l, const struct zpp_sgd_segment *rates, float scale) {
     struct zpp_sgd_segment *segments = new_segments(args, l, sizeof *segments);
     if (!segments) return;
     for (size_t i = 0; i < l->params->count; ++i) {
         segments[i] = *rates;
         FILL_SEGMENT(&segments[i], l, i);
-        if (l->states->count) segments[i].momentum_buffer = l->states->at[i].data;
-        segments[i].first = steps->at[i] == 1;
+        if (l->states->count && !l->low.is) segments[i].momentum_buffer = l->states->at[i].data;
+        segments[i].first = step_of(l, i) == 1;
     }
     RUN_STEP(sgd, args, l, segments, scale);
     free(segments);
@@ -213,13 +231,12 @@ static bool check_momentum(struct zpp_boxed *args, const struct lists *l, const 
     return true;
 }
 
-static void sgd_step(StableIValue *stack, uint64_t inputs, bool cuda) {
+static void sgd(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     struct zpp_boxed args;
-    struct lists l;
+    struct lists l = { .low.is = low };
     struct zpp_sgd_segment r = { 0 };
     zpp_boxed_begin(&args, "zeropp::sgd_step_", stack, inputs);
-    read_lists(&args, &l, "momentum_buffers", cuda);
-    const struct zpp_ints *steps = zpp_boxed_ints(&args, "steps");
+    read_lists(&args, &l, "momentum_buffers", true, cuda);
     r.lr = zpp_boxed_float(&args);
     r.momentum = zpp_boxed_float(&args);
     r.dampening = zpp_boxed_float(&args);
@@ -230,19 +247,15 @@ static void sgd_step(StableIValue *stack, uint64_t inputs, bool cuda) {
     const struct zpp_op_rate rates[] = {
         RATE_ANY("lr", r.lr), RATE_NOT_NEGATIVE("momentum", r.momentum), RATE_ANY("dampening", r.dampening),
         RATE_ANY("weight_decay", r.weight_decay), RATE_ANY("grad_scale", grad_scale) };
-    if (check_lists(&args, &l, true) && zpp_op_check_steps(&args, steps, l.params) &&
-        zpp_op_check_rates(&args, rates, COUNT(rates)) && check_momentum(&args, &l, &r)) {
-        run_sgd(&args, &l, steps, &r, (float)grad_scale);
+    if (check_lists(&args, &l, true) && zpp_op_check_rates(&args, rates, COUNT(rates)) &&
+        check_momentum(&args, &l, &r)) {
+        run_sgd(&args, &l, &r, (float)grad_scale);
     }
     zpp_boxed_end(&args);
 }
 
-void zpp_op_sgd_step(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    sgd_step(stack, inputs, false);
-}
+static void sgd_step(StableIValue *stack, uint64_t inputs, bool cuda) { sgd(stack, inputs, cuda, false); }
+static void sgd_step_low(StableIValue *stack, uint64_t inputs, bool cuda) { sgd(stack, inputs, cuda, true); }
 
-void zpp_op_sgd_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    sgd_step(stack, inputs, true);
-}
+ZPP_OP_BOTH(sgd_step, sgd_step)
+ZPP_OP_BOTH(sgd_step_low, sgd_step_low)

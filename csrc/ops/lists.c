@@ -7,7 +7,6 @@
 #include <stdlib.h>
 
 enum {
-    CUT_ELEMS = 32,
     PIECE_BYTES = 64 * 1024, /* no piece is smaller: below, a hand-over costs more than the work */
     ITEMS_ON_STACK = 256,
 };
@@ -40,7 +39,7 @@ static size_t cut_elems(const struct job *job, size_t k, size_t at) {
     const struct place *place = &job->places[k];
     if (at <= place->start_bytes) return 0;
     if (at >= place[1].start_bytes) return place->item.elems;
-    return (at - place->start_bytes) / place->item.elem_bytes / CUT_ELEMS * CUT_ELEMS;
+    return zpp_moments_cut(&place->item.how, (at - place->start_bytes) / place->item.elem_bytes);
 }
 
 static void run_piece(size_t begin, size_t end, void *arg) {

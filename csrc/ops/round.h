@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * fp32 operations that round once each, in C and in CUDA, and a number's bits: what the shared bodies of ops are written
- * in. C files are built with -ffp-contract=off, CUDA spells the rounding out, so that nothing is contracted into a fused
- * multiply-add and no instruction set is more exact than another.
+ * fp32 operations that round once each, in C and in CUDA, and a number's bits: what the shared bodies of ops are
+ * written in. C files are built with -ffp-contract=off, CUDA spells the rounding out, so that nothing is contracted
+ * into a fused multiply-add and no instruction set is more exact than another.
  */
 #ifndef ZPP_OPS_ROUND_H
 #define ZPP_OPS_ROUND_H

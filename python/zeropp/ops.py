@@ -127,7 +127,7 @@ def adam_step_(
     moments = [list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(max_exp_avg_sqs)]
     numbers = [lr, beta1, beta2, eps, weight_decay, decoupled_decay, maximize, grad_scale]
     changed = (tensor for tensors in written.values() for tensor in tensors)
-    if scales or (exp_avgs and exp_avgs[0].dtype in _moments.CODES):
+    if _moments.are_codes(exp_avgs, scales):
         doors.check_whole(name, "seed", seed)
         arguments = [*moments, list(scales), list(param_outs), steps, seed, *numbers]
         doors.call(name, torch.ops.zeropp.adam_step_low_.default, arguments, changed)

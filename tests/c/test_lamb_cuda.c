@@ -15,22 +15,38 @@ CUDA_THUNK(zpp_lamb_cuda_blocks, struct zpp_lamb_cuda_batch)
 CUDA_THUNK(zpp_lamb_cuda_rates, struct zpp_lamb_cuda_batch)
 CUDA_THUNK(zpp_lamb_cuda_move, struct zpp_lamb_cuda_batch)
 
+#include "../../csrc/ops/lamb/lamb_low_cuda.cu"
+CUDA_THUNK(zpp_lamb_low_cuda_lanes, struct zpp_lamb_low_cuda_batch)
+CUDA_THUNK(zpp_lamb_low_cuda_move, struct zpp_lamb_low_cuda_batch)
+
 /* What zpp_lamb_step_cuda does, without a driver; the number of groups. */
 static int step(const struct zpp_lamb_segment *segments, size_t count, float grad_scale) {
     static struct zpp_lamb_cuda_batch batch;
+    static struct zpp_lamb_low_cuda_batch low;
+    const bool is_low = count && segments[0].how.kind != ZPP_MOMENTS_F32;
     void *work = aligned_alloc(64, (zpp_lamb_cuda_work_bytes(segments, count) + 63) / 64 * 64);
     int groups = 0;
     CHECK(work);
     for (size_t done = 0; done < count;) {
-        done += zpp_lamb_cuda_fill(segments + done, count - done, grad_scale, &batch);
+        const size_t taken = zpp_lamb_cuda_fill(segments + done, count - done, grad_scale, &batch);
+        unsigned int low_blocks = 0;
         zpp_lamb_cuda_place(&batch, work);
+        if (is_low) low_blocks = zpp_lamb_low_cuda_fill(segments + done, taken, grad_scale, &batch, &low);
+        done += taken;
         groups += batch.blocks > 0;
         const uint64_t threads = ZPP_LAMB_CUDA_THREADS, lanes = (uint64_t)batch.blocks * ZPP_LAMB_CUDA_LANES;
-        cuda_loop(zpp_lamb_cuda_moments_thunk, &batch, (lanes + threads - 1) / threads, ZPP_LAMB_CUDA_THREADS);
+        const uint64_t lane_blocks = (lanes + threads - 1) / threads;
+        if (is_low) cuda_loop(zpp_lamb_low_cuda_lanes_thunk, &low, lane_blocks, ZPP_LAMB_CUDA_THREADS);
+        else cuda_loop(zpp_lamb_cuda_moments_thunk, &batch, lane_blocks, ZPP_LAMB_CUDA_THREADS);
         cuda_loop(zpp_lamb_cuda_blocks_thunk, &batch, (2 * batch.blocks + threads - 1) / threads,
                   ZPP_LAMB_CUDA_THREADS);
         cuda_loop(zpp_lamb_cuda_rates_thunk, &batch, (batch.count + threads - 1) / threads, ZPP_LAMB_CUDA_THREADS);
-        cuda_loop(zpp_lamb_cuda_move_thunk, &batch, batch.blocks, ZPP_LAMB_CUDA_THREADS);
+        if (is_low && low.list.count) {
+            (low.list.at[0].int8 ? cuda_run : cuda_loop)(zpp_lamb_low_cuda_move_thunk, &low, low_blocks,
+                                                         ZPP_LAMB_CUDA_THREADS);
+        } else if (!is_low) {
+            cuda_loop(zpp_lamb_cuda_move_thunk, &batch, batch.blocks, ZPP_LAMB_CUDA_THREADS);
+        }
     }
     free(work);
     return groups;
@@ -75,6 +91,52 @@ static void equals_the_cpu(void) {
     CHECK(memcmp(&want, &got, sizeof got) == 0);
 }
 
+/* Moments in bf16 and 8 bits. */
+enum { LOW_SEGMENTS = 30, SCALES = 20 };
+struct low_memory {
+    struct memory plain;
+    uint16_t codes[2][LOW_SEGMENTS * LENGTH]; /* of 8 bits: the first half */
+    float scales[2][LOW_SEGMENTS * SCALES];
+};
+
+static void fill_low(struct low_memory *memory, bool int8) {
+    fill(&memory->plain);
+    for (int k = 0; k < 2; ++k) {
+        for (size_t i = 0; i < LOW_SEGMENTS * LENGTH; ++i) {
+            memory->codes[k][i] = int8 ? (uint16_t)(i * 40503u >> 3) : zpp_bf16_from_f32(1e-3f * (float)(i % 13));
+        }
+        for (size_t i = 0; i < LOW_SEGMENTS * SCALES; ++i) memory->scales[k][i] = 1e-3f * (float)(i % 7);
+    }
+}
+
+static void equals_the_cpu_in_fewer_bits(void) {
+    static struct low_memory low_want, low_got;
+    static struct zpp_lamb_segment segments[LOW_SEGMENTS];
+    struct low_memory *const both[] = { &low_want, &low_got };
+    struct zpp_err err = ZPP_ERR_INIT;
+    for (int int8 = 0; int8 < 2; ++int8) {
+        fill_low(&low_want, int8);
+        low_got = low_want;
+        for (int k = 0; k < 2; ++k) {
+            for (size_t s = 0; s < LOW_SEGMENTS; ++s) {
+                segments[s] = described(&both[k]->plain, s);
+                segments[s].exp_avg = segments[s].exp_avg_sq = NULL;
+                segments[s].how.kind = int8 ? ZPP_MOMENTS_INT8 : ZPP_MOMENTS_BF16;
+                segments[s].how.key = zpp_moments_key(1, s, segments[s].step);
+                for (int m = 0; m < 2; ++m) {
+                    uint16_t *codes = both[k]->codes[m];
+                    segments[s].moments[m].codes =
+                        int8 ? (void *)((uint8_t *)codes + s * LENGTH) : (void *)(codes + s * LENGTH);
+                    segments[s].moments[m].scales = both[k]->scales[m] + s * SCALES;
+                }
+            }
+            if (k) CHECK_EQUAL(step(segments, LOW_SEGMENTS, 0.5f), 2); /* 26 that are not empty, 25 a group */
+            else CHECK_OK(zpp_lamb_step_at(ZPP_CPU_SCALAR, segments, LOW_SEGMENTS, 0.5f, NULL, NULL, &err));
+        }
+        CHECK(memcmp(&low_want, &low_got, sizeof low_got) == 0);
+    }
+}
+
 static void nothing(void) {
     const struct zpp_lamb_segment empty = { .step = 1 };
     CHECK_EQUAL(step(&empty, 1, 1.0f), 0);
@@ -82,6 +144,7 @@ static void nothing(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(equals_the_cpu), TEST(nothing), {0} };
+    static const struct test_case cases[] = { TEST(equals_the_cpu), TEST(equals_the_cpu_in_fewer_bits), TEST(nothing),
+                                              {0} };
     return test_main(argc, argv, cases);
 }

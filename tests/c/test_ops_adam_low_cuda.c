@@ -22,14 +22,14 @@ static int run(const struct zpp_adam_segment *segments, size_t count) {
         done += zpp_adam_low_cuda_fill(segments + done, count - done, 0.5f, &batch, &blocks);
         launches += blocks > 0;
         if (count == 0 || blocks == 0) continue;
-        const bool barriers = batch.segments[0].int8;
-        if (barriers) cuda_run(zpp_adam_low_cuda_thunk, &batch, blocks, ZPP_ADAM_LOW_CUDA_THREADS);
-        else cuda_loop(zpp_adam_low_cuda_thunk, &batch, blocks, ZPP_ADAM_LOW_CUDA_THREADS);
+        const bool barriers = batch.list.at[0].int8;
+        if (barriers) cuda_run(zpp_adam_low_cuda_thunk, &batch, blocks, ZPP_LOW_CUDA_THREADS);
+        else cuda_loop(zpp_adam_low_cuda_thunk, &batch, blocks, ZPP_LOW_CUDA_THREADS);
     }
     return launches;
 }
 
-enum { SEGMENTS = 30, LENGTH = 3000, LONG = ZPP_ADAM_LOW_CUDA_CHUNK_ELEMS + 700, ELEMS = SEGMENTS * LENGTH + LONG,
+enum { SEGMENTS = 30, LENGTH = 3000, LONG = ZPP_LOW_CUDA_CHUNK_ELEMS + 700, ELEMS = SEGMENTS * LENGTH + LONG,
        SCALES = 20, ALL_SCALES = SEGMENTS * SCALES + 100 };
 struct memory {
     float p[ELEMS], grad[ELEMS], out[ELEMS], scales[3][ALL_SCALES];

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The CUDA kernels of Lion, Adagrad and SGD, run on a CPU (cuda_on_cpu.h): the packing of segments into launches, the
- * walk over chunks, the ends and the arithmetic, against the scalar CPU versions, bit for bit.
+ * walk over chunks, the ends and the arithmetic, against the scalar CPU versions, bit for bit; with states in fp32, and
+ * in bf16 and 8 bits (cuda_threads.h).
  */
 #include "harness.h"
 
@@ -11,28 +12,32 @@
 #include "../../csrc/ops/lion/kernels.h"
 #include "../../csrc/ops/sgd/kernels.h"
 
-#include "cuda_on_cpu.h"
+#include "cuda_threads.h"
 
 #define walk lion_walk
 #define walk_chunk lion_walk_chunk
+#define low_element lion_low_element
+#define low_step lion_low_step
+#define low_turn lion_low_turn
+#define low_walk lion_low_walk
 #include "../../csrc/ops/lion/lion_cuda.cu"
 
-#undef ZPP_OPS_LIST_WALK_CUDA_H
-#undef WALK_CONSTS
-#undef walk_element
-#undef walk
-#undef walk_chunk
+#include "cuda_next.h"
 #define walk adagrad_walk
 #define walk_chunk adagrad_walk_chunk
+#define low_element adagrad_low_element
+#define low_step adagrad_low_step
+#define low_turn adagrad_low_turn
+#define low_walk adagrad_low_walk
 #include "../../csrc/ops/adagrad/adagrad_cuda.cu"
 
-#undef ZPP_OPS_LIST_WALK_CUDA_H
-#undef WALK_CONSTS
-#undef walk_element
-#undef walk
-#undef walk_chunk
+#include "cuda_next.h"
 #define walk sgd_walk
 #define walk_chunk sgd_walk_chunk
+#define low_element sgd_low_element
+#define low_step sgd_low_step
+#define low_turn sgd_low_turn
+#define low_walk sgd_low_walk
 #include "../../csrc/ops/sgd/sgd_cuda.cu"
 
 /* What zpp_list_cuda_run does, without a driver; the number of launches. */
@@ -55,6 +60,25 @@
 STEP(lion)
 STEP(adagrad)
 STEP(sgd)
+
+/* The same for states that are not fp32; blocks of 8 bits have barriers. */
+#define STEP_LOW(op)                                                                                          \
+    CUDA_THUNK(zpp_##op##_low_cuda, struct zpp_##op##_low_cuda_batch)                                         \
+    static int op##_step_in_fewer_bits(const struct zpp_##op##_segment *segments, size_t count, float scale) { \
+        static struct zpp_##op##_low_cuda_batch batch;                                                        \
+        int launches = 0;                                                                                     \
+        for (size_t done = 0; done < count;) {                                                                \
+            unsigned int blocks;                                                                              \
+            done += zpp_##op##_low_cuda_fill(segments + done, count - done, scale, &batch, &blocks);          \
+            launches += blocks > 0;                                                                           \
+            (batch.list.at[0].int8 ? cuda_run : cuda_loop)(zpp_##op##_low_cuda_thunk, &batch, blocks,         \
+                                                           ZPP_LOW_CUDA_THREADS);                             \
+        }                                                                                                     \
+        return launches;                                                                                      \
+    }
+STEP_LOW(lion)
+STEP_LOW(adagrad)
+STEP_LOW(sgd)
 
 enum { SEGMENTS = 110, LENGTH = 700, ELEMS = SEGMENTS * LENGTH, LONG = 2 * ZPP_LIST_CUDA_CHUNK_ELEMS + 1001 };
 struct memory { float p[ELEMS], m[ELEMS], grad[ELEMS], out[ELEMS]; };
@@ -105,6 +129,55 @@ static void many_segments(void) {
     }
 }
 
+/* --- states in fewer bits ----------------------------------------------------------------------------------------- */
+enum { LOW_SEGMENTS = 30, LOW_SCALES = 8 };
+struct low_memory {
+    struct memory plain;
+    uint16_t codes[ELEMS]; /* of 8 bits: the first half */
+    float scales[LOW_SEGMENTS * LOW_SCALES];
+};
+static struct low_memory low_want, low_got;
+
+static void fill_low(struct low_memory *memory, bool int8) {
+    fill(&memory->plain);
+    for (size_t i = 0; i < ELEMS; ++i) {
+        memory->codes[i] = int8 ? (uint16_t)(i * 40503u >> 3) : zpp_bf16_from_f32(1e-3f * (float)(i % 13) + 1e-4f);
+    }
+    for (size_t i = 0; i < LOW_SEGMENTS * LOW_SCALES; ++i) memory->scales[i] = 1e-3f * (float)(i % 7);
+}
+
+static struct zpp_moments low_how(bool int8, size_t s) {
+    static const size_t firsts[] = { 0, 1, 255, 256, 70300 };
+    return (struct zpp_moments){ int8 ? ZPP_MOMENTS_INT8 : ZPP_MOMENTS_BF16, firsts[s % 5], zpp_moments_key(1, s, 3) };
+}
+
+static struct zpp_moment low_moment(struct low_memory *memory, bool int8, size_t s) {
+    void *codes = int8 ? (void *)((uint8_t *)memory->codes + s * LENGTH) : (void *)(memory->codes + s * LENGTH);
+    return (struct zpp_moment){ codes, memory->scales + s * LOW_SCALES };
+}
+
+#define CHECK_LOW(op, description)                                                                             \
+    for (int int8 = 0; int8 < 2; ++int8) {                                                                     \
+        static struct zpp_##op##_segment segments[LOW_SEGMENTS];                                               \
+        struct low_memory *const both[] = { &low_want, &low_got };                                             \
+        fill_low(&low_want, int8);                                                                             \
+        low_got = low_want;                                                                                    \
+        for (int k = 0; k < 2; ++k) {                                                                          \
+            struct low_memory *at = both[k];                                                                   \
+            for (size_t s = 0; s < LOW_SEGMENTS; ++s) segments[s] = (struct zpp_##op##_segment)description;    \
+            if (k) CHECK_EQUAL(op##_step_in_fewer_bits(segments, LOW_SEGMENTS, 0.5f), 1);                      \
+            else CHECK(zpp_##op##_step_at(ZPP_CPU_SCALAR, segments, LOW_SEGMENTS, 0.5f, NULL));                \
+        }                                                                                                      \
+        CHECK(memcmp(&low_want, &low_got, sizeof low_got) == 0);                                               \
+    }
+#define HELD(s) .how = low_how(int8, s), .moment = low_moment(at, int8, s)
+
+static void fewer_bits(void) {
+    CHECK_LOW(lion, WITH(SEGMENT(&at->plain, s), HELD(s), .beta1 = 0.9, .beta2 = 0.99))
+    CHECK_LOW(adagrad, WITH(SEGMENT(&at->plain, s), HELD(s), .step = 1 + s, .lr_decay = 0.01, .eps = 1e-10))
+    CHECK_LOW(sgd, WITH(SEGMENT(&at->plain, s), HELD(s), .momentum = 0.9, .first = s % 3 == 0))
+}
+
 /* Several chunks, and an end inside one. */
 static void long_segment(void) {
     float *memory = calloc(6 * (size_t)LONG, sizeof *memory);
@@ -129,6 +202,7 @@ static void nothing(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(many_segments), TEST(long_segment), TEST(nothing), {0} };
+    static const struct test_case cases[] = { TEST(many_segments), TEST(fewer_bits), TEST(long_segment), TEST(nothing),
+                                              {0} };
     return test_main(argc, argv, cases);
 }

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moments in bf16 and 8 bits: the same bits as the definition given the same random bits; rounding whose mean is the
-value; Adam on them converges where Adam in fp32 does; bad input is refused."""
+value; optimizers on them take the fp32 step between decoding and encoding, and converge where those in fp32 do; bad input
+is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ import zeropp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from zeropp.ops import adam_step_, moments_decode_, moments_encode_, moments_scales
+from zeropp.ops import (
+    adagrad_step_,
+    adam_step_,
+    lamb_step_,
+    lion_step_,
+    moments_decode_,
+    moments_encode_,
+    moments_scales,
+    sgd_step_,
+)
 
 HERE = Path(__file__).resolve().parent
 _spec = importlib.util.spec_from_file_location("reference_moments", HERE.parent / "reference" / "moments.py")
@@ -294,3 +304,141 @@ def test_refusals_of_the_codec() -> None:
     with pytest.raises(TypeError, match=r"seed is 1\.5, wanted a whole number"):
         moments_encode_(x, codes, scales, seed=1.5)  # type: ignore[arg-type]
     assert zeropp.ops.moments_scales(0, 255) == 0 and zeropp.ops.moments_scales(2, 255) == 2
+
+
+# --- Lion, Adagrad, SGD, LAMB
+# ---------------------------------------------------------------------------------------------------------------------
+
+STEPS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
+    "lion": (lion_step_, ("exp_avg",), {"lr": 1e-2, "weight_decay": 0.1}),
+    "adagrad": (adagrad_step_, ("sum",), {"lr": 1e-2, "lr_decay": 0.01}),
+    "sgd": (sgd_step_, ("momentum_buffer",), {"lr": 1e-2, "momentum": 0.9, "dampening": 0.2}),
+    "lamb": (lamb_step_, ("exp_avg", "exp_avg_sq"), {"lr": 1e-2, "weight_decay": 0.1}),
+}
+
+
+def low_lists(names: tuple[str, ...], sizes: tuple[int, ...], kind: torch.dtype, firsts: tuple[int, ...]) -> Any:
+    """Codes of zeros, a list a moment, and scales in one list, moment after moment."""
+    codes = [[torch.zeros(n, dtype=kind) for n in sizes] for _ in names]
+    scales = [torch.zeros(moments_scales(n, f)) for _ in names for n, f in zip(sizes, firsts, strict=True)]
+    return codes, scales if kind == torch.uint8 else []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", STEPS)
+def test_a_step_is_the_fp32_step_between_decode_and_encode(optimizer: str, kind: torch.dtype) -> None:
+    """Also of pieces of tensors: blocks and random bits count from the tensor's first element. (The fp32 steps are held to
+    their references in test_lion.py, test_adagrad.py, test_sgd.py and test_lamb.py.)"""
+    call, names, rates = STEPS[optimizer]
+    sizes, whole = (1, 300, 256, 5000), optimizer == "lamb"
+    firsts = (0, 0, 0, 0) if whole else (0, 300, 255, 70001)
+    streams = (0, 1, 2, 3) if whole else (4, 5, 6, 9)
+    params = [values_of(n, "exp_avg", n) for n in sizes]
+    plain, outs = [p.clone() for p in params], [torch.zeros(n, dtype=torch.bfloat16) for n in sizes]
+    codes, scales = low_lists(names, sizes, kind, firsts)
+    more = {} if whole else {"firsts": firsts, "streams": streams}
+    for step in (1, 2, 3):
+        grads = [values_of(n, "exp_avg", n + step) for n in sizes]
+        none = [torch.zeros(0)] * 4
+        of = [scales[4 * k : 4 * k + 4] if scales else none for k in range(len(names))]
+        places = [{"moment": name, "first": f} for name in names for f in firsts]
+        states = [[decoded(c, s, **places[4 * k + i]) for i, (c, s) in enumerate(zip(codes[k], of[k], strict=True))]
+                  for k in range(len(names))]  # fmt: skip
+        call(params, grads, *codes, **rates, step=step, grad_scale=0.5, scales=scales, seed=9, param_outs=outs, **more)
+        call(plain, grads, *states, **rates, grad_scale=0.5, **({} if optimizer == "lion" else {"step": step}))
+        for index, (mine, want) in enumerate(zip(params, plain, strict=True)):
+            assert torch.equal(mine, want) and torch.equal(outs[index], mine.bfloat16())
+            for k in range(len(names)):
+                want_codes, want_scales = encoded(
+                    states[k][index], kind, **places[4 * k + index], seed=9, stream=streams[index], step=step
+                )
+                assert torch.equal(codes[k][index], want_codes) and torch.equal(of[k][index], want_scales)
+
+
+@pytest.mark.parametrize("optimizer", STEPS)
+def test_threads_do_not_show_in_any_step(optimizer: str) -> None:
+    call, names, rates = STEPS[optimizer]
+    sizes, before, results = (70000, 5, 120001), torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        params = [values_of(n, "exp_avg", n) for n in sizes]
+        codes, scales = low_lists(names, sizes, torch.uint8, (0, 0, 0))
+        for step in (1, 2):
+            call(params, [p.clone() for p in params], *codes, **rates, step=step, scales=scales)
+        results.append([*params, *(one for each in codes for one in each), *scales])
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", STEPS)
+def test_every_step_converges_as_in_fp32(optimizer: str) -> None:
+    """A least-squares problem of condition 100, noisy gradients, 300 steps: the loss of fp32 within a tenth of the first."""
+    call, names, rates = STEPS[optimizer]
+    rates = {**rates, "lr": {"lion": 2e-3, "adagrad": 0.3, "sgd": 2e-2, "lamb": 2e-2}[optimizer], "weight_decay": 0.0}
+    losses: dict[torch.dtype, float] = {}
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small that threads would only wait for each other
+    for kind in (torch.float32, *KINDS):
+        make = torch.Generator().manual_seed(2)
+        x, true = torch.randn(400, 64, generator=make) * torch.logspace(-1, 0, 64), torch.randn(64, generator=make)
+        w, y = torch.full((64,), 0.1), x @ true
+        codes, scales = low_lists(names, (64,), kind, (0,))
+        first = float((y - x @ w).square().mean())
+        for step in range(1, 301):
+            rows = torch.randint(0, 400, (100,), generator=make)
+            grad = 2 * x[rows].T @ (x[rows] @ w - y[rows]) / 100
+            low = {"scales": scales} if kind != torch.float32 else {}
+            count = {} if optimizer == "lion" and kind == torch.float32 else {"step": step}
+            call([w], [grad], *codes, **rates, **low, **count)
+        losses[kind] = float((y - x @ w).square().mean()) / first
+    torch.set_num_threads(before)
+    assert losses[torch.float32] < 0.5, losses
+    assert all(abs(losses[kind] - losses[torch.float32]) < 0.1 for kind in KINDS), losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_low_operators_as_torch_sees_them(kind: torch.dtype) -> None:
+    ops = torch.ops.zeropp
+    params, grads, places = [torch.randn(300)], [torch.randn(300)], [2, 0, 10]
+    numbers = {"lion": (1e-3, 0.9, 0.99, 0.0, False, 1.0), "adagrad": (1e-3, 0.0, 1e-10, 0.0, False, 1.0),
+               "sgd": (1e-3, 0.9, 0.0, 0.0, False, False, 1.0)}  # fmt: skip
+    for name, rates in numbers.items():
+        codes, scales = low_lists(("one",), (300,), kind, (10,))
+        arguments = (params, grads, codes[0], scales, [], places, 4, *rates)
+        torch.library.opcheck(getattr(ops, f"{name}_step_low_").default, arguments)
+    codes, scales = low_lists(("one", "two"), (300,), kind, (0,))
+    rates = (1e-3, 0.9, 0.999, 1e-6, 0.0, 0.0, 10.0, False, 1.0)
+    torch.library.opcheck(ops.lamb_step_low_.default, (params, grads, *codes, scales, [], [1], 4, *rates))
+
+    def step(p: Tensor, m: Tensor) -> Tensor:
+        lion_step_([p], [p * 2], [m], step=1, lr=0.1)
+        return p + 1
+
+    a, b = [[torch.ones(20), torch.zeros(20, dtype=torch.bfloat16)] for _ in range(2)]
+    assert torch.equal(step(*a), torch.compile(step, fullgraph=True, backend="aot_eager")(*b))
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"step": None}, "step is None, wanted the number of this update"),
+        ({"step": 0}, r"steps\[0\] is 0, wanted the number of this update, counted from 1"),
+        ({"step": [1, 2]}, "steps has 2 numbers, wanted 1 as params has tensors"),
+        ({"firsts": [-1]}, r"firsts\[0\] is -1, wanted at least 0"),
+        ({"streams": [1, 2]}, "streams has 2 numbers, wanted 1"),
+        ({"firsts": [250]}, r"scales\[0\] has 2 elements, wanted 3: 300 elements from 250 on in blocks of 256"),
+        ({"scales": []}, "scales has 0 tensors, wanted 1: one for each moment of each parameter"),
+        ({"exp_avgs": [torch.zeros(300, dtype=torch.int8)]}, r"exp_avgs\[0\] is int8, wanted bfloat16 or uint8"),
+        ({"exp_avgs": [torch.zeros(300, dtype=torch.bfloat16)]}, "scales has 1 tensors, wanted 0: bf16 has none"),
+        ({"exp_avgs": [torch.zeros(299, dtype=torch.uint8)]}, r"exp_avgs\[0\] has 299 elements, wanted 300"),
+    ],
+)
+def test_refusals_of_a_low_step(change: dict[str, Any], sentence: str) -> None:
+    params, (codes, scales) = [torch.ones(300)], low_lists(("one",), (300,), torch.uint8, (0,))
+    call: dict[str, Any] = {"grads": [torch.ones(300)], "exp_avgs": codes[0], "scales": scales, "step": 1, "lr": 0.1}
+    with pytest.raises(ValueError, match=f"^zeropp.ops.lion_step_: {sentence}"):
+        lion_step_(params, **{**call, **change})
+    assert bool((params[0] == 1).all())
+    with pytest.raises(TypeError, match=r"seed is 1\.5, wanted a whole number"):
+        lion_step_(params, **call, seed=1.5)

@@ -1,16 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Adagrad over many segments: the constants of each, and the version for this CPU; lists.c splits them over threads.
+ * Adagrad over many segments: the constants of each, and the version for this CPU; list_step.h does the rest.
  */
 #include "adagrad.h"
 
 #include <assert.h>
 
-#include "../element.h"
-#include "../lists.h"
 #include "kernels.h"
 
-static zpp_adagrad_kernel kernel_of(enum zpp_cpu_level level) {
+static zpp_adagrad_kernel list_kernel_of(enum zpp_cpu_level level) {
     switch (level) {
 #define ZPP_ADAGRAD_VARIANT(needs, function) \
     case needs: return function;
@@ -21,6 +19,8 @@ static zpp_adagrad_kernel kernel_of(enum zpp_cpu_level level) {
 }
 
 struct zpp_adagrad_consts zpp_adagrad_consts_of(const struct zpp_adagrad_segment *s, float grad_scale) {
+    assert(s->elems == 0 || s->sum || s->moment.codes);
+    assert(s->step >= 1);
     return (struct zpp_adagrad_consts){
         .grad_scale = s->maximize ? -grad_scale : grad_scale,
         .l2 = (float)s->weight_decay,
@@ -30,41 +30,20 @@ struct zpp_adagrad_consts zpp_adagrad_consts_of(const struct zpp_adagrad_segment
     };
 }
 
-struct job {
-    const struct zpp_adagrad_segment *segments;
-    float grad_scale;
-    zpp_adagrad_kernel kernel;
-};
-
-static struct zpp_list_item item_of(size_t index, const void *arg) {
-    const struct job *job = arg;
-    const struct zpp_adagrad_segment *s = &job->segments[index];
-    assert(s->elems == 0 || (s->param && s->grad && s->sum));
-    assert(zpp_element_is_float(s->grad_dtype) && (!s->param_out || zpp_element_is_float(s->out_dtype)));
-    assert(s->step >= 1);
-    return (struct zpp_list_item){
-        .elems = s->elems,
-        .elem_bytes = 4 * sizeof(float) + zpp_dtype_bytes(s->grad_dtype) +
-                      (s->param_out ? zpp_dtype_bytes(s->out_dtype) : 0),
-    };
-}
-
-static void run(size_t index, size_t begin_elems, size_t end_elems, const void *arg) {
-    const struct job *job = arg;
-    const struct zpp_adagrad_consts consts = zpp_adagrad_consts_of(&job->segments[index], job->grad_scale);
-    job->kernel(&job->segments[index], &consts, begin_elems, end_elems);
-}
+#define LIST_SEGMENT struct zpp_adagrad_segment
+#define LIST_CONSTS struct zpp_adagrad_consts
+#define LIST_KERNEL zpp_adagrad_kernel
+#define LIST_STATE sum
+#define LIST_WHICH ZPP_MOMENT_SECOND
+#define list_consts_of zpp_adagrad_consts_of
+#include "../list_step.h"
 
 void zpp_adagrad_step(const struct zpp_adagrad_segment *segments, size_t segments_count, float grad_scale,
                       zpp_pool *pool) {
-    const struct job job = { segments, grad_scale, kernel_of(zpp_cpu_level()) };
-    zpp_list_run(segments_count, item_of, run, &job, pool);
+    list_step(segments, segments_count, grad_scale, pool);
 }
 
 bool zpp_adagrad_step_at(enum zpp_cpu_level level, const struct zpp_adagrad_segment *segments, size_t segments_count,
                       float grad_scale, zpp_pool *pool) {
-    const struct job job = { segments, grad_scale, kernel_of(level) };
-    if (!job.kernel || level > zpp_cpu_detected()) return false;
-    zpp_list_run(segments_count, item_of, run, &job, pool);
-    return true;
+    return list_step_at(level, segments, segments_count, grad_scale, pool);
 }

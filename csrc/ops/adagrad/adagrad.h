@@ -24,6 +24,7 @@
 #include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
+#include "../moments/moments.h"
 
 /* One tensor, or one piece of a shard. Pointers need element alignment only. No two segments overlap. */
 struct zpp_adagrad_segment {
@@ -36,6 +37,8 @@ struct zpp_adagrad_segment {
     uint64_t step;    /* t of this update, from 1 */
     double lr, lr_decay, eps, weight_decay;
     bool maximize;
+    struct zpp_moments how; /* all zero: sum is fp32. Else that is NULL, and it is here: */
+    struct zpp_moment moment; /* a second moment */
 };
 
 /* All segments in one call, split over the threads of `pool` (NULL: this thread only). grad_scale multiplies every
@@ -48,8 +51,8 @@ void zpp_adagrad_step(const struct zpp_adagrad_segment *segments, size_t segment
 bool zpp_adagrad_step_at(enum zpp_cpu_level level, const struct zpp_adagrad_segment *segments, size_t segments_count,
                          float grad_scale, zpp_pool *pool);
 
-/* The same on CUDA, where all pointers are device memory: enqueued on `native` (torch's current stream). Same bits.
- * NOT_BUILT without the kernel, DEVICE if a launch fails. */
+/* The same on CUDA, where all pointers are device memory: enqueued on `native` (torch's current stream). States of all
+ * segments are of one kind. Same bits. NOT_BUILT without the kernel, DEVICE if a launch fails. */
 zpp_status zpp_adagrad_step_cuda(zpp_device *device, void *native, const struct zpp_adagrad_segment *segments,
                                  size_t segments_count, float grad_scale, struct zpp_err *err);
 

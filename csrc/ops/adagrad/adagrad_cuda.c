@@ -4,39 +4,28 @@
  */
 #include "adagrad_cuda.h"
 
-#include "../element_cuda.h"
 #include "kernels.h"
 
-_Static_assert(sizeof(struct zpp_adagrad_consts) <= ZPP_LIST_CUDA_CONSTS_BYTES, "constants must fit their room");
-
-struct job {
-    const struct zpp_adagrad_segment *segments;
-    float grad_scale;
-};
-
-static void describe(const void *arg, size_t index, struct zpp_list_cuda_segment *segment, void *consts) {
-    const struct job *job = arg;
-    const struct zpp_adagrad_segment *s = &job->segments[index];
-    *segment = (struct zpp_list_cuda_segment){
-        .param = s->param, .state = s->sum, .grad = s->grad, .param_out = s->param_out, .elems = s->elems,
-        .grad_kind = zpp_cuda_kind_of(s->grad_dtype),
-        .out_kind = s->param_out ? zpp_cuda_kind_of(s->out_dtype) : ZPP_CUDA_NONE,
-    };
-    *(struct zpp_adagrad_consts *)consts = zpp_adagrad_consts_of(s, job->grad_scale);
-}
+#define LAUNCH_KERNEL "zpp_adagrad_cuda"
+#define LAUNCH_LOW_KERNEL "zpp_adagrad_low_cuda"
+#define LAUNCH_SEGMENT struct zpp_adagrad_segment
+#define LAUNCH_CONSTS struct zpp_adagrad_consts
+#define LAUNCH_STATE sum
+#define LAUNCH_WHICH ZPP_MOMENT_SECOND
+#define launch_consts_of zpp_adagrad_consts_of
+#include "../list_launch_cuda.h"
 
 size_t zpp_adagrad_cuda_fill(const struct zpp_adagrad_segment *segments, size_t segments_count, float grad_scale,
                              struct zpp_adagrad_cuda_batch *batch, unsigned int *blocks) {
-    const struct job job = { segments, grad_scale };
-    const struct zpp_list_cuda_source source = { "zpp_adagrad_cuda", segments_count, sizeof batch->consts[0], describe,
-                                                 &job };
-    return zpp_list_cuda_fill(&source, 0, batch, blocks);
+    return launch_fill(segments, segments_count, grad_scale, batch, blocks);
+}
+
+size_t zpp_adagrad_low_cuda_fill(const struct zpp_adagrad_segment *segments, size_t segments_count, float grad_scale,
+                                 struct zpp_adagrad_low_cuda_batch *batch, unsigned int *blocks) {
+    return launch_low_fill(segments, segments_count, grad_scale, batch, blocks);
 }
 
 zpp_status zpp_adagrad_step_cuda(zpp_device *device, void *native, const struct zpp_adagrad_segment *segments,
                                  size_t segments_count, float grad_scale, struct zpp_err *err) {
-    const struct job job = { segments, grad_scale };
-    const struct zpp_list_cuda_source source = { "zpp_adagrad_cuda", segments_count, sizeof(struct zpp_adagrad_consts),
-                                                 describe, &job };
-    return zpp_list_cuda_run(device, native, &source, err);
+    return launch_step(device, native, segments, segments_count, grad_scale, err);
 }

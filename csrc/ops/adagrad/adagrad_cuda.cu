@@ -12,3 +12,12 @@
 KERNEL zpp_adagrad_cuda(const __grid_constant__ struct zpp_adagrad_cuda_batch batch) {
     walk(&batch.list, batch.consts);
 }
+
+#define LOW_CONSTS struct zpp_adagrad_consts
+#define low_one zpp_adagrad_element
+#include "../moments/low_one_cuda.h"
+
+KERNEL zpp_adagrad_low_cuda(const __grid_constant__ struct zpp_adagrad_low_cuda_batch batch) {
+    __shared__ struct zpp_low_tops tops;
+    low_walk(&batch.list, batch.consts, &tops);
+}

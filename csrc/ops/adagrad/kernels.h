@@ -25,4 +25,8 @@ struct zpp_adagrad_cuda_batch;
 size_t zpp_adagrad_cuda_fill(const struct zpp_adagrad_segment *segments, size_t segments_count, float grad_scale,
                              struct zpp_adagrad_cuda_batch *batch, unsigned int *blocks);
 
+struct zpp_adagrad_low_cuda_batch; /* the same for states that are not fp32 */
+size_t zpp_adagrad_low_cuda_fill(const struct zpp_adagrad_segment *segments, size_t segments_count, float grad_scale,
+                                 struct zpp_adagrad_low_cuda_batch *batch, unsigned int *blocks);
+
 #endif

@@ -33,6 +33,12 @@ size_t zpp_lamb_cuda_fill(const struct zpp_lamb_segment *segments, size_t segmen
                           struct zpp_lamb_cuda_batch *batch);
 void zpp_lamb_cuda_place(struct zpp_lamb_cuda_batch *batch, void *work);
 
+/* What moments in fewer bits need `beside` a batch that was placed, of the same segments; the blocks of the last
+ * kernel's grid. */
+struct zpp_lamb_low_cuda_batch;
+unsigned int zpp_lamb_low_cuda_fill(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale,
+                                    const struct zpp_lamb_cuda_batch *beside, struct zpp_lamb_low_cuda_batch *batch);
+
 #define ZPP_LAMB_VARIANT(level, name) extern const struct zpp_lamb_kernels name;
 #include "variants.def"
 #undef ZPP_LAMB_VARIANT

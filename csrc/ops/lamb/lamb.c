@@ -11,6 +11,7 @@
 #include <stdlib.h>
 
 #include "../element.h"
+#include "../moments/tile.h"
 #include "kernels.h"
 #include "lamb_trust.h"
 
@@ -24,6 +25,7 @@ struct block {
 struct group {
     const struct zpp_lamb_segment *segments;
     const struct zpp_lamb_kernels *kernels;
+    const struct zpp_moments_kernels *moments;
     struct zpp_lamb_consts *consts; /* [segments_count], of all segments */
     struct block *blocks;
     size_t blocks_count;
@@ -60,13 +62,45 @@ static double lanes_sum(const float lanes[ZPP_LAMB_LANES]) {
     return sum;
 }
 
+/* Either pass over moments that are not fp32. */
+struct tile_job {
+    const struct group *group;
+    const struct block *block;
+    struct zpp_lamb_sums *sums;
+    bool moves; /* the second one */
+};
+
+static void step_tile(size_t begin, size_t end, float *const values[3], const void *arg) {
+    const struct tile_job *job = arg;
+    const struct zpp_lamb_kernels *kernels = job->group->kernels;
+    const struct zpp_lamb_consts *consts = &job->group->consts[job->block->segment];
+    struct zpp_lamb_segment tile = job->group->segments[job->block->segment];
+    ZPP_MOMENTS_CROP(&tile, begin, end);
+    tile.exp_avg = values[ZPP_MOMENT_FIRST];
+    tile.exp_avg_sq = values[ZPP_MOMENT_SECOND];
+    kernels->moments(&tile, consts, 0, tile.elems, job->sums); /* tiles begin at a multiple of the lanes */
+    if (job->moves) kernels->move(&tile, consts, 0, tile.elems);
+}
+
+static void pass_low(const struct group *group, const struct block *block, struct zpp_lamb_sums *sums, bool moves) {
+    const struct zpp_lamb_segment *s = &group->segments[block->segment];
+    const struct tile_job job = { group, block, sums, moves };
+    const struct zpp_moments_held held = { group->moments, &s->how, s->moments, 2, ZPP_MOMENT_FIRST, !moves };
+    zpp_moments_each_tile(&held, block->begin, block->end, step_tile, &job);
+}
+
+static bool is_low(const struct group *group, const struct block *block) {
+    return group->segments[block->segment].how.kind != ZPP_MOMENTS_F32;
+}
+
 static void first_pass(size_t begin, size_t end, void *arg) {
     const struct group *group = arg;
     for (size_t b = begin; b < end; ++b) {
         struct block *block = &group->blocks[b];
         struct zpp_lamb_sums sums = { { 0 }, { 0 } };
-        group->kernels->moments(&group->segments[block->segment], &group->consts[block->segment], block->begin,
-                                block->end, &sums);
+        if (is_low(group, block)) pass_low(group, block, &sums, false);
+        else group->kernels->moments(&group->segments[block->segment], &group->consts[block->segment], block->begin,
+                                     block->end, &sums);
         block->params = lanes_sum(sums.params);
         block->updates = lanes_sum(sums.updates);
     }
@@ -76,8 +110,10 @@ static void second_pass(size_t begin, size_t end, void *arg) {
     const struct group *group = arg;
     for (size_t b = begin; b < end; ++b) {
         const struct block *block = &group->blocks[b];
-        group->kernels->move(&group->segments[block->segment], &group->consts[block->segment], block->begin,
-                             block->end);
+        struct zpp_lamb_sums unused = { { 0 }, { 0 } };
+        if (is_low(group, block)) pass_low(group, block, &unused, true);
+        else group->kernels->move(&group->segments[block->segment], &group->consts[block->segment], block->begin,
+                                  block->end);
     }
 }
 
@@ -116,12 +152,12 @@ static void add_blocks(struct group *group, size_t segment) {
     }
 }
 
-static zpp_status step_with(const struct zpp_lamb_kernels *kernels, const struct zpp_lamb_segment *segments,
-                            size_t segments_count, float grad_scale, float *trust, zpp_pool *pool,
-                            struct zpp_err *err) {
+static zpp_status step_with(enum zpp_cpu_level level, const struct zpp_lamb_segment *segments, size_t segments_count,
+                            float grad_scale, float *trust, zpp_pool *pool, struct zpp_err *err) {
     size_t room = GROUP_BLOCKS;
     for (size_t k = 0; k < segments_count; ++k) room = blocks_of(&segments[k]) > room ? blocks_of(&segments[k]) : room;
-    struct group group = { .segments = segments, .kernels = kernels };
+    struct group group = { .segments = segments, .kernels = kernels_of(level),
+                           .moments = zpp_moments_kernels_of(level) };
     group.blocks = malloc(room * sizeof *group.blocks);
     group.consts = malloc((segments_count + 1) * sizeof *group.consts);
     if (!group.blocks || !group.consts) {
@@ -131,7 +167,9 @@ static zpp_status step_with(const struct zpp_lamb_kernels *kernels, const struct
     }
     for (size_t k = 0; k < segments_count; ++k) {
         const struct zpp_lamb_segment *s = &segments[k];
-        assert(s->elems == 0 || (s->param && s->grad && s->exp_avg && s->exp_avg_sq && s->step >= 1));
+        assert(s->elems == 0 || (s->param && s->grad && s->step >= 1));
+        assert(s->elems == 0 || (s->exp_avg && s->exp_avg_sq) || (s->moments[0].codes && s->moments[1].codes));
+        assert(s->how.first_elems == 0);
         assert(zpp_element_is_float(s->grad_dtype) && (!s->param_out || zpp_element_is_float(s->out_dtype)));
         if (trust) trust[k] = 1.0f;
         group.consts[k] = zpp_lamb_consts_of(s, grad_scale);
@@ -146,14 +184,13 @@ static zpp_status step_with(const struct zpp_lamb_kernels *kernels, const struct
 
 zpp_status zpp_lamb_step(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale, float *trust,
                          zpp_pool *pool, struct zpp_err *err) {
-    return step_with(kernels_of(zpp_cpu_level()), segments, segments_count, grad_scale, trust, pool, err);
+    return step_with(zpp_cpu_level(), segments, segments_count, grad_scale, trust, pool, err);
 }
 
 zpp_status zpp_lamb_step_at(enum zpp_cpu_level level, const struct zpp_lamb_segment *segments, size_t segments_count,
                             float grad_scale, float *trust, zpp_pool *pool, struct zpp_err *err) {
-    const struct zpp_lamb_kernels *kernels = kernels_of(level);
-    if (!kernels || level > zpp_cpu_detected()) {
+    if (!kernels_of(level) || level > zpp_cpu_detected()) {
         return zpp_fail(err, ZPP_INVALID, "lamb: this machine or build lacks %s", zpp_cpu_level_name(level));
     }
-    return step_with(kernels, segments, segments_count, grad_scale, trust, pool, err);
+    return step_with(level, segments, segments_count, grad_scale, trust, pool, err);
 }

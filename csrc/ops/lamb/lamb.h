@@ -10,7 +10,8 @@
  *
  * A tensor's norms are those of the whole tensor, so a segment is a whole tensor, never a piece of one. It takes two
  * passes: moments and norms, then the step, which computes u again from m, v and p instead of storing it: 40 bytes a
- * parameter in fp32 (24 and 16), and the second pass finds small tensors in the cache.
+ * parameter in fp32 (24 and 16), and the second pass finds small tensors in the cache. With moments in bf16 (8 bits)
+ * the second pass makes m and v again, too, and encodes them: 12 and 20 (10 and 16) bytes; both have the same u.
  *
  * Norms: squares are rounded to fp32 and added in sixteen lanes (element i in lane i % 16) within blocks of
  * ZPP_LAMB_BLOCK_ELEMS, blocks in double and in order. So every CPU level and number of threads gives the same bits (a
@@ -26,6 +27,7 @@
 #include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
+#include "../moments/moments.h"
 
 enum { ZPP_LAMB_BLOCK_ELEMS = 4096 };
 
@@ -40,6 +42,8 @@ struct zpp_lamb_segment {
     uint64_t step; /* t of this update, from 1 */
     double lr, beta1, beta2, eps, weight_decay, trust_least, trust_most;
     bool maximize;
+    struct zpp_moments how; /* all zero: moments in fp32, in the arrays above. Else those are NULL, they are here: */
+    struct zpp_moment moments[2]; /* the first and the second; how.first_elems is 0 */
 };
 
 /* All segments in one call, split over the threads of `pool` (NULL: this thread only). trust [segments_count] receives
@@ -52,8 +56,8 @@ zpp_status zpp_lamb_step_at(enum zpp_cpu_level level, const struct zpp_lamb_segm
                             float grad_scale, float *trust, zpp_pool *pool, struct zpp_err *err);
 
 /* The same on CUDA, where all pointers but `segments` itself are device memory: enqueued on `native` (torch's current
- * stream). Same bits. `work`: device memory of zpp_lamb_cuda_work_bytes, aligned to 8. NOT_BUILT without the kernels,
- * DEVICE if a launch fails. */
+ * stream). Moments of all segments are of one kind. Same bits. `work`: device memory of zpp_lamb_cuda_work_bytes,
+ * aligned to 8. NOT_BUILT without the kernels, DEVICE if a launch fails. */
 size_t zpp_lamb_cuda_work_bytes(const struct zpp_lamb_segment *segments, size_t segments_count);
 zpp_status zpp_lamb_step_cuda(zpp_device *device, void *native, const struct zpp_lamb_segment *segments,
                               size_t segments_count, float grad_scale, void *work, struct zpp_err *err);

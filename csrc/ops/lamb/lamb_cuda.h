@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * LAMB on CUDA: the argument of its kernels, shared by lamb_cuda.cu and the launcher lamb_cuda.c.
+ * LAMB on CUDA: the arguments of its kernels, shared by lamb_cuda.cu, lamb_low_cuda.cu and the launcher lamb_cuda.c.
  */
 #ifndef ZPP_OPS_LAMB_CUDA_H
 #define ZPP_OPS_LAMB_CUDA_H
 
 #include <stdint.h>
 
+#include "../moments/low_cuda.h"
 #include "lamb_body.h"
 
 enum {
@@ -33,6 +34,20 @@ struct zpp_lamb_cuda_batch {
     float *rates;  /* [count]: lr r */
     uint32_t count, blocks;
     struct zpp_lamb_cuda_segment segments[ZPP_LAMB_CUDA_SEGMENTS];
+};
+
+/* The same segments where moments are not fp32: for the first and the last of the four kernels. */
+struct zpp_lamb_low_consts {
+    struct zpp_lamb_consts lamb;
+    const float *rate; /* on the device */
+};
+
+struct zpp_lamb_low_cuda_batch {
+    struct zpp_low_cuda_segments list;
+    struct zpp_lamb_low_consts consts[ZPP_LOW_CUDA_SEGMENTS];
+    float *lanes;
+    uint32_t blocks; /* of 4096 elements, and the first one of each segment: */
+    uint32_t firsts[ZPP_LOW_CUDA_SEGMENTS];
 };
 
 #endif

@@ -25,4 +25,8 @@ struct zpp_lion_cuda_batch;
 size_t zpp_lion_cuda_fill(const struct zpp_lion_segment *segments, size_t segments_count, float grad_scale,
                           struct zpp_lion_cuda_batch *batch, unsigned int *blocks);
 
+struct zpp_lion_low_cuda_batch; /* the same for states that are not fp32 */
+size_t zpp_lion_low_cuda_fill(const struct zpp_lion_segment *segments, size_t segments_count, float grad_scale,
+                              struct zpp_lion_low_cuda_batch *batch, unsigned int *blocks);
+
 #endif

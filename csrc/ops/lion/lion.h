@@ -23,6 +23,7 @@
 #include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
+#include "../moments/moments.h"
 
 /* One tensor, or one piece of a shard. Pointers need element alignment only. No two segments overlap. */
 struct zpp_lion_segment {
@@ -34,6 +35,8 @@ struct zpp_lion_segment {
     zpp_dtype grad_dtype, out_dtype;
     double lr, beta1, beta2, weight_decay;
     bool maximize;
+    struct zpp_moments how; /* all zero: exp_avg is fp32. Else that is NULL, and it is here: */
+    struct zpp_moment moment; /* a first moment */
 };
 
 /* All segments in one call, split over the threads of `pool` (NULL: this thread only). grad_scale multiplies every
@@ -45,8 +48,8 @@ void zpp_lion_step(const struct zpp_lion_segment *segments, size_t segments_coun
 bool zpp_lion_step_at(enum zpp_cpu_level level, const struct zpp_lion_segment *segments, size_t segments_count,
                       float grad_scale, zpp_pool *pool);
 
-/* The same on CUDA, where all pointers are device memory: enqueued on `native` (torch's current stream). Same bits.
- * NOT_BUILT without the kernel, DEVICE if a launch fails. */
+/* The same on CUDA, where all pointers are device memory: enqueued on `native` (torch's current stream). States of all
+ * segments are of one kind. Same bits. NOT_BUILT without the kernel, DEVICE if a launch fails. */
 zpp_status zpp_lion_step_cuda(zpp_device *device, void *native, const struct zpp_lion_segment *segments,
                               size_t segments_count, float grad_scale, struct zpp_err *err);
 

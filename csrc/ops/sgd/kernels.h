@@ -25,4 +25,8 @@ struct zpp_sgd_cuda_batch;
 size_t zpp_sgd_cuda_fill(const struct zpp_sgd_segment *segments, size_t segments_count, float grad_scale,
                          struct zpp_sgd_cuda_batch *batch, unsigned int *blocks);
 
+struct zpp_sgd_low_cuda_batch; /* the same for states that are not fp32 */
+size_t zpp_sgd_low_cuda_fill(const struct zpp_sgd_segment *segments, size_t segments_count, float grad_scale,
+                             struct zpp_sgd_low_cuda_batch *batch, unsigned int *blocks);
+
 #endif

@@ -1,16 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * SGD over many segments: the constants of each, and the version for this CPU; lists.c splits them over threads.
+ * SGD over many segments: the constants of each, and the version for this CPU; list_step.h does the rest.
  */
 #include "sgd.h"
 
-#include <assert.h>
-
-#include "../element.h"
-#include "../lists.h"
 #include "kernels.h"
 
-static zpp_sgd_kernel kernel_of(enum zpp_cpu_level level) {
+static zpp_sgd_kernel list_kernel_of(enum zpp_cpu_level level) {
     switch (level) {
 #define ZPP_SGD_VARIANT(needs, function) \
     case needs: return function;
@@ -33,39 +29,19 @@ struct zpp_sgd_consts zpp_sgd_consts_of(const struct zpp_sgd_segment *s, float g
     };
 }
 
-struct job {
-    const struct zpp_sgd_segment *segments;
-    float grad_scale;
-    zpp_sgd_kernel kernel;
-};
-
-static struct zpp_list_item item_of(size_t index, const void *arg) {
-    const struct job *job = arg;
-    const struct zpp_sgd_segment *s = &job->segments[index];
-    assert(s->elems == 0 || (s->param && s->grad));
-    assert(zpp_element_is_float(s->grad_dtype) && (!s->param_out || zpp_element_is_float(s->out_dtype)));
-    return (struct zpp_list_item){
-        .elems = s->elems,
-        .elem_bytes = (s->momentum_buffer ? 4 : 2) * sizeof(float) + zpp_dtype_bytes(s->grad_dtype) +
-                      (s->param_out ? zpp_dtype_bytes(s->out_dtype) : 0),
-    };
-}
-
-static void run(size_t index, size_t begin_elems, size_t end_elems, const void *arg) {
-    const struct job *job = arg;
-    const struct zpp_sgd_consts consts = zpp_sgd_consts_of(&job->segments[index], job->grad_scale);
-    job->kernel(&job->segments[index], &consts, begin_elems, end_elems);
-}
+#define LIST_SEGMENT struct zpp_sgd_segment
+#define LIST_CONSTS struct zpp_sgd_consts
+#define LIST_KERNEL zpp_sgd_kernel
+#define LIST_STATE momentum_buffer
+#define LIST_WHICH ZPP_MOMENT_FIRST
+#define list_consts_of zpp_sgd_consts_of
+#include "../list_step.h"
 
 void zpp_sgd_step(const struct zpp_sgd_segment *segments, size_t segments_count, float grad_scale, zpp_pool *pool) {
-    const struct job job = { segments, grad_scale, kernel_of(zpp_cpu_level()) };
-    zpp_list_run(segments_count, item_of, run, &job, pool);
+    list_step(segments, segments_count, grad_scale, pool);
 }
 
 bool zpp_sgd_step_at(enum zpp_cpu_level level, const struct zpp_sgd_segment *segments, size_t segments_count,
                       float grad_scale, zpp_pool *pool) {
-    const struct job job = { segments, grad_scale, kernel_of(level) };
-    if (!job.kernel || level > zpp_cpu_detected()) return false;
-    zpp_list_run(segments_count, item_of, run, &job, pool);
-    return true;
+    return list_step_at(level, segments, segments_count, grad_scale, pool);
 }

@@ -27,6 +27,7 @@
 #include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
+#include "../moments/moments.h"
 
 /* One tensor, or one piece of a shard. Pointers need element alignment only. No two segments overlap. */
 struct zpp_sgd_segment {
@@ -39,6 +40,8 @@ struct zpp_sgd_segment {
     double lr, momentum, dampening, weight_decay;
     bool nesterov, maximize;
     bool first;       /* momentum_buffer is written, not read */
+    struct zpp_moments how; /* all zero: momentum_buffer is fp32. Else that is NULL, and it is here: */
+    struct zpp_moment moment; /* a first moment; codes NULL: none */
 };
 
 /* All segments in one call, split over the threads of `pool` (NULL: this thread only). grad_scale multiplies every
@@ -50,8 +53,8 @@ void zpp_sgd_step(const struct zpp_sgd_segment *segments, size_t segments_count,
 bool zpp_sgd_step_at(enum zpp_cpu_level level, const struct zpp_sgd_segment *segments, size_t segments_count,
                      float grad_scale, zpp_pool *pool);
 
-/* The same on CUDA, where all pointers are device memory: enqueued on `native` (torch's current stream). Same bits.
- * NOT_BUILT without the kernel, DEVICE if a launch fails. */
+/* The same on CUDA, where all pointers are device memory: enqueued on `native` (torch's current stream). States of all
+ * segments are of one kind. Same bits. NOT_BUILT without the kernel, DEVICE if a launch fails. */
 zpp_status zpp_sgd_step_cuda(zpp_device *device, void *native, const struct zpp_sgd_segment *segments,
                              size_t segments_count, float grad_scale, struct zpp_err *err);
 

@@ -10,3 +10,12 @@
 #include "../list_walk_cuda.h"
 
 KERNEL zpp_sgd_cuda(const __grid_constant__ struct zpp_sgd_cuda_batch batch) { walk(&batch.list, batch.consts); }
+
+#define LOW_CONSTS struct zpp_sgd_consts
+#define low_one zpp_sgd_element
+#include "../moments/low_one_cuda.h"
+
+KERNEL zpp_sgd_low_cuda(const __grid_constant__ struct zpp_sgd_low_cuda_batch batch) {
+    __shared__ struct zpp_low_tops tops;
+    low_walk(&batch.list, batch.consts, &tops);
+}

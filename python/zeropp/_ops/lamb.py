@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zeropp._ops import doors
+from zeropp._ops import moments as _moments
 
 __all__ = ["lamb_step_"]
 
@@ -29,6 +30,8 @@ def lamb_step_(
     maximize: bool = False,
     grad_scale: float = 1.0,
     param_outs: Sequence[Tensor] = (),
+    scales: Sequence[Tensor] = (),
+    seed: int = 0,
 ) -> None:
     """One step of LAMB (You et al. 2020, algorithm 2) over lists of tensors, norms included: 40 bytes a parameter.
 
@@ -38,8 +41,8 @@ def lamb_step_(
     Args:
         params: fp32 tensors, updated in place; each is a whole layer's tensor: its norm is taken.
         grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
-        exp_avgs: fp32, first moments, updated in place.
-        exp_avg_sqs: fp32, second moments, updated in place.
+        exp_avgs: fp32, bfloat16, or uint8 (codes of 8 bits), first moments, updated in place.
+        exp_avg_sqs: of the same type, second moments, updated in place.
         step: t of this update, counted from 1; one number, or one a tensor.
         lr: learning rate.
         beta1: decay of the first moment, 0 <= beta1 < 1.
@@ -50,6 +53,9 @@ def lamb_step_(
         maximize: climb instead of descend.
         grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
+        scales: of moments in uint8 only: fp32, ``moments_scales(elems)`` for each of ``exp_avgs``, then for each of
+            ``exp_avg_sqs``; updated in place.
+        seed: of the stochastic rounding of moments that are not fp32.
 
     Raises:
         TypeError, ValueError: as ``lion_step_``; nothing was written.
@@ -61,22 +67,48 @@ def lamb_step_(
         "trust_most": most, "grad_scale": grad_scale,
     }  # fmt: skip
     doors.check_numbers(name, rates)
+    low = _moments.are_codes(exp_avgs, scales)
     lists = {
-        "params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "param_outs": param_outs,
+        "params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs,
+        **({"scales": scales} if low else {}), "param_outs": param_outs,
     }  # fmt: skip
     for argument, tensors in lists.items():
         doors.check_tensors(name, argument, tensors, doors.BOTH)
     steps = doors.steps_of(name, step, params)
     if not any(lists.values()):
         return  # without a tensor there is no device to dispatch on
-    numbers = [steps, lr, beta1, beta2, eps, weight_decay, least, most, maximize, grad_scale]
-    written = [*params, *exp_avgs, *exp_avg_sqs, *param_outs]
-    doors.call(name, torch.ops.zeropp.lamb_step_.default, [*map(list, lists.values()), *numbers], written)
+    numbers = [lr, beta1, beta2, eps, weight_decay, least, most, maximize, grad_scale]
+    written = [*params, *exp_avgs, *exp_avg_sqs, *scales, *param_outs]
+    tensors_of = list(map(list, lists.values()))
+    if low:
+        doors.check_whole(name, "seed", seed)
+        doors.call(name, torch.ops.zeropp.lamb_step_low_.default, [*tensors_of, steps, seed, *numbers], written)
+    else:
+        doors.call(name, torch.ops.zeropp.lamb_step_.default, [*tensors_of, steps, *numbers], written)
 
 
 def register() -> None:
-    """Register the fake kernel."""
+    """Register the fake kernels."""
     torch.library.register_fake("zeropp::lamb_step_", _fake)
+    torch.library.register_fake("zeropp::lamb_step_low_", _fake_low)
+
+
+def _fake_low(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    scales: list[Tensor],
+    param_outs: list[Tensor],
+    steps: list[int],
+    *rates: float,
+) -> None:
+    name = "zeropp.ops.lamb_step_"
+    doors.fake_check_like(name, "params", params, params, doors.FP32)
+    doors.fake_check_like(name, "grads", grads, params, doors.FLOATS)
+    _moments.fake_check_low(name, {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, params, scales)
+    if param_outs:
+        doors.fake_check_like(name, "param_outs", param_outs, params, doors.FLOATS)
 
 
 def _fake(

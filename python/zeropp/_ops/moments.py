@@ -4,6 +4,8 @@ formats. The steps themselves decode and encode in their one pass."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,8 @@ __all__ = ["moments_decode_", "moments_encode_", "moments_scales"]
 
 BLOCK_ELEMS = 256
 """Elements that share a scale; blocks begin at multiples of it in the tensor."""
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-"""What moments may be; only the first has signs."""
+MOMENTS = {"exp_avg": 0, "exp_avg_sq": 1, "max_exp_avg_sq": 2, "momentum_buffer": 0, "sum": 1}
+"""What moments may be, and which number C knows them by: of SGD's and Adagrad's, too. Number 0 has signs."""
 CODES = (torch.bfloat16, torch.uint8)
 
 
@@ -40,7 +42,7 @@ def moments_encode_(
         src: fp32.
         codes: bfloat16 or uint8, as many elements; written.
         scales: fp32, ``moments_scales(elems, first)`` of them for uint8; without elements for bfloat16. Written.
-        moment: "exp_avg", which has signs; "exp_avg_sq" or "max_exp_avg_sq", which have none.
+        moment: "exp_avg" or "momentum_buffer", which have signs; "exp_avg_sq", "max_exp_avg_sq" or "sum", which have none.
         first: place of the first element in its tensor: blocks and random bits count from the tensor's first.
         seed, stream, step: what the random bits are made of, ``stream`` being the tensor's number. step 0 rounds to
             nearest; so does nothing else here, and then encoding what was decoded gives the same codes.
@@ -71,7 +73,35 @@ def moments_decode_(codes: Tensor, scales: Tensor, dst: Tensor, *, moment: str =
 def _number(name: str, moment: str) -> int:
     if moment not in MOMENTS:
         raise ValueError(f"{name}: moment is {moment!r}, wanted one of {', '.join(map(repr, MOMENTS))}")
-    return MOMENTS.index(moment)
+    return MOMENTS[moment]
+
+
+def are_codes(states: Sequence[Tensor], scales: Sequence[Tensor]) -> bool:
+    """Are these states of an optimizer in fewer bits?"""
+    return bool(scales) or bool(states and states[0].dtype in CODES)
+
+
+def places_of(
+    name: str,
+    params: Sequence[Tensor],
+    step: int | Sequence[int] | None,
+    streams: Sequence[int] | None,
+    firsts: Sequence[int] | None,
+) -> list[int]:
+    """Step, stream and first of each parameter, one after the other."""
+    if step is None:
+        raise ValueError(
+            f"{name}: step is None, wanted the number of this update: the rounding of states in fewer bits is made of it"
+        )
+    columns = {
+        "steps": doors.steps_of(name, step, params),
+        "streams": list(range(len(params))) if streams is None else list(streams),
+        "firsts": [0] * len(params) if firsts is None else list(firsts),
+    }
+    for label, column in columns.items():
+        if len(column) != len(params):
+            raise ValueError(f"{name}: {label} has {len(column)} numbers, wanted {len(params)} as params has tensors")
+    return [number for place in zip(*columns.values(), strict=True) for number in place]
 
 
 def register() -> None:
@@ -97,6 +127,35 @@ def _fake_decode(codes: Tensor, scales: Tensor, dst: Tensor, moment: int, first:
     doors.fake_check("zeropp.ops.moments_decode_", "dst", dst, doors.FP32, codes.numel())
 
 
+def fake_check_low(
+    name: str,
+    moments: dict[str, list[Tensor]],
+    params: list[Tensor],
+    scales: list[Tensor],
+    firsts: Sequence[int] = (),
+) -> None:
+    """Codes of one kind, and a scale for each block of 8 bits. An empty list after the first: there is none."""
+    lists = list(moments.values())
+    kinds = (lists[0][0].dtype,) if lists[0] and lists[0][0].dtype in CODES else CODES
+    for index, (label, codes) in enumerate(moments.items()):
+        if codes or index == 0:
+            doors.fake_check_like(name, label, codes, params, kinds)
+    wanted = sum(bool(codes) for codes in lists) * len(params) if kinds == (torch.uint8,) else 0
+    if len(scales) != wanted:
+        raise ValueError(f"{name}: scales has {len(scales)} tensors, wanted {wanted}")
+    for index, tensor in enumerate(scales):
+        at = index % len(params)
+        count = moments_scales(params[at].numel(), firsts[at] if firsts else 0)
+        doors.fake_check(name, f"scales[{index}]", tensor, doors.FP32, count)
+
+
+def fake_check_places(name: str, places: list[int], params: list[Tensor]) -> list[int]:
+    """Three numbers a parameter; the third of each."""
+    if len(places) != 3 * len(params):
+        raise ValueError(f"{name}: places has {len(places)} numbers, wanted {3 * len(params)}")
+    return places[2::3]
+
+
 def _fake_adam_step_low(
     params: list[Tensor],
     grads: list[Tensor],
@@ -109,21 +168,11 @@ def _fake_adam_step_low(
     *rates: float,
 ) -> None:
     name = "zeropp.ops.adam_step_"
-    kinds = (exp_avgs[0].dtype,) if exp_avgs and exp_avgs[0].dtype in CODES else CODES
+    moments = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": max_exp_avg_sqs}
     doors.fake_check_like(name, "params", params, params, doors.FP32)
     doors.fake_check_like(name, "grads", grads, params, doors.FLOATS)
-    doors.fake_check_like(name, "exp_avgs", exp_avgs, params, kinds)
-    doors.fake_check_like(name, "exp_avg_sqs", exp_avg_sqs, params, kinds)
-    if max_exp_avg_sqs:
-        doors.fake_check_like(name, "max_exp_avg_sqs", max_exp_avg_sqs, params, kinds)
+    fake_check_low(name, moments, params, scales)
     if param_outs:
         doors.fake_check_like(name, "param_outs", param_outs, params, doors.FLOATS)
-    moments = 3 if max_exp_avg_sqs else 2
-    wanted = moments * len(params) if kinds == (torch.uint8,) else 0
-    if len(scales) != wanted:
-        raise ValueError(f"{name}: scales has {len(scales)} tensors, wanted {wanted}")
-    for index, tensor in enumerate(scales):
-        elems = params[index % len(params)].numel()
-        doors.fake_check(name, f"scales[{index}]", tensor, doors.FP32, moments_scales(elems))
     if len(steps) != len(params):
         raise ValueError(f"{name}: steps has {len(steps)} numbers, wanted {len(params)} as params has tensors")

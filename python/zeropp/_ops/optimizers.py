@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zeropp._ops import doors
+from zeropp._ops import moments as _moments
 
 __all__ = ["adagrad_step_", "lion_step_", "sgd_step_"]
 
@@ -25,15 +27,22 @@ def lion_step_(
     maximize: bool = False,
     grad_scale: float = 1.0,
     param_outs: Sequence[Tensor] = (),
+    step: int | Sequence[int] | None = None,
+    scales: Sequence[Tensor] = (),
+    seed: int = 0,
+    streams: Sequence[int] | None = None,
+    firsts: Sequence[int] | None = None,
 ) -> None:
     """One step of Lion (Chen et al. 2023, algorithm 2) over lists of tensors, in one pass: 20 bytes a parameter.
 
-    ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``, then ``m = beta2 m + (1 - beta2) g``.
+    ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``, then ``m = beta2 m + (1 - beta2) g``. With the
+    momentum in bf16 it moves 16 bytes, in 8 bits 14 (csrc/ops/moments/moments.h): the same arithmetic between decoding
+    and encoding it.
 
     Args:
         params: fp32 tensors, updated in place.
         grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
-        exp_avgs: fp32, the momentum, updated in place.
+        exp_avgs: fp32, bfloat16, or uint8 (codes of 8 bits), the momentum, updated in place.
         lr: learning rate, lr >= 0.
         beta1: share of the momentum in the step, 0 <= beta1 < 1.
         beta2: decay of the momentum, 0 <= beta2 < 1.
@@ -41,6 +50,11 @@ def lion_step_(
         maximize: climb instead of descend.
         grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
+        step: of a momentum that is not fp32: t of this update, counted from 1; one number, or one a tensor.
+        scales: of uint8 only: fp32, ``moments_scales(elems, first)`` for each tensor; updated in place.
+        seed, streams: the stochastic rounding of a momentum that is not fp32 is made of the seed, the tensor's stream
+            (None: its place in the list), step and place in the tensor alone.
+        firsts: for pieces of tensors, the place of each one's first element in its tensor. None: whole tensors.
 
     Raises:
         TypeError: an argument is no list of tensors, or no number.
@@ -50,7 +64,8 @@ def lion_step_(
     rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "grad_scale": grad_scale}
     doors.check_numbers("zeropp.ops.lion_step_", rates)
     numbers = [lr, beta1, beta2, weight_decay, maximize, grad_scale]
-    _step("lion_step_", params, grads, "exp_avgs", exp_avgs, param_outs, numbers)
+    low = _Low(step, scales, seed, streams, firsts)
+    _step("lion_step_", params, grads, "exp_avgs", exp_avgs, param_outs, [], numbers, low)
 
 
 def adagrad_step_(
@@ -66,6 +81,10 @@ def adagrad_step_(
     maximize: bool = False,
     grad_scale: float = 1.0,
     param_outs: Sequence[Tensor] = (),
+    scales: Sequence[Tensor] = (),
+    seed: int = 0,
+    streams: Sequence[int] | None = None,
+    firsts: Sequence[int] | None = None,
 ) -> None:
     """One step of Adagrad (Duchi, Hazan & Singer 2011) over lists of tensors, in one pass: 20 bytes a parameter.
 
@@ -74,7 +93,7 @@ def adagrad_step_(
     Args:
         params: fp32 tensors, updated in place.
         grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
-        state_sums: fp32, the sums of squares, updated in place.
+        state_sums: fp32, bfloat16, or uint8 (codes of 8 bits), the sums of squares, updated in place.
         step: t of this update, counted from 1; one number, or one a tensor.
         lr: learning rate.
         lr_decay: how fast the learning rate falls, lr_decay >= 0.
@@ -83,6 +102,7 @@ def adagrad_step_(
         maximize: climb instead of descend.
         grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
+        scales, seed, streams, firsts: of states that are not fp32, as ``lion_step_`` has them.
 
     Raises:
         TypeError, ValueError: as ``lion_step_``.
@@ -90,8 +110,9 @@ def adagrad_step_(
     name = "zeropp.ops.adagrad_step_"
     rates = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay, "grad_scale": grad_scale}
     doors.check_numbers(name, rates)
-    numbers = [doors.steps_of(name, step, params), lr, lr_decay, eps, weight_decay, maximize, grad_scale]
-    _step("adagrad_step_", params, grads, "state_sums", state_sums, param_outs, numbers)
+    numbers = [lr, lr_decay, eps, weight_decay, maximize, grad_scale]
+    steps, low = [doors.steps_of(name, step, params)], _Low(step, scales, seed, streams, firsts)
+    _step("adagrad_step_", params, grads, "state_sums", state_sums, param_outs, steps, numbers, low)
 
 
 def sgd_step_(
@@ -108,6 +129,10 @@ def sgd_step_(
     maximize: bool = False,
     grad_scale: float = 1.0,
     param_outs: Sequence[Tensor] = (),
+    scales: Sequence[Tensor] = (),
+    seed: int = 0,
+    streams: Sequence[int] | None = None,
+    firsts: Sequence[int] | None = None,
 ) -> None:
     """One step of SGD, with momentum where there are buffers, over lists of tensors: 20 bytes a parameter, 12 without.
 
@@ -117,7 +142,8 @@ def sgd_step_(
     Args:
         params: fp32 tensors, updated in place.
         grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
-        momentum_buffers: fp32, updated in place (only written where t is 1). Empty: no momentum.
+        momentum_buffers: fp32, bfloat16, or uint8 (codes of 8 bits), updated in place (of no meaning before t is 1).
+            Empty: no momentum.
         step: t of this update, counted from 1; one number, or one a tensor.
         lr: learning rate.
         momentum: share of the buffer that stays, momentum >= 0.
@@ -127,6 +153,7 @@ def sgd_step_(
         maximize: climb instead of descend.
         grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
+        scales, seed, streams, firsts: of states that are not fp32, as ``lion_step_`` has them.
 
     Raises:
         TypeError, ValueError: as ``lion_step_``.
@@ -136,10 +163,19 @@ def sgd_step_(
         "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "grad_scale": grad_scale,
     }  # fmt: skip
     doors.check_numbers(name, rates)
-    numbers = [
-        doors.steps_of(name, step, params), lr, momentum, dampening, weight_decay, nesterov, maximize, grad_scale,
-    ]  # fmt: skip
-    _step("sgd_step_", params, grads, "momentum_buffers", momentum_buffers, param_outs, numbers)
+    numbers = [lr, momentum, dampening, weight_decay, nesterov, maximize, grad_scale]
+    steps, low = [doors.steps_of(name, step, params)], _Low(step, scales, seed, streams, firsts)
+    _step("sgd_step_", params, grads, "momentum_buffers", momentum_buffers, param_outs, steps, numbers, low)
+
+
+class _Low(NamedTuple):
+    """What belongs to states that are not fp32."""
+
+    step: int | Sequence[int] | None
+    scales: Sequence[Tensor]
+    seed: int
+    streams: Sequence[int] | None
+    firsts: Sequence[int] | None
 
 
 def _step(
@@ -149,16 +185,24 @@ def _step(
     states_name: str,
     states: Sequence[Tensor],
     param_outs: Sequence[Tensor],
+    steps: Sequence[object],
     numbers: Sequence[object],
+    low: _Low,
 ) -> None:
     name = f"zeropp.ops.{op}"
     lists = {"params": params, "grads": grads, states_name: states, "param_outs": param_outs}
+    if _moments.are_codes(states, low.scales):
+        lists = {"params": params, "grads": grads, states_name: states, "scales": low.scales, "param_outs": param_outs}
+        doors.check_whole(name, "seed", low.seed)
+        steps = [_moments.places_of(name, params, low.step, low.streams, low.firsts), low.seed]
+        op = op.replace("step_", "step_low_")
     for argument, tensors in lists.items():
         doors.check_tensors(name, argument, tensors, ("cpu", "cuda"))
     if not any(lists.values()):
         return  # without a tensor there is no device to dispatch on
-    arguments = [*map(list, lists.values()), *numbers]
-    doors.call(name, getattr(torch.ops.zeropp, op).default, arguments, [*params, *states, *param_outs])
+    arguments = [*map(list, lists.values()), *steps, *numbers]
+    written = [*params, *states, *low.scales, *param_outs]
+    doors.call(name, getattr(torch.ops.zeropp, op).default, arguments, written)
 
 
 def register() -> None:
@@ -166,6 +210,9 @@ def register() -> None:
     torch.library.register_fake("zeropp::lion_step_", _fake_lion)
     torch.library.register_fake("zeropp::adagrad_step_", _fake_adagrad)
     torch.library.register_fake("zeropp::sgd_step_", _fake_sgd)
+    torch.library.register_fake("zeropp::lion_step_low_", _fake_lion_low)
+    torch.library.register_fake("zeropp::adagrad_step_low_", _fake_adagrad_low)
+    torch.library.register_fake("zeropp::sgd_step_low_", _fake_sgd_low)
 
 
 def _fake_step(
@@ -205,3 +252,57 @@ def _fake_sgd(
     *rates: float,
 ) -> None:
     _fake_step("zeropp.ops.sgd_step_", params, grads, momentum_buffers, "momentum_buffers", param_outs)
+
+
+def _fake_low(
+    name: str,
+    states_name: str,
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[Tensor],
+    scales: list[Tensor],
+    param_outs: list[Tensor],
+    places: list[int],
+) -> None:
+    doors.fake_check_like(name, "params", params, params, doors.FP32)
+    doors.fake_check_like(name, "grads", grads, params, doors.FLOATS)
+    firsts = _moments.fake_check_places(name, places, params)
+    _moments.fake_check_low(name, {states_name: states}, params, scales, firsts)
+    if param_outs:
+        doors.fake_check_like(name, "param_outs", param_outs, params, doors.FLOATS)
+
+
+def _fake_lion_low(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    scales: list[Tensor],
+    param_outs: list[Tensor],
+    places: list[int],
+    *rates: float,
+) -> None:
+    _fake_low("zeropp.ops.lion_step_", "exp_avgs", params, grads, exp_avgs, scales, param_outs, places)
+
+
+def _fake_adagrad_low(
+    params: list[Tensor],
+    grads: list[Tensor],
+    state_sums: list[Tensor],
+    scales: list[Tensor],
+    param_outs: list[Tensor],
+    places: list[int],
+    *rates: float,
+) -> None:
+    _fake_low("zeropp.ops.adagrad_step_", "state_sums", params, grads, state_sums, scales, param_outs, places)
+
+
+def _fake_sgd_low(
+    params: list[Tensor],
+    grads: list[Tensor],
+    momentum_buffers: list[Tensor],
+    scales: list[Tensor],
+    param_outs: list[Tensor],
+    places: list[int],
+    *rates: float,
+) -> None:
+    _fake_low("zeropp.ops.sgd_step_", "momentum_buffers", params, grads, momentum_buffers, scales, param_outs, places)

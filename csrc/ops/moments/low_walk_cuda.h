@@ -1,0 +1,74 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The walk of an optimizer's CUDA kernel over moments in bf16 or 8 bits. Included once a file, after
+ *
+ *     LOW_CONSTS                                         its struct of constants
+ *     low_element(const LOW_CONSTS *, float grad, float *p, float moments[3], int count)
+ *                                                        one element, with its `count` moments in fp32
+ *
+ * It gives low_walk(segments, consts, tops), `tops` in shared memory. The optimizer's arithmetic stands between that of
+ * moments_body.h, so the CPU's bits; only the payload of a NaN may differ.
+ *
+ * Chunks count from the block of moments that a segment begins in, so that a thread always has the same place in a
+ * block. A turn takes four blocks: each thread decodes and steps its four elements, keeps the new moments in registers
+ * and leaves their magnitudes in shared memory; a few threads find the greatest of 32 each; then every thread knows the
+ * scale and encodes. bf16 has no scale and needs no barrier. It is C as well: tests/c/cuda_threads.h.
+ */
+#ifndef ZPP_OPS_MOMENTS_LOW_WALK_CUDA_H
+#define ZPP_OPS_MOMENTS_LOW_WALK_CUDA_H
+
+#include "../element_cuda.h"
+#include "../segment_cuda.h"
+#include "low_codec_cuda.h"
+
+/* One element's step; its new moments. */
+static __device__ __forceinline__ void low_step(const struct zpp_low_cuda_segment *s, const LOW_CONSTS *consts,
+                                                uint64_t i, uint64_t block, float moments[3]) {
+    for (int k = 0; k < s->moments; ++k) moments[k] = zpp_low_decoded(s, k, i, block);
+    float p = s->param[i];
+    low_element(consts, zpp_cuda_load(s->grad, s->grad_kind, i), &p, moments, s->moments);
+    s->param[i] = p;
+    zpp_cuda_store(s->param_out, s->out_kind, i, p);
+}
+
+/* Elements from `line` on, four blocks of them; `into`: where the segment begins in its first block. */
+static __device__ __forceinline__ void low_turn(const struct zpp_low_cuda_segment *s, const LOW_CONSTS *consts,
+                                                uint64_t line, uint32_t into, struct zpp_low_tops *tops) {
+    float moments[ZPP_LOW_CUDA_ROWS][3] = { { 0.0f } };
+    for (int row = 0; row < ZPP_LOW_CUDA_ROWS; ++row) {
+        const uint64_t at = line + (uint64_t)row * ZPP_LOW_CUDA_THREADS + threadIdx.x;
+        const uint64_t i = at - into; /* wraps before the first */
+        if (at >= into && i < s->elems) low_step(s, consts, i, at / ZPP_LOW_CUDA_THREADS, moments[row]);
+        for (int k = 0; s->int8 && k < s->moments; ++k) {
+            tops->each[k][row][threadIdx.x] = ZPP_BITS(moments[row][k]) & ZPP_MOMENTS_ABS;
+        }
+    }
+    if (s->int8) { /* the same for all threads of a block */
+        __syncthreads();
+        zpp_low_join_groups(tops, s->moments);
+        __syncthreads();
+    }
+    for (int row = 0; row < ZPP_LOW_CUDA_ROWS; ++row) {
+        const uint64_t at = line + (uint64_t)row * ZPP_LOW_CUDA_THREADS + threadIdx.x, i = at - into;
+        if (at < into || i >= s->elems) continue;
+        const int first = i == 0 || threadIdx.x == 0;
+        for (int k = 0; k < s->moments; ++k) {
+            zpp_low_encode(s, tops, row, k, i, at / ZPP_LOW_CUDA_THREADS, first, moments[row][k]);
+        }
+    }
+}
+
+static __device__ __forceinline__ void low_walk(const struct zpp_low_cuda_segments *list, const LOW_CONSTS *consts,
+                                                struct zpp_low_tops *tops) {
+    const unsigned int k = ZPP_SEGMENT_OF(list->at, list->count, blockIdx.x);
+    const struct zpp_low_cuda_segment *s = &list->at[k];
+    const uint32_t into = s->index % ZPP_LOW_CUDA_THREADS;
+    const uint64_t begin = (uint64_t)(blockIdx.x - s->first_block) * ZPP_LOW_CUDA_CHUNK_ELEMS;
+    const uint64_t all = s->elems + into, left = all - begin;
+    const uint64_t end = begin + (left < ZPP_LOW_CUDA_CHUNK_ELEMS ? left : ZPP_LOW_CUDA_CHUNK_ELEMS);
+    for (uint64_t line = begin; line < end; line += (uint64_t)ZPP_LOW_CUDA_ROWS * ZPP_LOW_CUDA_THREADS) {
+        low_turn(s, &consts[k], line, into, tops);
+    }
+}
+
+#endif
