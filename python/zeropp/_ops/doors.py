@@ -17,6 +17,8 @@ BOTH = ("cpu", "cuda")
 
 def check_readable(name: str, label: str, tensor: Tensor, devices: tuple[str, ...] = CPU) -> None:
     """A tensor, on one of the devices, that a differentiable operator may read."""
+    if isinstance(tensor, Tensor) and tensor.is_cpu:
+        return
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: {label} is a {type(tensor).__name__}, wanted a tensor")
     if tensor.device.type not in devices:
@@ -27,6 +29,8 @@ def check_readable(name: str, label: str, tensor: Tensor, devices: tuple[str, ..
 
 def check_tensor(name: str, label: str, tensor: Tensor, devices: tuple[str, ...] = CPU) -> None:
     """A tensor, on one of the devices, whose gradient is not lost."""
+    if isinstance(tensor, Tensor) and tensor.is_cpu and not tensor.requires_grad:
+        return  # nearly all: an operator on few elements takes less than the sentences below would
     check_readable(name, label, tensor, devices)
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise ValueError(
