@@ -22,21 +22,33 @@
 #include "net.h"
 #include "reduce.h"
 
-enum { SMALL_BYTES = 32 * 1024, PART_BYTES = 32 * 1024 * 1024, STEP_BYTES = 64 * 1024, LINE = ZPP_LINE_BYTES };
+enum { SMALL_BYTES = 32 * 1024, STEP_BYTES = 64 * 1024, LINE = ZPP_LINE_BYTES };
 
 /* --- adding up what comes ---------------------------------------------------------------------------------------- */
 
-/* dst = the hosts' parts, in the order of hosts. The parts of other hosts come in; mine is there. */
+/* dst = the hosts' parts, in the order of hosts. The parts of other hosts come in, through rings or whole; mine is
+ * there. */
 struct adding {
     uint8_t *dst;
     const uint8_t *part[ZPP_RANKS_MAX]; /* by host */
-    const struct zpp_flow *in[ZPP_RANKS_MAX];
+    struct zpp_flow *in[ZPP_RANKS_MAX];
     struct zpp_flow *out[ZPP_RANKS_MAX]; /* who gets the sum, as it grows */
-    int hosts, ins, outs;
+    int hosts, mine, ins, outs;
+    size_t ring_bytes; /* of what comes in; 0: it comes whole */
     size_t bytes, added, elem_bytes;
     zpp_dtype dtype;
     zpp_reduce_op op;
 };
+
+/* `bytes` from adding->added on, which lie together in every ring. */
+static void add_run(struct adding *adding, size_t bytes) {
+    const size_t at = adding->added, in_ring = adding->ring_bytes ? at % adding->ring_bytes : at;
+    const void *source[ZPP_RANKS_MAX];
+    for (int h = 0; h < adding->hosts; h++) source[h] = adding->part[h] + (h == adding->mine ? at : in_ring);
+    zpp_reduce_op_sources(adding->dst + at, adding->op, source, adding->hosts, adding->dtype,
+                          bytes / adding->elem_bytes, false);
+    adding->added += bytes;
+}
 
 static void add_what_came(void *ctx) {
     struct adding *adding = ctx;
@@ -47,13 +59,13 @@ static void add_what_came(void *ctx) {
         there &= ~(size_t)(LINE - 1); /* whole elements, whole lines */
         if (there < adding->added + STEP_BYTES) return;
     }
-    if (there <= adding->added) return;
-    const void *source[ZPP_RANKS_MAX];
-    for (int h = 0; h < adding->hosts; h++) source[h] = adding->part[h] + adding->added;
-    zpp_reduce_op_sources(adding->dst + adding->added, adding->op, source, adding->hosts, adding->dtype,
-                          (there - adding->added) / adding->elem_bytes, false);
-    adding->added = there;
-    for (int i = 0; i < adding->outs; i++) adding->out[i]->ready = there;
+    while (adding->added < there) {
+        size_t run = there - adding->added;
+        const size_t room = adding->ring_bytes ? adding->ring_bytes - adding->added % adding->ring_bytes : run;
+        add_run(adding, run < room ? run : room);
+    }
+    for (int i = 0; i < adding->ins; i++) adding->in[i]->taken = adding->added;
+    for (int i = 0; i < adding->outs; i++) adding->out[i]->ready = adding->added;
 }
 
 static zpp_reduce_op inner_op(const struct zpp_journey *journey) {
@@ -76,10 +88,27 @@ static void scale(const struct zpp_journey *journey, void *data, size_t elems) {
 static struct adding adding_of(const struct zpp_journey *journey, uint8_t *dst, size_t bytes) {
     return (struct adding){.dst = dst,
                            .hosts = journey->hosts->hosts,
+                           .mine = journey->hosts->mine,
                            .bytes = bytes,
                            .elem_bytes = zpp_dtype_bytes(journey->call->dtype),
                            .dtype = journey->call->dtype,
                            .op = inner_op(journey)};
+}
+
+/* What comes from each other host to be added up: whole where it is short, else through a ring, so that it is still in
+ * the cache when it is added. Returns the bytes of room that each host needs. */
+static size_t room_of(struct adding *adding, const struct zpp_comm *comm) {
+    const size_t ring_bytes = zpp_flow_ring_bytes(comm);
+    adding->ring_bytes = adding->bytes > ring_bytes ? ring_bytes : 0;
+    return adding->ring_bytes ? ring_bytes : adding->bytes;
+}
+
+/* The flow of host `host`'s part, from `rank`, into `room`. */
+static void add_in(struct adding *adding, struct zpp_flow *flow, int host, int rank, uint32_t part, uint8_t *room) {
+    *flow = zpp_flow_in(rank, part, room, adding->bytes);
+    flow->ring_bytes = adding->ring_bytes;
+    adding->part[host] = room;
+    adding->in[adding->ins++] = flow;
 }
 
 /* --- all_reduce over one rank a host ----------------------------------------------------------------------------- */
@@ -116,8 +145,9 @@ static void slice_of(size_t bytes, int hosts, int host, size_t *begin, size_t *l
     *length = bytes - *begin < share ? bytes - *begin : share;
 }
 
-/* Host h adds up slice h and sends it to the others while its later parts still come in. A slice of `data` is
- * overwritten by its sum only where it has gone out already: the sum needed it. */
+/* Host h adds up slice h and sends it to the others while its later parts still come in: over connections of their own,
+ * so that the sum, which is in the cache, does not queue behind what is still to be added elsewhere. A slice of `data`
+ * is overwritten by its sum only where it has gone out already: the sum needed it. */
 static zpp_status exchange_large(struct zpp_journey *journey, uint8_t *data, size_t bytes, uint32_t part,
                                  struct zpp_err *err) {
     const struct zpp_hosts *hosts = journey->hosts;
@@ -126,35 +156,35 @@ static zpp_status exchange_large(struct zpp_journey *journey, uint8_t *data, siz
     uint8_t *scratch;
     slice_of(bytes, hosts->hosts, hosts->mine, &begin, &length);
     struct adding adding = adding_of(journey, data + begin, length);
-    zpp_status status = zpp_net_scratch(journey->comm, (length + 1) * (size_t)hosts->hosts, &scratch, err);
+    const size_t room = room_of(&adding, journey->comm);
+    zpp_status status = zpp_net_scratch(journey->comm, (room + 1) * (size_t)hosts->hosts, &scratch, err);
     if (status != ZPP_OK) return status;
     adding.part[hosts->mine] = data + begin;
     for (int k = 1; k < hosts->hosts; k++) {
         const int h = (hosts->mine + k) % hosts->hosts, rank = hosts->rank_at[h][journey->place];
         slice_of(bytes, hosts->hosts, h, &theirs, &their_length);
-        adding.part[h] = scratch + (size_t)h * length;
-        flow[count++] = zpp_flow_out(rank, part, data + theirs, their_length);
-        flow[count] = zpp_flow_in(rank, part, scratch + (size_t)h * length, length);
-        adding.in[adding.ins++] = &flow[count++];
+        flow[count] = zpp_flow_out(rank, part, data + theirs, their_length);
+        flow[count++].links = ZPP_LINKS_FIRST;
+        add_in(&adding, &flow[count], h, rank, part, scratch + (size_t)h * room);
+        flow[count++].links = ZPP_LINKS_FIRST;
     }
     for (int k = 1; k < hosts->hosts; k++) {
         const int h = (hosts->mine + k) % hosts->hosts, rank = hosts->rank_at[h][journey->place];
         slice_of(bytes, hosts->hosts, h, &theirs, &their_length);
         flow[count] = zpp_flow_out(rank, part + 1, data + begin, length);
+        flow[count].links = ZPP_LINKS_REST;
         flow[count].ready = 0;
         adding.out[adding.outs++] = &flow[count++];
-        flow[count++] = zpp_flow_in(rank, part + 1, data + theirs, their_length);
+        flow[count] = zpp_flow_in(rank, part + 1, data + theirs, their_length);
+        flow[count++].links = ZPP_LINKS_REST;
     }
     return zpp_flows_run(&journey->between, flow, count, add_what_came, &adding, err);
 }
 
 static zpp_status exchange(struct zpp_journey *journey, uint8_t *data, size_t bytes, uint32_t part,
                            struct zpp_err *err) {
-    zpp_status status = ZPP_OK;
-    if (bytes <= SMALL_BYTES) return exchange_small(journey, data, bytes, part, err);
-    for (size_t at = 0; status == ZPP_OK && at < bytes; at += PART_BYTES, part += 2)
-        status = exchange_large(journey, data + at, bytes - at < PART_BYTES ? bytes - at : PART_BYTES, part, err);
-    return status;
+    return bytes <= SMALL_BYTES ? exchange_small(journey, data, bytes, part, err)
+                                : exchange_large(journey, data, bytes, part, err);
 }
 
 /* --- all_reduce -------------------------------------------------------------------------------------------------- */
@@ -213,7 +243,8 @@ zpp_status zpp_hosts_reduce(struct zpp_journey *journey, struct zpp_err *err) {
     uint8_t *scratch = NULL, *sum = call->dst;
     zpp_status status = ZPP_OK;
     size_t count = 0;
-    if (speaks) status = zpp_net_scratch(journey->comm, tensor.bytes * (size_t)hosts->hosts + 1, &scratch, err);
+    const size_t room = at_root ? room_of(&adding, journey->comm) * (size_t)hosts->hosts : tensor.bytes;
+    if (speaks) status = zpp_net_scratch(journey->comm, room + 1, &scratch, err);
     if (status != ZPP_OK) return status;
     if (speaks && !at_root) { /* its own tensor stays as it is */
         memcpy(scratch, call->dst, tensor.bytes);
@@ -227,12 +258,10 @@ zpp_status zpp_hosts_reduce(struct zpp_journey *journey, struct zpp_err *err) {
         flow[count++] = zpp_flow_out(call->root, 0, sum, tensor.bytes);
         return zpp_flows_run(&journey->between, flow, count, NULL, NULL, err);
     }
-    for (int h = 0; h < hosts->hosts; h++) {
-        adding.part[h] = h == hosts->mine ? sum : scratch + (size_t)h * tensor.bytes;
-        if (h == hosts->mine) continue;
-        flow[count] = zpp_flow_in(hosts->rank_at[h][0], 0, scratch + (size_t)h * tensor.bytes, tensor.bytes);
-        adding.in[adding.ins++] = &flow[count++];
-    }
+    adding.part[hosts->mine] = sum;
+    for (int h = 0; h < hosts->hosts; h++)
+        if (h != hosts->mine)
+            add_in(&adding, &flow[count++], h, hosts->rank_at[h][0], 0, scratch + (size_t)h * (room / (size_t)hosts->hosts));
     status = zpp_flows_run(&journey->between, flow, count, add_what_came, &adding, err);
     if (status == ZPP_OK) scale(journey, call->dst, call->elems);
     return status;
@@ -268,7 +297,8 @@ static zpp_status finish_scatter(struct zpp_journey *journey, struct zpp_flow *f
     return status;
 }
 
-/* Scratch: room for one host's slices, my sum for each host, what comes from each host. */
+/* Scratch: what comes from each host; where a host has several ranks, my sum for each host and room for the slices of
+ * one. */
 static zpp_status scatter_even(struct zpp_journey *journey, const struct zpp_tensor *tensor, struct zpp_err *err) {
     const struct zpp_hosts *hosts = journey->hosts;
     const size_t bytes = tensor->bytes, hosts_bytes = bytes * (size_t)hosts->hosts;
@@ -277,21 +307,21 @@ static zpp_status scatter_even(struct zpp_journey *journey, const struct zpp_ten
     struct adding adding = adding_of(journey, journey->call->dst, bytes);
     uint8_t *scratch;
     size_t count = 0;
-    zpp_status status = zpp_net_scratch(journey->comm, (alone ? 1 : 2) * hosts_bytes + bytes * (size_t)journey->locals,
-                                        &scratch, err);
-    uint8_t *come = scratch, *sums = scratch + hosts_bytes, *room = scratch + (alone ? 1 : 2) * hosts_bytes;
+    const size_t room = room_of(&adding, journey->comm), come_bytes = room * (size_t)hosts->hosts;
+    const size_t more_bytes = alone ? 1 : hosts_bytes + bytes * (size_t)journey->locals;
+    zpp_status status = zpp_net_scratch(journey->comm, come_bytes + more_bytes, &scratch, err);
+    uint8_t *come = scratch, *sums = scratch + come_bytes, *slices = sums + hosts_bytes;
     for (int h = 0; status == ZPP_OK && h < hosts->hosts; h++) {
         const int rank = hosts->rank_at[h][journey->place];
         const uint8_t *mine = (const uint8_t *)journey->call->src + (size_t)rank * bytes;
         if (!alone) {
-            status = sum_for(journey, h, tensor, room, sums + (size_t)h * bytes, err);
+            status = sum_for(journey, h, tensor, slices, sums + (size_t)h * bytes, err);
             mine = sums + (size_t)h * bytes;
         }
-        adding.part[h] = h == hosts->mine ? mine : come + (size_t)h * bytes;
+        adding.part[h] = mine;
         if (h == hosts->mine) continue;
         flow[count++] = zpp_flow_out(rank, 0, mine, bytes);
-        flow[count] = zpp_flow_in(rank, 0, come + (size_t)h * bytes, bytes);
-        adding.in[adding.ins++] = &flow[count++];
+        add_in(&adding, &flow[count++], h, rank, 0, come + (size_t)h * room);
     }
     return status == ZPP_OK ? finish_scatter(journey, flow, count, &adding, err) : status;
 }
@@ -306,8 +336,8 @@ static zpp_status scatter_uneven(struct zpp_journey *journey, const struct zpp_t
     struct adding adding = adding_of(journey, journey->call->dst, bytes);
     uint8_t *scratch;
     size_t count = 0;
-    zpp_status status =
-        zpp_net_scratch(journey->comm, bytes * (size_t)(comm->ranks + hosts->hosts), &scratch, err);
+    const size_t sums_bytes = bytes * (size_t)comm->ranks, room = room_of(&adding, comm);
+    zpp_status status = zpp_net_scratch(journey->comm, sums_bytes + room * (size_t)hosts->hosts, &scratch, err);
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
         const bool here = hosts->host_of[r] == hosts->mine;
         const int place = here ? hosts->index_of[r] : hosts->index_of[r] % journey->locals;
@@ -317,13 +347,11 @@ static zpp_status scatter_uneven(struct zpp_journey *journey, const struct zpp_t
         if (status == ZPP_OK) status = zpp_coll_reduce(&journey->before, sum, tensor, place, err);
         if (status == ZPP_OK && !here && place == journey->place) flow[count++] = zpp_flow_out(r, 0, sum, bytes);
     }
-    for (int h = 0; h < hosts->hosts; h++) {
-        uint8_t *room = scratch + (size_t)(comm->ranks + h) * bytes;
-        adding.part[h] = h == hosts->mine ? scratch + (size_t)journey->me * bytes : room;
-        if (h == hosts->mine) continue;
-        flow[count] = zpp_flow_in(hosts->rank_at[h][journey->place % hosts->count[h]], 0, room, bytes);
-        adding.in[adding.ins++] = &flow[count++];
-    }
+    adding.part[hosts->mine] = scratch + (size_t)journey->me * bytes;
+    for (int h = 0; h < hosts->hosts; h++)
+        if (h != hosts->mine)
+            add_in(&adding, &flow[count++], h, hosts->rank_at[h][journey->place % hosts->count[h]], 0,
+                   scratch + sums_bytes + (size_t)h * room);
     return status == ZPP_OK ? finish_scatter(journey, flow, count, &adding, err) : status;
 }
 

@@ -106,14 +106,21 @@ zpp_status zpp_local_create(struct zpp_comm *comm, struct zpp_comm **out, struct
 void zpp_local_destroy(struct zpp_comm *local, bool forked);
 
 /* --- net_flow.c: bytes of collectives ---------------------------------------------------------------------------- */
+/* Which connections of a pair a flow may use. FIRST and REST share them out, so that two flows of one direction go side
+ * by side; where there is one connection, they take turns on it. */
+enum zpp_flow_links { ZPP_LINKS_ALL, ZPP_LINKS_FIRST, ZPP_LINKS_REST };
 struct zpp_flow {
     int peer;
     bool out;
     uint32_t part; /* which transfer of the collective: compared */
+    enum zpp_flow_links links;
     uint8_t *data;
     size_t bytes;
     size_t ready; /* out: so many bytes may go. The step function raises it */
     size_t done;  /* so many bytes from the beginning have come or gone */
+    /* in, if not 0: `data` is a ring of so many bytes (zpp_flow_ring_bytes); the step function raises `taken`, how many
+     * bytes from the beginning it has read */
+    size_t ring_bytes, taken;
     /* the engine's */
     struct {
         size_t header_bytes, at_bytes;
@@ -126,6 +133,8 @@ static inline struct zpp_flow zpp_flow_out(int peer, uint32_t part, const void *
 static inline struct zpp_flow zpp_flow_in(int peer, uint32_t part, void *data, size_t bytes) {
     return (struct zpp_flow){.peer = peer, .part = part, .data = data, .bytes = bytes};
 }
+/* A ring in which no connection has to wait for another one. */
+size_t zpp_flow_ring_bytes(const struct zpp_comm *comm);
 /* Run all flows to their end, at once; flows of one peer and direction one after the other, in the order of the array.
  * `step` (may be NULL) is called whenever bytes have come. turn->comm is the whole group. */
 zpp_status zpp_flows_run(struct zpp_turn *turn, struct zpp_flow *flows, size_t count, void (*step)(void *ctx),

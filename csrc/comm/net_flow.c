@@ -31,8 +31,18 @@ struct run {
     uint8_t closed[ZPP_RANKS_MAX]; /* connections that ended; a bit each */
 };
 
-static int links_used(const struct run *run, const struct zpp_flow *flow) {
-    return flow->bytes < STRIPED_BYTES ? 1 : run->comm->net->peer[flow->peer].data_links;
+/* The connections of a flow: from `first` up to, not including, `end`. */
+struct span {
+    int first, end;
+};
+
+static struct span links_of(const struct run *run, const struct zpp_flow *flow) {
+    const int links = run->comm->net->peer[flow->peer].data_links;
+    struct span span = {0, links};
+    if (links > 1 && flow->links == ZPP_LINKS_FIRST) span.end = links / 2;
+    if (links > 1 && flow->links == ZPP_LINKS_REST) span.first = links / 2;
+    if (flow->bytes < STRIPED_BYTES) span.end = span.first + 1;
+    return span;
 }
 
 static bool link_finished(const struct zpp_flow *flow, int link) {
@@ -40,15 +50,17 @@ static bool link_finished(const struct zpp_flow *flow, int link) {
 }
 
 static bool finished(const struct run *run, const struct zpp_flow *flow) {
-    for (int link = 0; link < links_used(run, flow); link++)
+    const struct span span = links_of(run, flow);
+    for (int link = span.first; link < span.end; link++)
         if (!link_finished(flow, link)) return false;
     return true;
 }
 
 /* Every byte below the lowest position of a connection has moved: it belongs to a chunk of one that is past it. */
 static void count_done(const struct run *run, struct zpp_flow *flow) {
+    const struct span span = links_of(run, flow);
     size_t lowest = flow->bytes;
-    for (int link = 0; link < links_used(run, flow); link++)
+    for (int link = span.first; link < span.end; link++)
         if (flow->link[link].at_bytes < lowest) lowest = flow->link[link].at_bytes;
     flow->done = lowest;
 }
@@ -56,7 +68,8 @@ static void count_done(const struct run *run, struct zpp_flow *flow) {
 /* How much of the current chunk of this connection may move now. */
 static size_t chunk_left(const struct zpp_flow *flow, int link) {
     const size_t at = flow->link[link].at_bytes, end = at / CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES;
-    const size_t limit = flow->out ? flow->ready : flow->bytes;
+    size_t limit = flow->out ? flow->ready : flow->bytes;
+    if (flow->ring_bytes && flow->taken + flow->ring_bytes < limit) limit = flow->taken + flow->ring_bytes;
     if (at >= limit) return 0;
     return (end < limit ? end : limit) - at;
 }
@@ -64,7 +77,8 @@ static size_t chunk_left(const struct zpp_flow *flow, int link) {
 static void advance(const struct run *run, struct zpp_flow *flow, int link, size_t bytes) {
     size_t *at = &flow->link[link].at_bytes;
     *at += bytes;
-    if (*at < flow->bytes && *at % CHUNK_BYTES == 0) *at += (size_t)(links_used(run, flow) - 1) * CHUNK_BYTES;
+    const struct span span = links_of(run, flow);
+    if (*at < flow->bytes && *at % CHUNK_BYTES == 0) *at += (size_t)(span.end - span.first - 1) * CHUNK_BYTES;
     count_done(run, flow);
 }
 
@@ -162,7 +176,8 @@ static zpp_status receive_some(struct run *run, struct zpp_flow *flow, int link,
     }
     const size_t chunk = chunk_left(flow, link);
     if (!chunk) return ZPP_OK;
-    const ssize_t got = recv(fd_of(run, flow, link), flow->data + flow->link[link].at_bytes, chunk, MSG_DONTWAIT);
+    const size_t at = flow->link[link].at_bytes, place = flow->ring_bytes ? at % flow->ring_bytes : at;
+    const ssize_t got = recv(fd_of(run, flow, link), flow->data + place, chunk, MSG_DONTWAIT);
     if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) connection_ended(run, flow, link);
     if (got <= 0) return ZPP_OK;
     run->received_bytes += (uint64_t)got;
@@ -175,8 +190,9 @@ static zpp_status receive_some(struct run *run, struct zpp_flow *flow, int link,
 
 /* The connections that a flow may use now: those that no earlier flow of its peer and direction still needs. */
 static uint8_t open_links(struct run *run, const struct zpp_flow *flow) {
+    const struct span span = links_of(run, flow);
     uint8_t wanted = 0;
-    for (int link = 0; link < links_used(run, flow); link++)
+    for (int link = span.first; link < span.end; link++)
         if (!link_finished(flow, link)) wanted |= (uint8_t)(1u << link);
     const uint8_t open = wanted & (uint8_t)~run->taken[flow->out][flow->peer];
     run->taken[flow->out][flow->peer] |= wanted;
@@ -212,7 +228,7 @@ static void sleep_on_sockets(struct run *run) {
         const uint8_t open = open_links(run, flow);
         for (int link = 0; link < ZPP_NET_DATA_MAX && open >> link && count < 256; link++) {
             if (!(open >> link & 1)) continue;
-            if (flow->out && flow->link[link].header_bytes == ZPP_FRAME_BYTES && !chunk_left(flow, link)) continue;
+            if (flow->link[link].header_bytes == ZPP_FRAME_BYTES && !chunk_left(flow, link)) continue;
             polled[count++] = (struct pollfd){fd_of(run, flow, link), flow->out ? POLLOUT : POLLIN, 0};
         }
     }
@@ -256,6 +272,13 @@ static zpp_status rest(struct run *run, int *spins, int *rank, bool *gone, struc
     return status;
 }
 
+size_t zpp_flow_ring_bytes(const struct zpp_comm *comm) {
+    int links = 1;
+    for (int r = 0; r < comm->ranks; r++)
+        if (comm->net->peer[r].data_links > links) links = comm->net->peer[r].data_links;
+    return (size_t)(2 * links) * CHUNK_BYTES;
+}
+
 zpp_status zpp_flows_run(struct zpp_turn *turn, struct zpp_flow *flows, size_t count, void (*step)(void *ctx),
                          void *ctx, struct zpp_err *err) {
     struct run run = {.turn = turn, .comm = turn->comm, .flows = flows, .count = count};
@@ -263,9 +286,11 @@ zpp_status zpp_flows_run(struct zpp_turn *turn, struct zpp_flow *flows, size_t c
     int spins = 0, rank = count ? flows[0].peer : ZPP_NO_RANK;
     zpp_status status = ZPP_OK;
     run.looked_ns = zpp_now_ns();
-    for (size_t i = 0; i < count; i++)
-        for (int link = 1; link < links_used(&run, &flows[i]); link++)
-            flows[i].link[link].at_bytes = (size_t)link * CHUNK_BYTES;
+    for (size_t i = 0; i < count; i++) {
+        const struct span span = links_of(&run, &flows[i]);
+        for (int link = span.first; link < span.end; link++)
+            flows[i].link[link].at_bytes = (size_t)(link - span.first) * CHUNK_BYTES;
+    }
     while (status == ZPP_OK && !all) {
         bool moved = false;
         status = move_all(&run, &moved, &all, err);
