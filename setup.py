@@ -27,6 +27,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
@@ -251,10 +252,19 @@ class BuildExt(build_ext):
                 sys.exit(f"zeropp: build failed\n{error}")
 
 
+class BuildPy(build_py):
+    """Copies all modules anew: those of an older build, renamed or newer by their date, must not get into a wheel."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib) / "zeropp", ignore_errors=True)
+        super().run()
+
+
 if __name__ == "__main__":
     setup(
         version=version(),
         ext_modules=[Extension("zeropp._C", sources=["csrc/bind/module.c"], py_limited_api=True)],
-        cmdclass={"build_ext": BuildExt},
+        cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )

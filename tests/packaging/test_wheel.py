@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -40,6 +41,10 @@ def call(*command: object, **variables: str) -> str:
 @pytest.fixture(scope="module")
 def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
+    older = root / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "zeropp"
+    older.mkdir(parents=True, exist_ok=True)
+    (older / "of_an_older_build.py").touch()
+    (older / "errors.py").write_text("raise ImportError('of an older build')\n")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
     call(*pip, "--wheel-dir", folder, root)
     (made,) = folder.glob("*.whl")
@@ -72,6 +77,8 @@ def test_tag_and_contents(wheel: Path, unpacked: Path) -> None:
     assert re.fullmatch(r"zeropp-[\d.]+-cp310-abi3-linux_\w+\.whl", wheel.name)
     assert (unpacked / "zeropp" / "_C.abi3.so").is_file()
     assert (unpacked / "zeropp" / "py.typed").is_file()
+    assert not (unpacked / "zeropp" / "of_an_older_build.py").exists()
+    assert "older build" not in (unpacked / "zeropp" / "errors.py").read_text()
     metadata = next(unpacked.glob("*.dist-info/METADATA")).read_text()
     assert "Requires-Dist: torch>=2.11" in metadata
     assert "Requires-Python: >=3.10" in metadata
