@@ -526,6 +526,11 @@ static PyObject *zero_memory(PyObject *self, PyObject *unused) {
                          (Py_ssize_t)memory.filed_bytes);
 }
 
+static PyObject *zero_gather_ns(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(zpp_zero_gather_ns(((Zero *)self)->core));
+}
+
 static PyObject *zero_get_depth(PyObject *self, void *unused) {
     (void)unused;
     return PyLong_FromLong(((Zero *)self)->depth);
@@ -607,6 +612,7 @@ static PyMethodDef zero_methods[] = {
     { "publish", zero_publish, METH_NOARGS, "My slices were written outside of a step: before a barrier." },
     { "seal", zero_seal, METH_NOARGS, "Collective: make the memory of all units." },
     { "bind_unit", zero_bind_unit, METH_VARARGS, "bind_unit(index, params, plain, released) -> Unit" },
+    { "gather_ns", zero_gather_ns, METH_NOARGS, "How long modules and readers waited for their units, so far." },
     { "release_all", zero_release_all, METH_NOARGS, "Release every unit that is not pinned." },
     { "memory", zero_memory, METH_NOARGS, "Bytes held on this rank, by kind." },
     { "close", zero_close, METH_NOARGS, "The model is gone: let go of its parameters." },

@@ -193,6 +193,7 @@ zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const 
                          struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     if (!zpp_unit_moves(unit)) return ZPP_OK;
+    const uint64_t began_ns = unit->state == ZPP_UNIT_FULL ? 0 : zpp_now_ns();
     if (unit->state == ZPP_UNIT_PARTITIONED) {
         const zpp_status status = start_fetch(zero, unit, err);
         if (status != ZPP_OK) return status;
@@ -201,6 +202,7 @@ zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const 
         const zpp_status status = settle(zero, unit, wait, err);
         if (status != ZPP_OK) return status;
     }
+    if (began_ns) zero->gather_ns += zpp_now_ns() - began_ns;
     if (!zero->options.prefetch_bytes) return ZPP_OK;
     zpp_trace_record(&zero->trace, phase, index);
     return prefetch_ahead(zero, phase, err);

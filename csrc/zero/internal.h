@@ -46,6 +46,7 @@ struct zpp_zero {
     struct zpp_aio_fault fault; /* of the last read that failed */
     struct zpp_trace trace;
     size_t full_bytes, full_peak_bytes, ahead_bytes; /* ahead: fetched, not needed yet */
+    uint64_t gather_ns; /* what needed a unit waited for it so long */
 
     /* gradients */
     zpp_stream *reduce;

@@ -331,3 +331,7 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
         .filed_bytes = (filed.home_bytes - filed.cut_bytes) / ranks,
     };
 }
+
+uint64_t zpp_zero_gather_ns(const zpp_zero *zero) {
+    return zero->gather_ns;
+}

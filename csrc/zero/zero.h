@@ -170,5 +170,7 @@ struct zpp_zero_memory {
     size_t filed_bytes;      /* this rank's share of what is in the file of FILE units */
 };
 void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out);
+/* Nanoseconds for which zpp_zero_need kept its callers, since the beginning. */
+uint64_t zpp_zero_gather_ns(const zpp_zero *zero);
 
 #endif

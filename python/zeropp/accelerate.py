@@ -10,6 +10,8 @@ Everything else of the loop stays.
 from __future__ import annotations
 
 import contextlib
+import logging
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend
 from torch import nn
 
 import zeropp
 from zeropp import zero  # its modules are loaded when the first model is prepared
 from zeropp.errors import ConfigError
 
+logger = logging.getLogger("zeropp")
 FOLDER = "zeropp"  # in the folder of save_state: slices and optimizer state of the first model
 
 
@@ -88,10 +92,18 @@ class ZeroppAccelerator(Accelerator):
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """As upstream: autocast, but no wrapper."""
+        """As upstream: autocast, but no wrapper; where Accelerate would compile the model, its repeated blocks are compiled, in place."""
         self._partition(model, None)
-        # evaluation_mode keeps what concerns the model alone (autocast), and leaves DDP out.
-        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        plugin = self.state.dynamo_plugin
+        backend, plugin.backend = plugin.backend, DynamoBackend.NO
+        try:
+            # evaluation_mode keeps what concerns the model alone (autocast), and leaves DDP out.
+            prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        finally:
+            plugin.backend = backend
+        if backend != DynamoBackend.NO:
+            _compile_blocks(model, plugin.to_kwargs())
+        return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """As upstream; the state is where its slices are."""
@@ -206,6 +218,25 @@ class ZeroppAccelerator(Accelerator):
         return (
             zeropp.full_state_dict(plain) if zero.prepare.is_prepared(plain) else super().get_state_dict(model, unwrap)
         )
+
+
+_compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _compile_blocks(model: nn.Module, how: dict[str, Any]) -> None:
+    """Once a model: each repeated block is a graph without a break, between which parameters come and go."""
+    if model in _compiled:
+        return
+    blocks = zero.units._repeated_blocks(model)
+    if not blocks:
+        raise ConfigError(
+            f"torch.compile: {type(model).__name__} has no repeated blocks (a ModuleList or Sequential with layers of one class), and a "
+            "partitioned model is compiled block by block; leave compilation out"
+        )
+    for block in blocks:
+        block.compile(**how)
+    _compiled.add(model)
+    logger.info("zeropp: torch.compile of %d blocks of %s in place of the whole", len(blocks), type(model).__name__)
 
 
 def _optimizer_of(model: nn.Module, optimizers: list[Any]) -> Any:

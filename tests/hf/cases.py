@@ -67,7 +67,8 @@ def parity(folder: Path) -> dict[str, Any]:
     stock = train(folder, "stock", llama(), load_best_model_at_end=True, **EVALUATES)
     found = {"stock": logged(stock)}
     wanted = whole(stock.model)
-    for name, config in STAGES.items():
+    disk = {"kind": "nvme", "path": str(folder.parent / "scratch")}
+    for name, config in {**STAGES, "on disk": {"stage": 3, "offload": {"params": disk, "optimizer": disk}}}.items():
         trainer = train(folder, name, llama(), config, load_best_model_at_end=True, **EVALUATES)
         assert type(trainer.model) is transformers.LlamaForCausalLM and trainer.model_wrapped is trainer.model
         found[name] = logged(trainer)
@@ -205,7 +206,10 @@ def other_optimizers(folder: Path) -> dict[str, Any]:
     """torch's own element-wise optimizers, and one given by the user; label smoothing."""
     more = {"optim": "sgd", "learning_rate": 0.5, "label_smoothing_factor": 0.1}
     stock, ours = train(folder, "s", gpt2(), **_calm(more)), train(folder, "z", gpt2(), {"stage": 3}, **_calm(more))
-    return {"sgd": [logged(stock), logged(ours)]}
+    plain = train(folder, "p", llama(), max_steps=3)
+    compiled = train(folder, "c", llama(), {"stage": 3, "host_copy": "off"}, max_steps=3, torch_compile_backend="eager")
+    graphs = [type(one._compiled_call_impl.call).__name__ for one in compiled.model.model.layers]
+    return {"sgd": [logged(stock), logged(ours)], "compiled": [logged(plain), logged(compiled)], "graphs": graphs}
 
 
 def _calm(more: dict[str, Any]) -> dict[str, Any]:

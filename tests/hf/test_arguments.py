@@ -83,7 +83,6 @@ def test_all_that_differs_is_one_error(tmp_path):
         ({"zeropp": {"stage": 3, "clip": 0.5}}, "clip is 0.5, and --max_grad_norm is 1.0"),
         ({"zeropp": {"stage": 3, "precision": "bf16"}}, "--bf16 is not given"),
         ({"zeropp": {"stage": 3, "precision": "fp16"}}, "--fp16 is not given"),
-        ({"zeropp": {"stage": 3}, "torch_compile": True}, "block.compile()"),
         ({"zeropp": {"stage": 3}, "auto_find_batch_size": True}, "--per_device_train_batch_size"),
         ({"zeropp": {"stage": 3, "precision": "bf16"}, "fp16": True}, "--bf16 is not given"),
         ({"zeropp": {"stage": 3, "precision": "fp32"}, "fp16": True}, "give one type"),

@@ -15,7 +15,7 @@ def apart(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:
 
 
 @pytest.mark.hf_case("parity")
-@pytest.mark.parametrize("stage", ["stage 1", "stage 2", "stage 3", "stage 3 gathers"])
+@pytest.mark.parametrize("stage", ["stage 1", "stage 2", "stage 3", "stage 3 gathers", "on disk"])
 def test_losses_norms_and_learning_rates_equal_ddp(stage, answer):
     for found in answer("parity"):
         assert len(found["stock"]) == 8 and "eval_loss" in found["stock"][-1]
@@ -25,8 +25,12 @@ def test_losses_norms_and_learning_rates_equal_ddp(stage, answer):
         )
         assert found[f"{stage} weights apart"] < FP32
         assert found[f"{stage} saved apart"] == 0.0, "from_pretrained reads what save_model wrote"
-        assert all(row["zeropp/traffic_bytes"] > 0 for row in found[f"{stage} metrics"])
+        assert stage == "on disk" or all(row["zeropp/traffic_bytes"] > 0 for row in found[f"{stage} metrics"])
         assert len(found[f"{stage} metrics"]) == 6
+        waited = [row["zeropp/gather_ms"] for row in found[f"{stage} metrics"]]
+        assert all(waited) if stage in ("stage 3 gathers", "on disk") else not any(waited), "these come before use"
+        disk = [row.get("zeropp/disk_gbps", 0) > 0 for row in found[f"{stage} metrics"]]
+        assert disk == [stage == "on disk"] * 6
 
 
 @pytest.mark.hf_case("resume")
@@ -98,6 +102,13 @@ def test_seq2seq_evaluates_before_training_and_generates(answer):
 def test_torchs_own_optimizers_and_label_smoothing(answer):
     for found in answer("other_optimizers"):
         assert apart(*found["sgd"]) < FP32
+
+
+@pytest.mark.hf_case("other_optimizers")
+def test_torch_compile_compiles_the_blocks(answer):
+    for found in answer("other_optimizers"):
+        assert apart(*found["compiled"]) < FP32
+        assert found["graphs"] == ["function"] * 3, "each of the three layers, in place of its method"
 
 
 @pytest.mark.hf_case("in_slices")

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 from transformers import TrainerCallback
 from transformers.utils import logging
@@ -58,25 +59,44 @@ class MemoryTable(TrainerCallback):
             tqdm.write(memory_table(model), file=sys.stderr)
 
 
-def _read_bytes() -> int:
-    return sum(one["bytes"] for kinds in zeropp.traffic().values() for one in kinds.values())
+class _Counted(NamedTuple):
+    """Totals that only grow."""
+
+    time_s: float
+    read_bytes: int
+    gather_ns: int
+    disk_bytes: int
+
+
+def _count(model: Any = None) -> _Counted:
+    links = zeropp.traffic()
+    disk = sum(one.get("bytes", 0) for one in links.pop("nvme", {}).values())
+    read = sum(one["bytes"] for kinds in links.values() for one in kinds.values())
+    gathers = 0 if model is None else zero.engine.engine_of(model).core.gather_ns()
+    return _Counted(time.perf_counter(), read, gathers, disk)
 
 
 class Metrics:
-    """Numbers for ``Trainer.log``: what was read from other ranks since the last time, and what this rank holds."""
+    """Numbers for ``Trainer.log``, all of this rank."""
 
     def __init__(self) -> None:
-        self._read_before = _read_bytes()
+        self._before = _count()
 
     def collect(self, model: Any) -> dict[str, float]:
-        """``zeropp/traffic_bytes`` and ``zeropp/held_bytes`` of this rank; with fp16 also ``zeropp/loss_scale``."""
-        read = _read_bytes()
-        since, self._read_before = read - self._read_before, read
+        """Since the last time: ``zeropp/traffic_bytes`` (read from other ranks), ``zeropp/gather_ms`` (for which modules waited for their
+        parameters), and where something is on disk ``zeropp/disk_gbps`` (10^9 bytes a second, read and written). Now:
+        ``zeropp/held_bytes``; with fp16 ``zeropp/loss_scale``."""
+        now, before = _count(model), self._before
+        self._before = now
         held = zeropp.memory(model)["cpu"]
         found: dict[str, float] = {
-            "zeropp/traffic_bytes": since,
+            "zeropp/traffic_bytes": now.read_bytes - before.read_bytes,
+            "zeropp/gather_ms": round((now.gather_ns - before.gather_ns) / 1e6, 3),
             "zeropp/held_bytes": sum(one["held"] for one in held.values()),
         }
+        if now.disk_bytes:
+            seconds = max(now.time_s - before.time_s, 1e-9)
+            found["zeropp/disk_gbps"] = round((now.disk_bytes - before.disk_bytes) / 1e9 / seconds, 6)
         scaler = zero.engine.engine_of(model).scaler
         if scaler is not None:
             found["zeropp/loss_scale"] = scaler.scale

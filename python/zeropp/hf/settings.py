@@ -140,10 +140,9 @@ def _refuse_unsupported(config: Config, arguments: Any) -> None:
             f"--{name} is not implemented yet with --zeropp; give --{low} and precision {low!r} in the configuration, "
             "with which the model is held, and evaluated, in that type"
         )
-    for name in ("deepspeed", "fsdp", "torch_compile", "auto_find_batch_size"):
+    for name in ("deepspeed", "fsdp", "auto_find_batch_size"):
         if getattr(arguments, name, None):
             instead = {
-                "torch_compile": "compile the model's blocks in the script (block.compile()), before training",
                 "auto_find_batch_size": "give --per_device_train_batch_size",
             }.get(name, "give one of the two")
             raise ConfigError(f"--{name} cannot be used with --zeropp: {instead}")
