@@ -155,12 +155,13 @@ static PyObject *figures_of(const zpp_filed *filed) {
     if (!filed) return NULL;
     struct zpp_filed_figures seen;
     zpp_filed_figures(filed, &seen);
-    return Py_BuildValue("{s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:K,s:K,s:s}", "home_address",
+    return Py_BuildValue("{s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:K,s:K,s:s}", "home_address",
                          (unsigned long long)(uintptr_t)zpp_filed_home(filed), "home_bytes",
                          (Py_ssize_t)seen.home_bytes, "cut_bytes", (Py_ssize_t)seen.cut_bytes, "entered_bytes",
                          (Py_ssize_t)seen.entered_bytes, "entered_peak_bytes", (Py_ssize_t)seen.entered_peak_bytes,
                          "memory_bytes", (Py_ssize_t)seen.memory_bytes, "window_bytes",
-                         (Py_ssize_t)seen.window_bytes, "read_bytes",
+                         (Py_ssize_t)seen.window_bytes, "images_bytes", (Py_ssize_t)seen.images_bytes,
+                         "staging_bytes", (Py_ssize_t)seen.staging_bytes, "read_bytes",
                          (unsigned long long)seen.read_bytes, "written_bytes", (unsigned long long)seen.written_bytes,
                          "loads", (unsigned long long)seen.loads, "load_wait_ns",
                          (unsigned long long)seen.load_wait_ns, "step_wait_ns", (unsigned long long)seen.step_wait_ns,
@@ -190,7 +191,33 @@ static PyObject *mend_params(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+/* set_stored(bits, block_elems, in_memory): before units are added. */
+static PyObject *set_stored(PyObject *self, PyObject *args) {
+    int bits, in_memory;
+    Py_ssize_t block_elems;
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (!PyArg_ParseTuple(args, "inp", &bits, &block_elems, &in_memory)) return NULL;
+    if (zpp_zero_set_stored(((Zero *)self)->core, bits, (size_t)block_elems, in_memory, &err) != ZPP_OK)
+        return zpp_py_raise(&err);
+    Py_RETURN_NONE;
+}
+
+/* store_low(unit, param): one of the matrices that are kept in fewer bits; before seal. */
+static PyObject *store_low(PyObject *self, PyObject *args) {
+    zpp_zero *core = ((Zero *)self)->core;
+    int index;
+    Py_ssize_t param;
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (!PyArg_ParseTuple(args, "in", &index, &param)) return NULL;
+    if (index < 0 || index >= zpp_zero_units(core) || param < 0)
+        return PyErr_SetString(PyExc_ValueError, "zero: unit or parameter is out of range"), NULL;
+    if (zpp_zero_store_low(core, index, (size_t)param, &err) != ZPP_OK) return zpp_py_raise(&err);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef zpp_py_filed_methods[] = {
+    { "set_stored", set_stored, METH_VARARGS, "set_stored(bits, block_elems, in_memory): before units are added." },
+    { "store_low", store_low, METH_VARARGS, "store_low(unit, param): kept in fewer bits. Before seal." },
     { "open_params", open_params, METH_VARARGS, "open_params(path, make, depth, block_bytes) -> warning" },
     { "close_params", close_params, METH_NOARGS, "End the engine; the file stays." },
     { "copy_params", copy_params, METH_VARARGS, "copy_params(unit, first, elems, address, write)" },

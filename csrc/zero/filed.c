@@ -49,6 +49,7 @@ zpp_status zpp_filed_create(zpp_comm *comm, double fraction, zpp_filed **out, st
 void zpp_filed_destroy(zpp_filed *filed) {
     if (!filed) return;
     zpp_filed_close(filed);
+    filed_image_drop(filed);
     zpp_range_destroy(filed->range);
     zpp_region_destroy(filed->region);
     free(filed->units);
@@ -99,6 +100,8 @@ zpp_status zpp_filed_seal(zpp_filed *filed, size_t warm_bytes, struct zpp_err *e
     if (filed->sealed) return zpp_fail(err, ZPP_STATE, "params: sealed twice");
     filed->sealed = true;
     if (!filed->home_bytes) return ZPP_OK;
+    const zpp_status status = filed_image_seal(filed, err);
+    if (status != ZPP_OK) return status;
     filed->cut_bytes =
         (size_t)((1.0 - filed->fraction) * (double)filed->home_bytes) / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
     return filed->ranks > 1 ? make_shared_home(filed, err) : make_own_home(filed, warm_bytes, err);
@@ -115,7 +118,7 @@ bool zpp_filed_is_held(const zpp_filed *filed, int unit) {
 /* The file at its full length: a full disk is found before training. */
 static zpp_status make_file(const zpp_filed *filed, const struct zpp_aio_sys *sys, struct zpp_aio_fault *fault,
                             struct zpp_err *err) {
-    const uint64_t bytes = filed->home_bytes - filed->cut_bytes;
+    const uint64_t bytes = filed->images.bits ? filed->images_bytes : filed->home_bytes - filed->cut_bytes;
     const int fd = sys->open(sys->ctx, filed->path, O_RDWR | O_CREAT | O_EXCL);
     if (fd < 0) return zpp_file_fail(sys, "cannot make", filed->path, 0, bytes, -fd, -1, fault, err);
     int done = bytes ? sys->reserve(sys->ctx, fd, 0, bytes) : 0;
@@ -152,6 +155,13 @@ static void end_load(zpp_filed *filed, int index, zpp_status status) {
     if (filed->board) atomic_store(&filed->board[index].contents, status == ZPP_OK ? LOADED : EMPTY);
 }
 
+static void finish_load(zpp_filed *filed, int index) {
+    struct filed_unit *unit = &filed->units[index];
+    const zpp_status status = filed_finish(&unit->request, &unit->fault, &unit->err);
+    if (filed->images.bits) filed_image_end(filed, unit, status);
+    end_load(filed, index, status);
+}
+
 void zpp_filed_close(zpp_filed *filed) {
     if (!filed->aio) return;
     struct zpp_filed_figures last;
@@ -161,10 +171,8 @@ void zpp_filed_close(zpp_filed *filed) {
     filed->aio = NULL;
     filed->closed_read_bytes = last.read_bytes;
     filed->closed_written_bytes = last.written_bytes;
-    for (int i = 0; i < filed->units_count; i++) {
-        struct filed_unit *unit = &filed->units[i];
-        if (unit->request) end_load(filed, i, filed_finish(&unit->request, &unit->fault, &unit->err));
-    }
+    for (int i = 0; i < filed->units_count; i++)
+        if (filed->units[i].request) finish_load(filed, i);
 }
 
 /* --- requests ----------------------------------------------------------------------------------------------------- */
@@ -266,8 +274,15 @@ static void submit_part(zpp_filed *filed, int index, bool write) {
 }
 
 static void submit_load(zpp_filed *filed, int index) {
+    struct filed_unit *unit = &filed->units[index];
     filed->loads++;
-    submit_part(filed, index, false);
+    if (!filed->images.bits) {
+        submit_part(filed, index, false);
+        return;
+    }
+    const zpp_status status = filed_image_begin(filed, unit);
+    if (status == ZPP_OK && filed->images_in_memory) filed_image_end(filed, unit, status);
+    if (status != ZPP_OK || filed->images_in_memory) end_load(filed, index, status);
 }
 
 static bool may_load(zpp_filed *filed, int index) {
@@ -294,7 +309,7 @@ static zpp_status arrive(zpp_filed *filed, int index, const struct zpp_wait *wai
     for (;;) {
         if (unit->request) {
             if (!wait && !zpp_aio_done(unit->request)) return ZPP_AGAIN;
-            end_load(filed, index, filed_finish(&unit->request, &unit->fault, &unit->err));
+            finish_load(filed, index);
             return ZPP_OK;
         }
         if (!filed->board || unit->status != ZPP_OK) return ZPP_OK;
@@ -337,6 +352,9 @@ zpp_status zpp_filed_copy(zpp_filed *filed, size_t offset_bytes, void *memory, s
     if (offset_bytes > filed->home_bytes || bytes > filed->home_bytes - offset_bytes)
         return zpp_fail(err, ZPP_INVALID, "params: bytes %zu to %zu are copied, there are %zu", offset_bytes,
                         offset_bytes + bytes, filed->home_bytes);
+    if (filed->images.bits)
+        return zpp_fail(err, ZPP_STATE, "params: they are kept in %d bits, and cannot be %s in parts",
+                        filed->images.bits, write ? "written" : "read");
     const size_t left = offset_bytes < filed->cut_bytes ? filed->cut_bytes - offset_bytes : 0;
     const size_t held = bytes < left ? bytes : left;
     if (held) memcpy(write ? filed->home + offset_bytes : memory, write ? memory : filed->home + offset_bytes, held);
@@ -364,6 +382,8 @@ void zpp_filed_figures(const zpp_filed *filed, struct zpp_filed_figures *out) {
         .loads = filed->loads,
         .load_wait_ns = filed->load_wait_ns,
         .step_wait_ns = filed->step_wait_ns,
+        .images_bytes = filed->images_bytes,
+        .staging_bytes = filed->stagings * filed->staging_bytes,
     };
     for (int i = 0; i < ZPP_FILED_WINDOWS; i++) out->window_bytes += filed->windows[i].room_bytes;
     if (!filed->aio) return;

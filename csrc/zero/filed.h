@@ -38,6 +38,17 @@ zpp_status zpp_filed_create(zpp_comm *comm, double fraction, zpp_filed **out, st
 void zpp_filed_destroy(zpp_filed *filed);
 /* One unit; the same on every rank. `*unit` counts from 0, `*offset_bytes` is its place in the home. Before seal. */
 zpp_status zpp_filed_add(zpp_filed *filed, size_t bytes, int *unit, size_t *offset_bytes, struct zpp_err *err);
+/* Units that are only read, kept in fewer bits (filed_image.c): matrices as codes of 8 or 4 bits with an fp32 scale for
+ * every `block_elems` (ops/quant/quant.h, symmetric), everything else as it is. What is at home after a load is
+ * rounded; bytes read are those of the images. `in_memory`: they are kept there, the ranks of the host share them, and
+ * there is no file. Only with fraction 1. Before units are added. */
+zpp_status zpp_filed_set_images(zpp_filed *filed, int bits, size_t block_elems, bool in_memory, struct zpp_err *err);
+bool zpp_filed_keeps_images(const zpp_filed *filed);
+/* Elements of a unit that are to be kept so, in ascending order. Before seal. */
+zpp_status zpp_filed_add_span(zpp_filed *filed, int unit, size_t offset_bytes, size_t elems, zpp_dtype dtype,
+                              struct zpp_err *err);
+/* Rank 0 keeps what it has at home of a unit that is entered; the other ranks do nothing. */
+zpp_status zpp_filed_keep_image(zpp_filed *filed, int unit, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* Collective: the home. `warm_bytes` of pages that were given back may be kept for the next load (one rank only). */
 zpp_status zpp_filed_seal(zpp_filed *filed, size_t warm_bytes, struct zpp_err *err);
 unsigned char *zpp_filed_home(const zpp_filed *filed);
@@ -119,6 +130,7 @@ struct zpp_filed_figures {
     size_t entered_bytes, entered_peak_bytes; /* this rank reads now, in the file's part */
     size_t memory_bytes; /* of what was entered, and of warm pages */
     size_t window_bytes;
+    size_t images_bytes, staging_bytes; /* of all units; of images on their way */
     uint64_t read_bytes, written_bytes; /* by this rank, so far */
     uint64_t loads, load_wait_ns;       /* waited for loads */
     uint64_t step_wait_ns;              /* waited inside steps */

@@ -9,7 +9,20 @@
 #include <stdatomic.h>
 
 #include "../base/mem.h"
+#include "../ops/quant/quant.h"
 #include "filed.h"
+
+/* Elements of a unit that are kept in fewer bits. */
+struct filed_span {
+    size_t offset_bytes, elems; /* in the unit */
+    zpp_dtype dtype;
+};
+
+/* Memory for an image on its way, of the largest one's size. */
+struct filed_staging {
+    struct filed_staging *next;
+    unsigned char *memory;
+};
 
 /* What the ranks of a host tell each other of one unit; in shared memory, zeros at first. */
 struct filed_board {
@@ -22,6 +35,11 @@ struct filed_unit {
     zpp_status status;          /* of the last load */
     struct zpp_err err;
     struct zpp_aio_fault fault;
+    /* kept in fewer bits: see filed_image.c */
+    struct filed_span *spans;
+    size_t spans_count;
+    size_t image_offset_bytes, image_bytes; /* whole pages */
+    struct filed_staging *staging;          /* of the read under way */
 };
 
 /* Neighbouring bytes of the home that one request moves. */
@@ -56,6 +74,13 @@ struct zpp_filed {
     struct filed_window windows[ZPP_FILED_WINDOWS];
     size_t entered_bytes, entered_peak_bytes;
     uint64_t loads, load_wait_ns, step_wait_ns, closed_read_bytes, closed_written_bytes;
+    struct zpp_quant_spec images; /* bits 0: units are kept as they are */
+    bool images_in_memory;
+    size_t images_bytes; /* of all units */
+    zpp_region *images_region;
+    unsigned char *images_memory;  /* in memory: of the region, or of one rank */
+    struct filed_staging *staging; /* not in use */
+    size_t staging_bytes, stagings;
 };
 
 /* Submit a read or write of [offset, offset + bytes) of the home, all behind the cut. */
@@ -63,6 +88,13 @@ zpp_status filed_submit(zpp_filed *filed, size_t offset_bytes, void *memory, siz
                         zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* Wait for *request (NULL is fine), release it and forget it. */
 zpp_status filed_finish(zpp_aio_request **request, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* Part of seal and destroy. */
+zpp_status filed_image_seal(zpp_filed *filed, struct zpp_err *err);
+void filed_image_drop(zpp_filed *filed);
+/* Begin to read a unit's image (in memory: nothing to do); `unit->err` is written where that fails. */
+zpp_status filed_image_begin(zpp_filed *filed, struct filed_unit *unit);
+/* The read ended with `status`: where that is OK, the values are at home. */
+void filed_image_end(zpp_filed *filed, struct filed_unit *unit, zpp_status status);
 /* Buffers of the windows; before the engine ends. */
 void filed_drop_windows(zpp_filed *filed);
 

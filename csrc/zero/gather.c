@@ -237,6 +237,8 @@ zpp_status zpp_zero_keep_slice(zpp_zero *zero, int index, struct zpp_err *err) {
     if (!zpp_unit_moves(unit)) return ZPP_OK;
     unit->second_kept = false;
     const size_t bytes = zpp_unit_shard_bytes(unit), offset = (size_t)zero->rank * bytes;
+    if (unit->place == ZPP_PLACE_FILE && zpp_filed_keeps_images(zero->filed))
+        return zpp_filed_keep_image(zero->filed, unit->filed, &zero->fault, err);
     if (unit->place == ZPP_PLACE_FILE)
         return zpp_filed_write_back(zero->filed, unit->range_offset_bytes + offset, bytes, &zero->fault, err);
     memcpy(unit->shard, unit->whole + offset, bytes);

@@ -61,6 +61,7 @@ struct zpp_unit {
     bool mapped; /* has memory in the range */
     int filed;   /* FILE units: their number there */
     bool held;   /* a FILE unit that lies in memory for good */
+    uint8_t *stored_low; /* FILE units, [params]: is it kept in fewer bits? NULL: none is */
     int uses;    /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */
     bool rounded;     /* fetched quantised: see wire.h */
     bool wants_exact; /* the next fetch is not to be */

@@ -78,6 +78,7 @@ static void destroy_unit(zpp_zero *zero, struct zpp_unit *unit) {
     zpp_event_destroy(unit->ready);
     free(unit->param_elems);
     free(unit->offset_elems);
+    free(unit->stored_low);
     free(unit);
 }
 
@@ -178,11 +179,37 @@ static size_t region_bytes_of(const struct zpp_unit *unit) {
     return unit->place == ZPP_PLACE_SHARD ? zpp_unit_shard_bytes(unit) : zpp_unit_bytes(unit);
 }
 
+zpp_status zpp_zero_set_stored(zpp_zero *zero, int bits, size_t block_elems, bool in_memory, struct zpp_err *err) {
+    if (!zero->filed) return zpp_fail(err, ZPP_STATE, "zero: there are no units that could be kept in %d bits", bits);
+    return zpp_filed_set_images(zero->filed, bits, block_elems, in_memory, err);
+}
+
+zpp_status zpp_zero_store_low(zpp_zero *zero, int index, size_t param, struct zpp_err *err) {
+    struct zpp_unit *unit = zero->units[index];
+    const bool floats = unit->dtype == ZPP_F32 || unit->dtype == ZPP_BF16 || unit->dtype == ZPP_F16;
+    if (zero->sealed || unit->place != ZPP_PLACE_FILE || param >= unit->params || !floats)
+        return zpp_fail(err, ZPP_INVALID, "zero: parameter %zu of unit %s (%s) cannot be kept in fewer bits", param,
+                        unit->name, zpp_dtype_name(unit->dtype));
+    if (!unit->stored_low) unit->stored_low = calloc(unit->params, 1);
+    if (!unit->stored_low) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the matrices of unit %s", unit->name);
+    unit->stored_low[param] = 1;
+    return ZPP_OK;
+}
+
+static zpp_status place_filed(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    zpp_status status = zpp_filed_add(zero->filed, zpp_unit_bytes(unit), &unit->filed, &unit->range_offset_bytes, err);
+    for (size_t i = 0; unit->stored_low && i < unit->params && status == ZPP_OK; i++)
+        if (unit->stored_low[i])
+            status = zpp_filed_add_span(zero->filed, unit->filed, unit->offset_elems[i] * unit->elem_bytes,
+                                        unit->param_elems[i], unit->dtype, err);
+    return status;
+}
+
 /* Where its slice, or all of it, lies in its region; where it lies among the units that come and go. */
 static zpp_status place_unit(zpp_zero *zero, struct zpp_unit *unit, size_t *range_bytes, struct zpp_err *err) {
     if (unit->place == ZPP_PLACE_FILE) {
         zero->moving[zero->moving_count++] = unit;
-        return zpp_filed_add(zero->filed, zpp_unit_bytes(unit), &unit->filed, &unit->range_offset_bytes, err);
+        return place_filed(zero, unit, err);
     }
     size_t *used = unit->place == ZPP_PLACE_HOST ? &zero->host_bytes : &zero->params_bytes;
     unit->region_offset_bytes = place_next(used, region_bytes_of(unit));

@@ -70,6 +70,10 @@ zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *near, struct zpp_err
 /* `fraction` of the reduced gradients, above 0 and at most 1, live in a file of this rank's own (slices.h). Stages 2
  * and 3, one host, gradients reduced exactly. Before units are added. */
 zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct zpp_err *err);
+/* FILE units are kept in 8 or 4 bits, for a model that is only read (filed.h); before units are added. Of a unit that
+ * was added, parameter `param` is one of the matrices; before seal. */
+zpp_status zpp_zero_set_stored(zpp_zero *zero, int bits, size_t block_elems, bool in_memory, struct zpp_err *err);
+zpp_status zpp_zero_store_low(zpp_zero *zero, int unit, size_t param, struct zpp_err *err);
 /* Collective: makes the memory. Afterwards WHOLE and HOST units are FULL, SHARD and FILE units PARTITIONED; contents
  * are zero. FILE units can be needed once zpp_filed_open was called. */
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);

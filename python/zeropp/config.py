@@ -28,6 +28,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 TIERS = ("device", "cpu", "nvme")
 WIRE_FORMATS = ("exact", "int8", "int4")
 STATES = ("fp32", "bf16", "int8")
+STORED = ("int8", "int4")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -186,6 +187,11 @@ class Precision:
     in a quarter (8-bit codes with a scale for every 256 elements); both are rounded stochastically, so that a moment's mean
     is right, and the step itself is in fp32. Other optimizers, and states on NVMe, take fp32 only."""
 
+    stored: str | None = None
+    """Type that the matrices of linear layers are kept in, for a model that is only evaluated, with `Offload(params=)` on "nvme"
+    or "cpu": "int8" or "int4", codes with an fp32 scale for every 64 elements, rounded to nearest once, in `prepare`. They are
+    read and become numbers of `param` when they are needed. None: as they are. Training refuses it."""
+
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
@@ -196,7 +202,7 @@ class Precision:
                 object.__setattr__(self, one.name, short or value)
                 value = short or value
             if value is not None:
-                _one_of(f"Precision.{one.name}", value, STATES if one.name == "state" else DTYPES)
+                _one_of(f"Precision.{one.name}", value, {"state": STATES, "stored": STORED}.get(one.name, DTYPES))
 
     @property
     def name(self) -> str | None:
@@ -384,6 +390,11 @@ class Config:
         """Type of the optimizer's states: "fp32", "bf16" or "int8"."""
         return self.precision.state or "fp32" if isinstance(self.precision, Precision) else "fp32"
 
+    @property
+    def stored_name(self) -> str | None:
+        """Type that weights are kept in for inference: "int8", "int4", or None: their own."""
+        return self.precision.stored if isinstance(self.precision, Precision) else None
+
     def _check_precision(self) -> None:
         _ = Precision
         if isinstance(self.precision, Precision):
@@ -473,6 +484,17 @@ class Config:
 
         if self.offload.delayed_update is not None:
             self._check_delayed()
+        params: Any = self.offload.params
+        if self.stored_name is not None and params.kind == "device":
+            raise wrong(
+                "Precision.stored",
+                self.stored_name,
+                "None with offload.params on 'device': it is for weights on 'nvme' or 'cpu'",
+            )
+        if self.stored_name is not None and params.fraction < 1:
+            raise not_yet(
+                "Precision.stored", self.stored_name, f"use fraction=1 with it; offload.params has {params.fraction}"
+            )
 
     def _check_delayed(self) -> None:
         path, steps, offload = "Config.offload.delayed_update", self.offload.delayed_update, self.offload

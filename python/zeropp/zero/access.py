@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeropp.errors import ConfigError, PartitionedParameterError
+from zeropp.zero import stored
 from zeropp.zero.engine import FILE, SHARD, Engine, Unit, engine_of
 from zeropp.zero.init import is_sharded, whole_built
 from zeropp.zero.low_states import elem_bytes
@@ -70,6 +71,8 @@ def gathered(
             return
         if write:
             engine.flush()
+            if engine.stored is not None:
+                stored.refuse("zeropp.gathered(..., write=True) was called", engine.stored)
         for unit in units:
             stack.enter_context(_whole(unit))
         if write:
@@ -262,10 +265,15 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
         filed = engine.params_tier.bytes_in_file(engine.units) // engine.ranks
         total["held"] += filed
         own = sum(e.numel * u.dtype.itemsize for u in engine.units if u.filed for e in u.params) / engine.ranks
-        share = round(own * engine.params_tier.fraction)
-        nvme["params"] = {"planned": share, "held": filed}
-        planned["params"] -= share
-        held["tier_buffers"] = engine.params_tier.figures()["window_bytes"]
+        share = round(engine.params_tier.planned_bytes(engine.units) / engine.ranks)
+        planned["params"] -= round(own * engine.params_tier.fraction)
+        if engine.params_tier.in_memory:
+            planned["params"] += share
+            held["params"] += filed
+        else:
+            nvme["params"] = {"planned": share, "held": filed}
+        seen = engine.params_tier.figures()
+        held["tier_buffers"] = seen["window_bytes"] + seen["staging_bytes"]
     if engine.states is not None:
         in_memory, in_file = _tiered(engine)
         in_memory["tier_buffers"] += held.get("tier_buffers", 0)

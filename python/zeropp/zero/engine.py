@@ -16,7 +16,7 @@ from torch import nn
 from zeropp import _C
 from zeropp.config import Config, LossScale, Tier
 from zeropp.errors import ConfigError, Error
-from zeropp.zero import low_states
+from zeropp.zero import low_states, stored
 from zeropp.zero.grads_tier import GradsTier
 from zeropp.zero.offload import StateTier, TieredStates
 from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
@@ -189,7 +189,8 @@ class Engine:
         self.shows_gradients = self.stage == 0
         offload = config.offload
         tiers = [tier for tier in (offload.params, offload.grads, offload.optimizer) if isinstance(tier, Tier)]
-        self._params = tiers[0] if tiers[0].kind == "nvme" else None
+        self.stored = config.stored_name  # weights in fewer bits, of a model that is only evaluated
+        self._params = tiers[0] if tiers[0].kind == "nvme" or self.stored is not None else None
         grads = tiers[1] if tiers[1].kind == "nvme" else None
         self.local_grads = self.local and grads is None  # in p.grad, where autograd leaves them
         self.core = _C.Zero(
@@ -213,11 +214,16 @@ class Engine:
             self.sharers = len(comm.host_ranks)
         if grads is not None:
             self.core.set_grads_fraction(grads.fraction)
-        for plan in plans:
+        low = self._store_low(model)
+        for index, plan in enumerate(plans):
+            place = self._place(plan)
             self.core.add_unit(
-                plan.name, DTYPES.index(plan.dtype), [numbers(p) for p in plan.params], plan.trainable, self._place(plan),
+                plan.name, DTYPES.index(plan.dtype), [numbers(p) for p in plan.params], plan.trainable, place,
                 DTYPES.index(plan.dtype),
             )  # fmt: skip
+            for number, parameter in enumerate(plan.params):
+                if place == FILE and parameter in low:
+                    self.core.store_low(index, number)
         self.core.seal()
         self.storage: Storage | None = None  # of the tiers below
         self.states: StateTier | None = None  # where the optimizer's states are, unless in memory
@@ -226,15 +232,23 @@ class Engine:
         self.activations: ActivationTier | None = None  # where what autograd saves goes, unless it stays in memory
         self.delayed: Delayed | None = None  # updates that run beside the next pass
         self.away: Away | None = None  # where the optimizer's states are for a while (offload_states)
-        if any(tier.kind == "nvme" for tier in tiers):
+        if self._params is not None or any(tier.kind == "nvme" for tier in tiers):
             self.storage = Storage(self, [i for i, plan in enumerate(plans) if plan.trainable])
             if self._params is not None:
-                self.params_tier = ParamsTier(self, self._params, self.storage)
+                self.params_tier = ParamsTier(self, self._params, self.storage, low)
             if grads is not None:
                 self.grads_tier = self._make_grads_tier(grads)
         self.units: list[Unit] = [self._bind(i, plan) for i, plan in enumerate(plans)]
 
     # -- construction --------------------------------------------------------------------------------------------------
+
+    def _store_low(self, model: nn.Module) -> set[nn.Parameter]:
+        """The parameters that are kept in fewer bits."""
+        if self.stored is None:
+            return set()
+        assert self._params is not None
+        self.core.set_stored(stored.BITS[self.stored], stored.BLOCK_ELEMS, self._params.kind != "nvme")
+        return stored.matrices(model)
 
     def _make_grads_tier(self, tier: Tier) -> GradsTier:
         try:
@@ -402,6 +416,8 @@ class Engine:
     def write_shards(self) -> Iterator[None]:
         """Collective: inside, each rank may write its own slices, and nobody reads; afterwards all ranks see them."""
         self.flush()
+        if self.stored is not None:
+            stored.refuse("parameters were to be written", self.stored)
         self.core.step_begin(0)
         try:
             yield

@@ -478,6 +478,11 @@ def _check_stage(optimizer: optim.Optimizer, config: Config) -> None:
 def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
     """States and parameters on NVMe are streamed through our own kernel; and what else depends on the configuration."""
     _check_stage(optimizer, config)
+    if config.stored_name is not None:
+        raise ConfigError(
+            f"Precision.stored: {config.stored_name!r} is not allowed with an optimizer: rounded weights are for inference; "
+            "call zeropp.prepare(model, None, config), or leave it out"
+        )
     if config.offload.delayed_update is not None and type(optimizer) not in _ADAMS:
         raise ConfigError(
             f"Config.offload.delayed_update: {config.offload.delayed_update} is not built yet for {type(optimizer).__name__}; "

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from zeropp.config import Tier
+from zeropp.zero import stored
 from zeropp.zero.agree import Ranks
 from zeropp.zero.scratch import Scratch
 from zeropp.zero.storage import Storage, disk_traffic, end_tier, io_shape, warn
@@ -35,9 +37,13 @@ class ParamsTier:
             rank; nothing is left behind.
     """
 
-    def __init__(self, engine: Engine, tier: Tier, storage: Storage) -> None:
-        assert tier.path is not None
+    def __init__(self, engine: Engine, tier: Tier, storage: Storage, low: set[nn.Parameter]) -> None:
         self.fraction, self.storage, self._zero = float(tier.fraction), storage, engine.core
+        self.stored, self.low = engine.stored, low
+        self.in_memory = tier.kind != "nvme"
+        if self.in_memory:  # the coordinator's, and there is no file
+            return
+        assert tier.path is not None
         ranks = Ranks(engine)
         scratch = Scratch(tier.path, ranks)
         self.path = scratch.folder.parent / "params"
@@ -56,10 +62,13 @@ class ParamsTier:
 
     def close(self) -> None:
         """The model is gone: the scratch file, too."""
-        self._end()
+        if not self.in_memory:
+            self._end()
 
     def slice_of(self, unit: Unit) -> FiledSlice:
         """This rank's own slice of a unit."""
+        if self.stored is not None:
+            stored.refuse("slices of exact parameters are asked for", self.stored)
         return FiledSlice(self, unit.index, unit.begin_elems, unit.shard.numel(), unit.dtype)
 
     def write(self, unit: Unit, first: int, values: torch.Tensor) -> None:
@@ -80,9 +89,17 @@ class ParamsTier:
         seen: dict[str, Any] = self._zero.params_figures()
         return seen
 
+    def planned_bytes(self, units: list[Unit]) -> float:
+        """Of the parameters in the tier, as they are kept there; of all ranks together."""
+        if self.stored is not None:
+            return stored.kept_bytes(units, self.low, stored.BITS[self.stored])
+        return sum(e.numel * u.dtype.itemsize for u in units if u.filed for e in u.params) * self.fraction
+
     def bytes_in_file(self, units: list[Unit]) -> int:
         """Of the parameters themselves, without what rounds them up; of all ranks together."""
         seen = self.figures()
+        if self.stored is not None:
+            return int(seen["images_bytes"])
         cut, total = seen["home_address"] + seen["cut_bytes"], 0
         for unit in units:
             if not unit.filed:

@@ -18,6 +18,7 @@ from torch import nn
 from zeropp import _C
 from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError, Error
+from zeropp.zero import stored
 from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engine_of, register
 from zeropp.zero.offload import BLOCK_ELEMS, StateTier
 from zeropp.zero.optimizer import adopt, check_offload, check_optimizer
@@ -65,7 +66,7 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
         from zeropp.health import preflight
 
         preflight()
-    filed = getattr(config.offload.params, "kind", "device") == "nvme"
+    filed = getattr(config.offload.params, "kind", "device") == "nvme" or config.stored_name is not None
     if comm is not None and comm.hosts > 1:
         _check_hosts(config, comm, filed)
     if filed and comm is not None and config.host_copy == "off":
@@ -82,6 +83,9 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
         meta.check_draws(model)
     plans = plan_units(model, config.units, low)
     _check_plans(plans, low)
+    if config.stored_name is not None and optimizer is None:
+        for plan in plans:
+            plan.trainable = False
     if optimizer is not None:
         check_optimizer(optimizer, plans)
         check_offload(optimizer, config)
@@ -104,6 +108,8 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
 
         model._compiled_call_impl = OffloadingCall(model, engine.activations)
     _install_gradient_hooks(engine)
+    if engine.stored is not None:
+        stored.refuse_training(model, engine.stored)
     if low is not None:
         model.register_forward_pre_hook(functools.partial(_cast_inputs, low), with_kwargs=True, prepend=True)
     if optimizer is not None:
@@ -175,8 +181,9 @@ def _check_hosts(config: Config, comm: Any, filed: bool) -> None:
                 "yet; start as many ranks on every host, or leave it at 0"
             )
     if filed:
+        kind = getattr(config.offload.params, "kind", "nvme")
         raise ConfigError(
-            f"Config.offload.params: 'nvme' on {hosts} hosts is not implemented yet, because the ranks of a host share what they "
+            f"Config.offload.params: {kind!r} on {hosts} hosts is not implemented yet, because the ranks of a host share what they "
             "read; leave parameters in memory, or use one host"
         )
     if getattr(config.offload.grads, "kind", "device") == "nvme":

@@ -1,0 +1,185 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Units kept in 8 and 4 bits, in a file and in memory: what comes back is what quantising says, and exact between; the
+ * bytes that are read; and every read failing once.
+ */
+#include "../../csrc/ops/quant/quant.h"
+#include "filed_common.h"
+
+enum { UNITS = 3, ELEMS = 9000, BLOCK = 64 };
+/* Matrices: one from the start on, two with bytes between and a last block that is short, none. */
+static const struct {
+    size_t first, elems;
+} spans[UNITS][2] = { { { 0, 5000 }, { 0, 0 } }, { { 128, 4097 }, { 4256, 333 } }, { { 0, 0 }, { 0, 0 } } };
+
+struct kept {
+    zpp_filed *filed;
+    int unit[UNITS];
+    size_t offset[UNITS];
+    unsigned char *values[UNITS], *wanted[UNITS]; /* exact; as they come back */
+};
+
+static size_t elem_bytes(zpp_dtype dtype) {
+    return zpp_dtype_bytes(dtype);
+}
+
+static void round_span(struct kept *kept, int i, int span, int bits, zpp_dtype dtype) {
+    const struct zpp_quant_spec spec = { BLOCK, bits, false };
+    const size_t at = spans[i][span].first * elem_bytes(dtype), elems = spans[i][span].elems;
+    if (!elems) return;
+    void *codes = malloc(elems + 1);
+    float *scales = malloc(zpp_quant_blocks(&spec, elems) * sizeof *scales);
+    CHECK(codes && scales);
+    const struct zpp_quant_target target = { codes, scales, NULL };
+    const struct zpp_quant_source source = { codes, scales, NULL };
+    zpp_quantise(&spec, kept->values[i] + at, dtype, elems, &target, NULL);
+    zpp_dequantise(&spec, &source, kept->wanted[i] + at, dtype, elems, false, NULL);
+    free(codes);
+    free(scales);
+}
+
+static struct kept new_kept(int bits, zpp_dtype dtype, bool in_memory) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    struct kept kept = { .filed = NULL };
+    const size_t bytes = ELEMS * elem_bytes(dtype);
+    reset_plan();
+    CHECK_OK(zpp_filed_create(NULL, 1.0, &kept.filed, &err));
+    CHECK(!zpp_filed_keeps_images(kept.filed));
+    CHECK_OK(zpp_filed_set_images(kept.filed, bits, BLOCK, in_memory, &err));
+    for (int i = 0; i < UNITS; i++) {
+        CHECK_OK(zpp_filed_add(kept.filed, bytes, &kept.unit[i], &kept.offset[i], &err));
+        for (int span = 0; span < 2; span++)
+            if (spans[i][span].elems)
+                CHECK_OK(zpp_filed_add_span(kept.filed, kept.unit[i], spans[i][span].first * elem_bytes(dtype),
+                                            spans[i][span].elems, dtype, &err));
+    }
+    CHECK_OK(zpp_filed_seal(kept.filed, 0, &err));
+    if (!in_memory) CHECK_OK(open_blocks(kept.filed, true, 4 * PAGE, &fault, &err));
+    for (int i = 0; i < UNITS; i++) {
+        float *floats = malloc(ELEMS * sizeof *floats);
+        kept.values[i] = malloc(bytes);
+        kept.wanted[i] = malloc(bytes);
+        CHECK(floats && kept.values[i] && kept.wanted[i]);
+        for (size_t e = 0; e < ELEMS; e++) floats[e] = (float)((int)pattern(e, (unsigned)i) - 128) / 100.0f;
+        zpp_convert(kept.values[i], dtype, floats, ZPP_F32, ELEMS);
+        memcpy(kept.wanted[i], kept.values[i], bytes);
+        for (int span = 0; span < 2; span++) round_span(&kept, i, span, bits, dtype);
+        CHECK_OK(zpp_filed_enter(kept.filed, kept.unit[i], &err));
+        memcpy(zpp_filed_home(kept.filed) + kept.offset[i], kept.values[i], bytes);
+        CHECK_OK(zpp_filed_keep_image(kept.filed, kept.unit[i], &fault, &err));
+        CHECK_OK(zpp_filed_leave(kept.filed, kept.unit[i], &err));
+        free(floats);
+    }
+    return kept;
+}
+
+static void end_kept(struct kept *kept, bool in_memory) {
+    zpp_filed_destroy(kept->filed);
+    for (int i = 0; i < UNITS; i++) {
+        free(kept->values[i]);
+        free(kept->wanted[i]);
+    }
+    if (!in_memory) CHECK_EQUAL(unlink(in_folder("params")), 0);
+}
+
+static const struct zpp_wait patience = { 0, NULL, NULL };
+
+/* All at once under way, `turns` times. */
+static void load_all(struct kept *kept, zpp_dtype dtype, int turns) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    for (int turn = 0; turn < turns; turn++) {
+        for (int i = 0; i < UNITS; i++) {
+            CHECK_OK(zpp_filed_enter(kept->filed, kept->unit[i], &err));
+            zpp_filed_begin(kept->filed, kept->unit[i]);
+        }
+        for (int i = 0; i < UNITS; i++) {
+            CHECK_OK(zpp_filed_arrive(kept->filed, kept->unit[i], &patience));
+            CHECK_OK(zpp_filed_outcome(kept->filed, kept->unit[i], NULL, &err));
+            const unsigned char *home = zpp_filed_home(kept->filed) + kept->offset[i];
+            CHECK_EQUAL(memcmp(home, kept->wanted[i], ELEMS * elem_bytes(dtype)), 0);
+        }
+        for (int i = 0; i < UNITS; i++) CHECK_OK(zpp_filed_leave(kept->filed, kept->unit[i], &err));
+    }
+}
+
+static void come_back_rounded(void) {
+    make_folder();
+    const zpp_dtype kinds[] = { ZPP_F32, ZPP_BF16, ZPP_F16 };
+    for (int way = 0; way < 12; way++) {
+        const zpp_dtype dtype = kinds[way / 4];
+        const int bits = way & 1 ? 4 : 8;
+        const bool in_memory = way & 2;
+        struct kept kept = new_kept(bits, dtype, in_memory);
+        CHECK(memcmp(kept.values[1], kept.wanted[1], ELEMS * elem_bytes(dtype)) != 0);
+        struct zpp_filed_figures before, after;
+        zpp_filed_figures(kept.filed, &before);
+        load_all(&kept, dtype, 2);
+        zpp_filed_figures(kept.filed, &after);
+        CHECK_EQUAL(after.read_bytes - before.read_bytes, in_memory ? 0 : 2 * after.images_bytes);
+        const size_t rounded = 5000 + 4097 + 333, kept_bytes = rounded * (unsigned)bits / 8 + rounded / BLOCK * 4;
+        CHECK(after.images_bytes < (3 * ELEMS - rounded) * elem_bytes(dtype) + kept_bytes + 4 * PAGE);
+        if (!in_memory) CHECK_EQUAL(file_bytes(in_folder("params")), after.images_bytes);
+        end_kept(&kept, in_memory);
+    }
+    remove_folder();
+}
+
+static void every_read_fails_once(void) {
+    make_folder();
+    struct kept kept = new_kept(8, ZPP_BF16, false);
+    for (int n = 0, failed = 1; failed; n++) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        struct zpp_aio_fault fault = { .wanted_bytes = 0 };
+        CHECK_OK(zpp_filed_enter(kept.filed, kept.unit[1], &err));
+        atomic_store(&plan.reads_left, n);
+        zpp_filed_begin(kept.filed, kept.unit[1]);
+        CHECK_OK(zpp_filed_arrive(kept.filed, kept.unit[1], &patience));
+        atomic_store(&plan.reads_left, -1);
+        const zpp_status status = zpp_filed_outcome(kept.filed, kept.unit[1], &fault, &err);
+        failed = status != ZPP_OK;
+        CHECK(failed || n > 0);
+        if (failed) CHECK(status == ZPP_TIER && strstr(fault.path, "/params") && strstr(err.text, "at offset"));
+        CHECK_OK(zpp_filed_leave(kept.filed, kept.unit[1], &err));
+        load_all(&kept, ZPP_BF16, 1);
+    }
+    /* A load that nobody waited for when the file is closed. */
+    struct zpp_err err = ZPP_ERR_INIT;
+    CHECK_OK(zpp_filed_enter(kept.filed, kept.unit[0], &err));
+    zpp_filed_begin(kept.filed, kept.unit[0]);
+    zpp_filed_close(kept.filed);
+    end_kept(&kept, false);
+    remove_folder();
+}
+
+static void refuses_misuse(void) {
+    make_folder();
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    zpp_filed *filed = NULL;
+    int unit;
+    size_t offset;
+    CHECK_OK(zpp_filed_create(NULL, 0.5, &filed, &err));
+    CHECK_FAILS(zpp_filed_set_images(filed, 8, BLOCK, false, &err), ZPP_INVALID, "with fraction 0.5, wanted 1");
+    zpp_filed_destroy(filed);
+    CHECK_OK(zpp_filed_create(NULL, 1.0, &filed, &err));
+    CHECK_FAILS(zpp_filed_set_images(filed, 3, BLOCK, false, &err), ZPP_INVALID, "kept in 3 bits");
+    CHECK_OK(zpp_filed_set_images(filed, 8, BLOCK, true, &err));
+    CHECK_OK(zpp_filed_add(filed, 4 * 1000, &unit, &offset, &err));
+    CHECK_OK(zpp_filed_add_span(filed, unit, 0, 500, ZPP_F32, &err));
+    CHECK_FAILS(zpp_filed_add_span(filed, unit, 1996, 10, ZPP_F32, &err), ZPP_INVALID, "cannot be kept");
+    CHECK_FAILS(zpp_filed_add_span(filed, unit, 2000, 5000, ZPP_F32, &err), ZPP_INVALID, "cannot be kept");
+    CHECK_FAILS(zpp_filed_set_images(filed, 8, BLOCK, true, &err), ZPP_STATE, "before units are added");
+    CHECK_OK(zpp_filed_seal(filed, 0, &err));
+    float value = 0.0f;
+    CHECK_FAILS(zpp_filed_copy(filed, 0, &value, 4, true, &fault, &err), ZPP_STATE, "cannot be written in parts");
+    CHECK_FAILS(zpp_filed_copy(filed, 0, &value, 4, false, &fault, &err), ZPP_STATE, "cannot be read in parts");
+    zpp_filed_destroy(filed);
+    remove_folder();
+}
+
+int main(int argc, char **argv) {
+    static const struct test_case cases[] = { TEST(come_back_rounded), TEST(every_read_fails_once),
+                                              TEST(refuses_misuse), { 0 } };
+    return test_main(argc, argv, cases);
+}

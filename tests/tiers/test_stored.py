@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of linear layers in 8 and 4 bits on NVMe and in memory, for inference: rounded as stated, everything else exact, bytes
+counted, and training refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import zeropp
+from stored_cases import CASES, SLOW
+from zeropp import Config, Offload, Precision, Tier
+
+TABLE = [(ranks, case) for ranks in (1, 2) for case in CASES if case not in SLOW]
+WORKER = "stored_cases"  # for the fixture `outcomes`
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks_case", TABLE, ids=[f"{case}-{ranks}" for ranks, case in TABLE])
+def test_stored(ranks_case: tuple[int, str], outcomes: Any) -> None:
+    ranks, case = ranks_case
+    outcomes(ranks, case).check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_transformers_generate(ranks: int, run_ranks: Any) -> None:
+    run_ranks(WORKER, SLOW, ranks=ranks)[SLOW[0]].check()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Precision(stored="int3"), "Precision.stored: 'int3' is not allowed; wanted one of 'int8', 'int4'"),
+        (lambda: Config(precision=Precision(stored="int8")), "None with offload.params on 'device'"),
+        (
+            lambda: Config(
+                precision=Precision(stored="int8"), offload=Offload(params=Tier("nvme", path="/tmp", fraction=0.5))
+            ),
+            "'int8' is not built yet; use fraction=1 with it; offload.params has 0.5",
+        ),
+    ],
+)
+def test_what_cannot_be_stored_is_said(make: Any, said: str) -> None:
+    with pytest.raises(zeropp.ConfigError) as caught:
+        make()
+    assert said in str(caught.value)

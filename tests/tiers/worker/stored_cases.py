@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of test_stored.py do. A case runs on one rank and on two."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import zeropp
+from state_cases import scratch
+from training import CONTEXT, batch, gpt
+from zeropp import Config, Offload, Precision
+from zeropp.zero.engine import engine_of
+
+BLOCK = 64
+LEVELS = {"int8": 127, "int4": 7}
+
+
+def kept(stored: str, path: str | None, param: str | None = "bf16") -> Config:
+    offload = Offload(params="cpu") if path is None else Offload(params="nvme", path=path)
+    return Config(precision=Precision(param=param, stored=stored), offload=offload)
+
+
+def prepared(config: Config, width: int = 64, layers: int = 2) -> Any:
+    model = gpt(width=width, layers=layers)
+    model, _ = zeropp.prepare(model, None, config)
+    return model.eval()
+
+
+def linear_weights(model: torch.nn.Module) -> set[str]:
+    """Of the blocks; the head is the embedding."""
+    modules = dict(model.named_modules())
+    linear = {name for name, module in modules.items() if isinstance(module, torch.nn.Linear) and "blocks" in name}
+    return {f"{name}.weight" for name in linear}
+
+
+def rounded_as_stated(exact: torch.Tensor, got: torch.Tensor, stored: str) -> None:
+    """|x - value| <= scale (1/2 + 4 L u) + half an ulp of bf16, with scale = max |x| / L of each 64 elements."""
+    flat, seen, most = exact.double().reshape(-1), got.double().reshape(-1), LEVELS[stored]
+    pad = -flat.numel() % BLOCK
+    blocks = torch.nn.functional.pad(flat, (0, pad)).reshape(-1, BLOCK)
+    scale = (blocks.abs().amax(1) / most).clamp_min(2.0**-126).repeat_interleave(BLOCK)[: flat.numel()]
+    bound = scale * (0.5 + 4 * most * 2.0**-24) + (seen.abs() * 2.0**-8 if got.dtype == torch.bfloat16 else 0.0)
+    assert bool(((flat - seen).abs() <= bound).all()), ((flat - seen).abs() / bound).max()
+    assert int(seen.unique().numel()) > 2 and not torch.equal(flat, seen)
+
+
+def rounds_as_stated() -> None:
+    """Matrices of linear layers within the bound, everything else untouched; and what is computed is what plain torch computes with
+    those values."""
+    with scratch() as path:
+        for stored, where, param in (
+            ("int8", path, "bf16"),
+            ("int4", path, None),
+            ("int4", None, "bf16"),
+            ("int8", None, None),
+        ):
+            plain = gpt(width=64, dtype=torch.bfloat16 if param else torch.float32).eval()
+            model = prepared(kept(stored, where, param))
+            low, values = linear_weights(plain), zeropp.full_state_dict(model)
+            assert len(low) >= 8
+            for name, exact in plain.state_dict().items():
+                if name in low:
+                    rounded_as_stated(exact, values[name], stored)
+                else:
+                    assert torch.equal(exact, values[name]), name
+            plain.load_state_dict(values)
+            for mode in (torch.inference_mode, torch.no_grad):
+                with mode():
+                    assert torch.equal(model(*batch(0)), plain(*batch(0))), (stored, where, param)
+            del model, plain
+
+
+def bytes_are_counted() -> None:
+    """On disk and read in a pass: 1 or 1/2 byte an element of a matrix and 1/16 for its scale, against 2 in bf16; in memory the
+    same, and nothing is read."""
+    ranks, width, layers = dist.get_world_size(), 256, 3
+    with scratch() as path:
+        for stored, bytes_ in (("int8", 1.0), ("int4", 0.5)):
+            for where in (path, None):
+                model = prepared(kept(stored, where), width, layers)
+                low = linear_weights(model)
+                numel = {name: p.numel() for name, p in model.named_parameters()}
+                small = sum(n for name, n in numel.items() if name not in low)
+                matrices = sum(n for name, n in numel.items() if name in low)
+                wanted = matrices * (bytes_ + 4 / BLOCK)
+                figures = engine_of(model).params_tier.figures
+                assert wanted <= figures()["images_bytes"] <= wanted + 2 * small + 8192 * (layers + 4), figures()
+                seen = zeropp.memory(model)["cpu" if where is None else "nvme"]["params"]
+                assert abs(seen["held"] - seen["planned"]) <= 0.03 * seen["planned"] + 8192 * (layers + 4), seen
+                with torch.inference_mode():
+                    model(*batch(0))
+                    dist.barrier()
+                    before = figures()["read_bytes"]
+                    dist.barrier()
+                    model(*batch(1))
+                    dist.barrier()
+                read = torch.tensor(figures()["read_bytes"] - before)
+                dist.all_reduce(read)
+                if where is None:
+                    assert int(read) == 0
+                else:
+                    assert wanted <= int(read) <= ranks * (figures()["images_bytes"] + 2 * 256 * width + 8192), int(
+                        read
+                    )
+                    assert int(read) < ranks * 2 * matrices * (0.6 if stored == "int8" else 0.35) + 4 * ranks * small
+                assert figures()["entered_bytes"] == 0
+                del model, figures
+
+
+def writes_text() -> None:
+    """A model built in slices on the disk, of which nobody ever holds the whole, goes on with a text; token by token what plain
+    torch writes with the same values."""
+    from gpt import generate
+
+    with scratch() as path:
+        with zeropp.sharded_init(path=path):
+            model = gpt(width=64)
+        model, _ = zeropp.prepare(model, None, kept("int4", path))
+        plain = gpt(width=64, dtype=torch.bfloat16)
+        plain.load_state_dict(zeropp.full_state_dict(model))
+        prompt, device = b"import zeropp", torch.device("cpu")
+        written = [generate(one.eval(), prompt, 12, context=CONTEXT, device=device) for one in (model, plain)]
+        assert written[0] == written[1] and len(written[0]) == 12 + len(prompt)
+        del model, plain
+
+
+def a_read_that_fails() -> None:
+    """The file loses its end: a forward raises, naming it, and goes on once it is whole."""
+    with scratch() as path:
+        model = prepared(kept("int8", path), 256)
+        with torch.inference_mode():
+            wanted = model(*batch(0))
+            file, first = engine_of(model).params_tier.path, dist.get_rank() == 0
+            values = file.read_bytes()
+            dist.barrier()
+            if first:
+                os.truncate(file, len(values) // 2)
+            dist.barrier()
+            with pytest.raises(zeropp.TierError, match=r"params\".*at offset \d+") as caught:
+                model(*batch(0))
+            assert caught.value.path == str(file)
+            del caught
+            dist.barrier()
+            if first:
+                file.write_bytes(values)
+            dist.barrier()
+            assert torch.equal(model(*batch(0)), wanted)
+        del model
+
+
+def refuses_training() -> None:
+    with scratch() as path:
+        model = gpt()
+        adam = torch.optim.AdamW(model.parameters())
+        with pytest.raises(
+            zeropp.ConfigError, match="'int8' is not allowed with an optimizer: rounded weights are for inference"
+        ):
+            zeropp.prepare(model, adam, kept("int8", path))
+        model = prepared(kept("int8", path))
+        with pytest.raises(zeropp.ConfigError, match="rounded weights are for inference"):
+            zeropp.prepare(model, torch.optim.AdamW(model.parameters()), kept("int8", path))
+        with pytest.raises(
+            zeropp.Error, match=r"backward reached parameter '.*', but this model's weights are kept in int8"
+        ):
+            model(*batch(0)).backward()
+        for refused in (
+            lambda model: zeropp.load_full_state_dict(model, zeropp.full_state_dict(model)),
+            lambda model: zeropp.set_full(model.blocks[0].up.weight, torch.zeros_like(model.blocks[0].up.weight)),
+            lambda model: zeropp.save(Path(path) / "ckpt", model),
+            lambda model: zeropp.gathered(model, write=True).__enter__(),
+        ):
+            with pytest.raises(zeropp.Error, match="weights are kept in int8 for inference"):
+                refused(model)
+        with torch.no_grad():
+            assert model(*batch(0)).isfinite()
+        del model
+
+
+def transformers_generate() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with scratch() as path:
+        config = LlamaConfig(
+            vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model, plain = LlamaForCausalLM(config), LlamaForCausalLM(config)
+        model, _ = zeropp.prepare(model, None, kept("int8", path, None))
+        plain.load_state_dict(zeropp.full_state_dict(model))
+        prompt = torch.arange(8).reshape(1, 8)
+        written = [
+            one.eval().generate(prompt, min_new_tokens=12, max_new_tokens=12, do_sample=False) for one in (model, plain)
+        ]
+        assert torch.equal(*written) and written[0].shape == (1, 20)
+        del model, plain
+
+
+SLOW = ("transformers_generate",)
+CASES = {
+    function.__name__: function
+    for function in (
+        rounds_as_stated, bytes_are_counted, writes_text, a_read_that_fails, refuses_training, transformers_generate,
+    )
+}  # fmt: skip
