@@ -183,9 +183,10 @@ class Precision:
     """Type of the copy that the optimizer updates; None means fp32."""
 
     state: str | None = None
-    """Type of the optimizer's states; None means fp32. "bf16" holds Adam's and AdamW's moments in half of the bytes, "int8"
-    in a quarter (8-bit codes with a scale for every 256 elements); both are rounded stochastically, so that a moment's mean
-    is right, and the step itself is in fp32. Other optimizers, and states on NVMe, take fp32 only."""
+    """Type of the optimizer's states; None means fp32. "bf16" holds those of Adam, AdamW, Lion, Adagrad, SGD with momentum
+    and LAMB in half of the bytes, "int8" in a quarter (8-bit codes with a scale for every 256 elements); both are rounded
+    stochastically, so that a state's mean is right, and the step itself is in fp32. Other optimizers, and states on NVMe,
+    take fp32 only."""
 
     stored: str | None = None
     """Type that the matrices of linear layers are kept in, for a model that is only evaluated, with `Offload(params=)` on "nvme"

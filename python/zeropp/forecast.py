@@ -36,6 +36,8 @@ STATES = {
     "RMSprop": 1, "SGD": 0, "SGD with momentum": 1, "none": 0,
 }  # fmt: skip
 """Values that each optimizer keeps a parameter."""
+LOW_STATES = ("Adam", "AdamW", "LAMB", "Lion", "Adagrad", "SGD with momentum", "none")
+"""Whose may be in bf16 or 8 bits."""
 
 _LOW = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -129,9 +131,10 @@ def _check(config: Config, ranks: int, optimizer: str, tokens: int | None, tflop
         raise ConfigError("estimate: tokens and tflops go together; give both, or none")
     if optimizer not in STATES:
         raise ConfigError(f"estimate: optimizer {optimizer!r} is not known; wanted one of {', '.join(STATES)}")
-    if config.state_name != "fp32" and optimizer not in ("Adam", "AdamW", "none"):
+    if config.state_name != "fp32" and optimizer not in LOW_STATES:
         raise ConfigError(
-            f"estimate: Precision.state {config.state_name!r} is not built yet for {optimizer}; Adam and AdamW are"
+            f"estimate: Precision.state {config.state_name!r} is not built yet for {optimizer}; for these it is: "
+            f"{', '.join(LOW_STATES)}"
         )
     kinds = {kind: getattr(config.offload, kind) for kind in ("params", "grads", "activations")}
     if any(isinstance(tier, Tier) and tier.kind == "nvme" for tier in kinds.values()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam's moments in bf16 and 8 bits through prepare, every stage, checkpoints and values; what the ranks do stands in
+"""Optimizers' states in bf16 and 8 bits through prepare, every stage, checkpoints and values; what the ranks do stands in
 worker/low_states_cases.py."""
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ def test_low_states(ranks_case: tuple[int, str], outcomes: Any) -> None:
 
 def test_refusals() -> None:
     model = torch.nn.Linear(4, 4)
-    for optimizer in (zeropp.optim.Lion, torch.optim.SGD, zeropp.optim.LAMB):
+    with pytest.raises(zeropp.ConfigError, match=r"Precision.state: 'bf16' is not allowed with SGD without"):
+        config = zeropp.Config(precision=zeropp.Precision(state="bf16"))
+        zeropp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    for optimizer in (torch.optim.RMSprop, zeropp.optim.OneBitAdam, zeropp.optim.OneBitLamb):
         with pytest.raises(
             zeropp.ConfigError, match=f"Precision.state: 'int8' is not built yet for {optimizer.__name__}"
         ):
-            config = zeropp.Config(precision=zeropp.Precision(state="int8"))
+            config = zeropp.Config(stage=1, precision=zeropp.Precision(state="int8"))
             zeropp.prepare(model, optimizer(model.parameters(), lr=0.1), config)
     for kind in ("optimizer", "params", "grads"):
         offload = zeropp.Offload(**{kind: zeropp.Tier("nvme", path="/tmp")})

@@ -192,7 +192,7 @@ def _planned(engine: Engine) -> dict[str, int]:
         held = unit.state if engine.away is None else engine.away.state_of(unit.index)
         states = len(held)
         if engine.inner is None and (engine.onebit is None or not states):
-            states = max(2, len(held))
+            states = max(engine.least_states, len(held))
         if unit.tiered is not None:
             states = max(2, len(unit.tiered.kinds))
         kinds["optimizer"] += elem_bytes(unit.state_kind) * states * numel / (n if stage >= 1 else 1)

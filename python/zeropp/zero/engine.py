@@ -97,7 +97,7 @@ class Unit:
     groups: list[int] = field(default_factory=list)
     lent: dict[int, torch.Tensor] = field(default_factory=dict)  # what torch's own optimizers step: one tensor a piece
     bound: tuple[str, ...] = ()  # the states whose addresses the Adam kernel has
-    state_kind: str = "fp32"  # of Adam's moments; low_states.py has the others
+    state_kind: str = "fp32"  # of the optimizer's states; low_states.py has the others
     scales: dict[str, torch.Tensor] = field(default_factory=dict)  # of `state` in 8 bits
     first_param: int = 0  # number of its first parameter in the model
     tiered: TieredStates | None = None  # in place of `master` and `state`, where they live in a file
@@ -183,6 +183,7 @@ class Engine:
         self.norm_at = -1
         self.stepped_at = 0
         self.optimizer_ref: weakref.ref[torch.optim.Optimizer] | None = None
+        self.least_states = 2  # of a parameter, as soon as there are any: for what is planned
         self.inner: torch.optim.Optimizer | None = None  # torch's own optimizer over the slices, unless ours is in C
         self.onebit: OneBit | None = None  # in place of both, for optimizers that send or sum something of their own
         self.local = self.ranks == 1 or self.stage == 0
@@ -354,6 +355,19 @@ class Engine:
         if self.grads_tier is not None:
             return self.grads_tier.read(unit, DTYPES[dtype]), [bool(b) for b in present]
         return tensor_over(self.core, address, unit.shard_elems, DTYPES[dtype]), [bool(b) for b in present]
+
+    def own_gradients(self, unit: Unit) -> list[torch.Tensor | None]:
+        """Of each parameter, this rank's part of its gradient, 1-D, as it is stored; None where there is none, or no part."""
+        own: list[torch.Tensor | None] = [None] * len(unit.params)
+        found = None if self.local else self.gradient_shard(unit)
+        for index, first, elems in unit.pieces():
+            if self.local:
+                with torch._C.DisableTorchFunctionSubclass():
+                    gradient = unit.params[index].param.grad
+                own[index] = None if gradient is None else unit.params[index].numbers(gradient)
+            elif found is not None and found[1][index]:
+                own[index] = found[0][first : first + elems]
+        return own
 
     def keep_gradient_shard(self, unit: Unit, shard: torch.Tensor) -> None:
         """What :meth:`gradient_shard` returned was changed."""

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from zeropp.ops import norm_squares
+from zeropp.zero import low_states
 from zeropp.zero.onebit import OneBit, Piece, Slot
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Update:
@@ -103,6 +106,7 @@ class Lamb(OneBit):
         """Moments of one unit, and ``u = m' / (sqrt(v') + eps) + weight_decay p`` of its pieces."""
         beta1, beta2 = self.betas()
         gradient, steps = self.reduced(slot, scale), slot.count_step()
+        moments = [self._moment(slot, name) for name in _MOMENTS]
         found = []
         for piece in slot.pieces:
             if not slot.present[piece.param]:
@@ -111,7 +115,7 @@ class Lamb(OneBit):
             g = slot.own(gradient, piece)
             if group.get("maximize", False):
                 g = -g
-            m, v = (slot.own(slot.state(name), piece) for name in ("exp_avg", "exp_avg_sq"))
+            m, v = (slot.own(moment, piece) for moment in moments)
             m.mul_(beta1).add_(g, alpha=1 - beta1)
             v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
             values = m / (1 - beta1**step)
@@ -123,7 +127,19 @@ class Lamb(OneBit):
             sums, _ = norm_squares([own, values])
             table[piece.slice, row] = sums
             found.append(Update(slot, piece, values, row))
+        if slot.unit.state_kind != "fp32":
+            for name, moment in zip(_MOMENTS, moments, strict=True):
+                low_states.store_all(slot.unit, name, moment, slot.present)
         return found
+
+    def _moment(self, slot: Slot, name: str) -> Tensor:
+        """In fp32: the state itself, or a copy of one in fewer bits."""
+        if slot.unit.state_kind == "fp32":
+            return slot.state(name)
+        low_states.make(slot.unit, name)
+        copy = self.scratch(slot.unit, name)[: slot.unit.shard.numel()]
+        low_states.load_all(slot.unit, name, copy)
+        return copy
 
     def apply(self, update: Update, rate: float) -> None:
         update.slot.own(update.slot.unit.own, update.piece).add_(update.values, alpha=-rate)

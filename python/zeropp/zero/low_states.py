@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam's moments in bf16 or 8 bits: ``Config(precision=Precision(state="bf16"))``; docs/design/0022 says how and why.
+"""An optimizer's moments in bf16 or 8 bits: ``Config(precision=Precision(state="bf16"))``; docs/design/0022 says how and why.
 
 A unit's ``state`` holds bf16 values, or 8-bit codes whose scales lie in ``scales``: for each parameter that this rank has
 a part of, in order, one a block of 256 elements of the parameter. The step works on both in place (csrc/ops/moments);
@@ -78,6 +78,34 @@ def write(unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
         if number == index:
             codes, of_codes = unit.state[name][part], unit.scales[name][scales]
             moments_encode_(values.float().contiguous(), codes, of_codes, moment=name, first=begin)
+
+
+def put(unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
+    """:func:`write` of either kind."""
+    for number, part, _, _ in spans(unit):
+        if number == index and unit.state_kind != "int8":
+            unit.state[name][part] = values
+    if unit.state_kind == "int8":
+        write(unit, name, index, values)
+
+
+def load_all(unit: Unit, name: str, into: torch.Tensor) -> None:
+    """The whole moment in fp32, of the slice's length."""
+    for _, part, begin, scales in spans(unit):
+        of_codes = unit.scales[name][scales] if unit.scales else torch.empty(0)
+        moments_decode_(unit.state[name][part], of_codes, into[part], moment=name, first=begin)
+
+
+def store_all(unit: Unit, name: str, values: torch.Tensor, present: list[bool]) -> None:
+    """The other way, rounded as a step rounds: of the parameters that are present, whose steps are counted."""
+    assert unit.steps is not None
+    for index, part, begin, scales in spans(unit):
+        if present[index]:
+            of_codes = unit.scales[name][scales] if unit.scales else torch.empty(0)
+            moments_encode_(
+                values[part], unit.state[name][part], of_codes, moment=name, first=begin,
+                stream=unit.first_param + index, step=int(unit.steps[index]),
+            )  # fmt: skip
 
 
 def write_all(unit: Unit, name: str, values: torch.Tensor) -> None:

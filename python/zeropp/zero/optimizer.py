@@ -2,7 +2,8 @@
 """A torch optimizer, adopted in place: the same object, whose step updates this rank's slices.
 
 AdamW and Adam run the fused kernel of csrc/ops/adam. Other element-wise optimizers run torch's own code on the slices, one
-1-D tensor a parameter piece. LAMB, Muon and the one-bit optimizers have parts of their own (lamb.py, muon.py, onebit_adam.py).
+1-D tensor a parameter piece; with states in fewer bits, our operators (low_step.py). LAMB, Muon and the one-bit optimizers
+have parts of their own (lamb.py, muon.py, onebit_adam.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import optim
 from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.optim import LAMB, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
-from zeropp.zero import lamb, low_states, muon, onebit_adam
+from zeropp.zero import lamb, low_states, low_step, muon, onebit_adam
 from zeropp.zero.away import require_here
 from zeropp.zero.delayed import Delayed
 from zeropp.zero.engine import Engine, Unit
@@ -299,8 +300,10 @@ class ZeroOptimizer(optim.Optimizer):
     def _update(self) -> None:
         if self._engine.onebit is not None:
             self._engine.onebit.step(self, self._grad_scale())
-        elif self._engine.inner is None:
+        elif self._engine.inner is None and isinstance(self, _ADAMS):
             self._adam()
+        elif self._engine.inner is None:
+            low_step.step(self, self._engine, self._grad_scale())
         else:
             self._elementwise()
 
@@ -373,15 +376,9 @@ class ZeroOptimizer(optim.Optimizer):
 
     def _lend_gradients(self, unit: Unit, scale: float) -> None:
         engine = self._engine
-        found = None if engine.local else engine.gradient_shard(unit)
-        for i, first, elems in unit.pieces():
-            piece = unit.lent[i]
-            if engine.local:
-                with torch._C.DisableTorchFunctionSubclass():
-                    gradient = unit.params[i].param.grad
-                values = None if gradient is None else unit.params[i].numbers(gradient)
-            else:
-                values = found[0][first : first + elems] if found is not None and found[1][i] else None
+        gradients = engine.own_gradients(unit)
+        for i, _, _ in unit.pieces():
+            piece, values = unit.lent[i], gradients[i]
             piece.grad = None if values is None else values.to(piece.dtype) * scale
             if unit.steps is not None and values is not None:
                 unit.steps[i] += 1
@@ -488,10 +485,14 @@ def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
             f"Config.offload.delayed_update: {config.offload.delayed_update} is not built yet for {type(optimizer).__name__}; "
             "Adam and AdamW are, or leave it out"
         )
-    if config.state_name != "fp32" and type(optimizer) not in _ADAMS:
+    if config.state_name != "fp32" and low_step.lacks_states(optimizer):
         raise ConfigError(
-            f"Precision.state: {config.state_name!r} is not built yet for {type(optimizer).__name__}; Adam and AdamW are, "
-            "or leave it out: states in fp32"
+            f"Precision.state: {config.state_name!r} is not allowed with SGD without momentum, which keeps no states; leave it out"
+        )
+    if config.state_name != "fp32" and type(optimizer) not in (*_ADAMS, *low_step.STATES, LAMB):
+        raise ConfigError(
+            f"Precision.state: {config.state_name!r} is not built yet for {type(optimizer).__name__}; Adam, AdamW, Lion, "
+            "Adagrad, SGD with momentum and LAMB are, or leave it out: states in fp32"
         )
     for name in ("optimizer", "params", "grads"):
         tier = getattr(config.offload, name)
@@ -545,7 +546,9 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
         unit.first_param = number
         number += len(unit.params)
     part = _ONEBIT.get(type(optimizer))
-    engine.inner = None if adam or part else _inner_optimizer(optimizer, engine)
+    low = engine.config.state_name != "fp32"  # check_offload knows for which
+    engine.inner = None if adam or part or low else _inner_optimizer(optimizer, engine)
+    engine.least_states = 1 if low and type(optimizer) in low_step.STATES else 2
     engine.core.hold = False
     if engine.config.offload.delayed_update is not None and engine.delayed is None:
         engine.delayed = Delayed(engine, engine.config.offload.delayed_update)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config(precision=Precision(state="bf16" | "int8")): training with Adam's moments in fewer bits.
+"""Config(precision=Precision(state="bf16" | "int8")): training with optimizers' states in fewer bits.
 
 The operator on whole parameters is the reference here (tests/ops/test_moments.py holds it to the definition): random bits
 and blocks count from a parameter's first element, so slices must have the operator's bits; of 8 bits where no slice cuts
@@ -206,6 +206,96 @@ def low_precision_parameters() -> None:
             )
 
 
+# -- Lion, Adagrad, SGD, LAMB -------------------------------------------------------------------------------------------
+
+OTHERS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], Any]] = {
+    "Lion": (zeropp.optim.Lion, {"lr": 1e-3, "weight_decay": 0.1}, ("exp_avg",), zeropp.ops.lion_step_),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.01}, ("sum",), zeropp.ops.adagrad_step_),
+    "SGD": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9}, ("momentum_buffer",), zeropp.ops.sgd_step_),
+    "LAMB": (zeropp.optim.LAMB, {"lr": 1e-2}, ("exp_avg", "exp_avg_sq"), None),
+}
+
+
+def other(name: str, state: str | None, config: dict[str, Any], **more: Any) -> tuple[nn.Module, Any]:
+    kind, rates, _, _ = OTHERS[name]
+    model = gpt()
+    optimizer = kind(model.parameters(), **rates, **more)
+    return zeropp.prepare(model, optimizer, zeropp.Config(precision=zeropp.Precision(state=state), **config))
+
+
+def _follow(name: str, state: str, stage: str) -> list[float]:
+    """Four steps, each compared with the operator over whole parameters: bit for bit."""
+    _, rates, states, operator = OTHERS[name]
+    model, optimizer = other(name, state, STAGES[stage])
+    names, params, _ = _operator(model, state, False)
+    kind = torch.uint8 if state == "int8" else torch.bfloat16
+    codes = [[torch.zeros(p.numel(), dtype=kind) for p in params] for _ in states]
+    scales = [torch.zeros(zeropp.ops.moments_scales(p.numel())) for _ in states for p in params]
+    losses = []
+    for step in range(1, 5):
+        loss = model(*batch(step))
+        loss.backward()
+        with zeropp.gathered(model, grads=True):
+            shown = {n: p.grad.detach().clone().reshape(-1) for n, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        low = {"scales": scales} if state == "int8" else {}
+        operator(params, [shown[n] for n in names], *codes, step=step, **rates, **low)
+        with zeropp.gathered(model):
+            values = dict(model.named_parameters())
+            for n, want in zip(names, params, strict=True):
+                assert torch.equal(values[n].detach().reshape(-1), want), (name, state, stage, step, n)
+        losses.append(loss.item())
+    return losses
+
+
+def others_every_stage() -> None:
+    """bf16: the operator's bits at every stage. 8 bits: where no slice cuts a block; and the same slices give the same."""
+    for name, (_, _, _, operator) in OTHERS.items():
+        for state in ("bf16", "int8"):
+            seen: dict[bool, list[float]] = {}
+            for stage, config in STAGES.items():
+                whole = state == "bf16" or stage in WHOLE
+                followed = operator is not None and whole
+                losses = _follow(name, state, stage) if followed else train(*other(name, state, config), 1, 5)
+                assert seen.setdefault(whole, losses) == losses, (name, state, stage)
+
+
+def others_checkpoints() -> None:
+    """A resumed run is the uninterrupted one, and every format is read into every other; bytes are as few as they say."""
+    folder = Path(_shared_folder())
+    for name, (_, _, states, _) in OTHERS.items():
+        for state in ("bf16", "int8"):
+            model, optimizer = other(name, state, {"stage": 3, "host_copy": "off"})
+            train(model, optimizer, 0, 2)
+            held = zeropp.memory(model, optimizer)["cpu"]["optimizer"]
+            assert abs(held["planned"] - held["held"]) < 0.1 * held["held"], (name, state, held)
+            zeropp.save(folder / name / state, model, optimizer, step=2)
+            moments = {kind: zeropp.get_full(next(iter(model.parameters())), kind) for kind in states}
+            losses = train(model, optimizer, 2, 4)
+            again = other(name, state, {"stage": 1})
+            assert zeropp.load(folder / name / state, *again)["step"] == 2
+            assert train(*again, 2, 4) == losses, (name, state)
+            if name == "LAMB":  # of fp32 it has states of its own
+                model, optimizer = other(name, "bf16" if state == "int8" else "int8", {"stage": 0})
+            else:
+                model, optimizer = other(name, None, {"stage": 0})
+            zeropp.load(folder / name / state, model, optimizer)
+            for kind, want in moments.items():
+                found = zeropp.get_full(next(iter(model.parameters())), kind)
+                other_kind = "fp32" if name != "LAMB" else "bf16" if state == "int8" else "int8"
+                _check_converted(state, other_kind, want, found, kind)
+            train(model, optimizer, 2, 3)
+
+
+def adagrad_begins_above_zero() -> None:
+    for state in ("bf16", "int8"):
+        model, optimizer = other("Adagrad", state, {"stage": 2}, initial_accumulator_value=0.25)
+        train(model, optimizer, 0, 1)
+        sums = zeropp.get_full(next(iter(model.parameters())), "sum")
+        assert sums is not None and 0.24 < float(sums.float().min()) < 0.26
+
+
 CASES = {
     "every stage bf16": every_stage_bf16,
     "every stage int8": every_stage_int8,
@@ -215,4 +305,7 @@ CASES = {
     "away": away,
     "converges": converges,
     "low precision parameters": low_precision_parameters,
+    "others every stage": others_every_stage,
+    "others checkpoints": others_checkpoints,
+    "adagrad begins above zero": adagrad_begins_above_zero,
 }
