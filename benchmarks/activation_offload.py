@@ -79,7 +79,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
 
 def run(bench: Run) -> None:
     """Entry of run.py."""
-    for blocks, rows in ((48, 2048),) if bench.quick else ((48, 8192), (96, 8192)):
+    for blocks, rows in ((48, 1024),) if bench.quick else ((48, 8192), (96, 8192)):
         samples: dict[str, dict[str, list[float]]] = {what: {"ours": [], "in memory": []} for what in ("mib", "ms")}
         for _ in range(2 if bench.quick else 5):
             losses = []

@@ -206,9 +206,7 @@ def the_process_is_smaller() -> None:
             torch.manual_seed(0)
             model: Any = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(40)))
             model, _ = zeropp.prepare(model, None, zeropp.Config(**tiers))
-            assert zeropp.memory(model)["cpu"]["grads"]["held"] == (
-                0 if "offload" in tiers or dist.get_world_size() == 1 else 80 << 20
-            )
+            assert zeropp.memory(model)["cpu"]["grads"]["held"] == 0
             loss = model(torch.ones(2, 1024)).square().mean()
             ctypes.CDLL(None).malloc_trim(0)  # what earlier cases left would be taken first, and no growth be seen
             before = held("VmRSS")
@@ -219,8 +217,7 @@ def the_process_is_smaller() -> None:
                 seen = engine_of(model).grads_tier.figures()
                 assert 0 < seen["entered_peak_bytes"] <= 32 << 20, seen
             del model, loss
-        if dist.get_world_size() == 1:
-            assert grown[0] < 80 << 20 < 140 << 20 < grown[1], grown
+        assert grown[0] < 80 << 20 < 140 << 20 < grown[1], grown
 
 
 # -- storage that fails --------------------------------------------------------------------------------------------------
@@ -282,8 +279,8 @@ def a_step_that_fails() -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
     with scratch() as path:
         saved = Path(path) / "ckpt"
-        wanted = train(*prepared(512, stage=2), 0, 3)
-        model, optimizer = prepared(512, **nvme(path, others=True))
+        wanted = train(*prepared(256, stage=2), 0, 3)
+        model, optimizer = prepared(256, **nvme(path, others=True))
         assert train(model, optimizer, 0, 2) == wanted[:2]
         zeropp.save(saved, model, optimizer, step=2)
         model(*batch(2)).backward()
@@ -321,6 +318,7 @@ def refusals() -> None:
         same("cpu", ours(Recipe(steps=2), stage=2, offload=Offload(grads="cpu")), ours(Recipe(steps=2), stage=2))
 
 
+ON_ONE_RANK = ("the_process_is_smaller",)
 CASES = {
     function.__name__: function
     for function in (
