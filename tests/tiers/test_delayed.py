@@ -4,12 +4,14 @@ flushed where all of the training is wanted, resumable, and heard of when they f
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zeropp
 from delayed_cases import CASES, ON_ONE_RANK
 from zeropp import Config, Offload
+from zeropp.zero.prepare import _check_hosts
 
 TABLE = [(1, case) for case in CASES] + [(2, case) for case in CASES if case not in ON_ONE_RANK]
 WORKER = "delayed_cases"  # for the fixture `outcomes`
@@ -46,6 +48,12 @@ def test_what_cannot_be_delayed_is_said(make: Any, said: str) -> None:
     with pytest.raises(zeropp.ConfigError) as caught:
         make()
     assert said in str(caught.value)
+
+
+def test_over_hosts_it_is_refused() -> None:
+    config = Config(stage=2, offload=Offload(optimizer="cpu", delayed_update=3))
+    with pytest.raises(zeropp.ConfigError, match="delayed_update: 3 on 2 hosts is not implemented yet"):
+        _check_hosts(config, SimpleNamespace(hosts=2), False)
 
 
 def test_json_has_the_same_key() -> None:

@@ -186,6 +186,11 @@ def _check_hosts(config: Config, comm: Any, filed: bool) -> None:
             f"Config.offload.params: {kind!r} on {hosts} hosts is not implemented yet, because the ranks of a host share what they "
             "read; leave parameters in memory, or use one host"
         )
+    if config.offload.delayed_update is not None:
+        raise ConfigError(
+            f"Config.offload.delayed_update: {config.offload.delayed_update} on {hosts} hosts is not implemented yet; leave it out, or use "
+            "one host"
+        )
     if getattr(config.offload.grads, "kind", "device") == "nvme":
         raise ConfigError(
             f"Config.offload.grads: 'nvme' on {hosts} hosts is not implemented yet; leave gradients in memory, or use one host"
