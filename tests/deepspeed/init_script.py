@@ -132,7 +132,30 @@ def with_transformers(folder: Path) -> dict[str, Any]:
     return found
 
 
-CASES = {"by_hand": by_hand, "with_transformers": with_transformers}
+def built_apart(folder: Path) -> dict[str, Any]:
+    """What transformers computes while it builds: tables of sines stay fp32 in a bf16 model (test_arange_bf16), and layers with an
+    initialisation of their own keep the file's values (test_init_zero3_variance_scaling)."""
+    import transformers
+    from transformers.integrations import HfDeepSpeedConfig
+
+    plain = transformers.SiglipModel.from_pretrained(folder / "siglip")
+    held = HfDeepSpeedConfig({**CONFIG, "bf16": {"enabled": True}})
+    model = transformers.AutoModel.from_pretrained(folder / "gptj", dtype=torch.float32)
+    wanted = transformers.models.gptj.modeling_gptj.create_sinusoidal_positions(
+        model.config.max_position_embeddings, model.config.rotary_dim
+    )
+    attention = model.h[0].attn
+    found: dict[str, Any] = {
+        "sines": [str(attention.q_proj.weight.dtype), bool(torch.equal(attention.embed_positions.cpu(), wanted))]
+    }
+    held = HfDeepSpeedConfig(CONFIG)
+    values = whole(transformers.SiglipModel.from_pretrained(folder / "siglip"))
+    found["siglip"] = max(float((values[name] - p).abs().max().detach()) for name, p in plain.named_parameters())
+    del held
+    return found
+
+
+CASES = {"built_apart": built_apart, "by_hand": by_hand, "with_transformers": with_transformers}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -170,7 +170,12 @@ def test_models_under_zero_init_are_built_in_slices(tmp_path):
         vocab_size=99, intermediate_size=32, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2, **small
     )
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
-    two_ranks(HIDE, "run", HERE / "init_script.py", tmp_path, "by_hand", "with_transformers")
+    gptj = transformers.GPTJConfig(vocab_size=99, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=64)
+    transformers.GPTJModel(gptj).save_pretrained(tmp_path / "gptj")
+    part = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    pair = {"text_config": {**part, "vocab_size": 64}, "vision_config": {**part, "image_size": 4, "patch_size": 2}}
+    transformers.SiglipModel(transformers.SiglipConfig(**pair)).save_pretrained(tmp_path / "siglip")
+    two_ranks(HIDE, "run", HERE / "init_script.py", tmp_path, "by_hand", "with_transformers", "built_apart")
     for rank in range(2):
         found = json.loads((tmp_path / f"found.{rank}.json").read_text())
         hand = found["by_hand"]
@@ -180,6 +185,7 @@ def test_models_under_zero_init_are_built_in_slices(tmp_path):
         assert "not every rank came to read its whole values" in hand["alone"] if rank == 0 else "alone" not in hand
         assert hand["changed"] == [0.5] * 3 and max(hand["evaluated"], hand["out"], hand["stepped"]) < 1e-6
         assert hand["low"] == ["torch.bfloat16"] and hand["off"] == ["Parameter"]
+        assert found["built_apart"] == {"sines": ["torch.bfloat16", True], "siglip": 0.0}
         loaded = found["with_transformers"]
         for name in ("gpt2", "moe"):
             assert loaded[name] == {"kinds": ["ShardedParameter"], "missing": [], "names": True, "apart": 0.0}
