@@ -82,18 +82,29 @@ def moved_bytes(step: Callable[[], None]) -> dict[str, int]:
 
 
 def measure(args: dict[str, Any]) -> dict[str, Any]:
-    """Worker: all contenders of one case on this rank. Samples are milliseconds a step, one a round."""
+    """Worker: all cases on this rank, one after the other."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    results = {case: measure_case(case, args["rounds"], args["steps"]) for case in CASES}
+    dist.barrier()
+    dist.destroy_process_group()
+    return results
+
+
+def measure_case(case: str, rounds: int, steps: int) -> dict[str, Any]:
+    """All contenders of one case. Samples are milliseconds a step, one a round."""
     import torch
     import torch.distributed as dist
     import zeropp
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.set_num_threads(1)
-    plain = build(args["case"])
-    layers, width, rows = CASES[args["case"]]
+    plain = build(case)
+    layers, width, rows = CASES[case]
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(1)) + rank
 
     fsdp = copy.deepcopy(plain)
@@ -118,7 +129,7 @@ def measure(args: dict[str, Any]) -> dict[str, Any]:
         def turn() -> float:
             dist.barrier()
             times = []
-            for index in range(args["steps"] + 1):
+            for index in range(steps + 1):
                 start = time.perf_counter_ns()
                 step(model)
                 end = time.perf_counter_ns()
@@ -129,14 +140,11 @@ def measure(args: dict[str, Any]) -> dict[str, Any]:
 
         return turn
 
-    samples = alternate({name: contender(model) for name, model in models.items()}, rounds=args["rounds"])
-    result = {
+    samples = alternate({name: contender(model) for name, model in models.items()}, rounds=rounds)
+    return {
         "samples": samples, "wrong": wrong, "moved": moved,
         "unit_bytes": (width * width + width) * 4, "layers": layers,
     }  # fmt: skip
-    dist.barrier()
-    dist.destroy_process_group()
-    return result
 
 
 def check_moved(bench: Run, title: str, results: list[dict[str, Any]], ranks: int) -> None:
@@ -183,10 +191,12 @@ def report(bench: Run, title: str, results: list[dict[str, Any]], name: str) -> 
 
 
 def run(bench: Run) -> None:
+    launched = {}
+    for ranks in (1, 2):
+        launched[ranks] = bench.launch("measure", ranks=ranks, args={"rounds": 5 if bench.quick else 25, "steps": 3})
     for case, title in TITLES.items():
-        for ranks in (1, 2):
-            plan = {"case": case, "rounds": 5 if bench.quick else 25, "steps": 3}
-            results = bench.launch("measure", ranks=ranks, args=plan)
+        for ranks, every in launched.items():
+            results = [one[case] for one in every]
             full = f"{title} {ranks} rank{'s' if ranks > 1 else ''}"
             for rank, result in enumerate(results):
                 for name, wrong in result["wrong"].items():
