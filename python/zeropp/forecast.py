@@ -13,6 +13,10 @@ Formulas (Rajbhandari et al. 2020; N ranks, Psi = bytes of all parameters, f = (
     gathered   whole units beside the slices (stage 3 without a shared copy)
     wire       stages 0 to 2: 2 f Psi; stage 3: 3 f Psi; stage 3 with one shared copy a host: f Psi
 
+With ``Offload(params="nvme")`` one of the ranks of a host reads each unit where it is used, in forward and in backward, so
+on average a rank reads 2 Psi / N, and each rank reads and writes its slice for the step (16 bit: writes only, the master
+has the values). Gradients on NVMe are written once, and read for the norm and for the step.
+
 With ``Comm(params=..., grads=...)`` what travels is an image of b bits an element and 4 bytes a block, and a slice is held
 with its image beside it (docs/design/0015).
 """
@@ -42,6 +46,10 @@ LOW_STATES = ("Adam", "AdamW", "LAMB", "Lion", "Adagrad", "SGD with momentum", "
 _LOW = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+READ_AHEAD_BYTES = 64 << 20
+"""At least this much of the parameters on NVMe may be in memory ahead of need, with prefetch="auto" (zero/engine.py)."""
+
+
 @dataclass(frozen=True)
 class _Sizes:
     """One unit: bytes whole and of a slice, elements of what this rank updates."""
@@ -51,6 +59,8 @@ class _Sizes:
     slice_bytes: int
     own_elems: int
     moves: bool
+    filed: bool
+    """Its values live on NVMe."""
     params_wire_bytes: int
     """What one slice takes on its way to a rank that gathers it."""
     grads_wire_bytes: int
@@ -81,8 +91,9 @@ def estimate(
         "traffic": {"gather": bytes, "reduce": bytes, "nvme": bytes}, "bandwidth": {...}}``. Kinds: ``params``, ``grads``,
         ``master``, ``optimizer``; ``gathered`` (memory for whole units beside the slices) and ``buckets`` (gradients on
         their way: at most). ``traffic``: bytes a rank reads from peers, and reads and writes on NVMe, in one step of one
-        micro-batch. ``bandwidth``: bytes/s at which each of them takes as long as the computation does: with that
-        much, what overlaps is hidden; what does not (NVMe inside the step) doubles the step, and ten times as much costs a tenth.
+        micro-batch; of parameters on NVMe on average over the ranks. ``bandwidth``: bytes/s at which each of them takes as long
+        as the computation does: with that much, what overlaps is hidden; what does not (NVMe inside the step) doubles the step,
+        and ten times as much costs a tenth.
 
     Raises:
         zeropp.ConfigError: something that :func:`prepare` would refuse, or that cannot be estimated yet.
@@ -90,25 +101,30 @@ def estimate(
     config = Config() if config is None else config
     _check(config, ranks, optimizer, tokens, tflops)
     plans = plan_units(model, config.units, _LOW[config.dtype_name])
-    host_copy = ranks > 1 and config.host_copy == "auto" and config.stage == 3 and config.comm.params == "exact"
+    filed = _kind(config, "params") == "nvme"
+    host_copy = (
+        ranks > 1 and config.host_copy == "auto" and config.stage == 3 and config.comm.params == "exact" and not filed
+    )
     units = [_sizes(plan, config, ranks, host_copy) for plan in plans]
     held = {
         "params": _params(units, config.stage, ranks, host_copy),
         "grads": _grads(units, config.stage, ranks),
         "master": sum(4 * u.own_elems for u in units if _has_master(u, optimizer)),
         "optimizer": _states(units, config, optimizer),
-        "gathered": _gathered(model, units, config),
+        "gathered": _gathered(model, units, config, ranks),
         "buckets": _buckets(units, config, ranks),
     }
     in_file = {}
-    tier = config.offload.optimizer
-    assert isinstance(tier, Tier)
-    if tier.kind == "nvme":
-        for kind in ("master", "optimizer"):
-            in_file[kind] = round(held[kind] * tier.fraction)
+    if filed:
+        values = sum(unit.whole_bytes for unit in units if unit.filed) / ranks
+        in_file["params"] = round(_fraction(config, "params") * values)
+        held["params"] += round(values) - in_file["params"]
+    for kind, tier in (("grads", "grads"), ("master", "optimizer"), ("optimizer", "optimizer")):
+        if _kind(config, tier) == "nvme":
+            in_file[kind] = round(held[kind] * _fraction(config, tier))
             held[kind] -= in_file[kind]
     traffic = _traffic(units, config.stage, ranks, host_copy)
-    traffic["nvme"] = 2 * sum(in_file.values())
+    traffic["nvme"] = _nvme_traffic(units, config, ranks, optimizer, in_file)
     parameters = sum(plan.numel for plan in plans)
     answer = {
         "cpu": held, "nvme": in_file, "parameters": parameters, "units": len(units),
@@ -131,21 +147,31 @@ def _check(config: Config, ranks: int, optimizer: str, tokens: int | None, tflop
         raise ConfigError("estimate: tokens and tflops go together; give both, or none")
     if optimizer not in STATES:
         raise ConfigError(f"estimate: optimizer {optimizer!r} is not known; wanted one of {', '.join(STATES)}")
+    if config.stored_name is not None:
+        raise ConfigError(f"estimate: Precision.stored {config.stored_name!r} is not estimated yet; leave it out")
     if config.state_name != "fp32" and optimizer not in LOW_STATES:
         raise ConfigError(
             f"estimate: Precision.state {config.state_name!r} is not built yet for {optimizer}; for these it is: "
             f"{', '.join(LOW_STATES)}"
         )
-    kinds = {kind: getattr(config.offload, kind) for kind in ("params", "grads", "activations")}
-    if any(isinstance(tier, Tier) and tier.kind == "nvme" for tier in kinds.values()):
-        raise ConfigError("estimate: parameters, gradients or activations on NVMe are not estimated yet")
+
+
+def _kind(config: Config, what: str) -> str:
+    tier = getattr(config.offload, what)
+    assert isinstance(tier, Tier)
+    return tier.kind
+
+
+def _fraction(config: Config, what: str) -> float:
+    return float(getattr(config.offload, what).fraction)
 
 
 def _sizes(plan: UnitPlan, config: Config, ranks: int, host_copy: bool) -> _Sizes:
     layout: tuple[int, int] = _C.unit_layout([numbers(p) for p in plan.params], plan.dtype.itemsize, ranks)
     elems, shard_elems = layout
     small = plan.alone and plan.numel * plan.dtype.itemsize < REPLICATE_BYTES and config.units == "auto"
-    moves = config.stage == 3 and ranks > 1 and not host_copy and not small
+    filed = _kind(config, "params") == "nvme" and not small
+    moves = config.stage == 3 and ranks > 1 and not host_copy and not small and not filed
     own = elems if config.stage == 0 or ranks == 1 else shard_elems
     slice_bytes = shard_elems * plan.dtype.itemsize
 
@@ -155,7 +181,7 @@ def _sizes(plan: UnitPlan, config: Config, ranks: int, host_copy: bool) -> _Size
         return shard_elems * int(kind.removeprefix("int")) // 8 + 4 * -(-shard_elems // config.comm.block_elems)
 
     return _Sizes(
-        plan, elems * plan.dtype.itemsize, slice_bytes, own, moves, wire_bytes(config.comm.params),
+        plan, elems * plan.dtype.itemsize, slice_bytes, own, moves, filed, wire_bytes(config.comm.params),
         wire_bytes(config.comm.grads if config.stage >= 2 else "exact"),
     )  # fmt: skip
 
@@ -172,6 +198,7 @@ def _states(units: list[_Sizes], config: Config, optimizer: str) -> int:
 def _params(units: list[_Sizes], stage: int, ranks: int, host_copy: bool) -> int:
     if host_copy:
         return sum(unit.whole_bytes for unit in units) // ranks
+    units = [unit for unit in units if not unit.filed]
     images = sum(unit.params_wire_bytes for unit in units if unit.moves and unit.params_wire_bytes < unit.slice_bytes)
     return images + sum(unit.slice_bytes if unit.moves else unit.whole_bytes for unit in units)
 
@@ -196,12 +223,12 @@ def _buckets(units: list[_Sizes], config: Config, ranks: int) -> int:
     return min(sum(sizes), max(bound, sizes[0]))
 
 
-def _gathered(model: nn.Module, units: list[_Sizes], config: Config) -> int:
+def _gathered(model: nn.Module, units: list[_Sizes], config: Config, ranks: int) -> int:
     """The most that is whole at once (the units of a module and of all that it stands in, and what is fetched ahead), or
     the slots that are kept warm for it, two of the largest unit: whichever is more."""
     triggered: dict[nn.Module, list[_Sizes]] = {}
     for unit in units:
-        if unit.moves:
+        if unit.moves or unit.filed:
             for module in unit.plan.triggers:
                 triggered.setdefault(module, []).append(unit)
 
@@ -210,8 +237,12 @@ def _gathered(model: nn.Module, units: list[_Sizes], config: Config) -> int:
         return max([open_bytes, *(most(child, open_bytes) for child in module.children())])
 
     ahead = config.prefetch if isinstance(config.prefetch, int) else 0
-    sizes = [unit.whole_bytes for unit in units if unit.moves]
-    return min(sum(sizes), max(most(model, 0), 2 * max(sizes, default=0)) + ahead)
+    filed = [unit.whole_bytes for unit in units if unit.filed]
+    if filed and config.prefetch == "auto":
+        ahead = max(READ_AHEAD_BYTES, 2 * max(filed))
+    sizes = [unit.whole_bytes for unit in units if unit.moves or unit.filed]
+    whole = min(sum(sizes), max(most(model, 0), 2 * max(sizes, default=0)) + ahead)
+    return whole // ranks if filed else whole  # the ranks of a host share what was read
 
 
 def _traffic(units: list[_Sizes], stage: int, ranks: int, host_copy: bool) -> dict[str, int]:
@@ -222,8 +253,19 @@ def _traffic(units: list[_Sizes], stage: int, ranks: int, host_copy: bool) -> di
         if unit.moves:
             # once for each place in forward, once in backward
             gather += unit.params_wire_bytes * (ranks - 1) * (len(unit.plan.triggers) + 1)
-        elif trainable and stage > 0 and not host_copy:
+        elif trainable and stage > 0 and not host_copy and not unit.filed:
             gather += others  # after the step
         if trainable:
             reduce += unit.grads_wire_bytes * (ranks - 1) * (2 if stage == 0 else 1)
     return {"gather": gather, "reduce": reduce}
+
+
+def _nvme_traffic(units: list[_Sizes], config: Config, ranks: int, optimizer: str, in_file: dict[str, int]) -> int:
+    """Bytes read and written by one rank: states once each way, gradients once and twice, parameters where they are used."""
+    total = 2 * (in_file.get("master", 0) + in_file.get("optimizer", 0)) + 3 * in_file.get("grads", 0)
+    used = stepped = 0.0
+    for unit in (unit for unit in units if unit.filed):
+        used += unit.whole_bytes * (len(unit.plan.triggers) + 1) / ranks
+        if unit.plan.trainable and optimizer != "none":
+            stepped += (1 if _has_master(unit, optimizer) else 2) * unit.whole_bytes / ranks
+    return total + round(_fraction(config, "params") * (used + stepped))

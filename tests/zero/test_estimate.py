@@ -28,14 +28,20 @@ def test_within_three_percent(case: str, outcomes: Any) -> None:
     for found in outcomes[case].check():
         said, held = found["said"], found["held"]
         kinds = ["params", "grads", "master", "optimizer", "gathered"]
+        filed = "params" in found["nvme"]
+        if filed:  # it is what may be there, and of parameters in a file less may do
+            kinds.remove("gathered")
+            assert held["gathered"] <= said["cpu"]["gathered"] * (1 + WITHIN)
         if case == "few buckets":  # with more of them it depends on which rank is late
             kinds.append("buckets")
         for kind in kinds:
-            assert said["cpu"][kind] == pytest.approx(held[kind], rel=WITHIN), (kind, said["cpu"], held)
+            assert said["cpu"][kind] == pytest.approx(held[kind], rel=WITHIN, abs=1024), (kind, said["cpu"], held)
         assert held["buckets"] <= said["cpu"]["buckets"] * (1 + WITHIN), (said["cpu"], held)
         for kind, value in found["nvme"].items():
             assert said["nvme"][kind] == pytest.approx(value, rel=WITHIN), (kind, said["nvme"], found["nvme"])
-        assert bool(found["nvme"]) == (case == "nvme") == bool(said["traffic"]["nvme"])
+        assert bool(found["nvme"]) == case.startswith("nvme") == bool(said["traffic"]["nvme"])
+        # Whether a unit in a file is still there when it is wanted again depends on which rank is late.
+        assert said["traffic"]["nvme"] == pytest.approx(found["disk"], rel=0.15 if filed else WITHIN)
         assert said["traffic"]["gather"] == pytest.approx(found["gathered"], rel=WITHIN, abs=1000)
         assert said["traffic"]["reduce"] == pytest.approx(found["reduced"], rel=WITHIN)
         assert said["parameters"] == found["parameters"]

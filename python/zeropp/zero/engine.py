@@ -16,6 +16,7 @@ from torch import nn
 from zeropp import _C
 from zeropp.config import Config, LossScale, Tier
 from zeropp.errors import ConfigError, Error
+from zeropp.forecast import READ_AHEAD_BYTES
 from zeropp.zero import low_states, stored
 from zeropp.zero.grads_tier import GradsTier
 from zeropp.zero.offload import StateTier, TieredStates
@@ -263,7 +264,7 @@ class Engine:
         if self.config.prefetch != "auto":
             return int(self.config.prefetch)
         if self._params is not None:  # the next one at least, whatever its size
-            return max(64 << 20, *(2 * plan.numel * plan.dtype.itemsize for plan in plans))
+            return max(READ_AHEAD_BYTES, *(2 * plan.numel * plan.dtype.itemsize for plan in plans))
         if self.ranks == 1 or self.host_copy or self.stage < 3:
             return 0
         # Between hosts gathers are collectives: every rank must go equally far ahead, whatever its host has to spare.

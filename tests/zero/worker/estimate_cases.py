@@ -20,6 +20,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int8 states": {"stage": 1, "precision": zeropp.Precision(param="bf16", state="int8")},
     "bf16 states": {"host_copy": "off", "prefetch": 0, "precision": zeropp.Precision(state="bf16")},
     "few buckets": {"stage": 2, "bucket_bytes": 1}, "nvme": {"host_copy": "off", "prefetch": 0, "precision": "bf16"},
+    "nvme parameters": {}, "nvme half the parameters, bf16": {"precision": "bf16"}, "nvme gradients": {"stage": 2},
+    "nvme everything": {"precision": "bf16"},
     "int8": {"prefetch": 0, "comm": zeropp.Comm(params="int8", grads="int8")},
     "int4 gradients, stage 2, bf16": {"stage": 2, "precision": "bf16", "comm": zeropp.Comm(grads="int4")},
 }  # fmt: skip
@@ -53,10 +55,21 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+def offload(name: str, path: str) -> zeropp.Offload:
+    whole, half = zeropp.Tier("nvme", path=path), zeropp.Tier("nvme", path=path, fraction=0.5)
+    return {
+        "nvme": zeropp.Offload(optimizer=zeropp.Tier("nvme", path=path, fraction=0.75)),
+        "nvme parameters": zeropp.Offload(params=whole),
+        "nvme half the parameters, bf16": zeropp.Offload(params=half),
+        "nvme gradients": zeropp.Offload(grads=whole),
+        "nvme everything": zeropp.Offload(params=whole, grads=whole, optimizer=whole),
+    }[name]
+
+
 def compare(name: str, folder: str) -> dict[str, Any]:
     keywords = dict(SETTINGS[name])
-    if name == "nvme":
-        keywords["offload"] = zeropp.Offload(optimizer=zeropp.Tier("nvme", path=folder, fraction=0.75))
+    if name.startswith("nvme"):
+        keywords["offload"] = offload(name, folder)
     config = zeropp.Config(**keywords)
     kind = "SGD with momentum" if name == "SGD" else "AdamW"
     with torch.device("meta"):
@@ -74,7 +87,10 @@ def compare(name: str, folder: str) -> dict[str, Any]:
         model(torch.arange(8).view(2, 4) + step).float().pow(2).mean().backward()
         optimizer.step()
     moved: dict[str, int] = {}
-    for kinds in zeropp.traffic().values():
+    seen = zeropp.traffic()
+    disk = torch.tensor(sum(counts["bytes"] for counts in seen.pop("nvme", {}).values()), dtype=torch.int64)
+    dist.all_reduce(disk)
+    for kinds in seen.values():
         for what, counts in kinds.items():
             moved[what] = moved.get(what, 0) + counts["bytes"]
     found = zeropp.memory(model, optimizer)
@@ -82,14 +98,18 @@ def compare(name: str, folder: str) -> dict[str, Any]:
     held["buckets"] = held["buckets_peak"]
     in_file = {what: sizes["held"] for what, sizes in found.get("nvme", {}).items()}
     return {
-        "said": said, "held": held, "nvme": in_file, "gathered": moved.get("all_gather", 0),
+        "said": said, "held": held, "nvme": in_file, "disk": int(disk) / dist.get_world_size(), "gathered": moved.get("all_gather", 0),
         "reduced": moved.get("reduce_scatter", 0) + moved.get("all_reduce", 0), "parameters": found["parameters"],
     }  # fmt: skip
 
 
 def run(name: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        return compare(name, folder)
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)  # what lies there is for all
+        found = compare(name, folders[0])
+        dist.barrier()
+        return found
 
 
 CASES = {name: (lambda name=name: run(name)) for name in SETTINGS}
