@@ -41,7 +41,10 @@ def test_within_three_percent(case: str, outcomes: Any) -> None:
             assert said["nvme"][kind] == pytest.approx(value, rel=WITHIN), (kind, said["nvme"], found["nvme"])
         assert bool(found["nvme"]) == case.startswith("nvme") == bool(said["traffic"]["nvme"])
         # Whether a unit in a file is still there when it is wanted again depends on which rank is late.
-        assert said["traffic"]["nvme"] == pytest.approx(found["disk"], rel=0.15 if filed else WITHIN)
+        if filed:
+            assert 0.6 * said["traffic"]["nvme"] < found["disk"] < 1.15 * said["traffic"]["nvme"]
+        else:
+            assert said["traffic"]["nvme"] == pytest.approx(found["disk"], rel=WITHIN)
         assert said["traffic"]["gather"] == pytest.approx(found["gathered"], rel=WITHIN, abs=1000)
         assert said["traffic"]["reduce"] == pytest.approx(found["reduced"], rel=WITHIN)
         assert said["parameters"] == found["parameters"]
