@@ -13,6 +13,8 @@ from zeropp._ops import moments as _moments
 
 __all__ = ["lamb_step_"]
 
+_NAME = "zeropp.ops.lamb_step_"
+
 
 def lamb_step_(
     params: Sequence[Tensor],
@@ -60,37 +62,43 @@ def lamb_step_(
     Raises:
         TypeError, ValueError: as ``lion_step_``; nothing was written.
     """
-    name = "zeropp.ops.lamb_step_"
     least, most = trust
     rates = {
         "lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "trust_least": least,
         "trust_most": most, "grad_scale": grad_scale,
     }  # fmt: skip
-    doors.check_numbers(name, rates)
+    doors.check_numbers(_NAME, rates)
     low = _moments.are_codes(exp_avgs, scales)
     lists = {
         "params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs,
         **({"scales": scales} if low else {}), "param_outs": param_outs,
     }  # fmt: skip
     for argument, tensors in lists.items():
-        doors.check_tensors(name, argument, tensors, doors.BOTH)
-    steps = doors.steps_of(name, step, params)
+        doors.check_tensors(_NAME, argument, tensors, doors.BOTH)
+    steps = doors.steps_of(_NAME, step, params)
     if not any(lists.values()):
         return  # without a tensor there is no device to dispatch on
     numbers = [lr, beta1, beta2, eps, weight_decay, least, most, maximize, grad_scale]
     written = [*params, *exp_avgs, *exp_avg_sqs, *scales, *param_outs]
     tensors_of = list(map(list, lists.values()))
     if low:
-        doors.check_whole(name, "seed", seed)
-        doors.call(name, torch.ops.zeropp.lamb_step_low_.default, [*tensors_of, steps, seed, *numbers], written)
+        doors.check_whole(_NAME, "seed", seed)
+        doors.call(_NAME, torch.ops.zeropp.lamb_step_low_.default, [*tensors_of, steps, seed, *numbers], written)
     else:
-        doors.call(name, torch.ops.zeropp.lamb_step_.default, [*tensors_of, steps, *numbers], written)
+        doors.call(_NAME, torch.ops.zeropp.lamb_step_.default, [*tensors_of, steps, *numbers], written)
 
 
 def register() -> None:
     """Register the fake kernels."""
     torch.library.register_fake("zeropp::lamb_step_", _fake)
     torch.library.register_fake("zeropp::lamb_step_low_", _fake_low)
+
+
+def _fake_values(params: list[Tensor], grads: list[Tensor], param_outs: list[Tensor]) -> None:
+    doors.fake_check_like(_NAME, "params", params, params, doors.FP32)
+    doors.fake_check_like(_NAME, "grads", grads, params, doors.FLOATS)
+    if param_outs:
+        doors.fake_check_like(_NAME, "param_outs", param_outs, params, doors.FLOATS)
 
 
 def _fake_low(
@@ -103,12 +111,8 @@ def _fake_low(
     steps: list[int],
     *rates: float,
 ) -> None:
-    name = "zeropp.ops.lamb_step_"
-    doors.fake_check_like(name, "params", params, params, doors.FP32)
-    doors.fake_check_like(name, "grads", grads, params, doors.FLOATS)
-    _moments.fake_check_low(name, {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, params, scales)
-    if param_outs:
-        doors.fake_check_like(name, "param_outs", param_outs, params, doors.FLOATS)
+    _fake_values(params, grads, param_outs)
+    _moments.fake_check_low(_NAME, {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, params, scales)
 
 
 def _fake(
@@ -120,10 +124,6 @@ def _fake(
     steps: list[int],
     *rates: float,
 ) -> None:
-    name = "zeropp.ops.lamb_step_"
-    doors.fake_check_like(name, "params", params, params, doors.FP32)
-    doors.fake_check_like(name, "grads", grads, params, doors.FLOATS)
-    doors.fake_check_like(name, "exp_avgs", exp_avgs, params, doors.FP32)
-    doors.fake_check_like(name, "exp_avg_sqs", exp_avg_sqs, params, doors.FP32)
-    if param_outs:
-        doors.fake_check_like(name, "param_outs", param_outs, params, doors.FLOATS)
+    _fake_values(params, grads, param_outs)
+    doors.fake_check_like(_NAME, "exp_avgs", exp_avgs, params, doors.FP32)
+    doors.fake_check_like(_NAME, "exp_avg_sqs", exp_avg_sqs, params, doors.FP32)
