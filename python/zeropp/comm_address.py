@@ -4,7 +4,7 @@ its whole time-out, half an hour by default, whatever the address.
 
 What shows that an address is wrong, each for :data:`PATIENCE_S` seconds on end:
 
-    rank 0, which hosts the store   a connection to the address does not come back to the store that it just made
+    rank 0, which hosts the store   the address is not this machine's, and a connection to it does not come back either
     under torchrun                  nobody listens: its agent made the store before it started the ranks
     the other ranks                 the name means no machine, or no way leads there
 
@@ -13,13 +13,13 @@ That nobody listens *yet* shows nothing where rank 0 hosts the store: it may be 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -41,73 +41,65 @@ class Place:
     rank: int
     exists: bool
     """Somebody else made it already (torchrun's agent)."""
-    use_libuv: bool
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
 
-def check(place: Place) -> Any:
-    """Raise if the store cannot be there. What it returns must live until torch has made its own store: on rank 0 it is the server.
+def check(place: Place) -> None:
+    """Raise if the store cannot be there.
 
     Raises:
         zeropp.CommError: with the address, and what the operating system says of it.
     """
-    if place.rank == 0 and not place.exists:
-        return _host(place)
+    hosts = place.rank == 0 and not place.exists
     began = time.monotonic()
     while True:
-        reason = _knock(place, PATIENCE_S - (time.monotonic() - began))
-        if reason is None:
-            return None
-        if isinstance(reason, ConnectionRefusedError) and not place.exists:
-            return None
+        left_s = PATIENCE_S - (time.monotonic() - began)
+        reason = _comes_back(place, left_s) if hosts else _knock(place.host, place.port, left_s)
+        if reason is None or (isinstance(reason, ConnectionRefusedError) and not place.exists and not hosts):
+            return
         if time.monotonic() - began >= PATIENCE_S:
             raise CommError(_sentence(place, reason))
         time.sleep(PAUSE_S)
 
 
-def _knock(place: Place, patience_s: float) -> OSError | None:
+def _knock(host: str, port: int, patience_s: float) -> OSError | None:
     """None: somebody listens there."""
     try:
-        socket.create_connection((place.host, place.port), timeout=max(PAUSE_S, patience_s)).close()
+        socket.create_connection((host, port), timeout=max(PAUSE_S, patience_s)).close()
     except OSError as error:
         return error
     return None
 
 
-def _host(place: Place) -> Any:
-    """The server, which torch's own store then shares; its first client has to find it at the address."""
-    from torch._C._distributed_c10d import TCPStore
-
-    limit = timedelta(seconds=PATIENCE_S / 2)  # which it exceeds by as much again, between its attempts
+def _comes_back(place: Place, patience_s: float) -> OSError | None:
+    """None: the address is one of this machine's own, or what is sent to it is sent back here (NAT). The store's port is
+    touched in the second case only: a store of the process's own may be listening there still."""
     try:
-        return TCPStore(
-            place.host,
-            place.port,
-            is_master=True,
-            timeout=limit,
-            wait_for_workers=False,
-            multi_tenant=True,
-            use_libuv=place.use_libuv,
-        )
-    except RuntimeError as error:
-        reason = _knock(place, PAUSE_S)
-        raise CommError(_sentence(place, str(error).splitlines()[0] if reason is None else reason)) from error
+        families = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return error
+    for family, _, _, _, address in families:
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((address[0], 0, *address[2:]))
+            return None
+    try:
+        with socket.create_server(("", place.port)):
+            return _knock(place.host, place.port, patience_s)
+    except OSError as error:
+        return error
 
 
-def _sentence(place: Place, reason: OSError | str) -> str:
-    if isinstance(reason, TimeoutError):
-        reason = "no answer"
-    elif isinstance(reason, OSError):
-        reason = reason.strerror or str(reason)
+def _sentence(place: Place, reason: OSError) -> str:
+    said = "no answer" if isinstance(reason, TimeoutError) else reason.strerror or str(reason)
     way_out = (
         "torchrun's agent made it there, so the machine or its network is gone"
         if place.exists
         else "set MASTER_ADDR to an address of rank 0's machine that all ranks reach, and MASTER_PORT to a free port of it"
     )
     doing = "cannot host" if place.rank == 0 and not place.exists else "does not reach"
-    return f"comm: rank {place.rank} {doing} the job's store at {place} within {PATIENCE_S:g} s: {reason}; {way_out}"
+    return f"comm: rank {place.rank} {doing} the job's store at {place} within {PATIENCE_S:g} s: {said}; {way_out}"
 
 
 # -- torch's rendezvous --------------------------------------------------------------------------------------------------------
@@ -130,9 +122,9 @@ def guard() -> None:
 def _guarded(plain: Handler, place_of: Callable[[str], Place | None]) -> Handler:
     def meet(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         place = place_of(url) if _is_for_zeropp() else None
-        server = check(place) if place is not None else None
+        if place is not None:
+            check(place)
         yield from plain(url, *args, **kwargs)
-        del server
 
     meet._zeropp = True  # type: ignore[attr-defined]
     return meet
@@ -152,18 +144,17 @@ def _from_environment(url: str) -> Place | None:
     """As torch reads it; None where something is missing, of which torch says what."""
     query = parse_qs(urlparse(url).query)
     rank = query.get("rank", [os.environ.get("RANK", "")])[0]
-    return _place(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, query)
+    return _place(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank)
 
 
 def _from_url(url: str) -> Place | None:
     parts = urlparse(url)
     query = parse_qs(parts.query)
-    return _place(parts.hostname, None if parts.port is None else str(parts.port), query.get("rank", [""])[0], query)
+    return _place(parts.hostname, None if parts.port is None else str(parts.port), query.get("rank", [""])[0])
 
 
-def _place(host: str | None, port: str | None, rank: str, query: dict[str, list[str]]) -> Place | None:
+def _place(host: str | None, port: str | None, rank: str) -> Place | None:
     if not host or not port or not port.isdecimal() or int(port) >= 1 << 16 or not rank.isdecimal():
         return None
     exists = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    libuv = query.get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[0]
-    return Place(host, int(port), int(rank), exists, libuv == "1")
+    return Place(host, int(port), int(rank), exists)
