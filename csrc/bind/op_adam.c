@@ -37,7 +37,7 @@ static bool check_tensors(struct zpp_boxed *args, struct lists *l) {
            check_list(args, l->exp_avgs, l, kinds, false) &&
            check_list(args, l->exp_avg_sqs, l, kinds, false) &&
            check_list(args, l->max_exp_avg_sqs, l, kinds, true) &&
-           check_list(args, l->param_outs, l, FLOATS, true) && 
+           check_list(args, l->param_outs, l, FLOATS, true) &&
            (!l->low.is || zpp_op_low_check_scales(args, l->place, &l->low, l->params, moments)) &&
            zpp_boxed_check_apart(args, written, l->low.is ? 6 : 5, &l->grads, 1);
 }

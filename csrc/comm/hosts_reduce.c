@@ -259,9 +259,10 @@ zpp_status zpp_hosts_reduce(struct zpp_journey *journey, struct zpp_err *err) {
         return zpp_flows_run(&journey->between, flow, count, NULL, NULL, err);
     }
     adding.part[hosts->mine] = sum;
+    const size_t part_bytes = room / (size_t)hosts->hosts;
     for (int h = 0; h < hosts->hosts; h++)
         if (h != hosts->mine)
-            add_in(&adding, &flow[count++], h, hosts->rank_at[h][0], 0, scratch + (size_t)h * (room / (size_t)hosts->hosts));
+            add_in(&adding, &flow[count++], h, hosts->rank_at[h][0], 0, scratch + (size_t)h * part_bytes);
     status = zpp_flows_run(&journey->between, flow, count, add_what_came, &adding, err);
     if (status == ZPP_OK) scale(journey, call->dst, call->elems);
     return status;
