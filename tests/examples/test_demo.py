@@ -186,8 +186,8 @@ def unfinished(out: Path, **changes) -> None:
     "changes, arguments, says",
     [
         ({"ranks": 3}, [], "has RANKS=3, this one 2; give the same to resume it, or RESUME=no"),
-        ({"preset": "base"}, [], "has PRESET=base, this one small"),
-        ({}, ["--steps=7"], "STEPS=7: the unfinished run is at step 7 already"),
+        pytest.param({"preset": "base"}, [], "has PRESET=base, this one small", marks=pytest.mark.slow),
+        pytest.param({}, ["--steps=7"], "STEPS=7: the unfinished run is at step 7 already", marks=pytest.mark.slow),
     ],
 )
 def test_another_run_in_the_way_is_not_resumed_nor_replaced_unasked(tmp_path, changes, arguments, says):

@@ -18,7 +18,8 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.jo
 FP32 = 5e-6  # the same fp32 numbers, added in another order
 
 
-@pytest.mark.parametrize("way", ["ranks", pytest.param("agents", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/hf/test_hosts.py is a sample that is not
+@pytest.mark.parametrize("way", ["ranks", "agents"])
 def test_losses_equal_ddp(way, tmp_path):
     with two_networks.hosts() as two:
         if way == "ranks":

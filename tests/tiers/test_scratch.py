@@ -44,7 +44,7 @@ def start(path: Path, end: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("end", ["return", "raise"])
+@pytest.mark.parametrize("end", ["return", pytest.param("raise", marks=pytest.mark.slow)])
 def test_the_end_of_a_job_removes_its_folder(tmp_path: Path, end: str) -> None:
     process = start(tmp_path, end)
     process.communicate(timeout=60)

@@ -85,6 +85,6 @@ def test_the_kernel_agrees(measured: Any) -> None:
     for answer in measured(2)["really held"].check():
         for stage, found in answer.items():
             # Not accounted: activations and the allocator's slack of a 22M model with a batch of 32 bytes, about 10%;
-            # and buckets that are back but still mapped.
+            # and buckets that are back but still mapped. What earlier cases gave back to the allocator is used again.
             assert found["grown"] <= 1.25 * found["accounted"], (stage, answer)
-            assert found["grown"] >= 0.8 * found["accounted"], (stage, answer)
+            assert found["grown"] >= 0.7 * found["accounted"], (stage, answer)
