@@ -73,7 +73,11 @@ static PyObject *open_params(PyObject *self, PyObject *args) {
 
 static PyObject *close_params(PyObject *self, PyObject *unused) {
     (void)unused;
-    return close_file(filed_of(self));
+    if (!filed_of(self)) return NULL;
+    PyThreadState *thread = PyEval_SaveThread();
+    zpp_zero_close_params(((Zero *)self)->core);
+    PyEval_RestoreThread(thread);
+    Py_RETURN_NONE;
 }
 
 /* set_grads_fraction(fraction): before units are added. */
@@ -126,6 +130,18 @@ static PyObject *copy_grads(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Where elements of a unit's flat buffer lie in the home, which over several hosts has this rank's slice only. */
+static bool place_in_home(const Zero *zero, const struct zpp_unit *unit, Py_ssize_t first, Py_ssize_t elems,
+                          size_t *offset_bytes) {
+    const size_t begin = unit->own_file ? (size_t)zpp_zero_rank(zero->core) * unit->shard_elems : 0;
+    const size_t room = unit->own_file ? unit->shard_elems : unit->elems;
+    if (first < 0 || elems < 0 || (size_t)first < begin || (size_t)first - begin > room ||
+        (size_t)elems > room - ((size_t)first - begin))
+        return false;
+    *offset_bytes = unit->file_offset_bytes + ((size_t)first - begin) * unit->elem_bytes;
+    return true;
+}
+
 /* copy_params(unit, first, elems, address, write): elements of a unit's flat buffer and memory that the caller keeps
  * alive. */
 static PyObject *copy_params(PyObject *self, PyObject *args) {
@@ -137,15 +153,15 @@ static PyObject *copy_params(PyObject *self, PyObject *args) {
     if (!filed || !PyArg_ParseTuple(args, "innKp", &index, &first, &elems, &address, &write)) return NULL;
     const bool known = index >= 0 && index < zpp_zero_units(zero->core);
     const struct zpp_unit *unit = known ? zpp_zero_unit(zero->core, index) : NULL;
-    if (!unit || unit->place != ZPP_PLACE_FILE || first < 0 || elems < 0 || (size_t)first > unit->elems ||
-        (size_t)elems > unit->elems - (size_t)first)
+    size_t offset_bytes;
+    if (!unit || unit->place != ZPP_PLACE_FILE || !place_in_home(zero, unit, first, elems, &offset_bytes))
         return PyErr_SetString(PyExc_ValueError, "zero: unit, first or elems is out of range"), NULL;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     PyThreadState *thread = PyEval_SaveThread();
     const zpp_status status =
-        zpp_filed_copy(filed, unit->range_offset_bytes + (size_t)first * unit->elem_bytes, (void *)(uintptr_t)address,
-                       (size_t)elems * unit->elem_bytes, write, &fault, &err);
+        zpp_filed_copy(filed, offset_bytes, (void *)(uintptr_t)address, (size_t)elems * unit->elem_bytes, write,
+                       &fault, &err);
     PyEval_RestoreThread(thread);
     if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
     Py_RETURN_NONE;

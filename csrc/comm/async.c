@@ -79,6 +79,7 @@ static void *run(void *arg) {
     struct zpp_work *work;
     while ((work = next_work(async)) != NULL) {
         struct zpp_err err = ZPP_ERR_INIT;
+        if (work->call.before) work->call.before(work->call.before_ctx);
         const zpp_status status = zpp_call_now(comm, &work->call, NULL, &err);
         pthread_mutex_lock(&async->lock);
         work->status = status;

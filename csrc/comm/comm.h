@@ -211,6 +211,10 @@ struct zpp_call {
     /* reduce_scatter: consecutive ranks on one node, whose links are the cheaper ones; 0: all. Over several hosts: 0,
      * the hosts are the nodes (hosts_quant.c) */
     int node_ranks;
+    /* zpp_comm_submit only, may be NULL: called on the progress thread before the call begins. For what has to arrive
+     * in `src` first: the call has its place in the order of submission meanwhile. */
+    void (*before)(void *ctx);
+    void *before_ctx;
 };
 zpp_status zpp_comm_call(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait, struct zpp_err *err);
 

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "internal.h"
+#include "own_file.h"
 
 enum { KIND_OBJECTS = 1 << 23 }; /* objects from here on are exchanges, below are units, from 1 on */
 
@@ -32,6 +33,10 @@ static void quantise_call(struct zpp_call *call, const struct zpp_quant_spec *sp
 
 zpp_status zpp_between_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err) {
     struct zpp_call call = gather_call(unit);
+    if (unit->own_file) {
+        call.before = zpp_own_file_await;
+        call.before_ctx = unit;
+    }
     if (unit->rounded) quantise_call(&call, &zero->wire.params);
     return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, work, err);
 }
@@ -138,9 +143,13 @@ static void add_slice(zpp_zero *zero, struct zpp_unit_grad *grad) {
 zpp_status zpp_between_finish(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)native;
     struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
+    zpp_zero *zero = grad->zero;
     const struct zpp_unit *unit = grad->unit;
-    zpp_status status = zpp_between_await(&grad->between_flags, wait, err);
+    const bool filed = zero->slices.filed;
+    zpp_status status = filed ? zpp_slices_take(zero, grad, wait, err) : ZPP_OK; /* it is read while the sum is made */
+    if (status == ZPP_OK) status = zpp_between_await(&grad->between_flags, wait, err);
     if (status == ZPP_OK) status = zpp_between_await(&grad->between_sum, wait, err);
+    if (status == ZPP_OK && filed) status = zpp_slices_arrive(zero, grad, wait);
     if (status != ZPP_OK) return status;
     const uint8_t *touched = grad->between_memory;
     bool any = false;
@@ -149,12 +158,12 @@ zpp_status zpp_between_finish(void *arg, void *native, const struct zpp_wait *wa
         grad->present[i] |= touched[i];
     }
     if (any) {
-        add_slice(grad->zero, grad);
-        grad->has = true;
+        add_slice(zero, grad);
+        grad->has = grad->changed = true;
     }
     free(grad->between_memory);
     grad->between_memory = NULL;
-    return ZPP_OK;
+    return filed ? zpp_slices_give(zero, grad, err) : ZPP_OK;
 }
 
 /* --- the step ---------------------------------------------------------------------------------------------------- */

@@ -16,6 +16,7 @@
 
 #include "between.h"
 #include "internal.h"
+#include "own_file.h"
 #include "second.h"
 
 struct gather_args {
@@ -75,9 +76,13 @@ static size_t mapped_bytes(const struct zpp_unit *unit) {
     return (zpp_unit_bytes(unit) + ZPP_PAGE_BYTES - 1) / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
 }
 
+static bool in_shared_file(const struct zpp_unit *unit) {
+    return unit->place == ZPP_PLACE_FILE && !unit->own_file;
+}
+
 static zpp_status take_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
-    if (unit->place == ZPP_PLACE_FILE) {
+    if (in_shared_file(unit)) {
         status = zpp_filed_enter(zero->filed, unit->filed, err);
     } else if (zero->options.backing.acquire) {
         void *memory = NULL;
@@ -95,7 +100,7 @@ static zpp_status take_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
 
 static zpp_status give_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     zero->full_bytes -= zpp_unit_bytes(unit);
-    if (unit->place == ZPP_PLACE_FILE) {
+    if (in_shared_file(unit)) {
         unit->mapped = false;
         return zpp_filed_leave(zero->filed, unit->filed, err);
     }
@@ -130,7 +135,19 @@ static zpp_status launch_gather(zpp_zero *zero, struct zpp_unit *unit, struct zp
     return status;
 }
 
+static zpp_status launch_own(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    struct zpp_err ignored = ZPP_ERR_INIT;
+    zpp_status status = zpp_own_file_begin(zero, unit, err);
+    if (status != ZPP_OK) return status;
+    status = zpp_between_gather(zero, unit, &unit->arriving, err);
+    if (status == ZPP_OK) return ZPP_OK;
+    zpp_own_file_await(unit);
+    (void)zpp_own_file_end(zero, unit, &ignored);
+    return status;
+}
+
 static zpp_status launch_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    if (unit->own_file) return launch_own(zero, unit, err);
     if (zpp_between(zero->options.comm)) {
         unit->arriving_near = unit->second_kept && unit->rounded == zpp_wire_rounds(zero);
         return unit->arriving_near ? zpp_second_gather(zero, unit, &unit->arriving, err)
@@ -181,7 +198,12 @@ static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp
     zero->ahead_bytes -= zpp_unit_bytes(unit);
     zpp_second_keep(zero, unit);
     if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
-    const zpp_status outcome = zpp_filed_outcome(zero->filed, unit->filed, &zero->fault, err);
+    zpp_status outcome = zpp_filed_outcome(zero->filed, unit->filed, &zero->fault, err);
+    if (unit->own_file) {
+        struct zpp_err left = ZPP_ERR_INIT;
+        const zpp_status status_left = zpp_own_file_end(zero, unit, outcome == ZPP_OK ? err : &left);
+        if (outcome == ZPP_OK) outcome = status_left;
+    }
     if (outcome == ZPP_OK) return ZPP_OK;
     struct zpp_err ignored = ZPP_ERR_INIT;
     unit->state = ZPP_UNIT_PARTITIONED;
@@ -239,8 +261,9 @@ zpp_status zpp_zero_keep_slice(zpp_zero *zero, int index, struct zpp_err *err) {
     const size_t bytes = zpp_unit_shard_bytes(unit), offset = (size_t)zero->rank * bytes;
     if (unit->place == ZPP_PLACE_FILE && zpp_filed_keeps_images(zero->filed))
         return zpp_filed_keep_image(zero->filed, unit->filed, &zero->fault, err);
+    if (unit->own_file) return zpp_own_file_keep(zero, unit, err);
     if (unit->place == ZPP_PLACE_FILE)
-        return zpp_filed_write_back(zero->filed, unit->range_offset_bytes + offset, bytes, &zero->fault, err);
+        return zpp_filed_write_back(zero->filed, unit->file_offset_bytes + offset, bytes, &zero->fault, err);
     memcpy(unit->shard, unit->whole + offset, bytes);
     return ZPP_OK;
 }

@@ -22,7 +22,9 @@ enum zpp_place {
     ZPP_PLACE_WHOLE, /* every rank holds all of it (stages 0-2, one rank, small units) */
     ZPP_PLACE_HOST,  /* the ranks of this host share one copy in shared memory; nothing is ever gathered */
     ZPP_PLACE_SHARD, /* a rank holds its slice, and gathers the rest when it is needed */
-    ZPP_PLACE_FILE,  /* the ranks of this host share a file, and read a unit from it when it is needed (filed.h) */
+    /* the ranks of this host share a file, and read a unit from it when it is needed (filed.h); over several hosts a
+     * rank's slice lies in a file of its own, and is gathered (own_file.h) */
+    ZPP_PLACE_FILE,
 };
 
 enum zpp_unit_state { ZPP_UNIT_PARTITIONED, ZPP_UNIT_FETCHING, ZPP_UNIT_FULL };
@@ -59,7 +61,9 @@ struct zpp_unit {
     int pins;    /* forwards of it that are open now */
     bool sticky; /* keep it until this pass ends */
     bool mapped; /* has memory in the range */
-    int filed;   /* FILE units: their number there */
+    int filed;   /* FILE units: their number there, */
+    size_t file_offset_bytes;   /* their place in its home, or that of this rank's slice, */
+    struct zpp_filed *own_file; /* and over several hosts: where that is */
     bool held;   /* a FILE unit that lies in memory for good */
     uint8_t *stored_low; /* FILE units, [params]: is it kept in fewer bits? NULL: none is */
     int uses;    /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */

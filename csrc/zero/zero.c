@@ -10,8 +10,9 @@
 #include <string.h>
 
 #include "between.h"
-#include "second.h"
 #include "internal.h"
+#include "own_file.h"
+#include "second.h"
 
 static size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
@@ -30,7 +31,7 @@ static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
     /* Without prefetch nothing overlaps: gathers are a part of the computation. */
     zero->gather = zero->compute;
     const bool between = zpp_between(zero->options.comm); /* the communicator's thread gathers */
-    if (status == ZPP_OK && zero->filed) { /* the engine's thread reads; ours needs none to begin and to look */
+    if (status == ZPP_OK && zero->filed && !between) { /* the engine's thread reads; ours begins and looks */
         status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "arrive", &zero->arrive, err);
         if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "gather", &zero->gather, err);
     } else if (status == ZPP_OK && zero->options.prefetch_bytes && !between) {
@@ -52,7 +53,8 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     zero->grad_scale = 1.0f;
     zpp_status status = ZPP_OK;
     if (options->params_fraction > 0.0)
-        status = zpp_filed_create(options->comm, options->params_fraction, &zero->filed, err);
+        status = zpp_filed_create(zpp_between(options->comm) ? NULL : options->comm, options->params_fraction,
+                                  &zero->filed, err);
     if (status == ZPP_OK) status = create_streams(zero, err);
     if (status != ZPP_OK) {
         zpp_zero_destroy(zero);
@@ -63,17 +65,27 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
 }
 
 zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct zpp_err *err) {
-    if (zero->units_count || zero->options.stage < 2 || zpp_between(zero->options.comm) || zpp_wire_packs(zero))
+    if (zero->units_count || zero->options.stage < 2 || zpp_wire_packs(zero))
         return zpp_fail(err, ZPP_INVALID,
-                        "zero: gradients in a file at stage %d with %d units, wanted stage 2 or 3, one host, exact "
-                        "reductions and no units yet",
+                        "zero: gradients in a file at stage %d with %d units, wanted stage 2 or 3, exact reductions "
+                        "and no units yet",
                         zero->options.stage, zero->units_count);
     return zpp_filed_create(NULL, fraction, &zero->slices.filed, err);
 }
 
+static void drop_gather(zpp_zero *zero, struct zpp_unit *unit) {
+    zpp_between_drop(unit->arriving_near ? zero->near : zero->options.comm, &unit->arriving);
+}
+
+void zpp_zero_close_params(zpp_zero *zero) {
+    if (!zero->filed) return;
+    for (int i = 0; i < zero->units_count; i++) drop_gather(zero, zero->units[i]); /* they wait for reads */
+    zpp_filed_close(zero->filed);
+}
+
 static void destroy_unit(zpp_zero *zero, struct zpp_unit *unit) {
     zpp_reduce_drop_unit(zero, unit);
-    zpp_between_drop(unit->arriving_near ? zero->near : zero->options.comm, &unit->arriving);
+    drop_gather(zero, unit);
     zpp_event_destroy(unit->allocated);
     zpp_event_destroy(unit->ready);
     free(unit->param_elems);
@@ -87,7 +99,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     /* Streams first: they finish operations that still use the units, and must not wait for peers that go on without
      * us. */
     if (zpp_reduce_pending(zero)) zpp_comm_abort(zero->options.comm, "left in the middle of a reduction");
-    if (zero->filed) zpp_filed_close(zero->filed); /* nobody reads into the units any more */
+    zpp_zero_close_params(zero); /* nobody reads into the units any more */
     zpp_stream_destroy(zero->arrive);
     zpp_stream_destroy(zero->reduce);
     if (zero->gather != zero->compute) zpp_stream_destroy(zero->gather);
@@ -197,7 +209,8 @@ zpp_status zpp_zero_store_low(zpp_zero *zero, int index, size_t param, struct zp
 }
 
 static zpp_status place_filed(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    zpp_status status = zpp_filed_add(zero->filed, zpp_unit_bytes(unit), &unit->filed, &unit->range_offset_bytes, err);
+    zpp_status status = zpp_filed_add(zero->filed, zpp_unit_bytes(unit), &unit->filed, &unit->file_offset_bytes, err);
+    unit->range_offset_bytes = unit->file_offset_bytes;
     for (size_t i = 0; unit->stored_low && i < unit->params && status == ZPP_OK; i++)
         if (unit->stored_low[i])
             status = zpp_filed_add_span(zero->filed, unit->filed, unit->offset_elems[i] * unit->elem_bytes,
@@ -207,9 +220,16 @@ static zpp_status place_filed(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
 
 /* Where its slice, or all of it, lies in its region; where it lies among the units that come and go. */
 static zpp_status place_unit(zpp_zero *zero, struct zpp_unit *unit, size_t *range_bytes, struct zpp_err *err) {
-    if (unit->place == ZPP_PLACE_FILE) {
+    if (unit->place == ZPP_PLACE_FILE && !zpp_own_file(zero)) {
         zero->moving[zero->moving_count++] = unit;
         return place_filed(zero, unit, err);
+    }
+    if (unit->place == ZPP_PLACE_FILE) {
+        unit->own_file = zero->filed;
+        zero->moving[zero->moving_count++] = unit;
+        unit->range_offset_bytes = *range_bytes;
+        *range_bytes += round_up(zpp_unit_bytes(unit), ZPP_PAGE_BYTES);
+        return zpp_filed_add(zero->filed, zpp_unit_shard_bytes(unit), &unit->filed, &unit->file_offset_bytes, err);
     }
     size_t *used = unit->place == ZPP_PLACE_HOST ? &zero->host_bytes : &zero->params_bytes;
     unit->region_offset_bytes = place_next(used, region_bytes_of(unit));
@@ -241,6 +261,11 @@ static zpp_status make_param_memory(zpp_zero *zero, size_t range_bytes, struct z
 
 static void locate_filed(zpp_zero *zero, struct zpp_unit *unit) {
     unit->whole = zero->moving_base + unit->range_offset_bytes;
+    if (unit->own_file) {
+        unit->shard = zpp_filed_home(unit->own_file) + unit->file_offset_bytes;
+        unit->state = ZPP_UNIT_PARTITIONED;
+        return;
+    }
     unit->shard = unit->whole + (size_t)zero->rank * zpp_unit_shard_bytes(unit);
     unit->held = zpp_filed_is_held(zero->filed, unit->filed);
     unit->state = unit->held ? ZPP_UNIT_FULL : ZPP_UNIT_PARTITIONED;
@@ -279,7 +304,8 @@ zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err) {
     }
     zpp_status status = make_param_memory(zero, range_bytes, err);
     const size_t warm_bytes = 2 * largest_bytes + zero->options.prefetch_bytes;
-    if (status == ZPP_OK && zero->filed) status = zpp_filed_seal(zero->filed, warm_bytes, err);
+    const size_t warm_parts = zpp_own_file(zero) ? (size_t)zero->ranks : 1;
+    if (status == ZPP_OK && zero->filed) status = zpp_filed_seal(zero->filed, warm_bytes / warm_parts, err);
     if (status == ZPP_OK) status = zpp_trace_init(&zero->trace, zero->units_count, err);
     if (status == ZPP_OK && (zero->ranks > 1 || zero->slices.filed)) status = zpp_reduce_seal(zero, err);
     if (status == ZPP_OK) status = zpp_wire_seal(zero, err);
@@ -344,18 +370,22 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     struct zpp_filed_figures filed = { 0 }, grads = { 0 };
     if (zero->filed) zpp_filed_figures(zero->filed, &filed);
     if (zero->slices.filed) zpp_filed_figures(zero->slices.filed, &grads);
-    /* The ranks share what they read from the file, as long as they are at the same unit. */
-    const size_t full = zero->filed ? filed.memory_bytes / ranks : zero->full_bytes;
-    const size_t warm = zero->range ? zpp_range_held_bytes(zero->range) : full;
+    /* The ranks share what they read from the file, as long as they are at the same unit; but over several hosts. */
+    const bool own = zpp_own_file(zero);
+    const size_t sharers = own ? 1 : ranks;
+    const size_t full = zero->filed && !own ? filed.memory_bytes / ranks : zero->full_bytes;
+    const size_t warm = (zero->range ? zpp_range_held_bytes(zero->range) : full) + (own ? filed.memory_bytes : 0);
     *out = (struct zpp_zero_memory){
-        .param_bytes = zero->params_bytes + zero->wire.images_bytes + zero->second_bytes +
-                       (zero->host_bytes + filed.cut_bytes) / ranks,
+        .param_bytes = zero->params_bytes + zero->wire.images_bytes + zero->second_bytes + zero->host_bytes / ranks +
+                       filed.cut_bytes / sharers,
         .gathered_bytes = warm,
         .grad_bytes = zero->slice_bytes + zero->kept_bucket_bytes + zero->carry_bytes + grads.cut_bytes,
         .bucket_bytes = zero->buckets.used_bytes,
         .bucket_peak_bytes = zero->buckets.peak_bytes,
-        .gathered_peak_bytes = zero->filed ? filed.entered_peak_bytes / ranks : zero->full_peak_bytes,
-        .filed_bytes = (filed.home_bytes - filed.cut_bytes) / ranks,
+        .gathered_peak_bytes =
+            own ? zero->full_peak_bytes + filed.entered_peak_bytes
+                : zero->filed ? filed.entered_peak_bytes / ranks : zero->full_peak_bytes,
+        .filed_bytes = (filed.home_bytes - filed.cut_bytes) / sharers,
     };
 }
 

@@ -68,7 +68,7 @@ zpp_status zpp_zero_set_wire(zpp_zero *zero, int params_bits, int grads_bits, si
  * destroy; as many on each host. See second.h. Before seal. */
 zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *near, struct zpp_err *err);
 /* `fraction` of the reduced gradients, above 0 and at most 1, live in a file of this rank's own (slices.h). Stages 2
- * and 3, one host, gradients reduced exactly. Before units are added. */
+ * and 3, gradients reduced exactly. Before units are added. */
 zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct zpp_err *err);
 /* FILE units are kept in 8 or 4 bits, for a model that is only read (filed.h); before units are added. Of a unit that
  * was added, parameter `param` is one of the matrices; before seal. */
@@ -84,6 +84,8 @@ int zpp_zero_rank(const zpp_zero *zero);
 int zpp_zero_ranks(const zpp_zero *zero);
 zpp_stream *zpp_zero_compute(zpp_zero *zero); /* the HOST stream: the caller's computation goes there */
 zpp_filed *zpp_zero_filed(zpp_zero *zero); /* borrowed; NULL without FILE units */
+/* End the engine of FILE units; loads fail from then on, and gathers under way are dropped. */
+void zpp_zero_close_params(zpp_zero *zero);
 /* Of the read that failed, after a call that returned TIER. */
 const struct zpp_aio_fault *zpp_zero_fault(const zpp_zero *zero);
 /* Does this address lie in gathered memory (released or not)? Which unit? -1: no. Own range only. */

@@ -115,12 +115,17 @@ def _train_on_placements(rank: int, store: Any, placements: list[list[Any]], fol
         dist.init_process_group("zeropp", store=world, rank=rank, world_size=len(hosts))
         zeropp.traffic(reset=True)
         answer[hosts] = {str(stage): _train(rank, stage, steps, f"{folder}/{hosts}-{stage}") for stage in (0, 1, 2, 3)}
+        answer[hosts]["filed"] = {
+            kind: _train(rank, 3, steps, f"{folder}/{hosts}-{kind}", **_on_disk(f"{folder}/disk-{hosts[rank]}", kind))
+            for kind in FILED
+            if len(set(hosts)) > 1
+        }
         answer[hosts]["hpz"] = _secondary(rank, hosts)
         answer[hosts]["plusplus"] = _plusplus(rank)
         network = sum(row["bytes"] for row in zeropp.traffic().get("network", {}).values())
         answer[hosts]["networked"] = network > 0
         if hosts == "ab":
-            answer["refused"] = _refused()
+            answer["refused"] = _refused(folder)
             answer["diverged"] = _diverges(rank)
         dist.destroy_process_group()
     return answer
@@ -146,17 +151,30 @@ def _prepared(stage: int, **more: Any) -> tuple[Any, Any]:
     return zeropp.prepare(model, optimizer, zeropp.Config(stage=stage, units=[torch.nn.Linear], **more))
 
 
-def _train(rank: int, stage: int, steps: int, path: str) -> dict[str, Any]:
+FILED = ["params", "half of params", "grads", "everything"]
+
+
+def _on_disk(folder: str, kind: str) -> dict[str, Any]:
+    """Each host has a folder of its own, as it has a disk of its own."""
+    import zeropp
+
+    tier = zeropp.Tier("nvme", path=folder, fraction=0.5 if "half" in kind else 1.0)
+    kinds = {"everything": ["params", "grads", "optimizer"]}.get(kind, [kind.rpartition(" ")[2]])
+    return {"offload": zeropp.Offload(**dict.fromkeys(kinds, tier))}
+
+
+def _train(rank: int, stage: int, steps: int, path: str, **more: Any) -> dict[str, Any]:
     import torch
     import zeropp
 
-    model, optimizer = _prepared(stage)
+    model, optimizer = _prepared(stage, **more)
     data = torch.Generator().manual_seed(100 + rank)
     losses, norms = [], []
     for step in range(steps):
         if step == steps // 2:  # through a checkpoint, into a model that has other values
             zeropp.save(path, model, optimizer, step=step)
-            model, optimizer = _prepared(stage)
+            del model, optimizer
+            model, optimizer = _prepared(stage, **more)
             assert zeropp.load(path, model, optimizer)["step"] == step
         x = torch.randn(8, 16, generator=data)
         if step % 3 == 2:  # two micro-steps, one reduction
@@ -261,11 +279,11 @@ def _plusplus(rank: int) -> dict[str, Any]:
     return answer
 
 
-def _refused() -> str:
+def _refused(folder: str) -> str:
     import zeropp
 
     try:
-        _prepared(3, offload=zeropp.Offload(params=zeropp.Tier("nvme", path=".")))
+        _prepared(3, **_on_disk(folder, "params"), comm=zeropp.Comm(secondary_shard="host"))
     except zeropp.ConfigError as error:
         return str(error)
     return "nothing was refused"
@@ -325,6 +343,8 @@ def test_training_over_hosts(outcomes: list[Outcome]) -> None:
         apart, together = (_plain(result[hosts]) for hosts in ("aabb", "aaaa"))
         assert apart.pop("networked")
         assert not together.pop("networked")
+        for kind in FILED:
+            assert apart["filed"][kind] == apart["3"], kind  # losses, norms and parameters, bit for bit
         for stage in "0123":
             assert apart[stage]["losses"] == apart["3"]["losses"]
             assert apart[stage]["losses"] == pytest.approx(together[stage]["losses"], rel=1e-5)
@@ -332,9 +352,12 @@ def test_training_over_hosts(outcomes: list[Outcome]) -> None:
         apart, together = (_plain(result[hosts]) for hosts in ("ab", "aa"))
         assert apart.pop("networked")
         assert not together.pop("networked")
+        for kind, filed in apart.pop("filed").items():
+            assert filed == apart["3"], kind
+        assert not together.pop("filed")
         assert apart == together
         assert apart["3"]["losses"][-1] < apart["3"]["losses"][0] / 2
-        assert "Config.offload.params: 'nvme' on 2 hosts is not implemented yet" in result["refused"]
+        assert "secondary_shard: 'host' with offload.params='nvme' is not implemented yet" in result["refused"]
         assert "rank 0 is in all_gather" in result["diverged"]
         assert "rank 1 is in all_gather" in result["diverged"]
 

@@ -118,7 +118,7 @@ class Unit:
     @property
     def shared(self) -> bool:
         """Is the gathered copy one for all ranks of the host?"""
-        return self.place in (HOST, FILE)
+        return self.place == HOST or (self.filed is not None and self.filed.shared)
 
     def write_shard(self, first: int, values: torch.Tensor) -> None:
         """Elements of this rank's slice from ``first`` on, inside ``engine.write_shards()``."""

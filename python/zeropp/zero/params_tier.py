@@ -2,8 +2,9 @@
 """Parameters on NVMe: ``Config(offload=Offload(params="nvme", path=...))`` at stage 3 (ZeRO-Infinity, arXiv:2104.07857).
 
 The model's own values live in one scratch file a host; a unit is read when it is needed, ahead of need along the order
-of the last pass, and its memory given back when it is not (csrc/zero/filed.h). Everything else asks for slices here:
-construction, checkpoints, ``zeropp.memory``.
+of the last pass, and its memory given back when it is not (csrc/zero/filed.h). Over several hosts each rank has a file of
+its own, with its slices, which are gathered as those in memory are (csrc/zero/own_file.h). Everything else asks for slices
+here: construction, checkpoints, ``zeropp.memory``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from zeropp.zero.storage import Storage, disk_traffic, end_tier, io_shape, warn
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine, Unit
 
+PAGE_BYTES = 4096
+
 
 class ParamsTier:
     """The file of one prepared model's parameters. Construction is collective, between seal and the first use.
@@ -41,15 +44,19 @@ class ParamsTier:
         self.fraction, self.storage, self._zero = float(tier.fraction), storage, engine.core
         self.stored, self.low = engine.stored, low
         self.in_memory = tier.kind != "nvme"
+        self._owners = engine.ranks if engine.comm is not None and engine.comm.hosts > 1 else 0  # of a file each
+        self.shared = not self._owners
+        """Is the file, and what is read from it, one for all ranks of the host?"""
         if self.in_memory:  # the coordinator's, and there is no file
             return
         assert tier.path is not None
         ranks = Ranks(engine)
         scratch = Scratch(tier.path, ranks)
-        self.path = scratch.folder.parent / "params"
+        self.path = (scratch.folder if self._owners else scratch.folder.parent) / "params"
+        makes = self._owners > 0 or ranks.rank == 0
         try:
-            ranks.all_do(lambda: self._open(scratch) if ranks.rank == 0 else None)
-            ranks.all_do(lambda: self._open(scratch) if ranks.rank else None)
+            ranks.all_do(lambda: self._open(scratch, True) if makes else None)
+            ranks.all_do(lambda: None if makes else self._open(scratch, False))
         except BaseException:
             self._zero.close_params()
             scratch.remove()
@@ -57,8 +64,8 @@ class ParamsTier:
         self._number = disk_traffic.add(self._zero.params_figures)
         self._end = weakref.finalize(self, end_tier, self._zero.close_params, self._number, scratch, os.getpid())
 
-    def _open(self, scratch: Scratch) -> None:
-        warn(self._zero.open_params(os.fsencode(self.path), scratch.folder.name == "rank-0", *io_shape(scratch)))
+    def _open(self, scratch: Scratch, make: bool) -> None:
+        warn(self._zero.open_params(os.fsencode(self.path), make, *io_shape(scratch)))
 
     def close(self) -> None:
         """The model is gone: the scratch file, too."""
@@ -100,6 +107,8 @@ class ParamsTier:
         seen = self.figures()
         if self.stored is not None:
             return int(seen["images_bytes"])
+        if self._owners:
+            return self._owners * self._own_bytes(units, seen["cut_bytes"])
         cut, total = seen["home_address"] + seen["cut_bytes"], 0
         for unit in units:
             if not unit.filed:
@@ -108,6 +117,17 @@ class ParamsTier:
                 begin = unit.whole.data_ptr() + entry.offset_elems * unit.dtype.itemsize
                 end = begin + entry.numel * unit.dtype.itemsize
                 total += max(0, end - max(begin, cut))
+        return total
+
+    @staticmethod
+    def _own_bytes(units: list[Unit], cut: int) -> int:
+        """Of the slices in this rank's file; every rank has as much."""
+        offset = total = 0
+        for unit in units:  # as csrc/zero/zero.c lays them
+            if unit.filed:
+                own = unit.shard_elems * unit.dtype.itemsize
+                total += max(0, offset + own - max(offset, cut))
+                offset += -(-own // PAGE_BYTES) * PAGE_BYTES
         return total
 
 

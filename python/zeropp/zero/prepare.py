@@ -68,7 +68,7 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
         preflight()
     filed = getattr(config.offload.params, "kind", "device") == "nvme" or config.stored_name is not None
     if comm is not None and comm.hosts > 1:
-        _check_hosts(config, comm, filed)
+        _check_hosts(config, comm)
     if filed and comm is not None and config.host_copy == "off":
         raise ConfigError(
             "Config.host_copy: 'off' does not go with offload.params='nvme': the ranks of a host share what they read; "
@@ -171,7 +171,7 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
 # -- checks ----------------------------------------------------------------------------------------------------------------
 
 
-def _check_hosts(config: Config, comm: Any, filed: bool) -> None:
+def _check_hosts(config: Config, comm: Any) -> None:
     hosts = comm.hosts
     if config.comm.secondary_shard:
         counts = [int.from_bytes(b, "little") for b in _gather_bytes(comm, len(comm.host_ranks).to_bytes(8, "little"))]
@@ -180,20 +180,19 @@ def _check_hosts(config: Config, comm: Any, filed: bool) -> None:
                 f"Config.comm.secondary_shard: 'host' with {min(counts)} ranks on one host and {max(counts)} on another is not implemented "
                 "yet; start as many ranks on every host, or leave it at 0"
             )
-    if filed:
-        kind = getattr(config.offload.params, "kind", "nvme")
+        if getattr(config.offload.params, "kind", "device") == "nvme":
+            raise ConfigError(
+                "Config.comm.secondary_shard: 'host' with offload.params='nvme' is not implemented yet; leave it at 0, or parameters "
+                "in memory"
+            )
+    if config.stored_name is not None:
         raise ConfigError(
-            f"Config.offload.params: {kind!r} on {hosts} hosts is not implemented yet, because the ranks of a host share what they "
-            "read; leave parameters in memory, or use one host"
+            f"Config.precision.stored: {config.stored_name!r} on {hosts} hosts is not implemented yet; leave it out, or use one host"
         )
     if config.offload.delayed_update is not None:
         raise ConfigError(
             f"Config.offload.delayed_update: {config.offload.delayed_update} on {hosts} hosts is not implemented yet; leave it out, or use "
             "one host"
-        )
-    if getattr(config.offload.grads, "kind", "device") == "nvme":
-        raise ConfigError(
-            f"Config.offload.grads: 'nvme' on {hosts} hosts is not implemented yet; leave gradients in memory, or use one host"
         )
 
 

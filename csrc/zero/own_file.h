@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * FILE units over several hosts: the ranks of a host have no file in common, because gathers are collectives of all
+ * ranks (between.h). Each rank has a file of its own with its slices, one home for them (filed.h), and a range of
+ * addresses in which units are whole, as SHARD units have:
+ *
+ *   fetch   the slice's memory is opened and its read begins; the all-gather goes into the queue at once, at its place
+ *           in program order, and begins when the slice has come; then the slice's memory goes again
+ *   step    through windows of the slices' home, as on one host
+ *
+ * So a rank reads 1/N of what is gathered, and H hosts read from H disks side by side (bandwidth-centric partitioning,
+ * ZeRO-Infinity, section 6.1). A read that fails sends NaN, so that the peers, which cannot know, compute nothing that
+ * looks right, and is this rank's error.
+ */
+#ifndef ZPP_ZERO_OWN_FILE_H
+#define ZPP_ZERO_OWN_FILE_H
+
+#include "filed.h"
+#include "unit.h"
+#include "zero.h"
+
+/* Are FILE units of this coordinator gathered from files of each rank's own? */
+bool zpp_own_file(const zpp_zero *zero);
+/* Memory for this rank's slice, and its read begins. */
+zpp_status zpp_own_file_begin(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+/* On the communicator's thread, before the gather: the slice is there, or NaN. `unit`: struct zpp_unit. */
+void zpp_own_file_await(void *unit);
+/* After the gather, or if it never began. */
+zpp_status zpp_own_file_end(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+/* This rank's slice of a gathered unit, to the file. */
+zpp_status zpp_own_file_keep(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+
+#endif
