@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zeropp.config import Tier
+from zeropp.errors import ConfigError
 from zeropp.zero import stored
 from zeropp.zero.agree import Ranks
 from zeropp.zero.scratch import Scratch
@@ -56,7 +57,7 @@ class ParamsTier:
         makes = self._owners > 0 or ranks.rank == 0
         try:
             ranks.all_do(lambda: self._open(scratch, True) if makes else None)
-            ranks.all_do(lambda: None if makes else self._open(scratch, False))
+            ranks.all_do(lambda: None if makes else self._join(scratch))
         except BaseException:
             self._zero.close_params()
             scratch.remove()
@@ -66,6 +67,14 @@ class ParamsTier:
 
     def _open(self, scratch: Scratch, make: bool) -> None:
         warn(self._zero.open_params(os.fsencode(self.path), make, *io_shape(scratch)))
+
+    def _join(self, scratch: Scratch) -> None:
+        if not self.path.exists():
+            raise ConfigError(
+                f"Config.offload.params.path: rank 0 of this host has no file under {self.path.parent.parent}; parameters are read by "
+                "all ranks of a host, so give them the same folder"
+            )
+        self._open(scratch, False)
 
     def close(self) -> None:
         """The model is gone: the scratch file, too."""

@@ -367,6 +367,10 @@ def refusals() -> None:
         if dist.get_world_size() > 1:
             with pytest.raises(zeropp.ConfigError, match="the ranks of a host share what they read"):
                 prepared(host_copy="off", **nvme(path))
+            own = Path(path) / f"folder-{dist.get_rank()}"
+            with pytest.raises(zeropp.ConfigError, match="read by all ranks of a host, so give them the same folder"):
+                prepared(**nvme(str(own)))
+            assert not list(own.iterdir())
         file = Path(path) / f"file-{dist.get_rank()}"
         file.touch()
         with pytest.raises(zeropp.TierError, match="file-"):
