@@ -91,9 +91,9 @@ def estimate(
         "traffic": {"gather": bytes, "reduce": bytes, "nvme": bytes}, "bandwidth": {...}}``. Kinds: ``params``, ``grads``,
         ``master``, ``optimizer``; ``gathered`` (memory for whole units beside the slices) and ``buckets`` (gradients on
         their way: at most). ``traffic``: bytes a rank reads from peers, and reads and writes on NVMe, in one step of one
-        micro-batch; of parameters on NVMe on average over the ranks. ``bandwidth``: bytes/s at which each of them takes as long
-        as the computation does: with that much, what overlaps is hidden; what does not (NVMe inside the step) doubles the step,
-        and ten times as much costs a tenth.
+        micro-batch; of parameters on NVMe on average over the ranks, as long as they are at the same unit. ``bandwidth``:
+        bytes/s at which each of them takes as long as the computation does: with that much, what overlaps is hidden; what does
+        not (NVMe inside the step) doubles the step, and ten times as much costs a tenth.
 
     Raises:
         zeropp.ConfigError: something that :func:`prepare` would refuse, or that cannot be estimated yet.

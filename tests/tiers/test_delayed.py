@@ -53,7 +53,7 @@ def test_what_cannot_be_delayed_is_said(make: Any, said: str) -> None:
 def test_over_hosts_it_is_refused() -> None:
     config = Config(stage=2, offload=Offload(optimizer="cpu", delayed_update=3))
     with pytest.raises(zeropp.ConfigError, match="delayed_update: 3 on 2 hosts is not implemented yet"):
-        _check_hosts(config, SimpleNamespace(hosts=2), False)
+        _check_hosts(config, SimpleNamespace(hosts=2))
 
 
 def test_json_has_the_same_key() -> None:

@@ -42,7 +42,7 @@ def test_within_three_percent(case: str, outcomes: Any) -> None:
         assert bool(found["nvme"]) == case.startswith("nvme") == bool(said["traffic"]["nvme"])
         # Whether a unit in a file is still there when it is wanted again depends on which rank is late.
         if filed:
-            assert 0.6 * said["traffic"]["nvme"] < found["disk"] < 1.15 * said["traffic"]["nvme"]
+            assert 0.6 * said["traffic"]["nvme"] < found["disk"] < 2 * said["traffic"]["nvme"]  # two ranks
         else:
             assert said["traffic"]["nvme"] == pytest.approx(found["disk"], rel=WITHIN)
         assert said["traffic"]["gather"] == pytest.approx(found["gathered"], rel=WITHIN, abs=1000)
