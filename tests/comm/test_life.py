@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,22 +120,30 @@ def test_communicator_over_any_backend() -> None:
         assert "closed" in closed and "init_process_group" in no_group
 
 
-def again_and_again(rank: int, ranks: int) -> dict[str, Any]:
+def all_have_left(rank: int, ranks: int, folder: str, when: int) -> None:
+    """torch's store goes with rank 0's group: a rank that comes again before that has happened would meet in the old one."""
+    Path(folder, f"{when}-{rank}").touch()
+    while not all(Path(folder, f"{when}-{one}").exists() for one in range(ranks)):
+        time.sleep(0.01)
+
+
+def again_and_again(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     import zeropp  # noqa: F401
 
-    for repeat in range(3):  # torchrun's store stays the same, with the cards of earlier groups in it
+    for repeat in range(3):
         dist.init_process_group("zeropp")
         tensor = torch.ones(3) * repeat
         dist.all_reduce(tensor)
         assert tensor.tolist() == [ranks * repeat] * 3
         dist.barrier()
         dist.destroy_process_group()
-    return {"repeat": repeat, **_after_failures(rank, ranks)}
+        all_have_left(rank, ranks, folder, repeat)
+    return {"repeat": repeat, **_after_failures(rank, ranks, folder)}
 
 
-def _after_failures(rank: int, ranks: int) -> dict[str, Any]:
+def _after_failures(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     """No memory for an arena; a group that one rank ends, and a new one in the same process."""
     import torch
     import torch.distributed as dist
@@ -156,6 +165,7 @@ def _after_failures(rank: int, ranks: int) -> dict[str, Any]:
     except zeropp.CommError as error:
         answer["aborted"] = str(error)
     dist.destroy_process_group()
+    all_have_left(rank, ranks, folder, 3)
     dist.init_process_group("zeropp")
     dist.all_reduce(tensor)
     answer["sum"] = tensor.tolist()
@@ -164,8 +174,8 @@ def _after_failures(rank: int, ranks: int) -> dict[str, Any]:
     return answer
 
 
-def test_init_and_destroy_again_also_after_failures() -> None:
-    for outcome in run_ranks(2, again_and_again, timeout=120):
+def test_init_and_destroy_again_also_after_failures(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, again_and_again, str(tmp_path), timeout=120):
         assert outcome.value["repeat"] == 2
         assert "comm: no memory for 4503" in outcome.value["memory"], outcome.value["memory"]
         assert "torch.distributed asked for it" in outcome.value["aborted"] and "rank 1" in outcome.value["aborted"]
