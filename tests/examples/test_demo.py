@@ -145,7 +145,11 @@ def test_half_of_the_free_disk_is_not_taken_unasked(tmp_path):
     "arguments, says",
     [
         (["--offload=nvme", "--preset=large", "--memory=4k"], "MEMORY=4k: wanted at least 16M, as 512M or 24G"),
-        (["--offload=nvme", "--preset=large", "--memory=900000G"], "GiB free, and the states of this model want"),
+        pytest.param(
+            ["--offload=nvme", "--preset=large", "--memory=900000G"],
+            "GiB free, and the states of this model want",
+            marks=pytest.mark.slow,
+        ),
         (
             ["--offload=nvme", "--preset=large", "--memory=64M", "--resume=yes"],
             "RESUME=yes: this run keeps no checkpoint",

@@ -19,7 +19,7 @@ def test_the_readmes_example_is_the_file():
     assert f"```python\n{(ROOT / 'examples' / 'quickstart.py').read_text()}```" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_example_runs(ranks, tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     done = subprocess.run(

@@ -24,7 +24,11 @@ def outcomes(run_ranks: Callable[..., Any], selected: Callable[[str], list[Any]]
     return find
 
 
-@pytest.mark.parametrize("ranks_case", TABLE, ids=[f"{case}-{ranks}" for ranks, case in TABLE])
+@pytest.mark.parametrize(
+    "ranks_case",
+    [pytest.param(one, marks=pytest.mark.slow) if one[0] == 3 else one for one in TABLE],
+    ids=[f"{case}-{ranks}" for ranks, case in TABLE],
+)
 def test_bf16(ranks_case: tuple[int, str], outcomes: Any) -> None:
     answers = outcomes(*ranks_case).check()
     if ranks_case[1] == "converges":
