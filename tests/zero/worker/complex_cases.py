@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,15 @@ def kept() -> None:
     steps(model, ours, 0, 2)
     paths = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(paths)
-    folder = Path(paths[0])
+    try:
+        _kept(Path(paths[0]), model, ours)
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(paths[0])
+
+
+def _kept(folder: Path, model: Any, ours: Any) -> None:
     zeropp.save(folder / "ckpt", model, ours)
     zeropp.export(model, folder / "whole")
     wanted = zeropp.full_state_dict(model)
