@@ -94,13 +94,6 @@ def register() -> None:
     torch.library.register_fake("zeropp::lamb_step_low_", _fake_low)
 
 
-def _fake_values(params: list[Tensor], grads: list[Tensor], param_outs: list[Tensor]) -> None:
-    doors.fake_check_like(_NAME, "params", params, params, doors.FP32)
-    doors.fake_check_like(_NAME, "grads", grads, params, doors.FLOATS)
-    if param_outs:
-        doors.fake_check_like(_NAME, "param_outs", param_outs, params, doors.FLOATS)
-
-
 def _fake_low(
     params: list[Tensor],
     grads: list[Tensor],
@@ -111,7 +104,7 @@ def _fake_low(
     steps: list[int],
     *rates: float,
 ) -> None:
-    _fake_values(params, grads, param_outs)
+    doors.fake_check_step(_NAME, params, grads, param_outs)
     _moments.fake_check_low(_NAME, {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, params, scales)
 
 
@@ -124,6 +117,6 @@ def _fake(
     steps: list[int],
     *rates: float,
 ) -> None:
-    _fake_values(params, grads, param_outs)
+    doors.fake_check_step(_NAME, params, grads, param_outs)
     doors.fake_check_like(_NAME, "exp_avgs", exp_avgs, params, doors.FP32)
     doors.fake_check_like(_NAME, "exp_avg_sqs", exp_avg_sqs, params, doors.FP32)

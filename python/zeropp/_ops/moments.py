@@ -169,10 +169,7 @@ def _fake_adam_step_low(
 ) -> None:
     name = "zeropp.ops.adam_step_"
     moments = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": max_exp_avg_sqs}
-    doors.fake_check_like(name, "params", params, params, doors.FP32)
-    doors.fake_check_like(name, "grads", grads, params, doors.FLOATS)
+    doors.fake_check_step(name, params, grads, param_outs)
     fake_check_low(name, moments, params, scales)
-    if param_outs:
-        doors.fake_check_like(name, "param_outs", param_outs, params, doors.FLOATS)
     if len(steps) != len(params):
         raise ValueError(f"{name}: steps has {len(steps)} numbers, wanted {len(params)} as params has tensors")

@@ -218,12 +218,9 @@ def register() -> None:
 def _fake_step(
     name: str, params: list[Tensor], grads: list[Tensor], states: list[Tensor], states_name: str, outs: list[Tensor]
 ) -> None:
-    doors.fake_check_like(name, "params", params, params, doors.FP32)
-    doors.fake_check_like(name, "grads", grads, params, doors.FLOATS)
+    doors.fake_check_step(name, params, grads, outs)
     if states or states_name != "momentum_buffers":
         doors.fake_check_like(name, states_name, states, params, doors.FP32)
-    if outs:
-        doors.fake_check_like(name, "param_outs", outs, params, doors.FLOATS)
 
 
 def _fake_lion(
@@ -264,12 +261,9 @@ def _fake_low(
     param_outs: list[Tensor],
     places: list[int],
 ) -> None:
-    doors.fake_check_like(name, "params", params, params, doors.FP32)
-    doors.fake_check_like(name, "grads", grads, params, doors.FLOATS)
+    doors.fake_check_step(name, params, grads, param_outs)
     firsts = _moments.fake_check_places(name, places, params)
     _moments.fake_check_low(name, {states_name: states}, params, scales, firsts)
-    if param_outs:
-        doors.fake_check_like(name, "param_outs", param_outs, params, doors.FLOATS)
 
 
 def _fake_lion_low(
