@@ -24,6 +24,8 @@ from types import FrameType
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
+import torch.distributed as dist
+
 from zeropp.errors import CommError
 
 PATIENCE_S = 4.0
@@ -41,6 +43,10 @@ class Place:
     rank: int
     exists: bool
     """Somebody else made it already (torchrun's agent)."""
+    ranks: int = 0
+    """How many there are; 0: nobody said."""
+    libuv: bool = True
+    """torch's choice of server."""
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -91,6 +97,16 @@ def _comes_back(place: Place, patience_s: float) -> OSError | None:
         return error
 
 
+def listens_within(place: Place, seconds: float) -> bool:
+    """Somebody listens there, now or soon."""
+    end = time.monotonic() + seconds
+    while _knock(place.host, place.port, end - time.monotonic()) is not None:
+        if time.monotonic() > end:
+            return False
+        time.sleep(PAUSE_S)
+    return True
+
+
 def _sentence(place: Place, reason: OSError) -> str:
     said = "no answer" if isinstance(reason, TimeoutError) else reason.strerror or str(reason)
     way_out = (
@@ -107,7 +123,8 @@ def _sentence(place: Place, reason: OSError) -> str:
 
 def guard() -> None:
     """From now on ``init_process_group("zeropp")`` checks the address first, whether it comes from the environment or from a
-    ``tcp://`` URL. Other backends meet as before. Where torch keeps its handlers elsewhere, nothing is checked.
+    ``tcp://`` URL, and that the ranks meet in a store that lives as long as the group (comm_start.py). Other backends meet as
+    before. Where torch keeps its handlers elsewhere, nothing is checked.
     """
     # torch.distributed.rendezvous is the function of that name.
     handlers = getattr(sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers", None)
@@ -124,7 +141,14 @@ def _guarded(plain: Handler, place_of: Callable[[str], Place | None]) -> Handler
         place = place_of(url) if _is_for_zeropp() else None
         if place is not None:
             check(place)
-        yield from plain(url, *args, **kwargs)
+        if place is None or place.exists or not 0 <= place.rank < place.ranks:
+            yield from plain(url, *args, **kwargs)
+            return
+        from zeropp.comm_start import find_store
+
+        timeout = kwargs.get("timeout") or dist.distributed_c10d.default_pg_timeout
+        yield find_store(place, timeout), place.rank, place.ranks
+        raise RuntimeError("comm: torch asks for a second meeting of one group, which env:// and tcp:// cannot give")
 
     meet._zeropp = True  # type: ignore[attr-defined]
     return meet
@@ -144,17 +168,20 @@ def _from_environment(url: str) -> Place | None:
     """As torch reads it; None where something is missing, of which torch says what."""
     query = parse_qs(urlparse(url).query)
     rank = query.get("rank", [os.environ.get("RANK", "")])[0]
-    return _place(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank)
+    ranks = query.get("world_size", [os.environ.get("WORLD_SIZE", "")])[0]
+    return _place(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, ranks, query)
 
 
 def _from_url(url: str) -> Place | None:
     parts = urlparse(url)
     query = parse_qs(parts.query)
-    return _place(parts.hostname, None if parts.port is None else str(parts.port), query.get("rank", [""])[0])
+    port = None if parts.port is None else str(parts.port)
+    return _place(parts.hostname, port, query.get("rank", [""])[0], query.get("world_size", [""])[0], query)
 
 
-def _place(host: str | None, port: str | None, rank: str) -> Place | None:
+def _place(host: str | None, port: str | None, rank: str, ranks: str, query: dict[str, list[str]]) -> Place | None:
     if not host or not port or not port.isdecimal() or int(port) >= 1 << 16 or not rank.isdecimal():
         return None
     exists = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(host, int(port), int(rank), exists)
+    libuv = query.get("use_libuv", [os.environ.get("USE_LIBUV", "1")])[0] == "1"
+    return Place(host, int(port), int(rank), exists, int(ranks) if ranks.isdecimal() else 0, libuv)

@@ -5,7 +5,7 @@ torchrun gives a restarted script the same store again, with all keys of the sta
 ranks. So nothing that stands in the store may be believed unless it answers something that was said by this process:
 
     rank r   writes hello/r = a random word of its own, and waits for an announcement that has this word in place r
-    rank 0   reads all hellos, writes announcement = a new random name and the words; anew whenever a hello changes
+    rank 0   writes host = its own word: it has come; reads all hellos, writes announcement = a new random name and the words; anew whenever a hello changes
     rank r   writes name/seen/r, and waits for name/go
     rank 0   writes name/go once all have seen it
 
@@ -40,14 +40,19 @@ def meet(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> st
         zeropp.CommError: the store is gone.
     """
     try:
-        return _Meeting(store, rank, ranks, timeout.total_seconds(), name).keys()
+        return Meeting(store, rank, ranks, timeout.total_seconds(), name).keys()
     except CommError:
         raise
     except RuntimeError as error:  # torch's DistError and its kin
         raise CommError(f'comm: the store of group "{name}" fails: {str(error).splitlines()[0]}') from error
 
 
-class _Meeting:
+class Meeting:
+    """One rank's part in it; :meth:`keys` is :func:`meet`, but raises what the store raises."""
+
+    host: str = ""
+    """The word of the rank 0 that was there last, as far as this rank has read it."""
+
     def __init__(self, store: Any, rank: int, ranks: int, timeout_s: float, name: str) -> None:
         self.store, self.rank, self.ranks, self.name = store, rank, ranks, name
         self.began, self.timeout_s, self.told = time.monotonic(), timeout_s, False
@@ -57,6 +62,8 @@ class _Meeting:
         if self.ranks == 1:
             return f"zeropp/{secrets.token_hex(16)}"
         if self.rank == 0:
+            self.host = self.word
+            self.store.set("zeropp/host", self.word)
             return self._until(self._gather)
         self.store.set(f"zeropp/hello/{self.rank}", self.word)
         return self._until(self._follow)
@@ -106,15 +113,26 @@ class _Meeting:
     seen: str = ""
 
     def _follow(self) -> str | None:
+        self._look_for_host()
         if self.seen and self.store.check([f"{self.seen}/go"]):
             return self.seen
         if not self.store.check(["zeropp/announcement"]):
             return None
         keys, words = json.loads(self.store.get("zeropp/announcement"))
         if keys != self.seen and len(words) == self.ranks and words[self.rank] == self.word:
-            self.seen = keys
+            self.seen, self.host = keys, words[0]
             self.store.set(f"{keys}/seen/{self.rank}", "1")
         return None
+
+    looks: int = 0
+
+    def _look_for_host(self) -> None:
+        """Often at first, then seldom: it changes where rank 0 comes anew to a store that outlived its group."""
+        self.looks += 1
+        if self.seen or (self.host and self.looks % 16):
+            return
+        if self.store.check(["zeropp/host"]):
+            self.host = self.store.get("zeropp/host").decode()
 
     def _absent(self) -> str:
         if self.rank:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -120,30 +123,35 @@ def test_communicator_over_any_backend() -> None:
         assert "closed" in closed and "init_process_group" in no_group
 
 
-def all_have_left(rank: int, ranks: int, folder: str, when: int) -> None:
-    """torch's store goes with rank 0's group: a rank that comes again before that has happened would meet in the old one."""
-    Path(folder, f"{when}-{rank}").touch()
-    while not all(Path(folder, f"{when}-{one}").exists() for one in range(ranks)):
-        time.sleep(0.01)
-
-
-def again_and_again(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+def again_and_again(rank: int, ranks: int, doors: list[str]) -> dict[str, Any]:
+    """Rank 0's store goes with its group: the others are there before it has gone, while none is there, or at any time."""
     import torch
     import torch.distributed as dist
     import zeropp  # noqa: F401
 
-    for repeat in range(3):
-        dist.init_process_group("zeropp")
+    kept = []
+    for repeat, door in enumerate(doors):
+        where = {"init_method": f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}", "rank": rank, "world_size": ranks}
+        dist.init_process_group("zeropp", **(where if "tcp" in door else {}))
         tensor = torch.ones(3) * repeat
         dist.all_reduce(tensor)
         assert tensor.tolist() == [ranks * repeat] * 3
+        part = dist.new_group([0, 1])  # torch asks its store
+        if rank < 2:
+            dist.all_reduce(tensor, group=part)
         dist.barrier()
+        if rank == 0 and "kept" in door:
+            kept.append(dist.distributed_c10d._get_default_store())  # so the next group's is the same one
+        if rank == 0 and "lags" in door:
+            time.sleep(0.4)  # the others meet in the old store
         dist.destroy_process_group()
-        all_have_left(rank, ranks, folder, repeat)
-    return {"repeat": repeat, **_after_failures(rank, ranks, folder)}
+        del part
+        if rank == 0 and "pauses" in door:
+            time.sleep(0.4)  # the others find none
+    return {"repeats": repeat + 1, **_after_failures(rank, ranks)}
 
 
-def _after_failures(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+def _after_failures(rank: int, ranks: int) -> dict[str, Any]:
     """No memory for an arena; a group that one rank ends, and a new one in the same process."""
     import torch
     import torch.distributed as dist
@@ -165,7 +173,6 @@ def _after_failures(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     except zeropp.CommError as error:
         answer["aborted"] = str(error)
     dist.destroy_process_group()
-    all_have_left(rank, ranks, folder, 3)
     dist.init_process_group("zeropp")
     dist.all_reduce(tensor)
     answer["sum"] = tensor.tolist()
@@ -174,12 +181,49 @@ def _after_failures(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     return answer
 
 
-def test_init_and_destroy_again_also_after_failures(tmp_path: Path) -> None:
-    for outcome in run_ranks(2, again_and_again, str(tmp_path), timeout=120):
-        assert outcome.value["repeat"] == 2
+DOORS = ["env lags", "env pauses", "tcp lags", "tcp", "env", "env kept", "env lags", "tcp kept lags", *(["env"] * 8)]
+
+
+def test_init_and_destroy_again_also_after_failures() -> None:
+    for outcome in run_ranks(3, again_and_again, DOORS, timeout=120):
+        assert outcome.value["repeats"] == len(DOORS)
         assert "comm: no memory for 4503" in outcome.value["memory"], outcome.value["memory"]
         assert "torch.distributed asked for it" in outcome.value["aborted"] and "rank 1" in outcome.value["aborted"]
-        assert outcome.value["sum"] == [4.0] * 3
+        assert outcome.value["sum"] == [9.0] * 3
+
+
+def come_and_die(rank: int, ranks: int) -> dict[str, Any]:
+    """A group; then rank 0 comes for the next, and dies before rank 2 has come. Rank 2 comes when nobody is there."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    import zeropp
+
+    dist.init_process_group("zeropp")
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if rank == 2:
+        time.sleep(2.0)
+    began = time.monotonic()
+    try:
+        dist.init_process_group("zeropp", timeout=timedelta(seconds=30 if rank == 1 else 2))
+    except zeropp.CommError as error:
+        return {"text": str(error), "rank": error.rank, "seconds": time.monotonic() - began}
+    return {}
+
+
+def test_rank_0_comes_and_dies() -> None:
+    outcomes = run_ranks(3, come_and_die, timeout=60, check=False)
+    there, late = outcomes[1].value, outcomes[2].value
+    assert outcomes[0].code == -signal.SIGKILL
+    assert there["rank"] == 0 and "is gone, and with it rank 0, which had come" in there["text"], there
+    assert there["seconds"] < 1.0 + 5.0
+    assert (
+        late["rank"] == 0 and "rank 2 waited 2 s for rank 0, which hosts the job's store at 127.0.0.1" in late["text"]
+    ), late
+    assert late["seconds"] < 2.0 + 5.0
 
 
 def loader_children(rank: int, ranks: int) -> float:
