@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 from types import TracebackType
 
 
@@ -72,6 +74,59 @@ class TwoHosts:
     ) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+class LossyHosts(TwoHosts):
+    """The same with a network that loses packets: lossy.py carries them between a TUN device on each host.
+
+    What it does stands in `control`, and may be changed at any time by anybody, by :meth:`set`.
+    """
+
+    def __init__(self, control: Path) -> None:
+        super().__init__()
+        self.names = [f"{name}l" for name in self.names]
+        self.links = [f"{link}l" for link in self.links]
+        self.addresses = ["10.213.8.1", "10.213.8.2"]
+        self.control = control
+        self.carrier: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LossyHosts:
+        self.set(self.control, "lose 0")
+        try:
+            for name in self.names:
+                _ip("netns", "add", name)
+            words = [sys.executable, str(Path(__file__).with_name("lossy.py")), str(self.control)]
+            for name, link in zip(self.names, self.links, strict=True):
+                words += [name, link]
+            self.carrier = subprocess.Popen(words, stdout=subprocess.PIPE)
+            assert self.carrier.stdout is not None
+            if self.carrier.stdout.readline() != b"ready\n":
+                raise OSError("no TUN devices here (/dev/net/tun)")
+            for name, link, address in zip(self.names, self.links, self.addresses, strict=True):
+                _ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
+                _ip("-n", name, "link", "set", link, "up")
+                _ip("-n", name, "link", "set", "lo", "up")
+        except OSError:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    @staticmethod
+    def set(control: Path, words: str) -> None:
+        """``lose 0.02``: that share of packets, either way; ``lose 1``: all; ``lose 1 0``: all from the second host to the first."""
+        new = control.with_suffix(f".{os.getpid()}")
+        new.write_text(words)
+        new.replace(control)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.carrier is not None:
+            self.carrier.kill()
+            self.carrier.wait()
+            assert self.carrier.stdout is not None
+            self.carrier.stdout.close()
+        super().__exit__(kind, value, trace)
 
 
 def why_not() -> str | None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from launch import ROOT, Outcome, run_ranks
-from netns import TwoHosts, why_not
+from netns import LossyHosts, TwoHosts, why_not
 
 TIMEOUT_S = 4.0
+LOSS_TIMEOUT_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,44 @@ def _sum_for_ever(dist: Any) -> dict[str, Any]:
         return {"text": str(error), "rank": error.rank, "at": time.time()}
 
 
+def lose(rank: int, ranks: int, control: str) -> dict[str, Any]:
+    """Sums while some packets are lost; then nothing arrives, here, there, on both sides. A new group each time."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+    import zeropp
+
+    dist.init_process_group("zeropp", timeout=timedelta(seconds=60))
+    answer: dict[str, Any] = {"right": True}
+    if rank == 0:
+        LossyHosts.set(Path(control), "lose 0.03")
+    for step in range(8):
+        x = torch.full((100_000,), float(rank + step))
+        dist.all_reduce(x)
+        answer["right"] &= bool((x == 2 * step + 1).all())
+    for how in ("lose 1 0", "lose 1 1", "lose 1"):
+        LossyHosts.set(Path(control), "lose 0")
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+        small = torch.zeros(10)
+        dist.all_reduce(small, group=group)
+        group.comm.set_timeout(LOSS_TIMEOUT_S)
+        began = time.monotonic()
+        LossyHosts.set(Path(control), how)
+        try:
+            while time.monotonic() < began + 30:
+                dist.all_reduce(small, group=group)
+        except zeropp.CommError as error:
+            answer[how] = {"text": str(error), "rank": error.rank, "seconds": time.monotonic() - began}
+        # Both have seen it before anybody mends it.
+        mark = Path(control).with_name(f"{how.replace(' ', '-')}.{rank}")
+        mark.touch()
+        while not mark.with_suffix(f".{1 - rank}").exists():
+            time.sleep(0.02)
+    LossyHosts.set(Path(control), "lose 0")
+    return answer
+
+
 def _connections() -> list[str]:
     """This process's TCP sockets: local address and port in hexadecimal, and the state, 0A if it listens."""
     inodes = set()
@@ -136,6 +175,28 @@ def test_two_networks_and_a_cut_cable(hosts: TwoHosts, tmp_path: Path) -> None:
         assert cut["rank"] == 1 - outcome.rank, cut["text"]
         assert "did not come to all_reduce(float32, 1000 elements, sum)" in cut["text"]
         assert cut["at"] - at[0] < TIMEOUT_S + 5.0
+
+
+@pytest.mark.usefixtures("hosts")  # which says why there can be none
+def test_lost_packets(tmp_path: Path) -> None:
+    """Some: the sums are right. All, one way or both ways: each rank names the other when the time is out."""
+    try:
+        lossy = LossyHosts(tmp_path / "control").__enter__()
+    except OSError as error:
+        pytest.skip(f"no TUN devices here: {error}")
+    try:
+        where = [lossy.command(rank) for rank in range(2)]
+        env = {"MASTER_ADDR": lossy.addresses[0]}
+        outcomes = run_ranks(2, lose, str(lossy.control), timeout=100, prefix=where, env=env)
+    finally:
+        lossy.__exit__(None, None, None)
+    for outcome in outcomes:
+        assert outcome.value["right"]
+        for how in ("lose 1 0", "lose 1 1", "lose 1"):
+            seen = outcome.value[how]
+            assert seen["rank"] == 1 - outcome.rank, (how, seen)
+            assert "did not come to all_reduce(float32, 10 elements, sum)" in seen["text"], (how, seen)
+            assert seen["seconds"] < LOSS_TIMEOUT_S + 5.0, (how, seen)
 
 
 @pytest.mark.slow
