@@ -62,7 +62,9 @@ V16_FN v16 v16_step(v16 a, v16 b) {
 }
 /* To nearest even, then saturated to int8. */
 V16_FN __m128i v16_to_i8(v16 a) { return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a)); }
+V16_FN __m256i v16_pair_to_i8(v16 a, v16 b) { return _mm256_set_m128i(v16_to_i8(b), v16_to_i8(a)); }
 V16_FN v16 v16_from_i8(__m128i a) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(a)); }
+V16_FN v16 v16_load_i8(const void *from) { return v16_from_i8(_mm_loadu_si128((const __m128i *)from)); }
 V16_FN v16 v16_from_bf16(__m256i a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(a), 16)); }
 V16_FN v16 v16_from_f16(__m256i a) { return _mm512_cvtph_ps(a); }
 V16_FN __m256i v16_to_f16(v16 a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT); }
@@ -149,9 +151,23 @@ V16_FN __m128i v16_to_i8(v16 a) {
     const __m256i words = v16_unlace(_mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)));
     return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
+/* Packing works within 128-bit halves: what comes out in fours is put in order once, at the end. */
+V16_FN __m256i v16_pair_to_i8(v16 a, v16 b) {
+    const __m256i first = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
+    const __m256i second = _mm256_packs_epi32(_mm256_cvtps_epi32(b.lo), _mm256_cvtps_epi32(b.hi));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(first, second), order);
+}
 V16_FN v16 v16_from_i8(__m128i a) {
     return V16_BOTH(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(a)),
                     _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(a, 8))));
+}
+/* Two loads that widen are cheaper than one and a shift. */
+V16_FN v16 v16_load_i8(const void *from) {
+    const char *at = from;
+    const __m256i lo = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at));
+    const __m256i hi = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(at + 8)));
+    return V16_BOTH(_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi));
 }
 V16_FN __m256 v8_from_bf16(__m128i a) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16)); }
 V16_FN v16 v16_from_bf16(__m256i a) {

@@ -11,14 +11,20 @@ static void span_tail(const void *src, zpp_dtype dtype, bool asymmetric, size_t 
     zpp_quant_span_tail(src, dtype, 0, elems, span);
 }
 
+static void encode_tail(int bits, const struct zpp_quant_consts *consts, const void *src, zpp_dtype dtype,
+                        bool asymmetric, size_t elems, uint8_t *codes) {
+    (void)asymmetric; /* mid is 0 where it is not */
+    zpp_quant_encode_tail(bits, consts, src, dtype, 0, elems, codes);
+}
+
 static void encode(int bits, const struct zpp_quant_consts *consts, const void *src, zpp_dtype dtype, size_t elems,
                    uint8_t *codes) {
-    zpp_quant_encode_tail(bits, consts, src, dtype, 0, elems, codes);
+    encode_tail(bits, consts, src, dtype, true, elems, codes);
 }
 
 static void blocks(const struct zpp_quant_spec *spec, const void *src, zpp_dtype dtype, size_t elems, uint8_t *codes,
                    float *scales, float *mids) {
-    zpp_quant_each_block(spec, src, dtype, elems, codes, scales, mids, span_tail, encode);
+    zpp_quant_each_block(spec, src, dtype, elems, codes, scales, mids, span_tail, encode_tail);
 }
 
 static void span_of(const void *src, zpp_dtype dtype, size_t elems, struct zpp_quant_span *span) {

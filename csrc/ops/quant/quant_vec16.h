@@ -50,12 +50,13 @@ V16_FN void span_vec(const void *src, const zpp_dtype dtype, const bool asymmetr
     zpp_quant_span_tail(src, dtype, i, elems, span);
 }
 
-/* Sixteen codes, one a byte, to eight bytes. */
-V16_FN __m128i pack_nibbles(__m128i codes) {
-    const __m128i even = _mm_and_si128(codes, _mm_set1_epi16(0x000f));
-    const __m128i odd = _mm_and_si128(_mm_srli_epi16(codes, 4), _mm_set1_epi16(0x00f0));
-    const __m128i words = _mm_or_si128(even, odd);
-    return _mm_packus_epi16(words, words);
+/* Thirty-two codes between -8 and 7, one a byte, to sixteen bytes. */
+V16_FN __m128i pack_nibbles(__m256i codes) {
+    const __m256i even = _mm256_and_si256(codes, _mm256_set1_epi16(0x000f));
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(codes, 4), _mm256_set1_epi16(0x00f0));
+    const __m256i words = _mm256_or_si256(even, odd);
+    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), _MM_SHUFFLE(3, 1, 2, 0));
+    return _mm256_castsi256_si128(bytes);
 }
 
 V16_FN __m128i unpack_nibbles(__m128i packed) {
@@ -66,21 +67,38 @@ V16_FN __m128i unpack_nibbles(__m128i packed) {
     return _mm_sub_epi8(_mm_xor_si128(_mm_or_si128(even, odd), sign), sign);
 }
 
+/* Codes before they are saturated to int8, which is the clamp of 8 bits. */
+V16_FN v16 ratio_of(v16 x, v16 mid, v16 inverse, const bool asymmetric) {
+    return v16_mul(asymmetric ? v16_sub(x, mid) : x, inverse); /* mid is 0 where nothing is subtracted */
+}
+
+V16_FN __m256i clamp_nibbles(__m256i codes) {
+    return _mm256_max_epi8(_mm256_min_epi8(codes, _mm256_set1_epi8(7)), _mm256_set1_epi8(-8));
+}
+
 V16_FN void encode_vec(const int bits, const struct zpp_quant_consts *c, const void *src, const zpp_dtype dtype,
-                       size_t elems, uint8_t *codes) {
+                       const bool asymmetric, size_t elems, uint8_t *codes) {
     const v16 mid = v16_set1(c->mid), inverse = v16_set1(c->inverse);
     size_t i = 0;
-    for (; i + V16_LANES <= elems; i += V16_LANES) {
-        const v16 x = v16_load_as(src, i, dtype);
-        const __m128i code = v16_to_i8(v16_mul(v16_sub(x, mid), inverse)); /* saturated: the clamp of 8 bits */
-        if (bits == 8) {
-            _mm_storeu_si128((__m128i *)(codes + i), code);
-        } else {
-            const __m128i clamped = _mm_max_epi8(_mm_min_epi8(code, _mm_set1_epi8(7)), _mm_set1_epi8(-8));
-            _mm_storel_epi64((__m128i *)(codes + i / 2), pack_nibbles(clamped));
-        }
+    for (; i + 2 * V16_LANES <= elems; i += 2 * V16_LANES) {
+        const v16 first = ratio_of(v16_load_as(src, i, dtype), mid, inverse, asymmetric);
+        const v16 second = ratio_of(v16_load_as(src, i + V16_LANES, dtype), mid, inverse, asymmetric);
+        const __m256i code = v16_pair_to_i8(first, second);
+        if (bits == 8) _mm256_storeu_si256((__m256i *)(codes + i), code);
+        else _mm_storeu_si128((__m128i *)(codes + i / 2), pack_nibbles(clamp_nibbles(code)));
+    }
+    if (i + V16_LANES <= elems) {
+        const __m128i code = v16_to_i8(ratio_of(v16_load_as(src, i, dtype), mid, inverse, asymmetric));
+        if (bits == 8) _mm_storeu_si128((__m128i *)(codes + i), code);
+        else _mm_storel_epi64((__m128i *)(codes + i / 2), pack_nibbles(clamp_nibbles(_mm256_castsi128_si256(code))));
+        i += V16_LANES;
     }
     zpp_quant_encode_tail(bits, c, src, dtype, i, elems, codes);
+}
+
+V16_FN v16 load_codes(const int bits, const uint8_t *codes, size_t i) {
+    if (bits == 8) return v16_load_i8(codes + i);
+    return v16_from_i8(unpack_nibbles(_mm_loadl_epi64((const __m128i *)(codes + i / 2))));
 }
 
 V16_FN void decode_vec(const int bits, float scale, float mid, const uint8_t *codes, size_t elems, void *dst,
@@ -88,9 +106,7 @@ V16_FN void decode_vec(const int bits, float scale, float mid, const uint8_t *co
     const v16 scales = v16_set1(scale), mids = v16_set1(mid);
     size_t i = 0;
     for (; i + V16_LANES <= elems; i += V16_LANES) {
-        const __m128i code = bits == 8 ? _mm_loadu_si128((const __m128i *)(codes + i))
-                                       : unpack_nibbles(_mm_loadl_epi64((const __m128i *)(codes + i / 2)));
-        const v16 value = v16_add(v16_mul(v16_from_i8(code), scales), mids);
+        const v16 value = v16_add(v16_mul(load_codes(bits, codes, i), scales), mids);
         if (how == ZPP_QUANT_STREAM) v16_stream_as(dst, i, dtype, value);
         else if (how == ZPP_QUANT_STORE) v16_store_as(dst, i, dtype, value);
         else v16_store_as(dst, i, dtype, v16_add(v16_load_as(dst, i, dtype), value));
@@ -131,8 +147,8 @@ static void span_of(const void *src, zpp_dtype dtype, size_t elems, struct zpp_q
 static void encode(int bits, const struct zpp_quant_consts *consts, const void *src, zpp_dtype dtype, size_t elems,
                    uint8_t *codes) {
 #define CALL(kind)                                                       \
-    if (bits == 8) encode_vec(8, consts, src, kind, elems, codes);       \
-    else encode_vec(4, consts, src, kind, elems, codes)
+    if (bits == 8) encode_vec(8, consts, src, kind, true, elems, codes); \
+    else encode_vec(4, consts, src, kind, true, elems, codes)
     EACH_DTYPE(CALL)
 #undef CALL
 }

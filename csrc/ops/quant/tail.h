@@ -37,24 +37,35 @@ static inline void zpp_quant_decode_tail(int bits, float scale, float mid, const
 typedef void (*zpp_quant_span_fn)(const void *src, zpp_dtype dtype, bool asymmetric, size_t elems,
                                   struct zpp_quant_span *span);
 typedef void (*zpp_quant_encode_fn)(int bits, const struct zpp_quant_consts *consts, const void *src, zpp_dtype dtype,
-                                    size_t elems, uint8_t *codes);
+                                    bool asymmetric, size_t elems, uint8_t *codes);
 
+/* Each block's span is taken before the block ahead of it is encoded: its reads, and the divisions that its scale
+ * takes, go on behind the other's arithmetic. */
 static inline __attribute__((always_inline)) void zpp_quant_each_block(
     const struct zpp_quant_spec *spec, const void *src, zpp_dtype dtype, size_t elems, uint8_t *codes, float *scales,
     float *mids, zpp_quant_span_fn span_of, zpp_quant_encode_fn encode) {
     const size_t element_bytes = dtype == ZPP_F32 ? 4 : 2;
-    for (size_t block = 0, at = 0; at < elems; ++block, at += spec->block_elems) {
-        const size_t length = elems - at < spec->block_elems ? elems - at : spec->block_elems;
-        const void *from = (const char *)src + at * element_bytes;
-        uint8_t *to = codes + zpp_quant_code_bytes(spec, at);
-        struct zpp_quant_span span = ZPP_QUANT_EMPTY_SPAN;
-        struct zpp_quant_consts consts;
-        span_of(from, dtype, spec->asymmetric, length, &span);
-        const int finite = zpp_quant_consts_of(&span, spec->bits, spec->asymmetric, &consts);
-        scales[block] = consts.scale;
-        if (spec->asymmetric) mids[block] = consts.mid;
-        if (finite) encode(spec->bits, &consts, from, dtype, length, to);
-        else memset(to, 0, zpp_quant_code_bytes(spec, length));
+    struct zpp_quant_consts consts, next = { 0 };
+    int finite = 0, next_finite = 0;
+    for (size_t at = 0, length = 0, block = 0; at < elems || length;) {
+        const size_t begin = at - length; /* of the block to encode, `length` elements; 0 the first time */
+        const size_t ahead = elems - at < spec->block_elems ? elems - at : spec->block_elems;
+        consts = next, finite = next_finite;
+        if (ahead) {
+            struct zpp_quant_span span = ZPP_QUANT_EMPTY_SPAN;
+            span_of((const char *)src + at * element_bytes, dtype, spec->asymmetric, ahead, &span);
+            next_finite = zpp_quant_consts_of(&span, spec->bits, spec->asymmetric, &next);
+            scales[block] = next.scale;
+            if (spec->asymmetric) mids[block] = next.mid;
+            ++block;
+        }
+        if (length) {
+            uint8_t *to = codes + zpp_quant_code_bytes(spec, begin);
+            const void *from = (const char *)src + begin * element_bytes;
+            if (finite) encode(spec->bits, &consts, from, dtype, spec->asymmetric, length, to);
+            else memset(to, 0, zpp_quant_code_bytes(spec, length));
+        }
+        at += ahead, length = ahead;
     }
 }
 
