@@ -257,55 +257,16 @@ static PyObject *barrier_within(PyObject *self, PyObject *args) {
     return run_within(self, &call, timeout_s > 0.0 ? (uint64_t)(timeout_s * 1e9) : 1);
 }
 
-/* --- all-to-all, gather, scatter --------------------------------------------------------------------------------- */
-
-struct pieces {
-    void *dsts[64];
-    const void *srcs[64];
-    size_t dst_bytes[64], src_bytes[64];
-};
-
-static int read_pieces(PyObject *list, int ranks, void **pointers, size_t *bytes) {
-    const Py_ssize_t length = PySequence_Size(list);
-    if (length < 0) return -1;
-    if (length != ranks)
-        return PyErr_Format(PyExc_ValueError, "comm: %zd pieces, wanted one a rank, %d", length, ranks), -1;
-    for (Py_ssize_t r = 0; r < length; r++) {
-        PyObject *pair = PySequence_GetItem(list, r);
-        PyObject *at = pair ? PySequence_GetItem(pair, 0) : NULL, *size = at ? PySequence_GetItem(pair, 1) : NULL;
-        const Py_ssize_t piece_bytes = size ? PyLong_AsSsize_t(size) : -1;
-        pointers[r] = size ? PyLong_AsVoidPtr(at) : NULL;
-        bytes[r] = (size_t)piece_bytes;
-        Py_XDECREF(pair);
-        Py_XDECREF(at);
-        Py_XDECREF(size);
-        if (PyErr_Occurred()) return -1;
-        if (piece_bytes < 0) return PyErr_Format(PyExc_ValueError, "comm: a piece of %zd bytes", piece_bytes), -1;
-    }
-    return 0;
-}
+/* --- all-to-all, gather, scatter: pieces are read in py_comm_pieces.c -------------------------------------------- */
 
 static PyObject *exchange_call(PyObject *object, PyObject *args, struct zpp_call *call) {
-    PyObject *dsts, *srcs;
-    int coll, dtype, root;
     const zpp_comm *comm = zpp_py_comm_get(object);
-    if (!comm || !PyArg_ParseTuple(args, "iiiOO", &coll, &dtype, &root, &dsts, &srcs)) return NULL;
-    PyObject *owner = PyBytes_FromStringAndSize(NULL, sizeof(struct pieces));
-    if (!owner) return NULL;
-    struct pieces *pieces = (struct pieces *)(void *)PyBytes_AsString(owner);
-    if (read_pieces(dsts, zpp_comm_ranks(comm), pieces->dsts, pieces->dst_bytes) != 0 ||
-        read_pieces(srcs, zpp_comm_ranks(comm), (void **)pieces->srcs, pieces->src_bytes) != 0) {
-        Py_DECREF(owner);
-        return NULL;
-    }
-    *call = (struct zpp_call){.coll = (enum zpp_coll)coll,
-                              .dtype = (zpp_dtype)dtype,
-                              .root = root,
-                              .dsts = pieces->dsts,
-                              .srcs = pieces->srcs,
-                              .dst_bytes = pieces->dst_bytes,
-                              .src_bytes = pieces->src_bytes};
-    return owner;
+    return comm ? zpp_py_exchange_call(zpp_comm_ranks(comm), args, call) : NULL;
+}
+
+static PyObject *gather_call(PyObject *object, PyObject *args, struct zpp_call *call) {
+    const zpp_comm *comm = zpp_py_comm_get(object);
+    return comm ? zpp_py_gather_call(zpp_comm_ranks(comm), args, call) : NULL;
 }
 
 static PyObject *exchange(PyObject *self, PyObject *args) {
@@ -314,39 +275,6 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
     PyObject *answer = owner ? run(self, &call) : NULL;
     Py_XDECREF(owner);
     return answer;
-}
-
-/* Gather into one tensor a rank: dsts is a list of addresses. */
-static PyObject *gather_call(PyObject *object, PyObject *args, struct zpp_call *call) {
-    PyObject *dsts;
-    long long src;
-    Py_ssize_t elems;
-    int dtype;
-    const zpp_comm *comm = zpp_py_comm_get(object);
-    if (!comm || !PyArg_ParseTuple(args, "OLni", &dsts, &src, &elems, &dtype)) return NULL;
-    const Py_ssize_t length = PySequence_Size(dsts);
-    if (length < 0) return NULL;
-    if (length != zpp_comm_ranks(comm) || elems < 0)
-        return PyErr_Format(PyExc_ValueError, "comm: %zd destinations of %zd elements, wanted one a rank, %d", length,
-                            elems, zpp_comm_ranks(comm));
-    PyObject *owner = PyBytes_FromStringAndSize(NULL, sizeof(struct pieces));
-    if (!owner) return NULL;
-    struct pieces *pieces = (struct pieces *)(void *)PyBytes_AsString(owner);
-    for (Py_ssize_t r = 0; r < length; r++) {
-        PyObject *at = PySequence_GetItem(dsts, r);
-        pieces->dsts[r] = at ? PyLong_AsVoidPtr(at) : NULL;
-        Py_XDECREF(at);
-        if (PyErr_Occurred()) {
-            Py_DECREF(owner);
-            return NULL;
-        }
-    }
-    *call = (struct zpp_call){.coll = ZPP_COLL_ALL_GATHER,
-                              .dtype = (zpp_dtype)dtype,
-                              .dsts = pieces->dsts,
-                              .src = address(src),
-                              .elems = (size_t)elems};
-    return owner;
 }
 
 static PyObject *all_gather_into(PyObject *self, PyObject *args) {
@@ -627,7 +555,8 @@ int zpp_py_add_comm(PyObject *module); /* called by module.c */
 int zpp_py_add_comm(PyObject *module) {
     comm_type = (PyTypeObject *)PyType_FromSpec(&comm_spec);
     if (!comm_type || PyModule_AddObjectRef(module, "Comm", (PyObject *)comm_type) != 0) return -1;
-    if (zpp_py_add_comm_memory(module) != 0 || zpp_py_add_comm_work(module) != 0 || zpp_py_add_comm_p2p(module) != 0)
+    if (zpp_py_add_comm_memory(module) != 0 || zpp_py_add_comm_work(module) != 0 ||
+        zpp_py_add_comm_p2p(module) != 0 || zpp_py_add_nccl(module) != 0)
         return -1;
     return add_constants(module);
 }

@@ -47,6 +47,11 @@ void zpp_py_work_sweep(void); /* drop what finished calls held */
 PyObject *zpp_py_comm_run(PyObject *comm, const struct zpp_call *call);
 PyObject *zpp_py_comm_quant(PyObject *comm, PyObject *args); /* py_comm_quant.c */
 PyObject *zpp_py_comm_submit_quant(PyObject *comm, PyObject *args);
+/* A call of pieces: args (coll, dtype, root, dsts, srcs), lists of (ptr, bytes), one a rank; or of a gather into a
+ * list: args (dst_ptrs, src_ptr, src_elems, dtype). New: what owns the arrays that `call` points at.
+ * py_comm_pieces.c */
+PyObject *zpp_py_exchange_call(int ranks, PyObject *args, struct zpp_call *call);
+PyObject *zpp_py_gather_call(int ranks, PyObject *args, struct zpp_call *call);
 PyObject *zpp_py_region_new(PyObject *comm, int kind, size_t bytes);
 PyObject *zpp_py_block_new(PyObject *comm, size_t bytes);
 /* New _C.Transfer; args (ptr, bytes, rank, tag, keep). */
@@ -55,6 +60,7 @@ PyObject *zpp_py_transfer(PyObject *comm, PyObject *args, bool is_send);
 PyObject *zpp_py_onebit_layout(PyObject *comm, PyObject *args);
 PyObject *zpp_py_onebit_all_reduce(PyObject *comm, PyObject *args);
 int zpp_py_add_comm_p2p(PyObject *module);
+int zpp_py_add_nccl(PyObject *module); /* py_nccl.c */
 int zpp_py_add_comm_work(PyObject *module);
 int zpp_py_add_comm_memory(PyObject *module);
 

@@ -52,7 +52,13 @@ static struct zpp_sig sig_of(const struct zpp_comm *comm, const struct zpp_call 
     if (is_quantised(call)) return zpp_quant_sig(comm, call);
     struct zpp_sig sig = sig_of_kind(call);
     sig.what |= (uint64_t)call->object << 40;
+    if (call->beside) sig.what |= ZPP_SIG_BESIDE;
     return sig;
+}
+
+void zpp_call_describe(const struct zpp_comm *comm, const struct zpp_call *call, char *text, size_t room) {
+    const struct zpp_sig sig = sig_of(comm, call);
+    zpp_sig_describe(&sig, text, room);
 }
 
 /* One dst for all ranks is N pieces one after the other. */
@@ -65,6 +71,7 @@ static zpp_status all_gather(struct zpp_turn *turn, const struct zpp_call *call,
 
 static zpp_status run(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err) {
     const struct zpp_tensor tensor = {call->dtype, call->op, call->elems, call->elems * zpp_dtype_bytes(call->dtype)};
+    if (call->beside) return zpp_exchange(turn, err);
     switch (call->coll) {
     case ZPP_COLL_BARRIER: return zpp_exchange(turn, err);
     case ZPP_COLL_ALL_REDUCE: return zpp_coll_all_reduce(turn, call->dst, &tensor, err);

@@ -215,6 +215,8 @@ struct zpp_call {
      * in `src` first: the call has its place in the order of submission meanwhile. */
     void (*before)(void *ctx);
     void *before_ctx;
+    /* Compare the call with the peers' and move nothing: its bytes go another way (nccl.h). No memory is touched. */
+    bool beside;
 };
 zpp_status zpp_comm_call(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait, struct zpp_err *err);
 

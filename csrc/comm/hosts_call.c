@@ -52,6 +52,7 @@ static uint64_t inside_bytes(const struct zpp_comm *local) {
 }
 
 static zpp_status run(struct zpp_journey *journey, struct zpp_err *err) {
+    if (journey->call->beside) return zpp_hosts_barrier(journey, err);
     switch (journey->call->coll) {
     case ZPP_COLL_BARRIER: return zpp_hosts_barrier(journey, err);
     case ZPP_COLL_ALL_REDUCE: return zpp_hosts_all_reduce(journey, err);

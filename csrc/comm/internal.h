@@ -213,7 +213,9 @@ zpp_status zpp_turn_look(struct zpp_turn *turn, int rank, bool gone, struct zpp_
 
 /* --- sig.c: every collective begins here ------------------------------------------------------------------------- */
 enum { ZPP_NO_OP = 0xff, ZPP_NO_ROOT = 0xffff };
+#define ZPP_SIG_BESIDE UINT64_C(0x80) /* of `what`: the bytes go another way */
 /* For messages: "all_reduce(float32, 16 elements, sum)". */
+void zpp_call_describe(const struct zpp_comm *comm, const struct zpp_call *call, char *text, size_t room); /* call.c */
 void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t room);
 struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce_op, unsigned root, uint64_t elems);
 /* Begin a collective: check the group, take its sequence number, set up `turn`. */

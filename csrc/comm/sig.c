@@ -4,7 +4,7 @@
  * is not identity: ranks whose programs diverged would otherwise add the halves of two different tensors without a
  * word.
  *
- *   what: bits 0-7 collective, 8-15 dtype, 16-23 reduce op, 24-39 root
+ *   what: bits 0-6 collective, 7 on an accelerator (nccl.h), 8-15 dtype, 16-23 reduce op, 24-39 root
  *         of quantised ones: 40 four bits, 41-56 sixteenths of a block, 57-62 ranks a node (0: all)
  *         of the others: 40-63 object
  *   elems: of quantised ones: bits 40-63 object
@@ -37,7 +37,7 @@ struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce
 }
 
 void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t room) {
-    const unsigned coll = sig->what & 0xff, op = sig->what >> 16 & 0xff, root = sig->what >> 24 & 0xffff;
+    const unsigned coll = sig->what & 0x7f, op = sig->what >> 16 & 0xff, root = sig->what >> 24 & 0xffff;
     const zpp_dtype dtype = (zpp_dtype)(sig->what >> 8 & 0xff);
     const bool quantised = coll >= ZPP_COLL_ALL_GATHER_QUANT;
     const uint64_t elems = quantised ? sig->elems & (ZPP_QUANT_ELEMS_END - 1) : sig->elems;
@@ -61,7 +61,7 @@ void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t room) {
     if (op < ZPP_REDUCE_OPS) used += snprintf(text + used, room - (size_t)used, ", %s", op_names[op]);
     if (root != ZPP_NO_ROOT) used += snprintf(text + used, room - (size_t)used, ", root %u", root);
     if (object) used += snprintf(text + used, room - (size_t)used, ", object %u", object);
-    snprintf(text + used, room - (size_t)used, ")");
+    snprintf(text + used, room - (size_t)used, sig->what & ZPP_SIG_BESIDE ? ") on GPUs" : ")");
 }
 
 static void describe_now(const void *ctx, char *text, size_t room) {

@@ -130,7 +130,7 @@ def _load() -> None:
     if torch.distributed.is_available() and "ZEROPP" not in torch.distributed.Backend._plugins:
         from zeropp import comm_address
 
-        torch.distributed.Backend.register_backend("zeropp", _create_group, devices=["cpu"])
+        torch.distributed.Backend.register_backend("zeropp", _create_group, devices=["cpu", "cuda"])
         comm_address.guard()
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torch.distributed backend ``"zeropp"``: a process group over the C communicator, for CPU tensors.
+"""The torch.distributed backend ``"zeropp"``: a process group over the C communicator, for CPU tensors, and over NCCL beside it for
+CUDA tensors (:mod:`zeropp.comm_cuda`).
 
     dist.init_process_group("zeropp")
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,6 +28,7 @@ from torch._C._distributed_c10d import ProcessGroup as _ProcessGroup
 from torch._C._distributed_c10d import Work as _Work
 
 from zeropp import _C, comm, comm_sparse
+from zeropp.comm_cuda import GpuGroup
 
 __all__ = ["ProcessGroup"]
 
@@ -44,6 +47,7 @@ _OP_OF_HASH = {hash(op): code for op, code in _OPS.items()}  # torch hashes an o
 _PREMUL_SUM = -1  # scaled by this rank's factor, then summed: the core never sees it
 _OP_OF_HASH[hash(ReduceOp.PREMUL_SUM)] = _PREMUL_SUM
 _NO_TIMEOUT = timedelta(0)
+_on_cpu = operator.attrgetter("is_cpu")
 
 Tensors = Sequence[torch.Tensor]
 
@@ -107,6 +111,10 @@ class _Pending(_Work):
             if after is not None:
                 after()
 
+    def has_more_to_do(self) -> bool:
+        """Something is left for after the calls."""
+        return self._after is not None
+
     def synchronize(self) -> None:
         self.wait()
 
@@ -140,9 +148,12 @@ class _Pending(_Work):
         only put a Python object in its place. That is why the value comes out of a ``then``.
         """
         if self._future is None:
+            last = self._works[-1]  # collectives of one group finish in order
+            if hasattr(last, "future"):
+                self._future = last.future(self, self._tensors)
+                return self._future
             finished: Any = torch.futures.Future()
             self._future = finished.then(lambda _: self.result())
-            last = self._works[-1]  # collectives of one group finish in order
             if hasattr(last, "on_done"):
                 last.on_done(lambda: finished.set_result(None))
             else:
@@ -159,10 +170,8 @@ class _Pending(_Work):
 
 
 def _check(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_cpu:
-        raise ValueError(
-            f"zeropp: a collective on {tensor.device}; accelerators are not implemented yet, use cpu tensors or backend='nccl'"
-        )
+    if not tensor.is_cpu and not tensor.is_cuda:
+        raise ValueError(f"zeropp: a collective on {tensor.device}, wanted cpu or cuda tensors")
     if tensor.layout is not torch.strided:
         raise ValueError(f"zeropp: a collective on a {tensor.layout} tensor is not implemented yet; use .to_dense()")
     if type(tensor) is not torch.Tensor and tensor.numel() and not tensor.data_ptr():
@@ -270,6 +279,7 @@ class ProcessGroup(_ProcessGroup):
         self._name = self._desc = ""
         self._timeout = timeout
         self._done = _Done()
+        self._gpus: dict[int, GpuGroup] = {}
         self._all_reduce = self.comm.all_reduce  # a bound method at hand: a call of some us feels a look-up
 
     # Names: torch calls some from C++ and some from Python.
@@ -336,6 +346,9 @@ class ProcessGroup(_ProcessGroup):
     getSequenceNumberForGroup = _get_sequence_number_for_group
 
     def shutdown(self) -> None:
+        for gpu in self._gpus.values():
+            gpu.close()
+        self._gpus.clear()
         comm.close(self.comm)
 
     def abort(self) -> None:
@@ -359,14 +372,44 @@ class ProcessGroup(_ProcessGroup):
     ) -> _Work:
         dst_ptr = dst.data_ptr() if dst is not None else 0
         src_ptr = src.data_ptr() if src is not None else 0
-        work = self.comm.submit(_COLL[coll], dtype, op, root, dst_ptr, src_ptr, elems, (dst, src))
+        work = self._engine(dst, src).submit(_COLL[coll], dtype, op, root, dst_ptr, src_ptr, elems, (dst, src))
         return self._handed_out(work, opts, results, after)
 
     def _handed_out(self, work: Any, opts: Any, results: list[torch.Tensor], after: Callable[[], None] | None) -> _Work:
         pending = _Pending([work], results, after)
-        if _blocking(opts):
+        if _blocking(opts) and not any(gpu.gathers for gpu in self._gpus.values()):
             pending.wait()
         return pending
+
+    def _engine(self, *tensors: torch.Tensor | None) -> Any:
+        """What runs a call on these tensors, all on one device: the communicator, or NCCL beside it."""
+        for tensor in tensors:
+            if tensor is not None and not _on_cpu(tensor):
+                break
+        else:
+            return self.comm
+        on = {tensor.device for tensor in tensors if tensor is not None}
+        if len(on) > 1:
+            raise ValueError(
+                f"zeropp: a collective on tensors of {' and '.join(sorted(map(str, on)))}, wanted one device"
+            )
+        (device,) = on
+        gpu = self._gpus.get(device.index or 0)
+        if gpu is None:
+            gpu = self._gpus[device.index or 0] = GpuGroup(self.comm, device)
+        return gpu
+
+    def _as_one(self, tensors: Tensors) -> contextlib.AbstractContextManager[Any]:
+        """Calls on these tensors become one of NCCL's groups, where they are on one GPU."""
+        if not tensors or any(_on_cpu(tensor) for tensor in tensors) or len({tensor.device for tensor in tensors}) > 1:
+            return contextlib.nullcontext()
+        gpu: GpuGroup = self._engine(tensors[0])
+        return gpu
+
+    def _waited(self, work: _Work, opts: Any) -> _Work:
+        if _blocking(opts) and isinstance(work, _Pending):
+            work.wait()
+        return work
 
     def _finished(self, after: Callable[[], None] | None) -> _Work:
         if after is not None:
@@ -387,17 +430,18 @@ class ProcessGroup(_ProcessGroup):
         numbers = at if not at.is_complex() else _numbers(at, op)
         dtype, elems = comm.dtype_code(numbers.dtype), numbers.numel()
         after = None if at is tensor else _copy_back([(tensor, at)])
-        if _blocking(opts):
+        if _blocking(opts) and _on_cpu(numbers):
             self._all_reduce(numbers.data_ptr(), elems, dtype, op)
             return self._done if after is None else self._finished(after)
         return self._run("all_reduce", opts, dtype, op, 0, numbers, None, elems, [tensor], after)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> _Work:
         each = {id(tensor): tensor for tensor in tensors}  # one that is there twice is combined once
-        works = [self.allreduce([tensor], opts) for tensor in each.values()]
+        with self._as_one(list(each.values())):
+            works = [self.allreduce([tensor], opts) for tensor in each.values()]
         if len(each) < len(tensors):
             works.append(self._done)  # so that what comes out of it is the list, not a work of one tensor
-        return self._all(works, list(tensors))
+        return self._waited(self._all(works, list(tensors)), opts)
 
     def reduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> _Work:
         tensor, op, root = _check(_only("reduce", tensors)), _op_code(opts), _root(opts)
@@ -407,7 +451,7 @@ class ProcessGroup(_ProcessGroup):
         numbers = _numbers(at, op)
         dtype, elems = comm.dtype_code(numbers.dtype), numbers.numel()
         after = _copy_back([(tensor, at)]) if root == self._me else None
-        if _blocking(opts):
+        if _blocking(opts) and _on_cpu(numbers):
             self.comm.reduce(numbers.data_ptr(), elems, dtype, op, root)
             return self._finished(after)
         return self._run("reduce", opts, dtype, op, root, numbers, None, elems, [tensor], after)
@@ -425,7 +469,7 @@ class ProcessGroup(_ProcessGroup):
         numbers_to, numbers_at = _numbers(to, op), _numbers(at, op)
         dtype, elems = comm.dtype_code(numbers_to.dtype), numbers_to.numel()
         after = _copy_back([(output, to)])
-        if _blocking(opts):
+        if _blocking(opts) and _on_cpu(numbers_to) and _on_cpu(numbers_at):
             self.comm.reduce_scatter(numbers_to.data_ptr(), numbers_at.data_ptr(), elems, dtype, op)
             return self._finished(after)
         return self._run("reduce_scatter", opts, dtype, op, 0, numbers_to, numbers_at, elems, [output], after)
@@ -442,10 +486,11 @@ class ProcessGroup(_ProcessGroup):
         return self._all(works, list(outputs))
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> _Work:
-        works = [
-            self._reduce_scatter_base(output, source, opts) for output, source in zip(outputs, sources, strict=True)
-        ]
-        return self._all(works, list(outputs))
+        with self._as_one(outputs):
+            works = [
+                self._reduce_scatter_base(output, source, opts) for output, source in zip(outputs, sources, strict=True)
+            ]
+        return self._waited(self._all(works, list(outputs)), opts)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -460,7 +505,7 @@ class ProcessGroup(_ProcessGroup):
         to, at = _check(output).contiguous(), _check(source).contiguous()
         dtype, elems = _moved(at)
         after = _copy_back([(output, to)])
-        if _blocking(opts):
+        if _blocking(opts) and _on_cpu(to) and _on_cpu(at):
             self.comm.all_gather(to.data_ptr(), at.data_ptr(), elems, dtype)
             return self._finished(after)
         return self._run("all_gather", opts, dtype, 0, 0, to, at, elems, [output], after)
@@ -480,10 +525,11 @@ class ProcessGroup(_ProcessGroup):
         dtype, elems = _moved(at)
         after = _copy_back(list(zip(pieces, to, strict=True)))
         pointers = [piece.data_ptr() for piece in to]
-        if _blocking(opts):
+        engine = self._engine(at, *to)
+        if _blocking(opts) and engine is self.comm:
             self.comm.all_gather_into(pointers, at.data_ptr(), elems, dtype)
             return self._finished(after)
-        work = self.comm.submit_gather(pointers, at.data_ptr(), elems, dtype, (to, at))
+        work = engine.submit_gather(pointers, at.data_ptr(), elems, dtype, (to, at))
         return self._handed_out(work, opts, list(pieces), after)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], sources: Tensors, opts: Any = None) -> _Work:
@@ -494,8 +540,11 @@ class ProcessGroup(_ProcessGroup):
         return self._all(works, [piece for pieces in outputs for piece in pieces])
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> _Work:
-        works = [self._allgather_base(output, source, opts) for output, source in zip(outputs, sources, strict=True)]
-        return self._all(works, list(outputs))
+        with self._as_one(outputs):
+            works = [
+                self._allgather_base(output, source, opts) for output, source in zip(outputs, sources, strict=True)
+            ]
+        return self._waited(self._all(works, list(outputs)), opts)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -506,7 +555,7 @@ class ProcessGroup(_ProcessGroup):
         at = tensor.contiguous()
         dtype, elems = _moved(at)
         after = _copy_back([(tensor, at)]) if root != self._me else None
-        if _blocking(opts):
+        if _blocking(opts) and _on_cpu(at):
             self.comm.broadcast(at.data_ptr(), elems, root, dtype)
             return self._finished(after)
         return self._run("broadcast", opts, dtype, 0, root, at, None, elems, [tensor], after)
@@ -528,10 +577,11 @@ class ProcessGroup(_ProcessGroup):
         )
         pieces_to = [(0, 0) if t is None else (t.data_ptr(), _bytes(t)) for t in to]
         pieces_at = [(0, 0) if t is None else (t.data_ptr(), _bytes(t)) for t in at]
-        if _blocking(opts):
+        engine = self._engine(*to, *at)
+        if _blocking(opts) and engine is self.comm:
             self.comm.exchange(_COLL[coll], dtype, root, pieces_to, pieces_at)
             return self._finished(after)
-        work = self.comm.submit_exchange(_COLL[coll], dtype, root, pieces_to, pieces_at, (to, at))
+        work = engine.submit_exchange(_COLL[coll], dtype, root, pieces_to, pieces_at, (to, at))
         return self._handed_out(work, opts, [dst for dst in dsts if dst is not None], after)
 
     def gather(self, outputs: Sequence[Tensors], sources: Tensors, opts: Any = None) -> _Work:
@@ -580,10 +630,11 @@ class ProcessGroup(_ProcessGroup):
         srcs = self._split("input", at, source_splits)
         after = _copy_back([(output, to)])
         dtype = _moved(at)[0]
-        if _blocking(opts):
+        engine = self._engine(to, at)
+        if _blocking(opts) and engine is self.comm:
             self.comm.exchange(_COLL["all_to_all"], dtype, 0, dsts, srcs)
             return self._finished(after)
-        work = self.comm.submit_exchange(_COLL["all_to_all"], dtype, 0, dsts, srcs, (to, at))
+        work = engine.submit_exchange(_COLL["all_to_all"], dtype, 0, dsts, srcs, (to, at))
         return self._handed_out(work, opts, [output], after)
 
     all_to_all_single = alltoall_base
@@ -612,12 +663,12 @@ class ProcessGroup(_ProcessGroup):
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> _Work:
         at = _check(tensors[0]).contiguous()
-        work = self.comm.send(at.data_ptr(), _bytes(at), dst, tag, at)
+        work = self._engine(at).send(at.data_ptr(), _bytes(at), dst, tag, at)
         return _Pending([work], [tensors[0]])
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> _Work:
         to = _check(tensors[0]).contiguous()
-        work = self.comm.recv(to.data_ptr(), _bytes(to), src, tag, to)
+        work = self._engine(to).recv(to.data_ptr(), _bytes(to), src, tag, to)
         return _Pending([work], [tensors[0]], _copy_back([(tensors[0], to)]))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> _Work:

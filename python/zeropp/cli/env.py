@@ -108,15 +108,14 @@ def deepspeed_name() -> str:
 
 
 def nccl_version() -> dict[str, Any]:
-    """Version of the NCCL that the dynamic linker finds (torch's, where torch brought one)."""
-    number = ctypes.c_int()
+    """Version of the NCCL that collectives on GPUs would use: what ZEROPP_NCCL names, torch's, or what the linker finds."""
+    from zeropp import _C
+    from zeropp.errors import Error
+
     try:
-        library = ctypes.CDLL("libnccl.so.2")
-        if library.ncclGetVersion(ctypes.byref(number)) != 0:
-            return {"version": None, "why_not": "ncclGetVersion failed"}
-    except (OSError, AttributeError) as error:
+        value = _C.nccl_version()
+    except Error as error:
         return {"version": None, "why_not": str(error)}
-    value = number.value  # 2.9 and later: major * 10000 + minor * 100 + patch
     return {"version": f"{value // 10000}.{value % 10000 // 100}.{value % 100}", "why_not": None}
 
 

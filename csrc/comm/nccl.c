@@ -1,0 +1,411 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Groups on GPUs, and their works: nccl.h.
+ */
+#include "nccl_internal.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+/* --- works -------------------------------------------------------------------------------------------------------- */
+
+static void group_drop(struct zpp_nccl *nccl) {
+    pthread_mutex_lock(&nccl->lock);
+    const bool last = --nccl->holders == 0;
+    pthread_mutex_unlock(&nccl->lock);
+    if (!last) return;
+    pthread_cond_destroy(&nccl->changed);
+    pthread_mutex_destroy(&nccl->lock);
+    free(nccl);
+}
+
+/* The lock is held. */
+static bool work_drop(struct zpp_nccl_work *work) {
+    if (--work->holders) return false;
+    zpp_event_destroy(work->done);
+    free(work);
+    return true;
+}
+
+static void append(struct zpp_nccl_list *list, struct zpp_nccl_work *work) {
+    work->next = NULL;
+    *list->last = work;
+    list->last = &work->next;
+}
+
+static struct zpp_nccl_work *take_first(struct zpp_nccl_list *list) {
+    struct zpp_nccl_work *work = list->first;
+    list->first = work->next;
+    if (!list->first) list->last = &list->first;
+    return work;
+}
+
+void zpp_nccl_retire(struct zpp_nccl_list *list) {
+    struct zpp_nccl_work *work = take_first(list);
+    struct zpp_nccl *nccl = work->nccl;
+    if (work_drop(work)) nccl->holders--; /* its caller's handle is gone; the group's own keeps the group */
+}
+
+static struct zpp_nccl_work *work_new(struct zpp_nccl *nccl, struct zpp_err *err) {
+    struct zpp_nccl_work *work = calloc(1, sizeof *work);
+    if (!work) {
+        zpp_fail(err, ZPP_NOMEM, "comm: no memory for a call on a GPU");
+        return NULL;
+    }
+    if (zpp_event_create(nccl->device, &work->done, err) != ZPP_OK) {
+        free(work);
+        return NULL;
+    }
+    work->nccl = nccl;
+    work->holders = 2;
+    work->since_ns = zpp_now_ns();
+    nccl->holders++;
+    return work;
+}
+
+static void work_undo(struct zpp_nccl_work *work) {
+    work->nccl->holders--;
+    work->holders = 1;
+    (void)work_drop(work);
+}
+
+/* --- launching; the lock is held ---------------------------------------------------------------------------------- */
+
+struct enqueue {
+    const struct zpp_nccl *nccl;
+    const struct zpp_call *calls;
+    size_t count;
+    const struct zpp_nccl_work *transfers;
+    ncclResult_t *result;
+};
+
+static zpp_status enqueue(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)wait, (void)err;
+    const struct enqueue *what = arg;
+    *what->result = zpp_nccl_enqueue(what->nccl, what->calls, what->count, what->transfers, native);
+    return ZPP_OK; /* what NCCL says is the group's error, not the stream's */
+}
+
+static zpp_status launch(struct zpp_nccl *nccl, const struct zpp_call *calls, size_t count,
+                         const struct zpp_nccl_work *transfers, const char *what, const struct zpp_wait *wait,
+                         struct zpp_err *err) {
+    ncclResult_t result = ZPP_NCCL_SUCCESS;
+    const struct enqueue arg = {nccl, calls, count, transfers, &result};
+    zpp_status status = zpp_stream_launch(nccl->stream, enqueue, &arg, sizeof arg, err);
+    return status == ZPP_OK ? zpp_nccl_settle(nccl, result, what, wait, err) : status;
+}
+
+/* Our stream goes on where the caller's is now. */
+static zpp_status follow(struct zpp_nccl *nccl, void *native, struct zpp_err *err) {
+    zpp_stream_adopt(nccl->caller, native);
+    zpp_status status = zpp_event_record(nccl->before, nccl->caller, err);
+    return status == ZPP_OK ? zpp_stream_wait(nccl->stream, nccl->before, NULL, err) : status;
+}
+
+static zpp_status stands(const struct zpp_nccl *nccl, struct zpp_err *err) {
+    if (nccl->error.status != ZPP_OK) {
+        if (err) *err = nccl->error;
+        return nccl->error.status;
+    }
+    return zpp_comm_health(nccl->control, err);
+}
+
+static zpp_status run(struct zpp_nccl *nccl, struct zpp_nccl_work *work, zpp_status status, struct zpp_err *err) {
+    if (status == ZPP_OK) status = zpp_event_record(work->done, nccl->stream, err);
+    if (status != ZPP_OK) return status;
+    work->launched = true;
+    append(&nccl->running, work);
+    pthread_cond_signal(&nccl->changed);
+    return ZPP_OK;
+}
+
+zpp_status zpp_nccl_flush(struct zpp_nccl *nccl, struct zpp_err *err) {
+    if (!nccl->gathered.first) return ZPP_OK;
+    zpp_status status =
+        launch(nccl, NULL, 0, nccl->gathered.first, nccl->gathered.first->what, NULL, err);
+    while (status == ZPP_OK && nccl->gathered.first) {
+        struct zpp_nccl_work *work = take_first(&nccl->gathered);
+        status = run(nccl, work, ZPP_OK, err);
+        if (status != ZPP_OK && work_drop(work)) nccl->holders--;
+    }
+    return status;
+}
+
+/* Into the communicator, by its identity alone: it goes on its progress thread. */
+static zpp_status enter_identity(struct zpp_nccl *nccl, const struct zpp_call *call, struct zpp_err *err) {
+    struct zpp_call beside = *call;
+    zpp_work *work = NULL;
+    beside.beside = true;
+    const zpp_status status = zpp_comm_submit(nccl->control, &beside, NULL, NULL, &work, err);
+    if (status == ZPP_OK) zpp_work_free(work);
+    return status;
+}
+
+zpp_status zpp_nccl_submit(zpp_nccl *nccl, const struct zpp_call *calls, size_t count, void *native,
+                           const struct zpp_wait *wait, zpp_nccl_work **out, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    for (size_t i = 0; i < count && status == ZPP_OK; i++) status = zpp_nccl_check(nccl, &calls[i], err);
+    if (status != ZPP_OK) return status;
+    pthread_mutex_lock(&nccl->lock);
+    struct zpp_nccl_work *work = NULL;
+    status = stands(nccl, err);
+    if (status == ZPP_OK) status = zpp_nccl_flush(nccl, err);
+    if (status == ZPP_OK && !(work = work_new(nccl, err))) status = ZPP_NOMEM;
+    for (size_t i = 0; i < count && status == ZPP_OK; i++) status = enter_identity(nccl, &calls[i], err);
+    if (status == ZPP_OK) status = follow(nccl, native, err);
+    if (status == ZPP_OK) {
+        struct zpp_call first = calls[0];
+        first.beside = true;
+        zpp_call_describe(nccl->control, &first, work->what, sizeof work->what);
+        status = launch(nccl, calls, count, NULL, work->what, wait, err);
+        status = run(nccl, work, status, err);
+    }
+    if (status == ZPP_OK)
+        *out = work;
+    else if (work)
+        work_undo(work);
+    pthread_mutex_unlock(&nccl->lock);
+    return status;
+}
+
+/* --- sends and receives ------------------------------------------------------------------------------------------- */
+
+static zpp_status gather_one(zpp_nccl *nccl, bool sends, const struct zpp_call *transfer, void *native,
+                             zpp_nccl_work **out, struct zpp_err *err) {
+    if (transfer->root < 0 || transfer->root >= nccl->control->ranks || transfer->root == nccl->control->rank)
+        return zpp_fail(err, ZPP_INVALID, "comm: rank %d of group \"%s\" cannot %s rank %d on CUDA memory%s",
+                        nccl->control->rank, nccl->control->name, sends ? "send to" : "receive from", transfer->root,
+                        transfer->root < 0 ? ": NCCL receives from one rank that is named, not from any" : "");
+    pthread_mutex_lock(&nccl->lock);
+    struct zpp_nccl_work *work = NULL;
+    zpp_status status = stands(nccl, err);
+    if (status == ZPP_OK && !(work = work_new(nccl, err))) status = ZPP_NOMEM;
+    if (status == ZPP_OK) status = follow(nccl, native, err);
+    if (status == ZPP_OK) {
+        work->transfer = *transfer;
+        work->sends = sends;
+        snprintf(work->what, sizeof work->what, "%s(%zu bytes, rank %d)", sends ? "send" : "recv", transfer->elems,
+                 transfer->root);
+        append(&nccl->gathered, work);
+        pthread_cond_signal(&nccl->changed);
+        *out = work;
+    } else if (work) {
+        work_undo(work);
+    }
+    pthread_mutex_unlock(&nccl->lock);
+    return status;
+}
+
+zpp_status zpp_nccl_send(zpp_nccl *nccl, const void *data, size_t bytes, int to, void *native, zpp_nccl_work **out,
+                         struct zpp_err *err) {
+    const struct zpp_call transfer = {.src = data, .elems = bytes, .root = to};
+    return gather_one(nccl, true, &transfer, native, out, err);
+}
+
+zpp_status zpp_nccl_recv(zpp_nccl *nccl, void *data, size_t bytes, int from, void *native, zpp_nccl_work **out,
+                         struct zpp_err *err) {
+    const struct zpp_call transfer = {.dst = data, .elems = bytes, .root = from};
+    return gather_one(nccl, false, &transfer, native, out, err);
+}
+
+/* --- waiting for works -------------------------------------------------------------------------------------------- */
+
+/* Launched, and the group stands, or the work is finished whatever became of the group. */
+static zpp_status ready(zpp_nccl_work *work, struct zpp_err *err) {
+    struct zpp_nccl *nccl = work->nccl;
+    if (work->finished) return ZPP_OK;
+    zpp_status status = stands(nccl, err);
+    if (status == ZPP_OK && !work->launched) status = zpp_nccl_flush(nccl, err);
+    return status;
+}
+
+zpp_status zpp_nccl_work_order(zpp_nccl_work *work, void *native, struct zpp_err *err) {
+    struct zpp_nccl *nccl = work->nccl;
+    pthread_mutex_lock(&nccl->lock);
+    zpp_status status = ready(work, err);
+    if (status == ZPP_OK && !work->finished) {
+        zpp_stream_adopt(nccl->caller, native);
+        status = zpp_stream_wait(nccl->caller, work->done, NULL, err);
+    }
+    pthread_mutex_unlock(&nccl->lock);
+    return status;
+}
+
+static zpp_status ask(zpp_nccl_work *work, struct zpp_err *err) {
+    pthread_mutex_lock(&work->nccl->lock);
+    zpp_status status = ready(work, err);
+    if (status == ZPP_OK && !work->finished) {
+        status = zpp_event_sync(work->done, NULL, err);
+        work->finished = status == ZPP_OK;
+    }
+    pthread_mutex_unlock(&work->nccl->lock);
+    return status;
+}
+
+zpp_status zpp_nccl_work_wait(zpp_nccl_work *work, const struct zpp_wait *wait, struct zpp_err *err) {
+    const uint64_t start_ns = zpp_now_ns();
+    uint64_t tick_ns = start_ns + 100000000;
+    for (;;) {
+        const zpp_status status = ask(work, err);
+        if (status != ZPP_AGAIN || !wait) return status;
+        const uint64_t now_ns = zpp_now_ns();
+        if (wait->timeout_ns && now_ns - start_ns >= wait->timeout_ns)
+            return zpp_fail(err, ZPP_TIMEOUT, "comm: %s on a GPU is not finished after %.3g s", work->what,
+                            (double)wait->timeout_ns / 1e9);
+        if (now_ns >= tick_ns && wait->tick) {
+            tick_ns = now_ns + 100000000;
+            const zpp_status ticked = wait->tick(wait->ctx, err);
+            if (ticked != ZPP_OK) return ticked;
+        }
+        nanosleep(&(struct timespec){0, 50000}, NULL);
+    }
+}
+
+void zpp_nccl_work_free(zpp_nccl_work *work) {
+    if (!work) return;
+    struct zpp_nccl *nccl = work->nccl;
+    pthread_mutex_lock(&nccl->lock);
+    const bool gone = work_drop(work);
+    pthread_mutex_unlock(&nccl->lock);
+    if (gone) group_drop(nccl);
+}
+
+/* --- life --------------------------------------------------------------------------------------------------------- */
+
+struct join {
+    struct zpp_nccl *nccl;
+    const ncclUniqueId *id;
+    ncclResult_t *result;
+};
+
+/* An operation, since NCCL takes the device that is current in the calling thread. */
+static zpp_status join(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)wait, (void)err;
+    const struct join *what = arg;
+    struct zpp_nccl *nccl = what->nccl;
+    ncclConfig_t config = ZPP_NCCL_CONFIG_NOT_BLOCKING;
+    nccl->native = native;
+    *what->result = nccl->api->ncclCommInitRankConfig(&nccl->comm, nccl->control->ranks, *what->id, nccl->control->rank,
+                                                      &config);
+    return ZPP_OK;
+}
+
+static zpp_status prepare(struct zpp_nccl *nccl, ncclUniqueId *id, struct zpp_err *err) {
+    zpp_status status = zpp_nccl_api(&nccl->api, err);
+    if (status == ZPP_OK) status = zpp_stream_create(nccl->device, ZPP_STREAM_QUEUE, "nccl", &nccl->stream, err);
+    if (status == ZPP_OK) status = zpp_stream_create(nccl->device, ZPP_STREAM_HOST, "caller", &nccl->caller, err);
+    if (status == ZPP_OK) status = zpp_event_create(nccl->device, &nccl->before, err);
+    if (status != ZPP_OK || nccl->control->rank != 0) return status;
+    const ncclResult_t result = nccl->api->ncclGetUniqueId(id);
+    if (result == ZPP_NCCL_SUCCESS) return ZPP_OK;
+    return zpp_fail(err, ZPP_DEVICE, "comm: rank 0 of group \"%s\" gets no id from NCCL: %s", nccl->control->name,
+                    nccl->api->ncclGetErrorString(result));
+}
+
+/* Every rank says whether it can, rank 0 also the id: who cannot would be waited for in vain. */
+struct said {
+    ncclUniqueId id;
+    int32_t status;
+    char why[256];
+};
+
+static zpp_status meet(struct zpp_nccl *nccl, const struct zpp_wait *wait, struct zpp_err *err) {
+    struct said all[ZPP_RANKS_MAX], mine = {0};
+    struct zpp_err failure = ZPP_ERR_INIT;
+    mine.status = prepare(nccl, &mine.id, &failure);
+    snprintf(mine.why, sizeof mine.why, "%.255s", failure.text);
+    zpp_status status = zpp_all_gather(nccl->control, all, &mine, sizeof mine, wait, err);
+    if (status != ZPP_OK) return status;
+    if (mine.status != ZPP_OK) {
+        if (err) *err = failure;
+        return failure.status;
+    }
+    for (int r = 0; r < nccl->control->ranks; r++) {
+        if (all[r].status == ZPP_OK) continue;
+        all[r].why[sizeof all[r].why - 1] = 0;
+        return zpp_fail_rank(err, (zpp_status)all[r].status, r, "comm: rank %d of group \"%s\" cannot use its GPU: %s",
+                             r, nccl->control->name, all[r].why);
+    }
+    ncclResult_t result = ZPP_NCCL_SUCCESS;
+    const struct join arg = {nccl, &all[0].id, &result};
+    status = zpp_stream_launch(nccl->stream, join, &arg, sizeof arg, err);
+    if (status != ZPP_OK) return status;
+    pthread_mutex_lock(&nccl->lock);
+    status = zpp_nccl_settle(nccl, result, "the meeting of its GPUs", wait, err);
+    pthread_mutex_unlock(&nccl->lock);
+    return status;
+}
+
+zpp_status zpp_nccl_create(zpp_comm *control, zpp_device *device, const struct zpp_wait *wait, zpp_nccl **out,
+                           struct zpp_err *err) {
+    struct zpp_nccl *nccl = calloc(1, sizeof *nccl);
+    if (!nccl) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for a group on GPUs");
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&nccl->changed, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    pthread_mutex_init(&nccl->lock, NULL);
+    nccl->control = control;
+    nccl->device = device;
+    nccl->holders = 1;
+    nccl->running.last = &nccl->running.first;
+    nccl->gathered.last = &nccl->gathered.first;
+    zpp_status status = meet(nccl, wait, err);
+    if (status == ZPP_OK) status = zpp_nccl_watch_start(nccl, err);
+    if (status == ZPP_OK)
+        *out = nccl;
+    else
+        zpp_nccl_destroy(nccl);
+    return status;
+}
+
+/* As long as the group stands; what is still there then is ended with it. */
+static void drain(struct zpp_nccl *nccl) {
+    (void)zpp_nccl_flush(nccl, NULL);
+    while (nccl->running.first) {
+        zpp_nccl_look(nccl);
+        if (!nccl->running.first) break;
+        pthread_mutex_unlock(&nccl->lock);
+        nanosleep(&(struct timespec){0, 100000}, NULL);
+        pthread_mutex_lock(&nccl->lock);
+    }
+    while (nccl->gathered.first) zpp_nccl_retire(&nccl->gathered);
+}
+
+static void end_comm(struct zpp_nccl *nccl) {
+    static const struct zpp_wait patience = {10000000000u, NULL, NULL};
+    struct zpp_err seen = ZPP_ERR_INIT;
+    if (!nccl->comm) return;
+    if (zpp_comm_health(nccl->control, &seen) != ZPP_OK) {
+        (void)zpp_nccl_break(nccl, &seen, NULL);
+        return;
+    }
+    const ncclResult_t result = nccl->api->ncclCommFinalize(nccl->comm);
+    if (zpp_nccl_settle(nccl, result, "the end of the group", &patience, NULL) != ZPP_OK) return; /* aborted */
+    nccl->api->ncclCommDestroy(nccl->comm);
+    nccl->comm = NULL;
+}
+
+void zpp_nccl_destroy(zpp_nccl *nccl) {
+    if (!nccl) return;
+    zpp_nccl_watch_end(nccl);
+    const struct zpp_wait patience = {nccl->control->timeout_ns, NULL, NULL};
+    (void)zpp_async_drain(nccl->control, &patience, NULL); /* identities that are still on their way */
+    pthread_mutex_lock(&nccl->lock);
+    drain(nccl);
+    end_comm(nccl);
+    if (nccl->error.status == ZPP_OK)
+        zpp_fail(&nccl->error, ZPP_STATE, "comm: group \"%s\" on GPUs is closed; make a new one", nccl->control->name);
+    pthread_mutex_unlock(&nccl->lock);
+    if (nccl->caller) zpp_stream_adopt(nccl->caller, NULL); /* the caller's may be gone */
+    zpp_event_destroy(nccl->before);
+    zpp_stream_destroy(nccl->stream);
+    zpp_stream_destroy(nccl->caller);
+    group_drop(nccl);
+}
+
+void *zpp_nccl_stream(const zpp_nccl *nccl) { return nccl->native; }
+
+int zpp_nccl_version(const zpp_nccl *nccl) { return nccl->api->version; }

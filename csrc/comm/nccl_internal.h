@@ -1,0 +1,74 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What nccl.c (groups and works), nccl_calls.c (from a call to NCCL's functions) and nccl_watch.c (what ends it) share.
+ *
+ * Locks: `lock` guards all of a group's state but what create wrote. It is held while NCCL is called: not blocking, it
+ * returns soon, and settle() ends by itself. The communicator's own locks nest inside.
+ */
+#ifndef ZPP_COMM_NCCL_INTERNAL_H
+#define ZPP_COMM_NCCL_INTERNAL_H
+
+#include <pthread.h>
+
+#include "internal.h"
+#include "nccl.h"
+#include "nccl_api.h"
+
+struct zpp_nccl_work {
+    struct zpp_nccl_work *next;
+    zpp_nccl *nccl;
+    zpp_event *done;        /* recorded behind it, once it is launched */
+    bool launched, finished;
+    int holders;            /* the group's lists, and the caller */
+    uint64_t since_ns;
+    char what[160];         /* for messages */
+    struct zpp_call transfer; /* send or receive: `elems` bytes from src, or to dst if not `sends`; root is the peer */
+    bool sends;
+};
+
+struct zpp_nccl_list {
+    struct zpp_nccl_work *first, **last;
+};
+
+struct zpp_nccl {
+    zpp_comm *control;
+    zpp_device *device;
+    const struct zpp_nccl_api *api;
+    zpp_stream *stream, *caller; /* ours; whatever stream the caller has */
+    zpp_event *before;           /* what the caller's stream holds when a call comes */
+    void *native;                /* of `stream` */
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    pthread_t watch;
+    bool watching, ending;
+    ncclComm_t comm;             /* NULL once it is broken or ended */
+    struct zpp_err error;        /* what broke it */
+    struct zpp_nccl_list running, gathered; /* launched; sends and receives that are not */
+    int holders;                 /* the caller of create, and works that were not freed */
+};
+
+/* --- nccl_calls.c ------------------------------------------------------------------------------------------------- */
+/* What NCCL does not have is refused before anything is enqueued. */
+zpp_status zpp_nccl_check(const struct zpp_nccl *nccl, const struct zpp_call *call, struct zpp_err *err);
+/* All of `calls`, then all of `transfers` (may be NULL), as one NCCL group on `native`. The result of NCCL. */
+ncclResult_t zpp_nccl_enqueue(const struct zpp_nccl *nccl, const struct zpp_call *calls, size_t count,
+                              const struct zpp_nccl_work *transfers, void *native);
+
+/* --- nccl_watch.c; the lock is held ------------------------------------------------------------------------------- */
+/* Wait until NCCL is through with `result`, a call that may still be in progress; break the group if it fails, if the
+ * communicator ends, if the time-out of `wait` (NULL: the communicator's) is over. */
+zpp_status zpp_nccl_settle(struct zpp_nccl *nccl, ncclResult_t result, const char *doing, const struct zpp_wait *wait,
+                           struct zpp_err *err);
+/* Ends it: `cause` becomes the verdict of the communicator, unless that has one already. The error that stands. */
+zpp_status zpp_nccl_break(struct zpp_nccl *nccl, const struct zpp_err *cause, struct zpp_err *err);
+/* Retire what is finished, look for what went wrong. */
+void zpp_nccl_look(struct zpp_nccl *nccl);
+zpp_status zpp_nccl_watch_start(struct zpp_nccl *nccl, struct zpp_err *err);
+void zpp_nccl_watch_end(struct zpp_nccl *nccl); /* without the lock */
+
+/* --- nccl.c; the lock is held ------------------------------------------------------------------------------------- */
+/* Launch what was gathered. */
+zpp_status zpp_nccl_flush(struct zpp_nccl *nccl, struct zpp_err *err);
+void zpp_nccl_retire(struct zpp_nccl_list *list); /* its first work is finished, or will never be */
+
+#endif
