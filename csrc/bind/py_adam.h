@@ -6,6 +6,7 @@
 #define ZPP_BIND_PY_ADAM_H
 
 #include "../zero/delayed.h"
+#include "../zero/masterless.h"
 #include "py_zero.h"
 
 /* From malloc; end with zpp_py_adam_drop, or hand the arrays over. */
@@ -14,6 +15,8 @@ struct zpp_py_adam {
     size_t count, room;
     struct zpp_tier_piece *tiered; /* stepped in the tier */
     size_t tiered_count, tiered_room;
+    struct zpp_masterless_piece *masterless; /* in bf16, without an fp32 copy */
+    size_t masterless_count, masterless_room;
     bool delayed; /* gradients are taken, new values go to Unit.ahead, and: */
     struct zpp_delayed_copy *copies; /* from there to the slices */
     size_t copies_count, copies_room;

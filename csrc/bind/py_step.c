@@ -124,8 +124,9 @@ struct own_slice {
 
 /* false: the unit has no gradient. */
 static bool own_slice(const Zero *zero, const Unit *unit, struct own_slice *out) {
-    *out =
-        (struct own_slice) { .shape = *unit->unit, .rank = zpp_zero_rank(zero->core), .grad_dtype = unit->unit->dtype };
+    *out = (struct own_slice) { .shape = *unit->unit,
+                                .rank = zpp_zero_rank(zero->core),
+                                .grad_dtype = unit->unit->grad_dtype };
     if (is_local(zero)) {
         out->shape.shard_elems = out->shape.elems;
         out->rank = 0;
@@ -135,7 +136,6 @@ static bool own_slice(const Zero *zero, const Unit *unit, struct own_slice *out)
     out->begin_elems = (size_t)out->rank * out->shape.shard_elems;
     out->values = unit->unit->shard;
     out->grads = zpp_zero_grad_shard(zero->core, unit->unit->index, &out->present);
-    out->grad_dtype = zpp_zero_grad_dtype(zero->core, unit->unit->index);
     return out->grads != NULL;
 }
 
@@ -320,10 +320,10 @@ static int *group_numbers(const Unit *unit, PyObject *groups) {
 }
 
 PyObject *zpp_py_set_adam(Unit *unit, PyObject *args) {
-    unsigned long long master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps;
+    unsigned long long master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps, first_param;
     PyObject *groups;
-    if (!PyArg_ParseTuple(args, "KKKKKO!", &master, &exp_avg, &exp_avg_sq, &max_exp_avg_sq, &steps, &PyList_Type,
-                          &groups))
+    if (!PyArg_ParseTuple(args, "KKKKKKO!", &master, &exp_avg, &exp_avg_sq, &max_exp_avg_sq, &steps, &first_param,
+                          &PyList_Type, &groups))
         return NULL;
     int *numbers = group_numbers(unit, groups);
     if (!numbers) return NULL;
@@ -331,7 +331,8 @@ PyObject *zpp_py_set_adam(Unit *unit, PyObject *args) {
     unit->adam = (struct unit_adam){ .master = (float *)(uintptr_t)master, .exp_avg = (float *)(uintptr_t)exp_avg,
                                      .exp_avg_sq = (float *)(uintptr_t)exp_avg_sq,
                                      .max_exp_avg_sq = (float *)(uintptr_t)max_exp_avg_sq,
-                                     .steps = (int64_t *)(uintptr_t)steps, .groups = numbers };
+                                     .first_param = first_param, .steps = (int64_t *)(uintptr_t)steps,
+                                     .groups = numbers };
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
 }
@@ -403,6 +404,18 @@ static struct zpp_adam_segment *next_tiered(struct zpp_py_adam *list, int slice,
     piece->slice = slice;
     piece->first = first;
     return &piece->segment;
+}
+
+static struct zpp_adam_segment *next_masterless(struct zpp_py_adam *list, const Unit *unit,
+                                                const struct zpp_piece *piece) {
+    struct zpp_masterless_piece *at =
+        one_more(list->masterless, list->masterless_count, &list->masterless_room, sizeof *at);
+    if (!at) return NULL;
+    list->masterless = at;
+    at += list->masterless_count++;
+    at->stream = unit->adam.first_param + piece->param;
+    at->first_elems = piece->offset_elems - unit->unit->offset_elems[piece->param];
+    return &at->segment;
 }
 
 /* Elements of a piece that lie together: all of them, unless its unit or its gradient is partly in a file. */
@@ -491,14 +504,17 @@ static int add_unit_segments(Zero *zero, Unit *unit, const struct zpp_adam_segme
         const void *grad = piece_gradient(unit, &slice, piece);
         if (!grad || group < 0) continue;
         const size_t at = piece->offset_elems - slice.begin_elems;
-        struct zpp_adam_segment *segment = tiered ? next_tiered(list, unit->adam.slice, at) : next_segment(list);
+        const bool masterless = !tiered && !unit->adam.master && unit->unit->dtype == ZPP_BF16;
+        struct zpp_adam_segment *segment = tiered     ? next_tiered(list, unit->adam.slice, at)
+                                         : masterless ? next_masterless(list, unit, piece)
+                                                      : next_segment(list);
         failed = !segment;
         if (failed) break;
         const bool master = tiered ? unit->unit->dtype != ZPP_F32 : unit->adam.master != NULL;
         *segment = groups[group];
         segment->param = unit->adam.master ? unit->adam.master + at : (float *)(void *)slice.values + at;
-        if (tiered && master) segment->param = NULL; /* the tier knows */
-        segment->param_out = master ? slice.values + at * unit->unit->elem_bytes : NULL;
+        if ((tiered && master) || masterless) segment->param = NULL; /* the tier knows, or there is none */
+        segment->param_out = master || masterless ? slice.values + at * unit->unit->elem_bytes : NULL;
         segment->out_dtype = unit->unit->dtype;
         segment->grad = grad;
         segment->grad_dtype = slice.grad_dtype;
@@ -542,6 +558,7 @@ static struct zpp_adam_segment *read_groups(PyObject *list) {
 void zpp_py_adam_drop(struct zpp_py_adam *list) {
     free(list->at);
     free(list->tiered);
+    free(list->masterless);
     free(list->copies);
     *list = (struct zpp_py_adam){ 0 };
 }
@@ -579,6 +596,7 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
             status =
                 zpp_filed_adam_step(&files, list.at, list.count, (float)scale, zero->pool, &zero->torn, &fault, &err);
         else zpp_adam_step(list.at, list.count, (float)scale, zero->pool);
+        zpp_masterless_step(list.masterless, list.masterless_count, (float)scale, zero->pool);
         if (tier && status == ZPP_OK)
             status =
                 zpp_tier_step(tier, list.tiered, list.tiered_count, &files, (float)scale, zero->pool, &fault, &err);

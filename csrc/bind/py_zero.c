@@ -181,7 +181,7 @@ static PyObject *unit_grad(PyObject *self, PyObject *unused) {
                          unit->count);
 }
 
-/* held() -> (address, touched: bytes) of the gradient that this rank has not reduced, in the unit's dtype, or None. */
+/* held() -> (address, touched: bytes) of the gradient that this rank has not reduced, in its grad_dtype, or None. */
 static PyObject *unit_held(PyObject *self, PyObject *unused) {
     (void)unused;
     Unit *unit = (Unit *)self;
@@ -267,7 +267,7 @@ static PyMethodDef unit_methods[] = {
     { "clear_grad", unit_clear_grad, METH_O, "Forget the gradient of parameter i." },
     { "set_grad_views", unit_set_grad_views, METH_O, "Stage 0: the tensors that p.grad becomes." },
     { "set_adam", unit_set_adam, METH_VARARGS,
-      "set_adam(master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps, groups): addresses, 0: none." },
+      "set_adam(master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps, first_param, groups): addresses, 0: none." },
     { "set_low_adam", unit_set_low_adam, METH_VARARGS,
       "set_low_adam(kind, master, steps, first_param, groups, codes, scales, ...): moments in bf16 or 8 bits." },
     { "set_tiered_adam", unit_set_tiered_adam, METH_VARARGS,
@@ -404,18 +404,20 @@ static int sizes_of(PyObject *list, size_t **out) {
     return 0;
 }
 
-/* add_unit(name, dtype, sizes, trainable, place, grad_dtype) -> index */
+/* add_unit(name, dtype, sizes, trainable, place, grad_dtype, wire_dtype) -> index */
 static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
     struct zpp_unit_spec spec = { 0 };
     PyObject *sizes;
-    int dtype, trainable, place, grad_dtype, index = -1;
-    if (!PyArg_ParseTuple(args, "siO!pii", &spec.name, &dtype, &PyList_Type, &sizes, &trainable, &place, &grad_dtype))
+    int dtype, trainable, place, grad_dtype, wire_dtype, index = -1;
+    if (!PyArg_ParseTuple(args, "siO!piii", &spec.name, &dtype, &PyList_Type, &sizes, &trainable, &place, &grad_dtype,
+                          &wire_dtype))
         return NULL;
     size_t *param_elems = NULL;
     if (sizes_of(sizes, &param_elems)) return NULL;
     spec.dtype = (zpp_dtype)dtype;
     spec.grad_dtype = (zpp_dtype)grad_dtype;
+    spec.wire_dtype = (zpp_dtype)wire_dtype;
     spec.params = (size_t)PyList_Size(sizes);
     spec.param_elems = param_elems;
     spec.trainable = trainable;
@@ -604,7 +606,8 @@ static PyGetSetDef zero_getset[] = {
 };
 
 static PyMethodDef zero_methods[] = {
-    { "add_unit", zero_add_unit, METH_VARARGS, "add_unit(name, dtype, sizes, trainable, place, grad_dtype) -> index" },
+    { "add_unit", zero_add_unit, METH_VARARGS,
+      "add_unit(name, dtype, sizes, trainable, place, grad_dtype, wire_dtype) -> index" },
     { "set_wire", zero_set_wire, METH_VARARGS,
       "set_wire(params_bits, grads_bits, block_elems): before units are added." },
     { "set_secondary", zero_set_secondary, METH_O,

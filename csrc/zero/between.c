@@ -67,15 +67,22 @@ void zpp_between_drop(zpp_comm *comm, zpp_work **work) {
 
 /* --- reductions -------------------------------------------------------------------------------------------------- */
 
-/* Memory of one reduction: the flags, then (stages 1 to 3) the reduced slice, then the zeros of a rank without a
- * gradient. */
+/* Memory of one reduction, in the kind that travels: the flags, then (stages 1 to 3) the reduced slice, then what is
+ * sent where that is not the bucket itself: a narrower copy of it, or the zeros of a rank without a gradient. */
 static size_t flags_bytes(const struct zpp_unit *unit) { return (unit->params + 63) & ~(size_t)63; }
+
+static size_t reduced_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
+    return zero->options.stage == 0 ? 0 : unit->shard_elems * zpp_dtype_bytes(unit->wire_dtype);
+}
+
+static bool sends_copy(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
+    return zpp_wire_narrows(grad->unit) || (zero->options.stage > 0 && grad->empty);
+}
 
 static zpp_status make_memory(const zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     const struct zpp_unit *unit = grad->unit;
-    const bool whole = zero->options.stage == 0;
-    const size_t bytes = flags_bytes(unit) + (whole ? 0 : zpp_unit_shard_bytes(unit)) +
-                         (!whole && grad->empty ? zpp_unit_bytes(unit) : 0);
+    const size_t sent_bytes = sends_copy(zero, grad) ? unit->elems * zpp_dtype_bytes(unit->wire_dtype) : 0;
+    const size_t bytes = flags_bytes(unit) + reduced_bytes(zero, unit) + sent_bytes;
     grad->between_memory = calloc(1, bytes + 1);
     if (grad->between_memory) return ZPP_OK;
     return zpp_fail(err, ZPP_NOMEM, "zero: no memory to reduce unit %s, %zu bytes", unit->name, bytes);
@@ -85,23 +92,32 @@ static unsigned char *reduced_slice(const struct zpp_unit_grad *grad) {
     return grad->between_memory + flags_bytes(grad->unit);
 }
 
+/* What this rank gives to the sum. */
+static unsigned char *sent(const zpp_zero *zero, struct zpp_unit_grad *grad, unsigned char *bucket) {
+    const struct zpp_unit *unit = grad->unit;
+    if (!sends_copy(zero, grad)) return bucket;
+    unsigned char *copy = reduced_slice(grad) + reduced_bytes(zero, unit);
+    if (!grad->empty) zpp_convert(copy, unit->wire_dtype, bucket, unit->grad_dtype, unit->elems);
+    return copy;
+}
+
 static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigned char *bucket, struct zpp_err *err) {
     const struct zpp_unit *unit = grad->unit;
-    struct zpp_call call = {.dtype = unit->dtype, .op = ZPP_AVG, .object = object_of(unit)};
+    struct zpp_call call = {.dtype = unit->wire_dtype, .op = ZPP_AVG, .object = object_of(unit)};
     if (zero->options.stage == 0) {
-        if (grad->empty) memset(grad->slice, 0, zpp_unit_bytes(unit));
+        if (grad->empty) memset(grad->slice, 0, unit->elems * grad->elem_bytes);
         call.coll = ZPP_COLL_ALL_REDUCE;
-        call.dst = grad->slice;
+        call.dst = sent(zero, grad, grad->slice);
         call.elems = unit->elems;
     } else {
         call.coll = ZPP_COLL_REDUCE_SCATTER;
         call.dst = reduced_slice(grad);
-        call.src = grad->empty ? reduced_slice(grad) + zpp_unit_shard_bytes(unit) : bucket;
         call.elems = unit->shard_elems;
         if (zpp_wire_packs(zero)) {
             if (!grad->empty) zpp_wire_clear_gaps(unit, bucket);
             quantise_call(&call, &zero->wire.grads);
         }
+        call.src = sent(zero, grad, bucket);
     }
     return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, &grad->between_sum, err);
 }
@@ -127,14 +143,14 @@ static void add_slice(zpp_zero *zero, struct zpp_unit_grad *grad) {
     const struct zpp_unit *unit = grad->unit;
     const float factor = zero->grad_scale;
     if (zero->options.stage == 0) {
-        const void *source = grad->slice;
-        if (factor < 1.0f || factor > 1.0f)
-            zpp_reduce_sources(grad->slice, grad->dtype, false, &source, 1, unit->dtype, unit->elems, factor);
+        const void *source = zpp_wire_narrows(unit) ? reduced_slice(grad) : grad->slice;
+        if (source != grad->slice || factor < 1.0f || factor > 1.0f)
+            zpp_reduce_sources(grad->slice, grad->dtype, false, &source, 1, unit->wire_dtype, unit->elems, factor);
         return;
     }
     const void *source = reduced_slice(grad);
     const bool accumulate = grad->has && (zero->options.stage >= 2 || grad->empty);
-    zpp_reduce_sources(grad->slice, grad->dtype, accumulate, &source, 1, unit->dtype, unit->shard_elems, factor);
+    zpp_reduce_sources(grad->slice, grad->dtype, accumulate, &source, 1, unit->wire_dtype, unit->shard_elems, factor);
     if (!grad->carry) return;
     const void *carry = grad->carry;
     zpp_reduce_sources(grad->slice, grad->dtype, true, &carry, 1, grad->dtype, unit->shard_elems, 1.0f);

@@ -28,14 +28,15 @@ static bool keeps_buckets(const zpp_zero *zero) {
 
 /* --- creation ----------------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, zpp_dtype grad_dtype, struct zpp_err *err) {
+zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     struct zpp_unit_grad *grad = calloc(1, sizeof *grad);
     if (!grad) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the gradients of unit %s", unit->name);
     unit->grad = grad;
     grad->unit = unit;
     grad->zero = zero;
-    grad->dtype = keeps_buckets(zero) ? unit->dtype : grad_dtype;
-    grad->bucket_bytes = round_up(zpp_unit_bytes(unit) + unit->params, ZPP_BUCKET_ALIGN_BYTES);
+    grad->dtype = unit->grad_dtype;
+    grad->elem_bytes = zpp_dtype_bytes(grad->dtype);
+    grad->bucket_bytes = round_up(zpp_grad_whole_bytes(grad) + unit->params, ZPP_BUCKET_ALIGN_BYTES);
     grad->bucket_offset_bytes = ZPP_BUCKET_NONE;
     grad->missing = unit->params;
     const size_t room = unit->params ? unit->params : 1;
@@ -50,10 +51,6 @@ zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, zpp_dtype 
     return status;
 }
 
-static size_t slice_bytes(const struct zpp_unit_grad *grad) {
-    return grad->unit->shard_elems * zpp_dtype_bytes(grad->dtype);
-}
-
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     struct zpp_unit_grad *grad = unit->grad;
     if (!grad) return;
@@ -61,7 +58,7 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     zpp_between_drop(zero->options.comm, &grad->between_sum);
     free(grad->between_memory);
     if (!keeps_buckets(zero) && grad->slice && !zero->slices.filed)
-        zpp_device_free(zero->options.device, grad->slice, slice_bytes(grad));
+        zpp_device_free(zero->options.device, grad->slice, zpp_grad_slice_bytes(grad));
     zpp_taken_drop(zero, grad);
     free(grad->carry);
     zpp_event_destroy(grad->written);
@@ -116,14 +113,14 @@ static zpp_status make_slices(zpp_zero *zero, struct zpp_err *err) {
         struct zpp_unit_grad *grad = unit->grad;
         if (keeps_buckets(zero)) {
             unsigned char *bucket = (unsigned char *)zpp_region_base(zero->grads, zero->rank) + grad->home_offset_bytes;
-            grad->slice = bucket + (zero->options.stage == 0 ? 0 : (size_t)zero->rank * zpp_unit_shard_bytes(unit));
+            grad->slice = bucket + (zero->options.stage == 0 ? 0 : (size_t)zero->rank * zpp_grad_slice_bytes(grad));
             continue;
         }
         void *memory = NULL;
-        const zpp_status status = zpp_device_alloc(zero->options.device, slice_bytes(grad), &memory, err);
+        const zpp_status status = zpp_device_alloc(zero->options.device, zpp_grad_slice_bytes(grad), &memory, err);
         if (status != ZPP_OK) return status;
         grad->slice = memory;
-        zero->slice_bytes += slice_bytes(grad);
+        zero->slice_bytes += zpp_grad_slice_bytes(grad);
     }
     return ZPP_OK;
 }
@@ -165,7 +162,7 @@ unsigned char *zpp_reduce_bucket(const zpp_zero *zero, const struct zpp_unit *un
 
 /* One byte a parameter, behind the gradient. */
 static uint8_t *touched_flags(const zpp_zero *zero, const struct zpp_unit *unit) {
-    return zpp_reduce_bucket(zero, unit) + zpp_unit_bytes(unit);
+    return zpp_reduce_bucket(zero, unit) + zpp_grad_whole_bytes(unit->grad);
 }
 
 /* Is nobody, here or on a peer, reading the unit's bucket any more? */
@@ -233,12 +230,12 @@ static zpp_status wait_idle(zpp_zero *zero, struct zpp_unit_grad *grad, const st
 /* Stage 1, second backward of a step: the bucket is about to be refilled, and its own slice is the gradient so far. */
 static zpp_status save_carry(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     if (zero->options.stage != 1 || !grad->has || grad->carry) return ZPP_OK;
-    grad->carry = malloc(slice_bytes(grad));
+    grad->carry = malloc(zpp_grad_slice_bytes(grad));
     if (!grad->carry)
-        return zpp_fail(err, ZPP_NOMEM, "zero: no memory to keep %zu bytes of gradients of unit %s", slice_bytes(grad),
-                        grad->unit->name);
-    memcpy(grad->carry, grad->slice, slice_bytes(grad));
-    zero->carry_bytes += slice_bytes(grad);
+        return zpp_fail(err, ZPP_NOMEM, "zero: no memory to keep %zu bytes of gradients of unit %s",
+                        zpp_grad_slice_bytes(grad), grad->unit->name);
+    memcpy(grad->carry, grad->slice, zpp_grad_slice_bytes(grad));
+    zero->carry_bytes += zpp_grad_slice_bytes(grad);
     return ZPP_OK;
 }
 
@@ -286,14 +283,15 @@ static zpp_status add_gradient(void *arg, void *native, const struct zpp_wait *w
 static zpp_status put_gradient(zpp_zero *zero, struct zpp_unit *unit, size_t param, const void *from,
                                struct zpp_err *err) {
     const size_t elems = unit->param_elems[param];
-    unsigned char *to = zpp_reduce_bucket(zero, unit) + unit->offset_elems[param] * unit->elem_bytes;
+    const size_t bytes = elems * unit->grad->elem_bytes;
+    unsigned char *to = zpp_reduce_bucket(zero, unit) + unit->offset_elems[param] * unit->grad->elem_bytes;
     uint8_t *touched = &touched_flags(zero, unit)[param];
     const bool add = *touched && zero->options.stage > 0; /* stage 0: autograd itself adds to p.grad, a view of `to` */
     if (!*touched) unit->grad->touched_params++;
     *touched = 1;
     if (from == (const void *)to || elems == 0) return ZPP_OK;
-    if (!add) return zpp_stream_copy(zero->compute, to, from, elems * unit->elem_bytes, err);
-    const struct add_args args = { to, from, elems, unit->dtype };
+    if (!add) return zpp_stream_copy(zero->compute, to, from, bytes, err);
+    const struct add_args args = { to, from, elems, unit->grad_dtype };
     return zpp_stream_launch(zero->compute, add_gradient, &args, sizeof args, err);
 }
 
@@ -301,10 +299,10 @@ static zpp_status put_gradient(zpp_zero *zero, struct zpp_unit *unit, size_t par
 static void clear_untouched(const zpp_zero *zero, struct zpp_unit *unit) {
     const uint8_t *touched = touched_flags(zero, unit);
     unsigned char *bucket = zpp_reduce_bucket(zero, unit);
+    const size_t bytes = unit->grad->elem_bytes;
     if (unit->grad->touched_params == unit->params) return;
     for (size_t i = 0; i < unit->params; i++)
-        if (!touched[i])
-            memset(bucket + unit->offset_elems[i] * unit->elem_bytes, 0, unit->param_elems[i] * unit->elem_bytes);
+        if (!touched[i]) memset(bucket + unit->offset_elems[i] * bytes, 0, unit->param_elems[i] * bytes);
 }
 
 /* --- the operation ------------------------------------------------------------------------------------------------ */
@@ -340,9 +338,12 @@ static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int slice
         if (grad->peer_offsets[rank] == NO_BUCKET) continue;
         const unsigned char *bucket =
             (const unsigned char *)zpp_region_base(zero->grads, rank) + grad->peer_offsets[rank];
-        const uint8_t *touched = bucket + zpp_unit_bytes(unit);
+        const uint8_t *touched = bucket + zpp_grad_whole_bytes(grad);
         for (size_t i = 0; i < unit->params; i++) grad->present[i] |= touched[i];
-        sources[count++] = bucket + (size_t)slice * zpp_unit_shard_bytes(unit);
+        sources[count++] = bucket + (size_t)slice * zpp_grad_slice_bytes(grad);
+        /* Where the bucket keeps the result, the result would overwrite what is still to be read of it. */
+        if (rank == zero->rank && keeps_buckets(zero) && zpp_wire_narrows(unit))
+            sources[count - 1] = zpp_wire_aside(zero, unit, sources[count - 1]);
     }
     return count;
 }
@@ -358,15 +359,15 @@ static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     const int count = collect_sources(zero, grad, zero->rank, sources);
     if (count == 0) return ZPP_OK;
     unsigned char *to = grad->slice;
-    if (zero->options.stage == 0) to += (size_t)zero->rank * zpp_unit_shard_bytes(unit);
+    if (zero->options.stage == 0) to += (size_t)zero->rank * zpp_grad_slice_bytes(grad);
     /* Stage 1: my bucket was not refilled, so its slice still is the gradient so far; else the carry has it. */
     const bool accumulate = grad->has && (zero->options.stage >= 2 || (zero->options.stage == 1 && grad->empty));
     const float factor = zero->grad_scale / (float)zero->ranks;
-    size_t source_bytes = zpp_unit_shard_bytes(unit);
+    size_t source_bytes = unit->shard_elems * zpp_dtype_bytes(unit->wire_dtype);
     if (zpp_wire_packs(zero))
         source_bytes = zpp_wire_add(zero, sources, count, factor, to, grad->dtype, accumulate, unit->shard_elems);
     else
-        zpp_reduce_sources(to, grad->dtype, accumulate, sources, count, unit->dtype, unit->shard_elems, factor);
+        zpp_reduce_sources(to, grad->dtype, accumulate, sources, count, unit->wire_dtype, unit->shard_elems, factor);
     if (grad->carry) {
         const void *carry = grad->carry;
         zpp_reduce_sources(to, grad->dtype, true, &carry, 1, grad->dtype, unit->shard_elems, 1.0f);
@@ -381,7 +382,7 @@ static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
 
 /* Stage 0: rank r has finished slice r, so nobody reads slice r of my bucket any more, and it may be overwritten. */
 static void copy_slices(zpp_zero *zero, struct zpp_unit_grad *grad) {
-    const size_t bytes = zpp_unit_shard_bytes(grad->unit);
+    const size_t bytes = zpp_grad_slice_bytes(grad);
     uint64_t copied_bytes = 0;
     for (int rank = 0; rank < zero->ranks && grad->has; rank++) {
         if (rank == zero->rank) continue;
@@ -398,7 +399,8 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
     zpp_zero *zero = grad->zero;
     zpp_status status = ZPP_OK;
     if (grad->round == ROUND_PACK) {
-        if (zpp_wire_packs(zero) && !grad->empty) zpp_wire_pack(zero, grad->unit);
+        if (!grad->empty && zpp_wire_packs(zero)) zpp_wire_pack(zero, grad->unit);
+        else if (!grad->empty && zpp_wire_narrows(grad->unit)) zpp_wire_narrow(zero, grad->unit);
         grad->round = ROUND_POST;
     }
     if (grad->round == ROUND_POST) {
@@ -418,7 +420,7 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
         const uint64_t began_ns = zpp_span_begin();
         if (status == ZPP_OK) status = add_slices(zero, grad, err);
         if (status != ZPP_OK) return status;
-        zpp_span_end(began_ns, ZPP_SPAN_REDUCE, grad->unit->name, zpp_unit_shard_bytes(grad->unit));
+        zpp_span_end(began_ns, ZPP_SPAN_REDUCE, grad->unit->name, zpp_grad_slice_bytes(grad));
         zpp_lane_ack(zero->lane, grad->seq);
         if (zero->slices.filed) status = zpp_slices_give(zero, grad, err);
         if (status != ZPP_OK) return status;
@@ -584,7 +586,7 @@ static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         grad->touched_params = 0;
         if (zero->options.stage == 0 && grad->has) adopt_result(zero, grad);
-        if (grad->carry) zero->carry_bytes -= slice_bytes(grad);
+        if (grad->carry) zero->carry_bytes -= zpp_grad_slice_bytes(grad);
         free(grad->carry);
         grad->carry = NULL;
     }
@@ -645,8 +647,7 @@ unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit) {
 }
 
 zpp_dtype zpp_zero_grad_dtype(const zpp_zero *zero, int unit) {
-    const struct zpp_unit_grad *grad = zero->units[unit]->grad;
-    return grad ? grad->dtype : zero->units[unit]->dtype;
+    return zero->units[unit]->grad_dtype;
 }
 
 bool zpp_zero_has_grad(const zpp_zero *zero) {

@@ -4,7 +4,8 @@
  * one fixed order of units, the same on every rank, whatever became ready first, and never blocks the backward thread.
  * Rank r adds slice r of all ranks' buckets, in rank order, in place: one read per byte.
  *
- * A bucket:   | gradient, elems | touched, one byte a parameter |     (spans of untouched parameters are zero)
+ * A bucket:   | gradient, elems of grad_dtype | touched, one byte a parameter |     (untouched parameters are zeros)
+ * What travels in fewer bits (wire_dtype, or wire.h's images) is made of it in place, slice by slice.
  *
  * stages 2, 3   the slice is memory of its own, or in a file (slices.h); the bucket is given back once every peer has
  *               read it
@@ -18,7 +19,8 @@
 #include "zero.h"
 
 struct zpp_unit_grad {
-    zpp_dtype dtype; /* of `slice` */
+    zpp_dtype dtype; /* of the bucket and of `slice` */
+    size_t elem_bytes;
     size_t bucket_bytes;
     size_t home_offset_bytes; /* a place of its own behind the arena */
 
@@ -66,8 +68,16 @@ struct zpp_unit_grad {
     struct zpp_unit_grad *next_written;
 };
 
+/* Of a unit's gradients: all of them, or one slice. */
+static inline size_t zpp_grad_whole_bytes(const struct zpp_unit_grad *grad) {
+    return grad->unit->elems * grad->elem_bytes;
+}
+static inline size_t zpp_grad_slice_bytes(const struct zpp_unit_grad *grad) {
+    return grad->unit->shard_elems * grad->elem_bytes;
+}
+
 /* Part of create, seal and destroy. */
-zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, zpp_dtype grad_dtype, struct zpp_err *err);
+zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err);
 /* Is a reduction or an exchange under way that has not ended? */
 bool zpp_reduce_pending(const zpp_zero *zero);

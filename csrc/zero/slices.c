@@ -176,9 +176,9 @@ zpp_status zpp_slices_add(zpp_zero *zero, struct zpp_unit_grad *grad, size_t par
     if (status == ZPP_OK) status = zpp_slices_take(zero, grad, wait, err);
     if (status == ZPP_OK) status = zpp_slices_arrive(zero, grad, wait);
     if (status != ZPP_OK) return status;
-    unsigned char *to = grad->slice + unit->offset_elems[param] * unit->elem_bytes;
-    if (grad->present[param]) zpp_reduce_sources(to, grad->dtype, true, &from, 1, unit->dtype, elems, 1.0f);
-    else if (elems) memcpy(to, from, elems * unit->elem_bytes);
+    unsigned char *to = grad->slice + unit->offset_elems[param] * grad->elem_bytes;
+    if (grad->present[param]) zpp_reduce_sources(to, grad->dtype, true, &from, 1, grad->dtype, elems, 1.0f);
+    else if (elems) memcpy(to, from, elems * grad->elem_bytes);
     grad->present[param] = 1;
     grad->has = grad->changed = true;
     return ZPP_OK;

@@ -42,6 +42,7 @@ struct zpp_unit {
     char name[120];
     zpp_dtype dtype;
     size_t elem_bytes;
+    zpp_dtype grad_dtype, wire_dtype; /* see struct zpp_unit_spec */
     bool trainable;
     enum zpp_place place;
     size_t params;

@@ -71,23 +71,29 @@ static zpp_status check_unit(const struct zpp_unit *unit, struct zpp_err *err) {
                     unit->name, zpp_dtype_name(unit->dtype));
 }
 
+/* Room for one slice as it travels: the largest of those that need it. */
+static void want_scratch(struct zpp_wire *wire, size_t bytes) {
+    if (bytes > wire->scratch_bytes) wire->scratch_bytes = bytes;
+}
+
 zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err) {
     struct zpp_wire *wire = &zero->wire;
-    if (zero->ranks == 1 || !(wire->params.bits || wire->grads.bits)) return ZPP_OK;
+    if (zero->ranks == 1) return ZPP_OK;
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];
+        if (unit->trainable && zero->options.stage <= 1 && zpp_wire_narrows(unit))
+            want_scratch(wire, unit->shard_elems * zpp_dtype_bytes(unit->wire_dtype));
         const bool packs = wire->grads.bits && unit->trainable, between = zpp_between(zero->options.comm);
         if (!(wire->params.bits && unit->place == ZPP_PLACE_SHARD) && !packs) continue;
         const zpp_status status = check_unit(unit, err);
         if (status != ZPP_OK) return status;
-        if (packs && !between && image_bytes(&wire->grads, unit->shard_elems) > wire->scratch_bytes)
-            wire->scratch_bytes = image_bytes(&wire->grads, unit->shard_elems);
+        if (packs && !between) want_scratch(wire, image_bytes(&wire->grads, unit->shard_elems));
         if (!has_image(zero, unit)) continue;
         unit->image_offset_bytes = wire->images_bytes;
         wire->images_bytes += (image_bytes(&wire->params, unit->shard_elems) + 63) / 64 * 64;
     }
     if (wire->scratch_bytes && !(wire->scratch = malloc(wire->scratch_bytes)))
-        return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %zu bytes of a quantised gradient", wire->scratch_bytes);
+        return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %zu bytes of a gradient on its way", wire->scratch_bytes);
     if (!wire->images_bytes) return ZPP_OK;
     return zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, wire->images_bytes, &wire->images, err);
 }
@@ -162,10 +168,11 @@ bool zpp_wire_packs(const zpp_zero *zero) {
 }
 
 void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket) {
+    const size_t bytes = zpp_dtype_bytes(unit->grad_dtype);
     for (size_t i = 0; i <= unit->params; i++) {
         const size_t from = i ? unit->offset_elems[i - 1] + unit->param_elems[i - 1] : 0;
         const size_t to = i < unit->params ? unit->offset_elems[i] : unit->elems;
-        memset(bucket + from * unit->elem_bytes, 0, (to - from) * unit->elem_bytes);
+        memset(bucket + from * bytes, 0, (to - from) * bytes);
     }
 }
 
@@ -174,10 +181,27 @@ void zpp_wire_pack(zpp_zero *zero, struct zpp_unit *unit) {
     unsigned char *bucket = zpp_reduce_bucket(zero, unit);
     zpp_wire_clear_gaps(unit, bucket);
     for (int rank = 0; rank < zero->ranks; rank++) {
-        unsigned char *slice = bucket + (size_t)rank * zpp_unit_shard_bytes(unit);
-        make_image(spec, slice, unit->dtype, unit->shard_elems, zero->wire.scratch);
+        unsigned char *slice = bucket + (size_t)rank * unit->shard_elems * zpp_dtype_bytes(unit->grad_dtype);
+        make_image(spec, slice, unit->grad_dtype, unit->shard_elems, zero->wire.scratch);
         memcpy(slice, zero->wire.scratch, image_bytes(spec, unit->shard_elems)); /* always shorter than the slice */
     }
+}
+
+void zpp_wire_narrow(zpp_zero *zero, struct zpp_unit *unit) {
+    unsigned char *bucket = zpp_reduce_bucket(zero, unit), tile[2 * TILE_ELEMS];
+    const size_t wide = zpp_dtype_bytes(unit->grad_dtype), narrow = zpp_dtype_bytes(unit->wire_dtype);
+    for (int rank = 0; rank < zero->ranks; rank++) {
+        unsigned char *slice = bucket + (size_t)rank * unit->shard_elems * wide;
+        for (size_t first = 0; first < unit->shard_elems; first += TILE_ELEMS) {
+            const size_t left = unit->shard_elems - first, elems = left < TILE_ELEMS ? left : TILE_ELEMS;
+            zpp_convert(tile, unit->wire_dtype, slice + first * wide, unit->grad_dtype, elems);
+            memcpy(slice + first * narrow, tile, elems * narrow); /* always behind what is read next */
+        }
+    }
+}
+
+const void *zpp_wire_aside(zpp_zero *zero, const struct zpp_unit *unit, const void *slice) {
+    return memcpy(zero->wire.scratch, slice, unit->shard_elems * zpp_dtype_bytes(unit->wire_dtype));
 }
 
 static void add_tile(const struct zpp_quant_spec *spec, const struct zpp_quant_source *sources, int count, float factor,

@@ -12,6 +12,9 @@
  *
  * Bytes read per rank and step: (N - 1) w(shard) a gather and a reduction, in place of (N - 1) * shard bytes.
  *
+ * Gradients that add in fp32 and travel in 16 bits (a unit's wire_dtype) are rounded to nearest in place in the same
+ * manner, and added in fp32. Over several hosts they are rounded to a copy (between.c).
+ *
  * Over several hosts both are the quantised collectives of the communicator (comm/hosts_quant.c), which quantise
  * at each gather and add as qgZ does: inside each host, quantised again, then over hosts. With one rank a host the bits
  * are the same as here.
@@ -46,6 +49,14 @@ bool zpp_wire_packs(const zpp_zero *zero);
 void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket);
 /* Every slice of the unit's bucket becomes its image, at the front of the slice's place. */
 void zpp_wire_pack(zpp_zero *zero, struct zpp_unit *unit);
+/* Do the unit's gradients travel in fewer bits than they add in (and not as images)? */
+static inline bool zpp_wire_narrows(const struct zpp_unit *unit) {
+    return unit->wire_dtype != unit->grad_dtype;
+}
+/* Every slice of the unit's bucket becomes its elements of wire_dtype, at the front of the slice's place. */
+void zpp_wire_narrow(zpp_zero *zero, struct zpp_unit *unit);
+/* A copy of such a slice, until the next call. */
+const void *zpp_wire_aside(zpp_zero *zero, const struct zpp_unit *unit, const void *slice);
 /* to = (sum of the images) * factor, or to += that; `elems` of dtype. Returns the bytes of one image. */
 size_t zpp_wire_add(zpp_zero *zero, const void *const *images, int count, float factor, void *to, zpp_dtype dtype,
                     bool accumulate, size_t elems);

@@ -53,7 +53,8 @@ struct zpp_unit_spec {
     const size_t *param_elems; /* [params]; copied */
     bool trainable;
     enum zpp_place place;
-    zpp_dtype grad_dtype;     /* of the reduced slice in stages 2 and 3: `dtype`, or ZPP_F32 */
+    zpp_dtype grad_dtype;     /* that gradients come in, add in and stay in: `dtype`, or ZPP_F32 */
+    zpp_dtype wire_dtype;     /* that peers read them in: grad_dtype; of ZPP_F32 also ZPP_BF16 or ZPP_F16 */
 };
 
 /* New; free with zpp_zero_destroy (local, never waits; NULL is fine). */

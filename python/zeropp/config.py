@@ -25,6 +25,7 @@ from zeropp.errors import ConfigError
 T = TypeVar("T")
 
 DTYPES = ("fp32", "bf16", "fp16")
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIERS = ("device", "cpu", "nvme")
 WIRE_FORMATS = ("exact", "int8", "int4")
 STATES = ("fp32", "bf16", "int8")
@@ -171,16 +172,27 @@ class Precision:
     form."""
 
     param: str | None = None
-    """Type the parameters are held and gathered in; None keeps the model's own."""
+    """Type the parameters are held and gathered in; None keeps the model's own. Floating inputs are cast to it."""
 
     compute: str | None = None
-    """Type of the computation; None means `param`. Floating inputs are cast to it."""
+    """Type of the computation; None means `param`: parameters compute in the type they are held in. "bf16" or "fp16" with
+    parameters in fp32 (or None, for a model in fp32) runs the model's forward under `torch.autocast`: each operation takes the
+    type that autocast's lists give it, and gradients are fp32. Without checkpointing autograd then keeps a
+    copy in 16 bits of each weight that a linear layer used, until its backward."""
 
     reduce: str | None = None
-    """Type of gradients on the wire; None means `compute`. Sums are kept in fp32 whatever it is."""
+    """Type of gradients on the wire; None means that of the parameters. Sums over ranks are in fp32 whatever it is. "fp32" with
+    parameters in 16 bits: gradients also add up over micro-steps, travel, stay and reach the step in fp32. "bf16" or "fp16" with
+    parameters in fp32: half of the bytes on the wire; gradients add up in fp32, and are rounded once, when they go out."""
+
+    accumulate: str | None = None
+    """Type that gradients add up in over micro-steps, and that reduced ones are held in. None: that of the parameters where they
+    travel in it too, else fp32. "fp32": so in any case, whatever travels."""
 
     master: str | None = None
-    """Type of the copy that the optimizer updates; None means fp32."""
+    """Type of the copy that the optimizer updates; None means fp32. "bf16", for parameters in bf16: there is no copy, the step
+    updates the parameters themselves, in fp32 arithmetic, and rounds them stochastically, so that their mean is right. With
+    state="bf16" a parameter then takes 6 bytes where it took 14, beside its gradient. Adam and AdamW, in memory."""
 
     state: str | None = None
     """Type of the optimizer's states; None means fp32. "bf16" holds those of Adam, AdamW, Lion, Adagrad, SGD with momentum
@@ -205,30 +217,34 @@ class Precision:
             if value is not None:
                 _one_of(f"Precision.{one.name}", value, {"state": STATES, "stored": STORED}.get(one.name, DTYPES))
 
-    @property
-    def name(self) -> str | None:
-        """None, "fp32", "bf16" or "fp16": the combination that the engine knows. Raises ConfigError for any other."""
-        compute = self.compute or self.param
-        reduce = self.reduce or compute
-        if (self.master or "fp32") != "fp32":
-            raise not_yet("Precision.master", self.master, "leave it out: the optimizer updates an fp32 copy")
-        if self.param is None and compute is not None:
-            raise not_yet(
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.master == "fp16" or (self.master == "bf16" and self.param not in (None, "bf16")):
+            raise wrong(
+                "Precision.master",
+                self.master,
+                f"'fp32' or None with param={self.param!r}; 'bf16' is for parameters in bf16",
+            )
+        if self.param in ("bf16", "fp16") and self.compute not in (None, self.param):
+            raise wrong(
                 "Precision.compute",
-                compute,
-                f"give param={compute!r} too: parameters are held in the type they compute in",
+                self.compute,
+                f"{self.param!r} or None with param={self.param!r}: what is held in 16 bits computes in them",
             )
-        if compute != self.param:
-            raise not_yet(
-                "Precision.compute", compute, f"use {self.param!r}: parameters compute in the type they are held in"
+        if self.param is None and self.compute == "fp32":
+            raise wrong("Precision.compute", self.compute, "None, or param='fp32' with it")
+        if self.accumulate not in (None, "fp32") and not self.accumulate == self.param == (self.reduce or self.param):
+            raise wrong(
+                "Precision.accumulate",
+                self.accumulate,
+                f"'fp32' or None with param={self.param!r} and reduce={self.reduce!r}: sums are in fp32, or in the one type of both",
             )
-        if reduce != compute:
-            raise not_yet(
-                "Precision.reduce",
-                reduce,
-                f"use {compute!r}: gradients travel in the type they are computed in, and add in fp32",
-            )
-        return self.param
+
+    @property
+    def autocast(self) -> str | None:
+        """The type that `torch.autocast` computes in: "bf16", "fp16", or None without it."""
+        return self.compute if self.compute != self.param else None
 
 
 @_refuses_unknown
@@ -383,8 +399,30 @@ class Config:
 
     @property
     def dtype_name(self) -> str | None:
-        """`precision` as the engine takes it: None (the model's own types), "fp32", "bf16" or "fp16"."""
-        return self.precision.name if isinstance(self.precision, Precision) else self.precision
+        """What parameters are held in: None (the model's own types), "fp32", "bf16" or "fp16"."""
+        return self.precision.param if isinstance(self.precision, Precision) else self.precision
+
+    @property
+    def autocast_name(self) -> str | None:
+        """What `torch.autocast` computes in: "bf16", "fp16", or None without it."""
+        return self.precision.autocast if isinstance(self.precision, Precision) else None
+
+    @property
+    def scales_loss(self) -> bool:
+        """Are gradients computed in fp16, whose range is too small for them as they are?"""
+        return "fp16" in (self.dtype_name, self.autocast_name)
+
+    def gradient_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Of parameters held in `dtype`: what their gradients add up and stay in, and what they travel in."""
+        chosen = self.precision if isinstance(self.precision, Precision) else Precision()
+        travels = TORCH_DTYPES[chosen.reduce] if chosen.reduce is not None else dtype
+        stays = dtype if travels == dtype and chosen.accumulate != "fp32" else torch.float32
+        return stays, travels if self.comm.grads == "exact" else stays
+
+    @property
+    def master_name(self) -> str:
+        """Type of the copy that the optimizer updates: "fp32", or "bf16": the parameters, where they are bf16."""
+        return self.precision.master or "fp32" if isinstance(self.precision, Precision) else "fp32"
 
     @property
     def state_name(self) -> str:
@@ -397,10 +435,7 @@ class Config:
         return self.precision.stored if isinstance(self.precision, Precision) else None
 
     def _check_precision(self) -> None:
-        _ = Precision
-        if isinstance(self.precision, Precision):
-            _ = self.precision.name
-        elif self.precision is not None:
+        if self.precision is not None and not isinstance(self.precision, Precision):
             _one_of("Config.precision", self.precision, DTYPES)
         self._check_loss_scale()
 
@@ -414,7 +449,7 @@ class Config:
                     "Config.loss_scale", value, "None (dynamic), a finite number above 0 (fixed), or LossScale(...)"
                 )
             object.__setattr__(self, "loss_scale", LossScale(init=float(value), least=float(value), dynamic=False))
-        if self.dtype_name != "fp16":
+        if not self.scales_loss:
             raise wrong("Config.loss_scale", value, f"None with precision {self.dtype_name!r}: only fp16 needs a scale")
 
     def _check_units(self) -> None:
@@ -482,6 +517,12 @@ class Config:
                     self.state_name,
                     f"leave it out with offload.{name} on 'nvme': a step that streams through files takes fp32 states",
                 )
+            if tier.kind == "nvme" and name in ("params", "optimizer", "grads") and self.master_name != "fp32":
+                raise not_yet(
+                    "Precision.master",
+                    self.master_name,
+                    f"leave it out with offload.{name} on 'nvme': a step that streams through files updates an fp32 copy",
+                )
 
         if self.offload.delayed_update is not None:
             self._check_delayed()
@@ -499,6 +540,8 @@ class Config:
 
     def _check_delayed(self) -> None:
         path, steps, offload = "Config.offload.delayed_update", self.offload.delayed_update, self.offload
+        if self.master_name != "fp32":
+            raise not_yet("Precision.master", self.master_name, "leave it out with offload.delayed_update")
         if offload.optimizer.kind == "device":  # type: ignore[union-attr]
             raise wrong(
                 path, steps, "None with offload.optimizer on 'device'; it hides a step of states on 'cpu' or 'nvme'"
@@ -523,6 +566,13 @@ class Config:
             )
         if self.comm.grads != "exact" and self.offload.grads.kind == "nvme":  # type: ignore[union-attr]
             raise not_yet("Config.comm.grads", self.comm.grads, "leave it at 'exact' with offload.grads on 'nvme'")
+        reduce = self.precision.reduce if isinstance(self.precision, Precision) else None
+        if reduce in ("bf16", "fp16") and reduce != self.dtype_name and self.comm.grads != "exact":
+            raise wrong(
+                "Config.comm.grads",
+                self.comm.grads,
+                f"'exact' with Precision(reduce={reduce!r}): each says what travels",
+            )
         if self.stage < 2 and self.comm.grads != "exact":
             raise not_yet(
                 "Config.comm.grads", self.comm.grads, f"leave it at 'exact' at stage {self.stage}, or use 2 or 3"

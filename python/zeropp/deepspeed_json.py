@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeropp.config import LossScale, Offload, Tier, nearest, not_yet, wrong
+from zeropp.config import DTYPES, LossScale, Offload, Precision, Tier, nearest, not_yet, wrong
 from zeropp.errors import ConfigError
 
 Field = tuple[str, Any]  # path of the key in the file, value of the field of Config
@@ -39,7 +39,6 @@ _SWITCHED_OFF = (
     "quantize_training",
     "sparse_attention",
     "tensorboard",
-    "torch_autocast",
     "wandb",
 )
 # Top-level keys that zeropp always satisfies: accepted values, and what it does.
@@ -52,13 +51,15 @@ _TOP_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "gradient_predivide_factor": ((1, 1.0), "gradients are averaged after the sum, in fp32"),
     "disable_allgather": ((False,), "updated parameters are shared"),
     "sparse_gradients": ((False,), "gradients are dense"),
-    "communication_data_type": ((None,), "gradients travel in the type they are computed in"),
 }
 _TOP_MAPPED = (
     "zero_optimization",
     "bf16",
     "bfloat16",
     "fp16",
+    "torch_autocast",
+    "communication_data_type",
+    "data_types",
     "gradient_clipping",
     "gradient_accumulation_steps",
     "train_batch_size",
@@ -139,6 +140,7 @@ def fields_from_deepspeed(keys: Mapping[str, Any], ranks: int | None = None) -> 
         return {}
     fields: dict[str, Field] = {}
     low = _precision(keys, fields)
+    _types(keys, fields)
     _zero(_section(keys, "zero_optimization"), fields, element_bytes=2 if low else 4)
     _clip(keys, fields)
     _batch(keys, fields, ranks)
@@ -213,8 +215,6 @@ def _precision(keys: Mapping[str, Any], fields: dict[str, Field]) -> bool:
             bf16,
             {
                 "immediate_grad_update": ((True, False), "gradients are reduced as they come"),
-                "bf16_master_weights_and_grads": ((False,), "the master copy is fp32"),
-                "bf16_optimizer_states": ((False,), "optimizer states are fp32"),
                 "check_grad_overflow": ((False,), "a step is never skipped; clip_grad_norm_ returns the norm"),
             },
             f"{name}.",
@@ -225,6 +225,77 @@ def _precision(keys: Mapping[str, Any], fields: dict[str, Field]) -> bool:
             raise ConfigError(f"fp16.enabled: true, and {name}.enabled too; switch one of them off")
         on = True
     return bool(on)
+
+
+def _types(keys: Mapping[str, Any], fields: dict[str, Field]) -> None:
+    """What is said of types beside `bf16` and `fp16`: `Precision(...)` in place of the short form."""
+    path, low = fields.get("precision", ("torch_autocast.enabled", None))
+    said: dict[str, Field] = {}
+    name = "bfloat16" if "bfloat16" in keys else "bf16"
+    if low == "bf16":
+        for key, field in (("bf16_master_weights_and_grads", "master"), ("bf16_optimizer_states", "state")):
+            if _flag(_section(keys, name), key, f"{name}."):
+                said[field] = (f"{name}.{key}", "bf16")
+    _autocast(_section(keys, "torch_autocast") if keys.get("torch_autocast") else {}, low, said)
+    _dtype(keys, "communication_data_type", "", "reduce", said)
+    types = _section(keys, "data_types")
+    for key, value in types.items():
+        if key != "grad_accum_dtype":
+            raise ConfigError(
+                f"data_types.{key}: unknown key (value {value!r}){nearest(key, ['grad_accum_dtype'])}; known is grad_accum_dtype"
+            )
+    _dtype(types, "grad_accum_dtype", "data_types.", "accumulate", said)
+    if not said:
+        return
+    try:
+        whole = Precision(param=low, **{field: value for field, (_, value) in said.items()})
+    except ConfigError as error:
+        for field, (where, _) in said.items():
+            if str(error).startswith(f"Precision.{field}:"):
+                raise ConfigError(where + str(error).removeprefix(f"Precision.{field}")) from None
+        raise
+    fields["precision"] = (path, whole)
+
+
+def _flag(section: Mapping[str, Any], key: str, path: str) -> bool:
+    value = section.get(key, "auto")
+    if value != "auto" and not isinstance(value, bool):
+        raise wrong(path + key, value, 'true, false or "auto"')
+    return value is True
+
+
+def _dtype(section: Mapping[str, Any], key: str, path: str, field: str, said: dict[str, Field]) -> None:
+    value = section.get(key)
+    if value in (None, "auto"):
+        return
+    if not isinstance(value, str) or value.lower() not in DTYPES:
+        raise wrong(path + key, value, "one of 'fp32', 'bf16', 'fp16', or \"auto\"")
+    said[field] = (path + key, value.lower())
+
+
+_AUTOCAST_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
+
+
+def _autocast(section: Mapping[str, Any], low: str | None, said: dict[str, Field]) -> None:
+    known = ("enabled", "dtype", "lower_precision_safe_modules")
+    for key, value in section.items():
+        if key not in known:
+            raise ConfigError(f"torch_autocast.{key}: unknown key (value {value!r}){nearest(key, known)}")
+    if not _switch(section, "torch_autocast"):
+        return
+    if low is not None:
+        raise ConfigError(f"torch_autocast.enabled: true, and {low}.enabled too; switch one of them off")
+    dtype = section.get("dtype", "bfloat16")
+    name = _AUTOCAST_DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else None
+    if name is None:
+        raise wrong("torch_autocast.dtype", dtype, "'bfloat16' or 'float16'")
+    if section.get("lower_precision_safe_modules") is not None:
+        warnings.warn(
+            "torch_autocast.lower_precision_safe_modules changes nothing in zeropp: parameters are gathered in the type they are held "
+            "in; communication_data_type says what gradients travel in",
+            stacklevel=5,
+        )
+    said["compute"] = ("torch_autocast.enabled", name)
 
 
 def _fp16(section: Mapping[str, Any], fields: dict[str, Field], on: bool | None) -> bool:

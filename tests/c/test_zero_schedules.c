@@ -47,6 +47,7 @@ static uint64_t next_random(uint64_t *state) { /* splitmix64 */
 struct plan {
     int ranks, stage, units;
     bool host_copy;
+    bool narrow; /* gradients travel in bf16, which holds these exactly */
     double grads_fraction; /* of the reduced gradients in a file; 0: none */
     size_t prefetch_bytes, bucket_bytes;
     size_t params[MAX_UNITS], elems[MAX_UNITS][MAX_PARAMS];
@@ -412,7 +413,8 @@ static void build(struct rank_state *state) {
         snprintf(name, sizeof name, "unit%d", unit);
         const enum zpp_place split = plan->host_copy ? ZPP_PLACE_HOST : ZPP_PLACE_SHARD;
         const struct zpp_unit_spec spec = { name, ZPP_F32, plan->params[unit], plan->elems[unit], plan->trainable[unit],
-                                            plan->stage == 3 && plan->ranks > 1 ? split : ZPP_PLACE_WHOLE, ZPP_F32 };
+                                            plan->stage == 3 && plan->ranks > 1 ? split : ZPP_PLACE_WHOLE, ZPP_F32,
+                                            plan->narrow ? ZPP_BF16 : ZPP_F32 };
         must(zpp_zero_add_unit(state->zero, &spec, &index, &err), &err, "add unit");
     }
     must(zpp_zero_seal(state->zero, &err), &err, "seal");
@@ -482,6 +484,7 @@ static void draw_plan(struct plan *plan, uint64_t *random) {
         plan->grads_fraction = next_random(random) % 2 ? 1.0 : 0.5;
         if (next_random(random) % 3 == 0) plan->ranks = 1;
     }
+    plan->narrow = next_random(random) % 3 == 0;
     for (int i = 0; i < STEPS; i++) plan->micro_steps[i] = plan->stage == 0 ? 1 : 1 + (int)(next_random(random) % 2);
 }
 

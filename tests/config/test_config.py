@@ -93,6 +93,22 @@ def test_every_field_says_what_it_is():
         (lambda: Comm(grads="int3"), "Comm.grads", "did you mean 'int8'?"),
         (lambda: Comm(secondary_shard=-1), "Comm.secondary_shard", "whole number >= 0"),
         (lambda: Precision(param="float32"), "Precision.param", "one of 'fp32', 'bf16', 'fp16'"),
+        (lambda: Precision(param="bf16", compute="fp32"), "Precision.compute", "'bf16' or None with param='bf16'"),
+        (lambda: Precision(param="fp32", master="bf16"), "Precision.master", "'bf16' is for parameters in bf16"),
+        (lambda: Precision(param="fp16", master="fp16"), "Precision.master", "'fp32' or None with param='fp16'"),
+        (lambda: Precision(compute="fp32"), "Precision.compute", "param='fp32' with it"),
+        (
+            lambda: Precision(param="fp32", accumulate="bf16"),
+            "Precision.accumulate",
+            "'fp32' or None with param='fp32'",
+        ),
+        (lambda: Precision(param="bf16", reduce="fp32", accumulate="bf16"), "Precision.accumulate", "reduce='fp32'"),
+        (lambda: Config(loss_scale=8.0, precision=Precision(compute="bf16")), "Config.loss_scale", "only fp16"),
+        (
+            lambda: Config(precision=Precision(reduce="bf16"), comm=Comm(grads="int8")),
+            "Config.comm.grads",
+            "'exact' with Precision(reduce='bf16')",
+        ),
     ],
 )
 def test_a_mistake_is_named(make, path, says):
@@ -106,10 +122,14 @@ def test_a_mistake_is_named(make, path, says):
         (lambda: Config(offload=Offload(grads="nvme", path="/s"), comm=Comm(grads="int8")), "Config.comm.grads"),
         (lambda: Config(stage=1, comm=Comm(grads="int4")), "Config.comm.grads"),
         (lambda: Config(comm=Comm(secondary_shard=2)), "Config.comm.secondary_shard"),
-        (lambda: Config(precision=Precision(compute="bf16")), "Precision.compute"),
-        (lambda: Config(precision=Precision(param="fp32", compute="bf16")), "Precision.compute"),
-        (lambda: Config(precision=Precision(param="bf16", reduce="fp32")), "Precision.reduce"),
-        (lambda: Config(precision=Precision(param="bf16", master="bf16")), "Precision.master"),
+        (
+            lambda: Config(precision=Precision(master="bf16"), offload=Offload(optimizer="nvme", path="/tmp")),
+            "Precision.master",
+        ),
+        (
+            lambda: Config(precision=Precision(master="bf16"), offload=Offload(optimizer="cpu", delayed_update=3)),
+            "Precision.master",
+        ),
         (
             lambda: Config(precision=Precision(state="int8"), offload=Offload(optimizer="nvme", path="/tmp")),
             "Precision.state",
@@ -145,7 +165,8 @@ def test_good_values():
     assert Config(precision="bf16").dtype_name == "bf16"
     assert Config(precision=Precision()).dtype_name is None
     same = Precision(param=torch.bfloat16, compute="bf16", reduce="bf16", master="fp32", state="fp32")
-    assert Config(precision=same).dtype_name == "bf16"
+    assert Config(precision=same).dtype_name == "bf16" and Config(precision=same).autocast_name is None
+    assert Config(precision=Precision(compute="fp16"), loss_scale=8.0).autocast_name == "fp16"
     assert Config(device=torch.device("cpu")).device == torch.device("cpu")
     assert Config(prefetch=0).prefetch == 0
 

@@ -150,7 +150,17 @@ def test_layout_hints_are_said_to_change_nothing():
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master", "not built"),
         ({"bf16": {"enabled": "yes"}}, "bf16.enabled:", 'true, false or "auto"'),
         ({"bf16": {"enable": True}}, "bf16.enable:", "did you mean 'enabled'?"),
-        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states:", "not built"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": 1}}, "bf16.bf16_optimizer_states:", "true, false or"),
+        ({"communication_data_type": "fp8"}, "communication_data_type:", "one of 'fp32', 'bf16', 'fp16'"),
+        ({"data_types": {"grad_acc_dtype": "fp32"}}, "data_types.grad_acc_dtype:", "did you mean 'grad_accum_dtype'?"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype:", "sums are in fp32"),
+        ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, "torch_autocast.dtype:", "'bfloat16' or 'float16'"),
+        ({"torch_autocast": {"enable": True}}, "torch_autocast.enable:", "did you mean 'enabled'?"),
+        (
+            {"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}},
+            "torch_autocast.enabled:",
+            "one of them off",
+        ),
         ({"optimizer": {"type": "AdamW"}}, "optimizer:", "hand it to zeropp.prepare"),
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler:", "hand it to zeropp.prepare"),
         (
@@ -218,3 +228,23 @@ def test_batch_arithmetic_gives_the_accumulation_of_deepspeed(micro, steps, rank
     ]
     given_keys = dict(pair for index, pair in enumerate(keys) if index != left_out)
     assert Config.from_json(given_keys, ranks=ranks).accumulate == steps
+
+
+def test_types_by_purpose_of_a_deepspeed_file():
+    def read(**keys):
+        return Config.from_json(keys).precision
+
+    bf16 = {"enabled": True}
+    assert read(bf16=bf16, communication_data_type="fp32") == Precision(param="bf16", reduce="fp32")
+    assert read(bf16=bf16, data_types={"grad_accum_dtype": "fp32"}) == Precision(param="bf16", accumulate="fp32")
+    assert read(bf16={**bf16, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}) == Precision(
+        param="bf16", master="bf16", state="bf16"
+    )
+    assert read(torch_autocast={"enabled": True}) == Precision(compute="bf16")
+    assert read(torch_autocast={"enabled": True, "dtype": "torch.float16"}) == Precision(compute="fp16")
+    assert read(torch_autocast={"enabled": False}, communication_data_type=None, bf16={"enabled": False}) is None
+    assert read(fp16={"enabled": True, "loss_scale": 128}, communication_data_type="fp32") == Precision(
+        param="fp16", reduce="fp32"
+    )
+    with pytest.warns(UserWarning, match="lower_precision_safe_modules changes nothing"):
+        read(torch_autocast={"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]})

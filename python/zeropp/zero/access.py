@@ -186,7 +186,7 @@ def _planned(engine: Engine) -> dict[str, int]:
             kinds["params"] += bytes_ / engine.sharers
         if not unit.trainable:
             continue
-        kinds["grads"] += bytes_ / (n if stage >= 2 else 1)
+        kinds["grads"] += numel * unit.grad_dtype.itemsize / (n if stage >= 2 else 1)
         delayed = engine.delayed is not None and unit.dtype == torch.float32
         kinds["master"] += 4 * numel / (n if stage >= 1 else 1) if unit.has_master and not delayed else 0
         held = unit.state if engine.away is None else engine.away.state_of(unit.index)

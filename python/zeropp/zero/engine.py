@@ -83,6 +83,7 @@ class Unit:
     name: str
     core: Any  # _C.Unit
     dtype: torch.dtype
+    grad_dtype: torch.dtype  # of gradients on this rank: p.grad, what waits, and the reduced slice
     trainable: bool
     place: int
     elems: int
@@ -177,7 +178,7 @@ class Engine:
         self.model_ref = weakref.ref(model)
         self.clip_scale = 1.0
         self.scaler: Scaler | None = None
-        if config.dtype_name == "fp16":
+        if config.scales_loss:
             chosen = config.loss_scale if isinstance(config.loss_scale, LossScale) else LossScale()
             self.scaler = Scaler(chosen)
         self.norm: tuple[float, list[str]] | None = None
@@ -221,7 +222,7 @@ class Engine:
             place = self._place(plan)
             self.core.add_unit(
                 plan.name, DTYPES.index(plan.dtype), [numbers(p) for p in plan.params], plan.trainable, place,
-                DTYPES.index(plan.dtype),
+                *(DTYPES.index(dtype) for dtype in config.gradient_dtypes(plan.dtype)),
             )  # fmt: skip
             for number, parameter in enumerate(plan.params):
                 if place == FILE and parameter in low:
@@ -296,13 +297,14 @@ class Engine:
             for names, p, offset in zip(plan.names, plan.params, layout["offsets"], strict=True)
         ]
         unit = Unit(
-            index, plan.name, core, plan.dtype, plan.trainable, layout["place"], elems, shard_elems, entries, whole, own,
-            0 if self.local else self.rank * shard_elems, filed=self.params_tier if layout["place"] == FILE else None,
+            index, plan.name, core, plan.dtype, self.config.gradient_dtypes(plan.dtype)[0], plan.trainable, layout["place"],
+            elems, shard_elems, entries, whole, own, 0 if self.local else self.rank * shard_elems,
+            filed=self.params_tier if layout["place"] == FILE else None,
         )  # fmt: skip
         for i, entry in enumerate(entries):
             entry.param._zeropp = Ref(self, unit, i, entry.names[0])  # type: ignore[attr-defined]
         if self.stage == 0 and self.ranks > 1 and plan.trainable:
-            gradient = tensor_over(self.core, layout["gradient"], elems, plan.dtype)
+            gradient = tensor_over(self.core, layout["gradient"], elems, unit.grad_dtype)
             core.set_grad_views([e.of(gradient[e.offset_elems : e.offset_elems + e.numel]) for e in entries])
         return unit
 

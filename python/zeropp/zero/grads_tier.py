@@ -102,7 +102,7 @@ class GradsTier:
         cut, offset, total = self.figures()["cut_bytes"], 0, 0
         for unit in reversed(units):  # as csrc/zero/slices.c lays them
             if unit.trainable:
-                own = unit.shard_elems * unit.dtype.itemsize
+                own = unit.shard_elems * unit.grad_dtype.itemsize
                 total += max(0, offset + own - max(offset, cut))
                 offset += -(-own // PAGE_BYTES) * PAGE_BYTES
         return total

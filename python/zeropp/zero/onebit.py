@@ -91,7 +91,7 @@ class Slot:
         return [values[e.offset_elems : e.offset_elems + e.numel] for e in self.unit.params]
 
     def gradients(self) -> list[Tensor | None]:
-        """This rank's own gradients, flat, in the unit's dtype."""
+        """This rank's own gradients, flat, in the unit's grad_dtype."""
         if self.engine.local:
             with torch._C.DisableTorchFunctionSubclass():
                 own = [entry.param.grad for entry in self.unit.params]
@@ -101,7 +101,7 @@ class Slot:
             return [None] * len(self.unit.params)
         from zeropp.zero.engine import tensor_over
 
-        bucket = tensor_over(self.unit.core, held[0], self.unit.elems, self.unit.dtype)
+        bucket = tensor_over(self.unit.core, held[0], self.unit.elems, self.unit.grad_dtype)
         return [one if touched else None for one, touched in zip(self.spans(bucket), held[1], strict=True)]
 
     def take(self, into: Tensor, factor: float) -> None:

@@ -343,7 +343,7 @@ class ZeroOptimizer(optim.Optimizer):
         address = [unit.state[n].data_ptr() if n in wanted else 0 for n in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
         assert unit.steps is not None
         master = 0 if unit.master is None else unit.master.data_ptr()
-        unit.core.set_adam(master, *address, unit.steps.data_ptr(), unit.groups)
+        unit.core.set_adam(master, *address, unit.steps.data_ptr(), unit.first_param, unit.groups)
         unit.bound = wanted
 
     def _tiered_state(self, unit: Unit, wanted: tuple[str, ...]) -> None:
@@ -493,6 +493,11 @@ def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
         raise ConfigError(
             f"Precision.state: {config.state_name!r} is not built yet for {type(optimizer).__name__}; Adam, AdamW, Lion, "
             "Adagrad, SGD with momentum and LAMB are, or leave it out: states in fp32"
+        )
+    if config.master_name != "fp32" and type(optimizer) not in _ADAMS:
+        raise ConfigError(
+            f"Precision.master: {config.master_name!r} is not built yet for {type(optimizer).__name__}; Adam and AdamW are, or "
+            "leave it out: the optimizer updates an fp32 copy"
         )
     for name in ("optimizer", "params", "grads"):
         tier = getattr(config.offload, name)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp import _C
-from zeropp.config import Config, Tier
+from zeropp.config import TORCH_DTYPES, Config, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.zero import stored
 from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engine_of, register
@@ -77,7 +77,7 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     one_host = comm is not None and comm.hosts == 1
     host_copy = one_host and config.host_copy == "auto" and config.stage == 3 and not filed
     host_copy = host_copy and config.comm.params == "exact"  # docs/design/0015
-    low = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype_name]
+    low = None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name]
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if on_meta:
         meta.check_draws(model)
@@ -107,6 +107,10 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
         from zeropp.zero.activations import OffloadingCall
 
         model._compiled_call_impl = OffloadingCall(model, engine.activations)
+    if config.autocast_name is not None:
+        from zeropp.zero.autocast import AutocastCall
+
+        model._compiled_call_impl = AutocastCall(model, TORCH_DTYPES[config.autocast_name])
     _install_gradient_hooks(engine)
     if engine.stored is not None:
         stored.refuse_training(model, engine.stored)
@@ -329,6 +333,7 @@ def _fill(engine: Engine, unit: Unit, updated: bool) -> None:
     from zeropp.zero.init import copy_own_part, is_sharded, materialise
 
     comm, low = engine.comm, unit.dtype in (torch.bfloat16, torch.float16) and unit.trainable
+    low = low and TORCH_DTYPES[engine.config.master_name] != unit.dtype
     wants_master = low and any(e.param.dtype == torch.float32 for e in unit.params)
     full = torch.zeros(unit.elems, dtype=torch.float32) if wants_master else None
     unit.core.need()
@@ -454,9 +459,13 @@ def _resolve_conj(parameter: torch.Tensor) -> None:
 
 
 def _install_gradient_hooks(engine: Engine) -> None:
-    for entry in (entry for unit in engine.units if unit.trainable for entry in unit.params):
-        if entry.is_complex:
-            entry.param.register_post_accumulate_grad_hook(_resolve_conj)
+    for unit in (unit for unit in engine.units if unit.trainable):
+        for entry in unit.params:
+            if entry.is_complex:
+                entry.param.register_post_accumulate_grad_hook(_resolve_conj)
+            if unit.grad_dtype != unit.dtype:
+                with torch._C.DisableTorchFunctionSubclass():
+                    entry.param.grad_dtype = unit.grad_dtype  # autograd casts what comes, and adds in it
     if engine.local_grads and engine.ranks == 1 and engine.accumulate == 1 and engine.params_tier is None:
         return  # gradients stay where autograd leaves them
     for unit in engine.units:
