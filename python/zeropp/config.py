@@ -345,6 +345,11 @@ class Config:
     unit, as `units=(Block,)` or `units=("Block",)`. A whole number: modules are grouped until a unit holds about that
     many bytes of parameters."""
 
+    ignored: str | tuple[str, ...] = ()
+    """Parameters that are left alone, by name: of a parameter, of a module (all of its), or a pattern such as "*.router.*". They
+    stay as they are on every rank: not partitioned, not converted, their gradients not reduced. An optimizer of their own steps
+    them. Checkpoints and state dicts hold rank 0's values of them, as of buffers."""
+
     host_copy: str = "auto"
     """"auto": CPU ranks of one host keep one whole copy of the parameters in shared memory and gather nothing. "off":
     each rank holds its shard and gathers (what several hosts and GPUs always do)."""
@@ -381,6 +386,7 @@ class Config:
             raise wrong("Config.stage", self.stage, "0, 1, 2 or 3")
         self._check_precision()
         self._check_units()
+        self._check_ignored()
         _one_of("Config.host_copy", self.host_copy, ("auto", "off"))
         if self.prefetch != "auto":
             if isinstance(self.prefetch, str):
@@ -474,6 +480,12 @@ class Config:
                 )
         else:
             _whole("Config.units", units, 1, "bytes of parameters a unit; or 'auto', or classes")
+
+    def _check_ignored(self) -> None:
+        names: Any = (self.ignored,) if isinstance(self.ignored, str) else self.ignored
+        if not isinstance(names, (list, tuple)) or not all(isinstance(one, str) and one for one in names):
+            raise wrong("Config.ignored", self.ignored, "names of parameters or modules, or patterns of them")
+        object.__setattr__(self, "ignored", tuple(names))
 
     def _check_clip(self) -> None:
         if self.clip is None:

@@ -43,7 +43,7 @@ from zeropp.zero.manifest import (
 )
 from zeropp.zero.plain import to_plain
 from zeropp.zero.safefile import Piece, piece_of
-from zeropp.zero.state import persistent_buffers
+from zeropp.zero.state import loose_tensors
 
 
 @overload
@@ -278,7 +278,7 @@ def _describe_rank(
     if optimizer is not None and engine.onebit is not None:
         part["private"] = to_plain(engine.onebit.private(), "private", loose)
     if engine.rank == 0:
-        buffers = [(name, buffer.detach().cpu().contiguous()) for name, buffer in persistent_buffers(model)]
+        buffers = [(name, buffer.detach().cpu().contiguous()) for name, buffer in loose_tensors(model)]
         pieces += [piece_of(name, buffer) for name, buffer in buffers]
         part["buffers"] = [name for name, _ in buffers]
         part["extra"] = to_plain(extra, "extra", loose)

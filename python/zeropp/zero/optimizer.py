@@ -418,7 +418,8 @@ def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
     foreign = sum(p not in known for p in covered)
     if foreign:
         raise ConfigError(
-            f"the optimizer has {foreign} parameters that are not the model's; build it from model.parameters()"
+            f"the optimizer has {foreign} parameters that are not the model's; build it from model.parameters(), less those "
+            "that Config(ignored=) leaves alone"
         )
     named = [
         (p, names[0]) for plan in plans if plan.trainable for p, names in zip(plan.params, plan.names, strict=True)

@@ -23,7 +23,7 @@ from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engi
 from zeropp.zero.offload import BLOCK_ELEMS, StateTier
 from zeropp.zero.optimizer import adopt, check_offload, check_optimizer
 from zeropp.zero.parameter import ref_of
-from zeropp.zero.units import UnitPlan, plan_units
+from zeropp.zero.units import UnitPlan, ignored_parameters, plan_units
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -60,7 +60,7 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
         return model, optimizer
     config = Config() if config is None else config
     _check_device(config)
-    _check_model(model)
+    _check_model(model, config)
     comm = _communicator()
     if config.preflight and comm is not None:
         from zeropp.health import preflight
@@ -81,7 +81,7 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if on_meta:
         meta.check_draws(model)
-    plans = plan_units(model, config.units, low)
+    plans = plan_units(model, config.units, low, config.ignored)
     _check_plans(plans, low)
     if config.stored_name is not None and optimizer is None:
         for plan in plans:
@@ -211,12 +211,21 @@ def _check_device(config: Config) -> None:
         )
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, config: Config) -> None:
     from zeropp.zero.init import is_sharded
 
     if not isinstance(model, nn.Module):
         raise ConfigError(f"prepare: model is a {type(model).__name__}, not a torch.nn.Module")
-    named = list(model.named_parameters())
+    ignored = ignored_parameters(model, config.ignored)
+    for parameter, name in ignored.items():
+        if is_sharded(parameter) or parameter.is_meta:
+            raise ConfigError(
+                f"prepare: parameter '{name}' is ignored, and {'built in slices' if is_sharded(parameter) else 'on meta'}: nobody would "
+                "give it values; build its module plainly, or do not ignore it"
+            )
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter not in ignored]
+    if not named and ignored:
+        raise ConfigError("prepare: every parameter is ignored, so there is nothing to partition")
     if not named:
         raise ConfigError(f"prepare: {type(model).__name__} has no parameters, so there is nothing to partition")
     for name, parameter in named:

@@ -25,7 +25,7 @@ from zeropp.zero.checkpoint import check_optimizer
 from zeropp.zero.engine import WHOLE, Engine, Unit, engine_of
 from zeropp.zero.manifest import SCALES, candidates, read_manifest
 from zeropp.zero.plain import from_plain
-from zeropp.zero.state import persistent_buffers, write_piece
+from zeropp.zero.state import loose_tensors, write_piece
 
 
 def load(
@@ -69,7 +69,7 @@ def load(
             for finish_unit in then:
                 finish_unit()
             own = parts.tensors(0)
-            for name, buffer in persistent_buffers(model):
+            for name, buffer in loose_tensors(model):
                 buffer.copy_(own.tensor(name))
 
         if optimizer is not None and engine.delayed is not None:

@@ -19,6 +19,7 @@ from zeropp.zero import disk, safefile
 from zeropp.zero.access import gathered
 from zeropp.zero.agree import Ranks
 from zeropp.zero.engine import WHOLE, Engine, Entry, Unit, engine_of
+from zeropp.zero.parameter import ref_of
 from zeropp.zero.sources import Source, opened
 
 FILE_BYTES = 2 << 30
@@ -28,13 +29,26 @@ EXTRA_STATE = "_extra_state"  # torch's own key
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that belong to a state dict, each under its first name."""
+    return ((name, tensor) for name, tensor in loose_tensors(model) if not isinstance(tensor, nn.Parameter))
+
+
+def loose_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What belongs to a state dict and to no unit, each under its first name: persistent buffers, ignored parameters."""
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            yield (f"{path}.{name}" if path else name), buffer
+        for name, tensor in _loose(module):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield (f"{path}.{name}" if path else name), tensor
+
+
+def _loose(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and ref_of(parameter) is None:
+            yield name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def write_piece(unit: Unit, at: int, values: torch.Tensor) -> None:
@@ -73,7 +87,7 @@ def named_full_tensors(
         with gathered([entry.param for entry in entries]):
             for entry in entries:
                 yield entry.names[0], entry.param.detach().clone()
-    for name, buffer in persistent_buffers(model):
+    for name, buffer in loose_tensors(model):
         if only is None or only(name):
             yield name, buffer.detach().clone()
 
@@ -123,10 +137,9 @@ def _aliases(engine: Engine, model: nn.Module) -> dict[str, str]:
     first = {name: entry.names[0] for unit in engine.units for entry in unit.params for name in entry.names}
     seen: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                key = f"{path}.{name}" if path else name
-                first[key] = seen.setdefault(id(buffer), key)
+        for name, tensor in _loose(module):
+            key = f"{path}.{name}" if path else name
+            first[key] = seen.setdefault(id(tensor), key)
     return first
 
 
@@ -196,9 +209,9 @@ def _take_all(engine: Engine, model: nn.Module, values: Source, count: Callable[
             if name is not None:
                 _take(engine, unit, entry, values, name)
             count(entry.numel * unit.dtype.itemsize)
-    for name, buffer in persistent_buffers(model):
+    for name, buffer in loose_tensors(model):
         if name in there:
-            buffer.copy_(values.whole(name))
+            buffer.detach().copy_(values.whole(name))
     for key, module in _extra_states(model):
         if key in there:
             module.set_extra_state(values.whole(key))
@@ -242,7 +255,7 @@ def _check_names(engine: Engine, model: nn.Module, values: Source, strict: bool)
     shapes: list[tuple[list[str], tuple[int, ...]]] = [
         (e.names, tuple(e.shape)) for u in engine.units for e in u.params
     ]
-    shapes += [([name], tuple(buffer.shape)) for name, buffer in persistent_buffers(model)]
+    shapes += [([name], tuple(buffer.shape)) for name, buffer in loose_tensors(model)]
     for names, shape in shapes:
         known.update(names)
         there = next((one for one in names if one in given), None)
@@ -281,7 +294,7 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int 
     ranks = Ranks(engine)
     target = Path(folder)
     sizes = [(e.names[0], e.numel * u.dtype.itemsize) for u in engine.units for e in u.params]
-    sizes += [(name, buffer.nbytes) for name, buffer in persistent_buffers(model)]
+    sizes += [(name, buffer.nbytes) for name, buffer in loose_tensors(model)]
     plan = _split(sizes, file_bytes)
     names = [f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
     if len(plan) == 1:

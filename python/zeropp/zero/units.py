@@ -8,6 +8,8 @@ unit holds one dtype and one ``requires_grad``, so a block with frozen weights g
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -139,7 +141,28 @@ def _homes(model: nn.Module, units: object) -> dict[nn.Module, tuple[nn.Module, 
     return homes | {module: (module,) for module in model.modules() if getattr(module, "is_tile", False) is True}
 
 
-def plan_units(model: nn.Module, units: object = "auto", compute_dtype: torch.dtype | None = None) -> list[UnitPlan]:
+def ignored_parameters(model: nn.Module, names: Iterable[str]) -> dict[nn.Parameter, str]:
+    """Those that ``Config(ignored=names)`` means, each with its name.
+
+    Raises:
+        zeropp.ConfigError: a name that no parameter has.
+    """
+    found: dict[nn.Parameter, str] = {}
+    known = [(name, p) for name, p in model.named_parameters(remove_duplicate=False)] if names else []
+    for wanted in names:
+        meant = {p: n for n, p in known if f"{n}.".startswith(f"{wanted}.") or fnmatch.fnmatchcase(n, wanted)}
+        if not meant:
+            paths = {prefix for n, _ in known for prefix in (n, n.rpartition(".")[0])}
+            close = difflib.get_close_matches(wanted, sorted(paths), n=1)
+            more = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"Config.ignored: {wanted!r} names no parameter and no module that has one{more}")
+        found.update(meant)
+    return found
+
+
+def plan_units(
+    model: nn.Module, units: object = "auto", compute_dtype: torch.dtype | None = None, ignored: Iterable[str] = ()
+) -> list[UnitPlan]:
     """Split a model's parameters into units, in the order of first use as registered.
 
     Args:
@@ -147,11 +170,14 @@ def plan_units(model: nn.Module, units: object = "auto", compute_dtype: torch.dt
         units: ``"auto"`` (repeated blocks), an iterable of classes or class names, or a number of bytes.
         compute_dtype: floating-point parameters are held in it; None keeps their own. Those of norms with running statistics
             (BatchNorm) always keep their own.
+        ignored: names of what is in no unit, see :func:`ignored_parameters`.
 
     Returns:
         Plans in registration order, the same on every rank for the same model.
     """
     names, owners = _owners(model)
+    for parameter in ignored_parameters(model, ignored):
+        del names[parameter]
     homes = _homes(model, units)
     module_names = {m: n for n, m in model.named_modules()}
     members: dict[tuple[tuple[nn.Module, ...], torch.dtype, bool], list[nn.Parameter]] = {}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 import zeropp
-from parity_cases import Case, _left_full, _vector, run, vector
+from parity_cases import COMPILING, MODES, Case, _left_full, _vector, run, vector
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from zeropp.zero.prepare import is_prepared
 
@@ -219,6 +221,13 @@ def microbatches(model: nn.Module, step: int) -> Tensor:
     return torch.stack([loss.detach() for loss in losses]).sum()
 
 
+def compiled(model: nn.Module) -> None:
+    """What gives or takes the outputs and containers that a case is about."""
+    for module in model.blocks if isinstance(model, Containers) else model.children():
+        module.compile(backend="aot_eager")
+
+
+COMPILING.add(compiled)
 UNUSED: dict[str, Any] = {"find_unused_parameters": True}
 TABLE: dict[str, Case] = {
     "test_train_mixed_requires_grad_per_group": Case(biases_only, vector),
@@ -251,6 +260,9 @@ TABLE: dict[str, Case] = {
         f"test_nontensor_activations, {kind}": Case(lambda kind=kind: Containers(kind), vector)
         for kind in ("list", "tuple", "dict", "namedtuple")
     },
+    "test_unused_forward_output, compiled": Case(Twins, both_then_one, units=("Linear",), ddp=UNUSED, setup=compiled),
+    "test_unused_forward_module, compiled": Case(Twins, always_one, units=("Linear",), ddp=UNUSED, setup=compiled),
+    "test_nontensor_activations, dict, compiled": Case(lambda: Containers("dict"), vector, setup=compiled),
 }
 
 
@@ -343,6 +355,42 @@ def dataclass_input() -> None:
     assert given.x.dtype == pair.x.dtype == torch.float32
 
 
+def ignored_parameters() -> None:
+    """A and C in torch's DDP, B ours: losses and all gradients of five steps are those of DDP around the whole."""
+    for mode, config in MODES.items():
+        torch.manual_seed(0)
+        whole = nn.Sequential(Mlp(), nn.Sequential(Mlp(), Mlp()), Mlp(), nn.Linear(8, 8))
+        whole[3].requires_grad_(False)
+        model = copy.deepcopy(whole)
+        reference = DistributedDataParallel(whole)
+        adam = torch.optim.AdamW((p for p in whole.parameters() if p.requires_grad), lr=1e-2)
+        model[0], model[2] = DistributedDataParallel(model[0]), DistributedDataParallel(model[2])
+        outside = [*model[0].parameters(), *model[2].parameters()]
+        theirs = torch.optim.AdamW(outside, lr=1e-2)
+        model, ours = zeropp.prepare(
+            model, torch.optim.AdamW(model[1].parameters(), lr=1e-2), zeropp.Config(ignored=("0", "2.*", "3"), **config)
+        )
+        assert all(type(p) is nn.Parameter and p.untyped_storage().nbytes() for p in (*outside, *model[3].parameters()))
+        for step in range(5):
+            losses = []
+            for one in (reference, model):
+                losses.append(one(_vector(step)).pow(2).mean())
+                losses[-1].backward()
+            assert losses[0].item() == losses[1].item(), (mode, step)
+            with zeropp.gathered(model, grads=True):
+                for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+                    assert q.grad is None or torch.equal(p.grad, q.grad), (mode, step, name)
+            for optimizer in (adam, theirs, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad(), zeropp.gathered(model):  # one step of our AdamW: parity_cases has its bound
+                for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+                    q.copy_(p)
+        full = zeropp.full_state_dict(model)
+        assert [tuple(v.shape) for v in full.values()] == [tuple(v.shape) for v in whole.state_dict().values()]
+        assert torch.equal(full["0.module.into.weight"], model[0].module.into.weight)
+
+
 def norm_modules(dtype: str) -> None:
     """LayerNorm, GroupNorm and BatchNorm in low precision, forward and backward, in training and evaluation."""
     for norm in (nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.BatchNorm1d(8)):
@@ -384,6 +432,7 @@ OTHER: dict[str, Callable[[], Any]] = {
     "test_fully_shard_communication_count": communication_count,
     "test_fully_shard_training_memory": training_memory,
     "test_dataclass_input": dataclass_input,
+    "test_ddp_A_fsdp_B_ddp_C": ignored_parameters,
     "test_norm_modules_bf16": lambda: norm_modules("bf16"),
     "test_norm_modules_fp16": lambda: norm_modules("fp16"),
     "test_param_registration_after_backward": param_registration,

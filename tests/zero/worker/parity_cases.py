@@ -160,6 +160,9 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile(backend="aot_eager")
 
 
+COMPILING = {compile_blocks}
+
+
 # -- the table -------------------------------------------------------------------------------------------
 
 STATIC: dict[str, Any] = {"static_graph": True}  # DDP needs it where a parameter's gradient comes in parts
@@ -277,7 +280,7 @@ def run(case: Case) -> dict[str, Any]:
     if case.setup:
         case.setup(reference)
     copies = {mode: copy.deepcopy(reference) for mode in MODES}
-    if case.setup is compile_blocks:
+    if case.setup in COMPILING:  # a copy is a plain module
         for model in copies.values():
             case.setup(model)
     ddp = reference if case.ddp is None else DistributedDataParallel(reference, **case.ddp)
