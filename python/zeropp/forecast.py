@@ -17,6 +17,12 @@ With ``Offload(params="nvme")`` one of the ranks of a host reads each unit where
 on average a rank reads 2 Psi / N, and each rank reads and writes its slice for the step (16 bit: writes only, the master
 has the values). Gradients on NVMe are written once, and read for the norm and for the step.
 
+With ``Precision(stored=...)``, for a model that is only evaluated, the matrices of linear layers count as their codes and scales,
+and NVMe is read once in a forward.
+
+Over H hosts of L ranks a gather brings (H-1) slices over the network, a reduction as much, stage 0's 2 (H-1)/H of a rank's L-th
+part (docs/design/0016); parameters on NVMe lie in a file of each rank's own, and are gathered.
+
 With ``Comm(params=..., grads=...)`` what travels is an image of b bits an element and 4 bytes a block, and a slice is held
 with its image beside it (docs/design/0015).
 """
@@ -30,8 +36,9 @@ import torch
 from torch import nn
 
 from zeropp import _C
-from zeropp.config import Config, Tier
+from zeropp.config import TORCH_DTYPES, Config, Tier
 from zeropp.errors import ConfigError
+from zeropp.zero import stored
 from zeropp.zero.low_states import elem_bytes
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers, plan_units
 
@@ -43,9 +50,8 @@ STATES = {
 LOW_STATES = ("Adam", "AdamW", "LAMB", "Lion", "Adagrad", "SGD with momentum", "none")
 """Whose may be in bf16 or 8 bits."""
 
-_LOW = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
+_PAGE_BYTES = 4096
+_SMALL_BYTES = 32 << 10  # of an all-reduce that every host sums whole (csrc/comm/hosts_reduce.c)
 READ_AHEAD_BYTES = 64 << 20
 """At least this much of the parameters on NVMe may be in memory ahead of need, with prefetch="auto" (zero/engine.py)."""
 
@@ -63,8 +69,18 @@ class _Sizes:
     """Its values live on NVMe."""
     params_wire_bytes: int
     """What one slice takes on its way to a rank that gathers it."""
+    grad_bytes: int
+    """Of an element of the gradients that add up and stay."""
     grads_wire_bytes: int
     """What the gradients of one slice take on their way to the rank that owns it."""
+
+    @property
+    def elems(self) -> int:
+        return self.whole_bytes // self.plan.dtype.itemsize
+
+    @property
+    def grad_slice_bytes(self) -> int:
+        return self.slice_bytes // self.plan.dtype.itemsize * self.grad_bytes
 
 
 def estimate(
@@ -72,6 +88,7 @@ def estimate(
     config: Config | None = None,
     *,
     ranks: int,
+    hosts: int = 1,
     optimizer: str = "AdamW",
     tokens: int | None = None,
     tflops: float | None = None,
@@ -81,14 +98,16 @@ def estimate(
     Args:
         model: plain, on any device, also meta.
         config: as for :func:`zeropp.prepare`; default stage 3.
-        ranks: how many, all on one host.
+        ranks: how many, on all hosts together.
+        hosts: on how many of them, each with as many ranks.
         optimizer: one of ``zeropp.forecast.STATES``, such as "AdamW", "SGD with momentum", "none" (evaluation only).
         tokens: tokens (rows of the batch, for other models) a rank and step; with ``tflops``, which 10^12 operations a
             second a rank's computation reaches, the bandwidths are estimated too.
 
     Returns:
         ``{"cpu": {kind: bytes}, "nvme": {kind: bytes}, "parameters": n, "units": n, "largest_unit": bytes,
-        "traffic": {"gather": bytes, "reduce": bytes, "nvme": bytes}, "bandwidth": {...}}``. Kinds: ``params``, ``grads``,
+        "traffic": {"gather": bytes, "reduce": bytes, "nvme": bytes}, "bandwidth": {...}}``; with several hosts ``traffic`` has also
+        ``network``: what of it a rank receives from other hosts. Kinds: ``params``, ``grads``,
         ``master``, ``optimizer``; ``gathered`` (memory for whole units beside the slices) and ``buckets`` (gradients on
         their way: at most). ``traffic``: bytes a rank reads from peers, and reads and writes on NVMe, in one step of one
         micro-batch; of parameters on NVMe on average over the ranks, as long as they are at the same unit. ``bandwidth``:
@@ -99,25 +118,32 @@ def estimate(
         zeropp.ConfigError: something that :func:`prepare` would refuse, or that cannot be estimated yet.
     """
     config = Config() if config is None else config
-    _check(config, ranks, optimizer, tokens, tflops)
-    plans = plan_units(model, config.units, _LOW[config.dtype_name])
-    filed = _kind(config, "params") == "nvme"
-    host_copy = (
-        ranks > 1 and config.host_copy == "auto" and config.stage == 3 and config.comm.params == "exact" and not filed
+    _check(config, ranks, hosts, optimizer, tokens, tflops)
+    plans = plan_units(
+        model, config.units, None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name], config.ignored
     )
+    filed = _kind(config, "params") == "nvme" or config.stored_name is not None
+    if config.stored_name is not None:
+        for plan in plans:
+            plan.trainable = False
+    host_copy = ranks > hosts == 1 and config.host_copy == "auto" and config.stage == 3 and not filed
+    host_copy = host_copy and config.comm.params == "exact"
     units = [_sizes(plan, config, ranks, host_copy) for plan in plans]
     held = {
-        "params": _params(units, config.stage, ranks, host_copy),
+        "params": _params(units, ranks, hosts, host_copy),
         "grads": _grads(units, config.stage, ranks),
-        "master": sum(4 * u.own_elems for u in units if _has_master(u, optimizer)),
+        "master": sum(4 * u.own_elems for u in units if _has_master(u, config, optimizer)),
         "optimizer": _states(units, config, optimizer),
-        "gathered": _gathered(model, units, config, ranks),
+        "gathered": _gathered(model, units, config, ranks, hosts),
         "buckets": _buckets(units, config, ranks),
     }
+    if config.comm.secondary_shard and hosts > 1:
+        held["params"] += sum(unit.whole_bytes for unit in units if unit.moves) // (ranks // hosts)
     in_file = {}
     if filed:
-        values = sum(unit.whole_bytes for unit in units if unit.filed) / ranks
-        in_file["params"] = round(_fraction(config, "params") * values)
+        values = sum(_filed_bytes(model, unit, config) for unit in units if unit.filed) / ranks
+        on_disk = _fraction(config, "params") * values if _kind(config, "params") == "nvme" else 0.0
+        in_file["params"] = round(on_disk)
         held["params"] += round(values) - in_file["params"]
     for kind, tier in (("grads", "grads"), ("master", "optimizer"), ("optimizer", "optimizer")):
         if _kind(config, tier) == "nvme":
@@ -125,6 +151,11 @@ def estimate(
             held[kind] -= in_file[kind]
     traffic = _traffic(units, config.stage, ranks, host_copy)
     traffic["nvme"] = _nvme_traffic(units, config, ranks, optimizer, in_file)
+    if config.stored_name is not None:  # a forward reads each unit wherever it is used
+        reads = sum(_filed_bytes(model, unit, config) * len(unit.plan.triggers) for unit in units if unit.filed)
+        traffic["nvme"] = reads // ranks if in_file["params"] else 0
+    if hosts > 1:
+        traffic["network"] = _network_traffic(units, config, ranks, hosts)
     parameters = sum(plan.numel for plan in plans)
     answer = {
         "cpu": held, "nvme": in_file, "parameters": parameters, "units": len(units),
@@ -137,18 +168,29 @@ def estimate(
     return answer
 
 
-def _check(config: Config, ranks: int, optimizer: str, tokens: int | None, tflops: float | None) -> None:
-    for name, value in (("ranks", ranks), ("tokens", tokens)):
+def _check(config: Config, ranks: int, hosts: int, optimizer: str, tokens: int | None, tflops: float | None) -> None:
+    for name, value in (("ranks", ranks), ("hosts", hosts), ("tokens", tokens)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"estimate: {name} {value!r} is not allowed; wanted a whole number above 0")
+    if ranks % hosts:
+        raise ConfigError(f"estimate: {ranks} ranks on {hosts} hosts is not estimated yet; wanted as many on each")
+    if hosts > 1 and config.offload.delayed_update is not None:
+        raise ConfigError(
+            "estimate: Offload.delayed_update on several hosts is not built yet; leave it out, or one host"
+        )
+    if hosts > 1 and config.stored_name is not None:
+        raise ConfigError("estimate: Precision.stored on several hosts is not built yet; leave it out, or one host")
     if tflops is not None and not tflops > 0:
         raise ConfigError(f"estimate: tflops {tflops!r} is not allowed; wanted a number above 0")
     if (tokens is None) != (tflops is None):
         raise ConfigError("estimate: tokens and tflops go together; give both, or none")
     if optimizer not in STATES:
         raise ConfigError(f"estimate: optimizer {optimizer!r} is not known; wanted one of {', '.join(STATES)}")
-    if config.stored_name is not None:
-        raise ConfigError(f"estimate: Precision.stored {config.stored_name!r} is not estimated yet; leave it out")
+    if config.stored_name is not None and optimizer != "none":
+        raise ConfigError(
+            f"estimate: Precision.stored {config.stored_name!r} is not allowed with optimizer {optimizer!r}; wanted 'none': "
+            "rounded weights are for inference"
+        )
     if config.state_name != "fp32" and optimizer not in LOW_STATES:
         raise ConfigError(
             f"estimate: Precision.state {config.state_name!r} is not built yet for {optimizer}; for these it is: "
@@ -170,24 +212,27 @@ def _sizes(plan: UnitPlan, config: Config, ranks: int, host_copy: bool) -> _Size
     layout: tuple[int, int] = _C.unit_layout([numbers(p) for p in plan.params], plan.dtype.itemsize, ranks)
     elems, shard_elems = layout
     small = plan.alone and plan.numel * plan.dtype.itemsize < REPLICATE_BYTES and config.units == "auto"
-    filed = _kind(config, "params") == "nvme" and not small
+    filed = (_kind(config, "params") == "nvme" or config.stored_name is not None) and not small
     moves = config.stage == 3 and ranks > 1 and not host_copy and not small and not filed
     own = elems if config.stage == 0 or ranks == 1 else shard_elems
     slice_bytes = shard_elems * plan.dtype.itemsize
 
-    def wire_bytes(kind: str) -> int:
+    stays, travels = config.gradient_dtypes(plan.dtype)
+
+    def wire_bytes(kind: str, exact: torch.dtype) -> int:
         if kind == "exact" or ranks == 1:
-            return slice_bytes
+            return shard_elems * exact.itemsize
         return shard_elems * int(kind.removeprefix("int")) // 8 + 4 * -(-shard_elems // config.comm.block_elems)
 
     return _Sizes(
-        plan, elems * plan.dtype.itemsize, slice_bytes, own, moves, filed, wire_bytes(config.comm.params),
-        wire_bytes(config.comm.grads if config.stage >= 2 else "exact"),
+        plan, elems * plan.dtype.itemsize, slice_bytes, own, moves, filed, wire_bytes(config.comm.params, plan.dtype),
+        stays.itemsize, wire_bytes(config.comm.grads if config.stage >= 2 else "exact", travels),
     )  # fmt: skip
 
 
-def _has_master(unit: _Sizes, optimizer: str) -> bool:
-    return unit.plan.trainable and unit.plan.dtype != torch.float32 and optimizer != "none"
+def _has_master(unit: _Sizes, config: Config, optimizer: str) -> bool:
+    finest = {torch.float32, TORCH_DTYPES[config.master_name]}
+    return unit.plan.trainable and unit.plan.dtype not in finest and optimizer != "none"
 
 
 def _states(units: list[_Sizes], config: Config, optimizer: str) -> int:
@@ -195,23 +240,24 @@ def _states(units: list[_Sizes], config: Config, optimizer: str) -> int:
     return round(elem_bytes(config.state_name) * elems)
 
 
-def _params(units: list[_Sizes], stage: int, ranks: int, host_copy: bool) -> int:
+def _params(units: list[_Sizes], ranks: int, hosts: int, host_copy: bool) -> int:
     if host_copy:
         return sum(unit.whole_bytes for unit in units) // ranks
     units = [unit for unit in units if not unit.filed]
     images = sum(unit.params_wire_bytes for unit in units if unit.moves and unit.params_wire_bytes < unit.slice_bytes)
+    images = images if hosts == 1 else 0  # between hosts they are made on the way
     return images + sum(unit.slice_bytes if unit.moves else unit.whole_bytes for unit in units)
 
 
 def _grads(units: list[_Sizes], stage: int, ranks: int) -> int:
     trainable = [unit for unit in units if unit.plan.trainable]
     if ranks == 1:
-        return sum(unit.plan.numel * unit.plan.dtype.itemsize for unit in trainable)
-    return sum(_bucket_bytes(unit) if stage <= 1 else unit.slice_bytes for unit in trainable)
+        return sum(unit.plan.numel * unit.grad_bytes for unit in trainable)
+    return sum(_bucket_bytes(unit) if stage <= 1 else unit.grad_slice_bytes for unit in trainable)
 
 
 def _bucket_bytes(unit: _Sizes) -> int:
-    return (unit.whole_bytes + len(unit.plan.params) + 63) // 64 * 64
+    return (unit.elems * unit.grad_bytes + len(unit.plan.params) + 63) // 64 * 64
 
 
 def _buckets(units: list[_Sizes], config: Config, ranks: int) -> int:
@@ -223,7 +269,19 @@ def _buckets(units: list[_Sizes], config: Config, ranks: int) -> int:
     return min(sum(sizes), max(bound, sizes[0]))
 
 
-def _gathered(model: nn.Module, units: list[_Sizes], config: Config, ranks: int) -> int:
+def _filed_bytes(model: nn.Module, unit: _Sizes, config: Config) -> int:
+    """Of parameters that live in a file, as they are kept there, on all ranks together."""
+    if config.stored_name is None:
+        return unit.whole_bytes
+    low, bits = stored.matrices(model), stored.BITS[config.stored_name]
+    kept = sum(
+        stored.low_bytes(numbers(p), bits) if p in low else numbers(p) * unit.plan.dtype.itemsize
+        for p in unit.plan.params
+    )
+    return -(-kept // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _gathered(model: nn.Module, units: list[_Sizes], config: Config, ranks: int, hosts: int) -> int:
     """The most that is whole at once (the units of a module and of all that it stands in, and what is fetched ahead), or
     the slots that are kept warm for it, two of the largest unit: whichever is more."""
     triggered: dict[nn.Module, list[_Sizes]] = {}
@@ -236,13 +294,13 @@ def _gathered(model: nn.Module, units: list[_Sizes], config: Config, ranks: int)
         open_bytes += sum(unit.whole_bytes for unit in triggered.get(module, ()))
         return max([open_bytes, *(most(child, open_bytes) for child in module.children())])
 
-    ahead = config.prefetch if isinstance(config.prefetch, int) else 0
+    ahead = config.prefetch if isinstance(config.prefetch, int) else READ_AHEAD_BYTES if hosts > 1 else 0
     filed = [unit.whole_bytes for unit in units if unit.filed]
     if filed and config.prefetch == "auto":
         ahead = max(READ_AHEAD_BYTES, 2 * max(filed))
     sizes = [unit.whole_bytes for unit in units if unit.moves or unit.filed]
     whole = min(sum(sizes), max(most(model, 0), 2 * max(sizes, default=0)) + ahead)
-    return whole // ranks if filed else whole  # the ranks of a host share what was read
+    return whole // ranks if filed and hosts == 1 else whole  # the ranks of a host share what was read
 
 
 def _traffic(units: list[_Sizes], stage: int, ranks: int, host_copy: bool) -> dict[str, int]:
@@ -256,8 +314,25 @@ def _traffic(units: list[_Sizes], stage: int, ranks: int, host_copy: bool) -> di
         elif trainable and stage > 0 and not host_copy and not unit.filed:
             gather += others  # after the step
         if trainable:
-            reduce += unit.grads_wire_bytes * (ranks - 1) * (2 if stage == 0 else 1)
+            reduce += (unit.grads_wire_bytes + (unit.grad_slice_bytes if stage == 0 else 0)) * (ranks - 1)
     return {"gather": gather, "reduce": reduce}
+
+
+def _network_traffic(units: list[_Sizes], config: Config, ranks: int, hosts: int) -> int:
+    """Of a step, bytes that a rank receives from other hosts."""
+    elsewhere, total = hosts - 1, 0
+    for unit in units:
+        if unit.moves or unit.filed:
+            times = 1 if config.comm.secondary_shard else len(unit.plan.triggers) + 1
+            total += elsewhere * unit.params_wire_bytes * times
+        elif unit.plan.trainable and config.stage > 0:
+            total += elsewhere * unit.slice_bytes
+        if unit.plan.trainable and config.stage > 0:
+            total += elsewhere * unit.grads_wire_bytes
+        elif unit.plan.trainable:
+            sent = unit.grads_wire_bytes * ranks
+            total += elsewhere * sent if sent <= _SMALL_BYTES else 2 * elsewhere * sent // ranks
+    return total
 
 
 def _nvme_traffic(units: list[_Sizes], config: Config, ranks: int, optimizer: str, in_file: dict[str, int]) -> int:
@@ -267,5 +342,5 @@ def _nvme_traffic(units: list[_Sizes], config: Config, ranks: int, optimizer: st
     for unit in (unit for unit in units if unit.filed):
         used += unit.whole_bytes * (len(unit.plan.triggers) + 1) / ranks
         if unit.plan.trainable and optimizer != "none":
-            stepped += (1 if _has_master(unit, optimizer) else 2) * unit.whole_bytes / ranks
+            stepped += (1 if _has_master(unit, config, optimizer) else 2) * unit.whole_bytes / ranks
     return total + round(_fraction(config, "params") * (used + stepped))

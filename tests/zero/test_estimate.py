@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zeropp
-from estimate_cases import CASES
+from estimate_cases import CASES, HOSTS_CASES, STORED
 from torch import nn
 from zeropp.cli import main
 
@@ -29,7 +29,7 @@ def test_within_three_percent(case: str, outcomes: Any) -> None:
         said, held = found["said"], found["held"]
         kinds = ["params", "grads", "master", "optimizer", "gathered"]
         filed = "params" in found["nvme"]
-        if filed:  # it is what may be there, and of parameters in a file less may do
+        if filed or case in STORED:  # it is what may be there, and of parameters in a file less may do
             kinds.remove("gathered")
             assert held["gathered"] <= said["cpu"]["gathered"] * (1 + WITHIN)
         if case == "few buckets":  # with more of them it depends on which rank is late
@@ -37,17 +37,30 @@ def test_within_three_percent(case: str, outcomes: Any) -> None:
         for kind in kinds:
             assert said["cpu"][kind] == pytest.approx(held[kind], rel=WITHIN, abs=1024), (kind, said["cpu"], held)
         assert held["buckets"] <= said["cpu"]["buckets"] * (1 + WITHIN), (said["cpu"], held)
+        if case in STORED:  # for inference: nothing is reduced
+            assert found["reduced"] == said["traffic"]["reduce"] == 0
         for kind, value in found["nvme"].items():
             assert said["nvme"][kind] == pytest.approx(value, rel=WITHIN), (kind, said["nvme"], found["nvme"])
-        assert bool(found["nvme"]) == case.startswith("nvme") == bool(said["traffic"]["nvme"])
+        assert bool(found["nvme"]) == ("nvme" in case) == bool(said["traffic"]["nvme"])
         # Whether a unit in a file is still there when it is wanted again depends on which rank is late.
         if filed:
-            assert 0.6 * said["traffic"]["nvme"] < found["disk"] < 2 * said["traffic"]["nvme"]  # two ranks
+            assert 0.6 * said["traffic"]["nvme"] < found["disk"] < 2.1 * said["traffic"]["nvme"]  # two ranks; parts are rounded up
         else:
             assert said["traffic"]["nvme"] == pytest.approx(found["disk"], rel=WITHIN)
         assert said["traffic"]["gather"] == pytest.approx(found["gathered"], rel=WITHIN, abs=1000)
         assert said["traffic"]["reduce"] == pytest.approx(found["reduced"], rel=WITHIN)
         assert said["parameters"] == found["parameters"]
+
+
+@pytest.mark.timeout(200)
+def test_between_hosts_within_three_percent(run_ranks: Callable[..., Any]) -> None:
+    """Every rank a host of its own: what crosses the network, and what is held."""
+    for outcome in run_ranks("estimate_hosts_cases", HOSTS_CASES, ranks=2).values():
+        for found in outcome.check():
+            said, held = found["said"], found["held"]
+            for kind in ("params", "grads", "master", "optimizer", "gathered"):
+                assert said["cpu"][kind] == pytest.approx(held[kind], rel=WITHIN, abs=1024), (kind, said["cpu"], held)
+            assert said["traffic"]["network"] == pytest.approx(found["network"], rel=WITHIN), (said["traffic"], found)
 
 
 def big() -> nn.Module:
@@ -68,6 +81,9 @@ def test_a_model_that_fits_nowhere() -> None:
 @pytest.mark.parametrize(
     "keywords, sentence",
     [({"ranks": 0}, "ranks 0 is not allowed"), ({"ranks": 2, "tokens": 5}, "tokens and tflops go together"),
+     ({"ranks": 3, "hosts": 2}, "3 ranks on 2 hosts is not estimated yet; wanted as many on each"),
+     ({"ranks": 2, "config": zeropp.Config(precision=zeropp.Precision(stored="int8"), offload=zeropp.Offload(params="cpu"))},
+      "wanted 'none': rounded weights are for inference"),
      ({"ranks": 2, "optimizer": "Muon"}, "optimizer 'Muon' is not known; wanted one of AdamW")],
 )  # fmt: skip
 def test_refusals(keywords: dict[str, Any], sentence: str) -> None:

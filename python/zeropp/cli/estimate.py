@@ -20,7 +20,8 @@ from zeropp.errors import ConfigError, Error, NotBuiltError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``estimate``."""
     parser.add_argument("model", help="a Hugging Face folder, its config.json, or package.module:function")
-    parser.add_argument("--ranks", type=int, required=True, help="how many, all on one host")
+    parser.add_argument("--ranks", type=int, required=True, help="how many, on all hosts together")
+    parser.add_argument("--hosts", type=int, default=1, help="how many hosts, with as many ranks each; default: 1")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO (3)")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: the model's own types")
     parser.add_argument("--states", choices=("fp32", "bf16", "int8"), default="fp32", help="Adam's moments (fp32)")
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         found = estimate(
-            _build(options.model), _config(options), ranks=options.ranks, optimizer=options.optimizer,
+            _build(options.model), _config(options), ranks=options.ranks, hosts=options.hosts, optimizer=options.optimizer,
             tokens=options.tokens, tflops=options.tflops,
         )  # fmt: skip
     except (Error, OSError, ValueError) as error:

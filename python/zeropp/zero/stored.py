@@ -38,13 +38,18 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
+def low_bytes(elems: int, bits: int) -> int:
+    """Of a matrix's codes and scales."""
+    return -(-elems * bits // 8) + 4 * -(-elems // BLOCK_ELEMS)
+
+
 def kept_bytes(units: list[Unit], low: set[nn.Parameter], bits: int) -> int:
     """Of the units in the tier: codes and scales of `low`, the other parameters as they are."""
     total = 0
     for unit in units:
         for entry in unit.params if unit.filed is not None else ():
             if entry.param in low:
-                total += -(-entry.numel * bits // 8) + 4 * -(-entry.numel // BLOCK_ELEMS)
+                total += low_bytes(entry.numel, bits)
             else:
                 total += entry.numel * unit.dtype.itemsize
     return total

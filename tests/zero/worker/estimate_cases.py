@@ -22,9 +22,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "few buckets": {"stage": 2, "bucket_bytes": 1}, "nvme": {"host_copy": "off", "prefetch": 0, "precision": "bf16"},
     "nvme parameters": {}, "nvme half the parameters, bf16": {"precision": "bf16"}, "nvme gradients": {"stage": 2},
     "nvme everything": {"precision": "bf16"},
+    "reduce fp32": {"stage": 1, "precision": zeropp.Precision(param="bf16", reduce="fp32")},
+    "reduce bf16": {"stage": 2, "precision": zeropp.Precision(reduce="bf16")},
+    "bf16 masters": {"stage": 0, "precision": zeropp.Precision(param="bf16", master="bf16", accumulate="fp32")},
+    "stored int8 on nvme": {"precision": zeropp.Precision(stored="int8")},
+    "stored int4": {"precision": zeropp.Precision(stored="int4"), "offload": zeropp.Offload(params="cpu")},
+    "hpZ": {"host_copy": "off", "prefetch": 0, "comm": zeropp.Comm(secondary_shard="host")},
     "int8": {"prefetch": 0, "comm": zeropp.Comm(params="int8", grads="int8")},
     "int4 gradients, stage 2, bf16": {"stage": 2, "precision": "bf16", "comm": zeropp.Comm(grads="int4")},
 }  # fmt: skip
+
+
+HOSTS_CASES = ("stage 0", "stage 1 bf16", "gathering", "hpZ", "int8")
+STORED = ("stored int8 on nvme", "stored int4")
 
 
 class Block(nn.Module):
@@ -62,20 +72,27 @@ def offload(name: str, path: str) -> zeropp.Offload:
         "nvme parameters": zeropp.Offload(params=whole),
         "nvme half the parameters, bf16": zeropp.Offload(params=half),
         "nvme gradients": zeropp.Offload(grads=whole),
+        "stored int8 on nvme": zeropp.Offload(params=whole),
         "nvme everything": zeropp.Offload(params=whole, grads=whole, optimizer=whole),
     }[name]
 
 
-def compare(name: str, folder: str) -> dict[str, Any]:
+def compare(name: str, folder: str, hosts: int = 1) -> dict[str, Any]:
     keywords = dict(SETTINGS[name])
-    if name.startswith("nvme"):
+    if "nvme" in name:
         keywords["offload"] = offload(name, folder)
     config = zeropp.Config(**keywords)
-    kind = "SGD with momentum" if name == "SGD" else "AdamW"
+    kind = "none" if name in STORED else "SGD with momentum" if name == "SGD" else "AdamW"
     with torch.device("meta"):
-        said = zeropp.estimate(Net(), config, ranks=dist.get_world_size(), optimizer=kind)
+        said = zeropp.estimate(Net(), config, ranks=dist.get_world_size(), hosts=hosts, optimizer=kind)
     torch.manual_seed(0)
     model = Net()
+    if name in STORED:
+        model, optimizer = zeropp.prepare(model, None, config)
+        zeropp.traffic(reset=True)
+        with torch.no_grad():
+            model(torch.arange(8).view(2, 4))
+        return measured(said, model, optimizer)
     weights = [p for p in model.parameters() if p.requires_grad]
     adam = torch.optim.SGD(weights, 0.01, momentum=0.9) if name == "SGD" else torch.optim.AdamW(weights)
     model, optimizer = zeropp.prepare(model, adam, config)
@@ -86,8 +103,13 @@ def compare(name: str, folder: str) -> dict[str, Any]:
             zeropp.traffic(reset=True)
         model(torch.arange(8).view(2, 4) + step).float().pow(2).mean().backward()
         optimizer.step()
+    return measured(said, model, optimizer)
+
+
+def measured(said: dict[str, Any], model: nn.Module, optimizer: Any) -> dict[str, Any]:
     moved: dict[str, int] = {}
     seen = zeropp.traffic()
+    network = sum(counts["bytes"] for counts in seen.get("network", {}).values())
     disk = torch.tensor(sum(counts["bytes"] for counts in seen.pop("nvme", {}).values()), dtype=torch.int64)
     dist.all_reduce(disk)
     for kinds in seen.values():
@@ -100,6 +122,7 @@ def compare(name: str, folder: str) -> dict[str, Any]:
     return {
         "said": said, "held": held, "nvme": in_file, "disk": int(disk) / dist.get_world_size(), "gathered": moved.get("all_gather", 0),
         "reduced": moved.get("reduce_scatter", 0) + moved.get("all_reduce", 0), "parameters": found["parameters"],
+        "network": network,
     }  # fmt: skip
 
 
