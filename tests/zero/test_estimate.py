@@ -44,7 +44,8 @@ def test_within_three_percent(case: str, outcomes: Any) -> None:
         assert bool(found["nvme"]) == ("nvme" in case) == bool(said["traffic"]["nvme"])
         # Whether a unit in a file is still there when it is wanted again depends on which rank is late.
         if filed:
-            assert 0.6 * said["traffic"]["nvme"] < found["disk"] < 2.1 * said["traffic"]["nvme"]  # two ranks; parts are rounded up
+            # Two ranks; parts are rounded up.
+            assert 0.6 * said["traffic"]["nvme"] < found["disk"] < 2.1 * said["traffic"]["nvme"]
         else:
             assert said["traffic"]["nvme"] == pytest.approx(found["disk"], rel=WITHIN)
         assert said["traffic"]["gather"] == pytest.approx(found["gathered"], rel=WITHIN, abs=1000)
