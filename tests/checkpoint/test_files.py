@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import mmap
 import os
 import threading
 from collections import Counter
@@ -92,6 +94,24 @@ def test_no_space_left_is_a_tier_error_with_path_and_bytes():
     assert (
         caught.value.path == "/dev/full" and caught.value.bytes_wanted >= 40000 and caught.value.bytes_free is not None
     )
+
+
+@pytest.mark.parametrize("length", [1, 4096, 3 * 4096 + 5, 2 * 4096 - 1])
+def test_the_end_of_a_file_leaves_its_descriptor_direct(tmp_path, length):
+    """Other blocks of it may still be on their way, and would go through the page cache with it."""
+    whole = torch.arange(2 * 4096 + length, dtype=torch.int64).to(torch.uint8)
+    memory = mmap.mmap(-1, 5 * 4096 + 4096)
+    memory[: len(whole)] = bytes(whole.numpy())
+    with memoryview(memory) as view:
+        descriptor = disk.disk.create(tmp_path / "file")
+        direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        disk.disk.write(descriptor, view[2 * 4096 : 2 * 4096 + length], 2 * 4096)
+        if length > 4096:
+            assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT == direct
+        disk.disk.write(descriptor, view[: 2 * 4096], 0)
+        disk.disk.sync(descriptor)
+        os.close(descriptor)
+    assert (tmp_path / "file").read_bytes() == bytes(whole.numpy())
 
 
 def test_several_threads_may_find_together_that_a_direct_write_is_refused(tmp_path, monkeypatch):

@@ -66,7 +66,15 @@ class Disk:
 
     def write(self, descriptor: int, data: memoryview, offset_bytes: int) -> None:
         """All of ``data``; what does not fit the rules of direct writes goes through the page cache."""
-        if len(data) % DIRECT_BYTES or offset_bytes % DIRECT_BYTES:
+        tail = len(data) % DIRECT_BYTES
+        if (
+            tail and len(data) > tail and offset_bytes % DIRECT_BYTES == 0
+        ):  # the end of a file: all but its last page directly
+            self.write(descriptor, data[:-tail], offset_bytes)
+            data, offset_bytes = data[-tail:], offset_bytes + len(data) - tail
+            self._write_cached(descriptor, data, offset_bytes)
+            return
+        if tail or offset_bytes % DIRECT_BYTES:
             self._through_cache(descriptor)
         refused = False
         while len(data):
@@ -82,6 +90,17 @@ class Disk:
             data, offset_bytes = data[done:], offset_bytes + done
             if done % DIRECT_BYTES:  # the kernel stopped in the middle, as a full disk makes it
                 self._through_cache(descriptor)
+
+    @staticmethod
+    def _write_cached(descriptor: int, data: memoryview, offset_bytes: int) -> None:
+        """By a descriptor of its own: blocks before it, which other threads still write, stay direct."""
+        other = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            while len(data):
+                done = os.pwrite(other, data, offset_bytes)
+                data, offset_bytes = data[done:], offset_bytes + done
+        finally:
+            os.close(other)
 
     @staticmethod
     def _through_cache(descriptor: int) -> None:
