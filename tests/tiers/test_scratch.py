@@ -7,9 +7,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from zeropp.zero import scratch
 
 TIERS = 2
 """Of each job, with a folder each: states and gradients."""
@@ -64,6 +67,35 @@ def test_the_next_job_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     )
     for process in (alive, third):
         process.communicate("", timeout=60)
+    assert not folders(tmp_path)
+
+
+def test_a_model_may_end_while_the_next_makes_its_folder(tmp_path: Path) -> None:
+    """As the garbage collector has it: in the middle of making, with the lock on the folder held by this thread."""
+
+    class Alone:
+        rank = 0
+
+        def exchange(self, mine: object) -> list[object]:
+            return [mine]
+
+        def all_try(self, action: Callable[[], object]) -> tuple[object, None]:
+            return action(), None
+
+    old: Any = scratch.Scratch(tmp_path, Alone())  # type: ignore[arg-type]
+    plain = scratch.remove_abandoned
+
+    def remove_abandoned(root: Path) -> None:
+        plain(root)
+        old.remove()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scratch, "remove_abandoned", remove_abandoned)
+        signal.alarm(20)  # a lock that waits for itself would wait for ever
+        new = scratch.Scratch(tmp_path, Alone())  # type: ignore[arg-type]
+        signal.alarm(0)
+    assert len(folders(tmp_path)) == 1 and new.folder.is_dir()
+    new.remove()
     assert not folders(tmp_path)
 
 

@@ -14,6 +14,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,14 +65,26 @@ class Scratch:
             _remove_if_abandoned(self._job)
 
 
+_held = threading.local()
+
+
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    """This thread's already: nothing. The garbage collector may end an older model, and so remove its folder, anywhere."""
+    mine: set[str] = _held.__dict__.setdefault("folders", set())
+    if str(folder) in mine:
         yield
+        return
+    mine.add(str(folder))
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
     finally:
-        os.close(descriptor)
+        mine.discard(str(folder))
 
 
 def remove_abandoned(root: Path) -> None:
