@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Cutting requests into chunks, and judging what the kernel says about them: short results are continued, interruptions
- * repeated, a refused O_DIRECT falls back to the page cache, and everything else becomes the request's failure.
+ * repeated, a refused O_DIRECT falls back to the page cache, what does not have its checksum is read once more, and
+ * everything else becomes the request's failure.
  */
 #include <errno.h>
 #include <inttypes.h>
@@ -92,13 +93,22 @@ size_t zpp_aio_take(zpp_aio *aio, struct zpp_aio_chunk **out, size_t room) {
 
 /* --- operations --------------------------------------------------------------------------------------------------- */
 
+/* Sums are in the table before a byte is written: whoever reads a page while another process writes bytes of it that he
+ * did not ask for finds no sum over both. */
+static void fill(struct zpp_aio_chunk *chunk) {
+    const struct zpp_file_piece *piece = &chunk->piece;
+    if (piece->part->sums) {
+        zpp_sums_set(piece->part->sums, piece->offset_bytes, chunk->memory, piece->wanted_bytes, chunk->bounce);
+    } else if (chunk->bounce) {
+        memcpy(chunk->bounce, chunk->memory, piece->wanted_bytes);
+    }
+    chunk->filled = true;
+}
+
 void zpp_aio_chunk_op(struct zpp_aio_chunk *chunk, struct zpp_aio_op *out) {
     const struct zpp_file_piece *piece = &chunk->piece;
     const bool write = chunk->request->write;
-    if (write && chunk->bounce && !chunk->filled) {
-        memcpy(chunk->bounce, chunk->memory, piece->wanted_bytes);
-        chunk->filled = true;
-    }
+    if (write && !chunk->filled) fill(chunk);
     *out = (struct zpp_aio_op){
         .memory = (chunk->bounce ? chunk->bounce : chunk->memory) + chunk->have_bytes,
         .bytes = piece->op_bytes - chunk->have_bytes,
@@ -141,16 +151,38 @@ static bool settle_error(zpp_aio *aio, struct zpp_aio_chunk *chunk, int os_errno
     return false;
 }
 
+/* All is there. True: it is not what was written, and is read once more. */
+static bool settle_read(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
+    const struct zpp_file_piece *piece = &chunk->piece;
+    const uint64_t wanted = piece->offset_bytes + piece->head_bytes;
+    const unsigned char *data = chunk->bounce ? chunk->bounce : chunk->memory;
+    struct zpp_sums_bad bad;
+    if (piece->part->sums && !zpp_sums_check(piece->part->sums, piece->offset_bytes, data, chunk->have_bytes, wanted,
+                                             piece->wanted_bytes, &chunk->checked_bytes, &bad)) {
+        if (chunk->reread) {
+            chunk->bad = bad;
+            return false;
+        }
+        atomic_fetch_add_explicit(&aio->retries, 1, memory_order_relaxed);
+        chunk->reread = true;
+        chunk->have_bytes = 0;
+        chunk->tries = 0;
+        chunk->direct = piece->direct;
+        return true;
+    }
+    if (chunk->bounce) memcpy(chunk->memory, chunk->bounce + piece->head_bytes, piece->wanted_bytes);
+    return false;
+}
+
 bool zpp_aio_settle(zpp_aio *aio, struct zpp_aio_chunk *chunk, ssize_t result) {
     const struct zpp_file_piece *piece = &chunk->piece;
     const bool write = chunk->request->write;
-    const size_t needed_bytes = write ? piece->op_bytes : piece->head_bytes + piece->wanted_bytes;
+    const size_t least_bytes = write ? piece->op_bytes : piece->head_bytes + piece->wanted_bytes;
+    const size_t needed_bytes = piece->part->sums ? piece->op_bytes : least_bytes;
     if (result < 0) return settle_error(aio, chunk, (int)-result);
     chunk->have_bytes += (size_t)result;
-    if (chunk->have_bytes >= needed_bytes) {
-        if (chunk->bounce && !write) memcpy(chunk->memory, chunk->bounce + piece->head_bytes, piece->wanted_bytes);
-        return false;
-    }
+    const bool at_end = result == 0 && chunk->have_bytes >= least_bytes; /* in the file's last page */
+    if (chunk->have_bytes >= needed_bytes || at_end) return write ? false : settle_read(aio, chunk);
     if (result > 0) { /* short: go on behind it, through the page cache where the rest is no whole unit */
         chunk->tries = 0;
         atomic_fetch_add_explicit(&aio->retries, 1, memory_order_relaxed);
@@ -178,10 +210,24 @@ static void fail_ended(zpp_aio *aio, const struct zpp_aio_chunk *chunk, struct z
              part->path, seen.bytes, request->bytes, request->offset_bytes);
 }
 
+static void fail_sum(const struct zpp_aio_chunk *chunk, struct zpp_aio_failure *failure) {
+    const char *path = chunk->piece.part->path;
+    const struct zpp_sums_bad *bad = &chunk->bad;
+    failure->fault = (struct zpp_aio_fault){.offset_bytes = bad->offset_bytes, .wanted_bytes = bad->bytes};
+    snprintf(failure->fault.path, sizeof failure->fault.path, "%s", path);
+    zpp_fail(&failure->err, ZPP_TIER,
+             "aio: \"%s\" does not hold what was written: %zu bytes at offset %" PRIu64
+             " have the checksum %08x, written was %08x, and so again when read a second time. The disk or the way "
+             "to it changes data, or another program wrote there: use another disk, and go on from a checkpoint",
+             path, bad->bytes, bad->offset_bytes, bad->read, bad->wrote);
+}
+
 static void fail_request(zpp_aio *aio, const struct zpp_aio_chunk *chunk) {
     struct zpp_aio_failure *failure = zpp_aio_new_failure(chunk->request);
     if (!failure) return;
-    if (chunk->ended) {
+    if (chunk->bad.bytes) {
+        fail_sum(chunk, failure);
+    } else if (chunk->ended) {
         fail_ended(aio, chunk, failure);
     } else {
         const struct zpp_file_piece *piece = &chunk->piece;
@@ -193,9 +239,12 @@ static void fail_request(zpp_aio *aio, const struct zpp_aio_chunk *chunk) {
 
 void zpp_aio_finish(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
     zpp_aio_request *request = chunk->request;
-    if (chunk->os_errno || chunk->ended) fail_request(aio, chunk);
+    if (chunk->os_errno || chunk->ended || chunk->bad.bytes) fail_request(aio, chunk);
     else if (request->write) aio->written_bytes += chunk->piece.wanted_bytes;
     else aio->read_bytes += chunk->piece.wanted_bytes;
+    aio->checked_bytes += chunk->checked_bytes;
+    if (request->write && chunk->os_errno && chunk->piece.part->sums)
+        zpp_sums_clear(chunk->piece.part->sums, chunk->piece.offset_bytes, chunk->piece.wanted_bytes);
     if (chunk->bounce) aio->bounce_free[aio->bounce_free_count++] = chunk->bounce;
     chunk->next = aio->free_chunks;
     aio->free_chunks = chunk;

@@ -470,8 +470,16 @@ void zpp_aio_forget(zpp_aio *aio, const char *path) {
     if (usable(aio, &err) != ZPP_OK) return;
     pthread_mutex_lock(&aio->files_lock);
     struct zpp_file *file = zpp_files_take(&aio->files, path);
+    zpp_files_drop_sums(&aio->files, path);
     pthread_mutex_lock(&aio->lock);
     if (file && file->refs == 0) close_file(aio, file);
     pthread_mutex_unlock(&aio->lock);
     pthread_mutex_unlock(&aio->files_lock);
+}
+
+zpp_status zpp_aio_share_sums(zpp_aio *aio, const char *path, zpp_sums *sums, struct zpp_err *err) {
+    pthread_mutex_lock(&aio->files_lock);
+    const zpp_status status = zpp_files_keep_sums(&aio->files, path, sums, err);
+    pthread_mutex_unlock(&aio->files_lock);
+    return status;
 }

@@ -14,6 +14,11 @@
  * A request borrows its memory from zpp_aio_submit until it is done. Memory of the engine's arena and at aligned file
  * offsets moves without a copy; everything else works too, edges through bounce buffers (file.h).
  *
+ * With `checksums` the engine keeps a sum of each page that it writes (sums.h), and what it reads must have them: a
+ * device, a cable or a driver that changes bytes is then an error, and not a model that learns less. The thread that
+ * drives the I/O does the sums. A file's are dropped by zpp_aio_forget, and with the engine; what another engine
+ * wrote is not checked, unless the two share a table.
+ *
  * Errors are status TIER, with a struct zpp_aio_fault: which file, which bytes, how many the file system has free.
  *
  * Threads: every function may be called from any thread, but zpp_aio_destroy: once, last, when no other call is
@@ -43,6 +48,7 @@ struct zpp_aio_config {
     size_t block_bytes;           /* of one operation; a multiple of 4096, at most 1 GiB */
     bool direct;                  /* O_DIRECT where the file system has it */
     bool sqpoll;                  /* a kernel thread submits: fewer system calls, a core that polls */
+    bool checksums;               /* what is read must be what was written */
     enum zpp_aio_backend backend; /* URING: no falling back */
     unsigned threads;             /* of the fallback; 0: the default */
     size_t arena_bytes;           /* bound of the arena; 0: none */
@@ -87,8 +93,12 @@ void zpp_aio_release(zpp_aio_request *request);
  * failure, once. `durable`: the data of all files written have reached the device as well. */
 zpp_status zpp_aio_flush(zpp_aio *aio, bool durable, const struct zpp_wait *wait, struct zpp_aio_fault *fault,
                          struct zpp_err *err);
-/* Close the descriptors kept for a path (a removed file's space comes free then). Requests that run keep theirs. */
+/* Close the descriptors kept for a path (a removed file's space comes free then), and drop its checksums. Requests that
+ * run keep theirs. */
 void zpp_aio_forget(zpp_aio *aio, const char *path);
+/* A file that several engines write, each its own bytes: its checksums (zpp_sums_attach; the engine takes this
+ * reference, also on failure). Before the first request on it; only with `checksums`, and not for striped paths. */
+zpp_status zpp_aio_share_sums(zpp_aio *aio, const char *path, zpp_sums *sums, struct zpp_err *err);
 
 /* Borrowed; zpp_aio_arena_alloc gives memory that moves without a copy. */
 zpp_aio_arena *zpp_aio_get_arena(zpp_aio *aio);
@@ -98,6 +108,8 @@ struct zpp_aio_figures {
     unsigned depth, outstanding; /* requests not done */
     size_t block_bytes;
     uint64_t read_bytes, written_bytes, operations, bounced_bytes, retries;
+    uint64_t checked_bytes; /* of those read: they had a checksum, and it was right */
+    size_t sums_bytes;      /* of the tables of checksums */
     size_t registered_bytes, arena_held_bytes, arena_used_bytes;
     size_t open_files;
 };

@@ -45,6 +45,7 @@ zpp_status zpp_file_fail(const struct zpp_aio_sys *sys, const char *what, const 
 static void close_part(const struct zpp_aio_sys *sys, struct zpp_file_part *part) {
     if (part->direct_fd >= 0) sys->close(sys->ctx, part->direct_fd);
     if (part->buffered_fd >= 0) sys->close(sys->ctx, part->buffered_fd);
+    zpp_sums_unref(part->sums);
     free(part->path);
 }
 
@@ -73,8 +74,79 @@ static void open_direct(const struct zpp_files *files, struct zpp_file_part *par
     part->offset_align_bytes = offset_bytes;
 }
 
+/* --- checksums ---------------------------------------------------------------------------------------------------- */
+
+static struct zpp_file_sums **find_sums(struct zpp_files *files, const char *path) {
+    struct zpp_file_sums **link = &files->sums;
+    while (*link && strcmp((*link)->path, path) != 0) link = &(*link)->next;
+    return link;
+}
+
+static void drop_sums(struct zpp_file_sums **link) {
+    struct zpp_file_sums *dropped = *link;
+    *link = dropped->next;
+    zpp_sums_unref(dropped->sums);
+    free(dropped->path);
+    free(dropped);
+}
+
+zpp_status zpp_files_keep_sums(struct zpp_files *files, const char *path, zpp_sums *sums, struct zpp_err *err) {
+    struct zpp_file_sums **link = find_sums(files, path), *entry = calloc(1, sizeof *entry);
+    char *copy = strdup(path);
+    if (!sums || !entry || !copy) {
+        zpp_sums_unref(sums);
+        free(entry);
+        free(copy);
+        return zpp_fail(err, ZPP_NOMEM, "aio: no memory for the checksums of \"%s\"", path);
+    }
+    if (*link) drop_sums(link);
+    *entry = (struct zpp_file_sums){.next = files->sums, .path = copy, .sums = sums};
+    files->sums = entry;
+    return ZPP_OK;
+}
+
+/* Of the parts of a striped file, too. */
+void zpp_files_drop_sums(struct zpp_files *files, const char *path) {
+    for (struct zpp_file_sums **link = &files->sums; *link;) {
+        const size_t length = strlen((*link)->path), wanted = path ? strlen(path) : 0;
+        const bool striped = path && path[0] != '/' && files->stripes_count && length > wanted &&
+                             (*link)->path[length - wanted - 1] == '/';
+        const bool is_it = !path || (striped ? strcmp((*link)->path + length - wanted, path) == 0
+                                             : strcmp((*link)->path, path) == 0);
+        if (is_it) drop_sums(link);
+        else link = &(*link)->next;
+    }
+}
+
+size_t zpp_files_sums_bytes(const struct zpp_files *files) {
+    size_t bytes = 0;
+    for (const struct zpp_file_sums *entry = files->sums; entry; entry = entry->next)
+        bytes += zpp_sums_bytes(entry->sums);
+    return bytes;
+}
+
+/* The part's sums; those of a file that had its name before are forgotten. 0 or the errno. */
+static int join_sums(struct zpp_files *files, struct zpp_file_part *part, uint64_t seen_bytes, bool write) {
+    struct zpp_file_sums *entry = *find_sums(files, part->path);
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (!entry && !write) return 0; /* nothing is known of it */
+    if (!entry) {
+        if (zpp_files_keep_sums(files, part->path, zpp_sums_create(), &err) != ZPP_OK) return ENOMEM;
+        entry = files->sums;
+    }
+    const bool other = entry->known && (entry->device != part->device || entry->inode != part->inode);
+    if (other || !seen_bytes) zpp_sums_clear_all(entry->sums); /* inodes are taken again, and then the file is empty */
+    entry->known = true;
+    entry->device = part->device;
+    entry->inode = part->inode;
+    part->sums = zpp_sums_ref(entry->sums);
+    return 0;
+}
+
+/* --- files -------------------------------------------------------------------------------------------------------- */
+
 /* 0 or the errno. */
-static int open_part(const struct zpp_files *files, struct zpp_file_part *part, bool write) {
+static int open_part(struct zpp_files *files, struct zpp_file_part *part, bool write) {
     const struct zpp_aio_sys *sys = files->sys;
     const int flags = write ? O_RDWR | O_CREAT : O_RDONLY;
     struct zpp_aio_stat seen;
@@ -87,7 +159,7 @@ static int open_part(const struct zpp_files *files, struct zpp_file_part *part, 
     /* Readahead around a tail would bring neighbours into the page cache that direct writes then have to throw out. */
     posix_fadvise(part->buffered_fd, 0, 0, POSIX_FADV_RANDOM);
     open_direct(files, part, flags);
-    return 0;
+    return files->checksums ? join_sums(files, part, seen.bytes, write) : 0;
 }
 
 static char *part_path(const struct zpp_files *files, const char *path, unsigned part) {
@@ -96,7 +168,7 @@ static char *part_path(const struct zpp_files *files, const char *path, unsigned
     return asprintf(&joined, "%s/%s", files->stripes[part], path) < 0 ? NULL : joined;
 }
 
-static zpp_status open_file(const struct zpp_files *files, const char *path, bool write, struct zpp_file **out,
+static zpp_status open_file(struct zpp_files *files, const char *path, bool write, struct zpp_file **out,
                             struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct zpp_file *file = calloc(1, sizeof *file);
     if (!file) return zpp_fail(err, ZPP_NOMEM, "aio: no memory to open \"%s\"", path);
@@ -116,6 +188,7 @@ static zpp_status open_file(const struct zpp_files *files, const char *path, boo
             zpp_file_close(files->sys, file);
             return ZPP_TIER;
         }
+        file->summed |= part->sums != NULL;
     }
     *out = file;
     return ZPP_OK;
@@ -232,12 +305,12 @@ static void write_piece(const struct zpp_file_part *part, const unsigned char *m
     out->op_bytes = out->wanted_bytes;
 }
 
-static void read_piece(const struct zpp_file_part *part, const unsigned char *memory, size_t span, size_t bounce_bytes,
-                       struct zpp_file_piece *out) {
-    const size_t unit = part->offset_align_bytes;
+/* `direct` or not; whole `unit`s, in memory aligned to `align_bytes`. */
+static void read_piece(bool direct, size_t unit, uint32_t align_bytes, const unsigned char *memory, size_t span,
+                       size_t bounce_bytes, struct zpp_file_piece *out) {
     const size_t into = (size_t)(out->offset_bytes % unit);
-    const bool fits = into == 0 && aligned(memory, part->memory_align_bytes);
-    out->direct = true;
+    const bool fits = into == 0 && aligned(memory, align_bytes);
+    out->direct = direct;
     if (fits && span >= unit && (span % unit == 0 || span > SMALL_BYTES)) {
         out->wanted_bytes = out->op_bytes = span / unit * unit;
         return;
@@ -248,7 +321,7 @@ static void read_piece(const struct zpp_file_part *part, const unsigned char *me
     out->offset_bytes -= into;
     out->head_bytes = into;
     out->wanted_bytes = least(span, bounce_bytes - into);
-    if (into && span > SMALL_BYTES && aligned(memory + (unit - into), part->memory_align_bytes)) {
+    if (into && span > SMALL_BYTES && aligned(memory + (unit - into), align_bytes)) {
         out->wanted_bytes = unit - into;
     }
     out->op_bytes = (into + out->wanted_bytes + unit - 1) / unit * unit;
@@ -264,13 +337,17 @@ void zpp_file_piece(struct zpp_file *file, bool write, const void *memory, uint6
         out->offset_bytes = stripe / file->parts_count * file->stripe_bytes + into;
         if (file->stripe_bytes - into < span) span = (size_t)(file->stripe_bytes - into);
     }
-    const bool direct =
-        out->part->direct_fd >= 0 && !atomic_load_explicit(&out->part->direct_refused, memory_order_relaxed);
-    if (!direct) {
+    const struct zpp_file_part *part = out->part;
+    const bool direct = part->direct_fd >= 0 && !atomic_load_explicit(&part->direct_refused, memory_order_relaxed);
+    const size_t over = (size_t)((out->offset_bytes + span) % ZPP_PAGE_BYTES);
+    if (part->sums && span < left_bytes && over < span) span -= over; /* a page is not cut in two without need */
+    if (!write && part->sums) {
+        read_piece(direct, ZPP_PAGE_BYTES, direct ? part->memory_align_bytes : 1, memory, span, bounce_bytes, out);
+    } else if (!direct) {
         out->op_bytes = out->wanted_bytes = span;
     } else if (write) {
-        write_piece(out->part, memory, span, bounce_bytes, out);
+        write_piece(part, memory, span, bounce_bytes, out);
     } else {
-        read_piece(out->part, memory, span, bounce_bytes, out);
+        read_piece(true, part->offset_align_bytes, part->memory_align_bytes, memory, span, bounce_bytes, out);
     }
 }

@@ -12,6 +12,7 @@
  *   - writes of whole pages from unaligned memory go through a bounce buffer, and bytes that do not fill a page are
  *     written through a second, buffered descriptor. A page is written directly only by a request that covers all
  *     of it: two requests that share a page both write it through the page cache, which keeps neighbours' bytes.
+ * Where checksums are kept (sums.h), reads fetch whole pages, so that what a page's sum covers is there to be checked.
  *
  * Threads: a zpp_files object is used under its owner's lock; zpp_file_piece only reads what does not change while
  * open.
@@ -21,6 +22,7 @@
 
 #include <stdatomic.h>
 #include "../base/status.h"
+#include "sums.h"
 #include "sys.h"
 
 enum { ZPP_AIO_PARTS = 16, ZPP_AIO_HAZARD_LISTS = 64 };
@@ -42,6 +44,16 @@ struct zpp_file_part {
     uint32_t memory_align_bytes, offset_align_bytes;
     uint64_t device, inode;
     atomic_bool direct_refused; /* an operation on direct_fd gave EINVAL: buffered from then on */
+    zpp_sums *sums;             /* a reference, or NULL */
+};
+
+/* Checksums of one file on the disk; they outlive its descriptors. */
+struct zpp_file_sums {
+    struct zpp_file_sums *next;
+    char *path; /* owned; of the part */
+    bool known; /* device and inode are */
+    uint64_t device, inode;
+    zpp_sums *sums; /* a reference */
 };
 
 struct zpp_aio_request;
@@ -53,6 +65,7 @@ struct zpp_file {
     unsigned parts_count;
     uint64_t stripe_bytes; /* 0: one part */
     bool writable;
+    bool summed; /* some part has checksums */
     bool gone; /* out of the table; closed with its last request */
     /* below: guarded by the engine's lock */
     size_t refs;                                                 /* outstanding requests */
@@ -65,9 +78,10 @@ struct zpp_files {
     char *stripes[ZPP_AIO_PARTS];  /* owned; folders */
     unsigned stripes_count;
     uint64_t stripe_bytes;
-    bool direct;
+    bool direct, checksums;
     struct zpp_file *first;
     size_t count;
+    struct zpp_file_sums *sums;
 };
 
 /* The file for a request, opened (and for writing created) or taken from the table. A file that was replaced or removed
@@ -77,6 +91,11 @@ zpp_status zpp_files_get(struct zpp_files *files, const char *path, bool write, 
                          struct zpp_file **dropped, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* Take out of the table: by path, or the least recently used that has no requests (path NULL). NULL: none. */
 struct zpp_file *zpp_files_take(struct zpp_files *files, const char *path);
+/* Checksums of a file: `sums` (a reference that this takes) are the ones to keep for `path` (not striped); and they are
+ * dropped for a path, or all (NULL). */
+zpp_status zpp_files_keep_sums(struct zpp_files *files, const char *path, zpp_sums *sums, struct zpp_err *err);
+void zpp_files_drop_sums(struct zpp_files *files, const char *path);
+size_t zpp_files_sums_bytes(const struct zpp_files *files);
 void zpp_file_close(const struct zpp_aio_sys *sys, struct zpp_file *file);
 
 /* Blocks for [offset, offset + bytes) where that grows the file by a megabyte or more, so that a full disk is found

@@ -62,6 +62,9 @@ struct zpp_aio_chunk {
     int os_errno;          /* why it failed; 0: it did not */
     bool ended;            /* the file ended before the wanted bytes did */
     bool direct, filled;
+    bool reread;             /* its sum was wrong once */
+    size_t checked_bytes;    /* of the wanted ones */
+    struct zpp_sums_bad bad; /* bytes > 0: its sum is wrong */
 };
 
 struct zpp_aio_queue {
@@ -97,7 +100,7 @@ struct zpp_aio {
     uint64_t write_failure_number;
     int retired_slots[ZPP_RING_FILES];
     unsigned retired_count;
-    uint64_t read_bytes, written_bytes, operations, bounced_bytes;
+    uint64_t read_bytes, written_bytes, checked_bytes, operations, bounced_bytes;
     atomic_uint_fast64_t retries;
     size_t registered_bytes;
     bool sleeping, stopping;

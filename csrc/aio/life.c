@@ -46,6 +46,8 @@ void zpp_aio_figures(zpp_aio *aio, struct zpp_aio_figures *out) {
         .operations = aio->operations,
         .bounced_bytes = aio->bounced_bytes,
         .retries = atomic_load(&aio->retries),
+        .checked_bytes = aio->checked_bytes,
+        .sums_bytes = zpp_files_sums_bytes(&aio->files),
         .registered_bytes = aio->registered_bytes,
         .arena_held_bytes = arena.held_bytes,
         .arena_used_bytes = arena.used_bytes,
@@ -90,7 +92,10 @@ static zpp_status allocate(zpp_aio *aio, struct zpp_err *err) {
         aio->chunks[index].next = aio->free_chunks;
         aio->free_chunks = &aio->chunks[index];
     }
-    aio->files = (struct zpp_files){.sys = &aio->sys, .stripe_bytes = config->stripe_bytes, .direct = config->direct};
+    aio->files = (struct zpp_files){.sys = &aio->sys,
+                                    .stripe_bytes = config->stripe_bytes,
+                                    .direct = config->direct,
+                                    .checksums = config->checksums};
     for (unsigned index = 0; all && index < config->stripes_count; ++index) {
         aio->files.stripes[index] = strdup(config->stripes[index]);
         all = aio->files.stripes[index] != NULL;
@@ -173,6 +178,7 @@ void zpp_aio_destroy(zpp_aio *aio) {
     if (aio->bounce_memory) zpp_aio_arena_free(aio->arena, aio->bounce_memory);
     zpp_aio_arena_unref(aio->arena);
     for (struct zpp_file *file; (file = zpp_files_take(&aio->files, NULL));) zpp_file_close(&aio->sys, file);
+    zpp_files_drop_sums(&aio->files, NULL);
     pthread_mutex_lock(&aio->lock);
     const bool last = --aio->refs == 0;
     pthread_mutex_unlock(&aio->lock);

@@ -3,9 +3,13 @@
  * The order of requests that touch the same bytes of one file, one of them a write: the later waits for the earlier,
  * whatever their priorities, so that a prefetch never overtakes the write-back it reads. Outstanding requests are
  * listed by where they start, so that thousands of small ones cost a look at a few.
+ *
+ * Where a file has checksums, requests collide when they touch the same page: a read checks all of a page, and so must
+ * not meet a neighbour's write in the middle of it.
  */
 #include <stdlib.h>
 
+#include "../base/mem.h"
 #include "internal.h"
 
 enum { NARROW_SHIFT = 20 /* requests up to 1 MiB are listed by the mebibyte that they start in */ };
@@ -15,15 +19,17 @@ static zpp_aio_request **hazard_list(struct zpp_file *file, const zpp_aio_reques
     return &file->narrow[(request->offset_bytes >> NARROW_SHIFT) % ZPP_AIO_HAZARD_LISTS];
 }
 
-static bool collide(const zpp_aio_request *a, const zpp_aio_request *b) {
-    return (a->write || b->write) && a->offset_bytes < b->offset_bytes + b->bytes &&
-           b->offset_bytes < a->offset_bytes + a->bytes;
+/* `unit`: a power of two. */
+static bool collide(const zpp_aio_request *a, const zpp_aio_request *b, uint64_t unit) {
+    const uint64_t a_end = (a->offset_bytes + a->bytes + unit - 1) & ~(unit - 1);
+    const uint64_t b_end = (b->offset_bytes + b->bytes + unit - 1) & ~(unit - 1);
+    return (a->write || b->write) && a->offset_bytes < b_end && b->offset_bytes < a_end;
 }
 
 /* Adds to `later` an edge from each request of the list that it collides with; false: no memory. */
-static bool hold_for(zpp_aio_request *list, zpp_aio_request *later) {
+static bool hold_for(zpp_aio_request *list, zpp_aio_request *later, uint64_t unit) {
     for (zpp_aio_request *earlier = list; earlier; earlier = earlier->hazard_next) {
-        if (!collide(earlier, later)) continue;
+        if (!collide(earlier, later, unit)) continue;
         struct zpp_aio_edge *edge = malloc(sizeof *edge);
         if (!edge) return false;
         *edge = (struct zpp_aio_edge){earlier->edges, later};
@@ -35,13 +41,14 @@ static bool hold_for(zpp_aio_request *list, zpp_aio_request *later) {
 }
 
 bool zpp_aio_hold(struct zpp_file *file, zpp_aio_request *later) {
-    if (!hold_for(file->wide, later)) return false;
+    const uint64_t unit = file->summed ? ZPP_PAGE_BYTES : 1;
+    if (!hold_for(file->wide, later, unit)) return false;
     const uint64_t first = later->offset_bytes >> NARROW_SHIFT;
     const uint64_t last = (later->offset_bytes + later->bytes - 1) >> NARROW_SHIFT;
     /* A narrow request that reaches into the first mebibyte may start in the one before. */
     const uint64_t from = first ? first - 1 : 0, lists = last - from + 1;
     for (uint64_t index = 0; index < lists && index < ZPP_AIO_HAZARD_LISTS; ++index) {
-        if (!hold_for(file->narrow[(from + index) % ZPP_AIO_HAZARD_LISTS], later)) return false;
+        if (!hold_for(file->narrow[(from + index) % ZPP_AIO_HAZARD_LISTS], later, unit)) return false;
     }
     return true;
 }

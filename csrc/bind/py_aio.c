@@ -279,11 +279,11 @@ static bool read_stripes(PyObject *tuple, const char **out, unsigned *count) {
 
 static int engine_init(PyObject *self, PyObject *args, PyObject *named) {
     static char *names[] = {"depth",   "block_bytes", "direct",  "sqpoll",       "backend",
-                            "threads", "arena_bytes", "stripes", "stripe_bytes", NULL};
+                            "threads", "arena_bytes", "stripes", "stripe_bytes", "checksums", NULL};
     Engine *engine = (Engine *)self;
     const char *stripes[ZPP_AIO_PARTS];
     PyObject *stripe_tuple = NULL;
-    int direct = 1, sqpoll = 0, backend = ZPP_AIO_AUTO;
+    int direct = 1, sqpoll = 0, checksums = 0, backend = ZPP_AIO_AUTO;
     Py_ssize_t block_bytes = 0, arena_bytes = 0, stripe_bytes = 0;
     struct zpp_aio_config config = {.log = keep_log, .log_ctx = engine};
     struct zpp_err err = ZPP_ERR_INIT;
@@ -291,9 +291,9 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *named) {
         PyErr_SetString(PyExc_RuntimeError, "aio: an engine is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, named, "InppiInO!n", names, &config.depth, &block_bytes, &direct, &sqpoll,
+    if (!PyArg_ParseTupleAndKeywords(args, named, "InppiInO!np", names, &config.depth, &block_bytes, &direct, &sqpoll,
                                      &backend, &config.threads, &arena_bytes, &PyTuple_Type, &stripe_tuple,
-                                     &stripe_bytes) ||
+                                     &stripe_bytes, &checksums) ||
         !read_stripes(stripe_tuple, stripes, &config.stripes_count)) {
         return -1;
     }
@@ -302,6 +302,7 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *named) {
     config.stripe_bytes = (size_t)stripe_bytes;
     config.direct = direct;
     config.sqpoll = sqpoll;
+    config.checksums = checksums;
     config.backend = (enum zpp_aio_backend)backend;
     config.stripes = stripes;
     pthread_mutex_init(&engine->log.lock, NULL);
@@ -431,13 +432,14 @@ static PyObject *engine_figures(PyObject *self, PyObject *none) {
     if (!usable(engine)) return NULL;
     zpp_aio_figures(engine->aio, &seen);
     return Py_BuildValue(
-        "{s:O,s:I,s:I,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "uring", seen.uring ? Py_True : Py_False, "depth",
-        seen.depth, "outstanding", seen.outstanding, "block_bytes", (unsigned long long)seen.block_bytes, "read_bytes",
-        (unsigned long long)seen.read_bytes, "written_bytes", (unsigned long long)seen.written_bytes, "operations",
-        (unsigned long long)seen.operations, "bounced_bytes", (unsigned long long)seen.bounced_bytes, "retries",
-        (unsigned long long)seen.retries, "registered_bytes", (unsigned long long)seen.registered_bytes,
+        "{s:O,s:I,s:I,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "uring", seen.uring ? Py_True : Py_False,
+        "depth", seen.depth, "outstanding", seen.outstanding, "block_bytes", (unsigned long long)seen.block_bytes,
+        "read_bytes", (unsigned long long)seen.read_bytes, "written_bytes", (unsigned long long)seen.written_bytes,
+        "operations", (unsigned long long)seen.operations, "bounced_bytes", (unsigned long long)seen.bounced_bytes,
+        "retries", (unsigned long long)seen.retries, "registered_bytes", (unsigned long long)seen.registered_bytes,
         "arena_held_bytes", (unsigned long long)seen.arena_held_bytes, "arena_used_bytes",
-        (unsigned long long)seen.arena_used_bytes, "open_files", (unsigned long long)seen.open_files);
+        (unsigned long long)seen.arena_used_bytes, "open_files", (unsigned long long)seen.open_files, "checked_bytes",
+        (unsigned long long)seen.checked_bytes, "sums_bytes", (unsigned long long)seen.sums_bytes);
 }
 
 /* --- tensors in the arena --- */

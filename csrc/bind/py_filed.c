@@ -39,10 +39,12 @@ static zpp_filed *grads_of(PyObject *self) {
 static PyObject *open_file(PyObject *self, PyObject *args, zpp_filed *filed) {
     Zero *zero = (Zero *)self;
     struct zpp_filed_file file = { .log = keep_warning, .log_ctx = zero };
-    int make;
+    int make, checksums;
     Py_ssize_t block_bytes;
-    if (!filed || !PyArg_ParseTuple(args, "ypIn", &file.path, &make, &file.depth, &block_bytes)) return NULL;
+    if (!filed || !PyArg_ParseTuple(args, "ypInp", &file.path, &make, &file.depth, &block_bytes, &checksums))
+        return NULL;
     file.make = make;
+    file.checksums = checksums;
     file.block_bytes = (size_t)block_bytes;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
@@ -66,7 +68,7 @@ static PyObject *close_file(zpp_filed *filed) {
     Py_RETURN_NONE;
 }
 
-/* open_params(path, make, depth, block_bytes) -> the engine's warning, or '' */
+/* open_params(path, make, depth, block_bytes, checksums) -> the engine's warning, or '' */
 static PyObject *open_params(PyObject *self, PyObject *args) {
     return open_file(self, args, filed_of(self));
 }
@@ -171,7 +173,7 @@ static PyObject *figures_of(const zpp_filed *filed) {
     if (!filed) return NULL;
     struct zpp_filed_figures seen;
     zpp_filed_figures(filed, &seen);
-    return Py_BuildValue("{s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:K,s:K,s:s}", "home_address",
+    return Py_BuildValue("{s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:n,s:K,s:K,s:K,s:s}", "home_address",
                          (unsigned long long)(uintptr_t)zpp_filed_home(filed), "home_bytes",
                          (Py_ssize_t)seen.home_bytes, "cut_bytes", (Py_ssize_t)seen.cut_bytes, "entered_bytes",
                          (Py_ssize_t)seen.entered_bytes, "entered_peak_bytes", (Py_ssize_t)seen.entered_peak_bytes,
@@ -179,7 +181,8 @@ static PyObject *figures_of(const zpp_filed *filed) {
                          (Py_ssize_t)seen.window_bytes, "images_bytes", (Py_ssize_t)seen.images_bytes,
                          "staging_bytes", (Py_ssize_t)seen.staging_bytes, "read_bytes",
                          (unsigned long long)seen.read_bytes, "written_bytes", (unsigned long long)seen.written_bytes,
-                         "loads", (unsigned long long)seen.loads, "load_wait_ns",
+                         "checked_bytes", (unsigned long long)seen.checked_bytes, "sums_bytes",
+                         (Py_ssize_t)seen.sums_bytes, "loads", (unsigned long long)seen.loads, "load_wait_ns",
                          (unsigned long long)seen.load_wait_ns, "step_wait_ns", (unsigned long long)seen.step_wait_ns,
                          "backend", seen.uring ? "io_uring" : "threads");
 }
@@ -234,12 +237,12 @@ static PyObject *store_low(PyObject *self, PyObject *args) {
 PyMethodDef zpp_py_filed_methods[] = {
     { "set_stored", set_stored, METH_VARARGS, "set_stored(bits, block_elems, in_memory): before units are added." },
     { "store_low", store_low, METH_VARARGS, "store_low(unit, param): kept in fewer bits. Before seal." },
-    { "open_params", open_params, METH_VARARGS, "open_params(path, make, depth, block_bytes) -> warning" },
+    { "open_params", open_params, METH_VARARGS, "open_params(path, make, depth, block_bytes, checksums) -> warning" },
     { "close_params", close_params, METH_NOARGS, "End the engine; the file stays." },
     { "copy_params", copy_params, METH_VARARGS, "copy_params(unit, first, elems, address, write)" },
     { "params_figures", params_figures, METH_NOARGS, "Bytes and times." },
     { "set_grads_fraction", set_grads_fraction, METH_O, "This share of the gradients lives in a file." },
-    { "open_grads", open_grads, METH_VARARGS, "open_grads(path, make, depth, block_bytes) -> warning" },
+    { "open_grads", open_grads, METH_VARARGS, "open_grads(path, make, depth, block_bytes, checksums) -> warning" },
     { "close_grads", close_grads, METH_NOARGS, "End the engine; the file stays." },
     { "settle_grads", settle_grads, METH_NOARGS, "All are in their file; raises what failed." },
     { "copy_grads", copy_grads, METH_VARARGS, "copy_grads(unit, first, elems, address, write)" },

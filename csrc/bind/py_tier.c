@@ -47,16 +47,16 @@ zpp_tier *zpp_py_tier_get(PyObject *object) {
     return ((Tier *)object)->tier;
 }
 
-/* Tier(path, fraction, amsgrad, chunk_elems, buffers, depth, block_bytes); 0: chosen. */
+/* Tier(path, fraction, amsgrad, chunk_elems, buffers, depth, block_bytes, checksums); 0: chosen. */
 static int tier_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Tier *tier = (Tier *)self;
     struct zpp_tier_options options = { .log = keep_warning, .log_ctx = self };
-    int amsgrad;
+    int amsgrad, checksums;
     unsigned buffers, depth;
     Py_ssize_t chunk_elems, block_bytes;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "ydpnIIn", &options.path, &options.fraction, &amsgrad, &chunk_elems, &buffers, &depth,
-                          &block_bytes))
+    if (!PyArg_ParseTuple(args, "ydpnIInp", &options.path, &options.fraction, &amsgrad, &chunk_elems, &buffers, &depth,
+                          &block_bytes, &checksums))
         return -1;
     if (tier->lock_ready) return PyErr_SetString(PyExc_TypeError, "tier: made twice"), -1;
     options.amsgrad = amsgrad;
@@ -64,6 +64,7 @@ static int tier_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     options.buffers = buffers;
     options.depth = depth;
     options.block_bytes = (size_t)block_bytes;
+    options.checksums = checksums;
     if (pthread_mutex_init(&tier->lock, NULL) != 0) return PyErr_NoMemory(), -1;
     tier->lock_ready = true;
     struct zpp_err err = ZPP_ERR_INIT;
@@ -148,10 +149,11 @@ static PyObject *tier_figures(PyObject *self, PyObject *unused) {
     if (!tier) return NULL;
     struct zpp_tier_figures seen;
     zpp_tier_figures(tier, &seen);
-    return Py_BuildValue("{s:N,s:N,s:n,s:n,s:K,s:K,s:K,s:K,s:K,s:s}", "file", by_kind(seen.file_bytes), "held",
+    return Py_BuildValue("{s:N,s:N,s:n,s:n,s:K,s:K,s:K,s:n,s:K,s:K,s:K,s:s}", "file", by_kind(seen.file_bytes), "held",
                          by_kind(seen.held_bytes), "reserved_bytes", (Py_ssize_t)seen.reserved_bytes, "buffer_bytes",
                          (Py_ssize_t)seen.buffer_bytes, "read_bytes", (unsigned long long)seen.read_bytes,
-                         "written_bytes", (unsigned long long)seen.written_bytes, "steps",
+                         "written_bytes", (unsigned long long)seen.written_bytes, "checked_bytes",
+                         (unsigned long long)seen.checked_bytes, "sums_bytes", (Py_ssize_t)seen.sums_bytes, "steps",
                          (unsigned long long)seen.steps, "step_ns", (unsigned long long)seen.step_ns, "waited_ns",
                          (unsigned long long)seen.waited_ns, "backend", seen.uring ? "io_uring" : "threads");
 }

@@ -75,12 +75,15 @@ zpp_status zpp_filed_add(zpp_filed *filed, size_t bytes, int *unit, size_t *offs
 }
 
 static zpp_status make_shared_home(zpp_filed *filed, struct zpp_err *err) {
-    const size_t board_bytes = (size_t)filed->units_count * sizeof(struct filed_board);
-    const zpp_status status =
-        zpp_region_create(filed->comm, ZPP_REGION_ONE, filed->home_bytes + board_bytes, &filed->region, err);
+    const size_t board_bytes = round_up((size_t)filed->units_count * sizeof(struct filed_board), ZPP_PAGE_BYTES);
+    /* Addresses only: what nobody writes to takes no memory. */
+    const size_t sums_bytes = zpp_sums_shared_bytes(filed->home_bytes);
+    const zpp_status status = zpp_region_create(filed->comm, ZPP_REGION_ONE,
+                                                filed->home_bytes + board_bytes + sums_bytes, &filed->region, err);
     if (status != ZPP_OK) return status;
     filed->home = zpp_region_base(filed->region, filed->rank);
     filed->board = (struct filed_board *)(void *)(filed->home + filed->home_bytes);
+    filed->sums_room = filed->home + filed->home_bytes + board_bytes;
     /* A read of what is not there faults, and is not silently zero. */
     if (mprotect(filed->home + filed->cut_bytes, filed->home_bytes - filed->cut_bytes, PROT_NONE) != 0)
         return zpp_fail_os(err, errno, "params: closing %zu bytes of addresses", filed->home_bytes - filed->cut_bytes);
@@ -129,6 +132,12 @@ static zpp_status make_file(const zpp_filed *filed, const struct zpp_aio_sys *sy
     return status;
 }
 
+/* Every rank's engine keeps its checksums in the same table. */
+static zpp_status share_sums(const zpp_filed *filed, bool make, struct zpp_err *err) {
+    zpp_sums *sums = zpp_sums_attach(filed->sums_room, filed->home_bytes, make);
+    return zpp_aio_share_sums(filed->aio, filed->path, sums, err);
+}
+
 zpp_status zpp_filed_open(zpp_filed *filed, const struct zpp_filed_file *file, struct zpp_aio_fault *fault,
                           struct zpp_err *err) {
     if (!filed->sealed || filed->path)
@@ -138,6 +147,7 @@ zpp_status zpp_filed_open(zpp_filed *filed, const struct zpp_filed_file *file, s
         .depth = file->depth ? file->depth : (unsigned)DEPTH,
         .block_bytes = file->block_bytes ? file->block_bytes : (size_t)BLOCK_BYTES,
         .direct = true,
+        .checksums = file->checksums,
         .backend = ZPP_AIO_AUTO,
         .log = file->log,
         .log_ctx = file->log_ctx,
@@ -145,8 +155,9 @@ zpp_status zpp_filed_open(zpp_filed *filed, const struct zpp_filed_file *file, s
     };
     filed->path = strdup(file->path);
     if (!filed->path) return zpp_fail(err, ZPP_NOMEM, "params: no memory for the path");
-    const zpp_status status = file->make ? make_file(filed, &sys, fault, err) : ZPP_OK;
-    return status == ZPP_OK ? zpp_aio_create(&config, &filed->aio, err) : status;
+    zpp_status status = file->make ? make_file(filed, &sys, fault, err) : ZPP_OK;
+    if (status == ZPP_OK) status = zpp_aio_create(&config, &filed->aio, err);
+    return status == ZPP_OK && file->checksums && filed->sums_room ? share_sums(filed, file->make, err) : status;
 }
 
 /* A failed load leaves the unit empty, so that another rank may try. */
@@ -171,6 +182,7 @@ void zpp_filed_close(zpp_filed *filed) {
     filed->aio = NULL;
     filed->closed_read_bytes = last.read_bytes;
     filed->closed_written_bytes = last.written_bytes;
+    filed->closed_checked_bytes = last.checked_bytes;
     for (int i = 0; i < filed->units_count; i++)
         if (filed->units[i].request) finish_load(filed, i);
 }
@@ -379,6 +391,7 @@ void zpp_filed_figures(const zpp_filed *filed, struct zpp_filed_figures *out) {
         .memory_bytes = filed->range ? zpp_range_held_bytes(filed->range) - filed->cut_bytes : filed->entered_bytes,
         .read_bytes = filed->closed_read_bytes,
         .written_bytes = filed->closed_written_bytes,
+        .checked_bytes = filed->closed_checked_bytes,
         .loads = filed->loads,
         .load_wait_ns = filed->load_wait_ns,
         .step_wait_ns = filed->step_wait_ns,
@@ -391,5 +404,7 @@ void zpp_filed_figures(const zpp_filed *filed, struct zpp_filed_figures *out) {
     zpp_aio_figures(filed->aio, &io);
     out->read_bytes = io.read_bytes;
     out->written_bytes = io.written_bytes;
+    out->checked_bytes = io.checked_bytes;
+    out->sums_bytes = io.sums_bytes;
     out->uring = io.uring;
 }

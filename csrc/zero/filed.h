@@ -60,6 +60,7 @@ struct zpp_filed_file {
     bool make;        /* on one rank, before the others open it: its full length, every block reserved */
     unsigned depth;   /* as struct zpp_aio_config; 0: 32 */
     size_t block_bytes; /* the same; 0: 1 MiB */
+    bool checksums;     /* the same; the ranks of a host keep them together */
     void (*log)(void *log_ctx, const char *text); /* as struct zpp_aio_config */
     void *log_ctx;
     const struct zpp_aio_sys *sys; /* copied; NULL: the real calls */
@@ -132,6 +133,8 @@ struct zpp_filed_figures {
     size_t window_bytes;
     size_t images_bytes, staging_bytes; /* of all units; of images on their way */
     uint64_t read_bytes, written_bytes; /* by this rank, so far */
+    uint64_t checked_bytes;             /* of those read */
+    size_t sums_bytes;                  /* of checksums, in memory; of this host's ranks together */
     uint64_t loads, load_wait_ns;       /* waited for loads */
     uint64_t step_wait_ns;              /* waited inside steps */
     bool uring;

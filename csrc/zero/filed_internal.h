@@ -69,12 +69,13 @@ struct zpp_filed {
     zpp_region *region; /* several: the home, then the board */
     unsigned char *home;
     struct filed_board *board; /* several ranks only */
+    void *sums_room;           /* for shared checksums; the same */
     char *path;
     zpp_aio *aio; /* NULL before open and after close */
     struct filed_window windows[ZPP_FILED_WINDOWS];
     size_t entered_bytes, entered_peak_bytes;
     _Atomic uint64_t load_wait_ns; /* over several hosts the communicator's thread waits (own_file.h) */
-    uint64_t loads, step_wait_ns, closed_read_bytes, closed_written_bytes;
+    uint64_t loads, step_wait_ns, closed_read_bytes, closed_written_bytes, closed_checked_bytes;
     struct zpp_quant_spec images; /* bits 0: units are kept as they are */
     bool images_in_memory;
     size_t images_bytes; /* of all units */

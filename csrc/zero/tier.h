@@ -45,6 +45,7 @@ struct zpp_tier_options {
     unsigned buffers;    /* records in memory, at least 3; 0: 4 */
     unsigned depth;      /* as struct zpp_aio_config; 0: 32 */
     size_t block_bytes;  /* the same; 0: 1 MiB */
+    bool checksums;      /* the same */
     void (*log)(void *log_ctx, const char *text); /* as struct zpp_aio_config */
     void *log_ctx;
     const struct zpp_aio_sys *sys; /* copied; NULL: the real calls */
@@ -84,6 +85,8 @@ struct zpp_tier_figures {
     size_t reserved_bytes;             /* the file */
     size_t buffer_bytes;
     uint64_t read_bytes, written_bytes; /* so far */
+    uint64_t checked_bytes;             /* of those read */
+    size_t sums_bytes;                  /* of checksums, in memory */
     uint64_t steps, step_ns, waited_ns; /* waited: for the file, inside steps */
     bool uring;
 };

@@ -92,6 +92,10 @@ class Engine:
             engine that reads such a file needs the same folders in the same order, and the same ``stripe_bytes``.
         stripe_bytes: bytes of a stripe; None: 1 MiB.
         sqpoll: a kernel thread submits (fewer system calls; a core polls).
+        checksums: keep a CRC-32 of every page (4 KiB) that this engine writes, in memory, and raise TierError where a
+            read gives something else. Costs 8 bytes a page, one pass over the bytes each way in the engine's thread, and
+            whole pages read at a request's edges. What others wrote to a file is not checked, and overwriting what this
+            engine wrote is an error then: `forget` the file first.
         backend: ``"io_uring"`` or ``"threads"`` insist; ``"auto"`` falls back to threads with one warning.
         threads: number of threads of the fallback; None: 8.
         arena_bytes: bound of the memory behind ``empty``; None: no bound.
@@ -114,6 +118,7 @@ class Engine:
         paths: Path | Sequence[Path] = (),
         stripe_bytes: int | None = None,
         sqpoll: bool = False,
+        checksums: bool = False,
         backend: Literal["auto", "io_uring", "threads"] = "auto",
         threads: int | None = None,
         arena_bytes: int | None = None,
@@ -135,6 +140,7 @@ class Engine:
             block_bytes=_count("block_bytes", DEFAULT_BLOCK_BYTES if block_bytes is None else block_bytes, 1),
             direct=direct,
             sqpoll=sqpoll,
+            checksums=checksums,
             backend=_BACKENDS[backend],
             threads=_count("threads", 8 if threads is None else threads, 1),
             arena_bytes=0 if arena_bytes is None else _count("arena_bytes", arena_bytes, 1),
@@ -220,13 +226,14 @@ class Engine:
         return tensor.view(dtype).view(sizes)
 
     def forget(self, path: Path) -> None:
-        """Close the descriptors kept for a file, so that the space of one that was removed comes free."""
+        """Close the descriptors kept for a file, so that the space of one that was removed comes free, and drop its checksums."""
         self._core.forget(os.fsencode(path))
 
     def figures(self) -> dict[str, Any]:
         """Totals and sizes.
 
         ``read_bytes``, ``written_bytes``, ``operations``, ``bounced_bytes`` (copied for alignment), ``retries``,
+        ``checked_bytes`` (of those read: their checksums were right), ``sums_bytes`` (memory of the checksums),
         ``outstanding``, ``registered_bytes``, ``arena_held_bytes``, ``arena_used_bytes``, ``open_files``, ``depth``,
         ``block_bytes``, ``backend``.
         """

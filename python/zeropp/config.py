@@ -100,7 +100,13 @@ class Tier:
     fraction: float = 1.0
     """Share of the bytes put there, above 0 and at most 1; the rest stays one tier nearer to the device."""
 
+    checksums: bool = False
+    """With "nvme": a checksum of every page that is written, kept in memory (8 bytes for 4096), and a `TierError` where what
+    is read does not have it. Costs the I/O engine's thread one pass over the bytes each way."""
+
     def __post_init__(self) -> None:
+        if not isinstance(self.checksums, bool) or (self.checksums and self.kind != "nvme"):
+            raise wrong("Tier.checksums", self.checksums, "True or False with 'nvme', False elsewhere")
         _one_of("Tier.kind", self.kind, TIERS)
         if self.path is not None and not isinstance(self.path, str):
             if not isinstance(self.path, Path):
@@ -146,10 +152,16 @@ class Offload:
     path: str | Path | None = None
     """Folder of the kinds that are given by name as "nvme"; None afterwards, when each tier has it."""
 
+    checksums: bool = False
+    """Checksums of all kinds on "nvme", as `Tier(checksums=True)` for one: what a disk gives back is what it was given, or a
+    `TierError` names file and offset."""
+
     def __post_init__(self) -> None:
+        if not isinstance(self.checksums, bool):
+            raise wrong("Offload.checksums", self.checksums, "True or False")
         if self.delayed_update is not None:
             _whole("Offload.delayed_update", self.delayed_update, 0, "exact steps before the delay; None: no delay")
-        named = False
+        named = filed = False
         for name in ("params", "grads", "optimizer", "activations"):
             value: Any = getattr(self, name)
             if isinstance(value, str):
@@ -160,6 +172,12 @@ class Offload:
                 path = None if self.path is None or value != "nvme" else str(self.path)
                 object.__setattr__(self, name, Tier(value, path=path))
             _instance(f"Offload.{name}", getattr(self, name), Tier)
+            tier: Any = getattr(self, name)
+            filed |= tier.kind == "nvme"
+            if self.checksums and tier.kind == "nvme":
+                object.__setattr__(self, name, dataclasses.replace(tier, checksums=True))
+        if self.checksums and not filed:
+            raise wrong("Offload.checksums", True, "False where nothing is on 'nvme'")
         if self.path is not None and not named:
             raise wrong("Offload.path", self.path, "None where no kind is given by name as 'nvme'")
         object.__setattr__(self, "path", None)  # it is the tiers' now, so that equal offloads are equal

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +27,11 @@ from zeropp.aio import CancelledError, Engine
 BACKENDS = ["threads", *(["io_uring"] if _C.uring()[0] else [])]
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[*BACKENDS, "checksums"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    checksums = request.param == "checksums"
     try:
-        made = Engine(depth=8, block_bytes=65536, backend=request.param)
+        made = Engine(depth=8, block_bytes=65536, checksums=checksums, backend="auto" if checksums else request.param)
     except zeropp.NotBuiltError as error:
         pytest.skip(str(error))
     with made:
@@ -118,6 +120,36 @@ def test_failures_say_what_and_where(engine: Engine, tmp_path: Path) -> None:
         engine.write([1], tmp_path / "x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout is -1"):
         engine.write(torch.empty(4), tmp_path / "x").wait(-1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_checksums(backend: Any, tmp_path: Path) -> None:
+    """What the disk gives back is what it was given, or an error; without checksums nobody notices."""
+    path, source, out = tmp_path / "t", torch.randn(5000), torch.empty(5000)
+    for checksums in (True, False):
+        with Engine(backend=backend, checksums=checksums) as engine:
+            engine.write(source, path, 100).wait()
+            engine.read(out, path, 100).wait()
+            seen = engine.figures()
+            assert seen["checked_bytes"] == (20000 if checksums else 0) and (seen["sums_bytes"] >= 40) == checksums
+            with path.open("r+b") as file:
+                file.seek(9000)
+                byte = file.read(1)[0]
+                file.seek(9000)
+                file.write(bytes([byte ^ 1]))
+            if checksums:
+                with pytest.raises(
+                    zeropp.TierError, match="does not hold what was written: 4096 bytes at offset 8192 have"
+                ) as caught:
+                    engine.read(out, path, 100).wait()
+                assert (caught.value.path, caught.value.offset_bytes, caught.value.bytes_wanted) == (
+                    str(path),
+                    8192,
+                    4096,
+                )
+                engine.forget(path)
+            engine.read(out, path, 100).wait()
+            assert (out != source).sum() == 1
 
 
 def test_no_room(engine: Engine, tmp_path: Path) -> None:

@@ -138,18 +138,21 @@ def test_a_step_under_a_memory_limit_that_states_in_memory_do_not_fit_in(tmp_pat
 MANY = """
 import os, sys, torch, zeropp
 from pathlib import Path
+from zeropp.zero import activations
 torch.set_num_threads(1)
-model = torch.nn.Linear(100, 100)
+activations.MIN_BYTES = 1 << 12
+model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.GELU(), torch.nn.Linear(100, 100))
 adam = torch.optim.AdamW(model.parameters())
-model, adam = zeropp.prepare(
-    model, adam, zeropp.Config(stage=1, offload=zeropp.Offload(optimizer="nvme", path=sys.argv[1]))
-)
+kinds = dict.fromkeys(sys.argv[2:], "nvme")
+offload = zeropp.Offload(**kinds, path=sys.argv[1], checksums=len(kinds) > 1)
+model, adam = zeropp.prepare(model, adam, zeropp.Config(stage=3, offload=offload))
+inputs = torch.ones(20, 100)
 def held():
     files = [(str(one), one.stat().st_blocks) for one in sorted(Path(sys.argv[1]).rglob("*"))]
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096, len(os.listdir("/proc/self/fd")), files
 seen = []
 for step in range(2000):
-    model(torch.ones(1, 100)).sum().backward()
+    model(inputs).sum().backward()
     adam.step()
     adam.zero_grad()
     if step in (500, 1999):
@@ -161,6 +164,11 @@ print("constant")
 """
 
 
-def test_two_thousand_steps_hold_no_more_than_five_hundred(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", MANY, str(tmp_path)], capture_output=True, text=True, timeout=200)
+ALL = ["params", "grads", "optimizer", "activations"]
+
+
+@pytest.mark.parametrize("kinds", [["optimizer"], pytest.param(ALL, marks=pytest.mark.slow)], ids=["one", "all"])
+def test_two_thousand_steps_hold_no_more_than_five_hundred(tmp_path: Path, kinds: list[str]) -> None:
+    command = [sys.executable, "-c", MANY, str(tmp_path), *kinds]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.stdout == "constant\n", done.stderr

@@ -249,7 +249,7 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     Kinds: ``params``, ``grads``, ``master`` (fp32 copy), ``optimizer``; and what comes and goes, held only: ``gathered`` (units
     whole now), ``buckets`` (gradients on their way), ``tier_buffers`` (what an offloaded step streams through), ``activations``
     (on their way to the disk or back, and there), ``scratch`` (of the steps of LAMB and the one-bit optimizers), ``delayed`` (values
-    and gradients of an update that runs beside the next pass), ``away`` (states that :func:`zeropp.offload_states` put on the disk
+    and gradients of an update that runs beside the next pass), ``checksums`` (of files), ``away`` (states that :func:`zeropp.offload_states` put on the disk
     for a while).
     ``bytes_per_parameter`` compares the sum over the tiers with the paper's formula.
     """
@@ -295,6 +295,11 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
         seen = engine.activations.figures()
         held["activations"] = seen["waiting_bytes"] + seen["ahead_bytes"]
         nvme["activations"] = {"planned": 0, "held": seen["file_bytes"]}
+    tiers = (engine.params_tier if engine.params_tier and not engine.params_tier.in_memory else None, engine.states,
+             engine.grads_tier, engine.activations)  # fmt: skip
+    sums = sum(tier.figures()["sums_bytes"] for tier in tiers if tier is not None)
+    if sums:
+        held["checksums"] = sums
     if engine.away is not None:
         nvme["away"] = {"planned": 0, "held": engine.away.size_bytes}
     cpu = {kind: {"planned": planned.get(kind, 0), "held": value} for kind, value in held.items()}

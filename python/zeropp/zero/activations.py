@@ -47,6 +47,7 @@ MIN_BYTES = 64 << 10
 """Storages below stay in memory."""
 WAITING_BYTES = 64 << 20
 """Of storages that wait to be written, or were read ahead: at most this, or four of the largest, or one."""
+FIGURES = ("read_bytes", "written_bytes", "checked_bytes", "sums_bytes", "backend")
 DEPTH = 8
 """Operations in flight; each has a buffer of a block, because autograd's tensors do not begin at pages."""
 
@@ -129,7 +130,7 @@ class ActivationTier:
     """The file of one prepared model's activations on this rank. Construction is collective.
 
     Args:
-        tier: kind "nvme"; ``path`` and ``fraction`` count.
+        tier: kind "nvme"; ``path``, ``fraction`` and ``checksums`` count.
 
     Raises:
         zeropp.TierError: the folder cannot be used. On every rank; nothing is left behind.
@@ -137,7 +138,7 @@ class ActivationTier:
 
     def __init__(self, engine: Engine, tier: Tier) -> None:
         assert tier.path is not None
-        self.fraction = float(tier.fraction)
+        self.fraction, self._checksums = float(tier.fraction), tier.checksums
         ranks = Ranks(engine)
         scratch = Scratch(tier.path, ranks)
         self.path = scratch.folder / "activations"
@@ -168,7 +169,7 @@ class ActivationTier:
 
         known = measured(self.path.parent)
         depth, block_bytes = (None, None) if known is None else (known.depth, known.block_bytes)
-        self._io = aio.Engine(min(DEPTH, depth or DEPTH), block_bytes)
+        self._io = aio.Engine(min(DEPTH, depth or DEPTH), block_bytes, checksums=self._checksums)
 
     def close(self) -> None:
         """The model is gone: the scratch file, too. A backward that needs it raises."""
@@ -344,13 +345,14 @@ class ActivationTier:
 
     def figures(self) -> dict[str, Any]:
         """``waiting_bytes`` to be written and their peak, ``ahead_bytes`` read before they were wanted, ``file_bytes`` in use
-        and their peak; totals of ``read_bytes``, ``written_bytes`` and ``waited_ns``; ``backend``."""
+        and their peak, ``sums_bytes`` of checksums in memory; totals of ``read_bytes``, ``checked_bytes``, ``written_bytes`` and
+        ``waited_ns``; ``backend``."""
         seen = self._io.figures()
         with self._lock:
             return {
                 "waiting_bytes": self.waiting_bytes, "waiting_peak_bytes": self.waiting_peak_bytes,
                 "ahead_bytes": self.ahead_bytes, "file_bytes": self.file_bytes, "file_peak_bytes": self.file_peak_bytes,
-                **{kind: seen[kind] for kind in ("read_bytes", "written_bytes", "backend")}, "waited_ns": self._waited[0],
+                **{kind: seen[kind] for kind in FIGURES}, "waited_ns": self._waited[0],
             }  # fmt: skip
 
 

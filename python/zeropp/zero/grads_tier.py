@@ -31,7 +31,7 @@ class GradsTier:
     """The file of this rank's gradients. Construction is collective, between seal and the first backward.
 
     Args:
-        tier: kind "nvme"; ``path`` counts (``fraction`` was given before seal).
+        tier: kind "nvme"; ``path`` and ``checksums`` count (``fraction`` was given before seal).
 
     Raises:
         zeropp.TierError: the folder cannot be used, or the disk has no room: path, bytes wanted, bytes free. On every
@@ -42,7 +42,7 @@ class GradsTier:
         assert tier.path is not None
         self.fraction, self._zero = float(tier.fraction), engine.core
         self._ranks = Ranks(engine)
-        self._asked_at = -1
+        self._asked_at, self._checksums = -1, tier.checksums
         scratch = Scratch(tier.path, self._ranks)
         self.path = scratch.folder / "grads"
         try:
@@ -55,7 +55,7 @@ class GradsTier:
         self._end = weakref.finalize(self, end_tier, self._zero.close_grads, self._number, scratch, os.getpid())
 
     def _open(self, scratch: Scratch) -> None:
-        warn(self._zero.open_grads(os.fsencode(self.path), True, *io_shape(scratch)))
+        warn(self._zero.open_grads(os.fsencode(self.path), True, *io_shape(scratch), self._checksums))
 
     def close(self) -> None:
         """The model is gone: the scratch file, too."""

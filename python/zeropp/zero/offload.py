@@ -35,7 +35,7 @@ class StateTier:
     """The optimizer states of one prepared model on this rank, in a scratch file. Construction is collective.
 
     Args:
-        tier: kind "nvme"; ``path`` and ``fraction`` count.
+        tier: kind "nvme"; ``path``, ``fraction`` and ``checksums`` count.
         amsgrad: some parameter group keeps the running maximum too.
 
     Raises:
@@ -46,6 +46,7 @@ class StateTier:
     def __init__(self, engine: Engine, tier: Tier, amsgrad: bool, storage: Storage) -> None:
         assert tier.path is not None
         self.fraction, self.amsgrad, self.storage = float(tier.fraction), amsgrad, storage
+        self.checksums = tier.checksums
         ranks = Ranks(engine)
         scratch = Scratch(tier.path, ranks)
         try:
@@ -62,7 +63,9 @@ class StateTier:
 
     def _make(self, engine: Engine, scratch: Scratch) -> None:
         self.path = scratch.folder / "states"
-        self.core = _C.Tier(os.fsencode(self.path), self.fraction, self.amsgrad, 0, 0, *io_shape(scratch))
+        self.core = _C.Tier(
+            os.fsencode(self.path), self.fraction, self.amsgrad, 0, 0, *io_shape(scratch), self.checksums
+        )
         try:
             for unit in engine.units:
                 if unit.trainable:
@@ -93,8 +96,8 @@ class StateTier:
     # -- figures -----------------------------------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, Any]:
-        """Bytes by kind in the ``file`` and ``held`` in memory, ``buffer_bytes``, ``reserved_bytes``; totals of
-        ``read_bytes``, ``written_bytes``, ``steps``, ``step_ns``, ``waited_ns`` (for the file, inside steps);
+        """Bytes by kind in the ``file`` and ``held`` in memory, ``buffer_bytes``, ``reserved_bytes``, ``sums_bytes``; totals
+        of ``read_bytes``, ``checked_bytes``, ``written_bytes``, ``steps``, ``step_ns``, ``waited_ns`` (for the file, inside steps);
         ``backend``."""
         seen: dict[str, Any] = self.core.figures()
         for where in ("file", "held"):

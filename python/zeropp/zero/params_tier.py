@@ -34,7 +34,7 @@ class ParamsTier:
     """The file of one prepared model's parameters. Construction is collective, between seal and the first use.
 
     Args:
-        tier: kind "nvme"; ``path`` and ``fraction`` count.
+        tier: kind "nvme"; ``path``, ``fraction`` and ``checksums`` count.
 
     Raises:
         zeropp.TierError: the folder cannot be used, or the disk has no room: path, bytes wanted, bytes free. On every
@@ -43,7 +43,7 @@ class ParamsTier:
 
     def __init__(self, engine: Engine, tier: Tier, storage: Storage, low: set[nn.Parameter]) -> None:
         self.fraction, self.storage, self._zero = float(tier.fraction), storage, engine.core
-        self.stored, self.low = engine.stored, low
+        self.stored, self.low, self._checksums = engine.stored, low, tier.checksums
         self.in_memory = tier.kind != "nvme"
         self._owners = engine.ranks if engine.comm is not None and engine.comm.hosts > 1 else 0  # of a file each
         self.shared = not self._owners
@@ -66,7 +66,7 @@ class ParamsTier:
         self._end = weakref.finalize(self, end_tier, self._zero.close_params, self._number, scratch, os.getpid())
 
     def _open(self, scratch: Scratch, make: bool) -> None:
-        warn(self._zero.open_params(os.fsencode(self.path), make, *io_shape(scratch)))
+        warn(self._zero.open_params(os.fsencode(self.path), make, *io_shape(scratch), self._checksums))
 
     def _join(self, scratch: Scratch) -> None:
         if not self.path.exists():

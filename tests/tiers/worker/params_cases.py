@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from state_cases import full_disk, scratch
+from state_cases import change, full_disk, scratch
 from training import Recipe, batch, gpt, ours, same, train
 from zeropp import Offload, Tier
 from zeropp.zero.engine import engine_of
@@ -319,6 +319,48 @@ def a_read_that_fails() -> None:
         del model, optimizer
 
 
+def checksums_of_all_tiers() -> None:
+    """Every byte of a state that a step reads from any tier is checked, after checkpoints and whole values were written too, and
+    the losses are those of memory. A page of parameters that changes on the disk is an error in forward, on every rank, that
+    names it."""
+    from zeropp.zero import activations
+
+    precision = None if dist.get_world_size() == 1 else "bf16"
+    kinds = dict.fromkeys(("params", "grads", "optimizer", "activations"), "nvme")
+    with scratch() as path, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "MIN_BYTES", 1 << 12)
+        patch.setattr(activations, "WAITING_BYTES", 1 << 14)
+        wanted = train(*prepared(stage=3, precision=precision), 0, 3)
+        model, optimizer = prepared(stage=3, precision=precision, offload=Offload(**kinds, path=path, checksums=True))
+        assert train(model, optimizer, 0, 2) == wanted[:2]
+        zeropp.save(Path(path) / "ckpt", model, optimizer, step=2)
+        weight = next(p for p in model.parameters() if p.ndim == 2)
+        with zeropp.gathered(weight, write=True):
+            weight.data[0].fill_(0.25)
+        train(model, optimizer, 2, 3)
+        zeropp.load(Path(path) / "ckpt", model, optimizer)
+        assert train(model, optimizer, 2, 3) == wanted[2:]
+        tiers: list[Any] = [
+            getattr(engine_of(model), name) for name in ("params_tier", "grads_tier", "states", "activations")
+        ]
+        before = [tier.figures() for tier in tiers]
+        train(model, optimizer, 4, 5)
+        for tier, first in zip(tiers, before, strict=True):
+            seen = tier.figures()
+            read, checked = (seen[kind] - first[kind] for kind in ("read_bytes", "checked_bytes"))
+            # What rounds a unit of parameters up to pages is nobody's, and was never written.
+            rounding = 4096 * (seen["loads"] - first["loads"]) if tier is tiers[0] else 0
+            assert read - rounding <= checked <= read and read > 0 and seen["sums_bytes"] > 0, (tier, first, seen)
+        file = the_file(model)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            change(file, file.stat().st_size // 8192 * 4096)
+        dist.barrier()
+        with pytest.raises(zeropp.TierError, match=r"params\" does not hold what was written: \d+ bytes at offset \d+"):
+            train(model, optimizer, 5, 6)
+        del model, optimizer, weight, tiers, tier
+
+
 def a_step_that_fails() -> None:
     """Where the step cannot write all parameters it raises on every rank, what is torn is neither stepped nor saved, and
     the last checkpoint brings the training back."""
@@ -382,6 +424,6 @@ CASES = {
     for function in (
         fp32, bf16, without_prefetch, slices_of_whole_pages, frozen_units, checkpoints, writing_whole_parameters,
         reading_released_parameters, a_unit_at_a_time, memory_and_traffic, inference, no_room, a_read_that_fails,
-        a_step_that_fails, refusals, under_a_limit_that_memory_exceeds,
+        checksums_of_all_tiers, a_step_that_fails, refusals, under_a_limit_that_memory_exceeds,
     )
 }  # fmt: skip

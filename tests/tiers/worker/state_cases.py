@@ -19,6 +19,7 @@ import torch.distributed as dist
 import zeropp
 from training import STAGES, Recipe, batch, gpt, ours, same, train
 from zeropp import Offload, Tier
+from zeropp.zero.engine import engine_of
 
 SHARDED = {name: config for name, config in STAGES.items() if name != "stage 0"}
 
@@ -248,6 +249,56 @@ def a_disk_that_fails() -> None:
         del model, optimizer, caught
 
 
+def a_bit_that_changes() -> None:
+    """The last rank's disk changes a page. With checksums the step says so, on every rank; without, all train on, with
+    other losses."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with scratch() as path:
+        wanted = train(*prepared(stage=2), 0, 4)
+        for checksums in (True, False):
+            offload = Offload(optimizer="nvme", path=path, checksums=checksums)
+            model, optimizer = prepared(stage=2, offload=offload)
+            assert train(model, optimizer, 0, 1) == wanted[:1]
+            tier: Any = engine_of(model).states
+            before = tier.figures()  # what lies between first values was not written, and so not checked
+            assert train(model, optimizer, 1, 2) == wanted[1:2]
+            states, seen = tier.path, tier.figures()
+            read, checked = (seen[kind] - before[kind] for kind in ("read_bytes", "checked_bytes"))
+            assert read > 0 and checked == (read if checksums else 0)
+            held = zeropp.memory(model, optimizer)["cpu"]
+            assert ("checksums" in held) == checksums and (
+                not checksums or seen["sums_bytes"] <= seen["reserved_bytes"] // 256 + 8192
+            )
+            if last:
+                change(states, 0, 4096 if checksums else states.stat().st_size)
+            if not checksums:
+                got = train(model, optimizer, 2, 4)
+                assert got[0] == wanted[2] and got[1] != wanted[3], "nobody noticed"
+                del model, optimizer, tier
+                continue
+            with pytest.raises(
+                zeropp.TierError, match=r"states\" does not hold what was written: \d+ bytes at offset 0"
+            ) as caught:
+                train(model, optimizer, 2, 3)
+            if last:
+                assert caught.value.path == str(states) and caught.value.offset_bytes == 0
+                assert "use another disk, and go on from a checkpoint" in str(caught.value)
+            optimizer.zero_grad()
+            with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+                train(model, optimizer, 2, 3)
+            del model, optimizer, tier, caught
+
+
+def change(path: Path, first: int, size: int = 4096) -> None:
+    """A bit of every exponent of fp32."""
+    descriptor = os.open(path, os.O_RDWR)
+    values = bytearray(os.pread(descriptor, size // 4 * 4, first))
+    values[3::4] = bytes(one ^ 1 for one in values[3::4])
+    os.pwrite(descriptor, values, first)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
 def interrupted_after_the_step() -> None:
     """Ctrl-C that arrives when the step is done: raised where it was pressed, and nothing is torn or lost."""
     from zeropp.zero.optimizer import ZeroOptimizer
@@ -303,6 +354,6 @@ CASES = {
     for function in (
         fp32, bf16, accumulate_and_clip_in_config, amsgrad_in_groups, names_of_tiers, checkpoints,
         checkpoint_before_the_first_step, writing_whole_parameters, memory, no_room, a_disk_that_fails,
-        interrupted_after_the_step, refusals,
+        a_bit_that_changes, interrupted_after_the_step, refusals,
     )
 }  # fmt: skip

@@ -1,0 +1,62 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Checksums of what was written to a file: CRC-32 (base/crc32.h) by page of ZPP_PAGE_BYTES, kept in memory, because the
+ * files are scratch. Design note 26.
+ *
+ * A page that was written whole has one sum. One that was written in parts has a sum for each part, its *fragments*, so
+ * that writers of neighbouring bytes need not know each other's. A write replaces the fragments that it touches. What
+ * nobody has a sum of is not checked: bytes beside a fragment that was overwritten in part, a page's fragments beyond
+ * ZPP_SUMS_FRAGMENTS, and those for which a shared table has no room.
+ *
+ *   page word   | more: 1 | length: 13 | begin: 12 | crc: 32 |      length 0: no sum
+ *   spare       further fragments of pages with `more`: a hash table of (page, word), linear probing
+ *
+ * 8 bytes a page, and 16 for each further fragment.
+ *
+ * A table is one engine's own, which grows, or lies in memory that several processes map, of fixed size.
+ *
+ * Threads: any function from any thread. The table's lock is a leaf; a process that dies with it leaves a table that
+ * others can use.
+ */
+#ifndef ZPP_AIO_SUMS_H
+#define ZPP_AIO_SUMS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct zpp_sums zpp_sums;
+
+enum { ZPP_SUMS_FRAGMENTS = 64 /* most of one page */ };
+
+/* Of this process. New, with one reference; NULL: no memory. */
+zpp_sums *zpp_sums_create(void);
+/* Bytes of a shared table for a file of `file_bytes`. */
+size_t zpp_sums_shared_bytes(uint64_t file_bytes);
+/* Over so many bytes of shared memory, aligned to 64, borrowed until the last reference goes. `make`: the memory is
+ * zeros, and this call, before any other process's, makes the table. New; NULL: no memory. */
+zpp_sums *zpp_sums_attach(void *memory, uint64_t file_bytes, bool make);
+zpp_sums *zpp_sums_ref(zpp_sums *sums);
+void zpp_sums_unref(zpp_sums *sums); /* NULL is fine */
+
+/* Bytes at an offset of the file are about to be written: from `data`, which is copied to `copy` in the same pass
+ * unless that is NULL. Where a growing table finds no memory, the bytes are not checked later. */
+void zpp_sums_set(zpp_sums *sums, uint64_t offset_bytes, const void *data, size_t bytes, void *copy);
+/* The bytes are unknown from now on. */
+void zpp_sums_clear(zpp_sums *sums, uint64_t offset_bytes, size_t bytes);
+void zpp_sums_clear_all(zpp_sums *sums);
+
+struct zpp_sums_bad {
+    uint64_t offset_bytes; /* in the file, of the fragment */
+    size_t bytes;
+    uint32_t wrote, read; /* the two sums */
+};
+/* `data` was read at an offset that is a multiple of ZPP_PAGE_BYTES; only fragments that share a byte with [wanted,
+ * wanted + wanted_bytes) of the file, and lie within `data`, are looked at. False: `*bad` is the first that differs. On
+ * true, `*checked_bytes` of the wanted ones were. */
+bool zpp_sums_check(zpp_sums *sums, uint64_t offset_bytes, const void *data, size_t bytes, uint64_t wanted,
+                    size_t wanted_bytes, size_t *checked_bytes, struct zpp_sums_bad *bad);
+/* Memory of the table. */
+size_t zpp_sums_bytes(zpp_sums *sums);
+
+#endif
