@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers: block-sparse attention and its patterns; tiles of large matrices and of long sequences."""
+"""Layers: block-sparse attention and its patterns; tiles of large matrices and of long sequences; activations shared out."""
 
+from zeropp.nn.partition import Partition as Partition
+from zeropp.nn.partition import partition_activations as partition_activations
 from zeropp.nn.sequence import TiledSequence as TiledSequence
 from zeropp.nn.sequence import tile_sequence as tile_sequence
 from zeropp.nn.sparse_attention import SparseAttention as SparseAttention
@@ -17,6 +19,6 @@ from zeropp.nn.tiling import tiled_call as tiled_call
 from zeropp.nn.tiling import tiled_cross_entropy as tiled_cross_entropy
 
 __all__ = [
-    "BigBird", "Dense", "Fixed", "Local", "Longformer", "Pattern", "SparseAttention", "TiledLinear", "TiledSequence",
-    "Variable", "tile_linears", "tile_sequence", "tiled_call", "tiled_cross_entropy",
+    "BigBird", "Dense", "Fixed", "Local", "Longformer", "Partition", "Pattern", "SparseAttention", "TiledLinear",
+    "TiledSequence", "Variable", "partition_activations", "tile_linears", "tile_sequence", "tiled_call", "tiled_cross_entropy",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ The unit of moving is a whole storage: queries, keys and values that are views o
 the strides they had, so that every kernel sees the same layout and gives the same bits. Parameters, buffers, the
 arguments of the call and whatever is smaller than `MIN_BYTES` stay: keeping them costs nothing, or little.
 
-Every rank offloads its own: under data parallelism no activation stands on two ranks, so there is nothing to partition.
+Every rank offloads its own. Ranks that hold the same activations share them out first (`zeropp.nn.partition_activations`).
 """
 
 from __future__ import annotations
@@ -50,6 +50,14 @@ WAITING_BYTES = 64 << 20
 FIGURES = ("read_bytes", "written_bytes", "checked_bytes", "sums_bytes", "backend")
 DEPTH = 8
 """Operations in flight; each has a buffer of a block, because autograd's tensors do not begin at pages."""
+
+
+_running = threading.local()
+
+
+def running() -> ActivationTier | None:
+    """The tier of the model whose forward runs in this thread."""
+    return getattr(_running, "tier", None)
 
 
 class Saved:
@@ -187,8 +195,16 @@ class ActivationTier:
         stays = {one.untyped_storage().data_ptr() for one in kept if type(one) in (Tensor, nn.Parameter)}
         with self._lock:
             self._stays = stays | set(self._units)
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            return call(*args, **kwargs)
+        from zeropp.nn.partition import active
+
+        shared = active()  # ranks that hold the same keep a part each, and that goes to the file
+        hooks = (self._pack, self._unpack) if shared is None else (shared.pack, shared.unpack)
+        before, _running.tier = running(), self
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(*hooks):
+                return call(*args, **kwargs)
+        finally:
+            _running.tier = before
 
     def _pack(self, tensor: Tensor) -> Any:
         if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import zeropp
+from partition_cases import CASES as PARTITION
 from state_cases import scratch
 from tiling_cases import CASES as TILING
 from torch import Tensor, nn
@@ -246,4 +247,6 @@ CASES = {
     function.__name__: function
     for function in (equal_to_memory, read_back, counted, graphs, storage_that_fails, many_steps)
 } | TILING
-ON_TWO_RANKS = ("equal_to_memory", *TILING)
+ON_ONE_RANK = tuple(CASES)
+ON_TWO_RANKS = ("equal_to_memory", *TILING, *PARTITION)
+CASES |= PARTITION
