@@ -309,15 +309,28 @@ def end_group(process: subprocess.Popen[Any]) -> None:
     """End what is left of a process group that run_group started.
 
     SIGTERM first: torchrun then ends its workers, which live in sessions of their own. Workers also ask the kernel to
-    end with their parent (run.py, ``work``), so that even a killed torchrun leaves none.
+    end with their parent (run.py, ``work``), so that even a killed torchrun leaves none. What a build tool started is in
+    groups of its own, but in this session.
     """
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=15.0)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    for pid in (process.pid, *of_session(process.pid)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
     process.wait()
+
+
+def of_session(session: int) -> list[int]:
+    """Leaders of the process groups in a session, but for the session's own."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            group, of = path.read_text().rpartition(")")[2].split()[2:4]
+            if int(of) == session and int(group) != session:
+                found.add(int(group))
+    return sorted(found)
 
 
 def environment(command: Sequence[str]) -> dict[str, str]:
