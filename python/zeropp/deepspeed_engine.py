@@ -323,8 +323,9 @@ class Engine(nn.Module):
         sampler: Any = None
         if self.world_size > 1:
             sampler = torch.utils.data.DistributedSampler(dataset, self.world_size, self.global_rank)
+        drop = self.config.get("dataloader_drop_last", False) is True
         return torch.utils.data.DataLoader(
-            dataset, size, shuffle=sampler is None, sampler=sampler, collate_fn=collate_fn, drop_last=True
+            dataset, size, shuffle=sampler is None, sampler=sampler, collate_fn=collate_fn, drop_last=drop
         )
 
     # -- whole weights -----------------------------------------------------------------------------------------------------

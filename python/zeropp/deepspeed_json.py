@@ -8,39 +8,28 @@ its path. `"auto"` leaves zeropp's own default.
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from zeropp.config import DTYPES, LossScale, Offload, Precision, Tier, nearest, not_yet, wrong
+from zeropp.config import DTYPES, Comm, LossScale, Offload, Precision, Tier, nearest, not_yet, wrong
+from zeropp.deepspeed_keys import (
+    AIO,
+    AIO_THREADS,
+    LEAF_MODULE,
+    REFUSED,
+    SWITCHES,
+    ZERO_ALIASES,
+    ZERO_REFUSED,
+)
 from zeropp.errors import ConfigError
 
 Field = tuple[str, Any]  # path of the key in the file, value of the field of Config
 
-# Sections that may stand in a file as long as they are switched off.
-_SWITCHED_OFF = (
-    "amp",
-    "autotuning",
-    "aio",
-    "comms_logger",
-    "compression_training",
-    "csv_monitor",
-    "curriculum_learning",
-    "data_efficiency",
-    "eigenvalue",
-    "elasticity",
-    "flops_profiler",
-    "hybrid_engine",
-    "monitor_config",
-    "progressive_layer_drop",
-    "quantize_training",
-    "sparse_attention",
-    "tensorboard",
-    "wandb",
-)
 # Top-level keys that zeropp always satisfies: accepted values, and what it does.
 _TOP_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "zero_allow_untested_optimizer": ((True, False), "any torch optimizer is taken"),
@@ -51,6 +40,15 @@ _TOP_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "gradient_predivide_factor": ((1, 1.0), "gradients are averaged after the sum, in fp32"),
     "disable_allgather": ((False,), "updated parameters are shared"),
     "sparse_gradients": ((False,), "gradients are dense"),
+    "gradient_allreduce_op": (("mean",), "gradients are averaged"),
+    "managed_gradient_accumulation": ((True,), "the engine counts micro-steps; zeropp.no_sync accumulates by hand"),
+    "seq_parallel_communication_data_type": ((None, "fp32", "bf16", "fp16"), "sequences are not split over ranks"),
+    "sequence_parallel_size": ((1,), "sequences are not split over ranks"),
+    "use_data_before_expert_parallelism": ((False,), "experts are not split over ranks by themselves"),
+    "dataloader_drop_last": ((True, False), "the loader of zeropp.initialize follows it"),
+    "disable_python_gc": ((False,), "Python's collector is the script's own"),
+    "memory_breakdown": ((False,), "zeropp.memory() tells it when asked"),
+    "log_level": ((None,), "the loggers are logging.getLogger('zeropp') and 'DeepSpeed'"),
 }
 _TOP_MAPPED = (
     "zero_optimization",
@@ -67,9 +65,13 @@ _TOP_MAPPED = (
     "optimizer",
     "scheduler",
     "activation_checkpointing",
+    "aio",
+    "checkpoint",
     "steps_per_print",
+    "timers",
+    "vocabulary_size",
 )
-DEEPSPEED_KEYS = (*_TOP_MAPPED, *_TOP_ALWAYS, *_SWITCHED_OFF)
+DEEPSPEED_KEYS = (*_TOP_MAPPED, *_TOP_ALWAYS, *REFUSED)
 
 # Hints about how DeepSpeed lays out memory, which have no counterpart here: a number is accepted, and a warning says
 # why it changes nothing.
@@ -100,13 +102,17 @@ _ZERO_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "stage3_gather_fp16_weights_on_model_save": ((True, False), "zeropp.full_state_dict gathers when asked"),
     "stage3_use_all_reduce_for_fetch_params": ((False,), "parameters are all-gathered"),
     "stage3_allgather_sequential": ((False,), "a unit is gathered at once"),
-    "zero_hpz_partition_size": ((1,), "no second copy is kept"),
-    "zero_quantized_weights": ((False,), "parameters travel exactly"),
-    "zero_quantized_nontrainable_weights": ((False,), "parameters travel exactly"),
-    "zero_quantized_gradients": ((False,), "gradients travel exactly"),
-    "cpu_offload": ((False,), "states stay on the device"),
-    "cpu_offload_param": ((False,), "states stay on the device"),
-    "zenflow": ((None,), "the step is synchronous"),
+    "zero_quantized_nontrainable_weights": ((False,), "frozen parameters are held as they are"),
+    "cpu_offload": ((False, None), "offload_optimizer says where states are"),
+    "cpu_offload_param": ((False, None), "offload_param says where parameters are"),
+    "cpu_offload_use_pin_memory": ((True, False, None), "buffers are locked where the system lets them"),
+    "zenflow": ((None,), "Config(offload=Offload(delayed_update=)) overlaps the step with the next pass"),
+    "memory_efficient_linear": ((True, False), "backward gathers a weight again, and keeps none"),
+    "pipeline_loading_checkpoint": ((False,), "checkpoints are read slice by slice"),
+    "override_module_apply": ((True, False), "nothing of torch is overridden; zeropp.sharded_init builds in slices"),
+    "log_trace_cache_warnings": ((False,), "zeropp.trace shows what was fetched when"),
+    "enable_sanity_checks": ((True, False), "every gather and reduction is checked, always"),
+    "save_muon_momentum_buffer_in_memory": ((True, False), "Muon's momentum is in memory"),
 }
 _FP16_MAPPED = ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale")
 _FP16_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
@@ -121,13 +127,54 @@ _OFFLOAD_PARAM_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "max_in_cpu": ((1_000_000_000,), "a unit stays in memory while it is used; Tier(fraction=) keeps more there"),
 }
 _OFFLOAD_OPTIMIZER_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
+    "super_offload": ((False,), "it is for superchips; Offload(delayed_update=) overlaps the step with the next pass"),
+    "cpuadam_cores_perc": ((0.8,), "it belongs to super_offload; OMP_NUM_THREADS says how many threads step"),
     "pin_memory": ((True, False), "buffers are locked where the system lets them"),
     "buffer_count": ((4,), "four buffers: one stepped, one written, two read ahead"),
     "pipeline_read": ((True, False), "reads always overlap the step"),
     "pipeline_write": ((True, False), "writes always overlap the step"),
     "fast_init": ((True, False), "states are made by the first step"),
 }
-_ZERO_MAPPED = ("stage", "reduce_bucket_size", "stage3_prefetch_bucket_size", "offload_param", "offload_optimizer")
+_CHECKPOINTING_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
+    "partition_activations": ((False,), "there is no tensor slicing that would replicate them"),
+    "cpu_checkpointing": (
+        (False,),
+        "torch.utils.checkpoint in the model, with Config(offload=Offload(activations='nvme', path=...))",
+    ),
+    "contiguous_memory_optimization": ((False,), "torch.utils.checkpoint keeps what it keeps"),
+    "synchronize_checkpoint_boundary": ((False,), "there is nothing to wait for"),
+    "profile": ((False,), "zeropp.trace and torch.profiler tell times"),
+}
+_CHECKPOINT_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
+    "tag_validation": (
+        ("Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL", "ignore", "warn", "fail"),
+        "all ranks save and load one folder, which is checked",
+    ),
+    "load_universal": ((True, False), "checkpoints load on any number of ranks, at any stage"),
+    "use_node_local_storage": ((False,), "all hosts see the folder"),
+    "parallel_write": (({}, {"pipeline_stage": True}, {"pipeline_stage": False}), "every rank writes its slices"),
+    "writer": ((None, {}), "zeropp.save(..., background=True) writes beside the next steps"),
+    "checkpoint_serialization": ((True, False), "safetensors are written"),
+}
+_DATA_TYPES_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
+    "param_dtype": ((None,), "bf16 and fp16 say the type of parameters, or zeropp.Config(precision=Precision(param=))"),
+    "buffer_dtype": ((None,), "buffers keep the type they have"),
+    "keep_in_fp32_modules": (
+        ("auto",),
+        "batch norms stay fp32, other modules take the precision",
+    ),
+}
+_ZERO_MAPPED = (
+    "stage",
+    "reduce_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "offload_param",
+    "offload_optimizer",
+    "leaf_module",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "zero_hpz_partition_size",
+)
 
 
 def is_deepspeed_key(name: str) -> bool:
@@ -145,19 +192,14 @@ def fields_from_deepspeed(keys: Mapping[str, Any], ranks: int | None = None) -> 
     _clip(keys, fields)
     _batch(keys, fields, ranks)
     _always(keys, _TOP_ALWAYS, "")
-    for name in _SWITCHED_OFF:
-        section = keys.get(name)
-        if section not in (None, False, {}) and not (
-            isinstance(section, Mapping) and section.get("enabled", False) is False and name != "aio"
-        ):
-            raise not_yet(name, section, 'remove it, or set "enabled": false')
+    for name, why in REFUSED.items():
+        if not _is_off(name, keys.get(name)):
+            switch, values = SWITCHES.get(name, ("enabled", (False,)))
+            raise not_yet(name, keys[name], f'remove it, or set "{switch}": {json.dumps(values[0])}: {why}')
+    _hints(keys)
     for name, way in (("optimizer", "build it in the script"), ("scheduler", "build it in the script")):
         if name in keys:
             raise not_yet(name, keys[name], f"{way} and hand it to zeropp.prepare")
-    if _section(keys, "activation_checkpointing"):
-        raise not_yet(
-            "activation_checkpointing", keys["activation_checkpointing"], "use torch.utils.checkpoint in the model"
-        )
     if keys.get("steps_per_print") not in ("auto", None, float("inf")):
         warnings.warn(
             f"steps_per_print: {keys['steps_per_print']!r} changes nothing in zeropp: a loop or a Trainer says when it logs "
@@ -165,6 +207,44 @@ def fields_from_deepspeed(keys: Mapping[str, Any], ranks: int | None = None) -> 
             stacklevel=3,
         )
     return fields
+
+
+def _is_off(name: str, section: Any) -> bool:
+    """Does a section that is refused ask for nothing?"""
+    if section in (None, False, {}, "auto"):
+        return True
+    if not isinstance(section, Mapping):
+        return False
+    switch, off = SWITCHES.get(name, ("enabled", (False,)))
+    return section.get(switch, False) in off
+
+
+def _hints(keys: Mapping[str, Any]) -> None:
+    """Sections about DeepSpeed's own workings: their keys are known, and a warning says why they change nothing."""
+    for name, table in (("activation_checkpointing", _CHECKPOINTING_ALWAYS), ("checkpoint", _CHECKPOINT_ALWAYS)):
+        section = _section(keys, name)
+        known = (*table, "number_checkpoints") if name == "activation_checkpointing" else tuple(table)
+        _refuse_unknown(section, known, name)
+        _always(section, table, f"{name}.")
+    aio = _section(keys, "aio")
+    _refuse_unknown(aio, AIO, "aio")
+    if aio:
+        why = "depth and block size are those that python -m zeropp bench-io PATH measured"
+        _changes_nothing("aio", dict(aio), why + (f"; {AIO_THREADS}" if "thread_count" in aio else ""))
+    if _section(keys, "timers"):
+        _changes_nothing("timers", keys["timers"], "the library prints nothing")
+    if keys.get("vocabulary_size") not in (None, "auto"):
+        _changes_nothing("vocabulary_size", keys["vocabulary_size"], "DeepSpeed only warns of its alignment")
+
+
+def _changes_nothing(path: str, value: object, why: str) -> None:
+    warnings.warn(f"{path}: {value!r} changes nothing in zeropp: {why}", stacklevel=6)
+
+
+def _refuse_unknown(section: Mapping[str, Any], known: Iterable[str], path: str) -> None:
+    for key, value in section.items():
+        if key not in known:
+            raise ConfigError(f"{path}.{key}: unknown key (value {value!r}){nearest(key, known)}")
 
 
 def _section(keys: Mapping[str, Any], name: str, path: str = "") -> Mapping[str, Any]:
@@ -239,11 +319,8 @@ def _types(keys: Mapping[str, Any], fields: dict[str, Field]) -> None:
     _autocast(_section(keys, "torch_autocast") if keys.get("torch_autocast") else {}, low, said)
     _dtype(keys, "communication_data_type", "", "reduce", said)
     types = _section(keys, "data_types")
-    for key, value in types.items():
-        if key != "grad_accum_dtype":
-            raise ConfigError(
-                f"data_types.{key}: unknown key (value {value!r}){nearest(key, ['grad_accum_dtype'])}; known is grad_accum_dtype"
-            )
+    _refuse_unknown(types, ("grad_accum_dtype", *_DATA_TYPES_ALWAYS), "data_types")
+    _always(types, _DATA_TYPES_ALWAYS, "data_types.")
     _dtype(types, "grad_accum_dtype", "data_types.", "accumulate", said)
     if not said:
         return
@@ -337,10 +414,11 @@ def _fp16(section: Mapping[str, Any], fields: dict[str, Field], on: bool | None)
 
 
 def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: int) -> None:
-    known = (*_ZERO_MAPPED, *_ZERO_ALWAYS, *_ZERO_HINTS)
-    for name, value in section.items():
-        if name not in known:
-            raise ConfigError(f"zero_optimization.{name}: unknown key (value {value!r}){nearest(name, known)}")
+    for name, why in ZERO_REFUSED.items():
+        if name in section and section[name] not in (None, "auto"):
+            raise ConfigError(f"zero_optimization.{name}: {section[name]!r} is not there; remove it: {why}")
+    section = {ZERO_ALIASES.get(name, name): value for name, value in section.items() if name not in ZERO_REFUSED}
+    _refuse_unknown(section, (*_ZERO_MAPPED, *_ZERO_ALWAYS, *_ZERO_HINTS), "zero_optimization")
     stage = section.get("stage", 0)
     fields["stage"] = ("zero_optimization.stage", stage)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
@@ -354,6 +432,14 @@ def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: i
         elems = section.get(name, "auto")
         if elems != "auto":
             fields[field] = (f"zero_optimization.{name}", _elements(elems, name) * element_bytes)
+    leaves = _section(section, "leaf_module", "zero_optimization.")
+    _refuse_unknown(leaves, LEAF_MODULE, "zero_optimization.leaf_module")
+    if leaves:
+        why = "repeated blocks come and go whole; Config.units chooses others"
+        _changes_nothing("zero_optimization.leaf_module", dict(leaves), why)
+    comm = _comm(section, stage)
+    if comm != Comm():
+        fields["comm"] = ("zero_optimization.zero_quantized_weights", comm)
     params = _tier(section, "offload_param", _OFFLOAD_PARAM_ALWAYS)
     if params.kind == "cpu" and stage < 3:  # accelerate's plugin writes it at every stage
         warnings.warn(
@@ -367,6 +453,31 @@ def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: i
         fields["offload"] = ("zero_optimization.offload_optimizer", offload)
 
 
+def _comm(section: Mapping[str, Any], stage: int) -> Comm:
+    """ZeRO++: parameters in 8 bits, gradients in 4 (both as there), and a second copy on each host."""
+    chosen: dict[str, Any] = {}
+    for name, field, form in (
+        ("zero_quantized_weights", "params", "int8"),
+        ("zero_quantized_gradients", "grads", "int4"),
+    ):
+        value = section.get(name, "auto")
+        if value != "auto" and not isinstance(value, bool):
+            raise wrong(f"zero_optimization.{name}", value, 'true, false or "auto"')
+        if value is True and stage < 3:
+            raise wrong(f"zero_optimization.{name}", value, f"false at stage {stage}: ZeRO++ is for stage 3")
+        if value is True:
+            chosen[field] = form
+    size, here = section.get("zero_hpz_partition_size", 1), os.environ.get("LOCAL_WORLD_SIZE")
+    path = "zero_optimization.zero_hpz_partition_size"
+    if size not in ("auto", 1) and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or stage < 3):
+        raise wrong(path, size, "1, or at stage 3 the number of ranks on a host")
+    if size not in ("auto", 1):
+        if here is not None and int(here) != size:
+            raise not_yet(path, size, f"give {here}, the ranks of this host, or 1 for no second copy")
+        chosen["secondary_shard"] = "host"
+    return Comm(**chosen)
+
+
 def _tier(section: Mapping[str, Any], name: str, always: Mapping[str, tuple[tuple[object, ...], str]]) -> Tier:
     """`offload_param` or `offload_optimizer`."""
     keys = _section(section, name, "zero_optimization.")
@@ -374,9 +485,7 @@ def _tier(section: Mapping[str, Any], name: str, always: Mapping[str, tuple[tupl
     known = (
         ("device", "nvme_path", "ratio", *always) if name == "offload_optimizer" else ("device", "nvme_path", *always)
     )
-    for key, value in keys.items():
-        if key not in known:
-            raise ConfigError(f"{path}{key}: unknown key (value {value!r}){nearest(key, known)}")
+    _refuse_unknown(keys, known, path.rstrip("."))
     device = keys.get("device", "none")
     if device in ("none", None):
         return Tier()

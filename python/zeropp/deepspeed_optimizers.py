@@ -68,7 +68,7 @@ def build(section: Any, parameters: Iterable[Any]) -> torch.optim.Optimizer | No
     if name is None:
         raise ConfigError(
             f"optimizer.type: {kind!r} is not built yet; wanted one of {', '.join(_TYPES)}, or optimizer= with any of "
-            "torch's"
+            "torch's or of zeropp.optim"
         )
     cls = _TYPES[name]
     if name in ("Adam", "AdamW"):

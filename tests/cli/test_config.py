@@ -54,18 +54,19 @@ def test_optimizers_are_named_or_refused(capsys, tmp_path, section, stage, state
 
 def test_everything_that_is_refused_is_said_at_once(capsys, tmp_path):
     keys = {
-        "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "ovrlap_comm": True},
+        "zero_optimization": {"stage": 3, "contiguous_gradients": False, "ovrlap_comm": True},
         "flops_profiler": {"enabled": True}, "stpes": 3,
     }  # fmt: skip
     status, rows, _ = told(capsys, tmp_path, keys)
     assert status == 1
     refused = {key for key, row in rows.items() if row["state"] == "refused"}
     assert refused == {
-        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.contiguous_gradients",
         "zero_optimization.ovrlap_comm",
         "flops_profiler",
         "stpes",
     }
+    assert "torch.profiler" in rows["flops_profiler"]["said"], "what to use in its place"
     assert "did you mean 'overlap_comm'" in rows["zero_optimization.ovrlap_comm"]["said"]
 
 
@@ -78,3 +79,26 @@ def test_batch_sizes_that_do_not_fit_and_the_table(capsys, tmp_path):
     assert printed.startswith("stage  used") and "zeropp.Config(stage=2" in printed
     assert main(["config", str(tmp_path / "none.json")]) == 1
     assert "cannot be read" in capsys.readouterr().out
+
+
+def test_what_is_left_out_and_where_deepspeed_disagrees_with_itself(capsys, tmp_path):
+    """Defaults that changed between its releases, and keys about which its documentation and its code say different things."""
+    keys = {
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
+        "bf16": {"enabled": True},
+    }
+    status, rows, _ = told(capsys, tmp_path, keys)
+    assert status == 0
+    left_out = {key: row["said"] for key, row in rows.items() if row["state"] == "left out"}
+    assert "1.0 in DeepSpeed since 0.19.3" in left_out["gradient_clipping"]
+    assert "skips a step" in left_out["bf16.check_grad_overflow"]
+    assert "since 0.19.5" in left_out["zero_optimization.offload_optimizer.pin_memory"]
+    assert "5e8 in its documentation" in left_out["zero_optimization.stage3_prefetch_bucket_size"]
+    assert not {"zero_optimization.overlap_comm", "zero_optimization.offload_param.pin_memory"} & set(left_out)
+    _, rows, _ = told(
+        capsys, tmp_path, {"aio": {"thread_count": 2}, "zero_optimization": {"stage": 3, "grad_hooks": True}}
+    )
+    assert "its code reads intra_op_parallelism" in rows["aio"]["said"]
+    assert "its code refuses it" in rows["zero_optimization.grad_hooks"]["said"]
+    _, rows, _ = told(capsys, tmp_path, {"stage": 2})
+    assert list(rows) == ["stage"], "nothing of DeepSpeed's in zeropp's own file"

@@ -9,7 +9,7 @@ import warnings
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zeropp.config import Config, LossScale, Offload, Precision, Tier
+from zeropp.config import Comm, Config, LossScale, Offload, Precision, Tier
 from zeropp.errors import ConfigError
 
 # What the Hugging Face documentation recommends for stage 3, offload left out.
@@ -98,6 +98,39 @@ def test_deepspeed_offload_maps():
     assert Config.from_json({"zero_optimization": section}).offload == Offload(params="nvme", path="/y")
 
 
+def test_zeropp_of_deepspeed_maps(monkeypatch):
+    section = {
+        "stage": 3,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+        "zero_hpz_partition_size": 4,
+    }
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    wanted = Comm(params="int8", grads="int4", secondary_shard="host")
+    assert Config.from_json({"zero_optimization": section}).comm == wanted
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert Config.from_json({"zero_optimization": section}).comm == wanted
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert "give 2, the ranks of this host" in sentence({"zero_optimization": section})
+
+
+def test_names_of_fields_are_taken_as_deepspeed_takes_them():
+    with pytest.warns(UserWarning, match="stage3_max_live_parameters"):
+        keys = {"stage": 3, "prefetch_bucket_size": 1000, "max_live_parameters": 1e9}
+        assert Config.from_json({"zero_optimization": keys}).prefetch == 4000
+
+
+def test_sections_that_ask_for_nothing_are_taken():
+    off = {
+        "compile": {"deepcompile": False, "free_activation": True}, "tensor_parallel": {"autotp_size": 1}, "nebula": {"enabled": False},
+        "data_types": {"grad_accum_dtype": None, "keep_in_fp32_modules": "auto"}, "checkpoint": {"tag_validation": "Warn"},
+        "activation_checkpointing": {"partition_activations": False, "number_checkpoints": 4}, "dataloader_drop_last": True,
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Config.from_json({"zero_optimization": {"stage": 2}, **off}) == Config(stage=2, clip=1.0)
+
+
 def test_deepspeed_defaults_hold():
     """DeepSpeed 0.19: stage 0 unless told, gradients clipped at 1.0 unless told; 0 switches clipping off."""
     assert Config.from_json({"bf16": {"enabled": False}}) == Config(stage=0, clip=1.0)
@@ -125,9 +158,25 @@ def test_layout_hints_are_said_to_change_nothing():
         ({"zero_optimization": {"reduce_bucket_size": -1}}, "zero_optimization.reduce_bucket_size:", "elements >= 0"),
         ({"zero_optimization": {"sub_group_size": "big"}}, "zero_optimization.sub_group_size:", "elements >= 0"),
         (
-            {"zero_optimization": {"zero_quantized_weights": True}},
+            {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}},
             "zero_optimization.zero_quantized_weights:",
-            "not built",
+            "false at stage 2",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 0}},
+            "zero_optimization.zero_hpz_partition_size:",
+            "the number of ranks on a host",
+        ),
+        ({"zero_optimization": {"mics_shard_size": 8}}, "zero_optimization.mics_shard_size:", "secondary_shard"),
+        ({"aio": {"block_sise": 1}}, "aio.block_sise:", "did you mean 'block_size'?"),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype:", "Precision("),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel:", "stage 3 splits"),
+        ({"compile": {"deepcompile": True}}, "compile:", "block.compile()"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op:", "averaged"),
+        (
+            {"zero_optimization": {"stage": 3, "leaf_module": {"clases": []}}},
+            "zero_optimization.leaf_module.clases:",
+            "'classes'",
         ),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
@@ -165,7 +214,7 @@ def test_layout_hints_are_said_to_change_nothing():
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler:", "hand it to zeropp.prepare"),
         (
             {"activation_checkpointing": {"cpu_checkpointing": True}},
-            "activation_checkpointing:",
+            "activation_checkpointing.cpu_checkpointing:",
             "torch.utils.checkpoint",
         ),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler:", '"enabled": false'),
@@ -184,6 +233,12 @@ def test_a_refusal_names_the_path(keys, starts, says):
 
 
 def test_a_hint_that_changes_nothing_warns():
+    for keys, said in (
+        ({"aio": {"queue_depth": 32}}, "aio: .* bench-io"),
+        ({"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Block"]}}}, "leaf_module: .* Config.units"),
+    ):
+        with pytest.warns(UserWarning, match=said):
+            Config.from_json(keys)
     with pytest.warns(UserWarning, match="steps_per_print: 10 changes nothing in zeropp"):
         assert Config.from_json({"steps_per_print": 10, "zero_optimization": {"stage": 1}}).stage == 1
     keys = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}

@@ -13,6 +13,7 @@ from typing import Any
 from zeropp import deepspeed_schedules
 from zeropp.config import Config, _read_json
 from zeropp.deepspeed_json import is_deepspeed_key
+from zeropp.deepspeed_keys import left_out
 from zeropp.deepspeed_optimizers import explain
 from zeropp.errors import ConfigError
 
@@ -45,6 +46,7 @@ def run(options: argparse.Namespace) -> int:
         rows.append({"key": path, "value": value, "state": state, "said": said})
         if state in ("used", "changes nothing") and not path.startswith(tuple(_ELSEWHERE)):
             _merge(accepted, alone)
+    rows += [{"key": path, "value": None, "state": "left out", "said": said} for path, said in _notes(keys)]
     refused = any(row["state"] == "refused" for row in rows)
     config, problem = _whole(accepted, options.ranks)
     if options.json:
@@ -52,6 +54,11 @@ def run(options: argparse.Namespace) -> int:
     else:
         _show(rows, config, problem)
     return int(refused or problem is not None)
+
+
+def _notes(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a DeepSpeed file leaves out, where its documentation, code or an earlier release have another default."""
+    return left_out(keys) if any(is_deepspeed_key(name) for name in keys) else iter(())
 
 
 def _pieces(keys: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
