@@ -44,6 +44,10 @@ class _PreparedOptimizer(AcceleratedOptimizer):
     def step_was_skipped(self) -> bool:
         return bool(self.optimizer.overflow)
 
+    def flush(self) -> None:
+        """With ``Offload(delayed_update=)``: the model has the newest weights. Collective; before an evaluation, and after the last step."""
+        self.optimizer.flush()
+
 
 class ZeroppAccelerator(Accelerator):
     """Only the verbs that meet partitioned state differ; the distributed type stays what the machine gives.

@@ -38,6 +38,7 @@ def gather_for_generation(model: nn.Module) -> None:
     def generate(*args: Any, **kwargs: Any) -> Any:
         held = this()
         assert held is not None
+        engine_of(held).flush()  # texts of the newest weights, also where a delayed update is under way
         if not all(Ranks(engine_of(held)).exchange(_fits(engine_of(held)))):
             kwargs.setdefault("synced_gpus", True)
             return plain(held, *args, **kwargs)

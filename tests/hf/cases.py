@@ -134,6 +134,16 @@ def adapters(folder: Path) -> dict[str, Any]:
     assert again.state.best_model_checkpoint is not None
     held = peft.PeftModel.from_pretrained(llama(), again.state.best_model_checkpoint)
     found["best adapter apart"] = apart(whole(again.model), whole(held))
+    more = {"save_strategy": "steps", "save_steps": 3}
+    through = train(folder, "through", lora(llama()), {"stage": 2}, **more)
+    resumed = train(folder, "through", lora(llama()), {"stage": 2}, str(folder / "through" / "checkpoint-3"), **more)
+    found["resumed"] = [logged(through), logged(resumed)]
+    loaded = [
+        peft.PeftModel.from_pretrained(llama(), folder / "through" / "checkpoint-3", is_trainable=True)
+        for _ in range(2)
+    ]
+    stock = train(folder, "s", loaded[0], max_steps=2, ddp_find_unused_parameters=False)
+    found["loaded"] = [logged(stock), logged(train(folder, "z", loaded[1], {"stage": 3}, max_steps=2))]
     return found
 
 
@@ -191,7 +201,18 @@ def sequences(folder: Path) -> dict[str, Any]:
     with torch.no_grad():
         expected = plain.eval().generate(input_ids=HELD_OUT.rows, max_length=8)
     stock = train(folder, "stock", t5(), seq2seq=True, **more)
+    disk = {"kind": "nvme", "path": str(folder.parent / "scratch")}
+    others = {}
+    for name, config in (
+        ("stage 1", {"stage": 1}),
+        ("stage 2", {"stage": 2}),
+        ("on disk", {"stage": 3, "offload": {"params": disk, "optimizer": disk}}),
+    ):
+        one = train(folder, name, t5(), config, seq2seq=True, **more)
+        others[name] = [logged(one), one.predict(HELD_OUT).predictions.tolist()]
+    others["stock"] = [logged(stock), stock.predict(HELD_OUT).predictions.tolist()]
     return {
+        "others": others,
         "logged": [logged(stock), first],
         "before": [before, transformers.Seq2SeqTrainer(
             model=t5(), args=arguments(transformers.Seq2SeqTrainingArguments, folder / "e"), eval_dataset=HELD_OUT
@@ -208,8 +229,32 @@ def other_optimizers(folder: Path) -> dict[str, Any]:
     stock, ours = train(folder, "s", gpt2(), **_calm(more)), train(folder, "z", gpt2(), {"stage": 3}, **_calm(more))
     plain = train(folder, "p", llama(), max_steps=3)
     compiled = train(folder, "c", llama(), {"stage": 3, "host_copy": "off"}, max_steps=3, torch_compile_backend="eager")
+    noise = {"max_steps": 3, "neftune_noise_alpha": 5.0}
+    noisy = [
+        logged(train(folder, "n", llama(), config, **noise)) for config in (None, {"stage": 3, "host_copy": "off"})
+    ]
     graphs = [type(one._compiled_call_impl.call).__name__ for one in compiled.model.model.layers]
-    return {"sgd": [logged(stock), logged(ours)], "compiled": [logged(plain), logged(compiled)], "graphs": graphs}
+    return {
+        "sgd": [logged(stock), logged(ours)],
+        "compiled": [logged(plain), logged(compiled)],
+        "graphs": graphs,
+        "noisy": noisy,
+    }
+
+
+def behind(folder: Path) -> dict[str, Any]:
+    """A delayed update ends before an evaluation, and with the training."""
+    config = {"stage": 2, "offload": {"optimizer": {"kind": "cpu"}, "delayed_update": 0}}
+    more = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trainer = train(folder, "z", llama(), config, **more)
+    seen = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    held = transformers.LlamaForCausalLM.from_pretrained(folder / "z" / "checkpoint-2")
+    plain = transformers.Trainer(
+        model=held, args=arguments(transformers.TrainingArguments, folder / "e"), eval_dataset=HELD_OUT
+    )
+    alone = train(folder, "alone", llama(), config, max_steps=2)
+    delayed = zeropp.zero.engine.engine_of(alone.model).delayed
+    return {"seen": [seen[0], plain.evaluate()["eval_loss"]], "pending": delayed.pending}
 
 
 def _calm(more: dict[str, Any]) -> dict[str, Any]:
@@ -320,10 +365,14 @@ def accelerate_loop(folder: Path) -> dict[str, Any]:
         "stage 3": lambda: ZeroppAccelerator(
             zeropp=zeropp.Config(stage=3, host_copy="off"), gradient_accumulation_steps=2
         ),
+        "on disk": lambda: ZeroppAccelerator(
+            zeropp={"stage": 2, "offload": {"optimizer": {"kind": "nvme", "path": str(folder.parent / "scratch")}}},
+            gradient_accumulation_steps=2,
+        ),
     }
     for name, make in made.items():
         accelerator = make()
-        model, critic = llama(), torch.nn.Linear(VOCABULARY, 1)
+        model, critic = llama(tie_word_embeddings=True), torch.nn.Linear(VOCABULARY, 1)
         torch.nn.init.constant_(critic.weight, 0.1)
         torch.nn.init.zeros_(critic.bias)
         optimizers = [torch.optim.AdamW(one.parameters(), lr=3e-3) for one in (model, critic)]
@@ -368,7 +417,11 @@ def accelerate_loop(folder: Path) -> dict[str, Any]:
             saved = safetensors.torch.load_file(folder / f"{name}-model" / "model.safetensors")
             found[f"{name} saved apart"] = apart(saved, {k: v for k, v in whole(model).items() if k in saved})
             found[f"{name} beside"] = sorted(p.name for p in (folder / name).iterdir())
-        accelerator.free_memory()
+        accelerator.free_memory()  # it forgets its models; they stay what they are
+        if name != "stock":
+            whole_ones = accelerator.get_state_dict(model)
+            found[f"{name} after"] = apart(dict(whole_ones), whole(model))
+            assert model(**next(iter(loader))).loss.isfinite()
     return found
 
 
@@ -383,6 +436,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "in_slices": in_slices,
     "from_disk": from_disk,
     "refusals": refusals,
+    "behind": behind,
 }
 
 

@@ -20,6 +20,7 @@ from zeropp.hf.trainer import ZeroppTrainer  # noqa: E402
 
 TRAINER = {
     "_build_accelerator_args": "self, **kwargs",
+    "_finalize_training": "self, trial, num_train_samples, start_time",
     "_has_mixed_mesh_grads": "self, model",
     "_load_best_model": "self",
     "_load_from_checkpoint": "self, resume_from_checkpoint, model=None",
@@ -27,6 +28,7 @@ TRAINER = {
     "_save_optimizer_and_scheduler": "self, output_dir",
     "_wrap_model": "self, model, training=True, dataloader=None",
     "create_accelerator_and_postprocess": "self",
+    "evaluation_loop": "self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix='eval'",
     "hyperparameter_search": "self, hp_space=None, compute_objective=None, n_trials=20, direction='minimize', backend=None, "
     "hp_name=None, **kwargs",
     "log": "self, logs, start_time=None",

@@ -52,8 +52,17 @@ def test_lora_over_partitioned_weights_with_checkpointing(reentrant, answer):
         assert found["best adapter apart"] == 0.0
 
 
+@pytest.mark.hf_case("adapters")
+def test_adapters_resume_bit_for_bit_and_loaded_ones_train_on(answer):
+    for found in answer("adapters"):
+        through, again = found["resumed"]
+        assert len(through) == 6 and through == again
+        stock, ours = found["loaded"]
+        assert len(ours) == 2 and apart(stock, ours) < FP32
+
+
 @pytest.mark.hf_case("accelerate_loop")
-@pytest.mark.parametrize("stage", ["stage 1", "stage 3"])
+@pytest.mark.parametrize("stage", ["stage 1", "stage 3", "on disk"])
 def test_a_raw_accelerate_loop_with_two_models(stage, answer):
     for found in answer("accelerate_loop"):
         assert len(found["stock"]) == len(found[stage]) == 6
@@ -62,6 +71,7 @@ def test_a_raw_accelerate_loop_with_two_models(stage, answer):
         assert len(found["stock"][1]) == 4 and found["stock"][-1][0] < found["stock"][0][0] - 0.1
         assert found[f"{stage} again"] == found[stage][-2:] != found[stage][:2]
         assert found[f"{stage} saved apart"] == 0.0
+        assert found[f"{stage} after"] == 0.0, "free_memory drops the models from its lists only"
         assert {"zeropp", "zeropp_1", "scheduler.bin"} <= set(found[f"{stage} beside"])
 
 
@@ -96,6 +106,30 @@ def test_seq2seq_evaluates_before_training_and_generates(answer):
         assert gathered_once == layer_by_layer == alone
         generated, expected = found["generated"]
         assert generated == expected and len({token for row in generated for token in row}) > 1
+
+
+@pytest.mark.hf_case("sequences")
+@pytest.mark.parametrize("stage", ["stage 1", "stage 2", "on disk"])
+def test_seq2seq_predicts_with_generate_at_other_stages(stage, answer):
+    for found in answer("sequences"):
+        stock, ours = found["others"]["stock"], found["others"][stage]
+        assert apart(stock[0], ours[0]) < 20 * FP32, "gradient norms of about 30"
+        assert stock[1] == ours[1]
+
+
+@pytest.mark.hf_case("behind")
+def test_a_delayed_update_ends_before_an_evaluation_and_with_the_training(answer):
+    for found in answer("behind"):
+        during, newest = found["seen"]
+        assert during == pytest.approx(newest, abs=FP32) and found["pending"] is False
+
+
+@pytest.mark.hf_case("other_optimizers")
+def test_neftune_draws_the_same_noise(answer):
+    for found in answer("other_optimizers"):
+        stock, ours = found["noisy"]
+        assert apart(stock, ours) < FP32
+        assert apart(stock, found["compiled"][0]) > 1e-3, "noise was added"
 
 
 @pytest.mark.hf_case("other_optimizers")

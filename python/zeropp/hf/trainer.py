@@ -62,6 +62,21 @@ class ZeroppTrainer:
         """Upstream reads p.grad, which a partitioned parameter does not have."""
         return False if self._zeropp else super()._has_mixed_mesh_grads(model)  # type: ignore[misc]
 
+    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluation and prediction, of the newest weights: a delayed update ends first."""
+        self._zeropp_flush()
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def _finalize_training(self: Any, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        """What ``train`` leaves behind is what its last step made."""
+        self._zeropp_flush()
+        return super()._finalize_training(trial, num_train_samples, start_time)  # type: ignore[misc]
+
+    def _zeropp_flush(self: Any) -> None:
+        optimizer = plain_optimizer(getattr(self, "optimizer", None))
+        if self._zeropp and isinstance(optimizer, zero.optimizer.ZeroOptimizer):
+            optimizer.flush()
+
     def log(self: Any, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._zeropp and "grad_norm" in logs:
             logs.update(self._zeropp_metrics.collect(self.model))
