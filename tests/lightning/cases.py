@@ -19,6 +19,7 @@ import torch
 import zeropp
 import zeropp.lightning
 from torch import nn
+from upstream_cases import upstream
 
 DRAW = torch.Generator().manual_seed(1)
 INPUTS = torch.randn(64, 16, generator=DRAW)
@@ -406,7 +407,8 @@ def refusals(folder: Path) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "fit": fit, "resume": resume, "ways": ways, "fabric": fabric, "refusals": refusals, "several": several
+    "fit": fit, "resume": resume, "ways": ways, "fabric": fabric, "refusals": refusals, "several": several,
+    "upstream": upstream,
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("lightning", reason="lightning is not installed: pip install
 import zeropp.lightning
 
 TRAINER = {
-    "_refuse_averages": None, "_evaluated": None, "_pairs": None,  # ours
+    "_refuse_averages": None, "_evaluated": None, "_pairs": None, "_flush": None,  # ours
     "backward": "self closure_loss optimizer args kwargs",
     "block_backward_sync": "self",
     "lightning_module_state_dict": "self",
@@ -23,6 +23,8 @@ TRAINER = {
     "load_optimizer_state_dict": "self checkpoint",
     "model_sharded_context": "self",
     "model_to_device": "self",
+    "on_train_end": "self",
+    "on_validation_start": "self",
     "optimizer_state": "self optimizer",
     "predict_step": "self args kwargs",
     "register_strategies": "strategy_registry",

@@ -114,3 +114,81 @@ def test_what_cannot_be_says_why(answer):
         assert "unknown argument 'stge'" in said["argument"]
         assert "Trainer(gradient_clip_val=...)" in said["clip"]
         assert "was saved without zeropp" in said["resume"]
+
+
+@pytest.fixture
+def asked(answer):
+    """asked(case of upstream_cases.py) -> what each rank returned."""
+
+    def find(name):
+        found = [one[name] for one in answer("upstream")]
+        for one in found:
+            assert "error" not in one, one["error"]
+        return found
+
+    return find
+
+
+@pytest.mark.lightning_case("upstream")
+def test_evaluation_before_and_after_a_fit_leaves_weights_alone(asked):
+    for found in asked("test_without_fit_and_after"):
+        assert found["after"] == found["again"] < found["before"] and found["unchanged"]
+        assert found["root"] == "cpu" and found["is_ddp"]
+    assert [one["seen"] for one in asked("group_in_setup")] == [[True]] * 2
+
+
+@pytest.mark.lightning_case("upstream")
+def test_gradients_are_the_same_on_all_ranks_and_unused_parameters_are_allowed(asked):
+    one, other = asked("gradients_synced")
+    assert one == other and one["True"] == one["False"] and len(one["True"]) == 2
+    assert all(found["same"] for found in asked("unused_parameters"))
+
+
+@pytest.mark.lightning_case("upstream")
+def test_weights_move_between_zeropp_and_plain_lightning(asked):
+    for found in asked("state_on_rank_0"):
+        assert found["names"] and found["weights"] and found["optimizer"] == {}
+        assert found["regular"] == pytest.approx(found["ours"], abs=FP32)
+    for found in asked("standard_checkpoint"):
+        assert found["loss"][0] == pytest.approx(found["loss"][1], abs=FP32)
+        assert "was saved without zeropp" in found["refused"]
+    for found in asked("compiled_module"):
+        assert found["same"] and found["apart"] < FP32
+    for found in asked("other_sharding"):
+        assert "ZeroRedundancyOptimizer" in found["said"] and found["said"].startswith("ConfigError"), found["said"]
+
+
+@pytest.mark.lightning_case("upstream")
+def test_modules_are_made_in_the_precision_asked_for(asked):
+    for found in asked("init_module"):
+        for name, kinds in found.items():
+            dtype = "torch.float32" if name.startswith("32") else "torch.bfloat16"
+            assert kinds == [dtype, "cpu", dtype]
+
+
+@pytest.mark.lightning_case("upstream")
+def test_a_delayed_update_ends_before_validation_and_with_the_fit(asked):
+    for found in asked("newest_weights"):
+        assert len(found["seen"][0]) == 8 and found["seen"][0] == pytest.approx(found["seen"][1], abs=1e-7)
+        assert found["pending"] is False
+
+
+@pytest.mark.lightning_case("upstream")
+def test_fabric_saves_and_loads_before_and_after_setup(asked):
+    for found in asked("save_before_and_after_setup"):
+        assert len(found) == 4 and all(found.values()), found
+    for found in asked("strict_and_raw"):
+        assert "'coconut' that does not exist" in found["missing"] and found["coconut"] == 11
+        assert found["moved"] and found["raw"] and "4 names are missing" in found["wrong"]
+    assert asked("filtered")[0] == {"names": ["0.bias", "2.bias"], "kinds": ["Tensor", "Tensor"]}
+
+
+@pytest.mark.lightning_case("upstream")
+def test_fabric_keeps_groups_places_and_compiled_models(asked):
+    for found in asked("groups_and_places"):
+        assert found["rates"] == [1e-2, 1e-6] and found["device"] == "cpu" and found["low"] == "torch.bfloat16"
+        assert found["moved"]["0.weight"] > 1e-3 > 1e-5 > found["moved"]["2.weight"] > 0
+        assert found["kinds"][0] == found["kinds"][1]
+    for found in asked("compiled_again"):
+        plain, compiled = found["losses"]
+        assert plain == compiled and plain[2] < plain[0]

@@ -119,8 +119,11 @@ def _place(part: nn.Module, path: str) -> nn.Module:
 
 
 def full_state(module: nn.Module) -> dict[str, Any]:
-    """What ``module.state_dict()`` of the plain module would be, on rank 0, empty elsewhere; collective."""
+    """What ``module.state_dict()`` of the plain module would be, on rank 0, empty elsewhere; collective. A module that was not
+    prepared yet is plain."""
     parts = parts_of(module)
+    if not parts:
+        return module.state_dict()
     if parts == [module]:
         return zeropp.full_state_dict(module, rank_0_only=True)
     found: dict[str, Any] = {}
@@ -136,6 +139,9 @@ def full_state(module: nn.Module) -> dict[str, Any]:
 def load_full_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """The inverse; collective, with the same state on every rank."""
     parts = parts_of(module)
+    if not parts:
+        module.load_state_dict(state, strict=strict)
+        return
     if parts == [module]:
         zeropp.load_full_state_dict(module, state, strict=strict)
         return

@@ -23,7 +23,7 @@ from zeropp.lightning.common import (
 from zeropp.lightning.parts import full_state, load_full_state, no_sync, partition, parts_of
 from zeropp.zero.engine import engine_of
 from zeropp.zero.init import construction
-from zeropp.zero.optimizer import scaled_for
+from zeropp.zero.optimizer import ZeroOptimizer, scaled_for
 from zeropp.zero.prepare import _cast
 
 _AVERAGES = ("StochasticWeightAveraging", "WeightAveraging")  # they read every parameter, every step
@@ -131,6 +131,21 @@ def make_strategy(package: str) -> Any:
             if self.zeropp_config.stage <= 1:
                 return no_sync(self.lightning_module)
             return contextlib.nullcontext()
+
+        def on_validation_start(self) -> None:
+            """Of the newest weights: a delayed update ends first."""
+            self._flush()
+            super().on_validation_start()
+
+        def on_train_end(self) -> None:
+            """What a fit leaves behind is what its last step made."""
+            self._flush()
+            super().on_train_end()
+
+        def _flush(self) -> None:
+            for optimizer in map(_plain, self.optimizers):
+                if isinstance(optimizer, ZeroOptimizer):
+                    optimizer.flush()
 
         # -- checkpoints -------------------------------------------------------------------------------------------------
 
