@@ -8,7 +8,10 @@
 
 #include "internal.h"
 
-enum { PIECE_SHIFT = 30 }; /* ring.h: one slot a GiB */
+enum {
+    PIECE_SHIFT = 30,   /* ring.h: one slot a GiB */
+    SUMMED_AT_ONCE = 2, /* the disk begins while the next ones are summed */
+};
 
 /* What the thread carries from one round to the next. */
 struct round {
@@ -73,7 +76,7 @@ static void break_engine(zpp_aio *aio, const struct zpp_err *err) {
 }
 
 /* Everything that the lock guards, once a round. False: the engine stops and nothing is left to do. */
-static bool plan(zpp_aio *aio, struct round *round, size_t *fresh_count) {
+static bool plan(zpp_aio *aio, struct round *round, size_t most, size_t *fresh_count) {
     pthread_mutex_lock(&aio->lock);
     aio->registered_bytes += round->added_bytes;
     aio->registered_bytes -= round->removed_bytes;
@@ -81,7 +84,7 @@ static bool plan(zpp_aio *aio, struct round *round, size_t *fresh_count) {
     for (unsigned index = 0; index < aio->retired_count; ++index)
         zpp_ring_remove_file(aio->ring, aio->retired_slots[index]);
     aio->retired_count = 0;
-    *fresh_count = zpp_aio_take(aio, round->fresh, aio->config.depth);
+    *fresh_count = zpp_aio_take(aio, round->fresh, most);
     const bool idle = aio->inflight == 0;
     aio->sleeping = true;
     const bool over = aio->stopping && idle && !aio->urgent.first && !aio->background.first;
@@ -105,17 +108,20 @@ static void judge(zpp_aio *aio, struct round *round, size_t count) {
 static void work(zpp_aio *aio, struct round *round) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_status status = zpp_ring_start(aio->ring, &err);
+    const bool sums = aio->config.checksums && aio->config.depth > SUMMED_AT_ONCE;
+    const size_t most = sums ? (size_t)SUMMED_AT_ONCE : aio->config.depth;
     size_t fresh = 0;
     while (status == ZPP_OK) {
         zpp_aio_arena_changes(aio->arena, slab_appeared, slab_leaves, round);
         if (round->lock_errno) zpp_aio_tell_lock(aio, round->lock_errno);
         round->lock_errno = 0;
-        if (!plan(aio, round, &fresh)) return;
+        if (!plan(aio, round, most, &fresh)) return;
         for (size_t index = 0; index < round->again_count; ++index) push(aio, round->again[index]);
         for (size_t index = 0; index < fresh; ++index) push(aio, round->fresh[index]);
         round->again_count = 0;
         size_t count = 0;
-        status = zpp_ring_run(aio->ring, true, round->results, aio->config.depth, &count, &err);
+        const bool waits = !sums || fresh < most; /* or there may be more to take */
+        status = zpp_ring_run(aio->ring, waits, round->results, aio->config.depth, &count, &err);
         if (status == ZPP_OK) judge(aio, round, count);
     }
     break_engine(aio, &err);
