@@ -350,7 +350,11 @@ def checksums_of_all_tiers() -> None:
             read, checked = (seen[kind] - first[kind] for kind in ("read_bytes", "checked_bytes"))
             # What rounds a unit of parameters up to pages is nobody's, and was never written.
             rounding = 4096 * (seen["loads"] - first["loads"]) if tier is tiers[0] else 0
-            assert read - rounding <= checked <= read and read > 0 and seen["sums_bytes"] > 0, (tier, first, seen)
+            others_read = (
+                tier is tiers[0] and dist.get_world_size() > 1
+            )  # what is read is read for all ranks, by any of them
+            assert read - rounding <= checked <= read and (read > 0 or others_read), (tier, first, seen)
+            assert seen["sums_bytes"] > 0
         file = the_file(model)
         dist.barrier()
         if dist.get_rank() == 0:
