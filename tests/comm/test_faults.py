@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,7 +200,7 @@ def _survivors(outcomes: list[Outcome], victim: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("elems", "victim"), [(4, 0), (4, 2), (3_000_000, 1)])
 def test_killed_rank_is_named_by_all_within_seconds(elems: int, victim: int) -> None:
-    kill = _Signal(victim, signal.SIGKILL)
+    kill, shared = _Signal(victim, signal.SIGKILL), set(Path("/dev/shm").iterdir())
     outcomes = run_ranks(3, reduce_for_ever, elems, 60.0, timeout=90, watch=kill, check=False)
     assert outcomes[victim].code == -signal.SIGKILL
     survivors = _survivors(outcomes, victim)
@@ -208,6 +209,8 @@ def test_killed_rank_is_named_by_all_within_seconds(elems: int, victim: int) -> 
         assert f"rank {victim} (process " in value["text"] and "died" in value["text"]
         assert value["at"] - kill.at < 5.0
         assert value["again"] == value["text"] == survivors[0]["text"]  # one verdict, for all, for ever
+    left = set(Path("/dev/shm").iterdir()) - shared
+    assert not [name for name in left if "zeropp" in name.name or "zpp" in name.name]
 
 
 def test_killed_rank_with_a_child_that_holds_its_sockets() -> None:
