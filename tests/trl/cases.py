@@ -21,7 +21,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from zeropp.hf import ArgumentsFor, TrainerFor
 
 LINES = [f"the number {i} comes before {i + 1} and after {i - 1}" for i in range(64)]
-ZERO = {"stage": 3, "host_copy": "off"}
+
+
+def configurations(folder: Path) -> dict[str, dict[str, Any]]:
+    disk = {"kind": "nvme", "path": str(folder / "scratch")}
+    return {
+        "stage 1": {"stage": 1},
+        "stage 2": {"stage": 2},
+        "zeropp": {"stage": 3, "host_copy": "off"},
+        "on disk": {"stage": 3, "offload": {"params": disk, "optimizer": disk}},
+    }
 
 
 def tokenizer() -> Any:
@@ -46,9 +55,13 @@ def save_model(folder: Path) -> None:
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def model(folder: Path) -> Any:
+def model(folder: Path, kind: str) -> Any:
     """From a folder, because the reference model is read from where the policy was."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder / f"model-{os.environ['RANK']}", dtype="float32")
+    where = folder / f"model-{os.environ['RANK']}"
+    if kind == "reward":
+        torch.manual_seed(5)  # the head is not in the file
+        return transformers.AutoModelForSequenceClassification.from_pretrained(where, num_labels=1, dtype="float32")
+    return transformers.AutoModelForCausalLM.from_pretrained(where, dtype="float32")
 
 
 def lora() -> Any:
@@ -58,30 +71,36 @@ def lora() -> Any:
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-def train(folder: Path, kind: str, ours: bool, peft_config: Any = None, **more: Any) -> Any:
+def train(folder: Path, kind: str, name: str, config: Any, peft_config: Any = None, **more: Any) -> Any:
     trainer_class, arguments_class = {
         "sft": (trl.SFTTrainer, trl.SFTConfig),
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+        "kto": (trl.KTOTrainer, trl.KTOConfig),
+        "reward": (trl.RewardTrainer, trl.RewardConfig),
     }[kind]
     wanted = {
-        "output_dir": str(folder / ("zeropp" if ours else "stock")), "max_steps": 3, "per_device_train_batch_size": 2,
+        "output_dir": str(folder / name), "max_steps": 3, "per_device_train_batch_size": 2,
         "logging_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True, "seed": 3,
         "save_strategy": "no", "learning_rate": 1e-3, "gradient_checkpointing": False, **more,
     }  # fmt: skip
-    if ours:
+    if config is not None:
         trainer_class, arguments_class = TrainerFor(trainer_class), ArgumentsFor(arguments_class)
-        wanted["zeropp"] = ZERO
+        wanted["zeropp"] = config
     given: dict[str, Any] = {"peft_config": peft_config} if peft_config is not None else {}
     if kind == "sft":
         data = {"text": LINES}
     elif kind == "dpo":
         data = {"prompt": LINES, "chosen": [" yes it is"] * 64, "rejected": [" no"] * 64}
+    elif kind == "kto":
+        data = {"prompt": LINES, "completion": [" yes it is", " no"] * 32, "label": [True, False] * 32}
+    elif kind == "reward":
+        data = {"chosen": [f"{line}, yes it is" for line in LINES], "rejected": [f"{line}, no" for line in LINES]}
     else:
         data = {"prompt": LINES}
         given["reward_funcs"] = lambda completions, **kwargs: [float(len(set(one))) for one in completions]
     trainer = trainer_class(
-        model=model(folder.parent), args=arguments_class(**wanted), train_dataset=datasets.Dataset.from_dict(data),
+        model=model(folder.parent, kind), args=arguments_class(**wanted), train_dataset=datasets.Dataset.from_dict(data),
         processing_class=tokenizer(), **given,
     )  # fmt: skip
     torch.manual_seed(11)
@@ -102,18 +121,20 @@ def whole(one: Any) -> dict[str, torch.Tensor]:
 
 
 def both(folder: Path, kind: str, **more: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    weights = []
-    for ours in (False, True):
+    """Stock, and every way to hold the state."""
+    found: dict[str, Any] = {"apart": {}}
+    stock: Any = None
+    for name, config in {"stock": None, **configurations(folder)}.items():
         peft_config = lora() if more.get("peft_config") else None
-        trainer = train(folder, kind, ours, **{**more, "peft_config": peft_config})
-        found["zeropp" if ours else "stock"] = logged(trainer)
-        weights.append(whole(trainer.model))
-        if ours:
-            trainer.save_model(str(folder / "final"))
+        trainer = train(folder, kind, name, config, **{**more, "peft_config": peft_config})
+        found[name] = logged(trainer)
+        weights = whole(trainer.model)
+        stock = weights if config is None else stock
+        found["apart"][name] = max(float((weights[k] - stock[k]).abs().max()) for k in stock)
+        if config is not None:
+            trainer.save_model(str(folder / name / "final"))
             torch.distributed.barrier()
-            found["files"] = sorted(path.name for path in (folder / "final").glob("*.safetensors"))
-    found["apart"] = max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0])
+            found["files"] = sorted(path.name for path in (folder / name / "final").glob("*.safetensors"))
     return found
 
 
@@ -122,6 +143,8 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "sft_lora": lambda folder: both(folder, "sft", max_length=64, peft_config=True),
     "sft_checkpointing": lambda folder: both(folder, "sft", max_length=64, gradient_checkpointing=True),
     "dpo": lambda folder: both(folder, "dpo"),
+    "kto": lambda folder: both(folder, "kto"),
+    "reward": lambda folder: both(folder, "reward"),
     "grpo": lambda folder: both(folder, "grpo", num_generations=2, max_completion_length=6, beta=0.1),
 }
 

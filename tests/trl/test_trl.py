@@ -32,23 +32,26 @@ def two_ranks(*command):
     return done
 
 
+NAMES = ("sft", "sft_lora", "sft_checkpointing", "dpo", "kto", "reward", "grpo")
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """All cases in one launch: importing TRL takes longer than they do."""
     folder = tmp_path_factory.mktemp("trl")
-    names = ("sft", "sft_lora", "sft_checkpointing", "dpo", "grpo")
-    two_ranks(HERE / "cases.py", folder, *names)
-    return {name: [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(2)] for name in names}
+    two_ranks(HERE / "cases.py", folder, *NAMES)
+    return {name: [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(2)] for name in NAMES}
 
 
-@pytest.mark.parametrize("name", ["sft", "sft_lora", "sft_checkpointing", "dpo", "grpo"])
-def test_losses_norms_and_learning_rates_equal_ddp(name, answers):
+@pytest.mark.parametrize("stage", ["stage 1", "stage 2", "zeropp", "on disk"])
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_norms_and_learning_rates_equal_ddp(name, stage, answers):
     """Both sides add the same fp32 numbers in another order; losses up to 6, norms up to 4."""
     for found in answers[name]:
-        assert len(found["stock"]) == len(found["zeropp"]) == 3
-        for ours, stock in zip(found["zeropp"], found["stock"], strict=True):
+        assert len(found["stock"]) == len(found[stage]) == 3
+        for ours, stock in zip(found[stage], found["stock"], strict=True):
             assert ours == pytest.approx(stock, rel=1e-5, abs=5e-6)
-        assert found["stock"][-1] != found["stock"][0] and found["apart"] < 5e-6
+        assert found["stock"][-1] != found["stock"][0] and found["apart"][stage] < 5e-6
         assert found["files"] == ["adapter_model.safetensors" if name == "sft_lora" else "model.safetensors"]
 
 
