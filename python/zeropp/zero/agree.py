@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from zeropp.errors import CheckpointError, ConfigError, Error, TierError
+from zeropp.zero.byte_view import byte_view
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine
@@ -36,7 +37,7 @@ class Ranks:
         padded = torch.frombuffer(bytearray(data.ljust(room)), dtype=torch.uint8)
         every = torch.empty(room * self.count, dtype=torch.uint8)
         self._comm.all_gather(every.data_ptr(), padded.data_ptr(), room)
-        whole = every.numpy().tobytes()
+        whole = bytes(byte_view(every))
         return [json.loads(whole[rank * room : rank * room + int(lengths[rank])]) for rank in range(self.count)]
 
     def all_do(self, work: Callable[[], T]) -> list[T]:

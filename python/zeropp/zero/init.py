@@ -39,6 +39,7 @@ from torch.nn.modules.module import (
 )
 
 from zeropp.errors import ConfigError, PartitionedParameterError
+from zeropp.zero.byte_view import byte_view
 from zeropp.zero.disk import storage_errors
 from zeropp.zero.holes import Holes, give_back
 from zeropp.zero.together import all_come
@@ -47,6 +48,7 @@ WINDOW_BYTES = 16 << 20
 OWN_PAGES_BYTES = 64 << 10
 # transformers' from_pretrained else has threads that read ahead, up to all of the model.
 _READ_ALONE = "HF_DEACTIVATE_ASYNC_LOAD"
+DIGEST_ELEMS = 1 << 18  # torch copies what it sums in a wider type; so much of it stays in the cache
 HELD_S = 0.1  # how long a gathered value may be held by who gathered it
 
 _T: Any = torch.Tensor  # Any: its descriptors are read here, not its values
@@ -500,19 +502,16 @@ def _digest(values: torch.Tensor) -> int:
     if not values.numel():
         return 0
     as_integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[values.element_size()]
-    integers = values.view(as_integer)
-    if integers.device.type == "cpu":
-        return int(
-            integers.numpy().sum(dtype="int64")
-        )  # numpy widens piece by piece, where torch makes a copy of 8 bytes an element
-    return int(integers.sum(dtype=torch.int64))
+    pieces = values.view(as_integer).reshape(-1).split(DIGEST_ELEMS)
+    total = sum(int(piece.sum(dtype=torch.int64)) for piece in pieces)
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)  # it travels as an int64
 
 
 def _common_word() -> str:
     """Collective: a new random word."""
     word = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
     dist.broadcast(word, 0)
-    return word.numpy().tobytes().hex()
+    return byte_view(word).hex()
 
 
 def _compare(drawn: list[tuple[str, int]]) -> None:

@@ -31,6 +31,7 @@ import torch
 from zeropp import _C
 from zeropp.errors import CheckpointError
 from zeropp.zero import disk as files
+from zeropp.zero.byte_view import byte_view
 from zeropp.zero.disk import storage_errors
 
 BLOCK_BYTES = 4 << 20
@@ -353,7 +354,7 @@ class Fills:
         """Bytes from ``offset`` on, into a contiguous tensor."""
         if not values.numel():
             return
-        view = memoryview(_bytes_of(values).numpy().data)
+        view = byte_view(values)
         for first in range(0, len(view), BLOCK_BYTES):
             self._behind.do(_read_all, path, descriptor, offset + first, view[first : first + BLOCK_BYTES])
 
@@ -415,7 +416,7 @@ class TensorFile:
         dtype = self.dtype(name)
         values = torch.empty(end - begin, dtype=dtype)
         if end > begin:
-            view = memoryview(values.view(torch.uint8).numpy().data)
+            view = byte_view(values)
             _read_all(self.path, self._file.fileno(), self._offset(name, begin), view)
         return values
 
