@@ -61,12 +61,15 @@ def test_a_signal_ends_the_wait_with_the_handlers_exception(waiting: ModuleType,
 
 def test_ctrl_c_is_a_keyboard_interrupt(waiting: ModuleType) -> None:
     timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
+    # It is ignored where a shell started pytest in the background.
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             waiting.wait_some(20.0)
     finally:
         timer.join()
+        signal.signal(signal.SIGINT, old)
 
 
 def test_a_handler_that_returns_lets_the_wait_go_on(waiting: ModuleType) -> None:

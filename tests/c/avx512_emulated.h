@@ -229,11 +229,8 @@ PARTS(_mm_and_si128, (__m128i a, __m128i b), u8, 16, PART(a, u8, i) & PART(b, u8
 PARTS(_mm_or_si128, (__m128i a, __m128i b), u8, 16, PART(a, u8, i) | PART(b, u8, i))
 PARTS(_mm_xor_si128, (__m128i a, __m128i b), u8, 16, PART(a, u8, i) ^ PART(b, u8, i))
 PARTS(_mm_sub_epi8, (__m128i a, __m128i b), u8, 16, PART(a, u8, i) - PART(b, u8, i))
-PARTS(_mm_max_epi8, (__m128i a, __m128i b), i8, 16, PART(a, i8, i) > PART(b, i8, i) ? PART(a, i8, i) : PART(b, i8, i))
-PARTS(_mm_min_epi8, (__m128i a, __m128i b), i8, 16, PART(a, i8, i) < PART(b, i8, i) ? PART(a, i8, i) : PART(b, i8, i))
 PARTS(_mm_cvtepu8_epi16, (__m128i a), u16, 8, PART(a, u8, i))
 PARTS(_mm_slli_epi16, (__m128i a, int n), u16, 8, PART(a, u16, i) << n)
-PARTS(_mm_srli_epi16, (__m128i a, int n), u16, 8, PART(a, u16, i) >> n)
 PARTS(_mm_packus_epi16, (__m128i a, __m128i b), u8, 16,
       emulated_within(i < 8 ? PART(a, i16, i) : PART(b, i16, i - 8), 0, 255))
 E __m128i _mm_loadl_epi64(const __m128i *from) {
@@ -244,12 +241,18 @@ E __m128i _mm_loadl_epi64(const __m128i *from) {
 E void _mm_storel_epi64(__m128i *to, __m128i value) { memcpy(to, &value, 8); }
 
 
-/* --- words of 256 bits -------------------------------------------------------------------------------------------- */
-typedef union { __m256i v; uint16_t u16[16]; } emulated_256;
+/* --- bytes and words of 256 bits ---------------------------------------------------------------------------------- */
+typedef union { __m256i v; __m128i half[2]; uint64_t u64[4]; uint16_t u16[16]; int8_t i8[32]; } emulated_256;
 #define WORDS(name, arguments, expression) \
     E __m256i name arguments {                                                                    \
         emulated_256 r;                                                                           \
         for (int i = 0; i < 16; ++i) r.u16[i] = (uint16_t)(expression);                           \
+        return r.v;                                                                               \
+    }
+#define BYTES(name, arguments, expression) \
+    E __m256i name arguments {                                                                    \
+        emulated_256 r;                                                                           \
+        for (int i = 0; i < 32; ++i) r.i8[i] = (int8_t)(expression);                              \
         return r.v;                                                                               \
     }
 #define WORD(value, i) (((const emulated_256 *)(const void *)&(value))->u16[i])
@@ -259,5 +262,32 @@ WORDS(_mm256_slli_epi16, (__m256i a, int n), WORD(a, i) << n)
 WORDS(_mm256_and_si256, (__m256i a, __m256i b), WORD(a, i) & WORD(b, i))
 WORDS(_mm256_or_si256, (__m256i a, __m256i b), WORD(a, i) | WORD(b, i))
 WORDS(_mm256_cmpeq_epi16, (__m256i a, __m256i b), WORD(a, i) == WORD(b, i) ? 0xffff : 0)
+WORDS(_mm256_srli_epi16, (__m256i a, int n), WORD(a, i) >> n)
+#define BYTE(value, i) (((const emulated_256 *)(const void *)&(value))->i8[i])
+BYTES(_mm256_set1_epi8, (char x), x)
+BYTES(_mm256_max_epi8, (__m256i a, __m256i b), BYTE(a, i) > BYTE(b, i) ? BYTE(a, i) : BYTE(b, i))
+BYTES(_mm256_min_epi8, (__m256i a, __m256i b), BYTE(a, i) < BYTE(b, i) ? BYTE(a, i) : BYTE(b, i))
+/* Within each half: eight words of a, then eight of b. */
+BYTES(_mm256_packus_epi16, (__m256i a, __m256i b),
+      emulated_within((int16_t)WORD(*(i % 16 < 8 ? &a : &b), i / 16 * 8 + i % 8), 0, 255))
+#define _MM_SHUFFLE(d, c, b, a) ((d) << 6 | (c) << 4 | (b) << 2 | (a))
+E __m256i _mm256_permute4x64_epi64(__m256i a, int order) {
+    const emulated_256 from = { a };
+    emulated_256 r;
+    for (int i = 0; i < 4; ++i) r.u64[i] = from.u64[order >> 2 * i & 3];
+    return r.v;
+}
+E __m256i _mm256_set_m128i(__m128i high, __m128i low) {
+    emulated_256 r;
+    r.half[0] = low, r.half[1] = high;
+    return r.v;
+}
+E __m128i _mm256_castsi256_si128(__m256i a) { return ((const emulated_256){ a }).half[0]; }
+E __m256i _mm256_castsi128_si256(__m128i a) {
+    emulated_256 r; /* the upper half is undefined: something that would show */
+    memset(&r, 0xa5, sizeof r);
+    r.half[0] = a;
+    return r.v;
+}
 
 #endif
