@@ -111,14 +111,33 @@ STRATEGIES: dict[str, Any] = {
 
 
 def strategy_of(name: str) -> Any:
-    given = STRATEGIES.get(name, name)
+    given: Any = STRATEGIES.get(name, name)
+    if name == "disk":
+        tiers = zeropp.Offload(params="nvme", optimizer="nvme", path=sys.argv[1])
+        given = {"stage": 3, "offload": tiers}
     return zeropp.lightning.ZeroppStrategy(**given) if isinstance(given, dict) else given
 
 
+class Measured(type(make_module(pl.LightningModule))):  # type: ignore[misc]
+    """Clips by itself, and keeps norms and learning rates."""
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        if hasattr(optimizer, "clip_grad_norm_"):
+            norm = optimizer.clip_grad_norm_(gradient_clip_val)
+        else:
+            norm = nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+        self.measured += [float(norm), optimizer.param_groups[0]["lr"]]
+
+
 def fit(folder: Path) -> dict[str, Any]:
-    """Clipping, accumulation, a schedule, validation, checkpoints: DDP against every stage; and the file alone."""
+    """Clipping, accumulation, a schedule, validation, checkpoints: DDP against every stage and states and parameters on disk;
+    and the file alone."""
     found: dict[str, Any] = {}
-    for name in ("ddp", *STRATEGIES):
+    for name in ("ddp", *STRATEGIES, "disk"):
+        measured = make_module(pl.LightningModule)
+        measured.__class__, measured.measured = Measured, []
+        trainer(folder / f"{name}-measured", strategy_of(name), 1).fit(measured, batches())
+        found[f"{name} measured"] = measured.measured
         module = make_module(pl.LightningModule)
         run = trainer(folder / name, strategy_of(name), 2)
         run.fit(module, batches(), batches())
@@ -206,8 +225,12 @@ def fabric(folder: Path) -> dict[str, Any]:
     from lightning.fabric import Fabric
 
     found: dict[str, Any] = {}
-    for name in ("ddp", "zeropp_stage_1", "zeropp"):
-        run = Fabric(accelerator="cpu", devices=2, strategy=name)
+    for name in ("ddp", "zeropp_stage_1", "zeropp_stage_2", "zeropp", "disk"):
+        chosen: Any = name
+        if name == "disk":
+            tiers = zeropp.Offload(params="nvme", optimizer="nvme", path=sys.argv[1])
+            chosen = zeropp.lightning.ZeroppFabricStrategy(stage=3, offload=tiers)
+        run = Fabric(accelerator="cpu", devices=2, strategy=chosen)
         run.launch()
 
         def build() -> Any:
@@ -237,8 +260,9 @@ def fabric(folder: Path) -> dict[str, Any]:
         model, optimizer = build()
         state = {"model": model, "optimizer": optimizer, "step": 0}
         left = run.load(folder / f"{name}.ckpt", state)
-        found[f"{name} value"] = by_value(run)
-        if name != "ddp":
+        if name != "disk":  # SGD's states live in memory
+            found[f"{name} value"] = by_value(run)
+        if name in ("zeropp", "zeropp_stage_1"):
             half = zeropp.lightning.ZeroppFabricStrategy(stage=3 if name == "zeropp" else 1, precision="fp16")
             half_run = Fabric(accelerator="cpu", devices=2, strategy=half)
             half_run.launch()
