@@ -55,7 +55,7 @@ def test_losses_norms_and_learning_rates_equal_ddp(name, stage, answers):
         assert found["files"] == ["adapter_model.safetensors" if name == "sft_lora" else "model.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["trl_sft_lora", "trl_grpo"])
+@pytest.mark.parametrize("name", ["trl_sft_lora", "trl_dpo", "trl_grpo"])
 def test_the_example_trains(name, tmp_path):
     done = two_ranks(ROOT / "examples" / f"{name}.py", "--folder", tmp_path, "--steps", "6")
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
