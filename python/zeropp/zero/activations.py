@@ -38,6 +38,7 @@ from zeropp.zero.agree import Ranks
 from zeropp.zero.holes import Holes
 from zeropp.zero.scratch import Scratch
 from zeropp.zero.storage import disk_traffic
+from zeropp.zero.wrapped_call import WrappedCall
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine
@@ -389,22 +390,14 @@ def _end(io: aio.Engine, number: int, scratch: Scratch, owner: int) -> None:
         scratch.remove()
 
 
-class OffloadingCall:
-    """Stands in a model's ``_compiled_call_impl``, around the trigger of its units."""
+class OffloadingCall(WrappedCall):
+    """What autograd keeps while the model's forward runs goes to the tier."""
 
     def __init__(self, model: nn.Module, tier: ActivationTier) -> None:
-        self._model, self._tier, self._trigger = weakref.ref(model), tier, model._compiled_call_impl
+        super().__init__(model)
+        self._model, self._tier = weakref.ref(model), tier
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model, trigger = self._model(), self._trigger
-        assert model is not None and trigger is not None
-        return self._tier.forward(trigger, model, args, kwargs)
-
-    @property
-    def call(self) -> Any:
-        """What the trigger calls; ``module.compile()`` sets it."""
-        return self._trigger.call  # type: ignore[union-attr]
-
-    @call.setter
-    def call(self, value: Any) -> None:
-        self._trigger.call = value  # type: ignore[union-attr]
+        model = self._model()
+        assert model is not None
+        return self._tier.forward(self.inner, model, args, kwargs)
