@@ -152,10 +152,23 @@ def test_what_cannot_be_says_why(tmp_path):
     assert "(mpu, mesh_param) is not built yet" in refused.stderr and refused.returncode == 1
     missing = python(HIDE, "run", tmp_path / "nowhere.py")
     assert missing.returncode == 2 and "there is no such file" in missing.stderr
-    if importlib.util.find_spec("deepspeed") is None:
+    real = importlib.util.find_spec("deepspeed")
+    if real is None or real.origin is None:
         pytest.skip("deepspeed is not installed: nothing to refuse beside")
     beside = python("-m", "zeropp", "run", tmp_path / "script.py")
     assert beside.returncode == 2 and "zeropp does not stand before it" in beside.stderr
+
+
+def test_a_folder_of_files_for_deepspeed_is_not_the_package(tmp_path, monkeypatch):
+    from zeropp.deepspeed_names import real_package
+
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "zero3.json").write_text("{}")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    importlib.invalidate_caches()
+    assert importlib.util.find_spec("deepspeed") is not None
+    assert real_package() is None
 
 
 def test_models_under_zero_init_are_built_in_slices(tmp_path):

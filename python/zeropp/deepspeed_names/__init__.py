@@ -3,7 +3,7 @@
 
 ``python -m zeropp run SCRIPT --zeropp CFG`` calls :func:`install` and then runs the script, unchanged. The names that
 transformers, accelerate, peft and TRL look for (modules.py) then lead to the engine of ``zeropp.initialize``. Nothing
-named deepspeed is written to disk, nothing is patched: one finder is added to ``sys.meta_path``, which Python asks last.
+named deepspeed is written to disk, nothing is patched: one finder is added to ``sys.meta_path``, which Python asks first.
 It also answers ``importlib.metadata``, because the frameworks ask there whether deepspeed is installed.
 
 A process that can import the real package is refused: two things of one name are worse than none.
@@ -90,11 +90,12 @@ def active() -> bool:
 
 
 def real_package() -> str | None:
-    """Where the real package is, if this process could import it."""
+    """Where the real package is, if this process could import it. A folder of that name beside a script, where its files for
+    DeepSpeed lie, is not one: it has no module of its own."""
     if active():
         return None
     found = importlib.util.find_spec("deepspeed")
-    return None if found is None else str(found.origin or "deepspeed")
+    return None if found is None else found.origin
 
 
 def install() -> None:
@@ -118,5 +119,5 @@ def install() -> None:
             "install first",
             stacklevel=2,
         )
-    sys.meta_path.append(_Finder())
+    sys.meta_path.insert(0, _Finder())  # before the folder of files, which would be a package without modules
     importlib.invalidate_caches()
