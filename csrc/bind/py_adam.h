@@ -17,6 +17,8 @@ struct zpp_py_adam {
     size_t tiered_count, tiered_room;
     struct zpp_masterless_piece *masterless; /* in bf16, without an fp32 copy */
     size_t masterless_count, masterless_room;
+    struct zpp_adam_f64_segment *f64; /* in float64 */
+    size_t f64_count, f64_room;
     bool delayed; /* gradients are taken, new values go to Unit.ahead, and: */
     struct zpp_delayed_copy *copies; /* from there to the slices */
     size_t copies_count, copies_room;

@@ -418,6 +418,26 @@ static struct zpp_adam_segment *next_masterless(struct zpp_py_adam *list, const 
     return &at->segment;
 }
 
+/* A piece in float64: its values begin at element `at` of the slice. `rates`: of its group. */
+static int add_f64(const Unit *unit, const struct own_slice *slice, const struct zpp_piece *piece, const void *grad,
+                   const struct zpp_adam_segment *rates, struct zpp_py_adam *list) {
+    const size_t at = piece->offset_elems - slice->begin_elems;
+    const struct unit_adam *adam = &unit->adam;
+    struct zpp_adam_f64_segment *segments = one_more(list->f64, list->f64_count, &list->f64_room, sizeof *segments);
+    if (!segments) return -1;
+    list->f64 = segments;
+    segments += list->f64_count++;
+    *segments = (struct zpp_adam_f64_segment){ .rates = *rates,
+                                               .param = (double *)(void *)slice->values + at,
+                                               .grad = grad,
+                                               .exp_avg = (double *)(void *)adam->exp_avg + at,
+                                               .exp_avg_sq = (double *)(void *)adam->exp_avg_sq + at };
+    if (rates->max_exp_avg_sq) segments->max_exp_avg_sq = (double *)(void *)adam->max_exp_avg_sq + at;
+    segments->rates.elems = piece->elems;
+    segments->rates.step = (uint64_t)adam->steps[piece->param];
+    return 0;
+}
+
 /* Elements of a piece that lie together: all of them, unless its unit or its gradient is partly in a file. */
 static size_t run_of(const Zero *zero, const Unit *unit, const struct own_slice *slice, const struct zpp_piece *piece) {
     const zpp_filed *params = zpp_zero_filed(zero->core), *grads = zpp_zero_filed_grads(zero->core);
@@ -503,6 +523,10 @@ static int add_unit_segments(Zero *zero, Unit *unit, const struct zpp_adam_segme
         const int group = unit->adam.groups[piece->param];
         const void *grad = piece_gradient(unit, &slice, piece);
         if (!grad || group < 0) continue;
+        if (unit->unit->dtype == ZPP_F64) { /* never delayed, nor in a file or in fewer bits */
+            failed = add_f64(unit, &slice, piece, grad, &groups[group], list);
+            continue;
+        }
         const size_t at = piece->offset_elems - slice.begin_elems;
         const bool masterless = !tiered && !unit->adam.master && unit->unit->dtype == ZPP_BF16;
         struct zpp_adam_segment *segment = tiered     ? next_tiered(list, unit->adam.slice, at)
@@ -559,6 +583,7 @@ void zpp_py_adam_drop(struct zpp_py_adam *list) {
     free(list->at);
     free(list->tiered);
     free(list->masterless);
+    free(list->f64);
     free(list->copies);
     *list = (struct zpp_py_adam){ 0 };
 }
@@ -597,6 +622,7 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
                 zpp_filed_adam_step(&files, list.at, list.count, (float)scale, zero->pool, &zero->torn, &fault, &err);
         else zpp_adam_step(list.at, list.count, (float)scale, zero->pool);
         zpp_masterless_step(list.masterless, list.masterless_count, (float)scale, zero->pool);
+        zpp_adam_step_f64(list.f64, list.f64_count, scale, zero->pool);
         if (tier && status == ZPP_OK)
             status =
                 zpp_tier_step(tier, list.tiered, list.tiered_count, &files, (float)scale, zero->pool, &fault, &err);

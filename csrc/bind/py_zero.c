@@ -337,7 +337,7 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     zero->ranks = zpp_zero_ranks(zero->core);
-    zpp_zero_set_grad_scale(zero->core, 1.0f / (float)zero->accumulate);
+    zpp_zero_set_grad_scale(zero->core, 1.0 / zero->accumulate);
     return keep_functions(zero, functions) || zpp_py_hooks_attach(zero) || !zero->units ? -1 : 0;
 }
 

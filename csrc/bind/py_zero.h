@@ -41,7 +41,7 @@ typedef struct Unit {
     const void **grads;  /* [count]; gradients taken from p.grad */
     PyObject **grad_refs; /* [count]; keeps them alive */
     struct unit_adam {
-        float *master, *exp_avg, *exp_avg_sq, *max_exp_avg_sq; /* master NULL: fp32, or bf16 without one */
+        float *master, *exp_avg, *exp_avg_sq, *max_exp_avg_sq; /* master NULL: fp32, fp64 (all are), masterless bf16 */
         enum zpp_moments_kind kind;   /* not fp32: the three above are NULL, and the moments are: */
         struct zpp_moment moments[3]; /* by enum zpp_moments_which, each for the whole slice */
         uint64_t first_param;         /* number of the unit's first parameter in the model */

@@ -251,8 +251,8 @@ void zpp_transfer_free(zpp_transfer *transfer);
 
 /* --- the reduction itself, for users of regions: dst[i] = (sum over r in rank order of src[r][i]) * scale -------- */
 /* src[r]: `ranks` arrays of `elems` elements of `dtype`. dst of dst_dtype (F32 or `dtype`); accumulate: dst[i] += that.
- * One pass, AVX where there. */
+ * `scale` is rounded to float32 first, unless the elements are float64. One pass, AVX where there. */
 void zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accumulate, const void *const *src, int ranks,
-                        zpp_dtype dtype, size_t elems, float scale);
+                        zpp_dtype dtype, size_t elems, double scale);
 
 #endif

@@ -194,14 +194,15 @@ static void sum_f64(double *dst, bool accumulate, const void *const *src, int so
 }
 
 void zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accumulate, const void *const *src, int ranks,
-                        zpp_dtype dtype, size_t elems, float scale) {
+                        zpp_dtype dtype, size_t elems, double scale) {
     const struct zpp_sum_kernels *kernels = zpp_sum_kernels();
+    const float narrow = (float)scale;
     const bool wide = dst_dtype == ZPP_F32;
     switch (dtype) {
-    case ZPP_F32: kernels->f32(dst, accumulate, src, ranks, elems, scale, false); break;
-    case ZPP_BF16: kernels->bf16(dst, wide, accumulate, src, ranks, elems, scale); break;
-    case ZPP_F16: kernels->f16(dst, wide, accumulate, src, ranks, elems, scale); break;
-    case ZPP_F64: sum_f64(dst, accumulate, src, ranks, elems, (double)scale); break;
+    case ZPP_F32: kernels->f32(dst, accumulate, src, ranks, elems, narrow, false); break;
+    case ZPP_BF16: kernels->bf16(dst, wide, accumulate, src, ranks, elems, narrow); break;
+    case ZPP_F16: kernels->f16(dst, wide, accumulate, src, ranks, elems, narrow); break;
+    case ZPP_F64: sum_f64(dst, accumulate, src, ranks, elems, scale); break;
     default: { /* integers: sum, no scale; accumulate makes dst the first source */
         const void *all[SUM_SOURCES + 1];
         int sources = 0;

@@ -141,10 +141,10 @@ zpp_status zpp_between_launch(zpp_zero *zero, struct zpp_unit_grad *grad, const 
 /* As add_slices of reduce.c, with the sum made already. */
 static void add_slice(zpp_zero *zero, struct zpp_unit_grad *grad) {
     const struct zpp_unit *unit = grad->unit;
-    const float factor = zero->grad_scale;
+    const double factor = zpp_grad_factor(zero, unit, 1);
     if (zero->options.stage == 0) {
         const void *source = zpp_wire_narrows(unit) ? reduced_slice(grad) : grad->slice;
-        if (source != grad->slice || factor < 1.0f || factor > 1.0f)
+        if (source != grad->slice || factor < 1.0 || factor > 1.0)
             zpp_reduce_sources(grad->slice, grad->dtype, false, &source, 1, unit->wire_dtype, unit->elems, factor);
         return;
     }

@@ -61,9 +61,15 @@ struct zpp_zero {
     uint64_t pass;     /* reducing backwards so far */
     bool in_backward, reduces;
     uint64_t backward_ns, step_ns; /* when they began, for zeropp.trace */
-    float grad_scale;
+    double grad_scale;
     size_t slice_bytes, carry_bytes, kept_bucket_bytes, taken_bytes;
     struct zpp_slices slices; /* stages 2 and 3: where they live in a file */
 };
+
+/* What a sum over `ranks` of the unit's gradients is multiplied with. */
+static inline double zpp_grad_factor(const zpp_zero *zero, const struct zpp_unit *unit, int ranks) {
+    if (unit->grad_dtype == ZPP_F64) return zero->grad_scale / ranks;
+    return (double)((float)zero->grad_scale / (float)ranks);
+}
 
 #endif

@@ -362,10 +362,11 @@ static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     if (zero->options.stage == 0) to += (size_t)zero->rank * zpp_grad_slice_bytes(grad);
     /* Stage 1: my bucket was not refilled, so its slice still is the gradient so far; else the carry has it. */
     const bool accumulate = grad->has && (zero->options.stage >= 2 || (zero->options.stage == 1 && grad->empty));
-    const float factor = zero->grad_scale / (float)zero->ranks;
+    const double factor = zpp_grad_factor(zero, unit, zero->ranks);
     size_t source_bytes = unit->shard_elems * zpp_dtype_bytes(unit->wire_dtype);
     if (zpp_wire_packs(zero))
-        source_bytes = zpp_wire_add(zero, sources, count, factor, to, grad->dtype, accumulate, unit->shard_elems);
+        source_bytes =
+            zpp_wire_add(zero, sources, count, (float)factor, to, grad->dtype, accumulate, unit->shard_elems);
     else
         zpp_reduce_sources(to, grad->dtype, accumulate, sources, count, unit->wire_dtype, unit->shard_elems, factor);
     if (grad->carry) {
@@ -664,7 +665,7 @@ bool zpp_zero_grads_pending(const zpp_zero *zero) {
     return false;
 }
 
-void zpp_zero_set_grad_scale(zpp_zero *zero, float scale) {
+void zpp_zero_set_grad_scale(zpp_zero *zero, double scale) {
     zero->grad_scale = scale;
 }
 

@@ -50,7 +50,7 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     zero->options = *options;
     zero->rank = options->comm ? zpp_comm_rank(options->comm) : 0;
     zero->ranks = options->comm ? zpp_comm_ranks(options->comm) : 1;
-    zero->grad_scale = 1.0f;
+    zero->grad_scale = 1.0;
     zpp_status status = ZPP_OK;
     if (options->params_fraction > 0.0)
         status = zpp_filed_create(zpp_between(options->comm) ? NULL : options->comm, options->params_fraction,

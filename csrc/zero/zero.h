@@ -152,7 +152,7 @@ const void *zpp_zero_held_grad(const zpp_zero *zero, int unit, const uint8_t **t
 zpp_dtype zpp_zero_grad_dtype(const zpp_zero *zero, int unit);
 bool zpp_zero_has_grad(const zpp_zero *zero);
 bool zpp_zero_grads_pending(const zpp_zero *zero); /* accumulated on this rank, not reduced */
-void zpp_zero_set_grad_scale(zpp_zero *zero, float scale); /* multiplies the mean over ranks at the next reductions */
+void zpp_zero_set_grad_scale(zpp_zero *zero, double scale); /* multiplies the mean over ranks at the next reductions */
 void zpp_zero_clear_grad(zpp_zero *zero, int unit, size_t param);
 void zpp_zero_clear_grads(zpp_zero *zero);
 

@@ -201,7 +201,8 @@ class Precision:
     reduce: str | None = None
     """Type of gradients on the wire; None means that of the parameters. Sums over ranks are in fp32 whatever it is. "fp32" with
     parameters in 16 bits: gradients also add up over micro-steps, travel, stay and reach the step in fp32. "bf16" or "fp16" with
-    parameters in fp32: half of the bytes on the wire; gradients add up in fp32, and are rounded once, when they go out."""
+    parameters in fp32: half of the bytes on the wire; gradients add up in fp32, and are rounded once, when they go out.
+    Parameters in float64 take None only: their sums over ranks are in float64."""
 
     accumulate: str | None = None
     """Type that gradients add up in over micro-steps, and that reduced ones are held in. None: that of the parameters where they
@@ -438,6 +439,8 @@ class Config:
 
     def gradient_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Of parameters held in `dtype`: what their gradients add up and stay in, and what they travel in."""
+        if dtype == torch.float64:  # where nothing is rounded; `prepare` refuses what asks for less
+            return dtype, dtype
         chosen = self.precision if isinstance(self.precision, Precision) else Precision()
         travels = TORCH_DTYPES[chosen.reduce] if chosen.reduce is not None else dtype
         stays = dtype if travels == dtype and chosen.accumulate != "fp32" else torch.float32

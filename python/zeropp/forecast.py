@@ -231,13 +231,15 @@ def _sizes(plan: UnitPlan, config: Config, ranks: int, host_copy: bool) -> _Size
 
 
 def _has_master(unit: _Sizes, config: Config, optimizer: str) -> bool:
-    finest = {torch.float32, TORCH_DTYPES[config.master_name]}
+    finest = {torch.float64, torch.float32, TORCH_DTYPES[config.master_name]}
     return unit.plan.trainable and unit.plan.dtype not in finest and optimizer != "none"
 
 
 def _states(units: list[_Sizes], config: Config, optimizer: str) -> int:
-    elems = STATES[optimizer] * sum(unit.own_elems for unit in units if unit.plan.trainable)
-    return round(elem_bytes(config.state_name) * elems)
+    fewer = elem_bytes(config.state_name)
+    trained = [unit for unit in units if unit.plan.trainable]
+    each = sum(unit.own_elems * (8 if unit.plan.dtype == torch.float64 else fewer) for unit in trained)
+    return round(STATES[optimizer] * each)
 
 
 def _params(units: list[_Sizes], ranks: int, hosts: int, host_copy: bool) -> int:

@@ -170,6 +170,8 @@ static void public_door(void) {
     const void *doubles[2] = {x, y};
     zpp_reduce_sources(total, ZPP_F64, false, doubles, 2, ZPP_F64, 2, 1.0f);
     CHECK(total[0] == 4.0 && total[1] == 1.0);
+    zpp_reduce_sources(total, ZPP_F64, true, doubles, 2, ZPP_F64, 2, 1.0 / 3.0); /* a factor that float32 would round */
+    CHECK(total[0] == 4.0 + 4.0 * (1.0 / 3.0) && total[1] == 1.0 + 1.0 / 3.0);
     int32_t m[2] = {1, INT32_MAX}, n[2] = {2, 1}, whole[2] = {10, 0};
     const void *integers[2] = {m, n};
     zpp_reduce_sources(whole, ZPP_I32, true, integers, 2, ZPP_I32, 2, 1.0f);

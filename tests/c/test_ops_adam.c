@@ -161,6 +161,47 @@ static void many_segments(void) {
     zpp_pool_destroy(pool);
 }
 
+/* float64: one call over two segments, in threads, has the bits of a call for every few elements; and it is Adam, to
+ * within what fp32 keeps of it. */
+static void doubles(void) {
+    zpp_pool *pool = threads();
+    enum { ELEMS = 3 * 4096 + 5, PART = 37 };
+    static double want[5][ELEMS], got[5][ELEMS];
+    static float narrow[5][ELEMS];
+    for (int k = 0; k < 5; ++k) {
+        for (size_t i = 0; i < ELEMS; ++i) want[k][i] = (0.25 + (double)((i + (size_t)k) % 13)) / 16.0;
+    }
+    for (int flags = 0; flags < 8; ++flags) {
+        const struct options o = { ZPP_F32, ZPP_DTYPES, flags & 1, flags & 2, flags & 4, flags & 1 ? 0.3 : 0.9, 0.1 };
+        memcpy(got, want, sizeof got);
+        for (int k = 0; k < 5; ++k) for (size_t i = 0; i < ELEMS; ++i) narrow[k][i] = (float)want[k][i];
+        struct zpp_adam_segment rates = segment_over(&(struct arrays){ 0 }, &o, 0, PART);
+        struct zpp_adam_f64_segment halves[2];
+        for (size_t s = 0; s < 2; ++s) {
+            const size_t from = s ? ELEMS / 2 : 0;
+            halves[s] = (struct zpp_adam_f64_segment){ rates,         got[0] + from, got[4] + from,
+                                                       got[1] + from, got[2] + from, o.amsgrad ? got[3] + from : NULL };
+            halves[s].rates.elems = s ? ELEMS - ELEMS / 2 : ELEMS / 2;
+        }
+        zpp_adam_step_f64(halves, 2, 0.7, pool);
+        for (size_t from = 0; from < ELEMS; from += PART) {
+            struct zpp_adam_f64_segment few = { rates, want[0] + from, want[4] + from, want[1] + from, want[2] + from,
+                                                o.amsgrad ? want[3] + from : NULL };
+            few.rates.elems = ELEMS - from < PART ? ELEMS - from : PART;
+            zpp_adam_step_f64(&few, 1, 0.7, NULL);
+        }
+        CHECK(memcmp(want, got, sizeof got) == 0);
+        rates.param = narrow[0], rates.grad = narrow[4], rates.exp_avg = narrow[1], rates.exp_avg_sq = narrow[2];
+        rates.max_exp_avg_sq = o.amsgrad ? narrow[3] : NULL;
+        rates.elems = ELEMS;
+        zpp_adam_step(&rates, 1, 0.7f, pool);
+        for (int k = 0; k < 4; ++k) {
+            for (size_t i = 0; i < ELEMS; ++i) CHECK(fabs(got[k][i] - (double)narrow[k][i]) < 1e-5);
+        }
+    }
+    zpp_pool_destroy(pool);
+}
+
 /* Says which versions the other cases cover. */
 static void levels(void) {
     for (int level = 0; level < ZPP_CPU_LEVELS; ++level) {
@@ -171,6 +212,7 @@ static void levels(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(levels), TEST(kinds), TEST(many_segments), {0} };
+    static const struct test_case cases[] = { TEST(levels), TEST(kinds), TEST(many_segments), TEST(doubles),
+                                              {0} };
     return test_main(argc, argv, cases);
 }

@@ -27,7 +27,8 @@ static void expect(bool ok, const char *what, zpp_dtype dtype, size_t elems, int
             zpp_dtype_name(dtype), elems);
 }
 
-static float value_at(const void *data, zpp_dtype dtype, size_t i) {
+static double value_at(const void *data, zpp_dtype dtype, size_t i) {
+    if (dtype == ZPP_F64) return ((const double *)data)[i];
     if (dtype == ZPP_F32) return ((const float *)data)[i];
     const uint16_t bits = ((const uint16_t *)data)[i];
     return dtype == ZPP_BF16 ? zpp_bf16_to_f32(bits) : zpp_f16_to_f32(bits);
@@ -45,7 +46,7 @@ static double stated(const void *data, zpp_dtype dtype, size_t elems) {
     for (size_t begin = 0; begin < elems; begin += ZPP_NORM_BLOCK_ELEMS) {
         double lanes[ZPP_NORM_LANES] = { 0 };
         for (size_t i = begin; i < elems && i < begin + ZPP_NORM_BLOCK_ELEMS; ++i) {
-            lanes[(i - begin) % ZPP_NORM_LANES] += (double)value_at(data, dtype, i) * (double)value_at(data, dtype, i);
+            lanes[(i - begin) % ZPP_NORM_LANES] += value_at(data, dtype, i) * value_at(data, dtype, i);
         }
         sum += tree(lanes, ZPP_NORM_LANES);
     }
@@ -58,7 +59,9 @@ static void fill(void *data, zpp_dtype dtype, size_t elems) {
         state = state * 1664525u + 1013904223u;
         const float value = ldexpf((float)state / 4294967296.0f - 0.5f, (int)(state >> 8) % 9 - 6);
         const uint16_t bits = dtype == ZPP_BF16 ? zpp_bf16_from_f32(value) : zpp_f16_from_f32(value);
-        if (dtype == ZPP_F32) memcpy((char *)data + 4 * i, &value, 4);
+        const double fine = (double)value / 3.0; /* its square is not exact */
+        if (dtype == ZPP_F64) memcpy((char *)data + 8 * i, &fine, 8);
+        else if (dtype == ZPP_F32) memcpy((char *)data + 4 * i, &value, 4);
         else memcpy((char *)data + 2 * i, &bits, 2);
     }
 }
@@ -94,6 +97,7 @@ static void check_kind(zpp_dtype dtype) {
 static void fp32(void) { check_kind(ZPP_F32); }
 static void bf16(void) { check_kind(ZPP_BF16); }
 static void fp16(void) { check_kind(ZPP_F16); }
+static void fp64(void) { check_kind(ZPP_F64); }
 
 static void nonfinite(void) {
     zpp_pool *pool = threads();
@@ -108,6 +112,10 @@ static void nonfinite(void) {
     zpp_norm_squares(segments, 2, sums, bad, pool);
     expect(!isfinite(sums[0]) && bad[0] == 4, "non-finite elements miscounted", ZPP_F32, ELEMS, zpp_cpu_level());
     expect(isfinite(sums[1]) && bad[1] == 0, "a neighbour's non-finite elements count", ZPP_F32, 10, zpp_cpu_level());
+    double wide[3] = { 1e200, INFINITY, NAN };
+    segments[1] = (struct zpp_norm_segment){ wide, ZPP_F64, 3 };
+    zpp_norm_squares(segments, 2, sums, bad, pool);
+    expect(!isfinite(sums[1]) && bad[1] == 2, "a square that overflows counts", ZPP_F64, 3, zpp_cpu_level());
     zpp_norm_squares(segments, 1, sums, NULL, pool);
     zpp_norm_squares(NULL, 0, NULL, NULL, pool);
     zpp_pool_destroy(pool);
@@ -139,7 +147,7 @@ static void levels(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(levels), TEST(fp32), TEST(bf16), TEST(fp16), TEST(nonfinite),
-                                              TEST(rounds), {0} };
+    static const struct test_case cases[] = { TEST(levels), TEST(fp32), TEST(bf16), TEST(fp16), TEST(fp64),
+                                              TEST(nonfinite), TEST(rounds), {0} };
     return test_main(argc, argv, cases);
 }

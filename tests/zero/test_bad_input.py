@@ -27,7 +27,7 @@ SAYS: dict[str, list[list[str]]] = {
         ]
     ],
     "odd dtype": [
-        ["'weight' has dtype torch.complex128", "not implemented yet"],
+        ["'weight' has dtype torch.complex32", "not implemented yet"],
         ["is float16", "loss scale", "precision='bf16'"],
     ],
     "prepared twice": [

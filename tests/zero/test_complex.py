@@ -10,7 +10,6 @@ import pytest
 from complex_cases import CASES
 
 SENTENCES = {
-    "double": "has dtype torch.complex128, which is not implemented yet",
     "value": "clip_grad_value_ clamps elements, and has no meaning for complex parameters, such as 'gain'",
     "norm": "clip_grad_norm_: norm_type 1.0 has no meaning for complex parameters",
     "muon": "torch.complex64, wanted real matrices",

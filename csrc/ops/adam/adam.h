@@ -60,8 +60,19 @@ void zpp_adam_step(const struct zpp_adam_segment *segments, size_t segments_coun
 bool zpp_adam_step_at(enum zpp_cpu_level level, const struct zpp_adam_segment *segments, size_t segments_count,
                       float grad_scale, zpp_pool *pool);
 
-/* The same on a GPU: enqueues on the driver's stream `native` and returns; pointers are device memory, which must live
- * until the stream has passed. Same bits as on the CPU. NOT_BUILT without kernels in this build. */
+/* One tensor whose parameter, gradient and moments are float64: every operation rounds once, to float64. */
+struct zpp_adam_f64_segment {
+    struct zpp_adam_segment rates; /* elems, step, lr and what follows it; its pointers are not read */
+    double *param;
+    const double *grad;
+    double *exp_avg, *exp_avg_sq;
+    double *max_exp_avg_sq; /* amsgrad only, else NULL */
+};
+void zpp_adam_step_f64(const struct zpp_adam_f64_segment *segments, size_t segments_count, double grad_scale,
+                       zpp_pool *pool);
+
+/* zpp_adam_step on a GPU: enqueues on the driver's stream `native` and returns; pointers are device memory, which must
+ * live until the stream has passed. Same bits as on the CPU. NOT_BUILT without kernels in this build. */
 zpp_status zpp_adam_step_cuda(zpp_device *device, void *native, const struct zpp_adam_segment *segments,
                               size_t segments_count, float grad_scale, struct zpp_err *err);
 

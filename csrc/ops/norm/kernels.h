@@ -14,12 +14,22 @@ typedef double (*zpp_norm_kernel)(const void *data, zpp_dtype dtype, size_t elem
 #include "variants.def"
 #undef ZPP_NORM_VARIANT
 
+/* F64 has one version for every CPU: the compiler's own, of a plain loop (norm_scalar.c). */
+double zpp_norm_f64(const void *data, size_t elems);
+
 static inline float zpp_norm_at(const void *data, zpp_dtype dtype, size_t i) {
     switch (dtype) {
     case ZPP_BF16: return zpp_bf16_to_f32(((const uint16_t *)data)[i]);
     case ZPP_F16: return zpp_f16_to_f32(((const uint16_t *)data)[i]);
     default: return ((const float *)data)[i];
     }
+}
+
+static inline double zpp_norm_add_lanes(double lanes[ZPP_NORM_LANES]) {
+    for (size_t width = ZPP_NORM_LANES / 2; width > 0; width /= 2) {
+        for (size_t l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+    }
+    return lanes[0];
 }
 
 /* Adds elements [begin, elems), begin being a multiple of the lanes, then the lanes. */
@@ -29,10 +39,7 @@ static inline double zpp_norm_finish(double lanes[ZPP_NORM_LANES], const void *d
         const double x = zpp_norm_at(data, dtype, i);
         lanes[i % ZPP_NORM_LANES] += x * x;
     }
-    for (size_t width = ZPP_NORM_LANES / 2; width > 0; width /= 2) {
-        for (size_t l = 0; l < width; ++l) lanes[l] += lanes[l + width];
-    }
-    return lanes[0];
+    return zpp_norm_add_lanes(lanes);
 }
 
 struct zpp_norm_cuda_batch;

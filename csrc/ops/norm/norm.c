@@ -45,7 +45,8 @@ static size_t block_elems(const struct zpp_norm_segment *segment, size_t begin_e
 
 static uint64_t count_nonfinite(const void *data, zpp_dtype dtype, size_t elems) {
     uint64_t count = 0;
-    for (size_t i = 0; i < elems; ++i) count += !isfinite(zpp_norm_at(data, dtype, i));
+    for (size_t i = 0; i < elems; ++i)
+        count += dtype == ZPP_F64 ? !isfinite(((const double *)data)[i]) : !isfinite(zpp_norm_at(data, dtype, i));
     return count;
 }
 
@@ -56,8 +57,9 @@ static void sum_blocks(size_t begin, size_t end, void *arg) {
         const struct zpp_norm_segment *segment = &round->segments[block->segment];
         const char *data = (const char *)segment->data + block->begin_elems * zpp_dtype_bytes(segment->dtype);
         const size_t elems = block_elems(segment, block->begin_elems);
-        block->sum = round->kernel(data, segment->dtype, elems);
-        /* Squares of finite elements cannot overflow, so only a block with a non-finite element is read again. */
+        const bool wide = segment->dtype == ZPP_F64;
+        block->sum = wide ? zpp_norm_f64(data, elems) : round->kernel(data, segment->dtype, elems);
+        /* Squares of finite elements hardly overflow, so only a block with a non-finite element is read again. */
         block->nonfinite = isfinite(block->sum) ? 0 : count_nonfinite(data, segment->dtype, elems);
     }
 }
@@ -78,7 +80,7 @@ static void squares_with(zpp_norm_kernel kernel, const struct zpp_norm_segment *
     round.kernel = kernel;
     round.count = 0;
     for (size_t s = 0; s < segments_count; ++s) {
-        assert(segments[s].dtype == ZPP_F32 || segments[s].dtype == ZPP_BF16 || segments[s].dtype == ZPP_F16);
+        assert(segments[s].dtype <= ZPP_F64); /* F32, BF16, F16, F64 */
         sums[s] = 0.0;
         if (nonfinite) nonfinite[s] = 0;
         for (size_t begin = 0; begin < segments[s].elems; begin += ZPP_NORM_BLOCK_ELEMS) {

@@ -2,7 +2,8 @@
  *
  * Sum of squares of gradients, for the global norm (clipping) and the overflow check, in one pass over memory:
  *
- *   sum(s)       = sum over i of x[i]^2, in double          (x[i] is fp32, bf16 or fp16, so x[i]^2 is exact in double)
+ *   sum(s)       = sum over i of x[i]^2, in double          (x[i] of fp32, bf16 or fp16 has an exact square in double;
+ *                                                            that of fp64 is rounded once)
  *   nonfinite(s) = how many x[i] are infinite or NaN
  *
  * The order of the additions is a property of the data alone: a segment is cut in blocks of ZPP_NORM_BLOCK_ELEMS from
@@ -10,7 +11,8 @@
  * tree (l + (l + 16), then 8, 4, 2, 1), blocks one after the other. So the bits depend neither on threads nor on the
  * CPU level nor on how many segments are given at once. (Squares being exact, a fused multiply-add changes nothing.)
  *
- * A segment with a non-finite element has a non-finite sum; the finite ones cannot overflow a double.
+ * A segment with a non-finite element has a non-finite sum; the finite ones cannot overflow a double, but for fp64
+ * beyond 1e154, whose norm is infinite as torch's is.
  */
 #ifndef ZPP_OPS_NORM_H
 #define ZPP_OPS_NORM_H
@@ -27,7 +29,7 @@ enum { ZPP_NORM_BLOCK_ELEMS = 4096, ZPP_NORM_LANES = 32 };
 
 struct zpp_norm_segment {
     const void *data; /* read; element alignment is enough */
-    zpp_dtype dtype;  /* F32, BF16 or F16 */
+    zpp_dtype dtype;  /* F32, BF16, F16; on the CPU also F64 */
     size_t elems;     /* 0 gives a sum of 0 */
 };
 

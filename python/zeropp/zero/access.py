@@ -195,7 +195,8 @@ def _planned(engine: Engine) -> dict[str, int]:
             states = max(engine.least_states, len(held))
         if unit.tiered is not None:
             states = max(2, len(unit.tiered.kinds))
-        kinds["optimizer"] += elem_bytes(unit.state_kind) * states * numel / (n if stage >= 1 else 1)
+        state_bytes = elem_bytes(unit.state_kind) if unit.state_kind != "fp32" else unit.state_dtype.itemsize
+        kinds["optimizer"] += state_bytes * states * numel / (n if stage >= 1 else 1)
     if engine.onebit is not None:
         kinds["optimizer"] += engine.onebit.planned_bytes()
     return {kind: round(value) for kind, value in kinds.items()}

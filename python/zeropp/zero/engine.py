@@ -68,7 +68,7 @@ class Entry:
     def numbers(self, values: torch.Tensor) -> torch.Tensor:
         """Of values that stand for the parameter: 1-D and real."""
         if self.is_complex:
-            values = torch.view_as_real(values.to(torch.complex64).resolve_conj())
+            values = torch.view_as_real(values.to(self.param.dtype).resolve_conj())
         return values.reshape(-1)
 
     def __iter__(self) -> Iterator[Any]:
@@ -115,6 +115,11 @@ class Unit:
         if self.master is None and self.filed is not None:
             return cast(torch.Tensor, self.filed.slice_of(self))
         return self.shard if self.master is None else self.master
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Of the optimizer's states, where they are not in fewer bits (`state_kind`)."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
     def shared(self) -> bool:
@@ -486,11 +491,11 @@ class Engine:
         return unit.tiered is None and self.inner is None and unit.steps is not None and unit.state_kind != "int8"
 
     def room_for_state(self, unit: Unit, kind: str) -> torch.Tensor:
-        """Where values for :meth:`load_optimizer_state` go: of ``shard`` length, fp32 unless it is the place itself."""
+        """Where values for :meth:`load_optimizer_state` go: of ``shard`` length, unrounded unless it is the place itself."""
         if self.states_in_place(unit):
             low_states.make(unit, kind)
             return unit.state[kind]
-        return torch.zeros(unit.shard.numel(), dtype=torch.float32)
+        return torch.zeros(unit.shard.numel(), dtype=unit.state_dtype)
 
     def load_optimizer_state(self, unit: Unit, state: dict[str, torch.Tensor]) -> None:
         """Copy into the unit's optimizer state, creating it where no step was taken yet."""

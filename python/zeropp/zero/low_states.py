@@ -43,7 +43,8 @@ def spans(unit: Unit) -> Iterator[tuple[int, slice, int, slice]]:
 def make(unit: Unit, name: str) -> None:
     """A moment of zeros, unless it is there."""
     if name not in unit.state:
-        unit.state[name] = torch.zeros(unit.shard.numel(), dtype=DTYPES[unit.state_kind])
+        dtype = unit.state_dtype if unit.state_kind == "fp32" else DTYPES[unit.state_kind]
+        unit.state[name] = torch.zeros(unit.shard.numel(), dtype=dtype)
     if unit.state_kind == "int8" and name not in unit.scales:
         unit.scales[name] = torch.zeros(sum(scales.stop - scales.start for _, _, _, scales in spans(unit)))
 

@@ -178,7 +178,8 @@ def _parameters(
             )
         own: torch.dtype = getattr(torch, one["dtype"])
         if one.get("complex"):
-            yield Piece(name, torch.complex64, one["shape"], functools.partial(_values, sources, name, spans, own))
+            whole = torch.complex64 if own == torch.float32 else torch.complex128
+            yield Piece(name, whole, one["shape"], functools.partial(_values, sources, name, spans, own))
             continue
         kind = DTYPES[dtype] if dtype is not None and own.is_floating_point else own
         yield Piece(name, kind, one["shape"], functools.partial(_values, sources, name, spans, kind))

@@ -339,7 +339,7 @@ class ZeroOptimizer(optim.Optimizer):
             unit.bound = wanted
             return
         for name in wanted:
-            unit.state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=torch.float32))
+            unit.state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=unit.state_dtype))
         address = [unit.state[n].data_ptr() if n in wanted else 0 for n in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
         assert unit.steps is not None
         master = 0 if unit.master is None else unit.master.data_ptr()
@@ -433,6 +433,11 @@ def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
             raise ConfigError(
                 "the optimizer was built with differentiable=True, which zeropp does not implement; leave it out"
             )
+
+
+def steps_float64(optimizer: optim.Optimizer) -> bool:
+    """Can it update slices in float64? torch's own code can, and our Adam."""
+    return type(optimizer) is not Lion and type(optimizer) not in _ONEBIT
 
 
 @contextlib.contextmanager

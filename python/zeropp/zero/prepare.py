@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp import _C
-from zeropp.config import TORCH_DTYPES, Config, Tier
+from zeropp.config import TORCH_DTYPES, Config, Precision, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.zero import stored
 from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engine_of, register
 from zeropp.zero.offload import BLOCK_ELEMS, StateTier
-from zeropp.zero.optimizer import adopt, check_offload, check_optimizer
+from zeropp.zero.optimizer import adopt, check_offload, check_optimizer, steps_float64
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.units import UnitPlan, ignored_parameters, plan_units
 
@@ -89,6 +89,7 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     if optimizer is not None:
         check_optimizer(optimizer, plans)
         check_offload(optimizer, config)
+    _check_float64(plans, config, optimizer)
     if comm is not None:
         _check_same_model(comm, plans)
     if on_meta:
@@ -157,6 +158,7 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
     ]
     check_optimizer(optimizer, plans)
     check_offload(optimizer, engine.config)
+    _check_float64(plans, engine.config, optimizer)
     replaces = any(unit.steps is not None for unit in engine.units)
     if replaces and engine.states is not None:
         raise ConfigError(
@@ -254,11 +256,36 @@ def _check_plans(plans: list[UnitPlan], low: torch.dtype | None) -> None:
                 f"prepare: trainable parameter '{plan.names[0][0]}' is float16, which needs a loss scale: pass "
                 "Config(precision='fp16') and call optimizer.backward(loss), or pass Config(precision='bf16')"
             )
-        if plan.trainable and plan.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if plan.trainable and plan.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise ConfigError(
-                f"prepare: trainable parameter '{plan.names[0][0]}' has dtype {plan.dtype}; float32, bfloat16 and float16 "
-                "are implemented, so pass Config(precision='bf16') or convert the model"
+                f"prepare: trainable parameter '{plan.names[0][0]}' has dtype {plan.dtype}; float32, bfloat16, float16 and "
+                "float64 are implemented, so pass Config(precision='bf16') or convert the model"
             )
+
+
+def _check_float64(plans: list[UnitPlan], config: Config, optimizer: Optimizer | None) -> None:
+    """What is trained in float64 is reduced, stepped and kept in it: nothing that stands for it with fewer bits, or on disk."""
+    name = next((plan.names[0][0] for plan in plans if plan.trainable and plan.dtype == torch.float64), None)
+    if name is None:
+        return
+    reduce = config.precision.reduce if isinstance(config.precision, Precision) else None
+    wanted = {
+        "precision.reduce": (reduce, None), "precision.state": (config.state_name, "fp32"),
+        "comm.params": (config.comm.params, "exact"), "comm.grads": (config.comm.grads, "exact"),
+        "offload.delayed_update": (config.offload.delayed_update, None),
+        **{f"offload.{kind}": (getattr(config.offload, kind).kind == "nvme" and "nvme", False) for kind in ("params", "grads", "optimizer")},
+    }  # fmt: skip
+    for key, (value, allowed) in wanted.items():
+        if value != allowed:
+            raise ConfigError(
+                f"Config.{key}: {value!r} is not built for trainable float64 parameters, such as '{name}'; leave it out, "
+                "freeze them, or convert the model to float32"
+            )
+    if optimizer is not None and not steps_float64(optimizer):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} is not built for float64 parameters, such as '{name}'; AdamW, Adam and torch's "
+            "element-wise ones are, or convert the model to float32"
+        )
 
 
 def _communicator() -> Any:

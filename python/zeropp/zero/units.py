@@ -45,7 +45,7 @@ def numbers(parameter: torch.Tensor) -> int:
 
 
 #: Complex parameters are held as pairs of real numbers: all that is done to slices is done number by number, as torch's own optimizers do.
-_REAL = {torch.complex64: torch.float32}
+_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def _has_params(module: nn.Module) -> bool:

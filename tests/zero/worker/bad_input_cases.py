@@ -83,7 +83,8 @@ def on_meta() -> str:
 
 
 def odd_dtype() -> list[str]:
-    complex_model, half = nn.Linear(2, 2, dtype=torch.complex128), nn.Linear(2, 2, dtype=torch.float16)
+    complex_model, half = nn.Module(), nn.Linear(2, 2, dtype=torch.float16)
+    complex_model.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex32))
     return [
         sentence(lambda: zeropp.prepare(complex_model), zeropp.ConfigError),
         sentence(lambda: zeropp.prepare(half), zeropp.ConfigError),

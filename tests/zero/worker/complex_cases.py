@@ -193,7 +193,6 @@ def refusals() -> dict[str, str]:
     model, ours, _, _ = pair("SGD", **CONFIGS["gathering"])
     loss_of(model, 0).backward()
     return {
-        "double": sentence(lambda: zeropp.prepare(nn.Linear(2, 2, dtype=torch.complex128)), zeropp.ConfigError),
         "value": sentence(lambda: ours.clip_grad_value_(0.1), zeropp.ConfigError),
         "norm": sentence(lambda: ours.clip_grad_norm_(0.1, norm_type=1.0), zeropp.ConfigError),
         "muon": sentence(lambda: zeropp.optim.Muon([torch.ones(2, 2, dtype=torch.complex64)]), ValueError),

@@ -206,7 +206,7 @@ def refusals() -> dict[str, str]:
     frozen = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
     zeropp.prepare(frozen, None, zeropp.Config(host_copy="off"))
     imaginary = nn.Module()
-    imaginary.weight = nn.Parameter(torch.zeros(4, dtype=torch.complex128))
+    imaginary.weight = nn.Parameter(torch.zeros(4, dtype=torch.complex32))
     acts: dict[str, Callable[[], Any]] = {
         "complex": lambda: zeropp.prepare(imaginary, None),
         "half": lambda: model.half(),
