@@ -8,7 +8,10 @@ import ctypes
 import gc
 import io
 import os
+import shutil
+import tempfile
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,6 +132,39 @@ def steps(mode: str) -> dict[str, Any]:
     assert seen[1]["fds"] == seen[0]["fds"] and seen[1]["maps"] <= seen[0]["maps"] + 4, seen
     assert seen[1]["rss"] < seen[0]["rss"] + 2 * MB, seen
     return {"early": seen[0], "late": seen[1]}
+
+
+def many_steps(mode: str, on_disk: tuple[str, ...] = ()) -> dict[str, Any]:
+    """2,000 small steps hold what 500 held: memory, descriptors, mappings, and the files of what lives on disk."""
+    from training import batch, gpt
+
+    folders = [tempfile.mkdtemp() if on_disk and dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    offload = zeropp.Offload(path=folders[0], **dict.fromkeys(on_disk, "nvme")) if on_disk else zeropp.Offload()
+    model = gpt(width=16, layers=2)
+    config = zeropp.Config(offload=offload, **ALL[mode])
+    model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters()), config)
+    seen = []
+    for step in range(2000):
+        model(*batch(step % 50, rows=1)).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (499, 1999):
+            dist.barrier()
+            files = sorted(Path(folders[0]).rglob("*")) if folders[0] is not None else []
+            seen.append(held() | {"files": [(str(one), one.stat().st_size, one.stat().st_blocks) for one in files]})
+            dist.barrier()
+    del model, optimizer
+    dist.barrier()
+    if folders[0] is not None and dist.get_rank() == 0:
+        shutil.rmtree(folders[0])
+    early, late = seen
+    assert late["fds"] == early["fds"] and late["shared"] == early["shared"], seen
+    assert late["maps"] <= early["maps"] + 2, seen
+    assert late["files"] == early["files"] and bool(early["files"]) == bool(on_disk), seen
+    assert late["rss"] < early["rss"] + MB, seen  # 700 bytes a step would be more
+    return {"early": early, "late": late}
 
 
 def prepared(mode: str) -> tuple[Tiny, Any, Tiny]:
@@ -310,3 +346,9 @@ PER_MODE = {
     "without the model": (without_the_model, ("host copy", "gather", "stage 1")),
 }
 CASES = {f"{name}, {mode}": (lambda f=f, mode=mode: f(mode)) for name, (f, modes) in PER_MODE.items() for mode in modes}
+MANY_STEPS = {
+    "two thousand steps, host copy": lambda: many_steps("host copy"),
+    "two thousand steps, gather": lambda: many_steps("gather"),
+    "two thousand steps, states on nvme": lambda: many_steps("host copy", ("optimizer",)),
+}
+CASES |= MANY_STEPS
