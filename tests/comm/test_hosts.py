@@ -122,6 +122,7 @@ def _train_on_placements(rank: int, store: Any, placements: list[list[Any]], fol
         }
         answer[hosts]["hpz"] = _secondary(rank, hosts)
         answer[hosts]["plusplus"] = _plusplus(rank)
+        answer[hosts]["experts"] = _experts(rank)
         network = sum(row["bytes"] for row in zeropp.traffic().get("network", {}).values())
         answer[hosts]["networked"] = network > 0
         if hosts == "ab":
@@ -302,6 +303,58 @@ def _diverges(rank: int) -> str:
     except zeropp.CommError as error:
         return str(error)
     return "nothing was noticed"
+
+
+def _experts(rank: int) -> list[float]:
+    """Each rank runs experts of its own choice, as many as it likes: their block is one unit, gathered whole where it is entered, so
+    that gathers meet. Losses, after each was compared with the plain model's."""
+    import torch
+    import torch.distributed as dist
+    import zeropp
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: Any, chosen: list[int]) -> Any:
+            for one in chosen:
+                x = x + self.layers[one](x).tanh()
+            return x
+
+    class Mixture(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(Experts() for _ in range(3))
+
+        def forward(self, x: Any, chosen: list[int]) -> Any:
+            for block in self.blocks:
+                x = block(x, chosen)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    plain, model = Mixture(), Mixture()
+    model.load_state_dict(plain.state_dict())
+    sgd, ranks, losses = torch.optim.SGD(model.parameters(), lr=0.1), dist.get_world_size(), []
+    model, optimizer = zeropp.prepare(model, sgd, zeropp.Config(stage=3, units=[Experts]))
+    data = torch.Generator().manual_seed(rank)
+    for step in range(4):
+        x, chosen = torch.randn(4, 16, generator=data), [(rank + step) % 4, *([rank % 3] * (rank % 2))]
+        loss, wanted = model(x, chosen), plain(x, chosen)
+        assert torch.isclose(loss, wanted, rtol=1e-5), (step, loss, wanted)
+        loss.backward()
+        wanted.backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                mean = torch.zeros_like(p) if p.grad is None else p.grad / ranks
+                dist.all_reduce(mean)
+                p -= 0.1 * mean
+                p.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 # -- tests ---------------------------------------------------------------------------------------------------------------------
