@@ -32,9 +32,15 @@ SENTENCES = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", ["refusals", "parameters that are not contiguous", "torch.func.grad"])
+@pytest.mark.parametrize("case", ["refusals", "conversions", "parameters that are not contiguous", "torch.func.grad"])
 def test_other_cases(case: str, outcomes: Any) -> None:
     for told in outcomes[case].check():
         if case == "refusals":
             assert told.keys() == SENTENCES.keys()
             assert all(SENTENCES[name] in sentence for name, sentence in told.items()), told
+        if case == "conversions":
+            replaced, *refused = told
+            assert (
+                "the data of parameter '0.weight' was replaced after zeropp.prepare (model.to, half, cuda" in replaced
+            )
+            assert all("p.data of parameter '0.weight' cannot be replaced" in sentence for sentence in refused), told

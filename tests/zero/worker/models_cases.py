@@ -16,6 +16,7 @@ import zeropp
 from bad_input_cases import sentence
 from parity_cases import Case, run, vector
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 
@@ -153,6 +154,14 @@ def _halved(module: nn.Module, grads: Any, _: Any) -> Any:
     return tuple(None if g is None else g * 0.5 for g in grads)
 
 
+def hooked_later(model: nn.Module, step: int) -> Tensor:
+    """The same hooks, registered on a model that is prepared; between the second and the third step once more."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    if step in (0, 2):
+        with_hooks(inner)
+    return vector(model, step)
+
+
 def compiled(model: nn.Module, step: int) -> Tensor:
     """torch.compile around the whole model, as people write it."""
     if "_compiled" not in model.__dict__:
@@ -189,6 +198,9 @@ TABLE: dict[str, Case] = {
     "another order each step": Case(Ordered, vector, ddp=UNUSED),
     "running statistics, train and eval": Case(Normalised, evaluated, ddp={"broadcast_buffers": False}),
     "hooks of others": Case(Normalised, vector, setup=with_hooks, ddp={"broadcast_buffers": False}),
+    "hooks of others, after prepare": Case(
+        Normalised, hooked_later, units=("Linear",), ddp={"broadcast_buffers": False}
+    ),
     "the whole model compiled": Case(Ordered, compiled, ddp=None),
 }
 
@@ -223,6 +235,24 @@ def refusals() -> dict[str, str]:
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    return told
+
+
+def conversions() -> list[str]:
+    """At stages 0 to 2 parameters are whole, and convert before anybody is asked; the answers of each stage."""
+    told = []
+    for stage in (0, 1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        adam = torch.optim.AdamW(model.parameters())
+        model, optimizer = zeropp.prepare(model, adam, zeropp.Config(stage=stage))
+
+        def act(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            model.double().float()
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+
+        told.append(sentence(act, zeropp.Error))
     return told
 
 
@@ -267,4 +297,7 @@ def _plain() -> tuple[nn.Module, None]:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), None
 
 
-CASES.update({"torch.func.grad": func_grad, "refusals": refusals, "parameters that are not contiguous": transposed})
+CASES |= {
+    "torch.func.grad": func_grad, "refusals": refusals, "conversions": conversions,
+    "parameters that are not contiguous": transposed,
+}  # fmt: skip
