@@ -5,7 +5,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "../base/mem.h"
@@ -106,12 +105,8 @@ static zpp_status allocate(zpp_aio *aio, struct zpp_err *err) {
 }
 
 static void init_locks(zpp_aio *aio) {
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&aio->finished, &monotonic);
+    zpp_cond_init(&aio->finished);
     pthread_cond_init(&aio->work, NULL);
-    pthread_condattr_destroy(&monotonic);
     pthread_mutex_init(&aio->lock, NULL);
     pthread_mutex_init(&aio->files_lock, NULL);
 }

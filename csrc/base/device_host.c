@@ -267,11 +267,7 @@ static void *thread_main(void *arg) {
 void zpp_host_device_init(struct zpp_host_device *device, const struct zpp_device_fill *fill) {
     device->base.fill = fill;
     pthread_mutex_init(&device->lock, NULL);
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&device->changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    zpp_cond_init(&device->changed);
 }
 
 void zpp_host_device_fini(struct zpp_host_device *device) {

@@ -8,6 +8,9 @@
 #ifndef ZPP_BASE_WAIT_H
 #define ZPP_BASE_WAIT_H
 
+#include <pthread.h>
+#include <time.h>
+
 #include "status.h"
 
 struct zpp_wait {
@@ -18,5 +21,9 @@ struct zpp_wait {
 
 /* Monotonic clock. */
 uint64_t zpp_now_ns(void);
+/* `ns` (below 1e9) from now on that clock, as pthread_cond_timedwait wants it for a condition of zpp_cond_init. */
+struct timespec zpp_moment_in(long ns);
+/* A condition whose timed waits follow that clock. */
+void zpp_cond_init(pthread_cond_t *cond);
 
 #endif

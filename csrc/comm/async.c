@@ -95,16 +95,12 @@ static void *run(void *arg) {
 
 static zpp_status async_make(struct zpp_comm *comm, struct zpp_err *err) {
     struct zpp_async *async = calloc(1, sizeof *async);
-    pthread_condattr_t monotonic;
     if (!async) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for a progress thread");
     async->last = &async->first;
     async->holders = 1;
     pthread_mutex_init(&async->lock, NULL);
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&async->queued, &monotonic);
-    pthread_cond_init(&async->finished, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    zpp_cond_init(&async->queued);
+    zpp_cond_init(&async->finished);
     comm->async = async;
     const int failed = pthread_create(&async->thread, NULL, run, comm);
     if (!failed) return ZPP_OK;
@@ -137,17 +133,6 @@ zpp_status zpp_comm_submit(zpp_comm *comm, const struct zpp_call *call,
 
 /* --- waiting. The running call watches peers and its time-out; here only ticks and the caller's patience count. --- */
 
-static struct timespec in_100_ms(void) {
-    struct timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    at.tv_nsec += 100000000;
-    if (at.tv_nsec >= 1000000000) {
-        at.tv_nsec -= 1000000000;
-        at.tv_sec++;
-    }
-    return at;
-}
-
 struct patience {
     const struct zpp_wait *wait;
     uint64_t start_ns;
@@ -155,7 +140,7 @@ struct patience {
 
 /* Called with the lock held; gives it up while it sleeps and ticks. */
 static zpp_status wait_a_bit(struct zpp_async *async, const struct patience *patience, struct zpp_err *err) {
-    const struct timespec until = in_100_ms();
+    const struct timespec until = zpp_moment_in(100000000);
     const struct zpp_wait *wait = patience->wait;
     zpp_status status = ZPP_OK;
     if (pthread_cond_timedwait(&async->finished, &async->lock, &until) != ETIMEDOUT || !wait) return ZPP_OK;

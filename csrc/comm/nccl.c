@@ -341,11 +341,7 @@ zpp_status zpp_nccl_create(zpp_comm *control, zpp_device *device, const struct z
                            struct zpp_err *err) {
     struct zpp_nccl *nccl = calloc(1, sizeof *nccl);
     if (!nccl) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for a group on GPUs");
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&nccl->changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    zpp_cond_init(&nccl->changed);
     pthread_mutex_init(&nccl->lock, NULL);
     nccl->control = control;
     nccl->device = device;
@@ -408,4 +404,3 @@ void zpp_nccl_destroy(zpp_nccl *nccl) {
 
 void *zpp_nccl_stream(const zpp_nccl *nccl) { return nccl->native; }
 
-int zpp_nccl_version(const zpp_nccl *nccl) { return nccl->api->version; }

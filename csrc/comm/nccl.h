@@ -51,6 +51,5 @@ zpp_status zpp_nccl_work_wait(zpp_nccl_work *work, const struct zpp_wait *wait, 
 void zpp_nccl_work_free(zpp_nccl_work *work);
 /* The stream that NCCL's kernels run on: the driver's handle. */
 void *zpp_nccl_stream(const zpp_nccl *nccl);
-int zpp_nccl_version(const zpp_nccl *nccl);
 
 #endif

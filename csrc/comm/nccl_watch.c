@@ -129,17 +129,6 @@ void zpp_nccl_look(struct zpp_nccl *nccl) {
 
 /* --- the thread --------------------------------------------------------------------------------------------------- */
 
-static struct timespec in_look_ns(void) {
-    struct timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    at.tv_nsec += (long)LOOK_NS;
-    if (at.tv_nsec >= 1000000000) {
-        at.tv_nsec -= 1000000000;
-        at.tv_sec++;
-    }
-    return at;
-}
-
 static void *watch(void *arg) {
     struct zpp_nccl *nccl = arg;
     pthread_mutex_lock(&nccl->lock);
@@ -148,7 +137,7 @@ static void *watch(void *arg) {
             pthread_cond_wait(&nccl->changed, &nccl->lock);
             continue;
         }
-        const struct timespec until = in_look_ns();
+        const struct timespec until = zpp_moment_in((long)LOOK_NS);
         while (!nccl->ending && pthread_cond_timedwait(&nccl->changed, &nccl->lock, &until) != ETIMEDOUT) continue;
         zpp_nccl_look(nccl);
     }

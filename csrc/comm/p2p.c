@@ -363,17 +363,6 @@ int zpp_transfer_peer(zpp_transfer *transfer) {
 
 /* --- the thread -------------------------------------------------------------------------------------------------- */
 
-static struct timespec after_ns(long ns) {
-    struct timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    at.tv_nsec += ns;
-    if (at.tv_nsec >= 1000000000) {
-        at.tv_nsec -= 1000000000;
-        at.tv_sec++;
-    }
-    return at;
-}
-
 static bool needed(const struct zpp_p2p *p2p) { return p2p->pending && !p2p->waiters && !p2p->ending; }
 
 static void *run(void *arg) {
@@ -384,7 +373,7 @@ static void *run(void *arg) {
     pthread_mutex_lock(&p2p->lock);
     while (!p2p->ending) {
         while (!needed(p2p) && !p2p->ending) pthread_cond_wait(&p2p->wanted, &p2p->lock);
-        const struct timespec until = after_ns(GRACE_NS);
+        const struct timespec until = zpp_moment_in(GRACE_NS);
         (void)pthread_cond_timedwait(&p2p->wanted, &p2p->lock, &until);
         while (needed(p2p)) {
             const uint32_t heard = atomic_load(&bell->value);
@@ -413,7 +402,6 @@ static void drop(struct zpp_p2p *p2p) { /* called with the lock held, gives it u
 
 static zpp_status p2p_make(struct zpp_comm *comm, struct zpp_err *err) {
     struct zpp_p2p *p2p = calloc(1, sizeof *p2p);
-    pthread_condattr_t monotonic;
     if (!p2p) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for sending and receiving");
     p2p->comm = comm;
     p2p->ranks = comm->ranks;
@@ -425,10 +413,7 @@ static zpp_status p2p_make(struct zpp_comm *comm, struct zpp_err *err) {
         p2p->peer[r].early_end = &p2p->peer[r].early;
     }
     pthread_mutex_init(&p2p->lock, NULL);
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&p2p->wanted, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    zpp_cond_init(&p2p->wanted);
     comm->p2p = p2p;
     return ZPP_OK;
 }

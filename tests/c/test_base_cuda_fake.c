@@ -5,12 +5,9 @@
  */
 #include "harness.h"
 
-#include <dlfcn.h>
-#include <libgen.h>
-#include <unistd.h>
-
 #include "../../csrc/base/cuda_images.h"
 #include "../../csrc/base/device_cuda.h"
+#include "beside.h"
 
 /* Two images, each with one kernel: to the fake driver an image is the name of its kernel. */
 const struct zpp_cuda_image zpp_cuda_images[] = {{"a_cuda.cu", "first", 6}, {"b_cuda.cu", "second", 7}, {0, 0, 0}};
@@ -157,13 +154,7 @@ static void kernels_are_found_in_every_image(void) {
 }
 
 int main(int argc, char **argv) {
-    static char path[4096];
-    const ssize_t length = readlink("/proc/self/exe", path, sizeof path - 64);
-    CHECK(length > 0);
-    path[length] = 0;
-    strcat(dirname(path), "/lib_fake_cuda.so");
-    setenv("ZEROPP_CUDA_DRIVER", path, 1);
-    fake = dlopen(path, RTLD_NOW);
+    fake = load_beside("lib_fake_cuda.so", "ZEROPP_CUDA_DRIVER", NULL);
     CHECK(fake != NULL);
     static const struct test_case cases[] = {
         TEST(memory_is_page_aligned), TEST(copies_are_late_and_ordered), TEST(errors_stay),

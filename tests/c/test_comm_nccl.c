@@ -3,12 +3,11 @@
  * Collectives on CUDA memory over a driver and an NCCL made for the test (lib_fake_gpu.c); ranks are threads. What only
  * GPUs can show is not shown here.
  */
-#include <dlfcn.h>
-#include <libgen.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "../../csrc/comm/nccl.h"
+#include "../../csrc/comm/nccl_api.h"
+#include "beside.h"
 #include "fake_gpu.h"
 #include "placed.h"
 
@@ -42,7 +41,9 @@ static void open_gpu(struct test_rank *me, struct gpu *gpu) {
     struct zpp_err err = ZPP_ERR_INIT;
     open_device(gpu);
     CHECK_OK(zpp_nccl_create(me->comm, gpu->device, &ten_seconds, &gpu->nccl, &err));
-    CHECK_EQUAL(zpp_nccl_version(gpu->nccl), 22809);
+    const struct zpp_nccl_api *api;
+    CHECK_OK(zpp_nccl_api(&api, &err));
+    CHECK_EQUAL(api->version, 22809);
     CHECK(zpp_nccl_stream(gpu->nccl) != NULL && zpp_nccl_stream(gpu->nccl) != gpu->native);
 }
 
@@ -384,14 +385,7 @@ static void a_rank_that_cannot_is_named_by_all(void) {
 }
 
 int main(int argc, char **argv) {
-    static char path[4096];
-    const ssize_t length = readlink("/proc/self/exe", path, sizeof path - 64);
-    CHECK(length > 0);
-    path[length] = 0;
-    strcat(dirname(path), "/lib_fake_gpu.so");
-    setenv("ZEROPP_CUDA_DRIVER", path, 1);
-    setenv("ZEROPP_NCCL", path, 1);
-    void *library = dlopen(path, RTLD_NOW);
+    void *library = load_beside("lib_fake_gpu.so", "ZEROPP_CUDA_DRIVER", "ZEROPP_NCCL");
     fake = library ? dlsym(library, "fake_gpu") : NULL;
     CHECK(fake != NULL);
     static const struct test_case cases[] = {

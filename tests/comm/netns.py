@@ -17,6 +17,12 @@ def _ip(*words: str) -> None:
         raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
+def _bring_up(name: str, link: str, address: str) -> None:
+    _ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
+    _ip("-n", name, "link", "set", link, "up")
+    _ip("-n", name, "link", "set", "lo", "up")
+
+
 class TwoHosts:
     """Namespaces ``names[0]`` and ``names[1]``, interfaces ``links[0]`` and ``links[1]``, IPv4 ``addresses``, IPv6 ``addresses6``."""
 
@@ -31,25 +37,11 @@ class TwoHosts:
         try:
             for name in self.names:
                 _ip("netns", "add", name)
-            _ip(
-                "link",
-                "add",
-                self.links[0],
-                "netns",
-                self.names[0],
-                "type",
-                "veth",
-                "peer",
-                "name",
-                self.links[1],
-                "netns",
-                self.names[1],
-            )
+            peer = ["peer", "name", self.links[1], "netns", self.names[1]]
+            _ip("link", "add", self.links[0], "netns", self.names[0], "type", "veth", *peer)
             for name, link, four, six in zip(self.names, self.links, self.addresses, self.addresses6, strict=True):
-                _ip("-n", name, "addr", "add", f"{four}/24", "dev", link)
                 _ip("-n", name, "-6", "addr", "add", f"{six}/64", "dev", link, "nodad")
-                _ip("-n", name, "link", "set", link, "up")
-                _ip("-n", name, "link", "set", "lo", "up")
+                _bring_up(name, link, four)
         except OSError:
             self.__exit__(None, None, None)
             raise
@@ -103,9 +95,7 @@ class LossyHosts(TwoHosts):
             if self.carrier.stdout.readline() != b"ready\n":
                 raise OSError("no TUN devices here (/dev/net/tun)")
             for name, link, address in zip(self.names, self.links, self.addresses, strict=True):
-                _ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
-                _ip("-n", name, "link", "set", link, "up")
-                _ip("-n", name, "link", "set", "lo", "up")
+                _bring_up(name, link, address)
         except OSError:
             self.__exit__(None, None, None)
             raise
