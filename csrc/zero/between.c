@@ -72,7 +72,7 @@ void zpp_between_drop(zpp_comm *comm, zpp_work **work) {
 static size_t flags_bytes(const struct zpp_unit *unit) { return (unit->params + 63) & ~(size_t)63; }
 
 static size_t reduced_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
-    return zero->options.stage == 0 ? 0 : unit->shard_elems * zpp_dtype_bytes(unit->wire_dtype);
+    return zero->options.stage == 0 ? 0 : zpp_wire_slice_bytes(unit);
 }
 
 static bool sends_copy(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
@@ -145,15 +145,16 @@ static void add_slice(zpp_zero *zero, struct zpp_unit_grad *grad) {
     if (zero->options.stage == 0) {
         const void *source = zpp_wire_narrows(unit) ? reduced_slice(grad) : grad->slice;
         if (source != grad->slice || factor < 1.0 || factor > 1.0)
-            zpp_reduce_sources(grad->slice, grad->dtype, false, &source, 1, unit->wire_dtype, unit->elems, factor);
+            zpp_reduce_sources(grad->slice, unit->grad_dtype, false, &source, 1, unit->wire_dtype, unit->elems, factor);
         return;
     }
     const void *source = reduced_slice(grad);
     const bool accumulate = grad->has && (zero->options.stage >= 2 || grad->empty);
-    zpp_reduce_sources(grad->slice, grad->dtype, accumulate, &source, 1, unit->wire_dtype, unit->shard_elems, factor);
+    zpp_reduce_sources(grad->slice, unit->grad_dtype, accumulate, &source, 1, unit->wire_dtype, unit->shard_elems,
+                       factor);
     if (!grad->carry) return;
     const void *carry = grad->carry;
-    zpp_reduce_sources(grad->slice, grad->dtype, true, &carry, 1, grad->dtype, unit->shard_elems, 1.0f);
+    zpp_reduce_sources(grad->slice, unit->grad_dtype, true, &carry, 1, unit->grad_dtype, unit->shard_elems, 1.0f);
 }
 
 zpp_status zpp_between_finish(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {

@@ -56,16 +56,8 @@ static void step_tiles(size_t first_tile, size_t last_tile, void *arg) {
     }
 }
 
-static const struct zpp_moments_kernels *kernels_here(void) {
-    for (int level = (int)zpp_cpu_level(); level > (int)ZPP_CPU_SCALAR; level--) {
-        const struct zpp_moments_kernels *found = zpp_moments_kernels_of((enum zpp_cpu_level)level);
-        if (found) return found;
-    }
-    return zpp_moments_kernels_of(ZPP_CPU_SCALAR);
-}
-
 void zpp_masterless_step(const struct zpp_masterless_piece *pieces, size_t count, float grad_scale, zpp_pool *pool) {
-    const struct zpp_moments_kernels *kernels = kernels_here();
+    const struct zpp_moments_kernels *kernels = zpp_moments_kernels_of(zpp_cpu_level());
     for (size_t i = 0; i < count; i++) {
         const struct zpp_masterless_piece *piece = &pieces[i];
         struct job job = { piece, kernels,

@@ -34,8 +34,7 @@ zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, struct zpp
     unit->grad = grad;
     grad->unit = unit;
     grad->zero = zero;
-    grad->dtype = unit->grad_dtype;
-    grad->elem_bytes = zpp_dtype_bytes(grad->dtype);
+    grad->elem_bytes = zpp_dtype_bytes(unit->grad_dtype);
     grad->bucket_bytes = round_up(zpp_grad_whole_bytes(grad) + unit->params, ZPP_BUCKET_ALIGN_BYTES);
     grad->bucket_offset_bytes = ZPP_BUCKET_NONE;
     grad->missing = unit->params;
@@ -363,15 +362,16 @@ static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     /* Stage 1: my bucket was not refilled, so its slice still is the gradient so far; else the carry has it. */
     const bool accumulate = grad->has && (zero->options.stage >= 2 || (zero->options.stage == 1 && grad->empty));
     const double factor = zpp_grad_factor(zero, unit, zero->ranks);
-    size_t source_bytes = unit->shard_elems * zpp_dtype_bytes(unit->wire_dtype);
+    size_t source_bytes = zpp_wire_slice_bytes(unit);
     if (zpp_wire_packs(zero))
         source_bytes =
-            zpp_wire_add(zero, sources, count, (float)factor, to, grad->dtype, accumulate, unit->shard_elems);
+            zpp_wire_add(zero, sources, count, (float)factor, to, unit->grad_dtype, accumulate, unit->shard_elems);
     else
-        zpp_reduce_sources(to, grad->dtype, accumulate, sources, count, unit->wire_dtype, unit->shard_elems, factor);
+        zpp_reduce_sources(to, unit->grad_dtype, accumulate, sources, count, unit->wire_dtype, unit->shard_elems,
+                           factor);
     if (grad->carry) {
         const void *carry = grad->carry;
-        zpp_reduce_sources(to, grad->dtype, true, &carry, 1, grad->dtype, unit->shard_elems, 1.0f);
+        zpp_reduce_sources(to, unit->grad_dtype, true, &carry, 1, unit->grad_dtype, unit->shard_elems, 1.0f);
     }
     grad->has = grad->changed = true;
     int read = 0;

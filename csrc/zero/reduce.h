@@ -19,8 +19,7 @@
 #include "zero.h"
 
 struct zpp_unit_grad {
-    zpp_dtype dtype; /* of the bucket and of `slice` */
-    size_t elem_bytes;
+    size_t elem_bytes; /* of the bucket and of `slice`, both of unit->grad_dtype */
     size_t bucket_bytes;
     size_t home_offset_bytes; /* a place of its own behind the arena */
 

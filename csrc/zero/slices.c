@@ -14,10 +14,6 @@ enum { LEAST_BOUND_BYTES = 32 << 20 };
 /* No time-out and no tick: the kernel ends every request on a file. */
 static const struct zpp_wait patience = { 0, NULL, NULL };
 
-static size_t slice_bytes(const struct zpp_unit_grad *grad) {
-    return grad->unit->shard_elems * zpp_dtype_bytes(grad->dtype);
-}
-
 static bool is_held(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
     return zpp_filed_is_held(zero->slices.filed, grad->filed);
 }
@@ -29,10 +25,10 @@ zpp_status zpp_slices_seal(zpp_zero *zero, struct zpp_err *err) {
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         const zpp_status status =
-            zpp_filed_add(slices->filed, slice_bytes(grad), &grad->filed, &grad->filed_offset_bytes, err);
+            zpp_filed_add(slices->filed, zpp_grad_slice_bytes(grad), &grad->filed, &grad->filed_offset_bytes, err);
         if (status != ZPP_OK) return status;
         grad->order_at = at;
-        if (slice_bytes(grad) > largest_bytes) largest_bytes = slice_bytes(grad);
+        if (zpp_grad_slice_bytes(grad) > largest_bytes) largest_bytes = zpp_grad_slice_bytes(grad);
     }
     slices->bound_bytes = 2 * largest_bytes > LEAST_BOUND_BYTES ? 2 * largest_bytes : (size_t)LEAST_BOUND_BYTES;
     const zpp_status status = zpp_filed_seal(slices->filed, slices->bound_bytes, err);
@@ -69,7 +65,7 @@ static zpp_status finish_write(zpp_zero *zero, struct zpp_unit_grad *grad, const
 }
 
 static zpp_status let_go(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
-    zero->slices.open_bytes -= slice_bytes(grad);
+    zero->slices.open_bytes -= zpp_grad_slice_bytes(grad);
     grad->slice_state = ZPP_SLICE_AWAY;
     return zpp_filed_leave(zero->slices.filed, grad->filed, err);
 }
@@ -91,10 +87,10 @@ static zpp_status take(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
     if (is_held(zero, grad) || grad->slice_state == ZPP_SLICE_HERE || grad->slice_state == ZPP_SLICE_READING)
         return ZPP_OK;
     if (grad->slice_state == ZPP_SLICE_WRITING) return finish_write(zero, grad, wait); /* its contents are there */
-    zpp_status status = make_room(zero, slice_bytes(grad), wait, err);
+    zpp_status status = make_room(zero, zpp_grad_slice_bytes(grad), wait, err);
     if (status == ZPP_OK) status = zpp_filed_enter(slices->filed, grad->filed, err);
     if (status != ZPP_OK) return status;
-    slices->open_bytes += slice_bytes(grad);
+    slices->open_bytes += zpp_grad_slice_bytes(grad);
     grad->changed = false;
     grad->slice_state = ZPP_SLICE_HERE;
     if (!grad->has || slices->status != ZPP_OK) return ZPP_OK;
@@ -109,7 +105,7 @@ static zpp_status take_ahead(zpp_zero *zero, int at, struct zpp_err *err) {
     for (at++; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         if (!grad->has || is_held(zero, grad) || grad->slice_state != ZPP_SLICE_AWAY) continue;
-        if (slices->open_bytes + slice_bytes(grad) > slices->bound_bytes) return ZPP_OK;
+        if (slices->open_bytes + zpp_grad_slice_bytes(grad) > slices->bound_bytes) return ZPP_OK;
         const zpp_status status = take(zero, grad, NULL, err);
         if (status != ZPP_OK) return status;
     }
@@ -130,7 +126,7 @@ static void zero_param(const zpp_zero *zero, struct zpp_unit_grad *grad, size_t 
     struct zpp_piece pieces[1];
     if (!zpp_unit_pieces(&one, zero->rank, pieces)) return;
     const size_t at = pieces[0].offset_elems - (size_t)zero->rank * unit->shard_elems;
-    memset(grad->slice + at * zpp_dtype_bytes(grad->dtype), 0, pieces[0].elems * zpp_dtype_bytes(grad->dtype));
+    memset(grad->slice + at * grad->elem_bytes, 0, pieces[0].elems * grad->elem_bytes);
 }
 
 static void zero_stale(const zpp_zero *zero, struct zpp_unit_grad *grad) {
@@ -177,7 +173,7 @@ zpp_status zpp_slices_add(zpp_zero *zero, struct zpp_unit_grad *grad, size_t par
     if (status == ZPP_OK) status = zpp_slices_arrive(zero, grad, wait);
     if (status != ZPP_OK) return status;
     unsigned char *to = grad->slice + unit->offset_elems[param] * grad->elem_bytes;
-    if (grad->present[param]) zpp_reduce_sources(to, grad->dtype, true, &from, 1, grad->dtype, elems, 1.0f);
+    if (grad->present[param]) zpp_reduce_sources(to, unit->grad_dtype, true, &from, 1, unit->grad_dtype, elems, 1.0f);
     else if (elems) memcpy(to, from, elems * grad->elem_bytes);
     grad->present[param] = 1;
     grad->has = grad->changed = true;
@@ -258,7 +254,7 @@ zpp_status zpp_zero_grad_copy(zpp_zero *zero, int index, size_t first, size_t el
                         first, first + elems, zero->units[index]->name);
     const zpp_status status = zpp_zero_grads_settle(zero, fault, err);
     if (status != ZPP_OK) return status;
-    const size_t bytes = zpp_dtype_bytes(grad->dtype);
+    const size_t bytes = grad->elem_bytes;
     return zpp_filed_copy(zero->slices.filed, grad->filed_offset_bytes + first * bytes, memory, elems * bytes, write,
                           fault, err);
 }

@@ -14,7 +14,7 @@ zpp_status zpp_zero_grad_take(zpp_zero *zero, int index, const void **taken, str
     if (zero->slices.filed || zero->options.stage == 0)
         return zpp_fail(err, ZPP_STATE, "zero: the gradient of unit %s is %s, so a step cannot take it",
                         grad->unit->name, zero->slices.filed ? "in a file" : "every rank's whole one");
-    const size_t bytes = grad->unit->shard_elems * zpp_dtype_bytes(grad->dtype);
+    const size_t bytes = zpp_grad_slice_bytes(grad);
     if (!grad->taken) {
         void *memory = NULL;
         const zpp_status status = zpp_device_alloc(zero->options.device, bytes, &memory, err);
@@ -38,7 +38,6 @@ size_t zpp_zero_taken_bytes(const zpp_zero *zero) {
 }
 
 void zpp_taken_drop(zpp_zero *zero, struct zpp_unit_grad *grad) {
-    if (grad->taken)
-        zpp_device_free(zero->options.device, grad->taken, grad->unit->shard_elems * zpp_dtype_bytes(grad->dtype));
+    if (grad->taken) zpp_device_free(zero->options.device, grad->taken, zpp_grad_slice_bytes(grad));
     grad->taken = NULL;
 }

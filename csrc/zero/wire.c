@@ -82,7 +82,7 @@ zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err) {
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];
         if (unit->trainable && zero->options.stage <= 1 && zpp_wire_narrows(unit))
-            want_scratch(wire, unit->shard_elems * zpp_dtype_bytes(unit->wire_dtype));
+            want_scratch(wire, zpp_wire_slice_bytes(unit));
         const bool packs = wire->grads.bits && unit->trainable, between = zpp_between(zero->options.comm);
         if (!(wire->params.bits && unit->place == ZPP_PLACE_SHARD) && !packs) continue;
         const zpp_status status = check_unit(unit, err);
@@ -181,7 +181,7 @@ void zpp_wire_pack(zpp_zero *zero, struct zpp_unit *unit) {
     unsigned char *bucket = zpp_reduce_bucket(zero, unit);
     zpp_wire_clear_gaps(unit, bucket);
     for (int rank = 0; rank < zero->ranks; rank++) {
-        unsigned char *slice = bucket + (size_t)rank * unit->shard_elems * zpp_dtype_bytes(unit->grad_dtype);
+        unsigned char *slice = bucket + (size_t)rank * zpp_grad_slice_bytes(unit->grad);
         make_image(spec, slice, unit->grad_dtype, unit->shard_elems, zero->wire.scratch);
         memcpy(slice, zero->wire.scratch, image_bytes(spec, unit->shard_elems)); /* always shorter than the slice */
     }
@@ -191,7 +191,7 @@ void zpp_wire_narrow(zpp_zero *zero, struct zpp_unit *unit) {
     unsigned char *bucket = zpp_reduce_bucket(zero, unit), tile[2 * TILE_ELEMS];
     const size_t wide = zpp_dtype_bytes(unit->grad_dtype), narrow = zpp_dtype_bytes(unit->wire_dtype);
     for (int rank = 0; rank < zero->ranks; rank++) {
-        unsigned char *slice = bucket + (size_t)rank * unit->shard_elems * wide;
+        unsigned char *slice = bucket + (size_t)rank * zpp_grad_slice_bytes(unit->grad);
         for (size_t first = 0; first < unit->shard_elems; first += TILE_ELEMS) {
             const size_t left = unit->shard_elems - first, elems = left < TILE_ELEMS ? left : TILE_ELEMS;
             zpp_convert(tile, unit->wire_dtype, slice + first * wide, unit->grad_dtype, elems);
@@ -201,7 +201,7 @@ void zpp_wire_narrow(zpp_zero *zero, struct zpp_unit *unit) {
 }
 
 const void *zpp_wire_aside(zpp_zero *zero, const struct zpp_unit *unit, const void *slice) {
-    return memcpy(zero->wire.scratch, slice, unit->shard_elems * zpp_dtype_bytes(unit->wire_dtype));
+    return memcpy(zero->wire.scratch, slice, zpp_wire_slice_bytes(unit));
 }
 
 static void add_tile(const struct zpp_quant_spec *spec, const struct zpp_quant_source *sources, int count, float factor,

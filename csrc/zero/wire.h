@@ -53,6 +53,10 @@ void zpp_wire_pack(zpp_zero *zero, struct zpp_unit *unit);
 static inline bool zpp_wire_narrows(const struct zpp_unit *unit) {
     return unit->wire_dtype != unit->grad_dtype;
 }
+/* Of one slice as it travels then. */
+static inline size_t zpp_wire_slice_bytes(const struct zpp_unit *unit) {
+    return unit->shard_elems * zpp_dtype_bytes(unit->wire_dtype);
+}
 /* Every slice of the unit's bucket becomes its elements of wire_dtype, at the front of the slice's place. */
 void zpp_wire_narrow(zpp_zero *zero, struct zpp_unit *unit);
 /* A copy of such a slice, until the next call. */
