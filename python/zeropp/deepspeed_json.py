@@ -354,10 +354,7 @@ _AUTOCAST_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16
 
 
 def _autocast(section: Mapping[str, Any], low: str | None, said: dict[str, Field]) -> None:
-    known = ("enabled", "dtype", "lower_precision_safe_modules")
-    for key, value in section.items():
-        if key not in known:
-            raise ConfigError(f"torch_autocast.{key}: unknown key (value {value!r}){nearest(key, known)}")
+    _refuse_unknown(section, ("enabled", "dtype", "lower_precision_safe_modules"), "torch_autocast")
     if not _switch(section, "torch_autocast"):
         return
     if low is not None:
@@ -460,13 +457,11 @@ def _comm(section: Mapping[str, Any], stage: int) -> Comm:
         ("zero_quantized_weights", "params", "int8"),
         ("zero_quantized_gradients", "grads", "int4"),
     ):
-        value = section.get(name, "auto")
-        if value != "auto" and not isinstance(value, bool):
-            raise wrong(f"zero_optimization.{name}", value, 'true, false or "auto"')
-        if value is True and stage < 3:
-            raise wrong(f"zero_optimization.{name}", value, f"false at stage {stage}: ZeRO++ is for stage 3")
-        if value is True:
-            chosen[field] = form
+        if not _flag(section, name, "zero_optimization."):
+            continue
+        if stage < 3:
+            raise wrong(f"zero_optimization.{name}", True, f"false at stage {stage}: ZeRO++ is for stage 3")
+        chosen[field] = form
     size, here = section.get("zero_hpz_partition_size", 1), os.environ.get("LOCAL_WORLD_SIZE")
     path = "zero_optimization.zero_hpz_partition_size"
     if size not in ("auto", 1) and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or stage < 3):
