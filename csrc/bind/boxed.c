@@ -81,33 +81,54 @@ const struct zpp_tensor *zpp_boxed_tensor(struct zpp_boxed *args, const char *na
     return &args->looks[slot];
 }
 
-const struct zpp_ints *zpp_boxed_ints(struct zpp_boxed *args, const char *name) {
-    assert(!args->ints.at);
+/* The raw values of a list of numbers: new memory, `*count` of them; 0 with a sentence noted if there is none. */
+static StableIValue *read_numbers(struct zpp_boxed *args, const char *name, size_t *count) {
     StableListHandle handle = (StableListHandle)(uintptr_t)next(args);
-    struct zpp_ints *ints = &args->ints;
-    ints->name = name;
-    size_t count = 0;
-    zpp_torch.torch_list_size(handle, &count);
-    ints->at = calloc(count ? count : 1, sizeof *ints->at);
-    if (!ints->at) zpp_boxed_fail(args, "no memory for %zu numbers of %s", count, name);
-    else ints->count = count;
-    for (size_t i = 0; i < ints->count; ++i) {
-        StableIValue item = 0;
-        if (zpp_torch.torch_list_get_item(handle, i, &item) != 0) {
+    size_t wanted = 0;
+    zpp_torch.torch_list_size(handle, &wanted);
+    StableIValue *values = calloc(wanted ? wanted : 1, sizeof *values);
+    if (!values) zpp_boxed_fail(args, "no memory for %zu numbers of %s", wanted, name);
+    *count = values ? wanted : 0;
+    for (size_t i = 0; i < *count; ++i) {
+        if (zpp_torch.torch_list_get_item(handle, i, &values[i]) != 0) {
             zpp_boxed_fail(args, "libtorch cannot give %s[%zu]", name, i);
         }
-        ints->at[i] = (int64_t)item;
     }
     zpp_torch.torch_delete_list(handle);
+    return values;
+}
+
+const struct zpp_ints *zpp_boxed_ints(struct zpp_boxed *args, const char *name) {
+    assert(!args->ints.at);
+    struct zpp_ints *ints = &args->ints;
+    ints->name = name;
+    StableIValue *values = read_numbers(args, name, &ints->count);
+    ints->at = (int64_t *)(void *)values; /* 64 bits, signed or not */
     return ints;
 }
 
-double zpp_boxed_float(struct zpp_boxed *args) {
-    const StableIValue bits = next(args);
+static double double_of(StableIValue bits) {
     double value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
+
+const struct zpp_floats *zpp_boxed_floats(struct zpp_boxed *args, const char *name) {
+    assert(args->floats_count < ZPP_BOXED_FLOATS);
+    struct zpp_floats *floats = &args->floats[args->floats_count++];
+    floats->name = name;
+    StableIValue *values = read_numbers(args, name, &floats->count);
+    floats->at = calloc(floats->count ? floats->count : 1, sizeof *floats->at);
+    if (!floats->at) {
+        zpp_boxed_fail(args, "no memory for %zu numbers of %s", floats->count, name);
+        floats->count = 0;
+    }
+    for (size_t i = 0; i < floats->count; ++i) floats->at[i] = double_of(values[i]);
+    free(values);
+    return floats;
+}
+
+double zpp_boxed_float(struct zpp_boxed *args) { return double_of(next(args)); }
 
 int64_t zpp_boxed_int(struct zpp_boxed *args) { return (int64_t)next(args); }
 
@@ -301,5 +322,6 @@ void zpp_boxed_end(struct zpp_boxed *args) {
         if (args->handles[k]) zpp_torch.aoti_torch_delete_tensor_object(args->handles[k]);
     }
     free(args->ints.at);
+    for (size_t k = 0; k < args->floats_count; ++k) free(args->floats[k].at);
     if (!zpp_boxed_ok(args)) zpp_torch.aoti_torch_check(false, args->op, "zeropp", 0, args->err.text);
 }

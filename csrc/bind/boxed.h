@@ -21,7 +21,7 @@
 
 #include "shim.h"
 
-enum { ZPP_BOXED_LISTS = 8, ZPP_BOXED_HANDLES = 10, ZPP_BOXED_TEXT_BYTES = 160 };
+enum { ZPP_BOXED_LISTS = 8, ZPP_BOXED_FLOATS = 2, ZPP_BOXED_HANDLES = 10, ZPP_BOXED_TEXT_BYTES = 160 };
 
 /* A list of tensors. Borrowed: lives until zpp_boxed_end. */
 struct zpp_tensors {
@@ -33,6 +33,11 @@ struct zpp_ints {
     const char *name;
     size_t count;
     int64_t *at;
+};
+struct zpp_floats {
+    const char *name;
+    size_t count;
+    double *at;
 };
 
 /* Where tensors are. */
@@ -50,6 +55,8 @@ struct zpp_boxed {
     StableListHandle list_handles[ZPP_BOXED_LISTS]; /* keep the tensors alive */
     size_t lists_count;
     struct zpp_ints ints;
+    struct zpp_floats floats[ZPP_BOXED_FLOATS];
+    size_t floats_count;
     AtenTensorHandle handles[ZPP_BOXED_HANDLES]; /* single tensors */
     struct zpp_tensor looks[ZPP_BOXED_HANDLES];
     size_t handles_count;
@@ -60,6 +67,7 @@ void zpp_boxed_begin(struct zpp_boxed *args, const char *op, StableIValue *stack
 const struct zpp_tensors *zpp_boxed_tensors(struct zpp_boxed *args, const char *name, bool write);
 const struct zpp_tensor *zpp_boxed_tensor(struct zpp_boxed *args, const char *name, bool write);
 const struct zpp_ints *zpp_boxed_ints(struct zpp_boxed *args, const char *name); /* one a call */
+const struct zpp_floats *zpp_boxed_floats(struct zpp_boxed *args, const char *name);
 double zpp_boxed_float(struct zpp_boxed *args);
 int64_t zpp_boxed_int(struct zpp_boxed *args);
 bool zpp_boxed_bool(struct zpp_boxed *args);

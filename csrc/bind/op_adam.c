@@ -16,6 +16,7 @@ static const unsigned FLOATS = 1u << ZPP_F32 | 1u << ZPP_BF16 | 1u << ZPP_F16;
 
 struct lists {
     const struct zpp_tensors *params, *grads, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs, *param_outs;
+    const struct zpp_floats *lr, *weight_decay;
     const struct zpp_ints *steps;
     struct zpp_place place; /* where all of them must be */
     struct zpp_op_low low;  /* adam_step_low_ */
@@ -55,17 +56,16 @@ static bool check_steps(struct zpp_boxed *args, const struct lists *l) {
     return true;
 }
 
-static bool check_numbers(struct zpp_boxed *args, const struct zpp_adam_segment *rates, double grad_scale) {
+static bool check_numbers(struct zpp_boxed *args, const struct lists *l, const struct zpp_adam_segment *rates,
+                          double grad_scale) {
+    if (!zpp_op_check_floats(args, l->lr, l->params, -INFINITY)) return false;
+    if (!zpp_op_check_floats(args, l->weight_decay, l->params, -INFINITY)) return false;
     const struct { const char *name; double value; } betas[] = { { "beta1", rates->beta1 }, { "beta2", rates->beta2 } };
     for (int b = 0; b < 2; ++b) {
         if (betas[b].value >= 0.0 && betas[b].value < 1.0) continue;
         return zpp_boxed_fail(args, "%s is %g, wanted 0 <= %s < 1", betas[b].name, betas[b].value, betas[b].name);
     }
     if (!(rates->eps >= 0.0)) return zpp_boxed_fail(args, "eps is %g, wanted eps >= 0", rates->eps);
-    if (!isfinite(rates->lr)) return zpp_boxed_fail(args, "lr is %g, wanted a finite number", rates->lr);
-    if (!isfinite(rates->weight_decay)) {
-        return zpp_boxed_fail(args, "weight_decay is %g, wanted a finite number", rates->weight_decay);
-    }
     if (!isfinite(grad_scale)) return zpp_boxed_fail(args, "grad_scale is %g, wanted a finite number", grad_scale);
     return zpp_boxed_ok(args);
 }
@@ -88,6 +88,8 @@ static void fill_segments(struct zpp_adam_segment *segments, const struct lists 
         segments[i].grad = l->grads->at[i].data;
         segments[i].grad_dtype = l->grads->at[i].dtype;
         segments[i].step = (uint64_t)l->steps->at[i];
+        segments[i].lr = zpp_op_float_of(l->lr, i);
+        segments[i].weight_decay = zpp_op_float_of(l->weight_decay, i);
         if (l->low.is) {
             fill_moments(&segments[i], l, i);
         } else {
@@ -151,11 +153,11 @@ static void adam(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     l.param_outs = zpp_boxed_tensors(&args, "param_outs", true);
     l.steps = zpp_boxed_ints(&args, "steps");
     if (low) l.low.seed = (uint64_t)zpp_boxed_int(&args);
-    rates.lr = zpp_boxed_float(&args);
+    l.lr = zpp_boxed_floats(&args, "lr");
     rates.beta1 = zpp_boxed_float(&args);
     rates.beta2 = zpp_boxed_float(&args);
     rates.eps = zpp_boxed_float(&args);
-    rates.weight_decay = zpp_boxed_float(&args);
+    l.weight_decay = zpp_boxed_floats(&args, "weight_decay");
     rates.decoupled_decay = zpp_boxed_bool(&args);
     rates.maximize = zpp_boxed_bool(&args);
     const double grad_scale = zpp_boxed_float(&args);
@@ -164,7 +166,7 @@ static void adam(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
         const int32_t index = l.params->count ? l.params->at[0].device_index : 0;
         l.place = (struct zpp_place){ zpp_torch.aoti_torch_device_type_cuda(), index };
     }
-    if (check_tensors(&args, &l) && check_steps(&args, &l) && check_numbers(&args, &rates, grad_scale)) {
+    if (check_tensors(&args, &l) && check_steps(&args, &l) && check_numbers(&args, &l, &rates, grad_scale)) {
         run(&args, &l, &rates, (float)grad_scale);
     }
     zpp_boxed_end(&args);

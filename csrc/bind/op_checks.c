@@ -83,6 +83,13 @@ bool zpp_op_check_elems_on(struct zpp_boxed *args, struct zpp_place place, const
     return zpp_boxed_fail(args, "%s has %zu elements, wanted %zu: %s", name, tensor->elems, elems, of);
 }
 
+bool zpp_op_is_fine(struct zpp_place place, const struct zpp_tensor *tensor, unsigned dtypes) {
+    const bool known = tensor->dtype != ZPP_DTYPES && (dtypes & 1u << tensor->dtype);
+    const bool here = tensor->device_type == place.device_type &&
+                      (place.device_index < 0 || tensor->device_index == place.device_index);
+    return known && here && tensor->contiguous;
+}
+
 bool zpp_op_check_list(struct zpp_boxed *args, const struct zpp_tensors *list, const struct zpp_tensors *model,
                        unsigned dtypes, bool may_be_empty) {
     if (may_be_empty && list->count == 0) return zpp_boxed_ok(args);
@@ -90,10 +97,7 @@ bool zpp_op_check_list(struct zpp_boxed *args, const struct zpp_tensors *list, c
     const struct zpp_place place = args->place;
     for (size_t i = 0; i < list->count; ++i) {
         const struct zpp_tensor *tensor = &list->at[i];
-        const bool known = tensor->dtype != ZPP_DTYPES && (dtypes & 1u << tensor->dtype);
-        const bool here = tensor->device_type == place.device_type &&
-                          (place.device_index < 0 || tensor->device_index == place.device_index);
-        if (known && here && tensor->contiguous) continue; /* a name costs more */
+        if (zpp_op_is_fine(place, tensor, dtypes)) continue;
         char label[LABEL_BYTES];
         snprintf(label, sizeof label, "%s[%zu]", list->name, i);
         if (!zpp_op_check_tensor(args, label, tensor, dtypes)) return false;
@@ -111,6 +115,27 @@ bool zpp_op_check_steps(struct zpp_boxed *args, const struct zpp_ints *steps, co
         if (steps->at[i] >= 1) continue;
         return zpp_boxed_fail(args, "%s[%zu] is %lld, wanted the number of this update, counted from 1", steps->name, i,
                               (long long)steps->at[i]);
+    }
+    return true;
+}
+
+bool zpp_op_check_floats(struct zpp_boxed *args, const struct zpp_floats *floats, const struct zpp_tensors *model,
+                         double least) {
+    if (!zpp_boxed_ok(args)) return false;
+    if (floats->count != 1 && floats->count != model->count) {
+        return zpp_boxed_fail(args, "%s has %zu numbers, wanted one, or %zu as %s has tensors", floats->name,
+                              floats->count, model->count, model->name);
+    }
+    for (size_t i = 0; i < floats->count; ++i) {
+        char label[LABEL_BYTES];
+        if (isfinite(floats->at[i]) && floats->at[i] >= least) continue;
+        if (floats->count == 1) snprintf(label, sizeof label, "%s", floats->name);
+        else snprintf(label, sizeof label, "%s[%zu]", floats->name, i);
+        if (isfinite(least)) {
+            return zpp_boxed_fail(args, "%s is %g, wanted %s >= %g and finite", label, floats->at[i], floats->name,
+                                  least);
+        }
+        return zpp_boxed_fail(args, "%s is %g, wanted a finite number", label, floats->at[i]);
     }
     return true;
 }

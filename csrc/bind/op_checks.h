@@ -34,6 +34,8 @@ bool zpp_op_check_tensor_on(struct zpp_boxed *args, struct zpp_place place, cons
                             const struct zpp_tensor *tensor, unsigned dtypes);
 bool zpp_op_check_elems_on(struct zpp_boxed *args, struct zpp_place place, const char *name,
                            const struct zpp_tensor *tensor, unsigned dtypes, size_t elems, const char *of);
+/* Would zpp_op_check_tensor_on pass it? Making up its name costs more than an operator on few elements. */
+bool zpp_op_is_fine(struct zpp_place place, const struct zpp_tensor *tensor, unsigned dtypes);
 /* Every tensor of a list as above, with as many tensors and elements as `model`; an empty list passes if it may. */
 bool zpp_op_check_list(struct zpp_boxed *args, const struct zpp_tensors *list, const struct zpp_tensors *model,
                        unsigned dtypes, bool may_be_empty);
@@ -45,6 +47,13 @@ struct zpp_op_rate {
     double value, least, below; /* wanted least <= value < below */
 };
 bool zpp_op_check_rates(struct zpp_boxed *args, const struct zpp_op_rate *rates, size_t rates_count);
+
+/* One number for all tensors of `model`, or one a tensor: finite, and not below `least`. */
+bool zpp_op_check_floats(struct zpp_boxed *args, const struct zpp_floats *floats, const struct zpp_tensors *model,
+                         double least);
+static inline double zpp_op_float_of(const struct zpp_floats *floats, size_t i) {
+    return floats->at[floats->count == 1 ? 0 : i];
+}
 
 /* A single tensor as a list of one, for zpp_boxed_check_apart. Borrows both. */
 static inline struct zpp_tensors zpp_op_one(const char *name, const struct zpp_tensor *tensor) {

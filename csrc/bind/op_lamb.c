@@ -13,6 +13,7 @@
 
 struct lists {
     const struct zpp_tensors *params, *grads, *exp_avgs, *exp_avg_sqs, *param_outs;
+    const struct zpp_floats *lr, *weight_decay;
     const struct zpp_ints *steps;
     struct zpp_op_low low;
 };
@@ -28,13 +29,14 @@ static bool check_lists(struct zpp_boxed *args, struct lists *l) {
            zpp_op_check_list(args, l->param_outs, l->params, ZPP_OP_FLOATS, true) &&
            (!l->low.is || zpp_op_low_check_scales(args, args->place, &l->low, l->params, 2)) &&
            zpp_boxed_check_apart(args, written, l->low.is ? 5 : 4, &l->grads, 1) &&
-           zpp_op_check_steps(args, l->steps, l->params);
+           zpp_op_check_steps(args, l->steps, l->params) &&
+           zpp_op_check_floats(args, l->lr, l->params, -INFINITY) &&
+           zpp_op_check_floats(args, l->weight_decay, l->params, -INFINITY);
 }
 
 static bool check_numbers(struct zpp_boxed *args, const struct zpp_lamb_segment *r, double grad_scale) {
     const struct zpp_op_rate rates[] = {
-        { "lr", r->lr, -INFINITY, INFINITY }, { "beta1", r->beta1, 0.0, 1.0 }, { "beta2", r->beta2, 0.0, 1.0 },
-        { "eps", r->eps, 0.0, INFINITY }, { "weight_decay", r->weight_decay, -INFINITY, INFINITY },
+        { "beta1", r->beta1, 0.0, 1.0 }, { "beta2", r->beta2, 0.0, 1.0 }, { "eps", r->eps, 0.0, INFINITY },
         { "trust_least", r->trust_least, 0.0, INFINITY }, { "trust_most", r->trust_most, 0.0, INFINITY },
         { "grad_scale", grad_scale, -INFINITY, INFINITY } };
     if (!zpp_op_check_rates(args, rates, sizeof rates / sizeof rates[0])) return false;
@@ -89,6 +91,8 @@ static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_
         segments[i].grad_dtype = l->grads->at[i].dtype;
         segments[i].elems = l->params->at[i].elems;
         segments[i].step = (uint64_t)l->steps->at[i];
+        segments[i].lr = zpp_op_float_of(l->lr, i);
+        segments[i].weight_decay = zpp_op_float_of(l->weight_decay, i);
         fill_moments(&segments[i], l, i);
         if (l->param_outs->count) {
             segments[i].param_out = l->param_outs->at[i].data;
@@ -113,11 +117,11 @@ static void lamb(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     l.param_outs = zpp_boxed_tensors(&args, "param_outs", true);
     l.steps = zpp_boxed_ints(&args, "steps");
     if (low) l.low.seed = (uint64_t)zpp_boxed_int(&args);
-    r.lr = zpp_boxed_float(&args);
+    l.lr = zpp_boxed_floats(&args, "lr");
     r.beta1 = zpp_boxed_float(&args);
     r.beta2 = zpp_boxed_float(&args);
     r.eps = zpp_boxed_float(&args);
-    r.weight_decay = zpp_boxed_float(&args);
+    l.weight_decay = zpp_boxed_floats(&args, "weight_decay");
     r.trust_least = zpp_boxed_float(&args);
     r.trust_most = zpp_boxed_float(&args);
     r.maximize = zpp_boxed_bool(&args);

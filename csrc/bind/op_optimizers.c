@@ -16,6 +16,7 @@
 /* What all three have: `states` may be empty for SGD only. */
 struct lists {
     const struct zpp_tensors *params, *grads, *states, *param_outs;
+    const struct zpp_floats *lr, *weight_decay;
     const struct zpp_ints *steps; /* of those that count them; NULL in fewer bits, whose places have them */
     struct zpp_op_low low;
     struct zpp_place place; /* where all of them are to be: the cpu (device_index -1), or the first one's CUDA device */
@@ -65,6 +66,11 @@ static bool check_lists(struct zpp_boxed *args, struct lists *l, bool may_lack_s
            zpp_boxed_check_apart(args, written, l->low.is ? 4 : 3, &l->grads, 1);
 }
 
+static bool check_lr(struct zpp_boxed *args, const struct lists *l, double least) {
+    return zpp_op_check_floats(args, l->lr, l->params, least) &&
+           zpp_op_check_floats(args, l->weight_decay, l->params, -INFINITY);
+}
+
 static uint64_t step_of(const struct lists *l, size_t i) {
     return (uint64_t)(l->low.is ? zpp_op_low_place(&l->low, i, ZPP_OP_LOW_STEP) : l->steps->at[i]);
 }
@@ -106,6 +112,8 @@ static void *new_segments(struct zpp_boxed *args, const struct lists *l, size_t 
         (segment)->grad = (l)->grads->at[i].data;                     \
         (segment)->grad_dtype = (l)->grads->at[i].dtype;              \
         (segment)->elems = (l)->params->at[i].elems;                  \
+        (segment)->lr = zpp_op_float_of((l)->lr, i);                  \
+        (segment)->weight_decay = zpp_op_float_of((l)->weight_decay, i); \
         if ((l)->low.is) {                                            \
             (segment)->how = zpp_op_low_how(&(l)->low, i);            \
             (segment)->moment.codes = (l)->states->at[i].data;        \
@@ -141,16 +149,15 @@ static void lion(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     struct zpp_lion_segment r = { 0 };
     zpp_boxed_begin(&args, "zeropp::lion_step_", stack, inputs); /* both have one door, which knows this name */
     read_lists(&args, &l, "exp_avgs", false, cuda);
-    r.lr = zpp_boxed_float(&args);
+    l.lr = zpp_boxed_floats(&args, "lr");
     r.beta1 = zpp_boxed_float(&args);
     r.beta2 = zpp_boxed_float(&args);
-    r.weight_decay = zpp_boxed_float(&args);
+    l.weight_decay = zpp_boxed_floats(&args, "weight_decay");
     r.maximize = zpp_boxed_bool(&args);
     const double grad_scale = zpp_boxed_float(&args);
     const struct zpp_op_rate rates[] = {
-        RATE_NOT_NEGATIVE("lr", r.lr), RATE_BELOW_ONE("beta1", r.beta1), RATE_BELOW_ONE("beta2", r.beta2),
-        RATE_ANY("weight_decay", r.weight_decay), RATE_ANY("grad_scale", grad_scale) };
-    if (check_lists(&args, &l, false) && zpp_op_check_rates(&args, rates, COUNT(rates))) {
+        RATE_BELOW_ONE("beta1", r.beta1), RATE_BELOW_ONE("beta2", r.beta2), RATE_ANY("grad_scale", grad_scale) };
+    if (check_lists(&args, &l, false) && check_lr(&args, &l, 0.0) && zpp_op_check_rates(&args, rates, COUNT(rates))) {
         run_lion(&args, &l, &r, (float)grad_scale);
     }
     zpp_boxed_end(&args);
@@ -183,16 +190,17 @@ static void adagrad(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     struct zpp_adagrad_segment r = { 0 };
     zpp_boxed_begin(&args, "zeropp::adagrad_step_", stack, inputs);
     read_lists(&args, &l, "state_sums", true, cuda);
-    r.lr = zpp_boxed_float(&args);
+    l.lr = zpp_boxed_floats(&args, "lr");
     r.lr_decay = zpp_boxed_float(&args);
     r.eps = zpp_boxed_float(&args);
-    r.weight_decay = zpp_boxed_float(&args);
+    l.weight_decay = zpp_boxed_floats(&args, "weight_decay");
     r.maximize = zpp_boxed_bool(&args);
     const double grad_scale = zpp_boxed_float(&args);
     const struct zpp_op_rate rates[] = {
-        RATE_ANY("lr", r.lr), RATE_NOT_NEGATIVE("lr_decay", r.lr_decay), RATE_NOT_NEGATIVE("eps", r.eps),
-        RATE_ANY("weight_decay", r.weight_decay), RATE_ANY("grad_scale", grad_scale) };
-    if (check_lists(&args, &l, false) && zpp_op_check_rates(&args, rates, COUNT(rates))) {
+        RATE_NOT_NEGATIVE("lr_decay", r.lr_decay), RATE_NOT_NEGATIVE("eps", r.eps),
+        RATE_ANY("grad_scale", grad_scale) };
+    if (check_lists(&args, &l, false) && check_lr(&args, &l, -INFINITY) &&
+        zpp_op_check_rates(&args, rates, COUNT(rates))) {
         run_adagrad(&args, &l, &r, (float)grad_scale);
     }
     zpp_boxed_end(&args);
@@ -237,17 +245,18 @@ static void sgd(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     struct zpp_sgd_segment r = { 0 };
     zpp_boxed_begin(&args, "zeropp::sgd_step_", stack, inputs);
     read_lists(&args, &l, "momentum_buffers", true, cuda);
-    r.lr = zpp_boxed_float(&args);
+    l.lr = zpp_boxed_floats(&args, "lr");
     r.momentum = zpp_boxed_float(&args);
     r.dampening = zpp_boxed_float(&args);
-    r.weight_decay = zpp_boxed_float(&args);
+    l.weight_decay = zpp_boxed_floats(&args, "weight_decay");
     r.nesterov = zpp_boxed_bool(&args);
     r.maximize = zpp_boxed_bool(&args);
     const double grad_scale = zpp_boxed_float(&args);
     const struct zpp_op_rate rates[] = {
-        RATE_ANY("lr", r.lr), RATE_NOT_NEGATIVE("momentum", r.momentum), RATE_ANY("dampening", r.dampening),
-        RATE_ANY("weight_decay", r.weight_decay), RATE_ANY("grad_scale", grad_scale) };
-    if (check_lists(&args, &l, true) && zpp_op_check_rates(&args, rates, COUNT(rates)) &&
+        RATE_NOT_NEGATIVE("momentum", r.momentum), RATE_ANY("dampening", r.dampening),
+        RATE_ANY("grad_scale", grad_scale) };
+    if (check_lists(&args, &l, true) && check_lr(&args, &l, -INFINITY) &&
+        zpp_op_check_rates(&args, rates, COUNT(rates)) &&
         check_momentum(&args, &l, &r)) {
         run_sgd(&args, &l, &r, (float)grad_scale);
     }

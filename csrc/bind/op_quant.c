@@ -25,9 +25,20 @@ static bool check_spec(struct zpp_boxed *args, int64_t bits, int64_t block_elems
     return zpp_boxed_fail(args, "block_elems is %lld, wanted a multiple of 16, at least 16", (long long)block_elems);
 }
 
+static bool parts_are_fine(struct zpp_place place, const struct parts *p, const struct zpp_quant_spec *spec,
+                           size_t elems) {
+    const size_t blocks = zpp_quant_blocks(spec, elems);
+    return zpp_op_is_fine(place, p->codes, spec->bits == 8 ? 1u << ZPP_I8 : 1u << ZPP_U8) &&
+           zpp_op_is_fine(place, p->scales, 1u << ZPP_F32) && zpp_op_is_fine(place, p->mids, 1u << ZPP_F32) &&
+           p->codes->elems == zpp_quant_code_bytes(spec, elems) && p->scales->elems == blocks &&
+           p->mids->elems == (spec->asymmetric ? blocks : 0);
+}
+
 /* codes, scales and mids of an array of `elems` elements; `index` >= 0: of a list of arrays. */
 static bool check_parts_on(struct zpp_boxed *args, struct zpp_place place, const struct parts *p,
                            const struct zpp_quant_spec *spec, size_t elems, const char *prefix, long index) {
+    if (!zpp_boxed_ok(args)) return false;
+    if (parts_are_fine(place, p, spec, elems)) return true;
     char name[3][OF_BYTES], of[OF_BYTES];
     static const char *const fields[] = { "codes", "scales", "mids" };
     for (int k = 0; k < 3; ++k) {

@@ -32,6 +32,7 @@ from zeropp._ops import tokens as _tokens
 from zeropp._ops.fp8 import Fp8, fp8_dequantise_, fp8_quantise, fp8_quantise_
 from zeropp._ops.lamb import lamb_step_
 from zeropp._ops.moe import MoeGate, MoePlan, moe_capacity, moe_combine, moe_dispatch, moe_gate, moe_plan
+from zeropp._ops.moe_exchange import MoeExchange, moe_exchange, moe_share
 from zeropp._ops.moments import moments_decode_, moments_encode_, moments_scales
 from zeropp._ops.onebit import OneBit, onebit_compress_, onebit_decode_, onebit_reduce_
 from zeropp._ops.optimizers import adagrad_step_, lion_step_, sgd_step_
@@ -40,9 +41,9 @@ from zeropp._ops.sparse_attention import SparseLayout, sparse_attention
 from zeropp._ops.tokens import token_gather, token_sample, token_scatter
 
 __all__ = [
-    "Fp8", "MoeGate", "MoePlan", "OneBit", "Quantised", "SparseLayout", "adagrad_step_", "adam_step_", "dequantise_", "fp8_dequantise_", "fp8_quantise",
-    "fp8_quantise_", "lamb_step_", "lion_step_",
-    "moe_capacity", "moe_combine", "moe_dispatch", "moe_gate", "moe_plan", "moments_decode_", "moments_encode_",
+    "Fp8", "MoeExchange", "MoeGate", "MoePlan", "OneBit", "Quantised", "SparseLayout", "adagrad_step_", "adam_step_", "dequantise_",
+    "fp8_dequantise_", "fp8_quantise", "fp8_quantise_", "lamb_step_", "lion_step_",
+    "moe_capacity", "moe_combine", "moe_dispatch", "moe_exchange", "moe_gate", "moe_plan", "moe_share", "moments_decode_", "moments_encode_",
     "moments_scales", "norm_squares",
     "onebit_compress_", "onebit_decode_", "onebit_reduce_", "quant_reduce_", "quant_sum_", "quantise", "quantise_",
     "register", "sgd_step_", "sparse_attention", "token_gather",
@@ -60,11 +61,11 @@ def adam_step_(
     exp_avg_sqs: Sequence[Tensor],
     *,
     step: int | Sequence[int],
-    lr: float,
+    lr: float | Sequence[float],
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-8,
-    weight_decay: float = 0.0,
+    weight_decay: float | Sequence[float] = 0.0,
     decoupled_decay: bool = True,
     maximize: bool = False,
     grad_scale: float = 1.0,
@@ -85,11 +86,11 @@ def adam_step_(
         exp_avgs: fp32, bfloat16, or uint8 (codes of 8 bits), the first moments, updated in place.
         exp_avg_sqs: of the same type, the second moments, updated in place.
         step: t of this update, counted from 1; one number, or one a tensor.
-        lr: learning rate.
+        lr: learning rate; one number, or one a tensor.
         beta1: decay of the first moment, 0 <= beta1 < 1.
         beta2: decay of the second moment, 0 <= beta2 < 1.
         eps: added to the denominator.
-        weight_decay: strength of the decay.
+        weight_decay: strength of the decay; one number, or one a tensor.
         decoupled_decay: True is AdamW, False is Adam with an L2 penalty.
         maximize: climb instead of descend.
         grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
@@ -117,15 +118,15 @@ def adam_step_(
     }
     for argument, tensors in {**written, "grads": grads}.items():
         doors.check_tensors(name, argument, tensors, ("cpu", "cuda"))
-    rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    doors.check_numbers(name, {**rates, "grad_scale": grad_scale})
+    doors.check_numbers(name, {"beta1": beta1, "beta2": beta2, "eps": eps, "grad_scale": grad_scale})
+    lrs, decays = doors.rates_of(name, {"lr": lr, "weight_decay": weight_decay})
     if not isinstance(step, (int, list, tuple)):
         raise TypeError(f"{name}: step is a {type(step).__name__}, wanted a whole number, or a list of them")
     steps = [step] * len(params) if isinstance(step, int) else list(step)
     if not any((params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, param_outs)):
         return  # without a tensor there is no device to dispatch on
     moments = [list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(max_exp_avg_sqs)]
-    numbers = [lr, beta1, beta2, eps, weight_decay, decoupled_decay, maximize, grad_scale]
+    numbers = [lrs, beta1, beta2, eps, decays, decoupled_decay, maximize, grad_scale]
     changed = (tensor for tensors in written.values() for tensor in tensors)
     if _moments.are_codes(exp_avgs, scales):
         doors.check_whole(name, "seed", seed)

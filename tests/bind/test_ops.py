@@ -13,7 +13,7 @@ import torch
 import zeropp
 from torch import Tensor
 
-RATES = (1e-3, 0.9, 0.999, 1e-8, 0.01)
+RATES = ([1e-3], 0.9, 0.999, 1e-8, [0.01])
 
 
 def lists(count: int = 2, elems: int = 40) -> dict[str, Any]:

@@ -173,4 +173,4 @@ def test_torch_sees_the_operator() -> None:
     outs = [torch.empty(40, dtype=torch.bfloat16)]
     op = torch.ops.zeropp.lamb_step_.default
     for out in ([], outs):
-        torch.library.opcheck(op, (p, g, m, v, out, [3], 1e-3, 0.9, 0.999, 1e-6, 0.1, 0.0, 10.0, False, 1.0))
+        torch.library.opcheck(op, (p, g, m, v, out, [3], [1e-3], 0.9, 0.999, 1e-6, [0.1], 0.0, 10.0, False, 1.0))

@@ -87,6 +87,20 @@ def steps_of(name: str, step: int | Sequence[int], params: Sequence[Tensor]) -> 
     return [step] * len(params) if isinstance(step, int) else list(step)
 
 
+def rates_of(name: str, rates: Mapping[str, float | Sequence[float]]) -> list[list[float]]:
+    """Of each rate one number for all tensors, or one a tensor."""
+    lists = []
+    for argument, value in rates.items():
+        if isinstance(value, (list, tuple)):
+            check_numbers(name, {f"{argument}[{index}]": one for index, one in enumerate(value)})
+            lists.append([float(one) for one in value])
+        else:
+            check_numbers(name, {argument: value})
+            assert isinstance(value, (int, float))
+            lists.append([float(value)])
+    return lists
+
+
 def prefix_of(name: str) -> str:
     """What C puts before its sentences about the operator behind a door."""
     return name.replace("zeropp.ops.", "zeropp::") + ": "

@@ -23,11 +23,11 @@ def lamb_step_(
     exp_avg_sqs: Sequence[Tensor],
     *,
     step: int | Sequence[int],
-    lr: float,
+    lr: float | Sequence[float],
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-6,
-    weight_decay: float = 0.0,
+    weight_decay: float | Sequence[float] = 0.0,
     trust: tuple[float, float] = (0.0, 10.0),
     maximize: bool = False,
     grad_scale: float = 1.0,
@@ -46,11 +46,11 @@ def lamb_step_(
         exp_avgs: fp32, bfloat16, or uint8 (codes of 8 bits), first moments, updated in place.
         exp_avg_sqs: of the same type, second moments, updated in place.
         step: t of this update, counted from 1; one number, or one a tensor.
-        lr: learning rate.
+        lr: learning rate; one number, or one a tensor.
         beta1: decay of the first moment, 0 <= beta1 < 1.
         beta2: decay of the second moment, 0 <= beta2 < 1.
         eps: added to the denominator.
-        weight_decay: strength of the decay, which is part of u.
+        weight_decay: strength of the decay, which is part of u; one number, or one a tensor.
         trust: least and greatest r, 0 <= least <= greatest.
         maximize: climb instead of descend.
         grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
@@ -64,10 +64,10 @@ def lamb_step_(
     """
     least, most = trust
     rates = {
-        "lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "trust_least": least,
-        "trust_most": most, "grad_scale": grad_scale,
+        "beta1": beta1, "beta2": beta2, "eps": eps, "trust_least": least, "trust_most": most, "grad_scale": grad_scale,
     }  # fmt: skip
     doors.check_numbers(_NAME, rates)
+    lrs, decays = doors.rates_of(_NAME, {"lr": lr, "weight_decay": weight_decay})
     low = _moments.are_codes(exp_avgs, scales)
     lists = {
         "params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs,
@@ -78,7 +78,7 @@ def lamb_step_(
     steps = doors.steps_of(_NAME, step, params)
     if not any(lists.values()):
         return  # without a tensor there is no device to dispatch on
-    numbers = [lr, beta1, beta2, eps, weight_decay, least, most, maximize, grad_scale]
+    numbers = [lrs, beta1, beta2, eps, decays, least, most, maximize, grad_scale]
     written = [*params, *exp_avgs, *exp_avg_sqs, *scales, *param_outs]
     tensors_of = list(map(list, lists.values()))
     if low:

@@ -20,10 +20,10 @@ def lion_step_(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     *,
-    lr: float,
+    lr: float | Sequence[float],
     beta1: float = 0.9,
     beta2: float = 0.99,
-    weight_decay: float = 0.0,
+    weight_decay: float | Sequence[float] = 0.0,
     maximize: bool = False,
     grad_scale: float = 1.0,
     param_outs: Sequence[Tensor] = (),
@@ -43,10 +43,10 @@ def lion_step_(
         params: fp32 tensors, updated in place.
         grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
         exp_avgs: fp32, bfloat16, or uint8 (codes of 8 bits), the momentum, updated in place.
-        lr: learning rate, lr >= 0.
+        lr: learning rate, lr >= 0; one number, or one a tensor.
         beta1: share of the momentum in the step, 0 <= beta1 < 1.
         beta2: decay of the momentum, 0 <= beta2 < 1.
-        weight_decay: strength of the decoupled decay.
+        weight_decay: strength of the decoupled decay; one number, or one a tensor.
         maximize: climb instead of descend.
         grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
@@ -61,9 +61,10 @@ def lion_step_(
         ValueError: wrong device, dtype, layout, number of elements or number of tensors; tensors that share memory; a
             tensor that requires grad while grad mode is on; a rate out of range. Nothing was written.
     """
-    rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "grad_scale": grad_scale}
-    doors.check_numbers("zeropp.ops.lion_step_", rates)
-    numbers = [lr, beta1, beta2, weight_decay, maximize, grad_scale]
+    name = "zeropp.ops.lion_step_"
+    doors.check_numbers(name, {"beta1": beta1, "beta2": beta2, "grad_scale": grad_scale})
+    lrs, decays = doors.rates_of(name, {"lr": lr, "weight_decay": weight_decay})
+    numbers = [lrs, beta1, beta2, decays, maximize, grad_scale]
     low = _Low(step, scales, seed, streams, firsts)
     _step("lion_step_", params, grads, "exp_avgs", exp_avgs, param_outs, [], numbers, low)
 
@@ -74,10 +75,10 @@ def adagrad_step_(
     state_sums: Sequence[Tensor],
     *,
     step: int | Sequence[int],
-    lr: float,
+    lr: float | Sequence[float],
     lr_decay: float = 0.0,
     eps: float = 1e-10,
-    weight_decay: float = 0.0,
+    weight_decay: float | Sequence[float] = 0.0,
     maximize: bool = False,
     grad_scale: float = 1.0,
     param_outs: Sequence[Tensor] = (),
@@ -95,10 +96,10 @@ def adagrad_step_(
         grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
         state_sums: fp32, bfloat16, or uint8 (codes of 8 bits), the sums of squares, updated in place.
         step: t of this update, counted from 1; one number, or one a tensor.
-        lr: learning rate.
+        lr: learning rate; one number, or one a tensor.
         lr_decay: how fast the learning rate falls, lr_decay >= 0.
         eps: added to the denominator.
-        weight_decay: strength of the L2 penalty.
+        weight_decay: strength of the L2 penalty; one number, or one a tensor.
         maximize: climb instead of descend.
         grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
@@ -108,9 +109,9 @@ def adagrad_step_(
         TypeError, ValueError: as ``lion_step_``.
     """
     name = "zeropp.ops.adagrad_step_"
-    rates = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay, "grad_scale": grad_scale}
-    doors.check_numbers(name, rates)
-    numbers = [lr, lr_decay, eps, weight_decay, maximize, grad_scale]
+    doors.check_numbers(name, {"lr_decay": lr_decay, "eps": eps, "grad_scale": grad_scale})
+    lrs, decays = doors.rates_of(name, {"lr": lr, "weight_decay": weight_decay})
+    numbers = [lrs, lr_decay, eps, decays, maximize, grad_scale]
     steps, low = [doors.steps_of(name, step, params)], _Low(step, scales, seed, streams, firsts)
     _step("adagrad_step_", params, grads, "state_sums", state_sums, param_outs, steps, numbers, low)
 
@@ -121,10 +122,10 @@ def sgd_step_(
     momentum_buffers: Sequence[Tensor] = (),
     *,
     step: int | Sequence[int],
-    lr: float,
+    lr: float | Sequence[float],
     momentum: float = 0.0,
     dampening: float = 0.0,
-    weight_decay: float = 0.0,
+    weight_decay: float | Sequence[float] = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
     grad_scale: float = 1.0,
@@ -145,10 +146,10 @@ def sgd_step_(
         momentum_buffers: fp32, bfloat16, or uint8 (codes of 8 bits), updated in place (of no meaning before t is 1).
             Empty: no momentum.
         step: t of this update, counted from 1; one number, or one a tensor.
-        lr: learning rate.
+        lr: learning rate; one number, or one a tensor.
         momentum: share of the buffer that stays, momentum >= 0.
         dampening: 1 - dampening is the gradient's share.
-        weight_decay: strength of the L2 penalty.
+        weight_decay: strength of the L2 penalty; one number, or one a tensor.
         nesterov: Nesterov's form; wants momentum > 0 and dampening 0.
         maximize: climb instead of descend.
         grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
@@ -159,11 +160,9 @@ def sgd_step_(
         TypeError, ValueError: as ``lion_step_``.
     """
     name = "zeropp.ops.sgd_step_"
-    rates = {
-        "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "grad_scale": grad_scale,
-    }  # fmt: skip
-    doors.check_numbers(name, rates)
-    numbers = [lr, momentum, dampening, weight_decay, nesterov, maximize, grad_scale]
+    doors.check_numbers(name, {"momentum": momentum, "dampening": dampening, "grad_scale": grad_scale})
+    lrs, decays = doors.rates_of(name, {"lr": lr, "weight_decay": weight_decay})
+    numbers = [lrs, momentum, dampening, decays, nesterov, maximize, grad_scale]
     steps, low = [doors.steps_of(name, step, params)], _Low(step, scales, seed, streams, firsts)
     _step("sgd_step_", params, grads, "momentum_buffers", momentum_buffers, param_outs, steps, numbers, low)
 
