@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lion, Adagrad, SGD and LAMB over lists of tensors against torch's foreach and fused versions."""
+"""Adam, Lion, Adagrad, SGD and LAMB over lists of tensors against torch's foreach and fused versions and DeepSpeed's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from harness import Need, Run, alternate, repeat_for, timed
 from torch import Tensor
 
-CLAIM = "Lion, Adagrad, SGD with momentum and LAMB over lists of tensors: >= 3x torch foreach."
-NEEDS: tuple[Need, ...] = ()
+CLAIM = (
+    "over lists of tensors Lion and LAMB >= 3x torch foreach, Adam over 1,000 tensors >= 2x torch fused; none behind "
+    "DeepSpeed's"
+)
+NEEDS = (Need("DeepSpeed", module="deepspeed"),)
 SHAPES = {"16M in 16 tensors": [1 << 20] * 16, "1000 tensors of 4096": [4096] * 1000}
 
 
@@ -44,8 +48,8 @@ def foreach_lamb(params: list[Tensor], grads: list[Tensor], moments: list[Tensor
     torch._foreach_sub_(params, updates)
 
 
-def torch_optimizer(kind: Any, lists: dict[str, list[Tensor]], **options: Any) -> Callable[[], object]:
-    """A torch optimizer's step over its own copies, after a first step that makes its state."""
+def stepper(kind: Any, lists: dict[str, list[Tensor]], **options: Any) -> Callable[[], object]:
+    """The step of an optimizer of a peer over its own copies, after a first step that makes its state."""
     params = [p.clone().requires_grad_() for p in lists["params"]]
     for param, grad in zip(params, lists["grads"], strict=True):
         param.grad = grad
@@ -64,6 +68,9 @@ def run(bench: Run) -> None:
 def measure(bench: Run, shape: str, lengths: list[int]) -> None:
     """All optimizers over tensors of these lengths."""
     import zeropp
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.lion import DeepSpeedCPULion
 
     lists = {name: [torch.randn(n) for n in lengths] for name in ("params", "grads")}
     states = [torch.rand(n) for n in lengths]
@@ -72,25 +79,30 @@ def measure(bench: Run, shape: str, lengths: list[int]) -> None:
     mine = [p.clone() for p in lists["params"]]
     twin, twin_states = [p.clone() for p in lists["params"]], [s.clone() for s in states]
     grads = lists["grads"]
-    touched = 20 * sum(lengths)
-    src, dst = (torch.zeros(touched // 2, dtype=torch.uint8) for _ in range(2))
-    copy = timed(lambda: dst.copy_(src))
     squares, twin_squares = [s.clone() for s in states], [s.clone() for s in states]
-    adagrad, sgd = torch.optim.Adagrad, torch.optim.SGD
+    adam, adagrad, sgd = torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD
     cases: dict[str, dict[str, Callable[[], object]]] = {
+        "AdamW": {
+            "ours": lambda: zeropp.ops.adam_step_(mine, grads, states, squares, step=2, lr=1e-3, weight_decay=0.1),
+            "torch foreach": stepper(adam, lists, lr=1e-3, weight_decay=0.1, foreach=True),
+            "torch fused": stepper(adam, lists, lr=1e-3, weight_decay=0.1, fused=True),
+            "DeepSpeedCPUAdam": stepper(DeepSpeedCPUAdam, lists, lr=1e-3, weight_decay=0.1),
+        },
         "Lion": {
             "ours": lambda: zeropp.ops.lion_step_(mine, grads, states, lr=1e-3, weight_decay=0.1),
             "torch foreach": lambda: foreach_lion(twin, grads, twin_states, scratch),
+            "DeepSpeedCPULion": stepper(DeepSpeedCPULion, lists, lr=1e-3, weight_decay=0.1),
         },
         "Adagrad": {
             "ours": lambda: zeropp.ops.adagrad_step_(mine, grads, states, step=2, lr=1e-3),
-            "torch foreach": torch_optimizer(adagrad, lists, lr=1e-3, foreach=True),
-            "torch fused": torch_optimizer(adagrad, lists, lr=1e-3, fused=True),
+            "torch foreach": stepper(adagrad, lists, lr=1e-3, foreach=True),
+            "torch fused": stepper(adagrad, lists, lr=1e-3, fused=True),
+            "DeepSpeedCPUAdagrad": stepper(DeepSpeedCPUAdagrad, lists, lr=1e-3),
         },
         "SGD": {
             "ours": lambda: zeropp.ops.sgd_step_(mine, grads, states, step=2, lr=1e-3, momentum=0.9),
-            "torch foreach": torch_optimizer(sgd, lists, lr=1e-3, momentum=0.9, foreach=True),
-            "torch fused": torch_optimizer(sgd, lists, lr=1e-3, momentum=0.9, fused=True),
+            "torch foreach": stepper(sgd, lists, lr=1e-3, momentum=0.9, foreach=True),
+            "torch fused": stepper(sgd, lists, lr=1e-3, momentum=0.9, fused=True),
         },
         "LAMB": {
             "ours": lambda: zeropp.ops.lamb_step_(mine, grads, states, squares, step=2, lr=1e-3, weight_decay=0.1),
@@ -99,12 +111,15 @@ def measure(bench: Run, shape: str, lengths: list[int]) -> None:
     }
     for name, contenders in cases.items():
         repeat = repeat_for(contenders["ours"], 5.0)
+        touched = (28 if name == "AdamW" else 20) * sum(lengths)
+        src, dst = (torch.zeros(touched // 2, dtype=torch.uint8) for _ in range(2))
+        copy = timed(partial(dst.copy_, src))
         samples = alternate(
             {**{key: timed(call, repeat=repeat) for key, call in contenders.items()}, "copy": copy},
             rounds=7 if bench.quick else 15,
         )
         peers = [key for key in contenders if key != "ours"]
-        # The copy moves 20 bytes a parameter, what one pass does; LAMB's two move 40, so it has no such limit.
+        # The copy moves as many bytes as one pass does; LAMB's two move twice that, so it has no such limit.
         limit = None if name == "LAMB" else "copy"
         bench.compare(f"{name} fp32 {shape}", samples, ours="ours", peers=peers, unit="ms", limit=limit)
 
@@ -114,7 +129,7 @@ def check(bench: Run, shape: str, lists: dict[str, list[Tensor]], states: list[T
     import zeropp
 
     params, grads = lists["params"][:2], lists["grads"][:2]
-    for name in ("Lion", "Adagrad", "SGD", "LAMB"):
+    for name in ("AdamW", "Lion", "Adagrad", "SGD", "LAMB"):
         mine, mine_states = [p.clone() for p in params], [s.clone() for s in states[:2]]
         twin, twin_states = [p.clone() for p in params], [s.clone() for s in states[:2]]
         if name == "Lion":
@@ -130,11 +145,17 @@ def check(bench: Run, shape: str, lists: dict[str, list[Tensor]], states: list[T
             for leaf, grad in zip(leaves, grads, strict=True):
                 leaf.grad = grad
             optimizer = kind(leaves, lr=1e-3, foreach=True, **({"momentum": 0.9} if name == "SGD" else {}))
+            squares = [s.clone() for s in mine_states]
             for leaf, state in zip(leaves, twin_states, strict=True):
-                key = "sum" if name == "Adagrad" else "momentum_buffer"
-                optimizer.state[leaf] = {key: state, **({"step": torch.tensor(1.0)} if name == "Adagrad" else {})}
+                optimizer.state[leaf] = {
+                    "AdamW": {"step": torch.tensor(1.0), "exp_avg": state, "exp_avg_sq": state.clone()},
+                    "Adagrad": {"step": torch.tensor(1.0), "sum": state},
+                    "SGD": {"momentum_buffer": state},
+                }[name]
             optimizer.step()
-            if name == "Adagrad":
+            if name == "AdamW":
+                zeropp.ops.adam_step_(mine, grads, mine_states, squares, step=2, lr=1e-3, weight_decay=0.01)
+            elif name == "Adagrad":
                 zeropp.ops.adagrad_step_(mine, grads, mine_states, step=2, lr=1e-3)
             else:
                 zeropp.ops.sgd_step_(mine, grads, mine_states, step=2, lr=1e-3, momentum=0.9)
