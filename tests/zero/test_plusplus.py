@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import zeropp
-from plusplus_cases import CASES
+from plusplus_cases import CASES, DEMO
 
-TABLE = [(ranks, case) for ranks in (2, 3) for case in (CASES if ranks == 2 else ("int8 int4 bf16", "bytes"))]
+QUICK = [case for case in CASES if not case.startswith("demo model")]
+TABLE = [(ranks, case) for ranks in (2, 3) for case in (QUICK if ranks == 2 else ("int8 int4 bf16", "bytes"))]
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +55,12 @@ def test_what_cannot_work() -> None:
     for block in (24, 8192):
         with pytest.raises(zeropp.ConfigError, match="a multiple of 16, at most 4096"):
             zeropp.Comm(block_elems=block)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_demo_model_ends_within_half_a_percent(run_ranks: Callable[..., Any]) -> None:
+    found = run_ranks("plusplus_cases", [f"demo model, {how}" for how in DEMO], ranks=2, limit_s=1400)
+    losses = {how: found[f"demo model, {how}"].check()[0] for how in DEMO}
+    for loss in losses.values():
+        assert loss == pytest.approx(losses["exact"], rel=0.005), losses

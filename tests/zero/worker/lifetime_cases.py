@@ -352,3 +352,4 @@ MANY_STEPS = {
     "two thousand steps, states on nvme": lambda: many_steps("host copy", ("optimizer",)),
 }
 CASES |= MANY_STEPS
+LONG_CASES_S = dict.fromkeys(MANY_STEPS, 250.0)

@@ -4,6 +4,8 @@ bit; its bytes; and training beside the exact run."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from typing import Any
 
 import torch
@@ -183,6 +185,56 @@ def accumulates() -> bool:
     return True
 
 
+def with_others() -> bool:
+    """Each alone and both, with micro-steps and clipping: states on NVMe, and `accumulate=` in place of `no_sync`, change no bit."""
+    recipe = Recipe(steps=4, micro=2, clip=1.0)
+    counted = Recipe(steps=4, micro=2, clip=1.0, config={"accumulate": 2})
+    exact = ours(recipe)
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    nvme = zeropp.Offload(optimizer=zeropp.Tier("nvme", path=folders[0]))
+    for params, grads in (("int8", "exact"), ("exact", "int4"), ("int8", "int4")):
+        comm = Comm(params=params, grads=grads, block_elems=BLOCK)
+        alone = ours(recipe, comm=comm)
+        assert alone.losses != exact.losses
+        same(f"{params} {grads}, states on NVMe", ours(recipe, comm=comm, offload=nvme), alone)
+        same(f"{params} {grads}, accumulate=2", ours(counted, comm=comm), alone)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folders[0])
+    return True
+
+
+DEMO = {"exact": Comm(), "int8 int4": Comm(params="int8", grads="int4")}
+LONG_CASES_S = {f"demo model, {how}": 600.0 for how in DEMO}
+
+
+def demo_model(how: str) -> float:
+    """What `make demo` trains by default, to its end: the validation loss."""
+    from gpt import GPT, PRESETS, learning_rate  # of examples/, which `training` finds
+    from text import Text
+
+    preset, text, rank, ranks = PRESETS["small"], Text(), dist.get_rank(), dist.get_world_size()
+    cut: dict[str, Any] = {
+        "rank": rank, "ranks": ranks, "batch": preset.batch, "context": preset.model.context, "device": torch.device("cpu"),
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = GPT(preset.model)
+    adam = torch.optim.AdamW(model.parameters(), lr=preset.lr)
+    model, optimizer = zeropp.prepare(model, adam, zeropp.Config(comm=DEMO[how]))
+    for step in range(preset.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, preset.steps, preset.lr)
+        model(*text.batch(step, **cut)).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        mean = torch.stack([model(*one) for one in text.validation_batches(**cut)]).mean()
+    dist.all_reduce(mean)
+    return mean.item() / ranks
+
+
 def converges() -> dict[str, float]:
     recipe = Recipe(steps=70)
     exact = ours(recipe)
@@ -200,5 +252,7 @@ CASES: dict[str, Any] = {
     "bytes": bytes_of_a_step,
     "reading": reading_is_exact,
     "accumulates": accumulates,
+    "with others": with_others,
     "converges": converges,
+    **{f"demo model, {how}": (lambda how=how: demo_model(how)) for how in DEMO},
 }

@@ -16,18 +16,19 @@ import warnings
 import torch
 import torch.distributed as dist
 
-CASE_S = 90.0  # a case that takes longer hangs: the log then says where
+CASE_S = 90.0  # a case that takes longer hangs: the log then says where. A module's LONG_CASES_S has others, by case
 
 
 def main(module: str, answers: str, cases: list[str]) -> int:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    table = importlib.import_module(module).CASES
+    found = importlib.import_module(module)
+    table, long = found.CASES, getattr(found, "LONG_CASES_S", {})
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     with open(answers, "a", buffering=1) as out:  # noqa: PTH123
         for case in cases:
             out.write(json.dumps({"case": case, "begun": True}) + "\n")
-            faulthandler.dump_traceback_later(CASE_S, exit=True)
+            faulthandler.dump_traceback_later(long.get(case, CASE_S), exit=True)
             started = time.monotonic()
             try:
                 value = table[case]()
