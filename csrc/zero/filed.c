@@ -185,6 +185,10 @@ void zpp_filed_close(zpp_filed *filed) {
     filed->closed_checked_bytes = last.checked_bytes;
     for (int i = 0; i < filed->units_count; i++)
         if (filed->units[i].request) finish_load(filed, i);
+    for (int i = 0; i < filed->units_count; i++) {
+        struct zpp_err ignored = ZPP_ERR_INIT;
+        (void)filed_finish(&filed->units[i].sending, NULL, &ignored);
+    }
 }
 
 /* --- requests ----------------------------------------------------------------------------------------------------- */
@@ -380,6 +384,24 @@ zpp_status zpp_filed_write_back(zpp_filed *filed, size_t offset_bytes, size_t by
     if (offset_bytes < filed->cut_bytes) offset_bytes = filed->cut_bytes;
     if (offset_bytes >= end) return ZPP_OK;
     return move_filed(filed, offset_bytes, filed->home + offset_bytes, end - offset_bytes, true, fault, err);
+}
+
+zpp_status zpp_filed_send(zpp_filed *filed, int index, size_t offset_bytes, size_t bytes, struct zpp_aio_fault *fault,
+                          struct zpp_err *err) {
+    const size_t end = offset_bytes + bytes;
+    if (offset_bytes < filed->cut_bytes) offset_bytes = filed->cut_bytes;
+    if (offset_bytes >= end) return ZPP_OK;
+    return filed_submit(filed, offset_bytes, filed->home + offset_bytes, end - offset_bytes, true,
+                        &filed->units[index].sending, fault, err);
+}
+
+zpp_status zpp_filed_sent(zpp_filed *filed, int index, bool now, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    zpp_aio_request **request = &filed->units[index].sending;
+    if (*request && now && !zpp_aio_done(*request)) return ZPP_AGAIN;
+    const uint64_t began_ns = zpp_now_ns();
+    const zpp_status status = filed_finish(request, fault, err);
+    filed->step_wait_ns += zpp_now_ns() - began_ns;
+    return status;
 }
 
 void zpp_filed_figures(const zpp_filed *filed, struct zpp_filed_figures *out) {

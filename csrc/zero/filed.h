@@ -93,6 +93,13 @@ zpp_status zpp_filed_copy(zpp_filed *filed, size_t offset_bytes, void *memory, s
 zpp_status zpp_filed_write_back(zpp_filed *filed, size_t offset_bytes, size_t bytes, struct zpp_aio_fault *fault,
                                 struct zpp_err *err);
 
+/* Begin to write bytes of a unit that this rank has entered, and does not leave before zpp_filed_sent; one range at a
+ * time. */
+zpp_status zpp_filed_send(zpp_filed *filed, int unit, size_t offset_bytes, size_t bytes, struct zpp_aio_fault *fault,
+                          struct zpp_err *err);
+/* How that ended; OK where nothing is under way. `now`: AGAIN where it has not ended. */
+zpp_status zpp_filed_sent(zpp_filed *filed, int unit, bool now, struct zpp_aio_fault *fault, struct zpp_err *err);
+
 /* --- the step (filed_step.c) -------------------------------------------------------------------------------------- */
 /* How many of `elems` elements at `address` lie on one side of the cut; all of them where it is not in the home. */
 size_t zpp_filed_run(const zpp_filed *filed, const void *address, size_t elems, size_t elem_bytes);

@@ -32,6 +32,7 @@ struct filed_board {
 struct filed_unit {
     size_t offset_bytes, bytes; /* whole pages */
     zpp_aio_request *request;   /* this rank's read under way */
+    zpp_aio_request *sending;   /* this rank's write of its slice under way */
     zpp_status status;          /* of the last load */
     struct zpp_err err;
     struct zpp_aio_fault fault;

@@ -267,3 +267,16 @@ zpp_status zpp_zero_keep_slice(zpp_zero *zero, int index, struct zpp_err *err) {
     memcpy(unit->shard, unit->whole + offset, bytes);
     return ZPP_OK;
 }
+
+zpp_status zpp_zero_send_slice(zpp_zero *zero, int index, struct zpp_err *err) {
+    const struct zpp_unit *unit = zero->units[index];
+    const size_t bytes = zpp_unit_shard_bytes(unit);
+    if (!in_shared_file(unit)) return ZPP_OK;
+    return zpp_filed_send(zero->filed, unit->filed, unit->file_offset_bytes + (size_t)zero->rank * bytes, bytes,
+                          &zero->fault, err);
+}
+
+zpp_status zpp_zero_slice_sent(zpp_zero *zero, int index, bool now, struct zpp_err *err) {
+    const struct zpp_unit *unit = zero->units[index];
+    return in_shared_file(unit) ? zpp_filed_sent(zero->filed, unit->filed, now, &zero->fault, err) : ZPP_OK;
+}

@@ -5,6 +5,8 @@
 #ifndef ZPP_ZERO_INTERNAL_H
 #define ZPP_ZERO_INTERNAL_H
 
+#include <pthread.h>
+
 #include "../base/mem.h"
 #include "../base/timeline.h"
 #include "bucket.h"
@@ -62,6 +64,9 @@ struct zpp_zero {
     bool in_backward, reduces;
     uint64_t backward_ns, step_ns; /* when they began, for zeropp.trace */
     double grad_scale;
+    bool lends_slices; /* stages 2, 3: a slice has memory while it is needed (lend.c) */
+    pthread_mutex_t lent_lock; /* guards `lent` and slice_bytes: reductions borrow, steps give back */
+    struct zpp_lent lent[ZPP_LENT_SLICES];
     size_t slice_bytes, carry_bytes, kept_bucket_bytes, taken_bytes;
     struct zpp_slices slices; /* stages 2 and 3: where they live in a file */
 };

@@ -115,11 +115,9 @@ static zpp_status make_slices(zpp_zero *zero, struct zpp_err *err) {
             grad->slice = bucket + (zero->options.stage == 0 ? 0 : (size_t)zero->rank * zpp_grad_slice_bytes(grad));
             continue;
         }
-        void *memory = NULL;
-        const zpp_status status = zpp_device_alloc(zero->options.device, zpp_grad_slice_bytes(grad), &memory, err);
+        if (zero->lends_slices) continue; /* add_slices */
+        const zpp_status status = zpp_lend_slice(zero, grad, err);
         if (status != ZPP_OK) return status;
-        grad->slice = memory;
-        zero->slice_bytes += zpp_grad_slice_bytes(grad);
     }
     return ZPP_OK;
 }
@@ -356,7 +354,8 @@ static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
         return zpp_fail(err, ZPP_INVALID, "zero: %d ranks on one host, at most %d work", zero->ranks,
                         MAX_RANKS_ON_STACK);
     const int count = collect_sources(zero, grad, zero->rank, sources);
-    if (count == 0) return ZPP_OK;
+    const zpp_status lent = count ? zpp_lend_slice(zero, grad, err) : ZPP_OK;
+    if (count == 0 || lent != ZPP_OK) return lent;
     unsigned char *to = grad->slice;
     if (zero->options.stage == 0) to += (size_t)zero->rank * zpp_grad_slice_bytes(grad);
     /* Stage 1: my bucket was not refilled, so its slice still is the gradient so far; else the carry has it. */

@@ -52,7 +52,7 @@ zpp_status zpp_tier_create(const struct zpp_tier_options *options, zpp_tier **ou
     if (!tier) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for a tier");
     tier->options = *options;
     tier->sys = options->sys ? *options->sys : *zpp_aio_sys_real();
-    if (!tier->options.buffers) tier->options.buffers = BUFFERS;
+    if (!tier->options.buffers && !tier->options.early) tier->options.buffers = BUFFERS;
     if (!tier->options.depth) tier->options.depth = DEPTH;
     if (!tier->options.block_bytes) tier->options.block_bytes = BLOCK_BYTES;
     tier->path = strdup(options->path);
@@ -68,6 +68,8 @@ zpp_status zpp_tier_create(const struct zpp_tier_options *options, zpp_tier **ou
 
 void zpp_tier_destroy(zpp_tier *tier) {
     if (!tier) return;
+    tier_early_forget(tier); /* a read ahead of a step that will not come */
+    tier_early_drop(tier);
     zpp_aio_arena *arena = tier->aio ? zpp_aio_get_arena(tier->aio) : NULL;
     for (unsigned i = 0; tier->buffers && i < tier->options.buffers; i++)
         if (tier->buffers[i].memory) zpp_aio_arena_free(arena, tier->buffers[i].memory);
@@ -170,6 +172,7 @@ zpp_status zpp_tier_seal(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp
     for (int i = 0; i < 2; i++) lay_line(tier, &tier->lines[i], i == 0, &tier->file_bytes);
     zpp_status status = make_file(tier, fault, err);
     for (int i = 0; i < 2 && status == ZPP_OK; i++) status = make_line_memory(&tier->lines[i], err);
+    if (status == ZPP_OK) status = tier_early_seal(tier, err);
     if (status == ZPP_OK) status = make_buffers(tier, err);
     if (status == ZPP_OK) tier->sealed = true;
     return status;
@@ -238,6 +241,7 @@ zpp_status zpp_tier_copy(zpp_tier *tier, int slice, enum zpp_tier_kind kind, siz
         return zpp_fail(err, ZPP_INVALID, "tier: elements %zu to %zu of kind %d are copied; slice %d has %zu%s", first,
                         first + elems, (int)kind, slice, where->elems,
                         line->plane[kind] < 0 ? ", and none of that kind" : "");
+    if (write) tier_early_forget(tier);
     for (size_t done = 0; done < elems;) {
         float *held;
         size_t chunk = 0, inside = 0;
@@ -264,6 +268,8 @@ bool zpp_tier_torn(const zpp_tier *tier) {
 
 void zpp_tier_mend(zpp_tier *tier) {
     tier->torn = false;
+    tier->early.open = false;
+    tier_early_forget(tier);
 }
 
 void zpp_tier_figures(const zpp_tier *tier, struct zpp_tier_figures *out) {

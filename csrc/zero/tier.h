@@ -41,8 +41,9 @@ struct zpp_tier_options {
     const char *path;    /* of the scratch file, which is made; copied */
     double fraction;     /* of the bytes that go to the file, above 0 and at most 1 */
     bool amsgrad;        /* MAX_EXP_AVG_SQ too */
+    bool early;          /* steps are unit by unit (zpp_tier_early_step): buffers for two slices, at most 64 */
     size_t chunk_elems;  /* of a record; a multiple of 1024; 0: chosen by seal */
-    unsigned buffers;    /* records in memory, at least 3; 0: 4 */
+    unsigned buffers;    /* records in memory, at least 3; 0: 4, or as `early` says */
     unsigned depth;      /* as struct zpp_aio_config; 0: 32 */
     size_t block_bytes;  /* the same; 0: 1 MiB */
     bool checksums;      /* the same */
@@ -76,6 +77,16 @@ struct zpp_tier_piece {
 zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
                          const struct zpp_step_files *files, float grad_scale, zpp_pool *pool,
                          struct zpp_aio_fault *fault, struct zpp_err *err);
+
+/* The same step slice by slice, as gradients become complete (tier_early.c). Between the calls records are read and
+ * written. Slices come best from the last to the first, and each at most once; those that do not come stay as they are.
+ * A failure is told once, by the call that meets it: the tier is torn then, and no step is open. */
+zpp_status zpp_tier_early_begin(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err); /* tears nothing */
+/* Pieces of one slice, in ascending order. Their parameters and gradients are in memory. */
+zpp_status zpp_tier_early_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
+                               float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* All is written; what the next step needs first is being read. Nothing to do where no step is open. */
+zpp_status zpp_tier_early_end(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err);
 bool zpp_tier_torn(const zpp_tier *tier);
 void zpp_tier_mend(zpp_tier *tier);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The tier's own state, shared by tier.c (life, layout, copies) and tier_step.c (the streamed step), and by nobody
- * else.
+ * The tier's own state, shared by tier.c (life, layout, copies), tier_step.c (the streamed step) and tier_early.c (the
+ * step unit by unit), and by nobody else.
  */
 #ifndef ZPP_ZERO_TIER_INTERNAL_H
 #define ZPP_ZERO_TIER_INTERNAL_H
@@ -31,9 +31,54 @@ struct tier_slice {
     size_t begin_elems, elems; /* on the line */
 };
 
+/* What a buffer is to a step unit by unit. */
+enum tier_buffer_state { TIER_FREE, TIER_HERE, TIER_CHANGED, TIER_LEAVING };
+
 struct tier_buffer {
     float *memory; /* of the engine's arena; one record of the line with the largest */
     zpp_aio_request *read, *write;
+    /* a step unit by unit: which record it has, and since when */
+    enum tier_buffer_state state;
+    int line;
+    size_t chunk;
+    uint64_t since;
+};
+
+/* A step unit by unit. */
+struct tier_record {
+    int line;
+    size_t chunk;
+};
+struct tier_early {
+    struct tier_record *order; /* of all records, as they are expected */
+    size_t order_count;
+    size_t next;     /* the first of them that was not read ahead */
+    size_t *left[2]; /* [chunks] of each line: slices that are still to be stepped */
+    uint64_t clock;
+    bool open; /* between begin and end */
+};
+
+/* A chunk that is touched, and its cuts. */
+struct tier_visit {
+    int line;
+    size_t chunk, first_cut, cuts;
+};
+
+/* Cuts carry, in place of addresses that are not known yet, their place in the chunk. */
+struct tier_cut {
+    struct zpp_adam_segment segment;
+    size_t inside;
+};
+
+struct tier_plan {
+    struct tier_cut *cuts;
+    size_t cuts_count, cuts_room;
+    struct tier_visit *visits; /* in ascending order of the line */
+    size_t visits_count, visits_room;
+    struct zpp_adam_segment *segments; /* of what is held, held_count; then of the visit under way */
+    size_t segments_room, held_count;
+    struct zpp_step_files files;
+    bool windows; /* are there any? */
 };
 
 struct zpp_tier {
@@ -49,6 +94,7 @@ struct zpp_tier {
     struct tier_buffer *buffers;
     size_t record_bytes; /* of a buffer */
     uint64_t file_bytes;
+    struct tier_early early;
     atomic_uint_fast64_t steps, step_ns, waited_ns;
 };
 
@@ -66,5 +112,21 @@ zpp_status tier_submit(zpp_tier *tier, uint64_t offset_bytes, void *memory, size
                        zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* Wait for *request (NULL is fine), release it and forget it. */
 zpp_status tier_finish(zpp_aio_request **request, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* The same, counted as waiting inside a step. */
+zpp_status tier_finish_timed(zpp_tier *tier, zpp_aio_request **request, struct zpp_aio_fault *fault,
+                             struct zpp_err *err);
+
+/* What a step over the pieces touches; end with tier_plan_drop, also after NOMEM. */
+zpp_status tier_plan_make(const zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
+                          struct tier_plan *plan, struct zpp_err *err);
+void tier_plan_drop(struct tier_plan *plan);
+/* plan->segments = the visit's, whose record is in `memory`. */
+void tier_plan_bind(const zpp_tier *tier, struct tier_plan *plan, const struct tier_visit *visit, float *memory);
+
+/* Part of seal and destroy (tier_early.c). */
+zpp_status tier_early_seal(zpp_tier *tier, struct zpp_err *err);
+void tier_early_drop(zpp_tier *tier);
+/* What was read ahead is not what the file has any more. */
+void tier_early_forget(zpp_tier *tier);
 
 #endif

@@ -17,29 +17,6 @@
 #include "../base/wait.h"
 #include "tier_internal.h"
 
-/* A chunk that is touched, and its cuts. */
-struct visit {
-    int line;
-    size_t chunk, first_cut, cuts;
-};
-
-/* Cuts carry, in place of addresses that are not known yet, their place in the chunk. */
-struct cut {
-    struct zpp_adam_segment segment;
-    size_t inside;
-};
-
-struct plan {
-    struct cut *cuts;
-    size_t cuts_count, cuts_room;
-    struct visit *visits;
-    size_t visits_count, visits_room;
-    struct zpp_adam_segment *segments; /* of the visit under way, or of what is held */
-    size_t segments_room;
-    struct zpp_step_files files;
-    bool windows; /* are there any? */
-};
-
 static bool grow(void **at, size_t *room, size_t count, size_t size) {
     if (count < *room) return true;
     const size_t wanted = *room ? 2 * *room : 256;
@@ -70,22 +47,22 @@ static void bind_states(const struct tier_line *line, struct zpp_adam_segment *s
     if (segment->max_exp_avg_sq) segment->max_exp_avg_sq = planes + (size_t)max * stride + inside;
 }
 
-static bool add_cut(struct plan *plan, int line, size_t chunk, size_t inside, struct zpp_adam_segment segment) {
-    const struct visit *last = plan->visits_count ? &plan->visits[plan->visits_count - 1] : NULL;
+static bool add_cut(struct tier_plan *plan, int line, size_t chunk, size_t inside, struct zpp_adam_segment segment) {
+    const struct tier_visit *last = plan->visits_count ? &plan->visits[plan->visits_count - 1] : NULL;
     if (!last || last->line != line || last->chunk != chunk) {
         if (!grow((void **)&plan->visits, &plan->visits_room, plan->visits_count, sizeof *plan->visits)) return false;
         plan->visits[plan->visits_count++] =
-            (struct visit){ .line = line, .chunk = chunk, .first_cut = plan->cuts_count };
+            (struct tier_visit){ .line = line, .chunk = chunk, .first_cut = plan->cuts_count };
     }
     if (!grow((void **)&plan->cuts, &plan->cuts_room, plan->cuts_count, sizeof *plan->cuts)) return false;
-    plan->cuts[plan->cuts_count++] = (struct cut){ segment, inside };
+    plan->cuts[plan->cuts_count++] = (struct tier_cut){ segment, inside };
     plan->visits[plan->visits_count - 1].cuts++;
     return true;
 }
 
 /* One piece: its held part to `segments`, the rest to visits. */
-static bool plan_piece(const zpp_tier *tier, const struct zpp_tier_piece *piece, int line_index, struct plan *plan,
-                       size_t *held_count) {
+static bool plan_piece(const zpp_tier *tier, const struct zpp_tier_piece *piece, int line_index,
+                       struct tier_plan *plan) {
     const struct tier_line *line = &tier->lines[line_index];
     size_t at = tier->slices[piece->slice].begin_elems + piece->first;
     for (size_t done = 0; done < piece->segment.elems;) {
@@ -98,10 +75,10 @@ static bool plan_piece(const zpp_tier *tier, const struct zpp_tier_piece *piece,
         if (!held) {
             if (!add_cut(plan, line_index, chunk, inside, part)) return false;
         } else {
-            if (!grow((void **)&plan->segments, &plan->segments_room, *held_count, sizeof *plan->segments))
+            if (!grow((void **)&plan->segments, &plan->segments_room, plan->held_count, sizeof *plan->segments))
                 return false;
             bind_states(line, &part, line->held, line->held_elems, at);
-            plan->segments[(*held_count)++] = part;
+            plan->segments[plan->held_count++] = part;
         }
         done += run;
         at += run;
@@ -109,27 +86,45 @@ static bool plan_piece(const zpp_tier *tier, const struct zpp_tier_piece *piece,
     return true;
 }
 
-/* Line after line, so that a chunk is visited once. */
-static bool make_plan(const zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
-                      struct plan *plan, size_t *held_count) {
-    for (int line = 0; line < 2; line++)
-        for (size_t i = 0; i < pieces_count; i++)
-            if (tier->slices[pieces[i].slice].line == line &&
-                !plan_piece(tier, &pieces[i], line, plan, held_count))
-                return false;
-    return true;
+static size_t most_cuts(const struct tier_plan *plan) {
+    size_t most = 1;
+    for (size_t i = 0; i < plan->visits_count; i++)
+        if (plan->visits[i].cuts > most) most = plan->visits[i].cuts;
+    return most;
 }
 
-static void drop_plan(struct plan *plan) {
+/* Line after line, so that a chunk is visited once. */
+zpp_status tier_plan_make(const zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
+                          struct tier_plan *plan, struct zpp_err *err) {
+    bool memory = true;
+    for (int line = 0; line < 2; line++)
+        for (size_t i = 0; i < pieces_count && memory; i++)
+            if (tier->slices[pieces[i].slice].line == line) memory = plan_piece(tier, &pieces[i], line, plan);
+    while (memory && plan->segments_room < most_cuts(plan))
+        memory = grow((void **)&plan->segments, &plan->segments_room, plan->segments_room, sizeof *plan->segments);
+    if (memory) return ZPP_OK;
+    return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the plan of a step over %zu pieces", pieces_count);
+}
+
+void tier_plan_drop(struct tier_plan *plan) {
     free(plan->cuts);
     free(plan->visits);
     free(plan->segments);
 }
 
+void tier_plan_bind(const zpp_tier *tier, struct tier_plan *plan, const struct tier_visit *visit, float *memory) {
+    const struct tier_line *line = &tier->lines[visit->line];
+    for (size_t i = 0; i < visit->cuts; i++) {
+        const struct tier_cut *cut = &plan->cuts[visit->first_cut + i];
+        plan->segments[i] = cut->segment;
+        bind_states(line, &plan->segments[i], memory, tier_chunk_elems(line, visit->chunk), cut->inside);
+    }
+}
+
 /* --- the pipeline ------------------------------------------------------------------------------------------------- */
 
-static zpp_status finish_timed(zpp_tier *tier, zpp_aio_request **request, struct zpp_aio_fault *fault,
-                               struct zpp_err *err) {
+zpp_status tier_finish_timed(zpp_tier *tier, zpp_aio_request **request, struct zpp_aio_fault *fault,
+                             struct zpp_err *err) {
     if (!*request) return ZPP_OK;
     const uint64_t before_ns = zpp_now_ns();
     const zpp_status status = tier_finish(request, fault, err);
@@ -140,12 +135,12 @@ static zpp_status finish_timed(zpp_tier *tier, zpp_aio_request **request, struct
 
 /* Read visit `index` into its buffer, once that buffer's write is done. Moments that were never written are not read.
  */
-static zpp_status begin_read(zpp_tier *tier, const struct plan *plan, size_t index, struct zpp_aio_fault *fault,
+static zpp_status begin_read(zpp_tier *tier, const struct tier_plan *plan, size_t index, struct zpp_aio_fault *fault,
                              struct zpp_err *err) {
     if (index >= plan->visits_count) return ZPP_OK;
     struct tier_buffer *buffer = &tier->buffers[index % tier->options.buffers];
-    const struct visit *visit = &plan->visits[index];
-    zpp_status status = finish_timed(tier, &buffer->write, fault, err);
+    const struct tier_visit *visit = &plan->visits[index];
+    zpp_status status = tier_finish_timed(tier, &buffer->write, fault, err);
     if (status == ZPP_OK && plan->windows)
         status = zpp_filed_window_open(&plan->files, index, &plan->cuts[visit->first_cut].segment, visit->cuts,
                                        sizeof *plan->cuts, fault, err);
@@ -159,22 +154,18 @@ static zpp_status begin_read(zpp_tier *tier, const struct plan *plan, size_t ind
                        err);
 }
 
-static zpp_status step_visit(zpp_tier *tier, struct plan *plan, size_t index, float grad_scale, zpp_pool *pool,
+static zpp_status step_visit(zpp_tier *tier, struct tier_plan *plan, size_t index, float grad_scale, zpp_pool *pool,
                              struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct tier_buffer *buffer = &tier->buffers[index % tier->options.buffers];
-    const struct visit *visit = &plan->visits[index];
+    const struct tier_visit *visit = &plan->visits[index];
     struct tier_line *line = &tier->lines[visit->line];
     const size_t stride = tier_chunk_elems(line, visit->chunk), master = line->plane[ZPP_TIER_MASTER] >= 0;
-    zpp_status status = finish_timed(tier, &buffer->read, fault, err);
+    zpp_status status = tier_finish_timed(tier, &buffer->read, fault, err);
     if (status == ZPP_OK && plan->windows) status = zpp_filed_window_ready(&plan->files, index, fault, err);
     if (status != ZPP_OK) return status;
     if (!line->stepped[visit->chunk])
         memset(buffer->memory + master * stride, 0, (line->planes - master) * stride * sizeof(float));
-    for (size_t i = 0; i < visit->cuts; i++) {
-        const struct cut *cut = &plan->cuts[visit->first_cut + i];
-        plan->segments[i] = cut->segment;
-        bind_states(line, &plan->segments[i], buffer->memory, stride, cut->inside);
-    }
+    tier_plan_bind(tier, plan, visit, buffer->memory);
     zpp_adam_step(plan->segments, visit->cuts, grad_scale, pool);
     status = tier_submit(tier, tier_record_offset(line, visit->chunk), buffer->memory,
                          line->planes * stride * sizeof(float), true, &buffer->write, fault, err);
@@ -184,22 +175,22 @@ static zpp_status step_visit(zpp_tier *tier, struct plan *plan, size_t index, fl
 }
 
 /* What is held: where its parameters or gradients are in a file, before the visits, whose windows are the same. */
-static zpp_status step_held(struct plan *plan, size_t held_count, float grad_scale, zpp_pool *pool,
-                            struct zpp_aio_fault *fault, struct zpp_err *err) {
+static zpp_status step_held(struct tier_plan *plan, float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault,
+                            struct zpp_err *err) {
     bool torn;
     if (plan->windows)
-        return zpp_filed_adam_step(&plan->files, plan->segments, held_count, grad_scale, pool, &torn, fault, err);
-    zpp_adam_step(plan->segments, held_count, grad_scale, pool);
+        return zpp_filed_adam_step(&plan->files, plan->segments, plan->held_count, grad_scale, pool, &torn, fault, err);
+    zpp_adam_step(plan->segments, plan->held_count, grad_scale, pool);
     return ZPP_OK;
 }
 
-static zpp_status stream(zpp_tier *tier, struct plan *plan, size_t held_count, float grad_scale, zpp_pool *pool,
+static zpp_status stream(zpp_tier *tier, struct tier_plan *plan, float grad_scale, zpp_pool *pool,
                          struct zpp_aio_fault *fault, struct zpp_err *err) {
     const size_t ahead = tier->options.buffers - 1;
     zpp_status status = ZPP_OK;
-    if (plan->windows) status = step_held(plan, held_count, grad_scale, pool, fault, err);
+    if (plan->windows) status = step_held(plan, grad_scale, pool, fault, err);
     for (size_t i = 0; i < ahead && status == ZPP_OK; i++) status = begin_read(tier, plan, i, fault, err);
-    if (!plan->windows && status == ZPP_OK) status = step_held(plan, held_count, grad_scale, pool, fault, err);
+    if (!plan->windows && status == ZPP_OK) status = step_held(plan, grad_scale, pool, fault, err);
     for (size_t i = 0; i < plan->visits_count && status == ZPP_OK; i++) {
         status = step_visit(tier, plan, i, grad_scale, pool, fault, err);
         if (status == ZPP_OK) status = begin_read(tier, plan, i + ahead, fault, err);
@@ -215,18 +206,11 @@ static zpp_status settle(zpp_tier *tier, const struct zpp_step_files *files, zpp
         for (int which = 0; which < 2; which++) {
             struct zpp_aio_fault other_fault;
             struct zpp_err other = ZPP_ERR_INIT;
-            if (status != ZPP_OK) (void)finish_timed(tier, requests[which], &other_fault, &other);
-            else status = finish_timed(tier, requests[which], fault, err);
+            if (status != ZPP_OK) (void)tier_finish_timed(tier, requests[which], &other_fault, &other);
+            else status = tier_finish_timed(tier, requests[which], fault, err);
         }
     }
     return zpp_filed_settle(files, status, fault, err);
-}
-
-static size_t most_cuts(const struct plan *plan) {
-    size_t most = 1;
-    for (size_t i = 0; i < plan->visits_count; i++)
-        if (plan->visits[i].cuts > most) most = plan->visits[i].cuts;
-    return most;
 }
 
 zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
@@ -240,18 +224,14 @@ zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, si
         return zpp_fail(err, ZPP_INVALID, "tier: %u buffers with parameters or gradients in a file, wanted at most %d",
                         tier->options.buffers, (int)ZPP_FILED_WINDOWS);
     const uint64_t began_ns = zpp_now_ns();
-    struct plan plan = { .files = *files, .windows = windows };
-    size_t held_count = 0;
-    bool memory = make_plan(tier, pieces, pieces_count, &plan, &held_count);
-    while (memory && plan.segments_room < most_cuts(&plan))
-        memory = grow((void **)&plan.segments, &plan.segments_room, plan.segments_room, sizeof *plan.segments);
-    if (!memory) {
-        drop_plan(&plan);
-        return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the plan of a step over %zu pieces", pieces_count);
+    struct tier_plan plan = { .files = *files, .windows = windows };
+    zpp_status status = tier_plan_make(tier, pieces, pieces_count, &plan, err);
+    if (status != ZPP_OK) {
+        tier_plan_drop(&plan);
+        return status;
     }
-    const zpp_status status =
-        settle(tier, files, stream(tier, &plan, held_count, grad_scale, pool, fault, err), fault, err);
-    drop_plan(&plan);
+    status = settle(tier, files, stream(tier, &plan, grad_scale, pool, fault, err), fault, err);
+    tier_plan_drop(&plan);
     tier->torn = status != ZPP_OK;
     tier->steps++;
     tier->step_ns += zpp_now_ns() - began_ns;

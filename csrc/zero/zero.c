@@ -51,6 +51,7 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     zero->rank = options->comm ? zpp_comm_rank(options->comm) : 0;
     zero->ranks = options->comm ? zpp_comm_ranks(options->comm) : 1;
     zero->grad_scale = 1.0;
+    pthread_mutex_init(&zero->lent_lock, NULL); /* with default attributes it cannot fail */
     zpp_status status = ZPP_OK;
     if (options->params_fraction > 0.0)
         status = zpp_filed_create(zpp_between(options->comm) ? NULL : options->comm, options->params_fraction,
@@ -108,6 +109,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_exchange_fini(zero);
     if (zero->slices.filed) zpp_filed_close(zero->slices.filed);
     for (int i = 0; i < zero->units_count; i++) destroy_unit(zero, zero->units[i]);
+    zpp_lent_drop(zero);
     free(zero->units);
     free(zero->order);
     free(zero->moving);
@@ -124,6 +126,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_wire_fini(zero);
     zpp_second_free(zero);
     zpp_mem_free(zero->alone, zero->alone_bytes);
+    pthread_mutex_destroy(&zero->lent_lock);
     free(zero);
 }
 

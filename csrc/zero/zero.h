@@ -110,6 +110,12 @@ void zpp_zero_publish(zpp_zero *zero);
  * (SHARD and FILE units; full ones). */
 zpp_status zpp_zero_keep_slice(zpp_zero *zero, int unit, struct zpp_err *err);
 
+/* A step inside the backward: this rank's slice was changed in memory, in a FILE unit that is full and pinned; begin to
+ * write it. Nothing to do for other units. Then, before it is unpinned: how that ended; `now`: AGAIN where it has not.
+ */
+zpp_status zpp_zero_send_slice(zpp_zero *zero, int unit, struct zpp_err *err);
+zpp_status zpp_zero_slice_sent(zpp_zero *zero, int unit, bool now, struct zpp_err *err);
+
 /* --- gradients (reduce.c) ----------------------------------------------------------------------------------------- */
 /* A parameter's gradient, `param_elems` elements of the unit's kind, on the compute stream. Added to what this rank has
  * not reduced yet. `uses` > 1 or `partial`: more may come, so the unit is reduced at the end. */
@@ -155,6 +161,13 @@ bool zpp_zero_grads_pending(const zpp_zero *zero); /* accumulated on this rank, 
 void zpp_zero_set_grad_scale(zpp_zero *zero, double scale); /* multiplies the mean over ranks at the next reductions */
 void zpp_zero_clear_grad(zpp_zero *zero, int unit, size_t param);
 void zpp_zero_clear_grads(zpp_zero *zero);
+/* A step inside the backward takes each unit's gradient when it is reduced. Stages 2 and 3: slices have memory from
+ * their reduction until zpp_zero_drop_grad, and lend it to each other. Before seal. */
+void zpp_zero_lend_slices(zpp_zero *zero);
+/* Of the backward that reduces, or has ended: the unit that is reduced after the first `done` ones; -1: not yet, or
+ * none is left. On every rank nobody reads it any more in this backward, and every rank finds the same order. */
+int zpp_zero_next_reduced(zpp_zero *zero, int done);
+void zpp_zero_drop_grad(zpp_zero *zero, int unit);
 
 /* --- step (step.c) ------------------------------------------------------------------------------------------------ */
 /* Collective: returns when no rank reads parameters any more, so that slices may be written. `vote` travels along:

@@ -47,6 +47,7 @@ static uint64_t next_random(uint64_t *state) { /* splitmix64 */
 struct plan {
     int ranks, stage, units;
     bool host_copy;
+    bool early;  /* units are stepped inside the backward */
     bool narrow; /* gradients travel in bf16, which holds these exactly */
     double grads_fraction; /* of the reduced gradients in a file; 0: none */
     size_t prefetch_bytes, bucket_bytes;
@@ -92,7 +93,7 @@ static float gradient_of(int rank, int unit, size_t elem, int step, int micro) {
 }
 
 static bool has_gradient(const struct plan *plan, int rank, int unit, size_t param, int step, int micro) {
-    (void)plan;
+    if (plan->early && unit % 3) return true; /* the others come at the end of the backward */
     return (rank * 3 + unit * 5 + (int)param * 7 + step * 11 + micro * 13) % 4 != 0;
 }
 
@@ -229,23 +230,35 @@ static void give_gradient(struct rank_state *state, int unit, size_t param, int 
     must(zpp_zero_grad(state->zero, unit, param, memory, false, &patience, &err), &err, "grad");
 }
 
+static void give_gradients(struct rank_state *state, int unit, int step, int micro) {
+    const struct plan *plan = state->plan;
+    for (size_t param = 0; plan->trainable[unit] && param < plan->params[unit]; param++)
+        if (has_gradient(plan, state->rank, unit, param, step, micro)) give_gradient(state, unit, param, step, micro);
+}
+
+static int step_reduced(struct rank_state *state, int done);
+
 static void backward(struct rank_state *state, int step, int micro, bool reduce) {
     struct plan *plan = state->plan;
     struct zpp_err err = ZPP_ERR_INIT;
-    int order[MAX_UNITS];
+    int order[MAX_UNITS], done = 0;
     shuffle(state, order, plan->units);
     must(zpp_zero_backward_begin(state->zero, reduce, &err), &err, "backward begin");
     for (int i = plan->units - 1; i >= 0; i--) {
-        const int unit = next_random(&state->random) % 4 ? i : order[i];
+        const int unit = plan->early || next_random(&state->random) % 4 ? i : order[i];
         use_unit(state, unit, ZPP_PHASE_BACKWARD);
         must(zpp_zero_release(state->zero, unit, &err), &err, "release");
+        if (!plan->early) continue;
+        give_gradients(state, unit, step, micro);
+        if (reduce) done = step_reduced(state, done);
     }
-    for (int i = plan->units - 1; i >= 0; i--) {
-        if (!plan->trainable[i]) continue;
-        for (size_t param = 0; param < plan->params[i]; param++)
-            if (has_gradient(plan, state->rank, i, param, step, micro)) give_gradient(state, i, param, step, micro);
-    }
+    for (int i = plan->units - 1; i >= 0 && !plan->early; i--) give_gradients(state, i, step, micro);
     must(zpp_zero_backward_end(state->zero, &patience, &err), &err, "backward end");
+    if (plan->early && reduce) {
+        done = step_reduced(state, done);
+        for (int i = 0; i < plan->units; i++) done -= plan->trainable[i];
+        REQUIRE(done == 0, "rank %d: %d units were not reduced", state->rank, -done);
+    }
     must(zpp_zero_release_all(state->zero, &err), &err, "release all");
     settle_compute(state);
     while (state->scratch_count) {
@@ -336,23 +349,44 @@ static void expect_update(struct rank_state *state, int unit) {
         }
 }
 
+/* Inside the backward: of every unit that is reduced this rank's slice changes at once, while others compute. */
+static int step_reduced(struct rank_state *state, int done) {
+    for (;;) {
+        const int unit = zpp_zero_next_reduced(state->zero, done);
+        if (unit < 0) return done;
+        check_gradient(state, unit);
+        const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
+        const float *slice = zpp_zero_grad_shard(state->zero, unit, NULL);
+        const size_t begin = own_begin(state, core), end = begin + own_elems(state, core);
+        float *values = (float *)(void *)core->shard;
+        for (size_t param = 0; slice && param < core->params; param++)
+            for (size_t i = 0; state->present[unit][param] && i < core->param_elems[param]; i++) {
+                const size_t at = core->offset_elems[param] + i;
+                if (at >= begin && at < end) values[at - begin] -= slice[at - begin];
+            }
+        expect_update(state, unit);
+        zpp_zero_drop_grad(state->zero, unit);
+        done++;
+    }
+}
+
 static void step(struct rank_state *state, int number) {
     struct plan *plan = state->plan;
     struct zpp_err err = ZPP_ERR_INIT;
     uint64_t votes[MAX_RANKS];
     settle_gradients(state);
     for (int unit = plan->units - 1; unit >= 0; unit--)
-        if (plan->trainable[unit]) check_gradient(state, unit);
+        if (plan->trainable[unit] && !plan->early) check_gradient(state, unit);
     must(zpp_zero_step_begin(state->zero, (uint64_t)(100 * number + state->rank), votes, &patience, &err), &err,
          "step begin");
     for (int rank = 0; rank < plan->ranks; rank++)
         REQUIRE(votes[rank] == (uint64_t)(100 * number + rank), "vote %llu from rank %d",
                 (unsigned long long)votes[rank], rank);
     for (int unit = 0; unit < plan->units; unit++)
-        if (plan->trainable[unit]) update_unit(state, unit);
+        if (plan->trainable[unit] && !plan->early) update_unit(state, unit);
     settle_compute(state);
     for (int unit = 0; unit < plan->units; unit++) {
-        if (!plan->trainable[unit]) continue;
+        if (!plan->trainable[unit] || plan->early) continue;
         must(zpp_zero_grad_close(state->zero, unit, &err), &err, "close a gradient");
         expect_update(state, unit);
     }
@@ -369,9 +403,10 @@ static void train_step(struct rank_state *state, int number) {
     for (int micro = 0; micro < plan->micro_steps[number]; micro++) {
         const bool last = micro == plan->micro_steps[number] - 1;
         forward(state);
+        if (plan->early) add_expected(state, number, micro);
         /* Alternately: hold the gradients back, or reduce every micro-step and add. */
-        backward(state, number, micro, last || (plan->stage > 0 && number % 2));
-        add_expected(state, number, micro);
+        backward(state, number, micro, last || (plan->stage > 0 && number % 2 && !plan->early));
+        if (!plan->early) add_expected(state, number, micro);
     }
     step(state, number);
 }
@@ -407,6 +442,7 @@ static void build(struct rank_state *state) {
     must(zpp_event_create(state->device, &state->idle, &err), &err, "event");
     if (plan->grads_fraction > 0.0)
         must(zpp_zero_set_grads_fraction(state->zero, plan->grads_fraction, &err), &err, "gradients in a file");
+    if (plan->early) zpp_zero_lend_slices(state->zero);
     for (int unit = 0; unit < plan->units; unit++) {
         char name[32];
         int index = -1;
@@ -485,6 +521,7 @@ static void draw_plan(struct plan *plan, uint64_t *random) {
         if (next_random(random) % 3 == 0) plan->ranks = 1;
     }
     plan->narrow = next_random(random) % 3 == 0;
+    plan->early = plan->stage > 0 && plan->grads_fraction <= 0.0 && next_random(random) % 3 == 0;
     for (int i = 0; i < STEPS; i++) plan->micro_steps[i] = plan->stage == 0 ? 1 : 1 + (int)(next_random(random) % 2);
 }
 

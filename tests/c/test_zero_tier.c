@@ -49,6 +49,8 @@ struct setup {
     double fraction;
     bool amsgrad, no_ring;
     size_t chunk_elems;
+    bool early;
+    unsigned buffers;
 };
 
 static bool has_master(int slice) {
@@ -61,7 +63,8 @@ static zpp_tier *new_tier(const struct setup *setup) {
     reset_plan();
     struct zpp_tier_options options = { .path = in_folder("states"), .fraction = setup->fraction,
                                         .amsgrad = setup->amsgrad, .chunk_elems = setup->chunk_elems,
-                                        .sys = &sys, .log = count_log };
+                                        .early = setup->early, .buffers = setup->buffers, .sys = &sys,
+                                        .log = count_log };
     plan.no_ring = setup->no_ring;
     zpp_tier *tier = NULL;
     CHECK_OK(zpp_tier_create(&options, &tier, &err));
@@ -99,27 +102,45 @@ static struct zpp_adam_segment segment_of(struct state *state, int slice, size_t
         .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .decoupled_decay = true };
 }
 
-/* Both sides take one step; slice 3 has no gradient in the first. Two pieces a slice, with a gap between. */
+/* One slice on both sides, in two pieces with a gap between: in memory it takes its step here. */
+static void pieces_of(int i, uint64_t t, bool amsgrad, zpp_pool *pool, struct zpp_tier_piece pieces[2]) {
+    const size_t half = slice_elems[i] / 2, starts[3] = { 0, half + 3, slice_elems[i] };
+    for (int part = 0; part < 2; part++) {
+        const size_t first = starts[part], elems = (part ? starts[2] : half) - first;
+        const struct zpp_adam_segment in_memory = segment_of(&plain[i], i, first, elems, t, amsgrad);
+        zpp_adam_step(&in_memory, 1, 0.5f, pool);
+        pieces[part] = (struct zpp_tier_piece){ segment_of(&tiered[i], i, first, elems, t, amsgrad), i, first };
+        struct zpp_adam_segment *segment = &pieces[part].segment;
+        if (has_master(i)) segment->param = NULL;
+        segment->exp_avg = segment->exp_avg_sq = NULL;
+    }
+}
+
+/* Both sides take one step; slice 3 has no gradient in the first. */
 static zpp_status step(zpp_tier *tier, uint64_t t, bool amsgrad, zpp_pool *pool, struct zpp_aio_fault *fault,
                        struct zpp_err *err) {
     struct zpp_tier_piece pieces[2 * SLICES];
-    struct zpp_adam_segment segments[2 * SLICES];
     size_t count = 0;
     for (int i = 0; i < SLICES; i++) {
         if (i == 3 && t == 1) continue;
-        const size_t half = slice_elems[i] / 2, starts[3] = { 0, half + 3, slice_elems[i] };
-        for (int part = 0; part < 2; part++) {
-            const size_t first = starts[part], elems = (part ? starts[2] : half) - first;
-            segments[count] = segment_of(&plain[i], i, first, elems, t, amsgrad);
-            pieces[count] = (struct zpp_tier_piece){ segment_of(&tiered[i], i, first, elems, t, amsgrad), i, first };
-            struct zpp_adam_segment *segment = &pieces[count++].segment;
-            if (has_master(i)) segment->param = NULL;
-            segment->exp_avg = segment->exp_avg_sq = NULL;
-        }
+        pieces_of(i, t, amsgrad, pool, &pieces[count]);
+        count += 2;
     }
-    zpp_adam_step(segments, count, 0.5f, pool);
     const struct zpp_step_files files = { 0 };
     return zpp_tier_step(tier, pieces, count, &files, 0.5f, pool, fault, err);
+}
+
+/* The same, slice by slice in some order; -1 stands for none. */
+static zpp_status step_early(zpp_tier *tier, uint64_t t, bool amsgrad, const int order[SLICES], zpp_pool *pool,
+                             struct zpp_aio_fault *fault, struct zpp_err *err) {
+    zpp_status status = zpp_tier_early_begin(tier, fault, err);
+    for (int at = 0; at < SLICES && status == ZPP_OK; at++) {
+        struct zpp_tier_piece pieces[2];
+        if (order[at] < 0) continue;
+        pieces_of(order[at], t, amsgrad, pool, pieces);
+        status = zpp_tier_early_step(tier, pieces, 2, 0.5f, pool, fault, err);
+    }
+    return status == ZPP_OK ? zpp_tier_early_end(tier, fault, err) : status;
 }
 
 static void check_kind(zpp_tier *tier, int slice, enum zpp_tier_kind kind, const float *wanted) {
@@ -149,8 +170,14 @@ static void check_same(zpp_tier *tier, bool amsgrad) {
 
 static void steps_equal_memory(void) {
     static const struct setup setups[] = {
-        { 1.0, false, false, 1024 }, { 1.0, true, false, 1024 }, { 0.5, false, false, 1024 }, { 0.3, true, true, 1024 },
-        { 1.0, false, true, 2048 },  { 1.0, false, false, 65536 }, { 0.01, true, false, 1024 }, { 1.0, true, false, 0 },
+        { .fraction = 1.0, .chunk_elems = 1024 },
+        { .fraction = 1.0, .amsgrad = true, .chunk_elems = 1024 },
+        { .fraction = 0.5, .chunk_elems = 1024 },
+        { .fraction = 0.3, .amsgrad = true, .no_ring = true, .chunk_elems = 1024 },
+        { .fraction = 1.0, .no_ring = true, .chunk_elems = 2048 },
+        { .fraction = 1.0, .chunk_elems = 65536 },
+        { .fraction = 0.01, .amsgrad = true, .chunk_elems = 1024 },
+        { .fraction = 1.0, .amsgrad = true },
     };
     make_folder();
     for (size_t i = 0; i < sizeof setups / sizeof *setups; i++) {
@@ -166,6 +193,92 @@ static void steps_equal_memory(void) {
         }
         end_tier(tier);
         zpp_pool_destroy(pool);
+    }
+    remove_folder();
+}
+
+/* Slices in the order that is expected, in others, and not all of them; with few buffers, so that what was read ahead
+ * and what has changed gives way, with as many as it takes, and with those chosen. */
+static void early_steps_equal_memory(void) {
+    static const int orders[][SLICES] = { { 4, 3, 2, 1, 0 }, { 0, 1, 2, 3, 4 }, { 2, 4, 0, 3, 1 }, { 4, -1, 2, -1, 0 },
+                                          { -1, 3, -1, 1, -1 } };
+    static const struct setup setups[] = {
+        { 1.0, false, false, 1024, true, 3 },  { 1.0, true, false, 1024, true, 4 }, { 0.5, false, true, 1024, true, 3 },
+        { 1.0, false, false, 2048, true, 64 }, { 1.0, true, false, 0, true, 0 },
+        { 0.3, false, false, 1024, true, 0 },
+    };
+    enum { ORDERS = sizeof orders / sizeof *orders };
+    make_folder();
+    for (size_t i = 0; i < sizeof setups / sizeof *setups; i++) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        struct zpp_aio_fault fault;
+        zpp_pool *pool = NULL;
+        CHECK_OK(zpp_pool_create(in_new_threads, i % 2 ? 2 : 1, &pool, &err));
+        zpp_tier *tier = new_tier(&setups[i]);
+        for (uint64_t t = 1; t <= 2 * ORDERS; t++) {
+            CHECK_OK(step_early(tier, t, setups[i].amsgrad, orders[(t + i) % ORDERS], pool, &fault, &err));
+            check_same(tier, setups[i].amsgrad);
+        }
+        /* What is written from outside is not what was read ahead. */
+        memset(plain[4].exp_avg, 0, slice_elems[4] * sizeof(float));
+        CHECK_OK(zpp_tier_copy(tier, 4, ZPP_TIER_EXP_AVG, 0, slice_elems[4], plain[4].exp_avg, true, &fault, &err));
+        CHECK_OK(step_early(tier, 99, setups[i].amsgrad, orders[0], pool, &fault, &err));
+        check_same(tier, setups[i].amsgrad);
+        end_tier(tier);
+        zpp_pool_destroy(pool);
+    }
+    remove_folder();
+}
+
+/* In the expected order every record is read and written once a step, also those that slices share. */
+static void early_bytes_are_counted(void) {
+    static const int order[SLICES] = { 4, 3, 2, 1, 0 };
+    make_folder();
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024, .early = true, .buffers = 4 });
+    struct zpp_tier_figures before, after;
+    for (uint64_t t = 1; t <= 4; t++) {
+        zpp_tier_figures(tier, &before);
+        CHECK_OK(step_early(tier, t, false, order, NULL, &fault, &err));
+        zpp_tier_figures(tier, &after);
+        CHECK_EQUAL(after.written_bytes - before.written_bytes, before.reserved_bytes);
+    }
+    CHECK_EQUAL(after.steps, 4);
+    /* What the next step reads first may be on its way: four records at most. */
+    const uint64_t records = 3 * before.reserved_bytes + 8 * 4096, ahead = 4 * 12 * 1024;
+    CHECK(after.read_bytes >= records && after.read_bytes <= records + ahead);
+    end_tier(tier);
+    remove_folder();
+}
+
+static void early_operations_fail_once(void) {
+    static const int order[SLICES] = { 4, 3, 2, 1, 0 };
+    make_folder();
+    for (int turn = 0; turn < 4; turn++) {
+        const bool write = turn & 1, no_ring = turn & 2;
+        bool over = false;
+        for (int n = 0; !over; n++) {
+            struct zpp_err err = ZPP_ERR_INIT;
+            struct zpp_aio_fault fault = { .wanted_bytes = 0 };
+            zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024, .no_ring = no_ring,
+                                                       .early = true, .buffers = 3 });
+            CHECK_OK(step_early(tier, 1, false, order, NULL, &fault, &err));
+            atomic_store(write ? &plan.writes_left : &plan.reads_left, n);
+            const zpp_status status = step_early(tier, 2, false, order, NULL, &fault, &err);
+            over = atomic_load(write ? &plan.writes_left : &plan.reads_left) > 0;
+            atomic_store(write ? &plan.writes_left : &plan.reads_left, -1);
+            CHECK_EQUAL(zpp_tier_torn(tier), status != ZPP_OK);
+            if (status != ZPP_OK) {
+                CHECK_EQUAL(status, ZPP_TIER);
+                CHECK(strstr(err.text, "/states\"") && strstr(err.text, "at offset") && fault.os_errno == EIO);
+                CHECK_FAILS(step_early(tier, 3, false, order, NULL, &fault, &err), ZPP_STATE, "load a checkpoint");
+                zpp_tier_mend(tier);
+                CHECK_OK(step_early(tier, 4, false, order, NULL, &fault, &err));
+            }
+            end_tier(tier);
+            CHECK(n < 40);
+        }
     }
     remove_folder();
 }
@@ -281,6 +394,13 @@ static void refuses_misuse(void) {
     CHECK_FAILS(zpp_tier_copy(tier, 2, ZPP_TIER_MASTER, 0, 1, &value, false, &fault, &err), ZPP_INVALID, "none of");
     CHECK_FAILS(zpp_tier_copy(tier, 1, ZPP_TIER_EXP_AVG, 16, 1, &value, false, &fault, &err), ZPP_INVALID, "has 16");
     CHECK_FAILS(zpp_tier_copy(tier, 9, ZPP_TIER_EXP_AVG, 0, 1, &value, false, &fault, &err), ZPP_STATE, "there are 5");
+    CHECK_FAILS(zpp_tier_early_begin(tier, &fault, &err), ZPP_STATE, "not made for steps inside a backward");
+    CHECK_FAILS(zpp_tier_early_step(tier, NULL, 0, 1.0f, NULL, &fault, &err), ZPP_STATE, "before the step has begun");
+    CHECK_OK(zpp_tier_early_end(tier, &fault, &err));
+    end_tier(tier);
+    tier = new_tier(&(struct setup){ .fraction = 1.0, .early = true });
+    CHECK_OK(zpp_tier_early_begin(tier, &fault, &err));
+    CHECK_FAILS(zpp_tier_early_begin(tier, &fault, &err), ZPP_STATE, "in the middle of a step");
     end_tier(tier);
     zpp_tier_destroy(NULL);
     remove_folder();
@@ -288,6 +408,8 @@ static void refuses_misuse(void) {
 
 int main(int argc, char **argv) {
     static const struct test_case cases[] = { TEST(steps_equal_memory), TEST(bytes_are_counted), TEST(full_disk),
-                                              TEST(every_operation_fails_once), TEST(refuses_misuse), { 0 } };
+                                              TEST(every_operation_fails_once), TEST(refuses_misuse),
+                                              TEST(early_steps_equal_memory), TEST(early_bytes_are_counted),
+                                              TEST(early_operations_fail_once), { 0 } };
     return test_main(argc, argv, cases);
 }
