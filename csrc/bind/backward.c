@@ -38,6 +38,7 @@ static bool boundary_now(Zero *zero) {
 
 static int begin_backward(Zero *zero, long task) {
     struct zpp_err err = ZPP_ERR_INIT;
+    if (zpp_py_early_require_ended(zero, "a second backward")) return -1;
     zero->boundary = boundary_now(zero);
     /* Gradients in a file are reduced in every micro-step: held back, they would fill the memory. */
     const bool due = zpp_zero_filed_grads(zero->core) ? zero->sync : zero->boundary;
@@ -50,16 +51,27 @@ static int begin_backward(Zero *zero, long task) {
     zero->task = task;
     const Py_ssize_t count = PyList_Size(zero->units);
     for (Py_ssize_t i = 0; i < count; i++) ((Unit *)PyList_GetItem(zero->units, i))->got = 0;
+    if (zpp_py_early_begin(zero)) return -1;
     PyObject *done = PyObject_CallFunctionObjArgs(zero->queue_callback, zero->end_callback, NULL);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
 
+/* Another backward would need the values that this one replaces. */
+static int refuse_graph(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_fail(&err, ZPP_STATE,
+             "zero: a backward with create_graph=True, where Config(step_in_backward=True) changes parameters inside "
+             "the backward; leave out one of the two");
+    zpp_py_raise(&err);
+    return -1;
+}
+
 int zpp_py_enter_backward(Zero *zero, bool recompute, long *task) {
     if (!zpp_py_backward_runs(zero, task)) return PyErr_Occurred() ? -1 : 0;
-    if (!recompute && zero->moves && *task != zero->graded_task) {
+    if (!recompute && (zero->moves || zero->early.begin) && *task != zero->graded_task) {
         const int grad = zpp_py_grad_mode(zero);
-        if (grad < 0) return -1;
+        if (grad < 0 || (grad && zero->early.begin && refuse_graph())) return -1;
         /* create_graph: this backward saves views that no hook of ours sees, for the next one to read. */
         if (grad) zero->keep_passes = 2;
         zero->graded_task = *task;
@@ -96,6 +108,7 @@ static PyObject *end_backward(PyObject *self, PyObject *unused) {
     const zpp_status status = zpp_zero_backward_end(zero->core, &wait, &err);
     PyEval_RestoreThread(thread);
     if (status != ZPP_OK) return zpp_py_raise(&err);
+    if (zpp_py_early_close(zero)) return NULL;
     if (zero->reduces && zero->stage == 0 && zero->ranks > 1 && show_whole_gradients(zero)) return NULL;
     if (zero->keep_passes > 0 && --zero->keep_passes > 0) Py_RETURN_NONE;
     if (zpp_py_release_all(zero)) return NULL;
@@ -178,7 +191,9 @@ static PyObject *take_gradient(PyObject *self, PyObject *param) {
     if (zero->closed) Py_RETURN_NONE;
     long task = -1;
     if (zpp_py_enter_backward(zero, false, &task)) return NULL;
+    const bool partial = task != zero->task && zpp_zero_uses(zero->core, unit->unit->index) == 0;
     if (zero->ranks == 1 && !zpp_zero_filed_grads(zero->core)) {
+        if (zpp_py_early_gradient(unit, hook->param, partial)) return NULL;
         if (zero->moves && after_gradient(unit)) return NULL;
         Py_RETURN_NONE;
     }
@@ -192,14 +207,13 @@ static PyObject *take_gradient(PyObject *self, PyObject *param) {
     }
     PyObject *original = grad;
     const void *from = gradient_address(&grad, unit, hook->param);
-    const bool partial = task != zero->task && zpp_zero_uses(zero->core, unit->unit->index) == 0;
     int failed = !from && unit->unit->param_elems[hook->param] ? -1 : hand_over(unit, hook->param, from, partial);
     if (PyErr_Occurred()) failed = -1;
     if (!failed && zero->stage > 0) failed = PyObject_SetAttr(param, zpp_str_grad, Py_None);
     if (!failed && zero->stage == 0 && unit->grad_views && original != PyList_GetItem(unit->grad_views, hook->param))
         failed = PyObject_SetAttr(param, zpp_str_grad, PyList_GetItem(unit->grad_views, hook->param));
     Py_DECREF(grad);
-    if (failed || after_gradient(unit)) return NULL;
+    if (failed || zpp_py_early_gradient(unit, hook->param, partial) || after_gradient(unit)) return NULL;
     Py_RETURN_NONE;
 }
 

@@ -145,7 +145,7 @@ static int forget_dead_backward(Zero *zero) {
     zero->in_backward = false;
     zero->keep_passes = 0;
     zpp_zero_backward_abort(zero->core);
-    return zpp_py_release_all(zero);
+    return zpp_py_early_abort(zero) || zpp_py_release_all(zero) ? -1 : 0;
 }
 
 static int look_around(Trigger *trigger, struct open_call *call) {
@@ -158,6 +158,7 @@ static int look_around(Trigger *trigger, struct open_call *call) {
     call->outermost = zero->depth == 0;
     if (call->outermost && !call->recompute) {
         if (zero->in_backward && forget_dead_backward(zero)) return -1;
+        if (zpp_py_early_require_ended(zero, "a forward")) return -1;
         zero->outer_grad = grad;
     }
     const int functorch = zero->moves ? inside_functorch(zero) : 0;
@@ -187,6 +188,7 @@ static int open_units(Trigger *trigger, struct open_call *call) {
     const Py_ssize_t count = PyTuple_Size(trigger->units);
     for (; call->pinned < count; call->pinned++) {
         Unit *unit = (Unit *)PyTuple_GetItem(trigger->units, call->pinned);
+        if (call->recompute && zpp_py_early_require_whole(unit)) return -1;
         if (zpp_py_need(unit, phase)) return -1;
         unit->unit->pins++;
         if (!call->recompute && (call->grad || zero->outer_grad)) zpp_zero_count_use(zero->core, unit->unit->index);

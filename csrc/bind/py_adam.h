@@ -29,4 +29,15 @@ struct zpp_py_adam {
 int zpp_py_adam_list(Zero *zero, PyObject *groups, bool delayed, struct zpp_py_adam *list);
 void zpp_py_adam_drop(struct zpp_py_adam *list);
 
+/* For a step unit by unit (py_early.c). */
+/* One unit more in `list`; -1: no memory, or an error is set. */
+int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *groups, struct zpp_py_adam *list);
+/* The groups of adam_step(), from malloc; NULL with an error set. */
+struct zpp_adam_segment *zpp_py_read_groups(PyObject *groups);
+/* The first parameter whose gradient in this rank's slice is not finite; -1: none. Not 0: no memory. */
+int zpp_py_unit_norm(const Zero *zero, const Unit *unit, int64_t *bad_param);
+/* Local gradients: p.grad is held, until it is forgotten and None. */
+int zpp_py_hold_gradients(Unit *unit, bool *any);
+int zpp_py_forget_gradients(Unit *unit);
+
 #endif

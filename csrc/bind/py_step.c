@@ -59,7 +59,7 @@ static int hold_gradient(Unit *unit, Py_ssize_t i) {
     return 1;
 }
 
-static int hold_gradients(Unit *unit, bool *any) {
+int zpp_py_hold_gradients(Unit *unit, bool *any) {
     const bool was_plain = unit->is_plain;
     zpp_py_drop_grads(unit);
     if (zpp_py_swap(unit, true)) return -1;
@@ -79,11 +79,11 @@ static PyObject *zero_collect_grads(PyObject *self, PyObject *unused) {
     bool any = false;
     const Py_ssize_t count = PyList_Size(zero->units);
     for (Py_ssize_t i = 0; i < count; i++)
-        if (unit_at(zero, i)->unit->trainable && hold_gradients(unit_at(zero, i), &any)) return NULL;
+        if (unit_at(zero, i)->unit->trainable && zpp_py_hold_gradients(unit_at(zero, i), &any)) return NULL;
     return PyBool_FromLong(any);
 }
 
-static int forget_local(Unit *unit) {
+int zpp_py_forget_gradients(Unit *unit) {
     const bool was_plain = unit->is_plain;
     zpp_py_drop_grads(unit);
     if (zpp_py_swap(unit, true)) return -1;
@@ -97,7 +97,7 @@ static PyObject *zero_clear_grads(PyObject *self, PyObject *unused) {
     Zero *zero = (Zero *)self;
     const Py_ssize_t count = PyList_Size(zero->units);
     for (Py_ssize_t i = 0; i < count && is_local(zero); i++)
-        if (unit_at(zero, i)->unit->trainable && forget_local(unit_at(zero, i))) return NULL;
+        if (unit_at(zero, i)->unit->trainable && zpp_py_forget_gradients(unit_at(zero, i))) return NULL;
     zpp_zero_clear_grads(zero->core);
     Py_RETURN_NONE;
 }
@@ -188,6 +188,14 @@ static int norm_of_slice(const Zero *zero, const Unit *unit, const struct own_sl
     free(bad);
     free(params);
     return memory ? 0 : -1;
+}
+
+int zpp_py_unit_norm(const Zero *zero, const Unit *unit, int64_t *bad_param) {
+    struct own_slice slice;
+    struct slice_norm norm = { 0.0, -1 };
+    if (own_slice(zero, unit, &slice) && norm_of_slice(zero, unit, &slice, slice.rank, &norm)) return -1;
+    *bad_param = norm.bad_param;
+    return 0;
 }
 
 /* Where gradients are in a file, this is when they are read. 0, or -1 with an error set. */
@@ -494,7 +502,7 @@ static int take_gradients(Zero *zero, Unit *unit, struct own_slice *slice) {
     return 0;
 }
 
-static int add_unit_segments(Zero *zero, Unit *unit, const struct zpp_adam_segment *groups, struct zpp_py_adam *list) {
+int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *groups, struct zpp_py_adam *list) {
     struct own_slice slice;
     const bool tiered = unit->adam.tiered;
     const bool low = unit->adam.kind != ZPP_MOMENTS_F32; /* never of a unit in a file: its pieces are not cut */
@@ -556,7 +564,7 @@ static int add_unit_segments(Zero *zero, Unit *unit, const struct zpp_adam_segme
 }
 
 /* (lr, beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad) per parameter group. */
-static struct zpp_adam_segment *read_groups(PyObject *list) {
+struct zpp_adam_segment *zpp_py_read_groups(PyObject *list) {
     const Py_ssize_t count = PyList_Size(list);
     struct zpp_adam_segment *groups = calloc((size_t)count + 1, sizeof *groups);
     if (!groups) {
@@ -590,11 +598,11 @@ void zpp_py_adam_drop(struct zpp_py_adam *list) {
 
 int zpp_py_adam_list(Zero *zero, PyObject *group_list, bool delayed, struct zpp_py_adam *list) {
     *list = (struct zpp_py_adam){ .delayed = delayed };
-    struct zpp_adam_segment *groups = read_groups(group_list);
+    struct zpp_adam_segment *groups = zpp_py_read_groups(group_list);
     if (!groups) return -1;
     int failed = 0;
     for (Py_ssize_t u = 0; u < PyList_Size(zero->units) && !failed; u++)
-        failed = add_unit_segments(zero, unit_at(zero, u), groups, list);
+        failed = zpp_py_adam_unit(zero, unit_at(zero, u), groups, list);
     free(groups);
     if (!failed && !PyErr_Occurred()) return 0;
     zpp_py_adam_drop(list);

@@ -47,16 +47,16 @@ zpp_tier *zpp_py_tier_get(PyObject *object) {
     return ((Tier *)object)->tier;
 }
 
-/* Tier(path, fraction, amsgrad, chunk_elems, buffers, depth, block_bytes, checksums); 0: chosen. */
+/* Tier(path, fraction, amsgrad, chunk_elems, buffers, depth, block_bytes, checksums, early); 0: chosen. */
 static int tier_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Tier *tier = (Tier *)self;
     struct zpp_tier_options options = { .log = keep_warning, .log_ctx = self };
-    int amsgrad, checksums;
+    int amsgrad, checksums, early;
     unsigned buffers, depth;
     Py_ssize_t chunk_elems, block_bytes;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "ydpnIInp", &options.path, &options.fraction, &amsgrad, &chunk_elems, &buffers, &depth,
-                          &block_bytes, &checksums))
+    if (!PyArg_ParseTuple(args, "ydpnIInpp", &options.path, &options.fraction, &amsgrad, &chunk_elems, &buffers, &depth,
+                          &block_bytes, &checksums, &early))
         return -1;
     if (tier->lock_ready) return PyErr_SetString(PyExc_TypeError, "tier: made twice"), -1;
     options.amsgrad = amsgrad;
@@ -65,6 +65,7 @@ static int tier_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     options.depth = depth;
     options.block_bytes = (size_t)block_bytes;
     options.checksums = checksums;
+    options.early = early;
     if (pthread_mutex_init(&tier->lock, NULL) != 0) return PyErr_NoMemory(), -1;
     tier->lock_ready = true;
     struct zpp_err err = ZPP_ERR_INIT;

@@ -50,8 +50,37 @@ typedef struct Unit {
         bool tiered;     /* the states are a slice of Zero's tier, and the addresses above NULL */
         int slice;
     } adam;
+    struct unit_early { /* a step inside the backward, see py_early.c; of this backward: */
+        unsigned char *seen; /* [count]: did its gradient come? NULL before the first */
+        Py_ssize_t missing;
+        bool partial; /* some came in parts */
+        bool left;    /* complete on this rank: its parameters are not read any more */
+        bool stepped;
+        bool pinned;  /* whole until its slice is written */
+    } early;
     unsigned char *ahead; /* delayed: where a step's new values of the slice go, in the unit's kind; fp32: the master */
 } Unit;
+
+enum { ZPP_EARLY_SENDING = 3 }; /* units on their way to the file at once; more, and the backward waits */
+
+/* A step inside the backward (py_early.c). */
+struct zpp_py_early {
+    PyObject *begin; /* () -> (groups of adam_step, grad_scale); NULL: steps are not inside the backward */
+    PyObject *leave; /* (unit): what autograd kept of its parameters is not to be read any more */
+    PyObject *step;  /* (unit): the update of optimizers that are in Python; NULL: Adam */
+    struct zpp_adam_segment *groups;
+    double scale;
+    bool open;       /* this backward steps */
+    bool pending;    /* the step was begun, and not ended by optimizer.step() */
+    bool tier_open;
+    int done;        /* units of the order of reductions that were stepped, or had no gradient */
+    int stepped;
+    int sending[ZPP_EARLY_SENDING], sending_count; /* units whose slices are being written, oldest first */
+    bool failed;     /* nothing more is stepped */
+    struct zpp_err err;
+    struct zpp_aio_fault fault;
+    Py_ssize_t bad_unit, bad_param; /* whose gradient is not finite; -1: another failure */
+};
 
 struct Zero {
     PyObject_HEAD
@@ -62,6 +91,7 @@ struct Zero {
     PyObject *near;   /* hpZ: _C.Comm of this host's ranks, or NULL */
     PyObject *units;  /* list of Unit */
     PyObject *tier;   /* _C.Tier or NULL */
+    struct zpp_py_early early;
     zpp_delayed *delayed;   /* NULL before the first delayed step; see py_delayed.c */
     PyObject *delayed_grads; /* list of what was p.grad, while a delayed step reads it; or NULL */
     int stage, ranks;
@@ -139,6 +169,16 @@ bool zpp_py_is_local(const Zero *zero); /* are gradients in p.grad, and not in s
 /* py_delayed.c */
 extern PyMethodDef zpp_py_delayed_methods[];
 void zpp_py_delayed_end(Zero *zero); /* waits for the step under way, whose values are lost */
+
+/* py_early.c: 0, or -1 with an error set */
+extern PyMethodDef zpp_py_early_methods[];
+int zpp_py_early_begin(Zero *zero);                                        /* a backward has begun */
+int zpp_py_early_gradient(Unit *unit, Py_ssize_t param, bool partial);     /* one was handed over */
+int zpp_py_early_close(Zero *zero);                                        /* the backward has ended, all is reduced */
+int zpp_py_early_abort(Zero *zero);                                        /* ... by an exception */
+int zpp_py_early_require_ended(const Zero *zero, const char *what);        /* the error names `what` is refused */
+int zpp_py_early_require_whole(const Unit *unit);                          /* ... if it was left in this backward */
+void zpp_py_early_forget(Zero *zero);
 
 /* py_filed.c */
 extern PyMethodDef zpp_py_filed_methods[];

@@ -46,7 +46,8 @@ static PyObject *unpack_tensor(PyObject *self, PyObject *packed) {
     if (!zero->closed) {
         long task = -1;
         if (zpp_py_enter_backward(zero, true, &task)) return NULL;
-        if (zpp_py_need((Unit *)PyList_GetItem(zero->units, index), ZPP_PHASE_BACKWARD)) return NULL;
+        Unit *unit = (Unit *)PyList_GetItem(zero->units, index);
+        if (zpp_py_early_require_whole(unit) || zpp_py_need(unit, ZPP_PHASE_BACKWARD)) return NULL;
     }
     return Py_NewRef(PyTuple_GetItem(packed, 2));
 }

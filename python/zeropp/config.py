@@ -391,6 +391,13 @@ class Config:
     """Largest global gradient norm, applied inside `optimizer.step()`; None = no clipping. With it, calling
     `clip_grad_norm_` is an error."""
 
+    step_in_backward: bool = False
+    """True: each unit is stepped inside the backward, as soon as its gradients are reduced, and `optimizer.step()` only ends it. Bit
+    for bit the same training; the bytes of states and parameters on NVMe move beside the computation, and a gradient lives no
+    longer than until its unit's step. For what needs no norm of all gradients first: no clipping, no fp16, element-wise optimizers.
+    Between a backward and `optimizer.step()` the model cannot be used. Stages 1 to 3; not yet with gradients on NVMe, or over
+    several hosts."""
+
     device: str | torch.device | None = None
     """Where shards and computation live; None: cuda:LOCAL_RANK where there is a GPU, else the CPU."""
 
@@ -421,6 +428,7 @@ class Config:
         self._check_device()
         self._check_offload()
         self._check_comm()
+        self._check_step_in_backward()
 
     @property
     def dtype_name(self) -> str | None:
@@ -582,6 +590,37 @@ class Config:
         for name in ("params", "grads"):
             if getattr(offload, name).kind == "nvme":
                 raise not_yet(path, steps, f"leave it out with offload.{name} on 'nvme', or keep {name} in memory")
+
+    def _check_step_in_backward(self) -> None:
+        path, value = "Config.step_in_backward", self.step_in_backward
+        if not isinstance(value, bool):
+            raise wrong(path, value, "True or False")
+        if not value:
+            return
+        if self.clip is not None:
+            raise wrong(
+                path,
+                value,
+                f"False with clip={self.clip}: clipping needs the norm of all gradients before the first step",
+            )
+        if self.scales_loss:
+            raise wrong(
+                path, value, "False with fp16: its loss scale looks at all gradients before the first step; or bf16"
+            )
+        if self.stage == 0:
+            raise wrong(path, value, "False at stage 0, or stage 1, 2 or 3: it steps this rank's slices")
+        if self.offload.delayed_update is not None:
+            raise wrong(
+                path,
+                value,
+                "False with offload.delayed_update, which hides the step beside the next pass; one of the two",
+            )
+        if self.offload.grads.kind == "nvme":  # type: ignore[union-attr]
+            raise not_yet(
+                path,
+                value,
+                "leave offload.grads on 'device' with it: few gradients are held at a time, those of a unit or two",
+            )
 
     def _check_comm(self) -> None:
         _instance("Config.comm", self.comm, Comm)

@@ -109,10 +109,11 @@ def estimate(
         "traffic": {"gather": bytes, "reduce": bytes, "nvme": bytes}, "bandwidth": {...}}``; with several hosts ``traffic`` has also
         ``network``: what of it a rank receives from other hosts. Kinds: ``params``, ``grads``,
         ``master``, ``optimizer``; ``gathered`` (memory for whole units beside the slices) and ``buckets`` (gradients on
-        their way: at most). ``traffic``: bytes a rank reads from peers, and reads and writes on NVMe, in one step of one
-        micro-batch; of parameters on NVMe on average over the ranks, as long as they are at the same unit. ``bandwidth``:
-        bytes/s at which each of them takes as long as the computation does: with that much, what overlaps is hidden; what does
-        not (NVMe inside the step) doubles the step, and ten times as much costs a tenth.
+        their way: at most); with ``step_in_backward`` the ``grads`` of two units. ``traffic``: bytes a rank reads from peers, and
+        reads and writes on NVMe, in one step of one micro-batch; of parameters on NVMe on average over the
+        ranks, as long as they are at the same unit. ``bandwidth``: bytes/s at which each of them takes as long as the computation
+        does: with that much, what overlaps is hidden; what does not (NVMe inside the step) doubles the step, and ten times as
+        much costs a tenth.
 
     Raises:
         zeropp.ConfigError: something that :func:`prepare` would refuse, or that cannot be estimated yet.
@@ -131,7 +132,7 @@ def estimate(
     units = [_sizes(plan, config, ranks, host_copy) for plan in plans]
     held = {
         "params": _params(units, ranks, hosts, host_copy),
-        "grads": _grads(units, config.stage, ranks),
+        "grads": _grads(units, config, ranks),
         "master": sum(4 * u.own_elems for u in units if _has_master(u, config, optimizer)),
         "optimizer": _states(units, config, optimizer),
         "gathered": _gathered(model, units, config, ranks, hosts),
@@ -174,6 +175,8 @@ def _check(config: Config, ranks: int, hosts: int, optimizer: str, tokens: int |
             raise ConfigError(f"estimate: {name} {value!r} is not allowed; wanted a whole number above 0")
     if ranks % hosts:
         raise ConfigError(f"estimate: {ranks} ranks on {hosts} hosts is not estimated yet; wanted as many on each")
+    if hosts > 1 and config.step_in_backward:
+        raise ConfigError("estimate: step_in_backward on several hosts is not built yet; leave it out, or one host")
     if hosts > 1 and config.offload.delayed_update is not None:
         raise ConfigError(
             "estimate: Offload.delayed_update on several hosts is not built yet; leave it out, or one host"
@@ -251,11 +254,15 @@ def _params(units: list[_Sizes], ranks: int, hosts: int, host_copy: bool) -> int
     return images + sum(unit.slice_bytes if unit.moves else unit.whole_bytes for unit in units)
 
 
-def _grads(units: list[_Sizes], stage: int, ranks: int) -> int:
+def _grads(units: list[_Sizes], config: Config, ranks: int) -> int:
     trainable = [unit for unit in units if unit.plan.trainable]
     if ranks == 1:
-        return sum(unit.plan.numel * unit.grad_bytes for unit in trainable)
-    return sum(_bucket_bytes(unit) if stage <= 1 else unit.grad_slice_bytes for unit in trainable)
+        sizes = [unit.plan.numel * unit.grad_bytes for unit in trainable]
+    elif config.stage <= 1:
+        return sum(_bucket_bytes(unit) for unit in trainable)
+    else:
+        sizes = [unit.grad_slice_bytes for unit in trainable]
+    return sum(sorted(sizes)[-2:] if config.step_in_backward else sizes)
 
 
 def _bucket_bytes(unit: _Sizes) -> int:
@@ -344,5 +351,6 @@ def _nvme_traffic(units: list[_Sizes], config: Config, ranks: int, optimizer: st
     for unit in (unit for unit in units if unit.filed):
         used += unit.whole_bytes * (len(unit.plan.triggers) + 1) / ranks
         if unit.plan.trainable and optimizer != "none":
-            stepped += (1 if _has_master(unit, config, optimizer) else 2) * unit.whole_bytes / ranks
+            once = config.step_in_backward or _has_master(unit, config, optimizer)
+            stepped += (1 if once else 2) * unit.whole_bytes / ranks
     return total + round(_fraction(config, "params") * (used + stepped))

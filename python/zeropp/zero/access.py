@@ -199,6 +199,9 @@ def _planned(engine: Engine) -> dict[str, int]:
         kinds["optimizer"] += state_bytes * states * numel / (n if stage >= 1 else 1)
     if engine.onebit is not None:
         kinds["optimizer"] += engine.onebit.planned_bytes()
+    if engine.early is not None and (stage >= 2 or n == 1):  # those of two units at a time
+        sizes = [sum(e.numel for e in u.params) * u.grad_dtype.itemsize / n for u in engine.units if u.trainable]
+        kinds["grads"] = sum(sorted(sizes)[-2:])
     return {kind: round(value) for kind, value in kinds.items()}
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from zeropp.zero.activations import ActivationTier
     from zeropp.zero.away import Away
     from zeropp.zero.delayed import Delayed
+    from zeropp.zero.early import StepInBackward
     from zeropp.zero.onebit import OneBit
 
 #: csrc/base/dtype.h, in its order.
@@ -222,6 +223,8 @@ class Engine:
             self.sharers = len(comm.host_ranks)
         if grads is not None:
             self.core.set_grads_fraction(grads.fraction)
+        if config.step_in_backward:
+            self.core.lend_slices()
         low = self._store_low(model)
         for index, plan in enumerate(plans):
             place = self._place(plan)
@@ -239,8 +242,9 @@ class Engine:
         self.grads_tier: GradsTier | None = None  # where the reduced gradients are, unless in memory
         self.activations: ActivationTier | None = None  # where what autograd saves goes, unless it stays in memory
         self.delayed: Delayed | None = None  # updates that run beside the next pass
+        self.early: StepInBackward | None = None  # updates inside the backward
         self.away: Away | None = None  # where the optimizer's states are for a while (offload_states)
-        if self._params is not None or any(tier.kind == "nvme" for tier in tiers):
+        if self._params is not None or any(tier.kind == "nvme" for tier in tiers) or config.step_in_backward:
             self.storage = Storage(self, [i for i, plan in enumerate(plans) if plan.trainable])
             if self._params is not None:
                 self.params_tier = ParamsTier(self, self._params, self.storage, low)
@@ -447,9 +451,12 @@ class Engine:
             self.core.step_end()
 
     def flush(self) -> None:
-        """Collective: an update that is delayed ends, and the model has it. Nothing to do without."""
+        """Collective: an update that is delayed ends, and the model has it. Nothing to do without. One that a backward began is
+        refused."""
         if self.delayed is not None:
             self.delayed.flush()
+        if self.early is not None:
+            self.early.require_ended("parameters or states were asked for")
 
     def close(self) -> None:
         """The model is gone."""

@@ -28,13 +28,12 @@ def lacks_states(optimizer: optim.Optimizer) -> bool:
     return type(optimizer) is optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
 
 
-def step(optimizer: optim.Optimizer, engine: Engine, scale: float) -> None:
-    """One step of every unit, with gradients times ``scale``."""
+def step(optimizer: optim.Optimizer, engine: Engine, scale: float, units: list[Unit]) -> None:
+    """One step of these units, with gradients times ``scale``."""
     kind = next(kind for kind in STATES if isinstance(optimizer, kind))
-    for unit in engine.units:
-        if unit.trainable:
-            _make(optimizer, unit, STATES[kind])
-            _step_unit(optimizer, engine, unit, kind, scale)
+    for unit in units:
+        _make(optimizer, unit, STATES[kind])
+        _step_unit(optimizer, engine, unit, kind, scale)
 
 
 def _make(optimizer: optim.Optimizer, unit: Unit, name: str) -> None:

@@ -64,8 +64,9 @@ class StateTier:
     def _make(self, engine: Engine, scratch: Scratch) -> None:
         self.path = scratch.folder / "states"
         self.core = _C.Tier(
-            os.fsencode(self.path), self.fraction, self.amsgrad, 0, 0, *io_shape(scratch), self.checksums
-        )
+            os.fsencode(self.path), self.fraction, self.amsgrad, 0, 0, *io_shape(scratch), self.checksums,
+            engine.config.step_in_backward,
+        )  # fmt: skip
         try:
             for unit in engine.units:
                 if unit.trainable:

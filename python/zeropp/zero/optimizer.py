@@ -23,6 +23,7 @@ from zeropp.optim import LAMB, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from zeropp.zero import lamb, low_states, low_step, muon, onebit_adam
 from zeropp.zero.away import require_here
 from zeropp.zero.delayed import Delayed
+from zeropp.zero.early import StepInBackward
 from zeropp.zero.engine import Engine, Unit
 from zeropp.zero.onebit import OneBit
 from zeropp.zero.scaler import Scaler
@@ -61,7 +62,10 @@ class ZeroOptimizer(optim.Optimizer):
         self._require_gradients()
         if engine.config.clip is not None:
             self._clip(engine.config.clip)
-        if engine.scaler is None:
+        if engine.early is not None:
+            self._step_slices()
+            engine.early.check_rates(self)
+        elif engine.scaler is None:
             self._require_finite()
             self._step_slices()
         elif self._is_finite(engine.scaler):
@@ -147,6 +151,7 @@ class ZeroOptimizer(optim.Optimizer):
         that is not finite is left alone: :meth:`step` raises, or with fp16 skips the step.
         """
         engine = self._engine
+        self._refuse_norm("clip_grad_value_")
         if isinstance(clip_value, bool) or not 0 < float(clip_value) < float("inf"):
             raise ConfigError(
                 f"clip_grad_value_: clip_value {clip_value!r} is not allowed; wanted a finite number above 0"
@@ -168,6 +173,8 @@ class ZeroOptimizer(optim.Optimizer):
         engine = self._engine
         if engine.accumulate > 1 and not engine.core.at_boundary and engine.core.backwards > engine.stepped_at:
             return
+        if engine.early is not None:
+            engine.early.require_ended("optimizer.zero_grad")
         engine.clear_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
@@ -181,6 +188,7 @@ class ZeroOptimizer(optim.Optimizer):
         Returns:
             The norm before clipping, over all parameters and ranks.
         """
+        self._refuse_norm("clip_grad_norm_")
         if self._engine.config.clip is not None:
             raise ConfigError(
                 "clip_grad_norm_ was called, but Config(clip=...) clips in every step already; use one of them"
@@ -196,6 +204,13 @@ class ZeroOptimizer(optim.Optimizer):
         if error_if_nonfinite:
             self._require_finite()
         return norm
+
+    def _refuse_norm(self, what: str) -> None:
+        if self._engine.early is not None:
+            raise ConfigError(
+                f"{what} was called, but with Config(step_in_backward=True) gradients are stepped with, and gone, when the backward ends; "
+                "leave out one of the two"
+            )
 
     def _clip(self, max_norm: float, norm_type: float = 2.0) -> float:
         norm, _ = self._engine.measure()
@@ -271,6 +286,13 @@ class ZeroOptimizer(optim.Optimizer):
         if scaler is not None and scaler.backwards != self._engine.core.backwards:
             raise Error("optimizer.step: a backward did not begin from optimizer.backward(loss), so its gradients are not scaled, and fp16 "
                         "needs that they are; call optimizer.backward(loss) in place of loss.backward()")  # fmt: skip
+        if self._engine.early is not None:
+            if not self._engine.early.pending:
+                raise Error(
+                    "optimizer.step: no backward has begun this step (step_in_backward=True); call loss.backward() first, the last one outside of "
+                    "zeropp.no_sync(model)"
+                )
+            return
         found = self._engine.core.collect_grads()
         if local is not None:
             local.refuse_leftovers()
@@ -298,18 +320,34 @@ class ZeroOptimizer(optim.Optimizer):
         return self._engine.clip_scale * self._engine.unscale
 
     def _update(self) -> None:
-        if self._engine.onebit is not None:
+        if self._engine.early is not None:
+            self._engine.early.end()
+        elif self._engine.onebit is not None:
             self._engine.onebit.step(self, self._grad_scale())
         elif self._engine.inner is None and isinstance(self, _ADAMS):
             self._adam()
         elif self._engine.inner is None:
-            low_step.step(self, self._engine, self._grad_scale())
+            low_step.step(self, self._engine, self._grad_scale(), self._trainable())
         else:
-            self._elementwise()
+            self._elementwise(self._trainable())
+
+    def _trainable(self) -> list[Unit]:
+        return [unit for unit in self._engine.units if unit.trainable]
+
+    def _states_for_backward(self) -> list[tuple[Any, ...]]:
+        """What a step inside the backward needs before the first unit: states that the kernel knows, and its groups."""
+        return self._adam_groups() if self._engine.inner is None and isinstance(self, _ADAMS) else []
+
+    def _step_unit(self, unit: Unit) -> None:
+        """The update of one unit, inside the backward."""
+        if self._engine.inner is None:
+            low_step.step(self, self._engine, self._grad_scale(), [unit])
+        else:
+            self._elementwise([unit])
 
     # -- Adam ------------------------------------------------------------------------------------------------------------
 
-    def _adam(self) -> None:
+    def _adam_groups(self) -> list[tuple[Any, ...]]:
         decoupled = isinstance(self, optim.AdamW) or bool(self.defaults.get("decoupled_weight_decay", False))
         groups = []
         for group in self.param_groups:
@@ -320,6 +358,10 @@ class ZeroOptimizer(optim.Optimizer):
         for unit in self._engine.units:
             if unit.trainable:
                 self._adam_state(unit)
+        return groups
+
+    def _adam(self) -> None:
+        groups = self._adam_groups()
         if self._engine.delayed is not None:
             self._engine.delayed.step(groups, self._grad_scale())
         else:
@@ -359,18 +401,17 @@ class ZeroOptimizer(optim.Optimizer):
 
     # -- others ------------------------------------------------------------------------------------------------------------
 
-    def _elementwise(self) -> None:
+    def _elementwise(self, units: list[Unit]) -> None:
         inner = self._engine.inner
         assert inner is not None
         for mine, theirs in zip(self.param_groups, inner.param_groups, strict=True):
             theirs.update({k: v for k, v in mine.items() if k != "params"})
         scale = self._grad_scale()
-        for unit in self._engine.units:
-            if unit.trainable:
-                self._lend_gradients(unit, scale)
-        inner.step()
-        for unit in self._engine.units:
-            if unit.trainable and unit.master is not None:
+        for unit in units:
+            self._lend_gradients(unit, scale)
+        inner.step()  # pieces without a gradient stay as they are
+        for unit in units:
+            if unit.master is not None:
                 unit.shard.copy_(unit.master)
         inner.zero_grad(set_to_none=True)
 
@@ -486,6 +527,11 @@ def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
             f"Precision.stored: {config.stored_name!r} is not allowed with an optimizer: rounded weights are for inference; "
             "call zeropp.prepare(model, None, config), or leave it out"
         )
+    if config.step_in_backward and type(optimizer) in _ONEBIT:
+        raise ConfigError(
+            f"Config.step_in_backward: True is not allowed with {type(optimizer).__name__}, which needs whole matrices, their norms, or what is "
+            "sent before the step; wanted an element-wise optimizer such as AdamW, or False"
+        )
     if config.offload.delayed_update is not None and type(optimizer) not in _ADAMS:
         raise ConfigError(
             f"Config.offload.delayed_update: {config.offload.delayed_update} is not built yet for {type(optimizer).__name__}; "
@@ -563,6 +609,8 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     engine.core.hold = False
     if engine.config.offload.delayed_update is not None and engine.delayed is None:
         engine.delayed = Delayed(engine, engine.config.offload.delayed_update)
+    if engine.config.step_in_backward:
+        engine.early = StepInBackward(engine, in_python=not adam)
     engine.onebit = None if part is None else part(optimizer, engine)
     optimizer.state.clear()
     optimizer.__class__ = _class_for(type(optimizer))

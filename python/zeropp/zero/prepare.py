@@ -195,6 +195,10 @@ def _check_hosts(config: Config, comm: Any) -> None:
         raise ConfigError(
             f"Config.precision.stored: {config.stored_name!r} on {hosts} hosts is not implemented yet; leave it out, or use one host"
         )
+    if config.step_in_backward:
+        raise ConfigError(
+            f"Config.step_in_backward: True on {hosts} hosts is not implemented yet; leave it out, or use one host"
+        )
     if config.offload.delayed_update is not None:
         raise ConfigError(
             f"Config.offload.delayed_update: {config.offload.delayed_update} on {hosts} hosts is not implemented yet; leave it out, or use "
@@ -502,7 +506,8 @@ def _install_gradient_hooks(engine: Engine) -> None:
             if unit.grad_dtype != unit.dtype:
                 with torch._C.DisableTorchFunctionSubclass():
                     entry.param.grad_dtype = unit.grad_dtype  # autograd casts what comes, and adds in it
-    if engine.local_grads and engine.ranks == 1 and engine.accumulate == 1 and engine.params_tier is None:
+    early = engine.config.step_in_backward
+    if engine.local_grads and engine.ranks == 1 and engine.accumulate == 1 and engine.params_tier is None and not early:
         return  # gradients stay where autograd leaves them
     for unit in engine.units:
         if unit.trainable:

@@ -74,6 +74,8 @@ def load(
 
         if optimizer is not None and engine.delayed is not None:
             engine.delayed.drop()
+        if engine.early is not None:
+            engine.early.drop()
         with engine.write_shards(), torch.no_grad():
             _, error = _try(copy)
         ranks.all_do(lambda: _raise(error))

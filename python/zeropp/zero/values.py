@@ -159,9 +159,11 @@ class _Part:
         return None if state is None else _loaded(state[self.first : self.first + self.elems])
 
     def _await_update(self) -> None:
-        """A delayed one may be writing what is asked for."""
+        """One that is delayed, or was begun by a backward, may be writing what is asked for."""
         if self.engine.delayed is not None:
             self.engine.delayed.finish()
+        if self.engine.early is not None:
+            self.engine.early.require_ended("a part of a parameter was asked for")
 
     def _gradient(self) -> torch.Tensor | None:
         scale = self.engine.clip_scale * self.engine.unscale

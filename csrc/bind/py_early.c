@@ -1,0 +1,410 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The step inside the backward (docs/design/0032), as backward.c drives it and python/zeropp/zero/early.py sets it up.
+ *
+ *   a unit's gradients are complete on this rank   it is left: autograd reads its parameters no more
+ *   they are reduced (one rank: the same moment)   it is stepped, by the thread of the backward; its gradient goes
+ *   its slice is on its way to the file            it stays whole; later it is let go
+ *
+ * What fails is kept for early_end, because other ranks wait for this one's reductions; nothing more is stepped here.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "py_adam.h"
+#include "py_aio.h"
+#include "py_tier.h"
+#include "pywait.h"
+#include "raise.h"
+
+static Unit *unit_at(const Zero *zero, Py_ssize_t index) {
+    return (Unit *)PyList_GetItem(zero->units, index);
+}
+
+static void keep_failure(struct zpp_py_early *early, const struct zpp_err *err, const struct zpp_aio_fault *fault) {
+    if (early->failed) return;
+    early->failed = true;
+    early->err = *err;
+    if (fault && err->status == ZPP_TIER) early->fault = *fault;
+}
+
+/* --- a unit stays whole until its slice is written ---------------------------------------------------------------- */
+
+static bool is_filed(const Unit *unit) {
+    return unit->unit->place == ZPP_PLACE_FILE && zpp_unit_moves(unit->unit);
+}
+
+static void pin(Unit *unit) {
+    if (unit->early.pinned) return;
+    unit->unit->pins++;
+    unit->early.pinned = true;
+}
+
+static int unpin(Unit *unit) {
+    if (!unit->early.pinned) return 0;
+    unit->unit->pins--;
+    unit->early.pinned = false;
+    return zpp_py_release(unit);
+}
+
+/* Whole, to be changed in place. */
+static zpp_status make_whole(Unit *unit, struct zpp_err *err) {
+    Zero *zero = unit->zero;
+    if (!is_filed(unit)) return ZPP_OK;
+    if (unit->unit->state != ZPP_UNIT_FULL) {
+        struct zpp_wait wait;
+        zpp_py_wait_for(zero, &wait);
+        PyThreadState *thread = PyEval_SaveThread();
+        const zpp_status status = zpp_zero_need(zero->core, unit->unit->index, ZPP_PHASE_BACKWARD, &wait, err);
+        PyEval_RestoreThread(thread);
+        if (status != ZPP_OK) return status;
+    }
+    pin(unit);
+    return ZPP_OK;
+}
+
+/* The oldest of those on their way; `now`: 1 where it has not arrived. */
+static int let_go(Zero *zero, bool now) {
+    struct zpp_py_early *early = &zero->early;
+    const int index = early->sending[0];
+    struct zpp_err err = ZPP_ERR_INIT;
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_zero_slice_sent(zero->core, index, now, &err);
+    PyEval_RestoreThread(thread);
+    if (status == ZPP_AGAIN) return 1;
+    early->sending_count--;
+    memmove(early->sending, early->sending + 1, (size_t)early->sending_count * sizeof *early->sending);
+    if (status != ZPP_OK) keep_failure(early, &err, zpp_zero_fault(zero->core));
+    return unpin(unit_at(zero, index));
+}
+
+static int let_go_arrived(Zero *zero) {
+    int found = 0;
+    while (zero->early.sending_count && !found) found = let_go(zero, true);
+    return found < 0 ? -1 : 0;
+}
+
+static int send(Unit *unit, struct zpp_err *err, zpp_status *status) {
+    Zero *zero = unit->zero;
+    struct zpp_py_early *early = &zero->early;
+    while (early->sending_count == ZPP_EARLY_SENDING)
+        if (let_go(zero, false)) return -1;
+    *status = zpp_zero_send_slice(zero->core, unit->unit->index, err);
+    if (*status == ZPP_OK) early->sending[early->sending_count++] = unit->unit->index;
+    return 0;
+}
+
+/* --- the update of one unit --------------------------------------------------------------------------------------- */
+
+static zpp_status run_adam(Zero *zero, struct zpp_py_adam *list, zpp_tier *tier, struct zpp_aio_fault *fault,
+                           struct zpp_err *err) {
+    const double grad_scale = zero->early.scale;
+    const float scale = (float)grad_scale;
+    zpp_status status = ZPP_OK;
+    PyThreadState *thread = PyEval_SaveThread();
+    zpp_adam_step(list->at, list->count, scale, zero->pool);
+    zpp_adam_step_f64(list->f64, list->f64_count, grad_scale, zero->pool);
+    zpp_masterless_step(list->masterless, list->masterless_count, scale, zero->pool);
+    if (tier && !zero->early.tier_open) {
+        status = zpp_tier_early_begin(tier, fault, err);
+        zero->early.tier_open = status == ZPP_OK;
+    }
+    if (tier && status == ZPP_OK)
+        status = zpp_tier_early_step(tier, list->tiered, list->tiered_count, scale, zero->pool, fault, err);
+    PyEval_RestoreThread(thread);
+    return status;
+}
+
+static int step_adam(Unit *unit, struct zpp_aio_fault *fault, struct zpp_err *err, zpp_status *status) {
+    Zero *zero = unit->zero;
+    struct zpp_py_adam list = { 0 };
+    zpp_tier *tier = unit->adam.tiered && zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
+    if (PyErr_Occurred()) return -1;
+    int failed = zpp_py_adam_unit(zero, unit, zero->early.groups, &list);
+    if (failed && !PyErr_Occurred()) PyErr_NoMemory();
+    if (!failed) *status = run_adam(zero, &list, tier, fault, err);
+    zpp_py_adam_drop(&list);
+    return failed;
+}
+
+static int step_in_python(Unit *unit) {
+    PyObject *done = PyObject_CallFunction(unit->zero->early.step, "i", unit->unit->index);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* 0, also where it failed and that is kept; -1 with an error set. */
+static int update(Unit *unit) {
+    Zero *zero = unit->zero;
+    struct zpp_py_early *early = &zero->early;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    int64_t bad_param = -1;
+    if (zpp_py_unit_norm(zero, unit, &bad_param)) return PyErr_NoMemory(), -1;
+    if (bad_param >= 0) {
+        zpp_fail(&err, ZPP_STATE, "a gradient is not finite");
+        keep_failure(early, &err, NULL);
+        early->bad_unit = unit->unit->index;
+        early->bad_param = (Py_ssize_t)bad_param;
+        return 0;
+    }
+    zpp_status status = make_whole(unit, &err);
+    if (status == ZPP_TIER) fault = *zpp_zero_fault(zero->core);
+    int failed = 0;
+    if (status == ZPP_OK) {
+        early->stepped++;
+        failed = early->step ? step_in_python(unit) : step_adam(unit, &fault, &err, &status);
+    }
+    if (!failed && status == ZPP_OK && is_filed(unit)) {
+        failed = send(unit, &err, &status);
+        if (status == ZPP_TIER) fault = *zpp_zero_fault(zero->core);
+    }
+    if (failed) zpp_fail(&err, ZPP_STATE, "the update of unit %s raised", unit->unit->name);
+    if (failed || status != ZPP_OK) keep_failure(early, &err, &fault);
+    return failed;
+}
+
+/* Its gradients are complete on this rank: what autograd has kept of its parameters is not to be read again. */
+static int leave(Unit *unit) {
+    if (unit->early.left) return 0;
+    unit->early.left = true;
+    if (is_filed(unit) && unit->unit->state == ZPP_UNIT_FULL && !unit->zero->early.failed) pin(unit);
+    PyObject *done = PyObject_CallFunction(unit->zero->early.leave, "i", unit->unit->index);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* It is reduced: the update, and its gradient goes. */
+static int step_unit(Unit *unit) {
+    Zero *zero = unit->zero;
+    const bool local = zpp_py_is_local(zero);
+    bool any = false;
+    if (unit->early.stepped) return 0;
+    unit->early.stepped = true;
+    if (local ? zpp_py_hold_gradients(unit, &any) : leave(unit)) return -1;
+    if (!local) any = zpp_zero_grad_shard(zero->core, unit->unit->index, NULL) != NULL;
+    if (any && local && leave(unit)) return -1;
+    int failed = any && !zero->early.failed ? update(unit) : 0;
+    if (local && any && zpp_py_forget_gradients(unit)) failed = -1;
+    if (!local) zpp_zero_drop_grad(zero->core, unit->unit->index);
+    const int count = zero->early.sending_count;
+    const bool sent = count && zero->early.sending[count - 1] == unit->unit->index;
+    if (!sent && unpin(unit)) failed = -1;
+    return failed;
+}
+
+/* --- what a backward calls ---------------------------------------------------------------------------------------- */
+
+static int refuse(const char *what) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_fail(&err, ZPP_STATE,
+             "zero: %s between a backward and optimizer.step(): with Config(step_in_backward=True) the backward has "
+             "begun the step, and parameters are half new until optimizer.step() ends it; call that first",
+             what);
+    zpp_py_raise(&err);
+    return -1;
+}
+
+int zpp_py_early_require_ended(const Zero *zero, const char *what) {
+    return zero->early.pending ? refuse(what) : 0;
+}
+
+int zpp_py_early_require_whole(const Unit *unit) {
+    if (!unit->early.left || !unit->zero->early.open) return 0;
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_fail(&err, ZPP_STATE,
+             "zero: unit %s is needed again after its gradients were complete, and with Config(step_in_backward=True) "
+             "it may be stepped by then; something reads its weights and gives them no gradient (detach?); leave the "
+             "option out",
+             unit->unit->name);
+    zpp_py_raise(&err);
+    return -1;
+}
+
+static void forget_units(Zero *zero) {
+    for (Py_ssize_t i = 0; i < PyList_Size(zero->units); i++) {
+        Unit *unit = unit_at(zero, i);
+        if (!unit->early.seen) continue;
+        memset(unit->early.seen, 0, (size_t)unit->count);
+        unit->early.missing = unit->count;
+        unit->early.partial = unit->early.left = unit->early.stepped = false;
+    }
+}
+
+static int make_room(Zero *zero) {
+    for (Py_ssize_t i = 0; i < PyList_Size(zero->units); i++) {
+        Unit *unit = unit_at(zero, i);
+        if (!unit->early.seen) unit->early.seen = calloc((size_t)unit->count + 1, 1);
+        if (!unit->early.seen) return PyErr_NoMemory(), -1;
+    }
+    return 0;
+}
+
+int zpp_py_early_begin(Zero *zero) {
+    struct zpp_py_early *early = &zero->early;
+    if (!early->begin || !zero->boundary) return 0;
+    if (make_room(zero)) return -1;
+    PyObject *said = PyObject_CallNoArgs(early->begin), *groups = NULL;
+    double scale;
+    if (!said || !PyArg_ParseTuple(said, "O!d", &PyList_Type, &groups, &scale)) {
+        Py_XDECREF(said);
+        return -1;
+    }
+    free(early->groups);
+    early->groups = zpp_py_read_groups(groups);
+    Py_DECREF(said);
+    if (!early->groups) return -1;
+    forget_units(zero);
+    early->scale = scale;
+    early->done = early->stepped = 0;
+    early->failed = false;
+    early->bad_unit = -1;
+    early->open = true;
+    return 0;
+}
+
+static int step_reduced(Zero *zero) {
+    for (;;) {
+        PyThreadState *thread = PyEval_SaveThread();
+        const int index = zpp_zero_next_reduced(zero->core, zero->early.done);
+        PyEval_RestoreThread(thread);
+        if (index < 0) return 0;
+        zero->early.done++;
+        if (step_unit(unit_at(zero, index))) return -1;
+    }
+}
+
+int zpp_py_early_gradient(Unit *unit, Py_ssize_t param, bool partial) {
+    Zero *zero = unit->zero;
+    struct unit_early *own = &unit->early;
+    if (!zero->early.open) return 0;
+    if (own->stepped) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        zpp_fail(&err, ZPP_STATE,
+                 "zero: a gradient for parameter %zd of unit %s came after the unit was stepped; its module ran in a "
+                 "way that the hooks did not see; leave out Config(step_in_backward=True), or make it a unit of its "
+                 "own with Config(units=...)",
+                 param, unit->unit->name);
+        zpp_py_raise(&err);
+        return -1;
+    }
+    own->partial |= partial;
+    if (!own->seen[param]) own->missing--;
+    own->seen[param] = 1;
+    const bool complete = own->missing == 0 && !own->partial && zpp_zero_used_once(zero->core, unit->unit->index);
+    if (complete && leave(unit)) return -1;
+    if (zpp_py_is_local(zero) ? complete && step_unit(unit) : step_reduced(zero)) return -1;
+    return let_go_arrived(zero);
+}
+
+int zpp_py_early_close(Zero *zero) {
+    struct zpp_py_early *early = &zero->early;
+    if (!early->open) return 0;
+    int failed = zpp_py_is_local(zero) ? 0 : step_reduced(zero);
+    for (Py_ssize_t i = PyList_Size(zero->units) - 1; zpp_py_is_local(zero) && i >= 0 && !failed; i--)
+        if (unit_at(zero, i)->unit->trainable) failed = step_unit(unit_at(zero, i));
+    early->open = false;
+    early->pending = early->stepped || early->failed;
+    return failed;
+}
+
+static int end_writes(Zero *zero) {
+    struct zpp_py_early *early = &zero->early;
+    int failed = 0;
+    while (early->sending_count && !failed) failed = let_go(zero, false);
+    for (Py_ssize_t i = 0; i < PyList_Size(zero->units) && !failed; i++) failed = unpin(unit_at(zero, i));
+    zpp_tier *tier = early->tier_open && zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
+    early->tier_open = false;
+    if (!tier) return PyErr_Occurred() ? -1 : failed;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_tier_early_end(tier, &fault, &err);
+    PyEval_RestoreThread(thread);
+    if (status != ZPP_OK) keep_failure(early, &err, &fault);
+    return failed;
+}
+
+int zpp_py_early_abort(Zero *zero) {
+    struct zpp_py_early *early = &zero->early;
+    if (!early->open) return 0;
+    early->open = false;
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_fail(&err, ZPP_STATE, "zero: the backward ended by an exception after %d units had been stepped",
+             early->stepped);
+    if (early->stepped) keep_failure(early, &err, NULL);
+    early->pending = early->stepped;
+    const int failed = end_writes(zero);
+    forget_units(zero);
+    return failed;
+}
+
+void zpp_py_early_forget(Zero *zero) {
+    Py_CLEAR(zero->early.begin);
+    Py_CLEAR(zero->early.leave);
+    Py_CLEAR(zero->early.step);
+}
+
+/* --- what the façade calls ---------------------------------------------------------------------------------------- */
+
+/* set_early(begin, leave, step | None): steps are inside the backward from now on, see struct zpp_py_early. */
+static PyObject *zero_set_early(PyObject *self, PyObject *args) {
+    Zero *zero = (Zero *)self;
+    PyObject *begin, *left, *step;
+    if (!PyArg_ParseTuple(args, "OOO", &begin, &left, &step)) return NULL;
+    zpp_py_early_forget(zero);
+    zero->early.begin = Py_NewRef(begin);
+    zero->early.leave = Py_NewRef(left);
+    zero->early.step = step == Py_None ? NULL : Py_NewRef(step);
+    Py_RETURN_NONE;
+}
+
+/* early_end() -> None, or (unit, parameter) whose gradient was not finite; raises what else failed. Everything that was
+ * stepped is written. */
+static PyObject *zero_early_end(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Zero *zero = (Zero *)self;
+    struct zpp_py_early *early = &zero->early;
+    const int broken = end_writes(zero);
+    forget_units(zero);
+    const bool failed = early->failed || broken;
+    early->pending = early->failed = false;
+    zero->torn |= failed && early->stepped;
+    if (broken) return NULL;
+    if (failed && early->bad_unit >= 0) return Py_BuildValue("(nn)", early->bad_unit, early->bad_param);
+    if (failed) return zpp_py_raise_aio(&early->err, &early->fault);
+    zero->steps++;
+    Py_RETURN_NONE;
+}
+
+/* early_drop(): the same, told to nobody: a load replaces all that was stepped. */
+static PyObject *zero_early_drop(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Zero *zero = (Zero *)self;
+    const int broken = end_writes(zero);
+    forget_units(zero);
+    zero->early.pending = zero->early.failed = false;
+    if (broken) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *zero_early_pending(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return PyBool_FromLong(((Zero *)self)->early.pending);
+}
+
+/* lend_slices(): before seal. */
+static PyObject *zero_lend_slices(PyObject *self, PyObject *unused) {
+    (void)unused;
+    zpp_zero_lend_slices(((Zero *)self)->core);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef zpp_py_early_methods[] = {
+    { "set_early", zero_set_early, METH_VARARGS, "set_early(begin, leave, step): step inside the backward." },
+    { "early_end", zero_early_end, METH_NOARGS, "The step that the backward began is over; what failed in it." },
+    { "early_drop", zero_early_drop, METH_NOARGS, "The same, and forget what failed." },
+    { "early_pending", zero_early_pending, METH_NOARGS, "Has a backward begun a step that was not ended?" },
+    { "lend_slices", zero_lend_slices, METH_NOARGS, "Gradients have memory until their unit is stepped." },
+    { NULL, NULL, 0, NULL },
+};

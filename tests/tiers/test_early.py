@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps inside the backward: the bits of the step after it, in every stage and tier; gradients that come and go; fewer bytes; what is
+refused in between, and what fails."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zeropp
+from early_cases import CASES, ON_ONE_RANK
+from zeropp import Config, Offload
+from zeropp.zero.prepare import _check_hosts
+
+TABLE = [(1, case) for case in CASES] + [(2, case) for case in CASES if case not in ON_ONE_RANK]
+WORKER = "early_cases"  # for the fixture `outcomes`
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks_case", TABLE, ids=[f"{case}-{ranks}" for ranks, case in TABLE])
+def test_early(ranks_case: tuple[int, str], outcomes: Any) -> None:
+    ranks, case = ranks_case
+    outcomes(ranks, case).check()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"step_in_backward": 1}, "step_in_backward: 1 is not allowed; wanted True or False"),
+        ({"clip": 1.0}, "wanted False with clip=1.0: clipping needs the norm of all gradients"),
+        ({"precision": "fp16"}, "wanted False with fp16"),
+        ({"stage": 0}, "wanted False at stage 0"),
+        ({"offload": Offload(optimizer="cpu", delayed_update=3)}, "wanted False with offload.delayed_update"),
+        ({"offload": Offload(grads="nvme", path="/tmp")}, "is not built yet; leave offload.grads on 'device'"),
+    ],
+)
+def test_what_cannot_step_in_backward_is_said(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(zeropp.ConfigError) as caught:
+        Config(**{"stage": 2, "step_in_backward": True, **more})
+    assert said in str(caught.value)
+
+
+def test_over_hosts_it_is_refused() -> None:
+    with pytest.raises(zeropp.ConfigError, match="step_in_backward: True on 2 hosts is not implemented yet"):
+        _check_hosts(Config(stage=2, step_in_backward=True), SimpleNamespace(hosts=2))
+
+
+def test_json_has_the_same_key() -> None:
+    assert Config.from_json({"stage": 2, "step_in_backward": True}).step_in_backward

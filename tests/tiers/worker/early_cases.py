@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of test_early.py do. A case runs on one rank and on two, but for those that need no second."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import zeropp
+from state_cases import scratch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import Recipe, batch, gpt, ours, same, train
+from zeropp import Offload, Precision, Tier
+from zeropp.zero.engine import engine_of
+
+Steps = dict[str, Any]
+EARLY: Steps = {"step_in_backward": True}
+
+
+def tiers(path: str, params: float = 0.0, states: float = 0.0) -> Offload:
+    """Fractions of them in files; 0: in memory."""
+    return Offload(
+        params=Tier("nvme", path=path, fraction=params) if params else Tier(),
+        optimizer=Tier("nvme", path=path, fraction=states) if states else Tier("cpu"),
+    )
+
+
+def prepared(width: int = 48, lr: float = 3e-3, **config: Any) -> tuple[Any, Any]:
+    model = gpt(width=width)
+    return zeropp.prepare(model, torch.optim.AdamW(model.parameters(), lr=lr), zeropp.Config(**config))
+
+
+def everywhere(path: str) -> dict[str, Steps]:
+    combinations: dict[str, Steps] = {
+        "stage 1": {"stage": 1},
+        "stage 2": {"stage": 2},
+        "stage 2, states in a file": {"stage": 2, "offload": tiers(path, states=1.0)},
+        "stage 3": {"stage": 3},
+        "stage 3, some states in a file": {"stage": 3, "offload": tiers(path, states=0.4)},
+        "stage 3, parameters in a file": {"stage": 3, "offload": tiers(path, params=1.0)},
+        "stage 3, both": {"stage": 3, "offload": tiers(path, params=1.0, states=1.0)},
+        "stage 3, some of both": {"stage": 3, "offload": tiers(path, params=0.6, states=0.5)},
+    }
+    if dist.get_world_size() > 1:
+        combinations["stage 3, gathering"] = {"stage": 3, "host_copy": "off", "prefetch": 1 << 20}
+    return combinations
+
+
+def equal(recipe: Recipe, **config: Any) -> None:
+    """To the step after the backward in the same stage, whose equality in every tier other tests show."""
+    with scratch() as path:
+        wanted: dict[int, Any] = {}
+        for name, place in everywhere(path).items():
+            stage = place["stage"]
+            if stage not in wanted:
+                wanted[stage] = ours(recipe, stage=stage, **config)
+            same(name, ours(recipe, **place, **config, **EARLY), wanted[stage])
+
+
+def groups(model: nn.Module) -> Any:
+    every = list(model.parameters())
+    return [{"params": every[::2], "amsgrad": True}, {"params": every[1::2], "weight_decay": 0.1, "lr": 1e-3}]
+
+
+def fp32() -> None:
+    """With gradients that no_sync held back."""
+    equal(Recipe(steps=3, micro=2))
+
+
+def bf16() -> None:
+    equal(Recipe(steps=2, micro=2, config={"accumulate": 2}), precision="bf16")
+
+
+def amsgrad_in_groups() -> None:
+    schedule = Recipe(
+        steps=3,
+        groups=groups,
+        optimizer=lambda params: torch.optim.Adam(params, lr=3e-3),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+    )
+    equal(schedule)
+
+
+def other_optimizers() -> None:
+    """torch's own code on slices, ours on states in fewer bits, and Adam without a master."""
+    made = {
+        "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+        "Lion": lambda params: zeropp.optim.Lion(params, lr=1e-3),
+        "RAdam": lambda params: torch.optim.RAdam(params, lr=3e-3),
+        "AdamW": lambda params: torch.optim.AdamW(params, lr=3e-3),
+    }
+    cases: list[tuple[str, Any]] = [("SGD", None), ("RAdam", "bf16"), ("Lion", Precision(state="int8"))]
+    cases += [("AdamW", Precision(state="int8")), ("AdamW", Precision(param="bf16", master="bf16", state="bf16"))]
+    for name, precision in cases:
+        recipe, common = (
+            Recipe(steps=3, optimizer=made[name]),
+            {"stage": 3 if name == "AdamW" else 2, "precision": precision},
+        )
+        same(f"{name} {precision}", ours(recipe, **common, **EARLY), ours(recipe, **common))
+
+
+def float64() -> None:
+    runs = []
+    for steps in ({}, EARLY):
+        model: Any = gpt(dtype=torch.float64)
+        adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        model, adam = zeropp.prepare(model, adam, zeropp.Config(stage=2, **steps))
+        runs.append((train(model, adam, 0, 3), list(zeropp.full_state_dict(model).values())))
+        del model, adam
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+
+
+def slices_of_whole_pages() -> None:
+    """Large enough that slices begin at pages, and that a unit's states are several records."""
+    with scratch() as path:
+        runs = []
+        for place in ({"stage": 3}, {"stage": 3, "offload": tiers(path, 1.0, 1.0), **EARLY}):
+            model, optimizer = prepared(384, **place)
+            losses = train(model, optimizer, 0, 3)
+            runs.append((losses, list(zeropp.full_state_dict(model).values())))
+            del model, optimizer
+        assert runs[0][0] == runs[1][0]
+        assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+
+
+class Odd(nn.Module):
+    """Blocks that are checkpointed in both ways, that run twice, that run on some ranks only, and that are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.old, self.new = (nn.Linear(32, 32) for _ in range(3))
+        self.twice, self.sometimes, self.frozen, self.never = (nn.Linear(32, 32) for _ in range(4))
+        self.last = nn.Linear(32, 1)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        x = self.first(x)
+        x = checkpoint(self.old, x, use_reentrant=True)
+        x = checkpoint(self.new, x, use_reentrant=False)
+        x = self.twice(torch.tanh(self.twice(x)))
+        if (step + dist.get_rank()) % 3 == 0:
+            x = x + self.sometimes(x)
+        return self.last(self.frozen(x)).square().mean()
+
+
+def odd_models() -> None:
+    with scratch() as path:
+        for name in ("stage 1", "stage 2, states in a file", "stage 3, both", "stage 3, gathering"):
+            runs, place = [], everywhere(path).get(name, {"stage": 3})
+            for steps in ({}, EARLY):
+                model: Any = Odd()
+                adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+                model, adam = zeropp.prepare(model, adam, zeropp.Config(units=(nn.Linear,), **place, **steps))
+                losses = []
+                for step in range(4):
+                    draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
+                    loss = model(torch.randn(4, 32, generator=draw), step)
+                    loss.backward()
+                    adam.step()
+                    adam.zero_grad()
+                    losses.append(loss.item())
+                runs.append((losses, list(zeropp.full_state_dict(model).values())))
+                del model, adam, loss
+            assert runs[0][0] == runs[1][0], (place, runs[0][0], runs[1][0])
+            assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True)), place
+
+
+def checkpoints() -> None:
+    """Saved with the one and loaded with the other, in another tier, and the other way: goes on as it was."""
+    with scratch() as path:
+        saved = Path(path) / "ckpt"
+        both: Steps = {"stage": 3, "offload": tiers(path, 0.5, 1.0)}
+        for precision in (None, "bf16"):
+            common: Steps = {"precision": precision}
+            model, optimizer = prepared(stage=3, **common)
+            first, wanted = train(model, optimizer, 0, 3), train(model, optimizer, 3, 6)
+            for source, target in (
+                ({**both, **EARLY}, {"stage": 3}),
+                ({"stage": 3}, {**both, **EARLY}),
+                (EARLY, both | EARLY),
+            ):
+                model, optimizer = prepared(**common, **source)
+                assert train(model, optimizer, 0, 3) == first
+                zeropp.save(saved, model, optimizer, step=3)
+                assert train(model, optimizer, 3, 6) == wanted
+                model, optimizer = prepared(**common, **target)
+                train(model, optimizer, 10, 12)  # what the load must overwrite, read ahead or not
+                assert zeropp.load(saved, model, optimizer)["step"] == 3
+                assert train(model, optimizer, 3, 6) == wanted, (precision, source, target)
+            del model, optimizer
+
+
+def gradients_come_and_go() -> None:
+    """A rank holds the gradients of a unit or two, and not the model's: counted at their peak."""
+    width, layers = 64, 6
+    for stage in (2, 3):
+        held = {}
+        for early in (False, True):
+            torch.manual_seed(0)
+            model: Any = gpt(width=width, layers=layers)
+            adam = torch.optim.AdamW(model.parameters())
+            model, adam = zeropp.prepare(model, adam, zeropp.Config(stage=stage, step_in_backward=early))
+            engine, peak = engine_of(model), 0
+
+            def look(_: Any, engine: Any = engine, model: Any = model) -> None:
+                nonlocal peak
+                if engine.ranks > 1:
+                    dist.barrier()  # no rank runs ahead, so that nothing waits in buckets
+                own = engine.core.memory()["grads"]
+                if engine.ranks == 1:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        own = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+                peak = max(peak, own)
+
+            for unit in engine.units:
+                for entry in unit.params:
+                    entry.param.register_post_accumulate_grad_hook(look)
+            train(model, adam, 0, 2)
+            held[early] = peak
+            largest = sorted(unit.shard_elems * 4 for unit in engine.units)[-2:]
+            if early:
+                assert peak <= sum(largest) + (largest[-1] if engine.ranks > 1 else 0), (peak, largest)
+                assert all(p.grad is None for p in model.parameters())
+            del model, adam, engine, look
+        assert held[True] < 0.5 * held[False], held
+
+
+def until_idle() -> None:
+    """What is read ahead of the next step has arrived, and is counted."""
+    before = None
+    while before != (before := zeropp.traffic()["nvme"]["read"]["bytes"]):
+        time.sleep(0.1)
+
+
+def bytes_of_a_step() -> None:
+    """Parameters are read twice and not a third time; states once, and all is written once."""
+    ranks = dist.get_world_size()
+    with scratch() as path:
+        model, optimizer = prepared(256, stage=3, offload=tiers(path, 1.0, 1.0), **EARLY)
+        train(model, optimizer, 0, 2)
+        until_idle()
+        filed = zeropp.memory(model, optimizer)["nvme"]
+        psi = filed["params"]["held"] * ranks
+        dist.barrier()
+        zeropp.traffic(reset=True)
+        dist.barrier()
+        train(model, optimizer, 2, 4)
+        until_idle()
+        mine = zeropp.traffic()["nvme"]
+        both = torch.tensor([mine["read"]["bytes"], mine["write"]["bytes"]])
+        dist.all_reduce(both)
+        read, written = (value / 2 / psi for value in both.tolist())
+        assert 2.95 <= written <= 3.1, written
+        assert read >= 3.9 and (read <= 4.2 or ranks > 1), read  # a rank that lags reads a unit again
+        del model, optimizer
+
+
+def refused() -> Any:
+    return pytest.raises(zeropp.Error, match=r"between a backward and optimizer\.step\(\)")
+
+
+def between_backward_and_step() -> None:
+    """Parameters are half new, so whatever reads them is refused, and step() goes on."""
+    for stage in (2, 3):
+        model, optimizer = prepared(stage=stage, **EARLY)
+        wanted = train(model, optimizer, 0, 3)
+        model, optimizer = prepared(stage=stage, **EARLY)
+        for step in range(3):
+            loss = model(*batch(step))
+            loss.backward(retain_graph=True)
+            weight = model.blocks[0].up.weight
+            for use in (
+                lambda model=model, step=step: model(*batch(step)),
+                lambda optimizer=optimizer: optimizer.zero_grad(),
+                lambda model=model: zeropp.full_state_dict(model),
+                lambda weight=weight: zeropp.get_full(weight),
+                lambda weight=weight: zeropp.get_local(weight),
+                lambda model=model, optimizer=optimizer: zeropp.save("nowhere", model, optimizer),
+                lambda loss=loss: loss.backward(),
+            ):
+                with refused():
+                    use()
+            with refused(), zeropp.gathered(weight):
+                pass
+            optimizer.step()
+            assert loss.item() == wanted[step]
+            del loss
+        with pytest.raises(zeropp.Error, match="no backward has begun this step"):
+            optimizer.step()
+        with pytest.raises(zeropp.ConfigError, match=r"clip_grad_norm_ was called, but with Config\(step_in_backward"):
+            optimizer.clip_grad_norm_(1.0)
+        with pytest.raises(zeropp.ConfigError, match=r"clip_grad_value_ was called, but"):
+            optimizer.clip_grad_value_(1.0)
+        loss = model(*batch(0))
+        with pytest.raises(zeropp.Error, match="create_graph=True"):
+            loss.backward(create_graph=True)
+        del loss
+        model(*batch(3)).backward()
+        optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(
+            zeropp.Error, match=r"param_groups\[0\]\['lr'\] was 0.003 when the backward began.* is 0.5 now"
+        ):
+            optimizer.step()
+        train(model, optimizer, 4, 5)
+        del model, optimizer, weight
+
+
+def not_finite() -> None:
+    """The loss is: nothing was stepped, and the next batch goes on. One gradient in the middle is: torn, on every rank."""
+    with scratch() as path:
+        saved = Path(path) / "ckpt"
+        for place in ({"stage": 2}, {"stage": 3, "offload": tiers(path, 1.0, 1.0)}):
+            model, optimizer = prepared(**place, **EARLY)
+            wanted = train(model, optimizer, 0, 2) + train(model, optimizer, 2, 4)
+            model, optimizer = prepared(**place, **EARLY)
+            seen = train(model, optimizer, 0, 2)
+            (model(*batch(9)) * float("nan")).backward()
+            with pytest.raises(zeropp.Error, match=r"is not finite; nothing was stepped on this rank"):
+                optimizer.step()
+            optimizer.zero_grad()
+            seen += train(model, optimizer, 2, 4)
+            assert seen == wanted
+            zeropp.save(saved, model, optimizer, step=4)
+            wanted = train(model, optimizer, 4, 5)
+            handle = model.blocks[0].down.weight.register_hook(lambda gradient: gradient * float("inf"))
+            model(*batch(5)).backward()
+            with pytest.raises(
+                zeropp.Error, match=r"blocks\.0\.down\.weight.* is not finite; weights and optimizer state are torn"
+            ):
+                optimizer.step()
+            handle.remove()
+            optimizer.zero_grad()
+            with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+                model(*batch(5)).backward()
+            with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+                zeropp.save(saved, model, optimizer, step=5)
+            assert zeropp.load(saved, model, optimizer)["step"] == 4
+            assert train(model, optimizer, 4, 5) == wanted
+            del model, optimizer
+
+
+def a_disk_that_fails() -> None:
+    """The last rank's states lose their end, or the file of parameters does: every rank hears of it in step(), and a load goes on."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with scratch() as path:
+        saved = Path(path) / "ckpt"
+        model, optimizer = prepared(stage=3, offload=tiers(path, states=1.0), **EARLY)
+        train(model, optimizer, 0, 2)
+        zeropp.save(saved, model, optimizer, step=2)
+        wanted = train(model, optimizer, 2, 4)
+        zeropp.load(saved, model, optimizer)
+        states = next(Path(path).glob(f"zeropp-scratch-*/rank-{dist.get_rank()}/states"))
+        whole_bytes = states.stat().st_size
+        if last:
+            os.truncate(states, whole_bytes // 2)
+        model(*batch(2)).backward()
+        with pytest.raises(zeropp.TierError, match=r"states\".*at offset \d+"):
+            optimizer.step()
+        if last:
+            os.truncate(states, whole_bytes)
+        with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+            model(*batch(3)).backward()
+        with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+            optimizer.step()
+        assert zeropp.load(saved, model, optimizer)["step"] == 2
+        assert train(model, optimizer, 2, 4) == wanted
+        del model, optimizer
+
+
+class Peeks(nn.Module):
+    """Reads a weight that its last layer has, where its first one is computed, and gives it no gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.first(x) * self.last.weight.detach() + self.last(x)).square().mean()
+
+
+def weights_that_autograd_kept() -> None:
+    """What was stepped counts as changed in place: an error of autograd, or ours, and never another gradient."""
+    with scratch() as path:
+        for place in ({"stage": 1}, {"stage": 3}, {"stage": 3, "offload": tiers(path, params=1.0)}):
+            model: Any = Peeks()
+            adam = torch.optim.AdamW(model.parameters())
+            config = zeropp.Config(units=(nn.Linear,), **place, **EARLY)
+            model, adam = zeropp.prepare(model, adam, config)
+            loss = model(torch.ones(8, 8))
+            with pytest.raises((RuntimeError, zeropp.Error), match=r"modified by an inplace operation|is needed again"):
+                loss.backward()
+            del model, adam, loss
+
+
+def a_backward_that_raises() -> None:
+    """After some units were stepped: the next step() says so, and a load goes on."""
+    with scratch() as path:
+        saved = Path(path) / "ckpt"
+        model, optimizer = prepared(stage=3, offload=tiers(path, 1.0, 1.0), **EARLY)
+        train(model, optimizer, 0, 2)
+        zeropp.save(saved, model, optimizer, step=2)
+        wanted = train(model, optimizer, 2, 4)
+
+        def stop(gradient: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError
+
+        handle = model.blocks[0].down.weight.register_hook(stop)
+        with pytest.raises(ZeroDivisionError):
+            model(*batch(4)).backward()
+        handle.remove()
+        with pytest.raises(zeropp.Error, match=r"between a backward and optimizer\.step"):
+            model(*batch(4))
+        with pytest.raises(zeropp.Error, match=r"ended by an exception after \d+ units had been stepped"):
+            optimizer.step()
+        optimizer.zero_grad()  # what the dead backward left
+        assert zeropp.load(saved, model, optimizer)["step"] == 2
+        assert train(model, optimizer, 2, 4) == wanted
+        del model, optimizer
+
+
+def refusals() -> None:
+    model = gpt()
+    adam = zeropp.optim.LAMB(model.parameters(), lr=1e-3)
+    with pytest.raises(zeropp.ConfigError, match="step_in_backward: True is not allowed with LAMB"):
+        zeropp.prepare(model, adam, zeropp.Config(stage=2, **EARLY))
+
+
+ON_ONE_RANK = ("amsgrad_in_groups", "weights_that_autograd_kept", "a_backward_that_raises", "refusals")
+CASES = {
+    function.__name__: function
+    for function in (
+        fp32, bf16, amsgrad_in_groups, other_optimizers, float64, slices_of_whole_pages, odd_models, checkpoints, gradients_come_and_go,
+        bytes_of_a_step, between_backward_and_step, not_finite, a_disk_that_fails, weights_that_autograd_kept,
+        a_backward_that_raises, refusals,
+    )
+}  # fmt: skip
