@@ -5,8 +5,8 @@
  *
  *   small     payload beside the signature; one publication, one round of reads
  *   in place  every src lies in an arena: peers copy it from there; one copy a byte, one final phase (until it is
- * passed, src is being read) staged    rounds of ZPP_STAGE_BYTES: fill my slot, copy out of the peers' slots of the
- * round before
+ *             passed, src is being read)
+ *   staged    rounds of ZPP_STAGE_BYTES: fill my slot, copy out of the peers' slots of the round before
  */
 #include <string.h>
 
@@ -31,13 +31,14 @@ static zpp_status small(struct zpp_turn *turn, void *const *dst, const void *src
 }
 
 static zpp_status in_place(struct zpp_turn *turn, void *const *dst, const uint8_t *const *src, size_t bytes,
-                           bool stream, struct zpp_err *err) {
+                           struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
+    const uint64_t start_ns = zpp_now_ns();
     for (int k = 0; k < comm->ranks; k++) { /* each rank begins with itself, so that readers spread over the sources */
         const int r = (comm->rank + k) % comm->ranks;
-        copy_own(dst[r], src[r], bytes, stream);
+        copy_own(dst[r], src[r], bytes, zpp_own_around(comm));
     }
-    return zpp_step_wait(turn, zpp_step_pass(comm), err);
+    return zpp_step_last(turn, start_ns, err);
 }
 
 struct job {
@@ -45,7 +46,6 @@ struct job {
     void *const *dst;
     const uint8_t *src;
     size_t bytes;
-    bool stream;
 };
 
 static size_t chunk_at(const struct job *job, size_t at) {
@@ -56,7 +56,8 @@ static void fill(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
     const size_t at = round * ZPP_STAGE_BYTES, chunk = chunk_at(job, at);
     zpp_stage_copy(job->comm, slot, job->src + at, chunk);
-    copy_own((uint8_t *)job->dst[job->comm->rank] + at, job->src + at, chunk, job->stream); /* from the cache */
+    /* out of the cache, where the slot's copy has just brought it */
+    copy_own((uint8_t *)job->dst[job->comm->rank] + at, job->src + at, chunk, zpp_own_around(job->comm));
 }
 
 static void take(const void *ctx, size_t round, uint32_t staged) {
@@ -64,13 +65,13 @@ static void take(const void *ctx, size_t round, uint32_t staged) {
     const size_t at = round * ZPP_STAGE_BYTES, chunk = chunk_at(job, at);
     for (int k = 1; k < job->comm->ranks; k++) {
         const int r = (job->comm->rank + k) % job->comm->ranks;
-        zpp_copy((uint8_t *)job->dst[r] + at, zpp_stage(job->comm, r, 0, staged), chunk, job->stream);
+        zpp_copy((uint8_t *)job->dst[r] + at, zpp_stage(job->comm, r, 0, staged), chunk, zpp_own_around(job->comm));
     }
 }
 
-static zpp_status staged(struct zpp_turn *turn, void *const *dst, const uint8_t *src, size_t bytes, bool stream,
+static zpp_status staged(struct zpp_turn *turn, void *const *dst, const uint8_t *src, size_t bytes,
                          struct zpp_err *err) {
-    const struct job job = {turn->comm, dst, src, bytes, stream};
+    const struct job job = {turn->comm, dst, src, bytes};
     const struct zpp_pump pump = {(bytes + ZPP_STAGE_BYTES - 1) / ZPP_STAGE_BYTES, &job, fill, take, NULL};
     return zpp_pump_run(turn, &pump, err);
 }
@@ -78,16 +79,15 @@ static zpp_status staged(struct zpp_turn *turn, void *const *dst, const uint8_t 
 zpp_status zpp_coll_all_gather(struct zpp_turn *turn, void *const *dst, const void *src, size_t bytes,
                                struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
-    const bool stream = bytes * (size_t)comm->ranks >= ZPP_STREAM_BYTES;
     const uint8_t *tensor[ZPP_RANKS_MAX];
     bool all_in_arenas = false;
     zpp_count_call(comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (uint64_t)(comm->ranks - 1));
     if (comm->ranks == 1) {
-        copy_own(dst[0], src, bytes, stream);
+        copy_own(dst[0], src, bytes, bytes >= ZPP_STREAM_BYTES);
         return ZPP_OK;
     }
     if (bytes <= ZPP_SMALL_BYTES) return small(turn, dst, src, bytes, err);
     const zpp_status status = zpp_exchange_place(turn, src, bytes, &all_in_arenas, tensor, err);
     if (status != ZPP_OK) return status;
-    return all_in_arenas ? in_place(turn, dst, tensor, bytes, stream, err) : staged(turn, dst, src, bytes, stream, err);
+    return all_in_arenas ? in_place(turn, dst, tensor, bytes, err) : staged(turn, dst, src, bytes, err);
 }

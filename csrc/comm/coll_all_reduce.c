@@ -116,9 +116,9 @@ static void combine_in_place(const struct job *job, const uint8_t *const *tensor
     size_t begin, length;
     slice_of(job, round_at(job, at), comm->rank, &begin, &length);
     for (int r = 0; r < comm->ranks; r++) part[r] = tensor[r] + at + begin;
-    /* Only this rank reads or writes this slice before the phase ends. Its lines lie in the peers' caches from the last
-     * time: writing around the cache is several times faster than taking them away one by one. */
-    combine(job, job->data + at + begin, part, length, true);
+    /* Only this rank reads or writes this slice before the phase ends. Its lines may lie in the peers' caches from the
+     * last time: then writing around the cache can be several times faster than taking them away one by one. */
+    combine(job, job->data + at + begin, part, length, zpp_shared_around(comm));
 }
 
 static void copy_in_place(const struct job *job, const uint8_t *const *tensor, size_t at) {
@@ -127,12 +127,13 @@ static void copy_in_place(const struct job *job, const uint8_t *const *tensor, s
         const int r = (comm->rank + k) % comm->ranks;
         size_t begin, length;
         slice_of(job, round_at(job, at), r, &begin, &length);
-        zpp_copy(job->data + at + begin, tensor[r] + at + begin, length, true);
+        zpp_copy(job->data + at + begin, tensor[r] + at + begin, length, zpp_own_around(comm));
     }
 }
 
 static zpp_status in_place(const struct job *job, const uint8_t *const *tensor, struct zpp_err *err) {
     struct zpp_comm *comm = job->turn->comm;
+    const uint64_t start_ns = zpp_now_ns();
     zpp_status status = ZPP_OK;
     size_t at = 0;
     for (; status == ZPP_OK && at < job->tensor->bytes; at += job->round_bytes) {
@@ -145,7 +146,7 @@ static zpp_status in_place(const struct job *job, const uint8_t *const *tensor, 
     if (status == ZPP_OK) status = zpp_step_wait(job->turn, comm->step, err);
     if (status != ZPP_OK) return status;
     copy_in_place(job, tensor, at - job->round_bytes);
-    return zpp_step_wait(job->turn, zpp_step_pass(comm), err); /* until then peers read this tensor */
+    return zpp_step_last(job->turn, start_ns, err);
 }
 
 zpp_status zpp_coll_all_reduce(struct zpp_turn *turn, void *data, const struct zpp_tensor *tensor,

@@ -5,6 +5,8 @@
  * reads exactly what it receives from others:
  *
  *   small     no rank sends more than ZPP_SMALL_BYTES in all: payloads beside the signatures
+ *   in place  every rank's pieces lie in an arena, one after the other: peers copy them from there; one copy a byte,
+ *             one final phase
  *   staged    rounds: my slot holds, for each peer, the next piece for it; as many rounds as the largest pair needs
  */
 #include <inttypes.h>
@@ -12,6 +14,8 @@
 
 #include "internal.h"
 #include "reduce.h"
+
+static const uint64_t NOTHING = UINT64_MAX; /* in place of an arena: peers get nothing from this rank */
 
 struct job {
     struct zpp_turn *turn;
@@ -76,6 +80,44 @@ static void unpack_small(const struct job *job) {
     }
 }
 
+/* --- in place ---------------------------------------------------------------------------------------------------- */
+
+/* Where my pieces begin, if they lie one after the other in an arena; empty ones lie anywhere. */
+static struct zpp_place place_of(struct zpp_comm *comm, const struct zpp_call *call) {
+    struct zpp_place place = {0};
+    const uint8_t *first = NULL;
+    size_t bytes = 0;
+    bool joined = true;
+    if (!sum_without(counts_of(comm, comm->rank), comm->ranks, comm->rank)) return (struct zpp_place){.arena = NOTHING};
+    for (int r = 0; r < comm->ranks; r++) {
+        if (!call->src_bytes[r]) continue;
+        if (!first) first = call->srcs[r];
+        joined = joined && call->srcs[r] == first + bytes;
+        bytes += call->src_bytes[r];
+    }
+    if (!joined || !zpp_arena_find(comm, first, bytes, &place)) return (struct zpp_place){0};
+    return place;
+}
+
+static zpp_status in_place(const struct job *job, uint64_t start_ns, struct zpp_err *err) {
+    struct zpp_comm *comm = job->turn->comm;
+    for (int k = 1; k < comm->ranks; k++) {
+        const int r = (comm->rank + k) % comm->ranks;
+        const uint64_t *counts = counts_of(comm, r);
+        const uint8_t *src = NULL;
+        uint64_t before = 0;
+        if (!job->call->dst_bytes[r]) continue;
+        for (int p = 0; p < comm->rank; p++) before += counts[p];
+        const zpp_status status = zpp_arena_at(job->turn, r, &zpp_post_of(comm, r)->place,
+                                               before + job->call->dst_bytes[r], &src, err);
+        if (status != ZPP_OK) return status;
+        zpp_copy(job->call->dsts[r], src + before, job->call->dst_bytes[r], zpp_own_around(comm));
+    }
+    return zpp_step_last(job->turn, start_ns, err);
+}
+
+/* --- staged ------------------------------------------------------------------------------------------------------ */
+
 static size_t piece_at(const struct job *job, size_t bytes, size_t at) {
     if (at >= bytes) return 0;
     return bytes - at < job->piece_bytes ? bytes - at : job->piece_bytes;
@@ -87,7 +129,8 @@ static void fill(const void *ctx, size_t round, uint8_t *slot) {
     const size_t at = round * job->piece_bytes;
     for (int r = 0; r < comm->ranks; r++) {
         const size_t piece = r == comm->rank ? 0 : piece_at(job, job->call->src_bytes[r], at);
-        if (piece) zpp_copy(slot + (size_t)r * job->piece_bytes, (const uint8_t *)job->call->srcs[r] + at, piece, true);
+        if (piece)
+            zpp_stage_copy(comm, slot + (size_t)r * job->piece_bytes, (const uint8_t *)job->call->srcs[r] + at, piece);
     }
 }
 
@@ -99,7 +142,7 @@ static void take(const void *ctx, size_t round, uint32_t staged) {
         const int r = (comm->rank + k) % comm->ranks;
         const size_t piece = piece_at(job, job->call->dst_bytes[r], at);
         const uint8_t *from = zpp_stage(comm, r, 0, staged) + (size_t)comm->rank * job->piece_bytes;
-        if (piece) zpp_copy((uint8_t *)job->call->dsts[r] + at, from, piece, false);
+        if (piece) zpp_copy((uint8_t *)job->call->dsts[r] + at, from, piece, zpp_own_around(comm));
     }
 }
 
@@ -114,21 +157,28 @@ zpp_status zpp_coll_all_to_all(struct zpp_turn *turn, const struct zpp_call *cal
     const int me = comm->rank;
     publish_counts(comm, call);
     (void)pack_small(comm, call);
+    zpp_my_post(comm)->place = place_of(comm, call);
+    zpp_route_post(comm, sum_without(counts_of(comm, me), comm->ranks, me) + call->src_bytes[me],
+                   &zpp_my_post(comm)->place);
     zpp_status status = zpp_exchange(turn, err);
     if (status == ZPP_OK) status = check_counts(&job, err);
     if (status != ZPP_OK) return status;
-    if (call->src_bytes[me] && call->dsts[me] != call->srcs[me])
-        memcpy(call->dsts[me], call->srcs[me], call->src_bytes[me]);
+    const uint64_t start_ns = zpp_now_ns();
     uint64_t most = 0, received = 0;
-    bool all_small = true;
+    bool all_small = true, all_in_arenas = true;
     for (int r = 0; r < comm->ranks; r++) {
         const uint64_t *counts = counts_of(comm, r);
+        if (!zpp_post_of(comm, r)->place.arena) all_in_arenas = false;
         if (sum_without(counts, comm->ranks, r) > ZPP_SMALL_BYTES) all_small = false;
         for (int p = 0; p < comm->ranks; p++)
             if (p != r && counts[p] > most) most = counts[p];
         if (r != me) received += call->dst_bytes[r];
     }
     zpp_count_call(comm, call->coll == ZPP_COLL_ALL_TO_ALL ? ZPP_TRAFFIC_ALL_TO_ALL : ZPP_TRAFFIC_OTHER, received);
+    if (!all_small) zpp_route_take(comm, all_in_arenas);
+    if (call->src_bytes[me] && call->dsts[me] != call->srcs[me])
+        zpp_copy(call->dsts[me], call->srcs[me], call->src_bytes[me], !all_small && zpp_own_around(comm));
     if (all_small) unpack_small(&job);
-    return all_small ? ZPP_OK : staged(&job, most, err);
+    if (all_small) return ZPP_OK;
+    return all_in_arenas ? in_place(&job, start_ns, err) : staged(&job, most, err);
 }

@@ -5,7 +5,7 @@
  *   small     payload beside the root's signature
  *   in place  the root's tensor lies in an arena: one copy a byte, then one final phase
  *   staged    rounds of ZPP_STAGE_BYTES through the root's slots. The others publish empty rounds and the root takes
- * what nobody staged, so that all counters stay alike.
+ *             what nobody staged, so that all counters stay alike.
  */
 #include <string.h>
 
@@ -28,21 +28,20 @@ static zpp_status send(struct zpp_turn *turn, const uint8_t *data, size_t bytes,
         uint8_t *slot = NULL;
         const zpp_status status = zpp_stage_begin(turn, 0, &slot, err);
         if (status != ZPP_OK) return status;
-        memcpy(slot, data + at, chunk_at(bytes, at));
+        zpp_stage_copy(comm, slot, data + at, chunk_at(bytes, at));
         zpp_stage_publish(comm, 0);
         zpp_take_end(comm, 0);
     }
     return ZPP_OK;
 }
 
-static zpp_status receive(struct zpp_turn *turn, uint8_t *data, size_t bytes, int root, bool stream,
-                          struct zpp_err *err) {
+static zpp_status receive(struct zpp_turn *turn, uint8_t *data, size_t bytes, int root, struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
     for (size_t at = 0; at < bytes; at += ZPP_STAGE_BYTES) {
         zpp_stage_publish(comm, 0);
         const zpp_status status = zpp_take_begin(turn, 0, err);
         if (status != ZPP_OK) return status;
-        zpp_copy(data + at, zpp_stage(comm, root, 0, comm->taken[0]), chunk_at(bytes, at), stream);
+        zpp_copy(data + at, zpp_stage(comm, root, 0, comm->taken[0]), chunk_at(bytes, at), zpp_own_around(comm));
         zpp_take_end(comm, 0);
     }
     return ZPP_OK;
@@ -50,7 +49,7 @@ static zpp_status receive(struct zpp_turn *turn, uint8_t *data, size_t bytes, in
 
 zpp_status zpp_coll_broadcast(struct zpp_turn *turn, void *data, size_t bytes, int root, struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
-    const bool stream = bytes >= ZPP_STREAM_BYTES, sender = comm->rank == root;
+    const bool sender = comm->rank == root;
     const uint8_t *tensor = NULL;
     bool in_arena = false;
     zpp_count_call(comm, ZPP_TRAFFIC_BROADCAST, sender ? 0 : bytes);
@@ -58,9 +57,12 @@ zpp_status zpp_coll_broadcast(struct zpp_turn *turn, void *data, size_t bytes, i
     if (bytes <= ZPP_SMALL_BYTES) return small(turn, data, bytes, root, err);
     zpp_status status = zpp_exchange_place_of(turn, root, data, bytes, &in_arena, &tensor, err);
     if (status != ZPP_OK) return status;
+    const uint64_t start_ns = zpp_now_ns();
     if (in_arena) {
-        if (!sender) zpp_copy(data, tensor, bytes, stream);
-        return zpp_step_wait(turn, zpp_step_pass(comm), err);
+        if (!sender) zpp_copy(data, tensor, bytes, zpp_own_around(comm));
+        return zpp_step_last(turn, start_ns, err);
     }
-    return sender ? send(turn, data, bytes, err) : receive(turn, data, bytes, root, stream, err);
+    status = sender ? send(turn, data, bytes, err) : receive(turn, data, bytes, root, err);
+    if (status == ZPP_OK) zpp_route_learn(comm, zpp_now_ns() - start_ns);
+    return status;
 }

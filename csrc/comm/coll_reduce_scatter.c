@@ -19,12 +19,11 @@ struct job {
     uint8_t *dst;
     const uint8_t *src;
     size_t elem_bytes, piece_bytes; /* of one peer in a slot; whole cache lines, so whole elements */
-    bool stream;
 };
 
 static void combine(const struct job *job, const uint8_t *const *part, size_t at, size_t bytes) {
     zpp_reduce_op_sources(job->dst + at, job->tensor->op, (const void *const *)part, job->turn->comm->ranks,
-                          job->tensor->dtype, bytes / job->elem_bytes, job->stream);
+                          job->tensor->dtype, bytes / job->elem_bytes, zpp_own_around(job->turn->comm));
 }
 
 static zpp_status small(const struct job *job, struct zpp_err *err) {
@@ -41,10 +40,11 @@ static zpp_status small(const struct job *job, struct zpp_err *err) {
 
 static zpp_status in_place(const struct job *job, const uint8_t *const *tensor, struct zpp_err *err) {
     struct zpp_comm *comm = job->turn->comm;
+    const uint64_t start_ns = zpp_now_ns();
     const uint8_t *part[ZPP_RANKS_MAX];
     for (int r = 0; r < comm->ranks; r++) part[r] = tensor[r] + (size_t)comm->rank * job->tensor->bytes;
     combine(job, part, 0, job->tensor->bytes);
-    return zpp_step_wait(job->turn, zpp_step_pass(comm), err);
+    return zpp_step_last(job->turn, start_ns, err);
 }
 
 static size_t piece_at(const struct job *job, size_t at) {
@@ -89,8 +89,7 @@ zpp_status zpp_coll_reduce_scatter(struct zpp_turn *turn, void *dst, const void 
                             dst,
                             src,
                             zpp_dtype_bytes(tensor->dtype),
-                            ZPP_STAGE_BYTES / (size_t)comm->ranks & ~(size_t)(ZPP_LINE_BYTES - 1),
-                            tensor->bytes >= ZPP_STREAM_BYTES};
+                            ZPP_STAGE_BYTES / (size_t)comm->ranks & ~(size_t)(ZPP_LINE_BYTES - 1)};
     const uint8_t *parts[ZPP_RANKS_MAX];
     bool all_in_arenas = false;
     zpp_count_call(comm, ZPP_TRAFFIC_REDUCE_SCATTER, tensor->bytes * (uint64_t)(comm->ranks - 1));

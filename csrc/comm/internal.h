@@ -34,18 +34,22 @@ struct zpp_sig {
     uint64_t elems;
 };
 
-/* Of the tensor of a large collective; arena 0 = not in an arena. And how its bytes travel if they are staged: what
- * rank 0 says holds (route.c). */
+/* Of the tensor of a large collective; arena 0 = not in an arena. And how its bytes travel, staged, [0], or in place,
+ * [1]: what rank 0 says holds (route.c). */
 struct zpp_place {
-    uint64_t arena, offset_bytes, through_cache;
+    uint64_t arena, offset_bytes;
+    uint8_t way[2];
 };
 
-/* What staging costs around the cache, [0], and through it, [1]; 0: not tried yet. */
+/* A way, of stores: around the cache unless a bit says through it. Of what peers read next (a slot, or the slice that
+ * others copy), and of what only this rank reads later (its output). */
+enum { ZPP_SHARED_THROUGH = 1, ZPP_OWN_THROUGH = 2, ZPP_WAYS = 4 };
+/* What each way costs; 0: not tried yet. */
 struct zpp_route {
-    double ns_per_round[2];
+    double ns_per_byte[ZPP_WAYS];
     uint32_t calls;
 };
-enum { ZPP_ROUTE_SIZES = 3 };
+enum { ZPP_ROUTE_SIZES = 4 };
 
 struct zpp_post {
     _Alignas(ZPP_LINE_BYTES) struct zpp_word word;
@@ -120,8 +124,9 @@ struct zpp_comm {
     /* The caller's side of the counters. Used by the one thread that runs collectives. */
     uint32_t seq, staged[ZPP_TRACKS], taken[ZPP_TRACKS], step;
     struct zpp_sig now; /* the collective in progress, for messages */
-    bool through_cache; /* how it stages its bytes */
-    struct zpp_route route[ZPP_COLLS][ZPP_ROUTE_SIZES], *route_now; /* route.c; rank 0's count */
+    unsigned way;       /* how its bytes travel; 0 unless the ranks agreed on one */
+    struct zpp_route route[ZPP_COLLS][2][ZPP_ROUTE_SIZES], *route_now; /* route.c: staged, in place; rank 0's count */
+    size_t route_bytes;
     uint64_t regions;   /* region creations so far */
 
     pthread_mutex_t mail_lock;    /* the sockets and inboxes; innermost */
@@ -243,9 +248,14 @@ zpp_status zpp_exchange_place(struct zpp_turn *turn, const void *tensor_here, si
 zpp_status zpp_exchange_place_of(struct zpp_turn *turn, int owner, const void *tensor_here, size_t bytes,
                                  bool *in_arena, const uint8_t **tensor, struct zpp_err *err);
 
-/* --- route.c: staged bytes around the cache or through it -------------------------------------------------------- */
-bool zpp_route_choose(struct zpp_comm *comm, size_t bytes); /* for the collective in progress */
-void zpp_route_learn(struct zpp_comm *comm, size_t rounds, uint64_t took_ns);
+/* --- route.c: bytes around the cache or through it --------------------------------------------------------------- */
+/* For the collective in progress, on a tensor of `bytes`, before the exchange: what rank 0 posts. */
+void zpp_route_post(struct zpp_comm *comm, size_t bytes, struct zpp_place *place);
+/* After the exchange: go the way that rank 0 posted. */
+void zpp_route_take(struct zpp_comm *comm, bool in_place);
+void zpp_route_learn(struct zpp_comm *comm, uint64_t took_ns); /* the collective in progress took so long */
+static inline bool zpp_own_around(const struct zpp_comm *comm) { return !(comm->way & ZPP_OWN_THROUGH); }
+static inline bool zpp_shared_around(const struct zpp_comm *comm) { return !(comm->way & ZPP_SHARED_THROUGH); }
 
 /* --- coll_*.c: one algorithm a file; elements already checked ---------------------------------------------------- */
 struct zpp_tensor {
@@ -267,7 +277,7 @@ zpp_status zpp_quant_check(const struct zpp_comm *comm, const struct zpp_call *c
 struct zpp_sig zpp_quant_sig(const struct zpp_comm *comm, const struct zpp_call *call);
 #define ZPP_QUANT_ELEMS_END (UINT64_C(1) << 40) /* fewer, so that the object fits beside them */
 zpp_status zpp_coll_quant(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
-enum { ZPP_STREAM_BYTES = 4 * 1024 * 1024 }; /* tensors from this size on are written around the cache */
+enum { ZPP_STREAM_BYTES = 4 * 1024 * 1024 }; /* outputs from this size on may be written around the cache */
 
 /* --- rounds.c: staging in rounds --------------------------------------------------------------------------------- */
 /* Wait until my slot of the next round is free (every peer has taken what it held). */
@@ -290,11 +300,13 @@ struct zpp_pump {
 zpp_status zpp_pump_run(struct zpp_turn *turn, const struct zpp_pump *pump, struct zpp_err *err);
 /* memcpy into a slot, the way that this collective stages its bytes. */
 static inline void zpp_stage_copy(const struct zpp_comm *comm, uint8_t *slot, const void *src, size_t bytes) {
-    zpp_copy(slot, src, bytes, !comm->through_cache);
+    zpp_copy(slot, src, bytes, zpp_shared_around(comm));
 }
 /* In place: pass to the next phase; wait until every rank has passed phase `step`. */
 uint32_t zpp_step_pass(struct zpp_comm *comm);
 zpp_status zpp_step_wait(struct zpp_turn *turn, uint32_t step, struct zpp_err *err);
+/* The last phase of a collective that began at `start_ns`: until every rank is here, peers read this rank's tensor. */
+zpp_status zpp_step_last(struct zpp_turn *turn, uint64_t start_ns, struct zpp_err *err);
 
 /* --- arena.c ----------------------------------------------------------------------------------------------------- */
 bool zpp_arena_find(struct zpp_comm *comm, const void *data, size_t bytes, struct zpp_place *place);

@@ -121,7 +121,7 @@ static zpp_status run_twice(struct zpp_turn *turn, const struct zpp_pump *pump, 
 zpp_status zpp_pump_run(struct zpp_turn *turn, const struct zpp_pump *pump, struct zpp_err *err) {
     const uint64_t start_ns = zpp_now_ns();
     const zpp_status status = pump->pass ? run_twice(turn, pump, err) : run_once(turn, pump, err);
-    if (status == ZPP_OK) zpp_route_learn(turn->comm, pump->rounds, zpp_now_ns() - start_ns);
+    if (status == ZPP_OK) zpp_route_learn(turn->comm, zpp_now_ns() - start_ns);
     return status;
 }
 
@@ -132,4 +132,10 @@ uint32_t zpp_step_pass(struct zpp_comm *comm) {
 
 zpp_status zpp_step_wait(struct zpp_turn *turn, uint32_t step, struct zpp_err *err) {
     return wait_for(turn, zpp_gate_at(turn->comm, offsetof(struct zpp_control, step), step), err);
+}
+
+zpp_status zpp_step_last(struct zpp_turn *turn, uint64_t start_ns, struct zpp_err *err) {
+    const zpp_status status = zpp_step_wait(turn, zpp_step_pass(turn->comm), err);
+    if (status == ZPP_OK) zpp_route_learn(turn->comm, zpp_now_ns() - start_ns);
+    return status;
 }

@@ -1,37 +1,81 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Whether staged bytes go around the cache or through it; docs/design/0012.
+ * Whether bytes go around the cache or through it; docs/design/0012.
  *
  * Ranks whose cores share a last-level cache pass bytes through it at twice the speed of going around it; ranks whose
  * cores do not, take dirty lines out of each other's caches at less than half of it. A virtual machine does not say
- * which it is, and it changes whenever the host moves a virtual CPU. So rank 0 times both ways, prefers the faster one
- * and tries the other one now and then; its choice travels with the place of its tensor, so that all ranks go the same
- * way, whatever they would measure. The bits of the result are the same either way.
+ * which it is, and it changes whenever the host moves a virtual CPU. So rank 0 times the ways there are, prefers the
+ * fastest one and tries the others now and then; its choice travels with the place of its tensor, so that all ranks go
+ * the same way, whatever they would measure. The bits of the result are the same either way.
+ *
+ * Rank 0 does not know before the exchange whether the peers' tensors lie in arenas, so it posts a way for either case.
  */
 #include "internal.h"
 
-enum { FIRST_TRIALS = 8, TRIAL_EVERY = 64, MEDIUM_ROUNDS = 8, LARGE_ROUNDS = 64 };
+enum { FIRST_TRIALS = 8, TRIAL_EVERY = 64 };
 
 /* How fast a figure forgets: 20 calls without a better one raise it to 1.8 times. */
 static const double FORGET = 1.03;
 
-static bool choose(const struct zpp_route *route) {
-    if (route->calls < FIRST_TRIALS) return route->calls % 2;
-    const bool faster = route->ns_per_round[true] < route->ns_per_round[false];
-    return route->calls % TRIAL_EVERY ? faster : !faster;
+static unsigned coll_of(const struct zpp_comm *comm) { return comm->now.what & 0x7f; }
+
+/* The bits of a way that are not tried, but always set: they mean nothing to a collective, or the answer is known. */
+static unsigned settled(unsigned coll, size_t bytes, bool in_place) {
+    const unsigned own = bytes < ZPP_STREAM_BYTES ? ZPP_OWN_THROUGH : 0;
+    if (coll == ZPP_COLL_ALL_REDUCE) return in_place ? 0 : ZPP_OWN_THROUGH; /* staged, its output was read just now */
+    if (in_place) return own | ZPP_SHARED_THROUGH;                          /* peers read what was there before */
+    /* A root is done before its peers while they take what fits into its slots: it measures nothing. */
+    return coll == ZPP_COLL_BROADCAST && own ? own | ZPP_SHARED_THROUGH : own;
 }
 
-bool zpp_route_choose(struct zpp_comm *comm, size_t bytes) {
-    const size_t rounds = bytes / ZPP_STAGE_BYTES;
-    comm->route_now = &comm->route[comm->now.what & 0xff][rounds < MEDIUM_ROUNDS ? 0 : rounds < LARGE_ROUNDS ? 1 : 2];
-    return choose(comm->route_now);
+/* Way number `index` of those that have the settled bits. */
+static unsigned nth(unsigned settled_bits, unsigned index) {
+    unsigned way = 0;
+    while (way < ZPP_WAYS - 1 && ((way & settled_bits) != settled_bits || index--)) way++;
+    return way;
 }
 
-void zpp_route_learn(struct zpp_comm *comm, size_t rounds, uint64_t took_ns) {
+static unsigned choose(const struct zpp_route *route, unsigned settled_bits) {
+    unsigned count = 0, best = settled_bits;
+    for (unsigned way = 0; way < ZPP_WAYS; way++) {
+        if ((way & settled_bits) != settled_bits) continue;
+        count++;
+        if (route->ns_per_byte[way] > 0 && route->ns_per_byte[way] < route->ns_per_byte[best]) best = way;
+    }
+    if (route->calls < FIRST_TRIALS) return nth(settled_bits, route->calls % count);
+    return route->calls % TRIAL_EVERY ? best : nth(settled_bits, route->calls / TRIAL_EVERY % count);
+}
+
+/* Of a tensor as a whole: below 2, 8 and 32 MB, and above. */
+static unsigned size_class(size_t bytes) {
+    unsigned at = 0;
+    for (size_t end = (size_t)2 << 20; at < ZPP_ROUTE_SIZES - 1 && bytes >= end; end *= 4) at++;
+    return at;
+}
+
+static size_t whole_bytes(const struct zpp_comm *comm, size_t bytes) {
+    return coll_of(comm) == ZPP_COLL_ALL_GATHER ? bytes * (size_t)comm->ranks : bytes;
+}
+
+void zpp_route_post(struct zpp_comm *comm, size_t bytes, struct zpp_place *place) {
+    const size_t whole = whole_bytes(comm, bytes);
+    if (comm->rank != 0) return;
+    comm->route_bytes = whole;
+    for (int in_place = 0; in_place < 2; in_place++)
+        place->way[in_place] = (uint8_t)choose(&comm->route[coll_of(comm)][in_place][size_class(whole)],
+                                               settled(coll_of(comm), whole, in_place));
+}
+
+void zpp_route_take(struct zpp_comm *comm, bool in_place) {
+    comm->way = zpp_post_of(comm, 0)->place.way[in_place] % ZPP_WAYS;
+    if (comm->rank == 0) comm->route_now = &comm->route[coll_of(comm)][in_place][size_class(comm->route_bytes)];
+}
+
+void zpp_route_learn(struct zpp_comm *comm, uint64_t took_ns) {
     struct zpp_route *route = comm->route_now;
-    if (!route || !rounds) return;
-    double *cost = &route->ns_per_round[comm->through_cache];
-    const double now = (double)took_ns / (double)rounds, before = *cost * FORGET;
+    if (!route || !comm->route_bytes) return;
+    double *cost = &route->ns_per_byte[comm->way];
+    const double now = (double)took_ns / (double)comm->route_bytes, before = *cost * FORGET;
     *cost = before > 0 && before < now ? before : now;
     route->calls++;
 }

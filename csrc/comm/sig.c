@@ -77,7 +77,7 @@ zpp_status zpp_enter(struct zpp_comm *comm, struct zpp_sig sig, const struct zpp
     if (status != ZPP_OK) return status;
     comm->seq++;
     comm->now = sig;
-    comm->through_cache = false;
+    comm->way = 0;
     comm->route_now = NULL;
     *turn = (struct zpp_turn){
         .comm = comm, .wait = wait, .own_timeout = true, .fatal = true, .describe = describe_now, .ctx = comm};
@@ -133,9 +133,11 @@ zpp_status zpp_exchange_place_of(struct zpp_turn *turn, int owner, const void *t
     struct zpp_comm *comm = turn->comm;
     struct zpp_place *place = &zpp_my_post(comm)->place;
     if (comm->rank != owner || !zpp_arena_find(comm, tensor_here, bytes, place)) *place = (struct zpp_place){0};
+    zpp_route_post(comm, bytes, place);
     const zpp_status status = zpp_exchange(turn, err);
     if (status != ZPP_OK) return status;
     *in_arena = zpp_post_of(comm, owner)->place.arena != 0;
+    zpp_route_take(comm, *in_arena);
     *tensor = tensor_here;
     if (!*in_arena || comm->rank == owner) return ZPP_OK;
     return zpp_arena_at(turn, owner, &zpp_post_of(comm, owner)->place, bytes, tensor, err);
@@ -146,12 +148,12 @@ zpp_status zpp_exchange_place(struct zpp_turn *turn, const void *tensor_here, si
     struct zpp_comm *comm = turn->comm;
     struct zpp_place *place = &zpp_my_post(comm)->place;
     if (!zpp_arena_find(comm, tensor_here, bytes, place)) *place = (struct zpp_place){0};
-    if (comm->rank == 0) place->through_cache = zpp_route_choose(comm, bytes);
+    zpp_route_post(comm, bytes, place);
     zpp_status status = zpp_exchange(turn, err);
-    if (status == ZPP_OK) comm->through_cache = zpp_post_of(comm, 0)->place.through_cache;
-    *in_place = true;
+    *in_place = status == ZPP_OK;
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
         if (!zpp_post_of(comm, r)->place.arena) *in_place = false;
+    if (status == ZPP_OK) zpp_route_take(comm, *in_place);
     if (!*in_place) return status;
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
         if (r == comm->rank)

@@ -366,6 +366,42 @@ class Communicator:
         self.core.broadcast(tensor.data_ptr(), tensor.numel() * tensor.element_size(), root)
         return tensor
 
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_rows: Sequence[int] | None = None,
+        source_rows: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """output = what every rank has for me, one after the other.
+
+        Args:
+            output_rows, source_rows: how many rows of the first dimension come from, and go to, each rank; None: equal parts.
+        """
+        dsts, srcs = self._rows("output", output, output_rows), self._rows("source", source, source_rows)
+        if output.dtype != source.dtype:
+            raise ValueError(f"comm: all_to_all of {source.dtype} and {output.dtype}, wanted one dtype")
+        self.core.exchange(_C.COMM_COLLECTIVES["all_to_all"], DTYPE_CODES.get(source.dtype, BYTES), 0, dsts, srcs)
+        return output
+
+    def _rows(self, what: str, tensor: torch.Tensor, rows: Sequence[int] | None) -> list[tuple[int, int]]:
+        """(address, bytes) of each rank's rows."""
+        _check(tensor)
+        have = tensor.shape[0] if tensor.dim() else 1
+        if rows is None:
+            rows = [have // self.ranks] * self.ranks
+        if len(rows) != self.ranks or sum(rows) != have or min(rows) < 0:
+            raise ValueError(
+                f"comm: all_to_all: {what} of {have} rows for {self.ranks} ranks cannot be parted as {list(rows)}; wanted one count a rank, "
+                f"{have} in all"
+            )
+        row_bytes = tensor.numel() * tensor.element_size() // max(have, 1)
+        pieces, at = [], tensor.data_ptr()
+        for count in rows:
+            pieces.append((at, count * row_bytes))
+            at += count * row_bytes
+        return pieces
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.core.barrier()

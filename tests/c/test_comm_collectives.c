@@ -182,10 +182,16 @@ static void all_to_all(struct test_rank *me, const struct what *what) {
     void *dsts[TEST_RANKS_MAX];
     const void *srcs[TEST_RANKS_MAX];
     size_t dst_bytes[TEST_RANKS_MAX], src_bytes[TEST_RANKS_MAX];
+    zpp_block *block;
+    size_t sent = 0;
+    for (int r = 0; r < me->ranks; r++) sent += src_bytes[r] = pair_bytes(what, me->rank, r);
+    unsigned char *src = memory(me, what, sent, &block); /* one after the other: in an arena they are read in place */
+    sent = 0;
     for (int r = 0; r < me->ranks; r++) {
-        unsigned char *src = malloc((src_bytes[r] = pair_bytes(what, me->rank, r)) + 1);
-        for (size_t i = 0; i < src_bytes[r]; i++) src[i] = (unsigned char)(i * 7u + (unsigned)(me->rank * 16 + r));
-        srcs[r] = src;
+        for (size_t i = 0; i < src_bytes[r]; i++)
+            src[sent + i] = (unsigned char)(i * 7u + (unsigned)(me->rank * 16 + r));
+        srcs[r] = src + sent;
+        sent += src_bytes[r];
         dsts[r] = malloc((dst_bytes[r] = pair_bytes(what, r, me->rank)) + 1);
     }
     const struct zpp_call call = {.coll = ZPP_COLL_ALL_TO_ALL,
@@ -199,8 +205,8 @@ static void all_to_all(struct test_rank *me, const struct what *what) {
         for (size_t i = 0; i < dst_bytes[r]; i++)
             CHECK_EQUAL(((unsigned char *)dsts[r])[i], (unsigned char)(i * 7u + (unsigned)(r * 16 + me->rank)));
         free(dsts[r]);
-        free((void *)(uintptr_t)srcs[r]);
     }
+    let_go(src, block);
 }
 
 static const size_t lengths[] = {0, 1, 3, 16, 255, 4096, 20001, 300007};
@@ -267,27 +273,54 @@ static void sums_are_in_rank_order(void) {
     for (int ranks = 2; ranks <= 5; ranks++) run_ranks(ranks, rank_order, NULL);
 }
 
-/* The first calls go both ways in turn; every rank goes the way of rank 0, and the bits do not tell which it was. */
-static void both_routes(struct test_rank *me) {
+/* The first calls go every way in turn; every rank goes the way of rank 0, and the bits do not tell which it was. */
+static void every_route(struct test_rank *me) {
+    const bool in_place = me->arg != NULL;
+    const struct what what = {.arena = in_place};
     struct zpp_err err = ZPP_ERR_INIT;
     enum { ELEMS = 70001, CALLS = 8 };
-    float *data = malloc(ELEMS * sizeof *data), *first = malloc(ELEMS * sizeof *first);
-    for (int call = 0; call < CALLS; call++) {
+    zpp_block *block;
+    float *data = memory(me, &what, ELEMS * sizeof *data, &block), *first = malloc(ELEMS * sizeof *first);
+    for (unsigned call = 0; call < CALLS; call++) {
         for (size_t i = 0; i < ELEMS; i++) data[i] = (float)mix((uint32_t)i * 5u + (uint32_t)me->rank) / 3.0f;
         CHECK_OK(zpp_all_reduce(me->comm, data, ELEMS, ZPP_F32, ZPP_SUM, NULL, &err));
-        CHECK(me->comm->through_cache == call % 2);
+        CHECK(me->comm->way == (in_place ? call % 4 : ZPP_OWN_THROUGH | call % 2));
         if (call == 0) memcpy(first, data, ELEMS * sizeof *data);
         CHECK(memcmp(first, data, ELEMS * sizeof *data) == 0);
     }
-    const struct zpp_route *route = &me->comm->route[ZPP_COLL_ALL_REDUCE][0];
-    CHECK(me->rank != 0 || (route->ns_per_round[false] > 0 && route->ns_per_round[true] > 0));
-    free(data);
+    const struct zpp_route *route = &me->comm->route[ZPP_COLL_ALL_REDUCE][in_place][0];
+    for (unsigned way = in_place ? 0 : ZPP_OWN_THROUGH; way < ZPP_WAYS; way++)
+        CHECK(me->rank != 0 || route->ns_per_byte[way] > 0);
+    let_go(data, block);
     free(first);
 }
 
 static void routes(void) {
-    for (int ranks = 2; ranks <= 3; ranks++) run_ranks(ranks, both_routes, NULL);
+    bool in_place = true;
+    for (int ranks = 2; ranks <= 3; ranks++) {
+        run_ranks(ranks, every_route, NULL);
+        run_ranks(ranks, every_route, &in_place);
+    }
 }
+
+/* What a rank learns, it goes by: the cheapest way, but for a trial now and then, and a tensor of another size has
+ * figures of its own. */
+static void cheapest(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    enum { ELEMS = 300000, CALLS = 40 };
+    float *data = calloc(ELEMS, sizeof *data);
+    struct zpp_route *route = &me->comm->route[ZPP_COLL_ALL_REDUCE][0][0];
+    *route = (struct zpp_route){.ns_per_byte = {[ZPP_OWN_THROUGH] = 1e-9, [ZPP_OWN_THROUGH | 1] = 1e9}, .calls = 1000};
+    for (int call = 0; call < CALLS; call++) {
+        const bool trial = route->calls % 64 == 0;
+        CHECK_OK(zpp_all_reduce(me->comm, data, ELEMS, ZPP_F32, ZPP_SUM, NULL, &err));
+        CHECK(me->rank != 0 || trial || me->comm->way == ZPP_OWN_THROUGH);
+    }
+    CHECK(me->comm->route[ZPP_COLL_ALL_REDUCE][0][1].calls == 0);
+    free(data);
+}
+
+static void the_cheapest_route(void) { run_ranks(2, cheapest, NULL); }
 
 static void refused(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -334,6 +367,7 @@ int main(int argc, char **argv) {
                                              TEST(dtypes_and_operations),
                                              TEST(sums_are_in_rank_order),
                                              TEST(routes),
+                                             TEST(the_cheapest_route),
                                              TEST(wrong_arguments),
                                              TEST(asynchronous),
                                              {0}};

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 
 import torch
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
@@ -290,6 +291,45 @@ def coalesced(rank: int, ranks: int) -> None:
 
 
 @subject
+def both_spellings(rank: int, ranks: int) -> None:
+    """torch calls a group by older and newer names, options by position, by keyword or not at all."""
+    group = dist.group.WORLD
+    whole, mine = torch.cat([of_rank(r, 5) for r in range(ranks)]), of_rank(rank, 5)
+    wide, total = of_rank(rank, 5 * ranks), rank_order_sum(ranks, 5 * ranks)[5 * rank : 5 * rank + 5]
+    there = torch.cat([of_rank(r, 5 * ranks)[5 * rank : 5 * rank + 5] for r in range(ranks)])
+    for later in (True, False):
+        gather, scatter = c10d.AllgatherOptions(), c10d.ReduceScatterOptions()
+        exchange = c10d.AllToAllOptions()
+        for options in (gather, scatter, exchange):
+            options.asyncOp = later
+        for name in ("_allgather_base", "all_gather_single"):
+            for args in (((), {}), ((gather,), {}), ((), {"opts": gather})):
+                output = torch.empty(5 * ranks)
+                getattr(group, name)(output, mine, *args[0], **args[1]).wait()
+                same(output, whole)
+        for name in ("_reduce_scatter_base", "reduce_scatter_single"):
+            for args in (((), {}), ((scatter,), {}), ((), {"opts": scatter})):
+                output = torch.empty(5)
+                getattr(group, name)(output, wide, *args[0], **args[1]).wait()
+                same(output, total)
+        for name in ("alltoall_base", "all_to_all_single"):
+            for args in (((), {}), ((exchange,), {}), ((), {"opts": exchange})):
+                output = torch.empty(5 * ranks)
+                getattr(group, name)(output, wide, [], [], *args[0], **args[1]).wait()
+                same(output, there)
+        for name in ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"):
+            outputs = [torch.empty(5 * ranks), torch.empty(5 * ranks)]
+            getattr(group, name)(outputs, [mine, mine + 1], opts=gather).wait()
+            same(outputs[0], whole)
+            same(outputs[1], whole + 1)
+        for name in ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"):
+            outputs = [torch.empty(5), torch.empty(5)]
+            getattr(group, name)(outputs, [wide, wide], opts=scatter).wait()
+            same(outputs[0], total)
+            same(outputs[1], total)
+
+
+@subject
 def objects(rank: int, ranks: int) -> None:
     everything: list[object] = [None] * ranks
     dist.all_gather_object(everything, {"rank": rank, "text": "x" * (rank * 50000)})
@@ -469,6 +509,8 @@ def sparse_sums(rank: int, ranks: int) -> None:
 
 @subject
 def refusals(rank: int, ranks: int) -> None:
+    import zeropp
+
     def sentence(call: Callable[[], object], kind: type[BaseException] = ValueError) -> str:
         try:
             call()
@@ -506,6 +548,11 @@ def refusals(rank: int, ranks: int) -> None:
         lambda: dist.all_reduce(torch.ones(3).to(torch.float8_e4m3fn))
     )
     assert "on meta" in sentence(lambda: dist.all_reduce(torch.ones(3, device="meta")))
+    door = zeropp.comm.Communicator()
+    rows = [0] * ranks + [3]
+    assert f"source of 3 rows for {ranks} ranks cannot be parted as {rows}" in sentence(
+        lambda: door.all_to_all(torch.ones(ranks), torch.ones(3), source_rows=rows)
+    )
     too_large = torch.empty(3 * ranks + 1)
     assert f"wanted one dtype and 3 x {ranks} elements" in sentence(
         lambda: dist.group.WORLD._allgather_base(too_large, torch.ones(3))
@@ -564,6 +611,14 @@ def arena_tensors(rank: int, ranks: int) -> None:
         same(mixed, rank_order_sum(ranks, elems))
         door.broadcast(tensor, root=ranks - 1)
         same(tensor, of_rank(ranks - 1, elems) if (ranks - 1) % 2 == 0 else rank_order_sum(ranks, elems))
+        for memory in (door.empty, torch.empty):  # to rank r: r more rows than to rank 0
+            rows = [elems // 8 + r for r in range(ranks)]
+            sent = memory(sum(rows), 2)
+            sent.copy_(of_rank(rank, sum(rows), 2))
+            received = door.all_to_all(torch.empty(ranks * rows[rank], 2), sent, [rows[rank]] * ranks, rows)
+            same(received, torch.cat([of_rank(r, sum(rows), 2).split(rows)[rank] for r in range(ranks)]))
+            even = door.all_to_all(torch.empty(ranks * 3), sent.view(-1)[: ranks * 3].contiguous())
+            same(even, torch.cat([of_rank(r, sum(rows), 2).view(-1)[3 * rank : 3 * rank + 3] for r in range(ranks)]))
     matrix = door.empty(3, 5, dtype=torch.bfloat16)
     assert matrix.shape == (3, 5) and matrix.dtype == torch.bfloat16
     assert door.empty((2, 0)).shape == (2, 0)
