@@ -6,6 +6,7 @@
  * The watcher sleeps in epoll. News are a verdict, which is pronounced here too; a farewell, which sets `left` in the
  * peer's block; or the end of the connection. Bytes or room on a mail connection ring this rank's doorbell: whoever
  * moves transfers (p2p.c) looks then. Mail connections are watched edge by edge, so what nobody reads costs nothing.
+ * Twice a second the watcher asks whether the network interface has a link.
  */
 #include "net.h"
 
@@ -21,6 +22,9 @@
 
 /* How long a peer whose connection closed may still have bytes on the way over the others, or a verdict. */
 static const uint64_t GRACE_NS = 700000000u;
+/* How often the watcher asks whether the interface has a link, and how long it may have none (a cable is put back). */
+enum { LINK_LOOK_MS = 500 };
+static const uint64_t NO_LINK_NS = 2500000000u;
 
 static void *mirror_memory(void) {
     void *memory = mmap(NULL, sizeof(struct zpp_control), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -110,12 +114,37 @@ static void read_news(struct zpp_comm *comm, int rank) {
 
 /* --- the watcher ------------------------------------------------------------------------------------------------- */
 
+/* A cable that was taken out breaks no connection: TCP would go on trying for minutes. That the other end is cut off
+ * shows here only as silence, which is the time-out's to judge. */
+static void look_for_link(struct zpp_comm *comm) {
+    struct zpp_net *net = comm->net;
+    struct zpp_err err = ZPP_ERR_INIT;
+    const int socket = net->peer[net->farther].link[ZPP_NET_NEWS];
+    if (!net->interface[0] || zpp_net_has_link(socket, net->interface)) {
+        net->no_link_ns = 0;
+        return;
+    }
+    const uint64_t now_ns = zpp_now_ns();
+    if (!net->no_link_ns) net->no_link_ns = now_ns;
+    if (now_ns - net->no_link_ns < NO_LINK_NS) return;
+    (void)zpp_verdict(comm, ZPP_PEER, net->farther, &err,
+                      "comm: rank %d cannot reach rank %d of group \"%s\": network interface \"%s\" has had no link "
+                      "for %.1f s; was its cable taken out, or was it set down?",
+                      comm->rank, net->farther, comm->name, net->interface, (double)(now_ns - net->no_link_ns) / 1e9);
+    net->interface[0] = '\0'; /* once */
+}
+
 static void *watch(void *arg) {
     struct zpp_comm *comm = arg;
     struct epoll_event event[16];
+    uint64_t looked_ns = zpp_now_ns();
     for (;;) {
-        const int count = epoll_wait(comm->net->epoll, event, 16, -1);
+        const int count = epoll_wait(comm->net->epoll, event, 16, LINK_LOOK_MS);
         if (count < 0 && errno != EINTR) return NULL;
+        if (zpp_now_ns() - looked_ns >= LINK_LOOK_MS * UINT64_C(1000000)) {
+            looked_ns = zpp_now_ns();
+            look_for_link(comm);
+        }
         for (int i = 0; i < count; i++) {
             const uint32_t rank = (uint32_t)(event[i].data.u64 >> 8), slot = (uint32_t)(event[i].data.u64 & 0xff);
             if (rank >= (uint32_t)comm->ranks) return NULL; /* the eventfd */
@@ -150,6 +179,8 @@ static zpp_status start_watcher(struct zpp_comm *comm, struct zpp_err *err) {
         status = add_to_watch(net, net->peer[r].link[ZPP_NET_MAIL], (uint64_t)r, ZPP_NET_MAIL, err);
     }
     if (status != ZPP_OK) return status;
+    while (!zpp_net_elsewhere(comm, net->farther)) net->farther++; /* there is one */
+    zpp_net_interface_of(net->peer[net->farther].link[ZPP_NET_NEWS], net->interface, sizeof net->interface);
     sigfillset(&all); /* signals belong to the program's threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     const int failed = pthread_create(&net->watcher, NULL, watch, comm);

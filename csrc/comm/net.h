@@ -56,7 +56,10 @@ struct zpp_net {
     pthread_mutex_t news_lock; /* writing news; innermost */
     pthread_t watcher;
     bool watching;
-    int epoll, stop; /* stop: an eventfd */
+    int epoll, stop;    /* stop: an eventfd */
+    char interface[32]; /* of the connections; watcher only, as the next two */
+    int farther;        /* the lowest rank that is reached through it */
+    uint64_t no_link_ns; /* since when it has no link; 0: it has one */
     uint8_t *scratch;
     size_t scratch_bytes;
     uint64_t received_bytes;                              /* by collectives, so far */
@@ -76,6 +79,10 @@ struct zpp_net_address {
 /* The address to bind, with port 0: see zpp_network_options. */
 zpp_status zpp_net_choose(const struct zpp_network_options *options, struct zpp_net_address *out, struct zpp_err *err);
 void zpp_net_describe(const struct sockaddr_storage *address, char *text, size_t room);
+/* The interface that has this connected socket's own address, "" if none says so; and whether it has a link: it is there
+ * and up, and whatever it is plugged into answers. */
+void zpp_net_interface_of(int socket, char *name, size_t room);
+bool zpp_net_has_link(int socket, const char *interface);
 /* Boot id and network namespace, or the override. */
 void zpp_net_identity(const struct zpp_network_options *options, char *out, size_t room);
 

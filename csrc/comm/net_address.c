@@ -11,6 +11,7 @@
 #include <netinet/in.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -124,6 +125,33 @@ zpp_status zpp_net_choose(const struct zpp_network_options *options, struct zpp_
         return zpp_fail(err, ZPP_INVALID, "comm: ZEROPP_IP_FAMILY is %d, wanted 4 or 6", options->family);
     if (!named && options->toward && options->toward[0] && from_route(options, out)) return ZPP_OK;
     return from_list(options, out, err);
+}
+
+static bool same_address(const struct sockaddr *a, const struct sockaddr_storage *b) {
+    if (!a || a->sa_family != b->ss_family) return false;
+    if (a->sa_family == AF_INET6)
+        return IN6_ARE_ADDR_EQUAL(&((const struct sockaddr_in6 *)(const void *)a)->sin6_addr,
+                                  &((const struct sockaddr_in6 *)(const void *)b)->sin6_addr);
+    return a->sa_family == AF_INET && ((const struct sockaddr_in *)(const void *)a)->sin_addr.s_addr ==
+                                          ((const struct sockaddr_in *)(const void *)b)->sin_addr.s_addr;
+}
+
+void zpp_net_interface_of(int socket, char *name, size_t room) {
+    struct sockaddr_storage here = {0};
+    socklen_t length = sizeof here;
+    struct ifaddrs *list = NULL;
+    name[0] = '\0';
+    if (getsockname(socket, (struct sockaddr *)&here, &length) != 0 || getifaddrs(&list) != 0) return;
+    for (const struct ifaddrs *entry = list; entry && !name[0]; entry = entry->ifa_next)
+        if (same_address(entry->ifa_addr, &here)) snprintf(name, room, "%s", entry->ifa_name);
+    freeifaddrs(list);
+}
+
+bool zpp_net_has_link(int socket, const char *interface) {
+    struct ifreq asked = {0}; /* of the socket's network namespace, whichever the thread is in */
+    snprintf(asked.ifr_name, sizeof asked.ifr_name, "%s", interface);
+    if (ioctl(socket, SIOCGIFFLAGS, &asked) != 0) return errno != ENODEV;
+    return (asked.ifr_flags & IFF_UP) && (asked.ifr_flags & IFF_RUNNING);
 }
 
 static void read_boot_id(char *out, size_t room) {

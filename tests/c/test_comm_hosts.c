@@ -464,6 +464,13 @@ static void interfaces(void) {
     CHECK(strcmp(words, "127.0.0.1:0") == 0);
     options.family = 5;
     CHECK_FAILS(zpp_net_choose(&options, &address, &err), ZPP_INVALID, "wanted 4 or 6");
+    const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    struct sockaddr_in here = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    CHECK(fd >= 0 && bind(fd, (struct sockaddr *)&here, sizeof here) == 0);
+    zpp_net_interface_of(fd, words, sizeof words);
+    CHECK(strcmp(words, "lo") == 0);
+    CHECK(zpp_net_has_link(fd, "lo") && !zpp_net_has_link(fd, "none-such"));
+    close(fd);
 }
 
 /* Hosts of this machine talk over its loopback interface, which a sandbox may have left down. */

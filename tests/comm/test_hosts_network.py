@@ -15,7 +15,6 @@ import pytest
 from launch import ROOT, Outcome, run_ranks
 from netns import LossyHosts, TwoHosts, why_not
 
-TIMEOUT_S = 4.0
 LOSS_TIMEOUT_S = 1.0
 
 
@@ -70,7 +69,6 @@ def _sum_for_ever(dist: Any) -> dict[str, Any]:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=60.0))
     x = torch.zeros(1000)
     dist.all_reduce(x, group=group)
-    group.comm.set_timeout(TIMEOUT_S)  # joining has its minute
     Path(os.environ["ZEROPP_TEST_READY"]).joinpath(os.environ["RANK"]).touch()
     try:
         while True:
@@ -151,7 +149,7 @@ def _check(outcome: Outcome, total: float) -> None:
 
 
 def test_two_networks_and_a_cut_cable(hosts: TwoHosts, tmp_path: Path) -> None:
-    """IPv4, IPv6 on a named interface; then the cable is cut: each names the other when the time is out."""
+    """IPv4, IPv6 on a named interface; then the cable is cut: each names the other, and its interface, long before the time is out."""
     at: list[float] = []
 
     def watch(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -173,8 +171,8 @@ def test_two_networks_and_a_cut_cable(hosts: TwoHosts, tmp_path: Path) -> None:
         _check(outcome, 3.0)
         cut = outcome.value["cut"]
         assert cut["rank"] == 1 - outcome.rank, cut["text"]
-        assert "did not come to all_reduce(float32, 1000 elements, sum)" in cut["text"]
-        assert cut["at"] - at[0] < TIMEOUT_S + 5.0
+        assert f'network interface "{hosts.links[outcome.rank]}" has had no link for' in cut["text"]
+        assert cut["at"] - at[0] < 5.0
 
 
 @pytest.mark.usefixtures("hosts")  # which says why there can be none
