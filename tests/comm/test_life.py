@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -247,3 +248,35 @@ def loader_children(rank: int, ranks: int) -> float:
 
 def test_forked_loader_workers_do_not_disturb() -> None:
     assert [outcome.value for outcome in run_ranks(2, loader_children, timeout=120)] == [760.0, 760.0]
+
+
+def large_tensors(rank: int, ranks: int) -> dict[str, float]:
+    """Far more than /dev/shm has, from an arena and from elsewhere."""
+    import shutil
+
+    import torch
+    import torch.distributed as dist
+    import zeropp
+
+    dist.init_process_group("zeropp")
+    door = zeropp.comm.Communicator()
+    sums = []
+    for tensor in (door.empty(2_000_000), torch.empty(2_000_000)):
+        tensor.fill_(rank + 1.0)
+        sums += door.all_reduce(tensor).unique().tolist()
+    room = shutil.disk_usage("/dev/shm").total
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"room": room, "first": sums[0], "second": sums[1], "sums": len(sums)}
+
+
+@pytest.mark.slow
+def test_a_small_dev_shm_is_no_limit() -> None:
+    """As containers have it: each rank sees a /dev/shm of 64 KB."""
+    small = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64k none /dev/shm && exec "$@"', "sh"]
+    try:
+        subprocess.run([*small, "true"], check=True, capture_output=True, timeout=20)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no mount namespaces here: {error}")
+    for outcome in run_ranks(2, large_tensors, prefix=[small] * 2, timeout=120):
+        assert outcome.value == {"room": 65536, "first": 3.0, "second": 3.0, "sums": 2}
