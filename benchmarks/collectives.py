@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives between two processes of one machine, 4 bytes to 256 MB.
+"""Collectives between two, three and four processes of one machine, 4 bytes to 256 MB.
 
 Doors: `direct` calls the engine (zeropp.comm.Communicator; gloo's process group; DeepSpeed's extension), `dist` goes through
 torch.distributed's functions on both sides. Tensors: `arena` lie in memory that peers map (Communicator.empty), `ordinary` anywhere.
-Sizes are those of the whole tensor: what is reduced, the output of all_gather, the input of reduce_scatter; GB/s is that
-size over the time of one call.
+Sizes are those of the whole tensor: what is reduced or broadcast, the output of all_gather, the input of reduce_scatter and all_to_all;
+GB/s is that size over the time of one call.
 
-One launch holds all contenders. They take turns in an order drawn anew each round, a barrier before each turn; a turn is many calls of
-a small collective or one or a few of a large one. Results are compared before anything is timed.
+One launch for each number of ranks holds all contenders. They take turns in an order drawn anew each round, a barrier before each turn; a
+turn is many calls of a small collective or one or a few of a large one. Results are compared before anything is timed.
 
-Limits are memcpy with both ranks copying at once: of the bytes that a rank must read from its peers (2 (N - 1) / N of the tensor in
-all_reduce, (N - 1) / N in the others), out of shared memory (`arena`), or into it and out of it (`ordinary`).
+Limits are memcpy by all ranks at once, each byte along the way that the collective must send it, without arithmetic and without waiting
+(`Flow`; docs/design/0032): out of the peers' memory (`arena`), or into shared memory and out of the peers', piece by piece (`ordinary`). So
+they hold what copying between the cores' caches costs, which copying inside of one does not. Below 1 MB a limit is mostly the calls
+themselves.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from typing import Any
 from harness import Need, Run
 from paired import Paired
 
-CLAIM = "10x lower latency than gloo up to 8 KB, 3x to 5x its bandwidth from 1 MB, 1.2x DeepSpeed's shared-memory all-reduce"
+CLAIM = "10x lower latency than gloo up to 8 KB, 1.5x to 5x its bandwidth from 1 MB, 1.2x DeepSpeed's shared-memory all-reduce"
 NEEDS = (
     Need("gloo", module="torch.distributed"),
     Need("DeepSpeed shm", module="deepspeed"),
@@ -32,15 +35,15 @@ NEEDS = (
 )
 
 KIB, MIB = 1024, 1024 * 1024
-SMALL = (4, 64, KIB, 4 * KIB, 8 * KIB, 64 * KIB, 256 * KIB)
-LARGE = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
-RANKS = 2
+PIECE = 256 * KIB
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
 
 @dataclass(frozen=True)
 class Case:
     """One row or a few: a collective of one size, through one door, on one kind of tensor."""
 
+    ranks: int
     coll: str
     size_bytes: int
     kind: str
@@ -48,30 +51,50 @@ class Case:
     @property
     def name(self) -> str:
         size = f"{self.size_bytes} B" if self.size_bytes < MIB else f"{self.size_bytes // MIB} MB"
-        return f"{self.coll} {size} {RANKS} ranks {self.kind}"
+        return f"{self.coll} {size} {self.ranks} ranks {self.kind}"
 
     @property
     def repeat(self) -> int:
         """Calls a turn: some milliseconds of the slowest contender."""
-        return max(1, min(100, 64 * MIB // (self.size_bytes + 64 * KIB)))
+        return max(1, min(100, 64 * MIB // (self.size_bytes + 64 * KIB)) // (self.ranks - 1))
+
+    @property
+    def elems(self) -> int:
+        """Of the whole fp32 tensor: as many for each rank."""
+        return max(self.size_bytes // 4 // self.ranks, 1) * self.ranks
 
 
 def cases(quick: bool) -> list[Case]:
-    """Every row of the benchmark."""
-    small = (4, KIB, 8 * KIB) if quick else SMALL
-    large = (MIB, 64 * MIB) if quick else LARGE
-    found = [Case("all_reduce", size, door) for size in small for door in ("direct", "dist")]
-    for coll in ("all_gather", "reduce_scatter"):
-        found += [
-            Case(coll, size, door) for size in ((8 * KIB,) if quick else small[1:]) for door in ("direct", "dist")
+    """Every row of the benchmark: all sizes on two ranks, some on three and four."""
+
+    def rows(ranks: int, colls: Sequence[str], sizes: Sequence[int], kinds: Sequence[str]) -> list[Case]:
+        return [Case(ranks, coll, size, kind) for coll in colls for size in sizes for kind in kinds]
+
+    doors, memories = ("direct", "dist"), ("arena", "ordinary")
+    first, rest = COLLECTIVES[:1], COLLECTIVES[1:]
+    if quick:
+        return [
+            *rows(2, first, (4, KIB, 8 * KIB), doors),
+            *rows(2, rest, (8 * KIB,), doors),
+            *rows(2, COLLECTIVES, (MIB, 64 * MIB), ("arena",)),
+            *rows(2, first, (MIB, 64 * MIB), ("ordinary",)),
+            *rows(2, rest, (MIB,), ("ordinary",)),
+            *rows(4, first, (8 * KIB,), ("direct",)),
+            *rows(4, COLLECTIVES, (MIB,), ("arena",)),
         ]
-    found += [
-        Case(coll, size, kind)
-        for coll in ("all_reduce", "all_gather", "reduce_scatter")
-        for size in large
-        for kind in ("arena", "ordinary")
+    return [
+        *rows(2, first, (4, 64, KIB, 4 * KIB, 8 * KIB, 64 * KIB, 256 * KIB), doors),
+        *rows(2, rest, (64, KIB, 8 * KIB, 256 * KIB), doors),
+        *rows(2, COLLECTIVES, (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB), memories),
+        *(
+            row
+            for ranks in (3, 4)
+            for row in (
+                *rows(ranks, COLLECTIVES, (8 * KIB,), doors),
+                *rows(ranks, COLLECTIVES, (MIB, 16 * MIB), memories),
+            )
+        ),
     ]
-    return found
 
 
 def deepspeed_shm(rank: int, ranks: int) -> Callable[[Any], Any]:
@@ -85,10 +108,89 @@ def deepspeed_shm(rank: int, ranks: int) -> Callable[[Any], Any]:
     return torch.ops.deepspeed.inference_all_reduce_
 
 
+class Flow:
+    """The copies that a collective cannot do without, each rank's between its own memory and a block of every rank.
+
+    `arena`: the blocks stand for the ranks' tensors. `ordinary`: for slots, which a piece goes into and its peers take it out of while it
+    is in the cache. Nobody waits for anybody, so what is copied means nothing.
+    """
+
+    def __init__(self, rank: int, ranks: int, size_bytes: int, gather: Callable[[Any], list[Any]]) -> None:
+        self.rank, self.ranks = rank, ranks
+        own = os.memfd_create("zeropp-bench")
+        os.ftruncate(own, size_bytes)
+        places = gather((os.getpid(), own))
+        files = [own if r == rank else os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR) for r, (pid, fd) in enumerate(places)]
+        self.maps = [mmap.mmap(file, size_bytes) for file in files]
+        self.block = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in self.maps]
+        gather(None)  # before anybody closes what others open
+        for file in files:
+            os.close(file)
+
+    @property
+    def peers(self) -> list[int]:
+        """The others, each rank beginning with the next one."""
+        return [(self.rank + k) % self.ranks for k in range(1, self.ranks)]
+
+    def arena(self, coll: str, size_bytes: int, output: int) -> Callable[[], None]:
+        """Straight out of the peers' tensors; those of all_reduce are read, and written, again and again."""
+        me, block, part = self.rank, self.block, size_bytes // self.ranks
+        copies: list[tuple[int, int, int]] = []  # to, from, bytes
+        if coll == "all_reduce":
+            copies += [(block[me] + me * part, block[r] + me * part, part) for r in self.peers]
+            copies += [(block[me] + r * part, block[r] + r * part, part) for r in self.peers]
+        elif coll == "reduce_scatter":
+            copies += [(output, block[r] + me * part, part) for r in self.peers]
+        elif coll == "broadcast":
+            copies += [(output, block[0], size_bytes)] if me else []
+        else:
+            offset = me * part if coll == "all_to_all" else 0
+            copies += [(output + r * part, block[r] + offset, part) for r in (me, *self.peers)]
+        return self.calls(copies)
+
+    def ordinary(self, coll: str, size_bytes: int, output: int) -> Callable[[], None]:
+        """Into my slot and out of the peers', a piece at a time. all_reduce: twice, parts and then sums."""
+        me, block, part = self.rank, self.block, size_bytes // self.ranks
+        step = PIECE // self.ranks // 64 * 64
+        copies: list[tuple[int, int, int]] = []  # to, from, bytes
+        for at in range(0, part, step):
+            count, slot = min(step, part - at), at // step % 8 * PIECE
+            mine, theirs = block[me] + slot, [block[r] + slot for r in self.peers]
+            into = [output + r * part + at for r in (me, *self.peers)]
+            if coll == "broadcast":  # all of it, from rank 0 to the others
+                pairs = [(piece, block[0] + slot + k * step) for k, piece in enumerate(into)]
+                copies += [(piece, there, count) if me else (there, piece, count) for piece, there in pairs]
+                continue
+            if coll == "all_gather":  # my part for everybody, and my own copy of it
+                copies += [(mine, into[0], count), (into[0], mine, count)]
+            else:  # a part for each
+                copies += [(mine + k * step, into[k], count) for k in range(1, self.ranks)]
+            if coll in ("all_reduce", "reduce_scatter"):
+                target = into[0] if coll == "all_reduce" else output + at
+                copies += [(target, there + step, count) for there in theirs]
+            else:
+                copies += [(into[k + 1], there, count) for k, there in enumerate(theirs)]
+            if coll == "all_to_all":
+                copies += [(into[0], into[1], count)]
+            if coll == "all_reduce":
+                second = 8 * PIECE
+                copies += [(mine + second, into[0], count)]
+                copies += [(into[k + 1], there + second, count) for k, there in enumerate(theirs)]
+        return self.calls(copies)
+
+    @staticmethod
+    def calls(copies: Sequence[tuple[int, int, int]]) -> Callable[[], None]:
+        def run() -> None:
+            for to, at, count in copies:
+                ctypes.memmove(to, at, count)
+
+        return run
+
+
 class Bench(Paired):
     """What a rank holds: the groups of all contenders."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest_bytes: int) -> None:
         import torch
         import torch.distributed as dist
         import zeropp
@@ -101,74 +203,75 @@ class Bench(Paired):
         self.zeropp = dist.new_group(list(range(self.ranks)), backend="zeropp")
         self.door = zeropp.comm.Communicator(self.zeropp)
         self.deepspeed = deepspeed_shm(self.rank, self.ranks)
+        self.flow = Flow(self.rank, self.ranks, max(largest_bytes, 16 * PIECE), self.gathered)
+
+    def gathered(self, mine: Any) -> list[Any]:
+        """An object of every rank."""
+        everybody = [None] * self.ranks
+        self.dist.all_gather_object(everybody, mine)
+        return everybody
 
     def tensors(self, case: Case) -> tuple[Any, Any]:
         """(tensor or output, input): fp32."""
-        elems = case.size_bytes // 4
         make = self.door.empty if case.kind == "arena" else self.torch.empty
-        whole = make(max(elems, 1))
-        part = make(max(elems // self.ranks, 1))
-        return (whole, part) if case.coll != "reduce_scatter" else (part, whole)
+        whole = make(case.elems)
+        if case.coll == "broadcast":
+            return whole, whole
+        other = make(case.elems if case.coll == "all_to_all" else case.elems // self.ranks)
+        return (whole, other) if case.coll != "reduce_scatter" else (other, whole)
 
     def calls(self, case: Case, output: Any, source: Any) -> dict[str, Callable[[], Any]]:
         """One call of each contender."""
-        dist, door, gloo, group = self.dist, self.door, self.gloo, self.zeropp
-        if case.coll == "all_reduce":
-            if case.kind == "dist":
-                return {
-                    "ours": lambda: dist.all_reduce(output, group=group),
-                    "gloo": lambda: dist.all_reduce(output, group=gloo),
-                }
-            return {
-                "ours": lambda: door.all_reduce(output),
-                "gloo": lambda: gloo.allreduce([output]).wait(),
-                "DeepSpeed shm": lambda: self.deepspeed(output),
-            }
-        if case.coll == "all_gather":
-            if case.kind == "dist":
-                return {
-                    "ours": lambda: dist.all_gather_into_tensor(output, source, group=group),
-                    "gloo": lambda: dist.all_gather_into_tensor(output, source, group=gloo),
-                }
-            return {
-                "ours": lambda: door.all_gather(output, source),
-                "gloo": lambda: gloo._allgather_base(output, source).wait(),
-            }
-        if case.kind == "dist":
-            return {
-                "ours": lambda: dist.reduce_scatter_tensor(output, source, group=group),
-                "gloo": lambda: dist.reduce_scatter_tensor(output, source, group=gloo),
-            }
+        named = {
+            name: (lambda call=call: call(output, source))
+            for name, call in (self.through_dist(case.coll) if case.kind == "dist" else self.direct(case.coll)).items()
+        }
+        if case.coll == "all_reduce" and case.kind != "dist":
+            named["DeepSpeed shm"] = lambda: self.deepspeed(output)
+        return named
+
+    def through_dist(self, coll: str) -> dict[str, Callable[[Any, Any], Any]]:
+        """torch.distributed's function, with the group of each."""
+        dist = self.dist
+        call = {
+            "all_reduce": lambda out, _, group: dist.all_reduce(out, group=group),
+            "all_gather": lambda out, src, group: dist.all_gather_into_tensor(out, src, group=group),
+            "reduce_scatter": lambda out, src, group: dist.reduce_scatter_tensor(out, src, group=group),
+            "broadcast": lambda out, _, group: dist.broadcast(out, 0, group=group),
+            "all_to_all": lambda out, src, group: dist.all_to_all_single(out, src, group=group),
+        }[coll]
         return {
-            "ours": lambda: door.reduce_scatter(output, source),
-            "gloo": lambda: gloo._reduce_scatter_base(output, source).wait(),
+            "ours": lambda out, src: call(out, src, self.zeropp),
+            "gloo": lambda out, src: call(out, src, self.gloo),
         }
 
+    def direct(self, coll: str) -> dict[str, Callable[[Any, Any], Any]]:
+        """The engine, and gloo's process group."""
+        door, gloo = self.door, self.gloo
+        calls: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
+            "all_reduce": (lambda out, _: door.all_reduce(out), lambda out, _: gloo.allreduce([out]).wait()),
+            "all_gather": (door.all_gather, lambda out, src: gloo._allgather_base(out, src).wait()),
+            "reduce_scatter": (door.reduce_scatter, lambda out, src: gloo._reduce_scatter_base(out, src).wait()),
+            "broadcast": (lambda out, _: door.broadcast(out, 0), lambda out, _: gloo.broadcast(out, 0).wait()),
+            "all_to_all": (door.all_to_all, lambda out, src: gloo.alltoall_base(out, src, [], []).wait()),
+        }
+        ours, theirs = calls[coll]
+        return {"ours": ours, "gloo": theirs}
+
     def limit(self, case: Case, output: Any) -> tuple[str, Callable[[], Any]]:
-        """memcpy of the bytes that a rank must read from its peers."""
-        share = (self.ranks - 1) / self.ranks
-        size = int(case.size_bytes * share * (2 if case.coll == "all_reduce" else 1))
-        shared = self.door.empty(max(size // 4, 1))
-        shared.zero_()
-        private, inside = output.data_ptr(), shared.data_ptr()
-        room = min(size, output.numel() * 4)
-
-        def out() -> None:
-            ctypes.memmove(private, inside, room)
-
-        def in_and_out() -> None:
-            ctypes.memmove(inside, private, room)
-            ctypes.memmove(private, inside, room)
-
-        return "memcpy", out if case.kind == "arena" else in_and_out
+        """memcpy along the way of the bytes."""
+        way = self.flow.ordinary if case.kind == "ordinary" else self.flow.arena
+        private = self.torch.empty(case.elems)  # reduce_scatter's output is a part, its input whole
+        call = way(case.coll, case.elems * 4, private.data_ptr())
+        return "memcpy", lambda: (call(), private)  # which must live as long
 
 
 def worker(args: Mapping[str, Any]) -> list[dict[str, Any]]:
     """All cases on one rank."""
-    bench = Bench()
+    chosen = [Case(**fields) for fields in args["cases"]]
+    bench = Bench(max(case.elems * 4 for case in chosen))
     results = []
-    for fields in args["cases"]:
-        case = Case(**fields)
+    for case in chosen:
         rounds = args["rounds"] if case.size_bytes <= 16 * MIB else max(5, args["rounds"] // 3)
         results.append(bench.measure(case, rounds))
     bench.dist.barrier()
@@ -182,26 +285,34 @@ def algorithm_bandwidth(samples: Sequence[float], size_bytes: int) -> list[float
 
 
 def run(bench: Run) -> None:
-    """Launch two ranks and report a row for each case and peer."""
+    """Launch each number of ranks and report a row for each case and peer."""
     chosen = cases(bench.quick)
     only = os.environ.get("COLLECTIVES_ONLY")  # for work on one algorithm: cases whose name contains this
     if only:
         chosen = [case for case in chosen if only in case.name]
-    bench.log(f"{len(chosen)} cases on {RANKS} ranks; DeepSpeed compiles its extension at its first use")
-    arguments = {"cases": [vars(case) for case in chosen], "rounds": 11 if bench.quick else 21}
-    results = bench.launch("worker", ranks=RANKS, args=arguments, threads=1, timeout_s=1200.0)[0]
-    for case, result in zip(chosen, results, strict=True):
-        bench.check(not result["wrong"], result["wrong"])
-        samples, small = result["samples"], case.size_bytes < MIB
-        if not small:
-            samples = {name: algorithm_bandwidth(values, case.size_bytes) for name, values in samples.items()}
-        peers = [name for name in samples if name not in ("ours", "memcpy")]
-        bench.compare(
-            case.name,
-            samples,
-            ours="ours",
-            peers=peers,
-            unit="us" if small else "GB/s",
-            limit="memcpy",
-            better="lower" if small else "higher",
-        )
+    bench.log(f"{len(chosen)} cases; DeepSpeed compiles its extension at its first use")
+    for ranks in sorted({case.ranks for case in chosen}):
+        here = [case for case in chosen if case.ranks == ranks]
+        arguments = {
+            "cases": [vars(case) for case in here],
+            "rounds": 7 if bench.quick else 21 if ranks == 2 else 11,
+        }
+        results = bench.launch("worker", ranks=ranks, args=arguments, threads=1, timeout_s=1200.0)[0]
+        for case, result in zip(here, results, strict=True):
+            report(bench, case, result)
+
+
+def report(bench: Run, case: Case, result: Mapping[str, Any]) -> None:
+    bench.check(not result["wrong"], result["wrong"])
+    samples, small = result["samples"], case.size_bytes < MIB
+    if not small:
+        samples = {name: algorithm_bandwidth(values, case.elems * 4) for name, values in samples.items()}
+    bench.compare(
+        case.name,
+        samples,
+        ours="ours",
+        peers=[name for name in samples if name not in ("ours", "memcpy")],
+        unit="us" if small else "GB/s",
+        limit="memcpy",
+        better="lower" if small else "higher",
+    )
