@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole training step with parameters and optimizer states on disk (ZeRO-Infinity), against the same step in memory.
 
-fp32, AdamW, one rank: with Psi parameters a step reads 20 Psi bytes (parameters forward, backward and in the step, two moments)
-and writes 12 Psi. The limit of a round is the longer of two: the step in memory, and the same bytes moved through the engine
-with nothing computed. Losses are equal, bit for bit.
+fp32, AdamW, one rank. The limit of a round is the longer of two: the step in memory, and the bytes of the row moved through the
+engine with nothing computed. Losses are equal, bit for bit.
 
-The limit is as if all bytes moved beside the computation. 8 Psi do, forward and backward; the other 24 Psi are the optimizer's,
-which steps when the norm of all gradients is known, so they come after the computation. Where both take equally long that
-leaves 1 / (1 + 24/32) = 0.57 of the limit. The figures beside each row say where the time went: in the optimizer's step, and in
-waiting for the disk in it and outside of it.
+"step after": with Psi parameters a step reads 20 Psi bytes (parameters forward, backward and in the step, two moments) and writes
+12 Psi. The limit is as if all bytes moved beside the computation. 8 Psi do, forward and backward; the other 24 Psi are the
+optimizer's, which steps when the norm of all gradients is known, so they come after the computation. Where both take equally long
+that leaves 1 / (1 + 24/32) = 0.57 of the limit.
+
+"step inside": Config(step_in_backward=True), which steps a unit when its gradients are complete, while it is in memory: 16 Psi are
+read, and so its limit is a lower one. 4 Psi move beside the forward, 24 Psi beside the backward, which computes two thirds of the
+time; what the first units' states take at the end is beside nothing. Where both take equally long that leaves
+1 / (1/3 + 24/28) = 0.84 of the limit, less that end.
+
+The figures beside each row say where the time went: in optimizer.step(), in waiting for the disk in the step (wherever it is) and
+outside of it.
 """
 
 from __future__ import annotations
@@ -83,19 +90,23 @@ class Trainer:
 
 
 class Mover:
-    """As many bytes, read and written in the same files, with nothing computed."""
+    """As many bytes, read and written in the same files, with nothing computed.
 
-    def __init__(self, engine: Engine, folder: Path, parameters: int) -> None:
-        self.engine, self.path = engine, folder / "bytes"
+    Args:
+        read_bytes: of each parameter; 12 are written.
+    """
+
+    def __init__(self, engine: Engine, folder: Path, parameters: int, read_bytes: int) -> None:
+        self.engine, self.path = engine, folder / f"bytes-{read_bytes}"
         self.blocks = [engine.empty(BLOCK_BYTES // 4) for _ in range(8)]
         for block in self.blocks:
             block.zero_()
         self.places = -(-12 * parameters // BLOCK_BYTES)
-        self.reads = -(-20 * parameters // BLOCK_BYTES)
+        self.reads = -(-read_bytes * parameters // BLOCK_BYTES)
         self.move()  # the file is there
 
     def move(self) -> float:
-        """Reads and writes in turn, as near to 20 : 12 as whole blocks come."""
+        """Reads and writes in turn, as near to their ratio as whole blocks come."""
         started = time.perf_counter()
         under_way: dict[int, Any] = {}
         read = written = 0
@@ -123,23 +134,40 @@ def run(bench: Run) -> None:
         measure(bench, layers, width, rows, rounds=3 if bench.quick else 5)
 
 
+#: Row, configuration, bytes read of a parameter.
+ROWS: tuple[tuple[str, dict[str, Any], int], ...] = (
+    ("step after", {}, 20),
+    ("step inside", {"step_in_backward": True}, 16),
+)
+
+
 def measure(bench: Run, layers: int, width: int, rows: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory(dir=ROOT, prefix=".infinity-bench-") as folder:
         tiers = zeropp.Offload(params="nvme", optimizer="nvme", path=folder)
-        on_disk = Trainer(layers, width, rows, offload=tiers)
+        on_disk = {row: Trainer(layers, width, rows, offload=tiers, **config) for row, config, _ in ROWS}
         in_memory = Trainer(layers, width, rows)
+        parameters = in_memory.parameters
         with Engine() as engine:
-            mover = Mover(engine, Path(folder), on_disk.parameters)
-            samples = alternate(
-                {"nvme": on_disk.step, "in memory": in_memory.step, "aio, same bytes": mover.move}, rounds, warmup=1
-            )
-            del mover
-        bench.check(on_disk.losses == in_memory.losses, f"losses {on_disk.losses} and {in_memory.losses} differ")
-        samples["longer of both"] = [
-            max(pair) for pair in zip(samples["in memory"], samples["aio, same bytes"], strict=True)
-        ]
-        bench.compare(
-            f"fp32 {on_disk.parameters / 1e6:.0f}M {rows * 128} tokens 1 rank", samples, ours="nvme", peers=["in memory"],
-            unit="ms", limit="longer of both", extra={"bytes_read_and_written": 32 * on_disk.parameters, **on_disk.medians(rounds)},
-        )  # fmt: skip
+            movers = {row: Mover(engine, Path(folder), parameters, bytes_) for row, _, bytes_ in ROWS}
+            contenders = {"in memory": in_memory.step}
+            for row in on_disk:
+                contenders |= {row: on_disk[row].step, f"aio, bytes of {row}": movers[row].move}
+            taken = alternate(contenders, rounds, warmup=1)
+            del movers, contenders
+        for row, _, bytes_ in ROWS:
+            losses = on_disk[row].losses
+            bench.check(losses == in_memory.losses, f"{row}: losses {losses} and {in_memory.losses} differ")
+            samples = {
+                "nvme": taken[row],
+                "in memory": taken["in memory"],
+                "aio, same bytes": taken[f"aio, bytes of {row}"],
+            }
+            samples["longer of both"] = [
+                max(pair) for pair in zip(samples["in memory"], samples["aio, same bytes"], strict=True)
+            ]
+            bench.compare(
+                f"fp32 {parameters / 1e6:.0f}M {rows * 128} tokens 1 rank, {row}", samples, ours="nvme", peers=["in memory"],
+                unit="ms", limit="longer of both",
+                extra={"bytes_read_and_written": (bytes_ + 12) * parameters, **on_disk[row].medians(rounds)},
+            )  # fmt: skip
         del on_disk, in_memory
