@@ -259,7 +259,8 @@ def bytes_of_a_step() -> None:
         dist.all_reduce(both)
         read, written = (value / 2 / psi for value in both.tolist())
         assert 2.95 <= written <= 3.1, written
-        assert read >= 3.9 and (read <= 4.2 or ranks > 1), read  # a rank that lags reads a unit again
+        # A rank that lags reads a unit again; the last one of the forward may still be there in the backward.
+        assert read >= 3.5 and (read <= 4.2 or ranks > 1), read
         del model, optimizer
 
 
