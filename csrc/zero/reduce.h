@@ -83,8 +83,8 @@ bool zpp_reduce_pending(const zpp_zero *zero);
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
 void zpp_taken_drop(zpp_zero *zero, struct zpp_unit_grad *grad); /* taken.c */
 
-/* lend.c: memory for a slice that has none (where slices are lent), of one that was given back where that fits; and back. The first is called
- * by reductions, wherever they run, the second by the coordinator's thread. */
+/* lend.c: memory for a slice that has none (where slices are lent), of one that was given back where that fits; and
+ * back. The first is called by reductions, wherever they run, the second by the coordinator's thread. */
 enum { ZPP_LENT_SLICES = 2 };
 struct zpp_lent {
     void *memory; /* NULL: none */
