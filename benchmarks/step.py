@@ -338,9 +338,9 @@ def check_losses(bench: Run, losses: dict[str, list[float]]) -> None:
     bench.check(wanted[-1] < wanted[0] - 0.05, f"DDP's loss does not fall: {wanted}")
 
 
-def first_losses(team: Team) -> list[float]:
+def first_losses(team: Team, steps: int = CHECKED_STEPS) -> list[float]:
     """Of the first steps, averaged over ranks."""
-    team.ask(CHECKED_STEPS)
+    team.ask(steps)
     team.answer()
     return team.losses[:]
 

@@ -20,6 +20,7 @@ train = step.train
 LARGE = step.Shape(12, 768, 12)  # 95M parameters
 CELLS = (("25M", step.SMALL, 2), ("25M", step.SMALL, 4), ("100M", LARGE, 2), ("100M", LARGE, 4))
 STAGES = (3, 2, 1)
+LARGE_CHECKED_STEPS = 3
 
 
 def one_launch(
@@ -27,7 +28,7 @@ def one_launch(
 ) -> float:
     """Milliseconds a step of a launch of its own."""
     with step.launched(bench, {name: contender}, ranks, shape) as teams:
-        losses[name] = step.first_losses(teams[name])
+        losses[name] = step.first_losses(teams[name], LARGE_CHECKED_STEPS)
         return teams[name].turn(2)
 
 
