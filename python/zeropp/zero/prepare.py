@@ -188,8 +188,8 @@ def _check_hosts(config: Config, comm: Any) -> None:
             )
         if getattr(config.offload.params, "kind", "device") == "nvme":
             raise ConfigError(
-                "Config.comm.secondary_shard: 'host' with offload.params='nvme' is not implemented yet; leave it at 0, or parameters "
-                "in memory"
+                "Config.comm.secondary_shard: 'host' is a second copy of the parameters in every host's memory, which "
+                "offload.params='nvme' is there to do without; leave it at 0, or keep the parameters in memory"
             )
     if config.stored_name is not None:
         raise ConfigError(
