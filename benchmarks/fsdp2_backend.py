@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import step
@@ -76,8 +76,8 @@ def sharded_small(mesh: Any, rows: int) -> Step:
     return one
 
 
-def worker(args: Mapping[str, Any]) -> dict[str, Any]:
-    """One rank: losses of the first steps, and milliseconds a step by case and backend."""
+def worker(args: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """One rank: of each case, losses of the first steps, and milliseconds a step by backend."""
     import torch
     import torch.distributed as dist
     import zeropp
@@ -87,7 +87,6 @@ def worker(args: Mapping[str, Any]) -> dict[str, Any]:
     dist.init_process_group("gloo")
     groups = {"gloo": dist.group.WORLD, "ours": dist.new_group(list(range(RANKS)), backend="zeropp")}
     door = zeropp.comm.Communicator(groups["ours"])
-    answer: dict[str, Any] = {}
     for name, case in args["cases"].items():
         make = sharded_gpt if case["model"] == "gpt" else sharded_small
         steps = {which: make(DeviceMesh.from_group(group, "cpu"), case["tokens"]) for which, group in groups.items()}
@@ -105,17 +104,18 @@ def worker(args: Mapping[str, Any]) -> dict[str, Any]:
 
         losses = {which: [one(number) for number in range(CHECKED_STEPS)] for which, one in steps.items()}
         contenders = {which: (lambda which=which: turn(which)) for which in steps}
-        answer[name] = {"losses": losses, "ms": alternate(contenders, rounds=args["rounds"])}
+        yield {"name": name, "losses": losses, "ms": alternate(contenders, rounds=args["rounds"])}
     dist.barrier()
     dist.destroy_process_group()
-    return answer
 
 
 def run(bench: Run) -> None:
     chosen = dict(list(CASES.items())[1:]) if bench.quick else CASES
     arguments = {"cases": chosen, "rounds": 7 if bench.quick else 15}
-    results = bench.launch("worker", ranks=RANKS, args=arguments, threads=1, timeout_s=600.0)[0]
-    for name, result in results.items():
-        losses = result["losses"]
+
+    def report(result: Mapping[str, Any]) -> None:
+        name, losses = result["name"], result["losses"]
         bench.check(losses["ours"] == losses["gloo"], f"{name}: losses over zeropp and over gloo differ: {losses}")
         bench.compare(f"{name} {RANKS} ranks", result["ms"], ours="ours", peers=["gloo"], unit="ms")
+
+    bench.launch("worker", ranks=RANKS, args=arguments, threads=1, timeout_s=600.0, heard=report)

@@ -8,7 +8,8 @@ A benchmark is one file beside this one. It exposes
     def run(bench: Run) -> None  checks that contenders agree, measures, and reports rows
 
 and, where a case needs several processes, worker functions ``def NAME(args: dict) -> object`` that ``Run.launch``
-calls on every rank. Contenders alternate in a random order, once a round, so that a change of the machine's mood meets
+calls on every rank; one of many cases is a generator, whose results are reported as they come, so that an interrupted
+run leaves what it measured. Contenders alternate in a random order, once a round, so that a change of the machine's mood meets
 all of them; ratios are medians over rounds of the ratio *within* a round, never of figures from different minutes.
 """
 
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -206,12 +207,15 @@ class Run:
         threads: int = 1,
         timeout_s: float = 240.0,
         env: Mapping[str, str] | None = None,
+        heard: Callable[[Any], None] | None = None,
     ) -> list[Any]:
         """Run this file's function ``worker(args)`` on ``ranks`` processes under torchrun; what each rank returned.
 
         Workers find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE and a rendezvous in the environment, as torchrun sets them
         (LOCAL_SIZE is for DeepSpeed), and ``threads`` OpenMP threads each. A worker that fails, or a launch that
         outlasts ``timeout_s``, is a BenchError with the end of its output. Nothing that was started is left behind.
+        Of a worker that is a generator, ``heard`` is given what rank 0 yields, soon after it did; what a rank returned
+        is then the list of all.
         """
         with tempfile.TemporaryDirectory(prefix="zeropp-bench-") as out:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -219,7 +223,9 @@ class Run:
                        f"--nproc-per-node={ranks}", str(HERE / "run.py"), "--worker", f"{self.name}:{worker}", "--worker-out", out,
                        "--worker-args", json.dumps(dict(args or {}))]  # fmt: skip
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "LOCAL_SIZE": str(ranks), **(env or {})}
-            text = run_group(command, environment, timeout_s, f"{self.name}:{worker} on {ranks} ranks")
+            lines = Lines(Path(out) / "rank0.lines", heard)
+            what = f"{self.name}:{worker} on {ranks} ranks"
+            text = run_group(command, environment, timeout_s, what, meanwhile=lines.read)
             results = []
             for rank in range(ranks):
                 path = Path(out) / f"rank{rank}.json"
@@ -227,6 +233,35 @@ class Run:
                     raise BenchError(f"{self.name}:{worker}: rank {rank} left no result; output ends:\n{text[-3000:]}")
                 results.append(json.loads(path.read_text()))
             return results
+
+
+class Lines:
+    """JSON values that a worker writes to a file, one a line, and this process hands on as they come."""
+
+    def __init__(self, path: Path, heard: Callable[[Any], None] | None) -> None:
+        self.path, self.heard, self.at = path, heard, 0
+
+    def read(self) -> None:
+        """Hand on the lines that are whole."""
+        if self.heard is None or not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self.at += len(line)
+                self.heard(json.loads(line))
+
+    @staticmethod
+    def write(path: Path, values: Iterable[Any]) -> list[Any]:
+        """The worker's side: each value as soon as it is there, then all of them."""
+        written = []
+        with path.open("w") as file:
+            for value in values:
+                print(json.dumps(value), file=file, flush=True)
+                written.append(value)
+        return written
 
 
 def gain(ours: float, peer: float, better: Literal["lower", "higher"]) -> float:
@@ -253,17 +288,32 @@ def of_limit(
 _running: set[subprocess.Popen[Any]] = set()
 
 
-def run_group(command: Sequence[str], env: Mapping[str, str], timeout_s: float, what: str) -> str:
-    """Run a command in a process group of its own; its output. The whole group ends with it."""
+LOOK_S = 1.0  # how often run_group looks at what was written meanwhile
+
+
+def run_group(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    timeout_s: float,
+    what: str,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> str:
+    """Run a command in a process group of its own; its output. The whole group ends with it.
+
+    ``meanwhile`` is called now and then, and once when the command has ended.
+    """
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command, env=dict(env), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         _running.add(process)
         try:
-            code: int | None = process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            code: int | None = None
+            deadline = time.monotonic() + timeout_s
+            while code is None and time.monotonic() < deadline:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(timeout=min(LOOK_S, timeout_s))
+                meanwhile()
         finally:
             end_group(process)
             _running.discard(process)

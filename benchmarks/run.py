@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -45,13 +46,15 @@ def load(name: str) -> ModuleType:
 
 
 def work(target: str, args: str, out: str) -> None:
-    """One rank of Run.launch: call the worker function and leave its result for the parent."""
+    """One rank of Run.launch: call the worker function and leave its result, or what it yields, for the parent."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)  # a killed torchrun leaves no worker behind
     harness.prefer_me()
     name, _, function = target.partition(":")
     result = getattr(load(name), function)(json.loads(args))
     path = Path(out) / f"rank{os.environ['RANK']}.json"
+    if isinstance(result, Iterator):
+        result = harness.Lines.write(path.with_suffix(".lines"), result)
     path.with_suffix(".part").write_text(json.dumps(result))
     path.with_suffix(".part").rename(path)
 

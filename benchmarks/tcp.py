@@ -19,7 +19,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,13 +177,13 @@ class Bench(Paired):
         return "raw sockets", lambda: self.raw.exchange(sends, receives)
 
 
-def worker(args: Mapping[str, Any]) -> list[dict[str, Any]]:
+def worker(args: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """All cases on one rank."""
     bench = Bench(args)
-    results = [bench.measure(Case(**fields), args["rounds"]) for fields in args["cases"]]
+    for fields in args["cases"]:
+        yield {"case": fields, **bench.measure(Case(**fields), args["rounds"])}
     bench.dist.barrier()
     bench.dist.destroy_process_group()
-    return results
 
 
 def run(bench: Run) -> None:
@@ -200,18 +200,24 @@ def run(bench: Run) -> None:
             "links": hosts.links,
             "addresses": hosts.addresses,
         }
-        results = bench.launch("worker", ranks=2, args=args, threads=1, timeout_s=600.0)[0]
-    for case, result in zip(chosen, results, strict=True):
-        bench.check(not result["wrong"], result["wrong"])
-        samples, small = result["samples"], case.size_bytes < MIB
-        if not small:
-            samples = {name: [case.size_bytes / t / 1e3 for t in values] for name, values in samples.items()}
-        bench.compare(
-            case.name,
-            samples,
-            ours="ours",
-            peers=["gloo"],
-            unit="us" if small else "GB/s",
-            limit="raw sockets",
-            better="lower" if small else "higher",
+        bench.launch(
+            "worker", ranks=2, args=args, threads=1, timeout_s=600.0, heard=lambda result: report(bench, result)
         )
+
+
+def report(bench: Run, result: Mapping[str, Any]) -> None:
+    """The row of one case."""
+    bench.check(not result["wrong"], result["wrong"])
+    case = Case(**result["case"])
+    samples, small = result["samples"], case.size_bytes < MIB
+    if not small:
+        samples = {name: [case.size_bytes / t / 1e3 for t in values] for name, values in samples.items()}
+    bench.compare(
+        case.name,
+        samples,
+        ours="ours",
+        peers=["gloo"],
+        unit="us" if small else "GB/s",
+        limit="raw sockets",
+        better="lower" if small else "higher",
+    )
