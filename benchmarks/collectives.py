@@ -3,8 +3,9 @@
 
 Doors: `direct` calls the engine (zeropp.comm.Communicator; gloo's process group; DeepSpeed's extension), `dist` goes through
 torch.distributed's functions on both sides. Tensors: `arena` lie in memory that peers map (Communicator.empty), `ordinary` anywhere.
-Sizes are those of the whole tensor: what is reduced or broadcast, the output of all_gather, the input of reduce_scatter and all_to_all;
-GB/s is that size over the time of one call.
+Sizes are those of the whole tensor: what is reduced or broadcast, the output of all_gather and gather, the input of reduce_scatter,
+all_to_all and scatter; GB/s is that size over the time of one call. The root is rank 0. send_recv is a message of that size to the other
+rank, and one back when it has come.
 
 One launch for each number of ranks holds all contenders. They take turns in an order drawn anew each round, a barrier before each turn; a
 turn is many calls of a small collective or one or a few of a large one. Results are compared before anything is timed.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ NEEDS = (
 KIB, MIB = 1024, 1024 * 1024
 PIECE = 256 * KIB
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+ROOTED = ("reduce", "gather", "scatter")
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        size = f"{self.size_bytes} B" if self.size_bytes < MIB else f"{self.size_bytes // MIB} MB"
-        return f"{self.coll} {size} {self.ranks} ranks {self.kind}"
+        size = f"{self.size_bytes} B " if self.size_bytes < MIB else f"{self.size_bytes // MIB} MB "
+        return f"{self.coll} {size if self.size_bytes else ''}{self.ranks} ranks {self.kind}"
 
     @property
     def repeat(self) -> int:
@@ -78,7 +80,9 @@ def cases(quick: bool) -> list[Case]:
             *rows(2, rest, (8 * KIB,), doors),
             *rows(2, COLLECTIVES, (MIB, 64 * MIB), ("arena",)),
             *rows(2, first, (MIB, 64 * MIB), ("ordinary",)),
-            *rows(2, rest, (MIB,), ("ordinary",)),
+            *rows(2, (*rest, *ROOTED), (MIB,), ("ordinary",)),
+            *rows(2, (*ROOTED, "send_recv"), (8 * KIB,), doors),
+            *rows(2, ("barrier",), (0,), doors),
             *rows(4, first, (8 * KIB,), ("direct",)),
             *rows(4, COLLECTIVES, (MIB,), ("arena",)),
         ]
@@ -86,11 +90,16 @@ def cases(quick: bool) -> list[Case]:
         *rows(2, first, (4, 64, KIB, 4 * KIB, 8 * KIB, 64 * KIB, 256 * KIB), doors),
         *rows(2, rest, (64, KIB, 8 * KIB, 256 * KIB), doors),
         *rows(2, COLLECTIVES, (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB), memories),
+        *rows(2, (*ROOTED, "send_recv"), (64, 8 * KIB), doors),
+        *rows(2, ROOTED, (MIB,), memories),
+        *rows(2, ("send_recv",), (MIB,), ("ordinary",)),
+        *rows(2, ("barrier",), (0,), doors),
         *(
             row
             for ranks in (3, 4)
             for row in (
-                *rows(ranks, COLLECTIVES, (8 * KIB,), doors),
+                *rows(ranks, (*COLLECTIVES, *ROOTED), (8 * KIB,), doors),
+                *rows(ranks, ("barrier",), (0,), doors),
                 *rows(ranks, COLLECTIVES, (MIB, 16 * MIB), memories),
             )
         ),
@@ -143,6 +152,12 @@ class Flow:
             copies += [(output, block[r] + me * part, part) for r in self.peers]
         elif coll == "broadcast":
             copies += [(output, block[0], size_bytes)] if me else []
+        elif coll == "reduce":
+            copies += [] if me else [(block[me], block[r], size_bytes) for r in self.peers]
+        elif coll == "gather":
+            copies += [] if me else [(output + r * part, block[r], part) for r in range(self.ranks)]
+        elif coll == "scatter":
+            copies += [(output, block[0] + me * part, part)]
         else:
             offset = me * part if coll == "all_to_all" else 0
             copies += [(output + r * part, block[r] + offset, part) for r in (me, *self.peers)]
@@ -153,6 +168,8 @@ class Flow:
         me, block, part = self.rank, self.block, size_bytes // self.ranks
         step = PIECE // self.ranks // 64 * 64
         copies: list[tuple[int, int, int]] = []  # to, from, bytes
+        if coll in ROOTED:
+            return self.calls(self.rooted(coll, size_bytes if coll == "reduce" else part, output))
         for at in range(0, part, step):
             count, slot = min(step, part - at), at // step % 8 * PIECE
             mine, theirs = block[me] + slot, [block[r] + slot for r in self.peers]
@@ -177,6 +194,24 @@ class Flow:
                 copies += [(mine + second, into[0], count)]
                 copies += [(into[k + 1], there + second, count) for k, there in enumerate(theirs)]
         return self.calls(copies)
+
+    def rooted(self, coll: str, size_bytes: int, output: int) -> list[tuple[int, int, int]]:
+        """To rank 0 or from it, in pieces: of each rank that many bytes."""
+        me, block = self.rank, self.block
+        step = PIECE // self.ranks // 64 * 64
+        copies: list[tuple[int, int, int]] = []  # to, from, bytes
+        for at in range(0, size_bytes, step):
+            count, slot = min(step, size_bytes - at), at // step % 8 * PIECE
+            into = [output + at + (0 if coll == "reduce" else r * size_bytes) for r in range(self.ranks)]
+            if coll == "scatter":  # the root's slot holds a piece for each
+                slots = [block[0] + slot + r * step for r in range(self.ranks)]
+                copies += [(output + at, slots[me], count)] if me else [(slots[r], into[r], count) for r in self.peers]
+            else:
+                copies += [(block[me] + slot, output + at, count)] if me else []
+                copies += [] if me else [(into[r], block[r] + slot, count) for r in self.peers]
+        if coll != "reduce" and not me:  # the root's own
+            copies += [(output, block[0], size_bytes)]
+        return copies
 
     @staticmethod
     def calls(copies: Sequence[tuple[int, int, int]]) -> Callable[[], None]:
@@ -205,32 +240,31 @@ class Bench(Paired):
         self.deepspeed = deepspeed_shm(self.rank, self.ranks)
         self.flow = Flow(self.rank, self.ranks, max(largest_bytes, 16 * PIECE), self.gathered)
 
-    def gathered(self, mine: Any) -> list[Any]:
-        """An object of every rank."""
-        everybody = [None] * self.ranks
-        self.dist.all_gather_object(everybody, mine)
-        return everybody
-
     def tensors(self, case: Case) -> tuple[Any, Any]:
         """(tensor or output, input): fp32."""
         make = self.door.empty if case.kind == "arena" else self.torch.empty
         whole = make(case.elems)
-        if case.coll == "broadcast":
+        if case.coll in ("broadcast", "reduce", "barrier"):
             return whole, whole
-        other = make(case.elems if case.coll == "all_to_all" else case.elems // self.ranks)
-        return (whole, other) if case.coll != "reduce_scatter" else (other, whole)
+        whole_both = case.coll in ("all_to_all", "send_recv")
+        other = make(case.elems if whole_both else case.elems // self.ranks)
+        return (other, whole) if case.coll in ("reduce_scatter", "scatter") else (whole, other)
+
+    def result(self, case: Case, output: Any) -> Any:
+        """Only the root of a reduction has a sum."""
+        return output if case.coll != "reduce" or self.rank == 0 else output[:0]
 
     def calls(self, case: Case, output: Any, source: Any) -> dict[str, Callable[[], Any]]:
         """One call of each contender."""
-        named = {
-            name: (lambda call=call: call(output, source))
-            for name, call in (self.through_dist(case.coll) if case.kind == "dist" else self.direct(case.coll)).items()
-        }
+        whole = {"gather": output, "scatter": source}.get(case.coll)
+        parts = None if whole is None or self.rank else list(whole.chunk(self.ranks))  # torch takes lists there
+        doors = self.through_dist if case.kind == "dist" else self.direct
+        named = {name: (lambda call=call: call(output, source)) for name, call in doors(case.coll, parts).items()}
         if case.coll == "all_reduce" and case.kind != "dist":
             named["DeepSpeed shm"] = lambda: self.deepspeed(output)
         return named
 
-    def through_dist(self, coll: str) -> dict[str, Callable[[Any, Any], Any]]:
+    def through_dist(self, coll: str, parts: list[Any] | None) -> dict[str, Callable[[Any, Any], Any]]:
         """torch.distributed's function, with the group of each."""
         dist = self.dist
         call = {
@@ -239,44 +273,70 @@ class Bench(Paired):
             "reduce_scatter": lambda out, src, group: dist.reduce_scatter_tensor(out, src, group=group),
             "broadcast": lambda out, _, group: dist.broadcast(out, 0, group=group),
             "all_to_all": lambda out, src, group: dist.all_to_all_single(out, src, group=group),
+            "reduce": lambda out, _, group: dist.reduce(out, 0, group=group),
+            "gather": lambda _, src, group: dist.gather(src, parts, 0, group=group),
+            "scatter": lambda out, _, group: dist.scatter(out, parts, 0, group=group),
+            "barrier": lambda _, __, group: dist.barrier(group=group),
+            "send_recv": lambda out, src, group: self.there_and_back(
+                lambda: dist.send(src, 1 - self.rank, group=group), lambda: dist.recv(out, 1 - self.rank, group=group)
+            ),
         }[coll]
         return {
             "ours": lambda out, src: call(out, src, self.zeropp),
             "gloo": lambda out, src: call(out, src, self.gloo),
         }
 
-    def direct(self, coll: str) -> dict[str, Callable[[Any, Any], Any]]:
+    def direct(self, coll: str, parts: list[Any] | None) -> dict[str, Callable[[Any, Any], Any]]:
         """The engine, and gloo's process group."""
-        door, gloo = self.door, self.gloo
+        door, gloo, lists, other = self.door, self.gloo, [] if parts is None else [parts], 1 - self.rank
         calls: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
             "all_reduce": (lambda out, _: door.all_reduce(out), lambda out, _: gloo.allreduce([out]).wait()),
             "all_gather": (door.all_gather, lambda out, src: gloo._allgather_base(out, src).wait()),
             "reduce_scatter": (door.reduce_scatter, lambda out, src: gloo._reduce_scatter_base(out, src).wait()),
             "broadcast": (lambda out, _: door.broadcast(out, 0), lambda out, _: gloo.broadcast(out, 0).wait()),
             "all_to_all": (door.all_to_all, lambda out, src: gloo.alltoall_base(out, src, [], []).wait()),
+            "reduce": (lambda out, _: door.reduce(out), lambda out, _: gloo.reduce([out]).wait()),
+            "gather": (door.gather, lambda _, src: gloo.gather(lists, [src]).wait()),
+            "scatter": (door.scatter, lambda out, _: gloo.scatter([out], lists).wait()),
+            "barrier": (lambda *_: door.barrier(), lambda *_: gloo.barrier().wait()),
+            "send_recv": (
+                lambda out, src: self.there_and_back(lambda: door.send(src, other), lambda: door.recv(out, other)),
+                lambda out, src: self.there_and_back(
+                    lambda: gloo.send([src], other, 0).wait(), lambda: gloo.recv([out], other, 0).wait()
+                ),
+            ),
         }
         ours, theirs = calls[coll]
         return {"ours": ours, "gloo": theirs}
 
-    def limit(self, case: Case, output: Any) -> tuple[str, Callable[[], Any]]:
-        """memcpy along the way of the bytes."""
+    def there_and_back(self, send: Callable[[], Any], receive: Callable[[], Any]) -> None:
+        """Rank 0 begins."""
+        if self.rank == 0:
+            send()
+            receive()
+        else:
+            receive()
+            send()
+
+    def limit(self, case: Case, output: Any) -> tuple[str, Callable[[], Any]] | None:
+        """memcpy along the way of the bytes; those of send_recv wait for each other, which a copy does not, and a barrier has none."""
+        if case.coll in ("send_recv", "barrier"):
+            return None
         way = self.flow.ordinary if case.kind == "ordinary" else self.flow.arena
         private = self.torch.empty(case.elems)  # reduce_scatter's output is a part, its input whole
         call = way(case.coll, case.elems * 4, private.data_ptr())
         return "memcpy", lambda: (call(), private)  # which must live as long
 
 
-def worker(args: Mapping[str, Any]) -> list[dict[str, Any]]:
+def worker(args: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """All cases on one rank."""
     chosen = [Case(**fields) for fields in args["cases"]]
     bench = Bench(max(case.elems * 4 for case in chosen))
-    results = []
     for case in chosen:
         rounds = args["rounds"] if case.size_bytes <= 16 * MIB else max(5, args["rounds"] // 3)
-        results.append(bench.measure(case, rounds))
+        yield {"case": vars(case), **bench.measure(case, rounds)}
     bench.dist.barrier()
     bench.dist.destroy_process_group()
-    return results
 
 
 def algorithm_bandwidth(samples: Sequence[float], size_bytes: int) -> list[float]:
@@ -297,13 +357,20 @@ def run(bench: Run) -> None:
             "cases": [vars(case) for case in here],
             "rounds": 7 if bench.quick else 21 if ranks == 2 else 11,
         }
-        results = bench.launch("worker", ranks=ranks, args=arguments, threads=1, timeout_s=1200.0)[0]
-        for case, result in zip(here, results, strict=True):
-            report(bench, case, result)
+        bench.launch(
+            "worker",
+            ranks=ranks,
+            args=arguments,
+            threads=1,
+            timeout_s=1200.0,
+            heard=lambda result: report(bench, result),
+        )
 
 
-def report(bench: Run, case: Case, result: Mapping[str, Any]) -> None:
+def report(bench: Run, result: Mapping[str, Any]) -> None:
+    """The rows of one case."""
     bench.check(not result["wrong"], result["wrong"])
+    case = Case(**result["case"])
     samples, small = result["samples"], case.size_bytes < MIB
     if not small:
         samples = {name: algorithm_bandwidth(values, case.elems * 4) for name, values in samples.items()}
@@ -313,6 +380,6 @@ def report(bench: Run, case: Case, result: Mapping[str, Any]) -> None:
         ours="ours",
         peers=[name for name in samples if name not in ("ours", "memcpy")],
         unit="us" if small else "GB/s",
-        limit="memcpy",
+        limit="memcpy" if "memcpy" in samples else None,
         better="lower" if small else "higher",
     )

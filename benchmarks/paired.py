@@ -29,11 +29,15 @@ class Case(Protocol):
 
 
 class Paired(ABC):
-    """One rank. A subclass sets `torch` and `door` (a Communicator of all ranks) and has the cases' tensors and calls."""
+    """One rank. A subclass sets `torch`, `dist` (whose default group is gloo's) and `door` (a Communicator of all ranks), and has the cases'
+    tensors and calls.
+    """
 
     torch: Any
+    dist: Any
     door: Any
     rank: int
+    ranks: int
 
     @abstractmethod
     def tensors(self, case: Any) -> tuple[Any, Any]:
@@ -44,8 +48,18 @@ class Paired(ABC):
         """One call of each contender, "gloo" among them."""
 
     @abstractmethod
-    def limit(self, case: Any, output: Any) -> tuple[str, Call]:
-        """What bounds all contenders, measured beside them, and its name."""
+    def limit(self, case: Any, output: Any) -> tuple[str, Call] | None:
+        """What bounds all contenders, measured beside them, and its name; None where nothing does."""
+
+    def result(self, case: Any, output: Any) -> Any:
+        """What of the output this rank is promised."""
+        return output
+
+    def gathered(self, mine: Any) -> list[Any]:
+        """An object of every rank."""
+        everybody = [None] * self.ranks
+        self.dist.all_gather_object(everybody, mine)
+        return everybody
 
     def fill(self, tensor: Any) -> None:
         """Values that tell ranks and places apart."""
@@ -59,10 +73,11 @@ class Paired(ABC):
             self.fill(source)
             self.fill(output)
             call()
-            results[name] = output.clone()
+            results[name] = self.result(case, output).clone()
         for name, result in results.items():
             if not self.torch.allclose(result, results["gloo"], rtol=1e-5, atol=1e-6):
-                return f"{case.name}: {name} and gloo disagree by {float((result - results['gloo']).abs().max())}"
+                off = float((result - results["gloo"]).abs().max())
+                return f"{case.name}, rank {self.rank}: {name} and gloo disagree by {off}"
         return ""
 
     def turn(self, call: Call, repeat: int, reset: Any) -> float:
@@ -78,9 +93,10 @@ class Paired(ABC):
         """Microseconds a call of each contender, round by round."""
         output, source = self.tensors(case)
         calls = self.calls(case, output, source)
-        wrong = self.check(case, calls, output, source)
-        bound, call = self.limit(case, output)
-        calls[bound] = call
+        wrong = next(filter(None, self.gathered(self.check(case, calls, output, source))), "")
+        bound = self.limit(case, output)
+        if bound is not None:
+            calls[bound[0]] = bound[1]
         order = list(calls)
         rng = random.Random(case.name)  # the same on every rank
         samples: dict[str, list[float]] = {name: [] for name in order}

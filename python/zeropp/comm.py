@@ -46,6 +46,7 @@ _log = logging.getLogger("zeropp")
 DTYPE_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in enumerate(_C.COMM_DTYPES)}
 OP_CODES: dict[str, int] = {name: code for code, name in enumerate(_C.COMM_OPS)}
 BYTES = DTYPE_CODES[torch.uint8]
+_GATHER, _SCATTER = _C.COMM_COLLECTIVES["gather"], _C.COMM_COLLECTIVES["scatter"]
 
 _lock = threading.Lock()  # guards the four below
 _open: list[Any] = []  # every _C.Comm that is not closed
@@ -383,6 +384,64 @@ class Communicator:
             raise ValueError(f"comm: all_to_all of {source.dtype} and {output.dtype}, wanted one dtype")
         self.core.exchange(_C.COMM_COLLECTIVES["all_to_all"], DTYPE_CODES.get(source.dtype, BYTES), 0, dsts, srcs)
         return output
+
+    def reduce(self, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
+        """Combine over all ranks into the root's tensor; the others' stay as they are."""
+        _check(tensor)
+        self.core.reduce(tensor.data_ptr(), tensor.numel(), dtype_code(tensor.dtype), OP_CODES[op], root)
+        return tensor
+
+    def gather(self, output: torch.Tensor | None, source: torch.Tensor, root: int = 0) -> torch.Tensor | None:
+        """The root's output = every rank's source, one after the other. `output` of other ranks is not looked at."""
+        _check(source)
+        self._check_root("gather", root)
+        size_bytes = source.numel() * source.element_size()
+        pieces = [(0, 0)] * self.ranks
+        if self.rank == root:
+            pieces = self._parts("gather", "output", output, source, size_bytes)
+        mine = [(0, 0)] * self.ranks
+        mine[root] = source.data_ptr(), size_bytes
+        self.core.exchange(_GATHER, DTYPE_CODES.get(source.dtype, BYTES), root, pieces, mine)
+        return output
+
+    def scatter(self, output: torch.Tensor, source: torch.Tensor | None, root: int = 0) -> torch.Tensor:
+        """output = my slice of the root's source. `source` of other ranks is not looked at."""
+        _check(output)
+        self._check_root("scatter", root)
+        size_bytes = output.numel() * output.element_size()
+        pieces = [(0, 0)] * self.ranks
+        if self.rank == root:
+            pieces = self._parts("scatter", "source", source, output, size_bytes)
+        mine = [(0, 0)] * self.ranks
+        mine[root] = output.data_ptr(), size_bytes
+        self.core.exchange(_SCATTER, DTYPE_CODES.get(output.dtype, BYTES), root, mine, pieces)
+        return output
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> None:
+        """Give the tensor to one rank, which receives it."""
+        _check(tensor)
+        self.core.send(tensor.data_ptr(), tensor.numel() * tensor.element_size(), to, tag, tensor).wait(0.0)
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> torch.Tensor:
+        """Fill the tensor with what a rank (-1: any) sends with the same tag."""
+        _check(tensor)
+        self.core.recv(tensor.data_ptr(), tensor.numel() * tensor.element_size(), source, tag, tensor).wait(0.0)
+        return tensor
+
+    def _check_root(self, what: str, root: int) -> None:
+        if not 0 <= root < self.ranks:
+            raise ValueError(f"comm: {what}: root {root}, wanted a rank of the group, 0..{self.ranks - 1}")
+
+    def _parts(
+        self, what: str, argument: str, whole: torch.Tensor | None, part: torch.Tensor, size_bytes: int
+    ) -> list[tuple[int, int]]:
+        """(address, bytes) of each rank's part of the root's tensor."""
+        if whole is None:
+            raise ValueError(f"comm: {what}: {argument} is None on rank {self.rank}, the root, wanted a tensor")
+        _check(whole)
+        _same(whole, part, part.numel() * self.ranks, what)
+        at = whole.data_ptr()
+        return [(at + rank * size_bytes, size_bytes) for rank in range(self.ranks)]
 
     def _rows(self, what: str, tensor: torch.Tensor, rows: Sequence[int] | None) -> list[tuple[int, int]]:
         """(address, bytes) of each rank's rows."""

@@ -46,6 +46,15 @@ def rank_order_sum(ranks: int, *shape: int, dtype: torch.dtype = torch.float32) 
     return total.to(dtype)
 
 
+def sentence(call: Callable[[], object], kind: type[BaseException] = ValueError) -> str:
+    """What a call says that is refused."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
 SIZES = [(1,), (3,), (7, 11), (5000,), (70001,), (3, 200, 333)]
 
 
@@ -511,13 +520,6 @@ def sparse_sums(rank: int, ranks: int) -> None:
 def refusals(rank: int, ranks: int) -> None:
     import zeropp
 
-    def sentence(call: Callable[[], object], kind: type[BaseException] = ValueError) -> str:
-        try:
-            call()
-        except kind as error:
-            return str(error)
-        raise AssertionError("no error")
-
     assert "bor of float32" in sentence(lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BOR))
     assert "avg of int64" in sentence(lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), op=dist.ReduceOp.AVG))
     assert "to_dense" in sentence(lambda: dist.group.WORLD.allreduce([torch.eye(3).to_sparse_csr()]))
@@ -586,6 +588,38 @@ def traffic_is_what_the_algorithms_say(rank: int, ranks: int) -> None:
         assert (
             bytes_of("all_to_all", lambda o=output, s=source: dist.all_to_all_single(o, s)) == (ranks - 1) * 4 * elems
         )
+
+
+@subject
+def to_one_and_from_one_by_the_direct_door(rank: int, ranks: int) -> None:
+    import zeropp
+
+    door, root = zeropp.comm.Communicator(), ranks - 1
+    for elems in (100, 40_000):
+        mine = of_rank(rank, elems)
+        door.reduce(mine, root)
+        same(mine, rank_order_sum(ranks, elems) if rank == root else of_rank(rank, elems))
+        everybody = torch.cat([of_rank(r, elems) for r in range(ranks)])
+        whole = torch.empty(ranks, elems) if rank == root else None
+        door.gather(whole, of_rank(rank, elems), root)
+        if whole is not None:
+            same(whole.flatten(), everybody)
+        same(door.scatter(torch.empty(elems), whole, root), of_rank(rank, elems))
+        if rank == 0:
+            for to in range(1, ranks):
+                door.send(of_rank(to, elems), to, tag=to)
+        else:
+            same(door.recv(torch.empty(elems), 0, tag=rank), of_rank(rank, elems))
+    # What is wrong on one rank alone is said before anybody waits.
+    one, odd = torch.ones(3), torch.ones(3 * ranks + 1)
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: door.gather(one, one, ranks), f"gather: root {ranks}, wanted a rank of the group, 0..{ranks - 1}"),
+        (lambda: door.gather(None, one, rank), f"gather: output is None on rank {rank}, the root, wanted a tensor"),
+        (lambda: door.scatter(one, odd, rank), f"and {3 * ranks + 1} elements, wanted {3 * ranks}"),
+        (lambda: door.scatter(one, torch.ones(3 * ranks).double(), rank), "wanted one dtype"),
+    ]
+    for call, said in wrong:
+        assert said in sentence(call), (sentence(call), said)
 
 
 @subject
