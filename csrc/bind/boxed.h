@@ -21,7 +21,7 @@
 
 #include "shim.h"
 
-enum { ZPP_BOXED_LISTS = 8, ZPP_BOXED_FLOATS = 2, ZPP_BOXED_HANDLES = 10, ZPP_BOXED_TEXT_BYTES = 160 };
+enum { ZPP_BOXED_LISTS = 8, ZPP_BOXED_FLOATS = 3, ZPP_BOXED_HANDLES = 10, ZPP_BOXED_TEXT_BYTES = 160 };
 
 /* A list of tensors. Borrowed: lives until zpp_boxed_end. */
 struct zpp_tensors {

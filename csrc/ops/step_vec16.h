@@ -3,6 +3,7 @@
  * The walk of an optimizer's vector version, given its step on sixteen elements. Included once a file, after
  *
  *     STEP_SEGMENT, STEP_CONSTS                          its structs; the segment has grad_dtype, param_out, out_dtype
+ *     STEP_GRAD_DTYPE(const STEP_SEGMENT *)              only where it has no grad_dtype: what is handed on for it
  *     v16 step_sixteen(const STEP_SEGMENT *, const STEP_CONSTS *, size_t i, const zpp_dtype grad_dtype)
  *                                                        works on elements i..i+15; the new parameters
  *     void step_elements(const STEP_SEGMENT *, const STEP_CONSTS *, size_t begin, size_t end)
@@ -16,6 +17,9 @@
 
 #include "vec16.h"
 
+#ifndef STEP_GRAD_DTYPE
+#define STEP_GRAD_DTYPE(s) (s)->grad_dtype
+#endif
 #define STEP_NO_OUT ZPP_DTYPES /* no kind: nothing is copied out */
 
 /* Whole sixteens from begin; where they end. param_out + begin is aligned to 64 bytes where there is one. */
@@ -43,7 +47,7 @@ V16_FN size_t step_turns_out(const STEP_SEGMENT *s, const STEP_CONSTS *c, size_t
 }
 
 static size_t step_all_turns(const STEP_SEGMENT *s, const STEP_CONSTS *c, size_t begin, size_t end) {
-    switch (s->grad_dtype) {
+    switch (STEP_GRAD_DTYPE(s)) {
     case ZPP_BF16: return step_turns_out(s, c, begin, end, ZPP_BF16);
     case ZPP_F16: return step_turns_out(s, c, begin, end, ZPP_F16);
     default: return step_turns_out(s, c, begin, end, ZPP_F32);

@@ -37,6 +37,10 @@ V16_FN v16 v16_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }
 V16_FN v16 v16_zero_below(v16 a, v16 x, v16 least) {
     return _mm512_mask_mov_ps(_mm512_setzero_ps(), _mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), a);
 }
+/* `a`, and 0 in lanes where x is 0 (a NaN is not). */
+V16_FN v16 v16_zero_at_zero(v16 a, v16 x) {
+    return _mm512_mask_mov_ps(_mm512_setzero_ps(), _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ), a);
+}
 V16_FN v16 v16_abs(v16 a) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(INT32_MAX)));
 }
@@ -98,6 +102,10 @@ V16_FN v16 v16_fma(v16 a, v16 b, v16 c) {
 V16_FN v16 v16_zero_below(v16 a, v16 x, v16 least) {
     return V16_BOTH(_mm256_and_ps(a.lo, _mm256_cmp_ps(x.lo, least.lo, _CMP_NLT_UQ)),
                     _mm256_and_ps(a.hi, _mm256_cmp_ps(x.hi, least.hi, _CMP_NLT_UQ)));
+}
+V16_FN v16 v16_zero_at_zero(v16 a, v16 x) {
+    return V16_BOTH(_mm256_and_ps(a.lo, _mm256_cmp_ps(x.lo, _mm256_setzero_ps(), _CMP_NEQ_UQ)),
+                    _mm256_and_ps(a.hi, _mm256_cmp_ps(x.hi, _mm256_setzero_ps(), _CMP_NEQ_UQ)));
 }
 V16_FN v16 v16_abs(v16 a) {
     const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zeropp._ops import doors
 from zeropp._ops import fp8 as _fp8
+from zeropp._ops import frozen as _frozen
 from zeropp._ops import lamb as _lamb
 from zeropp._ops import moe as _moe
 from zeropp._ops import moments as _moments
@@ -30,6 +31,7 @@ from zeropp._ops import quant as _quant
 from zeropp._ops import sparse_attention as _sparse_attention
 from zeropp._ops import tokens as _tokens
 from zeropp._ops.fp8 import Fp8, fp8_dequantise_, fp8_quantise, fp8_quantise_
+from zeropp._ops.frozen import frozen_adam_step_
 from zeropp._ops.lamb import lamb_step_
 from zeropp._ops.moe import MoeGate, MoePlan, moe_capacity, moe_combine, moe_dispatch, moe_gate, moe_plan
 from zeropp._ops.moe_exchange import MoeExchange, moe_exchange, moe_share
@@ -42,7 +44,7 @@ from zeropp._ops.tokens import token_gather, token_sample, token_scatter
 
 __all__ = [
     "Fp8", "MoeExchange", "MoeGate", "MoePlan", "OneBit", "Quantised", "SparseLayout", "adagrad_step_", "adam_step_", "dequantise_",
-    "fp8_dequantise_", "fp8_quantise", "fp8_quantise_", "lamb_step_", "lion_step_",
+    "fp8_dequantise_", "fp8_quantise", "fp8_quantise_", "frozen_adam_step_", "lamb_step_", "lion_step_",
     "moe_capacity", "moe_combine", "moe_dispatch", "moe_exchange", "moe_gate", "moe_plan", "moe_share", "moments_decode_", "moments_encode_",
     "moments_scales", "norm_squares",
     "onebit_compress_", "onebit_decode_", "onebit_reduce_", "quant_reduce_", "quant_sum_", "quantise", "quantise_",
@@ -165,7 +167,7 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    areas = (_optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention, _tokens, _fp8, _moments)
+    areas = (_optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention, _tokens, _fp8, _moments, _frozen)
     _tell_inspect([__name__, *(area.__name__ for area in areas)])
     torch.library.register_fake("zeropp::adam_step_", _fake_adam_step)
     torch.library.register_fake("zeropp::norm_squares", _fake_norm_squares)

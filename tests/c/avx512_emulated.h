@@ -34,7 +34,7 @@ typedef struct { uint32_t at[4]; } emulated_si128;
 #define __m128i emulated_si128
 typedef uint16_t __mmask16;
 enum {
-    _CMP_UNORD_Q = 3, _CMP_NLT_UQ = 21, _CMP_NEQ_OQ = 12, _CMP_GE_OQ = 29, _CMP_GT_OQ = 30,
+    _CMP_UNORD_Q = 3, _CMP_NEQ_UQ = 4, _CMP_NLT_UQ = 21, _CMP_NEQ_OQ = 12, _CMP_GE_OQ = 29, _CMP_GT_OQ = 30,
     _MM_FROUND_TO_NEAREST_INT = 0,
 };
 
@@ -156,6 +156,7 @@ E int emulated_compare(float a, float b, int how) {
     case _CMP_UNORD_Q: return isnan(a) || isnan(b);
     case _CMP_NLT_UQ: return !(a < b);
     case _CMP_NEQ_OQ: return a < b || a > b;
+    case _CMP_NEQ_UQ: return !(a == b);
     case _CMP_GE_OQ: return a >= b;
     case _CMP_GT_OQ: return a > b;
     default: abort();

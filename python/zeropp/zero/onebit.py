@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zeropp.comm_onebit import OneBitAllReduce
 from zeropp.errors import ConfigError, Error
-from zeropp.ops import norm_squares
+from zeropp.ops import frozen_adam_step_, norm_squares
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine, Unit
@@ -320,6 +320,21 @@ class OneBit:
             slot.reducer.decode_(into)
         else:
             slot.reducer.decode_slice_(into)
+
+    def step_frozen(self, slot: Slot, pieces: list[Piece], along: Tensor, **rates: Any) -> None:
+        """One step of these pieces ``along`` a tensor of ``shard`` length, by the variance as it is; and the copy-out.
+
+        ``rates``: of ``frozen_adam_step_``, one number a piece.
+        """
+        unit, variance = slot.unit, slot.state("exp_avg_sq")
+        frozen_adam_step_(
+            [slot.own(unit.own, piece) for piece in pieces],
+            [slot.own(along, piece) for piece in pieces],
+            [slot.own(variance, piece) for piece in pieces],
+            beta2=self.betas()[1],
+            param_outs=[] if unit.master is None else [slot.own(unit.shard, piece) for piece in pieces],
+            **rates,
+        )
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

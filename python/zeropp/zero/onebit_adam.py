@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeropp.errors import ConfigError
-from zeropp.zero.onebit import OneBit, Piece, Slot
+from zeropp.zero.onebit import OneBit, Slot
 
 
 class Adam(OneBit):
@@ -29,25 +29,26 @@ class Adam(OneBit):
 
         return key
 
-    def denominator(self, slot: Slot, run: Piece, eps: float, step: int) -> Tensor:
-        """``sqrt(v / (1 - beta2^t)) + eps``; infinite where nothing was ever seen, so that nothing moves there."""
-        variance = slot.own(slot.state("exp_avg_sq"), run)
-        _, beta2 = self.betas()
-        seen = 1 - beta2 ** min(step, self.variance_steps())
-        return variance.sqrt().mul_(1 / math.sqrt(seen)).add_(eps).masked_fill_(variance == 0, math.inf)
-
     def step_slices(self, slot: Slot, steps: list[int]) -> None:
         """``p = p (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)``."""
         beta1, _ = self.betas()
-        momentum, values = slot.state("exp_avg"), slot.unit.own
-        for (lr, eps, decay, step), run in slot.runs(self.rates(slot, steps)):
-            mine = slot.own(values, run)
-            if decay:
-                mine.mul_(1 - lr * decay)
-            mine.addcdiv_(
-                slot.own(momentum, run), self.denominator(slot, run, eps, step), value=-lr / (1 - beta1**step)
-            )
-        slot.write_out()
+        self.walk(slot, steps, slot.state("exp_avg"), lambda lr, step: lr / (1 - beta1**step))
+
+    def walk(self, slot: Slot, steps: list[int], along: Tensor, step_size: Callable[[float, int], float]) -> None:
+        """``values = values (1 - lr weight_decay) - step_size(lr, t) along / (sqrt(v / (1 - beta2^t)) + eps)``, then out.
+
+        Where nothing was ever seen, ``v = 0``, there is no movement.
+        """
+        found = list(slot.runs(self.rates(slot, steps)))
+        self.step_frozen(
+            slot,
+            [run for _, run in found],
+            along,
+            step_size=[step_size(lr, step) for (lr, _, _, step), _ in found],
+            variance_step=[min(step, self.variance_steps()) for (_, _, _, step), _ in found],
+            eps=[eps for (_, eps, _, _), _ in found],
+            decay=[lr * decay for (lr, _, decay, _), _ in found],
+        )
 
 
 class OneBitAdam(Adam):
@@ -208,20 +209,20 @@ class ZeroOneAdam(Adam):
         steps = slot.count_step()
         if not due:
             slot.packed = False
-            self._walk(slot, steps, values, mine, rate)
-            self._walk(slot, steps, slot.extra["anchor"], None, rate)
-            slot.write_out()
+            self.walk(slot, steps, mine, lambda lr, step: rate)
+            for (lr, _, decay, _), run in slot.runs(self.rates(slot, steps)):
+                slot.own(slot.extra["anchor"], run).mul_(1 - lr * decay)
             return
         if not alone:
             values.copy_(slot.extra["anchor"])
+            slot.write_out()
         self.average(slot, moved, momentum)
         slot.packed = self.engine.ranks > 1
-        self._walk(slot, steps, values, momentum, 1.0)
+        self.walk(slot, steps, momentum, lambda lr, step: 1.0)
         momentum.mul_(1 / total)
         if slot.packed:
             slot.reducer.scale_(1 / total)
         slot.extra.clear()
-        slot.write_out()
 
     def _own_momentum(self, slot: Slot, mine: Tensor, beta1: float) -> None:
         """``mine += beta1 m`` with this rank's own momentum, which then is the new one."""
@@ -233,15 +234,6 @@ class ZeroOneAdam(Adam):
                 if not there:
                     to.copy_(own)
         momentum.copy_(mine)
-
-    def _walk(self, slot: Slot, steps: list[int], values: Tensor, along: Tensor | None, rate: float) -> None:
-        """``values = values (1 - lr weight_decay) - rate along / denominator``; None: the decay alone."""
-        for (lr, eps, decay, step), run in slot.runs(self.rates(slot, steps)):
-            mine = slot.own(values, run)
-            if decay:
-                mine.mul_(1 - lr * decay)
-            if along is not None:
-                mine.addcdiv_(slot.own(along, run), self.denominator(slot, run, eps, step), value=-rate)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

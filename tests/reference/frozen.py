@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step of Adam with a momentum and a variance that are there, in float64: written for reading, speed never.
+
+Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", algorithm 1,
+line 13, with AdamW's decay and Adam's corrections, and no movement where nothing was ever seen:
+
+    x_{t+1} = x_t - gamma m_t / (sqrt(v) + eta)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def step(
+    x: Tensor, m: Tensor, v: Tensor, *, step_size: float, variance_step: int, beta2: float = 0.999, eps: float = 1e-8,
+    decay: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The new x, and what was taken from it beside its decay."""
+    x, m, v = x.double(), m.double(), v.double()
+    moved = step_size * m / ((v / (1 - beta2**variance_step)).sqrt() + eps)
+    moved = torch.where(v == 0, torch.zeros_like(moved), moved)
+    return x * (1 - decay) - moved, moved
