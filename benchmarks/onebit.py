@@ -161,6 +161,36 @@ def worker(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"wrong": wrong, "samples": samples}
 
 
+COEFFICIENT, RATE, WEIGHT_DECAY, FROZEN = 3.0, 1e-3, 0.1, 5
+
+
+def ours_lamb(s: State) -> None:
+    import zeropp
+
+    zeropp.ops.onebit_lamb_fresh_(
+        *(s.lists[name] for name in ("p", "m", "before", "v", "fresh")), step=T, freeze_step=FROZEN,
+        coefficient=COEFFICIENT, beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY,
+    )  # fmt: skip
+    zeropp.ops.frozen_adam_step_(
+        s.lists["p"], s.lists["m"], s.lists["v"], step_size=RATE / (COEFFICIENT * (1 - BETA1**T)), variance_step=FROZEN,
+        beta2=BETA2, eps=EPS, decay=RATE * WEIGHT_DECAY,
+    )  # fmt: skip
+
+
+def torch_lamb(s: State) -> None:
+    p, m, before, v, fresh = (s.flat[name] for name in ("p", "m", "before", "v", "fresh"))
+    one, two, unseen = s.between.one, s.between.two, torch.eq(v, 0, out=s.between.unseen)
+    torch.mul(before, -BETA1, out=one).add_(m).mul_(1 / (COEFFICIENT * (1 - BETA1)))
+    fresh.mul_(BETA2).addcmul_(one, one, value=1 - BETA2)
+    torch.div(fresh, 1 - BETA2**T, out=one).sqrt_().add_(EPS)
+    torch.div(v, 1 - BETA2**FROZEN, out=two).sqrt_().add_(EPS)
+    torch.div(two, one, out=one).masked_fill_(unseen, 0).max()
+    values = torch.div(m, two, out=one).mul_(1 / (COEFFICIENT * (1 - BETA1**T))).masked_fill_(unseen, 0)
+    values.norm()
+    values.add_(p, alpha=WEIGHT_DECAY).norm()
+    p.add_(values, alpha=-RATE)
+
+
 @dataclass(frozen=True)
 class Update:
     """One optimizer's: bytes an element that have to be touched, its arrays, and who does it."""
@@ -174,6 +204,7 @@ UPDATES = {
     "1-bit Adam's step": Update(
         16, "p m v", {"ours": ours_frozen, "torch": torch_frozen, "torch foreach": foreach_frozen}
     ),
+    "1-bit LAMB's update": Update(40, "p m before v fresh", {"ours": ours_lamb, "torch": torch_lamb}),
 }
 
 

@@ -26,6 +26,7 @@ from zeropp._ops import lamb as _lamb
 from zeropp._ops import moe as _moe
 from zeropp._ops import moments as _moments
 from zeropp._ops import onebit as _onebit
+from zeropp._ops import onebit_lamb as _onebit_lamb
 from zeropp._ops import optimizers as _optimizers
 from zeropp._ops import quant as _quant
 from zeropp._ops import sparse_attention as _sparse_attention
@@ -37,6 +38,7 @@ from zeropp._ops.moe import MoeGate, MoePlan, moe_capacity, moe_combine, moe_dis
 from zeropp._ops.moe_exchange import MoeExchange, moe_exchange, moe_share
 from zeropp._ops.moments import moments_decode_, moments_encode_, moments_scales
 from zeropp._ops.onebit import OneBit, onebit_compress_, onebit_decode_, onebit_reduce_
+from zeropp._ops.onebit_lamb import onebit_lamb_fresh_
 from zeropp._ops.optimizers import adagrad_step_, lion_step_, sgd_step_
 from zeropp._ops.quant import Quantised, dequantise_, quant_reduce_, quant_sum_, quantise, quantise_
 from zeropp._ops.sparse_attention import SparseLayout, sparse_attention
@@ -47,7 +49,7 @@ __all__ = [
     "fp8_dequantise_", "fp8_quantise", "fp8_quantise_", "frozen_adam_step_", "lamb_step_", "lion_step_",
     "moe_capacity", "moe_combine", "moe_dispatch", "moe_exchange", "moe_gate", "moe_plan", "moe_share", "moments_decode_", "moments_encode_",
     "moments_scales", "norm_squares",
-    "onebit_compress_", "onebit_decode_", "onebit_reduce_", "quant_reduce_", "quant_sum_", "quantise", "quantise_",
+    "onebit_compress_", "onebit_decode_", "onebit_lamb_fresh_", "onebit_reduce_", "quant_reduce_", "quant_sum_", "quantise", "quantise_",
     "register", "sgd_step_", "sparse_attention", "token_gather",
     "token_sample", "token_scatter",
 ]  # fmt: skip
@@ -167,7 +169,9 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    areas = (_optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention, _tokens, _fp8, _moments, _frozen)
+    areas = (
+        _optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention, _tokens, _fp8, _moments, _frozen, _onebit_lamb,
+    )  # fmt: skip
     _tell_inspect([__name__, *(area.__name__ for area in areas)])
     torch.library.register_fake("zeropp::adam_step_", _fake_adam_step)
     torch.library.register_fake("zeropp::norm_squares", _fake_norm_squares)

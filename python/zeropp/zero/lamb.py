@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropp.ops import norm_squares
+from zeropp.ops import norm_squares, onebit_lamb_fresh_
 from zeropp.zero import low_states
 from zeropp.zero.onebit import OneBit, Piece, Slot
 
@@ -205,24 +205,19 @@ class OneBitLamb(Lamb):
                 slot.own(slot.state("exp_avg"), piece).mul_(self.numbers(slot, piece.param)["coefficient"])
 
     def _compressed(self, scale: float) -> None:
-        updates: list[Update] = []
         sums, most = self.table(2), self.table(1)
+        stepped: list[tuple[Slot, list[int]]] = []
         for slot in self.slots:
             if any(slot.present):
                 before = self._average_momentum(slot, scale)
-                updates += self._fresh(slot, before, sums, most)
+                stepped.append((slot, slot.count_step()))
+                self._fresh(*stepped[-1], before, sums, most)
         table = self.gathered(torch.cat([sums, most], dim=2))
         norms = self.summed(table[:, :, :2]).sqrt().tolist()
         ratios = table[:, :, 2].amax(0).tolist()
         factors = self._factors(norms, ratios)
-        for update in updates:
-            group, numbers = self.group(update.slot, update.piece.param), self.numbers(update.slot, update.piece.param)
-            seen = 1 - float(group["coeff_beta"]) ** numbers["seen"]
-            ratio = numbers["ratio"] / seen if seen else 1.0
-            self.apply(update, float(group["lr"]) * ratio * factors[update.row])
-        for slot in self.slots:
-            if any(slot.present):
-                slot.write_out()
+        for slot, steps in stepped:
+            self._step(slot, steps, factors)
 
     def _average_momentum(self, slot: Slot, scale: float) -> Tensor:
         """The new momentum of this rank's slice in ``exp_avg``; returns the one before."""
@@ -232,36 +227,49 @@ class OneBitLamb(Lamb):
         coefficients = [self.numbers(slot, param)["coefficient"] for param in range(len(slot.unit.params))]
         torch._foreach_mul_(slot.spans(mine), coefficients)
         self.add_momentum(slot, mine, beta1)
-        before = momentum.clone()
+        before = self.scratch(slot.unit, "before")[: momentum.numel()].copy_(momentum)
         self.average(slot, mine, momentum)
         slot.packed = self.engine.ranks > 1
         return before
 
-    def _fresh(self, slot: Slot, before: Tensor, sums: Tensor, most: Tensor) -> list[Update]:
-        """The fresh variance from the momentum's difference; updates; norms and the largest ratio of denominators."""
-        (beta1, beta2), steps = self.betas(), slot.count_step()
-        frozen_at = int(self._groups[0]["freeze_step"])
-        found = []
-        for piece in slot.pieces:
-            if not slot.present[piece.param]:
-                continue
-            group, step, row = self.group(slot, piece.param), steps[piece.param], self.row(slot, piece.param)
-            coefficient = self.numbers(slot, piece.param)["coefficient"]
-            m, v = slot.own(slot.state("exp_avg"), piece), slot.own(slot.state("exp_avg_sq"), piece)
-            gradient = (m - slot.own(before, piece) * beta1).mul_(1 / (coefficient * (1 - beta1)))
-            fresh = slot.own(slot.state("exp_avg_sq_fresh"), piece)
-            fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            eps = float(group["eps"])
-            real = (fresh / (1 - beta2**step)).sqrt_().add_(eps)
-            below = (v / (1 - beta2 ** min(step, frozen_at))).sqrt_().add_(eps)
-            most[piece.slice, row, 0] = (below / real).masked_fill_(v == 0, 0.0).max()
-            values = (m / below).mul_(1 / (coefficient * (1 - beta1**step))).masked_fill_(v == 0, 0.0)
-            size = norm_squares([values])[0][0]
-            if group["weight_decay"]:
-                values.add_(slot.own(slot.unit.own, piece), alpha=float(group["weight_decay"]))
-            sums[piece.slice, row, 0], sums[piece.slice, row, 1] = size, norm_squares([values])[0][0]
-            found.append(Update(slot, piece, values, row))
-        return found
+    def _stepped(self, slot: Slot) -> list[Piece]:
+        return [piece for piece in slot.pieces if slot.present[piece.param]]
+
+    def _fresh(self, slot: Slot, steps: list[int], before: Tensor, sums: Tensor, most: Tensor) -> None:
+        """The fresh variance from the momentum's difference; norms of updates and the largest ratio of denominators."""
+        pieces = self._stepped(slot)
+        groups = [self.group(slot, piece.param) for piece in pieces]
+        beta1, beta2 = self.betas()
+        own = slot.unit.own, slot.state("exp_avg"), before, slot.state("exp_avg_sq"), slot.state("exp_avg_sq_fresh")
+        squares, largest = onebit_lamb_fresh_(
+            *([slot.own(values, piece) for piece in pieces] for values in own),
+            step=[steps[piece.param] for piece in pieces],
+            freeze_step=int(self._groups[0]["freeze_step"]),
+            coefficient=[self.numbers(slot, piece.param)["coefficient"] for piece in pieces],
+            beta1=beta1,
+            beta2=beta2,
+            eps=[float(group["eps"]) for group in groups],
+            weight_decay=[float(group["weight_decay"]) for group in groups],
+        )
+        for piece, square, ratio in zip(pieces, squares, largest, strict=True):
+            row = self.row(slot, piece.param)
+            sums[piece.slice, row], most[piece.slice, row, 0] = square, ratio
+
+    def _step(self, slot: Slot, steps: list[int], factors: dict[int, float]) -> None:
+        """``p = p - lr ratio factor (m / (coefficient (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p)``."""
+        pieces, (beta1, _), frozen_at = self._stepped(slot), self.betas(), int(self._groups[0]["freeze_step"])
+        rates: dict[str, list[float]] = {"step_size": [], "variance_step": [], "eps": [], "decay": []}
+        for piece in pieces:
+            group, numbers, step = self.group(slot, piece.param), self.numbers(slot, piece.param), steps[piece.param]
+            seen = 1 - float(group["coeff_beta"]) ** numbers["seen"]
+            rate = (
+                float(group["lr"]) * (numbers["ratio"] / seen if seen else 1.0) * factors[self.row(slot, piece.param)]
+            )
+            rates["step_size"].append(rate / (numbers["coefficient"] * (1 - beta1**step)))
+            rates["variance_step"].append(min(step, frozen_at))
+            rates["eps"].append(float(group["eps"]))
+            rates["decay"].append(rate * float(group["weight_decay"]))
+        self.step_frozen(slot, pieces, slot.state("exp_avg"), **rates)
 
     def _factors(self, norms: list[list[float]], ratios: list[float]) -> dict[int, float]:
         """The bounded factor of every tensor that is stepped, the same on every rank."""
