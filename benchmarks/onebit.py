@@ -161,6 +161,30 @@ def worker(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"wrong": wrong, "samples": samples}
 
 
+def ours_local(s: State) -> None:
+    import zeropp
+
+    zeropp.ops.zero_one_adam_step_(
+        *(s.lists[name] for name in ("p", "g", "m", "v")), moved=s.lists["moved"], anchors=s.lists["anchor"],
+        step_size=LR, variance_step=T, beta1=BETA1, beta2=BETA2, eps=EPS, decay=DECAY,
+    )  # fmt: skip
+
+
+def torch_local(s: State) -> None:
+    s.flat["m"].mul_(BETA1).add_(s.flat["g"], alpha=1 - BETA1)
+    s.flat["moved"].add_(s.flat["m"], alpha=LR)
+    s.flat["anchor"].mul_(1 - DECAY)
+    torch_frozen(s)
+
+
+def foreach_local(s: State) -> None:
+    torch._foreach_mul_(s.lists["m"], BETA1)
+    torch._foreach_add_(s.lists["m"], s.lists["g"], alpha=1 - BETA1)
+    torch._foreach_add_(s.lists["moved"], s.lists["m"], alpha=LR)
+    torch._foreach_mul_(s.lists["anchor"], 1 - DECAY)
+    foreach_frozen(s)
+
+
 COEFFICIENT, RATE, WEIGHT_DECAY, FROZEN = 3.0, 1e-3, 0.1, 5
 
 
@@ -203,6 +227,9 @@ class Update:
 UPDATES = {
     "1-bit Adam's step": Update(
         16, "p m v", {"ours": ours_frozen, "torch": torch_frozen, "torch foreach": foreach_frozen}
+    ),
+    "0/1 Adam's local step": Update(
+        40, "p g m v moved anchor", {"ours": ours_local, "torch": torch_local, "torch foreach": foreach_local}
     ),
     "1-bit LAMB's update": Update(40, "p m before v fresh", {"ours": ours_lamb, "torch": torch_lamb}),
 }

@@ -50,6 +50,8 @@ void zpp_op_lamb_step_low(StableIValue *stack, uint64_t inputs, uint64_t outputs
 void zpp_op_lamb_step_low_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_frozen_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_frozen_adam_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_zero_one_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_zero_one_adam_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_onebit_lamb_fresh(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_onebit_lamb_fresh_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_moe_gate(StableIValue *stack, uint64_t inputs, uint64_t outputs);

@@ -31,6 +31,7 @@ from zeropp._ops import optimizers as _optimizers
 from zeropp._ops import quant as _quant
 from zeropp._ops import sparse_attention as _sparse_attention
 from zeropp._ops import tokens as _tokens
+from zeropp._ops import zero_one as _zero_one
 from zeropp._ops.fp8 import Fp8, fp8_dequantise_, fp8_quantise, fp8_quantise_
 from zeropp._ops.frozen import frozen_adam_step_
 from zeropp._ops.lamb import lamb_step_
@@ -43,6 +44,7 @@ from zeropp._ops.optimizers import adagrad_step_, lion_step_, sgd_step_
 from zeropp._ops.quant import Quantised, dequantise_, quant_reduce_, quant_sum_, quantise, quantise_
 from zeropp._ops.sparse_attention import SparseLayout, sparse_attention
 from zeropp._ops.tokens import token_gather, token_sample, token_scatter
+from zeropp._ops.zero_one import zero_one_adam_step_
 
 __all__ = [
     "Fp8", "MoeExchange", "MoeGate", "MoePlan", "OneBit", "Quantised", "SparseLayout", "adagrad_step_", "adam_step_", "dequantise_",
@@ -51,7 +53,7 @@ __all__ = [
     "moments_scales", "norm_squares",
     "onebit_compress_", "onebit_decode_", "onebit_lamb_fresh_", "onebit_reduce_", "quant_reduce_", "quant_sum_", "quantise", "quantise_",
     "register", "sgd_step_", "sparse_attention", "token_gather",
-    "token_sample", "token_scatter",
+    "token_sample", "token_scatter", "zero_one_adam_step_",
 ]  # fmt: skip
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -171,6 +173,7 @@ def register() -> None:
         return
     areas = (
         _optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention, _tokens, _fp8, _moments, _frozen, _onebit_lamb,
+        _zero_one,
     )  # fmt: skip
     _tell_inspect([__name__, *(area.__name__ for area in areas)])
     torch.library.register_fake("zeropp::adam_step_", _fake_adam_step)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zeropp.errors import ConfigError
+from zeropp.ops import zero_one_adam_step_
 from zeropp.zero.onebit import OneBit, Slot
 
 
@@ -34,7 +35,10 @@ class Adam(OneBit):
         beta1, _ = self.betas()
         self.walk(slot, steps, slot.state("exp_avg"), lambda lr, step: lr / (1 - beta1**step))
 
-    def walk(self, slot: Slot, steps: list[int], along: Tensor, step_size: Callable[[float, int], float]) -> None:
+    def walk(
+        self, slot: Slot, steps: list[int], along: Tensor, step_size: Callable[[float, int], float], *,
+        decays: bool = True,
+    ) -> None:  # fmt: skip
         """``values = values (1 - lr weight_decay) - step_size(lr, t) along / (sqrt(v / (1 - beta2^t)) + eps)``, then out.
 
         Where nothing was ever seen, ``v = 0``, there is no movement.
@@ -47,7 +51,7 @@ class Adam(OneBit):
             step_size=[step_size(lr, step) for (lr, _, _, step), _ in found],
             variance_step=[min(step, self.variance_steps()) for (_, _, _, step), _ in found],
             eps=[eps for (_, eps, _, _), _ in found],
-            decay=[lr * decay for (lr, _, decay, _), _ in found],
+            decay=[lr * decay if decays else 0.0 for (lr, _, decay, _), _ in found],
         )
 
 
@@ -151,7 +155,7 @@ class ZeroOneAdam(Adam):
             self.step_slices(slot, slot.count_step())
 
     def _one_bit_gradient(self, scale: float) -> None:
-        beta1, _ = self.betas()
+        beta1, beta2 = self.betas()
         for slot in self.slots:
             if not any(slot.present):
                 continue
@@ -159,10 +163,18 @@ class ZeroOneAdam(Adam):
             slot.take(mine, scale)
             mean = self.scratch(slot.unit, "mean")[: slot.unit.shard.numel()]
             self.average(slot, mine, mean, gather=False)
-            momentum = slot.state("exp_avg")
-            for _, run in slot.runs(lambda param: None):
-                slot.own(momentum, run).lerp_(slot.own(mean, run), 1 - beta1)
-            self.step_slices(slot, slot.count_step())
+            unit, found = slot.unit, list(slot.runs(self.rates(slot, slot.count_step())))
+            own = unit.own, mean, slot.state("exp_avg"), slot.state("exp_avg_sq")
+            zero_one_adam_step_(
+                *([slot.own(values, run) for _, run in found] for values in own),
+                step_size=[lr / (1 - beta1**step) for (lr, _, _, step), _ in found],
+                variance_step=[min(step, self.variance_steps()) for (_, _, _, step), _ in found],
+                beta1=beta1,
+                beta2=beta2,
+                eps=[eps for (_, eps, _, _), _ in found],
+                decay=[lr * decay for (lr, _, decay, _), _ in found],
+                param_outs=[] if unit.master is None else [slot.own(unit.shard, run) for _, run in found],
+            )
 
     # -- while the variance is frozen ----------------------------------------------------------------------------------
 
@@ -188,52 +200,65 @@ class ZeroOneAdam(Adam):
         total = progress["rate"] + rate
         for slot in self.slots:
             if any(slot.present):
-                mine = self.scratch(slot.unit)
-                slot.take(mine, scale * (1 - beta1))
-                self._move(slot, mine, beta1, rate, due, total)
+                self._move(slot, scale, beta1, rate, due, total)
         progress["rate"] = 0.0 if due else total
         progress["since"] = 0 if due else progress["since"] + 1
 
-    def _move(self, slot: Slot, mine: Tensor, beta1: float, rate: float, due: bool, total: float) -> None:
-        values, momentum = slot.unit.own, slot.state("exp_avg")
+    def _move(self, slot: Slot, scale: float, beta1: float, rate: float, due: bool, total: float) -> None:
+        momentum = slot.state("exp_avg")
         alone = not self.progress["since"] and due  # a synchronisation every step: nothing is local
         if alone:
-            self.add_momentum(slot, mine, beta1)
-            moved = mine.mul_(rate)
+            moved = self.scratch(slot.unit)
+            slot.take(moved, scale * (1 - beta1))
+            self.add_momentum(slot, moved, beta1)
+            moved.mul_(rate)
+            steps = slot.count_step()
         else:
-            assert self.engine.local, "local steps are for stage 0"
-            if "moved" not in slot.extra:
-                slot.extra |= {"moved": torch.zeros_like(mine), "anchor": values.clone()}
-            self._own_momentum(slot, mine, beta1)
-            moved = slot.extra["moved"].add_(mine * rate)
-        steps = slot.count_step()
-        if not due:
+            steps = slot.count_step()
+            moved = self._step_locally(slot, steps, scale, rate)
             slot.packed = False
-            self.walk(slot, steps, mine, lambda lr, step: rate)
-            for (lr, _, decay, _), run in slot.runs(self.rates(slot, steps)):
-                slot.own(slot.extra["anchor"], run).mul_(1 - lr * decay)
+        if not due:
             return
         if not alone:
-            values.copy_(slot.extra["anchor"])
+            slot.unit.own.copy_(slot.extra["anchor"])
             slot.write_out()
         self.average(slot, moved, momentum)
         slot.packed = self.engine.ranks > 1
-        self.walk(slot, steps, momentum, lambda lr, step: 1.0)
+        self.walk(slot, steps, momentum, lambda lr, step: 1.0, decays=alone)  # an anchor decayed with every step
         momentum.mul_(1 / total)
         if slot.packed:
             slot.reducer.scale_(1 / total)
         slot.extra.clear()
 
-    def _own_momentum(self, slot: Slot, mine: Tensor, beta1: float) -> None:
-        """``mine += beta1 m`` with this rank's own momentum, which then is the new one."""
-        momentum = slot.state("exp_avg")
-        mine.add_(momentum * beta1)
-        slot.clear_gaps(mine)
-        if not all(slot.present):
-            for there, to, own in zip(slot.present, slot.spans(mine), slot.spans(momentum), strict=True):
-                if not there:
-                    to.copy_(own)
-        momentum.copy_(mine)
+    def _step_locally(self, slot: Slot, steps: list[int], scale: float, rate: float) -> Tensor:
+        """A step along this rank's own momentum; what it moved since the ranks last agreed."""
+        assert self.engine.local, "local steps are for stage 0"
+        unit, momentum, variance = slot.unit, slot.state("exp_avg"), slot.state("exp_avg_sq")
+        if "moved" not in slot.extra:
+            slot.extra |= {"moved": torch.zeros(unit.elems), "anchor": unit.own.clone()}
+        whole = {
+            "params": unit.own, "exp_avgs": momentum, "exp_avg_sqs": variance, "moved": slot.extra["moved"],
+            "anchors": slot.extra["anchor"], **({} if unit.master is None else {"param_outs": unit.shard}),
+        }  # fmt: skip
+        spans = {name: slot.spans(values) for name, values in whole.items()}
+        here = [param for param, there in enumerate(slot.present) if there]
+        rates, gradients, (beta1, beta2) = self.rates(slot, steps), slot.gradients(), self.betas()
+        found = [rates(param) for param in here]
+        zero_one_adam_step_(
+            **{name: [of[param] for param in here] for name, of in spans.items()},
+            grads=[torch.zeros_like(spans["moved"][p]) if (one := gradients[p]) is None else one for p in here],
+            step_size=rate,
+            variance_step=[min(step, self.variance_steps()) for _, _, _, step in found],
+            beta1=beta1,
+            beta2=beta2,
+            eps=[eps for _, eps, _, _ in found],
+            decay=[lr * decay for lr, _, decay, _ in found],
+            grad_scale=scale,
+        )
+        for param, there in enumerate(slot.present):
+            if not there:  # its momentum stands as it is, and goes on as such when the ranks agree
+                spans["moved"][param].add_(spans["exp_avgs"][param], alpha=rate)
+        return slot.extra["moved"]
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
