@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * 0/1 Adam's step on CUDA: the same arithmetic as on the CPU (zero_one_body.h, each operation rounded once), so the
- * same bits; only the payload of a NaN may differ. Each block finds its segment by its number, then walks one chunk with
- * neighbouring threads on neighbouring elements: any alignment is legal and loads are coalesced all the same.
+ * same bits; only the payload of a NaN may differ. Each block finds its segment by its number, then walks one chunk
+ * with neighbouring threads on neighbouring elements: any alignment is legal and loads are coalesced all the same.
  */
 #ifndef ZPP_ON_CPU
 #include <cuda_fp16.h>
