@@ -51,10 +51,17 @@ def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
     part = _Part(_ref(param))
     engine = part.engine
     engine.flush()
-    held = part.read(kind)
     if engine.local:
+        held = part.read(kind)
         return None if held is None else part.entry.of(held.clone())
-    types = [one for one in Ranks(engine).exchange(None if held is None else str(held.dtype)) if one is not None]
+    parts: list[torch.Tensor | None] = []
+
+    def read() -> str | None:  # a rank without a piece of it has no states to know a wrong name by
+        parts.append(part.read(kind))
+        return None if parts[0] is None else str(parts[0].dtype)
+
+    types = [one for one in Ranks(engine).all_do(read) if one is not None]
+    held = parts[0]
     if not types:
         return None
     dtype: torch.dtype = getattr(torch, types[0].removeprefix("torch."))
@@ -107,7 +114,11 @@ def set_full(param: nn.Parameter, values: torch.Tensor, kind: str = "value") -> 
             else:
                 write_piece(part.unit, part.entry.offset_elems + part.begin, flat[part.begin : part.begin + part.elems])
         return
-    part.write(kind, flat[part.begin : part.begin + part.elems])
+    mine = flat[part.begin : part.begin + part.elems]
+    if part.engine.local:
+        part.write(kind, mine)
+    else:
+        Ranks(part.engine).all_do(lambda: part.write(kind, mine))
 
 
 def _ref(param: Any) -> Ref:
@@ -196,6 +207,8 @@ class _Part:
             return
         self._await_update()
         if self._state(kind) is None:
+            if not self.elems:  # torch's own optimizers have states of pieces: this rank has none, others may
+                return
             raise Error(f"'{self.name}' has no '{kind}' yet: states exist from the first optimizer.step() on")
         if self.unit.tiered is not None:
             self.unit.tiered.write(kind, self.first, values)

@@ -106,6 +106,21 @@ def other_optimizers() -> None:
         assert float(zeropp.get_full(p, "momentum_buffer").min()) == 7.0
 
 
+def without_a_piece() -> str:
+    """Three elements lie on one rank; the others have no state of them, and answer as it does."""
+    model = nn.Linear(2, 1)
+    model, optimizer = zeropp.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), zeropp.Config(host_copy="off", units=("Linear",))
+    )
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    weight = model.weight
+    told = sentence_of(lambda: zeropp.get_full(weight, "exp_avg"), zeropp.ConfigError)
+    zeropp.set_full(weight, torch.full((1, 2), 3.0), "momentum_buffer")
+    assert torch.equal(zeropp.get_full(weight, "momentum_buffer"), torch.full((1, 2), 3.0))
+    return told
+
+
 def refusals() -> dict[str, str]:
     model, optimizer, _, _ = pair(host_copy="off")
     p = next(iter(model.parameters()))
@@ -126,5 +141,6 @@ CASES = {
     **{f"reads, stage {name}": (lambda name=name: reads(name)) for name in STAGES},
     **{f"writes, stage {name}": (lambda name=name: writes(name)) for name in STAGES},
     "other optimizers": other_optimizers,
+    "without a piece": without_a_piece,
     "refusals": refusals,
 }
