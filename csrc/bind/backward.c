@@ -36,6 +36,14 @@ static bool boundary_now(Zero *zero) {
     return true;
 }
 
+int zpp_py_call(PyObject *callable) {
+    PyObject *held = Py_NewRef(callable); /* it may replace itself */
+    PyObject *done = PyObject_CallNoArgs(held);
+    Py_DECREF(held);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 static int begin_backward(Zero *zero, long task) {
     struct zpp_err err = ZPP_ERR_INIT;
     if (zpp_py_early_require_ended(zero, "a second backward")) return -1;
@@ -51,7 +59,7 @@ static int begin_backward(Zero *zero, long task) {
     zero->task = task;
     const Py_ssize_t count = PyList_Size(zero->units);
     for (Py_ssize_t i = 0; i < count; i++) ((Unit *)PyList_GetItem(zero->units, i))->got = 0;
-    if (zpp_py_early_begin(zero)) return -1;
+    if (zpp_py_early_begin(zero) || (zero->skipped && zpp_py_call(zero->skipped))) return -1;
     PyObject *done = PyObject_CallFunctionObjArgs(zero->queue_callback, zero->end_callback, NULL);
     Py_XDECREF(done);
     return done ? 0 : -1;

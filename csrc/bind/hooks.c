@@ -140,8 +140,7 @@ struct open_call {
     bool recompute, grad, outermost, functorch, pushed;
 };
 
-/* A backward that ended by an exception never ran its callback. */
-static int forget_dead_backward(Zero *zero) {
+int zpp_py_forget_dead_backward(Zero *zero) {
     zero->in_backward = false;
     zero->keep_passes = 0;
     zpp_zero_backward_abort(zero->core);
@@ -157,9 +156,10 @@ static int look_around(Trigger *trigger, struct open_call *call) {
     call->grad = grad;
     call->outermost = zero->depth == 0;
     if (call->outermost && !call->recompute) {
-        if (zero->in_backward && forget_dead_backward(zero)) return -1;
+        if (zero->in_backward && zpp_py_forget_dead_backward(zero)) return -1;
         if (zpp_py_early_require_ended(zero, "a forward")) return -1;
         zero->outer_grad = grad;
+        if (grad && zero->look && zpp_py_call(zero->look)) return -1;
     }
     const int functorch = zero->moves ? inside_functorch(zero) : 0;
     if (functorch < 0) return -1;

@@ -356,6 +356,8 @@ static void drop_callables(Zero *zero) {
     Py_CLEAR(zero->end_callback);
     Py_CLEAR(zero->pack);
     Py_CLEAR(zero->unpack);
+    Py_CLEAR(zero->look);
+    Py_CLEAR(zero->skipped);
     zpp_py_early_forget(zero);
 }
 
@@ -410,14 +412,14 @@ static int sizes_of(PyObject *list, size_t **out) {
     return 0;
 }
 
-/* add_unit(name, dtype, sizes, trainable, place, grad_dtype, wire_dtype) -> index */
+/* add_unit(name, dtype, sizes, trainable, sleeps, place, grad_dtype, wire_dtype) -> index */
 static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
     struct zpp_unit_spec spec = { 0 };
     PyObject *sizes;
-    int dtype, trainable, place, grad_dtype, wire_dtype, index = -1;
-    if (!PyArg_ParseTuple(args, "siO!piii", &spec.name, &dtype, &PyList_Type, &sizes, &trainable, &place, &grad_dtype,
-                          &wire_dtype))
+    int dtype, trainable, sleeps, place, grad_dtype, wire_dtype, index = -1;
+    if (!PyArg_ParseTuple(args, "siO!ppiii", &spec.name, &dtype, &PyList_Type, &sizes, &trainable, &sleeps, &place,
+                          &grad_dtype, &wire_dtype))
         return NULL;
     size_t *param_elems = NULL;
     if (sizes_of(sizes, &param_elems)) return NULL;
@@ -427,6 +429,7 @@ static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     spec.params = (size_t)PyList_Size(sizes);
     spec.param_elems = param_elems;
     spec.trainable = trainable;
+    spec.sleeps = sleeps;
     spec.place = (enum zpp_place)place;
     struct zpp_err err = ZPP_ERR_INIT;
     const zpp_status status = zpp_zero_add_unit(zero->core, &spec, &index, &err);
@@ -613,7 +616,7 @@ static PyGetSetDef zero_getset[] = {
 
 static PyMethodDef zero_methods[] = {
     { "add_unit", zero_add_unit, METH_VARARGS,
-      "add_unit(name, dtype, sizes, trainable, place, grad_dtype, wire_dtype) -> index" },
+      "add_unit(name, dtype, sizes, trainable, sleeps, place, grad_dtype, wire_dtype) -> index" },
     { "set_wire", zero_set_wire, METH_VARARGS,
       "set_wire(params_bits, grads_bits, block_elems): before units are added." },
     { "set_secondary", zero_set_secondary, METH_O,
@@ -674,6 +677,6 @@ int zpp_py_add_zero(PyObject *module) {
     PyTypeObject *zero_type = (PyTypeObject *)PyType_FromSpec(&zero_spec);
     if (!unit_type || !zero_type || add_methods(zero_type, zpp_py_step_methods)) return -1;
     if (add_methods(zero_type, zpp_py_filed_methods) || add_methods(zero_type, zpp_py_delayed_methods)) return -1;
-    if (add_methods(zero_type, zpp_py_early_methods)) return -1;
+    if (add_methods(zero_type, zpp_py_early_methods) || add_methods(zero_type, zpp_py_thaw_methods)) return -1;
     return PyModule_AddObjectRef(module, "Zero", (PyObject *)zero_type);
 }

@@ -123,6 +123,8 @@ struct Zero {
     PyObject *current_graph_task_id, *is_grad_enabled, *queue_callback, *functorch_peek;
     PyObject *top_saved_hooks, *push_saved_hooks, *pop_saved_hooks;
     PyObject *end_callback, *pack, *unpack;
+    PyObject *look;    /* () -> None: before a forward with gradients, were parameters thawed? NULL: nobody asks */
+    PyObject *skipped; /* () -> None: a backward begins; calls skip for what is frozen. NULL: nothing is */
 };
 
 /* Interned attribute names, made once. */
@@ -139,6 +141,7 @@ int zpp_py_release_all(Zero *zero);
 PyObject *zpp_py_raise_zero(const Zero *zero, const struct zpp_err *err);
 
 /* hooks.c */
+int zpp_py_forget_dead_backward(Zero *zero); /* one that ended by an exception never ran its callback */
 int zpp_py_hooks_init(PyObject *module);                     /* the types Trigger, ... */
 int zpp_py_hooks_attach(Zero *zero);                         /* makes end_callback, pack, unpack */
 
@@ -149,6 +152,7 @@ PyObject *zpp_py_grad_hook(Unit *unit,
                            Py_ssize_t param); /* new reference: what register_post_accumulate_grad_hook takes */
 int zpp_py_enter_backward(Zero *zero, bool recompute, long *task); /* 0 also when no backward runs: *task is -1 then */
 bool zpp_py_backward_runs(Zero *zero, long *task); /* torch's graph task id; false outside, or with an error set */
+int zpp_py_call(PyObject *callable);                         /* without arguments; 0, or -1 with an error set */
 int zpp_py_grad_mode(Zero *zero);                            /* 1, 0, or -1 with an error set */
 void zpp_py_refuse_sparse(const Unit *unit, Py_ssize_t param); /* sets the error */
 
@@ -179,6 +183,9 @@ int zpp_py_early_abort(Zero *zero);                                        /* ..
 int zpp_py_early_require_ended(const Zero *zero, const char *what);        /* the error names `what` is refused */
 int zpp_py_early_require_whole(const Unit *unit);                          /* ... if it was left in this backward */
 void zpp_py_early_forget(Zero *zero);
+
+/* py_thaw.c */
+extern PyMethodDef zpp_py_thaw_methods[];
 
 /* py_filed.c */
 extern PyMethodDef zpp_py_filed_methods[];

@@ -83,20 +83,21 @@ static void describe_notice(void *ctx, const struct zpp_notice *notice, char *te
                  object < (uint64_t)zero->units_count ? zero->units[object]->name : "unknown", elems, step + 1);
 }
 
-/* The arena, then a home for each unit. Stages 0 and 1 live in the homes. */
+/* The arena, then a home for each unit, also for those that sleep: addresses cost nothing until they are written to.
+ * Stages 0 and 1 live in the homes. */
 static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
     size_t arena_bytes = 0, homes_bytes = 0;
     for (int at = 0; at < zero->order_count; at++) {
-        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
-        grad->home_offset_bytes = homes_bytes;
-        homes_bytes += round_up(grad->bucket_bytes, ZPP_BUCKET_ALIGN_BYTES);
+        const struct zpp_unit *unit = zero->units[zero->order[at]];
+        unit->grad->home_offset_bytes = homes_bytes;
+        homes_bytes += unit->grad->bucket_bytes;
+        if (keeps_buckets(zero) && unit->trainable) zero->kept_bucket_bytes += unit->grad->bucket_bytes;
     }
     if (!keeps_buckets(zero)) arena_bytes = round_up(homes_bytes, ZPP_PAGE_BYTES);
     for (int at = 0; at < zero->order_count; at++)
         zero->units[zero->order[at]]->grad->home_offset_bytes += arena_bytes;
     if (!zpp_buckets_init(&zero->buckets, (size_t)zero->order_count, arena_bytes))
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the buckets of %d units", zero->order_count);
-    if (keeps_buckets(zero)) zero->kept_bucket_bytes = homes_bytes;
     /* Behind them, the board of exchange.h: a norm and the name of its worst element for each unit. */
     const size_t board_bytes = round_up(16 * ((size_t)zero->units_count + 1), ZPP_BUCKET_ALIGN_BYTES);
     const zpp_status status = zpp_exchange_init(zero, arena_bytes + homes_bytes, board_bytes, err);
@@ -105,18 +106,17 @@ static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
                              &zero->grads, err);
 }
 
+zpp_status zpp_reduce_make_slice(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    if (!keeps_buckets(zero)) return zero->lends_slices ? ZPP_OK /* add_slices */ : zpp_lend_slice(zero, grad, err);
+    unsigned char *bucket = (unsigned char *)zpp_region_base(zero->grads, zero->rank) + grad->home_offset_bytes;
+    grad->slice = bucket + (zero->options.stage == 0 ? 0 : (size_t)zero->rank * zpp_grad_slice_bytes(grad));
+    return ZPP_OK;
+}
+
 static zpp_status make_slices(zpp_zero *zero, struct zpp_err *err) {
     if (zero->slices.filed) return zpp_slices_seal(zero, err);
     for (int at = 0; at < zero->order_count; at++) {
-        struct zpp_unit *unit = zero->units[zero->order[at]];
-        struct zpp_unit_grad *grad = unit->grad;
-        if (keeps_buckets(zero)) {
-            unsigned char *bucket = (unsigned char *)zpp_region_base(zero->grads, zero->rank) + grad->home_offset_bytes;
-            grad->slice = bucket + (zero->options.stage == 0 ? 0 : (size_t)zero->rank * zpp_grad_slice_bytes(grad));
-            continue;
-        }
-        if (zero->lends_slices) continue; /* add_slices */
-        const zpp_status status = zpp_lend_slice(zero, grad, err);
+        const zpp_status status = zpp_reduce_make_slice(zero, zero->units[zero->order[at]]->grad, err);
         if (status != ZPP_OK) return status;
     }
     return ZPP_OK;
@@ -126,14 +126,14 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
     zero->out_last = &zero->out_first;
     zero->order = calloc((size_t)zero->units_count + 1, sizeof *zero->order);
     if (!zero->order) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the order of %d units", zero->units_count);
-    for (int i = zero->units_count - 1; i >= 0; i--) /* backward meets the last unit first */
-        if (zero->units[i]->trainable) zero->order[zero->order_count++] = i;
+    zpp_reduce_list_order(zero, true);
     if (zero->ranks == 1 || zero->order_count == 0) return make_slices(zero, err); /* nothing is reduced */
     const bool lanes = !zpp_between(zero->options.comm);
     zpp_status status = lanes ? zpp_lane_create(zero->options.comm, "reduce", &zero->lane, err) : ZPP_OK;
     if (status == ZPP_OK && lanes && zero->options.stage == 0)
         status = zpp_lane_create(zero->options.comm, "copy", &zero->copy_lane, err);
     if (status == ZPP_OK) status = make_buckets(zero, err);
+    zpp_reduce_list_order(zero, false);
     if (status == ZPP_OK) status = make_slices(zero, err);
     if (status != ZPP_OK) return status;
     if (zero->lane) zpp_lane_set_describe(zero->lane, describe_notice, zero);
@@ -508,8 +508,10 @@ void zpp_zero_count_use(zpp_zero *zero, int unit) {
 }
 
 void zpp_zero_reset_uses(zpp_zero *zero) {
-    for (int at = 0; at < zero->order_count; at++) zero->units[zero->order[at]]->grad->uses = 0;
-    for (int i = 0; i < zero->units_count; i++) zero->units[i]->uses = 0;
+    for (int i = 0; i < zero->units_count; i++) {
+        if (zero->units[i]->grad) zero->units[i]->grad->uses = 0;
+        zero->units[i]->uses = 0;
+    }
 }
 
 int zpp_zero_uses(const zpp_zero *zero, int unit) {

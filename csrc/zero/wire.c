@@ -81,9 +81,10 @@ zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err) {
     if (zero->ranks == 1) return ZPP_OK;
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];
-        if (unit->trainable && zero->options.stage <= 1 && zpp_wire_narrows(unit))
+        const bool reduced = unit->trainable || unit->sleeps;
+        if (reduced && zero->options.stage <= 1 && zpp_wire_narrows(unit))
             want_scratch(wire, zpp_wire_slice_bytes(unit));
-        const bool packs = wire->grads.bits && unit->trainable, between = zpp_between(zero->options.comm);
+        const bool packs = wire->grads.bits && reduced, between = zpp_between(zero->options.comm);
         if (!(wire->params.bits && unit->place == ZPP_PLACE_SHARD) && !packs) continue;
         const zpp_status status = check_unit(unit, err);
         if (status != ZPP_OK) return status;

@@ -55,6 +55,7 @@ struct zpp_unit_spec {
     enum zpp_place place;
     zpp_dtype grad_dtype;     /* that gradients come in, add in and stay in: `dtype`, or ZPP_F32 */
     zpp_dtype wire_dtype;     /* that peers read them in: grad_dtype; of ZPP_F32 also ZPP_BF16 or ZPP_F16 */
+    bool sleeps;              /* not trainable now, but it may be woken: has addresses for gradients, and no memory */
 };
 
 /* New; free with zpp_zero_destroy (local, never waits; NULL is fine). */
@@ -78,6 +79,10 @@ zpp_status zpp_zero_store_low(zpp_zero *zero, int unit, size_t param, struct zpp
 /* Collective: makes the memory. Afterwards WHOLE and HOST units are FULL, SHARD and FILE units PARTITIONED; contents
  * are zero. FILE units can be needed once zpp_filed_open was called. */
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);
+
+/* A unit that sleeps is trainable from now on; nothing to do where it is. Local, but all ranks wake the same units
+ * before their next backward: else that one is refused by what it reduces. Between backwards. */
+zpp_status zpp_zero_wake(zpp_zero *zero, int unit, struct zpp_err *err);
 
 int zpp_zero_units(const zpp_zero *zero);
 struct zpp_unit *zpp_zero_unit(zpp_zero *zero, int index); /* borrowed */
@@ -123,6 +128,8 @@ zpp_status zpp_zero_slice_sent(zpp_zero *zero, int unit, bool now, struct zpp_er
 zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *err);
 zpp_status zpp_zero_grad(zpp_zero *zero, int unit, size_t param, const void *grad, bool partial,
                          const struct zpp_wait *wait, struct zpp_err *err);
+/* In this backward no gradient of that parameter comes on this rank; the unit does not wait for one. */
+void zpp_zero_skip(zpp_zero *zero, int unit, size_t param);
 /* Forwards of the unit since the last backward: more than one, and its gradient comes in parts. */
 void zpp_zero_count_use(zpp_zero *zero, int unit);
 void zpp_zero_reset_uses(zpp_zero *zero);

@@ -2,8 +2,8 @@
  *
  * The coordinator over many schedules of the simulated device: ranks are threads of this process, every copy, reduction
  * and computation happens late and in any order that streams and events allow, and memory that was given back is
- * poisoned. Each computation checks every element of the unit it uses; each reduced gradient is compared with the exact
- * sum.
+ * poisoned. Some units sleep, and are woken before a later step or never. Each computation checks every element of the
+ * unit it uses; each reduced gradient is compared with the exact sum.
  *
  * Run: test_zero_schedules [schedules] [first seed]. A failure prints the seed, which repeats it.
  */
@@ -52,7 +52,7 @@ struct plan {
     double grads_fraction; /* of the reduced gradients in a file; 0: none */
     size_t prefetch_bytes, bucket_bytes;
     size_t params[MAX_UNITS], elems[MAX_UNITS][MAX_PARAMS];
-    bool trainable[MAX_UNITS];
+    int trained_from[MAX_UNITS]; /* the step with which a unit begins to be trained; STEPS: it never is */
     int micro_steps[STEPS];
     struct store_table store;
 };
@@ -95,6 +95,10 @@ static float gradient_of(int rank, int unit, size_t elem, int step, int micro) {
 static bool has_gradient(const struct plan *plan, int rank, int unit, size_t param, int step, int micro) {
     if (plan->early && unit % 3) return true; /* the others come at the end of the backward */
     return (rank * 3 + unit * 5 + (int)param * 7 + step * 11 + micro * 13) % 4 != 0;
+}
+
+static bool is_trained(const struct plan *plan, int unit, int step) {
+    return step >= plan->trained_from[unit];
 }
 
 /* --- operations of the compute stream ----------------------------------------------------------------------------- */
@@ -232,7 +236,7 @@ static void give_gradient(struct rank_state *state, int unit, size_t param, int 
 
 static void give_gradients(struct rank_state *state, int unit, int step, int micro) {
     const struct plan *plan = state->plan;
-    for (size_t param = 0; plan->trainable[unit] && param < plan->params[unit]; param++)
+    for (size_t param = 0; is_trained(plan, unit, step) && param < plan->params[unit]; param++)
         if (has_gradient(plan, state->rank, unit, param, step, micro)) give_gradient(state, unit, param, step, micro);
 }
 
@@ -256,7 +260,7 @@ static void backward(struct rank_state *state, int step, int micro, bool reduce)
     must(zpp_zero_backward_end(state->zero, &patience, &err), &err, "backward end");
     if (plan->early && reduce) {
         done = step_reduced(state, done);
-        for (int i = 0; i < plan->units; i++) done -= plan->trainable[i];
+        for (int i = 0; i < plan->units; i++) done -= is_trained(plan, i, step);
         REQUIRE(done == 0, "rank %d: %d units were not reduced", state->rank, -done);
     }
     must(zpp_zero_release_all(state->zero, &err), &err, "release all");
@@ -273,7 +277,7 @@ static void add_expected(struct rank_state *state, int step, int micro) {
     struct plan *plan = state->plan;
     for (int unit = 0; unit < plan->units; unit++) {
         const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
-        if (!plan->trainable[unit]) continue;
+        if (!is_trained(plan, unit, step)) continue;
         for (int rank = 0; rank < plan->ranks; rank++) {
             for (size_t param = 0; param < core->params; param++) {
                 if (!has_gradient(plan, rank, unit, param, step, micro)) continue;
@@ -376,17 +380,17 @@ static void step(struct rank_state *state, int number) {
     uint64_t votes[MAX_RANKS];
     settle_gradients(state);
     for (int unit = plan->units - 1; unit >= 0; unit--)
-        if (plan->trainable[unit] && !plan->early) check_gradient(state, unit);
+        if (is_trained(plan, unit, number) && !plan->early) check_gradient(state, unit);
     must(zpp_zero_step_begin(state->zero, (uint64_t)(100 * number + state->rank), votes, &patience, &err), &err,
          "step begin");
     for (int rank = 0; rank < plan->ranks; rank++)
         REQUIRE(votes[rank] == (uint64_t)(100 * number + rank), "vote %llu from rank %d",
                 (unsigned long long)votes[rank], rank);
     for (int unit = 0; unit < plan->units; unit++)
-        if (plan->trainable[unit] && !plan->early) update_unit(state, unit);
+        if (is_trained(plan, unit, number) && !plan->early) update_unit(state, unit);
     settle_compute(state);
     for (int unit = 0; unit < plan->units; unit++) {
-        if (!plan->trainable[unit] || plan->early) continue;
+        if (!is_trained(plan, unit, number) || plan->early) continue;
         must(zpp_zero_grad_close(state->zero, unit, &err), &err, "close a gradient");
         expect_update(state, unit);
     }
@@ -396,9 +400,11 @@ static void step(struct rank_state *state, int number) {
 
 static void train_step(struct rank_state *state, int number) {
     struct plan *plan = state->plan;
+    struct zpp_err err = ZPP_ERR_INIT;
     for (int unit = 0; unit < plan->units; unit++) {
         memset(state->sum[unit], 0, zpp_zero_unit(state->zero, unit)->elems * sizeof(double));
         memset(state->present[unit], 0, sizeof state->present[unit]);
+        if (number && number == plan->trained_from[unit]) must(zpp_zero_wake(state->zero, unit, &err), &err, "wake");
     }
     for (int micro = 0; micro < plan->micro_steps[number]; micro++) {
         const bool last = micro == plan->micro_steps[number] - 1;
@@ -448,9 +454,15 @@ static void build(struct rank_state *state) {
         int index = -1;
         snprintf(name, sizeof name, "unit%d", unit);
         const enum zpp_place split = plan->host_copy ? ZPP_PLACE_HOST : ZPP_PLACE_SHARD;
-        const struct zpp_unit_spec spec = { name, ZPP_F32, plan->params[unit], plan->elems[unit], plan->trainable[unit],
-                                            plan->stage == 3 && plan->ranks > 1 ? split : ZPP_PLACE_WHOLE, ZPP_F32,
-                                            plan->narrow ? ZPP_BF16 : ZPP_F32 };
+        const struct zpp_unit_spec spec = { .name = name,
+                                            .dtype = ZPP_F32,
+                                            .params = plan->params[unit],
+                                            .param_elems = plan->elems[unit],
+                                            .trainable = plan->trained_from[unit] == 0,
+                                            .sleeps = plan->grads_fraction <= 0.0,
+                                            .place = plan->stage == 3 && plan->ranks > 1 ? split : ZPP_PLACE_WHOLE,
+                                            .grad_dtype = ZPP_F32,
+                                            .wire_dtype = plan->narrow ? ZPP_BF16 : ZPP_F32 };
         must(zpp_zero_add_unit(state->zero, &spec, &index, &err), &err, "add unit");
     }
     must(zpp_zero_seal(state->zero, &err), &err, "seal");
@@ -513,12 +525,14 @@ static void draw_plan(struct plan *plan, uint64_t *random) {
     plan->bucket_bytes = buckets[next_random(random) % 3];
     for (int unit = 0; unit < plan->units; unit++) {
         plan->params[unit] = 1 + (size_t)(next_random(random) % MAX_PARAMS);
-        plan->trainable[unit] = next_random(random) % 5 != 0;
+        plan->trained_from[unit] = next_random(random) % 4 ? 0 : 1 + (int)(next_random(random) % STEPS);
         for (size_t i = 0; i < plan->params[unit]; i++) plan->elems[unit][i] = (size_t)(next_random(random) % 700);
     }
     if (plan->stage >= 2 && next_random(random) % 24 == 0) { /* an engine each: slow to make */
         plan->grads_fraction = next_random(random) % 2 ? 1.0 : 0.5;
         if (next_random(random) % 3 == 0) plan->ranks = 1;
+        for (int unit = 0; unit < plan->units; unit++) /* nobody wakes there */
+            if (plan->trained_from[unit]) plan->trained_from[unit] = STEPS;
     }
     plan->narrow = next_random(random) % 3 == 0;
     plan->early = plan->stage > 0 && plan->grads_fraction <= 0.0 && next_random(random) % 3 == 0;

@@ -52,7 +52,7 @@ SAYS: dict[str, list[list[str]]] = {
         ["parameter 'late' was added to Tiny after zeropp.prepare", "add it before prepare"],
         ["parameter '3.weight' was added to ModuleList after zeropp.prepare"],
         ["parameter 'late' was added to Tiny after zeropp.prepare"],
-        ["optimizer.add_param_group after zeropp.prepare"],
+        ["is not one of the model that this optimizer was prepared with"],
     ],
     "no backward": [
         ["optimizer.step: no parameter has a gradient; call loss.backward() first"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParamete
 from zeropp.zero.params_tier import ParamsTier
 from zeropp.zero.scaler import Scaler
 from zeropp.zero.storage import Storage
+from zeropp.zero.thaw import Thawing
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers
 
 if TYPE_CHECKING:
@@ -104,6 +106,7 @@ class Unit:
     scales: dict[str, torch.Tensor] = field(default_factory=dict)  # of `state` in 8 bits
     first_param: int = 0  # number of its first parameter in the model
     tiered: TieredStates | None = None  # in place of `master` and `state`, where they live in a file
+    stays_frozen: str = ""  # of one that is not trainable: why it cannot be thawed; empty: it can
     filed: ParamsTier | None = None  # where the parameters live; then `shard` has a size, and no values
 
     @property
@@ -229,7 +232,8 @@ class Engine:
         for index, plan in enumerate(plans):
             place = self._place(plan)
             self.core.add_unit(
-                plan.name, DTYPES.index(plan.dtype), [numbers(p) for p in plan.params], plan.trainable, place,
+                plan.name, DTYPES.index(plan.dtype), [numbers(p) for p in plan.params], plan.trainable,
+                not plan.trainable and not plan.stays_frozen, place,
                 *(DTYPES.index(dtype) for dtype in config.gradient_dtypes(plan.dtype)),
             )  # fmt: skip
             for number, parameter in enumerate(plan.params):
@@ -251,6 +255,7 @@ class Engine:
             if grads is not None:
                 self.grads_tier = self._make_grads_tier(grads)
         self.units: list[Unit] = [self._bind(i, plan) for i, plan in enumerate(plans)]
+        self.thawing = Thawing(self)  # of what is frozen, or in no group of the optimizer
 
     # -- construction --------------------------------------------------------------------------------------------------
 
@@ -308,14 +313,19 @@ class Engine:
         unit = Unit(
             index, plan.name, core, plan.dtype, self.config.gradient_dtypes(plan.dtype)[0], plan.trainable, layout["place"],
             elems, shard_elems, entries, whole, own, 0 if self.local else self.rank * shard_elems,
-            filed=self.params_tier if layout["place"] == FILE else None,
+            stays_frozen=plan.stays_frozen, filed=self.params_tier if layout["place"] == FILE else None,
         )  # fmt: skip
         for i, entry in enumerate(entries):
             entry.param._zeropp = Ref(self, unit, i, entry.names[0])  # type: ignore[attr-defined]
-        if self.stage == 0 and self.ranks > 1 and plan.trainable:
-            gradient = tensor_over(self.core, layout["gradient"], elems, unit.grad_dtype)
-            core.set_grad_views([e.of(gradient[e.offset_elems : e.offset_elems + e.numel]) for e in entries])
+        if plan.trainable:
+            self.show_gradients(unit)
         return unit
+
+    def show_gradients(self, unit: Unit) -> None:
+        """Stage 0: where the gradients of a unit lie that is trainable now."""
+        if self.stage == 0 and self.ranks > 1:
+            gradient = tensor_over(self.core, unit.core.layout()["gradient"], unit.elems, unit.grad_dtype)
+            unit.core.set_grad_views([e.of(gradient[e.offset_elems : e.offset_elems + e.numel]) for e in unit.params])
 
     # -- passes ----------------------------------------------------------------------------------------------------------
 
@@ -431,10 +441,6 @@ class Engine:
                 if entry.numel and entry.param.data_ptr() != at:
                     raise Error(f"the data of parameter '{entry.names[0]}' was replaced after zeropp.prepare (model.to, half, cuda, or "
                                 "p.data = ...); convert the model before prepare")  # fmt: skip
-                if entry.param.requires_grad and not unit.trainable:
-                    raise ConfigError(
-                        f"requires_grad of parameter '{entry.names[0]}' changed after zeropp.prepare; set it before"
-                    )
 
     # -- writing ------------------------------------------------------------------------------------------------------------
 
@@ -462,6 +468,7 @@ class Engine:
         """The model is gone."""
         if self.delayed is not None:
             self.delayed.close()
+        self.thawing.close()
         self.core.close()
         for tier in (self.states, self.params_tier, self.grads_tier, self.activations):
             if tier is not None:
@@ -526,9 +533,35 @@ class Engine:
         if self.inner is None:
             return
         for i, first, elems in unit.pieces():
-            if int(unit.steps[i]) and i in unit.lent:
+            if i not in unit.lent:
+                continue
+            if int(unit.steps[i]):
                 mine = {n: state[n][first : first + elems].clone() for n in names}
                 self.inner.state[unit.lent[i]] = {"step": torch.tensor(float(unit.steps[i])), **mine}
+            else:
+                self.begin_inner_state(unit.lent[i])
+
+    def forget_optimizer_state(self, unit: Unit) -> None:
+        """As before the unit's first step. Not of a tier."""
+        assert unit.steps is not None
+        unit.steps.zero_()
+        unit.state.clear()
+        unit.scales.clear()
+        unit.bound = ()  # the kernel has their addresses
+        if self.storage is not None:
+            self.storage.loaded(unit.index)
+        for piece in unit.lent.values():
+            self.begin_inner_state(piece)
+
+    def begin_inner_state(self, piece: torch.Tensor) -> None:
+        """As it is before the first step of a piece: for most of torch's optimizers there is none, Adagrad makes some at once."""
+        assert self.inner is not None
+        group = next(g for g in self.inner.param_groups if any(one is piece for one in g["params"]))
+        accepted = inspect.signature(type(self.inner).__init__).parameters.keys() - {"foreach", "fused"}
+        how = {name: value for name, value in self.inner.defaults.items() if name in accepted}
+        fresh = type(self.inner)([{**group, "params": [piece]}], **how)
+        self.inner.state.pop(piece, None)
+        self.inner.state.update(fresh.state)
 
     def _inner_state(self, piece: torch.Tensor | None) -> dict[str, torch.Tensor]:
         if self.inner is None or piece is None:

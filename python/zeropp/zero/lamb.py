@@ -26,6 +26,8 @@ class Update:
 class Lamb(OneBit):
     """Exact: every tensor's norms are sums over its pieces, in the order of slices, at every stage."""
 
+    grows = True
+
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Any) -> None:
         super().__init__(optimizer, engine)
         self._first: dict[int, int] = {}  # unit -> row of its first parameter
@@ -151,6 +153,8 @@ class OneBitLamb(Lamb):
     From then on ``exp_avg`` holds each tensor's momentum times its coefficient, which gives all tensors one magnitude
     (``progress["tensors"]`` has the coefficients).
     """
+
+    grows = False
 
     def begin(self) -> dict[str, Any]:
         return {"step": 0, "tensors": {}}

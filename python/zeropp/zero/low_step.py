@@ -42,6 +42,8 @@ def _make(optimizer: optim.Optimizer, unit: Unit, name: str) -> None:
         return
     low_states.make(unit, name)
     for index, part, _, _ in low_states.spans(unit):
+        if unit.groups[index] < 0:
+            continue
         initial = float(optimizer.param_groups[unit.groups[index]].get("initial_accumulator_value", 0.0))
         if initial:
             low_states.put(unit, name, index, torch.full((part.stop - part.start,), initial))
@@ -66,7 +68,7 @@ def _step_unit(optimizer: optim.Optimizer, engine: Engine, unit: Unit, kind: typ
     gradients = engine.own_gradients(unit)
     for index, part, begin, scales in low_states.spans(unit):
         gradient = gradients[index]
-        if gradient is None:
+        if gradient is None or unit.groups[index] < 0:
             continue
         unit.steps[index] += 1
         into = groups.setdefault(unit.groups[index], {key: [] for key in keys})

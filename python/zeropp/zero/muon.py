@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import _muon as torch_muon
 
+from zeropp.errors import ConfigError
 from zeropp.ops import adam_step_
 from zeropp.zero.onebit import OneBit, Slot
 
@@ -23,6 +24,8 @@ class Muon(OneBit):
 
     ``exp_avg`` is Muon's momentum or AdamW's first moment, so no element has both.
     """
+
+    grows = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Any) -> None:
         super().__init__(optimizer, engine)
@@ -38,9 +41,17 @@ class Muon(OneBit):
     def wants_local(self) -> bool:
         return False
 
+    def check_group(self, group: dict[str, Any]) -> None:
+        shapes = [tuple(p.shape) for p in group["params"] if p.ndim != 2 or p.is_complex()]
+        if group.get("use_muon", True) and shapes:
+            raise ConfigError(
+                f"optimizer.add_param_group: a parameter of shape {shapes[0]} for Muon, wanted real matrices; put the others in a group "
+                "with use_muon=False of zeropp.optim.Muon"
+            )
+
     def orthogonal(self, slot: Slot, param: int) -> bool:
         """Is this one Muon's, not AdamW's?"""
-        return bool(self.group(slot, param).get("use_muon", True))
+        return slot.unit.groups[param] >= 0 and bool(self.group(slot, param).get("use_muon", True))
 
     def update(self, optimizer: Any, scale: float) -> None:
         self.progress["step"] += 1

@@ -169,6 +169,9 @@ class OneBit:
     backward on.
     """
 
+    grows = False
+    """May another one take its place when units come to be trained? Its states are all in ``unit.state`` and ``progress`` then."""
+
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         self.engine = engine
         self.slots = [Slot(engine, unit) for unit in engine.units if unit.trainable]
@@ -181,6 +184,9 @@ class OneBit:
     def begin(self) -> dict[str, Any]:
         """Plain numbers that the steps count in."""
         return {"step": 0}
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raises zeropp.ConfigError for a new parameter group that the optimizer cannot step."""
 
     def wants_local(self) -> bool:
         """Does the next step need local gradients?"""

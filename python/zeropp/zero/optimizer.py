@@ -26,7 +26,9 @@ from zeropp.zero.delayed import Delayed
 from zeropp.zero.early import StepInBackward
 from zeropp.zero.engine import Engine, Unit
 from zeropp.zero.onebit import OneBit
+from zeropp.zero.parameter import Ref
 from zeropp.zero.scaler import Scaler
+from zeropp.zero.thaw import add_group
 from zeropp.zero.units import UnitPlan
 
 _ADAMS = (optim.AdamW, optim.Adam)
@@ -277,6 +279,7 @@ class ZeroOptimizer(optim.Optimizer):
         require_here(self._engine)
         if self._engine.stage == 0:
             self._engine.check_untouched()
+        self._engine.thawing.require_awake()
         local = self._engine.onebit if self._engine.core.hold else None
         pending = self._engine.core.grads_pending()
         if pending if local is None else not self._engine.core.at_boundary and local.has_gradients():
@@ -419,6 +422,8 @@ class ZeroOptimizer(optim.Optimizer):
         engine = self._engine
         gradients = engine.own_gradients(unit)
         for i, _, _ in unit.pieces():
+            if i not in unit.lent:  # in no group
+                continue
             piece, values = unit.lent[i], gradients[i]
             piece.grad = None if values is None else values.to(piece.dtype) * scale
             if unit.steps is not None and values is not None:
@@ -435,7 +440,14 @@ class ZeroOptimizer(optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ConfigError("optimizer.add_param_group after zeropp.prepare: add all parameters before, or prepare again")
+        """Parameters of the model that were frozen when ``prepare`` saw them, and that this optimizer lacks (gradual unfreezing).
+
+        Before or after ``requires_grad_(True)``, and before the next :meth:`step`; the same on every rank.
+
+        Raises:
+            zeropp.ConfigError: not the model's parameters, or a configuration in which they stay frozen; the optimizer is as before.
+        """
+        add_group(self, self._engine, param_group)
 
 
 def _took_steps(state: dict[str, Any]) -> bool:
@@ -462,10 +474,8 @@ def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
             f"the optimizer has {foreign} parameters that are not the model's; build it from model.parameters(), less those "
             "that Config(ignored=) leaves alone"
         )
-    named = [
-        (p, names[0]) for plan in plans if plan.trainable for p, names in zip(plan.params, plan.names, strict=True)
-    ]
-    missing = [name for p, name in named if id(p) not in covered]
+    named = [(p, names[0]) for plan in plans for p, names in zip(plan.params, plan.names, strict=True)]
+    missing = [name for p, name in named if p.requires_grad and id(p) not in covered]
     if missing:
         raise ConfigError(f"the optimizer lacks {len(missing)} trainable parameters, first '{missing[0]}'; add them, or freeze them "
                           "with requires_grad_(False) before zeropp.prepare")  # fmt: skip
@@ -591,15 +601,12 @@ def _class_for(original: type) -> type:
 
 def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     """Make a checked ``optimizer`` update the engine's slices from now on. Schedulers built before or after keep working."""
-    group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    group_of = _group_of(optimizer)
     adam = type(optimizer) in _ADAMS
     number = 0
     for unit in engine.units:
         if unit.trainable:
-            unit.make_master()
-            unit.groups = [group_of[id(e.param)] for e in unit.params]
-            unit.steps = torch.zeros(len(unit.params), dtype=torch.int64)
-            unit.state_kind = engine.config.state_name
+            _take_unit(engine, unit, group_of)
         unit.first_param = number
         number += len(unit.params)
     part = _ONEBIT.get(type(optimizer))
@@ -616,7 +623,61 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     optimizer.__class__ = _class_for(type(optimizer))
     optimizer._engine = engine  # type: ignore[attr-defined]
     engine.optimizer_ref = weakref.ref(optimizer)
+    engine.thawing.renew()
     _restore_scheduler_wrap(optimizer)
+
+
+def _group_of(optimizer: optim.Optimizer) -> dict[int, int]:
+    return {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def _take_unit(engine: Engine, unit: Unit, group_of: dict[int, int]) -> None:
+    """A unit that is trained; those of its parameters that are frozen may be in no group, which is -1."""
+    unit.make_master()
+    unit.groups = [group_of.get(id(e.param), -1) for e in unit.params]
+    unit.steps = torch.zeros(len(unit.params), dtype=torch.int64)
+    unit.state_kind = engine.config.state_name
+
+
+def adopt_unit(optimizer: optim.Optimizer, engine: Engine, unit: Unit) -> None:
+    """A unit that was woken: what :func:`adopt` does for those that are trained from the beginning."""
+    _take_unit(engine, unit, _group_of(optimizer))
+    _lend_pieces(engine, unit)
+    _renew_part(optimizer, engine)
+
+
+def join_group(optimizer: optim.Optimizer, engine: Engine, refs: list[Ref]) -> None:
+    """The last group is new, and has these parameters. Of units that sleep nothing is known until they are woken."""
+    number = len(optimizer.param_groups) - 1
+    if engine.inner is not None:
+        rates = {k: v for k, v in optimizer.param_groups[number].items() if k != "params"}
+        engine.inner.add_param_group({**rates, "params": [torch.zeros(0)]})
+    awake = [ref for ref in refs if ref.unit.trainable]
+    for ref in awake:
+        ref.unit.groups[ref.index] = number
+        ref.unit.bound = ()  # the kernel has a copy of the numbers
+    for unit in {id(ref.unit): ref.unit for ref in awake}.values():
+        _lend_pieces(engine, unit)
+    _renew_part(optimizer, engine)
+
+
+def _lend_pieces(engine: Engine, unit: Unit) -> None:
+    """Those that torch's own optimizer has not yet, and that are in a group."""
+    if engine.inner is None:
+        return
+    for i, first, elems in unit.pieces():
+        if i not in unit.lent and unit.groups[i] >= 0:
+            unit.lent[i] = unit.own[first : first + elems].detach()
+            engine.inner.param_groups[unit.groups[i]]["params"].append(unit.lent[i])
+            engine.begin_inner_state(unit.lent[i])
+
+
+def _renew_part(optimizer: optim.Optimizer, engine: Engine) -> None:
+    """LAMB's and Muon's knows its units; its states are theirs, and it counts in the first group."""
+    if engine.onebit is not None:
+        progress = engine.onebit.progress
+        engine.onebit = type(engine.onebit)(optimizer, engine)
+        optimizer.param_groups[0]["progress"] = progress
 
 
 def _inner_optimizer(optimizer: optim.Optimizer, engine: Engine) -> optim.Optimizer:
@@ -625,9 +686,9 @@ def _inner_optimizer(optimizer: optim.Optimizer, engine: Engine) -> optim.Optimi
     for unit in engine.units:
         if unit.trainable:
             for i, first, elems in unit.pieces():
-                piece = unit.own[first : first + elems].detach()
-                unit.lent[i] = piece
-                pieces[unit.groups[i]].append(piece)
+                if unit.groups[i] >= 0:
+                    unit.lent[i] = unit.own[first : first + elems].detach()
+                    pieces[unit.groups[i]].append(unit.lent[i])
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": mine or [torch.zeros(0)]}
         for group, mine in zip(optimizer.param_groups, pieces, strict=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeropp.errors import ConfigError, PartitionedParameterError
+from zeropp.errors import PartitionedParameterError
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine, Unit
@@ -105,16 +105,20 @@ def _write_gradient(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Freezing and thawing. A frozen parameter has no gradient, as one that a step did not use; its room stays."""
+    """Freezing and thawing. A frozen parameter has no gradient, as one that a step did not use; its room stays. What was frozen
+    at ``prepare`` gets room now (thaw.py)."""
     wanted = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     ref = ref_of(args[0])
-    if wanted and ref is not None and not ref.unit.trainable:
-        raise ConfigError(
-            f"requires_grad of parameter '{ref.name}' cannot become True after zeropp.prepare: it was frozen there, so it has no room for "
-            "a gradient and no optimizer state; leave it trainable until prepare, and freeze it after"
-        )
+    thaws = ref if wanted and ref is not None and not ref.unit.trainable else None
+    if thaws is not None:
+        thaws.engine.thawing.require_possible(thaws.unit, thaws.name)
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        answer = func(*args, **kwargs)
+    if not wanted and ref is not None:
+        ref.engine.thawing.note_frozen()
+    if thaws is not None and not thaws.engine.core.depth and not thaws.engine.core.in_backward:
+        thaws.engine.thawing.wake(thaws.unit)  # else before the next forward
+    return answer
 
 
 class _Managed(nn.Parameter):

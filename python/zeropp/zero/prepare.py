@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp import _C
-from zeropp.config import TORCH_DTYPES, Config, Precision, Tier
+from zeropp.config import TORCH_DTYPES, Config, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.zero import stored
 from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engine_of, register
 from zeropp.zero.offload import BLOCK_ELEMS, StateTier
 from zeropp.zero.optimizer import adopt, check_offload, check_optimizer, steps_float64
 from zeropp.zero.parameter import ref_of
+from zeropp.zero.thaw import float64_clash, hook_unit, why_frozen
 from zeropp.zero.units import UnitPlan, ignored_parameters, plan_units
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     from zeropp.zero import meta
 
     if optimizer is not None and is_prepared(model):
-        if any(unit.steps is not None for unit in engine_of(model).units):
+        if engine_of(model).optimizer_ref is not None:
             raise ConfigError("prepare: the model was prepared with an optimizer already; prepare each model once")
         attach(model, optimizer)
         return model, optimizer
@@ -90,6 +91,9 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
         check_optimizer(optimizer, plans)
         check_offload(optimizer, config)
     _check_float64(plans, config, optimizer)
+    trains = optimizer is not None or any(plan.trainable for plan in plans)
+    for plan in plans:
+        plan.stays_frozen = "" if plan.trainable else why_frozen(plan, config, trains)
     if comm is not None:
         _check_same_model(comm, plans)
     if on_meta:
@@ -112,7 +116,9 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
         from zeropp.zero.autocast import AutocastCall
 
         model._compiled_call_impl = AutocastCall(model, TORCH_DTYPES[config.autocast_name])
-    _install_gradient_hooks(engine)
+    for unit in engine.units:
+        if unit.trainable:
+            hook_unit(engine, unit)
     if engine.stored is not None:
         stored.refuse_training(model, engine.stored)
     if low is not None:
@@ -272,19 +278,12 @@ def _check_float64(plans: list[UnitPlan], config: Config, optimizer: Optimizer |
     name = next((plan.names[0][0] for plan in plans if plan.trainable and plan.dtype == torch.float64), None)
     if name is None:
         return
-    reduce = config.precision.reduce if isinstance(config.precision, Precision) else None
-    wanted = {
-        "precision.reduce": (reduce, None), "precision.state": (config.state_name, "fp32"),
-        "comm.params": (config.comm.params, "exact"), "comm.grads": (config.comm.grads, "exact"),
-        "offload.delayed_update": (config.offload.delayed_update, None),
-        **{f"offload.{kind}": (getattr(config.offload, kind).kind == "nvme" and "nvme", False) for kind in ("params", "grads", "optimizer")},
-    }  # fmt: skip
-    for key, (value, allowed) in wanted.items():
-        if value != allowed:
-            raise ConfigError(
-                f"Config.{key}: {value!r} is not built for trainable float64 parameters, such as '{name}'; leave it out, "
-                "freeze them, or convert the model to float32"
-            )
+    clash = float64_clash(config)
+    if clash:
+        raise ConfigError(
+            f"{clash} is not built for trainable float64 parameters, such as '{name}'; leave it out, "
+            "freeze them, or convert the model to float32"
+        )
     if optimizer is not None and not steps_float64(optimizer):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} is not built for float64 parameters, such as '{name}'; AdamW, Adam and torch's "
@@ -489,30 +488,6 @@ class _CompileInside:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self.module()))
         return functools.partial(nn.Module.compile, copy) if copy is not None else self
-
-
-def _resolve_conj(parameter: torch.Tensor) -> None:
-    """A gradient may be a view that says "conjugate me"; what follows reads memory."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if parameter.grad is not None and parameter.grad.is_conj():
-            parameter.grad = parameter.grad.resolve_conj()
-
-
-def _install_gradient_hooks(engine: Engine) -> None:
-    for unit in (unit for unit in engine.units if unit.trainable):
-        for entry in unit.params:
-            if entry.is_complex:
-                entry.param.register_post_accumulate_grad_hook(_resolve_conj)
-            if unit.grad_dtype != unit.dtype:
-                with torch._C.DisableTorchFunctionSubclass():
-                    entry.param.grad_dtype = unit.grad_dtype  # autograd casts what comes, and adds in it
-    early = engine.config.step_in_backward
-    if engine.local_grads and engine.ranks == 1 and engine.accumulate == 1 and engine.params_tier is None and not early:
-        return  # gradients stay where autograd leaves them
-    for unit in engine.units:
-        if unit.trainable:
-            for i, entry in enumerate(unit.params):
-                entry.param.register_post_accumulate_grad_hook(unit.core.grad_hook(i))
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

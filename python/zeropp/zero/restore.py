@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeropp.errors import CheckpointError
+from zeropp.errors import CheckpointError, ConfigError
 from zeropp.ops import moments_decode_, moments_scales
 from zeropp.zero import random_state, safefile
 from zeropp.zero.agree import Ranks
@@ -26,6 +26,7 @@ from zeropp.zero.engine import WHOLE, Engine, Unit, engine_of
 from zeropp.zero.manifest import SCALES, candidates, read_manifest
 from zeropp.zero.plain import from_plain
 from zeropp.zero.state import loose_tensors, write_piece
+from zeropp.zero.thaw import was_trained
 
 
 def load(
@@ -76,6 +77,8 @@ def load(
             engine.delayed.drop()
         if engine.early is not None:
             engine.early.drop()
+        if optimizer is not None:
+            engine.thawing.wake_trained(content["parameters"])
         with engine.write_shards(), torch.no_grad():
             _, error = _try(copy)
         ranks.all_do(lambda: _raise(error))
@@ -211,6 +214,7 @@ def _check_fit(engine: Engine, content: Mapping[str, Any], optimizer: Any, sched
             raise CheckpointError(f"{folder}: '{name}' is {kinds[0]} there, {kinds[1]} in the model")
     if optimizer is not None:
         _check_optimizer_fit(content["optimizer"], optimizer, mine, folder)
+        _check_thawed(engine, saved, folder)
     if scheduler is not None:
         there = content["scheduler"]
         if there is None or there["class"] != type(scheduler).__name__:
@@ -230,8 +234,21 @@ def _check_optimizer_fit(there: Any, optimizer: Any, mine: Mapping[str, Any], fo
     if groups != [sorted(group["parameters"]) for group in there["groups"]]:
         raise CheckpointError(
             f"{folder}: its optimizer has groups of {[len(group['parameters']) for group in there['groups']]} "
-            f"parameters, this one of {[len(group) for group in groups]}, or of others; build it the same way"
+            f"parameters, this one of {[len(group) for group in groups]}, or of others; build it the same way, with the groups that "
+            "optimizer.add_param_group had added by then"
         )
+
+
+def _check_thawed(engine: Engine, saved: Mapping[str, Any], folder: Path) -> None:
+    """What is frozen here and was trained there can be trained here, too."""
+    for unit in engine.units:
+        name = next((e.names[0] for e in unit.params if was_trained(saved[e.names[0]])), None)
+        if name is None or unit.trainable:
+            continue
+        try:
+            engine.thawing.require_possible(unit, name)
+        except ConfigError as error:
+            raise CheckpointError(f"{folder}: '{name}' was trained there, and is frozen here: {error}") from None
 
 
 def _first(names: list[str]) -> str:
@@ -285,6 +302,9 @@ def _fill_state(
 ) -> None:
     """The optimizer's state of this rank's slice: straight into it, or unit by unit where it lives elsewhere."""
     entries = [saved[entry.names[0]] for entry in unit.params]
+    if unit.tiered is None and not any(map(was_trained, entries)):
+        engine.forget_optimizer_state(unit)
+        return
     kinds = {kind for one in entries for kind in one["pieces"] if kind} | (
         engine.optimizer_state(unit).keys() - {"step"}
     )

@@ -215,7 +215,7 @@ def prepared() -> tuple[nn.Module, Any]:
 def refusals() -> dict[str, str]:
     """Each with a sentence that says what and the way out; the model trains on."""
     model, optimizer = prepared()
-    frozen = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
+    frozen = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     zeropp.prepare(frozen, None, zeropp.Config(host_copy="off"))
     imaginary = nn.Module()
     imaginary.weight = nn.Parameter(torch.zeros(4, dtype=torch.complex32))
@@ -225,7 +225,7 @@ def refusals() -> dict[str, str]:
         "to": lambda: model.to(torch.float64),
         "pickle": lambda: pickle.dumps(next(model.parameters())),
         "torch.save": lambda: torch.save(model, io.BytesIO()),
-        "requires_grad": lambda: next(p for p in frozen.parameters() if not p.requires_grad).requires_grad_(True),
+        "requires_grad": lambda: frozen[1].weight.requires_grad_(True),
         "deepcopy": lambda: copy.deepcopy(model),
     }
     told = {}

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradual unfreezing: what was frozen when ``prepare`` saw it, and is trained later. docs/design/0034.
+
+A unit that is frozen *sleeps*: it has addresses for gradients, and no memory behind them, no master and no states. It is *woken*
+when ``requires_grad`` of one of its parameters becomes True: where that is told (stages 1 to 3), or before the next forward that
+builds a graph. All of it is local; ranks that thaw different parameters are told so by the next reduction or step, which shows both sides.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import optim
+
+from zeropp.config import TORCH_DTYPES, Config, Precision
+from zeropp.errors import ConfigError, Error
+from zeropp.optim import Lion
+from zeropp.zero.away import require_here
+from zeropp.zero.parameter import Ref, ref_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zeropp.zero.engine import Engine, Unit
+    from zeropp.zero.units import UnitPlan
+
+_wants_gradient = operator.attrgetter("requires_grad")
+_BEFORE = "leave it trainable until prepare, and freeze it after"
+_TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+# -- when the model is prepared ----------------------------------------------------------------------------------------------
+
+
+def float64_clash(config: Config) -> str:
+    """The first option that is not built for float64 parameters that are trained; empty where there is none."""
+    reduce = config.precision.reduce if isinstance(config.precision, Precision) else None
+    wanted = {
+        "precision.reduce": (reduce, None), "precision.state": (config.state_name, "fp32"),
+        "comm.params": (config.comm.params, "exact"), "comm.grads": (config.comm.grads, "exact"),
+        "offload.delayed_update": (config.offload.delayed_update, None),
+        **{f"offload.{kind}": (getattr(config.offload, kind).kind == "nvme" and "nvme", False) for kind in ("params", "grads", "optimizer")},
+    }  # fmt: skip
+    return next((f"Config.{key}: {value!r}" for key, (value, allowed) in wanted.items() if value != allowed), "")
+
+
+def why_frozen(plan: UnitPlan, config: Config, trains: bool) -> str:
+    """Why a unit that is frozen now must stay so, and the way out; empty: it may be thawed.
+
+    Args:
+        trains: the model has an optimizer, or something else in it is trainable.
+    """
+    if config.stored_name is not None:
+        return f"this model's weights are kept in {config.stored_name} for inference; prepare it without Precision(stored=)"
+    if not trains:
+        return f"so was the whole model, without an optimizer; {_BEFORE}"
+    for kind in ("params", "grads", "optimizer"):
+        if getattr(config.offload, kind).kind == "nvme":
+            return f"with Config.offload.{kind}='nvme' files are laid out then; {_BEFORE}"
+    for key, value in (
+        ("offload.delayed_update", config.offload.delayed_update),
+        ("step_in_backward", config.step_in_backward or None),
+    ):
+        if value is not None:
+            return f"with Config.{key}={value!r} that is not built; {_BEFORE}"
+    if plan.dtype not in _TRAINED:
+        return f"{plan.dtype} is not a type that is trained; convert it before prepare"
+    if plan.dtype == torch.float16 and config.dtype_name != "fp16":
+        return "float16 needs a loss scale; give prepare Config(precision='fp16'), or 'bf16'"
+    if plan.dtype == torch.float64 and float64_clash(config):
+        return f"{float64_clash(config)} is not built for float64; leave that out, or convert the model to float32 before prepare"
+    return ""
+
+
+def _resolve_conj(parameter: torch.Tensor) -> None:
+    """A gradient may be a view that says "conjugate me"; what follows reads memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if parameter.grad is not None and parameter.grad.is_conj():
+            parameter.grad = parameter.grad.resolve_conj()
+
+
+def hook_unit(engine: Engine, unit: Unit) -> None:
+    """From now on the gradients of a unit are seen. torch hooks only what requires grad; the hooks outlive that."""
+    # On one rank gradients stay where autograd leaves them, unless something has to be done when they come.
+    stays = engine.local_grads and engine.ranks == 1 and engine.accumulate == 1 and engine.params_tier is None
+    stays = stays and not engine.config.step_in_backward
+    with torch._C.DisableTorchFunctionSubclass():
+        for i, entry in enumerate(unit.params):
+            wanted = entry.param.requires_grad
+            entry.param.requires_grad_(True)
+            if entry.is_complex:
+                entry.param.register_post_accumulate_grad_hook(_resolve_conj)
+            if unit.grad_dtype != unit.dtype:
+                entry.param.grad_dtype = unit.grad_dtype  # autograd casts what comes, and adds in it
+            if not stays:
+                entry.param.register_post_accumulate_grad_hook(unit.core.grad_hook(i))
+            entry.param.requires_grad_(wanted)
+
+
+# -- later -------------------------------------------------------------------------------------------------------------------
+
+
+class Thawing:
+    """Of one engine: the units that sleep, and parameters that are in no group of the optimizer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._watched: list[nn.Parameter] = []
+        self._skips = False  # may something be frozen in a unit that is trained?
+        self.renew()
+
+    def renew(self) -> None:
+        """What sleeps, or is in a group, has changed."""
+        engine = self._engine()
+        assert engine is not None
+        self._watched = [
+            entry.param
+            for unit in engine.units
+            if engine.stored is None  # refuse_training watches those
+            for i, entry in enumerate(unit.params)
+            if (unit.groups and unit.groups[i] < 0 if unit.trainable else unit.dtype in _TRAINED)
+        ]
+        self._hang()
+
+    def _hang(self) -> None:
+        engine = self._engine()
+        if engine is not None and not engine.core.closed:
+            engine.core.set_look(self._look if self._watched else None, self._skip if self._skips else None)
+
+    def note_frozen(self) -> None:
+        """A parameter was frozen after ``prepare``, or woken beside one that is."""
+        engine = self._engine()
+        if not self._skips and engine is not None and not engine.config.step_in_backward:
+            self._skips = True
+            self._hang()
+
+    def _skip(self) -> None:
+        """A backward has begun: reductions do not wait for gradients of what is frozen, or all behind them would wait for its end.
+        (A step inside the backward does wait: what is frozen may be read by then.)"""
+        engine = self._engine()
+        assert engine is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in engine.units:
+                for i, entry in enumerate(unit.params) if unit.trainable else ():
+                    if not entry.param.requires_grad:
+                        engine.core.skip(unit.index, i)
+
+    def close(self) -> None:
+        """The model is gone."""
+        self._watched = []
+
+    def _thawed(self) -> list[Ref]:
+        """What is watched and requires grad. 35 ns a parameter, where nothing does."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if not any(map(_wants_gradient, self._watched)):
+                return []
+            refs = [ref_of(one) for one in self._watched if one.requires_grad]
+        return [ref for ref in refs if ref is not None]
+
+    def _look(self) -> None:
+        """Before a forward that builds a graph: stage 0, and parameters that were whole when they were thawed, tell nobody."""
+        for ref in self._thawed():
+            if not ref.unit.trainable:
+                self.require_possible(ref.unit, ref.name)
+                self.wake(ref.unit)
+
+    def require_possible(self, unit: Unit, name: str) -> None:
+        """Raises zeropp.ConfigError where a parameter of a unit that sleeps cannot be thawed."""
+        engine = self._engine()
+        assert engine is not None
+        require_here(engine)
+        reason = unit.stays_frozen
+        if not reason and engine.onebit is not None and not engine.onebit.grows:
+            reason = f"the states of {type(engine.onebit).__name__} are laid out then; {_BEFORE}"
+        if not reason and unit.dtype == torch.float64 and (engine.onebit is not None or type(engine.inner) is Lion):
+            reason = f"{type(engine.onebit or engine.inner).__name__} is not built for float64; AdamW is"
+        if reason:
+            raise ConfigError(
+                f"requires_grad of parameter '{name}' cannot become True after zeropp.prepare: it was frozen there, and {reason}"
+            )
+
+    def wake(self, unit: Unit) -> None:
+        """Room for gradients, hooks, a master; a place in the optimizer. Between two passes."""
+        from zeropp.zero.optimizer import adopt_unit
+
+        engine = self._engine()
+        assert engine is not None
+        if unit.trainable:
+            return
+        require_here(engine)
+        self.note_frozen()
+        engine.core.wake(unit.index)
+        unit.trainable = True
+        engine.show_gradients(unit)
+        with torch._C.DisableTorchFunctionSubclass():
+            for entry in unit.params:
+                entry.param.grad = None  # of a forward in which it was thawed, and that no step took
+        hook_unit(engine, unit)
+        unit.master_waits = has_master(unit.dtype, engine.config)
+        optimizer = None if engine.optimizer_ref is None else engine.optimizer_ref()
+        if optimizer is not None:
+            adopt_unit(optimizer, engine, unit)
+        self.renew()
+
+    def wake_trained(self, saved: Any) -> None:
+        """Units that sleep here and had states where a checkpoint was saved; ``saved``: its parameters."""
+        engine = self._engine()
+        assert engine is not None
+        for unit in engine.units:
+            if not unit.trainable and any(was_trained(saved[entry.names[0]]) for entry in unit.params):
+                self.wake(unit)
+
+    def require_awake(self) -> None:
+        """Before a step: what requires grad is reduced, and in a group.
+
+        Raises:
+            zeropp.Error: it was thawed inside a pass, and its gradient came. zeropp.ConfigError: it is in no group.
+        """
+        for ref in self._thawed():
+            with torch._C.DisableTorchFunctionSubclass():
+                came = ref.unit.params[ref.index].param.grad is not None
+            if ref.unit.trainable:
+                raise ConfigError(
+                    f"optimizer.step: parameter '{ref.name}' requires grad, and is in no group of the optimizer; call "
+                    "optimizer.add_param_group({'params': [...]}) first, or requires_grad_(False)"
+                )
+            if came:
+                raise Error(
+                    f"optimizer.step: parameter '{ref.name}' was thawed inside a forward, so its gradient was not reduced; set "
+                    "requires_grad between two steps; optimizer.zero_grad() forgets this batch"
+                )
+
+
+def has_master(dtype: torch.dtype, config: Config) -> bool:
+    """Is there an fp32 copy beside what is trained in that type?"""
+    return dtype in (torch.bfloat16, torch.float16) and TORCH_DTYPES[config.master_name] != dtype
+
+
+def was_trained(saved: Any) -> bool:
+    """Of one parameter of a checkpoint: has it states?"""
+    return bool(saved.get("steps", 0)) or any(kind for kind in saved["pieces"])
+
+
+def add_group(optimizer: Any, engine: Engine, group: dict[str, Any]) -> None:
+    """``optimizer.add_param_group`` of an adopted optimizer: parameters of the model that were frozen at ``prepare``.
+
+    Raises:
+        zeropp.ConfigError: not the model's parameters, or some that cannot be trained; the optimizer is as before.
+    """
+    from zeropp.zero.optimizer import join_group
+
+    require_here(engine)
+    if engine.early is not None:
+        engine.early.require_ended("optimizer.add_param_group")
+    engine.flush()
+    optim.Optimizer.add_param_group(optimizer, group)  # torch's own checks, and its defaults
+    try:
+        refs = [_ref_in_group(engine, one) for one in optimizer.param_groups[-1]["params"]]
+        for ref in refs:
+            if not ref.unit.trainable:
+                engine.thawing.require_possible(ref.unit, ref.name)
+        if engine.onebit is not None and not engine.onebit.grows:
+            raise ConfigError(
+                f"optimizer.add_param_group: the states of {type(engine.onebit).__name__} are laid out when the model is prepared; "
+                "give it all parameters before, and freeze them after"
+            )
+        if engine.onebit is not None:
+            engine.onebit.check_group(optimizer.param_groups[-1])
+        if optimizer.param_groups[-1].get("differentiable"):
+            raise ConfigError(
+                "optimizer.add_param_group: differentiable=True is not implemented in zeropp; leave it out"
+            )
+    except BaseException:
+        optimizer.param_groups.pop()
+        raise
+    join_group(optimizer, engine, refs)
+    engine.thawing.renew()
+
+
+def _ref_in_group(engine: Engine, parameter: torch.Tensor) -> Ref:
+    ref = ref_of(parameter)
+    if ref is None or ref.engine is not engine:
+        raise ConfigError(
+            f"optimizer.add_param_group: a parameter of shape {tuple(parameter.shape)} is not one of the model that this optimizer was "
+            "prepared with; parameters of another model need an optimizer of their own"
+        )
+    return ref
