@@ -401,6 +401,43 @@ def stops(folder: Path) -> list[int]:
     return [run.current_epoch, early.stopped_epoch, int(best.best_model_path.endswith("epoch=0.ckpt"))]
 
 
+class Unfreezes(pl.callbacks.BaseFinetuning):
+    """The head first, all from the second epoch on: by Lightning's helper, or without it (it compares values, which stage 3
+    has in slices)."""
+
+    def __init__(self, helper: bool, epoch: int = 1) -> None:
+        super().__init__()
+        self.helper, self.epoch = helper, epoch
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.net[:5])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == self.epoch and self.helper:
+            self.unfreeze_and_add_param_group(module.net[:5], optimizer)
+        elif epoch == self.epoch:
+            module.net[:5].requires_grad_(True)
+            optimizer.add_param_group({"params": module.net[:5].parameters(), "lr": 1e-3})
+
+
+def unfreezing(folder: Path) -> dict[str, Any]:
+    """Three epochs; the last one never thaws."""
+    found = {}
+    for name, strategy, callback in (
+        ("zeropp_stage_2", "zeropp_stage_2", Unfreezes(True)),
+        ("gathers", "gathers", Unfreezes(False)),
+        ("frozen", "zeropp_stage_2", Unfreezes(True, 9)),
+    ):
+        module = make_module(pl.LightningModule)
+        module.configure_optimizers = lambda module=module: torch.optim.AdamW(
+            [p for p in module.parameters() if p.requires_grad], lr=1e-2
+        )
+        more = {"callbacks": [callback], "enable_checkpointing": False}
+        trainer(folder / name, strategy_of(strategy), 3, **more).fit(module, batches())
+        found[name] = module.losses
+    return found
+
+
 def refusals(folder: Path) -> dict[str, Any]:
     said: dict[str, str] = {}
 
@@ -432,7 +469,7 @@ def refusals(folder: Path) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fit": fit, "resume": resume, "ways": ways, "fabric": fabric, "refusals": refusals, "several": several,
-    "upstream": upstream,
+    "upstream": upstream, "unfreezing": unfreezing,
 }  # fmt: skip
 
 

@@ -84,6 +84,14 @@ def test_two_optimizers_step_in_turns_and_resume(strategy, answer):
         assert after == again and len(after) == 4
 
 
+@pytest.mark.lightning_case("unfreezing")
+def test_finetuning_callbacks_thaw(answer):
+    for found in answer("unfreezing"):
+        assert len(found["frozen"]) == 3 * 4 and found["gathers"] == found["zeropp_stage_2"]
+        assert found["frozen"][:6] == found["gathers"][:6] and found["frozen"][6:] != found["gathers"][6:]
+        assert sum(found["gathers"][-4:]) < sum(found["frozen"][-4:])
+
+
 @pytest.mark.lightning_case("ways")
 def test_early_stopping_ends_all_ranks_together(answer):
     for found in answer("ways"):
