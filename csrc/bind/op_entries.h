@@ -48,6 +48,8 @@ void zpp_op_lamb_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_lamb_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_lamb_step_low(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_lamb_step_low_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_lamb_moments(StableIValue *stack, uint64_t inputs, uint64_t outputs);
+void zpp_op_lamb_moments_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_frozen_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_frozen_adam_step_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs);
 void zpp_op_zero_one_adam_step(StableIValue *stack, uint64_t inputs, uint64_t outputs);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * torch.ops.zeropp.lamb_step_, and lamb_step_low_ for moments in bf16 or 8 bits: read and check lists of tensors, then
- * csrc/ops/lamb. Everything is checked before anything is written.
+ * torch.ops.zeropp.lamb_step_, lamb_step_low_ for moments in bf16 or 8 bits, and lamb_moments_, the first pass alone:
+ * read and check lists of tensors, then csrc/ops/lamb. Everything is checked before anything is written.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -12,7 +12,8 @@
 #include "op_low.h"
 
 struct lists {
-    const struct zpp_tensors *params, *grads, *exp_avgs, *exp_avg_sqs, *param_outs;
+    const struct zpp_tensors *params, *grads, *exp_avgs, *exp_avg_sqs;
+    const struct zpp_tensors *param_outs;
     const struct zpp_floats *lr, *weight_decay;
     const struct zpp_ints *steps;
     struct zpp_op_low low;
@@ -78,11 +79,13 @@ static void fill_moments(struct zpp_lamb_segment *segment, const struct lists *l
     }
 }
 
-static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_lamb_segment *rates, float grad_scale) {
+/* New; free it. NULL, with a sentence noted, without memory. */
+static struct zpp_lamb_segment *segments_of(struct zpp_boxed *args, const struct lists *l,
+                                            const struct zpp_lamb_segment *rates) {
     struct zpp_lamb_segment *segments = calloc(l->params->count + 1, sizeof *segments);
     if (!segments) {
         zpp_boxed_fail(args, "no memory for %zu segments", l->params->count);
-        return;
+        return NULL;
     }
     for (size_t i = 0; i < l->params->count; ++i) {
         segments[i] = *rates;
@@ -91,9 +94,17 @@ static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_
         segments[i].grad_dtype = l->grads->at[i].dtype;
         segments[i].elems = l->params->at[i].elems;
         segments[i].step = (uint64_t)l->steps->at[i];
-        segments[i].lr = zpp_op_float_of(l->lr, i);
         segments[i].weight_decay = zpp_op_float_of(l->weight_decay, i);
         fill_moments(&segments[i], l, i);
+    }
+    return segments;
+}
+
+static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_lamb_segment *rates, float grad_scale) {
+    struct zpp_lamb_segment *segments = segments_of(args, l, rates);
+    if (!segments) return;
+    for (size_t i = 0; i < l->params->count; ++i) {
+        segments[i].lr = zpp_op_float_of(l->lr, i);
         if (l->param_outs->count) {
             segments[i].param_out = l->param_outs->at[i].data;
             segments[i].out_dtype = l->param_outs->at[i].dtype;
@@ -136,3 +147,76 @@ static void lamb_step_low(StableIValue *stack, uint64_t inputs, bool cuda) { lam
 
 ZPP_OP_BOTH(lamb_step, lamb_step)
 ZPP_OP_BOTH(lamb_step_low, lamb_step_low)
+
+/* --- the first pass alone ----------------------------------------------------------------------------------------- */
+static bool check_piece_lists(struct zpp_boxed *args, const struct lists *l) {
+    const struct zpp_tensors *const written[] = { l->exp_avgs, l->exp_avg_sqs };
+    const struct zpp_tensors *const read[] = { l->params, l->grads };
+    return zpp_op_check_list(args, l->params, l->params, 1u << ZPP_F32, false) &&
+           zpp_op_check_list(args, l->grads, l->params, ZPP_OP_FLOATS, false) &&
+           zpp_op_check_list(args, l->exp_avgs, l->params, 1u << ZPP_F32, false) &&
+           zpp_op_check_list(args, l->exp_avg_sqs, l->params, 1u << ZPP_F32, false) &&
+           zpp_boxed_check_apart(args, written, 2, read, 2) && zpp_op_check_steps(args, l->steps, l->params) &&
+           zpp_op_check_floats(args, l->weight_decay, l->params, -INFINITY);
+}
+
+static void moments_on_cpu(struct zpp_boxed *args, const struct zpp_lamb_segment *segments, size_t count,
+                           float grad_scale, double *sums) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_pool *pool = zpp_op_pool_take();
+    if (zpp_lamb_norms(segments, count, grad_scale, sums, pool, &err)) zpp_boxed_fail(args, "%s", err.text);
+    zpp_op_pool_give(pool);
+}
+
+static void moments_on_cuda(struct zpp_boxed *args, const struct zpp_lamb_segment *segments, size_t count,
+                            float grad_scale, double *sums) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_op_stream on;
+    void *work = NULL;
+    AtenTensorHandle memory = NULL;
+    const size_t work_doubles = (zpp_lamb_cuda_work_bytes(segments, count) + sizeof(double) - 1) / sizeof(double);
+    if (!zpp_op_find_stream(args, &on) || !zpp_boxed_new(args, ZPP_F64, work_doubles, &memory, &work)) return;
+    zpp_op_launched(args, zpp_lamb_norms_cuda(on.device, on.native, segments, count, grad_scale, sums, work, &err),
+                    &err);
+    zpp_torch.aoti_torch_delete_tensor_object(memory);
+}
+
+static void run_moments(struct zpp_boxed *args, const struct lists *l, const struct zpp_lamb_segment *rates,
+                        float grad_scale, double *sums) {
+    struct zpp_lamb_segment *segments = segments_of(args, l, rates);
+    if (!segments) return;
+    if (zpp_op_is_on_cuda(args)) moments_on_cuda(args, segments, l->params->count, grad_scale, sums);
+    else moments_on_cpu(args, segments, l->params->count, grad_scale, sums);
+    free(segments);
+}
+
+static void lamb_moments(StableIValue *stack, uint64_t inputs, bool cuda) {
+    struct zpp_boxed args;
+    struct lists l = { .low.is = false };
+    struct zpp_lamb_segment r = { 0 };
+    AtenTensorHandle sums = NULL;
+    void *data = NULL;
+    zpp_boxed_begin(&args, "zeropp::lamb_moments_", stack, inputs);
+    l.params = zpp_boxed_tensors(&args, "params", false);
+    l.grads = zpp_boxed_tensors(&args, "grads", false);
+    l.exp_avgs = zpp_boxed_tensors(&args, "exp_avgs", true);
+    l.exp_avg_sqs = zpp_boxed_tensors(&args, "exp_avg_sqs", true);
+    l.steps = zpp_boxed_ints(&args, "steps");
+    r.beta1 = zpp_boxed_float(&args);
+    r.beta2 = zpp_boxed_float(&args);
+    r.eps = zpp_boxed_float(&args);
+    l.weight_decay = zpp_boxed_floats(&args, "weight_decay");
+    r.maximize = zpp_boxed_bool(&args);
+    const double grad_scale = zpp_boxed_float(&args);
+    if (cuda) zpp_op_on_cuda(&args, l.params->count ? &l.params->at[0] : NULL);
+    const int64_t sizes[] = { (int64_t)l.params->count, 2 };
+    if (check_piece_lists(&args, &l) && check_numbers(&args, &r, grad_scale) &&
+        zpp_boxed_new_sized(&args, ZPP_F64, sizes, 2, &sums, &data)) {
+        run_moments(&args, &l, &r, (float)grad_scale, data);
+    }
+    if (zpp_boxed_ok(&args)) stack[0] = (StableIValue)(uintptr_t)sums;
+    else if (sums) zpp_torch.aoti_torch_delete_tensor_object(sums);
+    zpp_boxed_end(&args);
+}
+
+ZPP_OP_BOTH(lamb_moments, lamb_moments)

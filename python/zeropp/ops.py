@@ -34,7 +34,7 @@ from zeropp._ops import tokens as _tokens
 from zeropp._ops import zero_one as _zero_one
 from zeropp._ops.fp8 import Fp8, fp8_dequantise_, fp8_quantise, fp8_quantise_
 from zeropp._ops.frozen import frozen_adam_step_
-from zeropp._ops.lamb import lamb_step_
+from zeropp._ops.lamb import lamb_moments_, lamb_step_
 from zeropp._ops.moe import MoeGate, MoePlan, moe_capacity, moe_combine, moe_dispatch, moe_gate, moe_plan
 from zeropp._ops.moe_exchange import MoeExchange, moe_exchange, moe_share
 from zeropp._ops.moments import moments_decode_, moments_encode_, moments_scales
@@ -48,7 +48,7 @@ from zeropp._ops.zero_one import zero_one_adam_step_
 
 __all__ = [
     "Fp8", "MoeExchange", "MoeGate", "MoePlan", "OneBit", "Quantised", "SparseLayout", "adagrad_step_", "adam_step_", "dequantise_",
-    "fp8_dequantise_", "fp8_quantise", "fp8_quantise_", "frozen_adam_step_", "lamb_step_", "lion_step_",
+    "fp8_dequantise_", "fp8_quantise", "fp8_quantise_", "frozen_adam_step_", "lamb_moments_", "lamb_step_", "lion_step_",
     "moe_capacity", "moe_combine", "moe_dispatch", "moe_exchange", "moe_gate", "moe_plan", "moe_share", "moments_decode_", "moments_encode_",
     "moments_scales", "norm_squares",
     "onebit_compress_", "onebit_decode_", "onebit_lamb_fresh_", "onebit_reduce_", "quant_reduce_", "quant_sum_", "quantise", "quantise_",

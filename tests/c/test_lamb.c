@@ -36,9 +36,7 @@ struct format {
 static void *at(void *base, zpp_dtype dtype, size_t i) { return (char *)base + i * zpp_dtype_bytes(dtype); }
 
 /* Two tensors, one behind the other. */
-static zpp_status step(const struct format *f, struct arrays *a, int level, zpp_pool *pool, float trust[2]) {
-    struct zpp_lamb_segment segments[2];
-    struct zpp_err err = ZPP_ERR_INIT;
+static void describe(const struct format *f, struct arrays *a, struct zpp_lamb_segment segments[2]) {
     for (size_t k = 0; k < 2; ++k) {
         const size_t first = f->offset + (k ? f->elems / 3 : 0);
         segments[k] = (struct zpp_lamb_segment){
@@ -48,6 +46,12 @@ static zpp_status step(const struct format *f, struct arrays *a, int level, zpp_
             .elems = k ? f->elems - f->elems / 3 : f->elems / 3, .step = 3, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.99,
             .eps = 1e-6, .weight_decay = f->flags & 1 ? 0.1 : 0.0, .trust_most = 10.0, .maximize = f->flags & 2 };
     }
+}
+
+static zpp_status step(const struct format *f, struct arrays *a, int level, zpp_pool *pool, float trust[2]) {
+    struct zpp_lamb_segment segments[2];
+    struct zpp_err err = ZPP_ERR_INIT;
+    describe(f, a, segments);
     return zpp_lamb_step_at((enum zpp_cpu_level)level, segments, 2, 0.5f, trust, pool, &err);
 }
 
@@ -88,6 +92,24 @@ static void check_format(const struct format *f, zpp_pool *pool) {
     }
 }
 
+/* The first pass alone: the moments of a step, one sum for all levels, and parameters as they were. `want` has had the
+ * step. */
+static void check_moments(const struct format *f, zpp_pool *pool) {
+    struct zpp_lamb_segment segments[2];
+    struct zpp_err err = ZPP_ERR_INIT;
+    double sums[2][4];
+    for (int level = ZPP_CPU_SCALAR; level <= (int)zpp_cpu_detected(); ++level) {
+        double *to = sums[level != ZPP_CPU_SCALAR];
+        got = start;
+        describe(f, &got, segments);
+        CHECK_OK(zpp_lamb_norms_at((enum zpp_cpu_level)level, segments, 2, 0.5f, to, pool, &err));
+        for (int k = 0; k < 4; ++k) CHECK((isnan(sums[0][k]) && isnan(to[k])) || sums[0][k] == to[k]);
+        CHECK(same(want.exp_avg + f->offset, got.exp_avg + f->offset, ZPP_F32, f->elems));
+        CHECK(same(want.exp_avg_sq + f->offset, got.exp_avg_sq + f->offset, ZPP_F32, f->elems));
+        CHECK(memcmp(got.param, start.param, sizeof got.param) == 0 && memcmp(got.out, start.out, sizeof got.out) == 0);
+    }
+}
+
 static void formats(void) {
     static const zpp_dtype grads[] = { ZPP_F32, ZPP_BF16, ZPP_F16 };
     static const zpp_dtype outs[] = { ZPP_DTYPES, ZPP_F32, ZPP_BF16, ZPP_F16 };
@@ -100,6 +122,7 @@ static void formats(void) {
     for (size_t l = 0; l < 8; ++l) {
         const struct format f = { grads[g], outs[out], flags, lengths[l], offsets[(l + (size_t)flags) % 4] };
         check_format(&f, pool);
+        check_moments(&f, pool);
     }
     zpp_pool_destroy(pool);
 }

@@ -14,6 +14,7 @@ CUDA_THUNK(zpp_lamb_cuda_moments, struct zpp_lamb_cuda_batch)
 CUDA_THUNK(zpp_lamb_cuda_blocks, struct zpp_lamb_cuda_batch)
 CUDA_THUNK(zpp_lamb_cuda_rates, struct zpp_lamb_cuda_batch)
 CUDA_THUNK(zpp_lamb_cuda_move, struct zpp_lamb_cuda_batch)
+CUDA_THUNK(zpp_lamb_cuda_norms, struct zpp_lamb_cuda_batch)
 
 #include "../../csrc/ops/lamb/lamb_low_cuda.cu"
 CUDA_THUNK(zpp_lamb_low_cuda_lanes, struct zpp_lamb_low_cuda_batch)
@@ -50,6 +51,25 @@ static int step(const struct zpp_lamb_segment *segments, size_t count, float gra
     }
     free(work);
     return groups;
+}
+
+/* What zpp_lamb_norms_cuda does. */
+static void moments(const struct zpp_lamb_segment *segments, size_t count, float grad_scale, double *sums) {
+    static struct zpp_lamb_cuda_batch batch;
+    const unsigned int threads = ZPP_LAMB_CUDA_THREADS;
+    void *work = aligned_alloc(64, (zpp_lamb_cuda_work_bytes(segments, count) + 63) / 64 * 64);
+    CHECK(work);
+    for (size_t done = 0; done < count;) {
+        const size_t taken = zpp_lamb_cuda_fill(segments + done, count - done, grad_scale, &batch);
+        zpp_lamb_cuda_place(&batch, work);
+        batch.norms = sums + 2 * done;
+        done += taken;
+        cuda_loop(zpp_lamb_cuda_moments_thunk, &batch,
+                  ((uint64_t)batch.blocks * ZPP_LAMB_CUDA_LANES + threads - 1) / threads, threads);
+        cuda_loop(zpp_lamb_cuda_blocks_thunk, &batch, (2 * batch.blocks + threads - 1) / threads, threads);
+        cuda_loop(zpp_lamb_cuda_norms_thunk, &batch, (batch.taken + threads - 1) / threads, threads);
+    }
+    free(work);
 }
 
 enum { SEGMENTS = 75, LENGTH = 5000, ELEMS = SEGMENTS * LENGTH };
@@ -89,6 +109,24 @@ static void equals_the_cpu(void) {
         else CHECK_OK(zpp_lamb_step_at(ZPP_CPU_SCALAR, segments, SEGMENTS, 0.5f, NULL, NULL, &err));
     }
     CHECK(memcmp(&want, &got, sizeof got) == 0);
+}
+
+/* The first pass alone; of tensors without elements, too, the sums are written. */
+static void moments_equal_the_cpu(void) {
+    static struct zpp_lamb_segment segments[SEGMENTS];
+    static double sums[2][SEGMENTS][2];
+    struct memory *const both[] = { &want, &got };
+    struct zpp_err err = ZPP_ERR_INIT;
+    fill(&want);
+    got = want;
+    memset(sums, 0xa5, sizeof sums);
+    for (int k = 0; k < 2; ++k) {
+        for (size_t s = 0; s < SEGMENTS; ++s) segments[s] = described(both[k], s);
+        if (k) moments(segments, SEGMENTS, 0.5f, sums[k][0]);
+        else CHECK_OK(zpp_lamb_norms_at(ZPP_CPU_SCALAR, segments, SEGMENTS, 0.5f, sums[k][0], NULL, &err));
+    }
+    CHECK(memcmp(&want, &got, sizeof got) == 0 && memcmp(sums[0], sums[1], sizeof sums[0]) == 0);
+    CHECK(sums[0][8][0] > 0.0 && sums[0][8][1] > 0.0 && sums[0][9][0] == 0.0);
 }
 
 /* Moments in bf16 and 8 bits. */
@@ -144,7 +182,7 @@ static void nothing(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(equals_the_cpu), TEST(equals_the_cpu_in_fewer_bits), TEST(nothing),
-                                              {0} };
+    static const struct test_case cases[] = { TEST(equals_the_cpu), TEST(equals_the_cpu_in_fewer_bits),
+                                              TEST(moments_equal_the_cpu), TEST(nothing), {0} };
     return test_main(argc, argv, cases);
 }

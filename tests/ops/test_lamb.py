@@ -174,3 +174,92 @@ def test_torch_sees_the_operator() -> None:
     op = torch.ops.zeropp.lamb_step_.default
     for out in ([], outs):
         torch.library.opcheck(op, (p, g, m, v, out, [3], [1e-3], 0.9, 0.999, 1e-6, [0.1], 0.0, 10.0, False, 1.0))
+
+
+# --- the first pass alone -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@QUIET
+@given(
+    elems=st.integers(1, 9000), offset=st.integers(0, 17), seed=st.integers(0, 99), t=st.integers(1, 50),
+    maximize=st.booleans(),
+)  # fmt: skip
+def test_the_first_pass_has_the_moments_of_a_step_and_the_norms_of_the_paper(
+    decay: float, elems: int, offset: int, seed: int, t: int, maximize: bool
+) -> None:
+    """The sums are off by what updates are, twice, and (256 + 24) u by their additions."""
+    p, m, v, g = tensors(elems, seed, offset)
+    kept, twin = p.clone(), (p.clone(), m.clone(), v.clone())
+    way = -g if maximize else g
+    _, _, want_v, update, _ = reference.step(p, m, v, way, t=t, lr=LR, weight_decay=decay)
+    off = (
+        bound(torch.zeros_like(p), m, way, 0 * update, want_v, 1.0, t, decay) / LR + 3 * U * (decay * p.double()).abs()
+    )
+    sums = zeropp.ops.lamb_moments_([p], [g], [m], [v], step=t, weight_decay=decay, maximize=maximize)
+    zeropp.ops.lamb_step_([twin[0]], [g], [twin[1]], [twin[2]], step=t, lr=LR, weight_decay=decay, maximize=maximize)
+    assert torch.equal(p, kept) and torch.equal(m, twin[1]) and torch.equal(v, twin[2])
+    norm, size = sums[0].tolist()
+    squares = p.double().square().sum().item(), update.square().sum().item()
+    assert abs(norm - squares[0]) <= 280 * U * squares[0]
+    assert abs(size - squares[1]) <= 1.01 * (280 * U * squares[1] + (2 * update.abs() * off).sum().item())
+
+
+def test_pieces_threads_and_grad_scale_do_not_show_in_the_first_pass() -> None:
+    lengths = [64, 1, 300_001, 0, *[7] * 300, 4096, 4097]
+    lists = [list(part.split(lengths)) for part in tensors(sum(lengths), 8)]
+    want = [[one.clone() for one in part] for part in lists]
+    rows = [
+        zeropp.ops.lamb_moments_([p], [g * 0.25], [m], [v], step=2 + k % 3, weight_decay=0.1)
+        for k, (p, m, v, g) in enumerate(zip(*want, strict=True))
+    ]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        p, m, v, g = lists
+        steps = [2 + k % 3 for k in range(len(lengths))]
+        sums = zeropp.ops.lamb_moments_(p, g, m, v, step=steps, weight_decay=0.1, grad_scale=0.25)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(sums, torch.cat(rows)) and not sums[3].any()
+    assert all(torch.equal(a, b) for k in (1, 2) for a, b in zip(want[k], lists[k], strict=True))
+    assert zeropp.ops.lamb_moments_([], [], [], [], step=1).shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "sentence"),
+    [
+        ({"step": 0}, ValueError, r"lamb_moments_: steps\[0\] is 0, wanted the number of this update"),
+        ({"beta1": 1.0}, ValueError, "beta1 is 1, wanted 0 <= beta1 < 1"),
+        ({"eps": -1.0}, ValueError, "eps is -1, wanted eps >= 0 and finite"),
+        ({"weight_decay": float("inf")}, ValueError, "weight_decay is inf, wanted a finite number"),
+        ({"grad_scale": "a"}, TypeError, "grad_scale is 'a', wanted a number"),
+        ({"grads": [torch.zeros(39)]}, ValueError, r"grads\[0\] has 39 elements, wanted 40 as in params\[0\]"),
+        ({"exp_avgs": [torch.zeros(40).bfloat16()]}, ValueError, r"exp_avgs\[0\] is bfloat16, wanted float32"),
+        ({"params": [torch.zeros(80)[::2]]}, ValueError, r"params\[0\] is not contiguous"),
+        ({"params": [torch.zeros(40, requires_grad=True)]}, ValueError, r"params\[0\] requires grad"),
+    ],
+)  # fmt: skip
+def test_the_first_pass_refuses_misuse_and_writes_nothing(
+    wrong: dict[str, Any], kind: type[Exception], sentence: str
+) -> None:
+    m, v = torch.zeros(40), torch.zeros(40)
+    arguments: dict[str, Any] = {
+        "params": [torch.ones(40)], "grads": [torch.ones(40)], "exp_avgs": [m], "exp_avg_sqs": [v], "step": 1, **wrong,
+    }  # fmt: skip
+    with pytest.raises(kind, match=sentence):
+        zeropp.ops.lamb_moments_(**arguments)
+    assert not m.any() and not v.any()
+
+
+def test_torch_sees_the_first_pass() -> None:
+    p, g, m, v = ([torch.rand(40)] for _ in range(4))
+    op = torch.ops.zeropp.lamb_moments_.default
+    torch.library.opcheck(op, (p, g, m, v, [3], 0.9, 0.999, 1e-6, [0.1], False, 1.0))
+
+    def half(p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]) -> Tensor:
+        return zeropp.ops.lamb_moments_(p, [x * 2 for x in g], m, v, step=3).sqrt()
+
+    twin = [m[0].clone()], [v[0].clone()]
+    want, seen = half(p, g, m, v), torch.compile(half, fullgraph=True, backend="aot_eager")(p, g, *twin)
+    assert torch.equal(want, seen) and torch.equal(m[0], twin[0][0]) and torch.equal(v[0], twin[1][0])

@@ -24,6 +24,8 @@ struct block {
 
 struct group {
     const struct zpp_lamb_segment *segments;
+    double *sums;  /* [segments_count][2], and no second pass; or NULL */
+    float *trust;  /* [segments_count], or NULL */
     const struct zpp_lamb_kernels *kernels;
     const struct zpp_moments_kernels *moments;
     struct zpp_lamb_consts *consts; /* [segments_count], of all segments */
@@ -117,8 +119,8 @@ static void second_pass(size_t begin, size_t end, void *arg) {
     }
 }
 
-/* The rates of the group's tensors, of which all blocks are there. */
-static void set_rates(struct group *group, float *trust) {
+/* The sums, or the rates, of the group's tensors, of which all blocks are there. */
+static void set_rates(struct group *group) {
     for (size_t b = 0; b < group->blocks_count;) {
         const size_t k = group->blocks[b].segment;
         double params = 0.0, updates = 0.0;
@@ -126,17 +128,22 @@ static void set_rates(struct group *group, float *trust) {
             params += group->blocks[b].params;
             updates += group->blocks[b].updates;
         }
+        if (group->sums) {
+            group->sums[2 * k] = params;
+            group->sums[2 * k + 1] = updates;
+            continue;
+        }
         const struct zpp_lamb_segment *s = &group->segments[k];
         const double ratio = zpp_lamb_trust(params, updates, s->trust_least, s->trust_most);
         group->consts[k].rate = (float)(s->lr * ratio);
-        if (trust) trust[k] = (float)ratio;
+        if (group->trust) group->trust[k] = (float)ratio;
     }
 }
 
-static void run_group(struct group *group, float *trust, zpp_pool *pool) {
+static void run_group(struct group *group, zpp_pool *pool) {
     zpp_pool_run(pool, group->blocks_count, GRAIN_BLOCKS, first_pass, group);
-    set_rates(group, trust);
-    zpp_pool_run(pool, group->blocks_count, GRAIN_BLOCKS, second_pass, group);
+    set_rates(group);
+    if (!group->sums) zpp_pool_run(pool, group->blocks_count, GRAIN_BLOCKS, second_pass, group);
     group->blocks_count = 0;
 }
 
@@ -152,12 +159,18 @@ static void add_blocks(struct group *group, size_t segment) {
     }
 }
 
+/* What is wanted of the segments: sums or trust; both may be NULL. */
+struct wanted {
+    double *sums;
+    float *trust;
+};
+
 static zpp_status step_with(enum zpp_cpu_level level, const struct zpp_lamb_segment *segments, size_t segments_count,
-                            float grad_scale, float *trust, zpp_pool *pool, struct zpp_err *err) {
+                            float grad_scale, const struct wanted *wanted, zpp_pool *pool, struct zpp_err *err) {
     size_t room = GROUP_BLOCKS;
     for (size_t k = 0; k < segments_count; ++k) room = blocks_of(&segments[k]) > room ? blocks_of(&segments[k]) : room;
-    struct group group = { .segments = segments, .kernels = kernels_of(level),
-                           .moments = zpp_moments_kernels_of(level) };
+    struct group group = { .segments = segments, .sums = wanted->sums, .trust = wanted->trust,
+                           .kernels = kernels_of(level), .moments = zpp_moments_kernels_of(level) };
     group.blocks = malloc(room * sizeof *group.blocks);
     group.consts = malloc((segments_count + 1) * sizeof *group.consts);
     if (!group.blocks || !group.consts) {
@@ -171,12 +184,13 @@ static zpp_status step_with(enum zpp_cpu_level level, const struct zpp_lamb_segm
         assert(s->elems == 0 || (s->exp_avg && s->exp_avg_sq) || (s->moments[0].codes && s->moments[1].codes));
         assert(s->how.first_elems == 0);
         assert(zpp_element_is_float(s->grad_dtype) && (!s->param_out || zpp_element_is_float(s->out_dtype)));
-        if (trust) trust[k] = 1.0f;
+        if (group.trust) group.trust[k] = 1.0f;
+        if (group.sums) group.sums[2 * k] = group.sums[2 * k + 1] = 0.0;
         group.consts[k] = zpp_lamb_consts_of(s, grad_scale);
-        if (group.blocks_count + blocks_of(s) > room) run_group(&group, trust, pool);
+        if (group.blocks_count + blocks_of(s) > room) run_group(&group, pool);
         add_blocks(&group, k);
     }
-    run_group(&group, trust, pool);
+    run_group(&group, pool);
     free(group.blocks);
     free(group.consts);
     return ZPP_OK;
@@ -184,13 +198,32 @@ static zpp_status step_with(enum zpp_cpu_level level, const struct zpp_lamb_segm
 
 zpp_status zpp_lamb_step(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale, float *trust,
                          zpp_pool *pool, struct zpp_err *err) {
-    return step_with(zpp_cpu_level(), segments, segments_count, grad_scale, trust, pool, err);
+    const struct wanted wanted = { NULL, trust };
+    return step_with(zpp_cpu_level(), segments, segments_count, grad_scale, &wanted, pool, err);
+}
+
+zpp_status zpp_lamb_norms(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale,
+                          double *sums, zpp_pool *pool, struct zpp_err *err) {
+    const struct wanted wanted = { sums, NULL };
+    return step_with(zpp_cpu_level(), segments, segments_count, grad_scale, &wanted, pool, err);
+}
+
+static zpp_status at_level(enum zpp_cpu_level level, const struct zpp_lamb_segment *segments, size_t segments_count,
+                           float grad_scale, const struct wanted *wanted, zpp_pool *pool, struct zpp_err *err) {
+    if (!kernels_of(level) || level > zpp_cpu_detected()) {
+        return zpp_fail(err, ZPP_INVALID, "lamb: this machine or build lacks %s", zpp_cpu_level_name(level));
+    }
+    return step_with(level, segments, segments_count, grad_scale, wanted, pool, err);
 }
 
 zpp_status zpp_lamb_step_at(enum zpp_cpu_level level, const struct zpp_lamb_segment *segments, size_t segments_count,
                             float grad_scale, float *trust, zpp_pool *pool, struct zpp_err *err) {
-    if (!kernels_of(level) || level > zpp_cpu_detected()) {
-        return zpp_fail(err, ZPP_INVALID, "lamb: this machine or build lacks %s", zpp_cpu_level_name(level));
-    }
-    return step_with(level, segments, segments_count, grad_scale, trust, pool, err);
+    const struct wanted wanted = { NULL, trust };
+    return at_level(level, segments, segments_count, grad_scale, &wanted, pool, err);
+}
+
+zpp_status zpp_lamb_norms_at(enum zpp_cpu_level level, const struct zpp_lamb_segment *segments, size_t segments_count,
+                             float grad_scale, double *sums, zpp_pool *pool, struct zpp_err *err) {
+    const struct wanted wanted = { sums, NULL };
+    return at_level(level, segments, segments_count, grad_scale, &wanted, pool, err);
 }

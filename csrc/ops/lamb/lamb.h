@@ -55,11 +55,23 @@ zpp_status zpp_lamb_step(const struct zpp_lamb_segment *segments, size_t segment
 zpp_status zpp_lamb_step_at(enum zpp_cpu_level level, const struct zpp_lamb_segment *segments, size_t segments_count,
                             float grad_scale, float *trust, zpp_pool *pool, struct zpp_err *err);
 
+/* The first pass alone, for tensors in pieces, whose norms are sums over all pieces: moments, and sums
+ * [segments_count][2] of the squares of p and of u. Moments in fp32; lr, trust and param_out have no meaning. The step
+ * is then that of frozen/frozen.h, p (1 - rate weight_decay) - rate m / (...): only what was never seen, v = 0, differs
+ * by more than roundings. NOMEM: nothing was written. */
+zpp_status zpp_lamb_norms(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale,
+                          double *sums, zpp_pool *pool, struct zpp_err *err);
+zpp_status zpp_lamb_norms_at(enum zpp_cpu_level level, const struct zpp_lamb_segment *segments, size_t segments_count,
+                             float grad_scale, double *sums, zpp_pool *pool, struct zpp_err *err);
+
 /* The same on CUDA, where all pointers but `segments` itself are device memory: enqueued on `native` (torch's current
  * stream). Moments of all segments are of one kind. Same bits. `work`: device memory of zpp_lamb_cuda_work_bytes,
  * aligned to 8. NOT_BUILT without the kernels, DEVICE if a launch fails. */
 size_t zpp_lamb_cuda_work_bytes(const struct zpp_lamb_segment *segments, size_t segments_count);
 zpp_status zpp_lamb_step_cuda(zpp_device *device, void *native, const struct zpp_lamb_segment *segments,
                               size_t segments_count, float grad_scale, void *work, struct zpp_err *err);
+zpp_status zpp_lamb_norms_cuda(zpp_device *device, void *native, const struct zpp_lamb_segment *segments,
+                               size_t segments_count, float grad_scale, double *sums, void *work,
+                               struct zpp_err *err);
 
 #endif

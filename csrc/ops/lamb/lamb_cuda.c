@@ -26,6 +26,7 @@ size_t zpp_lamb_cuda_fill(const struct zpp_lamb_segment *segments, size_t segmen
     for (; taken < segments_count && batch->count < room; ++taken) {
         const struct zpp_lamb_segment *s = &segments[taken];
         if (s->elems == 0) continue;
+        batch->places[batch->count] = (uint32_t)taken;
         batch->segments[batch->count++] = (struct zpp_lamb_cuda_segment){
             .param = s->param, .exp_avg = s->exp_avg, .exp_avg_sq = s->exp_avg_sq, .grad = s->grad,
             .param_out = s->param_out, .elems = s->elems, .lr = s->lr, .trust_least = s->trust_least,
@@ -34,6 +35,7 @@ size_t zpp_lamb_cuda_fill(const struct zpp_lamb_segment *segments, size_t segmen
             .out_kind = s->param_out ? zpp_cuda_kind_of(s->out_dtype) : ZPP_CUDA_NONE };
         batch->blocks += (uint32_t)((s->elems + ZPP_LAMB_BLOCK_ELEMS - 1) / ZPP_LAMB_BLOCK_ELEMS);
     }
+    batch->taken = (uint32_t)taken;
     return taken;
 }
 
@@ -125,6 +127,29 @@ zpp_status zpp_lamb_step_cuda(zpp_device *device, void *native, const struct zpp
         zpp_lamb_cuda_place(&batch, work);
         if (is_low) blocks = zpp_lamb_low_cuda_fill(segments + done, taken, grad_scale, &batch, &low);
         if (batch.blocks) status = launch_group(device, native, &batch, is_low ? &low : NULL, blocks, err);
+        done += taken;
+    }
+    return status;
+}
+
+zpp_status zpp_lamb_norms_cuda(zpp_device *device, void *native, const struct zpp_lamb_segment *segments,
+                               size_t segments_count, float grad_scale, double *sums, void *work,
+                               struct zpp_err *err) {
+    const unsigned int threads = ZPP_LAMB_CUDA_THREADS;
+    struct zpp_lamb_cuda_batch batch = { .lanes = NULL };
+    zpp_status status = ZPP_OK;
+    for (size_t done = 0; done < segments_count && status == ZPP_OK;) {
+        const size_t taken = zpp_lamb_cuda_fill(segments + done, segments_count - done, grad_scale, &batch);
+        zpp_lamb_cuda_place(&batch, work);
+        batch.norms = sums + 2 * done;
+        const uint64_t lanes = (uint64_t)batch.blocks * ZPP_LAMB_LANES;
+        const struct zpp_launch_cuda all[] = {
+            { "zpp_lamb_cuda_moments", zpp_launch_cuda_blocks(lanes, threads), threads, 0 },
+            { "zpp_lamb_cuda_blocks", zpp_launch_cuda_blocks(2 * (uint64_t)batch.blocks, threads), threads, 0 },
+            { "zpp_lamb_cuda_norms", zpp_launch_cuda_blocks(batch.taken, threads), threads, 0 } };
+        for (size_t k = 0; k < sizeof all / sizeof all[0] && status == ZPP_OK; ++k) {
+            status = zpp_launch_cuda(device, native, &all[k], &batch, err);
+        }
         done += taken;
     }
     return status;

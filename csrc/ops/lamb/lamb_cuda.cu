@@ -9,6 +9,10 @@
  *   blocks   a thread a block: its lanes in order
  *   rates    a thread a tensor: its blocks in order, its trust ratio
  *   move     a thread an element at a time, with neighbours on neighbours
+ *
+ * and in place of the last two, where a tensor's norms are sums over more than one process has:
+ *
+ *   norms    a thread a tensor, those without elements too: its blocks in order
  */
 #ifndef ZPP_ON_CPU
 #include <cuda_fp16.h>
@@ -76,6 +80,22 @@ KERNEL zpp_lamb_cuda_rates(const __grid_constant__ struct zpp_lamb_cuda_batch ba
         updates = __dadd_rn(updates, batch.sums[2 * (uint64_t)block + 1]);
     }
     batch.rates[k] = (float)(s->lr * zpp_lamb_trust(params, updates, s->trust_least, s->trust_most));
+}
+
+KERNEL zpp_lamb_cuda_norms(const __grid_constant__ struct zpp_lamb_cuda_batch batch) {
+    const unsigned int at = index_of_thread();
+    if (at >= batch.taken) return;
+    double params = 0.0, updates = 0.0;
+    for (unsigned int k = 0; k < batch.count; ++k) {
+        if (batch.places[k] != at) continue;
+        const unsigned int end = k + 1 < batch.count ? batch.segments[k + 1].first_block : batch.blocks;
+        for (unsigned int block = batch.segments[k].first_block; block < end; ++block) {
+            params = __dadd_rn(params, batch.sums[2 * (uint64_t)block]);
+            updates = __dadd_rn(updates, batch.sums[2 * (uint64_t)block + 1]);
+        }
+    }
+    batch.norms[2 * (uint64_t)at] = params;
+    batch.norms[2 * (uint64_t)at + 1] = updates;
 }
 
 KERNEL zpp_lamb_cuda_move(const __grid_constant__ struct zpp_lamb_cuda_batch batch) {

@@ -32,7 +32,10 @@ struct zpp_lamb_cuda_batch {
     float *lanes;  /* [blocks][2][16]: squares of parameters and of updates that a lane adds up */
     double *sums;  /* [blocks][2] */
     float *rates;  /* [count]: lr r */
+    double *norms; /* [taken][2], the result where there is no step */
     uint32_t count, blocks;
+    uint32_t taken; /* segments, with those without elements, which have no place here */
+    uint32_t places[ZPP_LAMB_CUDA_SEGMENTS]; /* of each in what was taken */
     struct zpp_lamb_cuda_segment segments[ZPP_LAMB_CUDA_SEGMENTS];
 };
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from zeropp._ops import doors
 from zeropp._ops import moments as _moments
 
-__all__ = ["lamb_step_"]
+__all__ = ["lamb_moments_", "lamb_step_"]
 
 _NAME = "zeropp.ops.lamb_step_"
+_MOMENTS = "zeropp.ops.lamb_moments_"
 
 
 def lamb_step_(
@@ -88,8 +89,59 @@ def lamb_step_(
         doors.call(_NAME, torch.ops.zeropp.lamb_step_.default, [*tensors_of, steps, *numbers], written)
 
 
+def lamb_moments_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: int | Sequence[int],
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float | Sequence[float] = 0.0,
+    maximize: bool = False,
+    grad_scale: float = 1.0,
+) -> Tensor:
+    """The first half of a step of LAMB, for tensors in pieces, whose norms are sums over pieces: 24 bytes a parameter.
+
+    Moments, and the squares of p and of ``u`` as ``lamb_step_`` has them. The other half is ``frozen_adam_step_`` with
+    ``step_size = rate / (1 - beta1^t)`` and ``decay = rate weight_decay``, once all pieces' sums give the rate.
+
+    Args:
+        params: fp32 tensors, or pieces of them; read.
+        grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
+        exp_avgs: fp32, first moments, updated in place.
+        exp_avg_sqs: fp32, second moments, updated in place.
+        step, beta1, beta2, eps, weight_decay, maximize, grad_scale: as ``lamb_step_`` has them.
+
+    Returns:
+        float64 ``[tensors, 2]``, where the tensors are: sums of squares of p, and of u.
+
+    Raises:
+        TypeError, ValueError: as ``lion_step_``; nothing was written.
+    """
+    doors.check_numbers(_MOMENTS, {"beta1": beta1, "beta2": beta2, "eps": eps, "grad_scale": grad_scale})
+    (decays,) = doors.rates_of(_MOMENTS, {"weight_decay": weight_decay})
+    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    for argument, tensors in lists.items():
+        doors.check_tensors(_MOMENTS, argument, tensors, doors.BOTH)
+    steps = doors.steps_of(_MOMENTS, step, params)
+    if not any(lists.values()):
+        return _sums([])  # without a tensor there is no device to dispatch on
+    arguments = [*map(list, lists.values()), steps, beta1, beta2, eps, decays, maximize, grad_scale]
+    sums: Tensor = doors.call(_MOMENTS, torch.ops.zeropp.lamb_moments_.default, arguments, [*exp_avgs, *exp_avg_sqs])
+    return sums
+
+
+def _sums(params: Sequence[Tensor]) -> Tensor:
+    device = params[0].device if params else torch.device("cpu")
+    return torch.empty(len(params), 2, dtype=torch.float64, device=device)
+
+
 def register() -> None:
     """Register the fake kernels."""
+    torch.library.register_fake("zeropp::lamb_moments_", _fake_moments)
     torch.library.register_fake("zeropp::lamb_step_", _fake)
     torch.library.register_fake("zeropp::lamb_step_low_", _fake_low)
 
@@ -120,3 +172,17 @@ def _fake(
     doors.fake_check_step(_NAME, params, grads, param_outs)
     doors.fake_check_like(_NAME, "exp_avgs", exp_avgs, params, doors.FP32)
     doors.fake_check_like(_NAME, "exp_avg_sqs", exp_avg_sqs, params, doors.FP32)
+
+
+def _fake_moments(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[int],
+    *rates: object,
+) -> Tensor:
+    doors.fake_check_step(_MOMENTS, params, grads, [])
+    doors.fake_check_like(_MOMENTS, "exp_avgs", exp_avgs, params, doors.FP32)
+    doors.fake_check_like(_MOMENTS, "exp_avg_sqs", exp_avg_sqs, params, doors.FP32)
+    return _sums(params)

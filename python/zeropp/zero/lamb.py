@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeropp.ops import norm_squares, onebit_lamb_fresh_
+from zeropp.ops import lamb_moments_, norm_squares, onebit_lamb_fresh_
 from zeropp.zero import low_states
 from zeropp.zero.onebit import OneBit, Piece, Slot
 
@@ -77,42 +78,89 @@ class Lamb(OneBit):
 
     def lamb_step(self, scale: float) -> dict[int, float]:
         """One step of LAMB with reduced gradients: ``{row: ratio of the norms}`` where neither of them is 0."""
+        stepped: list[tuple[Slot, list[int]]] = []
         updates: list[Update] = []
         table = self.table(2)
         for slot in self.slots:
             if any(slot.present):
-                updates += self._directions(slot, scale, table)
-        sums = self.summed(self.gathered(table)).sqrt().tolist()
-        ratios: dict[int, float] = {}
+                stepped.append((slot, slot.count_step()))
+                if slot.unit.state_kind == "fp32":
+                    self._directions(*stepped[-1], scale, table)
+                else:
+                    updates += self._low_directions(*stepped[-1], scale, table)
+        ratios = self._ratios(self.summed(self.gathered(table)).sqrt().tolist())
+        for slot, steps in stepped:
+            if slot.unit.state_kind == "fp32":
+                self._move(slot, steps, lambda row: ratios.get(row, 1.0))
         for update in updates:
-            group = self.group(update.slot, update.piece.param)
-            norm, size = sums[update.row]
-            ratio = 1.0
-            if 0 < norm < math.inf and 0 < size < math.inf:
-                least, most = self.trust(group)
-                ratio = ratios[update.row] = min(max(norm / size, least), most)
-            self.apply(update, float(group["lr"]) * ratio)
-        for slot in self.slots:  # of tensors of which this rank has no piece
-            for param, there in enumerate(slot.present):
-                row = self.row(slot, param)
-                norm, size = sums[row]
-                if there and row not in ratios and 0 < norm < math.inf and 0 < size < math.inf:
-                    least, most = self.trust(self.group(slot, param))
-                    ratios[row] = min(max(norm / size, least), most)
-        for slot in self.slots:
-            if any(slot.present):
+            lr = float(self.group(update.slot, update.piece.param)["lr"])
+            own = update.slot.own(update.slot.unit.own, update.piece)
+            own.add_(update.values, alpha=-lr * ratios.get(update.row, 1.0))
+        for slot, _ in stepped:
+            if slot.unit.state_kind != "fp32":
                 slot.write_out()
         return ratios
 
-    def _directions(self, slot: Slot, scale: float, table: Tensor) -> list[Update]:
-        """Moments of one unit, and ``u = m' / (sqrt(v') + eps) + weight_decay p`` of its pieces."""
+    def _ratios(self, sums: list[list[float]]) -> dict[int, float]:
+        """Of all tensors that are stepped, also those of which this rank has no piece."""
+        ratios: dict[int, float] = {}
+        for slot in self.slots:
+            for param, there in enumerate(slot.present):
+                norm, size = sums[self.row(slot, param)]
+                if there and 0 < norm < math.inf and 0 < size < math.inf:
+                    least, most = self.trust(self.group(slot, param))
+                    ratios[self.row(slot, param)] = min(max(norm / size, least), most)
+        return ratios
+
+    def _stepped(self, slot: Slot) -> list[Piece]:
+        return [piece for piece in slot.pieces if slot.present[piece.param]]
+
+    def _directions(self, slot: Slot, steps: list[int], scale: float, table: Tensor) -> None:
+        """Moments of one unit, and the squares of its parameters and of their updates."""
         beta1, beta2 = self.betas()
-        gradient, steps = self.reduced(slot, scale), slot.count_step()
+        own = slot.unit.own, self.reduced(slot, scale), slot.state("exp_avg"), slot.state("exp_avg_sq")
+        for index, group in enumerate(self._groups):
+            pieces = [piece for piece in self._stepped(slot) if slot.unit.groups[piece.param] == index]
+            sums = lamb_moments_(
+                *([slot.own(values, piece) for piece in pieces] for values in own),
+                step=[steps[piece.param] for piece in pieces],
+                beta1=beta1,
+                beta2=beta2,
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                maximize=bool(group.get("maximize", False)),
+            )
+            for piece, squares in zip(pieces, sums, strict=True):
+                table[piece.slice, self.row(slot, piece.param)] = squares
+
+    def _move(self, slot: Slot, steps: list[int], ratio: Callable[[int], float]) -> None:
+        """``p = p - lr ratio(row) u`` with ``u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p``."""
+        pieces, (beta1, _) = self._stepped(slot), self.betas()
+        rates: dict[str, list[float]] = {"step_size": [], "variance_step": [], "eps": [], "decay": []}
+        for piece in pieces:
+            group, step = self.group(slot, piece.param), steps[piece.param]
+            rate = float(group["lr"]) * ratio(self.row(slot, piece.param))
+            rates["step_size"].append(rate / (self.coefficient(slot, piece.param) * (1 - beta1**step)))
+            rates["variance_step"].append(self.learned(step))
+            rates["eps"].append(float(group["eps"]))
+            rates["decay"].append(rate * float(group["weight_decay"]))
+        self.step_frozen(slot, pieces, slot.state("exp_avg"), **rates)
+
+    def coefficient(self, slot: Slot, param: int) -> float:
+        """``exp_avg`` holds the momentum times this."""
+        return 1.0
+
+    def learned(self, step: int) -> int:
+        """How often the variance was updated in so many steps of a tensor."""
+        return step
+
+    def _low_directions(self, slot: Slot, steps: list[int], scale: float, table: Tensor) -> list[Update]:
+        """The same with moments in fewer bits, whose scratch memory the next unit takes: updates are kept until then."""
+        beta1, beta2 = self.betas()
+        gradient = self.reduced(slot, scale)
         moments = [self._moment(slot, name) for name in _MOMENTS]
         found = []
-        for piece in slot.pieces:
-            if not slot.present[piece.param]:
-                continue
+        for piece in self._stepped(slot):
             group, step = self.group(slot, piece.param), steps[piece.param]
             g = slot.own(gradient, piece)
             if group.get("maximize", False):
@@ -129,22 +177,16 @@ class Lamb(OneBit):
             sums, _ = norm_squares([own, values])
             table[piece.slice, row] = sums
             found.append(Update(slot, piece, values, row))
-        if slot.unit.state_kind != "fp32":
-            for name, moment in zip(_MOMENTS, moments, strict=True):
-                low_states.store_all(slot.unit, name, moment, slot.present)
+        for name, moment in zip(_MOMENTS, moments, strict=True):
+            low_states.store_all(slot.unit, name, moment, slot.present)
         return found
 
     def _moment(self, slot: Slot, name: str) -> Tensor:
-        """In fp32: the state itself, or a copy of one in fewer bits."""
-        if slot.unit.state_kind == "fp32":
-            return slot.state(name)
+        """A copy in fp32 of one in fewer bits."""
         low_states.make(slot.unit, name)
         copy = self.scratch(slot.unit, name)[: slot.unit.shard.numel()]
         low_states.load_all(slot.unit, name, copy)
         return copy
-
-    def apply(self, update: Update, rate: float) -> None:
-        update.slot.own(update.slot.unit.own, update.piece).add_(update.values, alpha=-rate)
 
 
 class OneBitLamb(Lamb):
@@ -220,8 +262,23 @@ class OneBitLamb(Lamb):
         norms = self.summed(table[:, :, :2]).sqrt().tolist()
         ratios = table[:, :, 2].amax(0).tolist()
         factors = self._factors(norms, ratios)
+        held = {
+            self.row(slot, param): self._held(slot, param) for slot, steps in stepped for param in range(len(steps))
+        }
         for slot, steps in stepped:
-            self._step(slot, steps, factors)
+            self._move(slot, steps, lambda row: held[row] * factors[row])
+
+    def _held(self, slot: Slot, param: int) -> float:
+        """The moving average of a tensor's ratio, which the freeze left."""
+        numbers = self.numbers(slot, param)
+        seen = 1 - float(self.group(slot, param)["coeff_beta"]) ** numbers["seen"]
+        return numbers["ratio"] / seen if seen else 1.0
+
+    def coefficient(self, slot: Slot, param: int) -> float:
+        return self.numbers(slot, param)["coefficient"]
+
+    def learned(self, step: int) -> int:
+        return min(step, int(self._groups[0]["freeze_step"]))
 
     def _average_momentum(self, slot: Slot, scale: float) -> Tensor:
         """The new momentum of this rank's slice in ``exp_avg``; returns the one before."""
@@ -236,9 +293,6 @@ class OneBitLamb(Lamb):
         slot.packed = self.engine.ranks > 1
         return before
 
-    def _stepped(self, slot: Slot) -> list[Piece]:
-        return [piece for piece in slot.pieces if slot.present[piece.param]]
-
     def _fresh(self, slot: Slot, steps: list[int], before: Tensor, sums: Tensor, most: Tensor) -> None:
         """The fresh variance from the momentum's difference; norms of updates and the largest ratio of denominators."""
         pieces = self._stepped(slot)
@@ -249,7 +303,7 @@ class OneBitLamb(Lamb):
             *([slot.own(values, piece) for piece in pieces] for values in own),
             step=[steps[piece.param] for piece in pieces],
             freeze_step=int(self._groups[0]["freeze_step"]),
-            coefficient=[self.numbers(slot, piece.param)["coefficient"] for piece in pieces],
+            coefficient=[self.coefficient(slot, piece.param) for piece in pieces],
             beta1=beta1,
             beta2=beta2,
             eps=[float(group["eps"]) for group in groups],
@@ -258,22 +312,6 @@ class OneBitLamb(Lamb):
         for piece, square, ratio in zip(pieces, squares, largest, strict=True):
             row = self.row(slot, piece.param)
             sums[piece.slice, row], most[piece.slice, row, 0] = square, ratio
-
-    def _step(self, slot: Slot, steps: list[int], factors: dict[int, float]) -> None:
-        """``p = p - lr ratio factor (m / (coefficient (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p)``."""
-        pieces, (beta1, _), frozen_at = self._stepped(slot), self.betas(), int(self._groups[0]["freeze_step"])
-        rates: dict[str, list[float]] = {"step_size": [], "variance_step": [], "eps": [], "decay": []}
-        for piece in pieces:
-            group, numbers, step = self.group(slot, piece.param), self.numbers(slot, piece.param), steps[piece.param]
-            seen = 1 - float(group["coeff_beta"]) ** numbers["seen"]
-            rate = (
-                float(group["lr"]) * (numbers["ratio"] / seen if seen else 1.0) * factors[self.row(slot, piece.param)]
-            )
-            rates["step_size"].append(rate / (numbers["coefficient"] * (1 - beta1**step)))
-            rates["variance_step"].append(min(step, frozen_at))
-            rates["eps"].append(float(group["eps"]))
-            rates["decay"].append(rate * float(group["weight_decay"]))
-        self.step_frozen(slot, pieces, slot.state("exp_avg"), **rates)
 
     def _factors(self, norms: list[list[float]], ratios: list[float]) -> dict[int, float]:
         """The bounded factor of every tensor that is stepped, the same on every rank."""
