@@ -65,7 +65,7 @@ class Slot:
         self.packed = False
         """Does ``reducer`` hold the whole momentum?"""
         self.extra: dict[str, Tensor] = {}
-        """Whole fp32 tensors of this rank alone, by name: part of the checkpoint where ranks differ."""
+        """Tensors of this rank alone, by name: part of the checkpoint where ranks differ."""
         self._reducer: OneBitAllReduce | None = None
 
     @property

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,25 +32,24 @@ class Adam(OneBit):
     def step_slices(self, slot: Slot, steps: list[int]) -> None:
         """``p = p (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)``."""
         beta1, _ = self.betas()
-        self.walk(slot, steps, slot.state("exp_avg"), lambda lr, step: lr / (1 - beta1**step))
+        sizes = [float(self.group(slot, param)["lr"]) / (1 - beta1 ** max(step, 1)) for param, step in enumerate(steps)]
+        self.walk(slot, steps, slot.state("exp_avg"), sizes)
 
-    def walk(
-        self, slot: Slot, steps: list[int], along: Tensor, step_size: Callable[[float, int], float], *,
-        decays: bool = True,
-    ) -> None:  # fmt: skip
-        """``values = values (1 - lr weight_decay) - step_size(lr, t) along / (sqrt(v / (1 - beta2^t)) + eps)``, then out.
+    def walk(self, slot: Slot, steps: list[int], along: Tensor, sizes: list[float], *, decays: bool = True) -> None:
+        """``values = values (1 - lr weight_decay) - size along / (sqrt(v / (1 - beta2^t)) + eps)``, then out.
 
         Where nothing was ever seen, ``v = 0``, there is no movement.
         """
-        found = list(slot.runs(self.rates(slot, steps)))
+        rates = self.rates(slot, steps)
+        found = list(slot.runs(lambda param: (*rates(param), sizes[param])))
         self.step_frozen(
             slot,
             [run for _, run in found],
             along,
-            step_size=[step_size(lr, step) for (lr, _, _, step), _ in found],
-            variance_step=[min(step, self.variance_steps()) for (_, _, _, step), _ in found],
-            eps=[eps for (_, eps, _, _), _ in found],
-            decay=[lr * decay if decays else 0.0 for (lr, _, decay, _), _ in found],
+            step_size=[size for (*_, size), _ in found],
+            variance_step=[min(step, self.variance_steps()) for (_, _, _, step, _), _ in found],
+            eps=[eps for (_, eps, *_), _ in found],
+            decay=[lr * decay if decays else 0.0 for (lr, _, decay, *_), _ in found],
         )
 
 
@@ -219,12 +217,16 @@ class ZeroOneAdam(Adam):
             slot.packed = False
         if not due:
             return
-        if not alone:
+        here, shares = slot.present, [1.0] * len(steps)
+        if not alone:  # what was stepped since the ranks last agreed moves by that, with a gradient now or without
+            shares = (slot.extra["stepped"] / total).tolist()
+            slot.present = [share > 0 for share in shares]
             slot.unit.own.copy_(slot.extra["anchor"])
             slot.write_out()
         self.average(slot, moved, momentum)
         slot.packed = self.engine.ranks > 1
-        self.walk(slot, steps, momentum, lambda lr, step: 1.0, decays=alone)  # an anchor decayed with every step
+        self.walk(slot, steps, momentum, shares, decays=alone)  # an anchor decayed with every step
+        slot.present = here
         momentum.mul_(1 / total)
         if slot.packed:
             slot.reducer.scale_(1 / total)
@@ -236,6 +238,8 @@ class ZeroOneAdam(Adam):
         unit, momentum, variance = slot.unit, slot.state("exp_avg"), slot.state("exp_avg_sq")
         if "moved" not in slot.extra:
             slot.extra |= {"moved": torch.zeros(unit.elems), "anchor": unit.own.clone()}
+            slot.extra["stepped"] = torch.zeros(len(unit.params), dtype=torch.float64)  # the rates of each one's steps
+        slot.extra["stepped"] += rate * torch.tensor(slot.present, dtype=torch.float64)
         whole = {
             "params": unit.own, "exp_avgs": momentum, "exp_avg_sqs": variance, "moved": slot.extra["moved"],
             "anchors": slot.extra["anchor"], **({} if unit.master is None else {"param_outs": unit.shard}),

@@ -129,6 +129,28 @@ def zero_one_adam_local_steps() -> None:
     follows(lambda p: zeropp.optim.ZeroOneAdam(p, **LOCAL, **ADAM), reference, 0, 24, compare_every=4)
 
 
+def a_local_step_is_not_lost() -> None:
+    """A tensor without a gradient in the step of the agreement moves by what it moved before, as far as one bit tells."""
+    model = Given()
+    made = {**LOCAL, "var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 2}
+    model, optimizer = zeropp.prepare(
+        model,
+        zeropp.optim.ZeroOneAdam(model.parameters(), lr=1e-2, betas=(0.0, 0.999), **made),
+        zeropp.Config(stage=0, units=[Given]),
+    )
+    seen = []
+    for step in range(6):  # agreements: 3, 4, 6; a is local in 5, and without a gradient in 6
+        ones = torch.ones(37, 9), torch.ones(50)
+        loss = model.b.sum() if step == 5 else model(ones)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([one.clone() for one in whole(model)])
+    before, local, agreed = (seen[at][0] for at in (3, 4, 5))
+    ratio = (before - agreed) / (before - local)
+    assert bool((before - local > 5e-3).all()) and bool(((ratio - 1).abs() < 0.3).all()), ratio
+
+
 def one_bit_lamb() -> None:
     def reference(model: nn.Module, x: Tensor, ranks: int) -> Any:
         (unit,) = engine_of(model).units
@@ -406,7 +428,7 @@ def refuses() -> list[str]:
 CASES = {
     function.__name__.replace("_", " "): function
     for function in (
-        one_bit_adam, zero_one_adam, zero_one_adam_local_steps, one_bit_lamb, sliced_lamb, every_stage, warm_up_is_adamw,
+        one_bit_adam, zero_one_adam, zero_one_adam_local_steps, a_local_step_is_not_lost, one_bit_lamb, sliced_lamb, every_stage, warm_up_is_adamw,
         learns, moves_one_bit, local_steps_send_nothing, holds_what_is_planned, skips_an_overflow, one_rank, resumes_exactly, loads_at_another_stage, refuses,
     )
 }  # fmt: skip
