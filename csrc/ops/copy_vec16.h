@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Bytes from one place to another, or zeros to one, through the cache or past it. Included by files of one instruction
- * set only.
+ * Bytes from one place to another, or zeros to one, through the cache or past it (then the caller ends with
+ * zpp_streamed(), once for many). Included by files of one instruction set only.
  */
 #ifndef ZPP_OPS_COPY_VEC16_H
 #define ZPP_OPS_COPY_VEC16_H
@@ -23,7 +23,6 @@ V16_FN void v16_copy(void *to, const void *from, size_t bytes, bool stream) {
         v16_stream((float *)(void *)((char *)to + at),
                    v16_load((const float *)(const void *)((const char *)from + at)));
     }
-    _mm_sfence();
     memcpy((char *)to + at, (const char *)from + at, bytes - at);
 }
 
@@ -35,7 +34,6 @@ V16_FN void v16_zero(void *to, size_t bytes, bool stream) {
     }
     memset(to, 0, at);
     for (; at + 64 <= bytes; at += 64) v16_stream((float *)(void *)((char *)to + at), v16_set1(0.0f));
-    _mm_sfence();
     memset((char *)to + at, 0, bytes - at);
 }
 

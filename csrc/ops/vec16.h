@@ -10,6 +10,7 @@
 #define ZPP_OPS_VEC16_H
 
 #include <immintrin.h>
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -51,6 +52,29 @@ V16_FN v16 v16_max_bits(v16 a, v16 b) {
 V16_FN float v16_greatest(v16 a) { return _mm512_reduce_max_ps(a); } /* of numbers; which zero wins is not promised */
 V16_FN float v16_least(v16 a) { return _mm512_reduce_min_ps(a); }
 V16_FN uint32_t v16_greatest_bits(v16 a) { return (uint32_t)_mm512_reduce_max_epi32(_mm512_castps_si512(a)); }
+V16_FN v16 v16_halved(v16 a) { return _mm512_shuffle_f32x4(a, a, _MM_SHUFFLE(1, 0, 3, 2)); } /* lane l is l + 8 */
+V16_FN v16 v16_add_tree(v16 a) {
+    a = _mm512_add_ps(a, v16_halved(a));
+    a = _mm512_add_ps(a, _mm512_shuffle_f32x4(a, a, _MM_SHUFFLE(2, 3, 0, 1)));
+    a = _mm512_add_ps(a, _mm512_permute_ps(a, _MM_SHUFFLE(1, 0, 3, 2)));
+    return _mm512_add_ps(a, _mm512_permute_ps(a, _MM_SHUFFLE(2, 3, 0, 1)));
+}
+V16_FN v16 v16_max_tree(v16 a) {
+    a = _mm512_max_ps(a, v16_halved(a));
+    a = _mm512_max_ps(a, _mm512_shuffle_f32x4(a, a, _MM_SHUFFLE(2, 3, 0, 1)));
+    a = _mm512_max_ps(a, _mm512_permute_ps(a, _MM_SHUFFLE(1, 0, 3, 2)));
+    return _mm512_max_ps(a, _mm512_permute_ps(a, _MM_SHUFFLE(2, 3, 0, 1)));
+}
+V16_FN float v16_lane0(v16 a) { return _mm512_cvtss_f32(a); }
+V16_FN __mmask16 v16_few(size_t count) { return (__mmask16)(count < V16_LANES ? (1u << count) - 1 : UINT16_MAX); }
+V16_FN v16 v16_first(v16 a, size_t count) { return _mm512_mask_mov_ps(_mm512_setzero_ps(), v16_few(count), a); }
+V16_FN v16 v16_load_first(const float *from, size_t count, v16 rest) {
+    return _mm512_mask_loadu_ps(rest, v16_few(count), from);
+}
+V16_FN v16 v16_without(v16 a, size_t lane) {
+    return _mm512_mask_mov_ps(a, (__mmask16)(1u << lane), _mm512_set1_ps(-INFINITY));
+}
+V16_FN uint16_t v16_equal(v16 a, v16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 /* Bit l: lane l >= 0 (no for NaN, yes for -0). */
 V16_FN uint16_t v16_not_negative(v16 a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
 /* +a where the lane's bit is set, -a elsewhere. */
@@ -133,6 +157,50 @@ V16_FN uint32_t v16_greatest_bits(v16 a) {
     m = _mm256_max_epi32(m, _mm256_shuffle_epi32(m, _MM_SHUFFLE(1, 0, 3, 2)));
     m = _mm256_max_epi32(m, _mm256_shuffle_epi32(m, _MM_SHUFFLE(2, 3, 0, 1)));
     return (uint32_t)_mm256_cvtsi256_si32(m);
+}
+/* In lane 0: of lanes l and l + 8, of those l and l + 4, ..., as scalar versions do; a NaN goes their way, too. */
+V16_FN v16 v16_add_tree(v16 a) {
+    __m256 m = _mm256_add_ps(a.lo, a.hi);
+    m = _mm256_add_ps(m, _mm256_permute2f128_ps(m, m, 1));
+    m = _mm256_add_ps(m, _mm256_permute_ps(m, _MM_SHUFFLE(1, 0, 3, 2)));
+    m = _mm256_add_ps(m, _mm256_permute_ps(m, _MM_SHUFFLE(2, 3, 0, 1)));
+    return V16_BOTH(m, m);
+}
+V16_FN v16 v16_max_tree(v16 a) {
+    __m256 m = _mm256_max_ps(a.lo, a.hi);
+    m = _mm256_max_ps(m, _mm256_permute2f128_ps(m, m, 1));
+    m = _mm256_max_ps(m, _mm256_permute_ps(m, _MM_SHUFFLE(1, 0, 3, 2)));
+    m = _mm256_max_ps(m, _mm256_permute_ps(m, _MM_SHUFFLE(2, 3, 0, 1)));
+    return V16_BOTH(m, m);
+}
+V16_FN float v16_lane0(v16 a) { return _mm256_cvtss_f32(a.lo); }
+V16_FN __m256i v8_few(size_t count, int first) { /* of eight lanes from `first` on: all ones where below count */
+    const __m256i lanes = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(first));
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count < V16_LANES ? (int)count : V16_LANES), lanes);
+}
+V16_FN v16 v16_first(v16 a, size_t count) { /* lanes below count, and zeros */
+    return V16_BOTH(_mm256_and_ps(a.lo, _mm256_castsi256_ps(v8_few(count, 0))),
+                    _mm256_and_ps(a.hi, _mm256_castsi256_ps(v8_few(count, 8))));
+}
+/* Reads `count` elements, sixteen at most; lanes beyond are those of `rest`. */
+V16_FN v16 v16_load_first(const float *from, size_t count, v16 rest) {
+    if (count >= V16_LANES) return v16_load(from);
+    const __m256i lo = v8_few(count, 0), hi = v8_few(count, 8);
+    return V16_BOTH(
+        _mm256_blendv_ps(rest.lo, _mm256_maskload_ps(from, lo), _mm256_castsi256_ps(lo)),
+        _mm256_blendv_ps(rest.hi, _mm256_maskload_ps(from + 8, hi), _mm256_castsi256_ps(hi)));
+}
+V16_FN __m256 v8_without(__m256 a, int lane) {
+    const __m256i here = _mm256_cmpeq_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(lane));
+    return _mm256_blendv_ps(a, _mm256_set1_ps(-INFINITY), _mm256_castsi256_ps(here));
+}
+V16_FN v16 v16_without(v16 a, size_t lane) { /* that lane becomes -inf */
+    return V16_BOTH(v8_without(a.lo, (int)lane), v8_without(a.hi, (int)lane - 8));
+}
+V16_FN uint16_t v16_equal(v16 a, v16 b) { /* bit l: the lanes are equal numbers */
+    const int lo = _mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_EQ_OQ));
+    const int hi = _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_EQ_OQ));
+    return (uint16_t)(lo | hi << 8);
 }
 V16_FN uint16_t v16_not_negative(v16 a) {
     const __m256 zero = _mm256_setzero_ps();

@@ -34,7 +34,8 @@ typedef struct { uint32_t at[4]; } emulated_si128;
 #define __m128i emulated_si128
 typedef uint16_t __mmask16;
 enum {
-    _CMP_UNORD_Q = 3, _CMP_NEQ_UQ = 4, _CMP_NLT_UQ = 21, _CMP_NEQ_OQ = 12, _CMP_GE_OQ = 29, _CMP_GT_OQ = 30,
+    _CMP_EQ_OQ = 0, _CMP_UNORD_Q = 3, _CMP_NEQ_UQ = 4, _CMP_NLT_UQ = 21, _CMP_NEQ_OQ = 12, _CMP_GE_OQ = 29,
+    _CMP_GT_OQ = 30,
     _MM_FROUND_TO_NEAREST_INT = 0,
 };
 
@@ -124,6 +125,13 @@ LANES(_mm512_srli_epi32, __m512i, (__m512i a, unsigned n), a.at[i] >> n)
 LANES(_mm512_slli_epi32, __m512i, (__m512i a, unsigned n), a.at[i] << n)
 LANES(_mm256_slli_epi32, __m256i, (__m256i a, unsigned n), a.at[i] << n)
 LANES(_mm512_mask_blend_epi32, __m512i, (__mmask16 k, __m512i a, __m512i b), k >> i & 1 ? b.at[i] : a.at[i])
+#define _MM_SHUFFLE(d, c, b, a) ((d) << 6 | (c) << 4 | (b) << 2 | (a))
+/* Fours as wholes, the lower two of the first argument; and lanes within each four. */
+LANES(_mm512_shuffle_f32x4, __m512, (__m512 a, __m512 b, int order),
+      (i < 8 ? a : b).at[4 * (unsigned)(order >> i / 4 * 2 & 3) + i % 4])
+LANES(_mm512_permute_ps, __m512, (__m512 a, int order), a.at[i / 4 * 4 + (unsigned)(order >> i % 4 * 2 & 3)])
+LANES(_mm512_mask_loadu_ps, __m512, (__m512 rest, __mmask16 k, const float *from), k >> i & 1 ? from[i] : rest.at[i])
+E float _mm512_cvtss_f32(__m512 a) { return a.at[0]; }
 LANES(_mm512_mask_blend_ps, __m512, (__mmask16 k, __m512 a, __m512 b), k >> i & 1 ? b.at[i] : a.at[i])
 
 E uint16_t emulated_half(const void *halves, size_t i) {
@@ -153,6 +161,7 @@ E __m256i _mm512_cvtepi32_epi16(__m512i a) {
 }
 E int emulated_compare(float a, float b, int how) {
     switch (how) {
+    case _CMP_EQ_OQ: return !(a < b) && !(a > b) && !isnan(a) && !isnan(b);
     case _CMP_UNORD_Q: return isnan(a) || isnan(b);
     case _CMP_NLT_UQ: return !(a < b);
     case _CMP_NEQ_OQ: return a < b || a > b;
@@ -271,7 +280,6 @@ BYTES(_mm256_min_epi8, (__m256i a, __m256i b), BYTE(a, i) < BYTE(b, i) ? BYTE(a,
 /* Within each half: eight words of a, then eight of b. */
 BYTES(_mm256_packus_epi16, (__m256i a, __m256i b),
       emulated_within((int16_t)WORD(*(i % 16 < 8 ? &a : &b), i / 16 * 8 + i % 8), 0, 255))
-#define _MM_SHUFFLE(d, c, b, a) ((d) << 6 | (c) << 4 | (b) << 2 | (a))
 E __m256i _mm256_permute4x64_epi64(__m256i a, int order) {
     const emulated_256 from = { a };
     emulated_256 r;

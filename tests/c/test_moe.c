@@ -71,22 +71,58 @@ static void exp_is_within_two_ulp(void) {
 }
 
 /* --- scores ------------------------------------------------------------------------------------------------------- */
-static void check_scores(const struct zpp_moe_kernels *kernels, const char *level) {
-    static const size_t sizes[] = { 1, 2, 8, 15, 16, 17, 31, 64, 100, 1024 };
-    for (int round = 0; round < 400; ++round) {
-        float logits[ZPP_MOE_MAX_EXPERTS], want[ZPP_MOE_MAX_EXPERTS], got[ZPP_MOE_MAX_EXPERTS];
-        const size_t experts = sizes[round % 10], padded = zpp_moe_padded(experts);
-        for (size_t e = 0; e < padded; ++e) logits[e] = e < experts ? random_value(round % 3 == 0) : -INFINITY;
-        for (int sigmoid = 0; sigmoid < 2; ++sigmoid) {
-            const struct zpp_moe_row_sums a = zpp_moe_scalar.scores(logits, experts, sigmoid, want);
-            const struct zpp_moe_row_sums b = kernels->scores(logits, experts, sigmoid, got);
-            if (!same(a.max, b.max) || !same(a.sum, b.sum) || !same_floats(want, got, ZPP_F32, padded)) {
-                fprintf(stderr, "scores %s: %zu experts, sigmoid %d\n", level, experts, sigmoid);
-                CHECK(!"scores differ from scalar");
-            }
+static const size_t expert_counts[] = { 1, 2, 8, 15, 16, 17, 31, 64, 100, 1024 };
+
+static bool same_scores(const float *logits, size_t experts, bool sigmoid, const struct zpp_moe_kernels *kernels) {
+    float want[ZPP_MOE_MAX_EXPERTS], got[ZPP_MOE_MAX_EXPERTS];
+    const struct zpp_moe_row_sums a = zpp_moe_scalar.scores(logits, experts, sigmoid, want);
+    const struct zpp_moe_row_sums b = kernels->scores(logits, experts, sigmoid, got);
+    return same(a.max, b.max) && same(a.sum, b.sum) && same_floats(want, got, ZPP_F32, zpp_moe_padded(experts));
+}
+
+/* By hand: what was not taken, the greatest, and of equals the first; a NaN and -inf are as little as can be. */
+static bool is_choice(const float *by, size_t experts, size_t k, const int32_t *chosen) {
+    bool taken[ZPP_MOE_MAX_EXPERTS] = { false };
+    for (size_t j = 0; j < k; ++j) {
+        size_t best = experts;
+        for (size_t e = 0; e < experts; ++e) {
+            const float value = by[e] > -3.4e38f ? by[e] : -3.4e38f;
+            if (!taken[e] && (best == experts || value > (by[best] > -3.4e38f ? by[best] : -3.4e38f))) best = e;
         }
-        for (size_t e = 0; e < padded; ++e) logits[e] = isnan(logits[e]) ? 0.0f : logits[e];
-        CHECK(kernels->greatest(logits, padded) == zpp_moe_scalar.greatest(logits, padded));
+        if (chosen[j] != (int32_t)best) return false;
+        taken[best] = true;
+    }
+    return true;
+}
+
+static void check_scores(const struct zpp_moe_kernels *kernels, const char *level) {
+    for (int round = 0; round < 400; ++round) {
+        const size_t experts = expert_counts[round % 10];
+        /* At the end of an allocation: what reads beyond it is seen by AddressSanitizer. */
+        float *logits = malloc(experts * sizeof *logits);
+        float work[ZPP_MOE_MAX_EXPERTS], shares[2][ZPP_MOE_MAX_EXPERTS];
+        int32_t chosen[ZPP_MOE_MAX_CHOICES];
+        const size_t most = experts < ZPP_MOE_MAX_CHOICES ? experts : ZPP_MOE_MAX_CHOICES;
+        for (size_t e = 0; e < experts; ++e) logits[e] = random_value(round % 3 == 0);
+        if (!same_scores(logits, experts, false, kernels) || !same_scores(logits, experts, true, kernels)) {
+            fprintf(stderr, "scores %s: %zu experts\n", level, experts);
+            CHECK(!"scores differ from scalar");
+        }
+        for (int e = 0; e < ZPP_MOE_MAX_EXPERTS; ++e) {
+            shares[0][e] = shares[1][e] = random_value(false), work[e] = random_value(false);
+        }
+        zpp_moe_scalar.add(shares[0], work, 0.3f, experts);
+        kernels->add(shares[1], work, 0.3f, experts);
+        CHECK(memcmp(shares[0], shares[1], experts * sizeof(float)) == 0);
+        for (size_t e = 0; e < experts && round % 4 == 0; ++e) logits[e] = rintf(logits[e]); /* ties */
+        for (size_t e = 0; e < experts && round % 40 < 10; ++e) logits[e] = e % 5 ? NAN : -INFINITY;
+        const size_t k = round % 2 ? most : 1 + (size_t)round % most;
+        kernels->choose(logits, experts, k, work, chosen);
+        CHECK(is_choice(logits, experts, k, chosen));
+        memcpy(work, logits, experts * sizeof *logits);
+        kernels->choose(work, experts, k, work, chosen);
+        CHECK(is_choice(logits, experts, k, chosen));
+        free(logits);
     }
 }
 static void scores(void) { each_level(check_scores); }

@@ -26,10 +26,10 @@ const struct zpp_moe_kernels *zpp_moe_kernels_at(enum zpp_cpu_level level) {
 
 const struct zpp_moe_kernels *zpp_moe_kernels(void) { return zpp_moe_kernels_at(zpp_cpu_level()); }
 
-/* A token's row, in whole sixteens. */
+/* A token's row; ours in whole sixteens. */
 struct row {
-    _Alignas(64) float logits[ZPP_MOE_MAX_EXPERTS];
-    float scores[ZPP_MOE_MAX_EXPERTS];
+    const float *logits;
+    _Alignas(64) float scores[ZPP_MOE_MAX_EXPERTS];
     float work[ZPP_MOE_MAX_EXPERTS]; /* what the choice is made by; then softmax beside sigmoid */
     struct zpp_moe_row_sums sums;
 };
@@ -42,13 +42,9 @@ struct gate_job {
     double *sums; /* per block: sum of p for each expert, then sum of squares of log sum exp */
 };
 
-static void load_row(const struct zpp_moe_gate *gate, size_t token, struct row *row) {
-    const size_t padded = zpp_moe_padded(gate->experts);
-    memcpy(row->logits, gate->logits + token * gate->experts, gate->experts * sizeof(float));
-    for (size_t e = gate->experts; e < padded; ++e) row->logits[e] = -INFINITY;
-}
-
-static void score_row(const struct zpp_moe_gate *gate, const struct zpp_moe_kernels *kernels, struct row *row) {
+static void score_row(const struct zpp_moe_gate *gate, const struct zpp_moe_kernels *kernels, size_t token,
+                      struct row *row) {
+    row->logits = gate->logits + token * gate->experts;
     row->sums = kernels->scores(row->logits, gate->experts, gate->sigmoid, row->scores);
 }
 
@@ -59,23 +55,15 @@ static float log_sum_exp(const struct zpp_moe_gate *gate, const struct zpp_moe_k
     return sums.max + logf(sums.sum);
 }
 
-/* The k greatest, greatest first, ties to the lower index. What was taken becomes -inf, below every candidate. */
 static void choose(const struct zpp_moe_gate *gate, const struct zpp_moe_kernels *kernels, size_t token,
                    struct row *row, int32_t *chosen) {
-    const size_t padded = zpp_moe_padded(gate->experts);
-    const float *bias = gate->bias ? gate->bias + (gate->bias_per_token ? token * gate->experts : 0) : NULL;
-    for (size_t e = 0; e < gate->experts; ++e) {
-        const float by = bias ? row->logits[e] + bias[e] : row->logits[e];
-        row->work[e] = by > -3.4e38f ? by : -3.4e38f; /* NaN and -inf: the least, but candidates */
+    if (!gate->bias) {
+        kernels->choose(row->logits, gate->experts, gate->k, row->work, chosen);
+        return;
     }
-    for (size_t e = gate->experts; e < padded; ++e) row->work[e] = -INFINITY;
-    for (size_t j = 0; j < gate->k; ++j) {
-        const float best = kernels->greatest(row->work, padded);
-        size_t e = 0;
-        while (e + 1 < gate->experts && row->work[e] != best) ++e;
-        chosen[j] = (int32_t)e;
-        row->work[e] = -INFINITY;
-    }
+    const float *bias = gate->bias + (gate->bias_per_token ? token * gate->experts : 0);
+    for (size_t e = 0; e < gate->experts; ++e) row->work[e] = row->logits[e] + bias[e];
+    kernels->choose(row->work, gate->experts, gate->k, row->work, chosen);
 }
 
 static void weigh(const struct zpp_moe_gate *gate, const float *scores, const int32_t *chosen, float *weights) {
@@ -92,18 +80,17 @@ static void gate_block(const struct gate_job *job, size_t block) {
     const size_t experts = gate->experts, begin = block * BLOCK_TOKENS;
     const size_t end = begin + BLOCK_TOKENS < gate->tokens ? begin + BLOCK_TOKENS : gate->tokens;
     double *sums = job->sums + block * (experts + 1);
-    float shares[ZPP_MOE_MAX_EXPERTS] = { 0 };
+    float shares[ZPP_MOE_MAX_EXPERTS];
     double squares = 0.0;
     struct row row;
+    memset(shares, 0, zpp_moe_padded(experts) * sizeof *shares);
     for (size_t t = begin; t < end; ++t) {
-        load_row(gate, t, &row);
-        score_row(gate, job->kernels, &row);
+        score_row(gate, job->kernels, t, &row);
         choose(gate, job->kernels, t, &row, job->chosen + t * gate->k);
         weigh(gate, row.scores, job->chosen + t * gate->k, job->weights + t * gate->k);
         const double lse = (double)log_sum_exp(gate, job->kernels, &row);
         squares += lse * lse;
-        const float per_sum = gate->sigmoid ? 1.0f / row.sums.sum : 1.0f;
-        for (size_t e = 0; e < experts; ++e) shares[e] += row.scores[e] * per_sum;
+        job->kernels->add(shares, row.scores, gate->sigmoid ? 1.0f / row.sums.sum : 1.0f, experts);
     }
     for (size_t e = 0; e < experts; ++e) sums[e] = (double)shares[e];
     sums[experts] = squares;
@@ -208,8 +195,7 @@ static void backward_tokens(size_t begin, size_t end, void *arg) {
     struct row row;
     for (size_t t = begin; t < end; ++t) {
         const int32_t *chosen = job->chosen + t * gate->k;
-        load_row(gate, t, &row);
-        score_row(gate, job->kernels, &row);
+        score_row(gate, job->kernels, t, &row);
         const float by_lse = 2.0f * log_sum_exp(gate, job->kernels, &row) * job->by_lse;
         weights_backward(gate, row.scores, chosen, job->grad_weights + t * gate->k, by_choice);
         (gate->sigmoid ? sigmoid_backward : softmax_backward)(job, &row, chosen, by_choice, by_lse,

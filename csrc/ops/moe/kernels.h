@@ -19,13 +19,18 @@ struct zpp_moe_row_sums {
     float sum; /* softmax: of e^(x - max); sigmoid: of the scores */
 };
 
+/* What is less does not count, for the choice of experts: it comes last, as NaN and -inf do. */
+static const float ZPP_MOE_LEAST = -3.4e38f;
+
 struct zpp_moe_kernels {
-    /* A row of scores. logits and scores have room for whole sixteens; the logits' end is filled with -inf, and the
-     * scores' end becomes 0. */
+    /* A row of scores, which have room for whole sixteens; what is beyond `experts` becomes 0. */
     struct zpp_moe_row_sums (*scores)(const float *logits, size_t experts, bool sigmoid, float *scores);
-    /* The greatest of `padded` (whole sixteens) numbers, none of them NaN. */
-    float (*greatest)(const float *from, size_t padded);
-    /* out = sum_j weights[j] rows[j]; weights NULL: plain sum. count >= 1. `stream`: past the cache. */
+    /* The k greatest of by [experts], greatest first, ties to the lower index. work: whole sixteens; it may be `by`. */
+    void (*choose)(const float *by, size_t experts, size_t k, float *work, int32_t *chosen);
+    /* to += by * from; whole sixteens, of as many as hold `experts` */
+    void (*add)(float *to, const float *from, float by, size_t experts);
+    /* out = sum_j weights[j] rows[j]; weights NULL: plain sum. count >= 1. `stream`, here and below: past the cache;
+     * the caller ends with zpp_streamed(). */
     void (*combine)(void *out, const void *const *rows, const float *weights, size_t count, size_t elems,
                     zpp_dtype dtype, bool stream);
     /* out = weight * row */

@@ -8,4 +8,4 @@
 
 static void copy(void *to, const void *from, size_t bytes, bool stream) { v16_copy(to, from, bytes, stream); }
 
-const struct zpp_moe_kernels zpp_moe_avx2 = { scores_of, greatest, combine, scale, dot, copy };
+const struct zpp_moe_kernels zpp_moe_avx2 = { scores_of, choose, add, combine, scale, dot, copy };

@@ -11,11 +11,11 @@
 #include "../element.h"
 #include "../exp.h"
 
-static float greatest(const float *from, size_t padded) {
+static float greatest(const float *from, size_t elems) {
     float lanes[ZPP_MOE_LANES];
-    for (size_t l = 0; l < ZPP_MOE_LANES; ++l) lanes[l] = from[l];
-    for (size_t i = ZPP_MOE_LANES; i < padded; ++i) {
-        lanes[i % ZPP_MOE_LANES] = zpp_moe_max(lanes[i % ZPP_MOE_LANES], from[i]);
+    for (size_t l = 0; l < ZPP_MOE_LANES; ++l) lanes[l] = l < elems ? from[l] : -INFINITY;
+    for (size_t i = ZPP_MOE_LANES; i < zpp_moe_padded(elems); ++i) {
+        lanes[i % ZPP_MOE_LANES] = zpp_moe_max(lanes[i % ZPP_MOE_LANES], i < elems ? from[i] : -INFINITY);
     }
     return zpp_moe_lanes_max(lanes);
 }
@@ -28,7 +28,7 @@ static float sum(const float *from, size_t padded) {
 
 static struct zpp_moe_row_sums scores_of(const float *logits, size_t experts, bool sigmoid, float *scores) {
     const size_t padded = zpp_moe_padded(experts);
-    struct zpp_moe_row_sums sums = { sigmoid ? 0.0f : greatest(logits, padded), 0.0f };
+    struct zpp_moe_row_sums sums = { sigmoid ? 0.0f : greatest(logits, experts), 0.0f };
     for (size_t e = 0; e < experts; ++e) {
         if (sigmoid) scores[e] = ZPP_DIV(1.0f, ZPP_ADD(1.0f, zpp_exp(ZPP_SUB(0.0f, logits[e]))));
         else scores[e] = zpp_exp(ZPP_SUB(logits[e], sums.max));
@@ -37,6 +37,21 @@ static struct zpp_moe_row_sums scores_of(const float *logits, size_t experts, bo
     sums.sum = sum(scores, padded);
     for (size_t e = 0; e < experts && !sigmoid; ++e) scores[e] = ZPP_DIV(scores[e], sums.sum);
     return sums;
+}
+
+/* What was taken becomes -inf, below every candidate. */
+static void choose(const float *by, size_t experts, size_t k, float *work, int32_t *chosen) {
+    for (size_t e = 0; e < experts; ++e) work[e] = zpp_moe_max(by[e], ZPP_MOE_LEAST);
+    for (size_t j = 0; j < k; ++j) {
+        size_t best = 0;
+        for (size_t e = 1; e < experts; ++e) best = work[e] > work[best] ? e : best;
+        chosen[j] = (int32_t)best;
+        work[best] = -INFINITY;
+    }
+}
+
+static void add(float *to, const float *from, float by, size_t experts) {
+    for (size_t e = 0; e < experts; ++e) to[e] = ZPP_ADD(to[e], ZPP_MUL(from[e], by));
 }
 
 static void combine(void *out, const void *const *rows, const float *weights, size_t count, size_t elems,
@@ -74,4 +89,4 @@ static void copy(void *to, const void *from, size_t bytes, bool stream) {
     memcpy(to, from, bytes);
 }
 
-const struct zpp_moe_kernels zpp_moe_scalar = { scores_of, greatest, combine, scale, dot, copy };
+const struct zpp_moe_kernels zpp_moe_scalar = { scores_of, choose, add, combine, scale, dot, copy };

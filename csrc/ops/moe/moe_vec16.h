@@ -16,38 +16,68 @@
 #include "../vec16.h"
 #include "kernels.h"
 
-static float greatest(const float *from, size_t padded) {
-    v16 most = v16_load(from);
-    for (size_t i = V16_LANES; i < padded; i += V16_LANES) most = v16_max(most, v16_load(from + i));
-    float lanes[V16_LANES];
-    v16_store(lanes, most);
-    return zpp_moe_lanes_max(lanes);
-}
-
-static float sum(const float *from, size_t padded) {
-    v16 total = v16_set1(0.0f);
-    for (size_t i = 0; i < padded; i += V16_LANES) total = v16_add(total, v16_load(from + i));
-    float lanes[V16_LANES];
-    v16_store(lanes, total);
-    return zpp_moe_lanes_sum(lanes);
+V16_FN v16 greatest_lanes(const float *from, size_t elems) {
+    const v16 none = v16_set1(-INFINITY);
+    v16 most = v16_load_first(from, elems, none);
+    for (size_t i = V16_LANES; i < elems; i += V16_LANES) {
+        most = v16_max(most, v16_load_first(from + i, elems - i, none));
+    }
+    return v16_max_tree(most);
 }
 
 static struct zpp_moe_row_sums scores_of(const float *logits, size_t experts, bool sigmoid, float *scores) {
-    const size_t padded = zpp_moe_padded(experts);
-    const v16 one = v16_set1(1.0f);
-    struct zpp_moe_row_sums sums = { sigmoid ? 0.0f : greatest(logits, padded), 0.0f };
-    for (size_t e = 0; e < padded; e += V16_LANES) {
-        const v16 x = v16_load(logits + e);
-        v16_store(scores + e, sigmoid ? v16_div(one, v16_add(one, v16_exp(v16_sub(v16_set1(0.0f), x))))
-                                      : v16_exp(v16_sub(x, v16_set1(sums.max))));
+    const v16 one = v16_set1(1.0f), zero = v16_set1(0.0f);
+    const float max = sigmoid ? 0.0f : v16_lane0(greatest_lanes(logits, experts));
+    v16 total = zero;
+    for (size_t e = 0; e < experts; e += V16_LANES) {
+        const v16 x = v16_load_first(logits + e, experts - e, zero);
+        const v16 value = sigmoid ? v16_div(one, v16_add(one, v16_exp(v16_sub(zero, x))))
+                                  : v16_exp(v16_sub(x, v16_set1(max)));
+        const v16 score = v16_first(value, experts - e);
+        total = v16_add(total, score);
+        v16_store(scores + e, score);
     }
-    for (size_t e = experts; e < padded; ++e) scores[e] = 0.0f;
-    sums.sum = sum(scores, padded);
+    const struct zpp_moe_row_sums sums = { max, v16_lane0(v16_add_tree(total)) };
     if (sigmoid) return sums;
-    const v16 total = v16_set1(sums.sum);
-    for (size_t e = 0; e < padded; e += V16_LANES) v16_store(scores + e, v16_div(v16_load(scores + e), total));
-    for (size_t e = experts; e < padded; ++e) scores[e] = 0.0f; /* 0 / NaN is none */
+    for (size_t e = 0; e < experts; e += V16_LANES) { /* beyond the end 0 / NaN is none, so zeroed again */
+        v16_store(scores + e, v16_first(v16_div(v16_load(scores + e), v16_set1(sums.sum)), experts - e));
+    }
     return sums;
+}
+
+/* The first that equals `best`, which is one of them. */
+V16_FN size_t first_equal(const float *from, v16 best) {
+    for (size_t i = 0;; i += V16_LANES) {
+        const uint16_t equal = v16_equal(v16_load(from + i), best);
+        if (equal) return i + (size_t)__builtin_ctz(equal);
+    }
+}
+
+/* Lanes beyond the end are as little as a candidate can be, and come after all of them: no tie is theirs. */
+static void choose(const float *by, size_t experts, size_t k, float *work, int32_t *chosen) {
+    const v16 least = v16_set1(ZPP_MOE_LEAST);
+    v16 most = least;
+    for (size_t e = 0; e < experts; e += V16_LANES) {
+        const v16 candidates = v16_max(v16_load_first(by + e, experts - e, least), least); /* NaN: the second */
+        v16_store(work + e, candidates);
+        most = v16_max(most, candidates);
+    }
+    for (size_t j = 0;;) {
+        const size_t best = first_equal(work, v16_set1(v16_greatest(most)));
+        chosen[j] = (int32_t)best;
+        if (++j == k) break;
+        /* A store of one lane would keep the loads of all of them waiting. */
+        float *around = work + best / V16_LANES * V16_LANES;
+        v16_store(around, v16_without(v16_load(around), best % V16_LANES));
+        most = v16_load(work);
+        for (size_t e = V16_LANES; e < experts; e += V16_LANES) most = v16_max(most, v16_load(work + e));
+    }
+}
+
+static void add(float *to, const float *from, float by, size_t experts) {
+    for (size_t e = 0; e < experts; e += V16_LANES) {
+        v16_store(to + e, v16_add(v16_load(to + e), v16_mul(v16_load(from + e), v16_set1(by))));
+    }
 }
 
 /* Elements before `to` is aligned for streamed stores of sixteen. */
@@ -119,7 +149,6 @@ static void combine(void *out, const void *const *rows, const float *weights, si
     default: done = COMBINE(ZPP_F32); break;
     }
 #undef COMBINE
-    if (stream) _mm_sfence();
     combine_elements(out, rows, weights, count, done, elems, dtype);
 }
 

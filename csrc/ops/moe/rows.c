@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "../element.h"
+#include "../streamed.h"
 #include "kernels.h"
 
 enum {
@@ -61,13 +62,14 @@ static void dispatch_tokens(size_t begin, size_t end, void *arg) {
     const struct job *job = arg;
     const size_t k = job->rows->k;
     for (size_t t = begin; t < end; ++t) {
+        const char *from = job->tokens_in + t * job->row_bytes;
         for (size_t j = 0; j < k; ++j) {
             const int32_t slot = job->rows->slots[t * k + j];
             if (slot < 0) continue;
-            job->kernels->copy(job->buffer_out + (size_t)slot * job->row_bytes, job->tokens_in + t * job->row_bytes,
-                               job->row_bytes, job->stream);
+            job->kernels->copy(job->buffer_out + (size_t)slot * job->row_bytes, from, job->row_bytes, job->stream);
         }
     }
+    if (job->stream) zpp_streamed();
 }
 
 void zpp_moe_dispatch(const struct zpp_moe_rows *rows, const void *x, void *buffer, zpp_pool *pool) {
@@ -97,6 +99,7 @@ static void combine_tokens(size_t begin, size_t end, void *arg) {
         else job->kernels->combine(out, from, job->weights ? weights : NULL, count, rows->width_elems, rows->dtype,
                                    job->stream);
     }
+    if (job->stream) zpp_streamed();
 }
 
 void zpp_moe_combine(const struct zpp_moe_rows *rows, const void *buffer, const float *weights, void *y,
@@ -125,6 +128,7 @@ static void backward_tokens(size_t begin, size_t end, void *arg) {
                                 job->stream);
         }
     }
+    if (job->stream) zpp_streamed();
 }
 
 void zpp_moe_combine_backward(const struct zpp_moe_rows *rows, const void *buffer, const float *weights,

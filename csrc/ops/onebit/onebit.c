@@ -9,11 +9,8 @@
 #include <float.h>
 #include <math.h>
 
+#include "../streamed.h"
 #include "kernels.h"
-
-#if ZPP_CPU_X86
-#include <immintrin.h>
-#endif
 
 enum {
     BLOCK_ELEMS = ZPP_ONEBIT_BLOCK_ELEMS,
@@ -148,9 +145,7 @@ static void decode_piece(size_t first_chunk, size_t end_chunk, void *arg) {
         job->kernels->decode(job->from->bits + begin / 8, job->from->scales[chunk], end - begin,
                              (char *)job->dst + begin * zpp_dtype_bytes(job->dtype), job->dtype, job->how);
     }
-#if ZPP_CPU_X86
-    if (job->how == ZPP_ONEBIT_STREAM) _mm_sfence(); /* streamed stores are weakly ordered: flags must not overtake */
-#endif
+    if (job->how == ZPP_ONEBIT_STREAM) zpp_streamed();
 }
 
 void zpp_onebit_decode(size_t chunk_elems, const struct zpp_onebit_source *from, void *dst, zpp_dtype dst_dtype,

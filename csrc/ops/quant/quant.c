@@ -8,11 +8,8 @@
 #include <assert.h>
 
 #include "../element.h"
+#include "../streamed.h"
 #include "kernels.h"
-
-#if ZPP_CPU_X86
-#include <immintrin.h>
-#endif
 
 enum {
     TILE_ELEMS = 2048,           /* 8 KiB of fp32 */
@@ -115,9 +112,7 @@ static void dequantise_piece(size_t first_block, size_t end_block, void *arg) {
     const size_t end = least(end_block * job->spec->block_elems, job->elems);
     decode_elems(job->kernels, job->spec, job->from, begin, end,
                  (char *)job->dst + begin * zpp_dtype_bytes(job->dtype), job->dtype, job->how);
-#if ZPP_CPU_X86
-    if (job->how == ZPP_QUANT_STREAM) _mm_sfence(); /* streamed stores are weakly ordered: flags must not overtake */
-#endif
+    if (job->how == ZPP_QUANT_STREAM) zpp_streamed();
 }
 
 static bool streams(const void *dst, zpp_dtype dtype, size_t elems) {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Inside of csrc/ops/tokens: what a CPU version offers, and the table of them (variants.def). Thread-free, any
- * alignment, no overlap. `stream`: past the cache, for results that leave it before anybody reads them.
+ * alignment, no overlap. `stream`: past the cache, for results that leave it before anybody reads them; the caller ends
+ * with zpp_streamed().
  */
 #ifndef ZPP_OPS_TOKENS_KERNELS_H
 #define ZPP_OPS_TOKENS_KERNELS_H

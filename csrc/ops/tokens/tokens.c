@@ -6,6 +6,7 @@
 
 #include <assert.h>
 
+#include "../streamed.h"
 #include "kernels.h"
 #include "tokens_body.h"
 
@@ -87,6 +88,7 @@ static void gather_rows(size_t begin, size_t end, void *arg) {
                            (last - begin) * tokens->row_bytes, job->stream);
         begin = last;
     }
+    if (job->stream) zpp_streamed();
 }
 
 static void place(const struct move *job, const char *from, size_t row, size_t first, size_t rows) {
@@ -116,6 +118,7 @@ static void scatter_rows(size_t begin, size_t end, void *arg) {
             begin += rows, k += rows;
         }
     }
+    if (job->stream) zpp_streamed();
 }
 
 void zpp_tokens_gather(const struct zpp_tokens *tokens, const void *full, void *part, zpp_pool *pool) {
