@@ -63,6 +63,26 @@ def test_a_write_is_told_to_autograd() -> None:
         loss.backward()
 
 
+def test_a_write_into_inference_tensors_has_no_counter() -> None:
+    with torch.inference_mode():
+        a = lists()
+    zeropp.ops.adam_step_(**a)
+    assert a["params"][0].is_inference() and (a["params"][0] < 1).all()
+
+
+def test_shared_memory_is_found_in_any_order() -> None:
+    """Lists whose addresses rise, fall, and do neither; then one element in two tensors of them."""
+    turn = torch.randperm(300, generator=torch.Generator().manual_seed(1)).tolist()
+    for orders in ([range(300)] * 4, [range(299, -1, -1)] * 4, [turn, range(300), turn[::-1], turn]):
+        whole = torch.zeros(4, 300, 20)
+        a = [[whole[row, at, :16] for at in order] for row, order in enumerate(orders)]
+        zeropp.ops.adam_step_(*a, step=1, lr=0.1)
+        last = 20 * orders[0][17] + 15
+        a[3][200] = whole[0].view(-1)[last : last + 16]
+        with pytest.raises(ValueError, match=r"params\[17\] and exp_avg_sqs\[200\] share memory"):
+            zeropp.ops.adam_step_(*a, step=1, lr=0.1)
+
+
 def test_empty_lists_do_nothing() -> None:
     zeropp.ops.adam_step_([], [], [], [], step=1, lr=0.1)
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP32 = (torch.float32,)
@@ -39,24 +41,33 @@ def check_tensor(name: str, label: str, tensor: Tensor, devices: tuple[str, ...]
         )
 
 
+def are_plain(tensors: Iterable[Tensor]) -> bool:
+    """Tensors on the cpu that ask for no gradient, which nearly all are: what is not needs a sentence, with its name."""
+    for tensor in tensors:  # noqa: SIM110  (a generator would cost as much as the looks)
+        if not isinstance(tensor, Tensor) or not tensor.is_cpu or tensor.requires_grad:
+            return False
+    return True
+
+
 def check_tensors(name: str, argument: str, tensors: Sequence[Tensor], devices: tuple[str, ...] = CPU) -> None:
     """A list of such tensors."""
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(f"{name}: {argument} is a {type(tensors).__name__}, wanted a list of tensors")
-    if not _all_fine(tensors, "cuda" in devices):
+    if torch.compiler.is_compiling() or not _all_fine(tensors, "cuda" in devices):
         for index, tensor in enumerate(tensors):
             check_tensor(name, f"{argument}[{index}]", tensor, devices)
 
 
+_is_cpu, _is_cuda, _asks_grad = map(operator.attrgetter, ("is_cpu", "is_cuda", "requires_grad"))
+
+
 def _all_fine(tensors: Sequence[Tensor], cuda: bool) -> bool:
-    """Most lists are, and long: naming each tensor before looking at it would cost more than the operator's work."""
-    grad = torch.is_grad_enabled()
-    for tensor in tensors:
-        if not (isinstance(tensor, Tensor) and (tensor.is_cpu or (cuda and tensor.is_cuda))):
-            return False
-        if grad and tensor.requires_grad:
-            return False
-    return True
+    """Most lists are, and long: naming each tensor before looking at it would cost more than the operator's work. So would a loop here."""
+    if not set(map(type, tensors)) <= {Tensor, Parameter}:
+        return False
+    if not all(map(_is_cpu, tensors)) and not (cuda and all(map(_is_cuda, tensors))):
+        return False
+    return not (torch.is_grad_enabled() and any(map(_asks_grad, tensors)))
 
 
 def check_numbers(name: str, numbers: Mapping[str, object]) -> None:
@@ -115,8 +126,8 @@ def call(name: str, op: Callable[..., Any], arguments: Sequence[Any], written: I
     except RuntimeError as error:
         sentence = str(error).split("\n", 1)[0]
         raise ValueError(f"{name}: {sentence.removeprefix(prefix_of(name))}") from error
-    # Count the write, so that a backward that saved the old value refuses it. (Inference tensors have no counter.)
-    torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+    # Count the write, so that a backward that saved the old value refuses it. (Inference tensors have no counter, and are left out.)
+    torch.autograd.graph.increment_version(written)
     return result
 
 

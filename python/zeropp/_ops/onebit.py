@@ -106,9 +106,11 @@ def onebit_reduce_(sources: Sequence[OneBit], error: Tensor, to: OneBit, *, fact
 def _check_parts(name: str, label: str, array: OneBit) -> list[Tensor]:
     if not isinstance(array, OneBit):
         raise TypeError(f"{name}: {label} is a {type(array).__name__}, wanted a OneBit")
-    doors.check_tensor(name, f"{label}.bits", array.bits, doors.BOTH)
-    doors.check_tensor(name, f"{label}.scales", array.scales, doors.BOTH)
-    return [array.bits, array.scales]
+    parts = [array.bits, array.scales]
+    if not doors.are_plain(parts):
+        doors.check_tensor(name, f"{label}.bits", array.bits, doors.BOTH)
+        doors.check_tensor(name, f"{label}.scales", array.scales, doors.BOTH)
+    return parts
 
 
 def _bytes(elems: int) -> int:

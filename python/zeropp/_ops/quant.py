@@ -139,10 +139,11 @@ def _check_spec(name: str, bits: object, block_elems: object) -> None:
 def _check_parts(name: str, label: str, array: Quantised) -> list[Tensor]:
     if not isinstance(array, Quantised):
         raise TypeError(f"{name}: {label} is a {type(array).__name__}, wanted a Quantised")
-    parts = {"codes": array.codes, "scales": array.scales, "mids": array.mids}
-    for part, tensor in parts.items():
-        doors.check_tensor(name, f"{label}.{part}", tensor, _DEVICES)
-    return list(parts.values())
+    parts = [array.codes, array.scales, array.mids]
+    if not doors.are_plain(parts):
+        for part, tensor in zip(("codes", "scales", "mids"), parts, strict=True):
+            doors.check_tensor(name, f"{label}.{part}", tensor, _DEVICES)
+    return parts
 
 
 def _check_sources(name: str, sources: Sequence[Quantised]) -> tuple[Quantised, list[list[Tensor]]]:
