@@ -17,6 +17,10 @@
  *
  * A segment is one kernel mapping (mremap refuses to cross two), so segments are moved exactly as they were made, or
  * cut.
+ *
+ * Pages of 2 MiB are asked for: a page table entry to move in place of 512, and one piece of memory for the disk in
+ * place of 512 (docs/design/0035). Both reservations begin at 2 MiB; whoever wants these pages to stay whole maps large
+ * pieces at multiples of 2 MiB (zpp_range_place): what is parked then fits wherever it goes.
  */
 #include "range.h"
 
@@ -29,6 +33,8 @@
 #ifndef MREMAP_DONTUNMAP
 #define MREMAP_DONTUNMAP 4
 #endif
+
+enum { HUGE_BYTES = 2 << 20, HUGE_FROM_BYTES = 2 * HUGE_BYTES };
 
 struct segment {
     size_t offset_bytes, bytes;
@@ -108,8 +114,14 @@ static bool touched(const struct segments *list, size_t begin_bytes, size_t end_
 }
 
 /* --- pages -------------------------------------------------------------------------------------------------------- */
+/* They begin at 2 MiB: more is mapped than needed, and its ends are cut off. */
 static void *reserve_addresses(size_t bytes) {
-    return mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char *whole = mmap(NULL, bytes + HUGE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (whole == MAP_FAILED) return whole;
+    const size_t head_bytes = (size_t)(-(uintptr_t)whole & (HUGE_BYTES - 1));
+    if (head_bytes) munmap(whole, head_bytes);
+    munmap(whole + head_bytes + bytes, HUGE_BYTES - head_bytes);
+    return whole + head_bytes;
 }
 
 static bool move_pages(char *to, char *from, size_t bytes) {
@@ -148,8 +160,34 @@ static zpp_status map_fresh(zpp_range *range, size_t offset_bytes, size_t bytes,
     if (mmap(range->home + offset_bytes, bytes, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED) {
         return zpp_fail_os(err, errno, "address range: mapping %zu bytes at offset %zu", bytes, offset_bytes);
     }
+    if (bytes >= HUGE_BYTES) madvise(range->home + offset_bytes, bytes, MADV_HUGEPAGE); /* a wish: failing is fine */
     insert(&range->mapped, (struct segment){offset_bytes, bytes});
     return ZPP_OK;
+}
+
+/* Warm pages for the hole of `*bytes` at `begin`, of which `*bytes` may become less: a parked piece as long as that,
+ * else the longest that fits it as pages of 2 MiB lie, else the end of the last one. Returns its segment. */
+static size_t choose_parked(const struct segments *parked, size_t begin_bytes, size_t *from_bytes, size_t *bytes) {
+    const size_t hole_bytes = *bytes;
+    size_t best = parked->count - 1, most_bytes = 0;
+    const struct segment last = parked->at[best];
+    *bytes = hole_bytes < last.bytes ? hole_bytes : last.bytes;
+    *from_bytes = last.offset_bytes + last.bytes - *bytes;
+    for (size_t index = 0; index < parked->count && hole_bytes >= HUGE_BYTES; ++index) {
+        const struct segment segment = parked->at[index];
+        const size_t skipped_bytes = (begin_bytes - segment.offset_bytes) & (HUGE_BYTES - 1);
+        if (skipped_bytes >= segment.bytes) continue;
+        size_t fits_bytes = segment.bytes - skipped_bytes;
+        if (fits_bytes < hole_bytes) fits_bytes = fits_bytes / HUGE_BYTES * HUGE_BYTES;
+        if (fits_bytes > hole_bytes) fits_bytes = hole_bytes;
+        const bool exact = segment.bytes == hole_bytes && !skipped_bytes;
+        if (!exact && fits_bytes <= most_bytes) continue;
+        best = index;
+        most_bytes = *bytes = fits_bytes;
+        *from_bytes = segment.offset_bytes + skipped_bytes;
+        if (exact) break;
+    }
+    return best;
 }
 
 /* Give [offset, offset + bytes) of `area` back to the system and close it. */
@@ -253,10 +291,9 @@ zpp_status zpp_range_map(zpp_range *range, size_t offset_bytes, size_t bytes, st
         }
         size_t hole_bytes = (next_begin < end_bytes ? next_begin : end_bytes) - begin;
         if (range->parked.count) {
-            const struct segment last = range->parked.at[range->parked.count - 1];
-            if (hole_bytes > last.bytes) hole_bytes = last.bytes;
-            status = unpark(range, range->parked.count - 1, last.offset_bytes + last.bytes - hole_bytes, begin,
-                            hole_bytes, err);
+            size_t from;
+            const size_t index = choose_parked(&range->parked, begin, &from, &hole_bytes);
+            status = unpark(range, index, from, begin, hole_bytes, err);
         } else {
             status = map_fresh(range, begin, hole_bytes, err);
         }
@@ -300,6 +337,11 @@ void zpp_range_set_warm(zpp_range *range, size_t warm_bytes) {
         drop(range->park, last.offset_bytes, last.bytes);
         cut(&range->parked, range->parked.count - 1, last.offset_bytes, last.offset_bytes + last.bytes);
     }
+}
+
+size_t zpp_range_place(size_t used_bytes, size_t bytes) {
+    const size_t unit_bytes = bytes >= HUGE_FROM_BYTES ? HUGE_BYTES : ZPP_PAGE_BYTES;
+    return (used_bytes + unit_bytes - 1) / unit_bytes * unit_bytes;
 }
 
 size_t zpp_range_held_bytes(const zpp_range *range) { return range->mapped.total_bytes + range->parked.total_bytes; }

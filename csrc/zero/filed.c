@@ -66,11 +66,13 @@ zpp_status zpp_filed_add(zpp_filed *filed, size_t bytes, int *unit, size_t *offs
         filed->units = units;
         filed->units_room = room;
     }
+    /* Shared homes are memfds, whose pages are of 4 KiB (docs/design/0031). */
+    const size_t at = filed->ranks == 1 ? zpp_range_place(filed->home_bytes, bytes) : filed->home_bytes;
     filed->units[filed->units_count] =
-        (struct filed_unit){ .offset_bytes = filed->home_bytes, .bytes = round_up(bytes, ZPP_PAGE_BYTES) };
+        (struct filed_unit){ .offset_bytes = at, .bytes = round_up(bytes, ZPP_PAGE_BYTES) };
     *unit = filed->units_count++;
-    *offset_bytes = filed->home_bytes;
-    filed->home_bytes += round_up(bytes, ZPP_PAGE_BYTES);
+    *offset_bytes = at;
+    filed->home_bytes = at + round_up(bytes, ZPP_PAGE_BYTES);
     return ZPP_OK;
 }
 

@@ -236,6 +236,11 @@ static zpp_status place_filed(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
     return status;
 }
 
+static void place_in_range(struct zpp_unit *unit, size_t *range_bytes) {
+    unit->range_offset_bytes = zpp_range_place(*range_bytes, zpp_unit_bytes(unit));
+    *range_bytes = unit->range_offset_bytes + round_up(zpp_unit_bytes(unit), ZPP_PAGE_BYTES);
+}
+
 /* Where its slice, or all of it, lies in its region; where it lies among the units that come and go. */
 static zpp_status place_unit(zpp_zero *zero, struct zpp_unit *unit, size_t *range_bytes, struct zpp_err *err) {
     if (unit->place == ZPP_PLACE_FILE && !zpp_own_file(zero)) {
@@ -245,16 +250,14 @@ static zpp_status place_unit(zpp_zero *zero, struct zpp_unit *unit, size_t *rang
     if (unit->place == ZPP_PLACE_FILE) {
         unit->own_file = zero->filed;
         zero->moving[zero->moving_count++] = unit;
-        unit->range_offset_bytes = *range_bytes;
-        *range_bytes += round_up(zpp_unit_bytes(unit), ZPP_PAGE_BYTES);
+        place_in_range(unit, range_bytes);
         return zpp_filed_add(zero->filed, zpp_unit_shard_bytes(unit), &unit->filed, &unit->file_offset_bytes, err);
     }
     size_t *used = unit->place == ZPP_PLACE_HOST ? &zero->host_bytes : &zero->params_bytes;
     unit->region_offset_bytes = place_next(used, region_bytes_of(unit));
     if (!zpp_unit_moves(unit)) return ZPP_OK;
     zero->moving[zero->moving_count++] = unit;
-    unit->range_offset_bytes = *range_bytes;
-    *range_bytes += round_up(zpp_unit_bytes(unit), ZPP_PAGE_BYTES);
+    place_in_range(unit, range_bytes);
     return ZPP_OK;
 }
 

@@ -146,6 +146,38 @@ static void warm_pages_come_back(void) {
     zpp_range_destroy(NULL);
 }
 
+enum { MIB = 1 << 20, HUGE_PAGES = 512 };
+
+static uint16_t *page_at(char *base, size_t page) { return (uint16_t *)(void *)(base + page * PAGE); }
+
+/* A warm page lands where it lay in 2 MiB, so that those pages stay whole; a piece of the same length comes first. */
+static void large_pieces_stay_whole(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_range *range;
+    CHECK_EQUAL(zpp_range_place(5 * PAGE, PAGE), 5 * PAGE);
+    CHECK_EQUAL(zpp_range_place(5 * PAGE, 4 * MIB), 2 * MIB);
+    CHECK_OK(zpp_range_create(64 * MIB, &range, &err));
+    char *base = zpp_range_base(range);
+    CHECK_EQUAL((uintptr_t)base % (2 * MIB), 0);
+    const size_t pieces[2][2] = { { 0, 10 * MIB + 3 * PAGE }, { 12 * MIB, 4 * MIB } };
+    for (int i = 0; i < 2; i++) {
+        CHECK_OK(zpp_range_map(range, pieces[i][0], pieces[i][1], &err));
+        for (size_t page = pieces[i][0] / PAGE; page < (pieces[i][0] + pieces[i][1]) / PAGE; page++)
+            *page_at(base, page) = (uint16_t)(page % HUGE_PAGES + 1);
+    }
+    for (int i = 0; i < 2; i++) CHECK_OK(zpp_range_unmap(range, pieces[i][0], pieces[i][1], &err));
+    if (zpp_range_moves(range)) {
+        CHECK_OK(zpp_range_map(range, 32 * MIB, pieces[0][1], &err));
+        CHECK_OK(zpp_range_map(range, 48 * MIB, 6 * MIB, &err)); /* the other piece, then 2 MiB of fresh pages */
+        for (size_t i = 0; i < pieces[0][1] / PAGE; i++)
+            CHECK_EQUAL(*page_at(base, 32 * MIB / PAGE + i), i % HUGE_PAGES + 1);
+        for (size_t i = 0; i < 6 * MIB / PAGE; i++)
+            CHECK_EQUAL(*page_at(base, 48 * MIB / PAGE + i), i < 4 * MIB / PAGE ? i % HUGE_PAGES + 1 : 0);
+        CHECK_EQUAL(zpp_range_held_bytes(range), pieces[0][1] + 6 * MIB);
+    }
+    zpp_range_destroy(range);
+}
+
 static void refuses_what_cannot_be(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_range *range = NULL;
@@ -204,6 +236,7 @@ int main(int argc, char **argv) {
         TEST(random_maps_with_page_moves),
         TEST(random_maps_without_page_moves),
         TEST(warm_pages_come_back),
+        TEST(large_pieces_stay_whole),
         TEST(refuses_what_cannot_be),
         TEST(no_stranger_gets_in),
         {0},
