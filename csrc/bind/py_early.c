@@ -94,6 +94,18 @@ static int send(Unit *unit, struct zpp_err *err, zpp_status *status) {
     return 0;
 }
 
+/* Buffers whose writes have ended are read into again: between two units nobody else looks, and the disk would rest. */
+static int read_on(Zero *zero) {
+    struct zpp_py_early *early = &zero->early;
+    if (!early->tier_open || early->failed) return 0;
+    zpp_tier *tier = zpp_py_tier_get(zero->tier);
+    if (!tier) return -1;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    if (zpp_tier_early_poll(tier, &fault, &err) != ZPP_OK) keep_failure(early, &err, &fault);
+    return 0;
+}
+
 /* --- the update of one unit --------------------------------------------------------------------------------------- */
 
 static zpp_status run_adam(Zero *zero, struct zpp_py_adam *list, zpp_tier *tier, struct zpp_aio_fault *fault,
@@ -294,7 +306,7 @@ int zpp_py_early_gradient(Unit *unit, Py_ssize_t param, bool partial) {
     const bool complete = own->missing == 0 && !own->partial && zpp_zero_used_once(zero->core, unit->unit->index);
     if (complete && leave(unit)) return -1;
     if (zpp_py_is_local(zero) ? complete && step_unit(unit) : step_reduced(zero)) return -1;
-    return let_go_arrived(zero);
+    return read_on(zero) || let_go_arrived(zero) ? -1 : 0;
 }
 
 int zpp_py_early_close(Zero *zero) {

@@ -262,6 +262,10 @@ zpp_status zpp_tier_early_step(zpp_tier *tier, const struct zpp_tier_piece *piec
     return fail(tier, status);
 }
 
+zpp_status zpp_tier_early_poll(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    return tier->early.open ? fail(tier, read_ahead(tier, fault, err)) : ZPP_OK;
+}
+
 zpp_status zpp_tier_early_end(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (!tier->early.open) return ZPP_OK;
     const uint64_t began_ns = zpp_now_ns();

@@ -7,6 +7,7 @@
 
 #include <errno.h>
 #include <stdatomic.h>
+#include <time.h>
 
 #include "../../csrc/aio/sys.h"
 
@@ -15,6 +16,7 @@ static struct {
     size_t most_bytes;                  /* no operation moves more; 0: any */
     int error, open_error, reserve_error;
     bool no_ring;
+    atomic_bool writes_rest; /* without a ring: they begin when this is over */
 } plan;
 
 static bool fails(bool write) {
@@ -36,7 +38,13 @@ static ssize_t planned_pread(void *ctx, int fd, void *memory, size_t bytes, uint
     return fails(false) ? -plan.error : zpp_aio_sys_real()->pread(ctx, fd, memory, shortened(bytes), offset_bytes);
 }
 
+static void rest_1ms(void) {
+    const struct timespec time = { .tv_nsec = 1000000 };
+    nanosleep(&time, NULL);
+}
+
 static ssize_t planned_pwrite(void *ctx, int fd, const void *memory, size_t bytes, uint64_t offset_bytes) {
+    while (atomic_load(&plan.writes_rest)) rest_1ms();
     return fails(true) ? -plan.error : zpp_aio_sys_real()->pwrite(ctx, fd, memory, shortened(bytes), offset_bytes);
 }
 
@@ -69,6 +77,7 @@ static inline void reset_plan(void) {
     plan.most_bytes = 0;
     plan.open_error = plan.reserve_error = 0;
     plan.no_ring = false;
+    atomic_store(&plan.writes_rest, false);
 }
 
 #endif

@@ -139,6 +139,7 @@ static zpp_status step_early(zpp_tier *tier, uint64_t t, bool amsgrad, const int
         if (order[at] < 0) continue;
         pieces_of(order[at], t, amsgrad, pool, pieces);
         status = zpp_tier_early_step(tier, pieces, 2, 0.5f, pool, fault, err);
+        if (status == ZPP_OK) status = zpp_tier_early_poll(tier, fault, err);
     }
     return status == ZPP_OK ? zpp_tier_early_end(tier, fault, err) : status;
 }
@@ -248,6 +249,53 @@ static void early_bytes_are_counted(void) {
     /* What the next step reads first may be on its way: four records at most. */
     const uint64_t records = 3 * before.reserved_bytes + 8 * 4096, ahead = 4 * 12 * 1024;
     CHECK(after.read_bytes >= records && after.read_bytes <= records + ahead);
+    end_tier(tier);
+    remove_folder();
+}
+
+/* Until the file has been read and written that much; false: not within ten seconds. */
+static bool moved(const zpp_tier *tier, uint64_t read_bytes, uint64_t written_bytes) {
+    struct zpp_tier_figures seen;
+    for (int tries = 0; tries < 10000; tries++) {
+        zpp_tier_figures(tier, &seen);
+        if (seen.read_bytes >= read_bytes && seen.written_bytes >= written_bytes) return true;
+        rest_1ms();
+    }
+    return false;
+}
+
+/* All buffers have left with the last slice: the next records are read when those are written, before the next slice
+ * comes. */
+static void early_poll_reads_on(void) {
+    static const int order[SLICES] = { 4, 3, 2, 1, 0 };
+    make_folder();
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .no_ring = true, .chunk_elems = 1024, .early = true,
+                                               .buffers = 4 });
+    CHECK_OK(zpp_tier_early_poll(tier, &fault, &err)); /* no step is open */
+    CHECK_OK(step_early(tier, 1, false, order, NULL, &fault, &err));
+    const uint64_t record = 12 * 1024;
+    struct zpp_tier_figures before, after;
+    struct zpp_tier_piece pieces[2];
+    CHECK_OK(zpp_tier_early_begin(tier, &fault, &err));
+    atomic_store(&plan.writes_rest, true);
+    pieces_of(4, 2, false, NULL, pieces);
+    CHECK_OK(zpp_tier_early_step(tier, pieces, 2, 0.5f, NULL, &fault, &err));
+    zpp_tier_figures(tier, &before);
+    CHECK_OK(zpp_tier_early_poll(tier, &fault, &err));
+    zpp_tier_figures(tier, &after);
+    CHECK_EQUAL(after.read_bytes, before.read_bytes); /* there is no buffer */
+    atomic_store(&plan.writes_rest, false);
+    CHECK(moved(tier, before.read_bytes, before.written_bytes + 3 * record));
+    CHECK_OK(zpp_tier_early_poll(tier, &fault, &err));
+    CHECK(moved(tier, before.read_bytes + 2 * record, 0));
+    for (int i = 3; i >= 0; i--) {
+        pieces_of(i, 2, false, NULL, pieces);
+        CHECK_OK(zpp_tier_early_step(tier, pieces, 2, 0.5f, NULL, &fault, &err));
+    }
+    CHECK_OK(zpp_tier_early_end(tier, &fault, &err));
+    check_same(tier, false);
     end_tier(tier);
     remove_folder();
 }
@@ -410,6 +458,7 @@ int main(int argc, char **argv) {
     static const struct test_case cases[] = { TEST(steps_equal_memory), TEST(bytes_are_counted), TEST(full_disk),
                                               TEST(every_operation_fails_once), TEST(refuses_misuse),
                                               TEST(early_steps_equal_memory), TEST(early_bytes_are_counted),
-                                              TEST(early_operations_fail_once), { 0 } };
+                                              TEST(early_operations_fail_once), TEST(early_poll_reads_on),
+                                              { 0 } };
     return test_main(argc, argv, cases);
 }
