@@ -2,15 +2,15 @@
 """A whole training step with parameters and optimizer states on disk (ZeRO-Infinity), against the same step in memory.
 
 fp32, AdamW, one rank. The limit of a round is the longer of two: the step in memory, and the bytes of the row moved through the
-engine with nothing computed. Losses are equal, bit for bit.
+engine with nothing computed. How many these are is counted in steps before. Losses are equal, bit for bit.
 
-"step after": with Psi parameters a step reads 20 Psi bytes (parameters forward, backward and in the step, two moments) and writes
-12 Psi. The limit is as if all bytes moved beside the computation. 8 Psi do, forward and backward; the other 24 Psi are the
-optimizer's, which steps when the norm of all gradients is known, so they come after the computation. Where both take equally long
-that leaves 1 / (1 + 24/32) = 0.57 of the limit.
+"step after": with Psi parameters a step reads up to 20 Psi bytes (parameters forward, backward and in the step, two moments) and
+writes 12 Psi; units that the forward ends with stay for the backward, and are not read again. The limit is as if all bytes moved
+beside the computation. 8 Psi do, forward and backward; the other 24 Psi are the optimizer's, which steps when the norm of all
+gradients is known, so they come after the computation. Where both take equally long that leaves 1 / (1 + 24/32) = 0.57 of the limit.
 
-"step inside": Config(step_in_backward=True), which steps a unit when its gradients are complete, while it is in memory: 16 Psi are
-read, and so its limit is a lower one. 4 Psi move beside the forward, 24 Psi beside the backward, which computes two thirds of the
+"step inside": Config(step_in_backward=True), which steps a unit when its gradients are complete, while it is in memory: up to 16 Psi
+are read, and so its limit is a lower one. 4 Psi move beside the forward, 24 Psi beside the backward, which computes two thirds of the
 time; what the first units' states take at the end is beside nothing. Where both take equally long that leaves
 1 / (1/3 + 24/28) = 0.84 of the limit, less that end.
 
@@ -36,6 +36,7 @@ from zeropp.zero.engine import engine_of
 CLAIM = "A step with parameters and states on NVMe: <= 1.15x the longer of the computation and its bytes at the disk's limit."
 NEEDS: tuple[Need, ...] = ()
 BLOCK_BYTES = 4 << 20
+WARM_STEPS = 3
 
 
 class Trainer:
@@ -72,6 +73,28 @@ class Trainer:
         self.losses.append(loss.item())
         return took
 
+    def moved(self) -> tuple[int, int]:
+        """Bytes read and written so far, when nothing is under way any more."""
+        engine, before = engine_of(self.model), None
+        while before != (now := self._moved(engine)):
+            before = now
+            time.sleep(0.05)
+        return now
+
+    @staticmethod
+    def _moved(engine: Any) -> tuple[int, int]:
+        seen = [engine.params_tier.figures(), engine.states.figures()]
+        return sum(one["read_bytes"] for one in seen), sum(one["written_bytes"] for one in seen)
+
+    def bytes_of_a_step(self) -> tuple[int, int]:
+        """(read, written) once moments exist, and the order of units is known."""
+        for _ in range(WARM_STEPS):
+            self.step()
+        read, written = self.moved()
+        self.step()
+        read_then, written_then = self.moved()
+        return read_then - read, written_then - written
+
     def waited(self) -> dict[str, float]:
         """Milliseconds so far that this model waited for the disk, in the optimizer's step and outside of it."""
         engine = engine_of(self.model)
@@ -90,19 +113,14 @@ class Trainer:
 
 
 class Mover:
-    """As many bytes, read and written in the same files, with nothing computed.
+    """As many bytes, read and written in a file, with nothing computed."""
 
-    Args:
-        read_bytes: of each parameter; 12 are written.
-    """
-
-    def __init__(self, engine: Engine, folder: Path, parameters: int, read_bytes: int) -> None:
-        self.engine, self.path = engine, folder / f"bytes-{read_bytes}"
+    def __init__(self, engine: Engine, path: Path, read_bytes: int, written_bytes: int) -> None:
+        self.engine, self.path = engine, path
         self.blocks = [engine.empty(BLOCK_BYTES // 4) for _ in range(8)]
         for block in self.blocks:
             block.zero_()
-        self.places = -(-12 * parameters // BLOCK_BYTES)
-        self.reads = -(-read_bytes * parameters // BLOCK_BYTES)
+        self.places, self.reads = -(-written_bytes // BLOCK_BYTES), -(-read_bytes // BLOCK_BYTES)
         self.move()  # the file is there
 
     def move(self) -> float:
@@ -134,27 +152,25 @@ def run(bench: Run) -> None:
         measure(bench, layers, width, rows, rounds=3 if bench.quick else 5)
 
 
-#: Row, configuration, bytes read of a parameter.
-ROWS: tuple[tuple[str, dict[str, Any], int], ...] = (
-    ("step after", {}, 20),
-    ("step inside", {"step_in_backward": True}, 16),
-)
+ROWS: dict[str, dict[str, Any]] = {"step after": {}, "step inside": {"step_in_backward": True}}
 
 
 def measure(bench: Run, layers: int, width: int, rows: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory(dir=ROOT, prefix=".infinity-bench-") as folder:
         tiers = zeropp.Offload(params="nvme", optimizer="nvme", path=folder)
-        on_disk = {row: Trainer(layers, width, rows, offload=tiers, **config) for row, config, _ in ROWS}
+        on_disk = {row: Trainer(layers, width, rows, offload=tiers, **config) for row, config in ROWS.items()}
+        moved = {row: trainer.bytes_of_a_step() for row, trainer in on_disk.items()}
         in_memory = Trainer(layers, width, rows)
-        parameters = in_memory.parameters
+        for _ in range(WARM_STEPS + 1):
+            in_memory.step()
         with Engine() as engine:
-            movers = {row: Mover(engine, Path(folder), parameters, bytes_) for row, _, bytes_ in ROWS}
+            movers = {row: Mover(engine, Path(folder) / row, *bytes_) for row, bytes_ in moved.items()}
             contenders = {"in memory": in_memory.step}
             for row in on_disk:
                 contenders |= {row: on_disk[row].step, f"aio, bytes of {row}": movers[row].move}
             taken = alternate(contenders, rounds, warmup=1)
             del movers, contenders
-        for row, _, bytes_ in ROWS:
+        for row, (read_bytes, written_bytes) in moved.items():
             losses = on_disk[row].losses
             bench.check(losses == in_memory.losses, f"{row}: losses {losses} and {in_memory.losses} differ")
             samples = {
@@ -166,8 +182,8 @@ def measure(bench: Run, layers: int, width: int, rows: int, rounds: int) -> None
                 max(pair) for pair in zip(samples["in memory"], samples["aio, same bytes"], strict=True)
             ]
             bench.compare(
-                f"fp32 {parameters / 1e6:.0f}M {rows * 128} tokens 1 rank, {row}", samples, ours="nvme", peers=["in memory"],
+                f"fp32 {in_memory.parameters / 1e6:.0f}M {rows * 128} tokens 1 rank, {row}", samples, ours="nvme", peers=["in memory"],
                 unit="ms", limit="longer of both",
-                extra={"bytes_read_and_written": (bytes_ + 12) * parameters, **on_disk[row].medians(rounds)},
+                extra={"bytes_read": read_bytes, "bytes_written": written_bytes, **on_disk[row].medians(rounds)},
             )  # fmt: skip
         del on_disk, in_memory

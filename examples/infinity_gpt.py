@@ -118,6 +118,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     tiers = zeropp.Offload(params="nvme", optimizer="nvme", path=scratch)
     config = zeropp.Config(stage=3, device="cpu", offload=tiers, prefetch=2 * 48 * shape.width**2)
+    plan = ranks * zeropp.estimate(model, config, ranks=ranks)["traffic"]["nvme"]
     model, optimizer = zeropp.prepare(model, optimizer, config)
 
     held = zeropp.memory(model, optimizer)
@@ -146,7 +147,8 @@ def main() -> None:
             before = now
             read, written, waited, total, memory = of_all_ranks([*mine, loss.item(), float(proportional_set_bytes())])
             del loss
-            plan_read, plan_written = (12 if step == 0 else 20) * parameters, 12 * parameters
+            plan_written = 12 * parameters
+            plan_read = 12 * parameters if step == 0 else plan - plan_written  # moments come with the first step
             least = read / read_limit + written / write_limit
             planned_least = plan_read / read_limit + plan_written / write_limit
             row = {

@@ -10,6 +10,11 @@
  * stream of its own, so that the reads of several units are under way at once. What fails there is no stream's end: the
  * unit is given back, and whoever needed it hears why.
  *
+ * A backward begins with what the forward ends with. Where a forward has nothing left to read ahead, what the backward
+ * reads first is *kept*: read, or not given back when it is released, which makes it FETCHING with nothing to fetch.
+ *
+ *   ahead_bytes   units that are FETCHING or kept, each once; at most prefetch_bytes
+ *
  * Memory moves in the order of the compute stream: `allocated` says that everything before has let go of it.
  */
 #include <string.h>
@@ -174,17 +179,21 @@ static zpp_status start_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
     return ZPP_OK;
 }
 
-/* Follow the recorded order while the bound allows. */
-static zpp_status prefetch_ahead(zpp_zero *zero, enum zpp_phase phase, struct zpp_err *err) {
-    for (size_t steps = 0;; steps++) {
-        const int next = zpp_trace_ahead(&zero->trace, phase, steps);
-        if (next < 0) return ZPP_OK;
-        struct zpp_unit *candidate = zero->units[next];
-        if (candidate->state != ZPP_UNIT_PARTITIONED) continue;
-        if (zero->ahead_bytes + zpp_unit_bytes(candidate) > zero->options.prefetch_bytes) return ZPP_OK;
-        const zpp_status status = start_fetch(zero, candidate, err);
-        if (status != ZPP_OK) return status;
-    }
+static bool is_ahead(const struct zpp_unit *unit) {
+    return unit->state == ZPP_UNIT_FETCHING || unit->kept;
+}
+
+static bool has_room(const zpp_zero *zero, const struct zpp_unit *unit) {
+    return is_ahead(unit) || zero->ahead_bytes + zpp_unit_bytes(unit) <= zero->options.prefetch_bytes;
+}
+
+static void set_kept(zpp_zero *zero, struct zpp_unit *unit, bool kept) {
+    const bool was = is_ahead(unit);
+    zero->kept_units += kept - unit->kept;
+    unit->kept = kept;
+    if (is_ahead(unit) == was) return;
+    if (was) zero->ahead_bytes -= zpp_unit_bytes(unit);
+    else zero->ahead_bytes += zpp_unit_bytes(unit);
 }
 
 /* The computation may use it from here on. */
@@ -195,7 +204,7 @@ static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp
     if (status != ZPP_OK) return status;
     zpp_span_end(began_ns, ZPP_SPAN_WAIT, "for a gather", 0);
     unit->state = ZPP_UNIT_FULL;
-    zero->ahead_bytes -= zpp_unit_bytes(unit);
+    if (!unit->kept) zero->ahead_bytes -= zpp_unit_bytes(unit);
     zpp_second_keep(zero, unit);
     if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
     zpp_status outcome = zpp_filed_outcome(zero->filed, unit->filed, &zero->fault, err);
@@ -206,9 +215,54 @@ static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp
     }
     if (outcome == ZPP_OK) return ZPP_OK;
     struct zpp_err ignored = ZPP_ERR_INIT;
+    set_kept(zero, unit, false);
     unit->state = ZPP_UNIT_PARTITIONED;
     (void)give_memory(zero, unit, &ignored);
     return outcome;
+}
+
+/* There came no backward, but a forward that needs the room. True: there is some. */
+static bool drop_kept(zpp_zero *zero) {
+    const size_t before_bytes = zero->ahead_bytes;
+    for (int i = 0; i < zero->units_count && zero->kept_units; i++) {
+        struct zpp_unit *unit = zero->units[i];
+        struct zpp_err ignored = ZPP_ERR_INIT;
+        if (!unit->kept) continue;
+        set_kept(zero, unit, false);
+        if (unit->state == ZPP_UNIT_FETCHING && settle(zero, unit, NULL, &ignored) == ZPP_OK)
+            (void)zpp_zero_release(zero, i, &ignored);
+    }
+    return zero->ahead_bytes < before_bytes;
+}
+
+/* Of what the backward begins with, as much as there is room for. */
+static zpp_status keep_for_backward(zpp_zero *zero, struct zpp_err *err) {
+    for (size_t steps = 0;; steps++) {
+        const int next = zpp_trace_ahead(&zero->trace, ZPP_PHASE_BACKWARD, steps);
+        if (next < 0) return ZPP_OK;
+        struct zpp_unit *candidate = zero->units[next];
+        if (!in_shared_file(candidate) || candidate->held || candidate->kept) continue;
+        if (!has_room(zero, candidate)) return ZPP_OK;
+        if (candidate->state == ZPP_UNIT_PARTITIONED) {
+            const zpp_status status = start_fetch(zero, candidate, err);
+            if (status != ZPP_OK) return status;
+        }
+        set_kept(zero, candidate, true);
+    }
+}
+
+/* Follow the recorded order while the bound allows. */
+static zpp_status prefetch_ahead(zpp_zero *zero, enum zpp_phase phase, struct zpp_err *err) {
+    for (size_t steps = 0;; steps++) {
+        const int next = zpp_trace_ahead(&zero->trace, phase, steps);
+        if (next < 0) return phase == ZPP_PHASE_FORWARD ? keep_for_backward(zero, err) : ZPP_OK;
+        struct zpp_unit *candidate = zero->units[next];
+        if (candidate->state != ZPP_UNIT_PARTITIONED) continue;
+        while (!has_room(zero, candidate))
+            if (phase == ZPP_PHASE_BACKWARD || !drop_kept(zero)) return ZPP_OK;
+        const zpp_status status = start_fetch(zero, candidate, err);
+        if (status != ZPP_OK) return status;
+    }
 }
 
 zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const struct zpp_wait *wait,
@@ -225,6 +279,7 @@ zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const 
         if (status != ZPP_OK) return status;
     }
     if (began_ns) zero->gather_ns += zpp_now_ns() - began_ns;
+    if (phase == ZPP_PHASE_BACKWARD) set_kept(zero, unit, false);
     if (!zero->options.prefetch_bytes) return ZPP_OK;
     zpp_trace_record(&zero->trace, phase, index);
     return prefetch_ahead(zero, phase, err);
@@ -233,8 +288,8 @@ zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const 
 zpp_status zpp_zero_release(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     if (!zpp_unit_moves(unit) || unit->state != ZPP_UNIT_FULL || unit->pins || unit->sticky) return ZPP_OK;
-    unit->state = ZPP_UNIT_PARTITIONED;
-    return give_memory(zero, unit, err);
+    unit->state = unit->kept ? ZPP_UNIT_FETCHING : ZPP_UNIT_PARTITIONED;
+    return unit->kept ? ZPP_OK : give_memory(zero, unit, err);
 }
 
 zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err) {
@@ -244,6 +299,7 @@ zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err) {
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];
         unit->sticky = false;
+        set_kept(zero, unit, false);
         if (unit->state == ZPP_UNIT_FETCHING) {
             const zpp_status status = settle(zero, unit, &patience, err);
             if (status != ZPP_OK && unit->state == ZPP_UNIT_FETCHING) return status; /* else: nobody needed it */

@@ -47,7 +47,8 @@ struct zpp_zero {
     zpp_stream *arrive; /* FILE units: their reads end here, in order; `gather` begins them */
     struct zpp_aio_fault fault; /* of the last read that failed */
     struct zpp_trace trace;
-    size_t full_bytes, full_peak_bytes, ahead_bytes; /* ahead: fetched, not needed yet */
+    size_t full_bytes, full_peak_bytes, ahead_bytes; /* ahead: fetched, not needed yet; or kept */
+    int kept_units;
     uint64_t gather_ns; /* what needed a unit waited for it so long */
 
     /* gradients */

@@ -63,9 +63,11 @@ struct zpp_unit {
     int pins;    /* forwards of it that are open now */
     bool sticky; /* keep it until this pass ends */
     bool mapped; /* has memory in the range */
+    bool kept;   /* FILE units: the backward that follows needs it soon, so that a release keeps its memory */
     int filed;   /* FILE units: their number there, */
     size_t file_offset_bytes;   /* their place in its home, or that of this rank's slice, */
     struct zpp_filed *own_file; /* and over several hosts: where that is */
+    bool open_slice; /* ... and in memory, for a step inside the backward */
     bool held;   /* a FILE unit that lies in memory for good */
     uint8_t *stored_low; /* FILE units, [params]: is it kept in fewer bits? NULL: none is */
     int uses;    /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */

@@ -151,7 +151,7 @@ def estimate(
             in_file[kind] = round(held[kind] * _fraction(config, tier))
             held[kind] -= in_file[kind]
     traffic = _traffic(units, config.stage, ranks, host_copy)
-    traffic["nvme"] = _nvme_traffic(units, config, ranks, optimizer, in_file)
+    traffic["nvme"] = _nvme_traffic(units, config, ranks, hosts, optimizer, in_file)
     if config.stored_name is not None:  # a forward reads each unit wherever it is used
         reads = sum(_filed_bytes(model, unit, config) * len(unit.plan.triggers) for unit in units if unit.filed)
         traffic["nvme"] = reads // ranks if in_file["params"] else 0
@@ -303,13 +303,31 @@ def _gathered(model: nn.Module, units: list[_Sizes], config: Config, ranks: int,
         open_bytes += sum(unit.whole_bytes for unit in triggered.get(module, ()))
         return max([open_bytes, *(most(child, open_bytes) for child in module.children())])
 
-    ahead = config.prefetch if isinstance(config.prefetch, int) else READ_AHEAD_BYTES if hosts > 1 else 0
-    filed = [unit.whole_bytes for unit in units if unit.filed]
-    if filed and config.prefetch == "auto":
-        ahead = max(READ_AHEAD_BYTES, 2 * max(filed))
+    ahead = _read_ahead(units, config, hosts)
+    filed = any(unit.filed for unit in units)
     sizes = [unit.whole_bytes for unit in units if unit.moves or unit.filed]
     whole = min(sum(sizes), max(most(model, 0), 2 * max(sizes, default=0)) + ahead)
     return whole // ranks if filed and hosts == 1 else whole  # the ranks of a host share what was read
+
+
+def _read_ahead(units: list[_Sizes], config: Config, hosts: int) -> int:
+    """The most that is fetched ahead of need, or kept for the backward."""
+    if isinstance(config.prefetch, int):
+        return config.prefetch
+    filed = [unit.whole_bytes for unit in units if unit.filed]
+    if filed:
+        return max(READ_AHEAD_BYTES, 2 * max(filed))
+    return READ_AHEAD_BYTES if hosts > 1 else 0
+
+
+def _kept(units: list[_Sizes], config: Config, hosts: int) -> int:
+    """Of units in a file, those that the forward ends with are kept for the backward, which begins with them."""
+    room, kept = _read_ahead(units, config, hosts) if hosts == 1 else 0, 0
+    for unit in reversed(units):
+        if unit.filed and kept + unit.whole_bytes > room:
+            break
+        kept += unit.whole_bytes if unit.filed else 0
+    return kept
 
 
 def _traffic(units: list[_Sizes], stage: int, ranks: int, host_copy: bool) -> dict[str, int]:
@@ -344,7 +362,9 @@ def _network_traffic(units: list[_Sizes], config: Config, ranks: int, hosts: int
     return total
 
 
-def _nvme_traffic(units: list[_Sizes], config: Config, ranks: int, optimizer: str, in_file: dict[str, int]) -> int:
+def _nvme_traffic(
+    units: list[_Sizes], config: Config, ranks: int, hosts: int, optimizer: str, in_file: dict[str, int]
+) -> int:
     """Bytes read and written by one rank: states once each way, gradients once and twice, parameters where they are used."""
     total = 2 * (in_file.get("master", 0) + in_file.get("optimizer", 0)) + 3 * in_file.get("grads", 0)
     used = stepped = 0.0
@@ -353,4 +373,6 @@ def _nvme_traffic(units: list[_Sizes], config: Config, ranks: int, optimizer: st
         if unit.plan.trainable and optimizer != "none":
             once = config.step_in_backward or _has_master(unit, config, optimizer)
             stepped += (1 if once else 2) * unit.whole_bytes / ranks
+    if optimizer != "none":
+        used -= _kept(units, config, hosts) / ranks
     return total + round(_fraction(config, "params") * (used + stepped))

@@ -241,27 +241,29 @@ def until_idle() -> None:
 
 
 def bytes_of_a_step() -> None:
-    """Parameters are read twice and not a third time; states once, and all is written once."""
+    """Parameters are read twice and not a third time, or once where the forward keeps them for the backward; states once, and all is
+    written once."""
     ranks = dist.get_world_size()
     with scratch() as path:
-        model, optimizer = prepared(256, stage=3, offload=tiers(path, 1.0, 1.0), **EARLY)
-        train(model, optimizer, 0, 2)
-        until_idle()
-        filed = zeropp.memory(model, optimizer)["nvme"]
-        psi = filed["params"]["held"] * ranks
-        dist.barrier()
-        zeropp.traffic(reset=True)
-        dist.barrier()
-        train(model, optimizer, 2, 4)
-        until_idle()
-        mine = zeropp.traffic()["nvme"]
-        both = torch.tensor([mine["read"]["bytes"], mine["write"]["bytes"]])
-        dist.all_reduce(both)
-        read, written = (value / 2 / psi for value in both.tolist())
-        assert 2.95 <= written <= 3.1, written
-        # A rank that lags reads a unit again; the last one of the forward may still be there in the backward.
-        assert read >= 3.5 and (read <= 4.2 or ranks > 1), read
-        del model, optimizer
+        for prefetch, least, most in ((0, 3.5, 4.2), ("auto", 2.95, 3.2)):  # a model of 6 MB stays, where anything may
+            model, optimizer = prepared(256, stage=3, offload=tiers(path, 1.0, 1.0), prefetch=prefetch, **EARLY)
+            train(model, optimizer, 0, 2)
+            until_idle()
+            filed = zeropp.memory(model, optimizer)["nvme"]
+            psi = filed["params"]["held"] * ranks
+            dist.barrier()
+            zeropp.traffic(reset=True)
+            dist.barrier()
+            train(model, optimizer, 2, 4)
+            until_idle()
+            mine = zeropp.traffic()["nvme"]
+            both = torch.tensor([mine["read"]["bytes"], mine["write"]["bytes"]])
+            dist.all_reduce(both)
+            read, written = (value / 2 / psi for value in both.tolist())
+            assert 2.95 <= written <= 3.1, written
+            # A rank that lags reads a unit again; the last one of the forward may still be there in the backward.
+            assert read >= least and (read <= most or ranks > 1), (prefetch, read)
+            del model, optimizer
 
 
 def refused() -> Any:

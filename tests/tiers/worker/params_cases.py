@@ -164,6 +164,35 @@ def a_unit_at_a_time() -> None:
         assert peaks[0] < 2 * block, (peaks, block)
 
 
+def kept_for_the_backward() -> None:
+    """Units that the forward ends with stay for the backward, as many as may be read ahead; a forward whose backward never comes
+    takes their room back."""
+    with scratch() as path:
+        block = 12 * 128 * 128 * 4
+        losses, loads = [], []
+        for prefetch in (0, 2 * block + (1 << 18)):
+            model = gpt(width=128, layers=6)
+            adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
+            model, adam = zeropp.prepare(model, adam, zeropp.Config(prefetch=prefetch, **nvme(path, states=True)))
+            tier = engine_of(model).params_tier
+            seen = train(model, adam, 0, 2)
+            before = tier.figures()
+            seen += train(model, adam, 2, 3)
+            after = tier.figures()
+            loads.append(after["loads"] - before["loads"])
+            assert after["entered_bytes"] == 0 and after["entered_peak_bytes"] <= 5 * block, (after, block)
+            for step in (3, 4, 3):
+                seen.append(model(*batch(step)).item())
+                assert tier.figures()["entered_bytes"] <= prefetch
+            seen += train(model, adam, 3, 5)
+            assert tier.figures()["entered_bytes"] == 0
+            losses.append(seen)
+            del model, adam, tier
+        assert losses[0] == losses[1]
+        if dist.get_world_size() == 1:  # others may be late, and find it there
+            assert loads[0] - loads[1] >= 2, loads
+
+
 def memory_and_traffic() -> None:
     """What is held in each tier is what was planned; bytes to and from the disk are what the formulas say."""
     ranks = dist.get_world_size()
@@ -427,7 +456,7 @@ CASES = {
     function.__name__: function
     for function in (
         fp32, bf16, without_prefetch, slices_of_whole_pages, frozen_units, checkpoints, writing_whole_parameters,
-        reading_released_parameters, a_unit_at_a_time, memory_and_traffic, inference, no_room, a_read_that_fails,
+        reading_released_parameters, a_unit_at_a_time, kept_for_the_backward, memory_and_traffic, inference, no_room, a_read_that_fails,
         checksums_of_all_tiers, a_step_that_fails, refusals, under_a_limit_that_memory_exceeds,
     )
 }  # fmt: skip
