@@ -47,20 +47,17 @@ static int unpin(Unit *unit) {
     return zpp_py_release(unit);
 }
 
-/* Whole, to be changed in place. */
-static zpp_status make_whole(Unit *unit, struct zpp_err *err) {
+/* In memory, to be changed in place. */
+static zpp_status open_slice(Unit *unit, struct zpp_err *err) {
     Zero *zero = unit->zero;
     if (!is_filed(unit)) return ZPP_OK;
-    if (unit->unit->state != ZPP_UNIT_FULL) {
-        struct zpp_wait wait;
-        zpp_py_wait_for(zero, &wait);
-        PyThreadState *thread = PyEval_SaveThread();
-        const zpp_status status = zpp_zero_need(zero->core, unit->unit->index, ZPP_PHASE_BACKWARD, &wait, err);
-        PyEval_RestoreThread(thread);
-        if (status != ZPP_OK) return status;
-    }
-    pin(unit);
-    return ZPP_OK;
+    struct zpp_wait wait;
+    zpp_py_wait_for(zero, &wait);
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_zero_open_slice(zero->core, unit->unit->index, &wait, err);
+    PyEval_RestoreThread(thread);
+    if (status == ZPP_OK) pin(unit);
+    return status;
 }
 
 /* The oldest of those on their way; `now`: 1 where it has not arrived. */
@@ -160,7 +157,7 @@ static int update(Unit *unit) {
         early->bad_param = (Py_ssize_t)bad_param;
         return 0;
     }
-    zpp_status status = make_whole(unit, &err);
+    zpp_status status = open_slice(unit, &err);
     if (status == ZPP_TIER) fault = *zpp_zero_fault(zero->core);
     int failed = 0;
     if (status == ZPP_OK) {
@@ -201,6 +198,9 @@ static int step_unit(Unit *unit) {
     if (!local) zpp_zero_drop_grad(zero->core, unit->unit->index);
     const int count = zero->early.sending_count;
     const bool sent = count && zero->early.sending[count - 1] == unit->unit->index;
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (!sent && zpp_zero_slice_sent(zero->core, unit->unit->index, false, &err) != ZPP_OK)
+        keep_failure(&zero->early, &err, zpp_zero_fault(zero->core));
     if (!sent && unpin(unit)) failed = -1;
     return failed;
 }

@@ -324,15 +324,38 @@ zpp_status zpp_zero_keep_slice(zpp_zero *zero, int index, struct zpp_err *err) {
     return ZPP_OK;
 }
 
+zpp_status zpp_zero_open_slice(zpp_zero *zero, int index, const struct zpp_wait *wait, struct zpp_err *err) {
+    struct zpp_unit *unit = zero->units[index];
+    if (unit->place != ZPP_PLACE_FILE || unit->held) return ZPP_OK;
+    zpp_status status = ZPP_OK;
+    /* No prefetch from here: over several hosts it is a collective, and ranks come here at times of their own. */
+    if (in_shared_file(unit) && unit->state == ZPP_UNIT_PARTITIONED) status = start_fetch(zero, unit, err);
+    if (status == ZPP_OK && unit->state == ZPP_UNIT_FETCHING) status = settle(zero, unit, wait, err);
+    if (status != ZPP_OK || in_shared_file(unit)) return status;
+    status = zpp_own_file_open(zero, unit, unit->state == ZPP_UNIT_FULL, err);
+    unit->open_slice = status == ZPP_OK;
+    return status;
+}
+
+/* Of this rank's slice, in the home that it is stepped in. */
+static size_t slice_offset(const zpp_zero *zero, const struct zpp_unit *unit) {
+    return unit->file_offset_bytes + (unit->own_file ? 0 : (size_t)zero->rank * zpp_unit_shard_bytes(unit));
+}
+
 zpp_status zpp_zero_send_slice(zpp_zero *zero, int index, struct zpp_err *err) {
     const struct zpp_unit *unit = zero->units[index];
-    const size_t bytes = zpp_unit_shard_bytes(unit);
-    if (!in_shared_file(unit)) return ZPP_OK;
-    return zpp_filed_send(zero->filed, unit->filed, unit->file_offset_bytes + (size_t)zero->rank * bytes, bytes,
-                          &zero->fault, err);
+    if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
+    return zpp_filed_send(zero->filed, unit->filed, slice_offset(zero, unit), zpp_unit_shard_bytes(unit), &zero->fault,
+                          err);
 }
 
 zpp_status zpp_zero_slice_sent(zpp_zero *zero, int index, bool now, struct zpp_err *err) {
-    const struct zpp_unit *unit = zero->units[index];
-    return in_shared_file(unit) ? zpp_filed_sent(zero->filed, unit->filed, now, &zero->fault, err) : ZPP_OK;
+    struct zpp_unit *unit = zero->units[index];
+    if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
+    const zpp_status status = zpp_filed_sent(zero->filed, unit->filed, now, &zero->fault, err);
+    if (status == ZPP_AGAIN || !unit->open_slice) return status;
+    struct zpp_err left = ZPP_ERR_INIT;
+    unit->open_slice = false;
+    const zpp_status closed = zpp_own_file_end(zero, unit, status == ZPP_OK ? err : &left);
+    return status == ZPP_OK ? closed : status;
 }

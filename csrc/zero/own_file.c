@@ -42,6 +42,23 @@ zpp_status zpp_own_file_end(zpp_zero *zero, struct zpp_unit *unit, struct zpp_er
     return is_held(unit) ? ZPP_OK : zpp_filed_leave(unit->own_file, unit->filed, err);
 }
 
+zpp_status zpp_own_file_open(zpp_zero *zero, struct zpp_unit *unit, bool full, struct zpp_err *err) {
+    const size_t bytes = zpp_unit_shard_bytes(unit);
+    if (is_held(unit)) return ZPP_OK;
+    zpp_status status = zpp_filed_enter(unit->own_file, unit->filed, err);
+    if (status != ZPP_OK) return status;
+    if (full) {
+        memcpy(unit->shard, unit->whole + (size_t)zero->rank * bytes, bytes);
+        return ZPP_OK;
+    }
+    zpp_filed_begin(unit->own_file, unit->filed);
+    zpp_own_file_await(unit);
+    status = zpp_filed_outcome(unit->own_file, unit->filed, &zero->fault, err);
+    struct zpp_err ignored = ZPP_ERR_INIT;
+    if (status != ZPP_OK) (void)zpp_filed_leave(unit->own_file, unit->filed, &ignored);
+    return status;
+}
+
 zpp_status zpp_own_file_keep(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     const size_t bytes = zpp_unit_shard_bytes(unit);
     unsigned char *slice = unit->whole + (size_t)zero->rank * bytes;

@@ -115,9 +115,11 @@ void zpp_zero_publish(zpp_zero *zero);
  * (SHARD and FILE units; full ones). */
 zpp_status zpp_zero_keep_slice(zpp_zero *zero, int unit, struct zpp_err *err);
 
-/* A step inside the backward: this rank's slice was changed in memory, in a FILE unit that is full and pinned; begin to
- * write it. Nothing to do for other units. Then, before it is unpinned: how that ended; `now`: AGAIN where it has not.
- */
+/* A step inside the backward, of FILE units (nothing to do for others): this rank's slice in memory, to be changed in
+ * place; on one host that makes the unit full. Starts fetching nothing else. The caller pins it. */
+zpp_status zpp_zero_open_slice(zpp_zero *zero, int unit, const struct zpp_wait *wait, struct zpp_err *err);
+/* It was changed; begin to write it. Then, before it is unpinned, also where nothing was sent: how that ended, and the
+ * slice closes; `now`: AGAIN where it has not. */
 zpp_status zpp_zero_send_slice(zpp_zero *zero, int unit, struct zpp_err *err);
 zpp_status zpp_zero_slice_sent(zpp_zero *zero, int unit, bool now, struct zpp_err *err);
 

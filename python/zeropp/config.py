@@ -395,8 +395,8 @@ class Config:
     """True: each unit is stepped inside the backward, as soon as its gradients are reduced, and `optimizer.step()` only ends it. Bit
     for bit the same training; the bytes of states and parameters on NVMe move beside the computation, and a gradient lives no
     longer than until its unit's step. For what needs no norm of all gradients first: no clipping, no fp16, element-wise optimizers.
-    Between a backward and `optimizer.step()` the model cannot be used. Stages 1 to 3; not yet with gradients on NVMe, or over
-    several hosts."""
+    Between a backward and `optimizer.step()` the model cannot be used. Stages 1 to 3, on one host or several; not with gradients
+    on NVMe: there is nothing to keep there, but for accumulate > 1, which is not built yet."""
 
     device: str | torch.device | None = None
     """Where shards and computation live; None: cuda:LOCAL_RANK where there is a GPU, else the CPU."""
@@ -616,10 +616,17 @@ class Config:
                 "False with offload.delayed_update, which hides the step beside the next pass; one of the two",
             )
         if self.offload.grads.kind == "nvme":  # type: ignore[union-attr]
-            raise not_yet(
+            if self.accumulate > 1:
+                raise not_yet(
+                    path,
+                    value,
+                    f"leave one of the two out with accumulate={self.accumulate} and offload.grads on 'nvme'",
+                )
+            raise wrong(
                 path,
                 value,
-                "leave offload.grads on 'device' with it: few gradients are held at a time, those of a unit or two",
+                "False with offload.grads on 'nvme', or offload.grads on 'device': a gradient lives until its unit is stepped, in the same "
+                "backward, so there is nothing to keep in a file",
             )
 
     def _check_comm(self) -> None:

@@ -175,8 +175,6 @@ def _check(config: Config, ranks: int, hosts: int, optimizer: str, tokens: int |
             raise ConfigError(f"estimate: {name} {value!r} is not allowed; wanted a whole number above 0")
     if ranks % hosts:
         raise ConfigError(f"estimate: {ranks} ranks on {hosts} hosts is not estimated yet; wanted as many on each")
-    if hosts > 1 and config.step_in_backward:
-        raise ConfigError("estimate: step_in_backward on several hosts is not built yet; leave it out, or one host")
     if hosts > 1 and config.offload.delayed_update is not None:
         raise ConfigError(
             "estimate: Offload.delayed_update on several hosts is not built yet; leave it out, or one host"

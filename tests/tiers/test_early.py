@@ -4,14 +4,12 @@ refused in between, and what fails."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zeropp
 from early_cases import CASES, ON_ONE_RANK
 from zeropp import Config, Offload
-from zeropp.zero.prepare import _check_hosts
 
 TABLE = [(1, case) for case in CASES] + [(2, case) for case in CASES if case not in ON_ONE_RANK]
 WORKER = "early_cases"  # for the fixture `outcomes`
@@ -32,7 +30,14 @@ def test_early(ranks_case: tuple[int, str], outcomes: Any) -> None:
         ({"precision": "fp16"}, "wanted False with fp16"),
         ({"stage": 0}, "wanted False at stage 0"),
         ({"offload": Offload(optimizer="cpu", delayed_update=3)}, "wanted False with offload.delayed_update"),
-        ({"offload": Offload(grads="nvme", path="/tmp")}, "is not built yet; leave offload.grads on 'device'"),
+        (
+            {"offload": Offload(grads="nvme", path="/tmp")},
+            "offload.grads on 'device': a gradient lives until its unit is stepped",
+        ),
+        (
+            {"offload": Offload(grads="nvme", path="/tmp"), "accumulate": 2},
+            "is not built yet; leave one of the two out with accumulate=2",
+        ),
     ],
 )
 def test_what_cannot_step_in_backward_is_said(more: dict[str, Any], said: str) -> None:
@@ -41,9 +46,11 @@ def test_what_cannot_step_in_backward_is_said(more: dict[str, Any], said: str) -
     assert said in str(caught.value)
 
 
-def test_over_hosts_it_is_refused() -> None:
-    with pytest.raises(zeropp.ConfigError, match="step_in_backward: True on 2 hosts is not implemented yet"):
-        _check_hosts(Config(stage=2, step_in_backward=True), SimpleNamespace(hosts=2))
+@pytest.mark.timeout(300)
+def test_between_hosts(run_ranks: Any) -> None:
+    cases = ("fp32", "bf16", "gradients_come_and_go", "not_finite", "a_disk_that_fails")
+    for outcome in run_ranks("early_hosts_cases", cases, ranks=2).values():
+        outcome.check()
 
 
 def test_json_has_the_same_key() -> None:

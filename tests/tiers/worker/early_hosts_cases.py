@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""early_cases with every rank on a host of its own, over the loopback interface: gathers, reductions and the end of a step are
+collectives there."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["ZEROPP_HOST_ID"] = os.environ["RANK"]  # before the communicator is made
+
+from early_cases import EARLY, Steps, a_disk_that_fails, gradients_come_and_go, not_finite, tiers
+from state_cases import scratch
+from training import Recipe, ours, same
+from zeropp import Comm
+
+
+def equal(recipe: Recipe, **config: object) -> None:
+    with scratch() as path:
+        places: dict[str, Steps] = {
+            "stage 1": {"stage": 1},
+            "stage 2, states in a file": {"stage": 2, "offload": tiers(path, states=1.0)},
+            "stage 3": {"stage": 3},
+            "stage 3, a second copy": {"stage": 3, "comm": Comm(secondary_shard="host")},
+            "stage 3, in 8 bits": {"stage": 3, "comm": Comm(params="int8", grads="int8")},
+            "stage 3, both in files": {"stage": 3, "offload": tiers(path, params=1.0, states=1.0)},
+            "stage 3, some parameters in a file": {"stage": 3, "prefetch": 0, "offload": tiers(path, params=0.5)},
+        }
+        for name, place in places.items():
+            same(name, ours(recipe, **place, **config, **EARLY), ours(recipe, **place, **config))
+
+
+def fp32() -> None:
+    """With gradients that no_sync held back."""
+    equal(Recipe(steps=3, micro=2))
+
+
+def bf16() -> None:
+    equal(Recipe(steps=2, micro=2, config={"accumulate": 2}), precision="bf16")
+
+
+CASES = {function.__name__: function for function in (fp32, bf16, gradients_come_and_go, not_finite, a_disk_that_fails)}
