@@ -320,6 +320,20 @@ int zpp_py_early_close(Zero *zero) {
     return failed;
 }
 
+/* The next forward waits for its units, and for states nobody before its end: these come behind them. */
+static void read_for_next(Zero *zero, zpp_tier *tier) {
+    zero->early.reads_ahead = zpp_zero_reads_forward(zero->core);
+    if (!zero->early.reads_ahead) zpp_tier_early_ahead(tier);
+}
+
+void zpp_py_early_ahead(Zero *zero) {
+    if (!zero->early.reads_ahead || zpp_zero_reads_forward(zero->core)) return;
+    zpp_tier *tier = zpp_py_tier_get(zero->tier);
+    zero->early.reads_ahead = false;
+    if (tier) zpp_tier_early_ahead(tier);
+    else PyErr_Clear(); /* closed with the model */
+}
+
 static int end_writes(Zero *zero) {
     struct zpp_py_early *early = &zero->early;
     int failed = 0;
@@ -334,6 +348,7 @@ static int end_writes(Zero *zero) {
     const zpp_status status = zpp_tier_early_end(tier, &fault, &err);
     PyEval_RestoreThread(thread);
     if (status != ZPP_OK) keep_failure(early, &err, &fault);
+    else read_for_next(zero, tier);
     return failed;
 }
 

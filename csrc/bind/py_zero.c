@@ -57,6 +57,7 @@ int zpp_py_need(Unit *unit, enum zpp_phase phase) {
             zpp_py_raise_zero(zero, &err);
             return -1;
         }
+        if (phase == ZPP_PHASE_FORWARD) zpp_py_early_ahead(zero);
     }
     return zpp_py_swap(unit, true);
 }

@@ -73,6 +73,7 @@ struct zpp_py_early {
     bool open;       /* this backward steps */
     bool pending;    /* the step was begun, and not ended by optimizer.step() */
     bool tier_open;
+    bool reads_ahead; /* states for the next step, once the next forward has begun to read its last unit */
     int done;        /* units of the order of reductions that were stepped, or had no gradient */
     int stepped;
     int sending[ZPP_EARLY_SENDING], sending_count; /* units whose slices are being written, oldest first */
@@ -178,6 +179,7 @@ void zpp_py_delayed_end(Zero *zero); /* waits for the step under way, whose valu
 extern PyMethodDef zpp_py_early_methods[];
 int zpp_py_early_begin(Zero *zero);                                        /* a backward has begun */
 int zpp_py_early_gradient(Unit *unit, Py_ssize_t param, bool partial);     /* one was handed over */
+void zpp_py_early_ahead(Zero *zero);                                       /* a forward needs a unit, and has it */
 int zpp_py_early_close(Zero *zero);                                        /* the backward has ended, all is reduced */
 int zpp_py_early_abort(Zero *zero);                                        /* ... by an exception */
 int zpp_py_early_require_ended(const Zero *zero, const char *what);        /* the error names `what` is refused */

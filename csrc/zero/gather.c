@@ -235,8 +235,13 @@ static bool drop_kept(zpp_zero *zero) {
     return zero->ahead_bytes < before_bytes;
 }
 
+bool zpp_zero_reads_forward(const zpp_zero *zero) {
+    return zero->filed && zero->options.prefetch_bytes && !zero->forward_read;
+}
+
 /* Of what the backward begins with, as much as there is room for. */
 static zpp_status keep_for_backward(zpp_zero *zero, struct zpp_err *err) {
+    zero->forward_read = true;
     for (size_t steps = 0;; steps++) {
         const int next = zpp_trace_ahead(&zero->trace, ZPP_PHASE_BACKWARD, steps);
         if (next < 0) return ZPP_OK;
@@ -294,6 +299,7 @@ zpp_status zpp_zero_release(zpp_zero *zero, int index, struct zpp_err *err) {
 
 zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err) {
     zpp_trace_restart(&zero->trace);
+    zero->forward_read = false;
     /* Long enough for any memcpy; a prefetch waits for nobody. */
     const struct zpp_wait patience = { .timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL };
     for (int i = 0; i < zero->units_count; i++) {

@@ -88,8 +88,10 @@ zpp_status zpp_tier_early_step(zpp_tier *tier, const struct zpp_tier_piece *piec
 /* Where writes have ended meanwhile: read on ahead into their buffers. Never waits; nothing to do where no step is open.
  */
 zpp_status zpp_tier_early_poll(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err);
-/* All is written; what the next step needs first is being read. Nothing to do where no step is open. */
+/* All is written. Nothing to do where no step is open. */
 zpp_status zpp_tier_early_end(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* Between two steps: begin to read what the next one needs first. If that fails, the next step says it. */
+void zpp_tier_early_ahead(zpp_tier *tier);
 bool zpp_tier_torn(const zpp_tier *tier);
 void zpp_tier_mend(zpp_tier *tier);
 

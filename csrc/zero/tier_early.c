@@ -279,9 +279,12 @@ zpp_status zpp_tier_early_end(zpp_tier *tier, struct zpp_aio_fault *fault, struc
     tier->early.next = 0;
     tier->steps++;
     tier->step_ns += zpp_now_ns() - began_ns;
-    if (status != ZPP_OK) return fail(tier, status);
+    return fail(tier, status);
+}
+
+void zpp_tier_early_ahead(zpp_tier *tier) {
     struct zpp_err ignored = ZPP_ERR_INIT;
-    struct zpp_aio_fault other;
-    if (read_ahead(tier, &other, &ignored) != ZPP_OK) tier_early_forget(tier); /* the next step will say it */
-    return ZPP_OK;
+    struct zpp_aio_fault fault;
+    if (tier->torn || tier->early.open) return;
+    if (read_ahead(tier, &fault, &ignored) != ZPP_OK) tier_early_forget(tier);
 }

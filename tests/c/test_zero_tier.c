@@ -141,7 +141,9 @@ static zpp_status step_early(zpp_tier *tier, uint64_t t, bool amsgrad, const int
         status = zpp_tier_early_step(tier, pieces, 2, 0.5f, pool, fault, err);
         if (status == ZPP_OK) status = zpp_tier_early_poll(tier, fault, err);
     }
-    return status == ZPP_OK ? zpp_tier_early_end(tier, fault, err) : status;
+    if (status == ZPP_OK) status = zpp_tier_early_end(tier, fault, err);
+    if (t % 2) zpp_tier_early_ahead(tier); /* or the next begin does */
+    return status;
 }
 
 static void check_kind(zpp_tier *tier, int slice, enum zpp_tier_kind kind, const float *wanted) {
