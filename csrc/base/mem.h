@@ -33,7 +33,7 @@ void *zpp_range_base(const zpp_range *range);
 zpp_status zpp_range_map(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err);
 zpp_status zpp_range_unmap(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err);
 void zpp_range_set_warm(zpp_range *range, size_t warm_bytes);
-/* Where a piece of `bytes` that is mapped as one begins best, behind `used_bytes`: a large one at a multiple of 2 MiB. */
+/* Where a piece of `bytes` that is mapped as one begins best, behind `used_bytes`: a large one at 2 MiB. */
 size_t zpp_range_place(size_t used_bytes, size_t bytes);
 size_t zpp_range_held_bytes(const zpp_range *range); /* mapped now, plus warm */
 

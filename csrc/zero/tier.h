@@ -85,8 +85,8 @@ zpp_status zpp_tier_early_begin(zpp_tier *tier, struct zpp_aio_fault *fault, str
 /* Pieces of one slice, in ascending order. Their parameters and gradients are in memory. */
 zpp_status zpp_tier_early_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
                                float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err);
-/* Where writes have ended meanwhile: read on ahead into their buffers. Never waits; nothing to do where no step is open.
- */
+/* Where writes have ended meanwhile: read on ahead into their buffers. Never waits; nothing to do where no step is
+ * open. */
 zpp_status zpp_tier_early_poll(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* All is written. Nothing to do where no step is open. */
 zpp_status zpp_tier_early_end(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err);

@@ -123,8 +123,9 @@ def test_a_model_larger_than_memory(tmp_path):
     assert len(seen) == 3 and all(math.isfinite(row["loss"]) for row in seen)
     for row in seen:
         assert row["disk_written_bytes"] == pytest.approx(row["planned_written_bytes"], rel=0.05), row
-        # Less than planned where a slice is still in memory, more where a prefetch came to nothing; the machine's load decides.
-        assert 0.8 * row["planned_read_bytes"] < row["disk_read_bytes"] < 1.5 * row["planned_read_bytes"], row
+        # Less than planned where a slice is still in memory; more where a rank is late, and reads what the other one has given back:
+        # at most each unit twice in both passes, 28 bytes a parameter of 16, in the first step 20 of 12. The machine's load decides.
+        assert 0.8 * row["planned_read_bytes"] < row["disk_read_bytes"] < 1.8 * row["planned_read_bytes"], row
         assert row["step_s"] > 0 and 0 < row["of_disk_limit"] < 2 and row["waited_s"] >= 0, row
     assert "states of 0.05 GiB, memory of 0.03 GiB" in done.stdout, done.stdout
     for line in done.stdout.splitlines():
