@@ -29,11 +29,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stored int4": {"precision": zeropp.Precision(stored="int4"), "offload": zeropp.Offload(params="cpu")},
     "hpZ": {"host_copy": "off", "prefetch": 0, "comm": zeropp.Comm(secondary_shard="host")},
     "int8": {"prefetch": 0, "comm": zeropp.Comm(params="int8", grads="int8")},
+    "inside the backward": {"stage": 2, "step_in_backward": True},
     "int4 gradients, stage 2, bf16": {"stage": 2, "precision": "bf16", "comm": zeropp.Comm(grads="int4")},
 }  # fmt: skip
 
 
-HOSTS_CASES = ("stage 0", "stage 1 bf16", "gathering", "hpZ", "int8")
+HOSTS_CASES = ("stage 0", "stage 1 bf16", "gathering", "hpZ", "int8", "inside the backward")
 STORED = ("stored int8 on nvme", "stored int4")
 
 
