@@ -25,6 +25,17 @@ def _held() -> dict[str, Any]:
     }
 
 
+def _held_at_rest() -> dict[str, Any]:
+    """A thread that was joined may stand in /proc/self/task for a moment longer: the kernel wakes who waits for it before it is gone."""
+    seen = _held()
+    for _ in range(100):
+        time.sleep(0.05)
+        before, seen = seen, _held()
+        if seen == before:
+            break
+    return seen
+
+
 def come_and_go(rank: int, ranks: int, cycles: int) -> dict[str, Any]:
     from datetime import timedelta
 
@@ -56,8 +67,8 @@ def come_and_go(rank: int, ranks: int, cycles: int) -> dict[str, Any]:
         group.barrier()
         comm.close(group)
         if cycle == 10:
-            before = _held()
-    after = _held()
+            before = _held_at_rest()
+    after = _held_at_rest()
     dist.barrier()
     dist.destroy_process_group()
     return {"before": before, "after": after}
