@@ -27,8 +27,8 @@ zpp_status zpp_own_file_begin(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
 void zpp_own_file_await(void *unit);
 /* After the gather, or if it never began. */
 zpp_status zpp_own_file_end(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
-/* A step inside the backward: the slice's memory again, filled from the whole unit where that is there (`full`), else from
- * the file. Until zpp_own_file_end. */
+/* A step inside the backward: the slice's memory again, filled from the whole unit where that is there (`full`), else
+ * from the file. Until zpp_own_file_end. */
 zpp_status zpp_own_file_open(zpp_zero *zero, struct zpp_unit *unit, bool full, struct zpp_err *err);
 /* This rank's slice of a gathered unit, to the file. */
 zpp_status zpp_own_file_keep(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
