@@ -355,7 +355,7 @@ def run(bench: Run) -> None:
         here = [case for case in chosen if case.ranks == ranks]
         arguments = {
             "cases": [vars(case) for case in here],
-            "rounds": 7 if bench.quick else 21 if ranks == 2 else 11,
+            "rounds": 5 if bench.quick else 21 if ranks == 2 else 11,
         }
         bench.launch(
             "worker",
