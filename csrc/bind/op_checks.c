@@ -6,6 +6,7 @@
 
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "op_entries.h"
 
@@ -44,6 +45,17 @@ bool zpp_op_find_stream(struct zpp_boxed *args, struct zpp_op_stream *on) {
     struct zpp_err err = ZPP_ERR_INIT;
     if (zpp_op_cuda(args->place.device_index, &on->device, &on->native, &err) == ZPP_OK) return true;
     return zpp_boxed_fail(args, "%s", err.text);
+}
+
+bool zpp_op_find_work(struct zpp_boxed *args, struct zpp_op_stream *on, size_t bytes, AtenTensorHandle *memory,
+                      void **work) {
+    return zpp_op_find_stream(args, on) && zpp_boxed_new(args, ZPP_F64, bytes / sizeof(double) + 1, memory, work);
+}
+
+void *zpp_op_new_segments(struct zpp_boxed *args, size_t count, size_t segment_bytes) {
+    void *segments = calloc(count + 1, segment_bytes);
+    if (!segments) zpp_boxed_fail(args, "no memory for %zu segments", count);
+    return segments;
 }
 
 void zpp_op_launched(struct zpp_boxed *args, zpp_status status, const struct zpp_err *err) {

@@ -43,11 +43,8 @@ static void step(struct zpp_boxed *args, const struct zpp_frozen_segment *segmen
 }
 
 static void run(struct zpp_boxed *args, const struct lists *l, double beta2) {
-    struct zpp_frozen_segment *segments = calloc(l->params->count + 1, sizeof *segments);
-    if (!segments) {
-        zpp_boxed_fail(args, "no memory for %zu segments", l->params->count);
-        return;
-    }
+    struct zpp_frozen_segment *segments = zpp_op_new_segments(args, l->params->count, sizeof *segments);
+    if (!segments) return;
     for (size_t i = 0; i < l->params->count; ++i) {
         segments[i] = (struct zpp_frozen_segment){
             .param = l->params->at[i].data, .exp_avg = l->exp_avgs->at[i].data,

@@ -58,9 +58,8 @@ static void step_on_cuda(struct zpp_boxed *args, const struct zpp_lamb_segment *
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_op_stream on;
     void *work = NULL;
-    AtenTensorHandle memory = NULL; /* torch's allocator follows the stream: it may be given back before the end */
-    const size_t work_doubles = (zpp_lamb_cuda_work_bytes(segments, count) + sizeof(double) - 1) / sizeof(double);
-    if (!zpp_op_find_stream(args, &on) || !zpp_boxed_new(args, ZPP_F64, work_doubles, &memory, &work)) return;
+    AtenTensorHandle memory = NULL;
+    if (!zpp_op_find_work(args, &on, zpp_lamb_cuda_work_bytes(segments, count), &memory, &work)) return;
     zpp_op_launched(args, zpp_lamb_step_cuda(on.device, on.native, segments, count, grad_scale, work, &err), &err);
     zpp_torch.aoti_torch_delete_tensor_object(memory);
 }
@@ -82,11 +81,8 @@ static void fill_moments(struct zpp_lamb_segment *segment, const struct lists *l
 /* New; free it. NULL, with a sentence noted, without memory. */
 static struct zpp_lamb_segment *segments_of(struct zpp_boxed *args, const struct lists *l,
                                             const struct zpp_lamb_segment *rates) {
-    struct zpp_lamb_segment *segments = calloc(l->params->count + 1, sizeof *segments);
-    if (!segments) {
-        zpp_boxed_fail(args, "no memory for %zu segments", l->params->count);
-        return NULL;
-    }
+    struct zpp_lamb_segment *segments = zpp_op_new_segments(args, l->params->count, sizeof *segments);
+    if (!segments) return NULL;
     for (size_t i = 0; i < l->params->count; ++i) {
         segments[i] = *rates;
         segments[i].param = l->params->at[i].data;
@@ -174,8 +170,7 @@ static void moments_on_cuda(struct zpp_boxed *args, const struct zpp_lamb_segmen
     struct zpp_op_stream on;
     void *work = NULL;
     AtenTensorHandle memory = NULL;
-    const size_t work_doubles = (zpp_lamb_cuda_work_bytes(segments, count) + sizeof(double) - 1) / sizeof(double);
-    if (!zpp_op_find_stream(args, &on) || !zpp_boxed_new(args, ZPP_F64, work_doubles, &memory, &work)) return;
+    if (!zpp_op_find_work(args, &on, zpp_lamb_cuda_work_bytes(segments, count), &memory, &work)) return;
     zpp_op_launched(args, zpp_lamb_norms_cuda(on.device, on.native, segments, count, grad_scale, sums, work, &err),
                     &err);
     zpp_torch.aoti_torch_delete_tensor_object(memory);

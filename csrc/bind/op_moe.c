@@ -80,9 +80,8 @@ static void gate_on_cuda(struct zpp_boxed *args, const struct zpp_moe_gate *gate
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_op_stream on;
     void *work = NULL;
-    AtenTensorHandle memory = NULL; /* torch's allocator follows the stream: it may be given back before the end */
-    const size_t doubles = zpp_moe_gate_cuda_work_bytes(gate) / sizeof(double) + 1;
-    if (!zpp_op_find_stream(args, &on) || !zpp_boxed_new(args, ZPP_F64, doubles, &memory, &work)) return;
+    AtenTensorHandle memory = NULL;
+    if (!zpp_op_find_work(args, &on, zpp_moe_gate_cuda_work_bytes(gate), &memory, &work)) return;
     zpp_op_launched(args, zpp_moe_gate_cuda(on.device, on.native, gate, to->weights, to->chosen, to->counts,
                                             to->losses, work, &err), &err);
     zpp_torch.aoti_torch_delete_tensor_object(memory);

@@ -62,10 +62,8 @@ static void run_on_cuda(struct zpp_boxed *args, const struct zpp_onebit_lamb_seg
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_op_stream on;
     void *work = NULL;
-    AtenTensorHandle memory = NULL; /* torch's allocator follows the stream: it may be given back before the end */
-    const size_t bytes = zpp_onebit_lamb_cuda_work_bytes(segments, count);
-    const size_t doubles = (bytes + sizeof(double) - 1) / sizeof(double);
-    if (!zpp_op_find_stream(args, &on) || !zpp_boxed_new(args, ZPP_F64, doubles, &memory, &work)) return;
+    AtenTensorHandle memory = NULL;
+    if (!zpp_op_find_work(args, &on, zpp_onebit_lamb_cuda_work_bytes(segments, count), &memory, &work)) return;
     zpp_op_launched(args, zpp_onebit_lamb_fresh_cuda(on.device, on.native, segments, count, to->sums_data,
                                                      to->largest_data, work, &err), &err);
     zpp_torch.aoti_torch_delete_tensor_object(memory);
@@ -73,11 +71,8 @@ static void run_on_cuda(struct zpp_boxed *args, const struct zpp_onebit_lamb_seg
 
 static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_onebit_lamb_segment *rates,
                 const struct results *to) {
-    struct zpp_onebit_lamb_segment *segments = calloc(l->params->count + 1, sizeof *segments);
-    if (!segments) {
-        zpp_boxed_fail(args, "no memory for %zu segments", l->params->count);
-        return;
-    }
+    struct zpp_onebit_lamb_segment *segments = zpp_op_new_segments(args, l->params->count, sizeof *segments);
+    if (!segments) return;
     for (size_t i = 0; i < l->params->count; ++i) {
         segments[i] = *rates;
         segments[i].param = l->params->at[i].data;

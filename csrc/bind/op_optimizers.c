@@ -98,13 +98,6 @@ static bool find_cuda(struct zpp_boxed *args, const struct lists *l, zpp_device 
         }                                                                                                          \
     } while (0)
 
-/* Room for a segment a tensor; NULL, with a sentence noted, without memory. */
-static void *new_segments(struct zpp_boxed *args, const struct lists *l, size_t segment_bytes) {
-    void *segments = calloc(l->params->count + 1, segment_bytes);
-    if (!segments) zpp_boxed_fail(args, "no memory for %zu segments", l->params->count);
-    return segments;
-}
-
 /* Fields that all kinds of segment have. */
 #define FILL_SEGMENT(segment, l, i)                                   \
     do {                                                              \
@@ -132,7 +125,7 @@ static void *new_segments(struct zpp_boxed *args, const struct lists *l, size_t 
 
 /* --- Lion --------------------------------------------------------------------------------------------------------- */
 static void run_lion(struct zpp_boxed *args, const struct lists *l, const struct zpp_lion_segment *rates, float scale) {
-    struct zpp_lion_segment *segments = new_segments(args, l, sizeof *segments);
+    struct zpp_lion_segment *segments = zpp_op_new_segments(args, l->params->count, sizeof *segments);
     if (!segments) return;
     for (size_t i = 0; i < l->params->count; ++i) {
         segments[i] = *rates;
@@ -172,7 +165,7 @@ ZPP_OP_BOTH(lion_step_low, lion_step_low)
 /* --- Adagrad ------------------------------------------------------------------------------------------------------ */
 static void run_adagrad(struct zpp_boxed *args, const struct lists *l, const struct zpp_adagrad_segment *rates,
                         float scale) {
-    struct zpp_adagrad_segment *segments = new_segments(args, l, sizeof *segments);
+    struct zpp_adagrad_segment *segments = zpp_op_new_segments(args, l->params->count, sizeof *segments);
     if (!segments) return;
     for (size_t i = 0; i < l->params->count; ++i) {
         segments[i] = *rates;
@@ -214,7 +207,7 @@ ZPP_OP_BOTH(adagrad_step_low, adagrad_step_low)
 
 /* --- SGD ---------------------------------------------------------------------------------------------------------- */
 static void run_sgd(struct zpp_boxed *args, const struct lists *l, const struct zpp_sgd_segment *rates, float scale) {
-    struct zpp_sgd_segment *segments = new_segments(args, l, sizeof *segments);
+    struct zpp_sgd_segment *segments = zpp_op_new_segments(args, l->params->count, sizeof *segments);
     if (!segments) return;
     for (size_t i = 0; i < l->params->count; ++i) {
         segments[i] = *rates;

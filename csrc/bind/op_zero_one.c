@@ -47,11 +47,8 @@ static void step(struct zpp_boxed *args, const struct zpp_zero_one_segment *segm
 
 static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_zero_one_segment *rates,
                 float grad_scale) {
-    struct zpp_zero_one_segment *segments = calloc(l->params->count + 1, sizeof *segments);
-    if (!segments) {
-        zpp_boxed_fail(args, "no memory for %zu segments", l->params->count);
-        return;
-    }
+    struct zpp_zero_one_segment *segments = zpp_op_new_segments(args, l->params->count, sizeof *segments);
+    if (!segments) return;
     for (size_t i = 0; i < l->params->count; ++i) {
         segments[i] = *rates;
         segments[i].param = l->params->at[i].data;

@@ -86,6 +86,10 @@ class Slot:
         """The elements of a piece in a tensor of ``shard`` length."""
         return values[piece.begin - self.unit.begin_elems : piece.end - self.unit.begin_elems]
 
+    def outs(self, pieces: list[Piece]) -> list[Tensor]:
+        """Where the parameters of these pieces go in their own kind; empty where they are the master."""
+        return [] if self.unit.master is None else [self.own(self.unit.shard, piece) for piece in pieces]
+
     def spans(self, values: Tensor) -> list[Tensor]:
         """Each parameter's elements in a tensor of the unit's length."""
         return [values[e.offset_elems : e.offset_elems + e.numel] for e in self.unit.params]
@@ -338,7 +342,7 @@ class OneBit:
             [slot.own(along, piece) for piece in pieces],
             [slot.own(variance, piece) for piece in pieces],
             beta2=self.betas()[1],
-            param_outs=[] if unit.master is None else [slot.own(unit.shard, piece) for piece in pieces],
+            param_outs=slot.outs(pieces),
             **rates,
         )
 

@@ -29,6 +29,14 @@ class Adam(OneBit):
 
         return key
 
+    def of_variance(self, rates: list[tuple[float, float, float, int]]) -> dict[str, Any]:
+        """Arguments of the kernels, from what :meth:`rates` said of each piece."""
+        return {
+            "variance_step": [min(step, self.variance_steps()) for _, _, _, step in rates],
+            "eps": [eps for _, eps, _, _ in rates],
+            "decay": [lr * decay for lr, _, decay, _ in rates],
+        }
+
     def step_slices(self, slot: Slot, steps: list[int]) -> None:
         """``p = p (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)``."""
         beta1, _ = self.betas()
@@ -42,15 +50,10 @@ class Adam(OneBit):
         """
         rates = self.rates(slot, steps)
         found = list(slot.runs(lambda param: (*rates(param), sizes[param])))
-        self.step_frozen(
-            slot,
-            [run for _, run in found],
-            along,
-            step_size=[size for (*_, size), _ in found],
-            variance_step=[min(step, self.variance_steps()) for (_, _, _, step, _), _ in found],
-            eps=[eps for (_, eps, *_), _ in found],
-            decay=[lr * decay if decays else 0.0 for (lr, _, decay, *_), _ in found],
-        )
+        how = self.of_variance([key[:4] for key, _ in found])
+        if not decays:
+            how["decay"] = [0.0] * len(found)
+        self.step_frozen(slot, [run for _, run in found], along, step_size=[size for (*_, size), _ in found], **how)
 
 
 class OneBitAdam(Adam):
@@ -166,12 +169,10 @@ class ZeroOneAdam(Adam):
             zero_one_adam_step_(
                 *([slot.own(values, run) for _, run in found] for values in own),
                 step_size=[lr / (1 - beta1**step) for (lr, _, _, step), _ in found],
-                variance_step=[min(step, self.variance_steps()) for (_, _, _, step), _ in found],
                 beta1=beta1,
                 beta2=beta2,
-                eps=[eps for (_, eps, _, _), _ in found],
-                decay=[lr * decay for (lr, _, decay, _), _ in found],
-                param_outs=[] if unit.master is None else [slot.own(unit.shard, run) for _, run in found],
+                param_outs=slot.outs([run for _, run in found]),
+                **self.of_variance([key for key, _ in found]),
             )
 
     # -- while the variance is frozen ----------------------------------------------------------------------------------
@@ -246,18 +247,16 @@ class ZeroOneAdam(Adam):
         }  # fmt: skip
         spans = {name: slot.spans(values) for name, values in whole.items()}
         here = [param for param, there in enumerate(slot.present) if there]
+        lists: dict[str, Any] = {name: [of[param] for param in here] for name, of in spans.items()}
         rates, gradients, (beta1, beta2) = self.rates(slot, steps), slot.gradients(), self.betas()
-        found = [rates(param) for param in here]
         zero_one_adam_step_(
-            **{name: [of[param] for param in here] for name, of in spans.items()},
+            **lists,
             grads=[torch.zeros_like(spans["moved"][p]) if (one := gradients[p]) is None else one for p in here],
             step_size=rate,
-            variance_step=[min(step, self.variance_steps()) for _, _, _, step in found],
             beta1=beta1,
             beta2=beta2,
-            eps=[eps for _, eps, _, _ in found],
-            decay=[lr * decay for lr, _, decay, _ in found],
             grad_scale=scale,
+            **self.of_variance([rates(param) for param in here]),
         )
         for param, there in enumerate(slot.present):
             if not there:  # its momentum stands as it is, and goes on as such when the ranks agree

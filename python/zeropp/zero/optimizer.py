@@ -480,10 +480,13 @@ def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
         raise ConfigError(f"the optimizer lacks {len(missing)} trainable parameters, first '{missing[0]}'; add them, or freeze them "
                           "with requires_grad_(False) before zeropp.prepare")  # fmt: skip
     for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise ConfigError(
-                "the optimizer was built with differentiable=True, which zeropp does not implement; leave it out"
-            )
+        check_differentiable("the optimizer was built with", group)
+
+
+def check_differentiable(what: str, group: dict[str, Any]) -> None:
+    """Raises zeropp.ConfigError for a group whose steps autograd is to follow."""
+    if group.get("differentiable"):
+        raise ConfigError(f"{what} differentiable=True, which zeropp does not implement; leave it out")
 
 
 def steps_float64(optimizer: optim.Optimizer) -> bool:

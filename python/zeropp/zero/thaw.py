@@ -250,7 +250,7 @@ def add_group(optimizer: Any, engine: Engine, group: dict[str, Any]) -> None:
     Raises:
         zeropp.ConfigError: not the model's parameters, or some that cannot be trained; the optimizer is as before.
     """
-    from zeropp.zero.optimizer import join_group
+    from zeropp.zero.optimizer import check_differentiable, join_group
 
     require_here(engine)
     if engine.early is not None:
@@ -269,10 +269,7 @@ def add_group(optimizer: Any, engine: Engine, group: dict[str, Any]) -> None:
             )
         if engine.onebit is not None:
             engine.onebit.check_group(optimizer.param_groups[-1])
-        if optimizer.param_groups[-1].get("differentiable"):
-            raise ConfigError(
-                "optimizer.add_param_group: differentiable=True is not implemented in zeropp; leave it out"
-            )
+        check_differentiable("optimizer.add_param_group:", optimizer.param_groups[-1])
     except BaseException:
         optimizer.param_groups.pop()
         raise
