@@ -12,14 +12,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, InitProcessGroupKwargs
 from torch import nn
 
 import zeropp
@@ -35,6 +36,15 @@ def plain_optimizer(optimizer: Any) -> Any:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def _begin_group(handlers: Iterable[Any]) -> None:
+    """On CPUs the ranks meet over zeropp, unless a handler names another backend, or another way to meet."""
+    from zeropp import default_group
+
+    asked = next((one for one in handlers if isinstance(one, InitProcessGroupKwargs)), InitProcessGroupKwargs())
+    if asked.backend in (None, InitProcessGroupKwargs.backend) and asked.init_method is None:
+        default_group.begin(asked.timeout or timedelta(minutes=10))
 
 
 class _PreparedOptimizer(AcceleratedOptimizer):
@@ -84,6 +94,8 @@ class ZeroppAccelerator(Accelerator):
             more["mixed_precision"] = "no"
         if not torch.accelerator.is_available():
             more.setdefault("cpu", True)
+        if more.get("cpu"):
+            _begin_group(more.get("kwargs_handlers") or ())
         super().__init__(**more)
         self.zeropp_config = config
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 import transformers
 import zeropp
 import zeropp.generation
@@ -450,6 +451,8 @@ def main() -> None:
         (folder / f"{case}.{os.environ['RANK']}.json").write_text(json.dumps(answer))
         if "error" in answer:
             raise SystemExit(f"{case}: {answer['error']}")
+    if dist.is_initialized():
+        dist.destroy_process_group()  # gloo's threads may drop tensors until then, and the interpreter is about to go
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 
 import datasets
 import torch
+import torch.distributed as dist
 import transformers
 import trl
 import zeropp
@@ -160,6 +161,7 @@ def main() -> None:
         (folder / f"{case}.{os.environ['RANK']}.json").write_text(json.dumps(answer))
         if "error" in answer:
             raise SystemExit(f"{case}: {answer['error']}")
+    dist.destroy_process_group()  # gloo's threads may drop tensors until then, and the interpreter is about to go
 
 
 if __name__ == "__main__":

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import transformers
+from transformers.utils import strtobool
 
 import zeropp
 from zeropp.errors import ConfigError
@@ -21,6 +24,16 @@ def _restore(base: type, state: dict[str, Any]) -> Any:
     arguments = cls.__new__(cls)
     arguments.__dict__.update(state)
     return arguments
+
+
+def _begin_group(arguments: Any) -> None:
+    """On CPUs the ranks meet over zeropp; with ``--ddp_backend gloo`` over that."""
+    from zeropp import default_group
+
+    on_cpu = arguments.use_cpu or strtobool(os.environ.get("ACCELERATE_USE_CPU", "false"))
+    if on_cpu and arguments.ddp_backend in (None, default_group.BACKEND):
+        default_group.begin(timedelta(seconds=arguments.ddp_timeout))
+        arguments.ddp_backend = None  # Accelerate refuses every name but gloo's here
 
 
 @functools.cache
@@ -41,6 +54,8 @@ def ArgumentsFor(base: type) -> Any:
         given, self.zeropp_config = self.zeropp, None
         if isinstance(given, zeropp.Config):  # a Config is not JSON, which the base wants of its fields
             self.zeropp = None
+        if given is not None and given != "":
+            _begin_group(self)
         parent.__post_init__(self)
         if given is None or given == "":
             return
