@@ -47,6 +47,8 @@ _OP_OF_HASH = {hash(op): code for op, code in _OPS.items()}  # torch hashes an o
 _PREMUL_SUM = -1  # scaled by this rank's factor, then summed: the core never sees it
 _OP_OF_HASH[hash(ReduceOp.PREMUL_SUM)] = _PREMUL_SUM
 _NO_TIMEOUT = timedelta(0)
+_NOTHING = (0, 0)
+_STRIDED = torch.strided
 _on_cpu = operator.attrgetter("is_cpu")
 
 Tensors = Sequence[torch.Tensor]
@@ -219,6 +221,19 @@ def _root(opts: Any) -> int:
 
 def _blocking(opts: Any) -> bool:
     return not getattr(opts, "asyncOp", True)
+
+
+def _pieces_at_hand(tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, int]] | None:
+    """(address, bytes) of each tensor, (0, 0) of None; None where one of them must be looked at closely, or copied."""
+    pieces = []
+    for tensor in tensors:
+        if tensor is None:
+            pieces.append(_NOTHING)
+        elif tensor.is_cpu and type(tensor) is torch.Tensor and tensor.layout is _STRIDED and tensor.is_contiguous():
+            pieces.append((tensor.data_ptr(), tensor.nbytes))
+        else:
+            return None
+    return pieces
 
 
 def _only(what: str, tensors: Tensors | torch.Tensor) -> torch.Tensor:
@@ -570,6 +585,11 @@ class ProcessGroup(_ProcessGroup):
         dtype: int,
     ) -> _Work:
         """All-to-all, gather or scatter of whole tensors; None where nothing comes or goes."""
+        if _blocking(opts):
+            there, here = _pieces_at_hand(dsts), _pieces_at_hand(srcs)
+            if there is not None and here is not None:
+                self.comm.exchange(_COLL[coll], dtype, root, there, here)
+                return self._done
         to = [None if dst is None else _check(dst).contiguous() for dst in dsts]
         at = [None if src is None else _check(src).contiguous() for src in srcs]
         after = _copy_back(
