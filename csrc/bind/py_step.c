@@ -461,7 +461,7 @@ static void bind_low(const Unit *unit, const struct zpp_piece *piece, size_t at,
                      struct zpp_adam_segment *segment) {
     const struct unit_adam *adam = &unit->adam;
     const bool amsgrad = segment->max_exp_avg_sq;
-    segment->max_exp_avg_sq = NULL;
+    segment->exp_avg = segment->exp_avg_sq = segment->max_exp_avg_sq = NULL;
     segment->how = (struct zpp_moments){
         .kind = adam->kind, .first_elems = piece->offset_elems - unit->unit->offset_elems[piece->param],
         .key = zpp_moments_key(0, adam->first_param + piece->param, segment->step) };
@@ -506,7 +506,7 @@ int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *grou
     struct own_slice slice;
     const bool tiered = unit->adam.tiered;
     const bool low = unit->adam.kind != ZPP_MOMENTS_F32; /* never of a unit in a file: its pieces are not cut */
-    if (!unit->unit->trainable || !(unit->adam.exp_avg || tiered || low) || !own_slice(zero, unit, &slice)) return 0;
+    if (!unit->unit->trainable || !unit->adam.steps || !own_slice(zero, unit, &slice)) return 0;
     if (list->delayed && take_gradients(zero, unit, &slice)) return -1;
     struct zpp_piece *pieces = calloc(slice.shape.params + 1, sizeof *pieces);
     if (!pieces) return -1;
@@ -555,15 +555,16 @@ int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *grou
         failed = list->delayed && !set_aside(unit, &slice, at, segment, list);
         if (low) bind_low(unit, piece, at, scale, segment);
         if (tiered || low) continue;
-        segment->exp_avg = unit->adam.exp_avg + at;
-        segment->exp_avg_sq = unit->adam.exp_avg_sq + at;
+        if (segment->exp_avg) segment->exp_avg = unit->adam.exp_avg + at;
+        if (segment->exp_avg_sq) segment->exp_avg_sq = unit->adam.exp_avg_sq + at;
         if (segment->max_exp_avg_sq) segment->max_exp_avg_sq = unit->adam.max_exp_avg_sq + at;
     }
     free(pieces);
     return failed ? -1 : 0;
 }
 
-/* (lr, beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad) per parameter group. */
+/* (update, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, moments) per parameter group: fields of a segment
+ * as zero/update.h reads them, and which moments it has, bit by bit. */
 struct zpp_adam_segment *zpp_py_read_groups(PyObject *list) {
     const Py_ssize_t count = PyList_Size(list);
     struct zpp_adam_segment *groups = calloc((size_t)count + 1, sizeof *groups);
@@ -572,17 +573,20 @@ struct zpp_adam_segment *zpp_py_read_groups(PyObject *list) {
         return NULL;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        int decoupled, maximize, amsgrad;
+        int decoupled, maximize;
+        unsigned moments;
         struct zpp_adam_segment *group = &groups[i];
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "dddddppp", &group->lr, &group->beta1, &group->beta2,
-                              &group->eps, &group->weight_decay, &decoupled, &maximize, &amsgrad)) {
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "bdddddppI", &group->update, &group->lr, &group->beta1,
+                              &group->beta2, &group->eps, &group->weight_decay, &decoupled, &maximize, &moments)) {
             free(groups);
             return NULL;
         }
         group->decoupled_decay = decoupled;
         group->maximize = maximize;
-        static float marks_amsgrad; /* replaced by the unit's own memory */
-        group->max_exp_avg_sq = amsgrad ? &marks_amsgrad : NULL;
+        static float mark; /* replaced by the unit's own memory */
+        group->exp_avg = moments & 1 ? &mark : NULL;
+        group->exp_avg_sq = moments & 2 ? &mark : NULL;
+        group->max_exp_avg_sq = moments & 4 ? &mark : NULL;
     }
     return groups;
 }
@@ -627,8 +631,8 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
         PyThreadState *thread = PyEval_SaveThread();
         if (files.params || files.grads)
             status =
-                zpp_filed_adam_step(&files, list.at, list.count, (float)scale, zero->pool, &zero->torn, &fault, &err);
-        else zpp_adam_step(list.at, list.count, (float)scale, zero->pool);
+                zpp_filed_step(&files, list.at, list.count, (float)scale, zero->pool, &zero->torn, &fault, &err);
+        else zpp_update_step(list.at, list.count, (float)scale, zero->pool);
         zpp_masterless_step(list.masterless, list.masterless_count, (float)scale, zero->pool);
         zpp_adam_step_f64(list.f64, list.f64_count, scale, zero->pool);
         if (tier && status == ZPP_OK)

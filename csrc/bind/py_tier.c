@@ -47,19 +47,18 @@ zpp_tier *zpp_py_tier_get(PyObject *object) {
     return ((Tier *)object)->tier;
 }
 
-/* Tier(path, fraction, amsgrad, chunk_elems, buffers, depth, block_bytes, checksums, early); 0: chosen. */
+/* Tier(path, fraction, moments, chunk_elems, buffers, depth, block_bytes, checksums, early); 0: chosen. */
 static int tier_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Tier *tier = (Tier *)self;
     struct zpp_tier_options options = { .log = keep_warning, .log_ctx = self };
-    int amsgrad, checksums, early;
+    int checksums, early;
     unsigned buffers, depth;
     Py_ssize_t chunk_elems, block_bytes;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "ydpnIInpp", &options.path, &options.fraction, &amsgrad, &chunk_elems, &buffers, &depth,
-                          &block_bytes, &checksums, &early))
+    if (!PyArg_ParseTuple(args, "ydInIInpp", &options.path, &options.fraction, &options.moments, &chunk_elems, &buffers,
+                          &depth, &block_bytes, &checksums, &early))
         return -1;
     if (tier->lock_ready) return PyErr_SetString(PyExc_TypeError, "tier: made twice"), -1;
-    options.amsgrad = amsgrad;
     options.chunk_elems = (size_t)chunk_elems;
     options.buffers = buffers;
     options.depth = depth;

@@ -28,7 +28,7 @@
 
 #include "../aio/engine.h"
 #include "../comm/comm.h"
-#include "../ops/adam/adam.h"
+#include "update.h"
 
 typedef struct zpp_filed zpp_filed;
 
@@ -127,11 +127,11 @@ zpp_status zpp_filed_window_write(const struct zpp_step_files *files, size_t win
 zpp_status zpp_filed_settle(const struct zpp_step_files *files, zpp_status status, struct zpp_aio_fault *fault,
                             struct zpp_err *err);
 
-/* zpp_adam_step for segments whose states are in memory, through windows where something of them is in a file. Same
+/* zpp_update_step for segments whose states are in memory, through windows where something of them is in a file. Same
  * bits. `*torn`: some parameters were stepped and others not. `segments` is changed. */
-zpp_status zpp_filed_adam_step(const struct zpp_step_files *files, struct zpp_adam_segment *segments, size_t count,
-                               float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
-                               struct zpp_err *err);
+zpp_status zpp_filed_step(const struct zpp_step_files *files, struct zpp_adam_segment *segments, size_t count,
+                          float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
+                          struct zpp_err *err);
 
 struct zpp_filed_figures {
     size_t home_bytes, cut_bytes; /* of this host's ranks together */

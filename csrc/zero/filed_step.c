@@ -230,8 +230,8 @@ static struct zpp_adam_segment part_of(const struct zpp_adam_segment *whole, siz
     struct zpp_adam_segment part = *whole;
     part.param += from;
     part.grad = (const unsigned char *)whole->grad + from * zpp_dtype_bytes(whole->grad_dtype);
-    part.exp_avg += from;
-    part.exp_avg_sq += from;
+    if (whole->exp_avg) part.exp_avg += from;
+    if (whole->exp_avg_sq) part.exp_avg_sq += from;
     if (whole->max_exp_avg_sq) part.max_exp_avg_sq += from;
     if (whole->param_out) part.param_out = (unsigned char *)whole->param_out + from * zpp_dtype_bytes(whole->out_dtype);
     part.elems = elems;
@@ -280,15 +280,15 @@ static zpp_status step_windows(const struct zpp_step_files *files, struct window
         if (status == ZPP_OK) status = zpp_filed_window_ready(files, at, fault, err);
         if (status != ZPP_OK) break;
         *torn = true;
-        zpp_adam_step(&list->parts[list->first[at]], list->first[at + 1] - list->first[at], grad_scale, pool);
+        zpp_update_step(&list->parts[list->first[at]], list->first[at + 1] - list->first[at], grad_scale, pool);
         status = zpp_filed_window_write(files, at, fault, err);
     }
     return status;
 }
 
-zpp_status zpp_filed_adam_step(const struct zpp_step_files *files, struct zpp_adam_segment *segments, size_t count,
-                               float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
-                               struct zpp_err *err) {
+zpp_status zpp_filed_step(const struct zpp_step_files *files, struct zpp_adam_segment *segments, size_t count,
+                          float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
+                          struct zpp_err *err) {
     struct windows list;
     *torn = false;
     zpp_status status = ZPP_OK;

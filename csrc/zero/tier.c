@@ -108,14 +108,15 @@ zpp_status zpp_tier_add(zpp_tier *tier, size_t elems, bool master, int *slice, s
 /* --- seal --------------------------------------------------------------------------------------------------------- */
 
 static void lay_line(const zpp_tier *tier, struct tier_line *line, bool master, uint64_t *used_bytes) {
-    const bool has[ZPP_TIER_KINDS] = { master, true, true, tier->options.amsgrad };
     for (int kind = 0; kind < ZPP_TIER_KINDS; kind++) {
-        line->plane[kind] = has[kind] ? (int)line->planes : -1;
-        if (has[kind]) line->kinds[line->planes++] = kind;
+        const bool has = kind == ZPP_TIER_MASTER ? master : tier->options.moments >> (kind - ZPP_TIER_EXP_AVG) & 1;
+        line->plane[kind] = has ? (int)line->planes : -1;
+        if (has) line->kinds[line->planes++] = kind;
     }
     line->held_elems = (size_t)((1.0 - tier->options.fraction) * (double)line->elems) / TIER_PAGE_ELEMS *
                        TIER_PAGE_ELEMS;
     line->elems = round_up(line->elems, TIER_PAGE_ELEMS);
+    if (!line->planes) line->held_elems = line->elems; /* no record has anything: nothing is to be read */
     const size_t filed_elems = line->elems - line->held_elems;
     line->chunk_elems = tier->options.chunk_elems;
     if (!line->chunk_elems) line->chunk_elems = round_up(filed_elems / LEAST_CHUNKS + 1, TIER_PAGE_ELEMS);
@@ -128,7 +129,7 @@ static void lay_line(const zpp_tier *tier, struct tier_line *line, bool master, 
 static zpp_status make_line_memory(struct tier_line *line, struct zpp_err *err) {
     line->stepped = calloc(line->chunks + 1, sizeof *line->stepped);
     if (!line->stepped) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for %zu chunks", line->chunks);
-    if (!line->held_elems) return ZPP_OK;
+    if (!line->held_elems || !line->planes) return ZPP_OK;
     void *memory = NULL;
     const zpp_status status =
         zpp_mem_alloc(line->planes * line->held_elems * sizeof(float), ZPP_PAGE_BYTES, &memory, err);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Optimizer states in a tier: Adam's fp32 master weights and moments live in a scratch file, and the step streams them
+ * Optimizer states in a tier: fp32 master weights and moments live in a scratch file, and the step streams them
  * through a few buffers (ZeRO-Infinity, arXiv:2104.07857, section 5: the infinity offload engine).
  *
  * All slices of this rank lie one after the other on a *line* of elements; those with a master copy and those without
@@ -10,6 +10,8 @@
  *   line      | unit 0 ..... | unit 1 . | unit 2 ............ |
  *             | in memory |  chunk 0  |  chunk 1  |  chunk 2  |       fraction: how much of the line is in the file
  *   record    | master | exp_avg | exp_avg_sq | max_exp_avg_sq |      each a multiple of 4096 bytes
+ *
+ * That is Adam's; of other updates a record has the moments that they have (update.h).
  *
  * A step moves whole records, while chunk k is stepped chunk k+1 is read and chunk k-1 written, so bytes per element
  * and step are 4 * kinds read and 4 * kinds written, and memory is `buffers` records. The copy in the parameters' own
@@ -24,8 +26,8 @@
 #define ZPP_ZERO_TIER_H
 
 #include "../aio/engine.h"
-#include "../ops/adam/adam.h"
 #include "filed.h"
+#include "update.h"
 
 typedef struct zpp_tier zpp_tier;
 
@@ -40,7 +42,7 @@ enum zpp_tier_kind {
 struct zpp_tier_options {
     const char *path;    /* of the scratch file, which is made; copied */
     double fraction;     /* of the bytes that go to the file, above 0 and at most 1 */
-    bool amsgrad;        /* MAX_EXP_AVG_SQ too */
+    unsigned moments;    /* which there are: bit 0 EXP_AVG, 1 EXP_AVG_SQ, 2 MAX_EXP_AVG_SQ */
     bool early;          /* steps are unit by unit (zpp_tier_early_step): buffers for two slices, at most 64 */
     size_t chunk_elems;  /* of a record; a multiple of 1024; 0: chosen by seal */
     unsigned buffers;    /* records in memory, at least 3; 0: 4, or as `early` says */
@@ -66,13 +68,13 @@ zpp_status zpp_tier_copy(zpp_tier *tier, int slice, enum zpp_tier_kind kind, siz
                          bool write, struct zpp_aio_fault *fault, struct zpp_err *err);
 
 /* Elements [first, first + segment.elems) of a slice. The tier fills in `segment`'s states: param (where the slice has
- * a master), exp_avg, exp_avg_sq and, where that is not NULL, max_exp_avg_sq. */
+ * a master), and those of its moments that are not NULL. */
 struct zpp_tier_piece {
     struct zpp_adam_segment segment;
     int slice;
     size_t first;
 };
-/* One Adam step over the pieces, in ascending order of (slice, first). Same bits as zpp_adam_step on states in memory.
+/* One step over the pieces, in ascending order of (slice, first). Same bits as zpp_update_step on states in memory.
  * `files`: where the parameters or gradients of some pieces are. */
 zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
                          const struct zpp_step_files *files, float grad_scale, zpp_pool *pool,

@@ -40,11 +40,13 @@ static struct zpp_adam_segment part_of(const struct zpp_adam_segment *whole, siz
 /* `planes` of `stride` elements each, from `inside` on. */
 static void bind_states(const struct tier_line *line, struct zpp_adam_segment *segment, float *planes, size_t stride,
                         size_t inside) {
-    const int master = line->plane[ZPP_TIER_MASTER], max = line->plane[ZPP_TIER_MAX_EXP_AVG_SQ];
-    if (master >= 0) segment->param = planes + (size_t)master * stride + inside;
-    segment->exp_avg = planes + (size_t)line->plane[ZPP_TIER_EXP_AVG] * stride + inside;
-    segment->exp_avg_sq = planes + (size_t)line->plane[ZPP_TIER_EXP_AVG_SQ] * stride + inside;
-    if (segment->max_exp_avg_sq) segment->max_exp_avg_sq = planes + (size_t)max * stride + inside;
+    float **const states[ZPP_TIER_KINDS] = { &segment->param, &segment->exp_avg, &segment->exp_avg_sq,
+                                             &segment->max_exp_avg_sq };
+    for (int kind = 0; kind < ZPP_TIER_KINDS; kind++) {
+        const int plane = line->plane[kind];
+        if (plane >= 0 && (kind == ZPP_TIER_MASTER || *states[kind]))
+            *states[kind] = planes + (size_t)plane * stride + inside;
+    }
 }
 
 static bool add_cut(struct tier_plan *plan, int line, size_t chunk, size_t inside, struct zpp_adam_segment segment) {
@@ -166,7 +168,7 @@ static zpp_status step_visit(zpp_tier *tier, struct tier_plan *plan, size_t inde
     if (!line->stepped[visit->chunk])
         memset(buffer->memory + master * stride, 0, (line->planes - master) * stride * sizeof(float));
     tier_plan_bind(tier, plan, visit, buffer->memory);
-    zpp_adam_step(plan->segments, visit->cuts, grad_scale, pool);
+    zpp_update_step(plan->segments, visit->cuts, grad_scale, pool);
     status = tier_submit(tier, tier_record_offset(line, visit->chunk), buffer->memory,
                          line->planes * stride * sizeof(float), true, &buffer->write, fault, err);
     if (status == ZPP_OK) line->stepped[visit->chunk] = true;
@@ -179,8 +181,8 @@ static zpp_status step_held(struct tier_plan *plan, float grad_scale, zpp_pool *
                             struct zpp_err *err) {
     bool torn;
     if (plan->windows)
-        return zpp_filed_adam_step(&plan->files, plan->segments, plan->held_count, grad_scale, pool, &torn, fault, err);
-    zpp_adam_step(plan->segments, plan->held_count, grad_scale, pool);
+        return zpp_filed_step(&plan->files, plan->segments, plan->held_count, grad_scale, pool, &torn, fault, err);
+    zpp_update_step(plan->segments, plan->held_count, grad_scale, pool);
     return ZPP_OK;
 }
 

@@ -126,16 +126,18 @@ class Offload:
 
     params: Tier | str = Tier()
     """Tier of the parameter shards; other than "device" needs stage 3. "nvme" reads a unit's parameters when they are
-    needed, and keeps them in memory no longer; the step writes them. It needs Adam or AdamW, and takes `fraction`."""
+    needed, and keeps them in memory no longer; the step writes them. It needs Adam, AdamW, Lion, Adagrad or SGD, whose steps
+    can be streamed, and takes `fraction`."""
 
     grads: Tier | str = Tier()
     """Tier of the gradient shards; other than "device" needs stage 2 or 3. "nvme" writes them behind backward, adds to
-    them there, and the step reads them beside the states. It needs Adam or AdamW and one host, and takes `fraction`.
+    them there, and the step reads them beside the states. It needs Adam, AdamW, Lion, Adagrad or SGD, and takes `fraction`.
     With `Config(accumulate=)` every micro-step reduces then, so that no whole gradients wait in memory."""
 
     optimizer: Tier | str = Tier()
     """Tier of the optimizer's states and of the fp32 master weights; other than "device" needs stage 1, 2 or 3. "nvme"
-    needs Adam or AdamW, and takes `fraction`: the share of these bytes that goes to the file."""
+    needs Adam, AdamW, Lion, Adagrad or SGD (their steps can be streamed: no element asks for another), and takes `fraction`:
+    the share of these bytes that goes to the file. With `step_in_backward` Adam or AdamW."""
 
     activations: Tier | str = Tier()
     """Tier of what autograd keeps for backward while the model's forward runs: the inputs of checkpointed blocks where

@@ -64,7 +64,6 @@ static struct zpp_delayed_step step_of(struct side *side, int k, bool low, zpp_t
         const size_t elems = cuts[i + 1] - cuts[i];
         segments[i] = segment_of(side, k, cuts[i], elems, low);
         pieces[i] = (struct zpp_tier_piece){ segments[i], 0, cuts[i] };
-        pieces[i].segment.exp_avg = pieces[i].segment.exp_avg_sq = NULL;
         if (low) pieces[i].segment.param = NULL;
         unsigned char *to = low ? (unsigned char *)side->low : (unsigned char *)side->values;
         const unsigned char *from = low ? (unsigned char *)side->ahead : (unsigned char *)side->master;
@@ -96,8 +95,8 @@ static zpp_tier *new_tier(struct side *side, bool low) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     reset_plan();
-    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 0.8, .chunk_elems = 1024,
-                                              .sys = &sys, .log = count_log };
+    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 0.8, .moments = 3,
+                                              .chunk_elems = 1024, .sys = &sys, .log = count_log };
     zpp_tier *tier = NULL;
     int slice;
     CHECK_OK(zpp_tier_create(&options, &tier, &err));

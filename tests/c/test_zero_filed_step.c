@@ -63,7 +63,7 @@ static struct stepped new_stepped(enum where where, double fraction) {
     if (where == FP32_IN_FILE)
         CHECK_OK(zpp_filed_copy(at.filed, 0, at.ours.master, ELEMS * 4, true, &fault, &err));
     if (where != STATES_TOO) return at;
-    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = fraction, .sys = &sys,
+    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = fraction, .moments = 3, .sys = &sys,
                                               .log = count_log };
     CHECK_OK(zpp_tier_create(&options, &at.tier, &err));
     CHECK_OK(zpp_tier_add(at.tier, ELEMS, true, &slice, &err));
@@ -120,7 +120,7 @@ static zpp_status step(struct stepped *at, uint64_t t, zpp_pool *pool, bool *tor
         *torn = zpp_tier_torn(at->tier);
         return status;
     }
-    return zpp_filed_adam_step(&files, ours, count, 0.5f, pool, torn, fault, err);
+    return zpp_filed_step(&files, ours, count, 0.5f, pool, torn, fault, err);
 }
 
 /* What the file holds is what memory would. */

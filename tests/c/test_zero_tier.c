@@ -62,7 +62,7 @@ static zpp_tier *new_tier(const struct setup *setup) {
     struct zpp_aio_fault fault;
     reset_plan();
     struct zpp_tier_options options = { .path = in_folder("states"), .fraction = setup->fraction,
-                                        .amsgrad = setup->amsgrad, .chunk_elems = setup->chunk_elems,
+                                        .moments = setup->amsgrad ? 7 : 3, .chunk_elems = setup->chunk_elems,
                                         .early = setup->early, .buffers = setup->buffers, .sys = &sys,
                                         .log = count_log };
     plan.no_ring = setup->no_ring;
@@ -105,6 +105,7 @@ static struct zpp_adam_segment segment_of(struct state *state, int slice, size_t
 /* One slice on both sides, in two pieces with a gap between: in memory it takes its step here. */
 static void pieces_of(int i, uint64_t t, bool amsgrad, zpp_pool *pool, struct zpp_tier_piece pieces[2]) {
     const size_t half = slice_elems[i] / 2, starts[3] = { 0, half + 3, slice_elems[i] };
+    static float mark; /* the tier puts its own memory in its place */
     for (int part = 0; part < 2; part++) {
         const size_t first = starts[part], elems = (part ? starts[2] : half) - first;
         const struct zpp_adam_segment in_memory = segment_of(&plain[i], i, first, elems, t, amsgrad);
@@ -112,7 +113,7 @@ static void pieces_of(int i, uint64_t t, bool amsgrad, zpp_pool *pool, struct zp
         pieces[part] = (struct zpp_tier_piece){ segment_of(&tiered[i], i, first, elems, t, amsgrad), i, first };
         struct zpp_adam_segment *segment = &pieces[part].segment;
         if (has_master(i)) segment->param = NULL;
-        segment->exp_avg = segment->exp_avg_sq = NULL;
+        segment->exp_avg = segment->exp_avg_sq = &mark;
     }
 }
 
@@ -367,7 +368,7 @@ static void full_disk(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault = { .wanted_bytes = 0 };
     reset_plan();
-    struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 1.0, .sys = &sys };
+    struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 1.0, .moments = 3, .sys = &sys };
     zpp_tier *tier = NULL;
     int slice;
     plan.reserve_error = ENOSPC;

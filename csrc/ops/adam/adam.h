@@ -47,6 +47,7 @@ struct zpp_adam_segment {
     double lr, beta1, beta2, eps, weight_decay;
     bool decoupled_decay;  /* AdamW */
     bool maximize;
+    unsigned char update;  /* 0; a segment that stands for another update in csrc/zero says so here (zero/update.h) */
     struct zpp_moments how; /* all zero: moments in fp32, in the arrays above. Else those are NULL, they are here: */
     struct zpp_moment moments[3]; /* by enum zpp_moments_which; the third has codes NULL without amsgrad */
 };

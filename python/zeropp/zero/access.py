@@ -194,7 +194,7 @@ def _planned(engine: Engine) -> dict[str, int]:
         if engine.inner is None and (engine.onebit is None or not states):
             states = max(engine.least_states, len(held))
         if unit.tiered is not None:
-            states = max(2, len(unit.tiered.kinds))
+            states = max(engine.least_states, len(unit.tiered.kinds))
         state_bytes = elem_bytes(unit.state_kind) if unit.state_kind != "fp32" else unit.state_dtype.itemsize
         kinds["optimizer"] += state_bytes * states * numel / (n if stage >= 1 else 1)
     if engine.onebit is not None:

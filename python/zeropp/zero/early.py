@@ -25,7 +25,7 @@ class StepInBackward:
     """What the backwards of one engine call, and what its optimizer asks.
 
     Args:
-        in_python: the update of a unit is :meth:`ZeroOptimizer._step_unit`, and not Adam's in C.
+        in_python: the update of a unit is :meth:`ZeroOptimizer._step_unit`, and not one in C.
     """
 
     def __init__(self, engine: Engine, in_python: bool) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from zeropp.zero.delayed import Delayed
     from zeropp.zero.early import StepInBackward
     from zeropp.zero.onebit import OneBit
+    from zeropp.zero.updates import Update
 
 #: csrc/base/dtype.h, in its order.
 DTYPES = (
@@ -101,7 +102,7 @@ class Unit:
     steps: torch.Tensor | None = None
     groups: list[int] = field(default_factory=list)
     lent: dict[int, torch.Tensor] = field(default_factory=dict)  # what torch's own optimizers step: one tensor a piece
-    bound: tuple[str, ...] = ()  # the states whose addresses the Adam kernel has
+    bound: tuple[str, ...] = ()  # the three moments whose addresses C has, "" for none; empty: it has none yet
     state_kind: str = "fp32"  # of the optimizer's states; low_states.py has the others
     scales: dict[str, torch.Tensor] = field(default_factory=dict)  # of `state` in 8 bits
     first_param: int = 0  # number of its first parameter in the model
@@ -195,7 +196,8 @@ class Engine:
         self.stepped_at = 0
         self.optimizer_ref: weakref.ref[torch.optim.Optimizer] | None = None
         self.least_states = 2  # of a parameter, as soon as there are any: for what is planned
-        self.inner: torch.optim.Optimizer | None = None  # torch's own optimizer over the slices, unless ours is in C
+        self.update: Update | None = None  # what C steps slices with; else:
+        self.inner: torch.optim.Optimizer | None = None  # torch's own optimizer over the slices
         self.onebit: OneBit | None = None  # in place of both, for optimizers that send or sum something of their own
         self.local = self.ranks == 1 or self.stage == 0
         self.shows_gradients = self.stage == 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer states on NVMe: ``Config(offload=Offload(optimizer="nvme", path=...))`` (ZeRO-Infinity, arXiv:2104.07857).
 
-The fp32 master weights and Adam's moments of this rank's slices live in one scratch file; ``optimizer.step()`` streams
+The fp32 master weights and the optimizer's moments of this rank's slices live in one scratch file; ``optimizer.step()`` streams
 them through a few buffers (csrc/zero/tier.h), so the memory they take does not grow with the model. Everything else
 asks for them here, in pieces: checkpoints, ``gathered(write=True)``, ``zeropp.memory``.
 """
@@ -25,8 +25,6 @@ from zeropp.zero.storage import Storage, disk_traffic, end_tier, io_shape, warn
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine
 
-#: enum zpp_tier_kind
-KINDS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 BLOCK_ELEMS = 1 << 20
 """Elements of one piece on its way between the tier and somebody else: 4 MiB."""
 
@@ -36,16 +34,17 @@ class StateTier:
 
     Args:
         tier: kind "nvme"; ``path``, ``fraction`` and ``checksums`` count.
-        amsgrad: some parameter group keeps the running maximum too.
+        moments: what the optimizer calls its moments, in the order of enum zpp_tier_kind; empty: it has none of that kind.
 
     Raises:
         zeropp.TierError: the folder cannot be used, or the disk has no room: path, bytes wanted, bytes free. On every
             rank; nothing is left behind.
     """
 
-    def __init__(self, engine: Engine, tier: Tier, amsgrad: bool, storage: Storage) -> None:
+    def __init__(self, engine: Engine, tier: Tier, moments: tuple[str, ...], storage: Storage) -> None:
         assert tier.path is not None
-        self.fraction, self.amsgrad, self.storage = float(tier.fraction), amsgrad, storage
+        self.fraction, self.storage = float(tier.fraction), storage
+        self.kinds = ("master", *moments)
         self.checksums = tier.checksums
         ranks = Ranks(engine)
         scratch = Scratch(tier.path, ranks)
@@ -63,8 +62,9 @@ class StateTier:
 
     def _make(self, engine: Engine, scratch: Scratch) -> None:
         self.path = scratch.folder / "states"
+        bits = sum(1 << k for k, name in enumerate(self.kinds[1:]) if name)
         self.core = _C.Tier(
-            os.fsencode(self.path), self.fraction, self.amsgrad, 0, 0, *io_shape(scratch), self.checksums,
+            os.fsencode(self.path), self.fraction, bits, 0, 0, *io_shape(scratch), self.checksums,
             engine.config.step_in_backward,
         )  # fmt: skip
         try:
@@ -102,7 +102,7 @@ class StateTier:
         ``backend``."""
         seen: dict[str, Any] = self.core.figures()
         for where in ("file", "held"):
-            seen[where] = dict(zip(KINDS, seen[where], strict=True))
+            seen[where] = {kind: size for kind, size in zip(self.kinds, seen[where], strict=True) if kind}
         return seen
 
 
@@ -125,10 +125,20 @@ class TieredStates:
         self.tier, self.slice, self.elems, self.has_master, self.index = tier, slice_, elems, has_master, index
         self.kinds: tuple[str, ...] = ()
 
+    def _place(self, kind: str) -> int:
+        """Number in enum zpp_tier_kind."""
+        if kind not in self.tier.kinds:
+            has = ", ".join(map(repr, filter(None, self.tier.kinds)))
+            raise Error(
+                f"{kind!r}: with offload.optimizer='nvme' the file has no room for it, only for {has}; build the optimizer as the one whose "
+                "states these are, before zeropp.prepare"
+            )
+        return self.tier.kinds.index(kind)
+
     def read(self, kind: str, first: int, elems: int) -> torch.Tensor:
         """A copy of some elements, fp32."""
         values = torch.empty(elems, dtype=torch.float32)
-        self.tier.core.copy(self.slice, KINDS.index(kind), first, elems, values.data_ptr(), False)
+        self.tier.core.copy(self.slice, self._place(kind), first, elems, values.data_ptr(), False)
         return values
 
     def write(self, kind: str, first: int, values: torch.Tensor) -> None:
@@ -137,7 +147,7 @@ class TieredStates:
         if not values.numel():
             return
         try:
-            self.tier.core.copy(self.slice, KINDS.index(kind), first, values.numel(), values.data_ptr(), True)
+            self.tier.core.copy(self.slice, self._place(kind), first, values.numel(), values.data_ptr(), True)
         except Error as error:
             self.tier.storage.tear(str(error))  # a part of it may be written
             raise

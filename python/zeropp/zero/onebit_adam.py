@@ -72,7 +72,7 @@ class OneBitAdam(Adam):
         compressed = self.wants_local()
         self.progress["step"] += 1
         if not compressed:
-            optimizer._adam()
+            optimizer._update_in_c()
             return
         beta1, _ = self.betas()
         for slot in self.slots:
@@ -141,7 +141,7 @@ class ZeroOneAdam(Adam):
         """A step of AdamW with reduced gradients; as long as every step was one, by its kernel."""
         self.progress["variance_steps"] += 1
         if self.progress["variance_steps"] == self.progress["step"] + 1:
-            optimizer._adam()
+            optimizer._update_in_c()
             return
         beta1, beta2 = self.betas()
         for slot in self.slots:

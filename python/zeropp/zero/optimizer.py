@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A torch optimizer, adopted in place: the same object, whose step updates this rank's slices.
 
-AdamW and Adam run the fused kernel of csrc/ops/adam. Other element-wise optimizers run torch's own code on the slices, one
-1-D tensor a parameter piece; with states in fewer bits, our operators (low_step.py). LAMB, Muon and the one-bit optimizers
-have parts of their own (lamb.py, muon.py, onebit_adam.py).
+AdamW, Adam, Lion, Adagrad and SGD run fused kernels in C, wherever their slices lie (updates.py); the last three, with states in
+fewer bits, our operators (low_step.py). Other element-wise optimizers, and float64, run torch's own code on the slices, one
+1-D tensor a parameter piece. LAMB, Muon and the one-bit optimizers have parts of their own (lamb.py, muon.py, onebit_adam.py).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch import optim
 from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.optim import LAMB, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
-from zeropp.zero import lamb, low_states, low_step, muon, onebit_adam
+from zeropp.zero import lamb, low_states, low_step, muon, onebit_adam, updates
 from zeropp.zero.away import require_here
 from zeropp.zero.delayed import Delayed
 from zeropp.zero.early import StepInBackward
 from zeropp.zero.engine import Engine, Unit
+from zeropp.zero.offload import TieredStates
 from zeropp.zero.onebit import OneBit
 from zeropp.zero.parameter import Ref
 from zeropp.zero.scaler import Scaler
@@ -327,8 +328,8 @@ class ZeroOptimizer(optim.Optimizer):
             self._engine.early.end()
         elif self._engine.onebit is not None:
             self._engine.onebit.step(self, self._grad_scale())
-        elif self._engine.inner is None and isinstance(self, _ADAMS):
-            self._adam()
+        elif self._engine.update is not None:
+            self._update_in_c()
         elif self._engine.inner is None:
             low_step.step(self, self._engine, self._grad_scale(), self._trainable())
         else:
@@ -339,7 +340,7 @@ class ZeroOptimizer(optim.Optimizer):
 
     def _states_for_backward(self) -> list[tuple[Any, ...]]:
         """What a step inside the backward needs before the first unit: states that the kernel knows, and its groups."""
-        return self._adam_groups() if self._engine.inner is None and isinstance(self, _ADAMS) else []
+        return [] if self._engine.update is None else self._rates()
 
     def _step_unit(self, unit: Unit) -> None:
         """The update of one unit, inside the backward."""
@@ -348,59 +349,56 @@ class ZeroOptimizer(optim.Optimizer):
         else:
             self._elementwise([unit])
 
-    # -- Adam ------------------------------------------------------------------------------------------------------------
+    # -- in C ------------------------------------------------------------------------------------------------------------
 
-    def _adam_groups(self) -> list[tuple[Any, ...]]:
-        decoupled = isinstance(self, optim.AdamW) or bool(self.defaults.get("decoupled_weight_decay", False))
-        groups = []
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            groups.append((float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]),
-                           bool(group.get("decoupled_weight_decay", decoupled)), bool(group.get("maximize", False)),
-                           bool(group.get("amsgrad", False))))  # fmt: skip
-        for unit in self._engine.units:
-            if unit.trainable:
-                self._adam_state(unit)
-        return groups
+    def _rates(self) -> list[updates.Rates]:
+        """Of each group; the moments that they want are there, and bound."""
+        update = self._engine.update
+        assert update is not None
+        rates = [update.rates(group) for group in self.param_groups]
+        for unit in self._trainable():
+            bits = 0
+            for number in set(unit.groups) - {-1}:
+                bits |= rates[number][-1]
+            self._bind_moments(unit, update.names(bits))
+        return rates
 
-    def _adam(self) -> None:
-        groups = self._adam_groups()
+    def _update_in_c(self) -> None:
+        rates = self._rates()
         if self._engine.delayed is not None:
-            self._engine.delayed.step(groups, self._grad_scale())
+            self._engine.delayed.step(rates, self._grad_scale())
         else:
-            self._engine.core.adam_step(groups, self._grad_scale())
+            self._engine.core.adam_step(rates, self._grad_scale())
 
-    def _adam_state(self, unit: Unit) -> None:
+    def _bind_moments(self, unit: Unit, names: tuple[str, ...]) -> None:
         """Moments exist from the first step on, or from a checkpoint."""
-        amsgrad = any(g >= 0 and self.param_groups[g].get("amsgrad", False) for g in unit.groups)
-        wanted = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
-        if unit.bound == wanted:
+        if unit.bound == names:
             return
-        if unit.tiered is not None:
-            self._tiered_state(unit, wanted)
-            return
-        if unit.state_kind != "fp32":
-            low_states.bind(unit, wanted)
-            unit.bound = wanted
-            return
-        for name in wanted:
-            unit.state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=unit.state_dtype))
-        address = [unit.state[n].data_ptr() if n in wanted else 0 for n in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
         assert unit.steps is not None
-        master = 0 if unit.master is None else unit.master.data_ptr()
-        unit.core.set_adam(master, *address, unit.steps.data_ptr(), unit.first_param, unit.groups)
-        unit.bound = wanted
+        wanted = tuple(filter(None, names))
+        if unit.tiered is not None:
+            self._require_room(unit.tiered, wanted)
+            unit.core.set_tiered_adam(unit.tiered.slice, unit.steps.data_ptr(), unit.groups)
+            unit.tiered.kinds = wanted
+        elif unit.state_kind != "fp32":
+            low_states.bind(unit, wanted)
+        else:
+            for name in wanted:
+                unit.state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=unit.state_dtype))
+            address = [unit.state[name].data_ptr() if name else 0 for name in names]
+            master = 0 if unit.master is None else unit.master.data_ptr()
+            unit.core.set_adam(master, *address, unit.steps.data_ptr(), unit.first_param, unit.groups)
+        unit.bound = names
 
-    def _tiered_state(self, unit: Unit, wanted: tuple[str, ...]) -> None:
-        """The same, where the moments live in a tier: the file has had room for them since ``prepare``."""
-        assert unit.tiered is not None and unit.steps is not None
-        if len(wanted) > 2 and not unit.tiered.tier.amsgrad:
-            raise ConfigError(
-                "optimizer.step: amsgrad was switched on after zeropp.prepare; with offload.optimizer='nvme' the file has "
-                "no room for its states; build the optimizer with amsgrad=True"
-            )
-        unit.core.set_tiered_adam(unit.tiered.slice, unit.steps.data_ptr(), unit.groups)
-        unit.tiered.kinds = unit.bound = wanted
+    def _require_room(self, tiered: TieredStates, wanted: tuple[str, ...]) -> None:
+        """The file has had room for moments since ``prepare``, or has none."""
+        for name in wanted:
+            if name not in tiered.tier.kinds:
+                switch = "momentum" if name == "momentum_buffer" else "amsgrad"
+                raise ConfigError(
+                    f"optimizer.step: {switch} was switched on after zeropp.prepare; with offload.optimizer='nvme' the file "
+                    f"has no room for its states; build the optimizer with {switch}"
+                )
 
     # -- others ------------------------------------------------------------------------------------------------------------
 
@@ -564,13 +562,29 @@ def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
             f"Precision.master: {config.master_name!r} is not built yet for {type(optimizer).__name__}; Adam and AdamW are, or "
             "leave it out: the optimizer updates an fp32 copy"
         )
+    states = config.offload.optimizer
+    if config.step_in_backward and getattr(states, "kind", "") == "nvme" and type(optimizer) not in _ADAMS:
+        raise ConfigError(
+            f"Config.step_in_backward: True with offload.optimizer='nvme' is not built yet for {type(optimizer).__name__}; Adam and "
+            "AdamW are, or leave one of the two out"
+        )
     for name in ("optimizer", "params", "grads"):
         tier = getattr(config.offload, name)
-        if isinstance(tier, Tier) and tier.kind == "nvme" and type(optimizer) not in _ADAMS:
+        if isinstance(tier, Tier) and tier.kind == "nvme" and type(optimizer) not in updates.UPDATES:
             raise ConfigError(
-                f"Config.offload.{name}.kind: 'nvme' is not built yet for {type(optimizer).__name__}; "
-                "Adam and AdamW are, or leave it at 'device'"
+                f"Config.offload.{name}.kind: 'nvme' is not built for {type(optimizer).__name__}, {_why_not_streamed(optimizer)}; "
+                f"wanted one of {', '.join(kind.__name__ for kind in updates.UPDATES)}, or leave it at 'device'"
             )
+
+
+def _why_not_streamed(optimizer: optim.Optimizer) -> str:
+    if type(optimizer) in (LAMB, OneBitLamb):
+        return "whose step needs norms of whole tensors, and a disk is streamed once"
+    if type(optimizer) in (Muon, optim.Muon):
+        return "whose step needs whole matrices, where a disk is streamed in chunks"
+    if type(optimizer) in _ONEBIT:
+        return "whose states travel between the ranks"
+    return "whose step is torch's own code, which wants its states in memory"
 
 
 def _restore_scheduler_wrap(optimizer: optim.Optimizer) -> None:
@@ -605,7 +619,6 @@ def _class_for(original: type) -> type:
 def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     """Make a checked ``optimizer`` update the engine's slices from now on. Schedulers built before or after keep working."""
     group_of = _group_of(optimizer)
-    adam = type(optimizer) in _ADAMS
     number = 0
     for unit in engine.units:
         if unit.trainable:
@@ -614,13 +627,15 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
         number += len(unit.params)
     part = _ONEBIT.get(type(optimizer))
     low = engine.config.state_name != "fp32"  # check_offload knows for which
-    engine.inner = None if adam or part or low else _inner_optimizer(optimizer, engine)
-    engine.least_states = 1 if low and type(optimizer) in low_step.STATES else 2
+    engine.update = _update_of(optimizer, engine)
+    engine.inner = None if engine.update or part or low else _inner_optimizer(optimizer, engine)
+    kept = updates.moments_of(optimizer) if type(optimizer) in updates.UPDATES else ("exp_avg", "exp_avg_sq")
+    engine.least_states = min(2, len(list(filter(None, kept))))
     engine.core.hold = False
     if engine.config.offload.delayed_update is not None and engine.delayed is None:
         engine.delayed = Delayed(engine, engine.config.offload.delayed_update)
     if engine.config.step_in_backward:
-        engine.early = StepInBackward(engine, in_python=not adam)
+        engine.early = StepInBackward(engine, in_python=engine.update is None)
     engine.onebit = None if part is None else part(optimizer, engine)
     optimizer.state.clear()
     optimizer.__class__ = _class_for(type(optimizer))
@@ -628,6 +643,14 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     engine.optimizer_ref = weakref.ref(optimizer)
     engine.thawing.renew()
     _restore_scheduler_wrap(optimizer)
+
+
+def _update_of(optimizer: optim.Optimizer, engine: Engine) -> updates.Update | None:
+    """What C steps its slices with; None: Python does. A one-bit optimizer begins with steps of Adam."""
+    if type(optimizer) in _ONEBIT:
+        return updates.ADAMS
+    plain = engine.config.state_name == "fp32" and all(unit.dtype != torch.float64 for unit in engine.units)
+    return updates.UPDATES.get(type(optimizer)) if plain or type(optimizer) in _ADAMS else None
 
 
 def _group_of(optimizer: optim.Optimizer) -> dict[int, int]:

@@ -25,6 +25,7 @@ from zeropp.zero.optimizer import adopt, check_offload, check_optimizer, steps_f
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.thaw import float64_clash, hook_unit, why_frozen
 from zeropp.zero.units import UnitPlan, ignored_parameters, plan_units
+from zeropp.zero.updates import moments_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -169,6 +170,16 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
     if replaces and engine.states is not None:
         raise ConfigError(
             "another optimizer for a model whose optimizer states are on disk is not implemented yet; go on with the first"
+        )
+    lacks = (
+        []
+        if engine.states is None
+        else [one for one in moments_of(optimizer) if one and one not in engine.states.kinds]
+    )
+    if lacks:
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} keeps {', '.join(map(repr, lacks))}, for which the file of offload.optimizer='nvme' has no "
+            "room: it was laid out without an optimizer, for Adam's; give prepare the model and the optimizer together"
         )
     engine.flush()
     for unit in engine.units:
@@ -342,11 +353,10 @@ def _make_tiers(engine: Engine, optimizer: Any) -> None:
     """Before the model is touched: where the disk has no room, it stays as it was."""
     tier, activations = engine.config.offload.optimizer, engine.config.offload.activations
     assert isinstance(tier, Tier) and isinstance(activations, Tier)
-    amsgrad = optimizer is not None and any(group.get("amsgrad", False) for group in optimizer.param_groups)
     try:
         if tier.kind == "nvme":
             assert engine.storage is not None
-            engine.states = StateTier(engine, tier, amsgrad, engine.storage)
+            engine.states = StateTier(engine, tier, moments_of(optimizer), engine.storage)
         if activations.kind == "nvme":
             from zeropp.zero.activations import ActivationTier
 

@@ -175,8 +175,9 @@ class Thawing:
         reason = unit.stays_frozen
         if not reason and engine.onebit is not None and not engine.onebit.grows:
             reason = f"the states of {type(engine.onebit).__name__} are laid out then; {_BEFORE}"
-        if not reason and unit.dtype == torch.float64 and (engine.onebit is not None or type(engine.inner) is Lion):
-            reason = f"{type(engine.onebit or engine.inner).__name__} is not built for float64; AdamW is"
+        optimizer = None if engine.optimizer_ref is None else engine.optimizer_ref()
+        if not reason and unit.dtype == torch.float64 and (engine.onebit is not None or isinstance(optimizer, Lion)):
+            reason = f"{type(engine.onebit).__name__ if engine.onebit else 'Lion'} is not built for float64; AdamW is"
         if reason:
             raise ConfigError(
                 f"requires_grad of parameter '{name}' cannot become True after zeropp.prepare: it was frozen there, and {reason}"

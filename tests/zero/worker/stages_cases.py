@@ -107,14 +107,14 @@ ADAMS = {
 
 
 def torch_optimizer(name: str) -> None:
-    """torch's own element-wise code on slices. With two ranks the gradients have DDP's bits, so the training has
-    too."""
+    """torch's own element-wise code on slices: with two ranks the gradients have DDP's bits, so the training has too. SGD and
+    Adagrad are stepped in C, which rounds where torch fuses a multiplication with an addition."""
     recipe = Recipe(steps=6, optimizer=OPTIMIZERS[name])
     plain = reference(recipe)
     exact = reference(recipe, torch.float64)
     for stage, config in STAGES.items():
         got = ours(recipe, **config)
-        if dist.get_world_size() == 2:
+        if dist.get_world_size() == 2 and not name.startswith(("SGD", "Adagrad")):
             same(f"{name}, {stage}", got, plain)
         within_rounding(f"{name}, {stage}", got, plain, exact)
 

@@ -1,0 +1,180 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Updates that travel as Adam's segments: each has the bits of its own operator, whatever their number and order, from
+ * memory and from a tier that has the moments of that update and no others.
+ */
+#include "../../csrc/ops/adagrad/adagrad.h"
+#include "../../csrc/ops/lion/lion.h"
+#include "../../csrc/ops/sgd/sgd.h"
+#include "../../csrc/zero/tier.h"
+#include "aio_common.h"
+#include "planned_io.h"
+#include "threads.h"
+
+enum { PIECES = 150, PIECE_ELEMS = 37, ELEMS = PIECES * PIECE_ELEMS, STEPS = 3 };
+
+struct side {
+    float param[ELEMS], moment[2][ELEMS];
+    uint16_t low[ELEMS];
+};
+
+static float grad[ELEMS];
+
+static void fill_side(struct side *side) {
+    memset(side, 0, sizeof *side);
+    for (size_t i = 0; i < ELEMS; i++) {
+        side->param[i] = (float)((i * 7919) % 1000) / 500.0f - 1.0f;
+        grad[i] = (float)((i * 104729) % 997) / 997.0f - 0.5f;
+    }
+}
+
+/* Elements [begin, end) in step t. Of SGD every third piece has no momentum. */
+static struct zpp_adam_segment segment_of(enum zpp_update update, struct side *side, size_t piece, uint64_t t) {
+    const size_t begin = piece * PIECE_ELEMS;
+    struct zpp_adam_segment segment = { .param = side->param + begin, .grad = grad + begin,
+                                        .param_out = side->low + begin, .elems = PIECE_ELEMS, .grad_dtype = ZPP_F32,
+                                        .out_dtype = ZPP_BF16, .step = t, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.3,
+                                        .eps = 1e-8, .weight_decay = 0.1, .maximize = piece % 2, .update = update };
+    const bool sgd = update == ZPP_UPDATE_SGD || update == ZPP_UPDATE_NESTEROV;
+    if (update != ZPP_UPDATE_ADAGRAD && !(sgd && piece % 3 == 0)) segment.exp_avg = side->moment[0] + begin;
+    if (update == ZPP_UPDATE_ADAM || update == ZPP_UPDATE_ADAGRAD) segment.exp_avg_sq = side->moment[1] + begin;
+    return segment;
+}
+
+/* By the operator itself, field by field. */
+static void step_plainly(const struct zpp_adam_segment *s) {
+    switch ((enum zpp_update)s->update) {
+    case ZPP_UPDATE_LION: {
+        const struct zpp_lion_segment lion = { s->param, s->grad, s->exp_avg, s->param_out, s->elems, s->grad_dtype,
+                                               s->out_dtype, s->lr, s->beta1, s->beta2, s->weight_decay, s->maximize,
+                                               { 0 }, { 0 } };
+        zpp_lion_step(&lion, 1, 0.5f, NULL);
+        return;
+    }
+    case ZPP_UPDATE_ADAGRAD: {
+        const struct zpp_adagrad_segment adagrad = { s->param, s->grad, s->exp_avg_sq, s->param_out, s->elems,
+                                                     s->grad_dtype, s->out_dtype, s->step, s->lr, s->beta1, s->eps,
+                                                     s->weight_decay, s->maximize, { 0 }, { 0 } };
+        for (size_t i = 0; s->step == 1 && i < s->elems; i++) s->exp_avg_sq[i] = 0.3f;
+        zpp_adagrad_step(&adagrad, 1, 0.5f, NULL);
+        return;
+    }
+    case ZPP_UPDATE_SGD:
+    case ZPP_UPDATE_NESTEROV: {
+        const struct zpp_sgd_segment sgd = { s->param, s->grad, s->exp_avg, s->param_out, s->elems, s->grad_dtype,
+                                             s->out_dtype, s->lr, s->exp_avg ? s->beta1 : 0.0, s->beta2,
+                                             s->weight_decay, s->update == ZPP_UPDATE_NESTEROV, s->maximize,
+                                             s->step == 1, { 0 }, { 0 } };
+        zpp_sgd_step(&sgd, 1, 0.5f, NULL);
+        return;
+    }
+    default: zpp_adam_step(s, 1, 0.5f, NULL);
+    }
+}
+
+/* All updates, one beside the other, then in long runs. */
+static void mixed_in_one_call(void) {
+    static struct side plain, ours;
+    for (size_t run = 1; run <= 100; run *= 100) {
+        fill_side(&plain);
+        fill_side(&ours);
+        for (uint64_t t = 1; t <= STEPS; t++) {
+            struct zpp_adam_segment segments[PIECES];
+            for (size_t i = 0; i < PIECES; i++) {
+                const enum zpp_update update = (enum zpp_update)(i / run % ZPP_UPDATES);
+                const struct zpp_adam_segment one = segment_of(update, &plain, i, t);
+                step_plainly(&one);
+                segments[i] = segment_of(update, &ours, i, t);
+            }
+            zpp_update_step(segments, PIECES, 0.5f, NULL);
+            CHECK(memcmp(&plain, &ours, sizeof ours) == 0);
+        }
+    }
+    zpp_update_step(NULL, 0, 0.5f, NULL);
+}
+
+/* In a tier, whole and in part, with a master and without; none of its pieces has moments that it has no room for. */
+static void from_a_tier(enum zpp_update update, bool master, double fraction) {
+    static const unsigned moments[ZPP_UPDATES] = { 3, 1, 2, 1, 1 };
+    static struct side plain, ours;
+    static float seen[ELEMS];
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    const struct zpp_step_files files = { 0 };
+    zpp_tier *tier = NULL;
+    int slice;
+    reset_plan();
+    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = fraction,
+                                              .moments = moments[update], .chunk_elems = 1024, .sys = &sys,
+                                              .log = count_log };
+    CHECK_OK(zpp_tier_create(&options, &tier, &err));
+    CHECK_OK(zpp_tier_add(tier, ELEMS, master, &slice, &err));
+    CHECK_OK(zpp_tier_seal(tier, &fault, &err));
+    fill_side(&plain);
+    fill_side(&ours);
+    if (master) CHECK_OK(zpp_tier_copy(tier, slice, ZPP_TIER_MASTER, 0, ELEMS, ours.param, true, &fault, &err));
+    for (uint64_t t = 1; t <= STEPS; t++) {
+        struct zpp_tier_piece pieces[PIECES];
+        for (size_t i = 0; i < PIECES; i++) {
+            const struct zpp_adam_segment one = segment_of(update, &plain, i, t);
+            step_plainly(&one);
+            pieces[i] = (struct zpp_tier_piece){ segment_of(update, &ours, i, t), slice, i * PIECE_ELEMS };
+        }
+        CHECK_OK(zpp_tier_step(tier, pieces, PIECES, &files, 0.5f, NULL, &fault, &err));
+        CHECK(memcmp(plain.low, ours.low, sizeof ours.low) == 0);
+    }
+    struct zpp_tier_figures figures;
+    zpp_tier_figures(tier, &figures);
+    for (int kind = ZPP_TIER_MASTER; kind < ZPP_TIER_MAX_EXP_AVG_SQ; kind++) {
+        const bool has = kind == ZPP_TIER_MASTER ? master : moments[update] >> (kind - ZPP_TIER_EXP_AVG) & 1;
+        CHECK_EQUAL(figures.file_bytes[kind] + figures.held_bytes[kind], has ? ELEMS * sizeof(float) : 0);
+        if (!has) continue;
+        CHECK_OK(zpp_tier_copy(tier, slice, (enum zpp_tier_kind)kind, 0, ELEMS, seen, false, &fault, &err));
+        const float *wanted = kind == ZPP_TIER_MASTER ? plain.param : plain.moment[kind - ZPP_TIER_EXP_AVG];
+        CHECK(memcmp(seen, wanted, sizeof seen) == 0);
+    }
+    zpp_tier_destroy(tier);
+    CHECK_EQUAL(unlink(in_folder("states")), 0);
+}
+
+static void tiers_of_every_update(void) {
+    make_folder();
+    for (int turn = 0; turn < 4 * ZPP_UPDATES; turn++)
+        from_a_tier((enum zpp_update)(turn / 4), turn & 1, turn & 2 ? 0.5 : 1.0);
+}
+
+/* SGD without momentum and without a master keeps nothing: there is no file to speak of, and a step all the same. */
+static void a_tier_of_nothing(void) {
+    static struct side plain, ours;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    const struct zpp_step_files files = { 0 };
+    zpp_tier *tier = NULL;
+    int slice;
+    make_folder();
+    reset_plan();
+    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 1.0, .sys = &sys,
+                                              .log = count_log };
+    CHECK_OK(zpp_tier_create(&options, &tier, &err));
+    CHECK_OK(zpp_tier_add(tier, ELEMS, false, &slice, &err));
+    CHECK_OK(zpp_tier_seal(tier, &fault, &err));
+    fill_side(&plain);
+    fill_side(&ours);
+    struct zpp_adam_segment one = segment_of(ZPP_UPDATE_SGD, &plain, 0, 1);
+    step_plainly(&one);
+    const struct zpp_tier_piece piece = { segment_of(ZPP_UPDATE_SGD, &ours, 0, 1), slice, 0 };
+    CHECK_OK(zpp_tier_step(tier, &piece, 1, &files, 0.5f, NULL, &fault, &err));
+    CHECK(memcmp(&plain, &ours, sizeof ours) == 0);
+    struct zpp_tier_figures figures;
+    zpp_tier_figures(tier, &figures);
+    CHECK_EQUAL(figures.reserved_bytes, 0u);
+    CHECK_EQUAL(figures.buffer_bytes, 0u);
+    zpp_tier_destroy(tier);
+    CHECK_EQUAL(unlink(in_folder("states")), 0);
+}
+
+int main(int argc, char **argv) {
+    static const struct test_case cases[] = { TEST(mixed_in_one_call), TEST(tiers_of_every_update),
+                                              TEST(a_tier_of_nothing), { 0 } };
+    return test_main(argc, argv, cases);
+}
