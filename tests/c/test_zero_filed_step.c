@@ -63,8 +63,8 @@ static struct stepped new_stepped(enum where where, double fraction) {
     if (where == FP32_IN_FILE)
         CHECK_OK(zpp_filed_copy(at.filed, 0, at.ours.master, ELEMS * 4, true, &fault, &err));
     if (where != STATES_TOO) return at;
-    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = fraction, .moments = 3, .sys = &sys,
-                                              .log = count_log };
+    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = fraction, .moments = 3,
+                                              .sys = &sys, .log = count_log };
     CHECK_OK(zpp_tier_create(&options, &at.tier, &err));
     CHECK_OK(zpp_tier_add(at.tier, ELEMS, true, &slice, &err));
     CHECK_OK(zpp_tier_seal(at.tier, &fault, &err));
