@@ -61,17 +61,34 @@ def running() -> ActivationTier | None:
     return getattr(_running, "tier", None)
 
 
+class Place(weakref.ref["Saved"]):
+    """A storage's place in the file, and what is to be given back when the storage dies.
+
+    Storages die in the middle of a backward. Python's code run there (``__del__``) would be the first that a waiting Ctrl-C meets, and Python
+    drops what such code raises: so the dead are only listed, by a method of deque, and buried by the next who comes by.
+    """
+
+    __slots__ = ("ahead_bytes", "bytes", "future", "index", "offset_bytes")
+
+    index: int
+    bytes: int
+    offset_bytes: int
+    ahead_bytes: int  # read before they were wanted
+    future: aio.Future | None
+
+
 class Saved:
     """One storage on its way to the file, in it, or back. Dies with the last graph that needs it."""
 
     def __init__(self, tier: ActivationTier, index: int, source: Tensor, flat: Tensor, offset_bytes: int) -> None:
         self.tier, self.index, self.bytes = tier, index, flat.numel()
-        self.offset_bytes = offset_bytes
+        self.place = place = Place(self, tier.dead.append)
+        place.index, place.bytes, place.offset_bytes, place.ahead_bytes = index, flat.numel(), offset_bytes, 0
+        place.future = None
         self.version = source._version
         self.source: Tensor | None = source  # shares its version counter; None once it is written
         self.flat: Tensor | None = flat  # the bytes: of the source until it is written, or read ahead
         self.read: StorageWeakRef | None = None  # what was read, while somebody uses it
-        self.future: aio.Future | None = None
         self.changed = False
 
     def check_unchanged(self) -> None:
@@ -83,9 +100,6 @@ class Saved:
                 f"tensor of {self.bytes} bytes, saved at version {self.version}, while offload.activations wrote it "
                 "to the disk"
             )
-
-    def __del__(self) -> None:
-        self.tier._drop(self)
 
 
 class View:
@@ -154,7 +168,8 @@ class ActivationTier:
         self._lock = threading.RLock()  # guards all that follows; a graph may die, or run, in any thread
         self._extents = _Extents()
         self._by_storage: dict[int, tuple[StorageWeakRef, weakref.ref[Saved]]] = {}
-        self._alive: dict[int, weakref.ref[Saved]] = {}  # by index, which counts up
+        self._alive: dict[int, Place] = {}  # by index, which counts up
+        self.dead: collections.deque[weakref.ref[Saved]] = collections.deque()  # to be buried
         self._writing: collections.deque[tuple[weakref.ref[Saved], aio.Future, int]] = collections.deque()
         self._next = self._largest_bytes = 0
         self._seen_bytes = self._put_bytes = 0  # of all passes: `fraction` of the first is the second
@@ -216,6 +231,7 @@ class ActivationTier:
         with self._lock:
             if self._closed or storage.data_ptr() in self._stays:
                 return tensor
+            self._bury()
             self._reap()
             saved = self._known(storage, tensor._version) or self._begin(storage, tensor)
         return tensor if saved is None else View(saved, tensor)
@@ -240,12 +256,12 @@ class ActivationTier:
         flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         saved = Saved(self, self._next, tensor.detach(), flat, self._extents.take(size))
         self._next += 1
-        self._alive[saved.index] = weakref.ref(saved)
+        self._alive[saved.index] = saved.place
         self.file_bytes += size
         self.file_peak_bytes = max(self.file_peak_bytes, self.file_bytes)
-        saved.future = self._io.write(flat, self.path, saved.offset_bytes)
-        self._by_storage[storage._cdata] = (StorageWeakRef(storage), weakref.ref(saved))
-        self._writing.append((weakref.ref(saved), saved.future, size))
+        future = saved.place.future = self._io.write(flat, self.path, saved.place.offset_bytes)
+        self._by_storage[storage._cdata] = (StorageWeakRef(storage), saved.place)
+        self._writing.append((saved.place, future, size))
         self.waiting_bytes += size
         self.waiting_peak_bytes = max(self.waiting_peak_bytes, self.waiting_bytes)
         return saved
@@ -271,7 +287,7 @@ class ActivationTier:
                 self.waiting_bytes -= size
             if saved is not None and saved.source is not None:
                 saved.changed = saved.source._version != saved.version
-                saved.source = saved.flat = saved.future = None
+                saved.source = saved.flat = saved.place.future = None
                 self._holes.freed(size)
 
     # -- backward ------------------------------------------------------------------------------------------------------------
@@ -288,6 +304,7 @@ class ActivationTier:
             tensor: Tensor = packed.over(flat)
             if saved.source is None:
                 saved.read = StorageWeakRef(flat.untyped_storage())
+            self._bury()
             self._reap()
             self._read_ahead(saved.index)
         return tensor
@@ -306,10 +323,11 @@ class ActivationTier:
             return saved.flat
         if saved.flat is None:
             self._begin_read(saved)
-        assert saved.flat is not None and saved.future is not None
-        flat, future = saved.flat, saved.future
-        saved.flat = saved.future = None
+        flat, future = saved.flat, saved.place.future
+        assert flat is not None and future is not None
+        saved.flat = saved.place.future = None
         self.ahead_bytes -= saved.bytes
+        saved.place.ahead_bytes = 0
         self._wait(future)
         return flat
 
@@ -326,7 +344,8 @@ class ActivationTier:
                 "backward: the model was dropped, and with it the file of its activations; keep the model alive"
             )
         saved.flat = _page_aligned(torch.empty(saved.bytes + PAGE_BYTES, dtype=torch.uint8), saved.bytes)
-        saved.future = self._io.read(saved.flat, self.path, saved.offset_bytes)
+        saved.place.future = self._io.read(saved.flat, self.path, saved.place.offset_bytes)
+        saved.place.ahead_bytes = saved.bytes
         self.ahead_bytes += saved.bytes
 
     def _read_ahead(self, index: int) -> None:
@@ -344,19 +363,19 @@ class ActivationTier:
                 return
             self._begin_read(saved)
 
-    def _drop(self, saved: Saved) -> None:
-        """The graph is gone."""
-        if os.getpid() != self._owner:
-            return
-        with self._lock:
-            self._holes.freed(saved.bytes)
-            self._alive.pop(saved.index, None)
-            self.file_bytes -= saved.bytes
-            if saved.source is None and saved.flat is not None:
-                self.ahead_bytes -= saved.bytes
-            if saved.future is not None:
-                saved.future.cancel()  # requests on bytes that are taken again run in their order
-            self._extents.give(saved.offset_bytes, saved.bytes)
+    def _bury(self) -> None:
+        """Give back what the storages had whose graphs are gone."""
+        while self.dead and os.getpid() == self._owner:
+            place = self.dead.popleft()
+            assert isinstance(place, Place)
+            self._holes.freed(place.bytes)
+            self._alive.pop(place.index, None)
+            self.file_bytes -= place.bytes
+            self.ahead_bytes -= place.ahead_bytes
+            if place.future is not None:
+                place.future.cancel()  # requests on bytes that are taken again run in their order
+                place.future = None
+            self._extents.give(place.offset_bytes, place.bytes)
             if not self._alive:
                 self._by_storage.clear()
 
@@ -366,6 +385,7 @@ class ActivationTier:
         ``waited_ns``; ``backend``."""
         seen = self._io.figures()
         with self._lock:
+            self._bury()
             return {
                 "waiting_bytes": self.waiting_bytes, "waiting_peak_bytes": self.waiting_peak_bytes,
                 "ahead_bytes": self.ahead_bytes, "file_bytes": self.file_bytes, "file_peak_bytes": self.file_peak_bytes,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,21 @@ def graphs() -> None:
         del model, changing
 
 
+def ctrl_c_is_not_lost() -> None:
+    """Where a saved tensor dies no Python code of ours runs: it would be the first that a waiting Ctrl-C meets, and Python drops what is
+    raised there."""
+    with scratch() as path:
+        model = offloading(lambda x, w: (x * w) * w, path)
+        loss = model(torch.randn(256, 256)).sum()
+        ran = []
+        sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_name) if event == "call" else None)
+        del loss
+        sys.setprofile(None)
+        assert not ran
+        assert tier_of(model).figures()["file_bytes"] == 0
+        del model
+
+
 def storage_that_fails() -> None:
     """A full disk stops the forward, a file that lost its end the backward: file, offset, and what was wanted."""
     with scratch() as path, pytest.MonkeyPatch.context() as patch:
@@ -245,7 +261,7 @@ def many_steps() -> None:
 
 CASES = {
     function.__name__: function
-    for function in (equal_to_memory, read_back, counted, graphs, storage_that_fails, many_steps)
+    for function in (equal_to_memory, read_back, counted, graphs, ctrl_c_is_not_lost, storage_that_fails, many_steps)
 } | TILING
 ON_ONE_RANK = tuple(CASES)
 ON_TWO_RANKS = ("equal_to_memory", *TILING, *PARTITION)
