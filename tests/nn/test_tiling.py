@@ -4,6 +4,8 @@ memory they take. Under ZeRO: tests/tiers/worker/tiling_cases.py."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import zeropp
@@ -243,6 +245,33 @@ def test_models_are_patched_and_restored(kind: str) -> None:
     with_tiles.remove()
 
 
+def test_a_model_inside_of_another() -> None:
+    """As under PEFT: the loss is that of the one inside."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.inner, name)
+
+        def forward(self, **more: Any) -> Any:
+            return self.inner(**more)
+
+    rows = torch.randint(1, 50, (2, 21))
+    model = Outer(causal("llama").train())
+    wanted = model(input_ids=rows, labels=rows).loss
+    done = tile_sequence(model, mlp_tile=4, loss_tile=5)
+    out = model(input_ids=rows, labels=rows)
+    assert out.logits is None and near(out.loss, wanted, 100)
+    done.remove()
+    assert torch.equal(model(input_ids=rows, labels=rows).loss, wanted)
+
+
 def test_what_cannot_be_tiled_says_so() -> None:
     config = transformers.Gemma2Config(**SMALL, num_key_value_heads=1, head_dim=8, pad_token_id=0)
     model = transformers.Gemma2ForCausalLM(config)
@@ -254,7 +283,25 @@ def test_what_cannot_be_tiled_says_so() -> None:
         tile_sequence(nn.Sequential(MLP(4)))
     with pytest.raises(zeropp.ConfigError, match="no module named mlp"):
         tile_sequence(nn.Linear(3, 3), loss=False)
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=50, d_model=64, d_kv=8, d_ff=16, num_layers=1)
+    )
+    with pytest.raises(zeropp.ConfigError, match="T5ForConditionalGeneration has no lm_head"):
+        tile_sequence(t5)  # its forward has a loss of its own, which would take hidden values for logits
     llama = causal("llama").train()
+    for wrong in ({"mlp_tile": 0}, {"loss_tile": "8"}, {"mlp_tile": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*, wanted a whole number of tokens"):
+            tile_sequence(llama, **wrong)  # type: ignore[arg-type]
+    done = tile_sequence(llama)
+    for again in ({"loss": False}, {"mlp": False}):
+        with pytest.raises(zeropp.ConfigError, match="tiled already"):
+            tile_sequence(llama, **again)
+    plain_loss, llama.loss_function = llama.loss_function, lambda logits, labels, vocab_size, **more: logits.sum()
+    rows = torch.randint(1, 50, (1, 9))
+    with pytest.raises(zeropp.Error, match="did not come from its loss_function"):
+        llama(input_ids=rows, labels=rows)
+    llama.loss_function = plain_loss
+    done.remove()
     tile_sequence(llama)
     plain = llama.lm_head.forward
     llama.lm_head.forward = lambda hidden: plain(hidden) * 2.0

@@ -21,6 +21,7 @@ from zeropp.nn.tiling import tiled_call, tiled_cross_entropy
 __all__ = ["TiledSequence", "tile_sequence"]
 
 _MLP_NAMES = ("mlp", "ffn", "feed_forward")
+_OURS = "_zeropp_tiles"
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """What some configurations do to logits between the head and the loss, when it is neither None nor 1."""
 
@@ -47,7 +48,7 @@ def tile_sequence(
     Args:
         model: any model whose MLPs are modules named ``mlp``, ``ffn`` or ``feed_forward`` (or of a class ``...MLP``) that take
             and give one tensor ``(B, T, D)``; mixtures of experts are left alone. The loss: a causal language model with
-            ``lm_head`` and ``loss_function``, as transformers' are.
+            ``lm_head`` and ``loss_function``, as transformers' are; it may be inside of ``model``, as under PEFT.
         mlp_tile: tokens of a tile; None: as many as the model is wide (ALST's choice).
         loss_tile: tokens of a tile; None: as many as give 64 MiB of logits.
 
@@ -55,13 +56,21 @@ def tile_sequence(
     included, is as it was.
 
     Raises:
-        zeropp.ConfigError: there is nothing to tile; or the loss cannot be, because the model changes its logits before
+        ValueError: a tile is not a whole number of tokens.
+        zeropp.ConfigError: there is nothing to tile, or it is tiled already; or the loss cannot be, because the model changes its logits before
             the loss (soft-capping, scaling), or has none of that shape: ``loss=False`` tiles the MLPs alone.
     """
+    for name, tile in (("mlp_tile", mlp_tile), ("loss_tile", loss_tile)):
+        if tile is not None and (isinstance(tile, bool) or not isinstance(tile, int) or tile < 1):
+            raise ValueError(f"tile_sequence: {name} is {tile!r}, wanted a whole number of tokens, at least 1, or None")
     done = TiledSequence()
     if mlp:
         for name, module in model.named_modules():
             if _is_mlp(name, module):
+                if hasattr(module.__dict__.get("forward"), _OURS):
+                    raise ConfigError(
+                        f"tile_sequence: {name} is tiled already; .remove() of what did that takes it back"
+                    )
                 _tile_mlp(done, module, mlp_tile)
                 done.mlps.append(name)
     if loss:
@@ -104,6 +113,7 @@ def _tile_mlp(done: TiledSequence, module: nn.Module, tile: int | None) -> None:
             return plain(x, *args, **kwargs)
         return tiled_call(plain, x, tile=size, params=list(module.parameters()))
 
+    setattr(forward, _OURS, True)
     module.forward = forward
     done._undo.append(lambda: module.__dict__.pop("forward", None))
 
@@ -115,10 +125,17 @@ class _Loss:
     """
 
     def __init__(self, model: Any, done: TiledSequence, tile: int | None) -> None:
+        model = next((one for one in model.modules() if "lm_head" in one._modules), model)  # PEFT's has it inside
         head: Any = getattr(model, "lm_head", None)
         plain_loss: Any = getattr(model, "loss_function", None)
         kind = type(model).__name__
-        if type(head) is not nn.Linear or getattr(plain_loss, "__name__", "") != "ForCausalLMLoss":
+        if isinstance(getattr(plain_loss, "__self__", None), _Loss):
+            raise ConfigError(
+                f"tile_sequence: the loss of {kind} is tiled already; .remove() of what did that takes it back"
+            )
+        calls = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+        its_own = calls is not None and "loss_function" not in calls.co_names  # T5: a loss in its forward
+        if type(head) is not nn.Linear or getattr(plain_loss, "__name__", "") != "ForCausalLMLoss" or its_own:
             raise ConfigError(
                 f"tile_sequence: {kind} has no lm_head (nn.Linear) whose logits go to transformers' ForCausalLMLoss; pass "
                 "loss=False, and zeropp.nn.tiled_cross_entropy where the loss is computed"
@@ -134,6 +151,7 @@ class _Loss:
         self.tile, self.plain_head, self.plain_loss = tile, head.forward, plain_loss
         self.active = False
         self.passed: Tensor | None = None
+        self.took = False  # the loss had what was passed
         had_own = "_loss_function" in model.__dict__
         head.__dict__["forward"] = self._head
         model.loss_function = self._loss
@@ -158,7 +176,7 @@ class _Loss:
         if not self.active:
             logits: Tensor = self.plain_head(hidden)
             return logits
-        self.passed = hidden
+        self.passed, self.took = hidden, False
         return hidden
 
     def _loss(
@@ -182,6 +200,7 @@ class _Loss:
                 "tile_sequence: the model changes its logits between lm_head and the loss, which cannot be tiled; take it "
                 "back with .remove(), and call tile_sequence(model, loss=False)"
             )
+        self.took = True
         if shift_labels is None:
             labels = nn.functional.pad(labels, (0, 1), value=ignore_index)
             shift_labels = labels[..., 1:]
@@ -201,6 +220,11 @@ class _Loss:
         self.active = False
         if not was_active or passed is None or output is None:
             return None
+        if not self.took:
+            raise Error(
+                f"tile_sequence: {type(model).__name__} was given labels, and its loss did not come from its loss_function; take it "
+                "back with .remove(), and call tile_sequence(model, loss=False)"
+            )
         if isinstance(output, tuple):
             return tuple(None if one is passed else one for one in output)
         if getattr(output, "logits", None) is passed:
