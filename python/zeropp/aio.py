@@ -67,12 +67,27 @@ class Future(Protocol):
         ...
 
 
+_told: set[str] = set()
+
+
+def warn_once(line: str) -> None:
+    """To the logger "zeropp.aio", unless this process has said it before: a model may have an engine for each kind of state."""
+    if line not in _told:
+        _told.add(line)
+        logging.getLogger("zeropp.aio").warning(line)
+
+
 def _address(tensor: Tensor) -> tuple[int, int]:
     """Address and bytes of a tensor that can be moved as it lies."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"aio: wanted a tensor, not {type(tensor).__name__}")
     if tensor.device.type != "cpu":
         raise ValueError(f"aio: tensor is on {tensor.device}, wanted cpu; copy it to a tensor of engine.empty() first")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"aio: tensor of shape {tuple(tensor.shape)} is a view that conjugates or negates when it is read; its bytes are other "
+            "values: pass tensor.resolve_conj().resolve_neg()"
+        )
     if not tensor.is_contiguous():
         raise ValueError(
             f"aio: tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()} is not contiguous; "
@@ -99,7 +114,7 @@ class Engine:
         backend: ``"io_uring"`` or ``"threads"`` insist; ``"auto"`` falls back to threads with one warning.
         threads: number of threads of the fallback; None: 8.
         arena_bytes: bound of the memory behind ``empty``; None: no bound.
-        log: receives warnings; None: ``logging.getLogger("zeropp.aio").warning``.
+        log: receives warnings; None: the logger "zeropp.aio", once a process what every engine of it would say.
 
     Every method may be called from any thread. Requests on the same bytes of one file, one of them a write, run in the
     order of submission; reads go before other writes. The engine does not survive ``fork``: make one in the child.
@@ -125,8 +140,9 @@ class Engine:
         log: Callable[[str], None] | None = None,
     ) -> None:
         folders = (paths,) if isinstance(paths, (str, os.PathLike)) else tuple(paths)
-        if backend not in _BACKENDS:
-            raise ValueError(f"aio: backend is {backend!r}, wanted one of {', '.join(map(repr, _BACKENDS))}")
+        for name, flag in (("direct", direct), ("sqpoll", sqpoll), ("checksums", checksums)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"aio: {name} is {flag!r}, wanted True or False")
         if (depth is None or block_bytes is None) and folders:
             from zeropp.io_settings import measured
 
@@ -134,14 +150,14 @@ class Engine:
             if known is not None:
                 depth = known.depth if depth is None else depth
                 block_bytes = known.block_bytes if block_bytes is None else block_bytes
-        self._log = log if log is not None else logging.getLogger("zeropp.aio").warning
+        self._log = log if log is not None else warn_once
         self._core = _C.AioEngine(
             depth=_count("depth", DEFAULT_DEPTH if depth is None else depth, 1),
             block_bytes=_count("block_bytes", DEFAULT_BLOCK_BYTES if block_bytes is None else block_bytes, 1),
             direct=direct,
             sqpoll=sqpoll,
             checksums=checksums,
-            backend=_BACKENDS[backend],
+            backend=_one_of("backend", backend, _BACKENDS),
             threads=_count("threads", 8 if threads is None else threads, 1),
             arena_bytes=0 if arena_bytes is None else _count("arena_bytes", arena_bytes, 1),
             stripes=tuple(os.fsencode(folder) for folder in folders),
@@ -170,7 +186,13 @@ class Engine:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
         future: Future = self._core.submit(
-            False, os.fsencode(path), address, size_bytes, offset_bytes, _PRIORITIES[priority], tensor
+            False,
+            os.fsencode(path),
+            address,
+            size_bytes,
+            offset_bytes,
+            _one_of("priority", priority, _PRIORITIES),
+            tensor,
         )
         return future
 
@@ -192,7 +214,13 @@ class Engine:
         """
         address, size_bytes = _address(tensor)
         future: Future = self._core.submit(
-            True, os.fsencode(path), address, size_bytes, offset_bytes, _PRIORITIES[priority], tensor
+            True,
+            os.fsencode(path),
+            address,
+            size_bytes,
+            offset_bytes,
+            _one_of("priority", priority, _PRIORITIES),
+            tensor,
         )
         return future
 
@@ -273,6 +301,12 @@ class Engine:
             self.close()
         else:
             self.abort()
+
+
+def _one_of(name: str, value: str, known: dict[str, int]) -> int:
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"aio: {name} is {value!r}, wanted one of {', '.join(map(repr, known))}")
+    return known[value]
 
 
 def _count(name: str, value: int, least: int) -> int:

@@ -118,6 +118,12 @@ def test_failures_say_what_and_where(engine: Engine, tmp_path: Path) -> None:
         engine.write(torch.empty(4, device="meta"), tmp_path / "x")
     with pytest.raises(TypeError, match="wanted a tensor, not list"):
         engine.write([1], tmp_path / "x")  # type: ignore[arg-type]
+    for move in (engine.write, engine.read):
+        with pytest.raises(ValueError, match="priority is 'urgnet', wanted one of 'auto', 'urgent', 'background'"):
+            move(torch.empty(4), tmp_path / "x", priority="urgnet")  # type: ignore[arg-type]
+        for view in (torch.ones(4, dtype=torch.complex64).conj(), torch.ones(4, dtype=torch.complex64).conj().imag):
+            with pytest.raises(ValueError, match="bytes are other values"):
+                move(view, tmp_path / "x")
     with pytest.raises(ValueError, match="timeout is -1"):
         engine.write(torch.empty(4), tmp_path / "x").wait(-1)
 
@@ -236,11 +242,15 @@ def test_arguments() -> None:
     for arguments, sentence in [
         ({"depth": 0}, "depth is 0"), ({"depth": 5000}, "depth is 5000"), ({"block_bytes": 1000}, "is 1000"),
         ({"backend": "aio"}, "backend is 'aio'"), ({"arena_bytes": -1}, "arena_bytes is -1"),
+        ({"backend": ["threads"]}, r"backend is \['threads'\], wanted one of 'auto', 'io_uring', 'threads'"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=sentence):
             Engine(**arguments)
     with pytest.raises(TypeError, match=r"depth is 1\.5"):
         Engine(depth=1.5)  # type: ignore[arg-type]
+    for flag in ("direct", "sqpoll", "checksums"):
+        with pytest.raises(TypeError, match=f"{flag} is 'no', wanted True or False"):
+            Engine(**{flag: "no"})  # type: ignore[arg-type]
 
 
 def test_many_threads(engine: Engine, tmp_path: Path) -> None:
@@ -268,7 +278,7 @@ def test_many_threads(engine: Engine, tmp_path: Path) -> None:
 def test_refused_ring_is_told_once(tmp_path: Path) -> None:
     """A seccomp filter, as in containers: io_uring_setup is answered EPERM."""
     code = f"""
-import ctypes, struct
+import ctypes, logging, struct
 libc = ctypes.CDLL(None, use_errno=True)
 def op(code, jt, jf, k): return struct.pack("HBBI", code, jt, jf, k)
 program = op(0x20, 0, 0, 0) + op(0x15, 0, 1, 425) + op(0x06, 0, 0, 0x00050001) + op(0x06, 0, 0, 0x7FFF0000)
@@ -282,6 +292,17 @@ with zeropp.aio.Engine(log=lines.append) as engine:
     assert engine.backend == "threads"
     engine.write(torch.ones(9999), {str(tmp_path / "x")!r}).wait()
 assert len(lines) == 1 and "seccomp" in lines[0], lines
+told = []
+class Handler(logging.Handler):
+    def emit(self, record): told.append(record.getMessage())
+logging.getLogger("zeropp.aio").addHandler(Handler())
+for _ in range(2):
+    with zeropp.aio.Engine() as engine:
+        assert engine.backend == "threads"
+model = torch.nn.Linear(8, 8)
+offload = zeropp.Offload(params="nvme", optimizer="nvme", grads="nvme", activations="nvme", path={str(tmp_path)!r})
+model, adam = zeropp.prepare(model, torch.optim.AdamW(model.parameters()), zeropp.Config(stage=3, offload=offload))
+assert told == lines, told
 try:
     zeropp.aio.Engine(backend="io_uring")
 except zeropp.NotBuiltError as error:

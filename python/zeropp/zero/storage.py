@@ -4,12 +4,12 @@ one stopped half-way, nothing but a load goes on. And the bytes that went to and
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from zeropp.aio import warn_once
 from zeropp.errors import Error, TierError
 from zeropp.zero.agree import Ranks
 from zeropp.zero.scratch import Scratch
@@ -138,7 +138,7 @@ def io_shape(scratch: Scratch) -> tuple[int, int]:
 def warn(warning: str) -> None:
     """What an I/O engine has to say, or nothing."""
     if warning:
-        logging.getLogger("zeropp.aio").warning(warning)
+        warn_once(warning)
 
 
 def end_tier(close: Callable[[], object], number: int, scratch: Scratch, owner: int) -> None:
