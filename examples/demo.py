@@ -190,6 +190,7 @@ def larger_than_memory(args: argparse.Namespace, device: str) -> int:
     need_packages(args.script)
     from gpt import GPT, larger_than
     from torch import device as torch_device
+    from zeropp.zero.scratch import tidy
 
     _, suits = choose_device(device, args.script)
     ranks = ranks_asked or suits
@@ -199,6 +200,7 @@ def larger_than_memory(args: argparse.Namespace, device: str) -> int:
         parameters = sum(p.numel() for p in GPT(larger_than(memory)).parameters())
     try:
         out.mkdir(parents=True, exist_ok=True)
+        tidy(out / "scratch")  # what a run that was killed left would count as taken
         free = shutil.disk_usage(out).free
     except OSError as error:
         raise Refused(f"{out}: {error.strerror}; choose another folder with --out") from error
@@ -265,6 +267,14 @@ def main() -> int:
     preset = chosen(args.preset, "small", ("small", "base", "large"), "PRESET")
     device = chosen(args.device, "auto", ("auto", "cpu", "cuda"), "DEVICE")
     offload = chosen(args.offload, "none", ("none", "cpu", "nvme"), "OFFLOAD")
+    if args.data and not Path(args.data).exists():
+        raise Refused(f"DATA={args.data}: no such file or folder; leave it empty for Python's own source")
+    args.yes = chosen(args.yes.lower(), "0", ("1", "yes", "y", "true", "0", "no", "n", "false"), "YES") in (
+        "1",
+        "yes",
+        "y",
+        "true",
+    )
     if offload == "nvme" and preset == "large":
         if args.script != "train_gpt.py":
             raise Refused(f"OFFLOAD=nvme PRESET=large: {args.script} cannot do that; leave --script out")
@@ -274,8 +284,6 @@ def main() -> int:
     if offload != "none" and args.script == "ddp_gpt.py":
         raise Refused(f"OFFLOAD={offload}: ddp_gpt.py trains without zeropp, which alone can do that; leave it empty")
     steps, ranks_asked = whole(args.steps, "STEPS"), whole(args.ranks, "RANKS")
-    if args.data and not Path(args.data).exists():
-        raise Refused(f"DATA={args.data}: no such file or folder; leave it empty for Python's own source")
     need_packages(args.script)
     device, suits = choose_device(device, args.script)
     ranks = ranks_asked or suits
@@ -286,7 +294,11 @@ def main() -> int:
     out = Path(args.out or EXAMPLES.parent / "out" / "demo").resolve()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        need_space(out, preset, offload, bool(args.yes))
+        if offload == "nvme":
+            from zeropp.zero.scratch import tidy
+
+            tidy(out / "scratch")
+        need_space(out, preset, offload, args.yes)
     except OSError as error:
         raise Refused(f"{out}: {error.strerror}; choose another folder with --out") from error
     data = str(Path(args.data).resolve()) if args.data else None

@@ -138,8 +138,12 @@ def test_a_model_larger_than_memory(tmp_path):
 def test_half_of_the_free_disk_is_not_taken_unasked(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     memory = max(1, int(free * 0.75 / 12 * 16 / 1.25) >> 30)  # three quarters of what is free
-    done = demo("--offload", "nvme", "--preset", "large", f"--memory={memory}G", out=tmp_path)
+    left = tmp_path / "scratch" / "zeropp-scratch-0123" / "rank-0"  # by a run that was killed
+    left.mkdir(parents=True)
+    (left / "states").write_bytes(b"x" * 4096)
+    done = demo("--offload", "nvme", "--preset", "large", f"--memory={memory}G", "--yes=0", out=tmp_path)
     assert done.returncode == 2 and "more than half; YES=1 allows it" in done.stderr, done.stderr
+    assert not left.parent.exists(), "what nobody uses does not count as taken"
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,11 @@ def test_half_of_the_free_disk_is_not_taken_unasked(tmp_path):
         (["--steps=0"], "STEPS=0: wanted a whole number >= 1"),
         (["--ranks=two"], "RANKS=two: wanted a whole number >= 1"),
         (["--data=/nowhere"], "DATA=/nowhere: no such file or folder"),
+        (
+            ["--offload=nvme", "--preset=large", "--memory=32M", "--data=/nowhere"],
+            "make demo: DATA=/nowhere: no such file or folder",
+        ),
+        (["--yes=maybe"], "YES=maybe: wanted one of 1, yes"),
         (["--resume=maybe"], "RESUME=maybe: wanted one of yes, no, ask"),
     ],
 )

@@ -87,8 +87,15 @@ def _locked(folder: Path) -> Iterator[None]:
         mine.discard(str(folder))
 
 
+def tidy(root: Path) -> None:
+    """Remove what jobs that were killed left in ``root``, and nothing of those that run. Nothing where there is no such folder."""
+    if root.is_dir():
+        with _locked(root):
+            remove_abandoned(root)
+
+
 def remove_abandoned(root: Path) -> None:
-    """Remove what jobs that were killed left in ``root``; its lock is held."""
+    """The same, with the lock on ``root`` held."""
     for job in root.glob(PREFIX + "*"):
         with contextlib.suppress(OSError):
             _remove_if_abandoned(job)
