@@ -13,6 +13,7 @@ import difflib
 import functools
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,7 @@ class Tier:
     """"device" (where the model computes), "cpu" (host memory) or "nvme" (files under `path`). Without an accelerator
     "device" and "cpu" are one: "cpu" is accepted and changes nothing."""
 
-    path: str | None = None
+    path: str | Path | None = None
     """Folder for the scratch files of "nvme", on a local disk; required there and refused elsewhere. Each job makes one
     folder of its own in it, which goes away with the job, or with the next one after a kill."""
 
@@ -108,10 +109,10 @@ class Tier:
         if not isinstance(self.checksums, bool) or (self.checksums and self.kind != "nvme"):
             raise wrong("Tier.checksums", self.checksums, "True or False with 'nvme', False elsewhere")
         _one_of("Tier.kind", self.kind, TIERS)
-        if self.path is not None and not isinstance(self.path, str):
-            if not isinstance(self.path, Path):
+        if self.path is not None:
+            if not isinstance(self.path, (str, Path)) or not str(self.path):
                 raise wrong("Tier.path", self.path, "a folder's name")
-            object.__setattr__(self, "path", str(self.path))
+            object.__setattr__(self, "path", os.path.expanduser(self.path))  # noqa: PTH111  Path's raises where there is no such user
         if (self.kind == "nvme") != (self.path is not None):
             raise wrong("Tier.path", self.path, "a folder for 'nvme', and None for 'device' and 'cpu'")
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
@@ -171,7 +172,7 @@ class Offload:
                 named |= value == "nvme"
                 if value == "nvme" and self.path is None:
                     raise wrong("Offload.path", None, f"a folder for {name}='nvme'")
-                path = None if self.path is None or value != "nvme" else str(self.path)
+                path = None if value != "nvme" else self.path
                 object.__setattr__(self, name, Tier(value, path=path))
             _instance(f"Offload.{name}", getattr(self, name), Tier)
             tier: Any = getattr(self, name)

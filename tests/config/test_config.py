@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,6 +91,9 @@ def test_every_field_says_what_it_is():
         (lambda: Offload(weights=Tier()), "Offload.weights", "known are params, grads, optimizer, activations"),
         (lambda: Tier("gpu"), "Tier.kind", "one of 'device', 'cpu', 'nvme'"),
         (lambda: Tier("nvme"), "Tier.path", "a folder for 'nvme'"),
+        (lambda: Tier("nvme", path=""), "Tier.path", "a folder's name"),
+        (lambda: Offload(params="nvme", path=3), "Tier.path", "a folder's name"),
+        (lambda: Offload(params="nvme", path=b"/swap"), "Tier.path", "a folder's name"),
         (lambda: Tier("cpu", path="/swap"), "Tier.path", "None for 'device' and 'cpu'"),
         (lambda: Tier("cpu", fraction=0), "Tier.fraction", "above 0 and at most 1"),
         (lambda: Tier("cpu", fraction=1.5), "Tier.fraction", "1.5"),
@@ -190,4 +194,5 @@ def test_config_error_is_an_error_of_zeropp_and_a_value_error():
 
 def test_a_tier_may_be_given_by_name():
     assert Offload(optimizer="nvme", path="/swap") == Offload(optimizer=Tier("nvme", path="/swap"))
+    assert Offload(params="nvme", path="~/swap").params.path == str(Path.home() / "swap")
     assert Config(offload=Offload(params="cpu", optimizer="cpu")).offload.params == Tier("cpu")

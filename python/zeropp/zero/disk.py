@@ -233,7 +233,9 @@ def storage_errors(path: Path, wanted_bytes: int) -> Iterator[None]:
             existing = next(folder for folder in (path, *path.parents) if folder.exists())
             free = shutil.disk_usage(existing).free
         room = f"{wanted_bytes} bytes wanted, {free} free" if free is not None else f"{wanted_bytes} bytes wanted"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise TierError(
-            f"{path}: cannot be written: {error.strerror or error} ({room}); free some space or save elsewhere",
+            f"{path}: cannot be written: {error.strerror or error} ({room}); "
+            + ("free some space, or choose another folder" if full else "choose a folder that can be written"),
             path=str(path), bytes_wanted=wanted_bytes, bytes_free=free, errno=error.errno,
         ) from error  # fmt: skip
