@@ -10,6 +10,7 @@
  */
 #include "../base/timeline.h"
 #include "py_zero.h"
+#include "raise.h"
 
 /* torch.func refuses saved-tensor hooks, and its tensors have no gradient of their own. */
 static int inside_functorch(Zero *zero) {
@@ -147,10 +148,22 @@ int zpp_py_forget_dead_backward(Zero *zero) {
     return zpp_py_early_abort(zero) || zpp_py_release_all(zero) ? -1 : 0;
 }
 
+/* A unit is given back by the call that leaves it, while another thread's call computes with it. */
+static int require_one_caller(const Zero *zero) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (!zero->moves || !zero->depth || zero->caller == PyThread_get_thread_ident()) return 0;
+    zpp_fail(&err, ZPP_STATE,
+             "the model was called while a call in another thread goes on; its parameters come and go with one call "
+             "at a time: take a lock around the calls");
+    zpp_py_raise(&err);
+    return -1;
+}
+
 static int look_around(Trigger *trigger, struct open_call *call) {
     Zero *zero = trigger->zero;
     long task = -1;
     call->recompute = zpp_py_backward_runs(zero, &task);
+    if (!call->recompute && require_one_caller(zero)) return -1;
     const int grad = PyErr_Occurred() ? -1 : zpp_py_grad_mode(zero);
     if (grad < 0) return -1;
     call->grad = grad;
@@ -232,6 +245,7 @@ static PyObject *trigger_call(PyObject *self, PyObject *args, PyObject *kwargs) 
     struct open_call call = { 0 };
     if (look_around(trigger, &call)) return NULL;
     PyObject *output = NULL;
+    if (!zero->depth) zero->caller = PyThread_get_thread_ident();
     zero->depth++;
     int failed = open_units(trigger, &call);
     const uint64_t began_ns = zpp_span_begin();

@@ -107,6 +107,7 @@ struct Zero {
 
     /* the pass that goes on */
     int depth;        /* triggers open */
+    unsigned long caller; /* the thread that opened the outermost of them */
     bool outer_grad;  /* was grad mode on when the outermost trigger began? */
     bool in_backward, reduces; /* reduces: this backward is not one that no_sync, accumulate or `hold` holds back */
     long task;        /* torch's graph task of this backward */

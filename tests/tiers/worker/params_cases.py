@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,37 @@ def inference() -> None:
             del model, plain, tier
 
 
+def one_call_at_a_time() -> None:
+    """A call from a second thread is refused where it would take the units from under the first; one after the other is fine."""
+    with scratch() as path:
+        model, _ = zeropp.prepare(gpt(), None, zeropp.Config(**nvme(path)))
+        model.eval()
+        inside, leave = threading.Event(), threading.Event()
+
+        def stay(*_: Any) -> None:
+            inside.set()
+            leave.wait(60)
+
+        handle = model.blocks[0].register_forward_pre_hook(stay)
+        results = []
+
+        def call(model: Any) -> None:
+            with torch.no_grad():
+                results.append(model(*batch(0)))
+
+        first = threading.Thread(target=call, args=(model,))
+        first.start()
+        assert inside.wait(60)
+        with pytest.raises(zeropp.Error, match="a call in another thread goes on"):
+            call(model)
+        leave.set()
+        first.join(60)
+        call(model)
+        assert len(results) == 2 and torch.equal(*results)
+        handle.remove()
+        del model
+
+
 def under_a_limit_that_memory_exceeds() -> None:
     """The limit is on private writable memory (RLIMIT_DATA), half of the model more than the process has. Plain PyTorch
     cannot even make the model; from disk it computes, and what it computes is right. On one rank: those of a host share
@@ -450,7 +482,7 @@ CASES = {
     function.__name__: function
     for function in (
         fp32, bf16, without_prefetch, slices_of_whole_pages, frozen_units, checkpoints, writing_whole_parameters,
-        reading_released_parameters, a_unit_at_a_time, kept_for_the_backward, memory_and_traffic, inference, no_room, a_read_that_fails,
-        checksums_of_all_tiers, a_step_that_fails, refusals, under_a_limit_that_memory_exceeds,
+        reading_released_parameters, a_unit_at_a_time, kept_for_the_backward, memory_and_traffic, inference, one_call_at_a_time, no_room,
+        a_read_that_fails, checksums_of_all_tiers, a_step_that_fails, refusals, under_a_limit_that_memory_exceeds,
     )
 }  # fmt: skip
