@@ -194,4 +194,4 @@ CASES: dict[str, Callable[[], None]] = {
     **{name: (lambda name=name: equal(name)) for name in MADE},
     **{one.__name__: one for one in (groups_of_their_own, checkpoints, bytes_and_values, refusals, equal_everywhere)},
 }
-ON_ONE_RANK = (*MADE, "groups_of_their_own", "equal_everywhere")
+ON_ONE_RANK = ("Lion", "SGD", "groups_of_their_own", "equal_everywhere")
