@@ -62,6 +62,7 @@ static struct zpp_aio_chunk *take_from(zpp_aio *aio, struct zpp_aio_queue *queue
     request->taken_bytes += piece.wanted_bytes;
     ++request->flying;
     ++aio->inflight;
+    aio->inflight_bytes += piece.wanted_bytes;
     ++aio->operations;
     if (request->taken_bytes == request->bytes) zpp_aio_unqueue(aio, request);
     return chunk;
@@ -75,9 +76,13 @@ static struct zpp_aio_queue *next_queue(zpp_aio *aio) {
     return &aio->background;
 }
 
+static bool may_fly(const zpp_aio *aio) {
+    return !aio->config.flight_bytes || aio->inflight_bytes < aio->config.flight_bytes;
+}
+
 size_t zpp_aio_take(zpp_aio *aio, struct zpp_aio_chunk **out, size_t room) {
     size_t count = 0;
-    while (count < room && aio->free_chunks) {
+    while (count < room && aio->free_chunks && may_fly(aio)) {
         struct zpp_aio_queue *queue = next_queue(aio);
         if (!queue) break;
         struct zpp_aio_queue *other = queue == &aio->urgent ? &aio->background : &aio->urgent;
@@ -249,6 +254,7 @@ void zpp_aio_finish(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
     chunk->next = aio->free_chunks;
     aio->free_chunks = chunk;
     --aio->inflight;
+    aio->inflight_bytes -= chunk->piece.wanted_bytes;
     --request->flying;
     const bool over = request->taken_bytes == request->bytes || request->cancelled || request->failure;
     if (over && request->flying == 0) zpp_aio_complete(aio, request);

@@ -3,10 +3,11 @@
  * The NVMe engine (DeepNVMe of ZeRO-Infinity, arXiv:2104.07857, section 6.3): reads and writes between memory and files
  * at the device's limit, many at once, beside the computation.
  *
- * A request is cut into pieces of `block_bytes`; up to `depth` pieces are in flight. Pieces of urgent requests (by
- * default: reads, which somebody will wait for) go before those of background ones (write-backs), but every eighth
- * place is the background's, so that it cannot starve. One thread drives an io_uring; where io_uring is refused or not
- * built, a few threads do the same with pread and pwrite, and the log is told once.
+ * A request is cut into pieces of `block_bytes`; up to `depth` pieces are in flight, or `flight_bytes`: a device ends
+ * what it has in any order, so that requests end one after the other only if it has few at once. Pieces of urgent
+ * requests (by default: reads, which somebody will wait for) go before those of background ones (write-backs), but
+ * every eighth place is the background's, so that it cannot starve. One thread drives an io_uring; where io_uring is
+ * refused or not built, a few threads do the same with pread and pwrite, and the log is told once.
  *
  * Order: two requests that touch the same bytes of one file, one of them a write, run in the order of their submission,
  * whatever their priority. Others run in any order.
@@ -46,6 +47,7 @@ enum { ZPP_AIO_MAX_DEPTH = 1024, ZPP_AIO_DEFAULT_THREADS = 8 };
 struct zpp_aio_config {
     unsigned depth;               /* operations in flight, 1 .. ZPP_AIO_MAX_DEPTH */
     size_t block_bytes;           /* of one operation; a multiple of 4096, at most 1 GiB */
+    size_t flight_bytes;          /* once so many are in flight, no operation begins; 0: no bound */
     bool direct;                  /* O_DIRECT where the file system has it */
     bool sqpoll;                  /* a kernel thread submits: fewer system calls, a core that polls */
     bool checksums;               /* what is read must be what was written */

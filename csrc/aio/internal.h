@@ -91,6 +91,7 @@ struct zpp_aio {
     unsigned turns; /* chunks taken from urgent while background waited */
     struct zpp_aio_chunk *chunks, *free_chunks;
     unsigned inflight;
+    size_t inflight_bytes;
     unsigned char *bounce_memory;
     struct zpp_aio_slab *bounce_slab;
     unsigned char **bounce_free;

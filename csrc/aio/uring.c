@@ -72,6 +72,7 @@ static void break_engine(zpp_aio *aio, const struct zpp_err *err) {
         zpp_aio_complete(aio, request);
     }
     aio->inflight = 0;
+    aio->inflight_bytes = 0;
     pthread_mutex_unlock(&aio->lock);
 }
 

@@ -205,6 +205,20 @@ static int step_unit(Unit *unit) {
     return failed;
 }
 
+/* --- the next step's states --------------------------------------------------------------------------------------- */
+
+static void read_ahead(Zero *zero) {
+    zpp_tier *tier = zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
+    zero->early.reads_ahead = false;
+    if (tier) zpp_tier_early_ahead(tier);
+    else PyErr_Clear(); /* closed with the model */
+}
+
+/* The next forward waits for its units, and for states nobody before its end: these come when those were read. */
+void zpp_py_early_ahead(Zero *zero) {
+    if (zero->early.reads_ahead && !zpp_zero_reads_forward(zero->core)) read_ahead(zero);
+}
+
 /* --- what a backward calls ---------------------------------------------------------------------------------------- */
 
 static int refuse(const char *what) {
@@ -256,6 +270,7 @@ int zpp_py_early_begin(Zero *zero) {
     struct zpp_py_early *early = &zero->early;
     if (!early->begin || !zero->boundary) return 0;
     if (make_room(zero)) return -1;
+    if (early->reads_ahead) read_ahead(zero);
     PyObject *said = PyObject_CallNoArgs(early->begin), *groups = NULL;
     double scale;
     if (!said || !PyArg_ParseTuple(said, "O!d", &PyList_Type, &groups, &scale)) {
@@ -320,20 +335,6 @@ int zpp_py_early_close(Zero *zero) {
     return failed;
 }
 
-/* The next forward waits for its units, and for states nobody before its end: these come behind them. */
-static void read_for_next(Zero *zero, zpp_tier *tier) {
-    zero->early.reads_ahead = zpp_zero_reads_forward(zero->core);
-    if (!zero->early.reads_ahead) zpp_tier_early_ahead(tier);
-}
-
-void zpp_py_early_ahead(Zero *zero) {
-    if (!zero->early.reads_ahead || zpp_zero_reads_forward(zero->core)) return;
-    zpp_tier *tier = zpp_py_tier_get(zero->tier);
-    zero->early.reads_ahead = false;
-    if (tier) zpp_tier_early_ahead(tier);
-    else PyErr_Clear(); /* closed with the model */
-}
-
 static int end_writes(Zero *zero) {
     struct zpp_py_early *early = &zero->early;
     int failed = 0;
@@ -347,8 +348,9 @@ static int end_writes(Zero *zero) {
     PyThreadState *thread = PyEval_SaveThread();
     const zpp_status status = zpp_tier_early_end(tier, &fault, &err);
     PyEval_RestoreThread(thread);
+    early->reads_ahead = status == ZPP_OK;
     if (status != ZPP_OK) keep_failure(early, &err, &fault);
-    else read_for_next(zero, tier);
+    zpp_py_early_ahead(zero);
     return failed;
 }
 

@@ -73,7 +73,7 @@ struct zpp_py_early {
     bool open;       /* this backward steps */
     bool pending;    /* the step was begun, and not ended by optimizer.step() */
     bool tier_open;
-    bool reads_ahead; /* states for the next step, once the next forward has begun to read its last unit */
+    bool reads_ahead; /* states for the next step, once the next forward has read its last unit */
     int done;        /* units of the order of reductions that were stepped, or had no gradient */
     int stepped;
     int sending[ZPP_EARLY_SENDING], sending_count; /* units whose slices are being written, oldest first */

@@ -15,7 +15,7 @@
 #include "filed_internal.h"
 
 enum { EMPTY, LOADING, LOADED };
-enum { DEPTH = 32, BLOCK_BYTES = 1 << 20 };
+enum { DEPTH = 32, BLOCK_BYTES = 1 << 20, FLIGHT_BYTES = 8 << 20 };
 enum { NAP_NS = 50000 }; /* disks answer in 100 us and more */
 /* A rank that began to read and did not end by then is dead or stuck. Reading the same bytes to the same place once
  * more does no harm, and whoever really died is found by the next collective. */
@@ -148,6 +148,7 @@ zpp_status zpp_filed_open(zpp_filed *filed, const struct zpp_filed_file *file, s
     const struct zpp_aio_config config = {
         .depth = file->depth ? file->depth : (unsigned)DEPTH,
         .block_bytes = file->block_bytes ? file->block_bytes : (size_t)BLOCK_BYTES,
+        .flight_bytes = FLIGHT_BYTES,
         .direct = true,
         .checksums = file->checksums,
         .backend = ZPP_AIO_AUTO,
@@ -354,6 +355,12 @@ zpp_status zpp_filed_outcome(const zpp_filed *filed, int index, struct zpp_aio_f
     *err = unit->err;
     if (unit->status == ZPP_TIER && fault) *fault = unit->fault;
     return unit->status;
+}
+
+bool zpp_filed_is_idle(const zpp_filed *filed) {
+    struct zpp_aio_figures io = { 0 };
+    if (filed->aio) zpp_aio_figures(filed->aio, &io);
+    return io.outstanding == 0;
 }
 
 /* --- copies ------------------------------------------------------------------------------------------------------- */

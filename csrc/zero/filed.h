@@ -85,6 +85,9 @@ zpp_status zpp_filed_arrive(zpp_filed *filed, int unit, const struct zpp_wait *w
 /* How the last load, or write, ended. `*fault` (may be NULL) is written on status TIER only. */
 zpp_status zpp_filed_outcome(const zpp_filed *filed, int unit, struct zpp_aio_fault *fault, struct zpp_err *err);
 
+/* Is nothing under way between this rank and the file? Any thread. */
+bool zpp_filed_is_idle(const zpp_filed *filed);
+
 /* --- slices ------------------------------------------------------------------------------------------------------- */
 /* Bytes of the home to (write: from) `memory`, which is not in the home; units need not be entered. */
 zpp_status zpp_filed_copy(zpp_filed *filed, size_t offset_bytes, void *memory, size_t bytes, bool write,

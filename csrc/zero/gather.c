@@ -236,7 +236,7 @@ static bool drop_kept(zpp_zero *zero) {
 }
 
 bool zpp_zero_reads_forward(const zpp_zero *zero) {
-    return zero->filed && zero->options.prefetch_bytes && !zero->forward_read;
+    return zero->filed && zero->options.prefetch_bytes && !(zero->forward_read && zpp_filed_is_idle(zero->filed));
 }
 
 /* Of what the backward begins with, as much as there is room for. */

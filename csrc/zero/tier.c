@@ -22,6 +22,7 @@ enum {
     BUFFERS = 4,                /* one stepped, one written, two read */
     DEPTH = 32,
     BLOCK_BYTES = 1 << 20,
+    FLIGHT_BYTES = 8 << 20,     /* as filed.c: what is stepped first is read first */
 };
 
 static size_t round_up(size_t value, size_t multiple) {
@@ -32,6 +33,7 @@ static zpp_status start_engine(zpp_tier *tier, struct zpp_err *err) {
     const struct zpp_aio_config config = {
         .depth = tier->options.depth,
         .block_bytes = tier->options.block_bytes,
+        .flight_bytes = FLIGHT_BYTES,
         .direct = true,
         .checksums = tier->options.checksums,
         .backend = ZPP_AIO_AUTO,

@@ -102,7 +102,7 @@ enum zpp_phase { ZPP_PHASE_FORWARD, ZPP_PHASE_BACKWARD, ZPP_PHASE_EVAL, ZPP_PHAS
 /* Whole before anything launched on the compute stream from now on; starts fetching what came next the last time. */
 zpp_status zpp_zero_need(zpp_zero *zero, int unit, enum zpp_phase phase, const struct zpp_wait *wait,
                          struct zpp_err *err);
-/* Has a forward of units in a file, this one or the next, still to begin to read some of them, ahead of need? */
+/* Has a forward of units in a file, this one or the next, still to read some of them, ahead of need? */
 bool zpp_zero_reads_forward(const zpp_zero *zero);
 /* Not used any more by what was launched so far; a no-op while pinned, sticky or not full. */
 zpp_status zpp_zero_release(zpp_zero *zero, int unit, struct zpp_err *err);

@@ -254,18 +254,23 @@ static ssize_t slow_pwrite(void *ctx, int fd, const void *memory, size_t bytes, 
     return put < 0 ? -errno : put;
 }
 
-static zpp_aio *slow_engine(struct zpp_aio_sys *sys, unsigned threads) {
+static zpp_aio *bounded_engine(struct zpp_aio_sys *sys, unsigned threads, size_t flight_bytes) {
     *sys = *zpp_aio_sys_real();
     sys->pread = slow_pread;
     sys->pwrite = slow_pwrite;
     struct zpp_aio_config config = plain_config(ZPP_AIO_THREADS);
     config.threads = threads;
     config.block_bytes = 4096;
+    config.flight_bytes = flight_bytes;
     config.sys = sys;
     atomic_store(&stands, true);
     atomic_store(&begun[0], 0);
     atomic_store(&begun[1], 0);
     return new_engine(config);
+}
+
+static zpp_aio *slow_engine(struct zpp_aio_sys *sys, unsigned threads) {
+    return bounded_engine(sys, threads, 0);
 }
 
 static void until_begun(int kind, int count) {
@@ -395,6 +400,31 @@ static void reads_go_first(void) {
     remove_folder();
 }
 
+/* No more operations begin than `flight_bytes` has room for, however many threads there are; there is room again. */
+static void bytes_in_flight(void) {
+    make_folder();
+    struct zpp_aio_sys sys;
+    enum { BLOCK = 4096, COUNT = 24, ROOM = 3 };
+    zpp_aio *aio = bounded_engine(&sys, 6, ROOM * BLOCK);
+    struct zpp_err err = ZPP_ERR_INIT;
+    char *data = aligned_alloc(BLOCK, BLOCK);
+    memset(data, 1, BLOCK);
+    for (int round = 0; round < 2; ++round) {
+        zpp_aio_request *writes[COUNT];
+        atomic_store(&stands, true);
+        for (uint64_t index = 0; index < COUNT; ++index)
+            writes[index] = begin(aio, true, in_folder("f"), data, BLOCK, index * BLOCK);
+        until_begun(1, round * COUNT + ROOM);
+        usleep(20000); /* three threads have nothing to do */
+        CHECK_EQUAL(atomic_load(&begun[1]), round * COUNT + ROOM);
+        atomic_store(&stands, false);
+        for (int index = 0; index < COUNT; ++index) CHECK_OK(finish(writes[index], &err, NULL));
+    }
+    zpp_aio_destroy(aio);
+    free(data);
+    remove_folder();
+}
+
 /* --- threads --- */
 
 struct client {
@@ -505,6 +535,7 @@ int main(int argc, char **argv) {
         TEST(cancelling),
         TEST(closing_with_requests),
         TEST(reads_go_first),
+        TEST(bytes_in_flight),
         TEST(many_threads),
         TEST(let_go),
         TEST(wrong_arguments),
