@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import resource
 import sys
@@ -74,6 +75,21 @@ def equal_to_memory() -> None:
             assert figures["written_bytes"] > 0 and figures["file_bytes"] == figures["ahead_bytes"] == 0
         half = Offload(activations=Tier("nvme", path=path, fraction=0.5))
         assert train("plain", offload=half)[0] == train("plain")[0]
+
+
+def every_combination() -> None:
+    """Each kind of state in memory or in a file, all sixteen ways, in fp32 and bf16: the same bits."""
+    kinds = ("params", "grads", "optimizer", "activations")
+    with scratch() as path, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "MIN_BYTES", 1 << 12)
+        for precision in (None, "bf16"):
+            wanted, _ = train(precision=precision)
+            for count in range(1, len(kinds) + 1):
+                for filed in itertools.combinations(kinds, count):
+                    offload = Offload(**dict.fromkeys(filed, "nvme"), path=path)
+                    got, figures = train(precision=precision, offload=offload)
+                    assert got == wanted, (filed, precision)
+                    assert figures is None or figures["written_bytes"] > 0
 
 
 def read_back() -> None:
@@ -261,8 +277,17 @@ def many_steps() -> None:
 
 CASES = {
     function.__name__: function
-    for function in (equal_to_memory, read_back, counted, graphs, ctrl_c_is_not_lost, storage_that_fails, many_steps)
+    for function in (
+        equal_to_memory,
+        every_combination,
+        read_back,
+        counted,
+        graphs,
+        ctrl_c_is_not_lost,
+        storage_that_fails,
+        many_steps,
+    )
 } | TILING
 ON_ONE_RANK = tuple(CASES)
-ON_TWO_RANKS = ("equal_to_memory", *TILING, *PARTITION)
+ON_TWO_RANKS = ("equal_to_memory", "every_combination", *TILING, *PARTITION)
 CASES |= PARTITION
