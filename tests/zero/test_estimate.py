@@ -106,6 +106,8 @@ def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypa
     assert main([*command, "--json", "--comm", "grads=int4", "params=int8"]) == 0
     bits = 4 + 32 / 256  # of 16; one scale for 256 elements
     assert json.loads(capsys.readouterr().out)["traffic"]["reduce"] == pytest.approx(exact * bits / 16, rel=0.01)
+    assert main([*command[:4], "--tiers", "optimizer=nvme:half"]) == 2
+    assert "--tiers optimizer=nvme:half: 'half' is not a number; wanted a share" in capsys.readouterr().err
     assert main([*command, "--comm", "gradients=int4"]) == 2
     assert "--comm gradients=int4: 'gradients' is not allowed; wanted params or grads" in capsys.readouterr().err
     assert main(["estimate", "big_model:nothing", "--ranks", "2"]) == 2

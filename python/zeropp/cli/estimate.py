@@ -66,7 +66,13 @@ def _config(options: argparse.Namespace) -> Any:
                 f"--tiers {one}: '{kind}' is not allowed; wanted params, grads, optimizer or activations, as in optimizer=nvme"
             )
         path = "." if name == "nvme" else None  # nothing is written
-        tiers[kind] = Tier(name, path=path, fraction=float(fraction) if fraction else 1.0)
+        try:
+            share = float(fraction or 1.0)
+        except ValueError:
+            raise ConfigError(
+                f"--tiers {one}: {fraction!r} is not a number; wanted a share, as in optimizer=nvme:0.5"
+            ) from None
+        tiers[kind] = Tier(name, path=path, fraction=share)
     formats: dict[str, Any] = {}
     for one in options.comm:
         kind, _, form = one.partition("=")
