@@ -21,6 +21,7 @@ from __future__ import annotations
 import collections
 import functools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -215,6 +216,8 @@ class ActivationTier:
 
         shared = active()  # ranks that hold the same keep a part each, and that goes to the file
         hooks = (self._pack, self._unpack) if shared is None else (shared.pack, shared.unpack)
+        if "torch._dynamo" in sys.modules:  # it compiles every frame that runs below a compiled module, hooks too
+            hooks = tuple(torch._dynamo.disable(hook) for hook in hooks)
         before, _running.tier = running(), self
         try:
             with torch.autograd.graph.saved_tensors_hooks(*hooks):
