@@ -31,6 +31,11 @@ def test_measures_keeps_and_cleans(
         assert (engine.figures()["depth"], engine.figures()["block_bytes"]) == (kept.depth, kept.block_bytes)
     io_settings.cache_file().write_text("no JSON")
     assert io_settings.measured(folder) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr(bench_io, "measure", lambda _: (kept, seen["of_limit"], seen["rows"]))
+    assert main(["bench-io", str(folder), "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out) == seen and "not kept: " in told.err and "XDG_CACHE_HOME=" in told.err
 
 
 def test_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

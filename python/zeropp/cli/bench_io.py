@@ -178,10 +178,14 @@ def run(options: argparse.Namespace) -> int:
         return 2
     try:
         settings, of_limit, rows = measure(folder)
-        kept = None if options.no_save else store(folder, settings)
     except (Error, OSError) as error:
         print(f"bench-io: {error}", file=sys.stderr)
         return 1
+    kept = None
+    try:
+        kept = None if options.no_save else store(folder, settings)
+    except OSError as error:
+        print(f"bench-io: not kept: {error}; XDG_CACHE_HOME= names another folder for it", file=sys.stderr)
     if options.json:
         values = {"depth": settings.depth, "block_bytes": settings.block_bytes, "of_limit": of_limit, "rows": rows}
         print(json.dumps(values))
