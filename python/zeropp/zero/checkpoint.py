@@ -133,7 +133,7 @@ def save(
     ranks = Ranks(engine)
     behind.finish(engine)
     engine.flush()
-    if engine.early is not None and engine.storage is not None:
+    if engine.storage is not None:
         engine.storage.require_whole()  # also of states in memory
     root = Path(path)
     step = _agree_on_step(ranks, root, step)
