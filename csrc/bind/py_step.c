@@ -627,7 +627,8 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     if (!PyErr_Occurred()) {
-        const struct zpp_step_files files = { zpp_zero_filed(zero->core), zpp_zero_filed_grads(zero->core) };
+        const struct zpp_step_files files = { .params = zpp_zero_filed(zero->core),
+                                              .grads = zpp_zero_filed_grads(zero->core) };
         PyThreadState *thread = PyEval_SaveThread();
         if (files.params || files.grads)
             status =

@@ -76,10 +76,18 @@ zpp_status zpp_filed_add(zpp_filed *filed, size_t bytes, int *unit, size_t *offs
     return ZPP_OK;
 }
 
+zpp_status zpp_filed_keep_two(zpp_filed *filed, int unit, struct zpp_err *err) {
+    if (filed->sealed || filed->images.bits)
+        return zpp_fail(err, ZPP_STATE, "params: two copies of unit %d %s", unit,
+                        filed->sealed ? "after seal" : "of images, which are only read");
+    filed->units[unit].two = filed->keeps_two = true;
+    return ZPP_OK;
+}
+
 static zpp_status make_shared_home(zpp_filed *filed, struct zpp_err *err) {
     const size_t board_bytes = round_up((size_t)filed->units_count * sizeof(struct filed_board), ZPP_PAGE_BYTES);
     /* Addresses only: what nobody writes to takes no memory. */
-    const size_t sums_bytes = zpp_sums_shared_bytes(filed->home_bytes);
+    const size_t sums_bytes = zpp_sums_shared_bytes(filed->home_bytes + filed->second_bytes);
     const zpp_status status = zpp_region_create(filed->comm, ZPP_REGION_ONE,
                                                 filed->home_bytes + board_bytes + sums_bytes, &filed->region, err);
     if (status != ZPP_OK) return status;
@@ -101,6 +109,23 @@ static zpp_status make_own_home(zpp_filed *filed, size_t warm_bytes, struct zpp_
     return status;
 }
 
+/* The part of a unit that comes and goes. */
+static size_t moving_part(const zpp_filed *filed, const struct filed_unit *unit, size_t *offset_bytes) {
+    const size_t end = unit->offset_bytes + unit->bytes;
+    *offset_bytes = unit->offset_bytes < filed->cut_bytes ? filed->cut_bytes : unit->offset_bytes;
+    return *offset_bytes < end ? end - *offset_bytes : 0;
+}
+
+static void place_seconds(zpp_filed *filed) {
+    for (int i = 0; i < filed->units_count; i++) {
+        struct filed_unit *unit = &filed->units[i];
+        if (!unit->two) continue;
+        size_t offset_bytes;
+        unit->second_offset_bytes = filed->home_bytes - filed->cut_bytes + filed->second_bytes;
+        filed->second_bytes += moving_part(filed, unit, &offset_bytes);
+    }
+}
+
 zpp_status zpp_filed_seal(zpp_filed *filed, size_t warm_bytes, struct zpp_err *err) {
     if (filed->sealed) return zpp_fail(err, ZPP_STATE, "params: sealed twice");
     filed->sealed = true;
@@ -109,6 +134,7 @@ zpp_status zpp_filed_seal(zpp_filed *filed, size_t warm_bytes, struct zpp_err *e
     if (status != ZPP_OK) return status;
     filed->cut_bytes =
         (size_t)((1.0 - filed->fraction) * (double)filed->home_bytes) / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
+    place_seconds(filed);
     return filed->ranks > 1 ? make_shared_home(filed, err) : make_own_home(filed, warm_bytes, err);
 }
 
@@ -123,7 +149,8 @@ bool zpp_filed_is_held(const zpp_filed *filed, int unit) {
 /* The file at its full length: a full disk is found before training. */
 static zpp_status make_file(const zpp_filed *filed, const struct zpp_aio_sys *sys, struct zpp_aio_fault *fault,
                             struct zpp_err *err) {
-    const uint64_t bytes = filed->images.bits ? filed->images_bytes : filed->home_bytes - filed->cut_bytes;
+    const uint64_t bytes =
+        filed->images.bits ? filed->images_bytes : filed->home_bytes - filed->cut_bytes + filed->second_bytes;
     const int fd = sys->open(sys->ctx, filed->path, O_RDWR | O_CREAT | O_EXCL);
     if (fd < 0) return zpp_file_fail(sys, "cannot make", filed->path, 0, bytes, -fd, -1, fault, err);
     int done = bytes ? sys->reserve(sys->ctx, fd, 0, bytes) : 0;
@@ -136,7 +163,7 @@ static zpp_status make_file(const zpp_filed *filed, const struct zpp_aio_sys *sy
 
 /* Every rank's engine keeps its checksums in the same table. */
 static zpp_status share_sums(const zpp_filed *filed, bool make, struct zpp_err *err) {
-    zpp_sums *sums = zpp_sums_attach(filed->sums_room, filed->home_bytes, make);
+    zpp_sums *sums = zpp_sums_attach(filed->sums_room, filed->home_bytes + filed->second_bytes, make);
     return zpp_aio_share_sums(filed->aio, filed->path, sums, err);
 }
 
@@ -196,12 +223,32 @@ void zpp_filed_close(zpp_filed *filed) {
 
 /* --- requests ----------------------------------------------------------------------------------------------------- */
 
-zpp_status filed_submit(zpp_filed *filed, size_t offset_bytes, void *memory, size_t bytes, bool write,
+const struct filed_unit *filed_unit_at(const zpp_filed *filed, size_t offset_bytes) {
+    int low = 0, high = filed->units_count - 1;
+    while (low < high) { /* the last one that begins there or before */
+        const int middle = (low + high + 1) / 2;
+        if (filed->units[middle].offset_bytes <= offset_bytes) low = middle;
+        else high = middle - 1;
+    }
+    return &filed->units[low];
+}
+
+static uint64_t place_in_file(const zpp_filed *filed, size_t offset_bytes, bool next) {
+    if (!filed->keeps_two) return offset_bytes - filed->cut_bytes;
+    const struct filed_unit *unit = filed_unit_at(filed, offset_bytes);
+    size_t begin_bytes;
+    (void)moving_part(filed, unit, &begin_bytes);
+    assert(unit->two || !next);
+    if (unit->two && unit->turned != next) return unit->second_offset_bytes + (offset_bytes - begin_bytes);
+    return offset_bytes - filed->cut_bytes;
+}
+
+zpp_status filed_submit(zpp_filed *filed, size_t offset_bytes, void *memory, size_t bytes, bool write, bool next,
                         zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err) {
     assert(offset_bytes >= filed->cut_bytes && offset_bytes + bytes <= filed->home_bytes);
     if (!filed->aio) return zpp_fail(err, ZPP_STATE, "params: their file is closed with the model; prepare a new one");
     const struct zpp_aio_job job = { .path = filed->path, .memory = memory, .bytes = bytes,
-                                     .offset_bytes = offset_bytes - filed->cut_bytes, .write = write };
+                                     .offset_bytes = place_in_file(filed, offset_bytes, next), .write = write };
     return zpp_aio_submit(filed->aio, &job, out, fault, err);
 }
 
@@ -218,13 +265,6 @@ zpp_status filed_finish(zpp_aio_request **request, struct zpp_aio_fault *fault, 
 }
 
 /* --- memory of a unit --------------------------------------------------------------------------------------------- */
-
-/* The part of a unit that comes and goes. */
-static size_t moving_part(const zpp_filed *filed, const struct filed_unit *unit, size_t *offset_bytes) {
-    const size_t end = unit->offset_bytes + unit->bytes;
-    *offset_bytes = unit->offset_bytes < filed->cut_bytes ? filed->cut_bytes : unit->offset_bytes;
-    return *offset_bytes < end ? end - *offset_bytes : 0;
-}
 
 static zpp_status join_users(struct filed_board *board, struct zpp_err *err) {
     const uint64_t began_ns = zpp_now_ns();
@@ -287,7 +327,7 @@ static void submit_part(zpp_filed *filed, int index, bool write) {
     struct filed_unit *unit = &filed->units[index];
     size_t offset_bytes;
     const size_t bytes = moving_part(filed, unit, &offset_bytes);
-    const zpp_status status = filed_submit(filed, offset_bytes, filed->home + offset_bytes, bytes, write,
+    const zpp_status status = filed_submit(filed, offset_bytes, filed->home + offset_bytes, bytes, write, false,
                                            &unit->request, &unit->fault, &unit->err);
     if (status != ZPP_OK) end_load(filed, index, status);
 }
@@ -368,7 +408,7 @@ bool zpp_filed_is_idle(const zpp_filed *filed) {
 static zpp_status move_filed(zpp_filed *filed, size_t offset_bytes, void *memory, size_t bytes, bool write,
                              struct zpp_aio_fault *fault, struct zpp_err *err) {
     zpp_aio_request *request = NULL;
-    const zpp_status status = filed_submit(filed, offset_bytes, memory, bytes, write, &request, fault, err);
+    const zpp_status status = filed_submit(filed, offset_bytes, memory, bytes, write, false, &request, fault, err);
     return status == ZPP_OK ? filed_finish(&request, fault, err) : status;
 }
 
@@ -400,7 +440,7 @@ zpp_status zpp_filed_send(zpp_filed *filed, int index, size_t offset_bytes, size
     const size_t end = offset_bytes + bytes;
     if (offset_bytes < filed->cut_bytes) offset_bytes = filed->cut_bytes;
     if (offset_bytes >= end) return ZPP_OK;
-    return filed_submit(filed, offset_bytes, filed->home + offset_bytes, end - offset_bytes, true,
+    return filed_submit(filed, offset_bytes, filed->home + offset_bytes, end - offset_bytes, true, false,
                         &filed->units[index].sending, fault, err);
 }
 
@@ -427,6 +467,7 @@ void zpp_filed_figures(const zpp_filed *filed, struct zpp_filed_figures *out) {
         .load_wait_ns = filed->load_wait_ns,
         .step_wait_ns = filed->step_wait_ns,
         .images_bytes = filed->images_bytes,
+        .second_bytes = filed->second_bytes,
         .staging_bytes = filed->stagings * filed->staging_bytes,
     };
     for (int i = 0; i < ZPP_FILED_WINDOWS; i++) out->window_bytes += filed->windows[i].room_bytes;

@@ -21,7 +21,13 @@
  *
  * Writers: each rank its own slices, between zpp_zero_step_begin and _end, when nobody has entered a unit.
  *
- * Threads: one thread a rank at a time.
+ * For a step that runs while units are loaded (delayed.h) the file has two copies of a unit: loads and copies have to
+ * do with the one that is *now*, the step writes the one that is *next*, and a turn exchanges the two.
+ *
+ *   file   | first copies of all units | second ones of those that were asked for |
+ *
+ * Threads: one thread a rank at a time; beside it another one that steps (the windows, zpp_filed_carry), and figures
+ * from any.
  */
 #ifndef ZPP_ZERO_FILED_H
 #define ZPP_ZERO_FILED_H
@@ -44,6 +50,8 @@ zpp_status zpp_filed_add(zpp_filed *filed, size_t bytes, int *unit, size_t *offs
  * there is no file. Only with fraction 1. Before units are added. */
 zpp_status zpp_filed_set_images(zpp_filed *filed, int bits, size_t block_elems, bool in_memory, struct zpp_err *err);
 bool zpp_filed_keeps_images(const zpp_filed *filed);
+/* The file has two copies of that unit. Before seal; not with images. */
+zpp_status zpp_filed_keep_two(zpp_filed *filed, int unit, struct zpp_err *err);
 /* Elements of a unit that are to be kept so, in ascending order. Before seal. */
 zpp_status zpp_filed_add_span(zpp_filed *filed, int unit, size_t offset_bytes, size_t elems, zpp_dtype dtype,
                               struct zpp_err *err);
@@ -54,6 +62,8 @@ zpp_status zpp_filed_seal(zpp_filed *filed, size_t warm_bytes, struct zpp_err *e
 unsigned char *zpp_filed_home(const zpp_filed *filed);
 /* Is all of a unit held in memory? Then it never comes or goes. */
 bool zpp_filed_is_held(const zpp_filed *filed, int unit);
+/* Of an address of the home: in the file, and not in memory? */
+bool zpp_filed_is_filed(const zpp_filed *filed, const void *address);
 
 struct zpp_filed_file {
     const char *path; /* copied */
@@ -111,6 +121,7 @@ size_t zpp_filed_run(const zpp_filed *filed, const void *address, size_t elems, 
 struct zpp_step_files {
     zpp_filed *params;
     zpp_filed *grads; /* see slices.h */
+    bool next;        /* parameters are written to the units' next copies (zpp_filed_keep_two) */
 };
 /* Windows: segments whose parameters or gradients are in a file are stepped in buffers instead, ZPP_FILED_WINDOWS of
  * them, so that reads, computation and writes overlap. A segment's parameters are `param` where that is an address of
@@ -136,10 +147,19 @@ zpp_status zpp_filed_step(const struct zpp_step_files *files, struct zpp_adam_se
                           float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
                           struct zpp_err *err);
 
+/* Beside a step that writes next copies: these bytes of the home, of one unit and in the file, are not stepped, and
+ * stay as they are. Goes through a small buffer, and waits. */
+zpp_status zpp_filed_carry(zpp_filed *filed, const void *address, size_t bytes, struct zpp_aio_fault *fault,
+                           struct zpp_err *err);
+/* What is next in the file is now, and the other way round. On every rank that has the file in common, while nobody
+ * has entered the unit and no step runs. */
+void zpp_filed_turn(zpp_filed *filed, int unit);
+
 struct zpp_filed_figures {
     size_t home_bytes, cut_bytes; /* of this host's ranks together */
     size_t entered_bytes, entered_peak_bytes; /* this rank reads now, in the file's part */
     size_t memory_bytes; /* of what was entered, and of warm pages */
+    size_t second_bytes; /* in the file, of second copies */
     size_t window_bytes;
     size_t images_bytes, staging_bytes; /* of all units; of images on their way */
     uint64_t read_bytes, written_bytes; /* by this rank, so far */

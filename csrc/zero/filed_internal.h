@@ -31,6 +31,8 @@ struct filed_board {
 
 struct filed_unit {
     size_t offset_bytes, bytes; /* whole pages */
+    bool two, turned;           /* has it a second copy, and is that the one that is now? */
+    uint64_t second_offset_bytes; /* in the file, of what moves of it */
     zpp_aio_request *request;   /* this rank's read under way */
     zpp_aio_request *sending;   /* this rank's write of its slice under way */
     zpp_status status;          /* of the last load */
@@ -53,7 +55,7 @@ struct filed_run {
 
 struct filed_window {
     unsigned char *memory; /* of the engine's arena */
-    size_t room_bytes;
+    _Atomic size_t room_bytes; /* figures are asked for while a delayed step runs */
     struct filed_run *runs;
     size_t runs_count, runs_room;
 };
@@ -66,6 +68,8 @@ struct zpp_filed {
     struct filed_unit *units;
     int units_count, units_room;
     size_t home_bytes, cut_bytes;
+    size_t second_bytes; /* of second copies, in the file */
+    bool keeps_two;      /* some unit does */
     zpp_range *range;   /* one rank: the home */
     zpp_region *region; /* several: the home, then the board */
     unsigned char *home;
@@ -76,7 +80,8 @@ struct zpp_filed {
     struct filed_window windows[ZPP_FILED_WINDOWS];
     size_t entered_bytes, entered_peak_bytes;
     _Atomic uint64_t load_wait_ns; /* over several hosts the communicator's thread waits (own_file.h) */
-    uint64_t loads, step_wait_ns, closed_read_bytes, closed_written_bytes, closed_checked_bytes;
+    _Atomic uint64_t step_wait_ns; /* a delayed step's thread waits */
+    uint64_t loads, closed_read_bytes, closed_written_bytes, closed_checked_bytes;
     struct zpp_quant_spec images; /* bits 0: units are kept as they are */
     bool images_in_memory;
     size_t images_bytes; /* of all units */
@@ -86,8 +91,11 @@ struct zpp_filed {
     size_t staging_bytes, stagings;
 };
 
-/* Submit a read or write of [offset, offset + bytes) of the home, all behind the cut. */
-zpp_status filed_submit(zpp_filed *filed, size_t offset_bytes, void *memory, size_t bytes, bool write,
+/* The unit that has that place of the home. */
+const struct filed_unit *filed_unit_at(const zpp_filed *filed, size_t offset_bytes);
+/* Submit a read or write of [offset, offset + bytes) of the home, all behind the cut, and of one unit where some have
+ * two copies. `next`: of the copy that is next. */
+zpp_status filed_submit(zpp_filed *filed, size_t offset_bytes, void *memory, size_t bytes, bool write, bool next,
                         zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* Wait for *request (NULL is fine), release it and forget it. */
 zpp_status filed_finish(zpp_aio_request **request, struct zpp_aio_fault *fault, struct zpp_err *err);

@@ -5,7 +5,7 @@
  * page moves without a copy. Window k+1 .. k+3 are read and k-1 is written while k is stepped. Gradients are only read.
  *
  * Between two parameters of a unit lie fewer than 64 bytes, which belong to nobody: they go along as zeros. A gap of 64
- * or more is a parameter that is not stepped, and is left alone.
+ * or more is a parameter that is not stepped, and is left alone. A step into next copies carries it over.
  */
 #include <assert.h>
 #include <stdlib.h>
@@ -13,7 +13,7 @@
 
 #include "filed_internal.h"
 
-enum { GAP_BYTES = 64, WINDOW_ELEMS = 512 * 1024 };
+enum { GAP_BYTES = 64, WINDOW_ELEMS = 512 * 1024, CARRY_BYTES = 1 << 20 };
 
 static size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
@@ -22,6 +22,10 @@ static size_t round_up(size_t value, size_t multiple) {
 static bool in_home(const zpp_filed *filed, const void *address) {
     const unsigned char *at = address;
     return at && filed->home && at >= filed->home && at < filed->home + filed->home_bytes;
+}
+
+bool zpp_filed_is_filed(const zpp_filed *filed, const void *address) {
+    return in_home(filed, address) && (const unsigned char *)address >= filed->home + filed->cut_bytes;
 }
 
 size_t zpp_filed_run(const zpp_filed *filed, const void *address, size_t elems, size_t elem_bytes) {
@@ -59,16 +63,20 @@ static struct zpp_adam_segment *segment_at(struct zpp_adam_segment *first, size_
     return (struct zpp_adam_segment *)(void *)((unsigned char *)first + index * stride_bytes);
 }
 
-static bool continues(const struct filed_run *run, const struct place *place) {
+/* Copies of two units do not lie together. */
+static bool continues(const zpp_filed *filed, const struct filed_run *run, const struct place *place) {
     const size_t end = run->offset_bytes + run->bytes;
     return run->reads == (place->part != PARAM_OUT) && place->offset_bytes >= end &&
-           place->offset_bytes - end < GAP_BYTES;
+           place->offset_bytes - end < GAP_BYTES &&
+           (!filed->keeps_two ||
+            filed_unit_at(filed, run->offset_bytes) == filed_unit_at(filed, place->offset_bytes));
 }
 
 /* One more piece of the window: a longer run, or a new one. */
-static bool add_place(struct filed_window *window, const struct place *place, size_t *used_bytes) {
+static bool add_place(const zpp_filed *filed, struct filed_window *window, const struct place *place,
+                      size_t *used_bytes) {
     struct filed_run *last = window->runs_count ? &window->runs[window->runs_count - 1] : NULL;
-    if (last && continues(last, place)) {
+    if (last && continues(filed, last, place)) {
         last->bytes = place->offset_bytes + place->bytes - last->offset_bytes;
         *used_bytes = last->at_bytes + last->bytes;
         return true;
@@ -139,13 +147,13 @@ static zpp_status finish_runs(zpp_filed *filed, struct filed_window *window, str
     return status;
 }
 
-static zpp_status submit_runs(zpp_filed *filed, struct filed_window *window, bool write, struct zpp_aio_fault *fault,
-                              struct zpp_err *err) {
+static zpp_status submit_runs(zpp_filed *filed, struct filed_window *window, bool write, bool next,
+                              struct zpp_aio_fault *fault, struct zpp_err *err) {
     for (size_t i = 0; i < window->runs_count; i++) {
         struct filed_run *run = &window->runs[i];
         if (!write && !run->reads) continue;
         const zpp_status status = filed_submit(filed, run->offset_bytes, window->memory + run->at_bytes, run->bytes,
-                                               write, &run->request, fault, err);
+                                               write, next, &run->request, fault, err);
         if (status != ZPP_OK) return status;
     }
     return ZPP_OK;
@@ -161,7 +169,7 @@ static zpp_status open_window(zpp_filed *filed, size_t index, struct zpp_adam_se
     for (size_t i = 0; i < count; i++) {
         struct place place;
         if (!place_of(filed, segment_at(first, i, stride_bytes), &place)) continue;
-        if (!add_place(window, &place, &used_bytes))
+        if (!add_place(filed, window, &place, &used_bytes))
             return zpp_fail(err, ZPP_NOMEM, "params: no memory for the %zu pieces of a step", count);
     }
     status = make_room(filed, window, used_bytes, err);
@@ -170,7 +178,7 @@ static zpp_status open_window(zpp_filed *filed, size_t index, struct zpp_adam_se
         return status;
     }
     move_segments(filed, window, first, count, stride_bytes);
-    return submit_runs(filed, window, false, fault, err);
+    return submit_runs(filed, window, false, false, fault, err);
 }
 
 zpp_status zpp_filed_window_open(const struct zpp_step_files *files, size_t index, struct zpp_adam_segment *first,
@@ -195,7 +203,8 @@ zpp_status zpp_filed_window_ready(const struct zpp_step_files *files, size_t ind
 zpp_status zpp_filed_window_write(const struct zpp_step_files *files, size_t index, struct zpp_aio_fault *fault,
                                   struct zpp_err *err) {
     if (!files->params) return ZPP_OK;
-    return submit_runs(files->params, &files->params->windows[index % ZPP_FILED_WINDOWS], true, fault, err);
+    return submit_runs(files->params, &files->params->windows[index % ZPP_FILED_WINDOWS], true, files->next, fault,
+                       err);
 }
 
 static zpp_status settle(zpp_filed *filed, zpp_status status, struct zpp_aio_fault *fault, struct zpp_err *err) {
@@ -222,6 +231,40 @@ void filed_drop_windows(zpp_filed *filed) {
         free(window->runs);
         *window = (struct filed_window){ 0 };
     }
+}
+
+/* --- next copies -------------------------------------------------------------------------------------------------- */
+
+static zpp_status move_bytes(zpp_filed *filed, size_t offset_bytes, void *memory, size_t bytes, bool next,
+                             struct zpp_aio_fault *fault, struct zpp_err *err) {
+    zpp_aio_request *request = NULL;
+    const zpp_status status = filed_submit(filed, offset_bytes, memory, bytes, next, next, &request, fault, err);
+    return status == ZPP_OK ? filed_finish(&request, fault, err) : status;
+}
+
+zpp_status zpp_filed_carry(zpp_filed *filed, const void *address, size_t bytes, struct zpp_aio_fault *fault,
+                           struct zpp_err *err) {
+    const size_t offset = (size_t)((const unsigned char *)address - filed->home);
+    if (!filed->aio) return zpp_fail(err, ZPP_STATE, "params: their file is closed with the model; prepare a new one");
+    zpp_aio_arena *arena = zpp_aio_get_arena(filed->aio);
+    const size_t room_bytes = round_up(bytes < CARRY_BYTES ? bytes : CARRY_BYTES, ZPP_PAGE_BYTES) + ZPP_PAGE_BYTES;
+    void *memory = NULL;
+    zpp_status status = zpp_aio_arena_alloc(arena, room_bytes, &memory, err);
+    if (status != ZPP_OK) return status;
+    for (size_t done = 0, run; done < bytes && status == ZPP_OK; done += run) {
+        const size_t inside = (offset + done) % ZPP_PAGE_BYTES; /* so that whole pages move directly */
+        run = bytes - done < CARRY_BYTES - inside ? bytes - done : CARRY_BYTES - inside;
+        unsigned char *at = (unsigned char *)memory + inside;
+        status = move_bytes(filed, offset + done, at, run, false, fault, err);
+        if (status == ZPP_OK) status = move_bytes(filed, offset + done, at, run, true, fault, err);
+    }
+    zpp_aio_arena_free(arena, memory);
+    return status;
+}
+
+void zpp_filed_turn(zpp_filed *filed, int unit) {
+    assert(filed->units[unit].two);
+    filed->units[unit].turned = !filed->units[unit].turned;
 }
 
 /* --- states in memory --------------------------------------------------------------------------------------------- */

@@ -39,6 +39,7 @@ static void drop_adam(struct adam *adam) {
 
 struct stepped {
     enum where where;
+    bool two; /* copies in the file */
     zpp_filed *filed;
     zpp_tier *tier;
     unsigned char *home;
@@ -49,15 +50,17 @@ static size_t elem_bytes(enum where where) {
     return where == FP32_IN_FILE ? 4 : 2;
 }
 
-static struct stepped new_stepped(enum where where, double fraction) {
+static struct stepped new_copies(enum where where, double fraction, bool two) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    struct stepped at = { .where = where, .plain = new_adam(), .ours = new_adam() };
+    struct stepped at = { .where = where, .two = two, .plain = new_adam(), .ours = new_adam() };
     int unit, slice;
     size_t offset;
     CHECK_OK(zpp_filed_create(NULL, fraction, &at.filed, &err));
     CHECK_OK(zpp_filed_add(at.filed, ELEMS * elem_bytes(where), &unit, &offset, &err));
+    if (two) CHECK_OK(zpp_filed_keep_two(at.filed, unit, &err));
     CHECK_OK(zpp_filed_seal(at.filed, 0, &err));
+    if (two) CHECK_FAILS(zpp_filed_keep_two(at.filed, unit, &err), ZPP_STATE, "after seal");
     at.home = zpp_filed_home(at.filed);
     CHECK_OK(open_blocks(at.filed, true, 0, &fault, &err));
     if (where == FP32_IN_FILE)
@@ -70,6 +73,10 @@ static struct stepped new_stepped(enum where where, double fraction) {
     CHECK_OK(zpp_tier_seal(at.tier, &fault, &err));
     CHECK_OK(zpp_tier_copy(at.tier, 0, ZPP_TIER_MASTER, 0, ELEMS, at.ours.master, true, &fault, &err));
     return at;
+}
+
+static struct stepped new_stepped(enum where where, double fraction) {
+    return new_copies(where, fraction, false);
 }
 
 static void end_stepped(struct stepped *at) {
@@ -112,7 +119,7 @@ static zpp_status step(struct stepped *at, uint64_t t, zpp_pool *pool, bool *tor
             pieces[count++] = (struct zpp_tier_piece){ segment, 0, begin + done };
         }
     }
-    const struct zpp_step_files files = { .params = at->filed };
+    const struct zpp_step_files files = { .params = at->filed, .next = at->two };
     zpp_adam_step(plain, plain_count, 0.5f, pool);
     *torn = false;
     if (at->tier) {
@@ -170,6 +177,112 @@ static void steps_equal_memory(void) {
     remove_folder();
 }
 
+/* The file has two copies: a step changes nothing of what is read until the turn. What it does not step is carried. */
+static void steps_of_next_copies_equal_memory(void) {
+    make_folder();
+    for (int where = 0; where < WHERES; where++) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        struct zpp_aio_fault fault;
+        bool torn;
+        reset_plan();
+        struct stepped at = new_copies((enum where)where, 1.0, true);
+        const size_t size = elem_bytes(at.where), bytes = ELEMS * size;
+        unsigned char *before = malloc(bytes), *seen = malloc(bytes);
+        struct zpp_filed_figures figures;
+        CHECK(before && seen);
+        if (where != FP32_IN_FILE) CHECK_OK(zpp_filed_copy(at.filed, 0, at.plain.low, bytes, true, &fault, &err));
+        zpp_filed_figures(at.filed, &figures);
+        CHECK_EQUAL(figures.second_bytes, figures.home_bytes);
+        for (uint64_t t = 1; t <= 3; t++) {
+            CHECK_OK(zpp_filed_copy(at.filed, 0, before, bytes, false, &fault, &err));
+            const unsigned char *rest = at.home + param_elems[0] * size;
+            CHECK_OK(zpp_filed_carry(at.filed, rest, param_elems[1] * size, &fault, &err));
+            CHECK_OK(step(&at, t, NULL, &torn, &fault, &err));
+            CHECK_OK(zpp_filed_copy(at.filed, 0, seen, bytes, false, &fault, &err));
+            CHECK_EQUAL(memcmp(before, seen, bytes), 0);
+            zpp_filed_turn(at.filed, 0);
+            CHECK(same(&at));
+        }
+        /* Large, and at no round address: several buffers full. */
+        const unsigned char *large = at.home + (param_elems[0] + param_elems[1]) * size;
+        CHECK_OK(zpp_filed_copy(at.filed, 0, before, bytes, false, &fault, &err));
+        CHECK_OK(zpp_filed_carry(at.filed, large, param_elems[2] * size, &fault, &err));
+        zpp_filed_turn(at.filed, 0);
+        CHECK_OK(zpp_filed_copy(at.filed, 0, seen, bytes, false, &fault, &err));
+        CHECK_EQUAL(memcmp(before + (large - at.home), seen + (large - at.home), param_elems[2] * size), 0);
+        for (int write = 0; write < 2; write++) {
+            atomic_store(write ? &plan.writes_left : &plan.reads_left, 0);
+            CHECK_FAILS(zpp_filed_carry(at.filed, large, param_elems[2] * size, &fault, &err), ZPP_TIER, "at offset");
+            atomic_store(write ? &plan.writes_left : &plan.reads_left, -1);
+        }
+        free(before);
+        free(seen);
+        end_stepped(&at);
+    }
+    remove_folder();
+}
+
+/* Units side by side, of which one turns: neither a window nor a copy mixes their bytes, also where a cut goes through
+ * one of them. */
+static void only_one_of_two_units_turns(void) {
+    enum { BYTES = 3 * PAGE, UNIT_ELEMS = BYTES / 4 };
+    make_folder();
+    for (int cut = 0; cut < 2; cut++) {
+        struct zpp_err err = ZPP_ERR_INIT;
+        struct zpp_aio_fault fault;
+        zpp_filed *filed = NULL;
+        int units[2];
+        size_t offsets[2];
+        float *seen = calloc(2 * UNIT_ELEMS, 4), *grads = calloc(2 * UNIT_ELEMS, 4);
+        float *states = calloc(4 * UNIT_ELEMS, 4);
+        CHECK(seen && states && grads);
+        reset_plan();
+        CHECK_OK(zpp_filed_create(NULL, cut ? 0.8 : 1.0, &filed, &err));
+        for (int i = 0; i < 2; i++) {
+            CHECK_OK(zpp_filed_add(filed, BYTES, &units[i], &offsets[i], &err));
+            CHECK_OK(zpp_filed_keep_two(filed, units[i], &err));
+        }
+        CHECK_OK(zpp_filed_seal(filed, 0, &err));
+        CHECK_OK(open_blocks(filed, true, 0, &fault, &err));
+        for (size_t i = 0; i < 2 * UNIT_ELEMS; i++) seen[i] = grads[i] = 1.0f;
+        CHECK_OK(zpp_filed_copy(filed, offsets[0], seen, BYTES, true, &fault, &err));
+        CHECK_OK(zpp_filed_copy(filed, offsets[1], seen, BYTES, true, &fault, &err));
+        struct zpp_filed_figures figures;
+        zpp_filed_figures(filed, &figures);
+        const size_t held = figures.cut_bytes / 4;
+        CHECK_EQUAL(held > 0, cut);
+        struct zpp_adam_segment segments[2];
+        for (size_t i = 0; i < 2; i++) {
+            const size_t first = i ? 0 : held;
+            segments[i] = (struct zpp_adam_segment){
+                .param = (float *)(void *)(zpp_filed_home(filed) + offsets[i]) + first, .grad = grads,
+                .grad_dtype = ZPP_F32, .exp_avg = states + 2 * i * UNIT_ELEMS,
+                .exp_avg_sq = states + (2 * i + 1) * UNIT_ELEMS, .elems = UNIT_ELEMS - first, .step = 1, .lr = 1.0,
+                .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8 };
+            CHECK(zpp_filed_is_filed(filed, segments[i].param));
+        }
+        CHECK_EQUAL(zpp_filed_is_filed(filed, zpp_filed_home(filed)), !cut);
+        CHECK(!zpp_filed_is_filed(filed, grads) && !zpp_filed_is_filed(filed, NULL));
+        const struct zpp_step_files files = { .params = filed, .next = true };
+        bool torn;
+        CHECK_OK(zpp_filed_step(&files, segments, 2, 1.0f, NULL, &torn, &fault, &err));
+        zpp_filed_turn(filed, units[1]);
+        for (size_t i = 0; i < 2; i++) {
+            CHECK_OK(zpp_filed_copy(filed, offsets[i], seen, BYTES, false, &fault, &err));
+            for (size_t j = 0; j < UNIT_ELEMS; j++) CHECK(i ? seen[j] < 0.01f : seen[j] == 1.0f);
+        }
+        zpp_filed_turn(filed, units[0]);
+        CHECK_OK(zpp_filed_copy(filed, offsets[0], seen, BYTES, false, &fault, &err));
+        for (size_t j = 0; j < UNIT_ELEMS; j++) CHECK(j < held ? seen[j] == 1.0f : seen[j] < 0.01f);
+        zpp_filed_destroy(filed);
+        CHECK_EQUAL(unlink(in_folder("params")), 0);
+        free(seen);
+        free(states);
+        free(grads);
+    }
+    remove_folder();
+}
+
 /* The n-th read or write of a step fails, for every n. Either nothing was stepped and nothing is torn, or it says
  * so. */
 static void every_operation_of_a_step_fails_once(void) {
@@ -209,7 +322,8 @@ static void every_operation_of_a_step_fails_once(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(steps_equal_memory), TEST(every_operation_of_a_step_fails_once),
-                                              { 0 } };
+    static const struct test_case cases[] = { TEST(steps_equal_memory), TEST(steps_of_next_copies_equal_memory),
+                                              TEST(only_one_of_two_units_turns),
+                                              TEST(every_operation_of_a_step_fails_once), { 0 } };
     return test_main(argc, argv, cases);
 }
