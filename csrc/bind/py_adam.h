@@ -22,6 +22,10 @@ struct zpp_py_adam {
     bool delayed; /* gradients are taken, new values go to Unit.ahead, and: */
     struct zpp_delayed_copy *copies; /* from there to the slices */
     size_t copies_count, copies_room;
+    struct zpp_delayed_rest *rests; /* of units in a file: what is not stepped, */
+    size_t rests_count, rests_room;
+    int *turns; /* and which of them are */
+    size_t turns_count, turns_room;
 };
 
 /* What every unit is to be stepped with, by the groups of adam_step(); counts the parameters' steps. 0, or -1 with an

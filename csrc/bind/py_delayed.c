@@ -38,7 +38,10 @@ static PyObject *zero_delayed_begin(PyObject *self, PyObject *args) {
     if (PyErr_Occurred() || make_delayed(zero) || zpp_py_adam_list(zero, groups, true, &list)) return NULL;
     const struct zpp_delayed_step step = {
         .segments = list.at, .segments_count = list.count, .pieces = list.tiered, .pieces_count = list.tiered_count,
-        .copies = list.copies, .copies_count = list.copies_count, .tier = tier, .grad_scale = (float)scale };
+        .copies = list.copies, .copies_count = list.copies_count, .rests = list.rests, .rests_count = list.rests_count,
+        .turns = list.turns, .turns_count = list.turns_count,
+        .files = { .params = zpp_zero_filed(zero->core), .grads = zpp_zero_filed_grads(zero->core), .next = true },
+        .tier = tier, .grad_scale = (float)scale };
     struct zpp_err err = ZPP_ERR_INIT;
     PyThreadState *thread = PyEval_SaveThread();
     const zpp_status status = zpp_delayed_begin(zero->delayed, &step, here, zero->pool, &err);
@@ -59,6 +62,7 @@ static PyObject *zero_delayed_wait(PyObject *self, PyObject *unused) {
     const zpp_status status = zpp_delayed_wait(zero->delayed, &fault, &err);
     PyEval_RestoreThread(thread);
     Py_CLEAR(zero->delayed_grads);
+    zero->torn |= status != ZPP_OK;
     if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
     Py_RETURN_NONE;
 }
@@ -72,6 +76,20 @@ static PyObject *zero_delayed_publish(PyObject *self, PyObject *unused) {
     zpp_delayed_publish(zero->delayed, zero->pool);
     PyEval_RestoreThread(thread);
     Py_RETURN_NONE;
+}
+
+/* delay_steps(): before units are added. */
+static PyObject *zero_delay_steps(PyObject *self, PyObject *unused) {
+    (void)unused;
+    zpp_zero_delay_steps(((Zero *)self)->core);
+    Py_RETURN_NONE;
+}
+
+/* delayed_failed(): after delayed_finish. */
+static PyObject *zero_delayed_failed(PyObject *self, PyObject *unused) {
+    (void)unused;
+    const Zero *zero = (Zero *)self;
+    return PyBool_FromLong(zero->delayed && zpp_delayed_failed(zero->delayed));
 }
 
 static PyObject *unlocked(Zero *zero, void (*call)(zpp_delayed *)) {
@@ -115,6 +133,8 @@ static PyObject *zero_delayed_end(PyObject *self, PyObject *unused) {
 }
 
 PyMethodDef zpp_py_delayed_methods[] = {
+    { "delay_steps", zero_delay_steps, METH_NOARGS, "Files have two places for what a step touches; before units." },
+    { "delayed_failed", zero_delayed_failed, METH_NOARGS, "After delayed_finish: will delayed_wait raise?" },
     { "delayed_begin", zero_delayed_begin, METH_VARARGS, "delayed_begin(groups, grad_scale, here)" },
     { "delayed_wait", zero_delayed_wait, METH_NOARGS, "Wait for the delayed step under way." },
     { "delayed_publish", zero_delayed_publish, METH_NOARGS, "Its new values go to their slices." },

@@ -475,7 +475,28 @@ static size_t scales_of(const Unit *unit, const struct zpp_piece *piece) {
     return zpp_moments_scales(piece->offset_elems - unit->unit->offset_elems[piece->param], piece->elems);
 }
 
-/* The new values of a segment go aside, and from there, later, to where they are read. */
+/* Its values are the same after a step that steps others of its unit. */
+static bool leave_alone(const Unit *unit, const struct own_slice *slice, size_t at, size_t elems,
+                        struct zpp_py_adam *list) {
+    struct zpp_delayed_rest *rests = one_more(list->rests, list->rests_count, &list->rests_room, sizeof *rests);
+    if (!rests) return false;
+    list->rests = rests;
+    rests[list->rests_count++] = (struct zpp_delayed_rest){ slice->values + at * unit->unit->elem_bytes,
+                                                            elems * unit->unit->elem_bytes };
+    return true;
+}
+
+/* On every rank, whether it has a piece of what is stepped or not. */
+static bool add_turn(const Unit *unit, struct zpp_py_adam *list) {
+    int *turns = one_more(list->turns, list->turns_count, &list->turns_room, sizeof *turns);
+    if (!turns) return false;
+    list->turns = turns;
+    turns[list->turns_count++] = unit->unit->filed;
+    return true;
+}
+
+/* The new values of a segment go aside, and from there, later, to where they are read. The master of fp32 is aside, but
+ * for units in a file, of which some are in memory: there it is the slice. */
 static bool set_aside(const Unit *unit, const struct own_slice *slice, size_t at, struct zpp_adam_segment *segment,
                       struct zpp_py_adam *list) {
     const size_t bytes = unit->unit->elem_bytes;
@@ -484,7 +505,8 @@ static bool set_aside(const Unit *unit, const struct own_slice *slice, size_t at
     if (!copies) return false;
     list->copies = copies;
     copies[list->copies_count++] =
-        (struct zpp_delayed_copy){ slice->values + at * bytes, ahead, segment->elems * bytes };
+        (struct zpp_delayed_copy){ slice->values + at * bytes, ahead, segment->elems * bytes,
+                                   unit->unit->place == ZPP_PLACE_FILE && unit->unit->dtype == ZPP_F32 };
     if (unit->unit->dtype == ZPP_F32) segment->param = (float *)(void *)ahead;
     segment->param_out = unit->unit->dtype == ZPP_F32 ? NULL : ahead;
     return true;
@@ -511,11 +533,14 @@ int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *grou
     struct zpp_piece *pieces = calloc(slice.shape.params + 1, sizeof *pieces);
     if (!pieces) return -1;
     const size_t count = zpp_unit_pieces(&slice.shape, slice.rank, pieces);
+    bool stepped = false;
     for (Py_ssize_t i = 0; i < unit->count; i++) { /* one step more on every rank that may hold a piece of it */
-        const bool has = slice.grads ? slice.present[i] : unit->grads[i] != NULL;
-        if (has && unit->adam.groups[i] >= 0) unit->adam.steps[i]++;
+        const bool has = (slice.grads ? slice.present[i] : unit->grads[i] != NULL) && unit->adam.groups[i] >= 0;
+        unit->adam.steps[i] += has;
+        stepped |= has;
     }
-    int failed = 0;
+    const bool turns = list->delayed && stepped && unit->unit->place == ZPP_PLACE_FILE;
+    int failed = turns && !add_turn(unit, list);
     size_t next_scale = 0;
     for (size_t i = 0; i < count && !failed; i++) {
         const size_t scale = next_scale;
@@ -530,12 +555,17 @@ int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *grou
         }
         const int group = unit->adam.groups[piece->param];
         const void *grad = piece_gradient(unit, &slice, piece);
-        if (!grad || group < 0) continue;
+        const size_t at = piece->offset_elems - slice.begin_elems;
+        const bool filed = turns && zpp_filed_is_filed(zpp_zero_filed(zero->core),
+                                                       slice.values + at * unit->unit->elem_bytes);
+        if (!grad || group < 0) {
+            failed = filed && !leave_alone(unit, &slice, at, piece->elems, list);
+            continue;
+        }
         if (unit->unit->dtype == ZPP_F64) { /* never delayed, nor in a file or in fewer bits */
             failed = add_f64(unit, &slice, piece, grad, &groups[group], list);
             continue;
         }
-        const size_t at = piece->offset_elems - slice.begin_elems;
         const bool masterless = !tiered && !unit->adam.master && unit->unit->dtype == ZPP_BF16;
         struct zpp_adam_segment *segment = tiered     ? next_tiered(list, unit->adam.slice, at)
                                          : masterless ? next_masterless(list, unit, piece)
@@ -552,7 +582,7 @@ int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *grou
         segment->grad_dtype = slice.grad_dtype;
         segment->elems = piece->elems;
         segment->step = (uint64_t)unit->adam.steps[piece->param];
-        failed = list->delayed && !set_aside(unit, &slice, at, segment, list);
+        failed = list->delayed && !filed && !set_aside(unit, &slice, at, segment, list);
         if (low) bind_low(unit, piece, at, scale, segment);
         if (tiered || low) continue;
         if (segment->exp_avg) segment->exp_avg = unit->adam.exp_avg + at;
@@ -597,6 +627,8 @@ void zpp_py_adam_drop(struct zpp_py_adam *list) {
     free(list->masterless);
     free(list->f64);
     free(list->copies);
+    free(list->rests);
+    free(list->turns);
     *list = (struct zpp_py_adam){ 0 };
 }
 
@@ -627,8 +659,7 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     if (!PyErr_Occurred()) {
-        const struct zpp_step_files files = { .params = zpp_zero_filed(zero->core),
-                                              .grads = zpp_zero_filed_grads(zero->core) };
+        const struct zpp_step_files files = { zpp_zero_filed(zero->core), zpp_zero_filed_grads(zero->core), false };
         PyThreadState *thread = PyEval_SaveThread();
         if (files.params || files.grads)
             status =

@@ -47,6 +47,8 @@ static void drop_step(struct zpp_delayed_step *step) {
     free(step->segments);
     free(step->pieces);
     free(step->copies);
+    free(step->rests);
+    free(step->turns);
     *step = (struct zpp_delayed_step){ 0 };
 }
 
@@ -58,16 +60,31 @@ void zpp_delayed_destroy(zpp_delayed *delayed) {
     free(delayed);
 }
 
+static zpp_status step_states(const struct zpp_delayed_step *step, zpp_pool *pool, struct zpp_aio_fault *fault,
+                              struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    bool torn; /* for whoever waits, every failure is one that tears: the steps are counted, the gradients gone */
+    if (step->files.params || step->files.grads)
+        status = zpp_filed_step(&step->files, step->segments, step->segments_count, step->grad_scale, pool, &torn,
+                                fault, err);
+    else zpp_update_step(step->segments, step->segments_count, step->grad_scale, pool);
+    if (step->tier && status == ZPP_OK)
+        status = zpp_tier_step(step->tier, step->pieces, step->pieces_count, &step->files, step->grad_scale, pool,
+                               fault, err);
+    return status;
+}
+
 static void run(zpp_delayed *delayed, zpp_pool *pool) {
     const struct zpp_delayed_step *step = &delayed->step;
-    const struct zpp_step_files files = { 0 };
     const uint64_t began_ns = zpp_now_ns(), span_ns = zpp_span_begin();
     delayed->status = ZPP_OK;
     delayed->err = (struct zpp_err)ZPP_ERR_INIT;
-    zpp_adam_step(step->segments, step->segments_count, step->grad_scale, pool);
-    if (step->tier)
-        delayed->status = zpp_tier_step(step->tier, step->pieces, step->pieces_count, &files, step->grad_scale, pool,
-                                        &delayed->fault, &delayed->err);
+    for (size_t i = 0; i < step->copies_count; i++)
+        if (step->copies[i].fill) memcpy(step->copies[i].from, step->copies[i].to, step->copies[i].bytes);
+    for (size_t i = 0; i < step->rests_count && delayed->status == ZPP_OK; i++)
+        delayed->status = zpp_filed_carry(step->files.params, step->rests[i].address, step->rests[i].bytes,
+                                          &delayed->fault, &delayed->err);
+    if (delayed->status == ZPP_OK) delayed->status = step_states(step, pool, &delayed->fault, &delayed->err);
     zpp_span_end(span_ns, ZPP_SPAN_STEP, "delayed step", 0);
     atomic_fetch_add(&delayed->step_ns, zpp_now_ns() - began_ns);
 }
@@ -115,6 +132,10 @@ void zpp_delayed_finish(zpp_delayed *delayed) {
     atomic_fetch_add(&delayed->waited_ns, zpp_now_ns() - began_ns);
 }
 
+bool zpp_delayed_failed(const zpp_delayed *delayed) {
+    return delayed->state == RUNNING && delayed->status != ZPP_OK;
+}
+
 zpp_status zpp_delayed_wait(zpp_delayed *delayed, struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (delayed->state != RUNNING) return ZPP_OK;
     zpp_delayed_finish(delayed);
@@ -137,6 +158,8 @@ void zpp_delayed_publish(zpp_delayed *delayed, zpp_pool *pool) {
         struct zpp_delayed_copy *copy = &delayed->step.copies[i];
         zpp_pool_run(copy->bytes > COPY_GRAIN_BYTES ? pool : NULL, copy->bytes, COPY_GRAIN_BYTES, copy_part, copy);
     }
+    for (size_t i = 0; i < delayed->step.turns_count; i++)
+        zpp_filed_turn(delayed->step.files.params, delayed->step.turns[i]);
     zpp_delayed_drop(delayed);
 }
 

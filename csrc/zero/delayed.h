@@ -8,6 +8,7 @@
  *
  * What a step reads and writes must be touched by nobody else from begin to wait: its states, its gradients, and the
  * memory that new values go to (`param` or `param_out` of its segments). Publishing copies those to where passes read.
+ * Parameters in a file are written to the next copies of their units (filed.h), and publishing turns these.
  *
  * Threads: one caller at a time; figures from any.
  */
@@ -18,10 +19,16 @@
 
 typedef struct zpp_delayed zpp_delayed;
 
-/* New values, aside, and the slice that they are for. */
+/* New values, aside, and the slice that they are for. `fill`: before the step what is aside gets the slice's values. */
 struct zpp_delayed_copy {
-    void *to;
-    const void *from;
+    void *to, *from;
+    size_t bytes;
+    bool fill;
+};
+
+/* Bytes in the file of parameters, of a unit that turns, that the step leaves alone. */
+struct zpp_delayed_rest {
+    const void *address; /* in the home */
     size_t bytes;
 };
 
@@ -34,6 +41,11 @@ struct zpp_delayed_step {
     size_t pieces_count;
     struct zpp_delayed_copy *copies;
     size_t copies_count;
+    struct zpp_delayed_rest *rests;
+    size_t rests_count;
+    int *turns; /* units of files.params, by their numbers there */
+    size_t turns_count;
+    struct zpp_step_files files; /* `next` where there are parameters */
     zpp_tier *tier; /* NULL where there are no pieces */
     float grad_scale;
 };
@@ -49,6 +61,8 @@ zpp_status zpp_delayed_begin(zpp_delayed *delayed, const struct zpp_delayed_step
 /* Returns what the step under way came to, once; OK where none is. No time-out: the kernel ends every request on a
  * file. `fault` is written on status TIER only. */
 zpp_status zpp_delayed_wait(zpp_delayed *delayed, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* After finish: would wait tell of a failure? */
+bool zpp_delayed_failed(const zpp_delayed *delayed);
 /* After a wait that returned OK: the new values go to their slices. Nothing to do where they have gone. */
 void zpp_delayed_publish(zpp_delayed *delayed, zpp_pool *pool);
 /* The step under way, if there is one, is over when it returns, and still to be waited for: its states may be read. */

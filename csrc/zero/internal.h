@@ -66,6 +66,7 @@ struct zpp_zero {
     bool in_backward, reduces;
     uint64_t backward_ns, step_ns; /* when they began, for zeropp.trace */
     double grad_scale;
+    bool delays_steps; /* files have two places for what a step touches (delayed.h) */
     bool lends_slices; /* stages 2, 3: a slice has memory while it is needed (lend.c) */
     pthread_mutex_t lent_lock; /* guards `lent` and slice_bytes: reductions borrow, steps give back */
     struct zpp_lent lent[ZPP_LENT_SLICES];

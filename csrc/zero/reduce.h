@@ -51,7 +51,9 @@ struct zpp_unit_grad {
 
     /* the result */
     unsigned char *slice;
-    unsigned char *taken; /* by a delayed step, see taken.c */
+    unsigned char *taken; /* by a delayed step, see taken.c; in a file: the other place that the slice has there, */
+    int filed_taken;      /* its number */
+    size_t filed_taken_offset_bytes;
     unsigned char
         *carry; /* stage 1: the slice from before, while a second backward of the same step refills the bucket */
     uint8_t *present;     /* [params] */

@@ -27,6 +27,11 @@ zpp_status zpp_slices_seal(zpp_zero *zero, struct zpp_err *err) {
         const zpp_status status =
             zpp_filed_add(slices->filed, zpp_grad_slice_bytes(grad), &grad->filed, &grad->filed_offset_bytes, err);
         if (status != ZPP_OK) return status;
+        if (zero->delays_steps) {
+            const zpp_status second = zpp_filed_add(slices->filed, zpp_grad_slice_bytes(grad), &grad->filed_taken,
+                                                    &grad->filed_taken_offset_bytes, err);
+            if (second != ZPP_OK) return second;
+        }
         grad->order_at = at;
         if (zpp_grad_slice_bytes(grad) > largest_bytes) largest_bytes = zpp_grad_slice_bytes(grad);
     }
@@ -35,7 +40,12 @@ zpp_status zpp_slices_seal(zpp_zero *zero, struct zpp_err *err) {
     for (int at = 0; at < zero->order_count && status == ZPP_OK; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         grad->slice = zpp_filed_home(slices->filed) + grad->filed_offset_bytes;
+        if (zero->delays_steps) grad->taken = zpp_filed_home(slices->filed) + grad->filed_taken_offset_bytes;
     }
+    if (!zero->delays_steps) return status;
+    struct zpp_filed_figures seen;
+    zpp_filed_figures(slices->filed, &seen);
+    zero->taken_bytes = seen.cut_bytes / 2;
     return status;
 }
 
@@ -159,6 +169,18 @@ zpp_status zpp_slices_give(zpp_zero *zero, struct zpp_unit_grad *grad, struct zp
     *slices->newest = grad;
     slices->newest = &grad->next_written;
     return ZPP_OK;
+}
+
+zpp_status zpp_slices_settle(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    zpp_status status = zpp_slices_arrive(zero, grad, &patience);
+    if (status == ZPP_OK) status = zpp_slices_give(zero, grad, err);
+    if (status == ZPP_OK && grad->slice_state == ZPP_SLICE_WRITING) {
+        status = finish_write(zero, grad, &patience);
+        if (status == ZPP_OK) status = let_go(zero, grad, err);
+    }
+    if (status != ZPP_OK || zero->slices.status == ZPP_OK) return status;
+    *err = zero->slices.err;
+    return zero->slices.status;
 }
 
 /* --- one rank ----------------------------------------------------------------------------------------------------- */

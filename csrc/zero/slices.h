@@ -16,6 +16,9 @@
  * A read or write that fails does not end a backward, on which the other ranks wait: it is kept, nothing goes to the
  * file any more, and zpp_slices_outcome tells, before a norm or a step. Clearing all gradients forgets it.
  *
+ * With delayed steps (delayed.h) each slice has two places, one after the other: the step reads the one that it took,
+ * while backward fills the other (taken.c).
+ *
  * Threads: the reduce stream's while reductions are under way, else the coordinator's.
  */
 #ifndef ZPP_ZERO_SLICES_H
@@ -49,6 +52,9 @@ zpp_status zpp_slices_take(zpp_zero *zero, struct zpp_unit_grad *grad, const str
 zpp_status zpp_slices_arrive(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait);
 /* After arrive: written if it was changed (grad->changed), and gone. */
 zpp_status zpp_slices_give(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
+
+/* Written, if it was changed, and gone; returns when that is over. The first failure of all slices. */
+zpp_status zpp_slices_settle(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
 
 /* One rank: a gradient of one parameter, the unit's last one of this backward (`complete`) or not. */
 zpp_status zpp_slices_add(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param, const void *from,

@@ -1,19 +1,44 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Gradients that a delayed step took (delayed.h): a slice of stages 2 and 3 changes places with a second one, so that
- * the next backward fills that; the slice of stage 1 is a part of its bucket, and is copied out.
+ * the next backward fills that; the slice of stage 1 is a part of its bucket, and is copied out. In a file each slice
+ * has two places, which change places.
  */
 #include <string.h>
 
 #include "internal.h"
 
+static void exchange_addresses(struct zpp_unit_grad *grad) {
+    unsigned char *filled = grad->slice;
+    grad->slice = grad->taken;
+    grad->taken = filled;
+}
+
+static zpp_status take_filed(zpp_zero *zero, struct zpp_unit_grad *grad, const void **taken, struct zpp_err *err) {
+    if (!zero->delays_steps)
+        return zpp_fail(err, ZPP_STATE, "zero: the gradient of unit %s has one place in its file, and cannot be taken",
+                        grad->unit->name);
+    const zpp_status status = zpp_slices_settle(zero, grad, err);
+    if (status != ZPP_OK) return status;
+    const int filed = grad->filed;
+    const size_t offset_bytes = grad->filed_offset_bytes;
+    grad->filed = grad->filed_taken;
+    grad->filed_offset_bytes = grad->filed_taken_offset_bytes;
+    grad->filed_taken = filed;
+    grad->filed_taken_offset_bytes = offset_bytes;
+    exchange_addresses(grad);
+    *taken = grad->taken;
+    return ZPP_OK;
+}
+
 zpp_status zpp_zero_grad_take(zpp_zero *zero, int index, const void **taken, struct zpp_err *err) {
     struct zpp_unit_grad *grad = zero->units[index]->grad;
     *taken = NULL;
     if (!grad || !grad->has) return ZPP_OK;
-    if (zero->slices.filed || zero->options.stage == 0)
-        return zpp_fail(err, ZPP_STATE, "zero: the gradient of unit %s is %s, so a step cannot take it",
-                        grad->unit->name, zero->slices.filed ? "in a file" : "every rank's whole one");
+    if (zero->options.stage == 0)
+        return zpp_fail(err, ZPP_STATE, "zero: the gradient of unit %s is every rank's whole one, and cannot be taken",
+                        grad->unit->name);
+    if (zero->slices.filed) return take_filed(zero, grad, taken, err);
     const size_t bytes = zpp_grad_slice_bytes(grad);
     if (!grad->taken) {
         void *memory = NULL;
@@ -25,12 +50,14 @@ zpp_status zpp_zero_grad_take(zpp_zero *zero, int index, const void **taken, str
     if (zero->options.stage == 1) {
         memcpy(grad->taken, grad->slice, bytes);
     } else {
-        unsigned char *filled = grad->slice;
-        grad->slice = grad->taken;
-        grad->taken = filled;
+        exchange_addresses(grad);
     }
     *taken = grad->taken;
     return ZPP_OK;
+}
+
+void zpp_zero_delay_steps(zpp_zero *zero) {
+    zero->delays_steps = true;
 }
 
 size_t zpp_zero_taken_bytes(const zpp_zero *zero) {
@@ -38,6 +65,7 @@ size_t zpp_zero_taken_bytes(const zpp_zero *zero) {
 }
 
 void zpp_taken_drop(zpp_zero *zero, struct zpp_unit_grad *grad) {
-    if (grad->taken) zpp_device_free(zero->options.device, grad->taken, zpp_grad_slice_bytes(grad));
+    if (grad->taken && !zero->slices.filed)
+        zpp_device_free(zero->options.device, grad->taken, zpp_grad_slice_bytes(grad));
     grad->taken = NULL;
 }

@@ -229,6 +229,8 @@ zpp_status zpp_zero_store_low(zpp_zero *zero, int index, size_t param, struct zp
 static zpp_status place_filed(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     zpp_status status = zpp_filed_add(zero->filed, zpp_unit_bytes(unit), &unit->filed, &unit->file_offset_bytes, err);
     unit->range_offset_bytes = unit->file_offset_bytes;
+    if (zero->delays_steps && unit->trainable && status == ZPP_OK)
+        status = zpp_filed_keep_two(zero->filed, unit->filed, err);
     for (size_t i = 0; unit->stored_low && i < unit->params && status == ZPP_OK; i++)
         if (unit->stored_low[i])
             status = zpp_filed_add_span(zero->filed, unit->filed, unit->offset_elems[i] * unit->elem_bytes,
@@ -400,7 +402,8 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
         .param_bytes = zero->params_bytes + zero->wire.images_bytes + zero->second_bytes + zero->host_bytes / ranks +
                        filed.cut_bytes / sharers,
         .gathered_bytes = warm,
-        .grad_bytes = zero->slice_bytes + zero->kept_bucket_bytes + zero->carry_bytes + grads.cut_bytes,
+        .grad_bytes = zero->slice_bytes + zero->kept_bucket_bytes + zero->carry_bytes + grads.cut_bytes -
+                      (zero->slices.filed ? zero->taken_bytes : 0),
         .bucket_bytes = zero->buckets.used_bytes,
         .bucket_peak_bytes = zero->buckets.peak_bytes,
         .gathered_peak_bytes =

@@ -149,8 +149,9 @@ class Offload:
     """One-step delayed parameter update (ZeRO-Offload, section 5.2), with `optimizer` on "cpu" or "nvme": the update runs in a
     thread of its own beside the next forward and backward, which therefore compute with weights one step older. A whole
     number: steps that are exact before the delay begins (the paper's runs: 40). None: every step is exact. It needs Adam or
-    AdamW, and memory for one more slice of gradients and of parameters; `step()` takes the gradients, and
-    `optimizer.flush()` gives the model the newest weights. Not yet with params or grads on "nvme", or over several hosts."""
+    AdamW, and room for one more slice of gradients and of parameters, where these live: in memory, or with `grads` or `params`
+    on "nvme" in their files; `step()` takes the gradients, and `optimizer.flush()` gives the model the newest weights. Not yet
+    over several hosts."""
 
     path: str | Path | None = None
     """Folder of the kinds that are given by name as "nvme"; None afterwards, when each tier has it."""
@@ -590,9 +591,6 @@ class Config:
             raise wrong(
                 path, steps, "None with offload.optimizer on 'device'; it hides a step of states on 'cpu' or 'nvme'"
             )
-        for name in ("params", "grads"):
-            if getattr(offload, name).kind == "nvme":
-                raise not_yet(path, steps, f"leave it out with offload.{name} on 'nvme', or keep {name} in memory")
 
     def _check_step_in_backward(self) -> None:
         path, value = "Config.step_in_backward", self.step_in_backward

@@ -109,9 +109,10 @@ def estimate(
         "traffic": {"gather": bytes, "reduce": bytes, "nvme": bytes}, "bandwidth": {...}}``; with several hosts ``traffic`` has also
         ``network``: what of it a rank receives from other hosts. Kinds: ``params``, ``grads``,
         ``master``, ``optimizer``; ``gathered`` (memory for whole units beside the slices) and ``buckets`` (gradients on
-        their way: at most); with ``step_in_backward`` the ``grads`` of two units. ``traffic``: bytes a rank reads from peers, and
-        reads and writes on NVMe, in one step of one micro-batch; of parameters on NVMe on average over the
-        ranks, as long as they are at the same unit. ``bandwidth``: bytes/s at which each of them takes as long as the computation
+        their way: at most); with ``step_in_backward`` the ``grads`` of two units; ``delayed`` (with ``delayed_update``: new values
+        and gradients of the update under way). ``traffic``: bytes a rank reads from peers, and reads and writes on NVMe, in one
+        step of one micro-batch; of parameters on NVMe on average over the ranks, as long as they are at the same unit.
+        ``bandwidth``: bytes/s at which each of them takes as long as the computation
         does: with that much, what overlaps is hidden; what does not (NVMe inside the step) doubles the step, and ten times as
         much costs a tenth.
 
@@ -130,6 +131,7 @@ def estimate(
     host_copy = ranks > hosts == 1 and config.host_copy == "auto" and config.stage == 3 and not filed
     host_copy = host_copy and config.comm.params == "exact"
     units = [_sizes(plan, config, ranks, host_copy) for plan in plans]
+    in_file = {}
     held = {
         "params": _params(units, ranks, hosts, host_copy),
         "grads": _grads(units, config, ranks),
@@ -138,9 +140,10 @@ def estimate(
         "gathered": _gathered(model, units, config, ranks, hosts),
         "buckets": _buckets(units, config, ranks),
     }
+    if config.offload.delayed_update is not None:
+        held["delayed"], in_file["delayed"] = _delayed(units, config, ranks)
     if config.comm.secondary_shard and hosts > 1:
         held["params"] += sum(unit.whole_bytes for unit in units if unit.moves) // (ranks // hosts)
-    in_file = {}
     if filed:
         values = sum(_filed_bytes(model, unit, config) for unit in units if unit.filed) / ranks
         on_disk = _fraction(config, "params") * values if _kind(config, "params") == "nvme" else 0.0
@@ -150,6 +153,8 @@ def estimate(
         if _kind(config, tier) == "nvme":
             in_file[kind] = round(held[kind] * _fraction(config, tier))
             held[kind] -= in_file[kind]
+    if not in_file.get("delayed", 1):
+        del in_file["delayed"]
     traffic = _traffic(units, config.stage, ranks, host_copy)
     traffic["nvme"] = _nvme_traffic(units, config, ranks, hosts, optimizer, in_file)
     if config.stored_name is not None:  # a forward reads each unit wherever it is used
@@ -261,6 +266,31 @@ def _grads(units: list[_Sizes], config: Config, ranks: int) -> int:
     else:
         sizes = [unit.grad_slice_bytes for unit in trainable]
     return sum(sorted(sizes)[-2:] if config.step_in_backward else sizes)
+
+
+def shares_in_file(sizes: list[int], fraction: float) -> list[float]:
+    """Of units that lie one after the other and are cut once: which share of each is behind the cut."""
+    cut, begin, shares = (1 - fraction) * sum(sizes), 0, []
+    for size in sizes:
+        shares.append(min(1.0, max(0.0, (begin + size - cut) / size)) if size else 0.0)
+        begin += size
+    return shares
+
+
+def _delayed(units: list[_Sizes], config: Config, ranks: int) -> tuple[int, int]:
+    """(in memory, in files): new values of a slice, and the gradients that an update takes; each where its kind lives."""
+    held = filed = 0.0
+    shares = shares_in_file([unit.whole_bytes if unit.filed else 0 for unit in units], _fraction(config, "params"))
+    for unit, share in zip(units, shares, strict=True):
+        if not unit.plan.trainable:
+            continue
+        values = unit.own_elems * unit.plan.dtype.itemsize
+        held, filed = held + values * (1 - share), filed + values * share
+        on_disk = _kind(config, "grads") == "nvme"
+        taken = unit.grad_slice_bytes if on_disk or ranks > 1 else 0  # one rank alone hands over its p.grad
+        share = _fraction(config, "grads") if on_disk else 0.0
+        held, filed = held + taken * (1 - share), filed + taken * share
+    return round(held), round(filed)
 
 
 def _bucket_bytes(unit: _Sizes) -> int:

@@ -2,7 +2,8 @@
  *
  * The delayed step against its arithmetic, v[k+1] = o[k], o[k+1] = Adam(o[k], g(v[k])), with states in memory and in a
  * file: the caller reads values and writes gradients while the step runs, on the CPU and, under many schedules, on the
- * simulated device. ThreadSanitizer sees whether anything is touched by both.
+ * simulated device; and with parameters and gradients in files. ThreadSanitizer sees whether anything is touched by
+ * both.
  */
 #include "../../csrc/zero/delayed.h"
 #include "aio_common.h"
@@ -66,8 +67,9 @@ static struct zpp_delayed_step step_of(struct side *side, int k, bool low, zpp_t
         pieces[i] = (struct zpp_tier_piece){ segments[i], 0, cuts[i] };
         if (low) pieces[i].segment.param = NULL;
         unsigned char *to = low ? (unsigned char *)side->low : (unsigned char *)side->values;
-        const unsigned char *from = low ? (unsigned char *)side->ahead : (unsigned char *)side->master;
-        step.copies[i] = (struct zpp_delayed_copy){ to + cuts[i] * bytes, from + cuts[i] * bytes, elems * bytes };
+        unsigned char *from = low ? (unsigned char *)side->ahead : (unsigned char *)side->master;
+        step.copies[i] = (struct zpp_delayed_copy){ .to = to + cuts[i] * bytes, .from = from + cuts[i] * bytes,
+                                                    .bytes = elems * bytes };
     }
     if (tier) {
         step.pieces = pieces;
@@ -190,6 +192,178 @@ static void under_any_schedule(void) {
     }
 }
 
+/* --- parameters and gradients in files ---------------------------------------------------------------------------- */
+
+/* Two units of parameters, the second of which is only carried; gradients in two places. */
+struct filed_side {
+    zpp_filed *params, *grads;
+    int unit, other, place[2];
+    size_t other_bytes, home[2];
+};
+
+static zpp_filed *open_filed(const char *name, zpp_filed *filed) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    const struct zpp_filed_file file = { .path = in_folder(name), .make = true, .depth = 8, .log = count_log,
+                                         .sys = &sys };
+    CHECK_OK(zpp_filed_seal(filed, 0, &err));
+    CHECK_OK(zpp_filed_open(filed, &file, &fault, &err));
+    return filed;
+}
+
+static struct filed_side new_files(const struct side *values, bool low) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    struct filed_side side = { .other_bytes = 3 * 4096 };
+    size_t at;
+    CHECK_OK(zpp_filed_create(NULL, 1.0, &side.params, &err));
+    CHECK_OK(zpp_filed_add(side.params, ELEMS * (low ? 2 : 4), &side.unit, &at, &err));
+    CHECK_OK(zpp_filed_add(side.params, side.other_bytes, &side.other, &at, &err));
+    CHECK_OK(zpp_filed_keep_two(side.params, side.unit, &err));
+    CHECK_OK(zpp_filed_keep_two(side.params, side.other, &err));
+    CHECK_OK(zpp_filed_create(NULL, 1.0, &side.grads, &err));
+    for (int i = 0; i < 2; i++) CHECK_OK(zpp_filed_add(side.grads, ELEMS * 4, &side.place[i], &side.home[i], &err));
+    open_filed("params", side.params);
+    open_filed("grads", side.grads);
+    unsigned char *other = malloc(side.other_bytes);
+    CHECK(other);
+    memset(other, 7, side.other_bytes);
+    void *first = low ? (void *)values->low : (void *)values->values;
+    CHECK_OK(zpp_filed_copy(side.params, 0, first, ELEMS * (low ? 2 : 4), true, &fault, &err));
+    CHECK_OK(zpp_filed_copy(side.params, at, other, side.other_bytes, true, &fault, &err));
+    free(other);
+    return side;
+}
+
+static void end_files(struct filed_side *side) {
+    zpp_filed_destroy(side->params);
+    zpp_filed_destroy(side->grads);
+    CHECK_EQUAL(unlink(in_folder("params")), 0);
+    CHECK_EQUAL(unlink(in_folder("grads")), 0);
+}
+
+static void load_unit(zpp_filed *filed, int unit) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    const struct zpp_wait patience = { 0, NULL, NULL };
+    CHECK_OK(zpp_filed_enter(filed, unit, &err));
+    zpp_filed_begin(filed, unit);
+    CHECK_OK(zpp_filed_arrive(filed, unit, &patience));
+    CHECK_OK(zpp_filed_outcome(filed, unit, NULL, &err));
+}
+
+/* A pass: loads both units, and writes gradients to the place of this step; all while the last step runs. */
+static void pass_files(struct filed_side *files, struct side *side, int k, bool low) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_filed_figures figures;
+    const struct zpp_wait patience = { 0, NULL, NULL };
+    const int place = files->place[k % 2];
+    load_unit(files->params, files->unit);
+    load_unit(files->params, files->other);
+    const unsigned char *home = zpp_filed_home(files->params);
+    memcpy(low ? (void *)side->low : (void *)side->values, home, ELEMS * (low ? 2 : 4));
+    for (size_t i = 0; i < files->other_bytes; i++) CHECK_EQUAL((home + (low ? 2 : 3) * 4096)[i], 7);
+    CHECK_OK(zpp_filed_leave(files->params, files->unit, &err));
+    CHECK_OK(zpp_filed_leave(files->params, files->other, &err));
+    pass(side, k, low);
+    CHECK_OK(zpp_filed_enter(files->grads, place, &err));
+    memcpy(zpp_filed_home(files->grads) + files->home[k % 2], side->grads[k % 2], ELEMS * 4);
+    zpp_filed_begin_write(files->grads, place);
+    CHECK_OK(zpp_filed_arrive(files->grads, place, &patience));
+    CHECK_OK(zpp_filed_outcome(files->grads, place, NULL, &err));
+    CHECK_OK(zpp_filed_leave(files->grads, place, &err));
+    zpp_filed_figures(files->params, &figures);
+    zpp_filed_figures(files->grads, &figures);
+}
+
+static struct zpp_delayed_step step_of_files(struct filed_side *files, struct side *side, int k, bool low,
+                                             zpp_tier *tier) {
+    struct zpp_delayed_step step = step_of(side, k, low, tier);
+    const size_t bytes = low ? 2 : 4;
+    unsigned char *home = zpp_filed_home(files->params), *grads = zpp_filed_home(files->grads) + files->home[k % 2];
+    free(step.copies);
+    step.copies = NULL;
+    step.copies_count = 0;
+    for (size_t i = 0, at = 0; i < 2; i++) {
+        struct zpp_adam_segment *segment = tier ? &step.pieces[i].segment : &step.segments[i];
+        segment->grad = grads + at * 4;
+        if (low) segment->param_out = home + at * bytes;
+        else segment->param = (float *)(void *)(home + at * bytes);
+        at += segment->elems;
+    }
+    step.rests = calloc(1, sizeof *step.rests);
+    step.turns = calloc(2, sizeof *step.turns);
+    CHECK(step.rests && step.turns);
+    step.rests[0] = (struct zpp_delayed_rest){ home + (low ? 2 : 3) * 4096, files->other_bytes };
+    step.rests_count = 1;
+    step.turns[0] = files->unit;
+    step.turns[1] = files->other;
+    step.turns_count = 2;
+    step.files = (struct zpp_step_files){ .params = files->params, .grads = files->grads, .next = true };
+    return step;
+}
+
+static void train_files(zpp_device *device, bool low, bool tiered) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    struct side ours = new_side(), wanted = new_side();
+    float *old = floats();
+    zpp_tier *tier = tiered ? new_tier(&ours, low) : NULL;
+    reset_plan();
+    struct filed_side files = new_files(&ours, low);
+    zpp_delayed *delayed = NULL;
+    CHECK_OK(zpp_delayed_create(device, &delayed, &err));
+    for (int k = 0; k < STEPS; k++) {
+        pass_files(&files, &ours, k, low);
+        pass(&wanted, k, low);
+        CHECK_EQUAL(memcmp(ours.grads[k % 2], wanted.grads[k % 2], ELEMS * 4), 0);
+        zpp_delayed_finish(delayed);
+        CHECK(!zpp_delayed_failed(delayed));
+        CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
+        zpp_delayed_publish(delayed, NULL);
+        const struct zpp_delayed_step step = step_of_files(&files, &ours, k, low, tier);
+        CHECK_OK(zpp_delayed_begin(delayed, &step, k < EXACT, NULL, &err));
+        if (k < EXACT) {
+            CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
+            zpp_delayed_publish(delayed, NULL);
+        }
+        wanted_after(&wanted, k, low, old);
+    }
+    /* A step that fails turns nothing. */
+    zpp_delayed_finish(delayed);
+    CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
+    zpp_delayed_publish(delayed, NULL);
+    pass_files(&files, &ours, STEPS, low);
+    atomic_store(&plan.writes_left, 0);
+    const struct zpp_delayed_step step = step_of_files(&files, &ours, STEPS, low, tier);
+    CHECK_OK(zpp_delayed_begin(delayed, &step, false, NULL, &err));
+    zpp_delayed_finish(delayed);
+    atomic_store(&plan.writes_left, -1);
+    CHECK(zpp_delayed_failed(delayed));
+    CHECK_FAILS(zpp_delayed_wait(delayed, &fault, &err), ZPP_TIER, "at offset");
+    zpp_delayed_publish(delayed, NULL);
+    memcpy(wanted.values, wanted.master, ELEMS * 4);
+    zpp_convert(wanted.low, ZPP_BF16, wanted.master, ZPP_F32, ELEMS);
+    pass_files(&files, &ours, STEPS + 1, low);
+    if (low) CHECK_EQUAL(memcmp(ours.low, wanted.low, ELEMS * 2), 0);
+    else CHECK_EQUAL(memcmp(ours.values, wanted.values, ELEMS * 4), 0);
+    zpp_delayed_destroy(delayed);
+    end_files(&files);
+    end_tier(tier);
+    drop_side(&ours);
+    drop_side(&wanted);
+    free(old);
+}
+
+static void train_files_four_ways(zpp_device *device) {
+    for (int way = 0; way < 4; way++) train_files(device, way & 1, way & 2);
+}
+
+static void equals_its_arithmetic_in_files(void) {
+    make_folder();
+    on_cpu(train_files_four_ways);
+    remove_folder();
+}
+
 /* Every read and write of a step fails once: whoever waits hears it, once; nothing is published, and after a mend the
  * next step runs. */
 static void fail_each(zpp_device *device) {
@@ -275,6 +449,7 @@ static void may_be_dropped(void) {
 
 int main(int argc, char **argv) {
     static const struct test_case cases[] = { TEST(equals_its_arithmetic), TEST(under_any_schedule),
+                                              TEST(equals_its_arithmetic_in_files),
                                               TEST(every_operation_fails_once), TEST(may_be_dropped), { 0 } };
     return test_main(argc, argv, cases);
 }

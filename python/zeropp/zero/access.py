@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeropp.errors import ConfigError, PartitionedParameterError
+from zeropp.forecast import shares_in_file
 from zeropp.zero import stored
 from zeropp.zero.engine import FILE, SHARD, Engine, Unit, engine_of
 from zeropp.zero.init import is_sharded, whole_built
@@ -205,6 +206,25 @@ def _planned(engine: Engine) -> dict[str, int]:
     return {kind: round(value) for kind, value in kinds.items()}
 
 
+def _planned_delayed(engine: Engine) -> tuple[int, int]:
+    """(in memory, in files) of what a delayed update needs: the new values of a slice, and the gradients that it took."""
+    held = filed = 0.0
+    fraction = 0.0 if engine.params_tier is None else engine.params_tier.fraction
+    sizes = [0 if u.filed is None else u.elems * u.dtype.itemsize for u in engine.units]
+    for unit, in_file in zip(engine.units, shares_in_file(sizes, fraction), strict=True):
+        if not unit.trainable:
+            continue
+        numel = sum(e.numel for e in unit.params) / engine.ranks
+        held += numel * unit.dtype.itemsize * (1 - in_file)
+        filed += numel * unit.dtype.itemsize * in_file
+        if engine.grads_tier is not None:
+            held += numel * unit.grad_dtype.itemsize * (1 - engine.grads_tier.fraction)
+            filed += numel * unit.grad_dtype.itemsize * engine.grads_tier.fraction
+        elif engine.ranks > 1:  # one rank alone hands over its p.grad
+            held += numel * unit.grad_dtype.itemsize
+    return round(held), round(filed)
+
+
 def _held(engine: Engine) -> dict[str, int]:
     core = engine.core.memory()
     in_memory = [unit for unit in engine.units if unit.tiered is None and engine.away is None]
@@ -253,8 +273,8 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     Kinds: ``params``, ``grads``, ``master`` (fp32 copy), ``optimizer``; and what comes and goes, held only: ``gathered`` (units
     whole now), ``buckets`` (gradients on their way), ``tier_buffers`` (what an offloaded step streams through), ``activations``
     (on their way to the disk or back, and there), ``scratch`` (of the steps of LAMB and the one-bit optimizers), ``delayed`` (values
-    and gradients of an update that runs beside the next pass), ``checksums`` (of files), ``away`` (states that :func:`zeropp.offload_states` put on the disk
-    for a while).
+    and gradients of an update that runs beside the next pass; planned, too), ``checksums`` (of files), ``away`` (states that
+    :func:`zeropp.offload_states` put on the disk for a while).
     ``bytes_per_parameter`` compares the sum over the tiers with the paper's formula.
     """
     engine = engine_of(model)
@@ -295,6 +315,10 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
         planned["grads"] -= share
         total["held"] += filed
         held["tier_buffers"] = held.get("tier_buffers", 0) + seen["window_bytes"] + seen["memory_bytes"]
+    if engine.delayed is not None:
+        planned["delayed"], share = _planned_delayed(engine)
+        if share:
+            nvme["delayed"] = {"planned": share, "held": engine.delayed.bytes_in_files(engine)}
     if engine.activations is not None:
         seen = engine.activations.figures()
         held["activations"] = seen["waiting_bytes"] + seen["ahead_bytes"]

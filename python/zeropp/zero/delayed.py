@@ -4,7 +4,8 @@ section 5.2). docs/design/0023.
 
 After N exact steps, the update with the gradients of one pass runs in a thread of its own while the next pass computes, so a
 pass computes with the weights of the step before last. ``optimizer.step()`` gives the model what the thread made, and begins the
-next update; whatever keeps or shows all of the training flushes first.
+next update; whatever keeps or shows all of the training flushes first. Parameters and gradients that live in files have a second
+place there (csrc/zero/filed.h, slices.h).
 """
 
 from __future__ import annotations
@@ -37,27 +38,63 @@ class Delayed:
             if unit.trainable:
                 unit.core.set_ahead(self._aside[unit.index].data_ptr())
         self._end = weakref.finalize(self, _end, engine.core, os.getpid())  # before the tier's, which was made earlier
-        if engine.states is not None:
-            engine.states.stepped_beside(engine.core.delayed_figures)
+        tiers = [tier for tier in (engine.states, engine.params_tier, engine.grads_tier) if tier is not None]
+        for tier in tiers:
+            tier.traffic.stepped_beside(engine.core.delayed_figures if tier is tiers[0] else None)
+        self._well = True  # did the update end well on every rank, when they last met?
 
     @property
     def pending(self) -> bool:
         """Has the optimizer values that the model has not? The same on every rank."""
         return bool(self._core.delayed_pending())
 
+    def step_begin(self) -> None:
+        """No rank reads parameters any more, and the update is over; all hear whether it failed on one of them."""
+        self._meet(False)
+
+    def _meet(self, failed: bool) -> None:
+        self._core.delayed_finish()
+        self._well = not any(self._core.step_begin(int(failed or self._core.delayed_failed())))
+
+    def _show(self) -> bool:
+        """The model gets the new values, or, where the update failed on some rank, on none of them. Raises where it did here."""
+        self._core.delayed_wait()
+        if self._well:
+            self._core.delayed_publish()
+        else:
+            self._core.delayed_drop()
+        return self._well
+
     def step(self, groups: Groups, scale: float) -> None:
-        """Between ``step_begin`` and ``step_end``: the last update ends, the next one begins. It takes the gradients."""
+        """After :meth:`step_begin`, before ``step_end``: the model gets what the last update made, the next one begins. It takes the
+        gradients."""
         engine = self._engine()
         assert engine is not None
-        self._core.delayed_wait()
-        self._core.delayed_publish()
+        if not self._show():
+            return  # the rank where it failed says it to all
         taken = max((int(u.steps.max()) for u in engine.units if u.steps is not None and u.steps.numel()), default=0)
         exact = taken < self.exact_steps
-        self._core.delayed_begin(groups, scale, exact)
-        if exact:
-            self._core.delayed_wait()
-            self._core.delayed_publish()
+        if exact and engine.storage is not None:
+            self._begin_exact(groups, scale)
+        else:
+            self._core.delayed_begin(groups, scale, exact)
+        if exact and not self._show():
+            return
         engine.clear_gradients()
+
+    def _begin_exact(self, groups: Groups, scale: float) -> None:
+        """And to its end. Where files can fail, the ranks meet once more before anybody shows its values."""
+        failure = None
+        try:
+            self._core.delayed_begin(groups, scale, True)
+        except BaseException as error:  # raised when the others have heard of it
+            failure = error
+        self._meet(failure is not None)
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None
 
     def finish(self) -> None:
         """Local: no update is under way any more, so that the optimizer's states may be read; the model has the old values.
@@ -79,10 +116,9 @@ class Delayed:
         if storage is not None and storage.is_torn:
             self.drop()  # a rank that failed has none; only a load goes on
             return
-        self._core.step_begin(0)
+        self.step_begin()
         try:
-            self._core.delayed_wait()
-            self._core.delayed_publish()
+            self._show()
         except BaseException as error:
             if storage is None:
                 raise
@@ -101,10 +137,15 @@ class Delayed:
 
     def figures(self) -> dict[str, int]:
         """``steps`` begun, ``step_ns`` that they ran, ``waited_ns`` that :meth:`step` and :meth:`flush` waited for them,
-        ``held_bytes``: values aside and gradients taken."""
+        ``held_bytes`` in memory: values aside and gradients taken."""
         seen: dict[str, int] = self._core.delayed_figures()
         aside = sum(values.nbytes for values in self._aside.values())
         return {**seen, "held_bytes": aside + seen.pop("taken_bytes")}
+
+    def bytes_in_files(self, engine: Engine) -> int:
+        """This rank's, of second copies of parameters and second places of gradients."""
+        params = 0 if engine.params_tier is None else engine.params_tier.second_bytes(engine.units) // engine.ranks
+        return params + (0 if engine.grads_tier is None else engine.grads_tier.bytes_in_file(engine.units))
 
     def close(self) -> None:
         """The model is gone: the update under way ends, for nobody."""
@@ -112,7 +153,9 @@ class Delayed:
 
 
 def _aside(unit: Unit) -> torch.Tensor:
-    """Where new values of a slice go. fp32: to the optimizer's own copy, which without the delay is the slice itself."""
+    """Where new values of a slice go, as far as it is in memory. fp32: to the optimizer's own copy, which without the delay is the slice itself."""
+    if unit.filed is not None:  # the file has another place for the rest
+        return torch.empty(unit.filed.held_elems(unit), dtype=unit.dtype)
     if unit.dtype != torch.float32:
         return torch.empty(unit.shard.numel(), dtype=unit.dtype)
     if unit.master is None:

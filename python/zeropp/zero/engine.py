@@ -230,6 +230,8 @@ class Engine:
             self.core.set_grads_fraction(grads.fraction)
         if config.step_in_backward:
             self.core.lend_slices()
+        if offload.delayed_update is not None:
+            self.core.delay_steps()
         low = self._store_low(model)
         for index, plan in enumerate(plans):
             place = self._place(plan)

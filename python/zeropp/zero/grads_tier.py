@@ -19,7 +19,7 @@ from zeropp.config import Tier
 from zeropp.errors import Error, TierError
 from zeropp.zero.agree import Ranks
 from zeropp.zero.scratch import Scratch
-from zeropp.zero.storage import disk_traffic, end_tier, io_shape, warn
+from zeropp.zero.storage import Traffic, disk_traffic, end_tier, io_shape, warn
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine, Unit
@@ -43,6 +43,7 @@ class GradsTier:
         self.fraction, self._zero = float(tier.fraction), engine.core
         self._ranks = Ranks(engine)
         self._asked_at, self._checksums = -1, tier.checksums
+        self.places = 1 if engine.config.offload.delayed_update is None else 2
         scratch = Scratch(tier.path, self._ranks)
         self.path = scratch.folder / "grads"
         try:
@@ -51,7 +52,8 @@ class GradsTier:
             self._zero.close_grads()
             scratch.remove()
             raise
-        self._number = disk_traffic.add(self._zero.grads_figures)
+        self.traffic: Traffic = Traffic(self._zero.grads_figures)
+        self._number = disk_traffic.add(self.traffic.figures)
         self._end = weakref.finalize(self, end_tier, self._zero.close_grads, self._number, scratch, os.getpid())
 
     def _open(self, scratch: Scratch) -> None:
@@ -98,14 +100,15 @@ class GradsTier:
         self._zero.copy_grads(unit.index, 0, values.numel(), values.data_ptr(), True)
 
     def bytes_in_file(self, units: list[Unit]) -> int:
-        """Of the slices themselves, without what rounds them up to pages."""
+        """Of the slices themselves, without what rounds them up to pages; with delayed updates, in each of their two places."""
         cut, offset, total = self.figures()["cut_bytes"], 0, 0
         for unit in reversed(units):  # as csrc/zero/slices.c lays them
             if unit.trainable:
                 own = unit.shard_elems * unit.grad_dtype.itemsize
-                total += max(0, offset + own - max(offset, cut))
-                offset += -(-own // PAGE_BYTES) * PAGE_BYTES
-        return total
+                for _ in range(self.places):
+                    total += max(0, offset + own - max(offset, cut))
+                    offset += -(-own // PAGE_BYTES) * PAGE_BYTES
+        return total // self.places
 
     def figures(self) -> dict[str, Any]:
         """``home_bytes`` of all slices, ``cut_bytes`` of them held in memory; ``entered_bytes`` now and at their peak;

@@ -20,7 +20,7 @@ from zeropp.config import Tier
 from zeropp.errors import Error
 from zeropp.zero.agree import Ranks
 from zeropp.zero.scratch import Scratch
-from zeropp.zero.storage import Storage, disk_traffic, end_tier, io_shape, warn
+from zeropp.zero.storage import Storage, Traffic, disk_traffic, end_tier, io_shape, warn
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine
@@ -56,8 +56,8 @@ class StateTier:
         core = self.core
         storage.torn.append(lambda: bool(core.torn))
         storage.mends.append(core.mend)
-        self._traffic = _Traffic(core)
-        self._number = disk_traffic.add(self._traffic.figures)
+        self.traffic: Traffic = Traffic(core.figures)
+        self._number = disk_traffic.add(self.traffic.figures)
         self._end = weakref.finalize(self, end_tier, core.close, self._number, scratch, os.getpid())
 
     def _make(self, engine: Engine, scratch: Scratch) -> None:
@@ -80,10 +80,6 @@ class StateTier:
         warn(self.core.take_warning())
         engine.core.set_tier(self.core)
 
-    def stepped_beside(self, figures: Callable[[], dict[str, int]]) -> None:
-        """Steps run in a thread of their own from now on: this rank waits for ``figures()["waited_ns"]``, not for the file."""
-        self._traffic.beside = figures
-
     def close(self) -> None:
         """The model is gone: the scratch file, too."""
         self._end()
@@ -104,18 +100,6 @@ class StateTier:
         for where in ("file", "held"):
             seen[where] = {kind: size for kind, size in zip(self.kinds, seen[where], strict=True) if kind}
         return seen
-
-
-class _Traffic:
-    """What a tier tells ``zeropp.traffic``."""
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-        self.beside: Callable[[], dict[str, int]] | None = None
-
-    def figures(self) -> dict[str, Any]:
-        seen: dict[str, Any] = self._core.figures()
-        return seen if self.beside is None else {**seen, "waited_ns": self.beside()["waited_ns"]}
 
 
 class TieredStates:

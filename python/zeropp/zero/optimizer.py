@@ -94,7 +94,10 @@ class ZeroOptimizer(optim.Optimizer):
         """Collective. Where storage can fail in the middle, all ranks hear of it before any goes on."""
         engine = self._engine
         failure: BaseException | None = None
-        engine.core.step_begin(0)
+        if engine.delayed is not None:
+            engine.delayed.step_begin()
+        else:
+            engine.core.step_begin(0)
         try:
             self._update()
         except BaseException as error:

@@ -22,7 +22,7 @@ from zeropp.errors import ConfigError
 from zeropp.zero import stored
 from zeropp.zero.agree import Ranks
 from zeropp.zero.scratch import Scratch
-from zeropp.zero.storage import Storage, disk_traffic, end_tier, io_shape, warn
+from zeropp.zero.storage import Storage, Traffic, disk_traffic, end_tier, io_shape, warn
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine, Unit
@@ -62,7 +62,8 @@ class ParamsTier:
             self._zero.close_params()
             scratch.remove()
             raise
-        self._number = disk_traffic.add(self._zero.params_figures)
+        self.traffic: Traffic = Traffic(self._zero.params_figures)
+        self._number = disk_traffic.add(self.traffic.figures)
         self._end = weakref.finalize(self, end_tier, self._zero.close_params, self._number, scratch, os.getpid())
 
     def _open(self, scratch: Scratch, make: bool) -> None:
@@ -127,6 +128,17 @@ class ParamsTier:
                 end = begin + entry.numel * unit.dtype.itemsize
                 total += max(0, end - max(begin, cut))
         return total
+
+    def held_elems(self, unit: Unit) -> int:
+        """Of this rank's slice, its first ones, which are in memory for good. Not over several hosts."""
+        seen, itemsize = self.figures(), unit.dtype.itemsize
+        begin = unit.whole.data_ptr() + unit.begin_elems * itemsize
+        held = max(0, seen["home_address"] + seen["cut_bytes"] - begin) // itemsize
+        return int(min(held, unit.shard.numel()))
+
+    def second_bytes(self, units: list[Unit]) -> int:
+        """In the file besides, of all ranks together: where a delayed update writes those parameters."""
+        return self.bytes_in_file([unit for unit in units if unit.trainable])
 
     @staticmethod
     def _own_bytes(units: list[Unit], cut: int) -> int:

@@ -84,6 +84,26 @@ class Storage:
                 mend()
 
 
+class Traffic:
+    """What one tier tells :class:`DiskTraffic`."""
+
+    def __init__(self, figures: Callable[[], dict[str, Any]]) -> None:
+        self._figures = figures
+        self._beside: tuple[Callable[[], dict[str, int]] | None] | None = None
+
+    def stepped_beside(self, delayed: Callable[[], dict[str, int]] | None) -> None:
+        """Steps run in a thread of their own from now on: this rank waits for ``delayed()["waited_ns"]``, not for the file. None:
+        another tier counts that."""
+        self._beside = (delayed,)
+
+    def figures(self) -> dict[str, Any]:
+        seen = self._figures()
+        if self._beside is None:
+            return seen
+        waited = 0 if self._beside[0] is None else self._beside[0]()["waited_ns"]
+        return {**seen, "waited_ns": waited, "step_wait_ns": 0}
+
+
 class DiskTraffic:
     """Bytes that this process's tiers read and wrote, and how long it waited for them; those that are closed included. Any
     thread."""

@@ -34,7 +34,7 @@ def local_range(param: nn.Parameter) -> tuple[int, int]:
 
 def get_local(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
     """A copy of this rank's part, 1-D; None where there is no such thing (a gradient before backward, a state before the
-    first step). Not collective."""
+    first step). Not collective. With a delayed update under way a value is the optimizer's; of fp32 parameters on NVMe, the model's."""
     part = _Part(_ref(param))
     held = part.read(kind)
     return None if held is None else held.clone()

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
+import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import zeropp
 from state_cases import scratch
 from training import Recipe, Run, batch, gpt, ours, same, train, within_rounding
 from zeropp import Offload, Tier
+from zeropp.zero.engine import engine_of
 
 EXACT = 3
 
@@ -24,6 +28,18 @@ EXACT = 3
 def delayed(path: str | None = None, exact: int = EXACT, fraction: float = 1.0) -> dict[str, Any]:
     tier = Tier("cpu") if path is None else Tier("nvme", path=path, fraction=fraction)
     return {"offload": Offload(optimizer=tier, delayed_update=exact)}
+
+
+def files(
+    path: str, params: float = 1.0, grads: float = 1.0, states: float = 1.0, exact: int = EXACT, **more: Any
+) -> dict[str, Any]:
+    """Stage 3, and in files: these shares of each kind. No parameters: stage 2. No states: in memory."""
+
+    def tier(fraction: float, otherwise: str) -> Tier:
+        return Tier("nvme", path=path, fraction=fraction) if fraction else Tier(otherwise)
+
+    kinds = {"params": tier(params, "device"), "grads": tier(grads, "device"), "optimizer": tier(states, "cpu")}
+    return {"stage": 3 if params else 2, "offload": Offload(**kinds, delayed_update=exact, **more)}
 
 
 def reference(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Run:
@@ -73,9 +89,16 @@ def equal_everywhere() -> None:
         configs.append({"precision": "fp16", "loss_scale": zeropp.LossScale(init=2.0**18)})
         for index, config in enumerate(configs):
             runs = []
-            for stage, place in ((1, delayed()), (2, delayed(path)), (3, delayed(path, fraction=0.4)), (3, delayed())):
+            places = [
+                {"stage": 1, **delayed()},
+                {"stage": 2, **delayed(path)},
+                {"stage": 3, **delayed(path, fraction=0.4)},
+            ]
+            # Gradients in a file that accumulate are reduced in every micro-step, which is another order of summation.
+            places += [files(path, 0.6, 0.0 if index == 1 else 0.3, 0.5), {"stage": 3, **delayed()}]
+            for place in places:
                 torch.manual_seed(0)
-                model, optimizer = prepared(stage=stage, **config, **place)
+                model, optimizer = prepared(**config, **place)
                 losses = []
                 for step in range(8):
                     loss = model(*batch(step))
@@ -90,6 +113,117 @@ def equal_everywhere() -> None:
             for losses, values in runs[1:]:
                 assert losses == runs[0][0], (config, losses, runs[0][0])
                 assert all(torch.equal(a, b) for a, b in zip(values, runs[0][1], strict=True)), config
+
+
+def equal_in_files() -> None:
+    """Parameters, gradients, both, and all three kinds, whole and in part; clipped, two micro-batches that are reduced once."""
+    recipe = Recipe(steps=EXACT + 2, clip=0.5, micro=2)
+    with scratch() as path:
+        for precision in (None, "bf16"):
+            wanted = ours(recipe, stage=2, precision=precision, **delayed())
+            for place in (
+                files(path, grads=0.0, states=0.0),
+                files(path, params=0.0, states=0.0),
+                files(path, states=0.0),
+                files(path, 0.4, 0.7, 0.6),
+                files(path, checksums=True),
+            ):
+                same(f"{precision}, {place}", ours(recipe, precision=precision, **place), wanted)
+
+
+def accumulates_in_files() -> None:
+    """Every micro-step reduces, and adds to the place that no update reads."""
+    with scratch() as path:
+        runs = []
+        for accumulate, place in (
+            (1, {"stage": 2, **delayed(exact=1)}),
+            (4, files(path, 0.0, exact=1)),
+            (4, files(path, exact=1)),
+        ):
+            model, optimizer = prepared(accumulate=accumulate, **place)
+            losses = []
+            for step in range(4):
+                for micro in range(4):
+                    loss = model(*batch(step, micro))
+                    (loss / (4 if accumulate == 1 else 1)).backward()  # powers of two: no rounding
+                    losses.append(loss.item())
+                    if accumulate > 1 or micro == 3:
+                        optimizer.step()
+                optimizer.zero_grad()
+            runs.append((losses, list(zeropp.full_state_dict(model).values())))
+            del model, optimizer, loss
+        for losses, values in runs[1:]:
+            assert losses == runs[0][0], (losses, runs[0][0])
+            assert equal(values, runs[0][1])
+
+
+def parts_in_files() -> None:
+    """A frozen block, a block and single parameters without gradients in some steps, a parameter whose gradient is dropped: what is not
+    stepped is the same in both copies of the file."""
+    with scratch() as path:
+        for precision in (None, "bf16"):
+            runs = []
+            for place in (
+                {"stage": 2, **delayed(exact=1)},
+                files(path, exact=1),
+                files(path, 0.5, 0.5, 0.0, exact=1),
+                files(path, grads=0.0, exact=1),
+            ):
+                model = gpt(layers=3)
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_("blocks.1" not in name)
+                adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+                model, adam = zeropp.prepare(model, adam, zeropp.Config(precision=precision, **place))
+                losses = []
+                for step in range(8):
+                    loss = model(*batch(step))
+                    loss.backward()
+                    if step in (2, 3, 6):
+                        model.blocks[0].up.weight.grad = None
+                        model.blocks[0].down.bias.grad = None
+                    if step in (1, 4, 5):
+                        for parameter in model.blocks[2].parameters():
+                            parameter.grad = None
+                    adam.step()
+                    adam.zero_grad()
+                    losses.append(loss.item())
+                runs.append((losses, list(zeropp.full_state_dict(model).values())))
+                del model, adam, loss, parameter
+            for losses, values in runs[1:]:
+                assert losses == runs[0][0], (losses, runs[0][0])
+                assert equal(values, runs[0][1])
+
+
+def slices_of_whole_pages() -> None:
+    """Large enough that an update takes several windows, and is under way while the next pass reads."""
+    with scratch() as path:
+        runs = []
+        for place in ({"stage": 2, **delayed(exact=0)}, files(path, exact=0), files(path, 0.6, 0.4, 0.0, exact=0)):
+            model, optimizer = prepared(width=512, **place)
+            runs.append((train(model, optimizer, 0, 2), [v.sum() for v in zeropp.full_state_dict(model).values()]))
+            del model, optimizer
+        assert runs[0] == runs[1] == runs[2]
+
+
+def memory_of_files() -> None:
+    """What a delay takes lies where its kind does: in the files as much again, in memory what a fraction holds there."""
+    with scratch() as path:
+        for precision, place in ((None, files(path, exact=0)), ("bf16", files(path, 0.5, 0.5, exact=0))):
+            model, optimizer = prepared(width=256, precision=precision, **place)
+            train(model, optimizer, 0, 2)
+            seen = zeropp.memory(model, optimizer)
+            for tier in ("cpu", "nvme"):
+                one = seen[tier]["delayed"]
+                assert abs(one["held"] - one["planned"]) <= 0.03 * one["planned"] + 32768, (tier, one)
+            both = seen["nvme"]["params"]["held"] + seen["nvme"]["grads"]["held"]
+            assert abs(seen["nvme"]["delayed"]["held"] - both) <= 0.03 * both and both > 1 << 19, (seen, both)
+            engine = engine_of(model)
+            assert engine.params_tier is not None and engine.grads_tier is not None
+            for tier in (engine.params_tier, engine.grads_tier):
+                filed = tier.figures()["home_bytes"] - tier.figures()["cut_bytes"]
+                filed *= 2 if tier is engine.params_tier else 1  # its home has both places
+                assert tier.path.stat().st_size == filed, tier
+            del model, optimizer, engine, tier
 
 
 def exact_for_ever() -> None:
@@ -110,8 +244,8 @@ def states_in_fewer_bits() -> None:
         same(state, ours(Recipe(steps=3), stage=1, precision=precision, **delayed(exact=99)), wanted)
 
 
-def prepared(**config: Any) -> tuple[Any, Any]:
-    model = gpt()
+def prepared(width: int = 48, **config: Any) -> tuple[Any, Any]:
+    model = gpt(width=width)
     return zeropp.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), zeropp.Config(**config))
 
 
@@ -135,11 +269,20 @@ def checkpoints() -> None:
             train(model, optimizer, 0, 6)
             zeropp.save(saved, model, optimizer, step=6)
             wanted = train(model, optimizer, 6, 10)
-            for stage, place in ((1, delayed(path, fraction=0.5)), (3, delayed())):
-                model, optimizer = prepared(stage=stage, precision=precision, **place)
+            for place in (
+                {"stage": 1, **delayed(path, fraction=0.5)},
+                {"stage": 3, **delayed()},
+                files(path, 0.7, 0.6, 0.5),
+            ):
+                model, optimizer = prepared(precision=precision, **place)
                 train(model, optimizer, 20, 26)  # what the load must overwrite, with an update under way
                 assert zeropp.load(saved, model, optimizer)["step"] == 6
                 assert train(model, optimizer, 6, 10) == wanted, (precision, place)
+            zeropp.save(Path(path) / "from files", model, optimizer, step=10)
+            further = train(model, optimizer, 10, 13)
+            model, optimizer = prepared(stage=2, precision=precision, **delayed())
+            zeropp.load(Path(path) / "from files", model, optimizer)
+            assert train(model, optimizer, 10, 13) == further
             del model, optimizer
 
 
@@ -150,15 +293,19 @@ def flushes() -> None:
         first = values_of(model)
         train(model, optimizer, 0, 1)
         second = values_of(model)
-        for place in (delayed(exact=0), delayed(path, exact=0)):
-            model, optimizer = prepared(stage=2, **place)
+        for place in (
+            {"stage": 2, **delayed(exact=0)},
+            {"stage": 2, **delayed(path, exact=0)},
+            files(path, 0.8, exact=0),
+        ):
+            model, optimizer = prepared(**place)
             for flush in (
                 lambda optimizer, model: optimizer.flush(),
                 lambda optimizer, model: zeropp.full_state_dict(model),
                 lambda optimizer, model: zeropp.get_full(next(model.parameters())),
                 lambda optimizer, model: zeropp.save(Path(path) / "flushed", model, optimizer, step=1),
             ):
-                model, optimizer = prepared(stage=2, **place)
+                model, optimizer = prepared(**place)
                 train(model, optimizer, 0, 1)
                 assert all(p.grad is None for p in model.parameters()), "the step took them"
                 assert equal(values_of(model), first)
@@ -233,11 +380,88 @@ def a_disk_that_fails() -> None:
         del model, optimizer
 
 
+@contextlib.contextmanager
+def no_writes_beyond(first: int, where: bool) -> Iterator[None]:
+    """As on a disk that is full: files of this rank may not be written from there on."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    dist.barrier()
+    try:
+        if where:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (first, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        dist.barrier()
+
+
+def a_full_disk_of_parameters() -> None:
+    """An update of the last rank, delayed or exact, cannot write its parameters: all ranks hear of it, and all have the weights of
+    before, whole; the last checkpoint goes on."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with scratch() as path:
+        saved = Path(path) / "ckpt"
+        for exact, precision in ((0, "bf16"), (99, None)):
+            model, optimizer = prepared(precision=precision, **files(path, grads=0.0, states=0.0, exact=exact))
+            train(model, optimizer, 0, 2)
+            zeropp.save(saved, model, optimizer, step=2)
+            weights = values_of(model)
+            # So many that the update after them writes the second half of the file.
+            wanted = train(model, optimizer, 2, 4 if exact else 5)
+            zeropp.load(saved, model, optimizer)
+            file = engine_of(model).params_tier.path
+            with no_writes_beyond(file.stat().st_size // 2, last):
+                if not exact:
+                    assert train(model, optimizer, 2, 3) == wanted[:1], "the update fails behind it"
+                with pytest.raises(zeropp.TierError, match=r"params\".*at offset \d+"):
+                    train(model, optimizer, 3, 4)
+            optimizer.zero_grad()
+            assert equal(values_of(model), weights)
+            with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+                train(model, optimizer, 4, 5)
+            optimizer.zero_grad()
+            with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+                zeropp.save(saved, model, optimizer, step=9)
+            assert zeropp.load(saved, model, optimizer)["step"] == 2
+            assert train(model, optimizer, 2, 2 + len(wanted)) == wanted
+            del model, optimizer
+
+
+def gradients_that_cannot_be_read() -> None:
+    """The last rank's file loses its end when its gradients were measured: the update that reads them fails behind the step."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with scratch() as path:
+        saved = Path(path) / "ckpt"
+        model, optimizer = prepared(width=256, **files(path, exact=0))
+        train(model, optimizer, 0, 2)
+        zeropp.save(saved, model, optimizer, step=2)
+        weights = values_of(model)
+        wanted = train(model, optimizer, 2, 5)
+        zeropp.load(saved, model, optimizer)
+        file = engine_of(model).grads_tier.path
+        whole_bytes = file.stat().st_size
+        loss = model(*batch(2))
+        loss.backward()
+        optimizer.clip_grad_norm_(float("inf"))
+        if last:
+            os.truncate(file, whole_bytes // 8)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(zeropp.TierError, match=r"grads\".*at offset \d+"):
+            optimizer.flush()
+        assert equal(values_of(model), weights)
+        if last:
+            os.truncate(file, whole_bytes)
+        dist.barrier()
+        assert zeropp.load(saved, model, optimizer)["step"] == 2
+        assert train(model, optimizer, 2, 5) == wanted
+        del model, optimizer, loss
+
+
 def ends_with_its_model() -> None:
     """A model that goes while its update runs: the file goes, too (`scratch` looks)."""
     with scratch() as path:
-        for _ in range(3):
-            model, optimizer = prepared(stage=2, **delayed(path, exact=0))
+        for place in ({"stage": 2, **delayed(path, exact=0)}, files(path, exact=0), files(path, states=0.0, exact=0)):
+            model, optimizer = prepared(**place)
             train(model, optimizer, 0, 2)
             del model, optimizer
             gc.collect()
@@ -274,11 +498,16 @@ def refusals() -> None:
     train(model, optimizer, 0, 1)
 
 
-ON_ONE_RANK = ("exact_for_ever", "states_in_fewer_bits", "refusals", "learns_like_the_exact_one")
+ON_ONE_RANK = (
+    "exact_for_ever", "states_in_fewer_bits", "refusals", "learns_like_the_exact_one", "slices_of_whole_pages", "memory_of_files",
+    "gradients_that_cannot_be_read",
+)  # fmt: skip
+ON_TWO_RANKS = ("a_full_disk_of_parameters",)
 CASES = {
     function.__name__: function
     for function in (
-        equals_its_definition, equal_everywhere, exact_for_ever, states_in_fewer_bits, checkpoints, flushes, runs_beside_a_pass,
+        equals_its_definition, equal_everywhere, equal_in_files, accumulates_in_files, parts_in_files, slices_of_whole_pages, memory_of_files,
+        a_full_disk_of_parameters, gradients_that_cannot_be_read, exact_for_ever, states_in_fewer_bits, checkpoints, flushes, runs_beside_a_pass,
         a_disk_that_fails, ends_with_its_model, learns_like_the_exact_one, refusals,
     )
 }  # fmt: skip
