@@ -241,7 +241,7 @@ static zpp_status step_visit(zpp_tier *tier, struct tier_plan *plan, const struc
     zpp_status status = take(tier, visit->line, visit->chunk, &buffer, fault, err);
     if (status != ZPP_OK) return status;
     tier_plan_bind(tier, plan, visit, buffer->memory);
-    zpp_adam_step(plan->segments, visit->cuts, grad_scale, pool);
+    zpp_update_step(plan->segments, visit->cuts, grad_scale, pool);
     set_state(tier, buffer, TIER_CHANGED);
     if (--tier->early.left[visit->line][visit->chunk] == 0) status = begin_write(tier, buffer, fault, err);
     return status == ZPP_OK ? read_ahead(tier, fault, err) : status;
@@ -254,7 +254,7 @@ zpp_status zpp_tier_early_step(zpp_tier *tier, const struct zpp_tier_piece *piec
     const uint64_t began_ns = zpp_now_ns();
     struct tier_plan plan = { 0 };
     zpp_status status = tier_plan_make(tier, pieces, pieces_count, &plan, err);
-    if (status == ZPP_OK) zpp_adam_step(plan.segments, plan.held_count, grad_scale, pool);
+    if (status == ZPP_OK) zpp_update_step(plan.segments, plan.held_count, grad_scale, pool);
     for (size_t i = plan.visits_count; i-- > 0 && status == ZPP_OK;)
         status = step_visit(tier, &plan, &plan.visits[i], grad_scale, pool, fault, err);
     tier_plan_drop(&plan);

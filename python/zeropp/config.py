@@ -138,7 +138,7 @@ class Offload:
     optimizer: Tier | str = Tier()
     """Tier of the optimizer's states and of the fp32 master weights; other than "device" needs stage 1, 2 or 3. "nvme"
     needs Adam, AdamW, Lion, Adagrad or SGD (their steps can be streamed: no element asks for another), and takes `fraction`:
-    the share of these bytes that goes to the file. With `step_in_backward` Adam or AdamW."""
+    the share of these bytes that goes to the file."""
 
     activations: Tier | str = Tier()
     """Tier of what autograd keeps for backward while the model's forward runs: the inputs of checkpointed blocks where

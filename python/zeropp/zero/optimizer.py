@@ -565,12 +565,6 @@ def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
             f"Precision.master: {config.master_name!r} is not built yet for {type(optimizer).__name__}; Adam and AdamW are, or "
             "leave it out: the optimizer updates an fp32 copy"
         )
-    states = config.offload.optimizer
-    if config.step_in_backward and getattr(states, "kind", "") == "nvme" and type(optimizer) not in _ADAMS:
-        raise ConfigError(
-            f"Config.step_in_backward: True with offload.optimizer='nvme' is not built yet for {type(optimizer).__name__}; Adam and "
-            "AdamW are, or leave one of the two out"
-        )
     for name in ("optimizer", "params", "grads"):
         tier = getattr(config.offload, name)
         if isinstance(tier, Tier) and tier.kind == "nvme" and type(optimizer) not in updates.UPDATES:
