@@ -13,7 +13,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def _begin_group(handlers: Iterable[Any]) -> None:
 
     asked = next((one for one in handlers if isinstance(one, InitProcessGroupKwargs)), InitProcessGroupKwargs())
     if asked.backend in (None, InitProcessGroupKwargs.backend) and asked.init_method is None:
-        default_group.begin(asked.timeout or timedelta(minutes=10))
+        default_group.begin(asked.timeout)
 
 
 class _PreparedOptimizer(AcceleratedOptimizer):

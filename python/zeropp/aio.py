@@ -182,19 +182,7 @@ class Engine:
         Raises:
             TierError: the file cannot be opened. What goes wrong later is raised by ``wait``.
         """
-        address, size_bytes = _address(tensor)
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
-        future: Future = self._core.submit(
-            False,
-            os.fsencode(path),
-            address,
-            size_bytes,
-            offset_bytes,
-            _one_of("priority", priority, _PRIORITIES),
-            tensor,
-        )
-        return future
+        return self._submit(False, tensor, path, offset_bytes, priority)
 
     def write(
         self,
@@ -212,16 +200,14 @@ class Engine:
         Raises:
             TierError: the file cannot be opened, or the disk has no room.
         """
+        return self._submit(True, tensor, path, offset_bytes, priority)
+
+    def _submit(self, write: bool, tensor: Tensor, path: Path, offset_bytes: int, priority: str) -> Future:
         address, size_bytes = _address(tensor)
-        future: Future = self._core.submit(
-            True,
-            os.fsencode(path),
-            address,
-            size_bytes,
-            offset_bytes,
-            _one_of("priority", priority, _PRIORITIES),
-            tensor,
-        )
+        number = _one_of("priority", priority, _PRIORITIES)
+        if not write and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+        future: Future = self._core.submit(write, os.fsencode(path), address, size_bytes, offset_bytes, number, tensor)
         return future
 
     def flush(self, durable: bool = False, timeout: float | None = None) -> None:
