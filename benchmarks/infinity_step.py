@@ -10,9 +10,9 @@ beside the computation. 8 Psi do, forward and backward; the other 24 Psi are the
 gradients is known, so they come after the computation. Where both take equally long that leaves 1 / (1 + 24/32) = 0.57 of the limit.
 
 "step inside": Config(step_in_backward=True), which steps a unit when its gradients are complete, while it is in memory: up to 16 Psi
-are read, and so its limit is a lower one. 4 Psi move beside the forward, 24 Psi beside the backward, which computes two thirds of the
-time; what the first units' states take at the end is beside nothing. Where both take equally long that leaves
-1 / (1/3 + 24/28) = 0.84 of the limit, less that end.
+are read (less what stays in memory at the turn and over the step, each within Config.prefetch), and so its limit is a lower one.
+4 Psi move beside the forward, 24 Psi beside the backward, which computes two thirds of the time; what the first units' states take
+at the end is beside nothing. Where both take equally long that leaves 1 / (1/3 + 24/28) = 0.84 of the limit, less that end.
 
 The figures beside each row say where the time went: in optimizer.step(), in waiting for the disk in the step (wherever it is) and
 outside of it.

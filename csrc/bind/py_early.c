@@ -394,6 +394,7 @@ static PyObject *zero_early_end(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
     struct zpp_py_early *early = &zero->early;
+    if (!early->failed) zpp_zero_keep_for_forward(zero->core);
     const int broken = end_writes(zero);
     forget_units(zero);
     const bool failed = early->failed || broken;

@@ -12,6 +12,7 @@
  *
  * A backward begins with what the forward ends with. Where a forward has nothing left to read ahead, what the backward
  * reads first is *kept*: read, or not given back when it is released, which makes it FETCHING with nothing to fetch.
+ * So is what a forward reads first, where a step inside the backward has just left it in memory.
  *
  *   ahead_bytes   units that are FETCHING or kept, each once; at most prefetch_bytes
  *
@@ -191,6 +192,7 @@ static void set_kept(zpp_zero *zero, struct zpp_unit *unit, bool kept) {
     const bool was = is_ahead(unit);
     zero->kept_units += kept - unit->kept;
     unit->kept = kept;
+    unit->kept_over_step = false;
     if (is_ahead(unit) == was) return;
     if (was) zero->ahead_bytes -= zpp_unit_bytes(unit);
     else zero->ahead_bytes += zpp_unit_bytes(unit);
@@ -221,13 +223,14 @@ static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp
     return outcome;
 }
 
-/* There came no backward, but a forward that needs the room. True: there is some. */
-static bool drop_kept(zpp_zero *zero) {
+/* There came no backward, but a forward that needs the room; or (`all`) one that begins with other units. True: there
+ * is some. */
+static bool drop_kept(zpp_zero *zero, bool all) {
     const size_t before_bytes = zero->ahead_bytes;
     for (int i = 0; i < zero->units_count && zero->kept_units; i++) {
         struct zpp_unit *unit = zero->units[i];
         struct zpp_err ignored = ZPP_ERR_INIT;
-        if (!unit->kept) continue;
+        if (!unit->kept || (unit->kept_over_step && !all)) continue;
         set_kept(zero, unit, false);
         if (unit->state == ZPP_UNIT_FETCHING && settle(zero, unit, NULL, &ignored) == ZPP_OK)
             (void)zpp_zero_release(zero, i, &ignored);
@@ -256,6 +259,18 @@ static zpp_status keep_for_backward(zpp_zero *zero, struct zpp_err *err) {
     }
 }
 
+void zpp_zero_keep_for_forward(zpp_zero *zero) {
+    for (size_t steps = 0;; steps++) {
+        const int next = zpp_trace_ahead(&zero->trace, ZPP_PHASE_FORWARD, steps);
+        struct zpp_unit *candidate = next < 0 ? NULL : zero->units[next];
+        if (candidate && candidate->held) continue;
+        if (!candidate || !in_shared_file(candidate) || candidate->state != ZPP_UNIT_FULL) return;
+        if (!has_room(zero, candidate)) return;
+        set_kept(zero, candidate, true);
+        candidate->kept_over_step = true;
+    }
+}
+
 /* Follow the recorded order while the bound allows. */
 static zpp_status prefetch_ahead(zpp_zero *zero, enum zpp_phase phase, struct zpp_err *err) {
     for (size_t steps = 0;; steps++) {
@@ -264,7 +279,7 @@ static zpp_status prefetch_ahead(zpp_zero *zero, enum zpp_phase phase, struct zp
         struct zpp_unit *candidate = zero->units[next];
         if (candidate->state != ZPP_UNIT_PARTITIONED) continue;
         while (!has_room(zero, candidate))
-            if (phase == ZPP_PHASE_BACKWARD || !drop_kept(zero)) return ZPP_OK;
+            if (phase == ZPP_PHASE_BACKWARD || !drop_kept(zero, steps == 0)) return ZPP_OK;
         const zpp_status status = start_fetch(zero, candidate, err);
         if (status != ZPP_OK) return status;
     }
@@ -284,7 +299,7 @@ zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const 
         if (status != ZPP_OK) return status;
     }
     if (began_ns) zero->gather_ns += zpp_now_ns() - began_ns;
-    if (phase == ZPP_PHASE_BACKWARD) set_kept(zero, unit, false);
+    if (phase == ZPP_PHASE_BACKWARD || unit->kept_over_step) set_kept(zero, unit, false);
     if (!zero->options.prefetch_bytes) return ZPP_OK;
     zpp_trace_record(&zero->trace, phase, index);
     return prefetch_ahead(zero, phase, err);

@@ -63,7 +63,8 @@ struct zpp_unit {
     int pins;    /* forwards of it that are open now */
     bool sticky; /* keep it until this pass ends */
     bool mapped; /* has memory in the range */
-    bool kept;   /* FILE units: the backward that follows needs it soon, so that a release keeps its memory */
+    bool kept;   /* FILE units: the backward that follows needs it soon, so that a release keeps its memory, */
+    bool kept_over_step; /* ... or the forward after a step inside the backward */
     int filed;   /* FILE units: their number there, */
     size_t file_offset_bytes;   /* their place in its home, or that of this rank's slice, */
     struct zpp_filed *own_file; /* and over several hosts: where that is */

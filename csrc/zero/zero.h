@@ -104,6 +104,9 @@ zpp_status zpp_zero_need(zpp_zero *zero, int unit, enum zpp_phase phase, const s
                          struct zpp_err *err);
 /* Has a forward of units in a file, this one or the next, still to read some of them, ahead of need? */
 bool zpp_zero_reads_forward(const zpp_zero *zero);
+/* After a step that left units in memory, and before they are released: those that the next forward begins with stay,
+ * as far as they could be fetched ahead of it. */
+void zpp_zero_keep_for_forward(zpp_zero *zero);
 /* Not used any more by what was launched so far; a no-op while pinned, sticky or not full. */
 zpp_status zpp_zero_release(zpp_zero *zero, int unit, struct zpp_err *err);
 /* End of a pass: forgets stickiness, releases all that is not pinned, prefetched or not. */
