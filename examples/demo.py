@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import importlib.util
 import json
 import logging
@@ -92,6 +93,15 @@ def choose_device(asked: str, script: str) -> tuple[str, int]:
     if not torch.cuda.is_available():
         raise Refused("DEVICE=cuda: torch sees no GPU here; leave DEVICE empty to train on the CPU")
     return "cuda", torch.cuda.device_count()
+
+
+def own(out: Path) -> None:
+    """The folder is this run's until its process ends, however it does: two would write the same files."""
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        fcntl.flock(os.open(out, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Refused(f"{out}: another run writes there; wait for its end, or choose another folder with --out") from None
 
 
 def unfinished_step(out: Path) -> int | None:
@@ -199,7 +209,7 @@ def larger_than_memory(args: argparse.Namespace, device: str) -> int:
     with torch_device("meta"):
         parameters = sum(p.numel() for p in GPT(larger_than(memory)).parameters())
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        own(out)
         tidy(out / "scratch")  # what a run that was killed left would count as taken
         free = shutil.disk_usage(out).free
     except OSError as error:
@@ -293,7 +303,7 @@ def main() -> int:
 
     out = Path(args.out or EXAMPLES.parent / "out" / "demo").resolve()
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        own(out)
         if offload == "nvme":
             from zeropp.zero.scratch import tidy
 

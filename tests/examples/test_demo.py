@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -144,6 +145,19 @@ def test_half_of_the_free_disk_is_not_taken_unasked(tmp_path):
     done = demo("--offload", "nvme", "--preset", "large", f"--memory={memory}G", "--yes=0", out=tmp_path)
     assert done.returncode == 2 and "more than half; YES=1 allows it" in done.stderr, done.stderr
     assert not left.parent.exists(), "what nobody uses does not count as taken"
+
+
+@pytest.mark.parametrize("large", [[], ["--offload=nvme", "--preset=large", "--memory=32M"]])
+def test_two_runs_in_one_folder_are_kept_apart(tmp_path, large):
+    """The second would write the first one's metrics and checkpoints, and remove its scratch files at its end."""
+    held = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = demo("--steps=1", *large, out=tmp_path)
+    finally:
+        os.close(held)
+    assert done.returncode == 2 and f"{tmp_path}: another run writes there" in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
