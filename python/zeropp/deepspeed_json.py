@@ -122,18 +122,23 @@ _FP16_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
 }
 _OFFLOAD_PARAM_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "pin_memory": ((True, False), "there is no accelerator to copy to"),
-    "buffer_count": ((5,), "a unit is read to its own place, without a buffer"),
-    "buffer_size": ((100_000_000,), "a unit is read to its own place, whatever its size"),
-    "max_in_cpu": ((1_000_000_000,), "a unit stays in memory while it is used; Tier(fraction=) keeps more there"),
 }
 _OFFLOAD_OPTIMIZER_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "super_offload": ((False,), "it is for superchips; Offload(delayed_update=) overlaps the step with the next pass"),
     "cpuadam_cores_perc": ((0.8,), "it belongs to super_offload; OMP_NUM_THREADS says how many threads step"),
     "pin_memory": ((True, False), "buffers are locked where the system lets them"),
-    "buffer_count": ((4,), "four buffers: one stepped, one written, two read ahead"),
     "pipeline_read": ((True, False), "reads always overlap the step"),
     "pipeline_write": ((True, False), "writes always overlap the step"),
     "fast_init": ((True, False), "states are made by the first step"),
+}
+# Hints of the offload sections: what DeepSpeed takes where nothing is said, and why another number changes nothing.
+_OFFLOAD_PARAM_HINTS = {
+    "buffer_count": (5, "a unit is read to its own place, without a buffer"),
+    "buffer_size": (100_000_000, "a unit is read to its own place, whatever its size"),
+    "max_in_cpu": (1_000_000_000, "a unit stays in memory while it is used; Tier(fraction=) keeps more there"),
+}
+_OFFLOAD_OPTIMIZER_HINTS = {
+    "buffer_count": (4, "records of 2 MiB are stepped, written and read ahead at a time"),
 }
 _CHECKPOINTING_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "partition_activations": ((False,), "there is no tensor slicing that would replicate them"),
@@ -437,14 +442,14 @@ def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: i
     comm = _comm(section, stage)
     if comm != Comm():
         fields["comm"] = ("zero_optimization.zero_quantized_weights", comm)
-    params = _tier(section, "offload_param", _OFFLOAD_PARAM_ALWAYS)
+    params = _tier(section, "offload_param", _OFFLOAD_PARAM_ALWAYS, _OFFLOAD_PARAM_HINTS)
     if params.kind == "cpu" and stage < 3:  # accelerate's plugin writes it at every stage
         warnings.warn(
             "zero_optimization.offload_param: device 'cpu' changes nothing in zeropp: parameters are partitioned from stage 3 on",
             stacklevel=4,
         )
         params = Tier()
-    optimizer = _tier(section, "offload_optimizer", _OFFLOAD_OPTIMIZER_ALWAYS)
+    optimizer = _tier(section, "offload_optimizer", _OFFLOAD_OPTIMIZER_ALWAYS, _OFFLOAD_OPTIMIZER_HINTS)
     offload = Offload(params=params, optimizer=optimizer)
     if offload != Offload():
         fields["offload"] = ("zero_optimization.offload_optimizer", offload)
@@ -473,13 +478,16 @@ def _comm(section: Mapping[str, Any], stage: int) -> Comm:
     return Comm(**chosen)
 
 
-def _tier(section: Mapping[str, Any], name: str, always: Mapping[str, tuple[tuple[object, ...], str]]) -> Tier:
+def _tier(
+    section: Mapping[str, Any],
+    name: str,
+    always: Mapping[str, tuple[tuple[object, ...], str]],
+    hints: Mapping[str, tuple[int, str]],
+) -> Tier:
     """`offload_param` or `offload_optimizer`."""
     keys = _section(section, name, "zero_optimization.")
     path = f"zero_optimization.{name}."
-    known = (
-        ("device", "nvme_path", "ratio", *always) if name == "offload_optimizer" else ("device", "nvme_path", *always)
-    )
+    known = ("device", "nvme_path", *(("ratio",) if name == "offload_optimizer" else ()), *always, *hints)
     _refuse_unknown(keys, known, path.rstrip("."))
     device = keys.get("device", "none")
     if device in ("none", None):
@@ -487,6 +495,10 @@ def _tier(section: Mapping[str, Any], name: str, always: Mapping[str, tuple[tupl
     if device not in ("cpu", "nvme"):
         raise wrong(f"{path}device", device, '"none", "cpu" or "nvme"')
     _always(keys, always, path)
+    for key, (usual, why) in hints.items():
+        value = keys.get(key, "auto")
+        if value != "auto" and _elements(value, f"{name}.{key}") != usual:
+            warnings.warn(f"{path}{key}: {value!r} changes nothing in zeropp: {why}", stacklevel=5)
     folder, share = keys.get("nvme_path"), keys.get("ratio", 1.0)
     if device == "nvme" and not isinstance(folder, str):
         raise wrong(f"{path}nvme_path", folder, 'a folder on a local disk, for "device": "nvme"')

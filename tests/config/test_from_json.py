@@ -98,6 +98,21 @@ def test_deepspeed_offload_maps():
     assert Config.from_json({"zero_optimization": section}).offload == Offload(params="nvme", path="/y")
 
 
+def test_buffers_of_deepspeed_offload_change_nothing():
+    """Whoever has tuned them keeps his file, and hears that they are not needed."""
+    usual = {"buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9, "pin_memory": True}
+    section = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/y", **usual}}
+    wanted = Config.from_json({"zero_optimization": section})
+    section["offload_param"].update(buffer_count=8, buffer_size=7e9, max_in_cpu="auto")
+    section["offload_optimizer"] = {"device": "nvme", "nvme_path": "/y", "buffer_count": 6}
+    with pytest.warns(UserWarning, match="changes nothing in zeropp") as told:
+        read = Config.from_json({"zero_optimization": section})
+    assert read.offload == Offload(params="nvme", optimizer="nvme", path="/y") and read.stage == wanted.stage
+    assert [str(one.message).split(":")[0].removeprefix("zero_optimization.") for one in told] == [
+        "offload_param.buffer_count", "offload_param.buffer_size", "offload_optimizer.buffer_count",
+    ]  # fmt: skip
+
+
 def test_zeropp_of_deepspeed_maps(monkeypatch):
     section = {
         "stage": 3,
@@ -187,6 +202,11 @@ def test_layout_hints_are_said_to_change_nothing():
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "buffer_size": 1}}},
             "zero_optimization.offload_optimizer.buffer_size:",
             "did you mean 'buffer_count'?",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "buffer_count": -1}}},
+            "zero_optimization.offload_param.buffer_count:",
+            ">= 0",
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "disk"}}},
