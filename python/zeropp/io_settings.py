@@ -29,9 +29,17 @@ class IoSettings:
 
 
 def cache_file() -> Path:
-    """``io.json`` in ``$XDG_CACHE_HOME/zeropp`` or ``~/.cache/zeropp``."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "zeropp" / "io.json"
+    """``io.json`` in ``$XDG_CACHE_HOME/zeropp`` or ``~/.cache/zeropp``.
+
+    Raises:
+        FileNotFoundError: there is no home, as for a container's nameless user.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = Path(base) if base else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from None
+    return folder / "zeropp" / "io.json"
 
 
 def device_name(path: str | os.PathLike[str]) -> str:
@@ -57,9 +65,16 @@ def measured(path: str | os.PathLike[str]) -> IoSettings | None:
     """Settings measured for the device of ``path``; None: never measured, or the path is not there."""
     try:
         values = _load().get(device_name(path))
-        return IoSettings(**values) if isinstance(values, dict) else None
+        known = IoSettings(**values) if isinstance(values, dict) else None
     except (OSError, TypeError):
         return None
+    return known if known is not None and _can_be(known) else None
+
+
+def _can_be(known: IoSettings) -> bool:
+    """Does an engine take it? The file is the user's, who may have written what he liked."""
+    whole = all(type(value) is int for value in (known.depth, known.block_bytes))
+    return whole and 1 <= known.depth <= 1024 and known.block_bytes % 4096 == 0 and 1 <= known.block_bytes >> 12 <= 1 << 18
 
 
 def store(path: str | os.PathLike[str], settings: IoSettings) -> Path:

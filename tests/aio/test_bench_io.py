@@ -12,6 +12,10 @@ from zeropp.aio import Engine
 from zeropp.cli import bench_io, main
 
 
+def nobodys_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_measures_keeps_and_cleans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -31,6 +35,16 @@ def test_measures_keeps_and_cleans(
         assert (engine.figures()["depth"], engine.figures()["block_bytes"]) == (kept.depth, kept.block_bytes)
     io_settings.cache_file().write_text("no JSON")
     assert io_settings.measured(folder) is None
+    for changed in ({"depth": "8"}, {"depth": 0}, {"block_bytes": 5000}, {"block_bytes": 1 << 31}):
+        values = {"depth": 8, "block_bytes": 4096, "read_gb_s": 1.0, "write_gb_s": 1.0, **changed}
+        io_settings.cache_file().write_text(json.dumps({io_settings.device_name(folder): values}))
+        assert io_settings.measured(folder) is None, changed
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nobodys_home)
+    assert io_settings.measured(folder) is None
+    monkeypatch.setattr(bench_io, "measure", lambda _: (kept, seen["of_limit"], seen["rows"]))
+    assert main(["bench-io", str(folder), "--json"]) == 0
+    assert "XDG_CACHE_HOME=" in capsys.readouterr().err
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     monkeypatch.setattr(bench_io, "measure", lambda _: (kept, seen["of_limit"], seen["rows"]))
     assert main(["bench-io", str(folder), "--json"]) == 0
