@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from zeropp import aio
 from zeropp.config import Tier
@@ -207,7 +208,8 @@ class ActivationTier:
         """``call(*args, **kwargs)``, with what autograd saves in it offloaded."""
         if self._closed or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             return call(*args, **kwargs)
-        kept = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.device.type == "cpu"]
+        given = tree_leaves((args, kwargs))
+        kept = [one for one in given if isinstance(one, Tensor) and one.device.type == "cpu"]
         kept += [one for one in module.buffers() if one.device.type == "cpu"]
         stays = {one.untyped_storage().data_ptr() for one in kept if type(one) in (Tensor, nn.Parameter)}
         with self._lock:

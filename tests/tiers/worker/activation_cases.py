@@ -208,6 +208,20 @@ def graphs() -> None:
         del model, changing
 
 
+def what_is_given_stays() -> None:
+    """A batch may be a few rows of all there is to learn from, in a list or a dictionary: autograd keeps views of the whole."""
+    with scratch() as path:
+        everything = torch.randn(4096, 256)
+        for pack, unpack in (
+            (lambda x: {"rows": [x]}, lambda given: given["rows"][0]),
+            (lambda x: ((x,), None), lambda given: given[0][0]),
+        ):
+            model = offloading(lambda given, w: unpack(given) * w, path)
+            model(pack(everything[32:64])).sum().backward()
+            assert tier_of(model).figures()["written_bytes"] == 0
+            del model
+
+
 def ctrl_c_is_not_lost() -> None:
     """Where a saved tensor dies no Python code of ours runs: it would be the first that a waiting Ctrl-C meets, and Python drops what is
     raised there."""
@@ -307,6 +321,7 @@ CASES = {
         read_back,
         counted,
         graphs,
+        what_is_given_stays,
         ctrl_c_is_not_lost,
         compiled,
         storage_that_fails,
