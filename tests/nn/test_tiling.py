@@ -4,6 +4,7 @@ memory they take. Under ZeRO: tests/tiers/worker/tiling_cases.py."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -213,6 +214,42 @@ def causal(kind: str) -> nn.Module:
     return model(config(**SMALL, num_key_value_heads=1, pad_token_id=0, **more))
 
 
+class Reads(nn.Module):
+    """One layer in three places, and what reads a layer's matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.again, self.blocks = self.first, nn.ModuleList([nn.Sequential(self.first)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = self.again(self.blocks[0](self.first(x)))
+        return value
+
+
+def test_tile_linears_keeps_one_layer_one() -> None:
+    model = Reads()
+    x = torch.randn(3, 64)
+    wanted = gradients(model(x).sum(), [model.first.weight])[0]
+    assert tile_linears(model, 64 * 4 * 16) == ["first", "again", "blocks.0.0"]
+    assert model.first is model.again is model.blocks[0][0] and len(list(model.parameters())) == 8
+    got = torch.cat(gradients(model(x).sum(), [tile.weight for tile in model.first.tiles]))
+    assert near(got, wanted, 64)
+    with pytest.raises(AttributeError, match=r"no weight of its own, only tiles; whole\(\) gives a copy"):
+        model.first.weight.dtype  # noqa: B018
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_tile_linears_loses_nothing() -> None:
+    """A matrix that is computed stays; hooks would be gone."""
+    normed = nn.Sequential(nn.utils.weight_norm(nn.Linear(64, 64)), nn.Linear(64, 64))
+    assert tile_linears(normed, 1024) == ["1"]
+    hooked = nn.Sequential(nn.Linear(64, 64))
+    hooked[0].register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(zeropp.ConfigError, match="0 has hooks or a forward of its own"):
+        tile_linears(hooked, 1024)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "gpt2"])
 def test_models_are_patched_and_restored(kind: str) -> None:
     model = causal(kind).double().train()
@@ -243,6 +280,20 @@ def test_models_are_patched_and_restored(kind: str) -> None:
     assert model(input_ids=rows).logits.shape == (2, 21, 50)
     assert isinstance(model(input_ids=rows, labels=labels, return_dict=False), tuple)
     with_tiles.remove()
+
+
+def test_a_forward_that_was_there_comes_back() -> None:
+    """As Accelerate's hooks, which stand in the place of a module's forward."""
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    own = []
+    for module in (model.model.layers[0].mlp, model.lm_head):
+        module.forward = functools.partial(module.forward)
+        own.append(module.forward)
+    tile_sequence(model).remove()
+    assert [model.model.layers[0].mlp.forward, model.lm_head.forward] == own
 
 
 def test_a_model_inside_of_another() -> None:

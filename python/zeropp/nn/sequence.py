@@ -114,8 +114,14 @@ def _tile_mlp(done: TiledSequence, module: nn.Module, tile: int | None) -> None:
         return tiled_call(plain, x, tile=size, params=list(module.parameters()))
 
     setattr(forward, _OURS, True)
-    module.forward = forward
-    done._undo.append(lambda: module.__dict__.pop("forward", None))
+    done._undo.append(_put_forward(module, forward))
+
+
+def _put_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], Any]:
+    """What takes it back: to the class's forward, or to one that the module was given before."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    return lambda: module.__dict__.pop("forward", None) if before is None else module.__dict__.update(forward=before)
 
 
 class _Loss:
@@ -153,7 +159,7 @@ class _Loss:
         self.passed: Tensor | None = None
         self.took = False  # the loss had what was passed
         had_own = "_loss_function" in model.__dict__
-        head.__dict__["forward"] = self._head
+        take_head_back = _put_forward(head, self._head)
         model.loss_function = self._loss
         before = model.register_forward_pre_hook(self._before, with_kwargs=True)
         after = model.register_forward_hook(self._after, always_call=True)
@@ -161,7 +167,7 @@ class _Loss:
         def undo() -> None:
             before.remove()
             after.remove()
-            head.__dict__.pop("forward", None)
+            take_head_back()
             if had_own:
                 model.loss_function = self.plain_loss
             else:

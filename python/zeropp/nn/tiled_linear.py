@@ -10,12 +10,16 @@ and given back before the next one's, in forward and in backward. So the working
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from zeropp.errors import ConfigError
 
 __all__ = ["TiledLinear", "tile_linears"]
+
+_WOULD_BE_LOST = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class LinearTile(nn.Linear):
@@ -136,6 +140,15 @@ class TiledLinear(nn.Module):
             outputs.append(total)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
+    def __getattr__(self, name: str) -> Any:
+        """Parameters and tiles; and where the whole is asked for, as some models do."""
+        if name in ("weight", "bias"):
+            raise AttributeError(
+                f"TiledLinear has no {name} of its own, only tiles; whole() gives a copy. Where a model reads its layer's {name}, leave "
+                "that layer as it is"
+            )
+        return super().__getattr__(name)
+
     def extra_repr(self) -> str:
         tiles = f"out_tiles={len(self._out) - 1}, in_tiles={len(self._in) - 1}"
         return f"in_features={self.in_features}, out_features={self.out_features}, {tiles}"
@@ -146,10 +159,11 @@ def tile_linears(model: nn.Module, most_bytes: int) -> list[str]:
     are not; before ``zeropp.prepare``.
 
     Returns:
-        The names of what was replaced. A matrix that stands in two places (a tied embedding) stays whole.
+        The names of what was replaced; a layer that stands in several places has one for each, and is one layer still. A matrix of
+        two layers (a tied embedding) stays whole, and so does one that is computed (weight_norm).
 
     Raises:
-        zeropp.ConfigError: the model is prepared already.
+        zeropp.ConfigError: the model is prepared already, or such a layer has hooks or a forward of its own, which would be lost.
     """
     if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or most_bytes < 1:
         raise ValueError(f"tile_linears: most_bytes is {most_bytes!r}, wanted a number of bytes above 0")
@@ -159,15 +173,23 @@ def tile_linears(model: nn.Module, most_bytes: int) -> list[str]:
             if parameter is not None:
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     replaced = []
+    tiled: dict[nn.Module, TiledLinear] = {}
     for path, module in list(model.named_modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is not nn.Linear or uses[id(child.weight)] > 1:
+        for name, child in list(module._modules.items()):
+            if type(child) is not nn.Linear or uses.get(id(child.weight)) != 1:
                 continue
             if hasattr(child.weight, "_zeropp"):
                 raise ConfigError("tile_linears: the model was prepared already; tile it before zeropp.prepare")
             size = child.weight.numel() * child.weight.itemsize
             if size > most_bytes:
-                tiles = min(child.out_features, -(-size // most_bytes))
-                setattr(module, name, TiledLinear.from_linear(child, out_tiles=tiles))
-                replaced.append(f"{path}.{name}" if path else name)
+                full = f"{path}.{name}" if path else name
+                if any(child.__dict__.get(hooks) for hooks in _WOULD_BE_LOST):
+                    raise ConfigError(
+                        f"tile_linears: {full} has hooks or a forward of its own, which its tiles would not have; add them afterwards"
+                    )
+                if child not in tiled:
+                    tiles = min(child.out_features, -(-size // most_bytes))
+                    tiled[child] = TiledLinear.from_linear(child, out_tiles=tiles)
+                setattr(module, name, tiled[child])
+                replaced.append(full)
     return replaced
