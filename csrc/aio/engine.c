@@ -107,6 +107,7 @@ static void close_file(zpp_aio *aio, struct zpp_file *file) {
         if (slot >= 0) aio->retired_slots[aio->retired_count++] = slot;
     }
     if (aio->retired_count && aio->ring) wake_driver(aio);
+    zpp_aio_leave_order(aio, file);
     zpp_file_close(&aio->sys, file);
 }
 
@@ -216,7 +217,7 @@ static void tell_if_not_locked(zpp_aio *aio) {
 static bool begin(zpp_aio *aio, zpp_aio_request *request, struct zpp_file *file) {
     request->number = aio->numbers + 1;
     request->began_ns = zpp_span_begin();
-    if (!zpp_aio_hold(file, request)) return false;
+    if (!zpp_aio_join_order(aio, file) || !zpp_aio_hold(file, request)) return false;
     aio->numbers = request->number;
     ++aio->refs;
     request->file = file;

@@ -82,6 +82,10 @@ static struct zpp_file_sums **find_sums(struct zpp_files *files, const char *pat
     return link;
 }
 
+static bool is_of(const struct zpp_file_sums *entry, uint64_t device, uint64_t inode) {
+    return entry->known && entry->device == device && entry->inode == inode;
+}
+
 static void drop_sums(struct zpp_file_sums **link) {
     struct zpp_file_sums *dropped = *link;
     *link = dropped->next;
@@ -107,12 +111,15 @@ zpp_status zpp_files_keep_sums(struct zpp_files *files, const char *path, zpp_su
 
 /* Of the parts of a striped file, too. */
 void zpp_files_drop_sums(struct zpp_files *files, const char *path) {
+    struct zpp_aio_stat seen;
+    const bool exists = path && files->sums && files->sys->stat(files->sys->ctx, path, &seen) == 0;
     for (struct zpp_file_sums **link = &files->sums; *link;) {
         const size_t length = strlen((*link)->path), wanted = path ? strlen(path) : 0;
         const bool striped = path && path[0] != '/' && files->stripes_count && length > wanted &&
                              (*link)->path[length - wanted - 1] == '/';
         const bool is_it = !path || (striped ? strcmp((*link)->path + length - wanted, path) == 0
-                                             : strcmp((*link)->path, path) == 0);
+                                             : strcmp((*link)->path, path) == 0) ||
+                           (exists && is_of(*link, seen.device, seen.inode));
         if (is_it) drop_sums(link);
         else link = &(*link)->next;
     }
@@ -125,17 +132,34 @@ size_t zpp_files_sums_bytes(const struct zpp_files *files) {
     return bytes;
 }
 
-/* The part's sums; those of a file that had its name before are forgotten. 0 or the errno. */
+/* A reference to the sums of a file that is open under another name: it was renamed, or is linked. NULL: none. An inode
+ * that nobody has open says nothing: it may be another file's by now. */
+static zpp_sums *sums_of_open(const struct zpp_files *files, const struct zpp_file_part *part) {
+    for (const struct zpp_file *file = files->first; file; file = file->next)
+        for (unsigned index = 0; index < file->parts_count; ++index) {
+            const struct zpp_file_part *seen = &file->parts[index];
+            if (seen->sums && seen->device == part->device && seen->inode == part->inode)
+                return zpp_sums_ref(seen->sums);
+        }
+    return NULL;
+}
+
+/* The part's sums. Those of a file that had its name before are forgotten. 0 or the errno. */
 static int join_sums(struct zpp_files *files, struct zpp_file_part *part, uint64_t seen_bytes, bool write) {
-    struct zpp_file_sums *entry = *find_sums(files, part->path);
+    struct zpp_file_sums **link = find_sums(files, part->path), *entry = *link;
     struct zpp_err err = ZPP_ERR_INIT;
-    if (!entry && !write) return 0; /* nothing is known of it */
+    if (entry && entry->known && !is_of(entry, part->device, part->inode)) {
+        drop_sums(link);
+        entry = NULL;
+    }
     if (!entry) {
-        if (zpp_files_keep_sums(files, part->path, zpp_sums_create(), &err) != ZPP_OK) return ENOMEM;
+        zpp_sums *sums = sums_of_open(files, part);
+        if (!sums && !write) return 0; /* nothing is known of it */
+        if (!sums) sums = zpp_sums_create();
+        if (zpp_files_keep_sums(files, part->path, sums, &err) != ZPP_OK) return ENOMEM;
         entry = files->sums;
     }
-    const bool other = entry->known && (entry->device != part->device || entry->inode != part->inode);
-    if (other || !seen_bytes) zpp_sums_clear_all(entry->sums); /* inodes are taken again, and then the file is empty */
+    if (!seen_bytes) zpp_sums_clear_all(entry->sums); /* inodes are taken again, and then the file is empty */
     entry->known = true;
     entry->device = part->device;
     entry->inode = part->inode;

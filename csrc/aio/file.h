@@ -25,7 +25,7 @@
 #include "sums.h"
 #include "sys.h"
 
-enum { ZPP_AIO_PARTS = 16, ZPP_AIO_HAZARD_LISTS = 64 };
+enum { ZPP_AIO_PARTS = 16 };
 
 /* What happened to which bytes; goes with the sentence in struct zpp_err. */
 struct zpp_aio_fault {
@@ -56,7 +56,7 @@ struct zpp_file_sums {
     zpp_sums *sums; /* a reference */
 };
 
-struct zpp_aio_request;
+struct zpp_aio_order;
 
 struct zpp_file {
     struct zpp_file *next; /* most recently used first */
@@ -68,9 +68,9 @@ struct zpp_file {
     bool summed; /* some part has checksums */
     bool gone; /* out of the table; closed with its last request */
     /* below: guarded by the engine's lock */
-    size_t refs;                                                 /* outstanding requests */
-    bool dirty;                                                  /* written since the last durable flush */
-    struct zpp_aio_request *narrow[ZPP_AIO_HAZARD_LISTS], *wide; /* outstanding requests by where they start */
+    size_t refs;                 /* outstanding requests */
+    bool dirty;                  /* written since the last durable flush */
+    struct zpp_aio_order *order; /* a reference, from the first request on; order.c */
 };
 
 struct zpp_files {

@@ -14,6 +14,8 @@
 #include "engine.h"
 #include "ring.h"
 
+enum { ZPP_AIO_HAZARD_LISTS = 64 };
+
 struct zpp_aio_failure {
     struct zpp_err err;
     struct zpp_aio_fault fault;
@@ -23,6 +25,15 @@ struct zpp_aio_failure {
 struct zpp_aio_edge {
     struct zpp_aio_edge *next;
     zpp_aio_request *later;
+};
+
+/* Outstanding requests on one file of the disk, however it is spelled and however often it is open. */
+struct zpp_aio_order {
+    struct zpp_aio_order *next;
+    uint64_t device, inode; /* of the first part */
+    unsigned parts_count;
+    size_t refs; /* files */
+    zpp_aio_request *narrow[ZPP_AIO_HAZARD_LISTS], *wide; /* by where they start */
 };
 
 /* Everything but `done`, `engine` and the job's fields is guarded by the engine's lock. */
@@ -85,6 +96,7 @@ struct zpp_aio {
     pthread_cond_t finished;       /* some request with waiters is done */
     pthread_cond_t work;           /* pread.c: there are chunks to take */
     zpp_aio_request *first, *last; /* outstanding */
+    struct zpp_aio_order *orders;
     unsigned outstanding;
     uint64_t numbers;
     struct zpp_aio_queue urgent, background;
@@ -132,6 +144,9 @@ struct zpp_aio_failure *zpp_aio_new_failure(zpp_aio_request *request); /* NULL: 
 void zpp_aio_tell_lock(zpp_aio *aio, int os_errno); /* once; no lock held */
 void zpp_aio_log(zpp_aio *aio, const char *text);                      /* no lock held */
 
+/* order.c; `lock` held. Give a file its place in the order of requests; false: no memory. And take it back. */
+bool zpp_aio_join_order(zpp_aio *aio, struct zpp_file *file);
+void zpp_aio_leave_order(zpp_aio *aio, struct zpp_file *file);
 /* order.c; `lock` held. Have `later` wait for those it collides with; false: no memory, call zpp_aio_unhold. */
 bool zpp_aio_hold(struct zpp_file *file, zpp_aio_request *later);
 void zpp_aio_unhold(zpp_aio *aio, const zpp_aio_request *request);

@@ -172,7 +172,10 @@ void zpp_aio_destroy(zpp_aio *aio) {
     aio->ring = NULL;
     if (aio->bounce_memory) zpp_aio_arena_free(aio->arena, aio->bounce_memory);
     zpp_aio_arena_unref(aio->arena);
-    for (struct zpp_file *file; (file = zpp_files_take(&aio->files, NULL));) zpp_file_close(&aio->sys, file);
+    for (struct zpp_file *file; (file = zpp_files_take(&aio->files, NULL));) {
+        zpp_aio_leave_order(aio, file);
+        zpp_file_close(&aio->sys, file);
+    }
     zpp_files_drop_sums(&aio->files, NULL);
     pthread_mutex_lock(&aio->lock);
     const bool last = --aio->refs == 0;

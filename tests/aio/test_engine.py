@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zeropp
@@ -313,3 +314,35 @@ else:
     if os.uname().machine not in ("x86_64", "aarch64"):
         pytest.skip("system call numbers are known for x86_64 and aarch64 only")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_file_is_what_the_disk_calls_one(engine: Engine, tmp_path: Path) -> None:
+    """Requests keep their order, and checksums their file, however it is spelled, linked, renamed or opened."""
+    path, spelled = tmp_path / "t", f"{tmp_path}/./t"
+    size = 4 << 20
+    np.full(size, 1.0, np.float32).tofile(path)
+    os.symlink(path, tmp_path / "link")
+    out = torch.empty(size)
+    read = engine.read(out, path)  # opens it for reading only
+    engine.write(torch.full((size,), 2.0), path)
+    read.wait()
+    assert (out == 1).all()
+    for value, to, at in ((3.0, spelled, path), (4.0, tmp_path / "link", spelled), (5.0, path, tmp_path / "link")):
+        engine.write(torch.full((size,), value), to, priority="background")
+        engine.read(out, at, priority="urgent").wait()
+        assert (out == value).all()
+    engine.write(torch.full((size,), 6.0), path)
+    engine.forget(path)
+    engine.read(out, path).wait()
+    assert (out == 6).all()
+    engine.write(torch.full((size,), 7.0), tmp_path / "new").wait()
+    os.replace(tmp_path / "new", path)
+    engine.read(out, path).wait()
+    assert (out == 7).all()
+
+
+def test_pipes_are_refused(engine: Engine, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for move in (engine.read, engine.write):
+        with pytest.raises(zeropp.TierError, match="Illegal seek"):
+            move(torch.zeros(4), tmp_path / "pipe")
