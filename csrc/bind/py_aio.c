@@ -20,6 +20,8 @@
 #include "pywait.h"
 #include "raise.h"
 
+#define SETTLE_NS 60000000000u
+
 struct orphan {
     struct orphan *next;
     zpp_aio_request *request;
@@ -338,9 +340,28 @@ static void end(Engine *engine) {
     }
 }
 
+/* Nobody holds the engine or a future of it: what was begun comes to its end, as with Python's own files. A write that
+ * failed is told as they tell it. */
+static void settle(Engine *engine) {
+    const struct zpp_wait wait = {.timeout_ns = SETTLE_NS};
+    struct zpp_aio_fault fault = {0};
+    struct zpp_err err = ZPP_ERR_INIT;
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyThreadState *state = PyEval_SaveThread();
+    const zpp_status status = zpp_aio_flush(engine->aio, false, &wait, &fault, &err);
+    PyEval_RestoreThread(state);
+    if (status != ZPP_OK) {
+        zpp_py_raise_aio(&err, &fault);
+        PyErr_WriteUnraisable((PyObject *)Py_TYPE(engine));
+    }
+    PyErr_Restore(type, value, trace);
+}
+
 static void engine_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     Engine *engine = (Engine *)self;
+    if (engine->aio && engine->owner == (long)getpid()) settle(engine);
     end(engine);
     for (struct log_line *line = engine->log_ready ? fetch_log(engine) : NULL, *next; line; line = next) {
         next = line->next;

@@ -239,6 +239,29 @@ def test_closing(tmp_path: Path) -> None:
         futures[-1].wait()
 
 
+def test_an_engine_that_is_dropped_ends_what_it_began(tmp_path: Path) -> None:
+    """At the end of a program, too."""
+    script = """
+import sys, torch
+from pathlib import Path
+from zeropp.aio import Engine
+
+def begin(name):
+    engine = Engine(depth=1, block_bytes=4096, backend="threads", threads=1)
+    for index in range(3):
+        engine.write(torch.ones(1 << 20), Path(sys.argv[1], f"{name}-{index}"))
+    return engine
+
+begin("dropped")
+kept = begin("kept")
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    written = sorted(tmp_path.iterdir())
+    assert [one.name for one in written] == [f"{name}-{index}" for name in ("dropped", "kept") for index in range(3)]
+    assert all(one.read_bytes() == b"\0\0\x80?" * (1 << 20) for one in written)
+
+
 def test_arguments() -> None:
     for arguments, sentence in [
         ({"depth": 0}, "depth is 0"), ({"depth": 5000}, "depth is 5000"), ({"block_bytes": 1000}, "is 1000"),
