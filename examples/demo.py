@@ -101,7 +101,9 @@ def own(out: Path) -> None:
     try:
         fcntl.flock(os.open(out, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise Refused(f"{out}: another run writes there; wait for its end, or choose another folder with --out") from None
+        raise Refused(
+            f"{out}: another run writes there; wait for its end, or choose another folder with --out"
+        ) from None
 
 
 def unfinished_step(out: Path) -> int | None:

@@ -74,7 +74,9 @@ def measured(path: str | os.PathLike[str]) -> IoSettings | None:
 def _can_be(known: IoSettings) -> bool:
     """Does an engine take it? The file is the user's, who may have written what he liked."""
     whole = all(type(value) is int for value in (known.depth, known.block_bytes))
-    return whole and 1 <= known.depth <= 1024 and known.block_bytes % 4096 == 0 and 1 <= known.block_bytes >> 12 <= 1 << 18
+    return (
+        whole and 1 <= known.depth <= 1024 and known.block_bytes % 4096 == 0 and 1 <= known.block_bytes >> 12 <= 1 << 18
+    )
 
 
 def store(path: str | os.PathLike[str], settings: IoSettings) -> Path:

@@ -344,7 +344,7 @@ def test_a_file_is_what_the_disk_calls_one(engine: Engine, tmp_path: Path) -> No
     path, spelled = tmp_path / "t", f"{tmp_path}/./t"
     size = 4 << 20
     np.full(size, 1.0, np.float32).tofile(path)
-    os.symlink(path, tmp_path / "link")
+    (tmp_path / "link").symlink_to(path)
     out = torch.empty(size)
     read = engine.read(out, path)  # opens it for reading only
     engine.write(torch.full((size,), 2.0), path)
@@ -359,7 +359,7 @@ def test_a_file_is_what_the_disk_calls_one(engine: Engine, tmp_path: Path) -> No
     engine.read(out, path).wait()
     assert (out == 6).all()
     engine.write(torch.full((size,), 7.0), tmp_path / "new").wait()
-    os.replace(tmp_path / "new", path)
+    (tmp_path / "new").replace(path)
     engine.read(out, path).wait()
     assert (out == 7).all()
 
