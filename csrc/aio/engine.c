@@ -470,11 +470,12 @@ void zpp_aio_forget(zpp_aio *aio, const char *path) {
     struct zpp_err err = ZPP_ERR_INIT;
     if (usable(aio, &err) != ZPP_OK) return;
     pthread_mutex_lock(&aio->files_lock);
-    struct zpp_file *file = zpp_files_take(&aio->files, path);
+    for (struct zpp_file *file; (file = zpp_files_take(&aio->files, path));) {
+        pthread_mutex_lock(&aio->lock);
+        if (file->refs == 0) close_file(aio, file);
+        pthread_mutex_unlock(&aio->lock);
+    }
     zpp_files_drop_sums(&aio->files, path);
-    pthread_mutex_lock(&aio->lock);
-    if (file && file->refs == 0) close_file(aio, file);
-    pthread_mutex_unlock(&aio->lock);
     pthread_mutex_unlock(&aio->files_lock);
 }
 

@@ -95,8 +95,8 @@ void zpp_aio_release(zpp_aio_request *request);
  * failure, once. `durable`: the data of all files written have reached the device as well. */
 zpp_status zpp_aio_flush(zpp_aio *aio, bool durable, const struct zpp_wait *wait, struct zpp_aio_fault *fault,
                          struct zpp_err *err);
-/* Close the descriptors kept for a path (a removed file's space comes free then), and drop its checksums. Requests that
- * run keep theirs. */
+/* Close the descriptors kept for a file (a removed one's space comes free then), whatever it was called when it was
+ * opened, and drop its checksums. Requests that run keep theirs. */
 void zpp_aio_forget(zpp_aio *aio, const char *path);
 /* A file that several engines write, each its own bytes: its checksums (zpp_sums_attach; the engine takes this
  * reference, also on failure). Before the first request on it; only with `checksums`, and not for striped paths. */

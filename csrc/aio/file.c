@@ -109,17 +109,28 @@ zpp_status zpp_files_keep_sums(struct zpp_files *files, const char *path, zpp_su
     return ZPP_OK;
 }
 
+static void drop_sums_of(struct zpp_files *files, uint64_t device, uint64_t inode) {
+    for (struct zpp_file_sums **link = &files->sums; *link;) {
+        if (is_of(*link, device, inode)) drop_sums(link);
+        else link = &(*link)->next;
+    }
+}
+
+/* What a path names now; false: nothing, or the parts of a striped file, which go by their name alone. */
+static bool look_at(const struct zpp_files *files, const char *path, struct zpp_aio_stat *out) {
+    return (files->stripes_count == 0 || path[0] == '/') && files->sys->stat(files->sys->ctx, path, out) == 0;
+}
+
 /* Of the parts of a striped file, too. */
 void zpp_files_drop_sums(struct zpp_files *files, const char *path) {
     struct zpp_aio_stat seen;
-    const bool exists = path && files->sums && files->sys->stat(files->sys->ctx, path, &seen) == 0;
+    if (path && files->sums && look_at(files, path, &seen)) drop_sums_of(files, seen.device, seen.inode);
     for (struct zpp_file_sums **link = &files->sums; *link;) {
         const size_t length = strlen((*link)->path), wanted = path ? strlen(path) : 0;
         const bool striped = path && path[0] != '/' && files->stripes_count && length > wanted &&
                              (*link)->path[length - wanted - 1] == '/';
         const bool is_it = !path || (striped ? strcmp((*link)->path + length - wanted, path) == 0
-                                             : strcmp((*link)->path, path) == 0) ||
-                           (exists && is_of(*link, seen.device, seen.inode));
+                                             : strcmp((*link)->path, path) == 0);
         if (is_it) drop_sums(link);
         else link = &(*link)->next;
     }
@@ -155,7 +166,10 @@ static int join_sums(struct zpp_files *files, struct zpp_file_part *part, uint64
     if (!entry) {
         zpp_sums *sums = sums_of_open(files, part);
         if (!sums && !write) return 0; /* nothing is known of it */
-        if (!sums) sums = zpp_sums_create();
+        if (!sums) { /* what was known of it by a name that nobody has open is about to be overwritten */
+            drop_sums_of(files, part->device, part->inode);
+            sums = zpp_sums_create();
+        }
         if (zpp_files_keep_sums(files, part->path, sums, &err) != ZPP_OK) return ENOMEM;
         entry = files->sums;
     }
@@ -262,9 +276,13 @@ zpp_status zpp_files_get(struct zpp_files *files, const char *path, bool write, 
 }
 
 struct zpp_file *zpp_files_take(struct zpp_files *files, const char *path) {
+    struct zpp_aio_stat seen;
+    const bool exists = path && look_at(files, path, &seen);
     struct zpp_file **found = NULL;
     for (struct zpp_file **link = &files->first; *link; link = &(*link)->next) {
-        if (path ? strcmp((*link)->path, path) == 0 : (*link)->refs == 0) found = link;
+        const struct zpp_file_part *part = &(*link)->parts[0];
+        const bool same = exists && part->device == seen.device && part->inode == seen.inode;
+        if (path ? same || strcmp((*link)->path, path) == 0 : (*link)->refs == 0) found = link;
     }
     return found ? take(files, found) : NULL;
 }

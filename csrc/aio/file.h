@@ -89,7 +89,8 @@ struct zpp_files {
  * the caller once their `refs` are 0. On failure `fault` and `err` say why. */
 zpp_status zpp_files_get(struct zpp_files *files, const char *path, bool write, struct zpp_file **out,
                          struct zpp_file **dropped, struct zpp_aio_fault *fault, struct zpp_err *err);
-/* Take out of the table: by path, or the least recently used that has no requests (path NULL). NULL: none. */
+/* Take one out of the table: by path, however it was spelled, or the least recently used that has no requests (path
+ * NULL). NULL: none. */
 struct zpp_file *zpp_files_take(struct zpp_files *files, const char *path);
 /* Checksums of a file: `sums` (a reference that this takes) are the ones to keep for `path` (not striped); and they are
  * dropped for a path, or all (NULL). */

@@ -277,6 +277,35 @@ static void another_file_on(enum zpp_aio_backend backend) {
 }
 ON_EACH(another_file)
 
+/* One file by several names has one set of sums: what was written by one is checked by the other, and is never compared
+ * with what was known by a name that was closed meanwhile. */
+static void several_names_on(enum zpp_aio_backend backend) {
+    enum { MORE_THAN_STAY_OPEN = 300 };
+    zpp_aio *aio = new_engine(summing_config(backend));
+    struct zpp_err err = ZPP_ERR_INIT;
+    unsigned char data[2 * PAGE];
+    char other[128];
+    const char *names[] = {in_folder("one"), in_folder("./one"), in_folder(".//one"), in_folder("././one")};
+    for (unsigned round = 0; round < 4; ++round) {
+        const uint64_t before = checked_bytes(aio);
+        for (unsigned index = 0; round % 2 && index < MORE_THAN_STAY_OPEN; ++index) {
+            snprintf(other, sizeof other, "%s/other%u", folder, index);
+            move(aio, true, other, data, 1, 0);
+        }
+        fill(data, sizeof data, 0, round);
+        move(aio, true, names[round], data, sizeof data, 0);
+        move(aio, false, names[0], data, sizeof data, 0);
+        check_filled(data, sizeof data, 0, round);
+        CHECK_EQUAL(checked_bytes(aio), before + sizeof data);
+    }
+    flip(names[0], 5); /* on purpose */
+    CHECK_FAILS(finish(begin(aio, false, names[2], data, sizeof data, 0), &err, NULL), ZPP_TIER, "does not hold");
+    zpp_aio_forget(aio, names[1]);
+    move(aio, false, names[3], data, sizeof data, 0);
+    zpp_aio_destroy(aio);
+}
+ON_EACH(several_names)
+
 /* What the next reads meet: `wrong` of them give bytes that are not the file's; others are short. */
 static atomic_int wrong_reads, short_reads, failing_writes;
 
@@ -450,7 +479,7 @@ int main(int argc, char **argv) {
         TEST(own_table),  TEST(shared_table),          TEST(crowded_page),
         TEST(same_page),  TEST(everything_is_checked), TEST(a_bit_that_changed),
         TEST(stripes),    TEST(another_file),          TEST(on_the_way),
-        TEST(neighbours), {0},
+        TEST(neighbours), TEST(several_names),         {0},
     };
     return test_main(argc, argv, cases);
 }
