@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequential O_DIRECT reads and writes of one file: zeropp's engine, fio (io_uring and libaio) and DeepSpeed's aio.
+"""Sequential O_DIRECT reads, writes and both at once: zeropp's engine, fio (io_uring and libaio) and DeepSpeed's aio.
 
-Locked tensors are each library's own; pageable ones are plain torch tensors. CPU seconds count
-every thread, user and system.
+"mixed": one file is read while as many bytes of another are written; fio does half of its blocks each way, in one file.
+Locked tensors are each library's own; pageable ones are plain torch tensors. CPU seconds count every thread, user and system.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from aio_peers import Cost, deepspeed_handle, fio, timed
-from harness import ROOT, Need, Run, alternate
+from harness import ROOT, BenchError, Need, Run, alternate
 from zeropp.aio import Engine
 
 CLAIM = "The I/O engine reaches the disk's limit (fio's best), at a third of DeepSpeed's CPU time a byte"
@@ -25,7 +26,7 @@ BLOCK_BYTES, DEPTH = 1 << 20, 32
 
 
 def run(bench: Run) -> None:
-    """Reads and writes, locked and pageable, each against all peers in the same rounds."""
+    """Locked and pageable, each against all peers in the same rounds."""
     size_bytes = (256 << 20) if bench.quick else (1 << 30)
     rounds = 3 if bench.quick else 7
     handle = deepspeed_handle(BLOCK_BYTES, DEPTH)
@@ -33,53 +34,86 @@ def run(bench: Run) -> None:
         path = Path(folder) / "file"
         source = torch.randint(0, 256, (size_bytes,), dtype=torch.uint8)
         engine.write(source, path).wait()
-        locked = handle.new_cpu_locked_tensor(size_bytes, torch.empty(0, dtype=torch.uint8))
-        memory = {
-            "locked": (engine.empty(size_bytes, torch.uint8), locked),
-            "pageable": (torch.empty_like(source), torch.empty_like(source)),
-        }
-        for kind, (ours, theirs) in memory.items():
-            for tensor in (ours, theirs):
-                tensor.zero_()
-            engine.read(ours, path).wait()
-            handle.sync_pread(theirs, str(path), 0)
-            bench.check(torch.equal(ours, source), f"{kind}: our read differs from what was written")
-            bench.check(torch.equal(theirs, source), f"{kind}: DeepSpeed's read differs from what was written")
-            for write in (False, True):
-                bench.log(f"{kind} {'write' if write else 'read'}")
-                compare(bench, kind, write, rounds, size_bytes, contenders(engine, handle, ours, theirs, path, write))
-                check = torch.empty_like(source)
-                engine.read(check, path).wait()
-                bench.check(torch.equal(check, source), f"{kind}: the file changed")
-        handle.free_cpu_locked_tensor(locked)
+        for kind in ("locked", "pageable"):
+            for access in ("read", "write", "mixed"):
+                bench.log(f"{kind} {access}")
+                measure(bench, engine, handle, kind, access, rounds, path, source)
+
+
+def measure(
+    bench: Run, engine: Engine, handle: Any, kind: str, access: str, rounds: int, path: Path, source: torch.Tensor
+) -> None:
+    """Rows of one case, once a pass of each has moved the right bytes."""
+    size_bytes = source.numel()
+    parts = (size_bytes // 2, size_bytes // 2) if access == "mixed" else (size_bytes,)
+    byte = torch.empty(0, dtype=torch.uint8)
+    if kind == "locked":
+        ours = [engine.empty(part, torch.uint8) for part in parts]
+        theirs = [handle.new_cpu_locked_tensor(part, byte) for part in parts]
+    else:
+        ours, theirs = ([torch.empty(part, dtype=torch.uint8) for part in parts] for _ in range(2))
+    for tensor in (*ours, *theirs):
+        tensor.copy_(source[: tensor.numel()])
+    outs = {who: path.with_suffix("." + who) for who in ("ours", "theirs", "fio")}
+    if access != "read":  # blocks that are there, for all
+        for out in outs.values():
+            engine.write(source ^ 1, out).wait()
+    for tensor in (ours[0], theirs[0]) if access != "write" else ():
+        tensor.zero_()
+    group = contenders(engine, handle, ours, theirs, path, outs, access)
+    for who, contender, buffers in (("ours", "ours", ours), ("theirs", "DeepSpeed aio", theirs)):
+        group[contender]()
+        if access != "write":
+            bench.check(torch.equal(buffers[0], source[: parts[0]]), f"{kind} {access}: {who} read other bytes")
+        if access != "read":
+            check = torch.empty_like(source[: parts[-1]])
+            engine.read(check, outs[who]).wait()
+            bench.check(torch.equal(check, source[: parts[-1]]), f"{kind} {access}: {who} wrote other bytes")
+    compare(bench, f"{access} {size_bytes >> 20} MB {kind}", rounds, size_bytes, group)
+    for out in outs.values():
+        out.unlink(missing_ok=True)
+        engine.forget(out)
+    if kind == "locked":
+        for tensor in theirs:
+            handle.free_cpu_locked_tensor(tensor)
 
 
 def contenders(
-    engine: Engine, handle: object, ours: torch.Tensor, theirs: torch.Tensor, path: Path, write: bool
-) -> dict[str, Callable[[], Cost]]:
-    """Each moves the whole file once. fio writes first of its own pattern, so its write rounds end with ours."""
-    scratch = path.with_suffix(".fio") if write else path
-    deepspeed = handle.sync_pwrite if write else handle.sync_pread  # type: ignore[attr-defined]
-    start = engine.write if write else engine.read
-    size_bytes = ours.numel()
-    if write:
-        engine.write(ours, scratch).wait()  # the same fresh blocks; fio overwrites them
+    engine: Engine, handle: Any, ours: list[torch.Tensor], theirs: list[torch.Tensor], path: Path, outs: dict[str, Path], access: str
+) -> dict[str, Callable[[], Cost]]:  # fmt: skip
+    """Each moves as many bytes. The first buffer is read to, the last one written from."""
+    reads, writes = access != "write", access != "read"
+    jobs, mode = reads + writes, "rw" if reads and writes else access
+    fio_path, size_bytes = outs["fio"] if writes else path, sum(tensor.numel() for tensor in ours)
+
+    def our_pass() -> None:
+        futures = [engine.read(ours[0], path)] if reads else []
+        futures += [engine.write(ours[-1], outs["ours"])] if writes else []
+        for future in futures:
+            future.wait()
+
+    def their_pass() -> None:
+        if reads:
+            handle.async_pread(theirs[0], str(path), 0)
+        if writes:
+            handle.async_pwrite(theirs[-1], str(outs["theirs"]), 0)
+        done = handle.wait()
+        if done != jobs:
+            raise BenchError(f"DeepSpeed ended {done} of {jobs} requests")
+
     return {
-        "ours": lambda: timed(lambda: start(ours, path).wait()),
-        "fio io_uring": lambda: fio("io_uring", scratch, size_bytes, write),
-        "fio libaio": lambda: fio("libaio", scratch, size_bytes, write),
-        "DeepSpeed aio": lambda: timed(lambda: deepspeed(theirs, str(path), 0)),
+        "ours": lambda: timed(our_pass),
+        "fio io_uring": lambda: fio("io_uring", fio_path, size_bytes, mode),
+        "fio libaio": lambda: fio("libaio", fio_path, size_bytes, mode),
+        "DeepSpeed aio": lambda: timed(their_pass),
     }
 
 
-def compare(
-    bench: Run, kind: str, write: bool, rounds: int, size_bytes: int, group: dict[str, Callable[[], Cost]]
-) -> None:
+def compare(bench: Run, case: str, rounds: int, size_bytes: int, group: dict[str, Callable[[], Cost]]) -> None:
     """Rows of bandwidth and of CPU time from the same rounds."""
     costs: dict[str, list[Cost]] = alternate(group, rounds)
     rates = {name: [size_bytes / cost.seconds / 1e9 for cost in seen] for name, seen in costs.items()}
     rates["fio best"] = [max(a, b) for a, b in zip(rates["fio io_uring"], rates["fio libaio"], strict=True)]
-    case = f"{'write' if write else 'read'} {size_bytes >> 20} MB {kind}"
     peers = ["fio io_uring", "fio libaio", "DeepSpeed aio"]
     bench.compare(case, rates, ours="ours", peers=peers, unit="GB/s", limit="fio best", better="higher")
     cpu = {name: [cost.cpu_seconds / size_bytes * 1e9 for cost in seen] for name, seen in costs.items()}

@@ -33,10 +33,11 @@ def timed(call: Callable[[], object]) -> Cost:
     return Cost(end - start, cpu)
 
 
-def fio(engine: str, path: Path, size_bytes: int, write: bool, over: bool = True) -> Cost:
-    """One sequential pass of fio over the file, 1 MiB blocks, 32 deep. ``over`` False: into a file that is not there."""
+def fio(engine: str, path: Path, size_bytes: int, access: str, over: bool = True) -> Cost:
+    """One sequential pass of fio over the file, 1 MiB blocks, 32 deep; ``access``: "read", "write", or "rw" (half of the blocks
+    each). ``over`` False: into a file that is not there."""
     command = [
-        "fio", "--name=pass", f"--filename={path}", f"--ioengine={engine}", f"--rw={'write' if write else 'read'}",
+        "fio", "--name=pass", f"--filename={path}", f"--ioengine={engine}", f"--rw={access}",
         "--bs=1M", "--iodepth=32", "--direct=1", f"--size={size_bytes}", "--output-format=json", f"--overwrite={int(over)}",
         "--invalidate=0", "--thread",
     ]  # fmt: skip
@@ -44,7 +45,10 @@ def fio(engine: str, path: Path, size_bytes: int, write: bool, over: bool = True
     if done.returncode != 0:
         raise BenchError(f"fio {engine}: exit status {done.returncode}: {done.stderr[-500:]}")
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    seconds = job["write" if write else "read"]["runtime"] / 1e3
+    moved_bytes = job["read"]["io_bytes"] + job["write"]["io_bytes"]
+    if moved_bytes != size_bytes:
+        raise BenchError(f"fio {engine}: moved {moved_bytes} bytes, wanted {size_bytes}")
+    seconds = max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3
     return Cost(seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds)
 
 

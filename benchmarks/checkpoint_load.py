@@ -27,12 +27,12 @@ def run(bench: Run) -> None:
         check(bench, model, optimizer, state, ours, theirs)
         zeropp.save(ours, model, optimizer, step=1)
         dcp_save(state, theirs)
-        fio("io_uring", scratch, whole_bytes, True)
+        fio("io_uring", scratch, whole_bytes, "write")
         samples = alternate(
             {
                 "ours": timed(lambda: zeropp.load(ours, model, optimizer), lambda: forget(ours)),
                 "DCP": timed(lambda: dcp_load(state, theirs), lambda: forget(theirs)),
-                "fio": lambda: fio("io_uring", scratch, whole_bytes, False).seconds * 1e3,
+                "fio": lambda: fio("io_uring", scratch, whole_bytes, "read").seconds * 1e3,
             },
             3 if bench.quick else 5,
         )

@@ -43,7 +43,7 @@ def run(bench: Run) -> None:
             if new:
                 scratch.unlink(missing_ok=True)
                 os.sync()
-            return fio("io_uring", scratch, whole_bytes, True, over=not new).seconds * 1e3
+            return fio("io_uring", scratch, whole_bytes, "write", over=not new).seconds * 1e3
 
         samples = alternate(
             {
