@@ -226,9 +226,22 @@ zpp_status zpp_zero_store_low(zpp_zero *zero, int index, size_t param, struct zp
     return ZPP_OK;
 }
 
-static zpp_status place_filed(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    zpp_status status = zpp_filed_add(zero->filed, zpp_unit_bytes(unit), &unit->filed, &unit->file_offset_bytes, err);
-    unit->range_offset_bytes = unit->file_offset_bytes;
+static void place_in_range(struct zpp_unit *unit, size_t *range_bytes) {
+    unit->range_offset_bytes = zpp_range_place(*range_bytes, zpp_unit_bytes(unit));
+    *range_bytes = unit->range_offset_bytes + round_up(zpp_unit_bytes(unit), ZPP_PAGE_BYTES);
+}
+
+/* In the file that the ranks of a host share all of it, in one of a rank's own its slice. */
+static zpp_status place_filed(zpp_zero *zero, struct zpp_unit *unit, size_t *range_bytes, struct zpp_err *err) {
+    const bool own = zpp_own_file(zero);
+    const size_t bytes = own ? zpp_unit_shard_bytes(unit) : zpp_unit_bytes(unit);
+    zpp_status status = zpp_filed_add(zero->filed, bytes, &unit->filed, &unit->file_offset_bytes, err);
+    if (own) {
+        unit->own_file = zero->filed;
+        place_in_range(unit, range_bytes);
+    } else {
+        unit->range_offset_bytes = unit->file_offset_bytes;
+    }
     if (zero->delays_steps && unit->trainable && status == ZPP_OK)
         status = zpp_filed_keep_two(zero->filed, unit->filed, err);
     for (size_t i = 0; unit->stored_low && i < unit->params && status == ZPP_OK; i++)
@@ -238,22 +251,11 @@ static zpp_status place_filed(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
     return status;
 }
 
-static void place_in_range(struct zpp_unit *unit, size_t *range_bytes) {
-    unit->range_offset_bytes = zpp_range_place(*range_bytes, zpp_unit_bytes(unit));
-    *range_bytes = unit->range_offset_bytes + round_up(zpp_unit_bytes(unit), ZPP_PAGE_BYTES);
-}
-
 /* Where its slice, or all of it, lies in its region; where it lies among the units that come and go. */
 static zpp_status place_unit(zpp_zero *zero, struct zpp_unit *unit, size_t *range_bytes, struct zpp_err *err) {
-    if (unit->place == ZPP_PLACE_FILE && !zpp_own_file(zero)) {
-        zero->moving[zero->moving_count++] = unit;
-        return place_filed(zero, unit, err);
-    }
     if (unit->place == ZPP_PLACE_FILE) {
-        unit->own_file = zero->filed;
         zero->moving[zero->moving_count++] = unit;
-        place_in_range(unit, range_bytes);
-        return zpp_filed_add(zero->filed, zpp_unit_shard_bytes(unit), &unit->filed, &unit->file_offset_bytes, err);
+        return place_filed(zero, unit, range_bytes, err);
     }
     size_t *used = unit->place == ZPP_PLACE_HOST ? &zero->host_bytes : &zero->params_bytes;
     unit->region_offset_bytes = place_next(used, region_bytes_of(unit));

@@ -150,8 +150,7 @@ class Offload:
     thread of its own beside the next forward and backward, which therefore compute with weights one step older. A whole
     number: steps that are exact before the delay begins (the paper's runs: 40). None: every step is exact. It needs Adam or
     AdamW, and room for one more slice of gradients and of parameters, where these live: in memory, or with `grads` or `params`
-    on "nvme" in their files; `step()` takes the gradients, and `optimizer.flush()` gives the model the newest weights. Not yet
-    over several hosts."""
+    on "nvme" in their files; `step()` takes the gradients, and `optimizer.flush()` gives the model the newest weights."""
 
     path: str | Path | None = None
     """Folder of the kinds that are given by name as "nvme"; None afterwards, when each tier has it."""

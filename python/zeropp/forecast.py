@@ -180,10 +180,6 @@ def _check(config: Config, ranks: int, hosts: int, optimizer: str, tokens: int |
             raise ConfigError(f"estimate: {name} {value!r} is not allowed; wanted a whole number above 0")
     if ranks % hosts:
         raise ConfigError(f"estimate: {ranks} ranks on {hosts} hosts is not estimated yet; wanted as many on each")
-    if hosts > 1 and config.offload.delayed_update is not None:
-        raise ConfigError(
-            "estimate: Offload.delayed_update on several hosts is not built yet; leave it out, or one host"
-        )
     if hosts > 1 and config.stored_name is not None:
         raise ConfigError("estimate: Precision.stored on several hosts is not built yet; leave it out, or one host")
     if tflops is not None and not tflops > 0:
@@ -335,7 +331,17 @@ def _gathered(model: nn.Module, units: list[_Sizes], config: Config, ranks: int,
     filed = any(unit.filed for unit in units)
     sizes = [unit.whole_bytes for unit in units if unit.moves or unit.filed]
     whole = min(sum(sizes), max(most(model, 0), 2 * max(sizes, default=0)) + ahead)
-    return whole // ranks if filed and hosts == 1 else whole  # the ranks of a host share what was read
+    if not filed:
+        return whole
+    # The ranks of a host share what was read; over several hosts there is what a rank has read, too, until it is gathered.
+    return whole // ranks if hosts == 1 else whole + _slices_under_way(units, config, ahead // ranks)
+
+
+def _slices_under_way(units: list[_Sizes], config: Config, ahead_bytes: int) -> int:
+    """The most that a rank has read of its own file and is not gathered yet: all but the unit in use, if there is room."""
+    sizes = [-(-unit.slice_bytes // _PAGE_BYTES) * _PAGE_BYTES for unit in units if unit.filed]
+    most = max(max(sizes), min(sum(sizes) - min(sizes), ahead_bytes))
+    return min(most, round(_fraction(config, "params") * sum(sizes)))
 
 
 def _read_ahead(units: list[_Sizes], config: Config, hosts: int) -> int:

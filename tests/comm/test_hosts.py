@@ -120,6 +120,9 @@ def _train_on_placements(rank: int, store: Any, placements: list[list[Any]], fol
             for kind in FILED
             if len(set(hosts)) > 1
         }
+        answer[hosts]["delayed"] = _delayed(rank, f"{folder}/disk-{hosts[rank]}")
+        if hosts == "aabb":
+            answer["failed"] = _update_that_fails(rank, f"{folder}/lost-{hosts[rank]}", f"{folder}/failed")
         answer[hosts]["hpz"] = _secondary(rank, hosts)
         answer[hosts]["plusplus"] = _plusplus(rank)
         answer[hosts]["experts"] = _experts(rank)
@@ -192,6 +195,71 @@ def _train(rank: int, stage: int, steps: int, path: str, **more: Any) -> dict[st
     whole = zeropp.full_state_dict(model)
     assert rank or abs(sum(float(value.double().abs().sum()) for value in whole.values()) - total) < 1e-9
     return {"losses": losses, "norms": norms, "sum": total}
+
+
+def _delayed(rank: int, folder: str) -> dict[str, Any]:
+    """Two exact steps and four that are a step behind, then the values: in memory, with what crosses kept on each host, and in files."""
+    import torch
+    import zeropp
+
+    disk, half = zeropp.Tier("nvme", path=folder), zeropp.Tier("nvme", path=folder, fraction=0.5)
+    everything = zeropp.Offload(params=disk, grads=disk, optimizer=half, delayed_update=2)
+    memory = zeropp.Offload(optimizer="cpu", delayed_update=2)
+    places: dict[str, dict[str, Any]] = {
+        "1": {"stage": 1, "offload": memory},
+        "2": {"stage": 2, "offload": zeropp.Offload(optimizer=disk, grads=half, delayed_update=2)},
+        "hpz": {"stage": 3, "offload": memory, "comm": zeropp.Comm(secondary_shard="host")},
+        "files": {"stage": 3, "offload": everything},
+    }
+    answer = {}
+    for name, place in places.items():
+        model, optimizer = _prepared(**place)
+        data, losses = torch.Generator().manual_seed(rank), []
+        for _ in range(6):
+            x = torch.randn(8, 16, generator=data)
+            loss = torch.nn.functional.mse_loss(model(x), x[:, :4].sin())
+            loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        whole = zeropp.full_state_dict(model)
+        answer[name] = [*losses, sum(float(value.double().abs().sum()) for value in whole.values())]
+        del model, optimizer
+    return answer
+
+
+def _update_that_fails(rank: int, folder: str, saved: str) -> list[str]:
+    """The second rank of the second host loses half of its states while they are stepped: what every rank hears, and where it goes on."""
+    import torch
+    import zeropp
+
+    place = {"offload": zeropp.Offload(optimizer=zeropp.Tier("nvme", path=folder), delayed_update=0)}
+    model, optimizer = _prepared(2, **place)
+    heard = []
+
+    def step() -> None:
+        model(torch.ones(2, 16)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    zeropp.save(saved, model, optimizer, step=1)
+    states = next(Path(folder).glob(f"zeropp-scratch-*/rank-{rank}/states"))
+    whole_bytes = states.stat().st_size
+    if rank == 3:
+        os.truncate(states, whole_bytes // 2)
+    step()
+    for _ in range(2):
+        try:
+            step()
+        except zeropp.Error as error:
+            heard.append(f"{type(error).__name__}: {error}")
+        optimizer.zero_grad()
+    if rank == 3:
+        os.truncate(states, whole_bytes)
+    assert zeropp.load(saved, model, optimizer)["step"] == 1
+    step()
+    optimizer.flush()
+    return heard
 
 
 def _secondary(rank: int, hosts: str) -> dict[str, Any]:
@@ -415,6 +483,28 @@ def test_training_over_hosts(outcomes: list[Outcome]) -> None:
         assert "rank 1 is in all_gather" in result["diverged"]
 
 
+def test_delayed_updates_over_hosts(outcomes: list[Outcome]) -> None:
+    """Every stage and tier has the same bits; with one rank a host they are those of one host, else those within rounding."""
+    for result in (outcome.value["training"] for outcome in outcomes):
+        for hosts in ("aabb", "aaaa", "ab", "aa"):
+            if hosts not in result:
+                continue
+            first = result[hosts]["delayed"]["1"]
+            assert all(one == first for one in result[hosts]["delayed"].values()), (hosts, result[hosts]["delayed"])
+            together = result["aaaa" if len(hosts) == 4 else "aa"]["delayed"]["1"]
+            assert first == pytest.approx(together, rel=1e-5)
+            if hosts == "ab":
+                assert first == together
+
+
+def test_an_update_that_fails_on_one_rank_of_one_host(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        failed, torn = outcome.value["training"]["failed"]
+        assert failed.startswith("TierError: ") and "states" in failed
+        assert ("rank 3: " in failed) == (outcome.rank != 3)
+        assert "torn by a step that failed half-way" in torn
+
+
 def test_quantised_parameters_and_gradients_over_hosts(outcomes: list[Outcome]) -> None:
     """qwZ and qgZ. With one rank a host the bits of one host; the network carries images, counted to the byte; with hpZ one gather a
     step instead of two, and the same bits."""
@@ -440,7 +530,7 @@ def test_quantised_parameters_and_gradients_over_hosts(outcomes: list[Outcome]) 
 
 
 def _plain(result: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in result.items() if key not in ("hpz", "plusplus")}
+    return {key: value for key, value in result.items() if key not in ("hpz", "plusplus", "delayed", "stored")}
 
 
 def test_a_second_copy_on_each_host(outcomes: list[Outcome]) -> None:

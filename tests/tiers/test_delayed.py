@@ -4,18 +4,20 @@ flushed where all of the training is wanted, resumable, and heard of when they f
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zeropp
 from delayed_cases import CASES, ON_ONE_RANK, ON_TWO_RANKS
 from zeropp import Config, Offload
-from zeropp.zero.prepare import _check_hosts
 
 TABLE = [(1, case) for case in CASES if case not in ON_TWO_RANKS]
 TABLE += [(2, case) for case in CASES if case not in ON_ONE_RANK]
 WORKER = "delayed_cases"  # for the fixture `outcomes`
+HOSTS_CASES = (
+    "equals_its_definition", "equal_everywhere", "in_eight_bits", "parts_in_files", "slices_of_whole_pages", "memory_of_files", "checkpoints",
+    "a_disk_that_fails", "a_full_disk_of_parameters", "gradients_that_cannot_be_read",
+)  # fmt: skip
 
 
 @pytest.mark.timeout(300)
@@ -47,10 +49,10 @@ def test_what_cannot_be_delayed_is_said(make: Any, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_over_hosts_it_is_refused() -> None:
-    config = Config(stage=2, offload=Offload(optimizer="cpu", delayed_update=3))
-    with pytest.raises(zeropp.ConfigError, match="delayed_update: 3 on 2 hosts is not implemented yet"):
-        _check_hosts(config, SimpleNamespace(hosts=2))
+@pytest.mark.timeout(300)
+def test_between_hosts(run_ranks: Any) -> None:
+    for outcome in run_ranks("delayed_hosts_cases", HOSTS_CASES, ranks=2).values():
+        outcome.check()
 
 
 def test_json_has_the_same_key() -> None:

@@ -27,8 +27,6 @@ from zeropp.zero.storage import Storage, Traffic, disk_traffic, end_tier, io_sha
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine, Unit
 
-PAGE_BYTES = 4096
-
 
 class ParamsTier:
     """The file of one prepared model's parameters. Construction is collective, between seal and the first use.
@@ -117,11 +115,14 @@ class ParamsTier:
         seen = self.figures()
         if self.stored is not None:
             return int(seen["images_bytes"])
-        if self._owners:
-            return self._owners * self._own_bytes(units, seen["cut_bytes"])
         cut, total = seen["home_address"] + seen["cut_bytes"], 0
         for unit in units:
             if not unit.filed:
+                continue
+            if self._owners:  # every rank has as much in its file
+                begin = self._slice_address(unit)
+                end = begin + unit.shard_elems * unit.dtype.itemsize
+                total += self._owners * max(0, end - max(begin, cut))
                 continue
             for entry in unit.params:
                 begin = unit.whole.data_ptr() + entry.offset_elems * unit.dtype.itemsize
@@ -130,26 +131,19 @@ class ParamsTier:
         return total
 
     def held_elems(self, unit: Unit) -> int:
-        """Of this rank's slice, its first ones, which are in memory for good. Not over several hosts."""
-        seen, itemsize = self.figures(), unit.dtype.itemsize
-        begin = unit.whole.data_ptr() + unit.begin_elems * itemsize
-        held = max(0, seen["home_address"] + seen["cut_bytes"] - begin) // itemsize
-        return int(min(held, unit.shard.numel()))
+        """Of this rank's slice, its first ones, which are in memory for good."""
+        seen = self.figures()
+        held = seen["home_address"] + seen["cut_bytes"] - self._slice_address(unit)
+        return int(min(max(0, held) // unit.dtype.itemsize, unit.shard.numel()))
+
+    @staticmethod
+    def _slice_address(unit: Unit) -> int:
+        """In the home of the file that has it."""
+        return int(unit.core.layout()["shard"])
 
     def second_bytes(self, units: list[Unit]) -> int:
         """In the file besides, of all ranks together: where a delayed update writes those parameters."""
         return self.bytes_in_file([unit for unit in units if unit.trainable])
-
-    @staticmethod
-    def _own_bytes(units: list[Unit], cut: int) -> int:
-        """Of the slices in this rank's file; every rank has as much."""
-        offset = total = 0
-        for unit in units:  # as csrc/zero/zero.c lays them
-            if unit.filed:
-                own = unit.shard_elems * unit.dtype.itemsize
-                total += max(0, offset + own - max(offset, cut))
-                offset += -(-own // PAGE_BYTES) * PAGE_BYTES
-        return total
 
 
 class FiledSlice:

@@ -212,11 +212,6 @@ def _check_hosts(config: Config, comm: Any) -> None:
         raise ConfigError(
             f"Config.precision.stored: {config.stored_name!r} on {hosts} hosts is not implemented yet; leave it out, or use one host"
         )
-    if config.offload.delayed_update is not None:
-        raise ConfigError(
-            f"Config.offload.delayed_update: {config.offload.delayed_update} on {hosts} hosts is not implemented yet; leave it out, or use "
-            "one host"
-        )
 
 
 def _check_device(config: Config) -> None:

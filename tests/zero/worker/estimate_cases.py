@@ -35,7 +35,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-HOSTS_CASES = ("stage 0", "stage 1 bf16", "gathering", "hpZ", "int8", "inside the backward")
+HOSTS_CASES = (
+    "stage 0", "stage 1 bf16", "gathering", "hpZ", "int8", "inside the backward", "delayed", "nvme everything, delayed",
+    "nvme half the parameters, bf16",
+)  # fmt: skip
 STORED = ("stored int8 on nvme", "stored int4")
 
 
