@@ -93,6 +93,21 @@ def partition_activations(
         _active.stack = stack
 
 
+class _Place(weakref.ref["_Part"]):
+    """What of a part is to be ended when it dies: a gather that is under way goes on, because the other ranks gather it, too.
+
+    Parts die in the middle of a backward, where Python's code (``__del__``) would be the first that a waiting Ctrl-C meets, and Python drops
+    what such code raises. So the dead are only listed, by a method of deque, and buried by the next who comes by (as in zero/activations.py).
+    """
+
+    __slots__ = ("bytes", "flat", "index", "work")
+
+    index: int
+    bytes: int
+    work: dist.Work | None  # the gather under way,
+    flat: Tensor | None  # and what it writes to
+
+
 class _Part:
     """This rank's part of one storage. Dies with the last graph that needs it."""
 
@@ -102,10 +117,8 @@ class _Part:
         self.crc = crc
         self.left = 0  # views that backward has not asked for
         self.flat: Tensor | None = None  # gathered, or being so
-        self.work: dist.Work | None = None
-
-    def __del__(self) -> None:
-        self.partition._drop(self)
+        self.place = place = _Place(self, partition._dead.append)
+        place.index, place.bytes, place.work, place.flat = index, whole_bytes, None, None
 
 
 class _View:
@@ -139,9 +152,10 @@ class Partition:
         """Of this rank's parts of them."""
         self.gathered_bytes = 0
         """Of storages that backward asked for, so far."""
-        self._lock = threading.RLock()  # a graph may die, or run, in any thread
-        self._by_storage: dict[int, tuple[StorageWeakRef, int, weakref.ref[_Part]]] = {}
-        self._alive: dict[int, weakref.ref[_Part]] = {}  # by index, which counts up
+        self._lock = threading.RLock()  # a graph may run in any thread
+        self._by_storage: dict[int, tuple[StorageWeakRef, int, _Place]] = {}
+        self._alive: dict[int, _Place] = {}  # by index, which counts up
+        self._dead: collections.deque[weakref.ref[_Part]] = collections.deque()  # to be buried
         self._sums: list[tuple[int, int]] = []  # (bytes, crc) of all parts
         self._agreed = 0  # parts whose sums were compared
         self._ahead_bytes = self._largest_bytes = 0
@@ -155,6 +169,7 @@ class Partition:
         if not self._shares(tensor):
             return tensor if tier is None else tier._pack(tensor)
         with self._lock:
+            self._bury()
             storage = tensor.untyped_storage()
             part = self._known(storage, tensor._version) or self._begin(storage, tensor._version, tier)
             return _View(part, tensor)
@@ -183,8 +198,8 @@ class Partition:
         crc = _sum(flat) if self.check else 0
         part = _Part(self, len(self._sums), size, mine if tier is None else tier._pack(mine), crc)
         self._sums.append((size, crc))
-        self._alive[part.index] = weakref.ref(part)
-        self._by_storage[storage._cdata] = (StorageWeakRef(storage), version, weakref.ref(part))
+        self._alive[part.index] = part.place
+        self._by_storage[storage._cdata] = (StorageWeakRef(storage), version, part.place)
         self.whole_bytes += size
         self.kept_bytes += own
         self._largest_bytes = max(self._largest_bytes, size)
@@ -203,13 +218,14 @@ class Partition:
             return packed.saved.tier._unpack(packed)  # type: ignore[no-any-return]
         part = packed.part
         with self._lock:
+            self._bury()
             self._agree(part.mine.device if isinstance(part.mine, Tensor) else torch.device("cpu"))
             if part.flat is None:
                 self._gather(part)
             flat = part.flat
             assert flat is not None
             self._read_ahead(part.index)
-            if part.work is not None:
+            if part.place.work is not None:
                 self._arrive(part, flat)
             part.left -= 1
             if part.left <= 0:
@@ -246,12 +262,13 @@ class Partition:
     def _gather(self, part: _Part) -> None:
         mine = part.mine if isinstance(part.mine, Tensor) else part.mine.saved.tier._unpack(part.mine)
         part.flat = torch.empty(self.ranks * mine.numel(), dtype=torch.uint8, device=mine.device)
-        part.work = dist.all_gather_into_tensor(part.flat, mine, group=self.group, async_op=True)
+        part.place.work = dist.all_gather_into_tensor(part.flat, mine, group=self.group, async_op=True)
+        part.place.flat = part.flat
         self._ahead_bytes += part.bytes
         self.gathered_bytes += part.bytes
 
     def _arrive(self, part: _Part, flat: Tensor) -> None:
-        work, part.work = part.work, None
+        work, part.place.work, part.place.flat = part.place.work, None, None
         self._ahead_bytes -= part.bytes
         assert work is not None
         work.wait()
@@ -279,13 +296,16 @@ class Partition:
                 return
             self._gather(part)
 
-    def _drop(self, part: _Part) -> None:
-        """The graph is gone."""
-        with self._lock:
-            self._alive.pop(part.index, None)
-            if part.work is not None and part.flat is not None:
-                self._ahead_bytes -= part.bytes
-                self._orphans.append((part.work, part.flat))  # the other ranks gather it, too
+    def _bury(self) -> None:
+        """End what the parts had whose graphs are gone."""
+        while self._dead:
+            place = self._dead.popleft()
+            assert isinstance(place, _Place)
+            self._alive.pop(place.index, None)
+            if place.work is not None and place.flat is not None:
+                self._ahead_bytes -= place.bytes
+                self._orphans.append((place.work, place.flat))
+            place.work = place.flat = None
             if not self._alive:
                 self._by_storage.clear()
 

@@ -5,6 +5,7 @@ runs on two ranks."""
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
 import pytest
@@ -66,6 +67,7 @@ def equal_to_whole() -> None:
             assert part.gathered_bytes == 0
             loss.backward()
             equal(gradients(model), wanted)
+            part._bury()
             assert part.gathered_bytes >= LAYERS * INPUT_BYTES and not part._alive and part._ahead_bytes == 0
             if how == "checkpoint":
                 assert part.gathered_bytes == part.whole_bytes, "each storage once, however many views of it"
@@ -82,6 +84,7 @@ def equal_to_whole() -> None:
     gradients(model)
     losses[0].backward()
     equal(gradients(model), wanted)
+    part._bury()
     assert not part._alive
     dist.destroy_process_group(own)
 
@@ -208,6 +211,44 @@ def different_orders() -> None:
         model(*same_batch(0)).backward()
 
 
+def ctrl_c_is_not_lost() -> None:
+    """Where a part dies no Python code of ours runs, as in activation_cases; and a gather that nobody wants any more ends."""
+    weights = [torch.ones(1, requires_grad=True) for _ in range(4)]
+    with partition_activations(min_bytes=1) as part:
+        y = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+        for weight in weights:
+            y = y * weight
+        loss = y.sum()
+
+    class GivenUp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise RuntimeError("given up")
+
+    with partition_activations(min_bytes=1) as given_up:
+        z = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+        for weight in weights:
+            z = z * weight
+        last = (GivenUp.apply(z) * weights[0]).sum()
+    with pytest.raises(RuntimeError, match="given up"):
+        last.backward()
+    assert given_up._ahead_bytes > 0, "gathers are under way"
+    ran: list[str] = []
+    sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_name) if event == "call" else None)
+    del loss, y, last, z
+    sys.setprofile(None)
+    assert not ran
+    for one in (part, given_up):
+        one._bury()
+        assert not one._alive and one._ahead_bytes == 0
+    assert len(given_up._orphans) > 0
+    dist.barrier()
+
+
 def beside_the_disk() -> None:
     """With Offload(activations="nvme") each rank writes its part; the context may be opened around the model or in it."""
 
@@ -269,5 +310,5 @@ def beside_the_disk() -> None:
 
 CASES = {
     f"shared_{one.__name__}": one
-    for one in (equal_to_whole, counted, sliced_tensors, different_orders, beside_the_disk)
+    for one in (equal_to_whole, counted, sliced_tensors, different_orders, ctrl_c_is_not_lost, beside_the_disk)
 }
