@@ -207,12 +207,16 @@ static void fail_ended(zpp_aio *aio, const struct zpp_aio_chunk *chunk, struct z
     const struct zpp_file_part *part = chunk->piece.part;
     struct zpp_aio_stat seen = {.bytes = 0};
     (void)aio->sys.fstat(aio->sys.ctx, part->buffered_fd, &seen);
-    failure->fault = (struct zpp_aio_fault){.offset_bytes = request->offset_bytes, .wanted_bytes = request->bytes};
+    /* What was asked for; of a striped file, what of it was in this part's piece. */
+    const bool striped = request->file->stripe_bytes != 0;
+    const uint64_t offset = striped ? chunk->piece.offset_bytes + chunk->piece.head_bytes : request->offset_bytes;
+    const size_t wanted = striped ? chunk->piece.wanted_bytes : request->bytes;
+    failure->fault = (struct zpp_aio_fault){.offset_bytes = offset, .wanted_bytes = wanted};
     snprintf(failure->fault.path, sizeof failure->fault.path, "%s", part->path);
     zpp_fail(&failure->err, ZPP_TIER,
              "aio: \"%s\" ended during a read: it holds %" PRIu64 " bytes, wanted %zu at offset %" PRIu64
              "; it is shorter than what was written, or somebody cut it",
-             part->path, seen.bytes, request->bytes, request->offset_bytes);
+             part->path, seen.bytes, wanted, offset);
 }
 
 static void fail_sum(const struct zpp_aio_chunk *chunk, struct zpp_aio_failure *failure) {

@@ -196,14 +196,14 @@ static void bound_files(zpp_aio *aio, struct zpp_file *wanted, struct zpp_file *
 }
 
 static void tell_if_not_direct(zpp_aio *aio, const struct zpp_file *file) {
-    if (!aio->config.direct || file->parts[0].direct_fd >= 0 ||
-        atomic_load_explicit(&aio->told_direct, memory_order_relaxed))
-        return;
-    if (atomic_exchange(&aio->told_direct, true)) return;
+    unsigned part = 0;
+    if (!aio->config.direct || atomic_load_explicit(&aio->told_direct, memory_order_relaxed)) return;
+    while (part < file->parts_count && file->parts[part].direct_fd >= 0) ++part;
+    if (part == file->parts_count || atomic_exchange(&aio->told_direct, true)) return;
     char text[640];
     snprintf(text, sizeof text,
              "aio: the file system of \"%s\" has no O_DIRECT; reading and writing through the page cache",
-             file->parts[0].path);
+             file->parts[part].path);
     zpp_aio_log(aio, text);
 }
 
@@ -479,9 +479,16 @@ void zpp_aio_forget(zpp_aio *aio, const char *path) {
     pthread_mutex_unlock(&aio->files_lock);
 }
 
-zpp_status zpp_aio_share_sums(zpp_aio *aio, const char *path, zpp_sums *sums, struct zpp_err *err) {
+zpp_status zpp_aio_share_sums(zpp_aio *aio, const char *path, unsigned part, zpp_sums *sums, struct zpp_err *err) {
     pthread_mutex_lock(&aio->files_lock);
-    const zpp_status status = zpp_files_keep_sums(&aio->files, path, sums, err);
+    const zpp_status status = zpp_files_share_sums(&aio->files, path, part, sums, err);
     pthread_mutex_unlock(&aio->files_lock);
     return status;
+}
+
+zpp_status zpp_aio_make(zpp_aio *aio, const char *path, uint64_t bytes, struct zpp_aio_fault *fault,
+                        struct zpp_err *err) {
+    const zpp_status status = usable(aio, err);
+    if (status != ZPP_OK) return status;
+    return zpp_files_make(&aio->files, path, bytes, fault, err); /* reads what does not change */
 }

@@ -44,6 +44,9 @@ enum zpp_aio_priority { ZPP_AIO_BY_KIND, ZPP_AIO_URGENT, ZPP_AIO_BACKGROUND };
 
 enum { ZPP_AIO_MAX_DEPTH = 1024, ZPP_AIO_DEFAULT_THREADS = 8 };
 
+/* Stripes of the tiers (docs/design/0036): a page of 2 MiB, so that no operation of 1 or 2 MiB is cut in two. */
+enum { ZPP_AIO_STRIPE_BYTES = 2 << 20 };
+
 struct zpp_aio_config {
     unsigned depth;               /* operations in flight, 1 .. ZPP_AIO_MAX_DEPTH */
     size_t block_bytes;           /* of one operation; a multiple of 4096, at most 1 GiB */
@@ -98,9 +101,14 @@ zpp_status zpp_aio_flush(zpp_aio *aio, bool durable, const struct zpp_wait *wait
 /* Close the descriptors kept for a file (a removed one's space comes free then), whatever it was called when it was
  * opened, and drop its checksums. Requests that run keep theirs. */
 void zpp_aio_forget(zpp_aio *aio, const char *path);
-/* A file that several engines write, each its own bytes: its checksums (zpp_sums_attach; the engine takes this
- * reference, also on failure). Before the first request on it; only with `checksums`, and not for striped paths. */
-zpp_status zpp_aio_share_sums(zpp_aio *aio, const char *path, zpp_sums *sums, struct zpp_err *err);
+/* A file that several engines write, each its own bytes: checksums of one of its parts (zpp_sums_attach; the engine
+ * takes this reference, also on failure). `part` counts the folders of a striped path; else it is 0. Before the first
+ * request on the file; only with `checksums`. */
+zpp_status zpp_aio_share_sums(zpp_aio *aio, const char *path, unsigned part, zpp_sums *sums, struct zpp_err *err);
+/* Makes a file that is not there, zeros at its full length, every block reserved where the file system can: a full disk
+ * is found here. A striped one in each of its folders. Who failed half-way has parts to remove. */
+zpp_status zpp_aio_make(zpp_aio *aio, const char *path, uint64_t bytes, struct zpp_aio_fault *fault,
+                        struct zpp_err *err);
 
 /* Borrowed; zpp_aio_arena_alloc gives memory that moves without a copy. */
 zpp_aio_arena *zpp_aio_get_arena(zpp_aio *aio);

@@ -40,6 +40,28 @@ zpp_status zpp_file_fail(const struct zpp_aio_sys *sys, const char *what, const 
     return status;
 }
 
+/* --- parts -------------------------------------------------------------------------------------------------------- */
+
+static unsigned parts_of(const struct zpp_files *files, const char *path) {
+    return files->stripes_count && path[0] != '/' ? files->stripes_count : 1;
+}
+
+/* New; NULL: no memory. */
+static char *part_path(const struct zpp_files *files, const char *path, unsigned part) {
+    char *joined = NULL;
+    if (files->stripes_count == 0 || path[0] == '/') return strdup(path);
+    return asprintf(&joined, "%s/%s", files->stripes[part], path) < 0 ? NULL : joined;
+}
+
+uint64_t zpp_file_part_bytes(unsigned parts, uint64_t stripe_bytes, unsigned part, uint64_t bytes) {
+    if (parts == 1 || !stripe_bytes) return bytes;
+    const uint64_t row_bytes = stripe_bytes * parts;
+    const uint64_t in_row = bytes % row_bytes, before = stripe_bytes * part;
+    uint64_t extra = in_row > before ? in_row - before : 0;
+    if (extra > stripe_bytes) extra = stripe_bytes;
+    return bytes / row_bytes * stripe_bytes + extra;
+}
+
 /* --- opening ------------------------------------------------------------------------------------------------------ */
 
 static void close_part(const struct zpp_aio_sys *sys, struct zpp_file_part *part) {
@@ -94,7 +116,8 @@ static void drop_sums(struct zpp_file_sums **link) {
     free(dropped);
 }
 
-zpp_status zpp_files_keep_sums(struct zpp_files *files, const char *path, zpp_sums *sums, struct zpp_err *err) {
+/* `path`: of the part. */
+static zpp_status keep_sums(struct zpp_files *files, const char *path, zpp_sums *sums, struct zpp_err *err) {
     struct zpp_file_sums **link = find_sums(files, path), *entry = calloc(1, sizeof *entry);
     char *copy = strdup(path);
     if (!sums || !entry || !copy) {
@@ -109,6 +132,20 @@ zpp_status zpp_files_keep_sums(struct zpp_files *files, const char *path, zpp_su
     return ZPP_OK;
 }
 
+zpp_status zpp_files_share_sums(struct zpp_files *files, const char *path, unsigned part, zpp_sums *sums,
+                                struct zpp_err *err) {
+    if (part >= parts_of(files, path)) {
+        zpp_sums_unref(sums);
+        return zpp_fail(err, ZPP_INVALID, "aio: part %u of \"%s\" has checksums, it has %u parts", part, path,
+                        parts_of(files, path));
+    }
+    char *name = part_path(files, path, part);
+    const zpp_status status = keep_sums(files, name ? name : path, name ? sums : NULL, err);
+    if (!name) zpp_sums_unref(sums);
+    free(name);
+    return status;
+}
+
 static void drop_sums_of(struct zpp_files *files, uint64_t device, uint64_t inode) {
     for (struct zpp_file_sums **link = &files->sums; *link;) {
         if (is_of(*link, device, inode)) drop_sums(link);
@@ -116,24 +153,27 @@ static void drop_sums_of(struct zpp_files *files, uint64_t device, uint64_t inod
     }
 }
 
-/* What a path names now; false: nothing, or the parts of a striped file, which go by their name alone. */
-static bool look_at(const struct zpp_files *files, const char *path, struct zpp_aio_stat *out) {
-    return (files->stripes_count == 0 || path[0] == '/') && files->sys->stat(files->sys->ctx, path, out) == 0;
+/* What a part of a path names now; false: nothing. */
+static bool look_at(const struct zpp_files *files, const char *path, unsigned part, struct zpp_aio_stat *out) {
+    char *name = part_path(files, path, part);
+    const bool exists = name && files->sys->stat(files->sys->ctx, name, out) == 0;
+    free(name);
+    return exists;
 }
 
-/* Of the parts of a striped file, too. */
-void zpp_files_drop_sums(struct zpp_files *files, const char *path) {
+static void drop_sums_of_part(struct zpp_files *files, const char *path, unsigned part) {
     struct zpp_aio_stat seen;
-    if (path && files->sums && look_at(files, path, &seen)) drop_sums_of(files, seen.device, seen.inode);
-    for (struct zpp_file_sums **link = &files->sums; *link;) {
-        const size_t length = strlen((*link)->path), wanted = path ? strlen(path) : 0;
-        const bool striped = path && path[0] != '/' && files->stripes_count && length > wanted &&
-                             (*link)->path[length - wanted - 1] == '/';
-        const bool is_it = !path || (striped ? strcmp((*link)->path + length - wanted, path) == 0
-                                             : strcmp((*link)->path, path) == 0);
-        if (is_it) drop_sums(link);
-        else link = &(*link)->next;
-    }
+    char *name = part_path(files, path, part);
+    struct zpp_file_sums **link = name ? find_sums(files, name) : NULL;
+    if (link && *link) drop_sums(link);
+    free(name);
+    if (look_at(files, path, part, &seen)) drop_sums_of(files, seen.device, seen.inode);
+}
+
+void zpp_files_drop_sums(struct zpp_files *files, const char *path) {
+    while (!path && files->sums) drop_sums(&files->sums);
+    for (unsigned part = 0; path && files->sums && part < parts_of(files, path); ++part)
+        drop_sums_of_part(files, path, part);
 }
 
 size_t zpp_files_sums_bytes(const struct zpp_files *files) {
@@ -170,7 +210,7 @@ static int join_sums(struct zpp_files *files, struct zpp_file_part *part, uint64
             drop_sums_of(files, part->device, part->inode);
             sums = zpp_sums_create();
         }
-        if (zpp_files_keep_sums(files, part->path, sums, &err) != ZPP_OK) return ENOMEM;
+        if (keep_sums(files, part->path, sums, &err) != ZPP_OK) return ENOMEM;
         entry = files->sums;
     }
     if (!seen_bytes) zpp_sums_clear_all(entry->sums); /* inodes are taken again, and then the file is empty */
@@ -200,17 +240,11 @@ static int open_part(struct zpp_files *files, struct zpp_file_part *part, bool w
     return files->checksums ? join_sums(files, part, seen.bytes, write) : 0;
 }
 
-static char *part_path(const struct zpp_files *files, const char *path, unsigned part) {
-    char *joined = NULL;
-    if (files->stripes_count == 0 || path[0] == '/') return strdup(path);
-    return asprintf(&joined, "%s/%s", files->stripes[part], path) < 0 ? NULL : joined;
-}
-
 static zpp_status open_file(struct zpp_files *files, const char *path, bool write, struct zpp_file **out,
                             struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct zpp_file *file = calloc(1, sizeof *file);
     if (!file) return zpp_fail(err, ZPP_NOMEM, "aio: no memory to open \"%s\"", path);
-    const unsigned count = files->stripes_count && path[0] != '/' ? files->stripes_count : 1;
+    const unsigned count = parts_of(files, path);
     file->path = strdup(path);
     file->writable = write;
     file->stripe_bytes = count > 1 ? files->stripe_bytes : 0;
@@ -277,11 +311,12 @@ zpp_status zpp_files_get(struct zpp_files *files, const char *path, bool write, 
 
 struct zpp_file *zpp_files_take(struct zpp_files *files, const char *path) {
     struct zpp_aio_stat seen;
-    const bool exists = path && look_at(files, path, &seen);
+    const bool exists = path && look_at(files, path, 0, &seen);
     struct zpp_file **found = NULL;
     for (struct zpp_file **link = &files->first; *link; link = &(*link)->next) {
         const struct zpp_file_part *part = &(*link)->parts[0];
-        const bool same = exists && part->device == seen.device && part->inode == seen.inode;
+        const bool same = exists && (*link)->parts_count == parts_of(files, path) && part->device == seen.device &&
+                          part->inode == seen.inode;
         if (path ? same || strcmp((*link)->path, path) == 0 : (*link)->refs == 0) found = link;
     }
     return found ? take(files, found) : NULL;
@@ -291,12 +326,7 @@ struct zpp_file *zpp_files_take(struct zpp_files *files, const char *path) {
 
 /* End of the logical range [0, end) within one part. */
 static uint64_t part_end(const struct zpp_file *file, unsigned part, uint64_t end_bytes) {
-    if (!file->stripe_bytes) return end_bytes;
-    const uint64_t row_bytes = file->stripe_bytes * file->parts_count;
-    const uint64_t in_row = end_bytes % row_bytes, before = file->stripe_bytes * part;
-    uint64_t extra = in_row > before ? in_row - before : 0;
-    if (extra > file->stripe_bytes) extra = file->stripe_bytes;
-    return end_bytes / row_bytes * file->stripe_bytes + extra;
+    return zpp_file_part_bytes(file->parts_count, file->stripe_bytes, part, end_bytes);
 }
 
 zpp_status zpp_file_reserve(const struct zpp_files *files, struct zpp_file *file, uint64_t offset_bytes, uint64_t bytes,
@@ -315,10 +345,36 @@ zpp_status zpp_file_reserve(const struct zpp_files *files, struct zpp_file *file
         if (failed != ENOSPC && failed != EDQUOT && failed != EFBIG) continue; /* EOPNOTSUPP: it was only a help */
         if (file->refs == 0)
             sys->truncate(sys->ctx, part->buffered_fd, seen.bytes); /* what it got before it was full */
-        return zpp_file_fail(sys, "no room in", part->path, offset_bytes, end_bytes - start_bytes, failed,
+        return zpp_file_fail(sys, "no room in", part->path, start_bytes, end_bytes - start_bytes, failed,
                              part->buffered_fd, fault, err);
     }
     return ZPP_OK;
+}
+
+static zpp_status make_part(const struct zpp_aio_sys *sys, const char *path, uint64_t bytes,
+                            struct zpp_aio_fault *fault, struct zpp_err *err) {
+    const int fd = sys->open(sys->ctx, path, O_RDWR | O_CREAT | O_EXCL);
+    if (fd < 0) return zpp_file_fail(sys, "cannot make", path, 0, bytes, -fd, -1, fault, err);
+    int done = bytes ? sys->reserve(sys->ctx, fd, 0, bytes) : 0;
+    if (done == -EOPNOTSUPP || done == -ENOSYS) done = sys->truncate(sys->ctx, fd, bytes);
+    zpp_status status = ZPP_OK;
+    if (done < 0) status = zpp_file_fail(sys, "cannot reserve", path, 0, bytes, -done, fd, fault, err);
+    sys->close(sys->ctx, fd);
+    return status;
+}
+
+zpp_status zpp_files_make(const struct zpp_files *files, const char *path, uint64_t bytes, struct zpp_aio_fault *fault,
+                          struct zpp_err *err) {
+    const unsigned parts = parts_of(files, path);
+    zpp_status status = ZPP_OK;
+    for (unsigned part = 0; part < parts && status == ZPP_OK; ++part) {
+        char *name = part_path(files, path, part);
+        const uint64_t part_bytes = zpp_file_part_bytes(parts, files->stripe_bytes, part, bytes);
+        if (!name) return zpp_fail(err, ZPP_NOMEM, "aio: no memory to make \"%s\"", path);
+        status = make_part(files->sys, name, part_bytes, fault, err);
+        free(name);
+    }
+    return status;
 }
 
 /* --- pieces ------------------------------------------------------------------------------------------------------- */

@@ -92,9 +92,15 @@ zpp_status zpp_files_get(struct zpp_files *files, const char *path, bool write, 
 /* Take one out of the table: by path, however it was spelled, or the least recently used that has no requests (path
  * NULL). NULL: none. */
 struct zpp_file *zpp_files_take(struct zpp_files *files, const char *path);
-/* Checksums of a file: `sums` (a reference that this takes) are the ones to keep for `path` (not striped); and they are
- * dropped for a path, or all (NULL). */
-zpp_status zpp_files_keep_sums(struct zpp_files *files, const char *path, zpp_sums *sums, struct zpp_err *err);
+/* Bytes that one of `parts` parts has of a file of `bytes`. `stripe_bytes` 0: there is one part. */
+uint64_t zpp_file_part_bytes(unsigned parts, uint64_t stripe_bytes, unsigned part, uint64_t bytes);
+/* zpp_aio_make. */
+zpp_status zpp_files_make(const struct zpp_files *files, const char *path, uint64_t bytes, struct zpp_aio_fault *fault,
+                          struct zpp_err *err);
+/* Checksums of a part of a file: `sums` (a reference that this takes) are the ones to keep for it; and they are dropped
+ * for all parts of a path, or of all (NULL). */
+zpp_status zpp_files_share_sums(struct zpp_files *files, const char *path, unsigned part, zpp_sums *sums,
+                                struct zpp_err *err);
 void zpp_files_drop_sums(struct zpp_files *files, const char *path);
 size_t zpp_files_sums_bytes(const struct zpp_files *files);
 void zpp_file_close(const struct zpp_aio_sys *sys, struct zpp_file *file);

@@ -264,8 +264,7 @@ static PyType_Spec future_spec = {"zeropp._C.AioFuture", sizeof(Future), 0,
 
 /* --- engine --- */
 
-/* Paths of folders out of a tuple of bytes; false with an error set. */
-static bool read_stripes(PyObject *tuple, const char **out, unsigned *count) {
+bool zpp_py_aio_folders(PyObject *tuple, const char **out, unsigned *count) {
     const Py_ssize_t length = PyTuple_Size(tuple);
     if (length > ZPP_AIO_PARTS) {
         PyErr_Format(PyExc_ValueError, "aio: %zd paths, wanted at most %d", length, ZPP_AIO_PARTS);
@@ -296,7 +295,7 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *named) {
     if (!PyArg_ParseTupleAndKeywords(args, named, "InppiInO!np", names, &config.depth, &block_bytes, &direct, &sqpoll,
                                      &backend, &config.threads, &arena_bytes, &PyTuple_Type, &stripe_tuple,
                                      &stripe_bytes, &checksums) ||
-        !read_stripes(stripe_tuple, stripes, &config.stripes_count)) {
+        !zpp_py_aio_folders(stripe_tuple, stripes, &config.stripes_count)) {
         return -1;
     }
     config.block_bytes = (size_t)block_bytes;

@@ -13,5 +13,8 @@
  * TIER, a TimeoutError for TIMEOUT, zeropp.aio.CancelledError for ABORTED, the status's own otherwise. The GIL is held.
  */
 PyObject *zpp_py_raise_aio(const struct zpp_err *err, const struct zpp_aio_fault *fault);
+/* Names of at most ZPP_AIO_PARTS folders out of a tuple of bytes, which they are borrowed from. False: an exception is
+ * set. */
+bool zpp_py_aio_folders(PyObject *tuple, const char **out, unsigned *count);
 
 #endif

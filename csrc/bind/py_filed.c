@@ -40,9 +40,16 @@ static PyObject *open_file(PyObject *self, PyObject *args, zpp_filed *filed) {
     Zero *zero = (Zero *)self;
     struct zpp_filed_file file = { .log = keep_warning, .log_ctx = zero };
     int make, checksums;
-    Py_ssize_t block_bytes;
-    if (!filed || !PyArg_ParseTuple(args, "ypInp", &file.path, &make, &file.depth, &block_bytes, &checksums))
+    Py_ssize_t stripe_bytes, block_bytes;
+    PyObject *tuple;
+    const char *folders[ZPP_AIO_PARTS];
+    if (!filed ||
+        !PyArg_ParseTuple(args, "O!ynpInp", &PyTuple_Type, &tuple, &file.path, &stripe_bytes, &make, &file.depth,
+                          &block_bytes, &checksums) ||
+        !zpp_py_aio_folders(tuple, folders, &file.folders_count))
         return NULL;
+    file.folders = folders;
+    file.stripe_bytes = (size_t)stripe_bytes;
     file.make = make;
     file.checksums = checksums;
     file.block_bytes = (size_t)block_bytes;
@@ -68,7 +75,7 @@ static PyObject *close_file(zpp_filed *filed) {
     Py_RETURN_NONE;
 }
 
-/* open_params(path, make, depth, block_bytes, checksums) -> the engine's warning, or '' */
+/* open_params(folders, path, stripe_bytes, make, depth, block_bytes, checksums) -> the engine's warning, or '' */
 static PyObject *open_params(PyObject *self, PyObject *args) {
     return open_file(self, args, filed_of(self));
 }
@@ -237,12 +244,14 @@ static PyObject *store_low(PyObject *self, PyObject *args) {
 PyMethodDef zpp_py_filed_methods[] = {
     { "set_stored", set_stored, METH_VARARGS, "set_stored(bits, block_elems, in_memory): before units are added." },
     { "store_low", store_low, METH_VARARGS, "store_low(unit, param): kept in fewer bits. Before seal." },
-    { "open_params", open_params, METH_VARARGS, "open_params(path, make, depth, block_bytes, checksums) -> warning" },
+    { "open_params", open_params, METH_VARARGS,
+      "open_params(folders, path, stripe_bytes, make, depth, block_bytes, checksums) -> warning" },
     { "close_params", close_params, METH_NOARGS, "End the engine; the file stays." },
     { "copy_params", copy_params, METH_VARARGS, "copy_params(unit, first, elems, address, write)" },
     { "params_figures", params_figures, METH_NOARGS, "Bytes and times." },
     { "set_grads_fraction", set_grads_fraction, METH_O, "This share of the gradients lives in a file." },
-    { "open_grads", open_grads, METH_VARARGS, "open_grads(path, make, depth, block_bytes, checksums) -> warning" },
+    { "open_grads", open_grads, METH_VARARGS,
+      "open_grads(folders, path, stripe_bytes, make, depth, block_bytes, checksums) -> warning" },
     { "close_grads", close_grads, METH_NOARGS, "End the engine; the file stays." },
     { "settle_grads", settle_grads, METH_NOARGS, "All are in their file; raises what failed." },
     { "copy_grads", copy_grads, METH_VARARGS, "copy_grads(unit, first, elems, address, write)" },

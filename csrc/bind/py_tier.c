@@ -47,17 +47,23 @@ zpp_tier *zpp_py_tier_get(PyObject *object) {
     return ((Tier *)object)->tier;
 }
 
-/* Tier(path, fraction, moments, chunk_elems, buffers, depth, block_bytes, checksums, early); 0: chosen. */
+/* Tier(folders, path, stripe_bytes, fraction, moments, chunk_elems, buffers, depth, block_bytes, checksums, early); 0:
+ * chosen. */
 static int tier_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Tier *tier = (Tier *)self;
     struct zpp_tier_options options = { .log = keep_warning, .log_ctx = self };
     int checksums, early;
     unsigned buffers, depth;
-    Py_ssize_t chunk_elems, block_bytes;
+    Py_ssize_t stripe_bytes, chunk_elems, block_bytes;
+    PyObject *tuple;
+    const char *folders[ZPP_AIO_PARTS];
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "ydInIInpp", &options.path, &options.fraction, &options.moments, &chunk_elems, &buffers,
-                          &depth, &block_bytes, &checksums, &early))
+    if (!PyArg_ParseTuple(args, "O!yndInIInpp", &PyTuple_Type, &tuple, &options.path, &stripe_bytes, &options.fraction,
+                          &options.moments, &chunk_elems, &buffers, &depth, &block_bytes, &checksums, &early) ||
+        !zpp_py_aio_folders(tuple, folders, &options.folders_count))
         return -1;
+    options.folders = folders;
+    options.stripe_bytes = (size_t)stripe_bytes;
     if (tier->lock_ready) return PyErr_SetString(PyExc_TypeError, "tier: made twice"), -1;
     options.chunk_elems = (size_t)chunk_elems;
     options.buffers = buffers;

@@ -6,7 +6,6 @@
 
 #include <assert.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -84,12 +83,34 @@ zpp_status zpp_filed_keep_two(zpp_filed *filed, int unit, struct zpp_err *err) {
     return ZPP_OK;
 }
 
+enum { SUMS_ALIGN_BYTES = 64 };
+
+/* Of one part. */
+static size_t sums_bytes(uint64_t part_bytes) {
+    return round_up(zpp_sums_shared_bytes(part_bytes), SUMS_ALIGN_BYTES);
+}
+
+static uint64_t file_bytes(const zpp_filed *filed) {
+    return filed->images.bits ? filed->images_bytes : filed->file_bytes;
+}
+
+/* Memory for the checksums of the file's parts, however many there will be. */
+static size_t sums_room_bytes(const zpp_filed *filed) {
+    size_t most_bytes = 0;
+    for (unsigned parts = 1; parts <= ZPP_AIO_PARTS; parts++) {
+        const uint64_t part_bytes = file_bytes(filed) / parts + ZPP_AIO_STRIPE_BYTES;
+        const size_t bytes = parts * sums_bytes(part_bytes);
+        if (bytes > most_bytes) most_bytes = bytes;
+    }
+    return most_bytes;
+}
+
 static zpp_status make_shared_home(zpp_filed *filed, struct zpp_err *err) {
     const size_t board_bytes = round_up((size_t)filed->units_count * sizeof(struct filed_board), ZPP_PAGE_BYTES);
     /* Addresses only: what nobody writes to takes no memory. */
-    const size_t sums_bytes = zpp_sums_shared_bytes(filed->home_bytes + filed->second_bytes);
+    const size_t room_bytes = sums_room_bytes(filed);
     const zpp_status status = zpp_region_create(filed->comm, ZPP_REGION_ONE,
-                                                filed->home_bytes + board_bytes + sums_bytes, &filed->region, err);
+                                                filed->home_bytes + board_bytes + room_bytes, &filed->region, err);
     if (status != ZPP_OK) return status;
     filed->home = zpp_region_base(filed->region, filed->rank);
     filed->board = (struct filed_board *)(void *)(filed->home + filed->home_bytes);
@@ -116,12 +137,20 @@ static size_t moving_part(const zpp_filed *filed, const struct filed_unit *unit,
     return *offset_bytes < end ? end - *offset_bytes : 0;
 }
 
-static void place_seconds(zpp_filed *filed) {
+/* Without the gaps that the home has between large units: they would take blocks, and of several folders always the
+ * same one would have less to do. */
+static void place_copies(zpp_filed *filed) {
+    size_t offset_bytes;
+    for (int i = 0; i < filed->units_count; i++) {
+        struct filed_unit *unit = &filed->units[i];
+        unit->first_offset_bytes = filed->file_bytes;
+        filed->file_bytes += moving_part(filed, unit, &offset_bytes);
+    }
     for (int i = 0; i < filed->units_count; i++) {
         struct filed_unit *unit = &filed->units[i];
         if (!unit->two) continue;
-        size_t offset_bytes;
-        unit->second_offset_bytes = filed->home_bytes - filed->cut_bytes + filed->second_bytes;
+        unit->second_offset_bytes = filed->file_bytes;
+        filed->file_bytes += moving_part(filed, unit, &offset_bytes);
         filed->second_bytes += moving_part(filed, unit, &offset_bytes);
     }
 }
@@ -134,7 +163,7 @@ zpp_status zpp_filed_seal(zpp_filed *filed, size_t warm_bytes, struct zpp_err *e
     if (status != ZPP_OK) return status;
     filed->cut_bytes =
         (size_t)((1.0 - filed->fraction) * (double)filed->home_bytes) / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
-    place_seconds(filed);
+    place_copies(filed);
     return filed->ranks > 1 ? make_shared_home(filed, err) : make_own_home(filed, warm_bytes, err);
 }
 
@@ -146,48 +175,48 @@ bool zpp_filed_is_held(const zpp_filed *filed, int unit) {
     return filed->units[unit].offset_bytes + filed->units[unit].bytes <= filed->cut_bytes;
 }
 
-/* The file at its full length: a full disk is found before training. */
-static zpp_status make_file(const zpp_filed *filed, const struct zpp_aio_sys *sys, struct zpp_aio_fault *fault,
-                            struct zpp_err *err) {
-    const uint64_t bytes =
-        filed->images.bits ? filed->images_bytes : filed->home_bytes - filed->cut_bytes + filed->second_bytes;
-    const int fd = sys->open(sys->ctx, filed->path, O_RDWR | O_CREAT | O_EXCL);
-    if (fd < 0) return zpp_file_fail(sys, "cannot make", filed->path, 0, bytes, -fd, -1, fault, err);
-    int done = bytes ? sys->reserve(sys->ctx, fd, 0, bytes) : 0;
-    if (done == -EOPNOTSUPP || done == -ENOSYS) done = sys->truncate(sys->ctx, fd, bytes);
+/* Every rank's engine keeps the checksums of a part in the same table. */
+static zpp_status share_sums(const zpp_filed *filed, const struct zpp_aio_config *config, bool make,
+                             struct zpp_err *err) {
+    const unsigned parts = config->stripes_count ? config->stripes_count : 1;
+    unsigned char *room = filed->sums_room;
     zpp_status status = ZPP_OK;
-    if (done < 0) status = zpp_file_fail(sys, "cannot reserve", filed->path, 0, bytes, -done, fd, fault, err);
-    sys->close(sys->ctx, fd);
+    for (unsigned part = 0; part < parts && status == ZPP_OK; part++) {
+        const uint64_t bytes = zpp_file_part_bytes(parts, config->stripe_bytes, part, file_bytes(filed));
+        status = zpp_aio_share_sums(filed->aio, filed->path, part, zpp_sums_attach(room, bytes, make), err);
+        room += sums_bytes(bytes);
+    }
     return status;
-}
-
-/* Every rank's engine keeps its checksums in the same table. */
-static zpp_status share_sums(const zpp_filed *filed, bool make, struct zpp_err *err) {
-    zpp_sums *sums = zpp_sums_attach(filed->sums_room, filed->home_bytes + filed->second_bytes, make);
-    return zpp_aio_share_sums(filed->aio, filed->path, sums, err);
 }
 
 zpp_status zpp_filed_open(zpp_filed *filed, const struct zpp_filed_file *file, struct zpp_aio_fault *fault,
                           struct zpp_err *err) {
     if (!filed->sealed || filed->path)
         return zpp_fail(err, ZPP_STATE, "params: %s", filed->path ? "opened twice" : "opened before seal");
-    const struct zpp_aio_sys sys = file->sys ? *file->sys : *zpp_aio_sys_real();
+    if (file->stripe_bytes > ZPP_AIO_STRIPE_BYTES)
+        return zpp_fail(err, ZPP_INVALID, "params: stripe_bytes is %zu, wanted at most %d", file->stripe_bytes,
+                        ZPP_AIO_STRIPE_BYTES);
+    const unsigned disks = file->folders_count ? file->folders_count : 1;
     const struct zpp_aio_config config = {
-        .depth = file->depth ? file->depth : (unsigned)DEPTH,
+        .depth = file->depth ? file->depth : DEPTH * disks,
         .block_bytes = file->block_bytes ? file->block_bytes : (size_t)BLOCK_BYTES,
-        .flight_bytes = FLIGHT_BYTES,
+        .flight_bytes = (size_t)FLIGHT_BYTES * disks,
         .direct = true,
         .checksums = file->checksums,
         .backend = ZPP_AIO_AUTO,
+        .stripes = file->folders,
+        .stripes_count = file->folders_count,
+        .stripe_bytes = file->stripe_bytes ? file->stripe_bytes : (size_t)ZPP_AIO_STRIPE_BYTES,
         .log = file->log,
         .log_ctx = file->log_ctx,
-        .sys = &sys,
+        .sys = file->sys,
     };
     filed->path = strdup(file->path);
     if (!filed->path) return zpp_fail(err, ZPP_NOMEM, "params: no memory for the path");
-    zpp_status status = file->make ? make_file(filed, &sys, fault, err) : ZPP_OK;
-    if (status == ZPP_OK) status = zpp_aio_create(&config, &filed->aio, err);
-    return status == ZPP_OK && file->checksums && filed->sums_room ? share_sums(filed, file->make, err) : status;
+    zpp_status status = zpp_aio_create(&config, &filed->aio, err);
+    if (status == ZPP_OK && file->make) status = zpp_aio_make(filed->aio, filed->path, file_bytes(filed), fault, err);
+    if (status == ZPP_OK && file->checksums && filed->sums_room) status = share_sums(filed, &config, file->make, err);
+    return status;
 }
 
 /* A failed load leaves the unit empty, so that another rank may try. */
@@ -234,21 +263,22 @@ const struct filed_unit *filed_unit_at(const zpp_filed *filed, size_t offset_byt
 }
 
 static uint64_t place_in_file(const zpp_filed *filed, size_t offset_bytes, bool next) {
-    if (!filed->keeps_two) return offset_bytes - filed->cut_bytes;
     const struct filed_unit *unit = filed_unit_at(filed, offset_bytes);
     size_t begin_bytes;
     (void)moving_part(filed, unit, &begin_bytes);
     assert(unit->two || !next);
-    if (unit->two && unit->turned != next) return unit->second_offset_bytes + (offset_bytes - begin_bytes);
-    return offset_bytes - filed->cut_bytes;
+    const bool second = unit->two && unit->turned != next;
+    return (second ? unit->second_offset_bytes : unit->first_offset_bytes) + (offset_bytes - begin_bytes);
 }
 
 zpp_status filed_submit(zpp_filed *filed, size_t offset_bytes, void *memory, size_t bytes, bool write, bool next,
                         zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err) {
     assert(offset_bytes >= filed->cut_bytes && offset_bytes + bytes <= filed->home_bytes);
     if (!filed->aio) return zpp_fail(err, ZPP_STATE, "params: their file is closed with the model; prepare a new one");
-    const struct zpp_aio_job job = { .path = filed->path, .memory = memory, .bytes = bytes,
-                                     .offset_bytes = place_in_file(filed, offset_bytes, next), .write = write };
+    const uint64_t place = place_in_file(filed, offset_bytes, next);
+    assert(!bytes || place_in_file(filed, offset_bytes + bytes - 1, next) == place + bytes - 1); /* no gap between */
+    const struct zpp_aio_job job = { .path = filed->path, .memory = memory, .bytes = bytes, .offset_bytes = place,
+                                     .write = write };
     return zpp_aio_submit(filed->aio, &job, out, fault, err);
 }
 

@@ -5,10 +5,10 @@
  *
  * All such units lie one after the other, at pages, in one range of addresses, their *home*; what the optimizer and the
  * modules see are views of it. A cut divides it once: what lies before it is held in memory for good, the rest is in
- * the file, at the same distance from the cut.
+ * the file, in the same order, without the gaps that the home has before large units.
  *
  *   home   | unit 0 .... | unit 1 ...... | unit 2 ........... |
- *          | held in memory     | in the file                 |      file offset = home offset - cut
+ *          | held in memory     | in the file                 |
  *                               cut: (1 - fraction) of the bytes
  *
  * A load reads the unit's bytes from the file straight to their home, without a copy. The ranks of a host share the
@@ -25,6 +25,8 @@
  * do with the one that is *now*, the step writes the one that is *next*, and a turn exchanges the two.
  *
  *   file   | first copies of all units | second ones of those that were asked for |
+ *
+ * With several folders, one for each disk, the file is striped over them (aio/file.h): a unit's bytes come from all.
  *
  * Threads: one thread a rank at a time; beside it another one that steps (the windows, zpp_filed_carry), and figures
  * from any.
@@ -66,9 +68,12 @@ bool zpp_filed_is_held(const zpp_filed *filed, int unit);
 bool zpp_filed_is_filed(const zpp_filed *filed, const void *address);
 
 struct zpp_filed_file {
-    const char *path; /* copied */
+    const char *path; /* copied; relative where there are folders */
+    const char *const *folders; /* that it is striped over; borrowed during open */
+    unsigned folders_count;     /* 0: none, at most ZPP_AIO_PARTS */
+    size_t stripe_bytes;        /* a multiple of 4096, at most ZPP_AIO_STRIPE_BYTES; 0: that */
     bool make;        /* on one rank, before the others open it: its full length, every block reserved */
-    unsigned depth;   /* as struct zpp_aio_config; 0: 32 */
+    unsigned depth;   /* as struct zpp_aio_config; 0: 32 a folder */
     size_t block_bytes; /* the same; 0: 1 MiB */
     bool checksums;     /* the same; the ranks of a host keep them together */
     void (*log)(void *log_ctx, const char *text); /* as struct zpp_aio_config */

@@ -32,7 +32,7 @@ struct filed_board {
 struct filed_unit {
     size_t offset_bytes, bytes; /* whole pages */
     bool two, turned;           /* has it a second copy, and is that the one that is now? */
-    uint64_t second_offset_bytes; /* in the file, of what moves of it */
+    uint64_t first_offset_bytes, second_offset_bytes; /* in the file, of what moves of it */
     zpp_aio_request *request;   /* this rank's read under way */
     zpp_aio_request *sending;   /* this rank's write of its slice under way */
     zpp_status status;          /* of the last load */
@@ -68,6 +68,7 @@ struct zpp_filed {
     struct filed_unit *units;
     int units_count, units_room;
     size_t home_bytes, cut_bytes;
+    uint64_t file_bytes; /* first copies and second ones */
     size_t second_bytes; /* of second copies, in the file */
     bool keeps_two;      /* some unit does */
     zpp_range *range;   /* one rank: the home */

@@ -6,8 +6,6 @@
 #include "tier.h"
 
 #include <assert.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,15 +28,20 @@ static size_t round_up(size_t value, size_t multiple) {
 }
 
 static zpp_status start_engine(zpp_tier *tier, struct zpp_err *err) {
+    const struct zpp_tier_options *options = &tier->options;
+    const unsigned disks = options->folders_count ? options->folders_count : 1;
     const struct zpp_aio_config config = {
-        .depth = tier->options.depth,
-        .block_bytes = tier->options.block_bytes,
-        .flight_bytes = FLIGHT_BYTES,
+        .depth = options->depth ? options->depth : DEPTH * disks,
+        .block_bytes = options->block_bytes ? options->block_bytes : (size_t)BLOCK_BYTES,
+        .flight_bytes = (size_t)FLIGHT_BYTES * disks,
+        .stripes = options->folders,
+        .stripes_count = options->folders_count,
+        .stripe_bytes = options->stripe_bytes ? options->stripe_bytes : (size_t)ZPP_AIO_STRIPE_BYTES,
         .direct = true,
-        .checksums = tier->options.checksums,
+        .checksums = options->checksums,
         .backend = ZPP_AIO_AUTO,
-        .log = tier->options.log,
-        .log_ctx = tier->options.log_ctx,
+        .log = options->log,
+        .log_ctx = options->log_ctx,
         .sys = &tier->sys,
     };
     return zpp_aio_create(&config, &tier->aio, err);
@@ -55,11 +58,10 @@ zpp_status zpp_tier_create(const struct zpp_tier_options *options, zpp_tier **ou
     tier->options = *options;
     tier->sys = options->sys ? *options->sys : *zpp_aio_sys_real();
     if (!tier->options.buffers && !tier->options.early) tier->options.buffers = BUFFERS;
-    if (!tier->options.depth) tier->options.depth = DEPTH;
-    if (!tier->options.block_bytes) tier->options.block_bytes = BLOCK_BYTES;
     tier->path = strdup(options->path);
     zpp_status status = tier->path ? ZPP_OK : zpp_fail(err, ZPP_NOMEM, "tier: no memory for the path");
     if (status == ZPP_OK) status = start_engine(tier, err);
+    tier->options.folders = NULL; /* borrowed */
     if (status != ZPP_OK) {
         zpp_tier_destroy(tier);
         return status;
@@ -156,24 +158,11 @@ static zpp_status make_buffers(zpp_tier *tier, struct zpp_err *err) {
     return ZPP_OK;
 }
 
-/* The file at its full length: what was never written reads as zeros, and a full disk is found before training. */
-static zpp_status make_file(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const struct zpp_aio_sys *sys = &tier->sys;
-    const int fd = sys->open(sys->ctx, tier->path, O_RDWR | O_CREAT | O_EXCL);
-    if (fd < 0) return zpp_file_fail(sys, "cannot make", tier->path, 0, tier->file_bytes, -fd, -1, fault, err);
-    int done = tier->file_bytes ? sys->reserve(sys->ctx, fd, 0, tier->file_bytes) : 0;
-    if (done == -EOPNOTSUPP || done == -ENOSYS) done = sys->truncate(sys->ctx, fd, tier->file_bytes);
-    zpp_status status = ZPP_OK;
-    if (done < 0)
-        status = zpp_file_fail(sys, "cannot reserve", tier->path, 0, tier->file_bytes, -done, fd, fault, err);
-    sys->close(sys->ctx, fd);
-    return status;
-}
-
 zpp_status zpp_tier_seal(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (tier->sealed) return zpp_fail(err, ZPP_STATE, "tier: sealed twice");
     for (int i = 0; i < 2; i++) lay_line(tier, &tier->lines[i], i == 0, &tier->file_bytes);
-    zpp_status status = make_file(tier, fault, err);
+    /* At its full length: what was never written reads as zeros, and a full disk is found before training. */
+    zpp_status status = zpp_aio_make(tier->aio, tier->path, tier->file_bytes, fault, err);
     for (int i = 0; i < 2 && status == ZPP_OK; i++) status = make_line_memory(&tier->lines[i], err);
     if (status == ZPP_OK) status = tier_early_seal(tier, err);
     if (status == ZPP_OK) status = make_buffers(tier, err);

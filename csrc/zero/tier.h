@@ -40,13 +40,16 @@ enum zpp_tier_kind {
 };
 
 struct zpp_tier_options {
-    const char *path;    /* of the scratch file, which is made; copied */
+    const char *path;    /* of the scratch file, which is made; copied; relative where there are folders */
+    const char *const *folders; /* one for each disk, that the file is striped over; borrowed during create */
+    unsigned folders_count;     /* 0: none, at most ZPP_AIO_PARTS */
+    size_t stripe_bytes; /* a multiple of 4096; 0: ZPP_AIO_STRIPE_BYTES */
     double fraction;     /* of the bytes that go to the file, above 0 and at most 1 */
     unsigned moments;    /* which there are: bit 0 EXP_AVG, 1 EXP_AVG_SQ, 2 MAX_EXP_AVG_SQ */
     bool early;          /* steps are unit by unit (zpp_tier_early_step): buffers for two slices, at most 64 */
     size_t chunk_elems;  /* of a record; a multiple of 1024; 0: chosen by seal */
     unsigned buffers;    /* records in memory, at least 3; 0: 4, or as `early` says */
-    unsigned depth;      /* as struct zpp_aio_config; 0: 32 */
+    unsigned depth;      /* as struct zpp_aio_config; 0: 32 a folder */
     size_t block_bytes;  /* the same; 0: 1 MiB */
     bool checksums;      /* the same */
     void (*log)(void *log_ctx, const char *text); /* as struct zpp_aio_config */

@@ -143,13 +143,14 @@ class Engine:
         for name, flag in (("direct", direct), ("sqpoll", sqpoll), ("checksums", checksums)):
             if not isinstance(flag, bool):
                 raise TypeError(f"aio: {name} is {flag!r}, wanted True or False")
+        stripe = _count("stripe_bytes", DEFAULT_BLOCK_BYTES if stripe_bytes is None else stripe_bytes, 1)
         if (depth is None or block_bytes is None) and folders:
-            from zeropp.io_settings import measured
+            from zeropp.io_settings import shape
 
-            known = measured(folders[0])
+            known = shape(folders, stripe)
             if known is not None:
-                depth = known.depth if depth is None else depth
-                block_bytes = known.block_bytes if block_bytes is None else block_bytes
+                depth = known[0] if depth is None else depth
+                block_bytes = known[1] if block_bytes is None else block_bytes
         self._log = log if log is not None else warn_once
         self._core = _C.AioEngine(
             depth=_count("depth", DEFAULT_DEPTH if depth is None else depth, 1),
@@ -161,7 +162,7 @@ class Engine:
             threads=_count("threads", 8 if threads is None else threads, 1),
             arena_bytes=0 if arena_bytes is None else _count("arena_bytes", arena_bytes, 1),
             stripes=tuple(os.fsencode(folder) for folder in folders),
-            stripe_bytes=_count("stripe_bytes", DEFAULT_BLOCK_BYTES if stripe_bytes is None else stripe_bytes, 1),
+            stripe_bytes=stripe,
         )
         self._tell()
 

@@ -14,10 +14,10 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -31,6 +31,10 @@ TIERS = ("device", "cpu", "nvme")
 WIRE_FORMATS = ("exact", "int8", "int4")
 STATES = ("fp32", "bf16", "int8")
 STORED = ("int8", "int4")
+Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""One, or several, one for each disk."""
+MOST_FOLDERS = 16
+"""Of one tier (ZPP_AIO_PARTS of csrc/aio/file.h)."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -80,6 +84,29 @@ def _whole(path: str, value: object, least: int, what: str) -> None:
         raise wrong(path, value, f"a whole number >= {least} ({what})")
 
 
+def folders(path: str, value: object) -> str | tuple[str, ...]:
+    """A folder's name, or those of several: a tuple, each once. One alone is a name, however it was given."""
+    wanted = "a folder's name, or a list of up to 16, one for each disk"
+    several = isinstance(value, (list, tuple))
+    names: list[str] = []
+    for one in value if isinstance(value, (list, tuple)) else (value,):
+        name = os.fspath(one) if isinstance(one, os.PathLike) else one
+        if not isinstance(name, str) or not name:
+            raise wrong(path, value, wanted)
+        names.append(os.path.expanduser(name))  # noqa: PTH111  Path's raises where there is no such user
+    if several and not 1 <= len(names) <= MOST_FOLDERS:
+        raise wrong(path, value, f"{wanted}; there are {len(names)}")
+    if len(names) == 1:
+        return names[0]
+    where: dict[str, str] = {}
+    for name in names:
+        real = os.path.realpath(name)
+        if real in where:
+            raise wrong(path, value, f"each folder once; {where[real]!r} and {name!r} are the same one")
+        where[real] = name
+    return tuple(names)
+
+
 def _instance(path: str, value: object, cls: type) -> None:
     if not isinstance(value, cls):
         raise wrong(path, value, f"a zeropp.{cls.__name__}(...)")
@@ -94,9 +121,11 @@ class Tier:
     """"device" (where the model computes), "cpu" (host memory) or "nvme" (files under `path`). Without an accelerator
     "device" and "cpu" are one: "cpu" is accepted and changes nothing."""
 
-    path: str | Path | None = None
+    path: Folders | None = None
     """Folder for the scratch files of "nvme", on a local disk; required there and refused elsewhere. Each job makes one
-    folder of its own in it, which goes away with the job, or with the next one after a kill."""
+    folder of its own in it, which goes away with the job, or with the next one after a kill. Several folders, one for each
+    disk, as in `path=["/nvme0", "/nvme1"]`: files are striped over them in pieces of 2 MiB, each takes an equal share, and the
+    disks work side by side. A tuple afterwards; all ranks of a host give the same ones in the same order."""
 
     fraction: float = 1.0
     """Share of the bytes put there, above 0 and at most 1; the rest stays one tier nearer to the device."""
@@ -110,13 +139,18 @@ class Tier:
             raise wrong("Tier.checksums", self.checksums, "True or False with 'nvme', False elsewhere")
         _one_of("Tier.kind", self.kind, TIERS)
         if self.path is not None:
-            if not isinstance(self.path, (str, Path)) or not str(self.path):
-                raise wrong("Tier.path", self.path, "a folder's name")
-            object.__setattr__(self, "path", os.path.expanduser(self.path))  # noqa: PTH111  Path's raises where there is no such user
+            object.__setattr__(self, "path", folders("Tier.path", self.path))
         if (self.kind == "nvme") != (self.path is not None):
             raise wrong("Tier.path", self.path, "a folder for 'nvme', and None for 'device' and 'cpu'")
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
             raise wrong("Tier.fraction", self.fraction, "a number above 0 and at most 1 (share of the bytes)")
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Those of `path`; none where there is no path."""
+        if self.path is None:
+            return ()
+        return (self.path,) if isinstance(self.path, str) else cast(tuple[str, ...], self.path)
 
 
 @_refuses_unknown
@@ -152,8 +186,8 @@ class Offload:
     AdamW, and room for one more slice of gradients and of parameters, where these live: in memory, or with `grads` or `params`
     on "nvme" in their files; `step()` takes the gradients, and `optimizer.flush()` gives the model the newest weights."""
 
-    path: str | Path | None = None
-    """Folder of the kinds that are given by name as "nvme"; None afterwards, when each tier has it."""
+    path: Folders | None = None
+    """Folder of the kinds that are given by name as "nvme", or several, as `Tier.path`; None afterwards, when each tier has it."""
 
     checksums: bool = False
     """Checksums of all kinds on "nvme", as `Tier(checksums=True)` for one: what a disk gives back is what it was given, or a

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeropp.config import DTYPES, Comm, LossScale, Offload, Precision, Tier, nearest, not_yet, wrong
+from zeropp.config import DTYPES, Comm, LossScale, Offload, Precision, Tier, folders, nearest, not_yet, wrong
 from zeropp.deepspeed_keys import (
     AIO,
     AIO_THREADS,
@@ -500,11 +500,13 @@ def _tier(
         if value != "auto" and _elements(value, f"{name}.{key}") != usual:
             warnings.warn(f"{path}{key}: {value!r} changes nothing in zeropp: {why}", stacklevel=5)
     folder, share = keys.get("nvme_path"), keys.get("ratio", 1.0)
-    if device == "nvme" and not isinstance(folder, str):
-        raise wrong(f"{path}nvme_path", folder, 'a folder on a local disk, for "device": "nvme"')
+    if device == "nvme" and not isinstance(folder, (str, list)):
+        raise wrong(f"{path}nvme_path", folder, 'a folder on a local disk, or a list of them, for "device": "nvme"')
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise wrong(f"{path}ratio", share, "a number above 0 and at most 1 (share of the bytes)")
-    return Tier(device, path=folder if device == "nvme" else None, fraction=float(share))
+    if device != "nvme":
+        return Tier(device, fraction=float(share))
+    return Tier(device, path=folders(f"{path}nvme_path", folder), fraction=float(share))
 
 
 def _elements(value: object, name: str) -> int:

@@ -8,10 +8,11 @@ import json
 import os
 import platform
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["IoSettings", "cache_file", "device_name", "measured", "store"]
+__all__ = ["IoSettings", "cache_file", "device_name", "measured", "shape", "store"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,29 @@ def _can_be(known: IoSettings) -> bool:
     return (
         whole and 1 <= known.depth <= 1024 and known.block_bytes % 4096 == 0 and 1 <= known.block_bytes >> 12 <= 1 << 18
     )
+
+
+DEFAULT = IoSettings(depth=32, block_bytes=1 << 20, read_gb_s=0.0, write_gb_s=0.0)
+"""Of a device that nobody measured."""
+MOST_DEPTH = 1024
+"""Of an engine (ZPP_AIO_MAX_DEPTH, csrc/aio/engine.h)."""
+
+
+def shape(folders: Sequence[str | os.PathLike[str]], stripe_bytes: int) -> tuple[int, int] | None:
+    """Depth and bytes of a block for files that are striped over folders; None: none of their devices was measured.
+
+    An operation lies in one stripe, and is as large as all of the devices like. The depth gives each folder the bytes in flight
+    that its device had when it was measured, so that together they have the sum.
+    """
+    known = [measured(folder) for folder in folders]
+    if not any(known):
+        return None
+    each = [one or DEFAULT for one in known]
+    if len(each) == 1:
+        return each[0].depth, each[0].block_bytes
+    block_bytes = min(stripe_bytes, *(one.block_bytes for one in each))
+    flight_bytes = sum(one.depth * one.block_bytes for one in each)
+    return min(MOST_DEPTH, -(-flight_bytes // block_bytes)), block_bytes
 
 
 def store(path: str | os.PathLike[str], settings: IoSettings) -> Path:

@@ -52,6 +52,39 @@ def test_measures_keeps_and_cleans(
     assert json.loads(told.out) == seen and "not kept: " in told.err and "XDG_CACHE_HOME=" in told.err
 
 
+def test_several_folders_each_and_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bench_io, "FILE_BYTES", 16 << 20)
+    monkeypatch.setattr(bench_io, "TIME_LIMIT_S", 0.2)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    assert main(["bench-io", *map(str, folders), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert list(seen) == [*map(str, folders), "striped"] and all(seen[str(one)]["depth"] > 0 for one in folders)
+    assert seen["striped"]["read_gb_s"] > 0 and seen["striped"]["write_gb_s"] > 0
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+
+
+def test_settings_of_several_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has in flight what it was measured with, in operations that suit all of them and a stripe."""
+    names = {"a": "device a", "b": "device b", "c": "device c"}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(io_settings, "device_name", lambda path: names[str(path)])
+    mib = 1 << 20
+    assert io_settings.shape(["a", "b"], 2 * mib) is None
+    io_settings.store("a", io_settings.IoSettings(depth=8, block_bytes=4 * mib, read_gb_s=1.0, write_gb_s=1.0))
+    assert io_settings.shape(["a"], 2 * mib) == (8, 4 * mib)
+    assert io_settings.shape(["a", "a"], 2 * mib) == (32, 2 * mib)
+    assert io_settings.shape(["a", "b"], 2 * mib) == (64, mib), "one that nobody measured has 32 of 1 MiB"
+    io_settings.store("b", io_settings.IoSettings(depth=64, block_bytes=mib // 4, read_gb_s=1.0, write_gb_s=1.0))
+    assert io_settings.shape(["b", "a"], 2 * mib) == (64 + 128, mib // 4)
+    io_settings.store("c", io_settings.IoSettings(depth=1024, block_bytes=8 * mib, read_gb_s=1.0, write_gb_s=1.0))
+    assert io_settings.shape(["a", "b", "c"], 2 * mib) == (1024, mib // 4), "the most that an engine takes"
+
+
 def test_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench-io", str(tmp_path / "none")]) == 2
     assert "is not a folder" in capsys.readouterr().err

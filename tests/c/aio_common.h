@@ -45,6 +45,26 @@ static inline const char *in_folder(const char *name) {
     return out;
 }
 
+/* As if on disks of their own; made. Static, one set a thread, good until the next call. */
+static inline const char *const *disk_folders(unsigned count) {
+    static _Thread_local char names[4][96];
+    static _Thread_local const char *folders[4];
+    CHECK(count <= 4);
+    for (unsigned disk = 0; disk < count; ++disk) {
+        snprintf(names[disk], sizeof names[disk], "%s/disk%u", folder, disk);
+        folders[disk] = names[disk];
+        CHECK(mkdir(names[disk], 0777) == 0 || errno == EEXIST);
+    }
+    return folders;
+}
+
+/* A file in one of them. */
+static inline const char *on_disk(unsigned disk, const char *name) {
+    char inside[64];
+    snprintf(inside, sizeof inside, "disk%u/%s", disk, name);
+    return in_folder(inside);
+}
+
 static inline struct zpp_aio_config plain_config(enum zpp_aio_backend backend) {
     return (struct zpp_aio_config){
         .depth = 8, .block_bytes = 64 << 10, .direct = true, .backend = backend, .threads = 3, .log = count_log};

@@ -12,12 +12,26 @@
 
 enum { PAGE = ZPP_PAGE_BYTES };
 
+/* How files are made from now on; zeros: one file, without checksums. */
+static struct {
+    unsigned disks;
+    size_t stripe_bytes;
+    bool checksums;
+} spread;
+
 /* `block_bytes`: of one operation. */
 static inline zpp_status open_blocks(zpp_filed *filed, bool make, size_t block_bytes, struct zpp_aio_fault *fault,
                               struct zpp_err *err) {
-    const struct zpp_filed_file file = { .path = in_folder("params"), .make = make, .depth = 8,
-                                         .block_bytes = block_bytes, .log = count_log, .sys = &sys };
+    const struct zpp_filed_file file = { .path = spread.disks ? "params" : in_folder("params"), .make = make,
+                                         .folders = disk_folders(spread.disks), .folders_count = spread.disks,
+                                         .stripe_bytes = spread.stripe_bytes, .checksums = spread.checksums,
+                                         .depth = 8, .block_bytes = block_bytes, .log = count_log, .sys = &sys };
     return zpp_filed_open(filed, &file, fault, err);
+}
+
+static inline void remove_file(void) {
+    if (!spread.disks) CHECK_EQUAL(unlink(in_folder("params")), 0);
+    for (unsigned disk = 0; disk < spread.disks; disk++) CHECK_EQUAL(unlink(on_disk(disk, "params")), 0);
 }
 
 #endif

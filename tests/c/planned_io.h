@@ -15,6 +15,7 @@ static struct {
     atomic_int reads_left, writes_left; /* 0: the next one fails; below: none does */
     size_t most_bytes;                  /* no operation moves more; 0: any */
     int error, open_error, reserve_error;
+    atomic_int reserves_left; /* before reserve_error */
     bool no_ring;
     atomic_bool writes_rest; /* without a ring: they begin when this is over */
 } plan;
@@ -53,7 +54,8 @@ static int planned_open(void *ctx, const char *path, int flags) {
 }
 
 static int planned_reserve(void *ctx, int fd, uint64_t offset_bytes, uint64_t bytes) {
-    return plan.reserve_error ? -plan.reserve_error : zpp_aio_sys_real()->reserve(ctx, fd, offset_bytes, bytes);
+    if (plan.reserve_error && atomic_fetch_sub(&plan.reserves_left, 1) <= 0) return -plan.reserve_error;
+    return zpp_aio_sys_real()->reserve(ctx, fd, offset_bytes, bytes);
 }
 
 static int planned_setup(void *ctx, unsigned entries, void *ring, uint32_t flags) {
@@ -76,6 +78,7 @@ static inline void reset_plan(void) {
     plan.error = EIO;
     plan.most_bytes = 0;
     plan.open_error = plan.reserve_error = 0;
+    atomic_store(&plan.reserves_left, 0);
     plan.no_ring = false;
     atomic_store(&plan.writes_rest, false);
 }

@@ -434,7 +434,7 @@ static void neighbours_on(enum zpp_aio_backend backend) {
     for (int index = 0; index < 2; ++index) {
         both[index].aio = new_engine(summing_config(backend));
         both[index].seed = 1000u * (unsigned)index;
-        CHECK_OK(zpp_aio_share_sums(both[index].aio, path, zpp_sums_attach(memory, MIB, index == 0), &err));
+        CHECK_OK(zpp_aio_share_sums(both[index].aio, path, 0, zpp_sums_attach(memory, MIB, index == 0), &err));
     }
     unsigned char all[11001];
     fill(all, sizeof all, 0, 7);

@@ -63,7 +63,7 @@ static struct home new_home(double fraction, size_t warm_bytes) {
 
 static void end_home(struct home *home) {
     zpp_filed_destroy(home->filed);
-    CHECK_EQUAL(unlink(in_folder("params")), 0);
+    remove_file();
 }
 
 static void put(struct home *home, size_t offset, const void *values, size_t bytes) {
@@ -176,6 +176,9 @@ static void run_schedule(uint64_t seed) {
     reset_plan();
     plan.no_ring = next_random(&at.random) % 4 == 0;
     plan.most_bytes = next_random(&at.random) % 3 == 0 ? 1 + below(&at.random, 9000) : 0;
+    spread.disks = (unsigned)below(&at.random, 4);
+    spread.stripe_bytes = PAGE << below(&at.random, 3);
+    spread.checksums = next_random(&at.random) & 1;
     at.home = new_home(fractions[below(&at.random, 4)], below(&at.random, 3) * 8 * PAGE);
     at.model = calloc(at.home.bytes, 1);
     CHECK(at.model);
@@ -205,6 +208,7 @@ static void random_schedules(void) {
         if (first || count) fprintf(stderr, "seed %llu ", (unsigned long long)seed);
         run_schedule(seed);
     }
+    memset(&spread, 0, sizeof spread);
     remove_folder();
 }
 
@@ -338,6 +342,82 @@ static void making_the_file(void) {
     remove_folder();
 }
 
+/* The second of three disks is full: its part is named, with what was wanted of that disk. */
+static void making_a_striped_file(void) {
+    make_folder();
+    reset_plan();
+    spread.disks = 3;
+    spread.stripe_bytes = PAGE;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault = { .wanted_bytes = 0 };
+    struct home home = sealed_home(NULL, 1.0, 0);
+    const size_t pages = home.bytes / PAGE;
+    plan.reserve_error = ENOSPC;
+    atomic_store(&plan.reserves_left, 1);
+    CHECK_FAILS(open_file(home.filed, true, &fault, &err), ZPP_TIER, "/disk1/params");
+    CHECK(strstr(fault.path, "/disk1/params") && fault.has_free && fault.os_errno == ENOSPC);
+    CHECK_EQUAL(fault.wanted_bytes, (pages + 1) / 3 * PAGE);
+    zpp_filed_destroy(home.filed);
+    for (unsigned disk = 0; disk < 2; disk++) CHECK_EQUAL(unlink(on_disk(disk, "params")), 0);
+
+    reset_plan();
+    home = new_home(1.0, 0);
+    for (unsigned disk = 0; disk < 3; disk++)
+        CHECK_EQUAL(file_bytes(on_disk(disk, "params")), (pages + 2 - disk) / 3 * PAGE);
+    end_home(&home);
+
+    struct zpp_filed_file file = { .path = "params", .folders = disk_folders(2), .folders_count = 2,
+                                   .stripe_bytes = ZPP_AIO_STRIPE_BYTES + PAGE, .sys = &sys };
+    home = sealed_home(NULL, 1.0, 0);
+    CHECK_FAILS(zpp_filed_open(home.filed, &file, &fault, &err), ZPP_INVALID, "stripe_bytes is 2101248");
+    zpp_filed_destroy(home.filed);
+    memset(&spread, 0, sizeof spread);
+    remove_folder();
+}
+
+/* Large units begin at 2 MiB in the home. In the file nothing is between them, so that disks have equal shares. */
+static void large_units_lie_together(void) {
+    enum { LARGE = 5 };
+    static const size_t bytes[LARGE] = { (6 << 20) + 100, 3 * PAGE, (5 << 20) + PAGE, 4 << 20, (7 << 20) - 1 };
+    make_folder();
+    reset_plan();
+    spread.disks = 2;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    struct home home = { .bytes = 0 };
+    CHECK_OK(zpp_filed_create(NULL, 1.0, &home.filed, &err));
+    for (int i = 0; i < LARGE; i++) {
+        CHECK_OK(zpp_filed_add(home.filed, bytes[i], &home.unit[i], &home.offset[i], &err));
+        home.bytes += (bytes[i] + PAGE - 1) / PAGE * PAGE;
+    }
+    CHECK_EQUAL(home.offset[2] % (2 << 20), 0);
+    CHECK(home.offset[2] > home.offset[1] + 3 * PAGE); /* a gap */
+    CHECK_OK(zpp_filed_keep_two(home.filed, home.unit[2], &err));
+    CHECK_OK(zpp_filed_seal(home.filed, 0, &err));
+    home.memory = zpp_filed_home(home.filed);
+    CHECK_OK(open_blocks(home.filed, true, 1 << 20, &fault, &err));
+    const uint64_t shares[2] = { file_bytes(on_disk(0, "params")), file_bytes(on_disk(1, "params")) };
+    CHECK_EQUAL(shares[0] + shares[1], home.bytes + (5 << 20) + PAGE);
+    CHECK(shares[0] >= shares[1] && shares[0] - shares[1] <= ZPP_AIO_STRIPE_BYTES);
+    unsigned char *values = malloc(8 << 20);
+    CHECK(values);
+    for (int i = 0; i < LARGE; i++) {
+        fill(values, bytes[i], 0, (unsigned)i);
+        put(&home, home.offset[i], values, bytes[i]);
+    }
+    for (int i = LARGE - 1; i >= 0; i--) {
+        load(&home, i);
+        check_outcome(&home, i);
+        fill(values, bytes[i], 0, (unsigned)i);
+        CHECK_EQUAL(memcmp(home.memory + home.offset[i], values, bytes[i]), 0);
+        leave(&home, i);
+    }
+    free(values);
+    end_home(&home);
+    memset(&spread, 0, sizeof spread);
+    remove_folder();
+}
+
 static void refuses_misuse(void) {
     make_folder();
     reset_plan();
@@ -454,12 +534,57 @@ static void shared_body(struct test_rank *me) {
     zpp_filed_destroy(home.filed);
 }
 
+/* What one rank wrote and a disk changed, another one finds, and names the part. */
+static void sums_body(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault = { .wanted_bytes = 0 };
+    struct home home = sealed_home(me->comm, 1.0, 0);
+    if (me->rank == 0) CHECK_OK(open_file(home.filed, true, &fault, &err));
+    meet(me);
+    if (me->rank) CHECK_OK(open_file(home.filed, false, &fault, &err));
+    for (int i = 0; i < UNITS; i++) fill_slice(&home, me, i, 3);
+    meet(me);
+    if (me->rank == 1) {
+        unsigned char values[40000];
+        CHECK_OK(zpp_filed_copy(home.filed, home.offset[3], values, sizeof values, false, &fault, &err));
+        check_filled(values, sizeof values, 0, 3 + 3);
+        /* The unit's third page is the twelfth of the file, and so the sixth of the second disk. */
+        const int fd = open(on_disk(1, "params"), O_RDWR);
+        unsigned char byte;
+        CHECK_EQUAL(home.offset[3] / PAGE, 9);
+        CHECK_EQUAL(pread(fd, &byte, 1, 5 * PAGE + 17), 1);
+        CHECK_EQUAL(byte, values[2 * PAGE + 17]);
+        byte ^= 4;
+        CHECK_EQUAL(pwrite(fd, &byte, 1, 5 * PAGE + 17), 1);
+        close(fd);
+        CHECK_FAILS(zpp_filed_copy(home.filed, home.offset[3], values, sizeof values, false, &fault, &err), ZPP_TIER,
+                    "/disk1/params\" does not hold what was written");
+        CHECK_EQUAL(fault.offset_bytes, 5 * PAGE);
+        CHECK(strstr(fault.path, "/disk1/params"));
+    }
+    meet(me);
+    zpp_filed_destroy(home.filed);
+}
+
+static void ranks_share_sums_of_parts(void) {
+    make_folder();
+    reset_plan();
+    spread.disks = 2;
+    spread.stripe_bytes = PAGE;
+    spread.checksums = true;
+    run_ranks(2, sums_body, NULL);
+    memset(&spread, 0, sizeof spread);
+    remove_folder();
+}
+
 /* Ranks at different paces, each with its own slices to write: a pass reads every byte at least once, and at most once
  * a rank. A read that fails is heard by the rank that made it, and another rank reads the unit for itself. */
 static void ranks_share_what_is_read(void) {
-    for (int turn = 0; turn < 4; turn++) {
+    for (int turn = 0; turn < 6; turn++) {
         const int ranks = 2 + turn % 2;
-        struct shared shared = { .fraction = turn == 1 ? 0.6 : 1.0, .with_failures = turn >= 2 };
+        struct shared shared = { .fraction = turn % 4 == 1 ? 0.6 : 1.0, .with_failures = turn == 2 || turn == 3 };
+        spread.disks = turn >= 4 ? 3 : 0;
+        spread.stripe_bytes = 2 * PAGE;
         make_folder();
         reset_plan();
         struct home like = sealed_home(NULL, shared.fraction, 0);
@@ -475,6 +600,7 @@ static void ranks_share_what_is_read(void) {
         CHECK((atomic_load(&shared.failures) > 0) == shared.with_failures);
         remove_folder();
     }
+    memset(&spread, 0, sizeof spread);
 }
 
 int main(int argc, char **argv) {
@@ -483,8 +609,11 @@ int main(int argc, char **argv) {
                                               TEST(files_that_shrink_or_vanish),
                                               TEST(every_operation_of_a_copy_fails_once),
                                               TEST(making_the_file),
+                                              TEST(making_a_striped_file),
+                                              TEST(large_units_lie_together),
                                               TEST(refuses_misuse),
                                               TEST(ranks_share_what_is_read),
+                                              TEST(ranks_share_sums_of_parts),
                                               { 0 } };
     return test_main(argc, argv, cases);
 }

@@ -51,6 +51,8 @@ struct setup {
     size_t chunk_elems;
     bool early;
     unsigned buffers;
+    unsigned disks; /* 0: one file */
+    bool checksums;
 };
 
 static bool has_master(int slice) {
@@ -61,7 +63,10 @@ static zpp_tier *new_tier(const struct setup *setup) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     reset_plan();
-    struct zpp_tier_options options = { .path = in_folder("states"), .fraction = setup->fraction,
+    struct zpp_tier_options options = { .path = setup->disks ? "states" : in_folder("states"),
+                                        .folders = disk_folders(setup->disks), .folders_count = setup->disks,
+                                        .stripe_bytes = 2 * 4096, .checksums = setup->checksums,
+                                        .fraction = setup->fraction,
                                         .moments = setup->amsgrad ? 7 : 3, .chunk_elems = setup->chunk_elems,
                                         .early = setup->early, .buffers = setup->buffers, .sys = &sys,
                                         .log = count_log };
@@ -82,13 +87,18 @@ static zpp_tier *new_tier(const struct setup *setup) {
     return tier;
 }
 
-static void end_tier(zpp_tier *tier) {
+static void end_tier_on(zpp_tier *tier, unsigned disks) {
     zpp_tier_destroy(tier);
-    CHECK_EQUAL(unlink(in_folder("states")), 0);
+    if (!disks) CHECK_EQUAL(unlink(in_folder("states")), 0);
+    for (unsigned disk = 0; disk < disks; disk++) CHECK_EQUAL(unlink(on_disk(disk, "states")), 0);
     for (int i = 0; i < SLICES; i++) {
         drop_state(&plain[i]);
         drop_state(&tiered[i]);
     }
+}
+
+static void end_tier(zpp_tier *tier) {
+    end_tier_on(tier, 0);
 }
 
 /* Elements [first, first + elems) of a slice, as the optimizer's binding makes it. */
@@ -182,6 +192,9 @@ static void steps_equal_memory(void) {
         { .fraction = 1.0, .chunk_elems = 65536 },
         { .fraction = 0.01, .amsgrad = true, .chunk_elems = 1024 },
         { .fraction = 1.0, .amsgrad = true },
+        { .fraction = 1.0, .chunk_elems = 1024, .disks = 2 },
+        { .fraction = 0.5, .amsgrad = true, .chunk_elems = 1024, .disks = 3, .checksums = true },
+        { .fraction = 1.0, .no_ring = true, .chunk_elems = 2048, .disks = 4, .checksums = true },
     };
     make_folder();
     for (size_t i = 0; i < sizeof setups / sizeof *setups; i++) {
@@ -195,7 +208,7 @@ static void steps_equal_memory(void) {
             CHECK_OK(step(tier, t, setups[i].amsgrad, pool, &fault, &err));
             check_same(tier, setups[i].amsgrad);
         }
-        end_tier(tier);
+        end_tier_on(tier, setups[i].disks);
         zpp_pool_destroy(pool);
     }
     remove_folder();
@@ -210,6 +223,7 @@ static void early_steps_equal_memory(void) {
         { 1.0, false, false, 1024, true, 3 },  { 1.0, true, false, 1024, true, 4 }, { 0.5, false, true, 1024, true, 3 },
         { 1.0, false, false, 2048, true, 64 }, { 1.0, true, false, 0, true, 0 },
         { 0.3, false, false, 1024, true, 0 },
+        { 1.0, true, false, 1024, true, 4, .disks = 3, .checksums = true },
     };
     enum { ORDERS = sizeof orders / sizeof *orders };
     make_folder();
@@ -228,7 +242,7 @@ static void early_steps_equal_memory(void) {
         CHECK_OK(zpp_tier_copy(tier, 4, ZPP_TIER_EXP_AVG, 0, slice_elems[4], plain[4].exp_avg, true, &fault, &err));
         CHECK_OK(step_early(tier, 99, setups[i].amsgrad, orders[0], pool, &fault, &err));
         check_same(tier, setups[i].amsgrad);
-        end_tier(tier);
+        end_tier_on(tier, setups[i].disks);
         zpp_pool_destroy(pool);
     }
     remove_folder();
@@ -394,6 +408,36 @@ static void full_disk(void) {
     remove_folder();
 }
 
+/* Of two disks the second is full; and of three each has its share. */
+static void full_disk_of_several(void) {
+    make_folder();
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault = { .wanted_bytes = 0 };
+    reset_plan();
+    struct zpp_tier_options options = { .path = "states", .folders = disk_folders(2), .folders_count = 2,
+                                        .fraction = 1.0, .moments = 3, .sys = &sys };
+    zpp_tier *tier = NULL;
+    int slice;
+    plan.reserve_error = ENOSPC;
+    atomic_store(&plan.reserves_left, 1);
+    CHECK_OK(zpp_tier_create(&options, &tier, &err));
+    CHECK_OK(zpp_tier_add(tier, 3 << 20, false, &slice, &err)); /* 24 MiB: twelve stripes */
+    CHECK_FAILS(zpp_tier_seal(tier, &fault, &err), ZPP_TIER, "/disk1/states");
+    CHECK(strstr(fault.path, "/disk1/states") && fault.has_free && fault.os_errno == ENOSPC);
+    CHECK_EQUAL(fault.wanted_bytes, 12 << 20);
+    zpp_tier_destroy(tier);
+    for (unsigned disk = 0; disk < 2; disk++) CHECK_EQUAL(unlink(on_disk(disk, "states")), 0);
+    reset_plan();
+    options.folders = disk_folders(3);
+    options.folders_count = 3;
+    CHECK_OK(zpp_tier_create(&options, &tier, &err));
+    CHECK_OK(zpp_tier_add(tier, 3 << 20, false, &slice, &err));
+    CHECK_OK(zpp_tier_seal(tier, &fault, &err));
+    for (unsigned disk = 0; disk < 3; disk++) CHECK_EQUAL(file_bytes(on_disk(disk, "states")), 8 << 20);
+    zpp_tier_destroy(tier);
+    remove_folder();
+}
+
 /* The n-th read or write of a step fails, for every n: file and offset are named, nothing is under way afterwards, and
  * the tier is torn until somebody loads it anew. */
 static void every_operation_fails_once(void) {
@@ -459,6 +503,7 @@ static void refuses_misuse(void) {
 
 int main(int argc, char **argv) {
     static const struct test_case cases[] = { TEST(steps_equal_memory), TEST(bytes_are_counted), TEST(full_disk),
+                                              TEST(full_disk_of_several),
                                               TEST(every_operation_fails_once), TEST(refuses_misuse),
                                               TEST(early_steps_equal_memory), TEST(early_bytes_are_counted),
                                               TEST(early_operations_fail_once), TEST(early_poll_reads_on),

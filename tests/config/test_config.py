@@ -95,6 +95,16 @@ def test_every_field_says_what_it_is():
         (lambda: Offload(params="nvme", path=3), "Tier.path", "a folder's name"),
         (lambda: Offload(params="nvme", path=b"/swap"), "Tier.path", "a folder's name"),
         (lambda: Tier("cpu", path="/swap"), "Tier.path", "None for 'device' and 'cpu'"),
+        (lambda: Tier("cpu", path=["/a", "/b"]), "Tier.path", "None for 'device' and 'cpu'"),
+        (lambda: Tier("nvme", path=[]), "Tier.path", "a list of up to 16, one for each disk; there are 0"),
+        (lambda: Tier("nvme", path=[f"/{n}" for n in range(17)]), "Tier.path", "there are 17"),
+        (lambda: Tier("nvme", path=["/a", 3]), "Tier.path", "['/a', 3] is not allowed; wanted a folder's name"),
+        (lambda: Tier("nvme", path=["/a", ""]), "Tier.path", "a folder's name"),
+        (lambda: Tier("nvme", path={"/a", "/b"}), "Tier.path", "a folder's name"),
+        (lambda: Tier("nvme", path=["/a", "/b", "/a"]), "Tier.path", "each folder once; '/a' and '/a' are the same"),
+        (lambda: Tier("nvme", path=["/a", "/a/../a/"]), "Tier.path", "'/a' and '/a/../a/' are the same"),
+        (lambda: Offload(params="nvme", path=("/a", "/a")), "Tier.path", "each folder once"),
+        (lambda: Offload(optimizer="cpu", path=["/a", "/b"]), "Offload.path", "None where no kind"),
         (lambda: Tier("cpu", fraction=0), "Tier.fraction", "above 0 and at most 1"),
         (lambda: Tier("cpu", fraction=1.5), "Tier.fraction", "1.5"),
         (lambda: Comm(grads="int3"), "Comm.grads", "did you mean 'int8'?"),
@@ -195,4 +205,21 @@ def test_config_error_is_an_error_of_zeropp_and_a_value_error():
 def test_a_tier_may_be_given_by_name():
     assert Offload(optimizer="nvme", path="/swap") == Offload(optimizer=Tier("nvme", path="/swap"))
     assert Offload(params="nvme", path="~/swap").params.path == str(Path.home() / "swap")
+
+
+def test_several_folders(tmp_path):
+    both = Tier("nvme", path=["/a", Path("~/b")])
+    assert both.path == both.folders == ("/a", str(Path.home() / "b"))
+    assert both == Tier("nvme", path=("/a", str(Path.home() / "b"))) and hash(both) == hash(dataclasses.replace(both))
+    assert both != Tier("nvme", path=[both.path[1], both.path[0]]), "a stripe is found by its folder's place"
+    assert Tier("nvme", path=["/a"]) == Tier("nvme", path="/a") and Tier("nvme", path="/a").folders == ("/a",)
+    assert Tier().folders == ()
+    offload = Offload(params="nvme", optimizer="nvme", path=["/a", "/b"], checksums=True)
+    assert offload.params == offload.optimizer == Tier("nvme", path=("/a", "/b"), checksums=True)
+    assert hash(Config(offload=offload)) == hash(
+        Config(offload=Offload(params=offload.params, optimizer=offload.optimizer))
+    )
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert "are the same one" in sentence(lambda: Tier("nvme", path=[tmp_path / "real", tmp_path / "link"]))
     assert Config(offload=Offload(params="cpu", optimizer="cpu")).offload.params == Tier("cpu")

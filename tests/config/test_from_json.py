@@ -94,6 +94,16 @@ def test_deepspeed_offload_maps():
     assert read.offload == Offload(params="cpu", optimizer=Tier("nvme", path="/x", fraction=0.5))
     section["offload_optimizer"] = {"device": "none", "nvme_path": "/x"}
     assert Config.from_json({"zero_optimization": section}).offload == Offload(params="cpu")
+    section["offload_param"] = {"device": "nvme", "nvme_path": ["/y", "/z"], "buffer_count": 5}
+    several = Offload(params=Tier("nvme", path=["/y", "/z"]))
+    assert Config.from_json({"zero_optimization": section}).offload == several
+    section["offload_param"]["nvme_path"] = ["/y", "/y"]
+    assert sentence({"zero_optimization": section}).startswith(
+        "zero_optimization.offload_param.nvme_path: ['/y', '/y']"
+    )
+    native = {"offload": {"params": {"kind": "nvme", "path": ["/y", "/z"]}, "optimizer": "nvme", "path": ["/a", "/b"]}}
+    read = Config.from_json(json.dumps(native)).offload
+    assert read == Offload(params=Tier("nvme", path=("/y", "/z")), optimizer=Tier("nvme", path=("/a", "/b")))
     section["offload_param"] = {"device": "nvme", "nvme_path": "/y", "buffer_count": 5}
     assert Config.from_json({"zero_optimization": section}).offload == Offload(params="nvme", path="/y")
 

@@ -20,7 +20,7 @@ TIERS = 2
 TRAIN = """
 import sys, torch, zeropp
 torch.set_num_threads(1)
-path, end = sys.argv[1:]
+path, end = sys.argv[1].split(","), sys.argv[2]
 model = torch.nn.Linear(300, 300)
 adam = torch.optim.AdamW(model.parameters())
 offload = zeropp.Offload(optimizer="nvme", grads="nvme", path=path)
@@ -39,9 +39,10 @@ def folders(path: Path) -> list[str]:
     return sorted(one.name for one in path.glob("zeropp-scratch-*"))
 
 
-def start(path: Path, end: str) -> subprocess.Popen[str]:
+def start(path: Path | list[Path], end: str) -> subprocess.Popen[str]:
+    paths = ",".join(str(one) for one in (path if isinstance(path, list) else [path]))
     process = subprocess.Popen(
-        [sys.executable, "-c", TRAIN, str(path), end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", TRAIN, paths, end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "stepped\n"
     return process
@@ -68,6 +69,22 @@ def test_the_next_job_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     for process in (alive, third):
         process.communicate("", timeout=60)
     assert not folders(tmp_path)
+
+
+def test_jobs_over_several_folders_leave_nothing_in_any(tmp_path: Path) -> None:
+    """One is killed, and its neighbours name the same folders in another order."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    killed, alive = start([first, second], "wait"), start([second, first], "wait")
+    assert folders(first) == folders(second) and len(folders(first)) == 2 * TIERS
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(timeout=60)
+    left = folders(first)
+    third = start([second, first], "wait")
+    assert folders(first) == folders(second) and len(set(folders(first)) - set(left)) == TIERS
+    assert len(folders(first)) == 2 * TIERS, "the dead one's is gone from both"
+    for process in (alive, third):
+        process.communicate("", timeout=60)
+    assert not folders(first) and not folders(second)
 
 
 def test_a_model_may_end_while_the_next_makes_its_folder(tmp_path: Path) -> None:

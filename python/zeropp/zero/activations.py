@@ -38,7 +38,7 @@ from zeropp.config import Tier
 from zeropp.errors import Error
 from zeropp.zero.agree import Ranks
 from zeropp.zero.holes import Holes
-from zeropp.zero.scratch import Scratch
+from zeropp.zero.scratch import STRIPE_BYTES, Scratch
 from zeropp.zero.storage import disk_traffic
 from zeropp.zero.wrapped_call import WrappedCall
 
@@ -52,7 +52,7 @@ WAITING_BYTES = 64 << 20
 """Of storages that wait to be written, or were read ahead: at most this, or four of the largest, or one."""
 FIGURES = ("read_bytes", "written_bytes", "checked_bytes", "sums_bytes", "backend")
 DEPTH = 8
-"""Operations in flight; each has a buffer of a block, because autograd's tensors do not begin at pages."""
+"""Operations in flight, of each folder; each has a buffer of a block, because autograd's tensors do not begin at pages."""
 
 
 _running = threading.local()
@@ -162,11 +162,12 @@ class ActivationTier:
     """
 
     def __init__(self, engine: Engine, tier: Tier) -> None:
-        assert tier.path is not None
         self.fraction, self._checksums = float(tier.fraction), tier.checksums
         ranks = Ranks(engine)
-        scratch = Scratch(tier.path, ranks)
-        self.path = scratch.folder / "activations"
+        scratch = Scratch(tier.folders, ranks)
+        self.file = scratch.file("activations")
+        self.path = self.file.parts[0]
+        self._folders = scratch.folders
         self._lock = threading.RLock()  # guards all that follows; a graph may die, or run, in any thread
         self._extents = _Extents()
         self._by_storage: dict[int, tuple[StorageWeakRef, weakref.ref[Saved]]] = {}
@@ -191,11 +192,14 @@ class ActivationTier:
         self._end = weakref.finalize(self, _end, self._io, self._number, scratch, os.getpid())
 
     def _open(self) -> None:
-        from zeropp.io_settings import measured
+        from zeropp.io_settings import shape
 
-        known = measured(self.path.parent)
-        depth, block_bytes = (None, None) if known is None else (known.depth, known.block_bytes)
-        self._io = aio.Engine(min(DEPTH, depth or DEPTH), block_bytes, checksums=self._checksums)
+        depth, block_bytes = shape(self._folders, STRIPE_BYTES) or (None, None)
+        most = DEPTH * len(self._folders)
+        self._io = aio.Engine(
+            min(most, depth or most), block_bytes, checksums=self._checksums, paths=self.file.folders,
+            stripe_bytes=STRIPE_BYTES,
+        )  # fmt: skip
 
     def close(self) -> None:
         """The model is gone: the scratch file, too. A backward that needs it raises."""
@@ -264,7 +268,7 @@ class ActivationTier:
         self._alive[saved.index] = saved.place
         self.file_bytes += size
         self.file_peak_bytes = max(self.file_peak_bytes, self.file_bytes)
-        future = saved.place.future = self._io.write(flat, self.path, saved.place.offset_bytes)
+        future = saved.place.future = self._io.write(flat, self.file.name, saved.place.offset_bytes)
         self._by_storage[storage._cdata] = (StorageWeakRef(storage), saved.place)
         self._writing.append((saved.place, future, size))
         self.waiting_bytes += size
@@ -349,7 +353,7 @@ class ActivationTier:
                 "backward: the model was dropped, and with it the file of its activations; keep the model alive"
             )
         saved.flat = _page_aligned(torch.empty(saved.bytes + PAGE_BYTES, dtype=torch.uint8), saved.bytes)
-        saved.place.future = self._io.read(saved.flat, self.path, saved.place.offset_bytes)
+        saved.place.future = self._io.read(saved.flat, self.file.name, saved.place.offset_bytes)
         saved.place.ahead_bytes = saved.bytes
         self.ahead_bytes += saved.bytes
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
+from zeropp.config import Folders, folders
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.agree import Ranks
-from zeropp.zero.scratch import Scratch
+from zeropp.zero.scratch import STRIPE_BYTES, Scratch
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine
@@ -25,14 +26,14 @@ PLACES = ("device", "cpu", "nvme")
 ALIGNED_BYTES = 4096
 
 
-def offload_states(*, optimizer: Any, to: str = "cpu", path: str | os.PathLike[str] | None = None) -> int:
+def offload_states(*, optimizer: Any, to: str = "cpu", path: Folders | None = None) -> int:
     """Move the states of a prepared optimizer (moments, fp32 master weights). Collective.
 
     Args:
         optimizer: one that ``prepare`` adopted.
         to: ``"nvme"``: to a scratch file, and their memory is freed. ``"cpu"`` or ``"device"``: back; without an accelerator
             the two are one.
-        path: for ``"nvme"``: a folder on a local disk.
+        path: for ``"nvme"``: a folder on a local disk, or several, one for each, over which the file is striped.
 
     Returns:
         Bytes that moved on this rank; 0 where they were there already.
@@ -52,7 +53,7 @@ def offload_states(*, optimizer: Any, to: str = "cpu", path: str | os.PathLike[s
         raise ConfigError(
             "offload_states: to='nvme' needs path=, a folder on a local disk"
             if path is None
-            else f"offload_states: path={os.fspath(path)!r} does not go with to={to!r}; leave it out"
+            else f"offload_states: path={path!r} does not go with to={to!r}; leave it out"
         )
     if to != "nvme":
         return 0 if engine.away is None else engine.away.back()
@@ -68,7 +69,7 @@ def offload_states(*, optimizer: Any, to: str = "cpu", path: str | os.PathLike[s
             f"offload_states: states of {name} are not implemented yet; those of AdamW, Adam and torch's own are"
         )
     assert path is not None
-    engine.away = away = Away(engine, path)
+    engine.away = away = Away(engine, folders("offload_states.path", path))
     return away.size_bytes
 
 
@@ -95,7 +96,7 @@ class Away:
         zeropp.TierError: on every rank; nothing changed then.
     """
 
-    def __init__(self, engine: Engine, path: str | os.PathLike[str]) -> None:
+    def __init__(self, engine: Engine, path: str | tuple[str, ...]) -> None:
         self._engine = weakref.ref(engine)
         self._states = {unit.index: dict(unit.state) for unit in engine.units}
         self._masters = {unit.index: unit.master for unit in engine.units}
@@ -135,7 +136,7 @@ class Away:
         """One file, each tensor from an aligned offset on. The block's end waits for all writes."""
         from zeropp.aio import Engine as Files
 
-        with Files(paths=scratch.folder) as files:
+        with Files(paths=scratch.folders, stripe_bytes=STRIPE_BYTES) as files:
             at = 0
             for one in self._tensors:
                 values = one.detach().reshape(-1)

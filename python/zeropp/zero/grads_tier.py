@@ -39,13 +39,13 @@ class GradsTier:
     """
 
     def __init__(self, engine: Engine, tier: Tier) -> None:
-        assert tier.path is not None
         self.fraction, self._zero = float(tier.fraction), engine.core
         self._ranks = Ranks(engine)
         self._asked_at, self._checksums = -1, tier.checksums
         self.places = 1 if engine.config.offload.delayed_update is None else 2
-        scratch = Scratch(tier.path, self._ranks)
-        self.path = scratch.folder / "grads"
+        scratch = Scratch(tier.folders, self._ranks)
+        self.file = scratch.file("grads")
+        self.path = self.file.parts[0]
         try:
             self._ranks.all_do(lambda: self._open(scratch))
         except BaseException:
@@ -57,7 +57,7 @@ class GradsTier:
         self._end = weakref.finalize(self, end_tier, self._zero.close_grads, self._number, scratch, os.getpid())
 
     def _open(self, scratch: Scratch) -> None:
-        warn(self._zero.open_grads(os.fsencode(self.path), True, *io_shape(scratch), self._checksums))
+        warn(self._zero.open_grads(*self.file.where, True, *io_shape(scratch), self._checksums))
 
     def close(self) -> None:
         """The model is gone: the scratch file, too."""

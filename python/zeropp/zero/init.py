@@ -38,6 +38,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from zeropp.config import Folders, folders
 from zeropp.errors import ConfigError, PartitionedParameterError
 from zeropp.zero.byte_view import byte_view
 from zeropp.zero.disk import storage_errors
@@ -206,16 +207,17 @@ def copy_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def sharded_init(*, window_bytes: int = WINDOW_BYTES, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
+def sharded_init(*, window_bytes: int = WINDOW_BYTES, path: Folders | None = None) -> Iterator[None]:
     """Build models inside: each rank keeps 1/N of every parameter right after its construction.
 
     Args:
         window_bytes: how much of the newest parameters stays whole meanwhile; at least the largest one does.
         path: a folder on a local disk: slices wait there for ``zeropp.prepare``, in files without a name, for models
-            whose parameters do not fit into memory (``Offload(params="nvme")``). None: in memory.
+            whose parameters do not fit into memory (``Offload(params="nvme")``). Several folders: each slice in the one that
+            has had the fewest bytes. None: in memory.
 
     Raises:
-        zeropp.ConfigError: the ranks drew different values; set the same seed on every rank.
+        zeropp.ConfigError: the ranks drew different values; set the same seed on every rank. Or ``path`` is no folder's name.
         zeropp.TierError: the disk under ``path`` is full.
 
     With one rank and no ``path`` there is nothing to shard, and nothing is changed.
@@ -226,7 +228,7 @@ def sharded_init(*, window_bytes: int = WINDOW_BYTES, path: str | os.PathLike[st
 
 @contextlib.contextmanager
 def construction(
-    window_bytes: int = WINDOW_BYTES, *, path: str | os.PathLike[str] | None = None, from_rank_0: bool = False
+    window_bytes: int = WINDOW_BYTES, *, path: Folders | None = None, from_rank_0: bool = False
 ) -> Iterator[None]:
     """:func:`sharded_init`, with one more way for code that was written for DeepSpeed.
 
@@ -238,7 +240,7 @@ def construction(
     if _active is not None or (_ranks() == 1 and path is None):
         yield
         return
-    _active = _Construction(window_bytes, from_rank_0, None if path is None else Path(path))
+    _active = _Construction(window_bytes, from_rank_0, None if path is None else _SliceFolders(path))
     threads = os.environ.get(_READ_ALONE)
     os.environ[_READ_ALONE] = "1"
     hooks = [
@@ -262,11 +264,25 @@ def construction(
         _active = None
 
 
+class _SliceFolders:
+    """Where slices wait: each in a file of its own, so that none is striped, and the folders have about equal shares."""
+
+    def __init__(self, path: Folders) -> None:
+        chosen = folders("sharded_init.path", path)
+        self._used_bytes = {Path(one): 0 for one in ((chosen,) if isinstance(chosen, str) else chosen)}
+
+    def take(self, size_bytes: int) -> Path:
+        """A folder for so many bytes."""
+        folder = min(self._used_bytes, key=self._used_bytes.__getitem__)
+        self._used_bytes[folder] += size_bytes
+        return folder
+
+
 class _Construction:
     """The parameters of one context: which are whole, who owns them, what they held."""
 
-    def __init__(self, window_bytes: int, from_rank_0: bool, path: Path | None) -> None:
-        self.window_bytes, self.path = window_bytes, path
+    def __init__(self, window_bytes: int, from_rank_0: bool, folders: _SliceFolders | None) -> None:
+        self.window_bytes, self.folders = window_bytes, folders
         self.from_rank_0 = from_rank_0
         self.largest_bytes = 0
         self.holes = Holes()
@@ -349,7 +365,7 @@ class _Construction:
         if self.from_rank_0 and values.numel():
             dist.broadcast(values.view(torch.uint8), 0)
         record.digest = _digest(values)
-        record.values = _slice_of(values, self.path)
+        record.values = _slice_of(values, self.folders)
         del values
         _become_sharded(parameter)
         self.holes.freed(size_bytes)
@@ -409,11 +425,11 @@ def whole_built(parameters: Iterable[torch.Tensor], write: bool) -> Iterator[Non
             _become_sharded(one)
 
 
-def _slice_of(values: torch.Tensor, path: Path | None = None) -> torch.Tensor:
+def _slice_of(values: torch.Tensor, waiting: _SliceFolders | None = None) -> torch.Tensor:
     """This rank's part of all values, in memory of its own."""
     ranks, rank = _ranks(), _rank()
     per_rank = -(-values.numel() // ranks)
-    mine = _apart(per_rank, values.dtype, values.device, path)
+    mine = _apart(per_rank, values.dtype, values.device, waiting)
     piece = values[rank * per_rank : (rank + 1) * per_rank]
     mine[: piece.numel()] = piece
     return mine
@@ -455,13 +471,14 @@ def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
     return one.expand(parameter.shape)
 
 
-def _apart(elems: int, dtype: torch.dtype, device: torch.device, path: Path | None) -> torch.Tensor:
+def _apart(elems: int, dtype: torch.dtype, device: torch.device, waiting: _SliceFolders | None) -> torch.Tensor:
     """Zeros in pages of their own: slices that stay, between whole parameters that go, would leave holes in malloc's
-    heap. With ``path`` they are pages of a file."""
+    heap. With ``waiting`` they are pages of a file."""
     size_bytes = elems * dtype.itemsize
     if device.type != "cpu" or size_bytes < OWN_PAGES_BYTES:
         return torch.zeros(elems, dtype=dtype, device=device)
-    if path is not None:
+    if waiting is not None:
+        path = waiting.take(size_bytes)
         with storage_errors(path, size_bytes):
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path) as file:  # the mapping keeps it

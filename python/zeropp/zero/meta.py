@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from zeropp.config import Folders
 from zeropp.errors import ConfigError
 from zeropp.zero import init
 
@@ -40,11 +40,11 @@ def check_draws(model: nn.Module) -> None:
             raise _no_values(module, path, names[0], "has no reset_parameters(), nor a model around it _init_weights()")
 
 
-def give_values(model: nn.Module, path: Path | None) -> None:
+def give_values(model: nn.Module, path: Folders | None) -> None:
     """Draw what is on meta, on a model that :func:`check_draws` let pass. Collective; rank 0's values count.
 
     Args:
-        path: a folder where slices wait, see ``sharded_init``; None: in memory.
+        path: a folder where slices wait, or several, see ``sharded_init``; None: in memory.
 
     Raises:
         zeropp.ConfigError: a module leaves some of its values out; named.
@@ -91,7 +91,7 @@ def _draws_of(model: nn.Module, path: str) -> list[Draw]:
 
 
 @contextlib.contextmanager
-def _sliced(model: nn.Module, path: Path | None) -> Iterator[Follow]:
+def _sliced(model: nn.Module, path: Folders | None) -> Iterator[Follow]:
     """Inside, a parameter is sliced when newer ones need the room, once it was given to what this yields."""
     with init.construction(path=path, from_rank_0=True):
         active = init._active

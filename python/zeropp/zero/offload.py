@@ -42,12 +42,11 @@ class StateTier:
     """
 
     def __init__(self, engine: Engine, tier: Tier, moments: tuple[str, ...], storage: Storage) -> None:
-        assert tier.path is not None
         self.fraction, self.storage = float(tier.fraction), storage
         self.kinds = ("master", *moments)
         self.checksums = tier.checksums
         ranks = Ranks(engine)
-        scratch = Scratch(tier.path, ranks)
+        scratch = Scratch(tier.folders, ranks)
         try:
             ranks.all_do(lambda: self._make(engine, scratch))
         except BaseException:
@@ -61,10 +60,11 @@ class StateTier:
         self._end = weakref.finalize(self, end_tier, core.close, self._number, scratch, os.getpid())
 
     def _make(self, engine: Engine, scratch: Scratch) -> None:
-        self.path = scratch.folder / "states"
+        self.file = scratch.file("states")
+        self.path = self.file.parts[0]
         bits = sum(1 << k for k, name in enumerate(self.kinds[1:]) if name)
         self.core = _C.Tier(
-            os.fsencode(self.path), self.fraction, bits, 0, 0, *io_shape(scratch), self.checksums,
+            *self.file.where, self.fraction, bits, 0, 0, *io_shape(scratch), self.checksums,
             engine.config.step_in_backward,
         )  # fmt: skip
         try:

@@ -48,12 +48,14 @@ class ParamsTier:
         """Is the file, and what is read from it, one for all ranks of the host?"""
         if self.in_memory:  # the coordinator's, and there is no file
             return
-        assert tier.path is not None
         ranks = Ranks(engine)
-        scratch = Scratch(tier.path, ranks)
-        self.path = (scratch.folder if self._owners else scratch.folder.parent) / "params"
+        scratch = Scratch(tier.folders, ranks)
+        self.file = scratch.file("params", shared=self.shared)
+        self.path = self.file.parts[0]
         makes = self._owners > 0 or ranks.rank == 0
         try:
+            if self.shared:
+                self._check_same_folders(ranks)
             ranks.all_do(lambda: self._open(scratch, True) if makes else None)
             ranks.all_do(lambda: None if makes else self._join(scratch))
         except BaseException:
@@ -64,13 +66,23 @@ class ParamsTier:
         self._number = disk_traffic.add(self.traffic.figures)
         self._end = weakref.finalize(self, end_tier, self._zero.close_params, self._number, scratch, os.getpid())
 
+    def _check_same_folders(self, ranks: Ranks) -> None:
+        """A stripe is found by the place of its folder among the others. Whether one folder is the same, its file tells."""
+        mine = [str(part.parent.parent.resolve()) for part in self.file.parts]
+        for rank, other in enumerate(ranks.exchange(mine)):
+            if other != mine and (len(other) > 1 or self.file.folders):
+                raise ConfigError(
+                    f"Config.offload.params.path: rank {rank} has {', '.join(other)}, and rank {ranks.rank} {', '.join(mine)}; "
+                    "parameters are read by all ranks of a host, so give them the same folders in the same order"
+                )
+
     def _open(self, scratch: Scratch, make: bool) -> None:
-        warn(self._zero.open_params(os.fsencode(self.path), make, *io_shape(scratch), self._checksums))
+        warn(self._zero.open_params(*self.file.where, make, *io_shape(scratch), self._checksums))
 
     def _join(self, scratch: Scratch) -> None:
         if not self.path.exists():
             raise ConfigError(
-                f"Config.offload.params.path: rank 0 of this host has no file under {self.path.parent.parent}; parameters are read by "
+                f"Config.offload.params.path: rank 0 of this host has no file under {scratch.folder.parent.parent}; parameters are read by "
                 "all ranks of a host, so give them the same folder"
             )
         self._open(scratch, False)

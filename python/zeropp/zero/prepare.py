@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -98,8 +97,7 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     if comm is not None:
         _check_same_model(comm, plans)
     if on_meta:
-        path = getattr(config.offload.params, "path", None)
-        meta.give_values(model, None if path is None else Path(path))
+        meta.give_values(model, getattr(config.offload.params, "path", None))
     engine = Engine(model, plans, config, comm, host_copy)
     _make_tiers(engine, optimizer)
     for unit in engine.units:

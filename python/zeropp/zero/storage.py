@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zeropp.aio import warn_once
 from zeropp.errors import Error, TierError
 from zeropp.zero.agree import Ranks
-from zeropp.zero.scratch import Scratch
+from zeropp.zero.scratch import STRIPE_BYTES, Scratch
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine
@@ -148,11 +148,10 @@ disk_traffic = DiskTraffic()
 
 
 def io_shape(scratch: Scratch) -> tuple[int, int]:
-    """Depth and bytes of a block that ``bench-io`` found best for the scratch folder's disk; 0, 0: not measured."""
-    from zeropp.io_settings import measured
+    """Depth and bytes of a block that ``bench-io`` found best for the scratch folder's disk, or disks; 0, 0: not measured."""
+    from zeropp.io_settings import shape
 
-    known = measured(scratch.folder)
-    return (0, 0) if known is None else (known.depth, known.block_bytes)
+    return shape(scratch.folders, STRIPE_BYTES) or (0, 0)
 
 
 def warn(warning: str) -> None:
