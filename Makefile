@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-#   make demo     train a small GPT with ZeRO-3 on two ranks; DEVICE RANKS STEPS PRESET OFFLOAD MEMORY DATA RESUME YES
+#   make demo     train a small GPT with ZeRO-3 on two ranks; DEVICE RANKS STEPS PRESET OFFLOAD SCRATCH MEMORY DATA RESUME YES
 #   make test     every test that this machine can run; PYTEST_ARGS
 #   make lint     ruff, mypy, gcc and clang with warnings as errors, the layers of csrc/
 #   make sanitize C tests under AddressSanitizer + UBSan and ThreadSanitizer
@@ -32,7 +32,7 @@ build-demo build-test build-lint build-bench: build-%: $(VENV)/.installed-%
 
 demo: build-demo
 	@$(PY) examples/demo.py --device=$(DEVICE) --ranks=$(RANKS) --steps=$(STEPS) --preset=$(PRESET) \
-		--offload=$(OFFLOAD) --memory=$(MEMORY) --data=$(DATA) --resume=$(RESUME) --yes=$(YES)
+		--offload=$(OFFLOAD) --scratch=$(SCRATCH) --memory=$(MEMORY) --data=$(DATA) --resume=$(RESUME) --yes=$(YES)
 
 test: build-test
 	$(PY) -m pytest -m "slow or not slow" $(PYTEST_ARGS)

@@ -46,6 +46,11 @@ def options() -> argparse.Namespace:
         default="",
         help="OFFLOAD=nvme PRESET=large: the memory to exceed, as 512M or 24G; default: the machine's",
     )
+    parser.add_argument(
+        "--scratch",
+        default="",
+        help="OFFLOAD=nvme: folders for the files, as /nvme0,/nvme1, one for each disk; default: scratch in --out",
+    )
     parser.add_argument("--data", default="", help="folder or file of text; default: Python's own source")
     parser.add_argument("--resume", default="", help="no: start anew; yes: go on without asking")
     parser.add_argument("--yes", nargs="?", const="yes", default="", help="answer every question with yes")
@@ -145,23 +150,48 @@ def decide_resume(args: argparse.Namespace, out: Path, facts: dict[str, Any]) ->
     return True
 
 
-def need_space(out: Path, preset: str, offload: str, yes: bool) -> None:
+def scratch_folders(value: str, out: Path) -> list[Path]:
+    names = [one.strip() for one in value.split(",")]
+    if names == [""]:
+        return [out / "scratch"]
+    folders = [Path(one).expanduser().resolve() for one in names if one]
+    if len(folders) < len(names) or len(set(folders)) < len(folders):
+        raise Refused(
+            f"SCRATCH={value}: wanted folders, each once, as /nvme0,/nvme1; or nothing, for {out / 'scratch'}"
+        )
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folders
+
+
+def by_disk(wanted: list[tuple[Path, int]]) -> list[tuple[Path, int, int]]:
+    """A folder of each disk, the bytes wanted in all of its folders, and those that are free."""
+    disks: dict[int, tuple[Path, int]] = {}
+    for folder, size in wanted:
+        there = folder if folder.exists() else folder.parent
+        first, before = disks.get(there.stat().st_dev, (there, 0))
+        disks[there.stat().st_dev] = first, before + size
+    return [(folder, size, shutil.disk_usage(folder).free) for folder, size in disks.values()]
+
+
+def need_space(out: Path, scratch: list[Path], preset: str, yes: bool) -> None:
+    """`scratch`: where an equal share of the states goes each, none without OFFLOAD=nvme."""
     from gpt import GPT, PRESETS
     from torch import device
 
     with device("meta"):
         parameters = sum(p.numel() for p in GPT(PRESETS[preset].model).parameters())
-    wanted = parameters * BYTES_PER_PARAMETER * CHECKPOINTS_HELD
-    if offload == "nvme":
-        wanted += parameters * SCRATCH_BYTES_PER_PARAMETER
-    free = shutil.disk_usage(out).free
-    if wanted <= free < 2 * wanted and offload == "nvme" and not yes:
-        ask_for_space(out, wanted, free)
-    if free < wanted:
-        raise Refused(
-            f"{out}: {free / 2**20:,.0f} MiB free, and the checkpoints of PRESET={preset} want "
-            f"{wanted / 2**20:,.0f} MiB; free some, or choose a smaller PRESET"
-        )
+    wants = [(out, parameters * BYTES_PER_PARAMETER * CHECKPOINTS_HELD)]
+    wants += [(folder, parameters * SCRATCH_BYTES_PER_PARAMETER // len(scratch)) for folder in scratch]
+    for folder, wanted, free in by_disk(wants):
+        if wanted <= free < 2 * wanted and scratch and not yes:
+            ask_for_space(folder, wanted, free)
+        if free < wanted:
+            what = "the checkpoints" if folder == out else "the files"
+            raise Refused(
+                f"{folder}: {free / 2**20:,.0f} MiB free, and {what} of PRESET={preset} want "
+                f"{wanted / 2**20:,.0f} MiB; free some, or choose a smaller PRESET"
+            )
 
 
 def ask_for_space(out: Path, wanted: int, free: int) -> None:
@@ -212,24 +242,29 @@ def larger_than_memory(args: argparse.Namespace, device: str) -> int:
         parameters = sum(p.numel() for p in GPT(larger_than(memory)).parameters())
     try:
         own(out)
-        tidy(out / "scratch")  # what a run that was killed left would count as taken
-        free = shutil.disk_usage(out).free
+        scratch = scratch_folders(args.scratch, out)
+        for folder in scratch:
+            tidy(folder)  # what a run that was killed left would count as taken
+        share = parameters * SCRATCH_BYTES_PER_PARAMETER * 21 // 20 // len(scratch)
+        disks = by_disk([(folder, share) for folder in scratch])
     except OSError as error:
-        raise Refused(f"{out}: {error.strerror}; choose another folder with --out") from error
-    wanted = parameters * SCRATCH_BYTES_PER_PARAMETER * 21 // 20
-    if free < wanted:
         raise Refused(
-            f"{out}: {free / 2**30:,.1f} GiB free, and the states of this model want {wanted / 2**30:,.1f}; free some, "
-            "choose another folder with --out, or a smaller MEMORY"
-        )
-    if free < 2 * wanted and not args.yes:
-        ask_for_space(out, wanted, free)
-    print(
-        f"PRESET=large OFFLOAD=nvme RANKS={ranks} STEPS={steps} MEMORY={memory / 2**20:,.0f} MiB\n{wanted / 2**30:,.2f} of "
-        f"{free / 2**30:,.1f} GiB free in {out} are used until the end; Ctrl-C stops and removes them",
-        flush=True,
-    )
+            f"{error.filename or out}: {error.strerror}; choose another folder with --out or SCRATCH"
+        ) from error
+    for folder, wanted, free in disks:
+        if free < wanted:
+            raise Refused(
+                f"{folder}: {free / 2**30:,.1f} GiB free, and the states of this model want {wanted / 2**30:,.1f}; free some, "
+                "choose another folder with --out or SCRATCH, or a smaller MEMORY"
+            )
+        if free < 2 * wanted and not args.yes:
+            ask_for_space(folder, wanted, free)
+    print(f"PRESET=large OFFLOAD=nvme RANKS={ranks} STEPS={steps} MEMORY={memory / 2**20:,.0f} MiB")
+    for folder, wanted, free in disks:
+        print(f"{wanted / 2**30:,.2f} of {free / 2**30:,.1f} GiB free in {folder} are used until the end")
+    print("Ctrl-C stops and removes them", flush=True)
     command = ["--memory-bytes", str(memory), "--steps", str(steps), "--out", str(out)]
+    command += ["--scratch", *map(str, scratch)]
     command += ["--data", str(Path(args.data).resolve())] if args.data else []
     try:
         code = torchrun(ranks, EXAMPLES / "infinity_gpt.py", command)
@@ -291,6 +326,8 @@ def main() -> int:
         if args.script != "train_gpt.py":
             raise Refused(f"OFFLOAD=nvme PRESET=large: {args.script} cannot do that; leave --script out")
         return larger_than_memory(args, device)
+    if args.scratch and offload != "nvme":
+        raise Refused(f"SCRATCH={args.scratch}: only OFFLOAD=nvme has files to put there; leave it empty")
     if args.memory:
         raise Refused(f"MEMORY={args.memory}: only OFFLOAD=nvme PRESET=large chooses its model by it; leave it empty")
     if offload != "none" and args.script == "ddp_gpt.py":
@@ -306,13 +343,16 @@ def main() -> int:
     out = Path(args.out or EXAMPLES.parent / "out" / "demo").resolve()
     try:
         own(out)
-        if offload == "nvme":
+        scratch = scratch_folders(args.scratch, out) if offload == "nvme" else []
+        for folder in scratch:
             from zeropp.zero.scratch import tidy
 
-            tidy(out / "scratch")
-        need_space(out, preset, offload, args.yes)
+            tidy(folder)
+        need_space(out, scratch, preset, args.yes)
     except OSError as error:
-        raise Refused(f"{out}: {error.strerror}; choose another folder with --out") from error
+        raise Refused(
+            f"{error.filename or out}: {error.strerror}; choose another folder with --out or SCRATCH"
+        ) from error
     data = str(Path(args.data).resolve()) if args.data else None
     facts = {"preset": preset, "data": data, "ranks": ranks, "script": args.script, "steps": steps}
     print(
@@ -327,6 +367,7 @@ def main() -> int:
     (out / "run.json").write_text(json.dumps({**facts, "state": "running"}, indent=1) + "\n")
 
     command = ["--preset", preset, "--device", device, "--out", str(out), "--offload", offload]
+    command += ["--scratch", *map(str, scratch)] if args.scratch else []
     command += ["--backend", "zeropp"] if args.script != "ddp_gpt.py" else []
     command += ["--steps", str(steps)] if steps else []
     command += ["--data", data] if data else []

@@ -5,7 +5,8 @@ What `make demo OFFLOAD=nvme PRESET=large` runs, under torchrun:
 
     torchrun --nproc-per-node 2 examples/infinity_gpt.py --memory-bytes 25769803776
 
-Parameters (fp32) and Adam's moments are files in --out/scratch; a layer's parameters are in memory when it is computed.
+Parameters (fp32) and Adam's moments are files in --out/scratch, or over the folders of --scratch, one for each disk; a layer's
+parameters are in memory when it is computed.
 Each step prints what it took, what it moved, and what the plan said. The plan, with Psi parameters:
 
     read     20 Psi   parameters forward, backward and in the step; two moments in the step (none in the first)
@@ -38,12 +39,15 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="sequences a rank and step")
     parser.add_argument("--data", help="a folder or file of text; default: the source of Python's standard library")
     parser.add_argument("--out", type=Path, default=Path("out/infinity"))
+    parser.add_argument(
+        "--scratch", nargs="+", type=Path, help="folders of the files, one for each disk; default: scratch in --out"
+    )
     return parser.parse_args()
 
 
-def disk_limit(folder: Path, size: int) -> tuple[float, float]:
+def disk_limit(folders: list[Path], size: int) -> tuple[float, float]:
     """(bytes a second read, written) by the engine with nothing computed: the best of three rounds."""
-    with zeropp.aio.Engine(paths=folder) as engine:
+    with zeropp.aio.Engine(paths=folders, stripe_bytes=2 << 20) as engine:
         blocks = [engine.empty(size // 8, torch.uint8) for _ in range(8)]
         for block in blocks:
             block.fill_(7)
@@ -57,7 +61,8 @@ def disk_limit(folder: Path, size: int) -> tuple[float, float]:
                     future.wait()
                 moved = sum(block.numel() for block in blocks)
                 best[kind] = max(best[kind], moved / (time.perf_counter() - started))
-        (folder / "probe").unlink()
+        for folder in folders:
+            (folder / "probe").unlink()
     return best["read"], best["write"]
 
 
@@ -85,8 +90,9 @@ def main() -> None:
     dist.init_process_group("zeropp")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     stop_with_the_launcher()
-    scratch = args.out / "scratch"
-    scratch.mkdir(parents=True, exist_ok=True)
+    scratch = args.scratch or [args.out / "scratch"]
+    for folder in scratch:
+        folder.mkdir(parents=True, exist_ok=True)
     shape = larger_than(args.memory_bytes)
     text = Text(args.data)
     batches = {

@@ -51,6 +51,12 @@ def arguments(description: str) -> argparse.Namespace:
         default="none",
         help="where parameters and optimizer states live; nvme: in files in --out, gone with the run",
     )
+    parser.add_argument(
+        "--scratch",
+        nargs="+",
+        type=Path,
+        help="folders of --offload nvme, one for each disk; default: scratch in --out",
+    )
     args = parser.parse_args()
     if args.steps is not None and args.steps < 1:
         parser.error(f"--steps {args.steps}: wanted a whole number >= 1")
@@ -58,11 +64,13 @@ def arguments(description: str) -> argparse.Namespace:
         parser.error(f"--save-every {args.save_every}: wanted a whole number >= 1")
     args.checkpoint = args.out / "checkpoint"
     args.tiers = {}
+    if args.scratch and args.offload != "nvme":
+        parser.error(f"--scratch {args.scratch[0]}: only --offload nvme has files to put there")
     if args.offload != "none":
         zeropp = sys.modules.get("zeropp")
         if zeropp is None:
             parser.error(f"--offload {args.offload}: only the script with zeropp can do that")
-        path = args.out / "scratch" if args.offload == "nvme" else None
+        path = (args.scratch or [args.out / "scratch"]) if args.offload == "nvme" else None
         args.tiers = {"offload": zeropp.Offload(params=args.offload, optimizer=args.offload, path=path)}
     return args
 

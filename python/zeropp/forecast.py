@@ -110,7 +110,8 @@ def estimate(
         ``network``: what of it a rank receives from other hosts. Kinds: ``params``, ``grads``,
         ``master``, ``optimizer``; ``gathered`` (memory for whole units beside the slices) and ``buckets`` (gradients on
         their way: at most); with ``step_in_backward`` the ``grads`` of two units; ``delayed`` (with ``delayed_update``: new values
-        and gradients of the update under way). ``traffic``: bytes a rank reads from peers, and reads and writes on NVMe, in one
+        and gradients of the update under way). Where a tier has several folders, ``folders`` says the bytes in each (``{folder: bytes}``), and
+        each moves its share of ``traffic["nvme"]``. ``traffic``: bytes a rank reads from peers, and reads and writes on NVMe, in one
         step of one micro-batch; of parameters on NVMe on average over the ranks, as long as they are at the same unit.
         ``bandwidth``: bytes/s at which each of them takes as long as the computation
         does: with that much, what overlaps is hidden; what does not (NVMe inside the step) doubles the step, and ten times as
@@ -131,7 +132,8 @@ def estimate(
     host_copy = ranks > hosts == 1 and config.host_copy == "auto" and config.stage == 3 and not filed
     host_copy = host_copy and config.comm.params == "exact"
     units = [_sizes(plan, config, ranks, host_copy) for plan in plans]
-    in_file = {}
+    in_file: dict[str, int] = {}
+    beside = dict.fromkeys(("params", "grads"), 0.0)
     held = {
         "params": _params(units, ranks, hosts, host_copy),
         "grads": _grads(units, config, ranks),
@@ -141,7 +143,8 @@ def estimate(
         "buckets": _buckets(units, config, ranks),
     }
     if config.offload.delayed_update is not None:
-        held["delayed"], in_file["delayed"] = _delayed(units, config, ranks)
+        held["delayed"], beside = _delayed(units, config, ranks)
+        in_file["delayed"] = round(sum(beside.values()))
     if config.comm.secondary_shard and hosts > 1:
         held["params"] += sum(unit.whole_bytes for unit in units if unit.moves) // (ranks // hosts)
     if filed:
@@ -167,6 +170,8 @@ def estimate(
         "cpu": held, "nvme": in_file, "parameters": parameters, "units": len(units),
         "largest_unit": max(u.whole_bytes for u in units), "traffic": traffic,
     }  # fmt: skip
+    if any(len(getattr(config.offload, kind).folders) > 1 for kind in ("params", "grads", "optimizer")):
+        answer["folders"] = _folders(config, in_file, beside)
     if tokens is not None and tflops is not None:
         seconds = 6 * parameters * tokens / (tflops * 1e12)  # 2 in forward, 4 in backward
         answer["compute_seconds"] = seconds
@@ -273,20 +278,34 @@ def shares_in_file(sizes: list[int], fraction: float) -> list[float]:
     return shares
 
 
-def _delayed(units: list[_Sizes], config: Config, ranks: int) -> tuple[int, int]:
-    """(in memory, in files): new values of a slice, and the gradients that an update takes; each where its kind lives."""
-    held = filed = 0.0
+def _delayed(units: list[_Sizes], config: Config, ranks: int) -> tuple[int, dict[str, float]]:
+    """(in memory, in files by kind): new values of a slice, and the gradients that an update takes; each where its kind
+    lives."""
+    held, filed = 0.0, {"params": 0.0, "grads": 0.0}
     shares = shares_in_file([unit.whole_bytes if unit.filed else 0 for unit in units], _fraction(config, "params"))
     for unit, share in zip(units, shares, strict=True):
         if not unit.plan.trainable:
             continue
         values = unit.own_elems * unit.plan.dtype.itemsize
-        held, filed = held + values * (1 - share), filed + values * share
+        held += values * (1 - share)
+        filed["params"] += values * share
         on_disk = _kind(config, "grads") == "nvme"
         taken = unit.grad_slice_bytes if on_disk or ranks > 1 else 0  # one rank alone hands over its p.grad
         share = _fraction(config, "grads") if on_disk else 0.0
-        held, filed = held + taken * (1 - share), filed + taken * share
-    return round(held), round(filed)
+        held += taken * (1 - share)
+        filed["grads"] += taken * share
+    return round(held), filed
+
+
+def _folders(config: Config, in_file: dict[str, int], beside: dict[str, float]) -> dict[str, int]:
+    """Bytes in each folder: every file is shared out over those of its tier. `beside`: of a delayed update."""
+    shares: dict[str, float] = {}
+    for kind in ("params", "grads", "optimizer"):
+        tier = getattr(config.offload, kind)
+        size = in_file.get(kind, 0) + beside.get(kind, 0.0) + (in_file.get("master", 0) if kind == "optimizer" else 0)
+        for folder in tier.folders:
+            shares[folder] = shares.get(folder, 0.0) + size / len(tier.folders)
+    return {folder: round(share) for folder, share in shares.items()}
 
 
 def _bucket_bytes(unit: _Sizes) -> int:

@@ -102,17 +102,19 @@ def test_both_scripts_train_alike(tmp_path):
 def test_states_on_disk_train_alike_and_leave_nothing(tmp_path):
     """The losses of a run in memory, bit for bit; what went to and from the disk is told beside what it has to be."""
     losses = {}
-    for offload in ("cpu", "nvme"):
-        done = demo("--steps", "3", "--offload", offload, out=tmp_path / offload)
+    disks = [tmp_path / "disk 0", tmp_path / "disk-1"]
+    for offload, more in (("cpu", ()), ("nvme", ()), ("nvme", ("--scratch", ",".join(map(str, disks))))):
+        done = demo("--steps", "3", "--offload", offload, *more, out=tmp_path / offload)
         assert done.returncode == 0, done.stderr
-        losses[offload] = [row["loss"] for row in rows(tmp_path / offload)]
-    assert losses["nvme"] == losses["cpu"]
+        losses[offload, more] = [row["loss"] for row in rows(tmp_path / offload)]
+    assert len({str(seen) for seen in losses.values()}) == 1, losses
     bytes_ = 4 * json.loads((tmp_path / "nvme" / "result.json").read_text())["parameters"]
     for row in rows(tmp_path / "nvme")[1:]:
         assert 0.9 * 3 * bytes_ < row["disk_written_bytes"] < 1.1 * 3 * bytes_, (row, bytes_)
         assert 0.9 * 4 * bytes_ < row["disk_read_bytes"] < 1.1 * 7 * bytes_, (row, bytes_)
     assert "written to the disk a step" in done.stdout and "the same, planned" in done.stdout
     assert not list((tmp_path / "nvme" / "scratch").glob("zeropp-scratch-*"))
+    assert [list(disk.iterdir()) for disk in disks] == [[], []]
 
 
 def test_a_model_larger_than_memory(tmp_path):
@@ -173,6 +175,9 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path, large):
             ["--offload=nvme", "--preset=large", "--memory=64M", "--resume=yes"],
             "RESUME=yes: this run keeps no checkpoint",
         ),
+        (["--offload=nvme", "--scratch=/a,,/b"], "SCRATCH=/a,,/b: wanted folders, each once"),
+        (["--offload=nvme", "--scratch=/a,/a"], "SCRATCH=/a,/a: wanted folders, each once"),
+        (["--scratch=/a"], "SCRATCH=/a: only OFFLOAD=nvme has files to put there"),
         (["--memory=64M"], "MEMORY=64M: only OFFLOAD=nvme PRESET=large chooses its model by it"),
         (["--offload=cpu", "--script=ddp_gpt.py"], "OFFLOAD=cpu: ddp_gpt.py trains without zeropp"),
         (["--offload=disk"], "OFFLOAD=disk: wanted one of none, cpu, nvme"),

@@ -100,6 +100,28 @@ def test_refusals(keywords: dict[str, Any], sentence: str) -> None:
         zeropp.estimate(nn.Linear(2, 2), **keywords)
 
 
+def test_folders_share_what_is_on_nvme() -> None:
+    """Each tier's bytes over its own folders; a delayed update's beside."""
+    both = zeropp.Tier("nvme", path=["/a", "/b"])
+    tiers = {
+        "params": both,
+        "grads": zeropp.Tier("nvme", path="/c"),
+        "optimizer": zeropp.Tier("nvme", path=["/b", "/c", "/d"]),
+    }
+    for delayed in (None, 3):
+        config = zeropp.Config(precision="bf16", offload=zeropp.Offload(**tiers, delayed_update=delayed))
+        said = zeropp.estimate(nn.Linear(2048, 2048), config, ranks=2)
+        file, twice = said["nvme"], 1 if delayed is None else 2
+        states = (file["master"] + file["optimizer"]) / 3
+        wanted = {"/a": file["params"] / 2 * twice, "/b": file["params"] / 2 * twice + states,
+                  "/c": file["grads"] * twice + states, "/d": states}  # fmt: skip
+        assert said["folders"] == pytest.approx(wanted, rel=1e-3)
+        assert sum(said["folders"].values()) == pytest.approx(sum(file.values()), abs=4)
+    assert "folders" not in zeropp.estimate(
+        nn.Linear(20, 20), zeropp.Config(offload=zeropp.Offload(params="nvme", path="/a")), ranks=2
+    )
+
+
 def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "big_model.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(4096, 4096)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -114,6 +136,14 @@ def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypa
     assert main([*command, "--json", "--comm", "grads=int4", "params=int8"]) == 0
     bits = 4 + 32 / 256  # of 16; one scale for 256 elements
     assert json.loads(capsys.readouterr().out)["traffic"]["reduce"] == pytest.approx(exact * bits / 16, rel=0.01)
+    here, none = str(tmp_path), str(tmp_path / "not" / "there")
+    assert main([*command, "--json", "--paths", here, none]) == 0
+    half = sum(said["nvme"].values()) / 2
+    assert json.loads(capsys.readouterr().out)["folders"] == pytest.approx({here: half, none: half}, abs=1)
+    assert main([*command, "--paths", here]) == 0
+    assert f"  nvme  {here}: " in (told := capsys.readouterr().out) and " free" in told, told
+    assert main(["estimate", "big_model:make", "--ranks", "4", "--paths", here]) == 2
+    assert "nothing is on nvme; wanted --tiers optimizer=nvme" in capsys.readouterr().err
     assert main([*command[:4], "--tiers", "optimizer=nvme:half"]) == 2
     assert "--tiers optimizer=nvme:half: 'half' is not a number; wanted a share" in capsys.readouterr().err
     assert main([*command, "--comm", "gradients=int4"]) == 2

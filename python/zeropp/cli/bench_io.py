@@ -4,11 +4,14 @@
 Every setting reads and writes the same scratch file in turn, a round at a time, beside a plain loop of O_DIRECT
 preads and pwrites on a few threads: what the disk gives without the engine. Ratios are taken within a round, because
 disks drift. The result is kept per device in the user's cache folder, and ``zeropp.aio.Engine(paths=PATH)`` uses it.
+
+With several folders each is measured by itself, and then a file that is striped over them, as ``Offload(path=[...])`` does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import mmap
 import os
@@ -21,12 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from zeropp.aio import Engine
 from zeropp.errors import Error
 from zeropp.io_settings import IoSettings, store
+from zeropp.zero.scratch import STRIPE_BYTES
 
 FILE_BYTES = 128 << 20
 TIME_LIMIT_S = 15.0
@@ -47,7 +52,9 @@ class Contender:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("path", help="a folder on the disk to measure; 128 MiB of it are used and given back")
+    parser.add_argument(
+        "path", nargs="+", help="a folder on the disk to measure, or one on each; 128 MiB of it are used and given back"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--no-save", action="store_true", help="do not keep the result")
 
@@ -170,26 +177,61 @@ def judge(
     return settings, {"read": ratio(best.name, 0), "write": ratio(best.name, 1)}, rows
 
 
+def striped(folders: list[Path]) -> dict[str, float]:
+    """{"read_gb_s", "write_gb_s"} of a file over all folders, with the settings that were kept; the best of three rounds."""
+    best = {"read_gb_s": 0.0, "write_gb_s": 0.0}
+    with contextlib.ExitStack() as stack, Engine(paths=folders, stripe_bytes=STRIPE_BYTES) as engine:
+        name = f".zeropp-bench-io-{os.getpid()}-striped"
+        for folder in folders:
+            stack.callback((folder / name).unlink, missing_ok=True)
+        tensor = engine.empty(FILE_BYTES, torch.uint8).random_()
+        engine.write(tensor, name).wait()
+        for _ in range(3):
+            for kind, begin in (("write_gb_s", engine.write), ("read_gb_s", engine.read)):
+                start = time.perf_counter()
+                begin(tensor, name).wait()
+                best[kind] = max(best[kind], FILE_BYTES / (time.perf_counter() - start) / 1e9)
+    return best
+
+
 def run(options: argparse.Namespace) -> int:
     """The command; its exit status."""
-    folder = Path(options.path)
-    if not folder.is_dir():
-        print(f"bench-io: {folder} is not a folder; name one on the disk to measure", file=sys.stderr)
-        return 2
+    folders = [Path(one) for one in options.path]
+    for folder in folders:
+        if not folder.is_dir():
+            print(f"bench-io: {folder} is not a folder; name one on the disk to measure", file=sys.stderr)
+            return 2
+    values: dict[str, object] = {}
     try:
-        settings, of_limit, rows = measure(folder)
+        for folder in folders:
+            values[str(folder)] = _one(folder, options, heading=len(folders) > 1)
+        if len(folders) > 1:
+            values["striped"] = striped(folders)
     except (Error, OSError) as error:
         print(f"bench-io: {error}", file=sys.stderr)
         return 1
+    if options.json:
+        print(json.dumps(values if len(folders) > 1 else values[str(folders[0])]))
+    elif len(folders) > 1:
+        together = cast(dict[str, float], values["striped"])
+        print(
+            f"striped over {len(folders)} folders: {together['read_gb_s']:.2f} GB/s read, {together['write_gb_s']:.2f} GB/s written"
+        )
+    return 0
+
+
+def _one(folder: Path, options: argparse.Namespace, heading: bool) -> dict[str, object]:
+    """Measured, kept and, unless JSON is asked for, told."""
+    settings, of_limit, rows = measure(folder)
     kept = None
     try:
         kept = None if options.no_save else store(folder, settings)
     except OSError as error:
         print(f"bench-io: not kept: {error}; XDG_CACHE_HOME= names another folder for it", file=sys.stderr)
     if options.json:
-        values = {"depth": settings.depth, "block_bytes": settings.block_bytes, "of_limit": of_limit, "rows": rows}
-        print(json.dumps(values))
-        return 0
+        return {"depth": settings.depth, "block_bytes": settings.block_bytes, "of_limit": of_limit, "rows": rows}
+    if heading:
+        print(f"{folder}:")
     print(f"{'setting':36} {'read':>10} {'write':>10}   of the limit")
     for row in rows:
         print(
@@ -202,4 +244,4 @@ def run(options: argparse.Namespace) -> int:
     )
     if kept is not None:
         print(f"kept in {kept}; zeropp.aio.Engine(paths={str(folder)!r}) uses it")
-    return 0
+    return {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="AdamW", help="AdamW, Lion, 'SGD with momentum', none, ... (AdamW)")
     parser.add_argument(
         "--tiers", nargs="*", default=[], metavar="KIND=TIER", help="such as optimizer=nvme or optimizer=nvme:0.5"
+    )
+    parser.add_argument(
+        "--paths",
+        nargs="*",
+        default=[],
+        metavar="FOLDER",
+        help="of the tiers on nvme, one for each disk: what each takes",
     )
     parser.add_argument(
         "--comm", nargs="*", default=[], metavar="KIND=FORMAT", help="such as params=int8 or grads=int4 (exact)"
@@ -50,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     except (Error, OSError, ValueError) as error:
         print(f"python -m zeropp estimate: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found) if options.json else _table(found, options.ranks))
+    print(json.dumps(found) if options.json else _table(found, options))
     return 0
 
 
@@ -65,7 +73,7 @@ def _config(options: argparse.Namespace) -> Any:
             raise ConfigError(
                 f"--tiers {one}: '{kind}' is not allowed; wanted params, grads, optimizer or activations, as in optimizer=nvme"
             )
-        path = "." if name == "nvme" else None  # nothing is written
+        path = (options.paths or ".") if name == "nvme" else None  # nothing is written
         try:
             share = float(fraction or 1.0)
         except ValueError:
@@ -73,6 +81,10 @@ def _config(options: argparse.Namespace) -> Any:
                 f"--tiers {one}: {fraction!r} is not a number; wanted a share, as in optimizer=nvme:0.5"
             ) from None
         tiers[kind] = Tier(name, path=path, fraction=share)
+    if options.paths and not any(tier.kind == "nvme" for tier in tiers.values()):
+        raise ConfigError(
+            f"--paths {' '.join(options.paths)}: nothing is on nvme; wanted --tiers optimizer=nvme or so with it"
+        )
     formats: dict[str, Any] = {}
     for one in options.comm:
         kind, _, form = one.partition("=")
@@ -111,18 +123,35 @@ def _build(what: str) -> Any:
     raise ConfigError(f"{what}: transformers knows no model of {type(config).__name__}")
 
 
-def _table(found: dict[str, Any], ranks: int) -> str:
+def _free_bytes(folder: str) -> int | None:
+    """Of its file system, or that of the nearest folder above it that is there; None: it cannot be asked."""
+    try:
+        return shutil.disk_usage(
+            next(one for one in (Path(folder), *Path(folder).absolute().parents) if one.exists())
+        ).free
+    except OSError:
+        return None
+
+
+def _table(found: dict[str, Any], options: argparse.Namespace) -> str:
     def amount(value: float) -> str:
         for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
             if value >= size:
                 return f"{value / size:8.2f} {unit}"
         return f"{value / 1e3:8.2f} kB"
 
-    lines = [f"{found['parameters']:,} parameters in {found['units']} units on {ranks} ranks; bytes of each rank"]
+    lines = [
+        f"{found['parameters']:,} parameters in {found['units']} units on {options.ranks} ranks; bytes of each rank"
+    ]
     for tier in ("cpu", "nvme"):
         lines += [f"  {tier:5} {kind:10} {amount(value)}" for kind, value in found[tier].items()]
         if found[tier]:
             lines.append(f"  {tier:5} {'sum':10} {amount(sum(found[tier].values()))}")
+    shares = found.get("folders") or dict.fromkeys(options.paths, sum(found["nvme"].values()))
+    for folder, share in shares.items():
+        free, here = _free_bytes(folder), share * (options.ranks // options.hosts)
+        room = "" if free is None else f" of {amount(free).strip()} free" + (", too little" if free < here else "")
+        lines.append(f"  nvme  {folder}: {amount(share).strip()}; of this host's ranks {amount(here).strip()}{room}")
     for kind, value in found["traffic"].items():
         need = (
             f", {amount(found['bandwidth'][kind]).strip()}/s to take as long as the computation"
