@@ -240,6 +240,13 @@ static int open_part(struct zpp_files *files, struct zpp_file_part *part, bool w
     return files->checksums ? join_sums(files, part, seen.bytes, write) : 0;
 }
 
+/* The part before this one that is the same file, or NULL: a folder was named twice. */
+static const struct zpp_file_part *same_part(const struct zpp_file *file, const struct zpp_file_part *part) {
+    const struct zpp_file_part *other = file->parts;
+    while (other != part && (other->device != part->device || other->inode != part->inode)) ++other;
+    return other == part ? NULL : other;
+}
+
 static zpp_status open_file(struct zpp_files *files, const char *path, bool write, struct zpp_file **out,
                             struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct zpp_file *file = calloc(1, sizeof *file);
@@ -259,6 +266,13 @@ static zpp_status open_file(struct zpp_files *files, const char *path, bool writ
                           part->path ? part->path : path, 0, 0, failed, -1, fault, err);
             zpp_file_close(files->sys, file);
             return ZPP_TIER;
+        }
+        const struct zpp_file_part *same = same_part(file, part);
+        if (same) {
+            zpp_fail(err, ZPP_INVALID, "aio: \"%s\" and \"%s\" are one file, wanted a folder of its own for each stripe",
+                     same->path, part->path);
+            zpp_file_close(files->sys, file);
+            return ZPP_INVALID;
         }
         file->summed |= part->sums != NULL;
     }
@@ -358,7 +372,10 @@ static zpp_status make_part(const struct zpp_aio_sys *sys, const char *path, uin
     int done = bytes ? sys->reserve(sys->ctx, fd, 0, bytes) : 0;
     if (done == -EOPNOTSUPP || done == -ENOSYS) done = sys->truncate(sys->ctx, fd, bytes);
     zpp_status status = ZPP_OK;
-    if (done < 0) status = zpp_file_fail(sys, "cannot reserve", path, 0, bytes, -done, fd, fault, err);
+    if (done < 0) {
+        sys->truncate(sys->ctx, fd, 0); /* what it got before the disk was full is free again, and is told so */
+        status = zpp_file_fail(sys, "cannot reserve", path, 0, bytes, -done, fd, fault, err);
+    }
     sys->close(sys->ctx, fd);
     return status;
 }

@@ -66,6 +66,8 @@ def test_several_folders_each_and_together(
     assert list(seen) == [*map(str, folders), "striped"] and all(seen[str(one)]["depth"] > 0 for one in folders)
     assert seen["striped"]["read_gb_s"] > 0 and seen["striped"]["write_gb_s"] > 0
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
+    assert main(["bench-io", str(folders[0]), str(folders[0] / ".." / "one")]) == 2
+    assert "bench-io: " in (told := capsys.readouterr().err) and "each folder once" in told, told
 
 
 def test_settings_of_several_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

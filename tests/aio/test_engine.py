@@ -221,6 +221,11 @@ def test_stripes(tmp_path: Path) -> None:
         assert torch.equal(back, source)
     sizes = [(folder / "s").stat().st_size for folder in folders]
     assert sum(sizes) == source.numel() * 4 and abs(sizes[0] - sizes[1]) <= 65536
+    (tmp_path / "link").symlink_to(folders[0])
+    with Engine(paths=[folders[0], tmp_path / "link"]) as engine:
+        with pytest.raises(ValueError, match=r'a/s" and ".*link/s" are one file, wanted a folder of its own'):
+            engine.read(back, "s").wait()
+        engine.write(source, tmp_path / "whole").wait()
 
 
 def test_closing(tmp_path: Path) -> None:

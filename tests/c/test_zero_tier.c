@@ -220,10 +220,14 @@ static void early_steps_equal_memory(void) {
     static const int orders[][SLICES] = { { 4, 3, 2, 1, 0 }, { 0, 1, 2, 3, 4 }, { 2, 4, 0, 3, 1 }, { 4, -1, 2, -1, 0 },
                                           { -1, 3, -1, 1, -1 } };
     static const struct setup setups[] = {
-        { 1.0, false, false, 1024, true, 3 },  { 1.0, true, false, 1024, true, 4 }, { 0.5, false, true, 1024, true, 3 },
-        { 1.0, false, false, 2048, true, 64 }, { 1.0, true, false, 0, true, 0 },
-        { 0.3, false, false, 1024, true, 0 },
-        { 1.0, true, false, 1024, true, 4, .disks = 3, .checksums = true },
+        { .fraction = 1.0, .chunk_elems = 1024, .early = true, .buffers = 3 },
+        { .fraction = 1.0, .amsgrad = true, .chunk_elems = 1024, .early = true, .buffers = 4 },
+        { .fraction = 0.5, .no_ring = true, .chunk_elems = 1024, .early = true, .buffers = 3 },
+        { .fraction = 1.0, .chunk_elems = 2048, .early = true, .buffers = 64 },
+        { .fraction = 1.0, .amsgrad = true, .early = true },
+        { .fraction = 0.3, .chunk_elems = 1024, .early = true },
+        { .fraction = 1.0, .amsgrad = true, .chunk_elems = 1024, .early = true, .buffers = 4, .disks = 3,
+          .checksums = true },
     };
     enum { ORDERS = sizeof orders / sizeof *orders };
     make_folder();

@@ -214,8 +214,8 @@ def test_several_folders(tmp_path):
     assert both != Tier("nvme", path=[both.path[1], both.path[0]]), "a stripe is found by its folder's place"
     assert Tier("nvme", path=["/a"]) == Tier("nvme", path="/a") and Tier("nvme", path="/a").folders == ("/a",)
     assert Tier().folders == ()
-    offload = Offload(params="nvme", optimizer="nvme", path=["/a", "/b"], checksums=True)
-    assert offload.params == offload.optimizer == Tier("nvme", path=("/a", "/b"), checksums=True)
+    offload = Offload(params="nvme", optimizer="nvme", path=["/a", "/b"])
+    assert offload.params == offload.optimizer == Tier("nvme", path=("/a", "/b"))
     assert hash(Config(offload=offload)) == hash(
         Config(offload=Offload(params=offload.params, optimizer=offload.optimizer))
     )

@@ -13,12 +13,18 @@ from typing import Any
 import pytest
 from stripe_cases import CASES, ON_TWO_RANKS
 
-TABLE = [(ranks, case) for ranks in (1, 2) for case in CASES if ranks > 1 or case not in ON_TWO_RANKS]
+ON_ONE_RANK = ("fp32", "a_fraction", "other_steps", "stored")
+"""What is laid out in another way there; the others are slow."""
+TABLE = [(2, case) for case in CASES] + [
+    pytest.param((1, case), marks=() if case in ON_ONE_RANK else pytest.mark.slow)
+    for case in CASES
+    if case not in ON_TWO_RANKS
+]
 WORKER = "stripe_cases"  # for the fixture `outcomes`
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks_case", TABLE, ids=[f"{case}-{ranks}" for ranks, case in TABLE])
+@pytest.mark.parametrize("ranks_case", TABLE, ids=lambda one: f"{one[1]}-{one[0]}")
 def test_stripes(ranks_case: tuple[int, str], outcomes: Any) -> None:
     ranks, case = ranks_case
     outcomes(ranks, case).check()
@@ -41,7 +47,9 @@ assert not os.listdir(first) and not os.listdir(second)
 LIMIT_BYTES = 1 << 20
 
 
-@pytest.mark.parametrize("kind", ["params", pytest.param("grads", marks=pytest.mark.slow), "optimizer"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=pytest.mark.slow) for one in ("params", "grads")] + ["optimizer"]
+)
 def test_a_full_second_disk_is_found_by_prepare(kind: str, tmp_path: Path) -> None:
     """12 MiB of parameters or gradients, 24 of states: in stripes of 2 MiB half of it on each disk."""
     first, second = tmp_path / "first", tmp_path / "second"
@@ -57,4 +65,4 @@ def test_a_full_second_disk_is_found_by_prepare(kind: str, tmp_path: Path) -> No
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     wanted, free = (int(one) for one in done.stdout.split())
-    assert wanted == (12 if kind == "optimizer" else 6) << 20 and free <= LIMIT_BYTES
+    assert wanted == (12 if kind == "optimizer" else 6) << 20 and LIMIT_BYTES // 2 < free <= LIMIT_BYTES

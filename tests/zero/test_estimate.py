@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +144,10 @@ def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypa
     assert json.loads(capsys.readouterr().out)["folders"] == pytest.approx({here: half, none: half}, abs=1)
     assert main([*command, "--paths", here]) == 0
     assert f"  nvme  {here}: " in (told := capsys.readouterr().out) and " free" in told, told
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=int(1.5 * 4 * half)))
+    assert main([*command, "--paths", here, none]) == 0  # each would fit, both do not
+    told = capsys.readouterr().out
+    assert told.count(" with the other folders on its disk, of ") == told.count(" free, too little") == 2, told
     assert main(["estimate", "big_model:make", "--ranks", "4", "--paths", here]) == 2
     assert "nothing is on nvme; wanted --tiers optimizer=nvme" in capsys.readouterr().err
     assert main([*command[:4], "--tiers", "optimizer=nvme:half"]) == 2

@@ -29,7 +29,8 @@ from typing import cast
 import torch
 
 from zeropp.aio import Engine
-from zeropp.errors import Error
+from zeropp.config import folders as config_folders
+from zeropp.errors import ConfigError, Error
 from zeropp.io_settings import IoSettings, store
 from zeropp.zero.scratch import STRIPE_BYTES
 
@@ -196,7 +197,12 @@ def striped(folders: list[Path]) -> dict[str, float]:
 
 def run(options: argparse.Namespace) -> int:
     """The command; its exit status."""
-    folders = [Path(one) for one in options.path]
+    try:
+        chosen = config_folders("bench-io", options.path)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    folders = [Path(one) for one in ((chosen,) if isinstance(chosen, str) else chosen)]
     for folder in folders:
         if not folder.is_dir():
             print(f"bench-io: {folder} is not a folder; name one on the disk to measure", file=sys.stderr)

@@ -12,6 +12,7 @@ import importlib
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,22 @@ def _build(what: str) -> Any:
     raise ConfigError(f"{what}: transformers knows no model of {type(config).__name__}")
 
 
-def _free_bytes(folder: str) -> int | None:
-    """Of its file system, or that of the nearest folder above it that is there; None: it cannot be asked."""
+def _disk(folder: str) -> tuple[int, int] | None:
+    """(device, bytes free) of its file system, or that of the nearest folder above it that is there; None: it cannot be
+    asked."""
     try:
-        return shutil.disk_usage(
-            next(one for one in (Path(folder), *Path(folder).absolute().parents) if one.exists())
-        ).free
+        there = next(one for one in (Path(folder), *Path(folder).absolute().parents) if one.exists())
+        return there.stat().st_dev, shutil.disk_usage(there).free
     except OSError:
         return None
+
+
+def _rooms(shares: dict[str, float], ranks: int) -> Iterator[tuple[str, float, float, int | None]]:
+    """(folder, bytes of ``ranks`` ranks, those in all folders on its disk, bytes free there)."""
+    disks = {folder: _disk(folder) for folder in shares}
+    for folder, disk in disks.items():
+        neighbours = [one for one, other in disks.items() if disk and other and other[0] == disk[0]] or [folder]
+        yield folder, shares[folder] * ranks, sum(shares[one] for one in neighbours) * ranks, disk and disk[1]
 
 
 def _table(found: dict[str, Any], options: argparse.Namespace) -> str:
@@ -148,10 +157,13 @@ def _table(found: dict[str, Any], options: argparse.Namespace) -> str:
         if found[tier]:
             lines.append(f"  {tier:5} {'sum':10} {amount(sum(found[tier].values()))}")
     shares = found.get("folders") or dict.fromkeys(options.paths, sum(found["nvme"].values()))
-    for folder, share in shares.items():
-        free, here = _free_bytes(folder), share * (options.ranks // options.hosts)
-        room = "" if free is None else f" of {amount(free).strip()} free" + (", too little" if free < here else "")
-        lines.append(f"  nvme  {folder}: {amount(share).strip()}; of this host's ranks {amount(here).strip()}{room}")
+    for folder, here, on_disk, free in _rooms(shares, options.ranks // options.hosts):
+        room = f", {amount(on_disk).strip()} with the other folders on its disk," if on_disk > here else ""
+        if free is not None:
+            room += f" of {amount(free).strip()} free" + (", too little" if free < on_disk else "")
+        lines.append(
+            f"  nvme  {folder}: {amount(shares[folder]).strip()}; of this host's ranks {amount(here).strip()}{room}"
+        )
     for kind, value in found["traffic"].items():
         need = (
             f", {amount(found['bandwidth'][kind]).strip()}/s to take as long as the computation"

@@ -80,11 +80,12 @@ class ParamsTier:
         warn(self._zero.open_params(*self.file.where, make, *io_shape(scratch), self._checksums))
 
     def _join(self, scratch: Scratch) -> None:
-        if not self.path.exists():
-            raise ConfigError(
-                f"Config.offload.params.path: rank 0 of this host has no file under {scratch.folder.parent.parent}; parameters are read by "
-                "all ranks of a host, so give them the same folder"
-            )
+        for part in self.file.parts:
+            if not part.exists():  # a write would make one of this rank's own
+                raise ConfigError(
+                    f"Config.offload.params.path: rank 0 of this host has no file under {part.parent.parent}; parameters are read by "
+                    "all ranks of a host, so give them the same folder"
+                )
         self._open(scratch, False)
 
     def close(self) -> None:

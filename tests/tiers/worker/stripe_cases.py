@@ -18,12 +18,14 @@ from state_cases import change, scratch
 from training import Recipe, batch, gpt, ours, same, train
 from zeropp import Offload, Tier
 from zeropp.zero import activations
+from zeropp.zero import away as away_module
 from zeropp.zero import scratch as scratch_module
 from zeropp.zero.engine import engine_of
+from zeropp.zero.params_tier import ParamsTier
 
 STRIPE = 64 << 10
 KINDS = ("params", "grads", "optimizer", "activations")
-ON_TWO_RANKS = ("folders_in_another_order",)
+ON_TWO_RANKS = ("folders_in_another_order", "a_folder_that_other_ranks_see_otherwise")
 
 
 @contextlib.contextmanager
@@ -33,7 +35,8 @@ def folders(count: int, other_file_system: bool = False) -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(scratch_module, "STRIPE_BYTES", STRIPE)
-        patch.setattr(activations, "STRIPE_BYTES", STRIPE)
+        for module in (activations, away_module):
+            patch.setattr(module, "STRIPE_BYTES", STRIPE)
         paths = []
         for index in range(count):
             if other_file_system and index == count - 1 and os.access("/dev/shm", os.W_OK):
@@ -266,10 +269,25 @@ def folders_in_another_order() -> None:
             prepared(**nvme(mine))
 
 
+def a_folder_that_other_ranks_see_otherwise() -> None:
+    """One name, and behind it another disk, as in a container of its own: a write would make a part of one rank's own there."""
+    with folders(2) as paths, pytest.MonkeyPatch.context() as patch:
+        made = ParamsTier._open
+
+        def open_and_hide(self: ParamsTier, scratch: Any, make: bool) -> None:
+            made(self, scratch, make)
+            self.file.parts[1].unlink()
+
+        patch.setattr(ParamsTier, "_open", open_and_hide)
+        with pytest.raises(zeropp.ConfigError, match=f"rank 0 of this host has no file under {paths[1]}"):
+            prepared(**nvme(paths))
+
+
 CASES = {
     case.__name__: case
     for case in (
         fp32, bf16, a_fraction, other_steps, equal_shares, shares_of_activations, stored, checksums,
         a_part_that_lost_its_end, a_folder_that_cannot_be_made, construction, away, folders_in_another_order,
+        a_folder_that_other_ranks_see_otherwise,
     )
 }  # fmt: skip
