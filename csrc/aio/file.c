@@ -269,8 +269,9 @@ static zpp_status open_file(struct zpp_files *files, const char *path, bool writ
         }
         const struct zpp_file_part *same = same_part(file, part);
         if (same) {
-            zpp_fail(err, ZPP_INVALID, "aio: \"%s\" and \"%s\" are one file, wanted a folder of its own for each stripe",
-                     same->path, part->path);
+            zpp_fail(err, ZPP_INVALID,
+                     "aio: \"%s\" and \"%s\" are one file, wanted a folder of its own for each stripe", same->path,
+                     part->path);
             zpp_file_close(files->sys, file);
             return ZPP_INVALID;
         }
