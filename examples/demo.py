@@ -159,6 +159,8 @@ def scratch_folders(value: str, out: Path) -> list[Path]:
         raise Refused(
             f"SCRATCH={value}: wanted folders, each once, as /nvme0,/nvme1; or nothing, for {out / 'scratch'}"
         )
+    if out in folders:
+        raise Refused(f"SCRATCH={value}: {out} is the run's own folder, which it has locked; wanted others")
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
     return folders

@@ -372,7 +372,16 @@ static void on_the_way_on(enum zpp_aio_backend backend) {
 }
 ON_EACH(on_the_way)
 
-/* Stripes: each part has sums of its own, and forgetting the file forgets them all. */
+/* Static, two a thread. */
+static const char *in(const char *where, const char *name) {
+    static _Thread_local char paths[2][128];
+    static _Thread_local unsigned turn;
+    char *out = paths[++turn % 2];
+    snprintf(out, sizeof paths[0], "%s/%s", where, name);
+    return out;
+}
+
+/* Stripes: each part has sums of its own, and forgetting the file forgets them all, by any of its names. */
 static void stripes_on(enum zpp_aio_backend backend) {
     const char *const folders[] = {in_folder("a"), in_folder("b"), in_folder("c")};
     for (int index = 0; index < 3; ++index) CHECK_EQUAL(mkdir(folders[index], 0777), 0);
@@ -397,6 +406,24 @@ static void stripes_on(enum zpp_aio_backend backend) {
     zpp_aio_figures(aio, &figures);
     CHECK_EQUAL(figures.sums_bytes, 0);
     move(aio, false, "striped", memory, 100 * KIB, 77);
+    move(aio, true, "striped", memory, 100 * KIB, 0);
+    for (int index = 0; index < 3; ++index) {
+        CHECK_EQUAL(mkdir(in(folders[index], "deep"), 0777), 0);
+        CHECK_EQUAL(link(in(folders[index], "striped"), in(folders[index], "deep/striped")), 0);
+    }
+    zpp_aio_figures(aio, &figures);
+    CHECK(figures.sums_bytes > 0);
+    zpp_aio_forget(aio, "./deep/striped"); /* another name of the same parts */
+    zpp_aio_figures(aio, &figures);
+    CHECK_EQUAL(figures.sums_bytes, 0);
+    move(aio, true, "deep/striped", memory, 50 * KIB, 0);
+    for (int index = 0; index < 3; ++index) CHECK_EQUAL(unlink(in(folders[index], "striped")), 0);
+    move(aio, true, "striped", memory, 50 * KIB, 0);
+    zpp_aio_figures(aio, &figures);
+    const size_t both_bytes = figures.sums_bytes;
+    zpp_aio_forget(aio, "striped"); /* and not another file that ends alike */
+    zpp_aio_figures(aio, &figures);
+    CHECK(figures.sums_bytes > 0 && figures.sums_bytes < both_bytes);
     zpp_aio_arena_free(zpp_aio_get_arena(aio), memory);
     zpp_aio_destroy(aio);
 }

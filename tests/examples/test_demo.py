@@ -177,6 +177,7 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path, large):
         ),
         (["--offload=nvme", "--scratch=/a,,/b"], "SCRATCH=/a,,/b: wanted folders, each once"),
         (["--offload=nvme", "--scratch=/a,/a"], "SCRATCH=/a,/a: wanted folders, each once"),
+        (["--offload=nvme", "--scratch=/a,{out}"], "is the run's own folder, which it has locked; wanted others"),
         (["--scratch=/a"], "SCRATCH=/a: only OFFLOAD=nvme has files to put there"),
         (["--memory=64M"], "MEMORY=64M: only OFFLOAD=nvme PRESET=large chooses its model by it"),
         (["--offload=cpu", "--script=ddp_gpt.py"], "OFFLOAD=cpu: ddp_gpt.py trains without zeropp"),
@@ -196,7 +197,7 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path, large):
     ],
 )
 def test_what_cannot_be_names_the_variable(arguments, says, tmp_path):
-    done = demo(*arguments, out=tmp_path)
+    done = demo(*(one.replace("{out}", str(tmp_path)) for one in arguments), out=tmp_path)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
@@ -225,7 +226,7 @@ def unfinished(out: Path, **changes) -> None:
 )
 def test_another_run_in_the_way_is_not_resumed_nor_replaced_unasked(tmp_path, changes, arguments, says):
     unfinished(tmp_path, **changes)
-    done = demo(*arguments, out=tmp_path)
+    done = demo(*(one.replace("{out}", str(tmp_path)) for one in arguments), out=tmp_path)
     assert done.returncode == 2 and says in done.stderr, done.stderr
     assert (tmp_path / "checkpoint" / "step-7").exists()
 
