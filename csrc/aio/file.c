@@ -28,10 +28,13 @@ zpp_status zpp_file_fail(const struct zpp_aio_sys *sys, const char *what, const 
     if (full && free_fd >= 0) fault->has_free = sys->free_bytes(sys->ctx, free_fd, &fault->free_bytes) == 0;
     zpp_status status;
     if (full && fault->has_free) {
+        const bool enough = fault->free_bytes >= wanted_bytes; /* of two that want the last, one may give back a part */
         status = zpp_fail(err, ZPP_TIER,
                           "aio: %s \"%s\": wanted %" PRIu64 " bytes at offset %" PRIu64 ", its file system has %" PRIu64
-                          " free; free some, or choose another folder: %s",
-                          what, path, wanted_bytes, offset_bytes, fault->free_bytes, strerror(os_errno));
+                          " free%s; free some, or choose another folder: %s",
+                          what, path, wanted_bytes, offset_bytes, fault->free_bytes,
+                          enough ? " by now (a quota is met, or somebody else had them meanwhile)" : "",
+                          strerror(os_errno));
     } else {
         status = zpp_fail(err, ZPP_TIER, "aio: %s \"%s\": %" PRIu64 " bytes at offset %" PRIu64 ": %s", what, path,
                           wanted_bytes, offset_bytes, strerror(os_errno));

@@ -176,9 +176,10 @@ static void disk_error_on(enum zpp_aio_backend backend) {
 }
 ON_EACH(disk_error)
 
-static int no_free_bytes(void *ctx, int fd, uint64_t *out) {
+static uint64_t now_free_bytes;
+static int told_free_bytes(void *ctx, int fd, uint64_t *out) {
     (void)ctx, (void)fd;
-    *out = 12345;
+    *out = now_free_bytes;
     return 0;
 }
 static int full_reserve(void *ctx, int fd, uint64_t offset, uint64_t bytes) {
@@ -195,7 +196,8 @@ static int refused_reserve(void *ctx, int fd, uint64_t offset, uint64_t bytes) {
 static void full_disk_on(enum zpp_aio_backend backend) {
     zpp_aio *aio = planned_engine(backend);
     zpp_aio_destroy(aio);
-    sys.free_bytes = no_free_bytes;
+    now_free_bytes = 12345;
+    sys.free_bytes = told_free_bytes;
     sys.reserve = full_reserve;
     struct zpp_aio_config config = plain_config(backend);
     config.sys = &sys;
@@ -206,12 +208,17 @@ static void full_disk_on(enum zpp_aio_backend backend) {
     const struct zpp_aio_job job = {.path = in_folder("full"), .memory = memory, .bytes = 4 * MIB, .write = true};
     zpp_aio_request *request = NULL;
     CHECK_FAILS(zpp_aio_submit(aio, &job, &request, &fault, &err), ZPP_TIER,
-                "wanted 4194304 bytes at offset 0, its file system has 12345 free");
+                "wanted 4194304 bytes at offset 0, its file system has 12345 free; free some");
     CHECK_EQUAL(fault.wanted_bytes, 4 * MIB);
     CHECK_EQUAL(fault.free_bytes, 12345);
     CHECK(fault.has_free);
     CHECK_EQUAL(fault.os_errno, ENOSPC);
     CHECK_EQUAL(file_bytes(in_folder("full")), 0); /* what the reservation left is given back */
+    now_free_bytes = 4 * MIB; /* another process's reservation, too */
+    CHECK_FAILS(zpp_aio_submit(aio, &job, &request, &fault, &err), ZPP_TIER,
+                "has 4194304 free by now (a quota is met, or somebody else had them meanwhile); free some");
+    CHECK_EQUAL(fault.free_bytes, 4 * MIB);
+    now_free_bytes = 12345;
     zpp_aio_arena_free(zpp_aio_get_arena(aio), memory);
     zpp_aio_destroy(aio);
 
