@@ -661,10 +661,7 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
     if (!PyErr_Occurred()) {
         const struct zpp_step_files files = { zpp_zero_filed(zero->core), zpp_zero_filed_grads(zero->core), false };
         PyThreadState *thread = PyEval_SaveThread();
-        if (files.params || files.grads)
-            status =
-                zpp_filed_step(&files, list.at, list.count, (float)scale, zero->pool, &zero->torn, &fault, &err);
-        else zpp_update_step(list.at, list.count, (float)scale, zero->pool);
+        status = zpp_filed_step(&files, list.at, list.count, (float)scale, zero->pool, &zero->torn, &fault, &err);
         zpp_masterless_step(list.masterless, list.masterless_count, (float)scale, zero->pool);
         zpp_adam_step_f64(list.f64, list.f64_count, scale, zero->pool);
         if (tier && status == ZPP_OK)

@@ -62,12 +62,9 @@ void zpp_delayed_destroy(zpp_delayed *delayed) {
 
 static zpp_status step_states(const struct zpp_delayed_step *step, zpp_pool *pool, struct zpp_aio_fault *fault,
                               struct zpp_err *err) {
-    zpp_status status = ZPP_OK;
     bool torn; /* for whoever waits, every failure is one that tears: the steps are counted, the gradients gone */
-    if (step->files.params || step->files.grads)
-        status = zpp_filed_step(&step->files, step->segments, step->segments_count, step->grad_scale, pool, &torn,
-                                fault, err);
-    else zpp_update_step(step->segments, step->segments_count, step->grad_scale, pool);
+    zpp_status status = zpp_filed_step(&step->files, step->segments, step->segments_count, step->grad_scale, pool,
+                                       &torn, fault, err);
     if (step->tier && status == ZPP_OK)
         status = zpp_tier_step(step->tier, step->pieces, step->pieces_count, &step->files, step->grad_scale, pool,
                                fault, err);

@@ -146,8 +146,8 @@ zpp_status zpp_filed_window_write(const struct zpp_step_files *files, size_t win
 zpp_status zpp_filed_settle(const struct zpp_step_files *files, zpp_status status, struct zpp_aio_fault *fault,
                             struct zpp_err *err);
 
-/* zpp_update_step for segments whose states are in memory, through windows where something of them is in a file. Same
- * bits. `*torn`: some parameters were stepped and others not. `segments` is changed. */
+/* zpp_update_step for segments whose states are in memory, through windows where there are files; the same bits.
+ * `*torn`: some parameters were stepped and others not. `segments` is changed. */
 zpp_status zpp_filed_step(const struct zpp_step_files *files, struct zpp_adam_segment *segments, size_t count,
                           float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
                           struct zpp_err *err);

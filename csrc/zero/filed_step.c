@@ -334,6 +334,10 @@ zpp_status zpp_filed_step(const struct zpp_step_files *files, struct zpp_adam_se
                           struct zpp_err *err) {
     struct windows list;
     *torn = false;
+    if (!files->params && !files->grads) {
+        zpp_update_step(segments, count, grad_scale, pool);
+        return ZPP_OK;
+    }
     zpp_status status = ZPP_OK;
     if (!cut_windows(segments, count, &list))
         status = zpp_fail(err, ZPP_NOMEM, "params: no memory for the windows of a step over %zu pieces", count);

@@ -180,10 +180,7 @@ static zpp_status step_visit(zpp_tier *tier, struct tier_plan *plan, size_t inde
 static zpp_status step_held(struct tier_plan *plan, float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault,
                             struct zpp_err *err) {
     bool torn;
-    if (plan->windows)
-        return zpp_filed_step(&plan->files, plan->segments, plan->held_count, grad_scale, pool, &torn, fault, err);
-    zpp_update_step(plan->segments, plan->held_count, grad_scale, pool);
-    return ZPP_OK;
+    return zpp_filed_step(&plan->files, plan->segments, plan->held_count, grad_scale, pool, &torn, fault, err);
 }
 
 static zpp_status stream(zpp_tier *tier, struct tier_plan *plan, float grad_scale, zpp_pool *pool,
