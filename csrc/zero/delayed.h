@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The delayed parameter update (ZeRO-Offload, arXiv:2101.06840, section 5.2): Adam's step with the gradients of one
- * pass runs in a thread of its own while the next pass computes. Decisions: docs/design/0023.
+ * The delayed parameter update (ZeRO-Offload, arXiv:2101.06840, section 5.2): the step with the gradients of one pass,
+ * whatever update it makes (update.h), runs in a thread of its own while the next pass computes. Decisions:
+ * docs/design/0023.
  *
  *   caller    .. begin(k) | pass k + 1, reads slices | wait(k), publish(k), begin(k + 1) | pass k + 2 ..
  *   thread               | step k, writes states and copies aside |

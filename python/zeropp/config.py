@@ -182,9 +182,10 @@ class Offload:
     delayed_update: int | None = None
     """One-step delayed parameter update (ZeRO-Offload, section 5.2), with `optimizer` on "cpu" or "nvme": the update runs in a
     thread of its own beside the next forward and backward, which therefore compute with weights one step older. A whole
-    number: steps that are exact before the delay begins (the paper's runs: 40). None: every step is exact. It needs Adam or
-    AdamW, and room for one more slice of gradients and of parameters, where these live: in memory, or with `grads` or `params`
-    on "nvme" in their files; `step()` takes the gradients, and `optimizer.flush()` gives the model the newest weights."""
+    number: steps that are exact before the delay begins (the paper's runs: 40). None: every step is exact. It needs Adam,
+    AdamW, Lion, Adagrad or SGD, and room for one more slice of gradients and of parameters, where these live: in memory, or with
+    `grads` or `params` on "nvme" in their files; `step()` takes the gradients, and `optimizer.flush()` gives the model the newest
+    weights."""
 
     path: Folders | None = None
     """Folder of the kinds that are given by name as "nvme", or several, as `Tier.path`; None afterwards, when each tier has it."""

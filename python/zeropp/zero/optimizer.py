@@ -546,11 +546,8 @@ def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
             f"Config.step_in_backward: True is not allowed with {type(optimizer).__name__}, which needs whole matrices, their norms, or what is "
             "sent before the step; wanted an element-wise optimizer such as AdamW, or False"
         )
-    if config.offload.delayed_update is not None and type(optimizer) not in _ADAMS:
-        raise ConfigError(
-            f"Config.offload.delayed_update: {config.offload.delayed_update} is not built yet for {type(optimizer).__name__}; "
-            "Adam and AdamW are, or leave it out"
-        )
+    if config.offload.delayed_update is not None:
+        _check_delayed(optimizer, config)
     if config.state_name != "fp32" and low_step.lacks_states(optimizer):
         raise ConfigError(
             f"Precision.state: {config.state_name!r} is not allowed with SGD without momentum, which keeps no states; leave it out"
@@ -572,6 +569,27 @@ def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
                 f"Config.offload.{name}.kind: 'nvme' is not built for {type(optimizer).__name__}, {_why_not_streamed(optimizer)}; "
                 f"wanted one of {', '.join(kind.__name__ for kind in updates.UPDATES)}, or leave it at 'device'"
             )
+
+
+def _check_delayed(optimizer: optim.Optimizer, config: Config) -> None:
+    """The thread that steps beside a pass runs C, and neither torch nor a collective."""
+    name, wanted = type(optimizer).__name__, config.offload.delayed_update
+    if type(optimizer) not in updates.UPDATES:
+        raise ConfigError(
+            f"Config.offload.delayed_update: {wanted} is not built for {name}, {_why_not_beside(optimizer)}; wanted one of "
+            f"{', '.join(kind.__name__ for kind in updates.UPDATES)}, or None"
+        )
+    if config.state_name != "fp32" and type(optimizer) not in _ADAMS:
+        raise ConfigError(
+            f"Precision.state: {config.state_name!r} with offload.delayed_update={wanted} is not built yet for {name}, whose states in fewer bits "
+            "are stepped by calls of torch; Adam and AdamW are, or leave one of the two out"
+        )
+
+
+def _why_not_beside(optimizer: optim.Optimizer) -> str:
+    if type(optimizer) in _ONEBIT:
+        return "whose step talks to the other ranks, which the pass beside it does, too"
+    return "whose step is torch's own code, which would wait for the pass beside it"
 
 
 def _why_not_streamed(optimizer: optim.Optimizer) -> str:
@@ -646,7 +664,8 @@ def _update_of(optimizer: optim.Optimizer, engine: Engine) -> updates.Update | N
     """What C steps its slices with; None: Python does. A one-bit optimizer begins with steps of Adam."""
     if type(optimizer) in _ONEBIT:
         return updates.ADAMS
-    plain = engine.config.state_name == "fp32" and all(unit.dtype != torch.float64 for unit in engine.units)
+    stepped = (unit for unit in engine.units if not unit.stays_frozen)
+    plain = engine.config.state_name == "fp32" and all(unit.dtype != torch.float64 for unit in stepped)
     return updates.UPDATES.get(type(optimizer)) if plain or type(optimizer) in _ADAMS else None
 
 
