@@ -29,6 +29,7 @@ with its image beside it (docs/design/0015).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,23 +279,27 @@ def shares_in_file(sizes: list[int], fraction: float) -> list[float]:
     return shares
 
 
+def delayed_bytes(
+    values: Sequence[float], shares: Sequence[float], grads: Sequence[float], grads_share: float, ranks: int
+) -> tuple[int, dict[str, float]]:
+    """(in memory, in files by kind) of what a delayed update takes, each where its kind lives: of every unit new values of this rank's
+    slice, of which a share is in a file, and its gradients."""
+    taken = sum(grads) if ranks > 1 or grads_share else 0.0  # one rank alone hands over its p.grad
+    filed = {
+        "params": sum(own * share for own, share in zip(values, shares, strict=True)),
+        "grads": taken * grads_share,
+    }
+    return round(sum(values) + taken - sum(filed.values())), filed
+
+
 def _delayed(units: list[_Sizes], config: Config, ranks: int) -> tuple[int, dict[str, float]]:
-    """(in memory, in files by kind): new values of a slice, and the gradients that an update takes; each where its kind
-    lives."""
-    held, filed = 0.0, {"params": 0.0, "grads": 0.0}
     shares = shares_in_file([unit.whole_bytes if unit.filed else 0 for unit in units], _fraction(config, "params"))
-    for unit, share in zip(units, shares, strict=True):
-        if not unit.plan.trainable:
-            continue
-        values = unit.own_elems * unit.plan.dtype.itemsize
-        held += values * (1 - share)
-        filed["params"] += values * share
-        on_disk = _kind(config, "grads") == "nvme"
-        taken = unit.grad_slice_bytes if on_disk or ranks > 1 else 0  # one rank alone hands over its p.grad
-        share = _fraction(config, "grads") if on_disk else 0.0
-        held += taken * (1 - share)
-        filed["grads"] += taken * share
-    return round(held), filed
+    trained = [unit.plan.trainable for unit in units]
+    return delayed_bytes(
+        [unit.own_elems * unit.plan.dtype.itemsize * one for unit, one in zip(units, trained, strict=True)], shares,
+        [unit.grad_slice_bytes * one for unit, one in zip(units, trained, strict=True)],
+        _fraction(config, "grads") if _kind(config, "grads") == "nvme" else 0.0, ranks,
+    )  # fmt: skip
 
 
 def _folders(config: Config, in_file: dict[str, int], beside: dict[str, float]) -> dict[str, int]:

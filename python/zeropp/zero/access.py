@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeropp.errors import ConfigError, PartitionedParameterError
-from zeropp.forecast import shares_in_file
+from zeropp.forecast import delayed_bytes, shares_in_file
 from zeropp.zero import stored
 from zeropp.zero.engine import FILE, SHARD, Engine, Unit, engine_of
 from zeropp.zero.init import is_sharded, whole_built
@@ -200,29 +200,26 @@ def _planned(engine: Engine) -> dict[str, int]:
         kinds["optimizer"] += state_bytes * states * numel / (n if stage >= 1 else 1)
     if engine.onebit is not None:
         kinds["optimizer"] += engine.onebit.planned_bytes()
-    if engine.early is not None and (stage >= 2 or n == 1):  # those of two units at a time
+    if (
+        engine.early is not None and engine.grads_tier is None and (stage >= 2 or n == 1)
+    ):  # those of two units at a time
         sizes = [sum(e.numel for e in u.params) * u.grad_dtype.itemsize / n for u in engine.units if u.trainable]
         kinds["grads"] = sum(sorted(sizes)[-2:])
     return {kind: round(value) for kind, value in kinds.items()}
 
 
 def _planned_delayed(engine: Engine) -> tuple[int, int]:
-    """(in memory, in files) of what a delayed update needs: the new values of a slice, and the gradients that it took."""
-    held = filed = 0.0
-    fraction = 0.0 if engine.params_tier is None else engine.params_tier.fraction
-    sizes = [0 if u.filed is None else u.elems * u.dtype.itemsize for u in engine.units]
-    for unit, in_file in zip(engine.units, shares_in_file(sizes, fraction), strict=True):
-        if not unit.trainable:
-            continue
-        numel = sum(e.numel for e in unit.params) / engine.ranks
-        held += numel * unit.dtype.itemsize * (1 - in_file)
-        filed += numel * unit.dtype.itemsize * in_file
-        if engine.grads_tier is not None:
-            held += numel * unit.grad_dtype.itemsize * (1 - engine.grads_tier.fraction)
-            filed += numel * unit.grad_dtype.itemsize * engine.grads_tier.fraction
-        elif engine.ranks > 1:  # one rank alone hands over its p.grad
-            held += numel * unit.grad_dtype.itemsize
-    return round(held), round(filed)
+    """As zeropp.forecast says it beforehand, of the parameters alone: without what rounds slices up."""
+    units, ranks = engine.units, engine.ranks
+    own = [sum(e.numel for e in unit.params) / ranks if unit.trainable else 0.0 for unit in units]
+    sizes = [0 if unit.filed is None else unit.elems * unit.dtype.itemsize for unit in units]
+    held, filed = delayed_bytes(
+        [numel * unit.dtype.itemsize for numel, unit in zip(own, units, strict=True)],
+        shares_in_file(sizes, 0.0 if engine.params_tier is None else engine.params_tier.fraction),
+        [numel * unit.grad_dtype.itemsize for numel, unit in zip(own, units, strict=True)],
+        0.0 if engine.grads_tier is None else engine.grads_tier.fraction, ranks,
+    )  # fmt: skip
+    return held, round(sum(filed.values()))
 
 
 def _held(engine: Engine) -> dict[str, int]:
