@@ -683,6 +683,13 @@ static PyObject *zero_reset_uses(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+/* restart_step(): the next backward is the first of `accumulate`. */
+static PyObject *zero_restart_step(PyObject *self, PyObject *unused) {
+    (void)unused;
+    ((Zero *)self)->micro = 0;
+    Py_RETURN_NONE;
+}
+
 PyMethodDef zpp_py_step_methods[] = {
     { "collect_grads", zero_collect_grads, METH_NOARGS, "Find the gradients to step with; is there one?" },
     { "clear_grads", zero_clear_grads, METH_NOARGS, "Forget all gradients." },
@@ -693,5 +700,6 @@ PyMethodDef zpp_py_step_methods[] = {
     { "set_tier", zero_set_tier, METH_O, "Where the states of tiered units are." },
     { "adam_step", zero_adam_step, METH_VARARGS, "adam_step(groups, grad_scale)" },
     { "reset_uses", zero_reset_uses, METH_NOARGS, "Forget forwards that no backward followed." },
+    { "restart_step", zero_restart_step, METH_NOARGS, "The next backward is the first of a step." },
     { NULL, NULL, 0, NULL },
 };

@@ -54,6 +54,21 @@ def case_resume(folder: Path, exact: bool = True, **config) -> None:
         assert losses == wanted, (losses, wanted)
 
 
+def case_within_a_step(folder: Path) -> None:
+    """Loaded after the first of two backwards: its gradients belong to no step, and two more make the next one."""
+    nvme = zeropp.Offload(grads="nvme", path=folder)
+    for config in ({"stage": 0}, {"stage": 1}, {"stage": 3}, {"stage": 2, "offload": nvme}):
+        model, optimizer, scheduler = make(accumulate=2, **config)
+        train(model, optimizer, scheduler, 0, 4)
+        zeropp.save(folder / "ckpt", model, optimizer, step=4, scheduler=scheduler)
+        wanted = train(model, optimizer, scheduler, 4, 8)
+        train(model, optimizer, scheduler, 20, 21)
+        zeropp.load(folder / "ckpt", model, optimizer, scheduler=scheduler)
+        losses = train(model, optimizer, scheduler, 4, 8)
+        assert losses == wanted, (config, losses, wanted)
+        del model, optimizer, scheduler
+
+
 def case_damage(folder: Path) -> None:
     """A byte of rank 1's file: every rank passes over it, and every rank refuses it when it is named."""
     model, optimizer, scheduler = make()

@@ -57,6 +57,11 @@ def test_two_ranks(case, tmp_path):
     succeed(2, case, tmp_path)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_between_accumulated_backwards_begins_a_step(ranks, tmp_path):
+    succeed(ranks, "within_a_step", tmp_path)
+
+
 def test_a_rank_killed_in_save_leaves_the_checkpoint_before(tmp_path):
     run(2, "killed", tmp_path)
     facts, sentence = (tmp_path / "survivor.0").read_text().split("\n", 1)

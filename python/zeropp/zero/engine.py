@@ -369,6 +369,12 @@ class Engine:
         self.clip_scale = 1.0
         self.norm = None
 
+    def restart_step(self) -> None:
+        """A load within ``accumulate`` backwards: the next one is the first of a step, and adds to nothing."""
+        self.core.restart_step()
+        self.stepped_at = self.core.backwards
+        self.clear_gradients()
+
     def gradient_shard(self, unit: Unit) -> tuple[torch.Tensor, list[bool]] | None:
         """(this rank's slice of the reduced gradient, which parameters have one); None without any. Not for local gradients.
 

@@ -35,7 +35,8 @@ def load(
     """Restore the newest good checkpoint; collective. Any number of ranks, any stage and precision.
 
     Every checksum is verified before the model is touched. A damaged checkpoint is passed over for the one before it,
-    with a warning and in the result; a folder named directly (``ckpt/step-7``) is taken or refused.
+    with a warning and in the result; a folder named directly (``ckpt/step-7``) is taken or refused. With
+    ``Config(accumulate=n)`` and an optimizer the next backward is the first of n: gradients that were added up are forgotten.
 
     Args:
         path: the folder given to :func:`save`, or one checkpoint in it.
@@ -77,6 +78,8 @@ def load(
             engine.delayed.drop()
         if engine.early is not None:
             engine.early.drop()
+        if optimizer is not None and engine.accumulate > 1:
+            engine.restart_step()
         if optimizer is not None:
             engine.thawing.wake_trained(content["parameters"])
         with engine.write_shards(), torch.no_grad():
