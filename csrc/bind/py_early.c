@@ -21,6 +21,11 @@ static Unit *unit_at(const Zero *zero, Py_ssize_t index) {
     return (Unit *)PyList_GetItem(zero->units, index);
 }
 
+/* Nothing is reduced, so a unit's gradients are complete when all have come. */
+static bool is_alone(const Zero *zero) {
+    return zero->ranks == 1;
+}
+
 static void keep_failure(struct zpp_py_early *early, const struct zpp_err *err, const struct zpp_aio_fault *fault) {
     if (early->failed) return;
     early->failed = true;
@@ -142,6 +147,16 @@ static int step_in_python(Unit *unit) {
     return done ? 0 : -1;
 }
 
+/* In memory, where gradients are in a file. */
+static zpp_status bring_gradient(Unit *unit, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    Zero *zero = unit->zero;
+    if (!zpp_zero_filed_grads(zero->core)) return ZPP_OK;
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_zero_grad_here(zero->core, unit->unit->index, fault, err);
+    PyEval_RestoreThread(thread);
+    return status;
+}
+
 /* 0, also where it failed and that is kept; -1 with an error set. */
 static int update(Unit *unit) {
     Zero *zero = unit->zero;
@@ -149,6 +164,10 @@ static int update(Unit *unit) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     int64_t bad_param = -1;
+    if (bring_gradient(unit, &fault, &err) != ZPP_OK) {
+        keep_failure(early, &err, &fault);
+        return 0;
+    }
     if (zpp_py_unit_norm(zero, unit, &bad_param)) return PyErr_NoMemory(), -1;
     if (bad_param >= 0) {
         zpp_fail(&err, ZPP_STATE, "a gradient is not finite");
@@ -195,10 +214,11 @@ static int step_unit(Unit *unit) {
     if (any && local && leave(unit)) return -1;
     int failed = any && !zero->early.failed ? update(unit) : 0;
     if (local && any && zpp_py_forget_gradients(unit)) failed = -1;
-    if (!local) zpp_zero_drop_grad(zero->core, unit->unit->index);
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (!local && zpp_zero_drop_grad(zero->core, unit->unit->index, &err) != ZPP_OK)
+        keep_failure(&zero->early, &err, zpp_zero_fault(zero->core));
     const int count = zero->early.sending_count;
     const bool sent = count && zero->early.sending[count - 1] == unit->unit->index;
-    struct zpp_err err = ZPP_ERR_INIT;
     if (!sent && zpp_zero_slice_sent(zero->core, unit->unit->index, false, &err) != ZPP_OK)
         keep_failure(&zero->early, &err, zpp_zero_fault(zero->core));
     if (!sent && unpin(unit)) failed = -1;
@@ -287,6 +307,7 @@ int zpp_py_early_begin(Zero *zero) {
     early->failed = false;
     early->bad_unit = -1;
     early->open = true;
+    zpp_zero_keep_grads(zero->core);
     return 0;
 }
 
@@ -320,15 +341,15 @@ int zpp_py_early_gradient(Unit *unit, Py_ssize_t param, bool partial) {
     own->seen[param] = 1;
     const bool complete = own->missing == 0 && !own->partial && zpp_zero_used_once(zero->core, unit->unit->index);
     if (complete && leave(unit)) return -1;
-    if (zpp_py_is_local(zero) ? complete && step_unit(unit) : step_reduced(zero)) return -1;
+    if (is_alone(zero) ? complete && step_unit(unit) : step_reduced(zero)) return -1;
     return read_on(zero) || let_go_arrived(zero) ? -1 : 0;
 }
 
 int zpp_py_early_close(Zero *zero) {
     struct zpp_py_early *early = &zero->early;
     if (!early->open) return 0;
-    int failed = zpp_py_is_local(zero) ? 0 : step_reduced(zero);
-    for (Py_ssize_t i = PyList_Size(zero->units) - 1; zpp_py_is_local(zero) && i >= 0 && !failed; i--)
+    int failed = is_alone(zero) ? 0 : step_reduced(zero);
+    for (Py_ssize_t i = PyList_Size(zero->units) - 1; is_alone(zero) && i >= 0 && !failed; i--)
         if (unit_at(zero, i)->unit->trainable) failed = step_unit(unit_at(zero, i));
     early->open = false;
     early->pending = early->stepped || early->failed;

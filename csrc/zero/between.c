@@ -182,7 +182,7 @@ zpp_status zpp_between_finish(void *arg, void *native, const struct zpp_wait *wa
     }
     free(grad->between_memory);
     grad->between_memory = NULL;
-    return filed ? zpp_slices_give(zero, grad, err) : ZPP_OK;
+    return filed ? zpp_slices_complete(zero, grad, err) : ZPP_OK;
 }
 
 /* --- the step ---------------------------------------------------------------------------------------------------- */

@@ -64,10 +64,11 @@ int zpp_zero_next_reduced(zpp_zero *zero, int done) {
     return zpp_event_sync(grad->done, NULL, &ignored) == ZPP_OK ? zero->order[done] : -1;
 }
 
-void zpp_zero_drop_grad(zpp_zero *zero, int index) {
+zpp_status zpp_zero_drop_grad(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit_grad *grad = zero->units[index]->grad;
-    if (!grad) return;
+    if (!grad) return ZPP_OK;
     memset(grad->present, 0, grad->unit->params);
     grad->has = false;
     if (zero->lends_slices) zpp_lent_give(zero, grad);
+    return zero->slices.filed ? zpp_slices_drop(zero, grad, err) : ZPP_OK;
 }

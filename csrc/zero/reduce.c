@@ -422,7 +422,7 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
         if (status != ZPP_OK) return status;
         zpp_span_end(began_ns, ZPP_SPAN_REDUCE, grad->unit->name, zpp_grad_slice_bytes(grad));
         zpp_lane_ack(zero->lane, grad->seq);
-        if (zero->slices.filed) status = zpp_slices_give(zero, grad, err);
+        if (zero->slices.filed) status = zpp_slices_complete(zero, grad, err);
         if (status != ZPP_OK) return status;
         grad->round = zero->copy_lane ? ROUND_POST_SLICE : ROUND_DONE;
     }
@@ -498,6 +498,7 @@ zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *
     }
     zero->in_backward = true;
     zero->reduces = reduce;
+    zero->slices.keeps = false;
     zero->order_at = 0;
     return ZPP_OK;
 }
@@ -540,7 +541,7 @@ static zpp_status add_alone(zpp_zero *zero, struct zpp_unit_grad *grad, size_t p
     const zpp_status status = zpp_slices_add(zero, grad, param, from, wait, err);
     if (status != ZPP_OK) return status;
     count_gradient(grad, param, partial);
-    return is_complete(grad) ? zpp_slices_give(zero, grad, err) : ZPP_OK;
+    return is_complete(grad) ? zpp_slices_complete(zero, grad, err) : ZPP_OK;
 }
 
 zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *from, bool partial,
@@ -600,13 +601,12 @@ static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
 zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     if (zero->ranks == 1 && zero->slices.filed) {
-        status = zpp_slices_give_all(zero, err);
-        if (status != ZPP_OK) return status;
+        if (!zero->slices.keeps) status = zpp_slices_give_all(zero, err);
     } else if (zero->reduces && zero->order_count) {
         status = drain(zero, true, err);
         if (status == ZPP_OK) status = finish(zero, wait, err);
-        if (status != ZPP_OK) return status;
     }
+    if (status != ZPP_OK) return status;
     zpp_zero_reset_uses(zero);
     zero->in_backward = false;
     zpp_span_end(zero->backward_ns, ZPP_SPAN_BACKWARD, "backward", 0);

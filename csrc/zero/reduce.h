@@ -64,6 +64,7 @@ struct zpp_unit_grad {
     int order_at;         /* its place in the order of reductions */
     int slice_state;      /* enum zpp_slice_state */
     bool changed;         /* since it was read */
+    bool lost;            /* by a read or write that failed before its reduction ended */
     uint8_t *stale;       /* [params]: the file has a gradient that was forgotten */
     bool any_stale;
     struct zpp_unit_grad *next_written;

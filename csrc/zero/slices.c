@@ -74,16 +74,36 @@ static zpp_status finish_write(zpp_zero *zero, struct zpp_unit_grad *grad, const
     return ZPP_OK;
 }
 
+static zpp_status come(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    struct zpp_slices *slices = &zero->slices;
+    pthread_mutex_lock(&slices->lock);
+    const zpp_status status = zpp_filed_enter(slices->filed, grad->filed, err);
+    if (status == ZPP_OK) slices->open_bytes += zpp_grad_slice_bytes(grad);
+    pthread_mutex_unlock(&slices->lock);
+    return status;
+}
+
 static zpp_status let_go(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
-    zero->slices.open_bytes -= zpp_grad_slice_bytes(grad);
+    struct zpp_slices *slices = &zero->slices;
     grad->slice_state = ZPP_SLICE_AWAY;
-    return zpp_filed_leave(zero->slices.filed, grad->filed, err);
+    pthread_mutex_lock(&slices->lock);
+    slices->open_bytes -= zpp_grad_slice_bytes(grad);
+    const zpp_status status = zpp_filed_leave(slices->filed, grad->filed, err);
+    pthread_mutex_unlock(&slices->lock);
+    return status;
+}
+
+static bool is_room(struct zpp_slices *slices, size_t bytes) {
+    pthread_mutex_lock(&slices->lock);
+    const bool fits = slices->open_bytes + bytes <= slices->bound_bytes;
+    pthread_mutex_unlock(&slices->lock);
+    return fits;
 }
 
 /* The oldest writes end until `bytes` more fit, or none is under way. */
 static zpp_status make_room(zpp_zero *zero, size_t bytes, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_slices *slices = &zero->slices;
-    while (slices->oldest && slices->open_bytes + bytes > slices->bound_bytes) {
+    while (slices->oldest && !is_room(slices, bytes)) {
         struct zpp_unit_grad *grad = slices->oldest;
         zpp_status status = finish_write(zero, grad, wait);
         if (status == ZPP_OK) status = let_go(zero, grad, err);
@@ -98,9 +118,8 @@ static zpp_status take(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
         return ZPP_OK;
     if (grad->slice_state == ZPP_SLICE_WRITING) return finish_write(zero, grad, wait); /* its contents are there */
     zpp_status status = make_room(zero, zpp_grad_slice_bytes(grad), wait, err);
-    if (status == ZPP_OK) status = zpp_filed_enter(slices->filed, grad->filed, err);
+    if (status == ZPP_OK) status = come(zero, grad, err);
     if (status != ZPP_OK) return status;
-    slices->open_bytes += zpp_grad_slice_bytes(grad);
     grad->changed = false;
     grad->slice_state = ZPP_SLICE_HERE;
     if (!grad->has || slices->status != ZPP_OK) return ZPP_OK;
@@ -111,11 +130,10 @@ static zpp_status take(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
 
 /* What comes next, as far as there is room for it without waiting. */
 static zpp_status take_ahead(zpp_zero *zero, int at, struct zpp_err *err) {
-    const struct zpp_slices *slices = &zero->slices;
     for (at++; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         if (!grad->has || is_held(zero, grad) || grad->slice_state != ZPP_SLICE_AWAY) continue;
-        if (slices->open_bytes + zpp_grad_slice_bytes(grad) > slices->bound_bytes) return ZPP_OK;
+        if (!is_room(&zero->slices, zpp_grad_slice_bytes(grad))) return ZPP_OK;
         const zpp_status status = take(zero, grad, NULL, err);
         if (status != ZPP_OK) return status;
     }
@@ -169,6 +187,20 @@ zpp_status zpp_slices_give(zpp_zero *zero, struct zpp_unit_grad *grad, struct zp
     *slices->newest = grad;
     slices->newest = &grad->next_written;
     return ZPP_OK;
+}
+
+zpp_status zpp_slices_complete(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    grad->lost = zero->slices.status != ZPP_OK;
+    return zero->slices.keeps ? ZPP_OK : zpp_slices_give(zero, grad, err);
+}
+
+zpp_status zpp_slices_drop(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    if (grad->slice_state == ZPP_SLICE_READING) status = zpp_slices_arrive(zero, grad, &patience);
+    if (grad->slice_state == ZPP_SLICE_WRITING) status = finish_write(zero, grad, &patience);
+    if (status != ZPP_OK || grad->slice_state != ZPP_SLICE_HERE) return status;
+    grad->changed = false;
+    return let_go(zero, grad, err);
 }
 
 zpp_status zpp_slices_settle(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
@@ -266,6 +298,26 @@ zpp_status zpp_zero_grad_open(zpp_zero *zero, int index, struct zpp_err *err) {
 zpp_status zpp_zero_grad_close(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit_grad *grad = zero->units[index]->grad;
     return zero->slices.filed && grad ? zpp_slices_give(zero, grad, err) : ZPP_OK;
+}
+
+void zpp_zero_keep_grads(zpp_zero *zero) {
+    zero->slices.keeps = zero->slices.filed != NULL;
+}
+
+/* Several ranks: the reduction has brought it, and says whether something had failed by then; it may be another one's
+ * that fails now. */
+zpp_status zpp_zero_grad_here(zpp_zero *zero, int index, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct zpp_unit_grad *grad = zero->units[index]->grad;
+    if (!zero->slices.filed || !grad || !grad->has) return ZPP_OK;
+    if (zero->ranks == 1) {
+        const zpp_status status = zpp_zero_grad_open(zero, index, err);
+        if (status == ZPP_TIER) *fault = zero->slices.fault;
+        return status;
+    }
+    if (!grad->lost) return ZPP_OK;
+    *fault = zero->slices.fault;
+    *err = zero->slices.err;
+    return zero->slices.status;
 }
 
 zpp_status zpp_zero_grad_copy(zpp_zero *zero, int index, size_t first, size_t elems, void *memory, bool write,

@@ -16,13 +16,18 @@
  * A read or write that fails does not end a backward, on which the other ranks wait: it is kept, nothing goes to the
  * file any more, and zpp_slices_outcome tells, before a norm or a step. Clearing all gradients forgets it.
  *
+ * A backward whose units are stepped inside it keeps what is reduced HERE, until the step has read it and drops it: the
+ * last sum of a step is never written. That is the one call that may come while other units are reduced.
+ *
  * With delayed steps (delayed.h) each slice has two places, one after the other: the step reads the one that it took,
  * while backward fills the other (taken.c).
  *
- * Threads: the reduce stream's while reductions are under way, else the coordinator's.
+ * Threads: the reduce stream's while reductions are under way, else the coordinator's; drop from the latter always.
  */
 #ifndef ZPP_ZERO_SLICES_H
 #define ZPP_ZERO_SLICES_H
+
+#include <pthread.h>
 
 #include "filed.h"
 #include "zero.h"
@@ -32,7 +37,9 @@ struct zpp_unit_grad;
 /* Part of the coordinator; `filed` NULL: slices are in memory. */
 struct zpp_slices {
     zpp_filed *filed;
+    pthread_mutex_t lock; /* guards open_bytes, and what comes to memory or goes: reductions open, steps drop */
     size_t open_bytes, bound_bytes;
+    bool keeps; /* this backward: what is reduced stays until it is dropped */
     struct zpp_unit_grad *oldest, **newest; /* being written */
     zpp_status status;                      /* the first failure */
     struct zpp_err err;
@@ -52,6 +59,10 @@ zpp_status zpp_slices_take(zpp_zero *zero, struct zpp_unit_grad *grad, const str
 zpp_status zpp_slices_arrive(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait);
 /* After arrive: written if it was changed (grad->changed), and gone. */
 zpp_status zpp_slices_give(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
+/* All that this backward adds is in it: given, or kept for a step inside the backward. */
+zpp_status zpp_slices_complete(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
+/* Gone, and not written. */
+zpp_status zpp_slices_drop(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
 
 /* Written, if it was changed, and gone; returns when that is over. The first failure of all slices. */
 zpp_status zpp_slices_settle(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);

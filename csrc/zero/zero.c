@@ -52,6 +52,7 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     zero->ranks = options->comm ? zpp_comm_ranks(options->comm) : 1;
     zero->grad_scale = 1.0;
     pthread_mutex_init(&zero->lent_lock, NULL); /* with default attributes it cannot fail */
+    pthread_mutex_init(&zero->slices.lock, NULL);
     zpp_status status = ZPP_OK;
     if (options->params_fraction > 0.0)
         status = zpp_filed_create(zpp_between(options->comm) ? NULL : options->comm, options->params_fraction,
@@ -127,6 +128,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_second_free(zero);
     zpp_mem_free(zero->alone, zero->alone_bytes);
     pthread_mutex_destroy(&zero->lent_lock);
+    pthread_mutex_destroy(&zero->slices.lock);
     free(zero);
 }
 

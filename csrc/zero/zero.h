@@ -184,7 +184,13 @@ void zpp_zero_lend_slices(zpp_zero *zero);
 /* Of the backward that reduces, or has ended: the unit that is reduced after the first `done` ones; -1: not yet, or
  * none is left. On every rank nobody reads it any more in this backward, and every rank finds the same order. */
 int zpp_zero_next_reduced(zpp_zero *zero, int done);
-void zpp_zero_drop_grad(zpp_zero *zero, int unit);
+zpp_status zpp_zero_drop_grad(zpp_zero *zero, int unit, struct zpp_err *err);
+/* Slices in a file (nothing to do for others), after backward_begin: what this backward reduces is stepped inside it,
+ * so a unit's slice is kept in memory from its reduction until zpp_zero_drop_grad, and not written. */
+void zpp_zero_keep_grads(zpp_zero *zero);
+/* Of a unit that is reduced, or at the end of that backward: its slice is in memory. The first failure of a read or
+ * write before; `fault` is written on status TIER only. */
+zpp_status zpp_zero_grad_here(zpp_zero *zero, int unit, struct zpp_aio_fault *fault, struct zpp_err *err);
 
 /* --- step (step.c) ------------------------------------------------------------------------------------------------ */
 /* Collective: returns when no rank reads parameters any more, so that slices may be written. `vote` travels along:

@@ -433,8 +433,8 @@ class Config:
     """True: each unit is stepped inside the backward, as soon as its gradients are reduced, and `optimizer.step()` only ends it. Bit
     for bit the same training; the bytes of states and parameters on NVMe move beside the computation, and a gradient lives no
     longer than until its unit's step. For what needs no norm of all gradients first: no clipping, no fp16, element-wise optimizers.
-    Between a backward and `optimizer.step()` the model cannot be used. Stages 1 to 3, on one host or several; not with gradients
-    on NVMe: there is nothing to keep there, but for accumulate > 1, which is not built yet."""
+    Between a backward and `optimizer.step()` the model cannot be used. Stages 1 to 3, on one host or several. With gradients on
+    NVMe for `accumulate` above 1 only: the last backward of a step keeps none there."""
 
     device: str | torch.device | None = None
     """Where shards and computation live; None: cuda:LOCAL_RANK where there is a GPU, else the CPU."""
@@ -650,18 +650,13 @@ class Config:
                 value,
                 "False with offload.delayed_update, which hides the step beside the next pass; one of the two",
             )
-        if self.offload.grads.kind == "nvme":  # type: ignore[union-attr]
-            if self.accumulate > 1:
-                raise not_yet(
-                    path,
-                    value,
-                    f"leave one of the two out with accumulate={self.accumulate} and offload.grads on 'nvme'",
-                )
+        if self.offload.grads.kind == "nvme" and self.accumulate == 1:  # type: ignore[union-attr]
             raise wrong(
                 path,
                 value,
                 "False with offload.grads on 'nvme', or offload.grads on 'device': a gradient lives until its unit is stepped, in the same "
-                "backward, so there is nothing to keep in a file",
+                "backward, so there is nothing to keep in a file; where several backwards make a step, say how many with accumulate=, since "
+                "inside no_sync alone ranks hold their gradients back in memory",
             )
 
     def _check_comm(self) -> None:

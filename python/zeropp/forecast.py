@@ -15,7 +15,8 @@ Formulas (Rajbhandari et al. 2020; N ranks, Psi = bytes of all parameters, f = (
 
 With ``Offload(params="nvme")`` one of the ranks of a host reads each unit where it is used, in forward and in backward, so
 on average a rank reads 2 Psi / N, and each rank reads and writes its slice for the step (16 bit: writes only, the master
-has the values). Gradients on NVMe are written once, and read for the norm and for the step.
+has the values). Gradients on NVMe are written in each of n backwards and read in all but the first, for the norm and for the step;
+with a step inside the backward n - 1 times each, and for neither.
 
 With ``Precision(stored=...)``, for a model that is only evaluated, the matrices of linear layers count as their codes and scales,
 and NVMe is read once in a forward.
@@ -113,7 +114,8 @@ def estimate(
         their way: at most); with ``step_in_backward`` the ``grads`` of two units; ``delayed`` (with ``delayed_update``: new values
         and gradients of the update under way). Where a tier has several folders, ``folders`` says the bytes in each (``{folder: bytes}``), and
         each moves its share of ``traffic["nvme"]``. ``traffic``: bytes a rank reads from peers, and reads and writes on NVMe, in one
-        step of one micro-batch; of parameters on NVMe on average over the ranks, as long as they are at the same unit.
+        step of one micro-batch; of gradients on NVMe in all ``accumulate`` of a step; of parameters on NVMe on average over the ranks,
+        as long as they are at the same unit.
         ``bandwidth``: bytes/s at which each of them takes as long as the computation
         does: with that much, what overlaps is hidden; what does not (NVMe inside the step) doubles the step, and ten times as
         much costs a tenth.
@@ -267,7 +269,8 @@ def _grads(units: list[_Sizes], config: Config, ranks: int) -> int:
         return sum(_bucket_bytes(unit) for unit in trainable)
     else:
         sizes = [unit.grad_slice_bytes for unit in trainable]
-    return sum(sorted(sizes)[-2:] if config.step_in_backward else sizes)
+    lent = config.step_in_backward and _kind(config, "grads") != "nvme"
+    return sum(sorted(sizes)[-2:] if lent else sizes)
 
 
 def shares_in_file(sizes: list[int], fraction: float) -> list[float]:
@@ -423,8 +426,10 @@ def _network_traffic(units: list[_Sizes], config: Config, ranks: int, hosts: int
 def _nvme_traffic(
     units: list[_Sizes], config: Config, ranks: int, hosts: int, optimizer: str, in_file: dict[str, int]
 ) -> int:
-    """Bytes read and written by one rank: states once each way, gradients once and twice, parameters where they are used."""
-    total = 2 * (in_file.get("master", 0) + in_file.get("optimizer", 0)) + 3 * in_file.get("grads", 0)
+    """Bytes read and written by one rank: states once each way, parameters where they are used, gradients in each backward (but in the
+    first nothing is read), for the norm and for the step; a step inside the backward moves none in the last one and after it."""
+    gradients = 2 * config.accumulate + (-2 if config.step_in_backward else 1)
+    total = 2 * (in_file.get("master", 0) + in_file.get("optimizer", 0)) + gradients * in_file.get("grads", 0)
     used = stepped = 0.0
     for unit in (unit for unit in units if unit.filed):
         used += unit.whole_bytes * (len(unit.plan.triggers) + 1) / ranks

@@ -241,24 +241,29 @@ static void give_gradients(struct rank_state *state, int unit, int step, int mic
 }
 
 static int step_reduced(struct rank_state *state, int done);
+static void step_alone(struct rank_state *state, int step);
 
-static void backward(struct rank_state *state, int step, int micro, bool reduce) {
+/* `steps`: inside it. */
+static void backward(struct rank_state *state, int step, int micro, bool reduce, bool steps) {
     struct plan *plan = state->plan;
     struct zpp_err err = ZPP_ERR_INIT;
     int order[MAX_UNITS], done = 0;
     shuffle(state, order, plan->units);
     must(zpp_zero_backward_begin(state->zero, reduce, &err), &err, "backward begin");
+    if (steps) zpp_zero_keep_grads(state->zero);
     for (int i = plan->units - 1; i >= 0; i--) {
         const int unit = plan->early || next_random(&state->random) % 4 ? i : order[i];
         use_unit(state, unit, ZPP_PHASE_BACKWARD);
         must(zpp_zero_release(state->zero, unit, &err), &err, "release");
         if (!plan->early) continue;
         give_gradients(state, unit, step, micro);
-        if (reduce) done = step_reduced(state, done);
+        if (steps) done = step_reduced(state, done);
     }
     for (int i = plan->units - 1; i >= 0 && !plan->early; i--) give_gradients(state, i, step, micro);
     must(zpp_zero_backward_end(state->zero, &patience, &err), &err, "backward end");
-    if (plan->early && reduce) {
+    if (steps && plan->ranks == 1) {
+        step_alone(state, step);
+    } else if (steps) {
         done = step_reduced(state, done);
         for (int i = 0; i < plan->units; i++) done -= is_trained(plan, i, step);
         REQUIRE(done == 0, "rank %d: %d units were not reduced", state->rank, -done);
@@ -299,11 +304,9 @@ static size_t own_elems(const struct rank_state *state, const struct zpp_unit *c
     return state->plan->stage == 0 ? core->elems : core->shard_elems;
 }
 
-static void check_gradient(struct rank_state *state, int unit) {
+static void check_slice(struct rank_state *state, int unit) {
     const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
-    struct zpp_err err = ZPP_ERR_INIT;
     const uint8_t *present = NULL;
-    must(zpp_zero_grad_open(state->zero, unit, &err), &err, "open a gradient");
     const float *slice = zpp_zero_grad_shard(state->zero, unit, &present);
     const size_t begin = own_begin(state, core), end = begin + own_elems(state, core);
     for (size_t param = 0; param < core->params; param++) {
@@ -318,6 +321,12 @@ static void check_gradient(struct rank_state *state, int unit) {
                     at, unit, state->sum[unit][at]);
         }
     }
+}
+
+static void check_gradient(struct rank_state *state, int unit) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    must(zpp_zero_grad_open(state->zero, unit, &err), &err, "open a gradient");
+    check_slice(state, unit);
 }
 
 /* All of them are in their file, where they have one. */
@@ -353,25 +362,39 @@ static void expect_update(struct rank_state *state, int unit) {
         }
 }
 
-/* Inside the backward: of every unit that is reduced this rank's slice changes at once, while others compute. */
+/* This rank's slice changes at once, while others compute. */
+static void step_inside(struct rank_state *state, int unit) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    must(zpp_zero_grad_here(state->zero, unit, &fault, &err), &err, "a gradient to step with");
+    check_slice(state, unit);
+    const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
+    const float *slice = zpp_zero_grad_shard(state->zero, unit, NULL);
+    const size_t begin = own_begin(state, core), end = begin + own_elems(state, core);
+    float *values = (float *)(void *)core->shard;
+    for (size_t param = 0; slice && param < core->params; param++)
+        for (size_t i = 0; state->present[unit][param] && i < core->param_elems[param]; i++) {
+            const size_t at = core->offset_elems[param] + i;
+            if (at >= begin && at < end) values[at - begin] -= slice[at - begin];
+        }
+    expect_update(state, unit);
+    must(zpp_zero_drop_grad(state->zero, unit, &err), &err, "drop a gradient");
+}
+
+/* Inside the backward: every unit that is reduced. */
 static int step_reduced(struct rank_state *state, int done) {
     for (;;) {
-        const int unit = zpp_zero_next_reduced(state->zero, done);
+        const int unit = state->plan->ranks > 1 ? zpp_zero_next_reduced(state->zero, done) : -1;
         if (unit < 0) return done;
-        check_gradient(state, unit);
-        const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
-        const float *slice = zpp_zero_grad_shard(state->zero, unit, NULL);
-        const size_t begin = own_begin(state, core), end = begin + own_elems(state, core);
-        float *values = (float *)(void *)core->shard;
-        for (size_t param = 0; slice && param < core->params; param++)
-            for (size_t i = 0; state->present[unit][param] && i < core->param_elems[param]; i++) {
-                const size_t at = core->offset_elems[param] + i;
-                if (at >= begin && at < end) values[at - begin] -= slice[at - begin];
-            }
-        expect_update(state, unit);
-        zpp_zero_drop_grad(state->zero, unit);
+        step_inside(state, unit);
         done++;
     }
+}
+
+/* One rank, which reduces nothing: at its end. */
+static void step_alone(struct rank_state *state, int step) {
+    for (int unit = state->plan->units - 1; unit >= 0; unit--)
+        if (is_trained(state->plan, unit, step)) step_inside(state, unit);
 }
 
 static void step(struct rank_state *state, int number) {
@@ -410,8 +433,10 @@ static void train_step(struct rank_state *state, int number) {
         const bool last = micro == plan->micro_steps[number] - 1;
         forward(state);
         if (plan->early) add_expected(state, number, micro);
-        /* Alternately: hold the gradients back, or reduce every micro-step and add. */
-        backward(state, number, micro, last || (plan->stage > 0 && number % 2 && !plan->early));
+        /* Alternately: hold the gradients back, or reduce every micro-step and add (with a step inside the backward
+         * only to what is in a file). */
+        const bool adds = plan->stage > 0 && number % 2 && (!plan->early || plan->grads_fraction > 0.0);
+        backward(state, number, micro, last || adds, last && plan->early);
         if (!plan->early) add_expected(state, number, micro);
     }
     step(state, number);
@@ -535,7 +560,8 @@ static void draw_plan(struct plan *plan, uint64_t *random) {
             if (plan->trained_from[unit]) plan->trained_from[unit] = STEPS;
     }
     plan->narrow = next_random(random) % 3 == 0;
-    plan->early = plan->stage > 0 && plan->grads_fraction <= 0.0 && next_random(random) % 3 == 0;
+    const bool rarely = plan->grads_fraction <= 0.0; /* seldom drawn, and shared between threads then */
+    plan->early = plan->stage > 0 && (next_random(random) % 3 == 0) == rarely;
     for (int i = 0; i < STEPS; i++) plan->micro_steps[i] = plan->stage == 0 ? 1 : 1 + (int)(next_random(random) % 2);
 }
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
 import os
 import time
 from pathlib import Path
@@ -29,6 +32,11 @@ def tiers(path: str, params: float = 0.0, states: float = 0.0) -> Offload:
         params=Tier("nvme", path=path, fraction=params) if params else Tier(),
         optimizer=Tier("nvme", path=path, fraction=states) if states else Tier("cpu"),
     )
+
+
+def filed(path: str, grads: float, params: float = 0.0, states: float = 0.0) -> Offload:
+    """And a fraction of the gradients."""
+    return dataclasses.replace(tiers(path, params, states), grads=Tier("nvme", path=path, fraction=grads))
 
 
 def prepared(width: int = 48, lr: float = 3e-3, **config: Any) -> tuple[Any, Any]:
@@ -105,6 +113,78 @@ def other_optimizers() -> None:
         same(f"{name} {precision}", ours(recipe, **common, **EARLY), ours(recipe, **common))
 
 
+def gradients_in_a_file() -> None:
+    """Several backwards add to them there, the last one steps: the bits of a step that reads them afterwards."""
+    recipe = Recipe(steps=2, micro=3, config={"accumulate": 3})
+    with scratch() as path:
+        for precision in (None, "bf16"):
+            common: Steps = {"precision": precision}
+            for stage, offload in (
+                (2, filed(path, 1.0)),
+                (2, filed(path, 0.5, states=0.6)),
+                (3, filed(path, 1.0, params=1.0, states=1.0)),
+                (3, filed(path, 0.7, params=0.6)),
+            ):
+                wanted = ours(recipe, stage=stage, offload=Offload(grads=offload.grads), **common)
+                same(f"{precision}, {offload}", ours(recipe, stage=stage, offload=offload, **common, **EARLY), wanted)
+            if dist.get_world_size() > 1:
+                apart: Steps = {"stage": 3, "host_copy": "off", "prefetch": 1 << 20, **common}
+                wanted = ours(recipe, offload=filed(path, 1.0), **apart)
+                same(f"{precision}, gathering", ours(recipe, offload=filed(path, 1.0), **apart, **EARLY), wanted)
+
+
+def gradients_held_back() -> None:
+    """no_sync within such a step: before the first reduction, and between two; and a gradient that is dropped."""
+    with scratch() as path:
+        for stage in (2, 3):
+            runs = []
+            for steps in ({}, EARLY):
+                model, optimizer = prepared(stage=stage, offload=filed(path, 0.8), accumulate=2, **steps)
+                losses = []
+                for step in range(3):
+                    for micro in range(4):  # the second and the last are reduced
+                        with contextlib.nullcontext() if micro % 2 else zeropp.no_sync(model):
+                            loss = model(*batch(step, micro))
+                            loss.backward()
+                        if micro == 1 and step == 1:
+                            model.blocks[1].up.weight.grad = None
+                        losses.append(loss.item())
+                        optimizer.step()
+                        optimizer.zero_grad()
+                runs.append((losses, list(zeropp.full_state_dict(model).values())))
+                del model, optimizer, loss
+            assert runs[0][0] == runs[1][0], runs
+            assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+
+
+def bytes_of_gradients() -> None:
+    """Of n backwards n - 1 write, and n - 1 read what was written: the last sum goes nowhere. Nothing stays in memory."""
+    micro = 3
+    with scratch() as path:
+        for stage in (2, 3):
+            model, optimizer = prepared(256, stage=stage, offload=filed(path, 1.0), accumulate=micro, **EARLY)
+            engine = engine_of(model)
+            counts = []
+            for step in range(3):
+                for part in range(micro):
+                    model(*batch(step, part)).backward()
+                    if step == 1 and part == 0:
+                        one = zeropp.memory(model, optimizer)["nvme"]["grads"]
+                        assert one["held"] == pytest.approx(one["planned"], rel=0.03), one
+                    optimizer.step()
+                    if part < micro - 1:
+                        engine.grads_tier.require_whole()  # so small a model's would be found in memory otherwise
+                seen = engine.grads_tier.figures()
+                assert seen["entered_bytes"] == 0 and seen["entered_peak_bytes"] <= 32 << 20, seen
+                assert not any(p.grad is not None for p in model.parameters() if type(p) is nn.Parameter)
+                counts.append((seen["read_bytes"], seen["written_bytes"]))
+            size = zeropp.memory(model, optimizer)["nvme"]["grads"]["held"]
+            for before, after in itertools.pairwise(counts):
+                for kind in range(2):
+                    assert after[kind] - before[kind] == pytest.approx((micro - 1) * size, rel=0.05), (counts, size)
+            del model, optimizer, engine
+
+
 def float64() -> None:
     runs = []
     for steps in ({}, EARLY):
@@ -152,15 +232,17 @@ class Odd(nn.Module):
 
 
 def odd_models() -> None:
+    """With gradients in a file of two backwards, of which the last may give a unit none."""
     with scratch() as path:
-        for name in ("stage 1", "stage 2, states in a file", "stage 3, both", "stage 3, gathering"):
-            runs, place = [], everywhere(path).get(name, {"stage": 3})
+        for name in ("stage 1", "stage 2, states in a file", "stage 3, both", "stage 3, gathering", "gradients"):
+            in_a_file: Steps = {"stage": 2, "offload": filed(path, 0.9), "accumulate": 2}
+            runs, place = [], in_a_file if name == "gradients" else everywhere(path).get(name, {"stage": 3})
             for steps in ({}, EARLY):
                 model: Any = Odd()
                 adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
                 model, adam = zeropp.prepare(model, adam, zeropp.Config(units=(nn.Linear,), **place, **steps))
                 losses = []
-                for step in range(4):
+                for step in range(6 if name == "gradients" else 4):
                     draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
                     loss = model(torch.randn(4, 32, generator=draw), step)
                     loss.backward()
@@ -414,6 +496,49 @@ def a_disk_that_fails() -> None:
         del model, optimizer
 
 
+def gradients_that_cannot_be_read() -> None:
+    """The last rank's file of gradients loses its end before the last backward, which steps what it can read before: step() says so on
+    every rank, and a load goes on."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with scratch() as path:
+        saved = Path(path) / "ckpt"
+
+        def step_of(model: Any, optimizer: Any, step: int) -> float:
+            losses = []
+            for micro in range(2):
+                loss = model(*batch(step, micro))
+                loss.backward()
+                losses.append(loss.item())
+                optimizer.step()
+            optimizer.zero_grad()
+            return sum(losses)
+
+        model, optimizer = prepared(256, stage=2, offload=filed(path, 1.0), accumulate=2, **EARLY)
+        step_of(model, optimizer, 0)
+        zeropp.save(saved, model, optimizer, step=1)
+        wanted = [step_of(model, optimizer, step) for step in (1, 2)]
+        zeropp.load(saved, model, optimizer)
+        tier = engine_of(model).grads_tier
+        model(*batch(1)).backward()
+        tier.require_whole()
+        whole_bytes = tier.path.stat().st_size
+        if last:
+            os.truncate(tier.path, whole_bytes // 2)
+        model(*batch(1, 1)).backward()
+        with pytest.raises(zeropp.TierError, match=r"grads\".*at offset \d+"):
+            optimizer.step()
+        if last:
+            os.truncate(tier.path, whole_bytes)
+        optimizer.zero_grad()
+        dist.barrier()
+        with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+            step_of(model, optimizer, 1)
+        optimizer.zero_grad()
+        assert zeropp.load(saved, model, optimizer)["step"] == 1
+        assert [step_of(model, optimizer, step) for step in (1, 2)] == wanted
+        del model, optimizer, tier
+
+
 class Peeks(nn.Module):
     """Reads a weight that its last layer has, where its first one is computed, and gives it no gradient there."""
 
@@ -476,8 +601,10 @@ ON_ONE_RANK = ("amsgrad_in_groups", "weights_that_autograd_kept", "a_backward_th
 CASES = {
     function.__name__: function
     for function in (
-        fp32, bf16, amsgrad_in_groups, other_optimizers, float64, slices_of_whole_pages, odd_models, checkpoints, gradients_come_and_go,
-        bytes_of_a_step, kept_for_the_next_forward, between_backward_and_step, not_finite, a_disk_that_fails, weights_that_autograd_kept,
+        fp32, bf16, amsgrad_in_groups, other_optimizers, gradients_in_a_file, gradients_held_back, bytes_of_gradients,
+        gradients_that_cannot_be_read, float64, slices_of_whole_pages, odd_models, checkpoints, gradients_come_and_go,
+        bytes_of_a_step, kept_for_the_next_forward, between_backward_and_step, not_finite, a_disk_that_fails,
+        weights_that_autograd_kept,
         a_backward_that_raises, refusals,
     )
 }  # fmt: skip

@@ -8,7 +8,7 @@ import os
 
 os.environ["ZEROPP_HOST_ID"] = os.environ["RANK"]  # before the communicator is made
 
-from early_cases import EARLY, Steps, a_disk_that_fails, gradients_come_and_go, not_finite, tiers
+from early_cases import EARLY, Steps, a_disk_that_fails, filed, gradients_come_and_go, not_finite, tiers
 from state_cases import scratch
 from training import Recipe, ours, same
 from zeropp import Comm
@@ -25,6 +25,9 @@ def equal(recipe: Recipe, **config: object) -> None:
             "stage 3, both in files": {"stage": 3, "offload": tiers(path, params=1.0, states=1.0)},
             "stage 3, some parameters in a file": {"stage": 3, "prefetch": 0, "offload": tiers(path, params=0.5)},
         }
+        if recipe.config.get("accumulate", 1) > 1:
+            places["stage 2, gradients in a file"] = {"stage": 2, "offload": filed(path, 1.0)}
+            places["stage 3, all in files"] = {"stage": 3, "offload": filed(path, 0.6, params=0.7, states=1.0)}
         for name, place in places.items():
             same(name, ours(recipe, **place, **config, **EARLY), ours(recipe, **place, **config))
 

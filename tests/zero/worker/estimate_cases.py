@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import zeropp
 from torch import Tensor, nn
+from zeropp.zero.engine import engine_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0}, "stage 1": {"stage": 1}, "stage 2": {"stage": 2}, "stage 3": {"stage": 3},
@@ -31,6 +32,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hpZ": {"host_copy": "off", "prefetch": 0, "comm": zeropp.Comm(secondary_shard="host")},
     "int8": {"prefetch": 0, "comm": zeropp.Comm(params="int8", grads="int8")},
     "inside the backward": {"stage": 2, "step_in_backward": True},
+    "nvme gradients, inside the backward": {"stage": 2, "step_in_backward": True, "accumulate": 2},
+    "nvme gradients of three backwards": {"stage": 2, "accumulate": 3},
+    "nvme everything, delayed Lion": {},
     "int4 gradients, stage 2, bf16": {"stage": 2, "precision": "bf16", "comm": zeropp.Comm(grads="int4")},
 }  # fmt: skip
 
@@ -39,6 +43,7 @@ HOSTS_CASES = (
     "stage 0", "stage 1 bf16", "gathering", "hpZ", "int8", "inside the backward", "delayed", "nvme everything, delayed",
     "nvme half the parameters, bf16",
 )  # fmt: skip
+OPTIMIZERS = {"SGD": "SGD with momentum", "nvme everything, delayed Lion": "Lion"}
 STORED = ("stored int8 on nvme", "stored int4")
 
 
@@ -77,6 +82,9 @@ def offload(name: str, path: str) -> zeropp.Offload:
         "nvme parameters": zeropp.Offload(params=whole),
         "nvme half the parameters, bf16": zeropp.Offload(params=half),
         "nvme gradients": zeropp.Offload(grads=whole),
+        "nvme gradients, inside the backward": zeropp.Offload(grads=half),
+        "nvme gradients of three backwards": zeropp.Offload(grads=whole),
+        "nvme everything, delayed Lion": zeropp.Offload(params=whole, grads=half, optimizer=whole, delayed_update=0),
         "stored int8 on nvme": zeropp.Offload(params=whole),
         "nvme everything": zeropp.Offload(params=whole, grads=whole, optimizer=whole),
         "nvme everything, delayed": zeropp.Offload(params=whole, grads=half, optimizer=whole, delayed_update=0),
@@ -88,7 +96,7 @@ def compare(name: str, folder: str, hosts: int = 1) -> dict[str, Any]:
     if "nvme" in name:
         keywords["offload"] = offload(name, folder)
     config = zeropp.Config(**keywords)
-    kind = "none" if name in STORED else "SGD with momentum" if name == "SGD" else "AdamW"
+    kind = "none" if name in STORED else OPTIMIZERS.get(name, "AdamW")
     with torch.device("meta"):
         said = zeropp.estimate(Net(), config, ranks=dist.get_world_size(), hosts=hosts, optimizer=kind)
     torch.manual_seed(0)
@@ -100,22 +108,30 @@ def compare(name: str, folder: str, hosts: int = 1) -> dict[str, Any]:
             model(torch.arange(8).view(2, 4))
         return measured(said, model, optimizer)
     weights = [p for p in model.parameters() if p.requires_grad]
-    adam = torch.optim.SGD(weights, 0.01, momentum=0.9) if name == "SGD" else torch.optim.AdamW(weights)
-    model, optimizer = zeropp.prepare(model, adam, config)
+    made = {
+        "SGD with momentum": lambda: torch.optim.SGD(weights, 0.01, momentum=0.9),
+        "Lion": lambda: zeropp.optim.Lion(weights, lr=1e-3),
+        "AdamW": lambda: torch.optim.AdamW(weights),
+    }
+    model, optimizer = zeropp.prepare(model, made[kind](), config)
     for step in range(3):
         if step == 2:
             optimizer.zero_grad()
             optimizer.flush()  # so that what is counted is one update, whole
             dist.barrier()
             zeropp.traffic(reset=True)
-        model(torch.arange(8).view(2, 4) + step).float().pow(2).mean().backward()
+        tier = engine_of(model).grads_tier
+        for micro in range(config.accumulate):
+            if micro and tier is not None:
+                tier.require_whole()  # so small a model's would be found in memory otherwise
+            model(torch.arange(8).view(2, 4) + step).float().pow(2).mean().backward()
         optimizer.step()
     if "nvme" in name:  # in memory a flush would gather once more
         optimizer.flush()
-    return measured(said, model, optimizer)
+    return measured(said, model, optimizer, config.accumulate)
 
 
-def measured(said: dict[str, Any], model: nn.Module, optimizer: Any) -> dict[str, Any]:
+def measured(said: dict[str, Any], model: nn.Module, optimizer: Any, micro: int = 1) -> dict[str, Any]:
     moved: dict[str, int] = {}
     seen = zeropp.traffic()
     network = sum(counts["bytes"] for counts in seen.get("network", {}).values())
@@ -130,7 +146,7 @@ def measured(said: dict[str, Any], model: nn.Module, optimizer: Any) -> dict[str
     in_file = {what: sizes["held"] for what, sizes in found.get("nvme", {}).items()}
     return {
         "said": said, "held": held, "nvme": in_file, "disk": int(disk) / dist.get_world_size(), "gathered": moved.get("all_gather", 0),
-        "reduced": moved.get("reduce_scatter", 0) + moved.get("all_reduce", 0), "parameters": found["parameters"],
+        "reduced": (moved.get("reduce_scatter", 0) + moved.get("all_reduce", 0)) // micro, "parameters": found["parameters"],
         "network": network,
     }  # fmt: skip
 
