@@ -67,10 +67,9 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
 }
 
 zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct zpp_err *err) {
-    if (zero->units_count || zero->options.stage < 2 || zpp_wire_packs(zero))
+    if (zero->units_count || zero->options.stage < 2)
         return zpp_fail(err, ZPP_INVALID,
-                        "zero: gradients in a file at stage %d with %d units, wanted stage 2 or 3, exact reductions "
-                        "and no units yet",
+                        "zero: gradients in a file at stage %d with %d units, wanted stage 2 or 3 and no units yet",
                         zero->options.stage, zero->units_count);
     return zpp_filed_create(NULL, fraction, &zero->slices.filed, err);
 }

@@ -673,8 +673,6 @@ class Config:
                 self.comm.params,
                 "'exact' with offload.params on 'nvme': the ranks of a host share what they read, and send nothing",
             )
-        if self.comm.grads != "exact" and self.offload.grads.kind == "nvme":  # type: ignore[union-attr]
-            raise not_yet("Config.comm.grads", self.comm.grads, "leave it at 'exact' with offload.grads on 'nvme'")
         reduce = self.precision.reduce if isinstance(self.precision, Precision) else None
         if reduce in ("bf16", "fp16") and reduce != self.dtype_name and self.comm.grads != "exact":
             raise wrong(

@@ -27,6 +27,11 @@ def equal(recipe: Recipe, **config: object) -> None:
         }
         if recipe.config.get("accumulate", 1) > 1:
             places["stage 2, gradients in a file"] = {"stage": 2, "offload": filed(path, 1.0)}
+            in_bits: Steps = {"stage": 2, "comm": Comm(grads="int8")}
+            filed_bits: Steps = {**in_bits, "offload": filed(path, 1.0)}
+            once = Recipe(steps=2)  # in a file each backward of a step is reduced, and rounded, by itself
+            same("8 bits, in memory", ours(once, **filed_bits, **config), ours(once, **in_bits, **config))
+            places["stage 2, gradients in a file, sent in 8 bits"] = filed_bits
             places["stage 3, all in files"] = {"stage": 3, "offload": filed(path, 0.6, params=0.7, states=1.0)}
         for name, place in places.items():
             same(name, ours(recipe, **place, **config, **EARLY), ours(recipe, **place, **config))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import zeropp
 from state_cases import full_disk, scratch
 from training import Recipe, batch, gpt, ours, same, train
-from zeropp import Offload, Tier
+from zeropp import Comm, Offload, Tier
 from zeropp.zero.engine import engine_of
 
 SPLIT: dict[str, dict[str, Any]] = {
@@ -83,6 +83,26 @@ def accumulate() -> None:
             model, optimizer = prepared(**common, **nvme(path, 0.5, stage=3), accumulate=4)
             assert micro_steps(model, optimizer, 2, 4, 1.0) == wanted
             del model, optimizer
+
+
+def in_fewer_bits() -> None:
+    """What travels in 8 or 4 bits ends in the slice that goes to the file: as in memory, also where several backwards add to it, and
+    where the last of them steps."""
+    with scratch() as path:
+        for bits, precision, stage in (("int8", None, 2), ("int4", "bf16", 3)):
+            common: dict[str, Any] = {"comm": Comm(grads=bits), "precision": precision}
+            recipe = Recipe(steps=2, clip=0.5, micro=2)
+            wanted = ours(recipe, stage=stage, **common)
+            for fraction, others in ((1.0, False), (0.4, True)):
+                same(f"{bits}, {fraction}", ours(recipe, **nvme(path, fraction, others, stage=stage), **common), wanted)
+            every = micro_steps(*prepared(**common, stage=stage), 2, 4, 0.25)
+            for steps in ({}, {"step_in_backward": True}):
+                model, optimizer = prepared(**common, **nvme(path, 0.5, stage=stage), accumulate=4, **steps)
+                assert micro_steps(model, optimizer, 2, 4, 1.0) == every, (bits, steps)
+                del model, optimizer
+        if dist.get_world_size() > 1:
+            exact = prepared(stage=3, precision="bf16")
+            assert micro_steps(*exact, 2, 4, 0.25) != every, "they are rounded"
 
 
 def slices_of_whole_pages() -> None:
@@ -307,8 +327,6 @@ def refusals() -> None:
     with scratch() as path:
         with pytest.raises(zeropp.ConfigError, match=r"offload\.grads\.kind.*stage 1"):
             zeropp.Config(**nvme(path, stage=1))
-        with pytest.raises(zeropp.ConfigError, match=r"comm\.grads: 'int8' is not built yet; leave it at 'exact'"):
-            zeropp.Config(comm=zeropp.Comm(grads="int8"), **nvme(path))
         same("cpu", ours(Recipe(steps=2), stage=2, offload=Offload(grads="cpu")), ours(Recipe(steps=2), stage=2))
 
 
@@ -316,7 +334,7 @@ ON_ONE_RANK = ("the_process_is_smaller",)
 CASES = {
     function.__name__: function
     for function in (
-        fp32, bf16, accumulate, slices_of_whole_pages, a_part_of_the_model, reading_and_changing, memory_and_traffic,
+        fp32, bf16, accumulate, in_fewer_bits, slices_of_whole_pages, a_part_of_the_model, reading_and_changing, memory_and_traffic,
         the_process_is_smaller, no_room, a_disk_that_fails, a_step_that_fails, refusals,
     )
 }  # fmt: skip

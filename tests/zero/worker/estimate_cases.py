@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "inside the backward": {"stage": 2, "step_in_backward": True},
     "nvme gradients, inside the backward": {"stage": 2, "step_in_backward": True, "accumulate": 2},
     "nvme gradients of three backwards": {"stage": 2, "accumulate": 3},
+    "nvme gradients in 8 bits": {"stage": 2, "comm": zeropp.Comm(grads="int8")},
     "nvme everything, delayed Lion": {},
     "int4 gradients, stage 2, bf16": {"stage": 2, "precision": "bf16", "comm": zeropp.Comm(grads="int4")},
 }  # fmt: skip
@@ -84,6 +85,7 @@ def offload(name: str, path: str) -> zeropp.Offload:
         "nvme gradients": zeropp.Offload(grads=whole),
         "nvme gradients, inside the backward": zeropp.Offload(grads=half),
         "nvme gradients of three backwards": zeropp.Offload(grads=whole),
+        "nvme gradients in 8 bits": zeropp.Offload(grads=whole),
         "nvme everything, delayed Lion": zeropp.Offload(params=whole, grads=half, optimizer=whole, delayed_update=0),
         "stored int8 on nvme": zeropp.Offload(params=whole),
         "nvme everything": zeropp.Offload(params=whole, grads=whole, optimizer=whole),
