@@ -136,7 +136,6 @@ def test_a_mistake_is_named(make, path, says):
 @pytest.mark.parametrize(
     "make, path",
     [
-        (lambda: Config(offload=Offload(grads="nvme", path="/s"), comm=Comm(grads="int8")), "Config.comm.grads"),
         (lambda: Config(stage=1, comm=Comm(grads="int4")), "Config.comm.grads"),
         (lambda: Config(comm=Comm(secondary_shard=2)), "Config.comm.secondary_shard"),
         (
