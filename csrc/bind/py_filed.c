@@ -180,13 +180,14 @@ static PyObject *figures_of(const zpp_filed *filed) {
     if (!filed) return NULL;
     struct zpp_filed_figures seen;
     zpp_filed_figures(filed, &seen);
-    return Py_BuildValue("{s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:n,s:K,s:K,s:K,s:s}", "home_address",
+    return Py_BuildValue("{s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:n,s:K,s:K,s:K,s:s}", "home_address",
                          (unsigned long long)(uintptr_t)zpp_filed_home(filed), "home_bytes",
                          (Py_ssize_t)seen.home_bytes, "cut_bytes", (Py_ssize_t)seen.cut_bytes, "entered_bytes",
                          (Py_ssize_t)seen.entered_bytes, "entered_peak_bytes", (Py_ssize_t)seen.entered_peak_bytes,
                          "memory_bytes", (Py_ssize_t)seen.memory_bytes, "window_bytes",
                          (Py_ssize_t)seen.window_bytes, "images_bytes", (Py_ssize_t)seen.images_bytes,
-                         "staging_bytes", (Py_ssize_t)seen.staging_bytes, "read_bytes",
+                         "images_held_bytes", (Py_ssize_t)seen.images_held_bytes, "staging_bytes",
+                         (Py_ssize_t)seen.staging_bytes, "read_bytes",
                          (unsigned long long)seen.read_bytes, "written_bytes", (unsigned long long)seen.written_bytes,
                          "checked_bytes", (unsigned long long)seen.checked_bytes, "sums_bytes",
                          (Py_ssize_t)seen.sums_bytes, "loads", (unsigned long long)seen.loads, "load_wait_ns",

@@ -309,16 +309,17 @@ static int keep_functions(Zero *zero, PyObject *functions) {
                ? 0 : -1;
 }
 
-/* Zero(stage, comm | None, prefetch_bytes, bucket_bytes, accumulate, threads, functions, params_fraction) */
+/* Zero(stage, comm | None, prefetch_bytes, bucket_bytes, accumulate, threads, functions, params_fraction, comm of this
+ * host's ranks, which have a copy of FILE units of their own | None) */
 static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Zero *zero = (Zero *)self;
-    PyObject *comm, *functions;
+    PyObject *comm, *copy, *functions;
     Py_ssize_t prefetch_bytes, bucket_bytes;
     int threads;
     (void)kwargs;
     double params_fraction;
-    if (!PyArg_ParseTuple(args, "iOnniiO!d", &zero->stage, &comm, &prefetch_bytes, &bucket_bytes, &zero->accumulate,
-                          &threads, &PyDict_Type, &functions, &params_fraction))
+    if (!PyArg_ParseTuple(args, "iOnniiO!dO", &zero->stage, &comm, &prefetch_bytes, &bucket_bytes, &zero->accumulate,
+                          &threads, &PyDict_Type, &functions, &params_fraction, &copy))
         return -1;
     zero->sync = true;
     zero->graded_task = -1;
@@ -332,6 +333,11 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         options.comm = zpp_py_comm_get(comm);
         if (!options.comm) return -1;
         zero->timeout_ns = zpp_comm_timeout_ns(options.comm);
+    }
+    if (copy != Py_None) {
+        zero->near = Py_NewRef(copy);
+        options.copy = zpp_py_comm_get(copy);
+        if (!options.copy) return -1;
     }
     zpp_status status = zpp_device_cpu_create(&zero->device, &err);
     options.device = zero->device;

@@ -89,7 +89,7 @@ struct Zero {
     zpp_device *device;
     zpp_pool *pool;
     PyObject *comm;   /* _C.Comm or NULL */
-    PyObject *near;   /* hpZ: _C.Comm of this host's ranks, or NULL */
+    PyObject *near;   /* of hpZ, or of a copy a host: _C.Comm of this host's ranks, or NULL */
     PyObject *units;  /* list of Unit */
     PyObject *tier;   /* _C.Tier or NULL */
     struct zpp_py_early early;

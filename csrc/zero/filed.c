@@ -91,7 +91,7 @@ static size_t sums_bytes(uint64_t part_bytes) {
 }
 
 static uint64_t file_bytes(const zpp_filed *filed) {
-    return filed->images.bits ? filed->images_bytes : filed->file_bytes;
+    return filed->images.bits ? filed->images_bytes - filed->images_cut_bytes : filed->file_bytes;
 }
 
 /* Memory for the checksums of the file's parts, however many there will be. */
@@ -159,10 +159,10 @@ zpp_status zpp_filed_seal(zpp_filed *filed, size_t warm_bytes, struct zpp_err *e
     if (filed->sealed) return zpp_fail(err, ZPP_STATE, "params: sealed twice");
     filed->sealed = true;
     if (!filed->home_bytes) return ZPP_OK;
+    const size_t held_bytes = (size_t)((1.0 - filed->fraction) * (double)filed->home_bytes);
+    if (!filed->images.bits) filed->cut_bytes = held_bytes / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
     const zpp_status status = filed_image_seal(filed, err);
     if (status != ZPP_OK) return status;
-    filed->cut_bytes =
-        (size_t)((1.0 - filed->fraction) * (double)filed->home_bytes) / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
     place_copies(filed);
     return filed->ranks > 1 ? make_shared_home(filed, err) : make_own_home(filed, warm_bytes, err);
 }
@@ -370,8 +370,8 @@ static void submit_load(zpp_filed *filed, int index) {
         return;
     }
     const zpp_status status = filed_image_begin(filed, unit);
-    if (status == ZPP_OK && filed->images_in_memory) filed_image_end(filed, unit, status);
-    if (status != ZPP_OK || filed->images_in_memory) end_load(filed, index, status);
+    if (status == ZPP_OK && !unit->request) filed_image_end(filed, unit, status);
+    if (!unit->request) end_load(filed, index, status);
 }
 
 static bool may_load(zpp_filed *filed, int index) {
@@ -497,6 +497,7 @@ void zpp_filed_figures(const zpp_filed *filed, struct zpp_filed_figures *out) {
         .load_wait_ns = filed->load_wait_ns,
         .step_wait_ns = filed->step_wait_ns,
         .images_bytes = filed->images_bytes,
+        .images_held_bytes = filed->images_cut_bytes,
         .second_bytes = filed->second_bytes,
         .staging_bytes = filed->stagings * filed->staging_bytes,
     };

@@ -48,8 +48,9 @@ void zpp_filed_destroy(zpp_filed *filed);
 zpp_status zpp_filed_add(zpp_filed *filed, size_t bytes, int *unit, size_t *offset_bytes, struct zpp_err *err);
 /* Units that are only read, kept in fewer bits (filed_image.c): matrices as codes of 8 or 4 bits with an fp32 scale for
  * every `block_elems` (ops/quant/quant.h, symmetric), everything else as it is. What is at home after a load is
- * rounded; bytes read are those of the images. `in_memory`: they are kept there, the ranks of the host share them, and
- * there is no file. Only with fraction 1. Before units are added. */
+ * rounded; bytes read are those of the images. Of their bytes `fraction` is in the file, and the first ones in memory,
+ * which the ranks of the host share. `in_memory`: there is no file, all images are there, and none of the first units,
+ * whole ones, which are held as values (rounded alike). Before units are added. */
 zpp_status zpp_filed_set_images(zpp_filed *filed, int bits, size_t block_elems, bool in_memory, struct zpp_err *err);
 bool zpp_filed_keeps_images(const zpp_filed *filed);
 /* The file has two copies of that unit. Before seal; not with images. */
@@ -167,6 +168,7 @@ struct zpp_filed_figures {
     size_t second_bytes; /* in the file, of second copies */
     size_t window_bytes;
     size_t images_bytes, staging_bytes; /* of all units; of images on their way */
+    size_t images_held_bytes;           /* of those of all units, in memory */
     uint64_t read_bytes, written_bytes; /* by this rank, so far */
     uint64_t checked_bytes;             /* of those read */
     size_t sums_bytes;                  /* of checksums, in memory; of this host's ranks together */

@@ -85,9 +85,9 @@ struct zpp_filed {
     uint64_t loads, closed_read_bytes, closed_written_bytes, closed_checked_bytes;
     struct zpp_quant_spec images; /* bits 0: units are kept as they are */
     bool images_in_memory;
-    size_t images_bytes; /* of all units */
+    size_t images_bytes, images_cut_bytes; /* of all units; what lies before the cut is in memory */
     zpp_region *images_region;
-    unsigned char *images_memory;  /* in memory: of the region, or of one rank */
+    unsigned char *images_memory;  /* of the region, or of one rank */
     struct filed_staging *staging; /* not in use */
     size_t staging_bytes, stagings;
 };
@@ -103,7 +103,7 @@ zpp_status filed_finish(zpp_aio_request **request, struct zpp_aio_fault *fault, 
 /* Part of seal and destroy. */
 zpp_status filed_image_seal(zpp_filed *filed, struct zpp_err *err);
 void filed_image_drop(zpp_filed *filed);
-/* Begin to read a unit's image (in memory: nothing to do); `unit->err` is written where that fails. */
+/* Begin to read a unit's image: unit->request is NULL where it is in memory; `unit->err` is written where it fails. */
 zpp_status filed_image_begin(zpp_filed *filed, struct filed_unit *unit);
 /* The read ended with `status`: where that is OK, the values are at home. */
 void filed_image_end(zpp_filed *filed, struct filed_unit *unit, zpp_status status);

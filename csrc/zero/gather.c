@@ -154,7 +154,7 @@ static zpp_status launch_own(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
 
 static zpp_status launch_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     if (unit->own_file) return launch_own(zero, unit, err);
-    if (zpp_between(zero->options.comm)) {
+    if (zpp_between(zero->options.comm) && !in_shared_file(unit)) {
         unit->arriving_near = unit->second_kept && unit->rounded == zpp_wire_rounds(zero);
         return unit->arriving_near ? zpp_second_gather(zero, unit, &unit->arriving, err)
                                    : zpp_between_gather(zero, unit, &unit->arriving, err);
@@ -333,11 +333,11 @@ zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err) {
 
 zpp_status zpp_zero_keep_slice(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
+    if (unit->place == ZPP_PLACE_FILE && zpp_filed_keeps_images(zero->filed)) /* also of one that is held: it rounds */
+        return zpp_filed_keep_image(zero->filed, unit->filed, &zero->fault, err);
     if (!zpp_unit_moves(unit)) return ZPP_OK;
     unit->second_kept = false;
     const size_t bytes = zpp_unit_shard_bytes(unit), offset = (size_t)zero->rank * bytes;
-    if (unit->place == ZPP_PLACE_FILE && zpp_filed_keeps_images(zero->filed))
-        return zpp_filed_keep_image(zero->filed, unit->filed, &zero->fault, err);
     if (unit->own_file) return zpp_own_file_keep(zero, unit, err);
     if (unit->place == ZPP_PLACE_FILE)
         return zpp_filed_write_back(zero->filed, unit->file_offset_bytes + offset, bytes, &zero->fault, err);

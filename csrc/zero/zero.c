@@ -31,7 +31,7 @@ static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
     /* Without prefetch nothing overlaps: gathers are a part of the computation. */
     zero->gather = zero->compute;
     const bool between = zpp_between(zero->options.comm); /* the communicator's thread gathers */
-    if (status == ZPP_OK && zero->filed && !between) { /* the engine's thread reads; ours begins and looks */
+    if (status == ZPP_OK && zero->filed && !zpp_own_file(zero)) { /* the engine's thread reads; ours begins and looks */
         status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "arrive", &zero->arrive, err);
         if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "gather", &zero->gather, err);
     } else if (status == ZPP_OK && zero->options.prefetch_bytes && !between) {
@@ -54,9 +54,9 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     pthread_mutex_init(&zero->lent_lock, NULL); /* with default attributes it cannot fail */
     pthread_mutex_init(&zero->slices.lock, NULL);
     zpp_status status = ZPP_OK;
+    zpp_comm *sharers = zpp_between(options->comm) ? options->copy : options->comm;
     if (options->params_fraction > 0.0)
-        status = zpp_filed_create(zpp_between(options->comm) ? NULL : options->comm, options->params_fraction,
-                                  &zero->filed, err);
+        status = zpp_filed_create(sharers, options->params_fraction, &zero->filed, err);
     if (status == ZPP_OK) status = create_streams(zero, err);
     if (status != ZPP_OK) {
         zpp_zero_destroy(zero);
@@ -398,8 +398,8 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     if (zero->slices.filed) zpp_filed_figures(zero->slices.filed, &grads);
     /* The ranks share what they read from the file, as long as they are at the same unit; but over several hosts. */
     const bool own = zpp_own_file(zero);
-    const size_t sharers = own ? 1 : ranks;
-    const size_t full = zero->filed && !own ? filed.memory_bytes / ranks : zero->full_bytes;
+    const size_t sharers = own ? 1 : zero->options.copy ? (size_t)zpp_comm_ranks(zero->options.copy) : ranks;
+    const size_t full = zero->filed && !own ? filed.memory_bytes / sharers : zero->full_bytes;
     const size_t warm = (zero->range ? zpp_range_held_bytes(zero->range) : full) + (own ? filed.memory_bytes : 0);
     *out = (struct zpp_zero_memory){
         .param_bytes = zero->params_bytes + zero->wire.images_bytes + zero->second_bytes + zero->host_bytes / ranks +
@@ -411,7 +411,7 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
         .bucket_peak_bytes = zero->buckets.peak_bytes,
         .gathered_peak_bytes =
             own ? zero->full_peak_bytes + filed.entered_peak_bytes
-                : zero->filed ? filed.entered_peak_bytes / ranks : zero->full_peak_bytes,
+                : zero->filed ? filed.entered_peak_bytes / sharers : zero->full_peak_bytes,
         .filed_bytes = (filed.home_bytes - filed.cut_bytes) / sharers,
     };
 }

@@ -44,6 +44,9 @@ struct zpp_zero_options {
     size_t prefetch_bytes;   /* gathered ahead of need at most; 0: nothing is */
     size_t bucket_bytes;     /* gradients that may wait in buckets for slower ranks; 0: no bound */
     double params_fraction;  /* of the bytes of FILE units that live in the file; 0: there are no FILE units */
+    /* Of this host's ranks, borrowed until destroy: FILE units are only read, and each of several hosts has a copy, as
+     * one host alone has. NULL: none, see own_file.h. */
+    zpp_comm *copy;
 };
 
 struct zpp_unit_spec {

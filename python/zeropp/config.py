@@ -258,9 +258,10 @@ class Precision:
     take fp32 only."""
 
     stored: str | None = None
-    """Type that the matrices of linear layers are kept in, for a model that is only evaluated, with `Offload(params=)` on "nvme"
-    or "cpu": "int8" or "int4", codes with an fp32 scale for every 64 elements, rounded to nearest once, in `prepare`. They are
-    read and become numbers of `param` when they are needed. None: as they are. Training refuses it."""
+    """Type that the matrices of linear layers and experts are kept in, for a model that is only evaluated, with `Offload(params=)`
+    on "nvme" or "cpu": "int8" or "int4", codes with an fp32 scale for every 64 elements, rounded to nearest once, in `prepare`.
+    They are read and become numbers of `param` when they are needed. Of a `fraction` on "nvme" the rest stays in memory in as few
+    bits, on "cpu" as numbers, rounded alike. Each host has a copy. None: as they are. Training refuses it."""
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
@@ -611,10 +612,6 @@ class Config:
                 "Precision.stored",
                 self.stored_name,
                 "None with offload.params on 'device': it is for weights on 'nvme' or 'cpu'",
-            )
-        if self.stored_name is not None and params.fraction < 1:
-            raise not_yet(
-                "Precision.stored", self.stored_name, f"use fraction=1 with it; offload.params has {params.fraction}"
             )
 
     def _check_delayed(self) -> None:

@@ -18,8 +18,8 @@ on average a rank reads 2 Psi / N, and each rank reads and writes its slice for 
 has the values). Gradients on NVMe are written in each of n backwards and read in all but the first, for the norm and for the step;
 with a step inside the backward n - 1 times each, and for neither.
 
-With ``Precision(stored=...)``, for a model that is only evaluated, the matrices of linear layers count as their codes and scales,
-and NVMe is read once in a forward.
+With ``Precision(stored=...)``, for a model that is only evaluated, the matrices of linear layers and experts count as their codes and
+scales, NVMe is read once in a forward, each host has a copy, and nothing crosses the network.
 
 Over H hosts of L ranks a gather brings (H-1) slices over the network, a reduction as much, stage 0's 2 (H-1)/H of a rank's L-th
 part (docs/design/0016); parameters on NVMe lie in a file of each rank's own, and are gathered.
@@ -135,6 +135,10 @@ def estimate(
     host_copy = ranks > hosts == 1 and config.host_copy == "auto" and config.stage == 3 and not filed
     host_copy = host_copy and config.comm.params == "exact"
     units = [_sizes(plan, config, ranks, host_copy) for plan in plans]
+    # Ranks that have one copy of what is filed together:
+    sharers = ranks if config.stored_name is None else ranks // hosts
+    largest_bytes = max(unit.whole_bytes for unit in units)
+    units, as_values = _held_as_values(units, config)
     in_file: dict[str, int] = {}
     beside = dict.fromkeys(("params", "grads"), 0.0)
     held = {
@@ -151,7 +155,8 @@ def estimate(
     if config.comm.secondary_shard and hosts > 1:
         held["params"] += sum(unit.whole_bytes for unit in units if unit.moves) // (ranks // hosts)
     if filed:
-        values = sum(_filed_bytes(model, unit, config) for unit in units if unit.filed) / ranks
+        values = sum(_filed_bytes(model, unit, config) for unit in units if unit.filed) / sharers
+        held["params"] += as_values // sharers
         on_disk = _fraction(config, "params") * values if _kind(config, "params") == "nvme" else 0.0
         in_file["params"] = round(on_disk)
         held["params"] += round(values) - in_file["params"]
@@ -165,13 +170,13 @@ def estimate(
     traffic["nvme"] = _nvme_traffic(units, config, ranks, hosts, optimizer, in_file)
     if config.stored_name is not None:  # a forward reads each unit wherever it is used
         reads = sum(_filed_bytes(model, unit, config) * len(unit.plan.triggers) for unit in units if unit.filed)
-        traffic["nvme"] = reads // ranks if in_file["params"] else 0
+        traffic["nvme"] = round(_fraction(config, "params") * reads / sharers) if in_file["params"] else 0
     if hosts > 1:
-        traffic["network"] = _network_traffic(units, config, ranks, hosts)
+        traffic["network"] = 0 if config.stored_name is not None else _network_traffic(units, config, ranks, hosts)
     parameters = sum(plan.numel for plan in plans)
     answer = {
-        "cpu": held, "nvme": in_file, "parameters": parameters, "units": len(units),
-        "largest_unit": max(u.whole_bytes for u in units), "traffic": traffic,
+        "cpu": held, "nvme": in_file, "parameters": parameters, "units": len(plans),
+        "largest_unit": largest_bytes, "traffic": traffic,
     }  # fmt: skip
     if any(len(getattr(config.offload, kind).folders) > 1 for kind in ("params", "grads", "optimizer")):
         answer["folders"] = _folders(config, in_file, beside)
@@ -188,8 +193,6 @@ def _check(config: Config, ranks: int, hosts: int, optimizer: str, tokens: int |
             raise ConfigError(f"estimate: {name} {value!r} is not allowed; wanted a whole number above 0")
     if ranks % hosts:
         raise ConfigError(f"estimate: {ranks} ranks on {hosts} hosts is not estimated yet; wanted as many on each")
-    if hosts > 1 and config.stored_name is not None:
-        raise ConfigError("estimate: Precision.stored on several hosts is not built yet; leave it out, or one host")
     if tflops is not None and not tflops > 0:
         raise ConfigError(f"estimate: tflops {tflops!r} is not allowed; wanted a number above 0")
     if (tokens is None) != (tflops is None):
@@ -341,6 +344,22 @@ def _filed_bytes(model: nn.Module, unit: _Sizes, config: Config) -> int:
     return -(-kept // _PAGE_BYTES) * _PAGE_BYTES
 
 
+def _held_as_values(units: list[_Sizes], config: Config) -> tuple[list[_Sizes], int]:
+    """(the other units, bytes of those that are held as they are) where weights in fewer bits, on "cpu", are a fraction of all: whole
+    units, the first ones (csrc/zero/filed_image.c)."""
+    if config.stored_name is None or _kind(config, "params") == "nvme":
+        return units, 0
+    sizes = [-(-unit.whole_bytes // _PAGE_BYTES) * _PAGE_BYTES if unit.filed else 0 for unit in units]
+    room, kept, held = (1 - _fraction(config, "params")) * sum(sizes), [], 0
+    for unit, size in zip(units, sizes, strict=True):
+        room -= size
+        if unit.filed and room >= 0:
+            held += unit.whole_bytes
+        else:
+            kept.append(unit)
+    return kept, held
+
+
 def _gathered(model: nn.Module, units: list[_Sizes], config: Config, ranks: int, hosts: int) -> int:
     """The most that is whole at once (the units of a module and of all that it stands in, and what is fetched ahead), or
     the slots that are kept warm for it, two of the largest unit: whichever is more."""
@@ -360,6 +379,8 @@ def _gathered(model: nn.Module, units: list[_Sizes], config: Config, ranks: int,
     whole = min(sum(sizes), max(most(model, 0), 2 * max(sizes, default=0)) + ahead)
     if not filed:
         return whole
+    if config.stored_name is not None:
+        return whole // (ranks // hosts)
     # The ranks of a host share what was read; over several hosts there is what a rank has read, too, until it is gathered.
     return whole // ranks if hosts == 1 else whole + _slices_under_way(units, config, ahead // ranks)
 

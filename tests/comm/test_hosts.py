@@ -123,6 +123,7 @@ def _train_on_placements(rank: int, store: Any, placements: list[list[Any]], fol
         answer[hosts]["delayed"] = _delayed(rank, f"{folder}/disk-{hosts[rank]}")
         if hosts == "aabb":
             answer["failed"] = _update_that_fails(rank, f"{folder}/lost-{hosts[rank]}", f"{folder}/failed")
+        answer[hosts]["stored"] = _stored(rank, f"{folder}/disk-{hosts[rank]}")
         answer[hosts]["hpz"] = _secondary(rank, hosts)
         answer[hosts]["plusplus"] = _plusplus(rank)
         answer[hosts]["experts"] = _experts(rank)
@@ -225,6 +226,29 @@ def _delayed(rank: int, folder: str) -> dict[str, Any]:
         whole = zeropp.full_state_dict(model)
         answer[name] = [*losses, sum(float(value.double().abs().sum()) for value in whole.values())]
         del model, optimizer
+    return answer
+
+
+def _stored(rank: int, folder: str) -> dict[str, list[float]]:
+    """Weights in 8 bits, on disk and in memory, whole and in part: what rank's passes give, as many as it likes, and all values."""
+    import torch
+    import zeropp
+
+    answer = {}
+    for kind in ("nvme", "half of nvme", "half of cpu"):
+        tier = zeropp.Tier(
+            kind.rpartition(" ")[2], path=folder if "nvme" in kind else None, fraction=0.5 if "half" in kind else 1.0
+        )
+        config = {"precision": zeropp.Precision(stored="int8"), "offload": zeropp.Offload(params=tier)}
+        with zeropp.sharded_init():
+            model = _model()
+        model, _ = zeropp.prepare(model, None, zeropp.Config(units=[torch.nn.Linear], **config))
+        data = torch.Generator().manual_seed(5)
+        with torch.inference_mode():
+            found = [model(torch.randn(8, 16, generator=data)).double().sum().item() for _ in range(5 + rank)][:5]
+        whole = zeropp.full_state_dict(model)
+        answer[kind] = [*found, sum(float(value.double().abs().sum()) for value in whole.values())]
+        del model
     return answer
 
 
@@ -495,6 +519,13 @@ def test_delayed_updates_over_hosts(outcomes: list[Outcome]) -> None:
             assert first == pytest.approx(together, rel=1e-5)
             if hosts == "ab":
                 assert first == together
+
+
+def test_weights_in_fewer_bits_over_hosts(outcomes: list[Outcome]) -> None:
+    """Each host has a copy, which its ranks share; the values do not depend on where they lie, nor on who else has them."""
+    seen = [r[hosts]["stored"] for r in (o.value["training"] for o in outcomes) for hosts in r if len(hosts) in (2, 4)]
+    assert len(seen) == 12
+    assert all(values == seen[0]["nvme"] for one in seen for values in one.values()), seen
 
 
 def test_an_update_that_fails_on_one_rank_of_one_host(outcomes: list[Outcome]) -> None:

@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 import zeropp
 from stored_cases import CASES, SLOW
-from zeropp import Config, Offload, Precision, Tier
+from zeropp import Config, Precision
 
 TABLE = [(ranks, case) for ranks in (1, 2) for case in CASES if case not in SLOW]
 WORKER = "stored_cases"  # for the fixture `outcomes`
+HOSTS_CASES = (
+    "rounds_as_stated",
+    "bytes_are_counted",
+    "a_fraction",
+    "writes_text",
+    "a_read_that_fails",
+    "texts_of_other_lengths",
+)
 
 
 @pytest.mark.timeout(300)
@@ -23,10 +31,17 @@ def test_stored(ranks_case: tuple[int, str], outcomes: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_transformers_generate(ranks: int, run_ranks: Any) -> None:
-    run_ranks(WORKER, SLOW, ranks=ranks)[SLOW[0]].check()
+def test_transformers(ranks: int, run_ranks: Any) -> None:
+    for outcome in run_ranks(WORKER, SLOW, ranks=ranks).values():
+        outcome.check()
+
+
+@pytest.mark.timeout(300)
+def test_between_hosts(run_ranks: Any) -> None:
+    for outcome in run_ranks("stored_hosts_cases", HOSTS_CASES, ranks=2).values():
+        outcome.check()
 
 
 @pytest.mark.parametrize(
@@ -34,12 +49,6 @@ def test_transformers_generate(ranks: int, run_ranks: Any) -> None:
     [
         (lambda: Precision(stored="int3"), "Precision.stored: 'int3' is not allowed; wanted one of 'int8', 'int4'"),
         (lambda: Config(precision=Precision(stored="int8")), "None with offload.params on 'device'"),
-        (
-            lambda: Config(
-                precision=Precision(stored="int8"), offload=Offload(params=Tier("nvme", path="/tmp", fraction=0.5))
-            ),
-            "'int8' is not built yet; use fraction=1 with it; offload.params has 0.5",
-        ),
     ],
 )
 def test_what_cannot_be_stored_is_said(make: Any, said: str) -> None:

@@ -282,24 +282,23 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     total = {"planned": sum(planned[k] for k in states), "held": sum(held[k] for k in states)}
     nvme: dict[str, dict[str, int]] = {}
     if engine.params_tier is not None:
-        filed = engine.params_tier.bytes_in_file(engine.units) // engine.ranks
-        total["held"] += filed
+        tier = engine.params_tier
+        filed, images = (size // tier.ranks for size in (tier.bytes_in_file(engine.units), tier.images_held_bytes()))
+        total["held"] += filed + images
         own = sum(e.numel * u.dtype.itemsize for u in engine.units if u.filed for e in u.params) / engine.ranks
-        share = round(engine.params_tier.planned_bytes(engine.units) / engine.ranks)
-        planned["params"] -= round(own * engine.params_tier.fraction)
-        if engine.params_tier.in_memory:
-            planned["params"] += share
-            held["params"] += filed
-        else:
-            nvme["params"] = {"planned": share, "held": filed}
-        seen = engine.params_tier.figures()
+        in_memory, in_file = tier.planned_bytes(engine.units)
+        planned["params"] += round(in_memory / tier.ranks - own)
+        held["params"] += images
+        if not tier.in_memory:
+            nvme["params"] = {"planned": round(in_file / tier.ranks), "held": filed}
+        seen = tier.figures()
         held["tier_buffers"] = seen["window_bytes"] + seen["staging_bytes"]
     if engine.states is not None:
-        in_memory, in_file = _tiered(engine)
-        in_memory["tier_buffers"] += held.get("tier_buffers", 0)
-        total["held"] += sum(v for k, v in in_memory.items() if k in states) + sum(in_file.values())
-        held = {**held, **in_memory}
-        for kind, value in in_file.items():
+        streamed, in_files = _tiered(engine)
+        streamed["tier_buffers"] += held.get("tier_buffers", 0)
+        total["held"] += sum(v for k, v in streamed.items() if k in states) + sum(in_files.values())
+        held = {**held, **streamed}
+        for kind, value in in_files.items():
             share = round(planned[kind] * engine.states.fraction)
             nvme[kind] = {"planned": share, "held": value}
             planned[kind] -= share

@@ -144,7 +144,8 @@ class Delayed:
 
     def bytes_in_files(self, engine: Engine) -> int:
         """This rank's, of second copies of parameters and second places of gradients."""
-        params = 0 if engine.params_tier is None else engine.params_tier.second_bytes(engine.units) // engine.ranks
+        tier = engine.params_tier
+        params = 0 if tier is None else tier.second_bytes(engine.units) // tier.ranks
         return params + (0 if engine.grads_tier is None else engine.grads_tier.bytes_in_file(engine.units))
 
     def close(self) -> None:

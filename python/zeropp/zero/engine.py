@@ -207,6 +207,7 @@ class Engine:
         self._params = tiers[0] if tiers[0].kind == "nvme" or self.stored is not None else None
         grads = tiers[1] if tiers[1].kind == "nvme" else None
         self.local_grads = self.local and grads is None  # in p.grad, where autograd leaves them
+        near = self._copy_of_host()
         self.core = _C.Zero(
             self.stage,
             comm,
@@ -216,6 +217,7 @@ class Engine:
             torch.get_num_threads(),
             _functions(),
             self._params.fraction if self._params is not None else 0.0,
+            near,
         )
         if self.ranks > 1:
             bits = {"exact": 0, "int8": 8, "int4": 4}
@@ -262,6 +264,14 @@ class Engine:
         self.thawing = Thawing(self)  # of what is frozen, or in no group of the optimizer
 
     # -- construction --------------------------------------------------------------------------------------------------
+
+    def _copy_of_host(self) -> Any:
+        """Over several hosts each has a copy of weights that are only read, which its ranks share: their communicator, or None."""
+        if self.stored is None or self.comm is None or self.comm.hosts == 1:
+            return None
+        from zeropp.comm import host_communicator
+
+        return host_communicator()
 
     def _store_low(self, model: nn.Module) -> set[nn.Parameter]:
         """The parameters that are kept in fewer bits."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,19 +43,24 @@ class ParamsTier:
         self.fraction, self.storage, self._zero = float(tier.fraction), storage, engine.core
         self.stored, self.low, self._checksums = engine.stored, low, tier.checksums
         self.in_memory = tier.kind != "nvme"
-        self._owners = engine.ranks if engine.comm is not None and engine.comm.hosts > 1 else 0  # of a file each
+        apart = engine.comm is not None and engine.comm.hosts > 1
+        self._owners = engine.ranks if apart and self.stored is None else 0  # of a file each
         self.shared = not self._owners
         """Is the file, and what is read from it, one for all ranks of the host?"""
+        here = engine.comm.host_ranks if apart and self.stored is not None else range(engine.ranks)
+        self.ranks, self.writes = len(here), engine.rank == here[0]
+        """How many ranks have one copy of the parameters together; of a copy that they share: does this one write it?"""
         if self.in_memory:  # the coordinator's, and there is no file
             return
         ranks = Ranks(engine)
         scratch = Scratch(tier.folders, ranks)
-        self.file = scratch.file("params", shared=self.shared)
+        # Hosts may have one folder in common, and a copy in it each; it stays until the last rank leaves.
+        self.file = scratch.file(f"params-{here[0]}" if here[0] else "params", shared=self.shared)
         self.path = self.file.parts[0]
-        makes = self._owners > 0 or ranks.rank == 0
+        makes = self._owners > 0 or self.writes
         try:
             if self.shared:
-                self._check_same_folders(ranks)
+                self._check_same_folders(ranks, here)
             ranks.all_do(lambda: self._open(scratch, True) if makes else None)
             ranks.all_do(lambda: None if makes else self._join(scratch))
         except BaseException:
@@ -66,15 +71,21 @@ class ParamsTier:
         self._number = disk_traffic.add(self.traffic.figures)
         self._end = weakref.finalize(self, end_tier, self._zero.close_params, self._number, scratch, os.getpid())
 
-    def _check_same_folders(self, ranks: Ranks) -> None:
+    def _check_same_folders(self, ranks: Ranks, here: Sequence[int]) -> None:
         """A stripe is found by the place of its folder among the others. Whether one folder is the same, its file tells."""
         mine = [str(part.parent.parent.resolve()) for part in self.file.parts]
-        for rank, other in enumerate(ranks.exchange(mine)):
-            if other != mine and (len(other) > 1 or self.file.folders):
-                raise ConfigError(
-                    f"Config.offload.params.path: rank {rank} has {', '.join(other)}, and rank {ranks.rank} {', '.join(mine)}; "
-                    "parameters are read by all ranks of a host, so give them the same folders in the same order"
-                )
+        others = ranks.exchange(mine)
+
+        def check() -> None:
+            for rank in here:
+                other = others[rank]
+                if other != mine and (len(other) > 1 or self.file.folders):
+                    raise ConfigError(
+                        f"Config.offload.params.path: rank {rank} has {', '.join(other)}, and rank {ranks.rank} {', '.join(mine)}; "
+                        "parameters are read by all ranks of a host, so give them the same folders in the same order"
+                    )
+
+        ranks.all_do(check)
 
     def _open(self, scratch: Scratch, make: bool) -> None:
         warn(self._zero.open_params(*self.file.where, make, *io_shape(scratch), self._checksums))
@@ -117,18 +128,28 @@ class ParamsTier:
         seen: dict[str, Any] = self._zero.params_figures()
         return seen
 
-    def planned_bytes(self, units: list[Unit]) -> float:
-        """Of the parameters in the tier, as they are kept there; of all ranks together."""
-        if self.stored is not None:
-            return stored.kept_bytes(units, self.low, stored.BITS[self.stored])
-        return sum(e.numel * u.dtype.itemsize for u in units if u.filed for e in u.params) * self.fraction
+    def planned_bytes(self, units: list[Unit]) -> tuple[float, float]:
+        """(in memory, in the file) of the parameters, as they are kept there; of `ranks` ranks together."""
+        units = [unit for unit in units if unit.filed]
+        if self.stored is None:
+            values = sum(e.numel * u.dtype.itemsize for u in units for e in u.params)
+            return values * (1 - self.fraction), values * self.fraction
+        cut = self._cut_address()
+        values = sum(e.numel * u.dtype.itemsize for u in units if u.whole.data_ptr() < cut for e in u.params)
+        kept = [unit for unit in units if unit.whole.data_ptr() >= cut]
+        images = stored.kept_bytes(kept, self.low, stored.BITS[self.stored])
+        in_file = 0.0 if self.in_memory else images * self.fraction
+        return values + images - in_file, in_file
+
+    def images_held_bytes(self) -> int:
+        """Of parameters in fewer bits, in memory; of `ranks` ranks together."""
+        return int(self.figures()["images_held_bytes"])
 
     def bytes_in_file(self, units: list[Unit]) -> int:
-        """Of the parameters themselves, without what rounds them up; of all ranks together."""
-        seen = self.figures()
+        """Of the parameters themselves, without what rounds them up; of `ranks` ranks together."""
         if self.stored is not None:
-            return int(seen["images_bytes"])
-        cut, total = seen["home_address"] + seen["cut_bytes"], 0
+            return int(self.figures()["images_bytes"]) - self.images_held_bytes()
+        cut, total = self._cut_address(), 0
         for unit in units:
             if not unit.filed:
                 continue
@@ -143,10 +164,14 @@ class ParamsTier:
                 total += max(0, end - max(begin, cut))
         return total
 
+    def _cut_address(self) -> int:
+        """In the home: what lies before it is held in memory."""
+        seen = self.figures()
+        return int(seen["home_address"]) + int(seen["cut_bytes"])
+
     def held_elems(self, unit: Unit) -> int:
         """Of this rank's slice, its first ones, which are in memory for good."""
-        seen = self.figures()
-        held = seen["home_address"] + seen["cut_bytes"] - self._slice_address(unit)
+        held = self._cut_address() - self._slice_address(unit)
         return int(min(max(0, held) // unit.dtype.itemsize, unit.shard.numel()))
 
     @staticmethod
@@ -155,7 +180,7 @@ class ParamsTier:
         return int(unit.core.layout()["shard"])
 
     def second_bytes(self, units: list[Unit]) -> int:
-        """In the file besides, of all ranks together: where a delayed update writes those parameters."""
+        """In the file besides, of `ranks` ranks together: where a delayed update writes those parameters."""
         return self.bytes_in_file([unit for unit in units if unit.trainable])
 
 

@@ -193,7 +193,6 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _check_hosts(config: Config, comm: Any) -> None:
-    hosts = comm.hosts
     if config.comm.secondary_shard:
         counts = [int.from_bytes(b, "little") for b in _gather_bytes(comm, len(comm.host_ranks).to_bytes(8, "little"))]
         if len(set(counts)) > 1:
@@ -206,10 +205,11 @@ def _check_hosts(config: Config, comm: Any) -> None:
                 "Config.comm.secondary_shard: 'host' is a second copy of the parameters in every host's memory, which "
                 "offload.params='nvme' is there to do without; leave it at 0, or keep the parameters in memory"
             )
-    if config.stored_name is not None:
-        raise ConfigError(
-            f"Config.precision.stored: {config.stored_name!r} on {hosts} hosts is not implemented yet; leave it out, or use one host"
-        )
+        if config.stored_name is not None:
+            raise ConfigError(
+                f"Config.comm.secondary_shard: 'host' does not go with Precision(stored={config.stored_name!r}), of which each host has a whole copy "
+                "anyway; leave it at 0"
+            )
 
 
 def _check_device(config: Config) -> None:
@@ -365,7 +365,8 @@ def _make_tiers(engine: Engine, optimizer: Any) -> None:
 def _fill(engine: Engine, unit: Unit, updated: bool) -> None:
     """Move rank 0's values of one unit into its flat buffer; the parameters become views of it.
 
-    What was built in slices comes from all ranks: into one copy of the host each writes its own, and nothing is gathered.
+    What was built in slices comes from all ranks: into one copy of the host each writes its own, and nothing is gathered. Where each of
+    several hosts has a copy, one rank of each writes it, parameter by parameter.
     ``updated``: there is an optimizer, which will want an fp32 master of what is in fewer bits.
     """
     from zeropp.zero.init import copy_own_part, is_sharded, materialise
@@ -375,17 +376,21 @@ def _fill(engine: Engine, unit: Unit, updated: bool) -> None:
     wants_master = low and any(e.param.dtype == torch.float32 for e in unit.params)
     full = torch.zeros(unit.elems, dtype=torch.float32) if wants_master else None
     unit.core.need()
-    writes = not unit.shared or engine.rank == 0
+    writes = not unit.shared or (engine.rank == 0 if unit.filed is None else unit.filed.writes)
+    copies = comm is not None and comm.hosts > 1 and unit.shared  # each host has one
     if comm is not None and unit.place == FILE:
         comm.barrier()  # nobody reads from the file any more into what is filled now
     built = [is_sharded(entry.param) for entry in unit.params]
     for entry, in_slices in zip(unit.params, built, strict=True):
         place = slice(entry.offset_elems, entry.offset_elems + entry.numel)
         flat = unit.whole[place]
-        if in_slices and unit.shared and full is None:
+        if in_slices and unit.shared and full is None and not copies:
             copy_own_part(entry.param, entry.of(flat).view(-1))
         else:
             values = materialise(entry.param) if in_slices else entry.param.data
+            if copies and not in_slices and values.numel():
+                values = values.contiguous()
+                comm.broadcast(values.data_ptr(), values.nbytes, 0)
             if writes:
                 entry.of(flat).copy_(values)
             if full is not None:

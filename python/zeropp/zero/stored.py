@@ -2,8 +2,9 @@
 """Weights in 8 or 4 bits on NVMe or in host memory, for a model that is only evaluated: ``Precision(stored="int8")`` (the weight
 quantisation of ZeRO-Inference, Aminabadi et al. 2022). docs/design/0024.
 
-Matrices of linear layers are kept as codes with an fp32 scale for every BLOCK_ELEMS elements, and become numbers of the model's
-own kind when their unit is needed (csrc/zero/filed_image.c); everything else is kept as it is.
+Matrices of linear layers, and of experts that are held as one three-dimensional parameter, are kept as codes with an fp32 scale
+for every BLOCK_ELEMS elements, and become numbers of the model's own kind when their unit is needed (csrc/zero/filed_image.c);
+everything else is kept as it is.
 """
 
 from __future__ import annotations
@@ -23,19 +24,31 @@ BITS = {"int8": 8, "int4": 4}
 
 
 def matrices(model: nn.Module) -> set[nn.Parameter]:
-    """The weights of linear layers that nothing else uses: a head that is the embedding, too, stays as it is."""
+    """The weights of linear layers and of experts that nothing else uses: a head that is the embedding, too, stays as it is."""
     uses: dict[nn.Parameter, bool] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                linear = key == "weight" and _is_linear(module) and parameter.ndim == 2
-                uses[parameter] = uses.get(parameter, True) and linear
-    return {parameter for parameter, linear in uses.items() if linear and parameter.is_floating_point()}
+                uses[parameter] = uses.get(parameter, True) and _multiplies(module, key, parameter)
+    return {parameter for parameter, multiplied in uses.items() if multiplied and parameter.is_floating_point()}
+
+
+def _multiplies(module: nn.Module, key: str, parameter: nn.Parameter) -> bool:
+    """Is that parameter of the module a matrix that activations are multiplied with, or a stack of them?"""
+    if parameter.ndim == 2:
+        return key == "weight" and _is_linear(module)
+    return parameter.ndim == 3 and _is_experts(module)
 
 
 def _is_linear(module: nn.Module) -> bool:
     """torch's, and transformers' (whose GPT-2 has matrices the other way round)."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """transformers' (MixtralExperts, GptOssExperts, JetMoeParallelExperts, ...): of all its models these classes hold stacks of matrices, one
+    an expert, and other classes three-dimensional parameters that are positions, queries, kernels. Biases have two dimensions."""
+    return any(cls.__name__.endswith("Experts") for cls in type(module).__mro__)
 
 
 def low_bytes(elems: int, bits: int) -> int:

@@ -13,16 +13,17 @@ import torch.distributed as dist
 import zeropp
 from state_cases import scratch
 from training import CONTEXT, batch, gpt
-from zeropp import Config, Offload, Precision
+from zeropp import Config, Offload, Precision, Tier
 from zeropp.zero.engine import engine_of
+from zeropp.zero.stored import matrices
 
 BLOCK = 64
 LEVELS = {"int8": 127, "int4": 7}
 
 
-def kept(stored: str, path: str | None, param: str | None = "bf16") -> Config:
-    offload = Offload(params="cpu") if path is None else Offload(params="nvme", path=path)
-    return Config(precision=Precision(param=param, stored=stored), offload=offload)
+def kept(stored: str, path: str | None, param: str | None = "bf16", fraction: float = 1.0) -> Config:
+    tier = Tier("cpu", fraction=fraction) if path is None else Tier("nvme", path=path, fraction=fraction)
+    return Config(precision=Precision(param=param, stored=stored), offload=Offload(params=tier))
 
 
 def prepared(config: Config, width: int = 64, layers: int = 2) -> Any:
@@ -112,6 +113,87 @@ def bytes_are_counted() -> None:
                 del model, figures
 
 
+def a_fraction() -> None:
+    """The values do not depend on it: what is left of "nvme" stays in memory in as few bits, of "cpu" as numbers, rounded alike."""
+    layers = 5
+    with scratch() as path:
+        wanted = None
+        for where, fraction in ((path, 1.0), (path, 0.6), (None, 1.0), (None, 0.6), (None, 1e-6)):
+            model = prepared(kept("int8", where, fraction=fraction), 128, layers)
+            tier = engine_of(model).params_tier
+            assert tier is not None
+            seen, figures = zeropp.memory(model), tier.figures()
+            for one in (seen["cpu"]["params"], seen.get("nvme", {}).get("params", {"held": 0, "planned": 0})):
+                assert abs(one["held"] - one["planned"]) <= 0.03 * one["planned"] + 8192 * (layers + 4), (
+                    fraction,
+                    seen,
+                )
+            if where is not None:
+                file_bytes = tier.path.stat().st_size
+                assert file_bytes == figures["images_bytes"] - figures["images_held_bytes"]
+                assert abs(file_bytes - fraction * figures["images_bytes"]) <= 4096 and figures["cut_bytes"] == 0
+            else:
+                assert abs(figures["cut_bytes"] / figures["home_bytes"] - 1 + fraction) < 1.5 / layers, (
+                    fraction,
+                    figures,
+                )
+                assert figures["images_held_bytes"] == figures["images_bytes"]
+            with torch.inference_mode():
+                got = [model(*batch(step)) for step in (0, 1, 2)]
+            got += list(zeropp.full_state_dict(model).values())
+            wanted = got if wanted is None else wanted
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), (where, fraction)
+            del model, tier
+
+
+class SomeExperts(torch.nn.Module):
+    """As transformers holds them: a stack of matrices each, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = torch.nn.Parameter(torch.randn(4, 96, 64))
+        self.down_proj = torch.nn.Parameter(torch.randn(4, 64, 96))
+        self.up_proj_bias = torch.nn.Parameter(torch.randn(4, 96))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in range(4):
+            hidden = torch.nn.functional.linear(x, self.up_proj[i], self.up_proj_bias[i]).relu()
+            x = x + torch.nn.functional.linear(hidden, self.down_proj[i])
+        return x
+
+
+class Mixture(torch.nn.Module):
+    """Experts, and other parameters of three dimensions: positions, and the kernel of a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.positions = torch.nn.Parameter(torch.randn(1, 512, 64))
+        self.mix = torch.nn.Conv1d(64, 64, 3, padding=1)
+        self.experts = SomeExperts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions[:, : x.shape[1]]
+        return self.experts(self.mix(x.transpose(1, 2)).transpose(1, 2))
+
+
+def experts_are_matrices() -> None:
+    with scratch() as path:
+        for stored, where in (("int8", path), ("int4", None)):
+            plain = Mixture().bfloat16()
+            model, _ = zeropp.prepare(Mixture(), None, kept(stored, where))
+            values, x = zeropp.full_state_dict(model), torch.randn(2, 16, 64, dtype=torch.bfloat16)
+            for name, exact in plain.state_dict().items():
+                if name in ("experts.up_proj", "experts.down_proj"):
+                    rounded_as_stated(exact, values[name], stored)
+                else:
+                    assert torch.equal(exact, values[name]), name
+            plain.load_state_dict(values)
+            with torch.inference_mode():
+                assert torch.equal(model(x), plain(x))
+            del model, plain
+
+
 def writes_text() -> None:
     """A model built in slices on the disk, of which nobody ever holds the whole, goes on with a text; token by token what plain
     torch writes with the same values."""
@@ -135,13 +217,13 @@ def a_read_that_fails() -> None:
         model = prepared(kept("int8", path), 256)
         with torch.inference_mode():
             wanted = model(*batch(0))
-            file, first = engine_of(model).params_tier.path, dist.get_rank() == 0
+            file, first = engine_of(model).params_tier.path, engine_of(model).params_tier.writes
             values = file.read_bytes()
             dist.barrier()
             if first:
                 os.truncate(file, len(values) // 2)
             dist.barrier()
-            with pytest.raises(zeropp.TierError, match=r"params\".*at offset \d+") as caught:
+            with pytest.raises(zeropp.TierError, match=r"params(-1)?\".*at offset \d+") as caught:
                 model(*batch(0))
             assert caught.value.path == str(file)
             del caught
@@ -201,10 +283,47 @@ def transformers_generate() -> None:
         del model, plain
 
 
-SLOW = ("transformers_generate",)
+def transformers_experts() -> None:
+    """Real ones of several kinds: which are found, how many bytes they take, and a text token by token as plain torch writes it with
+    the same values."""
+    import transformers
+
+    common = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    kinds: dict[str, dict[str, Any]] = {
+        "Mixtral": {"num_local_experts": 4},
+        "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "decoder_sparse_step": 1},
+        "GptOss": {"num_local_experts": 4, "head_dim": 16, "layer_types": ["full_attention"] * 2},
+    }
+    with scratch() as path:
+        for kind, more in kinds.items():
+            config = getattr(transformers, f"{kind}Config")(**common, **more)
+            torch.manual_seed(0)
+            model, plain = (getattr(transformers, f"{kind}ForCausalLM")(config).eval() for _ in range(2))
+            exact = {name: value.clone() for name, value in model.state_dict().items()}
+            low = {id(p) for p in matrices(model)}
+            stacked = {name for name, p in model.named_parameters() if p.ndim == 3}
+            assert len(stacked) == 4 and all(id(p) in low for n, p in model.named_parameters() if n in stacked), kind
+            model, _ = zeropp.prepare(model, None, kept("int8", path, None))
+            values = zeropp.full_state_dict(model)
+            for name in stacked:
+                rounded_as_stated(exact[name], values[name], "int8")
+            plain.load_state_dict(values)
+            prompt = torch.arange(8).reshape(1, 8)
+            written = [
+                one.generate(prompt, min_new_tokens=8, max_new_tokens=8, do_sample=False) for one in (model, plain)
+            ]
+            assert torch.equal(*written) and written[0].shape == (1, 16), kind
+            del model, plain
+
+
+SLOW = ("transformers_generate", "transformers_experts")
 CASES = {
     function.__name__: function
     for function in (
-        rounds_as_stated, bytes_are_counted, writes_text, a_read_that_fails, refuses_training, transformers_generate,
+        rounds_as_stated, bytes_are_counted, a_fraction, experts_are_matrices, writes_text, a_read_that_fails, refuses_training,
+        transformers_generate, transformers_experts,
     )
 }  # fmt: skip

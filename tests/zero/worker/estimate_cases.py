@@ -28,6 +28,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reduce bf16": {"stage": 2, "precision": zeropp.Precision(reduce="bf16")},
     "bf16 masters": {"stage": 0, "precision": zeropp.Precision(param="bf16", master="bf16", accumulate="fp32")},
     "stored int8 on nvme": {"precision": zeropp.Precision(stored="int8")},
+    "stored int8 on nvme, most of it": {"precision": zeropp.Precision(stored="int8")},
+    "stored int8, half of it": {
+        "precision": zeropp.Precision(stored="int8"), "offload": zeropp.Offload(params=zeropp.Tier("cpu", fraction=0.5)),
+    },
     "stored int4": {"precision": zeropp.Precision(stored="int4"), "offload": zeropp.Offload(params="cpu")},
     "hpZ": {"host_copy": "off", "prefetch": 0, "comm": zeropp.Comm(secondary_shard="host")},
     "int8": {"prefetch": 0, "comm": zeropp.Comm(params="int8", grads="int8")},
@@ -43,9 +47,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 HOSTS_CASES = (
     "stage 0", "stage 1 bf16", "gathering", "hpZ", "int8", "inside the backward", "delayed", "nvme everything, delayed",
     "nvme half the parameters, bf16",
+    "stored int8 on nvme, most of it", "stored int8, half of it",
 )  # fmt: skip
 OPTIMIZERS = {"SGD": "SGD with momentum", "nvme everything, delayed Lion": "Lion"}
-STORED = ("stored int8 on nvme", "stored int4")
+STORED = tuple(name for name in SETTINGS if name.startswith("stored"))
 
 
 class Block(nn.Module):
@@ -88,6 +93,7 @@ def offload(name: str, path: str) -> zeropp.Offload:
         "nvme gradients in 8 bits": zeropp.Offload(grads=whole),
         "nvme everything, delayed Lion": zeropp.Offload(params=whole, grads=half, optimizer=whole, delayed_update=0),
         "stored int8 on nvme": zeropp.Offload(params=whole),
+        "stored int8 on nvme, most of it": zeropp.Offload(params=zeropp.Tier("nvme", path=path, fraction=0.75)),
         "nvme everything": zeropp.Offload(params=whole, grads=whole, optimizer=whole),
         "nvme everything, delayed": zeropp.Offload(params=whole, grads=half, optimizer=whole, delayed_update=0),
     }[name]
