@@ -14,10 +14,14 @@ from zeropp import Config, Offload
 TABLE = [(1, case) for case in CASES if case not in ON_TWO_RANKS]
 TABLE += [(2, case) for case in CASES if case not in ON_ONE_RANK]
 WORKER = "delayed_cases"  # for the fixture `outcomes`
-HOSTS_CASES = (
-    "equals_its_definition", "equal_everywhere", "in_eight_bits", "parts_in_files", "slices_of_whole_pages", "memory_of_files", "checkpoints",
-    "a_disk_that_fails", "a_full_disk_of_parameters", "gradients_that_cannot_be_read",
-)  # fmt: skip
+HOSTS_CASES = ("equal_everywhere", "in_eight_bits", "memory_of_files", "a_disk_that_fails", "a_full_disk_of_parameters")
+HOSTS_SLOW = (
+    "equals_its_definition",
+    "parts_in_files",
+    "slices_of_whole_pages",
+    "checkpoints",
+    "gradients_that_cannot_be_read",
+)
 
 
 @pytest.mark.timeout(300)
@@ -52,6 +56,13 @@ def test_what_cannot_be_delayed_is_said(make: Any, said: str) -> None:
 @pytest.mark.timeout(300)
 def test_between_hosts(run_ranks: Any) -> None:
     for outcome in run_ranks("delayed_hosts_cases", HOSTS_CASES, ranks=2).values():
+        outcome.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_rest_between_hosts(run_ranks: Any) -> None:
+    for outcome in run_ranks("delayed_hosts_cases", HOSTS_SLOW, ranks=2).values():
         outcome.check()
 
 
