@@ -65,32 +65,26 @@ static zpp_status open_slice(Unit *unit, struct zpp_err *err) {
     return status;
 }
 
-/* The oldest of those on their way; `now`: 1 where it has not arrived. */
-static int let_go(Zero *zero, bool now) {
+/* The oldest of those on their way. Not before its place is wanted, also where it has arrived: what the next forward
+ * begins with comes last. */
+static int let_go(Zero *zero) {
     struct zpp_py_early *early = &zero->early;
     const int index = early->sending[0];
     struct zpp_err err = ZPP_ERR_INIT;
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_zero_slice_sent(zero->core, index, now, &err);
+    const zpp_status status = zpp_zero_slice_sent(zero->core, index, &err);
     PyEval_RestoreThread(thread);
-    if (status == ZPP_AGAIN) return 1;
     early->sending_count--;
     memmove(early->sending, early->sending + 1, (size_t)early->sending_count * sizeof *early->sending);
     if (status != ZPP_OK) keep_failure(early, &err, zpp_zero_fault(zero->core));
     return unpin(unit_at(zero, index));
 }
 
-static int let_go_arrived(Zero *zero) {
-    int found = 0;
-    while (zero->early.sending_count && !found) found = let_go(zero, true);
-    return found < 0 ? -1 : 0;
-}
-
 static int send(Unit *unit, struct zpp_err *err, zpp_status *status) {
     Zero *zero = unit->zero;
     struct zpp_py_early *early = &zero->early;
     while (early->sending_count == ZPP_EARLY_SENDING)
-        if (let_go(zero, false)) return -1;
+        if (let_go(zero)) return -1;
     *status = zpp_zero_send_slice(zero->core, unit->unit->index, err);
     if (*status == ZPP_OK) early->sending[early->sending_count++] = unit->unit->index;
     return 0;
@@ -219,7 +213,7 @@ static int step_unit(Unit *unit) {
         keep_failure(&zero->early, &err, zpp_zero_fault(zero->core));
     const int count = zero->early.sending_count;
     const bool sent = count && zero->early.sending[count - 1] == unit->unit->index;
-    if (!sent && zpp_zero_slice_sent(zero->core, unit->unit->index, false, &err) != ZPP_OK)
+    if (!sent && zpp_zero_slice_sent(zero->core, unit->unit->index, &err) != ZPP_OK)
         keep_failure(&zero->early, &err, zpp_zero_fault(zero->core));
     if (!sent && unpin(unit)) failed = -1;
     return failed;
@@ -342,7 +336,7 @@ int zpp_py_early_gradient(Unit *unit, Py_ssize_t param, bool partial) {
     const bool complete = own->missing == 0 && !own->partial && zpp_zero_used_once(zero->core, unit->unit->index);
     if (complete && leave(unit)) return -1;
     if (is_alone(zero) ? complete && step_unit(unit) : step_reduced(zero)) return -1;
-    return read_on(zero) || let_go_arrived(zero) ? -1 : 0;
+    return read_on(zero);
 }
 
 int zpp_py_early_close(Zero *zero) {
@@ -359,7 +353,7 @@ int zpp_py_early_close(Zero *zero) {
 static int end_writes(Zero *zero) {
     struct zpp_py_early *early = &zero->early;
     int failed = 0;
-    while (early->sending_count && !failed) failed = let_go(zero, false);
+    while (early->sending_count && !failed) failed = let_go(zero);
     for (Py_ssize_t i = 0; i < PyList_Size(zero->units) && !failed; i++) failed = unpin(unit_at(zero, i));
     zpp_tier *tier = early->tier_open && zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
     early->tier_open = false;

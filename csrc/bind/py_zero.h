@@ -76,7 +76,7 @@ struct zpp_py_early {
     bool reads_ahead; /* states for the next step, once the next forward has read its last unit */
     int done;        /* units of the order of reductions that were stepped, or had no gradient */
     int stepped;
-    int sending[ZPP_EARLY_SENDING], sending_count; /* units whose slices are being written, oldest first */
+    int sending[ZPP_EARLY_SENDING], sending_count; /* units whose slices are written, or were last, oldest first */
     bool failed;     /* nothing more is stepped */
     struct zpp_err err;
     struct zpp_aio_fault fault;

@@ -474,9 +474,8 @@ zpp_status zpp_filed_send(zpp_filed *filed, int index, size_t offset_bytes, size
                         &filed->units[index].sending, fault, err);
 }
 
-zpp_status zpp_filed_sent(zpp_filed *filed, int index, bool now, struct zpp_aio_fault *fault, struct zpp_err *err) {
+zpp_status zpp_filed_sent(zpp_filed *filed, int index, struct zpp_aio_fault *fault, struct zpp_err *err) {
     zpp_aio_request **request = &filed->units[index].sending;
-    if (*request && now && !zpp_aio_done(*request)) return ZPP_AGAIN;
     const uint64_t began_ns = zpp_now_ns();
     const zpp_status status = filed_finish(request, fault, err);
     filed->step_wait_ns += zpp_now_ns() - began_ns;

@@ -116,8 +116,8 @@ zpp_status zpp_filed_write_back(zpp_filed *filed, size_t offset_bytes, size_t by
  * time. */
 zpp_status zpp_filed_send(zpp_filed *filed, int unit, size_t offset_bytes, size_t bytes, struct zpp_aio_fault *fault,
                           struct zpp_err *err);
-/* How that ended; OK where nothing is under way. `now`: AGAIN where it has not ended. */
-zpp_status zpp_filed_sent(zpp_filed *filed, int unit, bool now, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* How that ended; OK where nothing is under way. */
+zpp_status zpp_filed_sent(zpp_filed *filed, int unit, struct zpp_aio_fault *fault, struct zpp_err *err);
 
 /* --- the step (filed_step.c) -------------------------------------------------------------------------------------- */
 /* How many of `elems` elements at `address` lie on one side of the cut; all of them where it is not in the home. */

@@ -370,11 +370,11 @@ zpp_status zpp_zero_send_slice(zpp_zero *zero, int index, struct zpp_err *err) {
                           err);
 }
 
-zpp_status zpp_zero_slice_sent(zpp_zero *zero, int index, bool now, struct zpp_err *err) {
+zpp_status zpp_zero_slice_sent(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
-    const zpp_status status = zpp_filed_sent(zero->filed, unit->filed, now, &zero->fault, err);
-    if (status == ZPP_AGAIN || !unit->open_slice) return status;
+    const zpp_status status = zpp_filed_sent(zero->filed, unit->filed, &zero->fault, err);
+    if (!unit->open_slice) return status;
     struct zpp_err left = ZPP_ERR_INIT;
     unit->open_slice = false;
     const zpp_status closed = zpp_own_file_end(zero, unit, status == ZPP_OK ? err : &left);

@@ -127,9 +127,9 @@ zpp_status zpp_zero_keep_slice(zpp_zero *zero, int unit, struct zpp_err *err);
  * place; on one host that makes the unit full. Starts fetching nothing else. The caller pins it. */
 zpp_status zpp_zero_open_slice(zpp_zero *zero, int unit, const struct zpp_wait *wait, struct zpp_err *err);
 /* It was changed; begin to write it. Then, before it is unpinned, also where nothing was sent: how that ended, and the
- * slice closes; `now`: AGAIN where it has not. */
+ * slice closes. */
 zpp_status zpp_zero_send_slice(zpp_zero *zero, int unit, struct zpp_err *err);
-zpp_status zpp_zero_slice_sent(zpp_zero *zero, int unit, bool now, struct zpp_err *err);
+zpp_status zpp_zero_slice_sent(zpp_zero *zero, int unit, struct zpp_err *err);
 
 /* --- gradients (reduce.c) ----------------------------------------------------------------------------------------- */
 /* A parameter's gradient, `param_elems` elements of the unit's kind, on the compute stream. Added to what this rank has
