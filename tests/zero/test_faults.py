@@ -56,7 +56,7 @@ def strikes() -> Any:
         yield pytest.param(what, where, mode, marks=pytest.mark.slow if slow else ())
 
 
-@pytest.mark.parametrize(("what", "where", "mode"), strikes())
+@pytest.mark.parametrize(("what", "where", "mode"), list(strikes()))
 def test_survivors_name_the_rank(what: str, where: str, mode: str, tmp_path: Path) -> None:
     answers = launch(tmp_path, what, where, mode, survivors_ended)
     struck = answers[GUILTY].get("struck")
