@@ -149,7 +149,7 @@ def run(bench: Run) -> None:
     torch.set_num_threads(1)
     # The first is bound by its computation, the second by the disk.
     for layers, width, rows in ((4, 384, 8), (4, 384, 1)) if bench.quick else ((12, 1024, 16), (12, 1024, 1)):
-        measure(bench, layers, width, rows, rounds=3 if bench.quick else 5)
+        measure(bench, layers, width, rows, rounds=9 if bench.quick else 5)
 
 
 ROWS: dict[str, dict[str, Any]] = {"step after": {}, "step inside": {"step_in_backward": True}}
