@@ -166,11 +166,13 @@ void zpp_py_pop_saved_hooks(Zero *zero);                     /* keeps an excepti
 
 /* py_step.c */
 extern PyMethodDef zpp_py_step_methods[];
+void zpp_py_drop_grads(Unit *unit);
+bool zpp_py_is_local(const Zero *zero); /* are gradients in p.grad, and not in slices? */
+
+/* py_states.c */
 PyObject *zpp_py_set_adam(Unit *unit, PyObject *args);
 PyObject *zpp_py_set_low_adam(Unit *unit, PyObject *args);
 PyObject *zpp_py_set_tiered_adam(Unit *unit, PyObject *args);
-void zpp_py_drop_grads(Unit *unit);
-bool zpp_py_is_local(const Zero *zero); /* are gradients in p.grad, and not in slices? */
 
 /* py_delayed.c */
 extern PyMethodDef zpp_py_delayed_methods[];
