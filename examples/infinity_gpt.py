@@ -121,7 +121,8 @@ def main() -> None:
         f"{parameters:,} parameters ({shape.layers} layers of width {shape.width}): states of "
         f"{parameters * STATE_BYTES / GIB:.2f} GiB, memory of {args.memory_bytes / GIB:.2f} GiB."
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    peak = 3e-3 / shape.width  # so that the loss falls from the first step on, whatever the width
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
     tiers = zeropp.Offload(params="nvme", optimizer="nvme", path=scratch)
     config = zeropp.Config(stage=3, device="cpu", offload=tiers, prefetch=2 * 48 * shape.width**2)
     plan = ranks * zeropp.estimate(model, config, ranks=ranks)["traffic"]["nvme"]
@@ -139,7 +140,7 @@ def main() -> None:
         for step in range(args.steps):
             started = time.perf_counter()
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, args.steps, 3e-4)
+                group["lr"] = learning_rate(step, args.steps, peak)
             inputs, targets = text.batch(step, **batches)
             loss = model(inputs, targets)
             loss.backward()
