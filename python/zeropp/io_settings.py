@@ -15,6 +15,10 @@ from pathlib import Path
 __all__ = ["IoSettings", "cache_file", "device_name", "measured", "shape", "store"]
 
 
+MOST_DEPTH = 1024
+"""Of an engine (ZPP_AIO_MAX_DEPTH, csrc/aio/engine.h)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class IoSettings:
     """The best settings of one device."""
@@ -76,14 +80,15 @@ def _can_be(known: IoSettings) -> bool:
     """Does an engine take it? The file is the user's, who may have written what he liked."""
     whole = all(type(value) is int for value in (known.depth, known.block_bytes))
     return (
-        whole and 1 <= known.depth <= 1024 and known.block_bytes % 4096 == 0 and 1 <= known.block_bytes >> 12 <= 1 << 18
+        whole
+        and 1 <= known.depth <= MOST_DEPTH
+        and known.block_bytes % 4096 == 0
+        and 1 <= known.block_bytes >> 12 <= 1 << 18
     )
 
 
 DEFAULT = IoSettings(depth=32, block_bytes=1 << 20, read_gb_s=0.0, write_gb_s=0.0)
 """Of a device that nobody measured."""
-MOST_DEPTH = 1024
-"""Of an engine (ZPP_AIO_MAX_DEPTH, csrc/aio/engine.h)."""
 
 
 def shape(folders: Sequence[str | os.PathLike[str]], stripe_bytes: int) -> tuple[int, int] | None:
