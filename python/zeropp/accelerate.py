@@ -73,9 +73,9 @@ class ZeroppAccelerator(Accelerator):
     _optimizers: list[Any]
 
     def __init__(self, *, zeropp: Any = None, **more: Any) -> None:
-        from zeropp.config import Config
+        from zeropp.config_doors import as_config
 
-        config = Config() if zeropp is None else zeropp if isinstance(zeropp, Config) else Config.from_json(zeropp)
+        config = as_config(zeropp, "ZeroppAccelerator")
         for name, default, instead in (
             ("accumulate", 1, f"ZeroppAccelerator(gradient_accumulation_steps={config.accumulate})"),
             ("clip", None, "accelerator.clip_grad_norm_"),

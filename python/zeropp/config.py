@@ -37,20 +37,39 @@ MOST_FOLDERS = 16
 """Of one tier (ZPP_AIO_PARTS of csrc/aio/file.h)."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+MOST_NUMBER = (1 << 63) - 1
+"""Whole numbers of the C core have 64 bits."""
+_SHOWN_CHARACTERS = 200
+
+
+def shown(value: object) -> str:
+    """`repr(value)` for a message: shortened, and never an error of its own.
+
+    An int of more than 4300 digits has no `repr`, and a user's class may raise in its own.
+    """
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__} without a repr>"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
     """`; did you mean 'stage'` when a known name is close to `name`, else nothing."""
+    if not isinstance(name, str):
+        return ""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def wrong(path: str, value: object, wanted: str) -> ConfigError:
     """The error for a value that cannot be: path, value seen, what is wanted."""
-    return ConfigError(f"{path}: {value!r} is not allowed; wanted {wanted}")
+    return ConfigError(f"{path}: {shown(value)} is not allowed; wanted {wanted}")
 
 
 def not_yet(path: str, value: object, instead: str) -> ConfigError:
     """The error for a value that is planned but not built."""
-    return ConfigError(f"{path}: {value!r} is not built yet; {instead}")
+    return ConfigError(f"{path}: {shown(value)} is not built yet; {instead}")
 
 
 def _refuses_unknown(cls: type[T]) -> type[T]:
@@ -64,7 +83,7 @@ def _refuses_unknown(cls: type[T]) -> type[T]:
         for name, value in keywords.items():
             if name not in known:
                 raise ConfigError(
-                    f"{cls.__name__}.{name}: unknown key (value {value!r}); "
+                    f"{cls.__name__}.{name}: unknown key (value {shown(value)}); "
                     f"known are {', '.join(known)}{nearest(name, known)}"
                 )
         plain_init(self, *args, **keywords)
@@ -82,6 +101,18 @@ def _one_of(path: str, value: object, allowed: tuple[str, ...]) -> None:
 def _whole(path: str, value: object, least: int, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise wrong(path, value, f"a whole number >= {least} ({what})")
+    if value > MOST_NUMBER:
+        raise wrong(path, value, f"a whole number below 2**63 ({what})")
+
+
+def _finite(value: object) -> bool:
+    """True if `value` is a number that a float can hold, and finite."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def folders(path: str, value: object) -> str | tuple[str, ...]:
@@ -91,7 +122,7 @@ def folders(path: str, value: object) -> str | tuple[str, ...]:
     names: list[str] = []
     for one in value if isinstance(value, (list, tuple)) else (value,):
         name = os.fspath(one) if isinstance(one, os.PathLike) else one
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not name or not _can_be_a_path(name):
             raise wrong(path, value, wanted)
         names.append(os.path.expanduser(name))  # noqa: PTH111  Path's raises where there is no such user
     if several and not 1 <= len(names) <= MOST_FOLDERS:
@@ -105,6 +136,14 @@ def folders(path: str, value: object) -> str | tuple[str, ...]:
             raise wrong(path, value, f"each folder once; {where[real]!r} and {name!r} are the same one")
         where[real] = name
     return tuple(names)
+
+
+def _can_be_a_path(name: str) -> bool:
+    """False for a name that the operating system cannot be given: with a NUL, or with half of a surrogate pair."""
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
 
 
 def _instance(path: str, value: object, cls: type) -> None:
@@ -199,6 +238,8 @@ class Offload:
             raise wrong("Offload.checksums", self.checksums, "True or False")
         if self.delayed_update is not None:
             _whole("Offload.delayed_update", self.delayed_update, 0, "exact steps before the delay; None: no delay")
+        if self.path is not None:
+            object.__setattr__(self, "path", folders("Offload.path", self.path))
         named = filed = False
         for name in ("params", "grads", "optimizer", "activations"):
             value: Any = getattr(self, name)
@@ -331,7 +372,7 @@ class LossScale:
     def __post_init__(self) -> None:
         for name in ("init", "growth", "backoff", "least"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            if not _finite(value) or value <= 0:
                 raise wrong(f"LossScale.{name}", value, "a finite number above 0")
         if self.growth < 1:
             raise wrong("LossScale.growth", self.growth, "a factor of at least 1")
@@ -373,7 +414,7 @@ class Comm:
         _whole("Comm.block_elems", self.block_elems, 16, "elements a scale, a multiple of 16")
         if self.block_elems % 16 or self.block_elems > 4096:
             raise wrong("Comm.block_elems", self.block_elems, "a multiple of 16, at most 4096")
-        if self.secondary_shard != "host":
+        if not isinstance(self.secondary_shard, str) or self.secondary_shard != "host":
             _whole("Comm.secondary_shard", self.secondary_shard, 0, "ranks, or 'host'; 0 = none")
 
 
@@ -453,7 +494,7 @@ class Config:
         self._check_units()
         self._check_ignored()
         _one_of("Config.host_copy", self.host_copy, ("auto", "off"))
-        if self.prefetch != "auto":
+        if not isinstance(self.prefetch, str) or self.prefetch != "auto":
             if isinstance(self.prefetch, str):
                 raise wrong(
                     "Config.prefetch",
@@ -518,7 +559,7 @@ class Config:
         if value is None:
             return
         if not isinstance(value, LossScale):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            if not _finite(value) or value <= 0:
                 raise wrong(
                     "Config.loss_scale", value, "None (dynamic), a finite number above 0 (fixed), or LossScale(...)"
                 )
@@ -558,12 +599,7 @@ class Config:
     def _check_clip(self) -> None:
         if self.clip is None:
             return
-        if (
-            isinstance(self.clip, bool)
-            or not isinstance(self.clip, (int, float))
-            or not math.isfinite(self.clip)
-            or self.clip <= 0
-        ):
+        if not _finite(self.clip) or self.clip <= 0:
             raise wrong(
                 "Config.clip",
                 self.clip,
@@ -574,10 +610,13 @@ class Config:
     def _check_device(self) -> None:
         if self.device is None or isinstance(self.device, torch.device):
             return
+        wanted = "a torch device such as 'cpu' or 'cuda:0', or None"
+        if isinstance(self.device, bool) or not isinstance(self.device, (str, int)):
+            raise wrong("Config.device", self.device, wanted)
         try:
             torch.device(self.device)
-        except (RuntimeError, TypeError) as error:
-            raise wrong("Config.device", self.device, "a torch device such as 'cpu' or 'cuda:0', or None") from error
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise wrong("Config.device", self.device, wanted) from error
 
     def _check_offload(self) -> None:
         _instance("Config.offload", self.offload, Offload)
@@ -685,7 +724,7 @@ class Config:
             raise not_yet("Config.comm.secondary_shard", self.comm.secondary_shard, "use 'host', or 0 for none")
 
     @classmethod
-    def from_json(cls, source: str | Path | Mapping[str, Any], *, ranks: int | None = None) -> Config:
+    def from_json(cls, source: str | os.PathLike[str] | Mapping[str, Any], *, ranks: int | None = None) -> Config:
         """Reads zeropp's own keys, and DeepSpeed's JSON as it is.
 
         Args:
@@ -696,36 +735,54 @@ class Config:
         Raises:
             ConfigError: for every key that is not supported, with its path. Nothing is ignored.
         """
+        from zeropp.config_doors import check_json
         from zeropp.deepspeed_json import fields_from_deepspeed, is_deepspeed_key
 
         keys = _read_json(source)
         native = {k: v for k, v in keys.items() if not is_deepspeed_key(k)}
         foreign = {k: v for k, v in keys.items() if is_deepspeed_key(k)}
         fields = _fields_from_native(native)
-        for name, (path, value) in fields_from_deepspeed(foreign, ranks).items():
+        for name, value in foreign.items():
+            check_json(value, name)
+        read = fields_from_deepspeed(foreign, ranks)
+        for name, (path, value) in read.items():
             if name in fields:
                 raise ConfigError(f"{path}: says again what {name!r} says; give one of the two")
             fields[name] = value
-        return _build(cls, fields, "")
+        try:
+            return _build(cls, fields, "")
+        except ConfigError as error:
+            path = next(
+                (path for name, (path, _) in read.items() if str(error).startswith((f"{name}:", f"{name}."))), ""
+            )
+            if not path:
+                raise
+            raise ConfigError(f"{error} (of the file: {path})") from None
 
 
-def _read_json(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_json(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
-    if not isinstance(source, (str, Path)):
-        raise ConfigError(f"Config.from_json: {source!r} is not a path, JSON text or a mapping")
+    if not isinstance(source, (str, os.PathLike)):
+        from zeropp.config_doors import not_a_config
+
+        raise not_a_config(source, "Config.from_json")
     where = "JSON text"
-    text = str(source)
+    text = os.fsdecode(source)
     if not text.lstrip().startswith("{"):
         where = text
         try:
-            text = Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = Path(where).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # a ValueError: no text, or a name with a NUL
             raise ConfigError(f"{where}: cannot be read as a configuration: {error}") from error
     try:
         keys = json.loads(text, object_pairs_hook=_no_key_twice)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
+    except ConfigError:
+        raise
+    except (RecursionError, ValueError) as error:  # a ValueError: a number of more than 4300 digits
+        raise ConfigError(f"{where}: cannot be read as a configuration: {error}") from error
     if not isinstance(keys, dict):
         raise ConfigError(f"{where}: holds a {type(keys).__name__}; wanted one JSON object")
     return keys
@@ -752,7 +809,7 @@ def _fields_from_native(native: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in native.items():
         if name not in known:
             raise ConfigError(
-                f"{name}: unknown key (value {value!r}); known are {', '.join(known)}, "
+                f"{name if isinstance(name, str) else shown(name)}: unknown key (value {shown(value)}); known are {', '.join(known)}, "
                 f"and DeepSpeed's{nearest(name, [*known, *DEEPSPEED_KEYS])}"
             )
         if name == "offload" and isinstance(value, Mapping):
@@ -770,6 +827,9 @@ def _fields_from_native(native: Mapping[str, Any]) -> dict[str, Any]:
 
 def _build(cls: type[T], fields: Mapping[str, Any], path: str) -> T:
     """`cls(**fields)`, whose errors name the path in the file in place of the class."""
+    for key in fields:
+        if not isinstance(key, str):
+            raise ConfigError(f"{path}: the key {shown(key)} is not allowed; wanted a string")
     try:
         return cls(**fields)
     except ConfigError as error:

@@ -27,6 +27,7 @@ from torch import nn
 import zeropp
 from zeropp import deepspeed_schedules
 from zeropp.config import Config, _read_json
+from zeropp.config_doors import what_it_is
 from zeropp.deepspeed_optimizers import build
 from zeropp.errors import ConfigError
 from zeropp.zero.agree import Ranks
@@ -63,7 +64,7 @@ def initialize(
         lr_scheduler: a scheduler, or a function of the optimizer that makes one; None: what the file says.
         dist_init_required: True or None starts a process group where none runs; False leaves that to :func:`zeropp.prepare`.
         collate_fn: for the loader.
-        config: a path, JSON text or mapping, DeepSpeed's or zeropp's. ``config_params`` is its old name.
+        config: a path, JSON text or mapping, DeepSpeed's or zeropp's; or a :class:`zeropp.Config`. ``config_params`` is its old name.
         engine_class: a subclass of :class:`Engine` to return; None: that one.
 
     Returns:
@@ -72,17 +73,17 @@ def initialize(
     Raises:
         zeropp.ConfigError: for every key that is not supported, with its path.
     """
-    if model is None:
-        raise ConfigError("initialize: model is None; give the module to train")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize: model is {what_it_is(model)}; give the torch.nn.Module to train")
     given = config if config is not None else config_params
     if given is None:
         given = getattr(args, "deepspeed_config", None)
     if given is None:
         raise ConfigError("initialize: no configuration; give config=, a path, a dict, or args.deepspeed_config")
-    keys = dict(_read_json(given))
+    keys = {} if isinstance(given, Config) else dict(_read_json(given))
     sections = {name: keys.pop(name, None) for name in ("optimizer", "scheduler")}
     micro, every = keys.get("train_micro_batch_size_per_gpu"), _steps_per_print(keys)
-    settings = Config.from_json(keys)
+    settings = given if isinstance(given, Config) else Config.from_json(keys)
     if optimizer is None or not isinstance(optimizer, torch.optim.Optimizer):
         parameters = (
             [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters

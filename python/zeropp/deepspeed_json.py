@@ -394,19 +394,21 @@ def _fp16(section: Mapping[str, Any], fields: dict[str, Field], on: bool | None)
             stacklevel=5,
         )
 
-    def number(key: str, default: float, least: float) -> float:
+    def number(key: str, default: float, least: float, most: float = 2.0**62) -> float:
         value = section.get(key, default)
         if value == "auto":
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
             raise wrong(f"fp16.{key}", value, f"a number >= {least:g}")
+        if value > most:
+            raise wrong(f"fp16.{key}", value, f"a number <= {most:g}")
         return value
 
     fixed = number("loss_scale", 0, 0)
     if fixed:
         scale = LossScale(init=float(fixed), least=float(fixed), dynamic=False)
     else:
-        init = 2.0 ** number("initial_scale_power", 16, 0)
+        init = 2.0 ** number("initial_scale_power", 16, 0, 1023)
         window = int(number("loss_scale_window", 1000, 1))
         lowest = number("min_loss_scale", 1, 0) or 2.0**-24  # 0: no bound; below this no fp16 gradient is not finite
         scale = LossScale(init=init, interval=window, least=min(float(lowest), init))
@@ -510,7 +512,7 @@ def _tier(
 
 
 def _elements(value: object, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**62 or value != int(value):
         raise wrong(f"zero_optimization.{name}", value, 'a whole number of elements >= 0, or "auto"')
     return int(value)
 
@@ -521,7 +523,7 @@ def _clip(keys: Mapping[str, Any], fields: dict[str, Field]) -> None:
     norm = keys.get("gradient_clipping", 1.0)
     if norm == "auto":
         return
-    if isinstance(norm, bool) or not isinstance(norm, (int, float)) or norm < 0:
+    if isinstance(norm, bool) or not isinstance(norm, (int, float)) or not 0 <= norm < float("inf"):
         raise wrong("gradient_clipping", norm, 'a number >= 0 (0 = off), or "auto"')
     fields["clip"] = ("gradient_clipping", float(norm) or None)
 

@@ -30,7 +30,8 @@ with its image beside it (docs/design/0015).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ from torch import nn
 
 from zeropp import _C
 from zeropp.config import TORCH_DTYPES, Config, Tier
+from zeropp.config_doors import as_config, what_it_is
 from zeropp.errors import ConfigError
 from zeropp.zero import stored
 from zeropp.zero.low_states import elem_bytes
@@ -87,7 +89,7 @@ class _Sizes:
 
 def estimate(
     model: nn.Module,
-    config: Config | None = None,
+    config: Config | str | os.PathLike[str] | Mapping[str, Any] | None = None,
     *,
     ranks: int,
     hosts: int = 1,
@@ -99,7 +101,7 @@ def estimate(
 
     Args:
         model: plain, on any device, also meta.
-        config: as for :func:`zeropp.prepare`; default stage 3.
+        config: as for :func:`zeropp.prepare`: a :class:`zeropp.Config`, a dict, JSON text or a path; default stage 3.
         ranks: how many, on all hosts together.
         hosts: on how many of them, each with as many ranks.
         optimizer: one of ``zeropp.forecast.STATES``, such as "AdamW", "SGD with momentum", "none" (evaluation only).
@@ -123,7 +125,11 @@ def estimate(
     Raises:
         zeropp.ConfigError: something that :func:`prepare` would refuse, or that cannot be estimated yet.
     """
-    config = Config() if config is None else config
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"estimate: model is {what_it_is(model)}; wanted a torch.nn.Module, which may be on the meta device"
+        )
+    config = as_config(config, "estimate")
     _check(config, ranks, hosts, optimizer, tokens, tflops)
     plans = plan_units(
         model, config.units, None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name], config.ignored

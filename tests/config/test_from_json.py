@@ -284,7 +284,7 @@ def test_files_that_are_not_configurations(tmp_path):
     broken.write_text("[1]")
     assert "wanted one JSON object" in sentence(broken)
     assert sentence('{"stage": 3, "stage": 2}').startswith("stage: stands twice")
-    assert "is not a path" in sentence(3)
+    assert "Config.from_json: config is 3, an int; wanted a zeropp.Config(...), a dict" in sentence(3)
 
 
 @pytest.mark.parametrize("batch", [0, -4, 1.5, True])

@@ -19,7 +19,11 @@ SAYS: dict[str, list[list[str]]] = {
         ["ConfigError: units: no module of class 'Blok' in the model; it has", "Linear"],
     ],
     "no parameters": [["ConfigError: prepare: Tanh has no parameters, so there is nothing to partition"]],
-    "not a module": [["ConfigError: prepare: model is a list, not a torch.nn.Module"]],
+    "not a module": [
+        [
+            "ConfigError: prepare: model is [Linear(in_features=2, out_features=2, bias=True)], a list; wanted a torch.nn.Module"
+        ]
+    ],
     "on meta": [
         [
             "'scalar' is on the meta device and has no values, and Tiny has no reset_parameters()",

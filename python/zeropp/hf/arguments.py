@@ -13,6 +13,7 @@ import transformers
 from transformers.utils import strtobool
 
 import zeropp
+from zeropp.config_doors import what_it_is
 from zeropp.errors import ConfigError
 
 HELP = "zeropp: a configuration file (zeropp's or DeepSpeed's), JSON text, or a dict; trains with ZeRO"
@@ -51,6 +52,8 @@ def ArgumentsFor(base: type) -> Any:
     def __post_init__(self: Any) -> None:
         from zeropp.hf.settings import config_for
 
+        if isinstance(self.zeropp, os.PathLike):
+            self.zeropp = os.fspath(self.zeropp)  # the base writes its fields as JSON
         given, self.zeropp_config = self.zeropp, None
         if isinstance(given, zeropp.Config):  # a Config is not JSON, which the base wants of its fields
             self.zeropp = None
@@ -62,7 +65,7 @@ def ArgumentsFor(base: type) -> Any:
         if self.zeropp is None:
             self.zeropp = given
         if not isinstance(self.zeropp, (str, dict, zeropp.Config)):
-            raise ConfigError(f"zeropp: {self.zeropp!r} is not a path, JSON text, a dict or a zeropp.Config")
+            raise ConfigError(f"zeropp: {what_it_is(self.zeropp)}; wanted a path, JSON text, a dict or a zeropp.Config")
         self.zeropp_config = config_for(self.zeropp, self)
 
     def place_model_on_device(self: Any) -> Any:

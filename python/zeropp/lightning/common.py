@@ -13,6 +13,7 @@ from torch import nn
 
 import zeropp
 from zeropp.config import Config
+from zeropp.config_doors import as_config
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.zero import random_state
 
@@ -48,7 +49,7 @@ def config_from(config: Any, keywords: Mapping[str, Any]) -> Config:
     """One configuration from ``config`` (Config, path, JSON text or mapping) or from keywords, not both."""
     if config is not None and keywords:
         raise ConfigError(f"give config, or keywords of zeropp.Config such as {next(iter(keywords))!r}; not both")
-    found = config if isinstance(config, Config) else Config(**keywords) if config is None else Config.from_json(config)
+    found = Config(**keywords) if config is None else as_config(config, "ZeroppStrategy")
     for name, default, instead in (("accumulate", 1, "accumulate_grad_batches"), ("clip", None, "gradient_clip_val")):
         value = getattr(found, name)
         if value != default:

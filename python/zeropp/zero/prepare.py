@@ -7,7 +7,9 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import os
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 
 from zeropp import _C
 from zeropp.config import TORCH_DTYPES, Config, Tier
+from zeropp.config_doors import as_config, what_it_is
 from zeropp.errors import ConfigError, Error
 from zeropp.zero import stored
 from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engine_of, register
@@ -32,7 +35,11 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 
 
-def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None = None) -> tuple[M, Any]:
+def prepare(
+    model: M,
+    optimizer: Optimizer | None = None,
+    config: Config | str | os.PathLike[str] | Mapping[str, Any] | None = None,
+) -> tuple[M, Any]:
     """Partition a model and its optimizer over the ranks, in place (ZeRO, Rajbhandari et al. 2020).
 
     Args:
@@ -42,7 +49,8 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
             so build on meta what is loaded next (``zeropp.load``, ``load_full_state_dict``).
         optimizer: built from ``model.parameters()``; stays the same object. None: a model that is only evaluated, or
             only gives gradients.
-        config: see :class:`zeropp.Config`; default stage 3.
+        config: a :class:`zeropp.Config`, or what ``Config.from_json`` reads: a dict of its fields or of DeepSpeed's keys, JSON text, or a
+            path; default stage 3.
 
     Returns:
         ``(model, optimizer)``, the objects given.
@@ -54,12 +62,13 @@ def prepare(model: M, optimizer: Optimizer | None = None, config: Config | None 
     """
     from zeropp.zero import meta
 
+    _check_arguments(model, optimizer)
     if optimizer is not None and is_prepared(model):
         if engine_of(model).optimizer_ref is not None:
             raise ConfigError("prepare: the model was prepared with an optimizer already; prepare each model once")
         attach(model, optimizer)
         return model, optimizer
-    config = Config() if config is None else config
+    config = as_config(config, "prepare")
     _check_device(config)
     _check_model(model, config)
     comm = _communicator()
@@ -192,6 +201,22 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
 # -- checks ----------------------------------------------------------------------------------------------------------------
 
 
+def _check_arguments(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"prepare: model is {what_it_is(model)}; wanted a torch.nn.Module")
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return
+    if isinstance(optimizer, (Config, Mapping, os.PathLike)):
+        raise ConfigError(
+            f"prepare: optimizer is {what_it_is(optimizer)}; wanted a torch optimizer or None: the configuration is the third argument, "
+            "as in zeropp.prepare(model, optimizer, config)"
+        )
+    raise ConfigError(
+        f"prepare: optimizer is {what_it_is(optimizer)}; wanted a torch.optim.Optimizer, such as "
+        "torch.optim.AdamW(model.parameters(), lr=3e-4), or None"
+    )
+
+
 def _check_hosts(config: Config, comm: Any) -> None:
     if config.comm.secondary_shard:
         counts = [int.from_bytes(b, "little") for b in _gather_bytes(comm, len(comm.host_ranks).to_bytes(8, "little"))]
@@ -226,8 +251,6 @@ def _check_device(config: Config) -> None:
 def _check_model(model: nn.Module, config: Config) -> None:
     from zeropp.zero.init import is_sharded
 
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"prepare: model is a {type(model).__name__}, not a torch.nn.Module")
     ignored = ignored_parameters(model, config.ignored)
     for parameter, name in ignored.items():
         if is_sharded(parameter) or parameter.is_meta:
@@ -293,8 +316,6 @@ def _check_float64(plans: list[UnitPlan], config: Config, optimizer: Optimizer |
 
 def _communicator() -> Any:
     """The C communicator over whatever process group runs; None for one rank."""
-    import os
-
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return None
