@@ -30,6 +30,7 @@ from zeropp.errors import CommError
 
 PATIENCE_S = 4.0
 PAUSE_S = 0.1
+_LONGEST_KNOCK_S = 10.0
 
 Handler = Callable[..., Iterator[Any]]
 
@@ -97,12 +98,13 @@ def _comes_back(place: Place, patience_s: float) -> OSError | None:
         return error
 
 
-def listens_within(place: Place, seconds: float) -> bool:
-    """Somebody listens there, now or soon."""
+def listens_within(place: Place, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> bool:
+    """Somebody listens there, now or soon. ``meanwhile`` is called at each try."""
     end = time.monotonic() + seconds
-    while _knock(place.host, place.port, end - time.monotonic()) is not None:
+    while _knock(place.host, place.port, min(_LONGEST_KNOCK_S, end - time.monotonic())) is not None:
         if time.monotonic() > end:
             return False
+        meanwhile()
         time.sleep(PAUSE_S)
     return True
 

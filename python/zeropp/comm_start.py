@@ -24,7 +24,8 @@ from torch._C._distributed_c10d import TCPStore
 from zeropp.comm_address import Place, listens_within
 from zeropp.comm_store import PatientStore
 from zeropp.errors import CommError, CommTimeoutError
-from zeropp.meeting import Meeting
+from zeropp.meeting import Meeting, Reminder
+from zeropp.wording import seconds
 
 __all__ = ["find_store"]
 
@@ -71,12 +72,16 @@ def find_store(place: Place, timeout: timedelta) -> TCPStore:
 
 def _connect(place: Place, end: float, timeout: timedelta) -> TCPStore:
     """torch would wait for all ranks in here, with no word of who is missing, and try a dead address for several time-outs."""
+    limit_s = timeout.total_seconds()
+    absent = (
+        f"rank 0 of {place.ranks} ranks, which hosts the job's store at {place}, and nobody listens there; did rank 0 start? Look at its "
+        "log: it may have ended before this point; are MASTER_ADDR and MASTER_PORT right?"
+    )
+    reminder = Reminder(f"rank {place.rank}", limit_s)
     while True:
-        if place.rank and not listens_within(place, _left_s(end)):
+        if place.rank and not listens_within(place, _left_s(end), lambda: reminder.tell(lambda: absent)):
             raise CommTimeoutError(
-                f"comm: rank {place.rank} waited {timeout.total_seconds():.3g} s for rank 0, which hosts the job's store at {place}, and "
-                "nobody listens there; did rank 0 start?",
-                rank=0,
+                f"comm: rank {place.rank} waited {seconds(limit_s)}, its time-out, for {absent}", rank=0
             )
         try:
             return TCPStore(

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from zeropp.errors import CommTimeoutError
+from zeropp.wording import seconds
 
 __all__ = ["PatientStore"]
 
@@ -59,7 +60,7 @@ class PatientStore:
             seen = answer.exception(self._timeout_s or None)
         except FutureTimeoutError:
             raise CommTimeoutError(
-                f'comm: the store in which the ranks of group "{self._name}" meet has not answered for {self._timeout_s:.3g} s; its '
+                f'comm: the store in which the ranks of group "{self._name}" meet has not answered for {seconds(self._timeout_s)}; its '
                 "process is stopped, or its machine is not to be reached"
             ) from None
         self._answers = True

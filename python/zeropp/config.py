@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from zeropp.errors import ConfigError
+from zeropp.wording import shown
 
 T = TypeVar("T")
 
@@ -39,19 +40,6 @@ MOST_FOLDERS = 16
 
 MOST_NUMBER = (1 << 63) - 1
 """Whole numbers of the C core have 64 bits."""
-_SHOWN_CHARACTERS = 200
-
-
-def shown(value: object) -> str:
-    """`repr(value)` for a message: shortened, and never an error of its own.
-
-    An int of more than 4300 digits has no `repr`, and a user's class may raise in its own.
-    """
-    try:
-        text = repr(value)
-    except Exception:
-        text = f"<{type(value).__name__} without a repr>"
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

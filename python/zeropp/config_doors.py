@@ -10,12 +10,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zeropp.config import MOST_NUMBER, Config, shown, wrong
+from zeropp.config import MOST_NUMBER, Config, wrong
 from zeropp.errors import ConfigError
+from zeropp.wording import shown, what_it_is
 
-__all__ = ["as_config", "check_json", "not_a_config", "what_it_is"]
+__all__ = ["as_config", "check_json", "not_a_config"]
 
-_LONG_CHARACTERS = 60
 _DEPTH = 32
 """Of sections in a section. No configuration has more than five."""
 
@@ -45,17 +45,6 @@ def not_a_config(given: Any, door: str) -> ConfigError:
         f"{door}: config is {what_it_is(given)}; wanted a zeropp.Config(...), a dict of its fields or of DeepSpeed's keys, JSON text, "
         "or the path of a JSON file"
     )
-
-
-def what_it_is(value: object) -> str:
-    """Name an argument of a wrong type for a message: `3, a int`, `the class Linear`, `None`, or a type alone where the value is long."""
-    if value is None:
-        return "None"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    text, kind = shown(value), type(value).__name__
-    kind = f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
-    return kind if len(text) > _LONG_CHARACTERS or "\n" in text else f"{text}, {kind}"
 
 
 def check_json(value: Any, path: str, depth: int = 0) -> None:

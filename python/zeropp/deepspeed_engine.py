@@ -27,9 +27,9 @@ from torch import nn
 import zeropp
 from zeropp import deepspeed_schedules
 from zeropp.config import Config, _read_json
-from zeropp.config_doors import what_it_is
 from zeropp.deepspeed_optimizers import build
 from zeropp.errors import ConfigError
+from zeropp.wording import what_it_is
 from zeropp.zero.agree import Ranks
 from zeropp.zero.engine import engine_of
 from zeropp.zero.prepare import _cast_inputs, is_prepared

@@ -40,8 +40,9 @@ from torch import nn
 
 from zeropp import _C
 from zeropp.config import TORCH_DTYPES, Config, Tier
-from zeropp.config_doors import as_config, what_it_is
+from zeropp.config_doors import as_config
 from zeropp.errors import ConfigError
+from zeropp.wording import what_it_is
 from zeropp.zero import stored
 from zeropp.zero.low_states import elem_bytes
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers, plan_units

@@ -24,12 +24,38 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from zeropp.errors import CommError, CommTimeoutError
+from zeropp.wording import ranks_named, seconds
 
 _log = logging.getLogger("zeropp")
 
-TELL_AFTER_S = 10.0  # then a log line says who is absent
+TELL_AFTER_S = 10.0
+"""Then a log line says who is absent; the next one comes after twice that time, and so on."""
 LONGEST_PAUSE_S = 0.02
+
+
+class Reminder:
+    """Log lines of one long wait, at growing intervals: elapsed time, limit, what is waited for."""
+
+    def __init__(self, who: str, limit_s: float) -> None:
+        self.who, self.limit_s = who, limit_s
+        self._began, self._next_s = time.monotonic(), TELL_AFTER_S
+
+    def waited_s(self) -> float:
+        """Seconds since the wait began."""
+        return time.monotonic() - self._began
+
+    def tell(self, absent: Callable[[], str]) -> None:
+        """Log a line if one is due. ``absent`` says what is missing, and where to look."""
+        waited_s = self.waited_s()
+        if waited_s < self._next_s:
+            return
+        self._next_s = 2 * waited_s
+        _log.warning(
+            "comm: %s has waited %s of at most %s for %s", self.who, seconds(waited_s), seconds(self.limit_s), absent()
+        )
 
 
 def meet(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> str:
@@ -55,7 +81,8 @@ class Meeting:
 
     def __init__(self, store: Any, rank: int, ranks: int, timeout_s: float, name: str) -> None:
         self.store, self.rank, self.ranks, self.name = store, rank, ranks, name
-        self.began, self.timeout_s, self.told = time.monotonic(), timeout_s, False
+        self.timeout_s = timeout_s
+        self.reminder = Reminder(f'rank {rank} of group "{name}"', timeout_s)
         self.word = f"{ranks} {secrets.token_hex(16)}"
 
     def keys(self) -> str:
@@ -73,14 +100,12 @@ class Meeting:
             keys = look()
             if keys is not None:
                 return keys
-            waited = time.monotonic() - self.began
+            waited = self.reminder.waited_s()
             if waited > self.timeout_s:
                 raise CommTimeoutError(
-                    f'comm: rank {self.rank} of group "{self.name}" waited {waited:.3g} s for {self._absent()}; did every rank start?'
+                    f'comm: rank {self.rank} of group "{self.name}" waited {seconds(waited)}, its time-out, for {self._absent()}'
                 )
-            if waited > TELL_AFTER_S and not self.told:
-                self.told = True
-                _log.warning('comm: rank %d of group "%s" still waits for %s', self.rank, self.name, self._absent())
+            self.reminder.tell(self._absent)
             time.sleep(min(LONGEST_PAUSE_S, max(0.0005, waited / 20)))
 
     # -- rank 0 -----------------------------------------------------------------------------------------------------------
@@ -135,10 +160,29 @@ class Meeting:
             self.host = self.store.get("zeropp/host").decode()
 
     def _absent(self) -> str:
-        if self.rank:
-            return "rank 0" if not self.seen else "the others"
-        if self.missing:
-            return f"rank{'s' * (len(self.missing) > 1)} {', '.join(map(str, self.missing))}"
-        assert self.announced is not None
-        late = [r for r in range(1, self.ranks) if not self.store.check([f"{self.announced[0]}/seen/{r}"])]
-        return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}, which said hello and went away"
+        """Who is missing, of how many, and where to look."""
+        if self.rank == 0 and not self.missing:
+            assert self.announced is not None
+            late = [r for r in range(1, self.ranks) if not self.store.check([f"{self.announced[0]}/seen/{r}"])]
+            return f"{ranks_named(late)} of {self.ranks} ranks, which said hello and went away; look at {logs(late)}"
+        if self.rank == 0:
+            missing = list(self.missing)
+        elif self.seen:
+            return f"the others of {self.ranks} ranks, whom rank 0 still waits for; look at rank 0's log"
+        else:  # rank 0 announces all when all have said hello; who said none is missing, and if nobody is, rank 0 is
+            missing = [] if self.host else [0]
+            missing += [r for r in range(1, self.ranks) if r != self.rank and not self._hello(r)]
+            missing = missing or [0]
+        return f"{ranks_named(missing)} of {self.ranks} ranks; did every rank start? {_hint(missing, self.ranks)}"
+
+
+def logs(ranks: list[int]) -> str:
+    """Whose output to read."""
+    return "its log" if len(ranks) == 1 else "their logs"
+
+
+def _hint(missing: list[int], ranks: int) -> str:
+    if dist.is_initialized():  # it is a group of some ranks: torch numbers them anew
+        return f"Look at {logs(missing)}; every rank of the group must make it (torch.distributed.new_group)"
+    ended = "it may have ended" if len(missing) == 1 else "they may have ended"
+    return f"Look at {logs(missing)}: {ended} before this point; is WORLD_SIZE={ranks} right?"

@@ -233,7 +233,9 @@ def test_rank_0_comes_and_dies() -> None:
     assert there["rank"] == 0 and "is gone, and with it rank 0, which had come" in there["text"], there
     assert there["seconds"] < 1.0 + 5.0
     assert (
-        late["rank"] == 0 and "rank 2 waited 2 s for rank 0, which hosts the job's store at 127.0.0.1" in late["text"]
+        late["rank"] == 0
+        and "rank 2 waited 2 s, its time-out, for rank 0 of 3 ranks, which hosts the job's store at 127.0.0.1"
+        in late["text"]
     ), late
     assert late["seconds"] < 2.0 + 5.0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import socket
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +14,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from zeropp.comm_address import Place
+from zeropp.comm_start import find_store
 from zeropp.errors import CommTimeoutError
 from zeropp.meeting import meet
 
@@ -66,16 +70,53 @@ def test_who_is_absent_is_named(store):
     with ThreadPoolExecutor(2) as threads:
         here = [threads.submit(meet, store, rank, 4, timedelta(seconds=0.3), "some") for rank in (0, 2)]
     with pytest.raises(
-        CommTimeoutError, match=r'rank 0 of group "some" waited .* for ranks 1, 3; did every rank start'
+        CommTimeoutError,
+        match=r'rank 0 of group "some" waited 0.3\d* s, its time-out, for ranks 1 and 3 of 4 ranks; did every rank start\? '
+        r"Look at their logs: they may have ended before this point; is WORLD_SIZE=4 right\?",
     ):
         here[0].result()
-    with pytest.raises(CommTimeoutError, match=r'rank 2 of group "some" waited .* for rank 0; did every rank start'):
+    with pytest.raises(CommTimeoutError, match=r'rank 2 of group "some" waited .* for ranks 1 and 3 of 4 ranks; did'):
         here[1].result()
+    with pytest.raises(CommTimeoutError, match=r'rank 2 of group "some" .* for ranks 0, 1 and 3 of 4 ranks; did every'):
+        meet(dist.HashStore(), 2, 4, timedelta(seconds=0.1), "some")
+
+
+def test_a_long_wait_is_told_again_and_again(store, caplog, monkeypatch):
+    """After 10 s, 20 s, 40 s, ...: elapsed time, limit, who is missing of how many, and where to look."""
+    monkeypatch.setattr("zeropp.meeting.TELL_AFTER_S", 0.1)
+    with pytest.raises(CommTimeoutError):
+        meet(store, 0, 2, timedelta(seconds=1.0), "some")
+    told = [record.getMessage() for record in caplog.records]
+    assert 3 <= len(told) <= 4, told  # at 0.1, 0.2, 0.4 and 0.8 s
+    said = r'comm: rank 0 of group "some" has waited 0.1\d* s of at most 1 s for rank 1 of 2 ranks; did every rank start\? '
+    assert re.match(said + r"Look at its log: it may have ended before this point; is WORLD_SIZE=2 right\?", told[0])
+
+
+def test_a_long_wait_for_the_store_of_rank_0_is_told(caplog, monkeypatch):
+    monkeypatch.setattr("zeropp.meeting.TELL_AFTER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    limit = timedelta(seconds=0.5)
+    with pytest.raises(
+        CommTimeoutError, match=r"rank 1 waited 0.5 s, its time-out, for rank 0 of 2 ranks, which hosts the job's store"
+    ):
+        find_store(Place("127.0.0.1", port, 1, False, 2), limit)
+    told = [record.getMessage() for record in caplog.records]
+    assert 1 <= len(told) <= 3, told
+    assert re.match(
+        r"comm: rank 1 has waited 0.\d+ s of at most 0.5 s for rank 0 of 2 ranks, which hosts the job's store at 127",
+        told[0],
+    )
+    assert told[0].endswith(
+        "Look at its log: it may have ended before this point; are MASTER_ADDR and MASTER_PORT right?"
+    )
 
 
 def test_one_that_said_hello_and_died_is_named(store):
     store.set("zeropp/hello/1", "2 dead")
-    with pytest.raises(CommTimeoutError, match="for rank 1, which said hello and went away"):
+    with pytest.raises(
+        CommTimeoutError, match="for rank 1 of 2 ranks, which said hello and went away; look at its log"
+    ):
         meet(store, 0, 2, timedelta(seconds=0.2), "some")
 
 

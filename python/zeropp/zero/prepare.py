@@ -18,8 +18,9 @@ from torch import nn
 
 from zeropp import _C
 from zeropp.config import TORCH_DTYPES, Config, Tier
-from zeropp.config_doors import as_config, what_it_is
+from zeropp.config_doors import as_config
 from zeropp.errors import ConfigError, Error
+from zeropp.wording import what_it_is
 from zeropp.zero import stored
 from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engine_of, register
 from zeropp.zero.offload import BLOCK_ELEMS, StateTier

@@ -8,16 +8,16 @@ zero in the same step in which it looks whether the others have come, and whoeve
 
 from __future__ import annotations
 
-import logging
+import functools
 import time
 from typing import Any
 
 import torch.distributed as dist
 
+from zeropp.meeting import Reminder
+
 LIMIT_S = 60.0
-TELL_AFTER_S = 10.0
 _GONE = -(1 << 30)
-_log = logging.getLogger("zeropp")
 
 
 def all_come(key: str, what: str) -> bool:
@@ -28,15 +28,15 @@ def all_come(key: str, what: str) -> bool:
         what: for the log.
     """
     store: Any = dist.distributed_c10d._get_default_store()
-    ranks, began, told = dist.get_world_size(), time.monotonic(), False
+    ranks = dist.get_world_size()
+    reminder = Reminder(f"rank {dist.get_rank()}", LIMIT_S)
     here = store.add(key, 1)
     while 0 < here < ranks:
-        waited = time.monotonic() - began
+        waited = reminder.waited_s()
         if waited > LIMIT_S:
             return bool(store.add(key, _GONE) == ranks + _GONE)  # all came in this very moment
-        if waited > TELL_AFTER_S and not told:
-            told = True
-            _log.warning("rank %d waits for %d more to %s", dist.get_rank(), ranks - here, what)
+        absent = ranks - here
+        reminder.tell(functools.partial("{} more of {} ranks to {}".format, absent, ranks, what))
         time.sleep(min(0.02, 0.0005 + waited / 20))
         here = store.add(key, 0)
     return bool(here > 0)
