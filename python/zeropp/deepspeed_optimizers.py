@@ -48,7 +48,10 @@ def section_of(section: Any, name: str) -> tuple[str, dict[str, Any]]:
     for key in section:
         if key not in ("type", "params", "legacy_fusion"):
             raise ConfigError(f"{name}.{key}: unknown key{nearest(key, ('type', 'params'))}")
-    parameters = dict(section.get("params") or {})
+    given = section.get("params")
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f'{name}.params: {given!r} is not allowed; wanted an object, as in {{"lr": 1e-3}}')
+    parameters = dict(given or {})
     auto = [key for key, value in parameters.items() if value == "auto"]
     if auto:
         raise ConfigError(f'{name}.params.{auto[0]}: "auto" is filled by a Trainer; give a number to zeropp.initialize')

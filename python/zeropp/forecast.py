@@ -42,7 +42,7 @@ from zeropp import _C
 from zeropp.config import TORCH_DTYPES, Config, Tier
 from zeropp.config_doors import as_config
 from zeropp.errors import ConfigError
-from zeropp.wording import what_it_is
+from zeropp.wording import shown, what_it_is
 from zeropp.zero import stored
 from zeropp.zero.low_states import elem_bytes
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers, plan_units
@@ -135,6 +135,8 @@ def estimate(
     plans = plan_units(
         model, config.units, None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name], config.ignored
     )
+    if not plans:
+        raise ConfigError(f"estimate: {type(model).__name__} has no parameters, so there is nothing to partition")
     filed = _kind(config, "params") == "nvme" or config.stored_name is not None
     if config.stored_name is not None:
         for plan in plans:
@@ -196,11 +198,11 @@ def estimate(
 
 def _check(config: Config, ranks: int, hosts: int, optimizer: str, tokens: int | None, tflops: float | None) -> None:
     for name, value in (("ranks", ranks), ("hosts", hosts), ("tokens", tokens)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"estimate: {name} {value!r} is not allowed; wanted a whole number above 0")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 62):
+            raise ConfigError(f"estimate: {name} {shown(value)} is not allowed; wanted a whole number above 0")
     if ranks % hosts:
         raise ConfigError(f"estimate: {ranks} ranks on {hosts} hosts is not estimated yet; wanted as many on each")
-    if tflops is not None and not tflops > 0:
+    if tflops is not None and not 0 < tflops < float("inf"):
         raise ConfigError(f"estimate: tflops {tflops!r} is not allowed; wanted a number above 0")
     if (tokens is None) != (tflops is None):
         raise ConfigError("estimate: tokens and tflops go together; give both, or none")

@@ -103,7 +103,8 @@ class Meeting:
             waited = self.reminder.waited_s()
             if waited > self.timeout_s:
                 raise CommTimeoutError(
-                    f'comm: rank {self.rank} of group "{self.name}" waited {seconds(waited)}, its time-out, for {self._absent()}'
+                    f'comm: rank {self.rank} of group "{self.name}" waited {seconds(waited)}, its time-out, for {self._absent()}',
+                    rank=self.guilty,
                 )
             self.reminder.tell(self._absent)
             time.sleep(min(LONGEST_PAUSE_S, max(0.0005, waited / 20)))
@@ -159,11 +160,15 @@ class Meeting:
         if self.store.check(["zeropp/host"]):
             self.host = self.store.get("zeropp/host").decode()
 
+    guilty: int | None = None
+    """The first of those that :meth:`_absent` named."""
+
     def _absent(self) -> str:
         """Who is missing, of how many, and where to look."""
         if self.rank == 0 and not self.missing:
             assert self.announced is not None
             late = [r for r in range(1, self.ranks) if not self.store.check([f"{self.announced[0]}/seen/{r}"])]
+            self.guilty = late[0] if late else None
             return f"{ranks_named(late)} of {self.ranks} ranks, which said hello and went away; look at {logs(late)}"
         if self.rank == 0:
             missing = list(self.missing)
@@ -173,6 +178,7 @@ class Meeting:
             missing = [] if self.host else [0]
             missing += [r for r in range(1, self.ranks) if r != self.rank and not self._hello(r)]
             missing = missing or [0]
+        self.guilty = missing[0]
         return f"{ranks_named(missing)} of {self.ranks} ranks; did every rank start? {_hint(missing, self.ranks)}"
 
 

@@ -56,5 +56,9 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's message that is not empty; the name of its class where it says nothing."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of an error's message that is not empty, with the next where it ends in a colon; the name of its class where it
+    says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

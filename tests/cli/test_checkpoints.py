@@ -45,7 +45,7 @@ def test_verify_says_what_is_good_and_what_is_not(saved, capsys):
     assert main(["verify", str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"good    {root}/step-2 (latest)", f"good    {root}/step-1"]
-    assert lines[0].endswith("bytes of 1 ranks, stage 3")
+    assert lines[0].endswith("bytes of 1 rank, stage 3")
     damage(root / "step-1" / "rank-00000.safetensors")
     assert main(["verify", str(root)]) == 1
     lines = capsys.readouterr().out.splitlines()

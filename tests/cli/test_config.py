@@ -77,8 +77,19 @@ def test_batch_sizes_that_do_not_fit_and_the_table(capsys, tmp_path):
     assert main(["config", '{"stage": 2}']) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("stage  used") and "zeropp.Config(stage=2" in printed
-    assert main(["config", str(tmp_path / "none.json")]) == 1
-    assert "cannot be read" in capsys.readouterr().out
+    assert main(["config", str(tmp_path / "none.json")]) == 2
+    assert "python -m zeropp config: " in (said := capsys.readouterr().err) and "cannot be read" in said
+
+
+def test_no_configuration_is_shown_after_a_refusal(capsys, tmp_path):
+    """Without the refused key it is not what the file asks for, and somebody would copy it."""
+    assert main(["config", '{"stage": 2, "stge": 1}']) == 1
+    printed = capsys.readouterr().out
+    assert "zeropp.Config(" not in printed
+    assert printed.splitlines()[-1] == "no configuration: 1 key refused (stge); mend or remove it"
+    status, _, answer = told(capsys, tmp_path, {"stage": 2, "stge": 1, "clp": 1})
+    assert (status, answer["config"]) == (1, None)
+    assert answer["problem"] == "no configuration: 2 keys refused (stge, clp); mend or remove them"
 
 
 def test_what_is_left_out_and_where_deepspeed_disagrees_with_itself(capsys, tmp_path):

@@ -139,7 +139,7 @@ def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypa
     assert said["parameters"] == 4096 * 4097 and said["nvme"]["master"] == pytest.approx(4 * 4096 * 4097 / 8, rel=0.01)
     assert main([*command, "--tokens", "1000", "--tflops", "1"]) == 0
     table = capsys.readouterr().out
-    assert "16,781,312 parameters in 1 units on 4 ranks" in table and "/s to take as long as the computation" in table
+    assert "16,781,312 parameters in 1 unit on 4 ranks" in table and "/s to take as long as the computation" in table
     exact = said["traffic"]["reduce"]
     assert main([*command, "--json", "--comm", "grads=int4", "params=int8"]) == 0
     bits = 4 + 32 / 256  # of 16; one scale for 256 elements

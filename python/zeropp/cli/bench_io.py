@@ -29,6 +29,7 @@ from typing import cast
 import torch
 
 from zeropp.aio import Engine
+from zeropp.cli.say import refuse
 from zeropp.config import folders as config_folders
 from zeropp.errors import ConfigError, Error
 from zeropp.io_settings import IoSettings, store
@@ -200,13 +201,11 @@ def run(options: argparse.Namespace) -> int:
     try:
         chosen = config_folders("bench-io", options.path)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return refuse("bench-io", error)
     folders = [Path(one) for one in ((chosen,) if isinstance(chosen, str) else chosen)]
     for folder in folders:
         if not folder.is_dir():
-            print(f"bench-io: {folder} is not a folder; name one on the disk to measure", file=sys.stderr)
-            return 2
+            return refuse("bench-io", f"{folder} is not a folder; name one on the disk to measure")
     values: dict[str, object] = {}
     try:
         for folder in folders:
@@ -214,8 +213,7 @@ def run(options: argparse.Namespace) -> int:
         if len(folders) > 1:
             values["striped"] = striped(folders)
     except (Error, OSError) as error:
-        print(f"bench-io: {error}", file=sys.stderr)
-        return 1
+        return refuse("bench-io", error, status=1)
     if options.json:
         print(json.dumps(values if len(folders) > 1 else values[str(folders[0])]))
     elif len(folders) > 1:

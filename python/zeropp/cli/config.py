@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zeropp import deepspeed_schedules
+from zeropp.cli.say import at_least_one, refuse
 from zeropp.config import Config, _read_json
 from zeropp.deepspeed_json import is_deepspeed_key
 from zeropp.deepspeed_keys import left_out
 from zeropp.deepspeed_optimizers import explain
 from zeropp.errors import ConfigError
+from zeropp.wording import counted
 
 #: Sections that other doors read: `zeropp.initialize` and the Trainer.
 _ELSEWHERE = {
@@ -28,17 +30,18 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a configuration, zeropp's or DeepSpeed's; or JSON text")
-    parser.add_argument("--ranks", type=int, default=1, help="world size, for batch sizes (default: 1)")
+    parser.add_argument(
+        "--ranks", type=at_least_one, default=1, metavar="N", help="world size, for batch sizes (default: 1)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 1 where a key is refused, else 0."""
+    """Exit status: 0, 1 where a key is refused or keys do not go together, 2 where the file cannot be read."""
     try:
         keys = _read_json(options.file)
     except ConfigError as error:
-        print(error)
-        return 1
+        return refuse("config", error)
     rows: list[dict[str, Any]] = []
     accepted: dict[str, Any] = {}
     for path, value, alone in _pieces(keys):
@@ -47,13 +50,18 @@ def run(options: argparse.Namespace) -> int:
         if state in ("used", "changes nothing") and not path.startswith(tuple(_ELSEWHERE)):
             _merge(accepted, alone)
     rows += [{"key": path, "value": None, "state": "left out", "said": said} for path, said in _notes(keys)]
-    refused = any(row["state"] == "refused" for row in rows)
-    config, problem = _whole(accepted, options.ranks)
+    refused = [row["key"] for row in rows if row["state"] == "refused"]
+    # Without the refused keys it would be another configuration than the file asks for.
+    config, problem = (None, _refusal(refused)) if refused else _whole(accepted, options.ranks)
     if options.json:
         print(json.dumps({"keys": rows, "config": config, "problem": problem}, indent=1, default=str))
     else:
         _show(rows, config, problem)
-    return int(refused or problem is not None)
+    return int(problem is not None)
+
+
+def _refusal(refused: list[str]) -> str:
+    return f"no configuration: {counted(len(refused), 'key')} refused ({', '.join(refused)}); mend or remove {'it' if len(refused) == 1 else 'them'}"
 
 
 def _notes(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -119,7 +127,7 @@ def _whole(accepted: Mapping[str, Any], ranks: int) -> tuple[dict[str, Any] | No
         try:
             found = Config.from_json(accepted, ranks=ranks)
         except ConfigError as error:
-            return None, str(error)
+            return None, f"together: {error}"
     return dataclasses.asdict(found), None
 
 
@@ -129,6 +137,6 @@ def _show(rows: list[dict[str, Any]], config: dict[str, Any] | None, problem: st
         print(f"{row['key']:<{wide}}  {row['state']:<15}  {row['said']}")
     print()
     if problem is not None:
-        print(f"together: {problem}")
+        print(problem)
     elif config is not None:
         print("zeropp.Config(" + ", ".join(f"{name}={value!r}" for name, value in config.items()) + ")")

@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from zeropp.cli.say import refuse
 from zeropp.errors import CommError
+from zeropp.wording import one_line
 
 if TYPE_CHECKING:
     from zeropp.health import Report
+
+MOST_TIMEOUT_S = 86400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,15 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what was measured, on rank 0. Exit status: 0 healthy, 1 something is slow or dead, 2 not under torchrun."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        print(
-            "python -m zeropp doctor: no ranks; start it as the job is started: torchrun --nproc-per-node 2 -m zeropp doctor",
-            file=sys.stderr,
+    if not 1 < options.factor < math.inf:
+        return refuse("doctor", f"--factor {options.factor} is not allowed; wanted a number above 1")
+    if not 0 < options.timeout <= MOST_TIMEOUT_S:
+        return refuse(
+            "doctor", f"--timeout {options.timeout} is not allowed; wanted seconds above 0, at most {MOST_TIMEOUT_S}"
         )
-        return 2
-    if options.factor <= 1:
-        print(f"python -m zeropp doctor: --factor {options.factor} is not allowed; wanted above 1", file=sys.stderr)
-        return 2
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        return refuse(
+            "doctor",
+            f"no ranks ({', '.join(missing)} not set); start it as the job is started: torchrun --nproc-per-node 2 -m zeropp doctor",
+        )
+    wrong = _wrong_place(os.environ)
+    if wrong:
+        return refuse("doctor", wrong)
     import torch
     import torch.distributed as dist
 
@@ -47,10 +59,25 @@ def run(options: argparse.Namespace) -> int:
         report = check(factor=options.factor)
     except CommError as error:
         return _dead(error, options)
+    except (ValueError, RuntimeError) as error:
+        return refuse("doctor", one_line(error))
     if dist.get_rank() == 0:
         print(json.dumps(report.as_dict())) if options.json else print_report(report)
     dist.destroy_process_group()
     return 1 if report.faults else 0
+
+
+def _wrong_place(environment: Mapping[str, str]) -> str:
+    """What torch says of these with a stack of its C++ code, or waits for a store to find out."""
+    numbers = {}
+    for name, least, most in (("WORLD_SIZE", 1, 1 << 20), ("RANK", 0, 1 << 20), ("MASTER_PORT", 0, (1 << 16) - 1)):
+        value = environment[name]
+        if not value.isdecimal() or not least <= int(value) <= most:
+            return f"{name}={value} is not allowed; wanted a whole number, {least} to {most}"
+        numbers[name] = int(value)
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        return f"RANK={numbers['RANK']} is not allowed with WORLD_SIZE={numbers['WORLD_SIZE']}; wanted 0 to {numbers['WORLD_SIZE'] - 1}"
+    return ""
 
 
 def _dead(error: CommError, options: argparse.Namespace) -> int:

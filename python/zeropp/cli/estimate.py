@@ -2,13 +2,14 @@
 """``python -m zeropp estimate MODEL``: what a run will hold and move, before it runs. Builds no weights.
 
 MODEL is a Hugging Face folder or its ``config.json`` (or a name that transformers knows), or ``package.module:function``,
-a function without arguments that returns the model.
+a function without arguments that returns the model. It may stand at the end, after options that take several values.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import shutil
 import sys
@@ -16,14 +17,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zeropp.cli.say import at_least_one, refuse
 from zeropp.errors import ConfigError, Error, NotBuiltError
+from zeropp.wording import counted, one_line, what_it_is
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``estimate``."""
-    parser.add_argument("model", help="a Hugging Face folder, its config.json, or package.module:function")
-    parser.add_argument("--ranks", type=int, required=True, help="how many, on all hosts together")
-    parser.add_argument("--hosts", type=int, default=1, help="how many hosts, with as many ranks each; default: 1")
+    parser.usage = "%(prog)s MODEL --ranks N [options]"
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a Hugging Face folder, its config.json, or package.module:function"
+    )
+    parser.add_argument(
+        "--ranks", type=at_least_one, required=True, metavar="N", help="how many, on all hosts together"
+    )
+    parser.add_argument(
+        "--hosts", type=at_least_one, default=1, metavar="N", help="how many hosts, with as many ranks each; default: 1"
+    )
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO (3)")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: the model's own types")
     parser.add_argument("--states", choices=("fp32", "bf16", "int8"), default="fp32", help="Adam's moments (fp32)")
@@ -52,19 +62,31 @@ def run(options: argparse.Namespace) -> int:
     from zeropp.forecast import estimate
 
     try:
+        model = _model_of(options)
         found = estimate(
-            _build(options.model), _config(options), ranks=options.ranks, hosts=options.hosts, optimizer=options.optimizer,
+            _build(model), _config(options), ranks=options.ranks, hosts=options.hosts, optimizer=options.optimizer,
             tokens=options.tokens, tflops=options.tflops,
         )  # fmt: skip
     except (Error, OSError, ValueError) as error:
-        print(f"python -m zeropp estimate: {error}", file=sys.stderr)
-        return 2
+        return refuse("estimate", error)
     print(json.dumps(found) if options.json else _table(found, options))
     return 0
 
 
+def _model_of(options: argparse.Namespace) -> str:
+    """MODEL: its own argument, or what an option of several values took for one more of its own."""
+    if options.model is not None:
+        return str(options.model)
+    for values in (options.tiers, options.comm):
+        if values and "=" not in values[-1]:
+            return str(values.pop())
+    if len(options.paths) > 1 or (options.paths and ":" in options.paths[-1]):
+        return str(options.paths.pop())
+    raise ConfigError("MODEL is missing; wanted a Hugging Face folder, its config.json, or package.module:function")
+
+
 def _config(options: argparse.Namespace) -> Any:
-    from zeropp.config import Comm, Config, Offload, Precision, Tier
+    from zeropp.config import TIERS, WIRE_FORMATS, Comm, Config, Offload, Precision, Tier
 
     tiers: dict[str, Any] = {}
     for one in options.tiers:
@@ -73,6 +95,10 @@ def _config(options: argparse.Namespace) -> Any:
         if kind not in ("params", "grads", "optimizer", "activations"):
             raise ConfigError(
                 f"--tiers {one}: '{kind}' is not allowed; wanted params, grads, optimizer or activations, as in optimizer=nvme"
+            )
+        if name not in TIERS:
+            raise ConfigError(
+                f"--tiers {one}: '{name}' is not allowed; wanted {kind}=device, {kind}=cpu or {kind}=nvme"
             )
         path = (options.paths or ".") if name == "nvme" else None  # nothing is written
         try:
@@ -91,6 +117,10 @@ def _config(options: argparse.Namespace) -> Any:
         kind, _, form = one.partition("=")
         if kind not in ("params", "grads"):
             raise ConfigError(f"--comm {one}: '{kind}' is not allowed; wanted params or grads, as in grads=int8")
+        if form not in WIRE_FORMATS:
+            raise ConfigError(
+                f"--comm {one}: '{form}' is not allowed; wanted {', '.join(f'{kind}={x}' for x in WIRE_FORMATS)}"
+            )
         formats[kind] = form
     precision = Precision(param=options.precision, state=options.states)
     return Config(
@@ -101,26 +131,73 @@ def _config(options: argparse.Namespace) -> Any:
 
 def _build(what: str) -> Any:
     """The model on the meta device."""
+    _, colon, _ = what.partition(":")
+    return _call(what) if colon and not Path(what).exists() else _hugging_face(what)
+
+
+def _call(what: str) -> Any:
+    """``package.module:function``. Whatever the user's code raises is an error of ours that names it."""
     import torch
 
-    module, colon, function = what.partition(":")
-    if colon and not Path(what).exists():
-        sys.path.insert(0, "")
-        try:
-            maker = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"{what}: {error}; wanted package.module:function") from error
+    module, _, function = what.partition(":")
+    sys.path.insert(0, "")
+    try:
+        maker = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:  # the last two: a name that none can have
+        raise ConfigError(f"{what}: {one_line(error)}; wanted package.module:function") from error
+    except Exception as error:
+        raise ConfigError(f"{what}: importing {module} raised {type(error).__name__}: {one_line(error)}") from error
+    if not callable(maker) or isinstance(maker, torch.nn.Module):
+        raise ConfigError(
+            f"{what}: '{function}' is {what_it_is(maker)}; wanted a function without arguments that returns the model"
+        )
+    needed = _needed(maker)
+    if needed:
+        raise ConfigError(
+            f"{what}: '{function}' needs {counted(len(needed), 'argument')} ({', '.join(needed)}); wanted a function without arguments "
+            "that returns the model, so write one that calls it"
+        )
+    try:
         with torch.device("meta"):
-            return maker()
+            model = maker()
+    except Exception as error:
+        raise ConfigError(f"{what}: '{function}' raised {type(error).__name__}: {one_line(error)}") from error
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"{what}: '{function}' returned {what_it_is(model)}; wanted a torch.nn.Module")
+    return model
+
+
+def _needed(maker: Any) -> list[str]:
+    """Names of the arguments without which it cannot be called."""
+    try:
+        parameters = inspect.signature(maker).parameters.values()
+    except (TypeError, ValueError):  # some builtins have no signature: the call will tell
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
+
+
+def _hugging_face(what: str) -> Any:
+    """A folder, a ``config.json``, or a name. transformers raises whatever its parts raise: ours names the model."""
+    import torch
+
     try:
         import transformers
     except ImportError as error:
         raise NotBuiltError(f"{what}: reading it needs transformers: pip install transformers") from error
-    config = transformers.AutoConfig.from_pretrained(what)
-    with torch.device("meta"):
-        for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
-            if type(config) in auto._model_mapping:
-                return auto.from_config(config)
+    wanted = "wanted a Hugging Face folder, its config.json, or package.module:function"
+    if not what or (what.startswith((".", "/", "~")) and not Path(what).exists()):
+        raise ConfigError(f"{what!r}: there is no such file or folder; {wanted}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(what)
+        with torch.device("meta"):
+            for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+                if type(config) in auto._model_mapping:
+                    return auto.from_config(config)
+    except Exception as error:
+        raise ConfigError(
+            f"{what}: transformers cannot make a model of it: {type(error).__name__}: {one_line(error)}; {wanted}"
+        ) from error
     raise ConfigError(f"{what}: transformers knows no model of {type(config).__name__}")
 
 
@@ -150,7 +227,7 @@ def _table(found: dict[str, Any], options: argparse.Namespace) -> str:
         return f"{value / 1e3:8.2f} kB"
 
     lines = [
-        f"{found['parameters']:,} parameters in {found['units']} units on {options.ranks} ranks; bytes of each rank"
+        f"{counted(found['parameters'], 'parameter')} in {counted(found['units'], 'unit')} on {counted(options.ranks, 'rank')}; bytes of each rank"
     ]
     for tier in ("cpu", "nvme"):
         lines += [f"  {tier:5} {kind:10} {amount(value)}" for kind, value in found[tier].items()]

@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from zeropp.errors import Error
+from zeropp.cli.say import refuse
+from zeropp.errors import ConfigError, Error
+from zeropp.wording import counted
 from zeropp.zero.offline import DTYPES, export
 
 
@@ -25,17 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the files and say what was written. Exit status: 0 written, 1 no good checkpoint or no room."""
+    """Write the files and say what was written. Exit status: 0 written, 1 no good checkpoint or no room, 2 an option is wrong."""
     try:
         done = export(options.checkpoint, options.folder, dtype=options.dtype, file_bytes=options.file_bytes)
+    except ConfigError as error:
+        return refuse("export", error)
     except Error as error:
-        print(f"python -m zeropp export: {error}", file=sys.stderr)
-        return 1
+        return refuse("export", error, status=1)
     for folder, wrong in done["damaged"].items():
         print(f"python -m zeropp export: {folder} is damaged and was passed over: {wrong}", file=sys.stderr)
     print(
-        f"{done['path']}: {done['tensors']} tensors, {done['bytes']:,} bytes, in {len(done['files'])} "
-        f"file{'s' if len(done['files']) > 1 else ''} of {options.folder}; the model's own config.json is not in a "
+        f"{done['path']}: {counted(done['tensors'], 'tensor')}, {done['bytes']:,} bytes, in {counted(len(done['files']), 'file')} "
+        f"of {options.folder}; the model's own config.json is not in a "
         "checkpoint: add it for transformers"
     )
     return 0

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
 
+from zeropp.cli.say import refuse
 from zeropp.errors import ConfigError
 
 
@@ -26,16 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the script in this process; its exit status is the process's."""
+    if not options.module and not Path(options.script).is_file():
+        return refuse(
+            "run", f"{options.script!r}: there is no such file; wanted a script, or -m and the name of a module"
+        )
+    if options.module and not _is_module(options.script):
+        return refuse("run", f"{options.script!r}: there is no such module; wanted one that `import` finds from here")
     from zeropp.deepspeed_names import install
 
     try:
         install()
     except ConfigError as error:
-        print(f"zeropp run: {error}", file=sys.stderr)
-        return 2
-    if not options.module and not Path(options.script).is_file():
-        print(f"zeropp run: {options.script}: there is no such file", file=sys.stderr)
-        return 2
+        return refuse("run", error)
     sys.argv = [options.script, *map(_for_the_script, options.arguments)]
     if options.module:
         sys.path.insert(0, str(Path.cwd()))
@@ -44,6 +48,21 @@ def run(options: argparse.Namespace) -> int:
         sys.path.insert(0, str(Path(options.script).resolve().parent))
         runpy.run_path(options.script, run_name="__main__")
     return 0
+
+
+def _is_module(name: str) -> bool:
+    """True if ``python -m`` would find it. Its parent packages are imported, as there."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name is not None and name.startswith(error.name):
+            return False
+        raise  # a parent is there, and imports what is not
+    except ValueError:  # no name at all, or one without a spec
+        return name in sys.modules
+    finally:
+        sys.path.pop(0)
 
 
 def _for_the_script(argument: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
+from zeropp.cli.say import refuse
 from zeropp.errors import Error
+from zeropp.wording import counted
 from zeropp.zero.offline import Finding, verify
 
 
@@ -22,8 +23,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         findings = verify(options.checkpoint)
     except Error as error:
-        print(f"python -m zeropp verify: {error}", file=sys.stderr)
-        return 2
+        return refuse("verify", error)
     for finding in findings:
         print(json.dumps(_as_dict(finding)) if options.json else _as_line(finding))
     return 1 if any(finding.wrong for finding in findings) else 0
@@ -41,6 +41,6 @@ def _as_line(finding: Finding) -> str:
     if finding.wrong is not None:
         return f"damaged {finding.folder}{latest}: {finding.wrong}"
     return (
-        f"good    {finding.folder}{latest}: {finding.file_bytes or 0:,} bytes of {finding.ranks} ranks, "
+        f"good    {finding.folder}{latest}: {finding.file_bytes or 0:,} bytes of {counted(finding.ranks or 0, 'rank')}, "
         f"stage {finding.stage}"
     )
