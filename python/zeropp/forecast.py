@@ -45,7 +45,7 @@ from zeropp.errors import ConfigError
 from zeropp.wording import shown, what_it_is
 from zeropp.zero import stored
 from zeropp.zero.low_states import elem_bytes
-from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers, plan_units
+from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers, plan_units, refuse_lazy
 
 STATES = {
     "AdamW": 2, "Adam": 2, "LAMB": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Lion": 1, "Adagrad": 1,
@@ -130,6 +130,7 @@ def estimate(
         raise ConfigError(
             f"estimate: model is {what_it_is(model)}; wanted a torch.nn.Module, which may be on the meta device"
         )
+    refuse_lazy(model, "estimate")
     config = as_config(config, "estimate")
     _check(config, ranks, hosts, optimizer, tokens, tflops)
     plans = plan_units(

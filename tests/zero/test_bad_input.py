@@ -52,6 +52,25 @@ SAYS: dict[str, list[list[str]]] = {
         ["'2.weight'", "(no more parameters)"],
         ["requires_grad=False", "requires_grad=True"],
     ],
+    "different configs": [
+        ["ConfigError: prepare: Config.stage is 3 on rank 0 and 2 on rank 1; give every rank the same configuration"],
+        [
+            "prepare: Config.precision.reduce is 'fp32' on rank 0 and None on rank 1; Config.loss_scale.init is 65536.0 on rank 0 and 8.0 "
+            "on rank 1; Config.loss_scale.least",
+        ],
+        [
+            "Config.offload.optimizer.kind is 'device' on rank 0 and 'nvme' on rank 1; Config.units is 'auto' on rank 0 and Linear on rank 1; "
+            "Config.prefetch is 'auto' on rank 0 and 1 on rank 1; Config.accumulate is 1 on rank 0 and 2 on rank 1; 1 more key differs; give"
+        ],
+        ["prepare: Config.ignored is 'scalar' on rank 0 and nothing on rank 1; give"],
+        ["prepare: optimizer is AdamW on rank 0 and SGD on rank 1; give every rank the same"],
+        ["prepare: optimizer is AdamW on rank 0 and None on rank 1; give every rank"],
+    ],
+    "lazy": [
+        ["ConfigError: prepare: '1.weight' has no shape yet: module '1' is a LazyLinear, which", "run one batch first"],
+        ["prepare: 'running_mean' has no shape yet: the model is a LazyBatchNorm1d"],
+        ["estimate: '1.weight' has no shape yet"],
+    ],
     "added later": [
         ["parameter 'late' was added to Tiny after zeropp.prepare", "add it before prepare"],
         ["parameter '3.weight' was added to ModuleList after zeropp.prepare"],

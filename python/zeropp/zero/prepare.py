@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import hashlib
 import os
 import weakref
 from collections.abc import Mapping
@@ -26,8 +25,9 @@ from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engi
 from zeropp.zero.offload import BLOCK_ELEMS, StateTier
 from zeropp.zero.optimizer import adopt, check_offload, check_optimizer, steps_float64
 from zeropp.zero.parameter import ref_of
+from zeropp.zero.same import check_same_config, check_same_model, gather_bytes
 from zeropp.zero.thaw import float64_clash, hook_unit, why_frozen
-from zeropp.zero.units import UnitPlan, ignored_parameters, plan_units
+from zeropp.zero.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
 from zeropp.zero.updates import moments_of
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def prepare(
     _check_device(config)
     _check_model(model, config)
     comm = _communicator()
+    if comm is not None:
+        check_same_config(comm, config, optimizer)
     if config.preflight and comm is not None:
         from zeropp.health import preflight
 
@@ -105,7 +107,7 @@ def prepare(
     for plan in plans:
         plan.stays_frozen = "" if plan.trainable else why_frozen(plan, config, trains)
     if comm is not None:
-        _check_same_model(comm, plans)
+        check_same_model(comm, plans)
     if on_meta:
         meta.give_values(model, getattr(config.offload.params, "path", None))
     engine = Engine(model, plans, config, comm, host_copy)
@@ -220,7 +222,7 @@ def _check_arguments(model: Any, optimizer: Any) -> None:
 
 def _check_hosts(config: Config, comm: Any) -> None:
     if config.comm.secondary_shard:
-        counts = [int.from_bytes(b, "little") for b in _gather_bytes(comm, len(comm.host_ranks).to_bytes(8, "little"))]
+        counts = [int.from_bytes(b, "little") for b in gather_bytes(comm, len(comm.host_ranks).to_bytes(8, "little"))]
         if len(set(counts)) > 1:
             raise ConfigError(
                 f"Config.comm.secondary_shard: 'host' with {min(counts)} ranks on one host and {max(counts)} on another is not implemented "
@@ -252,6 +254,7 @@ def _check_device(config: Config) -> None:
 def _check_model(model: nn.Module, config: Config) -> None:
     from zeropp.zero.init import is_sharded
 
+    refuse_lazy(model, "prepare")
     ignored = ignored_parameters(model, config.ignored)
     for parameter, name in ignored.items():
         if is_sharded(parameter) or parameter.is_meta:
@@ -271,7 +274,8 @@ def _check_model(model: nn.Module, config: Config) -> None:
             )
         if type(parameter) is not nn.Parameter and not is_sharded(parameter):
             raise ConfigError(
-                f"prepare: parameter '{name}' is a {type(parameter).__name__}; classes of their own are not implemented yet"
+                f"prepare: parameter '{name}' is a {type(parameter).__name__}, a class of its own, which is not implemented yet; wanted "
+                "a plain torch.nn.Parameter"
             )
         if parameter.device.type not in ("cpu", "meta"):
             raise ConfigError(
@@ -326,39 +330,6 @@ def _communicator() -> Any:
     from zeropp.comm import communicator
 
     return communicator()
-
-
-def _description(plan: UnitPlan, i: int) -> bytes:
-    p = plan.params[i]
-    return f"'{plan.names[i][0]}' {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}".encode()
-
-
-def _gather_bytes(comm: Any, mine: bytes) -> list[bytes]:
-    """All ranks' byte strings of one length."""
-    source = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    every = torch.empty(len(mine) * comm.ranks, dtype=torch.uint8)
-    comm.all_gather(every.data_ptr(), source.data_ptr(), len(mine))
-    data = bytes(every.tolist())
-    return [data[r * len(mine) : (r + 1) * len(mine)] for r in range(comm.ranks)]
-
-
-def _check_same_model(comm: Any, plans: list[UnitPlan]) -> None:
-    """All ranks prepare the same parameters, or all of them hear the first that differs."""
-    lines = [_description(plan, i) for plan in plans for i in range(len(plan.params))]
-    digests = [hashlib.sha256(line).digest()[:8] for line in lines]
-    counts = [int.from_bytes(b, "little") for b in _gather_bytes(comm, len(lines).to_bytes(8, "little"))]
-    most = max(counts)
-    table = _gather_bytes(comm, b"".join(digests).ljust(8 * most, b"\0"))
-    for rank, row in enumerate(table):
-        if row == table[0]:
-            continue
-        at = next(i for i in range(most) if row[8 * i : 8 * i + 8] != table[0][8 * i : 8 * i + 8])
-        line = lines[at] if at < len(lines) else b"(no more parameters)"
-        seen = [b.rstrip(b"\0").decode(errors="replace") for b in _gather_bytes(comm, line[:256].ljust(256, b"\0"))]
-        raise ConfigError(
-            f"prepare: rank {rank}'s model differs from rank 0's: parameter {at} is {seen[rank]} there and {seen[0]} on rank 0; "
-            "build the same model on every rank"
-        )
 
 
 # -- tiers ------------------------------------------------------------------------------------------------------------------

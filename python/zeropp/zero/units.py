@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from zeropp.errors import ConfigError
 
@@ -159,6 +160,22 @@ def ignored_parameters(model: nn.Module, names: Iterable[str]) -> dict[nn.Parame
             raise ConfigError(f"Config.ignored: {wanted!r} names no parameter and no module that has one{more}")
         found.update(meant)
     return found
+
+
+def refuse_lazy(model: nn.Module, door: str) -> None:
+    """Raise if a parameter or buffer waits for a first batch to tell its shape (``torch.nn.LazyLinear`` and its kin).
+
+    Raises:
+        zeropp.ConfigError: names it, and its module.
+    """
+    for path, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and is_lazy(tensor):
+                name, where = (f"{path}.{key}", f"module '{path}'") if path else (key, "the model")
+                raise ConfigError(
+                    f"{door}: '{name}' has no shape yet: {where} is a {type(module).__name__}, which takes its shape from the first batch; "
+                    f"run one batch first (model(batch)), build the optimizer then, and call {door} after that"
+                )
 
 
 def plan_units(

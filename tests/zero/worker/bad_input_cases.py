@@ -168,6 +168,53 @@ def different_models() -> list[str]:
     ]
 
 
+def different_configs() -> list[str]:
+    """Each on the last rank only, and heard on all before anything is allocated. The models can be prepared after it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    last = rank == ranks - 1
+    fp16 = zeropp.Precision(param="fp16", reduce="fp32")
+    pairs: list[tuple[Any, Any]] = [
+        ({"stage": 3}, {"stage": 2}),
+        ({"precision": fp16}, {"precision": zeropp.Precision(param="fp16"), "loss_scale": 8.0}),
+        ({}, {"offload": zeropp.Offload(optimizer="nvme", path="/tmp"), "units": (nn.Linear,), "prefetch": 1, "accumulate": 2, "clip": 1.0}),
+        ({"ignored": ("scalar",)}, {}),
+    ]  # fmt: skip
+    found = []
+    for plain, other in pairs:
+        model = Tiny()
+        config = zeropp.Config(**(other if last else plain))
+        found.append(sentence(lambda m=model, c=config: zeropp.prepare(m, None, c), zeropp.ConfigError))
+        trains_on(*zeropp.prepare(model, adam(model)))
+    model = Tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if last else adam(model)
+    found.append(sentence(lambda: zeropp.prepare(model, optimizer), zeropp.ConfigError))
+    found.append(sentence(lambda: zeropp.prepare(Tiny(), None if last else optimizer), zeropp.ConfigError))
+    return found
+
+
+def same_configs() -> None:
+    """Not a mistake: disks and devices are each host's own, and there are two ways to say one thing."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for plain, other in (
+        ({"precision": "bf16"}, {"precision": zeropp.Precision(param="bf16")}),
+        ({"units": (Tiny, nn.Linear)}, {"units": {nn.Linear, Tiny}, "device": "cpu"}),
+        ({"precision": "fp16"}, {"precision": "fp16", "loss_scale": zeropp.LossScale()}),
+    ):
+        trains = Tiny()
+        zeropp.prepare(trains, adam(trains), zeropp.Config(**(other if last else plain)))
+
+
+def lazy() -> list[str]:
+    """A first batch gives the shapes; then all is well."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(1), nn.LazyBatchNorm1d(affine=False))
+    found = [sentence(lambda: zeropp.prepare(model), zeropp.ConfigError)]
+    found.append(sentence(lambda: zeropp.prepare(model[2]), zeropp.ConfigError))
+    found.append(sentence(lambda: zeropp.estimate(model, ranks=2), zeropp.ConfigError))
+    model(torch.ones(2, 8))
+    zeropp.prepare(model, adam(model))
+    return found
+
+
 def different_values() -> None:
     """Not a mistake: rank 0's values count, buffers' too."""
     torch.manual_seed(dist.get_rank())
@@ -370,6 +417,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "optimizer with state": optimizer_with_state,
     "unknown optimizer": unknown_optimizer,
     "different models": different_models,
+    "different configs": different_configs,
+    "same configs": same_configs,
+    "lazy": lazy,
     "different values": different_values,
     "added later": added_later,
     "no backward": no_backward,
