@@ -27,7 +27,12 @@ zpp_status zpp_file_fail(const struct zpp_aio_sys *sys, const char *what, const 
     const bool full = os_errno == ENOSPC || os_errno == EDQUOT;
     if (full && free_fd >= 0) fault->has_free = sys->free_bytes(sys->ctx, free_fd, &fault->free_bytes) == 0;
     zpp_status status;
-    if (full && fault->has_free) {
+    if (wanted_bytes == 0) { /* a flush: no bytes were asked for */
+        char room[64] = "";
+        if (full && fault->has_free)
+            snprintf(room, sizeof room, ": its file system has %" PRIu64 " bytes free", fault->free_bytes);
+        status = zpp_fail(err, ZPP_TIER, "aio: %s \"%s\"%s: %s", what, path, room, strerror(os_errno));
+    } else if (full && fault->has_free) {
         const bool enough = fault->free_bytes >= wanted_bytes; /* of two that want the last, one may give back a part */
         status = zpp_fail(err, ZPP_TIER,
                           "aio: %s \"%s\": wanted %" PRIu64 " bytes at offset %" PRIu64 ", its file system has %" PRIu64

@@ -133,12 +133,42 @@ typedef struct {
 
 static PyTypeObject *grad_hook_type;
 
+const char *zpp_py_param_words(const Unit *unit, Py_ssize_t param, char *text, size_t room) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    /* The façade keeps a Ref in each parameter (python/zeropp/zero/parameter.py). */
+    PyObject *ref = unit->params ? PyObject_GetAttrString(unit->params[param], "_zeropp") : NULL;
+    PyObject *name = ref ? PyObject_GetAttrString(ref, "name") : NULL;
+    const char *utf8 = name ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
+    char words[ZPP_UNIT_WORDS];
+    if (utf8)
+        snprintf(text, room, "'%s'", utf8);
+    else
+        snprintf(text, room, "parameter %zd of %s", param, zpp_unit_words(unit->unit, words, sizeof words));
+    Py_XDECREF(name);
+    Py_XDECREF(ref);
+    PyErr_Clear();
+    PyErr_Restore(type, value, trace);
+    return text;
+}
+
 void zpp_py_refuse_sparse(const Unit *unit, Py_ssize_t param) {
+    char words[ZPP_PARAM_WORDS];
     PyErr_Clear();
     PyErr_Format(PyExc_ValueError,
-                 "zero: the gradient of parameter %zd of unit %s is sparse; zeropp reduces and steps dense gradients, "
-                 "so build the embedding with sparse=False",
-                 param, unit->unit->name);
+                 "zero: the gradient of %s is sparse; zeropp reduces and steps dense gradients, so build the embedding "
+                 "with sparse=False",
+                 zpp_py_param_words(unit, param, words, sizeof words));
+}
+
+static void refuse_late(const Unit *unit, Py_ssize_t param) {
+    char words[ZPP_PARAM_WORDS];
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_fail(&err, ZPP_STATE,
+             "zero: a gradient of %s came after the gradients of its unit were reduced; its module ran in a way that "
+             "the hooks did not see; make it a unit of its own with Config(units=...)",
+             zpp_py_param_words(unit, param, words, sizeof words));
+    zpp_py_raise(&err);
 }
 
 /* The address of a dense, contiguous gradient; `*grad` is replaced by a contiguous copy where it is neither. */
@@ -177,7 +207,10 @@ static int hand_over(Unit *unit, Py_ssize_t param, const void *from, bool partia
         PyEval_RestoreThread(thread);
     }
     if (status == ZPP_OK) return 0;
-    zpp_py_raise(&err);
+    if (status == ZPP_STATE && zpp_zero_came_late(zero->core, unit->unit->index))
+        refuse_late(unit, param);
+    else
+        zpp_py_raise(&err);
     return -1;
 }
 

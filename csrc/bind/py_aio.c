@@ -78,7 +78,8 @@ static PyObject *raise_tier(const struct zpp_err *err, const struct zpp_aio_faul
     PyObject *text = Py_BuildValue("(N)", PyUnicode_DecodeUTF8(err->text, (Py_ssize_t)strlen(err->text), "replace"));
     const bool filled =
         class && fields && text && set_item(fields, "path", PyUnicode_DecodeFSDefault(fault->path)) &&
-        set_item(fields, "bytes_wanted", PyLong_FromUnsignedLongLong(fault->wanted_bytes)) &&
+        (!fault->wanted_bytes ||
+         set_item(fields, "bytes_wanted", PyLong_FromUnsignedLongLong(fault->wanted_bytes))) &&
         set_item(fields, "offset_bytes", PyLong_FromUnsignedLongLong(fault->offset_bytes)) &&
         (!fault->has_free || set_item(fields, "bytes_free", PyLong_FromUnsignedLongLong(fault->free_bytes))) &&
         (!fault->os_errno || set_item(fields, "errno", PyLong_FromLong(fault->os_errno)));

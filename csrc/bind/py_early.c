@@ -170,6 +170,7 @@ static int update(Unit *unit) {
         early->bad_param = (Py_ssize_t)bad_param;
         return 0;
     }
+    char words[ZPP_UNIT_WORDS];
     zpp_status status = open_slice(unit, &err);
     if (status == ZPP_TIER) fault = *zpp_zero_fault(zero->core);
     int failed = 0;
@@ -181,7 +182,8 @@ static int update(Unit *unit) {
         failed = send(unit, &err, &status);
         if (status == ZPP_TIER) fault = *zpp_zero_fault(zero->core);
     }
-    if (failed) zpp_fail(&err, ZPP_STATE, "the update of unit %s raised", unit->unit->name);
+    if (failed)
+        zpp_fail(&err, ZPP_STATE, "the update of %s raised", zpp_unit_words(unit->unit, words, sizeof words));
     if (failed || status != ZPP_OK) keep_failure(early, &err, &fault);
     return failed;
 }
@@ -251,12 +253,13 @@ int zpp_py_early_require_ended(const Zero *zero, const char *what) {
 
 int zpp_py_early_require_whole(const Unit *unit) {
     if (!unit->early.left || !unit->zero->early.open) return 0;
+    char words[ZPP_UNIT_WORDS];
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_fail(&err, ZPP_STATE,
-             "zero: unit %s is needed again after its gradients were complete, and with Config(step_in_backward=True) "
+             "zero: %s is needed again after its gradients were complete, and with Config(step_in_backward=True) "
              "it may be stepped by then; something reads its weights and gives them no gradient (detach?); leave the "
              "option out",
-             unit->unit->name);
+             zpp_unit_words(unit->unit, words, sizeof words));
     zpp_py_raise(&err);
     return -1;
 }
@@ -321,12 +324,13 @@ int zpp_py_early_gradient(Unit *unit, Py_ssize_t param, bool partial) {
     struct unit_early *own = &unit->early;
     if (!zero->early.open) return 0;
     if (own->stepped) {
+        char words[ZPP_PARAM_WORDS];
         struct zpp_err err = ZPP_ERR_INIT;
         zpp_fail(&err, ZPP_STATE,
-                 "zero: a gradient for parameter %zd of unit %s came after the unit was stepped; its module ran in a "
-                 "way that the hooks did not see; leave out Config(step_in_backward=True), or make it a unit of its "
-                 "own with Config(units=...)",
-                 param, unit->unit->name);
+                 "zero: a gradient of %s came after its unit was stepped; its module ran in a way that the hooks did "
+                 "not see; leave out Config(step_in_backward=True), or make it a unit of its own with "
+                 "Config(units=...)",
+                 zpp_py_param_words(unit, param, words, sizeof words));
         zpp_py_raise(&err);
         return -1;
     }
@@ -374,8 +378,8 @@ int zpp_py_early_abort(Zero *zero) {
     if (!early->open) return 0;
     early->open = false;
     struct zpp_err err = ZPP_ERR_INIT;
-    zpp_fail(&err, ZPP_STATE, "zero: the backward ended by an exception after %d units had been stepped",
-             early->stepped);
+    zpp_fail(&err, ZPP_STATE, "zero: the backward ended by an exception after %d unit%s had been stepped",
+             early->stepped, early->stepped == 1 ? "" : "s");
     if (early->stepped) keep_failure(early, &err, NULL);
     early->pending = early->stepped;
     const int failed = end_writes(zero);

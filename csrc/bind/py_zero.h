@@ -157,6 +157,9 @@ bool zpp_py_backward_runs(Zero *zero, long *task); /* torch's graph task id; fal
 int zpp_py_call(PyObject *callable);                         /* without arguments; 0, or -1 with an error set */
 int zpp_py_grad_mode(Zero *zero);                            /* 1, 0, or -1 with an error set */
 void zpp_py_refuse_sparse(const Unit *unit, Py_ssize_t param); /* sets the error */
+/* A parameter for messages: 'e.weight', in quotes. Returns `text`; keeps an exception that is set. */
+enum { ZPP_PARAM_WORDS = 240 };
+const char *zpp_py_param_words(const Unit *unit, Py_ssize_t param, char *text, size_t room);
 
 /* saved_tensors.c */
 int zpp_py_saved_init(void);

@@ -41,18 +41,21 @@ static void describe_notice(const struct zpp_lane *lane, const struct zpp_notice
 /* What a wait on a lane is for. */
 struct purpose {
     const struct zpp_lane *lane;
-    const struct zpp_notice *notice; /* what is expected, or NULL */
+    const struct zpp_notice *notice; /* what is expected or was posted; NULL: anything */
     uint64_t seq;
     bool acknowledgement;
 };
 
 static void describe_purpose(const void *ctx, char *text, size_t room) {
     const struct purpose *purpose = ctx;
-    char words[160] = "";
-    if (purpose->notice) describe_notice(purpose->lane, purpose->notice, words, sizeof words);
-    snprintf(text, room, "%s #%" PRIu64 " of lane \"%s\"%s%s%s",
-             purpose->acknowledgement ? "acknowledgement of notice" : "notice", purpose->seq, purpose->lane->name,
-             words[0] ? " (" : "", words, words[0] ? ")" : "");
+    if (purpose->lane->describe && purpose->notice) {
+        char words[200];
+        describe_notice(purpose->lane, purpose->notice, words, sizeof words);
+        snprintf(text, room, "%s%s", purpose->acknowledgement ? "the end of " : "", words);
+        return;
+    }
+    snprintf(text, room, "%s #%" PRIu64 " of lane \"%s\"",
+             purpose->acknowledgement ? "acknowledgement of notice" : "notice", purpose->seq, purpose->lane->name);
 }
 
 static struct zpp_turn turn_for(const struct purpose *purpose, const struct zpp_wait *wait) {
@@ -96,11 +99,17 @@ void zpp_lane_set_describe(zpp_lane *lane,
 
 static struct lane_memory *memory_of(const struct zpp_lane *lane, int rank) { return lane->base[rank]; }
 
+/* A wait for the peers to acknowledge what this rank posted, which stands in its ring until then. */
+static struct purpose acknowledgement_of(const struct zpp_lane *lane, uint64_t seq) {
+    const struct zpp_notice *notice = &memory_of(lane, lane->comm->rank)->ring[seq % ZPP_LANE_RING].notice;
+    return (struct purpose){lane, notice, seq, true};
+}
+
 zpp_status zpp_lane_post(zpp_lane *lane, const struct zpp_notice *notice, const struct zpp_wait *wait, uint64_t *seq,
                          struct zpp_err *err) {
     zpp_status status = zpp_comm_check(lane->comm, err);
     if (status == ZPP_OK && lane->posted >= ZPP_LANE_RING) {
-        const struct purpose purpose = {lane, NULL, lane->posted + 1 - ZPP_LANE_RING, true};
+        const struct purpose purpose = acknowledgement_of(lane, lane->posted + 1 - ZPP_LANE_RING);
         struct zpp_turn turn = turn_for(&purpose, wait);
         const struct zpp_gate gate = {lane->base, offsetof(struct lane_memory, acked), (uint32_t)purpose.seq};
         status = zpp_await_all(&turn, &gate, err);
@@ -119,6 +128,11 @@ static zpp_status diverged(const struct zpp_lane *lane, int rank, uint64_t seq, 
     describe_notice(lane, here, mine, sizeof mine);
     describe_notice(lane, there, theirs, sizeof theirs);
     /* Both sides may find out at once; the verdict keeps one sentence for all. */
+    if (lane->describe)
+        return zpp_verdict(lane->comm, ZPP_PEER, rank, err,
+                           "comm: rank %d of group \"%s\" is at %s but rank %d is at %s; the ranks took different paths: "
+                           "all must run the same modules and the same steps in the same order",
+                           lane->comm->rank, lane->comm->name, mine, rank, theirs);
     return zpp_verdict(lane->comm, ZPP_PEER, rank, err,
                        "comm: lane \"%s\" of group \"%s\", notice #%" PRIu64 ": rank %d is at %s but rank %d is at %s; "
                        "the ranks took different paths",
@@ -161,7 +175,7 @@ uint64_t zpp_lane_acked(const zpp_lane *lane) {
 
 zpp_status zpp_lane_wait_acked(zpp_lane *lane, uint64_t seq, const struct zpp_wait *wait, struct zpp_err *err) {
     assert(seq <= lane->posted);
-    const struct purpose purpose = {lane, NULL, seq, true};
+    const struct purpose purpose = acknowledgement_of(lane, seq);
     struct zpp_turn turn = turn_for(&purpose, wait);
     const struct zpp_gate gate = {lane->base, offsetof(struct lane_memory, acked), (uint32_t)seq};
     return zpp_await_all(&turn, &gate, err);

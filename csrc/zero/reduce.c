@@ -72,15 +72,19 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
 
 static void describe_notice(void *ctx, const struct zpp_notice *notice, char *text, size_t room) {
     const zpp_zero *zero = ctx;
-    const unsigned long long step = notice->step, elems = notice->elems, object = notice->object;
+    const unsigned long long step = notice->step;
+    const char *plural = step == 1 ? "" : "s";
+    char words[ZPP_UNIT_WORDS] = "an unknown module";
     if (notice->kind == ZPP_NOTICE_NORM)
-        snprintf(text, room, "the norm of gradients after %llu backwards", step);
+        snprintf(text, room, "the norm of the gradients after %llu backward%s", step, plural);
     else if (notice->kind == ZPP_NOTICE_STEP)
-        snprintf(text, room, "a step after %llu backwards", step);
-    else
-        snprintf(text, room, "%s unit %llu (%s, %llu elements) in backward %llu",
-                 notice->kind == ZPP_NOTICE_COPY ? "copy the gradient of" : "reduce", object,
-                 object < (uint64_t)zero->units_count ? zero->units[object]->name : "unknown", elems, step + 1);
+        snprintf(text, room, "a step after %llu backward%s", step, plural);
+    else {
+        if (notice->object < (uint64_t)zero->units_count)
+            zpp_unit_words(zero->units[notice->object], words, sizeof words);
+        snprintf(text, room, "the %s of the gradient of %s in backward %llu",
+                 notice->kind == ZPP_NOTICE_COPY ? "copy" : "reduction", words, step + 1);
+    }
 }
 
 /* The arena, then a home for each unit, also for those that sleep: addresses cost nothing until they are written to.
@@ -485,13 +489,14 @@ static zpp_status drain(zpp_zero *zero, bool all, struct zpp_err *err) {
 zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *err) {
     if (zero->in_backward) return zpp_fail(err, ZPP_STATE, "zero: a backward begins inside a backward");
     zero->backward_ns = zpp_span_begin();
+    char words[ZPP_UNIT_WORDS];
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
         if (unit->grad->launched && unit->grad->pass == zero->pass)
             return zpp_fail(err, ZPP_STATE,
-                            "zero: the backward before this one ended by an exception after unit %s had gone "
-                            "out, so the ranks no longer agree on the gradients; restart from a checkpoint",
-                            unit->name);
+                            "zero: the backward before this one ended by an exception after the gradient of %s had "
+                            "gone out, so the ranks no longer agree on the gradients; restart from a checkpoint",
+                            zpp_unit_words(unit, words, sizeof words));
         memset(unit->grad->seen, 0, unit->params);
         unit->grad->missing = unit->params;
         unit->grad->partial = false;
@@ -528,6 +533,10 @@ static bool is_launched_now(const zpp_zero *zero, const struct zpp_unit_grad *gr
     return grad->launched && grad->pass == zero->pass;
 }
 
+bool zpp_zero_came_late(const zpp_zero *zero, int unit) {
+    return zero->ranks > 1 && zero->units[unit]->grad && is_launched_now(zero, zero->units[unit]->grad);
+}
+
 static void count_gradient(struct zpp_unit_grad *grad, size_t param, bool partial) {
     if (partial) grad->partial = true;
     if (grad->seen[param]) return;
@@ -549,12 +558,11 @@ zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *fr
     struct zpp_unit *unit = zero->units[index];
     struct zpp_unit_grad *grad = unit->grad;
     if (zero->ranks == 1) return add_alone(zero, grad, param, from, partial, wait, err);
-    if (is_launched_now(zero, grad))
-        return zpp_fail(
-            err, ZPP_STATE,
-            "zero: a gradient for parameter %zu of unit %s came after the unit was reduced; "
-            "its module ran in a way that the hooks did not see; make it a unit of its own with Config(units=...)",
-            param, unit->name);
+    if (is_launched_now(zero, grad)) { /* the binding knows the parameter's name */
+        char words[ZPP_UNIT_WORDS];
+        return zpp_fail(err, ZPP_STATE, "zero: a gradient of %s came after its gradients were reduced",
+                        zpp_unit_words(unit, words, sizeof words));
+    }
     zpp_status status = ZPP_OK;
     const bool fresh = grad->bucket_offset_bytes == ZPP_BUCKET_NONE || grad->launched;
     if (fresh) {

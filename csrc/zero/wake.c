@@ -24,9 +24,10 @@ static zpp_status join_order(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
 
 zpp_status zpp_zero_wake(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
+    char words[ZPP_UNIT_WORDS];
     if (unit->trainable) return ZPP_OK;
     if (!unit->sleeps || !zero->sealed || zero->in_backward)
-        return zpp_fail(err, ZPP_STATE, "zero: unit %s cannot be woken: %s", unit->name,
+        return zpp_fail(err, ZPP_STATE, "zero: %s cannot be thawed: %s", zpp_unit_words(unit, words, sizeof words),
                         unit->sleeps ? "a backward runs, or nothing is sealed" : "it has no room for gradients");
     const zpp_status status = unit->grad ? join_order(zero, unit, err) : ZPP_OK;
     if (status != ZPP_OK) return status;

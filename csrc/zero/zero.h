@@ -138,6 +138,8 @@ zpp_status zpp_zero_slice_sent(zpp_zero *zero, int unit, struct zpp_err *err);
 zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *err);
 zpp_status zpp_zero_grad(zpp_zero *zero, int unit, size_t param, const void *grad, bool partial,
                          const struct zpp_wait *wait, struct zpp_err *err);
+/* Was that refused because the unit's gradients are on their way already? */
+bool zpp_zero_came_late(const zpp_zero *zero, int unit);
 /* In this backward no gradient of that parameter comes on this rank; the unit does not wait for one. */
 void zpp_zero_skip(zpp_zero *zero, int unit, size_t param);
 /* Forwards of the unit since the last backward: more than one, and its gradient comes in parts. */

@@ -376,6 +376,7 @@ static void sync_fails(void) {
     move(aio, true, in_folder("s"), data, sizeof data, 0);
     CHECK_OK(zpp_aio_flush(aio, false, &patient, &fault, &err));
     CHECK_FAILS(zpp_aio_flush(aio, true, &patient, &fault, &err), ZPP_TIER, "cannot sync");
+    CHECK(!strstr(err.text, "0 bytes")); /* none were asked for */
     CHECK_FAILS(zpp_aio_flush(aio, true, &patient, &fault, &err), ZPP_TIER,
                 "cannot sync"); /* it is not durable still */
     zpp_aio_destroy(aio);

@@ -115,6 +115,10 @@ static void lanes_carry_notices(void) {
     for (int ranks = 1; ranks <= 5; ranks++) run_ranks(ranks, lane_rounds, NULL);
 }
 
+static void describe(void *ctx, const struct zpp_notice *notice, char *text, size_t room) {
+    snprintf(text, room, "%s unit %d", (const char *)ctx, (int)notice->object);
+}
+
 static void lane_tries(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_lane *lane = NULL;
@@ -134,15 +138,18 @@ static void lane_tries(struct test_rank *me) {
     CHECK_FAILS(zpp_lane_read(lane, peer, 1000, NULL, &hasty, NULL, &err), ZPP_TIMEOUT,
                 "notice #1000 of lane \"tries\"");
     CHECK_EQUAL(err.rank, peer);
+    char word[] = "reduce"; /* whoever uses the lane has words for what it is for, and no number is in the message */
+    const struct zpp_notice expect = {.kind = 1, .object = 7};
+    zpp_lane_set_describe(lane, describe, word);
+    CHECK_FAILS(zpp_lane_read(lane, peer, 1000, &expect, &hasty, NULL, &err), ZPP_TIMEOUT,
+                "did not come to reduce unit 7 within 0.1");
+    CHECK_FAILS(zpp_lane_wait_acked(lane, seq, &hasty, &err), ZPP_TIMEOUT,
+                "did not come to the end of reduce unit 0 within 0.1");
     CHECK_OK(zpp_barrier(me->comm, NULL, &err)); /* a wait on a lane that ends does not end the group */
     zpp_lane_destroy(lane);
 }
 
 static void lanes_try_and_time_out(void) { run_ranks(2, lane_tries, NULL); }
-
-static void describe(void *ctx, const struct zpp_notice *notice, char *text, size_t room) {
-    snprintf(text, room, "%s unit %d", (const char *)ctx, (int)notice->object);
-}
 
 static void lane_divergence(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -158,7 +165,7 @@ static void lane_divergence(struct test_rank *me) {
     for (int r = 0; r < me->ranks && status == ZPP_OK; r++)
         status = zpp_lane_read(lane, r, 1, &notice, &patient, NULL, &err);
     CHECK_EQUAL(status, ZPP_PEER);
-    CHECK(strstr(err.text, "reduce unit 4") && strstr(err.text, "reduce unit 9"));
+    CHECK(strstr(err.text, "at reduce unit 4") && strstr(err.text, "at reduce unit 9") && !strstr(err.text, "notice"));
     CHECK_FAILS(zpp_lane_post(lane, &notice, &patient, &seq, &err), ZPP_PEER, "reduce unit 9");
     zpp_lane_destroy(lane);
 }

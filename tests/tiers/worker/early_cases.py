@@ -582,7 +582,7 @@ def a_backward_that_raises() -> None:
         handle.remove()
         with pytest.raises(zeropp.Error, match=r"between a backward and optimizer\.step"):
             model(*batch(4))
-        with pytest.raises(zeropp.Error, match=r"ended by an exception after \d+ units had been stepped"):
+        with pytest.raises(zeropp.Error, match=r"ended by an exception after \d+ units? had been stepped"):
             optimizer.step()
         optimizer.zero_grad()  # what the dead backward left
         assert zeropp.load(saved, model, optimizer)["step"] == 2
