@@ -203,8 +203,12 @@ def test_nothing_good_left_names_every_fault(saved):
     for step in (1, 2):
         flip(saved / f"step-{step}" / "rank-00000.safetensors", 700)
     model, _, _ = make()
-    with pytest.raises(CheckpointError, match=r"no good checkpoint among 2: .*step-2.*step-1"):
+    with pytest.raises(
+        CheckpointError, match=r"none of 2 checkpoints is good: step-2 is damaged: .*; step-1 is damaged: "
+    ):
         zeropp.load(saved, model)
+    with pytest.raises(CheckpointError, match=r"^step-2 is damaged: .*rank-00000.* restore it from a copy$"):
+        zeropp.load(saved / "step-2", model)
     with pytest.raises(CheckpointError, match="no such folder"):
         zeropp.load(saved / "nowhere", model)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import mmap
@@ -94,6 +95,20 @@ def test_no_space_left_is_a_tier_error_with_path_and_bytes():
     assert (
         caught.value.path == "/dev/full" and caught.value.bytes_wanted >= 40000 and caught.value.bytes_free is not None
     )
+
+
+def test_bytes_that_nobody_counted_are_not_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError) as caught, disk.storage_errors(tmp_path / "file" / "folder", 0):
+        (tmp_path / "file" / "folder").mkdir()
+    path = tmp_path / "file" / "folder"
+    assert str(caught.value) == f"{path}: cannot be written: Not a directory; choose a folder that can be written"
+    assert caught.value.bytes_wanted is None and caught.value.path == str(path)
+    with (
+        pytest.raises(TierError, match=r"No space left on device \(\d+ bytes free\); free some space"),
+        disk.storage_errors(tmp_path, 0),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("length", [1, 4096, 3 * 4096 + 5, 2 * 4096 - 1])

@@ -99,7 +99,10 @@ def test_export_refuses(saved, tmp_path, capsys):
     for step in (1, 2):
         damage(root / f"step-{step}" / "rank-00000.safetensors")
     assert main(["export", str(root), str(tmp_path / "out")]) == 1
-    assert "no good checkpoint among 2" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert (
+        "none of 2 checkpoints is good: step-2 is damaged: " in capsys.readouterr().err
+        and not (tmp_path / "out").exists()
+    )
     with pytest.raises(ConfigError, match=r"dtype 'int8' is not allowed"):
         offline.export(root, tmp_path / "out", dtype="int8")
     with pytest.raises(CheckpointError, match="no such folder"):

@@ -222,7 +222,7 @@ def aside(final: Path) -> Path:
 
 @contextlib.contextmanager
 def storage_errors(path: Path, wanted_bytes: int) -> Iterator[None]:
-    """An OSError inside becomes a TierError with path, bytes wanted and bytes free."""
+    """An OSError inside becomes a TierError with path, bytes wanted and bytes free. ``wanted_bytes`` 0: nobody counted them."""
     try:
         yield
     except TierError:
@@ -232,10 +232,13 @@ def storage_errors(path: Path, wanted_bytes: int) -> Iterator[None]:
         with contextlib.suppress(OSError):
             existing = next(folder for folder in (path, *path.parents) if folder.exists())
             free = shutil.disk_usage(existing).free
-        room = f"{wanted_bytes} bytes wanted, {free} free" if free is not None else f"{wanted_bytes} bytes wanted"
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        known = [f"{wanted_bytes} bytes wanted"] if wanted_bytes else []
+        if free is not None and (wanted_bytes or full):
+            known.append(f"{free} free" if wanted_bytes else f"{free} bytes free")
+        room = f" ({', '.join(known)})" if known else ""
         raise TierError(
-            f"{path}: cannot be written: {error.strerror or error} ({room}); "
+            f"{path}: cannot be written: {error.strerror or error}{room}; "
             + ("free some space, or choose another folder" if full else "choose a folder that can be written"),
-            path=str(path), bytes_wanted=wanted_bytes, bytes_free=free, errno=error.errno,
+            path=str(path), bytes_wanted=wanted_bytes or None, bytes_free=free, errno=error.errno,
         ) from error  # fmt: skip

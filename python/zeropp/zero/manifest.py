@@ -71,6 +71,14 @@ def candidates(path: Path) -> list[Path]:
     return folders
 
 
+def none_good(damaged: Mapping[Path, str]) -> CheckpointError:
+    """The error where each checkpoint of a folder is damaged. ``damaged``: what is wrong with each, newest first."""
+    what = "; ".join(f"{folder.name} is damaged: {wrong}" for folder, wrong in damaged.items())
+    if len(damaged) == 1:
+        return CheckpointError(f"{what}; restore it from a copy")
+    return CheckpointError(f"none of {len(damaged)} checkpoints is good: {what}; restore one of them from a copy")
+
+
 def manifest_text(content: Mapping[str, Any]) -> str:
     """The file: the content and its sum."""
     return json.dumps({"sha256": _digest(content), "content": content}, separators=(",", ":"))

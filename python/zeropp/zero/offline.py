@@ -20,7 +20,7 @@ import torch
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.zero import disk as files
 from zeropp.zero import safefile
-from zeropp.zero.manifest import LATEST, MANIFEST, candidates, read_manifest, steps_in
+from zeropp.zero.manifest import LATEST, MANIFEST, candidates, none_good, read_manifest, steps_in
 from zeropp.zero.safefile import Piece
 
 FILE_BYTES = 2 << 30
@@ -107,7 +107,7 @@ def export(
         if finding.wrong is None:
             return {**_export(folder, Path(target), dtype, file_bytes), "damaged": damaged}
         damaged[str(folder)] = finding.wrong
-    raise CheckpointError(f"no good checkpoint among {len(damaged)}: {'; '.join(damaged.values())}")
+    raise none_good({Path(folder): wrong for folder, wrong in damaged.items()})
 
 
 def whole_state(path: Path, dtype: str | None) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from torch import optim
 from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.optim import LAMB, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
+from zeropp.wording import counted
 from zeropp.zero import lamb, low_states, low_step, muon, onebit_adam, updates
 from zeropp.zero.away import require_here
 from zeropp.zero.delayed import Delayed
@@ -465,21 +466,26 @@ def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
             "the optimizer has state already; call zeropp.prepare before the first step, and zeropp.load to go on"
         )
     if type(optimizer) not in (*_ADAMS, *_ELEMENTWISE, *_ONEBIT):
-        names = ", ".join(c.__name__ for c in (*_ADAMS, *_ELEMENTWISE, *_ONEBIT))
+        names = ", ".join(dict.fromkeys(c.__name__ for c in (*_ADAMS, *_ELEMENTWISE, *_ONEBIT)))  # two are named Muon
         raise ConfigError(f"optimizer {type(optimizer).__name__} is not implemented yet on slices; these are: {names}")
     known = {id(p) for plan in plans for p in plan.params}
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     foreign = sum(p not in known for p in covered)
     if foreign:
+        which = "that is" if foreign == 1 else "that are"
         raise ConfigError(
-            f"the optimizer has {foreign} parameters that are not the model's; build it from model.parameters(), less those "
+            f"the optimizer has {counted(foreign, 'parameter')} {which} not the model's; build it from model.parameters(), less those "
             "that Config(ignored=) leaves alone"
         )
     named = [(p, names[0]) for plan in plans for p, names in zip(plan.params, plan.names, strict=True)]
     missing = [name for p, name in named if p.requires_grad and id(p) not in covered]
     if missing:
-        raise ConfigError(f"the optimizer lacks {len(missing)} trainable parameters, first '{missing[0]}'; add them, or freeze them "
-                          "with requires_grad_(False) before zeropp.prepare")  # fmt: skip
+        them = "it" if len(missing) == 1 else "them"
+        which = f"'{missing[0]}'" if len(missing) == 1 else f"first '{missing[0]}'"
+        raise ConfigError(
+            f"the optimizer lacks {counted(len(missing), 'trainable parameter')}, {which}; add {them}, or freeze {them} with "
+            "requires_grad_(False) before zeropp.prepare"
+        )
     for group in optimizer.param_groups:
         check_differentiable("the optimizer was built with", group)
 

@@ -23,7 +23,7 @@ from zeropp.zero.agree import Ranks
 from zeropp.zero.background import finish
 from zeropp.zero.checkpoint import check_optimizer
 from zeropp.zero.engine import WHOLE, Engine, Unit, engine_of
-from zeropp.zero.manifest import SCALES, candidates, read_manifest
+from zeropp.zero.manifest import SCALES, candidates, none_good, read_manifest
 from zeropp.zero.plain import from_plain
 from zeropp.zero.state import loose_tensors, write_piece
 from zeropp.zero.thaw import was_trained
@@ -119,8 +119,7 @@ def _first_good(ranks: Ranks, folders: list[Path]) -> tuple[Path, dict[str, Any]
         if not isinstance(error, CheckpointError):
             raise error
         damaged[folder] = str(error)
-    lines = "; ".join(damaged.values())
-    raise CheckpointError(f"no good checkpoint among {len(folders)}: {lines}")
+    raise none_good(damaged)
 
 
 class _Parts:

@@ -120,12 +120,16 @@ def optimizer_lacks() -> list[str]:
     few = torch.optim.AdamW(model.blocks[0].parameters())
     lacking = sentence(lambda: zeropp.prepare(model, few), zeropp.ConfigError)
     foreign = sentence(lambda: zeropp.prepare(Tiny(), adam(model)), zeropp.ConfigError)
+    last_one = torch.optim.AdamW(model.blocks.parameters())
+    lacking_one = sentence(lambda: zeropp.prepare(model, last_one), zeropp.ConfigError)
+    too_many = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(2))])
+    foreign_one = sentence(lambda: zeropp.prepare(model, too_many), zeropp.ConfigError)
     model.scalar.requires_grad_(False)
     frozen = torch.optim.AdamW(model.blocks.parameters())
     # A frozen parameter may be missing; and the refusals left no trace.
     model, optimizer = zeropp.prepare(model, frozen)
     trains_on(model, optimizer)
-    return [lacking, foreign]
+    return [lacking, foreign, lacking_one, foreign_one]
 
 
 def optimizer_with_state() -> str:
