@@ -27,6 +27,7 @@ from zeropp.deepspeed_keys import (
     ZERO_REFUSED,
 )
 from zeropp.errors import ConfigError
+from zeropp.wording import counted
 
 Field = tuple[str, Any]  # path of the key in the file, value of the field of Config
 
@@ -558,7 +559,7 @@ def _batch(keys: Mapping[str, Any], fields: dict[str, Field], ranks: int | None)
         if train % known_product or (micro and steps and train != known_product):
             raise ConfigError(
                 f"train_batch_size: {train} does not fit train_micro_batch_size_per_gpu {micro or 'auto'} x "
-                f"gradient_accumulation_steps {steps or 'auto'} x {world} ranks; change one of the three, "
+                f"gradient_accumulation_steps {steps or 'auto'} x {counted(world, 'rank')}; change one of the three, "
                 'or give it as "auto"'
             )
         if steps is None and micro is not None:

@@ -42,7 +42,7 @@ from zeropp import _C
 from zeropp.config import TORCH_DTYPES, Config, Tier
 from zeropp.config_doors import as_config
 from zeropp.errors import ConfigError
-from zeropp.wording import shown, what_it_is
+from zeropp.wording import counted, shown, what_it_is
 from zeropp.zero import stored
 from zeropp.zero.low_states import elem_bytes
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers, plan_units, refuse_lazy
@@ -202,7 +202,9 @@ def _check(config: Config, ranks: int, hosts: int, optimizer: str, tokens: int |
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 62):
             raise ConfigError(f"estimate: {name} {shown(value)} is not allowed; wanted a whole number above 0")
     if ranks % hosts:
-        raise ConfigError(f"estimate: {ranks} ranks on {hosts} hosts is not estimated yet; wanted as many on each")
+        raise ConfigError(
+            f"estimate: {counted(ranks, 'rank')} on {counted(hosts, 'host')} is not estimated yet; wanted as many on each"
+        )
     if tflops is not None and not 0 < tflops < float("inf"):
         raise ConfigError(f"estimate: tflops {tflops!r} is not allowed; wanted a number above 0")
     if (tokens is None) != (tflops is None):

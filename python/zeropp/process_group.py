@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import Work as _Work
 
 from zeropp import _C, comm, comm_sparse
 from zeropp.comm_cuda import GpuGroup
+from zeropp.wording import counted
 
 __all__ = ["ProcessGroup"]
 
@@ -241,7 +242,9 @@ def _only(what: str, tensors: Tensors | torch.Tensor) -> torch.Tensor:
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
-        raise ValueError(f"zeropp: {what} of a list of {len(tensors)} tensors, wanted one; call it once for each")
+        raise ValueError(
+            f"zeropp: {what} of a list of {counted(len(tensors), 'tensor')}, wanted one; call it once for each"
+        )
     return tensors[0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["counted", "one_line", "ranks_named", "seconds", "shown", "what_it_is"]
+__all__ = ["are", "counted", "one_line", "ranks_named", "seconds", "shown", "what_it_is"]
 
 _MOST_CHARACTERS = 200
 _LONG_CHARACTERS = 60
@@ -38,6 +38,11 @@ def what_it_is(value: object) -> str:
 def counted(count: int, thing: str) -> str:
     """`1 unit`, `2 units`."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def are(count: int) -> str:
+    """`is` after one thing, else `are`."""
+    return "is" if count == 1 else "are"
 
 
 def seconds(value: float) -> str:

@@ -289,7 +289,7 @@ def test_what_cannot_be_saved_or_restored_says_why(saved):
 def test_another_model_is_refused(saved):
     for change, says in (
         (lambda m: setattr(m, "more", torch.nn.Linear(2, 2)), r"2 parameters are not in it \(first 'more.bias'\)"),
-        (lambda m: delattr(m, "frozen"), r"2 in it are not in the model \(first 'frozen.bias'\)"),
+        (lambda m: delattr(m, "frozen"), r"2 parameters of it are not in the model \(first 'frozen.bias'\)"),
         (
             lambda m: setattr(m, "norm", torch.nn.LayerNorm(13)),
             r"'norm.weight' has shape \[12\] there, \[13\] in the model",
@@ -411,7 +411,7 @@ def test_load_full_state_dict_refuses_what_does_not_fit():
         "x": torch.zeros(1)
     }
     with pytest.raises(
-        CheckpointError, match=r"1 names are missing \('norm.weight'\), 1 are unknown to the model \('x'\)"
+        CheckpointError, match=r"1 name is missing \('norm.weight'\), 1 name is unknown to the model \('x'\); strict"
     ):
         zeropp.load_full_state_dict(model, fewer)
     assert same(zeropp.full_state_dict(model), before)

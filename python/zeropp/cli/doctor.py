@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeropp.cli.say import refuse
 from zeropp.errors import CommError
-from zeropp.wording import one_line
+from zeropp.wording import counted, one_line
 
 if TYPE_CHECKING:
     from zeropp.health import Report
@@ -104,7 +104,7 @@ def print_report(report: Report) -> None:
     for fault in report.faults:
         console.print(str(fault))
     if not report.faults:
-        console.print(f"healthy: {report.ranks} ranks, none slower than its like")
+        console.print(f"healthy: {counted(report.ranks, 'rank')}, none slower than its like")
 
 
 def _tables(report: Report) -> list[Any]:

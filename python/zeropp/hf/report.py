@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 import zeropp
 from zeropp import zero
+from zeropp.wording import counted
 
 logger = logging.get_logger(f"transformers.{__name__}")
 
@@ -20,8 +21,8 @@ def memory_table(model: Any) -> str:
     """Bytes a rank by kind of state: by the paper's formula, and held now."""
     engine, found = zero.engine.engine_of(model), zeropp.memory(model)
     lines = [
-        f"zeropp: stage {engine.stage}, {engine.ranks} rank{'s' if engine.ranks > 1 else ''}, "
-        f"{found['parameters']:,} parameters in {len(engine.units)} units; memory a rank:",
+        f"zeropp: stage {engine.stage}, {counted(engine.ranks, 'rank')}, "
+        f"{counted(found['parameters'], 'parameter')} in {counted(len(engine.units), 'unit')}; memory a rank:",
         f"  {'':<10} {'planned':>12} {'held now':>12}",
     ]
     for kind in ("params", "grads", "master", "optimizer"):

@@ -18,6 +18,7 @@ from torch import nn
 
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.ops import moments_decode_, moments_scales
+from zeropp.wording import are, counted
 from zeropp.zero import random_state, safefile
 from zeropp.zero.agree import Ranks
 from zeropp.zero.background import finish
@@ -202,10 +203,14 @@ def _check_fit(engine: Engine, content: Mapping[str, Any], optimizer: Any, sched
     mine = {entry.names[0]: entry for unit in engine.units for entry in unit.params}
     missing, foreign = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
     if missing or foreign:
-        raise CheckpointError(
-            f"{folder}: holds another model: {len(missing)} parameters are not in it{_first(missing)}, "
-            f"{len(foreign)} in it are not in the model{_first(foreign)}"
-        )
+        said = []
+        if missing:
+            said.append(f"{counted(len(missing), 'parameter')} {are(len(missing))} not in it{_first(missing)}")
+        if foreign:
+            said.append(
+                f"{counted(len(foreign), 'parameter')} of it {are(len(foreign))} not in the model{_first(foreign)}"
+            )
+        raise CheckpointError(f"{folder}: holds another model: {', '.join(said)}; build the model that was saved")
     for name, entry in mine.items():
         if list(entry.shape) != saved[name]["shape"]:
             raise CheckpointError(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zeropp.errors import CheckpointError
+from zeropp.wording import are, counted
 from zeropp.zero import disk, safefile
 from zeropp.zero.access import gathered
 from zeropp.zero.agree import Ranks
@@ -268,10 +269,12 @@ def _check_names(engine: Engine, model: nn.Module, values: Source, strict: bool)
     extra = dict(_extra_states(model))
     foreign = sorted(given - known - set(_aliases(engine, model)) - extra.keys())
     if strict and (missing or foreign):
-        raise CheckpointError(
-            f"load_full_state_dict: {len(missing)} names are missing{_some(missing)}, {len(foreign)} are unknown to "
-            f"the model{_some(foreign)}; strict=False leaves those alone"
-        )
+        said = []
+        if missing:
+            said.append(f"{counted(len(missing), 'name')} {are(len(missing))} missing{_some(missing)}")
+        if foreign:
+            said.append(f"{counted(len(foreign), 'name')} {are(len(foreign))} unknown to the model{_some(foreign)}")
+        raise CheckpointError(f"load_full_state_dict: {', '.join(said)}; strict=False leaves those alone")
 
 
 def _some(names: list[str]) -> str:
