@@ -130,8 +130,8 @@ static zpp_status diverged(const struct zpp_lane *lane, int rank, uint64_t seq, 
     /* Both sides may find out at once; the verdict keeps one sentence for all. */
     if (lane->describe)
         return zpp_verdict(lane->comm, ZPP_PEER, rank, err,
-                           "comm: rank %d of group \"%s\" is at %s but rank %d is at %s; the ranks took different paths: "
-                           "all must run the same modules and the same steps in the same order",
+                           "comm: rank %d of group \"%s\" is at %s but rank %d is at %s; the ranks took different "
+                           "paths: all must run the same modules and the same steps in the same order",
                            lane->comm->rank, lane->comm->name, mine, rank, theirs);
     return zpp_verdict(lane->comm, ZPP_PEER, rank, err,
                        "comm: lane \"%s\" of group \"%s\", notice #%" PRIu64 ": rank %d is at %s but rank %d is at %s; "

@@ -70,23 +70,6 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     unit->grad = NULL;
 }
 
-static void describe_notice(void *ctx, const struct zpp_notice *notice, char *text, size_t room) {
-    const zpp_zero *zero = ctx;
-    const unsigned long long step = notice->step;
-    const char *plural = step == 1 ? "" : "s";
-    char words[ZPP_UNIT_WORDS] = "an unknown module";
-    if (notice->kind == ZPP_NOTICE_NORM)
-        snprintf(text, room, "the norm of the gradients after %llu backward%s", step, plural);
-    else if (notice->kind == ZPP_NOTICE_STEP)
-        snprintf(text, room, "a step after %llu backward%s", step, plural);
-    else {
-        if (notice->object < (uint64_t)zero->units_count)
-            zpp_unit_words(zero->units[notice->object], words, sizeof words);
-        snprintf(text, room, "the %s of the gradient of %s in backward %llu",
-                 notice->kind == ZPP_NOTICE_COPY ? "copy" : "reduction", words, step + 1);
-    }
-}
-
 /* The arena, then a home for each unit, also for those that sleep: addresses cost nothing until they are written to.
  * Stages 0 and 1 live in the homes. */
 static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
@@ -140,8 +123,8 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
     zpp_reduce_list_order(zero, false);
     if (status == ZPP_OK) status = make_slices(zero, err);
     if (status != ZPP_OK) return status;
-    if (zero->lane) zpp_lane_set_describe(zero->lane, describe_notice, zero);
-    if (zero->copy_lane) zpp_lane_set_describe(zero->copy_lane, describe_notice, zero);
+    if (zero->lane) zpp_lane_set_describe(zero->lane, zpp_reduce_describe, zero);
+    if (zero->copy_lane) zpp_lane_set_describe(zero->copy_lane, zpp_reduce_describe, zero);
     return ZPP_OK;
 }
 

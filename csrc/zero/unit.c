@@ -4,9 +4,6 @@
  */
 #include "unit.h"
 
-#include <stdio.h>
-#include <string.h>
-
 enum { PARAM_ALIGN_BYTES = 64, LARGE_SHARD_BYTES = 256 * 1024, LARGE_SHARD_ALIGN_BYTES = 4096 };
 
 static size_t round_up(size_t value, size_t multiple) {
@@ -39,29 +36,6 @@ size_t zpp_unit_pieces(const struct zpp_unit *unit, int rank, struct zpp_piece *
         pieces[count++] = (struct zpp_piece){ .param = i, .offset_elems = from, .elems = to - from };
     }
     return count;
-}
-
-enum { WORDS_MODULES = 3 }; /* that a message names, of a unit that several modules share */
-
-const char *zpp_unit_words(const struct zpp_unit *unit, char *text, size_t room) {
-    if (strcmp(unit->name, "(model)") == 0) {
-        snprintf(text, room, "the model");
-        return text;
-    }
-    /* Modules stand with a plus between them (python/zeropp/zero/units.py); a long list is cut off in the name. */
-    const bool cut = strlen(unit->name) == sizeof unit->name - 1;
-    const char *name = unit->name;
-    int used = snprintf(text, room, "module%s ", strchr(name, '+') ? "s" : "");
-    for (int i = 0; i < WORDS_MODULES && used >= 0 && (size_t)used < room; i++) {
-        const size_t length = strcspn(name, "+");
-        const bool last = name[length] == '\0';
-        used += snprintf(text + used, room - (size_t)used, "%s'%.*s%s'", i ? ", " : "", (int)length, name,
-                         last && cut ? "..." : "");
-        if (last) return text;
-        name += length + 1;
-    }
-    if (used >= 0 && (size_t)used < room) snprintf(text + used, room - (size_t)used, ", ...");
-    return text;
 }
 
 size_t zpp_unit_bytes(const struct zpp_unit *unit) {

@@ -91,7 +91,7 @@ void zpp_unit_layout(size_t params, const size_t *param_elems, size_t elem_bytes
 /* The pieces of slice `rank`, in order; `pieces` has room for unit->params. Returns how many. */
 size_t zpp_unit_pieces(const struct zpp_unit *unit, int rank, struct zpp_piece *pieces);
 
-/* For messages, in the user's words: "module 'a'", "modules 'a', 'b'", or "the model" for what lies in no other
+/* words.c, for messages in the user's words: "module 'a'", "modules 'a', 'b'", or "the model" for what lies in no other
  * module. Returns `text`. */
 enum { ZPP_UNIT_WORDS = 160 };
 const char *zpp_unit_words(const struct zpp_unit *unit, char *text, size_t room);
