@@ -101,6 +101,12 @@ static int show_whole_gradients(Zero *zero) {
     return 0;
 }
 
+/* Other graphs than the one that ended may have read what is sticky: it stays until a step. A step inside the backward
+ * leaves no other graph. */
+int zpp_py_backward_over(Zero *zero) {
+    return zero->early.begin ? zpp_py_release_all(zero) : zpp_py_end_pass(zero);
+}
+
 static PyObject *end_backward(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
@@ -119,7 +125,7 @@ static PyObject *end_backward(PyObject *self, PyObject *unused) {
     if (zpp_py_early_close(zero)) return NULL;
     if (zero->reduces && zero->stage == 0 && zero->ranks > 1 && show_whole_gradients(zero)) return NULL;
     if (zero->keep_passes > 0 && --zero->keep_passes > 0) Py_RETURN_NONE;
-    if (zpp_py_release_all(zero)) return NULL;
+    if (zpp_py_backward_over(zero)) return NULL;
     Py_RETURN_NONE;
 }
 

@@ -145,7 +145,7 @@ int zpp_py_forget_dead_backward(Zero *zero) {
     zero->in_backward = false;
     zero->keep_passes = 0;
     zpp_zero_backward_abort(zero->core);
-    return zpp_py_early_abort(zero) || zpp_py_release_all(zero) ? -1 : 0;
+    return zpp_py_early_abort(zero) || zpp_py_backward_over(zero) ? -1 : 0;
 }
 
 /* A unit is given back by the call that leaves it, while another thread's call computes with it. */
@@ -228,7 +228,7 @@ static int close_units(Trigger *trigger, const struct open_call *call) {
      */
     const bool no_graph = !call->grad || !trigger->zero->builds_loss;
     if (call->outermost && !call->recompute && no_graph && !failed && (trigger->zero->moves || trigger->zero->autos))
-        failed = zpp_py_release_all(trigger->zero);
+        failed = trigger->zero->graphs ? zpp_py_end_pass(trigger->zero) : zpp_py_release_all(trigger->zero);
     return failed;
 }
 
@@ -254,7 +254,7 @@ static PyObject *trigger_call(PyObject *self, PyObject *args, PyObject *kwargs) 
     if (output && call.grad && !call.recompute && !call.functorch && (zero->moves || call.outermost))
         failed = gate_output(trigger, output, 0);
     zero->depth--;
-    if (output && !failed && call.outermost && call.grad && !call.recompute) zero->builds_loss = true;
+    if (output && !failed && call.outermost && call.grad && !call.recompute) zero->builds_loss = zero->graphs = true;
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     if (!output || failed) PyErr_Fetch(&type, &value, &traceback);
     const int close_failed = close_units(trigger, &call);

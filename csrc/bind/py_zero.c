@@ -64,7 +64,8 @@ int zpp_py_need(Unit *unit, enum zpp_phase phase) {
 
 int zpp_py_release(Unit *unit) {
     const struct zpp_unit *core = unit->unit;
-    if (core->pins || core->sticky || unit->zero->keep_passes) return 0;
+    if (core->pins || unit->zero->keep_passes) return 0;
+    if (core->sticky) return unit->zero->builds_loss ? 0 : zpp_py_swap(unit, false); /* its memory stays */
     if (zpp_py_swap(unit, false)) return -1;
     if (!zpp_unit_moves(core)) return 0;
     struct zpp_err err = ZPP_ERR_INIT;
@@ -73,18 +74,21 @@ int zpp_py_release(Unit *unit) {
     return -1;
 }
 
-int zpp_py_release_all(Zero *zero) {
+int zpp_py_end_pass(Zero *zero) {
     const Py_ssize_t count = PyList_Size(zero->units);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        Unit *unit = (Unit *)PyList_GetItem(zero->units, i);
-        unit->unit->sticky = false;
-        if (zpp_py_release(unit)) return -1;
-    }
-    zero->autos = false;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (zpp_py_release((Unit *)PyList_GetItem(zero->units, i))) return -1;
     struct zpp_err err = ZPP_ERR_INIT;
-    if (zpp_zero_release_all(zero->core, &err) == ZPP_OK) return 0;
+    if (zpp_zero_end_pass(zero->core, &err) == ZPP_OK) return 0;
     zpp_py_raise(&err);
     return -1;
+}
+
+int zpp_py_release_all(Zero *zero) {
+    const Py_ssize_t count = PyList_Size(zero->units);
+    for (Py_ssize_t i = 0; i < count; i++) ((Unit *)PyList_GetItem(zero->units, i))->unit->sticky = false;
+    zero->autos = zero->graphs = false;
+    return zpp_py_end_pass(zero);
 }
 
 /* --- Unit --------------------------------------------------------------------------------------------------------- */

@@ -312,14 +312,13 @@ zpp_status zpp_zero_release(zpp_zero *zero, int index, struct zpp_err *err) {
     return unit->kept ? ZPP_OK : give_memory(zero, unit, err);
 }
 
-zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err) {
+zpp_status zpp_zero_end_pass(zpp_zero *zero, struct zpp_err *err) {
     zpp_trace_restart(&zero->trace);
     zero->forward_read = false;
     /* Long enough for any memcpy; a prefetch waits for nobody. */
     const struct zpp_wait patience = { .timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL };
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];
-        unit->sticky = false;
         set_kept(zero, unit, false);
         if (unit->state == ZPP_UNIT_FETCHING) {
             const zpp_status status = settle(zero, unit, &patience, err);
@@ -329,6 +328,11 @@ zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err) {
         if (status != ZPP_OK) return status;
     }
     return ZPP_OK;
+}
+
+zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err) {
+    for (int i = 0; i < zero->units_count; i++) zero->units[i]->sticky = false;
+    return zpp_zero_end_pass(zero, err);
 }
 
 zpp_status zpp_zero_keep_slice(zpp_zero *zero, int index, struct zpp_err *err) {

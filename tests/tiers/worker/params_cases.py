@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
+from parity_cases import ORDERS, in_order
 from state_cases import change, full_disk, scratch
 from training import Recipe, batch, gpt, ours, same, train
 from zeropp import Offload, Tier
 from zeropp.zero.engine import engine_of
+from zoo import ReadFromOutside
 
 
 def nvme(path: str, fraction: float = 1.0, states: bool = False, states_fraction: float = 1.0) -> dict[str, Any]:
@@ -66,6 +68,28 @@ def slices_of_whole_pages() -> None:
             runs.append((train(model, optimizer, 0, 2), [v.sum() for v in zeropp.full_state_dict(model).values()]))
             del model, optimizer
         assert runs[0] == runs[1] == runs[2]
+
+
+def backwards_in_any_order() -> None:
+    """Two forwards before the first backward, and weights read outside of their modules: the same bits as in memory."""
+    with scratch() as path:
+        for order in ORDERS:
+            runs = []
+            for tiers in ({"stage": 3}, nvme(path), nvme(path, 0.5)):
+                torch.manual_seed(0)
+                model = ReadFromOutside()
+                adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
+                model, adam = zeropp.prepare(model, adam, zeropp.Config(units=("Linear",), **tiers))
+                losses = []
+                for step in range(2):
+                    losses.append(in_order(order, True)(model, step))
+                    adam.step()
+                    adam.zero_grad()
+                runs.append((losses, list(zeropp.full_state_dict(model).values())))
+                del model, adam
+            for losses, values in runs[1:]:
+                assert losses == runs[0][0], order
+                assert all(torch.equal(a, b) for a, b in zip(values, runs[0][1], strict=True)), order
 
 
 def frozen_units() -> None:
@@ -481,7 +505,7 @@ def refusals() -> None:
 CASES = {
     function.__name__: function
     for function in (
-        fp32, bf16, without_prefetch, slices_of_whole_pages, frozen_units, checkpoints, writing_whole_parameters,
+        fp32, bf16, without_prefetch, slices_of_whole_pages, backwards_in_any_order, frozen_units, checkpoints, writing_whole_parameters,
         reading_released_parameters, a_unit_at_a_time, kept_for_the_backward, memory_and_traffic, inference, one_call_at_a_time, no_room,
         a_read_that_fails, checksums_of_all_tiers, a_step_that_fails, refusals, under_a_limit_that_memory_exceeds,
     )

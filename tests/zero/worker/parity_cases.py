@@ -26,6 +26,7 @@ import zeropp
 import zoo
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from zeropp.zero.prepare import is_prepared
 
 LR, STEPS, U = 1e-2, 5, 2.0**-24
 
@@ -45,6 +46,7 @@ class Case:
     units: Any = "auto"
     ddp: dict[str, Any] | None = field(default_factory=dict)
     """Keywords of DistributedDataParallel. None: the step goes around forward, so gradients are averaged by hand."""
+    modes: dict[str, dict[str, Any]] = field(default_factory=lambda: MODES)
     tolerance: float = 0.0
     """Times the largest gradient of a parameter: where the order of summation differs, and says why."""
 
@@ -96,6 +98,43 @@ def two_losses(model: nn.Module, step: int) -> Tensor:
     left.backward(retain_graph=True)
     right.backward()
     return left.detach() + right.detach()
+
+
+def _backward_alone(model: nn.Module, loss: Tensor) -> None:
+    """Of a plain model: its gradients are averaged before they are added, as zeropp does."""
+    if is_prepared(model):
+        loss.backward()
+        return
+    before = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    loss.backward()
+    _average(model)
+    for p, old in zip(model.parameters(), before, strict=True):
+        p.grad = p.grad if old is None else old if p.grad is None else old + p.grad
+
+
+def in_order(order: str, outside: bool) -> Callable[[nn.Module, int], Tensor]:
+    """Forwards F, backwards B, and P, a backward of what was read after F and shares no graph with it; E evaluates."""
+
+    def step(model: nn.Module, step: int) -> Tensor:
+        losses: dict[str, Tensor] = {}
+        for word in order.split():
+            x = _vector(step + 50 * int(word[1]))
+            if word[0] == "F":
+                out = model(x)
+                losses[f"B{word[1]}"] = (model.again(out) if outside else out).square().mean()
+                losses[f"P{word[1]}"] = model.middle.weight.view(-1).square().mean() if outside else x.mean()
+            elif word[0] == "E":
+                with torch.no_grad():
+                    model(x)
+            else:
+                _backward_alone(model, losses[word])
+        return sum((losses[word].detach() for word in order.split() if word in losses), torch.tensor(0.0))
+
+    return step
+
+
+ORDERS = ("F0 B0 F1 B1", "F0 F1 B0 B1", "F0 F1 B1 B0", "F0 F1 B0 E1 B1", "F0 E0 B0 P0")
 
 
 def penalty(model: nn.Module, step: int) -> Tensor:
@@ -202,6 +241,11 @@ TABLE: dict[str, Case] = {
     # apart.
     "two backwards a step": Case(zoo.Shared, two_backwards, units=("Linear",), tolerance=4 * U),
     "two losses, one graph": Case(zoo.TwoLosses, two_losses, units=("Linear",), ddp=None, tolerance=4 * U),
+    **{
+        f"{order}, {'read outside' if outside else 'read inside'}": Case(
+            zoo.ReadFromOutside, in_order(order, outside), units=("Linear",), ddp=None)
+        for order in ORDERS for outside in (False, True) if outside or "E" not in order
+    },
     "gradient penalty": Case(zoo.Critic, penalty, units=("Linear",)),
     "outputs of every shape": Case(zoo.Outputs, vector, units=("Block",)),
     "regulariser outside": Case(zoo.Critic, lambda m, s: decay_outside(_Squared(m), s), units=("Linear",), ddp=None),
@@ -279,14 +323,14 @@ def run(case: Case) -> dict[str, Any]:
     reference = case.make().train()
     if case.setup:
         case.setup(reference)
-    copies = {mode: copy.deepcopy(reference) for mode in MODES}
+    copies = {mode: copy.deepcopy(reference) for mode in case.modes}
     if case.setup in COMPILING:  # a copy is a plain module
         for model in copies.values():
             case.setup(model)
     ddp = reference if case.ddp is None else DistributedDataParallel(reference, **case.ddp)
     optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=LR)
     ours = {}
-    for mode, keywords in MODES.items():
+    for mode, keywords in case.modes.items():
         model = copies[mode]
         adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
         ours[mode] = zeropp.prepare(model, adam, zeropp.Config(units=case.units, **keywords))

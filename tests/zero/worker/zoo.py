@@ -47,6 +47,19 @@ def mixtral() -> nn.Module:
     return tf.MixtralForCausalLM(tf.MixtralConfig(intermediate_size=96, num_local_experts=4, **SMALL))
 
 
+def switch() -> nn.Module:
+    """Its router calls ``self.classifier.to(dtype)`` in every forward."""
+    import transformers as tf
+
+    return tf.SwitchTransformersForConditionalGeneration(
+        tf.SwitchTransformersConfig(
+            vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=4,
+            num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, expert_capacity=64, dropout_rate=0.0, router_jitter_noise=0.0,
+            use_cache=False, decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
 def lora() -> nn.Module:
     """Two units a block: a frozen one, and a trainable one."""
     from peft import LoraConfig, get_peft_model
@@ -270,6 +283,24 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ((self.b(self.a(x) @ self.frozen) * self.scalar + self.shift) ** 2).mean() + self.empty.sum()
+
+
+class ReadFromOutside(nn.Module):
+    """Weights that are read outside of their modules: of 64 KiB and more, which get memory while they are whole, and a small one,
+    which keeps its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.middle, self.down = nn.Linear(8, 160), nn.Linear(160, 160), nn.Linear(160, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.middle(torch.tanh(self.up(x))))
+        return self.down(hidden @ self.middle.weight.t())
+
+    def again(self, out: Tensor) -> Tensor:
+        """Of an output, once the forward is over: a weight as it is, and two views."""
+        hidden = nn.functional.linear(out, self.up.weight)
+        return hidden @ self.middle.weight.t() @ self.down.weight.view(8, 160).T
 
 
 class TwoLosses(nn.Module):
