@@ -45,6 +45,8 @@ _NEVER_GATHER = {_T.detach, _T.data.__get__, _T.numpy, _T.tolist, _T.item, _T.__
 _DATA_SET = _T.data.__set__
 _REQUIRES_GRAD_SET = (_T.requires_grad.__set__, _T.requires_grad_)
 _MODULE_ZERO_GRAD = nn.Module.zero_grad.__code__
+_MODULE_APPLY = nn.Module._apply.__code__
+_CONVERSIONS = {_T.to, _T.float, _T.double, _T.half, _T.bfloat16, _T.cpu}
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ def _read_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if sys._getframe(2).f_code is _MODULE_ZERO_GRAD:  # model.zero_grad() asks before it clears
         ref.engine.clear_gradient(ref)
         return None
+    if sys._getframe(2).f_code is _MODULE_APPLY:  # module.to(...) that changed nothing: nor does it change the gradient
+        return None
     raise _refuse_gradient(ref)
 
 
@@ -121,6 +125,26 @@ def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return answer
 
 
+def _keeps_memory(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    """Is ``parameter.data = value`` no change, as ``module.to`` writes where a parameter is of that dtype already?"""
+    with torch._C.DisableTorchFunctionSubclass():
+        return value is parameter or (
+            (value.layout, value.dtype, value.device, value.shape)
+            == (parameter.layout, parameter.dtype, parameter.device, parameter.shape)
+            and value.stride() == parameter.stride()
+            and value.data_ptr() == parameter.data_ptr()
+        )
+
+
+def _converts_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Would this conversion return the parameter itself? An empty tensor of its kind answers that."""
+    if func not in _CONVERSIONS or "memory_format" in kwargs or kwargs.get("copy"):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        probe = torch.empty((0,) * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
+        return func(probe, *args[1:], **kwargs) is probe
+
+
 class _Managed(nn.Parameter):
     """Common to both classes: gradients."""
 
@@ -136,6 +160,8 @@ class _Managed(nn.Parameter):
             return _set_requires_grad(func, args, kwargs or {})
         ref = ref_of(args[0]) if func == _DATA_SET else None
         if ref is not None:
+            if _keeps_memory(args[0], args[1]):
+                return None
             raise PartitionedParameterError(
                 f"p.data of parameter '{ref.name}' cannot be replaced: it is a view of its unit's buffer (as model.to, half and cuda "
                 "would do); convert the model before zeropp.prepare, or write values inside zeropp.gathered(parameter, write=True)"
@@ -174,6 +200,8 @@ class PartitionedParameter(_Managed):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if type(args[0]) is PartitionedParameter and _converts_nothing(func, args, kwargs):
+            return args[0]
         refs = [_living(leaf) for leaf in _leaves((args, kwargs)) if type(leaf) is PartitionedParameter]
         if func in _PRINTS:
             ref = refs[0]

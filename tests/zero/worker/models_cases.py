@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import zeropp
 from bad_input_cases import sentence
-from parity_cases import Case, run, vector
+import zoo
+from parity_cases import Case, U, checkpointing, language, run, two_backwards, vector
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 
 class Lists(nn.Module):
@@ -122,6 +124,23 @@ class Ordered(nn.Module):
         return x.pow(2).mean()
 
 
+class Converting(nn.Module):
+    """Converts its layers in every forward, to what they are; also in the forward that a checkpoint repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def layer(self, index: int, x: Tensor) -> Tensor:
+        self.layers[index] = self.layers[index].to(torch.float32).to("cpu").float()
+        return self.layers[index](x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(2):
+            x = checkpoint(self.layer, index, x, use_reentrant=False)
+        return x.pow(2).mean()
+
+
 class Normalised(nn.Module):
     """Running statistics are buffers; train and eval differ."""
 
@@ -189,6 +208,7 @@ def evaluated(model: nn.Module, step: int) -> Tensor:
 
 
 UNUSED: dict[str, Any] = {"find_unused_parameters": True}
+TWO_STAGES: dict[str, dict[str, Any]] = {"stage 2": {"stage": 2}, "gather": {"host_copy": "off", "prefetch": 0}}
 TABLE: dict[str, Case] = {
     "parameters in lists, a scalar, an empty one": Case(Lists, vector),
     "weight_norm": Case(Parametrized, vector),
@@ -201,6 +221,10 @@ TABLE: dict[str, Case] = {
     "hooks of others, after prepare": Case(
         Normalised, hooked_later, units=("Linear",), ddp={"broadcast_buffers": False}
     ),
+    "layers converted to what they are": Case(
+        Converting, two_backwards, modes=TWO_STAGES, units=("Linear",), tolerance=4 * U),
+    "switch transformers, checkpoint, non-reentrant": Case(
+        zoo.switch, language, setup=checkpointing(False), modes=TWO_STAGES, ddp=UNUSED),
     "the whole model compiled": Case(Ordered, compiled, ddp=None),
 }
 
