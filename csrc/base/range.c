@@ -21,6 +21,9 @@
  * Pages of 2 MiB are asked for: a page table entry to move in place of 512, and one piece of memory for the disk in
  * place of 512 (docs/design/0035). Both reservations begin at 2 MiB; whoever wants these pages to stay whole maps large
  * pieces at multiples of 2 MiB (zpp_range_place): what is parked then fits wherever it goes.
+ *
+ * A stray read (stray.h) finds pages of NaN in a hole of home. No segment knows of them: whatever maps a hole replaces
+ * what lies there, mmap and mremap with FIXED alike.
  */
 #include "range.h"
 
@@ -29,6 +32,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+
+#include "stray.h"
 
 #ifndef MREMAP_DONTUNMAP
 #define MREMAP_DONTUNMAP 4
@@ -53,6 +58,7 @@ struct zpp_range {
     size_t warm_limit_bytes;
     bool moves;
     struct segments mapped, parked;
+    zpp_stray_area *stray; /* of home */
 };
 
 /* --- segment lists ------------------------------------------------------------------------------------------------ */
@@ -217,6 +223,27 @@ static zpp_status release_piece(zpp_range *range, size_t index, size_t begin_byt
     return ZPP_OK;
 }
 
+/* --- stray reads -------------------------------------------------------------------------------------------------- */
+static bool is_hole(const void *ctx, size_t offset_bytes, size_t *begin_bytes, size_t *end_bytes) {
+    const zpp_range *range = ctx;
+    const struct segments *mapped = &range->mapped;
+    const size_t index = find(mapped, offset_bytes);
+    if (index < mapped->count && mapped->at[index].offset_bytes <= offset_bytes) {
+        *begin_bytes = mapped->at[index].offset_bytes;
+        *end_bytes = *begin_bytes + mapped->at[index].bytes;
+        return false;
+    }
+    *begin_bytes = index ? mapped->at[index - 1].offset_bytes + mapped->at[index - 1].bytes : 0;
+    *end_bytes = index < mapped->count ? mapped->at[index].offset_bytes : range->bytes;
+    return true;
+}
+
+static void close_hole(const void *ctx, size_t begin_bytes, size_t end_bytes) {
+    const zpp_range *range = ctx;
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    (void)mmap(range->home + begin_bytes, end_bytes - begin_bytes, PROT_NONE, flags, -1, 0); /* else NaN stays there */
+}
+
 /* --- exported ----------------------------------------------------------------------------------------------------- */
 zpp_status zpp_range_create(size_t bytes, zpp_range **out, struct zpp_err *err) {
     if (!bytes || bytes > SIZE_MAX / 4) {
@@ -234,12 +261,19 @@ zpp_status zpp_range_create(size_t bytes, zpp_range **out, struct zpp_err *err) 
     }
     range->warm_limit_bytes = range->bytes;
     range->moves = can_move(range);
+    const struct zpp_stray_spec watched = { range->home, range->bytes, range, is_hole, close_hole };
+    const zpp_status status = zpp_stray_watch(&watched, &range->stray, err);
+    if (status != ZPP_OK) {
+        zpp_range_destroy(range);
+        return status;
+    }
     *out = range;
     return ZPP_OK;
 }
 
 void zpp_range_destroy(zpp_range *range) {
     if (!range) return;
+    zpp_stray_unwatch(range->stray);
     if (range->home && range->home != MAP_FAILED) munmap(range->home, range->bytes);
     if (range->park && range->park != MAP_FAILED) munmap(range->park, range->bytes);
     free(range->mapped.at);
@@ -261,16 +295,14 @@ static zpp_status check_piece(const zpp_range *range, size_t offset_bytes, size_
     return ZPP_OK;
 }
 
-zpp_status zpp_range_map(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
-    zpp_status status = check_piece(range, offset_bytes, bytes, err);
-    if (status) return status;
+static zpp_status map_piece(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
     const size_t end_bytes = offset_bytes + bytes;
     if (touched(&range->mapped, offset_bytes, end_bytes)) {
         return zpp_fail(err, ZPP_STATE, "address range: offset %zu and %zu bytes: some of it is mapped already",
                         offset_bytes, bytes);
     }
     /* Each step consumes a parked segment, cuts one, or is the last: this is room for all of them. */
-    status = reserve(&range->mapped, 2 * range->parked.count + 2, err);
+    zpp_status status = reserve(&range->mapped, 2 * range->parked.count + 2, err);
     if (!status) status = reserve(&range->parked, range->parked.count + 2, err);
     /* 1. What is parked at these very offsets. */
     for (size_t index; !status && (index = find(&range->parked, offset_bytes)) < range->parked.count;) {
@@ -310,15 +342,22 @@ zpp_status zpp_range_map(zpp_range *range, size_t offset_bytes, size_t bytes, st
     return status;
 }
 
-zpp_status zpp_range_unmap(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
+zpp_status zpp_range_map(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
     zpp_status status = check_piece(range, offset_bytes, bytes, err);
     if (status) return status;
+    zpp_stray_lock(range->stray);
+    status = map_piece(range, offset_bytes, bytes, err);
+    zpp_stray_unlock(range->stray);
+    return status;
+}
+
+static zpp_status unmap_piece(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
     const size_t end_bytes = offset_bytes + bytes;
     if (!covered(&range->mapped, offset_bytes, end_bytes)) {
         return zpp_fail(err, ZPP_STATE, "address range: offset %zu and %zu bytes: some of it is not mapped",
                         offset_bytes, bytes);
     }
-    status = reserve(&range->mapped, 2, err);
+    zpp_status status = reserve(&range->mapped, 2, err);
     if (!status) status = reserve(&range->parked, range->mapped.count + 1, err);
     while (!status && offset_bytes < end_bytes) {
         const size_t index = find(&range->mapped, offset_bytes);
@@ -327,6 +366,16 @@ zpp_status zpp_range_unmap(zpp_range *range, size_t offset_bytes, size_t bytes, 
         status = release_piece(range, index, offset_bytes, end, err);
         offset_bytes = end;
     }
+    return status;
+}
+
+zpp_status zpp_range_unmap(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
+    zpp_status status = check_piece(range, offset_bytes, bytes, err);
+    if (status) return status;
+    zpp_stray_keep_handler();
+    zpp_stray_lock(range->stray);
+    status = unmap_piece(range, offset_bytes, bytes, err);
+    zpp_stray_unlock(range->stray);
     return status;
 }
 

@@ -8,6 +8,7 @@
  *   saved tensor  pack and unpack around everything autograd saves while a block runs: cannot be missed
  * (saved_tensors.c) auto-gather   PartitionedParameter.__torch_function__, for recomputation that calls no module
  */
+#include "../base/stray.h"
 #include "../base/timeline.h"
 #include "py_zero.h"
 #include "raise.h"
@@ -169,6 +170,7 @@ static int look_around(Trigger *trigger, struct open_call *call) {
     call->grad = grad;
     call->outermost = zero->depth == 0;
     if (call->outermost && !call->recompute) {
+        if (zpp_stray_is_seen() && zpp_py_call(zero->raise_strays)) return -1;
         if (zero->in_backward && zpp_py_forget_dead_backward(zero)) return -1;
         if (zpp_py_early_require_ended(zero, "a forward")) return -1;
         zero->outer_grad = grad;

@@ -309,7 +309,8 @@ static int keep_functions(Zero *zero, PyObject *functions) {
                    (zero->functorch_peek = function_of(functions, "functorch_peek")) &&
                    (zero->top_saved_hooks = function_of(functions, "top_saved_hooks")) &&
                    (zero->push_saved_hooks = function_of(functions, "push_saved_hooks")) &&
-                   (zero->pop_saved_hooks = function_of(functions, "pop_saved_hooks"))
+                   (zero->pop_saved_hooks = function_of(functions, "pop_saved_hooks")) &&
+                   (zero->raise_strays = function_of(functions, "raise_strays"))
                ? 0 : -1;
 }
 
@@ -364,6 +365,7 @@ static void drop_callables(Zero *zero) {
     Py_CLEAR(zero->top_saved_hooks);
     Py_CLEAR(zero->push_saved_hooks);
     Py_CLEAR(zero->pop_saved_hooks);
+    Py_CLEAR(zero->raise_strays);
     Py_CLEAR(zero->end_callback);
     Py_CLEAR(zero->pack);
     Py_CLEAR(zero->unpack);

@@ -126,6 +126,7 @@ struct Zero {
     PyObject *current_graph_task_id, *is_grad_enabled, *queue_callback, *functorch_peek;
     PyObject *top_saved_hooks, *push_saved_hooks, *pop_saved_hooks;
     PyObject *end_callback, *pack, *unpack;
+    PyObject *raise_strays; /* () -> None: memory of a released unit was read; raises */
     PyObject *look;    /* () -> None: before a forward with gradients, were parameters thawed? NULL: nobody asks */
     PyObject *skipped; /* () -> None: a backward begins; calls skip for what is frozen. NULL: nothing is */
 };

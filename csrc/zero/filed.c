@@ -49,6 +49,7 @@ void zpp_filed_destroy(zpp_filed *filed) {
     if (!filed) return;
     zpp_filed_close(filed);
     filed_image_drop(filed);
+    filed_stray_unwatch(filed);
     zpp_range_destroy(filed->range);
     zpp_region_destroy(filed->region);
     free(filed->units);
@@ -118,7 +119,7 @@ static zpp_status make_shared_home(zpp_filed *filed, struct zpp_err *err) {
     /* A read of what is not there faults, and is not silently zero. */
     if (mprotect(filed->home + filed->cut_bytes, filed->home_bytes - filed->cut_bytes, PROT_NONE) != 0)
         return zpp_fail_os(err, errno, "params: closing %zu bytes of addresses", filed->home_bytes - filed->cut_bytes);
-    return ZPP_OK;
+    return filed_stray_watch(filed, err);
 }
 
 static zpp_status make_own_home(zpp_filed *filed, size_t warm_bytes, struct zpp_err *err) {
@@ -325,8 +326,8 @@ zpp_status zpp_filed_enter(zpp_filed *filed, int index, struct zpp_err *err) {
     if (filed->range) status = zpp_range_map(filed->range, offset_bytes, bytes, err);
     else status = join_users(&filed->board[index], err);
     if (status != ZPP_OK) return status;
-    if (!filed->range && mprotect(filed->home + offset_bytes, bytes, PROT_READ | PROT_WRITE) != 0) {
-        const int failed = errno;
+    const int failed = filed->range ? 0 : filed_home_open(filed, &filed->units[index], offset_bytes, bytes);
+    if (failed) {
         if (part_from_users(&filed->board[index])) atomic_store(&filed->board[index].users, 0);
         return zpp_fail_os(err, failed, "params: opening %zu bytes of addresses", bytes);
     }
@@ -346,7 +347,7 @@ zpp_status zpp_filed_leave(zpp_filed *filed, int index, struct zpp_err *err) {
         zpp_region_trim(filed->region, offset_bytes, bytes);
         atomic_store(&board->contents, EMPTY);
     }
-    const int failed = mprotect(filed->home + offset_bytes, bytes, PROT_NONE) != 0 ? errno : 0;
+    const int failed = filed_home_close(filed, &filed->units[index], offset_bytes, bytes);
     if (last) atomic_store(&board->users, 0);
     return failed ? zpp_fail_os(err, failed, "params: closing %zu bytes of addresses", bytes) : ZPP_OK;
 }

@@ -18,6 +18,7 @@ from zeropp.zero.init import is_sharded, whole_built
 from zeropp.zero.low_states import elem_bytes
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.storage import disk_traffic
+from zeropp.zero.strays import raise_strays
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -61,6 +62,7 @@ def gathered(
 
     Cost: one gather of each unit concerned, N-1/N of its bytes; nothing where ranks of one host share a copy.
     """
+    raise_strays()
     selected = _selected(params)
     units = _units_of(selected)
     engine = ref_of(units[0].params[0].param).engine if units else None  # type: ignore[union-attr]

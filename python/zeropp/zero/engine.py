@@ -25,6 +25,7 @@ from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParamete
 from zeropp.zero.params_tier import ParamsTier
 from zeropp.zero.scaler import Scaler
 from zeropp.zero.storage import Storage
+from zeropp.zero.strays import raise_strays
 from zeropp.zero.thaw import Thawing
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers
 
@@ -599,6 +600,7 @@ def _functions() -> dict[str, Any]:
         "top_saved_hooks": autograd._top_saved_tensors_default_hooks,
         "push_saved_hooks": autograd._push_saved_tensors_default_hooks,
         "pop_saved_hooks": autograd._pop_saved_tensors_default_hooks,
+        "raise_strays": raise_strays,
     }
 
 
@@ -625,6 +627,7 @@ def register(model: nn.Module, engine: Engine) -> None:
 
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a prepared model, or of one of its modules."""
+    raise_strays()
     engine = _engines.get(model)
     if engine is not None:
         return engine

@@ -30,6 +30,7 @@ from zeropp.zero.offload import TieredStates
 from zeropp.zero.onebit import OneBit
 from zeropp.zero.parameter import Ref
 from zeropp.zero.scaler import Scaler
+from zeropp.zero.strays import raise_strays
 from zeropp.zero.thaw import add_group
 from zeropp.zero.units import UnitPlan
 
@@ -56,6 +57,7 @@ class ZeroOptimizer(optim.Optimizer):
             zeropp.Error: no gradient, gradients held back by ``no_sync``, or values that are not finite (parameter and rank are
                 named); weights and optimizer state are as before in each case.
         """
+        raise_strays()
         engine = self._engine
         loss = None
         if closure is not None:

@@ -26,6 +26,7 @@ from zeropp.zero.offload import BLOCK_ELEMS, StateTier
 from zeropp.zero.optimizer import adopt, check_offload, check_optimizer, steps_float64
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.same import check_same_config, check_same_model, gather_bytes
+from zeropp.zero.strays import raise_strays
 from zeropp.zero.thaw import float64_clash, hook_unit, why_frozen
 from zeropp.zero.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
 from zeropp.zero.updates import moments_of
@@ -64,6 +65,7 @@ def prepare(
     from zeropp.zero import meta
 
     _check_arguments(model, optimizer)
+    raise_strays()
     if optimizer is not None and is_prepared(model):
         if engine_of(model).optimizer_ref is not None:
             raise ConfigError("prepare: the model was prepared with an optimizer already; prepare each model once")
