@@ -22,8 +22,8 @@
  * place of 512 (docs/design/0035). Both reservations begin at 2 MiB; whoever wants these pages to stay whole maps large
  * pieces at multiples of 2 MiB (zpp_range_place): what is parked then fits wherever it goes.
  *
- * A stray read (stray.h) finds pages of NaN in a hole of home. No segment knows of them: whatever maps a hole replaces
- * what lies there, mmap and mremap with FIXED alike.
+ * A stray read (stray.h) leaves pages of NaN in a hole of home. They are in no segment: mmap and mremap with FIXED
+ * replace them when the hole is mapped.
  */
 #include "range.h"
 
@@ -241,7 +241,8 @@ static bool is_hole(const void *ctx, size_t offset_bytes, size_t *begin_bytes, s
 static void close_hole(const void *ctx, size_t begin_bytes, size_t end_bytes) {
     const zpp_range *range = ctx;
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-    (void)mmap(range->home + begin_bytes, end_bytes - begin_bytes, PROT_NONE, flags, -1, 0); /* else NaN stays there */
+    /* If it fails, NaN stays. */
+    (void)mmap(range->home + begin_bytes, end_bytes - begin_bytes, PROT_NONE, flags, -1, 0);
 }
 
 /* --- exported ----------------------------------------------------------------------------------------------------- */

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Stray reads: stray.h. What runs in the handler uses atomics and bare system calls only.
+ * Stray reads: see stray.h. The handler uses atomics and direct system calls only.
  *
- * The handler and who changes what is mapped keep apart without a lock that the handler could wait for:
+ * A thread that maps or unmaps must not meet the handler, and the handler must not wait for a lock:
  *
- *   changer   changing = 1; wait until inside == 0; change; changing = 0
- *   handler   inside++; changing? leave, and the instruction faults again : look, map; inside--
+ *   owner     changing = 1; wait until inside == 0; map or unmap; changing = 0
+ *   handler   inside++; if changing: inside--, return, and the instruction faults again; else map NaN; inside--
  *
- * Both orders are sequentially consistent, so at least one of them sees the other.
+ * The accesses are sequentially consistent, so at least one side sees the other.
  *
- * Pages of NaN are private mappings of one file of NaN in memory, made at the first stray read: they appear whole, no
- * thread sees a page half filled, and reading them takes no memory.
+ * Pages of NaN are private mappings of one memfd that is full of NaN. It is made at the first stray read. Such a
+ * mapping appears in one step, so that no thread sees a page half filled, and reading it allocates no memory.
  */
 #include "stray.h"
 
@@ -24,13 +24,14 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { NAN_BYTES = 1 << 20 }; /* of the file; larger ones would take its room, smaller ones many mappings */
-/* A fault where there is memory is a fault that another thread has just mended; so often, and it is another kind. */
+enum { NAN_BYTES = 1 << 20 }; /* of the file. A larger file takes more memory, a smaller one needs more mappings. */
+/* A fault at an address that has memory is normal when another thread mapped it meanwhile. A page without permission to
+ * execute would fault for ever, so the number of such faults between two changes of the area is limited. */
 enum { MENDED_LIMIT = 10000 };
 
 struct zpp_stray_area {
-    struct zpp_stray_area *next; /* areas are used again, never freed: a handler may walk over them at any time */
-    _Atomic uintptr_t base;      /* 0: not in use */
+    struct zpp_stray_area *next; /* areas are reused and never freed: a handler may read the list at any time */
+    _Atomic uintptr_t base;
     _Atomic size_t bytes;
     _Atomic int taken, changing, inside, has_pages, mended;
     struct zpp_stray_spec spec;
@@ -56,11 +57,11 @@ static int make_nan_file(void) {
     munmap(memory, NAN_BYTES);
     int none = -1;
     if (atomic_compare_exchange_strong(&nan_file, &none, file)) return file;
-    close(file); /* another thread was first */
+    close(file); /* another thread made one first */
     return none;
 }
 
-/* Where there is no file, as a process has only so many: memory that is filled elsewhere, and moved. */
+/* The way without a file, for a process that has reached its limit of open files: fill memory elsewhere and move it. */
 static bool move_nans(char *to, size_t bytes) {
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return false;
@@ -85,7 +86,7 @@ static void note(uintptr_t address) {
     atomic_store(&zpp_stray_seen, 1);
 }
 
-/* In [begin, end), around `offset_bytes`: NAN_BYTES at most. */
+/* Map at most NAN_BYTES of NaN around `offset_bytes` in the hole [begin, end). */
 static bool fill(struct zpp_stray_area *area, size_t offset_bytes, size_t begin_bytes, size_t end_bytes) {
     const size_t first = offset_bytes / NAN_BYTES * NAN_BYTES;
     const size_t begin = first > begin_bytes ? first : begin_bytes;
@@ -97,11 +98,11 @@ static bool fill(struct zpp_stray_area *area, size_t offset_bytes, size_t begin_
     return true;
 }
 
-/* Should the instruction run again? */
+/* Return true if the instruction is to run again. */
 static bool look(struct zpp_stray_area *area, int signal, uintptr_t address) {
     if (atomic_load(&area->changing)) return true;
     const size_t offset_bytes = address - atomic_load(&area->base);
-    if (offset_bytes >= atomic_load(&area->bytes)) return true; /* it is another area now, or none: look again */
+    if (offset_bytes >= atomic_load(&area->bytes)) return true; /* the area was freed meanwhile: search again */
     size_t begin_bytes, end_bytes;
     if (area->spec.is_hole(area->spec.ctx, offset_bytes, &begin_bytes, &end_bytes))
         return fill(area, offset_bytes, begin_bytes, end_bytes);
@@ -109,11 +110,11 @@ static bool look(struct zpp_stray_area *area, int signal, uintptr_t address) {
 }
 
 static bool is_stray(int signal, const siginfo_t *info) {
-    if (info->si_code <= 0) return false; /* sent by a process */
+    if (info->si_code <= 0) return false; /* sent by a process, not a fault */
     const uintptr_t address = (uintptr_t)info->si_addr;
     for (struct zpp_stray_area *area = atomic_load(&areas); area; area = area->next) {
         if (address - atomic_load(&area->base) >= atomic_load(&area->bytes)) continue;
-        if (atomic_load(&area->changing)) { /* asked before `inside` counts us, or many readers could keep it above 0 */
+        if (atomic_load(&area->changing)) { /* tested before inside++, or many readers could keep `inside` above 0 */
             sched_yield();
             return true;
         }
@@ -126,8 +127,9 @@ static bool is_stray(int signal, const siginfo_t *info) {
 }
 
 /* --- handlers ----------------------------------------------------------------------------------------------------- */
-/* Each time that we become the first again we take the next entry, which knows whom it replaced: whoever has replaced
- * an earlier entry, and passes on to it, goes on with what was before that one, and not round in a circle. */
+/* Each installation uses an entry of its own, which keeps the handler that it replaced. A handler that replaced entry 0
+ * and calls it later thus continues with the handler before entry 0; with one entry the two would call each other for
+ * ever. */
 enum { ENTRIES = 4 };
 
 struct caught {
@@ -144,7 +146,8 @@ static void pass_on(const struct sigaction *before, int signal, siginfo_t *info,
     if (before->sa_flags & SA_SIGINFO) {
         before->sa_sigaction(signal, info, context);
     } else if (before->sa_handler == SIG_DFL || (before->sa_handler == SIG_IGN && !sent)) {
-        /* A fault runs its instruction again, and the process ends by it; the kernel lets nobody ignore one. */
+        /* The instruction faults again and ends the process by the default action. The kernel does not let a process
+         * ignore a fault either. */
         const struct sigaction fallback = { .sa_handler = SIG_DFL };
         sigaction(signal, &fallback, NULL);
         if (sent) raise(signal);
@@ -176,7 +179,7 @@ static bool is_ours(int signal, struct sigaction *now) {
 static void install(struct caught *one) {
     struct sigaction ours = { .sa_flags = SA_SIGINFO | SA_ONSTACK }, now;
     pthread_mutex_lock(&install_lock);
-    /* With all entries used it stays as it is: most handlers pass on to the one before them. */
+    /* With all entries used nothing changes: most handlers call the one that they replaced. */
     if (!is_ours(one->signal, &now) && one->used < ENTRIES) {
         sigemptyset(&ours.sa_mask);
         one->before[one->used] = now;
@@ -193,7 +196,7 @@ void zpp_stray_keep_handler(void) {
 
 /* --- areas -------------------------------------------------------------------------------------------------------- */
 
-/* A child has one thread; what another one was changing when it was forked stays half changed, and is not looked at. */
+/* A forked child has one thread. An area that another thread was changing stays half changed: stop watching it. */
 static void after_fork(void) {
     for (struct zpp_stray_area *area = atomic_load(&areas); area; area = area->next) {
         atomic_store(&area->inside, 0);
@@ -232,7 +235,7 @@ zpp_status zpp_stray_watch(const struct zpp_stray_spec *spec, zpp_stray_area **o
     return ZPP_OK;
 }
 
-/* What was seen there names nothing any more. */
+/* Drop recorded addresses of an area that goes away. */
 static void forget(uintptr_t base, size_t bytes) {
     for (int i = 0; i < ZPP_STRAY_ADDRESSES; i++) {
         uintptr_t address = atomic_load(&seen_at[i]);
@@ -279,7 +282,7 @@ static void close_holes(struct zpp_stray_area *area) {
 
 size_t zpp_stray_take(uintptr_t *addresses) {
     size_t count = 0;
-    atomic_store(&zpp_stray_seen, 0); /* first: what comes meanwhile is told of the next time */
+    atomic_store(&zpp_stray_seen, 0); /* first, so that a read from now on sets it for the next take */
     for (int i = 0; i < ZPP_STRAY_ADDRESSES; i++) {
         const uintptr_t address = atomic_exchange(&seen_at[i], 0);
         if (address) addresses[count++] = address;

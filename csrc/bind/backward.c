@@ -101,8 +101,8 @@ static int show_whole_gradients(Zero *zero) {
     return 0;
 }
 
-/* Other graphs than the one that ended may have read what is sticky: it stays until a step. A step inside the backward
- * leaves no other graph. */
+/* Sticky units stay until a step, because another graph than this backward's may need them. A step inside the backward
+ * allows no second graph, so there they are released. */
 int zpp_py_backward_over(Zero *zero) {
     return zero->early.begin ? zpp_py_release_all(zero) : zpp_py_end_pass(zero);
 }

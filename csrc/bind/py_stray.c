@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Stray reads (base/stray.h) in Python: python/zeropp/zero/strays.py makes an error of them.
+ * Stray reads (base/stray.h) for python/zeropp/zero/strays.py, which raises the error.
  */
 #include "../base/stray.h"
 #include "py_zero.h"
 
-/* stray_seen() -> bool: since the last take, was memory of a released unit read? */
+/* stray_seen() -> bool: True if a released unit's memory was read since the last stray_take(). */
 static PyObject *stray_seen(PyObject *module, PyObject *unused) {
     (void)module, (void)unused;
     return PyBool_FromLong(zpp_stray_is_seen());
 }
 
-/* stray_take() -> addresses, the first ones; afterwards reads there are seen anew. */
+/* stray_take() -> addresses of the first such reads. Later reads of the same memory are recorded again. */
 static PyObject *stray_take(PyObject *module, PyObject *unused) {
     (void)module, (void)unused;
     uintptr_t addresses[ZPP_STRAY_ADDRESSES];
@@ -23,8 +23,8 @@ static PyObject *stray_take(PyObject *module, PyObject *unused) {
 }
 
 static PyMethodDef methods[] = {
-    { "stray_seen", stray_seen, METH_NOARGS, "Was memory of a released unit read since the last stray_take?" },
-    { "stray_take", stray_take, METH_NOARGS, "Addresses that were read so; they are forgotten." },
+    { "stray_seen", stray_seen, METH_NOARGS, "True if a released unit's memory was read since the last stray_take()." },
+    { "stray_take", stray_take, METH_NOARGS, "Addresses of those reads; the list is cleared." },
     { NULL, NULL, 0, NULL },
 };
 

@@ -65,7 +65,7 @@ int zpp_py_need(Unit *unit, enum zpp_phase phase) {
 int zpp_py_release(Unit *unit) {
     const struct zpp_unit *core = unit->unit;
     if (core->pins || unit->zero->keep_passes) return 0;
-    if (core->sticky) return unit->zero->builds_loss ? 0 : zpp_py_swap(unit, false); /* its memory stays */
+    if (core->sticky) return unit->zero->builds_loss ? 0 : zpp_py_swap(unit, false); /* keeps its memory */
     if (zpp_py_swap(unit, false)) return -1;
     if (!zpp_unit_moves(core)) return 0;
     struct zpp_err err = ZPP_ERR_INIT;

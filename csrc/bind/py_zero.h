@@ -114,7 +114,7 @@ struct Zero {
     long graded_task; /* the one whose grad mode was looked at last (create_graph) */
     int keep_passes;  /* create_graph: units stay whole for this many ends of backward */
     bool builds_loss; /* a forward's graph waits for its backward */
-    bool graphs;      /* since the last release_all a forward left a graph; one backward need not be the end of it */
+    bool graphs;      /* a forward left a graph since the last release_all; a backward need not have used it up */
     bool sync;        /* false inside no_sync */
     bool hold;        /* gradients stay on this rank at boundaries, too: a one-bit optimizer sends something else */
     bool boundary;    /* of this backward: it is neither inside no_sync nor before the last of `accumulate` */
@@ -126,7 +126,7 @@ struct Zero {
     PyObject *current_graph_task_id, *is_grad_enabled, *queue_callback, *functorch_peek;
     PyObject *top_saved_hooks, *push_saved_hooks, *pop_saved_hooks;
     PyObject *end_callback, *pack, *unpack;
-    PyObject *raise_strays; /* () -> None: memory of a released unit was read; raises */
+    PyObject *raise_strays; /* () -> None: raises an error for stray reads (base/stray.h) */
     PyObject *look;    /* () -> None: before a forward with gradients, were parameters thawed? NULL: nobody asks */
     PyObject *skipped; /* () -> None: a backward begins; calls skip for what is frozen. NULL: nothing is */
 };
@@ -140,8 +140,8 @@ void zpp_py_wait_for(const Zero *zero, struct zpp_wait *wait);
 int zpp_py_swap(Unit *unit, bool plain); /* class of all its parameters; 0 or -1 with an error set */
 int zpp_py_need(Unit *unit, enum zpp_phase phase);           /* whole, and plain */
 int zpp_py_release(Unit *unit);                              /* unless pinned or sticky */
-int zpp_py_end_pass(Zero *zero);                             /* lets go of all but what graphs may still read */
-int zpp_py_release_all(Zero *zero);                          /* and of that: no graph is left, or values change */
+int zpp_py_end_pass(Zero *zero);                             /* releases all but sticky units, which graphs may read */
+int zpp_py_release_all(Zero *zero);                          /* releases those too, before values change */
 /* As zpp_py_raise; a TierError knows its file. */
 PyObject *zpp_py_raise_zero(const Zero *zero, const struct zpp_err *err);
 
@@ -157,7 +157,7 @@ PyObject *zpp_py_grad_hook(Unit *unit,
                            Py_ssize_t param); /* new reference: what register_post_accumulate_grad_hook takes */
 int zpp_py_enter_backward(Zero *zero, bool recompute, long *task); /* 0 also when no backward runs: *task is -1 then */
 bool zpp_py_backward_runs(Zero *zero, long *task); /* torch's graph task id; false outside, or with an error set */
-int zpp_py_backward_over(Zero *zero);                        /* lets go of what only that backward read */
+int zpp_py_backward_over(Zero *zero);                        /* releases the units that the backward read */
 int zpp_py_call(PyObject *callable);                         /* without arguments; 0, or -1 with an error set */
 int zpp_py_grad_mode(Zero *zero);                            /* 1, 0, or -1 with an error set */
 void zpp_py_refuse_sparse(const Unit *unit, Py_ssize_t param); /* sets the error */

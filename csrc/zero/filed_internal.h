@@ -32,7 +32,7 @@ struct filed_board {
 
 struct filed_unit {
     size_t offset_bytes, bytes; /* whole pages */
-    bool open; /* of a home that ranks share: this rank may read it */
+    bool open; /* in a shared home: this rank can read it */
     bool two, turned;           /* has it a second copy, and is that the one that is now? */
     uint64_t first_offset_bytes, second_offset_bytes; /* in the file, of what moves of it */
     zpp_aio_request *request;   /* this rank's read under way */
@@ -76,7 +76,7 @@ struct zpp_filed {
     zpp_range *range;   /* one rank: the home */
     zpp_region *region; /* several: the home, then the board */
     unsigned char *home;
-    unsigned char *alias;   /* of a home that ranks share: see filed_stray.c */
+    unsigned char *alias;   /* in a shared home: see filed_stray.c */
     zpp_stray_area *stray;
     struct filed_board *board; /* several ranks only */
     void *sums_room;           /* for shared checksums; the same */
@@ -111,8 +111,8 @@ void filed_image_drop(zpp_filed *filed);
 zpp_status filed_image_begin(zpp_filed *filed, struct filed_unit *unit);
 /* The read ended with `status`: where that is OK, the values are at home. */
 void filed_image_end(zpp_filed *filed, struct filed_unit *unit, zpp_status status);
-/* A home that ranks share (filed_stray.c): stray reads of units that are closed are caught; unwatch accepts what was not
- * watched. Open and close are this rank's own: 0, or what errno was. */
+/* Stray reads of a home that ranks share (filed_stray.c). unwatch accepts a home that is not watched. open and close
+ * change this rank's mapping, and return 0 or errno. */
 zpp_status filed_stray_watch(zpp_filed *filed, struct zpp_err *err);
 void filed_stray_unwatch(zpp_filed *filed);
 int filed_home_open(zpp_filed *filed, struct filed_unit *unit, size_t offset_bytes, size_t bytes);

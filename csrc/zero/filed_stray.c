@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The home that ranks share opens and closes unit by unit, on each rank by itself. A stray read (base/stray.h) of what
- * is closed puts private pages of NaN over the shared ones, on this rank alone; before the unit opens, the shared
- * mapping comes back from a second one of the same pages, the alias, which nobody reads.
+ * Stray reads of the home that the ranks of a host share (filed.h, base/stray.h). Each rank opens and closes units in
+ * its own mapping of the home. A stray read of a closed unit puts private pages of NaN over the shared pages, on this
+ * rank alone. Before the unit opens, the shared mapping is restored from the alias: a second mapping of the same pages
+ * that nothing reads.
  */
 #include <errno.h>
 #include <sys/mman.h>
@@ -20,14 +21,14 @@ static bool is_hole(const void *ctx, size_t offset_bytes, size_t *begin_bytes, s
     return !unit->open;
 }
 
-/* From size 0, mremap makes another mapping of the same shared pages; open to nobody, as the alias is. */
+/* With an old size of 0, mremap makes another mapping of the same shared pages, without access, as the alias is. */
 static bool show_shared(const zpp_filed *filed, size_t offset_bytes, size_t bytes) {
     unsigned char *to = filed->home + filed->cut_bytes + offset_bytes;
     return mremap(filed->alias + offset_bytes, 0, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) == to;
 }
 
 static void close_hole(const void *ctx, size_t begin_bytes, size_t end_bytes) {
-    (void)show_shared(ctx, begin_bytes, end_bytes - begin_bytes); /* else NaN stays there, until the unit opens */
+    (void)show_shared(ctx, begin_bytes, end_bytes - begin_bytes); /* if it fails, NaN stays until the unit opens */
 }
 
 zpp_status filed_stray_watch(zpp_filed *filed, struct zpp_err *err) {
@@ -49,7 +50,8 @@ void filed_stray_unwatch(zpp_filed *filed) {
 int filed_home_open(zpp_filed *filed, struct filed_unit *unit, size_t offset_bytes, size_t bytes) {
     int failed = 0;
     zpp_stray_lock(filed->stray);
-    if (zpp_stray_has_pages(filed->stray) && !show_shared(filed, offset_bytes - filed->cut_bytes, bytes)) failed = errno;
+    const bool covered = zpp_stray_has_pages(filed->stray);
+    if (covered && !show_shared(filed, offset_bytes - filed->cut_bytes, bytes)) failed = errno;
     if (!failed && mprotect(filed->home + offset_bytes, bytes, PROT_READ | PROT_WRITE) != 0) failed = errno;
     unit->open = !failed;
     zpp_stray_unlock(filed->stray);

@@ -61,7 +61,7 @@ struct zpp_unit {
     /* gathering: the coordinator's thread only */
     enum zpp_unit_state state;
     int pins;    /* forwards of it that are open now */
-    bool sticky; /* read where nothing will gather it again for the graph: keep it while graphs may need it */
+    bool sticky; /* whole until values change: a graph needs it, and no hook gathers it again for that graph */
     bool mapped; /* has memory in the range */
     bool kept;   /* FILE units: the backward that follows needs it soon, so that a release keeps its memory, */
     bool kept_over_step; /* ... or the forward after a step inside the backward */

@@ -112,9 +112,9 @@ bool zpp_zero_reads_forward(const zpp_zero *zero);
 void zpp_zero_keep_for_forward(zpp_zero *zero);
 /* Not used any more by what was launched so far; a no-op while pinned, sticky or not full. */
 zpp_status zpp_zero_release(zpp_zero *zero, int unit, struct zpp_err *err);
-/* End of a pass: releases all that is neither pinned nor sticky, prefetched or not. */
+/* End of a pass: release every unit that is neither pinned nor sticky, also prefetched ones. */
 zpp_status zpp_zero_end_pass(zpp_zero *zero, struct zpp_err *err);
-/* No graph needs parameters as they are now: forgets stickiness, and ends the pass. A step begins with it. */
+/* End the pass, and release sticky units too: no graph needs the present values any more. Every step begins so. */
 zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err);
 /* Gathered quantised: read the unit's exact values, where nothing computes with it; a no-op otherwise. */
 zpp_status zpp_zero_make_exact(zpp_zero *zero, int unit, struct zpp_err *err);

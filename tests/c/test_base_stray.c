@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Stray reads of a reserved range: NaN, the address, and whatever else faults goes to whom it went before. What ends the
- * process, or replaces handlers, runs in a child.
+ * Stray reads of a reserved range return NaN and are recorded; every other fault reaches the handler that was installed
+ * before. Cases that end the process or replace handlers run in a child.
  */
 #include "harness.h"
 
@@ -36,7 +36,7 @@ static void unmap(zpp_range *range, size_t offset_bytes, size_t bytes) {
     CHECK_OK(zpp_range_unmap(range, offset_bytes, bytes, &err));
 }
 
-/* Of one that is thrown away where nobody looks. */
+/* The number of recorded addresses, and the first one. */
 static size_t take(uintptr_t *first) {
     uintptr_t addresses[ZPP_STRAY_ADDRESSES] = { 0 };
     const size_t count = zpp_stray_take(addresses);
@@ -73,7 +73,7 @@ static void reads_are_nan_and_noted(void) {
     zpp_range_destroy(range);
 }
 
-/* Written to, then mapped, as fresh pages and as warm ones: what is there is the memory, whole. */
+/* A hole that was read and written is mapped, with warm pages or fresh ones: no page of NaN is left in it. */
 static void mapping_takes_their_place(bool moves) {
     zpp_range *range = make_range(8 * MIB);
     unsigned char *base = zpp_range_base(range);
@@ -104,12 +104,12 @@ static void mapping_takes_their_place(bool moves) {
 static void warm_pages_take_their_place(void) { mapping_takes_their_place(true); }
 static void fresh_pages_take_their_place(void) { mapping_takes_their_place(false); }
 
-static void what_is_gone_is_not_told(void) {
+static void a_destroyed_range_is_forgotten(void) {
     zpp_range *gone = make_range(PAGE), *other = make_range(PAGE);
     uintptr_t first;
     CHECK(is_nan_everywhere(zpp_range_base(gone), PAGE));
     zpp_range_destroy(gone);
-    CHECK(zpp_stray_is_seen()); /* who asks finds none */
+    CHECK(zpp_stray_is_seen()); /* but no address is left */
     CHECK_EQUAL(take(&first), 0);
     gone = make_range(PAGE); /* the same record is used again */
     CHECK(is_nan_everywhere(zpp_range_base(gone), PAGE));
@@ -152,8 +152,8 @@ struct readers {
 
 enum { CHURN_PAGES = 64 };
 
-/* Values are 0xff or what the changer wrote: never zeros, which would be pages half filled. For ThreadSanitizer a mmap is
- * a write, and a read beside it a race; here that is the subject. */
+/* Every byte is 0xff or what the owner wrote. A zero would be a page half filled. ThreadSanitizer takes a mmap for a
+ * write and the read for a race, which is the subject here. */
 __attribute__((no_sanitize("thread"))) static void *read_all(void *arg) {
     struct readers *readers = arg;
     while (!atomic_load(&readers->stop))
@@ -227,7 +227,7 @@ static void note_and_jump(int signal) {
     siglongjmp(jump, 1);
 }
 
-/* As faulthandler does: give way to whom it replaced, and send the signal again. */
+/* As faulthandler does: install the handler that it replaced, and raise the signal again. */
 static struct sigaction replaced;
 static void give_way(int signal, siginfo_t *info, void *context) {
     (void)info, (void)context;
@@ -278,7 +278,7 @@ static void handler_before(void) {
     read_stray();
 }
 
-/* Over ours: at the next release ours is the first again, and theirs the next. */
+/* A handler is installed over ours. After the next release ours is first again, and theirs second. */
 static void handler_put_over(void) {
     set_default();
     watched = make_range(2 * PAGE);
@@ -321,7 +321,7 @@ static void passes_on(void) {
     fault();
 }
 
-static void others_hear_of_theirs(void) {
+static void other_faults_reach_other_handlers(void) {
     int status = run_child(passes_on);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 42);
     status = run_child(handler_before);
@@ -339,7 +339,7 @@ static void limited_files(void) {
     if (base[5] != 2) _exit(8);
 }
 
-/* A child inherits the range, and reads in it without its parent hearing of it; no file can be opened. */
+/* A child inherits the range. Its stray reads are not recorded in the parent. It cannot open a file. */
 static void children_read_too(void) {
     watched = make_range(PAGE);
     const int status = run_child(limited_files);
@@ -354,12 +354,12 @@ int main(int argc, char **argv) {
         TEST(reads_are_nan_and_noted),
         TEST(warm_pages_take_their_place),
         TEST(fresh_pages_take_their_place),
-        TEST(what_is_gone_is_not_told),
+        TEST(a_destroyed_range_is_forgotten),
         TEST(many_reads),
         TEST(system_calls_fail),
         TEST(reads_beside_maps),
         TEST(ends_by_its_signal),
-        TEST(others_hear_of_theirs),
+        TEST(other_faults_reach_other_handlers),
         {0},
     };
     return test_main(argc, argv, cases);

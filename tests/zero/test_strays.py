@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nobody ends a process by reading a tensor: views of weights that a hook kept are used after the release (worker/strays_cases.py)."""
+"""Reading a tensor never ends the process: views of weights that a hook kept are read after the release
+(worker/strays_cases.py)."""
 
 from __future__ import annotations
 

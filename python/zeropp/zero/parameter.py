@@ -6,7 +6,7 @@ only the gradient is split). The class swap costs 0.2 us a pair; hooks in C do i
 
 * metadata (shape, dtype, device, stride, ...) answers;
 * inside a forward or backward of its model, and in a differentiable operation while a loss is being built, the unit is
-  gathered, stays whole until that backward ends, and the operation goes on;
+  gathered, stays whole until the next step, and the operation goes on;
 * anything else raises :class:`zeropp.PartitionedParameterError`, naming the parameter and ``zeropp.gathered``.
 """
 
@@ -90,7 +90,7 @@ def _read_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if sys._getframe(2).f_code is _MODULE_ZERO_GRAD:  # model.zero_grad() asks before it clears
         ref.engine.clear_gradient(ref)
         return None
-    if sys._getframe(2).f_code is _MODULE_APPLY:  # module.to(...) that changed nothing: nor does it change the gradient
+    if sys._getframe(2).f_code is _MODULE_APPLY:  # module.to(...): a gradient of the same dtype needs no conversion
         return None
     raise _refuse_gradient(ref)
 
@@ -126,7 +126,7 @@ def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _keeps_memory(parameter: torch.Tensor, value: torch.Tensor) -> bool:
-    """Is ``parameter.data = value`` no change, as ``module.to`` writes where a parameter is of that dtype already?"""
+    """Return whether ``parameter.data = value`` changes nothing. ``module.to`` assigns so where the dtype is right already."""
     with torch._C.DisableTorchFunctionSubclass():
         return value is parameter or (
             (value.layout, value.dtype, value.device, value.shape)
@@ -137,7 +137,7 @@ def _keeps_memory(parameter: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _converts_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Would this conversion return the parameter itself? An empty tensor of its kind answers that."""
+    """Return whether this conversion would return the parameter itself. It is tried on an empty tensor of the same dtype."""
     if func not in _CONVERSIONS or "memory_format" in kwargs or kwargs.get("copy"):
         return False
     with torch._C.DisableTorchFunctionSubclass():

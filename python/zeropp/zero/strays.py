@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads of memory that was given back: views of a unit's values that somebody kept after the unit was released.
+"""The error for stray reads: a view of a unit's values was kept, and read after the unit was released.
 
-The handler in csrc/base/stray.c gives them NaN and goes on; whoever calls zeropp next hears of it here
-(docs/design/0037-a-read-of-released-memory.md).
+The signal handler of csrc/base/stray.c lets such a read return NaN. The next call of a model, of ``optimizer.step`` or of zeropp
+raises the error. See docs/design/0037-a-read-of-released-memory.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from zeropp.errors import PartitionedParameterError
 
 
 def _name_at(address: int) -> str | None:
-    """The parameter whose values lie there while its unit is whole; None: of no living model."""
+    """Return the name of the parameter at this address; None if no living model has one there."""
     from zeropp.zero.engine import _engines
 
     for engine in list(_engines.values()):
@@ -24,13 +24,13 @@ def _name_at(address: int) -> str | None:
 
 
 def raise_strays() -> None:
-    """Raise where such memory was read since the last call, naming the parameters; each read is told of once."""
+    """Raise an error that names the parameters if there was a stray read since the last call. Costs one call otherwise."""
     if not _C.stray_seen():
         return
     names = dict.fromkeys(_name_at(address) for address in _C.stray_take())
     living = ", ".join(f"'{name}'" for name in names if name is not None) or "of a model that is gone"
     raise PartitionedParameterError(
-        f"a tensor over the values of parameter {living} was used after its unit was released, and was full of NaN: a view that was "
-        "kept (of detach(), .data, an index, view, .T, numpy()) has no memory of its own; clone it while the module runs, inside the "
-        "hook, or read the parameter in `with zeropp.gathered(parameter):`"
+        f"a view of parameter {living} was kept and used after the parameter was released, so it had NaN for values: detach(), .data, "
+        "an index, view(), .T and numpy() give views without memory of their own; clone the view inside the hook or module that makes "
+        "it, or read the parameter in `with zeropp.gathered(parameter):`"
     )

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import zeropp
-from bad_input_cases import sentence
 import zoo
+from bad_input_cases import sentence
 from parity_cases import Case, U, checkpointing, language, run, two_backwards, vector
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -222,9 +222,11 @@ TABLE: dict[str, Case] = {
         Normalised, hooked_later, units=("Linear",), ddp={"broadcast_buffers": False}
     ),
     "layers converted to what they are": Case(
-        Converting, two_backwards, modes=TWO_STAGES, units=("Linear",), tolerance=4 * U),
+        Converting, two_backwards, modes=TWO_STAGES, units=("Linear",), tolerance=4 * U
+    ),
     "switch transformers, checkpoint, non-reentrant": Case(
-        zoo.switch, language, setup=checkpointing(False), modes=TWO_STAGES, ddp=UNUSED),
+        zoo.switch, language, setup=checkpointing(False), modes=TWO_STAGES, ddp=UNUSED
+    ),
     "the whole model compiled": Case(Ordered, compiled, ddp=None),
 }
 

@@ -101,7 +101,7 @@ def two_losses(model: nn.Module, step: int) -> Tensor:
 
 
 def _backward_alone(model: nn.Module, loss: Tensor) -> None:
-    """Of a plain model: its gradients are averaged before they are added, as zeropp does."""
+    """Run a backward. The gradients of a plain model are averaged over ranks before they are added, as zeropp does it."""
     if is_prepared(model):
         loss.backward()
         return
@@ -114,7 +114,7 @@ def _backward_alone(model: nn.Module, loss: Tensor) -> None:
 
 
 def in_order(order: str, outside: bool) -> Callable[[nn.Module, int], Tensor]:
-    """Forwards F, backwards B, and P, a backward of what was read after F and shares no graph with it; E evaluates."""
+    """A step of forwards F, backwards B and evaluations E in this order; P is the backward of a loss that shares no graph with F's."""
 
     def step(model: nn.Module, step: int) -> Tensor:
         losses: dict[str, Tensor] = {}

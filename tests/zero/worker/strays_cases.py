@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of a weight that a hook keeps, used after the unit was released: the process goes on, where memory goes away it is NaN, and
-the next call names the parameter; training goes on with the bits of a run without the hook."""
+"""A hook keeps a view of a weight, and the case reads it after the unit was released. Where the memory stays, the view has the true
+values. Where it goes away, the view has NaN, and the next call raises an error that names the parameter. In both cases the process
+lives, and training continues with the same bits as without the hook."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def _config(holding: str, path: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """One for all ranks."""
+    """Yield the path of a folder for all ranks."""
     made = [tempfile.mkdtemp(prefix="strays-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(made)
     yield made[0]
@@ -75,14 +76,22 @@ def _values(kept: Any) -> Tensor:
 
 
 def _raises() -> Any:
-    return pytest.raises(zeropp.PartitionedParameterError, match=rf"parameter '{NAME}' .*clone it .*zeropp\.gathered")
+    return pytest.raises(
+        zeropp.PartitionedParameterError,
+        match=rf"parameter '{NAME}' .*clone the view inside the hook.*zeropp\.gathered",
+    )
 
 
 def _trained(holding: str, path: str, goes: bool, hooked: bool) -> dict[str, Tensor]:
-    """After a step for each way of keeping."""
+    """Train one step for each way of keeping a view, and return the parameters."""
     model, optimizer = _prepared(holding, path)
     kept: list[Any] = []
-    calls = [optimizer.step, lambda: _pass(model, 99), lambda: zeropp.memory(model), lambda: zeropp.full_state_dict(model)]
+    calls = [
+        optimizer.step,
+        lambda: _pass(model, 99),
+        lambda: zeropp.memory(model),
+        lambda: zeropp.full_state_dict(model),
+    ]
     for step, keep in enumerate(KEEPS.values()):
         if "bf16" in holding and step > 4:  # numpy has no such type
             continue
@@ -114,7 +123,7 @@ def reads(holding: str, goes: bool) -> None:
 
 
 def _kept(holding: str, path: str, keep: Callable[[Tensor], Any]) -> tuple[nn.Module, Any, Any]:
-    """A view of the weight as it was in the last forward, released."""
+    """Return a model, its optimizer, and a view that a hook kept of a weight which is released now."""
     model, optimizer = _prepared(holding, path)
     kept: list[Any] = []
     handle = model[1].register_forward_hook(lambda module, *_: kept.append(keep(module.weight)))
@@ -124,16 +133,16 @@ def _kept(holding: str, path: str, keep: Callable[[Tensor], Any]) -> tuple[nn.Mo
 
 
 def others(holding: str) -> None:
-    """Writes, threads, other handlers, system calls, children."""
+    """Writes to a view, reads from several threads, system calls, faulthandler, and a forked child."""
     with _folder() as path:
         model, optimizer, kept = _kept(holding, path, lambda w: w.detach())
         faulthandler.enable()  # over our handler
-        with zeropp.gathered(model):  # each release looks whether ours is the first
+        with zeropp.gathered(model):  # its release installs our handler again
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
         with pytest.raises(OSError) as refused:  # the kernel raises no signal
             os.write(_pipe(), kept.numpy().data)
         assert refused.value.errno == errno.EFAULT
-        zeropp.memory(model)  # nobody was told
+        zeropp.memory(model)  # no error: nothing was recorded
         kept.mul_(2.0)
         kept[5, 5] = 7.0
         assert kept[5, 5] == 7.0
@@ -163,7 +172,7 @@ def _pipe() -> int:
 
 
 def _in_a_child(kept: Tensor) -> None:
-    """What is no stray read ends a process as before, by way of faulthandler."""
+    """A fault that is no stray read still ends the process, and faulthandler prints its traceback once."""
     with tempfile.TemporaryFile() as told:
         child = os.fork()
         if child == 0:
@@ -181,7 +190,7 @@ def _in_a_child(kept: Tensor) -> None:
 
 
 def two_models() -> None:
-    """Names are those of the model that was read; a model that is gone has none."""
+    """A call of one model raises the error for a view of another; for a model that is gone it has no name."""
     with _folder() as path:
         first, _, kept = _kept("off", path, lambda w: w.detach())
         second, optimizer = _prepared("off", path)

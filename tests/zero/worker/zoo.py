@@ -286,8 +286,8 @@ class Odd(nn.Module):
 
 
 class ReadFromOutside(nn.Module):
-    """Weights that are read outside of their modules: of 64 KiB and more, which get memory while they are whole, and a small one,
-    which keeps its memory."""
+    """Weights that are read outside of their modules: two units below 64 KiB, which keep their memory, and a larger one, which does
+    not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class ReadFromOutside(nn.Module):
         return self.down(hidden @ self.middle.weight.t())
 
     def again(self, out: Tensor) -> Tensor:
-        """Of an output, once the forward is over: a weight as it is, and two views."""
+        """Compute with the output after the forward, with one weight as it is and two views."""
         hidden = nn.functional.linear(out, self.up.weight)
         return hidden @ self.middle.weight.t() @ self.down.weight.view(8, 160).T
 
