@@ -138,7 +138,7 @@ def _keeps_memory(parameter: torch.Tensor, value: torch.Tensor) -> bool:
 
 def _converts_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether this conversion would return the parameter itself. It is tried on an empty tensor of the same dtype."""
-    if func not in _CONVERSIONS or "memory_format" in kwargs or kwargs.get("copy"):
+    if "memory_format" in kwargs or kwargs.get("copy"):
         return False
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty((0,) * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
@@ -200,7 +200,7 @@ class PartitionedParameter(_Managed):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if type(args[0]) is PartitionedParameter and _converts_nothing(func, args, kwargs):
+        if func in _CONVERSIONS and _converts_nothing(func, args, kwargs):
             return args[0]
         refs = [_living(leaf) for leaf in _leaves((args, kwargs)) if type(leaf) is PartitionedParameter]
         if func in _PRINTS:
