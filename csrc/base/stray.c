@@ -176,14 +176,23 @@ static bool is_ours(int signal, struct sigaction *now) {
     return false;
 }
 
+/* An entry to install over `now`: a new one, or with all used the one that was installed over the same handler before.
+ * ENTRIES: none. Most handlers call the one that they replaced, so ours may still be called then. */
+static int entry_over(struct caught *one, const struct sigaction *now) {
+    if (one->used < ENTRIES) return one->used++;
+    for (int i = ENTRIES - 1; i > 0; i--)
+        if (one->before[i].sa_sigaction == now->sa_sigaction) return i;
+    return ENTRIES;
+}
+
 static void install(struct caught *one) {
     struct sigaction ours = { .sa_flags = SA_SIGINFO | SA_ONSTACK }, now;
     pthread_mutex_lock(&install_lock);
-    /* With all entries used nothing changes: most handlers call the one that they replaced. */
-    if (!is_ours(one->signal, &now) && one->used < ENTRIES) {
+    const int entry = is_ours(one->signal, &now) ? ENTRIES : entry_over(one, &now);
+    if (entry < ENTRIES) {
         sigemptyset(&ours.sa_mask);
-        one->before[one->used] = now;
-        ours.sa_sigaction = entries[one->used++];
+        one->before[entry] = now;
+        ours.sa_sigaction = entries[entry];
         sigaction(one->signal, &ours, NULL);
     }
     pthread_mutex_unlock(&install_lock);
