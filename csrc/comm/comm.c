@@ -133,6 +133,8 @@ void zpp_comm_set_name(zpp_comm *comm, const char *name) {
     if (comm->net) zpp_comm_set_name(comm->net->local, name);
 }
 
+uint32_t zpp_comm_new_owner(zpp_comm *comm) { return comm->owners++ % ZPP_OWNERS; }
+
 int zpp_comm_rank(const zpp_comm *comm) { return comm->rank; }
 int zpp_comm_ranks(const zpp_comm *comm) { return comm->ranks; }
 int zpp_comm_hosts(const zpp_comm *comm) { return comm->net ? comm->net->hosts.hosts : 1; }

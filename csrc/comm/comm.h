@@ -53,6 +53,15 @@ struct zpp_comm_options {
 /* Collective. Ranks may be on several hosts (docs/design/0016-between-hosts.md). New; free with zpp_comm_destroy. */
 zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct zpp_store *store, zpp_comm **out,
                            struct zpp_err *err);
+/* Several owners of collectives may share a communicator, such as prepared models. Each takes a number, all ranks in
+ * the same order; what they call carries it, so that the call of one on this rank is never taken for that of another on
+ * a peer. Numbers begin again after ZPP_OWNERS. */
+enum { ZPP_OWNERS = 64, ZPP_OBJECTS = 1 << 18 };
+uint32_t zpp_comm_new_owner(zpp_comm *comm);
+/* For zpp_call.object: `number` of the owner's choice, from 1 on, below ZPP_OBJECTS: which unit. */
+static inline uint32_t zpp_comm_object(uint32_t owner, uint32_t number) {
+    return owner * ZPP_OBJECTS + number % ZPP_OBJECTS;
+}
 /* Local, never waits. Peers that still use the group see "rank r left". NULL is fine. */
 void zpp_comm_destroy(zpp_comm *comm);
 /* Every pending and later wait, here and on the peers, ends with ABORTED and this sentence, naming this rank. Any
@@ -194,7 +203,7 @@ struct zpp_call {
     zpp_dtype dtype;
     zpp_reduce_op op; /* of all_reduce, reduce, reduce_scatter */
     int root;         /* of broadcast, reduce, gather, scatter */
-    uint32_t object;  /* of the caller's choice, compared between ranks, below 2^24: which unit; 0 = none */
+    uint32_t object;  /* compared between ranks, below 2^24: zpp_comm_object, or 0 = none */
     void *dst;        /* all_reduce, broadcast, reduce: the tensor; borrowed until the call is finished */
     const void *src;  /* all_gather, reduce_scatter */
     size_t elems;     /* of the tensor; all_gather: of src; reduce_scatter: of dst */

@@ -128,6 +128,7 @@ struct zpp_comm {
     struct zpp_route route[ZPP_COLLS][2][ZPP_ROUTE_SIZES], *route_now; /* route.c: staged, in place; rank 0's count */
     size_t route_bytes;
     uint64_t regions;   /* region creations so far */
+    uint32_t owners;    /* zpp_comm_new_owner so far */
 
     pthread_mutex_t mail_lock;    /* the sockets and inboxes; innermost */
     pthread_mutex_t verdict_lock; /* this rank's verdict_text; innermost */

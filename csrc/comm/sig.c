@@ -60,7 +60,8 @@ void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t room) {
     if (node_ranks) used += snprintf(text + used, room - (size_t)used, ", %u ranks a node", node_ranks);
     if (op < ZPP_REDUCE_OPS) used += snprintf(text + used, room - (size_t)used, ", %s", op_names[op]);
     if (root != ZPP_NO_ROOT) used += snprintf(text + used, room - (size_t)used, ", root %u", root);
-    if (object) used += snprintf(text + used, room - (size_t)used, ", object %u", object);
+    if (object) used += snprintf(text + used, room - (size_t)used, ", object %u", object % ZPP_OBJECTS);
+    if (object >= ZPP_OBJECTS) used += snprintf(text + used, room - (size_t)used, " of model %u", object / ZPP_OBJECTS);
     snprintf(text + used, room - (size_t)used, sig->what & ZPP_SIG_BESIDE ? ") on GPUs" : ")");
 }
 

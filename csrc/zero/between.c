@@ -11,17 +11,19 @@
 #include "internal.h"
 #include "own_file.h"
 
-enum { KIND_OBJECTS = 1 << 23 }; /* objects from here on are exchanges, below are units, from 1 on */
+enum { KIND_OBJECTS = ZPP_OBJECTS / 2 }; /* objects from here on are exchanges, below are units, from 1 on */
 
-static uint32_t object_of(const struct zpp_unit *unit) { return 1 + (uint32_t)unit->index; }
+uint32_t zpp_between_object(const zpp_zero *zero, const struct zpp_unit *unit) {
+    return zpp_comm_object(zero->number, 1 + (uint32_t)unit->index);
+}
 
-static struct zpp_call gather_call(const struct zpp_unit *unit) {
+static struct zpp_call gather_call(const zpp_zero *zero, const struct zpp_unit *unit) {
     return (struct zpp_call){.coll = ZPP_COLL_ALL_GATHER,
                              .dtype = unit->dtype,
                              .dst = unit->whole,
                              .src = unit->shard,
                              .elems = unit->shard_elems,
-                             .object = object_of(unit)};
+                             .object = zpp_between_object(zero, unit)};
 }
 
 /* The same collective with quantised elements. */
@@ -32,7 +34,7 @@ static void quantise_call(struct zpp_call *call, const struct zpp_quant_spec *sp
 }
 
 zpp_status zpp_between_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err) {
-    struct zpp_call call = gather_call(unit);
+    struct zpp_call call = gather_call(zero, unit);
     if (unit->own_file) {
         call.before = zpp_own_file_await;
         call.before_ctx = unit;
@@ -42,7 +44,7 @@ zpp_status zpp_between_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **
 }
 
 zpp_status zpp_between_make_exact(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    const struct zpp_call call = gather_call(unit);
+    const struct zpp_call call = gather_call(zero, unit);
     return zpp_comm_call(zero->options.comm, &call, NULL, err);
 }
 
@@ -103,7 +105,7 @@ static unsigned char *sent(const zpp_zero *zero, struct zpp_unit_grad *grad, uns
 
 static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigned char *bucket, struct zpp_err *err) {
     const struct zpp_unit *unit = grad->unit;
-    struct zpp_call call = {.dtype = unit->wire_dtype, .op = ZPP_AVG, .object = object_of(unit)};
+    struct zpp_call call = {.dtype = unit->wire_dtype, .op = ZPP_AVG, .object = zpp_between_object(zero, unit)};
     if (zero->options.stage == 0) {
         if (grad->empty) memset(grad->slice, 0, unit->elems * grad->elem_bytes);
         call.coll = ZPP_COLL_ALL_REDUCE;
@@ -133,7 +135,7 @@ zpp_status zpp_between_launch(zpp_zero *zero, struct zpp_unit_grad *grad, const 
                                    .op = ZPP_MAX,
                                    .dst = grad->between_memory,
                                    .elems = unit->params,
-                                   .object = object_of(unit)};
+                                   .object = zpp_between_object(zero, unit)};
     status = zpp_comm_submit(zero->options.comm, &flags, NULL, NULL, &grad->between_flags, err);
     return status == ZPP_OK ? submit_sum(zero, grad, bucket, err) : status;
 }
@@ -194,12 +196,12 @@ zpp_status zpp_between_exchange(zpp_zero *zero, uint64_t kind, const void *mine,
                                   .dst = all,
                                   .src = mine,
                                   .elems = bytes,
-                                  .object = KIND_OBJECTS + (uint32_t)kind};
+                                  .object = zpp_comm_object(zero->number, KIND_OBJECTS + (uint32_t)kind)};
     return zpp_comm_call(zero->options.comm, &call, wait, err);
 }
 
 zpp_status zpp_between_collect(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
                                struct zpp_err *err) {
-    const struct zpp_call call = gather_call(unit); /* my slice lies at its place, so it is not copied */
+    const struct zpp_call call = gather_call(zero, unit); /* my slice lies at its place, so it is not copied */
     return zpp_comm_call(zero->options.comm, &call, wait, err);
 }

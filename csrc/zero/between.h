@@ -13,6 +13,8 @@
 
 static inline bool zpp_between(const zpp_comm *comm) { return comm && zpp_comm_hosts(comm) > 1; }
 
+/* What a collective for the unit is told by: two models of one shape are two. */
+uint32_t zpp_between_object(const zpp_zero *zero, const struct zpp_unit *unit);
 /* A unit's slices into its memory, quantised on the way where unit->rounded; `*work` as from zpp_comm_submit. */
 zpp_status zpp_between_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err);
 /* The slices as they are, into the memory of a unit that holds rounded ones. */

@@ -64,6 +64,9 @@ struct zpp_zero {
     int order_count, order_at;
     uint64_t pass;     /* reducing backwards so far */
     bool in_backward, reduces;
+    bool shares_backward; /* another coordinator may be in this backward: see take_bucket */
+    bool over_bound;      /* ... and a bucket was waited for in vain: this backward goes beyond bucket_bytes */
+    uint32_t number;      /* of the coordinators on this communicator, in their order */
     uint64_t backward_ns, step_ns; /* when they began, for zeropp.trace */
     double grad_scale;
     bool delays_steps; /* files have two places for what a step touches (delayed.h) */

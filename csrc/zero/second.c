@@ -6,6 +6,7 @@
 
 #include <string.h>
 
+#include "between.h"
 #include "internal.h"
 
 static size_t part_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
@@ -61,7 +62,7 @@ zpp_status zpp_second_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **w
                                   .dst = unit->whole,
                                   .src = unit->second,
                                   .elems = unit->elems / (size_t)zpp_comm_ranks(zero->near),
-                                  .object = 1 + (uint32_t)unit->index};
+                                  .object = zpp_between_object(zero, unit)};
     return zpp_comm_submit(zero->near, &call, NULL, NULL, work, err);
 }
 

@@ -328,6 +328,7 @@ zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err) {
         if (placed != ZPP_OK) return placed;
         if (zpp_unit_moves(unit) && zpp_unit_bytes(unit) > largest_bytes) largest_bytes = zpp_unit_bytes(unit);
     }
+    if (zero->options.comm) zero->number = zpp_comm_new_owner(zero->options.comm);
     zpp_status status = make_param_memory(zero, range_bytes, err);
     const size_t warm_bytes = 2 * largest_bytes + zero->options.prefetch_bytes;
     const size_t warm_parts = zpp_own_file(zero) ? (size_t)zero->ranks : 1;
