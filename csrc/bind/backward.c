@@ -3,7 +3,8 @@
  * The beginning and the end of a backward, and the gradients in between: what parameters call.
  *
  * A backward begins at the first event that one of our hooks sees, and ends in a callback that torch calls when its
- * outermost graph task is done; there the last reductions are waited for, and all units let go.
+ * outermost graph task is done; there the last reductions are waited for, and all units let go. One backward may go
+ * through several prepared models: they end in one order on all ranks (docs/design/0039).
  */
 #include "py_zero.h"
 
@@ -24,6 +25,44 @@ int zpp_py_grad_mode(Zero *zero) {
     const int answer = on == Py_True;
     Py_DECREF(on);
     return answer;
+}
+
+/* --- prepared models, in the order in which they were sealed ------------------------------------------------------ */
+
+/* seal() is collective, so any two engines with ranks in common are in the same order on all of these ranks. All this
+ * is read and changed with Python's lock held. */
+static Zero *first_engine;
+
+void zpp_py_list_engine(Zero *zero) {
+    Zero **at = &first_engine;
+    while (*at) at = &(*at)->next_engine;
+    *at = zero;
+}
+
+void zpp_py_unlist_engine(Zero *zero) {
+    Zero **at = &first_engine;
+    while (*at && *at != zero) at = &(*at)->next_engine;
+    if (!*at) return;
+    *at = zero->next_engine;
+    zero->next_engine = NULL;
+}
+
+/* The first engine that is in the backward of this graph task, or NULL. */
+static Zero *first_in(long task) {
+    Zero *one = first_engine;
+    while (one && !(one->in_backward && one->task == task)) one = one->next_engine;
+    return one;
+}
+
+/* Where another engine is in this backward, too, or may come into it, the backward itself waits for no peer. */
+static void tell_of_others(Zero *zero) {
+    bool others = false;
+    for (Zero *one = first_engine; one; one = one->next_engine) {
+        if (one == zero || one->ranks == 1) continue;
+        if (one->in_backward) zpp_zero_share_backward(one->core);
+        others = others || one->in_backward || one->builds_loss;
+    }
+    if (others) zpp_zero_share_backward(zero->core);
 }
 
 /* --- the beginning and the end of a backward ---------------------------------------------------------------------- */
@@ -57,6 +96,7 @@ static int begin_backward(Zero *zero, long task) {
     }
     zero->in_backward = true;
     zero->task = task;
+    if (zero->ranks > 1) tell_of_others(zero);
     const Py_ssize_t count = PyList_Size(zero->units);
     for (Py_ssize_t i = 0; i < count; i++) ((Unit *)PyList_GetItem(zero->units, i))->got = 0;
     if (zpp_py_early_begin(zero) || (zero->skipped && zpp_py_call(zero->skipped))) return -1;
@@ -107,10 +147,8 @@ int zpp_py_backward_over(Zero *zero) {
     return zero->early.begin ? zpp_py_release_all(zero) : zpp_py_end_pass(zero);
 }
 
-static PyObject *end_backward(PyObject *self, PyObject *unused) {
-    (void)unused;
-    Zero *zero = (Zero *)self;
-    if (zero->closed || !zero->in_backward) Py_RETURN_NONE;
+/* 0, or -1 with an error set. */
+static int end_one(Zero *zero) {
     zero->in_backward = false;
     zero->builds_loss = false;
     zero->backwards++;
@@ -121,12 +159,66 @@ static PyObject *end_backward(PyObject *self, PyObject *unused) {
     PyThreadState *thread = PyEval_SaveThread();
     const zpp_status status = zpp_zero_backward_end(zero->core, &wait, &err);
     PyEval_RestoreThread(thread);
-    if (status != ZPP_OK) return zpp_py_raise(&err);
-    if (zpp_py_early_close(zero)) return NULL;
-    if (zero->reduces && zero->stage == 0 && zero->ranks > 1 && show_whole_gradients(zero)) return NULL;
-    if (zero->keep_passes > 0 && --zero->keep_passes > 0) Py_RETURN_NONE;
-    if (zpp_py_backward_over(zero)) return NULL;
-    Py_RETURN_NONE;
+    if (status != ZPP_OK) {
+        zpp_py_raise(&err);
+        return -1;
+    }
+    if (zpp_py_early_close(zero)) return -1;
+    if (zero->reduces && zero->stage == 0 && zero->ranks > 1 && show_whole_gradients(zero)) return -1;
+    if (zero->keep_passes > 0 && --zero->keep_passes > 0) return 0;
+    return zpp_py_backward_over(zero);
+}
+
+/* The errors of several ends: the first is raised, with the later ones as its context, and theirs. */
+struct raised {
+    PyObject *type, *value, *traceback, *last;
+};
+
+static void keep_raised(struct raised *raised) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (!raised->value) {
+        *raised = (struct raised){ type, value, traceback, value };
+        return;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    if (value == raised->last) { /* one object twice would be a ring */
+        Py_DECREF(value);
+        return;
+    }
+    PyException_SetContext(raised->last, value); /* takes the reference */
+    raised->last = value;
+}
+
+/* Ctrl-C and the like: the user wants to leave, so the other models' ends are not waited for. */
+static bool wants_to_leave(void) {
+    return !PyErr_ExceptionMatches(PyExc_Exception);
+}
+
+/* torch calls this for each engine of the backward, in the order of their first events, which need not be the same on
+ * all ranks: two ranks would wait for each other in the ends of different engines. So the first call ends them all, in
+ * the order of their seals. An error of one keeps nobody else's peers waiting: the other ends are run, then it is
+ * raised. */
+static PyObject *end_backward(PyObject *self, PyObject *unused) {
+    (void)unused;
+    Zero *zero = (Zero *)self, *one;
+    if (zero->closed || !zero->in_backward) Py_RETURN_NONE;
+    const long task = zero->task;
+    struct raised raised = { NULL };
+    bool leaves = false;
+    while (!leaves && (one = first_in(task))) {
+        Py_INCREF((PyObject *)one);
+        if (end_one(one)) {
+            leaves = wants_to_leave();
+            keep_raised(&raised);
+        }
+        Py_DECREF((PyObject *)one);
+    }
+    if (!raised.value) Py_RETURN_NONE;
+    PyErr_Restore(raised.type, raised.value, raised.traceback);
+    return NULL;
 }
 
 /* --- a gradient has been accumulated ------------------------------------------------------------------------------ */

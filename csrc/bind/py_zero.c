@@ -381,6 +381,7 @@ static PyObject *zero_close(PyObject *self, PyObject *unused) {
     Zero *zero = (Zero *)self;
     if (zero->closed) Py_RETURN_NONE;
     zero->closed = true;
+    zpp_py_unlist_engine(zero);
     const Py_ssize_t count = PyList_Size(zero->units);
     for (Py_ssize_t i = 0; i < count; i++) drop_params((Unit *)PyList_GetItem(zero->units, i));
     PyObject *units = zero->units;
@@ -395,6 +396,7 @@ static PyObject *zero_close(PyObject *self, PyObject *unused) {
 static void zero_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     Zero *zero = (Zero *)self;
+    zpp_py_unlist_engine(zero);
     Py_CLEAR(zero->units);
     zpp_py_delayed_end(zero);
     Py_CLEAR(zero->tier);
@@ -492,6 +494,7 @@ static PyObject *zero_seal(PyObject *self, PyObject *unused) {
     const zpp_status status = zpp_zero_seal(zero->core, &err);
     PyEval_RestoreThread(thread);
     if (status != ZPP_OK) return zpp_py_raise(&err);
+    zpp_py_list_engine(zero);
     Py_RETURN_NONE;
 }
 

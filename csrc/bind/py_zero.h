@@ -86,6 +86,7 @@ struct zpp_py_early {
 struct Zero {
     PyObject_HEAD
     zpp_zero *core;
+    Zero *next_engine; /* see zpp_py_list_engine */
     zpp_device *device;
     zpp_pool *pool;
     PyObject *comm;   /* _C.Comm or NULL */
@@ -152,6 +153,9 @@ int zpp_py_hooks_attach(Zero *zero);                         /* makes end_callba
 
 /* backward.c */
 int zpp_py_backward_init(void);
+/* A sealed engine takes its place behind all others; a closed one leaves it. See "the end of a backward" there. */
+void zpp_py_list_engine(Zero *zero);
+void zpp_py_unlist_engine(Zero *zero);
 PyObject *zpp_py_end_callback(Zero *zero);                   /* new reference */
 PyObject *zpp_py_grad_hook(Unit *unit,
                            Py_ssize_t param); /* new reference: what register_post_accumulate_grad_hook takes */

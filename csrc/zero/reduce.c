@@ -17,6 +17,7 @@
 
 enum { ROUND_PACK, ROUND_POST, ROUND_TAKE, ROUND_ADD, ROUND_POST_SLICE, ROUND_COPY, ROUND_DONE };
 #define NO_BUCKET UINT64_MAX
+static const uint64_t LINGER_NS = 100000000;
 
 static size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
@@ -223,6 +224,24 @@ static zpp_status save_carry(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     return ZPP_OK;
 }
 
+/* The bound is kept by waiting for slower ranks. Where several coordinators are in one backward, a peer may wait in
+ * another one of them for this rank, for ever: then a bucket more is better than that. Every unit has a home, so there
+ * is always a place. The stream is asked and not waited for: an operation that is late would end it. */
+static zpp_status linger(zpp_zero *zero, const struct zpp_unit_grad *oldest, const struct zpp_wait *wait,
+                         struct zpp_err *err) {
+    const uint64_t until_ns = zpp_now_ns() + LINGER_NS;
+    if (!wait) return ZPP_AGAIN;
+    while (!is_idle(zero, oldest)) {
+        const struct timespec pause = { 0, 50000 };
+        const zpp_status status = zpp_stream_poll(zero->reduce, err);
+        if (status != ZPP_OK && status != ZPP_AGAIN) return status;
+        zero->over_bound = zpp_now_ns() >= until_ns;
+        if (zero->over_bound) return ZPP_OK;
+        (void)nanosleep(&pause, NULL);
+    }
+    return ZPP_OK;
+}
+
 static zpp_status take_bucket(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_unit_grad *grad = unit->grad;
     const size_t bound = zero->options.bucket_bytes;
@@ -234,8 +253,8 @@ static zpp_status take_bucket(zpp_zero *zero, struct zpp_unit *unit, const struc
         give_bucket(zero, grad);
     }
     struct zpp_unit_grad *oldest = sweep(zero);
-    while (bound && oldest && zero->buckets.used_bytes + grad->bucket_bytes > bound) {
-        status = wait_idle(zero, oldest, wait, err);
+    while (bound && oldest && !zero->over_bound && zero->buckets.used_bytes + grad->bucket_bytes > bound) {
+        status = zero->shares_backward ? linger(zero, oldest, wait, err) : wait_idle(zero, oldest, wait, err);
         if (status != ZPP_OK) return status;
         oldest = sweep(zero);
     }
@@ -485,31 +504,11 @@ zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *
         unit->grad->partial = false;
     }
     zero->in_backward = true;
+    zero->shares_backward = zero->over_bound = false;
     zero->reduces = reduce;
     zero->slices.keeps = false;
     zero->order_at = 0;
     return ZPP_OK;
-}
-
-void zpp_zero_count_use(zpp_zero *zero, int unit) {
-    if (zero->units[unit]->grad) zero->units[unit]->grad->uses++;
-    else zero->units[unit]->uses++;
-}
-
-void zpp_zero_reset_uses(zpp_zero *zero) {
-    for (int i = 0; i < zero->units_count; i++) {
-        if (zero->units[i]->grad) zero->units[i]->grad->uses = 0;
-        zero->units[i]->uses = 0;
-    }
-}
-
-int zpp_zero_uses(const zpp_zero *zero, int unit) {
-    return zero->units[unit]->grad ? zero->units[unit]->grad->uses : zero->units[unit]->uses;
-}
-
-bool zpp_zero_used_once(const zpp_zero *zero, int unit) {
-    const struct zpp_unit_grad *grad = zero->units[unit]->grad;
-    return grad ? grad->uses <= 1 && !grad->partial : zero->units[unit]->uses <= 1;
 }
 
 static bool is_launched_now(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
@@ -619,13 +618,6 @@ void zpp_zero_backward_abort(zpp_zero *zero) {
 
 /* --- results ------------------------------------------------------------------------------------------------------ */
 
-const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present) {
-    const struct zpp_unit_grad *grad = zero->units[unit]->grad;
-    if (!grad || !grad->has) return NULL;
-    if (present) *present = grad->present;
-    return grad->slice;
-}
-
 const void *zpp_zero_held_grad(const zpp_zero *zero, int index, const uint8_t **touched) {
     struct zpp_unit *unit = zero->units[index];
     const struct zpp_unit_grad *grad = unit->grad;
@@ -635,30 +627,12 @@ const void *zpp_zero_held_grad(const zpp_zero *zero, int index, const uint8_t **
     return zpp_reduce_bucket(zero, unit);
 }
 
-unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit) {
-    return zero->units[unit]->grad ? zero->units[unit]->grad->slice : NULL;
-}
-
-zpp_dtype zpp_zero_grad_dtype(const zpp_zero *zero, int unit) {
-    return zero->units[unit]->grad_dtype;
-}
-
-bool zpp_zero_has_grad(const zpp_zero *zero) {
-    for (int at = 0; at < zero->order_count; at++)
-        if (zero->units[zero->order[at]]->grad->has) return true;
-    return false;
-}
-
 bool zpp_zero_grads_pending(const zpp_zero *zero) {
     for (int at = 0; at < zero->order_count; at++) {
         const struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         if (grad->bucket_offset_bytes != ZPP_BUCKET_NONE && !grad->launched && grad->touched_params) return true;
     }
     return false;
-}
-
-void zpp_zero_set_grad_scale(zpp_zero *zero, double scale) {
-    zero->grad_scale = scale;
 }
 
 void zpp_zero_clear_grad(zpp_zero *zero, int index, size_t param) {
