@@ -11,6 +11,7 @@ A function is taken by its source module and name, so it must stand at the top l
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -30,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 Started = Process | subprocess.Popen[bytes]
 
 _CALL = """
-import importlib.util, json, os, sys
+import faulthandler, importlib.util, json, os, signal, sys
+faulthandler.register(signal.SIGUSR1)  # see launch._show_stacks
 spec = importlib.util.spec_from_file_location("rank_body", {path!r})
 module = importlib.util.module_from_spec(spec)
 sys.modules["rank_body"] = module
@@ -135,6 +137,18 @@ def run_ranks(
     return outcomes
 
 
+def _show_stacks(processes: Sequence[Started]) -> None:
+    """What still runs writes where it is, before it is killed: of each rank that runs a function, the Python stacks of all threads."""
+    for process in processes:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            status = dict(line.split(":", 1) for line in lines)
+            caught = int(status["SigCgt"], 16) >> (signal.SIGUSR1 - 1) & 1
+            if caught and "T" not in status["State"].split()[0]:
+                process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5 if processes else 0.0)
+
+
 def _wait(processes: Sequence[Started], begun: float, deadline: float) -> list[float]:
     """Seconds after which each ended."""
     ended: dict[int, float] = {}
@@ -143,6 +157,7 @@ def _wait(processes: Sequence[Started], begun: float, deadline: float) -> list[f
             if rank not in ended and process.poll() is not None:
                 ended[rank] = time.monotonic() - begun
         if time.monotonic() > deadline:
+            _show_stacks([process for process in processes if process.poll() is None])
             for process in processes:
                 if process.poll() is None:
                     process.send_signal(signal.SIGKILL)  # also ends a stopped one

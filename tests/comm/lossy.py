@@ -36,10 +36,11 @@ def open_tun(namespace: str, device: str) -> int:
 
 def carry(control: Path, tuns: list[int]) -> None:
     chance = random.Random(7)
-    seen, shares = 0, [0.0, 0.0]  # of what goes to each side
+    seen, shares = None, [0.0, 0.0]  # of what goes to each side
     while True:
         ready, _, _ = select.select(tuns, [], [], 0.02)
-        changed = control.stat().st_mtime_ns
+        now = control.stat()
+        changed = (now.st_ino, now.st_mtime_ns)  # two changes may have one time: the clock of files ticks every few ms
         if changed != seen:
             seen, words = changed, control.read_text().split()
             sides = [int(words[2])] if len(words) > 2 else [0, 1]

@@ -79,7 +79,11 @@ def _sum_for_ever(dist: Any) -> dict[str, Any]:
 
 
 def lose(rank: int, ranks: int, control: str) -> dict[str, Any]:
-    """Sums while some packets are lost; then nothing arrives, here, there, on both sides. A new group each time."""
+    """Sums while some packets are lost; then nothing arrives, here, there, on both sides. A new group each time.
+
+    Nobody makes the network worse before both have the sum before it: a rank has its own sum while its packets are still on their
+    way to the other.
+    """
     from datetime import timedelta
 
     import torch
@@ -100,6 +104,7 @@ def lose(rank: int, ranks: int, control: str) -> dict[str, Any]:
         small = torch.zeros(10)
         dist.all_reduce(small, group=group)
         group.comm.set_timeout(LOSS_TIMEOUT_S)
+        _meet(Path(control), f"{how} summed", rank)
         began = time.monotonic()
         LossyHosts.set(Path(control), how)
         try:
@@ -107,13 +112,19 @@ def lose(rank: int, ranks: int, control: str) -> dict[str, Any]:
                 dist.all_reduce(small, group=group)
         except zeropp.CommError as error:
             answer[how] = {"text": str(error), "rank": error.rank, "seconds": time.monotonic() - began}
-        # Both have seen it before anybody mends it.
-        mark = Path(control).with_name(f"{how.replace(' ', '-')}.{rank}")
-        mark.touch()
-        while not mark.with_suffix(f".{1 - rank}").exists():
-            time.sleep(0.02)
+        _meet(Path(control), f"{how} seen", rank)  # both, before anybody mends it
     LossyHosts.set(Path(control), "lose 0")
     return answer
+
+
+def _meet(beside: Path, what: str, rank: int) -> None:
+    """Both ranks come here; by files, because the network may carry nothing."""
+    mark = beside.with_name(f"{what.replace(' ', '-')}.{rank}")
+    mark.touch()
+    end = time.monotonic() + 60
+    while not mark.with_suffix(f".{1 - rank}").exists():
+        assert time.monotonic() < end, f"rank {1 - rank} did not come to {what!r}"
+        time.sleep(0.02)
 
 
 def _connections() -> list[str]:
