@@ -184,7 +184,7 @@ class Builder:
 
     def fatbin(self, nvcc: str, arch: list[str], source: Path) -> Path:
         relative = source.relative_to(ROOT)
-        target = self.folder / relative.with_suffix(".fatbin")
+        target = self.folder / relative.with_suffix(".cu.fatbin")  # X_cuda.c lies beside X_cuda.cu: X_cuda.d is its own
         flags = [*arch, "-O3", "-std=c++17", "-fmad=false", "--threads=2", "-Werror=all-warnings"]
         outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-fatbin", str(relative), "-o", str(target)]
         return self.make(target, [nvcc, *flags, *outputs], f"{relative} (for {len(arch) - 1} kinds of GPU, and PTX)")
