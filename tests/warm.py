@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -201,6 +202,7 @@ class Warm:
 
 AT_START = dict(os.environ)  # imported modules change it later
 _warm: dict[tuple[str, int], Warm] = {}
+_asking = threading.Lock()  # a request and its answer, of a thread at a time
 
 
 @atexit.register
@@ -235,12 +237,13 @@ def start(
         stdout, stderr: files; ``stderr`` may be ``subprocess.STDOUT``.
     """
     words = [str(word) for word in arguments]
-    warm = None if cold else _warm_process(kind, min(slot, 2))
-    if warm is None or not warm.can(env, kind):
-        command = [sys.executable, *words]
-        return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, cwd=cwd, start_new_session=new_session)
     request = {"arguments": words, "env": dict(env), "cwd": str(cwd or Path.cwd()), "new_session": new_session}
-    return warm.start(request, stdout.fileno(), (stdout if stderr == subprocess.STDOUT else stderr).fileno())
+    with _asking:
+        warm = None if cold else _warm_process(kind, min(slot, 2))
+        if warm is not None and warm.can(env, kind):
+            return warm.start(request, stdout.fileno(), (stdout if stderr == subprocess.STDOUT else stderr).fileno())
+    command = [sys.executable, *words]
+    return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, cwd=cwd, start_new_session=new_session)
 
 
 def free_port() -> int:
