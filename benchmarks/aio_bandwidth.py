@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from aio_peers import Cost, deepspeed_handle, fio, timed
-from harness import ROOT, BenchError, Need, Run, alternate
+from harness import ROOT, BenchError, Need, Run, alone, alternate
 from zeropp.aio import Engine
 
 CLAIM = "The I/O engine reaches the disk's limit (fio's best), at a third of DeepSpeed's CPU time a byte"
@@ -29,7 +29,7 @@ def run(bench: Run) -> None:
     """Locked and pageable, each against all peers in the same rounds."""
     size_bytes = (256 << 20) if bench.quick else (1 << 30)
     rounds = 3 if bench.quick else 7
-    handle = deepspeed_handle(BLOCK_BYTES, DEPTH)
+    handle = None if alone() else deepspeed_handle(BLOCK_BYTES, DEPTH)
     with tempfile.TemporaryDirectory(dir=ROOT, prefix=".aio-bench-") as folder, Engine(DEPTH, BLOCK_BYTES) as engine:
         path = Path(folder) / "file"
         source = torch.randint(0, 256, (size_bytes,), dtype=torch.uint8)
@@ -49,7 +49,7 @@ def measure(
     byte = torch.empty(0, dtype=torch.uint8)
     if kind == "locked":
         ours = [engine.empty(part, torch.uint8) for part in parts]
-        theirs = [handle.new_cpu_locked_tensor(part, byte) for part in parts]
+        theirs = [] if alone() else [handle.new_cpu_locked_tensor(part, byte) for part in parts]
     else:
         ours, theirs = ([torch.empty(part, dtype=torch.uint8) for part in parts] for _ in range(2))
     for tensor in (*ours, *theirs):
@@ -58,10 +58,12 @@ def measure(
     if access != "read":  # blocks that are there, for all
         for out in outs.values():
             engine.write(source ^ 1, out).wait()
-    for tensor in (ours[0], theirs[0]) if access != "write" else ():
-        tensor.zero_()
+    for tensors in (ours, theirs) if access != "write" else ():
+        for tensor in tensors[:1]:
+            tensor.zero_()
     group = contenders(engine, handle, ours, theirs, path, outs, access)
-    for who, contender, buffers in (("ours", "ours", ours), ("theirs", "DeepSpeed aio", theirs)):
+    checked = (("ours", "ours", ours), ("theirs", "DeepSpeed aio", theirs))
+    for who, contender, buffers in checked[: 1 if alone() else 2]:
         group[contender]()
         if access != "write":
             bench.check(torch.equal(buffers[0], source[: parts[0]]), f"{kind} {access}: {who} read other bytes")
@@ -111,9 +113,10 @@ def contenders(
 
 def compare(bench: Run, case: str, rounds: int, size_bytes: int, group: dict[str, Callable[[], Cost]]) -> None:
     """Rows of bandwidth and of CPU time from the same rounds."""
-    costs: dict[str, list[Cost]] = alternate(group, rounds)
+    costs: dict[str, list[Cost]] = alternate(group, rounds, ours=["ours"])
     rates = {name: [size_bytes / cost.seconds / 1e9 for cost in seen] for name, seen in costs.items()}
-    rates["fio best"] = [max(a, b) for a, b in zip(rates["fio io_uring"], rates["fio libaio"], strict=True)]
+    if not alone():
+        rates["fio best"] = [max(a, b) for a, b in zip(rates["fio io_uring"], rates["fio libaio"], strict=True)]
     peers = ["fio io_uring", "fio libaio", "DeepSpeed aio"]
     bench.compare(case, rates, ours="ours", peers=peers, unit="GB/s", limit="fio best", better="higher")
     cpu = {name: [cost.cpu_seconds / size_bytes * 1e9 for cost in seen] for name, seen in costs.items()}

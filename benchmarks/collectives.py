@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness import Need, Run
+from harness import Need, Run, alone
 from paired import Paired
 
 CLAIM = "10x lower latency than gloo up to 8 KB, 1.5x to 5x its bandwidth from 1 MB, 1.2x DeepSpeed's shared-memory all-reduce"
@@ -237,7 +237,7 @@ class Bench(Paired):
         self.gloo = dist.group.WORLD
         self.zeropp = dist.new_group(list(range(self.ranks)), backend="zeropp")
         self.door = zeropp.comm.Communicator(self.zeropp)
-        self.deepspeed = deepspeed_shm(self.rank, self.ranks)
+        self.deepspeed = None if alone() else deepspeed_shm(self.rank, self.ranks)
         self.flow = Flow(self.rank, self.ranks, max(largest_bytes, 16 * PIECE), self.gathered)
 
     def tensors(self, case: Case) -> tuple[Any, Any]:
@@ -260,8 +260,9 @@ class Bench(Paired):
         parts = None if whole is None or self.rank else list(whole.chunk(self.ranks))  # torch takes lists there
         doors = self.through_dist if case.kind == "dist" else self.direct
         named = {name: (lambda call=call: call(output, source)) for name, call in doors(case.coll, parts).items()}
-        if case.coll == "all_reduce" and case.kind != "dist":
-            named["DeepSpeed shm"] = lambda: self.deepspeed(output)
+        deepspeed = self.deepspeed
+        if deepspeed is not None and case.coll == "all_reduce" and case.kind != "dist":
+            named["DeepSpeed shm"] = lambda: deepspeed(output)
         return named
 
     def through_dist(self, coll: str, parts: list[Any] | None) -> dict[str, Callable[[Any, Any], Any]]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from harness import BenchError, Need, Run, alternate, timed
+from harness import BenchError, Need, Run, alone, alternate, timed
 from torch import Tensor
 
 CLAIM = "fp32 AdamW reaches memory's limit as the best peers do; bf16 in and out in one pass beats cast, step, cast"
@@ -156,18 +156,14 @@ def between_casts(b: Buffers, step: Step) -> Step:
 
 
 def contenders(kind: str, b: Buffers) -> dict[str, Step]:
-    """Ours and the peers; the peers' names say how they work."""
+    """Ours and the peers; the peers' names say how they work. Without peers torch stays, for the check."""
+    peers = {"torch AdamW fused": torch_step}
+    if not alone():
+        peers["DeepSpeedCPUAdam"] = deepspeed_step
     if kind == "fp32":
-        return {
-            "ours": our_step(b, False),
-            "torch AdamW fused": torch_step(b),
-            "DeepSpeedCPUAdam": deepspeed_step(b),
-        }
-    return {
-        "ours": our_step(b, True),
-        "torch AdamW fused cast-step-cast": between_casts(b, torch_step(b)),
-        "DeepSpeedCPUAdam cast-step-cast": between_casts(b, deepspeed_step(b)),
-    }
+        return {"ours": our_step(b, False), **{name: step(b) for name, step in peers.items()}}
+    casts = {f"{name} cast-step-cast": between_casts(b, step(b)) for name, step in peers.items()}
+    return {"ours": our_step(b, True), **casts}
 
 
 def build_limit() -> ctypes.CDLL:
@@ -225,7 +221,7 @@ def check(bench: Run, kind: str) -> None:
             bench.check(over <= 0, f"{kind}: copies of ours and {name} differ by more than one unit of bf16")
 
 
-def measure(bench: Run, case: Case, limit: ctypes.CDLL) -> None:
+def measure(bench: Run, case: Case, limit: ctypes.CDLL | None) -> None:
     """One block: fp32 and bf16 on the same buffers."""
     set_threads(case.threads)
     huge_before = huge_bytes()
@@ -240,8 +236,10 @@ def measure(bench: Run, case: Case, limit: ctypes.CDLL) -> None:
         samples: dict[str, list[float]] = {}
         for part in parts(b):
             steps = contenders(kind, part)
-            steps[LIMITS[kind]] = limit_step(limit, kind, part, case.threads)
-            of_part = alternate({name: timed(step) for name, step in steps.items()}, rounds=case.rounds)
+            if limit is not None:
+                steps[LIMITS[kind]] = limit_step(limit, kind, part, case.threads)
+            timers = {name: timed(step) for name, step in steps.items()}
+            of_part = alternate(timers, rounds=case.rounds, ours=["ours"])
             for name, times in of_part.items():
                 samples.setdefault(name, []).extend(t * case.elems / part.p.numel() for t in times)
         peers = [name for name in samples if name not in ("ours", LIMITS[kind])]
@@ -262,7 +260,7 @@ def cases(quick: bool) -> list[Case]:
 
 def run(bench: Run) -> None:
     """Entry of run.py."""
-    limit = build_limit()
+    limit = None if alone() else build_limit()
     for kind in LIMITS:
         check(bench, kind)
     bench.log("contenders agree")

@@ -35,8 +35,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
+from turns import PYTHON_VARIABLE, TWINS, alone
+
+Better = Literal["lower", "higher"]
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+PYTHON = Path(os.environ.get(PYTHON_VARIABLE) or ROOT / "python")
+"""Folder of the package that is measured: this tree's, or with ``run.py --against`` another revision's."""
 
 
 class BenchError(Exception):
@@ -55,6 +61,8 @@ class Need:
     """Program to find on PATH, or None."""
     install: str = "pip install -e .[bench]"
     """The command that brings it."""
+    peer: bool = True
+    """False where our own side needs it, too."""
 
     def check(self) -> None:
         """Raise BenchError, naming the way out, where the peer is missing."""
@@ -94,6 +102,17 @@ class Row:
         return json.dumps({k: round_figure(v) for k, v in values.items()})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """Our own figures in one case, where no peer is measured (:func:`alone`); against.py makes rows of two revisions'."""
+
+    case: str
+    unit: str
+    better: Better
+    samples: tuple[float, ...]
+    """One a round."""
+
+
 def round_figure(value: object) -> object:
     """Five significant digits: more would only show noise."""
     if isinstance(value, float) and math.isfinite(value) and value != 0.0:
@@ -112,15 +131,25 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def alternate(contenders: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 1, seed: int = 0) -> Samples:
-    """Call every contender once a round, in an order drawn anew each round, and keep what each returned."""
-    order = list(contenders)
+def alternate(
+    contenders: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    warmup: int = 1,
+    seed: int = 0,
+    ours: Sequence[str] | None = None,
+) -> Samples:
+    """Call every contender once a round, in an order drawn anew each round, and keep what each returned.
+
+    ``ours`` names the contenders that our own rows are made of: where these are measured alone, the others are not called.
+    """
+    order = [name for name in contenders if not alone() or ours is None or name in ours]
     rng = random.Random(seed)
-    samples: Samples = {name: [] for name in contenders}
+    samples: Samples = {name: [] for name in order}
     for index in range(warmup + rounds):
         rng.shuffle(order)
         for name in order:
-            value = contenders[name]()
+            with TWINS.turn():
+                value = contenders[name]()
             if index >= warmup:
                 samples[name].append(value)
     return samples
@@ -150,7 +179,7 @@ def repeat_for(call: Callable[[], Any], at_least_ms: float) -> int:
 class Run:
     """What a benchmark's ``run`` receives: options in, rows out."""
 
-    def __init__(self, name: str, *, quick: bool, report: Callable[[Row], None]) -> None:
+    def __init__(self, name: str, *, quick: bool, report: Callable[[Row | Own], None]) -> None:
         self.name = name
         """The benchmark's name: its file's."""
         self.quick = quick
@@ -162,8 +191,15 @@ class Run:
         print(f"[{self.name}] {sentence}", file=sys.stderr, flush=True)
 
     def report(self, row: Row) -> None:
-        """Report a row that the benchmark computed itself; most use :meth:`compare`."""
-        self._report(row)
+        """Report a row that the benchmark computed itself, whose figures are better the lower; most use :meth:`compare`."""
+        if alone():
+            self.own(row.case, [row.ours], row.unit)
+        else:
+            self._report(row)
+
+    def own(self, case: str, samples: Sequence[float], unit: str, better: Better = "lower") -> None:
+        """Report our own figures, where no peer is measured; :meth:`compare` does so by itself."""
+        self._report(Own(case=case, unit=unit, better=better, samples=tuple(map(float, samples))))
 
     def check(self, condition: bool, sentence: str) -> None:
         """Correctness comes before timing: a contender that computes something else is not timed."""
@@ -179,10 +215,13 @@ class Run:
         peers: Sequence[str],
         unit: str,
         limit: str | None = None,
-        better: Literal["lower", "higher"] = "lower",
+        better: Better = "lower",
         extra: Mapping[str, Any] | None = None,
     ) -> list[Row]:
         """Report one row a peer from samples of the same rounds. ``limit`` names the contender that bounds ours."""
+        if alone():
+            self.own(case, samples[ours], unit, better)
+            return []
         mine = [float(v) for v in samples[ours]]
         rows = []
         for peer in peers:
@@ -225,7 +264,10 @@ class Run:
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "LOCAL_SIZE": str(ranks), **(env or {})}
             lines = Lines(Path(out) / "rank0.lines", heard)
             what = f"{self.name}:{worker} on {ranks} ranks"
-            text = run_group(command, environment, timeout_s, what, meanwhile=lines.read)
+            # A twin's turns come on top of our own; and peers, which take longer, are missing.
+            limit_s = timeout_s * (2 if alone() else 1)
+            with TWINS.launching() as turns:
+                text = run_group(command, {**environment, **turns}, limit_s, what, meanwhile=lines.read)
             results = []
             for rank in range(ranks):
                 path = Path(out) / f"rank{rank}.json"
@@ -264,14 +306,12 @@ class Lines:
         return written
 
 
-def gain(ours: float, peer: float, better: Literal["lower", "higher"]) -> float:
+def gain(ours: float, peer: float, better: Better) -> float:
     """How many times better ours is."""
     return peer / ours if better == "lower" else ours / peer
 
 
-def of_limit(
-    ours: Sequence[float], limit: Sequence[float], name: str, better: Literal["lower", "higher"]
-) -> dict[str, Any]:
+def of_limit(ours: Sequence[float], limit: Sequence[float], name: str, better: Better) -> dict[str, Any]:
     """The limit's figure, and the fraction of it that ours reaches.
 
     1 is the limit itself; more than that is noise, and reads 1 (``ours`` and ``limit`` still show it).

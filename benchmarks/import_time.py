@@ -14,13 +14,13 @@ import subprocess
 import sys
 from functools import partial
 
-from harness import ROOT, BenchError, Need, Run, alternate
+from harness import PYTHON, BenchError, Need, Run, alternate
 
 CLAIM = "import zeropp costs less than 50 ms beyond import torch"
 NEEDS = (
     Need("DeepSpeed", module="deepspeed"),
-    Need("transformers", module="transformers", install="pip install -e .[hf]"),
-    Need("accelerate", module="accelerate", install="pip install -e .[hf]"),
+    Need("transformers", module="transformers", install="pip install -e .[hf]", peer=False),
+    Need("accelerate", module="accelerate", install="pip install -e .[hf]", peer=False),
 )
 
 PROMISE_MS = 50.0
@@ -50,7 +50,7 @@ print("elapsed_ns", time.perf_counter_ns() - start)
 
 def import_ms(statement: str, before: str = "import torch") -> float:
     """Milliseconds that ``statement`` takes in a process of its own, after ``before``."""
-    path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(PYTHON), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", TEMPLATE.format(statement=statement, before=before)],
         env={**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "PYTHONDONTWRITEBYTECODE": ""},
@@ -64,12 +64,13 @@ def import_ms(statement: str, before: str = "import torch") -> float:
 
 def run(bench: Run) -> None:
     rounds = 5 if bench.quick else 15
-    samples = alternate({name: partial(import_ms, text) for name, text in STATEMENTS.items()}, rounds=rounds)
+    contenders = {name: partial(import_ms, text) for name, text in STATEMENTS.items()}
+    samples = alternate(contenders, rounds=rounds, ours=["zeropp", "zeropp ready"])
     extra = {"promised_ms": PROMISE_MS}
     peers = ["DeepSpeed", "FSDP2"]
     bench.compare("import beyond torch", samples, ours="zeropp", peers=peers, unit="ms", extra=extra)
     bench.compare("import with prepare", samples, ours="zeropp ready", peers=peers, unit="ms")
     before = "from transformers import Trainer"
     contenders = {name: partial(import_ms, text, before) for name, text in UNDER_TRAINER.items()}
-    samples = alternate(contenders, rounds=3 if bench.quick else 15)
+    samples = alternate(contenders, rounds=3 if bench.quick else 15, ours=["zeropp.hf"])
     bench.compare("import under Trainer", samples, ours="zeropp.hf", peers=["DeepSpeed"], unit="ms", extra=extra)

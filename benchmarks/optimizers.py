@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import Need, Run, alternate, repeat_for, timed
+from harness import Need, Run, alone, alternate, repeat_for, timed
 from torch import Tensor
 
 CLAIM = (
@@ -68,60 +68,73 @@ def run(bench: Run) -> None:
 def measure(bench: Run, shape: str, lengths: list[int]) -> None:
     """All optimizers over tensors of these lengths."""
     import zeropp
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.ops.lion import DeepSpeedCPULion
 
     lists = {name: [torch.randn(n) for n in lengths] for name in ("params", "grads")}
     states = [torch.rand(n) for n in lengths]
     scratch = [torch.empty(n) for n in lengths]
     check(bench, shape, lists, states)
     mine = [p.clone() for p in lists["params"]]
-    twin, twin_states = [p.clone() for p in lists["params"]], [s.clone() for s in states]
-    grads = lists["grads"]
-    squares, twin_squares = [s.clone() for s in states], [s.clone() for s in states]
-    adam, adagrad, sgd = torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD
-    cases: dict[str, dict[str, Callable[[], object]]] = {
-        "AdamW": {
-            "ours": lambda: zeropp.ops.adam_step_(mine, grads, states, squares, step=2, lr=1e-3, weight_decay=0.1),
-            "torch foreach": stepper(adam, lists, lr=1e-3, weight_decay=0.1, foreach=True),
-            "torch fused": stepper(adam, lists, lr=1e-3, weight_decay=0.1, fused=True),
-            "DeepSpeedCPUAdam": stepper(DeepSpeedCPUAdam, lists, lr=1e-3, weight_decay=0.1),
-        },
-        "Lion": {
-            "ours": lambda: zeropp.ops.lion_step_(mine, grads, states, lr=1e-3, weight_decay=0.1),
-            "torch foreach": lambda: foreach_lion(twin, grads, twin_states, scratch),
-            "DeepSpeedCPULion": stepper(DeepSpeedCPULion, lists, lr=1e-3, weight_decay=0.1),
-        },
-        "Adagrad": {
-            "ours": lambda: zeropp.ops.adagrad_step_(mine, grads, states, step=2, lr=1e-3),
-            "torch foreach": stepper(adagrad, lists, lr=1e-3, foreach=True),
-            "torch fused": stepper(adagrad, lists, lr=1e-3, fused=True),
-            "DeepSpeedCPUAdagrad": stepper(DeepSpeedCPUAdagrad, lists, lr=1e-3),
-        },
-        "SGD": {
-            "ours": lambda: zeropp.ops.sgd_step_(mine, grads, states, step=2, lr=1e-3, momentum=0.9),
-            "torch foreach": stepper(sgd, lists, lr=1e-3, momentum=0.9, foreach=True),
-            "torch fused": stepper(sgd, lists, lr=1e-3, momentum=0.9, fused=True),
-        },
-        "LAMB": {
-            "ours": lambda: zeropp.ops.lamb_step_(mine, grads, states, squares, step=2, lr=1e-3, weight_decay=0.1),
-            "torch foreach": lambda: foreach_lamb(twin, grads, twin_states, twin_squares),
-        },
+    grads, squares = lists["grads"], [s.clone() for s in states]
+    ours: dict[str, Callable[[], object]] = {
+        "AdamW": lambda: zeropp.ops.adam_step_(mine, grads, states, squares, step=2, lr=1e-3, weight_decay=0.1),
+        "Lion": lambda: zeropp.ops.lion_step_(mine, grads, states, lr=1e-3, weight_decay=0.1),
+        "Adagrad": lambda: zeropp.ops.adagrad_step_(mine, grads, states, step=2, lr=1e-3),
+        "SGD": lambda: zeropp.ops.sgd_step_(mine, grads, states, step=2, lr=1e-3, momentum=0.9),
+        "LAMB": lambda: zeropp.ops.lamb_step_(mine, grads, states, squares, step=2, lr=1e-3, weight_decay=0.1),
     }
-    for name, contenders in cases.items():
-        repeat = repeat_for(contenders["ours"], 5.0)
+    peers = {} if alone() else peers_of(lists, states, scratch)
+    for name, own in ours.items():
+        contenders = {"ours": own, **peers.get(name, {})}
+        repeat = repeat_for(own, 5.0)
         touched = (28 if name == "AdamW" else 20) * sum(lengths)
         src, dst = (torch.zeros(touched // 2, dtype=torch.uint8) for _ in range(2))
         copy = timed(partial(dst.copy_, src))
         samples = alternate(
             {**{key: timed(call, repeat=repeat) for key, call in contenders.items()}, "copy": copy},
             rounds=7 if bench.quick else 15,
+            ours=["ours"],
         )
-        peers = [key for key in contenders if key != "ours"]
         # The copy moves as many bytes as one pass does; LAMB's two move twice that, so it has no such limit.
         limit = None if name == "LAMB" else "copy"
-        bench.compare(f"{name} fp32 {shape}", samples, ours="ours", peers=peers, unit="ms", limit=limit)
+        names = list(peers.get(name, {}))
+        bench.compare(f"{name} fp32 {shape}", samples, ours="ours", peers=names, unit="ms", limit=limit)
+
+
+def peers_of(
+    lists: dict[str, list[Tensor]], states: list[Tensor], scratch: list[Tensor]
+) -> dict[str, dict[str, Callable[[], object]]]:
+    """The peers of each optimizer, over copies of their own."""
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.lion import DeepSpeedCPULion
+
+    grads = lists["grads"]
+    twin, twin_states = [p.clone() for p in lists["params"]], [s.clone() for s in states]
+    twin_squares = [s.clone() for s in states]
+    adam, adagrad, sgd = torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD
+    return {
+        "AdamW": {
+            "torch foreach": stepper(adam, lists, lr=1e-3, weight_decay=0.1, foreach=True),
+            "torch fused": stepper(adam, lists, lr=1e-3, weight_decay=0.1, fused=True),
+            "DeepSpeedCPUAdam": stepper(DeepSpeedCPUAdam, lists, lr=1e-3, weight_decay=0.1),
+        },
+        "Lion": {
+            "torch foreach": lambda: foreach_lion(twin, grads, twin_states, scratch),
+            "DeepSpeedCPULion": stepper(DeepSpeedCPULion, lists, lr=1e-3, weight_decay=0.1),
+        },
+        "Adagrad": {
+            "torch foreach": stepper(adagrad, lists, lr=1e-3, foreach=True),
+            "torch fused": stepper(adagrad, lists, lr=1e-3, fused=True),
+            "DeepSpeedCPUAdagrad": stepper(DeepSpeedCPUAdagrad, lists, lr=1e-3),
+        },
+        "SGD": {
+            "torch foreach": stepper(sgd, lists, lr=1e-3, momentum=0.9, foreach=True),
+            "torch fused": stepper(sgd, lists, lr=1e-3, momentum=0.9, fused=True),
+        },
+        "LAMB": {
+            "torch foreach": lambda: foreach_lamb(twin, grads, twin_states, twin_squares),
+        },
+    }
 
 
 def check(bench: Run, shape: str, lists: dict[str, list[Tensor]], states: list[Tensor]) -> None:

@@ -113,7 +113,7 @@ def measure(bench: Run, size: str, elems: int) -> None:
                 "torch": timed(theirs_call, repeat=1 if elems > 1 << 20 else repeat),
                 "copy": timed(copy, repeat=repeat),
             }
-            samples = alternate(contenders, rounds=7 if bench.quick else 15)
+            samples = alternate(contenders, rounds=7 if bench.quick else 15, ours=["ours"])
             rate = {name: [elems / ms / 1e3 for ms in values] for name, values in samples.items()}
             bench.compare(
                 f"{what} fp32 int{bits} {size}", rate, ours="ours", peers=["torch"], unit="Melem/s", limit="copy",

@@ -1,31 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One command for all benchmarks: ``python benchmarks/run.py NAME... [--json FILE] [--quick] [--list]``.
+"""One command for all benchmarks: ``python benchmarks/run.py NAME... [--json FILE] [--quick] [--against REV] [--list]``.
 
 Every other file of this folder that defines CLAIM and run() is a benchmark; harness.py says what it must expose.
+With ``--against`` the peer is another revision of this repository (against.py).
 Without ``--json`` the rows go to stdout, one JSON object a line; with it they go to FILE and stdout shows a table.
-Exit status: 0 measured, 1 a contender was wrong or a launch failed, 2 wrong usage or a peer that is not installed.
+Exit status: 0 measured, 1 a contender was wrong or a launch failed, 2 wrong usage, a peer that is not installed or a revision that
+does not build.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import ctypes
 import importlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-if (HERE.parent / "python" / "zeropp").is_dir():
-    sys.path.insert(1, str(HERE.parent / "python"))  # the tree that this file belongs to, installed or not
 
-import harness  # noqa: E402  (its folder is put on the path above)
+import against  # noqa: E402  (its folder is put on the path above)
+import harness  # noqa: E402
+
+# The package of the tree that this file belongs to is used, installed or not; with --against it may be another revision's.
+if (harness.PYTHON / "zeropp").is_dir():
+    sys.path.insert(1, str(harness.PYTHON))
 
 
 def benches() -> dict[str, str]:
@@ -68,26 +74,36 @@ def table_line(row: harness.Row) -> str:
     )
 
 
-def measure(names: list[str], quick: bool, json_path: str | None, command: list[str]) -> None:
-    """Run the benchmarks, one after the other."""
+def needs(name: str) -> Iterator[harness.Need]:
+    """What must be installed: where our own side is measured alone, no peer."""
+    return (need for need in load(name).NEEDS if not (need.peer and harness.alone()))
+
+
+@contextlib.contextmanager
+def rows_to(json_path: str | None, command: list[str]) -> Iterator[Callable[[harness.Row | harness.Own], None]]:
+    """A function that writes a row where rows go."""
     where = harness.environment(command)
-    sink = Path(json_path).open("a") if json_path else None  # noqa: SIM115  (closed below; stdout otherwise)
+    with Path(json_path).open("a") if json_path else contextlib.nullcontext() as sink:
 
-    def report(row: harness.Row) -> None:
-        line = json.dumps({**json.loads(row.as_json()), **where})
-        if sink is None:
-            print(line, flush=True)
-        else:
-            print(line, file=sink, flush=True)
-            print(table_line(row), flush=True)
+        def report(row: harness.Row | harness.Own) -> None:
+            if isinstance(row, harness.Own):
+                print(json.dumps(vars(row)), file=sink, flush=True)
+                return
+            print(json.dumps({**json.loads(row.as_json()), **where}), file=sink, flush=True)
+            if sink is not None:
+                print(table_line(row), flush=True)
 
-    try:
-        for name in names:
-            module = load(name)
-            module.run(harness.Run(name, quick=quick, report=report))
-    finally:
-        if sink is not None:
-            sink.close()
+        yield report
+
+
+def measure(options: argparse.Namespace, command: list[str]) -> None:
+    """Run the benchmarks, one after the other."""
+    with rows_to(options.json, command) as report:
+        if options.against is not None:
+            against.run(options.names, options.against, options.quick, report)
+            return
+        for name in options.names:
+            load(name).run(harness.Run(name, quick=options.quick, report=report))
 
 
 def main(argv: list[str]) -> int:
@@ -98,6 +114,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer cases, all peers; under 60 s a bench")
     parser.add_argument(
         "--nice", type=int, metavar="N", help="scheduling preference of all that is measured, -20 first (below 0: root)"
+    )
+    parser.add_argument(
+        "--against", metavar="REV", help="compare with that revision, built beside the tree, in place of the peers"
     )
     parser.add_argument("--list", action="store_true", help="name the benchmarks and their claims")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -121,8 +140,8 @@ def main(argv: list[str]) -> int:
     if unknown:
         parser.error(f"no benchmark is called {unknown[0]!r}; known: {', '.join(known)}")
     try:
-        for name in options.names:
-            for need in load(name).NEEDS:
+        for name in options.names if options.against is None else ():
+            for need in needs(name):
                 need.check()
     except harness.BenchError as error:
         print(f"benchmarks/run.py: {error}", file=sys.stderr)
@@ -130,10 +149,10 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, harness.end_on_signal)
     try:
-        measure(options.names, options.quick, options.json, ["benchmarks/run.py", *argv])
-    except harness.BenchError as error:
+        measure(options, ["benchmarks/run.py", *argv])
+    except (harness.BenchError, against.revision.RevisionError) as error:
         print(f"benchmarks/run.py: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, harness.BenchError) else 2
     return 0
 
 
