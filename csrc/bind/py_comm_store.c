@@ -63,8 +63,9 @@ static zpp_status await_key(PyObject *store, PyObject *name, const char *key, ui
         if (there) return ZPP_OK;
         if (timeout_ns && zpp_now_ns() - start_ns > timeout_ns)
             return zpp_fail(err, ZPP_TIMEOUT,
-                            "comm: nobody put \"%s\" into the store within %.3g s; did that rank start?", key,
-                            (double)timeout_ns / 1e9);
+                            "comm: nobody put \"%s\" into the store within %.3g s. Timed out waiting %.0fms; did that "
+                            "rank start?",
+                            key, (double)timeout_ns / 1e9, (double)timeout_ns / 1e6);
         const struct timespec pause = {0, pause_ns};
         PyThreadState *state = PyEval_SaveThread();
         nanosleep(&pause, NULL);

@@ -147,8 +147,9 @@ static zpp_status wait_a_bit(struct zpp_async *async, const struct patience *pat
     pthread_mutex_unlock(&async->lock);
     if (wait->tick) status = wait->tick(wait->ctx, err);
     if (status == ZPP_OK && wait->timeout_ns && zpp_now_ns() - patience->start_ns >= wait->timeout_ns)
-        status = zpp_fail(err, ZPP_TIMEOUT, "comm: an asynchronous call is not finished after %.3g s",
-                          (double)wait->timeout_ns / 1e9);
+        status = zpp_fail(err, ZPP_TIMEOUT,
+                          "comm: an asynchronous call is not finished after %.3g s. Timed out waiting %.0fms",
+                          (double)wait->timeout_ns / 1e9, (double)wait->timeout_ns / 1e6);
     pthread_mutex_lock(&async->lock);
     return status;
 }

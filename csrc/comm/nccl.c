@@ -251,8 +251,9 @@ zpp_status zpp_nccl_work_wait(zpp_nccl_work *work, const struct zpp_wait *wait, 
         if (status != ZPP_AGAIN || !wait) return status;
         const uint64_t now_ns = zpp_now_ns();
         if (wait->timeout_ns && now_ns - start_ns >= wait->timeout_ns)
-            return zpp_fail(err, ZPP_TIMEOUT, "comm: %s on a GPU is not finished after %.3g s", work->what,
-                            (double)wait->timeout_ns / 1e9);
+            return zpp_fail(err, ZPP_TIMEOUT,
+                            "comm: %s on a GPU is not finished after %.3g s. Timed out waiting %.0fms", work->what,
+                            (double)wait->timeout_ns / 1e9, (double)wait->timeout_ns / 1e6);
         if (now_ns >= tick_ns && wait->tick) {
             tick_ns = now_ns + 100000000;
             const zpp_status ticked = wait->tick(wait->ctx, err);

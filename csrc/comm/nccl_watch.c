@@ -37,8 +37,8 @@ static zpp_status break_by_time(struct zpp_nccl *nccl, const char *doing, uint64
     struct zpp_err cause = ZPP_ERR_INIT;
     zpp_fail_rank(&cause, ZPP_TIMEOUT, nccl->control->rank,
                   "comm: the GPU of rank %d of group \"%s\" has not finished %s after %.3g s; it, a peer's, or what "
-                  "joins them hangs",
-                  nccl->control->rank, nccl->control->name, doing, (double)waited_ns / 1e9);
+                  "joins them hangs. Timed out waiting %.0fms",
+                  nccl->control->rank, nccl->control->name, doing, (double)waited_ns / 1e9, (double)waited_ns / 1e6);
     return zpp_nccl_break(nccl, &cause, err);
 }
 

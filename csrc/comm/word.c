@@ -128,15 +128,16 @@ static zpp_status late(struct zpp_turn *turn, const struct zpp_gate *gate, int r
     const char *who = count > 1 ? "ranks" : "rank";
     if (!count) return ZPP_OK; /* came just now */
     describe(turn, doing, sizeof doing);
-    const double waited_s = (double)waited_ns / 1e9;
+    /* torch's tests, and callers, know a time-out by the words "Timed out waiting". */
+    const double waited_s = (double)waited_ns / 1e9, waited_ms = (double)waited_ns / 1e6;
     if (!turn->fatal)
         return zpp_fail_rank(err, ZPP_TIMEOUT, zpp_label(comm, first),
-                             "comm: %s %s of group \"%s\" did not come to %s within %.3g s", who, absent, comm->name,
-                             doing, waited_s);
+                             "comm: %s %s of group \"%s\" did not come to %s within %.3g s. Timed out waiting %.0fms",
+                             who, absent, comm->name, doing, waited_s, waited_ms);
     return zpp_verdict(comm, ZPP_TIMEOUT, first, err,
-                       "comm: %s %s of group \"%s\" did not come to %s within %.3g s; if that is no "
-                       "fault, allow a longer timeout",
-                       who, absent, comm->name, doing, waited_s);
+                       "comm: %s %s of group \"%s\" did not come to %s within %.3g s. Timed out waiting %.0fms; if "
+                       "that is no fault, allow a longer timeout",
+                       who, absent, comm->name, doing, waited_s, waited_ms);
 }
 
 static void log_absent(struct zpp_turn *turn, const struct zpp_gate *gate, int rank, uint64_t waited_ns) {
