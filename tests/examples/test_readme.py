@@ -15,19 +15,39 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(one for one in sys.path if one), "OMP_NUM_THREADS": "1"}
 
 
+BLOCK = next(
+    block
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    if "prepare(" in block
+)
+
+APART = """
+if torch.distributed.is_initialized():
+    seen = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(seen, (inputs[0, 0].item(), float(norm)))
+    assert len({first for first, _ in seen}) == len(seen), f"ranks drew the same inputs: {seen}"
+    assert len({norm for _, norm in seen}) == 1, seen
+"""
+
+
 def test_the_readmes_example_is_the_file():
-    assert f"```python\n{(ROOT / 'examples' / 'quickstart.py').read_text()}```" in (ROOT / "README.md").read_text()
+    assert (ROOT / "examples" / "quickstart.py").read_text() == BLOCK
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_example_runs(ranks, tmp_path):
+    """The README's block, and at its end: each rank drew inputs of its own. One line is printed, whole."""
+    script = tmp_path / "quickstart.py"
+    script.write_text(BLOCK + APART)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     done = subprocess.run(
-        [sys.executable, *launch, str(ROOT / "examples" / "quickstart.py")],
+        [sys.executable, *launch, str(script)],
         capture_output=True, text=True, timeout=200, env=ENVIRONMENT, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("bytes") == 0 and done.stdout.count("loss ") == ranks
+    assert re.fullmatch(
+        r"loss \d+\.\d{3}, gradient norm \d+\.\d\d, \{'planned': [\d.]+, 'held': [\d.]+\}\n", done.stdout
+    ), done.stdout
     assert (tmp_path / "out" / "quickstart" / "latest").read_text() == "step-20\n"
 
 

@@ -41,5 +41,5 @@ def test_two_nodes_train(tmp_path):
         capture_output=True, text=True, timeout=150, env=environment, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("loss ") == 2
+    assert done.stdout.count("loss ") == 1  # rank 0 prints
     assert (tmp_path / "out" / "quickstart" / "latest").read_text() == "step-20\n"
