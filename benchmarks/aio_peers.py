@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import BenchError
+from harness import BenchError, Need, PeerMissing
+
+LIBAIO = Need("DeepSpeed aio", library="aio", install="apt-get install libaio-dev, and a C++ compiler")
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,17 @@ def fio(engine: str, path: Path, size_bytes: int, access: str, over: bool = True
 
 
 def deepspeed_handle(block_bytes: int, depth: int) -> Any:
-    """DeepSpeed's handle, one thread. Its first use compiles for minutes."""
+    """DeepSpeed's handle, one thread. Its first use compiles for minutes.
+
+    Raises:
+        PeerMissing: it cannot be built here. The first thing it lacks is libaio's header, and its own error does not say so.
+    """
+    LIBAIO.check()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    return AsyncIOBuilder().load(verbose=False).aio_handle(block_bytes, depth, False, True, 1)
+    try:
+        built = AsyncIOBuilder().load(verbose=False)
+    except (RuntimeError, OSError) as error:  # a compiler that is missing or fails, a library that cannot be loaded
+        raise PeerMissing(f"peer DeepSpeed aio: it cannot be built here: {error}; {LIBAIO.install}") from error
+    return built.aio_handle(block_bytes, depth, False, True, 1)

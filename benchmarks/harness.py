@@ -22,6 +22,7 @@ import math
 import os
 import platform
 import random
+import shlex
 import shutil
 import signal
 import statistics
@@ -49,9 +50,13 @@ class BenchError(Exception):
     """A benchmark cannot be measured: a peer is missing, contenders disagree, or a launch failed."""
 
 
+class PeerMissing(BenchError):
+    """A peer is not installed, or lacks something of the system; the sentence names what brings it."""
+
+
 @dataclass(frozen=True)
 class Need:
-    """A peer that must be there: a Python module, or a program."""
+    """A peer that must be there: a Python module, a program, or a library with its header that a peer is built with."""
 
     name: str
     """How the peer is called in messages."""
@@ -59,17 +64,34 @@ class Need:
     """Python module to find, or None."""
     program: str | None = None
     """Program to find on PATH, or None."""
+    library: str | None = None
+    """Library that can be linked, with a header of the same name before ".h" and behind "lib"; or None."""
     install: str = "pip install -e .[bench]"
     """The command that brings it."""
     peer: bool = True
     """False where our own side needs it, too."""
 
     def check(self) -> None:
-        """Raise BenchError, naming the way out, where the peer is missing."""
+        """Raise PeerMissing, naming the way out, where the peer is missing."""
         if self.module is not None and importlib.util.find_spec(self.module) is None:
-            raise BenchError(f"peer {self.name}: Python module {self.module!r} is not installed; {self.install}")
+            raise PeerMissing(f"peer {self.name}: Python module {self.module!r} is not installed; {self.install}")
         if self.program is not None and shutil.which(self.program) is None:
-            raise BenchError(f"peer {self.name}: program {self.program!r} is not on PATH; {self.install}")
+            raise PeerMissing(f"peer {self.name}: program {self.program!r} is not on PATH; {self.install}")
+        if self.library is not None and not links(self.library):
+            raise PeerMissing(
+                f"peer {self.name}: lib{self.library}.h and lib{self.library}.so, which it is built with, are not installed; {self.install}"
+            )
+
+
+def links(library: str) -> bool:
+    """True if a C program with this library and its header can be built, by CC, CFLAGS and LDFLAGS."""
+    flags = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]
+    command = [*shlex.split(os.environ.get("CC") or "cc"), *flags[0], "-x", "c", "-", "-o", os.devnull, *flags[1]]
+    program = f"#include <lib{library}.h>\nint main(void) {{ return 0; }}\n"
+    try:
+        return subprocess.run([*command, f"-l{library}"], input=program, capture_output=True, text=True).returncode == 0
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +207,13 @@ class Run:
         self.quick = quick
         """Drop cases, never peers: under 60 s on 2 cores, whole training steps under 240 s."""
         self._report = report
+        self.unmeasured: list[str] = []
+        """Sentences: rows that could not be measured, and why."""
+
+    def leave_out(self, rows: str, error: PeerMissing) -> None:
+        """Name rows that cannot be measured; the others are, and run.py ends with the status of a missing peer."""
+        self.unmeasured.append(f"{self.name}: not measured: {rows}: {error}")
+        self.log(self.unmeasured[-1])
 
     def log(self, sentence: str) -> None:
         """Progress, to stderr."""

@@ -4,8 +4,8 @@
 Every other file of this folder that defines CLAIM and run() is a benchmark; harness.py says what it must expose.
 With ``--against`` the peer is another revision of this repository (against.py).
 Without ``--json`` the rows go to stdout, one JSON object a line; with it they go to FILE and stdout shows a table.
-Exit status: 0 measured, 1 a contender was wrong or a launch failed, 2 wrong usage, a peer that is not installed or a revision that
-does not build.
+Exit status: 0 measured, 1 a contender was wrong or a launch failed, 2 wrong usage, a revision that does not build, or a peer that
+is not installed; also where other rows could be measured without that peer, and were.
 """
 
 from __future__ import annotations
@@ -96,14 +96,18 @@ def rows_to(json_path: str | None, command: list[str]) -> Iterator[Callable[[har
         yield report
 
 
-def measure(options: argparse.Namespace, command: list[str]) -> None:
-    """Run the benchmarks, one after the other."""
+def measure(options: argparse.Namespace, command: list[str]) -> list[str]:
+    """Run the benchmarks, one after the other; return sentences about rows that could not be measured."""
+    unmeasured: list[str] = []
     with rows_to(options.json, command) as report:
         if options.against is not None:
             against.run(options.names, options.against, options.quick, report)
-            return
+            return unmeasured
         for name in options.names:
-            load(name).run(harness.Run(name, quick=options.quick, report=report))
+            bench = harness.Run(name, quick=options.quick, report=report)
+            load(name).run(bench)
+            unmeasured += bench.unmeasured
+    return unmeasured
 
 
 def main(argv: list[str]) -> int:
@@ -149,11 +153,16 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, harness.end_on_signal)
     try:
-        measure(options, ["benchmarks/run.py", *argv])
-    except (harness.BenchError, against.revision.RevisionError) as error:
+        unmeasured = measure(options, ["benchmarks/run.py", *argv])
+    except (harness.PeerMissing, against.revision.RevisionError) as error:
         print(f"benchmarks/run.py: {error}", file=sys.stderr)
-        return 1 if isinstance(error, harness.BenchError) else 2
-    return 0
+        return 2
+    except harness.BenchError as error:
+        print(f"benchmarks/run.py: {error}", file=sys.stderr)
+        return 1
+    for sentence in unmeasured:
+        print(f"benchmarks/run.py: {sentence}", file=sys.stderr)
+    return 2 if unmeasured else 0
 
 
 if __name__ == "__main__":
