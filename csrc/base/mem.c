@@ -7,6 +7,9 @@
 #include "mem.h"
 
 #include <errno.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -51,4 +54,10 @@ void zpp_mem_free(void *memory, size_t bytes) {
     if (!memory) return;
     if (bytes < MAPPED_FROM_BYTES) free(memory);
     else munmap(memory, round_up(bytes, ZPP_PAGE_BYTES));
+}
+
+void zpp_mem_trim(void) {
+#ifdef __GLIBC__
+    malloc_trim(0);
+#endif
 }

@@ -21,6 +21,10 @@ enum { ZPP_PAGE_BYTES = 4096 };
  * pages. */
 zpp_status zpp_mem_alloc(size_t bytes, size_t align_bytes, void **out, struct zpp_err *err);
 void zpp_mem_free(void *memory, size_t bytes);
+/* Give the pages of blocks that were freed back to the system, where the C library can (glibc: all of its arenas). Its
+ * heap keeps them otherwise, and does not always use them again: the hole that an aligned block leaves is too small for
+ * the next aligned block of the same size. Pages that are used again cost a page fault each. Any thread. */
+void zpp_mem_trim(void);
 
 typedef struct zpp_range zpp_range;
 /* Reserve `bytes` (rounded up to pages). New; free with zpp_range_destroy. */

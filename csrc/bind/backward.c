@@ -8,6 +8,7 @@
  */
 #include "py_zero.h"
 
+#include "../base/mem.h"
 #include "../base/wait.h"
 #include "raise.h"
 
@@ -141,6 +142,38 @@ static int show_whole_gradients(Zero *zero) {
     return 0;
 }
 
+/* --- what gradients leave behind ---------------------------------------------------------------------------------- */
+
+/* malloc keeps what was freed: tens of MiB of holes where gradients are large. A model with something on the disk is
+ * short of memory, and its passes wait for the disk longer than for these page faults. */
+enum { TRIM_EVERY_BYTES = 32 << 20, TRIM_AT_END_BYTES = 1 << 20 };
+
+static void trim(Zero *zero, size_t from_bytes) {
+    if (!zero->trims || zero->untrimmed_bytes < from_bytes) return;
+    zero->untrimmed_bytes = 0;
+    PyThreadState *thread = PyEval_SaveThread();
+    zpp_mem_trim();
+    PyEval_RestoreThread(thread);
+}
+
+/* Autograd lets go of a gradient after the hook that takes it, so a trim has to do with those before. */
+static void took_gradient(const Unit *unit, Py_ssize_t param) {
+    trim(unit->zero, TRIM_EVERY_BYTES);
+    unit->zero->untrimmed_bytes += unit->unit->param_elems[param] * unit->unit->elem_bytes;
+}
+
+static PyObject *zero_trim_gradients(PyObject *self, PyObject *unused) {
+    (void)unused;
+    ((Zero *)self)->trims = true;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef zpp_py_backward_methods[] = {
+    { "trim_gradients", zero_trim_gradients, METH_NOARGS,
+      "Memory of gradients that were taken goes back to the system." },
+    { NULL, NULL, 0, NULL },
+};
+
 /* Sticky units stay until a step, because another graph than this backward's may need them. A step inside the backward
  * allows no second graph, so there they are released. */
 int zpp_py_backward_over(Zero *zero) {
@@ -159,6 +192,7 @@ static int end_one(Zero *zero) {
     PyThreadState *thread = PyEval_SaveThread();
     const zpp_status status = zpp_zero_backward_end(zero->core, &wait, &err);
     PyEval_RestoreThread(thread);
+    trim(zero, TRIM_AT_END_BYTES);
     if (status != ZPP_OK) {
         zpp_py_raise(&err);
         return -1;
@@ -332,6 +366,7 @@ static PyObject *take_gradient(PyObject *self, PyObject *param) {
     if (zpp_py_enter_backward(zero, false, &task)) return NULL;
     const bool partial = task != zero->task && zpp_zero_uses(zero->core, unit->unit->index) == 0;
     if (zero->ranks == 1 && !zpp_zero_filed_grads(zero->core)) {
+        if (zero->early.begin) took_gradient(unit, hook->param);
         if (zpp_py_early_gradient(unit, hook->param, partial)) return NULL;
         if (zero->moves && after_gradient(unit)) return NULL;
         Py_RETURN_NONE;
@@ -352,6 +387,7 @@ static PyObject *take_gradient(PyObject *self, PyObject *param) {
     if (!failed && zero->stage == 0 && unit->grad_views && original != PyList_GetItem(unit->grad_views, hook->param))
         failed = PyObject_SetAttr(param, zpp_str_grad, PyList_GetItem(unit->grad_views, hook->param));
     Py_DECREF(grad);
+    if (zero->stage > 0) took_gradient(unit, hook->param);
     if (failed || zpp_py_early_gradient(unit, hook->param, partial) || after_gradient(unit)) return NULL;
     Py_RETURN_NONE;
 }

@@ -104,6 +104,8 @@ struct Zero {
     bool moves;       /* some units are gathered and released */
     bool moves_frozen; /* some of those get no gradients */
     bool closed;
+    bool trims;           /* memory of gradients that were taken goes back to the system; see backward.c */
+    size_t untrimmed_bytes; /* of those that were taken since then */
     uint64_t timeout_ns;
 
     /* the pass that goes on */
@@ -190,6 +192,7 @@ extern PyMethodDef zpp_py_delayed_methods[];
 void zpp_py_delayed_end(Zero *zero); /* waits for the step under way, whose values are lost */
 
 /* py_early.c: 0, or -1 with an error set */
+extern PyMethodDef zpp_py_backward_methods[];
 extern PyMethodDef zpp_py_early_methods[];
 int zpp_py_early_begin(Zero *zero);                                        /* a backward has begun */
 int zpp_py_early_gradient(Unit *unit, Py_ssize_t param, bool partial);     /* one was handed over */

@@ -255,6 +255,8 @@ class Engine:
         self.delayed: Delayed | None = None  # updates that run beside the next pass
         self.early: StepInBackward | None = None  # updates inside the backward
         self.away: Away | None = None  # where the optimizer's states are for a while (offload_states)
+        if any(tier.kind == "nvme" for tier in tiers):
+            self.core.trim_gradients()
         if self._params is not None or any(tier.kind == "nvme" for tier in tiers) or config.step_in_backward:
             self.storage = Storage(self, [i for i, plan in enumerate(plans) if plan.trainable])
             if self._params is not None:

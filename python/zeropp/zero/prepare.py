@@ -22,6 +22,7 @@ from zeropp.errors import ConfigError, Error
 from zeropp.wording import what_it_is
 from zeropp.zero import stored
 from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engine_of, register
+from zeropp.zero.holes import give_back
 from zeropp.zero.offload import BLOCK_ELEMS, StateTier
 from zeropp.zero.optimizer import adopt, check_offload, check_optimizer, steps_float64
 from zeropp.zero.parameter import ref_of
@@ -141,6 +142,7 @@ def prepare(
     register(model, engine)
     _watch(model)
     engine.core.release_all()
+    give_back()  # malloc would keep the memory of the parameters whose values were copied
     return model, optimizer
 
 
