@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The arithmetic of units (zero/unit.h) for zeropp.estimate, which has no units yet.
+ * The arithmetic of units (zero/unit.h) and of states in a file (zero/tier.h) for zeropp.estimate, which has neither
+ * yet.
  */
 #include <Python.h>
 
 #include <stdlib.h>
 
+#include "../zero/tier.h"
 #include "../zero/unit.h"
+#include "raise.h"
 
 static PyObject *unit_layout(PyObject *module, PyObject *args) {
     (void)module;
@@ -29,7 +32,40 @@ static PyObject *unit_layout(PyObject *module, PyObject *args) {
     return PyErr_Occurred() ? NULL : Py_BuildValue("nn", (Py_ssize_t)elems, (Py_ssize_t)shard_elems);
 }
 
+static int slice_plan(PyObject *pair, struct zpp_tier_slice_plan *out) {
+    Py_ssize_t elems;
+    int master;
+    if (!PyArg_ParseTuple(pair, "np", &elems, &master)) return -1;
+    *out = (struct zpp_tier_slice_plan){ .elems = (size_t)elems, .master = master };
+    return 0;
+}
+
+static PyObject *tier_plan(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *list;
+    struct zpp_tier_options options = { 0 };
+    int early;
+    if (!PyArg_ParseTuple(args, "O!dIp:tier_plan", &PyList_Type, &list, &options.fraction, &options.moments, &early))
+        return NULL;
+    options.early = early;
+    const size_t count = (size_t)PyList_Size(list);
+    struct zpp_tier_slice_plan *slices = calloc(count + 1, sizeof *slices);
+    if (!slices) return PyErr_NoMemory();
+    int failed = 0;
+    for (size_t i = 0; i < count && !failed; i++) failed = slice_plan(PyList_GetItem(list, (Py_ssize_t)i), &slices[i]);
+    struct zpp_tier_plan plan;
+    struct zpp_err err = ZPP_ERR_INIT;
+    const zpp_status status = failed ? ZPP_OK : zpp_tier_plan(&options, slices, count, &plan, &err);
+    free(slices);
+    if (failed) return NULL;
+    if (status != ZPP_OK) return zpp_py_raise(&err);
+    return Py_BuildValue("nn", (Py_ssize_t)plan.buffer_bytes, (Py_ssize_t)plan.chunk_elems);
+}
+
 static PyMethodDef methods[] = {
+    {"tier_plan", tier_plan, METH_VARARGS,
+     "tier_plan(slices, fraction, moments, early, /)\n--\n\n(bytes of a step's buffers, elements of a record) of "
+     "states in a file. Slices: [(elements, has a master)]; moments: a bit each."},
     {"unit_layout", unit_layout, METH_VARARGS,
      "unit_layout(numels, elem_bytes, ranks, /)\n--\n\n(elements of the flat buffer, elements of a slice), padding "
      "included."},

@@ -32,6 +32,7 @@ size_t zpp_buckets_take(struct zpp_buckets *buckets, size_t bytes) {
     buckets->count++;
     buckets->used_bytes += bytes;
     if (buckets->used_bytes > buckets->peak_bytes) buckets->peak_bytes = buckets->used_bytes;
+    if (at + bytes > buckets->touched_bytes) buckets->touched_bytes = at + bytes;
     return at;
 }
 

@@ -16,6 +16,7 @@ struct zpp_buckets {
     struct zpp_bucket_span *used; /* sorted by offset; room for one per unit */
     size_t count, room;
     size_t capacity_bytes, used_bytes, peak_bytes;
+    size_t touched_bytes; /* from the front on: memory that was written to, and stays */
 };
 
 bool zpp_buckets_init(struct zpp_buckets *buckets, size_t units, size_t capacity_bytes);

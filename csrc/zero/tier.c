@@ -57,7 +57,6 @@ zpp_status zpp_tier_create(const struct zpp_tier_options *options, zpp_tier **ou
     if (!tier) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for a tier");
     tier->options = *options;
     tier->sys = options->sys ? *options->sys : *zpp_aio_sys_real();
-    if (!tier->options.buffers && !tier->options.early) tier->options.buffers = BUFFERS;
     tier->path = strdup(options->path);
     zpp_status status = tier->path ? ZPP_OK : zpp_fail(err, ZPP_NOMEM, "tier: no memory for the path");
     if (status == ZPP_OK) status = start_engine(tier, err);
@@ -141,12 +140,17 @@ static zpp_status make_line_memory(struct tier_line *line, struct zpp_err *err) 
     return status;
 }
 
-static zpp_status make_buffers(zpp_tier *tier, struct zpp_err *err) {
+static void choose_buffers(zpp_tier *tier) {
+    if (!tier->options.buffers && tier->options.early) tier_early_choose_buffers(tier);
+    if (!tier->options.buffers) tier->options.buffers = BUFFERS;
     for (int i = 0; i < 2; i++) {
         const struct tier_line *line = &tier->lines[i];
         const size_t bytes = line->chunks ? tier_chunk_elems(line, 0) * line->planes * sizeof(float) : 0;
         if (bytes > tier->record_bytes) tier->record_bytes = bytes;
     }
+}
+
+static zpp_status make_buffers(zpp_tier *tier, struct zpp_err *err) {
     tier->buffers = calloc(tier->options.buffers, sizeof *tier->buffers);
     if (!tier->buffers) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for %u buffers", tier->options.buffers);
     for (unsigned i = 0; tier->record_bytes && i < tier->options.buffers; i++) {
@@ -161,12 +165,30 @@ static zpp_status make_buffers(zpp_tier *tier, struct zpp_err *err) {
 zpp_status zpp_tier_seal(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (tier->sealed) return zpp_fail(err, ZPP_STATE, "tier: sealed twice");
     for (int i = 0; i < 2; i++) lay_line(tier, &tier->lines[i], i == 0, &tier->file_bytes);
+    choose_buffers(tier);
     /* At its full length: what was never written reads as zeros, and a full disk is found before training. */
     zpp_status status = zpp_aio_make(tier->aio, tier->path, tier->file_bytes, fault, err);
     for (int i = 0; i < 2 && status == ZPP_OK; i++) status = make_line_memory(&tier->lines[i], err);
     if (status == ZPP_OK) status = tier_early_seal(tier, err);
     if (status == ZPP_OK) status = make_buffers(tier, err);
     if (status == ZPP_OK) tier->sealed = true;
+    return status;
+}
+
+zpp_status zpp_tier_plan(const struct zpp_tier_options *options, const struct zpp_tier_slice_plan *slices, size_t count,
+                         struct zpp_tier_plan *out, struct zpp_err *err) {
+    zpp_tier tier = { .options = *options };
+    zpp_status status = ZPP_OK;
+    int number;
+    for (size_t i = 0; i < count && status == ZPP_OK; i++)
+        status = zpp_tier_add(&tier, slices[i].elems, slices[i].master, &number, err);
+    for (int i = 0; i < 2; i++) lay_line(&tier, &tier.lines[i], i == 0, &tier.file_bytes);
+    choose_buffers(&tier);
+    *out = (struct zpp_tier_plan){ .buffer_bytes = tier.record_bytes * tier.options.buffers };
+    for (int i = 0; i < 2; i++)
+        if (tier.lines[i].chunks && tier.lines[i].chunk_elems > out->chunk_elems)
+            out->chunk_elems = tier.lines[i].chunk_elems;
+    free(tier.slices);
     return status;
 }
 

@@ -66,6 +66,19 @@ zpp_status zpp_tier_add(zpp_tier *tier, size_t elems, bool master, int *slice, s
  * on status TIER only, here and below. */
 zpp_status zpp_tier_seal(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err);
 
+/* What seal would make of these slices, with no file and no memory: of `options` the fraction, the moments and `early`
+ * count. */
+struct zpp_tier_slice_plan {
+    size_t elems;
+    bool master;
+};
+struct zpp_tier_plan {
+    size_t buffer_bytes; /* as in the figures */
+    size_t chunk_elems;  /* of the longest record; 0: nothing is in the file */
+};
+zpp_status zpp_tier_plan(const struct zpp_tier_options *options, const struct zpp_tier_slice_plan *slices, size_t count,
+                         struct zpp_tier_plan *out, struct zpp_err *err);
+
 /* Elements [first, first + elems) of one kind of a slice, to `memory` or (write) from it. */
 zpp_status zpp_tier_copy(zpp_tier *tier, int slice, enum zpp_tier_kind kind, size_t first, size_t elems, float *memory,
                          bool write, struct zpp_aio_fault *fault, struct zpp_err *err);

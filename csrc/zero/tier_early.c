@@ -39,7 +39,7 @@ static size_t most_chunks(const zpp_tier *tier) {
 }
 
 /* One slice that is stepped and written while the next one is read. */
-static void choose_buffers(zpp_tier *tier) {
+void tier_early_choose_buffers(zpp_tier *tier) {
     const size_t records = tier->lines[0].chunks + tier->lines[1].chunks;
     size_t buffers = 2 * most_chunks(tier) + 2;
     if (buffers > records) buffers = records;
@@ -51,7 +51,6 @@ zpp_status tier_early_seal(zpp_tier *tier, struct zpp_err *err) {
     struct tier_early *early = &tier->early;
     size_t room = 1, first, last;
     if (!tier->options.early) return ZPP_OK;
-    if (!tier->options.buffers) choose_buffers(tier);
     for (int i = 0; i < tier->slices_count; i++)
         if (chunks_of(tier, &tier->slices[i], &first, &last)) room += last - first + 1;
     early->order = calloc(room, sizeof *early->order);

@@ -124,6 +124,7 @@ void tier_plan_drop(struct tier_plan *plan);
 void tier_plan_bind(const zpp_tier *tier, struct tier_plan *plan, const struct tier_visit *visit, float *memory);
 
 /* Part of seal and destroy (tier_early.c). */
+void tier_early_choose_buffers(zpp_tier *tier);
 zpp_status tier_early_seal(zpp_tier *tier, struct zpp_err *err);
 void tier_early_drop(zpp_tier *tier);
 /* What was read ahead is not what the file has any more. */

@@ -408,7 +408,7 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
         .gathered_bytes = warm,
         .grad_bytes = zero->slice_bytes + zero->kept_bucket_bytes + zero->carry_bytes + grads.cut_bytes -
                       (zero->slices.filed ? zero->taken_bytes : 0),
-        .bucket_bytes = zero->buckets.used_bytes,
+        .bucket_bytes = zero->buckets.touched_bytes,
         .bucket_peak_bytes = zero->buckets.peak_bytes,
         .gathered_peak_bytes =
             own ? zero->full_peak_bytes + filed.entered_peak_bytes

@@ -45,6 +45,7 @@ from zeropp.errors import ConfigError
 from zeropp.wording import counted, shown, what_it_is
 from zeropp.zero import stored
 from zeropp.zero.low_states import elem_bytes
+from zeropp.zero.tier_buffers import Slice, tier_buffers
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers, plan_units, refuse_lazy
 
 STATES = {
@@ -114,7 +115,9 @@ def estimate(
         "traffic": {"gather": bytes, "reduce": bytes, "nvme": bytes}, "bandwidth": {...}}``; with several hosts ``traffic`` has also
         ``network``: what of it a rank receives from other hosts. Kinds: ``params``, ``grads``,
         ``master``, ``optimizer``; ``gathered`` (memory for whole units beside the slices) and ``buckets`` (gradients on
-        their way: at most); with ``step_in_backward`` the ``grads`` of two units; ``delayed`` (with ``delayed_update``: new values
+        their way: at most); ``autograd`` (gradients of the two largest parameters, before they are in a bucket);
+        ``tier_buffers`` (with something on NVMe: what a step streams through, and slices of gradients that wait for the next
+        backward); with ``step_in_backward`` the ``grads`` of two units; ``delayed`` (with ``delayed_update``: new values
         and gradients of the update under way). Where a tier has several folders, ``folders`` says the bytes in each (``{folder: bytes}``), and
         each moves its share of ``traffic["nvme"]``. ``traffic``: bytes a rank reads from peers, and reads and writes on NVMe, in one
         step of one micro-batch; of gradients on NVMe in all ``accumulate`` of a step; of parameters on NVMe on average over the ranks,
@@ -158,7 +161,10 @@ def estimate(
         "optimizer": _states(units, config, optimizer),
         "gathered": _gathered(model, units, config, ranks, hosts),
         "buckets": _buckets(units, config, ranks),
+        "autograd": _autograd(units, config, ranks),
     }
+    if any(_kind(config, what) == "nvme" for what in ("params", "grads", "optimizer")):
+        held["tier_buffers"] = _tier_buffers(units, config, optimizer)
     if config.offload.delayed_update is not None:
         held["delayed"], beside = _delayed(units, config, ranks)
         in_file["delayed"] = round(sum(beside.values()))
@@ -341,7 +347,38 @@ def _buckets(units: list[_Sizes], config: Config, ranks: int) -> int:
     if ranks == 1 or config.stage <= 1 or not sizes:
         return 0
     bound = config.bucket_bytes or sum(sizes)
-    return min(sum(sizes), max(bound, sizes[0]))
+    return max(_most_within(sizes, bound), sizes[0])
+
+
+def _most_within(sizes: list[int], bound_bytes: int) -> int:
+    """The most that some of these buckets take together within the bound: only whole ones wait."""
+    if sum(sizes) <= bound_bytes:
+        return sum(sizes)
+    align = max(64, bound_bytes >> 20)  # of the size of a bucket; with large bounds a millionth
+    reached, bound = 1, (1 << bound_bytes // align + 1) - 1  # bit n: some of them take n * align bytes
+    for size in sizes:
+        reached |= reached << size // align & bound
+    return (reached.bit_length() - 1) * align
+
+
+def _autograd(units: list[_Sizes], config: Config, ranks: int) -> int:
+    """One gradient that autograd makes, and the one before, whose memory it has just let go of. One rank's own stay, and are counted
+    where they are."""
+    if ranks == 1 and _kind(config, "grads") != "nvme":
+        return 0
+    sizes = [numbers(p) * unit.plan.dtype.itemsize for unit in units if unit.plan.trainable for p in unit.plan.params]
+    return sum(sorted(sizes)[-2:])
+
+
+def _tier_buffers(units: list[_Sizes], config: Config, optimizer: str) -> int:
+    if optimizer == "none":
+        return 0
+    slices = [
+        Slice(u.own_elems, u.plan.dtype.itemsize, u.grad_bytes, _has_master(u, config, optimizer), u.filed)
+        for u in units
+        if u.plan.trainable
+    ]
+    return tier_buffers(slices, config.offload, STATES[optimizer], inside=config.step_in_backward)
 
 
 def _filed_bytes(model: nn.Module, unit: _Sizes, config: Config) -> int:

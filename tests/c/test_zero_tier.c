@@ -505,12 +505,39 @@ static void refuses_misuse(void) {
     remove_folder();
 }
 
+/* What is told beforehand is what seal makes. */
+static void plans_are_kept(void) {
+    static const struct setup setups[] = {
+        { .fraction = 1.0 }, { .fraction = 0.4, .amsgrad = true }, { .fraction = 1.0, .early = true },
+        { .fraction = 0.7, .early = true },
+    };
+    make_folder();
+    struct zpp_err err = ZPP_ERR_INIT;
+    for (size_t i = 0; i < sizeof setups / sizeof *setups; i++) {
+        const struct zpp_tier_options options = { .fraction = setups[i].fraction, .early = setups[i].early,
+                                                  .moments = setups[i].amsgrad ? 7 : 3 };
+        struct zpp_tier_slice_plan slices[SLICES];
+        for (int at = 0; at < SLICES; at++)
+            slices[at] = (struct zpp_tier_slice_plan){ slice_elems[at], has_master(at) };
+        struct zpp_tier_plan told;
+        struct zpp_tier_figures made;
+        CHECK_OK(zpp_tier_plan(&options, slices, SLICES, &told, &err));
+        zpp_tier *tier = new_tier(&setups[i]);
+        zpp_tier_figures(tier, &made);
+        CHECK(made.buffer_bytes > 0 && told.chunk_elems > 0);
+        CHECK_EQUAL(told.buffer_bytes, made.buffer_bytes);
+        end_tier(tier);
+    }
+    remove_folder();
+}
+
 int main(int argc, char **argv) {
     static const struct test_case cases[] = { TEST(steps_equal_memory), TEST(bytes_are_counted), TEST(full_disk),
                                               TEST(full_disk_of_several),
                                               TEST(every_operation_fails_once), TEST(refuses_misuse),
                                               TEST(early_steps_equal_memory), TEST(early_bytes_are_counted),
                                               TEST(early_operations_fail_once), TEST(early_poll_reads_on),
+                                              TEST(plans_are_kept),
                                               { 0 } };
     return test_main(argc, argv, cases);
 }

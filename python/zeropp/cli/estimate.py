@@ -230,9 +230,9 @@ def _table(found: dict[str, Any], options: argparse.Namespace) -> str:
         f"{counted(found['parameters'], 'parameter')} in {counted(found['units'], 'unit')} on {counted(options.ranks, 'rank')}; bytes of each rank"
     ]
     for tier in ("cpu", "nvme"):
-        lines += [f"  {tier:5} {kind:10} {amount(value)}" for kind, value in found[tier].items()]
+        lines += [f"  {tier:5} {kind:12} {amount(value)}" for kind, value in found[tier].items()]
         if found[tier]:
-            lines.append(f"  {tier:5} {'sum':10} {amount(sum(found[tier].values()))}")
+            lines.append(f"  {tier:5} {'sum':12} {amount(sum(found[tier].values()))}")
     shares = found.get("folders") or dict.fromkeys(options.paths, sum(found["nvme"].values()))
     for folder, here, on_disk, free in _rooms(shares, options.ranks // options.hosts):
         room = f", {amount(on_disk).strip()} with the other folders on its disk," if on_disk > here else ""

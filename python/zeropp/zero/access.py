@@ -19,6 +19,7 @@ from zeropp.zero.low_states import elem_bytes
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.storage import disk_traffic
 from zeropp.zero.strays import raise_strays
+from zeropp.zero.tier_buffers import Slice, tier_buffers
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -223,6 +224,19 @@ def _planned_delayed(engine: Engine) -> tuple[int, int]:
     return held, round(sum(filed.values()))
 
 
+def _planned_buffers(engine: Engine) -> int:
+    """As zeropp.forecast says it beforehand."""
+    if engine.optimizer_ref is None:  # nothing is stepped
+        return 0
+    slices = [
+        Slice(u.shard.numel(), u.dtype.itemsize, u.grad_dtype.itemsize, u.has_master, u.filed is not None)
+        for u in engine.units
+        if u.trainable
+    ]
+    moments = engine.least_states if engine.states is None else sum(map(bool, engine.states.kinds[1:]))
+    return tier_buffers(slices, engine.config.offload, moments, inside=engine.config.step_in_backward)
+
+
 def _held(engine: Engine) -> dict[str, int]:
     core = engine.core.memory()
     in_memory = [unit for unit in engine.units if unit.tiered is None and engine.away is None]
@@ -269,7 +283,8 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     with states or parameters offloaded also ``"nvme"``, the same of the scratch files.
 
     Kinds: ``params``, ``grads``, ``master`` (fp32 copy), ``optimizer``; and what comes and goes, held only: ``gathered`` (units
-    whole now), ``buckets`` (gradients on their way), ``tier_buffers`` (what an offloaded step streams through), ``activations``
+    whole now), ``buckets`` (memory of gradients on their way; it stays for the next ones; ``buckets_peak``: the most that were under
+    way at once), ``tier_buffers`` (what an offloaded step streams through, planned, too), ``activations``
     (on their way to the disk or back, and there), ``scratch`` (of the steps of LAMB and the one-bit optimizers), ``delayed`` (values
     and gradients of an update that runs beside the next pass; planned, too), ``checksums`` (of files), ``away`` (states that
     :func:`zeropp.offload_states` put on the disk for a while).
@@ -312,6 +327,8 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
         planned["grads"] -= share
         total["held"] += filed
         held["tier_buffers"] = held.get("tier_buffers", 0) + seen["window_bytes"] + seen["memory_bytes"]
+    if "tier_buffers" in held:
+        planned["tier_buffers"] = _planned_buffers(engine)
     if engine.delayed is not None:
         planned["delayed"], share = _planned_delayed(engine)
         if share:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from typing import Any
 
 import torch
@@ -86,38 +85,4 @@ def wire() -> dict[str, Any]:
     return answer
 
 
-def _proportional_bytes() -> int:
-    """This process's memory, shared pages divided by who shares them."""
-    with open("/proc/self/smaps_rollup") as rollup:  # noqa: PTH123
-        return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
-
-
-def really_held() -> dict[str, Any]:
-    """The kernel's view: proportional memory of all ranks after a step, less what it was before the model."""
-    answer = {}
-    _step(*_prepared("stage 1", width=512))  # what torch itself takes the first time
-    for stage in ("stage 1", "stage 2", "stage 3", "stage 3, gathering"):
-        gc.collect()
-        dist.barrier()
-        before = _proportional_bytes()
-        dist.barrier()
-        model, optimizer = _prepared(stage, width=512)
-        for _ in range(2):
-            _step(model, optimizer)
-            optimizer.zero_grad()
-        model(*batch(0)).backward()
-        optimizer.step()
-        dist.barrier()
-        grown = torch.tensor([float(_proportional_bytes() - before)])
-        dist.barrier()
-        dist.all_reduce(grown)
-        parameters = sum(p.numel() for p in model.parameters())
-        kinds = {kind: found["held"] for kind, found in zeropp.memory(model, optimizer)["cpu"].items()}
-        accounted = torch.tensor([float(sum(kinds.values()))])
-        dist.all_reduce(accounted)
-        answer[stage] = {"grown": grown.item(), "accounted": accounted.item(), "parameters": parameters, "kinds": kinds}
-        del model, optimizer
-    return answer
-
-
-CASES = {"held": held, "wire": wire, "really held": really_held}
+CASES = {"held": held, "wire": wire}
