@@ -109,7 +109,7 @@ def case_full(folder: Path) -> None:
     else:
         raise AssertionError("a save without room went through")
     dist.barrier()
-    assert sorted(one.name for one in (folder / "ckpt").iterdir()) == ["latest", "step-1"]
+    assert sorted(one.name for one in (folder / "ckpt").iterdir() if one.name != ".writer") == ["latest", "step-1"]
     assert zeropp.load(folder / "ckpt", model, optimizer)["step"] == 1
 
 
@@ -144,7 +144,7 @@ def case_killed(folder: Path) -> None:
         zeropp.save(folder / "ckpt", model, optimizer, step=2)
     except CommError as error:
         took = time.monotonic() - begun
-        names = sorted(one.name for one in (folder / "ckpt").iterdir())
+        names = sorted(one.name for one in (folder / "ckpt").iterdir() if one.name != ".writer")
         note(folder, "survivor", f"{error.rank} {took < 5} {names}\n{error}")
     os._exit(0)
 
@@ -170,7 +170,11 @@ def case_background(folder: Path, **config) -> None:
     zeropp.load(folder / "ckpt" / "step-2", model, optimizer)
     assert all(torch.equal(v, whole[k]) for k, v in zeropp.full_state_dict(model).items())
     dist.barrier()
-    assert sorted(one.name for one in (folder / "ckpt").iterdir()) == ["latest", "step-2", "step-4"]
+    assert sorted(one.name for one in (folder / "ckpt").iterdir() if one.name != ".writer") == [
+        "latest",
+        "step-2",
+        "step-4",
+    ]
 
 
 def case_background_full(folder: Path) -> None:
@@ -190,7 +194,7 @@ def case_background_full(folder: Path) -> None:
         raise AssertionError("a save that failed in the background went unnoticed")
     if RANK == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert sorted(one.name for one in (folder / "ckpt").iterdir()) == ["latest", "step-1"]
+    assert sorted(one.name for one in (folder / "ckpt").iterdir() if one.name != ".writer") == ["latest", "step-1"]
     zeropp.save(folder / "ckpt", model, optimizer, step=3, background=True).wait()
     assert zeropp.load(folder / "ckpt", model, optimizer)["step"] == 3
 
@@ -205,7 +209,7 @@ def case_background_killed(folder: Path) -> None:
     saving = zeropp.save(folder / "ckpt", model, optimizer, step=2, background=True)
     begun = time.monotonic()
     error = saving.end()  # what the end of the process does
-    names = sorted(one.name for one in (folder / "ckpt").iterdir())
+    names = sorted(one.name for one in (folder / "ckpt").iterdir() if one.name != ".writer")
     note(folder, "survivor", f"{time.monotonic() - begun < 10} {names}\n{error}")
     os._exit(0)
 
@@ -242,6 +246,52 @@ def case_whole(folder: Path) -> None:
         assert "absent.bin: cannot be mapped" in str(error), error
     else:
         raise AssertionError("a file that is not there was loaded")
+
+
+def case_writes(folder: Path) -> None:
+    """A job whose first checkpoint stays half written until the file "go" is there; it lives until "end" is."""
+    from zeropp.zero import disk
+
+    def wait_for(name: str) -> None:
+        while not (folder / name).exists():
+            time.sleep(0.01)
+
+    class Slow(disk.Disk):
+        def write(self, *arguments) -> None:
+            wait_for("go")
+            super().write(*arguments)
+
+    disk.disk = Slow()
+    model, optimizer, scheduler = make()
+    saving = zeropp.save(folder / "ckpt", model, optimizer, step=1, background=True)
+    note(folder, "writing", str(os.getpid()))
+    saving.wait()
+    note(folder, "trains", "")
+    train(model, optimizer, scheduler, 0, 1)
+    wait_for("end")
+    assert zeropp.save(folder / "ckpt", model, optimizer).name == "step-2"
+
+
+def case_groups(folder: Path) -> None:
+    """Two groups of ranks, each with a model of its own, save into one folder; then each into its own."""
+    from zeropp.comm import communicator
+    from zeropp.zero import prepare
+
+    pair = dist.new_group([0, 1])
+    sub = None if RANK == 2 else communicator(pair)
+    prepare._communicator = lambda: sub
+    model, optimizer, _ = make()
+    dist.barrier()
+    begun = time.monotonic()
+    try:
+        zeropp.save(folder / "ckpt", model, optimizer, step=2, background=RANK < 2).wait()
+    except CheckpointError as error:
+        note(folder, "groups", f"{time.monotonic() - begun}\n{error}")
+    dist.barrier()
+    begun = time.monotonic()
+    where = zeropp.save(folder / ("a" if RANK < 2 else "b"), model, optimizer, step=3)
+    assert zeropp.load(where, model, optimizer)["step"] == 3
+    assert time.monotonic() - begun < 1.9, "a group waited in vain"
 
 
 if __name__ == "__main__":

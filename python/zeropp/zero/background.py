@@ -113,6 +113,13 @@ def finish(engine: Engine) -> None:
         saving.wait()
 
 
+def let_end(root: Path) -> None:
+    """Wait until no save of this process writes into a folder of checkpoints, whose ever it is. Not collective."""
+    for saving in list(_unsettled):
+        if os.path.realpath(saving.path.parent) == os.path.realpath(root):
+            saving._thread.join()
+
+
 @atexit.register
 def _at_exit() -> None:
     """The end of the process waits, and says what was lost."""

@@ -24,11 +24,12 @@ from torch import nn
 from zeropp.errors import CheckpointError, ConfigError, Error
 from zeropp.zero import background as behind
 from zeropp.zero import disk as files
-from zeropp.zero import low_states, random_state, safefile
+from zeropp.zero import folder_writer, low_states, random_state, safefile
 from zeropp.zero.agree import Ranks
 from zeropp.zero.background import Saving
 from zeropp.zero.disk import replace_folder, storage_errors, write_text
 from zeropp.zero.engine import Engine, Unit, engine_of
+from zeropp.zero.folder_groups import Group, rank_in_job
 from zeropp.zero.manifest import (
     FORMAT,
     LATEST,
@@ -114,7 +115,8 @@ def save(
 
     Raises:
         zeropp.TierError: storage is full or failed: path, bytes wanted, bytes free. On every rank.
-        zeropp.CheckpointError: data that cannot be saved, or ranks that save different things. On every rank.
+        zeropp.CheckpointError: data that cannot be saved, ranks that save different things, or a folder that another job, or another
+            group of ranks of this job, writes into. On every rank.
         Both also for a background save before this one that failed, where nobody was told yet; nothing is saved then.
 
     Save between steps: gradients that were accumulated but not stepped with are not saved.
@@ -136,8 +138,8 @@ def save(
     if engine.storage is not None:
         engine.storage.require_whole()  # also of states in memory
     root = Path(path)
-    step = _agree_on_step(ranks, root, step)
-    plan = _Plan(root, step, keep, spare)
+    step, group = _agree_on_step(ranks, root, step)
+    plan = _Plan(root, step, keep, spare, group)
     own: list[behind.RankFile] = []
     content: dict[str, Any] = {}
 
@@ -152,7 +154,7 @@ def save(
         return part
 
     try:
-        ranks.only_rank_0(lambda: plan.begin(background))
+        ranks.only_rank_0(lambda: plan.begin(engine, background))
         parts = ranks.all_do(take)
         ranks.only_rank_0(lambda: content.update(_describe(engine, parts, step, optimizer)))
         if not background:
@@ -162,6 +164,7 @@ def save(
             file.close()
         if ranks.rank == 0:
             plan.undo()
+            folder_writer.leave(plan)
         raise
     if not background:
         return plan.final
@@ -177,6 +180,8 @@ def save(
                     behind.collect(plan.partial, plan.parts, ranks.count)
                 plan.undo()
             raise
+        finally:
+            folder_writer.leave(plan)
 
     return behind.start(engine, plan.final, ranks, rest)
 
@@ -186,8 +191,10 @@ def check_optimizer(engine: Engine, optimizer: Any) -> None:
         raise ConfigError("the optimizer was not given to zeropp.prepare together with this model")
 
 
-def _agree_on_step(ranks: Ranks, root: Path, step: int | None) -> int:
-    asked = ranks.exchange([str(root.absolute()), step])
+def _agree_on_step(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Group]:
+    """The number of the checkpoint, and who saves it."""
+    asked = ranks.exchange([str(root.absolute()), step, rank_in_job()])
+    group = Group([one.pop() for one in asked])
     for rank, one in enumerate(asked):
         if one != asked[0]:
             raise CheckpointError(
@@ -195,26 +202,33 @@ def _agree_on_step(ranks: Ranks, root: Path, step: int | None) -> int:
                 "call save with the same path and step on every rank"
             )
     if step is not None:
-        return step
-    return ranks.only_rank_0(lambda: max((number for number, _ in steps_in(root)), default=-1) + 1)
+        return step, group
+    return ranks.only_rank_0(lambda: max((number for number, _ in steps_in(root)), default=-1) + 1), group
 
 
 class _Plan:
     """The folders of one save, and what rank 0 does with them."""
 
-    def __init__(self, root: Path, step: int, keep: int | None, keep_spare: bool) -> None:
-        self.root, self.keep, self.keep_spare = root, keep, keep_spare
+    def __init__(self, root: Path, step: int, keep: int | None, keep_spare: bool, group: Group) -> None:
+        self.root, self.keep, self.keep_spare, self.group = root, keep, keep_spare, group
+        self.is_writer = False
         self.spare = root / SPARE
         self.final = root / f"step-{step}"
         self.partial = root / f".step-{step}.partial"
         self.parts = root / f".step-{step}.parts"
 
-    def begin(self, background: bool) -> None:
-        """What saves that died left behind goes first."""
+    def begin(self, engine: Engine, background: bool) -> None:
+        """Become the writer; then what saves that died left behind goes first."""
+        behind.let_end(self.root)  # of another model of this process
+        with storage_errors(self.partial, 0):
+            files.make_folders(self.root)
+        self.group.take(self.root, engine)
+        self.is_writer = True
+        if background:
+            folder_writer.take(self.root, self)  # also if the model goes before its checkpoint is written
         with storage_errors(self.partial, 0):
             for folder in leftovers_in(self.root):
                 files.disk.remove_tree(folder)
-            files.make_folders(self.root)
             files.disk.make_folder(self.partial)
             if background:
                 files.disk.make_folder(self.parts)
@@ -223,6 +237,7 @@ class _Plan:
         """The manifest, the final name, and ``latest``: in this order, each durable before the next. Then the rest
         goes."""
         try:
+            self.group.settle()
             content["files"] = {part_name(rank): entry for rank, entry in enumerate(entries)}
             write_text(self.partial / MANIFEST, manifest_text(content))
             replaced = replace_folder(self.partial, self.final)
@@ -238,6 +253,8 @@ class _Plan:
 
     def undo(self) -> None:
         """After a failure."""
+        if not self.is_writer:  # what lies there is another's
+            return
         for folder in (self.partial, self.parts):
             with contextlib.suppress(OSError):
                 files.disk.remove_tree(folder)

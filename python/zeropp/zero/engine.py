@@ -18,7 +18,7 @@ from zeropp import _C
 from zeropp.config import Config, LossScale, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.forecast import READ_AHEAD_BYTES
-from zeropp.zero import low_states, stored
+from zeropp.zero import folder_writer, low_states, stored
 from zeropp.zero.grads_tier import GradsTier
 from zeropp.zero.offload import StateTier, TieredStates
 from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
@@ -489,6 +489,7 @@ class Engine:
 
     def close(self) -> None:
         """The model is gone."""
+        folder_writer.leave(self)
         if self.delayed is not None:
             self.delayed.close()
         self.thawing.close()

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of checkpoints has one writer: two jobs, two groups of ranks of one job, what a dead job leaves, and what one
+process may do in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import gc
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import zeropp
+from warm import launch
+from zeropp.errors import CheckpointError
+from zeropp.zero import background as behind
+from zeropp.zero import disk as files
+from zeropp.zero import folder_writer
+
+HERE = Path(__file__).parent
+CASES = HERE / "cases.py"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def load_module(name: str):
+    spec = importlib.util.spec_from_file_location(f"checkpoint_{name}", HERE / f"{name}.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+models, crash = load_module("models"), load_module("crash")
+make = models.make
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.01)
+
+
+def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path):
+    """While the two ranks of the first job write in the background, and while they only train."""
+    done = []
+    job = threading.Thread(
+        target=lambda: done.append(launch(2, CASES, "writes", tmp_path, timeout=100, env=ENVIRONMENT))
+    )
+    job.start()
+    model, optimizer, _ = make()
+    root = tmp_path / "ckpt"
+    wait_for(tmp_path / "writing.0")
+    pid = (tmp_path / "writing.0").read_text()
+    sentence = rf"ckpt has a writer already: process {pid} on host {socket.gethostname()}, started 20\d\d-\d\d-\d\d .* UTC; .*end that job"
+    try:
+        before = sorted(root.rglob("*"))
+        assert root / ".step-1.partial" in before
+        for background in (False, True):
+            with pytest.raises(CheckpointError, match=sentence):
+                zeropp.save(root, model, optimizer, step=1, background=background)
+        assert sorted(root.rglob("*")) == before
+        (tmp_path / "go").touch()
+        wait_for(tmp_path / "trains.0")
+        with pytest.raises(CheckpointError, match=sentence):
+            zeropp.save(root, model, optimizer, step=3)
+        assert zeropp.load(root, model, optimizer)["step"] == 1  # readers need no lock
+    finally:
+        (tmp_path / "go").touch()
+        (tmp_path / "end").touch()
+        job.join()
+    assert done[0].returncode == 0, done[0].stderr[-4000:]
+    zeropp.save(root, model, optimizer, step=3)
+    assert sorted(one.name for one in root.iterdir()) == [".writer", "latest", "step-1", "step-2", "step-3"]
+
+
+def test_two_groups_of_one_job_hear_of_each_other(tmp_path):
+    """Ranks 0 and 1, and rank 2 alone: all raise, within seconds, and the checkpoint before stays."""
+    model, optimizer, _ = make()
+    zeropp.save(tmp_path / "ckpt", model, optimizer, step=1)
+    folder_writer.leave_all()
+    done = launch(3, CASES, "groups", tmp_path, timeout=100, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for rank in range(3):
+        took, said = (tmp_path / f"groups.{rank}").read_text().split("\n", 1)
+        assert float(took) < 8, took
+        assert "ranks 0, 1" in said and "rank 2 " in said and "folder of its own" in said, said
+    names = sorted(one.name for one in (tmp_path / "ckpt").iterdir() if one.name != ".writer")
+    assert names == ["latest", "step-1"]
+    assert zeropp.load(tmp_path / "ckpt", model, optimizer)["step"] == 1
+
+
+def forked(work) -> int:
+    """A process that runs ``work``."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return child
+
+
+def end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def test_what_a_killed_job_leaves_is_no_obstacle(tmp_path):
+    """Not even where a process that it had forked lives on, as the workers of a DataLoader do for a while."""
+    model, optimizer, _ = make()
+
+    def work() -> None:
+        zeropp.save(tmp_path, model, optimizer, step=1)
+        (tmp_path / "worker").write_text(str(forked(lambda: time.sleep(100))))
+        (tmp_path / "saved").touch()
+        time.sleep(100)
+
+    job = forked(work)
+    try:
+        wait_for(tmp_path / "saved")
+        with pytest.raises(CheckpointError, match=f"process {job} on host"):
+            zeropp.save(tmp_path, model, optimizer)
+        end(job)
+        assert json.loads((tmp_path / ".writer").read_text())["pid"] == job
+        assert zeropp.save(tmp_path, model, optimizer).name == "step-2"
+        assert json.loads((tmp_path / ".writer").read_text())["pid"] == os.getpid()
+    finally:
+        end(job)
+        end(int((tmp_path / "worker").read_text()))
+
+
+def record(**changes) -> bytes:
+    here = {
+        "host": "elsewhere", "pid": os.getpid(), "started": "2026-01-01 00:00:00 UTC", "place": folder_writer._place(),
+        "born": folder_writer._born(os.getpid()), "hold": "1", "job": None, "ranks": [0], "beat": "000000000000",
+    }  # fmt: skip
+    return json.dumps({**here, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b'["a"]', record(), record(born=1), record(place="another boot"), record(ranks=3)],
+    ids=["empty", "torn", "list", "unlocked", "number_used_again", "other_host", "odd"],
+)
+def test_a_stale_file_is_taken_over(tmp_path, content, monkeypatch):
+    monkeypatch.setattr(folder_writer, "WATCH_S", 0.2)
+    model, optimizer, _ = make()
+    (tmp_path / ".writer").write_bytes(content)
+    zeropp.save(tmp_path, model, optimizer, step=1)
+    assert json.loads((tmp_path / ".writer").read_text())["host"] == socket.gethostname()
+
+
+def test_a_job_of_another_host_that_no_lock_reaches(tmp_path, monkeypatch):
+    """Its record changes while it lives."""
+    monkeypatch.setattr(folder_writer, "WATCH_S", 20.0)
+    monkeypatch.setattr(folder_writer, "BEAT_S", 0.1)
+    model, optimizer, _ = make()
+    (tmp_path / ".writer").write_bytes(record(place="another boot", pid=7))
+    descriptor = os.open(tmp_path / ".writer", os.O_WRONLY)
+    ended = threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while not ended.wait(0.02):
+            count += 1
+            os.pwrite(descriptor, record(place="another boot", pid=7, beat=f"{count:012}"), 0)
+
+    other = threading.Thread(target=beat)
+    other.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"process 7 on host elsewhere, started 2026-01-01"):
+            zeropp.save(tmp_path, model, optimizer)
+    finally:
+        ended.set()
+        other.join()
+        os.close(descriptor)
+    monkeypatch.setattr(folder_writer, "WATCH_S", 0.2)
+    zeropp.save(tmp_path, model, optimizer)
+    first = (tmp_path / ".writer").read_bytes()
+    until = time.monotonic() + 10
+    while (tmp_path / ".writer").read_bytes() == first:  # and so does ours
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    """The record alone decides: the process with that number and start lives, or not."""
+
+    def flock(*_) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    model, optimizer, _ = make()
+    (tmp_path / ".writer").write_bytes(record())
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} on host elsewhere"):
+        zeropp.save(tmp_path, model, optimizer)
+    (tmp_path / ".writer").write_bytes(record(born=1))
+    zeropp.save(tmp_path, model, optimizer)
+
+
+def test_models_of_one_process_save_in_turn(tmp_path, monkeypatch):
+    """The second waits for what the first writes in the background; who is gone, or saves elsewhere, leaves the folder."""
+    one, one_optimizer, _ = make()
+    two, two_optimizer, _ = make()
+    disk = crash.gated()
+    monkeypatch.setattr(files, "disk", disk)
+    saving = zeropp.save(tmp_path / "a", one, one_optimizer, step=1, background=True)
+    threading.Timer(0.2, disk.open.set).start()
+    zeropp.save(tmp_path / "a", two, two_optimizer, step=2)
+    assert saving.done() and disk.open.is_set()
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [".writer", "latest", "step-1", "step-2"]
+    zeropp.save(tmp_path / "b", one, one_optimizer, step=1)
+    assert (tmp_path / "a" / ".writer").exists() and (tmp_path / "b" / ".writer").exists()
+    zeropp.save(tmp_path / "b", two, two_optimizer, step=2)
+    assert not (tmp_path / "a" / ".writer").exists()
+    behind._newest.clear()
+    del one, two, one_optimizer, two_optimizer, saving
+    gc.collect()
+    assert not (tmp_path / "b" / ".writer").exists() and not folder_writer._held
