@@ -407,7 +407,7 @@ static PyObject *zero_set_early(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* early_end() -> None, or (unit, parameter) whose gradient was not finite; raises what else failed. Everything that was
+/* early_end() -> None, or (unit, parameter, ranks) whose gradient was not finite, as norm() has it; raises what else failed. Everything that was
  * stepped is written. */
 static PyObject *zero_early_end(PyObject *self, PyObject *unused) {
     (void)unused;
@@ -420,7 +420,9 @@ static PyObject *zero_early_end(PyObject *self, PyObject *unused) {
     early->pending = early->failed = false;
     zero->torn |= failed && early->stepped;
     if (broken) return NULL;
-    if (failed && early->bad_unit >= 0) return Py_BuildValue("(nn)", early->bad_unit, early->bad_param);
+    if (failed && early->bad_unit >= 0)
+        return Py_BuildValue("(nnK)", early->bad_unit, early->bad_param,
+                             (unsigned long long)zpp_zero_origins(zero->core, (int)early->bad_unit));
     if (failed) return zpp_py_raise_aio(&early->err, &early->fault);
     zero->steps++;
     Py_RETURN_NONE;

@@ -153,12 +153,13 @@ static const void *piece_gradient(const Unit *unit, const struct own_slice *slic
 struct slice_norm {
     double squares;
     int64_t bad_param; /* the first that is not finite; -1: none */
+    uint64_t origins;  /* then: on which ranks the unit's gradient was not finite before the sum (zero/origin.h) */
 };
 
 /* One slice of one unit. `shape` decides how the unit is cut. */
 static int norm_of_slice(const Zero *zero, const Unit *unit, const struct own_slice *slice, int rank,
                          struct slice_norm *out) {
-    *out = (struct slice_norm){ 0.0, -1 };
+    *out = (struct slice_norm){ 0.0, -1, 0 };
     const size_t room = slice->shape.params + 1;
     struct zpp_piece *pieces = calloc(room, sizeof *pieces);
     struct zpp_norm_segment *segments = calloc(room, sizeof *segments);
@@ -182,6 +183,7 @@ static int norm_of_slice(const Zero *zero, const Unit *unit, const struct own_sl
         out->squares += sums[i];
         if (bad[i] && out->bad_param < 0) out->bad_param = (int64_t)params[i];
     }
+    if (out->bad_param >= 0) out->origins = zpp_zero_origins(zero->core, unit->unit->index);
     free(pieces);
     free(segments);
     free(sums);
@@ -192,7 +194,7 @@ static int norm_of_slice(const Zero *zero, const Unit *unit, const struct own_sl
 
 int zpp_py_unit_norm(const Zero *zero, const Unit *unit, int64_t *bad_param) {
     struct own_slice slice;
-    struct slice_norm norm = { 0.0, -1 };
+    struct slice_norm norm = { 0.0, -1, 0 };
     if (own_slice(zero, unit, &slice) && norm_of_slice(zero, unit, &slice, slice.rank, &norm)) return -1;
     *bad_param = norm.bad_param;
     return 0;
@@ -227,7 +229,7 @@ static int fill_norms(const Zero *zero, struct slice_norm *norms) {
             const Unit *unit = unit_at(zero, u);
             struct slice_norm *norm = &norms[(size_t)rank * (size_t)units + (size_t)u];
             struct own_slice slice;
-            *norm = (struct slice_norm){ 0.0, -1 };
+            *norm = (struct slice_norm){ 0.0, -1, 0 };
             if (!unit->unit->trainable || !own_slice(zero, unit, &slice)) continue;
             if (open_gradient(zero, (int)u) || norm_of_slice(zero, unit, &slice, rank, norm)) return -1;
             if (close_gradient(zero, (int)u)) return -1;
@@ -236,7 +238,8 @@ static int fill_norms(const Zero *zero, struct slice_norm *norms) {
     return 0;
 }
 
-/* norm() -> (sum of squares over all ranks, [(rank, unit, parameter) that is not finite, ...]); collective. */
+/* norm() -> (sum of squares over all ranks, [(unit, parameter, ranks) that is not finite, ...]); collective.
+ * ranks: a bit for each rank whose gradient of the unit was not finite before the sum. */
 static PyObject *zero_norm(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
@@ -260,7 +263,8 @@ static PyObject *zero_norm(PyObject *self, PyObject *unused) {
             const struct slice_norm *norm = &norms[rank * units + u];
             squares += norm->squares;
             if (norm->bad_param < 0) continue;
-            PyObject *where = Py_BuildValue("(inn)", (int)rank, (Py_ssize_t)u, (Py_ssize_t)norm->bad_param);
+            PyObject *where = Py_BuildValue("(nnK)", (Py_ssize_t)u, (Py_ssize_t)norm->bad_param,
+                                            (unsigned long long)norm->origins);
             if (!where || PyList_Append(bad, where)) failed = 1;
             Py_XDECREF(where);
         }

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "internal.h"
+#include "origin.h"
 #include "own_file.h"
 
 enum { KIND_OBJECTS = ZPP_OBJECTS / 2 }; /* objects from here on are exchanges, below are units, from 1 on */
@@ -69,9 +70,12 @@ void zpp_between_drop(zpp_comm *comm, zpp_work **work) {
 
 /* --- reductions -------------------------------------------------------------------------------------------------- */
 
-/* Memory of one reduction, in the kind that travels: the flags, then (stages 1 to 3) the reduced slice, then what is
- * sent where that is not the bucket itself: a narrower copy of it, or the zeros of a rank without a gradient. */
-static size_t flags_bytes(const struct zpp_unit *unit) { return (unit->params + 63) & ~(size_t)63; }
+/* Memory of one reduction, in the kind that travels: the flags (a byte a parameter: has it a gradient; then a byte for
+ * each bit of origin.h), then (stages 1 to 3) the reduced slice, then what is sent where that is not the bucket itself: a
+ * narrower copy of it, or the zeros of a rank without a gradient. */
+static size_t flags_count(const struct zpp_unit *unit) { return unit->params + ZPP_ORIGIN_BITS; }
+
+static size_t flags_bytes(const struct zpp_unit *unit) { return (flags_count(unit) + 63) & ~(size_t)63; }
 
 static size_t reduced_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
     return zero->options.stage == 0 ? 0 : zpp_wire_slice_bytes(unit);
@@ -124,17 +128,34 @@ static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigne
     return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, &grad->between_sum, err);
 }
 
+static unsigned char *origin_flags(const struct zpp_unit_grad *grad) {
+    return grad->between_memory + grad->unit->params;
+}
+
+static void flag_origin(const zpp_zero *zero, struct zpp_unit_grad *grad) {
+    origin_flags(grad)[zero->rank < ZPP_ORIGIN_BITS ? zero->rank : ZPP_ORIGIN_BITS - 1] = 1;
+}
+
+static void join_origins(const zpp_zero *zero, struct zpp_unit_grad *grad) {
+    uint64_t origins = 0;
+    for (int bit = 0; bit < ZPP_ORIGIN_BITS; bit++) origins |= (uint64_t)(origin_flags(grad)[bit] != 0) << bit;
+    zpp_origin_note(zero, grad, origins);
+}
+
 zpp_status zpp_between_launch(zpp_zero *zero, struct zpp_unit_grad *grad, const uint8_t *touched,
                               unsigned char *bucket, struct zpp_err *err) {
     const struct zpp_unit *unit = grad->unit;
     zpp_status status = make_memory(zero, grad, err);
     if (status != ZPP_OK) return status;
-    if (!grad->empty) memcpy(grad->between_memory, touched, unit->params);
+    if (!grad->empty) {
+        memcpy(grad->between_memory, touched, unit->params);
+        if (zpp_origin_nonfinite_params(unit, bucket, unit->grad_dtype, 0, unit->elems)) flag_origin(zero, grad);
+    }
     const struct zpp_call flags = {.coll = ZPP_COLL_ALL_REDUCE,
                                    .dtype = ZPP_U8,
                                    .op = ZPP_MAX,
                                    .dst = grad->between_memory,
-                                   .elems = unit->params,
+                                   .elems = flags_count(unit),
                                    .object = zpp_between_object(zero, unit)};
     status = zpp_comm_submit(zero->options.comm, &flags, NULL, NULL, &grad->between_flags, err);
     return status == ZPP_OK ? submit_sum(zero, grad, bucket, err) : status;
@@ -180,6 +201,7 @@ zpp_status zpp_between_finish(void *arg, void *native, const struct zpp_wait *wa
         status = filed ? ZPP_OK : zpp_lend_slice(zero, grad, err);
         if (status != ZPP_OK) return status;
         add_slice(zero, grad);
+        join_origins(zero, grad);
         grad->has = grad->changed = true;
     }
     free(grad->between_memory);

@@ -14,6 +14,7 @@
 
 #include "between.h"
 #include "internal.h"
+#include "origin.h"
 
 enum { ROUND_PACK, ROUND_POST, ROUND_TAKE, ROUND_ADD, ROUND_POST_SLICE, ROUND_COPY, ROUND_DONE };
 #define NO_BUCKET UINT64_MAX
@@ -86,8 +87,8 @@ static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
         zero->units[zero->order[at]]->grad->home_offset_bytes += arena_bytes;
     if (!zpp_buckets_init(&zero->buckets, (size_t)zero->order_count, arena_bytes))
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the buckets of %d units", zero->order_count);
-    /* Behind them, the board of exchange.h: a norm and the name of its worst element for each unit. */
-    const size_t board_bytes = round_up(16 * ((size_t)zero->units_count + 1), ZPP_BUCKET_ALIGN_BYTES);
+    /* Behind them, the board of exchange.h: a norm, the name of its worst element and whose it was for each unit. */
+    const size_t board_bytes = round_up(24 * ((size_t)zero->units_count + 1), ZPP_BUCKET_ALIGN_BYTES);
     const zpp_status status = zpp_exchange_init(zero, arena_bytes + homes_bytes, board_bytes, err);
     if (status != ZPP_OK) return status;
     return zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, arena_bytes + homes_bytes + board_bytes,
@@ -333,8 +334,8 @@ static zpp_status read_peers(zpp_zero *zero, struct zpp_unit_grad *grad, zpp_lan
 }
 
 /* Which parameters have a gradient on any rank; returns how many sources there are and fills `sources` for slice
- * `rank`. */
-static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int slice, const void **sources) {
+ * `rank`, and `from`, whose they are. */
+static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int slice, const void **sources, int *from) {
     const struct zpp_unit *unit = grad->unit;
     int count = 0;
     for (int rank = 0; rank < zero->ranks; rank++) {
@@ -343,6 +344,7 @@ static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int slice
             (const unsigned char *)zpp_region_base(zero->grads, rank) + grad->peer_offsets[rank];
         const uint8_t *touched = bucket + zpp_grad_whole_bytes(grad);
         for (size_t i = 0; i < unit->params; i++) grad->present[i] |= touched[i];
+        from[count] = rank;
         sources[count++] = bucket + (size_t)slice * zpp_grad_slice_bytes(grad);
         /* Where the bucket keeps the result, the result would overwrite what is still to be read of it. */
         if (rank == zero->rank && keeps_buckets(zero) && zpp_wire_narrows(unit))
@@ -356,24 +358,20 @@ enum { MAX_RANKS_ON_STACK = 256 };
 static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     const struct zpp_unit *unit = grad->unit;
     const void *sources[MAX_RANKS_ON_STACK];
+    int from[MAX_RANKS_ON_STACK];
     if (zero->ranks > MAX_RANKS_ON_STACK)
         return zpp_fail(err, ZPP_INVALID, "zero: %d ranks on one host, at most %d work", zero->ranks,
                         MAX_RANKS_ON_STACK);
-    const int count = collect_sources(zero, grad, zero->rank, sources);
+    const int count = collect_sources(zero, grad, zero->rank, sources, from);
     const zpp_status lent = count ? zpp_lend_slice(zero, grad, err) : ZPP_OK;
     if (count == 0 || lent != ZPP_OK) return lent;
     unsigned char *to = grad->slice;
     if (zero->options.stage == 0) to += (size_t)zero->rank * zpp_grad_slice_bytes(grad);
     /* Stage 1: my bucket was not refilled, so its slice still is the gradient so far; else the carry has it. */
     const bool accumulate = grad->has && (zero->options.stage >= 2 || (zero->options.stage == 1 && grad->empty));
-    const double factor = zpp_grad_factor(zero, unit, zero->ranks);
-    size_t source_bytes = zpp_wire_slice_bytes(unit);
-    if (zpp_wire_packs(zero))
-        source_bytes =
-            zpp_wire_add(zero, sources, count, (float)factor, to, unit->grad_dtype, accumulate, unit->shard_elems);
-    else
-        zpp_reduce_sources(to, unit->grad_dtype, accumulate, sources, count, unit->wire_dtype, unit->shard_elems,
-                           factor);
+    const struct zpp_sources all = { sources, from, count, zpp_grad_factor(zero, unit, zero->ranks), accumulate };
+    zpp_origin_note(zero, grad, zpp_origin_add(zero, unit, &all, to));
+    const size_t source_bytes = zpp_wire_packs(zero) ? zpp_wire_image_bytes(zero, unit) : zpp_wire_slice_bytes(unit);
     if (grad->carry) {
         const void *carry = grad->carry;
         zpp_reduce_sources(to, unit->grad_dtype, true, &carry, 1, unit->grad_dtype, unit->shard_elems, 1.0f);
@@ -433,7 +431,8 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
         grad->round = zero->copy_lane ? ROUND_POST_SLICE : ROUND_DONE;
     }
     if (grad->round == ROUND_POST_SLICE) {
-        const struct zpp_notice notice = notice_of(grad, ZPP_NOTICE_COPY);
+        struct zpp_notice notice = notice_of(grad, ZPP_NOTICE_COPY);
+        notice.offset_bytes = grad->origins; /* of my slice: where that lies is known */
         status = zpp_lane_post(zero->copy_lane, &notice, wait, &grad->copy_seq, err);
         if (status != ZPP_OK) return status;
         grad->round = ROUND_COPY;
@@ -442,6 +441,7 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
         status = read_peers(zero, grad, zero->copy_lane, ZPP_NOTICE_COPY, grad->copy_seq, wait, err);
         if (status != ZPP_OK) return status;
         copy_slices(zero, grad);
+        for (int rank = 0; rank < zero->ranks; rank++) grad->origins |= grad->peer_offsets[rank];
         zpp_lane_ack(zero->copy_lane, grad->copy_seq);
         grad->round = ROUND_DONE;
     }

@@ -58,6 +58,7 @@ struct zpp_unit_grad {
         *carry; /* stage 1: the slice from before, while a second backward of the same step refills the bucket */
     uint8_t *present;     /* [params] */
     bool has;
+    uint64_t origins;     /* ranks whose gradients were not finite (origin.h) */
     /* where it lives in a file (slices.h) */
     int filed;            /* its number there */
     size_t filed_offset_bytes;

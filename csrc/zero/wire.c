@@ -214,7 +214,11 @@ static void add_tile(const struct zpp_quant_spec *spec, const struct zpp_quant_s
     zpp_convert(to, dtype, sum, ZPP_F32, elems);
 }
 
-size_t zpp_wire_add(zpp_zero *zero, const void *const *images, int count, float factor, void *to, zpp_dtype dtype,
+size_t zpp_wire_image_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
+    return image_bytes(&zero->wire.grads, unit->shard_elems);
+}
+
+void zpp_wire_add(zpp_zero *zero, const void *const *images, int count, float factor, void *to, zpp_dtype dtype,
                     bool accumulate, size_t elems) {
     const struct zpp_quant_spec *spec = &zero->wire.grads;
     struct zpp_quant_source sources[ZPP_WIRE_RANKS];
@@ -223,12 +227,11 @@ size_t zpp_wire_add(zpp_zero *zero, const void *const *images, int count, float 
     if (!accumulate) {
         for (int i = 0; i < count; i++) sources[i] = source_at(spec, images[i], elems, 0);
         zpp_quant_sum(spec, sources, (size_t)count, factor, to, dtype, elems, NULL);
-        return image_bytes(spec, elems);
+        return;
     }
     for (size_t first = 0; first < elems; first += tile) {
         const size_t length = elems - first < tile ? elems - first : tile;
         for (int i = 0; i < count; i++) sources[i] = source_at(spec, images[i], elems, first);
         add_tile(spec, sources, count, factor, (unsigned char *)to + first * zpp_dtype_bytes(dtype), dtype, length);
     }
-    return image_bytes(spec, elems);
 }

@@ -61,8 +61,10 @@ static inline size_t zpp_wire_slice_bytes(const struct zpp_unit *unit) {
 void zpp_wire_narrow(zpp_zero *zero, struct zpp_unit *unit);
 /* A copy of such a slice, until the next call. */
 const void *zpp_wire_aside(zpp_zero *zero, const struct zpp_unit *unit, const void *slice);
-/* to = (sum of the images) * factor, or to += that; `elems` of dtype. Returns the bytes of one image. */
-size_t zpp_wire_add(zpp_zero *zero, const void *const *images, int count, float factor, void *to, zpp_dtype dtype,
+/* Of the image of one slice. */
+size_t zpp_wire_image_bytes(const zpp_zero *zero, const struct zpp_unit *unit);
+/* to = (sum of the images) * factor, or to += that; `elems` of dtype. */
+void zpp_wire_add(zpp_zero *zero, const void *const *images, int count, float factor, void *to, zpp_dtype dtype,
                     bool accumulate, size_t elems);
 
 #endif

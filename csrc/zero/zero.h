@@ -182,6 +182,9 @@ unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit);
 /* This rank's own gradient, not reduced: `elems` of the unit's kind at the parameters' offsets, zeros where `touched`
  * is 0; what lies between parameters is undefined. Until the next backward or clear. NULL: none. */
 const void *zpp_zero_held_grad(const zpp_zero *zero, int unit, const uint8_t **touched);
+/* Ranks on which the unit's gradient was not finite before the last sum, one bit each, the last for rank 63 and above
+ * (origin.h). Stages 1 to 3: as far as this rank's slice tells. */
+uint64_t zpp_zero_origins(const zpp_zero *zero, int unit);
 zpp_dtype zpp_zero_grad_dtype(const zpp_zero *zero, int unit);
 bool zpp_zero_has_grad(const zpp_zero *zero);
 bool zpp_zero_grads_pending(const zpp_zero *zero); /* accumulated on this rank, not reduced */

@@ -89,7 +89,11 @@ SAYS: dict[str, list[list[str]]] = {
     "loss not scalar": [["grad can be implicitly created only for scalar outputs"]],
     "backward twice": [["backward through the graph a second time"]],
     "NaN gradients": [
-        ["the gradients of 'blocks.1.weight' (rank", "are not finite", "weights and optimizer state are unchanged"]
+        [
+            "the gradients of 'blocks.1.weight' (rank 1 before the sum)",
+            "are not finite",
+            "weights and optimizer state are unchanged",
+        ]
     ],
     "raises in backward": [
         [

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeropp.errors import Error
+from zeropp.zero import origins
 from zeropp.zero.away import require_here
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ class StepInBackward:
             if engine.core.step_state()[1]
             else "nothing was stepped on this rank"
         )
-        raise Error(f"optimizer.step: the gradient of '{name}' (rank {engine.rank}) is not finite; {what}")
+        (where,) = origins.describe([(name, bad[2])], engine.ranks)
+        raise Error(f"optimizer.step: the gradient of {where} is not finite; {what}")
 
     def drop(self) -> None:
         """A load replaces all that was stepped, and what failed in it."""

@@ -18,7 +18,7 @@ from zeropp import _C
 from zeropp.config import Config, LossScale, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.forecast import READ_AHEAD_BYTES
-from zeropp.zero import folder_writer, low_states, stored
+from zeropp.zero import folder_writer, low_states, origins, stored
 from zeropp.zero.grads_tier import GradsTier
 from zeropp.zero.offload import StateTier, TieredStates
 from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
@@ -445,14 +445,14 @@ class Engine:
         return scale if self.scaler is None else scale / self.scaler.scale
 
     def measure(self) -> tuple[float, list[str]]:
-        """Collective: (norm of all gradients before clipping, who has values that are not finite)."""
+        """Collective: (norm of all gradients before clipping, parameters and ranks whose values were not finite)."""
         if self.norm is None or self.norm_at != self.core.backwards:
             self.clip_scale, self.norm_at = 1.0, self.core.backwards
             if self.core.hold and self.onebit is not None:
                 squares, who = self.onebit.measure()
             else:
                 squares, bad = self.core.norm()
-                who = [f"'{self.units[u].params[p].names[0]}' (rank {r})" for r, u, p in bad]
+                who = origins.describe([(self.units[u].params[p].names[0], bits) for u, p, bits in bad], self.ranks)
             self.norm = (squares**0.5 * self.unscale, who)
         return self.norm
 

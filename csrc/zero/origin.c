@@ -1,0 +1,124 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * See origin.h.
+ */
+#include "origin.h"
+
+#include <stdlib.h>
+
+#include "internal.h"
+
+enum { PIECE_ELEMS = 8192, MAX_SOURCES = 256 };
+
+/* An exponent of ones alone means infinite or NaN. Blocks without a way out, so that the compiler makes vectors. */
+#define ANY_NONFINITE(name, type, exponent)                                            \
+    static bool name(const type *bits, size_t elems) {                                 \
+        enum { BLOCK = 1024 };                                                         \
+        for (size_t at = 0; at < elems; at += BLOCK) {                                 \
+            const size_t end = elems - at < BLOCK ? elems : at + BLOCK;                \
+            type bad = 0;                                                              \
+            for (size_t i = at; i < end; i++)                                          \
+                bad |= (type)((bits[i] & (type)(exponent)) == (type)(exponent));       \
+            if (bad) return true;                                                      \
+        }                                                                              \
+        return false;                                                                  \
+    }
+
+ANY_NONFINITE(any_f32, uint32_t, 0x7f800000u)
+ANY_NONFINITE(any_f64, uint64_t, 0x7ff0000000000000u)
+ANY_NONFINITE(any_bf16, uint16_t, 0x7f80u)
+ANY_NONFINITE(any_f16, uint16_t, 0x7c00u)
+
+bool zpp_origin_nonfinite(const void *data, zpp_dtype dtype, size_t elems) {
+    switch (dtype) {
+    case ZPP_F32: return any_f32(data, elems);
+    case ZPP_F64: return any_f64(data, elems);
+    case ZPP_BF16: return any_bf16(data, elems);
+    case ZPP_F16: return any_f16(data, elems);
+    default: return false;
+    }
+}
+
+bool zpp_origin_nonfinite_params(const struct zpp_unit *unit, const void *data, zpp_dtype dtype, size_t begin,
+                                 size_t elems) {
+    const size_t bytes = zpp_dtype_bytes(dtype);
+    for (size_t i = 0; i < unit->params; i++) {
+        const size_t first = unit->offset_elems[i] > begin ? unit->offset_elems[i] : begin;
+        const size_t end = unit->offset_elems[i] + unit->param_elems[i];
+        const size_t last = end < begin + elems ? end : begin + elems;
+        if (first < last &&
+            zpp_origin_nonfinite((const unsigned char *)data + (first - begin) * bytes, dtype, last - first))
+            return true;
+    }
+    return false;
+}
+
+struct piece {
+    size_t begin, elems; /* of the unit */
+};
+
+static bool piece_nonfinite(const struct zpp_unit *unit, const struct piece *piece, const void *data, zpp_dtype dtype) {
+    return zpp_origin_nonfinite(data, dtype, piece->elems) &&
+           zpp_origin_nonfinite_params(unit, data, dtype, piece->begin, piece->elems);
+}
+
+/* A sum that overwrites one of its sources: that one is looked at before, the others after, if at all. */
+static uint64_t add_piece(const struct zpp_unit *unit, const struct zpp_sources *sources, const struct piece *piece,
+                          const void **data, void *to) {
+    uint64_t overwritten = 0, found = 0;
+    for (int i = 0; i < sources->count; i++)
+        if (data[i] == to && piece_nonfinite(unit, piece, to, unit->wire_dtype))
+            overwritten = zpp_origin_bit(sources->from[i]);
+    zpp_reduce_sources(to, unit->grad_dtype, sources->accumulate, data, sources->count, unit->wire_dtype, piece->elems,
+                       sources->factor);
+    if (!piece_nonfinite(unit, piece, to, unit->grad_dtype)) return 0;
+    for (int i = 0; i < sources->count; i++)
+        if (data[i] != to && piece_nonfinite(unit, piece, data[i], unit->wire_dtype))
+            found |= zpp_origin_bit(sources->from[i]);
+    return found | overwritten;
+}
+
+/* Images are opened one by one, where their sum is not finite; without memory for that nobody is named. */
+static uint64_t add_images(zpp_zero *zero, const struct zpp_unit *unit, const struct zpp_sources *sources, void *to) {
+    const size_t elems = unit->shard_elems;
+    const struct piece slice = { .begin = (size_t)zero->rank * elems, .elems = elems };
+    uint64_t found = 0;
+    zpp_wire_add(zero, sources->data, sources->count, (float)sources->factor, to, unit->grad_dtype, sources->accumulate,
+                 elems);
+    if (!piece_nonfinite(unit, &slice, to, unit->grad_dtype)) return 0;
+    float *opened = malloc(elems * sizeof *opened);
+    for (int i = 0; opened && i < sources->count; i++) {
+        zpp_wire_add(zero, &sources->data[i], 1, 1.0f, opened, ZPP_F32, false, elems);
+        if (piece_nonfinite(unit, &slice, opened, ZPP_F32)) found |= zpp_origin_bit(sources->from[i]);
+    }
+    free(opened);
+    return found;
+}
+
+uint64_t zpp_origin_add(zpp_zero *zero, const struct zpp_unit *unit, const struct zpp_sources *sources, void *to) {
+    if (zpp_wire_packs(zero)) return add_images(zero, unit, sources, to);
+    const size_t to_bytes = zpp_dtype_bytes(unit->grad_dtype), from_bytes = zpp_dtype_bytes(unit->wire_dtype);
+    uint64_t found = 0;
+    for (size_t at = 0; at < unit->shard_elems; at += PIECE_ELEMS) {
+        const void *data[MAX_SOURCES];
+        const struct piece piece = { .begin = (size_t)zero->rank * unit->shard_elems + at,
+                                     .elems = unit->shard_elems - at < PIECE_ELEMS ? unit->shard_elems - at
+                                                                                   : PIECE_ELEMS };
+        for (int i = 0; i < sources->count; i++)
+            data[i] = (const unsigned char *)sources->data[i] + at * from_bytes;
+        found |= add_piece(unit, sources, &piece, data, (unsigned char *)to + at * to_bytes);
+    }
+    return found;
+}
+
+/* Stage 0: a second backward adds to the sum, which all ranks have, so what it finds is no news. */
+void zpp_origin_note(const zpp_zero *zero, struct zpp_unit_grad *grad, uint64_t origins) {
+    if (!grad->has) grad->origins = origins;
+    else if (zero->options.stage > 0 || !grad->origins) grad->origins |= origins;
+}
+
+uint64_t zpp_zero_origins(const zpp_zero *zero, int unit) {
+    const struct zpp_unit_grad *grad = zero->units[unit]->grad;
+    if (zero->ranks == 1) return zpp_origin_bit(0);
+    return grad ? grad->origins : 0;
+}
