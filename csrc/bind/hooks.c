@@ -173,6 +173,7 @@ static int look_around(Trigger *trigger, struct open_call *call) {
         if (zpp_stray_is_seen() && zpp_py_call(zero->raise_strays)) return -1;
         if (zero->in_backward && zpp_py_forget_dead_backward(zero)) return -1;
         if (zpp_py_early_require_ended(zero, "a forward")) return -1;
+        if (zero->buffers.where && zpp_py_sync_buffers(zero, grad)) return -1;
         zero->outer_grad = grad;
         if (grad && zero->look && zpp_py_call(zero->look)) return -1;
     }

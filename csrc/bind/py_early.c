@@ -407,8 +407,8 @@ static PyObject *zero_set_early(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* early_end() -> None, or (unit, parameter, ranks) whose gradient was not finite, as norm() has it; raises what else failed. Everything that was
- * stepped is written. */
+/* early_end() -> None, or (unit, parameter, ranks) whose gradient was not finite, as norm() has it; raises what else
+ * failed. Everything that was stepped is written. */
 static PyObject *zero_early_end(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;

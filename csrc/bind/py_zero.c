@@ -371,6 +371,7 @@ static void drop_callables(Zero *zero) {
     Py_CLEAR(zero->unpack);
     Py_CLEAR(zero->look);
     Py_CLEAR(zero->skipped);
+    zpp_py_buffers_end(zero);
     zpp_py_early_forget(zero);
 }
 
@@ -694,6 +695,6 @@ int zpp_py_add_zero(PyObject *module) {
     if (!unit_type || !zero_type || add_methods(zero_type, zpp_py_step_methods)) return -1;
     if (add_methods(zero_type, zpp_py_filed_methods) || add_methods(zero_type, zpp_py_delayed_methods)) return -1;
     if (add_methods(zero_type, zpp_py_early_methods) || add_methods(zero_type, zpp_py_thaw_methods)) return -1;
-    if (add_methods(zero_type, zpp_py_backward_methods)) return -1;
+    if (add_methods(zero_type, zpp_py_backward_methods) || add_methods(zero_type, zpp_py_buffers_methods)) return -1;
     return PyModule_AddObjectRef(module, "Zero", (PyObject *)zero_type);
 }

@@ -83,6 +83,14 @@ struct zpp_py_early {
     Py_ssize_t bad_unit, bad_param; /* whose gradient is not finite; -1: another failure */
 };
 
+/* Buffers that follow rank 0 (py_buffers.c). */
+struct zpp_py_buffers {
+    PyObject *where; /* () -> (addresses, afterwards); NULL: there are none */
+    struct zpp_buffer *spans;
+    Py_ssize_t count;
+    bool due; /* the last forward built a graph, and was not inside no_sync */
+};
+
 struct Zero {
     PyObject_HEAD
     zpp_zero *core;
@@ -94,6 +102,7 @@ struct Zero {
     PyObject *units;  /* list of Unit */
     PyObject *tier;   /* _C.Tier or NULL */
     struct zpp_py_early early;
+    struct zpp_py_buffers buffers;
     zpp_delayed *delayed;   /* NULL before the first delayed step; see py_delayed.c */
     PyObject *delayed_grads; /* list of what was p.grad, while a delayed step reads it; or NULL */
     int stage, ranks;
@@ -153,6 +162,10 @@ int zpp_py_forget_dead_backward(Zero *zero); /* one that ended by an exception n
 int zpp_py_hooks_init(PyObject *module);                     /* the types Trigger, ... */
 int zpp_py_hooks_attach(Zero *zero);                         /* makes end_callback, pack, unpack */
 
+/* py_buffers.c */
+int zpp_py_sync_buffers(Zero *zero, bool grad); /* where buffers.where is set; 0, or -1 */
+void zpp_py_buffers_end(Zero *zero);
+
 /* backward.c */
 int zpp_py_backward_init(void);
 /* A sealed engine takes its place behind all others; a closed one leaves it. See "the end of a backward" there. */
@@ -205,6 +218,7 @@ void zpp_py_early_forget(Zero *zero);
 
 /* py_thaw.c */
 extern PyMethodDef zpp_py_thaw_methods[];
+extern PyMethodDef zpp_py_buffers_methods[];
 
 /* py_filed.c */
 extern PyMethodDef zpp_py_filed_methods[];

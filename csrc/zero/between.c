@@ -71,8 +71,8 @@ void zpp_between_drop(zpp_comm *comm, zpp_work **work) {
 /* --- reductions -------------------------------------------------------------------------------------------------- */
 
 /* Memory of one reduction, in the kind that travels: the flags (a byte a parameter: has it a gradient; then a byte for
- * each bit of origin.h), then (stages 1 to 3) the reduced slice, then what is sent where that is not the bucket itself: a
- * narrower copy of it, or the zeros of a rank without a gradient. */
+ * each bit of origin.h), then (stages 1 to 3) the reduced slice, then what is sent where that is not the bucket itself:
+ * a narrower copy of it, or the zeros of a rank without a gradient. */
 static size_t flags_count(const struct zpp_unit *unit) { return unit->params + ZPP_ORIGIN_BITS; }
 
 static size_t flags_bytes(const struct zpp_unit *unit) { return (flags_count(unit) + 63) & ~(size_t)63; }

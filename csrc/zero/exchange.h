@@ -11,7 +11,7 @@
 #include "zero.h"
 
 /* What the lane's notices say. */
-enum { ZPP_NOTICE_REDUCE = 1, ZPP_NOTICE_COPY, ZPP_NOTICE_NORM, ZPP_NOTICE_STEP };
+enum { ZPP_NOTICE_REDUCE = 1, ZPP_NOTICE_COPY, ZPP_NOTICE_NORM, ZPP_NOTICE_STEP, ZPP_NOTICE_BUFFERS };
 
 /* The exchange under way; one at a time. Its bytes are its own, because a caller that is interrupted does not wait. */
 struct zpp_exchange {

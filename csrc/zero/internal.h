@@ -10,6 +10,7 @@
 #include "../base/mem.h"
 #include "../base/timeline.h"
 #include "bucket.h"
+#include "buffers.h"
 #include "exchange.h"
 #include "filed.h"
 #include "reduce.h"
@@ -58,6 +59,7 @@ struct zpp_zero {
     struct zpp_wire wire;
     zpp_lane *lane, *copy_lane; /* copy_lane: stage 0 */
     struct zpp_exchange exchange;
+    struct zpp_buffers_board board;
     struct zpp_buckets buckets;
     struct zpp_unit_grad *out_first, **out_last; /* buckets that went out and were not given back, oldest first */
     int *order;        /* trainable units, as they are reduced */

@@ -8,7 +8,6 @@
  */
 #include "reduce.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -132,6 +131,7 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
 
 bool zpp_reduce_pending(const zpp_zero *zero) {
     if (zero->exchange.done && zpp_event_sync(zero->exchange.done, NULL, NULL) == ZPP_AGAIN) return true;
+    if (zero->board.done && zpp_event_sync(zero->board.done, NULL, NULL) == ZPP_AGAIN) return true;
     for (int at = 0; at < zero->order_count; at++) {
         const struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         if (grad->launched && zpp_event_sync(grad->done, NULL, NULL) == ZPP_AGAIN) return true;

@@ -39,6 +39,8 @@ void zpp_reduce_describe(void *ctx, const struct zpp_notice *notice, char *text,
         snprintf(text, room, "the norm of the gradients after %llu backward%s", step, plural);
     else if (notice->kind == ZPP_NOTICE_STEP)
         snprintf(text, room, "a step after %llu backward%s", step, plural);
+    else if (notice->kind == ZPP_NOTICE_BUFFERS)
+        snprintf(text, room, "the model's buffers at the start of a forward (message %llu)", step);
     else {
         if (notice->object < (uint64_t)zero->units_count)
             zpp_unit_words(zero->units[notice->object], words, sizeof words);

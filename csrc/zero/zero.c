@@ -107,6 +107,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_stream_destroy(zero->compute);
     zpp_event_destroy(zero->acked);
     zpp_exchange_fini(zero);
+    zpp_buffers_fini(zero);
     if (zero->slices.filed) zpp_filed_close(zero->slices.filed);
     for (int i = 0; i < zero->units_count; i++) destroy_unit(zero, zero->units[i]);
     zpp_lent_drop(zero);

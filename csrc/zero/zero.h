@@ -177,6 +177,16 @@ zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, st
 /* Elements of this rank's slice to (write: from) `memory`. */
 zpp_status zpp_zero_grad_copy(zpp_zero *zero, int unit, size_t first, size_t elems, void *memory, bool write,
                               struct zpp_aio_fault *fault, struct zpp_err *err);
+/* The model's buffers (buffers.h). Collective, once, after seal: room for `count` buffers. */
+zpp_status zpp_zero_make_buffers(zpp_zero *zero, const size_t *bytes, size_t count, struct zpp_err *err);
+struct zpp_buffer {
+    void *data; /* borrowed; NULL: not there, and left alone */
+    size_t bytes;
+};
+/* Rank 0's to all; the sizes are those of make_buffers. Rank 0 waits for nobody but those that still read the message
+ * before. */
+zpp_status zpp_zero_sync_buffers(zpp_zero *zero, const struct zpp_buffer *buffers, size_t count,
+                                 const struct zpp_wait *wait, struct zpp_err *err);
 /* Stage 0: where the unit's whole gradient lies, at the parameters' offsets; fixed from seal on. */
 unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit);
 /* This rank's own gradient, not reduced: `elems` of the unit's kind at the parameters' offsets, zeros where `touched`

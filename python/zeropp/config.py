@@ -459,6 +459,12 @@ class Config:
     """Largest global gradient norm, applied inside `optimizer.step()`; None = no clipping. With it, calling
     `clip_grad_norm_` is an error."""
 
+    sync_buffers: bool = True
+    """True: at the start of a forward all ranks take rank 0's buffers (BatchNorm's running statistics, ...), where the forward before
+    it built a graph outside of `no_sync`; what DistributedDataParallel does by `forward_sync_buffers`. One message, of all buffers'
+    bytes; nothing where the model has none, or nothing in it is trained. False: after `prepare` each rank has its own. Buffers that
+    change their shape are each rank's own either way."""
+
     step_in_backward: bool = False
     """True: each unit is stepped inside the backward, as soon as its gradients are reduced, and `optimizer.step()` only ends it. Bit
     for bit the same training; the bytes of states and parameters on NVMe move beside the computation, and a gradient lives no
@@ -476,6 +482,8 @@ class Config:
     def __post_init__(self) -> None:
         if not isinstance(self.preflight, bool):
             raise wrong("Config.preflight", self.preflight, "True or False")
+        if not isinstance(self.sync_buffers, bool):
+            raise wrong("Config.sync_buffers", self.sync_buffers, "True or False")
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in (0, 1, 2, 3):
             raise wrong("Config.stage", self.stage, "0, 1, 2 or 3")
         self._check_precision()

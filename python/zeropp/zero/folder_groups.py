@@ -100,7 +100,7 @@ def _job_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _store() -> dist.Store:
+def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 

@@ -20,13 +20,13 @@ from zeropp.config import TORCH_DTYPES, Config, Tier
 from zeropp.config_doors import as_config
 from zeropp.errors import ConfigError, Error
 from zeropp.wording import what_it_is
-from zeropp.zero import stored
+from zeropp.zero import buffers, stored
 from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engine_of, register
 from zeropp.zero.holes import give_back
 from zeropp.zero.offload import BLOCK_ELEMS, StateTier
 from zeropp.zero.optimizer import adopt, check_offload, check_optimizer, steps_float64
 from zeropp.zero.parameter import ref_of
-from zeropp.zero.same import check_same_config, check_same_model, gather_bytes
+from zeropp.zero.same import check_same_config, check_same_lines, check_same_model, gather_bytes
 from zeropp.zero.strays import raise_strays
 from zeropp.zero.thaw import float64_clash, hook_unit, why_frozen
 from zeropp.zero.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
@@ -111,6 +111,7 @@ def prepare(
         plan.stays_frozen = "" if plan.trainable else why_frozen(plan, config, trains)
     if comm is not None:
         check_same_model(comm, plans)
+        check_same_lines(comm, buffers.descriptions(model), "buffer")
     if on_meta:
         meta.give_values(model, getattr(config.offload.params, "path", None))
     engine = Engine(model, plans, config, comm, host_copy)
@@ -118,6 +119,10 @@ def prepare(
     for unit in engine.units:
         _fill(engine, unit, optimizer is not None)
     _hand_over_buffers(model, comm)
+    if comm is not None and trains:
+        if config.sync_buffers:
+            buffers.follow(model, engine.core)
+        buffers.explain_sync_batch_norm(model)
     engine.core.publish()
     if comm is not None:
         comm.barrier()

@@ -19,7 +19,7 @@ from zeropp.errors import ConfigError
 from zeropp.wording import counted, ranks_named
 from zeropp.zero.units import UnitPlan
 
-__all__ = ["check_same_config", "check_same_model", "gather_bytes"]
+__all__ = ["check_same_config", "check_same_lines", "check_same_model", "gather_bytes"]
 
 LEFT_OUT = frozenset({"device", "path"})
 """Fields that may differ from rank to rank: each host names its own disks, each rank its own device."""
@@ -99,18 +99,24 @@ def _description(plan: UnitPlan, i: int) -> bytes:
 
 def check_same_model(comm: Any, plans: list[UnitPlan]) -> None:
     """All ranks prepare the same parameters, or all of them hear the first that differs."""
-    lines = [_description(plan, i) for plan in plans for i in range(len(plan.params))]
+    check_same_lines(comm, [_description(plan, i) for plan in plans for i in range(len(plan.params))], "parameter")
+
+
+def check_same_lines(comm: Any, lines: list[bytes], what: str) -> None:
+    """The same for anything that a model has a line of text for; ``what`` a line is about."""
     digests = [hashlib.sha256(line).digest()[:8] for line in lines]
     counts = [int.from_bytes(b, "little") for b in gather_bytes(comm, len(lines).to_bytes(8, "little"))]
     most = max(counts)
+    if not most:
+        return
     table = gather_bytes(comm, b"".join(digests).ljust(8 * most, b"\0"))
     for rank, row in enumerate(table):
         if row == table[0]:
             continue
         at = next(i for i in range(most) if row[8 * i : 8 * i + 8] != table[0][8 * i : 8 * i + 8])
-        line = lines[at] if at < len(lines) else b"(no more parameters)"
+        line = lines[at] if at < len(lines) else f"(no more {what}s)".encode()
         seen = [b.rstrip(b"\0").decode(errors="replace") for b in gather_bytes(comm, line[:256].ljust(256, b"\0"))]
         raise ConfigError(
-            f"prepare: rank {rank}'s model differs from rank 0's: parameter {at} is {seen[rank]} there and {seen[0]} on rank 0; "
+            f"prepare: rank {rank}'s model differs from rank 0's: {what} {at} is {seen[rank]} there and {seen[0]} on rank 0; "
             "build the same model on every rank"
         )

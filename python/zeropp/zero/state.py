@@ -127,10 +127,21 @@ def full_state_dict(
             whole[name] = tensor
     if not wanted:
         return {}
+    if engine.comm is not None and not rank_0_only:
+        _take_rank_0s(engine, [whole[name] for name, _ in loose_tensors(model) if name in whole])
     aliases = _aliases(engine, model)
     extra = {key: module.get_extra_state() for key, module in _extra_states(model)}
     keys = [key for key in _keys(model) if only is None or only(key)]
     return {key: extra[key] if key in extra else whole[aliases[key]] for key in keys}
+
+
+def _take_rank_0s(engine: Engine, copies: list[torch.Tensor]) -> None:
+    """What is whole on every rank, buffers for instance, may differ."""
+    for copy in copies:
+        if copy.layout == torch.strided and copy.numel():
+            values = copy.resolve_conj().resolve_neg().contiguous()
+            engine.comm.broadcast(values.data_ptr(), values.nbytes, 0)
+            copy.copy_(values)
 
 
 def _aliases(engine: Engine, model: nn.Module) -> dict[str, str]:
