@@ -25,13 +25,39 @@ _Rule = Callable[[int, float, int], float]
 
 
 class _Schedule(torch.optim.lr_scheduler.LambdaLR):
-    """torch's own, with a rate in place of a factor; frameworks look at the name of the class."""
+    """torch's own, with a rate in place of a factor; frameworks look at the name of the class.
 
-    def __init__(self, optimizer: Any, rule: _Rule) -> None:
+    Args:
+        optimizer: whose groups' rates are set.
+        positional: what DeepSpeed's constructor takes, in its order (``_ORDER``).
+        values: the same by name, as in ``params`` of the section.
+    """
+
+    _kind = ""
+    _ORDER: tuple[str, ...] = ()
+
+    def __init__(self, optimizer: Any, *positional: Any, **values: Any) -> None:
+        if len(positional) > len(self._ORDER):
+            raise TypeError(f"{self._kind}: {len(positional)} values for {', '.join(self._ORDER)}")
+        for name, value in zip(self._ORDER, positional, strict=False):
+            if name in values:
+                raise TypeError(f"{self._kind}: {name} is given twice, {value!r} and {values[name]!r}")
+            values[name] = value
+        given = _Parameters(self._kind, values, len(optimizer.param_groups))
+        if given.take("last_batch_iteration", -1) != -1:
+            raise ConfigError("scheduler.params.last_batch_iteration: a checkpoint says where to go on; leave it out")
+        rules = _RULES[self._kind](given)
+        given.end()
+        self._begin(optimizer, *rules)
+
+    def _begin(self, optimizer: Any, rule: _Rule) -> None:
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] = 1.0  # LambdaLR multiplies it by the rate
         super().__init__(optimizer, [functools.partial(_rate, rule, rate, index) for index, rate in enumerate(rates)])
+
+
+_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
 
 
 def _rate(rule: _Rule, rate: float, index: int, update: int) -> float:
@@ -41,29 +67,61 @@ def _rate(rule: _Rule, rate: float, index: int, update: int) -> float:
 class WarmupLR(_Schedule):
     """From ``warmup_min_lr`` to ``warmup_max_lr``, and there it stays."""
 
+    _kind = "WarmupLR"
+    _ORDER: tuple[str, ...] = _WARMUP
 
-class WarmupDecayLR(_Schedule):
+
+class WarmupDecayLR(WarmupLR):
     """The same, then down to 0 at ``total_num_steps``."""
+
+    _kind = "WarmupDecayLR"
+    _ORDER = ("total_num_steps", *_WARMUP)
 
 
 class WarmupCosineLR(_Schedule):
     """The optimizer's own rate times a ratio: up to 1, then along a cosine to ``cos_min_ratio``."""
 
+    _kind = "WarmupCosineLR"
+    _ORDER = (
+        "total_num_steps",
+        "warmup_min_ratio",
+        "warmup_num_steps",
+        "cos_min_ratio",
+        "warmup_type",
+        "last_batch_iteration",
+    )
+
 
 class LRRangeTest(_Schedule):
     """Up from ``lr_range_test_min_lr`` without end, to see where training diverges (Smith 2018, section 4.1)."""
+
+    _kind = "LRRangeTest"
+    _ORDER = (
+        "lr_range_test_min_lr",
+        "lr_range_test_step_size",
+        "lr_range_test_step_rate",
+        "lr_range_test_staircase",
+        "last_batch_iteration",
+    )
 
 
 class OneCycle(_Schedule):
     """From ``cycle_min_lr`` up to ``cycle_max_lr`` and back, then down by ``decay_lr_rate`` (Smith 2018). The first of Adam's betas
     goes the other way; the second is 0.99, as there, whatever the optimizer said."""
 
-    def __init__(self, optimizer: Any, rule: _Rule, momentum: _Rule | None) -> None:
+    _kind = "OneCycle"
+    _ORDER = (
+        "cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count",
+        "cycle_second_stair_count", "decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate",
+        "last_batch_iteration",
+    )  # fmt: skip
+
+    def _begin(self, optimizer: Any, rule: _Rule, momentum: _Rule | None = None) -> None:
         self._momentum = momentum if "betas" in optimizer.defaults else None
         if momentum is not None and self._momentum is None:
             what = f"scheduler.params.cycle_momentum changes nothing: {type(optimizer).__name__} has no betas"
-            warnings.warn(what, stacklevel=4)
-        super().__init__(optimizer, rule)
+            warnings.warn(what, stacklevel=5)
+        super()._begin(optimizer, rule)
 
     def step(self, *args: Any) -> None:
         super().step(*args)
@@ -136,13 +194,7 @@ def build(section: Any, optimizer: Any) -> Any:
             f"scheduler.type: {kind!r} is unknown{nearest(kind, _MADE)}; wanted one of {', '.join(_MADE)}, or lr_scheduler= with any of "
             "torch's"
         )
-    cls, made = _MADE[kind]
-    given = _Parameters(kind, values, len(optimizer.param_groups))
-    if given.take("last_batch_iteration", -1) != -1:
-        raise ConfigError("scheduler.params.last_batch_iteration: a checkpoint says where to go on; leave it out")
-    rules = made(given)
-    given.end()
-    return cls(optimizer, *rules)
+    return _MADE[kind](optimizer, **values)
 
 
 def _rise(given: _Parameters) -> tuple[int, Callable[[int], float]]:
@@ -243,12 +295,11 @@ def _cycle(given: _Parameters) -> tuple[_Rule, _Rule | None]:
     return rule, momentum if cycles else None
 
 
-_MADE: dict[str, tuple[type[_Schedule], Callable[[_Parameters], Any]]] = {
-    "WarmupLR": (WarmupLR, _warmup),
-    "WarmupDecayLR": (WarmupDecayLR, _warmup),
-    "WarmupCosineLR": (WarmupCosineLR, _cosine),
-    "OneCycle": (OneCycle, _cycle),
-    "LRRangeTest": (LRRangeTest, _range_test),
+_RULES: dict[str, Callable[[_Parameters], Any]] = {
+    "WarmupLR": _warmup, "WarmupDecayLR": _warmup, "WarmupCosineLR": _cosine, "OneCycle": _cycle, "LRRangeTest": _range_test,
+}  # fmt: skip
+_MADE: dict[str, type[_Schedule]] = {
+    one._kind: one for one in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 
 

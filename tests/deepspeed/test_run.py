@@ -118,7 +118,7 @@ def test_the_names_are_there_and_say_whose_they_are(tmp_path):
         "assert deepspeed.zero.Init and deepspeed.runtime.zero.partition_parameters.ZeroParamStatus\n"
         "assert importlib.metadata.version('deepspeed') == deepspeed.__version__\n"
         "assert 'zeropp' in importlib.metadata.metadata('deepspeed')['Author']\n"
-        "assert importlib.util.find_spec('deepspeed.moe') is None and not hasattr(deepspeed, 'PipelineModule')\n"
+        "assert importlib.util.find_spec('deepspeed.nowhere') is None and not hasattr(deepspeed, 'Nothing')\n"
         "torch.manual_seed(0)\n"
         "model = torch.nn.Linear(4, 2)\n"
         "optimizer = DeepSpeedCPUAdam(model.parameters(), lr=0.1, adamw_mode=False)\n"
@@ -144,6 +144,24 @@ def test_the_names_are_there_and_say_whose_they_are(tmp_path):
     shown = python(HIDE, "run", "-m", "zeropp", "env", "--json")
     assert "compatibility module" in json.loads(shown.stdout)["deepspeed"]
     assert json.loads(python(HIDE, "env", "--json").stdout)["deepspeed"].startswith("nothing;")
+
+
+def test_every_child_interpreter_has_the_names_too(tmp_path):
+    """Workers of a DataLoader, spawn, forkserver, subprocess; a sitecustomize that was there runs; nothing is on disk."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import sys\nsys.marked = __name__\n")
+    path = os.pathsep.join([str(tmp_path / "site"), ENVIRONMENT["PYTHONPATH"]])
+    done = python(HIDE, "run", HERE / "children_script.py", tmp_path, limit_s=200, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    import zeropp
+    from zeropp.deepspeed_names import VERSION
+
+    for name in ("spawn", "forkserver"):
+        assert found[name][:2] == [zeropp.__version__, VERSION] and found[name][2] != found["here"]
+    assert found["loader"][0] == zeropp.__version__ and found["loader"][1] != found["here"]
+    assert found["plain"] == [["zeropp", VERSION], "sitecustomize", False]
+    assert found["isolated"] == [None, None, False], "python -I reads no PYTHONPATH, and is left as it is"
 
 
 def test_what_cannot_be_says_why(tmp_path):

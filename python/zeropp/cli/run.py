@@ -34,10 +34,11 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.module and not _is_module(options.script):
         return refuse("run", f"{options.script!r}: there is no such module; wanted one that `import` finds from here")
-    from zeropp.deepspeed_names import install
+    from zeropp.deepspeed_names import install, reach_children
 
     try:
         install()
+        reach_children()
     except ConfigError as error:
         return refuse("run", error)
     sys.argv = [options.script, *map(_for_the_script, options.arguments)]

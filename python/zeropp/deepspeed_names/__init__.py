@@ -1,100 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import deepspeed`` answered by zeropp: in one process, and only where somebody asked for it.
+"""``import deepspeed`` answered by zeropp: in one process and its children, and only where somebody asked for it.
 
-``python -m zeropp run SCRIPT --zeropp CFG`` calls :func:`install` and then runs the script, unchanged. The names that
-transformers, accelerate, peft and TRL look for (modules.py) then lead to the engine of ``zeropp.initialize``. Nothing
-named deepspeed is written to disk, nothing is patched: one finder is added to ``sys.meta_path``, which Python asks first.
-It also answers ``importlib.metadata``, because the frameworks ask there whether deepspeed is installed.
+``python -m zeropp run SCRIPT --zeropp CFG`` calls :func:`install` and :func:`reach_children` and then runs the script, unchanged. The
+names that scripts and frameworks read (tree.py) then lead to the engine of ``zeropp.initialize``. Nothing named deepspeed is
+written to disk, nothing is patched: one finder (finder.py) is added to ``sys.meta_path``, which Python asks first.
 
 A process that can import the real package is refused: two things of one name are worse than none.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.metadata
-import importlib.util
+import importlib
+import os
 import sys
 import warnings
-from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
+from pathlib import Path
 
+from zeropp.deepspeed_names.finder import VERSION, Finder, real_spec
 from zeropp.errors import ConfigError
-
-VERSION = "0.19.8"
-"""The version of DeepSpeed whose names are answered: frameworks compare it."""
 
 # They decide at import whether there is a deepspeed.
 _DECIDED_EARLY = ("transformers.integrations.deepspeed", "accelerate.accelerator", "lightning.pytorch", "trl")
 
-
-class _Distribution(importlib.metadata.Distribution):
-    """Metadata without a file; its author says whose it is."""
-
-    def read_text(self, filename: str) -> str | None:
-        if filename == "METADATA":
-            author = "zeropp (a compatibility module, active in this process only)"
-            return f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\nAuthor: {author}\n"
-        return "deepspeed\n" if filename == "top_level.txt" else None
-
-    def locate_file(self, path: Any) -> Any:
-        raise FileNotFoundError(f"{path}: nothing named deepspeed is on disk; zeropp answers its names")
-
-
-class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
-    """Finds and loads the modules of modules.py."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname.partition(".")[0] != "deepspeed":
-            return None
-        from zeropp.deepspeed_names.modules import MODULES
-
-        if fullname not in MODULES:
-            return None
-        spec = importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        spec.origin = "zeropp"
-        return spec
-
-    def create_module(self, spec: Any) -> Any:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        from zeropp.deepspeed_names.modules import MODULES
-
-        module.__path__ = []
-        module.__doc__ = "Answered by zeropp (zeropp.deepspeed_names)."
-        module.__dict__.update(MODULES[module.__name__]())
-        for name in MODULES:  # `import deepspeed` alone gives deepspeed.zero, .comm, ...: scripts rely on it
-            parent, _, child = name.rpartition(".")
-            if parent == module.__name__:
-                setattr(module, child, importlib.import_module(name))
-
-        def missing(name: str) -> Any:
-            raise AttributeError(
-                f"{module.__name__}.{name} is not among the names that zeropp answers for deepspeed "
-                "(docs/from-deepspeed.md lists them)"
-            )
-
-        module.__dict__["__getattr__"] = missing
-
-    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
-        if context is None or context.name in (None, "deepspeed"):
-            yield _Distribution()
+CHILDREN = Path(__file__).parent / "children"
+"""The folder whose sitecustomize.py gives a child interpreter the same finder."""
 
 
 def active() -> bool:
     """Does ``import deepspeed`` mean zeropp in this process?"""
-    return any(isinstance(one, _Finder) for one in sys.meta_path)
+    return any(isinstance(one, Finder) for one in sys.meta_path)
 
 
 def real_package() -> str | None:
-    """Where the real package is, if this process could import it. A folder of that name beside a script, where its files for
-    DeepSpeed lie, is not one: it has no module of its own."""
-    if active():
-        return None
-    found = importlib.util.find_spec("deepspeed")
+    """Return the file of the real package, if this process could import it."""
+    found = None if active() else real_spec()
     return None if found is None else found.origin
 
 
@@ -119,5 +58,24 @@ def install() -> None:
             "install first",
             stacklevel=2,
         )
-    sys.meta_path.insert(0, _Finder())  # before the folder of files, which would be a package without modules
+    # Before the folder of files, which would be a package without modules.
+    sys.meta_path.insert(0, Finder(checked=True))
     importlib.invalidate_caches()
+
+
+def reach_children() -> None:
+    """Let interpreters that this process starts from now on answer ``import deepspeed`` too, whoever starts them: workers of a
+    DataLoader, ``torch.multiprocessing``, ``subprocess``, Ray. PYTHONPATH brings it to them, so an interpreter that is started with
+    ``-I``, ``-E`` or ``-S``, or with an environment of its own, does not get it."""
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        warnings.warn(
+            "this Python was started with -I, -E or -S, and starts its workers so too: they read neither PYTHONPATH nor sitecustomize, "
+            "so `import deepspeed` fails there; leave these options out",
+            stacklevel=2,
+        )
+    before = os.environ.get("PYTHONPATH", "")
+    if str(CHILDREN) not in before.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILDREN), *([before] if before else [])])
+
+
+__all__ = ["CHILDREN", "VERSION", "active", "install", "reach_children", "real_package"]

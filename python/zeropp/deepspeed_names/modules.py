@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules and names that are answered for deepspeed: what transformers 5.23, accelerate 1.15, peft 0.21 and TRL 1.16
-read, and what scripts written for it call. A name that is not here is an AttributeError or ImportError, as in a package
-that lacks it; a feature that is not built is a ConfigError."""
+"""What stands behind the names of deepspeed that touch the engine: initialize, process groups, optimizers, parameters. tree.py says
+which name leads where; helpers.py has the small things beside them."""
 
 from __future__ import annotations
 
@@ -21,16 +20,12 @@ from torch import nn
 import zeropp
 from zeropp.deepspeed_engine import Engine
 from zeropp.deepspeed_engine import initialize as _initialize
-from zeropp.deepspeed_names import VERSION, whole, zero
-from zeropp.errors import ConfigError
+from zeropp.deepspeed_names.finder import VERSION
+from zeropp.deepspeed_names.later import not_built as _not_built
 from zeropp.zero import random_state, values
 
 logger = logging.getLogger("DeepSpeed")
 logger.setLevel(logging.INFO)  # as there; Python prints what is below a warning only where somebody configured logging
-
-
-def _not_built(what: str, instead: str) -> ConfigError:
-    return ConfigError(f"deepspeed's {what} is not built yet in zeropp; {instead}")
 
 
 # -- deepspeed ------------------------------------------------------------------------------------------------------------
@@ -172,26 +167,6 @@ def _wrapper(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callabl
     return function
 
 
-def get_accelerator() -> Any:
-    """The few questions that frameworks ask."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    name = "cpu" if device is None else device.type
-
-    def named(index: int | None = None) -> str:
-        return name if index is None or name == "cpu" else f"{name}:{index}"
-
-    return SimpleNamespace(
-        _name=name,
-        device_name=named,
-        current_device=lambda: named(None if name == "cpu" else torch.accelerator.current_device_index()),
-        current_device_name=lambda: named(None if name == "cpu" else torch.accelerator.current_device_index()),
-        device_count=lambda: 1 if name == "cpu" else torch.accelerator.device_count(),
-        communication_backend_name=lambda: "gloo" if name == "cpu" else "nccl",
-        is_available=lambda: True,
-        empty_cache=lambda: None if name == "cpu" else torch.cuda.empty_cache(),
-    )
-
-
 # -- deepspeed.utils -------------------------------------------------------------------------------------------------------
 
 
@@ -289,107 +264,5 @@ def _lion(
     return Lion(list(model_params), lr=lr, betas=betas, weight_decay=weight_decay)
 
 
-class AsyncIOBuilder:
-    """zeropp's own I/O is part of it: nothing is built at run time."""
-
-    NAME = "async_io"
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        return True
-
-    def load(self, verbose: bool = True) -> Any:
-        raise _not_built("aio handle", "use zeropp.aio.Engine")
-
-
-# -- the table -------------------------------------------------------------------------------------------------------------
-
-
-def _comm() -> dict[str, Any]:
-    names = (
-        "get_rank", "get_world_size", "barrier", "all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter",
-        "all_gather_object", "broadcast_object_list", "new_group", "ReduceOp", "destroy_process_group",
-    )  # fmt: skip
-    return {
-        "init_distributed": init_distributed,
-        "is_initialized": is_initialized,
-        **{name: getattr(dist, name) for name in names},
-    }
-
-
-def _zero() -> dict[str, Any]:
-    return {name: getattr(zero, name) for name in zero.__all__}
-
-
-def _checkpoint() -> dict[str, Any]:
-    from torch.utils.checkpoint import checkpoint
-
-    return {"configure": lambda *args, **kwargs: None, "is_configured": lambda: True, "checkpoint": checkpoint}
-
-
-def _partition_parameters() -> dict[str, Any]:
-    return {
-        **_zero(),
-        "ZeroParamStatus": ZeroParamStatus,
-        "zero_wrapper_for_fp_tensor_constructor": _wrapper,
-        "_orig_torch_arange": torch.arange,
-        "get_accelerator": get_accelerator,
-    }
-
-
-def _utils() -> dict[str, Any]:
-    return {
-        "logger": logger,
-        **_values(),
-        "set_z3_leaf_modules": set_z3_leaf_modules,
-        "is_initialized": is_initialized,
-    }
-
-
-def _deepspeed() -> dict[str, Any]:
-    return {
-        "__version__": VERSION,
-        "__zeropp__": zeropp.__version__,
-        "initialize": initialize,
-        "init_distributed": init_distributed,
-        "tp_model_init": tp_model_init,
-        "add_config_arguments": add_config_arguments,
-        "DeepSpeedEngine": DeepSpeedEngine,
-    }
-
-
-#: Parents before their children.
-MODULES: dict[str, Callable[[], dict[str, Any]]] = {
-    "deepspeed": _deepspeed,
-    "deepspeed.comm": _comm,
-    "deepspeed.zero": _zero,
-    "deepspeed.accelerator": lambda: {"get_accelerator": get_accelerator},
-    "deepspeed.checkpoint": dict,
-    "deepspeed.checkpoint.utils": lambda: {"clone_tensors_for_torch_save": clone_tensors_for_torch_save},
-    "deepspeed.checkpointing": _checkpoint,
-    "deepspeed.launcher": dict,
-    "deepspeed.launcher.runner": lambda: {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env"},
-    "deepspeed.ops": lambda: {"__compatible_ops__": {AsyncIOBuilder.NAME: True}},
-    "deepspeed.ops.adam": lambda: {"DeepSpeedCPUAdam": _adam, "FusedAdam": _adam},
-    "deepspeed.ops.adagrad": lambda: {"DeepSpeedCPUAdagrad": _adagrad},
-    "deepspeed.ops.lion": lambda: {"DeepSpeedCPULion": _lion, "FusedLion": _lion},
-    "deepspeed.ops.aio": lambda: {"AsyncIOBuilder": AsyncIOBuilder},
-    "deepspeed.runtime": dict,
-    "deepspeed.runtime.base_optimizer": lambda: {"DeepSpeedOptimizer": DeepSpeedOptimizer},
-    "deepspeed.runtime.engine": lambda: {"DeepSpeedEngine": DeepSpeedEngine},
-    "deepspeed.runtime.lr_schedules": lambda: {
-        "VALID_LR_SCHEDULES": ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-    },
-    "deepspeed.runtime.sequence_parallel": dict,
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": lambda: {
-        "UlyssesSPAttentionHF": UlyssesSPAttentionHF,
-        "UlyssesSPDataLoaderAdapter": UlyssesSPDataLoaderAdapter,
-    },
-    "deepspeed.runtime.zero": _zero,
-    "deepspeed.runtime.zero.partition_parameters": _partition_parameters,
-    "deepspeed.utils": _utils,
-    "deepspeed.utils.groups": lambda: {"_get_sequence_parallel_group": _sequence_parallel},
-    "deepspeed.utils.logging": lambda: {"logger": logger},
-    "deepspeed.utils.zero_to_fp32": lambda: whole.NAMES,
-}
-
-__all__ = ["MODULES"]
+__zeropp__ = zeropp.__version__
+globals().update(_values())
