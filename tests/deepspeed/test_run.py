@@ -146,6 +146,30 @@ def test_the_names_are_there_and_say_whose_they_are(tmp_path):
     assert json.loads(python(HIDE, "env", "--json").stdout)["deepspeed"].startswith("nothing;")
 
 
+def test_a_file_with_keys_of_zeropp_reaches_accelerate_and_trainer(tmp_path):
+    """They read DeepSpeed's keys alone: "Please specify the ZeRO optimization config in the DeepSpeed config"."""
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install zeropp[hf]")
+    (tmp_path / "zeropp.json").write_text(json.dumps({"stage": 2, "precision": "bf16", "bucket_bytes": 1 << 20}))
+    alone = json.dumps({"stage": 3, "clip": 0.25, "bucket_bytes": 1 << 21})
+    words = (
+        f"--output_dir {tmp_path / 'out'} --max_steps 2 --per_device_train_batch_size 2 --max_grad_norm 0.5 --report_to none "
+        "--save_strategy no --disable_tqdm true"
+    ).split()
+    done = python(
+        HIDE, "run", "--zeropp", alone, HERE / "frameworks_script.py", tmp_path / "found.json", "--zeropp", tmp_path / "zeropp.json", *words
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    losses = found["accelerate"].pop("losses")
+    assert losses[0] == losses[1] > losses[2] == losses[3], "two micro-batches a step"
+    assert found["accelerate"] == {
+        "kind": "DeepSpeedEngine", "stage": 3, "clip": 0.25, "bucket_bytes": 1 << 21, "accumulate": 2, "dtype": None, "steps": 2,
+    }  # fmt: skip
+    assert found["trainer"] == {
+        "kind": "DeepSpeedEngine", "stage": 2, "clip": 0.5, "bucket_bytes": 1 << 20, "accumulate": 1, "dtype": "bf16", "steps": 2,
+    }  # fmt: skip
+
+
 def test_every_child_interpreter_has_the_names_too(tmp_path):
     """Workers of a DataLoader, spawn, forkserver, subprocess; a sitecustomize that was there runs; nothing is on disk."""
     (tmp_path / "site").mkdir()

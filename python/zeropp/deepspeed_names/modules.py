@@ -85,6 +85,10 @@ def initialize(
     if mpu is not None or mesh_param is not None:
         raise _not_built("model and sequence parallelism (mpu, mesh_param)", "leave both out")
     logger.info("DeepSpeed info: version=%s, answered by zeropp %s", VERSION, zeropp.__version__)
+    if dist_init_required is not False:
+        init_distributed(
+            distributed_port=distributed_port
+        )  # one process alone, too: frameworks reduce over it afterwards
     return _initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, dist_init_required, collate_fn, _nested(config), config_params,
         engine_class=DeepSpeedEngine,

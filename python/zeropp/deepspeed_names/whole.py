@@ -77,12 +77,3 @@ def _no_such_file(checkpoint_dir: Any, *args: Any) -> Any:
     raise FileNotFoundError(
         f"{checkpoint_dir}: zeropp's checkpoints have other files (docs/checkpoint-format.md); python -m zeropp export reads them"
     )
-
-
-NAMES = {
-    "get_fp32_state_dict_from_zero_checkpoint": get_fp32_state_dict_from_zero_checkpoint,
-    "load_state_dict_from_zero_checkpoint": load_state_dict_from_zero_checkpoint,
-    "convert_zero_checkpoint_to_fp32_state_dict": convert_zero_checkpoint_to_fp32_state_dict,
-    "get_model_state_file": _no_such_file,
-    "get_optim_files": _no_such_file,
-}
