@@ -52,7 +52,11 @@ class OpBuilder:
 
 
 BUILDERS: dict[str, type[OpBuilder]] = {
-    name: type(name, (OpBuilder,), {"NAME": op, "BUILD_VAR": f"DS_BUILD_{op.upper()}", "_instead": instead})
+    name: type(
+        name,
+        (OpBuilder,),
+        {"NAME": op, "BUILD_VAR": f"DS_BUILD_{op.upper()}", "_instead": instead, "_zeropp_sentence": (op, instead)},
+    )
     for name, (op, instead) in _OPS.items()
 }
 ALL_OPS = {one.NAME: one() for one in BUILDERS.values()}

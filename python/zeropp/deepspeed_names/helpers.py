@@ -460,10 +460,6 @@ def get_caller_func(frame: int = 3) -> str:
     return sys._getframe(frame).f_code.co_name
 
 
-def get_sequence_parallel_group() -> Any:
-    raise not_built("sequence parallelism", "use one rank a sequence")
-
-
 # -- deepspeed.utils.groups: all ranks are data parallel ------------------------------------------------------------------------------------
 
 
@@ -496,7 +492,6 @@ GROUPS: dict[str, Any] = {
     "_get_sequence_data_parallel_group": _get_data_parallel_group,
     "_get_sequence_data_parallel_world_size": _get_data_parallel_world_size,
     "_get_sequence_data_parallel_rank": _get_data_parallel_rank,
-    "_get_sequence_parallel_group": get_sequence_parallel_group,
     "_get_zero_param_intra_parallel_group": _same_for_all(None),
     "_zero_param_parallel_is_initialized": _same_for_all(False),
     **dict.fromkeys(("_get_expert_parallel_group_dict", "_get_expert_data_parallel_group_dict"), dict),

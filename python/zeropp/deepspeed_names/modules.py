@@ -145,10 +145,6 @@ def is_initialized() -> bool:
     return True
 
 
-def tp_model_init(*args: Any, **kwargs: Any) -> Any:
-    raise _not_built("tensor parallelism", 'remove "tensor_parallel" from the configuration')
-
-
 def add_config_arguments(parser: Any) -> Any:
     """``--deepspeed``, ``--deepspeed_config FILE`` and their like."""
     group = parser.add_argument_group("DeepSpeed", "answered by zeropp")
@@ -216,19 +212,6 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     if isinstance(item, dict):
         return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
     return item
-
-
-def _sequence_parallel(*args: Any, **kwargs: Any) -> Any:
-    raise _not_built("sequence parallelism", "use one rank a sequence")
-
-
-class UlyssesSPAttentionHF:
-    register_with_transformers = staticmethod(_sequence_parallel)
-
-
-class UlyssesSPDataLoaderAdapter:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _sequence_parallel()
 
 
 # -- deepspeed.ops ---------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ _BUILDERS = (
 _GROUPS = (
     "mpu mesh_device _get_data_parallel_group get_data_parallel_group _get_data_parallel_world_size get_data_parallel_world_size "
     "_get_data_parallel_rank get_data_parallel_rank _get_data_parallel_group_ranks _get_sequence_data_parallel_group "
-    "_get_sequence_data_parallel_world_size _get_sequence_data_parallel_rank _get_sequence_parallel_group "
+    "_get_sequence_data_parallel_world_size _get_sequence_data_parallel_rank "
     "_get_sequence_parallel_world_size _get_sequence_parallel_rank _get_zero_param_intra_parallel_group "
     "_zero_param_parallel_is_initialized _get_expert_parallel_group_dict _get_expert_data_parallel_group_dict "
     "_get_model_parallel_world_size get_model_parallel_world_size get_tensor_model_parallel_world_size "
@@ -61,7 +61,7 @@ def _estimates(stage: int) -> str:
 #: Module: the file here that has the names, and the names; ``theirs=ours`` where they differ.
 WORKS: dict[str, dict[str, str]] = {
     "deepspeed": {
-        "modules": "initialize init_distributed tp_model_init add_config_arguments DeepSpeedEngine DeepSpeedOptimizer logger __zeropp__",
+        "modules": "initialize init_distributed add_config_arguments DeepSpeedEngine DeepSpeedOptimizer logger __zeropp__",
         "accelerator": "get_accelerator",
         "helpers": "log_dist OnDevice DeepSpeedConfigError is_compile_supported",
     },
@@ -94,7 +94,6 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.dataloader": {"helpers": "RepeatingLoader"},
     "deepspeed.runtime.engine": {"modules": "DeepSpeedEngine"},
     "deepspeed.runtime.lr_schedules": {"zeropp.deepspeed_schedules": "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"},
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": {"modules": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"},
     "deepspeed.runtime.utils": {
         "helpers": "DummyOptim noop_context noop_decorator ensure_directory_exists set_random_seed is_model_parallel_parameter "
         "bwc_tensor_model_parallel_rank copy_to_device move_to_device clip_grad_norm_ get_global_norm get_ma_status empty_cache "
@@ -181,10 +180,11 @@ LATER: tuple[tuple[str, dict[str, str]], ...] = (
         "deepspeed.module_inject.replace_module": "replace_transformer_layer revert_transformer_layer",
         "deepspeed.module_inject.replace_policy": "HFGPT2LayerPolicy HFBertLayerPolicy",
     }),
-    (_TENSOR, {"deepspeed": "set_autotp_mode", "deepspeed.module_inject.layers": "LinearLayer LinearAllreduce",
+    (_TENSOR, {"deepspeed": "set_autotp_mode tp_model_init", "deepspeed.module_inject.layers": "LinearLayer LinearAllreduce",
                "deepspeed.runtime.domino.transformer": "DominoTransformer"}),
     (_ULYSSES, {"deepspeed.sequence.layer": "DistributedAttention", "deepspeed.sequence.fpdt_layer": "FPDT_Attention",
-                "deepspeed.runtime.sequence_parallel.ulysses_sp": "TiledMLP SequenceTiledCompute TiledFusedLogitsLoss"}),
+                "deepspeed.runtime.sequence_parallel.ulysses_sp": "TiledMLP SequenceTiledCompute TiledFusedLogitsLoss "
+                "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter", "deepspeed.utils.groups": "_get_sequence_parallel_group"}),
     (_SPARSE, {"deepspeed.ops.sparse_attention": "BSLongformerSparsityConfig BertSparseSelfAttention BigBirdSparsityConfig "
                "DenseSparsityConfig FixedSparsityConfig SparseAttentionUtils SparseSelfAttention VariableSparsityConfig"}),
     (_COMPILE, {

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts with the calls of other projects' scripts (scripts/), under ``python -m zeropp run``, on two ranks and small data."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from warm import launch
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(one for one in sys.path if one)}
+GAN = {"train_batch_size": 16, "gradient_clipping": 0, "zero_optimization": {"stage": 1}}
+BERT = {
+    "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 100, "prescale_gradients": False,
+    "gradient_clipping": 1.0, "wall_clock_breakdown": False, "fp16": {"enabled": False},
+    "optimizer": {"type": "Lamb", "params": {"lr": 2e-2, "weight_decay": 0.01, "bias_correction": True}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All of them in one pair of processes."""
+    folder = tmp_path_factory.mktemp("scripts")
+    for name, keys in (("gan-keys", GAN), ("bert-keys", BERT)):
+        (folder / f"{name}.json").write_text(json.dumps(keys))
+    scripts = [
+        ["cifar-fp16", "cifar", ["--dtype", "fp16", "--stage", "1"]],
+        ["cifar-bf16", "cifar", ["--dtype", "bf16", "--stage", "3", "--moe-param-group"]],
+        ["cifar-moe", "cifar", ["--moe"]],
+        ["hello_bert", "hello_bert", [str(folder / "hello")]],
+        [
+            "bing_bert",
+            "bing_bert",
+            [str(folder / "bing"), "--deepspeed", "--deepspeed_config", str(folder / "bert-keys.json")],
+        ],
+        ["gan", "gan", ["--deepspeed_config", str(folder / "gan-keys.json")]],
+        ["chat_sft-3", "chat_sft", [str(folder / "chat-3"), "--zero_stage", "3", "--offload"]],
+        ["chat_sft-2", "chat_sft", [str(folder / "chat-2"), "--zero_stage", "2"]],
+        ["saving", "saving", []],
+    ]
+    for name in ("chat-2", "chat-3"):
+        (folder / name).mkdir()
+    (folder / "list.json").write_text(
+        json.dumps([[name, script, [str(folder / f"{name}.json"), *words]] for name, script, words in scripts])
+    )
+    done = launch(2, HERE / "hide.py", "run", HERE / "scripts" / "every.py", folder, timeout=280, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def result(folder, name):
+    raised = folder / f"{name}.0.raised"
+    assert not raised.exists(), raised.read_text()
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("cifar-fp16", "torch.float16"), ("cifar-bf16", "torch.bfloat16")])
+def test_cifar(folder, name, dtype):
+    found = result(folder, name)
+    assert found["dtype"] == dtype and len(found["losses"]) == 20
+    assert sum(found["losses"][-3:]) < 0.8 * sum(found["losses"][:3]) and found["right"] > 0.2
+
+
+def test_cifar_with_experts_says_what_is_missing(folder):
+    text = (folder / "cifar-moe.0.raised").read_text()
+    assert (
+        "ConfigError: deepspeed's moe.layer.MoE is not built yet in zeropp; train without mixtures of experts" in text
+    )
+
+
+def test_hello_deepspeed_goes_on_from_its_checkpoint(folder):
+    found = result(folder, "hello_bert")
+    assert found["again"] == found["losses"][5:] and found["losses"][-1] < found["losses"][0]
+
+
+def test_bing_bert(folder):
+    found = result(folder, "bing_bert")
+    assert found["lamb"] and not found["fp16"] and found["client"] == {"epoch": 1, "last_global_step": 6}
+    assert found["again"] == found["second"], "the checkpoint brings parameters and states back, bit for bit"
+    assert sum(found["losses"][-4:]) < sum(found["losses"][:4])
+
+
+def test_gan_equals_plain_torch(folder):
+    """Two backwards a step in one engine, and a loss through both. The same batch on both ranks: their mean is it."""
+    found = result(folder, "gan")
+    for ours, plain in zip(found["rows"], found["plain"], strict=True):
+        assert ours == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_chat_fine_tunes_and_saves(folder, stage):
+    found = result(folder, f"chat_sft-{stage}")
+    assert found["after"] < 0.8 * found["before"] and found["shape"] == [16, 16]
+    wanted = {"model.embed.weight", "model.q_proj.weight", "model.q_proj.bias", "model.out.weight", "model.out.bias"}
+    assert {name for name in found["names"] if "lora" not in name} == wanted
+
+
+def test_fastchat_and_llava_save_whole_parameters(folder):
+    found = result(folder, "saving")
+    for stage, one in found.items():
+        assert one["same"] and all(one["shapes"]) and one["frozen"] and one["trained"], stage
+    assert found["stage 3"]["split"] == ["0.weight", "0.bias", "1.weight", "1.bias"] and found["stage 2"]["split"] == []
+    assert found["stage 3"]["numel"] == [64, 8, 24, 3] and found["stage 3"]["ids"] == 4
+    assert found["stage 3"]["ds_shape"] == [[8, 8], [8], [3, 8], [3]]
