@@ -465,6 +465,10 @@ class Config:
     bytes; nothing where the model has none, or nothing in it is trained. False: after `prepare` each rank has its own. Buffers that
     change their shape are each rank's own either way."""
 
+    custom_optimizer: bool = False
+    """True: an optimizer of a class that zeropp does not know runs its own `step` over this rank's pieces, which are 1-D, at stages 1 to 3.
+    Right for updates that are element-wise, and for no others. At stage 0 any optimizer is taken, and sees whole tensors."""
+
     step_in_backward: bool = False
     """True: each unit is stepped inside the backward, as soon as its gradients are reduced, and `optimizer.step()` only ends it. Bit
     for bit the same training; the bytes of states and parameters on NVMe move beside the computation, and a gradient lives no
@@ -480,10 +484,9 @@ class Config:
     error that names it, a slow rank or link a warning."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.preflight, bool):
-            raise wrong("Config.preflight", self.preflight, "True or False")
-        if not isinstance(self.sync_buffers, bool):
-            raise wrong("Config.sync_buffers", self.sync_buffers, "True or False")
+        for name in ("preflight", "sync_buffers", "custom_optimizer"):
+            if not isinstance(getattr(self, name), bool):
+                raise wrong(f"Config.{name}", getattr(self, name), "True or False")
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in (0, 1, 2, 3):
             raise wrong("Config.stage", self.stage, "0, 1, 2 or 3")
         self._check_precision()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -27,6 +27,7 @@ from zeropp.zero import disk as files
 from zeropp.zero import folder_writer, low_states, random_state, safefile
 from zeropp.zero.agree import Ranks
 from zeropp.zero.background import Saving
+from zeropp.zero.custom import check_saved, kind_of
 from zeropp.zero.disk import replace_folder, storage_errors, write_text
 from zeropp.zero.engine import Engine, Unit, engine_of
 from zeropp.zero.folder_groups import Group, rank_in_job
@@ -58,6 +59,7 @@ def save(
     extra: Any = None,
     keep: int | None = None,
     spare: bool = False,
+    only: Callable[[str], bool] | None = None,
     background: Literal[False] = False,
 ) -> Path: ...
 @overload
@@ -71,12 +73,14 @@ def save(
     extra: Any = None,
     keep: int | None = None,
     spare: bool = False,
+    only: Callable[[str], bool] | None = None,
     background: Literal[True],
 ) -> Saving: ...
 @overload
 def save(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, step: int | None = None,
-    scheduler: Any = None, extra: Any = None, keep: int | None = None, spare: bool = False, background: bool,
+    scheduler: Any = None, extra: Any = None, keep: int | None = None, spare: bool = False,
+    only: Callable[[str], bool] | None = None, background: bool,
 ) -> Path | Saving: ...  # fmt: skip
 def save(
     path: str | os.PathLike[str],
@@ -88,6 +92,7 @@ def save(
     extra: Any = None,
     keep: int | None = None,
     spare: bool = False,
+    only: Callable[[str], bool] | None = None,
     background: bool = False,
 ) -> Path | Saving:
     """Write a checkpoint; collective. It is complete and durable when this returns, and absent when this raises.
@@ -108,6 +113,8 @@ def save(
             write the next checkpoint over them: into blocks that the disk has already, which is up to twice as fast on
             thin-provisioned and flash storage. Costs the disk space of one checkpoint more. A file that anybody has open
             is never overwritten.
+        only: tells by name which parameters are saved; the same on every rank. Those left out keep the model's own values in a load
+            (the base under an adapter, which has a file already). None: all.
         background: copy now, write while the training goes on.
 
     Returns:
@@ -140,12 +147,14 @@ def save(
     root = Path(path)
     step, group = _agree_on_step(ranks, root, step)
     plan = _Plan(root, step, keep, spare, group)
+    left_out = _left_out(engine, only)
     own: list[behind.RankFile] = []
     content: dict[str, Any] = {}
 
     def take() -> dict[str, Any]:
         """This rank's part: written, or copied to memory."""
-        pieces, part = _describe_rank(engine, model, optimizer, scheduler, extra)
+        check_saved(engine)
+        pieces, part = _describe_rank(engine, model, optimizer, scheduler, extra, left_out)
         old = plan.spare / part_name(engine.rank)
         if background:
             own.append(behind.RankFile(engine, plan.partial, plan.parts, pieces, part.pop("about"), old))
@@ -156,7 +165,7 @@ def save(
     try:
         ranks.only_rank_0(lambda: plan.begin(engine, background))
         parts = ranks.all_do(take)
-        ranks.only_rank_0(lambda: content.update(_describe(engine, parts, step, optimizer)))
+        ranks.only_rank_0(lambda: content.update(_describe(engine, parts, step, optimizer, left_out)))
         if not background:
             ranks.only_rank_0(lambda: plan.commit(content, [part["file"] for part in parts]))
     except BaseException:
@@ -285,7 +294,7 @@ class _Plan:
 
 
 def _describe_rank(
-    engine: Engine, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any
+    engine: Engine, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, left_out: set[str]
 ) -> tuple[list[Piece], dict[str, Any]]:
     """The tensors of this rank's file, and what the manifest has to say of them."""
     loose: dict[str, torch.Tensor] = {}
@@ -293,7 +302,7 @@ def _describe_rank(
     pieces: list[Piece] = []
     if engine.stage > 0 or engine.rank == 0:  # at stage 0 every rank holds the same
         for unit in engine.units:
-            pieces += _unit_pieces(engine, unit, optimizer is not None and unit.trainable, part)
+            pieces += _unit_pieces(engine, unit, optimizer is not None and unit.trainable, part, left_out)
     if optimizer is not None and engine.onebit is not None:
         part["private"] = to_plain(engine.onebit.private(), "private", loose)
     if engine.rank == 0:
@@ -316,7 +325,15 @@ def _describe_rank(
     return pieces, part
 
 
-def _unit_pieces(engine: Engine, unit: Unit, with_state: bool, part: dict[str, Any]) -> Iterator[Piece]:
+def _left_out(engine: Engine, only: Callable[[str], bool] | None) -> set[str]:
+    """First names of the parameters that are not wanted under any of their names."""
+    entries = [] if only is None else [entry for unit in engine.units for entry in unit.params]
+    return {entry.names[0] for entry in entries if only is not None and not any(map(only, entry.names))}
+
+
+def _unit_pieces(
+    engine: Engine, unit: Unit, with_state: bool, part: dict[str, Any], left_out: set[str]
+) -> Iterator[Piece]:
     state = engine.optimizer_state(unit) if with_state else {}
     steps = state.pop("step", None)
     kinds = {"": unit.own, **state}
@@ -324,6 +341,8 @@ def _unit_pieces(engine: Engine, unit: Unit, with_state: bool, part: dict[str, A
     for index, first, elems in unit.pieces():
         entry = unit.params[index]
         name = entry.names[0]
+        if name in left_out:
+            continue
         begin = unit.begin_elems + first - entry.offset_elems
         for kind, values in kinds.items():
             yield piece_of(f"{name}/{kind}" if kind else name, values.detach()[first : first + elems])
@@ -335,7 +354,9 @@ def _unit_pieces(engine: Engine, unit: Unit, with_state: bool, part: dict[str, A
             part["steps"][name] = int(steps[index])
 
 
-def _describe(engine: Engine, parts: list[dict[str, Any]], step: int, optimizer: Any) -> dict[str, Any]:
+def _describe(
+    engine: Engine, parts: list[dict[str, Any]], step: int, optimizer: Any, left_out: set[str]
+) -> dict[str, Any]:
     """The manifest's content but for ``files``."""
     from zeropp import __version__
 
@@ -347,7 +368,8 @@ def _describe(engine: Engine, parts: list[dict[str, Any]], step: int, optimizer:
         "step": step,
         "ranks": engine.ranks,
         "stage": engine.stage,
-        "parameters": _describe_parameters(engine, parts),
+        "parameters": _describe_parameters(engine, parts, left_out),
+        **({"left_out": sorted(left_out)} if left_out else {}),
         "buffers": parts[0]["buffers"],
         "units": [
             {"name": unit.name, "elems": unit.elems, "parameters": [entry.names[0] for entry in unit.params]}
@@ -362,10 +384,10 @@ def _describe(engine: Engine, parts: list[dict[str, Any]], step: int, optimizer:
     }
 
 
-def _describe_parameters(engine: Engine, parts: list[dict[str, Any]]) -> dict[str, Any]:
+def _describe_parameters(engine: Engine, parts: list[dict[str, Any]], left_out: set[str]) -> dict[str, Any]:
     described: dict[str, Any] = {}
     for unit in engine.units:
-        for entry in unit.params:
+        for entry in (one for one in unit.params if one.names[0] not in left_out):
             described[entry.names[0]] = {
                 "names": entry.names,
                 "shape": list(entry.shape),
@@ -394,7 +416,7 @@ def _describe_optimizer(engine: Engine, optimizer: Any) -> dict[str, Any]:
         if len(numbers) < len(held):
             raise CheckpointError(f"param_groups.{index}: holds a tensor of several elements, which is not saved yet")
         groups.append({"values": _fill_numbers(plain, numbers), "parameters": [names[id(p)] for p in group["params"]]})
-    original = type(optimizer).__mro__[2]  # behind the adopted class and ZeroOptimizer
+    original = kind_of(type(optimizer).__mro__[2])  # behind the adopted class and ZeroOptimizer
     return {"class": original.__name__, "groups": groups}
 
 

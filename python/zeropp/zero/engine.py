@@ -19,6 +19,7 @@ from zeropp.config import Config, LossScale, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.forecast import READ_AHEAD_BYTES
 from zeropp.zero import folder_writer, low_states, origins, stored
+from zeropp.zero.custom import is_known
 from zeropp.zero.grads_tier import GradsTier
 from zeropp.zero.offload import StateTier, TieredStates
 from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
@@ -519,7 +520,7 @@ class Engine:
                 if name != "step" and value.numel() == elems:
                     state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=value.dtype))[
                         first : first + elems
-                    ] = value
+                    ] = value.reshape(-1)
         if unit.steps is not None:
             state["step"] = unit.steps
         return state
@@ -560,8 +561,9 @@ class Engine:
             if i not in unit.lent:
                 continue
             if int(unit.steps[i]):
-                mine = {n: state[n][first : first + elems].clone() for n in names}
-                self.inner.state[unit.lent[i]] = {"step": torch.tensor(float(unit.steps[i])), **mine}
+                mine = {n: state[n][first : first + elems].clone().view(unit.lent[i].shape) for n in names}
+                step = torch.tensor(float(unit.steps[i])) if is_known(self.inner) else int(unit.steps[i])
+                self.inner.state[unit.lent[i]] = {"step": step, **mine}
             else:
                 self.begin_inner_state(unit.lent[i])
 
@@ -580,6 +582,9 @@ class Engine:
     def begin_inner_state(self, piece: torch.Tensor) -> None:
         """As it is before the first step of a piece: for most of torch's optimizers there is none, Adagrad makes some at once."""
         assert self.inner is not None
+        if not is_known(self.inner):
+            self.inner.state.pop(piece, None)
+            return
         group = next(g for g in self.inner.param_groups if any(one is piece for one in g["params"]))
         accepted = inspect.signature(type(self.inner).__init__).parameters.keys() - {"foreach", "fused"}
         how = {name: value for name, value in self.inner.defaults.items() if name in accepted}

@@ -15,6 +15,7 @@ from torch import Tensor, optim
 from zeropp.ops import adagrad_step_, lion_step_, sgd_step_
 from zeropp.optim import Lion
 from zeropp.zero import low_states
+from zeropp.zero.custom import kind_of
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine, Unit
@@ -25,7 +26,7 @@ STATES: dict[type, str] = {optim.SGD: "momentum_buffer", optim.Adagrad: "sum", L
 
 def lacks_states(optimizer: optim.Optimizer) -> bool:
     """SGD without momentum keeps nothing that could be held in fewer bits."""
-    return type(optimizer) is optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+    return kind_of(optimizer) is optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
 
 
 def step(optimizer: optim.Optimizer, engine: Engine, scale: float, units: list[Unit]) -> None:

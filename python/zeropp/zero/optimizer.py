@@ -21,8 +21,10 @@ from zeropp.config import Config, Tier
 from zeropp.errors import ConfigError, Error
 from zeropp.optim import LAMB, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from zeropp.wording import counted
-from zeropp.zero import lamb, low_states, low_step, muon, onebit_adam, updates
+from zeropp.zero import custom, lamb, low_states, low_step, muon, onebit_adam, updates
 from zeropp.zero.away import require_here
+from zeropp.zero.custom import ADAMS as _ADAMS
+from zeropp.zero.custom import kind_of
 from zeropp.zero.delayed import Delayed
 from zeropp.zero.early import StepInBackward
 from zeropp.zero.engine import Engine, Unit
@@ -34,11 +36,6 @@ from zeropp.zero.strays import raise_strays
 from zeropp.zero.thaw import add_group
 from zeropp.zero.units import UnitPlan
 
-_ADAMS = (optim.AdamW, optim.Adam)
-_ELEMENTWISE = (
-    optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop,
-    Lion,
-)  # fmt: skip
 _ONEBIT: dict[type, type[OneBit]] = {
     LAMB: lamb.Lamb, OneBitAdam: onebit_adam.OneBitAdam, ZeroOneAdam: onebit_adam.ZeroOneAdam, OneBitLamb: lamb.OneBitLamb,
     Muon: muon.Muon, optim.Muon: muon.Muon,
@@ -429,7 +426,7 @@ class ZeroOptimizer(optim.Optimizer):
             if i not in unit.lent:  # in no group
                 continue
             piece, values = unit.lent[i], gradients[i]
-            piece.grad = None if values is None else values.to(piece.dtype) * scale
+            piece.grad = None if values is None else (values.to(piece.dtype) * scale).view(piece.shape)
             if unit.steps is not None and values is not None:
                 unit.steps[i] += 1
 
@@ -467,9 +464,6 @@ def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
         raise ConfigError(
             "the optimizer has state already; call zeropp.prepare before the first step, and zeropp.load to go on"
         )
-    if type(optimizer) not in (*_ADAMS, *_ELEMENTWISE, *_ONEBIT):
-        names = ", ".join(dict.fromkeys(c.__name__ for c in (*_ADAMS, *_ELEMENTWISE, *_ONEBIT)))  # two are named Muon
-        raise ConfigError(f"optimizer {type(optimizer).__name__} is not implemented yet on slices; these are: {names}")
     known = {id(p) for plan in plans for p in plan.params}
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     foreign = sum(p not in known for p in covered)
@@ -500,7 +494,7 @@ def check_differentiable(what: str, group: dict[str, Any]) -> None:
 
 def steps_float64(optimizer: optim.Optimizer) -> bool:
     """Can it update slices in float64? torch's own code can, and our Adam."""
-    return type(optimizer) is not Lion and type(optimizer) not in _ONEBIT
+    return kind_of(optimizer) is not Lion and kind_of(optimizer) not in _ONEBIT
 
 
 @contextlib.contextmanager
@@ -525,14 +519,14 @@ def scaled_for(optimizers: Iterable[Any], loss: torch.Tensor) -> Iterator[torch.
 def _check_stage(optimizer: optim.Optimizer, config: Config) -> None:
     """One-bit optimizers need this rank's own gradients, and local steps all of every state."""
     name = type(optimizer).__name__
-    if type(optimizer) not in (OneBitAdam, ZeroOneAdam, OneBitLamb):
+    if kind_of(optimizer) not in (OneBitAdam, ZeroOneAdam, OneBitLamb):
         return
     if config.stage == 3:
         raise ConfigError(
             f"Config.stage: 3 is not allowed with {name}, which sends this rank's own gradients where stage 3 has given "
             "them away; wanted 0, 1 or 2, or at stage 3 AdamW"
         )
-    if type(optimizer) is ZeroOneAdam and config.stage > 0:
+    if kind_of(optimizer) is ZeroOneAdam and config.stage > 0:
         clipper = optimizer.param_groups[0]["local_step_clipper"]
         if clipper != 1:
             raise ConfigError(
@@ -543,13 +537,14 @@ def _check_stage(optimizer: optim.Optimizer, config: Config) -> None:
 
 def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
     """States and parameters on NVMe are streamed through our own kernel; and what else depends on the configuration."""
+    custom.check_kind(optimizer, config)
     _check_stage(optimizer, config)
     if config.stored_name is not None:
         raise ConfigError(
             f"Precision.stored: {config.stored_name!r} is not allowed with an optimizer: rounded weights are for inference; "
             "call zeropp.prepare(model, None, config), or leave it out"
         )
-    if config.step_in_backward and type(optimizer) in _ONEBIT:
+    if config.step_in_backward and kind_of(optimizer) in _ONEBIT:
         raise ConfigError(
             f"Config.step_in_backward: True is not allowed with {type(optimizer).__name__}, which needs whole matrices, their norms, or what is "
             "sent before the step; wanted an element-wise optimizer such as AdamW, or False"
@@ -560,19 +555,19 @@ def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
         raise ConfigError(
             f"Precision.state: {config.state_name!r} is not allowed with SGD without momentum, which keeps no states; leave it out"
         )
-    if config.state_name != "fp32" and type(optimizer) not in (*_ADAMS, *low_step.STATES, LAMB):
+    if config.state_name != "fp32" and kind_of(optimizer) not in (*_ADAMS, *low_step.STATES, LAMB):
         raise ConfigError(
             f"Precision.state: {config.state_name!r} is not built yet for {type(optimizer).__name__}; Adam, AdamW, Lion, "
             "Adagrad, SGD with momentum and LAMB are, or leave it out: states in fp32"
         )
-    if config.master_name != "fp32" and type(optimizer) not in _ADAMS:
+    if config.master_name != "fp32" and kind_of(optimizer) not in _ADAMS:
         raise ConfigError(
             f"Precision.master: {config.master_name!r} is not built yet for {type(optimizer).__name__}; Adam and AdamW are, or "
             "leave it out: the optimizer updates an fp32 copy"
         )
     for name in ("optimizer", "params", "grads"):
         tier = getattr(config.offload, name)
-        if isinstance(tier, Tier) and tier.kind == "nvme" and type(optimizer) not in updates.UPDATES:
+        if isinstance(tier, Tier) and tier.kind == "nvme" and kind_of(optimizer) not in updates.UPDATES:
             raise ConfigError(
                 f"Config.offload.{name}.kind: 'nvme' is not built for {type(optimizer).__name__}, {_why_not_streamed(optimizer)}; "
                 f"wanted one of {', '.join(kind.__name__ for kind in updates.UPDATES)}, or leave it at 'device'"
@@ -582,12 +577,12 @@ def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
 def _check_delayed(optimizer: optim.Optimizer, config: Config) -> None:
     """The thread that steps beside a pass runs C, and neither torch nor a collective."""
     name, wanted = type(optimizer).__name__, config.offload.delayed_update
-    if type(optimizer) not in updates.UPDATES:
+    if kind_of(optimizer) not in updates.UPDATES:
         raise ConfigError(
             f"Config.offload.delayed_update: {wanted} is not built for {name}, {_why_not_beside(optimizer)}; wanted one of "
             f"{', '.join(kind.__name__ for kind in updates.UPDATES)}, or None"
         )
-    if config.state_name != "fp32" and type(optimizer) not in _ADAMS:
+    if config.state_name != "fp32" and kind_of(optimizer) not in _ADAMS:
         raise ConfigError(
             f"Precision.state: {config.state_name!r} with offload.delayed_update={wanted} is not built yet for {name}, whose states in fewer bits "
             "are stepped by calls of torch; Adam and AdamW are, or leave one of the two out"
@@ -595,17 +590,17 @@ def _check_delayed(optimizer: optim.Optimizer, config: Config) -> None:
 
 
 def _why_not_beside(optimizer: optim.Optimizer) -> str:
-    if type(optimizer) in _ONEBIT:
+    if kind_of(optimizer) in _ONEBIT:
         return "whose step talks to the other ranks, which the pass beside it does, too"
     return "whose step is torch's own code, which would wait for the pass beside it"
 
 
 def _why_not_streamed(optimizer: optim.Optimizer) -> str:
-    if type(optimizer) in (LAMB, OneBitLamb):
+    if kind_of(optimizer) in (LAMB, OneBitLamb):
         return "whose step needs norms of whole tensors, and a disk is streamed once"
-    if type(optimizer) in (Muon, optim.Muon):
+    if kind_of(optimizer) in (Muon, optim.Muon):
         return "whose step needs whole matrices, where a disk is streamed in chunks"
-    if type(optimizer) in _ONEBIT:
+    if kind_of(optimizer) in _ONEBIT:
         return "whose states travel between the ranks"
     return "whose step is torch's own code, which wants its states in memory"
 
@@ -648,11 +643,11 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
             _take_unit(engine, unit, group_of)
         unit.first_param = number
         number += len(unit.params)
-    part = _ONEBIT.get(type(optimizer))
+    part = _ONEBIT.get(kind_of(optimizer))
     low = engine.config.state_name != "fp32"  # check_offload knows for which
     engine.update = _update_of(optimizer, engine)
     engine.inner = None if engine.update or part or low else _inner_optimizer(optimizer, engine)
-    kept = updates.moments_of(optimizer) if type(optimizer) in updates.UPDATES else ("exp_avg", "exp_avg_sq")
+    kept = updates.moments_of(optimizer) if kind_of(optimizer) in updates.UPDATES else ("exp_avg", "exp_avg_sq")
     engine.least_states = min(2, len(list(filter(None, kept))))
     engine.core.hold = False
     if engine.config.offload.delayed_update is not None and engine.delayed is None:
@@ -670,11 +665,11 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
 
 def _update_of(optimizer: optim.Optimizer, engine: Engine) -> updates.Update | None:
     """What C steps its slices with; None: Python does. A one-bit optimizer begins with steps of Adam."""
-    if type(optimizer) in _ONEBIT:
+    if kind_of(optimizer) in _ONEBIT:
         return updates.ADAMS
     stepped = (unit for unit in engine.units if not unit.stays_frozen)
     plain = engine.config.state_name == "fp32" and all(unit.dtype != torch.float64 for unit in stepped)
-    return updates.UPDATES.get(type(optimizer)) if plain or type(optimizer) in _ADAMS else None
+    return updates.UPDATES.get(kind_of(optimizer)) if plain or kind_of(optimizer) in _ADAMS else None
 
 
 def _group_of(optimizer: optim.Optimizer) -> dict[int, int]:
@@ -717,7 +712,7 @@ def _lend_pieces(engine: Engine, unit: Unit) -> None:
         return
     for i, first, elems in unit.pieces():
         if i not in unit.lent and unit.groups[i] >= 0:
-            unit.lent[i] = unit.own[first : first + elems].detach()
+            unit.lent[i] = _piece(engine.inner, engine, unit, i, unit.own[first : first + elems].detach())
             engine.inner.param_groups[unit.groups[i]]["params"].append(unit.lent[i])
             engine.begin_inner_state(unit.lent[i])
 
@@ -737,17 +732,23 @@ def _inner_optimizer(optimizer: optim.Optimizer, engine: Engine) -> optim.Optimi
         if unit.trainable:
             for i, first, elems in unit.pieces():
                 if unit.groups[i] >= 0:
-                    unit.lent[i] = unit.own[first : first + elems].detach()
+                    unit.lent[i] = _piece(optimizer, engine, unit, i, unit.own[first : first + elems].detach())
                     pieces[unit.groups[i]].append(unit.lent[i])
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": mine or [torch.zeros(0)]}
         for group, mine in zip(optimizer.param_groups, pieces, strict=True)
     ]
-    return type(optimizer)(groups, **_constructor_defaults(optimizer))
+    if not custom.is_known(optimizer):
+        return custom.over_pieces(optimizer, groups)
+    return kind_of(optimizer)(groups, **_constructor_defaults(optimizer))  # type: ignore[no-any-return]
+
+
+def _piece(optimizer: optim.Optimizer, engine: Engine, unit: Unit, index: int, flat: torch.Tensor) -> torch.Tensor:
+    return flat if custom.is_known(optimizer) else custom.piece_of(engine, unit.params[index], flat)
 
 
 def _constructor_defaults(optimizer: optim.Optimizer) -> dict[str, Any]:
     import inspect
 
-    accepted = inspect.signature(type(optimizer).__init__).parameters
+    accepted = inspect.signature(kind_of(optimizer)).parameters
     return {k: v for k, v in optimizer.defaults.items() if k in accepted and k not in ("foreach", "fused")}

@@ -31,7 +31,12 @@ from zeropp.zero.thaw import was_trained
 
 
 def load(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, scheduler: Any = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    scheduler: Any = None,
+    strict: bool = True,
 ) -> dict[str, Any]:
     """Restore the newest good checkpoint; collective. Any number of ranks, any stage and precision.
 
@@ -42,6 +47,8 @@ def load(
     Args:
         path: the folder given to :func:`save`, or one checkpoint in it.
         model, optimizer, scheduler: as for :func:`save`; None leaves that part alone.
+        strict: parameters and buffers that only the model or only the checkpoint has are an error, but for those that the save left
+            out (``only``). False: they are passed over, and the model keeps its own values.
 
     Returns:
         ``{"step": n, "path": folder, "extra": user data, "damaged": {folder: what is wrong with it},
@@ -59,7 +66,8 @@ def load(
     folder, content, damaged = _first_good(ranks, [Path(one) for one in found])
     for bad, what in damaged.items():
         warnings.warn(f"zeropp.load: {bad} is damaged and was passed over for {folder}: {what}", stacklevel=2)
-    ranks.all_do(lambda: _check_fit(engine, content, optimizer, scheduler, folder))
+    ranks.all_do(lambda: _check_fit(engine, content, optimizer, scheduler, folder, strict))
+    content["parameters"] = {**_without_values(engine), **content["parameters"]}
     with _Parts(folder, content) as parts:
 
         def copy() -> None:
@@ -73,7 +81,8 @@ def load(
                 finish_unit()
             own = parts.tensors(0)
             for name, buffer in loose_tensors(model):
-                buffer.copy_(own.tensor(name))
+                if strict or name in content["buffers"]:
+                    buffer.copy_(own.tensor(name))
 
         if optimizer is not None and engine.delayed is not None:
             engine.delayed.drop()
@@ -198,11 +207,20 @@ def _overlaps(
             yield rank, key, first, low, high
 
 
-def _check_fit(engine: Engine, content: Mapping[str, Any], optimizer: Any, scheduler: Any, folder: Path) -> None:
+def _without_values(engine: Engine) -> dict[str, Any]:
+    """What a manifest would say of the model's parameters if it had no values of them."""
+    entries = (entry for unit in engine.units for entry in unit.params)
+    return {entry.names[0]: {"names": entry.names, "shape": list(entry.shape), "pieces": {"": []}} for entry in entries}
+
+
+def _check_fit(
+    engine: Engine, content: Mapping[str, Any], optimizer: Any, scheduler: Any, folder: Path, strict: bool
+) -> None:
     saved = content["parameters"]
     mine = {entry.names[0]: entry for unit in engine.units for entry in unit.params}
-    missing, foreign = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
-    if missing or foreign:
+    missing = sorted(mine.keys() - saved.keys() - set(content.get("left_out", ())))
+    foreign = sorted(saved.keys() - mine.keys())
+    if strict and (missing or foreign):
         said = []
         if missing:
             said.append(f"{counted(len(missing), 'parameter')} {are(len(missing))} not in it{_first(missing)}")
@@ -211,7 +229,7 @@ def _check_fit(engine: Engine, content: Mapping[str, Any], optimizer: Any, sched
                 f"{counted(len(foreign), 'parameter')} of it {are(len(foreign))} not in the model{_first(foreign)}"
             )
         raise CheckpointError(f"{folder}: holds another model: {', '.join(said)}; build the model that was saved")
-    for name, entry in mine.items():
+    for name, entry in ((name, one) for name, one in mine.items() if name in saved):
         if list(entry.shape) != saved[name]["shape"]:
             raise CheckpointError(
                 f"{folder}: '{name}' has shape {saved[name]['shape']} there, {list(entry.shape)} in the model"
@@ -249,7 +267,8 @@ def _check_optimizer_fit(there: Any, optimizer: Any, mine: Mapping[str, Any], fo
 def _check_thawed(engine: Engine, saved: Mapping[str, Any], folder: Path) -> None:
     """What is frozen here and was trained there can be trained here, too."""
     for unit in engine.units:
-        name = next((e.names[0] for e in unit.params if was_trained(saved[e.names[0]])), None)
+        there = (e.names[0] for e in unit.params if e.names[0] in saved)
+        name = next((one for one in there if was_trained(saved[one])), None)
         if name is None or unit.trainable:
             continue
         try:

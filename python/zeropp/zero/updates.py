@@ -13,6 +13,7 @@ from typing import Any
 from torch import optim
 
 from zeropp.optim import Lion
+from zeropp.zero.custom import kind_of
 
 ADAM, LION, ADAGRAD, SGD, NESTEROV = range(5)
 """enum zpp_update"""
@@ -80,5 +81,5 @@ def moments_of(optimizer: optim.Optimizer | None) -> tuple[str, ...]:
     """Three names: what a tier must have room for. Without an optimizer what Adam wants."""
     if optimizer is None:
         return ADAMS.names(FIRST | SECOND)
-    update = UPDATES[type(optimizer)]
+    update = UPDATES[kind_of(optimizer)]
     return update.names(functools.reduce(operator.or_, (update.rates(group)[-1] for group in optimizer.param_groups)))
