@@ -14,10 +14,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
-import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,16 +25,17 @@ from torch import nn
 import zeropp
 from zeropp import deepspeed_schedules
 from zeropp.config import Config, _read_json
+from zeropp.deepspeed_facts import ThroughputTimer, logger
 from zeropp.deepspeed_optimizers import build
-from zeropp.errors import ConfigError
+from zeropp.deepspeed_saving import Saving
+from zeropp.errors import ConfigError, Error
 from zeropp.wording import what_it_is
-from zeropp.zero.agree import Ranks
 from zeropp.zero.engine import engine_of
 from zeropp.zero.prepare import _cast_inputs, is_prepared
 from zeropp.zero.units import plan_units
 
-LATEST = "latest"
-logger = logging.getLogger("DeepSpeed")
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""One loss may be of several models: each engine learns which backwards were divided for it."""
 
 
 def initialize(
@@ -81,9 +80,12 @@ def initialize(
     if given is None:
         raise ConfigError("initialize: no configuration; give config=, a path, a dict, or args.deepspeed_config")
     keys = {} if isinstance(given, Config) else dict(_read_json(given))
+    whole = dict(keys)
     sections = {name: keys.pop(name, None) for name in ("optimizer", "scheduler")}
+    sums, refuses_unused = _sums(keys), _refuses_unused(keys)
     micro, every = keys.get("train_micro_batch_size_per_gpu"), _steps_per_print(keys)
     settings = given if isinstance(given, Config) else Config.from_json(keys)
+    client = optimizer
     if optimizer is None or not isinstance(optimizer, torch.optim.Optimizer):
         parameters = (
             [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
@@ -101,11 +103,14 @@ def initialize(
     elif lr_scheduler is None and sections["scheduler"] is not None and optimizer is not None:
         lr_scheduler = deepspeed_schedules.build(sections["scheduler"], optimizer)
     micro = micro if isinstance(micro, int) else _micro_batch(keys, settings.accumulate)
-    engine = (engine_class or Engine)(model, optimizer, lr_scheduler, settings, micro, keys)
+    engine = (engine_class or Engine)(model, optimizer, lr_scheduler, settings, micro, whole)
     if evaluates:
         engine._evaluate_with(alone)
-    engine.steps_per_print = every
+    engine._print_every, engine.collate_fn, engine.training_data = every, collate_fn, training_data
+    engine._factor, engine._refuses_unused = float(engine.world_size) if sums else 1.0, refuses_unused
+    engine.client_optimizer = client if isinstance(client, torch.optim.Optimizer) else None
     loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    engine.training_dataloader = loader
     return engine, optimizer, loader, lr_scheduler
 
 
@@ -117,6 +122,23 @@ def _steps_per_print(keys: dict[str, Any]) -> int | None:
     if isinstance(every, bool) or not isinstance(every, (int, float)) or every < 1 or every != int(every):
         raise ConfigError(f"steps_per_print: {every!r} is not allowed; wanted a whole number of steps, or leave it out")
     return int(every)
+
+
+def _sums(keys: dict[str, Any]) -> bool:
+    """Taken out of the file: are gradients summed over the ranks, and not averaged?"""
+    if keys.get("gradient_allreduce_op") != "sum":
+        return False
+    del keys["gradient_allreduce_op"]
+    return True
+
+
+def _refuses_unused(keys: dict[str, Any]) -> bool:
+    """Taken out of the file: is a step an error to which a trained parameter gave no gradient?"""
+    section = keys.get("zero_optimization")
+    if not isinstance(section, Mapping) or section.get("ignore_unused_parameters") is not False:
+        return False
+    keys["zero_optimization"] = {key: value for key, value in section.items() if key != "ignore_unused_parameters"}
+    return True
 
 
 def _ranks() -> int:
@@ -147,7 +169,7 @@ def _check_again(model: nn.Module, settings: Config) -> None:
             )
 
 
-class Engine(nn.Module):
+class Engine(Saving):
     """What ``deepspeed.initialize`` returns: the model, its optimizer and its schedule, stepped together.
 
     Attributes that it has not are the model's. ``module`` is the model itself, the object that was given.
@@ -166,21 +188,26 @@ class Engine(nn.Module):
         self.module = model
         self.config = keys
         """The file, as it was read."""
-        self._last: bool | None = None  # what set_gradient_accumulation_boundary said of this micro-batch
+        self._last: bool | None = None  # what set_gradient_accumulation_boundary said last
         self.optimizer, self.lr_scheduler, self.zeropp_config = optimizer, scheduler, config
-        self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._micro_batch = micro_batch
         self._norm: float | None = None
-        self.steps_per_print: int | None = None
+        self._applied = self.is_compiled = False
+        self._print_every: int | None = None
+        self._factor, self._refuses_unused = 1.0, False
         self._later: Config | None = None  # what the module will be prepared with, once that matters
-        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world_size = _ranks()
+        self._divided = self._counted = self._scaled = 0  # backwards: of this step, until the last one, from scale()
+        self.client_optimizer = self.training_data = self.training_dataloader = self.collate_fn = None
+        self.losses: Any = None
+        self._begin_facts()
+        self.tput_timer = ThroughputTimer(self.train_batch_size())
+        _engines.add(self)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+    @property
+    def basic_optimizer(self) -> Any:
+        """There the optimizer inside of ZeRO's; here both are one object."""
+        return self.optimizer
 
     # -- a model that is only evaluated ------------------------------------------------------------------------------------
 
@@ -207,51 +234,122 @@ class Engine(nn.Module):
     # -- steps -------------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._later is not None and self.training and torch.is_grad_enabled():
-            self._prepare_now()
+        if self.training and torch.is_grad_enabled():
+            if self._later is not None:
+                self._prepare_now()
+            self.tput_timer.start()
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """``loss`` is that of one micro-batch; the mean over the accumulated ones is taken here, unless ``scale_wrt_gas`` is false:
-        then the caller has divided it."""
+        then the caller has divided it. Returns the loss that was differentiated, before fp16 scales it."""
         accumulate = self.zeropp_config.accumulate if scale_wrt_gas else 1
         part = loss / accumulate if accumulate > 1 else loss
+        scaled = part * self._factor if self._factor != 1.0 else part
         waits = not self.is_gradient_accumulation_boundary() and self.zeropp_config.stage <= 1
+        before = [(one, one._backwards()) for one in _engines]
         with zeropp.no_sync(self.module) if waits else contextlib.nullcontext():
             if self.optimizer is None:
-                part.backward(retain_graph=retain_graph)
+                scaled.backward(retain_graph=retain_graph)
             else:
-                self.optimizer.backward(part, retain_graph=retain_graph)  # scales the loss in fp16
-        return loss
+                self.optimizer.backward(scaled, retain_graph=retain_graph)  # scales the loss in fp16
+        for one, count in before:
+            one._divided += one._backwards() - count
+        return part
 
-    def step(self) -> None:
-        """After every micro-batch; updates at the last one of ``gradient_accumulation_steps``."""
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """For ``engine.scale(loss).backward()``, in place of :meth:`backward`: the loss times the scale of fp16."""
         if self.optimizer is None:
-            raise ConfigError(
-                'engine.step: there is no optimizer; give optimizer=, or "optimizer" in the configuration'
-            )
-        last, self._last = self.is_gradient_accumulation_boundary(), None
-        self.micro_steps += 1
-        if not last:
+            raise ConfigError("engine.scale: " + _NO_OPTIMIZER)
+        self._scaled += 1
+        factor = self.optimizer.loss_scale
+        return loss if factor == 1.0 else loss.float() * factor
+
+    def _backwards(self) -> int:
+        return int(engine_of(self.module).core.backwards) if is_prepared(self.module) else 0
+
+    def _divide_others(self) -> None:
+        """As there, ``loss.backward()`` by the caller is a micro-batch like any other: its gradients count for one part of
+        ``gradient_accumulation_steps``."""
+        engine = engine_of(self.module)
+        others = self._backwards() - self._counted - self._divided
+        if others and engine.scaler is not None and self._scaled == others:
+            engine.scaler.backwards += others
+        accumulate = self.zeropp_config.accumulate
+        if others <= 0 or accumulate == self._factor == 1:
             return
+        if self._divided or engine.early is not None:
+            raise Error(
+                f"engine.step: {others} of {others + self._divided} backwards of this step were loss.backward(), whose gradients are not divided by "
+                f"gradient_accumulation_steps {accumulate}; call engine.backward(loss) in all of them"
+            )
+        for gradient in self.optimizer._held_gradients(changes=True):
+            gradient.mul_(self._factor / accumulate)
+        engine.norm = None
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """After every micro-batch; updates at the last one of ``gradient_accumulation_steps``. ``lr_kwargs`` go to the schedule."""
+        if self.optimizer is None:
+            raise ConfigError("engine.step: " + _NO_OPTIMIZER)
+        last = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        self._applied = False
+        if last:
+            self._divide_others()
+            self._update(dict(lr_kwargs or {}))
+        self.tput_timer.stop(global_step=last)
+
+    def _require_all_used(self) -> None:
+        engine = engine_of(self.module)
+        engine.core.collect_grads()
+        for unit in engine.units:
+            for entry, gradient in zip(unit.params, _has_gradients(engine, unit), strict=True):
+                if entry.param.requires_grad and unit.trainable and not gradient:
+                    raise Error(
+                        f"engine.step: parameter '{entry.names[0]}' had no part in the losses of this step, and the file says "
+                        '"ignore_unused_parameters": false; use it, freeze it, or take that key out'
+                    )
+
+    def _update(self, lr_kwargs: dict[str, Any]) -> None:
+        if self._refuses_unused:
+            self._require_all_used()
         self.optimizer.step()
-        self.skipped_steps += bool(self.optimizer.overflow)
+        self._counted, self._divided, self._scaled = self._backwards(), 0, 0
+        self._applied = not self.optimizer.overflow
+        self.skipped_steps += not self._applied
         measured = engine_of(self.module).norm
-        if not self.optimizer.overflow:  # a step that is skipped has no norm: the last one stands
+        if self._applied:  # a step that is skipped has no norm: the last one stands
             self._norm = None if measured is None else measured[0]
         self.optimizer.zero_grad()
         self.global_steps += 1
-        if self.lr_scheduler is not None and not self.optimizer.overflow:
-            self.lr_scheduler.step()
-        if self.steps_per_print is not None and self.global_steps % self.steps_per_print == 0 and self.global_rank == 0:
+        self.global_samples += self.train_batch_size() or 0
+        if self.lr_scheduler is not None and self._applied:
+            self.lr_scheduler.step(**lr_kwargs)
+        if self._print_every is not None and self.global_steps % self._print_every == 0 and self.global_rank == 0:
             logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
+
+    def was_step_applied(self) -> bool:
+        """Did the latest :meth:`step` change parameters? Not between boundaries, nor where fp16 skipped it."""
+        return self._applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return (self.micro_steps + 1) % self.zeropp_config.accumulate == 0 if self._last is None else self._last
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Whether the micro-batch at hand is the last one of its step, whatever the counting says."""
+        """Whether the micro-batch at hand, and those after it, are the last one of their step, whatever the counting says."""
         self._last = bool(is_boundary)
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Backward has reduced them already, except inside of ``no_sync``.
+
+        Raises:
+            zeropp.Error: gradients wait for a backward outside of ``no_sync``.
+        """
+        if self.is_gradient_accumulation_boundary() and engine_of(self.module).core.grads_pending():
+            raise Error(
+                "engine.allreduce_gradients: gradients of the last backward were accumulated inside no_sync, and the next backward outside "
+                "reduces them; run the last backward of a step outside of no_sync"
+            )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -261,17 +359,33 @@ class Engine(nn.Module):
             yield
 
     def offload_states(
-        self, include: Any = None, device: str = "cpu", pin_memory: bool = True, non_blocking: bool = False
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
         """As there, to host memory; without an accelerator all states are there already. To disk: :func:`zeropp.offload_states`."""
-        if str(device) != "cpu":
-            raise ConfigError(f'offload_states: device {device!r} is not allowed; wanted "cpu"')
+        where = str(getattr(device, "value", device))
+        if where not in ("cpu", "none"):
+            raise ConfigError(f'offload_states: device {where!r} is not allowed; wanted "cpu"')
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Undoes :meth:`offload_states`."""
 
-    def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **kwargs: Any) -> None:
+    def empty_partition_cache(self) -> None:
+        """Units are released as soon as they are used: no copy of them waits."""
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Any = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """``module.compile``. A ``schedule`` is of DeepCompile, which is refused, as is compiled autograd."""
+        if schedule is not None or compiled_autograd_enabled:
+            name = "schedule" if schedule is not None else "compiled_autograd_enabled"
+            raise ConfigError(f"engine.compile: {name} is not built yet in zeropp; leave it out")
         self.module.compile(backend=backend, **(compile_kwargs or {}), **kwargs)
+        self.is_compiled = True
 
     def destroy(self) -> None:
         """Nothing is held beyond the model and the optimizer."""
@@ -285,132 +399,68 @@ class Engine(nn.Module):
 
     # -- facts -------------------------------------------------------------------------------------------------------------
 
-    def gradient_accumulation_steps(self) -> int:
-        return self.zeropp_config.accumulate
+    def steps_per_print(self) -> int | None:
+        return self._print_every
 
-    def train_micro_batch_size_per_gpu(self) -> int | None:
-        return self._micro_batch
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """More or fewer micro-batches a step, from the next one on; a micro-batch keeps its size.
 
-    def train_batch_size(self) -> int | None:
-        return (
-            None if self._micro_batch is None else self._micro_batch * self.zeropp_config.accumulate * self.world_size
-        )
+        Raises:
+            ValueError: not a multiple of the micro-batch times the ranks.
+        """
+        each = (self._micro_batch or 0) * self.world_size
+        if each == 0 or train_batch_size < 1 or train_batch_size % each:
+            raise ValueError(
+                f"set_train_batch_size: {train_batch_size} is not allowed; wanted a multiple of {each}, the micro-batch {self._micro_batch} times "
+                f"{self.world_size} ranks"
+            )
+        self.zeropp_config = dataclasses.replace(self.zeropp_config, accumulate=train_batch_size // each)
+        self.tput_timer.batch_size = train_batch_size
 
-    def gradient_clipping(self) -> float:
-        return self.zeropp_config.clip or 0.0
-
-    def zero_optimization_stage(self) -> int:
-        return self.zeropp_config.stage
-
-    def bfloat16_enabled(self) -> bool:
-        return self.zeropp_config.dtype_name == "bf16"
-
-    def get_lr(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """What :meth:`deepspeed_io` and the counting take from now on; the number of micro-batches a step stays."""
+        self._micro_batch = int(micro_batch_size)
+        self.tput_timer.batch_size = self.train_batch_size() or 1
 
     def deepspeed_io(
-        self, dataset: Any, batch_size: int | None = None, collate_fn: Callable[..., Any] | None = None
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
     ) -> Any:
-        """A loader of this rank's micro-batches."""
+        """A loader of this rank's micro-batches; in the order of the dataset for the routes "eval" and "predict"."""
+        if not (self.is_map_style_dataset(dataset) or self.is_iterable_style_dataset(dataset)):
+            raise ValueError(
+                f"training_data: {type(dataset).__name__} is not a dataset of torch; wanted __getitem__ and __len__, or an IterableDataset"
+            )
         size = batch_size or self._micro_batch
         if size is None:
             raise ConfigError(
                 "training_data needs train_micro_batch_size_per_gpu, or train_batch_size, in the configuration"
             )
-        sampler: Any = None
-        if self.world_size > 1:
-            sampler = torch.utils.data.DistributedSampler(dataset, self.world_size, self.global_rank)
+        shuffle = route == "train" and not self.is_iterable_style_dataset(dataset)
+        if data_sampler is None and self.world_size > 1 and not self.is_iterable_style_dataset(dataset):
+            data_sampler = torch.utils.data.DistributedSampler(
+                dataset, self.world_size, self.global_rank, shuffle=shuffle
+            )
         drop = self.config.get("dataloader_drop_last", False) is True
         return torch.utils.data.DataLoader(
-            dataset, size, shuffle=sampler is None, sampler=sampler, collate_fn=collate_fn, drop_last=drop
-        )
-
-    # -- whole weights -----------------------------------------------------------------------------------------------------
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Always possible; it costs rank 0 the whole model in host memory."""
-        return True
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, torch.Tensor] | None:
-        """Whole, on rank 0, None elsewhere; collective. (Frameworks call it by this name.)"""
-        self._prepare_now()
-        trained = {n for n, p in self.module.named_parameters(remove_duplicate=False) if p.requires_grad}
-        only = trained.__contains__ if exclude_frozen_parameters else None
-        found = zeropp.full_state_dict(self.module, rank_0_only=True, only=only)
-        return found if self.global_rank == 0 else None
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: Any,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-    ) -> bool:
-        """``save_dir/tag`` in zeropp's format (docs/checkpoint-format.md), and ``save_dir/latest`` names it; collective."""
-        self._prepare_now()
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        mine = {"global_steps": self.global_steps, "micro_steps": self.micro_steps, "client": dict(client_state or {})}
-        scheduler = self.lr_scheduler
-        folder = Path(save_dir) / tag
-        zeropp.save(
-            folder, self.module, self.optimizer, step=self.global_steps, scheduler=scheduler, extra=mine, keep=1
-        )
-        if save_latest:
-            Ranks(engine_of(self.module)).only_rank_0(lambda: _point(Path(save_dir), tag))
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: Any,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """The folder that was loaded and the client state; ``(None, {})`` with a warning where ``latest`` is not there. Collective.
-        Every parameter is in the checkpoint, frozen ones too, so ``load_module_strict`` has nothing to decide."""
-        self._prepare_now()
-        if tag is None:
-            tag = Ranks(engine_of(self.module)).only_rank_0(lambda: _pointed(Path(load_dir)))
-            if tag is None:
-                warnings.warn(f"load_checkpoint: no file {Path(load_dir) / LATEST}; nothing was loaded", stacklevel=2)
-                return None, {}
-        optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
-        scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
-        found = zeropp.load(Path(load_dir) / tag, self.module, optimizer, scheduler=scheduler)
-        mine = found["extra"]
-        if not load_module_only:
-            self.global_steps, self.micro_steps = mine["global_steps"], mine["micro_steps"]
-        return str(Path(load_dir) / tag), mine["client"]
-
-    def save_16bit_model(self, save_dir: Any, save_filename: str = "model.safetensors") -> bool:
-        """The whole model for others, as safetensors in the parameters' own type; collective."""
-        if save_filename != "model.safetensors":
-            raise ConfigError(f"save_16bit_model: {save_filename!r}: the file is model.safetensors; leave the name out")
-        self._prepare_now()
-        zeropp.export(self.module, save_dir)
-        return True
+            dataset, size, shuffle=shuffle and data_sampler is None, sampler=data_sampler, drop_last=drop,
+            collate_fn=collate_fn or self.collate_fn, num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+        )  # fmt: skip
 
 
-def _point(folder: Path, tag: str) -> None:
-    new = folder / f".{LATEST}.new"
-    new.write_text(f"{tag}\n", encoding="utf-8")
-    new.replace(folder / LATEST)
+def _has_gradients(engine: Any, unit: Any) -> list[bool]:
+    if engine.local_grads:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [entry.param.grad is not None for entry in unit.params]
+    found = engine.gradient_shard(unit)
+    return [False] * len(unit.params) if found is None else found[1]
 
 
-def _pointed(folder: Path) -> str | None:
-    try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        return None
+_NO_OPTIMIZER = 'there is no optimizer; give optimizer=, or "optimizer" in the configuration'

@@ -20,6 +20,7 @@ from zeropp.config import DTYPES, Comm, LossScale, Offload, Precision, Tier, fol
 from zeropp.deepspeed_keys import (
     AIO,
     AIO_THREADS,
+    CONVERTED,
     LEAF_MODULE,
     REFUSED,
     SWITCHES,
@@ -33,7 +34,6 @@ Field = tuple[str, Any]  # path of the key in the file, value of the field of Co
 
 # Top-level keys that zeropp always satisfies: accepted values, and what it does.
 _TOP_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
-    "zero_allow_untested_optimizer": ((True, False), "any torch optimizer is taken"),
     "zero_force_ds_cpu_optimizer": ((False,), "the optimizer given is the one used"),
     "wall_clock_breakdown": ((False,), "the library prints nothing"),
     "dump_state": ((False,), "the library prints nothing"),
@@ -41,7 +41,7 @@ _TOP_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "gradient_predivide_factor": ((1, 1.0), "gradients are averaged after the sum, in fp32"),
     "disable_allgather": ((False,), "updated parameters are shared"),
     "sparse_gradients": ((False,), "gradients are dense"),
-    "gradient_allreduce_op": (("mean",), "gradients are averaged"),
+    "gradient_allreduce_op": (("mean",), "gradients are averaged; zeropp.initialize sums them where it says 'sum'"),
     "managed_gradient_accumulation": ((True,), "the engine counts micro-steps; zeropp.no_sync accumulates by hand"),
     "seq_parallel_communication_data_type": ((None, "fp32", "bf16", "fp16"), "sequences are not split over ranks"),
     "sequence_parallel_size": ((1,), "sequences are not split over ranks"),
@@ -53,6 +53,7 @@ _TOP_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
 }
 _TOP_MAPPED = (
     "zero_optimization",
+    "zero_allow_untested_optimizer",
     "bf16",
     "bfloat16",
     "fp16",
@@ -89,12 +90,14 @@ _ZERO_HINTS = {
 _ZERO_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "overlap_comm": ((True, False, None), "reductions never block backward"),
     "contiguous_gradients": ((True,), "gradients of a unit lie in one buffer"),
-    "reduce_scatter": ((True,), "gradients are reduce-scattered from stage 2 on"),
     "use_multi_rank_bucket_allreduce": ((True,), "a unit holds a slice of every rank"),
     "allgather_partitions": ((True,), "parameters are all-gathered"),
     "compute_grad_norm": ((True,), "clip_grad_norm_ returns it"),
     "round_robin_gradients": ((False, True), "every rank owns an equal slice of every unit"),
-    "ignore_unused_parameters": ((True,), "unused parameters are allowed"),
+    "ignore_unused_parameters": (
+        (True,),
+        "unused parameters are allowed; zeropp.initialize refuses them where it says false",
+    ),
     "elastic_checkpoint": ((False,), "checkpoints are described by their manifest"),
     "load_from_fp32_weights": ((True,), "fp32 master weights are saved and loaded"),
     "legacy_stage1": ((False,), "there is one implementation"),
@@ -104,8 +107,6 @@ _ZERO_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "stage3_use_all_reduce_for_fetch_params": ((False,), "parameters are all-gathered"),
     "stage3_allgather_sequential": ((False,), "a unit is gathered at once"),
     "zero_quantized_nontrainable_weights": ((False,), "frozen parameters are held as they are"),
-    "cpu_offload": ((False, None), "offload_optimizer says where states are"),
-    "cpu_offload_param": ((False, None), "offload_param says where parameters are"),
     "cpu_offload_use_pin_memory": ((True, False, None), "buffers are locked where the system lets them"),
     "zenflow": ((None,), "Config(offload=Offload(delayed_update=)) overlaps the step with the next pass"),
     "memory_efficient_linear": ((True, False), "backward gathers a weight again, and keeps none"),
@@ -177,6 +178,7 @@ _ZERO_MAPPED = (
     "offload_param",
     "offload_optimizer",
     "leaf_module",
+    "reduce_scatter",
     "zero_quantized_weights",
     "zero_quantized_gradients",
     "zero_hpz_partition_size",
@@ -194,7 +196,9 @@ def fields_from_deepspeed(keys: Mapping[str, Any], ranks: int | None = None) -> 
     fields: dict[str, Field] = {}
     low = _precision(keys, fields)
     _types(keys, fields)
-    _zero(_section(keys, "zero_optimization"), fields, element_bytes=2 if low else 4)
+    _zero(zero_section(keys), fields, element_bytes=2 if low else 4)
+    if _flag(keys, "zero_allow_untested_optimizer", ""):
+        fields["custom_optimizer"] = ("zero_allow_untested_optimizer", True)
     _clip(keys, fields)
     _batch(keys, fields, ranks)
     _always(keys, _TOP_ALWAYS, "")
@@ -313,6 +317,9 @@ def _precision(keys: Mapping[str, Any], fields: dict[str, Field]) -> bool:
     return bool(on)
 
 
+_LONG_DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+
+
 def _types(keys: Mapping[str, Any], fields: dict[str, Field]) -> None:
     """What is said of types beside `bf16` and `fp16`: `Precision(...)` in place of the short form."""
     path, low = fields.get("precision", ("torch_autocast.enabled", None))
@@ -327,6 +334,9 @@ def _types(keys: Mapping[str, Any], fields: dict[str, Field]) -> None:
     types = _section(keys, "data_types")
     _refuse_unknown(types, ("grad_accum_dtype", *_DATA_TYPES_ALWAYS), "data_types")
     _always(types, _DATA_TYPES_ALWAYS, "data_types.")
+    if isinstance(types.get("grad_accum_dtype"), str):
+        kind = types["grad_accum_dtype"].lower()
+        types = {**types, "grad_accum_dtype": _LONG_DTYPES.get(kind, kind)}
     _dtype(types, "grad_accum_dtype", "data_types.", "accumulate", said)
     if not said:
         return
@@ -340,11 +350,11 @@ def _types(keys: Mapping[str, Any], fields: dict[str, Field]) -> None:
     fields["precision"] = (path, whole)
 
 
-def _flag(section: Mapping[str, Any], key: str, path: str) -> bool:
-    value = section.get(key, "auto")
-    if value != "auto" and not isinstance(value, bool):
+def _flag(section: Mapping[str, Any], key: str, path: str, default: bool = False) -> bool:
+    value = section.get(key)
+    if value not in (None, "auto") and not isinstance(value, bool):
         raise wrong(path + key, value, 'true, false or "auto"')
-    return value is True
+    return value if isinstance(value, bool) else default
 
 
 def _dtype(section: Mapping[str, Any], key: str, path: str, field: str, said: dict[str, Field]) -> None:
@@ -418,6 +428,25 @@ def _fp16(section: Mapping[str, Any], fields: dict[str, Field], on: bool | None)
     return True
 
 
+def zero_section(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``zero_optimization`` with what DeepSpeed still converts: the oldest form of all, which is true or false, and the names that say
+    where states and parameters are offloaded to."""
+    if isinstance(keys.get("zero_optimization"), bool):
+        return {"stage": int(keys["zero_optimization"])}
+    section = dict(_section(keys, "zero_optimization"))
+    for old, new in CONVERTED.items():
+        if old not in section:
+            continue
+        if _flag(section, old, "zero_optimization."):
+            if section.get(new) not in (None, "auto"):
+                raise ConfigError(
+                    f"zero_optimization.{old}: true, and zero_optimization.{new} too, which takes its place; remove {old}"
+                )
+            section[new] = {"device": "cpu"}
+        del section[old]
+    return section
+
+
 def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: int) -> None:
     for name, why in ZERO_REFUSED.items():
         if name in section and section[name] not in (None, "auto"):
@@ -437,6 +466,9 @@ def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: i
         elems = section.get(name, "auto")
         if elems != "auto":
             fields[field] = (f"zero_optimization.{name}", _elements(elems, name) * element_bytes)
+    if _flag(section, "reduce_scatter", "zero_optimization.", default=True) is False:
+        why = "each rank gets the same sums by a reduce-scatter, in fewer bytes than by the all-reduce that it asks for"
+        _changes_nothing("zero_optimization.reduce_scatter", False, why)
     leaves = _section(section, "leaf_module", "zero_optimization.")
     _refuse_unknown(leaves, LEAF_MODULE, "zero_optimization.leaf_module")
     if leaves:

@@ -69,6 +69,8 @@ ZERO_ALIASES = {
         "allgather_sequential",
     )
 }
+#: Names that DeepSpeed has replaced and still converts: a section with "device": "cpu".
+CONVERTED = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 AIO = (
     "block_size",
     "queue_depth",

@@ -67,13 +67,14 @@ def build(section: Any, parameters: Iterable[Any]) -> torch.optim.Optimizer | No
     if section is None:
         return None
     kind, values = section_of(section, "optimizer")
-    name = _NAMES.get(kind.lower())
-    if name is None:
+    name = _NAMES.get(kind.lower(), kind)
+    others: Any = getattr(torch.optim, kind, None)  # as there: any of torch's by its own name
+    if name not in _TYPES and not (isinstance(others, type) and kind not in ("Muon", "Optimizer")):
         raise ConfigError(
             f"optimizer.type: {kind!r} is not built yet; wanted one of {', '.join(_TYPES)}, or optimizer= with any of "
             "torch's or of zeropp.optim"
         )
-    cls = _TYPES[name]
+    cls = _TYPES.get(name, others)
     if name in ("Adam", "AdamW"):
         for unused in ("torch_adam", "fused"):
             values.pop(unused, None)
@@ -90,10 +91,11 @@ def build(section: Any, parameters: Iterable[Any]) -> torch.optim.Optimizer | No
     if isinstance(values.get("betas"), list):
         values["betas"] = tuple(values["betas"])
     try:
-        return cls(list(parameters), **values)
+        made: torch.optim.Optimizer = cls(list(parameters), **values)
     except (TypeError, ValueError) as error:
         where = "torch's" if cls.__module__.startswith("torch.") else "zeropp.optim's"
         raise ConfigError(f"optimizer.params: {values!r} do not fit {where} {cls.__name__}: {error}") from error
+    return made
 
 
 def _drop_always(values: dict[str, Any]) -> None:

@@ -174,7 +174,7 @@ def test_layout_hints_are_said_to_change_nothing():
         ({"zero_optimisation": {}}, "zero_optimisation:", "did you mean 'zero_optimization'?"),
         ({"zero_optimization": {"stge": 3}}, "zero_optimization.stge:", "did you mean 'stage'?"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage:", "0, 1, 2 or 3"),
-        ({"zero_optimization": True}, "zero_optimization:", "a JSON object"),
+        ({"zero_optimization": 3}, "zero_optimization:", "a JSON object"),
         (
             {"zero_optimization": {"contiguous_gradients": False}},
             "zero_optimization.contiguous_gradients:",

@@ -79,6 +79,27 @@ def steps(engine: Any, loader: Any, first: int, last: int) -> list[list[float]]:
     return rows
 
 
+def by_hand() -> dict[str, Any]:
+    """Gradients that no_sync holds back, and those that are summed over both ranks."""
+    engine, _, _, _ = zeropp.initialize(model=network(), config={**settings(2), "gradient_allreduce_op": "sum"})
+    inputs, plain = torch.ones(4, 16), network()
+    with engine.no_sync():
+        engine.backward(engine(inputs).mean())
+    engine.set_gradient_accumulation_boundary(True)
+    found: dict[str, Any] = {}
+    try:
+        engine.allreduce_gradients()
+    except zeropp.Error as error:
+        found["held"] = str(error)
+    engine.backward(engine(inputs).mean())
+    engine.allreduce_gradients()
+    plain(inputs).mean().backward()
+    whole = zeropp.get_full(engine.module[3].bias, "grad")
+    assert whole is not None and plain[3].bias.grad is not None
+    found["sum"] = [float(whole), 2 * float(plain[3].bias.grad)]  # two halves a rank, two ranks
+    return found
+
+
 def main() -> None:
     faulthandler.dump_traceback_later(150, exit=True)  # a hang says where
     folder = Path(sys.argv[1])
@@ -99,6 +120,7 @@ def main() -> None:
         assert where is not None and where.endswith("global_step3") and state == {"epoch": 3}, (where, state)
         found[f"stage {stage} again"] = steps(again, loader, 6, 12)
         assert again.global_steps == 6 and math.isfinite(again.get_global_grad_norm())
+    found["reduced by hand"] = by_hand()
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -74,7 +74,7 @@ def by_hand(folder: Path) -> dict[str, Any]:
         found["evaluated"] = float((engine.eval()(inputs) - plain(inputs)).abs().max())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
-    assert engine.module[0].weight.ds_status == ZeroParamStatus.AVAILABLE
+    assert engine.module[0].weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
     found["out"] = float((engine(inputs) - plain(inputs)).abs().max().detach())
     engine.backward(engine(inputs).square().mean())
     engine.step()
@@ -155,7 +155,63 @@ def built_apart(folder: Path) -> dict[str, Any]:
     return found
 
 
-CASES = {"built_apart": built_apart, "by_hand": by_hand, "with_transformers": with_transformers}
+def maybe_zero_3(param: Any) -> torch.Tensor:
+    """LLaVA's llava/train/train.py; FastChat's and Qwen's are the same."""
+    if hasattr(param, "ds_id"):
+        assert param.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        with deepspeed.zero.GatheredParameters([param]):
+            param = param.data.detach().cpu().clone()
+    else:
+        param = param.detach().cpu().clone()
+    return param
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    """A script's own saving code, at every stage; what parameters say of themselves, split, in forward, and inside a gather."""
+    found: dict[str, Any] = {}
+    inputs, seen = torch.ones(2, 24), []
+    for stage in (0, 2, 3):
+        torch.manual_seed(7)
+        model, plain = network(), network()
+        plain.load_state_dict(model.state_dict())
+        config = {**CONFIG, "zero_optimization": {"stage": stage}}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        engine.module[0].register_forward_hook(
+            lambda m, a, o, seen=seen: seen.append([getattr(m.weight, "ds_status", None), hasattr(m.weight, "ds_id")])
+        )
+        engine.backward(engine(inputs).mean())
+        engine.step()
+        plain(inputs).mean().backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        values = {name: maybe_zero_3(p) for name, p in model.named_parameters()}
+        found[f"apart {stage}"] = max(float((values[n] - p).abs().max().detach()) for n, p in plain.named_parameters())
+        found[f"marked {stage}"] = [hasattr(p, "ds_id") and hasattr(p, "ds_status") for p in model.parameters()]
+    weight, parts = model[0].weight, []
+    found["ids"] = [p.ds_id for p in model.parameters()]
+    found["told"] = [weight.ds_numel, list(weight.ds_shape), str(weight.ds_tensor.dtype), weight.ds_tensor.dim()]
+    for one in model.parameters():
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, one.ds_tensor.clone())
+        parts.append(bool(torch.equal(torch.cat(every), maybe_zero_3(one).view(-1))))
+    found["slices"] = parts
+    with deepspeed.zero.GatheredParameters(weight):
+        found["inside"] = weight.ds_status == ZeroParamStatus.AVAILABLE
+    found["seen"] = [None if status is None else [status.name, marked] for status, marked in seen]
+    with deepspeed.zero.Init():
+        built = network()
+    found["built"] = [p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in built.parameters()]
+    found["built told"] = [
+        built[0].weight.ds_numel,
+        built[0].weight.ds_tensor.numel(),
+        built[0].bias.ds_tensor.ds_numel,
+    ]
+    with deepspeed.zero.GatheredParameters(list(built.parameters())):
+        found["built inside"] = [built[0].weight.ds_status == ZeroParamStatus.AVAILABLE, built[0].weight.numel()]
+    return found
+
+
+CASES = {"saved": saved, "built_apart": built_apart, "by_hand": by_hand, "with_transformers": with_transformers}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

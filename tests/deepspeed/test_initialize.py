@@ -37,6 +37,13 @@ def test_a_deepspeed_loop_equals_plain_pytorch(stage, found):
         assert one[f"stage {stage} again"] == one[f"stage {stage}"][3:]
 
 
+def test_gradients_are_reduced_by_backward_and_summed_where_asked(found):
+    for one in found:
+        assert "engine.allreduce_gradients: gradients of the last backward" in one["reduced by hand"]["held"]
+        ours, plain = one["reduced by hand"]["sum"]
+        assert ours == pytest.approx(plain)
+
+
 def model():
     torch.manual_seed(0)
     return nn.Linear(4, 2)

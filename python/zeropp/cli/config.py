@@ -25,6 +25,14 @@ _ELSEWHERE = {
     "scheduler": "zeropp.initialize builds it ({}); for Trainer give --lr_scheduler_type",
     "steps_per_print": "zeropp.initialize logs a line every so many steps; for Trainer give --logging_steps",
 }
+#: Keys that `zeropp.initialize` follows at a value that `zeropp.prepare` has no counterpart of.
+_BY_ENGINE = {
+    ("gradient_allreduce_op", "sum"): "zeropp.initialize sums gradients over the ranks; elsewhere they are averaged",
+    (
+        "zero_optimization.ignore_unused_parameters",
+        False,
+    ): "zeropp.initialize refuses a step to which a trained parameter gave no gradient",
+}
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -47,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
     for path, value, alone in _pieces(keys):
         state, said = _explain(path, value, alone, options.ranks)
         rows.append({"key": path, "value": value, "state": state, "said": said})
-        if state in ("used", "changes nothing") and not path.startswith(tuple(_ELSEWHERE)):
+        followed = path.startswith(tuple(_ELSEWHERE)) or said in _BY_ENGINE.values()
+        if state in ("used", "changes nothing") and not followed:
             _merge(accepted, alone)
     rows += [{"key": path, "value": None, "state": "left out", "said": said} for path, said in _notes(keys)]
     refused = [row["key"] for row in rows if row["state"] == "refused"]
@@ -89,6 +98,8 @@ def _explain(path: str, value: Any, alone: dict[str, Any], ranks: int) -> tuple[
             return "refused", str(error)
     if path in _ELSEWHERE:
         return "used", _ELSEWHERE[path]
+    if isinstance(value, (str, bool)) and (path, value) in _BY_ENGINE:
+        return "used", _BY_ENGINE[path, value]
     if value == "auto":
         return "auto", "Trainer fills it from its arguments; elsewhere zeropp's default stands"
     with warnings.catch_warnings(record=True) as caught:

@@ -4,12 +4,11 @@ which name leads where; helpers.py has the small things beside them."""
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +19,11 @@ from torch import nn
 import zeropp
 from zeropp.deepspeed_engine import Engine
 from zeropp.deepspeed_engine import initialize as _initialize
+from zeropp.deepspeed_names import zero
 from zeropp.deepspeed_names.finder import VERSION
 from zeropp.deepspeed_names.later import not_built as _not_built
 from zeropp.zero import random_state, values
+from zeropp.zero.prepare import is_prepared
 
 logger = logging.getLogger("DeepSpeed")
 logger.setLevel(logging.INFO)  # as there; Python prints what is below a warning only where somebody configured logging
@@ -40,14 +41,13 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        if self.zeropp_config.stage < 3:
+            return
         model = self.module
         for module in model.modules():
             module.__dict__.setdefault("ds_external_parameters", list)
-        for (
-            parameter
-        ) in model.parameters():  # TRL gathers what is not available before it reads it; here reading gathers
-            parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
-            parameter.ds_active_sub_modules = set()  # type: ignore[attr-defined]
+        if is_prepared(model):
+            zero.mark(model)
         if self.optimizer is not None:
             # TRL takes DeepSpeed's hooks off before it generates, and puts them back; zeropp's triggers stay.
             self.optimizer.parameter_offload = SimpleNamespace(
@@ -60,10 +60,18 @@ class DeepSpeedEngine(Engine):
         names = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
         return not any(section.get(name) is False for name in names)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
-        """As there, random states are left alone: Trainer and Accelerate restore their own."""
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
+        """As there, random states are left alone (Trainer and Accelerate restore their own), and the client state is None where there
+        is no checkpoint."""
         with random_state.kept():
-            return super().load_checkpoint(*args, **kwargs)
+            folder, client_state = super().load_checkpoint(*args, **kwargs)
+        return folder, None if folder is None else client_state
+
+    def save_16bit_model(
+        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """As there, by the name that scripts read it under."""
+        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
 
 def initialize(
@@ -117,19 +125,51 @@ def init_distributed(
     verbose: bool = True,
     timeout: Any = None,
     init_method: str | None = None,
-    **unknown: Any,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
 ) -> None:
-    """A process group where none runs. Rank, size and address are torchrun's."""
-    if unknown:
-        raise _not_built(f"init_distributed({next(iter(unknown))}=)", "leave it out; torchrun says rank and size")
-    if not dist.is_initialized():
-        more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-        if init_method is None and "WORLD_SIZE" not in os.environ:  # started by python, not by torchrun
-            more |= {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(
-            dist_backend or (None if torch.accelerator.is_available() else "gloo"), init_method, **more
-        )
+    """A process group where none runs.
+
+    Args:
+        dist_backend: torch's name of one; None: the accelerator's, gloo without.
+        auto_mpi_discovery: where neither torchrun nor the arguments say rank and size, they are Open MPI's, if it started this process.
+        distributed_port: for that case, of rank 0; where MASTER_PORT does not say.
+        verbose: a line of the logger.
+        timeout: a timedelta; None: torch's.
+        init_method: torch's URL; None: the environment.
+        dist_init_required: False: none is begun. True where one runs: an error.
+        config: of DeepSpeed's logging of collectives, which is not built; zeropp.traffic() counts them.
+        rank, world_size: in place of the environment's; -1: those.
+    """
+    if dist.is_initialized():
+        is_initialized()
+        return
+    if dist_init_required is False:
+        return
+    if auto_mpi_discovery and "RANK" not in os.environ:
+        _rank_of_mpi(distributed_port)
+    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    more |= {name: value for name, value in (("rank", rank), ("world_size", world_size)) if value >= 0}
+    if init_method is None and not more.keys() & {"rank", "world_size"} and "WORLD_SIZE" not in os.environ:
+        # started by python, not by torchrun
+        more |= {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
+    backend = dist_backend or (None if torch.accelerator.is_available() else "gloo")
+    if verbose:
+        logger.info("Initializing the process group with backend %s", backend or "of the accelerator")
+    dist.init_process_group(backend, init_method or ("env://" if "store" not in more else None), **more)
     is_initialized()
+
+
+def _rank_of_mpi(port: int | None) -> None:
+    """Under mpirun on one host, or with MASTER_ADDR set: what torchrun's variables would say."""
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        return
+    for name, source in (("RANK", "RANK"), ("WORLD_SIZE", "SIZE"), ("LOCAL_RANK", "LOCAL_RANK")):
+        os.environ.setdefault(name, os.environ[f"OMPI_COMM_WORLD_{source}"])
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port or 29500))
 
 
 def is_initialized() -> bool:
@@ -154,12 +194,6 @@ def add_config_arguments(parser: Any) -> Any:
 
 
 # -- deepspeed.zero --------------------------------------------------------------------------------------------------------
-
-
-class ZeroParamStatus(enum.Enum):
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
 
 
 def _wrapper(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -193,16 +227,6 @@ def _state_setter(put: Callable[..., Any]) -> Callable[..., Any]:
     return lambda parameter, value, optim_state_key: put(parameter, value, optim_state_key)
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Any) -> list[nn.Module]:
-    """Not needed: units are chosen by zeropp, and what is used out of order is gathered on use."""
-    wanted = tuple(one for one in leaf_module_classes if isinstance(one, type))
-    names = {one for one in leaf_module_classes if isinstance(one, str)}
-    found = [one for one in model.modules() if isinstance(one, wanted) or type(one).__name__ in names]
-    for one in found:
-        one._z3_leaf = True  # type: ignore[assignment]
-    return found
-
-
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     """Copies that do not share one large storage."""
     if isinstance(item, torch.Tensor):
@@ -212,43 +236,6 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     if isinstance(item, dict):
         return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
     return item
-
-
-# -- deepspeed.ops ---------------------------------------------------------------------------------------------------------
-
-
-def _adam(
-    model_params: Iterable[Any],
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    adamw_mode: bool = True,
-    adam_w_mode: bool = True,
-    fp32_optimizer_states: bool = True,
-    set_grad_none: bool = True,
-) -> torch.optim.Optimizer:
-    """torch's Adam or AdamW: ``initialize`` gives it zeropp's kernel."""
-    if not bias_correction or not fp32_optimizer_states:
-        raise _not_built("Adam without bias correction or with low-precision states", "leave both at True")
-    cls = torch.optim.AdamW if adamw_mode and adam_w_mode else torch.optim.Adam
-    return cls(list(model_params), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
-
-
-def _adagrad(
-    model_params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0
-) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(list(model_params), lr=lr, eps=eps, weight_decay=weight_decay)
-
-
-def _lion(
-    model_params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
-) -> torch.optim.Optimizer:
-    from zeropp.optim import Lion
-
-    return Lion(list(model_params), lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 __zeropp__ = zeropp.__version__

@@ -34,6 +34,10 @@ _COMM = (
     "in_aml in_aws_sm in_dlts"
 )
 _ZERO = "Init GatheredParameters register_external_parameter unregister_external_parameter"
+_LEAF = (
+    "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter set_z3_leaf_module "
+    "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
+)
 _ESTIMATES = "needs needs_all_live needs_all_cold"
 _BUILDERS = (
     "AsyncIOBuilder GDSBuilder CPUAdamBuilder FusedAdamBuilder CPUAdagradBuilder CPULionBuilder FusedLionBuilder FusedLambBuilder "
@@ -83,16 +87,20 @@ WORKS: dict[str, dict[str, str]] = {
         "split_params_into_different_moe_groups_for_optimizer",
     },
     "deepspeed.ops": {"builders": "__compatible_ops__=compatible_ops __installed_ops__=installed_ops"},
-    "deepspeed.ops.adagrad": {"modules": "DeepSpeedCPUAdagrad=_adagrad"},
-    "deepspeed.ops.adam": {"modules": "DeepSpeedCPUAdam=_adam FusedAdam=_adam"},
+    "deepspeed.ops.adagrad": {"optimizers": "DeepSpeedCPUAdagrad"},
+    "deepspeed.ops.adam": {"optimizers": "DeepSpeedCPUAdam FusedAdam"},
     "deepspeed.ops.aio": {"builders": "AsyncIOBuilder"},
-    "deepspeed.ops.lion": {"modules": "DeepSpeedCPULion=_lion FusedLion=_lion"},
+    "deepspeed.ops.lamb": {"optimizers": "FusedLamb"},
+    "deepspeed.ops.lion": {"optimizers": "DeepSpeedCPULion FusedLion"},
     "deepspeed.ops.op_builder": {"builders": _BUILDERS},
     "deepspeed.ops.op_builder.all_ops": {"builders": "ALL_OPS"},
     "deepspeed.runtime.base_optimizer": {"modules": "DeepSpeedOptimizer"},
     "deepspeed.runtime.config": {"helpers": "DtypeEnum DeepSpeedConfigError"},
     "deepspeed.runtime.dataloader": {"helpers": "RepeatingLoader"},
     "deepspeed.runtime.engine": {"modules": "DeepSpeedEngine"},
+    "deepspeed.runtime.fp16.onebit.adam": {"optimizers": "OnebitAdam"},
+    "deepspeed.runtime.fp16.onebit.lamb": {"optimizers": "OnebitLamb"},
+    "deepspeed.runtime.fp16.onebit.zoadam": {"optimizers": "ZeroOneAdam"},
     "deepspeed.runtime.lr_schedules": {"zeropp.deepspeed_schedules": "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"},
     "deepspeed.runtime.utils": {
         "helpers": "DummyOptim noop_context noop_decorator ensure_directory_exists set_random_seed is_model_parallel_parameter "
@@ -104,8 +112,8 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.config": {"helpers": "ZeroStageEnum OffloadDeviceEnum"},
     "deepspeed.runtime.zero.offload_config": {"helpers": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "deepspeed.runtime.zero.partition_parameters": {
-        "zero": _ZERO,
-        "modules": "ZeroParamStatus zero_wrapper_for_fp_tensor_constructor=_wrapper",
+        "zero": f"{_ZERO} ZeroParamStatus ZeroParamType PartitionedParamStatus",
+        "modules": "zero_wrapper_for_fp_tensor_constructor=_wrapper",
         "helpers": "is_zero_param",
         "accelerator": "get_accelerator",
         "torch": "_orig_torch_arange=arange _orig_torch_empty=empty _orig_torch_zeros=zeros _orig_torch_ones=ones _orig_torch_full=full",
@@ -114,7 +122,8 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.stage_1_and_2": {"estimates": _estimates(2)},
     "deepspeed.runtime.zero.utils": {"helpers": "ZeRORuntimeException"},
     "deepspeed.utils": {
-        "modules": f"logger set_z3_leaf_modules is_initialized {_SAFE}",
+        "modules": f"logger is_initialized {_SAFE}",
+        "leaf": _LEAF,
         "helpers": "log_dist log_dist_once set_log_level_from_string instrument_w_nvtx RepeatingLoader OnDevice get_caller_func",
     },
     "deepspeed.utils.comms_logging": {"helpers": "get_caller_func"},
@@ -124,7 +133,7 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.utils.nvtx": {"helpers": "instrument_w_nvtx"},
     "deepspeed.utils.tensor_fragment": {"modules": _SAFE},
     "deepspeed.utils.timer": {"helpers": "NoopTimer"},
-    "deepspeed.utils.z3_leaf_module": {"modules": "set_z3_leaf_modules"},
+    "deepspeed.utils.z3_leaf_module": {"leaf": _LEAF},
     "deepspeed.utils.zero_to_fp32": {
         "whole": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint get_model_state_file=_no_such_file "
         "convert_zero_checkpoint_to_fp32_state_dict get_optim_files=_no_such_file",
@@ -223,11 +232,6 @@ LATER: tuple[tuple[str, dict[str, str]], ...] = (
         "deepspeed.utils": "fragment_address link_hp_params lazy_init_hp_params_optimizer_state",
         "deepspeed.utils.debug": "debug_extract_module_and_param_names debug_param2name",
     }),
-    ('name "OneBitAdam", "ZeroOneAdam" or "OneBitLamb" in the file, or take them from zeropp.optim', {
-        "deepspeed.runtime.fp16.onebit.adam": "OnebitAdam", "deepspeed.runtime.fp16.onebit.lamb": "OnebitLamb",
-        "deepspeed.runtime.fp16.onebit.zoadam": "ZeroOneAdam",
-    }),
-    ("use zeropp.optim.LAMB", {"deepspeed.ops.lamb": "FusedLamb"}),
     (_CHECKPOINTS, {
         "deepspeed.checkpoint": "DeepSpeedCheckpoint",
         "deepspeed.checkpoint.deepspeed_checkpoint": "DeepSpeedCheckpoint",

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``deepspeed.zero``: models built in slices, and gathered for a while before and after ``deepspeed.initialize``."""
+"""``deepspeed.zero``: models built in slices, and gathered for a while before and after ``deepspeed.initialize``; and what a
+parameter says of itself there (``ds_id`` and its relatives)."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,8 +17,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 import zeropp
 from zeropp.config import _read_json
 from zeropp.errors import ConfigError
-from zeropp.zero.init import construction, is_sharded
-from zeropp.zero.parameter import ref_of
+from zeropp.zero import init as building
+from zeropp.zero.engine import FILE
+from zeropp.zero.init import ShardedParameter, construction, is_sharded
+from zeropp.zero.parameter import PartitionedParameter, ref_of
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 # Groups of ranks, and compression, that zeropp has no counterpart of: refused unless left at None or False.
@@ -25,6 +30,30 @@ _NOT_BUILT = (
 )  # fmt: skip
 # Where and how memory is taken; `initialize` decides that by its configuration.
 _PLACES = ("mem_efficient_linear", "remote_device", "pin_memory")
+
+
+class ZeroParamType(enum.Enum):
+    """How a parameter is held: whole everywhere, or in slices; none is held by one rank alone."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether this rank has the whole values now. Nothing is ever seen on its way."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class PartitionedParamStatus(enum.Enum):
+    """The same of a slice, which may be on a disk."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
 
 
 class Init(contextlib.ContextDecorator):
@@ -76,7 +105,11 @@ class Init(contextlib.ContextDecorator):
         return self
 
     def __exit__(self, *error: Any) -> None:
+        built = [] if building._active is None else list(building._active.followed)
         self._stack.pop().__exit__(*error)
+        for parameter in (one() for one in built):
+            if parameter is not None and is_sharded(parameter):
+                _mark(parameter, None)
 
 
 def _low(source: Any) -> torch.dtype | None:
@@ -141,4 +174,79 @@ def unregister_external_parameter(module: nn.Module, parameter: Any) -> None:
     """Not needed either."""
 
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+# -- what a parameter says of itself ----------------------------------------------------------------------------------------
+#
+# A partitioned parameter changes its class when it is gathered and released. What never changes is an attribute of its own, and so is
+# what it says while it is whole; a property of the class that it has while it is split goes before that. So no hook does anything.
+
+
+_ids = itertools.count()
+_FIELDS = (
+    "ds_id",
+    "ds_numel",
+    "ds_shape",
+    "ds_tensor",
+    "ds_status",
+    "ds_param_type",
+    "ds_persist",
+    "ds_active_sub_modules",
+)
+
+
+def mark(model: nn.Module) -> None:
+    """``ds_id``, ``ds_numel``, ``ds_shape``, ``ds_tensor`` and ``ds_status`` for every parameter that is split: at stage 3, as there."""
+    for parameter in model.parameters():
+        ref = ref_of(parameter)
+        if ref is not None and ref.engine.stage == 3:
+            _mark(parameter, _slice(parameter))
+        elif not is_sharded(parameter):
+            for name in _FIELDS:  # of zero.Init
+                parameter.__dict__.pop(name, None)
+
+
+def _mark(parameter: Any, values: torch.Tensor | None) -> None:
+    """``ds_id`` is drawn in an order that is that of every rank."""
+    known = parameter.__dict__
+    known.setdefault("ds_id", next(_ids))
+    known.setdefault("ds_active_sub_modules", set())
+    known.update(
+        ds_numel=parameter.numel(), ds_shape=torch.Size(parameter.shape), ds_tensor=values, ds_persist=False,
+        ds_status=ZeroParamStatus.AVAILABLE, ds_param_type=ZeroParamType.PARTITIONED,
+    )  # fmt: skip
+
+
+def _slice(parameter: Any) -> torch.Tensor:
+    """This rank's values, 1-D: a view of its part of the unit's slice. It may be empty, because a unit is cut into equal slices, and not
+    each parameter, as there. On meta where they lie in a file."""
+    ref = ref_of(parameter)
+    assert ref is not None, "of a prepared model"
+    unit = ref.unit
+    first, elems = next(((first, elems) for index, first, elems in unit.pieces() if index == ref.index), (0, 0))
+    return _described(unit.shard[first : first + elems].detach(), unit.place == FILE)
+
+
+def _described(values: Any, in_file: bool) -> torch.Tensor:
+    values.ds_numel, values.final_location = values.numel(), None
+    values.status = PartitionedParamStatus.NOT_AVAILABLE if in_file else PartitionedParamStatus.AVAILABLE
+    whole: torch.Tensor = values
+    return whole
+
+
+def _status_while_split(parameter: Any) -> ZeroParamStatus:
+    if "ds_id" not in parameter.__dict__:  # of a model that only zeropp.prepare has seen
+        raise AttributeError(f"{type(parameter).__name__} has no attribute 'ds_status'")
+    return ZeroParamStatus.NOT_AVAILABLE
+
+
+def _built_slice(parameter: Any) -> torch.Tensor:
+    return _described(building._values_of(parameter).detach(), False)
+
+
+for _kind in (PartitionedParameter, ShardedParameter):
+    _kind.ds_status = property(_status_while_split)  # type: ignore[union-attr]
+ShardedParameter.ds_tensor = property(_built_slice)  # type: ignore[attr-defined]
+
+__all__ = [
+    "GatheredParameters", "Init", "PartitionedParamStatus", "ZeroParamStatus", "ZeroParamType", "mark", "register_external_parameter",
+    "unregister_external_parameter",
+]  # fmt: skip
