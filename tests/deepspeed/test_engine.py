@@ -139,7 +139,7 @@ def test_a_name_that_nobody_has_is_the_engines():
     engine = engine_for(trained=Odd(4, 1))
     assert engine.in_features == 4
     with pytest.raises(
-        AttributeError, match="^DeepSpeedEngine of zeropp has no attribute 'gobal_steps'; nor has the model Odd"
+        AttributeError, match=r"^DeepSpeedEngine of zeropp has no attribute 'gobal_steps'; nor has the model Odd"
     ):
         _ = engine.gobal_steps
     with pytest.raises(AttributeError, match="did you mean 'global_steps'"):
@@ -163,7 +163,7 @@ def test_the_callers_own_backward_counts_for_its_part():
     engine.backward(engine(torch.ones(2, 4)).mean())
     engine.step()
     engine(torch.ones(2, 4)).mean().backward()
-    with pytest.raises(zeropp.Error, match="1 of 2 backwards of this step were loss.backward"):
+    with pytest.raises(zeropp.Error, match=r"1 of 2 backwards of this step were loss.backward"):
         engine.step()
     half = engine_for({"fp16": {"enabled": True, "initial_scale_power": 4}})
     half.scale(half(torch.ones(2, 4)).float().mean()).backward()
@@ -236,7 +236,7 @@ def test_a_checkpoint_of_a_part_of_the_model(tmp_path):
     assert torch.equal(again.module_state_dict()["0.weight"], 2 * values["0.weight"]) and again.global_steps == 1
     again.load_module_state_dict({"module": values})
     assert torch.equal(again.module_state_dict(prefix="x.")["x.0.weight"], values["0.weight"])
-    with pytest.raises(zeropp.ConfigError, match='wanted {"module": state dict}'):
+    with pytest.raises(zeropp.ConfigError, match=r'wanted {"module": state dict}'):
         again.load_module_state_dict(values)
 
 
@@ -248,7 +248,7 @@ def test_leaf_modules_by_class_and_by_name():
         net
     )
     for wanted in ([nn.Conv2d], ["Conv2d"], ["nn.Linear"]):
-        with pytest.raises(ValueError, match="No modules of type .* found in model Sequential"):
+        with pytest.raises(ValueError, match=r"No modules of type .* found in model Sequential"):
             leaf.set_z3_leaf_modules(net, wanted)
         assert leaf.set_z3_leaf_modules(net, wanted, raise_if_not_found=False) == []
     assert leaf.set_z3_leaf_modules_by_name(net, ["1", "7"], raise_if_not_found=False) == ([net[1]], ["7"])
@@ -342,7 +342,7 @@ def test_an_optimizer_of_the_users_own(stage, tmp_path):
     assert set(shapes) == ({1, 2} if stage == 0 else {1})
     if stage:
         with pytest.raises(
-            zeropp.ConfigError, match='optimizer Signs is not among .*"zero_allow_untested_optimizer": true'
+            zeropp.ConfigError, match=r'optimizer Signs is not among .*"zero_allow_untested_optimizer": true'
         ):
             trained = model()
             engine_for(
