@@ -169,6 +169,10 @@ def _check_again(model: nn.Module, settings: Config) -> None:
             )
 
 
+class UnusedParameterError(Error, AssertionError):
+    """A trained parameter had no part in a step. DeepSpeed's tests and scripts wait for an AssertionError."""
+
+
 class Engine(Saving):
     """What ``deepspeed.initialize`` returns: the model, its optimizer and its schedule, stepped together.
 
@@ -305,7 +309,7 @@ class Engine(Saving):
         for unit in engine.units:
             for entry, gradient in zip(unit.params, _has_gradients(engine, unit), strict=True):
                 if entry.param.requires_grad and unit.trainable and not gradient:
-                    raise Error(
+                    raise UnusedParameterError(
                         f"engine.step: parameter '{entry.names[0]}' had no part in the losses of this step, and the file says "
                         '"ignore_unused_parameters": false; use it, freeze it, or take that key out'
                     )

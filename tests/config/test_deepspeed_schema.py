@@ -14,6 +14,7 @@ import warnings
 
 import pytest
 import warm
+from zeropp.cli import main
 from zeropp.config import Config
 from zeropp.errors import ConfigError
 
@@ -150,3 +151,59 @@ def test_the_names_are_those_that_deepspeed_asks_for():
     # The last one is asked for where a process group runs.
     assert {*found.pop(""), "sequence_parallel_size"} == {*TOP, *REMOVED}
     assert found == SECTIONS
+
+
+def fields(keys: dict, **more: object) -> Config:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return Config.from_json(keys, **more)
+
+
+def test_what_deepspeed_has_replaced_means_what_it_meant():
+    """cpu_offload and its like, the oldest form of zero_optimization, and long names of types."""
+    new = fields(
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+    )
+    assert new.offload.optimizer.kind == new.offload.params.kind == "cpu"
+    old = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True, "cpu_offload_use_pin_memory": True}
+    assert fields({"zero_optimization": old}) == new
+    assert (
+        fields({"zero_optimization": {**old, "cpu_offload": False, "cpu_offload_param": None}}).offload
+        == Config().offload
+    )
+    assert fields({"zero_optimization": True}).stage == 1 and fields({"zero_optimization": False}).stage == 0
+    kept = {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}
+    assert fields({"zero_optimization": kept, "bfloat16": {"enabled": True}}).precision == "bf16"
+    short, long = (
+        fields({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": name}}).precision
+        for name in ("fp32", "float32")
+    )
+    assert short == long and long.accumulate == "fp32"
+    both = {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
+    with pytest.raises(ConfigError, match=r"zero_optimization.cpu_offload: true, and .*offload_optimizer too"):
+        fields({"zero_optimization": both})
+
+
+def test_what_changes_only_how_gradients_travel():
+    with pytest.warns(
+        UserWarning, match=r"reduce_scatter: False changes nothing in zeropp: each rank gets the same sums"
+    ):
+        Config.from_json({"zero_optimization": {"stage": 2, "reduce_scatter": False}})
+    assert not fields({"zero_optimization": {"stage": 2}}).custom_optimizer
+    assert fields({"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}).custom_optimizer
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: 'sum' .* zeropp.initialize sums them"),
+        ({"zero_optimization": {"stage": 2, "ignore_unused_parameters": False}}, "zeropp.initialize refuses them"),
+    ],
+)
+def test_what_only_the_engine_follows(keys, said, capsys):
+    """Refused by prepare with the way out, and explained by the command."""
+    with pytest.raises(ConfigError, match=said):
+        Config.from_json(keys)
+    assert main(["config", json.dumps(keys)]) == 0
+    shown = capsys.readouterr().out
+    assert "zeropp.initialize" in shown and "refused" not in shown

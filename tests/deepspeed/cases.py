@@ -79,6 +79,41 @@ def steps(engine: Any, loader: Any, first: int, last: int) -> list[list[float]]:
     return rows
 
 
+class Signs(torch.optim.Optimizer):
+    """An element-wise optimizer of the user's own."""
+
+    def __init__(self, params: Any, speed: float) -> None:
+        super().__init__(params, {"lr": speed})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            held = self.state[p].setdefault("held", torch.zeros_like(p))
+            held.mul_(0.9).add_(p.grad)
+            p.sub_(held.sign() * 0.01 + held * 0.1)
+
+
+def own_optimizer(stage: int) -> float:
+    """How far two ranks are from plain PyTorch after three steps."""
+    keys = {**settings(stage), "gradient_accumulation_steps": 1, "train_batch_size": 8, "gradient_clipping": 0}
+    del keys["optimizer"], keys["scheduler"]
+    trained, plain, inputs = network(), network(), torch.ones(4, 16)
+    engine, _, _, _ = zeropp.initialize(
+        model=trained,
+        optimizer=Signs(trained.parameters(), 1.0),
+        config={**keys, "zero_allow_untested_optimizer": True},
+    )
+    reference = Signs(plain.parameters(), 1.0)
+    for _ in range(3):
+        engine.backward(engine(inputs).mean())
+        engine.step()
+        reference.zero_grad()
+        plain(inputs).mean().backward()
+        reference.step()
+    found = zeropp.full_state_dict(engine.module)
+    return max(float((found[name] - value).abs().max()) for name, value in plain.state_dict().items())
+
+
 def by_hand() -> dict[str, Any]:
     """Gradients that no_sync holds back, and those that are summed over both ranks."""
     engine, _, _, _ = zeropp.initialize(model=network(), config={**settings(2), "gradient_allreduce_op": "sum"})
@@ -121,6 +156,7 @@ def main() -> None:
         found[f"stage {stage} again"] = steps(again, loader, 6, 12)
         assert again.global_steps == 6 and math.isfinite(again.get_global_grad_norm())
     found["reduced by hand"] = by_hand()
+    found["own optimizer"] = [own_optimizer(stage) for stage in (0, 1, 3)]
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -44,6 +44,10 @@ def test_gradients_are_reduced_by_backward_and_summed_where_asked(found):
         assert ours == pytest.approx(plain)
 
 
+def test_an_optimizer_of_the_users_own_steps_on_two_ranks(found):
+    assert all(max(one["own optimizer"]) < 1e-6 for one in found)
+
+
 def model():
     torch.manual_seed(0)
     return nn.Linear(4, 2)

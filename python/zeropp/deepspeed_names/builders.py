@@ -47,6 +47,11 @@ class OpBuilder:
     def load(self, verbose: bool = True) -> Any:
         raise not_built(f"op {self.NAME!r} as a module", self._instead or "run without it")
 
+    @staticmethod
+    def installed_rocm_version() -> tuple[int, int]:
+        """Of a kernel compiler that nothing here needs."""
+        return 0, 0
+
     def builder_name(self) -> str:
         return type(self).__name__
 

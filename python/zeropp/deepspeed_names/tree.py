@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
+from zeropp.deepspeed_names import inside
 from zeropp.deepspeed_names.constants import CONSTANTS
 from zeropp.deepspeed_names.later import later
 
@@ -270,14 +271,14 @@ def _rows() -> dict[str, dict[str, tuple[str, str]]]:
             found.setdefault(".".join(parts[:length]), {})
         found[module][name] = row
 
-    for instead, modules in LATER:
+    for instead, modules in (*LATER, *inside.LATER):
         for module, names in modules.items():
             for name in names.split():
                 put(module, name, ("later", instead))
-    for module, values in CONSTANTS.items():
+    for module, values in (*CONSTANTS.items(), *inside.CONSTANTS.items()):
         for name in values:
             put(module, name, ("value", ""))
-    for module, homes in WORKS.items():
+    for module, homes in (*WORKS.items(), *inside.WORKS.items()):
         for home, names in homes.items():
             for entry in names.split():
                 theirs, _, ours = entry.partition("=")
@@ -309,7 +310,8 @@ def resolve(module: str, name: str) -> Any:
     """
     kind, what = MODULES[module].get(name, ("", ""))
     if kind == "value":
-        return CONSTANTS[ALIASES.get(module, module)][name]
+        at = ALIASES.get(module, module)
+        return {**CONSTANTS.get(at, {}), **inside.CONSTANTS.get(at, {})}[name]
     if kind == "later":
         return later(f"{module}.{name}", what)
     if kind == "here":
