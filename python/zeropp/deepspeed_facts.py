@@ -213,6 +213,7 @@ class Facts(nn.Module):
         self.num_experts: list[int] = []
         self.moe_layers: list[Any] = []
         self.gate_modules: list[Any] = []
+        self.sparse_tensor_module_names: set[str] = set()
         self.monitor = Monitor()
 
     def __getattr__(self, name: str) -> Any:
