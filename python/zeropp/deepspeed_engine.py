@@ -31,7 +31,7 @@ from zeropp.deepspeed_saving import Saving
 from zeropp.errors import ConfigError, Error
 from zeropp.wording import what_it_is
 from zeropp.zero.engine import engine_of
-from zeropp.zero.prepare import _cast_inputs, is_prepared
+from zeropp.zero.prepare import _cast_inputs, attach, is_prepared
 from zeropp.zero.units import plan_units
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -96,7 +96,9 @@ def initialize(
     if is_prepared(model):
         _check_again(model, alone)
     evaluates = optimizer is None and settings.stage == 0 and not is_prepared(model)
-    if not evaluates:
+    if is_prepared(model) and optimizer is not None:
+        attach(model, optimizer)  # in place of an engine's before, as there
+    elif not evaluates:
         _, optimizer = zeropp.prepare(model, optimizer, alone)
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         lr_scheduler = lr_scheduler(optimizer)

@@ -130,6 +130,16 @@ def test_steps_are_counted_and_batches_change():
     assert engine.empty_partition_cache() is None
 
 
+def test_a_second_engine_takes_over_the_model():
+    first = engine_for()
+    train(first)
+    second = engine_for(trained=first.module)
+    train(second)
+    assert second.module is first.module and second.optimizer is not first.optimizer
+    with pytest.raises(zeropp.Error, match="another optimizer has taken over the model"):
+        train(first)
+
+
 def test_a_name_that_nobody_has_is_the_engines():
     class Odd(nn.Linear):
         @property
