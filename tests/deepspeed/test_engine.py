@@ -3,8 +3,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import sys
+
 import pytest
 import torch
+import warm
 import zeropp
 from torch import nn
 from zeropp.deepspeed_names import leaf, optimizers
@@ -82,6 +88,25 @@ def test_every_public_name_of_the_engine_is_answered():
         zeropp.ConfigError, match=r"engine.sparse_allreduce: .* is not there in zeropp: gradients are dense"
     ):
         engine.sparse_allreduce(None, None)
+
+
+ASKED = """
+import json, torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+print("found " + json.dumps([n for n in dir(DeepSpeedEngine) if not n.startswith("_") and n not in dir(torch.nn.Module)]))
+"""
+
+
+@pytest.mark.slow
+def test_the_names_are_those_of_deepspeeds_own_engine():
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        pytest.skip("deepspeed is not installed: pip install zeropp[bench]")
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(one for one in sys.path if one)}
+    done = warm.launch(1, "-c", ASKED, env=environment, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("found "))
+    assert set(json.loads(line.removeprefix("found "))) <= set(NAMES)
 
 
 def test_facts_of_a_file():
