@@ -35,11 +35,7 @@ Field = tuple[str, Any]  # path of the key in the file, value of the field of Co
 # Top-level keys that zeropp always satisfies: accepted values, and what it does.
 _TOP_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "zero_force_ds_cpu_optimizer": ((False,), "the optimizer given is the one used"),
-    "wall_clock_breakdown": ((False,), "the library prints nothing"),
-    "dump_state": ((False,), "the library prints nothing"),
-    "prescale_gradients": ((False,), "gradients are averaged after the sum, in fp32"),
     "gradient_predivide_factor": ((1, 1.0), "gradients are averaged after the sum, in fp32"),
-    "disable_allgather": ((False,), "updated parameters are shared"),
     "sparse_gradients": ((False,), "gradients are dense"),
     "gradient_allreduce_op": (("mean",), "gradients are averaged; zeropp.initialize sums them where it says 'sum'"),
     "managed_gradient_accumulation": ((True,), "the engine counts micro-steps; zeropp.no_sync accumulates by hand"),
@@ -48,8 +44,15 @@ _TOP_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "use_data_before_expert_parallelism": ((False,), "experts are not split over ranks by themselves"),
     "dataloader_drop_last": ((True, False), "the loader of zeropp.initialize follows it"),
     "disable_python_gc": ((False,), "Python's collector is the script's own"),
-    "memory_breakdown": ((False,), "zeropp.memory() tells it when asked"),
     "log_level": ((None,), "the loggers are logging.getLogger('zeropp') and 'DeepSpeed'"),
+}
+# Switches of what DeepSpeed prints, and of the way that bytes take: the usual value, and why the other changes nothing here.
+_TOP_SWITCHES = {
+    "wall_clock_breakdown": (False, "the library prints nothing; zeropp.trace writes a timeline of steps"),
+    "dump_state": (False, "the library prints nothing"),
+    "memory_breakdown": (False, "zeropp.memory() tells it when asked"),
+    "prescale_gradients": (False, "gradients are averaged after the sum, in fp32"),
+    "disable_allgather": (False, "updated parameters are shared"),
 }
 _TOP_MAPPED = (
     "zero_optimization",
@@ -73,7 +76,7 @@ _TOP_MAPPED = (
     "timers",
     "vocabulary_size",
 )
-DEEPSPEED_KEYS = (*_TOP_MAPPED, *_TOP_ALWAYS, *REFUSED)
+DEEPSPEED_KEYS = (*_TOP_MAPPED, *_TOP_ALWAYS, *_TOP_SWITCHES, *REFUSED)
 
 # Hints about how DeepSpeed lays out memory, which have no counterpart here: a number is accepted, and a warning says
 # why it changes nothing.
@@ -89,9 +92,6 @@ _ZERO_HINTS = {
 # The same for zero_optimization.
 _ZERO_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "overlap_comm": ((True, False, None), "reductions never block backward"),
-    "contiguous_gradients": ((True,), "gradients of a unit lie in one buffer"),
-    "use_multi_rank_bucket_allreduce": ((True,), "a unit holds a slice of every rank"),
-    "allgather_partitions": ((True,), "parameters are all-gathered"),
     "compute_grad_norm": ((True,), "clip_grad_norm_ returns it"),
     "round_robin_gradients": ((False, True), "every rank owns an equal slice of every unit"),
     "ignore_unused_parameters": (
@@ -100,21 +100,30 @@ _ZERO_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "elastic_checkpoint": ((False,), "checkpoints are described by their manifest"),
     "load_from_fp32_weights": ((True,), "fp32 master weights are saved and loaded"),
-    "legacy_stage1": ((False,), "there is one implementation"),
     "parameter_alignment": ((False, True), "parameters are aligned"),
     "stage3_gather_16bit_weights_on_model_save": ((True, False), "zeropp.full_state_dict gathers when asked"),
     "stage3_gather_fp16_weights_on_model_save": ((True, False), "zeropp.full_state_dict gathers when asked"),
-    "stage3_use_all_reduce_for_fetch_params": ((False,), "parameters are all-gathered"),
-    "stage3_allgather_sequential": ((False,), "a unit is gathered at once"),
     "zero_quantized_nontrainable_weights": ((False,), "frozen parameters are held as they are"),
     "cpu_offload_use_pin_memory": ((True, False, None), "buffers are locked where the system lets them"),
     "zenflow": ((None,), "Config(offload=Offload(delayed_update=)) overlaps the step with the next pass"),
     "memory_efficient_linear": ((True, False), "backward gathers a weight again, and keeps none"),
-    "pipeline_loading_checkpoint": ((False,), "checkpoints are read slice by slice"),
     "override_module_apply": ((True, False), "nothing of torch is overridden; zeropp.sharded_init builds in slices"),
-    "log_trace_cache_warnings": ((False,), "zeropp.trace shows what was fetched when"),
     "enable_sanity_checks": ((True, False), "every gather and reduction is checked, always"),
     "save_muon_momentum_buffer_in_memory": ((True, False), "Muon's momentum is in memory"),
+}
+_ZERO_SWITCHES = {
+    "contiguous_gradients": (True, "gradients of a unit lie in one buffer"),
+    "use_multi_rank_bucket_allreduce": (True, "a unit holds a slice of every rank"),
+    "allgather_partitions": (True, "parameters are all-gathered"),
+    "reduce_scatter": (
+        True,
+        "each rank gets the same sums by a reduce-scatter, in fewer bytes than by the all-reduce that it asks for",
+    ),
+    "legacy_stage1": (False, "there is one implementation"),
+    "stage3_use_all_reduce_for_fetch_params": (False, "parameters are all-gathered"),
+    "stage3_allgather_sequential": (False, "a unit is gathered at once"),
+    "pipeline_loading_checkpoint": (False, "checkpoints are read slice by slice"),
+    "log_trace_cache_warnings": (False, "zeropp.trace shows what was fetched when"),
 }
 _FP16_MAPPED = ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale")
 _FP16_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
@@ -178,7 +187,6 @@ _ZERO_MAPPED = (
     "offload_param",
     "offload_optimizer",
     "leaf_module",
-    "reduce_scatter",
     "zero_quantized_weights",
     "zero_quantized_gradients",
     "zero_hpz_partition_size",
@@ -202,6 +210,7 @@ def fields_from_deepspeed(keys: Mapping[str, Any], ranks: int | None = None) -> 
     _clip(keys, fields)
     _batch(keys, fields, ranks)
     _always(keys, _TOP_ALWAYS, "")
+    _switches(keys, _TOP_SWITCHES, "")
     for name, why in REFUSED.items():
         if not _is_off(name, keys.get(name)):
             switch, values = SWITCHES.get(name, ("enabled", (False,)))
@@ -274,6 +283,12 @@ def _always(keys: Mapping[str, Any], table: Mapping[str, tuple[tuple[object, ...
         ):
             allowed = " or ".join(repr(one) for one in accepted)
             raise not_yet(path + name, value, f"remove it, or give 'auto' or {allowed} ({why})")
+
+
+def _switches(section: Mapping[str, Any], table: Mapping[str, tuple[bool, str]], path: str) -> None:
+    for name, (usual, why) in table.items():
+        if _flag(section, name, path, default=usual) is not usual:
+            _changes_nothing(path + name, section[name], why)
 
 
 def _switch(section: Mapping[str, Any], path: str) -> bool | None:
@@ -452,7 +467,7 @@ def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: i
         if name in section and section[name] not in (None, "auto"):
             raise ConfigError(f"zero_optimization.{name}: {section[name]!r} is not there; remove it: {why}")
     section = {ZERO_ALIASES.get(name, name): value for name, value in section.items() if name not in ZERO_REFUSED}
-    _refuse_unknown(section, (*_ZERO_MAPPED, *_ZERO_ALWAYS, *_ZERO_HINTS), "zero_optimization")
+    _refuse_unknown(section, (*_ZERO_MAPPED, *_ZERO_ALWAYS, *_ZERO_SWITCHES, *_ZERO_HINTS), "zero_optimization")
     stage = section.get("stage", 0)
     fields["stage"] = ("zero_optimization.stage", stage)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
@@ -466,9 +481,7 @@ def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: i
         elems = section.get(name, "auto")
         if elems != "auto":
             fields[field] = (f"zero_optimization.{name}", _elements(elems, name) * element_bytes)
-    if _flag(section, "reduce_scatter", "zero_optimization.", default=True) is False:
-        why = "each rank gets the same sums by a reduce-scatter, in fewer bytes than by the all-reduce that it asks for"
-        _changes_nothing("zero_optimization.reduce_scatter", False, why)
+    _switches(section, _ZERO_SWITCHES, "zero_optimization.")
     leaves = _section(section, "leaf_module", "zero_optimization.")
     _refuse_unknown(leaves, LEAF_MODULE, "zero_optimization.leaf_module")
     if leaves:

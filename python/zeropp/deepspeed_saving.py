@@ -172,7 +172,7 @@ class Saving(Facts):
         Args:
             exclude_frozen_parameters: parameters that are not trained are left out; a load leaves those of the model as they are.
         """
-        if not str(save_dir):
+        if save_dir is None or not str(save_dir):
             raise ValueError(f"save_checkpoint: save_dir {save_dir!r} is not allowed; wanted the name of a folder")
         self._prepare_now()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)

@@ -54,14 +54,14 @@ def test_optimizers_are_named_or_refused(capsys, tmp_path, section, stage, state
 
 def test_everything_that_is_refused_is_said_at_once(capsys, tmp_path):
     keys = {
-        "zero_optimization": {"stage": 3, "contiguous_gradients": False, "ovrlap_comm": True},
+        "zero_optimization": {"stage": 3, "load_from_fp32_weights": False, "ovrlap_comm": True},
         "flops_profiler": {"enabled": True}, "stpes": 3,
     }  # fmt: skip
     status, rows, _ = told(capsys, tmp_path, keys)
     assert status == 1
     refused = {key for key, row in rows.items() if row["state"] == "refused"}
     assert refused == {
-        "zero_optimization.contiguous_gradients",
+        "zero_optimization.load_from_fp32_weights",
         "zero_optimization.ovrlap_comm",
         "flops_profiler",
         "stpes",

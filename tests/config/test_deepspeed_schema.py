@@ -184,6 +184,16 @@ def test_what_deepspeed_has_replaced_means_what_it_meant():
         fields({"zero_optimization": both})
 
 
+@pytest.mark.parametrize(
+    "name", ["wall_clock_breakdown", "prescale_gradients", "zero_optimization.pipeline_loading_checkpoint"]
+)
+def test_what_only_prints_or_moves_bytes_is_taken_with_a_warning(name):
+    section, _, key = name.rpartition(".")
+    keys = {"zero_optimization": {"stage": 2, **({key: True} if section else {})}, **({} if section else {key: True})}
+    with pytest.warns(UserWarning, match=f"{name}: True changes nothing in zeropp: "):
+        assert Config.from_json(keys).stage == 2
+
+
 def test_what_changes_only_how_gradients_travel():
     with pytest.warns(
         UserWarning, match=r"reduce_scatter: False changes nothing in zeropp: each rank gets the same sums"

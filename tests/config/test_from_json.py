@@ -176,8 +176,8 @@ def test_layout_hints_are_said_to_change_nothing():
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage:", "0, 1, 2 or 3"),
         ({"zero_optimization": 3}, "zero_optimization:", "a JSON object"),
         (
-            {"zero_optimization": {"contiguous_gradients": False}},
-            "zero_optimization.contiguous_gradients:",
+            {"zero_optimization": {"load_from_fp32_weights": False}},
+            "zero_optimization.load_from_fp32_weights:",
             "not built",
         ),
         ({"zero_optimization": {"reduce_bucket_size": -1}}, "zero_optimization.reduce_bucket_size:", "elements >= 0"),

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from zeropp.deepspeed_names.accelerator import get_accelerator
 from zeropp.deepspeed_names.later import not_built
 from zeropp.deepspeed_names.modules import logger
+from zeropp.errors import ConfigError
 
 # -- deepspeed.utils.logging ---------------------------------------------------------------------------------------------------
 
@@ -435,8 +436,7 @@ class ZeRORuntimeException(Exception):
     pass
 
 
-class DeepSpeedConfigError(Exception):
-    pass
+DeepSpeedConfigError = ConfigError  # what is raised for a file, by either name
 
 
 default_pg_timeout = datetime.timedelta(minutes=30)
