@@ -206,6 +206,10 @@ def saved(folder: Path) -> dict[str, Any]:
         built[0].weight.ds_tensor.numel(),
         built[0].bias.ds_tensor.ds_numel,
     ]
+    with deepspeed.zero.Init():  # initialize inside of it, too
+        early = network()
+        engine, _, _, _ = deepspeed.initialize(model=early, config=CONFIG)
+        found["early"] = list(engine(inputs).shape)
     with deepspeed.zero.GatheredParameters(list(built.parameters())):
         found["built inside"] = [built[0].weight.ds_status == ZeroParamStatus.AVAILABLE, built[0].weight.numel()]
     return found

@@ -252,6 +252,7 @@ def test_models_under_zero_init_are_built_in_slices(tmp_path):
             and saved["built told"] == [960, 480, 20]
             and saved["built inside"] == [True, 960]
         )
+        assert saved["early"] == [2, 3]
         loaded = found["with_transformers"]
         for name in ("gpt2", "moe"):
             assert loaded[name] == {"kinds": ["ShardedParameter"], "missing": [], "names": True, "apart": 0.0}

@@ -92,6 +92,7 @@ def initialize(
     """``deepspeed.initialize``."""
     if mpu is not None or mesh_param is not None:
         raise _not_built("model and sequence parallelism (mpu, mesh_param)", "leave both out")
+    zero.end_open_contexts()
     logger.info("DeepSpeed info: version=%s, answered by zeropp %s", VERSION, zeropp.__version__)
     if dist_init_required is not False:
         init_distributed(

@@ -95,6 +95,7 @@ class Init(contextlib.ContextDecorator):
     def __enter__(self) -> Init:
         stack = contextlib.ExitStack()
         self._stack.append(stack)
+        _open.append(stack)
         if self.enabled:
             from zeropp.deepspeed_names.modules import init_distributed
 
@@ -105,11 +106,28 @@ class Init(contextlib.ContextDecorator):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        built = [] if building._active is None else list(building._active.followed)
-        self._stack.pop().__exit__(*error)
-        for parameter in (one() for one in built):
-            if parameter is not None and is_sharded(parameter):
-                _mark(parameter, None)
+        stack = self._stack.pop()
+        if stack in _open:  # else `initialize` has ended it
+            _end(stack, *error)
+
+
+_open: list[contextlib.ExitStack] = []
+"""Of the contexts that are entered now."""
+
+
+def _end(stack: contextlib.ExitStack, *error: Any) -> None:
+    _open.remove(stack)
+    built = [] if building._active is None else list(building._active.followed)
+    stack.__exit__(*(error or (None, None, None)))
+    for parameter in (one() for one in built):
+        if parameter is not None and is_sharded(parameter):
+            _mark(parameter, None)
+
+
+def end_open_contexts() -> None:
+    """``initialize`` inside of ``with zero.Init():`` takes what was built so far; the rest of the block builds as ever."""
+    for stack in reversed(_open.copy()):
+        _end(stack)
 
 
 def _low(source: Any) -> torch.dtype | None:
