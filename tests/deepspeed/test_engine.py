@@ -13,7 +13,7 @@ import torch
 import warm
 import zeropp
 from torch import nn
-from zeropp.deepspeed_names import leaf, optimizers
+from zeropp.deepspeed_names import leaf, optimizers, zero
 from zeropp.deepspeed_names.modules import initialize
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -273,6 +273,21 @@ def test_a_checkpoint_of_a_part_of_the_model(tmp_path):
     assert torch.equal(again.module_state_dict(prefix="x.")["x.0.weight"], values["0.weight"])
     with pytest.raises(zeropp.ConfigError, match=r'wanted {"module": state dict}'):
         again.load_module_state_dict(values)
+
+
+def test_parameters_built_under_zero_init_say_so_on_one_rank():
+    with zero.Init():
+        built = model()
+    weight = built[0].weight
+    assert weight.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE and (weight.ds_numel, weight.ds_tensor.numel()) == (
+        12,
+        12,
+    )
+    with zero.GatheredParameters([weight], modifier_rank=0):
+        assert weight.ds_status == zero.ZeroParamStatus.AVAILABLE
+    assert weight.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+    engine_for(trained=built)
+    assert not hasattr(weight, "ds_id"), "at stage 2 nothing is split"
 
 
 def test_leaf_modules_by_class_and_by_name():

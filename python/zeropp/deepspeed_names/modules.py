@@ -23,7 +23,6 @@ from zeropp.deepspeed_names import zero
 from zeropp.deepspeed_names.finder import VERSION
 from zeropp.deepspeed_names.later import not_built as _not_built
 from zeropp.zero import random_state, values
-from zeropp.zero.prepare import is_prepared
 
 logger = logging.getLogger("DeepSpeed")
 logger.setLevel(logging.INFO)  # as there; Python prints what is below a warning only where somebody configured logging
@@ -41,13 +40,12 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        model = self.module
+        zero.mark(model)
         if self.zeropp_config.stage < 3:
             return
-        model = self.module
         for module in model.modules():
             module.__dict__.setdefault("ds_external_parameters", list)
-        if is_prepared(model):
-            zero.mark(model)
         if self.optimizer is not None:
             # TRL takes DeepSpeed's hooks off before it generates, and puts them back; zeropp's triggers stay.
             self.optimizer.parameter_offload = SimpleNamespace(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -103,6 +104,8 @@ class Init(contextlib.ContextDecorator):
             if self.dtype is not None:  # before the hook of the construction, which takes what is registered as it is
                 stack.enter_context(contextlib.closing(_Cast(self.dtype)))
             stack.enter_context(construction(from_rank_0=True))
+            if building._active is None:  # one rank has nothing to slice, but its parameters say what they are
+                stack.enter_context(contextlib.closing(_MarkWhole()))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -157,6 +160,25 @@ class _Cast:
         self._hook.remove()
 
 
+class _MarkWhole:
+    """Parameters as they are registered on one rank: as those that are split, with all of their values in ``ds_tensor``."""
+
+    def __init__(self) -> None:
+        self._seen: list[weakref.ref[nn.Parameter]] = []
+        self._hook = register_module_parameter_registration_hook(self._on_parameter)
+
+    def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if type(parameter) is nn.Parameter:
+            self._seen.append(weakref.ref(parameter))
+
+    def close(self) -> None:
+        self._hook.remove()
+        for parameter in (one() for one in self._seen):
+            if parameter is not None and "ds_id" not in parameter.__dict__ and ref_of(parameter) is None:
+                _mark(parameter, _described(parameter.detach().reshape(-1), False))
+                parameter.__dict__["ds_status"] = ZeroParamStatus.NOT_AVAILABLE
+
+
 @contextlib.contextmanager
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
@@ -170,9 +192,19 @@ def GatheredParameters(
         raise ConfigError(
             f"deepspeed's GatheredParameters(modifier_rank={modifier_rank}) is not built yet in zeropp; change the values on rank 0"
         )
-    chosen = [one for one in _parameters(params) if is_sharded(one) or ref_of(one) is not None]
-    with zeropp.gathered(chosen, write=modifier_rank == 0):
-        yield
+    every = _parameters(params)
+    chosen = [one for one in every if is_sharded(one) or ref_of(one) is not None]
+    marked = [
+        one.__dict__ for one in every if type(one) is nn.Parameter and "ds_id" in one.__dict__ and ref_of(one) is None
+    ]
+    for known in marked:  # by _MarkWhole: they are whole anyway
+        known["ds_status"] = ZeroParamStatus.AVAILABLE
+    try:
+        with zeropp.gathered(chosen, write=modifier_rank == 0):
+            yield
+    finally:
+        for known in marked:
+            known["ds_status"] = ZeroParamStatus.NOT_AVAILABLE
 
 
 def _parameters(what: Any) -> list[Any]:
