@@ -49,13 +49,19 @@ def is_known(optimizer: optim.Optimizer | type) -> bool:
 
 def check_kind(optimizer: optim.Optimizer, config: Config) -> None:
     """An optimizer that may need whole matrices is not given pieces, unless the caller says that it needs none."""
-    if is_known(optimizer) or config.stage == 0 or config.custom_optimizer:
+    if is_known(optimizer):
         return
-    raise ConfigError(
-        f"optimizer {type(optimizer).__name__} is not among those whose step is known on slices: {', '.join(c.__name__ for c in _KNOWN)}; if each "
-        "element of its step needs that element alone, say Config(custom_optimizer=True), in DeepSpeed's file "
-        '"zero_allow_untested_optimizer": true; else use stage 0'
-    )
+    name, known = type(optimizer).__name__, ", ".join(dict.fromkeys(kind.__name__ for kind in _KNOWN))
+    closure = inspect.signature(_step_of(type(optimizer))).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer {name} is not implemented yet on slices; these are: {known}. Its step asks for the loss again, by a closure"
+        )
+    if config.stage > 0 and not config.custom_optimizer:
+        raise ConfigError(
+            f"optimizer {name} is not among those whose step is known on slices: {known}; if each element of its step needs that element alone, "
+            'say Config(custom_optimizer=True), in DeepSpeed\'s file "zero_allow_untested_optimizer": true; else use stage 0'
+        )
 
 
 def over_pieces(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Optimizer:
