@@ -4,6 +4,7 @@
 
     python scripts/deepspeed_table.py            write the table
     python scripts/deepspeed_table.py --check    say whether it is up to date
+    python scripts/deepspeed_table.py --measure  ask zeropp which names work, record it, and write the table
 
 The data file has names and paths alone, by project: which names of deepspeed each file reads, which of them zeropp answers with a
 sentence when they are used, by which option a script gets there (``only``), and which test makes the same calls (``test``).
@@ -81,7 +82,35 @@ def page(text: str, data: dict[str, Any]) -> str:
     return before + BEGIN + "\n\n" + "\n".join(lines(data)) + "\n\n" + END + after
 
 
+def measured(data: dict[str, Any]) -> dict[str, Any]:
+    """The data with what zeropp says about each name today."""
+    from zeropp.deepspeed_names import tree
+
+    found: dict[str, list[str]] = {"works": [], "sentence": []}
+    for name in sorted({name for rows in data["projects"].values() for row in rows.values() for name in row["names"]}):
+        found["sentence" if tree.raises(name) else "works"].append(name)
+    return {"names": found, "projects": data["projects"]}
+
+
+def compact(data: dict[str, Any]) -> str:
+    """JSON with a line a name, and a line a file."""
+    names = [
+        f'    "{kind}": [\n' + ",\n".join(f"      {json.dumps(one)}" for one in all_) + "\n    ]"
+        for kind, all_ in data["names"].items()
+    ]
+    projects = [
+        f"    {json.dumps(project)}: {{\n"
+        + ",\n".join(f"      {json.dumps(path)}: {json.dumps(row)}" for path, row in rows.items())
+        + "\n    }"
+        for project, rows in data["projects"].items()
+    ]
+    inside = (",\n".join(names), ",\n".join(projects))
+    return '{{\n  "names": {{\n{}\n  }},\n  "projects": {{\n{}\n  }}\n}}\n'.format(*inside)
+
+
 def main() -> int:
+    if "--measure" in sys.argv[1:]:
+        DATA.write_text(compact(measured(json.loads(DATA.read_text(encoding="utf-8")))), encoding="utf-8")
     text = PAGE.read_text(encoding="utf-8")
     new = page(text, json.loads(DATA.read_text(encoding="utf-8")))
     if "--check" in sys.argv[1:]:

@@ -149,7 +149,7 @@ def small_parts() -> dict[str, Any]:
         estimate_zero3_model_states_mem_needs_all_live,
     )
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_cold
-    from deepspeed.utils import RepeatingLoader
+    from deepspeed.utils import RepeatingLoader, logger
 
     with deepspeed.OnDevice(dtype=torch.float16, device="meta"):
         model = torch.nn.Linear(1 << 15, 1 << 15)
@@ -159,6 +159,7 @@ def small_parts() -> dict[str, Any]:
     rates = [(optimizer.step(), schedule.step(), schedule.get_last_lr()[0])[2] for _ in range(6)]
     assert isinstance(schedule, WarmupLR) and OneCycle(optimizer, 0.1, cycle_max_lr=0.2) is not None
     set_random_seed(3)
+    assert callable(logger.warning_once) and callable(logger.log_dist_once)
     here, moved = torch.ones(2), torch.zeros(2)
     assert move_to_device({"a": [here, (moved,)]}, "cpu")["a"][1][0].device.type == "cpu"
 

@@ -66,9 +66,10 @@ def _estimates(stage: int) -> str:
 #: Module: the file here that has the names, and the names; ``theirs=ours`` where they differ.
 WORKS: dict[str, dict[str, str]] = {
     "deepspeed": {
-        "modules": "initialize init_distributed add_config_arguments DeepSpeedEngine DeepSpeedOptimizer logger __zeropp__",
+        "modules": "initialize init_distributed add_config_arguments DeepSpeedEngine DeepSpeedOptimizer __zeropp__",
         "accelerator": "get_accelerator",
-        "helpers": "log_dist OnDevice DeepSpeedConfigError is_compile_supported",
+        "logs": "logger log_dist",
+        "helpers": "OnDevice DeepSpeedConfigError is_compile_supported",
     },
     "deepspeed.accelerator": {"accelerator": "get_accelerator set_accelerator is_current_accelerator_supported DeepSpeedAccelerator"},
     "deepspeed.accelerator.abstract_accelerator": {"accelerator": "DeepSpeedAccelerator"},
@@ -123,14 +124,15 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.stage_1_and_2": {"estimates": _estimates(2)},
     "deepspeed.runtime.zero.utils": {"helpers": "ZeRORuntimeException"},
     "deepspeed.utils": {
-        "modules": f"logger is_initialized {_SAFE}",
+        "modules": f"is_initialized {_SAFE}",
         "leaf": _LEAF,
-        "helpers": "log_dist log_dist_once set_log_level_from_string instrument_w_nvtx RepeatingLoader OnDevice get_caller_func",
+        "logs": "logger log_dist log_dist_once set_log_level_from_string",
+        "helpers": "instrument_w_nvtx RepeatingLoader OnDevice get_caller_func",
     },
     "deepspeed.utils.comms_logging": {"helpers": "get_caller_func"},
     "deepspeed.utils.groups": {"helpers": _GROUPS},
     "deepspeed.utils.init_on_device": {"helpers": "OnDevice"},
-    "deepspeed.utils.logging": {"modules": "logger", "helpers": _LOGGING},
+    "deepspeed.utils.logging": {"logs": f"logger {_LOGGING}"},
     "deepspeed.utils.nvtx": {"helpers": "instrument_w_nvtx"},
     "deepspeed.utils.tensor_fragment": {"modules": _SAFE},
     "deepspeed.utils.timer": {"helpers": "NoopTimer"},
@@ -322,6 +324,17 @@ def resolve(module: str, name: str) -> Any:
     raise AttributeError(missing(f"{module}.{name}"))
 
 
+def raises(full_name: str) -> bool:
+    """True if a name, written with its module, stands for a feature that is not built."""
+    if full_name.startswith("get_accelerator()"):
+        return False
+    module, name = full_name, ""
+    while module and module not in MODULES:
+        module, _, name = module.rpartition(".")
+    kind, what = MODULES[module].get(name, ("", ""))
+    return kind == "later" or (what.startswith("builders:") and name.endswith("Builder"))
+
+
 def fill(module: ModuleType) -> None:
     """Make a new module answer its names, each when it is first read."""
     name = module.__name__
@@ -361,4 +374,4 @@ def missing(full_name: str, known: Iterable[str] | None = None) -> str:
     return f"{full_name}: zeropp stands for deepspeed in this process, and has no such name{hint}; docs/from-deepspeed.md lists the names"
 
 
-__all__ = ["ALIASES", "LATER", "MODULES", "WORKS", "fill", "missing", "resolve"]
+__all__ = ["ALIASES", "LATER", "MODULES", "WORKS", "fill", "missing", "raises", "resolve"]

@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> None:
     net = Net(args)
     parameters = filter(lambda p: p.requires_grad, net.parameters())
     if args.moe_param_group:
-        groups = {"params": [p for p in net.parameters()], "name": "parameters"}
+        groups = {"params": list(net.parameters()), "name": "parameters"}
         parameters = split_params_into_different_moe_groups_for_optimizer(groups)
     engine, _, loader, _ = deepspeed.initialize(
         args=args, model=net, model_parameters=parameters, training_data=dataset, config=config(args)
