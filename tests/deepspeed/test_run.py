@@ -188,6 +188,16 @@ def test_every_child_interpreter_has_the_names_too(tmp_path):
     assert found["isolated"] == [None, None, False], "python -I reads no PYTHONPATH, and is left as it is"
 
 
+def test_a_child_that_has_the_real_package_keeps_it(tmp_path):
+    from zeropp.deepspeed_names import CHILDREN
+
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("whose = 'its own'\n")
+    path = os.pathsep.join([str(CHILDREN), str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+    done = python("-c", "import sys, deepspeed; print(deepspeed.whose, 'torch' in sys.modules)", PYTHONPATH=path)
+    assert done.stdout.split() == ["its", "own", "False"], done.stderr
+
+
 def test_what_cannot_be_says_why(tmp_path):
     (tmp_path / "script.py").write_text("import deepspeed\ndeepspeed.initialize(mpu=1)\n")
     refused = python(HIDE, "run", tmp_path / "script.py")

@@ -38,7 +38,8 @@ class Finder:
 
         if fullname not in tree.MODULES:
             # An import statement gets the sentence; importlib.util.find_spec, which only asks, gets None.
-            if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
+            caller = sys._getframe(1).f_back
+            if caller is not None and caller.f_code.co_name == "_find_and_load_unlocked":
                 raise ModuleNotFoundError(tree.missing(fullname))
             return None
         spec = importlib.machinery.ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]

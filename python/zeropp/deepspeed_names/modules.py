@@ -132,7 +132,7 @@ def init_distributed(
     """A process group where none runs.
 
     Args:
-        dist_backend: torch's name of one; None: the accelerator's, gloo without.
+        dist_backend: torch's name of one; None: the accelerator's, gloo without. "nccl" without a GPU is gloo.
         auto_mpi_discovery: where neither torchrun nor the arguments say rank and size, they are Open MPI's, if it started this process.
         distributed_port: for that case, of rank 0; where MASTER_PORT does not say.
         verbose: a line of the logger.
@@ -154,6 +154,9 @@ def init_distributed(
     if init_method is None and not more.keys() & {"rank", "world_size"} and "WORLD_SIZE" not in os.environ:
         # started by python, not by torchrun
         more |= {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
+    if dist_backend == "nccl" and not torch.cuda.is_available():  # many scripts name it
+        logger.warning("init_distributed: nccl needs a GPU, and this machine has none; the backend is gloo")
+        dist_backend = "gloo"
     backend = dist_backend or (None if torch.accelerator.is_available() else "gloo")
     if verbose:
         logger.info("Initializing the process group with backend %s", backend or "of the accelerator")

@@ -44,7 +44,7 @@ def prepared(args: argparse.Namespace, model: SimpleNamespace) -> torch.optim.Op
         {"params": [p for n, p in named if not any(one in n for one in none)], "weight_decay": 0.01},
         {"params": [p for n, p in named if any(one in n for one in none)], "weight_decay": 0.0},
     ]
-    deepspeed.init_distributed()
+    deepspeed.init_distributed(dist_backend="nccl")
     model.network, optimizer, _, _ = deepspeed.initialize(args=args, model=model.network, model_parameters=groups)
     args.train_micro_batch_size_per_gpu = model.network.train_micro_batch_size_per_gpu()
     args.gradient_accumulation_steps = model.network.gradient_accumulation_steps()
