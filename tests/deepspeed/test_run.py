@@ -188,6 +188,15 @@ def test_every_child_interpreter_has_the_names_too(tmp_path):
     assert found["isolated"] == [None, None, False], "python -I reads no PYTHONPATH, and is left as it is"
 
 
+@pytest.mark.slow
+def test_a_worker_of_ray_has_the_names_too(tmp_path):
+    pytest.importorskip("ray", reason="ray is not installed: pip install zeropp[ray]")
+    done = python(HIDE, "run", HERE / "ray_script.py", tmp_path / "found.json", limit_s=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+    here, there = json.loads((tmp_path / "found.json").read_text())
+    assert here == there
+
+
 def test_a_child_that_has_the_real_package_keeps_it(tmp_path):
     from zeropp.deepspeed_names import CHILDREN
 
