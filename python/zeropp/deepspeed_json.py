@@ -98,7 +98,6 @@ _ZERO_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
         (True,),
         "unused parameters are allowed; zeropp.initialize refuses them where it says false",
     ),
-    "elastic_checkpoint": ((False,), "checkpoints are described by their manifest"),
     "load_from_fp32_weights": ((True,), "fp32 master weights are saved and loaded"),
     "parameter_alignment": ((False, True), "parameters are aligned"),
     "stage3_gather_16bit_weights_on_model_save": ((True, False), "zeropp.full_state_dict gathers when asked"),
@@ -122,6 +121,7 @@ _ZERO_SWITCHES = {
     "legacy_stage1": (False, "there is one implementation"),
     "stage3_use_all_reduce_for_fetch_params": (False, "parameters are all-gathered"),
     "stage3_allgather_sequential": (False, "a unit is gathered at once"),
+    "elastic_checkpoint": (False, "a checkpoint loads on any number of ranks"),
     "pipeline_loading_checkpoint": (False, "checkpoints are read slice by slice"),
     "log_trace_cache_warnings": (False, "zeropp.trace shows what was fetched when"),
 }

@@ -232,6 +232,7 @@ def unregister_external_parameter(module: nn.Module, parameter: Any) -> None:
 
 _ids = itertools.count()
 _FIELDS = (
+    "is_external_param",
     "ds_id",
     "ds_numel",
     "ds_shape",
@@ -260,7 +261,7 @@ def _mark(parameter: Any, values: torch.Tensor | None) -> None:
     known.setdefault("ds_id", next(_ids))
     known.setdefault("ds_active_sub_modules", set())
     known.update(
-        ds_numel=parameter.numel(), ds_shape=torch.Size(parameter.shape), ds_tensor=values, ds_persist=False,
+        ds_numel=parameter.numel(), ds_shape=torch.Size(parameter.shape), ds_tensor=values, ds_persist=False, is_external_param=False,
         ds_status=ZeroParamStatus.AVAILABLE, ds_param_type=ZeroParamType.PARTITIONED,
     )  # fmt: skip
 
