@@ -205,7 +205,8 @@ def fields_from_deepspeed(keys: Mapping[str, Any], ranks: int | None = None) -> 
     low = _precision(keys, fields)
     _types(keys, fields)
     _zero(zero_section(keys), fields, element_bytes=2 if low else 4)
-    if _flag(keys, "zero_allow_untested_optimizer", ""):
+    untested = keys.get("zero_allow_untested_optimizer")
+    if untested == 1 or _flag(keys, "zero_allow_untested_optimizer", ""):  # files and DeepSpeed's own tests say 1, too
         fields["custom_optimizer"] = ("zero_allow_untested_optimizer", True)
     _clip(keys, fields)
     _batch(keys, fields, ranks)
