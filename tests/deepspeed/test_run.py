@@ -197,6 +197,15 @@ def test_a_worker_of_ray_has_the_names_too(tmp_path):
     assert here == there
 
 
+def test_a_module_whose_package_imports_deepspeed_runs(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import deepspeed\n")
+    (tmp_path / "package" / "script.py").write_text("import package\nprint(package.deepspeed.__version__)\n")
+    path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+    done = python(HIDE, "run", "-m", "package.script", PYTHONPATH=path)
+    assert done.returncode == 0 and done.stdout.startswith("0."), done.stderr
+
+
 def test_a_child_that_has_the_real_package_keeps_it(tmp_path):
     from zeropp.deepspeed_names import CHILDREN
 

@@ -42,8 +42,6 @@ def run(options: argparse.Namespace) -> int:
         return refuse(
             "run", f"{options.script!r}: there is no such file; wanted a script, or -m and the name of a module"
         )
-    if options.module and not _is_module(options.script):
-        return refuse("run", f"{options.script!r}: there is no such module; wanted one that `import` finds from here")
     from zeropp.deepspeed_names import install, reach_children
 
     with contextlib.ExitStack() as files:
@@ -54,6 +52,10 @@ def run(options: argparse.Namespace) -> int:
                 _tell_accelerate(options.for_accelerate, files)
         except ConfigError as error:
             return refuse("run", error)
+        if options.module and not _is_module(options.script):  # after install: it imports the parent packages
+            return refuse(
+                "run", f"{options.script!r}: there is no such module; wanted one that `import` finds from here"
+            )
         reach_children()
         sys.argv = [options.script, *arguments]
         if options.module:
