@@ -209,6 +209,20 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     zeropp.save(tmp_path, model, optimizer)
 
 
+def test_a_user_that_a_collection_ends_waits_for_nobody(tmp_path):
+    """A garbage collection ends a model in any thread, also in one that the owner of the guard waits for: a new thread's start did."""
+    user = object()
+    folder_writer.take(tmp_path, user)
+    with folder_writer._guard:
+        collected = threading.Thread(target=folder_writer.leave, args=(user,), daemon=True)
+        collected.start()
+        collected.join(10)
+        assert not collected.is_alive(), "leave waits for a lock"
+        assert (tmp_path / folder_writer.FILE).exists()
+    folder_writer.leave(object())
+    assert not (tmp_path / folder_writer.FILE).exists(), "the next one that has the guard lets the folder go"
+
+
 def test_models_of_one_process_save_in_turn(tmp_path, monkeypatch):
     """The second waits for what the first writes in the background; who is gone, or saves elsewhere, leaves the folder."""
     one, one_optimizer, _ = make()

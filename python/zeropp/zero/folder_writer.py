@@ -22,6 +22,8 @@ import socket
 import threading
 import time
 import uuid
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -93,13 +95,34 @@ class Hold:
         count = 0
         while not self.ended.wait(BEAT_S):
             count += 1
-            with contextlib.suppress(OSError), _guard:  # the next save finds a folder that is gone
+            with contextlib.suppress(OSError), _guarded():  # the next save finds a folder that is gone
                 if not self.ended.is_set():
                     _write(self.descriptor, self.record, count)
 
 
-_guard = threading.RLock()  # of a garbage collection inside of it, too
+_guard = threading.Lock()
 _held: dict[str, Hold] = {}
+_leaving: deque[Any] = deque()
+"""Users that leave. A garbage collection may end a user in any thread, also in one that the owner of `_guard` waits for, so that
+:func:`leave` never waits for `_guard`: whoever has it lets these go."""
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    try:
+        with _guard:
+            yield
+    finally:
+        _let_leavers_go()
+
+
+def _let_leavers_go() -> None:
+    while _leaving and _guard.acquire(blocking=False):
+        try:
+            while _leaving:
+                _drop(_leaving.popleft())
+        finally:
+            _guard.release()
 
 
 def take(folder: Path, user: Any, job: str | None = None, ranks: tuple[int, ...] = (0,)) -> Hold:
@@ -110,28 +133,30 @@ def take(folder: Path, user: Any, job: str | None = None, ranks: tuple[int, ...]
         zeropp.TierError: the folder cannot be written to.
     """
     name = os.path.realpath(folder)
-    with _guard:
+    with _guarded():
         hold = _held.get(name)
         if hold is not None and not hold.stands():
             _let_go(name, hold)
             hold = None
-        if hold is None:
+        if fresh := hold is None:
             hold = _held[name] = _acquire(folder, job, ranks)
         hold.users.add(user)
         _drop(user, but=name)
-        return hold
+    if fresh:  # outside of the guard: `start` waits for the thread, in which a garbage collection may run
+        threading.Thread(target=hold.beat, name="zeropp-writer", daemon=True).start()
+    return hold
 
 
 def leave(user: Any) -> None:
-    """``user`` writes no more."""
-    with _guard:
-        _drop(user)
+    """``user`` writes no more. Never waits."""
+    _leaving.append(user)
+    _let_leavers_go()
 
 
 @atexit.register
 def leave_all() -> None:
     """The end of the process."""
-    with _guard:
+    with _guarded():
         for name, hold in list(_held.items()):
             _let_go(name, hold)
 
@@ -156,7 +181,8 @@ def _let_go(name: str, hold: Hold) -> None:
 def _in_child() -> None:
     """A forked process is not the writer; and must not keep the lock of one that dies."""
     global _guard
-    _guard = threading.RLock()
+    _guard = threading.Lock()
+    _leaving.clear()
     for hold in _held.values():
         hold.ended.set()
         with contextlib.suppress(OSError):
@@ -209,9 +235,7 @@ def _begin(path: Path, descriptor: int, job: str | None, ranks: tuple[int, ...])
     with storage_errors(path, 0):
         os.ftruncate(descriptor, 0)
         _write(descriptor, record, 0)
-    hold = Hold(path, descriptor, record)
-    threading.Thread(target=hold.beat, name="zeropp-writer", daemon=True).start()
-    return hold
+    return Hold(path, descriptor, record)
 
 
 def _open(path: Path) -> tuple[int, bool]:
