@@ -240,7 +240,7 @@ static PyObject *end_backward(PyObject *self, PyObject *unused) {
     Zero *zero = (Zero *)self, *one;
     if (zero->closed || !zero->in_backward) Py_RETURN_NONE;
     const long task = zero->task;
-    struct raised raised = { NULL };
+    struct raised raised = { NULL, NULL, NULL, NULL };
     bool leaves = false;
     while (!leaves && (one = first_in(task))) {
         Py_INCREF((PyObject *)one);

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from zeropp.cli import main
@@ -94,7 +96,6 @@ CASES: list[tuple[list[str], int, str]] = [
     # `run` says so before it makes names for this process.
     (["run", "none.py"], 2, "python -m zeropp run: 'none.py': there is no such file; wanted a script"),
     (["run", "-m", "no_such_module_here"], 2, "'no_such_module_here': there is no such module"),
-    (["run", "-m", "json.nothing.there"], 2, "there is no such module"),
     (["env", "x"], 2, "unrecognized arguments: x"),
     (["nonsense"], 2, "invalid choice: 'nonsense'"),
 ]  # fmt: skip
@@ -109,6 +110,16 @@ def test_one_sentence(command, status, says, capsys):
     assert says in said.err and not said.out, said
     sentence = said.err.splitlines()[-1]
     assert sentence.startswith(("python -m zeropp", "zeropp")), said.err
+
+
+def test_a_module_that_is_not_in_its_package():
+    """In a process of its own: `run` has made its names by then, because finding the module imports its package."""
+    command = [sys.executable, "-m", "zeropp", "run", "-m", "json.nothing.there"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and not done.stdout, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        "python -m zeropp run: 'json.nothing.there': there is no such module"
+    )
 
 
 @pytest.mark.parametrize("model", ["config.json", "empty", "ck", "/none/there", ""])

@@ -42,6 +42,9 @@ def run(options: argparse.Namespace) -> int:
         return refuse(
             "run", f"{options.script!r}: there is no such file; wanted a script, or -m and the name of a module"
         )
+    no_module = f"{options.script!r}: there is no such module; wanted one that `import` finds from here"
+    if options.module and not _is_module(options.script.partition(".")[0]):
+        return refuse("run", no_module)
     from zeropp.deepspeed_names import install, reach_children
 
     with contextlib.ExitStack() as files:
@@ -53,9 +56,7 @@ def run(options: argparse.Namespace) -> int:
         except ConfigError as error:
             return refuse("run", error)
         if options.module and not _is_module(options.script):  # after install: it imports the parent packages
-            return refuse(
-                "run", f"{options.script!r}: there is no such module; wanted one that `import` finds from here"
-            )
+            return refuse("run", no_module)
         reach_children()
         sys.argv = [options.script, *arguments]
         if options.module:
