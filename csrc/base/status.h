@@ -24,7 +24,7 @@ enum { ZPP_ERR_TEXT_BYTES = 768, ZPP_NO_RANK = -1 };
 struct zpp_err {
     zpp_status status;
     int os_errno; /* 0 where the operating system was not involved */
-    int rank;     /* the guilty rank, or ZPP_NO_RANK */
+    int rank;     /* the failed rank, or ZPP_NO_RANK */
     char text[ZPP_ERR_TEXT_BYTES]; /* one sentence: object, value seen, value wanted, way out; NUL-terminated */
 };
 
@@ -34,7 +34,7 @@ struct zpp_err {
 zpp_status zpp_fail(struct zpp_err *err, zpp_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* The same, naming the guilty rank. */
+/* The same, naming the failed rank. */
 zpp_status zpp_fail_rank(struct zpp_err *err, zpp_status status, int rank, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
 

@@ -2,8 +2,8 @@
  *
  * Asynchronous collectives: one queue and one progress thread per communicator, both made at the first asynchronous
  * call. Calls run in the order of submission; a blocking call waits until the queue is empty and then runs in its own
- * thread, so all ranks see one order whatever mixture they use. A call that fails ends the group (its verdict stands),
- * so what is queued behind it fails with the same error.
+ * thread, so all ranks see one order whatever mixture they use. A call that fails ends the group (its comm error
+ * stands), so what is queued behind it fails with the same error.
  *
  * Threads: submission and blocking calls come from one thread at a time (comm.h); waiting on a work, from any.
  * `lock` guards queue, states and counts; nothing is called with it held.

@@ -59,12 +59,12 @@ static zpp_status check_counts(const struct job *job, struct zpp_err *err) {
         const uint64_t comes = counts_of(comm, r)[comm->rank];
         if (comes == job->call->dst_bytes[r]) continue;
         job->turn->describe(job->turn->ctx, doing, sizeof doing);
-        return zpp_verdict(comm, ZPP_PEER, r, err,
-                           "comm: in %s of group \"%s\" rank %d sends %" PRIu64
-                           " bytes to rank %d, which expects %zu; the split sizes of "
-                           "the two must agree",
-                           doing, comm->name, zpp_label(comm, r), comes, zpp_label(comm, comm->rank),
-                           job->call->dst_bytes[r]);
+        return zpp_comm_fail(comm, ZPP_PEER, r, err,
+                             "comm: in %s of group \"%s\" rank %d sends %" PRIu64
+                             " bytes to rank %d, which expects %zu; the split sizes of "
+                             "the two must agree",
+                             doing, comm->name, zpp_label(comm, r), comes, zpp_label(comm, comm->rank),
+                             job->call->dst_bytes[r]);
     }
     return ZPP_OK;
 }

@@ -23,8 +23,9 @@ static bool crowded(int ranks) {
     return ranks > count;
 }
 
-/* A forked child has the parent's descriptors and mappings, and must touch neither counters nor verdict. It recognises
- * itself by this page, which the kernel wipes in it; no global handler is needed, and a look costs one load. */
+/* A forked child has the parent's descriptors and mappings, and must touch neither counters nor comm error. It
+ * recognises itself by this page, which the kernel wipes in it; no global handler is needed, and a look costs one
+ * load. */
 static zpp_status make_fork_guard(struct zpp_comm *comm, struct zpp_err *err) {
     void *page = mmap(NULL, GUARD_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (page == MAP_FAILED) return zpp_fail_os(err, errno, "comm: no memory for a group");
@@ -78,7 +79,7 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
     comm->base_bytes = sizeof(struct zpp_control) + (size_t)ZPP_TRACKS * ZPP_STAGE_SLOTS * ZPP_STAGE_BYTES;
     snprintf(comm->name, sizeof comm->name, "%s", options->name ? options->name : "default");
     pthread_mutex_init(&comm->mail_lock, NULL);
-    pthread_mutex_init(&comm->verdict_lock, NULL);
+    pthread_mutex_init(&comm->comm_error_lock, NULL);
     pthread_mutex_init(&comm->arena_lock, NULL);
     pthread_mutex_init(&comm->side_lock, NULL);
     for (int r = 0; r < comm->ranks; r++) comm->peer[r].socket = comm->peer[r].pidfd = -1;
@@ -110,7 +111,7 @@ void zpp_comm_destroy(zpp_comm *comm) {
     if (comm->fork_guard) munmap(comm->fork_guard, GUARD_BYTES);
     if (!forked) { /* a child may have been forked while another thread held them */
         pthread_mutex_destroy(&comm->mail_lock);
-        pthread_mutex_destroy(&comm->verdict_lock);
+        pthread_mutex_destroy(&comm->comm_error_lock);
         pthread_mutex_destroy(&comm->arena_lock);
         pthread_mutex_destroy(&comm->side_lock);
     }
@@ -120,8 +121,8 @@ void zpp_comm_destroy(zpp_comm *comm) {
 void zpp_comm_abort(zpp_comm *comm, const char *sentence) {
     struct zpp_err standing = ZPP_ERR_INIT;
     if (zpp_comm_forked(comm)) return;
-    (void)zpp_verdict(comm, ZPP_ABORTED, comm->rank, &standing, "comm: rank %d aborted group \"%s\": %s", comm->rank,
-                      comm->name, sentence ? sentence : "no reason given");
+    (void)zpp_comm_fail(comm, ZPP_ABORTED, comm->rank, &standing, "comm: rank %d aborted group \"%s\": %s", comm->rank,
+                        comm->name, sentence ? sentence : "no reason given");
 }
 
 zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err) { return zpp_comm_check(comm, err); }

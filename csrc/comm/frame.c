@@ -20,15 +20,15 @@ zpp_status zpp_frame_check(const void *raw, int ranks, struct zpp_frame *out, st
             return zpp_fail(err, ZPP_PEER, "a transfer of %llu bytes, wanted at most %llu",
                             (unsigned long long)frame.bytes, (unsigned long long)DATA_BYTES_MAX);
         break;
-    case ZPP_FRAME_VERDICT:
+    case ZPP_FRAME_ERROR:
         if (frame.bytes == 0 || frame.bytes >= ZPP_ERR_TEXT_BYTES)
-            return zpp_fail(err, ZPP_PEER, "a verdict of %llu bytes, wanted 1 to %d", (unsigned long long)frame.bytes,
-                            (int)ZPP_ERR_TEXT_BYTES - 1);
+            return zpp_fail(err, ZPP_PEER, "a comm error of %llu bytes, wanted 1 to %d",
+                            (unsigned long long)frame.bytes, (int)ZPP_ERR_TEXT_BYTES - 1);
         if (frame.elems > (uint64_t)ranks)
-            return zpp_fail(err, ZPP_PEER, "a verdict on rank %llu of a group of %d",
+            return zpp_fail(err, ZPP_PEER, "a comm error on rank %llu of a group of %d",
                             (unsigned long long)frame.elems - 1, ranks);
         if (frame.what == 0 || frame.what > 64)
-            return zpp_fail(err, ZPP_PEER, "a verdict of status -%llu", (unsigned long long)frame.what);
+            return zpp_fail(err, ZPP_PEER, "a comm error of status -%llu", (unsigned long long)frame.what);
         break;
     case ZPP_FRAME_FAREWELL:
         if (frame.bytes || frame.elems)
@@ -60,7 +60,7 @@ zpp_status zpp_news_came(struct zpp_news *news, size_t bytes, int ranks, struct 
         const zpp_status status = zpp_frame_check(news->raw, ranks, &frame, err);
         if (status != ZPP_OK) return status;
         if (frame.kind == ZPP_FRAME_DATA)
-            return zpp_fail(err, ZPP_PEER, "a frame of data among the news, wanted a verdict or a farewell");
+            return zpp_fail(err, ZPP_PEER, "a frame of data among the news, wanted a comm error or a farewell");
     } else {
         memcpy(&frame, news->raw, sizeof frame);
         news->text_bytes += bytes;

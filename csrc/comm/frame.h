@@ -8,7 +8,7 @@
  *   40  u32 part   44  u32 zero
  *
  *   DATA      seq, what, elems: the collective (sig.c); bytes: of the whole transfer; its payload follows
- *   VERDICT   what: minus the status; elems: guilty rank + 1; bytes: length of the sentence that follows
+ *   ERROR   what: minus the status; elems: failed rank + 1; bytes: length of the sentence that follows
  *   FAREWELL  nothing; the sender has destroyed its communicator
  */
 #ifndef ZPP_COMM_FRAME_H
@@ -18,7 +18,7 @@
 #include "../base/status.h"
 
 enum { ZPP_FRAME_BYTES = 48, ZPP_FRAME_MAGIC = 0x5a505431 };
-enum zpp_frame_kind { ZPP_FRAME_DATA = 1, ZPP_FRAME_VERDICT, ZPP_FRAME_FAREWELL };
+enum zpp_frame_kind { ZPP_FRAME_DATA = 1, ZPP_FRAME_ERROR, ZPP_FRAME_FAREWELL };
 
 struct zpp_frame {
     uint32_t magic;
@@ -39,7 +39,7 @@ struct zpp_news {
 };
 /* Where the next bytes of the stream belong, and how many fit; never 0. */
 size_t zpp_news_room(struct zpp_news *news, void **at);
-/* So many bytes were put there. OK: `*out` is a whole frame (VERDICT: its sentence in news->text, ended) until the next
+/* So many bytes were put there. OK: `*out` is a whole frame (ERROR: its sentence in news->text, ended) until the next
  * call. AGAIN: more is needed. PEER: what came is no news, with a sentence. */
 zpp_status zpp_news_came(struct zpp_news *news, size_t bytes, int ranks, struct zpp_frame *out, struct zpp_err *err);
 

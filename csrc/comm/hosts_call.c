@@ -7,7 +7,7 @@
 #include "net.h"
 
 /* Who waits for the network waits a little longer than who waits inside a host, and who waits for the result of that a
- * little longer still: so the one who is nearest to the guilty rank names it. */
+ * little longer still: so the one who is nearest to the failed rank names it. */
 static const uint64_t BETWEEN_NS = 1000000000u, AFTER_NS = 3000000000u;
 
 static void set_turn(const struct zpp_journey *journey, const struct zpp_turn *like, struct zpp_comm *comm,

@@ -70,8 +70,8 @@ struct zpp_control {
     uint32_t rank, ranks;
     int32_t pid;
     _Alignas(ZPP_LINE_BYTES) _Atomic uint32_t left;    /* 1: destroyed its communicator */
-    _Alignas(ZPP_LINE_BYTES) _Atomic uint64_t verdict; /* of the group, in rank 0's block only; see verdict.c */
-    char verdict_text[ZPP_ERR_TEXT_BYTES];             /* the words of the verdict that this rank pronounced */
+    _Alignas(ZPP_LINE_BYTES) _Atomic uint64_t comm_error; /* of the group, in rank 0's block only; see comm_error.c */
+    char comm_error_text[ZPP_ERR_TEXT_BYTES];             /* the words of the comm error that this rank recorded */
     struct zpp_post post[2];
     struct zpp_line_word staged[ZPP_TRACKS], taken[ZPP_TRACKS], step;
     struct zpp_line_word doorbell;     /* rung by peers that sent or received something (p2p.c) */
@@ -100,8 +100,8 @@ struct zpp_peer {
 
 struct zpp_comm {
     int rank, ranks;
-    /* Over several hosts: the connections, and the lowest rank here, whose memory holds this host's verdict. base[r] of
-     * a rank elsewhere is private memory in which only `left` means anything. */
+    /* Over several hosts: the connections, and the lowest rank here, whose memory holds this host's comm error. base[r]
+     * of a rank elsewhere is private memory in which only `left` means anything. */
     struct zpp_net *net;
     int first_here;
     /* The ranks of this host as a group of their own (net_local.c): the whole group, and what it calls the ranks. */
@@ -131,7 +131,7 @@ struct zpp_comm {
     uint32_t owners;    /* zpp_comm_new_owner so far */
 
     pthread_mutex_t mail_lock;    /* the sockets and inboxes; innermost */
-    pthread_mutex_t verdict_lock; /* this rank's verdict_text; innermost */
+    pthread_mutex_t comm_error_lock; /* this rank's comm_error_text; innermost */
     pthread_mutex_t arena_lock;   /* list of arenas; mail_lock may be taken inside */
     struct zpp_arena *arenas;
     pthread_mutex_t side_lock; /* lazy creation of `async` and `p2p` */
@@ -191,14 +191,14 @@ zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_network_option
                           const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_hosts *hosts,
                           struct zpp_err *err);
 
-/* --- verdict.c: why the group ended, and who is to blame --------------------------------------------------------- */
+/* --- comm_error.c: why the group ended, and who is to blame ------------------------------------------------------- */
 /* OK, or the error that every rank reports from now on; also STATE in a forked child. A few ns. */
 zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err);
-/* Pronounce a verdict (the first one counts) and return the one that stands. */
-zpp_status zpp_verdict(struct zpp_comm *comm, zpp_status status, int guilty, struct zpp_err *err, const char *format,
-                       ...) __attribute__((format(printf, 5, 6)));
+/* Record a comm error (the first one counts) and return the one that stands. */
+zpp_status zpp_comm_fail(struct zpp_comm *comm, zpp_status status, int failed_rank, struct zpp_err *err,
+                         const char *format, ...) __attribute__((format(printf, 5, 6)));
 /* The same for what another host has told: it is not told again. */
-void zpp_verdict_heard(struct zpp_comm *comm, zpp_status status, int guilty, const char *text);
+void zpp_comm_fail_heard(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text);
 bool zpp_peer_gone(const struct zpp_comm *comm, int rank); /* left, or dead; a system call */
 bool zpp_comm_forked(const struct zpp_comm *comm);
 
@@ -212,9 +212,9 @@ zpp_status zpp_mail_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t
                         struct zpp_err *err);
 void zpp_mail_clear(struct zpp_comm *comm);
 
-/* The slow part of a wait that is not on a word, about every 100 ms: verdict, tick, log, time-out. `rank` is waited
+/* The slow part of a wait that is not on a word, about every 100 ms: comm error, tick, log, time-out. `rank` is waited
  * for. `gone`: zpp_peer_gone said so *before* the caller looked once more for what it waits for, in vain: then that is
- * the verdict. */
+ * the comm error. */
 zpp_status zpp_turn_look(struct zpp_turn *turn, int rank, bool gone, struct zpp_err *err);
 
 /* --- sig.c: every collective begins here ------------------------------------------------------------------------- */

@@ -127,16 +127,17 @@ static zpp_status diverged(const struct zpp_lane *lane, int rank, uint64_t seq, 
     char mine[200], theirs[200];
     describe_notice(lane, here, mine, sizeof mine);
     describe_notice(lane, there, theirs, sizeof theirs);
-    /* Both sides may find out at once; the verdict keeps one sentence for all. */
+    /* Both sides may find out at once; the comm error keeps one sentence for all. */
     if (lane->describe)
-        return zpp_verdict(lane->comm, ZPP_PEER, rank, err,
-                           "comm: rank %d of group \"%s\" is at %s but rank %d is at %s; the ranks took different "
-                           "paths: all must run the same modules and the same steps in the same order",
-                           lane->comm->rank, lane->comm->name, mine, rank, theirs);
-    return zpp_verdict(lane->comm, ZPP_PEER, rank, err,
-                       "comm: lane \"%s\" of group \"%s\", notice #%" PRIu64 ": rank %d is at %s but rank %d is at %s; "
-                       "the ranks took different paths",
-                       lane->name, lane->comm->name, seq, lane->comm->rank, mine, rank, theirs);
+        return zpp_comm_fail(lane->comm, ZPP_PEER, rank, err,
+                             "comm: rank %d of group \"%s\" is at %s but rank %d is at %s; the ranks took different "
+                             "paths: all must run the same modules and the same steps in the same order",
+                             lane->comm->rank, lane->comm->name, mine, rank, theirs);
+    return zpp_comm_fail(lane->comm, ZPP_PEER, rank, err,
+                         "comm: lane \"%s\" of group \"%s\", notice #%" PRIu64 ": rank %d is at %s but rank %d is at "
+                         "%s; "
+                         "the ranks took different paths",
+                         lane->name, lane->comm->name, seq, lane->comm->rank, mine, rank, theirs);
 }
 
 zpp_status zpp_lane_read(zpp_lane *lane, int rank, uint64_t seq, const struct zpp_notice *expect,

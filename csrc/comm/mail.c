@@ -44,10 +44,10 @@ zpp_status zpp_mail_send(struct zpp_comm *comm, int rank, const struct zpp_mail 
      */
     if (sendmsg(comm->peer[rank].socket, &message, MSG_NOSIGNAL) == (ssize_t)sizeof copy) return ZPP_OK;
     if (errno == EPIPE || errno == ECONNRESET || errno == ENOTCONN)
-        return zpp_verdict(comm, ZPP_PEER, rank, err,
-                           "comm: rank %d (process %d) of group \"%s\" %s; rank %d found its socket closed", rank,
-                           (int)comm->peer[rank].pid, comm->name,
-                           atomic_load(&zpp_control(comm, rank)->left) ? "left the group" : "died", comm->rank);
+        return zpp_comm_fail(comm, ZPP_PEER, rank, err,
+                             "comm: rank %d (process %d) of group \"%s\" %s; rank %d found its socket closed", rank,
+                             (int)comm->peer[rank].pid, comm->name,
+                             atomic_load(&zpp_control(comm, rank)->left) ? "left the group" : "died", comm->rank);
     return zpp_fail_os(err, errno, "comm: rank %d of group \"%s\" cannot be written to", rank, comm->name);
 }
 

@@ -59,7 +59,7 @@ ncclResult_t zpp_nccl_enqueue(const struct zpp_nccl *nccl, const struct zpp_call
  * communicator ends, if the time-out of `wait` (NULL: the communicator's) is over. */
 zpp_status zpp_nccl_settle(struct zpp_nccl *nccl, ncclResult_t result, const char *doing, const struct zpp_wait *wait,
                            struct zpp_err *err);
-/* Ends it: `cause` becomes the verdict of the communicator, unless that has one already. The error that stands. */
+/* Ends it: `cause` becomes the comm error of the communicator, unless that has one already. The error that stands. */
 zpp_status zpp_nccl_break(struct zpp_nccl *nccl, const struct zpp_err *cause, struct zpp_err *err);
 /* Retire what is finished, look for what went wrong. */
 void zpp_nccl_look(struct zpp_nccl *nccl);

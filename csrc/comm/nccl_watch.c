@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What ends a group on GPUs, and who says so. A thread looks every 0.1 s while there is work: at the communicator,
- * whose verdict names a rank that died, is late or diverged; at what NCCL found by itself; at how long the oldest work
- * takes. Without work it sleeps.
+ * whose comm error names a rank that died, is late or diverged; at what NCCL found by itself; at how long the oldest
+ * work takes. Without work it sleeps.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -16,7 +16,7 @@ static const uint64_t LOOK_NS = 100000000u, AFTER_CONTROL_NS = 3000000000u, AFTE
 zpp_status zpp_nccl_break(struct zpp_nccl *nccl, const struct zpp_err *cause, struct zpp_err *err) {
     if (nccl->error.status == ZPP_OK) {
         if (zpp_comm_health(nccl->control, &nccl->error) == ZPP_OK)
-            (void)zpp_verdict(nccl->control, cause->status, cause->rank, &nccl->error, "%s", cause->text);
+            (void)zpp_comm_fail(nccl->control, cause->status, cause->rank, &nccl->error, "%s", cause->text);
         if (nccl->comm) nccl->api->ncclCommAbort(nccl->comm); /* kernels that wait for a peer end, too */
         nccl->comm = NULL;
     }

@@ -3,7 +3,7 @@
  * What holds the connections to other hosts: their life, the news that comes over them, and the byte channels of send
  * and receive.
  *
- * The watcher sleeps in epoll. News are a verdict, which is pronounced here too; a farewell, which sets `left` in the
+ * The watcher sleeps in epoll. News are a comm error, which is recorded here too; a farewell, which sets `left` in the
  * peer's block; or the end of the connection. Bytes or room on a mail connection ring this rank's doorbell: whoever
  * moves transfers (p2p.c) looks then. Mail connections are watched edge by edge, so what nobody reads costs nothing.
  * Twice a second the watcher asks whether the network interface has a link.
@@ -20,7 +20,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* How long a peer whose connection closed may still have bytes on the way over the others, or a verdict. */
+/* How long a peer whose connection closed may still have bytes on the way over the others, or a comm error. */
 static const uint64_t GRACE_NS = 700000000u;
 /* How often the watcher asks whether the interface has a link, and how long it may have none (a cable is put back). */
 enum { LINK_LOOK_MS = 500 };
@@ -69,18 +69,18 @@ static void send_to_all(struct zpp_comm *comm, const struct zpp_frame *frame, co
     pthread_mutex_unlock(&comm->net->news_lock);
 }
 
-void zpp_net_tell(struct zpp_comm *comm, zpp_status status, int guilty, const char *text) {
+void zpp_net_tell(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text) {
     const struct zpp_frame frame = {.magic = ZPP_FRAME_MAGIC,
-                                    .kind = ZPP_FRAME_VERDICT,
+                                    .kind = ZPP_FRAME_ERROR,
                                     .what = (uint64_t)(-(int64_t)status),
-                                    .elems = (uint64_t)(guilty + 1),
+                                    .elems = (uint64_t)(failed_rank + 1),
                                     .bytes = strlen(text)};
     if (frame.bytes) send_to_all(comm, &frame, text);
 }
 
 static void hear(struct zpp_comm *comm, int rank, const struct zpp_frame *frame, const char *text) {
-    if (frame->kind == ZPP_FRAME_VERDICT) {
-        zpp_verdict_heard(comm, (zpp_status)-(int)frame->what, (int)frame->elems - 1, text);
+    if (frame->kind == ZPP_FRAME_ERROR) {
+        zpp_comm_fail_heard(comm, (zpp_status)-(int)frame->what, (int)frame->elems - 1, text);
         return;
     }
     atomic_store(&zpp_control(comm, rank)->left, 1);
@@ -102,8 +102,8 @@ static void read_news(struct zpp_comm *comm, int rank) {
         const zpp_status status = zpp_news_came(&peer->news, (size_t)got, comm->ranks, &frame, &err);
         if (status == ZPP_AGAIN) continue;
         if (status != ZPP_OK) {
-            (void)zpp_verdict(comm, ZPP_PEER, rank, &err, "comm: rank %d of group \"%s\" told rank %d %s", rank,
-                              comm->name, comm->rank, err.text);
+            (void)zpp_comm_fail(comm, ZPP_PEER, rank, &err, "comm: rank %d of group \"%s\" told rank %d %s", rank,
+                                comm->name, comm->rank, err.text);
             break;
         }
         hear(comm, rank, &frame, peer->news.text);
@@ -127,10 +127,10 @@ static void look_for_link(struct zpp_comm *comm) {
     const uint64_t now_ns = zpp_now_ns();
     if (!net->no_link_ns) net->no_link_ns = now_ns;
     if (now_ns - net->no_link_ns < NO_LINK_NS) return;
-    (void)zpp_verdict(comm, ZPP_PEER, net->farther, &err,
-                      "comm: rank %d cannot reach rank %d of group \"%s\": network interface \"%s\" has had no link "
-                      "for %.1f s; was its cable taken out, or was it set down?",
-                      comm->rank, net->farther, comm->name, net->interface, (double)(now_ns - net->no_link_ns) / 1e9);
+    (void)zpp_comm_fail(comm, ZPP_PEER, net->farther, &err,
+                        "comm: rank %d cannot reach rank %d of group \"%s\": network interface \"%s\" has had no link "
+                        "for %.1f s; was its cable taken out, or was it set down?",
+                        comm->rank, net->farther, comm->name, net->interface, (double)(now_ns - net->no_link_ns) / 1e9);
     net->interface[0] = '\0'; /* once */
 }
 
@@ -228,7 +228,7 @@ static void stop_watcher(struct zpp_net *net, bool forked) {
     if (net->stop >= 0) close(net->stop);
 }
 
-/* A verdict stands in this host's memory before the one who pronounced it has told the other hosts. Who leaves because
+/* A comm error stands in this host's memory before the one who recorded it has told the other hosts. Who leaves because
  * of it tells them, too, so that nobody hears the farewell first and takes that for the reason. */
 static void retell(struct zpp_comm *comm) {
     struct zpp_err err = ZPP_ERR_INIT;

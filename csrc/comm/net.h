@@ -4,7 +4,7 @@
  * other hosts, and what runs over them. A group whose ranks are all on one host has none of this.
  *
  * Links of a pair of ranks on different hosts, in the order of their slots:
- *   news      verdicts and the farewell; read by the watcher thread only, written by any thread under `news_lock`
+ *   news      comm errors and the farewell; read by the watcher thread only, written by any thread under `news_lock`
  *   mail      the byte channel of send and receive (p2p.c); used under p2p.c's lock
  *   data      collectives, by the thread that runs collectives
  */
@@ -101,7 +101,7 @@ zpp_status zpp_net_create(struct zpp_comm *comm, const struct zpp_hosts *hosts,
                           const struct zpp_wait *wait, struct zpp_err *err);
 void zpp_net_destroy(struct zpp_comm *comm, bool forked);
 /* Tell the ranks of other hosts why the group ended. Any thread; never waits. */
-void zpp_net_tell(struct zpp_comm *comm, zpp_status status, int guilty, const char *text);
+void zpp_net_tell(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text);
 /* Went, or died, and nothing came from it for a while. */
 bool zpp_net_gone(const struct zpp_comm *comm, int rank);
 bool zpp_net_died(const struct zpp_comm *comm, int rank); /* gone without a farewell */

@@ -6,7 +6,7 @@
  * with a sentence that shows both sides. Bytes are written straight to where they belong.
  *
  * Sockets do not block. What can move moves; when nothing can, one poll sleeps on all of them, at most until the next
- * look at verdict, dead peers, tick and time-out.
+ * look at comm error, dead peers, tick and time-out.
  */
 #include <errno.h>
 #include <inttypes.h>
@@ -101,7 +101,7 @@ static int fd_of(const struct run *run, const struct zpp_flow *flow, int link) {
 
 static void connection_ended(struct run *run, const struct zpp_flow *flow, int link) {
     run->closed[flow->peer] |= (uint8_t)(1u << link);
-    zpp_net_lost(run->comm, flow->peer); /* whether it died, left, or pronounced a verdict will show soon */
+    zpp_net_lost(run->comm, flow->peer); /* whether it died, left, or recorded a comm error will show soon */
 }
 
 static bool send_some(struct run *run, struct zpp_flow *flow, int link) {
@@ -130,17 +130,18 @@ static zpp_status diverged(struct run *run, const struct zpp_flow *flow, const s
     zpp_sig_describe(&here, mine, sizeof mine);
     zpp_sig_describe(&there, theirs, sizeof theirs);
     if (came->what == wanted->what && came->elems == wanted->elems && came->seq == wanted->seq)
-        return zpp_verdict(comm, ZPP_PEER, flow->peer, err,
-                           "comm: in %s #%" PRIu64 " of group \"%s\" rank %d sends %" PRIu64 " bytes to rank %d, which "
-                           "expects %" PRIu64 "; the split sizes of the two must agree",
-                           mine, wanted->seq, comm->name, flow->peer, came->bytes, comm->rank, wanted->bytes);
+        return zpp_comm_fail(comm, ZPP_PEER, flow->peer, err,
+                             "comm: in %s #%" PRIu64 " of group \"%s\" rank %d sends %" PRIu64 " bytes to rank %d, "
+                             "which "
+                             "expects %" PRIu64 "; the split sizes of the two must agree",
+                             mine, wanted->seq, comm->name, flow->peer, came->bytes, comm->rank, wanted->bytes);
     const bool first = comm->rank < flow->peer; /* both sides say the same */
-    return zpp_verdict(comm, ZPP_PEER, flow->peer, err,
-                       "comm: rank %d is in %s #%" PRIu64 " but rank %d is in %s #%" PRIu64 " of group \"%s\"; all "
-                       "ranks must call the same collectives with the same sizes in the same order",
-                       first ? comm->rank : flow->peer, first ? mine : theirs, first ? wanted->seq : came->seq,
-                       first ? flow->peer : comm->rank, first ? theirs : mine, first ? came->seq : wanted->seq,
-                       comm->name);
+    return zpp_comm_fail(comm, ZPP_PEER, flow->peer, err,
+                         "comm: rank %d is in %s #%" PRIu64 " but rank %d is in %s #%" PRIu64 " of group \"%s\"; all "
+                         "ranks must call the same collectives with the same sizes in the same order",
+                         first ? comm->rank : flow->peer, first ? mine : theirs, first ? wanted->seq : came->seq,
+                         first ? flow->peer : comm->rank, first ? theirs : mine, first ? came->seq : wanted->seq,
+                         comm->name);
 }
 
 static zpp_status check_header(struct run *run, const struct zpp_flow *flow, int link, const void *raw,
@@ -151,8 +152,8 @@ static zpp_status check_header(struct run *run, const struct zpp_flow *flow, int
     struct zpp_frame came;
     if (memcmp(raw, &wanted, sizeof wanted) == 0) return ZPP_OK;
     if (zpp_frame_check(raw, comm->ranks, &came, &reason) != ZPP_OK)
-        return zpp_verdict(comm, ZPP_PEER, flow->peer, err, "comm: rank %d of group \"%s\" sent rank %d %s", flow->peer,
-                           comm->name, comm->rank, reason.text);
+        return zpp_comm_fail(comm, ZPP_PEER, flow->peer, err, "comm: rank %d of group \"%s\" sent rank %d %s",
+                             flow->peer, comm->name, comm->rank, reason.text);
     return diverged(run, flow, &wanted, &came, err);
 }
 

@@ -2,7 +2,7 @@
  *
  * The ranks of this host as a group of their own, on the control memory that the whole group exchanged: so what runs
  * inside a host is the code for one host. It has counters of its own; the whole group never uses those words. Its
- * verdict, its dead and its messages are those of the whole group (verdict.c, zpp_label).
+ * comm error, its dead and its messages are those of the whole group (comm_error.c, zpp_label).
  */
 #include <stdlib.h>
 
@@ -28,7 +28,7 @@ zpp_status zpp_local_create(struct zpp_comm *comm, struct zpp_comm **out, struct
         local->peer[k] = (struct zpp_peer){-1, -1, rank >= 0 ? comm->peer[rank].pid : 0, NULL};
     }
     pthread_mutex_init(&local->mail_lock, NULL);
-    pthread_mutex_init(&local->verdict_lock, NULL);
+    pthread_mutex_init(&local->comm_error_lock, NULL);
     pthread_mutex_init(&local->arena_lock, NULL);
     pthread_mutex_init(&local->side_lock, NULL);
     *out = local;
@@ -39,7 +39,7 @@ void zpp_local_destroy(struct zpp_comm *local, bool forked) {
     if (!local) return;
     if (!forked) {
         pthread_mutex_destroy(&local->mail_lock);
-        pthread_mutex_destroy(&local->verdict_lock);
+        pthread_mutex_destroy(&local->comm_error_lock);
         pthread_mutex_destroy(&local->arena_lock);
         pthread_mutex_destroy(&local->side_lock);
     }

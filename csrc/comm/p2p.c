@@ -161,15 +161,15 @@ static zpp_status begin_message(struct zpp_p2p *p2p, int source, struct zpp_err 
         const bool possible = peer->header.bytes <= MESSAGE_BYTES_MAX;
         struct early *early = possible ? malloc(sizeof *early + peer->header.bytes) : NULL;
         if (!possible)
-            return zpp_verdict(p2p->comm, ZPP_PEER, source, err,
-                               "comm: rank %d announced a message of %" PRIu64
-                               " bytes to rank %d of group \"%s\", wanted at most %" PRIu64,
-                               source, peer->header.bytes, p2p->comm->rank, p2p->comm->name, MESSAGE_BYTES_MAX);
+            return zpp_comm_fail(p2p->comm, ZPP_PEER, source, err,
+                                 "comm: rank %d announced a message of %" PRIu64
+                                 " bytes to rank %d of group \"%s\", wanted at most %" PRIu64,
+                                 source, peer->header.bytes, p2p->comm->rank, p2p->comm->name, MESSAGE_BYTES_MAX);
         if (!early)
-            return zpp_verdict(p2p->comm, ZPP_NOMEM, p2p->comm->rank, err,
-                               "comm: rank %d of group \"%s\" has no memory for a message of %" PRIu64
-                               " bytes of rank %d",
-                               p2p->comm->rank, p2p->comm->name, peer->header.bytes, source);
+            return zpp_comm_fail(p2p->comm, ZPP_NOMEM, p2p->comm->rank, err,
+                                 "comm: rank %d of group \"%s\" has no memory for a message of %" PRIu64
+                                 " bytes of rank %d",
+                                 p2p->comm->rank, p2p->comm->name, peer->header.bytes, source);
         *early = (struct early){.header = peer->header};
         *peer->early_end = early;
         peer->early_end = &early->next;
@@ -266,10 +266,11 @@ static void fail_all(struct zpp_p2p *p2p, const struct zpp_err *err) {
 static zpp_status check_rings(struct zpp_p2p *p2p, int rank, struct zpp_err *err) {
     const struct peer *peer = &p2p->peer[rank];
     if (!(peer->in && peer->by->damaged(peer->in)) && !(peer->out && peer->by->damaged(peer->out))) return ZPP_OK;
-    return zpp_verdict(p2p->comm, ZPP_PEER, rank, err,
-                       "comm: the channel between ranks %d and %d of group \"%s\" is damaged: its counters are further "
-                       "apart than it is long",
-                       p2p->comm->rank, rank, p2p->comm->name);
+    return zpp_comm_fail(p2p->comm, ZPP_PEER, rank, err,
+                         "comm: the channel between ranks %d and %d of group \"%s\" is damaged: its counters are "
+                         "further "
+                         "apart than it is long",
+                         p2p->comm->rank, rank, p2p->comm->name);
 }
 
 /* Move what can be moved now. Called with the lock held. */

@@ -46,11 +46,13 @@ static zpp_status exchange(struct zpp_turn *turn, struct zpp_region *region, con
         if (status != ZPP_OK) break;
         if (theirs.a != mail.a || theirs.b != mail.b)
             status =
-                zpp_verdict(comm, ZPP_PEER, r, err,
-                            "comm: rank %d is in region_create(%s, %llu bytes) #%llu of group \"%s\" but rank %d is in "
-                            "region_create(%s, %llu bytes); all ranks must create the same regions in the same order",
-                            comm->rank, kind_name(mail.a), (unsigned long long)mail.b, (unsigned long long)mail.number,
-                            comm->name, r, kind_name(theirs.a), (unsigned long long)theirs.b);
+                zpp_comm_fail(comm, ZPP_PEER, r, err,
+                              "comm: rank %d is in region_create(%s, %llu bytes) #%llu of group \"%s\" but rank %d is "
+                              "in "
+                              "region_create(%s, %llu bytes); all ranks must create the same regions in the same order",
+                              comm->rank, kind_name(mail.a), (unsigned long long)mail.b,
+                              (unsigned long long)mail.number,
+                              comm->name, r, kind_name(theirs.a), (unsigned long long)theirs.b);
         else if (making->kind == ZPP_REGION_PER_RANK || r == 0) /* its owner; no descriptor: the map says so */
             status = zpp_memfd_map(fd, region->bytes, &region->base[r], err);
         if (fd >= 0) close(fd);

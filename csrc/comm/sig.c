@@ -99,10 +99,10 @@ static zpp_status diverged(struct zpp_comm *comm, struct zpp_err *err) {
     char here[160], there[160];
     zpp_sig_describe(&first, here, sizeof here);
     zpp_sig_describe(&second, there, sizeof there);
-    return zpp_verdict(comm, ZPP_PEER, other, err,
-                       "comm: rank %d is in %s #%" PRIu32 " but rank %d is in %s #%" PRIu32 " of group \"%s\"; "
-                       "all ranks must call the same collectives with the same sizes in the same order",
-                       zpp_label(comm, 0), here, seq, zpp_label(comm, other), there, seq, comm->name);
+    return zpp_comm_fail(comm, ZPP_PEER, other, err,
+                         "comm: rank %d is in %s #%" PRIu32 " but rank %d is in %s #%" PRIu32 " of group \"%s\"; "
+                         "all ranks must call the same collectives with the same sizes in the same order",
+                         zpp_label(comm, 0), here, seq, zpp_label(comm, other), there, seq, comm->name);
 }
 
 zpp_status zpp_exchange(struct zpp_turn *turn, struct zpp_err *err) {

@@ -89,18 +89,18 @@ static int absent_ranks(const struct zpp_comm *comm, const struct zpp_gate *gate
     return count;
 }
 
-static zpp_status pronounce_lost(struct zpp_turn *turn, int rank, struct zpp_err *err) {
+static zpp_status record_lost(struct zpp_turn *turn, int rank, struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
     char doing[256];
     describe(turn, doing, sizeof doing);
     if (atomic_load(&zpp_control(comm, rank)->left))
-        return zpp_verdict(comm, ZPP_PEER, rank, err,
-                           "comm: rank %d left the group \"%s\" while rank %d waited for it in %s",
-                           zpp_label(comm, rank), comm->name, zpp_label(comm, comm->rank), doing);
-    return zpp_verdict(comm, ZPP_PEER, rank, err,
-                       "comm: rank %d (process %d) of group \"%s\" died while rank %d waited for it in %s",
-                       zpp_label(comm, rank), (int)comm->peer[rank].pid, comm->name, zpp_label(comm, comm->rank),
-                       doing);
+        return zpp_comm_fail(comm, ZPP_PEER, rank, err,
+                             "comm: rank %d left the group \"%s\" while rank %d waited for it in %s",
+                             zpp_label(comm, rank), comm->name, zpp_label(comm, comm->rank), doing);
+    return zpp_comm_fail(comm, ZPP_PEER, rank, err,
+                         "comm: rank %d (process %d) of group \"%s\" died while rank %d waited for it in %s",
+                         zpp_label(comm, rank), (int)comm->peer[rank].pid, comm->name, zpp_label(comm, comm->rank),
+                         doing);
 }
 
 /* A rank that died or left without reaching the gate never will. Whether it is gone is asked before the word is read
@@ -110,7 +110,7 @@ static zpp_status look_for_the_lost(struct zpp_turn *turn, const struct zpp_gate
     for (int r = 0; r < comm->ranks; r++) {
         if (r == comm->rank || zpp_word_reached(zpp_gate_word(gate, r), gate->target)) continue;
         if (!zpp_peer_gone(comm, r) || zpp_word_reached(zpp_gate_word(gate, r), gate->target)) continue;
-        return pronounce_lost(turn, r, err);
+        return record_lost(turn, r, err);
     }
     return ZPP_OK;
 }
@@ -134,10 +134,10 @@ static zpp_status late(struct zpp_turn *turn, const struct zpp_gate *gate, int r
         return zpp_fail_rank(err, ZPP_TIMEOUT, zpp_label(comm, first),
                              "comm: %s %s of group \"%s\" did not come to %s within %.3g s. Timed out waiting %.0fms",
                              who, absent, comm->name, doing, waited_s, waited_ms);
-    return zpp_verdict(comm, ZPP_TIMEOUT, first, err,
-                       "comm: %s %s of group \"%s\" did not come to %s within %.3g s. Timed out waiting %.0fms; if "
-                       "that is no fault, allow a longer timeout",
-                       who, absent, comm->name, doing, waited_s, waited_ms);
+    return zpp_comm_fail(comm, ZPP_TIMEOUT, first, err,
+                         "comm: %s %s of group \"%s\" did not come to %s within %.3g s. Timed out waiting %.0fms; if "
+                         "that is no fault, allow a longer timeout",
+                         who, absent, comm->name, doing, waited_s, waited_ms);
 }
 
 static void log_absent(struct zpp_turn *turn, const struct zpp_gate *gate, int rank, uint64_t waited_ns) {
@@ -161,9 +161,9 @@ static zpp_status tick(struct zpp_turn *turn, struct zpp_err *err) {
     struct zpp_err told = ZPP_ERR_INIT;
     char doing[256];
     describe(turn, doing, sizeof doing);
-    (void)zpp_verdict(turn->comm, ZPP_ABORTED, turn->comm->rank, &told,
-                      "comm: rank %d was interrupted in %s; group \"%s\" ends", zpp_label(turn->comm, turn->comm->rank),
-                      doing, turn->comm->name);
+    (void)zpp_comm_fail(turn->comm, ZPP_ABORTED, turn->comm->rank, &told,
+                        "comm: rank %d was interrupted in %s; group \"%s\" ends",
+                        zpp_label(turn->comm, turn->comm->rank), doing, turn->comm->name);
     return status;
 }
 
@@ -206,7 +206,7 @@ zpp_status zpp_turn_look(struct zpp_turn *turn, int rank, bool gone, struct zpp_
     begin_slow(turn);
     turn->look_ns = 0; /* the caller slept already */
     const zpp_status status = look(turn, NULL, rank, err);
-    return status == ZPP_OK && gone ? pronounce_lost(turn, rank, err) : status;
+    return status == ZPP_OK && gone ? record_lost(turn, rank, err) : status;
 }
 
 static zpp_status await_slow(struct zpp_turn *turn, const struct zpp_gate *gate, int rank, struct zpp_err *err) {

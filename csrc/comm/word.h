@@ -3,8 +3,8 @@
  * A word: a counter in shared memory that one rank raises and others wait for. Raising it costs one exchange, and a
  * system call only if somebody sleeps on it. Waiting spins for a bounded time (not at all if the writer shares this
  * core: then it cannot run meanwhile), may yield, then sleeps in the kernel (futex), and from then on looks about every
- * 100 ms whether the wait still makes sense: verdict, dead peers, tick, time-out. Counters wrap; they are compared by
- * signed distance.
+ * 100 ms whether the wait still makes sense: comm error, dead peers, tick, time-out. Counters wrap; they are compared
+ * by signed distance.
  */
 #ifndef ZPP_COMM_WORD_H
 #define ZPP_COMM_WORD_H
@@ -34,7 +34,7 @@ struct zpp_turn {
     struct zpp_comm *comm;
     const struct zpp_wait *wait; /* NULL: try, unless `own_timeout` */
     bool own_timeout;            /* collectives: NULL means the communicator's time-out */
-    bool fatal; /* collectives: a time-out or interruption leaves the group unusable, so it is a verdict */
+    bool fatal; /* collectives: a time-out or interruption leaves the group unusable, so it is a comm error */
     /* What the caller is doing, for messages: "all_reduce(float32, 16 elements, sum) #7". */
     void (*describe)(const void *ctx, char *text, size_t room);
     const void *ctx;

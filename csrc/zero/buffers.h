@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The model's buffers (running statistics, ...) from rank 0 to all, at the start of a forward, as DistributedDataParallel
- * does it: all of them in one message. A board of fixed layout, made once:
+ * The model's buffers (running statistics, ...) from rank 0 to all, at the start of a forward, as
+ * DistributedDataParallel does it: all of them in one message. A board of fixed layout, made once:
  *
- *   one host       rank 0's part of a region: rank 0 writes it and goes on, the others read it in place, on the lane that
+ *   one host       rank 0's part of a region: rank 0 writes it and goes on, the others read it in place, on the lane
+ *   that
  *                  reductions use, so that a rank in another forward than its peers is noticed
  *   several hosts  memory of each rank, and a broadcast of it
  *

@@ -138,8 +138,8 @@ zpp_status zpp_zero_slice_sent(zpp_zero *zero, int unit, struct zpp_err *err);
  * not reduced yet. `uses` > 1 or `partial`: more may come, so the unit is reduced at the end. */
 /* reduce == false: the gradients of this backward stay on this rank, and the next backward adds to them. */
 zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *err);
-/* Until this backward ends: another coordinator is in it, too, or may come into it, and on another rank perhaps first. So
- * a bucket beyond bucket_bytes is waited for a moment only. */
+/* Until this backward ends: another coordinator is in it, too, or may come into it, and on another rank perhaps first.
+ * So a bucket beyond bucket_bytes is waited for a moment only. */
 void zpp_zero_share_backward(zpp_zero *zero);
 zpp_status zpp_zero_grad(zpp_zero *zero, int unit, size_t param, const void *grad, bool partial,
                          const struct zpp_wait *wait, struct zpp_err *err);

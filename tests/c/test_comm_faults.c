@@ -114,7 +114,7 @@ static void one_leaves(struct test_rank *me) {
 static void a_rank_leaves(void) { run_ranks(4, one_leaves, NULL); }
 
 /* Until the group has ended, which others see to. */
-static void await_verdict(struct test_rank *me) {
+static void await_comm_error(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     while (zpp_comm_health(me->comm, &err) == ZPP_OK) pause_ms(10);
 }
@@ -123,7 +123,7 @@ static void one_is_late(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_comm_set_timeout(me->comm, second); /* not from the beginning: a busy machine needs longer to join */
     test_meet(me);
-    if (me->rank == 1) await_verdict(me);
+    if (me->rank == 1) await_comm_error(me);
     CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_TIMEOUT,
                 "rank 1 of group \"test\" did not come to barrier() #1 within");
     CHECK(strstr(err.text, ". Timed out waiting 1")); /* by which torch's tests know it, and its callers */
@@ -163,7 +163,7 @@ static void interrupted(struct test_rank *me) {
         CHECK_FAILS(zpp_barrier(me->comm, &wait, &err), ZPP_ABORTED, "rank 0 was interrupted in barrier() #1");
         return;
     }
-    await_verdict(me);
+    await_comm_error(me);
     CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_ABORTED, "rank 0 was interrupted in barrier() #1");
 }
 

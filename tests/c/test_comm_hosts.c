@@ -289,17 +289,17 @@ static void a_rank_leaves(void) {
     run_hosts("aab", leaves, NULL);
 }
 
-/* Who waits inside a host waits as long as asked, who waits for another host a second longer. So the guilty rank is
+/* Who waits inside a host waits as long as asked, who waits for another host a second longer. So the failed rank is
  * named, whoever speaks. */
 static void late(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
-    const int guilty = me->ranks - 1;
+    const int failed_rank = me->ranks - 1;
     CHECK_OK(zpp_barrier(me->comm, NULL, &err));
     zpp_comm_set_timeout(me->comm, PLACED_SECOND_NS / 2);
     test_meet(me);
-    while (me->rank == guilty && zpp_comm_health(me->comm, &err) == ZPP_OK) pause_ms(10);
+    while (me->rank == failed_rank && zpp_comm_health(me->comm, &err) == ZPP_OK) pause_ms(10);
     CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_TIMEOUT, "did not come to barrier() #2 within");
-    CHECK_EQUAL(err.rank, guilty);
+    CHECK_EQUAL(err.rank, failed_rank);
 }
 
 static void a_rank_is_late(void) {

@@ -209,7 +209,7 @@ def test_killed_rank_is_named_by_all_within_seconds(elems: int, victim: int) -> 
         assert value["rank"] == victim
         assert f"rank {victim} (process " in value["text"] and "died" in value["text"]
         assert value["at"] - kill.at < 5.0
-        assert value["again"] == value["text"] == survivors[0]["text"]  # one verdict, for all, for ever
+        assert value["again"] == value["text"] == survivors[0]["text"]  # one comm error, for all, for ever
     left = set(Path("/dev/shm").iterdir()) - shared
     assert not [name for name in left if "zeropp" in name.name or "zpp" in name.name]
 

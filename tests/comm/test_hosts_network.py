@@ -203,7 +203,7 @@ def test_lost_packets(tmp_path: Path) -> None:
         assert outcome.value["right"]
         for how in ("lose 1 0", "lose 1 1", "lose 1"):
             seen = outcome.value[how]
-            # One that still hears the other may hear its verdict, about itself, before its own time is out.
+            # One that still hears the other may hear its comm error, about itself, before its own time is out.
             hears = how == f"lose 1 {1 - outcome.rank}"
             assert seen["rank"] == 1 - outcome.rank or (hears and seen["rank"] == outcome.rank), (how, seen)
             assert "did not come to all_reduce(float32, 10 elements, sum)" in seen["text"], (how, seen)

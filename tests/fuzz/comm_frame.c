@@ -34,9 +34,9 @@ static void news(struct fuzz_input *input) {
             break;
         }
         if (status != ZPP_OK) continue;
-        fuzz_need(frame.kind == ZPP_FRAME_VERDICT || frame.kind == ZPP_FRAME_FAREWELL);
+        fuzz_need(frame.kind == ZPP_FRAME_ERROR || frame.kind == ZPP_FRAME_FAREWELL);
         fuzz_need(frame.bytes < ZPP_ERR_TEXT_BYTES && frame.elems <= 4);
-        if (frame.kind == ZPP_FRAME_VERDICT) fuzz_need(strlen(stream->text) <= frame.bytes);
+        if (frame.kind == ZPP_FRAME_ERROR) fuzz_need(strlen(stream->text) <= frame.bytes);
     }
     free(stream);
 }

@@ -103,7 +103,7 @@ static inline struct zpp_comm *fuzz_comm(int ranks, int *other_end) {
     comm->base_bytes = sizeof(struct zpp_control);
     memcpy(comm->name, "fuzz", 5);
     pthread_mutex_init(&comm->mail_lock, NULL);
-    pthread_mutex_init(&comm->verdict_lock, NULL);
+    pthread_mutex_init(&comm->comm_error_lock, NULL);
     pthread_mutex_init(&comm->arena_lock, NULL);
     pthread_mutex_init(&comm->side_lock, NULL);
     for (int r = 0; r < ranks; r++) {

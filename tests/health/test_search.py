@@ -33,8 +33,8 @@ def test_healthy_ranks_are_left_alone(ranks: int) -> None:
 
 @given(st.integers(3, 40), st.data())
 def test_a_slow_rank_is_found(ranks: int, data: st.DataObject) -> None:
-    guilty = data.draw(st.integers(0, ranks - 1))
-    assert found(ranks, [guilty]) == [("slow rank", (guilty,))]
+    failed_rank = data.draw(st.integers(0, ranks - 1))
+    assert found(ranks, [failed_rank]) == [("slow rank", (failed_rank,))]
 
 
 @given(st.integers(3, 40), st.data())

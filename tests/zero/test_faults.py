@@ -16,7 +16,7 @@ from diverge_cases import CASES
 from launch_cases import end, start_rank
 from warm import free_port
 
-RANKS, GUILTY = 3, 1
+RANKS, FAILED_RANK = 3, 1
 DEAD_S = 5.0  # a dead process is noticed within this
 TIMEOUT_S = 4.0  # what fault_rank.py gives init_process_group where a rank only stops
 START_S = 60.0
@@ -27,7 +27,7 @@ def launch(tmp_path: Path, what: str, where: str, mode: str, done: Callable[[lis
     port, files = free_port(), [tmp_path / f"{r}.json" for r in range(RANKS)]
     with (tmp_path / "log.txt").open("w") as log:
         processes = [
-            start_rank("fault_rank.py", [what, where, mode, str(GUILTY), str(files[r])], r, RANKS, port, log)
+            start_rank("fault_rank.py", [what, where, mode, str(FAILED_RANK), str(files[r])], r, RANKS, port, log)
             for r in range(RANKS)
         ]
         try:
@@ -39,12 +39,12 @@ def launch(tmp_path: Path, what: str, where: str, mode: str, done: Callable[[lis
             end(processes)
     text = (tmp_path / "log.txt").read_text(errors="replace")
     for rank, (process, answer) in enumerate(zip(processes, answers, strict=True)):
-        answer.update(code=process.returncode, log=text[-3000:], is_guilty=rank == GUILTY)
+        answer.update(code=process.returncode, log=text[-3000:], is_failed_rank=rank == FAILED_RANK)
     return answers
 
 
 def survivors_ended(processes: list[Any]) -> bool:
-    return all(p.poll() is not None for r, p in enumerate(processes) if r != GUILTY)
+    return all(p.poll() is not None for r, p in enumerate(processes) if r != FAILED_RANK)
 
 
 def strikes() -> Any:
@@ -59,14 +59,14 @@ def strikes() -> Any:
 @pytest.mark.parametrize(("what", "where", "mode"), list(strikes()))
 def test_survivors_name_the_rank(what: str, where: str, mode: str, tmp_path: Path) -> None:
     answers = launch(tmp_path, what, where, mode, survivors_ended)
-    struck = answers[GUILTY].get("struck")
-    assert struck, answers[GUILTY]["log"]
+    struck = answers[FAILED_RANK].get("struck")
+    assert struck, answers[FAILED_RANK]["log"]
     for answer in answers:
-        if answer["is_guilty"]:
+        if answer["is_failed_rank"]:
             continue
         assert answer["code"] == 3, answer  # ended by itself, with a zeropp.Error
-        assert answer["rank"] == GUILTY, answer
-        assert f"rank {GUILTY}" in answer["text"], answer
+        assert answer["rank"] == FAILED_RANK, answer
+        assert f"rank {FAILED_RANK}" in answer["text"], answer
         if what == "kill":
             assert answer["error"] == "CommError", answer
             assert answer["at"] - struck < DEAD_S, answer
@@ -77,20 +77,20 @@ def test_survivors_name_the_rank(what: str, where: str, mode: str, tmp_path: Pat
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_an_exception_on_one_rank_ends_the_others(where: str, tmp_path: Path) -> None:
-    """The guilty rank raises its own error and its process ends; the others hear that it is gone."""
+    """The failed rank raises its own error and its process ends; the others hear that it is gone."""
     answers = launch(tmp_path, "raise", where, "host copy", lambda ps: all(p.poll() is not None for p in ps))
-    assert answers[GUILTY]["code"] == 1 and "the guilty rank's own mistake" in answers[GUILTY]["log"]
+    assert answers[FAILED_RANK]["code"] == 1 and "the failed rank's own mistake" in answers[FAILED_RANK]["log"]
     for answer in answers:
-        if not answer["is_guilty"]:
-            assert (answer["code"], answer["error"], answer["rank"]) == (3, "CommError", GUILTY), answer
+        if not answer["is_failed_rank"]:
+            assert (answer["code"], answer["error"], answer["rank"]) == (3, "CommError", FAILED_RANK), answer
 
 
 def test_a_rank_that_leaves_early(tmp_path: Path) -> None:
     answers = launch(tmp_path, "leave", "-", "host copy", lambda ps: all(p.poll() is not None for p in ps))
-    assert answers[GUILTY]["code"] == 0, answers[GUILTY]
+    assert answers[FAILED_RANK]["code"] == 0, answers[FAILED_RANK]
     for answer in answers:
-        if not answer["is_guilty"]:
-            assert (answer["code"], answer["error"], answer["rank"]) == (3, "CommError", GUILTY), answer
+        if not answer["is_failed_rank"]:
+            assert (answer["code"], answer["error"], answer["rank"]) == (3, "CommError", FAILED_RANK), answer
 
 
 @pytest.mark.parametrize("mode", ["host copy", "gather"])

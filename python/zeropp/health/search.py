@@ -75,13 +75,13 @@ def _pair_by_pair(ranks: tuple[int, ...], others: tuple[int, ...], probe: Probe,
     def is_slow(rank: int) -> bool:
         return all(pair in slow for pair in times if rank in pair)
 
-    guilty = {rank for rank in everyone if is_slow(rank)}
+    failed_rank = {rank for rank in everyone if is_slow(rank)}
     found = []
-    for rank in guilty & set(ranks):
+    for rank in failed_rank & set(ranks):
         least = min(seconds for pair, seconds in times.items() if rank in pair)
         found.append(Fault("slow rank", (rank,), f"{least / best:.1f} times the best pair's time with every partner"))
     for pair in slow:
-        if not guilty & set(pair) and set(pair) <= set(ranks):
+        if not failed_rank & set(pair) and set(pair) <= set(ranks):
             found.append(
                 Fault("slow link", (min(pair), max(pair)), f"{times[pair] / best:.1f} times the best pair's time")
             )

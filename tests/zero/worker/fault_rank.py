@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fault_rank.py WHAT WHERE MODE GUILTY FILE`: train until one rank is killed, stopped or goes its own way; survivors
+"""`fault_rank.py WHAT WHERE MODE FAILED_RANK FILE`: train until one rank is killed, stopped or goes its own way; survivors
 write what they saw.
 
 WHAT: kill, stop, raise (an exception that ends the process), extra (one backward more than the others), leave
@@ -34,11 +34,11 @@ def strike(what: str, file: Path) -> None:
     if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if what == "raise":
-        raise ZeroDivisionError("the guilty rank's own mistake")
+        raise ZeroDivisionError("the failed rank's own mistake")
 
 
 def arm(what: str, where: str, model: Any, optimizer: Any, file: Path) -> None:
-    """From now on the guilty rank strikes when it comes to `where`."""
+    """From now on the failed rank strikes when it comes to `where`."""
     if where == "forward":
         model.blocks[1].register_forward_hook(lambda *_: strike(what, file))
     elif where == "backward":
@@ -57,34 +57,34 @@ def arm(what: str, where: str, model: Any, optimizer: Any, file: Path) -> None:
         type(optimizer)._update = between
 
 
-def train(what: str, where: str, mode: str, guilty: bool, file: Path) -> None:
+def train(what: str, where: str, mode: str, failed_rank: bool, file: Path) -> None:
     torch.manual_seed(0)
     model = Tiny()
     model, optimizer = zeropp.prepare(
         model, torch.optim.AdamW(model.parameters()), zeropp.Config(units=("Linear", "Tiny"), **MODES[mode])
     )
     for step in range(200):
-        if guilty and step == AT_STEP:
+        if failed_rank and step == AT_STEP:
             if what == "leave":
                 file.write_text(json.dumps({"struck": time.time()}))
                 return
             if what != "extra":
                 arm(what, where, model, optimizer, file)
         model(vector(step)).backward()
-        if guilty and what == "extra" and step == AT_STEP:
+        if failed_rank and what == "extra" and step == AT_STEP:
             file.write_text(json.dumps({"struck": time.time()}))
             model(vector(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def main(what: str, where: str, mode: str, guilty: int, file: Path) -> int:
+def main(what: str, where: str, mode: str, failed_rank: int, file: Path) -> int:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     timeout = 4.0 if what == "stop" else 30.0
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
     try:
-        train(what, where, mode, dist.get_rank() == guilty, file)
+        train(what, where, mode, dist.get_rank() == failed_rank, file)
     except zeropp.Error as error:
         row = {
             "error": type(error).__name__,
