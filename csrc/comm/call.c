@@ -96,7 +96,7 @@ static bool in_memory(const struct zpp_comm *comm, int rank) { return !zpp_net_e
 static bool anywhere(const struct zpp_comm *comm, int rank) { return comm->net && rank < comm->ranks; }
 
 const struct zpp_transport zpp_transport_memory = {"shared memory", in_memory, run, &zpp_channels_memory};
-const struct zpp_transport zpp_transport_tcp = {"TCP", anywhere, zpp_hosts_run, &zpp_channels_tcp};
+const struct zpp_transport zpp_transport_tcp = {"TCP", anywhere, zpp_hier_run, &zpp_channels_tcp};
 
 const struct zpp_transport *zpp_transport_to(const struct zpp_comm *comm, int rank) {
     static const struct zpp_transport *const table[] = {&zpp_transport_memory, &zpp_transport_tcp};

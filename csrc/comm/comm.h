@@ -218,7 +218,7 @@ struct zpp_call {
     int bits;           /* 8 or 4 */
     size_t block_elems; /* a multiple of 16, of a few hundred */
     /* reduce_scatter: consecutive ranks on one node, whose links are the cheaper ones; 0: all. Over several hosts: 0,
-     * the hosts are the nodes (hosts_quant.c) */
+     * the hosts are the nodes (hier_quant.c) */
     int node_ranks;
     /* zpp_comm_submit only, may be NULL: called on the progress thread before the call begins. For what has to arrive
      * in `src` first: the call has its place in the order of submission meanwhile. */

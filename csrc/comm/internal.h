@@ -161,7 +161,7 @@ static inline int zpp_label(const struct zpp_comm *comm, int rank) {
     return comm->outer && rank >= 0 ? comm->outer_rank[rank] : rank;
 }
 
-/* --- transports: shared memory (call.c, channel.c), several hosts (hosts_call.c, net.c) -------------------------- */
+/* --- transports: shared memory (call.c, channel.c), several hosts (hier_call.c, net.c) -------------------------- */
 struct zpp_channel_ops { /* a one-way channel of bytes between two ranks; see channel.h for what each does */
     zpp_status (*open)(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err);
     zpp_status (*accept)(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err);

@@ -149,11 +149,11 @@ zpp_status zpp_flows_run(struct zpp_turn *turn, struct zpp_flow *flows, size_t c
 /* At least `bytes`, kept for the next call; page aligned. */
 zpp_status zpp_net_scratch(struct zpp_comm *comm, size_t bytes, uint8_t **out, struct zpp_err *err);
 
-/* --- hosts_*.c: collectives over hosts --------------------------------------------------------------------------- */
-zpp_status zpp_hosts_run(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
+/* --- hier_*.c: collectives over hosts ---------------------------------------------------------------------------- */
+zpp_status zpp_hier_run(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
 
 /* What the parts of one collective share: turns with their own patience. */
-struct zpp_journey {
+struct zpp_hier {
     struct zpp_comm *comm;
     struct zpp_net *net;
     const struct zpp_hosts *hosts;
@@ -163,14 +163,14 @@ struct zpp_journey {
     int me, place, locals;                  /* my rank, my place on my host, how many we are there */
 };
 /* Begin a part inside the host: the next sequence number of the local group. */
-zpp_status zpp_journey_inside(struct zpp_turn *inside, struct zpp_err *err);
-zpp_status zpp_hosts_all_reduce(struct zpp_journey *journey, struct zpp_err *err);
-zpp_status zpp_hosts_reduce(struct zpp_journey *journey, struct zpp_err *err);
-zpp_status zpp_hosts_reduce_scatter(struct zpp_journey *journey, struct zpp_err *err);
-zpp_status zpp_hosts_all_gather(struct zpp_journey *journey, struct zpp_err *err);
-zpp_status zpp_hosts_broadcast(struct zpp_journey *journey, struct zpp_err *err);
-zpp_status zpp_hosts_all_to_all(struct zpp_journey *journey, struct zpp_err *err);
-zpp_status zpp_hosts_barrier(struct zpp_journey *journey, struct zpp_err *err);
-zpp_status zpp_hosts_quant(struct zpp_journey *journey, struct zpp_err *err); /* all three */
+zpp_status zpp_hier_intranode(struct zpp_turn *inside, struct zpp_err *err);
+zpp_status zpp_hier_all_reduce(struct zpp_hier *hier, struct zpp_err *err);
+zpp_status zpp_hier_reduce(struct zpp_hier *hier, struct zpp_err *err);
+zpp_status zpp_hier_reduce_scatter(struct zpp_hier *hier, struct zpp_err *err);
+zpp_status zpp_hier_all_gather(struct zpp_hier *hier, struct zpp_err *err);
+zpp_status zpp_hier_broadcast(struct zpp_hier *hier, struct zpp_err *err);
+zpp_status zpp_hier_all_to_all(struct zpp_hier *hier, struct zpp_err *err);
+zpp_status zpp_hier_barrier(struct zpp_hier *hier, struct zpp_err *err);
+zpp_status zpp_hier_quant(struct zpp_hier *hier, struct zpp_err *err); /* all three */
 
 #endif

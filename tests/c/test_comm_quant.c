@@ -2,7 +2,7 @@
  *
  * Quantised collectives between ranks that are threads, 2 to 9: bit for bit what the quantisation kernels give over the
  * whole tensors in one thread, whatever the cut in rounds, and the bytes that the header of coll_quant.c states. Over
- * several hosts the same, with the order of sums and the bytes on the network of hosts_quant.c.
+ * several hosts the same, with the order of sums and the bytes on the network of hier_quant.c.
  */
 #include <math.h>
 

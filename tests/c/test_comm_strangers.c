@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Who may touch the memory that ranks of a host share: its owner alone, nobody by a name, and of the owner's processes
- * those that know the secret. (Strangers at the door of another host: test_comm_hosts.c.)
+ * those that know the secret. (Strangers at the door of another host: test_comm_hier.c.)
  */
 #include <errno.h>
 #include <stdatomic.h>

@@ -17,19 +17,19 @@
 
 /* --- barrier ----------------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_hosts_barrier(struct zpp_journey *journey, struct zpp_err *err) {
-    const struct zpp_hosts *hosts = journey->hosts;
+zpp_status zpp_hier_barrier(struct zpp_hier *hier, struct zpp_err *err) {
+    const struct zpp_hosts *hosts = hier->hosts;
     struct zpp_flow flow[2 * ZPP_RANKS_MAX];
     size_t count = 0;
     zpp_status status = ZPP_OK;
-    for (int h = 0; journey->place == 0 && h < hosts->hosts; h++) {
+    for (int h = 0; hier->place == 0 && h < hosts->hosts; h++) {
         if (h == hosts->mine) continue;
         flow[count++] = zpp_flow_out(hosts->rank_at[h][0], 0, NULL, 0);
         flow[count++] = zpp_flow_in(hosts->rank_at[h][0], 0, NULL, 0);
     }
-    if (count) status = zpp_flows_run(&journey->between, flow, count, NULL, NULL, err);
-    if (status == ZPP_OK) status = zpp_journey_inside(&journey->after, err);
-    return status == ZPP_OK ? zpp_exchange(&journey->after, err) : status;
+    if (count) status = zpp_flows_run(&hier->between, flow, count, NULL, NULL, err);
+    if (status == ZPP_OK) status = zpp_hier_intranode(&hier->after, err);
+    return status == ZPP_OK ? zpp_exchange(&hier->after, err) : status;
 }
 
 /* --- all_gather -------------------------------------------------------------------------------------------------- */
@@ -39,89 +39,89 @@ static int receiver_of(const struct zpp_hosts *hosts, int rank, int host) {
     return hosts->rank_at[host][hosts->index_of[rank] % hosts->count[host]];
 }
 
-static zpp_status gather_between(struct zpp_journey *journey, void *const *dst, const void *src, size_t bytes,
+static zpp_status gather_between(struct zpp_hier *hier, void *const *dst, const void *src, size_t bytes,
                                  struct zpp_err *err) {
-    const struct zpp_hosts *hosts = journey->hosts;
+    const struct zpp_hosts *hosts = hier->hosts;
     struct zpp_flow *flow = calloc(2 * ZPP_RANKS_MAX, sizeof *flow);
     size_t count = 0;
     if (!flow) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for a gather between hosts");
     for (int k = 1; k < hosts->hosts; k++) {
         const int h = (hosts->mine + k) % hosts->hosts;
-        flow[count++] = zpp_flow_out(receiver_of(hosts, journey->me, h), 0, src, bytes);
+        flow[count++] = zpp_flow_out(receiver_of(hosts, hier->me, h), 0, src, bytes);
         for (int i = 0; i < hosts->count[h]; i++) {
             const int rank = hosts->rank_at[h][i];
-            if (receiver_of(hosts, rank, hosts->mine) != journey->me) continue;
+            if (receiver_of(hosts, rank, hosts->mine) != hier->me) continue;
             flow[count++] = zpp_flow_in(rank, 0, dst[rank], bytes);
         }
     }
-    const zpp_status status = zpp_flows_run(&journey->between, flow, count, NULL, NULL, err);
+    const zpp_status status = zpp_flows_run(&hier->between, flow, count, NULL, NULL, err);
     free(flow);
     return status;
 }
 
 /* The pieces of one other host, each at the rank here that received it, to all ranks here. */
-static zpp_status share(struct zpp_journey *journey, int host, void *const *dst, size_t bytes, struct zpp_err *err) {
-    const struct zpp_hosts *hosts = journey->hosts;
+static zpp_status share(struct zpp_hier *hier, int host, void *const *dst, size_t bytes, struct zpp_err *err) {
+    const struct zpp_hosts *hosts = hier->hosts;
     zpp_status status = ZPP_OK;
-    if (hosts->count[host] == journey->locals) {
+    if (hosts->count[host] == hier->locals) {
         void *there[ZPP_RANKS_MAX];
-        for (int i = 0; i < journey->locals; i++) there[i] = dst[hosts->rank_at[host][i]];
-        status = zpp_journey_inside(&journey->after, err);
-        return status == ZPP_OK ? zpp_coll_all_gather(&journey->after, there, there[journey->place], bytes, err)
+        for (int i = 0; i < hier->locals; i++) there[i] = dst[hosts->rank_at[host][i]];
+        status = zpp_hier_intranode(&hier->after, err);
+        return status == ZPP_OK ? zpp_coll_all_gather(&hier->after, there, there[hier->place], bytes, err)
                                 : status;
     }
     for (int i = 0; status == ZPP_OK && i < hosts->count[host]; i++) {
-        status = zpp_journey_inside(&journey->after, err);
+        status = zpp_hier_intranode(&hier->after, err);
         if (status != ZPP_OK) break;
-        status = zpp_coll_broadcast(&journey->after, dst[hosts->rank_at[host][i]], bytes, i % journey->locals, err);
+        status = zpp_coll_broadcast(&hier->after, dst[hosts->rank_at[host][i]], bytes, i % hier->locals, err);
     }
     return status;
 }
 
-zpp_status zpp_hosts_all_gather(struct zpp_journey *journey, struct zpp_err *err) {
-    const struct zpp_call *call = journey->call;
-    const struct zpp_hosts *hosts = journey->hosts;
+zpp_status zpp_hier_all_gather(struct zpp_hier *hier, struct zpp_err *err) {
+    const struct zpp_call *call = hier->call;
+    const struct zpp_hosts *hosts = hier->hosts;
     const size_t bytes = call->elems * zpp_dtype_bytes(call->dtype);
     void *dst[ZPP_RANKS_MAX], *here[ZPP_RANKS_MAX];
-    for (int r = 0; r < journey->comm->ranks; r++)
+    for (int r = 0; r < hier->comm->ranks; r++)
         dst[r] = call->dsts ? call->dsts[r] : (uint8_t *)call->dst + (size_t)r * bytes;
-    for (int i = 0; i < journey->locals; i++) here[i] = dst[hosts->rank_at[hosts->mine][i]];
-    zpp_status status = zpp_journey_inside(&journey->before, err);
-    if (status == ZPP_OK) status = zpp_coll_all_gather(&journey->before, here, call->src, bytes, err);
-    if (status == ZPP_OK) status = gather_between(journey, dst, call->src, bytes, err);
-    for (int h = 0; status == ZPP_OK && h < hosts->hosts && journey->locals > 1; h++)
-        if (h != hosts->mine) status = share(journey, h, dst, bytes, err);
+    for (int i = 0; i < hier->locals; i++) here[i] = dst[hosts->rank_at[hosts->mine][i]];
+    zpp_status status = zpp_hier_intranode(&hier->before, err);
+    if (status == ZPP_OK) status = zpp_coll_all_gather(&hier->before, here, call->src, bytes, err);
+    if (status == ZPP_OK) status = gather_between(hier, dst, call->src, bytes, err);
+    for (int h = 0; status == ZPP_OK && h < hosts->hosts && hier->locals > 1; h++)
+        if (h != hosts->mine) status = share(hier, h, dst, bytes, err);
     return status;
 }
 
 /* --- broadcast --------------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_hosts_broadcast(struct zpp_journey *journey, struct zpp_err *err) {
-    const struct zpp_call *call = journey->call;
-    const struct zpp_hosts *hosts = journey->hosts;
+zpp_status zpp_hier_broadcast(struct zpp_hier *hier, struct zpp_err *err) {
+    const struct zpp_call *call = hier->call;
+    const struct zpp_hosts *hosts = hier->hosts;
     const size_t bytes = call->elems * zpp_dtype_bytes(call->dtype);
     const bool root_here = hosts->host_of[call->root] == hosts->mine;
     const int root_place = root_here ? hosts->index_of[call->root] : 0;
     struct zpp_flow flow[ZPP_RANKS_MAX];
     size_t count = 0;
     zpp_status status = ZPP_OK;
-    for (int h = 0; journey->me == call->root && h < hosts->hosts; h++)
+    for (int h = 0; hier->me == call->root && h < hosts->hosts; h++)
         if (h != hosts->mine) flow[count++] = zpp_flow_out(hosts->rank_at[h][0], 0, call->dst, bytes);
-    if (!root_here && journey->place == 0) flow[count++] = zpp_flow_in(call->root, 0, call->dst, bytes);
-    if (count) status = zpp_flows_run(&journey->between, flow, count, NULL, NULL, err);
-    if (status == ZPP_OK) status = zpp_journey_inside(&journey->after, err);
-    return status == ZPP_OK ? zpp_coll_broadcast(&journey->after, call->dst, bytes, root_place, err) : status;
+    if (!root_here && hier->place == 0) flow[count++] = zpp_flow_in(call->root, 0, call->dst, bytes);
+    if (count) status = zpp_flows_run(&hier->between, flow, count, NULL, NULL, err);
+    if (status == ZPP_OK) status = zpp_hier_intranode(&hier->after, err);
+    return status == ZPP_OK ? zpp_coll_broadcast(&hier->after, call->dst, bytes, root_place, err) : status;
 }
 
 /* --- all_to_all, gather, scatter --------------------------------------------------------------------------------- */
 
-static zpp_status all_to_all_inside(struct zpp_journey *journey, struct zpp_err *err) {
-    const struct zpp_call *call = journey->call;
-    const struct zpp_hosts *hosts = journey->hosts;
+static zpp_status all_to_all_intranode(struct zpp_hier *hier, struct zpp_err *err) {
+    const struct zpp_call *call = hier->call;
+    const struct zpp_hosts *hosts = hier->hosts;
     void *dsts[ZPP_RANKS_MAX];
     const void *srcs[ZPP_RANKS_MAX];
     size_t dst_bytes[ZPP_RANKS_MAX], src_bytes[ZPP_RANKS_MAX];
-    for (int i = 0; i < journey->locals; i++) {
+    for (int i = 0; i < hier->locals; i++) {
         const int rank = hosts->rank_at[hosts->mine][i];
         dsts[i] = call->dsts[rank];
         srcs[i] = call->srcs[rank];
@@ -133,24 +133,24 @@ static zpp_status all_to_all_inside(struct zpp_journey *journey, struct zpp_err 
     inside.srcs = srcs;
     inside.dst_bytes = dst_bytes;
     inside.src_bytes = src_bytes;
-    const zpp_status status = zpp_journey_inside(&journey->before, err);
-    return status == ZPP_OK ? zpp_coll_all_to_all(&journey->before, &inside, err) : status;
+    const zpp_status status = zpp_hier_intranode(&hier->before, err);
+    return status == ZPP_OK ? zpp_coll_all_to_all(&hier->before, &inside, err) : status;
 }
 
-zpp_status zpp_hosts_all_to_all(struct zpp_journey *journey, struct zpp_err *err) {
-    const struct zpp_call *call = journey->call;
-    const struct zpp_comm *comm = journey->comm;
+zpp_status zpp_hier_all_to_all(struct zpp_hier *hier, struct zpp_err *err) {
+    const struct zpp_call *call = hier->call;
+    const struct zpp_comm *comm = hier->comm;
     struct zpp_flow *flow = calloc(2 * ZPP_RANKS_MAX, sizeof *flow);
     size_t count = 0;
     if (!flow) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for an exchange between hosts");
     for (int k = 1; k < comm->ranks; k++) { /* each begins with the next rank, so that receivers differ */
-        const int to = (journey->me + k) % comm->ranks, from = (journey->me + comm->ranks - k) % comm->ranks;
+        const int to = (hier->me + k) % comm->ranks, from = (hier->me + comm->ranks - k) % comm->ranks;
         if (zpp_net_elsewhere(comm, to)) flow[count++] = zpp_flow_out(to, 0, call->srcs[to], call->src_bytes[to]);
         if (zpp_net_elsewhere(comm, from))
             flow[count++] = zpp_flow_in(from, 0, call->dsts[from], call->dst_bytes[from]);
     }
-    zpp_status status = all_to_all_inside(journey, err);
-    if (status == ZPP_OK) status = zpp_flows_run(&journey->between, flow, count, NULL, NULL, err);
+    zpp_status status = all_to_all_intranode(hier, err);
+    if (status == ZPP_OK) status = zpp_flows_run(&hier->between, flow, count, NULL, NULL, err);
     free(flow);
     return status;
 }

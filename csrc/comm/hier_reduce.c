@@ -68,31 +68,31 @@ static void add_what_came(void *ctx) {
     for (int i = 0; i < adding->outs; i++) adding->out[i]->ready = adding->added;
 }
 
-static zpp_reduce_op inner_op(const struct zpp_journey *journey) {
-    return journey->call->op == ZPP_AVG && !journey->hosts->even ? ZPP_SUM : journey->call->op;
+static zpp_reduce_op inner_op(const struct zpp_hier *hier) {
+    return hier->call->op == ZPP_AVG && !hier->hosts->even ? ZPP_SUM : hier->call->op;
 }
 
 /* The last step of AVG over hosts of different sizes. */
-static void scale(const struct zpp_journey *journey, void *data, size_t elems) {
-    const zpp_dtype dtype = journey->call->dtype;
-    if (journey->call->op != ZPP_AVG || journey->hosts->even) return;
+static void scale(const struct zpp_hier *hier, void *data, size_t elems) {
+    const zpp_dtype dtype = hier->call->dtype;
+    if (hier->call->op != ZPP_AVG || hier->hosts->even) return;
     if (dtype == ZPP_F64) {
         double *at = data;
-        for (size_t i = 0; i < elems; i++) at[i] *= 1.0 / journey->comm->ranks;
+        for (size_t i = 0; i < elems; i++) at[i] *= 1.0 / hier->comm->ranks;
         return;
     }
     const void *source = data;
-    zpp_reduce_sources(data, dtype, false, &source, 1, dtype, elems, 1.0f / (float)journey->comm->ranks);
+    zpp_reduce_sources(data, dtype, false, &source, 1, dtype, elems, 1.0f / (float)hier->comm->ranks);
 }
 
-static struct adding adding_of(const struct zpp_journey *journey, uint8_t *dst, size_t bytes) {
+static struct adding adding_of(const struct zpp_hier *hier, uint8_t *dst, size_t bytes) {
     return (struct adding){.dst = dst,
-                           .hosts = journey->hosts->hosts,
-                           .mine = journey->hosts->mine,
+                           .hosts = hier->hosts->hosts,
+                           .mine = hier->hosts->mine,
                            .bytes = bytes,
-                           .elem_bytes = zpp_dtype_bytes(journey->call->dtype),
-                           .dtype = journey->call->dtype,
-                           .op = inner_op(journey)};
+                           .elem_bytes = zpp_dtype_bytes(hier->call->dtype),
+                           .dtype = hier->call->dtype,
+                           .op = inner_op(hier)};
 }
 
 /* What comes from each other host to be added up: whole where it is short, else through a ring, so that it is still in
@@ -114,18 +114,18 @@ static void add_in(struct adding *adding, struct zpp_flow *flow, int host, int r
 /* --- all_reduce over one rank a host ----------------------------------------------------------------------------- */
 
 /* Everybody sends everything. */
-static zpp_status exchange_small(struct zpp_journey *journey, uint8_t *data, size_t bytes, uint32_t part,
+static zpp_status exchange_small(struct zpp_hier *hier, uint8_t *data, size_t bytes, uint32_t part,
                                  struct zpp_err *err) {
-    const struct zpp_hosts *hosts = journey->hosts;
+    const struct zpp_hosts *hosts = hier->hosts;
     struct zpp_flow flow[2 * ZPP_RANKS_MAX];
-    struct adding adding = adding_of(journey, data, bytes);
+    struct adding adding = adding_of(hier, data, bytes);
     uint8_t *scratch;
     size_t count = 0;
-    zpp_status status = zpp_net_scratch(journey->comm, bytes * (size_t)hosts->hosts, &scratch, err);
+    zpp_status status = zpp_net_scratch(hier->comm, bytes * (size_t)hosts->hosts, &scratch, err);
     if (status != ZPP_OK) return status;
     for (int h = 0; h < hosts->hosts; h++) {
         uint8_t *room = scratch + (size_t)h * bytes;
-        const int rank = hosts->rank_at[h][journey->place];
+        const int rank = hosts->rank_at[h][hier->place];
         adding.part[h] = room;
         if (h == hosts->mine) {
             memcpy(room, data, bytes); /* data is overwritten while it still goes out otherwise */
@@ -135,7 +135,7 @@ static zpp_status exchange_small(struct zpp_journey *journey, uint8_t *data, siz
         flow[count] = zpp_flow_in(rank, part, room, bytes);
         adding.in[adding.ins++] = &flow[count++];
     }
-    return zpp_flows_run(&journey->between, flow, count, add_what_came, &adding, err);
+    return zpp_flows_run(&hier->between, flow, count, add_what_came, &adding, err);
 }
 
 /* Slice h of `bytes`: whole lines; the last hosts get less or nothing. */
@@ -148,20 +148,20 @@ static void slice_of(size_t bytes, int hosts, int host, size_t *begin, size_t *l
 /* Host h adds up slice h and sends it to the others while its later parts still come in: over connections of their own,
  * so that the sum, which is in the cache, does not queue behind what is still to be added elsewhere. A slice of `data`
  * is overwritten by its sum only where it has gone out already: the sum needed it. */
-static zpp_status exchange_large(struct zpp_journey *journey, uint8_t *data, size_t bytes, uint32_t part,
+static zpp_status exchange_large(struct zpp_hier *hier, uint8_t *data, size_t bytes, uint32_t part,
                                  struct zpp_err *err) {
-    const struct zpp_hosts *hosts = journey->hosts;
+    const struct zpp_hosts *hosts = hier->hosts;
     struct zpp_flow flow[4 * ZPP_RANKS_MAX];
     size_t count = 0, begin, length, theirs, their_length;
     uint8_t *scratch;
     slice_of(bytes, hosts->hosts, hosts->mine, &begin, &length);
-    struct adding adding = adding_of(journey, data + begin, length);
-    const size_t room = room_of(&adding, journey->comm);
-    zpp_status status = zpp_net_scratch(journey->comm, (room + 1) * (size_t)hosts->hosts, &scratch, err);
+    struct adding adding = adding_of(hier, data + begin, length);
+    const size_t room = room_of(&adding, hier->comm);
+    zpp_status status = zpp_net_scratch(hier->comm, (room + 1) * (size_t)hosts->hosts, &scratch, err);
     if (status != ZPP_OK) return status;
     adding.part[hosts->mine] = data + begin;
     for (int k = 1; k < hosts->hosts; k++) {
-        const int h = (hosts->mine + k) % hosts->hosts, rank = hosts->rank_at[h][journey->place];
+        const int h = (hosts->mine + k) % hosts->hosts, rank = hosts->rank_at[h][hier->place];
         slice_of(bytes, hosts->hosts, h, &theirs, &their_length);
         flow[count] = zpp_flow_out(rank, part, data + theirs, their_length);
         flow[count++].links = ZPP_LINKS_FIRST;
@@ -169,7 +169,7 @@ static zpp_status exchange_large(struct zpp_journey *journey, uint8_t *data, siz
         flow[count++].links = ZPP_LINKS_FIRST;
     }
     for (int k = 1; k < hosts->hosts; k++) {
-        const int h = (hosts->mine + k) % hosts->hosts, rank = hosts->rank_at[h][journey->place];
+        const int h = (hosts->mine + k) % hosts->hosts, rank = hosts->rank_at[h][hier->place];
         slice_of(bytes, hosts->hosts, h, &theirs, &their_length);
         flow[count] = zpp_flow_out(rank, part + 1, data + begin, length);
         flow[count].links = ZPP_LINKS_REST;
@@ -178,102 +178,102 @@ static zpp_status exchange_large(struct zpp_journey *journey, uint8_t *data, siz
         flow[count] = zpp_flow_in(rank, part + 1, data + theirs, their_length);
         flow[count++].links = ZPP_LINKS_REST;
     }
-    return zpp_flows_run(&journey->between, flow, count, add_what_came, &adding, err);
+    return zpp_flows_run(&hier->between, flow, count, add_what_came, &adding, err);
 }
 
-static zpp_status exchange(struct zpp_journey *journey, uint8_t *data, size_t bytes, uint32_t part,
+static zpp_status exchange(struct zpp_hier *hier, uint8_t *data, size_t bytes, uint32_t part,
                            struct zpp_err *err) {
-    return bytes <= SMALL_BYTES ? exchange_small(journey, data, bytes, part, err)
-                                : exchange_large(journey, data, bytes, part, err);
+    return bytes <= SMALL_BYTES ? exchange_small(hier, data, bytes, part, err)
+                                : exchange_large(hier, data, bytes, part, err);
 }
 
 /* --- all_reduce -------------------------------------------------------------------------------------------------- */
 
-static struct zpp_tensor tensor_of(const struct zpp_journey *journey, size_t elems) {
-    const zpp_dtype dtype = journey->call->dtype;
-    return (struct zpp_tensor){dtype, inner_op(journey), elems, elems * zpp_dtype_bytes(dtype)};
+static struct zpp_tensor tensor_of(const struct zpp_hier *hier, size_t elems) {
+    const zpp_dtype dtype = hier->call->dtype;
+    return (struct zpp_tensor){dtype, inner_op(hier), elems, elems * zpp_dtype_bytes(dtype)};
 }
 
 /* Every rank has its host's sum; the k-th of each host exchange the k-th part, which is then gathered inside. What does
  * not divide, fewer elements than ranks here, all of them exchange. */
-static zpp_status by_rails(struct zpp_journey *journey, uint8_t *data, size_t elems, size_t elem_bytes,
+static zpp_status by_rails(struct zpp_hier *hier, uint8_t *data, size_t elems, size_t elem_bytes,
                            struct zpp_err *err) {
-    const size_t share = elems / (size_t)journey->locals, bytes = share * elem_bytes;
-    const size_t rest = elems - share * (size_t)journey->locals;
+    const size_t share = elems / (size_t)hier->locals, bytes = share * elem_bytes;
+    const size_t rest = elems - share * (size_t)hier->locals;
     void *dst[ZPP_RANKS_MAX];
-    for (int i = 0; i < journey->locals; i++) dst[i] = data + (size_t)i * bytes;
-    zpp_status status = exchange(journey, dst[journey->place], bytes, 2, err);
+    for (int i = 0; i < hier->locals; i++) dst[i] = data + (size_t)i * bytes;
+    zpp_status status = exchange(hier, dst[hier->place], bytes, 2, err);
     if (status == ZPP_OK && rest)
-        status = exchange_small(journey, data + (elems - rest) * elem_bytes, rest * elem_bytes, 1, err);
-    if (status == ZPP_OK) status = zpp_journey_inside(&journey->after, err);
-    return status == ZPP_OK ? zpp_coll_all_gather(&journey->after, dst, dst[journey->place], bytes, err) : status;
+        status = exchange_small(hier, data + (elems - rest) * elem_bytes, rest * elem_bytes, 1, err);
+    if (status == ZPP_OK) status = zpp_hier_intranode(&hier->after, err);
+    return status == ZPP_OK ? zpp_coll_all_gather(&hier->after, dst, dst[hier->place], bytes, err) : status;
 }
 
-zpp_status zpp_hosts_all_reduce(struct zpp_journey *journey, struct zpp_err *err) {
-    const struct zpp_call *call = journey->call;
-    const struct zpp_tensor tensor = tensor_of(journey, call->elems);
+zpp_status zpp_hier_all_reduce(struct zpp_hier *hier, struct zpp_err *err) {
+    const struct zpp_call *call = hier->call;
+    const struct zpp_tensor tensor = tensor_of(hier, call->elems);
     const size_t elem_bytes = zpp_dtype_bytes(call->dtype);
     uint8_t *data = call->dst;
-    zpp_status status = zpp_journey_inside(&journey->before, err);
+    zpp_status status = zpp_hier_intranode(&hier->before, err);
     if (status != ZPP_OK) return status;
-    if (journey->hosts->even) {
-        status = zpp_coll_all_reduce(&journey->before, data, &tensor, err);
+    if (hier->hosts->even) {
+        status = zpp_coll_all_reduce(&hier->before, data, &tensor, err);
         if (status != ZPP_OK) return status;
-        const bool whole = journey->locals == 1 || tensor.bytes <= SMALL_BYTES;
-        return whole ? exchange(journey, data, tensor.bytes, 2, err)
-                     : by_rails(journey, data, call->elems, elem_bytes, err);
+        const bool whole = hier->locals == 1 || tensor.bytes <= SMALL_BYTES;
+        return whole ? exchange(hier, data, tensor.bytes, 2, err)
+                     : by_rails(hier, data, call->elems, elem_bytes, err);
     }
-    status = zpp_coll_reduce(&journey->before, data, &tensor, 0, err);
-    if (status == ZPP_OK && journey->place == 0) status = exchange(journey, data, tensor.bytes, 2, err);
-    if (status == ZPP_OK && journey->place == 0) scale(journey, data, call->elems);
-    if (status == ZPP_OK) status = zpp_journey_inside(&journey->after, err);
-    return status == ZPP_OK ? zpp_coll_broadcast(&journey->after, data, tensor.bytes, 0, err) : status;
+    status = zpp_coll_reduce(&hier->before, data, &tensor, 0, err);
+    if (status == ZPP_OK && hier->place == 0) status = exchange(hier, data, tensor.bytes, 2, err);
+    if (status == ZPP_OK && hier->place == 0) scale(hier, data, call->elems);
+    if (status == ZPP_OK) status = zpp_hier_intranode(&hier->after, err);
+    return status == ZPP_OK ? zpp_coll_broadcast(&hier->after, data, tensor.bytes, 0, err) : status;
 }
 
 /* --- reduce ------------------------------------------------------------------------------------------------------ */
 
-zpp_status zpp_hosts_reduce(struct zpp_journey *journey, struct zpp_err *err) {
-    const struct zpp_call *call = journey->call;
-    const struct zpp_hosts *hosts = journey->hosts;
-    const struct zpp_tensor tensor = tensor_of(journey, call->elems);
-    const bool root_here = hosts->host_of[call->root] == hosts->mine, at_root = journey->me == call->root;
-    const bool speaks = at_root || (!root_here && journey->place == 0);
+zpp_status zpp_hier_reduce(struct zpp_hier *hier, struct zpp_err *err) {
+    const struct zpp_call *call = hier->call;
+    const struct zpp_hosts *hosts = hier->hosts;
+    const struct zpp_tensor tensor = tensor_of(hier, call->elems);
+    const bool root_here = hosts->host_of[call->root] == hosts->mine, at_root = hier->me == call->root;
+    const bool speaks = at_root || (!root_here && hier->place == 0);
     struct zpp_flow flow[ZPP_RANKS_MAX];
-    struct adding adding = adding_of(journey, call->dst, tensor.bytes);
+    struct adding adding = adding_of(hier, call->dst, tensor.bytes);
     uint8_t *scratch = NULL, *sum = call->dst;
     zpp_status status = ZPP_OK;
     size_t count = 0;
-    const size_t room = at_root ? room_of(&adding, journey->comm) * (size_t)hosts->hosts : tensor.bytes;
-    if (speaks) status = zpp_net_scratch(journey->comm, room + 1, &scratch, err);
+    const size_t room = at_root ? room_of(&adding, hier->comm) * (size_t)hosts->hosts : tensor.bytes;
+    if (speaks) status = zpp_net_scratch(hier->comm, room + 1, &scratch, err);
     if (status != ZPP_OK) return status;
     if (speaks && !at_root) { /* its own tensor stays as it is */
         memcpy(scratch, call->dst, tensor.bytes);
         sum = scratch;
     }
-    status = zpp_journey_inside(&journey->before, err);
+    status = zpp_hier_intranode(&hier->before, err);
     if (status == ZPP_OK)
-        status = zpp_coll_reduce(&journey->before, sum, &tensor, root_here ? hosts->index_of[call->root] : 0, err);
+        status = zpp_coll_reduce(&hier->before, sum, &tensor, root_here ? hosts->index_of[call->root] : 0, err);
     if (status != ZPP_OK || !speaks) return status;
     if (!at_root) {
         flow[count++] = zpp_flow_out(call->root, 0, sum, tensor.bytes);
-        return zpp_flows_run(&journey->between, flow, count, NULL, NULL, err);
+        return zpp_flows_run(&hier->between, flow, count, NULL, NULL, err);
     }
     adding.part[hosts->mine] = sum;
     const size_t part_bytes = room / (size_t)hosts->hosts;
     for (int h = 0; h < hosts->hosts; h++)
         if (h != hosts->mine)
             add_in(&adding, &flow[count++], h, hosts->rank_at[h][0], 0, scratch + (size_t)h * part_bytes);
-    status = zpp_flows_run(&journey->between, flow, count, add_what_came, &adding, err);
-    if (status == ZPP_OK) scale(journey, call->dst, call->elems);
+    status = zpp_flows_run(&hier->between, flow, count, add_what_came, &adding, err);
+    if (status == ZPP_OK) scale(hier, call->dst, call->elems);
     return status;
 }
 
 /* --- reduce_scatter ---------------------------------------------------------------------------------------------- */
 
 /* The slices of host `host`'s ranks, one after the other: in the caller's tensor where they lie so, else copied. */
-static const uint8_t *slices_of(const struct zpp_journey *journey, int host, size_t bytes, uint8_t *room) {
-    const struct zpp_hosts *hosts = journey->hosts;
-    const uint8_t *src = journey->call->src;
+static const uint8_t *slices_of(const struct zpp_hier *hier, int host, size_t bytes, uint8_t *room) {
+    const struct zpp_hosts *hosts = hier->hosts;
+    const uint8_t *src = hier->call->src;
     bool together = true;
     for (int i = 1; i < hosts->count[host]; i++)
         together = together && hosts->rank_at[host][i] == hosts->rank_at[host][0] + i;
@@ -284,39 +284,39 @@ static const uint8_t *slices_of(const struct zpp_journey *journey, int host, siz
 }
 
 /* What the ranks here have for host `host`: equally many ranks there: one each. `sum`: mine. */
-static zpp_status sum_for(struct zpp_journey *journey, int host, const struct zpp_tensor *tensor, uint8_t *room,
+static zpp_status sum_for(struct zpp_hier *hier, int host, const struct zpp_tensor *tensor, uint8_t *room,
                           uint8_t *sum, struct zpp_err *err) {
-    const uint8_t *slices = slices_of(journey, host, tensor->bytes, room);
-    const zpp_status status = zpp_journey_inside(&journey->before, err);
-    return status == ZPP_OK ? zpp_coll_reduce_scatter(&journey->before, sum, slices, tensor, err) : status;
+    const uint8_t *slices = slices_of(hier, host, tensor->bytes, room);
+    const zpp_status status = zpp_hier_intranode(&hier->before, err);
+    return status == ZPP_OK ? zpp_coll_reduce_scatter(&hier->before, sum, slices, tensor, err) : status;
 }
 
-static zpp_status finish_scatter(struct zpp_journey *journey, struct zpp_flow *flow, size_t count,
+static zpp_status finish_scatter(struct zpp_hier *hier, struct zpp_flow *flow, size_t count,
                                  struct adding *adding, struct zpp_err *err) {
-    const zpp_status status = zpp_flows_run(&journey->between, flow, count, add_what_came, adding, err);
-    if (status == ZPP_OK) scale(journey, adding->dst, adding->bytes / adding->elem_bytes);
+    const zpp_status status = zpp_flows_run(&hier->between, flow, count, add_what_came, adding, err);
+    if (status == ZPP_OK) scale(hier, adding->dst, adding->bytes / adding->elem_bytes);
     return status;
 }
 
 /* Scratch: what comes from each host; where a host has several ranks, my sum for each host and room for the slices of
  * one. */
-static zpp_status scatter_even(struct zpp_journey *journey, const struct zpp_tensor *tensor, struct zpp_err *err) {
-    const struct zpp_hosts *hosts = journey->hosts;
-    const size_t bytes = tensor->bytes, hosts_bytes = bytes * (size_t)hosts->hosts;
-    const bool alone = journey->locals == 1;
+static zpp_status scatter_even(struct zpp_hier *hier, const struct zpp_tensor *tensor, struct zpp_err *err) {
+    const struct zpp_hosts *hosts = hier->hosts;
+    const size_t bytes = tensor->bytes, internode_bytes = bytes * (size_t)hosts->hosts;
+    const bool alone = hier->locals == 1;
     struct zpp_flow flow[2 * ZPP_RANKS_MAX];
-    struct adding adding = adding_of(journey, journey->call->dst, bytes);
+    struct adding adding = adding_of(hier, hier->call->dst, bytes);
     uint8_t *scratch;
     size_t count = 0;
-    const size_t room = room_of(&adding, journey->comm), come_bytes = room * (size_t)hosts->hosts;
-    const size_t more_bytes = alone ? 1 : hosts_bytes + bytes * (size_t)journey->locals;
-    zpp_status status = zpp_net_scratch(journey->comm, come_bytes + more_bytes, &scratch, err);
-    uint8_t *come = scratch, *sums = scratch + come_bytes, *slices = sums + hosts_bytes;
+    const size_t room = room_of(&adding, hier->comm), come_bytes = room * (size_t)hosts->hosts;
+    const size_t more_bytes = alone ? 1 : internode_bytes + bytes * (size_t)hier->locals;
+    zpp_status status = zpp_net_scratch(hier->comm, come_bytes + more_bytes, &scratch, err);
+    uint8_t *come = scratch, *sums = scratch + come_bytes, *slices = sums + internode_bytes;
     for (int h = 0; status == ZPP_OK && h < hosts->hosts; h++) {
-        const int rank = hosts->rank_at[h][journey->place];
-        const uint8_t *mine = (const uint8_t *)journey->call->src + (size_t)rank * bytes;
+        const int rank = hosts->rank_at[h][hier->place];
+        const uint8_t *mine = (const uint8_t *)hier->call->src + (size_t)rank * bytes;
         if (!alone) {
-            status = sum_for(journey, h, tensor, slices, sums + (size_t)h * bytes, err);
+            status = sum_for(hier, h, tensor, slices, sums + (size_t)h * bytes, err);
             mine = sums + (size_t)h * bytes;
         }
         adding.part[h] = mine;
@@ -324,39 +324,39 @@ static zpp_status scatter_even(struct zpp_journey *journey, const struct zpp_ten
         flow[count++] = zpp_flow_out(rank, 0, mine, bytes);
         add_in(&adding, &flow[count++], h, rank, 0, come + (size_t)h * room);
     }
-    return status == ZPP_OK ? finish_scatter(journey, flow, count, &adding, err) : status;
+    return status == ZPP_OK ? finish_scatter(hier, flow, count, &adding, err) : status;
 }
 
 /* Every slice is summed at one rank of each host, in turn, which sends it to its owner. Scratch: one sum a rank of the
  * group, what comes from each host. */
-static zpp_status scatter_uneven(struct zpp_journey *journey, const struct zpp_tensor *tensor, struct zpp_err *err) {
-    const struct zpp_hosts *hosts = journey->hosts;
-    const struct zpp_comm *comm = journey->comm;
+static zpp_status scatter_uneven(struct zpp_hier *hier, const struct zpp_tensor *tensor, struct zpp_err *err) {
+    const struct zpp_hosts *hosts = hier->hosts;
+    const struct zpp_comm *comm = hier->comm;
     const size_t bytes = tensor->bytes;
     struct zpp_flow flow[2 * ZPP_RANKS_MAX];
-    struct adding adding = adding_of(journey, journey->call->dst, bytes);
+    struct adding adding = adding_of(hier, hier->call->dst, bytes);
     uint8_t *scratch;
     size_t count = 0;
     const size_t sums_bytes = bytes * (size_t)comm->ranks, room = room_of(&adding, comm);
-    zpp_status status = zpp_net_scratch(journey->comm, sums_bytes + room * (size_t)hosts->hosts, &scratch, err);
+    zpp_status status = zpp_net_scratch(hier->comm, sums_bytes + room * (size_t)hosts->hosts, &scratch, err);
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
         const bool here = hosts->host_of[r] == hosts->mine;
-        const int place = here ? hosts->index_of[r] : hosts->index_of[r] % journey->locals;
+        const int place = here ? hosts->index_of[r] : hosts->index_of[r] % hier->locals;
         uint8_t *sum = scratch + (size_t)r * bytes;
-        memcpy(sum, (const uint8_t *)journey->call->src + (size_t)r * bytes, bytes);
-        status = zpp_journey_inside(&journey->before, err);
-        if (status == ZPP_OK) status = zpp_coll_reduce(&journey->before, sum, tensor, place, err);
-        if (status == ZPP_OK && !here && place == journey->place) flow[count++] = zpp_flow_out(r, 0, sum, bytes);
+        memcpy(sum, (const uint8_t *)hier->call->src + (size_t)r * bytes, bytes);
+        status = zpp_hier_intranode(&hier->before, err);
+        if (status == ZPP_OK) status = zpp_coll_reduce(&hier->before, sum, tensor, place, err);
+        if (status == ZPP_OK && !here && place == hier->place) flow[count++] = zpp_flow_out(r, 0, sum, bytes);
     }
-    adding.part[hosts->mine] = scratch + (size_t)journey->me * bytes;
+    adding.part[hosts->mine] = scratch + (size_t)hier->me * bytes;
     for (int h = 0; h < hosts->hosts; h++)
         if (h != hosts->mine)
-            add_in(&adding, &flow[count++], h, hosts->rank_at[h][journey->place % hosts->count[h]], 0,
+            add_in(&adding, &flow[count++], h, hosts->rank_at[h][hier->place % hosts->count[h]], 0,
                    scratch + sums_bytes + (size_t)h * room);
-    return status == ZPP_OK ? finish_scatter(journey, flow, count, &adding, err) : status;
+    return status == ZPP_OK ? finish_scatter(hier, flow, count, &adding, err) : status;
 }
 
-zpp_status zpp_hosts_reduce_scatter(struct zpp_journey *journey, struct zpp_err *err) {
-    const struct zpp_tensor tensor = tensor_of(journey, journey->call->elems);
-    return journey->hosts->even ? scatter_even(journey, &tensor, err) : scatter_uneven(journey, &tensor, err);
+zpp_status zpp_hier_reduce_scatter(struct zpp_hier *hier, struct zpp_err *err) {
+    const struct zpp_tensor tensor = tensor_of(hier, hier->call->elems);
+    return hier->hosts->even ? scatter_even(hier, &tensor, err) : scatter_uneven(hier, &tensor, err);
 }

@@ -2,7 +2,7 @@
  *
  * Quantised collectives over hosts (ZeRO++, Wang et al. 2023). What travels are images: of E elements the fp32 scales
  * of its blocks, then the codes, w(E) = 4 * blocks + E * bits / 8, padded to 4 bytes; they move as bytes, by the exact
- * collectives of hosts_move.c. Bytes over the network per rank, H hosts with L ranks each, slices of E elements:
+ * collectives of hier_move.c. Bytes over the network per rank, H hosts with L ranks each, slices of E elements:
  *
  *   all_gather       (H - 1) w(E), as the exact one, with images in place of values; then dequantised
  *   reduce_scatter   one rank a host, or hosts of different sizes: images go straight to their owners, which add them
@@ -24,7 +24,7 @@
 enum { ROOM_BYTES = 4 * 1024 * 1024, PAD_BYTES = 4 };
 
 struct job {
-    struct zpp_journey *journey;
+    struct zpp_hier *hier;
     const struct zpp_call *call;
     struct zpp_quant_spec spec;
     const struct zpp_hosts *hosts;
@@ -81,7 +81,7 @@ static zpp_status make_room(struct job *job, struct zpp_err *err) {
     if (job->piece_elems > longest) job->piece_elems = longest ? longest : job->spec.block_elems;
     const size_t bytes = image_bytes(&job->spec, job->piece_elems);
     uint8_t *room;
-    const zpp_status status = zpp_net_scratch(job->journey->comm, 2 * (ranks + hosts) * bytes, &room, err);
+    const zpp_status status = zpp_net_scratch(job->hier->comm, 2 * (ranks + hosts) * bytes, &room, err);
     if (status != ZPP_OK) return status;
     job->outgoing = room;
     job->incoming = job->outgoing + ranks * bytes;
@@ -91,10 +91,10 @@ static zpp_status make_room(struct job *job, struct zpp_err *err) {
 }
 
 /* The same collective, of bytes. */
-static struct zpp_journey travel(const struct job *job, const struct zpp_call *call) {
-    struct zpp_journey journey = *job->journey;
-    journey.call = call;
-    return journey;
+static struct zpp_hier travel(const struct job *job, const struct zpp_call *call) {
+    struct zpp_hier hier = *job->hier;
+    hier.call = call;
+    return hier;
 }
 
 /* --- what every rank has for mine -------------------------------------------------------------------------------- */
@@ -112,8 +112,8 @@ static zpp_status exchange_all(struct job *job, struct zpp_quant_source *sources
     }
     const struct zpp_call call = {.coll = ZPP_COLL_ALL_TO_ALL, .dtype = ZPP_U8, .dsts = dsts, .srcs = srcs,
                                   .dst_bytes = bytes, .src_bytes = bytes};
-    struct zpp_journey journey = travel(job, &call);
-    return zpp_hosts_all_to_all(&journey, err);
+    struct zpp_hier hier = travel(job, &call);
+    return zpp_hier_all_to_all(&hier, err);
 }
 
 /* First hop: for each rank here, images for the ranks at its place on every host. */
@@ -128,9 +128,9 @@ static zpp_status exchange_here(struct job *job, struct zpp_err *err) {
     }
     const struct zpp_call call = {.coll = ZPP_COLL_ALL_TO_ALL, .dtype = ZPP_U8, .dsts = dsts, .srcs = srcs,
                                   .dst_bytes = bytes, .src_bytes = bytes};
-    struct zpp_journey journey = travel(job, &call);
-    const zpp_status status = zpp_journey_inside(&journey.before, err);
-    return status == ZPP_OK ? zpp_coll_all_to_all(&journey.before, &call, err) : status;
+    struct zpp_hier hier = travel(job, &call);
+    const zpp_status status = zpp_hier_intranode(&hier.before, err);
+    return status == ZPP_OK ? zpp_coll_all_to_all(&hier.before, &call, err) : status;
 }
 
 static void sum_here(struct job *job, size_t elems) {
@@ -149,19 +149,19 @@ static void sum_here(struct job *job, size_t elems) {
 
 /* Second hop: the sums for my slice, from the ranks at my place. */
 static zpp_status exchange_there(struct job *job, struct zpp_quant_source *sources, struct zpp_err *err) {
-    struct zpp_journey journey = travel(job, job->call);
+    struct zpp_hier hier = travel(job, job->call);
     const struct zpp_hosts *hosts = job->hosts;
     struct zpp_flow flow[2 * ZPP_RANKS_MAX];
     size_t count = 0;
     for (int h = 0; h < hosts->hosts; h++) {
         uint8_t *sum = job->sums + (size_t)h * job->image_bytes, *come = job->come + (size_t)h * job->image_bytes;
-        const int rank = hosts->rank_at[h][journey.place];
+        const int rank = hosts->rank_at[h][hier.place];
         sources[h] = source_of(job, h == hosts->mine ? sum : come);
         if (h == hosts->mine) continue;
         flow[count++] = zpp_flow_out(rank, 0, sum, job->image_bytes);
         flow[count++] = zpp_flow_in(rank, 0, come, job->image_bytes);
     }
-    return zpp_flows_run(&journey.between, flow, count, NULL, NULL, err);
+    return zpp_flows_run(&hier.between, flow, count, NULL, NULL, err);
 }
 
 /* Every rank's elements for its owner. `longest`: of the ranks' valid elements, mine among them. */
@@ -186,9 +186,9 @@ static zpp_status gather_images(struct job *job, struct zpp_err *err) {
     void *dsts[ZPP_RANKS_MAX];
     for (int r = 0; r < job->ranks; r++) dsts[r] = image_for(job, job->outgoing, r);
     const struct zpp_call call = {.coll = ZPP_COLL_ALL_GATHER, .dtype = ZPP_U8, .dsts = dsts,
-                                  .src = dsts[job->journey->me], .elems = job->image_bytes};
-    struct zpp_journey journey = travel(job, &call);
-    return zpp_hosts_all_gather(&journey, err);
+                                  .src = dsts[job->hier->me], .elems = job->image_bytes};
+    struct zpp_hier hier = travel(job, &call);
+    return zpp_hier_all_gather(&hier, err);
 }
 
 static void read_image(const struct job *job, int rank, size_t elems, uint8_t *dst) {
@@ -203,7 +203,7 @@ static zpp_status all_gather(struct job *job, struct zpp_err *err) {
     for (size_t at = 0; status == ZPP_OK && at < call->elems; at += job->piece_elems) {
         set_piece(job, least(call->elems - at, job->piece_elems));
         make_image(job, (const uint8_t *)call->src + at * job->elem_bytes, job->slice_elems,
-                   image_for(job, job->outgoing, job->journey->me));
+                   image_for(job, job->outgoing, job->hier->me));
         status = gather_images(job, err);
         for (int r = 0; status == ZPP_OK && r < job->ranks; r++)
             read_image(job, r, job->slice_elems, dst + ((size_t)r * call->elems + at) * job->elem_bytes);
@@ -240,7 +240,7 @@ static size_t share_elems(const struct job *job, size_t span, int rank) {
 static zpp_status all_reduce_piece(struct job *job, uint8_t *data, size_t span, struct zpp_err *err) {
     struct zpp_quant_source sources[ZPP_RANKS_MAX];
     const size_t stride_bytes = job->slice_elems * job->elem_bytes, longest = share_elems(job, span, 0);
-    const int me = job->journey->me;
+    const int me = job->hier->me;
     size_t count = 0;
     for (int r = 0; r < job->ranks; r++)
         make_image(job, data + (size_t)r * stride_bytes, share_elems(job, span, r), image_for(job, job->outgoing, r));
@@ -276,18 +276,18 @@ static zpp_status check_nodes(const struct job *job, struct zpp_err *err) {
     return zpp_fail(err, ZPP_INVALID,
                     "comm: %d ranks a node asked of group \"%s\", which is on %d hosts with %d ranks here; over "
                     "several hosts these are the nodes, so leave it at 0",
-                    asked, job->journey->comm->name, job->hosts->hosts, job->locals);
+                    asked, job->hier->comm->name, job->hosts->hosts, job->locals);
 }
 
-zpp_status zpp_hosts_quant(struct zpp_journey *journey, struct zpp_err *err) {
-    const struct zpp_call *call = journey->call;
-    struct job job = {.journey = journey,
+zpp_status zpp_hier_quant(struct zpp_hier *hier, struct zpp_err *err) {
+    const struct zpp_call *call = hier->call;
+    struct job job = {.hier = hier,
                       .call = call,
                       .spec = {call->block_elems, call->bits, false},
-                      .hosts = journey->hosts,
-                      .ranks = journey->comm->ranks,
-                      .locals = journey->locals,
-                      .two_hops = journey->hosts->even && journey->locals > 1,
+                      .hosts = hier->hosts,
+                      .ranks = hier->comm->ranks,
+                      .locals = hier->locals,
+                      .two_hops = hier->hosts->even && hier->locals > 1,
                       .elem_bytes = zpp_dtype_bytes(call->dtype)};
     zpp_status status = check_nodes(&job, err);
     if (status == ZPP_OK) status = make_room(&job, err);
