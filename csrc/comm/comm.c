@@ -49,8 +49,8 @@ static zpp_status check_options(const struct zpp_comm_options *options, struct z
 }
 
 /* The ranks of this host, then those of others, if there are any. */
-static zpp_status meet(struct zpp_comm *comm, const struct zpp_comm_options *options, const struct zpp_store *store,
-                       struct zpp_err *err) {
+static zpp_status join_ranks(struct zpp_comm *comm, const struct zpp_comm_options *options,
+                             const struct zpp_store *store, struct zpp_err *err) {
     const struct zpp_wait forever = {comm->timeout_ns, NULL, NULL};
     struct zpp_wait wait = options->wait ? *options->wait : forever;
     struct zpp_hosts *hosts = malloc(sizeof *hosts);
@@ -84,7 +84,7 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
     pthread_mutex_init(&comm->side_lock, NULL);
     for (int r = 0; r < comm->ranks; r++) comm->peer[r].socket = comm->peer[r].pidfd = -1;
     status = make_fork_guard(comm, err);
-    if (status == ZPP_OK) status = meet(comm, options, store, err);
+    if (status == ZPP_OK) status = join_ranks(comm, options, store, err);
     if (status != ZPP_OK) {
         zpp_comm_destroy(comm);
         return status;

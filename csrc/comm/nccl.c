@@ -311,7 +311,7 @@ struct said {
     char why[256];
 };
 
-static zpp_status meet(struct zpp_nccl *nccl, const struct zpp_wait *wait, struct zpp_err *err) {
+static zpp_status join_ranks(struct zpp_nccl *nccl, const struct zpp_wait *wait, struct zpp_err *err) {
     struct said all[ZPP_RANKS_MAX], mine = {0};
     struct zpp_err failure = ZPP_ERR_INIT;
     mine.status = prepare(nccl, &mine.id, &failure);
@@ -349,7 +349,7 @@ zpp_status zpp_nccl_create(zpp_comm *control, zpp_device *device, const struct z
     nccl->holders = 1;
     nccl->running.last = &nccl->running.first;
     nccl->gathered.last = &nccl->gathered.first;
-    zpp_status status = meet(nccl, wait, err);
+    zpp_status status = join_ranks(nccl, wait, err);
     if (status == ZPP_OK) status = zpp_nccl_watch_start(nccl, err);
     if (status == ZPP_OK)
         *out = nccl;

@@ -5,7 +5,8 @@
  * one that is connected to. It never crosses the network:
  *
  *   listener   challenge: magic, rank, 16 random bytes
- *   caller     hello: magic, rank, slot, 16 random bytes of its own, MAC(secret; 'C', rank, slot, both random numbers)
+ *   caller     handshake: magic, rank, slot, 16 random bytes of its own, MAC(secret; 'C', rank, slot, both random
+ *   numbers)
  *   listener   answer: magic, MAC(secret; 'L', the same)
  *
  * Who answers wrongly, or not within five seconds, is turned away; others go on joining meanwhile.
@@ -27,7 +28,7 @@ enum { MAGIC = 0x5a505441, NONCE_BYTES = 16, STRANGERS_MAX = 64 };
 static const uint64_t STRANGER_NS = 5000000000u;
 
 /* In the store. */
-struct address_card {
+struct address_endpoint {
     uint32_t magic, rank, links, family;
     uint8_t address[16];
     uint16_t port, zero[3];
@@ -38,7 +39,7 @@ struct challenge {
     uint32_t magic, rank;
     uint8_t nonce[NONCE_BYTES];
 };
-struct hello {
+struct handshake {
     uint32_t magic;
     uint16_t rank, slot;
     uint8_t nonce[NONCE_BYTES];
@@ -62,7 +63,7 @@ struct stranger {
     int fd; /* -1: free */
     uint64_t since_ns;
     uint8_t nonce[NONCE_BYTES];
-    struct hello hello;
+    struct handshake handshake;
     size_t bytes;
 };
 
@@ -70,16 +71,16 @@ struct joining {
     struct zpp_comm *comm;
     struct zpp_turn turn;
     struct zpp_net_address own;
-    struct address_card card[ZPP_RANKS_MAX];
+    struct address_endpoint endpoint[ZPP_RANKS_MAX];
     int listener;
     struct stranger stranger[STRANGERS_MAX];
 };
 
-static uint64_t prove(const struct address_card *listener, uint8_t who, const struct hello *hello,
+static uint64_t prove(const struct address_endpoint *listener, uint8_t who, const struct handshake *handshake,
                       const uint8_t *listener_nonce) {
-    struct proof proof = {.who = who, .rank = hello->rank, .slot = hello->slot};
+    struct proof proof = {.who = who, .rank = handshake->rank, .slot = handshake->slot};
     memcpy(proof.listener_nonce, listener_nonce, NONCE_BYTES);
-    memcpy(proof.caller_nonce, hello->nonce, NONCE_BYTES);
+    memcpy(proof.caller_nonce, handshake->nonce, NONCE_BYTES);
     return zpp_net_mac(listener->secret, &proof, sizeof proof);
 }
 
@@ -103,7 +104,7 @@ static void tune(int fd) {
 
 static zpp_status listen_here(struct joining *joining, struct zpp_err *err) {
     struct zpp_net_address bound = joining->own;
-    struct address_card *card = &joining->card[joining->comm->rank];
+    struct address_endpoint *endpoint = &joining->endpoint[joining->comm->rank];
     char words[80];
     zpp_net_describe(&bound.address, words, sizeof words);
     joining->listener = socket(bound.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -112,76 +113,77 @@ static zpp_status listen_here(struct joining *joining, struct zpp_err *err) {
         listen(joining->listener, 512) != 0 ||
         getsockname(joining->listener, (struct sockaddr *)&bound.address, &bound.length) != 0)
         return zpp_fail_os(err, errno, "comm: rank %d cannot listen on %s", joining->comm->rank, words);
-    card->family = bound.address.ss_family == AF_INET6 ? 6 : 4;
-    if (card->family == 6) {
+    endpoint->family = bound.address.ss_family == AF_INET6 ? 6 : 4;
+    if (endpoint->family == 6) {
         const struct sockaddr_in6 *six = (const struct sockaddr_in6 *)(const void *)&bound.address;
-        memcpy(card->address, &six->sin6_addr, 16);
-        card->port = ntohs(six->sin6_port);
+        memcpy(endpoint->address, &six->sin6_addr, 16);
+        endpoint->port = ntohs(six->sin6_port);
     } else {
         const struct sockaddr_in *four = (const struct sockaddr_in *)(const void *)&bound.address;
-        memcpy(card->address, &four->sin_addr, 4);
-        card->port = ntohs(four->sin_port);
+        memcpy(endpoint->address, &four->sin_addr, 4);
+        endpoint->port = ntohs(four->sin_port);
     }
     return ZPP_OK;
 }
 
 static zpp_status publish(struct joining *joining, int links, const struct zpp_store *store, struct zpp_err *err) {
     struct zpp_comm *comm = joining->comm;
-    struct address_card *card = &joining->card[comm->rank];
-    card->magic = MAGIC;
-    card->rank = (uint32_t)comm->rank;
-    card->links = (uint32_t)links;
-    zpp_status status = random_bytes(card->secret, sizeof card->secret, err);
+    struct address_endpoint *endpoint = &joining->endpoint[comm->rank];
+    endpoint->magic = MAGIC;
+    endpoint->rank = (uint32_t)comm->rank;
+    endpoint->links = (uint32_t)links;
+    zpp_status status = random_bytes(endpoint->secret, sizeof endpoint->secret, err);
     if (status == ZPP_OK) status = listen_here(joining, err);
     if (status != ZPP_OK) return status;
     char key[32];
     snprintf(key, sizeof key, "zpp/address/%d", comm->rank);
-    return store->set(store->ctx, key, card, sizeof *card, err);
+    return store->set(store->ctx, key, endpoint, sizeof *endpoint, err);
 }
 
 static zpp_status read_address(struct joining *joining, const struct zpp_store *store, int rank, struct zpp_err *err) {
     struct zpp_comm *comm = joining->comm;
-    struct address_card *card = &joining->card[rank];
-    const struct address_card *own = &joining->card[comm->rank];
+    struct address_endpoint *endpoint = &joining->endpoint[rank];
+    const struct address_endpoint *own = &joining->endpoint[comm->rank];
     char key[32];
-    size_t bytes = sizeof *card;
+    size_t bytes = sizeof *endpoint;
     snprintf(key, sizeof key, "zpp/address/%d", rank);
-    const zpp_status status = store->get(store->ctx, key, card, &bytes, comm->timeout_ns, err);
+    const zpp_status status = store->get(store->ctx, key, endpoint, &bytes, comm->timeout_ns, err);
     if (status != ZPP_OK) {
         if (err) err->rank = rank;
         return status;
     }
-    if (bytes != sizeof *card || card->magic != MAGIC || card->rank != (uint32_t)rank || card->links < 1 ||
-        card->links > ZPP_NET_DATA_MAX)
+    if (bytes != sizeof *endpoint || endpoint->magic != MAGIC || endpoint->rank != (uint32_t)rank
+        || endpoint->links < 1 ||
+        endpoint->links > ZPP_NET_DATA_MAX)
         return zpp_fail_rank(err, ZPP_PEER, rank,
                              "comm: the store holds an address of %zu bytes for rank %d that this version of zeropp "
                              "does not know (wanted %zu); run the same zeropp on all ranks",
-                             bytes, rank, sizeof *card);
-    if (card->family != own->family)
+                             bytes, rank, sizeof *endpoint);
+    if (endpoint->family != own->family)
         return zpp_fail_rank(err, ZPP_PEER, rank,
                              "comm: rank %d has an IPv%u address and rank %d an IPv%u one; set ZEROPP_IFNAME or "
                              "ZEROPP_IP_FAMILY so that they agree",
-                             rank, card->family, comm->rank, own->family);
-    comm->net->peer[rank].data_links = (int)(card->links < own->links ? card->links : own->links);
+                             rank, endpoint->family, comm->rank, own->family);
+    comm->net->peer[rank].data_links = (int)(endpoint->links < own->links ? endpoint->links : own->links);
     return ZPP_OK;
 }
 
 static socklen_t address_of(const struct joining *joining, int rank, struct sockaddr_storage *out) {
-    const struct address_card *card = &joining->card[rank];
+    const struct address_endpoint *endpoint = &joining->endpoint[rank];
     memset(out, 0, sizeof *out);
-    if (card->family == 6) {
+    if (endpoint->family == 6) {
         struct sockaddr_in6 *six = (struct sockaddr_in6 *)(void *)out;
         six->sin6_family = AF_INET6;
-        six->sin6_port = htons(card->port);
-        memcpy(&six->sin6_addr, card->address, 16);
+        six->sin6_port = htons(endpoint->port);
+        memcpy(&six->sin6_addr, endpoint->address, 16);
         /* An address of this link needs to know which link: the one that this rank uses. */
         six->sin6_scope_id = ((const struct sockaddr_in6 *)(const void *)&joining->own.address)->sin6_scope_id;
         return sizeof *six;
     }
     struct sockaddr_in *four = (struct sockaddr_in *)(void *)out;
     four->sin_family = AF_INET;
-    four->sin_port = htons(card->port);
-    memcpy(&four->sin_addr, card->address, 4);
+    four->sin_port = htons(endpoint->port);
+    memcpy(&four->sin_addr, endpoint->address, 4);
     return sizeof *four;
 }
 
@@ -248,22 +250,22 @@ static zpp_status receive_all(struct joining *joining, int fd, void *out, size_t
 }
 
 static zpp_status call(struct joining *joining, int rank, int slot, struct zpp_err *err) {
-    const struct address_card *card = &joining->card[rank];
+    const struct address_endpoint *endpoint = &joining->endpoint[rank];
     struct challenge challenge;
-    struct hello hello = {.magic = MAGIC, .rank = (uint16_t)joining->comm->rank, .slot = (uint16_t)slot};
+    struct handshake handshake = {.magic = MAGIC, .rank = (uint16_t)joining->comm->rank, .slot = (uint16_t)slot};
     struct answer answer;
     int *fd = &joining->comm->net->peer[rank].link[slot];
     zpp_status status = dial(joining, rank, fd, err);
     if (status == ZPP_OK) status = receive_all(joining, *fd, &challenge, sizeof challenge, rank, err);
-    if (status == ZPP_OK) status = random_bytes(hello.nonce, sizeof hello.nonce, err);
+    if (status == ZPP_OK) status = random_bytes(handshake.nonce, sizeof handshake.nonce, err);
     if (status != ZPP_OK) return status;
-    hello.mac = prove(card, 'C', &hello, challenge.nonce);
-    if (send(*fd, &hello, sizeof hello, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)sizeof hello)
+    handshake.mac = prove(endpoint, 'C', &handshake, challenge.nonce);
+    if (send(*fd, &handshake, sizeof handshake, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)sizeof handshake)
         return unreachable(joining, rank, errno, err);
     status = receive_all(joining, *fd, &answer, sizeof answer, rank, err);
     if (status != ZPP_OK) return status;
     if (challenge.magic != MAGIC || challenge.rank != (uint32_t)rank || answer.magic != MAGIC ||
-        !zpp_net_same_mac(answer.mac, prove(card, 'L', &hello, challenge.nonce)))
+        !zpp_net_same_mac(answer.mac, prove(endpoint, 'L', &handshake, challenge.nonce)))
         return zpp_fail_rank(err, ZPP_PEER, rank,
                              "comm: who answers for rank %d does not know the secret of group \"%s\"", rank,
                              joining->comm->name);
@@ -303,37 +305,37 @@ static void greet(struct joining *joining, int fd) {
         turn_away(stranger);
 }
 
-/* May this hello take a place? Everything in it is a stranger's word until the MAC is right. */
+/* May this handshake take a place? Everything in it is a stranger's word until the MAC is right. */
 static bool is_member(const struct joining *joining, const struct stranger *stranger) {
     const struct zpp_comm *comm = joining->comm;
-    const struct hello *hello = &stranger->hello;
-    if (hello->magic != MAGIC || hello->rank <= comm->rank || hello->rank >= comm->ranks) return false;
-    if (!zpp_net_elsewhere(comm, hello->rank)) return false;
-    const struct zpp_net_peer *peer = &comm->net->peer[hello->rank];
-    if (hello->slot >= ZPP_NET_DATA + peer->data_links || peer->link[hello->slot] >= 0) return false;
-    return zpp_net_same_mac(hello->mac, prove(&joining->card[comm->rank], 'C', hello, stranger->nonce));
+    const struct handshake *handshake = &stranger->handshake;
+    if (handshake->magic != MAGIC || handshake->rank <= comm->rank || handshake->rank >= comm->ranks) return false;
+    if (!zpp_net_elsewhere(comm, handshake->rank)) return false;
+    const struct zpp_net_peer *peer = &comm->net->peer[handshake->rank];
+    if (handshake->slot >= ZPP_NET_DATA + peer->data_links || peer->link[handshake->slot] >= 0) return false;
+    return zpp_net_same_mac(handshake->mac, prove(&joining->endpoint[comm->rank], 'C', handshake, stranger->nonce));
 }
 
-/* Bytes of a stranger's hello. */
+/* Bytes of a stranger's handshake. */
 static void listen_to(struct joining *joining, struct stranger *stranger) {
-    const ssize_t got = recv(stranger->fd, (uint8_t *)&stranger->hello + stranger->bytes,
-                             sizeof stranger->hello - stranger->bytes, MSG_DONTWAIT);
+    const ssize_t got = recv(stranger->fd, (uint8_t *)&stranger->handshake + stranger->bytes,
+                             sizeof stranger->handshake - stranger->bytes, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (got > 0) stranger->bytes += (size_t)got;
-    if (got > 0 && stranger->bytes < sizeof stranger->hello) return;
+    if (got > 0 && stranger->bytes < sizeof stranger->handshake) return;
     if (got <= 0 || !is_member(joining, stranger)) {
         turn_away(stranger);
         return;
     }
-    const struct hello *hello = &stranger->hello;
+    const struct handshake *handshake = &stranger->handshake;
     const struct answer answer = {
-        .magic = MAGIC, .mac = prove(&joining->card[joining->comm->rank], 'L', hello, stranger->nonce)};
+        .magic = MAGIC, .mac = prove(&joining->endpoint[joining->comm->rank], 'L', handshake, stranger->nonce)};
     if (send(stranger->fd, &answer, sizeof answer, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)sizeof answer) {
         turn_away(stranger);
         return;
     }
     tune(stranger->fd);
-    joining->comm->net->peer[hello->rank].link[hello->slot] = stranger->fd;
+    joining->comm->net->peer[handshake->rank].link[handshake->slot] = stranger->fd;
     stranger->fd = -1;
 }
 

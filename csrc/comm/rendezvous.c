@@ -2,9 +2,11 @@
  *
  * Rendezvous: how the ranks of one host find each other and exchange their control memory, and who is on which host.
  *
- *   1. Each rank listens on a Unix socket of abstract, random name (nothing in the file system) and puts its card into
+ *   1. Each rank listens on a Unix socket of abstract, random name (nothing in the file system) and puts its endpoint
+ *   into
  * the store: host, process, socket name, and a random secret.
- *   2. It reads all cards. A card with another identity (net_address.c) is of a rank elsewhere; net_join.c sees to it.
+ *   2. It reads all endpoints. An endpoint with another identity (net_address.c) is of a rank elsewhere; net_join.c
+ *   sees to it.
  *   3. Each pair of this host connects, higher rank to lower. Both check the user id that the kernel reports for the
  * other end; the one that connects shows the listener's secret and is shown its own (each could read the store, so it
  * belongs to the job), and both send their control memory and a pidfd of themselves, by SCM_RIGHTS. A pidfd that was
@@ -29,24 +31,24 @@
 #include "memfd.h"
 #include "net.h"
 
-enum { CARD_MAGIC = 0x5a505031, SECRET_BYTES = 16, FDS = 2 };
+enum { ENDPOINT_MAGIC = 0x5a505031, SECRET_BYTES = 16, FDS = 2 };
 
-struct card {
+struct endpoint {
     uint32_t magic, rank, ranks, pid;
     uint64_t base_bytes; /* differs between versions of zeropp that lay out their memory differently */
     uint8_t secret[SECRET_BYTES];
     char identity[80], host[64], socket_name[64];
 };
 
-struct hello {
+struct handshake {
     uint32_t magic, rank;
     uint8_t secret[SECRET_BYTES];
 };
 
-struct meeting {
+struct rendezvous {
     struct zpp_comm *comm;
     struct zpp_turn turn;
-    struct card card[ZPP_RANKS_MAX];
+    struct endpoint endpoint[ZPP_RANKS_MAX];
     int fd[FDS]; /* my control memory, my pidfd (or -1) */
     int listener;
     bool elsewhere[ZPP_RANKS_MAX];
@@ -60,69 +62,72 @@ static zpp_status random_bytes(void *out, size_t bytes, struct zpp_err *err) {
 static socklen_t abstract_address(struct sockaddr_un *address, const char *name) {
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
-    const size_t length = strnlen(name, sizeof((struct card *)0)->socket_name - 1);
+    const size_t length = strnlen(name, sizeof((struct endpoint *)0)->socket_name - 1);
     memcpy(address->sun_path + 1, name, length); /* a leading zero byte makes the name abstract */
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + length);
 }
 
-static zpp_status listen_here(struct meeting *meeting, struct card *card, struct zpp_err *err) {
+static zpp_status listen_here(struct rendezvous *rendezvous, struct endpoint *endpoint, struct zpp_err *err) {
     uint8_t name[16];
     zpp_status status = random_bytes(name, sizeof name, err);
-    if (status == ZPP_OK) status = random_bytes(card->secret, sizeof card->secret, err);
+    if (status == ZPP_OK) status = random_bytes(endpoint->secret, sizeof endpoint->secret, err);
     if (status != ZPP_OK) return status;
-    size_t used = (size_t)snprintf(card->socket_name, sizeof card->socket_name, "zeropp-");
+    size_t used = (size_t)snprintf(endpoint->socket_name, sizeof endpoint->socket_name, "zeropp-");
     for (size_t i = 0; i < sizeof name; i++)
-        used += (size_t)snprintf(card->socket_name + used, sizeof card->socket_name - used, "%02x", name[i]);
+        used += (size_t)snprintf(endpoint->socket_name + used, sizeof endpoint->socket_name - used, "%02x", name[i]);
     struct sockaddr_un address;
-    const socklen_t length = abstract_address(&address, card->socket_name);
-    meeting->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (meeting->listener < 0 || bind(meeting->listener, (const struct sockaddr *)&address, length) != 0 ||
-        listen(meeting->listener, ZPP_RANKS_MAX) != 0)
-        return zpp_fail_os(err, errno, "comm: rank %d cannot listen for its peers (Unix socket)", meeting->comm->rank);
+    const socklen_t length = abstract_address(&address, endpoint->socket_name);
+    rendezvous->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (rendezvous->listener < 0 || bind(rendezvous->listener, (const struct sockaddr *)&address, length) != 0 ||
+        listen(rendezvous->listener, ZPP_RANKS_MAX) != 0)
+        return zpp_fail_os(err, errno, "comm: rank %d cannot listen for its peers (Unix socket)",
+                           rendezvous->comm->rank);
     return ZPP_OK;
 }
 
-static zpp_status publish_card(struct meeting *meeting, const struct zpp_network_options *network,
-                               const struct zpp_store *store, struct zpp_err *err) {
-    struct zpp_comm *comm = meeting->comm;
-    struct card *card = &meeting->card[comm->rank];
-    card->magic = CARD_MAGIC;
-    card->rank = (uint32_t)comm->rank;
-    card->ranks = (uint32_t)comm->ranks;
-    card->pid = (uint32_t)getpid();
-    card->base_bytes = comm->base_bytes;
-    zpp_net_identity(network, card->identity, sizeof card->identity);
-    if (gethostname(card->host, sizeof card->host - 1) != 0) snprintf(card->host, sizeof card->host, "?");
-    zpp_status status = listen_here(meeting, card, err);
+static zpp_status publish_endpoint(struct rendezvous *rendezvous, const struct zpp_network_options *network,
+                                   const struct zpp_store *store, struct zpp_err *err) {
+    struct zpp_comm *comm = rendezvous->comm;
+    struct endpoint *endpoint = &rendezvous->endpoint[comm->rank];
+    endpoint->magic = ENDPOINT_MAGIC;
+    endpoint->rank = (uint32_t)comm->rank;
+    endpoint->ranks = (uint32_t)comm->ranks;
+    endpoint->pid = (uint32_t)getpid();
+    endpoint->base_bytes = comm->base_bytes;
+    zpp_net_identity(network, endpoint->identity, sizeof endpoint->identity);
+    if (gethostname(endpoint->host, sizeof endpoint->host - 1) != 0) snprintf(endpoint->host, sizeof endpoint->host,
+                                                                              "?");
+    zpp_status status = listen_here(rendezvous, endpoint, err);
     if (status != ZPP_OK) return status;
     char key[32];
     snprintf(key, sizeof key, "zpp/rank/%d", comm->rank);
-    return store->set(store->ctx, key, card, sizeof *card, err);
+    return store->set(store->ctx, key, endpoint, sizeof *endpoint, err);
 }
 
-static zpp_status read_card(struct meeting *meeting, const struct zpp_store *store, int rank, struct zpp_err *err) {
-    struct zpp_comm *comm = meeting->comm;
-    struct card *card = &meeting->card[rank];
-    const struct card *own = &meeting->card[comm->rank];
+static zpp_status read_endpoint(struct rendezvous *rendezvous, const struct zpp_store *store, int rank,
+                                struct zpp_err *err) {
+    struct zpp_comm *comm = rendezvous->comm;
+    struct endpoint *endpoint = &rendezvous->endpoint[rank];
+    const struct endpoint *own = &rendezvous->endpoint[comm->rank];
     char key[32];
-    size_t bytes = sizeof *card;
+    size_t bytes = sizeof *endpoint;
     snprintf(key, sizeof key, "zpp/rank/%d", rank);
-    const zpp_status status = store->get(store->ctx, key, card, &bytes, comm->timeout_ns, err);
+    const zpp_status status = store->get(store->ctx, key, endpoint, &bytes, comm->timeout_ns, err);
     if (status != ZPP_OK) {
         if (err) err->rank = rank;
         return status;
     }
-    if (bytes != sizeof *card || card->magic != CARD_MAGIC || card->rank != (uint32_t)rank ||
-        card->base_bytes != own->base_bytes)
+    if (bytes != sizeof *endpoint || endpoint->magic != ENDPOINT_MAGIC || endpoint->rank != (uint32_t)rank ||
+        endpoint->base_bytes != own->base_bytes)
         return zpp_fail_rank(err, ZPP_PEER, rank,
                              "comm: the store holds a card of %zu bytes for rank %d that this version of zeropp does "
                              "not know (wanted %zu); run the same zeropp on all ranks",
-                             bytes, rank, sizeof *card);
-    if (card->ranks != own->ranks)
+                             bytes, rank, sizeof *endpoint);
+    if (endpoint->ranks != own->ranks)
         return zpp_fail_rank(err, ZPP_PEER, rank, "comm: rank %d says that group \"%s\" has %u ranks, rank %d says %d",
-                             rank, comm->name, card->ranks, comm->rank, comm->ranks);
-    meeting->elsewhere[rank] = strncmp(card->identity, own->identity, sizeof card->identity) != 0;
-    comm->peer[rank].pid = (int32_t)card->pid;
+                             rank, comm->name, endpoint->ranks, comm->rank, comm->ranks);
+    rendezvous->elsewhere[rank] = strncmp(endpoint->identity, own->identity, sizeof endpoint->identity) != 0;
+    comm->peer[rank].pid = (int32_t)endpoint->pid;
     return ZPP_OK;
 }
 
@@ -140,16 +145,16 @@ static zpp_status check_user(int socket_fd, int rank, struct zpp_err *err) {
                          rank, (unsigned)user.uid, (unsigned)geteuid());
 }
 
-static zpp_status send_hello(const struct meeting *meeting, int socket_fd, int rank, const uint8_t *secret,
-                             struct zpp_err *err) {
-    struct hello hello = {CARD_MAGIC, (uint32_t)meeting->comm->rank, {0}};
-    memcpy(hello.secret, secret, SECRET_BYTES);
+static zpp_status send_handshake(const struct rendezvous *rendezvous, int socket_fd, int rank, const uint8_t *secret,
+                                 struct zpp_err *err) {
+    struct handshake handshake = {ENDPOINT_MAGIC, (uint32_t)rendezvous->comm->rank, {0}};
+    memcpy(handshake.secret, secret, SECRET_BYTES);
     union {
         char bytes[CMSG_SPACE(sizeof(int) * FDS)];
         struct cmsghdr align;
     } room;
-    struct iovec part = {&hello, sizeof hello};
-    const size_t fds = meeting->fd[1] >= 0 ? 2 : 1;
+    struct iovec part = {&handshake, sizeof handshake};
+    const size_t fds = rendezvous->fd[1] >= 0 ? 2 : 1;
     memset(&room, 0, sizeof room);
     struct msghdr message = {
         .msg_iov = &part, .msg_iovlen = 1, .msg_control = room.bytes, .msg_controllen = CMSG_SPACE(sizeof(int) * fds)};
@@ -157,18 +162,18 @@ static zpp_status send_hello(const struct meeting *meeting, int socket_fd, int r
     head->cmsg_level = SOL_SOCKET;
     head->cmsg_type = SCM_RIGHTS;
     head->cmsg_len = CMSG_LEN(sizeof(int) * fds);
-    memcpy(CMSG_DATA(head), meeting->fd, sizeof(int) * fds);
-    if (sendmsg(socket_fd, &message, MSG_NOSIGNAL) == (ssize_t)sizeof hello) return ZPP_OK;
+    memcpy(CMSG_DATA(head), rendezvous->fd, sizeof(int) * fds);
+    if (sendmsg(socket_fd, &message, MSG_NOSIGNAL) == (ssize_t)sizeof handshake) return ZPP_OK;
     return zpp_fail_os(err, errno, "comm: rank %d cannot be written to while joining", rank);
 }
 
 /* AGAIN: nothing there yet. `fd` are the caller's to close, whatever is returned with OK. */
-static zpp_status receive_hello(int socket_fd, struct hello *hello, int *fd, int *os_errno) {
+static zpp_status receive_handshake(int socket_fd, struct handshake *handshake, int *fd, int *os_errno) {
     union {
         char bytes[CMSG_SPACE(sizeof(int) * FDS)];
         struct cmsghdr align;
     } room;
-    struct iovec part = {hello, sizeof *hello};
+    struct iovec part = {handshake, sizeof *handshake};
     struct msghdr message = {
         .msg_iov = &part, .msg_iovlen = 1, .msg_control = room.bytes, .msg_controllen = sizeof room.bytes};
     fd[0] = fd[1] = -1;
@@ -180,7 +185,7 @@ static zpp_status receive_hello(int socket_fd, struct hello *hello, int *fd, int
         const size_t bytes = head->cmsg_len - CMSG_LEN(0);
         memcpy(fd, CMSG_DATA(head), bytes < sizeof(int) * FDS ? bytes : sizeof(int) * FDS);
     }
-    if (got == (ssize_t)sizeof *hello && hello->magic == CARD_MAGIC && fd[0] >= 0) return ZPP_OK;
+    if (got == (ssize_t)sizeof *handshake && handshake->magic == ENDPOINT_MAGIC && fd[0] >= 0) return ZPP_OK;
     for (int i = 0; i < FDS; i++) {
         if (fd[i] >= 0) close(fd[i]);
         fd[i] = -1;
@@ -205,34 +210,35 @@ static zpp_status take_peer(struct zpp_comm *comm, int rank, int socket_fd, cons
     return status;
 }
 
-static zpp_status await_hello(struct meeting *meeting, int socket_fd, int rank, struct hello *hello, int *fd,
-                              struct zpp_err *err) {
+static zpp_status await_handshake(struct rendezvous *rendezvous, int socket_fd, int rank, struct handshake *handshake,
+                                  int *fd, struct zpp_err *err) {
     for (;;) {
         int os_errno = 0;
-        const zpp_status status = receive_hello(socket_fd, hello, fd, &os_errno);
+        const zpp_status status = receive_handshake(socket_fd, handshake, fd, &os_errno);
         if (status == ZPP_OK) return ZPP_OK;
         if (status != ZPP_AGAIN)
             return zpp_fail_rank(
                 err, ZPP_PEER, rank, "comm: rank %d (process %u) went away while joining group \"%s\"%s%s", rank,
-                meeting->card[rank].pid, meeting->comm->name, os_errno ? ": " : "", os_errno ? strerror(os_errno) : "");
+                rendezvous->endpoint[rank].pid, rendezvous->comm->name, os_errno ? ": " : "", os_errno
+                ? strerror(os_errno) : "");
         struct pollfd readable = {socket_fd, POLLIN, 0};
         (void)poll(&readable, 1, 100);
-        const zpp_status late = zpp_turn_look(&meeting->turn, rank, false, err);
+        const zpp_status late = zpp_turn_look(&rendezvous->turn, rank, false, err);
         if (late != ZPP_OK) return late;
     }
 }
 
-static zpp_status connect_to(struct meeting *meeting, int rank, int *socket_fd, struct zpp_err *err) {
+static zpp_status connect_to(struct rendezvous *rendezvous, int rank, int *socket_fd, struct zpp_err *err) {
     struct sockaddr_un address;
-    const struct card *card = &meeting->card[rank];
-    const socklen_t length = abstract_address(&address, card->socket_name);
+    const struct endpoint *endpoint = &rendezvous->endpoint[rank];
+    const socklen_t length = abstract_address(&address, endpoint->socket_name);
     *socket_fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (*socket_fd < 0) return zpp_fail_os(err, errno, "comm: no socket for rank %d", rank);
     while (connect(*socket_fd, (const struct sockaddr *)&address, length) != 0) {
         if (errno == EAGAIN || errno == EINTR) { /* the listener's queue is full */
             const struct timespec pause = {0, 1000000};
             nanosleep(&pause, NULL);
-            const zpp_status late = zpp_turn_look(&meeting->turn, rank, false, err);
+            const zpp_status late = zpp_turn_look(&rendezvous->turn, rank, false, err);
             if (late != ZPP_OK) return late;
             continue;
         }
@@ -241,72 +247,74 @@ static zpp_status connect_to(struct meeting *meeting, int rank, int *socket_fd, 
                 err, ZPP_PEER, rank,
                 "comm: rank %d (process %u on \"%.63s\") does not listen: it ended while joining group "
                 "\"%s\", or it runs in another network namespace (containers of one host need a common one)",
-                rank, card->pid, card->host, meeting->comm->name);
+                rank, endpoint->pid, endpoint->host, rendezvous->comm->name);
         return zpp_fail_os(err, errno, "comm: rank %d cannot be connected to", rank);
     }
     return ZPP_OK;
 }
 
-static zpp_status join_lower(struct meeting *meeting, int rank, struct zpp_err *err) {
+static zpp_status join_lower(struct rendezvous *rendezvous, int rank, struct zpp_err *err) {
     int socket_fd = -1, fd[FDS];
-    struct hello hello;
-    zpp_status status = connect_to(meeting, rank, &socket_fd, err);
+    struct handshake handshake;
+    zpp_status status = connect_to(rendezvous, rank, &socket_fd, err);
     if (status == ZPP_OK) status = check_user(socket_fd, rank, err);
-    if (status == ZPP_OK) status = send_hello(meeting, socket_fd, rank, meeting->card[rank].secret, err);
-    if (status == ZPP_OK) status = await_hello(meeting, socket_fd, rank, &hello, fd, err);
+    if (status == ZPP_OK) status = send_handshake(rendezvous, socket_fd, rank, rendezvous->endpoint[rank].secret, err);
+    if (status == ZPP_OK) status = await_handshake(rendezvous, socket_fd, rank, &handshake, fd, err);
     if (status == ZPP_OK &&
-        (hello.rank != (uint32_t)rank || !same_secret(hello.secret, meeting->card[meeting->comm->rank].secret))) {
+        (handshake.rank != (uint32_t)rank
+         || !same_secret(handshake.secret, rendezvous->endpoint[rendezvous->comm->rank].secret))) {
         status = zpp_fail_rank(err, ZPP_PEER, rank,
                                "comm: who answers for rank %d does not know the secret of group \"%s\"", rank,
-                               meeting->comm->name);
+                               rendezvous->comm->name);
         for (int i = 0; i < FDS; i++)
             if (fd[i] >= 0) close(fd[i]);
     }
-    if (status == ZPP_OK) return take_peer(meeting->comm, rank, socket_fd, fd, err);
+    if (status == ZPP_OK) return take_peer(rendezvous->comm, rank, socket_fd, fd, err);
     if (socket_fd >= 0) close(socket_fd);
     return status;
 }
 
-/* Who connects is a higher rank of the job, or a stranger, who is turned away without ending the meeting. */
-static zpp_status admit(struct meeting *meeting, int socket_fd, bool *joined, struct zpp_err *err) {
-    struct zpp_comm *comm = meeting->comm;
+/* Who connects is a higher rank of the job, or a stranger, who is turned away without ending the rendezvous. */
+static zpp_status admit(struct rendezvous *rendezvous, int socket_fd, bool *joined, struct zpp_err *err) {
+    struct zpp_comm *comm = rendezvous->comm;
     struct zpp_err ignored = ZPP_ERR_INIT;
-    struct hello hello;
+    struct handshake handshake;
     int fd[FDS] = {-1, -1}, os_errno;
     *joined = false;
     zpp_status status = check_user(socket_fd, ZPP_NO_RANK, &ignored);
     if (status == ZPP_OK) {
         struct pollfd readable = {socket_fd, POLLIN, 0};
         (void)poll(&readable, 1, 1000); /* peers write right after they connect */
-        status = receive_hello(socket_fd, &hello, fd, &os_errno);
+        status = receive_handshake(socket_fd, &handshake, fd, &os_errno);
     }
-    const bool known = status == ZPP_OK && hello.rank > (uint32_t)comm->rank && hello.rank < (uint32_t)comm->ranks &&
-                       !meeting->elsewhere[hello.rank] && comm->peer[hello.rank].socket < 0 &&
-                       same_secret(hello.secret, meeting->card[comm->rank].secret);
+    const bool known = status == ZPP_OK && handshake.rank > (uint32_t)comm->rank &&
+        handshake.rank < (uint32_t)comm->ranks &&
+                       !rendezvous->elsewhere[handshake.rank] && comm->peer[handshake.rank].socket < 0 &&
+                       same_secret(handshake.secret, rendezvous->endpoint[comm->rank].secret);
     if (!known) {
         for (int i = 0; i < FDS; i++)
             if (fd[i] >= 0) close(fd[i]);
         close(socket_fd);
         return ZPP_OK;
     }
-    const int rank = (int)hello.rank;
+    const int rank = (int)handshake.rank;
     *joined = true;
     status = take_peer(comm, rank, socket_fd, fd, err); /* owns the descriptors from here on */
-    if (status == ZPP_OK) status = send_hello(meeting, socket_fd, rank, meeting->card[rank].secret, err);
+    if (status == ZPP_OK) status = send_handshake(rendezvous, socket_fd, rank, rendezvous->endpoint[rank].secret, err);
     return status;
 }
 
-static int lowest_missing(const struct meeting *meeting) {
-    const struct zpp_comm *comm = meeting->comm;
+static int lowest_missing(const struct rendezvous *rendezvous) {
+    const struct zpp_comm *comm = rendezvous->comm;
     for (int r = comm->rank + 1; r < comm->ranks; r++)
-        if (!meeting->elsewhere[r] && comm->peer[r].socket < 0) return r;
+        if (!rendezvous->elsewhere[r] && comm->peer[r].socket < 0) return r;
     return comm->ranks;
 }
 
 /* A rank that is still to come listens. One that ended no longer does: then its abstract name is free again. */
-static bool no_longer_listens(const struct card *card) {
+static bool no_longer_listens(const struct endpoint *endpoint) {
     struct sockaddr_un address;
-    const socklen_t length = abstract_address(&address, card->socket_name);
+    const socklen_t length = abstract_address(&address, endpoint->socket_name);
     const int probe = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (probe < 0) return false;
     const bool refused = connect(probe, (const struct sockaddr *)&address, length) != 0 && errno == ECONNREFUSED;
@@ -314,23 +322,23 @@ static bool no_longer_listens(const struct card *card) {
     return refused;
 }
 
-static zpp_status await_higher(struct meeting *meeting, struct zpp_err *err) {
-    struct zpp_comm *comm = meeting->comm;
+static zpp_status await_higher(struct rendezvous *rendezvous, struct zpp_err *err) {
+    struct zpp_comm *comm = rendezvous->comm;
     int lost = -1, idle_turns = 0;
-    for (int missing = lowest_missing(meeting); missing < comm->ranks; missing = lowest_missing(meeting)) {
-        struct pollfd readable = {meeting->listener, POLLIN, 0};
+    for (int missing = lowest_missing(rendezvous); missing < comm->ranks; missing = lowest_missing(rendezvous)) {
+        struct pollfd readable = {rendezvous->listener, POLLIN, 0};
         (void)poll(&readable, 1, 100);
-        const int socket_fd = accept4(meeting->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        const int socket_fd = accept4(rendezvous->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         bool joined = false;
         zpp_status status = ZPP_OK;
-        if (socket_fd >= 0) status = admit(meeting, socket_fd, &joined, err);
-        if (status == ZPP_OK && !joined) status = zpp_turn_look(&meeting->turn, missing, false, err);
+        if (socket_fd >= 0) status = admit(rendezvous, socket_fd, &joined, err);
+        if (status == ZPP_OK && !joined) status = zpp_turn_look(&rendezvous->turn, missing, false, err);
         if (status != ZPP_OK) return status;
         if (joined || socket_fd >= 0) continue;
         if (lost == missing) /* refused before, and nothing from it was in the queue since */
             return zpp_fail_rank(err, ZPP_PEER, lost, "comm: rank %d (process %u) ended while joining group \"%s\"",
-                                 lost, meeting->card[lost].pid, comm->name);
-        if (++idle_turns % 10 == 0 && no_longer_listens(&meeting->card[missing])) lost = missing;
+                                 lost, rendezvous->endpoint[lost].pid, comm->name);
+        if (++idle_turns % 10 == 0 && no_longer_listens(&rendezvous->endpoint[missing])) lost = missing;
     }
     return ZPP_OK;
 }
@@ -340,31 +348,31 @@ static void describe_joining(const void *ctx, char *text, size_t room) {
     snprintf(text, room, "the rendezvous");
 }
 
-static zpp_status make_own_memory(struct meeting *meeting, struct zpp_err *err) {
-    struct zpp_comm *comm = meeting->comm;
-    zpp_status status = zpp_memfd_create("zeropp-control", comm->base_bytes, &meeting->fd[0], err);
-    if (status == ZPP_OK) status = zpp_memfd_map(meeting->fd[0], comm->base_bytes, &comm->base[comm->rank], err);
+static zpp_status make_own_memory(struct rendezvous *rendezvous, struct zpp_err *err) {
+    struct zpp_comm *comm = rendezvous->comm;
+    zpp_status status = zpp_memfd_create("zeropp-control", comm->base_bytes, &rendezvous->fd[0], err);
+    if (status == ZPP_OK) status = zpp_memfd_map(rendezvous->fd[0], comm->base_bytes, &comm->base[comm->rank], err);
     if (status != ZPP_OK) return status;
     struct zpp_control *control = zpp_control(comm, comm->rank);
-    control->magic = CARD_MAGIC;
+    control->magic = ENDPOINT_MAGIC;
     control->rank = (uint32_t)comm->rank;
     control->ranks = (uint32_t)comm->ranks;
     control->pid = (int32_t)getpid();
 #ifdef SYS_pidfd_open
-    meeting->fd[1] =
+    rendezvous->fd[1] =
         (int)syscall(SYS_pidfd_open, getpid(), 0); /* Linux 5.3; -1 otherwise, or under a strict seccomp filter */
 #endif
     return ZPP_OK;
 }
 
 /* Hosts by their lowest rank; every rank counts the same. */
-static void count_hosts(const struct meeting *meeting, struct zpp_hosts *hosts) {
-    const struct zpp_comm *comm = meeting->comm;
+static void count_hosts(const struct rendezvous *rendezvous, struct zpp_hosts *hosts) {
+    const struct zpp_comm *comm = rendezvous->comm;
     memset(hosts, 0, sizeof *hosts);
     for (int r = 0; r < comm->ranks; r++) {
         int like = 0;
-        while (like < r && strncmp(meeting->card[like].identity, meeting->card[r].identity,
-                                   sizeof meeting->card[r].identity) != 0)
+        while (like < r && strncmp(rendezvous->endpoint[like].identity, rendezvous->endpoint[r].identity,
+                                   sizeof rendezvous->endpoint[r].identity) != 0)
             like++;
         const int host = like < r ? hosts->host_of[like] : hosts->hosts++;
         hosts->host_of[r] = host;
@@ -379,24 +387,24 @@ static void count_hosts(const struct meeting *meeting, struct zpp_hosts *hosts) 
 zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_network_options *network,
                           const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_hosts *hosts,
                           struct zpp_err *err) {
-    struct meeting *meeting = calloc(1, sizeof *meeting);
-    if (!meeting) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for the rendezvous of %d ranks", comm->ranks);
-    meeting->comm = comm;
-    meeting->fd[0] = meeting->fd[1] = meeting->listener = -1;
-    meeting->turn = (struct zpp_turn){.comm = comm, .wait = wait, .own_timeout = true, .describe = describe_joining};
-    zpp_status status = make_own_memory(meeting, err);
+    struct rendezvous *rendezvous = calloc(1, sizeof *rendezvous);
+    if (!rendezvous) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for the rendezvous of %d ranks", comm->ranks);
+    rendezvous->comm = comm;
+    rendezvous->fd[0] = rendezvous->fd[1] = rendezvous->listener = -1;
+    rendezvous->turn = (struct zpp_turn){.comm = comm, .wait = wait, .own_timeout = true, .describe = describe_joining};
+    zpp_status status = make_own_memory(rendezvous, err);
     if (status == ZPP_OK && comm->ranks > 1) {
-        status = publish_card(meeting, network, store, err);
+        status = publish_endpoint(rendezvous, network, store, err);
         for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
-            if (r != comm->rank) status = read_card(meeting, store, r, err);
+            if (r != comm->rank) status = read_endpoint(rendezvous, store, r, err);
         for (int r = 0; status == ZPP_OK && r < comm->rank; r++)
-            if (!meeting->elsewhere[r]) status = join_lower(meeting, r, err);
-        if (status == ZPP_OK) status = await_higher(meeting, err);
+            if (!rendezvous->elsewhere[r]) status = join_lower(rendezvous, r, err);
+        if (status == ZPP_OK) status = await_higher(rendezvous, err);
     }
-    if (status == ZPP_OK) count_hosts(meeting, hosts);
-    if (meeting->listener >= 0) close(meeting->listener);
+    if (status == ZPP_OK) count_hosts(rendezvous, hosts);
+    if (rendezvous->listener >= 0) close(rendezvous->listener);
     for (int i = 0; i < FDS; i++)
-        if (meeting->fd[i] >= 0) close(meeting->fd[i]);
-    free(meeting);
+        if (rendezvous->fd[i] >= 0) close(rendezvous->fd[i]);
+    free(rendezvous);
     return status;
 }

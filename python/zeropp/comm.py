@@ -26,7 +26,7 @@ import torch.distributed as dist
 from zeropp import _C
 from zeropp.comm_onebit import OneBitAllReduce
 from zeropp.comm_store import PatientStore
-from zeropp.meeting import meet
+from zeropp.rendezvous import rendezvous
 
 __all__ = [
     "Communicator",
@@ -71,10 +71,10 @@ def create(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> 
     """A new ``_C.Comm`` whose ranks meet over `store`. Collective; may be repeated over the same store.
 
     Each repetition gets keys of its own, so cards of an earlier group with the same name, or of ranks that a restart
-    replaced, are never read (meeting.py).
+    replaced, are never read (rendezvous.py).
     """
     with PatientStore(store, timeout.total_seconds(), name) as patient:
-        patient.prefix = f"{meet(patient, rank, ranks, timeout, name)}/"
+        patient.prefix = f"{rendezvous(patient, rank, ranks, timeout, name)}/"
         comm = _C.Comm(patient, rank, ranks, timeout.total_seconds(), name, _log.warning)
     with _lock:
         if not _open:

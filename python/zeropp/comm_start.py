@@ -3,7 +3,7 @@
 
 Where rank 0 hosts the job's store, the store goes with rank 0's group. A rank that makes its group anew may reach the old
 one, which rank 0 is about to take down: torch would meet there, and fail, now or at the first ``new_group``. So the ranks meet
-(meeting.py) in the store that each found before torch hears of it, and a rank whose store goes meanwhile looks for the next.
+(rendezvous.py) in the store that each found before torch hears of it, and a rank whose store goes meanwhile looks for the next.
 
     rank 0   makes a store, where its own is gone, writes a random word into it, and meets
     rank r   reads the word, and meets. The store goes: if the word is that of the last group here, or none, it was the old
@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from zeropp.comm_address import Place, listens_within
 from zeropp.comm_store import PatientStore
 from zeropp.errors import CommError, CommTimeoutError
-from zeropp.meeting import Meeting, Reminder
+from zeropp.rendezvous import Reminder, Rendezvous
 from zeropp.wording import seconds
 
 __all__ = ["find_store"]
@@ -55,18 +55,18 @@ def find_store(place: Place, timeout: timedelta) -> TCPStore:
         left_s = _left_s(end)
         with PatientStore(store, left_s, GROUP) as patient:
             patient.prefix = "zeropp start/"
-            meeting = Meeting(patient, place.rank, place.ranks, left_s, GROUP)
+            rendezvous = Rendezvous(patient, place.rank, place.ranks, left_s, GROUP)
             try:
-                meeting.keys()
+                rendezvous.keys()
                 return store
             except CommError:
                 raise
             except RuntimeError as error:  # torch's DistError and its kin: the store is gone
-                _judge(error, meeting, place)
+                _judge(error, rendezvous, place)
             finally:
-                _last_word[str(place)] = meeting.host or _last_word.get(str(place), "")
+                _last_word[str(place)] = rendezvous.host or _last_word.get(str(place), "")
         _log.info("comm: rank %d met in a store at %s that rank 0 took down; it looks for the next", place.rank, place)
-        del store, patient, meeting
+        del store, patient, rendezvous
         time.sleep(PAUSE_S)
 
 
@@ -100,9 +100,9 @@ def _connect(place: Place, end: float, timeout: timedelta) -> TCPStore:
         time.sleep(PAUSE_S)  # the store went while torch said hello to it
 
 
-def _judge(error: RuntimeError, meeting: Meeting, place: Place) -> None:
+def _judge(error: RuntimeError, rendezvous: Rendezvous, place: Place) -> None:
     """Raise unless the store that is gone was the one of the group before."""
-    came = meeting.host not in ("", _last_word.get(str(place), ""))
+    came = rendezvous.host not in ("", _last_word.get(str(place), ""))
     if place.rank == 0 or (came and not listens_within(place, GRACE_S)):
         raise CommError(
             f'comm: the store of group "{GROUP}" at {place} is gone, and with it rank 0, which had come: {str(error).splitlines()[0]}',

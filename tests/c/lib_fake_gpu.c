@@ -66,8 +66,8 @@ struct CUevent_st {
 };
 struct CUmod_st { int unused; };
 struct CUfunc_st { int unused; };
-struct meeting {
-    struct meeting *next;
+struct rendezvous {
+    struct rendezvous *next;
     ncclUniqueId id;
     int ranks, joined, left;
     bool broken;
@@ -75,7 +75,7 @@ struct meeting {
 };
 struct ncclComm {
     struct ncclComm *next_aborted;
-    struct meeting *meeting;
+    struct rendezvous *rendezvous;
     int rank;
     bool aborted, finalized;
     unsigned collectives, sent[MOST_RANKS], received[MOST_RANKS];
@@ -86,7 +86,7 @@ struct fake_gpu fake_gpu;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards everything below */
 static struct CUctx_st primary;
 static struct CUstream_st *streams, default_stream;
-static struct meeting *meetings;
+static struct rendezvous *rendezvous_list;
 static ncclComm_t aborted; /* kept: works that are not at a head yet point at them */
 static __thread CUcontext stack[16];
 static __thread int depth;
@@ -172,22 +172,22 @@ static bool same(const struct part *a, const struct part *b) {
 
 static bool is_collective(const struct part *part) { return part->what != SEND && part->what != RECV; }
 
-static bool try_collective(struct meeting *meeting, struct part *part) {
+static bool try_collective(struct rendezvous *rendezvous, struct part *part) {
     struct part *of[MOST_RANKS] = {NULL};
     int found = 0;
-    for (struct part *other = meeting->active; other; other = other->next_active) {
+    for (struct part *other = rendezvous->active; other; other = other->next_active) {
         if (other->done || !is_collective(other) || other->number != part->number) continue;
         if (!same(part, other)) return false;
         if (!of[other->comm->rank]) ++found;
         of[other->comm->rank] = other;
     }
-    if (found < meeting->ranks) return false;
-    finish_collective(of, meeting->ranks);
+    if (found < rendezvous->ranks) return false;
+    finish_collective(of, rendezvous->ranks);
     return true;
 }
 
-static bool try_transfer(const struct meeting *meeting, struct part *part) {
-    for (struct part *other = meeting->active; other; other = other->next_active) {
+static bool try_transfer(const struct rendezvous *rendezvous, struct part *part) {
+    for (struct part *other = rendezvous->active; other; other = other->next_active) {
         if (other->done || other->what != RECV || part->what != SEND || other->number != part->number ||
             other->peer != part->comm->rank || part->peer != other->comm->rank)
             continue;
@@ -208,7 +208,7 @@ static void free_event(CUevent event) {
 }
 
 static void deactivate(struct part *part) {
-    struct part **link = &part->comm->meeting->active;
+    struct part **link = &part->comm->rendezvous->active;
     while (*link && *link != part) link = &(*link)->next_active;
     if (*link) *link = part->next_active;
 }
@@ -217,15 +217,15 @@ static bool parts_done(struct work *work) {
     bool all = true;
     if (!work->active) {
         for (struct part *part = work->parts; part; part = part->next) {
-            part->next_active = part->comm->meeting->active;
-            part->comm->meeting->active = part;
+            part->next_active = part->comm->rendezvous->active;
+            part->comm->rendezvous->active = part;
         }
         work->active = true;
     }
     for (struct part *part = work->parts; part; part = part->next) {
-        struct meeting *meeting = part->comm->meeting;
+        struct rendezvous *rendezvous = part->comm->rendezvous;
         if (!part->done && !fake_gpu.stall)
-            (void)(is_collective(part) ? try_collective(meeting, part) : try_transfer(meeting, part));
+            (void)(is_collective(part) ? try_collective(rendezvous, part) : try_transfer(rendezvous, part));
         if (part->comm->aborted) part->done = true;
         all = all && part->done;
     }
@@ -405,36 +405,36 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id
     if (config->magic != 0xcafebeef || config->blocking != 0 || config->size_bytes < 24) return NCCL_INVALID_ARGUMENT;
     if (!depth) return NCCL_INVALID_USAGE; /* no device is current */
     pthread_mutex_lock(&lock);
-    struct meeting *meeting = meetings;
-    while (meeting && memcmp(&meeting->id, &id, sizeof id) != 0) meeting = meeting->next;
-    if (!meeting) {
-        meeting = calloc(1, sizeof *meeting);
-        *meeting = (struct meeting){.next = meetings, .id = id, .ranks = ranks};
-        meetings = meeting;
+    struct rendezvous *rendezvous = rendezvous_list;
+    while (rendezvous && memcmp(&rendezvous->id, &id, sizeof id) != 0) rendezvous = rendezvous->next;
+    if (!rendezvous) {
+        rendezvous = calloc(1, sizeof *rendezvous);
+        *rendezvous = (struct rendezvous){.next = rendezvous_list, .id = id, .ranks = ranks};
+        rendezvous_list = rendezvous;
     }
-    ++meeting->joined;
+    ++rendezvous->joined;
     ++fake_gpu.comms;
     *comm = calloc(1, sizeof **comm);
-    **comm = (struct ncclComm){.meeting = meeting, .rank = rank};
+    **comm = (struct ncclComm){.rendezvous = rendezvous, .rank = rank};
     pthread_mutex_unlock(&lock);
     return ZPP_NCCL_IN_PROGRESS;
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
     pthread_mutex_lock(&lock);
-    const bool waits = comm->meeting->joined < comm->meeting->ranks || fake_gpu.stall_init;
+    const bool waits = comm->rendezvous->joined < comm->rendezvous->ranks || fake_gpu.stall_init;
     *error = fake_gpu.async_error ? fake_gpu.async_error : waits ? ZPP_NCCL_IN_PROGRESS : 0;
     pthread_mutex_unlock(&lock);
     return 0;
 }
 
 static void forget(ncclComm_t comm) {
-    struct meeting *meeting = comm->meeting, **link = &meetings;
+    struct rendezvous *rendezvous = comm->rendezvous, **link = &rendezvous_list;
     --fake_gpu.comms;
-    if (++meeting->left < meeting->ranks || meeting->broken) return;
-    while (*link != meeting) link = &(*link)->next;
-    *link = meeting->next;
-    free(meeting);
+    if (++rendezvous->left < rendezvous->ranks || rendezvous->broken) return;
+    while (*link != rendezvous) link = &(*link)->next;
+    *link = rendezvous->next;
+    free(rendezvous);
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) { return comm->finalized = true, ZPP_NCCL_IN_PROGRESS; }
@@ -445,7 +445,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     return 0;
 }
 ncclResult_t ncclCommAbort(ncclComm_t comm) { /* its works end at once, and are taken off their streams here */
-    LOCKED(comm->aborted = comm->meeting->broken = true; comm->next_aborted = aborted; aborted = comm; pump();
+    LOCKED(comm->aborted = comm->rendezvous->broken = true; comm->next_aborted = aborted; aborted = comm; pump();
            forget(comm); ++fake_gpu.aborts);
     return 0;
 }
@@ -466,8 +466,9 @@ ncclResult_t ncclGroupEnd(void) { return --grouping ? 0 : push_group(); }
 
 static ncclResult_t add(enum what what, const void *src, void *dst, size_t elems, int dtype, int op, int peer,
                         ncclComm_t comm, CUstream stream) {
-    if (!bytes_of(dtype) || peer < 0 || peer >= comm->meeting->ranks || op > ZPP_NCCL_AVG) return NCCL_INVALID_ARGUMENT;
-    if (comm->meeting->joined < comm->meeting->ranks) return NCCL_INVALID_USAGE;
+    if (!bytes_of(dtype) || peer < 0 || peer >= comm->rendezvous->ranks
+        || op > ZPP_NCCL_AVG) return NCCL_INVALID_ARGUMENT;
+    if (comm->rendezvous->joined < comm->rendezvous->ranks) return NCCL_INVALID_USAGE;
     if (!grouping) return NCCL_INVALID_USAGE; /* the caller under test always groups */
     struct part *part = calloc(1, sizeof *part);
     *part = (struct part){.what = what, .src = src, .dst = dst, .elems = elems, .dtype = dtype, .op = op, .peer = peer,

@@ -18,12 +18,12 @@ struct test_rank {
     uint64_t timeout_ns;
     const struct zpp_store *store;
     void (*body)(struct test_rank *me);
-    pthread_barrier_t *all; /* see test_meet */
+    pthread_barrier_t *all; /* see test_join */
 };
 
 /* All ranks are here. Unlike a barrier of the group's it ends for all of them even if one goes on to fail at once: who
  * is ahead may end the group while others are still inside a collective that it has finished. */
-static inline void test_meet(struct test_rank *me) { (void)pthread_barrier_wait(me->all); }
+static inline void test_join(struct test_rank *me) { (void)pthread_barrier_wait(me->all); }
 
 static inline void *test_rank_main(void *arg) {
     struct test_rank *me = arg;

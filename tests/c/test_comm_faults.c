@@ -122,7 +122,7 @@ static void await_comm_error(struct test_rank *me) {
 static void one_is_late(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_comm_set_timeout(me->comm, second); /* not from the beginning: a busy machine needs longer to join */
-    test_meet(me);
+    test_join(me);
     if (me->rank == 1) await_comm_error(me);
     CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_TIMEOUT,
                 "rank 1 of group \"test\" did not come to barrier() #1 within");

@@ -276,7 +276,7 @@ static void abort_reaches_all_hosts(void) { run_hosts("abab", aborted, NULL); }
 static void leaves(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     CHECK_OK(zpp_barrier(me->comm, NULL, &err));
-    test_meet(me);
+    test_join(me);
     if (me->rank == me->ranks - 1) return;
     const uint64_t start_ns = zpp_now_ns();
     CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_PEER, "left the group \"test\"");
@@ -296,7 +296,7 @@ static void late(struct test_rank *me) {
     const int failed_rank = me->ranks - 1;
     CHECK_OK(zpp_barrier(me->comm, NULL, &err));
     zpp_comm_set_timeout(me->comm, PLACED_SECOND_NS / 2);
-    test_meet(me);
+    test_join(me);
     while (me->rank == failed_rank && zpp_comm_health(me->comm, &err) == ZPP_OK) pause_ms(10);
     CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_TIMEOUT, "did not come to barrier() #2 within");
     CHECK_EQUAL(err.rank, failed_rank);
@@ -312,7 +312,7 @@ static void diverges(struct test_rank *me) {
     const int odd = *(const int *)me->arg;
     float data[64] = {0};
     CHECK_OK(zpp_barrier(me->comm, NULL, &err));
-    test_meet(me);
+    test_join(me);
     zpp_status status = me->rank == odd ? zpp_all_gather(me->comm, data, data + 32, 4, NULL, &err)
                                         : zpp_all_reduce(me->comm, data, 16, ZPP_F32, ZPP_SUM, NULL, &err);
     CHECK_EQUAL(status, ZPP_PEER);
@@ -385,13 +385,13 @@ static zpp_status set_watched(void *ctx, const char *key, const void *value, siz
 static void *be_a_stranger(void *arg) {
     struct watched_store *watched = arg;
     struct zpp_err err = ZPP_ERR_INIT;
-    uint8_t card[256], junk[40] = {0};
-    size_t bytes = sizeof card;
-    CHECK_OK(store_table_get(&watched->table, "zpp/address/0", card, &bytes, 60 * PLACED_SECOND_NS, &err));
+    uint8_t endpoint[256], junk[40] = {0};
+    size_t bytes = sizeof endpoint;
+    CHECK_OK(store_table_get(&watched->table, "zpp/address/0", endpoint, &bytes, 60 * PLACED_SECOND_NS, &err));
     struct sockaddr_in there = {.sin_family = AF_INET};
     uint16_t port;
-    memcpy(&there.sin_addr, card + 16, 4);
-    memcpy(&port, card + 32, 2);
+    memcpy(&there.sin_addr, endpoint + 16, 4);
+    memcpy(&port, endpoint + 32, 2);
     there.sin_port = htons(port);
     for (int k = 0; k < STRANGERS; k++) {
         const int fd = socket(AF_INET, SOCK_STREAM, 0);

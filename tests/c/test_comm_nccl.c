@@ -222,7 +222,7 @@ static void ring_body(struct test_rank *me) {
     zpp_nccl_work *none = NULL;
     CHECK_FAILS(zpp_nccl_recv(gpu.nccl, in, 4, -1, gpu.native, &none, &err), ZPP_INVALID, "not from any");
     CHECK_FAILS(zpp_nccl_send(gpu.nccl, in, 4, me->rank, gpu.native, &none, &err), ZPP_INVALID, "cannot send to rank");
-    test_meet(me);
+    test_join(me);
     if (me->rank == 1) {
         CHECK_OK(zpp_nccl_send(gpu.nccl, &out[0], sizeof out[0], 0, gpu.native, &work[0], &err));
         zpp_nccl_work_free(work[0]); /* goes after a tenth of a second by itself */
@@ -233,7 +233,7 @@ static void ring_body(struct test_rank *me) {
         zpp_nccl_work_free(work[0]);
         CHECK_EQUAL(in[0], 1);
     }
-    test_meet(me);
+    test_join(me);
     close_gpu(&gpu);
 }
 
@@ -290,12 +290,12 @@ static void wrong_body(struct test_rank *me) {
     open_gpu(me, &gpu);
     struct zpp_call call = {.coll = ZPP_COLL_ALL_REDUCE, .dtype = ZPP_F32, .op = ZPP_SUM, .dst = x, .elems = 10};
     now(&gpu, &call);
-    test_meet(me);
+    test_join(me);
     if (me->rank == 0) {
         fake->stall = wrong->stall;
         fake->async_error = wrong->async_error;
     }
-    test_meet(me);
+    test_join(me);
     if (me->rank == 1 && wrong->elems_of_rank_1 > 0) call.elems = (size_t)wrong->elems_of_rank_1;
     const uint64_t start_ns = zpp_now_ns();
     if (me->rank != wrong->late_rank && me->rank != wrong->leaves) {
@@ -319,10 +319,10 @@ static void wrong_body(struct test_rank *me) {
         close_gpu(&gpu);
         zpp_comm_destroy(me->comm);
         me->comm = NULL;
-        test_meet(me);
+        test_join(me);
         return;
     }
-    test_meet(me);
+    test_join(me);
     close_gpu(&gpu);
 }
 

@@ -31,13 +31,13 @@ static void shared_memory_is_the_owners_alone(void) {
 /* --- the Unix socket --------------------------------------------------------------------------------------------- */
 
 /* What rank 0 put into the store, as rendezvous.c has it. */
-struct card {
+struct endpoint {
     uint32_t magic, rank, ranks, pid;
     uint64_t base_bytes;
     uint8_t secret[16];
     char identity[80], host[64], socket_name[64];
 };
-struct hello {
+struct handshake {
     uint32_t magic, rank;
     uint8_t secret[16];
 };
@@ -63,10 +63,10 @@ static zpp_status set_watched(void *ctx, const char *key, const void *value, siz
     return store_table_set(&watched->table, key, value, bytes, err);
 }
 
-static int connect_to(const struct card *card) {
+static int connect_to(const struct endpoint *endpoint) {
     struct sockaddr_un there = {.sun_family = AF_UNIX};
-    const size_t length = strlen(card->socket_name);
-    memcpy(there.sun_path + 1, card->socket_name, length);
+    const size_t length = strlen(endpoint->socket_name);
+    memcpy(there.sun_path + 1, endpoint->socket_name, length);
     const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     CHECK(fd >= 0);
     const socklen_t bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + length);
@@ -74,18 +74,18 @@ static int connect_to(const struct card *card) {
     return fd;
 }
 
-static void send_hello(int to, const struct card *card, int kind) {
+static void send_handshake(int to, const struct endpoint *endpoint, int kind) {
     struct zpp_err err = ZPP_ERR_INIT;
-    struct hello hello = {card->magic, kind == RIGHT_SECRET_WRONG_RANK ? 2 : 1, {0}};
+    struct handshake handshake = {endpoint->magic, kind == RIGHT_SECRET_WRONG_RANK ? 2 : 1, {0}};
     int memory = -1;
-    if (kind != WRONG_SECRET) memcpy(hello.secret, card->secret, sizeof hello.secret);
-    CHECK_OK(zpp_memfd_create("stranger", (size_t)card->base_bytes, &memory, &err));
+    if (kind != WRONG_SECRET) memcpy(handshake.secret, endpoint->secret, sizeof handshake.secret);
+    CHECK_OK(zpp_memfd_create("stranger", (size_t)endpoint->base_bytes, &memory, &err));
     union {
         char bytes[CMSG_SPACE(sizeof(int))];
         struct cmsghdr align;
     } room;
     memset(&room, 0, sizeof room);
-    struct iovec part = {&hello, sizeof hello};
+    struct iovec part = {&handshake, sizeof handshake};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
     if (kind != NO_DESCRIPTOR) {
         message.msg_control = room.bytes;
@@ -96,22 +96,22 @@ static void send_hello(int to, const struct card *card, int kind) {
         head->cmsg_len = CMSG_LEN(sizeof(int));
         memcpy(CMSG_DATA(head), &memory, sizeof(int));
     }
-    CHECK(sendmsg(to, &message, MSG_NOSIGNAL) == (ssize_t)sizeof hello);
+    CHECK(sendmsg(to, &message, MSG_NOSIGNAL) == (ssize_t)sizeof handshake);
     close(memory);
 }
 
 static void *be_strangers(void *arg) {
     struct watched_store *watched = arg;
     struct zpp_err err = ZPP_ERR_INIT;
-    struct card card;
-    size_t bytes = sizeof card;
-    CHECK_OK(store_table_get(&watched->table, "zpp/rank/0", &card, &bytes, 60 * second, &err));
-    CHECK_EQUAL(bytes, sizeof card);
+    struct endpoint endpoint;
+    size_t bytes = sizeof endpoint;
+    CHECK_OK(store_table_get(&watched->table, "zpp/rank/0", &endpoint, &bytes, 60 * second, &err));
+    CHECK_EQUAL(bytes, sizeof endpoint);
     for (int kind = 0; kind < STRANGERS; kind++) {
-        const int fd = connect_to(&card);
+        const int fd = connect_to(&endpoint);
         char answer[256];
         if (kind != SILENT_AND_GONE) {
-            send_hello(fd, &card, kind);
+            send_handshake(fd, &endpoint, kind);
             CHECK(recv(fd, answer, sizeof answer, 0) <= 0); /* no memory, no secret: nothing comes back */
         }
         close(fd);

@@ -463,7 +463,7 @@ struct shared {
     atomic_int failures;
 };
 
-static void meet(struct test_rank *me) {
+static void join_ranks(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     CHECK_OK(zpp_barrier(me->comm, &patient, &err));
 }
@@ -471,7 +471,7 @@ static void meet(struct test_rank *me) {
 /* Under ThreadSanitizer the ranks share one mapping, and closing addresses of one closes those of all. */
 static void meet_under_tsan(struct test_rank *me) {
 #ifdef ZPP_UNDER_TSAN
-    meet(me);
+    join_ranks(me);
 #else
     (void)me;
 #endif
@@ -515,22 +515,22 @@ static void shared_body(struct test_rank *me) {
     uint64_t random = 77u * (unsigned)me->rank + 5;
     struct home home = sealed_home(me->comm, shared->fraction, 0);
     if (me->rank == 0) CHECK_OK(open_file(home.filed, true, &fault, &err));
-    meet(me);
+    join_ranks(me);
     if (me->rank) CHECK_OK(open_file(home.filed, false, &fault, &err));
     for (unsigned pass = 0; pass < PASSES; pass++) {
         for (int i = 0; i < UNITS; i++) fill_slice(&home, me, i, 10 * pass);
-        meet(me); /* as zpp_zero_step_begin and _end do */
+        join_ranks(me); /* as zpp_zero_step_begin and _end do */
         if (me->rank == 0 && shared->with_failures) atomic_store(&plan.reads_left, (int)pass);
         pass_over_units(&home, me, 10 * pass, &random);
-        meet(me);
+        join_ranks(me);
         if (me->rank == 0) atomic_store(&plan.reads_left, -1);
-        meet(me);
+        join_ranks(me);
     }
     struct zpp_filed_figures figures;
     zpp_filed_figures(home.filed, &figures);
     CHECK_EQUAL(figures.entered_bytes, 0);
     atomic_fetch_add(&shared->read_bytes, figures.read_bytes);
-    meet(me);
+    join_ranks(me);
     zpp_filed_destroy(home.filed);
 }
 
@@ -540,10 +540,10 @@ static void sums_body(struct test_rank *me) {
     struct zpp_aio_fault fault = { .wanted_bytes = 0 };
     struct home home = sealed_home(me->comm, 1.0, 0);
     if (me->rank == 0) CHECK_OK(open_file(home.filed, true, &fault, &err));
-    meet(me);
+    join_ranks(me);
     if (me->rank) CHECK_OK(open_file(home.filed, false, &fault, &err));
     for (int i = 0; i < UNITS; i++) fill_slice(&home, me, i, 3);
-    meet(me);
+    join_ranks(me);
     if (me->rank == 1) {
         unsigned char values[40000];
         CHECK_OK(zpp_filed_copy(home.filed, home.offset[3], values, sizeof values, false, &fault, &err));
@@ -562,7 +562,7 @@ static void sums_body(struct test_rank *me) {
         CHECK_EQUAL(fault.offset_bytes, 5 * PAGE);
         CHECK(strstr(fault.path, "/disk1/params"));
     }
-    meet(me);
+    join_ranks(me);
     zpp_filed_destroy(home.filed);
 }
 

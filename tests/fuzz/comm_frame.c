@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Fuzz target: what a rank makes of bytes from another host, the news as they come in pieces of any size, and the hello
- * of a stranger. Whatever they hold, nothing is written outside of what the caller lent, every answer is a frame within
- * its bounds or a sentence, and nobody takes a place without the proof.
+ * Fuzz target: what a rank makes of bytes from another host, the news as they come in pieces of any size, and the
+ * handshake of a stranger. Whatever they hold, nothing is written outside of what the caller lent, every answer is a
+ * frame within its bounds or a sentence, and nobody takes a place without the proof.
  */
 #include "../../csrc/comm/net_join.c"
 
@@ -41,7 +41,7 @@ static void news(struct fuzz_input *input) {
     free(stream);
 }
 
-static void hello_of_a_stranger(struct fuzz_input *input) {
+static void handshake_of_a_stranger(struct fuzz_input *input) {
     struct joining *joining = calloc(1, sizeof *joining);
     struct zpp_comm *comm = calloc(1, sizeof *comm);
     struct zpp_net *net = calloc(1, sizeof *net);
@@ -56,18 +56,18 @@ static void hello_of_a_stranger(struct fuzz_input *input) {
         for (int slot = 0; slot < ZPP_NET_SLOTS_MAX; slot++) net->peer[r].link[slot] = -1;
     }
     for (int i = 0; i < STRANGERS_MAX; i++) joining->stranger[i].fd = -1;
-    fuzz_take(input, joining->card[0].secret, sizeof joining->card[0].secret);
+    fuzz_take(input, joining->endpoint[0].secret, sizeof joining->endpoint[0].secret);
     greet(joining, pair[0]);
     struct stranger *stranger = &joining->stranger[0];
-    struct hello hello = {.magic = MAGIC};
+    struct handshake handshake = {.magic = MAGIC};
     const uint8_t choice = fuzz_byte(input);
-    hello.rank = (uint16_t)(fuzz_byte(input) % 5);
-    hello.slot = (uint16_t)(fuzz_byte(input) % 12);
-    if (choice & 1) fuzz_take(input, &hello, sizeof hello);
+    handshake.rank = (uint16_t)(fuzz_byte(input) % 5);
+    handshake.slot = (uint16_t)(fuzz_byte(input) % 12);
+    if (choice & 1) fuzz_take(input, &handshake, sizeof handshake);
     const bool proves = choice & 2;
-    if (proves) hello.mac = prove(&joining->card[0], 'C', &hello, stranger->nonce);
-    const size_t bytes = choice & 4 ? fuzz_byte(input) % sizeof hello : sizeof hello;
-    (void)!write(pair[1], &hello, bytes);
+    if (proves) handshake.mac = prove(&joining->endpoint[0], 'C', &handshake, stranger->nonce);
+    const size_t bytes = choice & 4 ? fuzz_byte(input) % sizeof handshake : sizeof handshake;
+    (void)!write(pair[1], &handshake, bytes);
     shutdown(pair[1], SHUT_WR);
     for (int turns = 0; stranger->fd >= 0 && turns < 4; turns++) listen_to(joining, stranger);
     fuzz_need(stranger->fd < 0); /* in, or turned away */
@@ -77,7 +77,7 @@ static void hello_of_a_stranger(struct fuzz_input *input) {
             if (net->peer[r].link[slot] < 0) continue;
             taken++;
             close(net->peer[r].link[slot]);
-            fuzz_need(proves && r == hello.rank && r > 0 && slot == hello.slot && slot < ZPP_NET_DATA + 2);
+            fuzz_need(proves && r == handshake.rank && r > 0 && slot == handshake.slot && slot < ZPP_NET_DATA + 2);
         }
     fuzz_need(taken <= 1);
     close(pair[1]);
@@ -92,7 +92,7 @@ FUZZ_TARGET(frame) {
     if (fuzz_byte(&input) & 1)
         news(&input);
     else
-        hello_of_a_stranger(&input);
+        handshake_of_a_stranger(&input);
     fuzz_need(fuzz_open_fds() == before);
     return 0;
 }

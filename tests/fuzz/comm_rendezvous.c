@@ -1,80 +1,80 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Fuzz target: what a rank reads while it joins a group, the cards in the store and the hellos with their descriptors,
- * from either side of a pair. Whatever they hold, joining fails with a sentence or gives a peer whose memory is mapped
- * whole, and no descriptor is lost.
+ * Fuzz target: what a rank reads while it joins a group, the endpoints in the store and the handshakes with their
+ * descriptors, from either side of a pair. Whatever they hold, joining fails with a sentence or gives a peer whose
+ * memory is mapped whole, and no descriptor is lost.
  */
 #include "../../csrc/comm/rendezvous.c"
 
 #include "fuzz.h"
 
-struct card_store {
+struct endpoint_store {
     struct fuzz_input *input;
-    const struct card *own;
+    const struct endpoint *own;
     size_t bytes;
 };
 
-static zpp_status card_get(void *ctx, const char *key, void *value, size_t *bytes, uint64_t timeout_ns,
-                           struct zpp_err *err) {
-    struct card_store *store = ctx;
-    struct card card = *store->own; /* the right one, with bytes of the input laid over it */
+static zpp_status endpoint_get(void *ctx, const char *key, void *value, size_t *bytes, uint64_t timeout_ns,
+                               struct zpp_err *err) {
+    struct endpoint_store *store = ctx;
+    struct endpoint endpoint = *store->own; /* the right one, with bytes of the input laid over it */
     (void)key, (void)timeout_ns, (void)err;
-    card.rank = 1;
+    endpoint.rank = 1;
     for (int i = fuzz_byte(store->input) % 8; i > 0; i--) {
-        const size_t at = fuzz_byte(store->input) * sizeof card / 256;
-        ((uint8_t *)&card)[at] = fuzz_byte(store->input);
+        const size_t at = fuzz_byte(store->input) * sizeof endpoint / 256;
+        ((uint8_t *)&endpoint)[at] = fuzz_byte(store->input);
     }
-    if (fuzz_byte(store->input) % 16 == 0) fuzz_take(store->input, &card, sizeof card);
-    memcpy(value, &card, *bytes < sizeof card ? *bytes : sizeof card);
-    *bytes = fuzz_byte(store->input) % 8 ? sizeof card : store->bytes;
+    if (fuzz_byte(store->input) % 16 == 0) fuzz_take(store->input, &endpoint, sizeof endpoint);
+    memcpy(value, &endpoint, *bytes < sizeof endpoint ? *bytes : sizeof endpoint);
+    *bytes = fuzz_byte(store->input) % 8 ? sizeof endpoint : store->bytes;
     return ZPP_OK;
 }
 
-static void cards(struct meeting *meeting, struct fuzz_input *input) {
+static void endpoints(struct rendezvous *rendezvous, struct fuzz_input *input) {
     struct zpp_err err = ZPP_ERR_INIT;
-    struct card_store ctx = {input, &meeting->card[0], input->bytes};
-    const struct zpp_store store = {&ctx, NULL, card_get};
-    const zpp_status status = read_card(meeting, &store, 1, &err);
+    struct endpoint_store ctx = {input, &rendezvous->endpoint[0], input->bytes};
+    const struct zpp_store store = {&ctx, NULL, endpoint_get};
+    const zpp_status status = read_endpoint(rendezvous, &store, 1, &err);
     struct sockaddr_un address;
     fuzz_need((status == ZPP_OK) == (err.text[0] == '\0') && strnlen(err.text, sizeof err.text) < sizeof err.text);
-    fuzz_need(abstract_address(&address, meeting->card[1].socket_name) <= sizeof address);
+    fuzz_need(abstract_address(&address, rendezvous->endpoint[1].socket_name) <= sizeof address);
 }
 
-static void send_something_like_a_hello(const struct meeting *meeting, struct fuzz_input *input, int socket_fd,
-                                        const uint8_t *secret) {
+static void send_something_like_a_handshake(const struct rendezvous *rendezvous, struct fuzz_input *input,
+                                            int socket_fd, const uint8_t *secret) {
     const uint8_t choice = fuzz_byte(input);
-    struct hello hello = {CARD_MAGIC, 1, {0}};
-    size_t bytes = sizeof hello;
-    memcpy(hello.secret, secret, SECRET_BYTES);
-    if (choice & 1) hello.rank = fuzz_byte(input);
-    if (choice & 2) hello.secret[fuzz_byte(input) % SECRET_BYTES] ^= fuzz_byte(input);
-    if (choice & 4) fuzz_take(input, &hello, sizeof hello);
-    if (choice & 8) bytes = fuzz_byte(input) % (sizeof hello + 1);
-    const size_t memory_bytes = choice & 16 ? fuzz_byte(input) * 64u : meeting->comm->base_bytes;
+    struct handshake handshake = {ENDPOINT_MAGIC, 1, {0}};
+    size_t bytes = sizeof handshake;
+    memcpy(handshake.secret, secret, SECRET_BYTES);
+    if (choice & 1) handshake.rank = fuzz_byte(input);
+    if (choice & 2) handshake.secret[fuzz_byte(input) % SECRET_BYTES] ^= fuzz_byte(input);
+    if (choice & 4) fuzz_take(input, &handshake, sizeof handshake);
+    if (choice & 8) bytes = fuzz_byte(input) % (sizeof handshake + 1);
+    const size_t memory_bytes = choice & 16 ? fuzz_byte(input) * 64u : rendezvous->comm->base_bytes;
     const int memory = fuzz_memfd(input, memory_bytes, !(choice & 32)), other = fuzz_memfd(input, 0, false);
     const int fd[4] = {choice & 64 ? other : memory, other, memory, other};
-    fuzz_send(socket_fd, &hello, bytes, fd, fuzz_byte(input) % 5);
+    fuzz_send(socket_fd, &handshake, bytes, fd, fuzz_byte(input) % 5);
     close(memory);
     close(other);
 }
 
-static void hellos(struct meeting *meeting, struct fuzz_input *input, int other_end, bool as_listener) {
-    struct zpp_comm *comm = meeting->comm;
+static void handshakes(struct rendezvous *rendezvous, struct fuzz_input *input, int other_end, bool as_listener) {
+    struct zpp_comm *comm = rendezvous->comm;
     struct zpp_err err = ZPP_ERR_INIT;
     const int socket_fd = comm->peer[1].socket;
     int fd[FDS];
-    struct hello hello;
+    struct handshake handshake;
     bool joined = false;
     zpp_status status;
     comm->peer[1].socket = -1;
     free(comm->base[1]);
     comm->base[1] = NULL;
-    send_something_like_a_hello(meeting, input, other_end, meeting->card[0].secret);
+    send_something_like_a_handshake(rendezvous, input, other_end, rendezvous->endpoint[0].secret);
     shutdown(other_end, SHUT_WR);
     if (as_listener) {
-        status = admit(meeting, socket_fd, &joined, &err);
+        status = admit(rendezvous, socket_fd, &joined, &err);
     } else {
-        status = await_hello(meeting, socket_fd, 1, &hello, fd, &err);
+        status = await_handshake(rendezvous, socket_fd, 1, &handshake, fd, &err);
         if (status == ZPP_OK)
             status = take_peer(comm, 1, socket_fd, fd, &err);
         else
@@ -92,22 +92,23 @@ FUZZ_TARGET(rendezvous) {
     struct fuzz_input input = {data, bytes};
     const int before = fuzz_open_fds(), kind = fuzz_byte(&input) % 3;
     int other_end;
-    struct meeting *meeting = calloc(1, sizeof *meeting);
-    fuzz_need(meeting != NULL);
-    meeting->comm = fuzz_comm(2, &other_end);
-    meeting->comm->joined = false;
-    meeting->fd[0] = meeting->fd[1] = meeting->listener = -1;
-    meeting->turn =
-        (struct zpp_turn){.comm = meeting->comm, .own_timeout = true, .describe = describe_joining};
-    meeting->card[0] = (struct card){.magic = CARD_MAGIC, .ranks = 2, .base_bytes = meeting->comm->base_bytes};
-    meeting->fd[0] = fuzz_memfd(&input, 64, true); /* what admit() answers with */
+    struct rendezvous *rendezvous = calloc(1, sizeof *rendezvous);
+    fuzz_need(rendezvous != NULL);
+    rendezvous->comm = fuzz_comm(2, &other_end);
+    rendezvous->comm->joined = false;
+    rendezvous->fd[0] = rendezvous->fd[1] = rendezvous->listener = -1;
+    rendezvous->turn =
+        (struct zpp_turn){.comm = rendezvous->comm, .own_timeout = true, .describe = describe_joining};
+    rendezvous->endpoint[0] = (struct endpoint){.magic = ENDPOINT_MAGIC, .ranks = 2,
+                                                .base_bytes = rendezvous->comm->base_bytes};
+    rendezvous->fd[0] = fuzz_memfd(&input, 64, true); /* what admit() answers with */
     if (kind == 0)
-        cards(meeting, &input);
+        endpoints(rendezvous, &input);
     else
-        hellos(meeting, &input, other_end, kind == 1);
-    close(meeting->fd[0]);
-    fuzz_comm_free(meeting->comm, other_end);
-    free(meeting);
+        handshakes(rendezvous, &input, other_end, kind == 1);
+    close(rendezvous->fd[0]);
+    fuzz_comm_free(rendezvous->comm, other_end);
+    free(rendezvous);
     fuzz_need(fuzz_open_fds() == before);
     return 0;
 }

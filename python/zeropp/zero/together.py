@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeropp.meeting import Reminder
+from zeropp.rendezvous import Reminder
 
 LIMIT_S = 60.0
 _GONE = -(1 << 30)

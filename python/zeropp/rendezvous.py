@@ -4,13 +4,13 @@
 torchrun gives a restarted script the same store again, with all keys of the start before, and perhaps another number of
 ranks. So nothing that stands in the store may be believed unless it answers something that was said by this process:
 
-    rank r   writes hello/r = a random word of its own, and waits for an announcement that has this word in place r
-    rank 0   writes host = its own word: it has come; reads all hellos, writes announcement = a new random name and the words; anew whenever a hello changes
+    rank r   writes hello/r = a random nonce of its own, and waits for an announcement that has this nonce in place r
+    rank 0   writes host = its own nonce: it has come; reads all hellos, writes announcement = a new random name and the nonces; anew whenever a hello changes
     rank r   writes name/seen/r, and waits for name/go
     rank 0   writes name/go once all have seen it
 
-An announcement of an older start has older words, and nobody of this start follows it; an older hello that rank 0 took is
-replaced by its rank's, and then the announcement is, too. No name has a go before every word in it was found to be of a
+An announcement of an older start has older nonces, and nobody of this start follows it; an older hello that rank 0 took is
+replaced by its rank's, and then the announcement is, too. No name has a go before every nonce in it was found to be of a
 process that waits. About six store operations a rank, a few milliseconds.
 """
 
@@ -58,7 +58,7 @@ class Reminder:
         )
 
 
-def meet(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> str:
+def rendezvous(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> str:
     """A prefix for keys in `store` that all ranks of this start have, and nobody else. Collective.
 
     Raises:
@@ -66,33 +66,33 @@ def meet(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> st
         zeropp.CommError: the store is gone.
     """
     try:
-        return Meeting(store, rank, ranks, timeout.total_seconds(), name).keys()
+        return Rendezvous(store, rank, ranks, timeout.total_seconds(), name).keys()
     except CommError:
         raise
     except RuntimeError as error:  # torch's DistError and its kin
         raise CommError(f'comm: the store of group "{name}" fails: {str(error).splitlines()[0]}') from error
 
 
-class Meeting:
-    """One rank's part in it; :meth:`keys` is :func:`meet`, but raises what the store raises."""
+class Rendezvous:
+    """One rank's part in it; :meth:`keys` is :func:`rendezvous`, but raises what the store raises."""
 
     host: str = ""
-    """The word of the rank 0 that was there last, as far as this rank has read it."""
+    """The nonce of the rank 0 that was there last, as far as this rank has read it."""
 
     def __init__(self, store: Any, rank: int, ranks: int, timeout_s: float, name: str) -> None:
         self.store, self.rank, self.ranks, self.name = store, rank, ranks, name
         self.timeout_s = timeout_s
         self.reminder = Reminder(f'rank {rank} of group "{name}"', timeout_s)
-        self.word = f"{ranks} {secrets.token_hex(16)}"
+        self.nonce = f"{ranks} {secrets.token_hex(16)}"
 
     def keys(self) -> str:
         if self.ranks == 1:
             return f"zeropp/{secrets.token_hex(16)}"
         if self.rank == 0:
-            self.host = self.word
-            self.store.set("zeropp/host", self.word)
+            self.host = self.nonce
+            self.store.set("zeropp/host", self.nonce)
             return self._until(self._gather)
-        self.store.set(f"zeropp/hello/{self.rank}", self.word)
+        self.store.set(f"zeropp/hello/{self.rank}", self.nonce)
         return self._until(self._follow)
 
     def _until(self, look: Callable[[], str | None]) -> str:
@@ -115,12 +115,12 @@ class Meeting:
     missing: tuple[int, ...] = ()
 
     def _gather(self) -> str | None:
-        words = [self.word, *(self._hello(rank) for rank in range(1, self.ranks))]
-        self.missing = tuple(rank for rank, word in enumerate(words) if not word)
+        nonces = [self.nonce, *(self._nonce_of(rank) for rank in range(1, self.ranks))]
+        self.missing = tuple(rank for rank, nonce in enumerate(nonces) if not nonce)
         if self.missing:
             return None
-        if self.announced is None or self.announced[1] != words:
-            self.announced = f"zeropp/{secrets.token_hex(16)}", words
+        if self.announced is None or self.announced[1] != nonces:
+            self.announced = f"zeropp/{secrets.token_hex(16)}", nonces
             self.store.set("zeropp/announcement", json.dumps(self.announced))
         keys = self.announced[0]
         if not self.store.check([f"{keys}/seen/{rank}" for rank in range(1, self.ranks)]):
@@ -128,11 +128,11 @@ class Meeting:
         self.store.set(f"{keys}/go", "1")
         return keys
 
-    def _hello(self, rank: int) -> str:
-        """Its word, where it said one of a group as large as this; a word for another size is of another start."""
+    def _nonce_of(self, rank: int) -> str:
+        """Its nonce, where it wrote one of a group as large as this; a nonce for another size is of another start."""
         key = f"zeropp/hello/{rank}"
-        word = self.store.get(key).decode() if self.store.check([key]) else ""
-        return word if word.startswith(f"{self.ranks} ") else ""
+        nonce = self.store.get(key).decode() if self.store.check([key]) else ""
+        return nonce if nonce.startswith(f"{self.ranks} ") else ""
 
     # -- the others -------------------------------------------------------------------------------------------------------
 
@@ -144,9 +144,9 @@ class Meeting:
             return self.seen
         if not self.store.check(["zeropp/announcement"]):
             return None
-        keys, words = json.loads(self.store.get("zeropp/announcement"))
-        if keys != self.seen and len(words) == self.ranks and words[self.rank] == self.word:
-            self.seen, self.host = keys, words[0]
+        keys, nonces = json.loads(self.store.get("zeropp/announcement"))
+        if keys != self.seen and len(nonces) == self.ranks and nonces[self.rank] == self.nonce:
+            self.seen, self.host = keys, nonces[0]
             self.store.set(f"{keys}/seen/{self.rank}", "1")
         return None
 
@@ -176,7 +176,7 @@ class Meeting:
             return f"the others of {self.ranks} ranks, whom rank 0 still waits for; look at rank 0's log"
         else:  # rank 0 announces all when all have said hello; who said none is missing, and if nobody is, rank 0 is
             missing = [] if self.host else [0]
-            missing += [r for r in range(1, self.ranks) if r != self.rank and not self._hello(r)]
+            missing += [r for r in range(1, self.ranks) if r != self.rank and not self._nonce_of(r)]
             missing = missing or [0]
         self.guilty = missing[0]
         return f"{ranks_named(missing)} of {self.ranks} ranks; did every rank start? {_hint(missing, self.ranks)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks meet in a store that holds what earlier starts left there (meeting.py). Ranks are threads here."""
+"""Ranks meet in a store that holds what earlier starts left there (rendezvous.py). Ranks are threads here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from zeropp.comm_address import Place
 from zeropp.comm_start import find_store
 from zeropp.errors import CommTimeoutError
-from zeropp.meeting import meet
+from zeropp.rendezvous import rendezvous
 
 LIMIT = timedelta(seconds=20)
 
@@ -30,7 +30,7 @@ def store():
 def all_meet(store, ranks, limit=LIMIT, delays=None) -> list[Future]:
     def one(rank):
         time.sleep(delays[rank] if delays else 0)
-        return meet(store, rank, ranks, limit, "test")
+        return rendezvous(store, rank, ranks, limit, "test")
 
     with ThreadPoolExecutor(ranks) as threads:
         return [threads.submit(one, rank) for rank in range(ranks)]
@@ -56,11 +56,11 @@ def test_ranks_that_died_while_meeting_are_not_met(store, seed):
     """Their hellos stand in the store, of the size that comes now; rank 0 may have announced them already. The ranks come at any
     time."""
     chance = random.Random(seed)
-    words = [f"3 {rank}" for rank in range(3)]
+    nonces = [f"3 {rank}" for rank in range(3)]
     for rank in chance.sample((1, 2), chance.randrange(1, 3)):
-        store.set(f"zeropp/hello/{rank}", words[rank])
+        store.set(f"zeropp/hello/{rank}", nonces[rank])
     if chance.random() < 0.5:
-        store.set("zeropp/announcement", json.dumps(["zeropp/old", words]))
+        store.set("zeropp/announcement", json.dumps(["zeropp/old", nonces]))
         store.set("zeropp/old/go", "1")
     keys = common(all_meet(store, 3, delays=[chance.random() * 0.1 for _ in range(3)]))
     assert keys != "zeropp/old"
@@ -68,7 +68,7 @@ def test_ranks_that_died_while_meeting_are_not_met(store, seed):
 
 def test_who_is_absent_is_named(store):
     with ThreadPoolExecutor(2) as threads:
-        here = [threads.submit(meet, store, rank, 4, timedelta(seconds=0.3), "some") for rank in (0, 2)]
+        here = [threads.submit(rendezvous, store, rank, 4, timedelta(seconds=0.3), "some") for rank in (0, 2)]
     with pytest.raises(
         CommTimeoutError,
         match=r'rank 0 of group "some" waited 0.3\d* s, its time-out, for ranks 1 and 3 of 4 ranks; did every rank start\? '
@@ -78,14 +78,14 @@ def test_who_is_absent_is_named(store):
     with pytest.raises(CommTimeoutError, match=r'rank 2 of group "some" waited .* for ranks 1 and 3 of 4 ranks; did'):
         here[1].result()
     with pytest.raises(CommTimeoutError, match=r'rank 2 of group "some" .* for ranks 0, 1 and 3 of 4 ranks; did every'):
-        meet(dist.HashStore(), 2, 4, timedelta(seconds=0.1), "some")
+        rendezvous(dist.HashStore(), 2, 4, timedelta(seconds=0.1), "some")
 
 
 def test_a_long_wait_is_told_again_and_again(store, caplog, monkeypatch):
     """After 10 s, 20 s, 40 s, ...: elapsed time, limit, who is missing of how many, and where to look."""
-    monkeypatch.setattr("zeropp.meeting.TELL_AFTER_S", 0.1)
+    monkeypatch.setattr("zeropp.rendezvous.TELL_AFTER_S", 0.1)
     with pytest.raises(CommTimeoutError):
-        meet(store, 0, 2, timedelta(seconds=1.0), "some")
+        rendezvous(store, 0, 2, timedelta(seconds=1.0), "some")
     told = [record.getMessage() for record in caplog.records]
     assert 3 <= len(told) <= 4, told  # at 0.1, 0.2, 0.4 and 0.8 s
     said = r'comm: rank 0 of group "some" has waited 0.1\d* s of at most 1 s for rank 1 of 2 ranks; did every rank start\? '
@@ -93,7 +93,7 @@ def test_a_long_wait_is_told_again_and_again(store, caplog, monkeypatch):
 
 
 def test_a_long_wait_for_the_store_of_rank_0_is_told(caplog, monkeypatch):
-    monkeypatch.setattr("zeropp.meeting.TELL_AFTER_S", 0.1)
+    monkeypatch.setattr("zeropp.rendezvous.TELL_AFTER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     limit = timedelta(seconds=0.5)
@@ -117,7 +117,7 @@ def test_one_that_said_hello_and_died_is_named(store):
     with pytest.raises(
         CommTimeoutError, match="for rank 1 of 2 ranks, which said hello and went away; look at its log"
     ):
-        meet(store, 0, 2, timedelta(seconds=0.2), "some")
+        rendezvous(store, 0, 2, timedelta(seconds=0.2), "some")
 
 
 def test_groups_side_by_side_do_not_mix():
