@@ -134,11 +134,11 @@ static size_t machine_bytes(void) {
 }
 
 static zpp_status announce(struct zpp_comm *comm, const struct zpp_arena *arena, int fd, struct zpp_err *err) {
-    const struct zpp_mail mail = {ZPP_MAIL_ARENA, arena->id, arena->bytes, 0};
+    const struct zpp_message content = {ZPP_MESSAGE_ARENA, arena->id, arena->bytes, 0};
     zpp_status status = ZPP_OK;
     if (comm->net) return ZPP_OK; /* the local group stages everything, so nobody would ask for it */
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
-        if (r != comm->rank) status = zpp_mail_send(comm, r, &mail, fd, err);
+        if (r != comm->rank) status = zpp_message_send(comm, r, &content, fd, err);
     return status;
 }
 
@@ -266,13 +266,13 @@ static struct zpp_arena *known_arena(struct zpp_comm *comm, int rank, uint64_t i
 static zpp_status learn_arena(struct zpp_turn *turn, int rank, uint64_t id, struct zpp_arena **out,
                               struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
-    struct zpp_mail mail;
+    struct zpp_message content;
     int fd = -1;
     void *base = NULL;
-    zpp_status status = zpp_mail_wait(turn, rank, ZPP_MAIL_ARENA, id, &mail, &fd, err);
+    zpp_status status = zpp_message_wait(turn, rank, ZPP_MESSAGE_ARENA, id, &content, &fd, err);
     if (status != ZPP_OK) return status;
-    struct zpp_arena *arena = arena_new(rank, id, mail.a, err);
-    status = arena ? zpp_memfd_map(fd, mail.a, &base, err) : ZPP_NOMEM;
+    struct zpp_arena *arena = arena_new(rank, id, content.a, err);
+    status = arena ? zpp_memfd_map(fd, content.a, &base, err) : ZPP_NOMEM;
     if (fd >= 0) close(fd);
     if (status != ZPP_OK) {
         if (arena) arena_free(arena);

@@ -25,12 +25,12 @@ static zpp_status map(int fd, struct zpp_channel **out, struct zpp_err *err) {
 }
 
 zpp_status zpp_channel_open(struct zpp_comm *comm, int rank, struct zpp_channel **out, struct zpp_err *err) {
-    const struct zpp_mail mail = {ZPP_MAIL_CHANNEL, 0, sizeof(struct zpp_channel), 0};
+    const struct zpp_message content = {ZPP_MESSAGE_CHANNEL, 0, sizeof(struct zpp_channel), 0};
     struct zpp_channel *channel = NULL;
     int fd = -1;
     zpp_status status = zpp_memfd_create("zeropp-channel", sizeof(struct zpp_channel), &fd, err);
     if (status == ZPP_OK) status = map(fd, &channel, err);
-    if (status == ZPP_OK) status = zpp_mail_send(comm, rank, &mail, fd, err);
+    if (status == ZPP_OK) status = zpp_message_send(comm, rank, &content, fd, err);
     if (fd >= 0) close(fd);
     if (status == ZPP_OK)
         *out = channel;
@@ -40,9 +40,9 @@ zpp_status zpp_channel_open(struct zpp_comm *comm, int rank, struct zpp_channel 
 }
 
 zpp_status zpp_channel_accept(struct zpp_comm *comm, int rank, struct zpp_channel **out, struct zpp_err *err) {
-    struct zpp_mail mail;
+    struct zpp_message content;
     int fd = -1;
-    zpp_status status = zpp_mail_try(comm, rank, ZPP_MAIL_CHANNEL, 0, &mail, &fd, err);
+    zpp_status status = zpp_message_try(comm, rank, ZPP_MESSAGE_CHANNEL, 0, &content, &fd, err);
     if (status != ZPP_OK) return status;
     status = map(fd, out, err);
     if (fd >= 0) close(fd);

@@ -78,7 +78,7 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
     comm->log_ctx = options->log_ctx;
     comm->base_bytes = sizeof(struct zpp_control) + (size_t)ZPP_TRACKS * ZPP_STAGE_SLOTS * ZPP_STAGE_BYTES;
     snprintf(comm->name, sizeof comm->name, "%s", options->name ? options->name : "default");
-    pthread_mutex_init(&comm->mail_lock, NULL);
+    pthread_mutex_init(&comm->message_lock, NULL);
     pthread_mutex_init(&comm->comm_error_lock, NULL);
     pthread_mutex_init(&comm->arena_lock, NULL);
     pthread_mutex_init(&comm->side_lock, NULL);
@@ -102,7 +102,7 @@ void zpp_comm_destroy(zpp_comm *comm) {
     zpp_p2p_destroy(comm);
     zpp_net_destroy(comm, forked);
     zpp_arena_clear(comm);
-    zpp_mail_clear(comm);
+    zpp_message_clear(comm);
     for (int r = 0; r < comm->ranks; r++) {
         if (comm->peer[r].socket >= 0) close(comm->peer[r].socket);
         if (comm->peer[r].pidfd >= 0) close(comm->peer[r].pidfd);
@@ -110,7 +110,7 @@ void zpp_comm_destroy(zpp_comm *comm) {
     }
     if (comm->fork_guard) munmap(comm->fork_guard, GUARD_BYTES);
     if (!forked) { /* a child may have been forked while another thread held them */
-        pthread_mutex_destroy(&comm->mail_lock);
+        pthread_mutex_destroy(&comm->message_lock);
         pthread_mutex_destroy(&comm->comm_error_lock);
         pthread_mutex_destroy(&comm->arena_lock);
         pthread_mutex_destroy(&comm->side_lock);

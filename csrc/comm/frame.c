@@ -41,33 +41,34 @@ zpp_status zpp_frame_check(const void *raw, int ranks, struct zpp_frame *out, st
     return ZPP_OK;
 }
 
-size_t zpp_news_room(struct zpp_news *news, void **at) {
-    if (news->raw_bytes < ZPP_FRAME_BYTES) {
-        *at = news->raw + news->raw_bytes;
-        return ZPP_FRAME_BYTES - news->raw_bytes;
+size_t zpp_control_link_room(struct zpp_control_link *control, void **at) {
+    if (control->raw_bytes < ZPP_FRAME_BYTES) {
+        *at = control->raw + control->raw_bytes;
+        return ZPP_FRAME_BYTES - control->raw_bytes;
     }
     struct zpp_frame frame; /* checked when it was whole */
-    memcpy(&frame, news->raw, sizeof frame);
-    *at = news->text + news->text_bytes;
-    return (size_t)frame.bytes - news->text_bytes;
+    memcpy(&frame, control->raw, sizeof frame);
+    *at = control->text + control->text_bytes;
+    return (size_t)frame.bytes - control->text_bytes;
 }
 
-zpp_status zpp_news_came(struct zpp_news *news, size_t bytes, int ranks, struct zpp_frame *out, struct zpp_err *err) {
+zpp_status zpp_control_link_parse(struct zpp_control_link *control, size_t bytes, int ranks, struct zpp_frame *out,
+                                  struct zpp_err *err) {
     struct zpp_frame frame;
-    if (news->raw_bytes < ZPP_FRAME_BYTES) {
-        news->raw_bytes += bytes;
-        if (news->raw_bytes < ZPP_FRAME_BYTES) return ZPP_AGAIN;
-        const zpp_status status = zpp_frame_check(news->raw, ranks, &frame, err);
+    if (control->raw_bytes < ZPP_FRAME_BYTES) {
+        control->raw_bytes += bytes;
+        if (control->raw_bytes < ZPP_FRAME_BYTES) return ZPP_AGAIN;
+        const zpp_status status = zpp_frame_check(control->raw, ranks, &frame, err);
         if (status != ZPP_OK) return status;
         if (frame.kind == ZPP_FRAME_DATA)
-            return zpp_fail(err, ZPP_PEER, "a frame of data among the news, wanted a comm error or a farewell");
+            return zpp_fail(err, ZPP_PEER, "a frame of data on the control link, wanted a comm error or a farewell");
     } else {
-        memcpy(&frame, news->raw, sizeof frame);
-        news->text_bytes += bytes;
+        memcpy(&frame, control->raw, sizeof frame);
+        control->text_bytes += bytes;
     }
-    if (news->text_bytes < frame.bytes) return ZPP_AGAIN;
-    news->text[news->text_bytes] = '\0';
-    news->raw_bytes = news->text_bytes = 0;
+    if (control->text_bytes < frame.bytes) return ZPP_AGAIN;
+    control->text[control->text_bytes] = '\0';
+    control->raw_bytes = control->text_bytes = 0;
     *out = frame;
     return ZPP_OK;
 }

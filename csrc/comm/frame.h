@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What goes over a connection between hosts, byte by byte. Every transfer of a collective begins with a frame on each
- * connection that it uses; the connection for news carries frames with a sentence. Fields are in the byte order of the
+ * connection that it uses; the control link carries frames with a sentence. Fields are in the byte order of the
  * machine: the magic number tells a machine of the other order apart.
  *
  *    0  u32 magic   4  u16 kind   6  u16 connection   8  u64 seq   16  u64 what   24  u64 elems   32  u64 bytes
@@ -31,16 +31,17 @@ _Static_assert(sizeof(struct zpp_frame) == ZPP_FRAME_BYTES, "a frame is as docum
 /* PEER with a sentence unless the frame is possible: kind, lengths, ranks. `raw` has ZPP_FRAME_BYTES. */
 zpp_status zpp_frame_check(const void *raw, int ranks, struct zpp_frame *out, struct zpp_err *err);
 
-/* The news of one peer as they come, in pieces of any size. */
-struct zpp_news {
+/* What comes over the control link of one peer, in pieces of any size. */
+struct zpp_control_link {
     uint8_t raw[ZPP_FRAME_BYTES];
     char text[ZPP_ERR_TEXT_BYTES];
     size_t raw_bytes, text_bytes;
 };
 /* Where the next bytes of the stream belong, and how many fit; never 0. */
-size_t zpp_news_room(struct zpp_news *news, void **at);
-/* So many bytes were put there. OK: `*out` is a whole frame (ERROR: its sentence in news->text, ended) until the next
- * call. AGAIN: more is needed. PEER: what came is no news, with a sentence. */
-zpp_status zpp_news_came(struct zpp_news *news, size_t bytes, int ranks, struct zpp_frame *out, struct zpp_err *err);
+size_t zpp_control_link_room(struct zpp_control_link *control, void **at);
+/* So many bytes were put there. OK: `*out` is a whole frame (ERROR: its sentence in `text`, ended) until the next
+ * call. AGAIN: more is needed. PEER: what came is no control message, with a sentence. */
+zpp_status zpp_control_link_parse(struct zpp_control_link *control, size_t bytes, int ranks, struct zpp_frame *out,
+                                  struct zpp_err *err);
 
 #endif

@@ -79,12 +79,12 @@ struct zpp_control {
     _Alignas(4096) uint8_t small[2][ZPP_SMALL_BYTES];
 };
 
-/* A message with an optional descriptor, over the socket of a pair; see mail.c. */
-struct zpp_mail {
+/* A message with an optional descriptor, over the socket of a pair; see control_message.c. */
+struct zpp_message {
     uint64_t kind, number, a, b;
 };
-enum { ZPP_MAIL_REGION = 1, ZPP_MAIL_ARENA, ZPP_MAIL_CHANNEL };
-struct zpp_letter;
+enum { ZPP_MESSAGE_REGION = 1, ZPP_MESSAGE_ARENA, ZPP_MESSAGE_CHANNEL };
+struct zpp_queued_message;
 
 struct zpp_arena; /* arena.c */
 struct zpp_async; /* async.c */
@@ -95,7 +95,7 @@ struct zpp_peer {
     int socket; /* -1 at our own place */
     int pidfd;  /* -1 where the kernel has none: then a closed socket means death */
     int32_t pid;
-    struct zpp_letter *inbox; /* arrived, not yet asked for; guarded by mail_lock */
+    struct zpp_queued_message *inbox; /* arrived, not yet asked for; guarded by message_lock */
 };
 
 struct zpp_comm {
@@ -130,9 +130,9 @@ struct zpp_comm {
     uint64_t regions;   /* region creations so far */
     uint32_t owners;    /* zpp_comm_new_owner so far */
 
-    pthread_mutex_t mail_lock;    /* the sockets and inboxes; innermost */
+    pthread_mutex_t message_lock;    /* the sockets and inboxes; innermost */
     pthread_mutex_t comm_error_lock; /* this rank's comm_error_text; innermost */
-    pthread_mutex_t arena_lock;   /* list of arenas; mail_lock may be taken inside */
+    pthread_mutex_t arena_lock;   /* list of arenas; message_lock may be taken inside */
     struct zpp_arena *arenas;
     pthread_mutex_t side_lock; /* lazy creation of `async` and `p2p` */
     struct zpp_async *async;
@@ -202,15 +202,17 @@ void zpp_comm_fail_heard(struct zpp_comm *comm, zpp_status status, int failed_ra
 bool zpp_peer_gone(const struct zpp_comm *comm, int rank); /* left, or dead; a system call */
 bool zpp_comm_forked(const struct zpp_comm *comm);
 
-/* --- mail.c ------------------------------------------------------------------------------------------------------ */
-zpp_status zpp_mail_send(struct zpp_comm *comm, int rank, const struct zpp_mail *mail, int fd, struct zpp_err *err);
-/* Next letter of `kind` and `number` from `rank`; others are kept for later. The descriptor is the caller's. */
-zpp_status zpp_mail_wait(struct zpp_turn *turn, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail,
-                         int *fd, struct zpp_err *err);
+/* --- control_message.c -------------------------------------------------------------------------------------------- */
+zpp_status zpp_message_send(struct zpp_comm *comm, int rank, const struct zpp_message *content, int fd,
+                            struct zpp_err *err);
+/* Next control message of `kind` and `number` from `rank`; others are kept for later. The descriptor is the
+ * caller's. */
+zpp_status zpp_message_wait(struct zpp_turn *turn, int rank, uint64_t kind, uint64_t number,
+                            struct zpp_message *content, int *fd, struct zpp_err *err);
 /* The same, or AGAIN if it is not there. */
-zpp_status zpp_mail_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail, int *fd,
-                        struct zpp_err *err);
-void zpp_mail_clear(struct zpp_comm *comm);
+zpp_status zpp_message_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_message *content,
+                           int *fd, struct zpp_err *err);
+void zpp_message_clear(struct zpp_comm *comm);
 
 /* The slow part of a wait that is not on a word, about every 100 ms: comm error, tick, log, time-out. `rank` is waited
  * for. `gone`: zpp_peer_gone said so *before* the caller looked once more for what it waits for, in vain: then that is

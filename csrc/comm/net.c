@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What holds the connections to other hosts: their life, the news that comes over them, and the byte channels of send
- * and receive.
+ * What holds the connections to other hosts: their life, the control messages that come over them, and the byte
+ * channels of send and receive.
  *
- * The watcher sleeps in epoll. News are a comm error, which is recorded here too; a farewell, which sets `left` in the
- * peer's block; or the end of the connection. Bytes or room on a mail connection ring this rank's doorbell: whoever
- * moves transfers (p2p.c) looks then. Mail connections are watched edge by edge, so what nobody reads costs nothing.
- * Twice a second the watcher asks whether the network interface has a link.
+ * The watcher sleeps in epoll. A control message is a comm error, which is recorded here too; a farewell, which sets
+ * `left` in the peer's block; or the end of the connection. Bytes or room on a p2p connection ring this rank's
+ * doorbell: whoever moves transfers (p2p.c) looks then. Mail connections are watched edge by edge, so what nobody reads
+ * costs nothing. Twice a second the watcher asks whether the network interface has a link.
  */
 #include "net.h"
 
@@ -51,10 +51,10 @@ bool zpp_net_died(const struct zpp_comm *comm, int rank) {
 
 void zpp_net_lost(struct zpp_comm *comm, int rank) { mark_gone(&comm->net->peer[rank]); }
 
-/* --- news -------------------------------------------------------------------------------------------------------- */
+/* --- control links ----------------------------------------------------------------------------------------------- */
 
-static void send_news(struct zpp_comm *comm, int rank, const struct zpp_frame *frame, const char *text) {
-    const int fd = comm->net->peer[rank].link[ZPP_NET_NEWS];
+static void send_control(struct zpp_comm *comm, int rank, const struct zpp_frame *frame, const char *text) {
+    const int fd = comm->net->peer[rank].link[ZPP_NET_CONTROL];
     uint8_t whole[ZPP_FRAME_BYTES + ZPP_ERR_TEXT_BYTES];
     memcpy(whole, frame, sizeof *frame);
     memcpy(whole + sizeof *frame, text, (size_t)frame->bytes);
@@ -63,10 +63,10 @@ static void send_news(struct zpp_comm *comm, int rank, const struct zpp_frame *f
 }
 
 static void send_to_all(struct zpp_comm *comm, const struct zpp_frame *frame, const char *text) {
-    pthread_mutex_lock(&comm->net->news_lock);
+    pthread_mutex_lock(&comm->net->control_link_lock);
     for (int r = 0; r < comm->ranks; r++)
-        if (zpp_net_elsewhere(comm, r)) send_news(comm, r, frame, text);
-    pthread_mutex_unlock(&comm->net->news_lock);
+        if (zpp_net_elsewhere(comm, r)) send_control(comm, r, frame, text);
+    pthread_mutex_unlock(&comm->net->control_link_lock);
 }
 
 void zpp_net_tell(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text) {
@@ -88,25 +88,25 @@ static void hear(struct zpp_comm *comm, int rank, const struct zpp_frame *frame,
 }
 
 /* Everything that is there; the connection is watched edge by edge. */
-static void read_news(struct zpp_comm *comm, int rank) {
+static void read_control(struct zpp_comm *comm, int rank) {
     struct zpp_net_peer *peer = &comm->net->peer[rank];
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_frame frame;
     for (;;) {
         void *at;
-        const size_t room = zpp_news_room(&peer->news, &at);
-        const ssize_t got = recv(peer->link[ZPP_NET_NEWS], at, room, MSG_DONTWAIT);
+        const size_t room = zpp_control_link_room(&peer->control, &at);
+        const ssize_t got = recv(peer->link[ZPP_NET_CONTROL], at, room, MSG_DONTWAIT);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0 && errno == EAGAIN) return;
         if (got <= 0) break;
-        const zpp_status status = zpp_news_came(&peer->news, (size_t)got, comm->ranks, &frame, &err);
+        const zpp_status status = zpp_control_link_parse(&peer->control, (size_t)got, comm->ranks, &frame, &err);
         if (status == ZPP_AGAIN) continue;
         if (status != ZPP_OK) {
             (void)zpp_comm_fail(comm, ZPP_PEER, rank, &err, "comm: rank %d of group \"%s\" told rank %d %s", rank,
                                 comm->name, comm->rank, err.text);
             break;
         }
-        hear(comm, rank, &frame, peer->news.text);
+        hear(comm, rank, &frame, peer->control.text);
     }
     mark_gone(peer);
     zpp_word_add(&zpp_control(comm, comm->rank)->doorbell.word);
@@ -119,7 +119,7 @@ static void read_news(struct zpp_comm *comm, int rank) {
 static void look_for_link(struct zpp_comm *comm) {
     struct zpp_net *net = comm->net;
     struct zpp_err err = ZPP_ERR_INIT;
-    const int socket = net->peer[net->farther].link[ZPP_NET_NEWS];
+    const int socket = net->peer[net->farther].link[ZPP_NET_CONTROL];
     if (!net->interface[0] || zpp_net_has_link(socket, net->interface)) {
         net->no_link_ns = 0;
         return;
@@ -148,8 +148,8 @@ static void *watch(void *arg) {
         for (int i = 0; i < count; i++) {
             const uint32_t rank = (uint32_t)(event[i].data.u64 >> 8), slot = (uint32_t)(event[i].data.u64 & 0xff);
             if (rank >= (uint32_t)comm->ranks) return NULL; /* the eventfd */
-            if (slot == ZPP_NET_NEWS)
-                read_news(comm, (int)rank);
+            if (slot == ZPP_NET_CONTROL)
+                read_control(comm, (int)rank);
             else
                 zpp_word_add(&zpp_control(comm, comm->rank)->doorbell.word);
         }
@@ -158,7 +158,7 @@ static void *watch(void *arg) {
 
 static zpp_status add_to_watch(struct zpp_net *net, int fd, uint64_t rank, int slot, struct zpp_err *err) {
     struct epoll_event event = {
-        .events = EPOLLIN | EPOLLRDHUP | (slot == ZPP_NET_MAIL ? EPOLLOUT : 0) | EPOLLET,
+        .events = EPOLLIN | EPOLLRDHUP | (slot == ZPP_NET_P2P ? EPOLLOUT : 0) | EPOLLET,
         .data.u64 = rank << 8 | (uint64_t)slot,
     };
     if (epoll_ctl(net->epoll, EPOLL_CTL_ADD, fd, &event) == 0) return ZPP_OK;
@@ -174,13 +174,13 @@ static zpp_status start_watcher(struct zpp_comm *comm, struct zpp_err *err) {
     zpp_status status = add_to_watch(net, net->stop, (uint64_t)ZPP_RANKS_MAX, 0, err);
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
         if (!zpp_net_elsewhere(comm, r)) continue;
-        status = add_to_watch(net, net->peer[r].link[ZPP_NET_NEWS], (uint64_t)r, ZPP_NET_NEWS, err);
+        status = add_to_watch(net, net->peer[r].link[ZPP_NET_CONTROL], (uint64_t)r, ZPP_NET_CONTROL, err);
         if (status != ZPP_OK) break;
-        status = add_to_watch(net, net->peer[r].link[ZPP_NET_MAIL], (uint64_t)r, ZPP_NET_MAIL, err);
+        status = add_to_watch(net, net->peer[r].link[ZPP_NET_P2P], (uint64_t)r, ZPP_NET_P2P, err);
     }
     if (status != ZPP_OK) return status;
     while (!zpp_net_elsewhere(comm, net->farther)) net->farther++; /* there is one */
-    zpp_net_interface_of(net->peer[net->farther].link[ZPP_NET_NEWS], net->interface, sizeof net->interface);
+    zpp_net_interface_of(net->peer[net->farther].link[ZPP_NET_CONTROL], net->interface, sizeof net->interface);
     sigfillset(&all); /* signals belong to the program's threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     const int failed = pthread_create(&net->watcher, NULL, watch, comm);
@@ -199,7 +199,7 @@ zpp_status zpp_net_create(struct zpp_comm *comm, const struct zpp_hosts *hosts,
     if (!net) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for connections to %d hosts", hosts->hosts);
     net->hosts = *hosts;
     net->epoll = net->stop = -1;
-    pthread_mutex_init(&net->news_lock, NULL);
+    pthread_mutex_init(&net->control_link_lock, NULL);
     for (int r = 0; r < ZPP_RANKS_MAX; r++) {
         net->peer[r].comm = comm;
         net->peer[r].rank = r;
@@ -254,7 +254,7 @@ void zpp_net_destroy(struct zpp_comm *comm, bool forked) {
         comm->base[r] = NULL;
     }
     zpp_local_destroy(net->local, forked);
-    if (!forked) pthread_mutex_destroy(&net->news_lock);
+    if (!forked) pthread_mutex_destroy(&net->control_link_lock);
     free(net->scratch);
     free(net);
     comm->net = NULL;
@@ -275,22 +275,22 @@ zpp_status zpp_net_scratch(struct zpp_comm *comm, size_t bytes, uint8_t **out, s
     return ZPP_OK;
 }
 
-/* --- mail: the byte channels of send and receive ----------------------------------------------------------------- */
+/* --- p2p: the byte channels of send and receive ------------------------------------------------------------------ */
 
-static zpp_status mail_open(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err) {
+static zpp_status p2p_open(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err) {
     struct zpp_net_peer *peer = &comm->net->peer[rank];
-    if (!peer->inbox) peer->inbox = malloc(ZPP_NET_MAIL_BYTES);
+    if (!peer->inbox) peer->inbox = malloc(ZPP_NET_P2P_BYTES);
     if (!peer->inbox) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for what rank %d sends", rank);
     *out = peer;
     return ZPP_OK;
 }
 
-static void mail_close(void *channel) { (void)channel; } /* with the connection */
+static void p2p_close(void *channel) { (void)channel; } /* with the connection */
 
-static int mail_fd(const struct zpp_net_peer *peer) { return peer->link[ZPP_NET_MAIL]; }
+static int p2p_fd(const struct zpp_net_peer *peer) { return peer->link[ZPP_NET_P2P]; }
 
 static size_t push(struct zpp_net_peer *peer, const void *src, size_t bytes) {
-    const ssize_t sent = send(mail_fd(peer), src, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+    const ssize_t sent = send(p2p_fd(peer), src, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
     return sent > 0 ? (size_t)sent : 0; /* a broken connection is for the watcher */
 }
 
@@ -301,10 +301,10 @@ static bool push_stash(struct zpp_net_peer *peer) {
     return peer->stash_bytes == 0;
 }
 
-static size_t mail_writable(void *channel) { return push_stash(channel) ? ZPP_NET_MAIL_BYTES : 0; }
+static size_t p2p_writable(void *channel) { return push_stash(channel) ? ZPP_NET_P2P_BYTES : 0; }
 
 /* Headers go whole or not at all, as p2p.c wants it: what the socket does not take of one waits in the stash. */
-static size_t mail_write(void *channel, const void *src, size_t bytes) {
+static size_t p2p_write(void *channel, const void *src, size_t bytes) {
     struct zpp_net_peer *peer = channel;
     if (!push_stash(peer) || !bytes) return 0;
     const size_t sent = push(peer, src, bytes);
@@ -315,12 +315,12 @@ static size_t mail_write(void *channel, const void *src, size_t bytes) {
 }
 
 static size_t pull(struct zpp_net_peer *peer, void *dst, size_t bytes) {
-    const ssize_t got = recv(mail_fd(peer), dst, bytes, MSG_DONTWAIT);
+    const ssize_t got = recv(p2p_fd(peer), dst, bytes, MSG_DONTWAIT);
     if (got > 0) atomic_store(&peer->heard_ns, zpp_now_ns());
     return got > 0 ? (size_t)got : 0;
 }
 
-static size_t mail_readable(void *channel) {
+static size_t p2p_readable(void *channel) {
     struct zpp_net_peer *peer = channel;
     if (peer->inbox_at == peer->inbox_end) peer->inbox_at = peer->inbox_end = 0;
     if (peer->inbox_end - peer->inbox_at < 64 && peer->inbox_at) {
@@ -329,28 +329,28 @@ static size_t mail_readable(void *channel) {
         peer->inbox_at = 0;
     }
     if (peer->inbox_end - peer->inbox_at < 64)
-        peer->inbox_end += pull(peer, peer->inbox + peer->inbox_end, ZPP_NET_MAIL_BYTES - peer->inbox_end);
+        peer->inbox_end += pull(peer, peer->inbox + peer->inbox_end, ZPP_NET_P2P_BYTES - peer->inbox_end);
     return peer->inbox_end - peer->inbox_at;
 }
 
-static size_t mail_read(void *channel, void *dst, size_t bytes) {
+static size_t p2p_read(void *channel, void *dst, size_t bytes) {
     struct zpp_net_peer *peer = channel;
     size_t there = peer->inbox_end - peer->inbox_at;
-    if (!there && bytes >= ZPP_NET_MAIL_BYTES && dst) return pull(peer, dst, bytes);
-    if (!there) there = mail_readable(peer);
+    if (!there && bytes >= ZPP_NET_P2P_BYTES && dst) return pull(peer, dst, bytes);
+    if (!there) there = p2p_readable(peer);
     const size_t taken = there < bytes ? there : bytes;
     if (dst && taken) memcpy(dst, peer->inbox + peer->inbox_at, taken);
     peer->inbox_at += taken;
     return taken;
 }
 
-static bool mail_damaged(void *channel) {
+static bool p2p_damaged(void *channel) {
     (void)channel;
     return false; /* there are no counters; headers are checked by p2p.c */
 }
 
-static bool mail_flushed(void *channel) { return push_stash(channel); }
+static bool p2p_flushed(void *channel) { return push_stash(channel); }
 
-const struct zpp_channel_ops zpp_channels_tcp = {mail_open, mail_open,     mail_close,    mail_write,
-                                                 mail_read, mail_readable, mail_writable, mail_damaged,
-                                                 mail_flushed};
+const struct zpp_channel_ops zpp_channels_tcp = {p2p_open, p2p_open,     p2p_close,    p2p_write,
+                                                 p2p_read, p2p_readable, p2p_writable, p2p_damaged,
+                                                 p2p_flushed};

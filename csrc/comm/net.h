@@ -4,8 +4,9 @@
  * other hosts, and what runs over them. A group whose ranks are all on one host has none of this.
  *
  * Links of a pair of ranks on different hosts, in the order of their slots:
- *   news      comm errors and the farewell; read by the watcher thread only, written by any thread under `news_lock`
- *   mail      the byte channel of send and receive (p2p.c); used under p2p.c's lock
+ *   control   comm errors and the farewell; read by the watcher thread only, written by any thread under
+ *   `control_link_lock`
+ *   p2p       the byte channel of send and receive (p2p.c); used under p2p.c's lock
  *   data      collectives, by the thread that runs collectives
  */
 #ifndef ZPP_COMM_NET_H
@@ -18,12 +19,12 @@
 enum {
     ZPP_NET_DATA_MAX = 8,
     ZPP_NET_DATA_DEFAULT = 2,
-    ZPP_NET_NEWS = 0,
-    ZPP_NET_MAIL = 1,
+    ZPP_NET_CONTROL = 0,
+    ZPP_NET_P2P = 1,
     ZPP_NET_DATA = 2,
     ZPP_NET_SLOTS_MAX = ZPP_NET_DATA + ZPP_NET_DATA_MAX,
     ZPP_NET_SECRET_BYTES = 16,
-    ZPP_NET_MAIL_BYTES = 64 * 1024,
+    ZPP_NET_P2P_BYTES = 64 * 1024,
 };
 
 /* Where the ranks are. Hosts are numbered by their lowest rank; ranks of a host stand in order. */
@@ -39,11 +40,11 @@ struct zpp_net_peer {
     int link[ZPP_NET_SLOTS_MAX];
     int data_links;
     _Atomic uint64_t gone_ns, heard_ns; /* when it went (0: it is there), when bytes last came from it */
-    struct zpp_news news;               /* what of a frame has come; watcher only */
-    /* mail */
+    struct zpp_control_link control;               /* what of a frame has come; watcher only */
+    /* p2p */
     uint8_t stash[64]; /* what of a header the socket did not take */
     size_t stash_bytes;
-    uint8_t *inbox; /* [ZPP_NET_MAIL_BYTES] */
+    uint8_t *inbox; /* [ZPP_NET_P2P_BYTES] */
     size_t inbox_at, inbox_end;
     struct zpp_comm *comm;
     int rank;
@@ -53,7 +54,7 @@ struct zpp_net {
     struct zpp_hosts hosts;
     struct zpp_comm *local; /* the ranks of this host as a group: a view, see local.c */
     struct zpp_net_peer peer[ZPP_RANKS_MAX];
-    pthread_mutex_t news_lock; /* writing news; innermost */
+    pthread_mutex_t control_link_lock; /* writing to control links; innermost */
     pthread_t watcher;
     bool watching;
     int epoll, stop;    /* stop: an eventfd */

@@ -27,7 +27,7 @@ zpp_status zpp_local_create(struct zpp_comm *comm, struct zpp_comm **out, struct
         local->base[k] = rank >= 0 ? comm->base[rank] : NULL;
         local->peer[k] = (struct zpp_peer){-1, -1, rank >= 0 ? comm->peer[rank].pid : 0, NULL};
     }
-    pthread_mutex_init(&local->mail_lock, NULL);
+    pthread_mutex_init(&local->message_lock, NULL);
     pthread_mutex_init(&local->comm_error_lock, NULL);
     pthread_mutex_init(&local->arena_lock, NULL);
     pthread_mutex_init(&local->side_lock, NULL);
@@ -38,7 +38,7 @@ zpp_status zpp_local_create(struct zpp_comm *comm, struct zpp_comm **out, struct
 void zpp_local_destroy(struct zpp_comm *local, bool forked) {
     if (!local) return;
     if (!forked) {
-        pthread_mutex_destroy(&local->mail_lock);
+        pthread_mutex_destroy(&local->message_lock);
         pthread_mutex_destroy(&local->comm_error_lock);
         pthread_mutex_destroy(&local->arena_lock);
         pthread_mutex_destroy(&local->side_lock);

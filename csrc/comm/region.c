@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Regions: shared memory made by all ranks together. Each owner makes a sealed memfd and sends its descriptor to every
- * peer (one letter a pair), everybody maps, and the descriptors are closed: only the mappings keep the memory alive.
+ * peer (one control message a pair), everybody maps, and the descriptors are closed: only the mappings keep the memory
+ * alive.
  */
 #include <assert.h>
 #include <stdio.h>
@@ -34,24 +35,24 @@ static void describe(const void *ctx, char *text, size_t room) {
 static zpp_status exchange(struct zpp_turn *turn, struct zpp_region *region, const struct making *making, int own_fd,
                            struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
-    const struct zpp_mail mail = {ZPP_MAIL_REGION, making->number, making->kind, making->bytes};
+    const struct zpp_message content = {ZPP_MESSAGE_REGION, making->number, making->kind, making->bytes};
     zpp_status status = ZPP_OK;
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
-        if (r != comm->rank) status = zpp_mail_send(comm, r, &mail, own_fd, err);
+        if (r != comm->rank) status = zpp_message_send(comm, r, &content, own_fd, err);
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
-        struct zpp_mail theirs;
+        struct zpp_message theirs;
         int fd = -1;
         if (r == comm->rank) continue;
-        status = zpp_mail_wait(turn, r, ZPP_MAIL_REGION, making->number, &theirs, &fd, err);
+        status = zpp_message_wait(turn, r, ZPP_MESSAGE_REGION, making->number, &theirs, &fd, err);
         if (status != ZPP_OK) break;
-        if (theirs.a != mail.a || theirs.b != mail.b)
+        if (theirs.a != content.a || theirs.b != content.b)
             status =
                 zpp_comm_fail(comm, ZPP_PEER, r, err,
                               "comm: rank %d is in region_create(%s, %llu bytes) #%llu of group \"%s\" but rank %d is "
                               "in "
                               "region_create(%s, %llu bytes); all ranks must create the same regions in the same order",
-                              comm->rank, kind_name(mail.a), (unsigned long long)mail.b,
-                              (unsigned long long)mail.number,
+                              comm->rank, kind_name(content.a), (unsigned long long)content.b,
+                              (unsigned long long)content.number,
                               comm->name, r, kind_name(theirs.a), (unsigned long long)theirs.b);
         else if (making->kind == ZPP_REGION_PER_RANK || r == 0) /* its owner; no descriptor: the map says so */
             status = zpp_memfd_map(fd, region->bytes, &region->base[r], err);

@@ -8,7 +8,7 @@
 
 #include "ranks.h"
 
-/* Hosts of the ranks, one letter each: "aabb" is two hosts with two ranks each. */
+/* Hosts of the ranks, one control message each: "aabb" is two hosts with two ranks each. */
 struct placed_rank {
     struct test_rank rank;
     char host[2];

@@ -1,21 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Fuzz target: what a rank makes of bytes from another host, the news as they come in pieces of any size, and the
- * handshake of a stranger. Whatever they hold, nothing is written outside of what the caller lent, every answer is a
- * frame within its bounds or a sentence, and nobody takes a place without the proof.
+ * Fuzz target: what a rank makes of bytes from another host, the control messages as they come in pieces of any size,
+ * and the handshake of a stranger. Whatever they hold, nothing is written outside of what the caller lent, every answer
+ * is a frame within its bounds or a sentence, and nobody takes a place without the proof.
  */
 #include "../../csrc/comm/net_join.c"
 
 #include "fuzz.h"
 
-static void news(struct fuzz_input *input) {
-    struct zpp_news *stream = calloc(1, sizeof *stream); /* alone in its memory, so that a tool sees the byte after */
+static void control(struct fuzz_input *input) {
+    /* alone in its memory, so that a tool sees the byte after */
+    struct zpp_control_link *stream = calloc(1, sizeof *stream);
     fuzz_need(stream != NULL);
     while (input->bytes) {
         struct zpp_err err = ZPP_ERR_INIT;
         struct zpp_frame frame = {0};
         void *at = NULL;
-        const size_t room = zpp_news_room(stream, &at);
+        const size_t room = zpp_control_link_room(stream, &at);
         fuzz_need(room > 0 && at != NULL);
         const size_t bytes = 1 + fuzz_byte(input) % room;
         if (stream->raw_bytes == 0 && bytes == ZPP_FRAME_BYTES && fuzz_byte(input) & 1) {
@@ -28,7 +29,7 @@ static void news(struct fuzz_input *input) {
         } else {
             fuzz_take(input, at, bytes);
         }
-        const zpp_status status = zpp_news_came(stream, bytes, 4, &frame, &err);
+        const zpp_status status = zpp_control_link_parse(stream, bytes, 4, &frame, &err);
         if (status == ZPP_PEER) {
             fuzz_need(err.text[0] != '\0');
             break;
@@ -90,7 +91,7 @@ FUZZ_TARGET(frame) {
     struct fuzz_input input = {data, bytes};
     const int before = fuzz_open_fds();
     if (fuzz_byte(&input) & 1)
-        news(&input);
+        control(&input);
     else
         handshake_of_a_stranger(&input);
     fuzz_need(fuzz_open_fds() == before);

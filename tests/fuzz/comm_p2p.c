@@ -13,12 +13,12 @@ enum { RECEIVES = 4, ROOM_BYTES = 512 };
 /* A channel as the peer fills it: a few messages, honest or not, then perhaps counters that cannot be. */
 static struct zpp_channel *peer_writes(struct fuzz_input *input, int socket_fd) {
     struct zpp_err err = ZPP_ERR_INIT;
-    const struct zpp_mail mail = {ZPP_MAIL_CHANNEL, 0, sizeof(struct zpp_channel), 0};
+    const struct zpp_message content = {ZPP_MESSAGE_CHANNEL, 0, sizeof(struct zpp_channel), 0};
     struct zpp_channel *channel = NULL;
     uint8_t bytes[ROOM_BYTES];
     int fd = -1;
     fuzz_need(zpp_memfd_create("fuzz", sizeof *channel, &fd, &err) == ZPP_OK && map(fd, &channel, &err) == ZPP_OK);
-    fuzz_send(socket_fd, &mail, sizeof mail, &fd, 1);
+    fuzz_send(socket_fd, &content, sizeof content, &fd, 1);
     close(fd);
     const uint64_t start = fuzz_byte(input) & 1 ? RING_BYTES - fuzz_byte(input) : 0; /* messages across the end */
     atomic_store(&channel->written, start);

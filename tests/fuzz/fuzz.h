@@ -102,7 +102,7 @@ static inline struct zpp_comm *fuzz_comm(int ranks, int *other_end) {
     comm->timeout_ns = 1;
     comm->base_bytes = sizeof(struct zpp_control);
     memcpy(comm->name, "fuzz", 5);
-    pthread_mutex_init(&comm->mail_lock, NULL);
+    pthread_mutex_init(&comm->message_lock, NULL);
     pthread_mutex_init(&comm->comm_error_lock, NULL);
     pthread_mutex_init(&comm->arena_lock, NULL);
     pthread_mutex_init(&comm->side_lock, NULL);
@@ -121,7 +121,7 @@ static inline struct zpp_comm *fuzz_comm(int ranks, int *other_end) {
 static inline void fuzz_comm_free(struct zpp_comm *comm, int other_end) {
     zpp_p2p_destroy(comm);
     zpp_arena_clear(comm);
-    zpp_mail_clear(comm);
+    zpp_message_clear(comm);
     if (comm->peer[1].socket >= 0) close(comm->peer[1].socket);
     if (other_end >= 0) close(other_end);
     for (int r = 0; r < comm->ranks; r++) free(comm->base[r]);

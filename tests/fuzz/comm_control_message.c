@@ -1,25 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Fuzz target: letters between two ranks (mail.c) and what is made of them: the descriptors of regions and the places
- * of tensors in arenas. Whatever a peer sends, a region is mapped whole or refused with a sentence, a place lies inside
- * its arena, and no descriptor is lost.
+ * Fuzz target: control messages between two ranks (control_message.c) and what is made of them: the descriptors of
+ * regions and the places of tensors in arenas. Whatever a peer sends, a region is mapped whole or refused with a
+ * sentence, a place lies inside its arena, and no descriptor is lost.
  */
 #include "../../csrc/comm/memfd.h"
 
 #include "fuzz.h"
 
-static void send_letter(struct fuzz_input *input, int socket_fd) {
+static void send_message(struct fuzz_input *input, int socket_fd) {
     const uint8_t choice = fuzz_byte(input);
-    struct zpp_mail mail = {fuzz_byte(input) % 5, fuzz_byte(input) % 4, fuzz_byte(input) % 3, 4096};
-    size_t bytes = sizeof mail;
-    if (choice & 1) fuzz_take(input, &mail.a, sizeof mail.a);
-    if (choice & 2) fuzz_take(input, &mail.b, sizeof mail.b);
+    struct zpp_message content = {fuzz_byte(input) % 5, fuzz_byte(input) % 4, fuzz_byte(input) % 3, 4096};
+    size_t bytes = sizeof content;
+    if (choice & 1) fuzz_take(input, &content.a, sizeof content.a);
+    if (choice & 2) fuzz_take(input, &content.b, sizeof content.b);
     if (choice & 4) bytes = fuzz_byte(input) % 64;
-    if (choice & 8) mail.a = 4096; /* as an arena of one page */
+    if (choice & 8) content.a = 4096; /* as an arena of one page */
     const int memory = fuzz_memfd(input, choice & 16 ? fuzz_byte(input) * 256u : 4096, !(choice & 32));
     const int fd[4] = {memory, memory, memory, memory};
     uint8_t packet[64] = {0};
-    memcpy(packet, &mail, sizeof mail);
+    memcpy(packet, &content, sizeof content);
     fuzz_send(socket_fd, packet, bytes, fd, choice >> 6 ? fuzz_byte(input) % 5 : 1);
     close(memory);
 }
@@ -47,12 +47,12 @@ static void find_tensor(struct zpp_comm *comm, struct fuzz_input *input) {
     if (status == ZPP_OK && bytes) fuzz_need(data[0] + data[bytes - 1] >= 0);
 }
 
-FUZZ_TARGET(mail) {
+FUZZ_TARGET(control_message) {
     struct fuzz_input input = {data, bytes};
     const int before = fuzz_open_fds(), kind = fuzz_byte(&input);
     int other_end, fd;
     struct zpp_comm *comm = fuzz_comm(2, &other_end);
-    for (int i = kind >> 4; i >= 0; i--) send_letter(&input, other_end);
+    for (int i = kind >> 4; i >= 0; i--) send_message(&input, other_end);
     shutdown(other_end, SHUT_WR); /* a rank that ended: whoever waits for more hears it at once */
     switch (kind % 4) {
     case 0: make_region(comm, ZPP_REGION_PER_RANK); break;
@@ -60,8 +60,9 @@ FUZZ_TARGET(mail) {
     case 2: find_tensor(comm, &input); break;
     default: {
         struct zpp_err err = ZPP_ERR_INIT;
-        struct zpp_mail mail;
-        if (zpp_mail_try(comm, 1, fuzz_byte(&input) % 5, fuzz_byte(&input) % 4, &mail, &fd, &err) == ZPP_OK && fd >= 0)
+        struct zpp_message content;
+        if (zpp_message_try(comm, 1, fuzz_byte(&input) % 5, fuzz_byte(&input) % 4, &content, &fd, &err) == ZPP_OK
+            && fd >= 0)
             close(fd);
     }
     }

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Letters between two ranks over their socket (SOCK_SEQPACKET, so a letter arrives whole): what cannot go through
- * shared memory, because it carries the descriptor of new shared memory. Letters that come before somebody asks for
- * them are kept in the peer's inbox. Any thread; mail_lock guards sockets and inboxes and is held for system calls that
- * do not wait.
+ * Control messages between two ranks over their socket (SOCK_SEQPACKET, so a message arrives whole): what cannot go
+ * through shared memory, because it carries the descriptor of new shared memory. Control messages that come before
+ * somebody asks for them are kept in the peer's inbox. Any thread; message_lock guards sockets and inboxes and is held
+ * for system calls that do not wait.
  */
 #include <errno.h>
 #include <poll.h>
@@ -14,9 +14,9 @@
 
 #include "internal.h"
 
-struct zpp_letter {
-    struct zpp_letter *next;
-    struct zpp_mail mail;
+struct zpp_queued_message {
+    struct zpp_queued_message *next;
+    struct zpp_message content;
     int fd;
 };
 
@@ -25,8 +25,9 @@ union fd_room {
     struct cmsghdr align;
 };
 
-zpp_status zpp_mail_send(struct zpp_comm *comm, int rank, const struct zpp_mail *mail, int fd, struct zpp_err *err) {
-    struct zpp_mail copy = *mail;
+zpp_status zpp_message_send(struct zpp_comm *comm, int rank, const struct zpp_message *content, int fd,
+                            struct zpp_err *err) {
+    struct zpp_message copy = *content;
     struct iovec part = {&copy, sizeof copy};
     union fd_room room;
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
@@ -40,7 +41,8 @@ zpp_status zpp_mail_send(struct zpp_comm *comm, int rank, const struct zpp_mail 
         head->cmsg_len = CMSG_LEN(sizeof fd);
         memcpy(CMSG_DATA(head), &fd, sizeof fd);
     }
-    /* Sockets do not block. Letters are few and short, so a full buffer means that a peer has ignored dozens of them.
+    /* Sockets do not block. Control messages are few and short, so a full buffer means that a peer has ignored dozens
+     * of them.
      */
     if (sendmsg(comm->peer[rank].socket, &message, MSG_NOSIGNAL) == (ssize_t)sizeof copy) return ZPP_OK;
     if (errno == EPIPE || errno == ECONNRESET || errno == ENOTCONN)
@@ -51,14 +53,15 @@ zpp_status zpp_mail_send(struct zpp_comm *comm, int rank, const struct zpp_mail 
     return zpp_fail_os(err, errno, "comm: rank %d of group \"%s\" cannot be written to", rank, comm->name);
 }
 
-/* Take one letter from the socket. AGAIN: none there, or the socket is closed (the wait finds out about that). */
-static zpp_status receive(const struct zpp_peer *peer, struct zpp_letter *letter) {
-    struct iovec part = {&letter->mail, sizeof letter->mail};
+/* Take one control message from the socket. AGAIN: none there, or the socket is closed (the wait finds out about
+ * that). */
+static zpp_status receive(const struct zpp_peer *peer, struct zpp_queued_message *queued) {
+    struct iovec part = {&queued->content, sizeof queued->content};
     union fd_room room;
     struct msghdr message = {
         .msg_iov = &part, .msg_iovlen = 1, .msg_control = room.bytes, .msg_controllen = sizeof room.bytes};
     const ssize_t got = recvmsg(peer->socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    letter->fd = -1;
+    queued->fd = -1;
     if (got < 0) return ZPP_AGAIN;
     struct cmsghdr *head = CMSG_FIRSTHDR(&message);
     if (head && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS) {
@@ -66,55 +69,55 @@ static zpp_status receive(const struct zpp_peer *peer, struct zpp_letter *letter
         const size_t count = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
         memcpy(fds, CMSG_DATA(head), count * sizeof(int));
         for (size_t i = 1; i < count; i++) close(fds[i]);
-        if (count) letter->fd = fds[0];
+        if (count) queued->fd = fds[0];
     }
-    if (got == (ssize_t)sizeof letter->mail && !(message.msg_flags & MSG_TRUNC)) return ZPP_OK;
-    if (letter->fd >= 0) close(letter->fd);
-    return ZPP_AGAIN; /* no letter of ours: as if it had not come */
+    if (got == (ssize_t)sizeof queued->content && !(message.msg_flags & MSG_TRUNC)) return ZPP_OK;
+    if (queued->fd >= 0) close(queued->fd);
+    return ZPP_AGAIN; /* not a message of this format: as if it had not come */
 }
 
-/* Find the letter in the inbox, or bring in what the socket holds until it comes. */
-zpp_status zpp_mail_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail, int *fd,
-                        struct zpp_err *err) {
+/* Find the message in the inbox, or bring in what the socket holds until it comes. */
+zpp_status zpp_message_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_message *content,
+                           int *fd, struct zpp_err *err) {
     struct zpp_peer *peer = &comm->peer[rank];
     zpp_status status = ZPP_AGAIN;
-    pthread_mutex_lock(&comm->mail_lock);
-    struct zpp_letter **at = &peer->inbox;
+    pthread_mutex_lock(&comm->message_lock);
+    struct zpp_queued_message **at = &peer->inbox;
     while (status == ZPP_AGAIN) {
         if (!*at) {
-            struct zpp_letter *letter = malloc(sizeof *letter);
-            if (!letter)
+            struct zpp_queued_message *queued = malloc(sizeof *queued);
+            if (!queued)
                 status = zpp_fail(err, ZPP_NOMEM, "comm: no memory for a letter of rank %d", rank);
-            else if (receive(peer, letter) != ZPP_OK) {
-                free(letter);
+            else if (receive(peer, queued) != ZPP_OK) {
+                free(queued);
                 break;
             } else {
-                letter->next = NULL;
-                *at = letter;
+                queued->next = NULL;
+                *at = queued;
             }
             continue;
         }
-        struct zpp_letter *letter = *at;
-        if (letter->mail.kind != kind || letter->mail.number != number) {
-            at = &letter->next;
+        struct zpp_queued_message *queued = *at;
+        if (queued->content.kind != kind || queued->content.number != number) {
+            at = &queued->next;
             continue;
         }
-        *mail = letter->mail;
-        *fd = letter->fd;
-        *at = letter->next;
-        free(letter);
+        *content = queued->content;
+        *fd = queued->fd;
+        *at = queued->next;
+        free(queued);
         status = ZPP_OK;
     }
-    pthread_mutex_unlock(&comm->mail_lock);
+    pthread_mutex_unlock(&comm->message_lock);
     return status;
 }
 
-zpp_status zpp_mail_wait(struct zpp_turn *turn, int rank, uint64_t kind, uint64_t number, struct zpp_mail *mail,
-                         int *fd, struct zpp_err *err) {
+zpp_status zpp_message_wait(struct zpp_turn *turn, int rank, uint64_t kind, uint64_t number,
+                            struct zpp_message *content, int *fd, struct zpp_err *err) {
     struct zpp_comm *comm = turn->comm;
     for (;;) {
         const bool gone = zpp_peer_gone(comm, rank); /* asked first: it may have written before it went */
-        zpp_status status = zpp_mail_try(comm, rank, kind, number, mail, fd, err);
+        zpp_status status = zpp_message_try(comm, rank, kind, number, content, fd, err);
         if (status != ZPP_AGAIN) return status;
         struct pollfd readable = {comm->peer[rank].socket, POLLIN, 0};
         if (!gone && poll(&readable, 1, 100) > 0 && !(readable.revents & POLLIN)) poll(NULL, 0, 1); /* hung up */
@@ -123,11 +126,11 @@ zpp_status zpp_mail_wait(struct zpp_turn *turn, int rank, uint64_t kind, uint64_
     }
 }
 
-void zpp_mail_clear(struct zpp_comm *comm) {
+void zpp_message_clear(struct zpp_comm *comm) {
     for (int r = 0; r < comm->ranks; r++)
-        for (struct zpp_letter *letter = comm->peer[r].inbox, *next; letter; letter = next) {
-            next = letter->next;
-            if (letter->fd >= 0) close(letter->fd);
-            free(letter);
+        for (struct zpp_queued_message *queued = comm->peer[r].inbox, *next; queued; queued = next) {
+            next = queued->next;
+            if (queued->fd >= 0) close(queued->fd);
+            free(queued);
         }
 }
