@@ -5,7 +5,8 @@
  * Three levels, each usable alone:
  *   regions      memory that every rank of the host maps (memfd, so a small /dev/shm is no limit, and nothing is left
  *                behind by any kind of death); read in place, one memcpy a byte
- *   lanes        one-sided publication: a rank posts numbered notices, peers read them and acknowledge; each notice
+ *   rings        one-sided publication: a rank posts numbered descriptors, peers read them and acknowledge; each
+ *   descriptor
  *                carries its identity, so that order is never taken for identity
  *   collectives  all-reduce, all-gather, reduce-scatter, broadcast, barrier, ... on the caller's memory
  *
@@ -13,8 +14,8 @@
  * inputs, same bits, whatever the timing. A dead or diverging peer is an error on every survivor, with its number,
  * within seconds; a peer that is merely late is waited for until the time-out, and `log` hears its rank after 10 s.
  *
- * Threads: a communicator, and each of its lanes, is used by one thread at a time; different lanes of one communicator
- * may be used by different threads. Creation calls are collective: same order on every rank.
+ * Threads: a communicator, and each of its descriptor rings, is used by one thread at a time; different descriptor
+ * rings of one communicator may be used by different threads. Creation calls are collective: same order on every rank.
  */
 #ifndef ZPP_COMM_COMM_H
 #define ZPP_COMM_COMM_H
@@ -95,7 +96,8 @@ struct zpp_traffic {
     uint64_t network_bytes[ZPP_TRAFFIC_KINDS]; /* of `bytes`, what came from other hosts */
 };
 void zpp_comm_traffic(const zpp_comm *comm, struct zpp_traffic *out);
-void zpp_comm_count(zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes); /* for users of regions and lanes */
+/* for users of regions and descriptor rings */
+void zpp_comm_count(zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes);
 
 /* --- regions ----------------------------------------------------------------------------------------------------- */
 typedef struct zpp_region zpp_region;
@@ -125,39 +127,42 @@ void zpp_block_free(zpp_block *block); /* NULL is fine */
 void *zpp_block_data(const zpp_block *block);
 size_t zpp_block_bytes(const zpp_block *block); /* as asked for */
 
-/* --- lanes ------------------------------------------------------------------------------------------------------- */
-enum { ZPP_LANE_RING = 64, ZPP_LANE_MASK_BYTES = 64 };
-struct zpp_notice {
-    uint64_t kind;                     /* what this is: compared between ranks by zpp_lane_expect */
+/* --- descriptor rings -------------------------------------------------------------------------------------------- */
+enum { ZPP_DESC_RING_ENTRIES = 64, ZPP_LANE_MASK_BYTES = 64 };
+struct zpp_desc {
+    uint64_t kind;                     /* what this is: compared between ranks by zpp_desc_ring_read */
     uint64_t object;                   /* which unit */
     uint64_t step;                     /* which pass */
     uint64_t elems;                    /* how many elements */
     uint64_t offset_bytes;             /* where in the sender's region; not compared */
     uint8_t mask[ZPP_LANE_MASK_BYTES]; /* flags of the sender's choice; not compared */
 };
-typedef struct zpp_lane zpp_lane;
-/* Collective, within one host (NOT_BUILT over several). `name` is used in messages. New; free with zpp_lane_destroy
- * before the communicator. */
-zpp_status zpp_lane_create(zpp_comm *comm, const char *name, zpp_lane **out, struct zpp_err *err);
-void zpp_lane_destroy(zpp_lane *lane);
-/* Publish the next notice of this rank (release order: what was written before is visible to who reads it). `*seq` is
- * its number, 1, 2, 3... AGAIN / waits only while a peer has not acknowledged the notice ZPP_LANE_RING before. */
-zpp_status zpp_lane_post(zpp_lane *lane, const struct zpp_notice *notice, const struct zpp_wait *wait, uint64_t *seq,
-                         struct zpp_err *err);
-/* Read notice `seq` of `rank`. `expect` (may be NULL): kind, object, step and elems must be equal, else PEER, and the
- * sentence shows both sides, here and there (the peer's next wait fails too). Describing a notice is the owner's job:
- * see describe. */
-zpp_status zpp_lane_read(zpp_lane *lane, int rank, uint64_t seq, const struct zpp_notice *expect,
-                         const struct zpp_wait *wait, struct zpp_notice *out, struct zpp_err *err);
-/* I no longer read anything that the peers' notices up to `seq` point at. */
-void zpp_lane_ack(zpp_lane *lane, uint64_t seq);
-/* Newest of my notices that every peer has acknowledged. Never waits. */
-uint64_t zpp_lane_acked(const zpp_lane *lane);
+typedef struct zpp_desc_ring zpp_desc_ring;
+/* Collective, within one host (NOT_BUILT over several). `name` is used in messages. New; free with
+ * zpp_desc_ring_destroy before the communicator. */
+zpp_status zpp_desc_ring_create(zpp_comm *comm, const char *name, zpp_desc_ring **out, struct zpp_err *err);
+void zpp_desc_ring_destroy(zpp_desc_ring *ring);
+/* Publish the next descriptor of this rank (release order: what was written before is visible to who reads it). `*seq`
+ * is its number, 1, 2, 3... AGAIN / waits only while a peer has not acknowledged the descriptor ZPP_DESC_RING_ENTRIES
+ * before. */
+zpp_status zpp_desc_ring_post(zpp_desc_ring *ring, const struct zpp_desc *desc, const struct zpp_wait *wait,
+                              uint64_t *seq, struct zpp_err *err);
+/* Read descriptor `seq` of `rank`. `expect` (may be NULL): kind, object, step and elems must be equal, else PEER, and
+ * the sentence shows both sides, here and there (the peer's next wait fails too). Describing a descriptor is the
+ * owner's job: see describe. */
+zpp_status zpp_desc_ring_read(zpp_desc_ring *ring, int rank, uint64_t seq, const struct zpp_desc *expect,
+                              const struct zpp_wait *wait, struct zpp_desc *out, struct zpp_err *err);
+/* I no longer read anything that the peers' descriptors up to `seq` point at. */
+void zpp_desc_ring_ack(zpp_desc_ring *ring, uint64_t seq);
+/* Newest of my descriptors that every peer has acknowledged. Never waits. */
+uint64_t zpp_desc_ring_acked(const zpp_desc_ring *ring);
 /* The same, waiting until it is at least `seq`. */
-zpp_status zpp_lane_wait_acked(zpp_lane *lane, uint64_t seq, const struct zpp_wait *wait, struct zpp_err *err);
-/* Turns a notice into words for messages, such as `reduce unit 3 (layers.2) step 7`; default prints the numbers. */
-void zpp_lane_set_describe(zpp_lane *lane,
-                           void (*describe)(void *ctx, const struct zpp_notice *, char *text, size_t room), void *ctx);
+zpp_status zpp_desc_ring_wait_acked(zpp_desc_ring *ring, uint64_t seq, const struct zpp_wait *wait,
+                                    struct zpp_err *err);
+/* Turns a descriptor into words for messages, such as `reduce unit 3 (layers.2) step 7`; default prints the numbers. */
+void zpp_desc_ring_set_describe(zpp_desc_ring *ring,
+                                void (*describe)(void *ctx, const struct zpp_desc *, char *text, size_t room),
+                                void *ctx);
 
 /* --- collectives on the caller's memory (staged through regions; in place where the memory lies in a region) ----- */
 typedef enum zpp_reduce_op {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * See buffers.h. What uses the lane runs on the reduce stream, as in exchange.c.
+ * See buffers.h. What uses the descriptor ring runs on the reduce stream, as in exchange.c.
  */
 #include "buffers.h"
 
@@ -21,7 +21,7 @@ zpp_status zpp_zero_make_buffers(zpp_zero *zero, const size_t *bytes, size_t cou
     if (board->zero) return zpp_fail(err, ZPP_STATE, "zero: the board of the buffers was made already");
     *board = (struct zpp_buffers_board){ .zero = zero };
     for (size_t i = 0; i < count; i++) board->bytes += aligned(bytes[i]);
-    if (!zero->lane) {
+    if (!zero->ring) {
         board->memory = malloc(board->bytes + 1);
         if (board->memory) return ZPP_OK;
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %zu bytes of buffers on their way", board->bytes);
@@ -58,21 +58,21 @@ static void unpack(const unsigned char *from, const struct zpp_buffer *buffers, 
 static zpp_status await_readers(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)native;
     const struct zpp_buffers_board *board = *(struct zpp_buffers_board **)arg;
-    return board->seq ? zpp_lane_wait_acked(board->zero->lane, board->seq, wait, err) : ZPP_OK;
+    return board->seq ? zpp_desc_ring_wait_acked(board->zero->ring, board->seq, wait, err) : ZPP_OK;
 }
 
 /* Rank 0 says that its board is written; the others wait until it is. */
 static zpp_status pass_on(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)native;
     struct zpp_buffers_board *board = *(struct zpp_buffers_board **)arg;
-    zpp_lane *lane = board->zero->lane;
-    const struct zpp_notice notice = { .kind = ZPP_NOTICE_BUFFERS, .step = board->count, .elems = board->bytes };
+    zpp_desc_ring *ring = board->zero->ring;
+    const struct zpp_desc desc = { .kind = ZPP_NOTICE_BUFFERS, .step = board->count, .elems = board->bytes };
     if (!board->posted) {
-        const zpp_status status = zpp_lane_post(lane, &notice, wait, &board->seq, err);
+        const zpp_status status = zpp_desc_ring_post(ring, &desc, wait, &board->seq, err);
         if (status != ZPP_OK) return status;
         board->posted = true;
     }
-    return board->zero->rank == 0 ? ZPP_OK : zpp_lane_read(lane, 0, board->seq, &notice, wait, NULL, err);
+    return board->zero->rank == 0 ? ZPP_OK : zpp_desc_ring_read(ring, 0, board->seq, &desc, wait, NULL, err);
 }
 
 typedef zpp_status (*operation)(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err);
@@ -98,7 +98,7 @@ static zpp_status sync_here(struct zpp_buffers_board *board, const struct zpp_bu
     status = run(board, pass_on, wait, err);
     if (status != ZPP_OK) return status;
     if (!writes) unpack(memory, buffers, count);
-    zpp_lane_ack(board->zero->lane, board->seq);
+    zpp_desc_ring_ack(board->zero->ring, board->seq);
     if (!writes) zpp_comm_count(board->zero->options.comm, ZPP_TRAFFIC_BROADCAST, board->bytes);
     return ZPP_OK;
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * See exchange.h. The operation runs on the reduce stream, which alone uses the lane; on cpu it is asked again and
- * again, so it remembers whether it has posted.
+ * See exchange.h. The operation runs on the reduce stream, which alone uses the descriptor ring; on cpu it is asked
+ * again and again, so it remembers whether it has posted.
  */
 #include "exchange.h"
 
@@ -36,23 +36,24 @@ static zpp_status run_exchange(void *arg, void *native, const struct zpp_wait *w
     struct zpp_exchange *exchange = *(struct zpp_exchange **)arg;
     zpp_zero *zero = exchange->zero;
     unsigned char *mine = exchange->all + (size_t)zero->rank * exchange->bytes;
-    const struct zpp_notice notice = { .kind = exchange->kind, .step = exchange->pass, .elems = exchange->bytes };
+    const struct zpp_desc desc = { .kind = exchange->kind, .step = exchange->pass, .elems = exchange->bytes };
     zpp_status status = ZPP_OK;
     if (!exchange->posted) {
-        if (exchange->seq) status = zpp_lane_wait_acked(zero->lane, exchange->seq, wait, err); /* the board is free */
+        /* the board is free */
+        if (exchange->seq) status = zpp_desc_ring_wait_acked(zero->ring, exchange->seq, wait, err);
         if (status != ZPP_OK) return status;
         memcpy(board_of(exchange, zero->rank), mine, exchange->bytes);
-        status = zpp_lane_post(zero->lane, &notice, wait, &exchange->seq, err);
+        status = zpp_desc_ring_post(zero->ring, &desc, wait, &exchange->seq, err);
         if (status != ZPP_OK) return status;
         exchange->posted = true;
     }
     for (int rank = 0; rank < zero->ranks; rank++) {
-        status = zpp_lane_read(zero->lane, rank, exchange->seq, &notice, wait, NULL, err);
+        status = zpp_desc_ring_read(zero->ring, rank, exchange->seq, &desc, wait, NULL, err);
         if (status != ZPP_OK) return status;
         if (rank == zero->rank) continue;
         memcpy(exchange->all + (size_t)rank * exchange->bytes, board_of(exchange, rank), exchange->bytes);
     }
-    zpp_lane_ack(zero->lane, exchange->seq);
+    zpp_desc_ring_ack(zero->ring, exchange->seq);
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, exchange->bytes * (size_t)(zero->ranks - 1));
     return ZPP_OK;
 }
@@ -66,7 +67,7 @@ zpp_status zpp_zero_exchange(zpp_zero *zero, uint64_t kind, const void *mine, si
     }
     if (zpp_between(zero->options.comm)) return zpp_between_exchange(zero, kind, mine, bytes, all, wait, err);
     /* Nothing is trainable, so nothing is reduced. */
-    if (!zero->lane) return zpp_all_gather(zero->options.comm, all, mine, bytes, wait, err);
+    if (!zero->ring) return zpp_all_gather(zero->options.comm, all, mine, bytes, wait, err);
     if (bytes > exchange->board_bytes)
         return zpp_fail(err, ZPP_INVALID, "zero: %zu bytes to exchange, %zu fit", bytes, exchange->board_bytes);
     zpp_status status = zpp_event_sync(exchange->done, wait, err); /* one that its caller did not wait for */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A few bytes of every rank for every rank, on the lane that reductions use: the votes that begin a step, the norms of
- * slices. So a rank that steps while another still reduces is noticed at once, by both, with both sides in the
- * sentence; a collective of its own would wait there until the time-out. It is a barrier too: it needs every rank's
+ * A few bytes of every rank for every rank, on the descriptor ring that reductions use: the votes that begin a step,
+ * the norms of slices. So a rank that steps while another still reduces is noticed at once, by both, with both sides in
+ * the sentence; a collective of its own would wait there until the time-out. It is a barrier too: it needs every rank's
  * bytes.
  */
 #ifndef ZPP_ZERO_EXCHANGE_H
@@ -10,8 +10,8 @@
 
 #include "zero.h"
 
-/* What the lane's notices say. */
-enum { ZPP_NOTICE_REDUCE = 1, ZPP_NOTICE_COPY, ZPP_NOTICE_NORM, ZPP_NOTICE_STEP, ZPP_NOTICE_BUFFERS };
+/* What the descriptor ring's descriptors say. */
+enum { ZPP_DESC_REDUCE = 1, ZPP_DESC_COPY, ZPP_DESC_NORM, ZPP_DESC_STEP, ZPP_NOTICE_BUFFERS };
 
 /* The exchange under way; one at a time. Its bytes are its own, because a caller that is interrupted does not wait. */
 struct zpp_exchange {

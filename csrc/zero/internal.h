@@ -57,7 +57,7 @@ struct zpp_zero {
     zpp_stream *reduce;
     zpp_event *acked; /* the last wait for peers to let go of a bucket */
     struct zpp_wire wire;
-    zpp_lane *lane, *copy_lane; /* copy_lane: stage 0 */
+    zpp_desc_ring *ring, *copy_ring; /* copy_ring: stage 0 */
     struct zpp_exchange exchange;
     struct zpp_buffers_board board;
     struct zpp_buckets buckets;

@@ -3,8 +3,8 @@
  * Buckets, their fixed order, and the reduction. See reduce.h.
  *
  * A reduction is one operation on the reduce stream that remembers how far it came (`round`), because on cpu it is
- * asked again and again until the slowest rank has posted. The lanes' notices carry unit, pass and length: where ranks
- * disagree, nothing is added and both hear both sides.
+ * asked again and again until the slowest rank has posted. The descriptor rings' descriptors carry unit, pass and
+ * length: where ranks disagree, nothing is added and both hear both sides.
  */
 #include "reduce.h"
 
@@ -116,16 +116,16 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
     if (!zero->order) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the order of %d units", zero->units_count);
     zpp_reduce_list_order(zero, true);
     if (zero->ranks == 1 || zero->order_count == 0) return make_slices(zero, err); /* nothing is reduced */
-    const bool lanes = !zpp_between(zero->options.comm);
-    zpp_status status = lanes ? zpp_lane_create(zero->options.comm, "reduce", &zero->lane, err) : ZPP_OK;
-    if (status == ZPP_OK && lanes && zero->options.stage == 0)
-        status = zpp_lane_create(zero->options.comm, "copy", &zero->copy_lane, err);
+    const bool rings = !zpp_between(zero->options.comm);
+    zpp_status status = rings ? zpp_desc_ring_create(zero->options.comm, "reduce", &zero->ring, err) : ZPP_OK;
+    if (status == ZPP_OK && rings && zero->options.stage == 0)
+        status = zpp_desc_ring_create(zero->options.comm, "copy", &zero->copy_ring, err);
     if (status == ZPP_OK) status = make_buckets(zero, err);
     zpp_reduce_list_order(zero, false);
     if (status == ZPP_OK) status = make_slices(zero, err);
     if (status != ZPP_OK) return status;
-    if (zero->lane) zpp_lane_set_describe(zero->lane, zpp_reduce_describe, zero);
-    if (zero->copy_lane) zpp_lane_set_describe(zero->copy_lane, zpp_reduce_describe, zero);
+    if (zero->ring) zpp_desc_ring_set_describe(zero->ring, zpp_reduce_describe, zero);
+    if (zero->copy_ring) zpp_desc_ring_set_describe(zero->copy_ring, zpp_reduce_describe, zero);
     return ZPP_OK;
 }
 
@@ -154,9 +154,9 @@ static uint8_t *touched_flags(const zpp_zero *zero, const struct zpp_unit *unit)
 /* Is nobody, here or on a peer, reading the unit's bucket any more? */
 static bool is_idle(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
     if (zpp_event_sync(grad->done, NULL, NULL) != ZPP_OK) return false;
-    if (!zero->lane) return true; /* over several hosts the collective is finished, so nobody reads it */
-    return zpp_lane_acked(zero->lane) >= grad->seq &&
-           (!zero->copy_lane || zpp_lane_acked(zero->copy_lane) >= grad->copy_seq);
+    if (!zero->ring) return true; /* over several hosts the collective is finished, so nobody reads it */
+    return zpp_desc_ring_acked(zero->ring) >= grad->seq &&
+           (!zero->copy_ring || zpp_desc_ring_acked(zero->copy_ring) >= grad->copy_seq);
 }
 
 static void give_bucket(zpp_zero *zero, struct zpp_unit_grad *grad) {
@@ -196,12 +196,13 @@ static zpp_status await_acks(void *arg, void *native, const struct zpp_wait *wai
     (void)native;
     struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
     zpp_zero *zero = grad->zero;
-    zpp_status status = zpp_lane_wait_acked(zero->lane, grad->seq, wait, err);
-    if (status == ZPP_OK && zero->copy_lane) status = zpp_lane_wait_acked(zero->copy_lane, grad->copy_seq, wait, err);
+    zpp_status status = zpp_desc_ring_wait_acked(zero->ring, grad->seq, wait, err);
+    if (status == ZPP_OK && zero->copy_ring) status = zpp_desc_ring_wait_acked(zero->copy_ring, grad->copy_seq, wait,
+                                                                               err);
     return status;
 }
 
-/* The lanes belong to the reduce stream, so it is that stream which waits for the peers. */
+/* The descriptor rings belong to the reduce stream, so it is that stream which waits for the peers. */
 static zpp_status wait_idle(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
                             struct zpp_err *err) {
     zpp_status status = zpp_event_sync(grad->done, wait, err);
@@ -311,8 +312,8 @@ static void clear_untouched(const zpp_zero *zero, struct zpp_unit *unit) {
 
 /* --- the operation ------------------------------------------------------------------------------------------------ */
 
-static struct zpp_notice notice_of(const struct zpp_unit_grad *grad, uint64_t kind) {
-    return (struct zpp_notice){
+static struct zpp_desc desc_of(const struct zpp_unit_grad *grad, uint64_t kind) {
+    return (struct zpp_desc){
         .kind = kind,
         .object = (uint64_t)grad->unit->index,
         .step = grad->pass,
@@ -321,14 +322,14 @@ static struct zpp_notice notice_of(const struct zpp_unit_grad *grad, uint64_t ki
     };
 }
 
-static zpp_status read_peers(zpp_zero *zero, struct zpp_unit_grad *grad, zpp_lane *lane, uint64_t kind, uint64_t seq,
-                             const struct zpp_wait *wait, struct zpp_err *err) {
-    const struct zpp_notice expect = notice_of(grad, kind);
+static zpp_status read_peers(zpp_zero *zero, struct zpp_unit_grad *grad, zpp_desc_ring *ring, uint64_t kind,
+                             uint64_t seq, const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_desc expect = desc_of(grad, kind);
     for (int rank = 0; rank < zero->ranks; rank++) {
-        struct zpp_notice notice;
-        const zpp_status status = zpp_lane_read(lane, rank, seq, &expect, wait, &notice, err);
+        struct zpp_desc desc;
+        const zpp_status status = zpp_desc_ring_read(ring, rank, seq, &expect, wait, &desc, err);
         if (status != ZPP_OK) return status;
-        grad->peer_offsets[rank] = notice.offset_bytes;
+        grad->peer_offsets[rank] = desc.offset_bytes;
     }
     return ZPP_OK;
 }
@@ -408,8 +409,8 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
         grad->round = ROUND_POST;
     }
     if (grad->round == ROUND_POST) {
-        const struct zpp_notice notice = notice_of(grad, ZPP_NOTICE_REDUCE);
-        status = zpp_lane_post(zero->lane, &notice, wait, &grad->seq, err);
+        const struct zpp_desc desc = desc_of(grad, ZPP_DESC_REDUCE);
+        status = zpp_desc_ring_post(zero->ring, &desc, wait, &grad->seq, err);
         if (status != ZPP_OK) return status;
         grad->round = zero->slices.filed ? ROUND_TAKE : ROUND_ADD;
     }
@@ -419,30 +420,30 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
         grad->round = ROUND_ADD;
     }
     if (grad->round == ROUND_ADD) {
-        status = read_peers(zero, grad, zero->lane, ZPP_NOTICE_REDUCE, grad->seq, wait, err);
+        status = read_peers(zero, grad, zero->ring, ZPP_DESC_REDUCE, grad->seq, wait, err);
         if (status == ZPP_OK) status = zpp_slices_arrive(zero, grad, wait);
         const uint64_t began_ns = zpp_span_begin();
         if (status == ZPP_OK) status = add_slices(zero, grad, err);
         if (status != ZPP_OK) return status;
         zpp_span_end(began_ns, ZPP_SPAN_REDUCE, grad->unit->name, zpp_grad_slice_bytes(grad));
-        zpp_lane_ack(zero->lane, grad->seq);
+        zpp_desc_ring_ack(zero->ring, grad->seq);
         if (zero->slices.filed) status = zpp_slices_complete(zero, grad, err);
         if (status != ZPP_OK) return status;
-        grad->round = zero->copy_lane ? ROUND_POST_SLICE : ROUND_DONE;
+        grad->round = zero->copy_ring ? ROUND_POST_SLICE : ROUND_DONE;
     }
     if (grad->round == ROUND_POST_SLICE) {
-        struct zpp_notice notice = notice_of(grad, ZPP_NOTICE_COPY);
-        notice.offset_bytes = grad->origins; /* of my slice: where that lies is known */
-        status = zpp_lane_post(zero->copy_lane, &notice, wait, &grad->copy_seq, err);
+        struct zpp_desc desc = desc_of(grad, ZPP_DESC_COPY);
+        desc.offset_bytes = grad->origins; /* of my slice: where that lies is known */
+        status = zpp_desc_ring_post(zero->copy_ring, &desc, wait, &grad->copy_seq, err);
         if (status != ZPP_OK) return status;
         grad->round = ROUND_COPY;
     }
     if (grad->round == ROUND_COPY) {
-        status = read_peers(zero, grad, zero->copy_lane, ZPP_NOTICE_COPY, grad->copy_seq, wait, err);
+        status = read_peers(zero, grad, zero->copy_ring, ZPP_DESC_COPY, grad->copy_seq, wait, err);
         if (status != ZPP_OK) return status;
         copy_slices(zero, grad);
         for (int rank = 0; rank < zero->ranks; rank++) grad->origins |= grad->peer_offsets[rank];
-        zpp_lane_ack(zero->copy_lane, grad->copy_seq);
+        zpp_desc_ring_ack(zero->copy_ring, grad->copy_seq);
         grad->round = ROUND_DONE;
     }
     return ZPP_OK;

@@ -85,7 +85,7 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err);
 /* Is a reduction or an exchange under way that has not ended? */
 bool zpp_reduce_pending(const zpp_zero *zero);
 /* words.c: what ranks tell each other, for messages; `ctx` is the zpp_zero. */
-void zpp_reduce_describe(void *ctx, const struct zpp_notice *notice, char *text, size_t room);
+void zpp_reduce_describe(void *ctx, const struct zpp_desc *desc, char *text, size_t room);
 /* Memory for a unit's reduced gradient, where it is not lent. */
 zpp_status zpp_reduce_make_slice(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
 /* wake.c: the order of reductions, of what is trainable, or also of what sleeps. */

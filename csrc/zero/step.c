@@ -16,7 +16,7 @@ zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, c
     const uint64_t began_ns = zpp_span_begin();
     uint64_t *all = votes ? votes : calloc((size_t)zero->ranks, sizeof *all);
     if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the votes of %d ranks", zero->ranks);
-    status = zpp_zero_exchange(zero, ZPP_NOTICE_STEP, &vote, sizeof vote, all, wait, err);
+    status = zpp_zero_exchange(zero, ZPP_DESC_STEP, &vote, sizeof vote, all, wait, err);
     if (!votes) free(all);
     if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "until all ranks step", 0);
     zero->step_ns = zpp_span_begin();
@@ -25,7 +25,7 @@ zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, c
 
 zpp_status zpp_zero_gather_norms(zpp_zero *zero, const void *mine, size_t bytes, void *all, const struct zpp_wait *wait,
                                  struct zpp_err *err) {
-    return zpp_zero_exchange(zero, ZPP_NOTICE_NORM, mine, bytes, all, wait, err);
+    return zpp_zero_exchange(zero, ZPP_DESC_NORM, mine, bytes, all, wait, err);
 }
 
 /* Stages 1 and 2, and small units: take the slices that the others have just written. */

@@ -30,21 +30,21 @@ const char *zpp_unit_words(const struct zpp_unit *unit, char *text, size_t room)
     return text;
 }
 
-void zpp_reduce_describe(void *ctx, const struct zpp_notice *notice, char *text, size_t room) {
+void zpp_reduce_describe(void *ctx, const struct zpp_desc *desc, char *text, size_t room) {
     const zpp_zero *zero = ctx;
-    const unsigned long long step = notice->step;
+    const unsigned long long step = desc->step;
     const char *plural = step == 1 ? "" : "s";
     char words[ZPP_UNIT_WORDS] = "an unknown module";
-    if (notice->kind == ZPP_NOTICE_NORM)
+    if (desc->kind == ZPP_DESC_NORM)
         snprintf(text, room, "the norm of the gradients after %llu backward%s", step, plural);
-    else if (notice->kind == ZPP_NOTICE_STEP)
+    else if (desc->kind == ZPP_DESC_STEP)
         snprintf(text, room, "a step after %llu backward%s", step, plural);
-    else if (notice->kind == ZPP_NOTICE_BUFFERS)
+    else if (desc->kind == ZPP_NOTICE_BUFFERS)
         snprintf(text, room, "the model's buffers at the start of a forward (message %llu)", step);
     else {
-        if (notice->object < (uint64_t)zero->units_count)
-            zpp_unit_words(zero->units[notice->object], words, sizeof words);
+        if (desc->object < (uint64_t)zero->units_count)
+            zpp_unit_words(zero->units[desc->object], words, sizeof words);
         snprintf(text, room, "the %s of the gradient of %s in backward %llu",
-                 notice->kind == ZPP_NOTICE_COPY ? "copy" : "reduction", words, step + 1);
+                 desc->kind == ZPP_DESC_COPY ? "copy" : "reduction", words, step + 1);
     }
 }

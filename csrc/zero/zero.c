@@ -116,8 +116,8 @@ void zpp_zero_destroy(zpp_zero *zero) {
     free(zero->moving);
     zpp_trace_fini(&zero->trace);
     zpp_buckets_fini(&zero->buckets);
-    zpp_lane_destroy(zero->lane);
-    zpp_lane_destroy(zero->copy_lane);
+    zpp_desc_ring_destroy(zero->ring);
+    zpp_desc_ring_destroy(zero->copy_ring);
     zpp_range_destroy(zero->range);
     zpp_filed_destroy(zero->filed);
     zpp_filed_destroy(zero->slices.filed);

@@ -24,7 +24,8 @@ static float value_of(int rank, size_t i) { return (float)((rank * 7 + (int)(i %
 
 static const size_t lengths[] = {1, 3, 1000, 9001, 200007};
 
-/* Long tensors are compared here and there, and at both ends: a prime step meets every chunk and every lane. */
+/* Long tensors are compared here and there, and at both ends: a prime step meets every chunk and every descriptor
+ * ring. */
 static size_t next_of(size_t i, size_t elems) {
     const size_t step = elems > 20000 ? 13 : 1;
     return i + 1 < elems && i + step >= elems ? elems - 1 : i + step;
@@ -224,7 +225,7 @@ static void messages_over_hosts(void) {
 static void limits(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_region *region = NULL;
-    zpp_lane *lane = NULL;
+    zpp_desc_ring *ring = NULL;
     float data[1000];
     zpp_work *work[20];
     for (int i = 0; i < 20; i++) {
@@ -239,7 +240,7 @@ static void limits(struct test_rank *me) {
         CHECK(data[50 * i + 7] == combined(me, ZPP_SUM, 7));
     }
     CHECK_FAILS(zpp_region_create(me->comm, ZPP_REGION_ONE, 100, &region, &err), ZPP_NOT_BUILT, "which are on 2 hosts");
-    CHECK_FAILS(zpp_lane_create(me->comm, "lane", &lane, &err), ZPP_NOT_BUILT, "whose ranks are on 2 hosts");
+    CHECK_FAILS(zpp_desc_ring_create(me->comm, "lane", &ring, &err), ZPP_NOT_BUILT, "whose ranks are on 2 hosts");
     CHECK_OK(zpp_region_create(me->comm, ZPP_REGION_PER_RANK, 100, &region, &err));
     CHECK(zpp_region_base(region, me->rank) != NULL);
     CHECK(zpp_region_base(region, 1 - me->rank) == NULL);

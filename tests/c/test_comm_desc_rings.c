@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Regions and lanes between ranks that are threads.
+ * Regions and descriptor rings between ranks that are threads.
  */
 #include <unistd.h>
 
@@ -75,131 +75,133 @@ static void different_regions(struct test_rank *me) {
 
 static void regions_that_differ(void) { run_ranks(3, different_regions, NULL); }
 
-/* Every rank posts `rounds` notices, whose payload lies in a region slot, and sums what all ranks posted. */
+/* Every rank posts `rounds` descriptors, whose payload lies in a region slot, and sums what all ranks posted. */
 enum { ROUNDS = 500, SLOTS = 4 };
-static void lane_rounds(struct test_rank *me) {
+static void ring_rounds(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_region *region = NULL;
-    zpp_lane *lane = NULL;
+    zpp_desc_ring *ring = NULL;
     CHECK_OK(zpp_region_create(me->comm, ZPP_REGION_PER_RANK, SLOTS * 4096, &region, &err));
-    CHECK_OK(zpp_lane_create(me->comm, "grads", &lane, &err));
-    CHECK_EQUAL(zpp_lane_acked(lane), 0);
+    CHECK_OK(zpp_desc_ring_create(me->comm, "grads", &ring, &err));
+    CHECK_EQUAL(zpp_desc_ring_acked(ring), 0);
     for (uint64_t round = 1; round <= ROUNDS; round++) {
         const size_t offset = round % SLOTS * 4096;
-        struct zpp_notice notice = {.kind = 1, .object = round % 7, .step = round, .elems = 1, .offset_bytes = offset};
+        struct zpp_desc desc = {.kind = 1, .object = round % 7, .step = round, .elems = 1, .offset_bytes = offset};
         uint64_t seq = 0, sum = 0, wanted = 0;
-        if (round > SLOTS) CHECK_OK(zpp_lane_wait_acked(lane, round - SLOTS, &patient, &err));
+        if (round > SLOTS) CHECK_OK(zpp_desc_ring_wait_acked(ring, round - SLOTS, &patient, &err));
         *(uint64_t *)(void *)((char *)zpp_region_base(region, me->rank) + offset) = round * 10 + (uint64_t)me->rank;
-        notice.mask[0] = (uint8_t)me->rank;
-        CHECK_OK(zpp_lane_post(lane, &notice, &patient, &seq, &err));
+        desc.mask[0] = (uint8_t)me->rank;
+        CHECK_OK(zpp_desc_ring_post(ring, &desc, &patient, &seq, &err));
         CHECK_EQUAL(seq, round);
         for (int r = 0; r < me->ranks; r++) {
-            struct zpp_notice theirs;
-            CHECK_OK(zpp_lane_read(lane, r, round, &notice, &patient, &theirs, &err));
+            struct zpp_desc theirs;
+            CHECK_OK(zpp_desc_ring_read(ring, r, round, &desc, &patient, &theirs, &err));
             CHECK_EQUAL(theirs.mask[0], r);
             sum += *(uint64_t *)(void *)((char *)zpp_region_base(region, r) + theirs.offset_bytes);
             wanted += round * 10 + (uint64_t)r;
         }
         CHECK_EQUAL(sum, wanted);
-        zpp_lane_ack(lane, round);
-        CHECK(zpp_lane_acked(lane) <= round);
+        zpp_desc_ring_ack(ring, round);
+        CHECK(zpp_desc_ring_acked(ring) <= round);
     }
-    CHECK_OK(zpp_lane_wait_acked(lane, ROUNDS, &patient, &err));
-    CHECK_EQUAL(zpp_lane_acked(lane), ROUNDS);
+    CHECK_OK(zpp_desc_ring_wait_acked(ring, ROUNDS, &patient, &err));
+    CHECK_EQUAL(zpp_desc_ring_acked(ring), ROUNDS);
     CHECK_OK(zpp_barrier(me->comm, NULL, &err));
-    zpp_lane_destroy(lane);
+    zpp_desc_ring_destroy(ring);
     zpp_region_destroy(region);
 }
 
-static void lanes_carry_notices(void) {
-    for (int ranks = 1; ranks <= 5; ranks++) run_ranks(ranks, lane_rounds, NULL);
+static void rings_carry_descs(void) {
+    for (int ranks = 1; ranks <= 5; ranks++) run_ranks(ranks, ring_rounds, NULL);
 }
 
-static void describe(void *ctx, const struct zpp_notice *notice, char *text, size_t room) {
-    snprintf(text, room, "%s unit %d", (const char *)ctx, (int)notice->object);
+static void describe(void *ctx, const struct zpp_desc *desc, char *text, size_t room) {
+    snprintf(text, room, "%s unit %d", (const char *)ctx, (int)desc->object);
 }
 
-static void lane_tries(struct test_rank *me) {
+static void ring_tries(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
-    zpp_lane *lane = NULL;
+    zpp_desc_ring *ring = NULL;
     uint64_t seq = 0;
-    const struct zpp_notice notice = {.kind = 3};
-    CHECK_OK(zpp_lane_create(me->comm, "tries", &lane, &err));
+    const struct zpp_desc desc = {.kind = 3};
+    CHECK_OK(zpp_desc_ring_create(me->comm, "tries", &ring, &err));
     const int peer = 1 - me->rank;
-    CHECK_EQUAL(zpp_lane_read(lane, peer, 1, NULL, NULL, NULL, &err), ZPP_AGAIN);
+    CHECK_EQUAL(zpp_desc_ring_read(ring, peer, 1, NULL, NULL, NULL, &err), ZPP_AGAIN);
     CHECK_OK(zpp_barrier(me->comm, NULL, &err));
-    for (int i = 0; i < ZPP_LANE_RING; i++) CHECK_OK(zpp_lane_post(lane, &notice, NULL, &seq, &err));
-    CHECK_EQUAL(zpp_lane_post(lane, &notice, NULL, &seq, &err), ZPP_AGAIN); /* the ring is full */
-    CHECK_EQUAL(seq, ZPP_LANE_RING);
+    for (int i = 0; i < ZPP_DESC_RING_ENTRIES; i++) CHECK_OK(zpp_desc_ring_post(ring, &desc, NULL, &seq, &err));
+    CHECK_EQUAL(zpp_desc_ring_post(ring, &desc, NULL, &seq, &err), ZPP_AGAIN); /* the ring is full */
+    CHECK_EQUAL(seq, ZPP_DESC_RING_ENTRIES);
     CHECK_OK(zpp_barrier(me->comm, NULL, &err));
-    zpp_lane_ack(lane, 1);
-    CHECK_OK(zpp_lane_post(lane, &notice, &patient, &seq, &err));
+    zpp_desc_ring_ack(ring, 1);
+    CHECK_OK(zpp_desc_ring_post(ring, &desc, &patient, &seq, &err));
     const struct zpp_wait hasty = {UINT64_C(150000000), NULL, NULL};
-    CHECK_FAILS(zpp_lane_read(lane, peer, 1000, NULL, &hasty, NULL, &err), ZPP_TIMEOUT,
+    CHECK_FAILS(zpp_desc_ring_read(ring, peer, 1000, NULL, &hasty, NULL, &err), ZPP_TIMEOUT,
                 "notice #1000 of lane \"tries\"");
     CHECK_EQUAL(err.rank, peer);
-    char word[] = "reduce"; /* whoever uses the lane has words for what it is for, and no number is in the message */
-    const struct zpp_notice expect = {.kind = 1, .object = 7};
-    zpp_lane_set_describe(lane, describe, word);
-    CHECK_FAILS(zpp_lane_read(lane, peer, 1000, &expect, &hasty, NULL, &err), ZPP_TIMEOUT,
+    /* whoever uses the descriptor ring has words for what it is for, and no number is in the message */
+    char word[] = "reduce";
+    const struct zpp_desc expect = {.kind = 1, .object = 7};
+    zpp_desc_ring_set_describe(ring, describe, word);
+    CHECK_FAILS(zpp_desc_ring_read(ring, peer, 1000, &expect, &hasty, NULL, &err), ZPP_TIMEOUT,
                 "did not come to reduce unit 7 within 0.1");
-    CHECK_FAILS(zpp_lane_wait_acked(lane, seq, &hasty, &err), ZPP_TIMEOUT,
+    CHECK_FAILS(zpp_desc_ring_wait_acked(ring, seq, &hasty, &err), ZPP_TIMEOUT,
                 "did not come to the end of reduce unit 0 within 0.1");
-    CHECK_OK(zpp_barrier(me->comm, NULL, &err)); /* a wait on a lane that ends does not end the group */
-    zpp_lane_destroy(lane);
+    CHECK_OK(zpp_barrier(me->comm, NULL, &err)); /* a wait on a descriptor ring that ends does not end the group */
+    zpp_desc_ring_destroy(ring);
 }
 
-static void lanes_try_and_time_out(void) { run_ranks(2, lane_tries, NULL); }
+static void rings_try_and_time_out(void) { run_ranks(2, ring_tries, NULL); }
 
-static void lane_divergence(struct test_rank *me) {
+static void ring_divergence(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
-    zpp_lane *lane = NULL;
+    zpp_desc_ring *ring = NULL;
     uint64_t seq = 0;
     char word[] = "reduce";
-    const struct zpp_notice notice = {.kind = 1, .object = me->rank == 2 ? 9 : 4, .elems = 8};
-    CHECK_OK(zpp_lane_create(me->comm, "grads", &lane, &err));
-    zpp_lane_set_describe(lane, describe, word);
-    CHECK_OK(zpp_barrier(me->comm, NULL, &err)); /* all have the lane */
+    const struct zpp_desc desc = {.kind = 1, .object = me->rank == 2 ? 9 : 4, .elems = 8};
+    CHECK_OK(zpp_desc_ring_create(me->comm, "grads", &ring, &err));
+    zpp_desc_ring_set_describe(ring, describe, word);
+    CHECK_OK(zpp_barrier(me->comm, NULL, &err)); /* all have the descriptor ring */
     /* The others may have found out before this rank posts. */
-    zpp_status status = zpp_lane_post(lane, &notice, &patient, &seq, &err);
+    zpp_status status = zpp_desc_ring_post(ring, &desc, &patient, &seq, &err);
     for (int r = 0; r < me->ranks && status == ZPP_OK; r++)
-        status = zpp_lane_read(lane, r, 1, &notice, &patient, NULL, &err);
+        status = zpp_desc_ring_read(ring, r, 1, &desc, &patient, NULL, &err);
     CHECK_EQUAL(status, ZPP_PEER);
     CHECK(strstr(err.text, "at reduce unit 4") && strstr(err.text, "at reduce unit 9") && !strstr(err.text, "notice"));
-    CHECK_FAILS(zpp_lane_post(lane, &notice, &patient, &seq, &err), ZPP_PEER, "reduce unit 9");
-    zpp_lane_destroy(lane);
+    CHECK_FAILS(zpp_desc_ring_post(ring, &desc, &patient, &seq, &err), ZPP_PEER, "reduce unit 9");
+    zpp_desc_ring_destroy(ring);
 }
 
-static void lanes_compare_identities(void) { run_ranks(3, lane_divergence, NULL); }
+static void rings_compare_identities(void) { run_ranks(3, ring_divergence, NULL); }
 
-static void lane_of_the_departed(struct test_rank *me) {
+static void ring_of_the_departed(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
-    zpp_lane *lane = NULL;
+    zpp_desc_ring *ring = NULL;
     uint64_t seq = 0;
-    const struct zpp_notice notice = {.kind = 1};
-    CHECK_OK(zpp_lane_create(me->comm, "grads", &lane, &err));
+    const struct zpp_desc desc = {.kind = 1};
+    CHECK_OK(zpp_desc_ring_create(me->comm, "grads", &ring, &err));
     CHECK_OK(zpp_barrier(me->comm, NULL, &err));
-    CHECK_OK(zpp_lane_post(lane, &notice, &patient, &seq, &err));
+    CHECK_OK(zpp_desc_ring_post(ring, &desc, &patient, &seq, &err));
     if (me->rank != 1) {
-        CHECK_OK(zpp_lane_read(lane, 1, 1, &notice, &patient, NULL, &err)); /* what it posted before it left counts */
+        /* what it posted before it left counts */
+        CHECK_OK(zpp_desc_ring_read(ring, 1, 1, &desc, &patient, NULL, &err));
         /* Rank 2 has posted #2, too, but rank 0 waits for a rank that waits for the one that left. */
-        CHECK_FAILS(zpp_lane_read(lane, 2 - me->rank, 2, NULL, &patient, NULL, &err), ZPP_PEER,
+        CHECK_FAILS(zpp_desc_ring_read(ring, 2 - me->rank, 2, NULL, &patient, NULL, &err), ZPP_PEER,
                     "rank 1 left the group");
         CHECK_EQUAL(err.rank, 1);
     }
-    zpp_lane_destroy(lane);
+    zpp_desc_ring_destroy(ring);
 }
 
-static void lanes_name_who_left(void) { run_ranks(3, lane_of_the_departed, NULL); }
+static void rings_name_who_left(void) { run_ranks(3, ring_of_the_departed, NULL); }
 
 int main(int argc, char **argv) {
     static const struct test_case cases[] = {TEST(regions),
                                              TEST(regions_survive_the_communicator),
                                              TEST(regions_that_differ),
-                                             TEST(lanes_carry_notices),
-                                             TEST(lanes_try_and_time_out),
-                                             TEST(lanes_compare_identities),
-                                             TEST(lanes_name_who_left),
+                                             TEST(rings_carry_descs),
+                                             TEST(rings_try_and_time_out),
+                                             TEST(rings_compare_identities),
+                                             TEST(rings_name_who_left),
                                              {0}};
     return test_main(argc, argv, cases);
 }
