@@ -263,13 +263,13 @@ static struct zpp_arena *known_arena(struct zpp_comm *comm, int rank, uint64_t i
     return arena;
 }
 
-static zpp_status learn_arena(struct zpp_turn *turn, int rank, uint64_t id, struct zpp_arena **out,
+static zpp_status learn_arena(struct zpp_wait_ctx *wait_ctx, int rank, uint64_t id, struct zpp_arena **out,
                               struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
+    struct zpp_comm *comm = wait_ctx->comm;
     struct zpp_message content;
     int fd = -1;
     void *base = NULL;
-    zpp_status status = zpp_message_wait(turn, rank, ZPP_MESSAGE_ARENA, id, &content, &fd, err);
+    zpp_status status = zpp_message_wait(wait_ctx, rank, ZPP_MESSAGE_ARENA, id, &content, &fd, err);
     if (status != ZPP_OK) return status;
     struct zpp_arena *arena = arena_new(rank, id, content.a, err);
     status = arena ? zpp_memfd_map(fd, content.a, &base, err) : ZPP_NOMEM;
@@ -287,11 +287,11 @@ static zpp_status learn_arena(struct zpp_turn *turn, int rank, uint64_t id, stru
     return ZPP_OK;
 }
 
-zpp_status zpp_arena_at(struct zpp_turn *turn, int rank, const struct zpp_place *place, size_t bytes,
+zpp_status zpp_arena_at(struct zpp_wait_ctx *wait_ctx, int rank, const struct zpp_place *place, size_t bytes,
                         const uint8_t **data, struct zpp_err *err) {
-    struct zpp_arena *arena = known_arena(turn->comm, rank, place->arena);
+    struct zpp_arena *arena = known_arena(wait_ctx->comm, rank, place->arena);
     if (!arena) {
-        const zpp_status status = learn_arena(turn, rank, place->arena, &arena, err);
+        const zpp_status status = learn_arena(wait_ctx, rank, place->arena, &arena, err);
         if (status != ZPP_OK) return status;
     }
     if (place->offset_bytes > arena->bytes || bytes > arena->bytes - place->offset_bytes)

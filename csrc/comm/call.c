@@ -62,29 +62,30 @@ void zpp_call_describe(const struct zpp_comm *comm, const struct zpp_call *call,
 }
 
 /* One dst for all ranks is N pieces one after the other. */
-static zpp_status all_gather(struct zpp_turn *turn, const struct zpp_call *call, size_t bytes, struct zpp_err *err) {
+static zpp_status all_gather(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, size_t bytes,
+                             struct zpp_err *err) {
     void *dst[ZPP_RANKS_MAX];
-    if (call->dsts) return zpp_coll_all_gather(turn, call->dsts, call->src, bytes, err);
-    for (int r = 0; r < turn->comm->ranks; r++) dst[r] = (uint8_t *)call->dst + (size_t)r * bytes;
-    return zpp_coll_all_gather(turn, dst, call->src, bytes, err);
+    if (call->dsts) return zpp_coll_all_gather(wait_ctx, call->dsts, call->src, bytes, err);
+    for (int r = 0; r < wait_ctx->comm->ranks; r++) dst[r] = (uint8_t *)call->dst + (size_t)r * bytes;
+    return zpp_coll_all_gather(wait_ctx, dst, call->src, bytes, err);
 }
 
-static zpp_status run(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err) {
+static zpp_status run(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err) {
     const struct zpp_tensor tensor = {call->dtype, call->op, call->elems, call->elems * zpp_dtype_bytes(call->dtype)};
-    if (call->beside) return zpp_exchange(turn, err);
+    if (call->beside) return zpp_exchange(wait_ctx, err);
     switch (call->coll) {
-    case ZPP_COLL_BARRIER: return zpp_exchange(turn, err);
-    case ZPP_COLL_ALL_REDUCE: return zpp_coll_all_reduce(turn, call->dst, &tensor, err);
-    case ZPP_COLL_REDUCE: return zpp_coll_reduce(turn, call->dst, &tensor, call->root, err);
-    case ZPP_COLL_ALL_GATHER: return all_gather(turn, call, tensor.bytes, err);
-    case ZPP_COLL_REDUCE_SCATTER: return zpp_coll_reduce_scatter(turn, call->dst, call->src, &tensor, err);
-    case ZPP_COLL_BROADCAST: return zpp_coll_broadcast(turn, call->dst, tensor.bytes, call->root, err);
+    case ZPP_COLL_BARRIER: return zpp_exchange(wait_ctx, err);
+    case ZPP_COLL_ALL_REDUCE: return zpp_coll_all_reduce(wait_ctx, call->dst, &tensor, err);
+    case ZPP_COLL_REDUCE: return zpp_coll_reduce(wait_ctx, call->dst, &tensor, call->root, err);
+    case ZPP_COLL_ALL_GATHER: return all_gather(wait_ctx, call, tensor.bytes, err);
+    case ZPP_COLL_REDUCE_SCATTER: return zpp_coll_reduce_scatter(wait_ctx, call->dst, call->src, &tensor, err);
+    case ZPP_COLL_BROADCAST: return zpp_coll_broadcast(wait_ctx, call->dst, tensor.bytes, call->root, err);
     case ZPP_COLL_ALL_TO_ALL:
     case ZPP_COLL_GATHER:
-    case ZPP_COLL_SCATTER: return zpp_coll_all_to_all(turn, call, err);
+    case ZPP_COLL_SCATTER: return zpp_coll_all_to_all(wait_ctx, call, err);
     case ZPP_COLL_ALL_GATHER_QUANT:
     case ZPP_COLL_REDUCE_SCATTER_QUANT:
-    case ZPP_COLL_ALL_REDUCE_QUANT: return zpp_coll_quant(turn, call, err);
+    case ZPP_COLL_ALL_REDUCE_QUANT: return zpp_coll_quant(wait_ctx, call, err);
     default: return zpp_fail(err, ZPP_INVALID, "comm: collective %d is none", (int)call->coll);
     }
 }
@@ -107,7 +108,7 @@ const struct zpp_transport *zpp_transport_to(const struct zpp_comm *comm, int ra
 
 /* Runs in the calling thread, whatever is queued. */
 zpp_status zpp_call_now(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait, struct zpp_err *err) {
-    struct zpp_turn turn;
+    struct zpp_wait_ctx wait_ctx;
     zpp_status status = check_call(comm, call, err);
     if (status != ZPP_OK) return status;
     if (atomic_exchange_explicit(&comm->busy, true, memory_order_acquire))
@@ -115,8 +116,8 @@ zpp_status zpp_call_now(zpp_comm *comm, const struct zpp_call *call, const struc
                         "comm: two threads of rank %d are in collectives of group \"%s\" at once, so their order is no "
                         "order; give each thread a group of its own",
                         comm->rank, comm->name);
-    status = zpp_enter(comm, sig_of(comm, call), wait, &turn, err);
-    if (status == ZPP_OK) status = (comm->net ? &zpp_transport_tcp : &zpp_transport_memory)->run(&turn, call, err);
+    status = zpp_enter(comm, sig_of(comm, call), wait, &wait_ctx, err);
+    if (status == ZPP_OK) status = (comm->net ? &zpp_transport_tcp : &zpp_transport_memory)->run(&wait_ctx, call, err);
     atomic_store_explicit(&comm->busy, false, memory_order_release);
     return status;
 }

@@ -17,9 +17,10 @@ static void copy_own(void *dst, const void *src, size_t bytes, bool stream) {
     if (dst != src && bytes) zpp_copy(dst, src, bytes, stream);
 }
 
-static zpp_status small(struct zpp_turn *turn, void *const *dst, const void *src, size_t bytes, struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
-    const zpp_status status = zpp_exchange_small(turn, src, bytes, err);
+static zpp_status small(struct zpp_wait_ctx *wait_ctx, void *const *dst, const void *src, size_t bytes,
+                        struct zpp_err *err) {
+    struct zpp_comm *comm = wait_ctx->comm;
+    const zpp_status status = zpp_exchange_small(wait_ctx, src, bytes, err);
     if (status != ZPP_OK) return status;
     for (int r = 0; r < comm->ranks; r++) {
         if (r != comm->rank)
@@ -30,15 +31,15 @@ static zpp_status small(struct zpp_turn *turn, void *const *dst, const void *src
     return ZPP_OK;
 }
 
-static zpp_status in_place(struct zpp_turn *turn, void *const *dst, const uint8_t *const *src, size_t bytes,
+static zpp_status in_place(struct zpp_wait_ctx *wait_ctx, void *const *dst, const uint8_t *const *src, size_t bytes,
                            struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
+    struct zpp_comm *comm = wait_ctx->comm;
     const uint64_t start_ns = zpp_now_ns();
     for (int k = 0; k < comm->ranks; k++) { /* each rank begins with itself, so that readers spread over the sources */
         const int r = (comm->rank + k) % comm->ranks;
         copy_own(dst[r], src[r], bytes, zpp_own_around(comm));
     }
-    return zpp_step_last(turn, start_ns, err);
+    return zpp_step_last(wait_ctx, start_ns, err);
 }
 
 struct job {
@@ -69,16 +70,16 @@ static void take(const void *ctx, size_t round, uint32_t staged) {
     }
 }
 
-static zpp_status staged(struct zpp_turn *turn, void *const *dst, const uint8_t *src, size_t bytes,
+static zpp_status staged(struct zpp_wait_ctx *wait_ctx, void *const *dst, const uint8_t *src, size_t bytes,
                          struct zpp_err *err) {
-    const struct job job = {turn->comm, dst, src, bytes};
+    const struct job job = {wait_ctx->comm, dst, src, bytes};
     const struct zpp_pump pump = {(bytes + ZPP_STAGE_BYTES - 1) / ZPP_STAGE_BYTES, &job, fill, take, NULL};
-    return zpp_pump_run(turn, &pump, err);
+    return zpp_pump_run(wait_ctx, &pump, err);
 }
 
-zpp_status zpp_coll_all_gather(struct zpp_turn *turn, void *const *dst, const void *src, size_t bytes,
+zpp_status zpp_coll_all_gather(struct zpp_wait_ctx *wait_ctx, void *const *dst, const void *src, size_t bytes,
                                struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
+    struct zpp_comm *comm = wait_ctx->comm;
     const uint8_t *tensor[ZPP_RANKS_MAX];
     bool all_in_arenas = false;
     zpp_count_call(comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (uint64_t)(comm->ranks - 1));
@@ -86,8 +87,8 @@ zpp_status zpp_coll_all_gather(struct zpp_turn *turn, void *const *dst, const vo
         copy_own(dst[0], src, bytes, bytes >= ZPP_STREAM_BYTES);
         return ZPP_OK;
     }
-    if (bytes <= ZPP_SMALL_BYTES) return small(turn, dst, src, bytes, err);
-    const zpp_status status = zpp_exchange_place(turn, src, bytes, &all_in_arenas, tensor, err);
+    if (bytes <= ZPP_SMALL_BYTES) return small(wait_ctx, dst, src, bytes, err);
+    const zpp_status status = zpp_exchange_place(wait_ctx, src, bytes, &all_in_arenas, tensor, err);
     if (status != ZPP_OK) return status;
-    return all_in_arenas ? in_place(turn, dst, tensor, bytes, err) : staged(turn, dst, src, bytes, err);
+    return all_in_arenas ? in_place(wait_ctx, dst, tensor, bytes, err) : staged(wait_ctx, dst, src, bytes, err);
 }

@@ -21,15 +21,15 @@ enum { IN_PLACE_BYTES = 1024 * 1024 };
 enum { BLOCK_BYTES = 16 * 1024 };
 
 struct job {
-    struct zpp_turn *turn;
+    struct zpp_wait_ctx *wait_ctx;
     const struct zpp_tensor *tensor;
     uint8_t *data;
     size_t elem_bytes, round_bytes;
 };
 
 static void combine(const struct job *job, void *dst, const uint8_t *const *part, size_t bytes, bool stream) {
-    zpp_reduce_op_sources(dst, job->tensor->op, (const void *const *)part, job->turn->comm->ranks, job->tensor->dtype,
-                          bytes / job->elem_bytes, stream);
+    zpp_reduce_op_sources(dst, job->tensor->op, (const void *const *)part, job->wait_ctx->comm->ranks,
+                          job->tensor->dtype, bytes / job->elem_bytes, stream);
 }
 
 static size_t round_at(const struct job *job, size_t at) {
@@ -39,16 +39,16 @@ static size_t round_at(const struct job *job, size_t at) {
 
 /* Slice `rank` of a round of `bytes`: whole cache lines, the last ranks get less or nothing. */
 static void slice_of(const struct job *job, size_t bytes, int rank, size_t *begin, size_t *length) {
-    const size_t ranks = (size_t)job->turn->comm->ranks;
+    const size_t ranks = (size_t)job->wait_ctx->comm->ranks;
     const size_t share = (bytes / ranks + ZPP_LINE_BYTES) & ~(size_t)(ZPP_LINE_BYTES - 1);
     *begin = share * (size_t)rank < bytes ? share * (size_t)rank : bytes;
     *length = bytes - *begin < share ? bytes - *begin : share;
 }
 
 static zpp_status small(const struct job *job, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
+    struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t bytes = job->tensor->bytes;
-    const zpp_status status = zpp_exchange_small(job->turn, job->data, bytes, err);
+    const zpp_status status = zpp_exchange_small(job->wait_ctx, job->data, bytes, err);
     const uint8_t *part[ZPP_RANKS_MAX];
     if (status != ZPP_OK) return status;
     for (int r = 0; r < comm->ranks; r++) part[r] = r == comm->rank ? job->data : zpp_payload(comm, r, bytes);
@@ -65,7 +65,7 @@ static size_t rounds_of(const struct job *job) {
 /* Every slice but my own, each at its place in the slot. */
 static void fill_slices(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t at = round * job->round_bytes;
     for (int r = 0; r < comm->ranks; r++) {
         size_t begin, length;
@@ -76,7 +76,7 @@ static void fill_slices(const void *ctx, size_t round, uint8_t *slot) {
 
 static void combine_slice(const void *ctx, size_t round, uint32_t staged, uint8_t *slot) {
     const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t at = round * job->round_bytes;
     const uint8_t *part[ZPP_RANKS_MAX];
     size_t begin, length;
@@ -93,7 +93,7 @@ static void combine_slice(const void *ctx, size_t round, uint32_t staged, uint8_
 
 static void gather_slices(const void *ctx, size_t round, uint32_t staged) {
     const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t at = round * job->round_bytes;
     for (int k = 1; k < comm->ranks; k++) {
         const int r = (comm->rank + k) % comm->ranks;
@@ -105,13 +105,13 @@ static void gather_slices(const void *ctx, size_t round, uint32_t staged) {
 
 static zpp_status staged(const struct job *job, struct zpp_err *err) {
     const struct zpp_pump pump = {rounds_of(job), job, fill_slices, gather_slices, combine_slice};
-    return zpp_pump_run(job->turn, &pump, err);
+    return zpp_pump_run(job->wait_ctx, &pump, err);
 }
 
 /* --- in place ---------------------------------------------------------------------------------------------------- */
 
 static void combine_in_place(const struct job *job, const uint8_t *const *tensor, size_t at) {
-    struct zpp_comm *comm = job->turn->comm;
+    struct zpp_comm *comm = job->wait_ctx->comm;
     const uint8_t *part[ZPP_RANKS_MAX];
     size_t begin, length;
     slice_of(job, round_at(job, at), comm->rank, &begin, &length);
@@ -122,7 +122,7 @@ static void combine_in_place(const struct job *job, const uint8_t *const *tensor
 }
 
 static void copy_in_place(const struct job *job, const uint8_t *const *tensor, size_t at) {
-    struct zpp_comm *comm = job->turn->comm;
+    struct zpp_comm *comm = job->wait_ctx->comm;
     for (int k = 1; k < comm->ranks; k++) {
         const int r = (comm->rank + k) % comm->ranks;
         size_t begin, length;
@@ -132,7 +132,7 @@ static void copy_in_place(const struct job *job, const uint8_t *const *tensor, s
 }
 
 static zpp_status in_place(const struct job *job, const uint8_t *const *tensor, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
+    struct zpp_comm *comm = job->wait_ctx->comm;
     const uint64_t start_ns = zpp_now_ns();
     zpp_status status = ZPP_OK;
     size_t at = 0;
@@ -140,19 +140,19 @@ static zpp_status in_place(const struct job *job, const uint8_t *const *tensor, 
         combine_in_place(job, tensor, at);
         const uint32_t step = zpp_step_pass(comm);
         if (!at) continue;
-        status = zpp_step_wait(job->turn, step - 1, err);
+        status = zpp_step_wait(job->wait_ctx, step - 1, err);
         if (status == ZPP_OK) copy_in_place(job, tensor, at - job->round_bytes);
     }
-    if (status == ZPP_OK) status = zpp_step_wait(job->turn, comm->step, err);
+    if (status == ZPP_OK) status = zpp_step_wait(job->wait_ctx, comm->step, err);
     if (status != ZPP_OK) return status;
     copy_in_place(job, tensor, at - job->round_bytes);
-    return zpp_step_last(job->turn, start_ns, err);
+    return zpp_step_last(job->wait_ctx, start_ns, err);
 }
 
-zpp_status zpp_coll_all_reduce(struct zpp_turn *turn, void *data, const struct zpp_tensor *tensor,
+zpp_status zpp_coll_all_reduce(struct zpp_wait_ctx *wait_ctx, void *data, const struct zpp_tensor *tensor,
                                struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
-    struct job job = {turn, tensor, data, zpp_dtype_bytes(tensor->dtype), ZPP_STAGE_BYTES};
+    struct zpp_comm *comm = wait_ctx->comm;
+    struct job job = {wait_ctx, tensor, data, zpp_dtype_bytes(tensor->dtype), ZPP_STAGE_BYTES};
     const uint64_t ranks = (uint64_t)comm->ranks;
     const uint8_t *parts[ZPP_RANKS_MAX];
     bool all_in_arenas = false;
@@ -161,7 +161,7 @@ zpp_status zpp_coll_all_reduce(struct zpp_turn *turn, void *data, const struct z
         return comm->ranks == 1 ? ZPP_OK : small(&job, err);
     }
     zpp_count_call(comm, ZPP_TRAFFIC_ALL_REDUCE, 2 * tensor->bytes * (ranks - 1) / ranks);
-    const zpp_status status = zpp_exchange_place(turn, data, tensor->bytes, &all_in_arenas, parts, err);
+    const zpp_status status = zpp_exchange_place(wait_ctx, data, tensor->bytes, &all_in_arenas, parts, err);
     if (status != ZPP_OK) return status;
     if (all_in_arenas) {
         job.round_bytes = IN_PLACE_BYTES;

@@ -18,7 +18,7 @@
 static const uint64_t NOTHING = UINT64_MAX; /* in place of an arena: peers get nothing from this rank */
 
 struct job {
-    struct zpp_turn *turn;
+    struct zpp_wait_ctx *wait_ctx;
     const struct zpp_call *call;
     size_t piece_bytes;
 };
@@ -53,12 +53,12 @@ static size_t pack_small(struct zpp_comm *comm, const struct zpp_call *call) {
 }
 
 static zpp_status check_counts(const struct job *job, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
+    struct zpp_comm *comm = job->wait_ctx->comm;
     char doing[160];
     for (int r = 0; r < comm->ranks; r++) {
         const uint64_t comes = counts_of(comm, r)[comm->rank];
         if (comes == job->call->dst_bytes[r]) continue;
-        job->turn->describe(job->turn->ctx, doing, sizeof doing);
+        job->wait_ctx->describe(job->wait_ctx->ctx, doing, sizeof doing);
         return zpp_comm_fail(comm, ZPP_PEER, r, err,
                              "comm: in %s of group \"%s\" rank %d sends %" PRIu64
                              " bytes to rank %d, which expects %zu; the split sizes of "
@@ -70,7 +70,7 @@ static zpp_status check_counts(const struct job *job, struct zpp_err *err) {
 }
 
 static void unpack_small(const struct job *job) {
-    struct zpp_comm *comm = job->turn->comm;
+    struct zpp_comm *comm = job->wait_ctx->comm;
     for (int r = 0; r < comm->ranks; r++) {
         if (r == comm->rank || !job->call->dst_bytes[r]) continue;
         const uint64_t *counts = counts_of(comm, r);
@@ -100,7 +100,7 @@ static struct zpp_place place_of(struct zpp_comm *comm, const struct zpp_call *c
 }
 
 static zpp_status in_place(const struct job *job, uint64_t start_ns, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
+    struct zpp_comm *comm = job->wait_ctx->comm;
     for (int k = 1; k < comm->ranks; k++) {
         const int r = (comm->rank + k) % comm->ranks;
         const uint64_t *counts = counts_of(comm, r);
@@ -108,12 +108,12 @@ static zpp_status in_place(const struct job *job, uint64_t start_ns, struct zpp_
         uint64_t before = 0;
         if (!job->call->dst_bytes[r]) continue;
         for (int p = 0; p < comm->rank; p++) before += counts[p];
-        const zpp_status status = zpp_arena_at(job->turn, r, &zpp_post_of(comm, r)->place,
+        const zpp_status status = zpp_arena_at(job->wait_ctx, r, &zpp_post_of(comm, r)->place,
                                                before + job->call->dst_bytes[r], &src, err);
         if (status != ZPP_OK) return status;
         zpp_copy(job->call->dsts[r], src + before, job->call->dst_bytes[r], zpp_own_around(comm));
     }
-    return zpp_step_last(job->turn, start_ns, err);
+    return zpp_step_last(job->wait_ctx, start_ns, err);
 }
 
 /* --- staged ------------------------------------------------------------------------------------------------------ */
@@ -125,7 +125,7 @@ static size_t piece_at(const struct job *job, size_t bytes, size_t at) {
 
 static void fill(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t at = round * job->piece_bytes;
     for (int r = 0; r < comm->ranks; r++) {
         const size_t piece = r == comm->rank ? 0 : piece_at(job, job->call->src_bytes[r], at);
@@ -136,7 +136,7 @@ static void fill(const void *ctx, size_t round, uint8_t *slot) {
 
 static void take(const void *ctx, size_t round, uint32_t staged) {
     const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t at = round * job->piece_bytes;
     for (int k = 1; k < comm->ranks; k++) {
         const int r = (comm->rank + k) % comm->ranks;
@@ -148,19 +148,19 @@ static void take(const void *ctx, size_t round, uint32_t staged) {
 
 static zpp_status staged(const struct job *job, uint64_t most, struct zpp_err *err) {
     const struct zpp_pump pump = {(most + job->piece_bytes - 1) / job->piece_bytes, job, fill, take, NULL};
-    return zpp_pump_run(job->turn, &pump, err);
+    return zpp_pump_run(job->wait_ctx, &pump, err);
 }
 
-zpp_status zpp_coll_all_to_all(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
-    const struct job job = {turn, call, ZPP_STAGE_BYTES / (size_t)comm->ranks & ~(size_t)(ZPP_LINE_BYTES - 1)};
+zpp_status zpp_coll_all_to_all(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err) {
+    struct zpp_comm *comm = wait_ctx->comm;
+    const struct job job = {wait_ctx, call, ZPP_STAGE_BYTES / (size_t)comm->ranks & ~(size_t)(ZPP_LINE_BYTES - 1)};
     const int me = comm->rank;
     publish_counts(comm, call);
     (void)pack_small(comm, call);
     zpp_my_post(comm)->place = place_of(comm, call);
     zpp_route_post(comm, sum_without(counts_of(comm, me), comm->ranks, me) + call->src_bytes[me],
                    &zpp_my_post(comm)->place);
-    zpp_status status = zpp_exchange(turn, err);
+    zpp_status status = zpp_exchange(wait_ctx, err);
     if (status == ZPP_OK) status = check_counts(&job, err);
     if (status != ZPP_OK) return status;
     const uint64_t start_ns = zpp_now_ns();

@@ -31,7 +31,7 @@ struct wire {
 };
 
 struct job {
-    struct zpp_turn *turn;
+    struct zpp_wait_ctx *wait_ctx;
     struct wire wire;
     const uint8_t *src;
     uint8_t *dst;
@@ -106,12 +106,13 @@ static void gather_fill(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
     const size_t at = round * job->wire.piece_elems, elems = length_at(job, at);
     put_piece(job, job->src + at * job->elem_bytes, elems, slot, 0);
-    get_piece(job, slot, 0, elems, gathered(job, job->turn->comm->rank, at)); /* src may be there: it is read already */
+    /* src may be there: it is read already */
+    get_piece(job, slot, 0, elems, gathered(job, job->wait_ctx->comm->rank, at));
 }
 
 static void gather_take(const void *ctx, size_t round, uint32_t staged) {
     const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t at = round * job->wire.piece_elems, elems = length_at(job, at);
     for (int k = 1; k < comm->ranks; k++) {
         const int r = (comm->rank + k) % comm->ranks;
@@ -120,10 +121,10 @@ static void gather_take(const void *ctx, size_t round, uint32_t staged) {
 }
 
 static zpp_status all_gather(struct job *job, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
+    struct zpp_comm *comm = job->wait_ctx->comm;
     const struct zpp_pump pump = {rounds_of(job), job, gather_fill, gather_take, NULL};
     zpp_count_call(comm, ZPP_TRAFFIC_ALL_GATHER, wire_bytes(&job->wire, job->elems) * (uint64_t)(comm->ranks - 1));
-    return zpp_pump_run(job->turn, &pump, err);
+    return zpp_pump_run(job->wait_ctx, &pump, err);
 }
 
 /* --- reduce-scatter ---------------------------------------------------------------------------------------------- */
@@ -132,7 +133,7 @@ static zpp_status all_gather(struct job *job, struct zpp_err *err) {
 static void scatter_fill(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
     const size_t at = round * job->wire.piece_elems, elems = length_at(job, at);
-    for (int r = 0; r < job->turn->comm->ranks; r++)
+    for (int r = 0; r < job->wait_ctx->comm->ranks; r++)
         put_piece(job, job->src + ((size_t)r * job->elems + at) * job->elem_bytes, elems, slot, r);
 }
 
@@ -143,7 +144,7 @@ static void add_pieces(const struct job *job, const struct zpp_quant_source *sou
 
 static void scatter_take(const void *ctx, size_t round, uint32_t staged) {
     const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     struct zpp_quant_source sources[ZPP_RANKS_MAX];
     for (int r = 0; r < comm->ranks; r++)
         sources[r] = source_of(&job->wire, zpp_stage(comm, r, 0, staged), comm->rank);
@@ -153,7 +154,7 @@ static void scatter_take(const void *ctx, size_t round, uint32_t staged) {
 /* First hop: from the ranks of my node, their pieces for the ranks of my number in every node; a sum for each node. */
 static void node_pass(const void *ctx, size_t round, uint32_t staged, uint8_t *slot) {
     const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     const int local = comm->rank % job->node_ranks, first = comm->rank - local;
     struct zpp_quant_source sources[ZPP_RANKS_MAX];
     for (int node = 0; node < comm->ranks / job->node_ranks; node++) {
@@ -169,7 +170,7 @@ static void node_pass(const void *ctx, size_t round, uint32_t staged, uint8_t *s
 /* Second hop: the sums for my node, from the ranks of my number in every node. */
 static void node_take(const void *ctx, size_t round, uint32_t staged) {
     const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     const int local = comm->rank % job->node_ranks, nodes = comm->ranks / job->node_ranks;
     struct zpp_quant_source sources[ZPP_RANKS_MAX];
     for (int node = 0; node < nodes; node++)
@@ -179,7 +180,7 @@ static void node_take(const void *ctx, size_t round, uint32_t staged) {
 }
 
 static zpp_status reduce_scatter(struct job *job, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
+    struct zpp_comm *comm = job->wait_ctx->comm;
     const int nodes = comm->ranks / job->node_ranks;
     const uint64_t slice = wire_bytes(&job->wire, job->elems);
     const uint64_t far = slice * (uint64_t)(nodes - 1);
@@ -189,16 +190,16 @@ static zpp_status reduce_scatter(struct job *job, struct zpp_err *err) {
                                   one_hop ? NULL : node_pass};
     zpp_count_call(comm, ZPP_TRAFFIC_REDUCE_SCATTER, near + far);
     zpp_count_far(comm, ZPP_TRAFFIC_REDUCE_SCATTER, far);
-    return zpp_pump_run(job->turn, &pump, err);
+    return zpp_pump_run(job->wait_ctx, &pump, err);
 }
 
 /* --- all-reduce -------------------------------------------------------------------------------------------------- */
 
 /* A round covers a piece a rank of the tensor; in the last one the ranks share in whole blocks what is left. */
-static size_t round_elems(const struct job *job) { return job->wire.piece_elems * (size_t)job->turn->comm->ranks; }
+static size_t round_elems(const struct job *job) { return job->wire.piece_elems * (size_t)job->wait_ctx->comm->ranks; }
 
 static void share_of(const struct job *job, size_t at, int rank, size_t *begin, size_t *elems) {
-    const size_t span = least(job->elems - at, round_elems(job)), ranks = (size_t)job->turn->comm->ranks;
+    const size_t span = least(job->elems - at, round_elems(job)), ranks = (size_t)job->wait_ctx->comm->ranks;
     const size_t share = (zpp_quant_blocks(&job->wire.spec, span) + ranks - 1) / ranks * job->wire.spec.block_elems;
     *begin = least(share * (size_t)rank, span);
     *elems = least(span - *begin, share);
@@ -207,7 +208,7 @@ static void share_of(const struct job *job, size_t at, int rank, size_t *begin, 
 static void reduce_fill(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
     const size_t at = round * round_elems(job);
-    for (int r = 0; r < job->turn->comm->ranks; r++) {
+    for (int r = 0; r < job->wait_ctx->comm->ranks; r++) {
         size_t begin, elems;
         share_of(job, at, r, &begin, &elems);
         put_piece(job, job->dst + (at + begin) * job->elem_bytes, elems, slot, r);
@@ -216,7 +217,7 @@ static void reduce_fill(const void *ctx, size_t round, uint8_t *slot) {
 
 static void reduce_pass(const void *ctx, size_t round, uint32_t staged, uint8_t *slot) {
     const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     const struct zpp_quant_target to = target_of(&job->wire, slot, 0);
     struct zpp_quant_source sources[ZPP_RANKS_MAX];
     size_t begin, elems;
@@ -228,7 +229,7 @@ static void reduce_pass(const void *ctx, size_t round, uint32_t staged, uint8_t 
 
 static void reduce_take(const void *ctx, size_t round, uint32_t staged) {
     const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t at = round * round_elems(job);
     for (int k = 0; k < comm->ranks; k++) {
         const int r = (comm->rank + k) % comm->ranks;
@@ -240,7 +241,7 @@ static void reduce_take(const void *ctx, size_t round, uint32_t staged) {
 
 /* What this rank reads in the round at element `at`: its share from every peer, then every peer's share. */
 static uint64_t reduce_bytes(const struct job *job, size_t at) {
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     uint64_t bytes = 0;
     for (int r = 0; r < comm->ranks; r++) {
         size_t begin, elems;
@@ -256,8 +257,8 @@ static zpp_status all_reduce(struct job *job, struct zpp_err *err) {
     const struct zpp_pump pump = {whole + (rest != 0), job, reduce_fill, reduce_take, reduce_pass};
     uint64_t bytes = whole ? whole * reduce_bytes(job, 0) : 0;
     if (rest) bytes += reduce_bytes(job, job->elems - rest);
-    zpp_count_call(job->turn->comm, ZPP_TRAFFIC_ALL_REDUCE, bytes);
-    return zpp_pump_run(job->turn, &pump, err);
+    zpp_count_call(job->wait_ctx->comm, ZPP_TRAFFIC_ALL_REDUCE, bytes);
+    return zpp_pump_run(job->wait_ctx, &pump, err);
 }
 
 /* --- the door (call.c) ------------------------------------------------------------------------------------------- */
@@ -303,15 +304,15 @@ struct zpp_sig zpp_quant_sig(const struct zpp_comm *comm, const struct zpp_call 
     return sig;
 }
 
-zpp_status zpp_coll_quant(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
+zpp_status zpp_coll_quant(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err) {
+    struct zpp_comm *comm = wait_ctx->comm;
     const size_t elem_bytes = zpp_dtype_bytes(call->dtype), bytes = call->elems * elem_bytes;
     if (comm->ranks == 1) {
         if (call->coll != ZPP_COLL_ALL_REDUCE_QUANT && call->dst != call->src && bytes)
             memmove(call->dst, call->src, bytes);
         return ZPP_OK;
     }
-    struct job job = {.turn = turn,
+    struct job job = {.wait_ctx = wait_ctx,
                       .wire = wire_of(call, call->coll == ZPP_COLL_ALL_GATHER_QUANT ? 1 : comm->ranks),
                       .src = call->src,
                       .dst = call->dst,
@@ -320,7 +321,7 @@ zpp_status zpp_coll_quant(struct zpp_turn *turn, const struct zpp_call *call, st
                       .elems = call->elems,
                       .factor = call->op == ZPP_AVG ? 1.0f / (float)comm->ranks : 1.0f,
                       .node_ranks = call->node_ranks ? call->node_ranks : comm->ranks};
-    const zpp_status status = zpp_exchange(turn, err);
+    const zpp_status status = zpp_exchange(wait_ctx, err);
     if (status != ZPP_OK) return status;
     switch (call->coll) {
     case ZPP_COLL_ALL_GATHER_QUANT: return all_gather(&job, err);

@@ -12,20 +12,20 @@
 #include "reduce.h"
 
 struct job {
-    struct zpp_turn *turn;
+    struct zpp_wait_ctx *wait_ctx;
     const struct zpp_tensor *tensor;
     uint8_t *data;
 };
 
 static void combine(const struct job *job, const uint8_t *const *part, size_t at, size_t bytes) {
-    zpp_reduce_op_sources(job->data + at, job->tensor->op, (const void *const *)part, job->turn->comm->ranks,
+    zpp_reduce_op_sources(job->data + at, job->tensor->op, (const void *const *)part, job->wait_ctx->comm->ranks,
                           job->tensor->dtype, bytes / zpp_dtype_bytes(job->tensor->dtype), false);
 }
 
 static zpp_status small(const struct job *job, bool root, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
+    struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t bytes = job->tensor->bytes;
-    const zpp_status status = zpp_exchange_small(job->turn, job->data, bytes, err);
+    const zpp_status status = zpp_exchange_small(job->wait_ctx, job->data, bytes, err);
     const uint8_t *part[ZPP_RANKS_MAX];
     if (status != ZPP_OK || !root) return status;
     for (int r = 0; r < comm->ranks; r++) part[r] = r == comm->rank ? job->data : zpp_payload(comm, r, bytes);
@@ -35,19 +35,19 @@ static zpp_status small(const struct job *job, bool root, struct zpp_err *err) {
 
 static zpp_status send(const struct job *job, size_t at, size_t bytes, struct zpp_err *err) {
     uint8_t *slot = NULL;
-    const zpp_status status = zpp_stage_begin(job->turn, 0, &slot, err);
+    const zpp_status status = zpp_stage_begin(job->wait_ctx, 0, &slot, err);
     if (status != ZPP_OK) return status;
     memcpy(slot, job->data + at, bytes);
-    zpp_stage_publish(job->turn->comm, 0);
-    zpp_take_end(job->turn->comm, 0);
+    zpp_stage_publish(job->wait_ctx->comm, 0);
+    zpp_take_end(job->wait_ctx->comm, 0);
     return ZPP_OK;
 }
 
 static zpp_status receive(const struct job *job, size_t at, size_t bytes, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
+    struct zpp_comm *comm = job->wait_ctx->comm;
     const uint8_t *part[ZPP_RANKS_MAX];
     zpp_stage_publish(comm, 0);
-    const zpp_status status = zpp_take_begin(job->turn, 0, err);
+    const zpp_status status = zpp_take_begin(job->wait_ctx, 0, err);
     if (status != ZPP_OK) return status;
     for (int r = 0; r < comm->ranks; r++)
         part[r] = r == comm->rank ? job->data + at : zpp_stage(comm, r, 0, comm->taken[0]);
@@ -56,21 +56,21 @@ static zpp_status receive(const struct job *job, size_t at, size_t bytes, struct
     return ZPP_OK;
 }
 
-zpp_status zpp_coll_reduce(struct zpp_turn *turn, void *data, const struct zpp_tensor *tensor, int root,
+zpp_status zpp_coll_reduce(struct zpp_wait_ctx *wait_ctx, void *data, const struct zpp_tensor *tensor, int root,
                            struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
-    const struct job job = {turn, tensor, data};
+    struct zpp_comm *comm = wait_ctx->comm;
+    const struct job job = {wait_ctx, tensor, data};
     const bool at_root = comm->rank == root;
     const uint8_t *parts[ZPP_RANKS_MAX];
     bool all_in_arenas = false;
     zpp_count_call(comm, ZPP_TRAFFIC_OTHER, at_root ? tensor->bytes * (uint64_t)(comm->ranks - 1) : 0);
     if (comm->ranks == 1) return ZPP_OK;
     if (tensor->bytes <= ZPP_SMALL_BYTES) return small(&job, at_root, err);
-    zpp_status status = zpp_exchange_place(turn, data, tensor->bytes, &all_in_arenas, parts, err);
+    zpp_status status = zpp_exchange_place(wait_ctx, data, tensor->bytes, &all_in_arenas, parts, err);
     if (status != ZPP_OK) return status;
     if (all_in_arenas) {
         if (at_root) combine(&job, parts, 0, tensor->bytes);
-        return zpp_step_wait(turn, zpp_step_pass(comm), err);
+        return zpp_step_wait(wait_ctx, zpp_step_pass(comm), err);
     }
     for (size_t at = 0; status == ZPP_OK && at < tensor->bytes; at += ZPP_STAGE_BYTES) {
         const size_t left = tensor->bytes - at, bytes = left < ZPP_STAGE_BYTES ? left : ZPP_STAGE_BYTES;

@@ -14,7 +14,7 @@
 #include "reduce.h"
 
 struct job {
-    struct zpp_turn *turn;
+    struct zpp_wait_ctx *wait_ctx;
     const struct zpp_tensor *tensor; /* elems, bytes: of one slice */
     uint8_t *dst;
     const uint8_t *src;
@@ -22,14 +22,14 @@ struct job {
 };
 
 static void combine(const struct job *job, const uint8_t *const *part, size_t at, size_t bytes) {
-    zpp_reduce_op_sources(job->dst + at, job->tensor->op, (const void *const *)part, job->turn->comm->ranks,
-                          job->tensor->dtype, bytes / job->elem_bytes, zpp_own_around(job->turn->comm));
+    zpp_reduce_op_sources(job->dst + at, job->tensor->op, (const void *const *)part, job->wait_ctx->comm->ranks,
+                          job->tensor->dtype, bytes / job->elem_bytes, zpp_own_around(job->wait_ctx->comm));
 }
 
 static zpp_status small(const struct job *job, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
+    struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t slice = job->tensor->bytes, all = slice * (size_t)comm->ranks;
-    const zpp_status status = zpp_exchange_small(job->turn, job->src, all, err);
+    const zpp_status status = zpp_exchange_small(job->wait_ctx, job->src, all, err);
     const uint8_t *part[ZPP_RANKS_MAX];
     if (status != ZPP_OK) return status;
     for (int r = 0; r < comm->ranks; r++)
@@ -39,12 +39,12 @@ static zpp_status small(const struct job *job, struct zpp_err *err) {
 }
 
 static zpp_status in_place(const struct job *job, const uint8_t *const *tensor, struct zpp_err *err) {
-    struct zpp_comm *comm = job->turn->comm;
+    struct zpp_comm *comm = job->wait_ctx->comm;
     const uint64_t start_ns = zpp_now_ns();
     const uint8_t *part[ZPP_RANKS_MAX];
     for (int r = 0; r < comm->ranks; r++) part[r] = tensor[r] + (size_t)comm->rank * job->tensor->bytes;
     combine(job, part, 0, job->tensor->bytes);
-    return zpp_step_last(job->turn, start_ns, err);
+    return zpp_step_last(job->wait_ctx, start_ns, err);
 }
 
 static size_t piece_at(const struct job *job, size_t at) {
@@ -54,7 +54,7 @@ static size_t piece_at(const struct job *job, size_t at) {
 
 static void fill(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t at = round * job->piece_bytes;
     for (int r = 0; r < comm->ranks; r++) {
         if (r == comm->rank) continue;
@@ -65,7 +65,7 @@ static void fill(const void *ctx, size_t round, uint8_t *slot) {
 
 static void take(const void *ctx, size_t round, uint32_t staged) {
     const struct job *job = ctx;
-    const struct zpp_comm *comm = job->turn->comm;
+    const struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t at = round * job->piece_bytes;
     const uint8_t *part[ZPP_RANKS_MAX];
     for (int r = 0; r < comm->ranks; r++)
@@ -77,14 +77,14 @@ static void take(const void *ctx, size_t round, uint32_t staged) {
 static zpp_status staged(const struct job *job, struct zpp_err *err) {
     const size_t rounds = (job->tensor->bytes + job->piece_bytes - 1) / job->piece_bytes;
     const struct zpp_pump pump = {rounds, job, fill, take, NULL};
-    return zpp_pump_run(job->turn, &pump, err);
+    return zpp_pump_run(job->wait_ctx, &pump, err);
 }
 
-zpp_status zpp_coll_reduce_scatter(struct zpp_turn *turn, void *dst, const void *src, const struct zpp_tensor *tensor,
-                                   struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
+zpp_status zpp_coll_reduce_scatter(struct zpp_wait_ctx *wait_ctx, void *dst, const void *src,
+                                   const struct zpp_tensor *tensor, struct zpp_err *err) {
+    struct zpp_comm *comm = wait_ctx->comm;
     const size_t all = tensor->bytes * (size_t)comm->ranks;
-    const struct job job = {turn,
+    const struct job job = {wait_ctx,
                             tensor,
                             dst,
                             src,
@@ -99,7 +99,7 @@ zpp_status zpp_coll_reduce_scatter(struct zpp_turn *turn, void *dst, const void 
         return ZPP_OK;
     }
     if (all <= ZPP_SMALL_BYTES) return small(&job, err);
-    const zpp_status status = zpp_exchange_place(turn, src, all, &all_in_arenas, parts, err);
+    const zpp_status status = zpp_exchange_place(wait_ctx, src, all, &all_in_arenas, parts, err);
     if (status != ZPP_OK) return status;
     return all_in_arenas ? in_place(&job, parts, err) : staged(&job, err);
 }

@@ -73,7 +73,7 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
     comm->ranks = options->ranks;
     comm->timeout_ns = options->timeout_ns;
     comm->crowded = crowded(options->ranks);
-    comm->spin_turns = comm->crowded ? SPIN_TURNS_CROWDED : SPIN_TURNS; /* who spins may keep a peer from running */
+    comm->spin_rounds = comm->crowded ? SPIN_TURNS_CROWDED : SPIN_TURNS; /* who spins may keep a peer from running */
     comm->log = options->log;
     comm->log_ctx = options->log_ctx;
     comm->base_bytes = sizeof(struct zpp_control) + (size_t)ZPP_TRACKS * ZPP_STAGE_SLOTS * ZPP_STAGE_BYTES;

@@ -112,16 +112,16 @@ zpp_status zpp_message_try(struct zpp_comm *comm, int rank, uint64_t kind, uint6
     return status;
 }
 
-zpp_status zpp_message_wait(struct zpp_turn *turn, int rank, uint64_t kind, uint64_t number,
+zpp_status zpp_message_wait(struct zpp_wait_ctx *wait_ctx, int rank, uint64_t kind, uint64_t number,
                             struct zpp_message *content, int *fd, struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
+    struct zpp_comm *comm = wait_ctx->comm;
     for (;;) {
         const bool gone = zpp_peer_gone(comm, rank); /* asked first: it may have written before it went */
         zpp_status status = zpp_message_try(comm, rank, kind, number, content, fd, err);
         if (status != ZPP_AGAIN) return status;
         struct pollfd readable = {comm->peer[rank].socket, POLLIN, 0};
         if (!gone && poll(&readable, 1, 100) > 0 && !(readable.revents & POLLIN)) poll(NULL, 0, 1); /* hung up */
-        status = zpp_turn_look(turn, rank, gone, err);
+        status = zpp_wait_check(wait_ctx, rank, gone, err);
         if (status != ZPP_OK) return status;
     }
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Descriptor rings: each rank owns a ring of ZPP_DESC_RING_ENTRIES descriptors in a region, a word that counts what it
- * posted, and a word that counts what it has acknowledged of its peers. A descriptor stands until every peer has
+ * Descriptor rings: each rank owns a ring of ZPP_DESC_RING_ENTRIES descriptors in a region, a counter that counts what
+ * it posted, and a counter that counts what it has acknowledged of its peers. A descriptor stands until every peer has
  * acknowledged it, so a reader that has not acknowledged may read it again. Posting, reading and acknowledging are a
  * few loads and stores.
  */
@@ -14,7 +14,7 @@
 #include "internal.h"
 
 struct ring_memory {
-    struct zpp_line_word posted, acked;
+    struct zpp_line_counter posted, acked;
     struct {
         _Alignas(ZPP_LINE_BYTES) struct zpp_desc desc;
     } ring[ZPP_DESC_RING_ENTRIES];
@@ -59,10 +59,10 @@ static void describe_purpose(const void *ctx, char *text, size_t room) {
              purpose->acknowledgement ? "acknowledgement of notice" : "notice", purpose->seq, purpose->ring->name);
 }
 
-static struct zpp_turn turn_for(const struct purpose *purpose, const struct zpp_wait *wait) {
-    const struct zpp_turn turn = {
+static struct zpp_wait_ctx wait_ctx_for(const struct purpose *purpose, const struct zpp_wait *wait) {
+    const struct zpp_wait_ctx wait_ctx = {
         .comm = purpose->ring->comm, .wait = wait, .describe = describe_purpose, .ctx = purpose};
-    return turn;
+    return wait_ctx;
 }
 
 zpp_status zpp_desc_ring_create(zpp_comm *comm, const char *name, zpp_desc_ring **out, struct zpp_err *err) {
@@ -112,15 +112,16 @@ zpp_status zpp_desc_ring_post(zpp_desc_ring *ring, const struct zpp_desc *desc, 
     zpp_status status = zpp_comm_check(ring->comm, err);
     if (status == ZPP_OK && ring->posted >= ZPP_DESC_RING_ENTRIES) {
         const struct purpose purpose = acknowledgement_of(ring, ring->posted + 1 - ZPP_DESC_RING_ENTRIES);
-        struct zpp_turn turn = turn_for(&purpose, wait);
-        const struct zpp_gate gate = {ring->base, offsetof(struct ring_memory, acked), (uint32_t)purpose.seq};
-        status = zpp_await_all(&turn, &gate, err);
+        struct zpp_wait_ctx wait_ctx = wait_ctx_for(&purpose, wait);
+        const struct zpp_wait_target wait_target = {ring->base, offsetof(struct ring_memory, acked),
+                                                    (uint32_t)purpose.seq};
+        status = zpp_await_all(&wait_ctx, &wait_target, err);
     }
     if (status != ZPP_OK) return status;
     struct ring_memory *mine = memory_of(ring, ring->comm->rank);
     *seq = ++ring->posted;
     mine->ring[*seq % ZPP_DESC_RING_ENTRIES].desc = *desc;
-    zpp_word_raise(&mine->posted.word, (uint32_t)*seq);
+    zpp_counter_raise(&mine->posted.counter, (uint32_t)*seq);
     return ZPP_OK;
 }
 
@@ -146,9 +147,9 @@ zpp_status zpp_desc_ring_read(zpp_desc_ring *ring, int rank, uint64_t seq, const
                               const struct zpp_wait *wait, struct zpp_desc *out, struct zpp_err *err) {
     assert(rank >= 0 && rank < ring->comm->ranks && seq > 0);
     const struct purpose purpose = {ring, expect, seq, false};
-    struct zpp_turn turn = turn_for(&purpose, wait);
-    const struct zpp_gate gate = {ring->base, offsetof(struct ring_memory, posted), (uint32_t)seq};
-    const zpp_status status = zpp_await(&turn, &gate, rank, err);
+    struct zpp_wait_ctx wait_ctx = wait_ctx_for(&purpose, wait);
+    const struct zpp_wait_target wait_target = {ring->base, offsetof(struct ring_memory, posted), (uint32_t)seq};
+    const zpp_status status = zpp_await(&wait_ctx, &wait_target, rank, err);
     if (status != ZPP_OK) return status;
     const struct zpp_desc *desc = &memory_of(ring, rank)->ring[seq % ZPP_DESC_RING_ENTRIES].desc;
     if (expect && (expect->kind != desc->kind || expect->object != desc->object || expect->step != desc->step ||
@@ -161,7 +162,7 @@ zpp_status zpp_desc_ring_read(zpp_desc_ring *ring, int rank, uint64_t seq, const
 void zpp_desc_ring_ack(zpp_desc_ring *ring, uint64_t seq) {
     if (seq <= ring->acked) return;
     ring->acked = seq;
-    zpp_word_raise(&memory_of(ring, ring->comm->rank)->acked.word, (uint32_t)seq);
+    zpp_counter_raise(&memory_of(ring, ring->comm->rank)->acked.counter, (uint32_t)seq);
 }
 
 uint64_t zpp_desc_ring_acked(const zpp_desc_ring *ring) {
@@ -169,7 +170,7 @@ uint64_t zpp_desc_ring_acked(const zpp_desc_ring *ring) {
     for (int r = 0; r < ring->comm->ranks; r++) {
         if (r == ring->comm->rank) continue;
         /* A peer may be ahead of my own posts (it acknowledges numbers, not descriptors), never 2^31 of them. */
-        const uint32_t theirs = atomic_load_explicit(&memory_of(ring, r)->acked.word.value, memory_order_acquire);
+        const uint32_t theirs = atomic_load_explicit(&memory_of(ring, r)->acked.counter.value, memory_order_acquire);
         const int32_t behind = (int32_t)((uint32_t)ring->posted - theirs);
         if (behind > 0 && ring->posted - (uint64_t)behind < lowest) lowest = ring->posted - (uint64_t)behind;
     }
@@ -180,7 +181,7 @@ zpp_status zpp_desc_ring_wait_acked(zpp_desc_ring *ring, uint64_t seq, const str
                                     struct zpp_err *err) {
     assert(seq <= ring->posted);
     const struct purpose purpose = acknowledgement_of(ring, seq);
-    struct zpp_turn turn = turn_for(&purpose, wait);
-    const struct zpp_gate gate = {ring->base, offsetof(struct ring_memory, acked), (uint32_t)seq};
-    return zpp_await_all(&turn, &gate, err);
+    struct zpp_wait_ctx wait_ctx = wait_ctx_for(&purpose, wait);
+    const struct zpp_wait_target wait_target = {ring->base, offsetof(struct ring_memory, acked), (uint32_t)seq};
+    return zpp_await_all(&wait_ctx, &wait_target, err);
 }

@@ -10,20 +10,20 @@
  * little longer still: so the one who is nearest to the failed rank names it. */
 static const uint64_t BETWEEN_NS = 1000000000u, AFTER_NS = 3000000000u;
 
-static void set_turn(const struct zpp_hier *hier, const struct zpp_turn *like, struct zpp_comm *comm,
-                     uint64_t more_ns, struct zpp_wait *wait, struct zpp_turn *out) {
+static void set_wait_ctx(const struct zpp_hier *hier, const struct zpp_wait_ctx *like, struct zpp_comm *comm,
+                         uint64_t more_ns, struct zpp_wait *wait, struct zpp_wait_ctx *out) {
     const uint64_t timeout_ns = like->wait ? like->wait->timeout_ns : hier->comm->timeout_ns;
     *wait = like->wait ? *like->wait : (struct zpp_wait){0, NULL, NULL};
     wait->timeout_ns = timeout_ns ? timeout_ns + more_ns : 0;
     *out = *like;
     out->comm = comm;
     out->wait = wait;
-    out->start_ns = out->look_ns = out->log_ns = 0;
+    out->start_ns = out->check_ns = out->log_ns = 0;
 }
 
-zpp_status zpp_hier_intranode(struct zpp_turn *inside, struct zpp_err *err) {
+zpp_status zpp_hier_intranode(struct zpp_wait_ctx *inside, struct zpp_err *err) {
     struct zpp_comm *local = inside->comm;
-    const struct zpp_turn like = *inside; /* who waits in there waits for the whole collective: messages say so */
+    const struct zpp_wait_ctx like = *inside; /* who waits in there waits for the whole collective: messages say so */
     const zpp_status status = zpp_enter(local, local->outer->now, like.wait, inside, err);
     inside->describe = like.describe;
     inside->ctx = like.ctx;
@@ -67,8 +67,8 @@ static zpp_status run(struct zpp_hier *hier, struct zpp_err *err) {
     }
 }
 
-zpp_status zpp_hier_run(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
+zpp_status zpp_hier_run(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err) {
+    struct zpp_comm *comm = wait_ctx->comm;
     struct zpp_net *net = comm->net;
     struct zpp_hier hier = {.comm = comm,
                             .net = net,
@@ -80,9 +80,9 @@ zpp_status zpp_hier_run(struct zpp_turn *turn, const struct zpp_call *call, stru
     const enum zpp_traffic_kind kind = kind_of(call->coll);
     const uint64_t intranode_before = intranode_bytes(net->local), network_before = net->received_bytes;
     net->local->timeout_ns = comm->timeout_ns;
-    set_turn(&hier, turn, net->local, 0, &hier.before_wait, &hier.before);
-    set_turn(&hier, turn, comm, BETWEEN_NS, &hier.between_wait, &hier.between);
-    set_turn(&hier, turn, net->local, AFTER_NS, &hier.after_wait, &hier.after);
+    set_wait_ctx(&hier, wait_ctx, net->local, 0, &hier.before_wait, &hier.before);
+    set_wait_ctx(&hier, wait_ctx, comm, BETWEEN_NS, &hier.between_wait, &hier.between);
+    set_wait_ctx(&hier, wait_ctx, net->local, AFTER_NS, &hier.after_wait, &hier.after);
     zpp_status status = zpp_hier_intranode(&hier.before, err);
     if (status == ZPP_OK) status = zpp_exchange(&hier.before, err);
     if (status == ZPP_OK) status = run(&hier, err);

@@ -3,7 +3,8 @@
  * What the files of csrc/comm share: the layout of a rank's control memory and the communicator object.
  *
  * Each rank has one memfd, mapped by all: [struct zpp_control][staging of track 0][staging of track 1].
- *   post      two entries, used in turn: a collective's signature and its small payload; `word` is its sequence number.
+ *   post      two entries, used in turn: a collective's signature and its small payload; `counter` is its sequence
+ *   number.
  *             Two are enough because a rank posts s + 2 only after it saw every peer's s + 1, which a peer posts after
  *             it has read s. So every collective must wait for every peer's post.
  *   staged    rounds of staging this rank has filled, per track; slot = round % ZPP_STAGE_SLOTS
@@ -17,7 +18,7 @@
 #include <pthread.h>
 #include "comm.h"
 #include "reduce.h"
-#include "word.h"
+#include "futex_counter.h"
 
 enum {
     ZPP_LINE_BYTES = 64,
@@ -52,7 +53,7 @@ struct zpp_route {
 enum { ZPP_ROUTE_SIZES = 4 };
 
 struct zpp_post {
-    _Alignas(ZPP_LINE_BYTES) struct zpp_word word;
+    _Alignas(ZPP_LINE_BYTES) struct zpp_counter counter;
     struct zpp_sig sig;
     union {
         uint8_t bytes[ZPP_INLINE_BYTES];
@@ -61,8 +62,8 @@ struct zpp_post {
 };
 _Static_assert(sizeof(struct zpp_post) == ZPP_LINE_BYTES, "a post is one cache line");
 
-struct zpp_line_word {
-    _Alignas(ZPP_LINE_BYTES) struct zpp_word word;
+struct zpp_line_counter {
+    _Alignas(ZPP_LINE_BYTES) struct zpp_counter counter;
 };
 
 struct zpp_control {
@@ -73,8 +74,8 @@ struct zpp_control {
     _Alignas(ZPP_LINE_BYTES) _Atomic uint64_t comm_error; /* of the group, in rank 0's block only; see comm_error.c */
     char comm_error_text[ZPP_ERR_TEXT_BYTES];             /* the words of the comm error that this rank recorded */
     struct zpp_post post[2];
-    struct zpp_line_word staged[ZPP_TRACKS], taken[ZPP_TRACKS], step;
-    struct zpp_line_word doorbell;     /* rung by peers that sent or received something (p2p.c) */
+    struct zpp_line_counter staged[ZPP_TRACKS], taken[ZPP_TRACKS], step;
+    struct zpp_line_counter doorbell;     /* rung by peers that sent or received something (p2p.c) */
     uint64_t counts[2][ZPP_RANKS_MAX]; /* bytes for each peer, in turn like `post` (coll_all_to_all.c) */
     _Alignas(4096) uint8_t small[2][ZPP_SMALL_BYTES];
 };
@@ -110,7 +111,7 @@ struct zpp_comm {
     bool joined; /* all peers are mapped */
     uint64_t timeout_ns;
     bool crowded; /* more ranks than cores */
-    int spin_turns;
+    int spin_rounds;
     char name[64];
     void (*log)(void *ctx, const char *sentence);
     void *log_ctx;
@@ -151,9 +152,9 @@ static inline uint8_t *zpp_stage(const struct zpp_comm *comm, int rank, int trac
            ((size_t)track * ZPP_STAGE_SLOTS + round % ZPP_STAGE_SLOTS) * ZPP_STAGE_BYTES;
 }
 
-static inline struct zpp_gate zpp_gate_at(const struct zpp_comm *comm, size_t offset_bytes, uint32_t target) {
-    const struct zpp_gate gate = {comm->base, offset_bytes, target};
-    return gate;
+static inline struct zpp_wait_target zpp_target_at(const struct zpp_comm *comm, size_t offset_bytes, uint32_t target) {
+    const struct zpp_wait_target wait_target = {comm->base, offset_bytes, target};
+    return wait_target;
 }
 
 /* What messages call a rank. */
@@ -177,7 +178,7 @@ struct zpp_transport {
     const char *name;
     bool (*reaches)(const struct zpp_comm *comm, int rank);
     /* A collective, entered and not yet compared; arguments checked. */
-    zpp_status (*run)(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
+    zpp_status (*run)(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err);
     const struct zpp_channel_ops *channels;
 };
 extern const struct zpp_transport zpp_transport_memory, zpp_transport_tcp;
@@ -207,17 +208,17 @@ zpp_status zpp_message_send(struct zpp_comm *comm, int rank, const struct zpp_me
                             struct zpp_err *err);
 /* Next control message of `kind` and `number` from `rank`; others are kept for later. The descriptor is the
  * caller's. */
-zpp_status zpp_message_wait(struct zpp_turn *turn, int rank, uint64_t kind, uint64_t number,
+zpp_status zpp_message_wait(struct zpp_wait_ctx *wait_ctx, int rank, uint64_t kind, uint64_t number,
                             struct zpp_message *content, int *fd, struct zpp_err *err);
 /* The same, or AGAIN if it is not there. */
 zpp_status zpp_message_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_message *content,
                            int *fd, struct zpp_err *err);
 void zpp_message_clear(struct zpp_comm *comm);
 
-/* The slow part of a wait that is not on a word, about every 100 ms: comm error, tick, log, time-out. `rank` is waited
- * for. `gone`: zpp_peer_gone said so *before* the caller looked once more for what it waits for, in vain: then that is
- * the comm error. */
-zpp_status zpp_turn_look(struct zpp_turn *turn, int rank, bool gone, struct zpp_err *err);
+/* The slow part of a wait that is not on a counter, about every 100 ms: comm error, tick, log, time-out. `rank` is
+ * waited for. `gone`: zpp_peer_gone said so *before* the caller looked once more for what it waits for, in vain: then
+ * that is the comm error. */
+zpp_status zpp_wait_check(struct zpp_wait_ctx *wait_ctx, int rank, bool gone, struct zpp_err *err);
 
 /* --- sig.c: every collective begins here ------------------------------------------------------------------------- */
 enum { ZPP_NO_OP = 0xff, ZPP_NO_ROOT = 0xffff };
@@ -226,9 +227,9 @@ enum { ZPP_NO_OP = 0xff, ZPP_NO_ROOT = 0xffff };
 void zpp_call_describe(const struct zpp_comm *comm, const struct zpp_call *call, char *text, size_t room); /* call.c */
 void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t room);
 struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce_op, unsigned root, uint64_t elems);
-/* Begin a collective: check the group, take its sequence number, set up `turn`. */
-zpp_status zpp_enter(struct zpp_comm *comm, struct zpp_sig sig, const struct zpp_wait *wait, struct zpp_turn *turn,
-                     struct zpp_err *err);
+/* Begin a collective: check the group, take its sequence number, set up `wait_ctx`. */
+zpp_status zpp_enter(struct zpp_comm *comm, struct zpp_sig sig, const struct zpp_wait *wait,
+                     struct zpp_wait_ctx *wait_ctx, struct zpp_err *err);
 /* My post of this collective, to be filled before zpp_exchange. */
 static inline struct zpp_post *zpp_my_post(struct zpp_comm *comm) {
     return &zpp_control(comm, comm->rank)->post[comm->seq % 2];
@@ -240,15 +241,15 @@ static inline const uint8_t *zpp_payload(const struct zpp_comm *comm, int rank, 
     return bytes <= ZPP_INLINE_BYTES ? zpp_post_of(comm, rank)->bytes : zpp_control(comm, rank)->small[comm->seq % 2];
 }
 /* Publish my post, wait for everybody's, compare the signatures. */
-zpp_status zpp_exchange(struct zpp_turn *turn, struct zpp_err *err);
+zpp_status zpp_exchange(struct zpp_wait_ctx *wait_ctx, struct zpp_err *err);
 /* The same with a payload of at most ZPP_SMALL_BYTES, which peers then read at zpp_payload(). */
-zpp_status zpp_exchange_small(struct zpp_turn *turn, const void *payload, size_t bytes, struct zpp_err *err);
+zpp_status zpp_exchange_small(struct zpp_wait_ctx *wait_ctx, const void *payload, size_t bytes, struct zpp_err *err);
 /* The same, publishing where a large tensor lies. `*in_place`: every rank's lies in an arena, then tensor[r] is rank
  * r's, mapped here. */
-zpp_status zpp_exchange_place(struct zpp_turn *turn, const void *tensor_here, size_t bytes, bool *in_place,
+zpp_status zpp_exchange_place(struct zpp_wait_ctx *wait_ctx, const void *tensor_here, size_t bytes, bool *in_place,
                               const uint8_t **tensor, struct zpp_err *err);
 /* The same where only the tensor of `owner` matters. */
-zpp_status zpp_exchange_place_of(struct zpp_turn *turn, int owner, const void *tensor_here, size_t bytes,
+zpp_status zpp_exchange_place_of(struct zpp_wait_ctx *wait_ctx, int owner, const void *tensor_here, size_t bytes,
                                  bool *in_arena, const uint8_t **tensor, struct zpp_err *err);
 
 /* --- route.c: bytes around the cache or through it --------------------------------------------------------------- */
@@ -266,28 +267,29 @@ struct zpp_tensor {
     zpp_reduce_op op;
     size_t elems, bytes;
 };
-zpp_status zpp_coll_all_reduce(struct zpp_turn *turn, void *data, const struct zpp_tensor *tensor, struct zpp_err *err);
-zpp_status zpp_coll_reduce(struct zpp_turn *turn, void *data, const struct zpp_tensor *tensor, int root,
-                           struct zpp_err *err);
-zpp_status zpp_coll_all_gather(struct zpp_turn *turn, void *const *dst, const void *src, size_t bytes,
+zpp_status zpp_coll_all_reduce(struct zpp_wait_ctx *wait_ctx, void *data, const struct zpp_tensor *tensor,
                                struct zpp_err *err);
-zpp_status zpp_coll_reduce_scatter(struct zpp_turn *turn, void *dst, const void *src, const struct zpp_tensor *tensor,
-                                   struct zpp_err *err);
-zpp_status zpp_coll_broadcast(struct zpp_turn *turn, void *data, size_t bytes, int root, struct zpp_err *err);
-zpp_status zpp_coll_all_to_all(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
+zpp_status zpp_coll_reduce(struct zpp_wait_ctx *wait_ctx, void *data, const struct zpp_tensor *tensor, int root,
+                           struct zpp_err *err);
+zpp_status zpp_coll_all_gather(struct zpp_wait_ctx *wait_ctx, void *const *dst, const void *src, size_t bytes,
+                               struct zpp_err *err);
+zpp_status zpp_coll_reduce_scatter(struct zpp_wait_ctx *wait_ctx, void *dst, const void *src,
+                                   const struct zpp_tensor *tensor, struct zpp_err *err);
+zpp_status zpp_coll_broadcast(struct zpp_wait_ctx *wait_ctx, void *data, size_t bytes, int root, struct zpp_err *err);
+zpp_status zpp_coll_all_to_all(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err);
 /* Quantised: what a call may ask for, and its signature. */
 zpp_status zpp_quant_check(const struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err);
 struct zpp_sig zpp_quant_sig(const struct zpp_comm *comm, const struct zpp_call *call);
 #define ZPP_QUANT_ELEMS_END (UINT64_C(1) << 40) /* fewer, so that the object fits beside them */
-zpp_status zpp_coll_quant(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
+zpp_status zpp_coll_quant(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err);
 enum { ZPP_STREAM_BYTES = 4 * 1024 * 1024 }; /* outputs from this size on may be written around the cache */
 
 /* --- rounds.c: staging in rounds --------------------------------------------------------------------------------- */
 /* Wait until my slot of the next round is free (every peer has taken what it held). */
-zpp_status zpp_stage_begin(struct zpp_turn *turn, int track, uint8_t **slot, struct zpp_err *err);
+zpp_status zpp_stage_begin(struct zpp_wait_ctx *wait_ctx, int track, uint8_t **slot, struct zpp_err *err);
 void zpp_stage_publish(struct zpp_comm *comm, int track);
 /* Wait until every peer has staged the next round; then it is at zpp_stage(comm, r, track, comm->taken[track]). */
-zpp_status zpp_take_begin(struct zpp_turn *turn, int track, struct zpp_err *err);
+zpp_status zpp_take_begin(struct zpp_wait_ctx *wait_ctx, int track, struct zpp_err *err);
 void zpp_take_end(struct zpp_comm *comm, int track);
 /* All of the above for a whole collective: every rank fills every round and takes every round. A slot is not filled
  * again before its own rank, too, has taken or passed it, so a rank may read its own slot like a peer's. */
@@ -300,20 +302,20 @@ struct zpp_pump {
     /* NULL: none. From the peers' slots in track 0 into my slot in track 1. */
     void (*pass)(const void *ctx, size_t round, uint32_t staged, uint8_t *slot);
 };
-zpp_status zpp_pump_run(struct zpp_turn *turn, const struct zpp_pump *pump, struct zpp_err *err);
+zpp_status zpp_pump_run(struct zpp_wait_ctx *wait_ctx, const struct zpp_pump *pump, struct zpp_err *err);
 /* memcpy into a slot, the way that this collective stages its bytes. */
 static inline void zpp_stage_copy(const struct zpp_comm *comm, uint8_t *slot, const void *src, size_t bytes) {
     zpp_copy(slot, src, bytes, zpp_shared_around(comm));
 }
 /* In place: pass to the next phase; wait until every rank has passed phase `step`. */
 uint32_t zpp_step_pass(struct zpp_comm *comm);
-zpp_status zpp_step_wait(struct zpp_turn *turn, uint32_t step, struct zpp_err *err);
+zpp_status zpp_step_wait(struct zpp_wait_ctx *wait_ctx, uint32_t step, struct zpp_err *err);
 /* The last phase of a collective that began at `start_ns`: until every rank is here, peers read this rank's tensor. */
-zpp_status zpp_step_last(struct zpp_turn *turn, uint64_t start_ns, struct zpp_err *err);
+zpp_status zpp_step_last(struct zpp_wait_ctx *wait_ctx, uint64_t start_ns, struct zpp_err *err);
 
 /* --- arena.c ----------------------------------------------------------------------------------------------------- */
 bool zpp_arena_find(struct zpp_comm *comm, const void *data, size_t bytes, struct zpp_place *place);
-zpp_status zpp_arena_at(struct zpp_turn *turn, int rank, const struct zpp_place *place, size_t bytes,
+zpp_status zpp_arena_at(struct zpp_wait_ctx *wait_ctx, int rank, const struct zpp_place *place, size_t bytes,
                         const uint8_t **data, struct zpp_err *err);
 void zpp_arena_clear(struct zpp_comm *comm);
 

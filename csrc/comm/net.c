@@ -109,7 +109,7 @@ static void read_control(struct zpp_comm *comm, int rank) {
         hear(comm, rank, &frame, peer->control.text);
     }
     mark_gone(peer);
-    zpp_word_add(&zpp_control(comm, comm->rank)->doorbell.word);
+    zpp_counter_add(&zpp_control(comm, comm->rank)->doorbell.counter);
 }
 
 /* --- the watcher ------------------------------------------------------------------------------------------------- */
@@ -151,7 +151,7 @@ static void *watch(void *arg) {
             if (slot == ZPP_NET_CONTROL)
                 read_control(comm, (int)rank);
             else
-                zpp_word_add(&zpp_control(comm, comm->rank)->doorbell.word);
+                zpp_counter_add(&zpp_control(comm, comm->rank)->doorbell.counter);
         }
     }
 }

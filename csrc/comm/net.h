@@ -145,13 +145,13 @@ static inline struct zpp_flow zpp_flow_in(int peer, uint32_t part, void *data, s
 size_t zpp_flow_ring_bytes(const struct zpp_comm *comm);
 /* Run all flows to their end, at once; flows of one peer and direction one after the other, in the order of the array.
  * `step` (may be NULL) is called whenever bytes have come. turn->comm is the whole group. */
-zpp_status zpp_flows_run(struct zpp_turn *turn, struct zpp_flow *flows, size_t count, void (*step)(void *ctx),
+zpp_status zpp_flows_run(struct zpp_wait_ctx *wait_ctx, struct zpp_flow *flows, size_t count, void (*step)(void *ctx),
                          void *ctx, struct zpp_err *err);
 /* At least `bytes`, kept for the next call; page aligned. */
 zpp_status zpp_net_scratch(struct zpp_comm *comm, size_t bytes, uint8_t **out, struct zpp_err *err);
 
 /* --- hier_*.c: collectives over hosts ---------------------------------------------------------------------------- */
-zpp_status zpp_hier_run(struct zpp_turn *turn, const struct zpp_call *call, struct zpp_err *err);
+zpp_status zpp_hier_run(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err);
 
 /* What the parts of one collective share: turns with their own patience. */
 struct zpp_hier {
@@ -160,11 +160,11 @@ struct zpp_hier {
     const struct zpp_hosts *hosts;
     const struct zpp_call *call;
     struct zpp_wait before_wait, between_wait, after_wait;
-    struct zpp_turn before, between, after; /* inside the host, over the network, inside the host again */
+    struct zpp_wait_ctx before, between, after; /* inside the host, over the network, inside the host again */
     int me, place, locals;                  /* my rank, my place on my host, how many we are there */
 };
 /* Begin a part inside the host: the next sequence number of the local group. */
-zpp_status zpp_hier_intranode(struct zpp_turn *inside, struct zpp_err *err);
+zpp_status zpp_hier_intranode(struct zpp_wait_ctx *inside, struct zpp_err *err);
 zpp_status zpp_hier_all_reduce(struct zpp_hier *hier, struct zpp_err *err);
 zpp_status zpp_hier_reduce(struct zpp_hier *hier, struct zpp_err *err);
 zpp_status zpp_hier_reduce_scatter(struct zpp_hier *hier, struct zpp_err *err);

@@ -37,10 +37,10 @@ uint64_t zpp_net_mac(const uint8_t key[ZPP_NET_SECRET_BYTES], const void *data, 
     const uint8_t *at = data;
     for (size_t left = bytes; ; left -= 8, at += 8) {
         const bool last = left < 8;
-        const uint64_t word = little_endian(at, last ? left : 8) | (last ? (uint64_t)bytes << 56 : 0);
-        v[3] ^= word;
+        const uint64_t counter = little_endian(at, last ? left : 8) | (last ? (uint64_t)bytes << 56 : 0);
+        v[3] ^= counter;
         rounds(v, 2);
-        v[0] ^= word;
+        v[0] ^= counter;
         if (last) break;
     }
     v[2] ^= 0xff;

@@ -21,7 +21,7 @@
 enum { CHUNK_BYTES = 256 * 1024, STRIPED_BYTES = 512 * 1024, SPINS = 64 };
 
 struct run {
-    struct zpp_turn *turn;
+    struct zpp_wait_ctx *wait_ctx;
     struct zpp_comm *comm;
     struct zpp_flow *flows;
     size_t count;
@@ -268,7 +268,7 @@ static zpp_status rest(struct run *run, int *spins, int *rank, bool *gone, struc
     const uint64_t now_ns = zpp_now_ns();
     if (now_ns - slept_ns < 90000000u && now_ns - run->looked_ns < 90000000u) return ZPP_OK; /* woken by a socket */
     run->looked_ns = now_ns;
-    const zpp_status status = zpp_turn_look(run->turn, *rank, *gone, err);
+    const zpp_status status = zpp_wait_check(run->wait_ctx, *rank, *gone, err);
     *rank = awaited(run, gone);
     return status;
 }
@@ -280,9 +280,9 @@ size_t zpp_flow_ring_bytes(const struct zpp_comm *comm) {
     return (size_t)(2 * links) * CHUNK_BYTES;
 }
 
-zpp_status zpp_flows_run(struct zpp_turn *turn, struct zpp_flow *flows, size_t count, void (*step)(void *ctx),
+zpp_status zpp_flows_run(struct zpp_wait_ctx *wait_ctx, struct zpp_flow *flows, size_t count, void (*step)(void *ctx),
                          void *ctx, struct zpp_err *err) {
-    struct run run = {.turn = turn, .comm = turn->comm, .flows = flows, .count = count};
+    struct run run = {.wait_ctx = wait_ctx, .comm = wait_ctx->comm, .flows = flows, .count = count};
     bool all = count == 0, gone = false;
     int spins = 0, rank = count ? flows[0].peer : ZPP_NO_RANK;
     zpp_status status = ZPP_OK;
@@ -300,13 +300,13 @@ zpp_status zpp_flows_run(struct zpp_turn *turn, struct zpp_flow *flows, size_t c
         if (moved) {
             spins = 0;
             gone = false;
-            turn->start_ns = turn->look_ns = turn->log_ns = 0; /* patience is for silence, not for size */
+            wait_ctx->start_ns = wait_ctx->check_ns = wait_ctx->log_ns = 0; /* patience is for silence, not for size */
         } else {
             status = rest(&run, &spins, &rank, &gone, err);
         }
     }
     if (status == ZPP_OK && step) step(ctx);
     if (run.received_bytes) heard(&run, zpp_now_ns());
-    turn->comm->net->received_bytes += run.received_bytes;
+    wait_ctx->comm->net->received_bytes += run.received_bytes;
     return status;
 }

@@ -69,7 +69,7 @@ struct stranger {
 
 struct joining {
     struct zpp_comm *comm;
-    struct zpp_turn turn;
+    struct zpp_wait_ctx wait_ctx;
     struct zpp_net_address own;
     struct address_endpoint endpoint[ZPP_RANKS_MAX];
     int listener;
@@ -193,7 +193,7 @@ static socklen_t address_of(const struct joining *joining, int rank, struct sock
 static zpp_status pause_for(struct joining *joining, int fd, short events, int rank, struct zpp_err *err) {
     struct pollfd polled = {fd, events, 0};
     const int ready = poll(&polled, 1, 100);
-    return ready > 0 ? ZPP_OK : zpp_turn_look(&joining->turn, rank, false, err);
+    return ready > 0 ? ZPP_OK : zpp_wait_check(&joining->wait_ctx, rank, false, err);
 }
 
 static zpp_status unreachable(const struct joining *joining, int rank, int os_errno, struct zpp_err *err) {
@@ -223,7 +223,7 @@ static zpp_status dial(struct joining *joining, int rank, int *out, struct zpp_e
     for (;;) {
         struct pollfd writable = {fd, POLLOUT, 0};
         if (poll(&writable, 1, 100) > 0) break;
-        const zpp_status status = zpp_turn_look(&joining->turn, rank, false, err);
+        const zpp_status status = zpp_wait_check(&joining->wait_ctx, rank, false, err);
         if (status != ZPP_OK) return status;
     }
     if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &failed, &failed_bytes) != 0) failed = errno;
@@ -275,7 +275,7 @@ static zpp_status call(struct joining *joining, int rank, int slot, struct zpp_e
 
 /* --- being called by a higher one -------------------------------------------------------------------------------- */
 
-static void turn_away(struct stranger *stranger) {
+static void reject(struct stranger *stranger) {
     if (stranger->fd >= 0) close(stranger->fd);
     stranger->fd = -1;
 }
@@ -288,7 +288,7 @@ static struct stranger *place_for_one(struct joining *joining) {
         if (stranger->fd < 0) return stranger;
         if (stranger->since_ns < oldest->since_ns) oldest = stranger;
     }
-    turn_away(oldest);
+    reject(oldest);
     return oldest;
 }
 
@@ -297,12 +297,12 @@ static void greet(struct joining *joining, int fd) {
     struct challenge challenge = {.magic = MAGIC, .rank = (uint32_t)joining->comm->rank};
     *stranger = (struct stranger){.fd = fd, .since_ns = zpp_now_ns()};
     if (getrandom(stranger->nonce, NONCE_BYTES, 0) != NONCE_BYTES) {
-        turn_away(stranger);
+        reject(stranger);
         return;
     }
     memcpy(challenge.nonce, stranger->nonce, NONCE_BYTES);
     if (send(fd, &challenge, sizeof challenge, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)sizeof challenge)
-        turn_away(stranger);
+        reject(stranger);
 }
 
 /* May this handshake take a place? Everything in it is a stranger's word until the MAC is right. */
@@ -324,14 +324,14 @@ static void listen_to(struct joining *joining, struct stranger *stranger) {
     if (got > 0) stranger->bytes += (size_t)got;
     if (got > 0 && stranger->bytes < sizeof stranger->handshake) return;
     if (got <= 0 || !is_member(joining, stranger)) {
-        turn_away(stranger);
+        reject(stranger);
         return;
     }
     const struct handshake *handshake = &stranger->handshake;
     const struct answer answer = {
         .magic = MAGIC, .mac = prove(&joining->endpoint[joining->comm->rank], 'L', handshake, stranger->nonce)};
     if (send(stranger->fd, &answer, sizeof answer, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)sizeof answer) {
-        turn_away(stranger);
+        reject(stranger);
         return;
     }
     tune(stranger->fd);
@@ -367,13 +367,13 @@ static zpp_status await_higher(struct joining *joining, struct zpp_err *err) {
             if (ready > 0 && polled[i + 1].revents)
                 listen_to(joining, stranger);
             else if (now_ns - stranger->since_ns > STRANGER_NS)
-                turn_away(stranger);
+                reject(stranger);
         }
         for (int fd = 0; ready > 0 && polled[0].revents && fd >= 0;) {
             fd = accept4(joining->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
             if (fd >= 0) greet(joining, fd);
         }
-        const zpp_status status = ready > 0 ? ZPP_OK : zpp_turn_look(&joining->turn, missing, false, err);
+        const zpp_status status = ready > 0 ? ZPP_OK : zpp_wait_check(&joining->wait_ctx, missing, false, err);
         if (status != ZPP_OK) return status;
     }
     return ZPP_OK;
@@ -404,11 +404,12 @@ zpp_status zpp_net_connect(struct zpp_comm *comm, const struct zpp_network_optio
     if (!joining) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for the rendezvous between hosts");
     joining->comm = comm;
     joining->listener = -1;
-    joining->turn = (struct zpp_turn){.comm = comm, .wait = wait, .own_timeout = true, .describe = describe_joining};
+    joining->wait_ctx = (struct zpp_wait_ctx){.comm = comm, .wait = wait, .own_timeout = true,
+                                              .describe = describe_joining};
     for (int i = 0; i < STRANGERS_MAX; i++) joining->stranger[i].fd = -1;
     zpp_status status = zpp_net_choose(options, &joining->own, err);
     if (status == ZPP_OK) status = connect_all(joining, links, store, err);
-    for (int i = 0; i < STRANGERS_MAX; i++) turn_away(&joining->stranger[i]);
+    for (int i = 0; i < STRANGERS_MAX; i++) reject(&joining->stranger[i]);
     if (joining->listener >= 0) close(joining->listener);
     free(joining);
     return status;

@@ -82,7 +82,7 @@ static void finish(struct zpp_p2p *p2p, struct zpp_transfer *transfer, zpp_statu
     if (!transfer->held) free(transfer);
 }
 
-static void ring(const struct zpp_comm *comm, int rank) { zpp_word_add(&zpp_control(comm, rank)->doorbell.word); }
+static void ring(const struct zpp_comm *comm, int rank) { zpp_counter_add(&zpp_control(comm, rank)->doorbell.counter); }
 
 static void remove_receive(struct zpp_p2p *p2p, const struct zpp_transfer *transfer) {
     struct zpp_transfer **at = &p2p->receives;
@@ -319,9 +319,9 @@ static int awaited(const struct zpp_comm *comm, const struct zpp_transfer *trans
 zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_p2p *p2p = transfer->p2p;
     struct zpp_comm *comm = p2p->comm;
-    struct zpp_turn turn = {
+    struct zpp_wait_ctx wait_ctx = {
         .comm = comm, .wait = wait, .own_timeout = true, .fatal = true, .describe = describe, .ctx = transfer};
-    struct zpp_word *bell = &zpp_control(comm, comm->rank)->doorbell.word;
+    struct zpp_counter *bell = &zpp_control(comm, comm->rank)->doorbell.counter;
     bool looks = false;
     zpp_status status = ZPP_OK;
     pthread_mutex_lock(&p2p->lock);
@@ -332,8 +332,8 @@ zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait
         const int rank = looks ? awaited(comm, transfer, &gone) : ZPP_NO_RANK; /* before what it sent is looked for */
         if (progress(p2p) || transfer->status != ZPP_AGAIN) continue;
         pthread_mutex_unlock(&p2p->lock);
-        if (looks) status = zpp_turn_look(&turn, rank, gone, err);
-        looks = status == ZPP_OK && !zpp_word_doze(&turn, bell, heard + 1);
+        if (looks) status = zpp_wait_check(&wait_ctx, rank, gone, err);
+        looks = status == ZPP_OK && !zpp_counter_sleep(&wait_ctx, bell, heard + 1);
         pthread_mutex_lock(&p2p->lock);
     }
     p2p->waiters--;
@@ -369,8 +369,8 @@ static bool needed(const struct zpp_p2p *p2p) { return p2p->pending && !p2p->wai
 static void *run(void *arg) {
     struct zpp_p2p *p2p = arg;
     struct zpp_comm *comm = p2p->comm;
-    struct zpp_word *bell = &zpp_control(comm, comm->rank)->doorbell.word;
-    struct zpp_turn turn = {.comm = comm};
+    struct zpp_counter *bell = &zpp_control(comm, comm->rank)->doorbell.counter;
+    struct zpp_wait_ctx wait_ctx = {.comm = comm};
     pthread_mutex_lock(&p2p->lock);
     while (!p2p->ending) {
         while (!needed(p2p) && !p2p->ending) pthread_cond_wait(&p2p->wanted, &p2p->lock);
@@ -381,7 +381,7 @@ static void *run(void *arg) {
             struct zpp_err err = ZPP_ERR_INIT;
             if (progress(p2p)) continue;
             pthread_mutex_unlock(&p2p->lock);
-            (void)zpp_word_doze(&turn, bell, heard + 1);
+            (void)zpp_counter_sleep(&wait_ctx, bell, heard + 1);
             pthread_mutex_lock(&p2p->lock);
             if (zpp_comm_check(comm, &err) != ZPP_OK) fail_all(p2p, &err);
         }

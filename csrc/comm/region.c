@@ -32,9 +32,9 @@ static void describe(const void *ctx, char *text, size_t room) {
              (unsigned long long)making->bytes, (unsigned long long)making->number);
 }
 
-static zpp_status exchange(struct zpp_turn *turn, struct zpp_region *region, const struct making *making, int own_fd,
-                           struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
+static zpp_status exchange(struct zpp_wait_ctx *wait_ctx, struct zpp_region *region, const struct making *making,
+                           int own_fd, struct zpp_err *err) {
+    struct zpp_comm *comm = wait_ctx->comm;
     const struct zpp_message content = {ZPP_MESSAGE_REGION, making->number, making->kind, making->bytes};
     zpp_status status = ZPP_OK;
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
@@ -43,7 +43,7 @@ static zpp_status exchange(struct zpp_turn *turn, struct zpp_region *region, con
         struct zpp_message theirs;
         int fd = -1;
         if (r == comm->rank) continue;
-        status = zpp_message_wait(turn, r, ZPP_MESSAGE_REGION, making->number, &theirs, &fd, err);
+        status = zpp_message_wait(wait_ctx, r, ZPP_MESSAGE_REGION, making->number, &theirs, &fd, err);
         if (status != ZPP_OK) break;
         if (theirs.a != content.a || theirs.b != content.b)
             status =
@@ -84,12 +84,12 @@ zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t b
     region->bytes = (bytes + 4095) & ~(size_t)4095;
     const struct making making = {++comm->regions, bytes, kind};
     const struct zpp_wait wait = {comm->timeout_ns, NULL, NULL};
-    struct zpp_turn turn = {.comm = comm, .wait = &wait, .fatal = true, .describe = describe, .ctx = &making};
+    struct zpp_wait_ctx wait_ctx = {.comm = comm, .wait = &wait, .fatal = true, .describe = describe, .ctx = &making};
     const bool owner = kind == ZPP_REGION_PER_RANK || comm->rank == 0;
     int own_fd = -1;
     if (owner) status = zpp_memfd_create("zeropp-region", region->bytes, &own_fd, err);
     if (owner && status == ZPP_OK) status = zpp_memfd_map(own_fd, region->bytes, &region->base[comm->rank], err);
-    if (status == ZPP_OK && !comm->net) status = exchange(&turn, region, &making, own_fd, err);
+    if (status == ZPP_OK && !comm->net) status = exchange(&wait_ctx, region, &making, own_fd, err);
     if (own_fd >= 0) close(own_fd);
     if (status == ZPP_OK && kind == ZPP_REGION_ONE) spread_one(region);
     if (status != ZPP_OK) {

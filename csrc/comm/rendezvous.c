@@ -47,7 +47,7 @@ struct handshake {
 
 struct rendezvous {
     struct zpp_comm *comm;
-    struct zpp_turn turn;
+    struct zpp_wait_ctx wait_ctx;
     struct endpoint endpoint[ZPP_RANKS_MAX];
     int fd[FDS]; /* my control memory, my pidfd (or -1) */
     int listener;
@@ -223,7 +223,7 @@ static zpp_status await_handshake(struct rendezvous *rendezvous, int socket_fd, 
                 ? strerror(os_errno) : "");
         struct pollfd readable = {socket_fd, POLLIN, 0};
         (void)poll(&readable, 1, 100);
-        const zpp_status late = zpp_turn_look(&rendezvous->turn, rank, false, err);
+        const zpp_status late = zpp_wait_check(&rendezvous->wait_ctx, rank, false, err);
         if (late != ZPP_OK) return late;
     }
 }
@@ -238,7 +238,7 @@ static zpp_status connect_to(struct rendezvous *rendezvous, int rank, int *socke
         if (errno == EAGAIN || errno == EINTR) { /* the listener's queue is full */
             const struct timespec pause = {0, 1000000};
             nanosleep(&pause, NULL);
-            const zpp_status late = zpp_turn_look(&rendezvous->turn, rank, false, err);
+            const zpp_status late = zpp_wait_check(&rendezvous->wait_ctx, rank, false, err);
             if (late != ZPP_OK) return late;
             continue;
         }
@@ -324,7 +324,7 @@ static bool no_longer_listens(const struct endpoint *endpoint) {
 
 static zpp_status await_higher(struct rendezvous *rendezvous, struct zpp_err *err) {
     struct zpp_comm *comm = rendezvous->comm;
-    int lost = -1, idle_turns = 0;
+    int lost = -1, idle_rounds = 0;
     for (int missing = lowest_missing(rendezvous); missing < comm->ranks; missing = lowest_missing(rendezvous)) {
         struct pollfd readable = {rendezvous->listener, POLLIN, 0};
         (void)poll(&readable, 1, 100);
@@ -332,13 +332,13 @@ static zpp_status await_higher(struct rendezvous *rendezvous, struct zpp_err *er
         bool joined = false;
         zpp_status status = ZPP_OK;
         if (socket_fd >= 0) status = admit(rendezvous, socket_fd, &joined, err);
-        if (status == ZPP_OK && !joined) status = zpp_turn_look(&rendezvous->turn, missing, false, err);
+        if (status == ZPP_OK && !joined) status = zpp_wait_check(&rendezvous->wait_ctx, missing, false, err);
         if (status != ZPP_OK) return status;
         if (joined || socket_fd >= 0) continue;
         if (lost == missing) /* refused before, and nothing from it was in the queue since */
             return zpp_fail_rank(err, ZPP_PEER, lost, "comm: rank %d (process %u) ended while joining group \"%s\"",
                                  lost, rendezvous->endpoint[lost].pid, comm->name);
-        if (++idle_turns % 10 == 0 && no_longer_listens(&rendezvous->endpoint[missing])) lost = missing;
+        if (++idle_rounds % 10 == 0 && no_longer_listens(&rendezvous->endpoint[missing])) lost = missing;
     }
     return ZPP_OK;
 }
@@ -391,7 +391,8 @@ zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_network_option
     if (!rendezvous) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for the rendezvous of %d ranks", comm->ranks);
     rendezvous->comm = comm;
     rendezvous->fd[0] = rendezvous->fd[1] = rendezvous->listener = -1;
-    rendezvous->turn = (struct zpp_turn){.comm = comm, .wait = wait, .own_timeout = true, .describe = describe_joining};
+    rendezvous->wait_ctx = (struct zpp_wait_ctx){.comm = comm, .wait = wait, .own_timeout = true,
+                                                 .describe = describe_joining};
     zpp_status status = make_own_memory(rendezvous, err);
     if (status == ZPP_OK && comm->ranks > 1) {
         status = publish_endpoint(rendezvous, network, store, err);

@@ -72,15 +72,15 @@ static void describe_now(const void *ctx, char *text, size_t room) {
     snprintf(text, room, "%s #%" PRIu32, words, comm->seq);
 }
 
-zpp_status zpp_enter(struct zpp_comm *comm, struct zpp_sig sig, const struct zpp_wait *wait, struct zpp_turn *turn,
-                     struct zpp_err *err) {
+zpp_status zpp_enter(struct zpp_comm *comm, struct zpp_sig sig, const struct zpp_wait *wait,
+                     struct zpp_wait_ctx *wait_ctx, struct zpp_err *err) {
     const zpp_status status = zpp_comm_check(comm, err);
     if (status != ZPP_OK) return status;
     comm->seq++;
     comm->now = sig;
     comm->way = 0;
     comm->route_now = NULL;
-    *turn = (struct zpp_turn){
+    *wait_ctx = (struct zpp_wait_ctx){
         .comm = comm, .wait = wait, .own_timeout = true, .fatal = true, .describe = describe_now, .ctx = comm};
     return ZPP_OK;
 }
@@ -105,52 +105,52 @@ static zpp_status diverged(struct zpp_comm *comm, struct zpp_err *err) {
                          zpp_label(comm, 0), here, seq, zpp_label(comm, other), there, seq, comm->name);
 }
 
-zpp_status zpp_exchange(struct zpp_turn *turn, struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
+zpp_status zpp_exchange(struct zpp_wait_ctx *wait_ctx, struct zpp_err *err) {
+    struct zpp_comm *comm = wait_ctx->comm;
     struct zpp_post *mine = zpp_my_post(comm);
     if (comm->ranks == 1) return ZPP_OK;
     mine->sig = comm->now;
-    zpp_word_raise(&mine->word, comm->seq);
-    const struct zpp_gate gate =
-        zpp_gate_at(comm, offsetof(struct zpp_control, post) + (comm->seq % 2) * sizeof(struct zpp_post), comm->seq);
-    const zpp_status status = zpp_await_all(turn, &gate, err);
+    zpp_counter_raise(&mine->counter, comm->seq);
+    const struct zpp_wait_target wait_target =
+        zpp_target_at(comm, offsetof(struct zpp_control, post) + (comm->seq % 2) * sizeof(struct zpp_post), comm->seq);
+    const zpp_status status = zpp_await_all(wait_ctx, &wait_target, err);
     if (status != ZPP_OK) return status;
     for (int r = 0; r < comm->ranks; r++)
         if (!same_sig(&zpp_post_of(comm, r)->sig, &comm->now)) return diverged(comm, err);
     return ZPP_OK;
 }
 
-zpp_status zpp_exchange_small(struct zpp_turn *turn, const void *payload, size_t bytes, struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
+zpp_status zpp_exchange_small(struct zpp_wait_ctx *wait_ctx, const void *payload, size_t bytes, struct zpp_err *err) {
+    struct zpp_comm *comm = wait_ctx->comm;
     if (bytes)
         memcpy(bytes <= ZPP_INLINE_BYTES ? zpp_my_post(comm)->bytes
                                          : zpp_control(comm, comm->rank)->small[comm->seq % 2],
                payload, bytes);
-    return zpp_exchange(turn, err);
+    return zpp_exchange(wait_ctx, err);
 }
 
-zpp_status zpp_exchange_place_of(struct zpp_turn *turn, int owner, const void *tensor_here, size_t bytes,
+zpp_status zpp_exchange_place_of(struct zpp_wait_ctx *wait_ctx, int owner, const void *tensor_here, size_t bytes,
                                  bool *in_arena, const uint8_t **tensor, struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
+    struct zpp_comm *comm = wait_ctx->comm;
     struct zpp_place *place = &zpp_my_post(comm)->place;
     if (comm->rank != owner || !zpp_arena_find(comm, tensor_here, bytes, place)) *place = (struct zpp_place){0};
     zpp_route_post(comm, bytes, place);
-    const zpp_status status = zpp_exchange(turn, err);
+    const zpp_status status = zpp_exchange(wait_ctx, err);
     if (status != ZPP_OK) return status;
     *in_arena = zpp_post_of(comm, owner)->place.arena != 0;
     zpp_route_take(comm, *in_arena);
     *tensor = tensor_here;
     if (!*in_arena || comm->rank == owner) return ZPP_OK;
-    return zpp_arena_at(turn, owner, &zpp_post_of(comm, owner)->place, bytes, tensor, err);
+    return zpp_arena_at(wait_ctx, owner, &zpp_post_of(comm, owner)->place, bytes, tensor, err);
 }
 
-zpp_status zpp_exchange_place(struct zpp_turn *turn, const void *tensor_here, size_t bytes, bool *in_place,
+zpp_status zpp_exchange_place(struct zpp_wait_ctx *wait_ctx, const void *tensor_here, size_t bytes, bool *in_place,
                               const uint8_t **tensor, struct zpp_err *err) {
-    struct zpp_comm *comm = turn->comm;
+    struct zpp_comm *comm = wait_ctx->comm;
     struct zpp_place *place = &zpp_my_post(comm)->place;
     if (!zpp_arena_find(comm, tensor_here, bytes, place)) *place = (struct zpp_place){0};
     zpp_route_post(comm, bytes, place);
-    zpp_status status = zpp_exchange(turn, err);
+    zpp_status status = zpp_exchange(wait_ctx, err);
     *in_place = status == ZPP_OK;
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
         if (!zpp_post_of(comm, r)->place.arena) *in_place = false;
@@ -160,7 +160,7 @@ zpp_status zpp_exchange_place(struct zpp_turn *turn, const void *tensor_here, si
         if (r == comm->rank)
             tensor[r] = tensor_here;
         else
-            status = zpp_arena_at(turn, r, &zpp_post_of(comm, r)->place, bytes, &tensor[r], err);
+            status = zpp_arena_at(wait_ctx, r, &zpp_post_of(comm, r)->place, bytes, &tensor[r], err);
     }
     return status;
 }

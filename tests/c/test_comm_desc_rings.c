@@ -139,9 +139,9 @@ static void ring_tries(struct test_rank *me) {
                 "notice #1000 of lane \"tries\"");
     CHECK_EQUAL(err.rank, peer);
     /* whoever uses the descriptor ring has words for what it is for, and no number is in the message */
-    char word[] = "reduce";
+    char counter[] = "reduce";
     const struct zpp_desc expect = {.kind = 1, .object = 7};
-    zpp_desc_ring_set_describe(ring, describe, word);
+    zpp_desc_ring_set_describe(ring, describe, counter);
     CHECK_FAILS(zpp_desc_ring_read(ring, peer, 1000, &expect, &hasty, NULL, &err), ZPP_TIMEOUT,
                 "did not come to reduce unit 7 within 0.1");
     CHECK_FAILS(zpp_desc_ring_wait_acked(ring, seq, &hasty, &err), ZPP_TIMEOUT,
@@ -156,10 +156,10 @@ static void ring_divergence(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_desc_ring *ring = NULL;
     uint64_t seq = 0;
-    char word[] = "reduce";
+    char counter[] = "reduce";
     const struct zpp_desc desc = {.kind = 1, .object = me->rank == 2 ? 9 : 4, .elems = 8};
     CHECK_OK(zpp_desc_ring_create(me->comm, "grads", &ring, &err));
-    zpp_desc_ring_set_describe(ring, describe, word);
+    zpp_desc_ring_set_describe(ring, describe, counter);
     CHECK_OK(zpp_barrier(me->comm, NULL, &err)); /* all have the descriptor ring */
     /* The others may have found out before this rank posts. */
     zpp_status status = zpp_desc_ring_post(ring, &desc, &patient, &seq, &err);

@@ -36,13 +36,13 @@ static void make_region(struct zpp_comm *comm, enum zpp_region_kind kind) {
 
 static void find_tensor(struct zpp_comm *comm, struct fuzz_input *input) {
     struct zpp_err err = ZPP_ERR_INIT;
-    struct zpp_turn turn = {.comm = comm, .own_timeout = true};
+    struct zpp_wait_ctx wait_ctx = {.comm = comm, .own_timeout = true};
     struct zpp_place place = {.arena = fuzz_byte(input) % 4, .offset_bytes = fuzz_byte(input) * 64u};
     const uint8_t *data = NULL;
     uint64_t bytes = fuzz_byte(input) * 32u;
     if (fuzz_byte(input) & 1) fuzz_take(input, &place.offset_bytes, sizeof place.offset_bytes);
     if (fuzz_byte(input) & 1) fuzz_take(input, &bytes, sizeof bytes);
-    const zpp_status status = zpp_arena_at(&turn, 1, &place, bytes, &data, &err);
+    const zpp_status status = zpp_arena_at(&wait_ctx, 1, &place, bytes, &data, &err);
     fuzz_need(status == ZPP_OK || err.text[0]);
     if (status == ZPP_OK && bytes) fuzz_need(data[0] + data[bytes - 1] >= 0);
 }

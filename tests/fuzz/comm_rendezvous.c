@@ -97,8 +97,8 @@ FUZZ_TARGET(rendezvous) {
     rendezvous->comm = fuzz_comm(2, &other_end);
     rendezvous->comm->joined = false;
     rendezvous->fd[0] = rendezvous->fd[1] = rendezvous->listener = -1;
-    rendezvous->turn =
-        (struct zpp_turn){.comm = rendezvous->comm, .own_timeout = true, .describe = describe_joining};
+    rendezvous->wait_ctx =
+        (struct zpp_wait_ctx){.comm = rendezvous->comm, .own_timeout = true, .describe = describe_joining};
     rendezvous->endpoint[0] = (struct endpoint){.magic = ENDPOINT_MAGIC, .ranks = 2,
                                                 .base_bytes = rendezvous->comm->base_bytes};
     rendezvous->fd[0] = fuzz_memfd(&input, 64, true); /* what admit() answers with */
