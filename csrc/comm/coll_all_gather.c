@@ -73,8 +73,8 @@ static void take(const void *ctx, size_t round, uint32_t staged) {
 static zpp_status staged(struct zpp_wait_ctx *wait_ctx, void *const *dst, const uint8_t *src, size_t bytes,
                          struct zpp_err *err) {
     const struct job job = {wait_ctx->comm, dst, src, bytes};
-    const struct zpp_pump pump = {(bytes + ZPP_STAGE_BYTES - 1) / ZPP_STAGE_BYTES, &job, fill, take, NULL};
-    return zpp_pump_run(wait_ctx, &pump, err);
+    const struct zpp_pipeline pipeline = {(bytes + ZPP_STAGE_BYTES - 1) / ZPP_STAGE_BYTES, &job, fill, take, NULL};
+    return zpp_pipeline_run(wait_ctx, &pipeline, err);
 }
 
 zpp_status zpp_coll_all_gather(struct zpp_wait_ctx *wait_ctx, void *const *dst, const void *src, size_t bytes,

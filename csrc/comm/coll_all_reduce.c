@@ -4,8 +4,8 @@
  *
  *   small     (N - 1) * bytes: payload beside the signature, every rank combines everything; one publication, one round
  *             of reads
- *   staged    2 (N - 1) / N * bytes, reduce-scatter then all-gather within each round: track 0 carries the chunk in,
- *             the owner of each slice combines it into track 1, everybody copies the other slices out of there
+ *   staged    2 (N - 1) / N * bytes, reduce-scatter then all-gather within each round: stage 0 carries the chunk in,
+ *             the owner of each slice combines it into stage 1, everybody copies the other slices out of there
  *   in place  2 (N - 1) / N * bytes: every tensor lies in an arena. Per round each rank combines its slice of all
  *             tensors into its own tensor, and copies the other slices from the ranks that combined them, one round
  *             behind
@@ -104,8 +104,8 @@ static void gather_slices(const void *ctx, size_t round, uint32_t staged) {
 }
 
 static zpp_status staged(const struct job *job, struct zpp_err *err) {
-    const struct zpp_pump pump = {rounds_of(job), job, fill_slices, gather_slices, combine_slice};
-    return zpp_pump_run(job->wait_ctx, &pump, err);
+    const struct zpp_pipeline pipeline = {rounds_of(job), job, fill_slices, gather_slices, combine_slice};
+    return zpp_pipeline_run(job->wait_ctx, &pipeline, err);
 }
 
 /* --- in place ---------------------------------------------------------------------------------------------------- */

@@ -147,8 +147,8 @@ static void take(const void *ctx, size_t round, uint32_t staged) {
 }
 
 static zpp_status staged(const struct job *job, uint64_t most, struct zpp_err *err) {
-    const struct zpp_pump pump = {(most + job->piece_bytes - 1) / job->piece_bytes, job, fill, take, NULL};
-    return zpp_pump_run(job->wait_ctx, &pump, err);
+    const struct zpp_pipeline pipeline = {(most + job->piece_bytes - 1) / job->piece_bytes, job, fill, take, NULL};
+    return zpp_pipeline_run(job->wait_ctx, &pipeline, err);
 }
 
 zpp_status zpp_coll_all_to_all(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err) {

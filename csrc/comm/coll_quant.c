@@ -122,9 +122,9 @@ static void gather_take(const void *ctx, size_t round, uint32_t staged) {
 
 static zpp_status all_gather(struct job *job, struct zpp_err *err) {
     struct zpp_comm *comm = job->wait_ctx->comm;
-    const struct zpp_pump pump = {rounds_of(job), job, gather_fill, gather_take, NULL};
+    const struct zpp_pipeline pipeline = {rounds_of(job), job, gather_fill, gather_take, NULL};
     zpp_count_call(comm, ZPP_TRAFFIC_ALL_GATHER, wire_bytes(&job->wire, job->elems) * (uint64_t)(comm->ranks - 1));
-    return zpp_pump_run(job->wait_ctx, &pump, err);
+    return zpp_pipeline_run(job->wait_ctx, &pipeline, err);
 }
 
 /* --- reduce-scatter ---------------------------------------------------------------------------------------------- */
@@ -186,11 +186,11 @@ static zpp_status reduce_scatter(struct job *job, struct zpp_err *err) {
     const uint64_t far = slice * (uint64_t)(nodes - 1);
     const uint64_t near = slice * (uint64_t)(job->node_ranks - 1) * (uint64_t)nodes;
     const bool one_hop = nodes == 1 || job->node_ranks == 1;
-    const struct zpp_pump pump = {rounds_of(job), job, scatter_fill, one_hop ? scatter_take : node_take,
-                                  one_hop ? NULL : node_pass};
+    const struct zpp_pipeline pipeline = {rounds_of(job), job, scatter_fill, one_hop ? scatter_take : node_take,
+                                          one_hop ? NULL : node_pass};
     zpp_count_call(comm, ZPP_TRAFFIC_REDUCE_SCATTER, near + far);
     zpp_count_far(comm, ZPP_TRAFFIC_REDUCE_SCATTER, far);
-    return zpp_pump_run(job->wait_ctx, &pump, err);
+    return zpp_pipeline_run(job->wait_ctx, &pipeline, err);
 }
 
 /* --- all-reduce -------------------------------------------------------------------------------------------------- */
@@ -254,11 +254,11 @@ static uint64_t reduce_bytes(const struct job *job, size_t at) {
 
 static zpp_status all_reduce(struct job *job, struct zpp_err *err) {
     const size_t whole = job->elems / round_elems(job), rest = job->elems % round_elems(job);
-    const struct zpp_pump pump = {whole + (rest != 0), job, reduce_fill, reduce_take, reduce_pass};
+    const struct zpp_pipeline pipeline = {whole + (rest != 0), job, reduce_fill, reduce_take, reduce_pass};
     uint64_t bytes = whole ? whole * reduce_bytes(job, 0) : 0;
     if (rest) bytes += reduce_bytes(job, job->elems - rest);
     zpp_count_call(job->wait_ctx->comm, ZPP_TRAFFIC_ALL_REDUCE, bytes);
-    return zpp_pump_run(job->wait_ctx, &pump, err);
+    return zpp_pipeline_run(job->wait_ctx, &pipeline, err);
 }
 
 /* --- the door (call.c) ------------------------------------------------------------------------------------------- */

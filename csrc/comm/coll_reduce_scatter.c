@@ -76,8 +76,8 @@ static void take(const void *ctx, size_t round, uint32_t staged) {
 
 static zpp_status staged(const struct job *job, struct zpp_err *err) {
     const size_t rounds = (job->tensor->bytes + job->piece_bytes - 1) / job->piece_bytes;
-    const struct zpp_pump pump = {rounds, job, fill, take, NULL};
-    return zpp_pump_run(job->wait_ctx, &pump, err);
+    const struct zpp_pipeline pipeline = {rounds, job, fill, take, NULL};
+    return zpp_pipeline_run(job->wait_ctx, &pipeline, err);
 }
 
 zpp_status zpp_coll_reduce_scatter(struct zpp_wait_ctx *wait_ctx, void *dst, const void *src,

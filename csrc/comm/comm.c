@@ -76,7 +76,7 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
     comm->spin_rounds = comm->crowded ? SPIN_TURNS_CROWDED : SPIN_TURNS; /* who spins may keep a peer from running */
     comm->log = options->log;
     comm->log_ctx = options->log_ctx;
-    comm->base_bytes = sizeof(struct zpp_control) + (size_t)ZPP_TRACKS * ZPP_STAGE_SLOTS * ZPP_STAGE_BYTES;
+    comm->base_bytes = sizeof(struct zpp_control) + (size_t)ZPP_PIPELINE_STAGES * ZPP_STAGE_SLOTS * ZPP_STAGE_BYTES;
     snprintf(comm->name, sizeof comm->name, "%s", options->name ? options->name : "default");
     pthread_mutex_init(&comm->message_lock, NULL);
     pthread_mutex_init(&comm->comm_error_lock, NULL);

@@ -2,13 +2,13 @@
  *
  * What the files of csrc/comm share: the layout of a rank's control memory and the communicator object.
  *
- * Each rank has one memfd, mapped by all: [struct zpp_control][staging of track 0][staging of track 1].
+ * Each rank has one memfd, mapped by all: [struct zpp_control][staging of stage 0][staging of stage 1].
  *   post      two entries, used in turn: a collective's signature and its small payload; `counter` is its sequence
  *   number.
  *             Two are enough because a rank posts s + 2 only after it saw every peer's s + 1, which a peer posts after
  *             it has read s. So every collective must wait for every peer's post.
- *   staged    rounds of staging this rank has filled, per track; slot = round % ZPP_STAGE_SLOTS
- *   taken     rounds of the peers' staging this rank has finished reading, per track
+ *   staged    rounds of staging this rank has filled, per stage; slot = round % ZPP_STAGE_SLOTS
+ *   taken     rounds of the peers' staging this rank has finished reading, per stage
  *   step      phases passed by collectives that read the peers' tensors in place
  * Counters run on over the life of the group; all ranks raise them alike, because the signatures were compared first.
  */
@@ -25,7 +25,7 @@ enum {
     ZPP_RANKS_MAX = 64,
     ZPP_INLINE_BYTES = 40,   /* payload that travels on the line of its sequence number */
     ZPP_SMALL_BYTES = 16384, /* payload of collectives that need no staging */
-    ZPP_TRACKS = 2,
+    ZPP_PIPELINE_STAGES = 2,
     ZPP_STAGE_SLOTS = 8,
     ZPP_STAGE_BYTES = 256 * 1024, /* one slot */
 };
@@ -74,7 +74,7 @@ struct zpp_control {
     _Alignas(ZPP_LINE_BYTES) _Atomic uint64_t comm_error; /* of the group, in rank 0's block only; see comm_error.c */
     char comm_error_text[ZPP_ERR_TEXT_BYTES];             /* the words of the comm error that this rank recorded */
     struct zpp_post post[2];
-    struct zpp_line_counter staged[ZPP_TRACKS], taken[ZPP_TRACKS], step;
+    struct zpp_line_counter staged[ZPP_PIPELINE_STAGES], taken[ZPP_PIPELINE_STAGES], step;
     struct zpp_line_counter doorbell;     /* rung by peers that sent or received something (p2p.c) */
     uint64_t counts[2][ZPP_RANKS_MAX]; /* bytes for each peer, in turn like `post` (coll_all_to_all.c) */
     _Alignas(4096) uint8_t small[2][ZPP_SMALL_BYTES];
@@ -123,7 +123,7 @@ struct zpp_comm {
 
     _Atomic bool busy; /* a collective runs: a second thread in here is a caller's error, not a torn counter */
     /* The caller's side of the counters. Used by the one thread that runs collectives. */
-    uint32_t seq, staged[ZPP_TRACKS], taken[ZPP_TRACKS], step;
+    uint32_t seq, staged[ZPP_PIPELINE_STAGES], taken[ZPP_PIPELINE_STAGES], step;
     struct zpp_sig now; /* the collective in progress, for messages */
     unsigned way;       /* how its bytes travel; 0 unless the ranks agreed on one */
     struct zpp_route route[ZPP_COLLS][2][ZPP_ROUTE_SIZES], *route_now; /* route.c: staged, in place; rank 0's count */
@@ -147,9 +147,9 @@ static inline struct zpp_control *zpp_control(const struct zpp_comm *comm, int r
     return (struct zpp_control *)comm->base[rank];
 }
 
-static inline uint8_t *zpp_stage(const struct zpp_comm *comm, int rank, int track, uint32_t round) {
+static inline uint8_t *zpp_stage(const struct zpp_comm *comm, int rank, int stage, uint32_t round) {
     return (uint8_t *)comm->base[rank] + sizeof(struct zpp_control) +
-           ((size_t)track * ZPP_STAGE_SLOTS + round % ZPP_STAGE_SLOTS) * ZPP_STAGE_BYTES;
+           ((size_t)stage * ZPP_STAGE_SLOTS + round % ZPP_STAGE_SLOTS) * ZPP_STAGE_BYTES;
 }
 
 static inline struct zpp_wait_target zpp_target_at(const struct zpp_comm *comm, size_t offset_bytes, uint32_t target) {
@@ -286,23 +286,23 @@ enum { ZPP_STREAM_BYTES = 4 * 1024 * 1024 }; /* outputs from this size on may be
 
 /* --- rounds.c: staging in rounds --------------------------------------------------------------------------------- */
 /* Wait until my slot of the next round is free (every peer has taken what it held). */
-zpp_status zpp_stage_begin(struct zpp_wait_ctx *wait_ctx, int track, uint8_t **slot, struct zpp_err *err);
-void zpp_stage_publish(struct zpp_comm *comm, int track);
-/* Wait until every peer has staged the next round; then it is at zpp_stage(comm, r, track, comm->taken[track]). */
-zpp_status zpp_take_begin(struct zpp_wait_ctx *wait_ctx, int track, struct zpp_err *err);
-void zpp_take_end(struct zpp_comm *comm, int track);
+zpp_status zpp_stage_begin(struct zpp_wait_ctx *wait_ctx, int stage, uint8_t **slot, struct zpp_err *err);
+void zpp_stage_publish(struct zpp_comm *comm, int stage);
+/* Wait until every peer has staged the next round; then it is at zpp_stage(comm, r, stage, comm->taken[stage]). */
+zpp_status zpp_take_begin(struct zpp_wait_ctx *wait_ctx, int stage, struct zpp_err *err);
+void zpp_take_end(struct zpp_comm *comm, int stage);
 /* All of the above for a whole collective: every rank fills every round and takes every round. A slot is not filled
  * again before its own rank, too, has taken or passed it, so a rank may read its own slot like a peer's. */
-struct zpp_pump {
+struct zpp_pipeline {
     size_t rounds;
     const void *ctx;
     void (*fill)(const void *ctx, size_t round, uint8_t *slot);
-    /* The peers' slots of this round are at zpp_stage(comm, r, track, staged); track 0, after `pass` track 1. */
+    /* The peers' slots of this round are at zpp_stage(comm, r, stage, staged); stage 0, after `pass` stage 1. */
     void (*take)(const void *ctx, size_t round, uint32_t staged);
-    /* NULL: none. From the peers' slots in track 0 into my slot in track 1. */
+    /* NULL: none. From the peers' slots in stage 0 into my slot in stage 1. */
     void (*pass)(const void *ctx, size_t round, uint32_t staged, uint8_t *slot);
 };
-zpp_status zpp_pump_run(struct zpp_wait_ctx *wait_ctx, const struct zpp_pump *pump, struct zpp_err *err);
+zpp_status zpp_pipeline_run(struct zpp_wait_ctx *wait_ctx, const struct zpp_pipeline *pipeline, struct zpp_err *err);
 /* memcpy into a slot, the way that this collective stages its bytes. */
 static inline void zpp_stage_copy(const struct zpp_comm *comm, uint8_t *slot, const void *src, size_t bytes) {
     zpp_copy(slot, src, bytes, zpp_shared_around(comm));

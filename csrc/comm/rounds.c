@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Rounds of staging: a rank fills a slot of its own staging memory, publishes the round, and peers take it, that is,
- * read it. A track has ZPP_STAGE_SLOTS slots; one is filled again when all peers have taken what it held. A rank takes
+ * read it. A stage has ZPP_STAGE_SLOTS slots; one is filled again when all peers have taken what it held. A rank takes
  * a round as soon as it is there, while it is in the cache, and fills ahead otherwise: with a core for each rank they
  * go in step, and ranks that share cores do several rounds each time they run instead of waiting for each other in
  * every one.
@@ -10,15 +10,15 @@
  */
 #include "internal.h"
 
-#define TRACK_OFFSET(field, track) \
-    (offsetof(struct zpp_control, field) + (size_t)(track) * sizeof(struct zpp_line_counter))
+#define TRACK_OFFSET(field, stage) \
+    (offsetof(struct zpp_control, field) + (size_t)(stage) * sizeof(struct zpp_line_counter))
 
-static struct zpp_wait_target free_slot(const struct zpp_comm *comm, int track) {
-    return zpp_target_at(comm, TRACK_OFFSET(taken, track), comm->staged[track] + 1 - ZPP_STAGE_SLOTS);
+static struct zpp_wait_target free_slot(const struct zpp_comm *comm, int stage) {
+    return zpp_target_at(comm, TRACK_OFFSET(taken, stage), comm->staged[stage] + 1 - ZPP_STAGE_SLOTS);
 }
 
-static struct zpp_wait_target next_round(const struct zpp_comm *comm, int track) {
-    return zpp_target_at(comm, TRACK_OFFSET(staged, track), comm->taken[track] + 1);
+static struct zpp_wait_target next_round(const struct zpp_comm *comm, int stage) {
+    return zpp_target_at(comm, TRACK_OFFSET(staged, stage), comm->taken[stage] + 1);
 }
 
 static bool open_now(const struct zpp_comm *comm, struct zpp_wait_target wait_target) {
@@ -32,46 +32,46 @@ static zpp_status wait_for(struct zpp_wait_ctx *wait_ctx, struct zpp_wait_target
     return zpp_await_all(wait_ctx, &wait_target, err);
 }
 
-zpp_status zpp_stage_begin(struct zpp_wait_ctx *wait_ctx, int track, uint8_t **slot, struct zpp_err *err) {
+zpp_status zpp_stage_begin(struct zpp_wait_ctx *wait_ctx, int stage, uint8_t **slot, struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;
-    const zpp_status status = wait_for(wait_ctx, free_slot(comm, track), err);
-    if (status == ZPP_OK) *slot = zpp_stage(comm, comm->rank, track, comm->staged[track]);
+    const zpp_status status = wait_for(wait_ctx, free_slot(comm, stage), err);
+    if (status == ZPP_OK) *slot = zpp_stage(comm, comm->rank, stage, comm->staged[stage]);
     return status;
 }
 
-void zpp_stage_publish(struct zpp_comm *comm, int track) {
-    zpp_counter_raise(&zpp_control(comm, comm->rank)->staged[track].counter, ++comm->staged[track]);
+void zpp_stage_publish(struct zpp_comm *comm, int stage) {
+    zpp_counter_raise(&zpp_control(comm, comm->rank)->staged[stage].counter, ++comm->staged[stage]);
 }
 
-zpp_status zpp_take_begin(struct zpp_wait_ctx *wait_ctx, int track, struct zpp_err *err) {
-    return wait_for(wait_ctx, next_round(wait_ctx->comm, track), err);
+zpp_status zpp_take_begin(struct zpp_wait_ctx *wait_ctx, int stage, struct zpp_err *err) {
+    return wait_for(wait_ctx, next_round(wait_ctx->comm, stage), err);
 }
 
-void zpp_take_end(struct zpp_comm *comm, int track) {
-    zpp_counter_raise(&zpp_control(comm, comm->rank)->taken[track].counter, ++comm->taken[track]);
+void zpp_take_end(struct zpp_comm *comm, int stage) {
+    zpp_counter_raise(&zpp_control(comm, comm->rank)->taken[stage].counter, ++comm->taken[stage]);
 }
 
 /* --- pumps ------------------------------------------------------------------------------------------------------- */
 
-static void do_fill(struct zpp_comm *comm, const struct zpp_pump *pump, size_t round) {
-    pump->fill(pump->ctx, round, zpp_stage(comm, comm->rank, 0, comm->staged[0]));
+static void do_fill(struct zpp_comm *comm, const struct zpp_pipeline *pipeline, size_t round) {
+    pipeline->fill(pipeline->ctx, round, zpp_stage(comm, comm->rank, 0, comm->staged[0]));
     zpp_stage_publish(comm, 0);
 }
 
-static void do_take(struct zpp_comm *comm, const struct zpp_pump *pump, size_t round) {
-    pump->take(pump->ctx, round, comm->taken[0]);
+static void do_take(struct zpp_comm *comm, const struct zpp_pipeline *pipeline, size_t round) {
+    pipeline->take(pipeline->ctx, round, comm->taken[0]);
     zpp_take_end(comm, 0);
 }
 
-static zpp_status run_once(struct zpp_wait_ctx *wait_ctx, const struct zpp_pump *pump, struct zpp_err *err) {
+static zpp_status run_once(struct zpp_wait_ctx *wait_ctx, const struct zpp_pipeline *pipeline, struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;
     size_t filled = 0, taken = 0;
-    while (taken < pump->rounds) {
-        const bool may_take = taken < filled, may_fill = filled < pump->rounds && filled - taken < ZPP_STAGE_SLOTS;
+    while (taken < pipeline->rounds) {
+        const bool may_take = taken < filled, may_fill = filled < pipeline->rounds && filled - taken < ZPP_STAGE_SLOTS;
         if (may_take && open_now(comm, next_round(comm, 0)))
-            do_take(comm, pump, taken++);
+            do_take(comm, pipeline, taken++);
         else if (may_fill && open_now(comm, free_slot(comm, 0)))
-            do_fill(comm, pump, filled++);
+            do_fill(comm, pipeline, filled++);
         else {
             /* My slots are full or all is filled, so what is left is to take; peers fill without waiting for that. */
             const zpp_status status = wait_for(wait_ctx, may_take ? next_round(comm, 0) : free_slot(comm, 0), err);
@@ -81,32 +81,32 @@ static zpp_status run_once(struct zpp_wait_ctx *wait_ctx, const struct zpp_pump 
     return ZPP_OK;
 }
 
-static void do_pass(struct zpp_comm *comm, const struct zpp_pump *pump, size_t round) {
-    pump->pass(pump->ctx, round, comm->taken[0], zpp_stage(comm, comm->rank, 1, comm->staged[1]));
+static void do_pass(struct zpp_comm *comm, const struct zpp_pipeline *pipeline, size_t round) {
+    pipeline->pass(pipeline->ctx, round, comm->taken[0], zpp_stage(comm, comm->rank, 1, comm->staged[1]));
     zpp_take_end(comm, 0);
     zpp_stage_publish(comm, 1);
 }
 
-static void do_take_second(struct zpp_comm *comm, const struct zpp_pump *pump, size_t round) {
-    pump->take(pump->ctx, round, comm->taken[1]);
+static void do_take_second(struct zpp_comm *comm, const struct zpp_pipeline *pipeline, size_t round) {
+    pipeline->take(pipeline->ctx, round, comm->taken[1]);
     zpp_take_end(comm, 1);
 }
 
-/* Two tracks: rounds are filled into track 0, passed from there into track 1, taken from there. The latest stage that
- * can go on does; if none can, wait for the earliest reason: peers always can do what that stage needs, because it
- * needs only what they do before the stage this rank is at. */
-static zpp_status run_twice(struct zpp_wait_ctx *wait_ctx, const struct zpp_pump *pump, struct zpp_err *err) {
+/* Two stages: rounds are filled into stage 0, passed from there into stage 1, taken from there. The latest step that
+ * can go on does; if none can, wait for the earliest reason: peers always can do what that step needs, because it
+ * needs only what they do before the step this rank is at. */
+static zpp_status run_twice(struct zpp_wait_ctx *wait_ctx, const struct zpp_pipeline *pipeline, struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;
     size_t filled = 0, passed = 0, taken = 0;
-    while (taken < pump->rounds) {
+    while (taken < pipeline->rounds) {
         const bool may_take = taken < passed, may_pass = passed < filled && passed - taken < ZPP_STAGE_SLOTS;
-        const bool may_fill = filled < pump->rounds && filled - passed < ZPP_STAGE_SLOTS;
+        const bool may_fill = filled < pipeline->rounds && filled - passed < ZPP_STAGE_SLOTS;
         if (may_take && open_now(comm, next_round(comm, 1)))
-            do_take_second(comm, pump, taken++);
+            do_take_second(comm, pipeline, taken++);
         else if (may_pass && open_now(comm, next_round(comm, 0)) && open_now(comm, free_slot(comm, 1)))
-            do_pass(comm, pump, passed++);
+            do_pass(comm, pipeline, passed++);
         else if (may_fill && open_now(comm, free_slot(comm, 0)))
-            do_fill(comm, pump, filled++);
+            do_fill(comm, pipeline, filled++);
         else {
             const zpp_status status = wait_for(wait_ctx,
                                                may_take   ? next_round(comm, 1)
@@ -119,9 +119,9 @@ static zpp_status run_twice(struct zpp_wait_ctx *wait_ctx, const struct zpp_pump
     return ZPP_OK;
 }
 
-zpp_status zpp_pump_run(struct zpp_wait_ctx *wait_ctx, const struct zpp_pump *pump, struct zpp_err *err) {
+zpp_status zpp_pipeline_run(struct zpp_wait_ctx *wait_ctx, const struct zpp_pipeline *pipeline, struct zpp_err *err) {
     const uint64_t start_ns = zpp_now_ns();
-    const zpp_status status = pump->pass ? run_twice(wait_ctx, pump, err) : run_once(wait_ctx, pump, err);
+    const zpp_status status = pipeline->pass ? run_twice(wait_ctx, pipeline, err) : run_once(wait_ctx, pipeline, err);
     if (status == ZPP_OK) zpp_route_learn(wait_ctx->comm, zpp_now_ns() - start_ns);
     return status;
 }
