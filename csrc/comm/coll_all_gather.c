@@ -37,7 +37,7 @@ static zpp_status in_place(struct zpp_wait_ctx *wait_ctx, void *const *dst, cons
     const uint64_t start_ns = zpp_now_ns();
     for (int k = 0; k < comm->ranks; k++) { /* each rank begins with itself, so that readers spread over the sources */
         const int r = (comm->rank + k) % comm->ranks;
-        copy_own(dst[r], src[r], bytes, zpp_own_around(comm));
+        copy_own(dst[r], src[r], bytes, zpp_own_nontemporal(comm));
     }
     return zpp_step_last(wait_ctx, start_ns, err);
 }
@@ -58,7 +58,7 @@ static void fill(const void *ctx, size_t round, uint8_t *slot) {
     const size_t at = round * ZPP_STAGE_BYTES, chunk = chunk_at(job, at);
     zpp_stage_copy(job->comm, slot, job->src + at, chunk);
     /* out of the cache, where the slot's copy has just brought it */
-    copy_own((uint8_t *)job->dst[job->comm->rank] + at, job->src + at, chunk, zpp_own_around(job->comm));
+    copy_own((uint8_t *)job->dst[job->comm->rank] + at, job->src + at, chunk, zpp_own_nontemporal(job->comm));
 }
 
 static void take(const void *ctx, size_t round, uint32_t staged) {
@@ -66,7 +66,8 @@ static void take(const void *ctx, size_t round, uint32_t staged) {
     const size_t at = round * ZPP_STAGE_BYTES, chunk = chunk_at(job, at);
     for (int k = 1; k < job->comm->ranks; k++) {
         const int r = (job->comm->rank + k) % job->comm->ranks;
-        zpp_copy((uint8_t *)job->dst[r] + at, zpp_stage(job->comm, r, 0, staged), chunk, zpp_own_around(job->comm));
+        zpp_copy((uint8_t *)job->dst[r] + at, zpp_stage(job->comm, r, 0, staged), chunk,
+                 zpp_own_nontemporal(job->comm));
     }
 }
 

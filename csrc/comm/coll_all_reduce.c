@@ -118,7 +118,7 @@ static void combine_in_place(const struct job *job, const uint8_t *const *tensor
     for (int r = 0; r < comm->ranks; r++) part[r] = tensor[r] + at + begin;
     /* Only this rank reads or writes this slice before the phase ends. Its lines may lie in the peers' caches from the
      * last time: then writing around the cache can be several times faster than taking them away one by one. */
-    combine(job, job->data + at + begin, part, length, zpp_shared_around(comm));
+    combine(job, job->data + at + begin, part, length, zpp_shared_nontemporal(comm));
 }
 
 static void copy_in_place(const struct job *job, const uint8_t *const *tensor, size_t at) {
@@ -127,7 +127,7 @@ static void copy_in_place(const struct job *job, const uint8_t *const *tensor, s
         const int r = (comm->rank + k) % comm->ranks;
         size_t begin, length;
         slice_of(job, round_at(job, at), r, &begin, &length);
-        zpp_copy(job->data + at + begin, tensor[r] + at + begin, length, zpp_own_around(comm));
+        zpp_copy(job->data + at + begin, tensor[r] + at + begin, length, zpp_own_nontemporal(comm));
     }
 }
 

@@ -111,7 +111,7 @@ static zpp_status in_place(const struct job *job, uint64_t start_ns, struct zpp_
         const zpp_status status = zpp_arena_at(job->wait_ctx, r, &zpp_post_of(comm, r)->place,
                                                before + job->call->dst_bytes[r], &src, err);
         if (status != ZPP_OK) return status;
-        zpp_copy(job->call->dsts[r], src + before, job->call->dst_bytes[r], zpp_own_around(comm));
+        zpp_copy(job->call->dsts[r], src + before, job->call->dst_bytes[r], zpp_own_nontemporal(comm));
     }
     return zpp_step_last(job->wait_ctx, start_ns, err);
 }
@@ -142,7 +142,7 @@ static void take(const void *ctx, size_t round, uint32_t staged) {
         const int r = (comm->rank + k) % comm->ranks;
         const size_t piece = piece_at(job, job->call->dst_bytes[r], at);
         const uint8_t *from = zpp_stage(comm, r, 0, staged) + (size_t)comm->rank * job->piece_bytes;
-        if (piece) zpp_copy((uint8_t *)job->call->dsts[r] + at, from, piece, zpp_own_around(comm));
+        if (piece) zpp_copy((uint8_t *)job->call->dsts[r] + at, from, piece, zpp_own_nontemporal(comm));
     }
 }
 
@@ -158,8 +158,8 @@ zpp_status zpp_coll_all_to_all(struct zpp_wait_ctx *wait_ctx, const struct zpp_c
     publish_counts(comm, call);
     (void)pack_small(comm, call);
     zpp_my_post(comm)->place = place_of(comm, call);
-    zpp_route_post(comm, sum_without(counts_of(comm, me), comm->ranks, me) + call->src_bytes[me],
-                   &zpp_my_post(comm)->place);
+    zpp_store_policy_post(comm, sum_without(counts_of(comm, me), comm->ranks, me) + call->src_bytes[me],
+                          &zpp_my_post(comm)->place);
     zpp_status status = zpp_exchange(wait_ctx, err);
     if (status == ZPP_OK) status = check_counts(&job, err);
     if (status != ZPP_OK) return status;
@@ -175,9 +175,9 @@ zpp_status zpp_coll_all_to_all(struct zpp_wait_ctx *wait_ctx, const struct zpp_c
         if (r != me) received += call->dst_bytes[r];
     }
     zpp_count_call(comm, call->coll == ZPP_COLL_ALL_TO_ALL ? ZPP_TRAFFIC_ALL_TO_ALL : ZPP_TRAFFIC_OTHER, received);
-    if (!all_small) zpp_route_take(comm, all_in_arenas);
+    if (!all_small) zpp_store_policy_adopt(comm, all_in_arenas);
     if (call->src_bytes[me] && call->dsts[me] != call->srcs[me])
-        zpp_copy(call->dsts[me], call->srcs[me], call->src_bytes[me], !all_small && zpp_own_around(comm));
+        zpp_copy(call->dsts[me], call->srcs[me], call->src_bytes[me], !all_small && zpp_own_nontemporal(comm));
     if (all_small) unpack_small(&job);
     if (all_small) return ZPP_OK;
     return all_in_arenas ? in_place(&job, start_ns, err) : staged(&job, most, err);

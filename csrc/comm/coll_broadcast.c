@@ -41,7 +41,7 @@ static zpp_status receive(struct zpp_wait_ctx *wait_ctx, uint8_t *data, size_t b
         zpp_stage_publish(comm, 0);
         const zpp_status status = zpp_take_begin(wait_ctx, 0, err);
         if (status != ZPP_OK) return status;
-        zpp_copy(data + at, zpp_stage(comm, root, 0, comm->taken[0]), chunk_at(bytes, at), zpp_own_around(comm));
+        zpp_copy(data + at, zpp_stage(comm, root, 0, comm->taken[0]), chunk_at(bytes, at), zpp_own_nontemporal(comm));
         zpp_take_end(comm, 0);
     }
     return ZPP_OK;
@@ -59,10 +59,10 @@ zpp_status zpp_coll_broadcast(struct zpp_wait_ctx *wait_ctx, void *data, size_t 
     if (status != ZPP_OK) return status;
     const uint64_t start_ns = zpp_now_ns();
     if (in_arena) {
-        if (!sender) zpp_copy(data, tensor, bytes, zpp_own_around(comm));
+        if (!sender) zpp_copy(data, tensor, bytes, zpp_own_nontemporal(comm));
         return zpp_step_last(wait_ctx, start_ns, err);
     }
     status = sender ? send(wait_ctx, data, bytes, err) : receive(wait_ctx, data, bytes, root, err);
-    if (status == ZPP_OK) zpp_route_learn(comm, zpp_now_ns() - start_ns);
+    if (status == ZPP_OK) zpp_store_policy_learn(comm, zpp_now_ns() - start_ns);
     return status;
 }

@@ -23,7 +23,7 @@ struct job {
 
 static void combine(const struct job *job, const uint8_t *const *part, size_t at, size_t bytes) {
     zpp_reduce_op_sources(job->dst + at, job->tensor->op, (const void *const *)part, job->wait_ctx->comm->ranks,
-                          job->tensor->dtype, bytes / job->elem_bytes, zpp_own_around(job->wait_ctx->comm));
+                          job->tensor->dtype, bytes / job->elem_bytes, zpp_own_nontemporal(job->wait_ctx->comm));
 }
 
 static zpp_status small(const struct job *job, struct zpp_err *err) {

@@ -36,21 +36,21 @@ struct zpp_sig {
 };
 
 /* Of the tensor of a large collective; arena 0 = not in an arena. And how its bytes travel, staged, [0], or in place,
- * [1]: what rank 0 says holds (route.c). */
+ * [1]: what rank 0 says holds (store_policy.c). */
 struct zpp_place {
     uint64_t arena, offset_bytes;
-    uint8_t way[2];
+    uint8_t policy[2];
 };
 
-/* A way, of stores: around the cache unless a bit says through it. Of what peers read next (a slot, or the slice that
- * others copy), and of what only this rank reads later (its output). */
-enum { ZPP_SHARED_THROUGH = 1, ZPP_OWN_THROUGH = 2, ZPP_WAYS = 4 };
-/* What each way costs; 0: not tried yet. */
-struct zpp_route {
-    double ns_per_byte[ZPP_WAYS];
+/* A store policy: nontemporal (around the cache) unless a bit says cached. Of what peers read next (a slot, or the
+ * slice that others copy), and of what only this rank reads later (its output). */
+enum { ZPP_SHARED_CACHED = 1, ZPP_OWN_CACHED = 2, ZPP_STORE_POLICIES = 4 };
+/* What each store policy costs; 0: not tried yet. */
+struct zpp_store_costs {
+    double ns_per_byte[ZPP_STORE_POLICIES];
     uint32_t calls;
 };
-enum { ZPP_ROUTE_SIZES = 4 };
+enum { ZPP_STORE_POLICY_SIZES = 4 };
 
 struct zpp_post {
     _Alignas(ZPP_LINE_BYTES) struct zpp_counter counter;
@@ -125,9 +125,10 @@ struct zpp_comm {
     /* The caller's side of the counters. Used by the one thread that runs collectives. */
     uint32_t seq, staged[ZPP_PIPELINE_STAGES], taken[ZPP_PIPELINE_STAGES], step;
     struct zpp_sig now; /* the collective in progress, for messages */
-    unsigned way;       /* how its bytes travel; 0 unless the ranks agreed on one */
-    struct zpp_route route[ZPP_COLLS][2][ZPP_ROUTE_SIZES], *route_now; /* route.c: staged, in place; rank 0's count */
-    size_t route_bytes;
+    unsigned policy;       /* how its bytes travel; 0 unless the ranks agreed on one */
+    /* store_policy.c: staged, in place; rank 0's count */
+    struct zpp_store_costs costs[ZPP_COLLS][2][ZPP_STORE_POLICY_SIZES], *costs_now;
+    size_t policy_bytes;
     uint64_t regions;   /* region creations so far */
     uint32_t owners;    /* zpp_comm_new_owner so far */
 
@@ -252,14 +253,14 @@ zpp_status zpp_exchange_place(struct zpp_wait_ctx *wait_ctx, const void *tensor_
 zpp_status zpp_exchange_place_of(struct zpp_wait_ctx *wait_ctx, int owner, const void *tensor_here, size_t bytes,
                                  bool *in_arena, const uint8_t **tensor, struct zpp_err *err);
 
-/* --- route.c: bytes around the cache or through it --------------------------------------------------------------- */
+/* --- store_policy.c: nontemporal or cached stores ----------------------------------------------------------------- */
 /* For the collective in progress, on a tensor of `bytes`, before the exchange: what rank 0 posts. */
-void zpp_route_post(struct zpp_comm *comm, size_t bytes, struct zpp_place *place);
-/* After the exchange: go the way that rank 0 posted. */
-void zpp_route_take(struct zpp_comm *comm, bool in_place);
-void zpp_route_learn(struct zpp_comm *comm, uint64_t took_ns); /* the collective in progress took so long */
-static inline bool zpp_own_around(const struct zpp_comm *comm) { return !(comm->way & ZPP_OWN_THROUGH); }
-static inline bool zpp_shared_around(const struct zpp_comm *comm) { return !(comm->way & ZPP_SHARED_THROUGH); }
+void zpp_store_policy_post(struct zpp_comm *comm, size_t bytes, struct zpp_place *place);
+/* After the exchange: use the store policy that rank 0 posted. */
+void zpp_store_policy_adopt(struct zpp_comm *comm, bool in_place);
+void zpp_store_policy_learn(struct zpp_comm *comm, uint64_t took_ns); /* the collective in progress took so long */
+static inline bool zpp_own_nontemporal(const struct zpp_comm *comm) { return !(comm->policy & ZPP_OWN_CACHED); }
+static inline bool zpp_shared_nontemporal(const struct zpp_comm *comm) { return !(comm->policy & ZPP_SHARED_CACHED); }
 
 /* --- coll_*.c: one algorithm a file; elements already checked ---------------------------------------------------- */
 struct zpp_tensor {
@@ -305,7 +306,7 @@ struct zpp_pipeline {
 zpp_status zpp_pipeline_run(struct zpp_wait_ctx *wait_ctx, const struct zpp_pipeline *pipeline, struct zpp_err *err);
 /* memcpy into a slot, the way that this collective stages its bytes. */
 static inline void zpp_stage_copy(const struct zpp_comm *comm, uint8_t *slot, const void *src, size_t bytes) {
-    zpp_copy(slot, src, bytes, zpp_shared_around(comm));
+    zpp_copy(slot, src, bytes, zpp_shared_nontemporal(comm));
 }
 /* In place: pass to the next phase; wait until every rank has passed phase `step`. */
 uint32_t zpp_step_pass(struct zpp_comm *comm);

@@ -122,7 +122,7 @@ static zpp_status run_twice(struct zpp_wait_ctx *wait_ctx, const struct zpp_pipe
 zpp_status zpp_pipeline_run(struct zpp_wait_ctx *wait_ctx, const struct zpp_pipeline *pipeline, struct zpp_err *err) {
     const uint64_t start_ns = zpp_now_ns();
     const zpp_status status = pipeline->pass ? run_twice(wait_ctx, pipeline, err) : run_once(wait_ctx, pipeline, err);
-    if (status == ZPP_OK) zpp_route_learn(wait_ctx->comm, zpp_now_ns() - start_ns);
+    if (status == ZPP_OK) zpp_store_policy_learn(wait_ctx->comm, zpp_now_ns() - start_ns);
     return status;
 }
 
@@ -137,6 +137,6 @@ zpp_status zpp_step_wait(struct zpp_wait_ctx *wait_ctx, uint32_t step, struct zp
 
 zpp_status zpp_step_last(struct zpp_wait_ctx *wait_ctx, uint64_t start_ns, struct zpp_err *err) {
     const zpp_status status = zpp_step_wait(wait_ctx, zpp_step_pass(wait_ctx->comm), err);
-    if (status == ZPP_OK) zpp_route_learn(wait_ctx->comm, zpp_now_ns() - start_ns);
+    if (status == ZPP_OK) zpp_store_policy_learn(wait_ctx->comm, zpp_now_ns() - start_ns);
     return status;
 }

@@ -78,8 +78,8 @@ zpp_status zpp_enter(struct zpp_comm *comm, struct zpp_sig sig, const struct zpp
     if (status != ZPP_OK) return status;
     comm->seq++;
     comm->now = sig;
-    comm->way = 0;
-    comm->route_now = NULL;
+    comm->policy = 0;
+    comm->costs_now = NULL;
     *wait_ctx = (struct zpp_wait_ctx){
         .comm = comm, .wait = wait, .own_timeout = true, .fatal = true, .describe = describe_now, .ctx = comm};
     return ZPP_OK;
@@ -134,11 +134,11 @@ zpp_status zpp_exchange_place_of(struct zpp_wait_ctx *wait_ctx, int owner, const
     struct zpp_comm *comm = wait_ctx->comm;
     struct zpp_place *place = &zpp_my_post(comm)->place;
     if (comm->rank != owner || !zpp_arena_find(comm, tensor_here, bytes, place)) *place = (struct zpp_place){0};
-    zpp_route_post(comm, bytes, place);
+    zpp_store_policy_post(comm, bytes, place);
     const zpp_status status = zpp_exchange(wait_ctx, err);
     if (status != ZPP_OK) return status;
     *in_arena = zpp_post_of(comm, owner)->place.arena != 0;
-    zpp_route_take(comm, *in_arena);
+    zpp_store_policy_adopt(comm, *in_arena);
     *tensor = tensor_here;
     if (!*in_arena || comm->rank == owner) return ZPP_OK;
     return zpp_arena_at(wait_ctx, owner, &zpp_post_of(comm, owner)->place, bytes, tensor, err);
@@ -149,12 +149,12 @@ zpp_status zpp_exchange_place(struct zpp_wait_ctx *wait_ctx, const void *tensor_
     struct zpp_comm *comm = wait_ctx->comm;
     struct zpp_place *place = &zpp_my_post(comm)->place;
     if (!zpp_arena_find(comm, tensor_here, bytes, place)) *place = (struct zpp_place){0};
-    zpp_route_post(comm, bytes, place);
+    zpp_store_policy_post(comm, bytes, place);
     zpp_status status = zpp_exchange(wait_ctx, err);
     *in_place = status == ZPP_OK;
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
         if (!zpp_post_of(comm, r)->place.arena) *in_place = false;
-    if (status == ZPP_OK) zpp_route_take(comm, *in_place);
+    if (status == ZPP_OK) zpp_store_policy_adopt(comm, *in_place);
     if (!*in_place) return status;
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
         if (r == comm->rank)

@@ -274,7 +274,7 @@ static void sums_are_in_rank_order(void) {
 }
 
 /* The first calls go every way in turn; every rank goes the way of rank 0, and the bits do not tell which it was. */
-static void every_route(struct test_rank *me) {
+static void every_store_policy(struct test_rank *me) {
     const bool in_place = me->arg != NULL;
     const struct what what = {.arena = in_place};
     struct zpp_err err = ZPP_ERR_INIT;
@@ -284,22 +284,22 @@ static void every_route(struct test_rank *me) {
     for (unsigned call = 0; call < CALLS; call++) {
         for (size_t i = 0; i < ELEMS; i++) data[i] = (float)mix((uint32_t)i * 5u + (uint32_t)me->rank) / 3.0f;
         CHECK_OK(zpp_all_reduce(me->comm, data, ELEMS, ZPP_F32, ZPP_SUM, NULL, &err));
-        CHECK(me->comm->way == (in_place ? call % 4 : ZPP_OWN_THROUGH | call % 2));
+        CHECK(me->comm->policy == (in_place ? call % 4 : ZPP_OWN_CACHED | call % 2));
         if (call == 0) memcpy(first, data, ELEMS * sizeof *data);
         CHECK(memcmp(first, data, ELEMS * sizeof *data) == 0);
     }
-    const struct zpp_route *route = &me->comm->route[ZPP_COLL_ALL_REDUCE][in_place][0];
-    for (unsigned way = in_place ? 0 : ZPP_OWN_THROUGH; way < ZPP_WAYS; way++)
-        CHECK(me->rank != 0 || route->ns_per_byte[way] > 0);
+    const struct zpp_store_costs *costs = &me->comm->costs[ZPP_COLL_ALL_REDUCE][in_place][0];
+    for (unsigned policy = in_place ? 0 : ZPP_OWN_CACHED; policy < ZPP_STORE_POLICIES; policy++)
+        CHECK(me->rank != 0 || costs->ns_per_byte[policy] > 0);
     let_go(data, block);
     free(first);
 }
 
-static void routes(void) {
+static void store_policies(void) {
     bool in_place = true;
     for (int ranks = 2; ranks <= 3; ranks++) {
-        run_ranks(ranks, every_route, NULL);
-        run_ranks(ranks, every_route, &in_place);
+        run_ranks(ranks, every_store_policy, NULL);
+        run_ranks(ranks, every_store_policy, &in_place);
     }
 }
 
@@ -309,18 +309,19 @@ static void cheapest(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     enum { ELEMS = 300000, CALLS = 40 };
     float *data = calloc(ELEMS, sizeof *data);
-    struct zpp_route *route = &me->comm->route[ZPP_COLL_ALL_REDUCE][0][0];
-    *route = (struct zpp_route){.ns_per_byte = {[ZPP_OWN_THROUGH] = 1e-9, [ZPP_OWN_THROUGH | 1] = 1e9}, .calls = 1000};
+    struct zpp_store_costs *costs = &me->comm->costs[ZPP_COLL_ALL_REDUCE][0][0];
+    *costs = (struct zpp_store_costs){.ns_per_byte = {[ZPP_OWN_CACHED] = 1e-9, [ZPP_OWN_CACHED | 1] = 1e9},
+                                      .calls = 1000};
     for (int call = 0; call < CALLS; call++) {
-        const bool trial = route->calls % 64 == 0;
+        const bool trial = costs->calls % 64 == 0;
         CHECK_OK(zpp_all_reduce(me->comm, data, ELEMS, ZPP_F32, ZPP_SUM, NULL, &err));
-        CHECK(me->rank != 0 || trial || me->comm->way == ZPP_OWN_THROUGH);
+        CHECK(me->rank != 0 || trial || me->comm->policy == ZPP_OWN_CACHED);
     }
-    CHECK(me->comm->route[ZPP_COLL_ALL_REDUCE][0][1].calls == 0);
+    CHECK(me->comm->costs[ZPP_COLL_ALL_REDUCE][0][1].calls == 0);
     free(data);
 }
 
-static void the_cheapest_route(void) { run_ranks(2, cheapest, NULL); }
+static void the_cheapest_store_policy(void) { run_ranks(2, cheapest, NULL); }
 
 static void refused(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -366,8 +367,8 @@ int main(int argc, char **argv) {
                                              TEST(lengths_arena),
                                              TEST(dtypes_and_operations),
                                              TEST(sums_are_in_rank_order),
-                                             TEST(routes),
-                                             TEST(the_cheapest_route),
+                                             TEST(store_policies),
+                                             TEST(the_cheapest_store_policy),
                                              TEST(wrong_arguments),
                                              TEST(asynchronous),
                                              {0}};

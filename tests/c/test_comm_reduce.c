@@ -101,9 +101,9 @@ static void compare(const struct zpp_sum_kernels *kernels, zpp_dtype dtype, bool
                     size_t dst_offset) {
     static unsigned char ours[ROOM + 64] __attribute__((aligned(64))), scalar[ROOM + 64] __attribute__((aligned(64)));
     for (int count = 1; count <= SOURCES; count++)
-        for (int way = 0; way < 8; way++) {
-            const bool accumulate = way & 1, stream = way & 2;
-            const float scale = way & 4 ? 1.0f / 3.0f : 1.0f;
+        for (int policy = 0; policy < 8; policy++) {
+            const bool accumulate = policy & 1, stream = policy & 2;
+            const float scale = policy & 4 ? 1.0f / 3.0f : 1.0f;
             for (size_t i = 0; i < sizeof ours / 2; i++) {
                 const uint16_t start = zpp_bf16_from_f32((float)(i % 17) - 8.0f);
                 memcpy(ours + 2 * i, &start, 2);
