@@ -86,7 +86,7 @@ int zpp_py_call(PyObject *callable) {
 
 static int begin_backward(Zero *zero, long task) {
     struct zpp_err err = ZPP_ERR_INIT;
-    if (zpp_py_early_require_ended(zero, "a second backward")) return -1;
+    if (zpp_py_backward_step_require_ended(zero, "a second backward")) return -1;
     zero->boundary = boundary_now(zero);
     /* Gradients in a file are reduced in every micro-step: held back, they would fill the memory. */
     const bool due = zpp_zero_filed_grads(zero->core) ? zero->sync : zero->boundary;
@@ -100,7 +100,7 @@ static int begin_backward(Zero *zero, long task) {
     if (zero->ranks > 1) tell_of_others(zero);
     const Py_ssize_t count = PyList_Size(zero->units);
     for (Py_ssize_t i = 0; i < count; i++) ((Unit *)PyList_GetItem(zero->units, i))->got = 0;
-    if (zpp_py_early_begin(zero) || (zero->skipped && zpp_py_call(zero->skipped))) return -1;
+    if (zpp_py_backward_step_begin(zero) || (zero->skipped && zpp_py_call(zero->skipped))) return -1;
     PyObject *done = PyObject_CallFunctionObjArgs(zero->queue_callback, zero->end_callback, NULL);
     Py_XDECREF(done);
     return done ? 0 : -1;
@@ -118,9 +118,9 @@ static int refuse_graph(void) {
 
 int zpp_py_enter_backward(Zero *zero, bool recompute, long *task) {
     if (!zpp_py_backward_runs(zero, task)) return PyErr_Occurred() ? -1 : 0;
-    if (!recompute && (zero->moves || zero->early.begin) && *task != zero->graded_task) {
+    if (!recompute && (zero->moves || zero->backward_step.begin) && *task != zero->graded_task) {
         const int grad = zpp_py_grad_mode(zero);
-        if (grad < 0 || (grad && zero->early.begin && refuse_graph())) return -1;
+        if (grad < 0 || (grad && zero->backward_step.begin && refuse_graph())) return -1;
         /* create_graph: this backward saves views that no hook of ours sees, for the next one to read. */
         if (grad) zero->keep_passes = 2;
         zero->graded_task = *task;
@@ -177,7 +177,7 @@ PyMethodDef zpp_py_backward_methods[] = {
 /* Sticky units stay until a step, because another graph than this backward's may need them. A step inside the backward
  * allows no second graph, so there they are released. */
 int zpp_py_backward_over(Zero *zero) {
-    return zero->early.begin ? zpp_py_release_all(zero) : zpp_py_end_pass(zero);
+    return zero->backward_step.begin ? zpp_py_release_all(zero) : zpp_py_end_pass(zero);
 }
 
 /* 0, or -1 with an error set. */
@@ -197,7 +197,7 @@ static int end_one(Zero *zero) {
         zpp_py_raise(&err);
         return -1;
     }
-    if (zpp_py_early_close(zero)) return -1;
+    if (zpp_py_backward_step_close(zero)) return -1;
     if (zero->reduces && zero->stage == 0 && zero->ranks > 1 && show_whole_gradients(zero)) return -1;
     if (zero->keep_passes > 0 && --zero->keep_passes > 0) return 0;
     return zpp_py_backward_over(zero);
@@ -366,8 +366,8 @@ static PyObject *take_gradient(PyObject *self, PyObject *param) {
     if (zpp_py_enter_backward(zero, false, &task)) return NULL;
     const bool partial = task != zero->task && zpp_zero_uses(zero->core, unit->unit->index) == 0;
     if (zero->ranks == 1 && !zpp_zero_filed_grads(zero->core)) {
-        if (zero->early.begin) took_gradient(unit, hook->param);
-        if (zpp_py_early_gradient(unit, hook->param, partial)) return NULL;
+        if (zero->backward_step.begin) took_gradient(unit, hook->param);
+        if (zpp_py_backward_step_gradient(unit, hook->param, partial)) return NULL;
         if (zero->moves && after_gradient(unit)) return NULL;
         Py_RETURN_NONE;
     }
@@ -388,7 +388,7 @@ static PyObject *take_gradient(PyObject *self, PyObject *param) {
         failed = PyObject_SetAttr(param, zpp_str_grad, PyList_GetItem(unit->grad_views, hook->param));
     Py_DECREF(grad);
     if (zero->stage > 0) took_gradient(unit, hook->param);
-    if (failed || zpp_py_early_gradient(unit, hook->param, partial) || after_gradient(unit)) return NULL;
+    if (failed || zpp_py_backward_step_gradient(unit, hook->param, partial) || after_gradient(unit)) return NULL;
     Py_RETURN_NONE;
 }
 

@@ -146,7 +146,7 @@ int zpp_py_forget_dead_backward(Zero *zero) {
     zero->in_backward = false;
     zero->keep_passes = 0;
     zpp_zero_backward_abort(zero->core);
-    return zpp_py_early_abort(zero) || zpp_py_backward_over(zero) ? -1 : 0;
+    return zpp_py_backward_step_abort(zero) || zpp_py_backward_over(zero) ? -1 : 0;
 }
 
 /* A unit is given back by the call that leaves it, while another thread's call computes with it. */
@@ -172,7 +172,7 @@ static int look_around(Trigger *trigger, struct open_call *call) {
     if (call->outermost && !call->recompute) {
         if (zpp_stray_is_seen() && zpp_py_call(zero->raise_strays)) return -1;
         if (zero->in_backward && zpp_py_forget_dead_backward(zero)) return -1;
-        if (zpp_py_early_require_ended(zero, "a forward")) return -1;
+        if (zpp_py_backward_step_require_ended(zero, "a forward")) return -1;
         if (zero->buffers.where && zpp_py_sync_buffers(zero, grad)) return -1;
         zero->outer_grad = grad;
         if (grad && zero->look && zpp_py_call(zero->look)) return -1;
@@ -204,7 +204,7 @@ static int open_units(Trigger *trigger, struct open_call *call) {
     const Py_ssize_t count = PyTuple_Size(trigger->units);
     for (; call->pinned < count; call->pinned++) {
         Unit *unit = (Unit *)PyTuple_GetItem(trigger->units, call->pinned);
-        if (call->recompute && zpp_py_early_require_whole(unit)) return -1;
+        if (call->recompute && zpp_py_backward_step_require_whole(unit)) return -1;
         if (zpp_py_need(unit, phase)) return -1;
         unit->unit->pins++;
         if (!call->recompute && (call->grad || zero->outer_grad)) zpp_zero_count_use(zero->core, unit->unit->index);

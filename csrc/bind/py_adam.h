@@ -33,7 +33,7 @@ struct zpp_py_adam {
 int zpp_py_adam_list(Zero *zero, PyObject *groups, bool delayed, struct zpp_py_adam *list);
 void zpp_py_adam_drop(struct zpp_py_adam *list);
 
-/* For a step unit by unit (py_early.c). */
+/* For a step unit by unit (py_step_in_backward.c). */
 /* One unit more in `list`; -1: no memory, or an error is set. */
 int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *groups, struct zpp_py_adam *list);
 /* The groups of adam_step(), from malloc; NULL with an error set. */

@@ -44,10 +44,11 @@ static PyObject *tier_plan(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *list;
     struct zpp_tier_options options = { 0 };
-    int early;
-    if (!PyArg_ParseTuple(args, "O!dIp:tier_plan", &PyList_Type, &list, &options.fraction, &options.moments, &early))
+    int backward_step;
+    if (!PyArg_ParseTuple(args, "O!dIp:tier_plan", &PyList_Type, &list, &options.fraction, &options.moments,
+                          &backward_step))
         return NULL;
-    options.early = early;
+    options.backward_step = backward_step;
     const size_t count = (size_t)PyList_Size(list);
     struct zpp_tier_slice_plan *slices = calloc(count + 1, sizeof *slices);
     if (!slices) return PyErr_NoMemory();

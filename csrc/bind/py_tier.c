@@ -52,14 +52,14 @@ zpp_tier *zpp_py_tier_get(PyObject *object) {
 static int tier_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Tier *tier = (Tier *)self;
     struct zpp_tier_options options = { .log = keep_warning, .log_ctx = self };
-    int checksums, early;
+    int checksums, backward_step;
     unsigned buffers, depth;
     Py_ssize_t stripe_bytes, chunk_elems, block_bytes;
     PyObject *tuple;
     const char *folders[ZPP_AIO_PARTS];
     (void)kwargs;
     if (!PyArg_ParseTuple(args, "O!yndInIInpp", &PyTuple_Type, &tuple, &options.path, &stripe_bytes, &options.fraction,
-                          &options.moments, &chunk_elems, &buffers, &depth, &block_bytes, &checksums, &early) ||
+                          &options.moments, &chunk_elems, &buffers, &depth, &block_bytes, &checksums, &backward_step) ||
         !zpp_py_aio_folders(tuple, folders, &options.folders_count))
         return -1;
     options.folders = folders;
@@ -70,7 +70,7 @@ static int tier_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     options.depth = depth;
     options.block_bytes = (size_t)block_bytes;
     options.checksums = checksums;
-    options.early = early;
+    options.backward_step = backward_step;
     if (pthread_mutex_init(&tier->lock, NULL) != 0) return PyErr_NoMemory(), -1;
     tier->lock_ready = true;
     struct zpp_err err = ZPP_ERR_INIT;

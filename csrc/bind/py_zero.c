@@ -57,7 +57,7 @@ int zpp_py_need(Unit *unit, enum zpp_phase phase) {
             zpp_py_raise_zero(zero, &err);
             return -1;
         }
-        if (phase == ZPP_PHASE_FORWARD) zpp_py_early_ahead(zero);
+        if (phase == ZPP_PHASE_FORWARD) zpp_py_backward_step_ahead(zero);
     }
     return zpp_py_swap(unit, true);
 }
@@ -110,7 +110,7 @@ static void unit_dealloc(PyObject *self) {
     free(unit->grads);
     free(unit->grad_refs);
     free(unit->adam.groups);
-    free(unit->early.seen);
+    free(unit->backward_step.seen);
     Py_XDECREF(unit->zero);
     PyObject_Free(self);
     Py_DECREF(type);
@@ -120,7 +120,7 @@ static PyObject *unit_need(PyObject *self, PyObject *unused) {
     (void)unused;
     Unit *unit = (Unit *)self;
     struct zpp_err err = ZPP_ERR_INIT;
-    if (zpp_py_early_require_ended(unit->zero, "a parameter was read")) return NULL;
+    if (zpp_py_backward_step_require_ended(unit->zero, "a parameter was read")) return NULL;
     unit->unit->wants_exact = true;
     const int failed = zpp_py_need(unit, ZPP_PHASE_EVAL);
     unit->unit->wants_exact = false;
@@ -136,7 +136,8 @@ static PyObject *unit_auto(PyObject *self, PyObject *unused) {
     long task = -1;
     const bool in_backward = zpp_py_backward_runs(unit->zero, &task);
     if (PyErr_Occurred() || (in_backward && zpp_py_enter_backward(unit->zero, true, &task))) return NULL;
-    if (in_backward ? zpp_py_early_require_whole(unit) : zpp_py_early_require_ended(unit->zero, "a parameter was read"))
+    if (in_backward ? zpp_py_backward_step_require_whole(unit)
+        : zpp_py_backward_step_require_ended(unit->zero, "a parameter was read"))
         return NULL;
     if (zpp_py_need(unit, in_backward ? ZPP_PHASE_BACKWARD : ZPP_PHASE_FORWARD)) return NULL;
     if (!in_backward) unit->unit->sticky = true;
@@ -372,7 +373,7 @@ static void drop_callables(Zero *zero) {
     Py_CLEAR(zero->look);
     Py_CLEAR(zero->skipped);
     zpp_py_buffers_end(zero);
-    zpp_py_early_forget(zero);
+    zpp_py_backward_step_forget(zero);
 }
 
 /* close(): the model is gone. Breaks the cycle through the parameters' hooks; their memory lives as long as tensors use
@@ -404,7 +405,7 @@ static void zero_dealloc(PyObject *self) {
     drop_callables(zero);
     zpp_zero_destroy(zero->core);
     zpp_pool_destroy(zero->pool);
-    free(zero->early.groups);
+    free(zero->backward_step.groups);
     zpp_device_destroy(zero->device);
     Py_XDECREF(zero->comm);
     Py_XDECREF(zero->near);
@@ -694,7 +695,7 @@ int zpp_py_add_zero(PyObject *module) {
     PyTypeObject *zero_type = (PyTypeObject *)PyType_FromSpec(&zero_spec);
     if (!unit_type || !zero_type || add_methods(zero_type, zpp_py_step_methods)) return -1;
     if (add_methods(zero_type, zpp_py_filed_methods) || add_methods(zero_type, zpp_py_delayed_methods)) return -1;
-    if (add_methods(zero_type, zpp_py_early_methods) || add_methods(zero_type, zpp_py_thaw_methods)) return -1;
+    if (add_methods(zero_type, zpp_py_backward_step_methods) || add_methods(zero_type, zpp_py_thaw_methods)) return -1;
     if (add_methods(zero_type, zpp_py_backward_methods) || add_methods(zero_type, zpp_py_buffers_methods)) return -1;
     return PyModule_AddObjectRef(module, "Zero", (PyObject *)zero_type);
 }

@@ -50,21 +50,21 @@ typedef struct Unit {
         bool tiered;     /* the states are a slice of Zero's tier, and the addresses above NULL */
         int slice;
     } adam;
-    struct unit_early { /* a step inside the backward, see py_early.c; of this backward: */
+    struct unit_backward_step { /* a step inside the backward, see py_step_in_backward.c; of this backward: */
         unsigned char *seen; /* [count]: did its gradient come? NULL before the first */
         Py_ssize_t missing;
         bool partial; /* some came in parts */
         bool left;    /* complete on this rank: its parameters are not read any more */
         bool stepped;
         bool pinned;  /* whole until its slice is written */
-    } early;
+    } backward_step;
     unsigned char *ahead; /* delayed: where a step's new values of the slice go, in the unit's kind; fp32: the master */
 } Unit;
 
-enum { ZPP_EARLY_SENDING = 3 }; /* units on their way to the file at once; more, and the backward waits */
+enum { ZPP_BACKWARD_STEP_SENDING = 3 }; /* units on their way to the file at once; more, and the backward waits */
 
-/* A step inside the backward (py_early.c). */
-struct zpp_py_early {
+/* A step inside the backward (py_step_in_backward.c). */
+struct zpp_py_backward_step {
     PyObject *begin; /* () -> (groups of adam_step, grad_scale); NULL: steps are not inside the backward */
     PyObject *leave; /* (unit): what autograd kept of its parameters is not to be read any more */
     PyObject *step;  /* (unit): the update of optimizers that are in Python; NULL: Adam */
@@ -76,7 +76,8 @@ struct zpp_py_early {
     bool reads_ahead; /* states for the next step, once the next forward has read its last unit */
     int done;        /* units of the order of reductions that were stepped, or had no gradient */
     int stepped;
-    int sending[ZPP_EARLY_SENDING], sending_count; /* units whose slices are written, or were last, oldest first */
+    /* units whose slices are written, or were last, oldest first */
+    int sending[ZPP_BACKWARD_STEP_SENDING], sending_count;
     bool failed;     /* nothing more is stepped */
     struct zpp_err err;
     struct zpp_aio_fault fault;
@@ -101,7 +102,7 @@ struct Zero {
     PyObject *near;   /* of hpZ, or of a copy a host: _C.Comm of this host's ranks, or NULL */
     PyObject *units;  /* list of Unit */
     PyObject *tier;   /* _C.Tier or NULL */
-    struct zpp_py_early early;
+    struct zpp_py_backward_step backward_step;
     struct zpp_py_buffers buffers;
     zpp_delayed *delayed;   /* NULL before the first delayed step; see py_delayed.c */
     PyObject *delayed_grads; /* list of what was p.grad, while a delayed step reads it; or NULL */
@@ -204,17 +205,17 @@ PyObject *zpp_py_set_tiered_adam(Unit *unit, PyObject *args);
 extern PyMethodDef zpp_py_delayed_methods[];
 void zpp_py_delayed_end(Zero *zero); /* waits for the step under way, whose values are lost */
 
-/* py_early.c: 0, or -1 with an error set */
+/* py_step_in_backward.c: 0, or -1 with an error set */
 extern PyMethodDef zpp_py_backward_methods[];
-extern PyMethodDef zpp_py_early_methods[];
-int zpp_py_early_begin(Zero *zero);                                        /* a backward has begun */
-int zpp_py_early_gradient(Unit *unit, Py_ssize_t param, bool partial);     /* one was handed over */
-void zpp_py_early_ahead(Zero *zero);                                       /* a forward needs a unit, and has it */
-int zpp_py_early_close(Zero *zero);                                        /* the backward has ended, all is reduced */
-int zpp_py_early_abort(Zero *zero);                                        /* ... by an exception */
-int zpp_py_early_require_ended(const Zero *zero, const char *what);        /* the error names `what` is refused */
-int zpp_py_early_require_whole(const Unit *unit);                          /* ... if it was left in this backward */
-void zpp_py_early_forget(Zero *zero);
+extern PyMethodDef zpp_py_backward_step_methods[];
+int zpp_py_backward_step_begin(Zero *zero);                                        /* a backward has begun */
+int zpp_py_backward_step_gradient(Unit *unit, Py_ssize_t param, bool partial);     /* one was handed over */
+void zpp_py_backward_step_ahead(Zero *zero); /* a forward needs a unit, and has it */
+int zpp_py_backward_step_close(Zero *zero); /* the backward has ended, all is reduced */
+int zpp_py_backward_step_abort(Zero *zero);                                        /* ... by an exception */
+int zpp_py_backward_step_require_ended(const Zero *zero, const char *what); /* the error names `what` is refused */
+int zpp_py_backward_step_require_whole(const Unit *unit); /* ... if it was left in this backward */
+void zpp_py_backward_step_forget(Zero *zero);
 
 /* py_thaw.c */
 extern PyMethodDef zpp_py_thaw_methods[];

@@ -47,7 +47,7 @@ static PyObject *unpack_tensor(PyObject *self, PyObject *packed) {
         long task = -1;
         if (zpp_py_enter_backward(zero, true, &task)) return NULL;
         Unit *unit = (Unit *)PyList_GetItem(zero->units, index);
-        if (zpp_py_early_require_whole(unit) || zpp_py_need(unit, ZPP_PHASE_BACKWARD)) return NULL;
+        if (zpp_py_backward_step_require_whole(unit) || zpp_py_need(unit, ZPP_PHASE_BACKWARD)) return NULL;
     }
     return Py_NewRef(PyTuple_GetItem(packed, 2));
 }

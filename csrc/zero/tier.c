@@ -71,8 +71,8 @@ zpp_status zpp_tier_create(const struct zpp_tier_options *options, zpp_tier **ou
 
 void zpp_tier_destroy(zpp_tier *tier) {
     if (!tier) return;
-    tier_early_forget(tier); /* a read ahead of a step that will not come */
-    tier_early_drop(tier);
+    tier_backward_step_forget(tier); /* a read ahead of a step that will not come */
+    tier_backward_step_drop(tier);
     zpp_aio_arena *arena = tier->aio ? zpp_aio_get_arena(tier->aio) : NULL;
     for (unsigned i = 0; tier->buffers && i < tier->options.buffers; i++)
         if (tier->buffers[i].memory) zpp_aio_arena_free(arena, tier->buffers[i].memory);
@@ -141,7 +141,7 @@ static zpp_status make_line_memory(struct tier_line *line, struct zpp_err *err) 
 }
 
 static void choose_buffers(zpp_tier *tier) {
-    if (!tier->options.buffers && tier->options.early) tier_early_choose_buffers(tier);
+    if (!tier->options.buffers && tier->options.backward_step) tier_backward_step_choose_buffers(tier);
     if (!tier->options.buffers) tier->options.buffers = BUFFERS;
     for (int i = 0; i < 2; i++) {
         const struct tier_line *line = &tier->lines[i];
@@ -169,7 +169,7 @@ zpp_status zpp_tier_seal(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp
     /* At its full length: what was never written reads as zeros, and a full disk is found before training. */
     zpp_status status = zpp_aio_make(tier->aio, tier->path, tier->file_bytes, fault, err);
     for (int i = 0; i < 2 && status == ZPP_OK; i++) status = make_line_memory(&tier->lines[i], err);
-    if (status == ZPP_OK) status = tier_early_seal(tier, err);
+    if (status == ZPP_OK) status = tier_backward_step_seal(tier, err);
     if (status == ZPP_OK) status = make_buffers(tier, err);
     if (status == ZPP_OK) tier->sealed = true;
     return status;
@@ -255,7 +255,7 @@ zpp_status zpp_tier_copy(zpp_tier *tier, int slice, enum zpp_tier_kind kind, siz
         return zpp_fail(err, ZPP_INVALID, "tier: elements %zu to %zu of kind %d are copied; slice %d has %zu%s", first,
                         first + elems, (int)kind, slice, where->elems,
                         line->plane[kind] < 0 ? ", and none of that kind" : "");
-    if (write) tier_early_forget(tier);
+    if (write) tier_backward_step_forget(tier);
     for (size_t done = 0; done < elems;) {
         float *held;
         size_t chunk = 0, inside = 0;
@@ -282,8 +282,8 @@ bool zpp_tier_torn(const zpp_tier *tier) {
 
 void zpp_tier_mend(zpp_tier *tier) {
     tier->torn = false;
-    tier->early.open = false;
-    tier_early_forget(tier);
+    tier->backward_step.open = false;
+    tier_backward_step_forget(tier);
 }
 
 void zpp_tier_figures(const zpp_tier *tier, struct zpp_tier_figures *out) {

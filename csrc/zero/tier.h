@@ -46,9 +46,9 @@ struct zpp_tier_options {
     size_t stripe_bytes; /* a multiple of 4096; 0: ZPP_AIO_STRIPE_BYTES */
     double fraction;     /* of the bytes that go to the file, above 0 and at most 1 */
     unsigned moments;    /* which there are: bit 0 EXP_AVG, 1 EXP_AVG_SQ, 2 MAX_EXP_AVG_SQ */
-    bool early;          /* steps are unit by unit (zpp_tier_early_step): buffers for two slices, at most 64 */
+    bool backward_step; /* steps are unit by unit (zpp_tier_backward_step_unit): buffers for two slices, at most 64 */
     size_t chunk_elems;  /* of a record; a multiple of 1024; 0: chosen by seal */
-    unsigned buffers;    /* records in memory, at least 3; 0: 4, or as `early` says */
+    unsigned buffers;    /* records in memory, at least 3; 0: 4, or as `backward_step` says */
     unsigned depth;      /* as struct zpp_aio_config; 0: 32 a folder */
     size_t block_bytes;  /* the same; 0: 1 MiB */
     bool checksums;      /* the same */
@@ -66,8 +66,8 @@ zpp_status zpp_tier_add(zpp_tier *tier, size_t elems, bool master, int *slice, s
  * on status TIER only, here and below. */
 zpp_status zpp_tier_seal(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err);
 
-/* What seal would make of these slices, with no file and no memory: of `options` the fraction, the moments and `early`
- * count. */
+/* What seal would make of these slices, with no file and no memory: of `options` the fraction, the moments and
+ * `backward_step` count. */
 struct zpp_tier_slice_plan {
     size_t elems;
     bool master;
@@ -96,20 +96,22 @@ zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, si
                          const struct zpp_step_files *files, float grad_scale, zpp_pool *pool,
                          struct zpp_aio_fault *fault, struct zpp_err *err);
 
-/* The same step slice by slice, as gradients become complete (tier_early.c). Between the calls records are read and
- * written. Slices come best from the last to the first, and each at most once; those that do not come stay as they are.
- * A failure is told once, by the call that meets it: the tier is torn then, and no step is open. */
-zpp_status zpp_tier_early_begin(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err); /* tears nothing */
+/* The same step slice by slice, as gradients become complete (tier_step_in_backward.c). Between the calls records are
+ * read and written. Slices come best from the last to the first, and each at most once; those that do not come stay as
+ * they are. A failure is told once, by the call that meets it: the tier is torn then, and no step is open. */
+/* tears nothing */
+zpp_status zpp_tier_backward_step_begin(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* Pieces of one slice, in ascending order. Their parameters and gradients are in memory. */
-zpp_status zpp_tier_early_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
-                               float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err);
+zpp_status zpp_tier_backward_step_unit(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
+                                       float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault,
+                                       struct zpp_err *err);
 /* Where writes have ended meanwhile: read on ahead into their buffers. Never waits; nothing to do where no step is
  * open. */
-zpp_status zpp_tier_early_poll(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err);
+zpp_status zpp_tier_backward_step_poll(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* All is written. Nothing to do where no step is open. */
-zpp_status zpp_tier_early_end(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err);
+zpp_status zpp_tier_backward_step_end(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* Between two steps: begin to read what the next one needs first. If that fails, the next step says it. */
-void zpp_tier_early_ahead(zpp_tier *tier);
+void zpp_tier_backward_step_ahead(zpp_tier *tier);
 bool zpp_tier_torn(const zpp_tier *tier);
 void zpp_tier_mend(zpp_tier *tier);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The tier's own state, shared by tier.c (life, layout, copies), tier_step.c (the streamed step) and tier_early.c (the
- * step unit by unit), and by nobody else.
+ * The tier's own state, shared by tier.c (life, layout, copies), tier_step.c (the streamed step) and
+ * tier_step_in_backward.c (the step unit by unit), and by nobody else.
  */
 #ifndef ZPP_ZERO_TIER_INTERNAL_H
 #define ZPP_ZERO_TIER_INTERNAL_H
@@ -49,7 +49,7 @@ struct tier_record {
     int line;
     size_t chunk;
 };
-struct tier_early {
+struct tier_backward_step {
     struct tier_record *order; /* of all records, as they are expected */
     size_t order_count;
     size_t next;     /* the first of them that was not read ahead */
@@ -94,7 +94,7 @@ struct zpp_tier {
     struct tier_buffer *buffers;
     size_t record_bytes; /* of a buffer */
     uint64_t file_bytes;
-    struct tier_early early;
+    struct tier_backward_step backward_step;
     atomic_uint_fast64_t steps, step_ns, waited_ns;
 };
 
@@ -123,11 +123,11 @@ void tier_plan_drop(struct tier_plan *plan);
 /* plan->segments = the visit's, whose record is in `memory`. */
 void tier_plan_bind(const zpp_tier *tier, struct tier_plan *plan, const struct tier_visit *visit, float *memory);
 
-/* Part of seal and destroy (tier_early.c). */
-void tier_early_choose_buffers(zpp_tier *tier);
-zpp_status tier_early_seal(zpp_tier *tier, struct zpp_err *err);
-void tier_early_drop(zpp_tier *tier);
+/* Part of seal and destroy (tier_step_in_backward.c). */
+void tier_backward_step_choose_buffers(zpp_tier *tier);
+zpp_status tier_backward_step_seal(zpp_tier *tier, struct zpp_err *err);
+void tier_backward_step_drop(zpp_tier *tier);
 /* What was read ahead is not what the file has any more. */
-void tier_early_forget(zpp_tier *tier);
+void tier_backward_step_forget(zpp_tier *tier);
 
 #endif

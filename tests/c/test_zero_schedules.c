@@ -47,7 +47,7 @@ static uint64_t next_random(uint64_t *state) { /* splitmix64 */
 struct plan {
     int ranks, stage, units;
     bool host_copy;
-    bool early;  /* units are stepped inside the backward */
+    bool backward_step;  /* units are stepped inside the backward */
     bool narrow; /* gradients travel in bf16, which holds these exactly */
     double grads_fraction; /* of the reduced gradients in a file; 0: none */
     size_t prefetch_bytes, bucket_bytes;
@@ -93,7 +93,7 @@ static float gradient_of(int rank, int unit, size_t elem, int step, int micro) {
 }
 
 static bool has_gradient(const struct plan *plan, int rank, int unit, size_t param, int step, int micro) {
-    if (plan->early && unit % 3) return true; /* the others come at the end of the backward */
+    if (plan->backward_step && unit % 3) return true; /* the others come at the end of the backward */
     return (rank * 3 + unit * 5 + (int)param * 7 + step * 11 + micro * 13) % 4 != 0;
 }
 
@@ -252,14 +252,14 @@ static void backward(struct rank_state *state, int step, int micro, bool reduce,
     must(zpp_zero_backward_begin(state->zero, reduce, &err), &err, "backward begin");
     if (steps) zpp_zero_keep_grads(state->zero);
     for (int i = plan->units - 1; i >= 0; i--) {
-        const int unit = plan->early || next_random(&state->random) % 4 ? i : order[i];
+        const int unit = plan->backward_step || next_random(&state->random) % 4 ? i : order[i];
         use_unit(state, unit, ZPP_PHASE_BACKWARD);
         must(zpp_zero_release(state->zero, unit, &err), &err, "release");
-        if (!plan->early) continue;
+        if (!plan->backward_step) continue;
         give_gradients(state, unit, step, micro);
         if (steps) done = step_reduced(state, done);
     }
-    for (int i = plan->units - 1; i >= 0 && !plan->early; i--) give_gradients(state, i, step, micro);
+    for (int i = plan->units - 1; i >= 0 && !plan->backward_step; i--) give_gradients(state, i, step, micro);
     must(zpp_zero_backward_end(state->zero, &patience, &err), &err, "backward end");
     if (steps && plan->ranks == 1) {
         step_alone(state, step);
@@ -403,17 +403,17 @@ static void step(struct rank_state *state, int number) {
     uint64_t votes[MAX_RANKS];
     settle_gradients(state);
     for (int unit = plan->units - 1; unit >= 0; unit--)
-        if (is_trained(plan, unit, number) && !plan->early) check_gradient(state, unit);
+        if (is_trained(plan, unit, number) && !plan->backward_step) check_gradient(state, unit);
     must(zpp_zero_step_begin(state->zero, (uint64_t)(100 * number + state->rank), votes, &patience, &err), &err,
          "step begin");
     for (int rank = 0; rank < plan->ranks; rank++)
         REQUIRE(votes[rank] == (uint64_t)(100 * number + rank), "vote %llu from rank %d",
                 (unsigned long long)votes[rank], rank);
     for (int unit = 0; unit < plan->units; unit++)
-        if (is_trained(plan, unit, number) && !plan->early) update_unit(state, unit);
+        if (is_trained(plan, unit, number) && !plan->backward_step) update_unit(state, unit);
     settle_compute(state);
     for (int unit = 0; unit < plan->units; unit++) {
-        if (!is_trained(plan, unit, number) || plan->early) continue;
+        if (!is_trained(plan, unit, number) || plan->backward_step) continue;
         must(zpp_zero_grad_close(state->zero, unit, &err), &err, "close a gradient");
         expect_update(state, unit);
     }
@@ -432,12 +432,12 @@ static void train_step(struct rank_state *state, int number) {
     for (int micro = 0; micro < plan->micro_steps[number]; micro++) {
         const bool last = micro == plan->micro_steps[number] - 1;
         forward(state);
-        if (plan->early) add_expected(state, number, micro);
+        if (plan->backward_step) add_expected(state, number, micro);
         /* Alternately: hold the gradients back, or reduce every micro-step and add (with a step inside the backward
          * only to what is in a file). */
-        const bool adds = plan->stage > 0 && number % 2 && (!plan->early || plan->grads_fraction > 0.0);
-        backward(state, number, micro, last || adds, last && plan->early);
-        if (!plan->early) add_expected(state, number, micro);
+        const bool adds = plan->stage > 0 && number % 2 && (!plan->backward_step || plan->grads_fraction > 0.0);
+        backward(state, number, micro, last || adds, last && plan->backward_step);
+        if (!plan->backward_step) add_expected(state, number, micro);
     }
     step(state, number);
 }
@@ -473,7 +473,7 @@ static void build(struct rank_state *state) {
     must(zpp_event_create(state->device, &state->idle, &err), &err, "event");
     if (plan->grads_fraction > 0.0)
         must(zpp_zero_set_grads_fraction(state->zero, plan->grads_fraction, &err), &err, "gradients in a file");
-    if (plan->early) zpp_zero_lend_slices(state->zero);
+    if (plan->backward_step) zpp_zero_lend_slices(state->zero);
     for (int unit = 0; unit < plan->units; unit++) {
         char name[32];
         int index = -1;
@@ -561,7 +561,7 @@ static void draw_plan(struct plan *plan, uint64_t *random) {
     }
     plan->narrow = next_random(random) % 3 == 0;
     const bool rarely = plan->grads_fraction <= 0.0; /* seldom drawn, and shared between threads then */
-    plan->early = plan->stage > 0 && (next_random(random) % 3 == 0) == rarely;
+    plan->backward_step = plan->stage > 0 && (next_random(random) % 3 == 0) == rarely;
     for (int i = 0; i < STEPS; i++) plan->micro_steps[i] = plan->stage == 0 ? 1 : 1 + (int)(next_random(random) % 2);
 }
 

@@ -49,7 +49,7 @@ struct setup {
     double fraction;
     bool amsgrad, no_ring;
     size_t chunk_elems;
-    bool early;
+    bool backward_step;
     unsigned buffers;
     unsigned disks; /* 0: one file */
     bool checksums;
@@ -68,7 +68,7 @@ static zpp_tier *new_tier(const struct setup *setup) {
                                         .stripe_bytes = 2 * 4096, .checksums = setup->checksums,
                                         .fraction = setup->fraction,
                                         .moments = setup->amsgrad ? 7 : 3, .chunk_elems = setup->chunk_elems,
-                                        .early = setup->early, .buffers = setup->buffers, .sys = &sys,
+                                        .backward_step = setup->backward_step, .buffers = setup->buffers, .sys = &sys,
                                         .log = count_log };
     plan.no_ring = setup->no_ring;
     zpp_tier *tier = NULL;
@@ -142,18 +142,18 @@ static zpp_status step(zpp_tier *tier, uint64_t t, bool amsgrad, zpp_pool *pool,
 }
 
 /* The same, slice by slice in some order; -1 stands for none. */
-static zpp_status step_early(zpp_tier *tier, uint64_t t, bool amsgrad, const int order[SLICES], zpp_pool *pool,
-                             struct zpp_aio_fault *fault, struct zpp_err *err) {
-    zpp_status status = zpp_tier_early_begin(tier, fault, err);
+static zpp_status step_in_backward(zpp_tier *tier, uint64_t t, bool amsgrad, const int order[SLICES], zpp_pool *pool,
+                                   struct zpp_aio_fault *fault, struct zpp_err *err) {
+    zpp_status status = zpp_tier_backward_step_begin(tier, fault, err);
     for (int at = 0; at < SLICES && status == ZPP_OK; at++) {
         struct zpp_tier_piece pieces[2];
         if (order[at] < 0) continue;
         pieces_of(order[at], t, amsgrad, pool, pieces);
-        status = zpp_tier_early_step(tier, pieces, 2, 0.5f, pool, fault, err);
-        if (status == ZPP_OK) status = zpp_tier_early_poll(tier, fault, err);
+        status = zpp_tier_backward_step_unit(tier, pieces, 2, 0.5f, pool, fault, err);
+        if (status == ZPP_OK) status = zpp_tier_backward_step_poll(tier, fault, err);
     }
-    if (status == ZPP_OK) status = zpp_tier_early_end(tier, fault, err);
-    if (t % 2) zpp_tier_early_ahead(tier); /* or the next begin does */
+    if (status == ZPP_OK) status = zpp_tier_backward_step_end(tier, fault, err);
+    if (t % 2) zpp_tier_backward_step_ahead(tier); /* or the next begin does */
     return status;
 }
 
@@ -216,17 +216,17 @@ static void steps_equal_memory(void) {
 
 /* Slices in the order that is expected, in others, and not all of them; with few buffers, so that what was read ahead
  * and what has changed gives way, with as many as it takes, and with those chosen. */
-static void early_steps_equal_memory(void) {
+static void backward_step_steps_equal_memory(void) {
     static const int orders[][SLICES] = { { 4, 3, 2, 1, 0 }, { 0, 1, 2, 3, 4 }, { 2, 4, 0, 3, 1 }, { 4, -1, 2, -1, 0 },
                                           { -1, 3, -1, 1, -1 } };
     static const struct setup setups[] = {
-        { .fraction = 1.0, .chunk_elems = 1024, .early = true, .buffers = 3 },
-        { .fraction = 1.0, .amsgrad = true, .chunk_elems = 1024, .early = true, .buffers = 4 },
-        { .fraction = 0.5, .no_ring = true, .chunk_elems = 1024, .early = true, .buffers = 3 },
-        { .fraction = 1.0, .chunk_elems = 2048, .early = true, .buffers = 64 },
-        { .fraction = 1.0, .amsgrad = true, .early = true },
-        { .fraction = 0.3, .chunk_elems = 1024, .early = true },
-        { .fraction = 1.0, .amsgrad = true, .chunk_elems = 1024, .early = true, .buffers = 4, .disks = 3,
+        { .fraction = 1.0, .chunk_elems = 1024, .backward_step = true, .buffers = 3 },
+        { .fraction = 1.0, .amsgrad = true, .chunk_elems = 1024, .backward_step = true, .buffers = 4 },
+        { .fraction = 0.5, .no_ring = true, .chunk_elems = 1024, .backward_step = true, .buffers = 3 },
+        { .fraction = 1.0, .chunk_elems = 2048, .backward_step = true, .buffers = 64 },
+        { .fraction = 1.0, .amsgrad = true, .backward_step = true },
+        { .fraction = 0.3, .chunk_elems = 1024, .backward_step = true },
+        { .fraction = 1.0, .amsgrad = true, .chunk_elems = 1024, .backward_step = true, .buffers = 4, .disks = 3,
           .checksums = true },
     };
     enum { ORDERS = sizeof orders / sizeof *orders };
@@ -238,13 +238,13 @@ static void early_steps_equal_memory(void) {
         CHECK_OK(zpp_pool_create(in_new_threads, i % 2 ? 2 : 1, &pool, &err));
         zpp_tier *tier = new_tier(&setups[i]);
         for (uint64_t t = 1; t <= 2 * ORDERS; t++) {
-            CHECK_OK(step_early(tier, t, setups[i].amsgrad, orders[(t + i) % ORDERS], pool, &fault, &err));
+            CHECK_OK(step_in_backward(tier, t, setups[i].amsgrad, orders[(t + i) % ORDERS], pool, &fault, &err));
             check_same(tier, setups[i].amsgrad);
         }
         /* What is written from outside is not what was read ahead. */
         memset(plain[4].exp_avg, 0, slice_elems[4] * sizeof(float));
         CHECK_OK(zpp_tier_copy(tier, 4, ZPP_TIER_EXP_AVG, 0, slice_elems[4], plain[4].exp_avg, true, &fault, &err));
-        CHECK_OK(step_early(tier, 99, setups[i].amsgrad, orders[0], pool, &fault, &err));
+        CHECK_OK(step_in_backward(tier, 99, setups[i].amsgrad, orders[0], pool, &fault, &err));
         check_same(tier, setups[i].amsgrad);
         end_tier_on(tier, setups[i].disks);
         zpp_pool_destroy(pool);
@@ -253,16 +253,17 @@ static void early_steps_equal_memory(void) {
 }
 
 /* In the expected order every record is read and written once a step, also those that slices share. */
-static void early_bytes_are_counted(void) {
+static void backward_step_bytes_are_counted(void) {
     static const int order[SLICES] = { 4, 3, 2, 1, 0 };
     make_folder();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024, .early = true, .buffers = 4 });
+    zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024, .backward_step = true,
+                                              .buffers = 4 });
     struct zpp_tier_figures before, after;
     for (uint64_t t = 1; t <= 4; t++) {
         zpp_tier_figures(tier, &before);
-        CHECK_OK(step_early(tier, t, false, order, NULL, &fault, &err));
+        CHECK_OK(step_in_backward(tier, t, false, order, NULL, &fault, &err));
         zpp_tier_figures(tier, &after);
         CHECK_EQUAL(after.written_bytes - before.written_bytes, before.reserved_bytes);
     }
@@ -287,41 +288,42 @@ static bool moved(const zpp_tier *tier, uint64_t read_bytes, uint64_t written_by
 
 /* All buffers have left with the last slice: the next records are read when those are written, before the next slice
  * comes. */
-static void early_poll_reads_on(void) {
+static void backward_step_poll_reads_on(void) {
     static const int order[SLICES] = { 4, 3, 2, 1, 0 };
     make_folder();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .no_ring = true, .chunk_elems = 1024, .early = true,
+    zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .no_ring = true, .chunk_elems = 1024,
+                                              .backward_step = true,
                                                .buffers = 4 });
-    CHECK_OK(zpp_tier_early_poll(tier, &fault, &err)); /* no step is open */
-    CHECK_OK(step_early(tier, 1, false, order, NULL, &fault, &err));
+    CHECK_OK(zpp_tier_backward_step_poll(tier, &fault, &err)); /* no step is open */
+    CHECK_OK(step_in_backward(tier, 1, false, order, NULL, &fault, &err));
     const uint64_t record = 12 * 1024;
     struct zpp_tier_figures before, after;
     struct zpp_tier_piece pieces[2];
-    CHECK_OK(zpp_tier_early_begin(tier, &fault, &err));
+    CHECK_OK(zpp_tier_backward_step_begin(tier, &fault, &err));
     atomic_store(&plan.writes_rest, true);
     pieces_of(4, 2, false, NULL, pieces);
-    CHECK_OK(zpp_tier_early_step(tier, pieces, 2, 0.5f, NULL, &fault, &err));
+    CHECK_OK(zpp_tier_backward_step_unit(tier, pieces, 2, 0.5f, NULL, &fault, &err));
     zpp_tier_figures(tier, &before);
-    CHECK_OK(zpp_tier_early_poll(tier, &fault, &err));
+    CHECK_OK(zpp_tier_backward_step_poll(tier, &fault, &err));
     zpp_tier_figures(tier, &after);
     CHECK_EQUAL(after.read_bytes, before.read_bytes); /* there is no buffer */
     atomic_store(&plan.writes_rest, false);
     CHECK(moved(tier, before.read_bytes, before.written_bytes + 3 * record));
-    CHECK_OK(zpp_tier_early_poll(tier, &fault, &err));
+    CHECK_OK(zpp_tier_backward_step_poll(tier, &fault, &err));
     CHECK(moved(tier, before.read_bytes + 2 * record, 0));
     for (int i = 3; i >= 0; i--) {
         pieces_of(i, 2, false, NULL, pieces);
-        CHECK_OK(zpp_tier_early_step(tier, pieces, 2, 0.5f, NULL, &fault, &err));
+        CHECK_OK(zpp_tier_backward_step_unit(tier, pieces, 2, 0.5f, NULL, &fault, &err));
     }
-    CHECK_OK(zpp_tier_early_end(tier, &fault, &err));
+    CHECK_OK(zpp_tier_backward_step_end(tier, &fault, &err));
     check_same(tier, false);
     end_tier(tier);
     remove_folder();
 }
 
-static void early_operations_fail_once(void) {
+static void backward_step_operations_fail_once(void) {
     static const int order[SLICES] = { 4, 3, 2, 1, 0 };
     make_folder();
     for (int turn = 0; turn < 4; turn++) {
@@ -331,19 +333,20 @@ static void early_operations_fail_once(void) {
             struct zpp_err err = ZPP_ERR_INIT;
             struct zpp_aio_fault fault = { .wanted_bytes = 0 };
             zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024, .no_ring = no_ring,
-                                                       .early = true, .buffers = 3 });
-            CHECK_OK(step_early(tier, 1, false, order, NULL, &fault, &err));
+                                                       .backward_step = true, .buffers = 3 });
+            CHECK_OK(step_in_backward(tier, 1, false, order, NULL, &fault, &err));
             atomic_store(write ? &plan.writes_left : &plan.reads_left, n);
-            const zpp_status status = step_early(tier, 2, false, order, NULL, &fault, &err);
+            const zpp_status status = step_in_backward(tier, 2, false, order, NULL, &fault, &err);
             over = atomic_load(write ? &plan.writes_left : &plan.reads_left) > 0;
             atomic_store(write ? &plan.writes_left : &plan.reads_left, -1);
             CHECK_EQUAL(zpp_tier_torn(tier), status != ZPP_OK);
             if (status != ZPP_OK) {
                 CHECK_EQUAL(status, ZPP_TIER);
                 CHECK(strstr(err.text, "/states\"") && strstr(err.text, "at offset") && fault.os_errno == EIO);
-                CHECK_FAILS(step_early(tier, 3, false, order, NULL, &fault, &err), ZPP_STATE, "load a checkpoint");
+                CHECK_FAILS(step_in_backward(tier, 3, false, order, NULL, &fault, &err), ZPP_STATE,
+                            "load a checkpoint");
                 zpp_tier_mend(tier);
-                CHECK_OK(step_early(tier, 4, false, order, NULL, &fault, &err));
+                CHECK_OK(step_in_backward(tier, 4, false, order, NULL, &fault, &err));
             }
             end_tier(tier);
             CHECK(n < 40);
@@ -493,13 +496,14 @@ static void refuses_misuse(void) {
     CHECK_FAILS(zpp_tier_copy(tier, 2, ZPP_TIER_MASTER, 0, 1, &value, false, &fault, &err), ZPP_INVALID, "none of");
     CHECK_FAILS(zpp_tier_copy(tier, 1, ZPP_TIER_EXP_AVG, 16, 1, &value, false, &fault, &err), ZPP_INVALID, "has 16");
     CHECK_FAILS(zpp_tier_copy(tier, 9, ZPP_TIER_EXP_AVG, 0, 1, &value, false, &fault, &err), ZPP_STATE, "there are 5");
-    CHECK_FAILS(zpp_tier_early_begin(tier, &fault, &err), ZPP_STATE, "not made for steps inside a backward");
-    CHECK_FAILS(zpp_tier_early_step(tier, NULL, 0, 1.0f, NULL, &fault, &err), ZPP_STATE, "before the step has begun");
-    CHECK_OK(zpp_tier_early_end(tier, &fault, &err));
+    CHECK_FAILS(zpp_tier_backward_step_begin(tier, &fault, &err), ZPP_STATE, "not made for steps inside a backward");
+    CHECK_FAILS(zpp_tier_backward_step_unit(tier, NULL, 0, 1.0f, NULL, &fault, &err), ZPP_STATE,
+                "before the step has begun");
+    CHECK_OK(zpp_tier_backward_step_end(tier, &fault, &err));
     end_tier(tier);
-    tier = new_tier(&(struct setup){ .fraction = 1.0, .early = true });
-    CHECK_OK(zpp_tier_early_begin(tier, &fault, &err));
-    CHECK_FAILS(zpp_tier_early_begin(tier, &fault, &err), ZPP_STATE, "in the middle of a step");
+    tier = new_tier(&(struct setup){ .fraction = 1.0, .backward_step = true });
+    CHECK_OK(zpp_tier_backward_step_begin(tier, &fault, &err));
+    CHECK_FAILS(zpp_tier_backward_step_begin(tier, &fault, &err), ZPP_STATE, "in the middle of a step");
     end_tier(tier);
     zpp_tier_destroy(NULL);
     remove_folder();
@@ -508,13 +512,14 @@ static void refuses_misuse(void) {
 /* What is told beforehand is what seal makes. */
 static void plans_are_kept(void) {
     static const struct setup setups[] = {
-        { .fraction = 1.0 }, { .fraction = 0.4, .amsgrad = true }, { .fraction = 1.0, .early = true },
-        { .fraction = 0.7, .early = true },
+        { .fraction = 1.0 }, { .fraction = 0.4, .amsgrad = true }, { .fraction = 1.0, .backward_step = true },
+        { .fraction = 0.7, .backward_step = true },
     };
     make_folder();
     struct zpp_err err = ZPP_ERR_INIT;
     for (size_t i = 0; i < sizeof setups / sizeof *setups; i++) {
-        const struct zpp_tier_options options = { .fraction = setups[i].fraction, .early = setups[i].early,
+        const struct zpp_tier_options options = { .fraction = setups[i].fraction,
+                                                 .backward_step = setups[i].backward_step,
                                                   .moments = setups[i].amsgrad ? 7 : 3 };
         struct zpp_tier_slice_plan slices[SLICES];
         for (int at = 0; at < SLICES; at++)
@@ -535,9 +540,10 @@ int main(int argc, char **argv) {
     static const struct test_case cases[] = { TEST(steps_equal_memory), TEST(bytes_are_counted), TEST(full_disk),
                                               TEST(full_disk_of_several),
                                               TEST(every_operation_fails_once), TEST(refuses_misuse),
-                                              TEST(early_steps_equal_memory), TEST(early_bytes_are_counted),
-                                              TEST(early_operations_fail_once), TEST(early_poll_reads_on),
-                                              TEST(plans_are_kept),
+                                              TEST(backward_step_steps_equal_memory),
+                                              TEST(backward_step_bytes_are_counted),
+                                              TEST(backward_step_operations_fail_once),
+                                              TEST(backward_step_poll_reads_on), TEST(plans_are_kept),
                                               { 0 } };
     return test_main(argc, argv, cases);
 }

@@ -85,7 +85,7 @@ def test_an_exception_on_one_rank_ends_the_others(where: str, tmp_path: Path) ->
             assert (answer["code"], answer["error"], answer["rank"]) == (3, "CommError", FAILED_RANK), answer
 
 
-def test_a_rank_that_leaves_early(tmp_path: Path) -> None:
+def test_a_rank_that_leaves_backward_step(tmp_path: Path) -> None:
     answers = launch(tmp_path, "leave", "-", "host copy", lambda ps: all(p.poll() is not None for p in ps))
     assert answers[FAILED_RANK]["code"] == 0, answers[FAILED_RANK]
     for answer in answers:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from zeropp.zero.activations import ActivationTier
     from zeropp.zero.away import Away
     from zeropp.zero.delayed import Delayed
-    from zeropp.zero.early import StepInBackward
     from zeropp.zero.onebit import OneBit
+    from zeropp.zero.step_in_backward import StepInBackward
     from zeropp.zero.updates import Update
 
 #: csrc/base/dtype.h, in its order.
@@ -254,7 +254,7 @@ class Engine:
         self.grads_tier: GradsTier | None = None  # where the reduced gradients are, unless in memory
         self.activations: ActivationTier | None = None  # where what autograd saves goes, unless it stays in memory
         self.delayed: Delayed | None = None  # updates that run beside the next pass
-        self.early: StepInBackward | None = None  # updates inside the backward
+        self.backward_step: StepInBackward | None = None  # updates inside the backward
         self.away: Away | None = None  # where the optimizer's states are for a while (offload_states)
         if any(tier.kind == "nvme" for tier in tiers):
             self.core.trim_gradients()
@@ -485,8 +485,8 @@ class Engine:
         refused."""
         if self.delayed is not None:
             self.delayed.flush()
-        if self.early is not None:
-            self.early.require_ended("parameters or states were asked for")
+        if self.backward_step is not None:
+            self.backward_step.require_ended("parameters or states were asked for")
 
     def close(self) -> None:
         """The model is gone."""

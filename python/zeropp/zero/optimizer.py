@@ -26,12 +26,12 @@ from zeropp.zero.away import require_here
 from zeropp.zero.custom import ADAMS as _ADAMS
 from zeropp.zero.custom import kind_of
 from zeropp.zero.delayed import Delayed
-from zeropp.zero.early import StepInBackward
 from zeropp.zero.engine import Engine, Unit
 from zeropp.zero.offload import TieredStates
 from zeropp.zero.onebit import OneBit
 from zeropp.zero.parameter import Ref
 from zeropp.zero.scaler import Scaler
+from zeropp.zero.step_in_backward import StepInBackward
 from zeropp.zero.strays import raise_strays
 from zeropp.zero.thaw import add_group
 from zeropp.zero.units import UnitPlan
@@ -65,9 +65,9 @@ class ZeroOptimizer(optim.Optimizer):
         self._require_gradients()
         if engine.config.clip is not None:
             self._clip(engine.config.clip)
-        if engine.early is not None:
+        if engine.backward_step is not None:
             self._step_slices()
-            engine.early.check_rates(self)
+            engine.backward_step.check_rates(self)
         elif engine.scaler is None:
             self._require_finite()
             self._step_slices()
@@ -179,8 +179,8 @@ class ZeroOptimizer(optim.Optimizer):
         engine = self._engine
         if engine.accumulate > 1 and not engine.core.at_boundary and engine.core.backwards > engine.stepped_at:
             return
-        if engine.early is not None:
-            engine.early.require_ended("optimizer.zero_grad")
+        if engine.backward_step is not None:
+            engine.backward_step.require_ended("optimizer.zero_grad")
         engine.clear_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
@@ -212,7 +212,7 @@ class ZeroOptimizer(optim.Optimizer):
         return norm
 
     def _refuse_norm(self, what: str) -> None:
-        if self._engine.early is not None:
+        if self._engine.backward_step is not None:
             raise ConfigError(
                 f"{what} was called, but with Config(step_in_backward=True) gradients are stepped with, and gone, when the backward ends; "
                 "leave out one of the two"
@@ -293,8 +293,8 @@ class ZeroOptimizer(optim.Optimizer):
         if scaler is not None and scaler.backwards != self._engine.core.backwards:
             raise Error("optimizer.step: a backward did not begin from optimizer.backward(loss), so its gradients are not scaled, and fp16 "
                         "needs that they are; call optimizer.backward(loss) in place of loss.backward()")  # fmt: skip
-        if self._engine.early is not None:
-            if not self._engine.early.pending:
+        if self._engine.backward_step is not None:
+            if not self._engine.backward_step.pending:
                 raise Error(
                     "optimizer.step: no backward has begun this step (step_in_backward=True); call loss.backward() first, the last one outside of "
                     "zeropp.no_sync(model)"
@@ -327,8 +327,8 @@ class ZeroOptimizer(optim.Optimizer):
         return self._engine.clip_scale * self._engine.unscale
 
     def _update(self) -> None:
-        if self._engine.early is not None:
-            self._engine.early.end()
+        if self._engine.backward_step is not None:
+            self._engine.backward_step.end()
         elif self._engine.onebit is not None:
             self._engine.onebit.step(self, self._grad_scale())
         elif self._engine.update is not None:
@@ -653,7 +653,7 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     if engine.config.offload.delayed_update is not None and engine.delayed is None:
         engine.delayed = Delayed(engine, engine.config.offload.delayed_update)
     if engine.config.step_in_backward:
-        engine.early = StepInBackward(engine, in_python=engine.update is None)
+        engine.backward_step = StepInBackward(engine, in_python=engine.update is None)
     engine.onebit = None if part is None else part(optimizer, engine)
     optimizer.state.clear()
     optimizer.__class__ = _class_for(type(optimizer))

@@ -86,8 +86,8 @@ def load(
 
         if optimizer is not None and engine.delayed is not None:
             engine.delayed.drop()
-        if engine.early is not None:
-            engine.early.drop()
+        if engine.backward_step is not None:
+            engine.backward_step.drop()
         if optimizer is not None and engine.accumulate > 1:
             engine.restart_step()
         if optimizer is not None:

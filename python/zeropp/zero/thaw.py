@@ -254,8 +254,8 @@ def add_group(optimizer: Any, engine: Engine, group: dict[str, Any]) -> None:
     from zeropp.zero.optimizer import check_differentiable, join_group
 
     require_here(engine)
-    if engine.early is not None:
-        engine.early.require_ended("optimizer.add_param_group")
+    if engine.backward_step is not None:
+        engine.backward_step.require_ended("optimizer.add_param_group")
     engine.flush()
     optim.Optimizer.add_param_group(optimizer, group)  # torch's own checks, and its defaults
     try:

@@ -173,8 +173,8 @@ class _Part:
         """One that is delayed, or was begun by a backward, may be writing what is asked for."""
         if self.engine.delayed is not None:
             self.engine.delayed.finish()
-        if self.engine.early is not None:
-            self.engine.early.require_ended("a part of a parameter was asked for")
+        if self.engine.backward_step is not None:
+            self.engine.backward_step.require_ended("a part of a parameter was asked for")
 
     def _gradient(self) -> torch.Tensor | None:
         scale = self.engine.clip_scale * self.engine.unscale

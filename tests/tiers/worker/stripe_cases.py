@@ -101,10 +101,10 @@ def a_fraction() -> None:
 def other_steps() -> None:
     """The step inside the backward, and the delayed one."""
     with folders(2) as paths:
-        early = {"stage": 3, "step_in_backward": True}
-        wanted = train(*prepared(**early), 0, 3)
+        backward_step = {"stage": 3, "step_in_backward": True}
+        wanted = train(*prepared(**backward_step), 0, 3)
         tiers = Offload(params="nvme", optimizer="nvme", path=paths)
-        assert train(*prepared(**early, offload=tiers), 0, 3) == wanted
+        assert train(*prepared(**backward_step, offload=tiers), 0, 3) == wanted
         wanted = train(*prepared(stage=3, offload=Offload(optimizer="cpu", delayed_update=1)), 0, 4)
         assert train(*prepared(**nvme(paths, delayed_update=1)), 0, 4) == wanted
 

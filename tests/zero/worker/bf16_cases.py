@@ -142,8 +142,8 @@ def master_in_time() -> None:
         model.zero_grad()
         fine = {name: p.detach() + 1e-4 for name, p in gpt().named_parameters()}
         late, _ = zeropp.prepare(model, torch.optim.AdamW(model.parameters()))
-        early, _ = zeropp.prepare(model_2 := gpt(dtype=torch.bfloat16), torch.optim.AdamW(model_2.parameters()))
-        wanted = _masters(early)
+        backward_step, _ = zeropp.prepare(model_2 := gpt(dtype=torch.bfloat16), torch.optim.AdamW(model_2.parameters()))
+        wanted = _masters(backward_step)
         assert all(torch.equal(values, wanted[name]) for name, values in _masters(late).items())
 
         other = gpt(dtype=torch.bfloat16)

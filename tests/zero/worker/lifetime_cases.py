@@ -102,12 +102,14 @@ def cycles(mode: str) -> dict[str, Any]:
             dist.barrier()
             seen.append(held())
             dist.barrier()
-    early, late = seen
-    assert late["fds"] <= early["fds"], seen
-    assert late["shared"] <= early["shared"], seen
-    assert late["maps"] <= early["maps"] + 4, seen
-    assert late["rss"] < early["rss"] + 8 * MB, seen  # one model is 18 MB of parameters, 72 with gradients and moments
-    return {"early": early, "late": late}
+    backward_step, late = seen
+    assert late["fds"] <= backward_step["fds"], seen
+    assert late["shared"] <= backward_step["shared"], seen
+    assert late["maps"] <= backward_step["maps"] + 4, seen
+    assert late["rss"] < backward_step["rss"] + 8 * MB, (
+        seen
+    )  # one model is 18 MB of parameters, 72 with gradients and moments
+    return {"early": backward_step, "late": late}
 
 
 def steps(mode: str) -> dict[str, Any]:
@@ -159,12 +161,12 @@ def many_steps(mode: str, on_disk: tuple[str, ...] = ()) -> dict[str, Any]:
     dist.barrier()
     if folders[0] is not None and dist.get_rank() == 0:
         shutil.rmtree(folders[0])
-    early, late = seen
-    assert late["fds"] == early["fds"] and late["shared"] == early["shared"], seen
-    assert late["maps"] <= early["maps"] + 2, seen
-    assert late["files"] == early["files"] and bool(early["files"]) == bool(on_disk), seen
-    assert late["rss"] < early["rss"] + MB, seen  # 700 bytes a step would be more
-    return {"early": early, "late": late}
+    backward_step, late = seen
+    assert late["fds"] == backward_step["fds"] and late["shared"] == backward_step["shared"], seen
+    assert late["maps"] <= backward_step["maps"] + 2, seen
+    assert late["files"] == backward_step["files"] and bool(backward_step["files"]) == bool(on_disk), seen
+    assert late["rss"] < backward_step["rss"] + MB, seen  # 700 bytes a step would be more
+    return {"early": backward_step, "late": late}
 
 
 def prepared(mode: str) -> tuple[Tiny, Any, Tiny]:

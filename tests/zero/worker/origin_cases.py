@@ -64,7 +64,7 @@ PLACES = {
 }
 
 
-def early() -> str:
+def backward_step() -> str:
     """A unit that is stepped inside of the backward."""
     torch.manual_seed(0)
     model = Tiny()
@@ -80,5 +80,5 @@ CASES: dict[str, Callable[[], Any]] = {
     **{f"one, {name}": (lambda c=c: named((1,), **c)) for name, c in PLACES.items()},
     **{f"two, {name}": (lambda c=c: named((0, 1), **c)) for name, c in PLACES.items()},
     **{f"none, {name}": (lambda c=c: named((0, 1, 2), HUGE, **c)) for name, c in PLACES.items() if "wire" not in name},
-    "early": early,
+    "early": backward_step,
 }

@@ -178,14 +178,16 @@ def same_states(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]
 
 
 def twins(config: dict[str, Any], make: Make) -> None:
-    late, early = rounded(), rounded()
+    late, backward_step = rounded(), rounded()
     late, ours = zeropp.prepare(late, begin(late, "all", make), zeropp.Config(**config))
-    early, theirs = zeropp.prepare(early, make(list(early.parameters())), zeropp.Config(**config))
+    backward_step, theirs = zeropp.prepare(
+        backward_step, make(list(backward_step.parameters())), zeropp.Config(**config)
+    )
     for step in range(len(SCHEDULE)):
         run_steps(late, ours, range(step, step + 1), config)
-        run_steps(early, theirs, range(step, step + 1), config)
-        _same_values(f"after step {step}", _snapshot(late)[0], _snapshot(early)[0], False)
-    same_states(states(late, ours), states(early, theirs))
+        run_steps(backward_step, theirs, range(step, step + 1), config)
+        _same_values(f"after step {step}", _snapshot(late)[0], _snapshot(backward_step)[0], False)
+    same_states(states(late, ours), states(backward_step, theirs))
 
 
 # -- checkpoints, memory, what frameworks do -----------------------------------------------------------------------------

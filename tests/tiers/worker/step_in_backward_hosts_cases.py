@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""early_cases with every rank on a host of its own, over the loopback interface: gathers, reductions and the end of a step are
+"""step_in_backward_cases with every rank on a host of its own, over the loopback interface: gathers, reductions and the end of a step are
 collectives there."""
 
 from __future__ import annotations
@@ -8,8 +8,16 @@ import os
 
 os.environ["ZEROPP_HOST_ID"] = os.environ["RANK"]  # before the communicator is made
 
-from early_cases import EARLY, Steps, a_disk_that_fails, filed, gradients_come_and_go, not_finite, tiers
 from state_cases import scratch
+from step_in_backward_cases import (
+    BACKWARD_STEP,
+    Steps,
+    a_disk_that_fails,
+    filed,
+    gradients_come_and_go,
+    not_finite,
+    tiers,
+)
 from training import Recipe, ours, same
 from zeropp import Comm
 
@@ -34,7 +42,7 @@ def equal(recipe: Recipe, **config: object) -> None:
             places["stage 2, gradients in a file, sent in 8 bits"] = filed_bits
             places["stage 3, all in files"] = {"stage": 3, "offload": filed(path, 0.6, params=0.7, states=1.0)}
         for name, place in places.items():
-            same(name, ours(recipe, **place, **config, **EARLY), ours(recipe, **place, **config))
+            same(name, ours(recipe, **place, **config, **BACKWARD_STEP), ours(recipe, **place, **config))
 
 
 def fp32() -> None:

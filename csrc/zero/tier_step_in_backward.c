@@ -39,7 +39,7 @@ static size_t most_chunks(const zpp_tier *tier) {
 }
 
 /* One slice that is stepped and written while the next one is read. */
-void tier_early_choose_buffers(zpp_tier *tier) {
+void tier_backward_step_choose_buffers(zpp_tier *tier) {
     const size_t records = tier->lines[0].chunks + tier->lines[1].chunks;
     size_t buffers = 2 * most_chunks(tier) + 2;
     if (buffers > records) buffers = records;
@@ -47,15 +47,16 @@ void tier_early_choose_buffers(zpp_tier *tier) {
     tier->options.buffers = buffers < LEAST_BUFFERS ? LEAST_BUFFERS : (unsigned)buffers;
 }
 
-zpp_status tier_early_seal(zpp_tier *tier, struct zpp_err *err) {
-    struct tier_early *early = &tier->early;
+zpp_status tier_backward_step_seal(zpp_tier *tier, struct zpp_err *err) {
+    struct tier_backward_step *backward_step = &tier->backward_step;
     size_t room = 1, first, last;
-    if (!tier->options.early) return ZPP_OK;
+    if (!tier->options.backward_step) return ZPP_OK;
     for (int i = 0; i < tier->slices_count; i++)
         if (chunks_of(tier, &tier->slices[i], &first, &last)) room += last - first + 1;
-    early->order = calloc(room, sizeof *early->order);
-    for (int i = 0; i < 2; i++) early->left[i] = calloc(tier->lines[i].chunks + 1, sizeof *early->left[i]);
-    if (!early->order || !early->left[0] || !early->left[1])
+    backward_step->order = calloc(room, sizeof *backward_step->order);
+    for (int i = 0; i < 2; i++) backward_step->left[i] = calloc(tier->lines[i].chunks + 1,
+                                                                sizeof *backward_step->left[i]);
+    if (!backward_step->order || !backward_step->left[0] || !backward_step->left[1])
         return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the order of %zu records", room);
     size_t before[2] = { SIZE_MAX, SIZE_MAX };
     for (int i = tier->slices_count - 1; i >= 0; i--) {
@@ -63,20 +64,20 @@ zpp_status tier_early_seal(zpp_tier *tier, struct zpp_err *err) {
         if (!chunks_of(tier, slice, &first, &last)) continue;
         for (size_t chunk = last + 1; chunk-- > first;) {
             if (chunk == before[slice->line]) continue;
-            early->order[early->order_count++] = (struct tier_record){ slice->line, chunk };
+            backward_step->order[backward_step->order_count++] = (struct tier_record){ slice->line, chunk };
             before[slice->line] = chunk;
         }
     }
     return ZPP_OK;
 }
 
-void tier_early_drop(zpp_tier *tier) {
-    free(tier->early.order);
-    free(tier->early.left[0]);
-    free(tier->early.left[1]);
+void tier_backward_step_drop(zpp_tier *tier) {
+    free(tier->backward_step.order);
+    free(tier->backward_step.left[0]);
+    free(tier->backward_step.left[1]);
 }
 
-void tier_early_forget(zpp_tier *tier) {
+void tier_backward_step_forget(zpp_tier *tier) {
     for (unsigned i = 0; tier->buffers && i < tier->options.buffers; i++) {
         struct zpp_err ignored = ZPP_ERR_INIT;
         struct tier_buffer *buffer = &tier->buffers[i];
@@ -84,14 +85,14 @@ void tier_early_forget(zpp_tier *tier) {
         (void)tier_finish(&buffer->write, NULL, &ignored);
         buffer->state = TIER_FREE;
     }
-    tier->early.next = 0;
+    tier->backward_step.next = 0;
 }
 
 /* --- buffers ------------------------------------------------------------------------------------------------------ */
 
 static void set_state(zpp_tier *tier, struct tier_buffer *buffer, enum tier_buffer_state state) {
     buffer->state = state;
-    buffer->since = ++tier->early.clock;
+    buffer->since = ++tier->backward_step.clock;
 }
 
 static struct tier_buffer *find(zpp_tier *tier, int line, size_t chunk) {
@@ -151,9 +152,9 @@ static struct tier_buffer *choose(zpp_tier *tier, enum tier_buffer_state state, 
 
 /* Of what is expected next, as much as there are buffers for, without waiting. */
 static zpp_status read_ahead(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    struct tier_early *early = &tier->early;
-    while (early->next < early->order_count) {
-        const struct tier_record *record = &early->order[early->next];
+    struct tier_backward_step *backward_step = &tier->backward_step;
+    while (backward_step->next < backward_step->order_count) {
+        const struct tier_record *record = &backward_step->order[backward_step->next];
         if (!find(tier, record->line, record->chunk)) {
             struct tier_buffer *buffer = choose(tier, TIER_FREE, false);
             if (!buffer) buffer = choose(tier, TIER_LEAVING, false);
@@ -162,7 +163,7 @@ static zpp_status read_ahead(zpp_tier *tier, struct zpp_aio_fault *fault, struct
             if (status == ZPP_OK) status = begin_read(tier, buffer, record->line, record->chunk, fault, err);
             if (status != ZPP_OK) return status;
         }
-        early->next++;
+        backward_step->next++;
     }
     return ZPP_OK;
 }
@@ -204,32 +205,33 @@ static zpp_status take(zpp_tier *tier, int line, size_t chunk, struct tier_buffe
 static zpp_status fail(zpp_tier *tier, zpp_status status) {
     if (status == ZPP_OK) return status;
     tier->torn = true;
-    tier->early.open = false;
-    tier_early_forget(tier);
+    tier->backward_step.open = false;
+    tier_backward_step_forget(tier);
     return status;
 }
 
-zpp_status zpp_tier_early_begin(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    struct tier_early *early = &tier->early;
+zpp_status zpp_tier_backward_step_begin(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct tier_backward_step *backward_step = &tier->backward_step;
     size_t first, last;
-    if (tier->torn || !tier->sealed || !tier->options.early || early->open)
+    if (tier->torn || !tier->sealed || !tier->options.backward_step || backward_step->open)
         return zpp_fail(err, ZPP_STATE, "tier: the states in %s are %s", tier->path,
                         tier->torn         ? "torn by a step that failed; load a checkpoint first"
                         : !tier->sealed    ? "not sealed yet"
-                        : early->open      ? "in the middle of a step"
+                        : backward_step->open      ? "in the middle of a step"
                                            : "not made for steps inside a backward");
-    for (int i = 0; i < 2; i++) memset(early->left[i], 0, tier->lines[i].chunks * sizeof *early->left[i]);
+    for (int i = 0; i < 2; i++) memset(backward_step->left[i], 0,
+                                       tier->lines[i].chunks * sizeof *backward_step->left[i]);
     for (int i = 0; i < tier->slices_count; i++) {
         const struct tier_slice *slice = &tier->slices[i];
         if (!chunks_of(tier, slice, &first, &last)) continue;
-        for (size_t chunk = first; chunk <= last; chunk++) early->left[slice->line][chunk]++;
+        for (size_t chunk = first; chunk <= last; chunk++) backward_step->left[slice->line][chunk]++;
     }
-    early->open = true;
+    backward_step->open = true;
     /* A read that fails is no more than a read: nothing was stepped. */
     const zpp_status status = read_ahead(tier, fault, err);
     if (status != ZPP_OK) {
-        early->open = false;
-        tier_early_forget(tier);
+        backward_step->open = false;
+        tier_backward_step_forget(tier);
     }
     return status;
 }
@@ -242,13 +244,14 @@ static zpp_status step_visit(zpp_tier *tier, struct tier_plan *plan, const struc
     tier_plan_bind(tier, plan, visit, buffer->memory);
     zpp_update_step(plan->segments, visit->cuts, grad_scale, pool);
     set_state(tier, buffer, TIER_CHANGED);
-    if (--tier->early.left[visit->line][visit->chunk] == 0) status = begin_write(tier, buffer, fault, err);
+    if (--tier->backward_step.left[visit->line][visit->chunk] == 0) status = begin_write(tier, buffer, fault, err);
     return status == ZPP_OK ? read_ahead(tier, fault, err) : status;
 }
 
-zpp_status zpp_tier_early_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
-                               float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    if (!tier->early.open)
+zpp_status zpp_tier_backward_step_unit(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
+                                       float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault,
+                                       struct zpp_err *err) {
+    if (!tier->backward_step.open)
         return zpp_fail(err, ZPP_STATE, "tier: a slice is stepped in %s before the step has begun", tier->path);
     const uint64_t began_ns = zpp_now_ns();
     struct tier_plan plan = { 0 };
@@ -261,12 +264,12 @@ zpp_status zpp_tier_early_step(zpp_tier *tier, const struct zpp_tier_piece *piec
     return fail(tier, status);
 }
 
-zpp_status zpp_tier_early_poll(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    return tier->early.open ? fail(tier, read_ahead(tier, fault, err)) : ZPP_OK;
+zpp_status zpp_tier_backward_step_poll(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    return tier->backward_step.open ? fail(tier, read_ahead(tier, fault, err)) : ZPP_OK;
 }
 
-zpp_status zpp_tier_early_end(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    if (!tier->early.open) return ZPP_OK;
+zpp_status zpp_tier_backward_step_end(zpp_tier *tier, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    if (!tier->backward_step.open) return ZPP_OK;
     const uint64_t began_ns = zpp_now_ns();
     zpp_status status = ZPP_OK;
     /* Records that a slice without gradients has a part of. */
@@ -274,16 +277,16 @@ zpp_status zpp_tier_early_end(zpp_tier *tier, struct zpp_aio_fault *fault, struc
         if (tier->buffers[i].state == TIER_CHANGED) status = begin_write(tier, &tier->buffers[i], fault, err);
     for (unsigned i = 0; i < tier->options.buffers && status == ZPP_OK; i++)
         if (tier->buffers[i].state == TIER_LEAVING) status = finish_write(tier, &tier->buffers[i], fault, err);
-    tier->early.open = false;
-    tier->early.next = 0;
+    tier->backward_step.open = false;
+    tier->backward_step.next = 0;
     tier->steps++;
     tier->step_ns += zpp_now_ns() - began_ns;
     return fail(tier, status);
 }
 
-void zpp_tier_early_ahead(zpp_tier *tier) {
+void zpp_tier_backward_step_ahead(zpp_tier *tier) {
     struct zpp_err ignored = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    if (tier->torn || tier->early.open) return;
-    if (read_ahead(tier, &fault, &ignored) != ZPP_OK) tier_early_forget(tier);
+    if (tier->torn || tier->backward_step.open) return;
+    if (read_ahead(tier, &fault, &ignored) != ZPP_OK) tier_backward_step_forget(tier);
 }

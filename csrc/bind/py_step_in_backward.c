@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The step inside the backward (docs/design/0032), as backward.c drives it and python/zeropp/zero/early.py sets it up.
+ * The step inside the backward (docs/design/0032), as backward.c drives it and python/zeropp/zero/step_in_backward.py
+ * sets it up.
  *
  *   a unit's gradients are complete on this rank   it is left: autograd reads its parameters no more
  *   they are reduced (one rank: the same moment)   it is stepped, by the thread of the backward; its gradient goes
  *   its slice is on its way to the file            it stays whole; later it is let go
  *
- * What fails is kept for early_end, because other ranks wait for this one's reductions; nothing more is stepped here.
+ * What fails is kept for backward_step_end, because other ranks wait for this one's reductions; nothing more is stepped
+ * here.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -26,11 +28,12 @@ static bool is_alone(const Zero *zero) {
     return zero->ranks == 1;
 }
 
-static void keep_failure(struct zpp_py_early *early, const struct zpp_err *err, const struct zpp_aio_fault *fault) {
-    if (early->failed) return;
-    early->failed = true;
-    early->err = *err;
-    if (fault && err->status == ZPP_TIER) early->fault = *fault;
+static void keep_failure(struct zpp_py_backward_step *backward_step, const struct zpp_err *err,
+                         const struct zpp_aio_fault *fault) {
+    if (backward_step->failed) return;
+    backward_step->failed = true;
+    backward_step->err = *err;
+    if (fault && err->status == ZPP_TIER) backward_step->fault = *fault;
 }
 
 /* --- a unit stays whole until its slice is written ---------------------------------------------------------------- */
@@ -40,15 +43,15 @@ static bool is_filed(const Unit *unit) {
 }
 
 static void pin(Unit *unit) {
-    if (unit->early.pinned) return;
+    if (unit->backward_step.pinned) return;
     unit->unit->pins++;
-    unit->early.pinned = true;
+    unit->backward_step.pinned = true;
 }
 
 static int unpin(Unit *unit) {
-    if (!unit->early.pinned) return 0;
+    if (!unit->backward_step.pinned) return 0;
     unit->unit->pins--;
-    unit->early.pinned = false;
+    unit->backward_step.pinned = false;
     return zpp_py_release(unit);
 }
 
@@ -68,37 +71,38 @@ static zpp_status open_slice(Unit *unit, struct zpp_err *err) {
 /* The oldest of those on their way. Not before its place is wanted, also where it has arrived: what the next forward
  * begins with comes last. */
 static int let_go(Zero *zero) {
-    struct zpp_py_early *early = &zero->early;
-    const int index = early->sending[0];
+    struct zpp_py_backward_step *backward_step = &zero->backward_step;
+    const int index = backward_step->sending[0];
     struct zpp_err err = ZPP_ERR_INIT;
     PyThreadState *thread = PyEval_SaveThread();
     const zpp_status status = zpp_zero_slice_sent(zero->core, index, &err);
     PyEval_RestoreThread(thread);
-    early->sending_count--;
-    memmove(early->sending, early->sending + 1, (size_t)early->sending_count * sizeof *early->sending);
-    if (status != ZPP_OK) keep_failure(early, &err, zpp_zero_fault(zero->core));
+    backward_step->sending_count--;
+    memmove(backward_step->sending, backward_step->sending + 1,
+            (size_t)backward_step->sending_count * sizeof *backward_step->sending);
+    if (status != ZPP_OK) keep_failure(backward_step, &err, zpp_zero_fault(zero->core));
     return unpin(unit_at(zero, index));
 }
 
 static int send(Unit *unit, struct zpp_err *err, zpp_status *status) {
     Zero *zero = unit->zero;
-    struct zpp_py_early *early = &zero->early;
-    while (early->sending_count == ZPP_EARLY_SENDING)
+    struct zpp_py_backward_step *backward_step = &zero->backward_step;
+    while (backward_step->sending_count == ZPP_BACKWARD_STEP_SENDING)
         if (let_go(zero)) return -1;
     *status = zpp_zero_send_slice(zero->core, unit->unit->index, err);
-    if (*status == ZPP_OK) early->sending[early->sending_count++] = unit->unit->index;
+    if (*status == ZPP_OK) backward_step->sending[backward_step->sending_count++] = unit->unit->index;
     return 0;
 }
 
 /* Buffers whose writes have ended are read into again: between two units nobody else looks, and the disk would rest. */
 static int read_on(Zero *zero) {
-    struct zpp_py_early *early = &zero->early;
-    if (!early->tier_open || early->failed) return 0;
+    struct zpp_py_backward_step *backward_step = &zero->backward_step;
+    if (!backward_step->tier_open || backward_step->failed) return 0;
     zpp_tier *tier = zpp_py_tier_get(zero->tier);
     if (!tier) return -1;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    if (zpp_tier_early_poll(tier, &fault, &err) != ZPP_OK) keep_failure(early, &err, &fault);
+    if (zpp_tier_backward_step_poll(tier, &fault, &err) != ZPP_OK) keep_failure(backward_step, &err, &fault);
     return 0;
 }
 
@@ -106,19 +110,19 @@ static int read_on(Zero *zero) {
 
 static zpp_status run_adam(Zero *zero, struct zpp_py_adam *list, zpp_tier *tier, struct zpp_aio_fault *fault,
                            struct zpp_err *err) {
-    const double grad_scale = zero->early.scale;
+    const double grad_scale = zero->backward_step.scale;
     const float scale = (float)grad_scale;
     zpp_status status = ZPP_OK;
     PyThreadState *thread = PyEval_SaveThread();
     zpp_update_step(list->at, list->count, scale, zero->pool);
     zpp_adam_step_f64(list->f64, list->f64_count, grad_scale, zero->pool);
     zpp_masterless_step(list->masterless, list->masterless_count, scale, zero->pool);
-    if (tier && !zero->early.tier_open) {
-        status = zpp_tier_early_begin(tier, fault, err);
-        zero->early.tier_open = status == ZPP_OK;
+    if (tier && !zero->backward_step.tier_open) {
+        status = zpp_tier_backward_step_begin(tier, fault, err);
+        zero->backward_step.tier_open = status == ZPP_OK;
     }
     if (tier && status == ZPP_OK)
-        status = zpp_tier_early_step(tier, list->tiered, list->tiered_count, scale, zero->pool, fault, err);
+        status = zpp_tier_backward_step_unit(tier, list->tiered, list->tiered_count, scale, zero->pool, fault, err);
     PyEval_RestoreThread(thread);
     return status;
 }
@@ -128,7 +132,7 @@ static int step_adam(Unit *unit, struct zpp_aio_fault *fault, struct zpp_err *er
     struct zpp_py_adam list = { 0 };
     zpp_tier *tier = unit->adam.tiered && zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
     if (PyErr_Occurred()) return -1;
-    int failed = zpp_py_adam_unit(zero, unit, zero->early.groups, &list);
+    int failed = zpp_py_adam_unit(zero, unit, zero->backward_step.groups, &list);
     if (failed && !PyErr_Occurred()) PyErr_NoMemory();
     if (!failed) *status = run_adam(zero, &list, tier, fault, err);
     zpp_py_adam_drop(&list);
@@ -136,7 +140,7 @@ static int step_adam(Unit *unit, struct zpp_aio_fault *fault, struct zpp_err *er
 }
 
 static int step_in_python(Unit *unit) {
-    PyObject *done = PyObject_CallFunction(unit->zero->early.step, "i", unit->unit->index);
+    PyObject *done = PyObject_CallFunction(unit->zero->backward_step.step, "i", unit->unit->index);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
@@ -154,20 +158,20 @@ static zpp_status bring_gradient(Unit *unit, struct zpp_aio_fault *fault, struct
 /* 0, also where it failed and that is kept; -1 with an error set. */
 static int update(Unit *unit) {
     Zero *zero = unit->zero;
-    struct zpp_py_early *early = &zero->early;
+    struct zpp_py_backward_step *backward_step = &zero->backward_step;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     int64_t bad_param = -1;
     if (bring_gradient(unit, &fault, &err) != ZPP_OK) {
-        keep_failure(early, &err, &fault);
+        keep_failure(backward_step, &err, &fault);
         return 0;
     }
     if (zpp_py_unit_norm(zero, unit, &bad_param)) return PyErr_NoMemory(), -1;
     if (bad_param >= 0) {
         zpp_fail(&err, ZPP_STATE, "a gradient is not finite");
-        keep_failure(early, &err, NULL);
-        early->bad_unit = unit->unit->index;
-        early->bad_param = (Py_ssize_t)bad_param;
+        keep_failure(backward_step, &err, NULL);
+        backward_step->bad_unit = unit->unit->index;
+        backward_step->bad_param = (Py_ssize_t)bad_param;
         return 0;
     }
     char words[ZPP_UNIT_WORDS];
@@ -175,8 +179,8 @@ static int update(Unit *unit) {
     if (status == ZPP_TIER) fault = *zpp_zero_fault(zero->core);
     int failed = 0;
     if (status == ZPP_OK) {
-        early->stepped++;
-        failed = early->step ? step_in_python(unit) : step_adam(unit, &fault, &err, &status);
+        backward_step->stepped++;
+        failed = backward_step->step ? step_in_python(unit) : step_adam(unit, &fault, &err, &status);
     }
     if (!failed && status == ZPP_OK && is_filed(unit)) {
         failed = send(unit, &err, &status);
@@ -184,16 +188,16 @@ static int update(Unit *unit) {
     }
     if (failed)
         zpp_fail(&err, ZPP_STATE, "the update of %s raised", zpp_unit_words(unit->unit, words, sizeof words));
-    if (failed || status != ZPP_OK) keep_failure(early, &err, &fault);
+    if (failed || status != ZPP_OK) keep_failure(backward_step, &err, &fault);
     return failed;
 }
 
 /* Its gradients are complete on this rank: what autograd has kept of its parameters is not to be read again. */
 static int leave(Unit *unit) {
-    if (unit->early.left) return 0;
-    unit->early.left = true;
-    if (is_filed(unit) && unit->unit->state == ZPP_UNIT_FULL && !unit->zero->early.failed) pin(unit);
-    PyObject *done = PyObject_CallFunction(unit->zero->early.leave, "i", unit->unit->index);
+    if (unit->backward_step.left) return 0;
+    unit->backward_step.left = true;
+    if (is_filed(unit) && unit->unit->state == ZPP_UNIT_FULL && !unit->zero->backward_step.failed) pin(unit);
+    PyObject *done = PyObject_CallFunction(unit->zero->backward_step.leave, "i", unit->unit->index);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
@@ -203,20 +207,20 @@ static int step_unit(Unit *unit) {
     Zero *zero = unit->zero;
     const bool local = zpp_py_is_local(zero);
     bool any = false;
-    if (unit->early.stepped) return 0;
-    unit->early.stepped = true;
+    if (unit->backward_step.stepped) return 0;
+    unit->backward_step.stepped = true;
     if (local ? zpp_py_hold_gradients(unit, &any) : leave(unit)) return -1;
     if (!local) any = zpp_zero_grad_shard(zero->core, unit->unit->index, NULL) != NULL;
     if (any && local && leave(unit)) return -1;
-    int failed = any && !zero->early.failed ? update(unit) : 0;
+    int failed = any && !zero->backward_step.failed ? update(unit) : 0;
     if (local && any && zpp_py_forget_gradients(unit)) failed = -1;
     struct zpp_err err = ZPP_ERR_INIT;
     if (!local && zpp_zero_drop_grad(zero->core, unit->unit->index, &err) != ZPP_OK)
-        keep_failure(&zero->early, &err, zpp_zero_fault(zero->core));
-    const int count = zero->early.sending_count;
-    const bool sent = count && zero->early.sending[count - 1] == unit->unit->index;
+        keep_failure(&zero->backward_step, &err, zpp_zero_fault(zero->core));
+    const int count = zero->backward_step.sending_count;
+    const bool sent = count && zero->backward_step.sending[count - 1] == unit->unit->index;
     if (!sent && zpp_zero_slice_sent(zero->core, unit->unit->index, &err) != ZPP_OK)
-        keep_failure(&zero->early, &err, zpp_zero_fault(zero->core));
+        keep_failure(&zero->backward_step, &err, zpp_zero_fault(zero->core));
     if (!sent && unpin(unit)) failed = -1;
     return failed;
 }
@@ -225,14 +229,14 @@ static int step_unit(Unit *unit) {
 
 static void read_ahead(Zero *zero) {
     zpp_tier *tier = zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
-    zero->early.reads_ahead = false;
-    if (tier) zpp_tier_early_ahead(tier);
+    zero->backward_step.reads_ahead = false;
+    if (tier) zpp_tier_backward_step_ahead(tier);
     else PyErr_Clear(); /* closed with the model */
 }
 
 /* The next forward waits for its units, and for states nobody before its end: these come when those were read. */
-void zpp_py_early_ahead(Zero *zero) {
-    if (zero->early.reads_ahead && !zpp_zero_reads_forward(zero->core)) read_ahead(zero);
+void zpp_py_backward_step_ahead(Zero *zero) {
+    if (zero->backward_step.reads_ahead && !zpp_zero_reads_forward(zero->core)) read_ahead(zero);
 }
 
 /* --- what a backward calls ---------------------------------------------------------------------------------------- */
@@ -247,12 +251,12 @@ static int refuse(const char *what) {
     return -1;
 }
 
-int zpp_py_early_require_ended(const Zero *zero, const char *what) {
-    return zero->early.pending ? refuse(what) : 0;
+int zpp_py_backward_step_require_ended(const Zero *zero, const char *what) {
+    return zero->backward_step.pending ? refuse(what) : 0;
 }
 
-int zpp_py_early_require_whole(const Unit *unit) {
-    if (!unit->early.left || !unit->zero->early.open) return 0;
+int zpp_py_backward_step_require_whole(const Unit *unit) {
+    if (!unit->backward_step.left || !unit->zero->backward_step.open) return 0;
     char words[ZPP_UNIT_WORDS];
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_fail(&err, ZPP_STATE,
@@ -267,43 +271,43 @@ int zpp_py_early_require_whole(const Unit *unit) {
 static void forget_units(Zero *zero) {
     for (Py_ssize_t i = 0; i < PyList_Size(zero->units); i++) {
         Unit *unit = unit_at(zero, i);
-        if (!unit->early.seen) continue;
-        memset(unit->early.seen, 0, (size_t)unit->count);
-        unit->early.missing = unit->count;
-        unit->early.partial = unit->early.left = unit->early.stepped = false;
+        if (!unit->backward_step.seen) continue;
+        memset(unit->backward_step.seen, 0, (size_t)unit->count);
+        unit->backward_step.missing = unit->count;
+        unit->backward_step.partial = unit->backward_step.left = unit->backward_step.stepped = false;
     }
 }
 
 static int make_room(Zero *zero) {
     for (Py_ssize_t i = 0; i < PyList_Size(zero->units); i++) {
         Unit *unit = unit_at(zero, i);
-        if (!unit->early.seen) unit->early.seen = calloc((size_t)unit->count + 1, 1);
-        if (!unit->early.seen) return PyErr_NoMemory(), -1;
+        if (!unit->backward_step.seen) unit->backward_step.seen = calloc((size_t)unit->count + 1, 1);
+        if (!unit->backward_step.seen) return PyErr_NoMemory(), -1;
     }
     return 0;
 }
 
-int zpp_py_early_begin(Zero *zero) {
-    struct zpp_py_early *early = &zero->early;
-    if (!early->begin || !zero->boundary) return 0;
+int zpp_py_backward_step_begin(Zero *zero) {
+    struct zpp_py_backward_step *backward_step = &zero->backward_step;
+    if (!backward_step->begin || !zero->boundary) return 0;
     if (make_room(zero)) return -1;
-    if (early->reads_ahead) read_ahead(zero);
-    PyObject *said = PyObject_CallNoArgs(early->begin), *groups = NULL;
+    if (backward_step->reads_ahead) read_ahead(zero);
+    PyObject *said = PyObject_CallNoArgs(backward_step->begin), *groups = NULL;
     double scale;
     if (!said || !PyArg_ParseTuple(said, "O!d", &PyList_Type, &groups, &scale)) {
         Py_XDECREF(said);
         return -1;
     }
-    free(early->groups);
-    early->groups = zpp_py_read_groups(groups);
+    free(backward_step->groups);
+    backward_step->groups = zpp_py_read_groups(groups);
     Py_DECREF(said);
-    if (!early->groups) return -1;
+    if (!backward_step->groups) return -1;
     forget_units(zero);
-    early->scale = scale;
-    early->done = early->stepped = 0;
-    early->failed = false;
-    early->bad_unit = -1;
-    early->open = true;
+    backward_step->scale = scale;
+    backward_step->done = backward_step->stepped = 0;
+    backward_step->failed = false;
+    backward_step->bad_unit = -1;
+    backward_step->open = true;
     zpp_zero_keep_grads(zero->core);
     return 0;
 }
@@ -311,18 +315,18 @@ int zpp_py_early_begin(Zero *zero) {
 static int step_reduced(Zero *zero) {
     for (;;) {
         PyThreadState *thread = PyEval_SaveThread();
-        const int index = zpp_zero_next_reduced(zero->core, zero->early.done);
+        const int index = zpp_zero_next_reduced(zero->core, zero->backward_step.done);
         PyEval_RestoreThread(thread);
         if (index < 0) return 0;
-        zero->early.done++;
+        zero->backward_step.done++;
         if (step_unit(unit_at(zero, index))) return -1;
     }
 }
 
-int zpp_py_early_gradient(Unit *unit, Py_ssize_t param, bool partial) {
+int zpp_py_backward_step_gradient(Unit *unit, Py_ssize_t param, bool partial) {
     Zero *zero = unit->zero;
-    struct unit_early *own = &unit->early;
-    if (!zero->early.open) return 0;
+    struct unit_backward_step *own = &unit->backward_step;
+    if (!zero->backward_step.open) return 0;
     if (own->stepped) {
         char words[ZPP_PARAM_WORDS];
         struct zpp_err err = ZPP_ERR_INIT;
@@ -343,105 +347,106 @@ int zpp_py_early_gradient(Unit *unit, Py_ssize_t param, bool partial) {
     return read_on(zero);
 }
 
-int zpp_py_early_close(Zero *zero) {
-    struct zpp_py_early *early = &zero->early;
-    if (!early->open) return 0;
+int zpp_py_backward_step_close(Zero *zero) {
+    struct zpp_py_backward_step *backward_step = &zero->backward_step;
+    if (!backward_step->open) return 0;
     int failed = is_alone(zero) ? 0 : step_reduced(zero);
     for (Py_ssize_t i = PyList_Size(zero->units) - 1; is_alone(zero) && i >= 0 && !failed; i--)
         if (unit_at(zero, i)->unit->trainable) failed = step_unit(unit_at(zero, i));
-    early->open = false;
-    early->pending = early->stepped || early->failed;
+    backward_step->open = false;
+    backward_step->pending = backward_step->stepped || backward_step->failed;
     return failed;
 }
 
 static int end_writes(Zero *zero) {
-    struct zpp_py_early *early = &zero->early;
+    struct zpp_py_backward_step *backward_step = &zero->backward_step;
     int failed = 0;
-    while (early->sending_count && !failed) failed = let_go(zero);
+    while (backward_step->sending_count && !failed) failed = let_go(zero);
     for (Py_ssize_t i = 0; i < PyList_Size(zero->units) && !failed; i++) failed = unpin(unit_at(zero, i));
-    zpp_tier *tier = early->tier_open && zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
-    early->tier_open = false;
+    zpp_tier *tier = backward_step->tier_open && zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
+    backward_step->tier_open = false;
     if (!tier) return PyErr_Occurred() ? -1 : failed;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_tier_early_end(tier, &fault, &err);
+    const zpp_status status = zpp_tier_backward_step_end(tier, &fault, &err);
     PyEval_RestoreThread(thread);
-    early->reads_ahead = status == ZPP_OK;
-    if (status != ZPP_OK) keep_failure(early, &err, &fault);
-    zpp_py_early_ahead(zero);
+    backward_step->reads_ahead = status == ZPP_OK;
+    if (status != ZPP_OK) keep_failure(backward_step, &err, &fault);
+    zpp_py_backward_step_ahead(zero);
     return failed;
 }
 
-int zpp_py_early_abort(Zero *zero) {
-    struct zpp_py_early *early = &zero->early;
-    if (!early->open) return 0;
-    early->open = false;
+int zpp_py_backward_step_abort(Zero *zero) {
+    struct zpp_py_backward_step *backward_step = &zero->backward_step;
+    if (!backward_step->open) return 0;
+    backward_step->open = false;
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_fail(&err, ZPP_STATE, "zero: the backward ended by an exception after %d unit%s had been stepped",
-             early->stepped, early->stepped == 1 ? "" : "s");
-    if (early->stepped) keep_failure(early, &err, NULL);
-    early->pending = early->stepped;
+             backward_step->stepped, backward_step->stepped == 1 ? "" : "s");
+    if (backward_step->stepped) keep_failure(backward_step, &err, NULL);
+    backward_step->pending = backward_step->stepped;
     const int failed = end_writes(zero);
     forget_units(zero);
     return failed;
 }
 
-void zpp_py_early_forget(Zero *zero) {
-    Py_CLEAR(zero->early.begin);
-    Py_CLEAR(zero->early.leave);
-    Py_CLEAR(zero->early.step);
+void zpp_py_backward_step_forget(Zero *zero) {
+    Py_CLEAR(zero->backward_step.begin);
+    Py_CLEAR(zero->backward_step.leave);
+    Py_CLEAR(zero->backward_step.step);
 }
 
 /* --- what the façade calls ---------------------------------------------------------------------------------------- */
 
-/* set_early(begin, leave, step | None): steps are inside the backward from now on, see struct zpp_py_early. */
-static PyObject *zero_set_early(PyObject *self, PyObject *args) {
+/* set_backward_step(begin, leave, step | None): steps are inside the backward from now on, see struct
+ * zpp_py_backward_step. */
+static PyObject *zero_set_backward_step(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
     PyObject *begin, *left, *step;
     if (!PyArg_ParseTuple(args, "OOO", &begin, &left, &step)) return NULL;
-    zpp_py_early_forget(zero);
-    zero->early.begin = Py_NewRef(begin);
-    zero->early.leave = Py_NewRef(left);
-    zero->early.step = step == Py_None ? NULL : Py_NewRef(step);
+    zpp_py_backward_step_forget(zero);
+    zero->backward_step.begin = Py_NewRef(begin);
+    zero->backward_step.leave = Py_NewRef(left);
+    zero->backward_step.step = step == Py_None ? NULL : Py_NewRef(step);
     Py_RETURN_NONE;
 }
 
-/* early_end() -> None, or (unit, parameter, ranks) whose gradient was not finite, as norm() has it; raises what else
- * failed. Everything that was stepped is written. */
-static PyObject *zero_early_end(PyObject *self, PyObject *unused) {
+/* backward_step_end() -> None, or (unit, parameter, ranks) whose gradient was not finite, as norm() has it; raises what
+ * else failed. Everything that was stepped is written. */
+static PyObject *zero_backward_step_end(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
-    struct zpp_py_early *early = &zero->early;
-    if (!early->failed) zpp_zero_keep_for_forward(zero->core);
+    struct zpp_py_backward_step *backward_step = &zero->backward_step;
+    if (!backward_step->failed) zpp_zero_keep_for_forward(zero->core);
     const int broken = end_writes(zero);
     forget_units(zero);
-    const bool failed = early->failed || broken;
-    early->pending = early->failed = false;
-    zero->torn |= failed && early->stepped;
+    const bool failed = backward_step->failed || broken;
+    backward_step->pending = backward_step->failed = false;
+    zero->torn |= failed && backward_step->stepped;
     if (broken) return NULL;
-    if (failed && early->bad_unit >= 0)
-        return Py_BuildValue("(nnK)", early->bad_unit, early->bad_param,
-                             (unsigned long long)zpp_zero_origins(zero->core, (int)early->bad_unit));
-    if (failed) return zpp_py_raise_aio(&early->err, &early->fault);
+    if (failed && backward_step->bad_unit >= 0)
+        return Py_BuildValue("(nnK)", backward_step->bad_unit, backward_step->bad_param,
+                             (unsigned long long)zpp_zero_origins(zero->core, (int)backward_step->bad_unit));
+    if (failed) return zpp_py_raise_aio(&backward_step->err, &backward_step->fault);
     zero->steps++;
     Py_RETURN_NONE;
 }
 
-/* early_drop(): the same, told to nobody: a load replaces all that was stepped. */
-static PyObject *zero_early_drop(PyObject *self, PyObject *unused) {
+/* backward_step_drop(): the same, told to nobody: a load replaces all that was stepped. */
+static PyObject *zero_backward_step_drop(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
     const int broken = end_writes(zero);
     forget_units(zero);
-    zero->early.pending = zero->early.failed = false;
+    zero->backward_step.pending = zero->backward_step.failed = false;
     if (broken) return NULL;
     Py_RETURN_NONE;
 }
 
-static PyObject *zero_early_pending(PyObject *self, PyObject *unused) {
+static PyObject *zero_backward_step_pending(PyObject *self, PyObject *unused) {
     (void)unused;
-    return PyBool_FromLong(((Zero *)self)->early.pending);
+    return PyBool_FromLong(((Zero *)self)->backward_step.pending);
 }
 
 /* lend_slices(): before seal. */
@@ -451,11 +456,14 @@ static PyObject *zero_lend_slices(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-PyMethodDef zpp_py_early_methods[] = {
-    { "set_early", zero_set_early, METH_VARARGS, "set_early(begin, leave, step): step inside the backward." },
-    { "early_end", zero_early_end, METH_NOARGS, "The step that the backward began is over; what failed in it." },
-    { "early_drop", zero_early_drop, METH_NOARGS, "The same, and forget what failed." },
-    { "early_pending", zero_early_pending, METH_NOARGS, "Has a backward begun a step that was not ended?" },
+PyMethodDef zpp_py_backward_step_methods[] = {
+    { "set_backward_step", zero_set_backward_step, METH_VARARGS,
+     "set_backward_step(begin, leave, step): step inside the backward." },
+    { "backward_step_end", zero_backward_step_end, METH_NOARGS,
+     "The step that the backward began is over; what failed in it." },
+    { "backward_step_drop", zero_backward_step_drop, METH_NOARGS, "The same, and forget what failed." },
+    { "backward_step_pending", zero_backward_step_pending, METH_NOARGS,
+     "Has a backward begun a step that was not ended?" },
     { "lend_slices", zero_lend_slices, METH_NOARGS, "Gradients have memory until their unit is stepped." },
     { NULL, NULL, 0, NULL },
 };

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import zeropp
-from early_cases import CASES, ON_ONE_RANK
+from step_in_backward_cases import CASES, ON_ONE_RANK
 from zeropp import Config, Offload
 
 TABLE = [(1, case) for case in CASES] + [(2, case) for case in CASES if case not in ON_ONE_RANK]
-WORKER = "early_cases"  # for the fixture `outcomes`
+WORKER = "step_in_backward_cases"  # for the fixture `outcomes`
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks_case", TABLE, ids=[f"{case}-{ranks}" for ranks, case in TABLE])
-def test_early(ranks_case: tuple[int, str], outcomes: Any) -> None:
+def test_backward_step(ranks_case: tuple[int, str], outcomes: Any) -> None:
     ranks, case = ranks_case
     outcomes(ranks, case).check()
 
@@ -46,7 +46,7 @@ def test_what_cannot_step_in_backward_is_said(more: dict[str, Any], said: str) -
 @pytest.mark.timeout(300)
 def test_between_hosts(run_ranks: Any) -> None:
     cases = ("fp32", "bf16", "gradients_come_and_go", "not_finite", "a_disk_that_fails")
-    for outcome in run_ranks("early_hosts_cases", cases, ranks=2).values():
+    for outcome in run_ranks("step_in_backward_hosts_cases", cases, ranks=2).values():
         outcome.check()
 
 

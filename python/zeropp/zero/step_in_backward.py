@@ -2,7 +2,7 @@
 """The step inside the backward: ``Config(step_in_backward=True)`` ("optimizer in backward"; LOMO, arXiv:2306.09782, frees gradients
 so; ZeRO-Infinity's states then move beside the computation). docs/design/0032.
 
-A unit is stepped as soon as its gradients are reduced (csrc/bind/py_early.c), with the bits of a step after the backward, and
+A unit is stepped as soon as its gradients are reduced (csrc/bind/py_step_in_backward.c), with the bits of a step after the backward, and
 ``optimizer.step()`` ends what the backward began.
 """
 
@@ -32,7 +32,7 @@ class StepInBackward:
     def __init__(self, engine: Engine, in_python: bool) -> None:
         self._engine = weakref.ref(engine)
         self._rates: list[dict[str, Any]] = []
-        engine.core.set_early(self._begin, self._leave, self._step if in_python else None)
+        engine.core.set_backward_step(self._begin, self._leave, self._step if in_python else None)
 
     def _optimizer(self) -> ZeroOptimizer:
         engine = self._engine()
@@ -70,7 +70,7 @@ class StepInBackward:
     def pending(self) -> bool:
         """Has a backward begun a step that was not ended? The same on every rank, once it is over."""
         engine = self._engine()
-        return engine is not None and bool(engine.core.early_pending())
+        return engine is not None and bool(engine.core.backward_step_pending())
 
     def require_ended(self, what: str) -> None:
         """Raises zeropp.Error between a backward and ``optimizer.step()``."""
@@ -88,7 +88,7 @@ class StepInBackward:
         """
         engine = self._engine()
         assert engine is not None
-        bad = engine.core.early_end()
+        bad = engine.core.backward_step_end()
         if bad is None:
             return
         name = engine.units[bad[0]].params[bad[1]].names[0]
@@ -104,7 +104,7 @@ class StepInBackward:
         """A load replaces all that was stepped, and what failed in it."""
         engine = self._engine()
         assert engine is not None
-        engine.core.early_drop()
+        engine.core.backward_step_drop()
 
     def check_rates(self, optimizer: ZeroOptimizer) -> None:
         """Raises zeropp.Error where ``param_groups`` are not those that the backward stepped with."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of test_early.py do. A case runs on one rank and on two, but for those that need no second."""
+"""What the ranks of test_step_in_backward.py do. A case runs on one rank and on two, but for those that need no second."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zeropp import Offload, Precision, Tier
 from zeropp.zero.engine import engine_of
 
 Steps = dict[str, Any]
-EARLY: Steps = {"step_in_backward": True}
+BACKWARD_STEP: Steps = {"step_in_backward": True}
 
 
 def tiers(path: str, params: float = 0.0, states: float = 0.0) -> Offload:
@@ -68,7 +68,7 @@ def equal(recipe: Recipe, **config: Any) -> None:
             stage = place["stage"]
             if stage not in wanted:
                 wanted[stage] = ours(recipe, stage=stage, **config)
-            same(name, ours(recipe, **place, **config, **EARLY), wanted[stage])
+            same(name, ours(recipe, **place, **config, **BACKWARD_STEP), wanted[stage])
 
 
 def groups(model: nn.Module) -> Any:
@@ -110,7 +110,7 @@ def other_optimizers() -> None:
             Recipe(steps=3, optimizer=made[name]),
             {"stage": 3 if name == "AdamW" else 2, "precision": precision},
         )
-        same(f"{name} {precision}", ours(recipe, **common, **EARLY), ours(recipe, **common))
+        same(f"{name} {precision}", ours(recipe, **common, **BACKWARD_STEP), ours(recipe, **common))
 
 
 def gradients_in_a_file() -> None:
@@ -126,11 +126,17 @@ def gradients_in_a_file() -> None:
                 (3, filed(path, 0.7, params=0.6)),
             ):
                 wanted = ours(recipe, stage=stage, offload=Offload(grads=offload.grads), **common)
-                same(f"{precision}, {offload}", ours(recipe, stage=stage, offload=offload, **common, **EARLY), wanted)
+                same(
+                    f"{precision}, {offload}",
+                    ours(recipe, stage=stage, offload=offload, **common, **BACKWARD_STEP),
+                    wanted,
+                )
             if dist.get_world_size() > 1:
                 apart: Steps = {"stage": 3, "host_copy": "off", "prefetch": 1 << 20, **common}
                 wanted = ours(recipe, offload=filed(path, 1.0), **apart)
-                same(f"{precision}, gathering", ours(recipe, offload=filed(path, 1.0), **apart, **EARLY), wanted)
+                same(
+                    f"{precision}, gathering", ours(recipe, offload=filed(path, 1.0), **apart, **BACKWARD_STEP), wanted
+                )
 
 
 def gradients_held_back() -> None:
@@ -138,7 +144,7 @@ def gradients_held_back() -> None:
     with scratch() as path:
         for stage in (2, 3):
             runs = []
-            for steps in ({}, EARLY):
+            for steps in ({}, BACKWARD_STEP):
                 model, optimizer = prepared(stage=stage, offload=filed(path, 0.8), accumulate=2, **steps)
                 losses = []
                 for step in range(3):
@@ -162,7 +168,7 @@ def bytes_of_gradients() -> None:
     micro = 3
     with scratch() as path:
         for stage in (2, 3):
-            model, optimizer = prepared(256, stage=stage, offload=filed(path, 1.0), accumulate=micro, **EARLY)
+            model, optimizer = prepared(256, stage=stage, offload=filed(path, 1.0), accumulate=micro, **BACKWARD_STEP)
             engine = engine_of(model)
             counts = []
             for step in range(3):
@@ -187,7 +193,7 @@ def bytes_of_gradients() -> None:
 
 def float64() -> None:
     runs = []
-    for steps in ({}, EARLY):
+    for steps in ({}, BACKWARD_STEP):
         model: Any = gpt(dtype=torch.float64)
         adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
         model, adam = zeropp.prepare(model, adam, zeropp.Config(stage=2, **steps))
@@ -201,7 +207,7 @@ def slices_of_whole_pages() -> None:
     """Large enough that slices begin at pages, and that a unit's states are several records."""
     with scratch() as path:
         runs = []
-        for place in ({"stage": 3}, {"stage": 3, "offload": tiers(path, 1.0, 1.0), **EARLY}):
+        for place in ({"stage": 3}, {"stage": 3, "offload": tiers(path, 1.0, 1.0), **BACKWARD_STEP}):
             model, optimizer = prepared(384, **place)
             losses = train(model, optimizer, 0, 3)
             runs.append((losses, list(zeropp.full_state_dict(model).values())))
@@ -237,7 +243,7 @@ def odd_models() -> None:
         for name in ("stage 1", "stage 2, states in a file", "stage 3, both", "stage 3, gathering", "gradients"):
             in_a_file: Steps = {"stage": 2, "offload": filed(path, 0.9), "accumulate": 2}
             runs, place = [], in_a_file if name == "gradients" else everywhere(path).get(name, {"stage": 3})
-            for steps in ({}, EARLY):
+            for steps in ({}, BACKWARD_STEP):
                 model: Any = Odd()
                 adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
                 model, adam = zeropp.prepare(model, adam, zeropp.Config(units=(nn.Linear,), **place, **steps))
@@ -265,9 +271,9 @@ def checkpoints() -> None:
             model, optimizer = prepared(stage=3, **common)
             first, wanted = train(model, optimizer, 0, 3), train(model, optimizer, 3, 6)
             for source, target in (
-                ({**both, **EARLY}, {"stage": 3}),
-                ({"stage": 3}, {**both, **EARLY}),
-                (EARLY, both | EARLY),
+                ({**both, **BACKWARD_STEP}, {"stage": 3}),
+                ({"stage": 3}, {**both, **BACKWARD_STEP}),
+                (BACKWARD_STEP, both | BACKWARD_STEP),
             ):
                 model, optimizer = prepared(**common, **source)
                 assert train(model, optimizer, 0, 3) == first
@@ -285,11 +291,11 @@ def gradients_come_and_go() -> None:
     width, layers = 64, 6
     for stage in (2, 3):
         held = {}
-        for early in (False, True):
+        for backward_step in (False, True):
             torch.manual_seed(0)
             model: Any = gpt(width=width, layers=layers)
             adam = torch.optim.AdamW(model.parameters())
-            model, adam = zeropp.prepare(model, adam, zeropp.Config(stage=stage, step_in_backward=early))
+            model, adam = zeropp.prepare(model, adam, zeropp.Config(stage=stage, step_in_backward=backward_step))
             engine, peak = engine_of(model), 0
 
             def look(_: Any, engine: Any = engine, model: Any = model) -> None:
@@ -306,9 +312,9 @@ def gradients_come_and_go() -> None:
                 for entry in unit.params:
                     entry.param.register_post_accumulate_grad_hook(look)
             train(model, adam, 0, 2)
-            held[early] = peak
+            held[backward_step] = peak
             largest = sorted(unit.shard_elems * 4 for unit in engine.units)[-2:]
-            if early:
+            if backward_step:
                 assert peak <= sum(largest) + (largest[-1] if engine.ranks > 1 else 0), (peak, largest)
                 assert all(p.grad is None for p in model.parameters())
             del model, adam, engine, look
@@ -328,7 +334,7 @@ def bytes_of_a_step() -> None:
     ranks = dist.get_world_size()
     with scratch() as path:
         for prefetch, least, most in ((0, 3.5, 4.2), ("auto", 1.95, 2.6)):  # a model of 6 MB stays, where anything may
-            model, optimizer = prepared(256, stage=3, offload=tiers(path, 1.0, 1.0), prefetch=prefetch, **EARLY)
+            model, optimizer = prepared(256, stage=3, offload=tiers(path, 1.0, 1.0), prefetch=prefetch, **BACKWARD_STEP)
             train(model, optimizer, 0, 2)
             until_idle()
             filed = zeropp.memory(model, optimizer)["nvme"]
@@ -354,7 +360,7 @@ def kept_for_the_next_forward() -> None:
     with scratch() as path:
         losses: list[list[float]] = []
         for tier in ({}, {"offload": tiers(path, 1.0, 1.0)}):
-            model, optimizer = prepared(128, stage=3, **tier, **EARLY)
+            model, optimizer = prepared(128, stage=3, **tier, **BACKWARD_STEP)
             filed = engine_of(model).params_tier
             seen = train(model, optimizer, 0, 2)
             if filed is not None:
@@ -391,9 +397,9 @@ def refused() -> Any:
 def between_backward_and_step() -> None:
     """Parameters are half new, so whatever reads them is refused, and step() goes on."""
     for stage in (2, 3):
-        model, optimizer = prepared(stage=stage, **EARLY)
+        model, optimizer = prepared(stage=stage, **BACKWARD_STEP)
         wanted = train(model, optimizer, 0, 3)
-        model, optimizer = prepared(stage=stage, **EARLY)
+        model, optimizer = prepared(stage=stage, **BACKWARD_STEP)
         for step in range(3):
             loss = model(*batch(step))
             loss.backward(retain_graph=True)
@@ -439,9 +445,9 @@ def not_finite() -> None:
     with scratch() as path:
         saved = Path(path) / "ckpt"
         for place in ({"stage": 2}, {"stage": 3, "offload": tiers(path, 1.0, 1.0)}):
-            model, optimizer = prepared(**place, **EARLY)
+            model, optimizer = prepared(**place, **BACKWARD_STEP)
             wanted = train(model, optimizer, 0, 2) + train(model, optimizer, 2, 4)
-            model, optimizer = prepared(**place, **EARLY)
+            model, optimizer = prepared(**place, **BACKWARD_STEP)
             seen = train(model, optimizer, 0, 2)
             (model(*batch(9)) * float("nan")).backward()
             with pytest.raises(zeropp.Error, match=r"is not finite; nothing was stepped on this rank"):
@@ -473,7 +479,7 @@ def a_disk_that_fails() -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
     with scratch() as path:
         saved = Path(path) / "ckpt"
-        model, optimizer = prepared(stage=3, offload=tiers(path, states=1.0), **EARLY)
+        model, optimizer = prepared(stage=3, offload=tiers(path, states=1.0), **BACKWARD_STEP)
         train(model, optimizer, 0, 2)
         zeropp.save(saved, model, optimizer, step=2)
         wanted = train(model, optimizer, 2, 4)
@@ -513,7 +519,7 @@ def gradients_that_cannot_be_read() -> None:
             optimizer.zero_grad()
             return sum(losses)
 
-        model, optimizer = prepared(256, stage=2, offload=filed(path, 1.0), accumulate=2, **EARLY)
+        model, optimizer = prepared(256, stage=2, offload=filed(path, 1.0), accumulate=2, **BACKWARD_STEP)
         step_of(model, optimizer, 0)
         zeropp.save(saved, model, optimizer, step=1)
         wanted = [step_of(model, optimizer, step) for step in (1, 2)]
@@ -556,7 +562,7 @@ def weights_that_autograd_kept() -> None:
         for place in ({"stage": 1}, {"stage": 3}, {"stage": 3, "offload": tiers(path, params=1.0)}):
             model: Any = Peeks()
             adam = torch.optim.AdamW(model.parameters())
-            config = zeropp.Config(units=(nn.Linear,), **place, **EARLY)
+            config = zeropp.Config(units=(nn.Linear,), **place, **BACKWARD_STEP)
             model, adam = zeropp.prepare(model, adam, config)
             loss = model(torch.ones(8, 8))
             with pytest.raises((RuntimeError, zeropp.Error), match=r"modified by an inplace operation|is needed again"):
@@ -568,7 +574,7 @@ def a_backward_that_raises() -> None:
     """After some units were stepped: the next step() says so, and a load goes on."""
     with scratch() as path:
         saved = Path(path) / "ckpt"
-        model, optimizer = prepared(stage=3, offload=tiers(path, 1.0, 1.0), **EARLY)
+        model, optimizer = prepared(stage=3, offload=tiers(path, 1.0, 1.0), **BACKWARD_STEP)
         train(model, optimizer, 0, 2)
         zeropp.save(saved, model, optimizer, step=2)
         wanted = train(model, optimizer, 2, 4)
@@ -594,7 +600,7 @@ def refusals() -> None:
     model = gpt()
     adam = zeropp.optim.LAMB(model.parameters(), lr=1e-3)
     with pytest.raises(zeropp.ConfigError, match="step_in_backward: True is not allowed with LAMB"):
-        zeropp.prepare(model, adam, zeropp.Config(stage=2, **EARLY))
+        zeropp.prepare(model, adam, zeropp.Config(stage=2, **BACKWARD_STEP))
 
 
 ON_ONE_RANK = ("amsgrad_in_groups", "weights_that_autograd_kept", "a_backward_that_raises", "refusals")
