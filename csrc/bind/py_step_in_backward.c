@@ -449,10 +449,10 @@ static PyObject *zero_backward_step_pending(PyObject *self, PyObject *unused) {
     return PyBool_FromLong(((Zero *)self)->backward_step.pending);
 }
 
-/* lend_slices(): before seal. */
-static PyObject *zero_lend_slices(PyObject *self, PyObject *unused) {
+/* pool_grads(): before seal. */
+static PyObject *zero_pool_grads(PyObject *self, PyObject *unused) {
     (void)unused;
-    zpp_zero_lend_slices(((Zero *)self)->core);
+    zpp_zero_pool_grads(((Zero *)self)->core);
     Py_RETURN_NONE;
 }
 
@@ -464,6 +464,6 @@ PyMethodDef zpp_py_backward_step_methods[] = {
     { "backward_step_drop", zero_backward_step_drop, METH_NOARGS, "The same, and forget what failed." },
     { "backward_step_pending", zero_backward_step_pending, METH_NOARGS,
      "Has a backward begun a step that was not ended?" },
-    { "lend_slices", zero_lend_slices, METH_NOARGS, "Gradients have memory until their unit is stepped." },
+    { "pool_grads", zero_pool_grads, METH_NOARGS, "Gradients have memory until their unit is stepped." },
     { NULL, NULL, 0, NULL },
 };

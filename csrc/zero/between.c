@@ -198,7 +198,7 @@ zpp_status zpp_between_finish(void *arg, void *native, const struct zpp_wait *wa
         grad->present[i] |= touched[i];
     }
     if (any) {
-        status = filed ? ZPP_OK : zpp_lend_slice(zero, grad, err);
+        status = filed ? ZPP_OK : zpp_grad_pool_take(zero, grad, err);
         if (status != ZPP_OK) return status;
         add_slice(zero, grad);
         join_origins(zero, grad);

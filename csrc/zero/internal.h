@@ -72,9 +72,9 @@ struct zpp_zero {
     uint64_t backward_ns, step_ns; /* when they began, for zeropp.trace */
     double grad_scale;
     bool delays_steps; /* files have two places for what a step touches (delayed.h) */
-    bool lends_slices; /* stages 2, 3: a slice has memory while it is needed (lend.c) */
-    pthread_mutex_t lent_lock; /* guards `lent` and slice_bytes: reductions borrow, steps give back */
-    struct zpp_lent lent[ZPP_LENT_SLICES];
+    bool pools_grads; /* stages 2, 3: a slice has memory while it is needed (grad_pool.c) */
+    pthread_mutex_t grad_pool_lock; /* guards `grad_pool` and slice_bytes: reductions borrow, steps give back */
+    struct zpp_pooled_grad grad_pool[ZPP_POOLED_GRADS];
     size_t slice_bytes, carry_bytes, kept_bucket_bytes, taken_bytes;
     struct zpp_slices slices; /* stages 2 and 3: where they live in a file */
 };

@@ -95,7 +95,7 @@ static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
 }
 
 zpp_status zpp_reduce_make_slice(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
-    if (!keeps_buckets(zero)) return zero->lends_slices ? ZPP_OK /* add_slices */ : zpp_lend_slice(zero, grad, err);
+    if (!keeps_buckets(zero)) return zero->pools_grads ? ZPP_OK /* add_slices */ : zpp_grad_pool_take(zero, grad, err);
     unsigned char *bucket = (unsigned char *)zpp_region_base(zero->grads, zero->rank) + grad->home_offset_bytes;
     grad->slice = bucket + (zero->options.stage == 0 ? 0 : (size_t)zero->rank * zpp_grad_slice_bytes(grad));
     return ZPP_OK;
@@ -364,8 +364,8 @@ static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
         return zpp_fail(err, ZPP_INVALID, "zero: %d ranks on one host, at most %d work", zero->ranks,
                         MAX_RANKS_ON_STACK);
     const int count = collect_sources(zero, grad, zero->rank, sources, from);
-    const zpp_status lent = count ? zpp_lend_slice(zero, grad, err) : ZPP_OK;
-    if (count == 0 || lent != ZPP_OK) return lent;
+    const zpp_status grad_pool = count ? zpp_grad_pool_take(zero, grad, err) : ZPP_OK;
+    if (count == 0 || grad_pool != ZPP_OK) return grad_pool;
     unsigned char *to = grad->slice;
     if (zero->options.stage == 0) to += (size_t)zero->rank * zpp_grad_slice_bytes(grad);
     /* Stage 1: my bucket was not refilled, so its slice still is the gradient so far; else the carry has it. */

@@ -93,16 +93,16 @@ void zpp_reduce_list_order(zpp_zero *zero, bool sleeping);
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
 void zpp_taken_drop(zpp_zero *zero, struct zpp_unit_grad *grad); /* taken.c */
 
-/* lend.c: memory for a slice that has none (where slices are lent), of one that was given back where that fits; and
- * back. The first is called by reductions, wherever they run, the second by the coordinator's thread. */
-enum { ZPP_LENT_SLICES = 2 };
-struct zpp_lent {
+/* grad_pool.c: memory for a slice that has none (where slices are lent), of one that was given back where that fits;
+ * and back. The first is called by reductions, wherever they run, the second by the coordinator's thread. */
+enum { ZPP_POOLED_GRADS = 2 };
+struct zpp_pooled_grad {
     void *memory; /* NULL: none */
     size_t bytes;
 };
-zpp_status zpp_lend_slice(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
-void zpp_lent_give(zpp_zero *zero, struct zpp_unit_grad *grad);
-void zpp_lent_drop(zpp_zero *zero);
+zpp_status zpp_grad_pool_take(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
+void zpp_grad_pool_give(zpp_zero *zero, struct zpp_unit_grad *grad);
+void zpp_grad_pool_drop(zpp_zero *zero);
 
 /* Where parameter `param`'s gradient lies in the unit's bucket (stage 0: what p.grad is a view of); NULL without one.
  */

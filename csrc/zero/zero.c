@@ -51,7 +51,7 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     zero->rank = options->comm ? zpp_comm_rank(options->comm) : 0;
     zero->ranks = options->comm ? zpp_comm_ranks(options->comm) : 1;
     zero->grad_scale = 1.0;
-    pthread_mutex_init(&zero->lent_lock, NULL); /* with default attributes it cannot fail */
+    pthread_mutex_init(&zero->grad_pool_lock, NULL); /* with default attributes it cannot fail */
     pthread_mutex_init(&zero->slices.lock, NULL);
     zpp_status status = ZPP_OK;
     zpp_comm *sharers = zpp_between(options->comm) ? options->copy : options->comm;
@@ -110,7 +110,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_buffers_fini(zero);
     if (zero->slices.filed) zpp_filed_close(zero->slices.filed);
     for (int i = 0; i < zero->units_count; i++) destroy_unit(zero, zero->units[i]);
-    zpp_lent_drop(zero);
+    zpp_grad_pool_drop(zero);
     free(zero->units);
     free(zero->order);
     free(zero->moving);
@@ -127,7 +127,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_wire_fini(zero);
     zpp_second_free(zero);
     zpp_mem_free(zero->alone, zero->alone_bytes);
-    pthread_mutex_destroy(&zero->lent_lock);
+    pthread_mutex_destroy(&zero->grad_pool_lock);
     pthread_mutex_destroy(&zero->slices.lock);
     free(zero);
 }

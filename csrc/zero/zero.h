@@ -203,7 +203,7 @@ void zpp_zero_clear_grad(zpp_zero *zero, int unit, size_t param);
 void zpp_zero_clear_grads(zpp_zero *zero);
 /* A step inside the backward takes each unit's gradient when it is reduced. Stages 2 and 3: slices have memory from
  * their reduction until zpp_zero_drop_grad, and lend it to each other. Before seal. */
-void zpp_zero_lend_slices(zpp_zero *zero);
+void zpp_zero_pool_grads(zpp_zero *zero);
 /* Of the backward that reduces, or has ended: the unit that is reduced after the first `done` ones; -1: not yet, or
  * none is left. On every rank nobody reads it any more in this backward, and every rank finds the same order. */
 int zpp_zero_next_reduced(zpp_zero *zero, int done);

@@ -290,8 +290,8 @@ def _grads(units: list[_Sizes], config: Config, ranks: int) -> int:
         return sum(_bucket_bytes(unit) for unit in trainable)
     else:
         sizes = [unit.grad_slice_bytes for unit in trainable]
-    lent = config.step_in_backward and _kind(config, "grads") != "nvme"
-    return sum(sorted(sizes)[-2:] if lent else sizes)
+    grad_pool = config.step_in_backward and _kind(config, "grads") != "nvme"
+    return sum(sorted(sizes)[-2:] if grad_pool else sizes)
 
 
 def shares_in_file(sizes: list[int], fraction: float) -> list[float]:

@@ -473,7 +473,7 @@ static void build(struct rank_state *state) {
     must(zpp_event_create(state->device, &state->idle, &err), &err, "event");
     if (plan->grads_fraction > 0.0)
         must(zpp_zero_set_grads_fraction(state->zero, plan->grads_fraction, &err), &err, "gradients in a file");
-    if (plan->backward_step) zpp_zero_lend_slices(state->zero);
+    if (plan->backward_step) zpp_zero_pool_grads(state->zero);
     for (int unit = 0; unit < plan->units; unit++) {
         char name[32];
         int index = -1;

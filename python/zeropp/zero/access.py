@@ -203,8 +203,8 @@ def _planned(engine: Engine) -> dict[str, int]:
         kinds["optimizer"] += state_bytes * states * numel / (n if stage >= 1 else 1)
     if engine.onebit is not None:
         kinds["optimizer"] += engine.onebit.planned_bytes()
-    lent = engine.backward_step is not None and engine.grads_tier is None  # those of two units at a time
-    if lent and (stage >= 2 or n == 1):
+    grad_pool = engine.backward_step is not None and engine.grads_tier is None  # those of two units at a time
+    if grad_pool and (stage >= 2 or n == 1):
         sizes = [sum(e.numel for e in u.params) * u.grad_dtype.itemsize / n for u in engine.units if u.trainable]
         kinds["grads"] = sum(sorted(sizes)[-2:])
     return {kind: round(value) for kind, value in kinds.items()}

@@ -89,7 +89,7 @@ def check_saved(engine: Engine) -> None:
     if engine.inner is None or is_known(engine.inner):
         return
     for unit in engine.units:
-        for index, piece in unit.lent.items():
+        for index, piece in unit.grad_pool.items():
             for name, value in engine.inner.state.get(piece, {}).items():
                 if name != "step" and not (isinstance(value, torch.Tensor) and value.numel() == piece.numel()):
                     size = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else repr(value)

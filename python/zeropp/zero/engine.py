@@ -103,7 +103,9 @@ class Unit:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     steps: torch.Tensor | None = None
     groups: list[int] = field(default_factory=list)
-    lent: dict[int, torch.Tensor] = field(default_factory=dict)  # what torch's own optimizers step: one tensor a piece
+    grad_pool: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # what torch's own optimizers step: one tensor a piece
     bound: tuple[str, ...] = ()  # the three moments whose addresses C has, "" for none; empty: it has none yet
     state_kind: str = "fp32"  # of the optimizer's states; low_states.py has the others
     scales: dict[str, torch.Tensor] = field(default_factory=dict)  # of `state` in 8 bits
@@ -233,7 +235,7 @@ class Engine:
         if grads is not None:
             self.core.set_grads_fraction(grads.fraction)
         if config.step_in_backward:
-            self.core.lend_slices()
+            self.core.pool_grads()
         if offload.delayed_update is not None:
             self.core.delay_steps()
         low = self._store_low(model)
@@ -515,7 +517,7 @@ class Engine:
         if unit.tiered is not None:
             state = {kind: cast(torch.Tensor, unit.tiered.view(kind)) for kind in unit.tiered.kinds}
         for i, first, elems in unit.pieces():
-            piece = unit.lent.get(i)
+            piece = unit.grad_pool.get(i)
             for name, value in self._inner_state(piece).items():
                 if name != "step" and value.numel() == elems:
                     state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=value.dtype))[
@@ -558,14 +560,14 @@ class Engine:
         if self.inner is None:
             return
         for i, first, elems in unit.pieces():
-            if i not in unit.lent:
+            if i not in unit.grad_pool:
                 continue
             if int(unit.steps[i]):
-                mine = {n: state[n][first : first + elems].clone().view(unit.lent[i].shape) for n in names}
+                mine = {n: state[n][first : first + elems].clone().view(unit.grad_pool[i].shape) for n in names}
                 step = torch.tensor(float(unit.steps[i])) if is_known(self.inner) else int(unit.steps[i])
-                self.inner.state[unit.lent[i]] = {"step": step, **mine}
+                self.inner.state[unit.grad_pool[i]] = {"step": step, **mine}
             else:
-                self.begin_inner_state(unit.lent[i])
+                self.begin_inner_state(unit.grad_pool[i])
 
     def forget_optimizer_state(self, unit: Unit) -> None:
         """As before the unit's first step. Not of a tier."""
@@ -576,7 +578,7 @@ class Engine:
         unit.bound = ()  # the kernel has their addresses
         if self.storage is not None:
             self.storage.loaded(unit.index)
-        for piece in unit.lent.values():
+        for piece in unit.grad_pool.values():
             self.begin_inner_state(piece)
 
     def begin_inner_state(self, piece: torch.Tensor) -> None:

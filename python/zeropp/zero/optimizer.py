@@ -423,9 +423,9 @@ class ZeroOptimizer(optim.Optimizer):
         engine = self._engine
         gradients = engine.own_gradients(unit)
         for i, _, _ in unit.pieces():
-            if i not in unit.lent:  # in no group
+            if i not in unit.grad_pool:  # in no group
                 continue
-            piece, values = unit.lent[i], gradients[i]
+            piece, values = unit.grad_pool[i], gradients[i]
             piece.grad = None if values is None else (values.to(piece.dtype) * scale).view(piece.shape)
             if unit.steps is not None and values is not None:
                 unit.steps[i] += 1
@@ -711,10 +711,10 @@ def _lend_pieces(engine: Engine, unit: Unit) -> None:
     if engine.inner is None:
         return
     for i, first, elems in unit.pieces():
-        if i not in unit.lent and unit.groups[i] >= 0:
-            unit.lent[i] = _piece(engine.inner, engine, unit, i, unit.own[first : first + elems].detach())
-            engine.inner.param_groups[unit.groups[i]]["params"].append(unit.lent[i])
-            engine.begin_inner_state(unit.lent[i])
+        if i not in unit.grad_pool and unit.groups[i] >= 0:
+            unit.grad_pool[i] = _piece(engine.inner, engine, unit, i, unit.own[first : first + elems].detach())
+            engine.inner.param_groups[unit.groups[i]]["params"].append(unit.grad_pool[i])
+            engine.begin_inner_state(unit.grad_pool[i])
 
 
 def _renew_part(optimizer: optim.Optimizer, engine: Engine) -> None:
@@ -732,8 +732,8 @@ def _inner_optimizer(optimizer: optim.Optimizer, engine: Engine) -> optim.Optimi
         if unit.trainable:
             for i, first, elems in unit.pieces():
                 if unit.groups[i] >= 0:
-                    unit.lent[i] = _piece(optimizer, engine, unit, i, unit.own[first : first + elems].detach())
-                    pieces[unit.groups[i]].append(unit.lent[i])
+                    unit.grad_pool[i] = _piece(optimizer, engine, unit, i, unit.own[first : first + elems].detach())
+                    pieces[unit.groups[i]].append(unit.grad_pool[i])
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": mine or [torch.zeros(0)]}
         for group, mine in zip(optimizer.param_groups, pieces, strict=True)

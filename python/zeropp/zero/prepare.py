@@ -204,7 +204,7 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
     for unit in engine.units:
         unit.state.clear()
         unit.scales.clear()
-        unit.lent.clear()
+        unit.grad_pool.clear()
         unit.bound = ()
     engine.clear_gradients()
     adopt(optimizer, engine)

@@ -213,7 +213,7 @@ class _Part:
         if self.unit.tiered is not None:
             self.unit.tiered.write(kind, self.first, values)
         elif self.engine.inner is not None and self.elems:
-            held = self.engine.inner.state[self.unit.lent[self.ref.index]][kind]
+            held = self.engine.inner.state[self.unit.grad_pool[self.ref.index]][kind]
             held.copy_(values.view(held.shape))
         elif self.elems and self.unit.state_kind == "int8":
             low_states.write(self.unit, kind, self.ref.index, values)
