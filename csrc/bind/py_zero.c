@@ -434,9 +434,9 @@ static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
     struct zpp_unit_spec spec = { 0 };
     PyObject *sizes;
-    int dtype, trainable, sleeps, place, grad_dtype, wire_dtype, index = -1;
-    if (!PyArg_ParseTuple(args, "siO!ppiii", &spec.name, &dtype, &PyList_Type, &sizes, &trainable, &sleeps, &place,
-                          &grad_dtype, &wire_dtype))
+    int dtype, trainable, frozen_reserved, place, grad_dtype, wire_dtype, index = -1;
+    if (!PyArg_ParseTuple(args, "siO!ppiii", &spec.name, &dtype, &PyList_Type, &sizes, &trainable, &frozen_reserved,
+                          &place, &grad_dtype, &wire_dtype))
         return NULL;
     size_t *param_elems = NULL;
     if (sizes_of(sizes, &param_elems)) return NULL;
@@ -446,7 +446,7 @@ static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     spec.params = (size_t)PyList_Size(sizes);
     spec.param_elems = param_elems;
     spec.trainable = trainable;
-    spec.sleeps = sleeps;
+    spec.frozen_reserved = frozen_reserved;
     spec.place = (enum zpp_place)place;
     struct zpp_err err = ZPP_ERR_INIT;
     const zpp_status status = zpp_zero_add_unit(zero->core, &spec, &index, &err);
@@ -695,7 +695,8 @@ int zpp_py_add_zero(PyObject *module) {
     PyTypeObject *zero_type = (PyTypeObject *)PyType_FromSpec(&zero_spec);
     if (!unit_type || !zero_type || add_methods(zero_type, zpp_py_step_methods)) return -1;
     if (add_methods(zero_type, zpp_py_filed_methods) || add_methods(zero_type, zpp_py_delayed_methods)) return -1;
-    if (add_methods(zero_type, zpp_py_backward_step_methods) || add_methods(zero_type, zpp_py_thaw_methods)) return -1;
+    if (add_methods(zero_type, zpp_py_backward_step_methods)
+        || add_methods(zero_type, zpp_py_unfreeze_methods)) return -1;
     if (add_methods(zero_type, zpp_py_backward_methods) || add_methods(zero_type, zpp_py_buffers_methods)) return -1;
     return PyModule_AddObjectRef(module, "Zero", (PyObject *)zero_type);
 }

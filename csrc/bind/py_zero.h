@@ -140,7 +140,7 @@ struct Zero {
     PyObject *top_saved_hooks, *push_saved_hooks, *pop_saved_hooks;
     PyObject *end_callback, *pack, *unpack;
     PyObject *raise_strays; /* () -> None: raises an error for stray reads (base/stray.h) */
-    PyObject *look;    /* () -> None: before a forward with gradients, were parameters thawed? NULL: nobody asks */
+    PyObject *look;    /* () -> None: before a forward with gradients, were parameters unfrozen? NULL: nobody asks */
     PyObject *skipped; /* () -> None: a backward begins; calls skip for what is frozen. NULL: nothing is */
 };
 
@@ -217,8 +217,8 @@ int zpp_py_backward_step_require_ended(const Zero *zero, const char *what); /* t
 int zpp_py_backward_step_require_whole(const Unit *unit); /* ... if it was left in this backward */
 void zpp_py_backward_step_forget(Zero *zero);
 
-/* py_thaw.c */
-extern PyMethodDef zpp_py_thaw_methods[];
+/* py_unfreeze.c */
+extern PyMethodDef zpp_py_unfreeze_methods[];
 extern PyMethodDef zpp_py_buffers_methods[];
 
 /* py_filed.c */

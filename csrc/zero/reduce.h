@@ -88,7 +88,7 @@ bool zpp_reduce_pending(const zpp_zero *zero);
 void zpp_reduce_describe(void *ctx, const struct zpp_desc *desc, char *text, size_t room);
 /* Memory for a unit's reduced gradient, where it is not lent. */
 zpp_status zpp_reduce_make_slice(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
-/* wake.c: the order of reductions, of what is trainable, or also of what sleeps. */
+/* unfreeze.c: the order of reductions, of what is trainable, or also of what sleeps. */
 void zpp_reduce_list_order(zpp_zero *zero, bool sleeping);
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
 void zpp_taken_drop(zpp_zero *zero, struct zpp_unit_grad *grad); /* taken.c */

@@ -43,8 +43,8 @@ struct zpp_unit {
     zpp_dtype dtype;
     size_t elem_bytes;
     zpp_dtype grad_dtype, wire_dtype; /* see struct zpp_unit_spec */
-    bool trainable; /* gets gradients; changes in zpp_zero_wake only */
-    bool sleeps;    /* does not yet, and has room to */
+    bool trainable; /* gets gradients; changes in zpp_zero_unfreeze only */
+    bool frozen_reserved;    /* does not yet, and has room to */
     enum zpp_place place;
     size_t params;
     size_t *param_elems;  /* [params] */

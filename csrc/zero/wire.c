@@ -81,7 +81,7 @@ zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err) {
     if (zero->ranks == 1) return ZPP_OK;
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];
-        const bool reduced = unit->trainable || unit->sleeps;
+        const bool reduced = unit->trainable || unit->frozen_reserved;
         if (reduced && zero->options.stage <= 1 && zpp_wire_narrows(unit))
             want_scratch(wire, zpp_wire_slice_bytes(unit));
         const bool packs = wire->grads.bits && reduced, between = zpp_between(zero->options.comm);

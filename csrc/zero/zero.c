@@ -139,7 +139,7 @@ static zpp_status copy_spec(struct zpp_unit *unit, const struct zpp_unit_spec *s
     unit->grad_dtype = spec->grad_dtype;
     unit->wire_dtype = spec->wire_dtype;
     unit->trainable = spec->trainable;
-    unit->sleeps = spec->sleeps && !spec->trainable;
+    unit->frozen_reserved = spec->frozen_reserved && !spec->trainable;
     unit->place = spec->place;
     unit->params = spec->params;
     const size_t room = spec->params ? spec->params : 1;
@@ -161,13 +161,13 @@ static zpp_status check_spec(const zpp_zero *zero, const struct zpp_unit_spec *s
     const bool same = spec->grad_dtype == spec->wire_dtype;
     const bool narrows = spec->grad_dtype == ZPP_F32 && (spec->wire_dtype == ZPP_BF16 || spec->wire_dtype == ZPP_F16);
     const bool fits = spec->grad_dtype == spec->dtype || spec->grad_dtype == ZPP_F32;
-    if ((spec->trainable || spec->sleeps) && !(fits && (same || narrows)))
+    if ((spec->trainable || spec->frozen_reserved) && !(fits && (same || narrows)))
         return zpp_fail(err, ZPP_INVALID,
                         "zero: gradients of unit %s (%s) are to add in %s and travel in %s; wanted its kind or "
                         "float32, and no more bits on the wire",
                         spec->name, zpp_dtype_name(spec->dtype), zpp_dtype_name(spec->grad_dtype),
                         zpp_dtype_name(spec->wire_dtype));
-    if (spec->sleeps && (zero->filed || zero->slices.filed))
+    if (spec->frozen_reserved && (zero->filed || zero->slices.filed))
         return zpp_fail(err, ZPP_INVALID, "zero: unit %s sleeps, and parameters or gradients live in a file",
                         spec->name);
     if ((spec->place == ZPP_PLACE_FILE) != (zero->filed != NULL) && spec->place != ZPP_PLACE_WHOLE)
@@ -194,7 +194,7 @@ zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, i
     status = copy_spec(unit, spec, zero->ranks, err);
     if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &unit->allocated, err);
     if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &unit->ready, err);
-    if (status == ZPP_OK && (unit->trainable || unit->sleeps) && (zero->ranks > 1 || zero->slices.filed))
+    if (status == ZPP_OK && (unit->trainable || unit->frozen_reserved) && (zero->ranks > 1 || zero->slices.filed))
         status = zpp_reduce_add_unit(zero, unit, err);
     if (status != ZPP_OK) {
         destroy_unit(zero, unit);

@@ -58,7 +58,7 @@ struct zpp_unit_spec {
     enum zpp_place place;
     zpp_dtype grad_dtype;     /* that gradients come in, add in and stay in: `dtype`, or ZPP_F32 */
     zpp_dtype wire_dtype;     /* that peers read them in: grad_dtype; of ZPP_F32 also ZPP_BF16 or ZPP_F16 */
-    bool sleeps;              /* not trainable now, but it may be woken: has addresses for gradients, and no memory */
+    bool frozen_reserved; /* not trainable now, but it may be woken: has addresses for gradients, and no memory */
 };
 
 /* New; free with zpp_zero_destroy (local, never waits; NULL is fine). */
@@ -85,7 +85,7 @@ zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);
 
 /* A unit that sleeps is trainable from now on; nothing to do where it is. Local, but all ranks wake the same units
  * before their next backward: else that one is refused by what it reduces. Between backwards. */
-zpp_status zpp_zero_wake(zpp_zero *zero, int unit, struct zpp_err *err);
+zpp_status zpp_zero_unfreeze(zpp_zero *zero, int unit, struct zpp_err *err);
 
 int zpp_zero_units(const zpp_zero *zero);
 struct zpp_unit *zpp_zero_unit(zpp_zero *zero, int index); /* borrowed */

@@ -427,7 +427,8 @@ static void train_step(struct rank_state *state, int number) {
     for (int unit = 0; unit < plan->units; unit++) {
         memset(state->sum[unit], 0, zpp_zero_unit(state->zero, unit)->elems * sizeof(double));
         memset(state->present[unit], 0, sizeof state->present[unit]);
-        if (number && number == plan->trained_from[unit]) must(zpp_zero_wake(state->zero, unit, &err), &err, "wake");
+        if (number && number == plan->trained_from[unit]) must(zpp_zero_unfreeze(state->zero, unit, &err), &err,
+                                                               "wake");
     }
     for (int micro = 0; micro < plan->micro_steps[number]; micro++) {
         const bool last = micro == plan->micro_steps[number] - 1;
@@ -484,7 +485,7 @@ static void build(struct rank_state *state) {
                                             .params = plan->params[unit],
                                             .param_elems = plan->elems[unit],
                                             .trainable = plan->trained_from[unit] == 0,
-                                            .sleeps = plan->grads_fraction <= 0.0,
+                                            .frozen_reserved = plan->grads_fraction <= 0.0,
                                             .place = plan->stage == 3 && plan->ranks > 1 ? split : ZPP_PLACE_WHOLE,
                                             .grad_dtype = ZPP_F32,
                                             .wire_dtype = plan->narrow ? ZPP_BF16 : ZPP_F32 };

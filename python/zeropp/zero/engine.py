@@ -27,7 +27,7 @@ from zeropp.zero.params_tier import ParamsTier
 from zeropp.zero.scaler import Scaler
 from zeropp.zero.storage import Storage
 from zeropp.zero.strays import raise_strays
-from zeropp.zero.thaw import Thawing
+from zeropp.zero.unfreeze import Unfreezeing
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Unit:
     scales: dict[str, torch.Tensor] = field(default_factory=dict)  # of `state` in 8 bits
     first_param: int = 0  # number of its first parameter in the model
     tiered: TieredStates | None = None  # in place of `master` and `state`, where they live in a file
-    stays_frozen: str = ""  # of one that is not trainable: why it cannot be thawed; empty: it can
+    stays_frozen: str = ""  # of one that is not trainable: why it cannot be unfrozen; empty: it can
     filed: ParamsTier | None = None  # where the parameters live; then `shard` has a size, and no values
 
     @property
@@ -267,7 +267,7 @@ class Engine:
             if grads is not None:
                 self.grads_tier = self._make_grads_tier(grads)
         self.units: list[Unit] = [self._bind(i, plan) for i, plan in enumerate(plans)]
-        self.thawing = Thawing(self)  # of what is frozen, or in no group of the optimizer
+        self.unfreezing = Unfreezeing(self)  # of what is frozen, or in no group of the optimizer
 
     # -- construction --------------------------------------------------------------------------------------------------
 
@@ -495,7 +495,7 @@ class Engine:
         folder_writer.leave(self)
         if self.delayed is not None:
             self.delayed.close()
-        self.thawing.close()
+        self.unfreezing.close()
         self.core.close()
         for tier in (self.states, self.params_tier, self.grads_tier, self.activations):
             if tier is not None:

@@ -33,7 +33,7 @@ from zeropp.zero.parameter import Ref
 from zeropp.zero.scaler import Scaler
 from zeropp.zero.step_in_backward import StepInBackward
 from zeropp.zero.strays import raise_strays
-from zeropp.zero.thaw import add_group
+from zeropp.zero.unfreeze import add_group
 from zeropp.zero.units import UnitPlan
 
 _ONEBIT: dict[type, type[OneBit]] = {
@@ -283,7 +283,7 @@ class ZeroOptimizer(optim.Optimizer):
         require_here(self._engine)
         if self._engine.stage == 0:
             self._engine.check_untouched()
-        self._engine.thawing.require_awake()
+        self._engine.unfreezing.require_awake()
         local = self._engine.onebit if self._engine.core.hold else None
         pending = self._engine.core.grads_pending()
         if pending if local is None else not self._engine.core.at_boundary and local.has_gradients():
@@ -659,7 +659,7 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     optimizer.__class__ = _class_for(type(optimizer))
     optimizer._engine = engine  # type: ignore[attr-defined]
     engine.optimizer_ref = weakref.ref(optimizer)
-    engine.thawing.renew()
+    engine.unfreezing.renew()
     _restore_scheduler_wrap(optimizer)
 
 

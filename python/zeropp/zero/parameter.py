@@ -109,19 +109,19 @@ def _write_gradient(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Freezing and thawing. A frozen parameter has no gradient, as one that a step did not use; its room stays. What was frozen
-    at ``prepare`` gets room now (thaw.py)."""
+    """Freezing and unfreezing. A frozen parameter has no gradient, as one that a step did not use; its room stays. What was frozen
+    at ``prepare`` gets room now (unfreeze.py)."""
     wanted = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     ref = ref_of(args[0])
-    thaws = ref if wanted and ref is not None and not ref.unit.trainable else None
-    if thaws is not None:
-        thaws.engine.thawing.require_possible(thaws.unit, thaws.name)
+    unfreezes = ref if wanted and ref is not None and not ref.unit.trainable else None
+    if unfreezes is not None:
+        unfreezes.engine.unfreezing.require_possible(unfreezes.unit, unfreezes.name)
     with torch._C.DisableTorchFunctionSubclass():
         answer = func(*args, **kwargs)
     if not wanted and ref is not None:
-        ref.engine.thawing.note_frozen()
-    if thaws is not None and not thaws.engine.core.depth and not thaws.engine.core.in_backward:
-        thaws.engine.thawing.wake(thaws.unit)  # else before the next forward
+        ref.engine.unfreezing.note_frozen()
+    if unfreezes is not None and not unfreezes.engine.core.depth and not unfreezes.engine.core.in_backward:
+        unfreezes.engine.unfreezing.unfreeze(unfreezes.unit)  # else before the next forward
     return answer
 
 

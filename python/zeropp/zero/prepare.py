@@ -28,7 +28,7 @@ from zeropp.zero.optimizer import adopt, check_offload, check_optimizer, steps_f
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.same import check_same_config, check_same_lines, check_same_model, gather_bytes
 from zeropp.zero.strays import raise_strays
-from zeropp.zero.thaw import float64_clash, hook_unit, why_frozen
+from zeropp.zero.unfreeze import float64_clash, hook_unit, why_frozen
 from zeropp.zero.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
 from zeropp.zero.updates import moments_of
 

@@ -27,7 +27,7 @@ from zeropp.zero.engine import WHOLE, Engine, Unit, engine_of
 from zeropp.zero.manifest import SCALES, candidates, none_good, read_manifest
 from zeropp.zero.plain import from_plain
 from zeropp.zero.state import loose_tensors, write_piece
-from zeropp.zero.thaw import was_trained
+from zeropp.zero.unfreeze import was_trained
 
 
 def load(
@@ -91,7 +91,7 @@ def load(
         if optimizer is not None and engine.accumulate > 1:
             engine.restart_step()
         if optimizer is not None:
-            engine.thawing.wake_trained(content["parameters"])
+            engine.unfreezing.unfreeze_trained(content["parameters"])
         with engine.write_shards(), torch.no_grad():
             _, error = _try(copy)
         ranks.all_do(lambda: _raise(error))
@@ -239,7 +239,7 @@ def _check_fit(
             raise CheckpointError(f"{folder}: '{name}' is {kinds[0]} there, {kinds[1]} in the model")
     if optimizer is not None:
         _check_optimizer_fit(content["optimizer"], optimizer, mine, folder)
-        _check_thawed(engine, saved, folder)
+        _check_unfrozen(engine, saved, folder)
     if scheduler is not None:
         there = content["scheduler"]
         if there is None or there["class"] != type(scheduler).__name__:
@@ -264,7 +264,7 @@ def _check_optimizer_fit(there: Any, optimizer: Any, mine: Mapping[str, Any], fo
         )
 
 
-def _check_thawed(engine: Engine, saved: Mapping[str, Any], folder: Path) -> None:
+def _check_unfrozen(engine: Engine, saved: Mapping[str, Any], folder: Path) -> None:
     """What is frozen here and was trained there can be trained here, too."""
     for unit in engine.units:
         there = (e.names[0] for e in unit.params if e.names[0] in saved)
@@ -272,7 +272,7 @@ def _check_thawed(engine: Engine, saved: Mapping[str, Any], folder: Path) -> Non
         if name is None or unit.trainable:
             continue
         try:
-            engine.thawing.require_possible(unit, name)
+            engine.unfreezing.require_possible(unit, name)
         except ConfigError as error:
             raise CheckpointError(f"{folder}: '{name}' was trained there, and is frozen here: {error}") from None
 

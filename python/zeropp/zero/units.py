@@ -34,7 +34,7 @@ class UnitPlan:
     dtype: torch.dtype
     trainable: bool
     alone: bool = False
-    stays_frozen: str = ""  # of one that is not trainable: why it cannot be thawed; empty: it can
+    stays_frozen: str = ""  # of one that is not trainable: why it cannot be unfrozen; empty: it can
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:

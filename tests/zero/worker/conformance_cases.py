@@ -153,7 +153,7 @@ def weights_frozen_after(model: nn.Module, step: int) -> Tensor:
     return vector(model, step)
 
 
-def thawed(model: nn.Module, step: int) -> Tensor:
+def unfrozen(model: nn.Module, step: int) -> Tensor:
     """Gradual unfreezing: the last block alone, then the last two, then all; and the first is frozen again."""
     trained = (("blocks.2",), ("blocks.1", "blocks.2"), ("blocks",), ("blocks",), ("blocks.1", "blocks.2"))[step]
     freeze(model, lambda name: not name.startswith(trained))
@@ -238,10 +238,10 @@ TABLE: dict[str, Case] = {
         lambda: plain_stack(False), weights_frozen_after, ddp=None
     ),
     "test_train_mixed_requires_grad_across_groups, unfreeze_params": Case(
-        plain_stack, thawed, units=("Mlp",), ddp=None
+        plain_stack, unfrozen, units=("Mlp",), ddp=None
     ),
     "test_train_mixed_requires_grad_across_groups, unfreeze_params, checkpointing": Case(
-        lambda: plain_stack(False), thawed, units=("Linear",), ddp=None
+        lambda: plain_stack(False), unfrozen, units=("Linear",), ddp=None
     ),
     "test_train_parity_single_group": Case(lambda: shaped(15), vector, units=("Stack",)),
     "test_train_parity_single_group, odd": Case(lambda: shaped(7, 15, 3), vector, units=("Stack",)),

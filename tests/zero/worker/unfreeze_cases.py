@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradual unfreezing of what was frozen at ``prepare``, in both ways that people write it: the optimizer has all parameters from the
-beginning, or gets the thawed ones by ``add_param_group``. Beside plain torch doing the same (gradients and losses the same bits, a
+beginning, or gets the unfrozen ones by ``add_param_group``. Beside plain torch doing the same (gradients and losses the same bits, a
 step within parity_cases.BOUND), and beside zeropp itself where everything was trainable at ``prepare`` and was frozen after it."""
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def begin(model: nn.Module, way: str, make: Make) -> torch.optim.Optimizer:
     return make([p for p in model.parameters() if way == "all" or p.requires_grad])
 
 
-def thaw(model: nn.Module, optimizer: Any, step: int, way: str) -> None:
-    """``add_param_group`` before or after the parameters are thawed."""
+def unfreeze(model: nn.Module, optimizer: Any, step: int, way: str) -> None:
+    """``add_param_group`` before or after the parameters are unfrozen."""
     if step % 2:
         freeze(model, step)
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -89,8 +89,8 @@ def like_torch(config: dict[str, Any], way: str, make: Make) -> None:
     model, ours = zeropp.prepare(model, begin(model, way, make), zeropp.Config(**config))
     for step in range(len(SCHEDULE)):
         what = f"step {step}"
-        thaw(reference, theirs, step, way)
-        thaw(model, ours, step, way)
+        unfreeze(reference, theirs, step, way)
+        unfreeze(model, ours, step, way)
         want, got = reference(_vector(step)), model(_vector(step))
         assert got.item() == want.item(), (what, got.item(), want.item())
         want.backward()
@@ -150,7 +150,7 @@ def rounded() -> nn.Module:
 def run_steps(model: Any, optimizer: Any, steps: range, config: dict[str, Any], way: str = "all") -> None:
     micro = config.get("accumulate", 1)
     for step in steps:
-        thaw(model, optimizer, step, way)
+        unfreeze(model, optimizer, step, way)
         for part in range(micro):
             optimizer.backward(model(_vector(100 * part + step)))
             optimizer.step()
@@ -204,7 +204,7 @@ def one_folder() -> Iterator[str]:
 
 
 def checkpoints() -> None:
-    """Saved before a thaw and after it, loaded into models that have thawed more and less, at another stage."""
+    """Saved before a unfreeze and after it, loaded into models that have unfrozen more and less, at another stage."""
     with one_folder() as folder:
         for make, first, second in ((adamw, "bf16", "bf16"), (sgd, None, None)):
             _checkpoints(f"{folder}/{make.__name__}", make, first, second)
@@ -221,7 +221,7 @@ def _checkpoints(folder: str, make: Make, first: str | None, second: str | None)
     zeropp.save(f"{folder}/thawed", model, optimizer)
     run_steps(model, optimizer, range(4, 6), config)
     wanted, kept = _snapshot(model)[0], states(model, optimizer)
-    # A fresh process, frozen as at the beginning: what had states gets them, and the next step thaws it again.
+    # A fresh process, frozen as at the beginning: what had states gets them, and the next step unfreezes it again.
     fresh = rounded()
     fresh, again = zeropp.prepare(fresh, begin(fresh, "all", make), zeropp.Config(**other))
     zeropp.load(f"{folder}/thawed", fresh, again)
@@ -229,7 +229,7 @@ def _checkpoints(folder: str, make: Make, first: str | None, second: str | None)
     run_steps(fresh, again, range(4, 6), other)
     _same_values("from a checkpoint with more", _snapshot(fresh)[0], wanted, False)
     same_states(states(fresh, again), kept)
-    # Back to before the thaw, in a model that has thawed all: states are forgotten, also those of torch's own optimizer.
+    # Back to before the unfreeze, in a model that has unfrozen all: states are forgotten, also those of torch's own optimizer.
     zeropp.load(f"{folder}/frozen", fresh, again)
     run_steps(fresh, again, range(2, 6), other)
     _same_values("from a checkpoint with less", _snapshot(fresh)[0], wanted, False)
@@ -252,7 +252,7 @@ def _added_groups(folder: str) -> str:
     fresh = rounded()
     fresh, again = zeropp.prepare(fresh, begin(fresh, "added", adamw), zeropp.Config(**config))
     told = sentence(lambda: zeropp.load(f"{folder}/added", fresh, again), zeropp.CheckpointError)
-    thaw(fresh, again, 2, "added")
+    unfreeze(fresh, again, 2, "added")
     zeropp.load(f"{folder}/added", fresh, again)
     run_steps(fresh, again, range(3, 6), config, "added")
     _same_values("after load", _snapshot(fresh)[0], _snapshot(model)[0], False)
@@ -272,7 +272,7 @@ def _into_nvme(folder: str) -> str:
 
 
 def memory() -> list[dict[str, Any]]:
-    """What is held while most is frozen and after all is thawed, beside the estimates of both."""
+    """What is held while most is frozen and after all is unfrozen, beside the estimates of both."""
     found = []
     for config in ({"stage": 0}, {"stage": 1, "precision": "bf16"}, {"stage": 2}, {"host_copy": "off", "prefetch": 0}):
         model, chosen = Net(128), zeropp.Config(**config)  # type: ignore[arg-type]
@@ -283,7 +283,7 @@ def memory() -> list[dict[str, Any]]:
         model, optimizer = zeropp.prepare(model, begin(model, "all", adamw), chosen)
         for at, step in ((-2, 0), (-1, 4)):
             for _ in range(2):
-                thaw(model, optimizer, step, "all")
+                unfreeze(model, optimizer, step, "all")
                 model(torch.randn(4, 128)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -292,7 +292,7 @@ def memory() -> list[dict[str, Any]]:
 
 
 def between_two_optimizers() -> None:
-    """A framework's second run: another optimizer, which has what was thawed since; frozen ones may be in no group."""
+    """A framework's second run: another optimizer, which has what was unfrozen since; frozen ones may be in no group."""
     model = rounded()
     model, first = zeropp.prepare(model, begin(model, "added", adamw), zeropp.Config(stage=2))
     run_steps(model, first, range(2), {}, "added")
@@ -310,7 +310,7 @@ def between_two_optimizers() -> None:
     moved = {name for name, value in after.items() if not torch.equal(value, middle[name])}
     assert {name.rpartition(".")[0] for name in moved} <= {"head", "blocks.1.into", "blocks.1.out"} and moved
     assert not torch.equal(before["blocks.2.into.weight"], middle["blocks.2.into.weight"])
-    thaw(model, third, 4, "added")  # all
+    unfreeze(model, third, 4, "added")  # all
     run_steps(model, third, range(4, 5), {}, "added")
     last = _snapshot(model)[0]
     assert all(not torch.equal(last[name], after[name]) for name in ("blocks.2.into.weight", "blocks.0.into.weight"))
@@ -324,7 +324,7 @@ def _again(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Modul
 
 
 def inside_no_sync() -> None:
-    """Thawed between two micro-steps: the gradients of before are there, those of the thawed ones from then on."""
+    """Thawed between two micro-steps: the gradients of before are there, those of the unfrozen ones from then on."""
     torch.manual_seed(0)
     reference = Net()
     model = copy.deepcopy(reference)
@@ -424,7 +424,7 @@ def refusals() -> dict[str, str]:
 
 
 def on_one_rank_only() -> str:
-    """The last rank alone thaws: an error on every rank within seconds, and no wait."""
+    """The last rank alone unfreezes: an error on every rank within seconds, and no wait."""
     model = Net()
     model, optimizer = zeropp.prepare(model, begin(model, "all", adamw), zeropp.Config(stage=2))
     if dist.get_rank() == dist.get_world_size() - 1:

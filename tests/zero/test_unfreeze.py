@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradual unfreezing of what was frozen at prepare (worker/thaw_cases.py), its refusals and its memory."""
+"""Gradual unfreezing of what was frozen at prepare (worker/unfreeze_cases.py), its refusals and its memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from thaw_cases import OTHER, PARITY, TWINS
+from unfreeze_cases import OTHER, PARITY, TWINS
 
 ALONE = "on one rank only"  # its ranks do not talk to each other any more
 
@@ -15,8 +15,8 @@ ALONE = "on one rank only"  # its ranks do not talk to each other any more
 @pytest.fixture(scope="module")
 def outcomes(run_ranks: Callable[..., Any], selected: Callable[[str], list[str]]) -> Any:
     wanted = selected("case")
-    found = run_ranks("thaw_cases", [case for case in wanted if case != ALONE], ranks=2, limit_s=200)
-    return found | (run_ranks("thaw_cases", [ALONE], ranks=2) if ALONE in wanted else {})
+    found = run_ranks("unfreeze_cases", [case for case in wanted if case != ALONE], ranks=2, limit_s=200)
+    return found | (run_ranks("unfreeze_cases", [ALONE], ranks=2) if ALONE in wanted else {})
 
 
 @pytest.mark.timeout(400)
@@ -52,13 +52,13 @@ def test_equal_to_what_was_frozen_after_prepare(case: str, outcomes: Any) -> Non
     ],
 )
 def test_on_other_numbers_of_ranks(ranks: int, cases: list[str], run_ranks: Callable[..., Any]) -> None:
-    for outcome in run_ranks("thaw_cases", cases, ranks=ranks).values():
+    for outcome in run_ranks("unfreeze_cases", cases, ranks=ranks).values():
         outcome.check()
 
 
 @pytest.mark.timeout(200)
 def test_over_hosts(run_ranks: Callable[..., Any]) -> None:
-    for outcome in run_ranks("thaw_hosts_cases", ["stage 0", "stage 2", "stage 3, bf16"], ranks=2).values():
+    for outcome in run_ranks("unfreeze_hosts_cases", ["stage 0", "stage 2", "stage 3, bf16"], ranks=2).values():
         outcome.check()
 
 

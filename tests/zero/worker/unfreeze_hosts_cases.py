@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""thaw_cases with every rank on a host of its own, over the loopback interface."""
+"""unfreeze_cases with every rank on a host of its own, over the loopback interface."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 os.environ["ZEROPP_HOST_ID"] = os.environ["RANK"]  # before the communicator is made
 
-from thaw_cases import adamw, like_torch, twins
+from unfreeze_cases import adamw, like_torch, twins
 
 CASES = {
     "stage 0": lambda: like_torch({"stage": 0}, "added", adamw),

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Parameters that are frozen and thawed: what the facade calls, and is asked (docs/design/0034).
+ * Parameters that are frozen and unfrozen: what the facade calls, and is asked (docs/design/0034).
  */
 #include "py_zero.h"
 #include "raise.h"
 
 /* wake(unit): it gets gradients from now on. */
-static PyObject *zero_wake(PyObject *self, PyObject *arg) {
+static PyObject *zero_unfreeze(PyObject *self, PyObject *arg) {
     Zero *zero = (Zero *)self;
     struct zpp_err err = ZPP_ERR_INIT;
     long task = -1;
@@ -14,7 +14,7 @@ static PyObject *zero_wake(PyObject *self, PyObject *arg) {
     if (unit == -1 && PyErr_Occurred()) return NULL;
     const bool runs = zpp_py_backward_runs(zero, &task);
     if (PyErr_Occurred() || (!runs && zero->in_backward && zpp_py_forget_dead_backward(zero))) return NULL;
-    if (zpp_zero_wake(zero->core, (int)unit, &err) != ZPP_OK) return zpp_py_raise(&err);
+    if (zpp_zero_unfreeze(zero->core, (int)unit, &err) != ZPP_OK) return zpp_py_raise(&err);
     Py_RETURN_NONE;
 }
 
@@ -44,8 +44,8 @@ static PyObject *zero_set_look(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-PyMethodDef zpp_py_thaw_methods[] = {
-    { "wake", zero_wake, METH_O, "wake(unit): one that sleeps gets gradients from now on." },
+PyMethodDef zpp_py_unfreeze_methods[] = {
+    { "unfreeze", zero_unfreeze, METH_O, "wake(unit): one that sleeps gets gradients from now on." },
     { "skip", zero_skip, METH_VARARGS, "skip(unit, i): no gradient of parameter i comes in this backward." },
     { "set_look", zero_set_look, METH_VARARGS, "set_look(before forwards that build a graph, as backwards begin)" },
     { NULL, NULL, 0, NULL },

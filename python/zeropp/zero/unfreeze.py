@@ -3,7 +3,7 @@
 
 A unit that is frozen *sleeps*: it has addresses for gradients, and no memory behind them, no master and no states. It is *woken*
 when ``requires_grad`` of one of its parameters becomes True: where that is told (stages 1 to 3), or before the next forward that
-builds a graph. All of it is local; ranks that thaw different parameters are told so by the next reduction or step, which shows both sides.
+builds a graph. All of it is local; ranks that unfreeze different parameters are told so by the next reduction or step, which shows both sides.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def float64_clash(config: Config) -> str:
 
 
 def why_frozen(plan: UnitPlan, config: Config, trains: bool) -> str:
-    """Why a unit that is frozen now must stay so, and the way out; empty: it may be thawed.
+    """Why a unit that is frozen now must stay so, and the way out; empty: it may be unfrozen.
 
     Args:
         trains: the model has an optimizer, or something else in it is trainable.
@@ -103,7 +103,7 @@ def hook_unit(engine: Engine, unit: Unit) -> None:
 # -- later -------------------------------------------------------------------------------------------------------------------
 
 
-class Thawing:
+class Unfreezeing:
     """Of one engine: the units that sleep, and parameters that are in no group of the optimizer."""
 
     def __init__(self, engine: Engine) -> None:
@@ -152,7 +152,7 @@ class Thawing:
         """The model is gone."""
         self._watched = []
 
-    def _thawed(self) -> list[Ref]:
+    def _unfrozen(self) -> list[Ref]:
         """What is watched and requires grad. 35 ns a parameter, where nothing does."""
         with torch._C.DisableTorchFunctionSubclass():
             if not any(map(_wants_gradient, self._watched)):
@@ -161,14 +161,14 @@ class Thawing:
         return [ref for ref in refs if ref is not None]
 
     def _look(self) -> None:
-        """Before a forward that builds a graph: stage 0, and parameters that were whole when they were thawed, tell nobody."""
-        for ref in self._thawed():
+        """Before a forward that builds a graph: stage 0, and parameters that were whole when they were unfrozen, tell nobody."""
+        for ref in self._unfrozen():
             if not ref.unit.trainable:
                 self.require_possible(ref.unit, ref.name)
-                self.wake(ref.unit)
+                self.unfreeze(ref.unit)
 
     def require_possible(self, unit: Unit, name: str) -> None:
-        """Raises zeropp.ConfigError where a parameter of a unit that sleeps cannot be thawed."""
+        """Raises zeropp.ConfigError where a parameter of a unit that sleeps cannot be unfrozen."""
         engine = self._engine()
         assert engine is not None
         require_here(engine)
@@ -183,7 +183,7 @@ class Thawing:
                 f"requires_grad of parameter '{name}' cannot become True after zeropp.prepare: it was frozen there, and {reason}"
             )
 
-    def wake(self, unit: Unit) -> None:
+    def unfreeze(self, unit: Unit) -> None:
         """Room for gradients, hooks, a master; a place in the optimizer. Between two passes."""
         from zeropp.zero.optimizer import adopt_unit
 
@@ -193,12 +193,12 @@ class Thawing:
             return
         require_here(engine)
         self.note_frozen()
-        engine.core.wake(unit.index)
+        engine.core.unfreeze(unit.index)
         unit.trainable = True
         engine.show_gradients(unit)
         with torch._C.DisableTorchFunctionSubclass():
             for entry in unit.params:
-                entry.param.grad = None  # of a forward in which it was thawed, and that no step took
+                entry.param.grad = None  # of a forward in which it was unfrozen, and that no step took
         hook_unit(engine, unit)
         unit.master_waits = has_master(unit.dtype, engine.config)
         optimizer = None if engine.optimizer_ref is None else engine.optimizer_ref()
@@ -206,21 +206,21 @@ class Thawing:
             adopt_unit(optimizer, engine, unit)
         self.renew()
 
-    def wake_trained(self, saved: Any) -> None:
+    def unfreeze_trained(self, saved: Any) -> None:
         """Units that sleep here and had states where a checkpoint was saved; ``saved``: its parameters."""
         engine = self._engine()
         assert engine is not None
         for unit in engine.units:
             if not unit.trainable and any(was_trained(saved[entry.names[0]]) for entry in unit.params):
-                self.wake(unit)
+                self.unfreeze(unit)
 
     def require_awake(self) -> None:
         """Before a step: what requires grad is reduced, and in a group.
 
         Raises:
-            zeropp.Error: it was thawed inside a pass, and its gradient came. zeropp.ConfigError: it is in no group.
+            zeropp.Error: it was unfrozen inside a pass, and its gradient came. zeropp.ConfigError: it is in no group.
         """
-        for ref in self._thawed():
+        for ref in self._unfrozen():
             with torch._C.DisableTorchFunctionSubclass():
                 came = ref.unit.params[ref.index].param.grad is not None
             if ref.unit.trainable:
@@ -262,7 +262,7 @@ def add_group(optimizer: Any, engine: Engine, group: dict[str, Any]) -> None:
         refs = [_ref_in_group(engine, one) for one in optimizer.param_groups[-1]["params"]]
         for ref in refs:
             if not ref.unit.trainable:
-                engine.thawing.require_possible(ref.unit, ref.name)
+                engine.unfreezing.require_possible(ref.unit, ref.name)
         if engine.onebit is not None and not engine.onebit.grows:
             raise ConfigError(
                 f"optimizer.add_param_group: the states of {type(engine.onebit).__name__} are laid out when the model is prepared; "
@@ -275,7 +275,7 @@ def add_group(optimizer: Any, engine: Engine, group: dict[str, Any]) -> None:
         optimizer.param_groups.pop()
         raise
     join_group(optimizer, engine, refs)
-    engine.thawing.renew()
+    engine.unfreezing.renew()
 
 
 def _ref_in_group(engine: Engine, parameter: torch.Tensor) -> Ref:

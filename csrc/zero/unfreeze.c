@@ -9,7 +9,8 @@
 void zpp_reduce_list_order(zpp_zero *zero, bool sleeping) {
     zero->order_count = 0;
     for (int i = zero->units_count - 1; i >= 0; i--)
-        if (zero->units[i]->trainable || (sleeping && zero->units[i]->sleeps)) zero->order[zero->order_count++] = i;
+        if (zero->units[i]->trainable
+            || (sleeping && zero->units[i]->frozen_reserved)) zero->order[zero->order_count++] = i;
 }
 
 static zpp_status join_order(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
@@ -22,17 +23,18 @@ static zpp_status join_order(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
     return ZPP_OK;
 }
 
-zpp_status zpp_zero_wake(zpp_zero *zero, int index, struct zpp_err *err) {
+zpp_status zpp_zero_unfreeze(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     char words[ZPP_UNIT_WORDS];
     if (unit->trainable) return ZPP_OK;
-    if (!unit->sleeps || !zero->sealed || zero->in_backward)
+    if (!unit->frozen_reserved || !zero->sealed || zero->in_backward)
         return zpp_fail(err, ZPP_STATE, "zero: %s cannot be thawed: %s", zpp_unit_words(unit, words, sizeof words),
-                        unit->sleeps ? "a backward runs, or nothing is sealed" : "it has no room for gradients");
+                        unit->frozen_reserved ? "a backward runs, or nothing is sealed"
+                        : "it has no room for gradients");
     const zpp_status status = unit->grad ? join_order(zero, unit, err) : ZPP_OK;
     if (status != ZPP_OK) return status;
     unit->trainable = true;
-    unit->sleeps = false;
+    unit->frozen_reserved = false;
     return ZPP_OK;
 }
 
