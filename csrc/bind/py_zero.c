@@ -470,7 +470,7 @@ static PyObject *zero_set_wire(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* set_secondary(comm of this host's ranks): hpZ, see csrc/zero/second.h. */
+/* set_secondary(comm of this host's ranks): hpZ, see csrc/zero/secondary.h. */
 static PyObject *zero_set_secondary(PyObject *self, PyObject *near) {
     Zero *zero = (Zero *)self;
     struct zpp_err err = ZPP_ERR_INIT;

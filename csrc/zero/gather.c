@@ -23,7 +23,7 @@
 #include "between.h"
 #include "internal.h"
 #include "own_file.h"
-#include "second.h"
+#include "secondary.h"
 
 struct gather_args {
     zpp_zero *zero;
@@ -155,8 +155,8 @@ static zpp_status launch_own(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
 static zpp_status launch_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     if (unit->own_file) return launch_own(zero, unit, err);
     if (zpp_between(zero->options.comm) && !in_shared_file(unit)) {
-        unit->arriving_near = unit->second_kept && unit->rounded == zpp_wire_rounds(zero);
-        return unit->arriving_near ? zpp_second_gather(zero, unit, &unit->arriving, err)
+        unit->arriving_near = unit->secondary_kept && unit->rounded == zpp_wire_rounds(zero);
+        return unit->arriving_near ? zpp_secondary_gather(zero, unit, &unit->arriving, err)
                                    : zpp_between_gather(zero, unit, &unit->arriving, err);
     }
     zpp_status status = zpp_event_record(unit->allocated, zero->compute, err);
@@ -207,7 +207,7 @@ static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp
     zpp_span_end(began_ns, ZPP_SPAN_WAIT, "for a gather", 0);
     unit->state = ZPP_UNIT_FULL;
     if (!unit->kept) zero->ahead_bytes -= zpp_unit_bytes(unit);
-    zpp_second_keep(zero, unit);
+    zpp_secondary_keep(zero, unit);
     if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
     zpp_status outcome = zpp_filed_outcome(zero->filed, unit->filed, &zero->fault, err);
     if (unit->own_file) {
@@ -340,7 +340,7 @@ zpp_status zpp_zero_keep_slice(zpp_zero *zero, int index, struct zpp_err *err) {
     if (unit->place == ZPP_PLACE_FILE && zpp_filed_keeps_images(zero->filed)) /* also of one that is held: it rounds */
         return zpp_filed_keep_image(zero->filed, unit->filed, &zero->fault, err);
     if (!zpp_unit_moves(unit)) return ZPP_OK;
-    unit->second_kept = false;
+    unit->secondary_kept = false;
     const size_t bytes = zpp_unit_shard_bytes(unit), offset = (size_t)zero->rank * bytes;
     if (unit->own_file) return zpp_own_file_keep(zero, unit, err);
     if (unit->place == ZPP_PLACE_FILE)

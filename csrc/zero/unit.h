@@ -77,8 +77,8 @@ struct zpp_unit {
     zpp_event *allocated, *ready;
     struct zpp_work *arriving; /* over several hosts: the gather under way */
     bool arriving_near;        /* ... among this host's ranks */
-    unsigned char *second;     /* hpZ: this rank's part of the host's copy, see second.h */
-    bool second_kept;          /* ... has the values of now */
+    unsigned char *second;     /* hpZ: this rank's part of the host's copy, see secondary.h */
+    bool secondary_kept;          /* ... has the values of now */
 
     /* gradients: see reduce.h */
     struct zpp_unit_grad *grad;

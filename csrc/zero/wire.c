@@ -10,7 +10,7 @@
 
 #include "between.h"
 #include "internal.h"
-#include "second.h"
+#include "secondary.h"
 
 enum { TILE_ELEMS = 4096 }; /* added in fp32 before they are rounded into a slice that accumulates */
 
@@ -115,7 +115,7 @@ static unsigned char *image_of(const zpp_zero *zero, const struct zpp_unit *unit
 }
 
 void zpp_zero_publish(zpp_zero *zero) {
-    zpp_second_forget(zero);
+    zpp_secondary_forget(zero);
     for (int i = 0; i < zero->units_count; i++) {
         const struct zpp_unit *unit = zero->units[i];
         if (has_image(zero, unit))

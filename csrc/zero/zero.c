@@ -12,7 +12,7 @@
 #include "between.h"
 #include "internal.h"
 #include "own_file.h"
-#include "second.h"
+#include "secondary.h"
 
 static size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
@@ -125,7 +125,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_region_destroy(zero->host);
     zpp_region_destroy(zero->grads);
     zpp_wire_fini(zero);
-    zpp_second_free(zero);
+    zpp_secondary_free(zero);
     zpp_mem_free(zero->alone, zero->alone_bytes);
     pthread_mutex_destroy(&zero->grad_pool_lock);
     pthread_mutex_destroy(&zero->slices.lock);
@@ -337,7 +337,7 @@ zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err) {
     if (status == ZPP_OK) status = zpp_trace_init(&zero->trace, zero->units_count, err);
     if (status == ZPP_OK && (zero->ranks > 1 || zero->slices.filed)) status = zpp_reduce_seal(zero, err);
     if (status == ZPP_OK) status = zpp_wire_seal(zero, err);
-    if (status == ZPP_OK) status = zpp_second_seal(zero, err);
+    if (status == ZPP_OK) status = zpp_secondary_seal(zero, err);
     if (status != ZPP_OK) return status;
     if (zero->range) zero->moving_base = zpp_range_base(zero->range);
     else if (zero->filed) zero->moving_base = zpp_filed_home(zero->filed);

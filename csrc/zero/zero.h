@@ -70,7 +70,7 @@ zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, i
  * gradients at stages 2 and 3; see wire.h. Before units are added. */
 zpp_status zpp_zero_set_wire(zpp_zero *zero, int params_bits, int grads_bits, size_t block_elems, struct zpp_err *err);
 /* hpZ over several hosts: `near` is a communicator of this host's ranks in the order of their ranks, borrowed until
- * destroy; as many on each host. See second.h. Before seal. */
+ * destroy; as many on each host. See secondary.h. Before seal. */
 zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *near, struct zpp_err *err);
 /* `fraction` of the reduced gradients, above 0 and at most 1, live in a file of this rank's own (slices.h). Stages 2
  * and 3. Before units are added. */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * See second.h.
+ * See secondary.h.
  */
-#include "second.h"
+#include "secondary.h"
 
 #include <string.h>
 
@@ -24,7 +24,7 @@ zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *near, struct zpp_err
     return ZPP_OK;
 }
 
-zpp_status zpp_second_seal(zpp_zero *zero, struct zpp_err *err) {
+zpp_status zpp_secondary_seal(zpp_zero *zero, struct zpp_err *err) {
     if (!zero->near) return ZPP_OK;
     size_t bytes = 0;
     for (int i = 0; i < zero->units_count; i++)
@@ -44,19 +44,19 @@ zpp_status zpp_second_seal(zpp_zero *zero, struct zpp_err *err) {
     return ZPP_OK;
 }
 
-void zpp_second_free(zpp_zero *zero) {
+void zpp_secondary_free(zpp_zero *zero) {
     if (zero->second) zpp_mem_free(zero->second, zero->second_bytes);
     zero->second = NULL;
 }
 
-void zpp_second_keep(zpp_zero *zero, struct zpp_unit *unit) {
-    if (!unit->second || unit->second_kept || unit->rounded != zpp_wire_rounds(zero)) return;
+void zpp_secondary_keep(zpp_zero *zero, struct zpp_unit *unit) {
+    if (!unit->second || unit->secondary_kept || unit->rounded != zpp_wire_rounds(zero)) return;
     const size_t bytes = part_bytes(zero, unit);
     memcpy(unit->second, unit->whole + (size_t)zpp_comm_rank(zero->near) * bytes, bytes);
-    unit->second_kept = true;
+    unit->secondary_kept = true;
 }
 
-zpp_status zpp_second_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err) {
+zpp_status zpp_secondary_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err) {
     const struct zpp_call call = {.coll = ZPP_COLL_ALL_GATHER,
                                   .dtype = unit->dtype,
                                   .dst = unit->whole,
@@ -66,6 +66,6 @@ zpp_status zpp_second_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **w
     return zpp_comm_submit(zero->near, &call, NULL, NULL, work, err);
 }
 
-void zpp_second_forget(zpp_zero *zero) {
-    for (int i = 0; i < zero->units_count; i++) zero->units[i]->second_kept = false;
+void zpp_secondary_forget(zpp_zero *zero) {
+    for (int i = 0; i < zero->units_count; i++) zero->units[i]->secondary_kept = false;
 }

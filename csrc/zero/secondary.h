@@ -12,19 +12,19 @@
  * All ranks gather in one program order (between.h), so all hold a part, or none does. Where parameters travel
  * quantised (wire.h) the parts hold the rounded values: what everybody computes with.
  */
-#ifndef ZPP_ZERO_SECOND_H
-#define ZPP_ZERO_SECOND_H
+#ifndef ZPP_ZERO_SECONDARY_H
+#define ZPP_ZERO_SECONDARY_H
 
 #include "zero.h"
 
 /* After the units' sizes are known; frees nothing of its own on failure. */
-zpp_status zpp_second_seal(zpp_zero *zero, struct zpp_err *err);
-void zpp_second_free(zpp_zero *zero);
+zpp_status zpp_secondary_seal(zpp_zero *zero, struct zpp_err *err);
+void zpp_secondary_free(zpp_zero *zero);
 /* The unit is whole, with the values that are computed with: keep this rank's part, if that is not there yet. */
-void zpp_second_keep(zpp_zero *zero, struct zpp_unit *unit);
-/* As zpp_between_gather, from the parts of this host; for units with `second_kept`. */
-zpp_status zpp_second_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err);
+void zpp_secondary_keep(zpp_zero *zero, struct zpp_unit *unit);
+/* As zpp_between_gather, from the parts of this host; for units with `secondary_kept`. */
+zpp_status zpp_secondary_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err);
 /* Slices were written: all parts are of old values. */
-void zpp_second_forget(zpp_zero *zero);
+void zpp_secondary_forget(zpp_zero *zero);
 
 #endif
