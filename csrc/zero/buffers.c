@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "between.h"
+#include "internode.h"
 #include "internal.h"
 
 enum { ALIGN_BYTES = 16 }; /* of each buffer on the board */

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "between.h"
+#include "internode.h"
 #include "internal.h"
 
 zpp_status zpp_exchange_init(zpp_zero *zero, size_t board_offset_bytes, size_t board_bytes, struct zpp_err *err) {
@@ -65,7 +65,7 @@ zpp_status zpp_zero_exchange(zpp_zero *zero, uint64_t kind, const void *mine, si
         memcpy(all, mine, bytes);
         return ZPP_OK;
     }
-    if (zpp_between(zero->options.comm)) return zpp_between_exchange(zero, kind, mine, bytes, all, wait, err);
+    if (zpp_internode(zero->options.comm)) return zpp_internode_exchange(zero, kind, mine, bytes, all, wait, err);
     /* Nothing is trainable, so nothing is reduced. */
     if (!zero->ring) return zpp_all_gather(zero->options.comm, all, mine, bytes, wait, err);
     if (bytes > exchange->board_bytes)

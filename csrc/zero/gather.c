@@ -20,7 +20,7 @@
  */
 #include <string.h>
 
-#include "between.h"
+#include "internode.h"
 #include "internal.h"
 #include "own_file.h"
 #include "secondary.h"
@@ -145,7 +145,7 @@ static zpp_status launch_own(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
     struct zpp_err ignored = ZPP_ERR_INIT;
     zpp_status status = zpp_own_file_begin(zero, unit, err);
     if (status != ZPP_OK) return status;
-    status = zpp_between_gather(zero, unit, &unit->arriving, err);
+    status = zpp_internode_gather(zero, unit, &unit->arriving, err);
     if (status == ZPP_OK) return ZPP_OK;
     zpp_own_file_await(unit);
     (void)zpp_own_file_end(zero, unit, &ignored);
@@ -154,10 +154,10 @@ static zpp_status launch_own(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
 
 static zpp_status launch_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     if (unit->own_file) return launch_own(zero, unit, err);
-    if (zpp_between(zero->options.comm) && !in_shared_file(unit)) {
+    if (zpp_internode(zero->options.comm) && !in_shared_file(unit)) {
         unit->arriving_near = unit->secondary_kept && unit->rounded == zpp_wire_rounds(zero);
         return unit->arriving_near ? zpp_secondary_gather(zero, unit, &unit->arriving, err)
-                                   : zpp_between_gather(zero, unit, &unit->arriving, err);
+                                   : zpp_internode_gather(zero, unit, &unit->arriving, err);
     }
     zpp_status status = zpp_event_record(unit->allocated, zero->compute, err);
     if (status == ZPP_OK) status = zpp_stream_wait(zero->gather, unit->allocated, NULL, err);
@@ -201,7 +201,7 @@ static void set_kept(zpp_zero *zero, struct zpp_unit *unit, bool kept) {
 /* The computation may use it from here on. */
 static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
     const uint64_t began_ns = zpp_span_begin();
-    const zpp_status status = unit->arriving ? zpp_between_await(&unit->arriving, wait, err)
+    const zpp_status status = unit->arriving ? zpp_internode_await(&unit->arriving, wait, err)
                                              : zpp_stream_wait(zero->compute, unit->ready, wait, err);
     if (status != ZPP_OK) return status;
     zpp_span_end(began_ns, ZPP_SPAN_WAIT, "for a gather", 0);

@@ -7,11 +7,11 @@
 
 #include <string.h>
 
-#include "between.h"
+#include "internode.h"
 #include "internal.h"
 
 bool zpp_own_file(const zpp_zero *zero) {
-    return zero->filed && zpp_between(zero->options.comm) && !zero->options.copy;
+    return zero->filed && zpp_internode(zero->options.comm) && !zero->options.copy;
 }
 
 static bool is_held(const struct zpp_unit *unit) {

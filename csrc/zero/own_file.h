@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * FILE units over several hosts: the ranks of a host have no file in common, because gathers are collectives of all
- * ranks (between.h). Each rank has a file of its own with its slices, one home for them (filed.h), and a range of
+ * ranks (internode.h). Each rank has a file of its own with its slices, one home for them (filed.h), and a range of
  * addresses in which units are whole, as SHARD units have:
  *
  *   fetch   the slice's memory is opened and its read begins; the all-gather goes into the queue at once, at its place

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "between.h"
+#include "internode.h"
 #include "internal.h"
 #include "origin.h"
 
@@ -54,9 +54,9 @@ zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, struct zpp
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     struct zpp_unit_grad *grad = unit->grad;
     if (!grad) return;
-    zpp_between_drop(zero->options.comm, &grad->between_flags);
-    zpp_between_drop(zero->options.comm, &grad->between_sum);
-    free(grad->between_memory);
+    zpp_internode_drop(zero->options.comm, &grad->internode_flags);
+    zpp_internode_drop(zero->options.comm, &grad->internode_sum);
+    free(grad->internode_memory);
     if (!keeps_buckets(zero) && grad->slice && !zero->slices.filed)
         zpp_device_free(zero->options.device, grad->slice, zpp_grad_slice_bytes(grad));
     zpp_taken_drop(zero, grad);
@@ -116,7 +116,7 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
     if (!zero->order) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the order of %d units", zero->units_count);
     zpp_reduce_list_order(zero, true);
     if (zero->ranks == 1 || zero->order_count == 0) return make_slices(zero, err); /* nothing is reduced */
-    const bool rings = !zpp_between(zero->options.comm);
+    const bool rings = !zpp_internode(zero->options.comm);
     zpp_status status = rings ? zpp_desc_ring_create(zero->options.comm, "reduce", &zero->ring, err) : ZPP_OK;
     if (status == ZPP_OK && rings && zero->options.stage == 0)
         status = zpp_desc_ring_create(zero->options.comm, "copy", &zero->copy_ring, err);
@@ -457,14 +457,14 @@ static zpp_status launch(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
     grad->pass = zero->pass;
     grad->launched = true;
     list_bucket(zero, grad);
-    const bool between = zpp_between(zero->options.comm);
+    const bool internode = zpp_internode(zero->options.comm);
     zpp_status status = zpp_event_record(grad->written, zero->compute, err);
     if (status == ZPP_OK) status = zpp_stream_wait(zero->reduce, grad->written, NULL, err);
-    if (status == ZPP_OK && between)
-        status = zpp_between_launch(zero, grad, grad->empty ? NULL : touched_flags(zero, grad->unit),
-                                    zpp_reduce_bucket(zero, grad->unit), err);
+    if (status == ZPP_OK && internode)
+        status = zpp_internode_launch(zero, grad, grad->empty ? NULL : touched_flags(zero, grad->unit),
+                                      zpp_reduce_bucket(zero, grad->unit), err);
     if (status == ZPP_OK)
-        status = zpp_stream_launch(zero->reduce, between ? zpp_between_finish : reduce_bucket, &grad,
+        status = zpp_stream_launch(zero->reduce, internode ? zpp_internode_finish : reduce_bucket, &grad,
                                    sizeof(struct zpp_unit_grad *), err);
     if (status == ZPP_OK) status = zpp_event_record(grad->done, zero->reduce, err);
     return status;

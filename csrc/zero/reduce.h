@@ -45,9 +45,9 @@ struct zpp_unit_grad {
     uint64_t pass;
     uint64_t *peer_offsets; /* [ranks] */
     zpp_event *written, *done;
-    /* over several hosts (between.h) */
-    zpp_work *between_flags, *between_sum;
-    unsigned char *between_memory;
+    /* over several hosts (internode.h) */
+    zpp_work *internode_flags, *internode_sum;
+    unsigned char *internode_memory;
 
     /* the result */
     unsigned char *slice;

@@ -6,7 +6,7 @@
 
 #include <string.h>
 
-#include "between.h"
+#include "internode.h"
 #include "internal.h"
 
 static size_t part_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
@@ -62,7 +62,7 @@ zpp_status zpp_secondary_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work 
                                   .dst = unit->whole,
                                   .src = unit->second,
                                   .elems = unit->elems / (size_t)zpp_comm_ranks(zero->near),
-                                  .object = zpp_between_object(zero, unit)};
+                                  .object = zpp_internode_object(zero, unit)};
     return zpp_comm_submit(zero->near, &call, NULL, NULL, work, err);
 }
 

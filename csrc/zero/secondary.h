@@ -9,7 +9,7 @@
  *                             micro-steps, evaluation
  *
  * Memory: 1/L of every SHARD unit besides its 1/N slice. Network bytes a step: Psi in place of 2 Psi for parameters.
- * All ranks gather in one program order (between.h), so all hold a part, or none does. Where parameters travel
+ * All ranks gather in one program order (internode.h), so all hold a part, or none does. Where parameters travel
  * quantised (wire.h) the parts hold the rounded values: what everybody computes with.
  */
 #ifndef ZPP_ZERO_SECONDARY_H
@@ -22,7 +22,7 @@ zpp_status zpp_secondary_seal(zpp_zero *zero, struct zpp_err *err);
 void zpp_secondary_free(zpp_zero *zero);
 /* The unit is whole, with the values that are computed with: keep this rank's part, if that is not there yet. */
 void zpp_secondary_keep(zpp_zero *zero, struct zpp_unit *unit);
-/* As zpp_between_gather, from the parts of this host; for units with `secondary_kept`. */
+/* As zpp_internode_gather, from the parts of this host; for units with `secondary_kept`. */
 zpp_status zpp_secondary_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err);
 /* Slices were written: all parts are of old values. */
 void zpp_secondary_forget(zpp_zero *zero);

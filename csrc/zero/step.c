@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "between.h"
+#include "internode.h"
 #include "internal.h"
 
 zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
@@ -52,7 +52,7 @@ zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];
         if (unit->place != ZPP_PLACE_WHOLE || !unit->trainable) continue;
-        if (zpp_between(zero->options.comm)) status = zpp_between_collect(zero, unit, wait, err);
+        if (zpp_internode(zero->options.comm)) status = zpp_internode_collect(zero, unit, wait, err);
         else collect_whole(zero, unit);
         if (status != ZPP_OK) return status;
     }

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "between.h"
+#include "internode.h"
 #include "internal.h"
 #include "secondary.h"
 
@@ -37,7 +37,7 @@ static void make_image(const struct zpp_quant_spec *spec, const void *values, zp
 
 /* Over several hosts the collectives make images of their own. */
 static bool has_image(const zpp_zero *zero, const struct zpp_unit *unit) {
-    return zero->wire.params.bits && unit->place == ZPP_PLACE_SHARD && !zpp_between(zero->options.comm);
+    return zero->wire.params.bits && unit->place == ZPP_PLACE_SHARD && !zpp_internode(zero->options.comm);
 }
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
@@ -84,11 +84,11 @@ zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err) {
         const bool reduced = unit->trainable || unit->frozen_reserved;
         if (reduced && zero->options.stage <= 1 && zpp_wire_narrows(unit))
             want_scratch(wire, zpp_wire_slice_bytes(unit));
-        const bool packs = wire->grads.bits && reduced, between = zpp_between(zero->options.comm);
+        const bool packs = wire->grads.bits && reduced, internode = zpp_internode(zero->options.comm);
         if (!(wire->params.bits && unit->place == ZPP_PLACE_SHARD) && !packs) continue;
         const zpp_status status = check_unit(unit, err);
         if (status != ZPP_OK) return status;
-        if (packs && !between) want_scratch(wire, image_bytes(&wire->grads, unit->shard_elems));
+        if (packs && !internode) want_scratch(wire, image_bytes(&wire->grads, unit->shard_elems));
         if (!has_image(zero, unit)) continue;
         unit->image_offset_bytes = wire->images_bytes;
         wire->images_bytes += (image_bytes(&wire->params, unit->shard_elems) + 63) / 64 * 64;
@@ -158,7 +158,7 @@ zpp_status zpp_zero_make_exact(zpp_zero *zero, int index, struct zpp_err *err) {
     if (!zpp_unit_moves(unit) || !unit->rounded || unit->state != ZPP_UNIT_FULL || unit->pins) return ZPP_OK;
     const struct exact_args args = { zero, unit };
     unit->rounded = false;
-    if (zpp_between(zero->options.comm)) return zpp_between_make_exact(zero, unit, err);
+    if (zpp_internode(zero->options.comm)) return zpp_internode_make_exact(zero, unit, err);
     return zpp_stream_launch(zero->compute, copy_exact, &args, sizeof args, err);
 }
 

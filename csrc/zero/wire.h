@@ -13,7 +13,7 @@
  * Bytes read per rank and step: (N - 1) w(shard) a gather and a reduction, in place of (N - 1) * shard bytes.
  *
  * Gradients that add in fp32 and travel in 16 bits (a unit's wire_dtype) are rounded to nearest in place in the same
- * manner, and added in fp32. Over several hosts they are rounded to a copy (between.c).
+ * manner, and added in fp32. Over several hosts they are rounded to a copy (internode.c).
  *
  * Over several hosts both are the quantised collectives of the communicator (comm/hier_quant.c), which quantise
  * at each gather and add as qgZ does: inside each host, quantised again, then over hosts. With one rank a host the bits

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "between.h"
+#include "internode.h"
 #include "internal.h"
 #include "own_file.h"
 #include "secondary.h"
@@ -30,11 +30,11 @@ static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
     zpp_status status = zpp_stream_create(device, ZPP_STREAM_HOST, "compute", &zero->compute, err);
     /* Without prefetch nothing overlaps: gathers are a part of the computation. */
     zero->gather = zero->compute;
-    const bool between = zpp_between(zero->options.comm); /* the communicator's thread gathers */
+    const bool internode = zpp_internode(zero->options.comm); /* the communicator's thread gathers */
     if (status == ZPP_OK && zero->filed && !zpp_own_file(zero)) { /* the engine's thread reads; ours begins and looks */
         status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "arrive", &zero->arrive, err);
         if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "gather", &zero->gather, err);
-    } else if (status == ZPP_OK && zero->options.prefetch_bytes && !between) {
+    } else if (status == ZPP_OK && zero->options.prefetch_bytes && !internode) {
         status = zpp_stream_create(device, ZPP_STREAM_THREAD, "gather", &zero->gather, err);
     }
     if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "reduce", &zero->reduce, err);
@@ -54,7 +54,7 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     pthread_mutex_init(&zero->grad_pool_lock, NULL); /* with default attributes it cannot fail */
     pthread_mutex_init(&zero->slices.lock, NULL);
     zpp_status status = ZPP_OK;
-    zpp_comm *sharers = zpp_between(options->comm) ? options->copy : options->comm;
+    zpp_comm *sharers = zpp_internode(options->comm) ? options->copy : options->comm;
     if (options->params_fraction > 0.0)
         status = zpp_filed_create(sharers, options->params_fraction, &zero->filed, err);
     if (status == ZPP_OK) status = create_streams(zero, err);
@@ -75,7 +75,7 @@ zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct z
 }
 
 static void drop_gather(zpp_zero *zero, struct zpp_unit *unit) {
-    zpp_between_drop(unit->arriving_near ? zero->near : zero->options.comm, &unit->arriving);
+    zpp_internode_drop(unit->arriving_near ? zero->near : zero->options.comm, &unit->arriving);
 }
 
 void zpp_zero_close_params(zpp_zero *zero) {

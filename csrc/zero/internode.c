@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * See between.h. What a collective reads and writes is borrowed until it is finished: units stay FETCHING and buckets
+ * See internode.h. What a collective reads and writes is borrowed until it is finished: units stay FETCHING and buckets
  * stay listed until then, as they do on one host until the peers have read them.
  */
-#include "between.h"
+#include "internode.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -14,7 +14,7 @@
 
 enum { KIND_OBJECTS = ZPP_OBJECTS / 2 }; /* objects from here on are exchanges, below are units, from 1 on */
 
-uint32_t zpp_between_object(const zpp_zero *zero, const struct zpp_unit *unit) {
+uint32_t zpp_internode_object(const zpp_zero *zero, const struct zpp_unit *unit) {
     return zpp_comm_object(zero->number, 1 + (uint32_t)unit->index);
 }
 
@@ -24,7 +24,7 @@ static struct zpp_call gather_call(const zpp_zero *zero, const struct zpp_unit *
                              .dst = unit->whole,
                              .src = unit->shard,
                              .elems = unit->shard_elems,
-                             .object = zpp_between_object(zero, unit)};
+                             .object = zpp_internode_object(zero, unit)};
 }
 
 /* The same collective with quantised elements. */
@@ -34,7 +34,7 @@ static void quantise_call(struct zpp_call *call, const struct zpp_quant_spec *sp
     call->block_elems = spec->block_elems;
 }
 
-zpp_status zpp_between_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err) {
+zpp_status zpp_internode_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err) {
     struct zpp_call call = gather_call(zero, unit);
     if (unit->own_file) {
         call.before = zpp_own_file_await;
@@ -44,12 +44,12 @@ zpp_status zpp_between_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **
     return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, work, err);
 }
 
-zpp_status zpp_between_make_exact(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+zpp_status zpp_internode_make_exact(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     const struct zpp_call call = gather_call(zero, unit);
     return zpp_comm_call(zero->options.comm, &call, NULL, err);
 }
 
-zpp_status zpp_between_await(zpp_work **work, const struct zpp_wait *wait, struct zpp_err *err) {
+zpp_status zpp_internode_await(zpp_work **work, const struct zpp_wait *wait, struct zpp_err *err) {
     if (!*work) return ZPP_OK;
     if (!wait && !zpp_work_finished(*work)) return ZPP_AGAIN;
     const zpp_status status = zpp_work_wait(*work, wait, err);
@@ -59,7 +59,7 @@ zpp_status zpp_between_await(zpp_work **work, const struct zpp_wait *wait, struc
     return status;
 }
 
-void zpp_between_drop(zpp_comm *comm, zpp_work **work) {
+void zpp_internode_drop(zpp_comm *comm, zpp_work **work) {
     struct zpp_err ignored = ZPP_ERR_INIT;
     if (!*work) return;
     if (!zpp_work_finished(*work)) zpp_comm_abort(comm, "left in the middle of a gather or reduction");
@@ -89,13 +89,13 @@ static zpp_status make_memory(const zpp_zero *zero, struct zpp_unit_grad *grad, 
     const struct zpp_unit *unit = grad->unit;
     const size_t sent_bytes = sends_copy(zero, grad) ? unit->elems * zpp_dtype_bytes(unit->wire_dtype) : 0;
     const size_t bytes = flags_bytes(unit) + reduced_bytes(zero, unit) + sent_bytes;
-    grad->between_memory = calloc(1, bytes + 1);
-    if (grad->between_memory) return ZPP_OK;
+    grad->internode_memory = calloc(1, bytes + 1);
+    if (grad->internode_memory) return ZPP_OK;
     return zpp_fail(err, ZPP_NOMEM, "zero: no memory to reduce unit %s, %zu bytes", unit->name, bytes);
 }
 
 static unsigned char *reduced_slice(const struct zpp_unit_grad *grad) {
-    return grad->between_memory + flags_bytes(grad->unit);
+    return grad->internode_memory + flags_bytes(grad->unit);
 }
 
 /* What this rank gives to the sum. */
@@ -109,7 +109,7 @@ static unsigned char *sent(const zpp_zero *zero, struct zpp_unit_grad *grad, uns
 
 static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigned char *bucket, struct zpp_err *err) {
     const struct zpp_unit *unit = grad->unit;
-    struct zpp_call call = {.dtype = unit->wire_dtype, .op = ZPP_AVG, .object = zpp_between_object(zero, unit)};
+    struct zpp_call call = {.dtype = unit->wire_dtype, .op = ZPP_AVG, .object = zpp_internode_object(zero, unit)};
     if (zero->options.stage == 0) {
         if (grad->empty) memset(grad->slice, 0, unit->elems * grad->elem_bytes);
         call.coll = ZPP_COLL_ALL_REDUCE;
@@ -125,11 +125,11 @@ static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigne
         }
         call.src = sent(zero, grad, bucket);
     }
-    return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, &grad->between_sum, err);
+    return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, &grad->internode_sum, err);
 }
 
 static unsigned char *origin_flags(const struct zpp_unit_grad *grad) {
-    return grad->between_memory + grad->unit->params;
+    return grad->internode_memory + grad->unit->params;
 }
 
 static void flag_origin(const zpp_zero *zero, struct zpp_unit_grad *grad) {
@@ -142,22 +142,22 @@ static void join_origins(const zpp_zero *zero, struct zpp_unit_grad *grad) {
     zpp_origin_note(zero, grad, origins);
 }
 
-zpp_status zpp_between_launch(zpp_zero *zero, struct zpp_unit_grad *grad, const uint8_t *touched,
-                              unsigned char *bucket, struct zpp_err *err) {
+zpp_status zpp_internode_launch(zpp_zero *zero, struct zpp_unit_grad *grad, const uint8_t *touched,
+                                unsigned char *bucket, struct zpp_err *err) {
     const struct zpp_unit *unit = grad->unit;
     zpp_status status = make_memory(zero, grad, err);
     if (status != ZPP_OK) return status;
     if (!grad->empty) {
-        memcpy(grad->between_memory, touched, unit->params);
+        memcpy(grad->internode_memory, touched, unit->params);
         if (zpp_origin_nonfinite_params(unit, bucket, unit->grad_dtype, 0, unit->elems)) flag_origin(zero, grad);
     }
     const struct zpp_call flags = {.coll = ZPP_COLL_ALL_REDUCE,
                                    .dtype = ZPP_U8,
                                    .op = ZPP_MAX,
-                                   .dst = grad->between_memory,
+                                   .dst = grad->internode_memory,
                                    .elems = flags_count(unit),
-                                   .object = zpp_between_object(zero, unit)};
-    status = zpp_comm_submit(zero->options.comm, &flags, NULL, NULL, &grad->between_flags, err);
+                                   .object = zpp_internode_object(zero, unit)};
+    status = zpp_comm_submit(zero->options.comm, &flags, NULL, NULL, &grad->internode_flags, err);
     return status == ZPP_OK ? submit_sum(zero, grad, bucket, err) : status;
 }
 
@@ -180,18 +180,18 @@ static void add_slice(zpp_zero *zero, struct zpp_unit_grad *grad) {
     zpp_reduce_sources(grad->slice, unit->grad_dtype, true, &carry, 1, unit->grad_dtype, unit->shard_elems, 1.0f);
 }
 
-zpp_status zpp_between_finish(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+zpp_status zpp_internode_finish(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)native;
     struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
     zpp_zero *zero = grad->zero;
     const struct zpp_unit *unit = grad->unit;
     const bool filed = zero->slices.filed;
     zpp_status status = filed ? zpp_slices_take(zero, grad, wait, err) : ZPP_OK; /* it is read while the sum is made */
-    if (status == ZPP_OK) status = zpp_between_await(&grad->between_flags, wait, err);
-    if (status == ZPP_OK) status = zpp_between_await(&grad->between_sum, wait, err);
+    if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_flags, wait, err);
+    if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_sum, wait, err);
     if (status == ZPP_OK && filed) status = zpp_slices_arrive(zero, grad, wait);
     if (status != ZPP_OK) return status;
-    const uint8_t *touched = grad->between_memory;
+    const uint8_t *touched = grad->internode_memory;
     bool any = false;
     for (size_t i = 0; i < unit->params; i++) {
         any = any || touched[i];
@@ -204,15 +204,15 @@ zpp_status zpp_between_finish(void *arg, void *native, const struct zpp_wait *wa
         join_origins(zero, grad);
         grad->has = grad->changed = true;
     }
-    free(grad->between_memory);
-    grad->between_memory = NULL;
+    free(grad->internode_memory);
+    grad->internode_memory = NULL;
     return filed ? zpp_slices_complete(zero, grad, err) : ZPP_OK;
 }
 
 /* --- the step ---------------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_between_exchange(zpp_zero *zero, uint64_t kind, const void *mine, size_t bytes, void *all,
-                                const struct zpp_wait *wait, struct zpp_err *err) {
+zpp_status zpp_internode_exchange(zpp_zero *zero, uint64_t kind, const void *mine, size_t bytes, void *all,
+                                  const struct zpp_wait *wait, struct zpp_err *err) {
     const struct zpp_call call = {.coll = ZPP_COLL_ALL_GATHER,
                                   .dtype = ZPP_U8,
                                   .dst = all,
@@ -222,8 +222,8 @@ zpp_status zpp_between_exchange(zpp_zero *zero, uint64_t kind, const void *mine,
     return zpp_comm_call(zero->options.comm, &call, wait, err);
 }
 
-zpp_status zpp_between_collect(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
-                               struct zpp_err *err) {
+zpp_status zpp_internode_collect(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
+                                 struct zpp_err *err) {
     const struct zpp_call call = gather_call(zero, unit); /* my slice lies at its place, so it is not copied */
     return zpp_comm_call(zero->options.comm, &call, wait, err);
 }
