@@ -142,8 +142,8 @@ static PyObject *copy_grads(PyObject *self, PyObject *args) {
 /* Where elements of a unit's flat buffer lie in the home, which over several hosts has this rank's slice only. */
 static bool place_in_home(const Zero *zero, const struct zpp_unit *unit, Py_ssize_t first, Py_ssize_t elems,
                           size_t *offset_bytes) {
-    const size_t begin = unit->own_file ? (size_t)zpp_zero_rank(zero->core) * unit->shard_elems : 0;
-    const size_t room = unit->own_file ? unit->shard_elems : unit->elems;
+    const size_t begin = unit->rank_file ? (size_t)zpp_zero_rank(zero->core) * unit->shard_elems : 0;
+    const size_t room = unit->rank_file ? unit->shard_elems : unit->elems;
     if (first < 0 || elems < 0 || (size_t)first < begin || (size_t)first - begin > room ||
         (size_t)elems > room - ((size_t)first - begin))
         return false;

@@ -84,7 +84,7 @@ struct zpp_filed {
     zpp_aio *aio; /* NULL before open and after close */
     struct filed_window windows[ZPP_FILED_WINDOWS];
     size_t entered_bytes, entered_peak_bytes;
-    _Atomic uint64_t load_wait_ns; /* over several hosts the communicator's thread waits (own_file.h) */
+    _Atomic uint64_t load_wait_ns; /* over several hosts the communicator's thread waits (rank_file.h) */
     _Atomic uint64_t step_wait_ns; /* a delayed step's thread waits */
     uint64_t loads, closed_read_bytes, closed_written_bytes, closed_checked_bytes;
     struct zpp_quant_spec images; /* bits 0: units are kept as they are */

@@ -22,7 +22,7 @@
 
 #include "internode.h"
 #include "internal.h"
-#include "own_file.h"
+#include "rank_file.h"
 #include "secondary.h"
 
 struct gather_args {
@@ -83,7 +83,7 @@ static size_t mapped_bytes(const struct zpp_unit *unit) {
 }
 
 static bool in_shared_file(const struct zpp_unit *unit) {
-    return unit->place == ZPP_PLACE_FILE && !unit->own_file;
+    return unit->place == ZPP_PLACE_FILE && !unit->rank_file;
 }
 
 static zpp_status take_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
@@ -143,17 +143,17 @@ static zpp_status launch_gather(zpp_zero *zero, struct zpp_unit *unit, struct zp
 
 static zpp_status launch_own(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     struct zpp_err ignored = ZPP_ERR_INIT;
-    zpp_status status = zpp_own_file_begin(zero, unit, err);
+    zpp_status status = zpp_rank_file_begin(zero, unit, err);
     if (status != ZPP_OK) return status;
     status = zpp_internode_gather(zero, unit, &unit->arriving, err);
     if (status == ZPP_OK) return ZPP_OK;
-    zpp_own_file_await(unit);
-    (void)zpp_own_file_end(zero, unit, &ignored);
+    zpp_rank_file_await(unit);
+    (void)zpp_rank_file_end(zero, unit, &ignored);
     return status;
 }
 
 static zpp_status launch_fetch(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    if (unit->own_file) return launch_own(zero, unit, err);
+    if (unit->rank_file) return launch_own(zero, unit, err);
     if (zpp_internode(zero->options.comm) && !in_shared_file(unit)) {
         unit->arriving_near = unit->secondary_kept && unit->rounded == zpp_wire_rounds(zero);
         return unit->arriving_near ? zpp_secondary_gather(zero, unit, &unit->arriving, err)
@@ -210,9 +210,9 @@ static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp
     zpp_secondary_keep(zero, unit);
     if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
     zpp_status outcome = zpp_filed_outcome(zero->filed, unit->filed, &zero->fault, err);
-    if (unit->own_file) {
+    if (unit->rank_file) {
         struct zpp_err left = ZPP_ERR_INIT;
-        const zpp_status status_left = zpp_own_file_end(zero, unit, outcome == ZPP_OK ? err : &left);
+        const zpp_status status_left = zpp_rank_file_end(zero, unit, outcome == ZPP_OK ? err : &left);
         if (outcome == ZPP_OK) outcome = status_left;
     }
     if (outcome == ZPP_OK) return ZPP_OK;
@@ -342,7 +342,7 @@ zpp_status zpp_zero_keep_slice(zpp_zero *zero, int index, struct zpp_err *err) {
     if (!zpp_unit_moves(unit)) return ZPP_OK;
     unit->secondary_kept = false;
     const size_t bytes = zpp_unit_shard_bytes(unit), offset = (size_t)zero->rank * bytes;
-    if (unit->own_file) return zpp_own_file_keep(zero, unit, err);
+    if (unit->rank_file) return zpp_rank_file_keep(zero, unit, err);
     if (unit->place == ZPP_PLACE_FILE)
         return zpp_filed_write_back(zero->filed, unit->file_offset_bytes + offset, bytes, &zero->fault, err);
     memcpy(unit->shard, unit->whole + offset, bytes);
@@ -357,14 +357,14 @@ zpp_status zpp_zero_open_slice(zpp_zero *zero, int index, const struct zpp_wait 
     if (in_shared_file(unit) && unit->state == ZPP_UNIT_PARTITIONED) status = start_fetch(zero, unit, err);
     if (status == ZPP_OK && unit->state == ZPP_UNIT_FETCHING) status = settle(zero, unit, wait, err);
     if (status != ZPP_OK || in_shared_file(unit)) return status;
-    status = zpp_own_file_open(zero, unit, unit->state == ZPP_UNIT_FULL, err);
+    status = zpp_rank_file_open(zero, unit, unit->state == ZPP_UNIT_FULL, err);
     unit->open_slice = status == ZPP_OK;
     return status;
 }
 
 /* Of this rank's slice, in the home that it is stepped in. */
 static size_t slice_offset(const zpp_zero *zero, const struct zpp_unit *unit) {
-    return unit->file_offset_bytes + (unit->own_file ? 0 : (size_t)zero->rank * zpp_unit_shard_bytes(unit));
+    return unit->file_offset_bytes + (unit->rank_file ? 0 : (size_t)zero->rank * zpp_unit_shard_bytes(unit));
 }
 
 zpp_status zpp_zero_send_slice(zpp_zero *zero, int index, struct zpp_err *err) {
@@ -381,6 +381,6 @@ zpp_status zpp_zero_slice_sent(zpp_zero *zero, int index, struct zpp_err *err) {
     if (!unit->open_slice) return status;
     struct zpp_err left = ZPP_ERR_INIT;
     unit->open_slice = false;
-    const zpp_status closed = zpp_own_file_end(zero, unit, status == ZPP_OK ? err : &left);
+    const zpp_status closed = zpp_rank_file_end(zero, unit, status == ZPP_OK ? err : &left);
     return status == ZPP_OK ? closed : status;
 }

@@ -10,7 +10,7 @@
 
 #include "internal.h"
 #include "origin.h"
-#include "own_file.h"
+#include "rank_file.h"
 
 enum { KIND_OBJECTS = ZPP_OBJECTS / 2 }; /* objects from here on are exchanges, below are units, from 1 on */
 
@@ -36,8 +36,8 @@ static void quantise_call(struct zpp_call *call, const struct zpp_quant_spec *sp
 
 zpp_status zpp_internode_gather(zpp_zero *zero, struct zpp_unit *unit, zpp_work **work, struct zpp_err *err) {
     struct zpp_call call = gather_call(zero, unit);
-    if (unit->own_file) {
-        call.before = zpp_own_file_await;
+    if (unit->rank_file) {
+        call.before = zpp_rank_file_await;
         call.before_ctx = unit;
     }
     if (unit->rounded) quantise_call(&call, &zero->wire.params);

@@ -11,7 +11,7 @@
 
 #include "internode.h"
 #include "internal.h"
-#include "own_file.h"
+#include "rank_file.h"
 #include "secondary.h"
 
 static size_t round_up(size_t value, size_t multiple) {
@@ -31,7 +31,8 @@ static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
     /* Without prefetch nothing overlaps: gathers are a part of the computation. */
     zero->gather = zero->compute;
     const bool internode = zpp_internode(zero->options.comm); /* the communicator's thread gathers */
-    if (status == ZPP_OK && zero->filed && !zpp_own_file(zero)) { /* the engine's thread reads; ours begins and looks */
+    /* the engine's thread reads; ours begins and looks */
+    if (status == ZPP_OK && zero->filed && !zpp_rank_file(zero)) {
         status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "arrive", &zero->arrive, err);
         if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "gather", &zero->gather, err);
     } else if (status == ZPP_OK && zero->options.prefetch_bytes && !internode) {
@@ -235,11 +236,11 @@ static void place_in_range(struct zpp_unit *unit, size_t *range_bytes) {
 
 /* In the file that the ranks of a host share all of it, in one of a rank's own its slice. */
 static zpp_status place_filed(zpp_zero *zero, struct zpp_unit *unit, size_t *range_bytes, struct zpp_err *err) {
-    const bool own = zpp_own_file(zero);
+    const bool own = zpp_rank_file(zero);
     const size_t bytes = own ? zpp_unit_shard_bytes(unit) : zpp_unit_bytes(unit);
     zpp_status status = zpp_filed_add(zero->filed, bytes, &unit->filed, &unit->file_offset_bytes, err);
     if (own) {
-        unit->own_file = zero->filed;
+        unit->rank_file = zero->filed;
         place_in_range(unit, range_bytes);
     } else {
         unit->range_offset_bytes = unit->file_offset_bytes;
@@ -288,8 +289,8 @@ static zpp_status make_param_memory(zpp_zero *zero, size_t range_bytes, struct z
 
 static void locate_filed(zpp_zero *zero, struct zpp_unit *unit) {
     unit->whole = zero->moving_base + unit->range_offset_bytes;
-    if (unit->own_file) {
-        unit->shard = zpp_filed_home(unit->own_file) + unit->file_offset_bytes;
+    if (unit->rank_file) {
+        unit->shard = zpp_filed_home(unit->rank_file) + unit->file_offset_bytes;
         unit->state = ZPP_UNIT_PARTITIONED;
         return;
     }
@@ -332,7 +333,7 @@ zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err) {
     if (zero->options.comm) zero->number = zpp_comm_new_owner(zero->options.comm);
     zpp_status status = make_param_memory(zero, range_bytes, err);
     const size_t warm_bytes = 2 * largest_bytes + zero->options.prefetch_bytes;
-    const size_t warm_parts = zpp_own_file(zero) ? (size_t)zero->ranks : 1;
+    const size_t warm_parts = zpp_rank_file(zero) ? (size_t)zero->ranks : 1;
     if (status == ZPP_OK && zero->filed) status = zpp_filed_seal(zero->filed, warm_bytes / warm_parts, err);
     if (status == ZPP_OK) status = zpp_trace_init(&zero->trace, zero->units_count, err);
     if (status == ZPP_OK && (zero->ranks > 1 || zero->slices.filed)) status = zpp_reduce_seal(zero, err);
@@ -399,7 +400,7 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     if (zero->filed) zpp_filed_figures(zero->filed, &filed);
     if (zero->slices.filed) zpp_filed_figures(zero->slices.filed, &grads);
     /* The ranks share what they read from the file, as long as they are at the same unit; but over several hosts. */
-    const bool own = zpp_own_file(zero);
+    const bool own = zpp_rank_file(zero);
     const size_t sharers = own ? 1 : zero->options.copy ? (size_t)zpp_comm_ranks(zero->options.copy) : ranks;
     const size_t full = zero->filed && !own ? filed.memory_bytes / sharers : zero->full_bytes;
     const size_t warm = (zero->range ? zpp_range_held_bytes(zero->range) : full) + (own ? filed.memory_bytes : 0);

@@ -45,7 +45,7 @@ struct zpp_zero_options {
     size_t bucket_bytes;     /* gradients that may wait in buckets for slower ranks; 0: no bound */
     double params_fraction;  /* of the bytes of FILE units that live in the file; 0: there are no FILE units */
     /* Of this host's ranks, borrowed until destroy: FILE units are only read, and each of several hosts has a copy, as
-     * one host alone has. NULL: none, see own_file.h. */
+     * one host alone has. NULL: none, see rank_file.h. */
     zpp_comm *copy;
 };
 

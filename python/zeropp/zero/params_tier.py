@@ -3,7 +3,7 @@
 
 The model's own values live in one scratch file a host; a unit is read when it is needed, ahead of need along the order
 of the last pass, and its memory given back when it is not (csrc/zero/filed.h). Over several hosts each rank has a file of
-its own, with its slices, which are gathered as those in memory are (csrc/zero/own_file.h). Everything else asks for slices
+its own, with its slices, which are gathered as those in memory are (csrc/zero/rank_file.h). Everything else asks for slices
 here: construction, checkpoints, ``zeropp.memory``.
 """
 

@@ -12,25 +12,25 @@
  * ZeRO-Infinity, section 6.1). A read that fails sends NaN, so that the peers, which cannot know, compute nothing that
  * looks right, and is this rank's error.
  */
-#ifndef ZPP_ZERO_OWN_FILE_H
-#define ZPP_ZERO_OWN_FILE_H
+#ifndef ZPP_ZERO_RANK_FILE_H
+#define ZPP_ZERO_RANK_FILE_H
 
 #include "filed.h"
 #include "unit.h"
 #include "zero.h"
 
 /* Are FILE units of this coordinator gathered from files of each rank's own? */
-bool zpp_own_file(const zpp_zero *zero);
+bool zpp_rank_file(const zpp_zero *zero);
 /* Memory for this rank's slice, and its read begins. */
-zpp_status zpp_own_file_begin(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+zpp_status zpp_rank_file_begin(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 /* On the communicator's thread, before the gather: the slice is there, or NaN. `unit`: struct zpp_unit. */
-void zpp_own_file_await(void *unit);
+void zpp_rank_file_await(void *unit);
 /* After the gather, or if it never began. */
-zpp_status zpp_own_file_end(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+zpp_status zpp_rank_file_end(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 /* A step inside the backward: the slice's memory again, filled from the whole unit where that is there (`full`), else
- * from the file. Until zpp_own_file_end. */
-zpp_status zpp_own_file_open(zpp_zero *zero, struct zpp_unit *unit, bool full, struct zpp_err *err);
+ * from the file. Until zpp_rank_file_end. */
+zpp_status zpp_rank_file_open(zpp_zero *zero, struct zpp_unit *unit, bool full, struct zpp_err *err);
 /* This rank's slice of a gathered unit, to the file. */
-zpp_status zpp_own_file_keep(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+zpp_status zpp_rank_file_keep(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 
 #endif
