@@ -89,7 +89,7 @@ static int begin_backward(Zero *zero, long task) {
     if (zpp_py_backward_step_require_ended(zero, "a second backward")) return -1;
     zero->boundary = boundary_now(zero);
     /* Gradients in a file are reduced in every micro-step: held back, they would fill the memory. */
-    const bool due = zpp_zero_filed_grads(zero->core) ? zero->sync : zero->boundary;
+    const bool due = zpp_zero_grad_file(zero->core) ? zero->sync : zero->boundary;
     zero->reduces = due && !zero->hold;
     if (zpp_zero_backward_begin(zero->core, zero->reduces, &err) != ZPP_OK) {
         zpp_py_raise(&err);
@@ -365,7 +365,7 @@ static PyObject *take_gradient(PyObject *self, PyObject *param) {
     long task = -1;
     if (zpp_py_enter_backward(zero, false, &task)) return NULL;
     const bool partial = task != zero->task && zpp_zero_uses(zero->core, unit->unit->index) == 0;
-    if (zero->ranks == 1 && !zpp_zero_filed_grads(zero->core)) {
+    if (zero->ranks == 1 && !zpp_zero_grad_file(zero->core)) {
         if (zero->backward_step.begin) took_gradient(unit, hook->param);
         if (zpp_py_backward_step_gradient(unit, hook->param, partial)) return NULL;
         if (zero->moves && after_gradient(unit)) return NULL;

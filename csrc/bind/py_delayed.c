@@ -40,7 +40,7 @@ static PyObject *zero_delayed_begin(PyObject *self, PyObject *args) {
         .segments = list.at, .segments_count = list.count, .pieces = list.tiered, .pieces_count = list.tiered_count,
         .copies = list.copies, .copies_count = list.copies_count, .rests = list.rests, .rests_count = list.rests_count,
         .turns = list.turns, .turns_count = list.turns_count,
-        .files = { .params = zpp_zero_filed(zero->core), .grads = zpp_zero_filed_grads(zero->core), .next = true },
+        .files = { .params = zpp_zero_param_file(zero->core), .grads = zpp_zero_grad_file(zero->core), .next = true },
         .tier = tier, .grad_scale = (float)scale };
     struct zpp_err err = ZPP_ERR_INIT;
     PyThreadState *thread = PyEval_SaveThread();

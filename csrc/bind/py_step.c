@@ -21,7 +21,7 @@ static bool is_local(const Zero *zero) {
 }
 
 bool zpp_py_is_local(const Zero *zero) {
-    return (zero->ranks == 1 && !zpp_zero_filed_grads(zero->core)) || zero->stage == 0;
+    return (zero->ranks == 1 && !zpp_zero_grad_file(zero->core)) || zero->stage == 0;
 }
 
 static Unit *unit_at(const Zero *zero, Py_ssize_t index) {
@@ -386,12 +386,12 @@ static int add_f64(const Unit *unit, const struct own_slice *slice, const struct
 
 /* Elements of a piece that lie together: all of them, unless its unit or its gradient is partly in a file. */
 static size_t run_of(const Zero *zero, const Unit *unit, const struct own_slice *slice, const struct zpp_piece *piece) {
-    const zpp_filed *params = zpp_zero_filed(zero->core), *grads = zpp_zero_filed_grads(zero->core);
+    const zpp_unit_file *params = zpp_zero_param_file(zero->core), *grads = zpp_zero_grad_file(zero->core);
     const size_t at = piece->offset_elems - slice->begin_elems, grad_bytes = zpp_dtype_bytes(slice->grad_dtype);
     size_t run = piece->elems;
     if (params && unit->unit->place == ZPP_PLACE_FILE)
-        run = zpp_filed_run(params, slice->values + at * unit->unit->elem_bytes, run, unit->unit->elem_bytes);
-    return grads ? zpp_filed_run(grads, slice->grads + at * grad_bytes, run, grad_bytes) : run;
+        run = zpp_unit_file_run(params, slice->values + at * unit->unit->elem_bytes, run, unit->unit->elem_bytes);
+    return grads ? zpp_unit_file_run(grads, slice->grads + at * grad_bytes, run, grad_bytes) : run;
 }
 
 /* The moments of a piece that begins at element `at` of the slice, and whose scales begin at `scale`. */
@@ -429,7 +429,7 @@ static bool add_turn(const Unit *unit, struct zpp_py_adam *list) {
     int *turns = one_more(list->turns, list->turns_count, &list->turns_room, sizeof *turns);
     if (!turns) return false;
     list->turns = turns;
-    turns[list->turns_count++] = unit->unit->filed;
+    turns[list->turns_count++] = unit->unit->file_index;
     return true;
 }
 
@@ -494,10 +494,10 @@ int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *grou
         const int group = unit->adam.groups[piece->param];
         const void *grad = piece_gradient(unit, &slice, piece);
         const size_t at = piece->offset_elems - slice.begin_elems;
-        const bool filed = turns && zpp_filed_is_filed(zpp_zero_filed(zero->core),
-                                                       slice.values + at * unit->unit->elem_bytes);
+        const bool unit_file = turns && zpp_unit_file_on_disk(zpp_zero_param_file(zero->core),
+                                                              slice.values + at * unit->unit->elem_bytes);
         if (!grad || group < 0) {
-            failed = filed && !leave_alone(unit, &slice, at, piece->elems, list);
+            failed = unit_file && !leave_alone(unit, &slice, at, piece->elems, list);
             continue;
         }
         if (unit->unit->dtype == ZPP_F64) { /* never delayed, nor in a file or in fewer bits */
@@ -520,7 +520,7 @@ int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *grou
         segment->grad_dtype = slice.grad_dtype;
         segment->elems = piece->elems;
         segment->step = (uint64_t)unit->adam.steps[piece->param];
-        failed = list->delayed && !filed && !set_aside(unit, &slice, at, segment, list);
+        failed = list->delayed && !unit_file && !set_aside(unit, &slice, at, segment, list);
         if (low) bind_low(unit, piece, at, scale, segment);
         if (tiered || low) continue;
         if (segment->exp_avg) segment->exp_avg = unit->adam.exp_avg + at;
@@ -597,9 +597,9 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     if (!PyErr_Occurred()) {
-        const struct zpp_step_files files = { zpp_zero_filed(zero->core), zpp_zero_filed_grads(zero->core), false };
+        const struct zpp_step_files files = { zpp_zero_param_file(zero->core), zpp_zero_grad_file(zero->core), false };
         PyThreadState *thread = PyEval_SaveThread();
-        status = zpp_filed_step(&files, list.at, list.count, (float)scale, zero->pool, &zero->torn, &fault, &err);
+        status = zpp_unit_file_step(&files, list.at, list.count, (float)scale, zero->pool, &zero->torn, &fault, &err);
         zpp_masterless_step(list.masterless, list.masterless_count, (float)scale, zero->pool);
         zpp_adam_step_f64(list.f64, list.f64_count, scale, zero->pool);
         if (tier && status == ZPP_OK)

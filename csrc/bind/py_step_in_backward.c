@@ -38,7 +38,7 @@ static void keep_failure(struct zpp_py_backward_step *backward_step, const struc
 
 /* --- a unit stays whole until its slice is written ---------------------------------------------------------------- */
 
-static bool is_filed(const Unit *unit) {
+static bool is_on_disk(const Unit *unit) {
     return unit->unit->place == ZPP_PLACE_FILE && zpp_unit_moves(unit->unit);
 }
 
@@ -58,7 +58,7 @@ static int unpin(Unit *unit) {
 /* In memory, to be changed in place. */
 static zpp_status open_slice(Unit *unit, struct zpp_err *err) {
     Zero *zero = unit->zero;
-    if (!is_filed(unit)) return ZPP_OK;
+    if (!is_on_disk(unit)) return ZPP_OK;
     struct zpp_wait wait;
     zpp_py_wait_for(zero, &wait);
     PyThreadState *thread = PyEval_SaveThread();
@@ -148,7 +148,7 @@ static int step_in_python(Unit *unit) {
 /* In memory, where gradients are in a file. */
 static zpp_status bring_gradient(Unit *unit, struct zpp_aio_fault *fault, struct zpp_err *err) {
     Zero *zero = unit->zero;
-    if (!zpp_zero_filed_grads(zero->core)) return ZPP_OK;
+    if (!zpp_zero_grad_file(zero->core)) return ZPP_OK;
     PyThreadState *thread = PyEval_SaveThread();
     const zpp_status status = zpp_zero_grad_here(zero->core, unit->unit->index, fault, err);
     PyEval_RestoreThread(thread);
@@ -182,7 +182,7 @@ static int update(Unit *unit) {
         backward_step->stepped++;
         failed = backward_step->step ? step_in_python(unit) : step_adam(unit, &fault, &err, &status);
     }
-    if (!failed && status == ZPP_OK && is_filed(unit)) {
+    if (!failed && status == ZPP_OK && is_on_disk(unit)) {
         failed = send(unit, &err, &status);
         if (status == ZPP_TIER) fault = *zpp_zero_fault(zero->core);
     }
@@ -196,7 +196,7 @@ static int update(Unit *unit) {
 static int leave(Unit *unit) {
     if (unit->backward_step.left) return 0;
     unit->backward_step.left = true;
-    if (is_filed(unit) && unit->unit->state == ZPP_UNIT_FULL && !unit->zero->backward_step.failed) pin(unit);
+    if (is_on_disk(unit) && unit->unit->state == ZPP_UNIT_FULL && !unit->zero->backward_step.failed) pin(unit);
     PyObject *done = PyObject_CallFunction(unit->zero->backward_step.leave, "i", unit->unit->index);
     Py_XDECREF(done);
     return done ? 0 : -1;

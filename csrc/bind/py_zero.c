@@ -182,10 +182,10 @@ static PyObject *unit_grad(PyObject *self, PyObject *unused) {
     Unit *unit = (Unit *)self;
     const uint8_t *present = NULL;
     zpp_zero *core = unit->zero->core;
-    if (unit->zero->ranks == 1 && !zpp_zero_filed_grads(core)) Py_RETURN_NONE;
+    if (unit->zero->ranks == 1 && !zpp_zero_grad_file(core)) Py_RETURN_NONE;
     const void *slice = zpp_zero_grad_shard(core, unit->unit->index, &present);
     if (!slice) Py_RETURN_NONE;
-    if (zpp_zero_filed_grads(core)) slice = NULL;
+    if (zpp_zero_grad_file(core)) slice = NULL;
     return Py_BuildValue("Kiy#", (unsigned long long)(uintptr_t)slice,
                          (int)zpp_zero_grad_dtype(core, unit->unit->index), (const char *)present,
                          unit->count);
@@ -206,7 +206,7 @@ static PyObject *unit_clear_grad(PyObject *self, PyObject *arg) {
     Unit *unit = (Unit *)self;
     const Py_ssize_t param = PyLong_AsSsize_t(arg);
     if (param == -1 && PyErr_Occurred()) return NULL;
-    if (unit->zero->ranks > 1 || zpp_zero_filed_grads(unit->zero->core))
+    if (unit->zero->ranks > 1 || zpp_zero_grad_file(unit->zero->core))
         zpp_zero_clear_grad(unit->zero->core, unit->unit->index, (size_t)param);
     Py_RETURN_NONE;
 }
@@ -552,7 +552,7 @@ static PyObject *zero_memory(PyObject *self, PyObject *unused) {
                          (Py_ssize_t)memory.gathered_bytes, "grads", (Py_ssize_t)memory.grad_bytes, "buckets",
                          (Py_ssize_t)memory.bucket_bytes, "buckets_peak", (Py_ssize_t)memory.bucket_peak_bytes,
                          "gathered_peak", (Py_ssize_t)memory.gathered_peak_bytes, "filed",
-                         (Py_ssize_t)memory.filed_bytes);
+                         (Py_ssize_t)memory.on_disk_bytes);
 }
 
 static PyObject *zero_gather_ns(PyObject *self, PyObject *unused) {
@@ -694,7 +694,7 @@ int zpp_py_add_zero(PyObject *module) {
     unit_type = (PyTypeObject *)PyType_FromSpec(&unit_spec);
     PyTypeObject *zero_type = (PyTypeObject *)PyType_FromSpec(&zero_spec);
     if (!unit_type || !zero_type || add_methods(zero_type, zpp_py_step_methods)) return -1;
-    if (add_methods(zero_type, zpp_py_filed_methods) || add_methods(zero_type, zpp_py_delayed_methods)) return -1;
+    if (add_methods(zero_type, zpp_py_unit_file_methods) || add_methods(zero_type, zpp_py_delayed_methods)) return -1;
     if (add_methods(zero_type, zpp_py_backward_step_methods)
         || add_methods(zero_type, zpp_py_unfreeze_methods)) return -1;
     if (add_methods(zero_type, zpp_py_backward_methods) || add_methods(zero_type, zpp_py_buffers_methods)) return -1;

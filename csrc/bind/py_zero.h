@@ -107,7 +107,7 @@ struct Zero {
     zpp_delayed *delayed;   /* NULL before the first delayed step; see py_delayed.c */
     PyObject *delayed_grads; /* list of what was p.grad, while a delayed step reads it; or NULL */
     int stage, ranks;
-    char warning[512]; /* of the engine for parameters in a file; see py_filed.c */
+    char warning[512]; /* of the engine for parameters in a file; see py_unit_file.c */
     bool torn;        /* a step over parameters in a file failed half-way */
     uint64_t steps;   /* steps of Adam that succeeded */
     bool autos;       /* units gathered for single reads since the last release_all */
@@ -221,7 +221,7 @@ void zpp_py_backward_step_forget(Zero *zero);
 extern PyMethodDef zpp_py_unfreeze_methods[];
 extern PyMethodDef zpp_py_buffers_methods[];
 
-/* py_filed.c */
-extern PyMethodDef zpp_py_filed_methods[];
+/* py_unit_file.c */
+extern PyMethodDef zpp_py_unit_file_methods[];
 
 #endif

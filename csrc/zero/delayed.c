@@ -63,8 +63,8 @@ void zpp_delayed_destroy(zpp_delayed *delayed) {
 static zpp_status step_states(const struct zpp_delayed_step *step, zpp_pool *pool, struct zpp_aio_fault *fault,
                               struct zpp_err *err) {
     bool torn; /* for whoever waits, every failure is one that tears: the steps are counted, the gradients gone */
-    zpp_status status = zpp_filed_step(&step->files, step->segments, step->segments_count, step->grad_scale, pool,
-                                       &torn, fault, err);
+    zpp_status status = zpp_unit_file_step(&step->files, step->segments, step->segments_count, step->grad_scale, pool,
+                                           &torn, fault, err);
     if (step->tier && status == ZPP_OK)
         status = zpp_tier_step(step->tier, step->pieces, step->pieces_count, &step->files, step->grad_scale, pool,
                                fault, err);
@@ -79,8 +79,8 @@ static void run(zpp_delayed *delayed, zpp_pool *pool) {
     for (size_t i = 0; i < step->copies_count; i++)
         if (step->copies[i].fill) memcpy(step->copies[i].from, step->copies[i].to, step->copies[i].bytes);
     for (size_t i = 0; i < step->rests_count && delayed->status == ZPP_OK; i++)
-        delayed->status = zpp_filed_carry(step->files.params, step->rests[i].address, step->rests[i].bytes,
-                                          &delayed->fault, &delayed->err);
+        delayed->status = zpp_unit_file_carry(step->files.params, step->rests[i].address, step->rests[i].bytes,
+                                              &delayed->fault, &delayed->err);
     if (delayed->status == ZPP_OK) delayed->status = step_states(step, pool, &delayed->fault, &delayed->err);
     zpp_span_end(span_ns, ZPP_SPAN_STEP, "delayed step", 0);
     atomic_fetch_add(&delayed->step_ns, zpp_now_ns() - began_ns);
@@ -156,7 +156,7 @@ void zpp_delayed_publish(zpp_delayed *delayed, zpp_pool *pool) {
         zpp_pool_run(copy->bytes > COPY_GRAIN_BYTES ? pool : NULL, copy->bytes, COPY_GRAIN_BYTES, copy_part, copy);
     }
     for (size_t i = 0; i < delayed->step.turns_count; i++)
-        zpp_filed_turn(delayed->step.files.params, delayed->step.turns[i]);
+        zpp_unit_file_flip(delayed->step.files.params, delayed->step.turns[i]);
     zpp_delayed_drop(delayed);
 }
 

@@ -9,7 +9,7 @@
  *
  * What a step reads and writes must be touched by nobody else from begin to wait: its states, its gradients, and the
  * memory that new values go to (`param` or `param_out` of its segments). Publishing copies those to where passes read.
- * Parameters in a file are written to the next copies of their units (filed.h), and publishing turns these.
+ * Parameters in a file are written to the next copies of their units (unit_file.h), and publishing turns these.
  *
  * Threads: one caller at a time; figures from any.
  */
@@ -29,7 +29,7 @@ struct zpp_delayed_copy {
 
 /* Bytes in the file of parameters, of a unit that turns, that the step leaves alone. */
 struct zpp_delayed_rest {
-    const void *address; /* in the home */
+    const void *address; /* in the mapping */
     size_t bytes;
 };
 

@@ -6,7 +6,7 @@
  *
  *   PARTITIONED --need/prefetch--> FETCHING --the compute stream waits--> FULL --release--> PARTITIONED
  *
- * FILE units are read from their file (filed.h) in two operations: one begins the read, the other sees it end, on a
+ * FILE units are read from their file (unit_file.h) in two operations: one begins the read, the other sees it end, on a
  * stream of its own, so that the reads of several units are under way at once. What fails there is no stream's end: the
  * unit is given back, and whoever needed it hears why.
  *
@@ -53,21 +53,21 @@ static zpp_status gather_slices(void *arg, void *native, const struct zpp_wait *
 }
 
 struct load_args {
-    zpp_filed *filed;
+    zpp_unit_file *unit_file;
     int unit;
 };
 
 static zpp_status begin_load(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)native, (void)wait, (void)err;
     const struct load_args *args = arg;
-    zpp_filed_begin(args->filed, args->unit);
+    zpp_unit_file_read_begin(args->unit_file, args->unit);
     return ZPP_OK;
 }
 
 static zpp_status end_load(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)native, (void)err;
     const struct load_args *args = arg;
-    return zpp_filed_arrive(args->filed, args->unit, wait);
+    return zpp_unit_file_read_wait(args->unit_file, args->unit, wait);
 }
 
 /* --- memory ------------------------------------------------------------------------------------------------------- */
@@ -89,7 +89,7 @@ static bool in_shared_file(const struct zpp_unit *unit) {
 static zpp_status take_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     if (in_shared_file(unit)) {
-        status = zpp_filed_enter(zero->filed, unit->filed, err);
+        status = zpp_unit_file_acquire(zero->unit_file, unit->file_index, err);
     } else if (zero->options.backing.acquire) {
         void *memory = NULL;
         status = zero->options.backing.acquire(zero->options.backing.ctx, unit, &memory, err);
@@ -108,7 +108,7 @@ static zpp_status give_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
     zero->full_bytes -= zpp_unit_bytes(unit);
     if (in_shared_file(unit)) {
         unit->mapped = false;
-        return zpp_filed_leave(zero->filed, unit->filed, err);
+        return zpp_unit_file_release(zero->unit_file, unit->file_index, err);
     }
     if (zero->options.backing.release) {
         zero->options.backing.release(zero->options.backing.ctx, unit, unit->whole);
@@ -125,7 +125,7 @@ static zpp_status give_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
 /* --- fetching ----------------------------------------------------------------------------------------------------- */
 
 static zpp_status launch_load(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    const struct load_args args = { zero->filed, unit->filed };
+    const struct load_args args = { zero->unit_file, unit->file_index };
     zpp_status status = zpp_stream_launch(zero->gather, begin_load, &args, sizeof args, err);
     if (status == ZPP_OK) status = zpp_event_record(unit->ready, zero->gather, err);
     if (status == ZPP_OK) status = zpp_stream_wait(zero->arrive, unit->ready, NULL, err);
@@ -209,7 +209,7 @@ static zpp_status settle(zpp_zero *zero, struct zpp_unit *unit, const struct zpp
     if (!unit->kept) zero->ahead_bytes -= zpp_unit_bytes(unit);
     zpp_secondary_keep(zero, unit);
     if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
-    zpp_status outcome = zpp_filed_outcome(zero->filed, unit->filed, &zero->fault, err);
+    zpp_status outcome = zpp_unit_file_read_status(zero->unit_file, unit->file_index, &zero->fault, err);
     if (unit->rank_file) {
         struct zpp_err left = ZPP_ERR_INIT;
         const zpp_status status_left = zpp_rank_file_end(zero, unit, outcome == ZPP_OK ? err : &left);
@@ -239,7 +239,8 @@ static bool drop_kept(zpp_zero *zero, bool all) {
 }
 
 bool zpp_zero_reads_forward(const zpp_zero *zero) {
-    return zero->filed && zero->options.prefetch_bytes && !(zero->forward_read && zpp_filed_is_idle(zero->filed));
+    return zero->unit_file && zero->options.prefetch_bytes && !(zero->forward_read
+                                                                && zpp_unit_file_is_idle(zero->unit_file));
 }
 
 /* Of what the backward begins with, as much as there is room for. */
@@ -337,14 +338,15 @@ zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err) {
 
 zpp_status zpp_zero_keep_slice(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
-    if (unit->place == ZPP_PLACE_FILE && zpp_filed_keeps_images(zero->filed)) /* also of one that is held: it rounds */
-        return zpp_filed_keep_image(zero->filed, unit->filed, &zero->fault, err);
+    /* also of one that is held: it rounds */
+    if (unit->place == ZPP_PLACE_FILE && zpp_unit_file_keeps_qcopies(zero->unit_file))
+        return zpp_unit_file_keep_qcopy(zero->unit_file, unit->file_index, &zero->fault, err);
     if (!zpp_unit_moves(unit)) return ZPP_OK;
     unit->secondary_kept = false;
     const size_t bytes = zpp_unit_shard_bytes(unit), offset = (size_t)zero->rank * bytes;
     if (unit->rank_file) return zpp_rank_file_keep(zero, unit, err);
     if (unit->place == ZPP_PLACE_FILE)
-        return zpp_filed_write_back(zero->filed, unit->file_offset_bytes + offset, bytes, &zero->fault, err);
+        return zpp_unit_file_write_back(zero->unit_file, unit->file_offset_bytes + offset, bytes, &zero->fault, err);
     memcpy(unit->shard, unit->whole + offset, bytes);
     return ZPP_OK;
 }
@@ -362,7 +364,7 @@ zpp_status zpp_zero_open_slice(zpp_zero *zero, int index, const struct zpp_wait 
     return status;
 }
 
-/* Of this rank's slice, in the home that it is stepped in. */
+/* Of this rank's slice, in the mapping that it is stepped in. */
 static size_t slice_offset(const zpp_zero *zero, const struct zpp_unit *unit) {
     return unit->file_offset_bytes + (unit->rank_file ? 0 : (size_t)zero->rank * zpp_unit_shard_bytes(unit));
 }
@@ -370,14 +372,14 @@ static size_t slice_offset(const zpp_zero *zero, const struct zpp_unit *unit) {
 zpp_status zpp_zero_send_slice(zpp_zero *zero, int index, struct zpp_err *err) {
     const struct zpp_unit *unit = zero->units[index];
     if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
-    return zpp_filed_send(zero->filed, unit->filed, slice_offset(zero, unit), zpp_unit_shard_bytes(unit), &zero->fault,
-                          err);
+    return zpp_unit_file_write_begin(zero->unit_file, unit->file_index, slice_offset(zero, unit),
+                                     zpp_unit_shard_bytes(unit), &zero->fault, err);
 }
 
 zpp_status zpp_zero_slice_sent(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
-    const zpp_status status = zpp_filed_sent(zero->filed, unit->filed, &zero->fault, err);
+    const zpp_status status = zpp_unit_file_write_wait(zero->unit_file, unit->file_index, &zero->fault, err);
     if (!unit->open_slice) return status;
     struct zpp_err left = ZPP_ERR_INIT;
     unit->open_slice = false;

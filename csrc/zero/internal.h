@@ -12,7 +12,7 @@
 #include "bucket.h"
 #include "buffers.h"
 #include "exchange.h"
-#include "filed.h"
+#include "unit_file.h"
 #include "reduce.h"
 #include "slices.h"
 #include "trace.h"
@@ -36,8 +36,8 @@ struct zpp_zero {
     struct zpp_unit **moving; /* SHARD units, by address */
     int moving_count;
     zpp_range *range;     /* gathered units on cpu, at addresses that never change */
-    zpp_filed *filed;     /* FILE units; NULL without any */
-    unsigned char *moving_base; /* addresses of units that come and go: of `range`, or the home of `filed` */
+    zpp_unit_file *unit_file;     /* FILE units; NULL without any */
+    unsigned char *moving_base; /* addresses of units that come and go: of `range`, or the mapping of `unit_file` */
 
     zpp_comm *near; /* hpZ: the ranks of this host; NULL without */
     unsigned char *second;

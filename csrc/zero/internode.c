@@ -185,11 +185,12 @@ zpp_status zpp_internode_finish(void *arg, void *native, const struct zpp_wait *
     struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
     zpp_zero *zero = grad->zero;
     const struct zpp_unit *unit = grad->unit;
-    const bool filed = zero->slices.filed;
-    zpp_status status = filed ? zpp_slices_take(zero, grad, wait, err) : ZPP_OK; /* it is read while the sum is made */
+    const bool unit_file = zero->slices.unit_file;
+    /* it is read while the sum is made */
+    zpp_status status = unit_file ? zpp_slices_take(zero, grad, wait, err) : ZPP_OK;
     if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_flags, wait, err);
     if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_sum, wait, err);
-    if (status == ZPP_OK && filed) status = zpp_slices_arrive(zero, grad, wait);
+    if (status == ZPP_OK && unit_file) status = zpp_slices_arrive(zero, grad, wait);
     if (status != ZPP_OK) return status;
     const uint8_t *touched = grad->internode_memory;
     bool any = false;
@@ -198,7 +199,7 @@ zpp_status zpp_internode_finish(void *arg, void *native, const struct zpp_wait *
         grad->present[i] |= touched[i];
     }
     if (any) {
-        status = filed ? ZPP_OK : zpp_grad_pool_take(zero, grad, err);
+        status = unit_file ? ZPP_OK : zpp_grad_pool_take(zero, grad, err);
         if (status != ZPP_OK) return status;
         add_slice(zero, grad);
         join_origins(zero, grad);
@@ -206,7 +207,7 @@ zpp_status zpp_internode_finish(void *arg, void *native, const struct zpp_wait *
     }
     free(grad->internode_memory);
     grad->internode_memory = NULL;
-    return filed ? zpp_slices_complete(zero, grad, err) : ZPP_OK;
+    return unit_file ? zpp_slices_complete(zero, grad, err) : ZPP_OK;
 }
 
 /* --- the step ---------------------------------------------------------------------------------------------------- */

@@ -34,8 +34,8 @@ struct zpp_sources {
     double factor;
     bool accumulate;
 };
-/* As zpp_reduce_sources, or zpp_wire_add where gradients travel as images. Returns the ranks whose elements were not
- * finite, of those elements whose sum is not. */
+/* As zpp_reduce_sources, or zpp_wire_add where gradients travel as quantised copies. Returns the ranks whose elements
+ * were not finite, of those elements whose sum is not. */
 uint64_t zpp_origin_add(zpp_zero *zero, const struct zpp_unit *unit, const struct zpp_sources *sources, void *to);
 /* Keep what was found, for zpp_zero_origins; before `has` is set. */
 void zpp_origin_note(const zpp_zero *zero, struct zpp_unit_grad *grad, uint64_t origins);

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * FILE units over several hosts: the ranks of a host have no file in common, because gathers are collectives of all
- * ranks (internode.h). Each rank has a file of its own with its slices, one home for them (filed.h), and a range of
- * addresses in which units are whole, as SHARD units have:
+ * ranks (internode.h). Each rank has a file of its own with its slices, one mapping for them (unit_file.h), and a range
+ * of addresses in which units are whole, as SHARD units have:
  *
  *   fetch   the slice's memory is opened and its read begins; the all-gather goes into the queue at once, at its place
  *           in program order, and begins when the slice has come; then the slice's memory goes again
- *   step    through windows of the slices' home, as on one host
+ *   step    through windows of the slices' mapping, as on one host
  *
  * So a rank reads 1/N of what is gathered, and H hosts read from H disks side by side (bandwidth-centric partitioning,
  * ZeRO-Infinity, section 6.1). A read that fails sends NaN, so that the peers, which cannot know, compute nothing that
@@ -15,7 +15,7 @@
 #ifndef ZPP_ZERO_RANK_FILE_H
 #define ZPP_ZERO_RANK_FILE_H
 
-#include "filed.h"
+#include "unit_file.h"
 #include "unit.h"
 #include "zero.h"
 

@@ -57,7 +57,7 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     zpp_internode_drop(zero->options.comm, &grad->internode_flags);
     zpp_internode_drop(zero->options.comm, &grad->internode_sum);
     free(grad->internode_memory);
-    if (!keeps_buckets(zero) && grad->slice && !zero->slices.filed)
+    if (!keeps_buckets(zero) && grad->slice && !zero->slices.unit_file)
         zpp_device_free(zero->options.device, grad->slice, zpp_grad_slice_bytes(grad));
     zpp_taken_drop(zero, grad);
     free(grad->carry);
@@ -71,19 +71,19 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     unit->grad = NULL;
 }
 
-/* The arena, then a home for each unit, also for those that sleep: addresses cost nothing until they are written to.
+/* The arena, then a mapping for each unit, also for those that sleep: addresses cost nothing until they are written to.
  * Stages 0 and 1 live in the homes. */
 static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
     size_t arena_bytes = 0, homes_bytes = 0;
     for (int at = 0; at < zero->order_count; at++) {
         const struct zpp_unit *unit = zero->units[zero->order[at]];
-        unit->grad->home_offset_bytes = homes_bytes;
+        unit->grad->mapping_offset_bytes = homes_bytes;
         homes_bytes += unit->grad->bucket_bytes;
         if (keeps_buckets(zero) && unit->trainable) zero->kept_bucket_bytes += unit->grad->bucket_bytes;
     }
     if (!keeps_buckets(zero)) arena_bytes = round_up(homes_bytes, ZPP_PAGE_BYTES);
     for (int at = 0; at < zero->order_count; at++)
-        zero->units[zero->order[at]]->grad->home_offset_bytes += arena_bytes;
+        zero->units[zero->order[at]]->grad->mapping_offset_bytes += arena_bytes;
     if (!zpp_buckets_init(&zero->buckets, (size_t)zero->order_count, arena_bytes))
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the buckets of %d units", zero->order_count);
     /* Behind them, the board of exchange.h: a norm, the name of its worst element and whose it was for each unit. */
@@ -96,13 +96,13 @@ static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
 
 zpp_status zpp_reduce_make_slice(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     if (!keeps_buckets(zero)) return zero->pools_grads ? ZPP_OK /* add_slices */ : zpp_grad_pool_take(zero, grad, err);
-    unsigned char *bucket = (unsigned char *)zpp_region_base(zero->grads, zero->rank) + grad->home_offset_bytes;
+    unsigned char *bucket = (unsigned char *)zpp_region_base(zero->grads, zero->rank) + grad->mapping_offset_bytes;
     grad->slice = bucket + (zero->options.stage == 0 ? 0 : (size_t)zero->rank * zpp_grad_slice_bytes(grad));
     return ZPP_OK;
 }
 
 static zpp_status make_slices(zpp_zero *zero, struct zpp_err *err) {
-    if (zero->slices.filed) return zpp_slices_seal(zero, err);
+    if (zero->slices.unit_file) return zpp_slices_seal(zero, err);
     for (int at = 0; at < zero->order_count; at++) {
         const zpp_status status = zpp_reduce_make_slice(zero, zero->units[zero->order[at]]->grad, err);
         if (status != ZPP_OK) return status;
@@ -160,7 +160,7 @@ static bool is_idle(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
 }
 
 static void give_bucket(zpp_zero *zero, struct zpp_unit_grad *grad) {
-    if (!grad->at_home && !keeps_buckets(zero)) zpp_buckets_give(&zero->buckets, grad->bucket_offset_bytes);
+    if (!grad->at_mapping && !keeps_buckets(zero)) zpp_buckets_give(&zero->buckets, grad->bucket_offset_bytes);
     grad->bucket_offset_bytes = ZPP_BUCKET_NONE;
 }
 
@@ -227,8 +227,8 @@ static zpp_status save_carry(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
 }
 
 /* The bound is kept by waiting for slower ranks. Where several coordinators are in one backward, a peer may wait in
- * another one of them for this rank, for ever: then a bucket more is better than that. Every unit has a home, so there
- * is always a place. The stream is asked and not waited for: an operation that is late would end it. */
+ * another one of them for this rank, for ever: then a bucket more is better than that. Every unit has a mapping, so
+ * there is always a place. The stream is asked and not waited for: an operation that is late would end it. */
 static zpp_status linger(zpp_zero *zero, const struct zpp_unit_grad *oldest, const struct zpp_wait *wait,
                          struct zpp_err *err) {
     const uint64_t until_ns = zpp_now_ns() + LINGER_NS;
@@ -261,8 +261,8 @@ static zpp_status take_bucket(zpp_zero *zero, struct zpp_unit *unit, const struc
         oldest = sweep(zero);
     }
     size_t offset = keeps_buckets(zero) ? ZPP_BUCKET_NONE : zpp_buckets_take(&zero->buckets, grad->bucket_bytes);
-    grad->at_home = offset == ZPP_BUCKET_NONE;
-    grad->bucket_offset_bytes = grad->at_home ? grad->home_offset_bytes : offset;
+    grad->at_mapping = offset == ZPP_BUCKET_NONE;
+    grad->bucket_offset_bytes = grad->at_mapping ? grad->mapping_offset_bytes : offset;
     if (zero->options.stage == 0 && grad->touched_params) return ZPP_OK; /* p.grad lives here: what was touched stays */
     memset(touched_flags(zero, unit), 0, unit->params);
     grad->touched_params = 0;
@@ -391,7 +391,8 @@ static void copy_slices(zpp_zero *zero, struct zpp_unit_grad *grad) {
     uint64_t copied_bytes = 0;
     for (int rank = 0; rank < zero->ranks && grad->has; rank++) {
         if (rank == zero->rank) continue;
-        const unsigned char *made = (const unsigned char *)zpp_region_base(zero->grads, rank) + grad->home_offset_bytes;
+        const unsigned char *made = (const unsigned char *)zpp_region_base(zero->grads,
+                                                                           rank) + grad->mapping_offset_bytes;
         memcpy(grad->slice + (size_t)rank * bytes, made + (size_t)rank * bytes, bytes);
         copied_bytes += bytes;
     }
@@ -412,7 +413,7 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
         const struct zpp_desc desc = desc_of(grad, ZPP_DESC_REDUCE);
         status = zpp_desc_ring_post(zero->ring, &desc, wait, &grad->seq, err);
         if (status != ZPP_OK) return status;
-        grad->round = zero->slices.filed ? ROUND_TAKE : ROUND_ADD;
+        grad->round = zero->slices.unit_file ? ROUND_TAKE : ROUND_ADD;
     }
     if (grad->round == ROUND_TAKE) {
         status = zpp_slices_take(zero, grad, wait, err);
@@ -427,7 +428,7 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
         if (status != ZPP_OK) return status;
         zpp_span_end(began_ns, ZPP_SPAN_REDUCE, grad->unit->name, zpp_grad_slice_bytes(grad));
         zpp_desc_ring_ack(zero->ring, grad->seq);
-        if (zero->slices.filed) status = zpp_slices_complete(zero, grad, err);
+        if (zero->slices.unit_file) status = zpp_slices_complete(zero, grad, err);
         if (status != ZPP_OK) return status;
         grad->round = zero->copy_ring ? ROUND_POST_SLICE : ROUND_DONE;
     }
@@ -561,8 +562,8 @@ zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *fr
 
 /* Stage 0: from here on the whole gradient lies in the bucket on every rank, also where it had none. */
 static void adopt_result(zpp_zero *zero, struct zpp_unit_grad *grad) {
-    grad->bucket_offset_bytes = grad->home_offset_bytes;
-    grad->at_home = true;
+    grad->bucket_offset_bytes = grad->mapping_offset_bytes;
+    grad->at_mapping = true;
     uint8_t *touched = touched_flags(zero, grad->unit);
     for (size_t i = 0; i < grad->unit->params; i++) {
         touched[i] = grad->present[i];
@@ -591,7 +592,7 @@ static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
 
 zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
-    if (zero->ranks == 1 && zero->slices.filed) {
+    if (zero->ranks == 1 && zero->slices.unit_file) {
         if (!zero->slices.keeps) status = zpp_slices_give_all(zero, err);
     } else if (zero->reduces && zero->order_count) {
         status = drain(zero, true, err);
@@ -607,7 +608,7 @@ zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, st
 void zpp_zero_backward_abort(zpp_zero *zero) {
     struct zpp_err ignored = ZPP_ERR_INIT;
     zpp_zero_reset_uses(zero);
-    if (zero->ranks == 1 && zero->slices.filed) (void)zpp_slices_give_all(zero, &ignored);
+    if (zero->ranks == 1 && zero->slices.unit_file) (void)zpp_slices_give_all(zero, &ignored);
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
         if (unit->grad->bucket_offset_bytes == ZPP_BUCKET_NONE || unit->grad->launched) continue;
@@ -650,7 +651,7 @@ void zpp_zero_clear_grad(zpp_zero *zero, int index, size_t param) {
 }
 
 void zpp_zero_clear_grads(zpp_zero *zero) {
-    if (zero->slices.filed) zpp_slices_clear_all(zero);
+    if (zero->slices.unit_file) zpp_slices_clear_all(zero);
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
         struct zpp_unit_grad *grad = unit->grad;

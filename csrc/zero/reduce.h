@@ -5,7 +5,7 @@
  * Rank r adds slice r of all ranks' buckets, in rank order, in place: one read per byte.
  *
  * A bucket:   | gradient, elems of grad_dtype | touched, one byte a parameter |     (untouched parameters are zeros)
- * What travels in fewer bits (wire_dtype, or wire.h's images) is made of it in place, slice by slice.
+ * What travels in fewer bits (wire_dtype, or wire.h's quantised copies) is made of it in place, slice by slice.
  *
  * stages 2, 3   the slice is memory of its own, or in a file (slices.h); the bucket is given back once every peer has
  *               read it
@@ -21,7 +21,7 @@
 struct zpp_unit_grad {
     size_t elem_bytes; /* of the bucket and of `slice`, both of unit->grad_dtype */
     size_t bucket_bytes;
-    size_t home_offset_bytes; /* a place of its own behind the arena */
+    size_t mapping_offset_bytes; /* a place of its own behind the arena */
 
     /* this backward */
     uint8_t *seen; /* [params] */
@@ -31,7 +31,7 @@ struct zpp_unit_grad {
 
     /* the bucket */
     size_t bucket_offset_bytes; /* ZPP_BUCKET_NONE: none */
-    bool at_home;
+    bool at_mapping;
     bool listed; /* in the coordinator's list of buckets that are out */
     struct zpp_unit_grad *next_out;
     bool empty; /* goes out without a bucket: no gradient on this rank */
@@ -52,16 +52,16 @@ struct zpp_unit_grad {
     /* the result */
     unsigned char *slice;
     unsigned char *taken; /* by a delayed step, see taken.c; in a file: the other place that the slice has there, */
-    int filed_taken;      /* its number */
-    size_t filed_taken_offset_bytes;
+    int unit_file_taken;      /* its number */
+    size_t unit_file_taken_offset_bytes;
     unsigned char
         *carry; /* stage 1: the slice from before, while a second backward of the same step refills the bucket */
     uint8_t *present;     /* [params] */
     bool has;
     uint64_t origins;     /* ranks whose gradients were not finite (origin.h) */
     /* where it lives in a file (slices.h) */
-    int filed;            /* its number there */
-    size_t filed_offset_bytes;
+    int file_index;            /* its number there */
+    size_t unit_file_offset_bytes;
     int order_at;         /* its place in the order of reductions */
     int slice_state;      /* enum zpp_slice_state */
     bool changed;         /* since it was read */

@@ -15,7 +15,7 @@ enum { LEAST_BOUND_BYTES = 32 << 20 };
 static const struct zpp_wait patience = { 0, NULL, NULL };
 
 static bool is_held(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
-    return zpp_filed_is_held(zero->slices.filed, grad->filed);
+    return zpp_unit_file_is_held(zero->slices.unit_file, grad->file_index);
 }
 
 zpp_status zpp_slices_seal(zpp_zero *zero, struct zpp_err *err) {
@@ -25,26 +25,29 @@ zpp_status zpp_slices_seal(zpp_zero *zero, struct zpp_err *err) {
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         const zpp_status status =
-            zpp_filed_add(slices->filed, zpp_grad_slice_bytes(grad), &grad->filed, &grad->filed_offset_bytes, err);
+            zpp_unit_file_add(slices->unit_file, zpp_grad_slice_bytes(grad), &grad->file_index,
+                              &grad->unit_file_offset_bytes, err);
         if (status != ZPP_OK) return status;
         if (zero->delays_steps) {
-            const zpp_status second = zpp_filed_add(slices->filed, zpp_grad_slice_bytes(grad), &grad->filed_taken,
-                                                    &grad->filed_taken_offset_bytes, err);
+            const zpp_status second = zpp_unit_file_add(slices->unit_file, zpp_grad_slice_bytes(grad),
+                                                        &grad->unit_file_taken,
+                                                        &grad->unit_file_taken_offset_bytes, err);
             if (second != ZPP_OK) return second;
         }
         grad->order_at = at;
         if (zpp_grad_slice_bytes(grad) > largest_bytes) largest_bytes = zpp_grad_slice_bytes(grad);
     }
     slices->bound_bytes = 2 * largest_bytes > LEAST_BOUND_BYTES ? 2 * largest_bytes : (size_t)LEAST_BOUND_BYTES;
-    const zpp_status status = zpp_filed_seal(slices->filed, slices->bound_bytes, err);
+    const zpp_status status = zpp_unit_file_seal(slices->unit_file, slices->bound_bytes, err);
     for (int at = 0; at < zero->order_count && status == ZPP_OK; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
-        grad->slice = zpp_filed_home(slices->filed) + grad->filed_offset_bytes;
-        if (zero->delays_steps) grad->taken = zpp_filed_home(slices->filed) + grad->filed_taken_offset_bytes;
+        grad->slice = zpp_unit_file_mapping(slices->unit_file) + grad->unit_file_offset_bytes;
+        if (zero->delays_steps)
+            grad->taken = zpp_unit_file_mapping(slices->unit_file) + grad->unit_file_taken_offset_bytes;
     }
     if (!zero->delays_steps) return status;
-    struct zpp_filed_figures seen;
-    zpp_filed_figures(slices->filed, &seen);
+    struct zpp_unit_file_figures seen;
+    zpp_unit_file_figures(slices->unit_file, &seen);
     zero->taken_bytes = seen.cut_bytes / 2;
     return status;
 }
@@ -54,7 +57,7 @@ zpp_status zpp_slices_seal(zpp_zero *zero, struct zpp_err *err) {
 static void keep_failure(struct zpp_slices *slices, int unit) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault = { 0 };
-    const zpp_status status = zpp_filed_outcome(slices->filed, unit, &fault, &err);
+    const zpp_status status = zpp_unit_file_read_status(slices->unit_file, unit, &fault, &err);
     if (status == ZPP_OK || slices->status != ZPP_OK) return;
     slices->status = status;
     slices->err = err;
@@ -63,9 +66,9 @@ static void keep_failure(struct zpp_slices *slices, int unit) {
 
 static zpp_status finish_write(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait) {
     struct zpp_slices *slices = &zero->slices;
-    const zpp_status status = zpp_filed_arrive(slices->filed, grad->filed, wait);
+    const zpp_status status = zpp_unit_file_read_wait(slices->unit_file, grad->file_index, wait);
     if (status != ZPP_OK) return status;
-    keep_failure(slices, grad->filed);
+    keep_failure(slices, grad->file_index);
     struct zpp_unit_grad **at = &slices->oldest;
     while (*at != grad) at = &(*at)->next_written; /* almost always the first */
     *at = grad->next_written;
@@ -77,7 +80,7 @@ static zpp_status finish_write(zpp_zero *zero, struct zpp_unit_grad *grad, const
 static zpp_status come(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     struct zpp_slices *slices = &zero->slices;
     pthread_mutex_lock(&slices->lock);
-    const zpp_status status = zpp_filed_enter(slices->filed, grad->filed, err);
+    const zpp_status status = zpp_unit_file_acquire(slices->unit_file, grad->file_index, err);
     if (status == ZPP_OK) slices->open_bytes += zpp_grad_slice_bytes(grad);
     pthread_mutex_unlock(&slices->lock);
     return status;
@@ -88,7 +91,7 @@ static zpp_status let_go(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
     grad->slice_state = ZPP_SLICE_AWAY;
     pthread_mutex_lock(&slices->lock);
     slices->open_bytes -= zpp_grad_slice_bytes(grad);
-    const zpp_status status = zpp_filed_leave(slices->filed, grad->filed, err);
+    const zpp_status status = zpp_unit_file_release(slices->unit_file, grad->file_index, err);
     pthread_mutex_unlock(&slices->lock);
     return status;
 }
@@ -123,7 +126,7 @@ static zpp_status take(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
     grad->changed = false;
     grad->slice_state = ZPP_SLICE_HERE;
     if (!grad->has || slices->status != ZPP_OK) return ZPP_OK;
-    zpp_filed_begin(slices->filed, grad->filed);
+    zpp_unit_file_read_begin(slices->unit_file, grad->file_index);
     grad->slice_state = ZPP_SLICE_READING;
     return ZPP_OK;
 }
@@ -167,9 +170,9 @@ static void zero_stale(const zpp_zero *zero, struct zpp_unit_grad *grad) {
 
 zpp_status zpp_slices_arrive(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait) {
     if (grad->slice_state == ZPP_SLICE_READING) {
-        const zpp_status status = zpp_filed_arrive(zero->slices.filed, grad->filed, wait);
+        const zpp_status status = zpp_unit_file_read_wait(zero->slices.unit_file, grad->file_index, wait);
         if (status != ZPP_OK) return status;
-        keep_failure(&zero->slices, grad->filed);
+        keep_failure(&zero->slices, grad->file_index);
         grad->slice_state = ZPP_SLICE_HERE;
     }
     if (grad->any_stale && grad->slice_state == ZPP_SLICE_HERE) zero_stale(zero, grad);
@@ -180,7 +183,7 @@ zpp_status zpp_slices_give(zpp_zero *zero, struct zpp_unit_grad *grad, struct zp
     struct zpp_slices *slices = &zero->slices;
     if (is_held(zero, grad) || grad->slice_state != ZPP_SLICE_HERE) return ZPP_OK;
     if (!grad->changed || slices->status != ZPP_OK) return let_go(zero, grad, err);
-    zpp_filed_begin_write(slices->filed, grad->filed);
+    zpp_unit_file_write_unit(slices->unit_file, grad->file_index);
     grad->changed = false;
     grad->slice_state = ZPP_SLICE_WRITING;
     grad->next_written = NULL;
@@ -247,7 +250,7 @@ zpp_status zpp_slices_give_all(zpp_zero *zero, struct zpp_err *err) {
 /* --- forgetting --------------------------------------------------------------------------------------------------- */
 
 void zpp_slices_clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
-    if (!zero->slices.filed || is_held(zero, grad)) {
+    if (!zero->slices.unit_file || is_held(zero, grad)) {
         zero_param(zero, grad, param);
         return;
     }
@@ -266,13 +269,13 @@ void zpp_slices_clear_all(zpp_zero *zero) {
 
 /* --- what the step and the norm ask (zero.h) ---------------------------------------------------------------------- */
 
-zpp_filed *zpp_zero_filed_grads(zpp_zero *zero) {
-    return zero->slices.filed;
+zpp_unit_file *zpp_zero_grad_file(zpp_zero *zero) {
+    return zero->slices.unit_file;
 }
 
 zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct zpp_slices *slices = &zero->slices;
-    if (!slices->filed) return ZPP_OK;
+    if (!slices->unit_file) return ZPP_OK;
     zpp_status status = zpp_slices_give_all(zero, err);
     while (slices->oldest && status == ZPP_OK) {
         struct zpp_unit_grad *grad = slices->oldest;
@@ -287,7 +290,7 @@ zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, st
 
 zpp_status zpp_zero_grad_open(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit_grad *grad = zero->units[index]->grad;
-    if (!zero->slices.filed || !grad || !grad->has) return ZPP_OK;
+    if (!zero->slices.unit_file || !grad || !grad->has) return ZPP_OK;
     zpp_status status = zpp_slices_take(zero, grad, &patience, err);
     if (status == ZPP_OK) status = zpp_slices_arrive(zero, grad, &patience);
     if (status != ZPP_OK || zero->slices.status == ZPP_OK) return status;
@@ -297,18 +300,18 @@ zpp_status zpp_zero_grad_open(zpp_zero *zero, int index, struct zpp_err *err) {
 
 zpp_status zpp_zero_grad_close(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit_grad *grad = zero->units[index]->grad;
-    return zero->slices.filed && grad ? zpp_slices_give(zero, grad, err) : ZPP_OK;
+    return zero->slices.unit_file && grad ? zpp_slices_give(zero, grad, err) : ZPP_OK;
 }
 
 void zpp_zero_keep_grads(zpp_zero *zero) {
-    zero->slices.keeps = zero->slices.filed != NULL;
+    zero->slices.keeps = zero->slices.unit_file != NULL;
 }
 
 /* Several ranks: the reduction has brought it, and says whether something had failed by then; it may be another one's
  * that fails now. */
 zpp_status zpp_zero_grad_here(zpp_zero *zero, int index, struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct zpp_unit_grad *grad = zero->units[index]->grad;
-    if (!zero->slices.filed || !grad || !grad->has) return ZPP_OK;
+    if (!zero->slices.unit_file || !grad || !grad->has) return ZPP_OK;
     if (zero->ranks == 1) {
         const zpp_status status = zpp_zero_grad_open(zero, index, err);
         if (status == ZPP_TIER) *fault = zero->slices.fault;
@@ -323,12 +326,12 @@ zpp_status zpp_zero_grad_here(zpp_zero *zero, int index, struct zpp_aio_fault *f
 zpp_status zpp_zero_grad_copy(zpp_zero *zero, int index, size_t first, size_t elems, void *memory, bool write,
                               struct zpp_aio_fault *fault, struct zpp_err *err) {
     const struct zpp_unit_grad *grad = zero->units[index]->grad;
-    if (!zero->slices.filed || !grad || first > grad->unit->shard_elems || elems > grad->unit->shard_elems - first)
+    if (!zero->slices.unit_file || !grad || first > grad->unit->shard_elems || elems > grad->unit->shard_elems - first)
         return zpp_fail(err, ZPP_INVALID, "zero: elements %zu to %zu of the gradient of unit %s are not in a file",
                         first, first + elems, zero->units[index]->name);
     const zpp_status status = zpp_zero_grads_settle(zero, fault, err);
     if (status != ZPP_OK) return status;
     const size_t bytes = grad->elem_bytes;
-    return zpp_filed_copy(zero->slices.filed, grad->filed_offset_bytes + first * bytes, memory, elems * bytes, write,
-                          fault, err);
+    return zpp_unit_file_copy(zero->slices.unit_file, grad->unit_file_offset_bytes + first * bytes, memory,
+                              elems * bytes, write, fault, err);
 }

@@ -7,9 +7,9 @@
  *   AWAY --take--> READING --arrive--> HERE --add, give--> WRITING --> AWAY
  *          \--- no gradient yet ------/
  *
- * All slices lie in one home of this rank's own (filed.h), at pages; a cut leaves a fraction of them in memory for
- * good. Units are reduced in one order that is known beforehand, so the next slices are read while this one is added
- * to. What is open or being written is bounded; where the disk is slower than the backward, reductions wait, and
+ * All slices lie in one mapping of this rank's own (unit_file.h), at pages; a cut leaves a fraction of them in memory
+ * for good. Units are reduced in one order that is known beforehand, so the next slices are read while this one is
+ * added to. What is open or being written is bounded; where the disk is slower than the backward, reductions wait, and
  * buckets with them. Bytes a backward: all written; from the second one of a step on all read, too. The step reads them
  * beside the states (struct zpp_step_files).
  *
@@ -29,14 +29,14 @@
 
 #include <pthread.h>
 
-#include "filed.h"
+#include "unit_file.h"
 #include "zero.h"
 
 struct zpp_unit_grad;
 
-/* Part of the coordinator; `filed` NULL: slices are in memory. */
+/* Part of the coordinator; `unit_file` NULL: slices are in memory. */
 struct zpp_slices {
-    zpp_filed *filed;
+    zpp_unit_file *unit_file;
     pthread_mutex_t lock; /* guards open_bytes, and what comes to memory or goes: reductions open, steps drop */
     size_t open_bytes, bound_bytes;
     bool keeps; /* this backward: what is reduced stays until it is dropped */
@@ -48,7 +48,7 @@ struct zpp_slices {
 
 enum zpp_slice_state { ZPP_SLICE_AWAY, ZPP_SLICE_READING, ZPP_SLICE_HERE, ZPP_SLICE_WRITING };
 
-/* Part of seal: the home of all slices; grad->slice is set. */
+/* Part of seal: the mapping of all slices; grad->slice is set. */
 zpp_status zpp_slices_seal(zpp_zero *zero, struct zpp_err *err);
 
 /* Memory for a slice, and what it has so far on its way there; then, while there is room, the same for the next ones

@@ -14,18 +14,18 @@ static void exchange_addresses(struct zpp_unit_grad *grad) {
     grad->taken = filled;
 }
 
-static zpp_status take_filed(zpp_zero *zero, struct zpp_unit_grad *grad, const void **taken, struct zpp_err *err) {
+static zpp_status take_unit_file(zpp_zero *zero, struct zpp_unit_grad *grad, const void **taken, struct zpp_err *err) {
     if (!zero->delays_steps)
         return zpp_fail(err, ZPP_STATE, "zero: the gradient of unit %s has one place in its file, and cannot be taken",
                         grad->unit->name);
     const zpp_status status = zpp_slices_settle(zero, grad, err);
     if (status != ZPP_OK) return status;
-    const int filed = grad->filed;
-    const size_t offset_bytes = grad->filed_offset_bytes;
-    grad->filed = grad->filed_taken;
-    grad->filed_offset_bytes = grad->filed_taken_offset_bytes;
-    grad->filed_taken = filed;
-    grad->filed_taken_offset_bytes = offset_bytes;
+    const int unit_file = grad->file_index;
+    const size_t offset_bytes = grad->unit_file_offset_bytes;
+    grad->file_index = grad->unit_file_taken;
+    grad->unit_file_offset_bytes = grad->unit_file_taken_offset_bytes;
+    grad->unit_file_taken = unit_file;
+    grad->unit_file_taken_offset_bytes = offset_bytes;
     exchange_addresses(grad);
     *taken = grad->taken;
     return ZPP_OK;
@@ -38,7 +38,7 @@ zpp_status zpp_zero_grad_take(zpp_zero *zero, int index, const void **taken, str
     if (zero->options.stage == 0)
         return zpp_fail(err, ZPP_STATE, "zero: the gradient of unit %s is every rank's whole one, and cannot be taken",
                         grad->unit->name);
-    if (zero->slices.filed) return take_filed(zero, grad, taken, err);
+    if (zero->slices.unit_file) return take_unit_file(zero, grad, taken, err);
     const size_t bytes = zpp_grad_slice_bytes(grad);
     if (!grad->taken) {
         void *memory = NULL;
@@ -65,7 +65,7 @@ size_t zpp_zero_taken_bytes(const zpp_zero *zero) {
 }
 
 void zpp_taken_drop(zpp_zero *zero, struct zpp_unit_grad *grad) {
-    if (grad->taken && !zero->slices.filed)
+    if (grad->taken && !zero->slices.unit_file)
         zpp_device_free(zero->options.device, grad->taken, zpp_grad_slice_bytes(grad));
     grad->taken = NULL;
 }

@@ -20,7 +20,7 @@ enum {
     BUFFERS = 4,                /* one stepped, one written, two read */
     DEPTH = 32,
     BLOCK_BYTES = 1 << 20,
-    FLIGHT_BYTES = 8 << 20,     /* as filed.c: what is stepped first is read first */
+    FLIGHT_BYTES = 8 << 20,     /* as unit_file.c: what is stepped first is read first */
 };
 
 static size_t round_up(size_t value, size_t multiple) {
@@ -120,13 +120,13 @@ static void lay_line(const zpp_tier *tier, struct tier_line *line, bool master, 
                        TIER_PAGE_ELEMS;
     line->elems = round_up(line->elems, TIER_PAGE_ELEMS);
     if (!line->planes) line->held_elems = line->elems; /* no record has anything: nothing is to be read */
-    const size_t filed_elems = line->elems - line->held_elems;
+    const size_t on_disk_elems = line->elems - line->held_elems;
     line->chunk_elems = tier->options.chunk_elems;
-    if (!line->chunk_elems) line->chunk_elems = round_up(filed_elems / LEAST_CHUNKS + 1, TIER_PAGE_ELEMS);
+    if (!line->chunk_elems) line->chunk_elems = round_up(on_disk_elems / LEAST_CHUNKS + 1, TIER_PAGE_ELEMS);
     if (!tier->options.chunk_elems && line->chunk_elems > CHUNK_ELEMS) line->chunk_elems = CHUNK_ELEMS;
-    line->chunks = (filed_elems + line->chunk_elems - 1) / line->chunk_elems;
+    line->chunks = (on_disk_elems + line->chunk_elems - 1) / line->chunk_elems;
     line->offset_bytes = *used_bytes;
-    *used_bytes += (uint64_t)filed_elems * line->planes * sizeof(float);
+    *used_bytes += (uint64_t)on_disk_elems * line->planes * sizeof(float);
 }
 
 static zpp_status make_line_memory(struct tier_line *line, struct zpp_err *err) {
@@ -227,9 +227,9 @@ static size_t run_at(const struct tier_line *line, int plane, size_t at, float *
     return tier_chunk_elems(line, *chunk) - *inside;
 }
 
-static zpp_status copy_filed(zpp_tier *tier, struct tier_line *line, int plane, size_t chunk, size_t inside,
-                             size_t elems, float *memory, bool write, struct zpp_aio_fault *fault,
-                             struct zpp_err *err) {
+static zpp_status copy_unit_file(zpp_tier *tier, struct tier_line *line, int plane, size_t chunk, size_t inside,
+                                 size_t elems, float *memory, bool write, struct zpp_aio_fault *fault,
+                                 struct zpp_err *err) {
     const bool moment = line->kinds[plane] != ZPP_TIER_MASTER;
     if (moment && !write && !line->stepped[chunk]) {
         memset(memory, 0, elems * sizeof *memory);
@@ -265,8 +265,8 @@ zpp_status zpp_tier_copy(zpp_tier *tier, int slice, enum zpp_tier_kind kind, siz
         if (held) {
             memcpy(write ? held : memory + done, write ? memory + done : held, run * sizeof *memory);
         } else {
-            const zpp_status status = copy_filed(tier, line, line->plane[kind], chunk, inside, run, memory + done,
-                                                 write, fault, err);
+            const zpp_status status = copy_unit_file(tier, line, line->plane[kind], chunk, inside, run, memory + done,
+                                                     write, fault, err);
             if (status != ZPP_OK) return status;
         }
         done += run;

@@ -26,7 +26,7 @@
 #define ZPP_ZERO_TIER_H
 
 #include "../aio/engine.h"
-#include "filed.h"
+#include "unit_file.h"
 #include "update.h"
 
 typedef struct zpp_tier zpp_tier;

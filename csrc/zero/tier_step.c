@@ -7,7 +7,7 @@
  *   write    k-1             the buffer is read into again only when it is done
  *
  * What is held in memory is stepped while the first chunks are read. Parameters and gradients that are in files
- * themselves go through a window of theirs beside each buffer (filed.h). Nothing allocated here outlives the call.
+ * themselves go through a window of theirs beside each buffer (unit_file.h). Nothing allocated here outlives the call.
  */
 #include <assert.h>
 #include <stdlib.h>
@@ -144,8 +144,8 @@ static zpp_status begin_read(zpp_tier *tier, const struct tier_plan *plan, size_
     const struct tier_visit *visit = &plan->visits[index];
     zpp_status status = tier_finish_timed(tier, &buffer->write, fault, err);
     if (status == ZPP_OK && plan->windows)
-        status = zpp_filed_window_open(&plan->files, index, &plan->cuts[visit->first_cut].segment, visit->cuts,
-                                       sizeof *plan->cuts, fault, err);
+        status = zpp_unit_file_window_open(&plan->files, index, &plan->cuts[visit->first_cut].segment, visit->cuts,
+                                           sizeof *plan->cuts, fault, err);
     if (status != ZPP_OK) return status;
     const struct tier_line *line = &tier->lines[visit->line];
     const bool master = line->plane[ZPP_TIER_MASTER] >= 0;
@@ -163,7 +163,7 @@ static zpp_status step_visit(zpp_tier *tier, struct tier_plan *plan, size_t inde
     struct tier_line *line = &tier->lines[visit->line];
     const size_t stride = tier_chunk_elems(line, visit->chunk), master = line->plane[ZPP_TIER_MASTER] >= 0;
     zpp_status status = tier_finish_timed(tier, &buffer->read, fault, err);
-    if (status == ZPP_OK && plan->windows) status = zpp_filed_window_ready(&plan->files, index, fault, err);
+    if (status == ZPP_OK && plan->windows) status = zpp_unit_file_window_ready(&plan->files, index, fault, err);
     if (status != ZPP_OK) return status;
     if (!line->stepped[visit->chunk])
         memset(buffer->memory + master * stride, 0, (line->planes - master) * stride * sizeof(float));
@@ -172,7 +172,7 @@ static zpp_status step_visit(zpp_tier *tier, struct tier_plan *plan, size_t inde
     status = tier_submit(tier, tier_record_offset(line, visit->chunk), buffer->memory,
                          line->planes * stride * sizeof(float), true, &buffer->write, fault, err);
     if (status == ZPP_OK) line->stepped[visit->chunk] = true;
-    if (status == ZPP_OK && plan->windows) status = zpp_filed_window_write(&plan->files, index, fault, err);
+    if (status == ZPP_OK && plan->windows) status = zpp_unit_file_window_write(&plan->files, index, fault, err);
     return status;
 }
 
@@ -180,7 +180,7 @@ static zpp_status step_visit(zpp_tier *tier, struct tier_plan *plan, size_t inde
 static zpp_status step_held(struct tier_plan *plan, float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault,
                             struct zpp_err *err) {
     bool torn;
-    return zpp_filed_step(&plan->files, plan->segments, plan->held_count, grad_scale, pool, &torn, fault, err);
+    return zpp_unit_file_step(&plan->files, plan->segments, plan->held_count, grad_scale, pool, &torn, fault, err);
 }
 
 static zpp_status stream(zpp_tier *tier, struct tier_plan *plan, float grad_scale, zpp_pool *pool,
@@ -209,7 +209,7 @@ static zpp_status settle(zpp_tier *tier, const struct zpp_step_files *files, zpp
             else status = tier_finish_timed(tier, requests[which], fault, err);
         }
     }
-    return zpp_filed_settle(files, status, fault, err);
+    return zpp_unit_file_settle(files, status, fault, err);
 }
 
 zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
@@ -219,9 +219,9 @@ zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, si
         return zpp_fail(err, ZPP_STATE, "tier: the states in %s are %s", tier->path,
                         tier->torn ? "torn by a step that failed; load a checkpoint first" : "not sealed yet");
     const bool windows = files->params || files->grads;
-    if (windows && tier->options.buffers > ZPP_FILED_WINDOWS)
+    if (windows && tier->options.buffers > ZPP_UNIT_FILE_WINDOWS)
         return zpp_fail(err, ZPP_INVALID, "tier: %u buffers with parameters or gradients in a file, wanted at most %d",
-                        tier->options.buffers, (int)ZPP_FILED_WINDOWS);
+                        tier->options.buffers, (int)ZPP_UNIT_FILE_WINDOWS);
     const uint64_t began_ns = zpp_now_ns();
     struct tier_plan plan = { .files = *files, .windows = windows };
     zpp_status status = tier_plan_make(tier, pieces, pieces_count, &plan, err);

@@ -22,8 +22,8 @@ enum zpp_place {
     ZPP_PLACE_WHOLE, /* every rank holds all of it (stages 0-2, one rank, small units) */
     ZPP_PLACE_HOST,  /* the ranks of this host share one copy in shared memory; nothing is ever gathered */
     ZPP_PLACE_SHARD, /* a rank holds its slice, and gathers the rest when it is needed */
-    /* the ranks of this host share a file, and read a unit from it when it is needed (filed.h); over several hosts a
-     * rank's slice lies in a file of its own, and is gathered (rank_file.h) */
+    /* the ranks of this host share a file, and read a unit from it when it is needed (unit_file.h); over several hosts
+     * a rank's slice lies in a file of its own, and is gathered (rank_file.h) */
     ZPP_PLACE_FILE,
 };
 
@@ -65,9 +65,9 @@ struct zpp_unit {
     bool mapped; /* has memory in the range */
     bool kept;   /* FILE units: the backward that follows needs it soon, so that a release keeps its memory, */
     bool kept_over_step; /* ... or the forward after a step inside the backward */
-    int filed;   /* FILE units: their number there, */
-    size_t file_offset_bytes;   /* their place in its home, or that of this rank's slice, */
-    struct zpp_filed *rank_file; /* and over several hosts: where that is */
+    int file_index;   /* FILE units: their number there, */
+    size_t file_offset_bytes;   /* their place in its mapping, or that of this rank's slice, */
+    struct zpp_unit_file *rank_file; /* and over several hosts: where that is */
     bool open_slice; /* ... and in memory, for a step inside the backward */
     bool held;   /* a FILE unit that lies in memory for good */
     uint8_t *stored_low; /* FILE units, [params]: is it kept in fewer bits? NULL: none is */

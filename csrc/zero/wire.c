@@ -18,7 +18,7 @@ static size_t image_bytes(const struct zpp_quant_spec *spec, size_t elems) {
     return zpp_quant_blocks(spec, elems) * sizeof(float) + zpp_quant_code_bytes(spec, elems);
 }
 
-/* The parts of an image from element `first` on, which begins a block. */
+/* The parts of a quantised copy from element `first` on, which begins a block. */
 static struct zpp_quant_source source_at(const struct zpp_quant_spec *spec, const void *image, size_t elems,
                                          size_t first) {
     const float *scales = image;
@@ -35,7 +35,7 @@ static void make_image(const struct zpp_quant_spec *spec, const void *values, zp
     zpp_quantise(spec, values, dtype, elems, &target, NULL);
 }
 
-/* Over several hosts the collectives make images of their own. */
+/* Over several hosts the collectives make quantised copies of their own. */
 static bool has_image(const zpp_zero *zero, const struct zpp_unit *unit) {
     return zero->wire.params.bits && unit->place == ZPP_PLACE_SHARD && !zpp_internode(zero->options.comm);
 }

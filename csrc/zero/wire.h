@@ -1,14 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Slices and buckets in 8 or 4 bits (ZeRO++, Wang et al. 2023), read in place by the peers like the exact ones;
- * blocks, scales and errors: ops/quant/quant.h, symmetric. An image of E elements: an fp32 scale a block, then the
- * codes, w(E) = E * bits / 8 + 4 a block. Decisions: docs/design/0015.
+ * blocks, scales and errors: ops/quant/quant.h, symmetric. A quantised copy of E elements: an fp32 scale a block, then
+ * the codes, w(E) = E * bits / 8 + 4 a block. Decisions: docs/design/0015.
  *
- *   parameters (qwZ)  Beside its slice each rank keeps the slice's image, written where slices are written (the step),
- *                     so a step quantises once for its two gathers. A gather reads images, its own too: every rank
+ *   parameters (qwZ)  Beside its slice each rank keeps the slice's quantised copy, written where slices are written
+ *   (the step),
+ *                     so a step quantises once for its two gathers. A gather reads quantised copies, its own too: every
+ *                     rank
  *                     computes with the same bits. The slices, which the optimizer updates, stay exact.
  *   gradients (qgZ)   A bucket is quantised slice by slice, in place, before the peers hear of it; rank r adds the
- *                     images of slice r in fp32, in rank order: one quantisation, because one host is one hop.
+ *                     quantised copies of slice r in fp32, in rank order: one quantisation, because one host is one
+ *                     hop.
  *
  * Bytes read per rank and step: (N - 1) w(shard) a gather and a reduction, in place of (N - 1) * shard bytes.
  *
@@ -31,25 +34,25 @@ struct zpp_wire {
     struct zpp_quant_spec params, grads; /* bits 0: exact */
     zpp_region *images;                  /* PER_RANK: of my slices of SHARD units */
     size_t images_bytes, scratch_bytes;
-    unsigned char *scratch; /* the image of one slice of a bucket */
+    unsigned char *scratch; /* the quantised copy of one slice of a bucket */
 };
 
 /* Part of seal and destroy. */
 zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err);
 void zpp_wire_fini(zpp_zero *zero);
 
-/* Is a gather of SHARD units to read images? */
+/* Is a gather of SHARD units to read quantised copies? */
 bool zpp_wire_rounds(const zpp_zero *zero);
-/* memory[elems] = the values of every rank's image of the unit. */
+/* memory[elems] = the values of every rank's quantised copy of the unit. */
 void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory);
 
-/* Are gradients to travel as images? */
+/* Are gradients to travel as quantised copies? */
 bool zpp_wire_packs(const zpp_zero *zero);
 /* Between parameters lies what the memory held before, which must not widen the scale of a block. */
 void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket);
-/* Every slice of the unit's bucket becomes its image, at the front of the slice's place. */
+/* Every slice of the unit's bucket becomes its quantised copy, at the front of the slice's place. */
 void zpp_wire_pack(zpp_zero *zero, struct zpp_unit *unit);
-/* Do the unit's gradients travel in fewer bits than they add in (and not as images)? */
+/* Do the unit's gradients travel in fewer bits than they add in (and not as quantised copies)? */
 static inline bool zpp_wire_narrows(const struct zpp_unit *unit) {
     return unit->wire_dtype != unit->grad_dtype;
 }
@@ -61,9 +64,9 @@ static inline size_t zpp_wire_slice_bytes(const struct zpp_unit *unit) {
 void zpp_wire_narrow(zpp_zero *zero, struct zpp_unit *unit);
 /* A copy of such a slice, until the next call. */
 const void *zpp_wire_aside(zpp_zero *zero, const struct zpp_unit *unit, const void *slice);
-/* Of the image of one slice. */
+/* Of the quantised copy of one slice. */
 size_t zpp_wire_image_bytes(const zpp_zero *zero, const struct zpp_unit *unit);
-/* to = (sum of the images) * factor, or to += that; `elems` of dtype. */
+/* to = (sum of the quantised copies) * factor, or to += that; `elems` of dtype. */
 void zpp_wire_add(zpp_zero *zero, const void *const *images, int count, float factor, void *to, zpp_dtype dtype,
                     bool accumulate, size_t elems);
 

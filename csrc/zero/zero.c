@@ -32,7 +32,7 @@ static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
     zero->gather = zero->compute;
     const bool internode = zpp_internode(zero->options.comm); /* the communicator's thread gathers */
     /* the engine's thread reads; ours begins and looks */
-    if (status == ZPP_OK && zero->filed && !zpp_rank_file(zero)) {
+    if (status == ZPP_OK && zero->unit_file && !zpp_rank_file(zero)) {
         status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "arrive", &zero->arrive, err);
         if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "gather", &zero->gather, err);
     } else if (status == ZPP_OK && zero->options.prefetch_bytes && !internode) {
@@ -57,7 +57,7 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     zpp_status status = ZPP_OK;
     zpp_comm *sharers = zpp_internode(options->comm) ? options->copy : options->comm;
     if (options->params_fraction > 0.0)
-        status = zpp_filed_create(sharers, options->params_fraction, &zero->filed, err);
+        status = zpp_unit_file_create(sharers, options->params_fraction, &zero->unit_file, err);
     if (status == ZPP_OK) status = create_streams(zero, err);
     if (status != ZPP_OK) {
         zpp_zero_destroy(zero);
@@ -72,7 +72,7 @@ zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct z
         return zpp_fail(err, ZPP_INVALID,
                         "zero: gradients in a file at stage %d with %d units, wanted stage 2 or 3 and no units yet",
                         zero->options.stage, zero->units_count);
-    return zpp_filed_create(NULL, fraction, &zero->slices.filed, err);
+    return zpp_unit_file_create(NULL, fraction, &zero->slices.unit_file, err);
 }
 
 static void drop_gather(zpp_zero *zero, struct zpp_unit *unit) {
@@ -80,9 +80,9 @@ static void drop_gather(zpp_zero *zero, struct zpp_unit *unit) {
 }
 
 void zpp_zero_close_params(zpp_zero *zero) {
-    if (!zero->filed) return;
+    if (!zero->unit_file) return;
     for (int i = 0; i < zero->units_count; i++) drop_gather(zero, zero->units[i]); /* they wait for reads */
-    zpp_filed_close(zero->filed);
+    zpp_unit_file_close(zero->unit_file);
 }
 
 static void destroy_unit(zpp_zero *zero, struct zpp_unit *unit) {
@@ -109,7 +109,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_event_destroy(zero->acked);
     zpp_exchange_fini(zero);
     zpp_buffers_fini(zero);
-    if (zero->slices.filed) zpp_filed_close(zero->slices.filed);
+    if (zero->slices.unit_file) zpp_unit_file_close(zero->slices.unit_file);
     for (int i = 0; i < zero->units_count; i++) destroy_unit(zero, zero->units[i]);
     zpp_grad_pool_drop(zero);
     free(zero->units);
@@ -120,8 +120,8 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_desc_ring_destroy(zero->ring);
     zpp_desc_ring_destroy(zero->copy_ring);
     zpp_range_destroy(zero->range);
-    zpp_filed_destroy(zero->filed);
-    zpp_filed_destroy(zero->slices.filed);
+    zpp_unit_file_destroy(zero->unit_file);
+    zpp_unit_file_destroy(zero->slices.unit_file);
     zpp_region_destroy(zero->params);
     zpp_region_destroy(zero->host);
     zpp_region_destroy(zero->grads);
@@ -168,10 +168,10 @@ static zpp_status check_spec(const zpp_zero *zero, const struct zpp_unit_spec *s
                         "float32, and no more bits on the wire",
                         spec->name, zpp_dtype_name(spec->dtype), zpp_dtype_name(spec->grad_dtype),
                         zpp_dtype_name(spec->wire_dtype));
-    if (spec->frozen_reserved && (zero->filed || zero->slices.filed))
+    if (spec->frozen_reserved && (zero->unit_file || zero->slices.unit_file))
         return zpp_fail(err, ZPP_INVALID, "zero: unit %s sleeps, and parameters or gradients live in a file",
                         spec->name);
-    if ((spec->place == ZPP_PLACE_FILE) != (zero->filed != NULL) && spec->place != ZPP_PLACE_WHOLE)
+    if ((spec->place == ZPP_PLACE_FILE) != (zero->unit_file != NULL) && spec->place != ZPP_PLACE_WHOLE)
         return zpp_fail(err, ZPP_INVALID, "zero: unit %s is%s to live in a file, and params_fraction is %g", spec->name,
                         spec->place == ZPP_PLACE_FILE ? "" : " not", zero->options.params_fraction);
     if (zero->ranks == 1 && spec->place != ZPP_PLACE_WHOLE && spec->place != ZPP_PLACE_FILE)
@@ -195,7 +195,7 @@ zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, i
     status = copy_spec(unit, spec, zero->ranks, err);
     if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &unit->allocated, err);
     if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &unit->ready, err);
-    if (status == ZPP_OK && (unit->trainable || unit->frozen_reserved) && (zero->ranks > 1 || zero->slices.filed))
+    if (status == ZPP_OK && (unit->trainable || unit->frozen_reserved) && (zero->ranks > 1 || zero->slices.unit_file))
         status = zpp_reduce_add_unit(zero, unit, err);
     if (status != ZPP_OK) {
         destroy_unit(zero, unit);
@@ -213,8 +213,9 @@ static size_t region_bytes_of(const struct zpp_unit *unit) {
 }
 
 zpp_status zpp_zero_set_stored(zpp_zero *zero, int bits, size_t block_elems, bool in_memory, struct zpp_err *err) {
-    if (!zero->filed) return zpp_fail(err, ZPP_STATE, "zero: there are no units that could be kept in %d bits", bits);
-    return zpp_filed_set_images(zero->filed, bits, block_elems, in_memory, err);
+    if (!zero->unit_file) return zpp_fail(err, ZPP_STATE, "zero: there are no units that could be kept in %d bits",
+                                          bits);
+    return zpp_unit_file_set_qcopies(zero->unit_file, bits, block_elems, in_memory, err);
 }
 
 zpp_status zpp_zero_store_low(zpp_zero *zero, int index, size_t param, struct zpp_err *err) {
@@ -235,22 +236,22 @@ static void place_in_range(struct zpp_unit *unit, size_t *range_bytes) {
 }
 
 /* In the file that the ranks of a host share all of it, in one of a rank's own its slice. */
-static zpp_status place_filed(zpp_zero *zero, struct zpp_unit *unit, size_t *range_bytes, struct zpp_err *err) {
+static zpp_status place_unit_file(zpp_zero *zero, struct zpp_unit *unit, size_t *range_bytes, struct zpp_err *err) {
     const bool own = zpp_rank_file(zero);
     const size_t bytes = own ? zpp_unit_shard_bytes(unit) : zpp_unit_bytes(unit);
-    zpp_status status = zpp_filed_add(zero->filed, bytes, &unit->filed, &unit->file_offset_bytes, err);
+    zpp_status status = zpp_unit_file_add(zero->unit_file, bytes, &unit->file_index, &unit->file_offset_bytes, err);
     if (own) {
-        unit->rank_file = zero->filed;
+        unit->rank_file = zero->unit_file;
         place_in_range(unit, range_bytes);
     } else {
         unit->range_offset_bytes = unit->file_offset_bytes;
     }
     if (zero->delays_steps && unit->trainable && status == ZPP_OK)
-        status = zpp_filed_keep_two(zero->filed, unit->filed, err);
+        status = zpp_unit_file_double_buffer(zero->unit_file, unit->file_index, err);
     for (size_t i = 0; unit->stored_low && i < unit->params && status == ZPP_OK; i++)
         if (unit->stored_low[i])
-            status = zpp_filed_add_span(zero->filed, unit->filed, unit->offset_elems[i] * unit->elem_bytes,
-                                        unit->param_elems[i], unit->dtype, err);
+            status = zpp_unit_file_add_span(zero->unit_file, unit->file_index, unit->offset_elems[i] * unit->elem_bytes,
+                                            unit->param_elems[i], unit->dtype, err);
     return status;
 }
 
@@ -258,7 +259,7 @@ static zpp_status place_filed(zpp_zero *zero, struct zpp_unit *unit, size_t *ran
 static zpp_status place_unit(zpp_zero *zero, struct zpp_unit *unit, size_t *range_bytes, struct zpp_err *err) {
     if (unit->place == ZPP_PLACE_FILE) {
         zero->moving[zero->moving_count++] = unit;
-        return place_filed(zero, unit, range_bytes, err);
+        return place_unit_file(zero, unit, range_bytes, err);
     }
     size_t *used = unit->place == ZPP_PLACE_HOST ? &zero->host_bytes : &zero->params_bytes;
     unit->region_offset_bytes = place_next(used, region_bytes_of(unit));
@@ -287,21 +288,21 @@ static zpp_status make_param_memory(zpp_zero *zero, size_t range_bytes, struct z
     return status;
 }
 
-static void locate_filed(zpp_zero *zero, struct zpp_unit *unit) {
+static void locate_unit_file(zpp_zero *zero, struct zpp_unit *unit) {
     unit->whole = zero->moving_base + unit->range_offset_bytes;
     if (unit->rank_file) {
-        unit->shard = zpp_filed_home(unit->rank_file) + unit->file_offset_bytes;
+        unit->shard = zpp_unit_file_mapping(unit->rank_file) + unit->file_offset_bytes;
         unit->state = ZPP_UNIT_PARTITIONED;
         return;
     }
     unit->shard = unit->whole + (size_t)zero->rank * zpp_unit_shard_bytes(unit);
-    unit->held = zpp_filed_is_held(zero->filed, unit->filed);
+    unit->held = zpp_unit_file_is_held(zero->unit_file, unit->file_index);
     unit->state = unit->held ? ZPP_UNIT_FULL : ZPP_UNIT_PARTITIONED;
 }
 
 static void locate_unit(zpp_zero *zero, struct zpp_unit *unit) {
     if (unit->place == ZPP_PLACE_FILE) {
-        locate_filed(zero, unit);
+        locate_unit_file(zero, unit);
         return;
     }
     unsigned char *base = zero->alone;
@@ -334,14 +335,14 @@ zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err) {
     zpp_status status = make_param_memory(zero, range_bytes, err);
     const size_t warm_bytes = 2 * largest_bytes + zero->options.prefetch_bytes;
     const size_t warm_parts = zpp_rank_file(zero) ? (size_t)zero->ranks : 1;
-    if (status == ZPP_OK && zero->filed) status = zpp_filed_seal(zero->filed, warm_bytes / warm_parts, err);
+    if (status == ZPP_OK && zero->unit_file) status = zpp_unit_file_seal(zero->unit_file, warm_bytes / warm_parts, err);
     if (status == ZPP_OK) status = zpp_trace_init(&zero->trace, zero->units_count, err);
-    if (status == ZPP_OK && (zero->ranks > 1 || zero->slices.filed)) status = zpp_reduce_seal(zero, err);
+    if (status == ZPP_OK && (zero->ranks > 1 || zero->slices.unit_file)) status = zpp_reduce_seal(zero, err);
     if (status == ZPP_OK) status = zpp_wire_seal(zero, err);
     if (status == ZPP_OK) status = zpp_secondary_seal(zero, err);
     if (status != ZPP_OK) return status;
     if (zero->range) zero->moving_base = zpp_range_base(zero->range);
-    else if (zero->filed) zero->moving_base = zpp_filed_home(zero->filed);
+    else if (zero->unit_file) zero->moving_base = zpp_unit_file_mapping(zero->unit_file);
     for (int i = 0; i < zero->units_count; i++) locate_unit(zero, zero->units[i]);
     if (zero->range) zpp_range_set_warm(zero->range, warm_bytes);
     zero->sealed = true;
@@ -371,8 +372,8 @@ zpp_stream *zpp_zero_compute(zpp_zero *zero) {
     return zero->compute;
 }
 
-zpp_filed *zpp_zero_filed(zpp_zero *zero) {
-    return zero->filed;
+zpp_unit_file *zpp_zero_param_file(zpp_zero *zero) {
+    return zero->unit_file;
 }
 
 const struct zpp_aio_fault *zpp_zero_fault(const zpp_zero *zero) {
@@ -396,26 +397,26 @@ int zpp_zero_find(const zpp_zero *zero, const void *address) {
 
 void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     const size_t ranks = (size_t)zero->ranks;
-    struct zpp_filed_figures filed = { 0 }, grads = { 0 };
-    if (zero->filed) zpp_filed_figures(zero->filed, &filed);
-    if (zero->slices.filed) zpp_filed_figures(zero->slices.filed, &grads);
+    struct zpp_unit_file_figures unit_file = { 0 }, grads = { 0 };
+    if (zero->unit_file) zpp_unit_file_figures(zero->unit_file, &unit_file);
+    if (zero->slices.unit_file) zpp_unit_file_figures(zero->slices.unit_file, &grads);
     /* The ranks share what they read from the file, as long as they are at the same unit; but over several hosts. */
     const bool own = zpp_rank_file(zero);
     const size_t sharers = own ? 1 : zero->options.copy ? (size_t)zpp_comm_ranks(zero->options.copy) : ranks;
-    const size_t full = zero->filed && !own ? filed.memory_bytes / sharers : zero->full_bytes;
-    const size_t warm = (zero->range ? zpp_range_held_bytes(zero->range) : full) + (own ? filed.memory_bytes : 0);
+    const size_t full = zero->unit_file && !own ? unit_file.memory_bytes / sharers : zero->full_bytes;
+    const size_t warm = (zero->range ? zpp_range_held_bytes(zero->range) : full) + (own ? unit_file.memory_bytes : 0);
     *out = (struct zpp_zero_memory){
         .param_bytes = zero->params_bytes + zero->wire.images_bytes + zero->second_bytes + zero->host_bytes / ranks +
-                       filed.cut_bytes / sharers,
+                       unit_file.cut_bytes / sharers,
         .gathered_bytes = warm,
         .grad_bytes = zero->slice_bytes + zero->kept_bucket_bytes + zero->carry_bytes + grads.cut_bytes -
-                      (zero->slices.filed ? zero->taken_bytes : 0),
+                      (zero->slices.unit_file ? zero->taken_bytes : 0),
         .bucket_bytes = zero->buckets.touched_bytes,
         .bucket_peak_bytes = zero->buckets.peak_bytes,
         .gathered_peak_bytes =
-            own ? zero->full_peak_bytes + filed.entered_peak_bytes
-                : zero->filed ? filed.entered_peak_bytes / sharers : zero->full_peak_bytes,
-        .filed_bytes = (filed.home_bytes - filed.cut_bytes) / sharers,
+            own ? zero->full_peak_bytes + unit_file.entered_peak_bytes
+                : zero->unit_file ? unit_file.entered_peak_bytes / sharers : zero->full_peak_bytes,
+        .on_disk_bytes = (unit_file.mapping_bytes - unit_file.cut_bytes) / sharers,
     };
 }
 

@@ -23,7 +23,7 @@
 #define ZPP_ZERO_ZERO_H
 
 #include "../comm/comm.h"
-#include "filed.h"
+#include "unit_file.h"
 #include "unit.h"
 
 typedef struct zpp_zero zpp_zero;
@@ -75,12 +75,12 @@ zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *near, struct zpp_err
 /* `fraction` of the reduced gradients, above 0 and at most 1, live in a file of this rank's own (slices.h). Stages 2
  * and 3. Before units are added. */
 zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct zpp_err *err);
-/* FILE units are kept in 8 or 4 bits, for a model that is only read (filed.h); before units are added. Of a unit that
- * was added, parameter `param` is one of the matrices; before seal. */
+/* FILE units are kept in 8 or 4 bits, for a model that is only read (unit_file.h); before units are added. Of a unit
+ * that was added, parameter `param` is one of the matrices; before seal. */
 zpp_status zpp_zero_set_stored(zpp_zero *zero, int bits, size_t block_elems, bool in_memory, struct zpp_err *err);
 zpp_status zpp_zero_store_low(zpp_zero *zero, int unit, size_t param, struct zpp_err *err);
 /* Collective: makes the memory. Afterwards WHOLE and HOST units are FULL, SHARD and FILE units PARTITIONED; contents
- * are zero. FILE units can be needed once zpp_filed_open was called. */
+ * are zero. FILE units can be needed once zpp_unit_file_open was called. */
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);
 
 /* A unit that sleeps is trainable from now on; nothing to do where it is. Local, but all ranks wake the same units
@@ -92,7 +92,7 @@ struct zpp_unit *zpp_zero_unit(zpp_zero *zero, int index); /* borrowed */
 int zpp_zero_rank(const zpp_zero *zero);
 int zpp_zero_ranks(const zpp_zero *zero);
 zpp_stream *zpp_zero_compute(zpp_zero *zero); /* the HOST stream: the caller's computation goes there */
-zpp_filed *zpp_zero_filed(zpp_zero *zero); /* borrowed; NULL without FILE units */
+zpp_unit_file *zpp_zero_param_file(zpp_zero *zero); /* borrowed; NULL without FILE units */
 /* End the engine of FILE units; loads fail from then on, and gathers under way are dropped. */
 void zpp_zero_close_params(zpp_zero *zero);
 /* Of the read that failed, after a call that returned TIER. */
@@ -168,7 +168,7 @@ size_t zpp_zero_taken_bytes(const zpp_zero *zero); /* memory for that */
 void zpp_zero_delay_steps(zpp_zero *zero);
 /* Gradients in a file: addresses of slices can be read between open and close only, and are otherwise names for
  * struct zpp_step_files. Local. */
-zpp_filed *zpp_zero_filed_grads(zpp_zero *zero); /* borrowed; NULL: they are in memory */
+zpp_unit_file *zpp_zero_grad_file(zpp_zero *zero); /* borrowed; NULL: they are in memory */
 zpp_status zpp_zero_grad_open(zpp_zero *zero, int unit, struct zpp_err *err); /* a no-op where they are in memory */
 zpp_status zpp_zero_grad_close(zpp_zero *zero, int unit, struct zpp_err *err);
 /* All are written; nothing to do where they are in memory. The first failure since the last zpp_zero_clear_grads;
@@ -233,7 +233,7 @@ struct zpp_zero_memory {
     size_t grad_bytes;       /* reduced slices (stages 0, 1: whole gradients) */
     size_t bucket_bytes;     /* gradients not reduced yet, now */
     size_t bucket_peak_bytes, gathered_peak_bytes;
-    size_t filed_bytes;      /* this rank's share of what is in the file of FILE units */
+    size_t on_disk_bytes;      /* this rank's share of what is in the file of FILE units */
 };
 void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out);
 /* Nanoseconds for which zpp_zero_need kept its callers, since the beginning. */

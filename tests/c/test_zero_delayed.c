@@ -195,105 +195,107 @@ static void under_any_schedule(void) {
 /* --- parameters and gradients in files ---------------------------------------------------------------------------- */
 
 /* Two units of parameters, the second of which is only carried; gradients in two places. */
-struct filed_side {
-    zpp_filed *params, *grads;
+struct unit_file_side {
+    zpp_unit_file *params, *grads;
     int unit, other, place[2];
-    size_t other_bytes, home[2];
+    size_t other_bytes, mapping[2];
 };
 
-static zpp_filed *open_filed(const char *name, zpp_filed *filed) {
+static zpp_unit_file *open_unit_file(const char *name, zpp_unit_file *unit_file) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    const struct zpp_filed_file file = { .path = in_folder(name), .make = true, .depth = 8, .log = count_log,
+    const struct zpp_unit_file_options file = { .path = in_folder(name), .make = true, .depth = 8, .log = count_log,
                                          .sys = &sys };
-    CHECK_OK(zpp_filed_seal(filed, 0, &err));
-    CHECK_OK(zpp_filed_open(filed, &file, &fault, &err));
-    return filed;
+    CHECK_OK(zpp_unit_file_seal(unit_file, 0, &err));
+    CHECK_OK(zpp_unit_file_open(unit_file, &file, &fault, &err));
+    return unit_file;
 }
 
-static struct filed_side new_files(const struct side *values, bool low) {
+static struct unit_file_side new_files(const struct side *values, bool low) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    struct filed_side side = { .other_bytes = 3 * 4096 };
+    struct unit_file_side side = { .other_bytes = 3 * 4096 };
     size_t at;
-    CHECK_OK(zpp_filed_create(NULL, 1.0, &side.params, &err));
-    CHECK_OK(zpp_filed_add(side.params, ELEMS * (low ? 2 : 4), &side.unit, &at, &err));
-    CHECK_OK(zpp_filed_add(side.params, side.other_bytes, &side.other, &at, &err));
-    CHECK_OK(zpp_filed_keep_two(side.params, side.unit, &err));
-    CHECK_OK(zpp_filed_keep_two(side.params, side.other, &err));
-    CHECK_OK(zpp_filed_create(NULL, 1.0, &side.grads, &err));
-    for (int i = 0; i < 2; i++) CHECK_OK(zpp_filed_add(side.grads, ELEMS * 4, &side.place[i], &side.home[i], &err));
-    open_filed("params", side.params);
-    open_filed("grads", side.grads);
+    CHECK_OK(zpp_unit_file_create(NULL, 1.0, &side.params, &err));
+    CHECK_OK(zpp_unit_file_add(side.params, ELEMS * (low ? 2 : 4), &side.unit, &at, &err));
+    CHECK_OK(zpp_unit_file_add(side.params, side.other_bytes, &side.other, &at, &err));
+    CHECK_OK(zpp_unit_file_double_buffer(side.params, side.unit, &err));
+    CHECK_OK(zpp_unit_file_double_buffer(side.params, side.other, &err));
+    CHECK_OK(zpp_unit_file_create(NULL, 1.0, &side.grads, &err));
+    for (int i = 0; i < 2; i++) CHECK_OK(zpp_unit_file_add(side.grads, ELEMS * 4, &side.place[i], &side.mapping[i],
+                                                           &err));
+    open_unit_file("params", side.params);
+    open_unit_file("grads", side.grads);
     unsigned char *other = malloc(side.other_bytes);
     CHECK(other);
     memset(other, 7, side.other_bytes);
     void *first = low ? (void *)values->low : (void *)values->values;
-    CHECK_OK(zpp_filed_copy(side.params, 0, first, ELEMS * (low ? 2 : 4), true, &fault, &err));
-    CHECK_OK(zpp_filed_copy(side.params, at, other, side.other_bytes, true, &fault, &err));
+    CHECK_OK(zpp_unit_file_copy(side.params, 0, first, ELEMS * (low ? 2 : 4), true, &fault, &err));
+    CHECK_OK(zpp_unit_file_copy(side.params, at, other, side.other_bytes, true, &fault, &err));
     free(other);
     return side;
 }
 
-static void end_files(struct filed_side *side) {
-    zpp_filed_destroy(side->params);
-    zpp_filed_destroy(side->grads);
+static void end_files(struct unit_file_side *side) {
+    zpp_unit_file_destroy(side->params);
+    zpp_unit_file_destroy(side->grads);
     CHECK_EQUAL(unlink(in_folder("params")), 0);
     CHECK_EQUAL(unlink(in_folder("grads")), 0);
 }
 
-static void load_unit(zpp_filed *filed, int unit) {
+static void load_unit(zpp_unit_file *unit_file, int unit) {
     struct zpp_err err = ZPP_ERR_INIT;
     const struct zpp_wait patience = { 0, NULL, NULL };
-    CHECK_OK(zpp_filed_enter(filed, unit, &err));
-    zpp_filed_begin(filed, unit);
-    CHECK_OK(zpp_filed_arrive(filed, unit, &patience));
-    CHECK_OK(zpp_filed_outcome(filed, unit, NULL, &err));
+    CHECK_OK(zpp_unit_file_acquire(unit_file, unit, &err));
+    zpp_unit_file_read_begin(unit_file, unit);
+    CHECK_OK(zpp_unit_file_read_wait(unit_file, unit, &patience));
+    CHECK_OK(zpp_unit_file_read_status(unit_file, unit, NULL, &err));
 }
 
 /* A pass: loads both units, and writes gradients to the place of this step; all while the last step runs. */
-static void pass_files(struct filed_side *files, struct side *side, int k, bool low) {
+static void pass_files(struct unit_file_side *files, struct side *side, int k, bool low) {
     struct zpp_err err = ZPP_ERR_INIT;
-    struct zpp_filed_figures figures;
+    struct zpp_unit_file_figures figures;
     const struct zpp_wait patience = { 0, NULL, NULL };
     const int place = files->place[k % 2];
     load_unit(files->params, files->unit);
     load_unit(files->params, files->other);
-    const unsigned char *home = zpp_filed_home(files->params);
-    memcpy(low ? (void *)side->low : (void *)side->values, home, ELEMS * (low ? 2 : 4));
-    for (size_t i = 0; i < files->other_bytes; i++) CHECK_EQUAL((home + (low ? 2 : 3) * 4096)[i], 7);
-    CHECK_OK(zpp_filed_leave(files->params, files->unit, &err));
-    CHECK_OK(zpp_filed_leave(files->params, files->other, &err));
+    const unsigned char *mapping = zpp_unit_file_mapping(files->params);
+    memcpy(low ? (void *)side->low : (void *)side->values, mapping, ELEMS * (low ? 2 : 4));
+    for (size_t i = 0; i < files->other_bytes; i++) CHECK_EQUAL((mapping + (low ? 2 : 3) * 4096)[i], 7);
+    CHECK_OK(zpp_unit_file_release(files->params, files->unit, &err));
+    CHECK_OK(zpp_unit_file_release(files->params, files->other, &err));
     pass(side, k, low);
-    CHECK_OK(zpp_filed_enter(files->grads, place, &err));
-    memcpy(zpp_filed_home(files->grads) + files->home[k % 2], side->grads[k % 2], ELEMS * 4);
-    zpp_filed_begin_write(files->grads, place);
-    CHECK_OK(zpp_filed_arrive(files->grads, place, &patience));
-    CHECK_OK(zpp_filed_outcome(files->grads, place, NULL, &err));
-    CHECK_OK(zpp_filed_leave(files->grads, place, &err));
-    zpp_filed_figures(files->params, &figures);
-    zpp_filed_figures(files->grads, &figures);
+    CHECK_OK(zpp_unit_file_acquire(files->grads, place, &err));
+    memcpy(zpp_unit_file_mapping(files->grads) + files->mapping[k % 2], side->grads[k % 2], ELEMS * 4);
+    zpp_unit_file_write_unit(files->grads, place);
+    CHECK_OK(zpp_unit_file_read_wait(files->grads, place, &patience));
+    CHECK_OK(zpp_unit_file_read_status(files->grads, place, NULL, &err));
+    CHECK_OK(zpp_unit_file_release(files->grads, place, &err));
+    zpp_unit_file_figures(files->params, &figures);
+    zpp_unit_file_figures(files->grads, &figures);
 }
 
-static struct zpp_delayed_step step_of_files(struct filed_side *files, struct side *side, int k, bool low,
+static struct zpp_delayed_step step_of_files(struct unit_file_side *files, struct side *side, int k, bool low,
                                              zpp_tier *tier) {
     struct zpp_delayed_step step = step_of(side, k, low, tier);
     const size_t bytes = low ? 2 : 4;
-    unsigned char *home = zpp_filed_home(files->params), *grads = zpp_filed_home(files->grads) + files->home[k % 2];
+    unsigned char *mapping = zpp_unit_file_mapping(files->params),
+    *grads = zpp_unit_file_mapping(files->grads) + files->mapping[k % 2];
     free(step.copies);
     step.copies = NULL;
     step.copies_count = 0;
     for (size_t i = 0, at = 0; i < 2; i++) {
         struct zpp_adam_segment *segment = tier ? &step.pieces[i].segment : &step.segments[i];
         segment->grad = grads + at * 4;
-        if (low) segment->param_out = home + at * bytes;
-        else segment->param = (float *)(void *)(home + at * bytes);
+        if (low) segment->param_out = mapping + at * bytes;
+        else segment->param = (float *)(void *)(mapping + at * bytes);
         at += segment->elems;
     }
     step.rests = calloc(1, sizeof *step.rests);
     step.turns = calloc(2, sizeof *step.turns);
     CHECK(step.rests && step.turns);
-    step.rests[0] = (struct zpp_delayed_rest){ home + (low ? 2 : 3) * 4096, files->other_bytes };
+    step.rests[0] = (struct zpp_delayed_rest){ mapping + (low ? 2 : 3) * 4096, files->other_bytes };
     step.rests_count = 1;
     step.turns[0] = files->unit;
     step.turns[1] = files->other;
@@ -309,7 +311,7 @@ static void train_files(zpp_device *device, bool low, bool tiered) {
     float *old = floats();
     zpp_tier *tier = tiered ? new_tier(&ours, low) : NULL;
     reset_plan();
-    struct filed_side files = new_files(&ours, low);
+    struct unit_file_side files = new_files(&ours, low);
     zpp_delayed *delayed = NULL;
     CHECK_OK(zpp_delayed_create(device, &delayed, &err));
     for (int k = 0; k < STEPS; k++) {

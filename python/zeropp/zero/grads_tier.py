@@ -111,7 +111,7 @@ class GradsTier:
         return total // self.places
 
     def figures(self) -> dict[str, Any]:
-        """``home_bytes`` of all slices, ``cut_bytes`` of them held in memory; ``entered_bytes`` now and at their peak;
+        """``mapping_bytes`` of all slices, ``cut_bytes`` of them held in memory; ``entered_bytes`` now and at their peak;
         ``memory_bytes`` they take, ``window_bytes`` of the step's buffers; totals of ``read_bytes``, ``written_bytes``,
         ``loads``, ``load_wait_ns`` (writes included), ``step_wait_ns``; ``backend``."""
         seen: dict[str, Any] = self._zero.grads_figures()

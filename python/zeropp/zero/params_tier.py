@@ -2,7 +2,7 @@
 """Parameters on NVMe: ``Config(offload=Offload(params="nvme", path=...))`` at stage 3 (ZeRO-Infinity, arXiv:2104.07857).
 
 The model's own values live in one scratch file a host; a unit is read when it is needed, ahead of need along the order
-of the last pass, and its memory given back when it is not (csrc/zero/filed.h). Over several hosts each rank has a file of
+of the last pass, and its memory given back when it is not (csrc/zero/unit_file.h). Over several hosts each rank has a file of
 its own, with its slices, which are gathered as those in memory are (csrc/zero/rank_file.h). Everything else asks for slices
 here: construction, checkpoints, ``zeropp.memory``.
 """
@@ -122,7 +122,7 @@ class ParamsTier:
             raise
 
     def figures(self) -> dict[str, Any]:
-        """``home_bytes`` of all these units, ``cut_bytes`` of them held in memory; ``entered_bytes`` now and at their
+        """``mapping_bytes`` of all these units, ``cut_bytes`` of them held in memory; ``entered_bytes`` now and at their
         peak; ``window_bytes`` of the step's buffers; totals of ``read_bytes``, ``written_bytes``, ``loads``,
         ``load_wait_ns``, ``step_wait_ns``; ``backend``."""
         seen: dict[str, Any] = self._zero.params_figures()
@@ -167,7 +167,7 @@ class ParamsTier:
     def _cut_address(self) -> int:
         """In the home: what lies before it is held in memory."""
         seen = self.figures()
-        return int(seen["home_address"]) + int(seen["cut_bytes"])
+        return int(seen["mapping_address"]) + int(seen["cut_bytes"])
 
     def held_elems(self, unit: Unit) -> int:
         """Of this rank's slice, its first ones, which are in memory for good."""

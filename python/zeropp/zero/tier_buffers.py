@@ -3,7 +3,7 @@
 slices of gradients that stay in memory for the next backward.
 
 ``zeropp.estimate`` asks before there is a model, ``zeropp.memory`` afterwards: one arithmetic for both. The sizes are those of
-csrc/zero/tier.c (buffers), csrc/zero/filed_step.c (windows) and csrc/zero/slices.c (gradients).
+csrc/zero/tier.c (buffers), csrc/zero/unit_file_step.c (windows) and csrc/zero/slices.c (gradients).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from zeropp import _C
 from zeropp.config import Offload, Tier
 
 _WINDOWS = 4
-"""ZPP_FILED_WINDOWS of csrc/zero/filed.h."""
+"""ZPP_FILED_WINDOWS of csrc/zero/unit_file.h."""
 _WINDOW_ELEMS = 512 << 10
-"""WINDOW_ELEMS of csrc/zero/filed_step.c: of a step over states in memory."""
+"""WINDOW_ELEMS of csrc/zero/unit_file_step.c: of a step over states in memory."""
 _SLICES_BYTES = 32 << 20
 """LEAST_BOUND_BYTES of csrc/zero/slices.c."""
 _PAGE_BYTES = 4096

@@ -272,7 +272,7 @@ def memory_of_files() -> None:
             engine = engine_of(model)
             assert engine.params_tier is not None and engine.grads_tier is not None
             for tier in (engine.params_tier, engine.grads_tier):
-                filed = tier.figures()["home_bytes"] - tier.figures()["cut_bytes"]
+                filed = tier.figures()["mapping_bytes"] - tier.figures()["cut_bytes"]
                 filed *= 2 if tier is engine.params_tier else 1  # its home has both places
                 assert tier.path.stat().st_size == filed, tier
             del model, optimizer, engine, tier

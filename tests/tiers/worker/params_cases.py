@@ -273,7 +273,7 @@ def inference() -> None:
                     after = tier.figures()
                 read = torch.tensor(after["read_bytes"] - before["read_bytes"])
                 dist.all_reduce(read)
-                filed = after["home_bytes"] - after["cut_bytes"]
+                filed = after["mapping_bytes"] - after["cut_bytes"]
                 most = filed + 256 * 128 * 4  # the head is the embedding, and comes twice
                 assert filed <= int(read) <= dist.get_world_size() * most, (read, filed)
                 assert after["entered_bytes"] == 0 and after["entered_peak_bytes"] <= 5 * block, (after, block)

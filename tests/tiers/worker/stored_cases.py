@@ -133,7 +133,7 @@ def a_fraction() -> None:
                 assert file_bytes == figures["images_bytes"] - figures["images_held_bytes"]
                 assert abs(file_bytes - fraction * figures["images_bytes"]) <= 4096 and figures["cut_bytes"] == 0
             else:
-                assert abs(figures["cut_bytes"] / figures["home_bytes"] - 1 + fraction) < 1.5 / layers, (
+                assert abs(figures["cut_bytes"] / figures["mapping_bytes"] - 1 + fraction) < 1.5 / layers, (
                     fraction,
                     figures,
                 )

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Parameters in a file: random schedules of loads, copies and releases against a plain array; ranks that share the
- * home; and every call into the operating system failing once. The step: test_zero_filed_step.c.
+ * mapping; and every call into the operating system failing once. The step: test_zero_unit_file_step.c.
  *
- * Run: test_zero_filed [case]; FILED_SCHEDULES and FILED_SEED choose how many schedules, and the first, and have each
- * seed printed, which repeats its schedule.
+ * Run: test_zero_unit_file [case]; UNIT_FILE_SCHEDULES and UNIT_FILE_SEED choose how many schedules, and the first, and
+ * have each seed printed, which repeats its schedule.
  */
-#include "filed_common.h"
+#include "unit_file_common.h"
 #include "ranks.h"
 
 enum { UNITS = 6, SCHEDULES = 40, MOVES = 60 };
@@ -26,78 +26,78 @@ static size_t below(uint64_t *random, size_t end) {
 
 /* --- one rank ----------------------------------------------------------------------------------------------------- */
 
-struct home {
-    zpp_filed *filed;
-    unsigned char *memory; /* the home */
+struct mapping {
+    zpp_unit_file *unit_file;
+    unsigned char *memory; /* the mapping */
     size_t bytes;
     int unit[UNITS];
     size_t offset[UNITS];
 };
 
-static zpp_status open_file(zpp_filed *filed, bool make, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    return open_blocks(filed, make, 4 * PAGE, fault, err);
+static zpp_status open_file(zpp_unit_file *unit_file, bool make, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    return open_blocks(unit_file, make, 4 * PAGE, fault, err);
 }
 
 /* Units added and sealed, no file yet. */
-static struct home sealed_home(zpp_comm *comm, double fraction, size_t warm_bytes) {
+static struct mapping sealed_mapping(zpp_comm *comm, double fraction, size_t warm_bytes) {
     struct zpp_err err = ZPP_ERR_INIT;
-    struct home home = { .bytes = 0 };
-    CHECK_OK(zpp_filed_create(comm, fraction, &home.filed, &err));
+    struct mapping mapping = { .bytes = 0 };
+    CHECK_OK(zpp_unit_file_create(comm, fraction, &mapping.unit_file, &err));
     for (int i = 0; i < UNITS; i++) {
-        CHECK_OK(zpp_filed_add(home.filed, unit_bytes[i], &home.unit[i], &home.offset[i], &err));
-        CHECK_EQUAL(home.offset[i], home.bytes);
-        home.bytes += (unit_bytes[i] + PAGE - 1) / PAGE * PAGE;
+        CHECK_OK(zpp_unit_file_add(mapping.unit_file, unit_bytes[i], &mapping.unit[i], &mapping.offset[i], &err));
+        CHECK_EQUAL(mapping.offset[i], mapping.bytes);
+        mapping.bytes += (unit_bytes[i] + PAGE - 1) / PAGE * PAGE;
     }
-    CHECK_OK(zpp_filed_seal(home.filed, warm_bytes, &err));
-    home.memory = zpp_filed_home(home.filed);
-    return home;
+    CHECK_OK(zpp_unit_file_seal(mapping.unit_file, warm_bytes, &err));
+    mapping.memory = zpp_unit_file_mapping(mapping.unit_file);
+    return mapping;
 }
 
-static struct home new_home(double fraction, size_t warm_bytes) {
+static struct mapping new_mapping(double fraction, size_t warm_bytes) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    struct home home = sealed_home(NULL, fraction, warm_bytes);
-    CHECK_OK(open_file(home.filed, true, &fault, &err));
-    return home;
+    struct mapping mapping = sealed_mapping(NULL, fraction, warm_bytes);
+    CHECK_OK(open_file(mapping.unit_file, true, &fault, &err));
+    return mapping;
 }
 
-static void end_home(struct home *home) {
-    zpp_filed_destroy(home->filed);
+static void end_mapping(struct mapping *mapping) {
+    zpp_unit_file_destroy(mapping->unit_file);
     remove_file();
 }
 
-static void put(struct home *home, size_t offset, const void *values, size_t bytes) {
+static void put(struct mapping *mapping, size_t offset, const void *values, size_t bytes) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    CHECK_OK(zpp_filed_copy(home->filed, offset, (void *)(uintptr_t)values, bytes, true, &fault, &err));
+    CHECK_OK(zpp_unit_file_copy(mapping->unit_file, offset, (void *)(uintptr_t)values, bytes, true, &fault, &err));
 }
 
-static void check_copy(struct home *home, size_t offset, const unsigned char *wanted, size_t bytes) {
+static void check_copy(struct mapping *mapping, size_t offset, const unsigned char *wanted, size_t bytes) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     unsigned char *seen = malloc(bytes + 1);
     CHECK(seen);
-    CHECK_OK(zpp_filed_copy(home->filed, offset, seen, bytes, false, &fault, &err));
+    CHECK_OK(zpp_unit_file_copy(mapping->unit_file, offset, seen, bytes, false, &fault, &err));
     CHECK_EQUAL(memcmp(seen, wanted, bytes), 0);
     free(seen);
 }
 
-static void check_outcome(struct home *home, int i) {
+static void check_outcome(struct mapping *mapping, int i) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    CHECK_OK(zpp_filed_outcome(home->filed, home->unit[i], &fault, &err));
+    CHECK_OK(zpp_unit_file_read_status(mapping->unit_file, mapping->unit[i], &fault, &err));
 }
 
-static void load(struct home *home, int i) {
+static void load(struct mapping *mapping, int i) {
     struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_filed_enter(home->filed, home->unit[i], &err));
-    zpp_filed_begin(home->filed, home->unit[i]);
-    CHECK_OK(zpp_filed_arrive(home->filed, home->unit[i], &patient));
+    CHECK_OK(zpp_unit_file_acquire(mapping->unit_file, mapping->unit[i], &err));
+    zpp_unit_file_read_begin(mapping->unit_file, mapping->unit[i]);
+    CHECK_OK(zpp_unit_file_read_wait(mapping->unit_file, mapping->unit[i], &patient));
 }
 
-static void leave(struct home *home, int i) {
+static void leave(struct mapping *mapping, int i) {
     struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_filed_leave(home->filed, home->unit[i], &err));
+    CHECK_OK(zpp_unit_file_release(mapping->unit_file, mapping->unit[i], &err));
 }
 
 /* --- random schedules --------------------------------------------------------------------------------------------- */
@@ -105,67 +105,67 @@ static void leave(struct home *home, int i) {
 enum { OUT, COMING, IN }; /* a unit, as the schedule sees it */
 
 struct schedule {
-    struct home home;
-    unsigned char *model; /* what every byte of the home should be */
+    struct mapping mapping;
+    unsigned char *model; /* what every byte of the mapping should be */
     int state[UNITS];
     uint64_t random;
 };
 
 static bool is_in(const struct schedule *at, int i) {
-    return at->state[i] == IN || zpp_filed_is_held(at->home.filed, at->home.unit[i]);
+    return at->state[i] == IN || zpp_unit_file_is_held(at->mapping.unit_file, at->mapping.unit[i]);
 }
 
 static void check_unit(const struct schedule *at, int i) {
-    const size_t offset = at->home.offset[i];
-    CHECK_EQUAL(memcmp(at->home.memory + offset, at->model + offset, unit_bytes[i]), 0);
+    const size_t offset = at->mapping.offset[i];
+    CHECK_EQUAL(memcmp(at->mapping.memory + offset, at->model + offset, unit_bytes[i]), 0);
 }
 
 /* Bytes of one unit that nobody has entered: what is in memory of the others would be stale. */
 static void write_some(struct schedule *at, int i) {
     if (at->state[i] != OUT) return;
     const size_t from = below(&at->random, unit_bytes[i]), bytes = 1 + below(&at->random, unit_bytes[i] - from);
-    unsigned char *values = at->model + at->home.offset[i] + from;
+    unsigned char *values = at->model + at->mapping.offset[i] + from;
     fill(values, bytes, from, (unsigned)next_random(&at->random));
-    put(&at->home, at->home.offset[i] + from, values, bytes);
+    put(&at->mapping, at->mapping.offset[i] + from, values, bytes);
 }
 
 static void read_some(struct schedule *at) {
-    const size_t from = below(&at->random, at->home.bytes), bytes = below(&at->random, at->home.bytes - from + 1);
-    check_copy(&at->home, from, at->model + from, bytes);
+    const size_t from = below(&at->random, at->mapping.bytes), bytes = below(&at->random, at->mapping.bytes - from + 1);
+    check_copy(&at->mapping, from, at->model + from, bytes);
 }
 
 static void write_back_some(struct schedule *at, int i) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     if (!is_in(at, i)) return;
-    const size_t from = at->home.offset[i] + below(&at->random, unit_bytes[i]);
-    const size_t bytes = 1 + below(&at->random, at->home.offset[i] + unit_bytes[i] - from);
+    const size_t from = at->mapping.offset[i] + below(&at->random, unit_bytes[i]);
+    const size_t bytes = 1 + below(&at->random, at->mapping.offset[i] + unit_bytes[i] - from);
     fill(at->model + from, bytes, from, (unsigned)next_random(&at->random));
-    memcpy(at->home.memory + from, at->model + from, bytes);
-    CHECK_OK(zpp_filed_write_back(at->home.filed, from, bytes, &fault, &err));
+    memcpy(at->mapping.memory + from, at->model + from, bytes);
+    CHECK_OK(zpp_unit_file_write_back(at->mapping.unit_file, from, bytes, &fault, &err));
 }
 
 /* One step in a unit's life. */
 static void go_on(struct schedule *at, int i) {
     struct zpp_err err = ZPP_ERR_INIT;
-    const int unit = at->home.unit[i];
-    if (zpp_filed_is_held(at->home.filed, unit)) {
+    const int unit = at->mapping.unit[i];
+    if (zpp_unit_file_is_held(at->mapping.unit_file, unit)) {
         check_unit(at, i);
     } else if (at->state[i] == OUT) {
-        CHECK_OK(zpp_filed_enter(at->home.filed, unit, &err));
-        zpp_filed_begin(at->home.filed, unit);
+        CHECK_OK(zpp_unit_file_acquire(at->mapping.unit_file, unit, &err));
+        zpp_unit_file_read_begin(at->mapping.unit_file, unit);
         at->state[i] = COMING;
     } else if (at->state[i] == COMING) {
         const bool patiently = next_random(&at->random) & 1;
-        const zpp_status status = zpp_filed_arrive(at->home.filed, unit, patiently ? &patient : NULL);
+        const zpp_status status = zpp_unit_file_read_wait(at->mapping.unit_file, unit, patiently ? &patient : NULL);
         CHECK(status == ZPP_OK || (status == ZPP_AGAIN && !patiently));
         if (status == ZPP_AGAIN) return;
-        check_outcome(&at->home, i);
+        check_outcome(&at->mapping, i);
         check_unit(at, i);
         at->state[i] = IN;
     } else {
         check_unit(at, i);
-        leave(&at->home, i);
+        leave(&at->mapping, i);
         at->state[i] = OUT;
     }
 }
@@ -179,8 +179,8 @@ static void run_schedule(uint64_t seed) {
     spread.disks = (unsigned)below(&at.random, 4);
     spread.stripe_bytes = PAGE << below(&at.random, 3);
     spread.checksums = next_random(&at.random) & 1;
-    at.home = new_home(fractions[below(&at.random, 4)], below(&at.random, 3) * 8 * PAGE);
-    at.model = calloc(at.home.bytes, 1);
+    at.mapping = new_mapping(fractions[below(&at.random, 4)], below(&at.random, 3) * 8 * PAGE);
+    at.model = calloc(at.mapping.bytes, 1);
     CHECK(at.model);
     for (int i = 0; i < UNITS; i++) write_some(&at, i);
     for (int move = 0; move < MOVES; move++) {
@@ -192,16 +192,16 @@ static void run_schedule(uint64_t seed) {
         default: go_on(&at, i); break;
         }
     }
-    struct zpp_filed_figures figures;
-    zpp_filed_figures(at.home.filed, &figures);
-    CHECK_EQUAL(figures.home_bytes, at.home.bytes);
-    CHECK(figures.entered_bytes <= figures.entered_peak_bytes && figures.entered_peak_bytes <= at.home.bytes);
-    end_home(&at.home); /* loads may be under way */
+    struct zpp_unit_file_figures figures;
+    zpp_unit_file_figures(at.mapping.unit_file, &figures);
+    CHECK_EQUAL(figures.mapping_bytes, at.mapping.bytes);
+    CHECK(figures.entered_bytes <= figures.entered_peak_bytes && figures.entered_peak_bytes <= at.mapping.bytes);
+    end_mapping(&at.mapping); /* loads may be under way */
     free(at.model);
 }
 
 static void random_schedules(void) {
-    const char *count = getenv("FILED_SCHEDULES"), *first = getenv("FILED_SEED");
+    const char *count = getenv("UNIT_FILE_SCHEDULES"), *first = getenv("UNIT_FILE_SEED");
     const uint64_t from = first ? strtoull(first, NULL, 10) : 1;
     make_folder();
     for (uint64_t seed = from; seed < from + (count ? strtoull(count, NULL, 10) : SCHEDULES); seed++) {
@@ -225,33 +225,33 @@ static void every_read_of_a_load_fails_once(void) {
     for (int no_ring = 0; no_ring < 2; no_ring++) {
         reset_plan();
         plan.no_ring = no_ring;
-        struct home home = new_home(1.0, 0);
+        struct mapping mapping = new_mapping(1.0, 0);
         static unsigned char values[40000];
         fill(values, sizeof values, 0, 3);
-        put(&home, home.offset[3], values, sizeof values);
+        put(&mapping, mapping.offset[3], values, sizeof values);
         for (int n = 0;; n++) {
             struct zpp_err err = ZPP_ERR_INIT;
             struct zpp_aio_fault fault = { .wanted_bytes = 0 };
             atomic_store(&plan.reads_left, n);
-            load(&home, 3);
+            load(&mapping, 3);
             atomic_store(&plan.reads_left, -1);
-            const zpp_status status = zpp_filed_outcome(home.filed, home.unit[3], &fault, &err);
+            const zpp_status status = zpp_unit_file_read_status(mapping.unit_file, mapping.unit[3], &fault, &err);
             if (status != ZPP_OK) {
                 CHECK_EQUAL(status, ZPP_TIER);
                 check_fault(&err, &fault, EIO);
-                CHECK(fault.offset_bytes >= home.offset[3] && fault.offset_bytes < home.offset[3] + PAGE * 10);
-                leave(&home, 3);
-                load(&home, 3);
-                check_outcome(&home, 3);
+                CHECK(fault.offset_bytes >= mapping.offset[3] && fault.offset_bytes < mapping.offset[3] + PAGE * 10);
+                leave(&mapping, 3);
+                load(&mapping, 3);
+                check_outcome(&mapping, 3);
             }
-            CHECK_EQUAL(memcmp(home.memory + home.offset[3], values, sizeof values), 0);
-            leave(&home, 3);
+            CHECK_EQUAL(memcmp(mapping.memory + mapping.offset[3], values, sizeof values), 0);
+            leave(&mapping, 3);
             if (status == ZPP_OK) {
                 CHECK_EQUAL(n, 3); /* ten pages in blocks of four */
                 break;
             }
         }
-        end_home(&home);
+        end_mapping(&mapping);
     }
     remove_folder();
 }
@@ -262,27 +262,28 @@ static void files_that_shrink_or_vanish(void) {
     reset_plan();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault = { .wanted_bytes = 0 };
-    struct home home = new_home(1.0, 0);
-    CHECK_EQUAL(truncate(in_folder("params"), (off_t)(home.offset[3] + PAGE)), 0);
-    load(&home, 0);
-    check_outcome(&home, 0);
-    leave(&home, 0);
-    load(&home, 3);
-    CHECK_FAILS(zpp_filed_outcome(home.filed, home.unit[3], &fault, &err), ZPP_TIER, "/params\"");
-    CHECK(fault.offset_bytes >= home.offset[3] && strstr(fault.path, "/params"));
-    leave(&home, 3);
-    end_home(&home);
+    struct mapping mapping = new_mapping(1.0, 0);
+    CHECK_EQUAL(truncate(in_folder("params"), (off_t)(mapping.offset[3] + PAGE)), 0);
+    load(&mapping, 0);
+    check_outcome(&mapping, 0);
+    leave(&mapping, 0);
+    load(&mapping, 3);
+    CHECK_FAILS(zpp_unit_file_read_status(mapping.unit_file, mapping.unit[3], &fault, &err), ZPP_TIER, "/params\"");
+    CHECK(fault.offset_bytes >= mapping.offset[3] && strstr(fault.path, "/params"));
+    leave(&mapping, 3);
+    end_mapping(&mapping);
 
-    home = new_home(1.0, 0);
+    mapping = new_mapping(1.0, 0);
     plan.open_error = EMFILE;
-    load(&home, 0); /* the first use opens it */
-    CHECK_FAILS(zpp_filed_outcome(home.filed, home.unit[0], &fault, &err), ZPP_TIER, strerror(EMFILE));
+    load(&mapping, 0); /* the first use opens it */
+    CHECK_FAILS(zpp_unit_file_read_status(mapping.unit_file, mapping.unit[0], &fault, &err), ZPP_TIER,
+                strerror(EMFILE));
     plan.open_error = 0;
-    leave(&home, 0);
-    load(&home, 0);
-    check_outcome(&home, 0);
-    leave(&home, 0);
-    end_home(&home);
+    leave(&mapping, 0);
+    load(&mapping, 0);
+    check_outcome(&mapping, 0);
+    leave(&mapping, 0);
+    end_mapping(&mapping);
     remove_folder();
 }
 
@@ -295,16 +296,16 @@ static void every_operation_of_a_copy_fails_once(void) {
             struct zpp_err err = ZPP_ERR_INIT;
             struct zpp_aio_fault fault = { .wanted_bytes = 0 };
             reset_plan();
-            struct home home = new_home(1.0, 0);
-            if (kind == 2) load(&home, 3);
+            struct mapping mapping = new_mapping(1.0, 0);
+            if (kind == 2) load(&mapping, 3);
             atomic_store(kind ? &plan.writes_left : &plan.reads_left, n);
             const zpp_status status =
-                kind == 2 ? zpp_filed_write_back(home.filed, home.offset[3], 40000, &fault, &err)
-                          : zpp_filed_copy(home.filed, home.offset[3], values, 40000, kind, &fault, &err);
+                kind == 2 ? zpp_unit_file_write_back(mapping.unit_file, mapping.offset[3], 40000, &fault, &err)
+                          : zpp_unit_file_copy(mapping.unit_file, mapping.offset[3], values, 40000, kind, &fault, &err);
             ended = status == ZPP_OK;
             if (!ended) check_fault(&err, &fault, EIO);
             CHECK(n < 8);
-            end_home(&home);
+            end_mapping(&mapping);
         }
     }
     remove_folder();
@@ -316,29 +317,29 @@ static void making_the_file(void) {
     reset_plan();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault = { .wanted_bytes = 0 };
-    struct home home = sealed_home(NULL, 0.5, 0);
+    struct mapping mapping = sealed_mapping(NULL, 0.5, 0);
     plan.reserve_error = ENOSPC;
-    CHECK_FAILS(open_file(home.filed, true, &fault, &err), ZPP_TIER, "free some, or choose another folder");
+    CHECK_FAILS(open_file(mapping.unit_file, true, &fault, &err), ZPP_TIER, "free some, or choose another folder");
     CHECK(strstr(fault.path, "/params") && fault.has_free && fault.os_errno == ENOSPC);
-    struct zpp_filed_figures figures;
-    zpp_filed_figures(home.filed, &figures);
-    CHECK_EQUAL(fault.wanted_bytes, home.bytes - figures.cut_bytes);
-    end_home(&home);
+    struct zpp_unit_file_figures figures;
+    zpp_unit_file_figures(mapping.unit_file, &figures);
+    CHECK_EQUAL(fault.wanted_bytes, mapping.bytes - figures.cut_bytes);
+    end_mapping(&mapping);
 
-    home = sealed_home(NULL, 0.5, 0);
+    mapping = sealed_mapping(NULL, 0.5, 0);
     plan.reserve_error = EOPNOTSUPP; /* a file with holes */
-    CHECK_OK(open_file(home.filed, true, &fault, &err));
-    CHECK_EQUAL(file_bytes(in_folder("params")), home.bytes - figures.cut_bytes);
+    CHECK_OK(open_file(mapping.unit_file, true, &fault, &err));
+    CHECK_EQUAL(file_bytes(in_folder("params")), mapping.bytes - figures.cut_bytes);
     plan.reserve_error = 0;
-    struct home second = sealed_home(NULL, 0.5, 0); /* a file that is there already is somebody's */
-    CHECK_FAILS(open_file(second.filed, true, &fault, &err), ZPP_TIER, strerror(EEXIST));
-    zpp_filed_destroy(second.filed);
-    end_home(&home);
+    struct mapping second = sealed_mapping(NULL, 0.5, 0); /* a file that is there already is somebody's */
+    CHECK_FAILS(open_file(second.unit_file, true, &fault, &err), ZPP_TIER, strerror(EEXIST));
+    zpp_unit_file_destroy(second.unit_file);
+    end_mapping(&mapping);
 
-    home = sealed_home(NULL, 1.0, 0);
+    mapping = sealed_mapping(NULL, 1.0, 0);
     plan.open_error = EACCES;
-    CHECK_FAILS(open_file(home.filed, true, &fault, &err), ZPP_TIER, strerror(EACCES));
-    zpp_filed_destroy(home.filed);
+    CHECK_FAILS(open_file(mapping.unit_file, true, &fault, &err), ZPP_TIER, strerror(EACCES));
+    zpp_unit_file_destroy(mapping.unit_file);
     remove_folder();
 }
 
@@ -350,32 +351,32 @@ static void making_a_striped_file(void) {
     spread.stripe_bytes = PAGE;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault = { .wanted_bytes = 0 };
-    struct home home = sealed_home(NULL, 1.0, 0);
-    const size_t pages = home.bytes / PAGE;
+    struct mapping mapping = sealed_mapping(NULL, 1.0, 0);
+    const size_t pages = mapping.bytes / PAGE;
     plan.reserve_error = ENOSPC;
     atomic_store(&plan.reserves_left, 1);
-    CHECK_FAILS(open_file(home.filed, true, &fault, &err), ZPP_TIER, "/disk1/params");
+    CHECK_FAILS(open_file(mapping.unit_file, true, &fault, &err), ZPP_TIER, "/disk1/params");
     CHECK(strstr(fault.path, "/disk1/params") && fault.has_free && fault.os_errno == ENOSPC);
     CHECK_EQUAL(fault.wanted_bytes, (pages + 1) / 3 * PAGE);
-    zpp_filed_destroy(home.filed);
+    zpp_unit_file_destroy(mapping.unit_file);
     for (unsigned disk = 0; disk < 2; disk++) CHECK_EQUAL(unlink(on_disk(disk, "params")), 0);
 
     reset_plan();
-    home = new_home(1.0, 0);
+    mapping = new_mapping(1.0, 0);
     for (unsigned disk = 0; disk < 3; disk++)
         CHECK_EQUAL(file_bytes(on_disk(disk, "params")), (pages + 2 - disk) / 3 * PAGE);
-    end_home(&home);
+    end_mapping(&mapping);
 
-    struct zpp_filed_file file = { .path = "params", .folders = disk_folders(2), .folders_count = 2,
+    struct zpp_unit_file_options file = { .path = "params", .folders = disk_folders(2), .folders_count = 2,
                                    .stripe_bytes = ZPP_AIO_STRIPE_BYTES + PAGE, .sys = &sys };
-    home = sealed_home(NULL, 1.0, 0);
-    CHECK_FAILS(zpp_filed_open(home.filed, &file, &fault, &err), ZPP_INVALID, "stripe_bytes is 2101248");
-    zpp_filed_destroy(home.filed);
+    mapping = sealed_mapping(NULL, 1.0, 0);
+    CHECK_FAILS(zpp_unit_file_open(mapping.unit_file, &file, &fault, &err), ZPP_INVALID, "stripe_bytes is 2101248");
+    zpp_unit_file_destroy(mapping.unit_file);
     memset(&spread, 0, sizeof spread);
     remove_folder();
 }
 
-/* Large units begin at 2 MiB in the home. In the file nothing is between them, so that disks have equal shares. */
+/* Large units begin at 2 MiB in the mapping. In the file nothing is between them, so that disks have equal shares. */
 static void large_units_lie_together(void) {
     enum { LARGE = 5 };
     static const size_t bytes[LARGE] = { (6 << 20) + 100, 3 * PAGE, (5 << 20) + PAGE, 4 << 20, (7 << 20) - 1 };
@@ -384,36 +385,36 @@ static void large_units_lie_together(void) {
     spread.disks = 2;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    struct home home = { .bytes = 0 };
-    CHECK_OK(zpp_filed_create(NULL, 1.0, &home.filed, &err));
+    struct mapping mapping = { .bytes = 0 };
+    CHECK_OK(zpp_unit_file_create(NULL, 1.0, &mapping.unit_file, &err));
     for (int i = 0; i < LARGE; i++) {
-        CHECK_OK(zpp_filed_add(home.filed, bytes[i], &home.unit[i], &home.offset[i], &err));
-        home.bytes += (bytes[i] + PAGE - 1) / PAGE * PAGE;
+        CHECK_OK(zpp_unit_file_add(mapping.unit_file, bytes[i], &mapping.unit[i], &mapping.offset[i], &err));
+        mapping.bytes += (bytes[i] + PAGE - 1) / PAGE * PAGE;
     }
-    CHECK_EQUAL(home.offset[2] % (2 << 20), 0);
-    CHECK(home.offset[2] > home.offset[1] + 3 * PAGE); /* a gap */
-    CHECK_OK(zpp_filed_keep_two(home.filed, home.unit[2], &err));
-    CHECK_OK(zpp_filed_seal(home.filed, 0, &err));
-    home.memory = zpp_filed_home(home.filed);
-    CHECK_OK(open_blocks(home.filed, true, 1 << 20, &fault, &err));
+    CHECK_EQUAL(mapping.offset[2] % (2 << 20), 0);
+    CHECK(mapping.offset[2] > mapping.offset[1] + 3 * PAGE); /* a gap */
+    CHECK_OK(zpp_unit_file_double_buffer(mapping.unit_file, mapping.unit[2], &err));
+    CHECK_OK(zpp_unit_file_seal(mapping.unit_file, 0, &err));
+    mapping.memory = zpp_unit_file_mapping(mapping.unit_file);
+    CHECK_OK(open_blocks(mapping.unit_file, true, 1 << 20, &fault, &err));
     const uint64_t shares[2] = { file_bytes(on_disk(0, "params")), file_bytes(on_disk(1, "params")) };
-    CHECK_EQUAL(shares[0] + shares[1], home.bytes + (5 << 20) + PAGE);
+    CHECK_EQUAL(shares[0] + shares[1], mapping.bytes + (5 << 20) + PAGE);
     CHECK(shares[0] >= shares[1] && shares[0] - shares[1] <= ZPP_AIO_STRIPE_BYTES);
     unsigned char *values = malloc(8 << 20);
     CHECK(values);
     for (int i = 0; i < LARGE; i++) {
         fill(values, bytes[i], 0, (unsigned)i);
-        put(&home, home.offset[i], values, bytes[i]);
+        put(&mapping, mapping.offset[i], values, bytes[i]);
     }
     for (int i = LARGE - 1; i >= 0; i--) {
-        load(&home, i);
-        check_outcome(&home, i);
+        load(&mapping, i);
+        check_outcome(&mapping, i);
         fill(values, bytes[i], 0, (unsigned)i);
-        CHECK_EQUAL(memcmp(home.memory + home.offset[i], values, bytes[i]), 0);
-        leave(&home, i);
+        CHECK_EQUAL(memcmp(mapping.memory + mapping.offset[i], values, bytes[i]), 0);
+        leave(&mapping, i);
     }
     free(values);
-    end_home(&home);
+    end_mapping(&mapping);
     memset(&spread, 0, sizeof spread);
     remove_folder();
 }
@@ -423,36 +424,39 @@ static void refuses_misuse(void) {
     reset_plan();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    zpp_filed *filed = NULL;
+    zpp_unit_file *unit_file = NULL;
     int unit;
     size_t offset;
-    CHECK_FAILS(zpp_filed_create(NULL, 0.0, &filed, &err), ZPP_INVALID, "fraction is 0");
-    CHECK_FAILS(zpp_filed_create(NULL, 1.5, &filed, &err), ZPP_INVALID, "fraction is 1.5");
-    CHECK_OK(zpp_filed_create(NULL, 1.0, &filed, &err));
-    CHECK_FAILS(open_file(filed, true, &fault, &err), ZPP_STATE, "opened before seal");
-    CHECK_OK(zpp_filed_seal(filed, 0, &err)); /* no units at all */
-    CHECK_FAILS(zpp_filed_seal(filed, 0, &err), ZPP_STATE, "sealed twice");
-    zpp_filed_destroy(filed);
-    struct home home = new_home(1.0, 0);
-    CHECK_FAILS(zpp_filed_add(home.filed, 1, &unit, &offset, &err), ZPP_STATE, "after seal");
-    CHECK_FAILS(open_file(home.filed, false, &fault, &err), ZPP_STATE, "opened twice");
+    CHECK_FAILS(zpp_unit_file_create(NULL, 0.0, &unit_file, &err), ZPP_INVALID, "fraction is 0");
+    CHECK_FAILS(zpp_unit_file_create(NULL, 1.5, &unit_file, &err), ZPP_INVALID, "fraction is 1.5");
+    CHECK_OK(zpp_unit_file_create(NULL, 1.0, &unit_file, &err));
+    CHECK_FAILS(open_file(unit_file, true, &fault, &err), ZPP_STATE, "opened before seal");
+    CHECK_OK(zpp_unit_file_seal(unit_file, 0, &err)); /* no units at all */
+    CHECK_FAILS(zpp_unit_file_seal(unit_file, 0, &err), ZPP_STATE, "sealed twice");
+    zpp_unit_file_destroy(unit_file);
+    struct mapping mapping = new_mapping(1.0, 0);
+    CHECK_FAILS(zpp_unit_file_add(mapping.unit_file, 1, &unit, &offset, &err), ZPP_STATE, "after seal");
+    CHECK_FAILS(open_file(mapping.unit_file, false, &fault, &err), ZPP_STATE, "opened twice");
     unsigned char byte = 0;
-    CHECK_FAILS(zpp_filed_copy(home.filed, home.bytes, &byte, 1, false, &fault, &err), ZPP_INVALID, "are copied");
-    load(&home, 1);
-    leave(&home, 1);
-    zpp_filed_close(home.filed);
-    CHECK_FAILS(zpp_filed_copy(home.filed, 0, &byte, 1, false, &fault, &err), ZPP_STATE, "their file is closed");
-    load(&home, 1);
-    CHECK_FAILS(zpp_filed_outcome(home.filed, home.unit[1], &fault, &err), ZPP_STATE, "their file is closed");
-    struct zpp_filed_figures figures;
-    zpp_filed_figures(home.filed, &figures);
+    CHECK_FAILS(zpp_unit_file_copy(mapping.unit_file, mapping.bytes, &byte, 1, false, &fault, &err), ZPP_INVALID,
+                "are copied");
+    load(&mapping, 1);
+    leave(&mapping, 1);
+    zpp_unit_file_close(mapping.unit_file);
+    CHECK_FAILS(zpp_unit_file_copy(mapping.unit_file, 0, &byte, 1, false, &fault, &err), ZPP_STATE,
+                "their file is closed");
+    load(&mapping, 1);
+    CHECK_FAILS(zpp_unit_file_read_status(mapping.unit_file, mapping.unit[1], &fault, &err), ZPP_STATE,
+                "their file is closed");
+    struct zpp_unit_file_figures figures;
+    zpp_unit_file_figures(mapping.unit_file, &figures);
     CHECK_EQUAL(figures.read_bytes, PAGE); /* what was read before the end stays counted */
-    end_home(&home);
-    zpp_filed_destroy(NULL);
+    end_mapping(&mapping);
+    zpp_unit_file_destroy(NULL);
     remove_folder();
 }
 
-/* --- ranks that share the home ------------------------------------------------------------------------------------ */
+/* --- ranks that share the mapping --------------------------------------------------------------------------------- */
 
 enum { PASSES = 6 };
 
@@ -477,34 +481,34 @@ static void meet_under_tsan(struct test_rank *me) {
 #endif
 }
 
-static void fill_slice(struct home *home, struct test_rank *me, int i, unsigned seed) {
+static void fill_slice(struct mapping *mapping, struct test_rank *me, int i, unsigned seed) {
     const size_t share = unit_bytes[i] / (size_t)me->ranks, begin = share * (size_t)me->rank;
     const size_t bytes = me->rank == me->ranks - 1 ? unit_bytes[i] - begin : share;
     unsigned char *values = malloc(bytes + 1);
     CHECK(values);
     fill(values, bytes, begin, seed + (unsigned)i);
-    put(home, home->offset[i] + begin, values, bytes);
+    put(mapping, mapping->offset[i] + begin, values, bytes);
     free(values);
 }
 
 /* Every unit in one order, a few ahead, at this rank's own pace. */
-static void pass_over_units(struct home *home, struct test_rank *me, unsigned seed, uint64_t *random) {
+static void pass_over_units(struct mapping *mapping, struct test_rank *me, unsigned seed, uint64_t *random) {
     struct shared *shared = me->arg;
     for (int i = 0; i < UNITS; i++) {
-        if (zpp_filed_is_held(home->filed, home->unit[i])) continue;
+        if (zpp_unit_file_is_held(mapping->unit_file, mapping->unit[i])) continue;
         if (below(random, 3) == 0) {
             const struct timespec late = { .tv_nsec = (long)below(random, 300000) };
             nanosleep(&late, NULL);
         }
         meet_under_tsan(me);
-        load(home, i);
+        load(mapping, i);
         struct zpp_err err = ZPP_ERR_INIT;
         struct zpp_aio_fault fault;
-        const zpp_status status = zpp_filed_outcome(home->filed, home->unit[i], &fault, &err);
-        if (status == ZPP_OK) check_filled(home->memory + home->offset[i], unit_bytes[i], 0, seed + (unsigned)i);
+        const zpp_status status = zpp_unit_file_read_status(mapping->unit_file, mapping->unit[i], &fault, &err);
+        if (status == ZPP_OK) check_filled(mapping->memory + mapping->offset[i], unit_bytes[i], 0, seed + (unsigned)i);
         else CHECK(shared->with_failures && atomic_fetch_add(&shared->failures, 1) >= 0);
         meet_under_tsan(me);
-        leave(home, i);
+        leave(mapping, i);
     }
 }
 
@@ -513,57 +517,58 @@ static void shared_body(struct test_rank *me) {
     struct zpp_aio_fault fault;
     struct shared *shared = me->arg;
     uint64_t random = 77u * (unsigned)me->rank + 5;
-    struct home home = sealed_home(me->comm, shared->fraction, 0);
-    if (me->rank == 0) CHECK_OK(open_file(home.filed, true, &fault, &err));
+    struct mapping mapping = sealed_mapping(me->comm, shared->fraction, 0);
+    if (me->rank == 0) CHECK_OK(open_file(mapping.unit_file, true, &fault, &err));
     join_ranks(me);
-    if (me->rank) CHECK_OK(open_file(home.filed, false, &fault, &err));
+    if (me->rank) CHECK_OK(open_file(mapping.unit_file, false, &fault, &err));
     for (unsigned pass = 0; pass < PASSES; pass++) {
-        for (int i = 0; i < UNITS; i++) fill_slice(&home, me, i, 10 * pass);
+        for (int i = 0; i < UNITS; i++) fill_slice(&mapping, me, i, 10 * pass);
         join_ranks(me); /* as zpp_zero_step_begin and _end do */
         if (me->rank == 0 && shared->with_failures) atomic_store(&plan.reads_left, (int)pass);
-        pass_over_units(&home, me, 10 * pass, &random);
+        pass_over_units(&mapping, me, 10 * pass, &random);
         join_ranks(me);
         if (me->rank == 0) atomic_store(&plan.reads_left, -1);
         join_ranks(me);
     }
-    struct zpp_filed_figures figures;
-    zpp_filed_figures(home.filed, &figures);
+    struct zpp_unit_file_figures figures;
+    zpp_unit_file_figures(mapping.unit_file, &figures);
     CHECK_EQUAL(figures.entered_bytes, 0);
     atomic_fetch_add(&shared->read_bytes, figures.read_bytes);
     join_ranks(me);
-    zpp_filed_destroy(home.filed);
+    zpp_unit_file_destroy(mapping.unit_file);
 }
 
 /* What one rank wrote and a disk changed, another one finds, and names the part. */
 static void sums_body(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault = { .wanted_bytes = 0 };
-    struct home home = sealed_home(me->comm, 1.0, 0);
-    if (me->rank == 0) CHECK_OK(open_file(home.filed, true, &fault, &err));
+    struct mapping mapping = sealed_mapping(me->comm, 1.0, 0);
+    if (me->rank == 0) CHECK_OK(open_file(mapping.unit_file, true, &fault, &err));
     join_ranks(me);
-    if (me->rank) CHECK_OK(open_file(home.filed, false, &fault, &err));
-    for (int i = 0; i < UNITS; i++) fill_slice(&home, me, i, 3);
+    if (me->rank) CHECK_OK(open_file(mapping.unit_file, false, &fault, &err));
+    for (int i = 0; i < UNITS; i++) fill_slice(&mapping, me, i, 3);
     join_ranks(me);
     if (me->rank == 1) {
         unsigned char values[40000];
-        CHECK_OK(zpp_filed_copy(home.filed, home.offset[3], values, sizeof values, false, &fault, &err));
+        CHECK_OK(zpp_unit_file_copy(mapping.unit_file, mapping.offset[3], values, sizeof values, false, &fault, &err));
         check_filled(values, sizeof values, 0, 3 + 3);
         /* The unit's third page is the twelfth of the file, and so the sixth of the second disk. */
         const int fd = open(on_disk(1, "params"), O_RDWR);
         unsigned char byte;
-        CHECK_EQUAL(home.offset[3] / PAGE, 9);
+        CHECK_EQUAL(mapping.offset[3] / PAGE, 9);
         CHECK_EQUAL(pread(fd, &byte, 1, 5 * PAGE + 17), 1);
         CHECK_EQUAL(byte, values[2 * PAGE + 17]);
         byte ^= 4;
         CHECK_EQUAL(pwrite(fd, &byte, 1, 5 * PAGE + 17), 1);
         close(fd);
-        CHECK_FAILS(zpp_filed_copy(home.filed, home.offset[3], values, sizeof values, false, &fault, &err), ZPP_TIER,
+        CHECK_FAILS(zpp_unit_file_copy(mapping.unit_file, mapping.offset[3], values, sizeof values, false, &fault,
+                                       &err), ZPP_TIER,
                     "/disk1/params\" does not hold what was written");
         CHECK_EQUAL(fault.offset_bytes, 5 * PAGE);
         CHECK(strstr(fault.path, "/disk1/params"));
     }
     join_ranks(me);
-    zpp_filed_destroy(home.filed);
+    zpp_unit_file_destroy(mapping.unit_file);
 }
 
 static void ranks_share_sums_of_parts(void) {
@@ -587,16 +592,16 @@ static void ranks_share_what_is_read(void) {
         spread.stripe_bytes = 2 * PAGE;
         make_folder();
         reset_plan();
-        struct home like = sealed_home(NULL, shared.fraction, 0);
-        struct zpp_filed_figures figures;
-        zpp_filed_figures(like.filed, &figures);
-        zpp_filed_destroy(like.filed);
+        struct mapping like = sealed_mapping(NULL, shared.fraction, 0);
+        struct zpp_unit_file_figures figures;
+        zpp_unit_file_figures(like.unit_file, &figures);
+        zpp_unit_file_destroy(like.unit_file);
         run_ranks(ranks, shared_body, &shared);
-        const uint64_t filed = figures.home_bytes - figures.cut_bytes, seen = atomic_load(&shared.read_bytes);
+        const uint64_t unit_file = figures.mapping_bytes - figures.cut_bytes, seen = atomic_load(&shared.read_bytes);
         /* Writing slices that begin inside a page reads that page. */
         const uint64_t edges = (uint64_t)PASSES * UNITS * (unsigned)ranks * 2 * PAGE;
-        CHECK(seen + filed >= PASSES * filed);
-        CHECK(seen <= (uint64_t)PASSES * filed * (unsigned)ranks + edges);
+        CHECK(seen + unit_file >= PASSES * unit_file);
+        CHECK(seen <= (uint64_t)PASSES * unit_file * (unsigned)ranks + edges);
         CHECK((atomic_load(&shared.failures) > 0) == shared.with_failures);
         remove_folder();
     }

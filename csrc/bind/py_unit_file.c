@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Methods of Zero for parameters and for gradients in a file (zero/filed.h, zero/slices.h). When the files are made and
- * go away is python/zeropp/zero/params_tier.py's and grads_tier.py's to know; the step is called by py_step.c.
+ * Methods of Zero for parameters and for gradients in a file (zero/unit_file.h, zero/slices.h). When the files are made
+ * and go away is python/zeropp/zero/params_tier.py's and grads_tier.py's to know; the step is called by py_step.c.
  *
  * Warnings of the I/O engine come from its threads, which never take the GIL: the last one is kept until the façade
  * asks.
@@ -24,26 +24,26 @@ static void keep_warning(void *ctx, const char *text) {
     pthread_mutex_unlock(&warning_lock);
 }
 
-static zpp_filed *filed_of(PyObject *self) {
-    zpp_filed *filed = zpp_zero_filed(((Zero *)self)->core);
-    if (!filed) PyErr_SetString(PyExc_ValueError, "zero: no parameters are in a file");
-    return filed;
+static zpp_unit_file *unit_file_of(PyObject *self) {
+    zpp_unit_file *unit_file = zpp_zero_param_file(((Zero *)self)->core);
+    if (!unit_file) PyErr_SetString(PyExc_ValueError, "zero: no parameters are in a file");
+    return unit_file;
 }
 
-static zpp_filed *grads_of(PyObject *self) {
-    zpp_filed *filed = zpp_zero_filed_grads(((Zero *)self)->core);
-    if (!filed) PyErr_SetString(PyExc_ValueError, "zero: no gradients are in a file");
-    return filed;
+static zpp_unit_file *grads_of(PyObject *self) {
+    zpp_unit_file *unit_file = zpp_zero_grad_file(((Zero *)self)->core);
+    if (!unit_file) PyErr_SetString(PyExc_ValueError, "zero: no gradients are in a file");
+    return unit_file;
 }
 
-static PyObject *open_file(PyObject *self, PyObject *args, zpp_filed *filed) {
+static PyObject *open_file(PyObject *self, PyObject *args, zpp_unit_file *unit_file) {
     Zero *zero = (Zero *)self;
-    struct zpp_filed_file file = { .log = keep_warning, .log_ctx = zero };
+    struct zpp_unit_file_options file = { .log = keep_warning, .log_ctx = zero };
     int make, checksums;
     Py_ssize_t stripe_bytes, block_bytes;
     PyObject *tuple;
     const char *folders[ZPP_AIO_PARTS];
-    if (!filed ||
+    if (!unit_file ||
         !PyArg_ParseTuple(args, "O!ynpInp", &PyTuple_Type, &tuple, &file.path, &stripe_bytes, &make, &file.depth,
                           &block_bytes, &checksums) ||
         !zpp_py_aio_folders(tuple, folders, &file.folders_count))
@@ -56,7 +56,7 @@ static PyObject *open_file(PyObject *self, PyObject *args, zpp_filed *filed) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_filed_open(filed, &file, &fault, &err);
+    const zpp_status status = zpp_unit_file_open(unit_file, &file, &fault, &err);
     PyEval_RestoreThread(thread);
     if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
     char text[sizeof zero->warning];
@@ -67,22 +67,22 @@ static PyObject *open_file(PyObject *self, PyObject *args, zpp_filed *filed) {
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
-static PyObject *close_file(zpp_filed *filed) {
-    if (!filed) return NULL;
+static PyObject *close_file(zpp_unit_file *unit_file) {
+    if (!unit_file) return NULL;
     PyThreadState *thread = PyEval_SaveThread();
-    zpp_filed_close(filed);
+    zpp_unit_file_close(unit_file);
     PyEval_RestoreThread(thread);
     Py_RETURN_NONE;
 }
 
 /* open_params(folders, path, stripe_bytes, make, depth, block_bytes, checksums) -> the engine's warning, or '' */
 static PyObject *open_params(PyObject *self, PyObject *args) {
-    return open_file(self, args, filed_of(self));
+    return open_file(self, args, unit_file_of(self));
 }
 
 static PyObject *close_params(PyObject *self, PyObject *unused) {
     (void)unused;
-    if (!filed_of(self)) return NULL;
+    if (!unit_file_of(self)) return NULL;
     PyThreadState *thread = PyEval_SaveThread();
     zpp_zero_close_params(((Zero *)self)->core);
     PyEval_RestoreThread(thread);
@@ -139,9 +139,9 @@ static PyObject *copy_grads(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Where elements of a unit's flat buffer lie in the home, which over several hosts has this rank's slice only. */
-static bool place_in_home(const Zero *zero, const struct zpp_unit *unit, Py_ssize_t first, Py_ssize_t elems,
-                          size_t *offset_bytes) {
+/* Where elements of a unit's flat buffer lie in the mapping, which over several hosts has this rank's slice only. */
+static bool place_in_mapping(const Zero *zero, const struct zpp_unit *unit, Py_ssize_t first, Py_ssize_t elems,
+                             size_t *offset_bytes) {
     const size_t begin = unit->rank_file ? (size_t)zpp_zero_rank(zero->core) * unit->shard_elems : 0;
     const size_t room = unit->rank_file ? unit->shard_elems : unit->elems;
     if (first < 0 || elems < 0 || (size_t)first < begin || (size_t)first - begin > room ||
@@ -158,31 +158,31 @@ static PyObject *copy_params(PyObject *self, PyObject *args) {
     int index, write;
     Py_ssize_t first, elems;
     unsigned long long address;
-    zpp_filed *filed = filed_of(self);
-    if (!filed || !PyArg_ParseTuple(args, "innKp", &index, &first, &elems, &address, &write)) return NULL;
+    zpp_unit_file *unit_file = unit_file_of(self);
+    if (!unit_file || !PyArg_ParseTuple(args, "innKp", &index, &first, &elems, &address, &write)) return NULL;
     const bool known = index >= 0 && index < zpp_zero_units(zero->core);
     const struct zpp_unit *unit = known ? zpp_zero_unit(zero->core, index) : NULL;
     size_t offset_bytes;
-    if (!unit || unit->place != ZPP_PLACE_FILE || !place_in_home(zero, unit, first, elems, &offset_bytes))
+    if (!unit || unit->place != ZPP_PLACE_FILE || !place_in_mapping(zero, unit, first, elems, &offset_bytes))
         return PyErr_SetString(PyExc_ValueError, "zero: unit, first or elems is out of range"), NULL;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     PyThreadState *thread = PyEval_SaveThread();
     const zpp_status status =
-        zpp_filed_copy(filed, offset_bytes, (void *)(uintptr_t)address, (size_t)elems * unit->elem_bytes, write,
-                       &fault, &err);
+        zpp_unit_file_copy(unit_file, offset_bytes, (void *)(uintptr_t)address, (size_t)elems * unit->elem_bytes, write,
+                           &fault, &err);
     PyEval_RestoreThread(thread);
     if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
     Py_RETURN_NONE;
 }
 
-static PyObject *figures_of(const zpp_filed *filed) {
-    if (!filed) return NULL;
-    struct zpp_filed_figures seen;
-    zpp_filed_figures(filed, &seen);
-    return Py_BuildValue("{s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:n,s:K,s:K,s:K,s:s}", "home_address",
-                         (unsigned long long)(uintptr_t)zpp_filed_home(filed), "home_bytes",
-                         (Py_ssize_t)seen.home_bytes, "cut_bytes", (Py_ssize_t)seen.cut_bytes, "entered_bytes",
+static PyObject *figures_of(const zpp_unit_file *unit_file) {
+    if (!unit_file) return NULL;
+    struct zpp_unit_file_figures seen;
+    zpp_unit_file_figures(unit_file, &seen);
+    return Py_BuildValue("{s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:n,s:K,s:K,s:K,s:s}", "mapping_address",
+                         (unsigned long long)(uintptr_t)zpp_unit_file_mapping(unit_file), "mapping_bytes",
+                         (Py_ssize_t)seen.mapping_bytes, "cut_bytes", (Py_ssize_t)seen.cut_bytes, "entered_bytes",
                          (Py_ssize_t)seen.entered_bytes, "entered_peak_bytes", (Py_ssize_t)seen.entered_peak_bytes,
                          "memory_bytes", (Py_ssize_t)seen.memory_bytes, "window_bytes",
                          (Py_ssize_t)seen.window_bytes, "images_bytes", (Py_ssize_t)seen.images_bytes,
@@ -197,7 +197,7 @@ static PyObject *figures_of(const zpp_filed *filed) {
 
 static PyObject *params_figures(PyObject *self, PyObject *unused) {
     (void)unused;
-    return figures_of(filed_of(self));
+    return figures_of(unit_file_of(self));
 }
 
 static PyObject *grads_figures(PyObject *self, PyObject *unused) {
@@ -242,7 +242,7 @@ static PyObject *store_low(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-PyMethodDef zpp_py_filed_methods[] = {
+PyMethodDef zpp_py_unit_file_methods[] = {
     { "set_stored", set_stored, METH_VARARGS, "set_stored(bits, block_elems, in_memory): before units are added." },
     { "store_low", store_low, METH_VARARGS, "store_low(unit, param): kept in fewer bits. Before seal." },
     { "open_params", open_params, METH_VARARGS,

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What the tests of csrc/zero/filed.h share: the file that meets system calls whose failures are planned.
+ * What the tests of csrc/zero/unit_file.h share: the file that meets system calls whose failures are planned.
  */
-#ifndef ZPP_TESTS_FILED_COMMON_H
-#define ZPP_TESTS_FILED_COMMON_H
+#ifndef ZPP_TESTS_UNIT_FILE_COMMON_H
+#define ZPP_TESTS_UNIT_FILE_COMMON_H
 
 #include "../../csrc/base/mem.h"
-#include "../../csrc/zero/filed.h"
+#include "../../csrc/zero/unit_file.h"
 #include "aio_common.h"
 #include "planned_io.h"
 
@@ -20,13 +20,14 @@ static struct {
 } spread;
 
 /* `block_bytes`: of one operation. */
-static inline zpp_status open_blocks(zpp_filed *filed, bool make, size_t block_bytes, struct zpp_aio_fault *fault,
+static inline zpp_status open_blocks(zpp_unit_file *unit_file, bool make, size_t block_bytes,
+                                     struct zpp_aio_fault *fault,
                               struct zpp_err *err) {
-    const struct zpp_filed_file file = { .path = spread.disks ? "params" : in_folder("params"), .make = make,
+    const struct zpp_unit_file_options file = { .path = spread.disks ? "params" : in_folder("params"), .make = make,
                                          .folders = disk_folders(spread.disks), .folders_count = spread.disks,
                                          .stripe_bytes = spread.stripe_bytes, .checksums = spread.checksums,
                                          .depth = 8, .block_bytes = block_bytes, .log = count_log, .sys = &sys };
-    return zpp_filed_open(filed, &file, fault, err);
+    return zpp_unit_file_open(unit_file, &file, fault, err);
 }
 
 static inline void remove_file(void) {

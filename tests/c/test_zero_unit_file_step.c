@@ -4,7 +4,7 @@
  * reads and writes; and every operation failing once.
  */
 #include "../../csrc/zero/tier.h"
-#include "filed_common.h"
+#include "unit_file_common.h"
 #include "threads.h"
 
 /* Parameters of one unit: the second is not stepped, the third crosses a window, the last is not round. */
@@ -40,9 +40,9 @@ static void drop_adam(struct adam *adam) {
 struct stepped {
     enum where where;
     bool two; /* copies in the file */
-    zpp_filed *filed;
+    zpp_unit_file *unit_file;
     zpp_tier *tier;
-    unsigned char *home;
+    unsigned char *mapping;
     struct adam plain, ours;
 };
 
@@ -56,15 +56,15 @@ static struct stepped new_copies(enum where where, double fraction, bool two) {
     struct stepped at = { .where = where, .two = two, .plain = new_adam(), .ours = new_adam() };
     int unit, slice;
     size_t offset;
-    CHECK_OK(zpp_filed_create(NULL, fraction, &at.filed, &err));
-    CHECK_OK(zpp_filed_add(at.filed, ELEMS * elem_bytes(where), &unit, &offset, &err));
-    if (two) CHECK_OK(zpp_filed_keep_two(at.filed, unit, &err));
-    CHECK_OK(zpp_filed_seal(at.filed, 0, &err));
-    if (two) CHECK_FAILS(zpp_filed_keep_two(at.filed, unit, &err), ZPP_STATE, "after seal");
-    at.home = zpp_filed_home(at.filed);
-    CHECK_OK(open_blocks(at.filed, true, 0, &fault, &err));
+    CHECK_OK(zpp_unit_file_create(NULL, fraction, &at.unit_file, &err));
+    CHECK_OK(zpp_unit_file_add(at.unit_file, ELEMS * elem_bytes(where), &unit, &offset, &err));
+    if (two) CHECK_OK(zpp_unit_file_double_buffer(at.unit_file, unit, &err));
+    CHECK_OK(zpp_unit_file_seal(at.unit_file, 0, &err));
+    if (two) CHECK_FAILS(zpp_unit_file_double_buffer(at.unit_file, unit, &err), ZPP_STATE, "after seal");
+    at.mapping = zpp_unit_file_mapping(at.unit_file);
+    CHECK_OK(open_blocks(at.unit_file, true, 0, &fault, &err));
     if (where == FP32_IN_FILE)
-        CHECK_OK(zpp_filed_copy(at.filed, 0, at.ours.master, ELEMS * 4, true, &fault, &err));
+        CHECK_OK(zpp_unit_file_copy(at.unit_file, 0, at.ours.master, ELEMS * 4, true, &fault, &err));
     if (where != STATES_TOO) return at;
     const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = fraction, .moments = 3,
                                               .sys = &sys, .log = count_log };
@@ -80,7 +80,7 @@ static struct stepped new_stepped(enum where where, double fraction) {
 }
 
 static void end_stepped(struct stepped *at) {
-    zpp_filed_destroy(at->filed);
+    zpp_unit_file_destroy(at->unit_file);
     CHECK_EQUAL(unlink(in_folder("params")), 0);
     if (at->tier) {
         zpp_tier_destroy(at->tier);
@@ -110,8 +110,8 @@ static zpp_status step(struct stepped *at, uint64_t t, zpp_pool *pool, bool *tor
         if (i == 1) continue;
         plain[plain_count++] = segment_of(&at->plain, begin, param_elems[i], t, low);
         for (size_t done = 0, run; done < param_elems[i]; done += run) {
-            unsigned char *place = at->home + (begin + done) * size;
-            run = zpp_filed_run(at->filed, place, param_elems[i] - done, size);
+            unsigned char *place = at->mapping + (begin + done) * size;
+            run = zpp_unit_file_run(at->unit_file, place, param_elems[i] - done, size);
             struct zpp_adam_segment segment = segment_of(&at->ours, begin + done, run, t, low);
             if (low) segment.param_out = place;
             else segment.param = (float *)(void *)place;
@@ -119,7 +119,7 @@ static zpp_status step(struct stepped *at, uint64_t t, zpp_pool *pool, bool *tor
             pieces[count++] = (struct zpp_tier_piece){ segment, 0, begin + done };
         }
     }
-    const struct zpp_step_files files = { .params = at->filed, .next = at->two };
+    const struct zpp_step_files files = { .params = at->unit_file, .next = at->two };
     zpp_adam_step(plain, plain_count, 0.5f, pool);
     *torn = false;
     if (at->tier) {
@@ -127,7 +127,7 @@ static zpp_status step(struct stepped *at, uint64_t t, zpp_pool *pool, bool *tor
         *torn = zpp_tier_torn(at->tier);
         return status;
     }
-    return zpp_filed_step(&files, ours, count, 0.5f, pool, torn, fault, err);
+    return zpp_unit_file_step(&files, ours, count, 0.5f, pool, torn, fault, err);
 }
 
 /* What the file holds is what memory would. */
@@ -137,7 +137,7 @@ static bool same(struct stepped *at) {
     const size_t bytes = ELEMS * elem_bytes(at->where);
     unsigned char *seen = malloc(bytes);
     CHECK(seen);
-    CHECK_OK(zpp_filed_copy(at->filed, 0, seen, bytes, false, &fault, &err));
+    CHECK_OK(zpp_unit_file_copy(at->unit_file, 0, seen, bytes, false, &fault, &err));
     const void *wanted = at->where == FP32_IN_FILE ? (const void *)at->plain.master : at->plain.low;
     const bool equal = memcmp(seen, wanted, bytes) == 0;
     free(seen);
@@ -156,21 +156,21 @@ static void steps_equal_memory(void) {
         plan.no_ring = turn == 1;
         CHECK_OK(zpp_pool_create(in_new_threads, turn % 2 ? 2 : 1, &pool, &err));
         struct stepped at = new_stepped((enum where)(turn % WHERES), fractions[turn / WHERES]);
-        struct zpp_filed_figures before, after;
+        struct zpp_unit_file_figures before, after;
         for (uint64_t t = 1; t <= 3; t++) {
-            zpp_filed_figures(at.filed, &before);
+            zpp_unit_file_figures(at.unit_file, &before);
             CHECK_OK(step(&at, t, pool, &torn, &fault, &err));
-            zpp_filed_figures(at.filed, &after);
+            zpp_unit_file_figures(at.unit_file, &after);
             CHECK(!torn && same(&at));
         }
         /* Bytes: fp32 parameters are read and written once a step, copies are only written; no more than the page that
          * each end of a window stands in. */
-        const size_t filed_bytes = before.home_bytes - before.cut_bytes, edges = 32 * PAGE;
+        const size_t on_disk_bytes = before.mapping_bytes - before.cut_bytes, edges = 32 * PAGE;
         const uint64_t written = after.written_bytes - before.written_bytes;
         const uint64_t read = after.read_bytes - before.read_bytes;
-        CHECK(written <= filed_bytes && written + edges >= filed_bytes);
-        if (at.where == FP32_IN_FILE) CHECK(read <= filed_bytes + edges + ELEMS * 4 && read + edges >= filed_bytes);
-        CHECK(after.window_bytes <= ZPP_FILED_WINDOWS * (512 * 1024 * elem_bytes(at.where) + 16 * PAGE));
+        CHECK(written <= on_disk_bytes && written + edges >= on_disk_bytes);
+        if (at.where == FP32_IN_FILE) CHECK(read <= on_disk_bytes + edges + ELEMS * 4 && read + edges >= on_disk_bytes);
+        CHECK(after.window_bytes <= ZPP_UNIT_FILE_WINDOWS * (512 * 1024 * elem_bytes(at.where) + 16 * PAGE));
         end_stepped(&at);
         zpp_pool_destroy(pool);
     }
@@ -188,31 +188,33 @@ static void steps_of_next_copies_equal_memory(void) {
         struct stepped at = new_copies((enum where)where, 1.0, true);
         const size_t size = elem_bytes(at.where), bytes = ELEMS * size;
         unsigned char *before = malloc(bytes), *seen = malloc(bytes);
-        struct zpp_filed_figures figures;
+        struct zpp_unit_file_figures figures;
         CHECK(before && seen);
-        if (where != FP32_IN_FILE) CHECK_OK(zpp_filed_copy(at.filed, 0, at.plain.low, bytes, true, &fault, &err));
-        zpp_filed_figures(at.filed, &figures);
-        CHECK_EQUAL(figures.second_bytes, figures.home_bytes);
+        if (where != FP32_IN_FILE) CHECK_OK(zpp_unit_file_copy(at.unit_file, 0, at.plain.low, bytes, true, &fault,
+                                                               &err));
+        zpp_unit_file_figures(at.unit_file, &figures);
+        CHECK_EQUAL(figures.second_bytes, figures.mapping_bytes);
         for (uint64_t t = 1; t <= 3; t++) {
-            CHECK_OK(zpp_filed_copy(at.filed, 0, before, bytes, false, &fault, &err));
-            const unsigned char *rest = at.home + param_elems[0] * size;
-            CHECK_OK(zpp_filed_carry(at.filed, rest, param_elems[1] * size, &fault, &err));
+            CHECK_OK(zpp_unit_file_copy(at.unit_file, 0, before, bytes, false, &fault, &err));
+            const unsigned char *rest = at.mapping + param_elems[0] * size;
+            CHECK_OK(zpp_unit_file_carry(at.unit_file, rest, param_elems[1] * size, &fault, &err));
             CHECK_OK(step(&at, t, NULL, &torn, &fault, &err));
-            CHECK_OK(zpp_filed_copy(at.filed, 0, seen, bytes, false, &fault, &err));
+            CHECK_OK(zpp_unit_file_copy(at.unit_file, 0, seen, bytes, false, &fault, &err));
             CHECK_EQUAL(memcmp(before, seen, bytes), 0);
-            zpp_filed_turn(at.filed, 0);
+            zpp_unit_file_flip(at.unit_file, 0);
             CHECK(same(&at));
         }
         /* Large, and at no round address: several buffers full. */
-        const unsigned char *large = at.home + (param_elems[0] + param_elems[1]) * size;
-        CHECK_OK(zpp_filed_copy(at.filed, 0, before, bytes, false, &fault, &err));
-        CHECK_OK(zpp_filed_carry(at.filed, large, param_elems[2] * size, &fault, &err));
-        zpp_filed_turn(at.filed, 0);
-        CHECK_OK(zpp_filed_copy(at.filed, 0, seen, bytes, false, &fault, &err));
-        CHECK_EQUAL(memcmp(before + (large - at.home), seen + (large - at.home), param_elems[2] * size), 0);
+        const unsigned char *large = at.mapping + (param_elems[0] + param_elems[1]) * size;
+        CHECK_OK(zpp_unit_file_copy(at.unit_file, 0, before, bytes, false, &fault, &err));
+        CHECK_OK(zpp_unit_file_carry(at.unit_file, large, param_elems[2] * size, &fault, &err));
+        zpp_unit_file_flip(at.unit_file, 0);
+        CHECK_OK(zpp_unit_file_copy(at.unit_file, 0, seen, bytes, false, &fault, &err));
+        CHECK_EQUAL(memcmp(before + (large - at.mapping), seen + (large - at.mapping), param_elems[2] * size), 0);
         for (int write = 0; write < 2; write++) {
             atomic_store(write ? &plan.writes_left : &plan.reads_left, 0);
-            CHECK_FAILS(zpp_filed_carry(at.filed, large, param_elems[2] * size, &fault, &err), ZPP_TIER, "at offset");
+            CHECK_FAILS(zpp_unit_file_carry(at.unit_file, large, param_elems[2] * size, &fault, &err), ZPP_TIER,
+                        "at offset");
             atomic_store(write ? &plan.writes_left : &plan.reads_left, -1);
         }
         free(before);
@@ -230,51 +232,51 @@ static void only_one_of_two_units_turns(void) {
     for (int cut = 0; cut < 2; cut++) {
         struct zpp_err err = ZPP_ERR_INIT;
         struct zpp_aio_fault fault;
-        zpp_filed *filed = NULL;
+        zpp_unit_file *unit_file = NULL;
         int units[2];
         size_t offsets[2];
         float *seen = calloc(2 * UNIT_ELEMS, 4), *grads = calloc(2 * UNIT_ELEMS, 4);
         float *states = calloc(4 * UNIT_ELEMS, 4);
         CHECK(seen && states && grads);
         reset_plan();
-        CHECK_OK(zpp_filed_create(NULL, cut ? 0.8 : 1.0, &filed, &err));
+        CHECK_OK(zpp_unit_file_create(NULL, cut ? 0.8 : 1.0, &unit_file, &err));
         for (int i = 0; i < 2; i++) {
-            CHECK_OK(zpp_filed_add(filed, BYTES, &units[i], &offsets[i], &err));
-            CHECK_OK(zpp_filed_keep_two(filed, units[i], &err));
+            CHECK_OK(zpp_unit_file_add(unit_file, BYTES, &units[i], &offsets[i], &err));
+            CHECK_OK(zpp_unit_file_double_buffer(unit_file, units[i], &err));
         }
-        CHECK_OK(zpp_filed_seal(filed, 0, &err));
-        CHECK_OK(open_blocks(filed, true, 0, &fault, &err));
+        CHECK_OK(zpp_unit_file_seal(unit_file, 0, &err));
+        CHECK_OK(open_blocks(unit_file, true, 0, &fault, &err));
         for (size_t i = 0; i < 2 * UNIT_ELEMS; i++) seen[i] = grads[i] = 1.0f;
-        CHECK_OK(zpp_filed_copy(filed, offsets[0], seen, BYTES, true, &fault, &err));
-        CHECK_OK(zpp_filed_copy(filed, offsets[1], seen, BYTES, true, &fault, &err));
-        struct zpp_filed_figures figures;
-        zpp_filed_figures(filed, &figures);
+        CHECK_OK(zpp_unit_file_copy(unit_file, offsets[0], seen, BYTES, true, &fault, &err));
+        CHECK_OK(zpp_unit_file_copy(unit_file, offsets[1], seen, BYTES, true, &fault, &err));
+        struct zpp_unit_file_figures figures;
+        zpp_unit_file_figures(unit_file, &figures);
         const size_t held = figures.cut_bytes / 4;
         CHECK_EQUAL(held > 0, cut);
         struct zpp_adam_segment segments[2];
         for (size_t i = 0; i < 2; i++) {
             const size_t first = i ? 0 : held;
             segments[i] = (struct zpp_adam_segment){
-                .param = (float *)(void *)(zpp_filed_home(filed) + offsets[i]) + first, .grad = grads,
+                .param = (float *)(void *)(zpp_unit_file_mapping(unit_file) + offsets[i]) + first, .grad = grads,
                 .grad_dtype = ZPP_F32, .exp_avg = states + 2 * i * UNIT_ELEMS,
                 .exp_avg_sq = states + (2 * i + 1) * UNIT_ELEMS, .elems = UNIT_ELEMS - first, .step = 1, .lr = 1.0,
                 .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8 };
-            CHECK(zpp_filed_is_filed(filed, segments[i].param));
+            CHECK(zpp_unit_file_on_disk(unit_file, segments[i].param));
         }
-        CHECK_EQUAL(zpp_filed_is_filed(filed, zpp_filed_home(filed)), !cut);
-        CHECK(!zpp_filed_is_filed(filed, grads) && !zpp_filed_is_filed(filed, NULL));
-        const struct zpp_step_files files = { .params = filed, .next = true };
+        CHECK_EQUAL(zpp_unit_file_on_disk(unit_file, zpp_unit_file_mapping(unit_file)), !cut);
+        CHECK(!zpp_unit_file_on_disk(unit_file, grads) && !zpp_unit_file_on_disk(unit_file, NULL));
+        const struct zpp_step_files files = { .params = unit_file, .next = true };
         bool torn;
-        CHECK_OK(zpp_filed_step(&files, segments, 2, 1.0f, NULL, &torn, &fault, &err));
-        zpp_filed_turn(filed, units[1]);
+        CHECK_OK(zpp_unit_file_step(&files, segments, 2, 1.0f, NULL, &torn, &fault, &err));
+        zpp_unit_file_flip(unit_file, units[1]);
         for (size_t i = 0; i < 2; i++) {
-            CHECK_OK(zpp_filed_copy(filed, offsets[i], seen, BYTES, false, &fault, &err));
+            CHECK_OK(zpp_unit_file_copy(unit_file, offsets[i], seen, BYTES, false, &fault, &err));
             for (size_t j = 0; j < UNIT_ELEMS; j++) CHECK(i ? seen[j] < 0.01f : seen[j] == 1.0f);
         }
-        zpp_filed_turn(filed, units[0]);
-        CHECK_OK(zpp_filed_copy(filed, offsets[0], seen, BYTES, false, &fault, &err));
+        zpp_unit_file_flip(unit_file, units[0]);
+        CHECK_OK(zpp_unit_file_copy(unit_file, offsets[0], seen, BYTES, false, &fault, &err));
         for (size_t j = 0; j < UNIT_ELEMS; j++) CHECK(j < held ? seen[j] == 1.0f : seen[j] < 0.01f);
-        zpp_filed_destroy(filed);
+        zpp_unit_file_destroy(unit_file);
         CHECK_EQUAL(unlink(in_folder("params")), 0);
         free(seen);
         free(states);

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "filed_internal.h"
+#include "unit_file_internal.h"
 
 enum { GAP_BYTES = 64, WINDOW_ELEMS = 512 * 1024, CARRY_BYTES = 1 << 20 };
 
@@ -19,20 +19,21 @@ static size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
-static bool in_home(const zpp_filed *filed, const void *address) {
+static bool in_mapping(const zpp_unit_file *unit_file, const void *address) {
     const unsigned char *at = address;
-    return at && filed->home && at >= filed->home && at < filed->home + filed->home_bytes;
+    return at && unit_file->mapping && at >= unit_file->mapping && at < unit_file->mapping + unit_file->mapping_bytes;
 }
 
-bool zpp_filed_is_filed(const zpp_filed *filed, const void *address) {
-    return in_home(filed, address) && (const unsigned char *)address >= filed->home + filed->cut_bytes;
+bool zpp_unit_file_on_disk(const zpp_unit_file *unit_file, const void *address) {
+    return in_mapping(unit_file,
+                      address) && (const unsigned char *)address >= unit_file->mapping + unit_file->cut_bytes;
 }
 
-size_t zpp_filed_run(const zpp_filed *filed, const void *address, size_t elems, size_t elem_bytes) {
-    if (!in_home(filed, address)) return elems;
-    const size_t offset = (size_t)((const unsigned char *)address - filed->home);
-    if (offset >= filed->cut_bytes) return elems;
-    const size_t left = (filed->cut_bytes - offset) / elem_bytes; /* the cut is at a page, elements divide pages */
+size_t zpp_unit_file_run(const zpp_unit_file *unit_file, const void *address, size_t elems, size_t elem_bytes) {
+    if (!in_mapping(unit_file, address)) return elems;
+    const size_t offset = (size_t)((const unsigned char *)address - unit_file->mapping);
+    if (offset >= unit_file->cut_bytes) return elems;
+    const size_t left = (unit_file->cut_bytes - offset) / elem_bytes; /* the cut is at a page, elements divide pages */
     return left < elems ? left : elems;
 }
 
@@ -43,7 +44,7 @@ struct place {
     enum part part;
 };
 
-static bool place_of(const zpp_filed *filed, const struct zpp_adam_segment *segment, struct place *out) {
+static bool place_of(const zpp_unit_file *unit_file, const struct zpp_adam_segment *segment, struct place *out) {
     const struct {
         const void *at;
         zpp_dtype dtype;
@@ -51,10 +52,10 @@ static bool place_of(const zpp_filed *filed, const struct zpp_adam_segment *segm
                   [PARAM] = { segment->param, ZPP_F32 },
                   [PARAM_OUT] = { segment->param_out, segment->out_dtype } };
     for (enum part part = GRAD; part <= PARAM_OUT; part++) {
-        if (!in_home(filed, parts[part].at)) continue;
-        *out = (struct place){ .offset_bytes = (size_t)((const unsigned char *)parts[part].at - filed->home),
+        if (!in_mapping(unit_file, parts[part].at)) continue;
+        *out = (struct place){ .offset_bytes = (size_t)((const unsigned char *)parts[part].at - unit_file->mapping),
                                .bytes = segment->elems * zpp_dtype_bytes(parts[part].dtype), .part = part };
-        return out->offset_bytes >= filed->cut_bytes;
+        return out->offset_bytes >= unit_file->cut_bytes;
     }
     return false;
 }
@@ -64,41 +65,42 @@ static struct zpp_adam_segment *segment_at(struct zpp_adam_segment *first, size_
 }
 
 /* Copies of two units do not lie together. */
-static bool continues(const zpp_filed *filed, const struct filed_run *run, const struct place *place) {
+static bool continues(const zpp_unit_file *unit_file, const struct unit_file_run *run, const struct place *place) {
     const size_t end = run->offset_bytes + run->bytes;
     return run->reads == (place->part != PARAM_OUT) && place->offset_bytes >= end &&
            place->offset_bytes - end < GAP_BYTES &&
-           (!filed->keeps_two ||
-            filed_unit_at(filed, run->offset_bytes) == filed_unit_at(filed, place->offset_bytes));
+           (!unit_file->keeps_two ||
+            unit_file_unit_at(unit_file, run->offset_bytes) == unit_file_unit_at(unit_file, place->offset_bytes));
 }
 
 /* One more piece of the window: a longer run, or a new one. */
-static bool add_place(const zpp_filed *filed, struct filed_window *window, const struct place *place,
+static bool add_place(const zpp_unit_file *unit_file, struct unit_file_window *window, const struct place *place,
                       size_t *used_bytes) {
-    struct filed_run *last = window->runs_count ? &window->runs[window->runs_count - 1] : NULL;
-    if (last && continues(filed, last, place)) {
+    struct unit_file_run *last = window->runs_count ? &window->runs[window->runs_count - 1] : NULL;
+    if (last && continues(unit_file, last, place)) {
         last->bytes = place->offset_bytes + place->bytes - last->offset_bytes;
         *used_bytes = last->at_bytes + last->bytes;
         return true;
     }
     if (window->runs_count == window->runs_room) {
         const size_t room = window->runs_room ? 2 * window->runs_room : 64;
-        struct filed_run *runs = realloc(window->runs, room * sizeof *runs);
+        struct unit_file_run *runs = realloc(window->runs, room * sizeof *runs);
         if (!runs) return false;
         window->runs = runs;
         window->runs_room = room;
     }
     const size_t at = round_up(*used_bytes, ZPP_PAGE_BYTES) + place->offset_bytes % ZPP_PAGE_BYTES;
-    window->runs[window->runs_count++] = (struct filed_run){
+    window->runs[window->runs_count++] = (struct unit_file_run){
         .offset_bytes = place->offset_bytes, .bytes = place->bytes, .at_bytes = at,
         .reads = place->part != PARAM_OUT };
     *used_bytes = at + place->bytes;
     return true;
 }
 
-static zpp_status make_room(zpp_filed *filed, struct filed_window *window, size_t bytes, struct zpp_err *err) {
+static zpp_status make_room(zpp_unit_file *unit_file, struct unit_file_window *window, size_t bytes,
+                            struct zpp_err *err) {
     if (bytes <= window->room_bytes) return ZPP_OK;
-    zpp_aio_arena *arena = zpp_aio_get_arena(filed->aio);
+    zpp_aio_arena *arena = zpp_aio_get_arena(unit_file->aio);
     if (window->memory) zpp_aio_arena_free(arena, window->memory);
     window->memory = NULL;
     window->room_bytes = 0;
@@ -111,14 +113,14 @@ static zpp_status make_room(zpp_filed *filed, struct filed_window *window, size_
 }
 
 /* What the segments have in the file is in the buffer from here on. */
-static void move_segments(const zpp_filed *filed, const struct filed_window *window, struct zpp_adam_segment *first,
-                          size_t count, size_t stride_bytes) {
+static void move_segments(const zpp_unit_file *unit_file, const struct unit_file_window *window,
+                          struct zpp_adam_segment *first, size_t count, size_t stride_bytes) {
     size_t at_run = 0, end = 0;
     for (size_t i = 0; i < count; i++) {
         struct zpp_adam_segment *segment = segment_at(first, i, stride_bytes);
         struct place place;
-        if (!place_of(filed, segment, &place)) continue;
-        const struct filed_run *run = &window->runs[at_run];
+        if (!place_of(unit_file, segment, &place)) continue;
+        const struct unit_file_run *run = &window->runs[at_run];
         while (place.offset_bytes < run->offset_bytes || place.offset_bytes >= run->offset_bytes + run->bytes) {
             run = &window->runs[++at_run];
             end = 0;
@@ -133,56 +135,57 @@ static void move_segments(const zpp_filed *filed, const struct filed_window *win
     }
 }
 
-static zpp_status finish_runs(zpp_filed *filed, struct filed_window *window, struct zpp_aio_fault *fault,
+static zpp_status finish_runs(zpp_unit_file *unit_file, struct unit_file_window *window, struct zpp_aio_fault *fault,
                               struct zpp_err *err) {
     const uint64_t began_ns = zpp_now_ns();
     zpp_status status = ZPP_OK;
     for (size_t i = 0; i < window->runs_count; i++) {
         struct zpp_aio_fault other_fault;
         struct zpp_err other = ZPP_ERR_INIT;
-        if (status == ZPP_OK) status = filed_finish(&window->runs[i].request, fault, err);
-        else (void)filed_finish(&window->runs[i].request, &other_fault, &other);
+        if (status == ZPP_OK) status = unit_file_finish(&window->runs[i].request, fault, err);
+        else (void)unit_file_finish(&window->runs[i].request, &other_fault, &other);
     }
-    filed->step_wait_ns += zpp_now_ns() - began_ns;
+    unit_file->step_wait_ns += zpp_now_ns() - began_ns;
     return status;
 }
 
-static zpp_status submit_runs(zpp_filed *filed, struct filed_window *window, bool write, bool next,
+static zpp_status submit_runs(zpp_unit_file *unit_file, struct unit_file_window *window, bool write, bool next,
                               struct zpp_aio_fault *fault, struct zpp_err *err) {
     for (size_t i = 0; i < window->runs_count; i++) {
-        struct filed_run *run = &window->runs[i];
+        struct unit_file_run *run = &window->runs[i];
         if (!write && !run->reads) continue;
-        const zpp_status status = filed_submit(filed, run->offset_bytes, window->memory + run->at_bytes, run->bytes,
-                                               write, next, &run->request, fault, err);
+        const zpp_status status = unit_file_submit(unit_file, run->offset_bytes, window->memory + run->at_bytes,
+                                                   run->bytes, write, next, &run->request, fault, err);
         if (status != ZPP_OK) return status;
     }
     return ZPP_OK;
 }
 
-static zpp_status open_window(zpp_filed *filed, size_t index, struct zpp_adam_segment *first, size_t count,
+static zpp_status open_window(zpp_unit_file *unit_file, size_t index, struct zpp_adam_segment *first, size_t count,
                               size_t stride_bytes, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    struct filed_window *window = &filed->windows[index % ZPP_FILED_WINDOWS];
-    zpp_status status = finish_runs(filed, window, fault, err);
+    struct unit_file_window *window = &unit_file->windows[index % ZPP_UNIT_FILE_WINDOWS];
+    zpp_status status = finish_runs(unit_file, window, fault, err);
     window->runs_count = 0;
     if (status != ZPP_OK) return status;
     size_t used_bytes = 0;
     for (size_t i = 0; i < count; i++) {
         struct place place;
-        if (!place_of(filed, segment_at(first, i, stride_bytes), &place)) continue;
-        if (!add_place(filed, window, &place, &used_bytes))
+        if (!place_of(unit_file, segment_at(first, i, stride_bytes), &place)) continue;
+        if (!add_place(unit_file, window, &place, &used_bytes))
             return zpp_fail(err, ZPP_NOMEM, "params: no memory for the %zu pieces of a step", count);
     }
-    status = make_room(filed, window, used_bytes, err);
+    status = make_room(unit_file, window, used_bytes, err);
     if (status != ZPP_OK) {
         window->runs_count = 0;
         return status;
     }
-    move_segments(filed, window, first, count, stride_bytes);
-    return submit_runs(filed, window, false, false, fault, err);
+    move_segments(unit_file, window, first, count, stride_bytes);
+    return submit_runs(unit_file, window, false, false, fault, err);
 }
 
-zpp_status zpp_filed_window_open(const struct zpp_step_files *files, size_t index, struct zpp_adam_segment *first,
-                                 size_t count, size_t stride_bytes, struct zpp_aio_fault *fault, struct zpp_err *err) {
+zpp_status zpp_unit_file_window_open(const struct zpp_step_files *files, size_t index, struct zpp_adam_segment *first,
+                                     size_t count, size_t stride_bytes, struct zpp_aio_fault *fault,
+                                     struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     if (files->params) status = open_window(files->params, index, first, count, stride_bytes, fault, err);
     if (files->grads && status == ZPP_OK)
@@ -190,9 +193,9 @@ zpp_status zpp_filed_window_open(const struct zpp_step_files *files, size_t inde
     return status;
 }
 
-zpp_status zpp_filed_window_ready(const struct zpp_step_files *files, size_t index, struct zpp_aio_fault *fault,
-                                  struct zpp_err *err) {
-    const size_t at = index % ZPP_FILED_WINDOWS;
+zpp_status zpp_unit_file_window_ready(const struct zpp_step_files *files, size_t index, struct zpp_aio_fault *fault,
+                                      struct zpp_err *err) {
+    const size_t at = index % ZPP_UNIT_FILE_WINDOWS;
     zpp_status status = ZPP_OK;
     if (files->params) status = finish_runs(files->params, &files->params->windows[at], fault, err);
     if (files->grads && status == ZPP_OK)
@@ -200,53 +203,56 @@ zpp_status zpp_filed_window_ready(const struct zpp_step_files *files, size_t ind
     return status;
 }
 
-zpp_status zpp_filed_window_write(const struct zpp_step_files *files, size_t index, struct zpp_aio_fault *fault,
-                                  struct zpp_err *err) {
+zpp_status zpp_unit_file_window_write(const struct zpp_step_files *files, size_t index, struct zpp_aio_fault *fault,
+                                      struct zpp_err *err) {
     if (!files->params) return ZPP_OK;
-    return submit_runs(files->params, &files->params->windows[index % ZPP_FILED_WINDOWS], true, files->next, fault,
+    return submit_runs(files->params, &files->params->windows[index % ZPP_UNIT_FILE_WINDOWS], true, files->next, fault,
                        err);
 }
 
-static zpp_status settle(zpp_filed *filed, zpp_status status, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    for (int i = 0; i < ZPP_FILED_WINDOWS; i++) {
+static zpp_status settle(zpp_unit_file *unit_file, zpp_status status, struct zpp_aio_fault *fault,
+                         struct zpp_err *err) {
+    for (int i = 0; i < ZPP_UNIT_FILE_WINDOWS; i++) {
         struct zpp_aio_fault other_fault;
         struct zpp_err other = ZPP_ERR_INIT;
-        if (status == ZPP_OK) status = finish_runs(filed, &filed->windows[i], fault, err);
-        else (void)finish_runs(filed, &filed->windows[i], &other_fault, &other);
-        filed->windows[i].runs_count = 0;
+        if (status == ZPP_OK) status = finish_runs(unit_file, &unit_file->windows[i], fault, err);
+        else (void)finish_runs(unit_file, &unit_file->windows[i], &other_fault, &other);
+        unit_file->windows[i].runs_count = 0;
     }
     return status;
 }
 
-zpp_status zpp_filed_settle(const struct zpp_step_files *files, zpp_status status, struct zpp_aio_fault *fault,
-                            struct zpp_err *err) {
+zpp_status zpp_unit_file_settle(const struct zpp_step_files *files, zpp_status status, struct zpp_aio_fault *fault,
+                                struct zpp_err *err) {
     if (files->params) status = settle(files->params, status, fault, err);
     return files->grads ? settle(files->grads, status, fault, err) : status;
 }
 
-void filed_drop_windows(zpp_filed *filed) {
-    for (int i = 0; i < ZPP_FILED_WINDOWS; i++) {
-        struct filed_window *window = &filed->windows[i];
-        if (window->memory) zpp_aio_arena_free(zpp_aio_get_arena(filed->aio), window->memory);
+void unit_file_drop_windows(zpp_unit_file *unit_file) {
+    for (int i = 0; i < ZPP_UNIT_FILE_WINDOWS; i++) {
+        struct unit_file_window *window = &unit_file->windows[i];
+        if (window->memory) zpp_aio_arena_free(zpp_aio_get_arena(unit_file->aio), window->memory);
         free(window->runs);
-        *window = (struct filed_window){ 0 };
+        *window = (struct unit_file_window){ 0 };
     }
 }
 
 /* --- next copies -------------------------------------------------------------------------------------------------- */
 
-static zpp_status move_bytes(zpp_filed *filed, size_t offset_bytes, void *memory, size_t bytes, bool next,
+static zpp_status move_bytes(zpp_unit_file *unit_file, size_t offset_bytes, void *memory, size_t bytes, bool next,
                              struct zpp_aio_fault *fault, struct zpp_err *err) {
     zpp_aio_request *request = NULL;
-    const zpp_status status = filed_submit(filed, offset_bytes, memory, bytes, next, next, &request, fault, err);
-    return status == ZPP_OK ? filed_finish(&request, fault, err) : status;
+    const zpp_status status = unit_file_submit(unit_file, offset_bytes, memory, bytes, next, next, &request, fault,
+                                               err);
+    return status == ZPP_OK ? unit_file_finish(&request, fault, err) : status;
 }
 
-zpp_status zpp_filed_carry(zpp_filed *filed, const void *address, size_t bytes, struct zpp_aio_fault *fault,
-                           struct zpp_err *err) {
-    const size_t offset = (size_t)((const unsigned char *)address - filed->home);
-    if (!filed->aio) return zpp_fail(err, ZPP_STATE, "params: their file is closed with the model; prepare a new one");
-    zpp_aio_arena *arena = zpp_aio_get_arena(filed->aio);
+zpp_status zpp_unit_file_carry(zpp_unit_file *unit_file, const void *address, size_t bytes, struct zpp_aio_fault *fault,
+                               struct zpp_err *err) {
+    const size_t offset = (size_t)((const unsigned char *)address - unit_file->mapping);
+    if (!unit_file->aio) return zpp_fail(err, ZPP_STATE,
+                                         "params: their file is closed with the model; prepare a new one");
+    zpp_aio_arena *arena = zpp_aio_get_arena(unit_file->aio);
     const size_t room_bytes = round_up(bytes < CARRY_BYTES ? bytes : CARRY_BYTES, ZPP_PAGE_BYTES) + ZPP_PAGE_BYTES;
     void *memory = NULL;
     zpp_status status = zpp_aio_arena_alloc(arena, room_bytes, &memory, err);
@@ -255,16 +261,16 @@ zpp_status zpp_filed_carry(zpp_filed *filed, const void *address, size_t bytes, 
         const size_t inside = (offset + done) % ZPP_PAGE_BYTES; /* so that whole pages move directly */
         run = bytes - done < CARRY_BYTES - inside ? bytes - done : CARRY_BYTES - inside;
         unsigned char *at = (unsigned char *)memory + inside;
-        status = move_bytes(filed, offset + done, at, run, false, fault, err);
-        if (status == ZPP_OK) status = move_bytes(filed, offset + done, at, run, true, fault, err);
+        status = move_bytes(unit_file, offset + done, at, run, false, fault, err);
+        if (status == ZPP_OK) status = move_bytes(unit_file, offset + done, at, run, true, fault, err);
     }
     zpp_aio_arena_free(arena, memory);
     return status;
 }
 
-void zpp_filed_turn(zpp_filed *filed, int unit) {
-    assert(filed->units[unit].two);
-    filed->units[unit].turned = !filed->units[unit].turned;
+void zpp_unit_file_flip(zpp_unit_file *unit_file, int unit) {
+    assert(unit_file->units[unit].two);
+    unit_file->units[unit].turned = !unit_file->units[unit].turned;
 }
 
 /* --- states in memory --------------------------------------------------------------------------------------------- */
@@ -314,24 +320,25 @@ static bool cut_windows(const struct zpp_adam_segment *segments, size_t count, s
 
 static zpp_status step_windows(const struct zpp_step_files *files, struct windows *list, float grad_scale,
                                zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const size_t ahead = ZPP_FILED_WINDOWS - 1;
+    const size_t ahead = ZPP_UNIT_FILE_WINDOWS - 1;
     zpp_status status = ZPP_OK;
     for (size_t next = 0, at = 0; at < list->windows_count && status == ZPP_OK; at++) {
         for (; next < list->windows_count && next <= at + ahead - (at > 0) && status == ZPP_OK; next++)
-            status = zpp_filed_window_open(files, next, &list->parts[list->first[next]],
-                                           list->first[next + 1] - list->first[next], sizeof *list->parts, fault, err);
-        if (status == ZPP_OK) status = zpp_filed_window_ready(files, at, fault, err);
+            status = zpp_unit_file_window_open(files, next, &list->parts[list->first[next]],
+                                               list->first[next + 1] - list->first[next], sizeof *list->parts, fault,
+                                               err);
+        if (status == ZPP_OK) status = zpp_unit_file_window_ready(files, at, fault, err);
         if (status != ZPP_OK) break;
         *torn = true;
         zpp_update_step(&list->parts[list->first[at]], list->first[at + 1] - list->first[at], grad_scale, pool);
-        status = zpp_filed_window_write(files, at, fault, err);
+        status = zpp_unit_file_window_write(files, at, fault, err);
     }
     return status;
 }
 
-zpp_status zpp_filed_step(const struct zpp_step_files *files, struct zpp_adam_segment *segments, size_t count,
-                          float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
-                          struct zpp_err *err) {
+zpp_status zpp_unit_file_step(const struct zpp_step_files *files, struct zpp_adam_segment *segments, size_t count,
+                              float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
+                              struct zpp_err *err) {
     struct windows list;
     *torn = false;
     if (!files->params && !files->grads) {
@@ -342,7 +349,8 @@ zpp_status zpp_filed_step(const struct zpp_step_files *files, struct zpp_adam_se
     if (!cut_windows(segments, count, &list))
         status = zpp_fail(err, ZPP_NOMEM, "params: no memory for the windows of a step over %zu pieces", count);
     else
-        status = zpp_filed_settle(files, step_windows(files, &list, grad_scale, pool, torn, fault, err), fault, err);
+        status = zpp_unit_file_settle(files, step_windows(files, &list, grad_scale, pool, torn, fault, err), fault,
+                                      err);
     *torn = *torn && status != ZPP_OK;
     free(list.parts);
     free(list.first);

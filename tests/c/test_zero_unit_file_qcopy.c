@@ -4,7 +4,7 @@
  * bytes that are read; and every read failing once.
  */
 #include "../../csrc/ops/quant/quant.h"
-#include "filed_common.h"
+#include "unit_file_common.h"
 
 enum { UNITS = 3, ELEMS = 9000, BLOCK = 64 };
 /* Matrices: one from the start on, two with bytes between and a last block that is short, none. */
@@ -13,7 +13,7 @@ static const struct {
 } spans[UNITS][2] = { { { 0, 5000 }, { 0, 0 } }, { { 128, 4097 }, { 4256, 333 } }, { { 0, 0 }, { 0, 0 } } };
 
 struct kept {
-    zpp_filed *filed;
+    zpp_unit_file *unit_file;
     int unit[UNITS];
     size_t offset[UNITS];
     unsigned char *values[UNITS], *wanted[UNITS]; /* exact; as they come back */
@@ -41,21 +41,21 @@ static void round_span(struct kept *kept, int i, int span, int bits, zpp_dtype d
 static struct kept new_kept(int bits, zpp_dtype dtype, bool in_memory, double fraction) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    struct kept kept = { .filed = NULL };
+    struct kept kept = { .unit_file = NULL };
     const size_t bytes = ELEMS * elem_bytes(dtype);
     reset_plan();
-    CHECK_OK(zpp_filed_create(NULL, fraction, &kept.filed, &err));
-    CHECK(!zpp_filed_keeps_images(kept.filed));
-    CHECK_OK(zpp_filed_set_images(kept.filed, bits, BLOCK, in_memory, &err));
+    CHECK_OK(zpp_unit_file_create(NULL, fraction, &kept.unit_file, &err));
+    CHECK(!zpp_unit_file_keeps_qcopies(kept.unit_file));
+    CHECK_OK(zpp_unit_file_set_qcopies(kept.unit_file, bits, BLOCK, in_memory, &err));
     for (int i = 0; i < UNITS; i++) {
-        CHECK_OK(zpp_filed_add(kept.filed, bytes, &kept.unit[i], &kept.offset[i], &err));
+        CHECK_OK(zpp_unit_file_add(kept.unit_file, bytes, &kept.unit[i], &kept.offset[i], &err));
         for (int span = 0; span < 2; span++)
             if (spans[i][span].elems)
-                CHECK_OK(zpp_filed_add_span(kept.filed, kept.unit[i], spans[i][span].first * elem_bytes(dtype),
-                                            spans[i][span].elems, dtype, &err));
+                CHECK_OK(zpp_unit_file_add_span(kept.unit_file, kept.unit[i], spans[i][span].first * elem_bytes(dtype),
+                                                spans[i][span].elems, dtype, &err));
     }
-    CHECK_OK(zpp_filed_seal(kept.filed, 0, &err));
-    if (!in_memory) CHECK_OK(open_blocks(kept.filed, true, 4 * PAGE, &fault, &err));
+    CHECK_OK(zpp_unit_file_seal(kept.unit_file, 0, &err));
+    if (!in_memory) CHECK_OK(open_blocks(kept.unit_file, true, 4 * PAGE, &fault, &err));
     for (int i = 0; i < UNITS; i++) {
         float *floats = malloc(ELEMS * sizeof *floats);
         kept.values[i] = malloc(bytes);
@@ -65,18 +65,18 @@ static struct kept new_kept(int bits, zpp_dtype dtype, bool in_memory, double fr
         zpp_convert(kept.values[i], dtype, floats, ZPP_F32, ELEMS);
         memcpy(kept.wanted[i], kept.values[i], bytes);
         for (int span = 0; span < 2; span++) round_span(&kept, i, span, bits, dtype);
-        const bool held = zpp_filed_is_held(kept.filed, kept.unit[i]);
-        if (!held) CHECK_OK(zpp_filed_enter(kept.filed, kept.unit[i], &err));
-        memcpy(zpp_filed_home(kept.filed) + kept.offset[i], kept.values[i], bytes);
-        CHECK_OK(zpp_filed_keep_image(kept.filed, kept.unit[i], &fault, &err));
-        if (!held) CHECK_OK(zpp_filed_leave(kept.filed, kept.unit[i], &err));
+        const bool held = zpp_unit_file_is_held(kept.unit_file, kept.unit[i]);
+        if (!held) CHECK_OK(zpp_unit_file_acquire(kept.unit_file, kept.unit[i], &err));
+        memcpy(zpp_unit_file_mapping(kept.unit_file) + kept.offset[i], kept.values[i], bytes);
+        CHECK_OK(zpp_unit_file_keep_qcopy(kept.unit_file, kept.unit[i], &fault, &err));
+        if (!held) CHECK_OK(zpp_unit_file_release(kept.unit_file, kept.unit[i], &err));
         free(floats);
     }
     return kept;
 }
 
 static void end_kept(struct kept *kept, bool in_memory) {
-    zpp_filed_destroy(kept->filed);
+    zpp_unit_file_destroy(kept->unit_file);
     for (int i = 0; i < UNITS; i++) {
         free(kept->values[i]);
         free(kept->wanted[i]);
@@ -91,16 +91,16 @@ static void load_all(struct kept *kept, zpp_dtype dtype, int turns) {
     struct zpp_err err = ZPP_ERR_INIT;
     for (int turn = 0; turn < turns; turn++) {
         for (int i = 0; i < UNITS; i++) {
-            CHECK_OK(zpp_filed_enter(kept->filed, kept->unit[i], &err));
-            zpp_filed_begin(kept->filed, kept->unit[i]);
+            CHECK_OK(zpp_unit_file_acquire(kept->unit_file, kept->unit[i], &err));
+            zpp_unit_file_read_begin(kept->unit_file, kept->unit[i]);
         }
         for (int i = 0; i < UNITS; i++) {
-            CHECK_OK(zpp_filed_arrive(kept->filed, kept->unit[i], &patience));
-            CHECK_OK(zpp_filed_outcome(kept->filed, kept->unit[i], NULL, &err));
-            const unsigned char *home = zpp_filed_home(kept->filed) + kept->offset[i];
-            CHECK_EQUAL(memcmp(home, kept->wanted[i], ELEMS * elem_bytes(dtype)), 0);
+            CHECK_OK(zpp_unit_file_read_wait(kept->unit_file, kept->unit[i], &patience));
+            CHECK_OK(zpp_unit_file_read_status(kept->unit_file, kept->unit[i], NULL, &err));
+            const unsigned char *mapping = zpp_unit_file_mapping(kept->unit_file) + kept->offset[i];
+            CHECK_EQUAL(memcmp(mapping, kept->wanted[i], ELEMS * elem_bytes(dtype)), 0);
         }
-        for (int i = 0; i < UNITS; i++) CHECK_OK(zpp_filed_leave(kept->filed, kept->unit[i], &err));
+        for (int i = 0; i < UNITS; i++) CHECK_OK(zpp_unit_file_release(kept->unit_file, kept->unit[i], &err));
     }
 }
 
@@ -113,10 +113,10 @@ static void come_back_rounded(void) {
         const bool in_memory = way & 2;
         struct kept kept = new_kept(bits, dtype, in_memory, 1.0);
         CHECK(memcmp(kept.values[1], kept.wanted[1], ELEMS * elem_bytes(dtype)) != 0);
-        struct zpp_filed_figures before, after;
-        zpp_filed_figures(kept.filed, &before);
+        struct zpp_unit_file_figures before, after;
+        zpp_unit_file_figures(kept.unit_file, &before);
         load_all(&kept, dtype, 2);
-        zpp_filed_figures(kept.filed, &after);
+        zpp_unit_file_figures(kept.unit_file, &after);
         CHECK_EQUAL(after.read_bytes - before.read_bytes, in_memory ? 0 : 2 * after.images_bytes);
         const size_t rounded = 5000 + 4097 + 333, kept_bytes = rounded * (unsigned)bits / 8 + rounded / BLOCK * 4;
         CHECK(after.images_bytes < (3 * ELEMS - rounded) * elem_bytes(dtype) + kept_bytes + 4 * PAGE);
@@ -126,37 +126,39 @@ static void come_back_rounded(void) {
     remove_folder();
 }
 
-/* On disk a cut at a page of the images, through that of a unit; in memory whole units that are held as values, rounded
- * as the others are. */
+/* On disk a cut at a page of the quantised copies, through that of a unit; in memory whole units that are held as
+ * values, rounded as the others are. */
 static void a_fraction_is_away(void) {
     make_folder();
     for (int way = 0; way < 4; way++) {
         const bool in_memory = way & 1;
         const double fraction = way & 2 ? 0.5 : 1e-9;
         struct kept kept = new_kept(8, ZPP_F32, in_memory, fraction);
-        struct zpp_filed_figures before, after;
-        zpp_filed_figures(kept.filed, &before);
+        struct zpp_unit_file_figures before, after;
+        zpp_unit_file_figures(kept.unit_file, &before);
         const size_t in_file = before.images_bytes - before.images_held_bytes;
         if (in_memory) {
             const int held = way & 2 ? 1 : UNITS - 1;
             CHECK_EQUAL(in_file, 0);
             CHECK_EQUAL(before.cut_bytes, kept.offset[held]);
-            for (int i = 0; i < UNITS; i++) CHECK_EQUAL(zpp_filed_is_held(kept.filed, kept.unit[i]), i < held);
+            for (int i = 0; i < UNITS; i++) CHECK_EQUAL(zpp_unit_file_is_held(kept.unit_file, kept.unit[i]), i < held);
             for (int i = 0; i < held; i++)
-                CHECK_EQUAL(memcmp(zpp_filed_home(kept.filed) + kept.offset[i], kept.wanted[i], ELEMS * 4), 0);
+                CHECK_EQUAL(memcmp(zpp_unit_file_mapping(kept.unit_file) + kept.offset[i], kept.wanted[i], ELEMS * 4),
+                            0);
             struct zpp_err err = ZPP_ERR_INIT;
             const int last = UNITS - 1;
-            CHECK_OK(zpp_filed_enter(kept.filed, kept.unit[last], &err));
-            zpp_filed_begin(kept.filed, kept.unit[last]);
-            CHECK_OK(zpp_filed_arrive(kept.filed, kept.unit[last], &patience));
-            CHECK_EQUAL(memcmp(zpp_filed_home(kept.filed) + kept.offset[last], kept.wanted[last], ELEMS * 4), 0);
-            CHECK_OK(zpp_filed_leave(kept.filed, kept.unit[last], &err));
+            CHECK_OK(zpp_unit_file_acquire(kept.unit_file, kept.unit[last], &err));
+            zpp_unit_file_read_begin(kept.unit_file, kept.unit[last]);
+            CHECK_OK(zpp_unit_file_read_wait(kept.unit_file, kept.unit[last], &patience));
+            CHECK_EQUAL(memcmp(zpp_unit_file_mapping(kept.unit_file) + kept.offset[last], kept.wanted[last], ELEMS * 4),
+                        0);
+            CHECK_OK(zpp_unit_file_release(kept.unit_file, kept.unit[last], &err));
         } else {
             CHECK_EQUAL(before.cut_bytes, 0);
             CHECK_EQUAL(file_bytes(in_folder("params")), in_file);
             CHECK((double)in_file <= fraction * (double)before.images_bytes + PAGE && in_file > 0);
             load_all(&kept, ZPP_F32, 2);
-            zpp_filed_figures(kept.filed, &after);
+            zpp_unit_file_figures(kept.unit_file, &after);
             CHECK_EQUAL(after.read_bytes - before.read_bytes, 2 * in_file);
         }
         end_kept(&kept, in_memory);
@@ -170,23 +172,23 @@ static void every_read_fails_once(void) {
     for (int n = 0, failed = 1; failed; n++) {
         struct zpp_err err = ZPP_ERR_INIT;
         struct zpp_aio_fault fault = { .wanted_bytes = 0 };
-        CHECK_OK(zpp_filed_enter(kept.filed, kept.unit[1], &err));
+        CHECK_OK(zpp_unit_file_acquire(kept.unit_file, kept.unit[1], &err));
         atomic_store(&plan.reads_left, n);
-        zpp_filed_begin(kept.filed, kept.unit[1]);
-        CHECK_OK(zpp_filed_arrive(kept.filed, kept.unit[1], &patience));
+        zpp_unit_file_read_begin(kept.unit_file, kept.unit[1]);
+        CHECK_OK(zpp_unit_file_read_wait(kept.unit_file, kept.unit[1], &patience));
         atomic_store(&plan.reads_left, -1);
-        const zpp_status status = zpp_filed_outcome(kept.filed, kept.unit[1], &fault, &err);
+        const zpp_status status = zpp_unit_file_read_status(kept.unit_file, kept.unit[1], &fault, &err);
         failed = status != ZPP_OK;
         CHECK(failed || n > 0);
         if (failed) CHECK(status == ZPP_TIER && strstr(fault.path, "/params") && strstr(err.text, "at offset"));
-        CHECK_OK(zpp_filed_leave(kept.filed, kept.unit[1], &err));
+        CHECK_OK(zpp_unit_file_release(kept.unit_file, kept.unit[1], &err));
         load_all(&kept, ZPP_BF16, 1);
     }
     /* A load that nobody waited for when the file is closed. */
     struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_filed_enter(kept.filed, kept.unit[0], &err));
-    zpp_filed_begin(kept.filed, kept.unit[0]);
-    zpp_filed_close(kept.filed);
+    CHECK_OK(zpp_unit_file_acquire(kept.unit_file, kept.unit[0], &err));
+    zpp_unit_file_read_begin(kept.unit_file, kept.unit[0]);
+    zpp_unit_file_close(kept.unit_file);
     end_kept(&kept, false);
     remove_folder();
 }
@@ -195,22 +197,23 @@ static void refuses_misuse(void) {
     make_folder();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    zpp_filed *filed = NULL;
+    zpp_unit_file *unit_file = NULL;
     int unit;
     size_t offset;
-    CHECK_OK(zpp_filed_create(NULL, 1.0, &filed, &err));
-    CHECK_FAILS(zpp_filed_set_images(filed, 3, BLOCK, false, &err), ZPP_INVALID, "kept in 3 bits");
-    CHECK_OK(zpp_filed_set_images(filed, 8, BLOCK, true, &err));
-    CHECK_OK(zpp_filed_add(filed, 4 * 1000, &unit, &offset, &err));
-    CHECK_OK(zpp_filed_add_span(filed, unit, 0, 500, ZPP_F32, &err));
-    CHECK_FAILS(zpp_filed_add_span(filed, unit, 1996, 10, ZPP_F32, &err), ZPP_INVALID, "cannot be kept");
-    CHECK_FAILS(zpp_filed_add_span(filed, unit, 2000, 5000, ZPP_F32, &err), ZPP_INVALID, "cannot be kept");
-    CHECK_FAILS(zpp_filed_set_images(filed, 8, BLOCK, true, &err), ZPP_STATE, "before units are added");
-    CHECK_OK(zpp_filed_seal(filed, 0, &err));
+    CHECK_OK(zpp_unit_file_create(NULL, 1.0, &unit_file, &err));
+    CHECK_FAILS(zpp_unit_file_set_qcopies(unit_file, 3, BLOCK, false, &err), ZPP_INVALID, "kept in 3 bits");
+    CHECK_OK(zpp_unit_file_set_qcopies(unit_file, 8, BLOCK, true, &err));
+    CHECK_OK(zpp_unit_file_add(unit_file, 4 * 1000, &unit, &offset, &err));
+    CHECK_OK(zpp_unit_file_add_span(unit_file, unit, 0, 500, ZPP_F32, &err));
+    CHECK_FAILS(zpp_unit_file_add_span(unit_file, unit, 1996, 10, ZPP_F32, &err), ZPP_INVALID, "cannot be kept");
+    CHECK_FAILS(zpp_unit_file_add_span(unit_file, unit, 2000, 5000, ZPP_F32, &err), ZPP_INVALID, "cannot be kept");
+    CHECK_FAILS(zpp_unit_file_set_qcopies(unit_file, 8, BLOCK, true, &err), ZPP_STATE, "before units are added");
+    CHECK_OK(zpp_unit_file_seal(unit_file, 0, &err));
     float value = 0.0f;
-    CHECK_FAILS(zpp_filed_copy(filed, 0, &value, 4, true, &fault, &err), ZPP_STATE, "cannot be written in parts");
-    CHECK_FAILS(zpp_filed_copy(filed, 0, &value, 4, false, &fault, &err), ZPP_STATE, "cannot be read in parts");
-    zpp_filed_destroy(filed);
+    CHECK_FAILS(zpp_unit_file_copy(unit_file, 0, &value, 4, true, &fault, &err), ZPP_STATE,
+                "cannot be written in parts");
+    CHECK_FAILS(zpp_unit_file_copy(unit_file, 0, &value, 4, false, &fault, &err), ZPP_STATE, "cannot be read in parts");
+    zpp_unit_file_destroy(unit_file);
     remove_folder();
 }
 

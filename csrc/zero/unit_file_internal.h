@@ -1,0 +1,124 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The state of parameters in a file, shared by unit_file.c (life, loads, copies) and unit_file_step.c (windows of the
+ * step), and by nobody else.
+ */
+#ifndef ZPP_ZERO_UNIT_FILE_INTERNAL_H
+#define ZPP_ZERO_UNIT_FILE_INTERNAL_H
+
+#include <stdatomic.h>
+
+#include "../base/mem.h"
+#include "../base/stray.h"
+#include "../ops/quant/quant.h"
+#include "unit_file.h"
+
+/* Elements of a unit that are kept in fewer bits. */
+struct unit_file_span {
+    size_t offset_bytes, elems; /* in the unit */
+    zpp_dtype dtype;
+};
+
+/* Memory for a quantised copy on its way, of the largest one's size. */
+struct unit_file_staging {
+    struct unit_file_staging *next;
+    unsigned char *memory;
+};
+
+/* What the ranks of a host tell each other of one unit; in shared memory, zeros at first. */
+struct unit_file_board {
+    _Atomic int32_t users, contents;
+};
+
+struct unit_file_unit {
+    size_t offset_bytes, bytes; /* whole pages */
+    bool open; /* in a shared mapping: this rank can read it */
+    bool two, turned;           /* has it a second copy, and is that the one that is now? */
+    uint64_t first_offset_bytes, second_offset_bytes; /* in the file, of what moves of it */
+    zpp_aio_request *request;   /* this rank's read under way */
+    zpp_aio_request *sending;   /* this rank's write of its slice under way */
+    zpp_status status;          /* of the last load */
+    struct zpp_err err;
+    struct zpp_aio_fault fault;
+    /* kept in fewer bits: see unit_file_qcopy.c */
+    struct unit_file_span *spans;
+    size_t spans_count;
+    size_t image_offset_bytes, image_bytes; /* whole pages */
+    struct unit_file_staging *staging;          /* of the read under way */
+};
+
+/* Neighbouring bytes of the mapping that one request moves. */
+struct unit_file_run {
+    size_t offset_bytes, bytes; /* in the mapping */
+    size_t at_bytes;            /* in the buffer: the same place in a page, so that whole pages move directly */
+    bool reads;
+    zpp_aio_request *request;
+};
+
+struct unit_file_window {
+    unsigned char *memory; /* of the engine's arena */
+    _Atomic size_t room_bytes; /* figures are asked for while a delayed step runs */
+    struct unit_file_run *runs;
+    size_t runs_count, runs_room;
+};
+
+struct zpp_unit_file {
+    zpp_comm *comm;
+    int rank, ranks;
+    double fraction;
+    bool sealed;
+    struct unit_file_unit *units;
+    int units_count, units_room;
+    size_t mapping_bytes, cut_bytes;
+    uint64_t file_bytes; /* first copies and second ones */
+    size_t second_bytes; /* of second copies, in the file */
+    bool keeps_two;      /* some unit does */
+    zpp_range *range;   /* one rank: the mapping */
+    zpp_region *region; /* several: the mapping, then the board */
+    unsigned char *mapping;
+    unsigned char *alias;   /* in a shared mapping: see unit_file_stray.c */
+    zpp_stray_area *stray;
+    struct unit_file_board *board; /* several ranks only */
+    void *sums_room;           /* for shared checksums; the same */
+    char *path;
+    zpp_aio *aio; /* NULL before open and after close */
+    struct unit_file_window windows[ZPP_UNIT_FILE_WINDOWS];
+    size_t entered_bytes, entered_peak_bytes;
+    _Atomic uint64_t load_wait_ns; /* over several hosts the communicator's thread waits (rank_file.h) */
+    _Atomic uint64_t step_wait_ns; /* a delayed step's thread waits */
+    uint64_t loads, closed_read_bytes, closed_written_bytes, closed_checked_bytes;
+    struct zpp_quant_spec images; /* bits 0: units are kept as they are */
+    bool images_in_memory;
+    size_t images_bytes, images_cut_bytes; /* of all units; what lies before the cut is in memory */
+    zpp_region *images_region;
+    unsigned char *images_memory;  /* of the region, or of one rank */
+    struct unit_file_staging *staging; /* not in use */
+    size_t staging_bytes, stagings;
+};
+
+/* The unit that has that place of the mapping. */
+const struct unit_file_unit *unit_file_unit_at(const zpp_unit_file *unit_file, size_t offset_bytes);
+/* Submit a read or write of [offset, offset + bytes) of the mapping, all behind the cut, and of one unit where some
+ * have two copies. `next`: of the copy that is next. */
+zpp_status unit_file_submit(zpp_unit_file *unit_file, size_t offset_bytes, void *memory, size_t bytes, bool write,
+                            bool next, zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* Wait for *request (NULL is fine), release it and forget it. */
+zpp_status unit_file_finish(zpp_aio_request **request, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* Part of seal and destroy. */
+zpp_status unit_file_qcopy_seal(zpp_unit_file *unit_file, struct zpp_err *err);
+void unit_file_qcopy_drop(zpp_unit_file *unit_file);
+/* Begin to read a unit's quantised copy: unit->request is NULL where it is in memory; `unit->err` is written where it
+ * fails. */
+zpp_status unit_file_qcopy_begin(zpp_unit_file *unit_file, struct unit_file_unit *unit);
+/* The read ended with `status`: where that is OK, the values are at mapping. */
+void unit_file_qcopy_end(zpp_unit_file *unit_file, struct unit_file_unit *unit, zpp_status status);
+/* Stray reads of a mapping that ranks share (unit_file_stray.c). unwatch accepts a mapping that is not watched. open
+ * and close change this rank's mapping, and return 0 or errno. */
+zpp_status unit_file_stray_watch(zpp_unit_file *unit_file, struct zpp_err *err);
+void unit_file_stray_unwatch(zpp_unit_file *unit_file);
+int unit_file_home_open(zpp_unit_file *unit_file, struct unit_file_unit *unit, size_t offset_bytes, size_t bytes);
+int unit_file_home_close(zpp_unit_file *unit_file, struct unit_file_unit *unit, size_t offset_bytes, size_t bytes);
+/* Buffers of the windows; before the engine ends. */
+void unit_file_drop_windows(zpp_unit_file *unit_file);
+
+#endif
