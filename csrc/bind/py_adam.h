@@ -13,7 +13,7 @@
 struct zpp_py_adam {
     struct zpp_adam_segment *at; /* stepped in memory */
     size_t count, room;
-    struct zpp_tier_piece *tiered; /* stepped in the tier */
+    struct zpp_optim_file_piece *tiered; /* stepped in the tier */
     size_t tiered_count, tiered_room;
     struct zpp_masterless_piece *masterless; /* in bf16, without an fp32 copy */
     size_t masterless_count, masterless_room;

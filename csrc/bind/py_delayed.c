@@ -5,7 +5,7 @@
  */
 #include "py_adam.h"
 #include "py_aio.h"
-#include "py_tier.h"
+#include "py_optim_file.h"
 #include "raise.h"
 
 /* end, without errors: the model or the process goes. */
@@ -33,7 +33,7 @@ static PyObject *zero_delayed_begin(PyObject *self, PyObject *args) {
     double scale;
     int here;
     if (!PyArg_ParseTuple(args, "O!dp", &PyList_Type, &groups, &scale, &here)) return NULL;
-    zpp_tier *tier = zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
+    zpp_optim_file *optim_file = zero->optim_file ? zpp_py_optim_file_get(zero->optim_file) : NULL;
     struct zpp_py_adam list;
     if (PyErr_Occurred() || make_delayed(zero) || zpp_py_adam_list(zero, groups, true, &list)) return NULL;
     const struct zpp_delayed_step step = {
@@ -41,7 +41,7 @@ static PyObject *zero_delayed_begin(PyObject *self, PyObject *args) {
         .copies = list.copies, .copies_count = list.copies_count, .rests = list.rests, .rests_count = list.rests_count,
         .turns = list.turns, .turns_count = list.turns_count,
         .files = { .params = zpp_zero_param_file(zero->core), .grads = zpp_zero_grad_file(zero->core), .next = true },
-        .tier = tier, .grad_scale = (float)scale };
+        .optim_file = optim_file, .grad_scale = (float)scale };
     struct zpp_err err = ZPP_ERR_INIT;
     PyThreadState *thread = PyEval_SaveThread();
     const zpp_status status = zpp_delayed_begin(zero->delayed, &step, here, zero->pool, &err);

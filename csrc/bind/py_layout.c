@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The arithmetic of units (zero/unit.h) and of states in a file (zero/tier.h) for zeropp.estimate, which has neither
- * yet.
+ * The arithmetic of units (zero/unit.h) and of states in a file (zero/optim_file.h) for zeropp.estimate, which has
+ * neither yet.
  */
 #include <Python.h>
 
 #include <stdlib.h>
 
-#include "../zero/tier.h"
+#include "../zero/optim_file.h"
 #include "../zero/unit.h"
 #include "raise.h"
 
@@ -32,31 +32,31 @@ static PyObject *unit_layout(PyObject *module, PyObject *args) {
     return PyErr_Occurred() ? NULL : Py_BuildValue("nn", (Py_ssize_t)elems, (Py_ssize_t)shard_elems);
 }
 
-static int slice_plan(PyObject *pair, struct zpp_tier_slice_plan *out) {
+static int slice_plan(PyObject *pair, struct zpp_optim_file_slice_plan *out) {
     Py_ssize_t elems;
     int master;
     if (!PyArg_ParseTuple(pair, "np", &elems, &master)) return -1;
-    *out = (struct zpp_tier_slice_plan){ .elems = (size_t)elems, .master = master };
+    *out = (struct zpp_optim_file_slice_plan){ .elems = (size_t)elems, .master = master };
     return 0;
 }
 
-static PyObject *tier_plan(PyObject *module, PyObject *args) {
+static PyObject *optim_file_plan(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *list;
-    struct zpp_tier_options options = { 0 };
+    struct zpp_optim_file_options options = { 0 };
     int backward_step;
     if (!PyArg_ParseTuple(args, "O!dIp:tier_plan", &PyList_Type, &list, &options.fraction, &options.moments,
                           &backward_step))
         return NULL;
     options.backward_step = backward_step;
     const size_t count = (size_t)PyList_Size(list);
-    struct zpp_tier_slice_plan *slices = calloc(count + 1, sizeof *slices);
+    struct zpp_optim_file_slice_plan *slices = calloc(count + 1, sizeof *slices);
     if (!slices) return PyErr_NoMemory();
     int failed = 0;
     for (size_t i = 0; i < count && !failed; i++) failed = slice_plan(PyList_GetItem(list, (Py_ssize_t)i), &slices[i]);
-    struct zpp_tier_plan plan;
+    struct zpp_optim_file_plan plan;
     struct zpp_err err = ZPP_ERR_INIT;
-    const zpp_status status = failed ? ZPP_OK : zpp_tier_plan(&options, slices, count, &plan, &err);
+    const zpp_status status = failed ? ZPP_OK : zpp_optim_file_plan(&options, slices, count, &plan, &err);
     free(slices);
     if (failed) return NULL;
     if (status != ZPP_OK) return zpp_py_raise(&err);
@@ -64,7 +64,7 @@ static PyObject *tier_plan(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"tier_plan", tier_plan, METH_VARARGS,
+    {"optim_file_plan", optim_file_plan, METH_VARARGS,
      "tier_plan(slices, fraction, moments, early, /)\n--\n\n(bytes of a step's buffers, elements of a record) of "
      "states in a file. Slices: [(elements, has a master)]; moments: a bit each."},
     {"unit_layout", unit_layout, METH_VARARGS,

@@ -12,7 +12,7 @@
 #include "../ops/norm/norm.h"
 #include "py_adam.h"
 #include "py_aio.h"
-#include "py_tier.h"
+#include "py_optim_file.h"
 #include "py_zero.h"
 #include "raise.h"
 
@@ -318,11 +318,11 @@ static PyObject *zero_step_end(PyObject *self, PyObject *unused) {
 }
 
 /* set_tier(Tier): where the states of tiered units are. */
-static PyObject *zero_set_tier(PyObject *self, PyObject *tier) {
+static PyObject *zero_set_tier(PyObject *self, PyObject *optim_file) {
     Zero *zero = (Zero *)self;
-    if (!zpp_py_tier_get(tier)) return NULL;
-    Py_XDECREF(zero->tier);
-    zero->tier = Py_NewRef(tier);
+    if (!zpp_py_optim_file_get(optim_file)) return NULL;
+    Py_XDECREF(zero->optim_file);
+    zero->optim_file = Py_NewRef(optim_file);
     Py_RETURN_NONE;
 }
 
@@ -343,10 +343,10 @@ static struct zpp_adam_segment *next_segment(struct zpp_py_adam *list) {
 }
 
 static struct zpp_adam_segment *next_tiered(struct zpp_py_adam *list, int slice, size_t first) {
-    struct zpp_tier_piece *at = one_more(list->tiered, list->tiered_count, &list->tiered_room, sizeof *at);
+    struct zpp_optim_file_piece *at = one_more(list->tiered, list->tiered_count, &list->tiered_room, sizeof *at);
     if (!at) return NULL;
     list->tiered = at;
-    struct zpp_tier_piece *piece = &list->tiered[list->tiered_count++];
+    struct zpp_optim_file_piece *piece = &list->tiered[list->tiered_count++];
     piece->slice = slice;
     piece->first = first;
     return &piece->segment;
@@ -592,7 +592,7 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!d", &PyList_Type, &groups, &scale)) return NULL;
     struct zpp_py_adam list;
     if (zpp_py_adam_list(zero, groups, false, &list)) return NULL;
-    zpp_tier *tier = zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
+    zpp_optim_file *optim_file = zero->optim_file ? zpp_py_optim_file_get(zero->optim_file) : NULL;
     zpp_status status = ZPP_OK;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
@@ -602,9 +602,10 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
         status = zpp_unit_file_step(&files, list.at, list.count, (float)scale, zero->pool, &zero->torn, &fault, &err);
         zpp_masterless_step(list.masterless, list.masterless_count, (float)scale, zero->pool);
         zpp_adam_step_f64(list.f64, list.f64_count, scale, zero->pool);
-        if (tier && status == ZPP_OK)
+        if (optim_file && status == ZPP_OK)
             status =
-                zpp_tier_step(tier, list.tiered, list.tiered_count, &files, (float)scale, zero->pool, &fault, &err);
+                zpp_optim_file_step(optim_file, list.tiered, list.tiered_count, &files, (float)scale, zero->pool,
+                                    &fault, &err);
         zero->steps += status == ZPP_OK;
         PyEval_RestoreThread(thread);
     }

@@ -15,7 +15,7 @@
 
 #include "py_adam.h"
 #include "py_aio.h"
-#include "py_tier.h"
+#include "py_optim_file.h"
 #include "pywait.h"
 #include "raise.h"
 
@@ -97,19 +97,20 @@ static int send(Unit *unit, struct zpp_err *err, zpp_status *status) {
 /* Buffers whose writes have ended are read into again: between two units nobody else looks, and the disk would rest. */
 static int read_on(Zero *zero) {
     struct zpp_py_backward_step *backward_step = &zero->backward_step;
-    if (!backward_step->tier_open || backward_step->failed) return 0;
-    zpp_tier *tier = zpp_py_tier_get(zero->tier);
-    if (!tier) return -1;
+    if (!backward_step->optim_file_open || backward_step->failed) return 0;
+    zpp_optim_file *optim_file = zpp_py_optim_file_get(zero->optim_file);
+    if (!optim_file) return -1;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    if (zpp_tier_backward_step_poll(tier, &fault, &err) != ZPP_OK) keep_failure(backward_step, &err, &fault);
+    if (zpp_optim_file_backward_step_poll(optim_file, &fault, &err) != ZPP_OK) keep_failure(backward_step, &err,
+                                                                                            &fault);
     return 0;
 }
 
 /* --- the update of one unit --------------------------------------------------------------------------------------- */
 
-static zpp_status run_adam(Zero *zero, struct zpp_py_adam *list, zpp_tier *tier, struct zpp_aio_fault *fault,
-                           struct zpp_err *err) {
+static zpp_status run_adam(Zero *zero, struct zpp_py_adam *list, zpp_optim_file *optim_file,
+                           struct zpp_aio_fault *fault, struct zpp_err *err) {
     const double grad_scale = zero->backward_step.scale;
     const float scale = (float)grad_scale;
     zpp_status status = ZPP_OK;
@@ -117,12 +118,13 @@ static zpp_status run_adam(Zero *zero, struct zpp_py_adam *list, zpp_tier *tier,
     zpp_update_step(list->at, list->count, scale, zero->pool);
     zpp_adam_step_f64(list->f64, list->f64_count, grad_scale, zero->pool);
     zpp_masterless_step(list->masterless, list->masterless_count, scale, zero->pool);
-    if (tier && !zero->backward_step.tier_open) {
-        status = zpp_tier_backward_step_begin(tier, fault, err);
-        zero->backward_step.tier_open = status == ZPP_OK;
+    if (optim_file && !zero->backward_step.optim_file_open) {
+        status = zpp_optim_file_backward_step_begin(optim_file, fault, err);
+        zero->backward_step.optim_file_open = status == ZPP_OK;
     }
-    if (tier && status == ZPP_OK)
-        status = zpp_tier_backward_step_unit(tier, list->tiered, list->tiered_count, scale, zero->pool, fault, err);
+    if (optim_file && status == ZPP_OK)
+        status = zpp_optim_file_backward_step_unit(optim_file, list->tiered, list->tiered_count, scale, zero->pool,
+                                                   fault, err);
     PyEval_RestoreThread(thread);
     return status;
 }
@@ -130,11 +132,11 @@ static zpp_status run_adam(Zero *zero, struct zpp_py_adam *list, zpp_tier *tier,
 static int step_adam(Unit *unit, struct zpp_aio_fault *fault, struct zpp_err *err, zpp_status *status) {
     Zero *zero = unit->zero;
     struct zpp_py_adam list = { 0 };
-    zpp_tier *tier = unit->adam.tiered && zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
+    zpp_optim_file *optim_file = unit->adam.tiered && zero->optim_file ? zpp_py_optim_file_get(zero->optim_file) : NULL;
     if (PyErr_Occurred()) return -1;
     int failed = zpp_py_adam_unit(zero, unit, zero->backward_step.groups, &list);
     if (failed && !PyErr_Occurred()) PyErr_NoMemory();
-    if (!failed) *status = run_adam(zero, &list, tier, fault, err);
+    if (!failed) *status = run_adam(zero, &list, optim_file, fault, err);
     zpp_py_adam_drop(&list);
     return failed;
 }
@@ -228,9 +230,9 @@ static int step_unit(Unit *unit) {
 /* --- the next step's states --------------------------------------------------------------------------------------- */
 
 static void read_ahead(Zero *zero) {
-    zpp_tier *tier = zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
+    zpp_optim_file *optim_file = zero->optim_file ? zpp_py_optim_file_get(zero->optim_file) : NULL;
     zero->backward_step.reads_ahead = false;
-    if (tier) zpp_tier_backward_step_ahead(tier);
+    if (optim_file) zpp_optim_file_backward_step_ahead(optim_file);
     else PyErr_Clear(); /* closed with the model */
 }
 
@@ -363,13 +365,14 @@ static int end_writes(Zero *zero) {
     int failed = 0;
     while (backward_step->sending_count && !failed) failed = let_go(zero);
     for (Py_ssize_t i = 0; i < PyList_Size(zero->units) && !failed; i++) failed = unpin(unit_at(zero, i));
-    zpp_tier *tier = backward_step->tier_open && zero->tier ? zpp_py_tier_get(zero->tier) : NULL;
-    backward_step->tier_open = false;
-    if (!tier) return PyErr_Occurred() ? -1 : failed;
+    zpp_optim_file *optim_file = backward_step->optim_file_open && zero->optim_file
+        ? zpp_py_optim_file_get(zero->optim_file) : NULL;
+    backward_step->optim_file_open = false;
+    if (!optim_file) return PyErr_Occurred() ? -1 : failed;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_tier_backward_step_end(tier, &fault, &err);
+    const zpp_status status = zpp_optim_file_backward_step_end(optim_file, &fault, &err);
     PyEval_RestoreThread(thread);
     backward_step->reads_ahead = status == ZPP_OK;
     if (status != ZPP_OK) keep_failure(backward_step, &err, &fault);

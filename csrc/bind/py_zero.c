@@ -390,7 +390,7 @@ static PyObject *zero_close(PyObject *self, PyObject *unused) {
     zero->units = PyList_New(0);
     Py_DECREF(units);
     zpp_py_delayed_end(zero); /* before the tier that it steps */
-    Py_CLEAR(zero->tier);
+    Py_CLEAR(zero->optim_file);
     drop_callables(zero);
     Py_RETURN_NONE;
 }
@@ -401,7 +401,7 @@ static void zero_dealloc(PyObject *self) {
     zpp_py_unlist_engine(zero);
     Py_CLEAR(zero->units);
     zpp_py_delayed_end(zero);
-    Py_CLEAR(zero->tier);
+    Py_CLEAR(zero->optim_file);
     drop_callables(zero);
     zpp_zero_destroy(zero->core);
     zpp_pool_destroy(zero->pool);

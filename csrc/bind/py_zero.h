@@ -72,7 +72,7 @@ struct zpp_py_backward_step {
     double scale;
     bool open;       /* this backward steps */
     bool pending;    /* the step was begun, and not ended by optimizer.step() */
-    bool tier_open;
+    bool optim_file_open;
     bool reads_ahead; /* states for the next step, once the next forward has read its last unit */
     int done;        /* units of the order of reductions that were stepped, or had no gradient */
     int stepped;
@@ -101,7 +101,7 @@ struct Zero {
     PyObject *comm;   /* _C.Comm or NULL */
     PyObject *near;   /* of hpZ, or of a copy a host: _C.Comm of this host's ranks, or NULL */
     PyObject *units;  /* list of Unit */
-    PyObject *tier;   /* _C.Tier or NULL */
+    PyObject *optim_file;   /* _C.Tier or NULL */
     struct zpp_py_backward_step backward_step;
     struct zpp_py_buffers buffers;
     zpp_delayed *delayed;   /* NULL before the first delayed step; see py_delayed.c */

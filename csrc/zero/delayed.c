@@ -65,9 +65,9 @@ static zpp_status step_states(const struct zpp_delayed_step *step, zpp_pool *poo
     bool torn; /* for whoever waits, every failure is one that tears: the steps are counted, the gradients gone */
     zpp_status status = zpp_unit_file_step(&step->files, step->segments, step->segments_count, step->grad_scale, pool,
                                            &torn, fault, err);
-    if (step->tier && status == ZPP_OK)
-        status = zpp_tier_step(step->tier, step->pieces, step->pieces_count, &step->files, step->grad_scale, pool,
-                               fault, err);
+    if (step->optim_file && status == ZPP_OK)
+        status = zpp_optim_file_step(step->optim_file, step->pieces, step->pieces_count, &step->files, step->grad_scale,
+                                     pool, fault, err);
     return status;
 }
 

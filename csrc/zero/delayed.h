@@ -16,7 +16,7 @@
 #ifndef ZPP_ZERO_DELAYED_H
 #define ZPP_ZERO_DELAYED_H
 
-#include "tier.h"
+#include "optim_file.h"
 
 typedef struct zpp_delayed zpp_delayed;
 
@@ -38,7 +38,7 @@ struct zpp_delayed_rest {
 struct zpp_delayed_step {
     struct zpp_adam_segment *segments;
     size_t segments_count;
-    struct zpp_tier_piece *pieces;
+    struct zpp_optim_file_piece *pieces;
     size_t pieces_count;
     struct zpp_delayed_copy *copies;
     size_t copies_count;
@@ -47,7 +47,7 @@ struct zpp_delayed_step {
     int *turns; /* units of files.params, by their numbers there */
     size_t turns_count;
     struct zpp_step_files files; /* `next` where there are parameters */
-    zpp_tier *tier; /* NULL where there are no pieces */
+    zpp_optim_file *optim_file; /* NULL where there are no pieces */
     float grad_scale;
 };
 

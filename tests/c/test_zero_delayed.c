@@ -54,24 +54,25 @@ static struct zpp_adam_segment segment_of(struct side *side, int k, size_t first
         .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .decoupled_decay = true };
 }
 
-static struct zpp_delayed_step step_of(struct side *side, int k, bool low, zpp_tier *tier) {
-    struct zpp_delayed_step step = { .copies = calloc(2, sizeof *step.copies), .copies_count = 2, .tier = tier,
+static struct zpp_delayed_step step_of(struct side *side, int k, bool low, zpp_optim_file *optim_file) {
+    struct zpp_delayed_step step = { .copies = calloc(2, sizeof *step.copies), .copies_count = 2,
+                                    .optim_file = optim_file,
                                      .grad_scale = 0.5f };
     struct zpp_adam_segment *segments = calloc(2, sizeof *segments);
-    struct zpp_tier_piece *pieces = calloc(2, sizeof *pieces);
+    struct zpp_optim_file_piece *pieces = calloc(2, sizeof *pieces);
     CHECK(step.copies && segments && pieces);
     const size_t cuts[3] = { 0, CUT, ELEMS }, bytes = low ? 2 : 4;
     for (int i = 0; i < 2; i++) {
         const size_t elems = cuts[i + 1] - cuts[i];
         segments[i] = segment_of(side, k, cuts[i], elems, low);
-        pieces[i] = (struct zpp_tier_piece){ segments[i], 0, cuts[i] };
+        pieces[i] = (struct zpp_optim_file_piece){ segments[i], 0, cuts[i] };
         if (low) pieces[i].segment.param = NULL;
         unsigned char *to = low ? (unsigned char *)side->low : (unsigned char *)side->values;
         unsigned char *from = low ? (unsigned char *)side->ahead : (unsigned char *)side->master;
         step.copies[i] = (struct zpp_delayed_copy){ .to = to + cuts[i] * bytes, .from = from + cuts[i] * bytes,
                                                     .bytes = elems * bytes };
     }
-    if (tier) {
+    if (optim_file) {
         step.pieces = pieces;
         step.pieces_count = 2;
         free(segments);
@@ -93,24 +94,24 @@ static void wanted_after(struct side *side, int k, bool low, float *old) {
     zpp_convert(side->low, ZPP_BF16, shown, ZPP_F32, ELEMS);
 }
 
-static zpp_tier *new_tier(struct side *side, bool low) {
+static zpp_optim_file *new_tier(struct side *side, bool low) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     reset_plan();
-    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 0.8, .moments = 3,
+    const struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = 0.8, .moments = 3,
                                               .chunk_elems = 1024, .sys = &sys, .log = count_log };
-    zpp_tier *tier = NULL;
+    zpp_optim_file *optim_file = NULL;
     int slice;
-    CHECK_OK(zpp_tier_create(&options, &tier, &err));
-    CHECK_OK(zpp_tier_add(tier, ELEMS, low, &slice, &err));
-    CHECK_OK(zpp_tier_seal(tier, &fault, &err));
-    if (low) CHECK_OK(zpp_tier_copy(tier, 0, ZPP_TIER_MASTER, 0, ELEMS, side->master, true, &fault, &err));
-    return tier;
+    CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
+    CHECK_OK(zpp_optim_file_add(optim_file, ELEMS, low, &slice, &err));
+    CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
+    if (low) CHECK_OK(zpp_optim_file_copy(optim_file, 0, ZPP_TIER_MASTER, 0, ELEMS, side->master, true, &fault, &err));
+    return optim_file;
 }
 
-static void end_tier(zpp_tier *tier) {
-    if (!tier) return;
-    zpp_tier_destroy(tier);
+static void end_tier(zpp_optim_file *optim_file) {
+    if (!optim_file) return;
+    zpp_optim_file_destroy(optim_file);
     CHECK_EQUAL(unlink(in_folder("states")), 0);
 }
 
@@ -119,7 +120,7 @@ static void train(zpp_device *device, bool low, bool tiered) {
     struct zpp_aio_fault fault;
     struct side ours = new_side(), wanted = new_side();
     float *old = floats();
-    zpp_tier *tier = tiered ? new_tier(&ours, low) : NULL;
+    zpp_optim_file *optim_file = tiered ? new_tier(&ours, low) : NULL;
     zpp_pool *pool = NULL;
     zpp_delayed *delayed = NULL;
     CHECK_OK(zpp_pool_create(in_new_threads, 2, &pool, &err));
@@ -130,12 +131,12 @@ static void train(zpp_device *device, bool low, bool tiered) {
         CHECK_EQUAL(memcmp(ours.grads[k % 2], wanted.grads[k % 2], ELEMS * 4), 0);
         CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
         zpp_delayed_publish(delayed, pool);
-        const struct zpp_delayed_step step = step_of(&ours, k, low, tier);
+        const struct zpp_delayed_step step = step_of(&ours, k, low, optim_file);
         CHECK_OK(zpp_delayed_begin(delayed, &step, k < EXACT, pool, &err));
-        if (tier) {
-            struct zpp_tier_figures seen;
-            zpp_tier_figures(tier, &seen); /* from this thread, while the other steps */
-            CHECK(!zpp_tier_torn(tier));
+        if (optim_file) {
+            struct zpp_optim_file_figures seen;
+            zpp_optim_file_figures(optim_file, &seen); /* from this thread, while the other steps */
+            CHECK(!zpp_optim_file_torn(optim_file));
         }
         if (k < EXACT) {
             CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
@@ -157,7 +158,7 @@ static void train(zpp_device *device, bool low, bool tiered) {
     CHECK_EQUAL(figures.steps, STEPS);
     zpp_delayed_destroy(delayed);
     zpp_pool_destroy(pool);
-    end_tier(tier);
+    end_tier(optim_file);
     drop_side(&ours);
     drop_side(&wanted);
     free(old);
@@ -277,8 +278,8 @@ static void pass_files(struct unit_file_side *files, struct side *side, int k, b
 }
 
 static struct zpp_delayed_step step_of_files(struct unit_file_side *files, struct side *side, int k, bool low,
-                                             zpp_tier *tier) {
-    struct zpp_delayed_step step = step_of(side, k, low, tier);
+                                             zpp_optim_file *optim_file) {
+    struct zpp_delayed_step step = step_of(side, k, low, optim_file);
     const size_t bytes = low ? 2 : 4;
     unsigned char *mapping = zpp_unit_file_mapping(files->params),
     *grads = zpp_unit_file_mapping(files->grads) + files->mapping[k % 2];
@@ -286,7 +287,7 @@ static struct zpp_delayed_step step_of_files(struct unit_file_side *files, struc
     step.copies = NULL;
     step.copies_count = 0;
     for (size_t i = 0, at = 0; i < 2; i++) {
-        struct zpp_adam_segment *segment = tier ? &step.pieces[i].segment : &step.segments[i];
+        struct zpp_adam_segment *segment = optim_file ? &step.pieces[i].segment : &step.segments[i];
         segment->grad = grads + at * 4;
         if (low) segment->param_out = mapping + at * bytes;
         else segment->param = (float *)(void *)(mapping + at * bytes);
@@ -309,7 +310,7 @@ static void train_files(zpp_device *device, bool low, bool tiered) {
     struct zpp_aio_fault fault;
     struct side ours = new_side(), wanted = new_side();
     float *old = floats();
-    zpp_tier *tier = tiered ? new_tier(&ours, low) : NULL;
+    zpp_optim_file *optim_file = tiered ? new_tier(&ours, low) : NULL;
     reset_plan();
     struct unit_file_side files = new_files(&ours, low);
     zpp_delayed *delayed = NULL;
@@ -322,7 +323,7 @@ static void train_files(zpp_device *device, bool low, bool tiered) {
         CHECK(!zpp_delayed_failed(delayed));
         CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
         zpp_delayed_publish(delayed, NULL);
-        const struct zpp_delayed_step step = step_of_files(&files, &ours, k, low, tier);
+        const struct zpp_delayed_step step = step_of_files(&files, &ours, k, low, optim_file);
         CHECK_OK(zpp_delayed_begin(delayed, &step, k < EXACT, NULL, &err));
         if (k < EXACT) {
             CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
@@ -336,7 +337,7 @@ static void train_files(zpp_device *device, bool low, bool tiered) {
     zpp_delayed_publish(delayed, NULL);
     pass_files(&files, &ours, STEPS, low);
     atomic_store(&plan.writes_left, 0);
-    const struct zpp_delayed_step step = step_of_files(&files, &ours, STEPS, low, tier);
+    const struct zpp_delayed_step step = step_of_files(&files, &ours, STEPS, low, optim_file);
     CHECK_OK(zpp_delayed_begin(delayed, &step, false, NULL, &err));
     zpp_delayed_finish(delayed);
     atomic_store(&plan.writes_left, -1);
@@ -350,7 +351,7 @@ static void train_files(zpp_device *device, bool low, bool tiered) {
     else CHECK_EQUAL(memcmp(ours.values, wanted.values, ELEMS * 4), 0);
     zpp_delayed_destroy(delayed);
     end_files(&files);
-    end_tier(tier);
+    end_tier(optim_file);
     drop_side(&ours);
     drop_side(&wanted);
     free(old);
@@ -373,20 +374,20 @@ static void fail_each(zpp_device *device) {
         struct zpp_err err = ZPP_ERR_INIT;
         struct zpp_aio_fault fault = { .wanted_bytes = 0 };
         struct side ours = new_side();
-        zpp_tier *tier = new_tier(&ours, true);
+        zpp_optim_file *optim_file = new_tier(&ours, true);
         zpp_delayed *delayed = NULL;
         CHECK_OK(zpp_delayed_create(device, &delayed, &err));
-        struct zpp_delayed_step step = step_of(&ours, 0, true, tier);
+        struct zpp_delayed_step step = step_of(&ours, 0, true, optim_file);
         CHECK_OK(zpp_delayed_begin(delayed, &step, false, NULL, &err));
         CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
-        step = step_of(&ours, 1, true, tier);
+        step = step_of(&ours, 1, true, optim_file);
         CHECK_FAILS(zpp_delayed_begin(delayed, &step, false, NULL, &err), ZPP_STATE, "before the one under way");
         zpp_delayed_publish(delayed, NULL);
         uint16_t *before = malloc(ELEMS * 2);
         CHECK(before);
         memcpy(before, ours.low, ELEMS * 2);
         atomic_store(n & 1 ? &plan.writes_left : &plan.reads_left, n / 2);
-        step = step_of(&ours, 1, true, tier);
+        step = step_of(&ours, 1, true, optim_file);
         CHECK_OK(zpp_delayed_begin(delayed, &step, false, NULL, &err));
         zpp_delayed_finish(delayed);
         atomic_store(n & 1 ? &plan.writes_left : &plan.reads_left, -1);
@@ -394,19 +395,19 @@ static void fail_each(zpp_device *device) {
         if (status != ZPP_OK) {
             CHECK_EQUAL(status, ZPP_TIER);
             CHECK(strstr(err.text, "/states\"") && strstr(fault.path, "/states"));
-            CHECK(zpp_tier_torn(tier));
+            CHECK(zpp_optim_file_torn(optim_file));
             CHECK(!zpp_delayed_pending(delayed));
             zpp_delayed_publish(delayed, NULL);
             CHECK_EQUAL(memcmp(before, ours.low, ELEMS * 2), 0);
             CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
-            zpp_tier_mend(tier);
-            step = step_of(&ours, 2, true, tier);
+            zpp_optim_file_mend(optim_file);
+            step = step_of(&ours, 2, true, optim_file);
             CHECK_OK(zpp_delayed_begin(delayed, &step, false, NULL, &err));
             if (n & 1) CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
         }
         free(before);
         zpp_delayed_destroy(delayed); /* half of the time with a step under way */
-        end_tier(tier);
+        end_tier(optim_file);
         drop_side(&ours);
         if (status == ZPP_OK) {
             CHECK(n >= 4);

@@ -3,7 +3,7 @@
  * The step over parameters in a file, alone and beside states in a file: the same step in memory, bit for bit; what it
  * reads and writes; and every operation failing once.
  */
-#include "../../csrc/zero/tier.h"
+#include "../../csrc/zero/optim_file.h"
 #include "unit_file_common.h"
 #include "threads.h"
 
@@ -41,7 +41,7 @@ struct stepped {
     enum where where;
     bool two; /* copies in the file */
     zpp_unit_file *unit_file;
-    zpp_tier *tier;
+    zpp_optim_file *optim_file;
     unsigned char *mapping;
     struct adam plain, ours;
 };
@@ -66,12 +66,12 @@ static struct stepped new_copies(enum where where, double fraction, bool two) {
     if (where == FP32_IN_FILE)
         CHECK_OK(zpp_unit_file_copy(at.unit_file, 0, at.ours.master, ELEMS * 4, true, &fault, &err));
     if (where != STATES_TOO) return at;
-    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = fraction, .moments = 3,
+    const struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = fraction, .moments = 3,
                                               .sys = &sys, .log = count_log };
-    CHECK_OK(zpp_tier_create(&options, &at.tier, &err));
-    CHECK_OK(zpp_tier_add(at.tier, ELEMS, true, &slice, &err));
-    CHECK_OK(zpp_tier_seal(at.tier, &fault, &err));
-    CHECK_OK(zpp_tier_copy(at.tier, 0, ZPP_TIER_MASTER, 0, ELEMS, at.ours.master, true, &fault, &err));
+    CHECK_OK(zpp_optim_file_create(&options, &at.optim_file, &err));
+    CHECK_OK(zpp_optim_file_add(at.optim_file, ELEMS, true, &slice, &err));
+    CHECK_OK(zpp_optim_file_seal(at.optim_file, &fault, &err));
+    CHECK_OK(zpp_optim_file_copy(at.optim_file, 0, ZPP_TIER_MASTER, 0, ELEMS, at.ours.master, true, &fault, &err));
     return at;
 }
 
@@ -82,8 +82,8 @@ static struct stepped new_stepped(enum where where, double fraction) {
 static void end_stepped(struct stepped *at) {
     zpp_unit_file_destroy(at->unit_file);
     CHECK_EQUAL(unlink(in_folder("params")), 0);
-    if (at->tier) {
-        zpp_tier_destroy(at->tier);
+    if (at->optim_file) {
+        zpp_optim_file_destroy(at->optim_file);
         CHECK_EQUAL(unlink(in_folder("states")), 0);
     }
     drop_adam(&at->plain);
@@ -102,7 +102,7 @@ static struct zpp_adam_segment segment_of(struct adam *adam, size_t first, size_
 static zpp_status step(struct stepped *at, uint64_t t, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
                        struct zpp_err *err) {
     struct zpp_adam_segment plain[PARAMS], ours[2 * PARAMS];
-    struct zpp_tier_piece pieces[2 * PARAMS];
+    struct zpp_optim_file_piece pieces[2 * PARAMS];
     const bool low = at->where != FP32_IN_FILE;
     const size_t size = elem_bytes(at->where);
     size_t plain_count = 0, count = 0;
@@ -116,15 +116,15 @@ static zpp_status step(struct stepped *at, uint64_t t, zpp_pool *pool, bool *tor
             if (low) segment.param_out = place;
             else segment.param = (float *)(void *)place;
             ours[count] = segment;
-            pieces[count++] = (struct zpp_tier_piece){ segment, 0, begin + done };
+            pieces[count++] = (struct zpp_optim_file_piece){ segment, 0, begin + done };
         }
     }
     const struct zpp_step_files files = { .params = at->unit_file, .next = at->two };
     zpp_adam_step(plain, plain_count, 0.5f, pool);
     *torn = false;
-    if (at->tier) {
-        const zpp_status status = zpp_tier_step(at->tier, pieces, count, &files, 0.5f, pool, fault, err);
-        *torn = zpp_tier_torn(at->tier);
+    if (at->optim_file) {
+        const zpp_status status = zpp_optim_file_step(at->optim_file, pieces, count, &files, 0.5f, pool, fault, err);
+        *torn = zpp_optim_file_torn(at->optim_file);
         return status;
     }
     return zpp_unit_file_step(&files, ours, count, 0.5f, pool, torn, fault, err);

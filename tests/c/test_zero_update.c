@@ -6,7 +6,7 @@
 #include "../../csrc/ops/adagrad/adagrad.h"
 #include "../../csrc/ops/lion/lion.h"
 #include "../../csrc/ops/sgd/sgd.h"
-#include "../../csrc/zero/tier.h"
+#include "../../csrc/zero/optim_file.h"
 #include "aio_common.h"
 #include "planned_io.h"
 #include "threads.h"
@@ -101,39 +101,41 @@ static void from_a_tier(enum zpp_update update, bool master, double fraction) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     const struct zpp_step_files files = { 0 };
-    zpp_tier *tier = NULL;
+    zpp_optim_file *optim_file = NULL;
     int slice;
     reset_plan();
-    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = fraction,
+    const struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = fraction,
                                               .moments = moments[update], .chunk_elems = 1024, .sys = &sys,
                                               .log = count_log };
-    CHECK_OK(zpp_tier_create(&options, &tier, &err));
-    CHECK_OK(zpp_tier_add(tier, ELEMS, master, &slice, &err));
-    CHECK_OK(zpp_tier_seal(tier, &fault, &err));
+    CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
+    CHECK_OK(zpp_optim_file_add(optim_file, ELEMS, master, &slice, &err));
+    CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
     fill_side(&plain);
     fill_side(&ours);
-    if (master) CHECK_OK(zpp_tier_copy(tier, slice, ZPP_TIER_MASTER, 0, ELEMS, ours.param, true, &fault, &err));
+    if (master) CHECK_OK(zpp_optim_file_copy(optim_file, slice, ZPP_TIER_MASTER, 0, ELEMS, ours.param, true, &fault,
+                                             &err));
     for (uint64_t t = 1; t <= STEPS; t++) {
-        struct zpp_tier_piece pieces[PIECES];
+        struct zpp_optim_file_piece pieces[PIECES];
         for (size_t i = 0; i < PIECES; i++) {
             const struct zpp_adam_segment one = segment_of(update, &plain, i, t);
             step_plainly(&one);
-            pieces[i] = (struct zpp_tier_piece){ segment_of(update, &ours, i, t), slice, i * PIECE_ELEMS };
+            pieces[i] = (struct zpp_optim_file_piece){ segment_of(update, &ours, i, t), slice, i * PIECE_ELEMS };
         }
-        CHECK_OK(zpp_tier_step(tier, pieces, PIECES, &files, 0.5f, NULL, &fault, &err));
+        CHECK_OK(zpp_optim_file_step(optim_file, pieces, PIECES, &files, 0.5f, NULL, &fault, &err));
         CHECK(memcmp(plain.low, ours.low, sizeof ours.low) == 0);
     }
-    struct zpp_tier_figures figures;
-    zpp_tier_figures(tier, &figures);
+    struct zpp_optim_file_figures figures;
+    zpp_optim_file_figures(optim_file, &figures);
     for (int kind = ZPP_TIER_MASTER; kind < ZPP_TIER_MAX_EXP_AVG_SQ; kind++) {
         const bool has = kind == ZPP_TIER_MASTER ? master : moments[update] >> (kind - ZPP_TIER_EXP_AVG) & 1;
         CHECK_EQUAL(figures.file_bytes[kind] + figures.held_bytes[kind], has ? ELEMS * sizeof(float) : 0);
         if (!has) continue;
-        CHECK_OK(zpp_tier_copy(tier, slice, (enum zpp_tier_kind)kind, 0, ELEMS, seen, false, &fault, &err));
+        CHECK_OK(zpp_optim_file_copy(optim_file, slice, (enum zpp_optim_file_kind)kind, 0, ELEMS, seen, false, &fault,
+                                     &err));
         const float *wanted = kind == ZPP_TIER_MASTER ? plain.param : plain.moment[kind - ZPP_TIER_EXP_AVG];
         CHECK(memcmp(seen, wanted, sizeof seen) == 0);
     }
-    zpp_tier_destroy(tier);
+    zpp_optim_file_destroy(optim_file);
     CHECK_EQUAL(unlink(in_folder("states")), 0);
 }
 
@@ -149,27 +151,27 @@ static void a_tier_of_nothing(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     const struct zpp_step_files files = { 0 };
-    zpp_tier *tier = NULL;
+    zpp_optim_file *optim_file = NULL;
     int slice;
     make_folder();
     reset_plan();
-    const struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 1.0, .sys = &sys,
+    const struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = 1.0, .sys = &sys,
                                               .log = count_log };
-    CHECK_OK(zpp_tier_create(&options, &tier, &err));
-    CHECK_OK(zpp_tier_add(tier, ELEMS, false, &slice, &err));
-    CHECK_OK(zpp_tier_seal(tier, &fault, &err));
+    CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
+    CHECK_OK(zpp_optim_file_add(optim_file, ELEMS, false, &slice, &err));
+    CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
     fill_side(&plain);
     fill_side(&ours);
     struct zpp_adam_segment one = segment_of(ZPP_UPDATE_SGD, &plain, 0, 1);
     step_plainly(&one);
-    const struct zpp_tier_piece piece = { segment_of(ZPP_UPDATE_SGD, &ours, 0, 1), slice, 0 };
-    CHECK_OK(zpp_tier_step(tier, &piece, 1, &files, 0.5f, NULL, &fault, &err));
+    const struct zpp_optim_file_piece piece = { segment_of(ZPP_UPDATE_SGD, &ours, 0, 1), slice, 0 };
+    CHECK_OK(zpp_optim_file_step(optim_file, &piece, 1, &files, 0.5f, NULL, &fault, &err));
     CHECK(memcmp(&plain, &ours, sizeof ours) == 0);
-    struct zpp_tier_figures figures;
-    zpp_tier_figures(tier, &figures);
+    struct zpp_optim_file_figures figures;
+    zpp_optim_file_figures(optim_file, &figures);
     CHECK_EQUAL(figures.reserved_bytes, 0u);
     CHECK_EQUAL(figures.buffer_bytes, 0u);
-    zpp_tier_destroy(tier);
+    zpp_optim_file_destroy(optim_file);
     CHECK_EQUAL(unlink(in_folder("states")), 0);
 }
 

@@ -3,7 +3,7 @@
 slices of gradients that stay in memory for the next backward.
 
 ``zeropp.estimate`` asks before there is a model, ``zeropp.memory`` afterwards: one arithmetic for both. The sizes are those of
-csrc/zero/tier.c (buffers), csrc/zero/unit_file_step.c (windows) and csrc/zero/slices.c (gradients).
+csrc/zero/optim_file.c (buffers), csrc/zero/unit_file_step.c (windows) and csrc/zero/slices.c (gradients).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def tier_buffers(slices: Sequence[Slice], offload: Offload, moments: int, *, ins
     if _is_filed(offload.optimizer):
         fraction = _share(offload.optimizer)
         pairs = [(one.elems, one.master) for one in slices]
-        total, record_elems = _C.tier_plan(pairs, fraction, (1 << moments) - 1, inside)
+        total, record_elems = _C.optim_file_plan(pairs, fraction, (1 << moments) - 1, inside)
         window_elems = max(record_elems, _WINDOW_ELEMS if fraction < 1 else 0)
     grads = slices if _is_filed(offload.grads) else []
     total += _slices_in_memory(grads, _share(offload.grads))

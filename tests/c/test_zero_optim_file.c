@@ -4,7 +4,7 @@
  * writes; and every call into the operating system failing once.
  */
 #include "../../csrc/base/pool.h"
-#include "../../csrc/zero/tier.h"
+#include "../../csrc/zero/optim_file.h"
 #include "aio_common.h"
 #include "planned_io.h"
 #include "threads.h"
@@ -59,11 +59,11 @@ static bool has_master(int slice) {
     return slice != 2; /* both lines */
 }
 
-static zpp_tier *new_tier(const struct setup *setup) {
+static zpp_optim_file *new_tier(const struct setup *setup) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     reset_plan();
-    struct zpp_tier_options options = { .path = setup->disks ? "states" : in_folder("states"),
+    struct zpp_optim_file_options options = { .path = setup->disks ? "states" : in_folder("states"),
                                         .folders = disk_folders(setup->disks), .folders_count = setup->disks,
                                         .stripe_bytes = 2 * 4096, .checksums = setup->checksums,
                                         .fraction = setup->fraction,
@@ -71,24 +71,25 @@ static zpp_tier *new_tier(const struct setup *setup) {
                                         .backward_step = setup->backward_step, .buffers = setup->buffers, .sys = &sys,
                                         .log = count_log };
     plan.no_ring = setup->no_ring;
-    zpp_tier *tier = NULL;
-    CHECK_OK(zpp_tier_create(&options, &tier, &err));
+    zpp_optim_file *optim_file = NULL;
+    CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
     for (int i = 0; i < SLICES; i++) {
         int slice = -1;
-        CHECK_OK(zpp_tier_add(tier, slice_elems[i], has_master(i), &slice, &err));
+        CHECK_OK(zpp_optim_file_add(optim_file, slice_elems[i], has_master(i), &slice, &err));
         CHECK_EQUAL(slice, i);
         fill_state(&plain[i], slice_elems[i], 10u * (unsigned)i);
         fill_state(&tiered[i], slice_elems[i], 10u * (unsigned)i);
     }
-    CHECK_OK(zpp_tier_seal(tier, &fault, &err));
+    CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
     for (int i = 0; i < SLICES; i++)
         if (has_master(i))
-            CHECK_OK(zpp_tier_copy(tier, i, ZPP_TIER_MASTER, 0, slice_elems[i], tiered[i].master, true, &fault, &err));
-    return tier;
+            CHECK_OK(zpp_optim_file_copy(optim_file, i, ZPP_TIER_MASTER, 0, slice_elems[i], tiered[i].master, true,
+                                         &fault, &err));
+    return optim_file;
 }
 
-static void end_tier_on(zpp_tier *tier, unsigned disks) {
-    zpp_tier_destroy(tier);
+static void end_tier_on(zpp_optim_file *optim_file, unsigned disks) {
+    zpp_optim_file_destroy(optim_file);
     if (!disks) CHECK_EQUAL(unlink(in_folder("states")), 0);
     for (unsigned disk = 0; disk < disks; disk++) CHECK_EQUAL(unlink(on_disk(disk, "states")), 0);
     for (int i = 0; i < SLICES; i++) {
@@ -97,8 +98,8 @@ static void end_tier_on(zpp_tier *tier, unsigned disks) {
     }
 }
 
-static void end_tier(zpp_tier *tier) {
-    end_tier_on(tier, 0);
+static void end_tier(zpp_optim_file *optim_file) {
+    end_tier_on(optim_file, 0);
 }
 
 /* Elements [first, first + elems) of a slice, as the optimizer's binding makes it. */
@@ -113,14 +114,14 @@ static struct zpp_adam_segment segment_of(struct state *state, int slice, size_t
 }
 
 /* One slice on both sides, in two pieces with a gap between: in memory it takes its step here. */
-static void pieces_of(int i, uint64_t t, bool amsgrad, zpp_pool *pool, struct zpp_tier_piece pieces[2]) {
+static void pieces_of(int i, uint64_t t, bool amsgrad, zpp_pool *pool, struct zpp_optim_file_piece pieces[2]) {
     const size_t half = slice_elems[i] / 2, starts[3] = { 0, half + 3, slice_elems[i] };
-    static float mark; /* the tier puts its own memory in its place */
+    static float mark; /* the optimizer file puts its own memory in its place */
     for (int part = 0; part < 2; part++) {
         const size_t first = starts[part], elems = (part ? starts[2] : half) - first;
         const struct zpp_adam_segment in_memory = segment_of(&plain[i], i, first, elems, t, amsgrad);
         zpp_adam_step(&in_memory, 1, 0.5f, pool);
-        pieces[part] = (struct zpp_tier_piece){ segment_of(&tiered[i], i, first, elems, t, amsgrad), i, first };
+        pieces[part] = (struct zpp_optim_file_piece){ segment_of(&tiered[i], i, first, elems, t, amsgrad), i, first };
         struct zpp_adam_segment *segment = &pieces[part].segment;
         if (has_master(i)) segment->param = NULL;
         segment->exp_avg = segment->exp_avg_sq = &mark;
@@ -128,9 +129,9 @@ static void pieces_of(int i, uint64_t t, bool amsgrad, zpp_pool *pool, struct zp
 }
 
 /* Both sides take one step; slice 3 has no gradient in the first. */
-static zpp_status step(zpp_tier *tier, uint64_t t, bool amsgrad, zpp_pool *pool, struct zpp_aio_fault *fault,
-                       struct zpp_err *err) {
-    struct zpp_tier_piece pieces[2 * SLICES];
+static zpp_status step(zpp_optim_file *optim_file, uint64_t t, bool amsgrad, zpp_pool *pool,
+                       struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct zpp_optim_file_piece pieces[2 * SLICES];
     size_t count = 0;
     for (int i = 0; i < SLICES; i++) {
         if (i == 3 && t == 1) continue;
@@ -138,45 +139,45 @@ static zpp_status step(zpp_tier *tier, uint64_t t, bool amsgrad, zpp_pool *pool,
         count += 2;
     }
     const struct zpp_step_files files = { 0 };
-    return zpp_tier_step(tier, pieces, count, &files, 0.5f, pool, fault, err);
+    return zpp_optim_file_step(optim_file, pieces, count, &files, 0.5f, pool, fault, err);
 }
 
 /* The same, slice by slice in some order; -1 stands for none. */
-static zpp_status step_in_backward(zpp_tier *tier, uint64_t t, bool amsgrad, const int order[SLICES], zpp_pool *pool,
-                                   struct zpp_aio_fault *fault, struct zpp_err *err) {
-    zpp_status status = zpp_tier_backward_step_begin(tier, fault, err);
+static zpp_status step_in_backward(zpp_optim_file *optim_file, uint64_t t, bool amsgrad, const int order[SLICES],
+                                   zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    zpp_status status = zpp_optim_file_backward_step_begin(optim_file, fault, err);
     for (int at = 0; at < SLICES && status == ZPP_OK; at++) {
-        struct zpp_tier_piece pieces[2];
+        struct zpp_optim_file_piece pieces[2];
         if (order[at] < 0) continue;
         pieces_of(order[at], t, amsgrad, pool, pieces);
-        status = zpp_tier_backward_step_unit(tier, pieces, 2, 0.5f, pool, fault, err);
-        if (status == ZPP_OK) status = zpp_tier_backward_step_poll(tier, fault, err);
+        status = zpp_optim_file_backward_step_unit(optim_file, pieces, 2, 0.5f, pool, fault, err);
+        if (status == ZPP_OK) status = zpp_optim_file_backward_step_poll(optim_file, fault, err);
     }
-    if (status == ZPP_OK) status = zpp_tier_backward_step_end(tier, fault, err);
-    if (t % 2) zpp_tier_backward_step_ahead(tier); /* or the next begin does */
+    if (status == ZPP_OK) status = zpp_optim_file_backward_step_end(optim_file, fault, err);
+    if (t % 2) zpp_optim_file_backward_step_ahead(optim_file); /* or the next begin does */
     return status;
 }
 
-static void check_kind(zpp_tier *tier, int slice, enum zpp_tier_kind kind, const float *wanted) {
+static void check_kind(zpp_optim_file *optim_file, int slice, enum zpp_optim_file_kind kind, const float *wanted) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     float *seen = calloc(slice_elems[slice], sizeof *seen);
-    CHECK_OK(zpp_tier_copy(tier, slice, kind, 0, 3, seen, false, &fault, &err)); /* in two parts */
-    CHECK_OK(zpp_tier_copy(tier, slice, kind, 3, slice_elems[slice] - 3, seen + 3, false, &fault, &err));
+    CHECK_OK(zpp_optim_file_copy(optim_file, slice, kind, 0, 3, seen, false, &fault, &err)); /* in two parts */
+    CHECK_OK(zpp_optim_file_copy(optim_file, slice, kind, 3, slice_elems[slice] - 3, seen + 3, false, &fault, &err));
     CHECK_EQUAL(memcmp(seen, wanted, slice_elems[slice] * sizeof *seen), 0);
     free(seen);
 }
 
-static void check_same(zpp_tier *tier, bool amsgrad) {
+static void check_same(zpp_optim_file *optim_file, bool amsgrad) {
     for (int i = 0; i < SLICES; i++) {
         if (has_master(i)) {
-            check_kind(tier, i, ZPP_TIER_MASTER, plain[i].master);
+            check_kind(optim_file, i, ZPP_TIER_MASTER, plain[i].master);
             CHECK_EQUAL(memcmp(tiered[i].low, plain[i].low, slice_elems[i] * 2), 0);
         }
         CHECK_EQUAL(memcmp(tiered[i].param, plain[i].param, slice_elems[i] * 4), 0);
-        check_kind(tier, i, ZPP_TIER_EXP_AVG, plain[i].exp_avg);
-        check_kind(tier, i, ZPP_TIER_EXP_AVG_SQ, plain[i].exp_avg_sq);
-        if (amsgrad) check_kind(tier, i, ZPP_TIER_MAX_EXP_AVG_SQ, plain[i].max_exp_avg_sq);
+        check_kind(optim_file, i, ZPP_TIER_EXP_AVG, plain[i].exp_avg);
+        check_kind(optim_file, i, ZPP_TIER_EXP_AVG_SQ, plain[i].exp_avg_sq);
+        if (amsgrad) check_kind(optim_file, i, ZPP_TIER_MAX_EXP_AVG_SQ, plain[i].max_exp_avg_sq);
     }
 }
 
@@ -202,13 +203,13 @@ static void steps_equal_memory(void) {
         struct zpp_aio_fault fault;
         zpp_pool *pool = NULL;
         CHECK_OK(zpp_pool_create(in_new_threads, i % 2 ? 2 : 1, &pool, &err));
-        zpp_tier *tier = new_tier(&setups[i]);
-        check_same(tier, setups[i].amsgrad); /* moments nobody has stepped are zeros */
+        zpp_optim_file *optim_file = new_tier(&setups[i]);
+        check_same(optim_file, setups[i].amsgrad); /* moments nobody has stepped are zeros */
         for (uint64_t t = 1; t <= STEPS; t++) {
-            CHECK_OK(step(tier, t, setups[i].amsgrad, pool, &fault, &err));
-            check_same(tier, setups[i].amsgrad);
+            CHECK_OK(step(optim_file, t, setups[i].amsgrad, pool, &fault, &err));
+            check_same(optim_file, setups[i].amsgrad);
         }
-        end_tier_on(tier, setups[i].disks);
+        end_tier_on(optim_file, setups[i].disks);
         zpp_pool_destroy(pool);
     }
     remove_folder();
@@ -236,17 +237,18 @@ static void backward_step_steps_equal_memory(void) {
         struct zpp_aio_fault fault;
         zpp_pool *pool = NULL;
         CHECK_OK(zpp_pool_create(in_new_threads, i % 2 ? 2 : 1, &pool, &err));
-        zpp_tier *tier = new_tier(&setups[i]);
+        zpp_optim_file *optim_file = new_tier(&setups[i]);
         for (uint64_t t = 1; t <= 2 * ORDERS; t++) {
-            CHECK_OK(step_in_backward(tier, t, setups[i].amsgrad, orders[(t + i) % ORDERS], pool, &fault, &err));
-            check_same(tier, setups[i].amsgrad);
+            CHECK_OK(step_in_backward(optim_file, t, setups[i].amsgrad, orders[(t + i) % ORDERS], pool, &fault, &err));
+            check_same(optim_file, setups[i].amsgrad);
         }
         /* What is written from outside is not what was read ahead. */
         memset(plain[4].exp_avg, 0, slice_elems[4] * sizeof(float));
-        CHECK_OK(zpp_tier_copy(tier, 4, ZPP_TIER_EXP_AVG, 0, slice_elems[4], plain[4].exp_avg, true, &fault, &err));
-        CHECK_OK(step_in_backward(tier, 99, setups[i].amsgrad, orders[0], pool, &fault, &err));
-        check_same(tier, setups[i].amsgrad);
-        end_tier_on(tier, setups[i].disks);
+        CHECK_OK(zpp_optim_file_copy(optim_file, 4, ZPP_TIER_EXP_AVG, 0, slice_elems[4], plain[4].exp_avg, true, &fault,
+                                     &err));
+        CHECK_OK(step_in_backward(optim_file, 99, setups[i].amsgrad, orders[0], pool, &fault, &err));
+        check_same(optim_file, setups[i].amsgrad);
+        end_tier_on(optim_file, setups[i].disks);
         zpp_pool_destroy(pool);
     }
     remove_folder();
@@ -258,28 +260,28 @@ static void backward_step_bytes_are_counted(void) {
     make_folder();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024, .backward_step = true,
-                                              .buffers = 4 });
-    struct zpp_tier_figures before, after;
+    zpp_optim_file *optim_file = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024, .backward_step = true,
+                                                          .buffers = 4 });
+    struct zpp_optim_file_figures before, after;
     for (uint64_t t = 1; t <= 4; t++) {
-        zpp_tier_figures(tier, &before);
-        CHECK_OK(step_in_backward(tier, t, false, order, NULL, &fault, &err));
-        zpp_tier_figures(tier, &after);
+        zpp_optim_file_figures(optim_file, &before);
+        CHECK_OK(step_in_backward(optim_file, t, false, order, NULL, &fault, &err));
+        zpp_optim_file_figures(optim_file, &after);
         CHECK_EQUAL(after.written_bytes - before.written_bytes, before.reserved_bytes);
     }
     CHECK_EQUAL(after.steps, 4);
     /* What the next step reads first may be on its way: four records at most. */
     const uint64_t records = 3 * before.reserved_bytes + 8 * 4096, ahead = 4 * 12 * 1024;
     CHECK(after.read_bytes >= records && after.read_bytes <= records + ahead);
-    end_tier(tier);
+    end_tier(optim_file);
     remove_folder();
 }
 
 /* Until the file has been read and written that much; false: not within ten seconds. */
-static bool moved(const zpp_tier *tier, uint64_t read_bytes, uint64_t written_bytes) {
-    struct zpp_tier_figures seen;
+static bool moved(const zpp_optim_file *optim_file, uint64_t read_bytes, uint64_t written_bytes) {
+    struct zpp_optim_file_figures seen;
     for (int tries = 0; tries < 10000; tries++) {
-        zpp_tier_figures(tier, &seen);
+        zpp_optim_file_figures(optim_file, &seen);
         if (seen.read_bytes >= read_bytes && seen.written_bytes >= written_bytes) return true;
         rest_1ms();
     }
@@ -293,33 +295,33 @@ static void backward_step_poll_reads_on(void) {
     make_folder();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .no_ring = true, .chunk_elems = 1024,
-                                              .backward_step = true,
+    zpp_optim_file *optim_file = new_tier(&(struct setup){ .fraction = 1.0, .no_ring = true, .chunk_elems = 1024,
+                                                          .backward_step = true,
                                                .buffers = 4 });
-    CHECK_OK(zpp_tier_backward_step_poll(tier, &fault, &err)); /* no step is open */
-    CHECK_OK(step_in_backward(tier, 1, false, order, NULL, &fault, &err));
+    CHECK_OK(zpp_optim_file_backward_step_poll(optim_file, &fault, &err)); /* no step is open */
+    CHECK_OK(step_in_backward(optim_file, 1, false, order, NULL, &fault, &err));
     const uint64_t record = 12 * 1024;
-    struct zpp_tier_figures before, after;
-    struct zpp_tier_piece pieces[2];
-    CHECK_OK(zpp_tier_backward_step_begin(tier, &fault, &err));
+    struct zpp_optim_file_figures before, after;
+    struct zpp_optim_file_piece pieces[2];
+    CHECK_OK(zpp_optim_file_backward_step_begin(optim_file, &fault, &err));
     atomic_store(&plan.writes_rest, true);
     pieces_of(4, 2, false, NULL, pieces);
-    CHECK_OK(zpp_tier_backward_step_unit(tier, pieces, 2, 0.5f, NULL, &fault, &err));
-    zpp_tier_figures(tier, &before);
-    CHECK_OK(zpp_tier_backward_step_poll(tier, &fault, &err));
-    zpp_tier_figures(tier, &after);
+    CHECK_OK(zpp_optim_file_backward_step_unit(optim_file, pieces, 2, 0.5f, NULL, &fault, &err));
+    zpp_optim_file_figures(optim_file, &before);
+    CHECK_OK(zpp_optim_file_backward_step_poll(optim_file, &fault, &err));
+    zpp_optim_file_figures(optim_file, &after);
     CHECK_EQUAL(after.read_bytes, before.read_bytes); /* there is no buffer */
     atomic_store(&plan.writes_rest, false);
-    CHECK(moved(tier, before.read_bytes, before.written_bytes + 3 * record));
-    CHECK_OK(zpp_tier_backward_step_poll(tier, &fault, &err));
-    CHECK(moved(tier, before.read_bytes + 2 * record, 0));
+    CHECK(moved(optim_file, before.read_bytes, before.written_bytes + 3 * record));
+    CHECK_OK(zpp_optim_file_backward_step_poll(optim_file, &fault, &err));
+    CHECK(moved(optim_file, before.read_bytes + 2 * record, 0));
     for (int i = 3; i >= 0; i--) {
         pieces_of(i, 2, false, NULL, pieces);
-        CHECK_OK(zpp_tier_backward_step_unit(tier, pieces, 2, 0.5f, NULL, &fault, &err));
+        CHECK_OK(zpp_optim_file_backward_step_unit(optim_file, pieces, 2, 0.5f, NULL, &fault, &err));
     }
-    CHECK_OK(zpp_tier_backward_step_end(tier, &fault, &err));
-    check_same(tier, false);
-    end_tier(tier);
+    CHECK_OK(zpp_optim_file_backward_step_end(optim_file, &fault, &err));
+    check_same(optim_file, false);
+    end_tier(optim_file);
     remove_folder();
 }
 
@@ -332,23 +334,24 @@ static void backward_step_operations_fail_once(void) {
         for (int n = 0; !over; n++) {
             struct zpp_err err = ZPP_ERR_INIT;
             struct zpp_aio_fault fault = { .wanted_bytes = 0 };
-            zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024, .no_ring = no_ring,
+            zpp_optim_file *optim_file = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024,
+                                                                  .no_ring = no_ring,
                                                        .backward_step = true, .buffers = 3 });
-            CHECK_OK(step_in_backward(tier, 1, false, order, NULL, &fault, &err));
+            CHECK_OK(step_in_backward(optim_file, 1, false, order, NULL, &fault, &err));
             atomic_store(write ? &plan.writes_left : &plan.reads_left, n);
-            const zpp_status status = step_in_backward(tier, 2, false, order, NULL, &fault, &err);
+            const zpp_status status = step_in_backward(optim_file, 2, false, order, NULL, &fault, &err);
             over = atomic_load(write ? &plan.writes_left : &plan.reads_left) > 0;
             atomic_store(write ? &plan.writes_left : &plan.reads_left, -1);
-            CHECK_EQUAL(zpp_tier_torn(tier), status != ZPP_OK);
+            CHECK_EQUAL(zpp_optim_file_torn(optim_file), status != ZPP_OK);
             if (status != ZPP_OK) {
                 CHECK_EQUAL(status, ZPP_TIER);
                 CHECK(strstr(err.text, "/states\"") && strstr(err.text, "at offset") && fault.os_errno == EIO);
-                CHECK_FAILS(step_in_backward(tier, 3, false, order, NULL, &fault, &err), ZPP_STATE,
+                CHECK_FAILS(step_in_backward(optim_file, 3, false, order, NULL, &fault, &err), ZPP_STATE,
                             "load a checkpoint");
-                zpp_tier_mend(tier);
-                CHECK_OK(step_in_backward(tier, 4, false, order, NULL, &fault, &err));
+                zpp_optim_file_mend(optim_file);
+                CHECK_OK(step_in_backward(optim_file, 4, false, order, NULL, &fault, &err));
             }
-            end_tier(tier);
+            end_tier(optim_file);
             CHECK(n < 40);
         }
     }
@@ -360,11 +363,11 @@ static void bytes_are_counted(void) {
     make_folder();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024 });
+    zpp_optim_file *optim_file = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024 });
     /* Lines: slices 0, 1, 3, 4 begin at 0, 5008, 5024, 5072 and end at 8073; slice 2 alone has 1030. */
     const uint64_t with_master = 8 * 1024, without = 2 * 1024;
-    struct zpp_tier_figures before, after;
-    zpp_tier_figures(tier, &before);
+    struct zpp_optim_file_figures before, after;
+    zpp_optim_file_figures(optim_file, &before);
     CHECK_EQUAL(before.reserved_bytes, with_master * 12 + without * 8);
     CHECK_EQUAL(before.file_bytes[ZPP_TIER_MASTER], 4 * (5000 + 16 + 40 + 3001));
     CHECK_EQUAL(before.file_bytes[ZPP_TIER_EXP_AVG], 4 * (5000 + 16 + 1030 + 40 + 3001));
@@ -372,14 +375,14 @@ static void bytes_are_counted(void) {
     CHECK_EQUAL(before.buffer_bytes, 4 * 12 * 1024);
     CHECK_EQUAL(file_bytes(in_folder("states")), before.reserved_bytes);
     for (uint64_t t = 1; t <= 3; t++) {
-        zpp_tier_figures(tier, &before);
-        CHECK_OK(step(tier, t, false, NULL, &fault, &err));
-        zpp_tier_figures(tier, &after);
+        zpp_optim_file_figures(optim_file, &before);
+        CHECK_OK(step(optim_file, t, false, NULL, &fault, &err));
+        zpp_optim_file_figures(optim_file, &after);
         CHECK_EQUAL(after.read_bytes - before.read_bytes, t == 1 ? with_master * 4 : before.reserved_bytes);
         CHECK_EQUAL(after.written_bytes - before.written_bytes, before.reserved_bytes);
     }
     CHECK_EQUAL(after.steps, 3);
-    end_tier(tier);
+    end_tier(optim_file);
     remove_folder();
 }
 
@@ -389,29 +392,29 @@ static void full_disk(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault = { .wanted_bytes = 0 };
     reset_plan();
-    struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 1.0, .moments = 3, .sys = &sys };
-    zpp_tier *tier = NULL;
+    struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = 1.0, .moments = 3, .sys = &sys };
+    zpp_optim_file *optim_file = NULL;
     int slice;
     plan.reserve_error = ENOSPC;
-    CHECK_OK(zpp_tier_create(&options, &tier, &err));
-    CHECK_OK(zpp_tier_add(tier, 100000, false, &slice, &err));
-    CHECK_FAILS(zpp_tier_seal(tier, &fault, &err), ZPP_TIER, "free some, or choose another folder");
+    CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
+    CHECK_OK(zpp_optim_file_add(optim_file, 100000, false, &slice, &err));
+    CHECK_FAILS(zpp_optim_file_seal(optim_file, &fault, &err), ZPP_TIER, "free some, or choose another folder");
     CHECK(strstr(fault.path, "/states") && fault.has_free && fault.os_errno == ENOSPC);
     CHECK_EQUAL(fault.wanted_bytes, 2 * 4 * (uint64_t)(98 * 1024));
-    zpp_tier_destroy(tier);
+    zpp_optim_file_destroy(optim_file);
     unlink(in_folder("states"));
     /* A file system that cannot reserve gets a file with holes. */
-    CHECK_OK(zpp_tier_create(&options, &tier, &err));
-    CHECK_OK(zpp_tier_add(tier, 100000, false, &slice, &err));
+    CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
+    CHECK_OK(zpp_optim_file_add(optim_file, 100000, false, &slice, &err));
     plan.reserve_error = EOPNOTSUPP;
-    CHECK_OK(zpp_tier_seal(tier, &fault, &err));
+    CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
     CHECK_EQUAL(file_bytes(in_folder("states")), 2 * 4 * (uint64_t)(98 * 1024));
     /* A file that is there already is somebody's. */
-    zpp_tier *second = NULL;
-    CHECK_OK(zpp_tier_create(&options, &second, &err));
-    CHECK_FAILS(zpp_tier_seal(second, &fault, &err), ZPP_TIER, strerror(EEXIST));
-    zpp_tier_destroy(second);
-    zpp_tier_destroy(tier);
+    zpp_optim_file *second = NULL;
+    CHECK_OK(zpp_optim_file_create(&options, &second, &err));
+    CHECK_FAILS(zpp_optim_file_seal(second, &fault, &err), ZPP_TIER, strerror(EEXIST));
+    zpp_optim_file_destroy(second);
+    zpp_optim_file_destroy(optim_file);
     remove_folder();
 }
 
@@ -421,32 +424,32 @@ static void full_disk_of_several(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault = { .wanted_bytes = 0 };
     reset_plan();
-    struct zpp_tier_options options = { .path = "states", .folders = disk_folders(2), .folders_count = 2,
+    struct zpp_optim_file_options options = { .path = "states", .folders = disk_folders(2), .folders_count = 2,
                                         .fraction = 1.0, .moments = 3, .sys = &sys };
-    zpp_tier *tier = NULL;
+    zpp_optim_file *optim_file = NULL;
     int slice;
     plan.reserve_error = ENOSPC;
     atomic_store(&plan.reserves_left, 1);
-    CHECK_OK(zpp_tier_create(&options, &tier, &err));
-    CHECK_OK(zpp_tier_add(tier, 3 << 20, false, &slice, &err)); /* 24 MiB: twelve stripes */
-    CHECK_FAILS(zpp_tier_seal(tier, &fault, &err), ZPP_TIER, "/disk1/states");
+    CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
+    CHECK_OK(zpp_optim_file_add(optim_file, 3 << 20, false, &slice, &err)); /* 24 MiB: twelve stripes */
+    CHECK_FAILS(zpp_optim_file_seal(optim_file, &fault, &err), ZPP_TIER, "/disk1/states");
     CHECK(strstr(fault.path, "/disk1/states") && fault.has_free && fault.os_errno == ENOSPC);
     CHECK_EQUAL(fault.wanted_bytes, 12 << 20);
-    zpp_tier_destroy(tier);
+    zpp_optim_file_destroy(optim_file);
     for (unsigned disk = 0; disk < 2; disk++) CHECK_EQUAL(unlink(on_disk(disk, "states")), 0);
     reset_plan();
     options.folders = disk_folders(3);
     options.folders_count = 3;
-    CHECK_OK(zpp_tier_create(&options, &tier, &err));
-    CHECK_OK(zpp_tier_add(tier, 3 << 20, false, &slice, &err));
-    CHECK_OK(zpp_tier_seal(tier, &fault, &err));
+    CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
+    CHECK_OK(zpp_optim_file_add(optim_file, 3 << 20, false, &slice, &err));
+    CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
     for (unsigned disk = 0; disk < 3; disk++) CHECK_EQUAL(file_bytes(on_disk(disk, "states")), 8 << 20);
-    zpp_tier_destroy(tier);
+    zpp_optim_file_destroy(optim_file);
     remove_folder();
 }
 
 /* The n-th read or write of a step fails, for every n: file and offset are named, nothing is under way afterwards, and
- * the tier is torn until somebody loads it anew. */
+ * the optimizer file is torn until somebody loads it anew. */
 static void every_operation_fails_once(void) {
     make_folder();
     for (int turn = 0; turn < 4; turn++) {
@@ -454,22 +457,23 @@ static void every_operation_fails_once(void) {
         for (int n = 0;; n++) {
             struct zpp_err err = ZPP_ERR_INIT;
             struct zpp_aio_fault fault = { .wanted_bytes = 0 };
-            zpp_tier *tier = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024, .no_ring = no_ring });
-            CHECK_OK(step(tier, 1, false, NULL, &fault, &err));
+            zpp_optim_file *optim_file = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024,
+                                                                  .no_ring = no_ring });
+            CHECK_OK(step(optim_file, 1, false, NULL, &fault, &err));
             atomic_store(write ? &plan.writes_left : &plan.reads_left, n);
-            const zpp_status status = step(tier, 2, false, NULL, &fault, &err);
+            const zpp_status status = step(optim_file, 2, false, NULL, &fault, &err);
             atomic_store(write ? &plan.writes_left : &plan.reads_left, -1);
-            CHECK_EQUAL(zpp_tier_torn(tier), status != ZPP_OK);
+            CHECK_EQUAL(zpp_optim_file_torn(optim_file), status != ZPP_OK);
             if (status != ZPP_OK) {
                 CHECK_EQUAL(status, ZPP_TIER);
                 CHECK(strstr(err.text, "/states\"") && strstr(err.text, strerror(EIO)));
                 CHECK(strstr(err.text, "at offset"));
                 CHECK(strstr(fault.path, "/states") && fault.os_errno == EIO && fault.wanted_bytes > 0);
-                CHECK_FAILS(step(tier, 3, false, NULL, &fault, &err), ZPP_STATE, "load a checkpoint first");
-                zpp_tier_mend(tier);
-                CHECK_OK(step(tier, 4, false, NULL, &fault, &err));
+                CHECK_FAILS(step(optim_file, 3, false, NULL, &fault, &err), ZPP_STATE, "load a checkpoint first");
+                zpp_optim_file_mend(optim_file);
+                CHECK_OK(step(optim_file, 4, false, NULL, &fault, &err));
             }
-            end_tier(tier);
+            end_tier(optim_file);
             if (status == ZPP_OK) {
                 CHECK_EQUAL(n, 10); /* ten records a step, each one operation */
                 break;
@@ -483,29 +487,33 @@ static void refuses_misuse(void) {
     make_folder();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    struct zpp_tier_options options = { .path = in_folder("states"), .fraction = 0.0 };
-    zpp_tier *tier = NULL;
-    CHECK_FAILS(zpp_tier_create(&options, &tier, &err), ZPP_INVALID, "fraction is 0");
+    struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = 0.0 };
+    zpp_optim_file *optim_file = NULL;
+    CHECK_FAILS(zpp_optim_file_create(&options, &optim_file, &err), ZPP_INVALID, "fraction is 0");
     options.fraction = 1.0;
     options.chunk_elems = 1000;
-    CHECK_FAILS(zpp_tier_create(&options, &tier, &err), ZPP_INVALID, "chunk_elems 1000");
-    tier = new_tier(&(struct setup){ .fraction = 1.0 });
+    CHECK_FAILS(zpp_optim_file_create(&options, &optim_file, &err), ZPP_INVALID, "chunk_elems 1000");
+    optim_file = new_tier(&(struct setup){ .fraction = 1.0 });
     int slice;
     float value = 0.0f;
-    CHECK_FAILS(zpp_tier_add(tier, 1, false, &slice, &err), ZPP_STATE, "after seal");
-    CHECK_FAILS(zpp_tier_copy(tier, 2, ZPP_TIER_MASTER, 0, 1, &value, false, &fault, &err), ZPP_INVALID, "none of");
-    CHECK_FAILS(zpp_tier_copy(tier, 1, ZPP_TIER_EXP_AVG, 16, 1, &value, false, &fault, &err), ZPP_INVALID, "has 16");
-    CHECK_FAILS(zpp_tier_copy(tier, 9, ZPP_TIER_EXP_AVG, 0, 1, &value, false, &fault, &err), ZPP_STATE, "there are 5");
-    CHECK_FAILS(zpp_tier_backward_step_begin(tier, &fault, &err), ZPP_STATE, "not made for steps inside a backward");
-    CHECK_FAILS(zpp_tier_backward_step_unit(tier, NULL, 0, 1.0f, NULL, &fault, &err), ZPP_STATE,
+    CHECK_FAILS(zpp_optim_file_add(optim_file, 1, false, &slice, &err), ZPP_STATE, "after seal");
+    CHECK_FAILS(zpp_optim_file_copy(optim_file, 2, ZPP_TIER_MASTER, 0, 1, &value, false, &fault, &err), ZPP_INVALID,
+                "none of");
+    CHECK_FAILS(zpp_optim_file_copy(optim_file, 1, ZPP_TIER_EXP_AVG, 16, 1, &value, false, &fault, &err), ZPP_INVALID,
+                "has 16");
+    CHECK_FAILS(zpp_optim_file_copy(optim_file, 9, ZPP_TIER_EXP_AVG, 0, 1, &value, false, &fault, &err), ZPP_STATE,
+                "there are 5");
+    CHECK_FAILS(zpp_optim_file_backward_step_begin(optim_file, &fault, &err), ZPP_STATE,
+                "not made for steps inside a backward");
+    CHECK_FAILS(zpp_optim_file_backward_step_unit(optim_file, NULL, 0, 1.0f, NULL, &fault, &err), ZPP_STATE,
                 "before the step has begun");
-    CHECK_OK(zpp_tier_backward_step_end(tier, &fault, &err));
-    end_tier(tier);
-    tier = new_tier(&(struct setup){ .fraction = 1.0, .backward_step = true });
-    CHECK_OK(zpp_tier_backward_step_begin(tier, &fault, &err));
-    CHECK_FAILS(zpp_tier_backward_step_begin(tier, &fault, &err), ZPP_STATE, "in the middle of a step");
-    end_tier(tier);
-    zpp_tier_destroy(NULL);
+    CHECK_OK(zpp_optim_file_backward_step_end(optim_file, &fault, &err));
+    end_tier(optim_file);
+    optim_file = new_tier(&(struct setup){ .fraction = 1.0, .backward_step = true });
+    CHECK_OK(zpp_optim_file_backward_step_begin(optim_file, &fault, &err));
+    CHECK_FAILS(zpp_optim_file_backward_step_begin(optim_file, &fault, &err), ZPP_STATE, "in the middle of a step");
+    end_tier(optim_file);
+    zpp_optim_file_destroy(NULL);
     remove_folder();
 }
 
@@ -518,20 +526,20 @@ static void plans_are_kept(void) {
     make_folder();
     struct zpp_err err = ZPP_ERR_INIT;
     for (size_t i = 0; i < sizeof setups / sizeof *setups; i++) {
-        const struct zpp_tier_options options = { .fraction = setups[i].fraction,
-                                                 .backward_step = setups[i].backward_step,
+        const struct zpp_optim_file_options options = { .fraction = setups[i].fraction,
+                                                       .backward_step = setups[i].backward_step,
                                                   .moments = setups[i].amsgrad ? 7 : 3 };
-        struct zpp_tier_slice_plan slices[SLICES];
+        struct zpp_optim_file_slice_plan slices[SLICES];
         for (int at = 0; at < SLICES; at++)
-            slices[at] = (struct zpp_tier_slice_plan){ slice_elems[at], has_master(at) };
-        struct zpp_tier_plan told;
-        struct zpp_tier_figures made;
-        CHECK_OK(zpp_tier_plan(&options, slices, SLICES, &told, &err));
-        zpp_tier *tier = new_tier(&setups[i]);
-        zpp_tier_figures(tier, &made);
+            slices[at] = (struct zpp_optim_file_slice_plan){ slice_elems[at], has_master(at) };
+        struct zpp_optim_file_plan told;
+        struct zpp_optim_file_figures made;
+        CHECK_OK(zpp_optim_file_plan(&options, slices, SLICES, &told, &err));
+        zpp_optim_file *optim_file = new_tier(&setups[i]);
+        zpp_optim_file_figures(optim_file, &made);
         CHECK(made.buffer_bytes > 0 && told.chunk_elems > 0);
         CHECK_EQUAL(told.buffer_bytes, made.buffer_bytes);
-        end_tier(tier);
+        end_tier(optim_file);
     }
     remove_folder();
 }

@@ -15,7 +15,7 @@
 
 #include "../base/timeline.h"
 #include "../base/wait.h"
-#include "tier_internal.h"
+#include "optim_file_internal.h"
 
 static bool grow(void **at, size_t *room, size_t count, size_t size) {
     if (count < *room) return true;
@@ -38,8 +38,8 @@ static struct zpp_adam_segment part_of(const struct zpp_adam_segment *whole, siz
 }
 
 /* `planes` of `stride` elements each, from `inside` on. */
-static void bind_states(const struct tier_line *line, struct zpp_adam_segment *segment, float *planes, size_t stride,
-                        size_t inside) {
+static void bind_states(const struct optim_file_line *line, struct zpp_adam_segment *segment, float *planes,
+                        size_t stride, size_t inside) {
     float **const states[ZPP_TIER_KINDS] = { &segment->param, &segment->exp_avg, &segment->exp_avg_sq,
                                              &segment->max_exp_avg_sq };
     for (int kind = 0; kind < ZPP_TIER_KINDS; kind++) {
@@ -49,24 +49,25 @@ static void bind_states(const struct tier_line *line, struct zpp_adam_segment *s
     }
 }
 
-static bool add_cut(struct tier_plan *plan, int line, size_t chunk, size_t inside, struct zpp_adam_segment segment) {
-    const struct tier_visit *last = plan->visits_count ? &plan->visits[plan->visits_count - 1] : NULL;
+static bool add_cut(struct optim_file_plan *plan, int line, size_t chunk, size_t inside,
+                    struct zpp_adam_segment segment) {
+    const struct optim_file_visit *last = plan->visits_count ? &plan->visits[plan->visits_count - 1] : NULL;
     if (!last || last->line != line || last->chunk != chunk) {
         if (!grow((void **)&plan->visits, &plan->visits_room, plan->visits_count, sizeof *plan->visits)) return false;
         plan->visits[plan->visits_count++] =
-            (struct tier_visit){ .line = line, .chunk = chunk, .first_cut = plan->cuts_count };
+            (struct optim_file_visit){ .line = line, .chunk = chunk, .first_cut = plan->cuts_count };
     }
     if (!grow((void **)&plan->cuts, &plan->cuts_room, plan->cuts_count, sizeof *plan->cuts)) return false;
-    plan->cuts[plan->cuts_count++] = (struct tier_cut){ segment, inside };
+    plan->cuts[plan->cuts_count++] = (struct optim_file_cut){ segment, inside };
     plan->visits[plan->visits_count - 1].cuts++;
     return true;
 }
 
 /* One piece: its held part to `segments`, the rest to visits. */
-static bool plan_piece(const zpp_tier *tier, const struct zpp_tier_piece *piece, int line_index,
-                       struct tier_plan *plan) {
-    const struct tier_line *line = &tier->lines[line_index];
-    size_t at = tier->slices[piece->slice].begin_elems + piece->first;
+static bool plan_piece(const zpp_optim_file *optim_file, const struct zpp_optim_file_piece *piece, int line_index,
+                       struct optim_file_plan *plan) {
+    const struct optim_file_line *line = &optim_file->lines[line_index];
+    size_t at = optim_file->slices[piece->slice].begin_elems + piece->first;
     for (size_t done = 0; done < piece->segment.elems;) {
         const bool held = at < line->held_elems;
         const size_t beyond = held ? 0 : at - line->held_elems, chunk = beyond / line->chunk_elems;
@@ -88,7 +89,7 @@ static bool plan_piece(const zpp_tier *tier, const struct zpp_tier_piece *piece,
     return true;
 }
 
-static size_t most_cuts(const struct tier_plan *plan) {
+static size_t most_cuts(const struct optim_file_plan *plan) {
     size_t most = 1;
     for (size_t i = 0; i < plan->visits_count; i++)
         if (plan->visits[i].cuts > most) most = plan->visits[i].cuts;
@@ -96,143 +97,146 @@ static size_t most_cuts(const struct tier_plan *plan) {
 }
 
 /* Line after line, so that a chunk is visited once. */
-zpp_status tier_plan_make(const zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
-                          struct tier_plan *plan, struct zpp_err *err) {
+zpp_status optim_file_plan_make(const zpp_optim_file *optim_file, const struct zpp_optim_file_piece *pieces,
+                                size_t pieces_count, struct optim_file_plan *plan, struct zpp_err *err) {
     bool memory = true;
     for (int line = 0; line < 2; line++)
         for (size_t i = 0; i < pieces_count && memory; i++)
-            if (tier->slices[pieces[i].slice].line == line) memory = plan_piece(tier, &pieces[i], line, plan);
+            if (optim_file->slices[pieces[i].slice].line == line) memory = plan_piece(optim_file, &pieces[i], line,
+                                                                                      plan);
     while (memory && plan->segments_room < most_cuts(plan))
         memory = grow((void **)&plan->segments, &plan->segments_room, plan->segments_room, sizeof *plan->segments);
     if (memory) return ZPP_OK;
     return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the plan of a step over %zu pieces", pieces_count);
 }
 
-void tier_plan_drop(struct tier_plan *plan) {
+void optim_file_plan_drop(struct optim_file_plan *plan) {
     free(plan->cuts);
     free(plan->visits);
     free(plan->segments);
 }
 
-void tier_plan_bind(const zpp_tier *tier, struct tier_plan *plan, const struct tier_visit *visit, float *memory) {
-    const struct tier_line *line = &tier->lines[visit->line];
+void optim_file_plan_bind(const zpp_optim_file *optim_file, struct optim_file_plan *plan,
+                          const struct optim_file_visit *visit, float *memory) {
+    const struct optim_file_line *line = &optim_file->lines[visit->line];
     for (size_t i = 0; i < visit->cuts; i++) {
-        const struct tier_cut *cut = &plan->cuts[visit->first_cut + i];
+        const struct optim_file_cut *cut = &plan->cuts[visit->first_cut + i];
         plan->segments[i] = cut->segment;
-        bind_states(line, &plan->segments[i], memory, tier_chunk_elems(line, visit->chunk), cut->inside);
+        bind_states(line, &plan->segments[i], memory, optim_file_chunk_elems(line, visit->chunk), cut->inside);
     }
 }
 
 /* --- the pipeline ------------------------------------------------------------------------------------------------- */
 
-zpp_status tier_finish_timed(zpp_tier *tier, zpp_aio_request **request, struct zpp_aio_fault *fault,
-                             struct zpp_err *err) {
+zpp_status optim_file_finish_timed(zpp_optim_file *optim_file, zpp_aio_request **request, struct zpp_aio_fault *fault,
+                                   struct zpp_err *err) {
     if (!*request) return ZPP_OK;
     const uint64_t before_ns = zpp_now_ns();
-    const zpp_status status = tier_finish(request, fault, err);
-    tier->waited_ns += zpp_now_ns() - before_ns;
+    const zpp_status status = optim_file_finish(request, fault, err);
+    optim_file->waited_ns += zpp_now_ns() - before_ns;
     if (zpp_span_begin()) zpp_span_end(before_ns, ZPP_SPAN_WAIT, "for states in a file", 0);
     return status;
 }
 
 /* Read visit `index` into its buffer, once that buffer's write is done. Moments that were never written are not read.
  */
-static zpp_status begin_read(zpp_tier *tier, const struct tier_plan *plan, size_t index, struct zpp_aio_fault *fault,
-                             struct zpp_err *err) {
+static zpp_status begin_read(zpp_optim_file *optim_file, const struct optim_file_plan *plan, size_t index,
+                             struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (index >= plan->visits_count) return ZPP_OK;
-    struct tier_buffer *buffer = &tier->buffers[index % tier->options.buffers];
-    const struct tier_visit *visit = &plan->visits[index];
-    zpp_status status = tier_finish_timed(tier, &buffer->write, fault, err);
+    struct optim_file_buffer *buffer = &optim_file->buffers[index % optim_file->options.buffers];
+    const struct optim_file_visit *visit = &plan->visits[index];
+    zpp_status status = optim_file_finish_timed(optim_file, &buffer->write, fault, err);
     if (status == ZPP_OK && plan->windows)
         status = zpp_unit_file_window_open(&plan->files, index, &plan->cuts[visit->first_cut].segment, visit->cuts,
                                            sizeof *plan->cuts, fault, err);
     if (status != ZPP_OK) return status;
-    const struct tier_line *line = &tier->lines[visit->line];
+    const struct optim_file_line *line = &optim_file->lines[visit->line];
     const bool master = line->plane[ZPP_TIER_MASTER] >= 0;
     const size_t planes = line->stepped[visit->chunk] ? line->planes : (size_t)master;
-    const size_t bytes = planes * tier_chunk_elems(line, visit->chunk) * sizeof(float);
+    const size_t bytes = planes * optim_file_chunk_elems(line, visit->chunk) * sizeof(float);
     if (!bytes) return ZPP_OK;
-    return tier_submit(tier, tier_record_offset(line, visit->chunk), buffer->memory, bytes, false, &buffer->read, fault,
-                       err);
+    return optim_file_submit(optim_file, optim_file_record_offset(line, visit->chunk), buffer->memory, bytes, false,
+                             &buffer->read, fault, err);
 }
 
-static zpp_status step_visit(zpp_tier *tier, struct tier_plan *plan, size_t index, float grad_scale, zpp_pool *pool,
-                             struct zpp_aio_fault *fault, struct zpp_err *err) {
-    struct tier_buffer *buffer = &tier->buffers[index % tier->options.buffers];
-    const struct tier_visit *visit = &plan->visits[index];
-    struct tier_line *line = &tier->lines[visit->line];
-    const size_t stride = tier_chunk_elems(line, visit->chunk), master = line->plane[ZPP_TIER_MASTER] >= 0;
-    zpp_status status = tier_finish_timed(tier, &buffer->read, fault, err);
+static zpp_status step_visit(zpp_optim_file *optim_file, struct optim_file_plan *plan, size_t index, float grad_scale,
+                             zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct optim_file_buffer *buffer = &optim_file->buffers[index % optim_file->options.buffers];
+    const struct optim_file_visit *visit = &plan->visits[index];
+    struct optim_file_line *line = &optim_file->lines[visit->line];
+    const size_t stride = optim_file_chunk_elems(line, visit->chunk), master = line->plane[ZPP_TIER_MASTER] >= 0;
+    zpp_status status = optim_file_finish_timed(optim_file, &buffer->read, fault, err);
     if (status == ZPP_OK && plan->windows) status = zpp_unit_file_window_ready(&plan->files, index, fault, err);
     if (status != ZPP_OK) return status;
     if (!line->stepped[visit->chunk])
         memset(buffer->memory + master * stride, 0, (line->planes - master) * stride * sizeof(float));
-    tier_plan_bind(tier, plan, visit, buffer->memory);
+    optim_file_plan_bind(optim_file, plan, visit, buffer->memory);
     zpp_update_step(plan->segments, visit->cuts, grad_scale, pool);
-    status = tier_submit(tier, tier_record_offset(line, visit->chunk), buffer->memory,
-                         line->planes * stride * sizeof(float), true, &buffer->write, fault, err);
+    status = optim_file_submit(optim_file, optim_file_record_offset(line, visit->chunk), buffer->memory,
+                               line->planes * stride * sizeof(float), true, &buffer->write, fault, err);
     if (status == ZPP_OK) line->stepped[visit->chunk] = true;
     if (status == ZPP_OK && plan->windows) status = zpp_unit_file_window_write(&plan->files, index, fault, err);
     return status;
 }
 
 /* What is held: where its parameters or gradients are in a file, before the visits, whose windows are the same. */
-static zpp_status step_held(struct tier_plan *plan, float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault,
+static zpp_status step_held(struct optim_file_plan *plan, float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault,
                             struct zpp_err *err) {
     bool torn;
     return zpp_unit_file_step(&plan->files, plan->segments, plan->held_count, grad_scale, pool, &torn, fault, err);
 }
 
-static zpp_status stream(zpp_tier *tier, struct tier_plan *plan, float grad_scale, zpp_pool *pool,
+static zpp_status stream(zpp_optim_file *optim_file, struct optim_file_plan *plan, float grad_scale, zpp_pool *pool,
                          struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const size_t ahead = tier->options.buffers - 1;
+    const size_t ahead = optim_file->options.buffers - 1;
     zpp_status status = ZPP_OK;
     if (plan->windows) status = step_held(plan, grad_scale, pool, fault, err);
-    for (size_t i = 0; i < ahead && status == ZPP_OK; i++) status = begin_read(tier, plan, i, fault, err);
+    for (size_t i = 0; i < ahead && status == ZPP_OK; i++) status = begin_read(optim_file, plan, i, fault, err);
     if (!plan->windows && status == ZPP_OK) status = step_held(plan, grad_scale, pool, fault, err);
     for (size_t i = 0; i < plan->visits_count && status == ZPP_OK; i++) {
-        status = step_visit(tier, plan, i, grad_scale, pool, fault, err);
-        if (status == ZPP_OK) status = begin_read(tier, plan, i + ahead, fault, err);
+        status = step_visit(optim_file, plan, i, grad_scale, pool, fault, err);
+        if (status == ZPP_OK) status = begin_read(optim_file, plan, i + ahead, fault, err);
     }
     return status;
 }
 
 /* Nothing may be under way when the call returns; the first failure is the one that is told. */
-static zpp_status settle(zpp_tier *tier, const struct zpp_step_files *files, zpp_status status,
+static zpp_status settle(zpp_optim_file *optim_file, const struct zpp_step_files *files, zpp_status status,
                          struct zpp_aio_fault *fault, struct zpp_err *err) {
-    for (unsigned i = 0; i < tier->options.buffers; i++) {
-        zpp_aio_request **const requests[] = { &tier->buffers[i].read, &tier->buffers[i].write };
+    for (unsigned i = 0; i < optim_file->options.buffers; i++) {
+        zpp_aio_request **const requests[] = { &optim_file->buffers[i].read, &optim_file->buffers[i].write };
         for (int which = 0; which < 2; which++) {
             struct zpp_aio_fault other_fault;
             struct zpp_err other = ZPP_ERR_INIT;
-            if (status != ZPP_OK) (void)tier_finish_timed(tier, requests[which], &other_fault, &other);
-            else status = tier_finish_timed(tier, requests[which], fault, err);
+            if (status != ZPP_OK) (void)optim_file_finish_timed(optim_file, requests[which], &other_fault, &other);
+            else status = optim_file_finish_timed(optim_file, requests[which], fault, err);
         }
     }
     return zpp_unit_file_settle(files, status, fault, err);
 }
 
-zpp_status zpp_tier_step(zpp_tier *tier, const struct zpp_tier_piece *pieces, size_t pieces_count,
-                         const struct zpp_step_files *files, float grad_scale, zpp_pool *pool,
-                         struct zpp_aio_fault *fault, struct zpp_err *err) {
-    if (tier->torn || !tier->sealed)
-        return zpp_fail(err, ZPP_STATE, "tier: the states in %s are %s", tier->path,
-                        tier->torn ? "torn by a step that failed; load a checkpoint first" : "not sealed yet");
+zpp_status zpp_optim_file_step(zpp_optim_file *optim_file, const struct zpp_optim_file_piece *pieces,
+                               size_t pieces_count,
+                               const struct zpp_step_files *files, float grad_scale, zpp_pool *pool,
+                               struct zpp_aio_fault *fault, struct zpp_err *err) {
+    if (optim_file->torn || !optim_file->sealed)
+        return zpp_fail(err, ZPP_STATE, "tier: the states in %s are %s", optim_file->path,
+                        optim_file->torn ? "torn by a step that failed; load a checkpoint first" : "not sealed yet");
     const bool windows = files->params || files->grads;
-    if (windows && tier->options.buffers > ZPP_UNIT_FILE_WINDOWS)
+    if (windows && optim_file->options.buffers > ZPP_UNIT_FILE_WINDOWS)
         return zpp_fail(err, ZPP_INVALID, "tier: %u buffers with parameters or gradients in a file, wanted at most %d",
-                        tier->options.buffers, (int)ZPP_UNIT_FILE_WINDOWS);
+                        optim_file->options.buffers, (int)ZPP_UNIT_FILE_WINDOWS);
     const uint64_t began_ns = zpp_now_ns();
-    struct tier_plan plan = { .files = *files, .windows = windows };
-    zpp_status status = tier_plan_make(tier, pieces, pieces_count, &plan, err);
+    struct optim_file_plan plan = { .files = *files, .windows = windows };
+    zpp_status status = optim_file_plan_make(optim_file, pieces, pieces_count, &plan, err);
     if (status != ZPP_OK) {
-        tier_plan_drop(&plan);
+        optim_file_plan_drop(&plan);
         return status;
     }
-    status = settle(tier, files, stream(tier, &plan, grad_scale, pool, fault, err), fault, err);
-    tier_plan_drop(&plan);
-    tier->torn = status != ZPP_OK;
-    tier->steps++;
-    tier->step_ns += zpp_now_ns() - began_ns;
+    status = settle(optim_file, files, stream(optim_file, &plan, grad_scale, pool, fault, err), fault, err);
+    optim_file_plan_drop(&plan);
+    optim_file->torn = status != ZPP_OK;
+    optim_file->steps++;
+    optim_file->step_ns += zpp_now_ns() - began_ns;
     return status;
 }

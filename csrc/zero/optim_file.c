@@ -1,0 +1,323 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The life of an optimizer file: slices are laid on lines, lines are cut in records, the file is made; and copies in
+ * and out, for checkpoints and first values. See optim_file.h for the picture.
+ */
+#include "optim_file.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../base/mem.h"
+#include "optim_file_internal.h"
+
+enum {
+    SLICE_ALIGN_ELEMS = 16,     /* AVX-512 */
+    LARGE_SLICE_ELEMS = 65536,  /* from here on a slice begins at a page: its first values are written directly */
+    CHUNK_ELEMS = 512 * 1024,   /* 2 MiB a kind: large enough for the disk, small enough to overlap */
+    LEAST_CHUNKS = 8,           /* fewer, and the first read and the last write would not be hidden */
+    BUFFERS = 4,                /* one stepped, one written, two read */
+    DEPTH = 32,
+    BLOCK_BYTES = 1 << 20,
+    FLIGHT_BYTES = 8 << 20,     /* as unit_file.c: what is stepped first is read first */
+};
+
+static size_t round_up(size_t value, size_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+static zpp_status start_engine(zpp_optim_file *optim_file, struct zpp_err *err) {
+    const struct zpp_optim_file_options *options = &optim_file->options;
+    const unsigned disks = options->folders_count ? options->folders_count : 1;
+    const struct zpp_aio_config config = {
+        .depth = options->depth ? options->depth : DEPTH * disks,
+        .block_bytes = options->block_bytes ? options->block_bytes : (size_t)BLOCK_BYTES,
+        .flight_bytes = (size_t)FLIGHT_BYTES * disks,
+        .stripes = options->folders,
+        .stripes_count = options->folders_count,
+        .stripe_bytes = options->stripe_bytes ? options->stripe_bytes : (size_t)ZPP_AIO_STRIPE_BYTES,
+        .direct = true,
+        .checksums = options->checksums,
+        .backend = ZPP_AIO_AUTO,
+        .log = options->log,
+        .log_ctx = options->log_ctx,
+        .sys = &optim_file->sys,
+    };
+    return zpp_aio_create(&config, &optim_file->aio, err);
+}
+
+zpp_status zpp_optim_file_create(const struct zpp_optim_file_options *options, zpp_optim_file **out,
+                                 struct zpp_err *err) {
+    if (!(options->fraction > 0.0 && options->fraction <= 1.0))
+        return zpp_fail(err, ZPP_INVALID, "tier: fraction is %g, wanted above 0 and at most 1", options->fraction);
+    if (options->chunk_elems % TIER_PAGE_ELEMS || (options->buffers && options->buffers < 3))
+        return zpp_fail(err, ZPP_INVALID, "tier: chunk_elems %zu and buffers %u, wanted a multiple of %d, 3 or more",
+                        options->chunk_elems, options->buffers, TIER_PAGE_ELEMS);
+    zpp_optim_file *optim_file = calloc(1, sizeof *optim_file);
+    if (!optim_file) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for a tier");
+    optim_file->options = *options;
+    optim_file->sys = options->sys ? *options->sys : *zpp_aio_sys_real();
+    optim_file->path = strdup(options->path);
+    zpp_status status = optim_file->path ? ZPP_OK : zpp_fail(err, ZPP_NOMEM, "tier: no memory for the path");
+    if (status == ZPP_OK) status = start_engine(optim_file, err);
+    optim_file->options.folders = NULL; /* borrowed */
+    if (status != ZPP_OK) {
+        zpp_optim_file_destroy(optim_file);
+        return status;
+    }
+    *out = optim_file;
+    return ZPP_OK;
+}
+
+void zpp_optim_file_destroy(zpp_optim_file *optim_file) {
+    if (!optim_file) return;
+    optim_file_backward_step_forget(optim_file); /* a read ahead of a step that will not come */
+    optim_file_backward_step_drop(optim_file);
+    zpp_aio_arena *arena = optim_file->aio ? zpp_aio_get_arena(optim_file->aio) : NULL;
+    for (unsigned i = 0; optim_file->buffers && i < optim_file->options.buffers; i++)
+        if (optim_file->buffers[i].memory) zpp_aio_arena_free(arena, optim_file->buffers[i].memory);
+    zpp_aio_destroy(optim_file->aio);
+    for (int i = 0; i < 2; i++) {
+        struct optim_file_line *line = &optim_file->lines[i];
+        free(line->stepped);
+        zpp_mem_free(line->held, line->planes * line->held_elems * sizeof(float));
+    }
+    free(optim_file->buffers);
+    free(optim_file->slices);
+    free(optim_file->path);
+    free(optim_file);
+}
+
+zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool master, int *slice, struct zpp_err *err) {
+    if (optim_file->sealed) return zpp_fail(err, ZPP_STATE, "tier: a slice of %zu elements comes after seal", elems);
+    if (optim_file->slices_count == optim_file->slices_room) {
+        const int room = optim_file->slices_room ? 2 * optim_file->slices_room : 64;
+        struct optim_file_slice *slices = realloc(optim_file->slices, (size_t)room * sizeof *slices);
+        if (!slices) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for %d slices", room);
+        optim_file->slices = slices;
+        optim_file->slices_room = room;
+    }
+    const int which = master ? 0 : 1;
+    struct optim_file_line *line = &optim_file->lines[which];
+    const size_t begin =
+        round_up(line->elems, elems < LARGE_SLICE_ELEMS ? (size_t)SLICE_ALIGN_ELEMS : (size_t)TIER_PAGE_ELEMS);
+    optim_file->slices[optim_file->slices_count] = (struct optim_file_slice){ .line = which, .begin_elems = begin,
+                                                                             .elems = elems };
+    line->elems = begin + elems;
+    line->used_elems += elems;
+    *slice = optim_file->slices_count++;
+    return ZPP_OK;
+}
+
+/* --- seal --------------------------------------------------------------------------------------------------------- */
+
+static void lay_line(const zpp_optim_file *optim_file, struct optim_file_line *line, bool master,
+                     uint64_t *used_bytes) {
+    for (int kind = 0; kind < ZPP_TIER_KINDS; kind++) {
+        const bool has = kind == ZPP_TIER_MASTER ? master
+            : optim_file->options.moments >> (kind - ZPP_TIER_EXP_AVG) & 1;
+        line->plane[kind] = has ? (int)line->planes : -1;
+        if (has) line->kinds[line->planes++] = kind;
+    }
+    line->held_elems = (size_t)((1.0 - optim_file->options.fraction) * (double)line->elems) / TIER_PAGE_ELEMS *
+                       TIER_PAGE_ELEMS;
+    line->elems = round_up(line->elems, TIER_PAGE_ELEMS);
+    if (!line->planes) line->held_elems = line->elems; /* no record has anything: nothing is to be read */
+    const size_t on_disk_elems = line->elems - line->held_elems;
+    line->chunk_elems = optim_file->options.chunk_elems;
+    if (!line->chunk_elems) line->chunk_elems = round_up(on_disk_elems / LEAST_CHUNKS + 1, TIER_PAGE_ELEMS);
+    if (!optim_file->options.chunk_elems && line->chunk_elems > CHUNK_ELEMS) line->chunk_elems = CHUNK_ELEMS;
+    line->chunks = (on_disk_elems + line->chunk_elems - 1) / line->chunk_elems;
+    line->offset_bytes = *used_bytes;
+    *used_bytes += (uint64_t)on_disk_elems * line->planes * sizeof(float);
+}
+
+static zpp_status make_line_memory(struct optim_file_line *line, struct zpp_err *err) {
+    line->stepped = calloc(line->chunks + 1, sizeof *line->stepped);
+    if (!line->stepped) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for %zu chunks", line->chunks);
+    if (!line->held_elems || !line->planes) return ZPP_OK;
+    void *memory = NULL;
+    const zpp_status status =
+        zpp_mem_alloc(line->planes * line->held_elems * sizeof(float), ZPP_PAGE_BYTES, &memory, err);
+    line->held = memory;
+    return status;
+}
+
+static void choose_buffers(zpp_optim_file *optim_file) {
+    if (!optim_file->options.buffers
+        && optim_file->options.backward_step) optim_file_backward_step_choose_buffers(optim_file);
+    if (!optim_file->options.buffers) optim_file->options.buffers = BUFFERS;
+    for (int i = 0; i < 2; i++) {
+        const struct optim_file_line *line = &optim_file->lines[i];
+        const size_t bytes = line->chunks ? optim_file_chunk_elems(line, 0) * line->planes * sizeof(float) : 0;
+        if (bytes > optim_file->record_bytes) optim_file->record_bytes = bytes;
+    }
+}
+
+static zpp_status make_buffers(zpp_optim_file *optim_file, struct zpp_err *err) {
+    optim_file->buffers = calloc(optim_file->options.buffers, sizeof *optim_file->buffers);
+    if (!optim_file->buffers) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for %u buffers",
+                                              optim_file->options.buffers);
+    for (unsigned i = 0; optim_file->record_bytes && i < optim_file->options.buffers; i++) {
+        void *memory = NULL;
+        const zpp_status status = zpp_aio_arena_alloc(zpp_aio_get_arena(optim_file->aio), optim_file->record_bytes,
+                                                      &memory, err);
+        if (status != ZPP_OK) return status;
+        optim_file->buffers[i].memory = memory;
+    }
+    return ZPP_OK;
+}
+
+zpp_status zpp_optim_file_seal(zpp_optim_file *optim_file, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    if (optim_file->sealed) return zpp_fail(err, ZPP_STATE, "tier: sealed twice");
+    for (int i = 0; i < 2; i++) lay_line(optim_file, &optim_file->lines[i], i == 0, &optim_file->file_bytes);
+    choose_buffers(optim_file);
+    /* At its full length: what was never written reads as zeros, and a full disk is found before training. */
+    zpp_status status = zpp_aio_make(optim_file->aio, optim_file->path, optim_file->file_bytes, fault, err);
+    for (int i = 0; i < 2 && status == ZPP_OK; i++) status = make_line_memory(&optim_file->lines[i], err);
+    if (status == ZPP_OK) status = optim_file_backward_step_seal(optim_file, err);
+    if (status == ZPP_OK) status = make_buffers(optim_file, err);
+    if (status == ZPP_OK) optim_file->sealed = true;
+    return status;
+}
+
+zpp_status zpp_optim_file_plan(const struct zpp_optim_file_options *options,
+                               const struct zpp_optim_file_slice_plan *slices, size_t count,
+                               struct zpp_optim_file_plan *out, struct zpp_err *err) {
+    zpp_optim_file optim_file = { .options = *options };
+    zpp_status status = ZPP_OK;
+    int number;
+    for (size_t i = 0; i < count && status == ZPP_OK; i++)
+        status = zpp_optim_file_add(&optim_file, slices[i].elems, slices[i].master, &number, err);
+    for (int i = 0; i < 2; i++) lay_line(&optim_file, &optim_file.lines[i], i == 0, &optim_file.file_bytes);
+    choose_buffers(&optim_file);
+    *out = (struct zpp_optim_file_plan){ .buffer_bytes = optim_file.record_bytes * optim_file.options.buffers };
+    for (int i = 0; i < 2; i++)
+        if (optim_file.lines[i].chunks && optim_file.lines[i].chunk_elems > out->chunk_elems)
+            out->chunk_elems = optim_file.lines[i].chunk_elems;
+    free(optim_file.slices);
+    return status;
+}
+
+/* --- requests ----------------------------------------------------------------------------------------------------- */
+
+zpp_status optim_file_submit(zpp_optim_file *optim_file, uint64_t offset_bytes, void *memory, size_t bytes, bool write,
+                             zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    const struct zpp_aio_job job = {
+        .path = optim_file->path, .memory = memory, .bytes = bytes, .offset_bytes = offset_bytes, .write = write };
+    return zpp_aio_submit(optim_file->aio, &job, out, fault, err);
+}
+
+zpp_status optim_file_finish(zpp_aio_request **request, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    if (!*request) return ZPP_OK;
+    /* No time-out and no tick: the kernel ends every request on a file, and a step cannot stop half-way. */
+    const struct zpp_wait patience = { 0, NULL, NULL };
+    const zpp_status status = zpp_aio_wait(*request, &patience, err);
+    const struct zpp_aio_fault *seen = zpp_aio_request_fault(*request);
+    if (status == ZPP_TIER && seen && fault) *fault = *seen;
+    zpp_aio_release(*request);
+    *request = NULL;
+    return status;
+}
+
+/* --- copies ------------------------------------------------------------------------------------------------------- */
+
+/* From `at` on the record stream: how many elements lie together, and where. *held NULL: in chunk *chunk, *inside of
+ * it. */
+static size_t run_at(const struct optim_file_line *line, int plane, size_t at, float **held, size_t *chunk,
+                     size_t *inside) {
+    *held = NULL;
+    if (at < line->held_elems) {
+        *held = line->held + (size_t)plane * line->held_elems + at;
+        return line->held_elems - at;
+    }
+    *chunk = (at - line->held_elems) / line->chunk_elems;
+    *inside = (at - line->held_elems) % line->chunk_elems;
+    return optim_file_chunk_elems(line, *chunk) - *inside;
+}
+
+static zpp_status copy_unit_file(zpp_optim_file *optim_file, struct optim_file_line *line, int plane, size_t chunk,
+                                 size_t inside, size_t elems, float *memory, bool write, struct zpp_aio_fault *fault,
+                                 struct zpp_err *err) {
+    const bool moment = line->kinds[plane] != ZPP_TIER_MASTER;
+    if (moment && !write && !line->stepped[chunk]) {
+        memset(memory, 0, elems * sizeof *memory);
+        return ZPP_OK;
+    }
+    const size_t plane_elems = optim_file_chunk_elems(line, chunk);
+    const uint64_t at = optim_file_record_offset(line, chunk) + ((size_t)plane * plane_elems + inside) * sizeof *memory;
+    zpp_aio_request *request = NULL;
+    zpp_status status = optim_file_submit(optim_file, at, memory, elems * sizeof *memory, write, &request, fault, err);
+    if (status == ZPP_OK) status = optim_file_finish(&request, fault, err);
+    if (status == ZPP_OK && moment && write) line->stepped[chunk] = true;
+    return status;
+}
+
+zpp_status zpp_optim_file_copy(zpp_optim_file *optim_file, int slice, enum zpp_optim_file_kind kind, size_t first,
+                               size_t elems, float *memory,
+                               bool write, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    if (!optim_file->sealed || slice < 0 || slice >= optim_file->slices_count)
+        return zpp_fail(err, ZPP_STATE, "tier: slice %d is copied, there are %d%s", slice, optim_file->slices_count,
+                        optim_file->sealed ? "" : ", not sealed yet");
+    const struct optim_file_slice *where = &optim_file->slices[slice];
+    struct optim_file_line *line = &optim_file->lines[where->line];
+    if (line->plane[kind] < 0 || first > where->elems || elems > where->elems - first)
+        return zpp_fail(err, ZPP_INVALID, "tier: elements %zu to %zu of kind %d are copied; slice %d has %zu%s", first,
+                        first + elems, (int)kind, slice, where->elems,
+                        line->plane[kind] < 0 ? ", and none of that kind" : "");
+    if (write) optim_file_backward_step_forget(optim_file);
+    for (size_t done = 0; done < elems;) {
+        float *held;
+        size_t chunk = 0, inside = 0;
+        const size_t at = where->begin_elems + first + done;
+        size_t run = run_at(line, line->plane[kind], at, &held, &chunk, &inside);
+        if (run > elems - done) run = elems - done;
+        if (held) {
+            memcpy(write ? held : memory + done, write ? memory + done : held, run * sizeof *memory);
+        } else {
+            const zpp_status status = copy_unit_file(optim_file, line, line->plane[kind], chunk, inside, run,
+                                                     memory + done, write, fault, err);
+            if (status != ZPP_OK) return status;
+        }
+        done += run;
+    }
+    return ZPP_OK;
+}
+
+/* --- small answers ------------------------------------------------------------------------------------------------ */
+
+bool zpp_optim_file_torn(const zpp_optim_file *optim_file) {
+    return optim_file->torn;
+}
+
+void zpp_optim_file_mend(zpp_optim_file *optim_file) {
+    optim_file->torn = false;
+    optim_file->backward_step.open = false;
+    optim_file_backward_step_forget(optim_file);
+}
+
+void zpp_optim_file_figures(const zpp_optim_file *optim_file, struct zpp_optim_file_figures *out) {
+    struct zpp_aio_figures io;
+    zpp_aio_figures(optim_file->aio, &io);
+    *out = (struct zpp_optim_file_figures){
+        .reserved_bytes = optim_file->file_bytes,
+        .buffer_bytes = optim_file->record_bytes * optim_file->options.buffers,
+        .read_bytes = io.read_bytes,
+        .written_bytes = io.written_bytes,
+        .checked_bytes = io.checked_bytes,
+        .sums_bytes = io.sums_bytes,
+        .steps = optim_file->steps,
+        .step_ns = optim_file->step_ns,
+        .waited_ns = optim_file->waited_ns,
+        .uring = io.uring,
+    };
+    for (int i = 0; i < 2; i++) {
+        const struct optim_file_line *line = &optim_file->lines[i];
+        const size_t held = line->held_elems < line->used_elems ? line->held_elems : line->used_elems;
+        for (size_t plane = 0; plane < line->planes; plane++) {
+            out->held_bytes[line->kinds[plane]] += held * sizeof(float);
+            out->file_bytes[line->kinds[plane]] += (line->used_elems - held) * sizeof(float);
+        }
+    }
+}

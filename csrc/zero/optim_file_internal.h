@@ -1,0 +1,134 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The tier's own state, shared by optim_file.c (life, layout, copies), optim_file_step.c (the streamed step) and
+ * optim_file_step_in_backward.c (the step unit by unit), and by nobody else.
+ */
+#ifndef ZPP_ZERO_OPTIM_FILE_INTERNAL_H
+#define ZPP_ZERO_OPTIM_FILE_INTERNAL_H
+
+#include <stdatomic.h>
+
+#include "optim_file.h"
+
+enum { TIER_PAGE_ELEMS = 1024, TIER_PAGE_BYTES = 4096 };
+
+struct optim_file_line {
+    int kinds[ZPP_TIER_KINDS]; /* of the record, in order */
+    int plane[ZPP_TIER_KINDS]; /* place of a kind in the record; -1: the record stream has none of it */
+    size_t planes;
+    size_t elems;          /* of all slices, rounded up to pages */
+    size_t used_elems;     /* of all slices */
+    size_t held_elems;     /* the first ones, in memory; whole pages */
+    size_t chunk_elems;    /* of every chunk but the last */
+    size_t chunks;
+    uint64_t offset_bytes; /* of chunk 0 in the file */
+    bool *stepped;         /* [chunks]: have its moments ever been written? */
+    float *held;           /* [planes * held_elems] */
+};
+
+struct optim_file_slice {
+    int line;
+    size_t begin_elems, elems; /* on the record stream */
+};
+
+/* What a buffer is to a step unit by unit. */
+enum optim_file_buffer_state { TIER_FREE, TIER_HERE, TIER_CHANGED, TIER_LEAVING };
+
+struct optim_file_buffer {
+    float *memory; /* of the engine's arena; one record of the record stream with the largest */
+    zpp_aio_request *read, *write;
+    /* a step unit by unit: which record it has, and since when */
+    enum optim_file_buffer_state state;
+    int line;
+    size_t chunk;
+    uint64_t since;
+};
+
+/* A step unit by unit. */
+struct optim_file_record {
+    int line;
+    size_t chunk;
+};
+struct optim_file_backward_step {
+    struct optim_file_record *order; /* of all records, as they are expected */
+    size_t order_count;
+    size_t next;     /* the first of them that was not read ahead */
+    size_t *left[2]; /* [chunks] of each line: slices that are still to be stepped */
+    uint64_t clock;
+    bool open; /* between begin and end */
+};
+
+/* A chunk that is touched, and its cuts. */
+struct optim_file_visit {
+    int line;
+    size_t chunk, first_cut, cuts;
+};
+
+/* Cuts carry, in place of addresses that are not known yet, their place in the chunk. */
+struct optim_file_cut {
+    struct zpp_adam_segment segment;
+    size_t inside;
+};
+
+struct optim_file_plan {
+    struct optim_file_cut *cuts;
+    size_t cuts_count, cuts_room;
+    struct optim_file_visit *visits; /* in ascending order of the record stream */
+    size_t visits_count, visits_room;
+    struct zpp_adam_segment *segments; /* of what is held, held_count; then of the visit under way */
+    size_t segments_room, held_count;
+    struct zpp_step_files files;
+    bool windows; /* are there any? */
+};
+
+struct zpp_optim_file {
+    struct zpp_optim_file_options options;
+    char *path;
+    struct zpp_aio_sys sys;
+    zpp_aio *aio;
+    bool sealed;
+    atomic_bool torn; /* this and the figures are read while a delayed step runs in a thread of its own */
+    struct optim_file_line lines[2]; /* 0: with a master */
+    struct optim_file_slice *slices;
+    int slices_count, slices_room;
+    struct optim_file_buffer *buffers;
+    size_t record_bytes; /* of a buffer */
+    uint64_t file_bytes;
+    struct optim_file_backward_step backward_step;
+    atomic_uint_fast64_t steps, step_ns, waited_ns;
+};
+
+static inline size_t optim_file_chunk_elems(const struct optim_file_line *line, size_t chunk) {
+    const size_t left = line->elems - line->held_elems - chunk * line->chunk_elems;
+    return left < line->chunk_elems ? left : line->chunk_elems;
+}
+
+static inline uint64_t optim_file_record_offset(const struct optim_file_line *line, size_t chunk) {
+    return line->offset_bytes + (uint64_t)chunk * line->chunk_elems * line->planes * sizeof(float);
+}
+
+/* Submit one read or write of whole pages, or of anything else. */
+zpp_status optim_file_submit(zpp_optim_file *optim_file, uint64_t offset_bytes, void *memory, size_t bytes, bool write,
+                             zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* Wait for *request (NULL is fine), release it and forget it. */
+zpp_status optim_file_finish(zpp_aio_request **request, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* The same, counted as waiting inside a step. */
+zpp_status optim_file_finish_timed(zpp_optim_file *optim_file, zpp_aio_request **request, struct zpp_aio_fault *fault,
+                                   struct zpp_err *err);
+
+/* What a step over the pieces touches; end with optim_file_plan_drop, also after NOMEM. */
+zpp_status optim_file_plan_make(const zpp_optim_file *optim_file, const struct zpp_optim_file_piece *pieces,
+                                size_t pieces_count, struct optim_file_plan *plan, struct zpp_err *err);
+void optim_file_plan_drop(struct optim_file_plan *plan);
+/* plan->segments = the visit's, whose record is in `memory`. */
+void optim_file_plan_bind(const zpp_optim_file *optim_file, struct optim_file_plan *plan,
+                          const struct optim_file_visit *visit, float *memory);
+
+/* Part of seal and destroy (optim_file_step_in_backward.c). */
+void optim_file_backward_step_choose_buffers(zpp_optim_file *optim_file);
+zpp_status optim_file_backward_step_seal(zpp_optim_file *optim_file, struct zpp_err *err);
+void optim_file_backward_step_drop(zpp_optim_file *optim_file);
+/* What was read ahead is not what the file has any more. */
+void optim_file_backward_step_forget(zpp_optim_file *optim_file);
+
+#endif

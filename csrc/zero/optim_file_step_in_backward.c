@@ -1,0 +1,304 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The step unit by unit, inside the backward (docs/design/0032). Buffers are a write-back cache of records:
+ *
+ *   FREE --read, ahead or when needed--> HERE --stepped--> CHANGED --its last slice was stepped--> LEAVING --> FREE
+ *
+ * Slices are expected from the last to the first, as a backward meets them, so their records are read in descending
+ * order of the record stream, as far ahead as buffers go; a record that two slices share is the last of one and the
+ * first of the next. Where another order comes, what was read ahead gives way, and what had changed is written and read
+ * again.
+ *
+ * After a failure nothing is under way and nothing is cached.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "../base/wait.h"
+#include "optim_file_internal.h"
+
+enum { MOST_BUFFERS = 64, LEAST_BUFFERS = 4 };
+
+/* The chunks that a slice has a part of; false: none, all of it is held. */
+static bool chunks_of(const zpp_optim_file *optim_file, const struct optim_file_slice *slice, size_t *first,
+                      size_t *last) {
+    const struct optim_file_line *line = &optim_file->lines[slice->line];
+    const size_t end = slice->begin_elems + slice->elems;
+    if (!slice->elems || end <= line->held_elems) return false;
+    const size_t begin = slice->begin_elems > line->held_elems ? slice->begin_elems - line->held_elems : 0;
+    *first = begin / line->chunk_elems;
+    *last = (end - 1 - line->held_elems) / line->chunk_elems;
+    return true;
+}
+
+/* --- life --------------------------------------------------------------------------------------------------------- */
+
+static size_t most_chunks(const zpp_optim_file *optim_file) {
+    size_t most = 0, first, last;
+    for (int i = 0; i < optim_file->slices_count; i++)
+        if (chunks_of(optim_file, &optim_file->slices[i], &first, &last)
+            && last - first + 1 > most) most = last - first + 1;
+    return most;
+}
+
+/* One slice that is stepped and written while the next one is read. */
+void optim_file_backward_step_choose_buffers(zpp_optim_file *optim_file) {
+    const size_t records = optim_file->lines[0].chunks + optim_file->lines[1].chunks;
+    size_t buffers = 2 * most_chunks(optim_file) + 2;
+    if (buffers > records) buffers = records;
+    if (buffers > MOST_BUFFERS) buffers = MOST_BUFFERS;
+    optim_file->options.buffers = buffers < LEAST_BUFFERS ? LEAST_BUFFERS : (unsigned)buffers;
+}
+
+zpp_status optim_file_backward_step_seal(zpp_optim_file *optim_file, struct zpp_err *err) {
+    struct optim_file_backward_step *backward_step = &optim_file->backward_step;
+    size_t room = 1, first, last;
+    if (!optim_file->options.backward_step) return ZPP_OK;
+    for (int i = 0; i < optim_file->slices_count; i++)
+        if (chunks_of(optim_file, &optim_file->slices[i], &first, &last)) room += last - first + 1;
+    backward_step->order = calloc(room, sizeof *backward_step->order);
+    for (int i = 0; i < 2; i++) backward_step->left[i] = calloc(optim_file->lines[i].chunks + 1,
+                                                                sizeof *backward_step->left[i]);
+    if (!backward_step->order || !backward_step->left[0] || !backward_step->left[1])
+        return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the order of %zu records", room);
+    size_t before[2] = { SIZE_MAX, SIZE_MAX };
+    for (int i = optim_file->slices_count - 1; i >= 0; i--) {
+        const struct optim_file_slice *slice = &optim_file->slices[i];
+        if (!chunks_of(optim_file, slice, &first, &last)) continue;
+        for (size_t chunk = last + 1; chunk-- > first;) {
+            if (chunk == before[slice->line]) continue;
+            backward_step->order[backward_step->order_count++] = (struct optim_file_record){ slice->line, chunk };
+            before[slice->line] = chunk;
+        }
+    }
+    return ZPP_OK;
+}
+
+void optim_file_backward_step_drop(zpp_optim_file *optim_file) {
+    free(optim_file->backward_step.order);
+    free(optim_file->backward_step.left[0]);
+    free(optim_file->backward_step.left[1]);
+}
+
+void optim_file_backward_step_forget(zpp_optim_file *optim_file) {
+    for (unsigned i = 0; optim_file->buffers && i < optim_file->options.buffers; i++) {
+        struct zpp_err ignored = ZPP_ERR_INIT;
+        struct optim_file_buffer *buffer = &optim_file->buffers[i];
+        (void)optim_file_finish(&buffer->read, NULL, &ignored);
+        (void)optim_file_finish(&buffer->write, NULL, &ignored);
+        buffer->state = TIER_FREE;
+    }
+    optim_file->backward_step.next = 0;
+}
+
+/* --- buffers ------------------------------------------------------------------------------------------------------ */
+
+static void set_state(zpp_optim_file *optim_file, struct optim_file_buffer *buffer,
+                      enum optim_file_buffer_state state) {
+    buffer->state = state;
+    buffer->since = ++optim_file->backward_step.clock;
+}
+
+static struct optim_file_buffer *find(zpp_optim_file *optim_file, int line, size_t chunk) {
+    for (unsigned i = 0; i < optim_file->options.buffers; i++) {
+        struct optim_file_buffer *buffer = &optim_file->buffers[i];
+        if (buffer->state != TIER_FREE && buffer->line == line && buffer->chunk == chunk) return buffer;
+    }
+    return NULL;
+}
+
+/* Moments that were never written are zeros, and not read. */
+static zpp_status begin_read(zpp_optim_file *optim_file, struct optim_file_buffer *buffer, int which, size_t chunk,
+                             struct zpp_aio_fault *fault, struct zpp_err *err) {
+    const struct optim_file_line *line = &optim_file->lines[which];
+    const size_t stride = optim_file_chunk_elems(line, chunk), master = line->plane[ZPP_TIER_MASTER] >= 0;
+    const size_t planes = line->stepped[chunk] ? line->planes : master;
+    zpp_status status = ZPP_OK;
+    memset(buffer->memory + planes * stride, 0, (line->planes - planes) * stride * sizeof(float));
+    if (planes)
+        status = optim_file_submit(optim_file, optim_file_record_offset(line, chunk), buffer->memory,
+                                   planes * stride * sizeof(float), false, &buffer->read, fault, err);
+    if (status != ZPP_OK) return status;
+    buffer->line = which;
+    buffer->chunk = chunk;
+    set_state(optim_file, buffer, TIER_HERE);
+    return ZPP_OK;
+}
+
+static zpp_status begin_write(zpp_optim_file *optim_file, struct optim_file_buffer *buffer, struct zpp_aio_fault *fault,
+                              struct zpp_err *err) {
+    struct optim_file_line *line = &optim_file->lines[buffer->line];
+    const size_t bytes = line->planes * optim_file_chunk_elems(line, buffer->chunk) * sizeof(float);
+    const zpp_status status = optim_file_submit(optim_file, optim_file_record_offset(line, buffer->chunk),
+                                                buffer->memory, bytes, true, &buffer->write, fault, err);
+    if (status != ZPP_OK) return status;
+    line->stepped[buffer->chunk] = true;
+    set_state(optim_file, buffer, TIER_LEAVING);
+    return ZPP_OK;
+}
+
+static zpp_status finish_write(zpp_optim_file *optim_file, struct optim_file_buffer *buffer,
+                               struct zpp_aio_fault *fault, struct zpp_err *err) {
+    const zpp_status status = optim_file_finish_timed(optim_file, &buffer->write, fault, err);
+    buffer->state = TIER_FREE;
+    return status;
+}
+
+/* The one of a state that has been in it for the shortest or the longest time; NULL: none. */
+static struct optim_file_buffer *choose(zpp_optim_file *optim_file, enum optim_file_buffer_state state, bool newest) {
+    struct optim_file_buffer *best = NULL;
+    for (unsigned i = 0; i < optim_file->options.buffers; i++) {
+        struct optim_file_buffer *buffer = &optim_file->buffers[i];
+        if (buffer->state == state && (!best || (buffer->since > best->since) == newest)) best = buffer;
+    }
+    return best;
+}
+
+/* Of what is expected next, as much as there are buffers for, without waiting. */
+static zpp_status read_ahead(zpp_optim_file *optim_file, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct optim_file_backward_step *backward_step = &optim_file->backward_step;
+    while (backward_step->next < backward_step->order_count) {
+        const struct optim_file_record *record = &backward_step->order[backward_step->next];
+        if (!find(optim_file, record->line, record->chunk)) {
+            struct optim_file_buffer *buffer = choose(optim_file, TIER_FREE, false);
+            if (!buffer) buffer = choose(optim_file, TIER_LEAVING, false);
+            if (!buffer || (buffer->write && !zpp_aio_done(buffer->write))) return ZPP_OK;
+            zpp_status status = finish_write(optim_file, buffer, fault, err);
+            if (status == ZPP_OK) status = begin_read(optim_file, buffer, record->line, record->chunk, fault, err);
+            if (status != ZPP_OK) return status;
+        }
+        backward_step->next++;
+    }
+    return ZPP_OK;
+}
+
+/* An empty buffer; best one that nobody misses. */
+static zpp_status make_room(zpp_optim_file *optim_file, struct optim_file_buffer **out, struct zpp_aio_fault *fault,
+                            struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    struct optim_file_buffer *buffer = choose(optim_file, TIER_FREE, false);
+    if (!buffer) buffer = choose(optim_file, TIER_LEAVING, false);
+    if (!buffer) buffer = choose(optim_file, TIER_HERE, true); /* expected last of those read ahead */
+    if (!buffer) {
+        buffer = choose(optim_file, TIER_CHANGED, false);
+        status = begin_write(optim_file, buffer, fault, err);
+    }
+    if (status == ZPP_OK) status = optim_file_finish_timed(optim_file, &buffer->read, fault, err);
+    if (status == ZPP_OK) status = finish_write(optim_file, buffer, fault, err);
+    if (status == ZPP_OK) *out = buffer;
+    return status;
+}
+
+/* The buffer that has the record, whole, and may be changed. */
+static zpp_status take(zpp_optim_file *optim_file, int line, size_t chunk, struct optim_file_buffer **out,
+                       struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct optim_file_buffer *buffer = find(optim_file, line, chunk);
+    zpp_status status = ZPP_OK;
+    if (!buffer) {
+        status = make_room(optim_file, &buffer, fault, err);
+        if (status == ZPP_OK) status = begin_read(optim_file, buffer, line, chunk, fault, err);
+    }
+    if (status == ZPP_OK) status = optim_file_finish_timed(optim_file, &buffer->read, fault, err);
+    if (status == ZPP_OK) status = optim_file_finish_timed(optim_file, &buffer->write, fault, err);
+    if (status == ZPP_OK) *out = buffer;
+    return status;
+}
+
+/* --- the calls ---------------------------------------------------------------------------------------------------- */
+
+static zpp_status fail(zpp_optim_file *optim_file, zpp_status status) {
+    if (status == ZPP_OK) return status;
+    optim_file->torn = true;
+    optim_file->backward_step.open = false;
+    optim_file_backward_step_forget(optim_file);
+    return status;
+}
+
+zpp_status zpp_optim_file_backward_step_begin(zpp_optim_file *optim_file, struct zpp_aio_fault *fault,
+                                              struct zpp_err *err) {
+    struct optim_file_backward_step *backward_step = &optim_file->backward_step;
+    size_t first, last;
+    if (optim_file->torn || !optim_file->sealed || !optim_file->options.backward_step || backward_step->open)
+        return zpp_fail(err, ZPP_STATE, "tier: the states in %s are %s", optim_file->path,
+                        optim_file->torn         ? "torn by a step that failed; load a checkpoint first"
+                        : !optim_file->sealed    ? "not sealed yet"
+                        : backward_step->open      ? "in the middle of a step"
+                                           : "not made for steps inside a backward");
+    for (int i = 0; i < 2; i++) memset(backward_step->left[i], 0,
+                                       optim_file->lines[i].chunks * sizeof *backward_step->left[i]);
+    for (int i = 0; i < optim_file->slices_count; i++) {
+        const struct optim_file_slice *slice = &optim_file->slices[i];
+        if (!chunks_of(optim_file, slice, &first, &last)) continue;
+        for (size_t chunk = first; chunk <= last; chunk++) backward_step->left[slice->line][chunk]++;
+    }
+    backward_step->open = true;
+    /* A read that fails is no more than a read: nothing was stepped. */
+    const zpp_status status = read_ahead(optim_file, fault, err);
+    if (status != ZPP_OK) {
+        backward_step->open = false;
+        optim_file_backward_step_forget(optim_file);
+    }
+    return status;
+}
+
+static zpp_status step_visit(zpp_optim_file *optim_file, struct optim_file_plan *plan,
+                             const struct optim_file_visit *visit, float grad_scale,
+                             zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct optim_file_buffer *buffer = NULL;
+    zpp_status status = take(optim_file, visit->line, visit->chunk, &buffer, fault, err);
+    if (status != ZPP_OK) return status;
+    optim_file_plan_bind(optim_file, plan, visit, buffer->memory);
+    zpp_update_step(plan->segments, visit->cuts, grad_scale, pool);
+    set_state(optim_file, buffer, TIER_CHANGED);
+    if (--optim_file->backward_step.left[visit->line][visit->chunk] == 0) status = begin_write(optim_file, buffer,
+                                                                                               fault, err);
+    return status == ZPP_OK ? read_ahead(optim_file, fault, err) : status;
+}
+
+zpp_status zpp_optim_file_backward_step_unit(zpp_optim_file *optim_file, const struct zpp_optim_file_piece *pieces,
+                                             size_t pieces_count,
+                                             float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault,
+                                             struct zpp_err *err) {
+    if (!optim_file->backward_step.open)
+        return zpp_fail(err, ZPP_STATE, "tier: a slice is stepped in %s before the step has begun", optim_file->path);
+    const uint64_t began_ns = zpp_now_ns();
+    struct optim_file_plan plan = { 0 };
+    zpp_status status = optim_file_plan_make(optim_file, pieces, pieces_count, &plan, err);
+    if (status == ZPP_OK) zpp_update_step(plan.segments, plan.held_count, grad_scale, pool);
+    for (size_t i = plan.visits_count; i-- > 0 && status == ZPP_OK;)
+        status = step_visit(optim_file, &plan, &plan.visits[i], grad_scale, pool, fault, err);
+    optim_file_plan_drop(&plan);
+    optim_file->step_ns += zpp_now_ns() - began_ns;
+    return fail(optim_file, status);
+}
+
+zpp_status zpp_optim_file_backward_step_poll(zpp_optim_file *optim_file, struct zpp_aio_fault *fault,
+                                             struct zpp_err *err) {
+    return optim_file->backward_step.open ? fail(optim_file, read_ahead(optim_file, fault, err)) : ZPP_OK;
+}
+
+zpp_status zpp_optim_file_backward_step_end(zpp_optim_file *optim_file, struct zpp_aio_fault *fault,
+                                            struct zpp_err *err) {
+    if (!optim_file->backward_step.open) return ZPP_OK;
+    const uint64_t began_ns = zpp_now_ns();
+    zpp_status status = ZPP_OK;
+    /* Records that a slice without gradients has a part of. */
+    for (unsigned i = 0; i < optim_file->options.buffers && status == ZPP_OK; i++)
+        if (optim_file->buffers[i].state == TIER_CHANGED) status = begin_write(optim_file, &optim_file->buffers[i],
+                                                                               fault, err);
+    for (unsigned i = 0; i < optim_file->options.buffers && status == ZPP_OK; i++)
+        if (optim_file->buffers[i].state == TIER_LEAVING) status = finish_write(optim_file, &optim_file->buffers[i],
+                                                                                fault, err);
+    optim_file->backward_step.open = false;
+    optim_file->backward_step.next = 0;
+    optim_file->steps++;
+    optim_file->step_ns += zpp_now_ns() - began_ns;
+    return fail(optim_file, status);
+}
+
+void zpp_optim_file_backward_step_ahead(zpp_optim_file *optim_file) {
+    struct zpp_err ignored = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    if (optim_file->torn || optim_file->backward_step.open) return;
+    if (read_ahead(optim_file, &fault, &ignored) != ZPP_OK) optim_file_backward_step_forget(optim_file);
+}
