@@ -53,7 +53,7 @@ void zpp_grad_pool_drop(zpp_zero *zero) {
 }
 
 void zpp_zero_pool_grads(zpp_zero *zero) {
-    zero->pools_grads = zero->options.stage >= 2 && !zero->slices.unit_file;
+    zero->pools_grads = zero->options.stage >= 2 && !zero->grad_file.unit_file;
 }
 
 int zpp_zero_next_reduced(zpp_zero *zero, int done) {
@@ -70,5 +70,5 @@ zpp_status zpp_zero_drop_grad(zpp_zero *zero, int index, struct zpp_err *err) {
     memset(grad->present, 0, grad->unit->params);
     grad->has = false;
     if (zero->pools_grads) zpp_grad_pool_give(zero, grad);
-    return zero->slices.unit_file ? zpp_slices_drop(zero, grad, err) : ZPP_OK;
+    return zero->grad_file.unit_file ? zpp_grad_file_drop(zero, grad, err) : ZPP_OK;
 }

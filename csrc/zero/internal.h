@@ -14,7 +14,7 @@
 #include "exchange.h"
 #include "unit_file.h"
 #include "reduce.h"
-#include "slices.h"
+#include "grad_file.h"
 #include "trace.h"
 #include "wire.h"
 #include "zero.h"
@@ -76,7 +76,7 @@ struct zpp_zero {
     pthread_mutex_t grad_pool_lock; /* guards `grad_pool` and slice_bytes: reductions borrow, steps give back */
     struct zpp_pooled_grad grad_pool[ZPP_POOLED_GRADS];
     size_t slice_bytes, carry_bytes, kept_bucket_bytes, taken_bytes;
-    struct zpp_slices slices; /* stages 2 and 3: where they live in a file */
+    struct zpp_grad_file grad_file; /* stages 2 and 3: where they live in a file */
 };
 
 /* What a sum over `ranks` of the unit's gradients is multiplied with. */

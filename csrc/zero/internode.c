@@ -185,12 +185,12 @@ zpp_status zpp_internode_finish(void *arg, void *native, const struct zpp_wait *
     struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
     zpp_zero *zero = grad->zero;
     const struct zpp_unit *unit = grad->unit;
-    const bool unit_file = zero->slices.unit_file;
+    const bool unit_file = zero->grad_file.unit_file;
     /* it is read while the sum is made */
-    zpp_status status = unit_file ? zpp_slices_take(zero, grad, wait, err) : ZPP_OK;
+    zpp_status status = unit_file ? zpp_grad_file_load(zero, grad, wait, err) : ZPP_OK;
     if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_flags, wait, err);
     if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_sum, wait, err);
-    if (status == ZPP_OK && unit_file) status = zpp_slices_arrive(zero, grad, wait);
+    if (status == ZPP_OK && unit_file) status = zpp_grad_file_load_wait(zero, grad, wait);
     if (status != ZPP_OK) return status;
     const uint8_t *touched = grad->internode_memory;
     bool any = false;
@@ -207,7 +207,7 @@ zpp_status zpp_internode_finish(void *arg, void *native, const struct zpp_wait *
     }
     free(grad->internode_memory);
     grad->internode_memory = NULL;
-    return unit_file ? zpp_slices_complete(zero, grad, err) : ZPP_OK;
+    return unit_file ? zpp_grad_file_complete(zero, grad, err) : ZPP_OK;
 }
 
 /* --- the step ---------------------------------------------------------------------------------------------------- */

@@ -57,7 +57,7 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     zpp_internode_drop(zero->options.comm, &grad->internode_flags);
     zpp_internode_drop(zero->options.comm, &grad->internode_sum);
     free(grad->internode_memory);
-    if (!keeps_buckets(zero) && grad->slice && !zero->slices.unit_file)
+    if (!keeps_buckets(zero) && grad->slice && !zero->grad_file.unit_file)
         zpp_device_free(zero->options.device, grad->slice, zpp_grad_slice_bytes(grad));
     zpp_taken_drop(zero, grad);
     free(grad->carry);
@@ -102,7 +102,7 @@ zpp_status zpp_reduce_make_slice(zpp_zero *zero, struct zpp_unit_grad *grad, str
 }
 
 static zpp_status make_slices(zpp_zero *zero, struct zpp_err *err) {
-    if (zero->slices.unit_file) return zpp_slices_seal(zero, err);
+    if (zero->grad_file.unit_file) return zpp_grad_file_seal(zero, err);
     for (int at = 0; at < zero->order_count; at++) {
         const zpp_status status = zpp_reduce_make_slice(zero, zero->units[zero->order[at]]->grad, err);
         if (status != ZPP_OK) return status;
@@ -413,22 +413,22 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
         const struct zpp_desc desc = desc_of(grad, ZPP_DESC_REDUCE);
         status = zpp_desc_ring_post(zero->ring, &desc, wait, &grad->seq, err);
         if (status != ZPP_OK) return status;
-        grad->round = zero->slices.unit_file ? ROUND_TAKE : ROUND_ADD;
+        grad->round = zero->grad_file.unit_file ? ROUND_TAKE : ROUND_ADD;
     }
     if (grad->round == ROUND_TAKE) {
-        status = zpp_slices_take(zero, grad, wait, err);
+        status = zpp_grad_file_load(zero, grad, wait, err);
         if (status != ZPP_OK) return status;
         grad->round = ROUND_ADD;
     }
     if (grad->round == ROUND_ADD) {
         status = read_peers(zero, grad, zero->ring, ZPP_DESC_REDUCE, grad->seq, wait, err);
-        if (status == ZPP_OK) status = zpp_slices_arrive(zero, grad, wait);
+        if (status == ZPP_OK) status = zpp_grad_file_load_wait(zero, grad, wait);
         const uint64_t began_ns = zpp_span_begin();
         if (status == ZPP_OK) status = add_slices(zero, grad, err);
         if (status != ZPP_OK) return status;
         zpp_span_end(began_ns, ZPP_SPAN_REDUCE, grad->unit->name, zpp_grad_slice_bytes(grad));
         zpp_desc_ring_ack(zero->ring, grad->seq);
-        if (zero->slices.unit_file) status = zpp_slices_complete(zero, grad, err);
+        if (zero->grad_file.unit_file) status = zpp_grad_file_complete(zero, grad, err);
         if (status != ZPP_OK) return status;
         grad->round = zero->copy_ring ? ROUND_POST_SLICE : ROUND_DONE;
     }
@@ -508,7 +508,7 @@ zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *
     zero->in_backward = true;
     zero->shares_backward = zero->over_bound = false;
     zero->reduces = reduce;
-    zero->slices.keeps = false;
+    zero->grad_file.keeps = false;
     zero->order_at = 0;
     return ZPP_OK;
 }
@@ -531,10 +531,10 @@ static void count_gradient(struct zpp_unit_grad *grad, size_t param, bool partia
 /* One rank, gradients in a file. */
 static zpp_status add_alone(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param, const void *from, bool partial,
                             const struct zpp_wait *wait, struct zpp_err *err) {
-    const zpp_status status = zpp_slices_add(zero, grad, param, from, wait, err);
+    const zpp_status status = zpp_grad_file_add(zero, grad, param, from, wait, err);
     if (status != ZPP_OK) return status;
     count_gradient(grad, param, partial);
-    return is_complete(grad) ? zpp_slices_complete(zero, grad, err) : ZPP_OK;
+    return is_complete(grad) ? zpp_grad_file_complete(zero, grad, err) : ZPP_OK;
 }
 
 zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *from, bool partial,
@@ -592,8 +592,8 @@ static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
 
 zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
-    if (zero->ranks == 1 && zero->slices.unit_file) {
-        if (!zero->slices.keeps) status = zpp_slices_give_all(zero, err);
+    if (zero->ranks == 1 && zero->grad_file.unit_file) {
+        if (!zero->grad_file.keeps) status = zpp_grad_file_store_all(zero, err);
     } else if (zero->reduces && zero->order_count) {
         status = drain(zero, true, err);
         if (status == ZPP_OK) status = finish(zero, wait, err);
@@ -608,7 +608,7 @@ zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, st
 void zpp_zero_backward_abort(zpp_zero *zero) {
     struct zpp_err ignored = ZPP_ERR_INIT;
     zpp_zero_reset_uses(zero);
-    if (zero->ranks == 1 && zero->slices.unit_file) (void)zpp_slices_give_all(zero, &ignored);
+    if (zero->ranks == 1 && zero->grad_file.unit_file) (void)zpp_grad_file_store_all(zero, &ignored);
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
         if (unit->grad->bucket_offset_bytes == ZPP_BUCKET_NONE || unit->grad->launched) continue;
@@ -643,7 +643,7 @@ void zpp_zero_clear_grad(zpp_zero *zero, int index, size_t param) {
     if (!grad) return;
     grad->present[param] = 0;
     if (unit->params && !memchr(grad->present, 1, unit->params)) grad->has = false; /* the last one */
-    if (grad->slice && zero->options.stage > 0) zpp_slices_clear(zero, grad, param);
+    if (grad->slice && zero->options.stage > 0) zpp_grad_file_clear(zero, grad, param);
     if (grad->bucket_offset_bytes == ZPP_BUCKET_NONE || (grad->launched && zero->options.stage > 0)) return;
     uint8_t *touched = &touched_flags(zero, unit)[param];
     if (*touched) grad->touched_params--;
@@ -651,7 +651,7 @@ void zpp_zero_clear_grad(zpp_zero *zero, int index, size_t param) {
 }
 
 void zpp_zero_clear_grads(zpp_zero *zero) {
-    if (zero->slices.unit_file) zpp_slices_clear_all(zero);
+    if (zero->grad_file.unit_file) zpp_grad_file_clear_all(zero);
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
         struct zpp_unit_grad *grad = unit->grad;

@@ -7,7 +7,8 @@
  * A bucket:   | gradient, elems of grad_dtype | touched, one byte a parameter |     (untouched parameters are zeros)
  * What travels in fewer bits (wire_dtype, or wire.h's quantised copies) is made of it in place, slice by slice.
  *
- * stages 2, 3   the slice is memory of its own, or in a file (slices.h); the bucket is given back once every peer has
+ * stages 2, 3   the slice is memory of its own, or in a file (grad_file.h); the bucket is given back once every peer
+ * has
  *               read it
  * stage 1       the bucket stays, and its own slice is the reduced one (4 + 12/N bytes a parameter need that)
  * stage 0       as stage 1, then every rank copies the other reduced slices from where they were made (all-reduce)
@@ -59,11 +60,11 @@ struct zpp_unit_grad {
     uint8_t *present;     /* [params] */
     bool has;
     uint64_t origins;     /* ranks whose gradients were not finite (origin.h) */
-    /* where it lives in a file (slices.h) */
+    /* where it lives in a file (grad_file.h) */
     int file_index;            /* its number there */
     size_t unit_file_offset_bytes;
     int order_at;         /* its place in the order of reductions */
-    int slice_state;      /* enum zpp_slice_state */
+    int grad_file_state;      /* enum zpp_grad_file_state */
     bool changed;         /* since it was read */
     bool lost;            /* by a read or write that failed before its reduction ended */
     uint8_t *stale;       /* [params]: the file has a gradient that was forgotten */

@@ -18,7 +18,7 @@ static zpp_status take_unit_file(zpp_zero *zero, struct zpp_unit_grad *grad, con
     if (!zero->delays_steps)
         return zpp_fail(err, ZPP_STATE, "zero: the gradient of unit %s has one place in its file, and cannot be taken",
                         grad->unit->name);
-    const zpp_status status = zpp_slices_settle(zero, grad, err);
+    const zpp_status status = zpp_grad_file_settle(zero, grad, err);
     if (status != ZPP_OK) return status;
     const int unit_file = grad->file_index;
     const size_t offset_bytes = grad->unit_file_offset_bytes;
@@ -38,7 +38,7 @@ zpp_status zpp_zero_grad_take(zpp_zero *zero, int index, const void **taken, str
     if (zero->options.stage == 0)
         return zpp_fail(err, ZPP_STATE, "zero: the gradient of unit %s is every rank's whole one, and cannot be taken",
                         grad->unit->name);
-    if (zero->slices.unit_file) return take_unit_file(zero, grad, taken, err);
+    if (zero->grad_file.unit_file) return take_unit_file(zero, grad, taken, err);
     const size_t bytes = zpp_grad_slice_bytes(grad);
     if (!grad->taken) {
         void *memory = NULL;
@@ -65,7 +65,7 @@ size_t zpp_zero_taken_bytes(const zpp_zero *zero) {
 }
 
 void zpp_taken_drop(zpp_zero *zero, struct zpp_unit_grad *grad) {
-    if (grad->taken && !zero->slices.unit_file)
+    if (grad->taken && !zero->grad_file.unit_file)
         zpp_device_free(zero->options.device, grad->taken, zpp_grad_slice_bytes(grad));
     grad->taken = NULL;
 }

@@ -53,7 +53,7 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     zero->ranks = options->comm ? zpp_comm_ranks(options->comm) : 1;
     zero->grad_scale = 1.0;
     pthread_mutex_init(&zero->grad_pool_lock, NULL); /* with default attributes it cannot fail */
-    pthread_mutex_init(&zero->slices.lock, NULL);
+    pthread_mutex_init(&zero->grad_file.lock, NULL);
     zpp_status status = ZPP_OK;
     zpp_comm *sharers = zpp_internode(options->comm) ? options->copy : options->comm;
     if (options->params_fraction > 0.0)
@@ -72,7 +72,7 @@ zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct z
         return zpp_fail(err, ZPP_INVALID,
                         "zero: gradients in a file at stage %d with %d units, wanted stage 2 or 3 and no units yet",
                         zero->options.stage, zero->units_count);
-    return zpp_unit_file_create(NULL, fraction, &zero->slices.unit_file, err);
+    return zpp_unit_file_create(NULL, fraction, &zero->grad_file.unit_file, err);
 }
 
 static void drop_gather(zpp_zero *zero, struct zpp_unit *unit) {
@@ -109,7 +109,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_event_destroy(zero->acked);
     zpp_exchange_fini(zero);
     zpp_buffers_fini(zero);
-    if (zero->slices.unit_file) zpp_unit_file_close(zero->slices.unit_file);
+    if (zero->grad_file.unit_file) zpp_unit_file_close(zero->grad_file.unit_file);
     for (int i = 0; i < zero->units_count; i++) destroy_unit(zero, zero->units[i]);
     zpp_grad_pool_drop(zero);
     free(zero->units);
@@ -121,7 +121,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_desc_ring_destroy(zero->copy_ring);
     zpp_range_destroy(zero->range);
     zpp_unit_file_destroy(zero->unit_file);
-    zpp_unit_file_destroy(zero->slices.unit_file);
+    zpp_unit_file_destroy(zero->grad_file.unit_file);
     zpp_region_destroy(zero->params);
     zpp_region_destroy(zero->host);
     zpp_region_destroy(zero->grads);
@@ -129,7 +129,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_secondary_free(zero);
     zpp_mem_free(zero->alone, zero->alone_bytes);
     pthread_mutex_destroy(&zero->grad_pool_lock);
-    pthread_mutex_destroy(&zero->slices.lock);
+    pthread_mutex_destroy(&zero->grad_file.lock);
     free(zero);
 }
 
@@ -168,7 +168,7 @@ static zpp_status check_spec(const zpp_zero *zero, const struct zpp_unit_spec *s
                         "float32, and no more bits on the wire",
                         spec->name, zpp_dtype_name(spec->dtype), zpp_dtype_name(spec->grad_dtype),
                         zpp_dtype_name(spec->wire_dtype));
-    if (spec->frozen_reserved && (zero->unit_file || zero->slices.unit_file))
+    if (spec->frozen_reserved && (zero->unit_file || zero->grad_file.unit_file))
         return zpp_fail(err, ZPP_INVALID, "zero: unit %s sleeps, and parameters or gradients live in a file",
                         spec->name);
     if ((spec->place == ZPP_PLACE_FILE) != (zero->unit_file != NULL) && spec->place != ZPP_PLACE_WHOLE)
@@ -195,7 +195,8 @@ zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, i
     status = copy_spec(unit, spec, zero->ranks, err);
     if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &unit->allocated, err);
     if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &unit->ready, err);
-    if (status == ZPP_OK && (unit->trainable || unit->frozen_reserved) && (zero->ranks > 1 || zero->slices.unit_file))
+    if (status == ZPP_OK && (unit->trainable || unit->frozen_reserved)
+        && (zero->ranks > 1 || zero->grad_file.unit_file))
         status = zpp_reduce_add_unit(zero, unit, err);
     if (status != ZPP_OK) {
         destroy_unit(zero, unit);
@@ -337,7 +338,7 @@ zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err) {
     const size_t warm_parts = zpp_rank_file(zero) ? (size_t)zero->ranks : 1;
     if (status == ZPP_OK && zero->unit_file) status = zpp_unit_file_seal(zero->unit_file, warm_bytes / warm_parts, err);
     if (status == ZPP_OK) status = zpp_trace_init(&zero->trace, zero->units_count, err);
-    if (status == ZPP_OK && (zero->ranks > 1 || zero->slices.unit_file)) status = zpp_reduce_seal(zero, err);
+    if (status == ZPP_OK && (zero->ranks > 1 || zero->grad_file.unit_file)) status = zpp_reduce_seal(zero, err);
     if (status == ZPP_OK) status = zpp_wire_seal(zero, err);
     if (status == ZPP_OK) status = zpp_secondary_seal(zero, err);
     if (status != ZPP_OK) return status;
@@ -399,7 +400,7 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     const size_t ranks = (size_t)zero->ranks;
     struct zpp_unit_file_figures unit_file = { 0 }, grads = { 0 };
     if (zero->unit_file) zpp_unit_file_figures(zero->unit_file, &unit_file);
-    if (zero->slices.unit_file) zpp_unit_file_figures(zero->slices.unit_file, &grads);
+    if (zero->grad_file.unit_file) zpp_unit_file_figures(zero->grad_file.unit_file, &grads);
     /* The ranks share what they read from the file, as long as they are at the same unit; but over several hosts. */
     const bool own = zpp_rank_file(zero);
     const size_t sharers = own ? 1 : zero->options.copy ? (size_t)zpp_comm_ranks(zero->options.copy) : ranks;
@@ -410,7 +411,7 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
                        unit_file.cut_bytes / sharers,
         .gathered_bytes = warm,
         .grad_bytes = zero->slice_bytes + zero->kept_bucket_bytes + zero->carry_bytes + grads.cut_bytes -
-                      (zero->slices.unit_file ? zero->taken_bytes : 0),
+                      (zero->grad_file.unit_file ? zero->taken_bytes : 0),
         .bucket_bytes = zero->buckets.touched_bytes,
         .bucket_peak_bytes = zero->buckets.peak_bytes,
         .gathered_peak_bytes =

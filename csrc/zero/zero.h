@@ -72,7 +72,7 @@ zpp_status zpp_zero_set_wire(zpp_zero *zero, int params_bits, int grads_bits, si
 /* hpZ over several hosts: `near` is a communicator of this host's ranks in the order of their ranks, borrowed until
  * destroy; as many on each host. See secondary.h. Before seal. */
 zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *near, struct zpp_err *err);
-/* `fraction` of the reduced gradients, above 0 and at most 1, live in a file of this rank's own (slices.h). Stages 2
+/* `fraction` of the reduced gradients, above 0 and at most 1, live in a file of this rank's own (grad_file.h). Stages 2
  * and 3. Before units are added. */
 zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct zpp_err *err);
 /* FILE units are kept in 8 or 4 bits, for a model that is only read (unit_file.h); before units are added. Of a unit

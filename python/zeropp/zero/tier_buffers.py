@@ -3,7 +3,7 @@
 slices of gradients that stay in memory for the next backward.
 
 ``zeropp.estimate`` asks before there is a model, ``zeropp.memory`` afterwards: one arithmetic for both. The sizes are those of
-csrc/zero/optim_file.c (buffers), csrc/zero/unit_file_step.c (windows) and csrc/zero/slices.c (gradients).
+csrc/zero/optim_file.c (buffers), csrc/zero/unit_file_step.c (windows) and csrc/zero/grad_file.c (gradients).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WINDOWS = 4
 _WINDOW_ELEMS = 512 << 10
 """WINDOW_ELEMS of csrc/zero/unit_file_step.c: of a step over states in memory."""
 _SLICES_BYTES = 32 << 20
-"""LEAST_BOUND_BYTES of csrc/zero/slices.c."""
+"""LEAST_BOUND_BYTES of csrc/zero/grad_file.c."""
 _PAGE_BYTES = 4096
 
 

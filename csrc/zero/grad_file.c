@@ -1,0 +1,340 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * How reduced slices come from their file and go back. See grad_file.h.
+ */
+#include "grad_file.h"
+
+#include <string.h>
+
+#include "../comm/reduce.h"
+#include "internal.h"
+
+enum { LEAST_BOUND_BYTES = 32 << 20 };
+
+/* No time-out and no tick: the kernel ends every request on a file. */
+static const struct zpp_wait patience = { 0, NULL, NULL };
+
+static bool is_held(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
+    return zpp_unit_file_is_held(zero->grad_file.unit_file, grad->file_index);
+}
+
+zpp_status zpp_grad_file_seal(zpp_zero *zero, struct zpp_err *err) {
+    struct zpp_grad_file *grad_file = &zero->grad_file;
+    size_t largest_bytes = 0;
+    grad_file->newest = &grad_file->oldest;
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        const zpp_status status =
+            zpp_unit_file_add(grad_file->unit_file, zpp_grad_slice_bytes(grad), &grad->file_index,
+                              &grad->unit_file_offset_bytes, err);
+        if (status != ZPP_OK) return status;
+        if (zero->delays_steps) {
+            const zpp_status second = zpp_unit_file_add(grad_file->unit_file, zpp_grad_slice_bytes(grad),
+                                                        &grad->unit_file_taken,
+                                                        &grad->unit_file_taken_offset_bytes, err);
+            if (second != ZPP_OK) return second;
+        }
+        grad->order_at = at;
+        if (zpp_grad_slice_bytes(grad) > largest_bytes) largest_bytes = zpp_grad_slice_bytes(grad);
+    }
+    grad_file->bound_bytes = 2 * largest_bytes > LEAST_BOUND_BYTES ? 2 * largest_bytes : (size_t)LEAST_BOUND_BYTES;
+    const zpp_status status = zpp_unit_file_seal(grad_file->unit_file, grad_file->bound_bytes, err);
+    for (int at = 0; at < zero->order_count && status == ZPP_OK; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        grad->slice = zpp_unit_file_mapping(grad_file->unit_file) + grad->unit_file_offset_bytes;
+        if (zero->delays_steps)
+            grad->taken = zpp_unit_file_mapping(grad_file->unit_file) + grad->unit_file_taken_offset_bytes;
+    }
+    if (!zero->delays_steps) return status;
+    struct zpp_unit_file_figures seen;
+    zpp_unit_file_figures(grad_file->unit_file, &seen);
+    zero->taken_bytes = seen.cut_bytes / 2;
+    return status;
+}
+
+/* --- coming and going --------------------------------------------------------------------------------------------- */
+
+static void keep_failure(struct zpp_grad_file *grad_file, int unit) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault = { 0 };
+    const zpp_status status = zpp_unit_file_read_status(grad_file->unit_file, unit, &fault, &err);
+    if (status == ZPP_OK || grad_file->status != ZPP_OK) return;
+    grad_file->status = status;
+    grad_file->err = err;
+    grad_file->fault = fault;
+}
+
+static zpp_status finish_write(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait) {
+    struct zpp_grad_file *grad_file = &zero->grad_file;
+    const zpp_status status = zpp_unit_file_read_wait(grad_file->unit_file, grad->file_index, wait);
+    if (status != ZPP_OK) return status;
+    keep_failure(grad_file, grad->file_index);
+    struct zpp_unit_grad **at = &grad_file->oldest;
+    while (*at != grad) at = &(*at)->next_written; /* almost always the first */
+    *at = grad->next_written;
+    if (!*at) grad_file->newest = at;
+    grad->grad_file_state = ZPP_GRAD_FILE_HERE;
+    return ZPP_OK;
+}
+
+static zpp_status come(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    struct zpp_grad_file *grad_file = &zero->grad_file;
+    pthread_mutex_lock(&grad_file->lock);
+    const zpp_status status = zpp_unit_file_acquire(grad_file->unit_file, grad->file_index, err);
+    if (status == ZPP_OK) grad_file->open_bytes += zpp_grad_slice_bytes(grad);
+    pthread_mutex_unlock(&grad_file->lock);
+    return status;
+}
+
+static zpp_status let_go(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    struct zpp_grad_file *grad_file = &zero->grad_file;
+    grad->grad_file_state = ZPP_GRAD_FILE_AWAY;
+    pthread_mutex_lock(&grad_file->lock);
+    grad_file->open_bytes -= zpp_grad_slice_bytes(grad);
+    const zpp_status status = zpp_unit_file_release(grad_file->unit_file, grad->file_index, err);
+    pthread_mutex_unlock(&grad_file->lock);
+    return status;
+}
+
+static bool is_room(struct zpp_grad_file *grad_file, size_t bytes) {
+    pthread_mutex_lock(&grad_file->lock);
+    const bool fits = grad_file->open_bytes + bytes <= grad_file->bound_bytes;
+    pthread_mutex_unlock(&grad_file->lock);
+    return fits;
+}
+
+/* The oldest writes end until `bytes` more fit, or none is under way. */
+static zpp_status make_room(zpp_zero *zero, size_t bytes, const struct zpp_wait *wait, struct zpp_err *err) {
+    struct zpp_grad_file *grad_file = &zero->grad_file;
+    while (grad_file->oldest && !is_room(grad_file, bytes)) {
+        struct zpp_unit_grad *grad = grad_file->oldest;
+        zpp_status status = finish_write(zero, grad, wait);
+        if (status == ZPP_OK) status = let_go(zero, grad, err);
+        if (status != ZPP_OK) return status;
+    }
+    return ZPP_OK;
+}
+
+static zpp_status take(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
+    struct zpp_grad_file *grad_file = &zero->grad_file;
+    if (is_held(zero, grad) || grad->grad_file_state == ZPP_GRAD_FILE_HERE
+        || grad->grad_file_state == ZPP_GRAD_FILE_READING)
+        return ZPP_OK;
+    /* its contents are there */
+    if (grad->grad_file_state == ZPP_GRAD_FILE_WRITING) return finish_write(zero, grad, wait);
+    zpp_status status = make_room(zero, zpp_grad_slice_bytes(grad), wait, err);
+    if (status == ZPP_OK) status = come(zero, grad, err);
+    if (status != ZPP_OK) return status;
+    grad->changed = false;
+    grad->grad_file_state = ZPP_GRAD_FILE_HERE;
+    if (!grad->has || grad_file->status != ZPP_OK) return ZPP_OK;
+    zpp_unit_file_read_begin(grad_file->unit_file, grad->file_index);
+    grad->grad_file_state = ZPP_GRAD_FILE_READING;
+    return ZPP_OK;
+}
+
+/* What comes next, as far as there is room for it without waiting. */
+static zpp_status take_ahead(zpp_zero *zero, int at, struct zpp_err *err) {
+    for (at++; at < zero->order_count; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        if (!grad->has || is_held(zero, grad) || grad->grad_file_state != ZPP_GRAD_FILE_AWAY) continue;
+        if (!is_room(&zero->grad_file, zpp_grad_slice_bytes(grad))) return ZPP_OK;
+        const zpp_status status = take(zero, grad, NULL, err);
+        if (status != ZPP_OK) return status;
+    }
+    return ZPP_OK;
+}
+
+zpp_status zpp_grad_file_load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                              struct zpp_err *err) {
+    if (grad->grad_file_state == ZPP_GRAD_FILE_HERE) return ZPP_OK;
+    const zpp_status status = take(zero, grad, wait, err);
+    return status == ZPP_OK ? take_ahead(zero, grad->order_at, err) : status;
+}
+
+static void zero_param(const zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
+    const struct zpp_unit *unit = grad->unit;
+    const struct zpp_unit one = { .params = 1, .param_elems = &unit->param_elems[param],
+                                  .offset_elems = &unit->offset_elems[param], .shard_elems = unit->shard_elems };
+    struct zpp_piece pieces[1];
+    if (!zpp_unit_pieces(&one, zero->rank, pieces)) return;
+    const size_t at = pieces[0].offset_elems - (size_t)zero->rank * unit->shard_elems;
+    memset(grad->slice + at * grad->elem_bytes, 0, pieces[0].elems * grad->elem_bytes);
+}
+
+static void zero_stale(const zpp_zero *zero, struct zpp_unit_grad *grad) {
+    for (size_t i = 0; i < grad->unit->params; i++)
+        if (grad->stale[i]) zero_param(zero, grad, i);
+    memset(grad->stale, 0, grad->unit->params);
+    grad->any_stale = false;
+    grad->changed = true;
+}
+
+zpp_status zpp_grad_file_load_wait(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait) {
+    if (grad->grad_file_state == ZPP_GRAD_FILE_READING) {
+        const zpp_status status = zpp_unit_file_read_wait(zero->grad_file.unit_file, grad->file_index, wait);
+        if (status != ZPP_OK) return status;
+        keep_failure(&zero->grad_file, grad->file_index);
+        grad->grad_file_state = ZPP_GRAD_FILE_HERE;
+    }
+    if (grad->any_stale && grad->grad_file_state == ZPP_GRAD_FILE_HERE) zero_stale(zero, grad);
+    return ZPP_OK;
+}
+
+zpp_status zpp_grad_file_store(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    struct zpp_grad_file *grad_file = &zero->grad_file;
+    if (is_held(zero, grad) || grad->grad_file_state != ZPP_GRAD_FILE_HERE) return ZPP_OK;
+    if (!grad->changed || grad_file->status != ZPP_OK) return let_go(zero, grad, err);
+    zpp_unit_file_write_unit(grad_file->unit_file, grad->file_index);
+    grad->changed = false;
+    grad->grad_file_state = ZPP_GRAD_FILE_WRITING;
+    grad->next_written = NULL;
+    *grad_file->newest = grad;
+    grad_file->newest = &grad->next_written;
+    return ZPP_OK;
+}
+
+zpp_status zpp_grad_file_complete(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    grad->lost = zero->grad_file.status != ZPP_OK;
+    return zero->grad_file.keeps ? ZPP_OK : zpp_grad_file_store(zero, grad, err);
+}
+
+zpp_status zpp_grad_file_drop(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    if (grad->grad_file_state == ZPP_GRAD_FILE_READING) status = zpp_grad_file_load_wait(zero, grad, &patience);
+    if (grad->grad_file_state == ZPP_GRAD_FILE_WRITING) status = finish_write(zero, grad, &patience);
+    if (status != ZPP_OK || grad->grad_file_state != ZPP_GRAD_FILE_HERE) return status;
+    grad->changed = false;
+    return let_go(zero, grad, err);
+}
+
+zpp_status zpp_grad_file_settle(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    zpp_status status = zpp_grad_file_load_wait(zero, grad, &patience);
+    if (status == ZPP_OK) status = zpp_grad_file_store(zero, grad, err);
+    if (status == ZPP_OK && grad->grad_file_state == ZPP_GRAD_FILE_WRITING) {
+        status = finish_write(zero, grad, &patience);
+        if (status == ZPP_OK) status = let_go(zero, grad, err);
+    }
+    if (status != ZPP_OK || zero->grad_file.status == ZPP_OK) return status;
+    *err = zero->grad_file.err;
+    return zero->grad_file.status;
+}
+
+/* --- one rank ----------------------------------------------------------------------------------------------------- */
+
+zpp_status zpp_grad_file_add(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param, const void *from,
+                             const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_unit *unit = grad->unit;
+    const size_t elems = unit->param_elems[param];
+    zpp_status status = zpp_event_record(grad->written, zero->compute, err);
+    if (status == ZPP_OK) status = zpp_event_sync(grad->written, wait, err); /* `from` is complete */
+    if (status == ZPP_OK) status = zpp_grad_file_load(zero, grad, wait, err);
+    if (status == ZPP_OK) status = zpp_grad_file_load_wait(zero, grad, wait);
+    if (status != ZPP_OK) return status;
+    unsigned char *to = grad->slice + unit->offset_elems[param] * grad->elem_bytes;
+    if (grad->present[param]) zpp_reduce_sources(to, unit->grad_dtype, true, &from, 1, unit->grad_dtype, elems, 1.0f);
+    else if (elems) memcpy(to, from, elems * grad->elem_bytes);
+    grad->present[param] = 1;
+    grad->has = grad->changed = true;
+    return ZPP_OK;
+}
+
+zpp_status zpp_grad_file_store_all(zpp_zero *zero, struct zpp_err *err) {
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        zpp_status status = zpp_grad_file_load_wait(zero, grad, &patience);
+        if (status == ZPP_OK) status = zpp_grad_file_store(zero, grad, err);
+        if (status != ZPP_OK) return status;
+    }
+    return ZPP_OK;
+}
+
+/* --- forgetting --------------------------------------------------------------------------------------------------- */
+
+void zpp_grad_file_clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
+    if (!zero->grad_file.unit_file || is_held(zero, grad)) {
+        zero_param(zero, grad, param);
+        return;
+    }
+    grad->stale[param] = 1;
+    grad->any_stale = true;
+}
+
+void zpp_grad_file_clear_all(zpp_zero *zero) {
+    zero->grad_file.status = ZPP_OK;
+    for (int at = 0; at < zero->order_count; at++) {
+        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        memset(grad->stale, 0, grad->unit->params);
+        grad->any_stale = false;
+    }
+}
+
+/* --- what the step and the norm ask (zero.h) ---------------------------------------------------------------------- */
+
+zpp_unit_file *zpp_zero_grad_file(zpp_zero *zero) {
+    return zero->grad_file.unit_file;
+}
+
+zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct zpp_grad_file *grad_file = &zero->grad_file;
+    if (!grad_file->unit_file) return ZPP_OK;
+    zpp_status status = zpp_grad_file_store_all(zero, err);
+    while (grad_file->oldest && status == ZPP_OK) {
+        struct zpp_unit_grad *grad = grad_file->oldest;
+        status = finish_write(zero, grad, &patience);
+        if (status == ZPP_OK) status = let_go(zero, grad, err);
+    }
+    if (status != ZPP_OK || grad_file->status == ZPP_OK) return status;
+    *err = grad_file->err;
+    *fault = grad_file->fault;
+    return grad_file->status;
+}
+
+zpp_status zpp_zero_grad_open(zpp_zero *zero, int index, struct zpp_err *err) {
+    struct zpp_unit_grad *grad = zero->units[index]->grad;
+    if (!zero->grad_file.unit_file || !grad || !grad->has) return ZPP_OK;
+    zpp_status status = zpp_grad_file_load(zero, grad, &patience, err);
+    if (status == ZPP_OK) status = zpp_grad_file_load_wait(zero, grad, &patience);
+    if (status != ZPP_OK || zero->grad_file.status == ZPP_OK) return status;
+    *err = zero->grad_file.err;
+    return zero->grad_file.status;
+}
+
+zpp_status zpp_zero_grad_close(zpp_zero *zero, int index, struct zpp_err *err) {
+    struct zpp_unit_grad *grad = zero->units[index]->grad;
+    return zero->grad_file.unit_file && grad ? zpp_grad_file_store(zero, grad, err) : ZPP_OK;
+}
+
+void zpp_zero_keep_grads(zpp_zero *zero) {
+    zero->grad_file.keeps = zero->grad_file.unit_file != NULL;
+}
+
+/* Several ranks: the reduction has brought it, and says whether something had failed by then; it may be another one's
+ * that fails now. */
+zpp_status zpp_zero_grad_here(zpp_zero *zero, int index, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct zpp_unit_grad *grad = zero->units[index]->grad;
+    if (!zero->grad_file.unit_file || !grad || !grad->has) return ZPP_OK;
+    if (zero->ranks == 1) {
+        const zpp_status status = zpp_zero_grad_open(zero, index, err);
+        if (status == ZPP_TIER) *fault = zero->grad_file.fault;
+        return status;
+    }
+    if (!grad->lost) return ZPP_OK;
+    *fault = zero->grad_file.fault;
+    *err = zero->grad_file.err;
+    return zero->grad_file.status;
+}
+
+zpp_status zpp_zero_grad_copy(zpp_zero *zero, int index, size_t first, size_t elems, void *memory, bool write,
+                              struct zpp_aio_fault *fault, struct zpp_err *err) {
+    const struct zpp_unit_grad *grad = zero->units[index]->grad;
+    if (!zero->grad_file.unit_file || !grad || first > grad->unit->shard_elems
+        || elems > grad->unit->shard_elems - first)
+        return zpp_fail(err, ZPP_INVALID, "zero: elements %zu to %zu of the gradient of unit %s are not in a file",
+                        first, first + elems, zero->units[index]->name);
+    const zpp_status status = zpp_zero_grads_settle(zero, fault, err);
+    if (status != ZPP_OK) return status;
+    const size_t bytes = grad->elem_bytes;
+    return zpp_unit_file_copy(zero->grad_file.unit_file, grad->unit_file_offset_bytes + first * bytes, memory,
+                              elems * bytes, write, fault, err);
+}
