@@ -20,7 +20,7 @@ struct zpp_py_adam {
     struct zpp_adam_f64_segment *f64; /* in float64 */
     size_t f64_count, f64_room;
     bool delayed; /* gradients are taken, new values go to Unit.ahead, and: */
-    struct zpp_delayed_copy *copies; /* from there to the slices */
+    struct zpp_delayed_copy *copies; /* from there to the shards */
     size_t copies_count, copies_room;
     struct zpp_delayed_rest *rests; /* of units in a file: what is not stepped, */
     size_t rests_count, rests_room;
@@ -38,7 +38,7 @@ void zpp_py_adam_drop(struct zpp_py_adam *list);
 int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *groups, struct zpp_py_adam *list);
 /* The groups of adam_step(), from malloc; NULL with an error set. */
 struct zpp_adam_segment *zpp_py_read_groups(PyObject *groups);
-/* The first parameter whose gradient in this rank's slice is not finite; -1: none. Not 0: no memory. */
+/* The first parameter whose gradient in this rank's shard is not finite; -1: none. Not 0: no memory. */
 int zpp_py_unit_norm(const Zero *zero, const Unit *unit, int64_t *bad_param);
 /* Local gradients: p.grad is held, until it is forgotten and None. */
 int zpp_py_hold_gradients(Unit *unit, bool *any);

@@ -32,11 +32,11 @@ static PyObject *unit_layout(PyObject *module, PyObject *args) {
     return PyErr_Occurred() ? NULL : Py_BuildValue("nn", (Py_ssize_t)elems, (Py_ssize_t)shard_elems);
 }
 
-static int slice_plan(PyObject *pair, struct zpp_optim_file_slice_plan *out) {
+static int shard_plan(PyObject *pair, struct zpp_optim_file_shard_plan *out) {
     Py_ssize_t elems;
     int master;
     if (!PyArg_ParseTuple(pair, "np", &elems, &master)) return -1;
-    *out = (struct zpp_optim_file_slice_plan){ .elems = (size_t)elems, .master = master };
+    *out = (struct zpp_optim_file_shard_plan){ .elems = (size_t)elems, .master = master };
     return 0;
 }
 
@@ -50,14 +50,14 @@ static PyObject *optim_file_plan(PyObject *module, PyObject *args) {
         return NULL;
     options.backward_step = backward_step;
     const size_t count = (size_t)PyList_Size(list);
-    struct zpp_optim_file_slice_plan *slices = calloc(count + 1, sizeof *slices);
-    if (!slices) return PyErr_NoMemory();
+    struct zpp_optim_file_shard_plan *shards = calloc(count + 1, sizeof *shards);
+    if (!shards) return PyErr_NoMemory();
     int failed = 0;
-    for (size_t i = 0; i < count && !failed; i++) failed = slice_plan(PyList_GetItem(list, (Py_ssize_t)i), &slices[i]);
+    for (size_t i = 0; i < count && !failed; i++) failed = shard_plan(PyList_GetItem(list, (Py_ssize_t)i), &shards[i]);
     struct zpp_optim_file_plan plan;
     struct zpp_err err = ZPP_ERR_INIT;
-    const zpp_status status = failed ? ZPP_OK : zpp_optim_file_plan(&options, slices, count, &plan, &err);
-    free(slices);
+    const zpp_status status = failed ? ZPP_OK : zpp_optim_file_plan(&options, shards, count, &plan, &err);
+    free(shards);
     if (failed) return NULL;
     if (status != ZPP_OK) return zpp_py_raise(&err);
     return Py_BuildValue("nn", (Py_ssize_t)plan.buffer_bytes, (Py_ssize_t)plan.chunk_elems);

@@ -104,12 +104,12 @@ static PyObject *optim_file_close(PyObject *self, PyObject *unused) {
 
 static PyObject *optim_file_add(PyObject *self, PyObject *args) {
     Py_ssize_t elems;
-    int master, slice = -1;
+    int master, shard = -1;
     zpp_optim_file *optim_file = zpp_py_optim_file_get(self);
     if (!optim_file || !PyArg_ParseTuple(args, "np", &elems, &master)) return NULL;
     struct zpp_err err = ZPP_ERR_INIT;
-    if (zpp_optim_file_add(optim_file, (size_t)elems, master, &slice, &err) != ZPP_OK) return zpp_py_raise(&err);
-    return PyLong_FromLong(slice);
+    if (zpp_optim_file_add(optim_file, (size_t)elems, master, &shard, &err) != ZPP_OK) return zpp_py_raise(&err);
+    return PyLong_FromLong(shard);
 }
 
 static PyObject *optim_file_seal(PyObject *self, PyObject *unused) {
@@ -125,20 +125,20 @@ static PyObject *optim_file_seal(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* copy(slice, kind, first, elems, address, write): between the optimizer file and float32 memory that the caller keeps
+/* copy(shard, kind, first, elems, address, write): between the optimizer file and float32 memory that the caller keeps
  * alive. */
 static PyObject *optim_file_copy(PyObject *self, PyObject *args) {
-    int slice, kind, write;
+    int shard, kind, write;
     Py_ssize_t first, elems;
     unsigned long long address;
     zpp_optim_file *optim_file = zpp_py_optim_file_get(self);
-    if (!optim_file || !PyArg_ParseTuple(args, "iinnKp", &slice, &kind, &first, &elems, &address, &write)) return NULL;
+    if (!optim_file || !PyArg_ParseTuple(args, "iinnKp", &shard, &kind, &first, &elems, &address, &write)) return NULL;
     if (kind < 0 || kind >= ZPP_TIER_KINDS || first < 0 || elems < 0)
         return PyErr_SetString(PyExc_ValueError, "tier: kind, first or elems is out of range"), NULL;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_optim_file_copy(optim_file, slice, (enum zpp_optim_file_kind)kind, (size_t)first,
+    const zpp_status status = zpp_optim_file_copy(optim_file, shard, (enum zpp_optim_file_kind)kind, (size_t)first,
                                                   (size_t)elems, (float *)(uintptr_t)address, write, &fault, &err);
     PyEval_RestoreThread(thread);
     if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);

@@ -60,14 +60,14 @@ PyObject *zpp_py_set_low_adam(Unit *unit, PyObject *args) {
 
 PyObject *zpp_py_set_tiered_adam(Unit *unit, PyObject *args) {
     unsigned long long steps;
-    int slice;
+    int shard;
     PyObject *groups;
-    if (!PyArg_ParseTuple(args, "iKO!", &slice, &steps, &PyList_Type, &groups)) return NULL;
+    if (!PyArg_ParseTuple(args, "iKO!", &shard, &steps, &PyList_Type, &groups)) return NULL;
     int *numbers = group_numbers(unit, groups);
     if (!numbers) return NULL;
     free(unit->adam.groups);
     unit->adam = (struct unit_adam){ .steps = (int64_t *)(uintptr_t)steps, .groups = numbers, .tiered = true,
-                                     .slice = slice };
+                                     .shard = shard };
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
 }

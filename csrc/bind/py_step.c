@@ -3,7 +3,7 @@
  * What the optimizer calls: where the gradients lie, their norm, the step.
  *
  * Gradients are *local* (p.grad itself: one rank, and stage 0 after its all-reduce) or *sliced* (this rank's reduced
- * slice). Everything below walks pieces: a parameter's part in a slice. The norm is summed per unit and slice, in
+ * shard). Everything below walks pieces: a parameter's part in a shard. The norm is summed per unit and shard, in
  * double, in that order, so that it has the same bits in every stage at equal world size.
  */
 #include <math.h>
@@ -111,9 +111,9 @@ static PyObject *zero_grads_pending(PyObject *self, PyObject *unused) {
 
 /* --- pieces ------------------------------------------------------------------------------------------------------- */
 
-/* The slice that this rank steps: its own, or everything where gradients are local. */
-struct own_slice {
-    struct zpp_unit shape;  /* a copy whose slices are cut that way */
+/* The shard that this rank steps: its own, or everything where gradients are local. */
+struct own_shard {
+    struct zpp_unit shape;  /* a copy whose shards are cut that way */
     int rank;
     size_t begin_elems;
     unsigned char *values;
@@ -123,8 +123,8 @@ struct own_slice {
 };
 
 /* false: the unit has no gradient. */
-static bool own_slice(const Zero *zero, const Unit *unit, struct own_slice *out) {
-    *out = (struct own_slice) { .shape = *unit->unit,
+static bool own_shard(const Zero *zero, const Unit *unit, struct own_shard *out) {
+    *out = (struct own_shard) { .shape = *unit->unit,
                                 .rank = zpp_zero_rank(zero->core),
                                 .grad_dtype = unit->unit->grad_dtype };
     if (is_local(zero)) {
@@ -140,27 +140,27 @@ static bool own_slice(const Zero *zero, const Unit *unit, struct own_slice *out)
 }
 
 /* Where a piece's gradient lies; NULL: its parameter has none. */
-static const void *piece_gradient(const Unit *unit, const struct own_slice *slice, const struct zpp_piece *piece) {
-    const size_t bytes = zpp_dtype_bytes(slice->grad_dtype);
-    if (slice->grads)
-        return slice->present[piece->param] ? slice->grads + (piece->offset_elems - slice->begin_elems) * bytes : NULL;
+static const void *piece_gradient(const Unit *unit, const struct own_shard *shard, const struct zpp_piece *piece) {
+    const size_t bytes = zpp_dtype_bytes(shard->grad_dtype);
+    if (shard->grads)
+        return shard->present[piece->param] ? shard->grads + (piece->offset_elems - shard->begin_elems) * bytes : NULL;
     const unsigned char *grad = unit->grads[piece->param];
     return grad ? grad + (piece->offset_elems - unit->unit->offset_elems[piece->param]) * bytes : NULL;
 }
 
 /* --- norm --------------------------------------------------------------------------------------------------------- */
 
-struct slice_norm {
+struct shard_norm {
     double squares;
     int64_t bad_param; /* the first that is not finite; -1: none */
     uint64_t origins;  /* then: on which ranks the unit's gradient was not finite before the sum (zero/origin.h) */
 };
 
-/* One slice of one unit. `shape` decides how the unit is cut. */
-static int norm_of_slice(const Zero *zero, const Unit *unit, const struct own_slice *slice, int rank,
-                         struct slice_norm *out) {
-    *out = (struct slice_norm){ 0.0, -1, 0 };
-    const size_t room = slice->shape.params + 1;
+/* One shard of one unit. `shape` decides how the unit is cut. */
+static int norm_of_shard(const Zero *zero, const Unit *unit, const struct own_shard *shard, int rank,
+                         struct shard_norm *out) {
+    *out = (struct shard_norm){ 0.0, -1, 0 };
+    const size_t room = shard->shape.params + 1;
     struct zpp_piece *pieces = calloc(room, sizeof *pieces);
     struct zpp_norm_segment *segments = calloc(room, sizeof *segments);
     double *sums = calloc(room, sizeof *sums);
@@ -172,10 +172,10 @@ static int norm_of_slice(const Zero *zero, const Unit *unit, const struct own_sl
         struct zpp_unit cut = *unit->unit;
         const size_t found = zpp_unit_pieces(&cut, rank, pieces);
         for (size_t i = 0; i < found; i++) {
-            const void *grad = piece_gradient(unit, slice, &pieces[i]);
+            const void *grad = piece_gradient(unit, shard, &pieces[i]);
             if (!grad) continue;
             params[count] = pieces[i].param;
-            segments[count++] = (struct zpp_norm_segment){ grad, slice->grad_dtype, pieces[i].elems };
+            segments[count++] = (struct zpp_norm_segment){ grad, shard->grad_dtype, pieces[i].elems };
         }
         zpp_norm_squares(segments, count, sums, bad, zero->pool);
     }
@@ -193,9 +193,9 @@ static int norm_of_slice(const Zero *zero, const Unit *unit, const struct own_sl
 }
 
 int zpp_py_unit_norm(const Zero *zero, const Unit *unit, int64_t *bad_param) {
-    struct own_slice slice;
-    struct slice_norm norm = { 0.0, -1, 0 };
-    if (own_slice(zero, unit, &slice) && norm_of_slice(zero, unit, &slice, slice.rank, &norm)) return -1;
+    struct own_shard shard;
+    struct shard_norm norm = { 0.0, -1, 0 };
+    if (own_shard(zero, unit, &shard) && norm_of_shard(zero, unit, &shard, shard.rank, &norm)) return -1;
     *bad_param = norm.bad_param;
     return 0;
 }
@@ -220,18 +220,18 @@ static int close_gradient(const Zero *zero, int unit) {
 
 /* norms[rank * units + unit]; sliced gradients fill this rank's row only. From the last unit to the first: the order in
  * which gradients in a file are read ahead. */
-static int fill_norms(const Zero *zero, struct slice_norm *norms) {
+static int fill_norms(const Zero *zero, struct shard_norm *norms) {
     const Py_ssize_t units = PyList_Size(zero->units);
     const int first = is_local(zero) ? 0 : zpp_zero_rank(zero->core);
     const int last = is_local(zero) ? zero->ranks - 1 : first;
     for (int rank = first; rank <= last; rank++) {
         for (Py_ssize_t u = units - 1; u >= 0; u--) {
             const Unit *unit = unit_at(zero, u);
-            struct slice_norm *norm = &norms[(size_t)rank * (size_t)units + (size_t)u];
-            struct own_slice slice;
-            *norm = (struct slice_norm){ 0.0, -1, 0 };
-            if (!unit->unit->trainable || !own_slice(zero, unit, &slice)) continue;
-            if (open_gradient(zero, (int)u) || norm_of_slice(zero, unit, &slice, rank, norm)) return -1;
+            struct shard_norm *norm = &norms[(size_t)rank * (size_t)units + (size_t)u];
+            struct own_shard shard;
+            *norm = (struct shard_norm){ 0.0, -1, 0 };
+            if (!unit->unit->trainable || !own_shard(zero, unit, &shard)) continue;
+            if (open_gradient(zero, (int)u) || norm_of_shard(zero, unit, &shard, rank, norm)) return -1;
             if (close_gradient(zero, (int)u)) return -1;
         }
     }
@@ -244,7 +244,7 @@ static PyObject *zero_norm(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
     const size_t units = (size_t)PyList_Size(zero->units), cells = units * (size_t)zero->ranks;
-    struct slice_norm *norms = calloc(cells + 1, sizeof *norms), *row = calloc(units + 1, sizeof *row);
+    struct shard_norm *norms = calloc(cells + 1, sizeof *norms), *row = calloc(units + 1, sizeof *row);
     zpp_status status = ZPP_OK;
     struct zpp_err err = ZPP_ERR_INIT;
     int failed = !norms || !row || fill_norms(zero, norms);
@@ -260,7 +260,7 @@ static PyObject *zero_norm(PyObject *self, PyObject *unused) {
     PyObject *bad = failed || status != ZPP_OK ? NULL : PyList_New(0);
     for (size_t u = 0; bad && u < units; u++) {
         for (size_t rank = 0; rank < (size_t)zero->ranks; rank++) {
-            const struct slice_norm *norm = &norms[rank * units + u];
+            const struct shard_norm *norm = &norms[rank * units + u];
             squares += norm->squares;
             if (norm->bad_param < 0) continue;
             PyObject *where = Py_BuildValue("(nnK)", (Py_ssize_t)u, (Py_ssize_t)norm->bad_param,
@@ -302,7 +302,7 @@ static PyObject *zero_step_begin(PyObject *self, PyObject *arg) {
     return status == ZPP_OK ? list : zpp_py_raise(&err);
 }
 
-/* step_end(): every slice is written, on every rank. */
+/* step_end(): every shard is written, on every rank. */
 static PyObject *zero_step_end(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
@@ -342,12 +342,12 @@ static struct zpp_adam_segment *next_segment(struct zpp_py_adam *list) {
     return &list->at[list->count++];
 }
 
-static struct zpp_adam_segment *next_tiered(struct zpp_py_adam *list, int slice, size_t first) {
+static struct zpp_adam_segment *next_tiered(struct zpp_py_adam *list, int shard, size_t first) {
     struct zpp_optim_file_piece *at = one_more(list->tiered, list->tiered_count, &list->tiered_room, sizeof *at);
     if (!at) return NULL;
     list->tiered = at;
     struct zpp_optim_file_piece *piece = &list->tiered[list->tiered_count++];
-    piece->slice = slice;
+    piece->shard = shard;
     piece->first = first;
     return &piece->segment;
 }
@@ -364,17 +364,17 @@ static struct zpp_adam_segment *next_masterless(struct zpp_py_adam *list, const 
     return &at->segment;
 }
 
-/* A piece in float64: its values begin at element `at` of the slice. `rates`: of its group. */
-static int add_f64(const Unit *unit, const struct own_slice *slice, const struct zpp_piece *piece, const void *grad,
+/* A piece in float64: its values begin at element `at` of the shard. `rates`: of its group. */
+static int add_f64(const Unit *unit, const struct own_shard *shard, const struct zpp_piece *piece, const void *grad,
                    const struct zpp_adam_segment *rates, struct zpp_py_adam *list) {
-    const size_t at = piece->offset_elems - slice->begin_elems;
+    const size_t at = piece->offset_elems - shard->begin_elems;
     const struct unit_adam *adam = &unit->adam;
     struct zpp_adam_f64_segment *segments = one_more(list->f64, list->f64_count, &list->f64_room, sizeof *segments);
     if (!segments) return -1;
     list->f64 = segments;
     segments += list->f64_count++;
     *segments = (struct zpp_adam_f64_segment){ .rates = *rates,
-                                               .param = (double *)(void *)slice->values + at,
+                                               .param = (double *)(void *)shard->values + at,
                                                .grad = grad,
                                                .exp_avg = (double *)(void *)adam->exp_avg + at,
                                                .exp_avg_sq = (double *)(void *)adam->exp_avg_sq + at };
@@ -385,16 +385,16 @@ static int add_f64(const Unit *unit, const struct own_slice *slice, const struct
 }
 
 /* Elements of a piece that lie together: all of them, unless its unit or its gradient is partly in a file. */
-static size_t run_of(const Zero *zero, const Unit *unit, const struct own_slice *slice, const struct zpp_piece *piece) {
+static size_t run_of(const Zero *zero, const Unit *unit, const struct own_shard *shard, const struct zpp_piece *piece) {
     const zpp_unit_file *params = zpp_zero_param_file(zero->core), *grads = zpp_zero_grad_file(zero->core);
-    const size_t at = piece->offset_elems - slice->begin_elems, grad_bytes = zpp_dtype_bytes(slice->grad_dtype);
+    const size_t at = piece->offset_elems - shard->begin_elems, grad_bytes = zpp_dtype_bytes(shard->grad_dtype);
     size_t run = piece->elems;
     if (params && unit->unit->place == ZPP_PLACE_FILE)
-        run = zpp_unit_file_run(params, slice->values + at * unit->unit->elem_bytes, run, unit->unit->elem_bytes);
-    return grads ? zpp_unit_file_run(grads, slice->grads + at * grad_bytes, run, grad_bytes) : run;
+        run = zpp_unit_file_run(params, shard->values + at * unit->unit->elem_bytes, run, unit->unit->elem_bytes);
+    return grads ? zpp_unit_file_run(grads, shard->grads + at * grad_bytes, run, grad_bytes) : run;
 }
 
-/* The moments of a piece that begins at element `at` of the slice, and whose scales begin at `scale`. */
+/* The moments of a piece that begins at element `at` of the shard, and whose scales begin at `scale`. */
 static void bind_low(const Unit *unit, const struct zpp_piece *piece, size_t at, size_t scale,
                      struct zpp_adam_segment *segment) {
     const struct unit_adam *adam = &unit->adam;
@@ -414,12 +414,12 @@ static size_t scales_of(const Unit *unit, const struct zpp_piece *piece) {
 }
 
 /* Its values are the same after a step that steps others of its unit. */
-static bool leave_alone(const Unit *unit, const struct own_slice *slice, size_t at, size_t elems,
+static bool leave_alone(const Unit *unit, const struct own_shard *shard, size_t at, size_t elems,
                         struct zpp_py_adam *list) {
     struct zpp_delayed_rest *rests = one_more(list->rests, list->rests_count, &list->rests_room, sizeof *rests);
     if (!rests) return false;
     list->rests = rests;
-    rests[list->rests_count++] = (struct zpp_delayed_rest){ slice->values + at * unit->unit->elem_bytes,
+    rests[list->rests_count++] = (struct zpp_delayed_rest){ shard->values + at * unit->unit->elem_bytes,
                                                             elems * unit->unit->elem_bytes };
     return true;
 }
@@ -434,8 +434,8 @@ static bool add_turn(const Unit *unit, struct zpp_py_adam *list) {
 }
 
 /* The new values of a segment go aside, and from there, later, to where they are read. The master of fp32 is aside, but
- * for units in a file, of which some are in memory: there it is the slice. */
-static bool set_aside(const Unit *unit, const struct own_slice *slice, size_t at, struct zpp_adam_segment *segment,
+ * for units in a file, of which some are in memory: there it is the shard. */
+static bool set_aside(const Unit *unit, const struct own_shard *shard, size_t at, struct zpp_adam_segment *segment,
                       struct zpp_py_adam *list) {
     const size_t bytes = unit->unit->elem_bytes;
     unsigned char *ahead = unit->ahead + at * bytes;
@@ -443,37 +443,37 @@ static bool set_aside(const Unit *unit, const struct own_slice *slice, size_t at
     if (!copies) return false;
     list->copies = copies;
     copies[list->copies_count++] =
-        (struct zpp_delayed_copy){ slice->values + at * bytes, ahead, segment->elems * bytes,
+        (struct zpp_delayed_copy){ shard->values + at * bytes, ahead, segment->elems * bytes,
                                    unit->unit->place == ZPP_PLACE_FILE && unit->unit->dtype == ZPP_F32 };
     if (unit->unit->dtype == ZPP_F32) segment->param = (float *)(void *)ahead;
     segment->param_out = unit->unit->dtype == ZPP_F32 ? NULL : ahead;
     return true;
 }
 
-/* Gradients of this slice are not touched by the next backward. */
-static int take_gradients(Zero *zero, Unit *unit, struct own_slice *slice) {
+/* Gradients of this shard are not touched by the next backward. */
+static int take_gradients(Zero *zero, Unit *unit, struct own_shard *shard) {
     struct zpp_err err = ZPP_ERR_INIT;
-    for (Py_ssize_t i = 0; !slice->grads && i < unit->count; i++)
+    for (Py_ssize_t i = 0; !shard->grads && i < unit->count; i++)
         if (unit->grad_refs[i] && PyList_Append(zero->delayed_grads, unit->grad_refs[i])) return -1;
-    const void *taken = slice->grads;
-    if (slice->grads && zpp_zero_grad_take(zero->core, unit->unit->index, &taken, &err) != ZPP_OK)
+    const void *taken = shard->grads;
+    if (shard->grads && zpp_zero_grad_take(zero->core, unit->unit->index, &taken, &err) != ZPP_OK)
         return zpp_py_raise(&err), -1;
-    slice->grads = taken;
+    shard->grads = taken;
     return 0;
 }
 
 int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *groups, struct zpp_py_adam *list) {
-    struct own_slice slice;
+    struct own_shard shard;
     const bool tiered = unit->adam.tiered;
     const bool low = unit->adam.kind != ZPP_MOMENTS_F32; /* never of a unit in a file: its pieces are not cut */
-    if (!unit->unit->trainable || !unit->adam.steps || !own_slice(zero, unit, &slice)) return 0;
-    if (list->delayed && take_gradients(zero, unit, &slice)) return -1;
-    struct zpp_piece *pieces = calloc(slice.shape.params + 1, sizeof *pieces);
+    if (!unit->unit->trainable || !unit->adam.steps || !own_shard(zero, unit, &shard)) return 0;
+    if (list->delayed && take_gradients(zero, unit, &shard)) return -1;
+    struct zpp_piece *pieces = calloc(shard.shape.params + 1, sizeof *pieces);
     if (!pieces) return -1;
-    const size_t count = zpp_unit_pieces(&slice.shape, slice.rank, pieces);
+    const size_t count = zpp_unit_pieces(&shard.shape, shard.rank, pieces);
     bool stepped = false;
     for (Py_ssize_t i = 0; i < unit->count; i++) { /* one step more on every rank that may hold a piece of it */
-        const bool has = (slice.grads ? slice.present[i] : unit->grads[i] != NULL) && unit->adam.groups[i] >= 0;
+        const bool has = (shard.grads ? shard.present[i] : unit->grads[i] != NULL) && unit->adam.groups[i] >= 0;
         unit->adam.steps[i] += has;
         stepped |= has;
     }
@@ -483,7 +483,7 @@ int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *grou
     for (size_t i = 0; i < count && !failed; i++) {
         const size_t scale = next_scale;
         next_scale += scales_of(unit, &pieces[i]);
-        const size_t run = run_of(zero, unit, &slice, &pieces[i]);
+        const size_t run = run_of(zero, unit, &shard, &pieces[i]);
         struct zpp_piece one = pieces[i], *piece = &one;
         if (run < one.elems) { /* a cut between memory and file goes through it: the rest is a piece of its own */
             pieces[i].offset_elems += run;
@@ -492,35 +492,35 @@ int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *grou
             i--;
         }
         const int group = unit->adam.groups[piece->param];
-        const void *grad = piece_gradient(unit, &slice, piece);
-        const size_t at = piece->offset_elems - slice.begin_elems;
+        const void *grad = piece_gradient(unit, &shard, piece);
+        const size_t at = piece->offset_elems - shard.begin_elems;
         const bool unit_file = turns && zpp_unit_file_on_disk(zpp_zero_param_file(zero->core),
-                                                              slice.values + at * unit->unit->elem_bytes);
+                                                              shard.values + at * unit->unit->elem_bytes);
         if (!grad || group < 0) {
-            failed = unit_file && !leave_alone(unit, &slice, at, piece->elems, list);
+            failed = unit_file && !leave_alone(unit, &shard, at, piece->elems, list);
             continue;
         }
         if (unit->unit->dtype == ZPP_F64) { /* never delayed, nor in a file or in fewer bits */
-            failed = add_f64(unit, &slice, piece, grad, &groups[group], list);
+            failed = add_f64(unit, &shard, piece, grad, &groups[group], list);
             continue;
         }
         const bool masterless = !tiered && !unit->adam.master && unit->unit->dtype == ZPP_BF16;
-        struct zpp_adam_segment *segment = tiered     ? next_tiered(list, unit->adam.slice, at)
+        struct zpp_adam_segment *segment = tiered     ? next_tiered(list, unit->adam.shard, at)
                                          : masterless ? next_masterless(list, unit, piece)
                                                       : next_segment(list);
         failed = !segment;
         if (failed) break;
         const bool master = tiered ? unit->unit->dtype != ZPP_F32 : unit->adam.master != NULL;
         *segment = groups[group];
-        segment->param = unit->adam.master ? unit->adam.master + at : (float *)(void *)slice.values + at;
+        segment->param = unit->adam.master ? unit->adam.master + at : (float *)(void *)shard.values + at;
         if ((tiered && master) || masterless) segment->param = NULL; /* the tier knows, or there is none */
-        segment->param_out = master || masterless ? slice.values + at * unit->unit->elem_bytes : NULL;
+        segment->param_out = master || masterless ? shard.values + at * unit->unit->elem_bytes : NULL;
         segment->out_dtype = unit->unit->dtype;
         segment->grad = grad;
-        segment->grad_dtype = slice.grad_dtype;
+        segment->grad_dtype = shard.grad_dtype;
         segment->elems = piece->elems;
         segment->step = (uint64_t)unit->adam.steps[piece->param];
-        failed = list->delayed && !unit_file && !set_aside(unit, &slice, at, segment, list);
+        failed = list->delayed && !unit_file && !set_aside(unit, &shard, at, segment, list);
         if (low) bind_low(unit, piece, at, scale, segment);
         if (tiered || low) continue;
         if (segment->exp_avg) segment->exp_avg = unit->adam.exp_avg + at;

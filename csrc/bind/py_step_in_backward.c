@@ -5,7 +5,7 @@
  *
  *   a unit's gradients are complete on this rank   it is left: autograd reads its parameters no more
  *   they are reduced (one rank: the same moment)   it is stepped, by the thread of the backward; its gradient goes
- *   its slice is on its way to the file            it stays whole; later it is let go
+ *   its shard is on its way to the file            it stays whole; later it is let go
  *
  * What fails is kept for backward_step_end, because other ranks wait for this one's reductions; nothing more is stepped
  * here.
@@ -36,7 +36,7 @@ static void keep_failure(struct zpp_py_backward_step *backward_step, const struc
     if (fault && err->status == ZPP_TIER) backward_step->fault = *fault;
 }
 
-/* --- a unit stays whole until its slice is written ---------------------------------------------------------------- */
+/* --- a unit stays whole until its shard is written ---------------------------------------------------------------- */
 
 static bool is_on_disk(const Unit *unit) {
     return unit->unit->place == ZPP_PLACE_FILE && zpp_unit_moves(unit->unit);
@@ -56,13 +56,13 @@ static int unpin(Unit *unit) {
 }
 
 /* In memory, to be changed in place. */
-static zpp_status open_slice(Unit *unit, struct zpp_err *err) {
+static zpp_status open_shard(Unit *unit, struct zpp_err *err) {
     Zero *zero = unit->zero;
     if (!is_on_disk(unit)) return ZPP_OK;
     struct zpp_wait wait;
     zpp_py_wait_for(zero, &wait);
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_zero_open_slice(zero->core, unit->unit->index, &wait, err);
+    const zpp_status status = zpp_zero_open_shard(zero->core, unit->unit->index, &wait, err);
     PyEval_RestoreThread(thread);
     if (status == ZPP_OK) pin(unit);
     return status;
@@ -75,7 +75,7 @@ static int let_go(Zero *zero) {
     const int index = backward_step->sending[0];
     struct zpp_err err = ZPP_ERR_INIT;
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_zero_slice_sent(zero->core, index, &err);
+    const zpp_status status = zpp_zero_shard_sent(zero->core, index, &err);
     PyEval_RestoreThread(thread);
     backward_step->sending_count--;
     memmove(backward_step->sending, backward_step->sending + 1,
@@ -89,7 +89,7 @@ static int send(Unit *unit, struct zpp_err *err, zpp_status *status) {
     struct zpp_py_backward_step *backward_step = &zero->backward_step;
     while (backward_step->sending_count == ZPP_BACKWARD_STEP_SENDING)
         if (let_go(zero)) return -1;
-    *status = zpp_zero_send_slice(zero->core, unit->unit->index, err);
+    *status = zpp_zero_send_shard(zero->core, unit->unit->index, err);
     if (*status == ZPP_OK) backward_step->sending[backward_step->sending_count++] = unit->unit->index;
     return 0;
 }
@@ -177,7 +177,7 @@ static int update(Unit *unit) {
         return 0;
     }
     char words[ZPP_UNIT_WORDS];
-    zpp_status status = open_slice(unit, &err);
+    zpp_status status = open_shard(unit, &err);
     if (status == ZPP_TIER) fault = *zpp_zero_fault(zero->core);
     int failed = 0;
     if (status == ZPP_OK) {
@@ -221,7 +221,7 @@ static int step_unit(Unit *unit) {
         keep_failure(&zero->backward_step, &err, zpp_zero_fault(zero->core));
     const int count = zero->backward_step.sending_count;
     const bool sent = count && zero->backward_step.sending[count - 1] == unit->unit->index;
-    if (!sent && zpp_zero_slice_sent(zero->core, unit->unit->index, &err) != ZPP_OK)
+    if (!sent && zpp_zero_shard_sent(zero->core, unit->unit->index, &err) != ZPP_OK)
         keep_failure(&zero->backward_step, &err, zpp_zero_fault(zero->core));
     if (!sent && unpin(unit)) failed = -1;
     return failed;

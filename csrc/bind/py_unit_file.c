@@ -120,7 +120,7 @@ static PyObject *settle_grads(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* copy_grads(unit, first, elems, address, write): elements of this rank's slice of the reduced gradient. */
+/* copy_grads(unit, first, elems, address, write): elements of this rank's shard of the reduced gradient. */
 static PyObject *copy_grads(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
     int index, write;
@@ -139,7 +139,7 @@ static PyObject *copy_grads(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Where elements of a unit's flat buffer lie in the mapping, which over several hosts has this rank's slice only. */
+/* Where elements of a unit's flat buffer lie in the mapping, which over several hosts has this rank's shard only. */
 static bool place_in_mapping(const Zero *zero, const struct zpp_unit *unit, Py_ssize_t first, Py_ssize_t elems,
                              size_t *offset_bytes) {
     const size_t begin = unit->rank_file ? (size_t)zpp_zero_rank(zero->core) * unit->shard_elems : 0;

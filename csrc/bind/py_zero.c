@@ -159,12 +159,12 @@ static PyObject *unit_release(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-static PyObject *unit_keep_slice(PyObject *self, PyObject *unused) {
+static PyObject *unit_keep_shard(PyObject *self, PyObject *unused) {
     (void)unused;
     Unit *unit = (Unit *)self;
     struct zpp_err err = ZPP_ERR_INIT;
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_zero_keep_slice(unit->zero->core, unit->unit->index, &err);
+    const zpp_status status = zpp_zero_keep_shard(unit->zero->core, unit->unit->index, &err);
     PyEval_RestoreThread(thread);
     if (status != ZPP_OK) return zpp_py_raise_zero(unit->zero, &err);
     Py_RETURN_NONE;
@@ -183,10 +183,10 @@ static PyObject *unit_grad(PyObject *self, PyObject *unused) {
     const uint8_t *present = NULL;
     zpp_zero *core = unit->zero->core;
     if (unit->zero->ranks == 1 && !zpp_zero_grad_file(core)) Py_RETURN_NONE;
-    const void *slice = zpp_zero_grad_shard(core, unit->unit->index, &present);
-    if (!slice) Py_RETURN_NONE;
-    if (zpp_zero_grad_file(core)) slice = NULL;
-    return Py_BuildValue("Kiy#", (unsigned long long)(uintptr_t)slice,
+    const void *shard = zpp_zero_grad_shard(core, unit->unit->index, &present);
+    if (!shard) Py_RETURN_NONE;
+    if (zpp_zero_grad_file(core)) shard = NULL;
+    return Py_BuildValue("Kiy#", (unsigned long long)(uintptr_t)shard,
                          (int)zpp_zero_grad_dtype(core, unit->unit->index), (const char *)present,
                          unit->count);
 }
@@ -227,7 +227,7 @@ static PyObject *unit_set_low_adam(PyObject *self, PyObject *args) {
     return zpp_py_set_low_adam((Unit *)self, args);
 }
 
-/* set_ahead(address): where a delayed step puts the new values of this rank's slice, in the unit's dtype. */
+/* set_ahead(address): where a delayed step puts the new values of this rank's shard, in the unit's dtype. */
 static PyObject *unit_set_ahead(PyObject *self, PyObject *address) {
     ((Unit *)self)->ahead = PyLong_AsVoidPtr(address);
     if (PyErr_Occurred()) return NULL;
@@ -270,7 +270,7 @@ static PyMethodDef unit_methods[] = {
       "Gather for an operation that reads a released parameter; released when its backward ends." },
     { "pin", unit_pin, METH_O, "pin(+1) keeps the unit whole until pin(-1)." },
     { "release", unit_release, METH_NOARGS, "Release, unless something still needs it." },
-    { "keep_slice", unit_keep_slice, METH_NOARGS, "Take this rank's slice out of the gathered copy." },
+    { "keep_shard", unit_keep_shard, METH_NOARGS, "Take this rank's slice out of the gathered copy." },
     { "grad_hook", unit_grad_hook, METH_O, "The callable for parameter i's post-accumulate-grad hook." },
     { "grad", unit_grad, METH_NOARGS, "(address, dtype, present) of the reduced gradient slice, or None." },
     { "held", unit_held, METH_NOARGS, "(address, touched) of the whole gradient that is not reduced, or None." },

@@ -43,12 +43,12 @@ typedef struct Unit {
     struct unit_adam {
         float *master, *exp_avg, *exp_avg_sq, *max_exp_avg_sq; /* master NULL: fp32, fp64 (all are), masterless bf16 */
         enum zpp_moments_kind kind;   /* not fp32: the three above are NULL, and the moments are: */
-        struct zpp_moment moments[3]; /* by enum zpp_moments_which, each for the whole slice */
+        struct zpp_moment moments[3]; /* by enum zpp_moments_which, each for the whole shard */
         uint64_t first_param;         /* number of the unit's first parameter in the model */
         int64_t *steps;  /* [count] */
         int *groups;     /* [count]; -1: in no group */
-        bool tiered;     /* the states are a slice of Zero's tier, and the addresses above NULL */
-        int slice;
+        bool tiered;     /* the states are a shard of Zero's tier, and the addresses above NULL */
+        int shard;
     } adam;
     struct unit_backward_step { /* a step inside the backward, see py_step_in_backward.c; of this backward: */
         unsigned char *seen; /* [count]: did its gradient come? NULL before the first */
@@ -56,9 +56,9 @@ typedef struct Unit {
         bool partial; /* some came in parts */
         bool left;    /* complete on this rank: its parameters are not read any more */
         bool stepped;
-        bool pinned;  /* whole until its slice is written */
+        bool pinned;  /* whole until its shard is written */
     } backward_step;
-    unsigned char *ahead; /* delayed: where a step's new values of the slice go, in the unit's kind; fp32: the master */
+    unsigned char *ahead; /* delayed: where a step's new values of the shard go, in the unit's kind; fp32: the master */
 } Unit;
 
 enum { ZPP_BACKWARD_STEP_SENDING = 3 }; /* units on their way to the file at once; more, and the backward waits */
@@ -76,7 +76,7 @@ struct zpp_py_backward_step {
     bool reads_ahead; /* states for the next step, once the next forward has read its last unit */
     int done;        /* units of the order of reductions that were stepped, or had no gradient */
     int stepped;
-    /* units whose slices are written, or were last, oldest first */
+    /* units whose shards are written, or were last, oldest first */
     int sending[ZPP_BACKWARD_STEP_SENDING], sending_count;
     bool failed;     /* nothing more is stepped */
     struct zpp_err err;
@@ -194,7 +194,7 @@ void zpp_py_pop_saved_hooks(Zero *zero);                     /* keeps an excepti
 /* py_step.c */
 extern PyMethodDef zpp_py_step_methods[];
 void zpp_py_drop_grads(Unit *unit);
-bool zpp_py_is_local(const Zero *zero); /* are gradients in p.grad, and not in slices? */
+bool zpp_py_is_local(const Zero *zero); /* are gradients in p.grad, and not in shards? */
 
 /* py_states.c */
 PyObject *zpp_py_set_adam(Unit *unit, PyObject *args);

@@ -33,11 +33,11 @@ const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **
     const struct zpp_unit_grad *grad = zero->units[unit]->grad;
     if (!grad || !grad->has) return NULL;
     if (present) *present = grad->present;
-    return grad->slice;
+    return grad->shard;
 }
 
 unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit) {
-    return zero->units[unit]->grad ? zero->units[unit]->grad->slice : NULL;
+    return zero->units[unit]->grad ? zero->units[unit]->grad->shard : NULL;
 }
 
 zpp_dtype zpp_zero_grad_dtype(const zpp_zero *zero, int unit) {

@@ -4,7 +4,7 @@
  * whatever update it makes (update.h), runs in a thread of its own while the next pass computes. Decisions:
  * docs/design/0023.
  *
- *   caller    .. begin(k) | pass k + 1, reads slices | wait(k), publish(k), begin(k + 1) | pass k + 2 ..
+ *   caller    .. begin(k) | pass k + 1, reads shards | wait(k), publish(k), begin(k + 1) | pass k + 2 ..
  *   thread               | step k, writes states and copies aside |
  *
  * What a step reads and writes must be touched by nobody else from begin to wait: its states, its gradients, and the
@@ -20,7 +20,7 @@
 
 typedef struct zpp_delayed zpp_delayed;
 
-/* New values, aside, and the slice that they are for. `fill`: before the step what is aside gets the slice's values. */
+/* New values, aside, and the shard that they are for. `fill`: before the step what is aside gets the shard's values. */
 struct zpp_delayed_copy {
     void *to, *from;
     size_t bytes;
@@ -64,7 +64,7 @@ zpp_status zpp_delayed_begin(zpp_delayed *delayed, const struct zpp_delayed_step
 zpp_status zpp_delayed_wait(zpp_delayed *delayed, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* After finish: would wait tell of a failure? */
 bool zpp_delayed_failed(const zpp_delayed *delayed);
-/* After a wait that returned OK: the new values go to their slices. Nothing to do where they have gone. */
+/* After a wait that returned OK: the new values go to their shards. Nothing to do where they have gone. */
 void zpp_delayed_publish(zpp_delayed *delayed, zpp_pool *pool);
 /* The step under way, if there is one, is over when it returns, and still to be waited for: its states may be read. */
 void zpp_delayed_finish(zpp_delayed *delayed);

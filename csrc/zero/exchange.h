@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A few bytes of every rank for every rank, on the descriptor ring that reductions use: the votes that begin a step,
- * the norms of slices. So a rank that steps while another still reduces is noticed at once, by both, with both sides in
+ * the norms of shards. So a rank that steps while another still reduces is noticed at once, by both, with both sides in
  * the sentence; a collective of its own would wait there until the time-out. It is a barrier too: it needs every rank's
  * bytes.
  */

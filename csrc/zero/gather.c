@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Units whole and partitioned. A gather reads every rank's slice from the shared region, by unit, with no partner call:
- * between two steps nobody writes slices (step.c), so there is nothing to wait for and nothing to mistake, even where
+ * Units whole and partitioned. A gather reads every rank's shard from the shared region, by unit, with no partner call:
+ * between two steps nobody writes shards (step.c), so there is nothing to wait for and nothing to mistake, even where
  * ranks run different modules.
  *
  *   PARTITIONED --need/prefetch--> FETCHING --the compute stream waits--> FULL --release--> PARTITIONED
@@ -32,7 +32,7 @@ struct gather_args {
     bool rounded; /* as of the launch: the unit may be fetched anew before a gather that it gave up has run */
 };
 
-static zpp_status gather_slices(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+static zpp_status gather_shards(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)native, (void)wait, (void)err;
     const struct gather_args *args = arg;
     zpp_zero *zero = args->zero;
@@ -136,7 +136,7 @@ static zpp_status launch_load(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
 
 static zpp_status launch_gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     const struct gather_args args = { zero, unit, unit->whole, unit->rounded };
-    zpp_status status = zpp_stream_launch(zero->gather, gather_slices, &args, sizeof args, err);
+    zpp_status status = zpp_stream_launch(zero->gather, gather_shards, &args, sizeof args, err);
     if (status == ZPP_OK) status = zpp_event_record(unit->ready, zero->gather, err);
     return status;
 }
@@ -336,7 +336,7 @@ zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err) {
     return zpp_zero_end_pass(zero, err);
 }
 
-zpp_status zpp_zero_keep_slice(zpp_zero *zero, int index, struct zpp_err *err) {
+zpp_status zpp_zero_keep_shard(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     /* also of one that is held: it rounds */
     if (unit->place == ZPP_PLACE_FILE && zpp_unit_file_keeps_qcopies(zero->unit_file))
@@ -351,7 +351,7 @@ zpp_status zpp_zero_keep_slice(zpp_zero *zero, int index, struct zpp_err *err) {
     return ZPP_OK;
 }
 
-zpp_status zpp_zero_open_slice(zpp_zero *zero, int index, const struct zpp_wait *wait, struct zpp_err *err) {
+zpp_status zpp_zero_open_shard(zpp_zero *zero, int index, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     if (unit->place != ZPP_PLACE_FILE || unit->held) return ZPP_OK;
     zpp_status status = ZPP_OK;
@@ -360,29 +360,29 @@ zpp_status zpp_zero_open_slice(zpp_zero *zero, int index, const struct zpp_wait 
     if (status == ZPP_OK && unit->state == ZPP_UNIT_FETCHING) status = settle(zero, unit, wait, err);
     if (status != ZPP_OK || in_shared_file(unit)) return status;
     status = zpp_rank_file_open(zero, unit, unit->state == ZPP_UNIT_FULL, err);
-    unit->open_slice = status == ZPP_OK;
+    unit->open_shard = status == ZPP_OK;
     return status;
 }
 
-/* Of this rank's slice, in the mapping that it is stepped in. */
-static size_t slice_offset(const zpp_zero *zero, const struct zpp_unit *unit) {
+/* Of this rank's shard, in the mapping that it is stepped in. */
+static size_t shard_offset(const zpp_zero *zero, const struct zpp_unit *unit) {
     return unit->file_offset_bytes + (unit->rank_file ? 0 : (size_t)zero->rank * zpp_unit_shard_bytes(unit));
 }
 
-zpp_status zpp_zero_send_slice(zpp_zero *zero, int index, struct zpp_err *err) {
+zpp_status zpp_zero_send_shard(zpp_zero *zero, int index, struct zpp_err *err) {
     const struct zpp_unit *unit = zero->units[index];
     if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
-    return zpp_unit_file_write_begin(zero->unit_file, unit->file_index, slice_offset(zero, unit),
+    return zpp_unit_file_write_begin(zero->unit_file, unit->file_index, shard_offset(zero, unit),
                                      zpp_unit_shard_bytes(unit), &zero->fault, err);
 }
 
-zpp_status zpp_zero_slice_sent(zpp_zero *zero, int index, struct zpp_err *err) {
+zpp_status zpp_zero_shard_sent(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     if (unit->place != ZPP_PLACE_FILE) return ZPP_OK;
     const zpp_status status = zpp_unit_file_write_wait(zero->unit_file, unit->file_index, &zero->fault, err);
-    if (!unit->open_slice) return status;
+    if (!unit->open_shard) return status;
     struct zpp_err left = ZPP_ERR_INIT;
-    unit->open_slice = false;
+    unit->open_shard = false;
     const zpp_status closed = zpp_rank_file_end(zero, unit, status == ZPP_OK ? err : &left);
     return status == ZPP_OK ? closed : status;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * How reduced slices come from their file and go back. See grad_file.h.
+ * How reduced shards come from their file and go back. See grad_file.h.
  */
 #include "grad_file.h"
 
@@ -25,23 +25,23 @@ zpp_status zpp_grad_file_seal(zpp_zero *zero, struct zpp_err *err) {
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         const zpp_status status =
-            zpp_unit_file_add(grad_file->unit_file, zpp_grad_slice_bytes(grad), &grad->file_index,
+            zpp_unit_file_add(grad_file->unit_file, zpp_grad_shard_bytes(grad), &grad->file_index,
                               &grad->unit_file_offset_bytes, err);
         if (status != ZPP_OK) return status;
         if (zero->delays_steps) {
-            const zpp_status second = zpp_unit_file_add(grad_file->unit_file, zpp_grad_slice_bytes(grad),
+            const zpp_status second = zpp_unit_file_add(grad_file->unit_file, zpp_grad_shard_bytes(grad),
                                                         &grad->unit_file_taken,
                                                         &grad->unit_file_taken_offset_bytes, err);
             if (second != ZPP_OK) return second;
         }
         grad->order_at = at;
-        if (zpp_grad_slice_bytes(grad) > largest_bytes) largest_bytes = zpp_grad_slice_bytes(grad);
+        if (zpp_grad_shard_bytes(grad) > largest_bytes) largest_bytes = zpp_grad_shard_bytes(grad);
     }
     grad_file->bound_bytes = 2 * largest_bytes > LEAST_BOUND_BYTES ? 2 * largest_bytes : (size_t)LEAST_BOUND_BYTES;
     const zpp_status status = zpp_unit_file_seal(grad_file->unit_file, grad_file->bound_bytes, err);
     for (int at = 0; at < zero->order_count && status == ZPP_OK; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
-        grad->slice = zpp_unit_file_mapping(grad_file->unit_file) + grad->unit_file_offset_bytes;
+        grad->shard = zpp_unit_file_mapping(grad_file->unit_file) + grad->unit_file_offset_bytes;
         if (zero->delays_steps)
             grad->taken = zpp_unit_file_mapping(grad_file->unit_file) + grad->unit_file_taken_offset_bytes;
     }
@@ -81,7 +81,7 @@ static zpp_status come(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_er
     struct zpp_grad_file *grad_file = &zero->grad_file;
     pthread_mutex_lock(&grad_file->lock);
     const zpp_status status = zpp_unit_file_acquire(grad_file->unit_file, grad->file_index, err);
-    if (status == ZPP_OK) grad_file->open_bytes += zpp_grad_slice_bytes(grad);
+    if (status == ZPP_OK) grad_file->open_bytes += zpp_grad_shard_bytes(grad);
     pthread_mutex_unlock(&grad_file->lock);
     return status;
 }
@@ -90,7 +90,7 @@ static zpp_status let_go(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
     struct zpp_grad_file *grad_file = &zero->grad_file;
     grad->grad_file_state = ZPP_GRAD_FILE_AWAY;
     pthread_mutex_lock(&grad_file->lock);
-    grad_file->open_bytes -= zpp_grad_slice_bytes(grad);
+    grad_file->open_bytes -= zpp_grad_shard_bytes(grad);
     const zpp_status status = zpp_unit_file_release(grad_file->unit_file, grad->file_index, err);
     pthread_mutex_unlock(&grad_file->lock);
     return status;
@@ -122,7 +122,7 @@ static zpp_status take(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
         return ZPP_OK;
     /* its contents are there */
     if (grad->grad_file_state == ZPP_GRAD_FILE_WRITING) return finish_write(zero, grad, wait);
-    zpp_status status = make_room(zero, zpp_grad_slice_bytes(grad), wait, err);
+    zpp_status status = make_room(zero, zpp_grad_shard_bytes(grad), wait, err);
     if (status == ZPP_OK) status = come(zero, grad, err);
     if (status != ZPP_OK) return status;
     grad->changed = false;
@@ -138,7 +138,7 @@ static zpp_status take_ahead(zpp_zero *zero, int at, struct zpp_err *err) {
     for (at++; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         if (!grad->has || is_held(zero, grad) || grad->grad_file_state != ZPP_GRAD_FILE_AWAY) continue;
-        if (!is_room(&zero->grad_file, zpp_grad_slice_bytes(grad))) return ZPP_OK;
+        if (!is_room(&zero->grad_file, zpp_grad_shard_bytes(grad))) return ZPP_OK;
         const zpp_status status = take(zero, grad, NULL, err);
         if (status != ZPP_OK) return status;
     }
@@ -159,7 +159,7 @@ static void zero_param(const zpp_zero *zero, struct zpp_unit_grad *grad, size_t 
     struct zpp_piece pieces[1];
     if (!zpp_unit_pieces(&one, zero->rank, pieces)) return;
     const size_t at = pieces[0].offset_elems - (size_t)zero->rank * unit->shard_elems;
-    memset(grad->slice + at * grad->elem_bytes, 0, pieces[0].elems * grad->elem_bytes);
+    memset(grad->shard + at * grad->elem_bytes, 0, pieces[0].elems * grad->elem_bytes);
 }
 
 static void zero_stale(const zpp_zero *zero, struct zpp_unit_grad *grad) {
@@ -231,7 +231,7 @@ zpp_status zpp_grad_file_add(zpp_zero *zero, struct zpp_unit_grad *grad, size_t 
     if (status == ZPP_OK) status = zpp_grad_file_load(zero, grad, wait, err);
     if (status == ZPP_OK) status = zpp_grad_file_load_wait(zero, grad, wait);
     if (status != ZPP_OK) return status;
-    unsigned char *to = grad->slice + unit->offset_elems[param] * grad->elem_bytes;
+    unsigned char *to = grad->shard + unit->offset_elems[param] * grad->elem_bytes;
     if (grad->present[param]) zpp_reduce_sources(to, unit->grad_dtype, true, &from, 1, unit->grad_dtype, elems, 1.0f);
     else if (elems) memcpy(to, from, elems * grad->elem_bytes);
     grad->present[param] = 1;

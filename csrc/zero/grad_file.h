@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Gradients in a tier: the reduced slices of stages 2 and 3 live in a scratch file, come to memory to be added to, and
+ * Gradients in a tier: the reduced shards of stages 2 and 3 live in a scratch file, come to memory to be added to, and
  * go again (ZeRO-Infinity, arXiv:2104.07857, section 5). One rank, whose gradients are not reduced, adds them to its
- * slices parameter by parameter.
+ * shards parameter by parameter.
  *
  *   AWAY --take--> READING --arrive--> HERE --add, give--> WRITING --> AWAY
  *          \--- no gradient yet ------/
  *
- * All slices lie in one mapping of this rank's own (unit_file.h), at pages; a cut leaves a fraction of them in memory
- * for good. Units are reduced in one order that is known beforehand, so the next slices are read while this one is
+ * All shards lie in one mapping of this rank's own (unit_file.h), at pages; a cut leaves a fraction of them in memory
+ * for good. Units are reduced in one order that is known beforehand, so the next shards are read while this one is
  * added to. What is open or being written is bounded; where the disk is slower than the backward, reductions wait, and
  * buckets with them. Bytes a backward: all written; from the second one of a step on all read, too. The step reads them
  * beside the states (struct zpp_step_files).
@@ -19,7 +19,7 @@
  * A backward whose units are stepped inside it keeps what is reduced HERE, until the step has read it and drops it: the
  * last sum of a step is never written. That is the one call that may come while other units are reduced.
  *
- * With delayed steps (delayed.h) each slice has two places, one after the other: the step reads the one that it took,
+ * With delayed steps (delayed.h) each shard has two places, one after the other: the step reads the one that it took,
  * while backward fills the other (taken.c).
  *
  * Threads: the reduce stream's while reductions are under way, else the coordinator's; drop from the latter always.
@@ -34,7 +34,7 @@
 
 struct zpp_unit_grad;
 
-/* Part of the coordinator; `unit_file` NULL: slices are in memory. */
+/* Part of the coordinator; `unit_file` NULL: shards are in memory. */
 struct zpp_grad_file {
     zpp_unit_file *unit_file;
     pthread_mutex_t lock; /* guards open_bytes, and what comes to memory or goes: reductions open, steps drop */
@@ -48,14 +48,14 @@ struct zpp_grad_file {
 
 enum zpp_grad_file_state { ZPP_GRAD_FILE_AWAY, ZPP_GRAD_FILE_READING, ZPP_GRAD_FILE_HERE, ZPP_GRAD_FILE_WRITING };
 
-/* Part of seal: the mapping of all slices; grad->slice is set. */
+/* Part of seal: the mapping of all shards; grad->shard is set. */
 zpp_status zpp_grad_file_seal(zpp_zero *zero, struct zpp_err *err);
 
-/* Memory for a slice, and what it has so far on its way there; then, while there is room, the same for the next ones
+/* Memory for a shard, and what it has so far on its way there; then, while there is room, the same for the next ones
  * in the order of reductions. AGAIN (`wait` NULL only): no room yet. */
 zpp_status zpp_grad_file_load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
                               struct zpp_err *err);
-/* After take: what the slice has is in memory. AGAIN (`wait` NULL only): not yet. */
+/* After take: what the shard has is in memory. AGAIN (`wait` NULL only): not yet. */
 zpp_status zpp_grad_file_load_wait(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait);
 /* After arrive: written if it was changed (grad->changed), and gone. */
 zpp_status zpp_grad_file_store(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
@@ -64,16 +64,16 @@ zpp_status zpp_grad_file_complete(zpp_zero *zero, struct zpp_unit_grad *grad, st
 /* Gone, and not written. */
 zpp_status zpp_grad_file_drop(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
 
-/* Written, if it was changed, and gone; returns when that is over. The first failure of all slices. */
+/* Written, if it was changed, and gone; returns when that is over. The first failure of all shards. */
 zpp_status zpp_grad_file_settle(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
 
 /* One rank: a gradient of one parameter, the unit's last one of this backward (`complete`) or not. */
 zpp_status zpp_grad_file_add(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param, const void *from,
                              const struct zpp_wait *wait, struct zpp_err *err);
-/* One rank: the backward has ended, so every slice that is here goes. */
+/* One rank: the backward has ended, so every shard that is here goes. */
 zpp_status zpp_grad_file_store_all(zpp_zero *zero, struct zpp_err *err);
 
-/* The gradient of one parameter is forgotten, wherever slices are: zeros, by the next time that it is added to. */
+/* The gradient of one parameter is forgotten, wherever shards are: zeros, by the next time that it is added to. */
 void zpp_grad_file_clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param);
 /* All are. */
 void zpp_grad_file_clear_all(zpp_zero *zero);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Slices of gradients that live from a unit's reduction until its step (docs/design/0032): what one gives back the next
- * one takes, so a backward holds the slices of a unit or two, and allocates nothing once it has begun to repeat itself.
+ * Shards of gradients that live from a unit's reduction until its step (docs/design/0032): what one gives back the next
+ * one takes, so a backward holds the shards of a unit or two, and allocates nothing once it has begun to repeat itself.
  */
 #include <string.h>
 
@@ -16,36 +16,36 @@ static void *take_pooled(zpp_zero *zero, size_t bytes) {
         memory = zero->grad_pool[i].memory;
         zero->grad_pool[i] = (struct zpp_pooled_grad){ NULL, 0 };
     }
-    if (!memory) zero->slice_bytes += bytes;
+    if (!memory) zero->shard_bytes += bytes;
     pthread_mutex_unlock(&zero->grad_pool_lock);
     return memory;
 }
 
 zpp_status zpp_grad_pool_take(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
-    const size_t bytes = zpp_grad_slice_bytes(grad);
-    if (grad->slice) return ZPP_OK;
+    const size_t bytes = zpp_grad_shard_bytes(grad);
+    if (grad->shard) return ZPP_OK;
     void *memory = take_pooled(zero, bytes);
     const zpp_status status = memory ? ZPP_OK : zpp_device_alloc(zero->options.device, bytes, &memory, err);
-    if (status == ZPP_OK) grad->slice = memory;
+    if (status == ZPP_OK) grad->shard = memory;
     return status;
 }
 
 static void free_pooled(zpp_zero *zero, struct zpp_pooled_grad *grad_pool) {
     if (!grad_pool->memory) return;
     zpp_device_free(zero->options.device, grad_pool->memory, grad_pool->bytes);
-    zero->slice_bytes -= grad_pool->bytes;
+    zero->shard_bytes -= grad_pool->bytes;
     *grad_pool = (struct zpp_pooled_grad){ NULL, 0 };
 }
 
 /* The one that waited longest makes room. */
 void zpp_grad_pool_give(zpp_zero *zero, struct zpp_unit_grad *grad) {
-    if (!grad->slice) return;
+    if (!grad->shard) return;
     pthread_mutex_lock(&zero->grad_pool_lock);
     free_pooled(zero, &zero->grad_pool[ZPP_POOLED_GRADS - 1]);
     for (int i = ZPP_POOLED_GRADS - 1; i > 0; i--) zero->grad_pool[i] = zero->grad_pool[i - 1];
-    zero->grad_pool[0] = (struct zpp_pooled_grad){ grad->slice, zpp_grad_slice_bytes(grad) };
+    zero->grad_pool[0] = (struct zpp_pooled_grad){ grad->shard, zpp_grad_shard_bytes(grad) };
     pthread_mutex_unlock(&zero->grad_pool_lock);
-    grad->slice = NULL;
+    grad->shard = NULL;
 }
 
 void zpp_grad_pool_drop(zpp_zero *zero) {

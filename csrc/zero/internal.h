@@ -28,7 +28,7 @@ struct zpp_zero {
     int units_count, units_room;
 
     /* memory */
-    zpp_region *params;   /* PER_RANK: slices of SHARD units, whole WHOLE units */
+    zpp_region *params;   /* PER_RANK: shards of SHARD units, whole WHOLE units */
     zpp_region *host;     /* ONE: HOST units */
     zpp_region *grads;    /* PER_RANK: buckets, an arena and then the homes */
     unsigned char *alone; /* one rank: WHOLE units, private memory */
@@ -72,10 +72,10 @@ struct zpp_zero {
     uint64_t backward_ns, step_ns; /* when they began, for zeropp.trace */
     double grad_scale;
     bool delays_steps; /* files have two places for what a step touches (delayed.h) */
-    bool pools_grads; /* stages 2, 3: a slice has memory while it is needed (grad_pool.c) */
-    pthread_mutex_t grad_pool_lock; /* guards `grad_pool` and slice_bytes: reductions borrow, steps give back */
+    bool pools_grads; /* stages 2, 3: a shard has memory while it is needed (grad_pool.c) */
+    pthread_mutex_t grad_pool_lock; /* guards `grad_pool` and shard_bytes: reductions borrow, steps give back */
     struct zpp_pooled_grad grad_pool[ZPP_POOLED_GRADS];
-    size_t slice_bytes, carry_bytes, kept_bucket_bytes, taken_bytes;
+    size_t shard_bytes, carry_bytes, kept_bucket_bytes, taken_bytes;
     struct zpp_grad_file grad_file; /* stages 2 and 3: where they live in a file */
 };
 

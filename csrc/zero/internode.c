@@ -71,14 +71,14 @@ void zpp_internode_drop(zpp_comm *comm, zpp_work **work) {
 /* --- reductions -------------------------------------------------------------------------------------------------- */
 
 /* Memory of one reduction, in the kind that travels: the flags (a byte a parameter: has it a gradient; then a byte for
- * each bit of origin.h), then (stages 1 to 3) the reduced slice, then what is sent where that is not the bucket itself:
+ * each bit of origin.h), then (stages 1 to 3) the reduced shard, then what is sent where that is not the bucket itself:
  * a narrower copy of it, or the zeros of a rank without a gradient. */
 static size_t flags_count(const struct zpp_unit *unit) { return unit->params + ZPP_ORIGIN_BITS; }
 
 static size_t flags_bytes(const struct zpp_unit *unit) { return (flags_count(unit) + 63) & ~(size_t)63; }
 
 static size_t reduced_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
-    return zero->options.stage == 0 ? 0 : zpp_wire_slice_bytes(unit);
+    return zero->options.stage == 0 ? 0 : zpp_wire_shard_bytes(unit);
 }
 
 static bool sends_copy(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
@@ -94,7 +94,7 @@ static zpp_status make_memory(const zpp_zero *zero, struct zpp_unit_grad *grad, 
     return zpp_fail(err, ZPP_NOMEM, "zero: no memory to reduce unit %s, %zu bytes", unit->name, bytes);
 }
 
-static unsigned char *reduced_slice(const struct zpp_unit_grad *grad) {
+static unsigned char *reduced_shard(const struct zpp_unit_grad *grad) {
     return grad->internode_memory + flags_bytes(grad->unit);
 }
 
@@ -102,7 +102,7 @@ static unsigned char *reduced_slice(const struct zpp_unit_grad *grad) {
 static unsigned char *sent(const zpp_zero *zero, struct zpp_unit_grad *grad, unsigned char *bucket) {
     const struct zpp_unit *unit = grad->unit;
     if (!sends_copy(zero, grad)) return bucket;
-    unsigned char *copy = reduced_slice(grad) + reduced_bytes(zero, unit);
+    unsigned char *copy = reduced_shard(grad) + reduced_bytes(zero, unit);
     if (!grad->empty) zpp_convert(copy, unit->wire_dtype, bucket, unit->grad_dtype, unit->elems);
     return copy;
 }
@@ -111,13 +111,13 @@ static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigne
     const struct zpp_unit *unit = grad->unit;
     struct zpp_call call = {.dtype = unit->wire_dtype, .op = ZPP_AVG, .object = zpp_internode_object(zero, unit)};
     if (zero->options.stage == 0) {
-        if (grad->empty) memset(grad->slice, 0, unit->elems * grad->elem_bytes);
+        if (grad->empty) memset(grad->shard, 0, unit->elems * grad->elem_bytes);
         call.coll = ZPP_COLL_ALL_REDUCE;
-        call.dst = sent(zero, grad, grad->slice);
+        call.dst = sent(zero, grad, grad->shard);
         call.elems = unit->elems;
     } else {
         call.coll = ZPP_COLL_REDUCE_SCATTER;
-        call.dst = reduced_slice(grad);
+        call.dst = reduced_shard(grad);
         call.elems = unit->shard_elems;
         if (zpp_wire_packs(zero)) {
             if (!grad->empty) zpp_wire_clear_gaps(unit, bucket);
@@ -161,23 +161,23 @@ zpp_status zpp_internode_launch(zpp_zero *zero, struct zpp_unit_grad *grad, cons
     return status == ZPP_OK ? submit_sum(zero, grad, bucket, err) : status;
 }
 
-/* As add_slices of reduce.c, with the sum made already. */
-static void add_slice(zpp_zero *zero, struct zpp_unit_grad *grad) {
+/* As add_shards of reduce.c, with the sum made already. */
+static void add_shard(zpp_zero *zero, struct zpp_unit_grad *grad) {
     const struct zpp_unit *unit = grad->unit;
     const double factor = zpp_grad_factor(zero, unit, 1);
     if (zero->options.stage == 0) {
-        const void *source = zpp_wire_narrows(unit) ? reduced_slice(grad) : grad->slice;
-        if (source != grad->slice || factor < 1.0 || factor > 1.0)
-            zpp_reduce_sources(grad->slice, unit->grad_dtype, false, &source, 1, unit->wire_dtype, unit->elems, factor);
+        const void *source = zpp_wire_narrows(unit) ? reduced_shard(grad) : grad->shard;
+        if (source != grad->shard || factor < 1.0 || factor > 1.0)
+            zpp_reduce_sources(grad->shard, unit->grad_dtype, false, &source, 1, unit->wire_dtype, unit->elems, factor);
         return;
     }
-    const void *source = reduced_slice(grad);
+    const void *source = reduced_shard(grad);
     const bool accumulate = grad->has && (zero->options.stage >= 2 || grad->empty);
-    zpp_reduce_sources(grad->slice, unit->grad_dtype, accumulate, &source, 1, unit->wire_dtype, unit->shard_elems,
+    zpp_reduce_sources(grad->shard, unit->grad_dtype, accumulate, &source, 1, unit->wire_dtype, unit->shard_elems,
                        factor);
     if (!grad->carry) return;
     const void *carry = grad->carry;
-    zpp_reduce_sources(grad->slice, unit->grad_dtype, true, &carry, 1, unit->grad_dtype, unit->shard_elems, 1.0f);
+    zpp_reduce_sources(grad->shard, unit->grad_dtype, true, &carry, 1, unit->grad_dtype, unit->shard_elems, 1.0f);
 }
 
 zpp_status zpp_internode_finish(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
@@ -201,7 +201,7 @@ zpp_status zpp_internode_finish(void *arg, void *native, const struct zpp_wait *
     if (any) {
         status = unit_file ? ZPP_OK : zpp_grad_pool_take(zero, grad, err);
         if (status != ZPP_OK) return status;
-        add_slice(zero, grad);
+        add_shard(zero, grad);
         join_origins(zero, grad);
         grad->has = grad->changed = true;
     }
@@ -225,6 +225,6 @@ zpp_status zpp_internode_exchange(zpp_zero *zero, uint64_t kind, const void *min
 
 zpp_status zpp_internode_collect(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
                                  struct zpp_err *err) {
-    const struct zpp_call call = gather_call(zero, unit); /* my slice lies at its place, so it is not copied */
+    const struct zpp_call call = gather_call(zero, unit); /* my shard lies at its place, so it is not copied */
     return zpp_comm_call(zero->options.comm, &call, wait, err);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The life of an optimizer file: slices are laid on lines, lines are cut in records, the file is made; and copies in
+ * The life of an optimizer file: shards are laid on lines, lines are cut in records, the file is made; and copies in
  * and out, for checkpoints and first values. See optim_file.h for the picture.
  */
 #include "optim_file.h"
@@ -13,8 +13,8 @@
 #include "optim_file_internal.h"
 
 enum {
-    SLICE_ALIGN_ELEMS = 16,     /* AVX-512 */
-    LARGE_SLICE_ELEMS = 65536,  /* from here on a slice begins at a page: its first values are written directly */
+    SHARD_ALIGN_ELEMS = 16,     /* AVX-512 */
+    LARGE_SHARD_ELEMS = 65536,  /* from here on a shard begins at a page: its first values are written directly */
     CHUNK_ELEMS = 512 * 1024,   /* 2 MiB a kind: large enough for the disk, small enough to overlap */
     LEAST_CHUNKS = 8,           /* fewer, and the first read and the last write would not be hidden */
     BUFFERS = 4,                /* one stepped, one written, two read */
@@ -84,29 +84,29 @@ void zpp_optim_file_destroy(zpp_optim_file *optim_file) {
         zpp_mem_free(line->held, line->planes * line->held_elems * sizeof(float));
     }
     free(optim_file->buffers);
-    free(optim_file->slices);
+    free(optim_file->shards);
     free(optim_file->path);
     free(optim_file);
 }
 
-zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool master, int *slice, struct zpp_err *err) {
+zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool master, int *shard, struct zpp_err *err) {
     if (optim_file->sealed) return zpp_fail(err, ZPP_STATE, "tier: a slice of %zu elements comes after seal", elems);
-    if (optim_file->slices_count == optim_file->slices_room) {
-        const int room = optim_file->slices_room ? 2 * optim_file->slices_room : 64;
-        struct optim_file_slice *slices = realloc(optim_file->slices, (size_t)room * sizeof *slices);
-        if (!slices) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for %d slices", room);
-        optim_file->slices = slices;
-        optim_file->slices_room = room;
+    if (optim_file->shards_count == optim_file->shards_room) {
+        const int room = optim_file->shards_room ? 2 * optim_file->shards_room : 64;
+        struct optim_file_shard *shards = realloc(optim_file->shards, (size_t)room * sizeof *shards);
+        if (!shards) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for %d slices", room);
+        optim_file->shards = shards;
+        optim_file->shards_room = room;
     }
     const int which = master ? 0 : 1;
     struct optim_file_line *line = &optim_file->lines[which];
     const size_t begin =
-        round_up(line->elems, elems < LARGE_SLICE_ELEMS ? (size_t)SLICE_ALIGN_ELEMS : (size_t)TIER_PAGE_ELEMS);
-    optim_file->slices[optim_file->slices_count] = (struct optim_file_slice){ .line = which, .begin_elems = begin,
+        round_up(line->elems, elems < LARGE_SHARD_ELEMS ? (size_t)SHARD_ALIGN_ELEMS : (size_t)TIER_PAGE_ELEMS);
+    optim_file->shards[optim_file->shards_count] = (struct optim_file_shard){ .line = which, .begin_elems = begin,
                                                                              .elems = elems };
     line->elems = begin + elems;
     line->used_elems += elems;
-    *slice = optim_file->slices_count++;
+    *shard = optim_file->shards_count++;
     return ZPP_OK;
 }
 
@@ -183,20 +183,20 @@ zpp_status zpp_optim_file_seal(zpp_optim_file *optim_file, struct zpp_aio_fault 
 }
 
 zpp_status zpp_optim_file_plan(const struct zpp_optim_file_options *options,
-                               const struct zpp_optim_file_slice_plan *slices, size_t count,
+                               const struct zpp_optim_file_shard_plan *shards, size_t count,
                                struct zpp_optim_file_plan *out, struct zpp_err *err) {
     zpp_optim_file optim_file = { .options = *options };
     zpp_status status = ZPP_OK;
     int number;
     for (size_t i = 0; i < count && status == ZPP_OK; i++)
-        status = zpp_optim_file_add(&optim_file, slices[i].elems, slices[i].master, &number, err);
+        status = zpp_optim_file_add(&optim_file, shards[i].elems, shards[i].master, &number, err);
     for (int i = 0; i < 2; i++) lay_line(&optim_file, &optim_file.lines[i], i == 0, &optim_file.file_bytes);
     choose_buffers(&optim_file);
     *out = (struct zpp_optim_file_plan){ .buffer_bytes = optim_file.record_bytes * optim_file.options.buffers };
     for (int i = 0; i < 2; i++)
         if (optim_file.lines[i].chunks && optim_file.lines[i].chunk_elems > out->chunk_elems)
             out->chunk_elems = optim_file.lines[i].chunk_elems;
-    free(optim_file.slices);
+    free(optim_file.shards);
     return status;
 }
 
@@ -254,17 +254,17 @@ static zpp_status copy_unit_file(zpp_optim_file *optim_file, struct optim_file_l
     return status;
 }
 
-zpp_status zpp_optim_file_copy(zpp_optim_file *optim_file, int slice, enum zpp_optim_file_kind kind, size_t first,
+zpp_status zpp_optim_file_copy(zpp_optim_file *optim_file, int shard, enum zpp_optim_file_kind kind, size_t first,
                                size_t elems, float *memory,
                                bool write, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    if (!optim_file->sealed || slice < 0 || slice >= optim_file->slices_count)
-        return zpp_fail(err, ZPP_STATE, "tier: slice %d is copied, there are %d%s", slice, optim_file->slices_count,
+    if (!optim_file->sealed || shard < 0 || shard >= optim_file->shards_count)
+        return zpp_fail(err, ZPP_STATE, "tier: slice %d is copied, there are %d%s", shard, optim_file->shards_count,
                         optim_file->sealed ? "" : ", not sealed yet");
-    const struct optim_file_slice *where = &optim_file->slices[slice];
+    const struct optim_file_shard *where = &optim_file->shards[shard];
     struct optim_file_line *line = &optim_file->lines[where->line];
     if (line->plane[kind] < 0 || first > where->elems || elems > where->elems - first)
         return zpp_fail(err, ZPP_INVALID, "tier: elements %zu to %zu of kind %d are copied; slice %d has %zu%s", first,
-                        first + elems, (int)kind, slice, where->elems,
+                        first + elems, (int)kind, shard, where->elems,
                         line->plane[kind] < 0 ? ", and none of that kind" : "");
     if (write) optim_file_backward_step_forget(optim_file);
     for (size_t done = 0; done < elems;) {

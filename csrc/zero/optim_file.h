@@ -3,7 +3,7 @@
  * Optimizer states in an optimizer file: fp32 master weights and moments live in a scratch file, and the step streams
  * them through a few buffers (ZeRO-Infinity, arXiv:2104.07857, section 5: the infinity offload engine).
  *
- * All slices of this rank lie one after the other on a *record stream* of elements; those with a master copy and those
+ * All shards of this rank lie one after the other on a *record stream* of elements; those with a master copy and those
  * without (fp32, whose parameters are the master themselves) on a record stream each. A record stream is cut in chunks,
  * and a chunk is one record of the file, its kinds one after the other:
  *
@@ -47,7 +47,7 @@ struct zpp_optim_file_options {
     size_t stripe_bytes; /* a multiple of 4096; 0: ZPP_AIO_STRIPE_BYTES */
     double fraction;     /* of the bytes that go to the file, above 0 and at most 1 */
     unsigned moments;    /* which there are: bit 0 EXP_AVG, 1 EXP_AVG_SQ, 2 MAX_EXP_AVG_SQ */
-    /* steps are unit by unit (zpp_optim_file_backward_step_unit): buffers for two slices, at most 64 */
+    /* steps are unit by unit (zpp_optim_file_backward_step_unit): buffers for two shards, at most 64 */
     bool backward_step;
     size_t chunk_elems;  /* of a record; a multiple of 1024; 0: chosen by seal */
     unsigned buffers;    /* records in memory, at least 3; 0: 4, or as `backward_step` says */
@@ -63,15 +63,15 @@ struct zpp_optim_file_options {
 zpp_status zpp_optim_file_create(const struct zpp_optim_file_options *options, zpp_optim_file **out,
                                  struct zpp_err *err);
 void zpp_optim_file_destroy(zpp_optim_file *optim_file);
-/* One slice. `*slice` counts from 0. Before seal. */
-zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool master, int *slice, struct zpp_err *err);
+/* One shard. `*shard` counts from 0. Before seal. */
+zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool master, int *shard, struct zpp_err *err);
 /* Makes the file, all of its blocks reserved where the file system can: a full disk is found here. `fault` is written
  * on status TIER only, here and below. */
 zpp_status zpp_optim_file_seal(zpp_optim_file *optim_file, struct zpp_aio_fault *fault, struct zpp_err *err);
 
-/* What seal would make of these slices, with no file and no memory: of `options` the fraction, the moments and
+/* What seal would make of these shards, with no file and no memory: of `options` the fraction, the moments and
  * `backward_step` count. */
-struct zpp_optim_file_slice_plan {
+struct zpp_optim_file_shard_plan {
     size_t elems;
     bool master;
 };
@@ -80,36 +80,36 @@ struct zpp_optim_file_plan {
     size_t chunk_elems;  /* of the longest record; 0: nothing is in the file */
 };
 zpp_status zpp_optim_file_plan(const struct zpp_optim_file_options *options,
-                               const struct zpp_optim_file_slice_plan *slices, size_t count,
+                               const struct zpp_optim_file_shard_plan *shards, size_t count,
                                struct zpp_optim_file_plan *out, struct zpp_err *err);
 
-/* Elements [first, first + elems) of one kind of a slice, to `memory` or (write) from it. */
-zpp_status zpp_optim_file_copy(zpp_optim_file *optim_file, int slice, enum zpp_optim_file_kind kind, size_t first,
+/* Elements [first, first + elems) of one kind of a shard, to `memory` or (write) from it. */
+zpp_status zpp_optim_file_copy(zpp_optim_file *optim_file, int shard, enum zpp_optim_file_kind kind, size_t first,
                                size_t elems, float *memory,
                                bool write, struct zpp_aio_fault *fault, struct zpp_err *err);
 
-/* Elements [first, first + segment.elems) of a slice. The tier fills in `segment`'s states: param (where the slice has
+/* Elements [first, first + segment.elems) of a shard. The tier fills in `segment`'s states: param (where the shard has
  * a master), and those of its moments that are not NULL. */
 struct zpp_optim_file_piece {
     struct zpp_adam_segment segment;
-    int slice;
+    int shard;
     size_t first;
 };
-/* One step over the pieces, in ascending order of (slice, first). Same bits as zpp_update_step on states in memory.
+/* One step over the pieces, in ascending order of (shard, first). Same bits as zpp_update_step on states in memory.
  * `files`: where the parameters or gradients of some pieces are. */
 zpp_status zpp_optim_file_step(zpp_optim_file *optim_file, const struct zpp_optim_file_piece *pieces,
                                size_t pieces_count,
                                const struct zpp_step_files *files, float grad_scale, zpp_pool *pool,
                                struct zpp_aio_fault *fault, struct zpp_err *err);
 
-/* The same step slice by slice, as gradients become complete (optim_file_step_in_backward.c). Between the calls records
- * are read and written. Slices come best from the last to the first, and each at most once; those that do not come stay
+/* The same step shard by shard, as gradients become complete (optim_file_step_in_backward.c). Between the calls records
+ * are read and written. Shards come best from the last to the first, and each at most once; those that do not come stay
  * as they are. A failure is told once, by the call that meets it: the optimizer file is torn then, and no step is
  * open. */
 /* tears nothing */
 zpp_status zpp_optim_file_backward_step_begin(zpp_optim_file *optim_file, struct zpp_aio_fault *fault,
                                               struct zpp_err *err);
-/* Pieces of one slice, in ascending order. Their parameters and gradients are in memory. */
+/* Pieces of one shard, in ascending order. Their parameters and gradients are in memory. */
 zpp_status zpp_optim_file_backward_step_unit(zpp_optim_file *optim_file, const struct zpp_optim_file_piece *pieces,
                                              size_t pieces_count,
                                              float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault,

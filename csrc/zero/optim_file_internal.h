@@ -16,8 +16,8 @@ struct optim_file_line {
     int kinds[ZPP_TIER_KINDS]; /* of the record, in order */
     int plane[ZPP_TIER_KINDS]; /* place of a kind in the record; -1: the record stream has none of it */
     size_t planes;
-    size_t elems;          /* of all slices, rounded up to pages */
-    size_t used_elems;     /* of all slices */
+    size_t elems;          /* of all shards, rounded up to pages */
+    size_t used_elems;     /* of all shards */
     size_t held_elems;     /* the first ones, in memory; whole pages */
     size_t chunk_elems;    /* of every chunk but the last */
     size_t chunks;
@@ -26,7 +26,7 @@ struct optim_file_line {
     float *held;           /* [planes * held_elems] */
 };
 
-struct optim_file_slice {
+struct optim_file_shard {
     int line;
     size_t begin_elems, elems; /* on the record stream */
 };
@@ -53,7 +53,7 @@ struct optim_file_backward_step {
     struct optim_file_record *order; /* of all records, as they are expected */
     size_t order_count;
     size_t next;     /* the first of them that was not read ahead */
-    size_t *left[2]; /* [chunks] of each line: slices that are still to be stepped */
+    size_t *left[2]; /* [chunks] of each line: shards that are still to be stepped */
     uint64_t clock;
     bool open; /* between begin and end */
 };
@@ -89,8 +89,8 @@ struct zpp_optim_file {
     bool sealed;
     atomic_bool torn; /* this and the figures are read while a delayed step runs in a thread of its own */
     struct optim_file_line lines[2]; /* 0: with a master */
-    struct optim_file_slice *slices;
-    int slices_count, slices_room;
+    struct optim_file_shard *shards;
+    int shards_count, shards_room;
     struct optim_file_buffer *buffers;
     size_t record_bytes; /* of a buffer */
     uint64_t file_bytes;

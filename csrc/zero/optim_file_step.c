@@ -67,7 +67,7 @@ static bool add_cut(struct optim_file_plan *plan, int line, size_t chunk, size_t
 static bool plan_piece(const zpp_optim_file *optim_file, const struct zpp_optim_file_piece *piece, int line_index,
                        struct optim_file_plan *plan) {
     const struct optim_file_line *line = &optim_file->lines[line_index];
-    size_t at = optim_file->slices[piece->slice].begin_elems + piece->first;
+    size_t at = optim_file->shards[piece->shard].begin_elems + piece->first;
     for (size_t done = 0; done < piece->segment.elems;) {
         const bool held = at < line->held_elems;
         const size_t beyond = held ? 0 : at - line->held_elems, chunk = beyond / line->chunk_elems;
@@ -102,7 +102,7 @@ zpp_status optim_file_plan_make(const zpp_optim_file *optim_file, const struct z
     bool memory = true;
     for (int line = 0; line < 2; line++)
         for (size_t i = 0; i < pieces_count && memory; i++)
-            if (optim_file->slices[pieces[i].slice].line == line) memory = plan_piece(optim_file, &pieces[i], line,
+            if (optim_file->shards[pieces[i].shard].line == line) memory = plan_piece(optim_file, &pieces[i], line,
                                                                                       plan);
     while (memory && plan->segments_room < most_cuts(plan))
         memory = grow((void **)&plan->segments, &plan->segments_room, plan->segments_room, sizeof *plan->segments);

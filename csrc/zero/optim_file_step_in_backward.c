@@ -2,10 +2,10 @@
  *
  * The step unit by unit, inside the backward (docs/design/0032). Buffers are a write-back cache of records:
  *
- *   FREE --read, ahead or when needed--> HERE --stepped--> CHANGED --its last slice was stepped--> LEAVING --> FREE
+ *   FREE --read, ahead or when needed--> HERE --stepped--> CHANGED --its last shard was stepped--> LEAVING --> FREE
  *
- * Slices are expected from the last to the first, as a backward meets them, so their records are read in descending
- * order of the record stream, as far ahead as buffers go; a record that two slices share is the last of one and the
+ * Shards are expected from the last to the first, as a backward meets them, so their records are read in descending
+ * order of the record stream, as far ahead as buffers go; a record that two shards share is the last of one and the
  * first of the next. Where another order comes, what was read ahead gives way, and what had changed is written and read
  * again.
  *
@@ -19,13 +19,13 @@
 
 enum { MOST_BUFFERS = 64, LEAST_BUFFERS = 4 };
 
-/* The chunks that a slice has a part of; false: none, all of it is held. */
-static bool chunks_of(const zpp_optim_file *optim_file, const struct optim_file_slice *slice, size_t *first,
+/* The chunks that a shard has a part of; false: none, all of it is held. */
+static bool chunks_of(const zpp_optim_file *optim_file, const struct optim_file_shard *shard, size_t *first,
                       size_t *last) {
-    const struct optim_file_line *line = &optim_file->lines[slice->line];
-    const size_t end = slice->begin_elems + slice->elems;
-    if (!slice->elems || end <= line->held_elems) return false;
-    const size_t begin = slice->begin_elems > line->held_elems ? slice->begin_elems - line->held_elems : 0;
+    const struct optim_file_line *line = &optim_file->lines[shard->line];
+    const size_t end = shard->begin_elems + shard->elems;
+    if (!shard->elems || end <= line->held_elems) return false;
+    const size_t begin = shard->begin_elems > line->held_elems ? shard->begin_elems - line->held_elems : 0;
     *first = begin / line->chunk_elems;
     *last = (end - 1 - line->held_elems) / line->chunk_elems;
     return true;
@@ -35,13 +35,13 @@ static bool chunks_of(const zpp_optim_file *optim_file, const struct optim_file_
 
 static size_t most_chunks(const zpp_optim_file *optim_file) {
     size_t most = 0, first, last;
-    for (int i = 0; i < optim_file->slices_count; i++)
-        if (chunks_of(optim_file, &optim_file->slices[i], &first, &last)
+    for (int i = 0; i < optim_file->shards_count; i++)
+        if (chunks_of(optim_file, &optim_file->shards[i], &first, &last)
             && last - first + 1 > most) most = last - first + 1;
     return most;
 }
 
-/* One slice that is stepped and written while the next one is read. */
+/* One shard that is stepped and written while the next one is read. */
 void optim_file_backward_step_choose_buffers(zpp_optim_file *optim_file) {
     const size_t records = optim_file->lines[0].chunks + optim_file->lines[1].chunks;
     size_t buffers = 2 * most_chunks(optim_file) + 2;
@@ -54,21 +54,21 @@ zpp_status optim_file_backward_step_seal(zpp_optim_file *optim_file, struct zpp_
     struct optim_file_backward_step *backward_step = &optim_file->backward_step;
     size_t room = 1, first, last;
     if (!optim_file->options.backward_step) return ZPP_OK;
-    for (int i = 0; i < optim_file->slices_count; i++)
-        if (chunks_of(optim_file, &optim_file->slices[i], &first, &last)) room += last - first + 1;
+    for (int i = 0; i < optim_file->shards_count; i++)
+        if (chunks_of(optim_file, &optim_file->shards[i], &first, &last)) room += last - first + 1;
     backward_step->order = calloc(room, sizeof *backward_step->order);
     for (int i = 0; i < 2; i++) backward_step->left[i] = calloc(optim_file->lines[i].chunks + 1,
                                                                 sizeof *backward_step->left[i]);
     if (!backward_step->order || !backward_step->left[0] || !backward_step->left[1])
         return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the order of %zu records", room);
     size_t before[2] = { SIZE_MAX, SIZE_MAX };
-    for (int i = optim_file->slices_count - 1; i >= 0; i--) {
-        const struct optim_file_slice *slice = &optim_file->slices[i];
-        if (!chunks_of(optim_file, slice, &first, &last)) continue;
+    for (int i = optim_file->shards_count - 1; i >= 0; i--) {
+        const struct optim_file_shard *shard = &optim_file->shards[i];
+        if (!chunks_of(optim_file, shard, &first, &last)) continue;
         for (size_t chunk = last + 1; chunk-- > first;) {
-            if (chunk == before[slice->line]) continue;
-            backward_step->order[backward_step->order_count++] = (struct optim_file_record){ slice->line, chunk };
-            before[slice->line] = chunk;
+            if (chunk == before[shard->line]) continue;
+            backward_step->order[backward_step->order_count++] = (struct optim_file_record){ shard->line, chunk };
+            before[shard->line] = chunk;
         }
     }
     return ZPP_OK;
@@ -226,10 +226,10 @@ zpp_status zpp_optim_file_backward_step_begin(zpp_optim_file *optim_file, struct
                                            : "not made for steps inside a backward");
     for (int i = 0; i < 2; i++) memset(backward_step->left[i], 0,
                                        optim_file->lines[i].chunks * sizeof *backward_step->left[i]);
-    for (int i = 0; i < optim_file->slices_count; i++) {
-        const struct optim_file_slice *slice = &optim_file->slices[i];
-        if (!chunks_of(optim_file, slice, &first, &last)) continue;
-        for (size_t chunk = first; chunk <= last; chunk++) backward_step->left[slice->line][chunk]++;
+    for (int i = 0; i < optim_file->shards_count; i++) {
+        const struct optim_file_shard *shard = &optim_file->shards[i];
+        if (!chunks_of(optim_file, shard, &first, &last)) continue;
+        for (size_t chunk = first; chunk <= last; chunk++) backward_step->left[shard->line][chunk]++;
     }
     backward_step->open = true;
     /* A read that fails is no more than a read: nothing was stepped. */
@@ -282,7 +282,7 @@ zpp_status zpp_optim_file_backward_step_end(zpp_optim_file *optim_file, struct z
     if (!optim_file->backward_step.open) return ZPP_OK;
     const uint64_t began_ns = zpp_now_ns();
     zpp_status status = ZPP_OK;
-    /* Records that a slice without gradients has a part of. */
+    /* Records that a shard without gradients has a part of. */
     for (unsigned i = 0; i < optim_file->options.buffers && status == ZPP_OK; i++)
         if (optim_file->buffers[i].state == TIER_CHANGED) status = begin_write(optim_file, &optim_file->buffers[i],
                                                                                fault, err);

@@ -81,15 +81,15 @@ static uint64_t add_piece(const struct zpp_unit *unit, const struct zpp_sources 
 /* Images are opened one by one, where their sum is not finite; without memory for that nobody is named. */
 static uint64_t add_images(zpp_zero *zero, const struct zpp_unit *unit, const struct zpp_sources *sources, void *to) {
     const size_t elems = unit->shard_elems;
-    const struct piece slice = { .begin = (size_t)zero->rank * elems, .elems = elems };
+    const struct piece shard = { .begin = (size_t)zero->rank * elems, .elems = elems };
     uint64_t found = 0;
     zpp_wire_add(zero, sources->data, sources->count, (float)sources->factor, to, unit->grad_dtype, sources->accumulate,
                  elems);
-    if (!piece_nonfinite(unit, &slice, to, unit->grad_dtype)) return 0;
+    if (!piece_nonfinite(unit, &shard, to, unit->grad_dtype)) return 0;
     float *opened = malloc(elems * sizeof *opened);
     for (int i = 0; opened && i < sources->count; i++) {
         zpp_wire_add(zero, &sources->data[i], 1, 1.0f, opened, ZPP_F32, false, elems);
-        if (piece_nonfinite(unit, &slice, opened, ZPP_F32)) found |= zpp_origin_bit(sources->from[i]);
+        if (piece_nonfinite(unit, &shard, opened, ZPP_F32)) found |= zpp_origin_bit(sources->from[i]);
     }
     free(opened);
     return found;

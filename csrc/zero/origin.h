@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Whose gradient was not finite before it was added to those of the other ranks. The sum says only that somebody's was,
- * and the rank that finds it out is the one that owns the slice.
+ * and the rank that finds it out is the one that owns the shard.
  *
- * On one host the owner of a slice looks at each piece of its sum, while that lies in the cache; only where it is not
+ * On one host the owner of a shard looks at each piece of its sum, while that lies in the cache; only where it is not
  * finite it looks at what it was made of. Over several hosts the owner never sees that, so each rank looks at its own
  * gradient before it goes out.
  */
@@ -26,7 +26,7 @@ bool zpp_origin_nonfinite(const void *data, zpp_dtype dtype, size_t elems);
 bool zpp_origin_nonfinite_params(const struct zpp_unit *unit, const void *data, zpp_dtype dtype, size_t begin,
                                  size_t elems);
 
-/* What add_slices of reduce.c adds: `count` sources of ranks `from`, to `to`, which may be one of the sources. */
+/* What add_shards of reduce.c adds: `count` sources of ranks `from`, to `to`, which may be one of the sources. */
 struct zpp_sources {
     const void *const *data;
     const int *from;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * See rank_file.h. Threads: the request of a slice belongs to the communicator's thread from the submission of the
+ * See rank_file.h. Threads: the request of a shard belongs to the communicator's thread from the submission of the
  * gather to its end.
  */
 #include "rank_file.h"
@@ -61,6 +61,6 @@ zpp_status zpp_rank_file_open(zpp_zero *zero, struct zpp_unit *unit, bool full, 
 
 zpp_status zpp_rank_file_keep(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     const size_t bytes = zpp_unit_shard_bytes(unit);
-    unsigned char *slice = unit->whole + (size_t)zero->rank * bytes;
-    return zpp_unit_file_copy(unit->rank_file, unit->file_offset_bytes, slice, bytes, true, &zero->fault, err);
+    unsigned char *shard = unit->whole + (size_t)zero->rank * bytes;
+    return zpp_unit_file_copy(unit->rank_file, unit->file_offset_bytes, shard, bytes, true, &zero->fault, err);
 }

@@ -15,7 +15,7 @@
 #include "internal.h"
 #include "origin.h"
 
-enum { ROUND_PACK, ROUND_POST, ROUND_TAKE, ROUND_ADD, ROUND_POST_SLICE, ROUND_COPY, ROUND_DONE };
+enum { ROUND_PACK, ROUND_POST, ROUND_TAKE, ROUND_ADD, ROUND_POST_SHARD, ROUND_COPY, ROUND_DONE };
 #define NO_BUCKET UINT64_MAX
 static const uint64_t LINGER_NS = 100000000;
 
@@ -57,8 +57,8 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     zpp_internode_drop(zero->options.comm, &grad->internode_flags);
     zpp_internode_drop(zero->options.comm, &grad->internode_sum);
     free(grad->internode_memory);
-    if (!keeps_buckets(zero) && grad->slice && !zero->grad_file.unit_file)
-        zpp_device_free(zero->options.device, grad->slice, zpp_grad_slice_bytes(grad));
+    if (!keeps_buckets(zero) && grad->shard && !zero->grad_file.unit_file)
+        zpp_device_free(zero->options.device, grad->shard, zpp_grad_shard_bytes(grad));
     zpp_taken_drop(zero, grad);
     free(grad->carry);
     zpp_event_destroy(grad->written);
@@ -94,17 +94,17 @@ static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
                              &zero->grads, err);
 }
 
-zpp_status zpp_reduce_make_slice(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
-    if (!keeps_buckets(zero)) return zero->pools_grads ? ZPP_OK /* add_slices */ : zpp_grad_pool_take(zero, grad, err);
+zpp_status zpp_reduce_make_shard(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    if (!keeps_buckets(zero)) return zero->pools_grads ? ZPP_OK /* add_shards */ : zpp_grad_pool_take(zero, grad, err);
     unsigned char *bucket = (unsigned char *)zpp_region_base(zero->grads, zero->rank) + grad->mapping_offset_bytes;
-    grad->slice = bucket + (zero->options.stage == 0 ? 0 : (size_t)zero->rank * zpp_grad_slice_bytes(grad));
+    grad->shard = bucket + (zero->options.stage == 0 ? 0 : (size_t)zero->rank * zpp_grad_shard_bytes(grad));
     return ZPP_OK;
 }
 
-static zpp_status make_slices(zpp_zero *zero, struct zpp_err *err) {
+static zpp_status make_shards(zpp_zero *zero, struct zpp_err *err) {
     if (zero->grad_file.unit_file) return zpp_grad_file_seal(zero, err);
     for (int at = 0; at < zero->order_count; at++) {
-        const zpp_status status = zpp_reduce_make_slice(zero, zero->units[zero->order[at]]->grad, err);
+        const zpp_status status = zpp_reduce_make_shard(zero, zero->units[zero->order[at]]->grad, err);
         if (status != ZPP_OK) return status;
     }
     return ZPP_OK;
@@ -115,14 +115,14 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
     zero->order = calloc((size_t)zero->units_count + 1, sizeof *zero->order);
     if (!zero->order) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the order of %d units", zero->units_count);
     zpp_reduce_list_order(zero, true);
-    if (zero->ranks == 1 || zero->order_count == 0) return make_slices(zero, err); /* nothing is reduced */
+    if (zero->ranks == 1 || zero->order_count == 0) return make_shards(zero, err); /* nothing is reduced */
     const bool rings = !zpp_internode(zero->options.comm);
     zpp_status status = rings ? zpp_desc_ring_create(zero->options.comm, "reduce", &zero->ring, err) : ZPP_OK;
     if (status == ZPP_OK && rings && zero->options.stage == 0)
         status = zpp_desc_ring_create(zero->options.comm, "copy", &zero->copy_ring, err);
     if (status == ZPP_OK) status = make_buckets(zero, err);
     zpp_reduce_list_order(zero, false);
-    if (status == ZPP_OK) status = make_slices(zero, err);
+    if (status == ZPP_OK) status = make_shards(zero, err);
     if (status != ZPP_OK) return status;
     if (zero->ring) zpp_desc_ring_set_describe(zero->ring, zpp_reduce_describe, zero);
     if (zero->copy_ring) zpp_desc_ring_set_describe(zero->copy_ring, zpp_reduce_describe, zero);
@@ -214,15 +214,15 @@ static zpp_status wait_idle(zpp_zero *zero, struct zpp_unit_grad *grad, const st
     return status;
 }
 
-/* Stage 1, second backward of a step: the bucket is about to be refilled, and its own slice is the gradient so far. */
+/* Stage 1, second backward of a step: the bucket is about to be refilled, and its own shard is the gradient so far. */
 static zpp_status save_carry(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     if (zero->options.stage != 1 || !grad->has || grad->carry) return ZPP_OK;
-    grad->carry = malloc(zpp_grad_slice_bytes(grad));
+    grad->carry = malloc(zpp_grad_shard_bytes(grad));
     if (!grad->carry)
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory to keep %zu bytes of gradients of unit %s",
-                        zpp_grad_slice_bytes(grad), grad->unit->name);
-    memcpy(grad->carry, grad->slice, zpp_grad_slice_bytes(grad));
-    zero->carry_bytes += zpp_grad_slice_bytes(grad);
+                        zpp_grad_shard_bytes(grad), grad->unit->name);
+    memcpy(grad->carry, grad->shard, zpp_grad_shard_bytes(grad));
+    zero->carry_bytes += zpp_grad_shard_bytes(grad);
     return ZPP_OK;
 }
 
@@ -334,9 +334,9 @@ static zpp_status read_peers(zpp_zero *zero, struct zpp_unit_grad *grad, zpp_des
     return ZPP_OK;
 }
 
-/* Which parameters have a gradient on any rank; returns how many sources there are and fills `sources` for slice
+/* Which parameters have a gradient on any rank; returns how many sources there are and fills `sources` for shard
  * `rank`, and `from`, whose they are. */
-static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int slice, const void **sources, int *from) {
+static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int shard, const void **sources, int *from) {
     const struct zpp_unit *unit = grad->unit;
     int count = 0;
     for (int rank = 0; rank < zero->ranks; rank++) {
@@ -346,7 +346,7 @@ static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int slice
         const uint8_t *touched = bucket + zpp_grad_whole_bytes(grad);
         for (size_t i = 0; i < unit->params; i++) grad->present[i] |= touched[i];
         from[count] = rank;
-        sources[count++] = bucket + (size_t)slice * zpp_grad_slice_bytes(grad);
+        sources[count++] = bucket + (size_t)shard * zpp_grad_shard_bytes(grad);
         /* Where the bucket keeps the result, the result would overwrite what is still to be read of it. */
         if (rank == zero->rank && keeps_buckets(zero) && zpp_wire_narrows(unit))
             sources[count - 1] = zpp_wire_aside(zero, unit, sources[count - 1]);
@@ -356,7 +356,7 @@ static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int slice
 
 enum { MAX_RANKS_ON_STACK = 256 };
 
-static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     const struct zpp_unit *unit = grad->unit;
     const void *sources[MAX_RANKS_ON_STACK];
     int from[MAX_RANKS_ON_STACK];
@@ -366,13 +366,13 @@ static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     const int count = collect_sources(zero, grad, zero->rank, sources, from);
     const zpp_status grad_pool = count ? zpp_grad_pool_take(zero, grad, err) : ZPP_OK;
     if (count == 0 || grad_pool != ZPP_OK) return grad_pool;
-    unsigned char *to = grad->slice;
-    if (zero->options.stage == 0) to += (size_t)zero->rank * zpp_grad_slice_bytes(grad);
-    /* Stage 1: my bucket was not refilled, so its slice still is the gradient so far; else the carry has it. */
+    unsigned char *to = grad->shard;
+    if (zero->options.stage == 0) to += (size_t)zero->rank * zpp_grad_shard_bytes(grad);
+    /* Stage 1: my bucket was not refilled, so its shard still is the gradient so far; else the carry has it. */
     const bool accumulate = grad->has && (zero->options.stage >= 2 || (zero->options.stage == 1 && grad->empty));
     const struct zpp_sources all = { sources, from, count, zpp_grad_factor(zero, unit, zero->ranks), accumulate };
     zpp_origin_note(zero, grad, zpp_origin_add(zero, unit, &all, to));
-    const size_t source_bytes = zpp_wire_packs(zero) ? zpp_wire_image_bytes(zero, unit) : zpp_wire_slice_bytes(unit);
+    const size_t source_bytes = zpp_wire_packs(zero) ? zpp_wire_image_bytes(zero, unit) : zpp_wire_shard_bytes(unit);
     if (grad->carry) {
         const void *carry = grad->carry;
         zpp_reduce_sources(to, unit->grad_dtype, true, &carry, 1, unit->grad_dtype, unit->shard_elems, 1.0f);
@@ -385,15 +385,15 @@ static zpp_status add_slices(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     return ZPP_OK;
 }
 
-/* Stage 0: rank r has finished slice r, so nobody reads slice r of my bucket any more, and it may be overwritten. */
-static void copy_slices(zpp_zero *zero, struct zpp_unit_grad *grad) {
-    const size_t bytes = zpp_grad_slice_bytes(grad);
+/* Stage 0: rank r has finished shard r, so nobody reads shard r of my bucket any more, and it may be overwritten. */
+static void copy_shards(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    const size_t bytes = zpp_grad_shard_bytes(grad);
     uint64_t copied_bytes = 0;
     for (int rank = 0; rank < zero->ranks && grad->has; rank++) {
         if (rank == zero->rank) continue;
         const unsigned char *made = (const unsigned char *)zpp_region_base(zero->grads,
                                                                            rank) + grad->mapping_offset_bytes;
-        memcpy(grad->slice + (size_t)rank * bytes, made + (size_t)rank * bytes, bytes);
+        memcpy(grad->shard + (size_t)rank * bytes, made + (size_t)rank * bytes, bytes);
         copied_bytes += bytes;
     }
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_REDUCE, copied_bytes);
@@ -424,17 +424,17 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
         status = read_peers(zero, grad, zero->ring, ZPP_DESC_REDUCE, grad->seq, wait, err);
         if (status == ZPP_OK) status = zpp_grad_file_load_wait(zero, grad, wait);
         const uint64_t began_ns = zpp_span_begin();
-        if (status == ZPP_OK) status = add_slices(zero, grad, err);
+        if (status == ZPP_OK) status = add_shards(zero, grad, err);
         if (status != ZPP_OK) return status;
-        zpp_span_end(began_ns, ZPP_SPAN_REDUCE, grad->unit->name, zpp_grad_slice_bytes(grad));
+        zpp_span_end(began_ns, ZPP_SPAN_REDUCE, grad->unit->name, zpp_grad_shard_bytes(grad));
         zpp_desc_ring_ack(zero->ring, grad->seq);
         if (zero->grad_file.unit_file) status = zpp_grad_file_complete(zero, grad, err);
         if (status != ZPP_OK) return status;
-        grad->round = zero->copy_ring ? ROUND_POST_SLICE : ROUND_DONE;
+        grad->round = zero->copy_ring ? ROUND_POST_SHARD : ROUND_DONE;
     }
-    if (grad->round == ROUND_POST_SLICE) {
+    if (grad->round == ROUND_POST_SHARD) {
         struct zpp_desc desc = desc_of(grad, ZPP_DESC_COPY);
-        desc.offset_bytes = grad->origins; /* of my slice: where that lies is known */
+        desc.offset_bytes = grad->origins; /* of my shard: where that lies is known */
         status = zpp_desc_ring_post(zero->copy_ring, &desc, wait, &grad->copy_seq, err);
         if (status != ZPP_OK) return status;
         grad->round = ROUND_COPY;
@@ -442,7 +442,7 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
     if (grad->round == ROUND_COPY) {
         status = read_peers(zero, grad, zero->copy_ring, ZPP_DESC_COPY, grad->copy_seq, wait, err);
         if (status != ZPP_OK) return status;
-        copy_slices(zero, grad);
+        copy_shards(zero, grad);
         for (int rank = 0; rank < zero->ranks; rank++) grad->origins |= grad->peer_offsets[rank];
         zpp_desc_ring_ack(zero->copy_ring, grad->copy_seq);
         grad->round = ROUND_DONE;
@@ -581,7 +581,7 @@ static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         grad->touched_params = 0;
         if (zero->options.stage == 0 && grad->has) adopt_result(zero, grad);
-        if (grad->carry) zero->carry_bytes -= zpp_grad_slice_bytes(grad);
+        if (grad->carry) zero->carry_bytes -= zpp_grad_shard_bytes(grad);
         free(grad->carry);
         grad->carry = NULL;
     }
@@ -643,7 +643,7 @@ void zpp_zero_clear_grad(zpp_zero *zero, int index, size_t param) {
     if (!grad) return;
     grad->present[param] = 0;
     if (unit->params && !memchr(grad->present, 1, unit->params)) grad->has = false; /* the last one */
-    if (grad->slice && zero->options.stage > 0) zpp_grad_file_clear(zero, grad, param);
+    if (grad->shard && zero->options.stage > 0) zpp_grad_file_clear(zero, grad, param);
     if (grad->bucket_offset_bytes == ZPP_BUCKET_NONE || (grad->launched && zero->options.stage > 0)) return;
     uint8_t *touched = &touched_flags(zero, unit)[param];
     if (*touched) grad->touched_params--;

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Gradients to slices. Each unit's gradients collect in a bucket that the peers can read; a complete bucket goes out in
+ * Gradients to shards. Each unit's gradients collect in a bucket that the peers can read; a complete bucket goes out in
  * one fixed order of units, the same on every rank, whatever became ready first, and never blocks the backward thread.
- * Rank r adds slice r of all ranks' buckets, in rank order, in place: one read per byte.
+ * Rank r adds shard r of all ranks' buckets, in rank order, in place: one read per byte.
  *
  * A bucket:   | gradient, elems of grad_dtype | touched, one byte a parameter |     (untouched parameters are zeros)
- * What travels in fewer bits (wire_dtype, or wire.h's quantised copies) is made of it in place, slice by slice.
+ * What travels in fewer bits (wire_dtype, or wire.h's quantised copies) is made of it in place, shard by shard.
  *
- * stages 2, 3   the slice is memory of its own, or in a file (grad_file.h); the bucket is given back once every peer
+ * stages 2, 3   the shard is memory of its own, or in a file (grad_file.h); the bucket is given back once every peer
  * has
  *               read it
- * stage 1       the bucket stays, and its own slice is the reduced one (4 + 12/N bytes a parameter need that)
- * stage 0       as stage 1, then every rank copies the other reduced slices from where they were made (all-reduce)
+ * stage 1       the bucket stays, and its own shard is the reduced one (4 + 12/N bytes a parameter need that)
+ * stage 0       as stage 1, then every rank copies the other reduced shards from where they were made (all-reduce)
  */
 #ifndef ZPP_ZERO_REDUCE_H
 #define ZPP_ZERO_REDUCE_H
@@ -20,7 +20,7 @@
 #include "zero.h"
 
 struct zpp_unit_grad {
-    size_t elem_bytes; /* of the bucket and of `slice`, both of unit->grad_dtype */
+    size_t elem_bytes; /* of the bucket and of `shard`, both of unit->grad_dtype */
     size_t bucket_bytes;
     size_t mapping_offset_bytes; /* a place of its own behind the arena */
 
@@ -51,12 +51,12 @@ struct zpp_unit_grad {
     unsigned char *internode_memory;
 
     /* the result */
-    unsigned char *slice;
-    unsigned char *taken; /* by a delayed step, see taken.c; in a file: the other place that the slice has there, */
+    unsigned char *shard;
+    unsigned char *taken; /* by a delayed step, see taken.c; in a file: the other place that the shard has there, */
     int unit_file_taken;      /* its number */
     size_t unit_file_taken_offset_bytes;
     unsigned char
-        *carry; /* stage 1: the slice from before, while a second backward of the same step refills the bucket */
+        *carry; /* stage 1: the shard from before, while a second backward of the same step refills the bucket */
     uint8_t *present;     /* [params] */
     bool has;
     uint64_t origins;     /* ranks whose gradients were not finite (origin.h) */
@@ -72,11 +72,11 @@ struct zpp_unit_grad {
     struct zpp_unit_grad *next_written;
 };
 
-/* Of a unit's gradients: all of them, or one slice. */
+/* Of a unit's gradients: all of them, or one shard. */
 static inline size_t zpp_grad_whole_bytes(const struct zpp_unit_grad *grad) {
     return grad->unit->elems * grad->elem_bytes;
 }
-static inline size_t zpp_grad_slice_bytes(const struct zpp_unit_grad *grad) {
+static inline size_t zpp_grad_shard_bytes(const struct zpp_unit_grad *grad) {
     return grad->unit->shard_elems * grad->elem_bytes;
 }
 
@@ -88,13 +88,13 @@ bool zpp_reduce_pending(const zpp_zero *zero);
 /* words.c: what ranks tell each other, for messages; `ctx` is the zpp_zero. */
 void zpp_reduce_describe(void *ctx, const struct zpp_desc *desc, char *text, size_t room);
 /* Memory for a unit's reduced gradient, where it is not lent. */
-zpp_status zpp_reduce_make_slice(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
+zpp_status zpp_reduce_make_shard(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
 /* unfreeze.c: the order of reductions, of what is trainable, or also of what sleeps. */
 void zpp_reduce_list_order(zpp_zero *zero, bool sleeping);
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
 void zpp_taken_drop(zpp_zero *zero, struct zpp_unit_grad *grad); /* taken.c */
 
-/* grad_pool.c: memory for a slice that has none (where slices are lent), of one that was given back where that fits;
+/* grad_pool.c: memory for a shard that has none (where shards are lent), of one that was given back where that fits;
  * and back. The first is called by reductions, wherever they run, the second by the coordinator's thread. */
 enum { ZPP_POOLED_GRADS = 2 };
 struct zpp_pooled_grad {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The step: the only time when slices are written. Between step_begin and step_end each rank writes its own slices and
+ * The step: the only time when shards are written. Between step_begin and step_end each rank writes its own shards and
  * nobody reads; everywhere else everybody reads and nobody writes. That is why gathers need no synchronisation at all.
  */
 #include <stdlib.h>
@@ -28,7 +28,7 @@ zpp_status zpp_zero_gather_norms(zpp_zero *zero, const void *mine, size_t bytes,
     return zpp_zero_exchange(zero, ZPP_DESC_NORM, mine, bytes, all, wait, err);
 }
 
-/* Stages 1 and 2, and small units: take the slices that the others have just written. */
+/* Stages 1 and 2, and small units: take the shards that the others have just written. */
 static void collect_whole(zpp_zero *zero, struct zpp_unit *unit) {
     const size_t bytes = zpp_unit_shard_bytes(unit);
     for (int rank = 0; rank < zero->ranks; rank++) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Gradients that a delayed step took (delayed.h): a slice of stages 2 and 3 changes places with a second one, so that
- * the next backward fills that; the slice of stage 1 is a part of its bucket, and is copied out. In a file each slice
+ * Gradients that a delayed step took (delayed.h): a shard of stages 2 and 3 changes places with a second one, so that
+ * the next backward fills that; the shard of stage 1 is a part of its bucket, and is copied out. In a file each shard
  * has two places, which change places.
  */
 #include <string.h>
@@ -9,8 +9,8 @@
 #include "internal.h"
 
 static void exchange_addresses(struct zpp_unit_grad *grad) {
-    unsigned char *filled = grad->slice;
-    grad->slice = grad->taken;
+    unsigned char *filled = grad->shard;
+    grad->shard = grad->taken;
     grad->taken = filled;
 }
 
@@ -39,7 +39,7 @@ zpp_status zpp_zero_grad_take(zpp_zero *zero, int index, const void **taken, str
         return zpp_fail(err, ZPP_STATE, "zero: the gradient of unit %s is every rank's whole one, and cannot be taken",
                         grad->unit->name);
     if (zero->grad_file.unit_file) return take_unit_file(zero, grad, taken, err);
-    const size_t bytes = zpp_grad_slice_bytes(grad);
+    const size_t bytes = zpp_grad_shard_bytes(grad);
     if (!grad->taken) {
         void *memory = NULL;
         const zpp_status status = zpp_device_alloc(zero->options.device, bytes, &memory, err);
@@ -48,7 +48,7 @@ zpp_status zpp_zero_grad_take(zpp_zero *zero, int index, const void **taken, str
         zero->taken_bytes += bytes;
     }
     if (zero->options.stage == 1) {
-        memcpy(grad->taken, grad->slice, bytes);
+        memcpy(grad->taken, grad->shard, bytes);
     } else {
         exchange_addresses(grad);
     }
@@ -66,6 +66,6 @@ size_t zpp_zero_taken_bytes(const zpp_zero *zero) {
 
 void zpp_taken_drop(zpp_zero *zero, struct zpp_unit_grad *grad) {
     if (grad->taken && !zero->grad_file.unit_file)
-        zpp_device_free(zero->options.device, grad->taken, zpp_grad_slice_bytes(grad));
+        zpp_device_free(zero->options.device, grad->taken, zpp_grad_shard_bytes(grad));
     grad->taken = NULL;
 }

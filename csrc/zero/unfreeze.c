@@ -14,7 +14,7 @@ void zpp_reduce_list_order(zpp_zero *zero, bool sleeping) {
 }
 
 static zpp_status join_order(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    const zpp_status status = zpp_reduce_make_slice(zero, unit->grad, err);
+    const zpp_status status = zpp_reduce_make_shard(zero, unit->grad, err);
     if (status != ZPP_OK) return status;
     if (zero->options.stage <= 1) zero->kept_bucket_bytes += unit->grad->bucket_bytes;
     int at = zero->order_count++;

@@ -18,10 +18,10 @@ void zpp_unit_layout(size_t params, const size_t *param_elems, size_t elem_bytes
         offset_elems[i] = used_elems;
         used_elems += round_up(param_elems[i], param_align_elems);
     }
-    size_t slice_bytes = round_up(used_elems * elem_bytes, (size_t)ranks) / (size_t)ranks;
-    if (slice_bytes == 0) slice_bytes = 1;
-    slice_bytes = round_up(slice_bytes, slice_bytes < LARGE_SHARD_BYTES ? PARAM_ALIGN_BYTES : LARGE_SHARD_ALIGN_BYTES);
-    *shard_elems = slice_bytes / elem_bytes;
+    size_t shard_bytes = round_up(used_elems * elem_bytes, (size_t)ranks) / (size_t)ranks;
+    if (shard_bytes == 0) shard_bytes = 1;
+    shard_bytes = round_up(shard_bytes, shard_bytes < LARGE_SHARD_BYTES ? PARAM_ALIGN_BYTES : LARGE_SHARD_ALIGN_BYTES);
+    *shard_elems = shard_bytes / elem_bytes;
     *elems = *shard_elems * (size_t)ranks;
 }
 

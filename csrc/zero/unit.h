@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A unit: parameters of one element kind that are gathered, reduced and stepped together. They lie one after the other
- * in one flat buffer; rank r owns the r-th of N equal slices of it (bandwidth-centric partitioning, ZeRO-Infinity 6.1):
+ * in one flat buffer; rank r owns the r-th of N equal shards of it (bandwidth-centric partitioning, ZeRO-Infinity 6.1):
  *
  *   | p0 .. | p1 ...... | p2 . | padding |          elems = N * shard_elems
- *   |  shard of 0   |   shard of 1       |          a slice may cut a parameter anywhere
+ *   |  shard of 0   |   shard of 1       |          a shard may cut a parameter anywhere
  *
- * Parameters start at 64 bytes, slices at 64 bytes, or at a page where they are large, so that AVX-512 and O_DIRECT
+ * Parameters start at 64 bytes, shards at 64 bytes, or at a page where they are large, so that AVX-512 and O_DIRECT
  * fit.
  */
 #ifndef ZPP_ZERO_UNIT_H
@@ -21,15 +21,15 @@
 enum zpp_place {
     ZPP_PLACE_WHOLE, /* every rank holds all of it (stages 0-2, one rank, small units) */
     ZPP_PLACE_HOST,  /* the ranks of this host share one copy in shared memory; nothing is ever gathered */
-    ZPP_PLACE_SHARD, /* a rank holds its slice, and gathers the rest when it is needed */
+    ZPP_PLACE_SHARD, /* a rank holds its shard, and gathers the rest when it is needed */
     /* the ranks of this host share a file, and read a unit from it when it is needed (unit_file.h); over several hosts
-     * a rank's slice lies in a file of its own, and is gathered (rank_file.h) */
+     * a rank's shard lies in a file of its own, and is gathered (rank_file.h) */
     ZPP_PLACE_FILE,
 };
 
 enum zpp_unit_state { ZPP_UNIT_PARTITIONED, ZPP_UNIT_FETCHING, ZPP_UNIT_FULL };
 
-/* A part of one parameter that lies in one slice. */
+/* A part of one parameter that lies in one shard. */
 struct zpp_piece {
     size_t param;        /* index in the unit */
     size_t offset_elems; /* from the start of the unit's flat buffer */
@@ -53,7 +53,7 @@ struct zpp_unit {
 
     /* where it is: written at zpp_zero_seal (whole: also by a gather on devices whose backing moves) */
     unsigned char *whole; /* the flat buffer that the parameters are views of; readable while FULL */
-    unsigned char *shard; /* this rank's slice; always readable */
+    unsigned char *shard; /* this rank's shard; always readable */
     size_t region_offset_bytes;
     size_t range_offset_bytes;
     size_t image_offset_bytes; /* SHARD units that travel quantised: see wire.h */
@@ -66,9 +66,9 @@ struct zpp_unit {
     bool kept;   /* FILE units: the backward that follows needs it soon, so that a release keeps its memory, */
     bool kept_over_step; /* ... or the forward after a step inside the backward */
     int file_index;   /* FILE units: their number there, */
-    size_t file_offset_bytes;   /* their place in its mapping, or that of this rank's slice, */
+    size_t file_offset_bytes;   /* their place in its mapping, or that of this rank's shard, */
     struct zpp_unit_file *rank_file; /* and over several hosts: where that is */
-    bool open_slice; /* ... and in memory, for a step inside the backward */
+    bool open_shard; /* ... and in memory, for a step inside the backward */
     bool held;   /* a FILE unit that lies in memory for good */
     uint8_t *stored_low; /* FILE units, [params]: is it kept in fewer bits? NULL: none is */
     int uses;    /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */
@@ -88,7 +88,7 @@ struct zpp_unit {
 void zpp_unit_layout(size_t params, const size_t *param_elems, size_t elem_bytes, int ranks, size_t *offset_elems,
                      size_t *elems, size_t *shard_elems);
 
-/* The pieces of slice `rank`, in order; `pieces` has room for unit->params. Returns how many. */
+/* The pieces of shard `rank`, in order; `pieces` has room for unit->params. Returns how many. */
 size_t zpp_unit_pieces(const struct zpp_unit *unit, int rank, struct zpp_piece *pieces);
 
 /* words.c, for messages in the user's words: "module 'a'", "modules 'a', 'b'", or "the model" for what lies in no other

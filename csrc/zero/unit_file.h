@@ -19,7 +19,7 @@
  *   users of a unit   0 --enter--> 1 .. ranks --leave--> 0      -1: the last one is giving its pages back
  *   its contents      EMPTY --one rank begins--> LOADING --> LOADED
  *
- * Writers: each rank its own slices, between zpp_zero_step_begin and _end, when nobody has entered a unit.
+ * Writers: each rank its own shards, between zpp_zero_step_begin and _end, when nobody has entered a unit.
  *
  * For a step that runs while units are loaded (delayed.h) the file has two copies of a unit: loads and copies have to
  * do with the one that is *now*, the step writes the one that is *next*, and a turn exchanges the two.
@@ -108,7 +108,7 @@ zpp_status zpp_unit_file_read_status(const zpp_unit_file *unit_file, int unit, s
 /* Is nothing under way between this rank and the file? Any thread. */
 bool zpp_unit_file_is_idle(const zpp_unit_file *unit_file);
 
-/* --- slices ------------------------------------------------------------------------------------------------------- */
+/* --- shards ------------------------------------------------------------------------------------------------------- */
 /* Bytes of the mapping to (write: from) `memory`, which is not in the mapping; units need not be entered. */
 zpp_status zpp_unit_file_copy(zpp_unit_file *unit_file, size_t offset_bytes, void *memory, size_t bytes, bool write,
                               struct zpp_aio_fault *fault, struct zpp_err *err);

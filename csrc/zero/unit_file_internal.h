@@ -36,7 +36,7 @@ struct unit_file_unit {
     bool two, turned;           /* has it a second copy, and is that the one that is now? */
     uint64_t first_offset_bytes, second_offset_bytes; /* in the file, of what moves of it */
     zpp_aio_request *request;   /* this rank's read under way */
-    zpp_aio_request *sending;   /* this rank's write of its slice under way */
+    zpp_aio_request *sending;   /* this rank's write of its shard under way */
     zpp_status status;          /* of the last load */
     struct zpp_err err;
     struct zpp_aio_fault fault;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The element-wise updates that slices are stepped with, in memory and streamed from files. All of them travel as
+ * The element-wise updates that shards are stepped with, in memory and streamed from files. All of them travel as
  * Adam's segment, because it has the most moments and rates; whoever cuts, moves or reads a segment need not know which
  * it is. A moment that an update has not is NULL:
  *

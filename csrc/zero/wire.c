@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Images of slices, see wire.h.
+ * Images of shards, see wire.h.
  */
 #include "wire.h"
 
@@ -12,7 +12,7 @@
 #include "internal.h"
 #include "secondary.h"
 
-enum { TILE_ELEMS = 4096 }; /* added in fp32 before they are rounded into a slice that accumulates */
+enum { TILE_ELEMS = 4096 }; /* added in fp32 before they are rounded into a shard that accumulates */
 
 static size_t image_bytes(const struct zpp_quant_spec *spec, size_t elems) {
     return zpp_quant_blocks(spec, elems) * sizeof(float) + zpp_quant_code_bytes(spec, elems);
@@ -71,7 +71,7 @@ static zpp_status check_unit(const struct zpp_unit *unit, struct zpp_err *err) {
                     unit->name, zpp_dtype_name(unit->dtype));
 }
 
-/* Room for one slice as it travels: the largest of those that need it. */
+/* Room for one shard as it travels: the largest of those that need it. */
 static void want_scratch(struct zpp_wire *wire, size_t bytes) {
     if (bytes > wire->scratch_bytes) wire->scratch_bytes = bytes;
 }
@@ -83,7 +83,7 @@ zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err) {
         struct zpp_unit *unit = zero->units[i];
         const bool reduced = unit->trainable || unit->frozen_reserved;
         if (reduced && zero->options.stage <= 1 && zpp_wire_narrows(unit))
-            want_scratch(wire, zpp_wire_slice_bytes(unit));
+            want_scratch(wire, zpp_wire_shard_bytes(unit));
         const bool packs = wire->grads.bits && reduced, internode = zpp_internode(zero->options.comm);
         if (!(wire->params.bits && unit->place == ZPP_PLACE_SHARD) && !packs) continue;
         const zpp_status status = check_unit(unit, err);
@@ -146,8 +146,8 @@ static zpp_status copy_exact(void *arg, void *native, const struct zpp_wait *wai
     const zpp_zero *zero = args->zero;
     const size_t bytes = zpp_unit_shard_bytes(args->unit);
     for (int rank = 0; rank < zero->ranks; rank++) {
-        const unsigned char *slices = zpp_region_base(zero->params, rank);
-        memcpy(args->unit->whole + (size_t)rank * bytes, slices + args->unit->region_offset_bytes, bytes);
+        const unsigned char *shards = zpp_region_base(zero->params, rank);
+        memcpy(args->unit->whole + (size_t)rank * bytes, shards + args->unit->region_offset_bytes, bytes);
     }
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
     return ZPP_OK;
@@ -182,9 +182,9 @@ void zpp_wire_pack(zpp_zero *zero, struct zpp_unit *unit) {
     unsigned char *bucket = zpp_reduce_bucket(zero, unit);
     zpp_wire_clear_gaps(unit, bucket);
     for (int rank = 0; rank < zero->ranks; rank++) {
-        unsigned char *slice = bucket + (size_t)rank * zpp_grad_slice_bytes(unit->grad);
-        make_image(spec, slice, unit->grad_dtype, unit->shard_elems, zero->wire.scratch);
-        memcpy(slice, zero->wire.scratch, image_bytes(spec, unit->shard_elems)); /* always shorter than the slice */
+        unsigned char *shard = bucket + (size_t)rank * zpp_grad_shard_bytes(unit->grad);
+        make_image(spec, shard, unit->grad_dtype, unit->shard_elems, zero->wire.scratch);
+        memcpy(shard, zero->wire.scratch, image_bytes(spec, unit->shard_elems)); /* always shorter than the shard */
     }
 }
 
@@ -192,17 +192,17 @@ void zpp_wire_narrow(zpp_zero *zero, struct zpp_unit *unit) {
     unsigned char *bucket = zpp_reduce_bucket(zero, unit), tile[2 * TILE_ELEMS];
     const size_t wide = zpp_dtype_bytes(unit->grad_dtype), narrow = zpp_dtype_bytes(unit->wire_dtype);
     for (int rank = 0; rank < zero->ranks; rank++) {
-        unsigned char *slice = bucket + (size_t)rank * zpp_grad_slice_bytes(unit->grad);
+        unsigned char *shard = bucket + (size_t)rank * zpp_grad_shard_bytes(unit->grad);
         for (size_t first = 0; first < unit->shard_elems; first += TILE_ELEMS) {
             const size_t left = unit->shard_elems - first, elems = left < TILE_ELEMS ? left : TILE_ELEMS;
-            zpp_convert(tile, unit->wire_dtype, slice + first * wide, unit->grad_dtype, elems);
-            memcpy(slice + first * narrow, tile, elems * narrow); /* always behind what is read next */
+            zpp_convert(tile, unit->wire_dtype, shard + first * wide, unit->grad_dtype, elems);
+            memcpy(shard + first * narrow, tile, elems * narrow); /* always behind what is read next */
         }
     }
 }
 
-const void *zpp_wire_aside(zpp_zero *zero, const struct zpp_unit *unit, const void *slice) {
-    return memcpy(zero->wire.scratch, slice, zpp_wire_slice_bytes(unit));
+const void *zpp_wire_aside(zpp_zero *zero, const struct zpp_unit *unit, const void *shard) {
+    return memcpy(zero->wire.scratch, shard, zpp_wire_shard_bytes(unit));
 }
 
 static void add_tile(const struct zpp_quant_spec *spec, const struct zpp_quant_source *sources, int count, float factor,

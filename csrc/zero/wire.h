@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Slices and buckets in 8 or 4 bits (ZeRO++, Wang et al. 2023), read in place by the peers like the exact ones;
+ * Shards and buckets in 8 or 4 bits (ZeRO++, Wang et al. 2023), read in place by the peers like the exact ones;
  * blocks, scales and errors: ops/quant/quant.h, symmetric. A quantised copy of E elements: an fp32 scale a block, then
  * the codes, w(E) = E * bits / 8 + 4 a block. Decisions: docs/design/0015.
  *
- *   parameters (qwZ)  Beside its slice each rank keeps the slice's quantised copy, written where slices are written
+ *   parameters (qwZ)  Beside its shard each rank keeps the shard's quantised copy, written where shards are written
  *   (the step),
  *                     so a step quantises once for its two gathers. A gather reads quantised copies, its own too: every
  *                     rank
- *                     computes with the same bits. The slices, which the optimizer updates, stay exact.
- *   gradients (qgZ)   A bucket is quantised slice by slice, in place, before the peers hear of it; rank r adds the
- *                     quantised copies of slice r in fp32, in rank order: one quantisation, because one host is one
+ *                     computes with the same bits. The shards, which the optimizer updates, stay exact.
+ *   gradients (qgZ)   A bucket is quantised shard by shard, in place, before the peers hear of it; rank r adds the
+ *                     quantised copies of shard r in fp32, in rank order: one quantisation, because one host is one
  *                     hop.
  *
  * Bytes read per rank and step: (N - 1) w(shard) a gather and a reduction, in place of (N - 1) * shard bytes.
@@ -32,9 +32,9 @@ enum { ZPP_WIRE_RANKS = 256 };
 
 struct zpp_wire {
     struct zpp_quant_spec params, grads; /* bits 0: exact */
-    zpp_region *images;                  /* PER_RANK: of my slices of SHARD units */
+    zpp_region *images;                  /* PER_RANK: of my shards of SHARD units */
     size_t images_bytes, scratch_bytes;
-    unsigned char *scratch; /* the quantised copy of one slice of a bucket */
+    unsigned char *scratch; /* the quantised copy of one shard of a bucket */
 };
 
 /* Part of seal and destroy. */
@@ -50,21 +50,21 @@ void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char 
 bool zpp_wire_packs(const zpp_zero *zero);
 /* Between parameters lies what the memory held before, which must not widen the scale of a block. */
 void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket);
-/* Every slice of the unit's bucket becomes its quantised copy, at the front of the slice's place. */
+/* Every shard of the unit's bucket becomes its quantised copy, at the front of the shard's place. */
 void zpp_wire_pack(zpp_zero *zero, struct zpp_unit *unit);
 /* Do the unit's gradients travel in fewer bits than they add in (and not as quantised copies)? */
 static inline bool zpp_wire_narrows(const struct zpp_unit *unit) {
     return unit->wire_dtype != unit->grad_dtype;
 }
-/* Of one slice as it travels then. */
-static inline size_t zpp_wire_slice_bytes(const struct zpp_unit *unit) {
+/* Of one shard as it travels then. */
+static inline size_t zpp_wire_shard_bytes(const struct zpp_unit *unit) {
     return unit->shard_elems * zpp_dtype_bytes(unit->wire_dtype);
 }
-/* Every slice of the unit's bucket becomes its elements of wire_dtype, at the front of the slice's place. */
+/* Every shard of the unit's bucket becomes its elements of wire_dtype, at the front of the shard's place. */
 void zpp_wire_narrow(zpp_zero *zero, struct zpp_unit *unit);
-/* A copy of such a slice, until the next call. */
-const void *zpp_wire_aside(zpp_zero *zero, const struct zpp_unit *unit, const void *slice);
-/* Of the quantised copy of one slice. */
+/* A copy of such a shard, until the next call. */
+const void *zpp_wire_aside(zpp_zero *zero, const struct zpp_unit *unit, const void *shard);
+/* Of the quantised copy of one shard. */
 size_t zpp_wire_image_bytes(const zpp_zero *zero, const struct zpp_unit *unit);
 /* to = (sum of the quantised copies) * factor, or to += that; `elems` of dtype. */
 void zpp_wire_add(zpp_zero *zero, const void *const *images, int count, float factor, void *to, zpp_dtype dtype,

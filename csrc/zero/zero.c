@@ -236,7 +236,7 @@ static void place_in_range(struct zpp_unit *unit, size_t *range_bytes) {
     *range_bytes = unit->range_offset_bytes + round_up(zpp_unit_bytes(unit), ZPP_PAGE_BYTES);
 }
 
-/* In the file that the ranks of a host share all of it, in one of a rank's own its slice. */
+/* In the file that the ranks of a host share all of it, in one of a rank's own its shard. */
 static zpp_status place_unit_file(zpp_zero *zero, struct zpp_unit *unit, size_t *range_bytes, struct zpp_err *err) {
     const bool own = zpp_rank_file(zero);
     const size_t bytes = own ? zpp_unit_shard_bytes(unit) : zpp_unit_bytes(unit);
@@ -256,7 +256,7 @@ static zpp_status place_unit_file(zpp_zero *zero, struct zpp_unit *unit, size_t 
     return status;
 }
 
-/* Where its slice, or all of it, lies in its region; where it lies among the units that come and go. */
+/* Where its shard, or all of it, lies in its region; where it lies among the units that come and go. */
 static zpp_status place_unit(zpp_zero *zero, struct zpp_unit *unit, size_t *range_bytes, struct zpp_err *err) {
     if (unit->place == ZPP_PLACE_FILE) {
         zero->moving[zero->moving_count++] = unit;
@@ -410,7 +410,7 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
         .param_bytes = zero->params_bytes + zero->wire.images_bytes + zero->second_bytes + zero->host_bytes / ranks +
                        unit_file.cut_bytes / sharers,
         .gathered_bytes = warm,
-        .grad_bytes = zero->slice_bytes + zero->kept_bucket_bytes + zero->carry_bytes + grads.cut_bytes -
+        .grad_bytes = zero->shard_bytes + zero->kept_bucket_bytes + zero->carry_bytes + grads.cut_bytes -
                       (zero->grad_file.unit_file ? zero->taken_bytes : 0),
         .bucket_bytes = zero->buckets.touched_bytes,
         .bucket_peak_bytes = zero->buckets.peak_bytes,

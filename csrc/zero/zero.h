@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The ZeRO coordinator (Rajbhandari et al. 2020, stages 0 to 3): which units are whole on this rank, when they are
- * gathered and released, and how gradients reach the slices. Knows neither torch nor Python; written against
+ * gathered and released, and how gradients reach the shards. Knows neither torch nor Python; written against
  * base/device.h and comm/comm.h only, so that the simulated device can drive it through any schedule.
  *
  * One training step, as the caller drives it:
@@ -10,7 +10,7 @@
  *   backward   zpp_zero_backward_begin
  *              zpp_zero_need(u) .. compute .. zpp_zero_grad(u, i, g) ..    any order, gradients as they come
  *              zpp_zero_backward_end                                       all reductions are done when it returns
- *   step       zpp_zero_step_begin .. write own slices .. zpp_zero_step_end
+ *   step       zpp_zero_step_begin .. write own shards .. zpp_zero_step_end
  *
  * Bytes on the wire per rank and step, Psi = bytes of all parameters, f = (N-1)/N:
  *   stage 0: 2 f Psi (all-reduce)    1, 2: 2 f Psi (reduce-scatter, all-gather)    3: 3 f Psi; units with one shared
@@ -118,20 +118,20 @@ zpp_status zpp_zero_end_pass(zpp_zero *zero, struct zpp_err *err);
 zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err);
 /* Gathered quantised: read the unit's exact values, where nothing computes with it; a no-op otherwise. */
 zpp_status zpp_zero_make_exact(zpp_zero *zero, int unit, struct zpp_err *err);
-/* My slices were written outside of a step (step_end does it for itself): what peers gather is made from them, to be
+/* My shards were written outside of a step (step_end does it for itself): what peers gather is made from them, to be
  * called before a barrier. */
 void zpp_zero_publish(zpp_zero *zero);
-/* With every slice filled in this rank's gathered copy (FILE: in the shared one, on every rank): keep this rank's slice
+/* With every shard filled in this rank's gathered copy (FILE: in the shared one, on every rank): keep this rank's shard
  * (SHARD and FILE units; full ones). */
-zpp_status zpp_zero_keep_slice(zpp_zero *zero, int unit, struct zpp_err *err);
+zpp_status zpp_zero_keep_shard(zpp_zero *zero, int unit, struct zpp_err *err);
 
-/* A step inside the backward, of FILE units (nothing to do for others): this rank's slice in memory, to be changed in
+/* A step inside the backward, of FILE units (nothing to do for others): this rank's shard in memory, to be changed in
  * place; on one host that makes the unit full. Starts fetching nothing else. The caller pins it. */
-zpp_status zpp_zero_open_slice(zpp_zero *zero, int unit, const struct zpp_wait *wait, struct zpp_err *err);
+zpp_status zpp_zero_open_shard(zpp_zero *zero, int unit, const struct zpp_wait *wait, struct zpp_err *err);
 /* It was changed; begin to write it. Then, before it is unpinned, also where nothing was sent: how that ended, and the
- * slice closes. */
-zpp_status zpp_zero_send_slice(zpp_zero *zero, int unit, struct zpp_err *err);
-zpp_status zpp_zero_slice_sent(zpp_zero *zero, int unit, struct zpp_err *err);
+ * shard closes. */
+zpp_status zpp_zero_send_shard(zpp_zero *zero, int unit, struct zpp_err *err);
+zpp_status zpp_zero_shard_sent(zpp_zero *zero, int unit, struct zpp_err *err);
 
 /* --- gradients (reduce.c) ----------------------------------------------------------------------------------------- */
 /* A parameter's gradient, `param_elems` elements of the unit's kind, on the compute stream. Added to what this rank has
@@ -156,17 +156,17 @@ zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, st
 /* A backward that ended by an exception: what was not reduced is dropped. */
 void zpp_zero_backward_abort(zpp_zero *zero);
 /* After a backward that reduces: this rank's reduced gradient, `shard_elems` of grad_dtype (stage 0: `elems`, all
- * slices). *present[params]: did any rank have a gradient? NULL where no parameter of the unit had one. */
+ * shards). *present[params]: did any rank have a gradient? NULL where no parameter of the unit had one. */
 const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present);
 /* This rank's reduced gradient for a step that runs while the next backward does (delayed.h): *taken stays as it is
  * until the next take of the unit, and zpp_zero_grad_shard is another place. Stages 1 to 3; what is present stays so
  * until it is cleared. *taken NULL: there is none. */
 zpp_status zpp_zero_grad_take(zpp_zero *zero, int unit, const void **taken, struct zpp_err *err);
 size_t zpp_zero_taken_bytes(const zpp_zero *zero); /* memory for that */
-/* Steps will be delayed: files have room for two of every slice of gradients, and of every unit that is trained. Before
+/* Steps will be delayed: files have room for two of every shard of gradients, and of every unit that is trained. Before
  * units are added. */
 void zpp_zero_delay_steps(zpp_zero *zero);
-/* Gradients in a file: addresses of slices can be read between open and close only, and are otherwise names for
+/* Gradients in a file: addresses of shards can be read between open and close only, and are otherwise names for
  * struct zpp_step_files. Local. */
 zpp_unit_file *zpp_zero_grad_file(zpp_zero *zero); /* borrowed; NULL: they are in memory */
 zpp_status zpp_zero_grad_open(zpp_zero *zero, int unit, struct zpp_err *err); /* a no-op where they are in memory */
@@ -174,7 +174,7 @@ zpp_status zpp_zero_grad_close(zpp_zero *zero, int unit, struct zpp_err *err);
 /* All are written; nothing to do where they are in memory. The first failure since the last zpp_zero_clear_grads;
  * `fault` is written on status TIER only. */
 zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, struct zpp_err *err);
-/* Elements of this rank's slice to (write: from) `memory`. */
+/* Elements of this rank's shard to (write: from) `memory`. */
 zpp_status zpp_zero_grad_copy(zpp_zero *zero, int unit, size_t first, size_t elems, void *memory, bool write,
                               struct zpp_aio_fault *fault, struct zpp_err *err);
 /* The model's buffers (buffers.h). Collective, once, after seal: room for `count` buffers. */
@@ -193,7 +193,7 @@ unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit);
  * is 0; what lies between parameters is undefined. Until the next backward or clear. NULL: none. */
 const void *zpp_zero_held_grad(const zpp_zero *zero, int unit, const uint8_t **touched);
 /* Ranks on which the unit's gradient was not finite before the last sum, one bit each, the last for rank 63 and above
- * (origin.h). Stages 1 to 3: as far as this rank's slice tells. */
+ * (origin.h). Stages 1 to 3: as far as this rank's shard tells. */
 uint64_t zpp_zero_origins(const zpp_zero *zero, int unit);
 zpp_dtype zpp_zero_grad_dtype(const zpp_zero *zero, int unit);
 bool zpp_zero_has_grad(const zpp_zero *zero);
@@ -201,36 +201,36 @@ bool zpp_zero_grads_pending(const zpp_zero *zero); /* accumulated on this rank, 
 void zpp_zero_set_grad_scale(zpp_zero *zero, double scale); /* multiplies the mean over ranks at the next reductions */
 void zpp_zero_clear_grad(zpp_zero *zero, int unit, size_t param);
 void zpp_zero_clear_grads(zpp_zero *zero);
-/* A step inside the backward takes each unit's gradient when it is reduced. Stages 2 and 3: slices have memory from
+/* A step inside the backward takes each unit's gradient when it is reduced. Stages 2 and 3: shards have memory from
  * their reduction until zpp_zero_drop_grad, and lend it to each other. Before seal. */
 void zpp_zero_pool_grads(zpp_zero *zero);
 /* Of the backward that reduces, or has ended: the unit that is reduced after the first `done` ones; -1: not yet, or
  * none is left. On every rank nobody reads it any more in this backward, and every rank finds the same order. */
 int zpp_zero_next_reduced(zpp_zero *zero, int done);
 zpp_status zpp_zero_drop_grad(zpp_zero *zero, int unit, struct zpp_err *err);
-/* Slices in a file (nothing to do for others), after backward_begin: what this backward reduces is stepped inside it,
- * so a unit's slice is kept in memory from its reduction until zpp_zero_drop_grad, and not written. */
+/* Shards in a file (nothing to do for others), after backward_begin: what this backward reduces is stepped inside it,
+ * so a unit's shard is kept in memory from its reduction until zpp_zero_drop_grad, and not written. */
 void zpp_zero_keep_grads(zpp_zero *zero);
-/* Of a unit that is reduced, or at the end of that backward: its slice is in memory. The first failure of a read or
+/* Of a unit that is reduced, or at the end of that backward: its shard is in memory. The first failure of a read or
  * write before; `fault` is written on status TIER only. */
 zpp_status zpp_zero_grad_here(zpp_zero *zero, int unit, struct zpp_aio_fault *fault, struct zpp_err *err);
 
 /* --- step (step.c) ------------------------------------------------------------------------------------------------ */
-/* Collective: returns when no rank reads parameters any more, so that slices may be written. `vote` travels along:
+/* Collective: returns when no rank reads parameters any more, so that shards may be written. `vote` travels along:
  * votes[ranks] (may be NULL) receives what every rank gave. */
 zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
                                struct zpp_err *err);
 /* Collective: every rank's sums of squares, one record of 16 bytes a unit; all[ranks * bytes], in rank order. */
 zpp_status zpp_zero_gather_norms(zpp_zero *zero, const void *mine, size_t bytes, void *all, const struct zpp_wait *wait,
                                  struct zpp_err *err);
-/* Collective: returns when every slice is written, and WHOLE units are whole again everywhere. */
+/* Collective: returns when every shard is written, and WHOLE units are whole again everywhere. */
 zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
 
 /* --- what it holds ------------------------------------------------------------------------------------------------ */
 struct zpp_zero_memory {
-    size_t param_bytes;      /* slices, whole units, and this rank's share of shared copies */
+    size_t param_bytes;      /* shards, whole units, and this rank's share of shared copies */
     size_t gathered_bytes;   /* units that are full now, and warm slots */
-    size_t grad_bytes;       /* reduced slices (stages 0, 1: whole gradients) */
+    size_t grad_bytes;       /* reduced shards (stages 0, 1: whole gradients) */
     size_t bucket_bytes;     /* gradients not reduced yet, now */
     size_t bucket_peak_bytes, gathered_peak_bytes;
     size_t on_disk_bytes;      /* this rank's share of what is in the file of FILE units */

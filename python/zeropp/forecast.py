@@ -373,12 +373,12 @@ def _autograd(units: list[_Sizes], config: Config, ranks: int) -> int:
 def _tier_buffers(units: list[_Sizes], config: Config, optimizer: str) -> int:
     if optimizer == "none":
         return 0
-    slices = [
+    shards = [
         Slice(u.own_elems, u.plan.dtype.itemsize, u.grad_bytes, _has_master(u, config, optimizer), u.filed)
         for u in units
         if u.plan.trainable
     ]
-    return tier_buffers(slices, config.offload, STATES[optimizer], inside=config.step_in_backward)
+    return tier_buffers(shards, config.offload, STATES[optimizer], inside=config.step_in_backward)
 
 
 def _filed_bytes(model: nn.Module, unit: _Sizes, config: Config) -> int:
@@ -431,10 +431,10 @@ def _gathered(model: nn.Module, units: list[_Sizes], config: Config, ranks: int,
     if config.stored_name is not None:
         return whole // (ranks // hosts)
     # The ranks of a host share what was read; over several hosts there is what a rank has read, too, until it is gathered.
-    return whole // ranks if hosts == 1 else whole + _slices_under_way(units, config, ahead // ranks)
+    return whole // ranks if hosts == 1 else whole + _shards_under_way(units, config, ahead // ranks)
 
 
-def _slices_under_way(units: list[_Sizes], config: Config, ahead_bytes: int) -> int:
+def _shards_under_way(units: list[_Sizes], config: Config, ahead_bytes: int) -> int:
     """The most that a rank has read of its own file and is not gathered yet: all but the unit in use, if there is room."""
     sizes = [-(-unit.slice_bytes // _PAGE_BYTES) * _PAGE_BYTES for unit in units if unit.filed]
     most = max(max(sizes), min(sum(sizes) - min(sizes), ahead_bytes))

@@ -101,9 +101,9 @@ static zpp_optim_file *new_tier(struct side *side, bool low) {
     const struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = 0.8, .moments = 3,
                                               .chunk_elems = 1024, .sys = &sys, .log = count_log };
     zpp_optim_file *optim_file = NULL;
-    int slice;
+    int shard;
     CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
-    CHECK_OK(zpp_optim_file_add(optim_file, ELEMS, low, &slice, &err));
+    CHECK_OK(zpp_optim_file_add(optim_file, ELEMS, low, &shard, &err));
     CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
     if (low) CHECK_OK(zpp_optim_file_copy(optim_file, 0, ZPP_TIER_MASTER, 0, ELEMS, side->master, true, &fault, &err));
     return optim_file;

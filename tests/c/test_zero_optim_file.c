@@ -9,9 +9,9 @@
 #include "planned_io.h"
 #include "threads.h"
 
-enum { SLICES = 5, STEPS = 4 };
+enum { SHARD = 5, STEPS = 4 };
 /* One larger than a chunk of 1024, one that begins inside a chunk, some that are not round. */
-static const size_t slice_elems[SLICES] = { 5000, 16, 1030, 40, 3001 };
+static const size_t shard_elems[SHARD] = { 5000, 16, 1030, 40, 3001 };
 
 /* --- the same states in memory ------------------------------------------------------------------------------------ */
 
@@ -19,7 +19,7 @@ static struct state {
     float *master, *exp_avg, *exp_avg_sq, *max_exp_avg_sq, *grad;
     uint16_t *low; /* the parameters in bf16 */
     float *param;  /* where there is no master */
-} plain[SLICES], tiered[SLICES];
+} plain[SHARD], tiered[SHARD];
 
 static float *numbers(size_t elems, unsigned seed) {
     float *values = malloc(elems * sizeof *values);
@@ -55,8 +55,8 @@ struct setup {
     bool checksums;
 };
 
-static bool has_master(int slice) {
-    return slice != 2; /* both lines */
+static bool has_master(int shard) {
+    return shard != 2; /* both lines */
 }
 
 static zpp_optim_file *new_tier(const struct setup *setup) {
@@ -73,17 +73,17 @@ static zpp_optim_file *new_tier(const struct setup *setup) {
     plan.no_ring = setup->no_ring;
     zpp_optim_file *optim_file = NULL;
     CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
-    for (int i = 0; i < SLICES; i++) {
-        int slice = -1;
-        CHECK_OK(zpp_optim_file_add(optim_file, slice_elems[i], has_master(i), &slice, &err));
-        CHECK_EQUAL(slice, i);
-        fill_state(&plain[i], slice_elems[i], 10u * (unsigned)i);
-        fill_state(&tiered[i], slice_elems[i], 10u * (unsigned)i);
+    for (int i = 0; i < SHARD; i++) {
+        int shard = -1;
+        CHECK_OK(zpp_optim_file_add(optim_file, shard_elems[i], has_master(i), &shard, &err));
+        CHECK_EQUAL(shard, i);
+        fill_state(&plain[i], shard_elems[i], 10u * (unsigned)i);
+        fill_state(&tiered[i], shard_elems[i], 10u * (unsigned)i);
     }
     CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
-    for (int i = 0; i < SLICES; i++)
+    for (int i = 0; i < SHARD; i++)
         if (has_master(i))
-            CHECK_OK(zpp_optim_file_copy(optim_file, i, ZPP_TIER_MASTER, 0, slice_elems[i], tiered[i].master, true,
+            CHECK_OK(zpp_optim_file_copy(optim_file, i, ZPP_TIER_MASTER, 0, shard_elems[i], tiered[i].master, true,
                                          &fault, &err));
     return optim_file;
 }
@@ -92,7 +92,7 @@ static void end_tier_on(zpp_optim_file *optim_file, unsigned disks) {
     zpp_optim_file_destroy(optim_file);
     if (!disks) CHECK_EQUAL(unlink(in_folder("states")), 0);
     for (unsigned disk = 0; disk < disks; disk++) CHECK_EQUAL(unlink(on_disk(disk, "states")), 0);
-    for (int i = 0; i < SLICES; i++) {
+    for (int i = 0; i < SHARD; i++) {
         drop_state(&plain[i]);
         drop_state(&tiered[i]);
     }
@@ -102,20 +102,20 @@ static void end_tier(zpp_optim_file *optim_file) {
     end_tier_on(optim_file, 0);
 }
 
-/* Elements [first, first + elems) of a slice, as the optimizer's binding makes it. */
-static struct zpp_adam_segment segment_of(struct state *state, int slice, size_t first, size_t elems, uint64_t step,
+/* Elements [first, first + elems) of a shard, as the optimizer's binding makes it. */
+static struct zpp_adam_segment segment_of(struct state *state, int shard, size_t first, size_t elems, uint64_t step,
                                           bool amsgrad) {
     return (struct zpp_adam_segment){
-        .param = has_master(slice) ? state->master + first : state->param + first,
+        .param = has_master(shard) ? state->master + first : state->param + first,
         .grad = state->grad + first, .grad_dtype = ZPP_F32, .exp_avg = state->exp_avg + first,
         .exp_avg_sq = state->exp_avg_sq + first, .max_exp_avg_sq = amsgrad ? state->max_exp_avg_sq + first : NULL,
-        .param_out = has_master(slice) ? state->low + first : NULL, .out_dtype = ZPP_BF16, .elems = elems, .step = step,
+        .param_out = has_master(shard) ? state->low + first : NULL, .out_dtype = ZPP_BF16, .elems = elems, .step = step,
         .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .decoupled_decay = true };
 }
 
-/* One slice on both sides, in two pieces with a gap between: in memory it takes its step here. */
+/* One shard on both sides, in two pieces with a gap between: in memory it takes its step here. */
 static void pieces_of(int i, uint64_t t, bool amsgrad, zpp_pool *pool, struct zpp_optim_file_piece pieces[2]) {
-    const size_t half = slice_elems[i] / 2, starts[3] = { 0, half + 3, slice_elems[i] };
+    const size_t half = shard_elems[i] / 2, starts[3] = { 0, half + 3, shard_elems[i] };
     static float mark; /* the optimizer file puts its own memory in its place */
     for (int part = 0; part < 2; part++) {
         const size_t first = starts[part], elems = (part ? starts[2] : half) - first;
@@ -128,12 +128,12 @@ static void pieces_of(int i, uint64_t t, bool amsgrad, zpp_pool *pool, struct zp
     }
 }
 
-/* Both sides take one step; slice 3 has no gradient in the first. */
+/* Both sides take one step; shard 3 has no gradient in the first. */
 static zpp_status step(zpp_optim_file *optim_file, uint64_t t, bool amsgrad, zpp_pool *pool,
                        struct zpp_aio_fault *fault, struct zpp_err *err) {
-    struct zpp_optim_file_piece pieces[2 * SLICES];
+    struct zpp_optim_file_piece pieces[2 * SHARD];
     size_t count = 0;
-    for (int i = 0; i < SLICES; i++) {
+    for (int i = 0; i < SHARD; i++) {
         if (i == 3 && t == 1) continue;
         pieces_of(i, t, amsgrad, pool, &pieces[count]);
         count += 2;
@@ -142,11 +142,11 @@ static zpp_status step(zpp_optim_file *optim_file, uint64_t t, bool amsgrad, zpp
     return zpp_optim_file_step(optim_file, pieces, count, &files, 0.5f, pool, fault, err);
 }
 
-/* The same, slice by slice in some order; -1 stands for none. */
-static zpp_status step_in_backward(zpp_optim_file *optim_file, uint64_t t, bool amsgrad, const int order[SLICES],
+/* The same, shard by shard in some order; -1 stands for none. */
+static zpp_status step_in_backward(zpp_optim_file *optim_file, uint64_t t, bool amsgrad, const int order[SHARD],
                                    zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err) {
     zpp_status status = zpp_optim_file_backward_step_begin(optim_file, fault, err);
-    for (int at = 0; at < SLICES && status == ZPP_OK; at++) {
+    for (int at = 0; at < SHARD && status == ZPP_OK; at++) {
         struct zpp_optim_file_piece pieces[2];
         if (order[at] < 0) continue;
         pieces_of(order[at], t, amsgrad, pool, pieces);
@@ -158,23 +158,23 @@ static zpp_status step_in_backward(zpp_optim_file *optim_file, uint64_t t, bool 
     return status;
 }
 
-static void check_kind(zpp_optim_file *optim_file, int slice, enum zpp_optim_file_kind kind, const float *wanted) {
+static void check_kind(zpp_optim_file *optim_file, int shard, enum zpp_optim_file_kind kind, const float *wanted) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    float *seen = calloc(slice_elems[slice], sizeof *seen);
-    CHECK_OK(zpp_optim_file_copy(optim_file, slice, kind, 0, 3, seen, false, &fault, &err)); /* in two parts */
-    CHECK_OK(zpp_optim_file_copy(optim_file, slice, kind, 3, slice_elems[slice] - 3, seen + 3, false, &fault, &err));
-    CHECK_EQUAL(memcmp(seen, wanted, slice_elems[slice] * sizeof *seen), 0);
+    float *seen = calloc(shard_elems[shard], sizeof *seen);
+    CHECK_OK(zpp_optim_file_copy(optim_file, shard, kind, 0, 3, seen, false, &fault, &err)); /* in two parts */
+    CHECK_OK(zpp_optim_file_copy(optim_file, shard, kind, 3, shard_elems[shard] - 3, seen + 3, false, &fault, &err));
+    CHECK_EQUAL(memcmp(seen, wanted, shard_elems[shard] * sizeof *seen), 0);
     free(seen);
 }
 
 static void check_same(zpp_optim_file *optim_file, bool amsgrad) {
-    for (int i = 0; i < SLICES; i++) {
+    for (int i = 0; i < SHARD; i++) {
         if (has_master(i)) {
             check_kind(optim_file, i, ZPP_TIER_MASTER, plain[i].master);
-            CHECK_EQUAL(memcmp(tiered[i].low, plain[i].low, slice_elems[i] * 2), 0);
+            CHECK_EQUAL(memcmp(tiered[i].low, plain[i].low, shard_elems[i] * 2), 0);
         }
-        CHECK_EQUAL(memcmp(tiered[i].param, plain[i].param, slice_elems[i] * 4), 0);
+        CHECK_EQUAL(memcmp(tiered[i].param, plain[i].param, shard_elems[i] * 4), 0);
         check_kind(optim_file, i, ZPP_TIER_EXP_AVG, plain[i].exp_avg);
         check_kind(optim_file, i, ZPP_TIER_EXP_AVG_SQ, plain[i].exp_avg_sq);
         if (amsgrad) check_kind(optim_file, i, ZPP_TIER_MAX_EXP_AVG_SQ, plain[i].max_exp_avg_sq);
@@ -215,10 +215,10 @@ static void steps_equal_memory(void) {
     remove_folder();
 }
 
-/* Slices in the order that is expected, in others, and not all of them; with few buffers, so that what was read ahead
+/* Shards in the order that is expected, in others, and not all of them; with few buffers, so that what was read ahead
  * and what has changed gives way, with as many as it takes, and with those chosen. */
 static void backward_step_steps_equal_memory(void) {
-    static const int orders[][SLICES] = { { 4, 3, 2, 1, 0 }, { 0, 1, 2, 3, 4 }, { 2, 4, 0, 3, 1 }, { 4, -1, 2, -1, 0 },
+    static const int orders[][SHARD] = { { 4, 3, 2, 1, 0 }, { 0, 1, 2, 3, 4 }, { 2, 4, 0, 3, 1 }, { 4, -1, 2, -1, 0 },
                                           { -1, 3, -1, 1, -1 } };
     static const struct setup setups[] = {
         { .fraction = 1.0, .chunk_elems = 1024, .backward_step = true, .buffers = 3 },
@@ -243,8 +243,8 @@ static void backward_step_steps_equal_memory(void) {
             check_same(optim_file, setups[i].amsgrad);
         }
         /* What is written from outside is not what was read ahead. */
-        memset(plain[4].exp_avg, 0, slice_elems[4] * sizeof(float));
-        CHECK_OK(zpp_optim_file_copy(optim_file, 4, ZPP_TIER_EXP_AVG, 0, slice_elems[4], plain[4].exp_avg, true, &fault,
+        memset(plain[4].exp_avg, 0, shard_elems[4] * sizeof(float));
+        CHECK_OK(zpp_optim_file_copy(optim_file, 4, ZPP_TIER_EXP_AVG, 0, shard_elems[4], plain[4].exp_avg, true, &fault,
                                      &err));
         CHECK_OK(step_in_backward(optim_file, 99, setups[i].amsgrad, orders[0], pool, &fault, &err));
         check_same(optim_file, setups[i].amsgrad);
@@ -254,9 +254,9 @@ static void backward_step_steps_equal_memory(void) {
     remove_folder();
 }
 
-/* In the expected order every record is read and written once a step, also those that slices share. */
+/* In the expected order every record is read and written once a step, also those that shards share. */
 static void backward_step_bytes_are_counted(void) {
-    static const int order[SLICES] = { 4, 3, 2, 1, 0 };
+    static const int order[SHARD] = { 4, 3, 2, 1, 0 };
     make_folder();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
@@ -288,10 +288,10 @@ static bool moved(const zpp_optim_file *optim_file, uint64_t read_bytes, uint64_
     return false;
 }
 
-/* All buffers have left with the last slice: the next records are read when those are written, before the next slice
+/* All buffers have left with the last shard: the next records are read when those are written, before the next shard
  * comes. */
 static void backward_step_poll_reads_on(void) {
-    static const int order[SLICES] = { 4, 3, 2, 1, 0 };
+    static const int order[SHARD] = { 4, 3, 2, 1, 0 };
     make_folder();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
@@ -326,7 +326,7 @@ static void backward_step_poll_reads_on(void) {
 }
 
 static void backward_step_operations_fail_once(void) {
-    static const int order[SLICES] = { 4, 3, 2, 1, 0 };
+    static const int order[SHARD] = { 4, 3, 2, 1, 0 };
     make_folder();
     for (int turn = 0; turn < 4; turn++) {
         const bool write = turn & 1, no_ring = turn & 2;
@@ -364,7 +364,7 @@ static void bytes_are_counted(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     zpp_optim_file *optim_file = new_tier(&(struct setup){ .fraction = 1.0, .chunk_elems = 1024 });
-    /* Lines: slices 0, 1, 3, 4 begin at 0, 5008, 5024, 5072 and end at 8073; slice 2 alone has 1030. */
+    /* Lines: shards 0, 1, 3, 4 begin at 0, 5008, 5024, 5072 and end at 8073; shard 2 alone has 1030. */
     const uint64_t with_master = 8 * 1024, without = 2 * 1024;
     struct zpp_optim_file_figures before, after;
     zpp_optim_file_figures(optim_file, &before);
@@ -394,10 +394,10 @@ static void full_disk(void) {
     reset_plan();
     struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = 1.0, .moments = 3, .sys = &sys };
     zpp_optim_file *optim_file = NULL;
-    int slice;
+    int shard;
     plan.reserve_error = ENOSPC;
     CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
-    CHECK_OK(zpp_optim_file_add(optim_file, 100000, false, &slice, &err));
+    CHECK_OK(zpp_optim_file_add(optim_file, 100000, false, &shard, &err));
     CHECK_FAILS(zpp_optim_file_seal(optim_file, &fault, &err), ZPP_TIER, "free some, or choose another folder");
     CHECK(strstr(fault.path, "/states") && fault.has_free && fault.os_errno == ENOSPC);
     CHECK_EQUAL(fault.wanted_bytes, 2 * 4 * (uint64_t)(98 * 1024));
@@ -405,7 +405,7 @@ static void full_disk(void) {
     unlink(in_folder("states"));
     /* A file system that cannot reserve gets a file with holes. */
     CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
-    CHECK_OK(zpp_optim_file_add(optim_file, 100000, false, &slice, &err));
+    CHECK_OK(zpp_optim_file_add(optim_file, 100000, false, &shard, &err));
     plan.reserve_error = EOPNOTSUPP;
     CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
     CHECK_EQUAL(file_bytes(in_folder("states")), 2 * 4 * (uint64_t)(98 * 1024));
@@ -427,11 +427,11 @@ static void full_disk_of_several(void) {
     struct zpp_optim_file_options options = { .path = "states", .folders = disk_folders(2), .folders_count = 2,
                                         .fraction = 1.0, .moments = 3, .sys = &sys };
     zpp_optim_file *optim_file = NULL;
-    int slice;
+    int shard;
     plan.reserve_error = ENOSPC;
     atomic_store(&plan.reserves_left, 1);
     CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
-    CHECK_OK(zpp_optim_file_add(optim_file, 3 << 20, false, &slice, &err)); /* 24 MiB: twelve stripes */
+    CHECK_OK(zpp_optim_file_add(optim_file, 3 << 20, false, &shard, &err)); /* 24 MiB: twelve stripes */
     CHECK_FAILS(zpp_optim_file_seal(optim_file, &fault, &err), ZPP_TIER, "/disk1/states");
     CHECK(strstr(fault.path, "/disk1/states") && fault.has_free && fault.os_errno == ENOSPC);
     CHECK_EQUAL(fault.wanted_bytes, 12 << 20);
@@ -441,7 +441,7 @@ static void full_disk_of_several(void) {
     options.folders = disk_folders(3);
     options.folders_count = 3;
     CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
-    CHECK_OK(zpp_optim_file_add(optim_file, 3 << 20, false, &slice, &err));
+    CHECK_OK(zpp_optim_file_add(optim_file, 3 << 20, false, &shard, &err));
     CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
     for (unsigned disk = 0; disk < 3; disk++) CHECK_EQUAL(file_bytes(on_disk(disk, "states")), 8 << 20);
     zpp_optim_file_destroy(optim_file);
@@ -494,9 +494,9 @@ static void refuses_misuse(void) {
     options.chunk_elems = 1000;
     CHECK_FAILS(zpp_optim_file_create(&options, &optim_file, &err), ZPP_INVALID, "chunk_elems 1000");
     optim_file = new_tier(&(struct setup){ .fraction = 1.0 });
-    int slice;
+    int shard;
     float value = 0.0f;
-    CHECK_FAILS(zpp_optim_file_add(optim_file, 1, false, &slice, &err), ZPP_STATE, "after seal");
+    CHECK_FAILS(zpp_optim_file_add(optim_file, 1, false, &shard, &err), ZPP_STATE, "after seal");
     CHECK_FAILS(zpp_optim_file_copy(optim_file, 2, ZPP_TIER_MASTER, 0, 1, &value, false, &fault, &err), ZPP_INVALID,
                 "none of");
     CHECK_FAILS(zpp_optim_file_copy(optim_file, 1, ZPP_TIER_EXP_AVG, 16, 1, &value, false, &fault, &err), ZPP_INVALID,
@@ -529,12 +529,12 @@ static void plans_are_kept(void) {
         const struct zpp_optim_file_options options = { .fraction = setups[i].fraction,
                                                        .backward_step = setups[i].backward_step,
                                                   .moments = setups[i].amsgrad ? 7 : 3 };
-        struct zpp_optim_file_slice_plan slices[SLICES];
-        for (int at = 0; at < SLICES; at++)
-            slices[at] = (struct zpp_optim_file_slice_plan){ slice_elems[at], has_master(at) };
+        struct zpp_optim_file_shard_plan shards[SHARD];
+        for (int at = 0; at < SHARD; at++)
+            shards[at] = (struct zpp_optim_file_shard_plan){ shard_elems[at], has_master(at) };
         struct zpp_optim_file_plan told;
         struct zpp_optim_file_figures made;
-        CHECK_OK(zpp_optim_file_plan(&options, slices, SLICES, &told, &err));
+        CHECK_OK(zpp_optim_file_plan(&options, shards, SHARD, &told, &err));
         zpp_optim_file *optim_file = new_tier(&setups[i]);
         zpp_optim_file_figures(optim_file, &made);
         CHECK(made.buffer_bytes > 0 && told.chunk_elems > 0);

@@ -140,7 +140,7 @@ struct update_args {
     size_t elems;
 };
 
-static zpp_status update_slice(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+static zpp_status update_shard(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)native, (void)wait, (void)err;
     const struct update_args *args = arg;
     for (size_t i = 0; i < args->elems; i++) args->values[i] -= args->grads[i];
@@ -304,20 +304,20 @@ static size_t own_elems(const struct rank_state *state, const struct zpp_unit *c
     return state->plan->stage == 0 ? core->elems : core->shard_elems;
 }
 
-static void check_slice(struct rank_state *state, int unit) {
+static void check_shard(struct rank_state *state, int unit) {
     const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
     const uint8_t *present = NULL;
-    const float *slice = zpp_zero_grad_shard(state->zero, unit, &present);
+    const float *shard = zpp_zero_grad_shard(state->zero, unit, &present);
     const size_t begin = own_begin(state, core), end = begin + own_elems(state, core);
     for (size_t param = 0; param < core->params; param++) {
-        REQUIRE((slice && present[param]) == state->present[unit][param],
+        REQUIRE((shard && present[param]) == state->present[unit][param],
                 "rank %d: parameter %zu of unit %d has %s gradient", state->rank, param, unit,
                 state->present[unit][param] ? "no" : "a");
         for (size_t i = 0; state->present[unit][param] && i < core->param_elems[param]; i++) {
             const size_t at = core->offset_elems[param] + i;
             if (at < begin || at >= end) continue;
-            REQUIRE((double)slice[at - begin] == state->sum[unit][at],
-                    "rank %d: gradient %g at element %zu of unit %d, not %g", state->rank, (double)slice[at - begin],
+            REQUIRE((double)shard[at - begin] == state->sum[unit][at],
+                    "rank %d: gradient %g at element %zu of unit %d, not %g", state->rank, (double)shard[at - begin],
                     at, unit, state->sum[unit][at]);
         }
     }
@@ -326,7 +326,7 @@ static void check_slice(struct rank_state *state, int unit) {
 static void check_gradient(struct rank_state *state, int unit) {
     struct zpp_err err = ZPP_ERR_INIT;
     must(zpp_zero_grad_open(state->zero, unit, &err), &err, "open a gradient");
-    check_slice(state, unit);
+    check_shard(state, unit);
 }
 
 /* All of them are in their file, where they have one. */
@@ -339,8 +339,8 @@ static void settle_gradients(struct rank_state *state) {
 static void update_unit(struct rank_state *state, int unit) {
     struct zpp_err err = ZPP_ERR_INIT;
     const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
-    const float *slice = zpp_zero_grad_shard(state->zero, unit, NULL);
-    if (!slice) return;
+    const float *shard = zpp_zero_grad_shard(state->zero, unit, NULL);
+    if (!shard) return;
     const size_t begin = own_begin(state, core), end = begin + own_elems(state, core);
     float *values = (float *)(void *)(state->plan->stage == 0 ? core->whole : core->shard);
     for (size_t param = 0; param < core->params; param++) {
@@ -348,8 +348,8 @@ static void update_unit(struct rank_state *state, int unit) {
         if (from < begin) from = begin;
         if (to > end) to = end;
         if (!state->present[unit][param] || from >= to) continue;
-        const struct update_args args = { values + (from - begin), slice + (from - begin), to - from };
-        must(zpp_stream_launch(zpp_zero_compute(state->zero), update_slice, &args, sizeof args, &err), &err, "update");
+        const struct update_args args = { values + (from - begin), shard + (from - begin), to - from };
+        must(zpp_stream_launch(zpp_zero_compute(state->zero), update_shard, &args, sizeof args, &err), &err, "update");
     }
 }
 
@@ -362,20 +362,20 @@ static void expect_update(struct rank_state *state, int unit) {
         }
 }
 
-/* This rank's slice changes at once, while others compute. */
+/* This rank's shard changes at once, while others compute. */
 static void step_inside(struct rank_state *state, int unit) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     must(zpp_zero_grad_here(state->zero, unit, &fault, &err), &err, "a gradient to step with");
-    check_slice(state, unit);
+    check_shard(state, unit);
     const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
-    const float *slice = zpp_zero_grad_shard(state->zero, unit, NULL);
+    const float *shard = zpp_zero_grad_shard(state->zero, unit, NULL);
     const size_t begin = own_begin(state, core), end = begin + own_elems(state, core);
     float *values = (float *)(void *)core->shard;
-    for (size_t param = 0; slice && param < core->params; param++)
+    for (size_t param = 0; shard && param < core->params; param++)
         for (size_t i = 0; state->present[unit][param] && i < core->param_elems[param]; i++) {
             const size_t at = core->offset_elems[param] + i;
-            if (at >= begin && at < end) values[at - begin] -= slice[at - begin];
+            if (at >= begin && at < end) values[at - begin] -= shard[at - begin];
         }
     expect_update(state, unit);
     must(zpp_zero_drop_grad(state->zero, unit, &err), &err, "drop a gradient");

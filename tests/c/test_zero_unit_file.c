@@ -287,7 +287,7 @@ static void files_that_shrink_or_vanish(void) {
     remove_folder();
 }
 
-/* Slices that are copied, in and out, and written back: each operation fails once. */
+/* Shards that are copied, in and out, and written back: each operation fails once. */
 static void every_operation_of_a_copy_fails_once(void) {
     make_folder();
     static unsigned char values[40000];
@@ -481,7 +481,7 @@ static void meet_under_tsan(struct test_rank *me) {
 #endif
 }
 
-static void fill_slice(struct mapping *mapping, struct test_rank *me, int i, unsigned seed) {
+static void fill_shard(struct mapping *mapping, struct test_rank *me, int i, unsigned seed) {
     const size_t share = unit_bytes[i] / (size_t)me->ranks, begin = share * (size_t)me->rank;
     const size_t bytes = me->rank == me->ranks - 1 ? unit_bytes[i] - begin : share;
     unsigned char *values = malloc(bytes + 1);
@@ -522,7 +522,7 @@ static void shared_body(struct test_rank *me) {
     join_ranks(me);
     if (me->rank) CHECK_OK(open_file(mapping.unit_file, false, &fault, &err));
     for (unsigned pass = 0; pass < PASSES; pass++) {
-        for (int i = 0; i < UNITS; i++) fill_slice(&mapping, me, i, 10 * pass);
+        for (int i = 0; i < UNITS; i++) fill_shard(&mapping, me, i, 10 * pass);
         join_ranks(me); /* as zpp_zero_step_begin and _end do */
         if (me->rank == 0 && shared->with_failures) atomic_store(&plan.reads_left, (int)pass);
         pass_over_units(&mapping, me, 10 * pass, &random);
@@ -546,7 +546,7 @@ static void sums_body(struct test_rank *me) {
     if (me->rank == 0) CHECK_OK(open_file(mapping.unit_file, true, &fault, &err));
     join_ranks(me);
     if (me->rank) CHECK_OK(open_file(mapping.unit_file, false, &fault, &err));
-    for (int i = 0; i < UNITS; i++) fill_slice(&mapping, me, i, 3);
+    for (int i = 0; i < UNITS; i++) fill_shard(&mapping, me, i, 3);
     join_ranks(me);
     if (me->rank == 1) {
         unsigned char values[40000];
@@ -582,7 +582,7 @@ static void ranks_share_sums_of_parts(void) {
     remove_folder();
 }
 
-/* Ranks at different paces, each with its own slices to write: a pass reads every byte at least once, and at most once
+/* Ranks at different paces, each with its own shards to write: a pass reads every byte at least once, and at most once
  * a rank. A read that fails is heard by the rank that made it, and another rank reads the unit for itself. */
 static void ranks_share_what_is_read(void) {
     for (int turn = 0; turn < 6; turn++) {
@@ -598,7 +598,7 @@ static void ranks_share_what_is_read(void) {
         zpp_unit_file_destroy(like.unit_file);
         run_ranks(ranks, shared_body, &shared);
         const uint64_t unit_file = figures.mapping_bytes - figures.cut_bytes, seen = atomic_load(&shared.read_bytes);
-        /* Writing slices that begin inside a page reads that page. */
+        /* Writing shards that begin inside a page reads that page. */
         const uint64_t edges = (uint64_t)PASSES * UNITS * (unsigned)ranks * 2 * PAGE;
         CHECK(seen + unit_file >= PASSES * unit_file);
         CHECK(seen <= (uint64_t)PASSES * unit_file * (unsigned)ranks + edges);

@@ -54,7 +54,7 @@ static struct stepped new_copies(enum where where, double fraction, bool two) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     struct stepped at = { .where = where, .two = two, .plain = new_adam(), .ours = new_adam() };
-    int unit, slice;
+    int unit, shard;
     size_t offset;
     CHECK_OK(zpp_unit_file_create(NULL, fraction, &at.unit_file, &err));
     CHECK_OK(zpp_unit_file_add(at.unit_file, ELEMS * elem_bytes(where), &unit, &offset, &err));
@@ -69,7 +69,7 @@ static struct stepped new_copies(enum where where, double fraction, bool two) {
     const struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = fraction, .moments = 3,
                                               .sys = &sys, .log = count_log };
     CHECK_OK(zpp_optim_file_create(&options, &at.optim_file, &err));
-    CHECK_OK(zpp_optim_file_add(at.optim_file, ELEMS, true, &slice, &err));
+    CHECK_OK(zpp_optim_file_add(at.optim_file, ELEMS, true, &shard, &err));
     CHECK_OK(zpp_optim_file_seal(at.optim_file, &fault, &err));
     CHECK_OK(zpp_optim_file_copy(at.optim_file, 0, ZPP_TIER_MASTER, 0, ELEMS, at.ours.master, true, &fault, &err));
     return at;

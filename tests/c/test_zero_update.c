@@ -102,24 +102,24 @@ static void from_a_tier(enum zpp_update update, bool master, double fraction) {
     struct zpp_aio_fault fault;
     const struct zpp_step_files files = { 0 };
     zpp_optim_file *optim_file = NULL;
-    int slice;
+    int shard;
     reset_plan();
     const struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = fraction,
                                               .moments = moments[update], .chunk_elems = 1024, .sys = &sys,
                                               .log = count_log };
     CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
-    CHECK_OK(zpp_optim_file_add(optim_file, ELEMS, master, &slice, &err));
+    CHECK_OK(zpp_optim_file_add(optim_file, ELEMS, master, &shard, &err));
     CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
     fill_side(&plain);
     fill_side(&ours);
-    if (master) CHECK_OK(zpp_optim_file_copy(optim_file, slice, ZPP_TIER_MASTER, 0, ELEMS, ours.param, true, &fault,
+    if (master) CHECK_OK(zpp_optim_file_copy(optim_file, shard, ZPP_TIER_MASTER, 0, ELEMS, ours.param, true, &fault,
                                              &err));
     for (uint64_t t = 1; t <= STEPS; t++) {
         struct zpp_optim_file_piece pieces[PIECES];
         for (size_t i = 0; i < PIECES; i++) {
             const struct zpp_adam_segment one = segment_of(update, &plain, i, t);
             step_plainly(&one);
-            pieces[i] = (struct zpp_optim_file_piece){ segment_of(update, &ours, i, t), slice, i * PIECE_ELEMS };
+            pieces[i] = (struct zpp_optim_file_piece){ segment_of(update, &ours, i, t), shard, i * PIECE_ELEMS };
         }
         CHECK_OK(zpp_optim_file_step(optim_file, pieces, PIECES, &files, 0.5f, NULL, &fault, &err));
         CHECK(memcmp(plain.low, ours.low, sizeof ours.low) == 0);
@@ -130,7 +130,7 @@ static void from_a_tier(enum zpp_update update, bool master, double fraction) {
         const bool has = kind == ZPP_TIER_MASTER ? master : moments[update] >> (kind - ZPP_TIER_EXP_AVG) & 1;
         CHECK_EQUAL(figures.file_bytes[kind] + figures.held_bytes[kind], has ? ELEMS * sizeof(float) : 0);
         if (!has) continue;
-        CHECK_OK(zpp_optim_file_copy(optim_file, slice, (enum zpp_optim_file_kind)kind, 0, ELEMS, seen, false, &fault,
+        CHECK_OK(zpp_optim_file_copy(optim_file, shard, (enum zpp_optim_file_kind)kind, 0, ELEMS, seen, false, &fault,
                                      &err));
         const float *wanted = kind == ZPP_TIER_MASTER ? plain.param : plain.moment[kind - ZPP_TIER_EXP_AVG];
         CHECK(memcmp(seen, wanted, sizeof seen) == 0);
@@ -152,19 +152,19 @@ static void a_tier_of_nothing(void) {
     struct zpp_aio_fault fault;
     const struct zpp_step_files files = { 0 };
     zpp_optim_file *optim_file = NULL;
-    int slice;
+    int shard;
     make_folder();
     reset_plan();
     const struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = 1.0, .sys = &sys,
                                               .log = count_log };
     CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
-    CHECK_OK(zpp_optim_file_add(optim_file, ELEMS, false, &slice, &err));
+    CHECK_OK(zpp_optim_file_add(optim_file, ELEMS, false, &shard, &err));
     CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
     fill_side(&plain);
     fill_side(&ours);
     struct zpp_adam_segment one = segment_of(ZPP_UPDATE_SGD, &plain, 0, 1);
     step_plainly(&one);
-    const struct zpp_optim_file_piece piece = { segment_of(ZPP_UPDATE_SGD, &ours, 0, 1), slice, 0 };
+    const struct zpp_optim_file_piece piece = { segment_of(ZPP_UPDATE_SGD, &ours, 0, 1), shard, 0 };
     CHECK_OK(zpp_optim_file_step(optim_file, &piece, 1, &files, 0.5f, NULL, &fault, &err));
     CHECK(memcmp(&plain, &ours, sizeof ours) == 0);
     struct zpp_optim_file_figures figures;

@@ -18,7 +18,7 @@ HOSTS_CASES = ("equal_everywhere", "in_eight_bits", "memory_of_files", "a_disk_t
 HOSTS_SLOW = (
     "equals_its_definition",
     "parts_in_files",
-    "slices_of_whole_pages",
+    "shards_of_whole_pages",
     "checkpoints",
     "gradients_that_cannot_be_read",
 )

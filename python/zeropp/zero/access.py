@@ -141,7 +141,7 @@ def _spread(engine: Engine, units: list[Unit]) -> None:
         engine.comm.barrier()
     for unit in units:
         if unit.place in (SHARD, FILE):
-            unit.core.keep_slice()
+            unit.core.keep_shard()
         if unit.has_master:
             _refresh_master(unit)
 
@@ -211,7 +211,7 @@ def _planned(engine: Engine) -> dict[str, int]:
 
 
 def _planned_delayed(engine: Engine) -> tuple[int, int]:
-    """As zeropp.forecast says it beforehand, of the parameters alone: without what rounds slices up."""
+    """As zeropp.forecast says it beforehand, of the parameters alone: without what rounds shards up."""
     units, ranks = engine.units, engine.ranks
     own = [sum(e.numel for e in unit.params) / ranks if unit.trainable else 0.0 for unit in units]
     sizes = [0 if unit.filed is None else unit.elems * unit.dtype.itemsize for unit in units]
@@ -228,13 +228,13 @@ def _planned_buffers(engine: Engine) -> int:
     """As zeropp.forecast says it beforehand."""
     if engine.optimizer_ref is None:  # nothing is stepped
         return 0
-    slices = [
+    shards = [
         Slice(u.shard.numel(), u.dtype.itemsize, u.grad_dtype.itemsize, u.has_master, u.filed is not None)
         for u in engine.units
         if u.trainable
     ]
     moments = engine.least_states if engine.states is None else sum(map(bool, engine.states.kinds[1:]))
-    return tier_buffers(slices, engine.config.offload, moments, inside=engine.config.step_in_backward)
+    return tier_buffers(shards, engine.config.offload, moments, inside=engine.config.step_in_backward)
 
 
 def _held(engine: Engine) -> dict[str, int]:

@@ -2,7 +2,7 @@
 """The states of an optimizer out of memory for a while, and back: ``zeropp.offload_states``.
 
 For loops that do something else between their steps, such as generating with the policy that they train: the fp32 master
-weights and the moments of this rank's slices go to a scratch file, and their memory is free until they are called back.
+weights and the moments of this rank's shards go to a scratch file, and their memory is free until they are called back.
 (States that should never be in memory whole: ``Config(offload=Offload(optimizer="nvme"))``.)
 """
 

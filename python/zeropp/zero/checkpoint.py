@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``zeropp.save``: checkpoints that cannot tear.
 
-``save("ckpt", ..., step=7)`` writes ``ckpt/step-7``: one safetensors file a rank with the slices it owns, under the
+``save("ckpt", ..., step=7)`` writes ``ckpt/step-7``: one safetensors file a rank with the shards it owns, under the
 parameters' real names, and a manifest. Everything goes to a temporary folder first; files and folder are synced, the
 manifest comes last with the checksums of all files, one atomic rename gives the folder its name, and only then
 ``ckpt/latest`` moves. Whatever dies whenever, what was loadable before stays loadable. The ranks agree after each
@@ -127,8 +127,8 @@ def save(
         Both also for a background save before this one that failed, where nobody was told yet; nothing is saved then.
 
     Save between steps: gradients that were accumulated but not stepped with are not saved.
-    Cost: each rank writes its slices once: 4 bytes a parameter and 8 of AdamW's state, over N ranks. Memory: 16 MiB; in
-    the background one copy of these slices, whose memory the next background save of the model uses again.
+    Cost: each rank writes its shards once: 4 bytes a parameter and 8 of AdamW's state, over N ranks. Memory: 16 MiB; in
+    the background one copy of these shards, whose memory the next background save of the model uses again.
     """
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise ConfigError(f"save: step {step!r} is not allowed; wanted a whole number >= 0, or None for the next one")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers by class: which of those that zeropp knows one is, and how one that it does not know steps slices.
+"""Optimizers by class: which of those that zeropp knows one is, and how one that it does not know steps shards.
 
 A subclass that leaves ``step`` alone is what it is derived from. Any other class runs its own ``step`` over this rank's pieces, as it
 would in DeepSpeed under ``zero_allow_untested_optimizer``: 1-D, so that it has to be element-wise; at stage 0 in the parameters' shapes.

@@ -154,7 +154,7 @@ class Delayed:
 
 
 def _aside(unit: Unit) -> torch.Tensor:
-    """Where new values of a slice go, as far as it is in memory. fp32: to the optimizer's own copy, which without the delay is the slice itself."""
+    """Where new values of a shard go, as far as it is in memory. fp32: to the optimizer's own copy, which without the delay is the shard itself."""
     if unit.filed is not None:  # the file has another place for the rest
         return torch.empty(unit.filed.held_elems(unit), dtype=unit.dtype)
     if unit.dtype != torch.float32:

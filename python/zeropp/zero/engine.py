@@ -83,13 +83,13 @@ class Entry:
 
 @dataclass
 class Unit:
-    """A unit in memory. ``shard`` is this rank's own slice in the parameters' dtype; on one rank, and in stage 0, all of it."""
+    """A unit in memory. ``shard`` is this rank's own shard in the parameters' dtype; on one rank, and in stage 0, all of it."""
 
     index: int
     name: str
     core: Any  # _C.Unit
     dtype: torch.dtype
-    grad_dtype: torch.dtype  # of gradients on this rank: p.grad, what waits, and the reduced slice
+    grad_dtype: torch.dtype  # of gradients on this rank: p.grad, what waits, and the reduced shard
     trainable: bool
     place: int
     elems: int
@@ -116,13 +116,13 @@ class Unit:
 
     @property
     def own(self) -> torch.Tensor:
-        """What the optimizer updates: the fp32 master slice, or the slice itself. Of a tier: values to be streamed."""
+        """What the optimizer updates: the fp32 master shard, or the shard itself. Of a tier: values to be streamed."""
         if self.tiered is not None:
             self.tiered.tier.require_whole()
             if self.tiered.has_master:
                 return cast(torch.Tensor, self.tiered.view("master"))
         if self.master is None and self.filed is not None:
-            return cast(torch.Tensor, self.filed.slice_of(self))
+            return cast(torch.Tensor, self.filed.shard_of(self))
         return self.shard if self.master is None else self.master
 
     @property
@@ -136,7 +136,7 @@ class Unit:
         return self.place == HOST or (self.filed is not None and self.filed.shared)
 
     def write_shard(self, first: int, values: torch.Tensor) -> None:
-        """Elements of this rank's slice from ``first`` on, inside ``engine.write_shards()``."""
+        """Elements of this rank's shard from ``first`` on, inside ``engine.write_shards()``."""
         if self.filed is not None:
             self.filed.write(self, first, values)
         else:
@@ -144,7 +144,7 @@ class Unit:
 
     @property
     def has_master(self) -> bool:
-        """Is there an fp32 copy beside the slice?"""
+        """Is there an fp32 copy beside the shard?"""
         return self.master is not None or (self.tiered is not None and self.tiered.has_master)
 
     def make_master(self) -> None:
@@ -200,8 +200,8 @@ class Engine:
         self.stepped_at = 0
         self.optimizer_ref: weakref.ref[torch.optim.Optimizer] | None = None
         self.least_states = 2  # of a parameter, as soon as there are any: for what is planned
-        self.update: Update | None = None  # what C steps slices with; else:
-        self.inner: torch.optim.Optimizer | None = None  # torch's own optimizer over the slices
+        self.update: Update | None = None  # what C steps shards with; else:
+        self.inner: torch.optim.Optimizer | None = None  # torch's own optimizer over the shards
         self.onebit: OneBit | None = None  # in place of both, for optimizers that send or sum something of their own
         self.local = self.ranks == 1 or self.stage == 0
         self.shows_gradients = self.stage == 0
@@ -392,7 +392,7 @@ class Engine:
         self.clear_gradients()
 
     def gradient_shard(self, unit: Unit) -> tuple[torch.Tensor, list[bool]] | None:
-        """(this rank's slice of the reduced gradient, which parameters have one); None without any. Not for local gradients.
+        """(this rank's shard of the reduced gradient, which parameters have one); None without any. Not for local gradients.
 
         Of a tier it is a copy: :meth:`keep_gradient_shard` writes it back.
         """
@@ -472,7 +472,7 @@ class Engine:
 
     @contextlib.contextmanager
     def write_shards(self) -> Iterator[None]:
-        """Collective: inside, each rank may write its own slices, and nobody reads; afterwards all ranks see them."""
+        """Collective: inside, each rank may write its own shards, and nobody reads; afterwards all ranks see them."""
         self.flush()
         if self.stored is not None:
             stored.refuse("parameters were to be written", self.stored)
@@ -510,7 +510,7 @@ class Engine:
     def optimizer_state(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Tensors of ``shard`` length by torch's names (``exp_avg``, ...), and ``step``: int64, one a parameter.
 
-        Of a tier they are values to be streamed: they have a shape, slices and ``parts`` (zero/offload.py). In 8 bits they
+        Of a tier they are values to be streamed: they have a shape, shards and ``parts`` (zero/offload.py). In 8 bits they
         are codes (zero/low_states.py).
         """
         state = dict(unit.state)

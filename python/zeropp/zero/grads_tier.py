@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients on NVMe: ``Config(offload=Offload(grads="nvme", path=...))`` at stages 2 and 3 (ZeRO-Infinity, arXiv:2104.07857).
 
-This rank's reduced gradients live in one scratch file. Backward writes a unit's slice when its gradients are complete,
+This rank's reduced gradients live in one scratch file. Backward writes a unit's shard when its gradients are complete,
 and from the second backward of a step on reads it ahead, adds to it and writes it again; the step reads it beside the
-states (csrc/zero/grad_file.h). Everything else asks for slices here: clipping by value, ``zeropp.get_full``,
+states (csrc/zero/grad_file.h). Everything else asks for shards here: clipping by value, ``zeropp.get_full``,
 ``gathered(grads=True)``.
 """
 
@@ -90,17 +90,17 @@ class GradsTier:
         self._asked_at = -1
 
     def read(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of this rank's slice of the gradient."""
+        """A copy of this rank's shard of the gradient."""
         values = torch.empty(unit.shard_elems, dtype=dtype)
         self._zero.copy_grads(unit.index, 0, values.numel(), values.data_ptr(), False)
         return values
 
     def write(self, unit: Unit, values: torch.Tensor) -> None:
-        """This rank's slice, whole."""
+        """This rank's shard, whole."""
         self._zero.copy_grads(unit.index, 0, values.numel(), values.data_ptr(), True)
 
     def bytes_in_file(self, units: list[Unit]) -> int:
-        """Of the slices themselves, without what rounds them up to pages; with delayed updates, in each of their two places."""
+        """Of the shards themselves, without what rounds them up to pages; with delayed updates, in each of their two places."""
         cut, offset, total = self.figures()["cut_bytes"], 0, 0
         for unit in reversed(units):  # as csrc/zero/grad_file.c lays them
             if unit.trainable:
@@ -111,7 +111,7 @@ class GradsTier:
         return total // self.places
 
     def figures(self) -> dict[str, Any]:
-        """``mapping_bytes`` of all slices, ``cut_bytes`` of them held in memory; ``entered_bytes`` now and at their peak;
+        """``mapping_bytes`` of all shards, ``cut_bytes`` of them held in memory; ``entered_bytes`` now and at their peak;
         ``memory_bytes`` they take, ``window_bytes`` of the step's buffers; totals of ``read_bytes``, ``written_bytes``,
         ``loads``, ``load_wait_ns`` (writes included), ``step_wait_ns``; ``backend``."""
         seen: dict[str, Any] = self._zero.grads_figures()

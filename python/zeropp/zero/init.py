@@ -3,16 +3,16 @@
 
 Inside the context each rank holds 1/N of every parameter, but for a small window of recent ones. A parameter is seen
 when its module registers it (torch's public registration hook), and leaves the window when newer ones need the room:
-its rank keeps a slice, and its class becomes :class:`ShardedParameter`, which has the true shape. Any operation on it
+its rank keeps a shard, and its class becomes :class:`ShardedParameter`, which has the true shape. Any operation on it
 inside the context brings it back whole first, so that ``reset_parameters``, ``model.apply(init)``,
 ``p.data.normal_()``, deep copies and tied weights work as ever, with the same random stream, hence the same values,
 as plain construction. An operation that overwrites all of it gathers nothing.
 
-Outside of the context such a parameter refuses reads until ``zeropp.prepare`` takes the slices over, unit by unit.
+Outside of the context such a parameter refuses reads until ``zeropp.prepare`` takes the shards over, unit by unit.
 All ranks must build the same model from the same seed; the end of the context compares what they drew.
 
-Cost: peak memory is the slices plus ``window_bytes`` or 9/8 of the largest parameter; one gather for each partial
-    write. With ``path`` the slices are pages of files, which the system writes and takes back as it needs memory.
+Cost: peak memory is the shards plus ``window_bytes`` or 9/8 of the largest parameter; one gather for each partial
+    write. With ``path`` the shards are pages of files, which the system writes and takes back as it needs memory.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class LiveParameter(nn.Parameter):
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter of which this rank holds a slice, between its construction and ``zeropp.prepare``."""
+    """A parameter of which this rank holds a shard, between its construction and ``zeropp.prepare``."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -199,7 +199,7 @@ def materialise(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def copy_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """This rank's slice of a sharded parameter, into its place among all values: 1-D, of the parameter's length."""
+    """This rank's shard of a sharded parameter, into its place among all values: 1-D, of the parameter's length."""
     with torch._C.DisableTorchFunctionSubclass():
         mine = _values_of(parameter)
         part = whole[_rank() * mine.numel() :][: mine.numel()]
@@ -212,8 +212,8 @@ def sharded_init(*, window_bytes: int = WINDOW_BYTES, path: Folders | None = Non
 
     Args:
         window_bytes: how much of the newest parameters stays whole meanwhile; at least the largest one does.
-        path: a folder on a local disk: slices wait there for ``zeropp.prepare``, in files without a name, for models
-            whose parameters do not fit into memory (``Offload(params="nvme")``). Several folders: each slice in the one that
+        path: a folder on a local disk: shards wait there for ``zeropp.prepare``, in files without a name, for models
+            whose parameters do not fit into memory (``Offload(params="nvme")``). Several folders: each shard in the one that
             has had the fewest bytes. None: in memory.
 
     Raises:
@@ -265,7 +265,7 @@ def construction(
 
 
 class _SliceFolders:
-    """Where slices wait: each in a file of its own, so that none is striped, and the folders have about equal shares."""
+    """Where shards wait: each in a file of its own, so that none is striped, and the folders have about equal shares."""
 
     def __init__(self, path: Folders) -> None:
         chosen = folders("sharded_init.path", path)
@@ -310,7 +310,7 @@ class _Construction:
     # --- the window -------------------------------------------------------------------------------------------------
 
     def follow(self, parameter: nn.Parameter, name: str) -> None:
-        """A new parameter, whole as it comes. Classes of their own, and values on meta, are not ours to slice."""
+        """A new parameter, whole as it comes. Classes of their own, and values on meta, are not ours to shard."""
         if "_zeropp_built" in parameter.__dict__ or type(parameter) is not nn.Parameter or parameter.is_meta:
             return
         parameter.__class__ = LiveParameter
@@ -365,7 +365,7 @@ class _Construction:
         if self.from_rank_0 and values.numel():
             dist.broadcast(values.view(torch.uint8), 0)
         record.digest = _digest(values)
-        record.values = _slice_of(values, self.folders)
+        record.values = _shard_of(values, self.folders)
         del values
         _become_sharded(parameter)
         self.holes.freed(size_bytes)
@@ -399,7 +399,7 @@ _active: _Construction | None = None
 
 @contextlib.contextmanager
 def whole_built(parameters: Iterable[torch.Tensor], write: bool) -> Iterator[None]:
-    """Collective: parameters that were built in slices, and not prepared yet, whole inside the block, as plain ones.
+    """Collective: parameters that were built in shards, and not prepared yet, whole inside the block, as plain ones.
 
     Args:
         parameters: those that are not sharded are left alone. Any order; ranks may give different ones.
@@ -421,11 +421,11 @@ def whole_built(parameters: Iterable[torch.Tensor], write: bool) -> Iterator[Non
             if kept and one.numel():
                 values = one.detach().contiguous().view(-1)
                 dist.broadcast(values.view(torch.uint8), 0)
-                _record_of(one).values = _slice_of(values)
+                _record_of(one).values = _shard_of(values)
             _become_sharded(one)
 
 
-def _slice_of(values: torch.Tensor, waiting: _SliceFolders | None = None) -> torch.Tensor:
+def _shard_of(values: torch.Tensor, waiting: _SliceFolders | None = None) -> torch.Tensor:
     """This rank's part of all values, in memory of its own."""
     ranks, rank = _ranks(), _rank()
     per_rank = -(-values.numel() // ranks)
@@ -472,7 +472,7 @@ def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(elems: int, dtype: torch.dtype, device: torch.device, waiting: _SliceFolders | None) -> torch.Tensor:
-    """Zeros in pages of their own: slices that stay, between whole parameters that go, would leave holes in malloc's
+    """Zeros in pages of their own: shards that stay, between whole parameters that go, would leave holes in malloc's
     heap. With ``waiting`` they are pages of a file."""
     size_bytes = elems * dtype.itemsize
     if device.type != "cpu" or size_bytes < OWN_PAGES_BYTES:
@@ -575,7 +575,7 @@ def _overwrites(func: Any, args: Any, kwargs: Any, parameter: nn.Parameter) -> b
 
 
 def _replace_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """``parameter.data = values``: the slice is dropped. Inside the context it is followed on, outside it is plain
+    """``parameter.data = values``: the shard is dropped. Inside the context it is followed on, outside it is plain
     from now on."""
     with torch._C.DisableTorchFunctionSubclass():
         parameter.__class__ = LiveParameter if _active is not None else nn.Parameter

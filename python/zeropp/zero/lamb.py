@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LAMB (You et al. 2020) on slices, its norms summed over ranks, and 1-bit LAMB (Li et al. 2021)."""
+"""LAMB (You et al. 2020) on shards, its norms summed over ranks, and 1-bit LAMB (Li et al. 2021)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Update:
 
 
 class Lamb(OneBit):
-    """Exact: every tensor's norms are sums over its pieces, in the order of slices, at every stage."""
+    """Exact: every tensor's norms are sums over its pieces, in the order of shards, at every stage."""
 
     grows = True
 
@@ -53,7 +53,7 @@ class Lamb(OneBit):
     # -- numbers a tensor ----------------------------------------------------------------------------------------------
 
     def table(self, columns: int) -> Tensor:
-        """Zeros: [slices, tensors, columns], of which this rank fills the slices that it steps."""
+        """Zeros: [shards, tensors, columns], of which this rank fills the shards that it steps."""
         return torch.zeros(self.engine.ranks, self._rows, columns, dtype=torch.float64)
 
     def gathered(self, table: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Lamb(OneBit):
 
     @staticmethod
     def summed(table: Tensor) -> Tensor:
-        """Over slices, in their order."""
+        """Over shards, in their order."""
         total = table[0].clone()
         for one in table[1:]:
             total += one
@@ -281,7 +281,7 @@ class OneBitLamb(Lamb):
         return min(step, int(self._groups[0]["freeze_step"]))
 
     def _average_momentum(self, slot: Slot, scale: float) -> Tensor:
-        """The new momentum of this rank's slice in ``exp_avg``; returns the one before."""
+        """The new momentum of this rank's shard in ``exp_avg``; returns the one before."""
         beta1, _ = self.betas()
         mine, momentum = self.scratch(slot.unit), slot.state("exp_avg")
         slot.take(mine, scale * (1 - beta1))

@@ -30,7 +30,7 @@ def elem_bytes(kind: str) -> float:
 
 
 def spans(unit: Unit) -> Iterator[tuple[int, slice, int, slice]]:
-    """For each parameter that this rank has a part of: its number, the part in the slice, the first element's place in
+    """For each parameter that this rank has a part of: its number, the part in the shard, the first element's place in
     the parameter, and its scales."""
     at = 0
     for index, first, elems in unit.pieces():
@@ -91,7 +91,7 @@ def put(unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
 
 
 def load_all(unit: Unit, name: str, into: torch.Tensor) -> None:
-    """The whole moment in fp32, of the slice's length."""
+    """The whole moment in fp32, of the shard's length."""
     for _, part, begin, scales in spans(unit):
         of_codes = unit.scales[name][scales] if unit.scales else torch.empty(0)
         moments_decode_(unit.state[name][part], of_codes, into[part], moment=name, first=begin)
@@ -110,7 +110,7 @@ def store_all(unit: Unit, name: str, values: torch.Tensor, present: list[bool]) 
 
 
 def write_all(unit: Unit, name: str, values: torch.Tensor) -> None:
-    """An 8-bit moment from fp32 values of the slice's length."""
+    """An 8-bit moment from fp32 values of the shard's length."""
     make(unit, name)
     for index, part, _, _ in spans(unit):
         write(unit, name, index, values[part])

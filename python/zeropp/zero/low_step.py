@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lion, Adagrad and SGD on slices whose state is in bf16 or 8 bits: our operators, one call a unit and parameter group.
+"""Lion, Adagrad and SGD on shards whose state is in bf16 or 8 bits: our operators, one call a unit and parameter group.
 
 In fp32 C steps them as it steps Adam (updates.py). States lie where Adam's do (low_states.py), so checkpoints, values and
 bytes know them; so do random bits: of the parameter's number, its step and the place in it.

@@ -3,7 +3,7 @@
 
 Module after module, children first, gets memory and draws its values by its own ``reset_parameters()``, and by the
 ``_init_weights(module)`` of the nearest model around it that has one (Hugging Face's convention, and many others').
-Each rank keeps its slices (init.py), so the whole model is never in memory. Parameters stay the same objects: an
+Each rank keeps its shards (init.py), so the whole model is never in memory. Parameters stay the same objects: an
 optimizer may hold them already.
 """
 
@@ -44,7 +44,7 @@ def give_values(model: nn.Module, path: Folders | None) -> None:
     """Draw what is on meta, on a model that :func:`check_draws` let pass. Collective; rank 0's values count.
 
     Args:
-        path: a folder where slices wait, or several, see ``sharded_init``; None: in memory.
+        path: a folder where shards wait, or several, see ``sharded_init``; None: in memory.
 
     Raises:
         zeropp.ConfigError: a module leaves some of its values out; named.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon (Jordan et al. 2024) on slices: whole matrices are orthogonalised by one rank each, in turn.
+"""Muon (Jordan et al. 2024) on shards: whole matrices are orthogonalised by one rank each, in turn.
 
-Momentum is element by element, so it stays in slices. What is to be orthogonalised is gathered unit by unit in bf16,
+Momentum is element by element, so it stays in shards. What is to be orthogonalised is gathered unit by unit in bf16,
 which is what the iteration computes in; each rank takes its share of the unit's matrices, the largest first; and the
-results go back to slices, in bf16 again: 4 bytes a parameter on the wire, times (N - 1) / N, beside ZeRO's own.
+results go back to shards, in bf16 again: 4 bytes a parameter on the wire, times (N - 1) / N, beside ZeRO's own.
 """
 
 from __future__ import annotations

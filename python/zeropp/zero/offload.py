@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer states on NVMe: ``Config(offload=Offload(optimizer="nvme", path=...))`` (ZeRO-Infinity, arXiv:2104.07857).
 
-The fp32 master weights and the optimizer's moments of this rank's slices live in one scratch file; ``optimizer.step()`` streams
+The fp32 master weights and the optimizer's moments of this rank's shards live in one scratch file; ``optimizer.step()`` streams
 them through a few buffers (csrc/zero/optim_file.h), so the memory they take does not grow with the model. Everything else
 asks for them here, in pieces: checkpoints, ``gathered(write=True)``, ``zeropp.memory``.
 """
@@ -103,7 +103,7 @@ class StateTier:
 
 
 class TieredStates:
-    """The states of one unit's slice. ``kinds``: the moments that exist, none before the first step."""
+    """The states of one unit's shard. ``kinds``: the moments that exist, none before the first step."""
 
     def __init__(self, tier: StateTier, slice_: int, elems: int, has_master: bool, index: int) -> None:
         self.tier, self.slice, self.elems, self.has_master, self.index = tier, slice_, elems, has_master, index
@@ -149,7 +149,7 @@ class TieredStates:
 
 
 class StreamedValues:
-    """Like a 1-D fp32 tensor to whoever writes it to a file: it has a shape, slices, and ``parts`` in place of data."""
+    """Like a 1-D fp32 tensor to whoever writes it to a file: it has a shape, shards, and ``parts`` in place of data."""
 
     dtype = torch.float32
 

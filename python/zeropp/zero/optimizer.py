@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A torch optimizer, adopted in place: the same object, whose step updates this rank's slices.
+"""A torch optimizer, adopted in place: the same object, whose step updates this rank's shards.
 
-AdamW, Adam, Lion, Adagrad and SGD run fused kernels in C, wherever their slices lie (updates.py); the last three, with states in
-fewer bits, our operators (low_step.py). Other element-wise optimizers, and float64, run torch's own code on the slices, one
+AdamW, Adam, Lion, Adagrad and SGD run fused kernels in C, wherever their shards lie (updates.py); the last three, with states in
+fewer bits, our operators (low_step.py). Other element-wise optimizers, and float64, run torch's own code on the shards, one
 1-D tensor a parameter piece. LAMB, Muon and the one-bit optimizers have parts of their own (lamb.py, muon.py, onebit_adam.py).
 """
 
@@ -66,13 +66,13 @@ class ZeroOptimizer(optim.Optimizer):
         if engine.config.clip is not None:
             self._clip(engine.config.clip)
         if engine.backward_step is not None:
-            self._step_slices()
+            self._step_shards()
             engine.backward_step.check_rates(self)
         elif engine.scaler is None:
             self._require_finite()
-            self._step_slices()
+            self._step_shards()
         elif self._is_finite(engine.scaler):
-            self._step_slices()
+            self._step_shards()
             engine.scaler.taken()
         else:
             engine.flush()
@@ -90,7 +90,7 @@ class ZeroOptimizer(optim.Optimizer):
         """
         self._engine.flush()
 
-    def _step_slices(self) -> None:
+    def _step_shards(self) -> None:
         """Collective. Where storage can fail in the middle, all ranks hear of it before any goes on."""
         engine = self._engine
         failure: BaseException | None = None
@@ -242,7 +242,7 @@ class ZeroOptimizer(optim.Optimizer):
                     engine.keep_gradient_shard(unit, shard)
 
     def _refuse_complex(self, what: str) -> None:
-        """Slices hold numbers; of a complex element they may hold half."""
+        """Shards hold numbers; of a complex element they may hold half."""
         entries = (entry for unit in self._engine.units if unit.trainable for entry in unit.params)
         name = next((entry.names[0] for entry in entries if entry.is_complex), None)
         if name is not None:
@@ -493,7 +493,7 @@ def check_differentiable(what: str, group: dict[str, Any]) -> None:
 
 
 def steps_float64(optimizer: optim.Optimizer) -> bool:
-    """Can it update slices in float64? torch's own code can, and our Adam."""
+    """Can it update shards in float64? torch's own code can, and our Adam."""
     return kind_of(optimizer) is not Lion and kind_of(optimizer) not in _ONEBIT
 
 
@@ -635,7 +635,7 @@ def _class_for(original: type) -> type:
 
 
 def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
-    """Make a checked ``optimizer`` update the engine's slices from now on. Schedulers built before or after keep working."""
+    """Make a checked ``optimizer`` update the engine's shards from now on. Schedulers built before or after keep working."""
     group_of = _group_of(optimizer)
     number = 0
     for unit in engine.units:
@@ -664,7 +664,7 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
 
 
 def _update_of(optimizer: optim.Optimizer, engine: Engine) -> updates.Update | None:
-    """What C steps its slices with; None: Python does. A one-bit optimizer begins with steps of Adam."""
+    """What C steps its shards with; None: Python does. A one-bit optimizer begins with steps of Adam."""
     if kind_of(optimizer) in _ONEBIT:
         return updates.ADAMS
     stepped = (unit for unit in engine.units if not unit.stays_frozen)

@@ -10,7 +10,7 @@ LAST = 63
 
 
 def describe(bad: Iterable[tuple[str, int]], ranks: int) -> list[str]:
-    """Parameters with the ranks whose gradients were not finite, of (name, bits) of one slice each; in the order of the slices."""
+    """Parameters with the ranks whose gradients were not finite, of (name, bits) of one shard each; in the order of the shards."""
     found: dict[str, int] = {}
     for name, bits in bad:
         found[name] = found.get(name, 0) | bits

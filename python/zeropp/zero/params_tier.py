@@ -3,7 +3,7 @@
 
 The model's own values live in one scratch file a host; a unit is read when it is needed, ahead of need along the order
 of the last pass, and its memory given back when it is not (csrc/zero/unit_file.h). Over several hosts each rank has a file of
-its own, with its slices, which are gathered as those in memory are (csrc/zero/rank_file.h). Everything else asks for slices
+its own, with its shards, which are gathered as those in memory are (csrc/zero/rank_file.h). Everything else asks for shards
 here: construction, checkpoints, ``zeropp.memory``.
 """
 
@@ -104,14 +104,14 @@ class ParamsTier:
         if not self.in_memory:
             self._end()
 
-    def slice_of(self, unit: Unit) -> FiledSlice:
-        """This rank's own slice of a unit."""
+    def shard_of(self, unit: Unit) -> FiledSlice:
+        """This rank's own shard of a unit."""
         if self.stored is not None:
             stored.refuse("slices of exact parameters are asked for", self.stored)
         return FiledSlice(self, unit.index, unit.begin_elems, unit.shard.numel(), unit.dtype)
 
     def write(self, unit: Unit, first: int, values: torch.Tensor) -> None:
-        """Elements of this rank's slice from ``first`` on; inside ``engine.write_shards()``."""
+        """Elements of this rank's shard from ``first`` on; inside ``engine.write_shards()``."""
         values = values.detach().reshape(-1).to(unit.dtype).contiguous()
         if not values.numel():
             return
@@ -154,7 +154,7 @@ class ParamsTier:
             if not unit.filed:
                 continue
             if self._owners:  # every rank has as much in its file
-                begin = self._slice_address(unit)
+                begin = self._shard_address(unit)
                 end = begin + unit.shard_elems * unit.dtype.itemsize
                 total += self._owners * max(0, end - max(begin, cut))
                 continue
@@ -170,12 +170,12 @@ class ParamsTier:
         return int(seen["mapping_address"]) + int(seen["cut_bytes"])
 
     def held_elems(self, unit: Unit) -> int:
-        """Of this rank's slice, its first ones, which are in memory for good."""
-        held = self._cut_address() - self._slice_address(unit)
+        """Of this rank's shard, its first ones, which are in memory for good."""
+        held = self._cut_address() - self._shard_address(unit)
         return int(min(max(0, held) // unit.dtype.itemsize, unit.shard.numel()))
 
     @staticmethod
-    def _slice_address(unit: Unit) -> int:
+    def _shard_address(unit: Unit) -> int:
         """In the home of the file that has it."""
         return int(unit.core.layout()["shard"])
 
@@ -185,7 +185,7 @@ class ParamsTier:
 
 
 class FiledSlice:
-    """Like a 1-D tensor to whoever writes it to a file: it has a shape, slices, and ``parts`` in place of data."""
+    """Like a 1-D tensor to whoever writes it to a file: it has a shape, shards, and ``parts`` in place of data."""
 
     BLOCK_BYTES = 4 << 20
 

@@ -48,7 +48,7 @@ def prepare(
     Args:
         model: any module; rank 0's values are taken on every rank. Stays the same object. One that was prepared without
             an optimizer (to evaluate first) takes one now; its own config stays. What is on the meta device draws its
-            values here, slice by slice, by its modules' ``reset_parameters()`` and its models' ``_init_weights(module)``;
+            values here, shard by shard, by its modules' ``reset_parameters()`` and its models' ``_init_weights(module)``;
             so build on meta what is loaded next (``zeropp.load``, ``load_full_state_dict``).
         optimizer: built from ``model.parameters()``; stays the same object. None: a model that is only evaluated, or
             only gives gradients.
@@ -268,7 +268,7 @@ def _check_model(model: nn.Module, config: Config) -> None:
     for parameter, name in ignored.items():
         if is_sharded(parameter) or parameter.is_meta:
             raise ConfigError(
-                f"prepare: parameter '{name}' is ignored, and {'built in slices' if is_sharded(parameter) else 'on meta'}: nobody would "
+                f"prepare: parameter '{name}' is ignored, and {'built in shards' if is_sharded(parameter) else 'on meta'}: nobody would "
                 "give it values; build its module plainly, or do not ignore it"
             )
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter not in ignored]
@@ -367,7 +367,7 @@ def _make_tiers(engine: Engine, optimizer: Any) -> None:
 def _fill(engine: Engine, unit: Unit, updated: bool) -> None:
     """Move rank 0's values of one unit into its flat buffer; the parameters become views of it.
 
-    What was built in slices comes from all ranks: into one copy of the host each writes its own, and nothing is gathered. Where each of
+    What was built in shards comes from all ranks: into one copy of the host each writes its own, and nothing is gathered. Where each of
     several hosts has a copy, one rank of each writes it, parameter by parameter.
     ``updated``: there is an optimizer, which will want an fp32 master of what is in fewer bits.
     """
@@ -383,14 +383,14 @@ def _fill(engine: Engine, unit: Unit, updated: bool) -> None:
     if comm is not None and unit.place == FILE:
         comm.barrier()  # nobody reads from the file any more into what is filled now
     built = [is_sharded(entry.param) for entry in unit.params]
-    for entry, in_slices in zip(unit.params, built, strict=True):
+    for entry, in_shards in zip(unit.params, built, strict=True):
         place = slice(entry.offset_elems, entry.offset_elems + entry.numel)
         flat = unit.whole[place]
-        if in_slices and unit.shared and full is None and not copies:
+        if in_shards and unit.shared and full is None and not copies:
             copy_own_part(entry.param, entry.of(flat).view(-1))
         else:
-            values = materialise(entry.param) if in_slices else entry.param.data
-            if copies and not in_slices and values.numel():
+            values = materialise(entry.param) if in_shards else entry.param.data
+            if copies and not in_shards and values.numel():
                 values = values.contiguous()
                 comm.broadcast(values.data_ptr(), values.nbytes, 0)
             if writes:
@@ -398,14 +398,14 @@ def _fill(engine: Engine, unit: Unit, updated: bool) -> None:
             if full is not None:
                 entry.of(full[place]).copy_(values)
         entry.param.data = entry.of(flat)
-        if in_slices:
+        if in_shards:
             entry.param.__class__ = nn.Parameter
     if comm is not None and not unit.shared and not all(built):
         comm.broadcast(unit.whole.data_ptr(), unit.elems * unit.dtype.itemsize, 0)
     if comm is not None and unit.place == FILE:
         comm.barrier()
     if unit.place in (SHARD, FILE):
-        unit.core.keep_slice()
+        unit.core.keep_shard()
     if low and not updated and full is None and unit.tiered is None and unit.filed is None:
         unit.master_waits = True
     elif low:
@@ -415,7 +415,7 @@ def _fill(engine: Engine, unit: Unit, updated: bool) -> None:
 
 
 def _make_master(engine: Engine, unit: Unit, full: torch.Tensor | None) -> None:
-    """The fp32 slice that the optimizer updates; exact where the model came in fp32."""
+    """The fp32 shard that the optimizer updates; exact where the model came in fp32."""
     if full is None:
         if engine.comm is not None:
             engine.comm.barrier()  # one shared copy: rank 0 must have filled it

@@ -287,10 +287,10 @@ Then = list[Callable[[], None]]
 def _fill_unit(
     engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then
 ) -> None:
-    """This rank's slices of one unit's weights."""
+    """This rank's shards of one unit's weights."""
     if engine.local or unit.place != WHOLE:
         if unit.tiered is None and unit.filed is None:
-            _fill_slices(unit, saved, parts, fills, then)
+            _fill_shards(unit, saved, parts, fills, then)
             return
         wanted: Iterable[tuple[int, int, int]] = unit.pieces()
     else:  # every rank has all of it, and fills all of it
@@ -303,8 +303,8 @@ def _fill_unit(
             write_piece(unit, entry.offset_elems + low, values)
 
 
-def _fill_slices(unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then) -> None:
-    """Straight into this rank's slice, or into its fp32 master and from there to the slice."""
+def _fill_shards(unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then) -> None:
+    """Straight into this rank's shard, or into its fp32 master and from there to the shard."""
     wanted = []
     for index, first, elems in unit.pieces():
         entry = unit.params[index]
@@ -326,7 +326,7 @@ def _fill_slices(unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: saf
 def _fill_state(
     engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then
 ) -> None:
-    """The optimizer's state of this rank's slice: straight into it, or unit by unit where it lives elsewhere."""
+    """The optimizer's state of this rank's shard: straight into it, or unit by unit where it lives elsewhere."""
     entries = [saved[entry.names[0]] for entry in unit.params]
     if unit.tiered is None and not any(map(was_trained, entries)):
         engine.forget_optimizer_state(unit)

@@ -2,7 +2,7 @@
 """Files of tensors in the safetensors format: written as a stream of pieces with checksums, durable on return,
 verified, and read back piece by piece.
 
-safetensors' own writer makes a copy of every tensor first, which a rank that holds a large slice has no room for, and
+safetensors' own writer makes a copy of every tensor first, which a rank that holds a large shard has no room for, and
 knows no checksums; the format is simple: 8 bytes little-endian length of a JSON header, the header, the tensors'
 bytes. Formats: docs/checkpoint-format.md.
 

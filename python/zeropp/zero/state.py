@@ -53,7 +53,7 @@ def _loose(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def write_piece(unit: Unit, at: int, values: torch.Tensor) -> None:
-    """Elements from ``at`` on of a unit's flat buffer, where this rank holds them: slice, whole copy and fp32 master.
+    """Elements from ``at`` on of a unit's flat buffer, where this rank holds them: shard, whole copy and fp32 master.
 
     Call it inside ``engine.write_shards()``.
     """
@@ -80,7 +80,7 @@ def named_full_tensors(
     Yields:
         (name, a copy on the CPU): names as in ``named_parameters``, tied parameters once.
 
-    Memory: one bucket and one parameter beside the slices.
+    Memory: one bucket and one parameter beside the shards.
     """
     engine_of(model).flush()
     for bucket in _buckets(engine_of(model), bucket_bytes):
@@ -185,7 +185,7 @@ def load_full_state_dict(
     strict: bool = True,
     progress: bool = False,
 ) -> None:
-    """Whole values into a partitioned model; collective. Each rank takes its slices, and reads no more of a file than
+    """Whole values into a partitioned model; collective. Each rank takes its shards, and reads no more of a file than
     the rows that hold them: no rank ever has the whole model, and nothing travels between ranks.
 
     Args:

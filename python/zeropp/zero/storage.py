@@ -38,7 +38,7 @@ class Storage:
     def agree(self, error: BaseException | None) -> None:
         """Collective, after every step: it succeeded on all ranks, or raises on all of them.
 
-        Where some slices were stepped and others not, here or elsewhere, everything but a load is refused from then on.
+        Where some shards were stepped and others not, here or elsewhere, everything but a load is refused from then on.
         A rank that was interrupted after its step raises alone: nothing is torn.
         """
         steps = self._core.step_state()[0]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory that files on NVMe need on this side: what a step streams its states, parameters and gradients through, and the
-slices of gradients that stay in memory for the next backward.
+shards of gradients that stay in memory for the next backward.
 
 ``zeropp.estimate`` asks before there is a model, ``zeropp.memory`` afterwards: one arithmetic for both. The sizes are those of
 csrc/zero/optim_file.c (buffers), csrc/zero/unit_file_step.c (windows) and csrc/zero/grad_file.c (gradients).
@@ -43,24 +43,24 @@ class Slice:
         return -(-self.elems * self.grad_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
-def tier_buffers(slices: Sequence[Slice], offload: Offload, moments: int, *, inside: bool) -> int:
+def tier_buffers(shards: Sequence[Slice], offload: Offload, moments: int, *, inside: bool) -> int:
     """Bytes of a rank, at most.
 
     Args:
-        slices: of all trainable units.
+        shards: of all trainable units.
         moments: tensors of states that the optimizer keeps for each parameter, without the master.
         inside: True with ``Config(step_in_backward=True)``: units are stepped where they are gathered, without windows.
     """
     total, window_elems = 0, _WINDOW_ELEMS
     if _is_filed(offload.optimizer):
         fraction = _share(offload.optimizer)
-        pairs = [(one.elems, one.master) for one in slices]
+        pairs = [(one.elems, one.master) for one in shards]
         total, record_elems = _C.optim_file_plan(pairs, fraction, (1 << moments) - 1, inside)
         window_elems = max(record_elems, _WINDOW_ELEMS if fraction < 1 else 0)
-    grads = slices if _is_filed(offload.grads) else []
-    total += _slices_in_memory(grads, _share(offload.grads))
+    grads = shards if _is_filed(offload.grads) else []
+    total += _shards_in_memory(grads, _share(offload.grads))
     if not inside:
-        total += _windows([(one.elems, one.param_bytes) for one in slices if one.filed], window_elems)
+        total += _windows([(one.elems, one.param_bytes) for one in shards if one.filed], window_elems)
         total += _windows([(one.elems, one.grad_bytes) for one in grads], window_elems)
     return total
 
@@ -79,8 +79,8 @@ def _windows(sizes: Sequence[tuple[int, int]], window_elems: int) -> int:
     return elems * max((size for _, size in sizes), default=0)
 
 
-def _slices_in_memory(grads: Sequence[Slice], fraction: float) -> int:
-    """As many whole slices as there is room for: those under way, then those that wait for the next backward."""
+def _shards_in_memory(grads: Sequence[Slice], fraction: float) -> int:
+    """As many whole shards as there is room for: those under way, then those that wait for the next backward."""
     sizes = [one.grad_slice_bytes for one in grads]
     room, held = max(_SLICES_BYTES, 2 * max(sizes, default=0)), 0
     for size in sizes:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that come to a collective which their code does not name: they say so in the store first, and nobody waits for ever.
 
-``tensor.cpu()`` of a model that is held in slices looks like a thing that one rank may do alone. It is none: so each rank
+``tensor.cpu()`` of a model that is held in shards looks like a thing that one rank may do alone. It is none: so each rank
 counts itself in, and the collective begins only when all have. A rank that has waited long enough takes the count below
 zero in the same step in which it looks whether the others have come, and whoever comes later finds it there.
 """

@@ -46,7 +46,7 @@ def numbers(parameter: torch.Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-#: Complex parameters are held as pairs of real numbers: all that is done to slices is done number by number, as torch's own optimizers do.
+#: Complex parameters are held as pairs of real numbers: all that is done to shards is done number by number, as torch's own optimizers do.
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 

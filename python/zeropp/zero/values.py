@@ -144,10 +144,10 @@ class _Part:
         self.name = self.entry.names[0]
         first, last = self._span(self.unit.begin_elems)
         self.begin, self.elems = first, last - first
-        self.first = self.entry.offset_elems + first - self.unit.begin_elems  # in the unit's slice
+        self.first = self.entry.offset_elems + first - self.unit.begin_elems  # in the unit's shard
 
     def _span(self, begin: int) -> tuple[int, int]:
-        """Elements of the parameter in the slice that begins there."""
+        """Elements of the parameter in the shard that begins there."""
         offset, numel = self.entry.offset_elems, self.entry.numel
         first = min(max(begin - offset, 0), numel)
         return first, max(first, min(begin + self.unit.shard.numel() - offset, numel))

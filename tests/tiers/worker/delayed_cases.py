@@ -242,7 +242,7 @@ def parts_in_files() -> None:
                 assert equal(values, runs[0][1])
 
 
-def slices_of_whole_pages() -> None:
+def shards_of_whole_pages() -> None:
     """Large enough that an update takes several windows, and is under way while the next pass reads."""
     with scratch() as path:
         runs = []
@@ -625,7 +625,7 @@ def refusals() -> None:
 
 
 ON_ONE_RANK = (
-    "exact_for_ever", "states_in_fewer_bits", "refusals", "learns_like_the_exact_one", "slices_of_whole_pages", "memory_of_files",
+    "exact_for_ever", "states_in_fewer_bits", "refusals", "learns_like_the_exact_one", "shards_of_whole_pages", "memory_of_files",
     "gradients_that_cannot_be_read", "a_frozen_float64_unit",
 )  # fmt: skip
 ON_TWO_RANKS = ("a_full_disk_of_parameters",)
@@ -633,7 +633,7 @@ CASES = {
     function.__name__: function
     for function in (
         equals_its_definition, other_optimizers, checkpoints_of_others, a_frozen_float64_unit, equal_everywhere, equal_in_files,
-        accumulates_in_files, parts_in_files, slices_of_whole_pages, memory_of_files,
+        accumulates_in_files, parts_in_files, shards_of_whole_pages, memory_of_files,
         a_full_disk_of_parameters, gradients_that_cannot_be_read, exact_for_ever, states_in_fewer_bits, checkpoints, flushes, runs_beside_a_pass,
         a_disk_that_fails, ends_with_its_model, learns_like_the_exact_one, refusals,
     )

@@ -20,7 +20,7 @@ from delayed_cases import (
     memory_of_files,
     parts_in_files,
     prepared,
-    slices_of_whole_pages,
+    shards_of_whole_pages,
     values_of,
 )
 from state_cases import scratch
@@ -62,7 +62,7 @@ def in_eight_bits() -> None:
 CASES = {
     function.__name__: function
     for function in (
-        equals_its_definition, equal_everywhere, in_eight_bits, parts_in_files, slices_of_whole_pages, memory_of_files, checkpoints,
+        equals_its_definition, equal_everywhere, in_eight_bits, parts_in_files, shards_of_whole_pages, memory_of_files, checkpoints,
         a_disk_that_fails, a_full_disk_of_parameters, gradients_that_cannot_be_read,
     )
 }  # fmt: skip

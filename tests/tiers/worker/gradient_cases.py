@@ -105,7 +105,7 @@ def in_fewer_bits() -> None:
             assert micro_steps(*exact, 2, 4, 0.25) != every, "they are rounded"
 
 
-def slices_of_whole_pages() -> None:
+def shards_of_whole_pages() -> None:
     """Large enough for several windows in a step, and for writes that wait for room."""
     with scratch() as path:
         runs = []
@@ -334,7 +334,7 @@ ON_ONE_RANK = ("the_process_is_smaller",)
 CASES = {
     function.__name__: function
     for function in (
-        fp32, bf16, accumulate, in_fewer_bits, slices_of_whole_pages, a_part_of_the_model, reading_and_changing, memory_and_traffic,
+        fp32, bf16, accumulate, in_fewer_bits, shards_of_whole_pages, a_part_of_the_model, reading_and_changing, memory_and_traffic,
         the_process_is_smaller, no_room, a_disk_that_fails, a_step_that_fails, refusals,
     )
 }  # fmt: skip

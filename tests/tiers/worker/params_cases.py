@@ -59,7 +59,7 @@ def without_prefetch() -> None:
     equal_to_memory(Recipe(steps=2, micro=3, config={"accumulate": 3, "clip": 0.5}), prefetch=0)
 
 
-def slices_of_whole_pages() -> None:
+def shards_of_whole_pages() -> None:
     """Large enough that slices begin at pages, and that a step takes several windows."""
     with scratch() as path:
         runs = []
@@ -505,7 +505,7 @@ def refusals() -> None:
 CASES = {
     function.__name__: function
     for function in (
-        fp32, bf16, without_prefetch, slices_of_whole_pages, backwards_in_any_order, frozen_units, checkpoints, writing_whole_parameters,
+        fp32, bf16, without_prefetch, shards_of_whole_pages, backwards_in_any_order, frozen_units, checkpoints, writing_whole_parameters,
         reading_released_parameters, a_unit_at_a_time, kept_for_the_backward, memory_and_traffic, inference, one_call_at_a_time, no_room,
         a_read_that_fails, checksums_of_all_tiers, a_step_that_fails, refusals, under_a_limit_that_memory_exceeds,
     )

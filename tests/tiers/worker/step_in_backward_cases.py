@@ -203,7 +203,7 @@ def float64() -> None:
     assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
 
 
-def slices_of_whole_pages() -> None:
+def shards_of_whole_pages() -> None:
     """Large enough that slices begin at pages, and that a unit's states are several records."""
     with scratch() as path:
         runs = []
@@ -608,7 +608,7 @@ CASES = {
     function.__name__: function
     for function in (
         fp32, bf16, amsgrad_in_groups, other_optimizers, gradients_in_a_file, gradients_held_back, bytes_of_gradients,
-        gradients_that_cannot_be_read, float64, slices_of_whole_pages, odd_models, checkpoints, gradients_come_and_go,
+        gradients_that_cannot_be_read, float64, shards_of_whole_pages, odd_models, checkpoints, gradients_come_and_go,
         bytes_of_a_step, kept_for_the_next_forward, between_backward_and_step, not_finite, a_disk_that_fails,
         weights_that_autograd_kept,
         a_backward_that_raises, refusals,

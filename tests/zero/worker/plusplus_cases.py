@@ -28,9 +28,9 @@ def _prepared(**config: Any) -> tuple[Any, Any, Engine]:
 
 def _rounded(flat: Tensor, bits: int) -> Tensor:
     """Every rank's slice, quantised by itself."""
-    slices = flat.chunk(dist.get_world_size())
+    shards = flat.chunk(dist.get_world_size())
     return torch.cat(
-        [zeropp.ops.quantise(s.contiguous(), bits=bits, block_elems=BLOCK).dequantise(flat.dtype) for s in slices]
+        [zeropp.ops.quantise(s.contiguous(), bits=bits, block_elems=BLOCK).dequantise(flat.dtype) for s in shards]
     )
 
 
@@ -131,14 +131,14 @@ def reading_is_exact() -> bool:
         model(*batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    slices = [unit.shard.clone() for unit in engine.units]
+    shards = [unit.shard.clone() for unit in engine.units]
     state = zeropp.full_state_dict(model)
     with zeropp.gathered(model):
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, state[name]), name
     with zeropp.gathered(model, write=True):
         pass
-    assert all(torch.equal(unit.shard, before) for unit, before in zip(engine.units, slices, strict=True))
+    assert all(torch.equal(unit.shard, before) for unit, before in zip(engine.units, shards, strict=True))
     with zeropp.gathered(model, write=True), torch.no_grad():
         next(model.parameters()).mul_(0.5)
     with torch.no_grad():  # what was written is what is gathered from now on
