@@ -2,7 +2,7 @@
 #
 #   make demo     train a small GPT with ZeRO-3 on two ranks; DEVICE RANKS STEPS PRESET OFFLOAD SCRATCH MEMORY DATA RESUME YES
 #   make test     every test that this machine can run; PYTEST_ARGS
-#   make lint     ruff, mypy, gcc and clang with warnings as errors, the layers of csrc/
+#   make lint     ruff, mypy, gcc and clang with warnings as errors, the layers of csrc/, the ceilings of the structure
 #   make sanitize C tests under AddressSanitizer + UBSan and ThreadSanitizer
 #   make fuzz     every tests/fuzz/*.c for FUZZ_SECONDS (20)
 #   make bench    benchmarks against torch, gloo, DeepSpeed; NAME=... picks some
@@ -42,6 +42,7 @@ lint: build-lint
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) scripts/lint_c.py
+	$(PY) scripts/lint_structure.py
 
 sanitize: $(VENV)/.installed-test
 	$(PY) tests/c/run.py --flavor asan tsan

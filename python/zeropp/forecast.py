@@ -171,7 +171,7 @@ def estimate(
     if config.comm.secondary_shard and hosts > 1:
         held["params"] += sum(unit.whole_bytes for unit in units if unit.moves) // (ranks // hosts)
     if filed:
-        values = sum(_filed_bytes(model, unit, config) for unit in units if unit.filed) / sharers
+        values = sum(_on_disk_bytes(model, unit, config) for unit in units if unit.filed) / sharers
         held["params"] += as_values // sharers
         on_disk = _fraction(config, "params") * values if _kind(config, "params") == "nvme" else 0.0
         in_file["params"] = round(on_disk)
@@ -185,7 +185,7 @@ def estimate(
     traffic = _traffic(units, config.stage, ranks, host_copy)
     traffic["nvme"] = _nvme_traffic(units, config, ranks, hosts, optimizer, in_file)
     if config.stored_name is not None:  # a forward reads each unit wherever it is used
-        reads = sum(_filed_bytes(model, unit, config) * len(unit.plan.triggers) for unit in units if unit.filed)
+        reads = sum(_on_disk_bytes(model, unit, config) * len(unit.plan.triggers) for unit in units if unit.filed)
         traffic["nvme"] = round(_fraction(config, "params") * reads / sharers) if in_file["params"] else 0
     if hosts > 1:
         traffic["network"] = 0 if config.stored_name is not None else _network_traffic(units, config, ranks, hosts)
@@ -381,7 +381,7 @@ def _tier_buffers(units: list[_Sizes], config: Config, optimizer: str) -> int:
     return tier_buffers(shards, config.offload, STATES[optimizer], inside=config.step_in_backward)
 
 
-def _filed_bytes(model: nn.Module, unit: _Sizes, config: Config) -> int:
+def _on_disk_bytes(model: nn.Module, unit: _Sizes, config: Config) -> int:
     """Of parameters that live in a file, as they are kept there, on all ranks together."""
     if config.stored_name is None:
         return unit.whole_bytes

@@ -85,7 +85,7 @@ def _is_module(name: str) -> bool:
 
 def _for_the_script(arguments: list[str], files: contextlib.ExitStack) -> list[str]:
     """``--zeropp`` by DeepSpeed's name, with a file that frameworks can read."""
-    from zeropp.deepspeed_names.own_file import readable_by_frameworks
+    from zeropp.deepspeed_names.config_file import readable_by_frameworks
 
     said: list[str] = []
     for argument in arguments:
@@ -101,7 +101,7 @@ def _for_the_script(arguments: list[str], files: contextlib.ExitStack) -> list[s
 
 
 def _tell_accelerate(source: str, files: contextlib.ExitStack) -> None:
-    from zeropp.deepspeed_names.own_file import readable_by_frameworks
+    from zeropp.deepspeed_names.config_file import readable_by_frameworks
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = files.enter_context(readable_by_frameworks(source))

@@ -52,12 +52,12 @@ def tier_buffers(shards: Sequence[Slice], offload: Offload, moments: int, *, ins
         inside: True with ``Config(step_in_backward=True)``: units are stepped where they are gathered, without windows.
     """
     total, window_elems = 0, _WINDOW_ELEMS
-    if _is_filed(offload.optimizer):
+    if _is_on_disk(offload.optimizer):
         fraction = _share(offload.optimizer)
         pairs = [(one.elems, one.master) for one in shards]
         total, record_elems = _C.optim_file_plan(pairs, fraction, (1 << moments) - 1, inside)
         window_elems = max(record_elems, _WINDOW_ELEMS if fraction < 1 else 0)
-    grads = shards if _is_filed(offload.grads) else []
+    grads = shards if _is_on_disk(offload.grads) else []
     total += _shards_in_memory(grads, _share(offload.grads))
     if not inside:
         total += _windows([(one.elems, one.param_bytes) for one in shards if one.filed], window_elems)
@@ -65,7 +65,7 @@ def tier_buffers(shards: Sequence[Slice], offload: Offload, moments: int, *, ins
     return total
 
 
-def _is_filed(tier: Tier | str) -> bool:
+def _is_on_disk(tier: Tier | str) -> bool:
     return isinstance(tier, Tier) and tier.kind == "nvme"
 
 
