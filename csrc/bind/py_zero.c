@@ -136,9 +136,9 @@ static PyObject *unit_auto(PyObject *self, PyObject *unused) {
     long task = -1;
     const bool in_backward = zpp_py_backward_runs(unit->zero, &task);
     if (PyErr_Occurred() || (in_backward && zpp_py_enter_backward(unit->zero, true, &task))) return NULL;
-    if (in_backward ? zpp_py_backward_step_require_whole(unit)
-        : zpp_py_backward_step_require_ended(unit->zero, "a parameter was read"))
-        return NULL;
+    const int refused = in_backward ? zpp_py_backward_step_require_whole(unit)
+                                    : zpp_py_backward_step_require_ended(unit->zero, "a parameter was read");
+    if (refused) return NULL;
     if (zpp_py_need(unit, in_backward ? ZPP_PHASE_BACKWARD : ZPP_PHASE_FORWARD)) return NULL;
     if (!in_backward) unit->unit->sticky = true;
     unit->zero->autos = true;
@@ -678,25 +678,23 @@ static int intern_names(void) {
 static int add_methods(PyTypeObject *type, PyMethodDef *methods) {
     for (PyMethodDef *def = methods; def->ml_name; def++) {
         PyObject *method = PyDescr_NewMethod(type, def);
-        if (!method || PyObject_SetAttrString((PyObject *)type, def->ml_name, method)) {
-            Py_XDECREF(method);
-            return -1;
-        }
-        Py_DECREF(method);
+        const int failed = !method || PyObject_SetAttrString((PyObject *)type, def->ml_name, method);
+        Py_XDECREF(method);
+        if (failed) return -1;
     }
     return 0;
 }
 
 int zpp_py_add_zero(PyObject *module);
-
 int zpp_py_add_zero(PyObject *module) {
+    PyMethodDef *const elsewhere[] = { zpp_py_step_methods,     zpp_py_unit_file_methods, zpp_py_backward_step_methods,
+                                       zpp_py_unfreeze_methods, zpp_py_backward_methods,  zpp_py_delayed_methods,
+                                       zpp_py_buffers_methods };
     if (intern_names() || zpp_py_hooks_init(module)) return -1;
     unit_type = (PyTypeObject *)PyType_FromSpec(&unit_spec);
     PyTypeObject *zero_type = (PyTypeObject *)PyType_FromSpec(&zero_spec);
-    if (!unit_type || !zero_type || add_methods(zero_type, zpp_py_step_methods)) return -1;
-    if (add_methods(zero_type, zpp_py_unit_file_methods) || add_methods(zero_type, zpp_py_delayed_methods)) return -1;
-    if (add_methods(zero_type, zpp_py_backward_step_methods)
-        || add_methods(zero_type, zpp_py_unfreeze_methods)) return -1;
-    if (add_methods(zero_type, zpp_py_backward_methods) || add_methods(zero_type, zpp_py_buffers_methods)) return -1;
+    if (!unit_type || !zero_type) return -1;
+    for (size_t i = 0; i < sizeof elsewhere / sizeof elsewhere[0]; i++)
+        if (add_methods(zero_type, elsewhere[i])) return -1;
     return PyModule_AddObjectRef(module, "Zero", (PyObject *)zero_type);
 }
