@@ -456,7 +456,7 @@ static PyMethodDef comm_methods[] = {
     FAST(reduce, "reduce(ptr, elems, dtype, op, root, /)\n--\n\nCombine over all ranks, into the root's tensor."),
     FAST(all_gather,
          "all_gather(dst_ptr, src_ptr, src_elems, dtype=uint8, /)\n--\n\ndst = every rank's src, in rank order."),
-    FAST(reduce_scatter, "reduce_scatter(dst_ptr, src_ptr, dst_elems, dtype, op, /)\n--\n\ndst = my slice of src, "
+    FAST(reduce_scatter, "reduce_scatter(dst_ptr, src_ptr, dst_elems, dtype, op, /)\n--\n\ndst = my shard of src, "
                          "combined over all ranks."),
     FAST(broadcast, "broadcast(ptr, elems, root, dtype=uint8, /)\n--\n\nEverybody's tensor = the root's."),
     {"barrier", barrier, METH_NOARGS, "barrier()\n--\n\nWait for all ranks."},

@@ -45,7 +45,7 @@ static PyObject *optim_file_plan(PyObject *module, PyObject *args) {
     PyObject *list;
     struct zpp_optim_file_options options = { 0 };
     int backward_step;
-    if (!PyArg_ParseTuple(args, "O!dIp:tier_plan", &PyList_Type, &list, &options.fraction, &options.moments,
+    if (!PyArg_ParseTuple(args, "O!dIp:optim_file_plan", &PyList_Type, &list, &options.fraction, &options.moments,
                           &backward_step))
         return NULL;
     options.backward_step = backward_step;
@@ -65,10 +65,10 @@ static PyObject *optim_file_plan(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"optim_file_plan", optim_file_plan, METH_VARARGS,
-     "tier_plan(slices, fraction, moments, early, /)\n--\n\n(bytes of a step's buffers, elements of a record) of "
-     "states in a file. Slices: [(elements, has a master)]; moments: a bit each."},
+     "optim_file_plan(shards, fraction, moments, unit_by_unit, /)\n--\n\n(bytes of a step's buffers, elements of a "
+     "record) of states in a file. Shards: [(elements, has a master)]; moments: a bit each."},
     {"unit_layout", unit_layout, METH_VARARGS,
-     "unit_layout(numels, elem_bytes, ranks, /)\n--\n\n(elements of the flat buffer, elements of a slice), padding "
+     "unit_layout(numels, elem_bytes, ranks, /)\n--\n\n(elements of the flat buffer, elements of a shard), padding "
      "included."},
     {NULL, NULL, 0, NULL},
 };

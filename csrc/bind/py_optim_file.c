@@ -191,9 +191,9 @@ static PyObject *optim_file_get_torn(PyObject *self, void *unused) {
 }
 
 static PyMethodDef optim_file_methods[] = {
-    { "add", optim_file_add, METH_VARARGS, "add(elems, master) -> slice" },
+    { "add", optim_file_add, METH_VARARGS, "add(elems, master) -> shard" },
     { "seal", optim_file_seal, METH_NOARGS, "Make the file." },
-    { "copy", optim_file_copy, METH_VARARGS, "copy(slice, kind, first, elems, address, write)" },
+    { "copy", optim_file_copy, METH_VARARGS, "copy(shard, kind, first, elems, address, write)" },
     { "figures", optim_file_figures, METH_NOARGS, "Bytes and times." },
     { "mend", optim_file_mend, METH_NOARGS, "All of it was loaded anew." },
     { "take_warning", optim_file_take_warning, METH_NOARGS, "The engine's last warning, once; or ''." },

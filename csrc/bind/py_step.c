@@ -635,7 +635,7 @@ PyMethodDef zpp_py_step_methods[] = {
     { "grads_pending", zero_grads_pending, METH_NOARGS, "Are there gradients that no_sync held back?" },
     { "norm", zero_norm, METH_NOARGS, "(sum of squares, parameters that are not finite); collective." },
     { "step_begin", zero_step_begin, METH_O, "step_begin(vote) -> votes; collective." },
-    { "step_end", zero_step_end, METH_NOARGS, "Every slice is written; collective." },
+    { "step_end", zero_step_end, METH_NOARGS, "Every shard is written; collective." },
     { "set_tier", zero_set_tier, METH_O, "Where the states of tiered units are." },
     { "adam_step", zero_adam_step, METH_VARARGS, "adam_step(groups, grad_scale)" },
     { "reset_uses", zero_reset_uses, METH_NOARGS, "Forget forwards that no backward followed." },

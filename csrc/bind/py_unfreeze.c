@@ -45,7 +45,7 @@ static PyObject *zero_set_look(PyObject *self, PyObject *args) {
 }
 
 PyMethodDef zpp_py_unfreeze_methods[] = {
-    { "unfreeze", zero_unfreeze, METH_O, "wake(unit): one that sleeps gets gradients from now on." },
+    { "unfreeze", zero_unfreeze, METH_O, "unfreeze(unit): enable gradients of a unit that was frozen at prepare." },
     { "skip", zero_skip, METH_VARARGS, "skip(unit, i): no gradient of parameter i comes in this backward." },
     { "set_look", zero_set_look, METH_VARARGS, "set_look(before forwards that build a graph, as backwards begin)" },
     { NULL, NULL, 0, NULL },

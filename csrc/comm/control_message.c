@@ -87,7 +87,7 @@ zpp_status zpp_message_try(struct zpp_comm *comm, int rank, uint64_t kind, uint6
         if (!*at) {
             struct zpp_queued_message *queued = malloc(sizeof *queued);
             if (!queued)
-                status = zpp_fail(err, ZPP_NOMEM, "comm: no memory for a letter of rank %d", rank);
+                status = zpp_fail(err, ZPP_NOMEM, "comm: no memory for a message of rank %d", rank);
             else if (receive(peer, queued) != ZPP_OK) {
                 free(queued);
                 break;

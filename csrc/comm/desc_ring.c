@@ -55,8 +55,9 @@ static void describe_purpose(const void *ctx, char *text, size_t room) {
         snprintf(text, room, "%s%s", purpose->acknowledgement ? "the end of " : "", words);
         return;
     }
-    snprintf(text, room, "%s #%" PRIu64 " of lane \"%s\"",
-             purpose->acknowledgement ? "acknowledgement of notice" : "notice", purpose->seq, purpose->ring->name);
+    snprintf(text, room, "%s #%" PRIu64 " of descriptor ring \"%s\"",
+             purpose->acknowledgement ? "acknowledgement of descriptor" : "descriptor", purpose->seq,
+             purpose->ring->name);
 }
 
 static struct zpp_wait_ctx wait_ctx_for(const struct purpose *purpose, const struct zpp_wait *wait) {
@@ -68,11 +69,11 @@ static struct zpp_wait_ctx wait_ctx_for(const struct purpose *purpose, const str
 zpp_status zpp_desc_ring_create(zpp_comm *comm, const char *name, zpp_desc_ring **out, struct zpp_err *err) {
     if (comm->net)
         return zpp_fail(err, ZPP_NOT_BUILT,
-                        "comm: lane \"%s\" of group \"%s\", whose ranks are on %d hosts; lanes work within one "
-                        "host only",
+                        "comm: descriptor ring \"%s\" of group \"%s\", whose ranks are on %d hosts; rings work within "
+                        "one host only",
                         name, comm->name, zpp_comm_hosts(comm));
     struct zpp_desc_ring *ring = calloc(1, sizeof *ring);
-    if (!ring) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for lane \"%s\"", name);
+    if (!ring) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for descriptor ring \"%s\"", name);
     ring->comm = comm;
     snprintf(ring->name, sizeof ring->name, "%s", name);
     const zpp_status status =
@@ -137,9 +138,8 @@ static zpp_status diverged(const struct zpp_desc_ring *ring, int rank, uint64_t 
                              "paths: all must run the same modules and the same steps in the same order",
                              ring->comm->rank, ring->comm->name, mine, rank, theirs);
     return zpp_comm_fail(ring->comm, ZPP_PEER, rank, err,
-                         "comm: lane \"%s\" of group \"%s\", notice #%" PRIu64 ": rank %d is at %s but rank %d is at "
-                         "%s; "
-                         "the ranks took different paths",
+                         "comm: ring \"%s\" of group \"%s\", descriptor #%" PRIu64 ": rank %d is at %s but rank %d is "
+                         "at %s; the ranks took different paths",
                          ring->name, ring->comm->name, seq, ring->comm->rank, mine, rank, theirs);
 }
 

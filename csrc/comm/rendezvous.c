@@ -120,8 +120,8 @@ static zpp_status read_endpoint(struct rendezvous *rendezvous, const struct zpp_
     if (bytes != sizeof *endpoint || endpoint->magic != ENDPOINT_MAGIC || endpoint->rank != (uint32_t)rank ||
         endpoint->base_bytes != own->base_bytes)
         return zpp_fail_rank(err, ZPP_PEER, rank,
-                             "comm: the store holds a card of %zu bytes for rank %d that this version of zeropp does "
-                             "not know (wanted %zu); run the same zeropp on all ranks",
+                             "comm: the store holds an endpoint of %zu bytes for rank %d that this version of zeropp "
+                             "does not know (wanted %zu); run the same zeropp on all ranks",
                              bytes, rank, sizeof *endpoint);
     if (endpoint->ranks != own->ranks)
         return zpp_fail_rank(err, ZPP_PEER, rank, "comm: rank %d says that group \"%s\" has %u ranks, rank %d says %d",

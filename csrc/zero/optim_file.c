@@ -90,11 +90,11 @@ void zpp_optim_file_destroy(zpp_optim_file *optim_file) {
 }
 
 zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool master, int *shard, struct zpp_err *err) {
-    if (optim_file->sealed) return zpp_fail(err, ZPP_STATE, "tier: a slice of %zu elements comes after seal", elems);
+    if (optim_file->sealed) return zpp_fail(err, ZPP_STATE, "tier: a shard of %zu elements comes after seal", elems);
     if (optim_file->shards_count == optim_file->shards_room) {
         const int room = optim_file->shards_room ? 2 * optim_file->shards_room : 64;
         struct optim_file_shard *shards = realloc(optim_file->shards, (size_t)room * sizeof *shards);
-        if (!shards) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for %d slices", room);
+        if (!shards) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for %d shards", room);
         optim_file->shards = shards;
         optim_file->shards_room = room;
     }
@@ -258,12 +258,12 @@ zpp_status zpp_optim_file_copy(zpp_optim_file *optim_file, int shard, enum zpp_o
                                size_t elems, float *memory,
                                bool write, struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (!optim_file->sealed || shard < 0 || shard >= optim_file->shards_count)
-        return zpp_fail(err, ZPP_STATE, "tier: slice %d is copied, there are %d%s", shard, optim_file->shards_count,
+        return zpp_fail(err, ZPP_STATE, "tier: shard %d is copied, there are %d%s", shard, optim_file->shards_count,
                         optim_file->sealed ? "" : ", not sealed yet");
     const struct optim_file_shard *where = &optim_file->shards[shard];
     struct optim_file_line *line = &optim_file->lines[where->line];
     if (line->plane[kind] < 0 || first > where->elems || elems > where->elems - first)
-        return zpp_fail(err, ZPP_INVALID, "tier: elements %zu to %zu of kind %d are copied; slice %d has %zu%s", first,
+        return zpp_fail(err, ZPP_INVALID, "tier: elements %zu to %zu of kind %d are copied; shard %d has %zu%s", first,
                         first + elems, (int)kind, shard, where->elems,
                         line->plane[kind] < 0 ? ", and none of that kind" : "");
     if (write) optim_file_backward_step_forget(optim_file);

@@ -260,7 +260,7 @@ zpp_status zpp_optim_file_backward_step_unit(zpp_optim_file *optim_file, const s
                                              float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault,
                                              struct zpp_err *err) {
     if (!optim_file->backward_step.open)
-        return zpp_fail(err, ZPP_STATE, "tier: a slice is stepped in %s before the step has begun", optim_file->path);
+        return zpp_fail(err, ZPP_STATE, "tier: a shard is stepped in %s before the step has begun", optim_file->path);
     const uint64_t began_ns = zpp_now_ns();
     struct optim_file_plan plan = { 0 };
     zpp_status status = optim_file_plan_make(optim_file, pieces, pieces_count, &plan, err);

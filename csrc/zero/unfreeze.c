@@ -28,7 +28,7 @@ zpp_status zpp_zero_unfreeze(zpp_zero *zero, int index, struct zpp_err *err) {
     char words[ZPP_UNIT_WORDS];
     if (unit->trainable) return ZPP_OK;
     if (!unit->frozen_reserved || !zero->sealed || zero->in_backward)
-        return zpp_fail(err, ZPP_STATE, "zero: %s cannot be thawed: %s", zpp_unit_words(unit, words, sizeof words),
+        return zpp_fail(err, ZPP_STATE, "zero: %s cannot be unfrozen: %s", zpp_unit_words(unit, words, sizeof words),
                         unit->frozen_reserved ? "a backward runs, or nothing is sealed"
                         : "it has no room for gradients");
     const zpp_status status = unit->grad ? join_order(zero, unit, err) : ZPP_OK;

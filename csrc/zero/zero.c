@@ -169,8 +169,8 @@ static zpp_status check_spec(const zpp_zero *zero, const struct zpp_unit_spec *s
                         spec->name, zpp_dtype_name(spec->dtype), zpp_dtype_name(spec->grad_dtype),
                         zpp_dtype_name(spec->wire_dtype));
     if (spec->frozen_reserved && (zero->unit_file || zero->grad_file.unit_file))
-        return zpp_fail(err, ZPP_INVALID, "zero: unit %s sleeps, and parameters or gradients live in a file",
-                        spec->name);
+        return zpp_fail(err, ZPP_INVALID,
+                        "zero: unit %s is frozen and reserved, and parameters or gradients live in a file", spec->name);
     if ((spec->place == ZPP_PLACE_FILE) != (zero->unit_file != NULL) && spec->place != ZPP_PLACE_WHOLE)
         return zpp_fail(err, ZPP_INVALID, "zero: unit %s is%s to live in a file, and params_fraction is %g", spec->name,
                         spec->place == ZPP_PLACE_FILE ? "" : " not", zero->options.params_fraction);

@@ -136,7 +136,7 @@ static void ring_tries(struct test_rank *me) {
     CHECK_OK(zpp_desc_ring_post(ring, &desc, &patient, &seq, &err));
     const struct zpp_wait hasty = {UINT64_C(150000000), NULL, NULL};
     CHECK_FAILS(zpp_desc_ring_read(ring, peer, 1000, NULL, &hasty, NULL, &err), ZPP_TIMEOUT,
-                "notice #1000 of lane \"tries\"");
+                "descriptor #1000 of descriptor ring \"tries\"");
     CHECK_EQUAL(err.rank, peer);
     /* whoever uses the descriptor ring has words for what it is for, and no number is in the message */
     char counter[] = "reduce";

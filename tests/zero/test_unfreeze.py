@@ -108,4 +108,4 @@ def check_refusals(told: dict[str, str]) -> None:
     for stage in (0, 3):
         assert "parameter 'norm.weight' requires grad, and is in no group" in told[f"no group, stage {stage}"]
         assert "optimizer.add_param_group({'params': [...]})" in told[f"no group, stage {stage}"]
-    assert "parameter 'blocks.1.into.weight' was thawed inside a forward" in told["inside"]
+    assert "parameter 'blocks.1.into.weight' was unfrozen inside a forward" in told["inside"]

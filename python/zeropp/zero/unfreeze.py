@@ -230,7 +230,7 @@ class Unfreezeing:
                 )
             if came:
                 raise Error(
-                    f"optimizer.step: parameter '{ref.name}' was thawed inside a forward, so its gradient was not reduced; set "
+                    f"optimizer.step: parameter '{ref.name}' was unfrozen inside a forward, so its gradient was not reduced; set "
                     "requires_grad between two steps; optimizer.zero_grad() forgets this batch"
                 )
 

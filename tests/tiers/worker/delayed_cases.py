@@ -339,7 +339,7 @@ def checkpoints() -> None:
 
 
 def a_frozen_float64_unit() -> None:
-    """It cannot be thawed with states in a file or with a delay, so what is trained is stepped in C there, as without it."""
+    """It cannot be unfrozen with states in a file or with a delay, so what is trained is stepped in C there, as without it."""
 
     class Mixed(torch.nn.Module):
         def __init__(self) -> None:
