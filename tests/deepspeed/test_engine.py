@@ -65,6 +65,17 @@ NAMES = """
 """.split()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_group_stays():
+    """initialize makes a process group of one rank, as DeepSpeed does; tests of other files find none."""
+    environment = dict(os.environ)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
