@@ -111,7 +111,7 @@ uint64_t zpp_origin_add(zpp_zero *zero, const struct zpp_unit *unit, const struc
     return found;
 }
 
-/* Stage 0: a second backward adds to the sum, which all ranks have, so what it finds is no control messages. */
+/* Stage 0: a second backward adds to the sum, which all ranks have, so what it finds is known already. */
 void zpp_origin_note(const zpp_zero *zero, struct zpp_unit_grad *grad, uint64_t origins) {
     if (!grad->has) grad->origins = origins;
     else if (zero->options.stage > 0 || !grad->origins) grad->origins |= origins;
