@@ -6,8 +6,7 @@
  *   regions      memory that every rank of the host maps (memfd, so a small /dev/shm is no limit, and nothing is left
  *                behind by any kind of death); read in place, one memcpy a byte
  *   rings        one-sided publication: a rank posts numbered descriptors, peers read them and acknowledge; each
- *   descriptor
- *                carries its identity, so that order is never taken for identity
+ *                descriptor carries its identity, so that order is never taken for identity
  *   collectives  all-reduce, all-gather, reduce-scatter, broadcast, barrier, ... on the caller's memory
  *
  * Reductions add in rank order, ((r0 + r1) + r2) + ..., in fp32 for 16-bit elements with one rounding at the end: same

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The error of a group: why it ended, and which rank caused it. It is one 64-bit word in rank 0's control memory, or in
- * that of the lowest rank of each host, which tells the others (which outlives
- * that rank, because everybody maps it), set once by compare-and-swap, so that all survivors report the same rank even
- * while survivors exit one after the other. Its sentence lies in the control memory of the rank that recorded it:
+ * that of the lowest rank of each host, which tells the others. The word outlives that rank, because everybody maps it.
+ * It is set once, by compare-and-swap, so that all survivors report the same rank even while survivors exit one after
+ * the other. Its sentence lies in the control memory of the rank that recorded it:
  *
  *   bits 0-15 failed rank + 1, 16-31 recording rank + 1, 32-63 minus the status
  */

@@ -4,9 +4,8 @@
  *
  * Each rank has one memfd, mapped by all: [struct zpp_control][staging of stage 0][staging of stage 1].
  *   post      two entries, used in turn: a collective's signature and its small payload; `counter` is its sequence
- *   number.
- *             Two are enough because a rank posts s + 2 only after it saw every peer's s + 1, which a peer posts after
- *             it has read s. So every collective must wait for every peer's post.
+ *             number. Two are enough because a rank posts s + 2 only after it saw every peer's s + 1, which a peer
+ *             posts after it has read s. So every collective must wait for every peer's post.
  *   staged    rounds of staging this rank has filled, per stage; slot = round % ZPP_STAGE_SLOTS
  *   taken     rounds of the peers' staging this rank has finished reading, per stage
  *   step      phases passed by collectives that read the peers' tensors in place
