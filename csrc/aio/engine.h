@@ -44,7 +44,7 @@ enum zpp_aio_priority { ZPP_AIO_BY_KIND, ZPP_AIO_URGENT, ZPP_AIO_BACKGROUND };
 
 enum { ZPP_AIO_MAX_DEPTH = 1024, ZPP_AIO_DEFAULT_THREADS = 8 };
 
-/* Stripes of the tiers (docs/design/0036): a page of 2 MiB, so that no operation of 1 or 2 MiB is cut in two. */
+/* Stripes of the tiers (docs/design/0009): a page of 2 MiB, so that no operation of 1 or 2 MiB is cut in two. */
 enum { ZPP_AIO_STRIPE_BYTES = 2 << 20 };
 
 struct zpp_aio_config {

@@ -19,7 +19,7 @@
  * cut.
  *
  * Pages of 2 MiB are asked for: a page table entry to move in place of 512, and one piece of memory for the disk in
- * place of 512 (docs/design/0035). Both reservations begin at 2 MiB; whoever wants these pages to stay whole maps large
+ * place of 512 (docs/design/0020). Both reservations begin at 2 MiB; whoever wants these pages to stay whole maps large
  * pieces at multiples of 2 MiB (zpp_range_place): what is parked then fits wherever it goes.
  *
  * A stray read (stray.h) leaves pages of NaN in a hole of home. They are in no segment: mmap and mremap with FIXED

@@ -6,7 +6,7 @@
  * that the instruction runs again. Writes go to the same private pages and are lost with them. The binding layer checks
  * zpp_stray_is_seen at the next call and raises an error for the addresses of zpp_stray_take.
  *
- * The handler passes every other fault to the handler that was installed before it. Design: docs/design/0037.
+ * The handler passes every other fault to the handler that was installed before it. Design: docs/design/0007.
  *
  * A signal handler belongs to the process. The list of areas and the recorded addresses are therefore static, and the
  * handler reads them without locks.

@@ -4,7 +4,7 @@
  *
  * A backward begins at the first event that one of our hooks sees, and ends in a callback that torch calls when its
  * outermost graph task is done; there the last reductions are waited for, and all units let go. One backward may go
- * through several prepared models: they end in one order on all ranks (docs/design/0038).
+ * through several prepared models: they end in one order on all ranks (docs/design/0008).
  */
 #include "py_zero.h"
 

@@ -50,7 +50,7 @@ struct zpp_comm_options {
     const struct zpp_wait *wait; /* its ticks are called while the ranks meet; may be NULL; borrowed for the call */
     struct zpp_network_options network;
 };
-/* Collective. Ranks may be on several hosts (docs/design/0016-between-hosts.md). New; free with zpp_comm_destroy. */
+/* Collective. Ranks may be on several hosts (docs/design/0016-groups-over-hosts.md). New; free with zpp_comm_destroy. */
 zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct zpp_store *store, zpp_comm **out,
                            struct zpp_err *err);
 /* Several owners of collectives may share a communicator, such as prepared models. Each takes a number, all ranks in

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Groups over several hosts (docs/design/0016-between-hosts.md): who is on which host, the connections to ranks on
+ * Groups over several hosts (docs/design/0016-groups-over-hosts.md): who is on which host, the connections to ranks on
  * other hosts, and what runs over them. A group whose ranks are all on one host has none of this.
  *
  * Links of a pair of ranks on different hosts, in the order of their slots:

@@ -26,7 +26,7 @@ from zeropp.zero.disk import storage_errors
 
 PREFIX = "zeropp-scratch-"
 STRIPE_BYTES = 2 << 20
-"""Of files over several folders; a multiple of 4096, at most ZPP_AIO_STRIPE_BYTES (csrc/aio/engine.h; docs/design/0036)."""
+"""Of files over several folders; a multiple of 4096, at most ZPP_AIO_STRIPE_BYTES (csrc/aio/engine.h; docs/design/0009)."""
 
 
 class Scratch:

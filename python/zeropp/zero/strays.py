@@ -2,7 +2,7 @@
 """The error for stray reads: a view of a unit's values was kept, and read after the unit was released.
 
 The signal handler of csrc/base/stray.c lets such a read return NaN. The next call of a model, of ``optimizer.step`` or of zeropp
-raises the error. See docs/design/0037-a-read-of-released-memory.md.
+raises the error. See docs/design/0007-reads-of-released-memory.md.
 """
 
 from __future__ import annotations

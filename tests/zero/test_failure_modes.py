@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/sufferings.md names tests: each file is there, and each case in it."""
+"""docs/failure-modes.md names tests: each file is there, and each case in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [
     line.split("|")[1:4]
-    for line in (ROOT / "docs" / "sufferings.md").read_text(encoding="utf-8").splitlines()
+    for line in (ROOT / "docs" / "failure-modes.md").read_text(encoding="utf-8").splitlines()
     if line.startswith("| ") and "tests/" in line
 ]
 
