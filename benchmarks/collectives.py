@@ -11,7 +11,7 @@ One launch for each number of ranks holds all contenders. They take turns in an 
 turn is many calls of a small collective or one or a few of a large one. Results are compared before anything is timed.
 
 Limits are memcpy by all ranks at once, each byte along the way that the collective must send it, without arithmetic and without waiting
-(`Flow`; docs/design/0032): out of the peers' memory (`arena`), or into shared memory and out of the peers', piece by piece (`ordinary`). So
+(`Flow`; docs/design/0033): out of the peers' memory (`arena`), or into shared memory and out of the peers', piece by piece (`ordinary`). So
 they hold what copying between the cores' caches costs, which copying inside of one does not. Below 1 MB a limit is mostly the calls
 themselves.
 """
