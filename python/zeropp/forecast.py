@@ -40,7 +40,7 @@ from torch import nn
 
 from zeropp import _C
 from zeropp.config import TORCH_DTYPES, Config, Tier
-from zeropp.config_doors import as_config
+from zeropp.config.reading import as_config
 from zeropp.errors import ConfigError
 from zeropp.wording import counted, shown, what_it_is
 from zeropp.zero import stored

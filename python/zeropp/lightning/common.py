@@ -13,7 +13,7 @@ from torch import nn
 
 import zeropp
 from zeropp.config import Config
-from zeropp.config_doors import as_config
+from zeropp.config.reading import as_config
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.zero import random_state
 

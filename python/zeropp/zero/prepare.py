@@ -17,7 +17,7 @@ from torch import nn
 
 from zeropp import _C
 from zeropp.config import TORCH_DTYPES, Config, Tier
-from zeropp.config_doors import as_config
+from zeropp.config.reading import as_config
 from zeropp.errors import ConfigError, Error
 from zeropp.wording import what_it_is
 from zeropp.zero import buffers, stored

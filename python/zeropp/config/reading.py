@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zeropp.config import MOST_NUMBER, Config, wrong
+from zeropp.config.config import MOST_NUMBER, Config, wrong
 from zeropp.errors import ConfigError
 from zeropp.wording import shown, what_it_is
 

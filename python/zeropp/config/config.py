@@ -734,7 +734,7 @@ class Config:
         Raises:
             ConfigError: for every key that is not supported, with its path. Nothing is ignored.
         """
-        from zeropp.config_doors import check_json
+        from zeropp.config.reading import check_json
         from zeropp.deepspeed_json import fields_from_deepspeed, is_deepspeed_key
 
         keys = _read_json(source)
@@ -763,7 +763,7 @@ def _read_json(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[st
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, (str, os.PathLike)):
-        from zeropp.config_doors import not_a_config
+        from zeropp.config.reading import not_a_config
 
         raise not_a_config(source, "Config.from_json")
     where = "JSON text"
