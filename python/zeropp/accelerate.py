@@ -73,7 +73,7 @@ class ZeroppAccelerator(Accelerator):
     _optimizers: list[Any]
 
     def __init__(self, *, zeropp: Any = None, **more: Any) -> None:
-        from zeropp.config.reading import as_config
+        from zeropp.config import as_config
 
         config = as_config(zeropp, "ZeroppAccelerator")
         for name, default, instead in (

@@ -24,7 +24,7 @@ from torch import nn
 
 import zeropp
 from zeropp import deepspeed_schedules
-from zeropp.config import Config, _read_json
+from zeropp.config import Config, read_json
 from zeropp.deepspeed_facts import ThroughputTimer, logger
 from zeropp.deepspeed_optimizers import build
 from zeropp.deepspeed_saving import Saving
@@ -79,7 +79,7 @@ def initialize(
         given = getattr(args, "deepspeed_config", None)
     if given is None:
         raise ConfigError("initialize: no configuration; give config=, a path, a dict, or args.deepspeed_config")
-    keys = {} if isinstance(given, Config) else dict(_read_json(given))
+    keys = {} if isinstance(given, Config) else dict(read_json(given))
     whole = dict(keys)
     sections = {name: keys.pop(name, None) for name in ("optimizer", "scheduler")}
     sums, refuses_unused = _sums(keys), _refuses_unused(keys)

@@ -39,8 +39,7 @@ import torch
 from torch import nn
 
 from zeropp import _C
-from zeropp.config import TORCH_DTYPES, Config, Tier
-from zeropp.config.reading import as_config
+from zeropp.config import TORCH_DTYPES, Config, Tier, as_config
 from zeropp.errors import ConfigError
 from zeropp.wording import counted, shown, what_it_is
 from zeropp.zero import stored

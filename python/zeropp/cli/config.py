@@ -12,7 +12,7 @@ from typing import Any
 
 from zeropp import deepspeed_schedules
 from zeropp.cli.say import at_least_one, refuse
-from zeropp.config import Config, _read_json
+from zeropp.config import Config, read_json
 from zeropp.deepspeed_json import is_deepspeed_key
 from zeropp.deepspeed_keys import left_out
 from zeropp.deepspeed_optimizers import explain
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Exit status: 0, 1 where a key is refused or keys do not go together, 2 where the file cannot be read."""
     try:
-        keys = _read_json(options.file)
+        keys = read_json(options.file)
     except ConfigError as error:
         return refuse("config", error)
     rows: list[dict[str, Any]] = []

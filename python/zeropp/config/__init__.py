@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration: frozen, keyword-only dataclasses that refuse what they do not know."""
+"""The configuration: frozen, keyword-only dataclasses that refuse what they do not know.
 
-from zeropp.config.config import DTYPES as DTYPES
-from zeropp.config.config import MOST_NUMBER as MOST_NUMBER
-from zeropp.config.config import TIERS as TIERS
-from zeropp.config.config import TORCH_DTYPES as TORCH_DTYPES
-from zeropp.config.config import WIRE_FORMATS as WIRE_FORMATS
-from zeropp.config.config import Comm, Config, LossScale, Offload, Precision, T, Tier, folders, nearest, not_yet, wrong
-from zeropp.config.config import Folders as Folders
-from zeropp.config.config import _read_json as _read_json
+Every mistake is a `zeropp.ConfigError` that names the path of the key, the value seen, what is allowed and the nearest name; no
+option is read and ignored. `Config.from_json` reads the same keys from JSON, and DeepSpeed's own files. Which options do not
+combine stands in zeropp/compat.py.
+"""
+
+from zeropp.config.config import Config
+from zeropp.config.config import as_config as as_config
+from zeropp.config.reading import read_json as read_json
+from zeropp.config.sections import Comm, LossScale, Offload, Precision, Tier
+from zeropp.config.values import DTYPES as DTYPES
+from zeropp.config.values import MOST_NUMBER as MOST_NUMBER
+from zeropp.config.values import TIERS as TIERS
+from zeropp.config.values import TORCH_DTYPES as TORCH_DTYPES
+from zeropp.config.values import WIRE_FORMATS as WIRE_FORMATS
+from zeropp.config.values import Folders as Folders
+from zeropp.config.values import T, folders, nearest, not_yet, wrong
 
 __all__ = [
     "Comm", "Config", "LossScale", "Offload", "Precision", "T", "Tier", "folders", "nearest", "not_yet", "wrong",

@@ -1,54 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may give as a configuration, at every door alike: a `Config`, a mapping, JSON text, or the path of a JSON file.
+"""What a user may give as a configuration: a `Config`, a mapping, JSON text, or the path of a JSON file.
 
 A mapping may have the fields of `Config`, DeepSpeed's keys, or both: each key of the first level belongs to one of the two.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from zeropp.config.config import MOST_NUMBER, Config, wrong
+from zeropp.config.sections import Comm, LossScale, Offload, Precision, Tier
+from zeropp.config.values import MOST_NUMBER, T, nearest, wrong
 from zeropp.errors import ConfigError
 from zeropp.wording import shown, what_it_is
 
-__all__ = ["as_config", "check_json", "not_a_config"]
+Source = str | os.PathLike[str] | Mapping[str, Any]
+Fields = dict[str, Any]
 
 _DEPTH = 32
-"""Of sections in a section. No configuration has more than five."""
+"""Most sections inside one another. No configuration has more than five."""
+_NESTED: dict[str, type] = {"offload": Offload, "comm": Comm, "precision": Precision, "loss_scale": LossScale}
+_TIER_KEYS = ("params", "grads", "optimizer", "activations")
 
 
-def as_config(given: Any, door: str) -> Config:
-    """Return the configuration that a user gave.
-
-    Args:
-        given: None (the defaults), a :class:`zeropp.Config`, or what ``Config.from_json`` reads.
-        door: the function that was called, for the error.
+def read_json(source: Source) -> Mapping[str, Any]:
+    """Return the keys of a mapping, of JSON text (it starts with `{`), or of a file.
 
     Raises:
-        zeropp.ConfigError: `given` is something else, or a key of it is refused.
+        ConfigError: the source cannot be read, is no JSON object, or has a key twice.
     """
-    if given is None:
-        return Config()
-    if isinstance(given, Config):
-        return given
-    if isinstance(given, (Mapping, str, os.PathLike)):
-        return Config.from_json(given)
-    raise not_a_config(given, door)
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, (str, os.PathLike)):
+        raise not_a_config(source, "Config.from_json")
+    where = "JSON text"
+    text = os.fsdecode(source)
+    if not text.lstrip().startswith("{"):
+        where = text
+        try:
+            text = Path(where).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # a ValueError: no text, or a name with a NUL
+            raise ConfigError(f"{where}: cannot be read as a configuration: {error}") from error
+    try:
+        keys = json.loads(text, object_pairs_hook=_no_key_twice)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
+    except ConfigError:
+        raise
+    except (RecursionError, ValueError) as error:  # a ValueError: a number of more than 4300 digits
+        raise ConfigError(f"{where}: cannot be read as a configuration: {error}") from error
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{where}: holds a {type(keys).__name__}; wanted one JSON object")
+    return keys
 
 
-def not_a_config(given: Any, door: str) -> ConfigError:
-    """The error for what cannot be read as a configuration at all."""
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{twice}: stands twice in one JSON object; keep one")
+    return keys
+
+
+def fields_of(source: Source, ranks: int | None, known: Iterable[str]) -> tuple[Fields, dict[str, str]]:
+    """Return the fields of `Config` that a source gives, and for those that DeepSpeed's keys give the path of the key.
+
+    Args:
+        known: names of the fields.
+    """
+    from zeropp.deepspeed_json import DEEPSPEED_KEYS, fields_from_deepspeed, is_deepspeed_key  # a layer above
+
+    keys = read_json(source)
+    fields = _own_fields({k: v for k, v in keys.items() if not is_deepspeed_key(k)}, list(known), DEEPSPEED_KEYS)
+    foreign = {k: v for k, v in keys.items() if is_deepspeed_key(k)}
+    for name, value in foreign.items():
+        check_json(value, name)
+    paths: dict[str, str] = {}
+    for name, (path, value) in fields_from_deepspeed(foreign, ranks).items():
+        if name in fields:
+            raise ConfigError(f"{path}: says again what {name!r} says; give one of the two")
+        fields[name], paths[name] = value, path
+    return fields, paths
+
+
+def _own_fields(native: Mapping[str, Any], known: list[str], others: Iterable[str]) -> Fields:
+    fields: Fields = {}
+    for name, value in native.items():
+        if name not in known:
+            raise ConfigError(
+                f"{name if isinstance(name, str) else shown(name)}: unknown key (value {shown(value)}); known are {', '.join(known)}, "
+                f"and DeepSpeed's{nearest(name, [*known, *others])}"
+            )
+        if name == "offload" and isinstance(value, Mapping):
+            tiers = {
+                k: build(Tier, v, f"offload.{k}") if isinstance(v, Mapping) and k in _TIER_KEYS else v
+                for k, v in value.items()
+            }
+            fields[name] = build(Offload, tiers, "offload")
+        elif name in _NESTED and isinstance(value, Mapping):
+            fields[name] = build(_NESTED[name], value, name)
+        else:
+            fields[name] = value
+    return fields
+
+
+def build(cls: type[T], fields: Mapping[str, Any], path: str) -> T:
+    """Return ``cls(**fields)``; its errors name the path in the file in place of the class."""
+    for key in fields:
+        if not isinstance(key, str):
+            raise ConfigError(f"{path}: the key {shown(key)} is not allowed; wanted a string")
+    try:
+        return cls(**fields)
+    except ConfigError as error:
+        prefix = f"{cls.__name__}."
+        text = str(error)
+        if not text.startswith(prefix):
+            raise
+        raise ConfigError((path + "." if path else "") + text[len(prefix) :]) from None
+
+
+def not_a_config(given: Any, caller: str) -> ConfigError:
+    """Return the error for an argument that cannot be read as a configuration at all."""
     return ConfigError(
-        f"{door}: config is {what_it_is(given)}; wanted a zeropp.Config(...), a dict of its fields or of DeepSpeed's keys, JSON text, "
+        f"{caller}: config is {what_it_is(given)}; wanted a zeropp.Config(...), a dict of its fields or of DeepSpeed's keys, JSON text, "
         "or the path of a JSON file"
     )
 
 
 def check_json(value: Any, path: str, depth: int = 0) -> None:
-    """Refuse in a mapping with DeepSpeed's keys what no JSON file could hold, such as a tensor or a key that is a number.
+    """Refuse what no JSON file could hold, such as a tensor or a key that is a number, in a mapping with DeepSpeed's keys.
 
     Raises:
         zeropp.ConfigError: names the key's path.

@@ -48,9 +48,9 @@ def configure(mpu_: Any, deepspeed_config: Any = None, **given: Any) -> None:
         raise not_built("checkpointing under model parallelism (mpu_)", "give None")
     settings = dict.fromkeys(_KEYS.values())
     if deepspeed_config is not None:
-        from zeropp.config import _read_json
+        from zeropp.config import read_json
 
-        section = _read_json(deepspeed_config).get("activation_checkpointing", {})
+        section = read_json(deepspeed_config).get("activation_checkpointing", {})
         settings |= {_KEYS[key]: value for key, value in section.items() if key in _KEYS}
     for name, value in given.items():
         if name not in settings:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zeropp.config import Config, _read_json
+from zeropp.config import Config, read_json
 from zeropp.deepspeed_json import is_deepspeed_key
 
 
@@ -39,7 +39,7 @@ def readable_by_frameworks(source: str) -> Iterator[str]:
     """The name of a file for ``--deepspeed``: the given one, or a temporary one where that is JSON text or has zeropp's own keys.
     A name of no file stays as it is: the script says what it thinks of it."""
     text = source.lstrip().startswith("{")
-    keys = _read_json(source) if text or Path(source).is_file() else {}
+    keys = read_json(source) if text or Path(source).is_file() else {}
     said = for_frameworks(keys)
     if said == keys and not text:
         yield source

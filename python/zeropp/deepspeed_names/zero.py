@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import zeropp
-from zeropp.config import _read_json
+from zeropp.config import read_json
 from zeropp.errors import ConfigError
 from zeropp.zero import init as building
 from zeropp.zero.engine import FILE
@@ -135,7 +135,7 @@ def end_open_contexts() -> None:
 
 def _low(source: Any) -> torch.dtype | None:
     """The type that a configuration asks for."""
-    keys = {} if source is None else _read_json(source)
+    keys = {} if source is None else read_json(source)
     for name, dtype in _DTYPES.items():
         section = keys.get(name)
         if isinstance(section, Mapping) and section.get("enabled") is True:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from zeropp.config import Config, _read_json
+from zeropp.config import Config, read_json
 from zeropp.errors import ConfigError
 
 #: Names that DeepSpeed's files give to what Trainer builds from ``--optim adamw_torch``.
@@ -58,7 +58,7 @@ def config_for(source: Any, arguments: Any) -> Config:
         _refuse_differences(matched)
         config = source
     else:
-        matched = _Matched(_read_json(source))
+        matched = _Matched(read_json(source))
         _fill_native(matched, arguments)
         _fill_deepspeed(matched, arguments)
         _refuse_differences(matched)

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import zeropp
-from zeropp.config import Config
-from zeropp.config.reading import as_config
+from zeropp.config import Config, as_config
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.zero import random_state
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp import _C
-from zeropp.config import TORCH_DTYPES, Config, Tier
-from zeropp.config.reading import as_config
+from zeropp.config import TORCH_DTYPES, Config, Tier, as_config
 from zeropp.errors import ConfigError, Error
 from zeropp.wording import what_it_is
 from zeropp.zero import buffers, stored
