@@ -279,7 +279,7 @@ class Engine(Saving):
         ``gradient_accumulation_steps``."""
         engine = engine_of(self.module)
         others = self._backwards() - self._counted - self._divided
-        if others and engine.scaler is not None and self._scaled == others:
+        if others and engine.scaler.enabled and self._scaled == others:
             engine.scaler.backwards += others
         accumulate = self.zeropp_config.accumulate
         if others <= 0 or accumulate == self._factor == 1:

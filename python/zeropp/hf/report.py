@@ -99,6 +99,6 @@ class Metrics:
             seconds = max(now.time_s - before.time_s, 1e-9)
             found["zeropp/disk_gbps"] = round((now.disk_bytes - before.disk_bytes) / 1e9 / seconds, 6)
         scaler = zero.engine.engine_of(model).scaler
-        if scaler is not None:
+        if scaler.enabled:
             found["zeropp/loss_scale"] = scaler.scale
         return found

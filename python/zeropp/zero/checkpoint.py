@@ -142,8 +142,7 @@ def save(
     ranks = Ranks(engine)
     behind.finish(engine)
     engine.flush()
-    if engine.storage is not None:
-        engine.storage.require_whole()  # also of states in memory
+    engine.storage.require_whole()  # also of states in memory
     root = Path(path)
     step, group = _agree_on_step(ranks, root, step)
     plan = _Plan(root, step, keep, spare, group)
@@ -376,7 +375,7 @@ def _describe(
             for unit in engine.units
         ],
         "optimizer": None if optimizer is None else _describe_optimizer(engine, optimizer),
-        "scaler": None if optimizer is None or engine.scaler is None else engine.scaler.state(),
+        "scaler": None if optimizer is None else engine.scaler.state(),
         **({"private": [part["private"] for part in parts]} if "private" in parts[0] else {}),
         "scheduler": parts[0].get("scheduler"),
         "extra": parts[0]["extra"],

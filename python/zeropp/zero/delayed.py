@@ -74,7 +74,7 @@ class Delayed:
             return  # the rank where it failed says it to all
         taken = max((int(u.steps.max()) for u in engine.units if u.steps is not None and u.steps.numel()), default=0)
         exact = taken < self.exact_steps
-        if exact and engine.storage is not None:
+        if exact and engine.storage.can_fail:
             self._begin_exact(groups, scale)
         else:
             self._core.delayed_begin(groups, scale, exact)
@@ -112,24 +112,21 @@ class Delayed:
         engine = self._engine()
         if engine is None or not self.pending:
             return
-        storage, failure = engine.storage, None
-        if storage is not None and storage.is_torn:
+        failure = None
+        if engine.storage.is_torn:
             self.drop()  # a rank that failed has none; only a load goes on
             return
         self.step_begin()
         try:
             self._show()
         except BaseException as error:
-            if storage is None:
-                raise
             failure = error
         finally:
             self._core.step_end()
-        if storage is not None:
-            try:
-                storage.agree(failure)
-            finally:
-                failure = None
+        try:
+            engine.storage.agree(failure)
+        finally:
+            failure = None
 
     def drop(self) -> None:
         """Forget the update that is under way: a load replaces all that it wrote."""

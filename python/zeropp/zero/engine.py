@@ -24,8 +24,8 @@ from zeropp.zero.grads_tier import GradsTier
 from zeropp.zero.offload import StateTier, TieredStates
 from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
 from zeropp.zero.params_tier import ParamsTier
-from zeropp.zero.scaler import Scaler
-from zeropp.zero.storage import Storage
+from zeropp.zero.scaler import NoScaler, Scaler
+from zeropp.zero.storage import FileStorage, Storage
 from zeropp.zero.strays import raise_strays
 from zeropp.zero.unfreeze import Unfreezeing
 from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers
@@ -191,10 +191,8 @@ class Engine:
         self.host_copy = host_copy
         self.model_ref = weakref.ref(model)
         self.clip_scale = 1.0
-        self.scaler: Scaler | None = None
-        if config.scales_loss:
-            chosen = config.loss_scale if isinstance(config.loss_scale, LossScale) else LossScale()
-            self.scaler = Scaler(chosen)
+        chosen = config.loss_scale if isinstance(config.loss_scale, LossScale) else LossScale()
+        self.scaler = Scaler(chosen) if config.scales_loss else NoScaler()
         self.norm: tuple[float, list[str]] | None = None
         self.norm_at = -1
         self.stepped_at = 0
@@ -250,7 +248,7 @@ class Engine:
                 if place == FILE and parameter in low:
                     self.core.store_low(index, number)
         self.core.seal()
-        self.storage: Storage | None = None  # of the tiers below
+        self.storage = Storage()  # of the tiers below
         self.states: StateTier | None = None  # where the optimizer's states are, unless in memory
         self.params_tier: ParamsTier | None = None  # where the parameters are, unless in memory
         self.grads_tier: GradsTier | None = None  # where the reduced gradients are, unless in memory
@@ -261,7 +259,7 @@ class Engine:
         if any(tier.kind == "nvme" for tier in tiers):
             self.core.trim_gradients()
         if self._params is not None or any(tier.kind == "nvme" for tier in tiers) or config.step_in_backward:
-            self.storage = Storage(self, [i for i, plan in enumerate(plans) if plan.trainable])
+            self.storage = FileStorage(self, [i for i, plan in enumerate(plans) if plan.trainable])
             if self._params is not None:
                 self.params_tier = ParamsTier(self, self._params, self.storage, low)
             if grads is not None:
@@ -445,7 +443,7 @@ class Engine:
     def unscale(self) -> float:
         """What a held gradient is multiplied with to be the gradient of the loss."""
         scale = 1.0 / self.accumulate if self.ranks == 1 or self.core.hold else 1.0
-        return scale if self.scaler is None else scale / self.scaler.scale
+        return scale / self.scaler.scale
 
     def measure(self) -> tuple[float, list[str]]:
         """Collective: (norm of all gradients before clipping, parameters and ranks whose values were not finite)."""
@@ -555,8 +553,7 @@ class Engine:
             for name in names:
                 low_states.make(unit, name)
                 unit.state[name].copy_(state[name])
-        if self.storage is not None:
-            self.storage.loaded(unit.index)
+        self.storage.loaded(unit.index)
         if self.inner is None:
             return
         for i, first, elems in unit.pieces():
@@ -576,8 +573,7 @@ class Engine:
         unit.state.clear()
         unit.scales.clear()
         unit.bound = ()  # the kernel has their addresses
-        if self.storage is not None:
-            self.storage.loaded(unit.index)
+        self.storage.loaded(unit.index)
         for piece in unit.grad_pool.values():
             self.begin_inner_state(piece)
 

@@ -20,7 +20,7 @@ from zeropp.config import Tier
 from zeropp.errors import Error
 from zeropp.zero.agree import Ranks
 from zeropp.zero.scratch import Scratch
-from zeropp.zero.storage import Storage, Traffic, disk_traffic, end_tier, io_shape, warn
+from zeropp.zero.storage import FileStorage, Traffic, disk_traffic, end_tier, io_shape, warn
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine
@@ -41,7 +41,7 @@ class StateTier:
             rank; nothing is left behind.
     """
 
-    def __init__(self, engine: Engine, tier: Tier, moments: tuple[str, ...], storage: Storage) -> None:
+    def __init__(self, engine: Engine, tier: Tier, moments: tuple[str, ...], storage: FileStorage) -> None:
         self.fraction, self.storage = float(tier.fraction), storage
         self.kinds = ("master", *moments)
         self.checksums = tier.checksums

@@ -30,7 +30,7 @@ from zeropp.zero.engine import Engine, Unit
 from zeropp.zero.offload import TieredStates
 from zeropp.zero.onebit import OneBit
 from zeropp.zero.parameter import Ref
-from zeropp.zero.scaler import Scaler
+from zeropp.zero.scaler import require_finite
 from zeropp.zero.step_in_backward import StepInBackward
 from zeropp.zero.strays import raise_strays
 from zeropp.zero.unfreeze import add_group
@@ -68,10 +68,7 @@ class ZeroOptimizer(optim.Optimizer):
         if engine.backward_step is not None:
             self._step_shards()
             engine.backward_step.check_rates(self)
-        elif engine.scaler is None:
-            self._require_finite()
-            self._step_shards()
-        elif self._is_finite(engine.scaler):
+        elif engine.scaler.admits(*engine.measure()):
             self._step_shards()
             engine.scaler.taken()
         else:
@@ -101,16 +98,13 @@ class ZeroOptimizer(optim.Optimizer):
         try:
             self._update()
         except BaseException as error:
-            if engine.storage is None:
-                raise
             failure = error
         finally:
             engine.core.step_end()
-        if engine.storage is not None:
-            try:
-                engine.storage.agree(failure)
-            finally:
-                failure = None  # or this frame and the error would keep each other, and the model
+        try:
+            engine.storage.agree(failure)
+        finally:
+            failure = None  # or this frame and the error would keep each other, and the model
 
     def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
         """``loss.backward()``, scaled where the precision is fp16: the one way to say it for every precision.
@@ -118,7 +112,7 @@ class ZeroOptimizer(optim.Optimizer):
         Args:
             keywords: as ``torch.Tensor.backward`` takes them (``retain_graph``, ``create_graph``, ``inputs``).
         """
-        if self._engine.scaler is not None and keywords.get("gradient") is not None:
+        if self._engine.scaler.enabled and keywords.get("gradient") is not None:
             raise Error("optimizer.backward: gradient= with fp16; multiply the loss with it, and take the sum")
         with self.scaled(loss) as scaled:
             scaled.backward(**keywords)
@@ -127,28 +121,19 @@ class ZeroOptimizer(optim.Optimizer):
     def scaled(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
         """:meth:`backward` for a framework that calls ``loss.backward()`` itself, inside: ``with optimizer.scaled(loss) as loss``."""
         engine = self._engine
-        if engine.scaler is None:
-            yield loss
-            return
-        if loss.numel() != 1:
-            raise Error(
-                f"optimizer.backward: a loss of shape {tuple(loss.shape)} with fp16; wanted one number: take its mean or sum"
-            )
         before = engine.core.backwards
-        # In fp32, as GradScaler does. A model that returns its loss in fp16 overflows by itself at a scale above 65504, and
-        # the first step is skipped: better return the loss in fp32.
-        yield loss.float() * engine.scaler.scale
+        yield engine.scaler.scaled(loss)
         engine.scaler.backwards += engine.core.backwards - before
 
     @property
     def loss_scale(self) -> float:
         """What :meth:`backward` multiplies the loss with; 1 where the precision is not fp16."""
-        return 1.0 if self._engine.scaler is None else self._engine.scaler.scale
+        return self._engine.scaler.scale
 
     @property
     def overflow(self) -> list[str]:
         """fp16: the parameters, each with its rank, for which the last step was skipped; empty if it was taken."""
-        return [] if self._engine.scaler is None else list(self._engine.scaler.overflow)
+        return list(self._engine.scaler.overflow)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of the gradients to [-clip_value, clip_value]. Collective.
@@ -208,7 +193,7 @@ class ZeroOptimizer(optim.Optimizer):
         self._require_gradients()
         norm = self._clip(max_norm, float(norm_type))
         if error_if_nonfinite:
-            self._require_finite()
+            require_finite(*self._engine.measure())
         return norm
 
     def _refuse_norm(self, what: str) -> None:
@@ -278,8 +263,7 @@ class ZeroOptimizer(optim.Optimizer):
             )
         if self._engine.optimizer_ref is None or self._engine.optimizer_ref() is not self:
             raise Error("optimizer.step: another optimizer has taken over the model of this one; step that one")
-        if self._engine.storage is not None:
-            self._engine.storage.require_whole()
+        self._engine.storage.require_whole()
         require_here(self._engine)
         if self._engine.stage == 0:
             self._engine.check_untouched()
@@ -289,10 +273,7 @@ class ZeroOptimizer(optim.Optimizer):
         if pending if local is None else not self._engine.core.at_boundary and local.has_gradients():
             raise Error("optimizer.step: the gradients of the last backward were accumulated inside no_sync and not reduced; run the last "
                         "backward of a step outside of zeropp.no_sync(model)")  # fmt: skip
-        scaler = self._engine.scaler
-        if scaler is not None and scaler.backwards != self._engine.core.backwards:
-            raise Error("optimizer.step: a backward did not begin from optimizer.backward(loss), so its gradients are not scaled, and fp16 "
-                        "needs that they are; call optimizer.backward(loss) in place of loss.backward()")  # fmt: skip
+        self._engine.scaler.require_scaled(self._engine.core.backwards)
         if self._engine.backward_step is not None:
             if not self._engine.backward_step.pending:
                 raise Error(
@@ -308,20 +289,6 @@ class ZeroOptimizer(optim.Optimizer):
             self._engine.grads_tier.require_whole()
         if not found:
             raise Error("optimizer.step: no parameter has a gradient; call loss.backward() first")
-
-    def _require_finite(self) -> None:
-        norm, who = self._engine.measure()
-        if who:
-            more = f" and {len(who) - 3} more" if len(who) > 3 else ""
-            raise Error(f"optimizer.step: the gradients of {', '.join(who[:3])}{more} are not finite (norm {norm}); weights and optimizer "
-                        "state are unchanged; optimizer.zero_grad() forgets this batch")  # fmt: skip
-
-    def _is_finite(self, scaler: Scaler) -> bool:
-        """False: the step is skipped, on every rank."""
-        _, who = self._engine.measure()
-        if who:
-            scaler.overflowed(who)
-        return not who
 
     def _grad_scale(self) -> float:
         return self._engine.clip_scale * self._engine.unscale
@@ -504,7 +471,7 @@ def scaled_for(optimizers: Iterable[Any], loss: torch.Tensor) -> Iterator[torch.
     Raises:
         zeropp.Error: several fp16 models were run forward since their last backward.
     """
-    scaling = [one for one in optimizers if one._engine.scaler is not None]
+    scaling = [one for one in optimizers if one._engine.scaler.enabled]
     if len(scaling) > 1:
         scaling = [one for one in scaling if one._engine.builds_loss]
         if len(scaling) != 1:

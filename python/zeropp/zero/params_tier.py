@@ -22,7 +22,7 @@ from zeropp.errors import ConfigError
 from zeropp.zero import stored
 from zeropp.zero.agree import Ranks
 from zeropp.zero.scratch import Scratch
-from zeropp.zero.storage import Storage, Traffic, disk_traffic, end_tier, io_shape, warn
+from zeropp.zero.storage import FileStorage, Traffic, disk_traffic, end_tier, io_shape, warn
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine, Unit
@@ -39,7 +39,7 @@ class ParamsTier:
             rank; nothing is left behind.
     """
 
-    def __init__(self, engine: Engine, tier: Tier, storage: Storage, low: set[nn.Parameter]) -> None:
+    def __init__(self, engine: Engine, tier: Tier, storage: FileStorage, low: set[nn.Parameter]) -> None:
         self.fraction, self.storage, self._zero = float(tier.fraction), storage, engine.core
         self.stored, self.low, self._checksums = engine.stored, low, tier.checksums
         self.in_memory = tier.kind != "nvme"

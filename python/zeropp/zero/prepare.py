@@ -26,6 +26,7 @@ from zeropp.zero.offload import BLOCK_ELEMS, StateTier
 from zeropp.zero.optimizer import adopt, check_offload, check_optimizer, steps_float64
 from zeropp.zero.parameter import ref_of
 from zeropp.zero.same import check_same_config, check_same_lines, check_same_model, gather_bytes
+from zeropp.zero.storage import FileStorage
 from zeropp.zero.strays import raise_strays
 from zeropp.zero.unfreeze import float64_clash, hook_unit, why_frozen
 from zeropp.zero.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
@@ -349,7 +350,7 @@ def _make_tiers(engine: Engine, optimizer: Any) -> None:
     assert isinstance(tier, Tier) and isinstance(activations, Tier)
     try:
         if tier.kind == "nvme":
-            assert engine.storage is not None
+            assert isinstance(engine.storage, FileStorage)
             engine.states = StateTier(engine, tier, moments_of(optimizer), engine.storage)
         if activations.kind == "nvme":
             from zeropp.zero.activations import ActivationTier

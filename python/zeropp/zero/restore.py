@@ -97,8 +97,7 @@ def load(
         ranks.all_do(lambda: _raise(error))
         if optimizer is not None:
             _restore_groups(optimizer, content["optimizer"]["groups"])
-            if engine.scaler is not None and content.get("scaler") is not None:
-                engine.scaler.restore(content["scaler"])
+            engine.scaler.restore(content.get("scaler"))
             _restore_private(engine, content, parts)
         if scheduler is not None:
             scheduler.load_state_dict(parts.plain(0, content["scheduler"]["state"]))

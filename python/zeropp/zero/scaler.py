@@ -11,27 +11,104 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from zeropp.config import LossScale
 from zeropp.errors import Error
 
 _log = logging.getLogger("zeropp")
 
 
-class Scaler:
-    """The scale of one optimizer."""
+class NoScaler:
+    """fp32 and bf16: the loss is not scaled, and a step whose gradients are not finite raises."""
+
+    enabled = False
+    """True if losses are scaled."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.backwards = 0
+        """Backwards that began from a scaled loss."""
+        self.overflow: list[str] = []
+        """Parameters, each with its rank, whose gradients were not finite in the last step; empty if it was taken."""
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to call ``backward`` of."""
+        return loss
+
+    def require_scaled(self, backwards: int) -> None:
+        """Raise zeropp.Error unless all of so many backwards began from a scaled loss."""
+
+    def admits(self, norm: float, who: list[str]) -> bool:
+        """Return True if a step with these gradients is to be taken, False if it is to be skipped.
+
+        Args:
+            who: the parameters, each with its rank, whose gradients are not finite.
+
+        Raises:
+            zeropp.Error: they are not finite, and there is no scale to lower.
+        """
+        require_finite(norm, who)
+        return True
+
+    def taken(self) -> None:
+        """Note that a step was taken."""
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what a checkpoint keeps; None: nothing."""
+        return None
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Take what :meth:`state` gave."""
+
+
+def require_finite(norm: float, who: list[str]) -> None:
+    """Raise zeropp.Error that names the parameters whose gradients are not finite, if there are any."""
+    if who:
+        raise Error(
+            f"optimizer.step: the gradients of {_some(who)} are not finite (norm {norm}); weights and optimizer "
+            "state are unchanged; optimizer.zero_grad() forgets this batch"
+        )
+
+
+def _some(who: list[str]) -> str:
+    return ", ".join(who[:3]) + (f" and {len(who) - 3} more" if len(who) > 3 else "")
+
+
+class Scaler(NoScaler):
+    """The scale of one optimizer in fp16."""
+
+    enabled = True
 
     def __init__(self, config: LossScale) -> None:
+        super().__init__()
         self.config = config
         self.scale = float(config.init)
         self.good_steps = 0
         self.skipped = 0
-        self.overflow: list[str] = []
-        """Parameters, each with its rank, whose gradients were not finite in the last step; empty if it was taken."""
-        self.backwards = 0
-        """Backwards that began from a scaled loss."""
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        if loss.numel() != 1:
+            raise Error(
+                f"optimizer.backward: a loss of shape {tuple(loss.shape)} with fp16; wanted one number: take its mean or sum"
+            )
+        # In fp32, as GradScaler does. A model that returns its loss in fp16 overflows by itself at a scale above 65504, and
+        # the first step is skipped: better return the loss in fp32.
+        return loss.float() * self.scale
+
+    def require_scaled(self, backwards: int) -> None:
+        if self.backwards != backwards:
+            raise Error(
+                "optimizer.step: a backward did not begin from optimizer.backward(loss), so its gradients are not scaled, and fp16 "
+                "needs that they are; call optimizer.backward(loss) in place of loss.backward()"
+            )
+
+    def admits(self, norm: float, who: list[str]) -> bool:
+        if who:
+            self._overflowed(who)
+        return not who
 
     def taken(self) -> None:
-        """A step was taken."""
         self.overflow = []
         self.good_steps += 1
         if self.config.dynamic and self.good_steps >= self.config.interval:
@@ -39,16 +116,11 @@ class Scaler:
             if self.scale * self.config.growth < 2.0**127:
                 self.scale *= self.config.growth
 
-    def overflowed(self, who: list[str]) -> None:
-        """A step was skipped.
-
-        Raises:
-            zeropp.Error: the scale cannot go down any more.
-        """
+    def _overflowed(self, who: list[str]) -> None:
+        """Skip a step. Raises zeropp.Error where the scale cannot go down any more."""
         before, self.overflow, self.good_steps = self.scale, who, 0
         self.skipped += 1
-        more = f" and {len(who) - 3} more" if len(who) > 3 else ""
-        names = ", ".join(who[:3]) + more
+        names = _some(who)
         if not self.config.dynamic or self.scale <= self.config.least:
             kind = "which is fixed" if not self.config.dynamic else "which is the least"
             raise Error(
@@ -61,11 +133,12 @@ class Scaler:
         )
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """What :meth:`state` gave. A fixed scale stays the one of the configuration."""
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Take what :meth:`state` gave. A fixed scale stays the one of the configuration."""
+        if state is None:
+            return
         if self.config.dynamic:
             self.scale = float(state["scale"])
         self.good_steps, self.skipped = int(state["good_steps"]), int(state["skipped"])

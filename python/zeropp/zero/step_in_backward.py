@@ -47,7 +47,7 @@ class StepInBackward:
     def _begin(self) -> tuple[list[Any], float]:
         """A backward that reduces has begun: (groups of ``adam_step``, what gradients are multiplied with)."""
         optimizer, engine = self._optimizer(), self._engine()
-        assert engine is not None and engine.storage is not None
+        assert engine is not None
         engine.storage.require_whole()
         require_here(engine)
         self._rates = _rates(optimizer)

@@ -19,11 +19,37 @@ if TYPE_CHECKING:
 
 
 class Storage:
+    """The outcome of steps over states in memory: this rank alone knows it, and nothing is ever half-way."""
+
+    can_fail = False
+    """True if a step can fail in the middle, so that ranks have to agree on its outcome."""
+    is_torn = False
+    """True if a step or a write failed half-way, on any rank, and no checkpoint was loaded since."""
+
+    def agree(self, error: BaseException | None) -> None:
+        """Collective, after every step: return if it succeeded on all ranks; else raise, on all of them."""
+        if error is not None:
+            raise error
+
+    def tear(self, reason: str) -> None:
+        """Note that a part of the states was written and another not."""
+        raise NotImplementedError
+
+    def require_whole(self) -> None:
+        """Raise zeropp.Error if a step or a write failed half-way, and no checkpoint was loaded since."""
+
+    def loaded(self, index: int) -> None:
+        """Note that all states of that unit were loaded."""
+
+
+class FileStorage(Storage):
     """What the tiers of one engine have in common. Every rank has one as soon as one kind of state is in a file.
 
     Args:
         trainable: indices of the units that are stepped.
     """
+
+    can_fail = True
 
     def __init__(self, engine: Engine, trainable: list[int]) -> None:
         self._ranks = Ranks(engine)
@@ -59,17 +85,14 @@ class Storage:
             raise kind(f"rank {rank}: {one['said'] or one['kind']}")
 
     def tear(self, reason: str) -> None:
-        """A part of the states was written and another not."""
         self._unloaded = set(self._trainable)
         self._failure = reason
 
     @property
-    def is_torn(self) -> bool:
-        """Did a step or a write fail half-way, on any rank, and was no checkpoint loaded since?"""
+    def is_torn(self) -> bool:  # type: ignore[override]
         return bool(self._unloaded)
 
     def require_whole(self) -> None:
-        """Raises zeropp.Error if a step or a write failed half-way, and no checkpoint was loaded since."""
         if self._unloaded:
             raise Error(
                 "weights and optimizer states are torn by a step that failed half-way; zeropp.load(path, model, "
@@ -77,7 +100,6 @@ class Storage:
             )
 
     def loaded(self, index: int) -> None:
-        """All states of that unit were loaded."""
         self._unloaded.discard(index)
         if not self._unloaded:
             for mend in self.mends:
