@@ -56,7 +56,7 @@ static bool check_steps(struct zpp_boxed *args, const struct lists *l) {
     return true;
 }
 
-static bool check_numbers(struct zpp_boxed *args, const struct lists *l, const struct zpp_adam_segment *rates,
+static bool check_numbers(struct zpp_boxed *args, const struct lists *l, const struct zpp_optim_segment *rates,
                           double grad_scale) {
     if (!zpp_op_check_floats(args, l->lr, l->params, -INFINITY)) return false;
     if (!zpp_op_check_floats(args, l->weight_decay, l->params, -INFINITY)) return false;
@@ -71,7 +71,7 @@ static bool check_numbers(struct zpp_boxed *args, const struct lists *l, const s
 }
 
 /* Moments of the i-th parameter where they are not fp32. */
-static void fill_moments(struct zpp_adam_segment *segment, const struct lists *l, size_t i) {
+static void fill_moments(struct zpp_optim_segment *segment, const struct lists *l, size_t i) {
     const struct zpp_tensors *const lists[] = { l->exp_avgs, l->exp_avg_sqs, l->max_exp_avg_sqs };
     segment->how = (struct zpp_moments){ .kind = l->low.kind, .key = zpp_moments_key(l->low.seed, i, segment->step) };
     for (size_t k = 0; k < 3 && lists[k]->count; ++k) {
@@ -80,8 +80,8 @@ static void fill_moments(struct zpp_adam_segment *segment, const struct lists *l
     }
 }
 
-static void fill_segments(struct zpp_adam_segment *segments, const struct lists *l,
-                          const struct zpp_adam_segment *rates) {
+static void fill_segments(struct zpp_optim_segment *segments, const struct lists *l,
+                          const struct zpp_optim_segment *rates) {
     for (size_t i = 0; i < l->params->count; ++i) {
         segments[i] = *rates;
         segments[i].param = l->params->at[i].data;
@@ -105,13 +105,13 @@ static void fill_segments(struct zpp_adam_segment *segments, const struct lists 
     }
 }
 
-static void step_on_cpu(const struct zpp_adam_segment *segments, size_t segments_count, float grad_scale) {
+static void step_on_cpu(const struct zpp_optim_segment *segments, size_t segments_count, float grad_scale) {
     zpp_pool *pool = zpp_op_pool_take();
     zpp_adam_step(segments, segments_count, grad_scale, pool);
     zpp_op_pool_give(pool);
 }
 
-static void step_on_cuda(struct zpp_boxed *args, int32_t index, const struct zpp_adam_segment *segments,
+static void step_on_cuda(struct zpp_boxed *args, int32_t index, const struct zpp_optim_segment *segments,
                          size_t segments_count, float grad_scale) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_device *device = NULL;
@@ -126,9 +126,9 @@ static void step_on_cuda(struct zpp_boxed *args, int32_t index, const struct zpp
     if (status != ZPP_OK) zpp_boxed_fail(args, "%s", err.text);
 }
 
-static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_adam_segment *rates, float grad_scale) {
+static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_optim_segment *rates, float grad_scale) {
     const size_t count = l->params->count;
-    struct zpp_adam_segment *segments = malloc((count + 1) * sizeof *segments);
+    struct zpp_optim_segment *segments = malloc((count + 1) * sizeof *segments);
     if (!segments) {
         zpp_boxed_fail(args, "no memory for %zu segments", count);
         return;
@@ -142,7 +142,7 @@ static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_
 static void adam(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     struct zpp_boxed args;
     struct lists l = { .low.is = low };
-    struct zpp_adam_segment rates = { 0 };
+    struct zpp_optim_segment rates = { 0 };
     zpp_boxed_begin(&args, "zeropp::adam_step_", stack, inputs); /* both have one door, which knows this name */
     l.params = zpp_boxed_tensors(&args, "params", true);
     l.grads = zpp_boxed_tensors(&args, "grads", false);

@@ -5,13 +5,14 @@
 #ifndef ZPP_BIND_PY_ADAM_H
 #define ZPP_BIND_PY_ADAM_H
 
+#include "../ops/adam/adam.h"
 #include "../zero/delayed.h"
 #include "../zero/masterless.h"
 #include "py_zero.h"
 
 /* From malloc; end with zpp_py_adam_drop, or hand the arrays over. */
 struct zpp_py_adam {
-    struct zpp_adam_segment *at; /* stepped in memory */
+    struct zpp_optim_segment *at; /* stepped in memory */
     size_t count, room;
     struct zpp_optim_file_piece *tiered; /* stepped in the tier */
     size_t tiered_count, tiered_room;
@@ -35,9 +36,9 @@ void zpp_py_adam_drop(struct zpp_py_adam *list);
 
 /* For a step unit by unit (py_step_in_backward.c). */
 /* One unit more in `list`; -1: no memory, or an error is set. */
-int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *groups, struct zpp_py_adam *list);
+int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_optim_segment *groups, struct zpp_py_adam *list);
 /* The groups of adam_step(), from malloc; NULL with an error set. */
-struct zpp_adam_segment *zpp_py_read_groups(PyObject *groups);
+struct zpp_optim_segment *zpp_py_read_groups(PyObject *groups);
 /* The first parameter whose gradient in this rank's shard is not finite; -1: none. Not 0: no memory. */
 int zpp_py_unit_norm(const Zero *zero, const Unit *unit, int64_t *bad_param);
 /* Local gradients: p.grad is held, until it is forgotten and None. */

@@ -335,14 +335,14 @@ static void *one_more(void *at, size_t count, size_t *room, size_t bytes) {
     return grown;
 }
 
-static struct zpp_adam_segment *next_segment(struct zpp_py_adam *list) {
-    struct zpp_adam_segment *at = one_more(list->at, list->count, &list->room, sizeof *at);
+static struct zpp_optim_segment *next_segment(struct zpp_py_adam *list) {
+    struct zpp_optim_segment *at = one_more(list->at, list->count, &list->room, sizeof *at);
     if (!at) return NULL;
     list->at = at;
     return &list->at[list->count++];
 }
 
-static struct zpp_adam_segment *next_tiered(struct zpp_py_adam *list, int shard, size_t first) {
+static struct zpp_optim_segment *next_tiered(struct zpp_py_adam *list, int shard, size_t first) {
     struct zpp_optim_file_piece *at = one_more(list->tiered, list->tiered_count, &list->tiered_room, sizeof *at);
     if (!at) return NULL;
     list->tiered = at;
@@ -352,7 +352,7 @@ static struct zpp_adam_segment *next_tiered(struct zpp_py_adam *list, int shard,
     return &piece->segment;
 }
 
-static struct zpp_adam_segment *next_masterless(struct zpp_py_adam *list, const Unit *unit,
+static struct zpp_optim_segment *next_masterless(struct zpp_py_adam *list, const Unit *unit,
                                                 const struct zpp_piece *piece) {
     struct zpp_masterless_piece *at =
         one_more(list->masterless, list->masterless_count, &list->masterless_room, sizeof *at);
@@ -366,7 +366,7 @@ static struct zpp_adam_segment *next_masterless(struct zpp_py_adam *list, const 
 
 /* A piece in float64: its values begin at element `at` of the shard. `rates`: of its group. */
 static int add_f64(const Unit *unit, const struct own_shard *shard, const struct zpp_piece *piece, const void *grad,
-                   const struct zpp_adam_segment *rates, struct zpp_py_adam *list) {
+                   const struct zpp_optim_segment *rates, struct zpp_py_adam *list) {
     const size_t at = piece->offset_elems - shard->begin_elems;
     const struct unit_adam *adam = &unit->adam;
     struct zpp_adam_f64_segment *segments = one_more(list->f64, list->f64_count, &list->f64_room, sizeof *segments);
@@ -396,7 +396,7 @@ static size_t run_of(const Zero *zero, const Unit *unit, const struct own_shard 
 
 /* The moments of a piece that begins at element `at` of the shard, and whose scales begin at `scale`. */
 static void bind_low(const Unit *unit, const struct zpp_piece *piece, size_t at, size_t scale,
-                     struct zpp_adam_segment *segment) {
+                     struct zpp_optim_segment *segment) {
     const struct unit_adam *adam = &unit->adam;
     const bool amsgrad = segment->max_exp_avg_sq;
     segment->exp_avg = segment->exp_avg_sq = segment->max_exp_avg_sq = NULL;
@@ -435,7 +435,7 @@ static bool add_turn(const Unit *unit, struct zpp_py_adam *list) {
 
 /* The new values of a segment go aside, and from there, later, to where they are read. The master of fp32 is aside, but
  * for units in a file, of which some are in memory: there it is the shard. */
-static bool set_aside(const Unit *unit, const struct own_shard *shard, size_t at, struct zpp_adam_segment *segment,
+static bool set_aside(const Unit *unit, const struct own_shard *shard, size_t at, struct zpp_optim_segment *segment,
                       struct zpp_py_adam *list) {
     const size_t bytes = unit->unit->elem_bytes;
     unsigned char *ahead = unit->ahead + at * bytes;
@@ -462,7 +462,7 @@ static int take_gradients(Zero *zero, Unit *unit, struct own_shard *shard) {
     return 0;
 }
 
-int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *groups, struct zpp_py_adam *list) {
+int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_optim_segment *groups, struct zpp_py_adam *list) {
     struct own_shard shard;
     const bool tiered = unit->adam.tiered;
     const bool low = unit->adam.kind != ZPP_MOMENTS_F32; /* never of a unit in a file: its pieces are not cut */
@@ -505,7 +505,7 @@ int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *grou
             continue;
         }
         const bool masterless = !tiered && !unit->adam.master && unit->unit->dtype == ZPP_BF16;
-        struct zpp_adam_segment *segment = tiered     ? next_tiered(list, unit->adam.shard, at)
+        struct zpp_optim_segment *segment = tiered     ? next_tiered(list, unit->adam.shard, at)
                                          : masterless ? next_masterless(list, unit, piece)
                                                       : next_segment(list);
         failed = !segment;
@@ -531,11 +531,27 @@ int zpp_py_adam_unit(Zero *zero, Unit *unit, const struct zpp_adam_segment *grou
     return failed ? -1 : 0;
 }
 
-/* (update, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, moments) per parameter group: fields of a segment
- * as zero/update.h reads them, and which moments it has, bit by bit. */
-struct zpp_adam_segment *zpp_py_read_groups(PyObject *list) {
+/* Set the optimizer of a group and its rates from the five numbers that python/zeropp/zero/updates.py gives: `beta1` is
+ * also Adagrad's lr_decay and SGD's momentum, `beta2` also Adagrad's initial sum and SGD's dampening. */
+static bool set_optimizer(struct zpp_optim_segment *group, unsigned char update) {
+    enum { NESTEROV = ZPP_OPTIM_SGD + 1 };
+    if (update > NESTEROV) {
+        PyErr_Format(PyExc_ValueError, "no optimizer has the number %d", (int)update);
+        return false;
+    }
+    group->nesterov = update == NESTEROV;
+    group->optimizer = group->nesterov ? ZPP_OPTIM_SGD : update;
+    group->init_sum = true;
+    group->lr_decay = group->momentum = group->beta1;
+    group->initial_sum = group->dampening = group->beta2;
+    return true;
+}
+
+/* (update, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, moments) per parameter group: fields of a segment,
+ * and which moments it has, bit by bit. */
+struct zpp_optim_segment *zpp_py_read_groups(PyObject *list) {
     const Py_ssize_t count = PyList_Size(list);
-    struct zpp_adam_segment *groups = calloc((size_t)count + 1, sizeof *groups);
+    struct zpp_optim_segment *groups = calloc((size_t)count + 1, sizeof *groups);
     if (!groups) {
         PyErr_NoMemory();
         return NULL;
@@ -543,9 +559,11 @@ struct zpp_adam_segment *zpp_py_read_groups(PyObject *list) {
     for (Py_ssize_t i = 0; i < count; i++) {
         int decoupled, maximize;
         unsigned moments;
-        struct zpp_adam_segment *group = &groups[i];
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "bdddddppI", &group->update, &group->lr, &group->beta1,
-                              &group->beta2, &group->eps, &group->weight_decay, &decoupled, &maximize, &moments)) {
+        unsigned char update;
+        struct zpp_optim_segment *group = &groups[i];
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "bdddddppI", &update, &group->lr, &group->beta1,
+                              &group->beta2, &group->eps, &group->weight_decay, &decoupled, &maximize, &moments) ||
+            !set_optimizer(group, update)) {
             free(groups);
             return NULL;
         }
@@ -572,7 +590,7 @@ void zpp_py_adam_drop(struct zpp_py_adam *list) {
 
 int zpp_py_adam_list(Zero *zero, PyObject *group_list, bool delayed, struct zpp_py_adam *list) {
     *list = (struct zpp_py_adam){ .delayed = delayed };
-    struct zpp_adam_segment *groups = zpp_py_read_groups(group_list);
+    struct zpp_optim_segment *groups = zpp_py_read_groups(group_list);
     if (!groups) return -1;
     int failed = 0;
     for (Py_ssize_t u = 0; u < PyList_Size(zero->units) && !failed; u++)

@@ -115,7 +115,7 @@ static zpp_status run_adam(Zero *zero, struct zpp_py_adam *list, zpp_optim_file 
     const float scale = (float)grad_scale;
     zpp_status status = ZPP_OK;
     PyThreadState *thread = PyEval_SaveThread();
-    zpp_update_step(list->at, list->count, scale, zero->pool);
+    zpp_optim_step(list->at, list->count, scale, zero->pool);
     zpp_adam_step_f64(list->f64, list->f64_count, grad_scale, zero->pool);
     zpp_masterless_step(list->masterless, list->masterless_count, scale, zero->pool);
     if (optim_file && !zero->backward_step.optim_file_open) {

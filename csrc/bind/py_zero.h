@@ -68,7 +68,7 @@ struct zpp_py_backward_step {
     PyObject *begin; /* () -> (groups of adam_step, grad_scale); NULL: steps are not inside the backward */
     PyObject *leave; /* (unit): what autograd kept of its parameters is not to be read any more */
     PyObject *step;  /* (unit): the update of optimizers that are in Python; NULL: Adam */
-    struct zpp_adam_segment *groups;
+    struct zpp_optim_segment *groups;
     double scale;
     bool open;       /* this backward steps */
     bool pending;    /* the step was begun, and not ended by optimizer.step() */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The delayed parameter update (ZeRO-Offload, arXiv:2101.06840, section 5.2): the step with the gradients of one pass,
- * whatever update it makes (update.h), runs in a thread of its own while the next pass computes. Decisions:
+ * whatever update it makes (ops/optim/optim.h), runs in a thread of its own while the next pass computes. Decisions:
  * docs/design/0023.
  *
  *   caller    .. begin(k) | pass k + 1, reads shards | wait(k), publish(k), begin(k + 1) | pass k + 2 ..
@@ -36,7 +36,7 @@ struct zpp_delayed_rest {
 /* One step: of states in memory, and of those in a tier. The arrays are from malloc (NULL for none); what they point to
  * is borrowed until wait, the memory of the copies until publish. */
 struct zpp_delayed_step {
-    struct zpp_adam_segment *segments;
+    struct zpp_optim_segment *segments;
     size_t segments_count;
     struct zpp_optim_file_piece *pieces;
     size_t pieces_count;

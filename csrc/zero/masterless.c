@@ -17,8 +17,8 @@ struct job {
 };
 
 /* Elements [begin, end) of the piece's segment, without its parameter. */
-static struct zpp_adam_segment crop(const struct zpp_adam_segment *whole, size_t begin, size_t end) {
-    struct zpp_adam_segment part = *whole;
+static struct zpp_optim_segment crop(const struct zpp_optim_segment *whole, size_t begin, size_t end) {
+    struct zpp_optim_segment part = *whole;
     part.elems = end - begin;
     part.param_out = NULL;
     part.grad = (const char *)whole->grad + begin * zpp_dtype_bytes(whole->grad_dtype);
@@ -41,17 +41,17 @@ static struct zpp_adam_segment crop(const struct zpp_adam_segment *whole, size_t
 
 static void step_tiles(size_t first_tile, size_t last_tile, void *arg) {
     const struct job *job = arg;
-    const struct zpp_adam_segment *whole = &job->piece->segment;
+    const struct zpp_optim_segment *whole = &job->piece->segment;
     const struct zpp_moment param = { whole->param_out, NULL };
     const size_t into = job->piece->first_elems % TILE_ELEMS;
     float values[TILE_ELEMS];
     for (size_t tile = first_tile; tile < last_tile; tile++) {
         const size_t begin = tile ? tile * TILE_ELEMS - into : 0, next = (tile + 1) * TILE_ELEMS - into;
         const size_t end = next < whole->elems ? next : whole->elems;
-        struct zpp_adam_segment part = crop(whole, begin, end);
+        struct zpp_optim_segment part = crop(whole, begin, end);
         zpp_moments_load(job->kernels, &job->how, ZPP_MOMENT_FIRST, &param, begin, end, values);
         part.param = values;
-        zpp_adam_step(&part, 1, job->grad_scale, NULL);
+        zpp_optim_step(&part, 1, job->grad_scale, NULL);
         zpp_moments_store(job->kernels, &job->how, ZPP_MOMENT_FIRST, &param, begin, end, values, false);
     }
 }

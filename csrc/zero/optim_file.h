@@ -12,7 +12,7 @@
  *             file
  *   record    | master | exp_avg | exp_avg_sq | max_exp_avg_sq |      each a multiple of 4096 bytes
  *
- * That is Adam's; of other updates a record has the moments that they have (update.h).
+ * That is Adam's; of other updates a record has the moments that they have (ops/optim/optim.h).
  *
  * A step moves whole records, while chunk k is stepped chunk k+1 is read and chunk k-1 written, so bytes per element
  * and step are 4 * kinds read and 4 * kinds written, and memory is `buffers` records. The copy in the parameters' own
@@ -28,7 +28,7 @@
 
 #include "../aio/engine.h"
 #include "unit_file.h"
-#include "update.h"
+#include "../ops/optim/optim.h"
 
 typedef struct zpp_optim_file zpp_optim_file;
 
@@ -91,11 +91,11 @@ zpp_status zpp_optim_file_copy(zpp_optim_file *optim_file, int shard, enum zpp_o
 /* Elements [first, first + segment.elems) of a shard. The tier fills in `segment`'s states: param (where the shard has
  * a master), and those of its moments that are not NULL. */
 struct zpp_optim_file_piece {
-    struct zpp_adam_segment segment;
+    struct zpp_optim_segment segment;
     int shard;
     size_t first;
 };
-/* One step over the pieces, in ascending order of (shard, first). Same bits as zpp_update_step on states in memory.
+/* One step over the pieces, in ascending order of (shard, first). Same bits as zpp_optim_step on states in memory.
  * `files`: where the parameters or gradients of some pieces are. */
 zpp_status zpp_optim_file_step(zpp_optim_file *optim_file, const struct zpp_optim_file_piece *pieces,
                                size_t pieces_count,

@@ -66,7 +66,7 @@ struct optim_file_visit {
 
 /* Cuts carry, in place of addresses that are not known yet, their place in the chunk. */
 struct optim_file_cut {
-    struct zpp_adam_segment segment;
+    struct zpp_optim_segment segment;
     size_t inside;
 };
 
@@ -75,7 +75,7 @@ struct optim_file_plan {
     size_t cuts_count, cuts_room;
     struct optim_file_visit *visits; /* in ascending order of the record stream */
     size_t visits_count, visits_room;
-    struct zpp_adam_segment *segments; /* of what is held, held_count; then of the visit under way */
+    struct zpp_optim_segment *segments; /* of what is held, held_count; then of the visit under way */
     size_t segments_room, held_count;
     struct zpp_step_files files;
     bool windows; /* are there any? */

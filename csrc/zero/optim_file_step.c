@@ -28,8 +28,8 @@ static bool grow(void **at, size_t *room, size_t count, size_t size) {
 }
 
 /* Elements [from, from + elems) of a segment, without its states. */
-static struct zpp_adam_segment part_of(const struct zpp_adam_segment *whole, size_t from, size_t elems) {
-    struct zpp_adam_segment part = *whole;
+static struct zpp_optim_segment part_of(const struct zpp_optim_segment *whole, size_t from, size_t elems) {
+    struct zpp_optim_segment part = *whole;
     part.grad = (const unsigned char *)whole->grad + from * zpp_dtype_bytes(whole->grad_dtype);
     if (whole->param) part.param = whole->param + from;
     if (whole->param_out) part.param_out = (unsigned char *)whole->param_out + from * zpp_dtype_bytes(whole->out_dtype);
@@ -38,7 +38,7 @@ static struct zpp_adam_segment part_of(const struct zpp_adam_segment *whole, siz
 }
 
 /* `planes` of `stride` elements each, from `inside` on. */
-static void bind_states(const struct optim_file_line *line, struct zpp_adam_segment *segment, float *planes,
+static void bind_states(const struct optim_file_line *line, struct zpp_optim_segment *segment, float *planes,
                         size_t stride, size_t inside) {
     float **const states[ZPP_TIER_KINDS] = { &segment->param, &segment->exp_avg, &segment->exp_avg_sq,
                                              &segment->max_exp_avg_sq };
@@ -50,7 +50,7 @@ static void bind_states(const struct optim_file_line *line, struct zpp_adam_segm
 }
 
 static bool add_cut(struct optim_file_plan *plan, int line, size_t chunk, size_t inside,
-                    struct zpp_adam_segment segment) {
+                    struct zpp_optim_segment segment) {
     const struct optim_file_visit *last = plan->visits_count ? &plan->visits[plan->visits_count - 1] : NULL;
     if (!last || last->line != line || last->chunk != chunk) {
         if (!grow((void **)&plan->visits, &plan->visits_room, plan->visits_count, sizeof *plan->visits)) return false;
@@ -74,7 +74,7 @@ static bool plan_piece(const zpp_optim_file *optim_file, const struct zpp_optim_
         const size_t inside = beyond % line->chunk_elems;
         size_t run = held ? line->held_elems - at : line->chunk_elems - inside;
         if (run > piece->segment.elems - done) run = piece->segment.elems - done;
-        struct zpp_adam_segment part = part_of(&piece->segment, done, run);
+        struct zpp_optim_segment part = part_of(&piece->segment, done, run);
         if (!held) {
             if (!add_cut(plan, line_index, chunk, inside, part)) return false;
         } else {
@@ -171,7 +171,7 @@ static zpp_status step_visit(zpp_optim_file *optim_file, struct optim_file_plan 
     if (!line->stepped[visit->chunk])
         memset(buffer->memory + master * stride, 0, (line->planes - master) * stride * sizeof(float));
     optim_file_plan_bind(optim_file, plan, visit, buffer->memory);
-    zpp_update_step(plan->segments, visit->cuts, grad_scale, pool);
+    zpp_optim_step(plan->segments, visit->cuts, grad_scale, pool);
     status = optim_file_submit(optim_file, optim_file_record_offset(line, visit->chunk), buffer->memory,
                                line->planes * stride * sizeof(float), true, &buffer->write, fault, err);
     if (status == ZPP_OK) line->stepped[visit->chunk] = true;

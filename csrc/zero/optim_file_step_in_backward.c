@@ -248,7 +248,7 @@ static zpp_status step_visit(zpp_optim_file *optim_file, struct optim_file_plan 
     zpp_status status = take(optim_file, visit->line, visit->chunk, &buffer, fault, err);
     if (status != ZPP_OK) return status;
     optim_file_plan_bind(optim_file, plan, visit, buffer->memory);
-    zpp_update_step(plan->segments, visit->cuts, grad_scale, pool);
+    zpp_optim_step(plan->segments, visit->cuts, grad_scale, pool);
     set_state(optim_file, buffer, TIER_CHANGED);
     if (--optim_file->backward_step.left[visit->line][visit->chunk] == 0) status = begin_write(optim_file, buffer,
                                                                                                fault, err);
@@ -264,7 +264,7 @@ zpp_status zpp_optim_file_backward_step_unit(zpp_optim_file *optim_file, const s
     const uint64_t began_ns = zpp_now_ns();
     struct optim_file_plan plan = { 0 };
     zpp_status status = optim_file_plan_make(optim_file, pieces, pieces_count, &plan, err);
-    if (status == ZPP_OK) zpp_update_step(plan.segments, plan.held_count, grad_scale, pool);
+    if (status == ZPP_OK) zpp_optim_step(plan.segments, plan.held_count, grad_scale, pool);
     for (size_t i = plan.visits_count; i-- > 0 && status == ZPP_OK;)
         status = step_visit(optim_file, &plan, &plan.visits[i], grad_scale, pool, fault, err);
     optim_file_plan_drop(&plan);

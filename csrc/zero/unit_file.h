@@ -36,7 +36,7 @@
 
 #include "../aio/engine.h"
 #include "../comm/comm.h"
-#include "update.h"
+#include "../ops/optim/optim.h"
 
 typedef struct zpp_unit_file zpp_unit_file;
 
@@ -141,7 +141,7 @@ struct zpp_step_files {
 enum { ZPP_UNIT_FILE_WINDOWS = 4 };
 /* Waits for what the window wrote before; gives the segments (`count`, `stride_bytes` apart) addresses in its buffer;
  * begins to read what they need. No segment crosses a cut. */
-zpp_status zpp_unit_file_window_open(const struct zpp_step_files *files, size_t window, struct zpp_adam_segment *first,
+zpp_status zpp_unit_file_window_open(const struct zpp_step_files *files, size_t window, struct zpp_optim_segment *first,
                                      size_t count, size_t stride_bytes, struct zpp_aio_fault *fault,
                                      struct zpp_err *err);
 /* Before the segments are stepped. */
@@ -154,9 +154,9 @@ zpp_status zpp_unit_file_window_write(const struct zpp_step_files *files, size_t
 zpp_status zpp_unit_file_settle(const struct zpp_step_files *files, zpp_status status, struct zpp_aio_fault *fault,
                                 struct zpp_err *err);
 
-/* zpp_update_step for segments whose states are in memory, through windows where there are files; the same bits.
+/* zpp_optim_step for segments whose states are in memory, through windows where there are files; the same bits.
  * `*torn`: some parameters were stepped and others not. `segments` is changed. */
-zpp_status zpp_unit_file_step(const struct zpp_step_files *files, struct zpp_adam_segment *segments, size_t count,
+zpp_status zpp_unit_file_step(const struct zpp_step_files *files, struct zpp_optim_segment *segments, size_t count,
                               float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
                               struct zpp_err *err);
 

@@ -44,7 +44,7 @@ struct place {
     enum part part;
 };
 
-static bool place_of(const zpp_unit_file *unit_file, const struct zpp_adam_segment *segment, struct place *out) {
+static bool place_of(const zpp_unit_file *unit_file, const struct zpp_optim_segment *segment, struct place *out) {
     const struct {
         const void *at;
         zpp_dtype dtype;
@@ -60,8 +60,8 @@ static bool place_of(const zpp_unit_file *unit_file, const struct zpp_adam_segme
     return false;
 }
 
-static struct zpp_adam_segment *segment_at(struct zpp_adam_segment *first, size_t index, size_t stride_bytes) {
-    return (struct zpp_adam_segment *)(void *)((unsigned char *)first + index * stride_bytes);
+static struct zpp_optim_segment *segment_at(struct zpp_optim_segment *first, size_t index, size_t stride_bytes) {
+    return (struct zpp_optim_segment *)(void *)((unsigned char *)first + index * stride_bytes);
 }
 
 /* Copies of two units do not lie together. */
@@ -114,10 +114,10 @@ static zpp_status make_room(zpp_unit_file *unit_file, struct unit_file_window *w
 
 /* What the segments have in the file is in the buffer from here on. */
 static void move_segments(const zpp_unit_file *unit_file, const struct unit_file_window *window,
-                          struct zpp_adam_segment *first, size_t count, size_t stride_bytes) {
+                          struct zpp_optim_segment *first, size_t count, size_t stride_bytes) {
     size_t at_run = 0, end = 0;
     for (size_t i = 0; i < count; i++) {
-        struct zpp_adam_segment *segment = segment_at(first, i, stride_bytes);
+        struct zpp_optim_segment *segment = segment_at(first, i, stride_bytes);
         struct place place;
         if (!place_of(unit_file, segment, &place)) continue;
         const struct unit_file_run *run = &window->runs[at_run];
@@ -161,7 +161,7 @@ static zpp_status submit_runs(zpp_unit_file *unit_file, struct unit_file_window 
     return ZPP_OK;
 }
 
-static zpp_status open_window(zpp_unit_file *unit_file, size_t index, struct zpp_adam_segment *first, size_t count,
+static zpp_status open_window(zpp_unit_file *unit_file, size_t index, struct zpp_optim_segment *first, size_t count,
                               size_t stride_bytes, struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct unit_file_window *window = &unit_file->windows[index % ZPP_UNIT_FILE_WINDOWS];
     zpp_status status = finish_runs(unit_file, window, fault, err);
@@ -183,7 +183,7 @@ static zpp_status open_window(zpp_unit_file *unit_file, size_t index, struct zpp
     return submit_runs(unit_file, window, false, false, fault, err);
 }
 
-zpp_status zpp_unit_file_window_open(const struct zpp_step_files *files, size_t index, struct zpp_adam_segment *first,
+zpp_status zpp_unit_file_window_open(const struct zpp_step_files *files, size_t index, struct zpp_optim_segment *first,
                                      size_t count, size_t stride_bytes, struct zpp_aio_fault *fault,
                                      struct zpp_err *err) {
     zpp_status status = ZPP_OK;
@@ -275,8 +275,8 @@ void zpp_unit_file_flip(zpp_unit_file *unit_file, int unit) {
 
 /* --- states in memory --------------------------------------------------------------------------------------------- */
 
-static struct zpp_adam_segment part_of(const struct zpp_adam_segment *whole, size_t from, size_t elems) {
-    struct zpp_adam_segment part = *whole;
+static struct zpp_optim_segment part_of(const struct zpp_optim_segment *whole, size_t from, size_t elems) {
+    struct zpp_optim_segment part = *whole;
     part.param += from;
     part.grad = (const unsigned char *)whole->grad + from * zpp_dtype_bytes(whole->grad_dtype);
     if (whole->exp_avg) part.exp_avg += from;
@@ -289,12 +289,12 @@ static struct zpp_adam_segment part_of(const struct zpp_adam_segment *whole, siz
 
 /* Segments cut at the borders of windows; window w has parts[first[w] .. first[w + 1]). */
 struct windows {
-    struct zpp_adam_segment *parts;
+    struct zpp_optim_segment *parts;
     size_t *first;
     size_t parts_count, windows_count;
 };
 
-static bool cut_windows(const struct zpp_adam_segment *segments, size_t count, struct windows *out) {
+static bool cut_windows(const struct zpp_optim_segment *segments, size_t count, struct windows *out) {
     size_t elems = 0;
     for (size_t i = 0; i < count; i++) elems += segments[i].elems;
     const size_t windows = elems / WINDOW_ELEMS + 1;
@@ -330,19 +330,19 @@ static zpp_status step_windows(const struct zpp_step_files *files, struct window
         if (status == ZPP_OK) status = zpp_unit_file_window_ready(files, at, fault, err);
         if (status != ZPP_OK) break;
         *torn = true;
-        zpp_update_step(&list->parts[list->first[at]], list->first[at + 1] - list->first[at], grad_scale, pool);
+        zpp_optim_step(&list->parts[list->first[at]], list->first[at + 1] - list->first[at], grad_scale, pool);
         status = zpp_unit_file_window_write(files, at, fault, err);
     }
     return status;
 }
 
-zpp_status zpp_unit_file_step(const struct zpp_step_files *files, struct zpp_adam_segment *segments, size_t count,
+zpp_status zpp_unit_file_step(const struct zpp_step_files *files, struct zpp_optim_segment *segments, size_t count,
                               float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
                               struct zpp_err *err) {
     struct windows list;
     *torn = false;
     if (!files->params && !files->grads) {
-        zpp_update_step(segments, count, grad_scale, pool);
+        zpp_optim_step(segments, count, grad_scale, pool);
         return ZPP_OK;
     }
     zpp_status status = ZPP_OK;

@@ -100,9 +100,9 @@ struct memory {
     struct coded moments[3];
 };
 
-static struct zpp_adam_segment over(struct memory *memory, enum zpp_moments_kind kind, int flags, size_t first,
+static struct zpp_optim_segment over(struct memory *memory, enum zpp_moments_kind kind, int flags, size_t first,
                                     size_t at, size_t elems) {
-    struct zpp_adam_segment s = {
+    struct zpp_optim_segment s = {
         .param = memory->p + at, .grad = memory->grad + at, .param_out = flags & 4 ? memory->out + at : NULL,
         .elems = elems, .step = 5, .lr = 1e-2, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.1,
         .decoupled_decay = flags & 2, .how = { kind, first + at, zpp_moments_key(1, 2, 5) } };
@@ -115,10 +115,10 @@ static struct zpp_adam_segment over(struct memory *memory, enum zpp_moments_kind
 }
 
 /* The same in three passes, with the scalar versions. */
-static void three_passes(const struct zpp_adam_segment *s) {
+static void three_passes(const struct zpp_optim_segment *s) {
     static float values[3][ROOM_ELEMS];
     const struct zpp_moments_kernels *scalar = zpp_moments_kernels_of(ZPP_CPU_SCALAR);
-    struct zpp_adam_segment plain = *s;
+    struct zpp_optim_segment plain = *s;
     plain.how.kind = ZPP_MOMENTS_F32;
     plain.exp_avg = values[0], plain.exp_avg_sq = values[1];
     plain.max_exp_avg_sq = s->moments[2].codes ? values[2] : NULL;
@@ -133,13 +133,13 @@ static void check_adam(enum zpp_moments_kind kind, int flags, size_t first, size
     static struct memory start, want, got;
     for (size_t i = 0; i < ROOM_ELEMS; ++i) start.p[i] = random_value(false), start.grad[i] = random_value(false);
     memset(start.moments, 0, sizeof start.moments);
-    struct zpp_adam_segment whole = over(&start, kind, flags, first, 0, elems);
+    struct zpp_optim_segment whole = over(&start, kind, flags, first, 0, elems);
     three_passes(&whole); /* moments that some step left */
     want = start;
     whole = over(&want, kind, flags, first, 0, elems);
     three_passes(&whole);
     for (int level = 0; level < ZPP_CPU_LEVELS; ++level) for (int cut = 0; cut < 2; ++cut) {
-        struct zpp_adam_segment pieces[8];
+        struct zpp_optim_segment pieces[8];
         size_t count = 0;
         got = start;
         for (size_t at = 0, end = 0; end < elems || count == 0; at = end) {

@@ -46,8 +46,8 @@ struct options {
     double beta1, weight_decay;
 };
 
-static struct zpp_adam_segment segment_over(struct arrays *a, const struct options *o, size_t offset, size_t elems) {
-    return (struct zpp_adam_segment){
+static struct zpp_optim_segment segment_over(struct arrays *a, const struct options *o, size_t offset, size_t elems) {
+    return (struct zpp_optim_segment){
         .param = a->at[0] + offset, .exp_avg = a->at[1] + offset, .exp_avg_sq = a->at[2] + offset,
         .max_exp_avg_sq = o->amsgrad ? a->at[3] + offset : NULL,
         .grad = (char *)a->at[4] + offset * zpp_dtype_bytes(o->grad), .grad_dtype = o->grad,
@@ -101,7 +101,7 @@ static void check_case(const struct options *o, size_t offset, size_t elems, zpp
     static struct arrays start, want, got;
     fill(&start, o->grad);
     want = start;
-    struct zpp_adam_segment whole = segment_over(&want, o, offset, elems);
+    struct zpp_optim_segment whole = segment_over(&want, o, offset, elems);
     zpp_adam_step_at(ZPP_CPU_SCALAR, &whole, 1, 0.5f, NULL);
     for (int level = ZPP_CPU_SCALAR; level < ZPP_CPU_LEVELS; ++level) {
         got = start;
@@ -109,7 +109,7 @@ static void check_case(const struct options *o, size_t offset, size_t elems, zpp
         if (!zpp_adam_step_at((enum zpp_cpu_level)level, &whole, 1, 0.5f, NULL)) continue;
         expect(equal(&want, &got, o->out), "differs from scalar", o, offset, elems, level);
         got = start;
-        struct zpp_adam_segment pieces[8];
+        struct zpp_optim_segment pieces[8];
         size_t count = 0;
         for (size_t at = 0; at < elems;) {
             size_t length = count == 7 ? elems - at : random_bits() % (elems - at) + 1;
@@ -141,11 +141,11 @@ static void many_segments(void) {
     zpp_pool *pool = threads();
     enum { SEGMENTS = 700, LENGTH = 37 };
     static float want[4][SEGMENTS * LENGTH], got[4][SEGMENTS * LENGTH];
-    struct zpp_adam_segment *segments = calloc(SEGMENTS, sizeof *segments);
+    struct zpp_optim_segment *segments = calloc(SEGMENTS, sizeof *segments);
     for (int k = 0; k < 4; ++k) for (size_t i = 0; i < SEGMENTS * LENGTH; ++i) want[k][i] = 0.25f + (float)(i % 13);
     memcpy(got, want, sizeof got);
     for (size_t s = 0; s < SEGMENTS; ++s) {
-        segments[s] = (struct zpp_adam_segment){
+        segments[s] = (struct zpp_optim_segment){
             .param = want[0] + s * LENGTH, .grad = want[1] + s * LENGTH, .exp_avg = want[2] + s * LENGTH,
             .exp_avg_sq = want[3] + s * LENGTH, .elems = s % 5 ? LENGTH : 0, .step = 1 + s % 3,
             .lr = 1e-3 * (double)(s % 4), .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1,
@@ -175,7 +175,7 @@ static void doubles(void) {
         const struct options o = { ZPP_F32, ZPP_DTYPES, flags & 1, flags & 2, flags & 4, flags & 1 ? 0.3 : 0.9, 0.1 };
         memcpy(got, want, sizeof got);
         for (int k = 0; k < 5; ++k) for (size_t i = 0; i < ELEMS; ++i) narrow[k][i] = (float)want[k][i];
-        struct zpp_adam_segment rates = segment_over(&(struct arrays){ 0 }, &o, 0, PART);
+        struct zpp_optim_segment rates = segment_over(&(struct arrays){ 0 }, &o, 0, PART);
         struct zpp_adam_f64_segment halves[2];
         for (size_t s = 0; s < 2; ++s) {
             const size_t from = s ? ELEMS / 2 : 0;

@@ -15,7 +15,7 @@
 #include "../../csrc/ops/adam/adam_cuda.cu"
 
 /* What zpp_adam_step_cuda does, without a driver. */
-static int step(const struct zpp_adam_segment *segments, size_t count, float grad_scale) {
+static int step(const struct zpp_optim_segment *segments, size_t count, float grad_scale) {
     static struct zpp_adam_cuda_batch batch;
     int launches = 0;
     for (size_t done = 0; done < count;) {
@@ -32,12 +32,12 @@ static int step(const struct zpp_adam_segment *segments, size_t count, float gra
 enum { SEGMENTS = 70, LENGTH = 3000, ELEMS = SEGMENTS * LENGTH };
 struct memory { float p[ELEMS], m[ELEMS], v[ELEMS], top[ELEMS], grad[ELEMS], out[ELEMS]; };
 
-static void describe(struct zpp_adam_segment *segments, struct memory *memory, int flags) {
+static void describe(struct zpp_optim_segment *segments, struct memory *memory, int flags) {
     static const zpp_dtype kinds[] = { ZPP_F32, ZPP_BF16, ZPP_F16 };
     for (size_t s = 0; s < SEGMENTS; ++s) {
         const size_t at = s * LENGTH;
         const bool out = s % 4 != 0;
-        segments[s] = (struct zpp_adam_segment){
+        segments[s] = (struct zpp_optim_segment){
             .param = memory->p + at, .exp_avg = memory->m + at, .exp_avg_sq = memory->v + at,
             .max_exp_avg_sq = flags & 1 ? memory->top + at : NULL,
             .grad = memory->grad + at, .grad_dtype = kinds[s % 3],
@@ -49,7 +49,7 @@ static void describe(struct zpp_adam_segment *segments, struct memory *memory, i
 
 static void many_segments(void) {
     static struct memory want, got;
-    static struct zpp_adam_segment segments[SEGMENTS];
+    static struct zpp_optim_segment segments[SEGMENTS];
     for (int flags = 0; flags < 8; ++flags) {
         for (size_t i = 0; i < ELEMS; ++i) {
             want.p[i] = 0.01f * (float)(i % 101) - 0.5f, want.m[i] = 0.001f * (float)(i % 13);
@@ -74,7 +74,7 @@ static void long_segment(void) {
     for (int copy = 0; copy < 2; ++copy) {
         float *p = memory + 4 * elems * (size_t)copy;
         for (size_t i = 0; i < 4 * elems; ++i) p[i] = 0.25f + 0.001f * (float)(i % 977);
-        const struct zpp_adam_segment segment = {
+        const struct zpp_optim_segment segment = {
             .param = p, .exp_avg = p + elems, .exp_avg_sq = p + 2 * elems, .grad = p + 3 * elems, .elems = elems,
             .step = 4, .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8 };
         if (copy) CHECK_EQUAL(step(&segment, 1, 1.0f), 1);
@@ -85,7 +85,7 @@ static void long_segment(void) {
 }
 
 static void nothing(void) {
-    const struct zpp_adam_segment empty = { .step = 1 };
+    const struct zpp_optim_segment empty = { .step = 1 };
     CHECK_EQUAL(step(&empty, 1, 1.0f), 0);
     CHECK_EQUAL(step(NULL, 0, 1.0f), 0);
 }

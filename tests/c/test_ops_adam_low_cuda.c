@@ -14,7 +14,7 @@
 
 CUDA_THUNK(zpp_adam_low_cuda, struct zpp_adam_low_cuda_batch)
 
-static int run(const struct zpp_adam_segment *segments, size_t count) {
+static int run(const struct zpp_optim_segment *segments, size_t count) {
     static struct zpp_adam_low_cuda_batch batch;
     int launches = 0;
     for (size_t done = 0; done < count;) {
@@ -50,13 +50,13 @@ static void fill(struct memory *memory, bool int8, bool wild) {
     for (int k = 0; k < 3; ++k) for (size_t i = 0; i < ALL_SCALES; ++i) memory->scales[k][i] = 1e-3f * (float)(i % 7);
 }
 
-static void describe(struct zpp_adam_segment *segments, struct memory *memory, bool int8, int flags) {
+static void describe(struct zpp_optim_segment *segments, struct memory *memory, bool int8, int flags) {
     static const zpp_dtype kinds[] = { ZPP_F32, ZPP_BF16, ZPP_F16 };
     static const size_t firsts[] = { 0, 1, 255, 256, 70300 };
     for (size_t s = 0; s <= SEGMENTS; ++s) {
         const bool last = s == SEGMENTS, out = s % 4 != 0;
         const size_t at = s * LENGTH, elems = last ? LONG : s % 7 ? s * 97 % LENGTH : 0;
-        segments[s] = (struct zpp_adam_segment){
+        segments[s] = (struct zpp_optim_segment){
             .param = memory->p + at, .grad = memory->grad + at, .grad_dtype = flags & 4 ? ZPP_F32 : kinds[s % 3],
             .param_out = out ? memory->out + at : NULL, .out_dtype = kinds[s % 3], .elems = elems, .step = 1 + s,
             .lr = 1e-2, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.05, .decoupled_decay = flags & 2,
@@ -79,7 +79,7 @@ static bool same(const struct memory *a, const struct memory *b) {
 
 static void equals_the_cpu(void) {
     static struct memory want, got;
-    static struct zpp_adam_segment segments[SEGMENTS + 1];
+    static struct zpp_optim_segment segments[SEGMENTS + 1];
     for (int int8 = 0; int8 < 2; ++int8) for (int flags = 0; flags < 8; flags += int8 ? 2 : 1) {
         const int options = int8 && flags == 2 ? 3 : flags; /* amsgrad once: threads cost time */
         fill(&want, int8, options & 4);
@@ -93,7 +93,7 @@ static void equals_the_cpu(void) {
 }
 
 static void nothing(void) {
-    const struct zpp_adam_segment empty = { .step = 1, .how = { ZPP_MOMENTS_INT8, 0, 0 } };
+    const struct zpp_optim_segment empty = { .step = 1, .how = { ZPP_MOMENTS_INT8, 0, 0 } };
     CHECK_EQUAL(run(&empty, 1), 0);
     CHECK_EQUAL(run(NULL, 0), 0);
 }

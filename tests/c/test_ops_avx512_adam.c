@@ -27,8 +27,8 @@ static void fill(struct memory *memory) {
     }
 }
 
-static struct zpp_adam_segment over(struct memory *memory, zpp_dtype grad, zpp_dtype out, int flags, size_t offset) {
-    return (struct zpp_adam_segment){
+static struct zpp_optim_segment over(struct memory *memory, zpp_dtype grad, zpp_dtype out, int flags, size_t offset) {
+    return (struct zpp_optim_segment){
         .param = memory->p + offset, .exp_avg = memory->m + offset, .exp_avg_sq = memory->v + offset,
         .max_exp_avg_sq = flags & 1 ? memory->top + offset : NULL,
         .grad = (char *)memory->grad + offset * zpp_dtype_bytes(grad), .grad_dtype = grad, .out_dtype = out,
@@ -57,8 +57,8 @@ static void equals_scalar(void) {
         fill(&want);
         got = want;
         const size_t offset = (size_t)(flags + g) % 3 * 7, elems = ROOM_ELEMS - 40;
-        const struct zpp_adam_segment a = over(&want, grads[g], outs[o], flags, offset);
-        const struct zpp_adam_segment b = over(&got, grads[g], outs[o], flags, offset);
+        const struct zpp_optim_segment a = over(&want, grads[g], outs[o], flags, offset);
+        const struct zpp_optim_segment b = over(&got, grads[g], outs[o], flags, offset);
         const struct zpp_adam_consts consts = zpp_adam_consts_of(&a, 0.5f);
         zpp_adam_scalar(&a, &consts, 0, elems);
         emulated_adam(&b, &consts, 0, 100); /* cut where a caller may cut; the long rest is streamed */

@@ -46,8 +46,8 @@ static void pass(struct side *side, int k, bool low) {
     for (size_t i = 0; i < ELEMS; i++) grads[i] = side->values[i] * 0.5f + (float)((int)(i + 7 * (size_t)k) % 5 - 2);
 }
 
-static struct zpp_adam_segment segment_of(struct side *side, int k, size_t first, size_t elems, bool low) {
-    return (struct zpp_adam_segment){
+static struct zpp_optim_segment segment_of(struct side *side, int k, size_t first, size_t elems, bool low) {
+    return (struct zpp_optim_segment){
         .param = side->master + first, .grad = side->grads[k % 2] + first, .grad_dtype = ZPP_F32,
         .exp_avg = side->exp_avg + first, .exp_avg_sq = side->exp_avg_sq + first,
         .param_out = low ? side->ahead + first : NULL, .out_dtype = ZPP_BF16, .elems = elems, .step = (uint64_t)k + 1,
@@ -58,7 +58,7 @@ static struct zpp_delayed_step step_of(struct side *side, int k, bool low, zpp_o
     struct zpp_delayed_step step = { .copies = calloc(2, sizeof *step.copies), .copies_count = 2,
                                     .optim_file = optim_file,
                                      .grad_scale = 0.5f };
-    struct zpp_adam_segment *segments = calloc(2, sizeof *segments);
+    struct zpp_optim_segment *segments = calloc(2, sizeof *segments);
     struct zpp_optim_file_piece *pieces = calloc(2, sizeof *pieces);
     CHECK(step.copies && segments && pieces);
     const size_t cuts[3] = { 0, CUT, ELEMS }, bytes = low ? 2 : 4;
@@ -86,9 +86,9 @@ static struct zpp_delayed_step step_of(struct side *side, int k, bool low, zpp_o
 
 /* The definition, one thread, nothing aside: the values of one step before are kept. */
 static void wanted_after(struct side *side, int k, bool low, float *old) {
-    struct zpp_adam_segment whole = segment_of(side, k, 0, ELEMS, low);
+    struct zpp_optim_segment whole = segment_of(side, k, 0, ELEMS, low);
     if (k >= EXACT) memcpy(old, side->master, ELEMS * sizeof *old);
-    zpp_adam_step(&whole, 1, 0.5f, NULL);
+    zpp_optim_step(&whole, 1, 0.5f, NULL);
     const float *shown = k >= EXACT ? old : side->master;
     memcpy(side->values, shown, ELEMS * sizeof *shown);
     zpp_convert(side->low, ZPP_BF16, shown, ZPP_F32, ELEMS);
@@ -287,7 +287,7 @@ static struct zpp_delayed_step step_of_files(struct unit_file_side *files, struc
     step.copies = NULL;
     step.copies_count = 0;
     for (size_t i = 0, at = 0; i < 2; i++) {
-        struct zpp_adam_segment *segment = optim_file ? &step.pieces[i].segment : &step.segments[i];
+        struct zpp_optim_segment *segment = optim_file ? &step.pieces[i].segment : &step.segments[i];
         segment->grad = grads + at * 4;
         if (low) segment->param_out = mapping + at * bytes;
         else segment->param = (float *)(void *)(mapping + at * bytes);

@@ -48,7 +48,7 @@ static struct zpp_masterless_piece piece_of(struct tensor *tensor, enum zpp_mome
                      .grad_dtype = ZPP_F32, .out_dtype = ZPP_BF16, .step = step, .lr = 1e-4, .beta1 = 0.9,
                      .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01, .decoupled_decay = true },
         .stream = 3, .first_elems = begin };
-    struct zpp_adam_segment *segment = &piece.segment;
+    struct zpp_optim_segment *segment = &piece.segment;
     if (kind == ZPP_MOMENTS_F32) {
         segment->exp_avg = tensor->fine[0] + begin;
         segment->exp_avg_sq = tensor->fine[1] + begin;
@@ -83,11 +83,11 @@ static void run(enum zpp_moments_kind kind) {
     size_t changed = 0;
     for (uint64_t step = 1; step <= STEPS; step++) {
         before = reference = whole;
-        struct zpp_adam_segment fp32 = piece_of(&reference, kind, 0, ELEMS, step).segment;
+        struct zpp_optim_segment fp32 = piece_of(&reference, kind, 0, ELEMS, step).segment;
         zpp_convert(exact, ZPP_F32, before.param, ZPP_BF16, ELEMS);
         fp32.param = exact;
         fp32.param_out = NULL;
-        zpp_adam_step(&fp32, 1, 0.5f, NULL);
+        zpp_optim_step(&fp32, 1, 0.5f, NULL);
         const struct zpp_masterless_piece all = piece_of(&whole, kind, 0, ELEMS, step);
         const struct zpp_masterless_piece two[] = { piece_of(&cut, kind, 0, CUT, step),
                                                     piece_of(&cut, kind, CUT, ELEMS, step) };

@@ -103,9 +103,9 @@ static void end_tier(zpp_optim_file *optim_file) {
 }
 
 /* Elements [first, first + elems) of a shard, as the optimizer's binding makes it. */
-static struct zpp_adam_segment segment_of(struct state *state, int shard, size_t first, size_t elems, uint64_t step,
+static struct zpp_optim_segment segment_of(struct state *state, int shard, size_t first, size_t elems, uint64_t step,
                                           bool amsgrad) {
-    return (struct zpp_adam_segment){
+    return (struct zpp_optim_segment){
         .param = has_master(shard) ? state->master + first : state->param + first,
         .grad = state->grad + first, .grad_dtype = ZPP_F32, .exp_avg = state->exp_avg + first,
         .exp_avg_sq = state->exp_avg_sq + first, .max_exp_avg_sq = amsgrad ? state->max_exp_avg_sq + first : NULL,
@@ -119,10 +119,10 @@ static void pieces_of(int i, uint64_t t, bool amsgrad, zpp_pool *pool, struct zp
     static float mark; /* the optimizer file puts its own memory in its place */
     for (int part = 0; part < 2; part++) {
         const size_t first = starts[part], elems = (part ? starts[2] : half) - first;
-        const struct zpp_adam_segment in_memory = segment_of(&plain[i], i, first, elems, t, amsgrad);
-        zpp_adam_step(&in_memory, 1, 0.5f, pool);
+        const struct zpp_optim_segment in_memory = segment_of(&plain[i], i, first, elems, t, amsgrad);
+        zpp_optim_step(&in_memory, 1, 0.5f, pool);
         pieces[part] = (struct zpp_optim_file_piece){ segment_of(&tiered[i], i, first, elems, t, amsgrad), i, first };
-        struct zpp_adam_segment *segment = &pieces[part].segment;
+        struct zpp_optim_segment *segment = &pieces[part].segment;
         if (has_master(i)) segment->param = NULL;
         segment->exp_avg = segment->exp_avg_sq = &mark;
     }

@@ -90,8 +90,8 @@ static void end_stepped(struct stepped *at) {
     drop_adam(&at->ours);
 }
 
-static struct zpp_adam_segment segment_of(struct adam *adam, size_t first, size_t elems, uint64_t t, bool low) {
-    return (struct zpp_adam_segment){
+static struct zpp_optim_segment segment_of(struct adam *adam, size_t first, size_t elems, uint64_t t, bool low) {
+    return (struct zpp_optim_segment){
         .param = adam->master + first, .grad = adam->grad + first, .grad_dtype = ZPP_F32,
         .exp_avg = adam->exp_avg + first, .exp_avg_sq = adam->exp_avg_sq + first,
         .param_out = low ? adam->low + first : NULL, .out_dtype = ZPP_BF16, .elems = elems, .step = t, .lr = 0.01,
@@ -101,7 +101,7 @@ static struct zpp_adam_segment segment_of(struct adam *adam, size_t first, size_
 /* Both sides take one step; a piece ends where the file begins, as the binding cuts them. */
 static zpp_status step(struct stepped *at, uint64_t t, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
                        struct zpp_err *err) {
-    struct zpp_adam_segment plain[PARAMS], ours[2 * PARAMS];
+    struct zpp_optim_segment plain[PARAMS], ours[2 * PARAMS];
     struct zpp_optim_file_piece pieces[2 * PARAMS];
     const bool low = at->where != FP32_IN_FILE;
     const size_t size = elem_bytes(at->where);
@@ -112,7 +112,7 @@ static zpp_status step(struct stepped *at, uint64_t t, zpp_pool *pool, bool *tor
         for (size_t done = 0, run; done < param_elems[i]; done += run) {
             unsigned char *place = at->mapping + (begin + done) * size;
             run = zpp_unit_file_run(at->unit_file, place, param_elems[i] - done, size);
-            struct zpp_adam_segment segment = segment_of(&at->ours, begin + done, run, t, low);
+            struct zpp_optim_segment segment = segment_of(&at->ours, begin + done, run, t, low);
             if (low) segment.param_out = place;
             else segment.param = (float *)(void *)place;
             ours[count] = segment;
@@ -120,7 +120,7 @@ static zpp_status step(struct stepped *at, uint64_t t, zpp_pool *pool, bool *tor
         }
     }
     const struct zpp_step_files files = { .params = at->unit_file, .next = at->two };
-    zpp_adam_step(plain, plain_count, 0.5f, pool);
+    zpp_optim_step(plain, plain_count, 0.5f, pool);
     *torn = false;
     if (at->optim_file) {
         const zpp_status status = zpp_optim_file_step(at->optim_file, pieces, count, &files, 0.5f, pool, fault, err);
@@ -253,10 +253,10 @@ static void only_one_of_two_units_turns(void) {
         zpp_unit_file_figures(unit_file, &figures);
         const size_t held = figures.cut_bytes / 4;
         CHECK_EQUAL(held > 0, cut);
-        struct zpp_adam_segment segments[2];
+        struct zpp_optim_segment segments[2];
         for (size_t i = 0; i < 2; i++) {
             const size_t first = i ? 0 : held;
-            segments[i] = (struct zpp_adam_segment){
+            segments[i] = (struct zpp_optim_segment){
                 .param = (float *)(void *)(zpp_unit_file_mapping(unit_file) + offsets[i]) + first, .grad = grads,
                 .grad_dtype = ZPP_F32, .exp_avg = states + 2 * i * UNIT_ELEMS,
                 .exp_avg_sq = states + (2 * i + 1) * UNIT_ELEMS, .elems = UNIT_ELEMS - first, .step = 1, .lr = 1.0,

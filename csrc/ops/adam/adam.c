@@ -31,7 +31,7 @@ zpp_adam_kernel zpp_adam_kernel_of(enum zpp_cpu_level level) {
     }
 }
 
-struct zpp_adam_consts zpp_adam_consts_of(const struct zpp_adam_segment *s, float grad_scale) {
+struct zpp_adam_consts zpp_adam_consts_of(const struct zpp_optim_segment *s, float grad_scale) {
     const double correction1 = 1.0 - pow(s->beta1, (double)s->step), correction2 = 1.0 - pow(s->beta2, (double)s->step);
     const double lerp = 1.0 - s->beta1;
     return (struct zpp_adam_consts){
@@ -50,20 +50,20 @@ struct zpp_adam_consts zpp_adam_consts_of(const struct zpp_adam_segment *s, floa
     };
 }
 
-static bool same_consts(const struct zpp_adam_segment *a, const struct zpp_adam_segment *b) {
+static bool same_consts(const struct zpp_optim_segment *a, const struct zpp_optim_segment *b) {
     return a->step == b->step && a->lr == b->lr && a->beta1 == b->beta1 && a->beta2 == b->beta2 && a->eps == b->eps &&
            a->weight_decay == b->weight_decay && a->decoupled_decay == b->decoupled_decay && a->maximize == b->maximize;
 }
 
 /* Bytes that one element moves: what the split balances. */
-static size_t elem_bytes(const struct zpp_adam_segment *s) {
+static size_t elem_bytes(const struct zpp_optim_segment *s) {
     const size_t moments = s->max_exp_avg_sq || s->moments[ZPP_MOMENT_MAX].codes ? 3 : 2;
     return 2 * sizeof(float) + zpp_dtype_bytes(s->grad_dtype) + (s->param_out ? zpp_dtype_bytes(s->out_dtype) : 0) +
            2 * moments * zpp_moments_elem_bytes(s->how.kind);
 }
 
 struct job {
-    const struct zpp_adam_segment *segments;
+    const struct zpp_optim_segment *segments;
     const size_t *starts; /* [segments_count + 1]: where each segment begins on the line of bytes */
     size_t segments_count;
     float grad_scale;
@@ -84,7 +84,7 @@ static size_t segment_at(const struct job *job, size_t at) {
 
 /* The element of segment k at which a cut at byte `at` of the line falls. */
 static size_t cut_elems(const struct job *job, size_t k, size_t at) {
-    const struct zpp_adam_segment *s = &job->segments[k];
+    const struct zpp_optim_segment *s = &job->segments[k];
     if (at <= job->starts[k]) return 0;
     if (at >= job->starts[k + 1]) return s->elems;
     return zpp_moments_cut(&s->how, (at - job->starts[k]) / elem_bytes(s));
@@ -93,9 +93,9 @@ static size_t cut_elems(const struct job *job, size_t k, size_t at) {
 static void run_piece(size_t begin, size_t end, void *arg) {
     const struct job *job = arg;
     struct zpp_adam_consts consts;
-    const struct zpp_adam_segment *made_for = NULL;
+    const struct zpp_optim_segment *made_for = NULL;
     for (size_t k = segment_at(job, begin); k < job->segments_count && job->starts[k] < end; ++k) {
-        const struct zpp_adam_segment *s = &job->segments[k];
+        const struct zpp_optim_segment *s = &job->segments[k];
         if (!made_for || !same_consts(made_for, s)) consts = zpp_adam_consts_of(s, job->grad_scale);
         made_for = s;
         const size_t first = cut_elems(job, k, begin), last = cut_elems(job, k, end);
@@ -105,7 +105,7 @@ static void run_piece(size_t begin, size_t end, void *arg) {
     }
 }
 
-static void check_segment(const struct zpp_adam_segment *s) {
+static void check_segment(const struct zpp_optim_segment *s) {
     assert(s->elems == 0 || (s->param && s->grad));
     assert(s->elems == 0 || s->how.kind != ZPP_MOMENTS_F32 || (s->exp_avg && s->exp_avg_sq));
     assert(s->elems == 0 || s->how.kind == ZPP_MOMENTS_F32 || (s->moments[0].codes && s->moments[1].codes));
@@ -115,7 +115,7 @@ static void check_segment(const struct zpp_adam_segment *s) {
     (void)s;
 }
 
-static void step_at_level(const struct zpp_adam_segment *segments, size_t segments_count, float grad_scale,
+static void step_at_level(const struct zpp_optim_segment *segments, size_t segments_count, float grad_scale,
                           zpp_pool *pool, enum zpp_cpu_level level) {
     size_t on_stack[STARTS_ON_STACK + 1];
     size_t *allocated = NULL;
@@ -137,11 +137,11 @@ static void step_at_level(const struct zpp_adam_segment *segments, size_t segmen
     free(allocated);
 }
 
-void zpp_adam_step(const struct zpp_adam_segment *segments, size_t segments_count, float grad_scale, zpp_pool *pool) {
+void zpp_adam_step(const struct zpp_optim_segment *segments, size_t segments_count, float grad_scale, zpp_pool *pool) {
     step_at_level(segments, segments_count, grad_scale, pool, zpp_cpu_level());
 }
 
-bool zpp_adam_step_at(enum zpp_cpu_level level, const struct zpp_adam_segment *segments, size_t segments_count,
+bool zpp_adam_step_at(enum zpp_cpu_level level, const struct zpp_optim_segment *segments, size_t segments_count,
                       float grad_scale, zpp_pool *pool) {
     if (!zpp_adam_kernel_of(level) || level > zpp_cpu_detected()) return false;
     step_at_level(segments, segments_count, grad_scale, pool, level);

@@ -31,39 +31,20 @@
 #include "../../base/dtype.h"
 #include "../../base/device.h"
 #include "../../base/pool.h"
-#include "../moments/moments.h"
-
-/* One tensor, or one piece of a shard. Pointers need element alignment only. No two segments overlap. */
-struct zpp_adam_segment {
-    float *param;          /* fp32 master, read and written */
-    const void *grad;      /* F32, BF16 or F16 (grad_dtype); read */
-    float *exp_avg;        /* first moment */
-    float *exp_avg_sq;     /* second moment */
-    float *max_exp_avg_sq; /* amsgrad only, else NULL */
-    void *param_out;       /* copy of the new param written (F32, BF16 or F16: out_dtype), or NULL */
-    size_t elems;
-    zpp_dtype grad_dtype, out_dtype;
-    uint64_t step;         /* t of this update, from 1 */
-    double lr, beta1, beta2, eps, weight_decay;
-    bool decoupled_decay;  /* AdamW */
-    bool maximize;
-    unsigned char update;  /* 0; a segment that stands for another update in csrc/zero says so here (zero/update.h) */
-    struct zpp_moments how; /* all zero: moments in fp32, in the arrays above. Else those are NULL, they are here: */
-    struct zpp_moment moments[3]; /* by enum zpp_moments_which; the third has codes NULL without amsgrad */
-};
+#include "../optim/optim.h"
 
 /* All segments in one call, split over the threads of `pool` (NULL: this thread only) in pieces of equal bytes; the
  * bits do not depend on the number of threads. grad_scale multiplies every gradient. Never fails. */
-void zpp_adam_step(const struct zpp_adam_segment *segments, size_t segments_count, float grad_scale, zpp_pool *pool);
+void zpp_adam_step(const struct zpp_optim_segment *segments, size_t segments_count, float grad_scale, zpp_pool *pool);
 
 /* The same with the version of one level, for tests and benchmarks; false, and nothing done, where this machine or
  * build lacks it. */
-bool zpp_adam_step_at(enum zpp_cpu_level level, const struct zpp_adam_segment *segments, size_t segments_count,
+bool zpp_adam_step_at(enum zpp_cpu_level level, const struct zpp_optim_segment *segments, size_t segments_count,
                       float grad_scale, zpp_pool *pool);
 
 /* One tensor whose parameter, gradient and moments are float64: every operation rounds once, to float64. */
 struct zpp_adam_f64_segment {
-    struct zpp_adam_segment rates; /* elems, step, lr and what follows it; its pointers are not read */
+    struct zpp_optim_segment rates; /* elems, step, lr and what follows it; its pointers are not read */
     double *param;
     const double *grad;
     double *exp_avg, *exp_avg_sq;
@@ -74,7 +55,7 @@ void zpp_adam_step_f64(const struct zpp_adam_f64_segment *segments, size_t segme
 
 /* zpp_adam_step on a GPU: enqueues on the driver's stream `native` and returns; pointers are device memory, which must
  * live until the stream has passed. Same bits as on the CPU. NOT_BUILT without kernels in this build. */
-zpp_status zpp_adam_step_cuda(zpp_device *device, void *native, const struct zpp_adam_segment *segments,
+zpp_status zpp_adam_step_cuda(zpp_device *device, void *native, const struct zpp_optim_segment *segments,
                               size_t segments_count, float grad_scale, struct zpp_err *err);
 
 #endif

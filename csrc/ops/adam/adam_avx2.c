@@ -49,7 +49,7 @@ INLINE __m256i narrow(__m256 low, __m256 high, const zpp_dtype dtype) {
 }
 
 /* Eight elements at i; the new parameters. */
-INLINE __m256 eight(const struct zpp_adam_segment *s, const struct zpp_adam_consts *c, size_t i,
+INLINE __m256 eight(const struct zpp_optim_segment *s, const struct zpp_adam_consts *c, size_t i,
                     const zpp_dtype grad_dtype, const bool rare) {
     const __m256 p = _mm256_loadu_ps(s->param + i);
     __m256 m = _mm256_loadu_ps(s->exp_avg + i), v = _mm256_loadu_ps(s->exp_avg_sq + i);
@@ -96,9 +96,9 @@ INLINE void copy_out(void *out, size_t i, const __m256 p[TURN_ELEMS / LANES], co
 }
 
 /* Whole turns from begin; where they end. `stream`: copy out past the cache; param_out + begin is aligned to a line. */
-INLINE size_t turns(const struct zpp_adam_segment *s, const struct zpp_adam_consts *consts, size_t begin, size_t end,
+INLINE size_t turns(const struct zpp_optim_segment *s, const struct zpp_adam_consts *consts, size_t begin, size_t end,
                     const zpp_dtype grad_dtype, const zpp_dtype out_dtype, const bool rare, bool stream) {
-    const struct zpp_adam_segment segment = *s; /* copies: the compiler may not assume that stores leave *s alone */
+    const struct zpp_optim_segment segment = *s; /* copies: the compiler may not assume that stores leave *s alone */
     const struct zpp_adam_consts c = *consts;
     size_t i = begin;
     for (; i + TURN_ELEMS <= end; i += TURN_ELEMS) {
@@ -116,7 +116,7 @@ INLINE size_t turns(const struct zpp_adam_segment *s, const struct zpp_adam_cons
         return turns(s, c, begin, end, grad, out, false, stream);         \
     }
 
-static size_t all_turns(const struct zpp_adam_segment *s, const struct zpp_adam_consts *c, size_t begin, size_t end,
+static size_t all_turns(const struct zpp_optim_segment *s, const struct zpp_adam_consts *c, size_t begin, size_t end,
                         bool stream) {
     const zpp_dtype grad_dtype = s->grad_dtype, out_dtype = s->param_out ? s->out_dtype : NO_OUT;
     const bool rare = c->use_l2 || c->use_far || s->max_exp_avg_sq;
@@ -136,13 +136,13 @@ static size_t all_turns(const struct zpp_adam_segment *s, const struct zpp_adam_
 }
 
 /* Elements before param_out + begin reaches a line. */
-static size_t head_elems(const struct zpp_adam_segment *s, size_t begin) {
+static size_t head_elems(const struct zpp_optim_segment *s, size_t begin) {
     const size_t elem_bytes = s->out_dtype == ZPP_F32 ? 4 : 2;
     const uintptr_t at = (uintptr_t)s->param_out + begin * elem_bytes;
     return ((0 - at) & 63u) / elem_bytes;
 }
 
-void zpp_adam_avx2(const struct zpp_adam_segment *segment, const struct zpp_adam_consts *consts, size_t begin,
+void zpp_adam_avx2(const struct zpp_optim_segment *segment, const struct zpp_adam_consts *consts, size_t begin,
                    size_t end) {
     /* A short piece is copied out through the cache, from any address: its head would cost more than is saved. */
     const bool stream = segment->param_out && end - begin >= STREAM_ELEMS;

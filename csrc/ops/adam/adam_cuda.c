@@ -11,7 +11,7 @@
 
 _Static_assert(sizeof(struct zpp_adam_cuda_batch) <= 4096, "kernel arguments must fit 4096 bytes");
 
-static struct zpp_adam_cuda_segment describe(const struct zpp_adam_segment *s, float grad_scale) {
+static struct zpp_adam_cuda_segment describe(const struct zpp_optim_segment *s, float grad_scale) {
     return (struct zpp_adam_cuda_segment){
         .param = s->param, .exp_avg = s->exp_avg, .exp_avg_sq = s->exp_avg_sq, .max_exp_avg_sq = s->max_exp_avg_sq,
         .grad = s->grad, .param_out = s->param_out, .elems = s->elems, .grad_kind = zpp_cuda_kind_of(s->grad_dtype),
@@ -20,7 +20,7 @@ static struct zpp_adam_cuda_segment describe(const struct zpp_adam_segment *s, f
     };
 }
 
-size_t zpp_adam_cuda_fill(const struct zpp_adam_segment *segments, size_t segments_count, float grad_scale,
+size_t zpp_adam_cuda_fill(const struct zpp_optim_segment *segments, size_t segments_count, float grad_scale,
                           struct zpp_adam_cuda_batch *batch, unsigned int *blocks) {
     size_t taken = 0;
     *blocks = 0;
@@ -37,7 +37,7 @@ size_t zpp_adam_cuda_fill(const struct zpp_adam_segment *segments, size_t segmen
 }
 
 struct job {
-    const struct zpp_adam_segment *segments;
+    const struct zpp_optim_segment *segments;
     size_t count;
     float grad_scale;
 };
@@ -47,7 +47,7 @@ static size_t fill(const void *arg, size_t begin, void *batch, unsigned int *blo
     return zpp_adam_cuda_fill(job->segments + begin, job->count - begin, job->grad_scale, batch, blocks);
 }
 
-zpp_status zpp_adam_step_cuda(zpp_device *device, void *native, const struct zpp_adam_segment *segments,
+zpp_status zpp_adam_step_cuda(zpp_device *device, void *native, const struct zpp_optim_segment *segments,
                               size_t segments_count, float grad_scale, struct zpp_err *err) {
     struct zpp_adam_cuda_batch batch = { 0 };
     const struct job job = { segments, segments_count, grad_scale };

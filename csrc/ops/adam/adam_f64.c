@@ -22,7 +22,7 @@ struct job {
     struct consts c;
 };
 
-static struct consts consts_of(const struct zpp_adam_segment *rates, double grad_scale) {
+static struct consts consts_of(const struct zpp_optim_segment *rates, double grad_scale) {
     const double t = (double)rates->step, lerp = 1.0 - rates->beta1;
     return (struct consts){
         .grad_scale = rates->maximize ? -grad_scale : grad_scale,

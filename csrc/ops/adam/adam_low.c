@@ -6,14 +6,14 @@
 #include "kernels.h"
 
 struct job {
-    const struct zpp_adam_segment *segment;
+    const struct zpp_optim_segment *segment;
     const struct zpp_adam_consts *consts;
     zpp_adam_kernel kernel;
 };
 
 static void step(size_t begin, size_t end, float *const values[3], const void *arg) {
     const struct job *job = arg;
-    struct zpp_adam_segment tile = *job->segment;
+    struct zpp_optim_segment tile = *job->segment;
     ZPP_MOMENTS_CROP(&tile, begin, end);
     tile.exp_avg = values[ZPP_MOMENT_FIRST];
     tile.exp_avg_sq = values[ZPP_MOMENT_SECOND];
@@ -21,7 +21,7 @@ static void step(size_t begin, size_t end, float *const values[3], const void *a
     job->kernel(&tile, job->consts, 0, tile.elems);
 }
 
-void zpp_adam_low(const struct zpp_adam_segment *segment, const struct zpp_adam_consts *consts, zpp_adam_kernel kernel,
+void zpp_adam_low(const struct zpp_optim_segment *segment, const struct zpp_adam_consts *consts, zpp_adam_kernel kernel,
                   const struct zpp_moments_kernels *moments, size_t begin, size_t end) {
     const struct job job = { segment, consts, kernel };
     const struct zpp_moments_held held = { moments, &segment->how, segment->moments,

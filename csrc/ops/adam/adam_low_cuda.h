@@ -18,11 +18,11 @@ struct zpp_adam_low_cuda_batch {
 #include "adam.h"
 
 /* Packs the next segments for one launch: how many it took, and the blocks of the grid (0: all were empty). */
-size_t zpp_adam_low_cuda_fill(const struct zpp_adam_segment *segments, size_t segments_count, float grad_scale,
+size_t zpp_adam_low_cuda_fill(const struct zpp_optim_segment *segments, size_t segments_count, float grad_scale,
                               struct zpp_adam_low_cuda_batch *batch, unsigned int *blocks);
 
 /* zpp_adam_step_cuda for segments whose moments are not fp32. */
-zpp_status zpp_adam_low_step_cuda(zpp_device *device, void *native, const struct zpp_adam_segment *segments,
+zpp_status zpp_adam_low_step_cuda(zpp_device *device, void *native, const struct zpp_optim_segment *segments,
                                   size_t segments_count, float grad_scale, struct zpp_err *err);
 #endif
 

@@ -6,7 +6,7 @@
 
 #include "element_io.h"
 
-void zpp_adam_scalar(const struct zpp_adam_segment *segment, const struct zpp_adam_consts *consts, size_t begin,
+void zpp_adam_scalar(const struct zpp_optim_segment *segment, const struct zpp_adam_consts *consts, size_t begin,
                      size_t end) {
     zpp_adam_elements(segment, consts, begin, end);
 }

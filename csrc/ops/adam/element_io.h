@@ -8,7 +8,7 @@
 #include "adam.h"
 #include "adam_body.h"
 
-static inline float zpp_adam_grad_at(const struct zpp_adam_segment *segment, size_t i) {
+static inline float zpp_adam_grad_at(const struct zpp_optim_segment *segment, size_t i) {
     switch (segment->grad_dtype) {
     case ZPP_BF16: return zpp_bf16_to_f32(((const uint16_t *)segment->grad)[i]);
     case ZPP_F16: return zpp_f16_to_f32(((const uint16_t *)segment->grad)[i]);
@@ -16,7 +16,7 @@ static inline float zpp_adam_grad_at(const struct zpp_adam_segment *segment, siz
     }
 }
 
-static inline void zpp_adam_out_at(const struct zpp_adam_segment *segment, size_t i) {
+static inline void zpp_adam_out_at(const struct zpp_optim_segment *segment, size_t i) {
     if (!segment->param_out) return;
     switch (segment->out_dtype) {
     case ZPP_BF16: ((uint16_t *)segment->param_out)[i] = zpp_bf16_from_f32(segment->param[i]); return;
@@ -25,7 +25,7 @@ static inline void zpp_adam_out_at(const struct zpp_adam_segment *segment, size_
     }
 }
 
-static inline void zpp_adam_elements(const struct zpp_adam_segment *segment, const struct zpp_adam_consts *consts,
+static inline void zpp_adam_elements(const struct zpp_optim_segment *segment, const struct zpp_adam_consts *consts,
                                      size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
         zpp_adam_element(consts, zpp_adam_grad_at(segment, i), segment->param + i, segment->exp_avg + i,

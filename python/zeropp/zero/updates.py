@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The element-wise updates that are made in C (csrc/zero/update.h): which optimizers they are, what torch calls their moments,
+"""The element-wise updates that are made in C (csrc/ops/optim/optim.h): which optimizers they are, what torch calls their moments,
 and their rates in the order of a segment's fields."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zeropp.optim import Lion
 from zeropp.zero.custom import kind_of
 
 ADAM, LION, ADAGRAD, SGD, NESTEROV = range(5)
-"""enum zpp_update"""
+"""Which update C makes: ``enum zpp_optimizer`` (csrc/ops/optim/optim.h), and Nesterov's form of SGD"""
 FIRST, SECOND, MAX = 1, 2, 4
 """Bits of the moments: those that csrc calls exp_avg, exp_avg_sq and max_exp_avg_sq."""
 

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Updates that travel as Adam's segments: each has the bits of its own operator, whatever their number and order, from
- * memory and from a tier that has the moments of that update and no others.
+ * Optimizers that travel in one kind of segment: each has the bits of its own operator, whatever their number and
+ * order, from memory and from a tier that has the moments of that optimizer and no others.
  */
 #include "../../csrc/ops/adagrad/adagrad.h"
+#include "../../csrc/ops/adam/adam.h"
 #include "../../csrc/ops/lion/lion.h"
 #include "../../csrc/ops/sgd/sgd.h"
 #include "../../csrc/zero/optim_file.h"
@@ -12,6 +13,8 @@
 #include "threads.h"
 
 enum { PIECES = 150, PIECE_ELEMS = 37, ELEMS = PIECES * PIECE_ELEMS, STEPS = 3 };
+
+enum { NESTEROV = ZPP_OPTIM_SGD + 1, VARIANTS }; /* variants: each optimizer, and Nesterov's form of SGD */
 
 struct side {
     float param[ELEMS], moment[2][ELEMS];
@@ -29,41 +32,43 @@ static void fill_side(struct side *side) {
 }
 
 /* Elements [begin, end) in step t. Of SGD every third piece has no momentum. */
-static struct zpp_adam_segment segment_of(enum zpp_update update, struct side *side, size_t piece, uint64_t t) {
+static struct zpp_optim_segment segment_of(int update, struct side *side, size_t piece, uint64_t t) {
     const size_t begin = piece * PIECE_ELEMS;
-    struct zpp_adam_segment segment = { .param = side->param + begin, .grad = grad + begin,
-                                        .param_out = side->low + begin, .elems = PIECE_ELEMS, .grad_dtype = ZPP_F32,
-                                        .out_dtype = ZPP_BF16, .step = t, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.3,
-                                        .eps = 1e-8, .weight_decay = 0.1, .maximize = piece % 2, .update = update };
-    const bool sgd = update == ZPP_UPDATE_SGD || update == ZPP_UPDATE_NESTEROV;
-    if (update != ZPP_UPDATE_ADAGRAD && !(sgd && piece % 3 == 0)) segment.exp_avg = side->moment[0] + begin;
-    if (update == ZPP_UPDATE_ADAM || update == ZPP_UPDATE_ADAGRAD) segment.exp_avg_sq = side->moment[1] + begin;
+    struct zpp_optim_segment segment = { .param = side->param + begin, .grad = grad + begin,
+                                         .param_out = side->low + begin, .elems = PIECE_ELEMS, .grad_dtype = ZPP_F32,
+                                         .out_dtype = ZPP_BF16, .step = t, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.3,
+                                         .lr_decay = 0.9, .initial_sum = 0.3, .init_sum = true, .momentum = 0.9,
+                                         .dampening = 0.3, .eps = 1e-8, .weight_decay = 0.1, .maximize = piece % 2,
+                                         .nesterov = update == NESTEROV,
+                                         .optimizer = (unsigned char)(update == NESTEROV ? ZPP_OPTIM_SGD : update) };
+    const bool sgd = update == ZPP_OPTIM_SGD || update == NESTEROV;
+    if (update != ZPP_OPTIM_ADAGRAD && !(sgd && piece % 3 == 0)) segment.exp_avg = side->moment[0] + begin;
+    if (update == ZPP_OPTIM_ADAM || update == ZPP_OPTIM_ADAGRAD) segment.exp_avg_sq = side->moment[1] + begin;
     return segment;
 }
 
 /* By the operator itself, field by field. */
-static void step_plainly(const struct zpp_adam_segment *s) {
-    switch ((enum zpp_update)s->update) {
-    case ZPP_UPDATE_LION: {
+static void step_plainly(const struct zpp_optim_segment *s) {
+    switch ((enum zpp_optimizer)s->optimizer) {
+    case ZPP_OPTIM_LION: {
         const struct zpp_lion_segment lion = { s->param, s->grad, s->exp_avg, s->param_out, s->elems, s->grad_dtype,
                                                s->out_dtype, s->lr, s->beta1, s->beta2, s->weight_decay, s->maximize,
                                                { 0 }, { 0 } };
         zpp_lion_step(&lion, 1, 0.5f, NULL);
         return;
     }
-    case ZPP_UPDATE_ADAGRAD: {
+    case ZPP_OPTIM_ADAGRAD: {
         const struct zpp_adagrad_segment adagrad = { s->param, s->grad, s->exp_avg_sq, s->param_out, s->elems,
-                                                     s->grad_dtype, s->out_dtype, s->step, s->lr, s->beta1, s->eps,
+                                                     s->grad_dtype, s->out_dtype, s->step, s->lr, s->lr_decay, s->eps,
                                                      s->weight_decay, s->maximize, { 0 }, { 0 } };
         for (size_t i = 0; s->step == 1 && i < s->elems; i++) s->exp_avg_sq[i] = 0.3f;
         zpp_adagrad_step(&adagrad, 1, 0.5f, NULL);
         return;
     }
-    case ZPP_UPDATE_SGD:
-    case ZPP_UPDATE_NESTEROV: {
+    case ZPP_OPTIM_SGD: {
         const struct zpp_sgd_segment sgd = { s->param, s->grad, s->exp_avg, s->param_out, s->elems, s->grad_dtype,
-                                             s->out_dtype, s->lr, s->exp_avg ? s->beta1 : 0.0, s->beta2,
-                                             s->weight_decay, s->update == ZPP_UPDATE_NESTEROV, s->maximize,
+                                             s->out_dtype, s->lr, s->exp_avg ? s->momentum : 0.0, s->dampening,
+                                             s->weight_decay, s->nesterov, s->maximize,
                                              s->step == 1, { 0 }, { 0 } };
         zpp_sgd_step(&sgd, 1, 0.5f, NULL);
         return;
@@ -79,23 +84,23 @@ static void mixed_in_one_call(void) {
         fill_side(&plain);
         fill_side(&ours);
         for (uint64_t t = 1; t <= STEPS; t++) {
-            struct zpp_adam_segment segments[PIECES];
+            struct zpp_optim_segment segments[PIECES];
             for (size_t i = 0; i < PIECES; i++) {
-                const enum zpp_update update = (enum zpp_update)(i / run % ZPP_UPDATES);
-                const struct zpp_adam_segment one = segment_of(update, &plain, i, t);
+                const int update = (int)(i / run % VARIANTS);
+                const struct zpp_optim_segment one = segment_of(update, &plain, i, t);
                 step_plainly(&one);
                 segments[i] = segment_of(update, &ours, i, t);
             }
-            zpp_update_step(segments, PIECES, 0.5f, NULL);
+            zpp_optim_step(segments, PIECES, 0.5f, NULL);
             CHECK(memcmp(&plain, &ours, sizeof ours) == 0);
         }
     }
-    zpp_update_step(NULL, 0, 0.5f, NULL);
+    zpp_optim_step(NULL, 0, 0.5f, NULL);
 }
 
 /* In a tier, whole and in part, with a master and without; none of its pieces has moments that it has no room for. */
-static void from_a_tier(enum zpp_update update, bool master, double fraction) {
-    static const unsigned moments[ZPP_UPDATES] = { 3, 1, 2, 1, 1 };
+static void from_a_tier(int update, bool master, double fraction) {
+    static const unsigned moments[VARIANTS] = { 3, 1, 2, 1, 1 };
     static struct side plain, ours;
     static float seen[ELEMS];
     struct zpp_err err = ZPP_ERR_INIT;
@@ -117,7 +122,7 @@ static void from_a_tier(enum zpp_update update, bool master, double fraction) {
     for (uint64_t t = 1; t <= STEPS; t++) {
         struct zpp_optim_file_piece pieces[PIECES];
         for (size_t i = 0; i < PIECES; i++) {
-            const struct zpp_adam_segment one = segment_of(update, &plain, i, t);
+            const struct zpp_optim_segment one = segment_of(update, &plain, i, t);
             step_plainly(&one);
             pieces[i] = (struct zpp_optim_file_piece){ segment_of(update, &ours, i, t), shard, i * PIECE_ELEMS };
         }
@@ -141,8 +146,8 @@ static void from_a_tier(enum zpp_update update, bool master, double fraction) {
 
 static void tiers_of_every_update(void) {
     make_folder();
-    for (int turn = 0; turn < 4 * ZPP_UPDATES; turn++)
-        from_a_tier((enum zpp_update)(turn / 4), turn & 1, turn & 2 ? 0.5 : 1.0);
+    for (int turn = 0; turn < 4 * VARIANTS; turn++)
+        from_a_tier(turn / 4, turn & 1, turn & 2 ? 0.5 : 1.0);
 }
 
 /* SGD without momentum and without a master keeps nothing: there is no file to speak of, and a step all the same. */
@@ -162,9 +167,9 @@ static void a_tier_of_nothing(void) {
     CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
     fill_side(&plain);
     fill_side(&ours);
-    struct zpp_adam_segment one = segment_of(ZPP_UPDATE_SGD, &plain, 0, 1);
+    struct zpp_optim_segment one = segment_of(ZPP_OPTIM_SGD, &plain, 0, 1);
     step_plainly(&one);
-    const struct zpp_optim_file_piece piece = { segment_of(ZPP_UPDATE_SGD, &ours, 0, 1), shard, 0 };
+    const struct zpp_optim_file_piece piece = { segment_of(ZPP_OPTIM_SGD, &ours, 0, 1), shard, 0 };
     CHECK_OK(zpp_optim_file_step(optim_file, &piece, 1, &files, 0.5f, NULL, &fault, &err));
     CHECK(memcmp(&plain, &ours, sizeof ours) == 0);
     struct zpp_optim_file_figures figures;
