@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Conversions of convert.h, eight elements at once; the tail goes through the scalar functions. There is no AVX-512
- * version: these loops wait for memory already.
+ * Conversions of convert.h, eight elements at once, then one at a time. There is no AVX-512 version: memory bandwidth
+ * bounds these loops already.
  */
 #include "convert.h"
 
@@ -11,7 +11,9 @@
 
 enum { LANES = 8 };
 
-void zpp_convert_bf16_to_f32_avx2(float *dst, const uint16_t *src, size_t elems) {
+void zpp_convert_bf16_to_f32_avx2(void *dst_elems, const void *src_elems, size_t elems) {
+    float *dst = dst_elems;
+    const uint16_t *src = src_elems;
     size_t i = 0;
     for (; i + LANES <= elems; i += LANES) {
         const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(src + i)));
@@ -30,7 +32,9 @@ static __m256i bf16_lanes(__m256i bits) {
     return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
 }
 
-void zpp_convert_f32_to_bf16_avx2(uint16_t *dst, const float *src, size_t elems) {
+void zpp_convert_f32_to_bf16_avx2(void *dst_elems, const void *src_elems, size_t elems) {
+    uint16_t *dst = dst_elems;
+    const float *src = src_elems;
     size_t i = 0;
     for (; i + LANES <= elems; i += LANES) {
         const __m256i wide = bf16_lanes(_mm256_loadu_si256((const __m256i *)(src + i)));
@@ -40,19 +44,23 @@ void zpp_convert_f32_to_bf16_avx2(uint16_t *dst, const float *src, size_t elems)
     for (; i < elems; ++i) dst[i] = zpp_bf16_from_f32(src[i]);
 }
 
-void zpp_convert_f16_to_f32_avx2(float *dst, const uint16_t *src, size_t elems) {
+void zpp_convert_f16_to_f32_avx2(void *dst_elems, const void *src_elems, size_t elems) {
+    float *dst = dst_elems;
+    const uint16_t *src = src_elems;
     size_t i = 0;
     for (; i + LANES <= elems; i += LANES) {
         _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(src + i))));
     }
-    for (; i < elems; ++i) dst[i] = zpp_f16_to_f32(src[i]);
+    for (; i < elems; ++i) dst[i] = _cvtsh_ss(src[i]);
 }
 
-void zpp_convert_f32_to_f16_avx2(uint16_t *dst, const float *src, size_t elems) {
+void zpp_convert_f32_to_f16_avx2(void *dst_elems, const void *src_elems, size_t elems) {
+    uint16_t *dst = dst_elems;
+    const float *src = src_elems;
     size_t i = 0;
     for (; i + LANES <= elems; i += LANES) {
         const __m128i narrow = _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT);
         _mm_storeu_si128((__m128i *)(dst + i), narrow);
     }
-    for (; i < elems; ++i) dst[i] = zpp_f16_from_f32(src[i]);
+    for (; i < elems; ++i) dst[i] = (uint16_t)_cvtss_sh(src[i], _MM_FROUND_TO_NEAREST_INT);
 }

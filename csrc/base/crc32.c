@@ -56,7 +56,9 @@ static uint32_t sum(uint32_t crc, void *to, const void *from, size_t bytes) {
 #if ZPP_CPU_X86
     if (bytes >= 64 && zpp_cpu_has_pclmul()) {
         folded = bytes & ~(size_t)15;
-        state = zpp_crc32_by_pclmul(state, to, from, folded);
+        unsigned char rest[16];
+        zpp_crc32_fold(state, to, from, folded, rest);
+        state = zpp_crc32_by_tables(0, NULL, rest, sizeof rest);
     }
 #endif
     if (bytes == folded) return ~state;

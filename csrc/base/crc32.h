@@ -22,9 +22,10 @@ uint32_t zpp_crc32(uint32_t crc, const void *data, size_t bytes);
 /* The same, and the bytes are copied to `to` in the same pass. They must not overlap. */
 uint32_t zpp_crc32_copy(uint32_t crc, void *restrict to, const void *restrict from, size_t bytes);
 
-/* For tests and for the files beside: the versions. `to` NULL: no copy. They take and give the inner state: all bits of
- * the sum flipped. The second needs zpp_cpu_has_pclmul, and takes a multiple of 16 bytes, 64 or more. */
+/* The two versions, for tests and crc32.c. `to` may be NULL: no copy. The state is the sum with all its bits flipped.
+ * zpp_crc32_fold needs zpp_cpu_has_pclmul and takes a multiple of 16 bytes, 64 or more. It leaves 16 bytes in `rest`:
+ * the state after all bytes is zpp_crc32_by_tables(0, NULL, rest, 16). */
 uint32_t zpp_crc32_by_tables(uint32_t state, void *to, const void *from, size_t bytes);
-uint32_t zpp_crc32_by_pclmul(uint32_t state, void *to, const void *from, size_t bytes);
+void zpp_crc32_fold(uint32_t state, void *to, const void *from, size_t bytes, unsigned char rest[16]);
 
 #endif

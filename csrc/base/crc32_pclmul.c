@@ -5,8 +5,8 @@
  *
  * The bytes are one polynomial over GF(2), of which the remainder modulo P is wanted. 16 bytes that stand d bits before
  * others may be replaced: their two halves, multiplied by (x^(d+64) mod P) and (x^d mod P), are added to the 16 bytes d
- * bits on, and the remainder stays. Four such accumulators run side by side (d = 512), then become one (d = 128). What
- * is left are 16 bytes with the same remainder as all, and tables finish them.
+ * bits on, and the remainder stays. Four such accumulators run side by side (d = 512), then become one (d = 128). The
+ * last 16 bytes have the same remainder as all bytes; the caller finishes them by tables.
  *
  * Bits are reflected in CRC-32: the lowest bit is the highest power, which makes the product of two 64-bit halves one
  * bit short. So a constant for the distance d is (x^(d-32) mod P), reflected in 32 bits, shifted by one.
@@ -36,7 +36,7 @@ static inline __m128i next(const unsigned char **from, unsigned char **to) {
     return value;
 }
 
-uint32_t zpp_crc32_by_pclmul(uint32_t state, void *to, const void *from, size_t bytes) {
+void zpp_crc32_fold(uint32_t state, void *to, const void *from, size_t bytes, unsigned char rest[16]) {
     assert(bytes >= 16 * LANES && bytes % 16 == 0);
     const unsigned char *source = from, *const end = source + bytes;
     unsigned char *target = to;
@@ -49,7 +49,5 @@ uint32_t zpp_crc32_by_pclmul(uint32_t state, void *to, const void *from, size_t 
     __m128i all = lanes[0];
     for (int i = 1; i < LANES; ++i) all = _mm_xor_si128(moved(all, by_128_bits()), lanes[i]);
     while (source < end) all = _mm_xor_si128(moved(all, by_128_bits()), next(&source, &target));
-    unsigned char rest[16];
     _mm_storeu_si128((__m128i *)rest, all);
-    return zpp_crc32_by_tables(0, NULL, rest, sizeof rest);
 }

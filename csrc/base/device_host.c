@@ -145,6 +145,15 @@ static bool gave_up_waiting(const struct zpp_item *item) {
     return item->kind == ITEM_WAIT && !atomic_load(&item->mark->done);
 }
 
+/* `wait` with the time that is left until the deadline (0: none). */
+static struct zpp_wait remaining(const struct zpp_wait *wait, uint64_t deadline_ns) {
+    struct zpp_wait left = *wait;
+    if (!deadline_ns) return left;
+    const uint64_t now_ns = zpp_now_ns();
+    left.timeout_ns = deadline_ns > now_ns ? deadline_ns - now_ns : 1;
+    return left;
+}
+
 /* Run items of a stream that nobody runs, until `until` is done (NULL: until nothing is left), one cannot run now
  * (wait == NULL), or one fails. Lock held, given up in between. */
 static zpp_status drive(struct zpp_host_device *device, struct zpp_host_stream *stream, const struct zpp_mark *until,
@@ -155,11 +164,7 @@ static zpp_status drive(struct zpp_host_device *device, struct zpp_host_stream *
     stream->busy = true;
     while (stream->head && !(until && atomic_load(&until->done))) {
         struct zpp_wait left;
-        if (wait) {
-            left = *wait;
-            const uint64_t now_ns = deadline_ns ? zpp_now_ns() : 0;
-            if (deadline_ns) left.timeout_ns = deadline_ns > now_ns ? deadline_ns - now_ns : 1;
-        }
+        if (wait) left = remaining(wait, deadline_ns);
         status = run_item(device, stream->head, wait ? &left : NULL, &failure);
         if (status == ZPP_AGAIN) break;
         if (status != ZPP_OK) {

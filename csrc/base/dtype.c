@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Element kinds and conversion: dtype.h. The four pairs between fp32 and the 16-bit kinds are what training moves; they
+ * Element types and their conversion (dtype.h). Training converts between fp32 and the 16-bit types: these four pairs
  * have an AVX2 version (convert_avx2.c). Every other pair goes through double or int64, element by element.
  */
 #include "dtype.h"
@@ -13,14 +13,14 @@
 static const struct {
     const char *name;
     size_t bytes;
-} kinds[ZPP_DTYPES] = {
+} dtypes[ZPP_DTYPES] = {
     [ZPP_F32] = {"float32", 4}, [ZPP_BF16] = {"bfloat16", 2}, [ZPP_F16] = {"float16", 2}, [ZPP_F64] = {"float64", 8},
     [ZPP_I8] = {"int8", 1},     [ZPP_U8] = {"uint8", 1},      [ZPP_I16] = {"int16", 2},   [ZPP_I32] = {"int32", 4},
     [ZPP_I64] = {"int64", 8},   [ZPP_BOOL] = {"bool", 1},
 };
 
-size_t zpp_dtype_bytes(zpp_dtype dtype) { return (unsigned)dtype < ZPP_DTYPES ? kinds[dtype].bytes : 0; }
-const char *zpp_dtype_name(zpp_dtype dtype) { return (unsigned)dtype < ZPP_DTYPES ? kinds[dtype].name : "unknown"; }
+size_t zpp_dtype_bytes(zpp_dtype dtype) { return (unsigned)dtype < ZPP_DTYPES ? dtypes[dtype].bytes : 0; }
+const char *zpp_dtype_name(zpp_dtype dtype) { return (unsigned)dtype < ZPP_DTYPES ? dtypes[dtype].name : "unknown"; }
 
 static float f32_of_bits(uint32_t bits) {
     float value;
@@ -133,44 +133,48 @@ static void convert_any(unsigned char *dst, zpp_dtype dst_dtype, const unsigned 
 }
 
 /* --- the pairs of training ---------------------------------------------------------------------------------------- */
-static void bf16_to_f32(float *dst, const uint16_t *src, size_t elems) {
-    for (size_t i = 0; i < elems; ++i) dst[i] = zpp_bf16_to_f32(src[i]);
+
+static inline void widen(float *dst, const uint16_t *src, size_t elems, float (*one)(uint16_t)) {
+    for (size_t i = 0; i < elems; ++i) dst[i] = one(src[i]);
 }
 
-static void f32_to_bf16(uint16_t *dst, const float *src, size_t elems) {
-    for (size_t i = 0; i < elems; ++i) dst[i] = zpp_bf16_from_f32(src[i]);
+static inline void narrow(uint16_t *dst, const float *src, size_t elems, uint16_t (*one)(float)) {
+    for (size_t i = 0; i < elems; ++i) dst[i] = one(src[i]);
 }
 
-static void f16_to_f32(float *dst, const uint16_t *src, size_t elems) {
-    for (size_t i = 0; i < elems; ++i) dst[i] = zpp_f16_to_f32(src[i]);
-}
+static void bf16_to_f32(void *dst, const void *src, size_t elems) { widen(dst, src, elems, zpp_bf16_to_f32); }
+static void f32_to_bf16(void *dst, const void *src, size_t elems) { narrow(dst, src, elems, zpp_bf16_from_f32); }
+static void f16_to_f32(void *dst, const void *src, size_t elems) { widen(dst, src, elems, zpp_f16_to_f32); }
+static void f32_to_f16(void *dst, const void *src, size_t elems) { narrow(dst, src, elems, zpp_f16_from_f32); }
 
-static void f32_to_f16(uint16_t *dst, const float *src, size_t elems) {
-    for (size_t i = 0; i < elems; ++i) dst[i] = zpp_f16_from_f32(src[i]);
-}
+#if ZPP_CPU_X86
+#define PAIR(name) name, zpp_convert_##name##_avx2
+#else
+#define PAIR(name) name, name
+#endif
+
+static const struct pair {
+    zpp_dtype src_dtype, dst_dtype;
+    void (*scalar)(void *dst, const void *src, size_t elems);
+    void (*avx2)(void *dst, const void *src, size_t elems);
+} pairs[] = {
+    {ZPP_BF16, ZPP_F32, PAIR(bf16_to_f32)},
+    {ZPP_F32, ZPP_BF16, PAIR(f32_to_bf16)},
+    {ZPP_F16, ZPP_F32, PAIR(f16_to_f32)},
+    {ZPP_F32, ZPP_F16, PAIR(f32_to_f16)},
+};
 
 void zpp_convert(void *dst, zpp_dtype dst_dtype, const void *src, zpp_dtype src_dtype, size_t elems) {
     assert(zpp_dtype_bytes(dst_dtype) && zpp_dtype_bytes(src_dtype));
-#if ZPP_CPU_X86
-    const int wide = zpp_cpu_level() >= ZPP_CPU_AVX2;
-#else
-    const int wide = 0;
-#define zpp_convert_bf16_to_f32_avx2 bf16_to_f32
-#define zpp_convert_f32_to_bf16_avx2 f32_to_bf16
-#define zpp_convert_f16_to_f32_avx2 f16_to_f32
-#define zpp_convert_f32_to_f16_avx2 f32_to_f16
-#endif
     if (dst_dtype == src_dtype) {
         memcpy(dst, src, elems * zpp_dtype_bytes(dst_dtype));
-    } else if (src_dtype == ZPP_BF16 && dst_dtype == ZPP_F32) {
-        (wide ? zpp_convert_bf16_to_f32_avx2 : bf16_to_f32)(dst, src, elems);
-    } else if (src_dtype == ZPP_F32 && dst_dtype == ZPP_BF16) {
-        (wide ? zpp_convert_f32_to_bf16_avx2 : f32_to_bf16)(dst, src, elems);
-    } else if (src_dtype == ZPP_F16 && dst_dtype == ZPP_F32) {
-        (wide ? zpp_convert_f16_to_f32_avx2 : f16_to_f32)(dst, src, elems);
-    } else if (src_dtype == ZPP_F32 && dst_dtype == ZPP_F16) {
-        (wide ? zpp_convert_f32_to_f16_avx2 : f32_to_f16)(dst, src, elems);
-    } else {
-        convert_any(dst, dst_dtype, src, src_dtype, elems);
+        return;
     }
+    for (size_t i = 0; i < sizeof pairs / sizeof *pairs; ++i) {
+        const struct pair *pair = &pairs[i];
+        if (pair->src_dtype != src_dtype || pair->dst_dtype != dst_dtype) continue;
+        (zpp_cpu_level() >= ZPP_CPU_AVX2 ? pair->avx2 : pair->scalar)(dst, src, elems);
+        return;
+    }
+    convert_any(dst, dst_dtype, src, src_dtype, elems);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Element kinds, and rounding between fp32 and the 16-bit kinds. Round to nearest, ties to even; NaN stays NaN.
+ * Element types, and rounding between fp32 and the 16-bit types: to nearest, ties to even; NaN stays NaN.
  */
 #ifndef ZPP_BASE_DTYPE_H
 #define ZPP_BASE_DTYPE_H
@@ -14,7 +14,7 @@ typedef enum zpp_dtype {
     ZPP_DTYPES
 } zpp_dtype;
 
-size_t zpp_dtype_bytes(zpp_dtype dtype);      /* 0 for a value that is none */
+size_t zpp_dtype_bytes(zpp_dtype dtype);      /* 0 for a value outside of the list */
 const char *zpp_dtype_name(zpp_dtype dtype);  /* "float32", "bfloat16", ... as torch spells them */
 
 static inline float zpp_bf16_to_f32(uint16_t bits) {

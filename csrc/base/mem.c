@@ -30,21 +30,27 @@ static void *map_aligned(size_t bytes, size_t align_bytes) {
     return whole + head_bytes;
 }
 
+static void *alloc_mapped(size_t bytes, size_t align_bytes) {
+    if (bytes > SIZE_MAX - ZPP_PAGE_BYTES) return NULL;
+    if (align_bytes < ZPP_PAGE_BYTES) align_bytes = ZPP_PAGE_BYTES;
+    if (bytes >= HUGE_FROM_BYTES && align_bytes < HUGE_BYTES) align_bytes = HUGE_BYTES;
+    void *memory = map_aligned(round_up(bytes, ZPP_PAGE_BYTES), align_bytes);
+    if (memory && bytes >= HUGE_FROM_BYTES) madvise(memory, bytes, MADV_HUGEPAGE); /* a hint, which may be refused */
+    return memory;
+}
+
+static void *alloc_small(size_t bytes, size_t align_bytes) {
+    void *memory = NULL;
+    if (align_bytes < sizeof(void *)) align_bytes = sizeof(void *);
+    if (posix_memalign(&memory, align_bytes, bytes ? bytes : 1) != 0) return NULL;
+    return memset(memory, 0, bytes);
+}
+
 zpp_status zpp_mem_alloc(size_t bytes, size_t align_bytes, void **out, struct zpp_err *err) {
     if (!align_bytes || (align_bytes & (align_bytes - 1))) {
         return zpp_fail(err, ZPP_INVALID, "memory: align_bytes is %zu, wanted a power of two", align_bytes);
     }
-    void *memory = NULL;
-    if (bytes >= MAPPED_FROM_BYTES && bytes <= SIZE_MAX - ZPP_PAGE_BYTES) {
-        if (align_bytes < ZPP_PAGE_BYTES) align_bytes = ZPP_PAGE_BYTES;
-        if (bytes >= HUGE_FROM_BYTES && align_bytes < HUGE_BYTES) align_bytes = HUGE_BYTES;
-        memory = map_aligned(round_up(bytes, ZPP_PAGE_BYTES), align_bytes);
-        if (memory && bytes >= HUGE_FROM_BYTES) madvise(memory, bytes, MADV_HUGEPAGE); /* a wish: failing is fine */
-    } else if (bytes < MAPPED_FROM_BYTES) {
-        if (align_bytes < sizeof(void *)) align_bytes = sizeof(void *);
-        if (posix_memalign(&memory, align_bytes, bytes ? bytes : 1) != 0) memory = NULL;
-        if (memory) memset(memory, 0, bytes);
-    }
+    void *memory = bytes >= MAPPED_FROM_BYTES ? alloc_mapped(bytes, align_bytes) : alloc_small(bytes, align_bytes);
     if (!memory) return zpp_fail(err, ZPP_NOMEM, "memory: no room for %zu bytes", bytes);
     *out = memory;
     return ZPP_OK;

@@ -296,16 +296,9 @@ static zpp_status check_piece(const zpp_range *range, size_t offset_bytes, size_
     return ZPP_OK;
 }
 
-static zpp_status map_piece(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
-    const size_t end_bytes = offset_bytes + bytes;
-    if (touched(&range->mapped, offset_bytes, end_bytes)) {
-        return zpp_fail(err, ZPP_STATE, "address range: offset %zu and %zu bytes: some of it is mapped already",
-                        offset_bytes, bytes);
-    }
-    /* Each step consumes a parked segment, cuts one, or is the last: this is room for all of them. */
-    zpp_status status = reserve(&range->mapped, 2 * range->parked.count + 2, err);
-    if (!status) status = reserve(&range->parked, range->parked.count + 2, err);
-    /* 1. What is parked at these very offsets. */
+/* Bring back what is parked at these very offsets. */
+static zpp_status unpark_own(zpp_range *range, size_t offset_bytes, size_t end_bytes, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
     for (size_t index; !status && (index = find(&range->parked, offset_bytes)) < range->parked.count;) {
         const struct segment found = range->parked.at[index];
         if (found.offset_bytes >= end_bytes) break;
@@ -314,7 +307,20 @@ static zpp_status map_piece(zpp_range *range, size_t offset_bytes, size_t bytes,
         const size_t end = found_end < end_bytes ? found_end : end_bytes;
         status = unpark(range, index, begin, begin, end - begin, err);
     }
-    /* 2. The holes: other warm pages while there are any, then fresh ones. */
+    return status;
+}
+
+/* Map the hole that begins at `begin`: with other warm pages while there are any, then with fresh ones. `*hole_bytes`
+ * becomes the bytes that were mapped. */
+static zpp_status fill_hole(zpp_range *range, size_t begin, size_t *hole_bytes, struct zpp_err *err) {
+    if (!range->parked.count) return map_fresh(range, begin, *hole_bytes, err);
+    size_t from;
+    const size_t index = choose_parked(&range->parked, begin, &from, hole_bytes);
+    return unpark(range, index, from, begin, *hole_bytes, err);
+}
+
+static zpp_status fill_holes(zpp_range *range, size_t offset_bytes, size_t end_bytes, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
     for (size_t begin = offset_bytes; !status && begin < end_bytes;) {
         const size_t next = find(&range->mapped, begin);
         const size_t next_begin = next < range->mapped.count ? range->mapped.at[next].offset_bytes : end_bytes;
@@ -323,23 +329,33 @@ static zpp_status map_piece(zpp_range *range, size_t offset_bytes, size_t bytes,
             continue;
         }
         size_t hole_bytes = (next_begin < end_bytes ? next_begin : end_bytes) - begin;
-        if (range->parked.count) {
-            size_t from;
-            const size_t index = choose_parked(&range->parked, begin, &from, &hole_bytes);
-            status = unpark(range, index, from, begin, hole_bytes, err);
-        } else {
-            status = map_fresh(range, begin, hole_bytes, err);
-        }
+        status = fill_hole(range, begin, &hole_bytes, err);
         begin += hole_bytes;
     }
-    if (status) { /* leave nothing half mapped */
-        for (size_t index; (index = find(&range->mapped, offset_bytes)) < range->mapped.count;) {
-            const struct segment found = range->mapped.at[index];
-            if (found.offset_bytes >= end_bytes) break;
-            drop(range->home, found.offset_bytes, found.bytes);
-            cut(&range->mapped, index, found.offset_bytes, found.offset_bytes + found.bytes);
-        }
+    return status;
+}
+
+static void unmap(zpp_range *range, size_t offset_bytes, size_t end_bytes) {
+    for (size_t index; (index = find(&range->mapped, offset_bytes)) < range->mapped.count;) {
+        const struct segment found = range->mapped.at[index];
+        if (found.offset_bytes >= end_bytes) return;
+        drop(range->home, found.offset_bytes, found.bytes);
+        cut(&range->mapped, index, found.offset_bytes, found.offset_bytes + found.bytes);
     }
+}
+
+static zpp_status map_piece(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
+    const size_t end_bytes = offset_bytes + bytes;
+    if (touched(&range->mapped, offset_bytes, end_bytes)) {
+        return zpp_fail(err, ZPP_STATE, "address range: offset %zu and %zu bytes: some of it is mapped already",
+                        offset_bytes, bytes);
+    }
+    /* Each step consumes a parked segment, cuts one, or is the last: this capacity is enough for all of them. */
+    zpp_status status = reserve(&range->mapped, 2 * range->parked.count + 2, err);
+    if (!status) status = reserve(&range->parked, range->parked.count + 2, err);
+    if (!status) status = unpark_own(range, offset_bytes, end_bytes, err);
+    if (!status) status = fill_holes(range, offset_bytes, end_bytes, err);
+    if (status) unmap(range, offset_bytes, end_bytes); /* nothing stays half mapped */
     return status;
 }
 

@@ -60,9 +60,12 @@ static void versions_agree(void) {
         printf("  (this CPU has no PCLMULQDQ, or ZEROPP_CPU=scalar)\n");
         return;
     }
-    for (size_t bytes = 64; bytes <= ROOM; bytes += 16)
-        CHECK_EQUAL(zpp_crc32_by_pclmul(~5u, NULL, bytes_of_chance, bytes),
+    for (size_t bytes = 64; bytes <= ROOM; bytes += 16) {
+        unsigned char rest[16];
+        zpp_crc32_fold(~5u, NULL, bytes_of_chance, bytes, rest);
+        CHECK_EQUAL(zpp_crc32_by_tables(0, NULL, rest, sizeof rest),
                     zpp_crc32_by_tables(~5u, NULL, bytes_of_chance, bytes));
+    }
 #endif
 }
 
