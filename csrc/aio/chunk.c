@@ -80,9 +80,9 @@ static bool may_fly(const zpp_aio *aio) {
     return !aio->config.flight_bytes || aio->inflight_bytes < aio->config.flight_bytes;
 }
 
-size_t zpp_aio_take(zpp_aio *aio, struct zpp_aio_chunk **out, size_t room) {
+size_t zpp_aio_take(zpp_aio *aio, struct zpp_aio_chunk **out, size_t capacity) {
     size_t count = 0;
-    while (count < room && aio->free_chunks && may_fly(aio)) {
+    while (count < capacity && aio->free_chunks && may_fly(aio)) {
         struct zpp_aio_queue *queue = next_queue(aio);
         if (!queue) break;
         struct zpp_aio_queue *other = queue == &aio->urgent ? &aio->background : &aio->urgent;
@@ -102,8 +102,9 @@ size_t zpp_aio_take(zpp_aio *aio, struct zpp_aio_chunk **out, size_t room) {
  * did not ask for finds no sum over both. */
 static void fill(struct zpp_aio_chunk *chunk) {
     const struct zpp_file_piece *piece = &chunk->piece;
-    if (piece->part->sums) {
-        zpp_sums_set(piece->part->sums, piece->offset_bytes, chunk->memory, piece->wanted_bytes, chunk->bounce);
+    if (piece->part->checksums) {
+        zpp_checksums_set(piece->part->checksums, piece->offset_bytes, chunk->memory, piece->wanted_bytes,
+                          chunk->bounce);
     } else if (chunk->bounce) {
         memcpy(chunk->bounce, chunk->memory, piece->wanted_bytes);
     }
@@ -161,9 +162,10 @@ static bool settle_read(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
     const struct zpp_file_piece *piece = &chunk->piece;
     const uint64_t wanted = piece->offset_bytes + piece->head_bytes;
     const unsigned char *data = chunk->bounce ? chunk->bounce : chunk->memory;
-    struct zpp_sums_bad bad;
-    if (piece->part->sums && !zpp_sums_check(piece->part->sums, piece->offset_bytes, data, chunk->have_bytes, wanted,
-                                             piece->wanted_bytes, &chunk->checked_bytes, &bad)) {
+    struct zpp_checksums_bad bad;
+    if (piece->part->checksums &&
+        !zpp_checksums_check(piece->part->checksums, piece->offset_bytes, data, chunk->have_bytes, wanted,
+                             piece->wanted_bytes, &chunk->checked_bytes, &bad)) {
         if (chunk->reread) {
             chunk->bad = bad;
             return false;
@@ -179,25 +181,32 @@ static bool settle_read(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
     return false;
 }
 
+/* An operation that moved nothing. Return true to repeat it. */
+static bool settle_empty(struct zpp_aio_chunk *chunk) {
+    if (!chunk->request->write) {
+        chunk->ended = true;
+        return false;
+    }
+    if (++chunk->tries <= MAX_EMPTY_WRITES) return true;
+    chunk->os_errno = EIO; /* a device that writes nothing and reports no error */
+    return false;
+}
+
 bool zpp_aio_settle(zpp_aio *aio, struct zpp_aio_chunk *chunk, ssize_t result) {
     const struct zpp_file_piece *piece = &chunk->piece;
     const bool write = chunk->request->write;
     const size_t least_bytes = write ? piece->op_bytes : piece->head_bytes + piece->wanted_bytes;
-    const size_t needed_bytes = piece->part->sums ? piece->op_bytes : least_bytes;
+    const size_t needed_bytes = piece->part->checksums ? piece->op_bytes : least_bytes;
     if (result < 0) return settle_error(aio, chunk, (int)-result);
     chunk->have_bytes += (size_t)result;
     const bool at_end = result == 0 && chunk->have_bytes >= least_bytes; /* in the file's last page */
     if (chunk->have_bytes >= needed_bytes || at_end) return write ? false : settle_read(aio, chunk);
-    if (result > 0) { /* short: go on behind it, through the page cache where the rest is no whole unit */
-        chunk->tries = 0;
-        atomic_fetch_add_explicit(&aio->retries, 1, memory_order_relaxed);
-        if (chunk->direct && chunk->have_bytes % piece->part->offset_align_bytes) chunk->direct = false;
-        return true;
-    }
-    if (write && ++chunk->tries <= MAX_EMPTY_WRITES) return true;
-    if (write) chunk->os_errno = EIO; /* a device that takes nothing and says nothing */
-    else chunk->ended = true;
-    return false;
+    if (result == 0) return settle_empty(chunk);
+    /* A short result: go on behind it, through the page cache where the rest is no whole unit of direct I/O. */
+    chunk->tries = 0;
+    atomic_fetch_add_explicit(&aio->retries, 1, memory_order_relaxed);
+    if (chunk->direct && chunk->have_bytes % piece->part->offset_align_bytes) chunk->direct = false;
+    return true;
 }
 
 /* --- the end ------------------------------------------------------------------------------------------------------ */
@@ -221,7 +230,7 @@ static void fail_ended(zpp_aio *aio, const struct zpp_aio_chunk *chunk, struct z
 
 static void fail_sum(const struct zpp_aio_chunk *chunk, struct zpp_aio_failure *failure) {
     const char *path = chunk->piece.part->path;
-    const struct zpp_sums_bad *bad = &chunk->bad;
+    const struct zpp_checksums_bad *bad = &chunk->bad;
     failure->fault = (struct zpp_aio_fault){.offset_bytes = bad->offset_bytes, .wanted_bytes = bad->bytes};
     snprintf(failure->fault.path, sizeof failure->fault.path, "%s", path);
     zpp_fail(&failure->err, ZPP_TIER,
@@ -246,19 +255,22 @@ static void fail_request(zpp_aio *aio, const struct zpp_aio_chunk *chunk) {
     }
 }
 
-void zpp_aio_finish(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
-    zpp_aio_request *request = chunk->request;
-    if (chunk->os_errno || chunk->ended || chunk->bad.bytes) fail_request(aio, chunk);
-    else if (request->write) aio->written_bytes += chunk->piece.wanted_bytes;
-    else aio->read_bytes += chunk->piece.wanted_bytes;
-    aio->checked_bytes += chunk->checked_bytes;
-    if (request->write && chunk->os_errno && chunk->piece.part->sums)
-        zpp_sums_clear(chunk->piece.part->sums, chunk->piece.offset_bytes, chunk->piece.wanted_bytes);
+static void free_chunk(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
     if (chunk->bounce) aio->bounce_free[aio->bounce_free_count++] = chunk->bounce;
     chunk->next = aio->free_chunks;
     aio->free_chunks = chunk;
     --aio->inflight;
     aio->inflight_bytes -= chunk->piece.wanted_bytes;
+}
+
+void zpp_aio_finish(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
+    zpp_aio_request *request = chunk->request;
+    if (chunk->os_errno || chunk->ended || chunk->bad.bytes) fail_request(aio, chunk);
+    else *(request->write ? &aio->written_bytes : &aio->read_bytes) += chunk->piece.wanted_bytes;
+    aio->checked_bytes += chunk->checked_bytes;
+    if (request->write && chunk->os_errno && chunk->piece.part->checksums)
+        zpp_checksums_clear(chunk->piece.part->checksums, chunk->piece.offset_bytes, chunk->piece.wanted_bytes);
+    free_chunk(aio, chunk);
     --request->flying;
     const bool over = request->taken_bytes == request->bytes || request->cancelled || request->failure;
     if (over && request->flying == 0) zpp_aio_complete(aio, request);

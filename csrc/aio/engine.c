@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Requests: submission, the order of overlapping ones, priorities, waiting, cancelling, flushing: engine.h.
+ * The calls of engine.h on requests and files: submit, wait, cancel, flush, forget.
  */
 #include "engine.h"
 
@@ -9,7 +9,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -20,130 +19,6 @@ enum {
     TICK_NS = 100 * 1000 * 1000,
 };
 static const uint64_t second_ns = 1000000000u;
-
-static struct zpp_aio_failure no_memory_failure = {
-    .err = {ZPP_NOMEM, ENOMEM, ZPP_NO_RANK, "aio: a request failed, and there was no memory to say why"}};
-
-void zpp_aio_log(zpp_aio *aio, const char *text) {
-    if (aio->config.log) aio->config.log(aio->config.log_ctx, text);
-}
-
-void zpp_aio_tell_lock(zpp_aio *aio, int os_errno) {
-    struct rlimit limit = {0};
-    char text[512];
-    if (atomic_exchange(&aio->told_lock, true)) return;
-    (void)getrlimit(RLIMIT_MEMLOCK, &limit);
-    snprintf(
-        text, sizeof text,
-        "aio: buffers could not be locked in memory: %s; the memlock limit is %llu bytes, raise it (ulimit -l, "
-        "LimitMEMLOCK=) for less work on the CPU. Going on with unlocked buffers",
-        strerror(os_errno), (unsigned long long)limit.rlim_cur);
-    zpp_aio_log(aio, text);
-}
-
-/* --- references --- */
-
-/* The request's reference to the engine is the caller's business: zpp_aio_release may free the engine after unlocking.
- */
-static bool unref_locked(zpp_aio_request *request) {
-    if (--request->refs) return false;
-    if (request->failure != &no_memory_failure) free(request->failure);
-    --request->engine->refs;
-    free(request);
-    return true;
-}
-
-void zpp_aio_unref(zpp_aio_request *request) { (void)unref_locked(request); }
-
-struct zpp_aio_failure *zpp_aio_new_failure(zpp_aio_request *request) {
-    if (request->failure) return NULL;
-    struct zpp_aio_failure *failure = calloc(1, sizeof *failure);
-    request->failure = failure ? failure : &no_memory_failure;
-    return failure;
-}
-
-/* --- queues --- */
-
-static struct zpp_aio_queue *queue_of(zpp_aio *aio, const zpp_aio_request *request) {
-    return request->urgent ? &aio->urgent : &aio->background;
-}
-
-static void wake_driver(zpp_aio *aio) {
-    if (!aio->ring) {
-        pthread_cond_signal(&aio->work);
-    } else if (aio->sleeping) {
-        aio->sleeping = false;
-        zpp_ring_wake(aio->ring);
-    }
-}
-
-void zpp_aio_enqueue(zpp_aio *aio, zpp_aio_request *request) {
-    struct zpp_aio_queue *queue = queue_of(aio, request);
-    request->queued = true;
-    request->queue_next = NULL;
-    if (queue->last) queue->last->queue_next = request;
-    else queue->first = request;
-    queue->last = request;
-    if (aio->free_chunks) wake_driver(aio); /* else the driver looks when a chunk is free */
-}
-
-void zpp_aio_unqueue(zpp_aio *aio, zpp_aio_request *request) {
-    if (!request->queued) return;
-    struct zpp_aio_queue *queue = queue_of(aio, request);
-    zpp_aio_request *before = NULL;
-    for (zpp_aio_request *seen = queue->first; seen != request; seen = seen->queue_next) before = seen;
-    if (before) before->queue_next = request->queue_next;
-    else queue->first = request->queue_next;
-    if (queue->last == request) queue->last = before;
-    request->queued = false;
-}
-
-/* --- the end of a request --- */
-
-/* `lock` held, no requests: descriptors are closed, slots go back to the ring's thread. */
-static void close_file(zpp_aio *aio, struct zpp_file *file) {
-    for (unsigned index = 0; index < file->parts_count; ++index) {
-        const int slot = file->parts[index].slot;
-        if (slot >= 0) aio->retired_slots[aio->retired_count++] = slot;
-    }
-    if (aio->retired_count && aio->ring) wake_driver(aio);
-    zpp_aio_leave_order(aio, file);
-    zpp_file_close(&aio->sys, file);
-}
-
-static void unref_file(zpp_aio *aio, struct zpp_file *file) {
-    if (--file->refs == 0 && file->gone) close_file(aio, file);
-}
-
-static void unlink_outstanding(zpp_aio *aio, zpp_aio_request *request) {
-    if (request->previous) request->previous->next = request->next;
-    else aio->first = request->next;
-    if (request->next) request->next->previous = request->previous;
-    else aio->last = request->previous;
-    --aio->outstanding;
-}
-
-static void keep_write_failure(zpp_aio *aio, const zpp_aio_request *request) {
-    if (aio->write_failure) return;
-    aio->write_failure = malloc(sizeof *aio->write_failure);
-    if (aio->write_failure) *aio->write_failure = *request->failure;
-    aio->write_failure_number = request->number;
-}
-
-void zpp_aio_complete(zpp_aio *aio, zpp_aio_request *request) {
-    zpp_span_end(request->began_ns, request->write ? ZPP_SPAN_WRITE : ZPP_SPAN_READ, request->file->path,
-                 request->bytes);
-    zpp_aio_unqueue(aio, request);
-    unlink_outstanding(aio, request);
-    zpp_aio_unlist(request);
-    if (request->write && request->failure) keep_write_failure(aio, request);
-    atomic_store_explicit(&request->done, true, memory_order_release);
-    zpp_aio_let_later_go(aio, request);
-    unref_file(aio, request->file);
-    request->file = NULL;
-    if (request->waiters) pthread_cond_broadcast(&aio->finished);
-    zpp_aio_unref(request); /* the engine's; frees it where nobody holds it */
-}
 
 /* --- submission --- */
 
@@ -182,14 +57,14 @@ static zpp_aio_request *new_request(zpp_aio *aio, const struct zpp_aio_job *job)
 static void bound_files(zpp_aio *aio, struct zpp_file *wanted, struct zpp_file *dropped) {
     pthread_mutex_lock(&aio->lock);
     if (wanted) ++wanted->refs;
-    if (dropped && dropped->refs == 0) close_file(aio, dropped);
+    if (dropped && dropped->refs == 0) zpp_aio_close_file(aio, dropped);
     while (aio->files.count > IDLE_FILES) {
         struct zpp_file *idle = zpp_files_take(&aio->files, NULL);
         if (!idle) break;
         for (unsigned part = 0; idle->dirty && part < idle->parts_count; ++part) {
             aio->sys.sync(aio->sys.ctx, idle->parts[part].buffered_fd); /* a later durable flush cannot reach it */
         }
-        close_file(aio, idle);
+        zpp_aio_close_file(aio, idle);
     }
     if (wanted) --wanted->refs;
     pthread_mutex_unlock(&aio->lock);
@@ -217,19 +92,19 @@ static void tell_if_not_locked(zpp_aio *aio) {
 static bool begin(zpp_aio *aio, zpp_aio_request *request, struct zpp_file *file) {
     request->number = aio->numbers + 1;
     request->began_ns = zpp_span_begin();
-    if (!zpp_aio_join_order(aio, file) || !zpp_aio_hold(file, request)) return false;
+    if (!zpp_aio_join_hazards(aio, file) || !zpp_aio_add_dependencies(file, request)) return false;
     aio->numbers = request->number;
     ++aio->refs;
     request->file = file;
     ++file->refs;
     if (request->write) file->dirty = true;
-    zpp_aio_list(file, request);
+    zpp_aio_list_hazard(file, request);
     request->previous = aio->last;
     if (aio->last) aio->last->next = request;
     else aio->first = request;
     aio->last = request;
     ++aio->outstanding;
-    if (request->held == 0) zpp_aio_enqueue(aio, request);
+    if (request->dependencies == 0) zpp_aio_enqueue(aio, request);
     return true;
 }
 
@@ -246,7 +121,7 @@ static zpp_status submit_to(zpp_aio *aio, struct zpp_file *file, const struct zp
     } else if (aio->stopping) {
         status = zpp_fail(err, ZPP_STATE, "aio: the engine is closed");
     } else if (!begin(aio, request, file)) {
-        zpp_aio_unhold(aio, request);
+        zpp_aio_drop_dependencies(aio, request);
         status = zpp_fail(err, ZPP_NOMEM, "aio: no memory for a request");
     }
     pthread_mutex_unlock(&aio->lock);
@@ -269,21 +144,29 @@ static zpp_status submit_nothing(zpp_aio *aio, const struct zpp_aio_job *job, zp
     return ZPP_OK;
 }
 
+/* The open file of a job, with its space reserved where the job writes; files_lock held. */
+static zpp_status open_for(zpp_aio *aio, const struct zpp_aio_job *job, struct zpp_file **file,
+                           struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct zpp_file *dropped = NULL;
+    zpp_status status = zpp_files_get(&aio->files, job->path, job->write, file, &dropped, fault, err);
+    if (dropped || aio->files.count > IDLE_FILES) bound_files(aio, *file, dropped);
+    if (status == ZPP_OK && job->write) {
+        status = zpp_file_reserve(&aio->files, *file, job->offset_bytes, job->bytes, fault, err);
+    }
+    if (status == ZPP_OK) tell_if_not_direct(aio, *file);
+    return status;
+}
+
 zpp_status zpp_aio_submit(zpp_aio *aio, const struct zpp_aio_job *job, zpp_aio_request **out,
                           struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct zpp_aio_fault unused;
-    struct zpp_file *file = NULL, *dropped = NULL;
+    struct zpp_file *file = NULL;
     zpp_status status = usable(aio, err);
     if (status == ZPP_OK) status = check_job(job, err);
     if (status != ZPP_OK) return status;
     if (!fault) fault = &unused;
     pthread_mutex_lock(&aio->files_lock);
-    status = zpp_files_get(&aio->files, job->path, job->write, &file, &dropped, fault, err);
-    if (dropped || aio->files.count > IDLE_FILES) bound_files(aio, file, dropped);
-    if (status == ZPP_OK && job->write) {
-        status = zpp_file_reserve(&aio->files, file, job->offset_bytes, job->bytes, fault, err);
-    }
-    if (status == ZPP_OK) tell_if_not_direct(aio, file);
+    status = open_for(aio, job, &file, fault, err);
     if (!aio->ring && !atomic_load_explicit(&aio->told_lock, memory_order_relaxed)) tell_if_not_locked(aio);
     if (status == ZPP_OK)
         status = job->bytes ? submit_to(aio, file, job, out, err) : submit_nothing(aio, job, out, err);
@@ -439,7 +322,7 @@ static zpp_status sync_all(zpp_aio *aio, struct zpp_aio_fault *fault, struct zpp
         status = sync_file(aio, file, fault, err);
         pthread_mutex_lock(&aio->lock);
         if (status != ZPP_OK) file->dirty = true;
-        unref_file(aio, file);
+        zpp_aio_unref_file(aio, file);
         pthread_mutex_unlock(&aio->lock);
     }
     return status;
@@ -472,16 +355,17 @@ void zpp_aio_forget(zpp_aio *aio, const char *path) {
     pthread_mutex_lock(&aio->files_lock);
     for (struct zpp_file *file; (file = zpp_files_take(&aio->files, path));) {
         pthread_mutex_lock(&aio->lock);
-        if (file->refs == 0) close_file(aio, file);
+        if (file->refs == 0) zpp_aio_close_file(aio, file);
         pthread_mutex_unlock(&aio->lock);
     }
-    zpp_files_drop_sums(&aio->files, path);
+    zpp_files_drop_checksums(&aio->files, path);
     pthread_mutex_unlock(&aio->files_lock);
 }
 
-zpp_status zpp_aio_share_sums(zpp_aio *aio, const char *path, unsigned part, zpp_sums *sums, struct zpp_err *err) {
+zpp_status zpp_aio_share_checksums(zpp_aio *aio, const char *path, unsigned part, zpp_checksums *checksums,
+                                   struct zpp_err *err) {
     pthread_mutex_lock(&aio->files_lock);
-    const zpp_status status = zpp_files_share_sums(&aio->files, path, part, sums, err);
+    const zpp_status status = zpp_files_share_checksums(&aio->files, path, part, checksums, err);
     pthread_mutex_unlock(&aio->files_lock);
     return status;
 }

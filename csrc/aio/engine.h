@@ -15,8 +15,8 @@
  * A request borrows its memory from zpp_aio_submit until it is done. Memory of the engine's arena and at aligned file
  * offsets moves without a copy; everything else works too, edges through bounce buffers (file.h).
  *
- * With `checksums` the engine keeps a sum of each page that it writes (sums.h), and what it reads must have them: a
- * device, a cable or a driver that changes bytes is then an error, and not a model that learns less. The thread that
+ * With `checksums` the engine keeps a sum of each page that it writes (checksums.h), and what it reads must have them:
+ * a device, a cable or a driver that changes bytes is then an error, and not a model that learns less. The thread that
  * drives the I/O does the sums. A file's are dropped by zpp_aio_forget, and with the engine; what another engine
  * wrote is not checked, unless the two share a table.
  *
@@ -101,10 +101,11 @@ zpp_status zpp_aio_flush(zpp_aio *aio, bool durable, const struct zpp_wait *wait
 /* Close the descriptors kept for a file (a removed one's space comes free then), whatever it was called when it was
  * opened, and drop its checksums. Requests that run keep theirs. */
 void zpp_aio_forget(zpp_aio *aio, const char *path);
-/* A file that several engines write, each its own bytes: checksums of one of its parts (zpp_sums_attach; the engine
- * takes this reference, also on failure). `part` counts the folders of a striped path; else it is 0. Before the first
- * request on the file; only with `checksums`. */
-zpp_status zpp_aio_share_sums(zpp_aio *aio, const char *path, unsigned part, zpp_sums *sums, struct zpp_err *err);
+/* A file that several engines write, each its own bytes: checksums of one of its parts (zpp_checksums_attach; the
+ * engine takes this reference, also on failure). `part` counts the folders of a striped path; else it is 0. Before the
+ * first request on the file; only with `checksums`. */
+zpp_status zpp_aio_share_checksums(zpp_aio *aio, const char *path, unsigned part, zpp_checksums *checksums,
+                                   struct zpp_err *err);
 /* Makes a file that is not there, zeros at its full length, every block reserved where the file system can: a full disk
  * is found here. A striped one in each of its folders. Who failed half-way has parts to remove. */
 zpp_status zpp_aio_make(zpp_aio *aio, const char *path, uint64_t bytes, struct zpp_aio_fault *fault,
@@ -119,7 +120,7 @@ struct zpp_aio_figures {
     size_t block_bytes;
     uint64_t read_bytes, written_bytes, operations, bounced_bytes, retries;
     uint64_t checked_bytes; /* of those read: they had a checksum, and it was right */
-    size_t sums_bytes;      /* of the tables of checksums */
+    size_t checksums_bytes; /* of the tables of checksums */
     size_t registered_bytes, arena_held_bytes, arena_used_bytes;
     size_t open_files;
 };

@@ -75,7 +75,7 @@ uint64_t zpp_file_part_bytes(unsigned parts, uint64_t stripe_bytes, unsigned par
 static void close_part(const struct zpp_aio_sys *sys, struct zpp_file_part *part) {
     if (part->direct_fd >= 0) sys->close(sys->ctx, part->direct_fd);
     if (part->buffered_fd >= 0) sys->close(sys->ctx, part->buffered_fd);
-    zpp_sums_unref(part->sums);
+    zpp_checksums_unref(part->checksums);
     free(part->path);
 }
 
@@ -106,57 +106,58 @@ static void open_direct(const struct zpp_files *files, struct zpp_file_part *par
 
 /* --- checksums ---------------------------------------------------------------------------------------------------- */
 
-static struct zpp_file_sums **find_sums(struct zpp_files *files, const char *path) {
-    struct zpp_file_sums **link = &files->sums;
+static struct zpp_file_checksums **find_checksums(struct zpp_files *files, const char *path) {
+    struct zpp_file_checksums **link = &files->kept_checksums;
     while (*link && strcmp((*link)->path, path) != 0) link = &(*link)->next;
     return link;
 }
 
-static bool is_of(const struct zpp_file_sums *entry, uint64_t device, uint64_t inode) {
+static bool is_of(const struct zpp_file_checksums *entry, uint64_t device, uint64_t inode) {
     return entry->known && entry->device == device && entry->inode == inode;
 }
 
-static void drop_sums(struct zpp_file_sums **link) {
-    struct zpp_file_sums *dropped = *link;
+static void drop_checksums(struct zpp_file_checksums **link) {
+    struct zpp_file_checksums *dropped = *link;
     *link = dropped->next;
-    zpp_sums_unref(dropped->sums);
+    zpp_checksums_unref(dropped->checksums);
     free(dropped->path);
     free(dropped);
 }
 
 /* `path`: of the part. */
-static zpp_status keep_sums(struct zpp_files *files, const char *path, zpp_sums *sums, struct zpp_err *err) {
-    struct zpp_file_sums **link = find_sums(files, path), *entry = calloc(1, sizeof *entry);
+static zpp_status keep_checksums(struct zpp_files *files, const char *path, zpp_checksums *checksums,
+                                 struct zpp_err *err) {
+    struct zpp_file_checksums **link = find_checksums(files, path), *entry = calloc(1, sizeof *entry);
     char *copy = strdup(path);
-    if (!sums || !entry || !copy) {
-        zpp_sums_unref(sums);
+    if (!checksums || !entry || !copy) {
+        zpp_checksums_unref(checksums);
         free(entry);
         free(copy);
         return zpp_fail(err, ZPP_NOMEM, "aio: no memory for the checksums of \"%s\"", path);
     }
-    if (*link) drop_sums(link);
-    *entry = (struct zpp_file_sums){.next = files->sums, .path = copy, .sums = sums};
-    files->sums = entry;
+    if (*link) drop_checksums(link);
+    *entry = (struct zpp_file_checksums){.next = files->kept_checksums, .path = copy, .checksums = checksums};
+    files->kept_checksums = entry;
     return ZPP_OK;
 }
 
-zpp_status zpp_files_share_sums(struct zpp_files *files, const char *path, unsigned part, zpp_sums *sums,
-                                struct zpp_err *err) {
+zpp_status zpp_files_share_checksums(struct zpp_files *files, const char *path, unsigned part, zpp_checksums *checksums,
+                                     struct zpp_err *err) {
     if (part >= parts_of(files, path)) {
-        zpp_sums_unref(sums);
+        zpp_checksums_unref(checksums);
         return zpp_fail(err, ZPP_INVALID, "aio: part %u of \"%s\" has checksums, it has %u parts", part, path,
                         parts_of(files, path));
     }
     char *name = part_path(files, path, part);
-    const zpp_status status = keep_sums(files, name ? name : path, name ? sums : NULL, err);
-    if (!name) zpp_sums_unref(sums);
+    const zpp_status status = keep_checksums(files, name ? name : path, name ? checksums : NULL, err);
+    if (!name) zpp_checksums_unref(checksums);
     free(name);
     return status;
 }
 
-static void drop_sums_of(struct zpp_files *files, uint64_t device, uint64_t inode) {
-    for (struct zpp_file_sums **link = &files->sums; *link;) {
-        if (is_of(*link, device, inode)) drop_sums(link);
+static void drop_checksums_of(struct zpp_files *files, uint64_t device, uint64_t inode) {
+    for (struct zpp_file_checksums **link = &files->kept_checksums; *link;) {
+        if (is_of(*link, device, inode)) drop_checksums(link);
         else link = &(*link)->next;
     }
 }
@@ -169,63 +170,63 @@ static bool look_at(const struct zpp_files *files, const char *path, unsigned pa
     return exists;
 }
 
-static void drop_sums_of_part(struct zpp_files *files, const char *path, unsigned part) {
+static void drop_checksums_of_part(struct zpp_files *files, const char *path, unsigned part) {
     struct zpp_aio_stat seen;
     char *name = part_path(files, path, part);
-    struct zpp_file_sums **link = name ? find_sums(files, name) : NULL;
-    if (link && *link) drop_sums(link);
+    struct zpp_file_checksums **link = name ? find_checksums(files, name) : NULL;
+    if (link && *link) drop_checksums(link);
     free(name);
-    if (look_at(files, path, part, &seen)) drop_sums_of(files, seen.device, seen.inode);
+    if (look_at(files, path, part, &seen)) drop_checksums_of(files, seen.device, seen.inode);
 }
 
-void zpp_files_drop_sums(struct zpp_files *files, const char *path) {
-    while (!path && files->sums) drop_sums(&files->sums);
-    for (unsigned part = 0; path && files->sums && part < parts_of(files, path); ++part)
-        drop_sums_of_part(files, path, part);
+void zpp_files_drop_checksums(struct zpp_files *files, const char *path) {
+    while (!path && files->kept_checksums) drop_checksums(&files->kept_checksums);
+    for (unsigned part = 0; path && files->kept_checksums && part < parts_of(files, path); ++part)
+        drop_checksums_of_part(files, path, part);
 }
 
-size_t zpp_files_sums_bytes(const struct zpp_files *files) {
+size_t zpp_files_checksums_bytes(const struct zpp_files *files) {
     size_t bytes = 0;
-    for (const struct zpp_file_sums *entry = files->sums; entry; entry = entry->next)
-        bytes += zpp_sums_bytes(entry->sums);
+    for (const struct zpp_file_checksums *entry = files->kept_checksums; entry; entry = entry->next)
+        bytes += zpp_checksums_bytes(entry->checksums);
     return bytes;
 }
 
 /* A reference to the sums of a file that is open under another name: it was renamed, or is linked. NULL: none. An inode
  * that nobody has open says nothing: it may be another file's by now. */
-static zpp_sums *sums_of_open(const struct zpp_files *files, const struct zpp_file_part *part) {
+static zpp_checksums *checksums_of_open(const struct zpp_files *files, const struct zpp_file_part *part) {
     for (const struct zpp_file *file = files->first; file; file = file->next)
         for (unsigned index = 0; index < file->parts_count; ++index) {
             const struct zpp_file_part *seen = &file->parts[index];
-            if (seen->sums && seen->device == part->device && seen->inode == part->inode)
-                return zpp_sums_ref(seen->sums);
+            if (seen->checksums && seen->device == part->device && seen->inode == part->inode)
+                return zpp_checksums_ref(seen->checksums);
         }
     return NULL;
 }
 
 /* The part's sums. Those of a file that had its name before are forgotten. 0 or the errno. */
-static int join_sums(struct zpp_files *files, struct zpp_file_part *part, uint64_t seen_bytes, bool write) {
-    struct zpp_file_sums **link = find_sums(files, part->path), *entry = *link;
+static int join_checksums(struct zpp_files *files, struct zpp_file_part *part, uint64_t seen_bytes, bool write) {
+    struct zpp_file_checksums **link = find_checksums(files, part->path), *entry = *link;
     struct zpp_err err = ZPP_ERR_INIT;
     if (entry && entry->known && !is_of(entry, part->device, part->inode)) {
-        drop_sums(link);
+        drop_checksums(link);
         entry = NULL;
     }
     if (!entry) {
-        zpp_sums *sums = sums_of_open(files, part);
-        if (!sums && !write) return 0; /* nothing is known of it */
-        if (!sums) { /* what was known of it by a name that nobody has open is about to be overwritten */
-            drop_sums_of(files, part->device, part->inode);
-            sums = zpp_sums_create();
+        zpp_checksums *checksums = checksums_of_open(files, part);
+        if (!checksums && !write) return 0; /* nothing is known of it */
+        if (!checksums) { /* what was known of it by a name that nobody has open is about to be overwritten */
+            drop_checksums_of(files, part->device, part->inode);
+            checksums = zpp_checksums_create();
         }
-        if (keep_sums(files, part->path, sums, &err) != ZPP_OK) return ENOMEM;
-        entry = files->sums;
+        if (keep_checksums(files, part->path, checksums, &err) != ZPP_OK) return ENOMEM;
+        entry = files->kept_checksums;
     }
-    if (!seen_bytes) zpp_sums_clear_all(entry->sums); /* inodes are taken again, and then the file is empty */
+    if (!seen_bytes) zpp_checksums_clear_all(entry->checksums); /* inodes are taken again, and then the file is empty */
     entry->known = true;
     entry->device = part->device;
     entry->inode = part->inode;
-    part->sums = zpp_sums_ref(entry->sums);
+    part->checksums = zpp_checksums_ref(entry->checksums);
     return 0;
 }
 
@@ -245,7 +246,7 @@ static int open_part(struct zpp_files *files, struct zpp_file_part *part, bool w
     /* Readahead around a tail would bring neighbours into the page cache that direct writes then have to throw out. */
     posix_fadvise(part->buffered_fd, 0, 0, POSIX_FADV_RANDOM);
     open_direct(files, part, flags);
-    return files->checksums ? join_sums(files, part, seen.bytes, write) : 0;
+    return files->checksums ? join_checksums(files, part, seen.bytes, write) : 0;
 }
 
 /* The part before this one that is the same file, or NULL: a folder was named twice. */
@@ -283,7 +284,7 @@ static zpp_status open_file(struct zpp_files *files, const char *path, bool writ
             zpp_file_close(files->sys, file);
             return ZPP_INVALID;
         }
-        file->summed |= part->sums != NULL;
+        file->checksummed |= part->checksums != NULL;
     }
     *out = file;
     return ZPP_OK;
@@ -464,8 +465,8 @@ void zpp_file_piece(struct zpp_file *file, bool write, const void *memory, uint6
     const struct zpp_file_part *part = out->part;
     const bool direct = part->direct_fd >= 0 && !atomic_load_explicit(&part->direct_refused, memory_order_relaxed);
     const size_t over = (size_t)((out->offset_bytes + span) % ZPP_PAGE_BYTES);
-    if (part->sums && span < left_bytes && over < span) span -= over; /* a page is not cut in two without need */
-    if (!write && part->sums) {
+    if (part->checksums && span < left_bytes && over < span) span -= over; /* a page is not cut in two without need */
+    if (!write && part->checksums) {
         read_piece(direct, ZPP_PAGE_BYTES, direct ? part->memory_align_bytes : 1, memory, span, bounce_bytes, out);
     } else if (!direct) {
         out->op_bytes = out->wanted_bytes = span;

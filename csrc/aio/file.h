@@ -12,7 +12,8 @@
  *   - writes of whole pages from unaligned memory go through a bounce buffer, and bytes that do not fill a page are
  *     written through a second, buffered descriptor. A page is written directly only by a request that covers all
  *     of it: two requests that share a page both write it through the page cache, which keeps neighbours' bytes.
- * Where checksums are kept (sums.h), reads fetch whole pages, so that what a page's sum covers is there to be checked.
+ * Where checksums are kept (checksums.h), reads fetch whole pages, so that what a page's sum covers is there to be
+ * checked.
  *
  * Threads: a zpp_files object is used under its owner's lock; zpp_file_piece only reads what does not change while
  * open.
@@ -22,7 +23,7 @@
 
 #include <stdatomic.h>
 #include "../base/status.h"
-#include "sums.h"
+#include "checksums.h"
 #include "sys.h"
 
 enum { ZPP_AIO_PARTS = 16 };
@@ -44,19 +45,19 @@ struct zpp_file_part {
     uint32_t memory_align_bytes, offset_align_bytes;
     uint64_t device, inode;
     atomic_bool direct_refused; /* an operation on direct_fd gave EINVAL: buffered from then on */
-    zpp_sums *sums;             /* a reference, or NULL */
+    zpp_checksums *checksums;   /* a reference, or NULL */
 };
 
 /* Checksums of one file on the disk; they outlive its descriptors. */
-struct zpp_file_sums {
-    struct zpp_file_sums *next;
+struct zpp_file_checksums {
+    struct zpp_file_checksums *next;
     char *path; /* owned; of the part */
     bool known; /* device and inode are */
     uint64_t device, inode;
-    zpp_sums *sums; /* a reference */
+    zpp_checksums *checksums; /* a reference */
 };
 
-struct zpp_aio_order;
+struct zpp_aio_hazards;
 
 struct zpp_file {
     struct zpp_file *next; /* most recently used first */
@@ -65,12 +66,12 @@ struct zpp_file {
     unsigned parts_count;
     uint64_t stripe_bytes; /* 0: one part */
     bool writable;
-    bool summed; /* some part has checksums */
+    bool checksummed; /* some part has checksums */
     bool gone; /* out of the table; closed with its last request */
     /* below: guarded by the engine's lock */
     size_t refs;                 /* outstanding requests */
     bool dirty;                  /* written since the last durable flush */
-    struct zpp_aio_order *order; /* a reference, from the first request on; order.c */
+    struct zpp_aio_hazards *hazards; /* a reference, from the first request on; order.c */
 };
 
 struct zpp_files {
@@ -81,7 +82,7 @@ struct zpp_files {
     bool direct, checksums;
     struct zpp_file *first;
     size_t count;
-    struct zpp_file_sums *sums;
+    struct zpp_file_checksums *kept_checksums;
 };
 
 /* The file for a request, opened (and for writing created) or taken from the table. A file that was replaced or removed
@@ -99,10 +100,10 @@ zpp_status zpp_files_make(const struct zpp_files *files, const char *path, uint6
                           struct zpp_err *err);
 /* Checksums of a part of a file: `sums` (a reference that this takes) are the ones to keep for it; and they are dropped
  * for all parts of a path, or of all (NULL). */
-zpp_status zpp_files_share_sums(struct zpp_files *files, const char *path, unsigned part, zpp_sums *sums,
-                                struct zpp_err *err);
-void zpp_files_drop_sums(struct zpp_files *files, const char *path);
-size_t zpp_files_sums_bytes(const struct zpp_files *files);
+zpp_status zpp_files_share_checksums(struct zpp_files *files, const char *path, unsigned part, zpp_checksums *checksums,
+                                     struct zpp_err *err);
+void zpp_files_drop_checksums(struct zpp_files *files, const char *path);
+size_t zpp_files_checksums_bytes(const struct zpp_files *files);
 void zpp_file_close(const struct zpp_aio_sys *sys, struct zpp_file *file);
 
 /* Blocks for [offset, offset + bytes) where that grows the file by a megabyte or more, so that a full disk is found

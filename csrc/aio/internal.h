@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The engine's inside, shared by engine.c (requests, order, waiting), chunk.c (cutting requests, judging results) and
- * the two drivers: uring.c (one thread over a ring) and pread.c (a few threads).
+ * The engine's inside, shared by engine.c (submission, waiting, flushing), request.c (queues, hazards, completion),
+ * chunk.c (cutting requests, judging results) and the two drivers: uring.c (one thread over a ring) and pread.c (a few
+ * threads).
  *
  * Life of a chunk:  take (lock) -> op -> [kernel] -> settle (again? -> op) -> finish (lock).
  */
@@ -21,15 +22,15 @@ struct zpp_aio_failure {
     struct zpp_aio_fault fault;
 };
 
-/* One later request that waits for this one; holds a reference to it. */
-struct zpp_aio_edge {
-    struct zpp_aio_edge *next;
+/* A later request that waits for this one, with a reference to it. */
+struct zpp_aio_dependency {
+    struct zpp_aio_dependency *next;
     zpp_aio_request *later;
 };
 
 /* Outstanding requests on one file of the disk, however it is spelled and however often it is open. */
-struct zpp_aio_order {
-    struct zpp_aio_order *next;
+struct zpp_aio_hazards {
+    struct zpp_aio_hazards *next;
     uint64_t device, inode; /* of the first part */
     unsigned parts_count;
     size_t refs; /* files */
@@ -52,11 +53,11 @@ struct zpp_aio_request {
     bool cancelled, queued;
     size_t taken_bytes; /* given out as chunks */
     unsigned flying;    /* chunks not finished */
-    unsigned held;      /* earlier requests that it waits for */
-    unsigned refs;      /* the caller's, the engine's until done, edges' */
+    unsigned dependencies; /* earlier requests that it waits for */
+    unsigned refs;         /* the caller's, the engine's until done, dependencies' */
     unsigned waiters;
     struct zpp_aio_failure *failure; /* owned */
-    struct zpp_aio_edge *edges;
+    struct zpp_aio_dependency *dependents;
     zpp_aio_request *next, *previous;            /* outstanding, by number */
     zpp_aio_request *queue_next;                 /* queue */
     zpp_aio_request *hazard_next, **hazard_link; /* the file's list */
@@ -75,7 +76,7 @@ struct zpp_aio_chunk {
     bool direct, filled;
     bool reread;             /* its sum was wrong once */
     size_t checked_bytes;    /* of the wanted ones */
-    struct zpp_sums_bad bad; /* bytes > 0: its sum is wrong */
+    struct zpp_checksums_bad bad; /* bytes > 0: its sum is wrong */
 };
 
 struct zpp_aio_queue {
@@ -96,7 +97,7 @@ struct zpp_aio {
     pthread_cond_t finished;       /* some request with waiters is done */
     pthread_cond_t work;           /* pread.c: there are chunks to take */
     zpp_aio_request *first, *last; /* outstanding */
-    struct zpp_aio_order *orders;
+    struct zpp_aio_hazards *hazards;
     unsigned outstanding;
     uint64_t numbers;
     struct zpp_aio_queue urgent, background;
@@ -126,8 +127,8 @@ struct zpp_aio {
     unsigned threads_count;
 };
 
-/* chunk.c; `lock` held. Fill `out` with up to `room` chunks. */
-size_t zpp_aio_take(zpp_aio *aio, struct zpp_aio_chunk **out, size_t room);
+/* chunk.c; `lock` held. Fill `out` with up to `capacity` chunks. */
+size_t zpp_aio_take(zpp_aio *aio, struct zpp_aio_chunk **out, size_t capacity);
 /* chunk.c; no lock. The operation that a chunk needs next; slots are -1. */
 void zpp_aio_chunk_op(struct zpp_aio_chunk *chunk, struct zpp_aio_op *out);
 /* chunk.c; no lock. Judge a result. True: the chunk needs another operation. */
@@ -135,26 +136,28 @@ bool zpp_aio_settle(zpp_aio *aio, struct zpp_aio_chunk *chunk, ssize_t result);
 /* chunk.c; `lock` held. The chunk is over; its request may be. */
 void zpp_aio_finish(zpp_aio *aio, struct zpp_aio_chunk *chunk);
 
-/* engine.c; `lock` held. */
+/* request.c; `lock` held. */
 void zpp_aio_complete(zpp_aio *aio, zpp_aio_request *request);
 void zpp_aio_enqueue(zpp_aio *aio, zpp_aio_request *request);
 void zpp_aio_unqueue(zpp_aio *aio, zpp_aio_request *request);
-void zpp_aio_unref(zpp_aio_request *request);
+void zpp_aio_unref(zpp_aio_request *request); /* the request's reference to the engine is the caller's to end */
 struct zpp_aio_failure *zpp_aio_new_failure(zpp_aio_request *request); /* NULL: there is one already, or no memory */
-void zpp_aio_tell_lock(zpp_aio *aio, int os_errno); /* once; no lock held */
-void zpp_aio_log(zpp_aio *aio, const char *text);                      /* no lock held */
+void zpp_aio_close_file(zpp_aio *aio, struct zpp_file *file); /* no requests: its slots go back to the ring's thread */
+void zpp_aio_unref_file(zpp_aio *aio, struct zpp_file *file); /* the last one closes a file that left the table */
+/* request.c; no lock held. */
+void zpp_aio_tell_lock(zpp_aio *aio, int os_errno); /* once */
+void zpp_aio_log(zpp_aio *aio, const char *text);
 
-/* order.c; `lock` held. Give a file its place in the order of requests; false: no memory. And take it back. */
-bool zpp_aio_join_order(zpp_aio *aio, struct zpp_file *file);
-void zpp_aio_leave_order(zpp_aio *aio, struct zpp_file *file);
-/* order.c; `lock` held. Have `later` wait for those it collides with; false: no memory, call zpp_aio_unhold. */
-bool zpp_aio_hold(struct zpp_file *file, zpp_aio_request *later);
-void zpp_aio_unhold(zpp_aio *aio, const zpp_aio_request *request);
-void zpp_aio_list(struct zpp_file *file, zpp_aio_request *request);
-void zpp_aio_unlist(zpp_aio_request *request);
-void zpp_aio_let_later_go(zpp_aio *aio, zpp_aio_request *request);
+/* request.c; `lock` held. Join a file to the hazards of its inode; false: no memory. And leave them. */
+bool zpp_aio_join_hazards(zpp_aio *aio, struct zpp_file *file);
+void zpp_aio_leave_hazards(zpp_aio *aio, struct zpp_file *file);
+/* request.c; `lock` held. Make `later` wait for the requests that it collides with. Return false where there is no
+ * memory: call zpp_aio_drop_dependencies then. */
+bool zpp_aio_add_dependencies(struct zpp_file *file, zpp_aio_request *later);
+void zpp_aio_drop_dependencies(zpp_aio *aio, const zpp_aio_request *request);
+void zpp_aio_list_hazard(struct zpp_file *file, zpp_aio_request *request);
 
-/* life.c; the last reference is gone. */
+/* lifecycle.c; the last reference is gone. */
 void zpp_aio_free(zpp_aio *aio);
 
 /* Drivers: start the threads, and wake one when `lock` is held and chunks may be taken. Threads end once `stopping` is

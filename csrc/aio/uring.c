@@ -109,8 +109,8 @@ static void judge(zpp_aio *aio, struct round *round, size_t count) {
 static void work(zpp_aio *aio, struct round *round) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_status status = zpp_ring_start(aio->ring, &err);
-    const bool sums = aio->config.checksums && aio->config.depth > SUMMED_AT_ONCE;
-    const size_t most = sums ? (size_t)SUMMED_AT_ONCE : aio->config.depth;
+    const bool checksums = aio->config.checksums && aio->config.depth > SUMMED_AT_ONCE;
+    const size_t most = checksums ? (size_t)SUMMED_AT_ONCE : aio->config.depth;
     size_t fresh = 0;
     while (status == ZPP_OK) {
         zpp_aio_arena_changes(aio->arena, slab_appeared, slab_leaves, round);
@@ -121,7 +121,7 @@ static void work(zpp_aio *aio, struct round *round) {
         for (size_t index = 0; index < fresh; ++index) push(aio, round->fresh[index]);
         round->again_count = 0;
         size_t count = 0;
-        const bool waits = !sums || fresh < most; /* or there may be more to take */
+        const bool waits = !checksums || fresh < most; /* or there may be more to take */
         status = zpp_ring_run(aio->ring, waits, round->results, aio->config.depth, &count, &err);
         if (status == ZPP_OK) judge(aio, round, count);
     }

@@ -72,17 +72,21 @@ static bool set_item(PyObject *mapping, const char *key, PyObject *value) {
     return !failed;
 }
 
+static bool fill_fields(PyObject *fields, const struct zpp_aio_fault *fault) {
+    if (!set_item(fields, "path", PyUnicode_DecodeFSDefault(fault->path))) return false;
+    if (!set_item(fields, "offset_bytes", PyLong_FromUnsignedLongLong(fault->offset_bytes))) return false;
+    PyObject *const wanted = fault->wanted_bytes ? PyLong_FromUnsignedLongLong(fault->wanted_bytes) : NULL;
+    if (fault->wanted_bytes && !set_item(fields, "bytes_wanted", wanted)) return false;
+    PyObject *const available = fault->has_free ? PyLong_FromUnsignedLongLong(fault->free_bytes) : NULL;
+    if (fault->has_free && !set_item(fields, "bytes_free", available)) return false;
+    return !fault->os_errno || set_item(fields, "errno", PyLong_FromLong(fault->os_errno));
+}
+
 static PyObject *raise_tier(const struct zpp_err *err, const struct zpp_aio_fault *fault) {
     PyObject *class = class_of("zeropp.errors", "TierError");
     PyObject *fields = PyDict_New();
     PyObject *text = Py_BuildValue("(N)", PyUnicode_DecodeUTF8(err->text, (Py_ssize_t)strlen(err->text), "replace"));
-    const bool filled =
-        class && fields && text && set_item(fields, "path", PyUnicode_DecodeFSDefault(fault->path)) &&
-        (!fault->wanted_bytes ||
-         set_item(fields, "bytes_wanted", PyLong_FromUnsignedLongLong(fault->wanted_bytes))) &&
-        set_item(fields, "offset_bytes", PyLong_FromUnsignedLongLong(fault->offset_bytes)) &&
-        (!fault->has_free || set_item(fields, "bytes_free", PyLong_FromUnsignedLongLong(fault->free_bytes))) &&
-        (!fault->os_errno || set_item(fields, "errno", PyLong_FromLong(fault->os_errno)));
+    const bool filled = class && fields && text && fill_fields(fields, fault);
     PyObject *exception = filled ? PyObject_Call(class, text, fields) : NULL;
     if (exception) PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
     Py_XDECREF(exception);
@@ -460,7 +464,7 @@ static PyObject *engine_figures(PyObject *self, PyObject *none) {
         "retries", (unsigned long long)seen.retries, "registered_bytes", (unsigned long long)seen.registered_bytes,
         "arena_held_bytes", (unsigned long long)seen.arena_held_bytes, "arena_used_bytes",
         (unsigned long long)seen.arena_used_bytes, "open_files", (unsigned long long)seen.open_files, "checked_bytes",
-        (unsigned long long)seen.checked_bytes, "sums_bytes", (unsigned long long)seen.sums_bytes);
+        (unsigned long long)seen.checked_bytes, "sums_bytes", (unsigned long long)seen.checksums_bytes);
 }
 
 /* --- tensors in the arena --- */

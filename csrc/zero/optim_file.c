@@ -306,7 +306,7 @@ void zpp_optim_file_figures(const zpp_optim_file *optim_file, struct zpp_optim_f
         .read_bytes = io.read_bytes,
         .written_bytes = io.written_bytes,
         .checked_bytes = io.checked_bytes,
-        .sums_bytes = io.sums_bytes,
+        .sums_bytes = io.checksums_bytes,
         .steps = optim_file->steps,
         .step_ns = optim_file->step_ns,
         .waited_ns = optim_file->waited_ns,

@@ -90,7 +90,7 @@ enum { SUMS_ALIGN_BYTES = 64 };
 
 /* Of one part. */
 static size_t sums_bytes(uint64_t part_bytes) {
-    return round_up(zpp_sums_shared_bytes(part_bytes), SUMS_ALIGN_BYTES);
+    return round_up(zpp_checksums_shared_bytes(part_bytes), SUMS_ALIGN_BYTES);
 }
 
 static uint64_t file_bytes(const zpp_unit_file *unit_file) {
@@ -190,7 +190,8 @@ static zpp_status share_sums(const zpp_unit_file *unit_file, const struct zpp_ai
     zpp_status status = ZPP_OK;
     for (unsigned part = 0; part < parts && status == ZPP_OK; part++) {
         const uint64_t bytes = zpp_file_part_bytes(parts, config->stripe_bytes, part, file_bytes(unit_file));
-        status = zpp_aio_share_sums(unit_file->aio, unit_file->path, part, zpp_sums_attach(room, bytes, make), err);
+        status = zpp_aio_share_checksums(unit_file->aio, unit_file->path, part, zpp_checksums_attach(room, bytes, make),
+                                         err);
         room += sums_bytes(bytes);
     }
     return status;
@@ -527,6 +528,6 @@ void zpp_unit_file_figures(const zpp_unit_file *unit_file, struct zpp_unit_file_
     out->read_bytes = io.read_bytes;
     out->written_bytes = io.written_bytes;
     out->checked_bytes = io.checked_bytes;
-    out->sums_bytes = io.sums_bytes;
+    out->sums_bytes = io.checksums_bytes;
     out->uring = io.uring;
 }

@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
-#include "../../csrc/aio/sums.h"
+#include "../../csrc/aio/checksums.h"
 #include "../../csrc/base/mem.h"
 
 enum { KIB = 1024, MIB = 1024 * 1024, PAGE = ZPP_PAGE_BYTES };
@@ -47,7 +47,7 @@ static size_t model_sums(const struct model *model, size_t from, size_t bytes) {
     return known;
 }
 
-static void check_table(zpp_sums *sums) {
+static void check_table(zpp_checksums *sums) {
     static struct model model;
     static unsigned char copy[FILE_BYTES];
     memset(&model, 0, sizeof model);
@@ -58,48 +58,48 @@ static void check_table(zpp_sums *sums) {
         if (bytes > FILE_BYTES - from) bytes = FILE_BYTES - from;
         const bool clear = round % 17 == 0;
         model_write(&model, from, bytes, clear);
-        if (clear) zpp_sums_clear(sums, from, bytes);
-        else zpp_sums_set(sums, from, model.data + from, bytes, round % 2 ? copy : NULL);
+        if (clear) zpp_checksums_clear(sums, from, bytes);
+        else zpp_checksums_set(sums, from, model.data + from, bytes, round % 2 ? copy : NULL);
         if (!clear && round % 2) CHECK_EQUAL(memcmp(copy, model.data + from, bytes), 0);
 
-        struct zpp_sums_bad bad;
+        struct zpp_checksums_bad bad;
         size_t checked = 0;
-        CHECK(zpp_sums_check(sums, 0, model.data, FILE_BYTES, 0, FILE_BYTES, &checked, &bad));
+        CHECK(zpp_checksums_check(sums, 0, model.data, FILE_BYTES, 0, FILE_BYTES, &checked, &bad));
         CHECK_EQUAL(checked, model_sums(&model, 0, FILE_BYTES));
         const size_t page = next(FILE_BYTES / PAGE), wanted = page * PAGE + next(PAGE - 1);
         const size_t some = 1 + next(PAGE - wanted % PAGE);
-        CHECK(zpp_sums_check(sums, page * PAGE, model.data + page * PAGE, PAGE, wanted, some, &checked, &bad));
+        CHECK(zpp_checksums_check(sums, page * PAGE, model.data + page * PAGE, PAGE, wanted, some, &checked, &bad));
         CHECK_EQUAL(checked, model_sums(&model, wanted, some));
 
         const size_t flipped = next(FILE_BYTES);
         model.data[flipped] ^= (unsigned char)(1u << next(8));
         const unsigned fragment = model.fragment[flipped];
         const bool known = fragment && !model.broken[fragment];
-        CHECK_EQUAL(zpp_sums_check(sums, 0, model.data, FILE_BYTES, flipped, 1, &checked, &bad), !known);
+        CHECK_EQUAL(zpp_checksums_check(sums, 0, model.data, FILE_BYTES, flipped, 1, &checked, &bad), !known);
         if (known) CHECK(bad.offset_bytes <= flipped && flipped < bad.offset_bytes + bad.bytes);
         if (known) CHECK(bad.read != bad.wrote);
         if (known) CHECK(model.fragment[bad.offset_bytes] == fragment && bad.bytes <= PAGE);
         /* Nobody asks for a byte of that fragment: nobody hears of it. */
         const size_t other = next(FILE_BYTES);
         if (model.fragment[other] != fragment)
-            CHECK(zpp_sums_check(sums, 0, model.data, FILE_BYTES, other, 1, &checked, &bad));
+            CHECK(zpp_checksums_check(sums, 0, model.data, FILE_BYTES, other, 1, &checked, &bad));
         model_write(&model, flipped, 1, true);
-        zpp_sums_clear(sums, flipped, 1);
+        zpp_checksums_clear(sums, flipped, 1);
     }
-    CHECK(zpp_sums_bytes(sums) >= FILE_BYTES / PAGE * 8);
-    zpp_sums_clear_all(sums);
+    CHECK(zpp_checksums_bytes(sums) >= FILE_BYTES / PAGE * 8);
+    zpp_checksums_clear_all(sums);
     size_t checked;
-    struct zpp_sums_bad bad;
-    CHECK(zpp_sums_check(sums, 0, model.data, FILE_BYTES, 0, FILE_BYTES, &checked, &bad));
+    struct zpp_checksums_bad bad;
+    CHECK(zpp_checksums_check(sums, 0, model.data, FILE_BYTES, 0, FILE_BYTES, &checked, &bad));
     CHECK_EQUAL(checked, 0);
 }
 
 static void own_table(void) {
-    zpp_sums *sums = zpp_sums_create();
+    zpp_checksums *sums = zpp_checksums_create();
     CHECK(sums);
     check_table(sums);
-    zpp_sums_unref(sums);
-    zpp_sums_unref(NULL);
+    zpp_checksums_unref(sums);
+    zpp_checksums_unref(NULL);
 }
 
 static void *shared_memory(size_t bytes) {
@@ -109,55 +109,56 @@ static void *shared_memory(size_t bytes) {
 }
 
 static void shared_table(void) {
-    const size_t bytes = zpp_sums_shared_bytes(FILE_BYTES);
+    const size_t bytes = zpp_checksums_shared_bytes(FILE_BYTES);
     void *memory = shared_memory(bytes);
-    zpp_sums *sums = zpp_sums_attach(memory, FILE_BYTES, true);
+    zpp_checksums *sums = zpp_checksums_attach(memory, FILE_BYTES, true);
     CHECK(sums);
     check_table(sums);
     unsigned char page[PAGE] = {5};
     size_t checked;
-    struct zpp_sums_bad bad;
-    zpp_sums_set(sums, FILE_BYTES, page, PAGE, NULL); /* beyond the file: there is no room, and so nothing to check */
+    struct zpp_checksums_bad bad;
+    zpp_checksums_set(sums, FILE_BYTES, page, PAGE,
+                      NULL); /* beyond the file: there is no room, and so nothing to check */
     page[0] = 6;
-    CHECK(zpp_sums_check(sums, FILE_BYTES, page, PAGE, FILE_BYTES, PAGE, &checked, &bad));
+    CHECK(zpp_checksums_check(sums, FILE_BYTES, page, PAGE, FILE_BYTES, PAGE, &checked, &bad));
     CHECK_EQUAL(checked, 0);
 #ifndef ZPP_UNDER_TSAN /* it does not follow locks over processes */
     const pid_t child = fork();
     if (child == 0) {
-        zpp_sums *theirs = zpp_sums_attach(memory, FILE_BYTES, false);
-        zpp_sums_set(theirs, 3 * PAGE, page, PAGE, NULL);
+        zpp_checksums *theirs = zpp_checksums_attach(memory, FILE_BYTES, false);
+        zpp_checksums_set(theirs, 3 * PAGE, page, PAGE, NULL);
         _exit(theirs ? 0 : 1);
     }
     int status = -1;
     CHECK_EQUAL(waitpid(child, &status, 0), child);
     CHECK_EQUAL(status, 0);
-    CHECK(zpp_sums_check(sums, 3 * PAGE, page, PAGE, 3 * PAGE, PAGE, &checked, &bad));
+    CHECK(zpp_checksums_check(sums, 3 * PAGE, page, PAGE, 3 * PAGE, PAGE, &checked, &bad));
     CHECK_EQUAL(checked, PAGE);
     page[PAGE - 1] = 1;
-    CHECK(!zpp_sums_check(sums, 3 * PAGE, page, PAGE, 3 * PAGE, PAGE, &checked, &bad));
+    CHECK(!zpp_checksums_check(sums, 3 * PAGE, page, PAGE, 3 * PAGE, PAGE, &checked, &bad));
 #endif
-    zpp_sums_unref(sums);
+    zpp_checksums_unref(sums);
     munmap(memory, bytes);
 }
 
 /* More pieces of a page than have room are not checked, and nothing else changes. */
 static void crowded_page(void) {
-    zpp_sums *sums = zpp_sums_create();
+    zpp_checksums *sums = zpp_checksums_create();
     unsigned char page[PAGE];
     size_t checked;
-    struct zpp_sums_bad bad;
+    struct zpp_checksums_bad bad;
     fill(page, PAGE, 0, 1);
-    for (size_t at = 0; at < PAGE; at += 32) zpp_sums_set(sums, at, page + at, 32, NULL);
-    CHECK(zpp_sums_check(sums, 0, page, PAGE, 0, PAGE, &checked, &bad));
+    for (size_t at = 0; at < PAGE; at += 32) zpp_checksums_set(sums, at, page + at, 32, NULL);
+    CHECK(zpp_checksums_check(sums, 0, page, PAGE, 0, PAGE, &checked, &bad));
     CHECK_EQUAL(checked, 32 * ZPP_SUMS_FRAGMENTS);
     page[PAGE - 1] ^= 1;
-    CHECK(zpp_sums_check(sums, 0, page, PAGE, 0, PAGE, &checked, &bad));
+    CHECK(zpp_checksums_check(sums, 0, page, PAGE, 0, PAGE, &checked, &bad));
     page[0] ^= 1;
-    CHECK(!zpp_sums_check(sums, 0, page, PAGE, 0, PAGE, &checked, &bad));
-    zpp_sums_set(sums, 0, page, PAGE, NULL);
-    CHECK(zpp_sums_check(sums, 0, page, PAGE, 0, PAGE, &checked, &bad));
+    CHECK(!zpp_checksums_check(sums, 0, page, PAGE, 0, PAGE, &checked, &bad));
+    zpp_checksums_set(sums, 0, page, PAGE, NULL);
+    CHECK(zpp_checksums_check(sums, 0, page, PAGE, 0, PAGE, &checked, &bad));
     CHECK_EQUAL(checked, PAGE);
-    zpp_sums_unref(sums);
+    zpp_checksums_unref(sums);
 }
 
 /* --- engines --- */
@@ -404,7 +405,7 @@ static void stripes_on(enum zpp_aio_backend backend) {
     zpp_aio_forget(aio, "striped");
     struct zpp_aio_figures figures;
     zpp_aio_figures(aio, &figures);
-    CHECK_EQUAL(figures.sums_bytes, 0);
+    CHECK_EQUAL(figures.checksums_bytes, 0);
     move(aio, false, "striped", memory, 100 * KIB, 77);
     move(aio, true, "striped", memory, 100 * KIB, 0);
     for (int index = 0; index < 3; ++index) {
@@ -412,18 +413,18 @@ static void stripes_on(enum zpp_aio_backend backend) {
         CHECK_EQUAL(link(in(folders[index], "striped"), in(folders[index], "deep/striped")), 0);
     }
     zpp_aio_figures(aio, &figures);
-    CHECK(figures.sums_bytes > 0);
+    CHECK(figures.checksums_bytes > 0);
     zpp_aio_forget(aio, "./deep/striped"); /* another name of the same parts */
     zpp_aio_figures(aio, &figures);
-    CHECK_EQUAL(figures.sums_bytes, 0);
+    CHECK_EQUAL(figures.checksums_bytes, 0);
     move(aio, true, "deep/striped", memory, 50 * KIB, 0);
     for (int index = 0; index < 3; ++index) CHECK_EQUAL(unlink(in(folders[index], "striped")), 0);
     move(aio, true, "striped", memory, 50 * KIB, 0);
     zpp_aio_figures(aio, &figures);
-    const size_t both_bytes = figures.sums_bytes;
+    const size_t both_bytes = figures.checksums_bytes;
     zpp_aio_forget(aio, "striped"); /* and not another file that ends alike */
     zpp_aio_figures(aio, &figures);
-    CHECK(figures.sums_bytes > 0 && figures.sums_bytes < both_bytes);
+    CHECK(figures.checksums_bytes > 0 && figures.checksums_bytes < both_bytes);
     zpp_aio_arena_free(zpp_aio_get_arena(aio), memory);
     zpp_aio_destroy(aio);
 }
@@ -452,7 +453,7 @@ static void *neighbour_thread(void *ctx) {
 }
 
 static void neighbours_on(enum zpp_aio_backend backend) {
-    const size_t bytes = zpp_sums_shared_bytes(MIB);
+    const size_t bytes = zpp_checksums_shared_bytes(MIB);
     void *memory = shared_memory(bytes);
     struct zpp_err err = ZPP_ERR_INIT;
     const char *path = in_folder("shared");
@@ -461,7 +462,8 @@ static void neighbours_on(enum zpp_aio_backend backend) {
     for (int index = 0; index < 2; ++index) {
         both[index].aio = new_engine(summing_config(backend));
         both[index].seed = 1000u * (unsigned)index;
-        CHECK_OK(zpp_aio_share_sums(both[index].aio, path, 0, zpp_sums_attach(memory, MIB, index == 0), &err));
+        CHECK_OK(
+            zpp_aio_share_checksums(both[index].aio, path, 0, zpp_checksums_attach(memory, MIB, index == 0), &err));
     }
     unsigned char all[11001];
     fill(all, sizeof all, 0, 7);

@@ -25,28 +25,28 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef struct zpp_sums zpp_sums;
+typedef struct zpp_checksums zpp_checksums;
 
 enum { ZPP_SUMS_FRAGMENTS = 64 /* most of one page */ };
 
 /* Of this process. New, with one reference; NULL: no memory. */
-zpp_sums *zpp_sums_create(void);
+zpp_checksums *zpp_checksums_create(void);
 /* Bytes of a shared table for a file of `file_bytes`. */
-size_t zpp_sums_shared_bytes(uint64_t file_bytes);
+size_t zpp_checksums_shared_bytes(uint64_t file_bytes);
 /* Over so many bytes of shared memory, aligned to 64, borrowed until the last reference goes. `make`: the memory is
  * zeros, and this call, before any other process's, makes the table. New; NULL: no memory. */
-zpp_sums *zpp_sums_attach(void *memory, uint64_t file_bytes, bool make);
-zpp_sums *zpp_sums_ref(zpp_sums *sums);
-void zpp_sums_unref(zpp_sums *sums); /* NULL is fine */
+zpp_checksums *zpp_checksums_attach(void *memory, uint64_t file_bytes, bool make);
+zpp_checksums *zpp_checksums_ref(zpp_checksums *sums);
+void zpp_checksums_unref(zpp_checksums *sums); /* NULL is fine */
 
 /* Bytes at an offset of the file are about to be written: from `data`, which is copied to `copy` in the same pass
  * unless that is NULL. Where a growing table finds no memory, the bytes are not checked later. */
-void zpp_sums_set(zpp_sums *sums, uint64_t offset_bytes, const void *data, size_t bytes, void *copy);
+void zpp_checksums_set(zpp_checksums *sums, uint64_t offset_bytes, const void *data, size_t bytes, void *copy);
 /* The bytes are unknown from now on. */
-void zpp_sums_clear(zpp_sums *sums, uint64_t offset_bytes, size_t bytes);
-void zpp_sums_clear_all(zpp_sums *sums);
+void zpp_checksums_clear(zpp_checksums *sums, uint64_t offset_bytes, size_t bytes);
+void zpp_checksums_clear_all(zpp_checksums *sums);
 
-struct zpp_sums_bad {
+struct zpp_checksums_bad {
     uint64_t offset_bytes; /* in the file, of the fragment */
     size_t bytes;
     uint32_t wrote, read; /* the two sums */
@@ -54,9 +54,9 @@ struct zpp_sums_bad {
 /* `data` was read at an offset that is a multiple of ZPP_PAGE_BYTES; only fragments that share a byte with [wanted,
  * wanted + wanted_bytes) of the file, and lie within `data`, are looked at. False: `*bad` is the first that differs. On
  * true, `*checked_bytes` of the wanted ones were. */
-bool zpp_sums_check(zpp_sums *sums, uint64_t offset_bytes, const void *data, size_t bytes, uint64_t wanted,
-                    size_t wanted_bytes, size_t *checked_bytes, struct zpp_sums_bad *bad);
+bool zpp_checksums_check(zpp_checksums *sums, uint64_t offset_bytes, const void *data, size_t bytes,
+                         uint64_t wanted, size_t wanted_bytes, size_t *checked_bytes, struct zpp_checksums_bad *bad);
 /* Memory of the table. */
-size_t zpp_sums_bytes(zpp_sums *sums);
+size_t zpp_checksums_bytes(zpp_checksums *sums);
 
 #endif

@@ -46,7 +46,7 @@ void zpp_aio_figures(zpp_aio *aio, struct zpp_aio_figures *out) {
         .bounced_bytes = aio->bounced_bytes,
         .retries = atomic_load(&aio->retries),
         .checked_bytes = aio->checked_bytes,
-        .sums_bytes = zpp_files_sums_bytes(&aio->files),
+        .checksums_bytes = zpp_files_checksums_bytes(&aio->files),
         .registered_bytes = aio->registered_bytes,
         .arena_held_bytes = arena.held_bytes,
         .arena_used_bytes = arena.used_bytes,
@@ -174,10 +174,10 @@ void zpp_aio_destroy(zpp_aio *aio) {
     if (aio->bounce_memory) zpp_aio_arena_free(aio->arena, aio->bounce_memory);
     zpp_aio_arena_unref(aio->arena);
     for (struct zpp_file *file; (file = zpp_files_take(&aio->files, NULL));) {
-        zpp_aio_leave_order(aio, file);
+        zpp_aio_leave_hazards(aio, file);
         zpp_file_close(&aio->sys, file);
     }
-    zpp_files_drop_sums(&aio->files, NULL);
+    zpp_files_drop_checksums(&aio->files, NULL);
     pthread_mutex_lock(&aio->lock);
     const bool last = --aio->refs == 0;
     pthread_mutex_unlock(&aio->lock);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Tables of checksums: sums.h.
+ * Tables of checksums: checksums.h.
  */
-#include "sums.h"
+#include "checksums.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -34,7 +34,7 @@ struct table {
 };
 _Static_assert(sizeof(struct table) <= HEADER_BYTES, "the header has room");
 
-struct zpp_sums {
+struct zpp_checksums {
     atomic_uint refs;
     struct table own, *table;
     uint64_t *words;
@@ -68,8 +68,8 @@ static bool init_lock(pthread_mutex_t *lock, bool shared) {
     return made;
 }
 
-zpp_sums *zpp_sums_create(void) {
-    zpp_sums *sums = calloc(1, sizeof *sums);
+zpp_checksums *zpp_checksums_create(void) {
+    zpp_checksums *sums = calloc(1, sizeof *sums);
     if (!sums) return NULL;
     atomic_init(&sums->refs, 1);
     sums->table = &sums->own;
@@ -86,13 +86,13 @@ static uint64_t shared_spares(uint64_t pages) {
     return spares;
 }
 
-size_t zpp_sums_shared_bytes(uint64_t file_bytes) {
+size_t zpp_checksums_shared_bytes(uint64_t file_bytes) {
     const uint64_t pages = pages_of(file_bytes);
     return (size_t)(HEADER_BYTES + pages * sizeof(uint64_t) + shared_spares(pages) * sizeof(struct spare));
 }
 
-zpp_sums *zpp_sums_attach(void *memory, uint64_t file_bytes, bool make) {
-    zpp_sums *sums = calloc(1, sizeof *sums);
+zpp_checksums *zpp_checksums_attach(void *memory, uint64_t file_bytes, bool make) {
+    zpp_checksums *sums = calloc(1, sizeof *sums);
     if (!sums) return NULL;
     atomic_init(&sums->refs, 1);
     sums->shared = true;
@@ -110,12 +110,12 @@ zpp_sums *zpp_sums_attach(void *memory, uint64_t file_bytes, bool make) {
     return sums;
 }
 
-zpp_sums *zpp_sums_ref(zpp_sums *sums) {
+zpp_checksums *zpp_checksums_ref(zpp_checksums *sums) {
     if (sums) atomic_fetch_add(&sums->refs, 1);
     return sums;
 }
 
-void zpp_sums_unref(zpp_sums *sums) {
+void zpp_checksums_unref(zpp_checksums *sums) {
     if (!sums || atomic_fetch_sub(&sums->refs, 1) > 1) return;
     if (!sums->shared) {
         pthread_mutex_destroy(&sums->own.lock);
@@ -125,16 +125,16 @@ void zpp_sums_unref(zpp_sums *sums) {
     free(sums);
 }
 
-static void lock(zpp_sums *sums) {
+static void lock(zpp_checksums *sums) {
     /* Whoever died with the lock was between two stores of one page at most: its sums may be wrong, and say so. */
     if (pthread_mutex_lock(&sums->table->lock) == EOWNERDEAD) pthread_mutex_consistent(&sums->table->lock);
 }
 
-static void unlock(zpp_sums *sums) { pthread_mutex_unlock(&sums->table->lock); }
+static void unlock(zpp_checksums *sums) { pthread_mutex_unlock(&sums->table->lock); }
 
 /* --- growing; the lock is held --- */
 
-static bool has_pages(zpp_sums *sums, uint64_t pages) {
+static bool has_pages(zpp_checksums *sums, uint64_t pages) {
     struct table *table = sums->table;
     if (pages <= table->pages) return true;
     if (sums->shared) return false;
@@ -148,12 +148,12 @@ static bool has_pages(zpp_sums *sums, uint64_t pages) {
     return true;
 }
 
-static struct spare *spare_at(const zpp_sums *sums, uint64_t page, uint64_t turn) {
+static struct spare *spare_at(const zpp_checksums *sums, uint64_t page, uint64_t turn) {
     const uint64_t hash = page * UINT64_C(0x9e3779b97f4a7c15) >> 20;
     return &sums->spares[(hash + turn) & (sums->table->spares - 1)];
 }
 
-static void put_spare(zpp_sums *sums, uint64_t page, uint64_t word) {
+static void put_spare(zpp_checksums *sums, uint64_t page, uint64_t word) {
     for (uint64_t turn = 0; turn < sums->table->spares; ++turn) {
         struct spare *spare = spare_at(sums, page, turn);
         if (spare->page_1 && (spare->page_1 != page + 1 || spare->word)) continue;
@@ -164,7 +164,7 @@ static void put_spare(zpp_sums *sums, uint64_t page, uint64_t word) {
 }
 
 /* Room for one more; false: there is none. */
-static bool has_spare(zpp_sums *sums) {
+static bool has_spare(zpp_checksums *sums) {
     struct table *table = sums->table;
     if (table->spares_used < table->spares / 4 * 3) return true;
     if (sums->shared) return false;
@@ -190,7 +190,7 @@ static bool has_spare(zpp_sums *sums) {
 /* --- fragments; the lock is held --- */
 
 /* Calls of this walk see the page's further fragments in turn; NULL: no more. */
-static struct spare *next_spare(const zpp_sums *sums, uint64_t page, uint64_t *turn) {
+static struct spare *next_spare(const zpp_checksums *sums, uint64_t page, uint64_t *turn) {
     while (*turn < sums->table->spares) {
         struct spare *spare = spare_at(sums, page, (*turn)++);
         if (!spare->page_1) return NULL;
@@ -200,7 +200,7 @@ static struct spare *next_spare(const zpp_sums *sums, uint64_t page, uint64_t *t
 }
 
 /* How many are left. */
-static size_t drop_touched(zpp_sums *sums, uint64_t page, size_t begin, size_t end) {
+static size_t drop_touched(zpp_checksums *sums, uint64_t page, size_t begin, size_t end) {
     uint64_t *word = &sums->words[page];
     if (touches(*word, begin, end)) *word &= MORE;
     size_t left = length_of(*word) != 0, spares_left = 0;
@@ -213,7 +213,7 @@ static size_t drop_touched(zpp_sums *sums, uint64_t page, size_t begin, size_t e
     return left + spares_left;
 }
 
-static void put_fragment(zpp_sums *sums, uint64_t page, uint64_t fragment) {
+static void put_fragment(zpp_checksums *sums, uint64_t page, uint64_t fragment) {
     const size_t left = drop_touched(sums, page, begin_of(fragment), begin_of(fragment) + length_of(fragment));
     uint64_t *word = &sums->words[page];
     if (!length_of(*word)) {
@@ -233,7 +233,7 @@ static size_t in_page(uint64_t offset, uint64_t end, size_t *begin) {
     return (size_t)(left < room ? left : room);
 }
 
-void zpp_sums_set(zpp_sums *sums, uint64_t offset_bytes, const void *data, size_t bytes, void *copy) {
+void zpp_checksums_set(zpp_checksums *sums, uint64_t offset_bytes, const void *data, size_t bytes, void *copy) {
     const uint64_t end = offset_bytes + bytes;
     const unsigned char *from = data;
     unsigned char *to = copy;
@@ -259,7 +259,7 @@ void zpp_sums_set(zpp_sums *sums, uint64_t offset_bytes, const void *data, size_
     }
 }
 
-void zpp_sums_clear(zpp_sums *sums, uint64_t offset_bytes, size_t bytes) {
+void zpp_checksums_clear(zpp_checksums *sums, uint64_t offset_bytes, size_t bytes) {
     const uint64_t end = offset_bytes + bytes;
     lock(sums);
     while (offset_bytes < end && offset_bytes / ZPP_PAGE_BYTES < sums->table->pages) {
@@ -271,7 +271,7 @@ void zpp_sums_clear(zpp_sums *sums, uint64_t offset_bytes, size_t bytes) {
     unlock(sums);
 }
 
-void zpp_sums_clear_all(zpp_sums *sums) {
+void zpp_checksums_clear_all(zpp_checksums *sums) {
     lock(sums);
     if (sums->table->pages) memset(sums->words, 0, (size_t)sums->table->pages * sizeof *sums->words);
     if (sums->table->spares) memset(sums->spares, 0, (size_t)sums->table->spares * sizeof *sums->spares);
@@ -282,11 +282,11 @@ void zpp_sums_clear_all(zpp_sums *sums) {
 /* --- checking --- */
 
 struct check {
-    zpp_sums *sums;
+    zpp_checksums *sums;
     const unsigned char *data;
     uint64_t offset_bytes, end, wanted, wanted_end;
     size_t checked_bytes;
-    struct zpp_sums_bad *bad;
+    struct zpp_checksums_bad *bad;
 };
 
 static bool check_fragment(struct check *check, uint64_t page, uint64_t word) {
@@ -294,7 +294,7 @@ static bool check_fragment(struct check *check, uint64_t page, uint64_t word) {
     if (begin == end || begin >= check->wanted_end || end <= check->wanted || end > check->end) return true;
     const uint32_t crc = zpp_crc32(0, check->data + (begin - check->offset_bytes), (size_t)(end - begin));
     if (crc != crc_of(word)) {
-        *check->bad = (struct zpp_sums_bad){begin, (size_t)(end - begin), crc_of(word), crc};
+        *check->bad = (struct zpp_checksums_bad){begin, (size_t)(end - begin), crc_of(word), crc};
         return false;
     }
     const uint64_t from = begin > check->wanted ? begin : check->wanted;
@@ -315,8 +315,8 @@ static bool check_spares(struct check *check, uint64_t page) {
     return true;
 }
 
-bool zpp_sums_check(zpp_sums *sums, uint64_t offset_bytes, const void *data, size_t bytes, uint64_t wanted,
-                    size_t wanted_bytes, size_t *checked_bytes, struct zpp_sums_bad *bad) {
+bool zpp_checksums_check(zpp_checksums *sums, uint64_t offset_bytes, const void *data, size_t bytes, uint64_t wanted,
+                         size_t wanted_bytes, size_t *checked_bytes, struct zpp_checksums_bad *bad) {
     assert(offset_bytes % ZPP_PAGE_BYTES == 0);
     struct check check = {.sums = sums, .data = data, .offset_bytes = offset_bytes, .end = offset_bytes + bytes,
                           .wanted = wanted, .wanted_end = wanted + wanted_bytes, .bad = bad};
@@ -337,7 +337,7 @@ bool zpp_sums_check(zpp_sums *sums, uint64_t offset_bytes, const void *data, siz
     return true;
 }
 
-size_t zpp_sums_bytes(zpp_sums *sums) {
+size_t zpp_checksums_bytes(zpp_checksums *sums) {
     lock(sums);
     const size_t bytes =
         (size_t)(sums->table->pages * sizeof *sums->words + sums->table->spares * sizeof *sums->spares);
