@@ -81,9 +81,13 @@ class Flavor:
             list(workers.map(self._library, sorted((ROOT / "tests" / "c").glob("lib_*.c"))))
         # An archive, so that a program links only the layers below what it tests.
         newest = max(path.stat().st_mtime_ns for path in objects)
-        if not self.product.exists() or self.product.stat().st_mtime_ns < newest:
+        members = self.product.with_suffix(".members")
+        wanted = "\n".join(map(str, objects))  # an object of a source that is gone must not stay in the archive
+        known = members.read_text() if members.exists() and self.product.exists() else ""
+        if known != wanted or self.product.stat().st_mtime_ns < newest:
             self.product.unlink(missing_ok=True)
             build.run(["ar", "rcs", str(self.product), *map(str, objects)])
+            members.write_text(wanted)
 
     def _library(self, source: Path) -> Path:
         target = self.folder / f"{source.stem}.so"
@@ -134,18 +138,20 @@ def run_program(flavor: str, program: Path, arguments: list[str]) -> Result:
 
 
 def run_flavor(name: str, only: list[str], arguments: list[str]) -> list[Result]:
+    """Build a flavor, then link and run its programs, as many at once as compilers; the largest sources begin first."""
     flavor = Flavor(name)
     flavor.compile_product()
-    results = []
-    for source in programs():
-        if only and source.stem not in only:
-            continue
+    sources = [source for source in programs() if not only or source.stem in only]
+
+    def link_and_run(source: Path) -> Result:
         result = run_program(name, flavor.link(source), arguments)
-        results.append(result)
         print(f"{name}: {result.name}: {'ok' if result.ok else 'FAILED'} ({result.seconds:.1f} s)", flush=True)
         if not result.ok:
             print(result.output, flush=True)
-    return results
+        return result
+
+    with ThreadPoolExecutor(max_workers=build.jobs()) as workers:
+        return list(workers.map(link_and_run, sorted(sources, key=lambda source: -source.stat().st_size)))
 
 
 def fuzz(seconds: int) -> list[Result]:
