@@ -6,8 +6,8 @@
 #define ZPP_BIND_PY_ADAM_H
 
 #include "../ops/adam/adam.h"
-#include "../zero/delayed.h"
-#include "../zero/masterless.h"
+#include "../zero/step_delayed.h"
+#include "../zero/no_master.h"
 #include "py_zero.h"
 
 /* From malloc; end with zpp_py_adam_drop, or hand the arrays over. */
@@ -16,7 +16,7 @@ struct zpp_py_adam {
     size_t count, room;
     struct zpp_optim_file_piece *tiered; /* stepped in the tier */
     size_t tiered_count, tiered_room;
-    struct zpp_masterless_piece *masterless; /* in bf16, without an fp32 copy */
+    struct zpp_no_master_piece *masterless; /* in bf16, without an fp32 copy */
     size_t masterless_count, masterless_room;
     struct zpp_adam_f64_segment *f64; /* in float64 */
     size_t f64_count, f64_room;

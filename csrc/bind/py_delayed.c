@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The delayed parameter update (zero/delayed.h), as python/zeropp/zero/delayed.py drives it: the thread that steps
+ * The delayed parameter update (zero/step_delayed.h), as python/zeropp/zero/delayed.py drives it: the thread that steps
  * knows neither Python's lock nor its objects, so what was p.grad is kept in a list until the step is over.
  */
 #include "py_adam.h"

@@ -354,7 +354,7 @@ static struct zpp_optim_segment *next_tiered(struct zpp_py_adam *list, int shard
 
 static struct zpp_optim_segment *next_masterless(struct zpp_py_adam *list, const Unit *unit,
                                                 const struct zpp_piece *piece) {
-    struct zpp_masterless_piece *at =
+    struct zpp_no_master_piece *at =
         one_more(list->masterless, list->masterless_count, &list->masterless_room, sizeof *at);
     if (!at) return NULL;
     list->masterless = at;
@@ -618,7 +618,7 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
         const struct zpp_step_files files = { zpp_zero_param_file(zero->core), zpp_zero_grad_file(zero->core), false };
         PyThreadState *thread = PyEval_SaveThread();
         status = zpp_unit_file_step(&files, list.at, list.count, (float)scale, zero->pool, &zero->torn, &fault, &err);
-        zpp_masterless_step(list.masterless, list.masterless_count, (float)scale, zero->pool);
+        zpp_no_master_step(list.masterless, list.masterless_count, (float)scale, zero->pool);
         zpp_adam_step_f64(list.f64, list.f64_count, scale, zero->pool);
         if (optim_file && status == ZPP_OK)
             status =

@@ -117,7 +117,7 @@ static zpp_status run_adam(Zero *zero, struct zpp_py_adam *list, zpp_optim_file 
     PyThreadState *thread = PyEval_SaveThread();
     zpp_optim_step(list->at, list->count, scale, zero->pool);
     zpp_adam_step_f64(list->f64, list->f64_count, grad_scale, zero->pool);
-    zpp_masterless_step(list->masterless, list->masterless_count, scale, zero->pool);
+    zpp_no_master_step(list->masterless, list->masterless_count, scale, zero->pool);
     if (optim_file && !zero->backward_step.optim_file_open) {
         status = zpp_optim_file_backward_step_begin(optim_file, fault, err);
         zero->backward_step.optim_file_open = status == ZPP_OK;

@@ -22,7 +22,7 @@
 
 #include "../base/pool.h"
 #include "../ops/moments/moments.h"
-#include "../zero/delayed.h"
+#include "../zero/step_delayed.h"
 #include "../zero/zero.h"
 
 typedef struct Zero Zero;

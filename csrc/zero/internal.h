@@ -71,7 +71,7 @@ struct zpp_zero {
     uint32_t number;      /* of the coordinators on this communicator, in their order */
     uint64_t backward_ns, step_ns; /* when they began, for zeropp.trace */
     double grad_scale;
-    bool delays_steps; /* files have two places for what a step touches (delayed.h) */
+    bool delays_steps; /* files have two places for what a step touches (step_delayed.h) */
     bool pools_grads; /* stages 2, 3: a shard has memory while it is needed (grad_pool.c) */
     pthread_mutex_t grad_pool_lock; /* guards `grad_pool` and shard_bytes: reductions borrow, steps give back */
     struct zpp_pooled_grad grad_pool[ZPP_POOLED_GRADS];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Gradients that a delayed step took (delayed.h): a shard of stages 2 and 3 changes places with a second one, so that
+ * Gradients that a delayed step took (step_delayed.h): a shard of stages 2 and 3 changes places with a second one, so that
  * the next backward fills that; the shard of stage 1 is a part of its bucket, and is copied out. In a file each shard
  * has two places, which change places.
  */

@@ -5,7 +5,7 @@
  * simulated device; and with parameters and gradients in files. ThreadSanitizer sees whether anything is touched by
  * both.
  */
-#include "../../csrc/zero/delayed.h"
+#include "../../csrc/zero/step_delayed.h"
 #include "aio_common.h"
 #include "planned_io.h"
 #include "threads.h"

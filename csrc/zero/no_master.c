@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * See masterless.h. Tiles begin at multiples of their length in the *parameter*, which are borders of 8-bit moments'
+ * See no_master.h. Tiles begin at multiples of their length in the *parameter*, which are borders of 8-bit moments'
  * blocks too.
  */
-#include "masterless.h"
+#include "no_master.h"
 
 enum { TILE_ELEMS = ZPP_MOMENTS_TILE_ELEMS };
 /* Moments' random bits have the parameters' numbers as streams; these are others. */
 #define STREAM_OF_PARAMS (UINT64_C(1) << 32)
 
 struct job {
-    const struct zpp_masterless_piece *piece;
+    const struct zpp_no_master_piece *piece;
     const struct zpp_moments_kernels *kernels;
     struct zpp_moments how; /* of the parameter itself */
     float grad_scale;
@@ -56,10 +56,10 @@ static void step_tiles(size_t first_tile, size_t last_tile, void *arg) {
     }
 }
 
-void zpp_masterless_step(const struct zpp_masterless_piece *pieces, size_t count, float grad_scale, zpp_pool *pool) {
+void zpp_no_master_step(const struct zpp_no_master_piece *pieces, size_t count, float grad_scale, zpp_pool *pool) {
     const struct zpp_moments_kernels *kernels = zpp_moments_kernels_of(zpp_cpu_level());
     for (size_t i = 0; i < count; i++) {
-        const struct zpp_masterless_piece *piece = &pieces[i];
+        const struct zpp_no_master_piece *piece = &pieces[i];
         struct job job = { piece, kernels,
                            { ZPP_MOMENTS_BF16, piece->first_elems,
                              zpp_moments_key(0, STREAM_OF_PARAMS + piece->stream, piece->segment.step) },

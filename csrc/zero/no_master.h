@@ -8,18 +8,18 @@
  *
  * Bytes touched per parameter: 4 (read and written), its gradient, and its moments.
  */
-#ifndef ZPP_ZERO_MASTERLESS_H
-#define ZPP_ZERO_MASTERLESS_H
+#ifndef ZPP_ZERO_NO_MASTER_H
+#define ZPP_ZERO_NO_MASTER_H
 
 #include "../ops/optim/optim.h"
 
-struct zpp_masterless_piece {
+struct zpp_no_master_piece {
     struct zpp_optim_segment segment; /* param NULL; param_out: the parameter, in bf16, read and written */
     uint64_t stream;                 /* number of the parameter in the model */
     size_t first_elems;              /* place of the piece in its parameter */
 };
 
 /* As zpp_optim_step, all pieces one after the other. */
-void zpp_masterless_step(const struct zpp_masterless_piece *pieces, size_t count, float grad_scale, zpp_pool *pool);
+void zpp_no_master_step(const struct zpp_no_master_piece *pieces, size_t count, float grad_scale, zpp_pool *pool);
 
 #endif

@@ -13,8 +13,8 @@
  *
  * Threads: one caller at a time; figures from any.
  */
-#ifndef ZPP_ZERO_DELAYED_H
-#define ZPP_ZERO_DELAYED_H
+#ifndef ZPP_ZERO_STEP_DELAYED_H
+#define ZPP_ZERO_STEP_DELAYED_H
 
 #include "optim_file.h"
 

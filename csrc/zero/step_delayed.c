@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * One step in a stream's thread. See delayed.h.
+ * One step in a stream's thread. See step_delayed.h.
  *
  * Whoever waits for `done` sees all that the step wrote: that is the only meeting of the two threads, besides figures.
  */
-#include "delayed.h"
+#include "step_delayed.h"
 
 #include <sched.h>
 #include <stdatomic.h>

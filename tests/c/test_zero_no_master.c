@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../csrc/zero/masterless.h"
+#include "../../csrc/zero/no_master.h"
 
 enum { ELEMS = 5000, CUT = 5 * ZPP_MOMENTS_BLOCK_ELEMS, STEPS = 4 };
 
@@ -41,9 +41,9 @@ static void fill(struct tensor *tensor) {
 }
 
 /* Elements [begin, end) in step `step`. */
-static struct zpp_masterless_piece piece_of(struct tensor *tensor, enum zpp_moments_kind kind, size_t begin, size_t end,
+static struct zpp_no_master_piece piece_of(struct tensor *tensor, enum zpp_moments_kind kind, size_t begin, size_t end,
                                             uint64_t step) {
-    struct zpp_masterless_piece piece = {
+    struct zpp_no_master_piece piece = {
         .segment = { .grad = tensor->grad + begin, .param_out = tensor->param + begin, .elems = end - begin,
                      .grad_dtype = ZPP_F32, .out_dtype = ZPP_BF16, .step = step, .lr = 1e-4, .beta1 = 0.9,
                      .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01, .decoupled_decay = true },
@@ -88,11 +88,11 @@ static void run(enum zpp_moments_kind kind) {
         fp32.param = exact;
         fp32.param_out = NULL;
         zpp_optim_step(&fp32, 1, 0.5f, NULL);
-        const struct zpp_masterless_piece all = piece_of(&whole, kind, 0, ELEMS, step);
-        const struct zpp_masterless_piece two[] = { piece_of(&cut, kind, 0, CUT, step),
+        const struct zpp_no_master_piece all = piece_of(&whole, kind, 0, ELEMS, step);
+        const struct zpp_no_master_piece two[] = { piece_of(&cut, kind, 0, CUT, step),
                                                     piece_of(&cut, kind, CUT, ELEMS, step) };
-        zpp_masterless_step(&all, 1, 0.5f, NULL);
-        zpp_masterless_step(two, 2, 0.5f, NULL);
+        zpp_no_master_step(&all, 1, 0.5f, NULL);
+        zpp_no_master_step(two, 2, 0.5f, NULL);
         REQUIRE(!memcmp(&whole, &cut, sizeof whole), "kind %d: a cut changes bits in step %d", (int)kind, (int)step);
         changed += check_step(&before, &whole, exact);
     }
@@ -104,6 +104,6 @@ int main(void) {
     run(ZPP_MOMENTS_F32);
     run(ZPP_MOMENTS_BF16);
     run(ZPP_MOMENTS_INT8);
-    puts("masterless: 3 kinds of moments");
+    puts("no master: 3 kinds of moments");
     return 0;
 }
