@@ -67,3 +67,12 @@ void zpp_mem_trim(void) {
     malloc_trim(0);
 #endif
 }
+
+void *zpp_array_reserve(void *array, size_t count, size_t *capacity, size_t elem_bytes) {
+    enum { FIRST_CAPACITY = 64 };
+    if (count < *capacity) return array;
+    const size_t wanted = *capacity ? 2 * *capacity : FIRST_CAPACITY;
+    void *grown = realloc(array, wanted * elem_bytes);
+    if (grown) *capacity = wanted;
+    return grown;
+}

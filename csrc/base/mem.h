@@ -25,6 +25,9 @@ void zpp_mem_free(void *memory, size_t bytes);
  * heap keeps them otherwise, and does not always use them again: the hole that an aligned block leaves is too small for
  * the next aligned block of the same size. Pages that are used again cost a page fault each. Any thread. */
 void zpp_mem_trim(void);
+/* Return `array`, from malloc (NULL: empty), with capacity for one element more than `count`, perhaps at a new address;
+ * NULL: no memory, and the array and its capacity are as they were. */
+void *zpp_array_reserve(void *array, size_t count, size_t *capacity, size_t elem_bytes);
 
 typedef struct zpp_range zpp_range;
 /* Reserve `bytes` (rounded up to pages). New; free with zpp_range_destroy. */

@@ -6,15 +6,12 @@
  * Warnings of the I/O engine come from its threads, which never take the GIL: the last one is kept here until the
  * façade asks.
  */
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030a0000
-#include <Python.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "py_aio.h"
-#include "py_optim_file.h"
+#include "py_zero.h"
 #include "raise.h"
 
 typedef struct Tier {

@@ -13,9 +13,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "py_adam.h"
+#include "../zero/norm.h"
 #include "py_aio.h"
-#include "py_optim_file.h"
+#include "py_zero.h"
 #include "pywait.h"
 #include "raise.h"
 
@@ -109,36 +109,31 @@ static int read_on(Zero *zero) {
 
 /* --- the update of one unit --------------------------------------------------------------------------------------- */
 
-static zpp_status run_adam(Zero *zero, struct zpp_py_adam *list, zpp_optim_file *optim_file,
-                           struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const double grad_scale = zero->backward_step.scale;
-    const float scale = (float)grad_scale;
-    zpp_status status = ZPP_OK;
-    PyThreadState *thread = PyEval_SaveThread();
-    zpp_optim_step(list->at, list->count, scale, zero->pool);
-    zpp_adam_step_f64(list->f64, list->f64_count, grad_scale, zero->pool);
-    zpp_no_master_step(list->masterless, list->masterless_count, scale, zero->pool);
-    if (optim_file && !zero->backward_step.optim_file_open) {
+static zpp_status run_native(Unit *unit, zpp_optim_file *optim_file, struct zpp_aio_fault *fault,
+                             struct zpp_err *err) {
+    Zero *zero = unit->zero;
+    struct zpp_step_plan plan = { .grad_scale = zero->backward_step.scale, .optim_file = optim_file,
+                                  .files = { zpp_zero_param_file(zero->core), zpp_zero_grad_file(zero->core), false } };
+    zpp_status status =
+        zpp_step_plan_add(&zero->stepper, unit->unit->index, zero->backward_step.groups, &plan, err);
+    if (optim_file && status == ZPP_OK && !zero->backward_step.optim_file_open) {
         status = zpp_optim_file_backward_step_begin(optim_file, fault, err);
         zero->backward_step.optim_file_open = status == ZPP_OK;
     }
-    if (optim_file && status == ZPP_OK)
-        status = zpp_optim_file_backward_step_unit(optim_file, list->tiered, list->tiered_count, scale, zero->pool,
-                                                   fault, err);
-    PyEval_RestoreThread(thread);
+    if (status == ZPP_OK) status = zpp_step_plan_run_unit(&plan, zero->pool, fault, err);
+    zpp_step_plan_drop(&plan);
     return status;
 }
 
-static int step_adam(Unit *unit, struct zpp_aio_fault *fault, struct zpp_err *err, zpp_status *status) {
+static int step_native(Unit *unit, struct zpp_aio_fault *fault, struct zpp_err *err, zpp_status *status) {
     Zero *zero = unit->zero;
-    struct zpp_py_adam list = { 0 };
-    zpp_optim_file *optim_file = unit->adam.tiered && zero->optim_file ? zpp_py_optim_file_get(zero->optim_file) : NULL;
+    zpp_optim_file *optim_file =
+        zpp_py_step_unit(unit)->states.in_file && zero->optim_file ? zpp_py_optim_file_get(zero->optim_file) : NULL;
     if (PyErr_Occurred()) return -1;
-    int failed = zpp_py_adam_unit(zero, unit, zero->backward_step.groups, &list);
-    if (failed && !PyErr_Occurred()) PyErr_NoMemory();
-    if (!failed) *status = run_adam(zero, &list, optim_file, fault, err);
-    zpp_py_adam_drop(&list);
-    return failed;
+    PyThreadState *thread = PyEval_SaveThread();
+    *status = run_native(unit, optim_file, fault, err);
+    PyEval_RestoreThread(thread);
+    return 0;
 }
 
 static int step_in_python(Unit *unit) {
@@ -163,17 +158,17 @@ static int update(Unit *unit) {
     struct zpp_py_backward_step *backward_step = &zero->backward_step;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    int64_t bad_param = -1;
+    struct zpp_shard_norm norm;
     if (bring_gradient(unit, &fault, &err) != ZPP_OK) {
         keep_failure(backward_step, &err, &fault);
         return 0;
     }
-    if (zpp_py_unit_norm(zero, unit, &bad_param)) return PyErr_NoMemory(), -1;
-    if (bad_param >= 0) {
+    if (zpp_norm_of_unit(&zero->stepper, unit->unit->index, &norm, &err) != ZPP_OK) return PyErr_NoMemory(), -1;
+    if (norm.bad_param >= 0) {
         zpp_fail(&err, ZPP_STATE, "a gradient is not finite");
         keep_failure(backward_step, &err, NULL);
         backward_step->bad_unit = unit->unit->index;
-        backward_step->bad_param = (Py_ssize_t)bad_param;
+        backward_step->bad_param = (Py_ssize_t)norm.bad_param;
         return 0;
     }
     char words[ZPP_UNIT_WORDS];
@@ -182,7 +177,7 @@ static int update(Unit *unit) {
     int failed = 0;
     if (status == ZPP_OK) {
         backward_step->stepped++;
-        failed = backward_step->step ? step_in_python(unit) : step_adam(unit, &fault, &err, &status);
+        failed = backward_step->step ? step_in_python(unit) : step_native(unit, &fault, &err, &status);
     }
     if (!failed && status == ZPP_OK && is_on_disk(unit)) {
         failed = send(unit, &err, &status);

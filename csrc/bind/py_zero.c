@@ -107,9 +107,7 @@ static void unit_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     Unit *unit = (Unit *)self;
     drop_params(unit);
-    free(unit->grads);
     free(unit->grad_refs);
-    free(unit->adam.groups);
     free(unit->backward_step.seen);
     Py_XDECREF(unit->zero);
     PyObject_Free(self);
@@ -219,25 +217,6 @@ static PyObject *unit_set_grad_views(PyObject *self, PyObject *views) {
     Py_RETURN_NONE;
 }
 
-static PyObject *unit_set_adam(PyObject *self, PyObject *args) {
-    return zpp_py_set_adam((Unit *)self, args);
-}
-
-static PyObject *unit_set_low_adam(PyObject *self, PyObject *args) {
-    return zpp_py_set_low_adam((Unit *)self, args);
-}
-
-/* set_ahead(address): where a delayed step puts the new values of this rank's shard, in the unit's dtype. */
-static PyObject *unit_set_ahead(PyObject *self, PyObject *address) {
-    ((Unit *)self)->ahead = PyLong_AsVoidPtr(address);
-    if (PyErr_Occurred()) return NULL;
-    Py_RETURN_NONE;
-}
-
-static PyObject *unit_set_tiered_adam(PyObject *self, PyObject *args) {
-    return zpp_py_set_tiered_adam((Unit *)self, args);
-}
-
 static PyObject *offsets_of(const struct zpp_unit *core) {
     PyObject *offsets = PyList_New((Py_ssize_t)core->params);
     for (size_t i = 0; offsets && i < core->params; i++)
@@ -276,13 +255,6 @@ static PyMethodDef unit_methods[] = {
     { "held", unit_held, METH_NOARGS, "(address, touched) of the whole gradient that is not reduced, or None." },
     { "clear_grad", unit_clear_grad, METH_O, "Forget the gradient of parameter i." },
     { "set_grad_views", unit_set_grad_views, METH_O, "Stage 0: the tensors that p.grad becomes." },
-    { "set_adam", unit_set_adam, METH_VARARGS,
-      "set_adam(master, exp_avg, exp_avg_sq, max_exp_avg_sq, steps, first_param, groups): addresses, 0: none." },
-    { "set_low_adam", unit_set_low_adam, METH_VARARGS,
-      "set_low_adam(kind, master, steps, first_param, groups, codes, scales, ...): moments in bf16 or 8 bits." },
-    { "set_tiered_adam", unit_set_tiered_adam, METH_VARARGS,
-      "set_tiered_adam(shard, steps, groups): the states are a shard of Zero's optimizer file." },
-    { "set_ahead", unit_set_ahead, METH_O, "set_ahead(address): where a delayed step's new values go." },
     { "layout", unit_layout, METH_NOARGS, "Sizes in elements, and addresses." },
     { NULL, NULL, 0, NULL },
 };
@@ -403,6 +375,7 @@ static void zero_dealloc(PyObject *self) {
     zpp_py_delayed_end(zero);
     Py_CLEAR(zero->optim_file);
     drop_callables(zero);
+    zpp_stepper_fini(&zero->stepper);
     zpp_zero_destroy(zero->core);
     zpp_pool_destroy(zero->pool);
     free(zero->backward_step.groups);
@@ -493,7 +466,8 @@ static PyObject *zero_seal(PyObject *self, PyObject *unused) {
     Zero *zero = (Zero *)self;
     struct zpp_err err = ZPP_ERR_INIT;
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_zero_seal(zero->core, &err);
+    zpp_status status = zpp_zero_seal(zero->core, &err);
+    if (status == ZPP_OK) status = zpp_stepper_init(zero->core, zero->pool, &zero->stepper, &err);
     PyEval_RestoreThread(thread);
     if (status != ZPP_OK) return zpp_py_raise(&err);
     zpp_py_list_engine(zero);
@@ -521,12 +495,11 @@ static PyObject *zero_bind_unit(PyObject *self, PyObject *args) {
                      .unit = zpp_zero_unit(zero->core, index),
                      .count = PyList_Size(params),
                      .params = calloc(room, sizeof(PyObject *)),
-                     .grads = calloc(room, sizeof(void *)),
                      .grad_refs = calloc(room, sizeof(PyObject *)),
                      .plain = Py_NewRef(plain),
                      .released = released == Py_None ? NULL : Py_NewRef(released),
                      .is_plain = true };
-    if (!unit->params || !unit->grads || !unit->grad_refs) {
+    if (!unit->params || !unit->grad_refs) {
         Py_DECREF(unit);
         return PyErr_NoMemory();
     }
@@ -688,13 +661,13 @@ static int add_methods(PyTypeObject *type, PyMethodDef *methods) {
 int zpp_py_add_zero(PyObject *module);
 int zpp_py_add_zero(PyObject *module) {
     PyMethodDef *const elsewhere[] = { zpp_py_step_methods,     zpp_py_unit_file_methods, zpp_py_backward_step_methods,
-                                       zpp_py_unfreeze_methods, zpp_py_backward_methods,  zpp_py_delayed_methods,
-                                       zpp_py_buffers_methods };
+                                       zpp_py_unfreeze_methods, zpp_py_backward_methods,  zpp_py_buffers_methods };
     if (intern_names() || zpp_py_hooks_init(module)) return -1;
     unit_type = (PyTypeObject *)PyType_FromSpec(&unit_spec);
     PyTypeObject *zero_type = (PyTypeObject *)PyType_FromSpec(&zero_spec);
     if (!unit_type || !zero_type) return -1;
     for (size_t i = 0; i < sizeof elsewhere / sizeof elsewhere[0]; i++)
         if (add_methods(zero_type, elsewhere[i])) return -1;
+    if (add_methods(unit_type, zpp_py_unit_step_methods)) return -1;
     return PyModule_AddObjectRef(module, "Zero", (PyObject *)zero_type);
 }

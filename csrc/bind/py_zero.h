@@ -21,9 +21,7 @@
 #include <stdbool.h>
 
 #include "../base/pool.h"
-#include "../ops/moments/moments.h"
 #include "../zero/step_delayed.h"
-#include "../zero/zero.h"
 
 typedef struct Zero Zero;
 
@@ -37,19 +35,7 @@ typedef struct Unit {
     PyObject *grad_views; /* stage 0: list of tensors over the bucket; else NULL */
     bool is_plain;
     size_t got;          /* gradients that came in this backward */
-    /* optimizer: see py_step.c */
-    const void **grads;  /* [count]; gradients taken from p.grad */
-    PyObject **grad_refs; /* [count]; keeps them alive */
-    struct unit_adam {
-        float *master, *exp_avg, *exp_avg_sq, *max_exp_avg_sq; /* master NULL: fp32, fp64 (all are), masterless bf16 */
-        enum zpp_moments_kind kind;   /* not fp32: the three above are NULL, and the moments are: */
-        struct zpp_moment moments[3]; /* by enum zpp_moments_which, each for the whole shard */
-        uint64_t first_param;         /* number of the unit's first parameter in the model */
-        int64_t *steps;  /* [count] */
-        int *groups;     /* [count]; -1: in no group */
-        bool tiered;     /* the states are a shard of Zero's tier, and the addresses above NULL */
-        int shard;
-    } adam;
+    PyObject **grad_refs; /* [count]; keeps local gradients alive, see zpp_py_step_unit */
     struct unit_backward_step { /* a step inside the backward, see py_step_in_backward.c; of this backward: */
         unsigned char *seen; /* [count]: did its gradient come? NULL before the first */
         Py_ssize_t missing;
@@ -58,7 +44,6 @@ typedef struct Unit {
         bool stepped;
         bool pinned;  /* whole until its shard is written */
     } backward_step;
-    unsigned char *ahead; /* delayed: where a step's new values of the shard go, in the unit's kind; fp32: the master */
 } Unit;
 
 enum { ZPP_BACKWARD_STEP_SENDING = 3 }; /* units on their way to the file at once; more, and the backward waits */
@@ -104,7 +89,8 @@ struct Zero {
     PyObject *optim_file;   /* _C.Tier or NULL */
     struct zpp_py_backward_step backward_step;
     struct zpp_py_buffers buffers;
-    zpp_delayed *delayed;   /* NULL before the first delayed step; see py_delayed.c */
+    struct zpp_stepper stepper; /* from seal on */
+    zpp_delayed *delayed;   /* NULL before the first delayed step */
     PyObject *delayed_grads; /* list of what was p.grad, while a delayed step reads it; or NULL */
     int stage, ranks;
     char warning[512]; /* of the engine for parameters in a file; see py_unit_file.c */
@@ -194,16 +180,19 @@ void zpp_py_pop_saved_hooks(Zero *zero);                     /* keeps an excepti
 /* py_step.c */
 extern PyMethodDef zpp_py_step_methods[];
 void zpp_py_drop_grads(Unit *unit);
-bool zpp_py_is_local(const Zero *zero); /* are gradients in p.grad, and not in shards? */
+extern PyMethodDef zpp_py_unit_step_methods[]; /* of Unit */
+bool zpp_py_is_local(const Zero *zero); /* True if gradients are in p.grad, and not in shards. */
+struct zpp_step_unit *zpp_py_step_unit(const Unit *unit); /* borrowed; of a sealed Zero */
+/* Local gradients: hold p.grad, until it is forgotten and None. 0, or -1 with an error set. */
+int zpp_py_hold_gradients(Unit *unit, bool *any);
+int zpp_py_forget_gradients(Unit *unit);
+/* The groups of adam_step(), from malloc; NULL with an error set. */
+struct zpp_optim_segment *zpp_py_read_groups(PyObject *groups);
+void zpp_py_delayed_end(Zero *zero); /* waits for the delayed step under way, whose values are lost */
 
-/* py_states.c */
-PyObject *zpp_py_set_adam(Unit *unit, PyObject *args);
-PyObject *zpp_py_set_low_adam(Unit *unit, PyObject *args);
-PyObject *zpp_py_set_tiered_adam(Unit *unit, PyObject *args);
-
-/* py_delayed.c */
-extern PyMethodDef zpp_py_delayed_methods[];
-void zpp_py_delayed_end(Zero *zero); /* waits for the step under way, whose values are lost */
+/* py_optim_file.c */
+/* Borrowed; NULL with an error set: not a Tier, or a closed one. */
+zpp_optim_file *zpp_py_optim_file_get(PyObject *object);
 
 /* py_step_in_backward.c: 0, or -1 with an error set */
 extern PyMethodDef zpp_py_backward_methods[];

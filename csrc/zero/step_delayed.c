@@ -22,7 +22,7 @@ struct zpp_delayed {
     zpp_stream *stream;
     zpp_event *done;
     enum state state;
-    struct zpp_delayed_step step;
+    struct zpp_step_plan plan; /* of the step under way, or to be published */
     /* written by the step, read after `done` */
     zpp_status status;
     struct zpp_err err;
@@ -43,45 +43,27 @@ zpp_status zpp_delayed_create(zpp_device *device, zpp_delayed **out, struct zpp_
     return ZPP_OK;
 }
 
-static void drop_step(struct zpp_delayed_step *step) {
-    free(step->segments);
-    free(step->pieces);
-    free(step->copies);
-    free(step->rests);
-    free(step->turns);
-    *step = (struct zpp_delayed_step){ 0 };
-}
-
 void zpp_delayed_destroy(zpp_delayed *delayed) {
     if (!delayed) return;
     if (delayed->stream) zpp_stream_destroy(delayed->stream);
     if (delayed->done) zpp_event_destroy(delayed->done);
-    drop_step(&delayed->step);
+    zpp_step_plan_drop(&delayed->plan);
     free(delayed);
 }
 
-static zpp_status step_states(const struct zpp_delayed_step *step, zpp_pool *pool, struct zpp_aio_fault *fault,
-                              struct zpp_err *err) {
-    bool torn; /* for whoever waits, every failure is one that tears: the steps are counted, the gradients gone */
-    zpp_status status = zpp_unit_file_step(&step->files, step->segments, step->segments_count, step->grad_scale, pool,
-                                           &torn, fault, err);
-    if (step->optim_file && status == ZPP_OK)
-        status = zpp_optim_file_step(step->optim_file, step->pieces, step->pieces_count, &step->files, step->grad_scale,
-                                     pool, fault, err);
-    return status;
-}
-
 static void run(zpp_delayed *delayed, zpp_pool *pool) {
-    const struct zpp_delayed_step *step = &delayed->step;
+    struct zpp_step_plan *plan = &delayed->plan;
     const uint64_t began_ns = zpp_now_ns(), span_ns = zpp_span_begin();
+    bool inconsistent; /* for the caller every failure is: the steps are counted, the gradients gone */
     delayed->status = ZPP_OK;
     delayed->err = (struct zpp_err)ZPP_ERR_INIT;
-    for (size_t i = 0; i < step->copies_count; i++)
-        if (step->copies[i].fill) memcpy(step->copies[i].from, step->copies[i].to, step->copies[i].bytes);
-    for (size_t i = 0; i < step->rests_count && delayed->status == ZPP_OK; i++)
-        delayed->status = zpp_unit_file_carry(step->files.params, step->rests[i].address, step->rests[i].bytes,
+    for (size_t i = 0; i < plan->copies_count; i++)
+        if (plan->copies[i].fill) memcpy(plan->copies[i].from, plan->copies[i].to, plan->copies[i].bytes);
+    for (size_t i = 0; i < plan->rests_count && delayed->status == ZPP_OK; i++)
+        delayed->status = zpp_unit_file_carry(plan->files.params, plan->rests[i].address, plan->rests[i].bytes,
                                               &delayed->fault, &delayed->err);
-    if (delayed->status == ZPP_OK) delayed->status = step_states(step, pool, &delayed->fault, &delayed->err);
+    if (delayed->status == ZPP_OK)
+        delayed->status = zpp_step_plan_run(plan, pool, &inconsistent, &delayed->fault, &delayed->err);
     zpp_span_end(span_ns, ZPP_SPAN_STEP, "delayed step", 0);
     atomic_fetch_add(&delayed->step_ns, zpp_now_ns() - began_ns);
 }
@@ -93,14 +75,27 @@ static zpp_status run_beside(void *arg, void *native, const struct zpp_wait *wai
     return ZPP_OK;
 }
 
-zpp_status zpp_delayed_begin(zpp_delayed *delayed, const struct zpp_delayed_step *step, bool here, zpp_pool *pool,
+zpp_status zpp_delayed_plan(const struct zpp_stepper *stepper, const struct zpp_optim_segment *groups,
+                            double grad_scale, struct zpp_step_plan *plan, struct zpp_err *err) {
+    const bool local = zpp_zero_grads_are_local(stepper->zero);
+    for (int i = 0; i < stepper->units_count && !local; i++) {
+        const struct zpp_step_unit *unit = &stepper->units[i];
+        const void *taken;
+        if (!unit->unit->trainable || !unit->states.steps) continue;
+        const zpp_status status = zpp_zero_grad_take(stepper->zero, i, &taken, err);
+        if (status != ZPP_OK) return status;
+    }
+    return zpp_step_plan_make(stepper, groups, grad_scale, true, plan, err);
+}
+
+zpp_status zpp_delayed_begin(zpp_delayed *delayed, const struct zpp_step_plan *plan, bool here, zpp_pool *pool,
                              struct zpp_err *err) {
     if (delayed->state != IDLE) {
-        struct zpp_delayed_step refused = *step;
-        drop_step(&refused);
+        struct zpp_step_plan refused = *plan;
+        zpp_step_plan_drop(&refused);
         return zpp_fail(err, ZPP_STATE, "delayed: a step begins before the one under way was waited for and published");
     }
-    delayed->step = *step;
+    delayed->plan = *plan;
     zpp_status status = ZPP_OK;
     if (here) {
         run(delayed, pool);
@@ -111,7 +106,7 @@ zpp_status zpp_delayed_begin(zpp_delayed *delayed, const struct zpp_delayed_step
             while (zpp_stream_poll(delayed->stream, NULL) == ZPP_AGAIN) sched_yield();
     }
     if (status != ZPP_OK) {
-        drop_step(&delayed->step);
+        zpp_step_plan_drop(&delayed->plan);
         return status;
     }
     delayed->state = RUNNING;
@@ -151,18 +146,18 @@ static void copy_part(size_t begin, size_t end, void *arg) {
 
 void zpp_delayed_publish(zpp_delayed *delayed, zpp_pool *pool) {
     if (delayed->state != READY) return;
-    for (size_t i = 0; i < delayed->step.copies_count; i++) {
-        struct zpp_delayed_copy *copy = &delayed->step.copies[i];
+    for (size_t i = 0; i < delayed->plan.copies_count; i++) {
+        struct zpp_delayed_copy *copy = &delayed->plan.copies[i];
         zpp_pool_run(copy->bytes > COPY_GRAIN_BYTES ? pool : NULL, copy->bytes, COPY_GRAIN_BYTES, copy_part, copy);
     }
-    for (size_t i = 0; i < delayed->step.turns_count; i++)
-        zpp_unit_file_flip(delayed->step.files.params, delayed->step.turns[i]);
+    for (size_t i = 0; i < delayed->plan.flips_count; i++)
+        zpp_unit_file_flip(delayed->plan.files.params, delayed->plan.flips[i]);
     zpp_delayed_drop(delayed);
 }
 
 void zpp_delayed_drop(zpp_delayed *delayed) {
     zpp_delayed_finish(delayed);
-    drop_step(&delayed->step);
+    zpp_step_plan_drop(&delayed->plan);
     delayed->state = IDLE;
 }
 

@@ -16,48 +16,22 @@
 #ifndef ZPP_ZERO_STEP_DELAYED_H
 #define ZPP_ZERO_STEP_DELAYED_H
 
-#include "optim_file.h"
+#include "step_plan.h"
 
 typedef struct zpp_delayed zpp_delayed;
-
-/* New values, aside, and the shard that they are for. `fill`: before the step what is aside gets the shard's values. */
-struct zpp_delayed_copy {
-    void *to, *from;
-    size_t bytes;
-    bool fill;
-};
-
-/* Bytes in the file of parameters, of a unit that turns, that the step leaves alone. */
-struct zpp_delayed_rest {
-    const void *address; /* in the mapping */
-    size_t bytes;
-};
-
-/* One step: of states in memory, and of those in a tier. The arrays are from malloc (NULL for none); what they point to
- * is borrowed until wait, the memory of the copies until publish. */
-struct zpp_delayed_step {
-    struct zpp_optim_segment *segments;
-    size_t segments_count;
-    struct zpp_optim_file_piece *pieces;
-    size_t pieces_count;
-    struct zpp_delayed_copy *copies;
-    size_t copies_count;
-    struct zpp_delayed_rest *rests;
-    size_t rests_count;
-    int *turns; /* units of files.params, by their numbers there */
-    size_t turns_count;
-    struct zpp_step_files files; /* `next` where there are parameters */
-    zpp_optim_file *optim_file; /* NULL where there are no pieces */
-    float grad_scale;
-};
 
 /* New; end with zpp_delayed_destroy, which waits for the step under way (NULL is fine). */
 zpp_status zpp_delayed_create(zpp_device *device, zpp_delayed **out, struct zpp_err *err);
 void zpp_delayed_destroy(zpp_delayed *delayed);
 
-/* The step's arrays belong to `delayed` from here on, whatever it returns. `here`: the step is done by the calling
- * thread and those of `pool`, before this returns: an exact step. STATE: the last step was not waited for. */
-zpp_status zpp_delayed_begin(zpp_delayed *delayed, const struct zpp_delayed_step *step, bool here, zpp_pool *pool,
+/* As zpp_step_plan_make for a delayed step: this rank's sharded gradients move to their back buffers, and the next
+ * backward does not touch them. (Where gradients are local, the caller keeps them.) */
+zpp_status zpp_delayed_plan(const struct zpp_stepper *stepper, const struct zpp_optim_segment *groups,
+                            double grad_scale, struct zpp_step_plan *plan, struct zpp_err *err);
+/* Begin a step. The plan's arrays belong to `delayed` from here on, whatever it returns; what they point to is borrowed
+ * until wait, the back buffers until publish. `here`: the step is done by the calling thread and those of `pool`,
+ * before this returns: an exact step. STATE: the last step was not waited for. */
+zpp_status zpp_delayed_begin(zpp_delayed *delayed, const struct zpp_step_plan *plan, bool here, zpp_pool *pool,
                              struct zpp_err *err);
 /* Returns what the step under way came to, once; OK where none is. No time-out: the kernel ends every request on a
  * file. `fault` is written on status TIER only. */

@@ -54,8 +54,8 @@ static struct zpp_optim_segment segment_of(struct side *side, int k, size_t firs
         .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .decoupled_decay = true };
 }
 
-static struct zpp_delayed_step step_of(struct side *side, int k, bool low, zpp_optim_file *optim_file) {
-    struct zpp_delayed_step step = { .copies = calloc(2, sizeof *step.copies), .copies_count = 2,
+static struct zpp_step_plan step_of(struct side *side, int k, bool low, zpp_optim_file *optim_file) {
+    struct zpp_step_plan step = { .copies = calloc(2, sizeof *step.copies), .copies_count = 2,
                                     .optim_file = optim_file,
                                      .grad_scale = 0.5f };
     struct zpp_optim_segment *segments = calloc(2, sizeof *segments);
@@ -73,8 +73,8 @@ static struct zpp_delayed_step step_of(struct side *side, int k, bool low, zpp_o
                                                     .bytes = elems * bytes };
     }
     if (optim_file) {
-        step.pieces = pieces;
-        step.pieces_count = 2;
+        step.file_pieces = pieces;
+        step.file_pieces_count = 2;
         free(segments);
     } else {
         step.segments = segments;
@@ -131,7 +131,7 @@ static void train(zpp_device *device, bool low, bool tiered) {
         CHECK_EQUAL(memcmp(ours.grads[k % 2], wanted.grads[k % 2], ELEMS * 4), 0);
         CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
         zpp_delayed_publish(delayed, pool);
-        const struct zpp_delayed_step step = step_of(&ours, k, low, optim_file);
+        const struct zpp_step_plan step = step_of(&ours, k, low, optim_file);
         CHECK_OK(zpp_delayed_begin(delayed, &step, k < EXACT, pool, &err));
         if (optim_file) {
             struct zpp_optim_file_figures seen;
@@ -277,9 +277,9 @@ static void pass_files(struct unit_file_side *files, struct side *side, int k, b
     zpp_unit_file_figures(files->grads, &figures);
 }
 
-static struct zpp_delayed_step step_of_files(struct unit_file_side *files, struct side *side, int k, bool low,
+static struct zpp_step_plan step_of_files(struct unit_file_side *files, struct side *side, int k, bool low,
                                              zpp_optim_file *optim_file) {
-    struct zpp_delayed_step step = step_of(side, k, low, optim_file);
+    struct zpp_step_plan step = step_of(side, k, low, optim_file);
     const size_t bytes = low ? 2 : 4;
     unsigned char *mapping = zpp_unit_file_mapping(files->params),
     *grads = zpp_unit_file_mapping(files->grads) + files->mapping[k % 2];
@@ -287,20 +287,20 @@ static struct zpp_delayed_step step_of_files(struct unit_file_side *files, struc
     step.copies = NULL;
     step.copies_count = 0;
     for (size_t i = 0, at = 0; i < 2; i++) {
-        struct zpp_optim_segment *segment = optim_file ? &step.pieces[i].segment : &step.segments[i];
+        struct zpp_optim_segment *segment = optim_file ? &step.file_pieces[i].segment : &step.segments[i];
         segment->grad = grads + at * 4;
         if (low) segment->param_out = mapping + at * bytes;
         else segment->param = (float *)(void *)(mapping + at * bytes);
         at += segment->elems;
     }
     step.rests = calloc(1, sizeof *step.rests);
-    step.turns = calloc(2, sizeof *step.turns);
-    CHECK(step.rests && step.turns);
+    step.flips = calloc(2, sizeof *step.flips);
+    CHECK(step.rests && step.flips);
     step.rests[0] = (struct zpp_delayed_rest){ mapping + (low ? 2 : 3) * 4096, files->other_bytes };
     step.rests_count = 1;
-    step.turns[0] = files->unit;
-    step.turns[1] = files->other;
-    step.turns_count = 2;
+    step.flips[0] = files->unit;
+    step.flips[1] = files->other;
+    step.flips_count = 2;
     step.files = (struct zpp_step_files){ .params = files->params, .grads = files->grads, .next = true };
     return step;
 }
@@ -323,7 +323,7 @@ static void train_files(zpp_device *device, bool low, bool tiered) {
         CHECK(!zpp_delayed_failed(delayed));
         CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
         zpp_delayed_publish(delayed, NULL);
-        const struct zpp_delayed_step step = step_of_files(&files, &ours, k, low, optim_file);
+        const struct zpp_step_plan step = step_of_files(&files, &ours, k, low, optim_file);
         CHECK_OK(zpp_delayed_begin(delayed, &step, k < EXACT, NULL, &err));
         if (k < EXACT) {
             CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
@@ -337,7 +337,7 @@ static void train_files(zpp_device *device, bool low, bool tiered) {
     zpp_delayed_publish(delayed, NULL);
     pass_files(&files, &ours, STEPS, low);
     atomic_store(&plan.writes_left, 0);
-    const struct zpp_delayed_step step = step_of_files(&files, &ours, STEPS, low, optim_file);
+    const struct zpp_step_plan step = step_of_files(&files, &ours, STEPS, low, optim_file);
     CHECK_OK(zpp_delayed_begin(delayed, &step, false, NULL, &err));
     zpp_delayed_finish(delayed);
     atomic_store(&plan.writes_left, -1);
@@ -377,7 +377,7 @@ static void fail_each(zpp_device *device) {
         zpp_optim_file *optim_file = new_tier(&ours, true);
         zpp_delayed *delayed = NULL;
         CHECK_OK(zpp_delayed_create(device, &delayed, &err));
-        struct zpp_delayed_step step = step_of(&ours, 0, true, optim_file);
+        struct zpp_step_plan step = step_of(&ours, 0, true, optim_file);
         CHECK_OK(zpp_delayed_begin(delayed, &step, false, NULL, &err));
         CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
         step = step_of(&ours, 1, true, optim_file);
@@ -432,7 +432,7 @@ static void drop_all(zpp_device *device) {
     CHECK_OK(zpp_delayed_create(device, &delayed, &err));
     memcpy(before, ours.values, ELEMS * 4);
     for (int k = 0; k < 6; k++) {
-        const struct zpp_delayed_step step = step_of(&ours, k, false, NULL);
+        const struct zpp_step_plan step = step_of(&ours, k, false, NULL);
         CHECK_OK(zpp_delayed_begin(delayed, &step, k == 2, NULL, &err));
         if (k % 2) CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
         zpp_delayed_drop(delayed);

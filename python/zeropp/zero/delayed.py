@@ -36,7 +36,7 @@ class Delayed:
         self._aside = {unit.index: _aside(unit) for unit in engine.units if unit.trainable}
         for unit in engine.units:
             if unit.trainable:
-                unit.core.set_ahead(self._aside[unit.index].data_ptr())
+                unit.core.set_back_buffer(self._aside[unit.index].data_ptr())
         self._end = weakref.finalize(self, _end, engine.core, os.getpid())  # before the tier's, which was made earlier
         tiers = [tier for tier in (engine.states, engine.params_tier, engine.grads_tier) if tier is not None]
         for tier in tiers:

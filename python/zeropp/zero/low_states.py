@@ -60,7 +60,7 @@ def bind(unit: Unit, wanted: tuple[str, ...]) -> None:
         places += [0 if tensor is None else tensor.data_ptr() for tensor in held]
     master = 0 if unit.master is None else unit.master.data_ptr()
     kind = KINDS.index(unit.state_kind)
-    unit.core.set_low_adam(kind, master, unit.steps.data_ptr(), unit.first_param, unit.groups, *places)
+    unit.core.set_states(kind, master, unit.steps.data_ptr(), unit.first_param, unit.groups, *places)
 
 
 def read(unit: Unit, name: str, index: int) -> torch.Tensor:

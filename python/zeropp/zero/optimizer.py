@@ -348,16 +348,16 @@ class ZeroOptimizer(optim.Optimizer):
         wanted = tuple(filter(None, names))
         if unit.tiered is not None:
             self._require_room(unit.tiered, wanted)
-            unit.core.set_tiered_adam(unit.tiered.slice, unit.steps.data_ptr(), unit.groups)
+            unit.core.set_states_in_file(unit.tiered.slice, unit.steps.data_ptr(), unit.groups)
             unit.tiered.kinds = wanted
         elif unit.state_kind != "fp32":
             low_states.bind(unit, wanted)
         else:
             for name in wanted:
                 unit.state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=unit.state_dtype))
-            address = [unit.state[name].data_ptr() if name else 0 for name in names]
+            places = [place for name in names for place in (unit.state[name].data_ptr() if name else 0, 0)]
             master = 0 if unit.master is None else unit.master.data_ptr()
-            unit.core.set_adam(master, *address, unit.steps.data_ptr(), unit.first_param, unit.groups)
+            unit.core.set_states(0, master, unit.steps.data_ptr(), unit.first_param, unit.groups, *places)
         unit.bound = names
 
     def _require_room(self, tiered: TieredStates, wanted: tuple[str, ...]) -> None:

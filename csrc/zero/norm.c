@@ -1,0 +1,115 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * See norm.h.
+ */
+#include "norm.h"
+
+#include <stdlib.h>
+
+#include "../ops/norm/norm.h"
+
+/* What one shard is measured with: the pieces that have a gradient. */
+struct pieces {
+    struct zpp_norm_segment *segments;
+    double *sums;
+    uint64_t *bad; /* elements that are not finite */
+    size_t *params;
+    size_t count;
+};
+
+static void drop_pieces(struct pieces *pieces) {
+    free(pieces->segments);
+    free(pieces->sums);
+    free(pieces->bad);
+    free(pieces->params);
+}
+
+/* The pieces of shard `rank` of the unit. False: no memory. */
+static bool make_pieces(const struct zpp_step_shard *shard, int rank, struct pieces *out) {
+    const size_t capacity = shard->shape.params + 1;
+    struct zpp_piece *pieces = calloc(capacity, sizeof *pieces);
+    *out = (struct pieces){ .segments = calloc(capacity, sizeof *out->segments),
+                            .sums = calloc(capacity, sizeof *out->sums),
+                            .bad = calloc(capacity, sizeof *out->bad),
+                            .params = calloc(capacity, sizeof *out->params) };
+    const bool memory = pieces && out->segments && out->sums && out->bad && out->params;
+    const size_t found = memory ? zpp_unit_pieces(shard->owner->unit, rank, pieces) : 0;
+    for (size_t i = 0; i < found; i++) {
+        const void *grad = zpp_step_shard_grad(shard, &pieces[i]);
+        if (!grad) continue;
+        out->params[out->count] = pieces[i].param;
+        out->segments[out->count++] = (struct zpp_norm_segment){ grad, shard->shape.grad_dtype, pieces[i].elems };
+    }
+    free(pieces);
+    return memory;
+}
+
+static zpp_status norm_of_shard(const struct zpp_stepper *stepper, const struct zpp_step_shard *shard, int rank,
+                                struct zpp_shard_norm *out, struct zpp_err *err) {
+    const struct zpp_unit *unit = shard->owner->unit;
+    struct pieces pieces;
+    const bool memory = make_pieces(shard, rank, &pieces);
+    if (memory) zpp_norm_squares(pieces.segments, pieces.count, pieces.sums, pieces.bad, stepper->pool);
+    for (size_t i = 0; i < pieces.count; i++) {
+        out->squares += pieces.sums[i];
+        if (pieces.bad[i] && out->bad_param < 0) out->bad_param = (int64_t)pieces.params[i];
+    }
+    drop_pieces(&pieces);
+    if (out->bad_param >= 0) out->origins = zpp_zero_origins(stepper->zero, unit->index);
+    return memory ? ZPP_OK : zpp_fail(err, ZPP_NOMEM, "zero: no memory for the norm of unit %s", unit->name);
+}
+
+zpp_status zpp_norm_of_unit(const struct zpp_stepper *stepper, int unit, struct zpp_shard_norm *out,
+                            struct zpp_err *err) {
+    struct zpp_step_shard shard;
+    *out = (struct zpp_shard_norm){ 0.0, -1, 0 };
+    if (!zpp_step_shard_of(stepper, unit, false, &shard)) return ZPP_OK;
+    return norm_of_shard(stepper, &shard, shard.rank, out, err);
+}
+
+/* Read a gradient in a file, measure one shard of it and close the gradient again. */
+static zpp_status measure(const struct zpp_stepper *stepper, int unit, int rank, struct zpp_shard_norm *out,
+                          struct zpp_err *err) {
+    struct zpp_step_shard shard;
+    *out = (struct zpp_shard_norm){ 0.0, -1, 0 };
+    if (!stepper->units[unit].unit->trainable || !zpp_step_shard_of(stepper, unit, false, &shard)) return ZPP_OK;
+    zpp_status status = zpp_zero_grad_open(stepper->zero, unit, err);
+    if (status == ZPP_OK) status = norm_of_shard(stepper, &shard, rank, out, err);
+    return status == ZPP_OK ? zpp_zero_grad_close(stepper->zero, unit, err) : status;
+}
+
+static zpp_status measure_units(const struct zpp_stepper *stepper, int rank, struct zpp_shard_norm *row,
+                                struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    for (int u = stepper->units_count - 1; u >= 0 && status == ZPP_OK; u--)
+        status = measure(stepper, u, rank, &row[u], err);
+    return status;
+}
+
+/* Local gradients are the same on every rank, so each rank measures all shards. */
+static zpp_status measure_local(const struct zpp_stepper *stepper, struct zpp_shard_norm *norms, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    for (int rank = 0; rank < zpp_zero_ranks(stepper->zero) && status == ZPP_OK; rank++)
+        status = measure_units(stepper, rank, &norms[(size_t)rank * (size_t)stepper->units_count], err);
+    return status;
+}
+
+zpp_status zpp_norm_of_all(const struct zpp_stepper *stepper, struct zpp_shard_norm *norms, const struct zpp_wait *wait,
+                           struct zpp_err *err) {
+    const size_t units = (size_t)stepper->units_count;
+    if (zpp_zero_grads_are_local(stepper->zero)) return measure_local(stepper, norms, err);
+    if (!units) return ZPP_OK;
+    struct zpp_shard_norm *own = calloc(units, sizeof *own);
+    if (!own) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the norms of %zu units", units);
+    zpp_status status = measure_units(stepper, zpp_zero_rank(stepper->zero), own, err);
+    if (status == ZPP_OK) status = zpp_zero_gather_norms(stepper->zero, own, units * sizeof *own, norms, wait, err);
+    free(own);
+    return status;
+}
+
+double zpp_norm_squares_of(const struct zpp_shard_norm *norms, int units, int ranks) {
+    double squares = 0.0;
+    for (int unit = 0; unit < units; unit++)
+        for (int rank = 0; rank < ranks; rank++) squares += norms[rank * units + unit].squares;
+    return squares;
+}

@@ -1,0 +1,140 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The plan of an optimizer's step: which elements are stepped, with which gradient, states and rates, and where the
+ * new values go. All three kinds of step are planned here:
+ *
+ *   after the backward    zpp_step_plan_make, zpp_step_plan_run        between zpp_zero_step_begin and _end
+ *   in the backward       zpp_step_plan_add, zpp_step_plan_run_unit    one unit at a time (step_in_backward.h)
+ *   delayed               zpp_delayed_plan, zpp_delayed_begin          in a thread of its own (step_delayed.h)
+ *
+ * The stepper has what the steps of one coordinator work on. Its units have the numbers of the coordinator's; the
+ * caller fills in where their states are, and holds the gradients that are local.
+ *
+ * Gradients are *local* (whole, at the addresses that the caller gives: one rank, or stage 0 after its all-reduce) or
+ * *sharded* (this rank's reduced shard). A plan consists of pieces: the part of one parameter in one shard.
+ *
+ * Threads: one at a time for each stepper; a plan is run by any one thread.
+ */
+#ifndef ZPP_ZERO_STEP_PLAN_H
+#define ZPP_ZERO_STEP_PLAN_H
+
+#include "../ops/adam/adam.h"
+#include "no_master.h"
+#include "optim_file.h"
+#include "zero.h"
+
+/* Where the optimizer's states of this rank's shard are. All addresses are borrowed; all zero: the unit is not stepped.
+ */
+struct zpp_unit_states {
+    float *master;                /* NULL: the parameters are the master (fp32, fp64), or bf16 has none */
+    enum zpp_moments_kind kind;
+    struct zpp_moment moments[3]; /* by enum zpp_moments_which; of fp32, `codes` are floats (of an fp64 unit doubles) */
+    uint64_t first_param;         /* number of the unit's first parameter in the model */
+    int64_t *steps;               /* [params] taken so far; the plan counts them */
+    int *groups;                  /* [params]; -1: in no group; from malloc, owned by the stepper */
+    bool in_file;                 /* master and moments are shard `file_shard` of the optimizer file */
+    int file_shard;
+};
+
+struct zpp_step_unit {
+    struct zpp_unit *unit; /* borrowed from the coordinator */
+    struct zpp_unit_states states;
+    const void **local_grads;   /* [params], owned by the stepper; entries are borrowed; NULL: no gradient */
+    unsigned char *back_buffer; /* borrowed; where a delayed step puts new values of the shard; fp32: the master */
+};
+
+struct zpp_stepper {
+    zpp_zero *zero;             /* borrowed */
+    zpp_pool *pool;             /* borrowed; NULL: one thread */
+    zpp_optim_file *optim_file; /* borrowed; NULL: all states are in memory */
+    struct zpp_step_unit *units;
+    int units_count;
+};
+
+/* Fill `out` for a sealed coordinator; end with zpp_stepper_fini (all zero is fine). */
+zpp_status zpp_stepper_init(zpp_zero *zero, zpp_pool *pool, struct zpp_stepper *out, struct zpp_err *err);
+void zpp_stepper_fini(struct zpp_stepper *stepper);
+
+/* True if gradients are local, false if they are sharded. */
+bool zpp_zero_grads_are_local(const zpp_zero *zero);
+
+/* --- shards ------------------------------------------------------------------------------------------------------- */
+
+/* The elements of a unit that this rank steps: its shard, or all of them where gradients are local. */
+struct zpp_step_shard {
+    const struct zpp_step_unit *owner;
+    struct zpp_unit shape;      /* a copy of the unit whose shards are cut that way */
+    int rank;                   /* the number of the shard in `shape` */
+    size_t begin_elems;         /* of the unit's flat buffer */
+    unsigned char *values;
+    const unsigned char *grads; /* sharded gradients only; where they are in a file: addresses of its mapping */
+    const uint8_t *present;     /* [params], sharded gradients only */
+};
+
+/* Return false where the unit has no gradient on this rank. `delayed`: sharded gradients are those in the back buffer.
+ */
+bool zpp_step_shard_of(const struct zpp_stepper *stepper, int unit, bool delayed, struct zpp_step_shard *out);
+/* Return the address of a piece's gradient; NULL where its parameter has none. */
+const void *zpp_step_shard_grad(const struct zpp_step_shard *shard, const struct zpp_piece *piece);
+
+/* --- plans -------------------------------------------------------------------------------------------------------- */
+
+/* New values in the back buffer, and the place in the shard that they are published to. `fill`: copy the shard's values
+ * to the back buffer before the step. */
+struct zpp_delayed_copy {
+    void *to, *from;
+    size_t bytes;
+    bool fill;
+};
+
+/* Bytes of the file of parameters that a delayed step does not change, in a unit that it flips. */
+struct zpp_delayed_rest {
+    const void *address; /* in the mapping */
+    size_t bytes;
+};
+
+/* The arrays are from malloc (NULL: empty); what they point to is borrowed. All zero is an empty plan; end with
+ * zpp_step_plan_drop. */
+struct zpp_step_plan {
+    double grad_scale; /* multiplies every gradient */
+    struct zpp_optim_segment *segments; /* states in memory */
+    size_t segments_count, segments_capacity;
+    struct zpp_optim_file_piece *file_pieces; /* states in the optimizer file */
+    size_t file_pieces_count, file_pieces_capacity;
+    struct zpp_no_master_piece *no_master; /* bf16 without an fp32 master */
+    size_t no_master_count, no_master_capacity;
+    struct zpp_adam_f64_segment *f64;
+    size_t f64_count, f64_capacity;
+    struct zpp_step_files files; /* where parameters and gradients are */
+    zpp_optim_file *optim_file;  /* borrowed; NULL: there are no file_pieces */
+
+    bool delayed; /* new values go to back buffers, and the rest of these fields is used */
+    struct zpp_delayed_copy *copies;
+    size_t copies_count, copies_capacity;
+    struct zpp_delayed_rest *rests;
+    size_t rests_count, rests_capacity;
+    int *flips; /* units of files.params, by their numbers there, whose two copies are exchanged when published */
+    size_t flips_count, flips_capacity;
+};
+
+/* What `groups` have for each parameter group: rates, and which moments the update has (any address that is not NULL).
+ */
+/* A plan over all units that have gradients; counts a step of each parameter that is stepped. An error leaves nothing
+ * to drop. */
+zpp_status zpp_step_plan_make(const struct zpp_stepper *stepper, const struct zpp_optim_segment *groups,
+                              double grad_scale, bool delayed, struct zpp_step_plan *plan, struct zpp_err *err);
+/* Add one unit to a plan whose grad_scale, files and optim_file are set. */
+zpp_status zpp_step_plan_add(const struct zpp_stepper *stepper, int unit, const struct zpp_optim_segment *groups,
+                             struct zpp_step_plan *plan, struct zpp_err *err);
+void zpp_step_plan_drop(struct zpp_step_plan *plan);
+
+/* Do all of it; the segments are changed. `*inconsistent`: some parameters were stepped and others not. `fault` is
+ * written on status TIER only. */
+zpp_status zpp_step_plan_run(struct zpp_step_plan *plan, zpp_pool *pool, bool *inconsistent,
+                             struct zpp_aio_fault *fault, struct zpp_err *err);
+/* The same for one unit inside the backward: its parameters and gradients are in memory, and the optimizer file is
+ * between zpp_optim_file_backward_step_begin and _end. */
+zpp_status zpp_step_plan_run_unit(struct zpp_step_plan *plan, zpp_pool *pool, struct zpp_aio_fault *fault,
+                                  struct zpp_err *err);
+
+#endif
