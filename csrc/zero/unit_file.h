@@ -21,8 +21,8 @@
  *
  * Writers: each rank its own shards, between zpp_zero_step_begin and _end, when nobody has entered a unit.
  *
- * For a step that runs while units are loaded (step_delayed.h) the file has two copies of a unit: loads and copies have to
- * do with the one that is *now*, the step writes the one that is *next*, and a turn exchanges the two.
+ * For a step that runs while units are loaded (step_delayed.h) the file has two copies of a unit: loads and copies use
+ * the *current* one, the step writes the *next* one, and a flip exchanges the two.
  *
  *   file   | first copies of all units | second ones of those that were asked for |
  *
