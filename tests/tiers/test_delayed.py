@@ -39,11 +39,17 @@ def test_delayed(ranks_case: tuple[int, str], outcomes: Any) -> None:
             "Offload.delayed_update: True is not allowed; wanted a whole number >= 0",
         ),
         (lambda: Offload(delayed_update=-1), "Offload.delayed_update: -1 is not allowed"),
-        (lambda: Config(offload=Offload(delayed_update=3)), "None with offload.optimizer on 'device'"),
-        (lambda: Config(stage=0, offload=Offload(optimizer="cpu", delayed_update=3)), "'device' at stage 0"),
+        (
+            lambda: Config(offload=Offload(delayed_update=3)),
+            "does not combine with Config.offload.optimizer.kind='device'",
+        ),
+        (
+            lambda: Config(stage=0, offload=Offload(optimizer="cpu", delayed_update=3)),
+            "'cpu' does not combine with Config.stage=0",
+        ),
         (
             lambda: Config(offload=Offload(params="nvme", path="/tmp", delayed_update=3)),
-            "None with offload.optimizer on 'device'",
+            "does not combine with Config.offload.optimizer.kind='device'",
         ),
     ],
 )

@@ -26,13 +26,16 @@ def test_backward_step(ranks_case: tuple[int, str], outcomes: Any) -> None:
     ("more", "said"),
     [
         ({"step_in_backward": 1}, "step_in_backward: 1 is not allowed; wanted True or False"),
-        ({"clip": 1.0}, "wanted False with clip=1.0: clipping needs the norm of all gradients"),
-        ({"precision": "fp16"}, "wanted False with fp16"),
-        ({"stage": 0}, "wanted False at stage 0"),
-        ({"offload": Offload(optimizer="cpu", delayed_update=3)}, "wanted False with offload.delayed_update"),
+        ({"clip": 1.0}, "does not combine with Config.clip=1.0: clipping needs the norm of all gradients"),
+        ({"precision": "fp16"}, "does not combine with Config.precision='fp16'"),
+        ({"stage": 0}, "does not combine with Config.stage=0"),
+        (
+            {"offload": Offload(optimizer="cpu", delayed_update=3)},
+            "does not combine with Config.offload.delayed_update=3",
+        ),
         (
             {"offload": Offload(grads="nvme", path="/tmp")},
-            "offload.grads on 'device': a gradient lives until its unit is stepped",
+            "Config.offload.grads.kind='nvme' and Config.accumulate=1: a gradient lives until its unit is stepped",
         ),
         ({"offload": Offload(grads="nvme", path="/tmp")}, "say how many with accumulate="),
     ],

@@ -52,5 +52,5 @@ def test_refusals() -> None:
             zeropp.prepare(model, optimizer(model.parameters(), lr=0.1), config)
     for kind in ("optimizer", "params", "grads"):
         offload = zeropp.Offload(**{kind: zeropp.Tier("nvme", path="/tmp")})
-        with pytest.raises(zeropp.ConfigError, match=f"Precision.state: 'bf16' is not built yet; .*offload.{kind}"):
+        with pytest.raises(zeropp.ConfigError, match=f"Precision.state: 'bf16' does not combine with .*offload.{kind}"):
             zeropp.Config(precision=zeropp.Precision(state="bf16"), offload=offload)

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
+from zeropp import compat
 from zeropp.config.reading import build, fields_of, not_a_config
 from zeropp.config.sections import Comm, LossScale, Offload, Precision
 from zeropp.config.values import (
     DTYPES,
     TORCH_DTYPES,
     finite,
+    flag,
     instance,
     nearest,
-    not_yet,
     one_of,
     refuses_unknown,
     whole,
@@ -106,30 +107,24 @@ class Config:
     error that names it, a slow rank or link a warning."""
 
     def __post_init__(self) -> None:
-        for name in ("preflight", "sync_buffers", "custom_optimizer"):
-            if not isinstance(getattr(self, name), bool):
-                raise wrong(f"Config.{name}", getattr(self, name), "True or False")
+        for name in ("preflight", "sync_buffers", "custom_optimizer", "step_in_backward"):
+            flag(f"Config.{name}", getattr(self, name))
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in (0, 1, 2, 3):
             raise wrong("Config.stage", self.stage, "0, 1, 2 or 3")
         self._check_precision()
         self._check_units()
         self._check_ignored()
         one_of("Config.host_copy", self.host_copy, ("auto", "off"))
-        if not isinstance(self.prefetch, str) or self.prefetch != "auto":
-            if isinstance(self.prefetch, str):
-                raise wrong(
-                    "Config.prefetch",
-                    self.prefetch,
-                    f"'auto' or a number of bytes >= 0{nearest(self.prefetch, ['auto'])}",
-                )
-            whole("Config.prefetch", self.prefetch, 0, "bytes, or 'auto'")
+        self._check_prefetch()
         whole("Config.bucket_bytes", self.bucket_bytes, 0, "bytes")
         whole("Config.accumulate", self.accumulate, 1, "micro-steps a step")
         self._check_clip()
         self._check_device()
-        self._check_offload()
-        self._check_comm()
-        self._check_step_in_backward()
+        instance("Config.offload", self.offload, Offload)
+        instance("Config.comm", self.comm, Comm)
+        if self.comm.secondary_shard not in (0, "host"):
+            raise wrong("Config.comm.secondary_shard", self.comm.secondary_shard, "'host', or 0 for none")
+        compat.check(facts_of(self))
 
     @property
     def dtype_name(self) -> str | None:
@@ -185,8 +180,14 @@ class Config:
                     "Config.loss_scale", value, "None (dynamic), a finite number above 0 (fixed), or LossScale(...)"
                 )
             object.__setattr__(self, "loss_scale", LossScale(init=float(value), least=float(value), dynamic=False))
-        if not self.scales_loss:
-            raise wrong("Config.loss_scale", value, f"None with precision {self.dtype_name!r}: only fp16 needs a scale")
+
+    def _check_prefetch(self) -> None:
+        if isinstance(self.prefetch, str):
+            if self.prefetch != "auto":
+                wanted = f"'auto' or a number of bytes >= 0{nearest(self.prefetch, ['auto'])}"
+                raise wrong("Config.prefetch", self.prefetch, wanted)
+        else:
+            whole("Config.prefetch", self.prefetch, 0, "bytes, or 'auto'")
 
     def _check_units(self) -> None:
         units: Any = self.units
@@ -239,111 +240,6 @@ class Config:
         except (RuntimeError, TypeError, ValueError) as error:
             raise wrong("Config.device", self.device, wanted) from error
 
-    def _check_offload(self) -> None:
-        instance("Config.offload", self.offload, Offload)
-        for name, least in (("params", 3), ("grads", 2), ("optimizer", 1), ("activations", 0)):
-            tier = getattr(self.offload, name)
-            if tier.kind == "device":
-                continue
-            if self.stage < least:
-                raise wrong(
-                    f"Config.offload.{name}.kind",
-                    tier.kind,
-                    f"'device' at stage {self.stage}: this kind is partitioned from stage {least} on",
-                )
-            if tier.kind == "nvme" and name != "activations" and self.state_name != "fp32":
-                raise not_yet(
-                    "Precision.state",
-                    self.state_name,
-                    f"leave it out with offload.{name} on 'nvme': a step that streams through files takes fp32 states",
-                )
-            if tier.kind == "nvme" and name in ("params", "optimizer", "grads") and self.master_name != "fp32":
-                raise not_yet(
-                    "Precision.master",
-                    self.master_name,
-                    f"leave it out with offload.{name} on 'nvme': a step that streams through files updates an fp32 copy",
-                )
-
-        if self.offload.delayed_update is not None:
-            self._check_delayed()
-        params: Any = self.offload.params
-        if self.stored_name is not None and params.kind == "device":
-            raise wrong(
-                "Precision.stored",
-                self.stored_name,
-                "None with offload.params on 'device': it is for weights on 'nvme' or 'cpu'",
-            )
-
-    def _check_delayed(self) -> None:
-        path, steps, offload = "Config.offload.delayed_update", self.offload.delayed_update, self.offload
-        if self.master_name != "fp32":
-            raise not_yet("Precision.master", self.master_name, "leave it out with offload.delayed_update")
-        if offload.optimizer.kind == "device":  # type: ignore[union-attr]
-            raise wrong(
-                path, steps, "None with offload.optimizer on 'device'; it hides a step of states on 'cpu' or 'nvme'"
-            )
-
-    def _check_step_in_backward(self) -> None:
-        path, value = "Config.step_in_backward", self.step_in_backward
-        if not isinstance(value, bool):
-            raise wrong(path, value, "True or False")
-        if not value:
-            return
-        if self.clip is not None:
-            raise wrong(
-                path,
-                value,
-                f"False with clip={self.clip}: clipping needs the norm of all gradients before the first step",
-            )
-        if self.scales_loss:
-            raise wrong(
-                path, value, "False with fp16: its loss scale looks at all gradients before the first step; or bf16"
-            )
-        if self.stage == 0:
-            raise wrong(path, value, "False at stage 0, or stage 1, 2 or 3: it steps this rank's slices")
-        if self.offload.delayed_update is not None:
-            raise wrong(
-                path,
-                value,
-                "False with offload.delayed_update, which hides the step beside the next pass; one of the two",
-            )
-        if self.offload.grads.kind == "nvme" and self.accumulate == 1:  # type: ignore[union-attr]
-            raise wrong(
-                path,
-                value,
-                "False with offload.grads on 'nvme', or offload.grads on 'device': a gradient lives until its unit is stepped, in the same "
-                "backward, so there is nothing to keep in a file; where several backwards make a step, say how many with accumulate=, since "
-                "inside no_sync alone ranks hold their gradients back in memory",
-            )
-
-    def _check_comm(self) -> None:
-        instance("Config.comm", self.comm, Comm)
-        if self.stage < 3 and (self.comm.params != "exact" or self.comm.secondary_shard):
-            raise wrong(
-                "Config.comm.params",
-                self.comm.params,
-                f"'exact' and no secondary_shard at stage {self.stage}: parameters are gathered at stage 3 only",
-            )
-        if self.comm.params != "exact" and self.offload.params.kind == "nvme":  # type: ignore[union-attr]
-            raise wrong(
-                "Config.comm.params",
-                self.comm.params,
-                "'exact' with offload.params on 'nvme': the ranks of a host share what they read, and send nothing",
-            )
-        reduce = self.precision.reduce if isinstance(self.precision, Precision) else None
-        if reduce in ("bf16", "fp16") and reduce != self.dtype_name and self.comm.grads != "exact":
-            raise wrong(
-                "Config.comm.grads",
-                self.comm.grads,
-                f"'exact' with Precision(reduce={reduce!r}): each says what travels",
-            )
-        if self.stage < 2 and self.comm.grads != "exact":
-            raise not_yet(
-                "Config.comm.grads", self.comm.grads, f"leave it at 'exact' at stage {self.stage}, or use 2 or 3"
-            )
-        if self.comm.secondary_shard not in (0, "host"):
-            raise not_yet("Config.comm.secondary_shard", self.comm.secondary_shard, "use 'host', or 0 for none")
-
     @classmethod
     def from_json(cls, source: str | os.PathLike[str] | Mapping[str, Any], *, ranks: int | None = None) -> Config:
         """Reads zeropp's own keys, and DeepSpeed's JSON as it is.
@@ -364,6 +260,25 @@ class Config:
             if not path:
                 raise
             raise ConfigError(f"{error} (of the file: {path})") from None
+
+
+def facts_of(config: Config) -> dict[str, Any]:
+    """Return what a configuration says, for :mod:`zeropp.compat`."""
+    precision = config.precision if isinstance(config.precision, Precision) else Precision(param=config.precision)
+    tiers: dict[str, Any] = {
+        name: getattr(config.offload, name) for name in ("params", "grads", "optimizer", "activations")
+    }
+    plain = ("stage", "loss_scale", "host_copy", "accumulate", "clip", "custom_optimizer", "step_in_backward")
+    return {
+        **{f"Config.{name}": getattr(config, name) for name in plain},
+        **{f"Precision.{one.name}": getattr(precision, one.name) for one in dataclasses.fields(Precision)},
+        "Precision.master": config.master_name,
+        "Precision.state": config.state_name,
+        "Config.precision": "fp16" if config.scales_loss else config.dtype_name,
+        **{f"Config.offload.{name}.kind": tier.kind for name, tier in tiers.items()},
+        "Config.offload.delayed_update": config.offload.delayed_update,
+        **{f"Config.comm.{one.name}": getattr(config.comm, one.name) for one in dataclasses.fields(Comm)},
+    }
 
 
 def as_config(given: Any, caller: str) -> Config:

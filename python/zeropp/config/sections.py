@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from zeropp import compat
 from zeropp.config.values import (
     DTYPES,
     STATES,
@@ -191,29 +192,9 @@ class Precision:
             if value is not None:
                 one_of(f"Precision.{one.name}", value, {"state": STATES, "stored": STORED}.get(one.name, DTYPES))
 
-        self._check_together()
-
-    def _check_together(self) -> None:
-        if self.master == "fp16" or (self.master == "bf16" and self.param not in (None, "bf16")):
-            raise wrong(
-                "Precision.master",
-                self.master,
-                f"'fp32' or None with param={self.param!r}; 'bf16' is for parameters in bf16",
-            )
-        if self.param in ("bf16", "fp16") and self.compute not in (None, self.param):
-            raise wrong(
-                "Precision.compute",
-                self.compute,
-                f"{self.param!r} or None with param={self.param!r}: what is held in 16 bits computes in them",
-            )
-        if self.param is None and self.compute == "fp32":
-            raise wrong("Precision.compute", self.compute, "None, or param='fp32' with it")
-        if self.accumulate not in (None, "fp32") and not self.accumulate == self.param == (self.reduce or self.param):
-            raise wrong(
-                "Precision.accumulate",
-                self.accumulate,
-                f"'fp32' or None with param={self.param!r} and reduce={self.reduce!r}: sums are in fp32, or in the one type of both",
-            )
+        if self.master == "fp16":
+            raise wrong("Precision.master", self.master, "'fp32' or None; or 'bf16', for parameters in bf16")
+        compat.check({f"Precision.{one.name}": getattr(self, one.name) for one in dataclasses.fields(self)})
 
     @property
     def autocast(self) -> str | None:

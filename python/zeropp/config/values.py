@@ -48,8 +48,8 @@ def wrong(path: str, value: object, wanted: str) -> ConfigError:
 
 
 def not_yet(path: str, value: object, instead: str) -> ConfigError:
-    """The error for a value that is planned but not built."""
-    return ConfigError(f"{path}: {shown(value)} is not built yet; {instead}")
+    """Return the error for a value that others know and zeropp does not have."""
+    return ConfigError(f"{path}: {shown(value)} is not supported; {instead}")
 
 
 def refuses_unknown(cls: type[T]) -> type[T]:
@@ -76,6 +76,11 @@ def one_of(path: str, value: object, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in allowed:
         close = nearest(value, allowed) if isinstance(value, str) else ""
         raise wrong(path, value, f"one of {', '.join(map(repr, allowed))}{close}")
+
+
+def flag(path: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise wrong(path, value, "True or False")
 
 
 def whole(path: str, value: object, least: int, what: str) -> None:
