@@ -22,7 +22,8 @@ void zpp_convert_bf16_to_f32_avx2(void *dst_elems, const void *src_elems, size_t
     for (; i < elems; ++i) dst[i] = zpp_bf16_to_f32(src[i]);
 }
 
-/* zpp_bf16_from_f32 on eight lanes: add 0x7fff plus the lowest kept bit, cut; a NaN is cut and made quiet instead. */
+/* zpp_bf16_from_f32 on eight lanes: add 0x7fff plus the lowest kept bit, and truncate; a NaN is truncated and made
+ * quiet. */
 static __m256i bf16_lanes(__m256i bits) {
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * CPU levels: cpu.h. CPUID says what the CPU can do; XGETBV says which registers the operating system saves at a
+ * CPU levels: cpu.h. CPUID lists the instruction sets; XGETBV lists the registers that the operating system saves at a
  * context switch, without which the instructions fault or lose their values. This file is built for the baseline.
  */
 #include "cpu.h"

@@ -26,16 +26,17 @@
 
 enum zpp_cpu_level { ZPP_CPU_SCALAR, ZPP_CPU_AVX2, ZPP_CPU_AVX512, ZPP_CPU_LEVELS };
 
-/* The level to use: what the machine has, lowered by ZEROPP_CPU. */
+/* Return the level to use: that of the machine, lowered by ZEROPP_CPU. */
 enum zpp_cpu_level zpp_cpu_level(void);
-/* What the machine has. */
+/* Return the level of the machine. */
 enum zpp_cpu_level zpp_cpu_detected(void);
-/* Carry-less multiplication (PCLMULQDQ), for *_pclmul.c: it comes with no level. False where ZEROPP_CPU=scalar. */
+/* True if the CPU has carry-less multiplication (PCLMULQDQ), for *_pclmul.c; no level implies it. False where
+ * ZEROPP_CPU=scalar. */
 bool zpp_cpu_has_pclmul(void);
-/* INVALID if ZEROPP_CPU is set to no level, or to one that this machine lacks (zpp_cpu_level is then the detected one).
+/* Return INVALID if ZEROPP_CPU names no level, or one that this machine lacks (zpp_cpu_level is then the detected one).
  * The binding calls it at import, so that a wrong value is an error and not a silent choice. */
 zpp_status zpp_cpu_check(struct zpp_err *err);
-/* "scalar", "avx2", "avx512"; "unknown" for a value that is none. */
+/* Return "scalar", "avx2" or "avx512", and "unknown" for any other value. */
 const char *zpp_cpu_level_name(enum zpp_cpu_level level);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * CRC-32 as in zlib, gzip and Ethernet (polynomial 0x04c11db7, bits reflected): the checksum of checkpoints
- * (docs/checkpoint-format.md). Finds every error burst of up to 32 bits in a block; it proves nothing against malice.
+ * (docs/checkpoint-format.md). It detects every error burst of up to 32 bits in a block, but not deliberate changes.
  *
  *   zpp_crc32(0, "123456789", 9) == 0xcbf43926
  *   zpp_crc32(zpp_crc32(0, a, a_bytes), b, b_bytes) is the sum of a followed by b
@@ -17,14 +17,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The sum of what came before (`crc`; 0: nothing) followed by [data, data + bytes). */
+/* Return the sum of earlier bytes, whose sum is `crc` (0: none), followed by [data, data + bytes). */
 uint32_t zpp_crc32(uint32_t crc, const void *data, size_t bytes);
-/* The same, and the bytes are copied to `to` in the same pass. They must not overlap. */
+/* Return the same sum, and copy the bytes to `to` in the same pass. They must not overlap. */
 uint32_t zpp_crc32_copy(uint32_t crc, void *restrict to, const void *restrict from, size_t bytes);
 
-/* The two versions, for tests and crc32.c. `to` may be NULL: no copy. The state is the sum with all its bits flipped.
- * zpp_crc32_fold needs zpp_cpu_has_pclmul and takes a multiple of 16 bytes, 64 or more. It leaves 16 bytes in `rest`:
- * the state after all bytes is zpp_crc32_by_tables(0, NULL, rest, 16). */
+/* The two versions, for tests and crc32.c. With `to` NULL nothing is copied. The state is the sum with its bits
+ * flipped. zpp_crc32_fold needs zpp_cpu_has_pclmul and takes a multiple of 16 bytes, 64 or more. It leaves 16 bytes in
+ * `rest`: the state after all bytes is zpp_crc32_by_tables(0, NULL, rest, 16). */
 uint32_t zpp_crc32_by_tables(uint32_t state, void *to, const void *from, size_t bytes);
 void zpp_crc32_fold(uint32_t state, void *to, const void *from, size_t bytes, unsigned char rest[16]);
 

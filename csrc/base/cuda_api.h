@@ -10,7 +10,7 @@
 
 #include "status.h"
 
-/* As the driver's own header spells them, so that the rows of cuda_api.def can be compared with it. */
+/* Types are spelled as in the driver's own header, so that the rows of cuda_api.def can be compared with it. */
 typedef int CUresult;
 typedef int CUdevice;
 typedef unsigned long long CUdeviceptr;
@@ -36,11 +36,11 @@ struct zpp_cuda_api {
 #undef CU
 };
 
-/* The driver's functions, loaded once. NOT_BUILT, saying what was tried, where there is no driver. Loads the library,
- * but does not initialise CUDA: call cuInit before all but cuDriverGetVersion. `*out` is static. */
+/* Load the driver's functions, once. Return NOT_BUILT with the names that were tried where there is no driver. The call
+ * does not initialise CUDA: call cuInit before all but cuDriverGetVersion. `*out` is static. */
 zpp_status zpp_cuda_api(const struct zpp_cuda_api **out, struct zpp_err *err);
 
-/* DEVICE (NOMEM when out of memory): "`what`: CUDA_ERROR_...: text". `api` as above, `result` not success. */
+/* Return DEVICE (NOMEM when out of memory) with "`what`: CUDA_ERROR_...: text". `result` is not success. */
 zpp_status zpp_cuda_fail(const struct zpp_cuda_api *api, CUresult result, struct zpp_err *err, const char *what);
 
 #endif

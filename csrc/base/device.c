@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The seam: each call of device.h goes to the fill of its device.
+ * Forwards each call of device.h to the implementation of its device.
  */
 #include "device.h"
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The one seam for devices: memory, streams, events, ordered operations. csrc/zero and csrc/comm are written against it
- * only, and never know which of the fills runs below:
+ * The interface to devices: memory, streams, events, ordered operations. csrc/zero and csrc/comm use it only, and do
+ * not know which of the implementations runs below:
  *
  *   cpu   device_cpu.c    a stream is the calling thread, a queue that callers drive, or a thread of its own
  *   cuda  device_cuda.c   the CUDA driver API, found with dlopen; streams and events are the driver's
@@ -24,7 +24,7 @@ typedef struct zpp_event zpp_event;
 
 enum zpp_stream_kind {
     /* Computation. cpu: the calling thread itself, so launch runs at once and waits block the caller.
-     * cuda: a stream that belongs to somebody else (torch's current stream), set by zpp_stream_adopt. */
+     * cuda: a stream that this device does not own (torch's current stream), set by zpp_stream_adopt. */
     ZPP_STREAM_HOST,
     /* Work beside the computation. cpu: a queue without a thread; whatever can run without waiting runs inside
      * zpp_stream_launch and zpp_stream_poll, the rest inside zpp_event_sync. This costs no hand-over and no core. */
@@ -47,7 +47,8 @@ struct zpp_sim_options {
     uint32_t max_delay_us; /* each operation waits 0..max_delay_us before it runs; 0 = only yields, still any order */
 };
 zpp_status zpp_device_sim_create(const struct zpp_sim_options *options, zpp_device **out, struct zpp_err *err);
-/* sim only: bytes of freed memory that somebody wrote after the free, among the last 64 blocks (16 MiB) at least. */
+/* sim only: return the bytes of freed memory that were written after the free, among the last 64 blocks (16 MiB) at
+ * least. */
 size_t zpp_device_sim_late_bytes(zpp_device *device);
 void zpp_device_destroy(zpp_device *device); /* NULL is fine */
 const char *zpp_device_name(const zpp_device *device); /* "cpu", "cuda", "sim" */
@@ -59,8 +60,8 @@ void zpp_device_free(zpp_device *device, void *memory, size_t bytes);
 /* --- streams ----------------------------------------------------------------------------------------------------- */
 zpp_status zpp_stream_create(zpp_device *device, enum zpp_stream_kind kind, const char *name, zpp_stream **out,
                              struct zpp_err *err);
-void zpp_stream_destroy(zpp_stream *stream); /* waits for what it holds; NULL is fine */
-/* HOST streams of cuda: the driver's stream to use from now on. */
+void zpp_stream_destroy(zpp_stream *stream); /* waits for its operations; NULL is fine */
+/* Use the driver's stream `native` from now on; for HOST streams of cuda. */
 void zpp_stream_adopt(zpp_stream *stream, void *native);
 
 /* `arg` is copied (at most ZPP_OP_ARG_BYTES). An operation that fails leaves its error in the stream: every later
@@ -68,18 +69,19 @@ void zpp_stream_adopt(zpp_stream *stream, void *native);
 enum { ZPP_OP_ARG_BYTES = 128 };
 zpp_status zpp_stream_launch(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes, struct zpp_err *err);
 zpp_status zpp_stream_copy(zpp_stream *stream, void *dst, const void *src, size_t bytes, struct zpp_err *err);
-/* Run what can run without waiting (cpu QUEUE streams; a no-op elsewhere). OK: nothing is left, AGAIN: something is. */
+/* Run what can run without waiting (cpu QUEUE streams; a no-op elsewhere). Return OK if nothing is left, else AGAIN. */
 zpp_status zpp_stream_poll(zpp_stream *stream, struct zpp_err *err);
 
 /* --- events ------------------------------------------------------------------------------------------------------ */
 zpp_status zpp_event_create(zpp_device *device, zpp_event **out, struct zpp_err *err);
-void zpp_event_destroy(zpp_event *event); /* NULL is fine; nobody may be waiting */
-/* Stands for everything launched on `stream` so far. Recording again moves it. An event never recorded is complete. */
+void zpp_event_destroy(zpp_event *event); /* NULL is fine; no thread may be waiting */
+/* Make the event stand for everything launched on `stream` so far. Recording again moves it. An event that was never
+ * recorded is complete. */
 zpp_status zpp_event_record(zpp_event *event, zpp_stream *stream, struct zpp_err *err);
-/* Later operations of `stream` run after `event`. HOST streams of cpu have no later operations: the caller waits here,
- * as in zpp_event_sync. `wait` is used in that case only. */
+/* Make later operations of `stream` run after `event`. HOST streams of cpu have no later operations: there the caller
+ * waits, as in zpp_event_sync. `wait` is used in that case only. */
 zpp_status zpp_stream_wait(zpp_stream *stream, zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);
-/* The host waits: OK when complete, AGAIN when wait is NULL and it is not, or the error that its stream holds. */
+/* Wait on the host. Return OK when complete, AGAIN when wait is NULL and it is not, or the error of its stream. */
 zpp_status zpp_event_sync(zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);
 
 #endif

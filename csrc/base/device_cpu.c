@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The device cpu: HOST streams run in the caller, QUEUE streams are driven by callers, THREAD streams have a thread.
- * What a stream is stands in device_host.c.
+ * device_host.c implements the streams.
  */
 #include <stdlib.h>
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The device cuda: the seam over the CUDA driver API (cuda_api.h), in the primary context of its ordinal, which is also
- * torch's. So memory, streams and events are of one kind with torch's, and its current stream can be adopted.
+ * The device cuda: device.h over the CUDA driver API (cuda_api.h), in the primary context of its ordinal, which is also
+ * torch's. Memory, streams and events therefore work with torch's, and its current stream can be adopted.
  *
- * Every call makes the context current for its own length only, and not at all where it is current already: the thread
- * belongs to torch.
+ * Every call makes the context current for its own duration only, and not at all where it is current already, because
+ * the thread belongs to torch.
  *
  * Locks: `lock` of a device guards its list of blocks and its loaded kernels.
  */
@@ -22,7 +22,7 @@
 
 enum { NAME_BYTES = 32, SPIN_NS = 30000, SLEEP_NS = 50000, TICK_NS = 100000000 };
 
-/* cuMemAlloc aligns to 256 bytes, device.h promises a page: more is asked for, and the true start kept here. */
+/* cuMemAlloc aligns to 256 bytes, and device.h promises a page: a block is larger, and keeps its true start here. */
 struct block {
     struct block *next;
     uintptr_t aligned;
@@ -44,7 +44,7 @@ struct cuda_device {
     pthread_mutex_t lock;
     struct block *blocks;
     struct kernel *kernels;
-    CUmodule *modules; /* one an image; NULL until the first kernel is asked for */
+    CUmodule *modules; /* one an image; NULL until the first kernel is loaded */
 };
 
 struct cuda_stream {
@@ -127,7 +127,7 @@ static void cuda_free(zpp_device *device, void *memory, size_t bytes) {
     (void)bytes;
     struct cuda_device *cuda = cuda_of(device);
     bool pushed;
-    if (enter(cuda, &pushed, NULL)) return; /* the context is gone, and its memory with it */
+    if (enter(cuda, &pushed, NULL)) return; /* the context was destroyed, and its memory with it */
     pthread_mutex_lock(&cuda->lock);
     struct block **link = &cuda->blocks;
     while (*link && (*link)->aligned != (uintptr_t)memory) link = &(*link)->next;
@@ -293,7 +293,7 @@ static zpp_status cuda_wait(zpp_stream *base_stream, zpp_event *base, const stru
     struct cuda_stream *stream = (struct cuda_stream *)base_stream;
     struct cuda_device *cuda = cuda_of(base->device);
     zpp_status status = stream_error(stream, err);
-    if (!status && event->error.status) { /* what it would wait for will never be right */
+    if (!status && event->error.status) { /* the operations before the event failed */
         stream->error = event->error;
         status = stream_error(stream, err);
     }
@@ -304,8 +304,8 @@ static zpp_status cuda_wait(zpp_stream *base_stream, zpp_event *base, const stru
     return status;
 }
 
-/* Ask, spin for a short time, then ask between short sleeps, so that ticks and time-outs are kept: cuEventSynchronize
- * would keep neither. */
+/* Query, spin for a short time, then query between short sleeps, so that ticks and timeouts work: with
+ * cuEventSynchronize neither would. */
 static zpp_status await_event(struct cuda_device *cuda, struct cuda_event *event, const struct zpp_wait *wait,
                               struct zpp_err *err) {
     const uint64_t start_ns = zpp_now_ns();

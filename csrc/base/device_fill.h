@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Inside of the seam: the table that each device fills in. The functions mean what device.h says of zpp_device_*,
- * zpp_stream_* and zpp_event_*; device.c only forwards. A fill's own records begin with these.
+ * The table of functions that each device fills in, private to device*.c. device.h documents them as zpp_device_*,
+ * zpp_stream_* and zpp_event_*; device.c only forwards. The records of an implementation begin with these.
  */
 #ifndef ZPP_BASE_DEVICE_FILL_H
 #define ZPP_BASE_DEVICE_FILL_H

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Streams and events on the CPU: device_host.h. A stream is a queue of items; running its head happens outside of the
- * lock, by whoever set `busy`. A mark is reference counted: the event, the item that will finish it, and every waiter.
+ * Streams and events on the CPU: device_host.h. A stream is a queue of items. The thread that set `busy` runs its head,
+ * outside of the lock. A mark is reference counted: the event, the item that will finish it, and every waiter.
  */
 #include "device_host.h"
 
@@ -18,7 +18,7 @@ struct zpp_mark {
     struct zpp_host_stream *stream; /* borrowed; valid until done */
     unsigned references;
     _Atomic bool done;
-    struct zpp_err error; /* why it will never be reached, or ZPP_OK; read once done */
+    struct zpp_err error; /* the reason why it is never reached, or ZPP_OK; read it once done */
 };
 
 enum item_kind { ITEM_OP, ITEM_RECORD, ITEM_WAIT };
@@ -100,7 +100,7 @@ static void pop(struct zpp_host_device *device, struct zpp_host_stream *stream) 
     drop_item(device, item);
 }
 
-/* Nothing more runs on it: who waits for a place in it hears why. */
+/* End the stream with an error: nothing more runs on it, and waiters for its marks get the error. */
 static void kill_stream(struct zpp_host_device *device, struct zpp_host_stream *stream, const struct zpp_err *error) {
     stream->error = *error;
     while (stream->head) {
@@ -121,7 +121,7 @@ static uint64_t deadline_of(const struct zpp_wait *wait) {
 static zpp_status await_mark(struct zpp_host_device *device, struct zpp_mark *mark, const struct zpp_wait *wait,
                              struct zpp_err *err);
 
-/* Lock held, given up while the item runs. */
+/* Called with the lock held, which is released while the item runs. */
 static zpp_status run_item(struct zpp_host_device *device, struct zpp_item *item, const struct zpp_wait *wait,
                            struct zpp_err *err) {
     switch (item->kind) {
@@ -139,13 +139,13 @@ static zpp_status run_item(struct zpp_host_device *device, struct zpp_item *item
     return status;
 }
 
-/* A wait that ended early (time-out, Ctrl-C) did nothing and can be done again: no reason to kill the stream. An event
- * that will never come is one, and so is an operation that stopped half-way. */
+/* True if the item is a wait that ended early (timeout, Ctrl-C): it did nothing and can be repeated, so the stream goes
+ * on. An event that will never come ends the stream, and so does an operation that stopped half-way. */
 static bool gave_up_waiting(const struct zpp_item *item) {
     return item->kind == ITEM_WAIT && !atomic_load(&item->mark->done);
 }
 
-/* `wait` with the time that is left until the deadline (0: none). */
+/* Return `wait` with the time that is left until the deadline (0: none). */
 static struct zpp_wait remaining(const struct zpp_wait *wait, uint64_t deadline_ns) {
     struct zpp_wait left = *wait;
     if (!deadline_ns) return left;
@@ -154,8 +154,8 @@ static struct zpp_wait remaining(const struct zpp_wait *wait, uint64_t deadline_
     return left;
 }
 
-/* Run items of a stream that nobody runs, until `until` is done (NULL: until nothing is left), one cannot run now
- * (wait == NULL), or one fails. Lock held, given up in between. */
+/* Run items of a stream that no thread runs, until `until` is done (NULL: until nothing is left), one cannot run now
+ * (wait == NULL), or one fails. Called with the lock held, which is released in between. */
 static zpp_status drive(struct zpp_host_device *device, struct zpp_host_stream *stream, const struct zpp_mark *until,
                         const struct zpp_wait *wait, struct zpp_err *err) {
     const uint64_t deadline_ns = deadline_of(wait);
@@ -197,7 +197,7 @@ static bool spin_for(struct zpp_host_device *device, struct zpp_mark *mark) {
     return atomic_load(&mark->done);
 }
 
-/* Sleep until the mark is done, its stream needs a driver, the time is over, or a tick says no. */
+/* Sleep until the mark is done, its stream needs a driver, the time is over, or a tick fails. */
 static zpp_status sleep_for(struct zpp_host_device *device, struct zpp_mark *mark, const struct zpp_wait *wait,
                             uint64_t deadline_ns, uint64_t *tick_ns, struct zpp_err *err) {
     const uint64_t until_ns = deadline_ns && deadline_ns < *tick_ns ? deadline_ns : *tick_ns;
@@ -217,7 +217,7 @@ static zpp_status sleep_for(struct zpp_host_device *device, struct zpp_mark *mar
     return status;
 }
 
-/* Lock held, given up in between. The caller holds a reference. */
+/* Called with the lock held, which is released in between. The caller holds a reference. */
 static zpp_status await_mark(struct zpp_host_device *device, struct zpp_mark *mark, const struct zpp_wait *wait,
                              struct zpp_err *err) {
     const uint64_t deadline_ns = deadline_of(wait);
@@ -322,7 +322,7 @@ void zpp_host_stream_destroy(zpp_stream *base) {
     pthread_cond_broadcast(&device->changed);
     if (stream->mode == ZPP_HOST_DRIVEN) {
         while (stream->busy) pthread_cond_wait(&device->changed, &device->lock);
-        struct zpp_err ignored = ZPP_ERR_INIT; /* who waits for its events hears of it */
+        struct zpp_err ignored = ZPP_ERR_INIT; /* waiters for its events get an error */
         drive(device, stream, NULL, &for_ever, &ignored);
     }
     pthread_mutex_unlock(&device->lock);
@@ -345,7 +345,7 @@ static zpp_status run_inline(struct zpp_host_stream *stream, zpp_op_fn fn, const
     return stream_error(stream, err);
 }
 
-/* Append, and run what can run now. Lock held. */
+/* Append, and run what can run now. Called with the lock held. */
 static zpp_status push(struct zpp_host_device *device, struct zpp_host_stream *stream, struct zpp_item *item,
                        struct zpp_err *err) {
     append(stream, item);
@@ -417,7 +417,7 @@ void zpp_host_event_destroy(zpp_event *base) {
     free(event);
 }
 
-/* The event's new mark, also for a stream that is dead: its event then holds the error. */
+/* Give the event a new mark, also for a stream that has ended: its event then holds the error. */
 static zpp_status move_event(struct zpp_host_device *device, struct host_event *event, struct zpp_host_stream *stream,
                              struct zpp_err *err) {
     struct zpp_mark *mark = new_mark(device, stream);
@@ -453,7 +453,7 @@ zpp_status zpp_host_record(zpp_event *base, zpp_stream *base_stream, struct zpp_
     return status;
 }
 
-/* Lock held. */
+/* Called with the lock held. */
 static zpp_status await_event(struct zpp_host_device *device, struct host_event *event, const struct zpp_wait *wait,
                               struct zpp_err *err) {
     struct zpp_mark *mark = event->mark;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Inside of the seam: streams and events whose operations run on the CPU, shared by the fills cpu and sim.
+ * Streams and events whose operations run on the CPU, private to device*.c: the devices cpu and sim share them.
  *
  * A stream runs its operations in one of three ways: at once in the caller (INLINE), whenever a caller drives it
  * (DRIVEN), or in a thread of its own (THREAD). An event points at a *mark*: one place in one stream. Recording again
- * makes a new mark, so whoever waits for the old one goes on waiting for that.
+ * makes a new mark, and waiters for the old one go on waiting for the old one.
  *
  * Locks: one per device, which guards every queue, mark and event of it. It is never held while an operation runs.
  */
@@ -29,7 +29,7 @@ struct zpp_host_device {
     struct zpp_item *free_items;
     struct zpp_mark *free_marks;
     unsigned streams; /* made so far */
-    /* How this fill runs its streams; and what a THREAD does before each operation (sim's delay), or NULL. */
+    /* How this device runs its streams; and what a THREAD does before each operation (sim's delay), or NULL. */
     enum zpp_host_mode modes[3]; /* by zpp_stream_kind */
     void (*before)(struct zpp_host_device *device, uint64_t *random_state);
     uint64_t seed;
@@ -40,18 +40,18 @@ struct zpp_host_stream {
     enum zpp_host_mode mode;
     char name[ZPP_STREAM_NAME_BYTES];
     struct zpp_item *head, **tail;
-    bool busy;          /* somebody runs its head now */
+    bool busy;          /* a thread runs its head now */
     bool stop;          /* THREAD: end when nothing is left */
     pthread_t thread;   /* THREAD */
     uint64_t random_state;
-    struct zpp_err error; /* what killed it, or ZPP_OK */
+    struct zpp_err error; /* the error that ended it, or ZPP_OK */
 };
 
-/* Fill in a device record that the caller allocated, zeroed; and end it (all streams and events must be gone). */
+/* Initialise a zeroed device record of the caller, and destroy it (after all its streams and events). */
 void zpp_host_device_init(struct zpp_host_device *device, const struct zpp_device_fill *fill);
 void zpp_host_device_fini(struct zpp_host_device *device);
 
-/* Functions for the fill's table. */
+/* Functions for the table of the device. */
 zpp_status zpp_host_stream_create(zpp_device *device, enum zpp_stream_kind kind, const char *name, zpp_stream **out,
                                   struct zpp_err *err);
 void zpp_host_stream_destroy(zpp_stream *stream);

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The device sim, for tests: what a GPU does to a program that forgot an event. Every stream is a thread (HOST streams
- * too), each operation starts after a seeded random delay, fresh memory reads as NaN, and freed memory reads as another
- * NaN and is watched for a while: who writes to it is counted. The order of operations is what streams and events
- * promise and nothing more.
+ * The device sim, for tests: it shows a missing event, as a GPU would. Every stream is a thread (HOST streams too), and
+ * each operation starts after a seeded random delay. Fresh memory reads as NaN. Freed memory reads as another NaN and
+ * is kept for a while, so that writes to it are counted. Operations have the order that streams and events promise, and
+ * no other.
  *
- * What a stream is stands in device_host.c.
+ * device_host.c implements the streams.
  */
 #include <sched.h>
 #include <stdlib.h>
@@ -28,7 +28,7 @@ struct grave {
 struct sim_device {
     struct zpp_host_device host;
     uint32_t max_delay_us;
-    /* Freed blocks that are not given back yet, oldest first; guarded by host.lock. */
+    /* Freed blocks that are not returned to the system yet, oldest first; guarded by host.lock. */
     struct grave graves[GRAVES];
     size_t graves_count, graves_bytes, late_bytes;
 };
@@ -112,7 +112,7 @@ static void delay(struct zpp_host_device *device, uint64_t *random_state) {
 
 static zpp_status sim_stream_create(zpp_device *device, enum zpp_stream_kind kind, const char *name, zpp_stream **out,
                                     struct zpp_err *err) {
-    /* Threads inherit it; with the usual 50 us of slack all short delays would be the same. */
+    /* Threads inherit the timer slack. With the usual 50 us all short delays would be equal. */
     const int slack_ns = prctl(PR_GET_TIMERSLACK);
     prctl(PR_SET_TIMERSLACK, 1000ul);
     const zpp_status status = zpp_host_stream_create(device, kind, name, out, err);

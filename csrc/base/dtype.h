@@ -34,7 +34,7 @@ static inline uint16_t zpp_bf16_from_f32(float value) {
 float zpp_f16_to_f32(uint16_t bits);
 uint16_t zpp_f16_from_f32(float value);
 
-/* Convert `elems` elements, no overlap; picks the best instruction set of this CPU, same bits on all. */
+/* Convert `elems` elements without overlap, with the best instruction set of this CPU. The bits are the same on all. */
 void zpp_convert(void *dst, zpp_dtype dst_dtype, const void *src, zpp_dtype src_dtype, size_t elems);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Aligned buffers: mem.h. Small ones come from malloc; from 1 MiB on they are mappings of their own, which start at a
- * 2 MiB boundary where that is worth it and ask for huge pages (fewer page faults and TLB misses in the optimizer's
+ * 2 MiB boundary where that pays and ask for huge pages (fewer page faults and TLB misses in the optimizer's
  * streams). The reserved address range is range.c.
  */
 #include "mem.h"
@@ -18,7 +18,7 @@ enum { MAPPED_FROM_BYTES = 1 << 20, HUGE_BYTES = 2 << 20, HUGE_FROM_BYTES = 2 * 
 
 static size_t round_up(size_t bytes, size_t unit_bytes) { return (bytes + unit_bytes - 1) / unit_bytes * unit_bytes; }
 
-/* Map more than needed and cut the ends off, so that munmap(memory, bytes rounded up to pages) frees it whole. */
+/* Map more than needed and unmap the ends, so that munmap(memory, bytes rounded up to pages) frees it whole. */
 static void *map_aligned(size_t bytes, size_t align_bytes) {
     const size_t extra_bytes = align_bytes > ZPP_PAGE_BYTES ? align_bytes - ZPP_PAGE_BYTES : 0;
     if (bytes + extra_bytes < bytes) return NULL;

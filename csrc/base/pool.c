@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Pieces of a range over somebody's threads: pool.h. A shared counter hands the pieces out, so a thread that lost its
- * core for a while takes fewer of them.
+ * Pieces of a range over threads of another library: pool.h. A shared counter hands the pieces out, so a thread that
+ * lost its core for a while takes fewer of them.
  *
  * Locks: `callers` is held by the one running caller.
  */
@@ -70,7 +70,7 @@ static void take_pieces(void *arg_pool) {
     in_body = false;
 }
 
-/* A few pieces a thread. */
+/* Return the items of a piece, so that each thread gets a few pieces. */
 static size_t piece_items(const zpp_pool *pool, size_t items, size_t grain) {
     const size_t wanted = items / ((size_t)pool->threads * PIECES_A_THREAD);
     const size_t grains = wanted / grain + (wanted % grain != 0);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Splits a range over threads that somebody else owns (torch's, in the product), so that two sets of them do not fight
+ * Splits a range over threads of another library (torch's, in the product), so that two sets of threads do not compete
  * for the cores: docs/design/0002. Nested calls from inside a body run in the calling thread.
  */
 #ifndef ZPP_BASE_POOL_H
@@ -10,7 +10,7 @@
 
 typedef struct zpp_pool zpp_pool;
 
-/* Calls each(arg) in up to `threads` threads at once, in one at least, and returns when all have returned. */
+/* Calls each(arg) in up to `threads` threads at once, in at least one, and returns when all have returned. */
 typedef void (*zpp_spread_fn)(int threads, void (*each)(void *arg), void *arg);
 
 /* `threads` counts the caller. New; free with zpp_pool_destroy (NULL is fine). After fork() everything runs in the

@@ -3,24 +3,24 @@
  * The reserved address range of released units: mem.h.
  *
  * Two reservations of the same length, both without access at first: `home`, whose addresses the units' views hold, and
- * `park`, where the pages of released units stay warm. Pages travel with
+ * `park`, where the pages of released units stay warm. Pages move by
  *
  *     mremap(from, bytes, bytes, MAYMOVE | FIXED | DONTUNMAP, to)
  *
  * which moves the page table entries and leaves an empty mapping behind, so that there is no moment at which the hole
  * is free and another thread's mmap could land in it (plain mremap has that moment). The hole is then closed with
  * mprotect(PROT_NONE). What is released at offset o is parked at offset o, so the parking place needs no allocator: the
- * place is free because home was mapped there, and mapping [o, o + bytes) takes what is parked in it first.
+ * place is free because home was mapped there, and mapping [o, o + bytes) uses what is parked in it first.
  *
  * Where the kernel refuses DONTUNMAP (gVisor, Linux before 5.7) released pages go back to the system, and a map costs
- * page faults instead of page moves: slower, same meaning.
+ * page faults instead of page moves. This is slower and has the same results.
  *
  * A segment is one kernel mapping (mremap refuses to cross two), so segments are moved exactly as they were made, or
  * cut.
  *
- * Pages of 2 MiB are asked for: a page table entry to move in place of 512, and one piece of memory for the disk in
- * place of 512 (docs/design/0020). Both reservations begin at 2 MiB; whoever wants these pages to stay whole maps large
- * pieces at multiples of 2 MiB (zpp_range_place): what is parked then fits wherever it goes.
+ * Pages of 2 MiB are requested: a page table entry to move in place of 512, and one segment for the disk in place of
+ * 512 (docs/design/0020). Both reservations begin at multiples of 2 MiB. A caller that wants these pages to stay whole
+ * maps large pieces at multiples of 2 MiB (zpp_range_place); parked pages then fit any of them.
  *
  * A stray read (stray.h) leaves pages of NaN in a hole of home. They are in no segment: mmap and mremap with FIXED
  * replace them when the hole is mapped.
@@ -62,7 +62,7 @@ struct zpp_range {
 };
 
 /* --- segment lists ------------------------------------------------------------------------------------------------ */
-/* Room for `more` segments, so that what follows cannot fail half-way. */
+/* Make room for `more` segments, so that later changes cannot fail half-way. */
 static zpp_status reserve(struct segments *list, size_t more, struct zpp_err *err) {
     if (list->count + more <= list->room) return ZPP_OK;
     const size_t room = 2 * (list->count + more) + 16;
@@ -73,7 +73,7 @@ static zpp_status reserve(struct segments *list, size_t more, struct zpp_err *er
     return ZPP_OK;
 }
 
-/* Index of the first segment that ends after `offset_bytes`. */
+/* Return the index of the first segment that ends after `offset_bytes`. */
 static size_t find(const struct segments *list, size_t offset_bytes) {
     size_t low = 0, high = list->count;
     while (low < high) {
@@ -93,7 +93,7 @@ static void insert(struct segments *list, struct segment segment) {
     list->total_bytes += segment.bytes;
 }
 
-/* Take [begin, end), which lies in segment `index`, out of the list; needs room for one more. */
+/* Remove [begin, end), which lies in segment `index`, from the list; needs room for one more. */
 static void cut(struct segments *list, size_t index, size_t begin_bytes, size_t end_bytes) {
     const struct segment whole = list->at[index];
     memmove(list->at + index, list->at + index + 1, (list->count - index - 1) * sizeof *list->at);
@@ -120,7 +120,7 @@ static bool touched(const struct segments *list, size_t begin_bytes, size_t end_
 }
 
 /* --- pages -------------------------------------------------------------------------------------------------------- */
-/* They begin at 2 MiB: more is mapped than needed, and its ends are cut off. */
+/* Reserve addresses that begin at a multiple of 2 MiB: map more than needed, and unmap the ends. */
 static void *reserve_addresses(size_t bytes) {
     char *whole = mmap(NULL, bytes + HUGE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (whole == MAP_FAILED) return whole;
@@ -134,7 +134,7 @@ static bool move_pages(char *to, char *from, size_t bytes) {
     return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) == to;
 }
 
-/* Whether this kernel moves pages and leaves the hole mapped: tried once, on one page of each reservation. */
+/* True if this kernel moves pages and leaves the hole mapped: tried once, on one page of each reservation. */
 static bool can_move(zpp_range *range) {
     if (mprotect(range->home, ZPP_PAGE_BYTES, PROT_READ | PROT_WRITE) != 0) return false;
     *(volatile char *)range->home = 1;
@@ -153,7 +153,7 @@ static zpp_status unpark(zpp_range *range, size_t index, size_t from, size_t to,
     if (!move_pages(range->home + to, range->park + from, bytes)) {
         return zpp_fail_os(err, errno, "address range: moving %zu warm bytes to offset %zu", bytes, to);
     }
-    /* Closed, or what is empty would count as memory against RLIMIT_DATA and strict overcommit. */
+    /* Without PROT_NONE the empty mapping would count against RLIMIT_DATA and strict overcommit. */
     mprotect(range->park + from, bytes, PROT_NONE);
     cut(&range->parked, index, from, from + bytes);
     insert(&range->mapped, (struct segment){to, bytes});
@@ -161,18 +161,18 @@ static zpp_status unpark(zpp_range *range, size_t index, size_t from, size_t to,
 }
 
 static zpp_status map_fresh(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
-    /* Mapped anew, not mprotect: earlier moves left several kernel mappings here, and a segment must be one. */
+    /* A new mapping, not mprotect: earlier moves left several kernel mappings here, and a segment must be one. */
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     if (mmap(range->home + offset_bytes, bytes, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED) {
         return zpp_fail_os(err, errno, "address range: mapping %zu bytes at offset %zu", bytes, offset_bytes);
     }
-    if (bytes >= HUGE_BYTES) madvise(range->home + offset_bytes, bytes, MADV_HUGEPAGE); /* a wish: failing is fine */
+    if (bytes >= HUGE_BYTES) madvise(range->home + offset_bytes, bytes, MADV_HUGEPAGE); /* a hint: it may fail */
     insert(&range->mapped, (struct segment){offset_bytes, bytes});
     return ZPP_OK;
 }
 
-/* Warm pages for the hole of `*bytes` at `begin`, of which `*bytes` may become less: a parked piece as long as that,
- * else the longest that fits it as pages of 2 MiB lie, else the end of the last one. Returns its segment. */
+/* Choose warm pages for the hole of `*bytes` at `begin`, and return their segment: a parked piece of that length, else
+ * the longest that fits with its pages of 2 MiB whole, else the end of the last one. `*bytes` may become less. */
 static size_t choose_parked(const struct segments *parked, size_t begin_bytes, size_t *from_bytes, size_t *bytes) {
     const size_t hole_bytes = *bytes;
     size_t best = parked->count - 1, most_bytes = 0;
@@ -196,13 +196,13 @@ static size_t choose_parked(const struct segments *parked, size_t begin_bytes, s
     return best;
 }
 
-/* Give [offset, offset + bytes) of `area` back to the system and close it. */
+/* Return [offset, offset + bytes) of `area` to the system and remove access to it. */
 static void drop(char *area, size_t offset_bytes, size_t bytes) {
     madvise(area + offset_bytes, bytes, MADV_DONTNEED);
     mprotect(area + offset_bytes, bytes, PROT_NONE);
 }
 
-/* Release the mapped piece [begin, end) of one segment: parked as far as the limit allows, the rest dropped. */
+/* Release the mapped piece [begin, end) of one segment: park as much as the limit allows, and drop the rest. */
 static zpp_status release_piece(zpp_range *range, size_t index, size_t begin_bytes, size_t end_bytes,
                                 struct zpp_err *err) {
     const size_t room_bytes = range->warm_limit_bytes > range->parked.total_bytes
@@ -241,7 +241,7 @@ static bool is_hole(const void *ctx, size_t offset_bytes, size_t *begin_bytes, s
 static void close_hole(const void *ctx, size_t begin_bytes, size_t end_bytes) {
     const zpp_range *range = ctx;
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-    /* If it fails, NaN stays. */
+    /* If this fails, the pages of NaN stay. */
     (void)mmap(range->home + begin_bytes, end_bytes - begin_bytes, PROT_NONE, flags, -1, 0);
 }
 
@@ -296,7 +296,7 @@ static zpp_status check_piece(const zpp_range *range, size_t offset_bytes, size_
     return ZPP_OK;
 }
 
-/* Bring back what is parked at these very offsets. */
+/* Unpark what is parked at these same offsets. */
 static zpp_status unpark_own(zpp_range *range, size_t offset_bytes, size_t end_bytes, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     for (size_t index; !status && (index = find(&range->parked, offset_bytes)) < range->parked.count;) {
@@ -355,7 +355,7 @@ static zpp_status map_piece(zpp_range *range, size_t offset_bytes, size_t bytes,
     if (!status) status = reserve(&range->parked, range->parked.count + 2, err);
     if (!status) status = unpark_own(range, offset_bytes, end_bytes, err);
     if (!status) status = fill_holes(range, offset_bytes, end_bytes, err);
-    if (status) unmap(range, offset_bytes, end_bytes); /* nothing stays half mapped */
+    if (status) unmap(range, offset_bytes, end_bytes); /* leave nothing half mapped */
     return status;
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Status codes and the error record: status.h. Formatting only; nothing here allocates, so that an error can always be
- * told, also when memory has run out.
+ * Status codes and the error record: status.h. This file only formats. It allocates nothing, so that an error can be
+ * reported when memory has run out, too.
  */
 #define ZPP_STATUS_ITSELF
 #include "status.h"

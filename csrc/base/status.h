@@ -34,23 +34,23 @@ struct zpp_err {
 zpp_status zpp_fail(struct zpp_err *err, zpp_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* The same, naming the failed rank. */
+/* As zpp_fail, with the failed rank. */
 zpp_status zpp_fail_rank(struct zpp_err *err, zpp_status status, int rank, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
 
-/* The same for a failed system call: appends ": strerror(os_errno)" and keeps os_errno. */
+/* As zpp_fail, for a failed system call: append ": strerror(os_errno)" and keep os_errno. */
 zpp_status zpp_fail_os(struct zpp_err *err, int os_errno, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
 #if defined(__clang_analyzer__) && !defined(ZPP_STATUS_ITSELF)
-/* The analyser sees one file at a time: tell it that these return what they are given. */
+/* The analyser sees one file at a time: these macros tell it that the functions return their status argument. */
 #define zpp_fail(err, status, ...) ((void)(zpp_fail)(err, status, __VA_ARGS__), (status))
 #define zpp_fail_rank(err, status, ...) ((void)(zpp_fail_rank)(err, status, __VA_ARGS__), (status))
 #define zpp_fail_os(...) ((void)(zpp_fail_os)(__VA_ARGS__), ZPP_OS)
 #endif
 
-/* Name ("TIMEOUT"), sentence and exception of a status; "UNKNOWN" and so on for a value that is none. Static
- * strings. */
+/* Return name ("TIMEOUT"), sentence and exception of a status, and "UNKNOWN" and so on for any other value. The strings
+ * are static. */
 const char *zpp_status_name(zpp_status status);
 const char *zpp_status_sentence(zpp_status status);
 const char *zpp_status_exception(zpp_status status);

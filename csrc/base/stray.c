@@ -2,7 +2,7 @@
  *
  * Stray reads: see stray.h. The handler uses atomics and direct system calls only.
  *
- * A thread that maps or unmaps must not meet the handler, and the handler must not wait for a lock:
+ * A thread must not map or unmap while a handler is inside, and the handler must not wait for a lock:
  *
  *   owner     changing = 1; wait until inside == 0; map or unmap; changing = 0
  *   handler   inside++; if changing: inside--, return, and the instruction faults again; else map NaN; inside--
@@ -61,7 +61,7 @@ static int make_nan_file(void) {
     return none;
 }
 
-/* The way without a file, for a process that has reached its limit of open files: fill memory elsewhere and move it. */
+/* Map NaN without a file, for a process that has reached its limit of open files: fill memory elsewhere and move it. */
 static bool move_nans(char *to, size_t bytes) {
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return false;
@@ -244,7 +244,7 @@ zpp_status zpp_stray_watch(const struct zpp_stray_spec *spec, zpp_stray_area **o
     return ZPP_OK;
 }
 
-/* Drop recorded addresses of an area that goes away. */
+/* Drop recorded addresses of an area that is no longer watched. */
 static void forget(uintptr_t base, size_t bytes) {
     for (int i = 0; i < ZPP_STRAY_ADDRESSES; i++) {
         uintptr_t address = atomic_load(&seen_at[i]);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The table of spans: timeline.h. Writers claim slots by counting up and write without a lock; stop closes the door and
- * waits until those who were inside are out.
+ * The table of spans: timeline.h. Writers claim slots by an atomic counter and write without a lock. Stop refuses new
+ * writers and waits until the present ones have finished.
  */
 #include "timeline.h"
 

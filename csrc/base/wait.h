@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * How long, and how, a call may wait. Passing NULL for a `const struct zpp_wait *` means: try once, and return
+ * How a call may wait, and for how long. Passing NULL for a `const struct zpp_wait *` means: try once, and return
  * ZPP_AGAIN when it cannot be done now. Otherwise the call spins for a bounded time, yields, then sleeps in the kernel,
  * and about every 100 ms calls `tick`; a tick that returns an error ends the wait with that error. The binding uses the
  * ticks for Ctrl-C; nothing in csrc/ below bind knows of signals or of Python's lock.
@@ -14,16 +14,16 @@
 #include "status.h"
 
 struct zpp_wait {
-    uint64_t timeout_ns; /* from the start of this call; 0 = for ever (a dead peer still ends it) */
+    uint64_t timeout_ns; /* from the start of this call; 0 = no limit (a dead peer still ends it) */
     zpp_status (*tick)(void *ctx, struct zpp_err *err); /* may be NULL */
     void *ctx;           /* borrowed */
 };
 
 /* Monotonic clock. */
 uint64_t zpp_now_ns(void);
-/* `ns` (below 1e9) from now on that clock, as pthread_cond_timedwait wants it for a condition of zpp_cond_init. */
+/* Return the time `ns` (below 1e9) from now on that clock, for pthread_cond_timedwait and conditions of zpp_cond_init. */
 struct timespec zpp_moment_in(long ns);
-/* A condition whose timed waits follow that clock. */
+/* Initialise a condition whose timed waits follow that clock. */
 void zpp_cond_init(pthread_cond_t *cond);
 
 #endif
