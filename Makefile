@@ -2,6 +2,7 @@
 #
 #   make demo     train a small GPT with ZeRO-3 on two ranks; DEVICE RANKS STEPS PRESET OFFLOAD SCRATCH MEMORY DATA RESUME YES
 #   make test     every test that this machine can run; PYTEST_ARGS
+#   make test-quick  one test of each file, in about three minutes; PYTEST_ARGS
 #   make lint     ruff, mypy, gcc and clang with warnings as errors, the layers of csrc/, the ceilings of the structure
 #   make sanitize C tests under AddressSanitizer + UBSan and ThreadSanitizer
 #   make fuzz     every tests/fuzz/*.c for FUZZ_SECONDS (20)
@@ -18,7 +19,7 @@ export PYTHON TORCH_INDEX CC
 
 INSTALL_INPUTS = pyproject.toml setup.py scripts/venv.sh
 
-.PHONY: demo test lint sanitize fuzz bench wheel clean build-demo build-test build-lint build-bench
+.PHONY: demo test test-quick lint sanitize fuzz bench wheel clean build-demo build-test build-lint build-bench
 .DELETE_ON_ERROR:
 
 # One stamp an extra: the environment is made once, and again when what it is made from changes.
@@ -36,6 +37,9 @@ demo: build-demo
 
 test: build-test
 	$(PY) -m pytest -m "slow or not slow" $(PYTEST_ARGS)
+
+test-quick: build-test
+	$(PY) -m pytest --quick $(PYTEST_ARGS)
 
 lint: build-lint
 	$(PY) -m ruff check .

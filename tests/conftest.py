@@ -17,6 +17,24 @@ sys.path[:0] = OURS
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*OURS, os.environ.get("PYTHONPATH", "")]))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --quick, which `make test-quick` passes."""
+    parser.addoption("--quick", action="store_true", help="one test of each file: every area, in minutes")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one test of each file under --quick. Ranks run only the cases of tests that were kept."""
+    if not config.getoption("--quick"):
+        return
+    first: dict[Path, pytest.Item] = {}
+    for item in items:
+        first.setdefault(item.path, item)
+    kept = list(first.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Without the C module every test would fail, each with a long traceback: say it once."""
     if not (ROOT / "python" / "zeropp" / "_C.abi3.so").exists():
