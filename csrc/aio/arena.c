@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Locked, page-aligned buffers: arena.h. First fit inside the shared slabs; their lists are short (a slab is 8 MiB),
- * and tiers keep their buffers, so nothing cleverer pays.
+ * and tiers keep their buffers, so a faster search would not pay.
  */
 #include "arena.h"
 
@@ -52,7 +52,7 @@ static void destroy(zpp_aio_arena *arena) {
     free(arena);
 }
 
-/* Gives up one reference and the lock. */
+/* Release one reference and the lock. */
 static void unlock_and_unref(zpp_aio_arena *arena) {
     const bool last = --arena->refs == 0;
     pthread_mutex_unlock(&arena->lock);
@@ -88,7 +88,7 @@ static zpp_status new_slab(zpp_aio_arena *arena, size_t bytes, struct zpp_aio_sl
     return ZPP_OK;
 }
 
-/* A gap of `bytes` in the slab: writes where it is, and the link that the new block goes into. */
+/* Find a gap of `bytes` in the slab: write its place, and the link that the new block goes into. */
 static bool find_gap(struct zpp_aio_slab *slab, size_t bytes, size_t *offset_bytes, struct arena_block ***link) {
     size_t at = 0;
     struct arena_block **place = &slab->blocks;
@@ -142,7 +142,8 @@ zpp_status zpp_aio_arena_alloc(zpp_aio_arena *arena, size_t bytes, void **out, s
     return status;
 }
 
-/* Is another shared slab empty already? One is kept, so that a block that comes and goes does not map each time. */
+/* True if another shared slab is empty already. One is kept, so that a block that is often freed does not map each
+ * time. */
 static bool keeps_empty_slab(const zpp_aio_arena *arena, const struct zpp_aio_slab *but) {
     for (const struct zpp_aio_slab *slab = arena->slabs; slab; slab = slab->next) {
         if (slab != but && !slab->blocks && !slab->dead && slab->bytes == ZPP_AIO_ARENA_SLAB_BYTES) return true;

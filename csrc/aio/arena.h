@@ -5,8 +5,8 @@
  *
  * Locking is done in one of two ways. Where a ring drives the engine, its thread registers each slab with the ring,
  * which locks the pages; the slab then waits in the list that zpp_aio_arena_changes hands out, and so does one that is
- * to be freed. Otherwise slabs are locked with mlock at once. Locking may fail (a small memlock limit): the block is
- * good all the same.
+ * to be freed. Otherwise slabs are locked with mlock at once. Locking may fail (a small memlock limit); the block is
+ * valid nevertheless.
  *
  * Threads: every function may be called from any thread. The arena's lock is a leaf: nothing is called under it but
  * malloc, mmap and mlock. The arena lives until its last block is freed, even past the engine.
@@ -30,26 +30,26 @@ struct zpp_aio_slab {
     int first_slot; /* in the ring's table of buffers; -1: not registered */
     int slots;      /* a registered buffer is at most 1 GiB */
     bool known;     /* the ring's thread has tried to register it */
-    bool dead;      /* empty, waits for the ring's thread to let go of it */
-    bool locked;    /* by mlock */
+    bool dead;      /* empty, waits for the ring's thread to unregister it */
+    bool locked;    /* locked by mlock */
 };
 
-/* `limit_bytes` bounds the slabs together; 0: no bound. `sys` is copied. New; give back with zpp_aio_arena_unref. */
+/* `limit_bytes` bounds the slabs together; 0: no bound. `sys` is copied. New; release with zpp_aio_arena_unref. */
 zpp_status zpp_aio_arena_create(size_t limit_bytes, const struct zpp_aio_sys *sys, zpp_aio_arena **out,
                                 struct zpp_err *err);
 void zpp_aio_arena_unref(zpp_aio_arena *arena); /* NULL is fine */
 
-/* A block of at least `bytes` (rounded up to a page), page-aligned. Free with zpp_aio_arena_free. NOMEM names the
- * bound. */
+/* Allocate a page-aligned block of at least `bytes` (rounded up to a page). Free with zpp_aio_arena_free. The message
+ * of NOMEM names the bound. */
 zpp_status zpp_aio_arena_alloc(zpp_aio_arena *arena, size_t bytes, void **out, struct zpp_err *err);
 void zpp_aio_arena_free(zpp_aio_arena *arena, void *block);
 
-/* The slab that holds all of [memory, memory + bytes), or NULL. It stays while a block of it does. */
+/* Return the slab that holds all of [memory, memory + bytes), or NULL. It lives as long as a block of it. */
 struct zpp_aio_slab *zpp_aio_arena_find(zpp_aio_arena *arena, const void *memory, size_t bytes);
 
 /* Tell the arena that a ring's thread follows it: `notify(ctx)` is called under the arena's lock whenever
- * zpp_aio_arena_changes has something, so it may only wake that thread. After zpp_aio_arena_unfollow nobody is called,
- * and slabs count as not registered. */
+ * zpp_aio_arena_changes has something, so it may only wake that thread. After zpp_aio_arena_unfollow it is not called
+ * any more, and slabs count as not registered. */
 void zpp_aio_arena_follow(zpp_aio_arena *arena, void (*notify)(void *ctx), void *ctx);
 void zpp_aio_arena_unfollow(zpp_aio_arena *arena);
 

@@ -27,7 +27,7 @@ struct spare {
     uint64_t word;   /* 0: none any more */
 };
 
-/* In this process, or at the beginning of shared memory. */
+/* A table in this process, or at the beginning of shared memory. */
 struct table {
     pthread_mutex_t lock; /* guards everything but `refs` */
     uint64_t pages, spares, spares_used;
@@ -55,7 +55,7 @@ static bool touches(uint64_t word, size_t begin, size_t end) {
     return length_of(word) && begin_of(word) < end && begin < begin_of(word) + length_of(word);
 }
 
-/* --- life --- */
+/* --- create and destroy --- */
 
 static bool init_lock(pthread_mutex_t *lock, bool shared) {
     pthread_mutexattr_t attributes;
@@ -126,7 +126,8 @@ void zpp_checksums_unref(zpp_checksums *sums) {
 }
 
 static void lock(zpp_checksums *sums) {
-    /* Whoever died with the lock was between two stores of one page at most: its sums may be wrong, and say so. */
+    /* A process that died with the lock was between two stores of one page at most. The sums of that page may be wrong;
+     * a check then fails. */
     if (pthread_mutex_lock(&sums->table->lock) == EOWNERDEAD) pthread_mutex_consistent(&sums->table->lock);
 }
 
@@ -163,7 +164,7 @@ static void put_spare(zpp_checksums *sums, uint64_t page, uint64_t word) {
     }
 }
 
-/* Room for one more; false: there is none. */
+/* Return true if there is room for one more. */
 static bool has_spare(zpp_checksums *sums) {
     struct table *table = sums->table;
     if (table->spares_used < table->spares / 4 * 3) return true;
@@ -189,7 +190,7 @@ static bool has_spare(zpp_checksums *sums) {
 
 /* --- fragments; the lock is held --- */
 
-/* Calls of this walk see the page's further fragments in turn; NULL: no more. */
+/* Return the page's further fragments in turn, one a call; NULL: no more. */
 static struct spare *next_spare(const zpp_checksums *sums, uint64_t page, uint64_t *turn) {
     while (*turn < sums->table->spares) {
         struct spare *spare = spare_at(sums, page, (*turn)++);
@@ -199,7 +200,7 @@ static struct spare *next_spare(const zpp_checksums *sums, uint64_t page, uint64
     return NULL;
 }
 
-/* How many are left. */
+/* Return how many are left. */
 static size_t drop_touched(zpp_checksums *sums, uint64_t page, size_t begin, size_t end) {
     uint64_t *word = &sums->words[page];
     if (touches(*word, begin, end)) *word &= MORE;
@@ -226,7 +227,7 @@ static void put_fragment(zpp_checksums *sums, uint64_t page, uint64_t fragment) 
 
 /* --- pieces of pages --- */
 
-/* The part of [offset, end) in the page of `offset`. */
+/* Return the bytes of [offset, end) in the page of `offset`. */
 static size_t in_page(uint64_t offset, uint64_t end, size_t *begin) {
     *begin = (size_t)(offset % ZPP_PAGE_BYTES);
     const uint64_t left = end - offset, room = ZPP_PAGE_BYTES - *begin;

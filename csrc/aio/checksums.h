@@ -4,8 +4,8 @@
  * files are scratch. Design note 26.
  *
  * A page that was written whole has one sum. One that was written in parts has a sum for each part, its *fragments*, so
- * that writers of neighbouring bytes need not know each other's. A write replaces the fragments that it touches. What
- * nobody has a sum of is not checked: bytes beside a fragment that was overwritten in part, a page's fragments beyond
+ * that writers of neighbouring bytes need not know each other's. A write replaces the fragments that it touches. Bytes
+ * without a sum are not checked: those beside a fragment that was overwritten in part, a page's fragments beyond
  * ZPP_SUMS_FRAGMENTS, and those for which a shared table has no room.
  *
  *   page word   | more: 1 | length: 13 | begin: 12 | crc: 32 |      length 0: no sum
@@ -29,20 +29,21 @@ typedef struct zpp_checksums zpp_checksums;
 
 enum { ZPP_SUMS_FRAGMENTS = 64 /* most of one page */ };
 
-/* Of this process. New, with one reference; NULL: no memory. */
+/* Create a table of this process. New, with one reference; NULL: no memory. */
 zpp_checksums *zpp_checksums_create(void);
-/* Bytes of a shared table for a file of `file_bytes`. */
+/* Return the bytes of a shared table for a file of `file_bytes`. */
 size_t zpp_checksums_shared_bytes(uint64_t file_bytes);
-/* Over so many bytes of shared memory, aligned to 64, borrowed until the last reference goes. `make`: the memory is
- * zeros, and this call, before any other process's, makes the table. New; NULL: no memory. */
+/* Attach to a table in that many bytes of shared memory, aligned to 64, borrowed until the last reference is released.
+ * With `make` the memory is zeros, and this call, before any other process's, makes the table. New; NULL: no memory. */
 zpp_checksums *zpp_checksums_attach(void *memory, uint64_t file_bytes, bool make);
 zpp_checksums *zpp_checksums_ref(zpp_checksums *sums);
 void zpp_checksums_unref(zpp_checksums *sums); /* NULL is fine */
 
-/* Bytes at an offset of the file are about to be written: from `data`, which is copied to `copy` in the same pass
- * unless that is NULL. Where a growing table finds no memory, the bytes are not checked later. */
+/* Record the sums of bytes that are about to be written at an offset of the file: those of `data`, which is copied to
+ * `copy` in the same pass unless that is NULL. Where a growing table finds no memory, the bytes are not checked later.
+ * */
 void zpp_checksums_set(zpp_checksums *sums, uint64_t offset_bytes, const void *data, size_t bytes, void *copy);
-/* The bytes are unknown from now on. */
+/* Forget the sums of these bytes. */
 void zpp_checksums_clear(zpp_checksums *sums, uint64_t offset_bytes, size_t bytes);
 void zpp_checksums_clear_all(zpp_checksums *sums);
 
@@ -51,12 +52,12 @@ struct zpp_checksums_bad {
     size_t bytes;
     uint32_t wrote, read; /* the two sums */
 };
-/* `data` was read at an offset that is a multiple of ZPP_PAGE_BYTES; only fragments that share a byte with [wanted,
- * wanted + wanted_bytes) of the file, and lie within `data`, are looked at. False: `*bad` is the first that differs. On
- * true, `*checked_bytes` of the wanted ones were. */
+/* Check `data`, which was read at an offset that is a multiple of ZPP_PAGE_BYTES. Only fragments that share a byte with
+ * [wanted, wanted + wanted_bytes) of the file, and lie within `data`, are checked. Return false if one differs; `*bad`
+ * is the first of them. On true, `*checked_bytes` of the wanted bytes were checked. */
 bool zpp_checksums_check(zpp_checksums *sums, uint64_t offset_bytes, const void *data, size_t bytes,
                          uint64_t wanted, size_t wanted_bytes, size_t *checked_bytes, struct zpp_checksums_bad *bad);
-/* Memory of the table. */
+/* Return the memory of the table. */
 size_t zpp_checksums_bytes(zpp_checksums *sums);
 
 #endif

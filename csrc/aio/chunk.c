@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Cutting requests into chunks, and judging what the kernel says about them: short results are continued, interruptions
- * repeated, a refused O_DIRECT falls back to the page cache, what does not have its checksum is read once more, and
- * everything else becomes the request's failure.
+ * Cutting requests into chunks, and judging their results. Short results are continued, interruptions repeated, and a
+ * refused O_DIRECT falls back to the page cache. Bytes with a wrong checksum are read once more. Every other error
+ * becomes the request's failure.
  */
 #include <errno.h>
 #include <inttypes.h>
@@ -14,8 +14,8 @@
 #include "internal.h"
 
 enum {
-    BACKGROUND_TURN = 8,    /* every so many chunks, one is the background's */
-    PATIENT_TRIES = 16,     /* EAGAIN and EINTR are repeated at once so often, then a millisecond apart */
+    BACKGROUND_TURN = 8,    /* of that many chunks, one is the background's */
+    PATIENT_TRIES = 16,     /* EAGAIN and EINTR are repeated at once that often, then a millisecond apart */
     MAX_TRIES = 16 + 30000, /* half a minute of "try again" is an error */
     MAX_EMPTY_WRITES = 8,
 };
@@ -43,7 +43,7 @@ static bool bounce_ready(zpp_aio *aio, zpp_aio_request *request) {
     return true;
 }
 
-/* One chunk from the queue's first request; NULL: that one needs a bounce buffer and none is free, or it failed. */
+/* Take a chunk of the queue's first request; NULL: it needs a bounce buffer and none is free, or the request failed. */
 static struct zpp_aio_chunk *take_from(zpp_aio *aio, struct zpp_aio_queue *queue) {
     zpp_aio_request *request = queue->first;
     struct zpp_aio_chunk *chunk = aio->free_chunks;
@@ -88,7 +88,7 @@ size_t zpp_aio_take(zpp_aio *aio, struct zpp_aio_chunk **out, size_t capacity) {
         struct zpp_aio_queue *other = queue == &aio->urgent ? &aio->background : &aio->urgent;
         const zpp_aio_request *head = queue->first;
         struct zpp_aio_chunk *chunk = take_from(aio, queue);
-        if (!chunk && queue->first != head) continue; /* it failed, and is gone */
+        if (!chunk && queue->first != head) continue; /* the request failed and was removed */
         if (!chunk && other->first) chunk = take_from(aio, other);
         if (!chunk) break; /* bounce buffers come back with the chunks that have them */
         out[count++] = chunk;
@@ -98,8 +98,8 @@ size_t zpp_aio_take(zpp_aio *aio, struct zpp_aio_chunk **out, size_t capacity) {
 
 /* --- operations --------------------------------------------------------------------------------------------------- */
 
-/* Sums are in the table before a byte is written: whoever reads a page while another process writes bytes of it that he
- * did not ask for finds no sum over both. */
+/* Fill a bounce buffer, and record sums before a byte is written: a process that reads a page while another one writes
+ * bytes of it that the reader does not want finds no sum over both. */
 static void fill(struct zpp_aio_chunk *chunk) {
     const struct zpp_file_piece *piece = &chunk->piece;
     if (piece->part->checksums) {
@@ -131,7 +131,7 @@ static void pause_1ms(void) {
     nanosleep(&pause, NULL);
 }
 
-/* True: repeat. */
+/* Return true to repeat the operation. */
 static bool repeats(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
     atomic_fetch_add_explicit(&aio->retries, 1, memory_order_relaxed);
     if (++chunk->tries > MAX_TRIES) return false;
@@ -157,7 +157,7 @@ static bool settle_error(zpp_aio *aio, struct zpp_aio_chunk *chunk, int os_errno
     return false;
 }
 
-/* All is there. True: it is not what was written, and is read once more. */
+/* End a complete read. Return true if its checksum is wrong for the first time: it is read once more. */
 static bool settle_read(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
     const struct zpp_file_piece *piece = &chunk->piece;
     const uint64_t wanted = piece->offset_bytes + piece->head_bytes;
@@ -202,7 +202,7 @@ bool zpp_aio_settle(zpp_aio *aio, struct zpp_aio_chunk *chunk, ssize_t result) {
     const bool at_end = result == 0 && chunk->have_bytes >= least_bytes; /* in the file's last page */
     if (chunk->have_bytes >= needed_bytes || at_end) return write ? false : settle_read(aio, chunk);
     if (result == 0) return settle_empty(chunk);
-    /* A short result: go on behind it, through the page cache where the rest is no whole unit of direct I/O. */
+    /* After a short result go on behind it, through the page cache where the rest is no whole unit of direct I/O. */
     chunk->tries = 0;
     atomic_fetch_add_explicit(&aio->retries, 1, memory_order_relaxed);
     if (chunk->direct && chunk->have_bytes % piece->part->offset_align_bytes) chunk->direct = false;
@@ -216,7 +216,7 @@ static void fail_ended(zpp_aio *aio, const struct zpp_aio_chunk *chunk, struct z
     const struct zpp_file_part *part = chunk->piece.part;
     struct zpp_aio_stat seen = {.bytes = 0};
     (void)aio->sys.fstat(aio->sys.ctx, part->buffered_fd, &seen);
-    /* What was asked for; of a striped file, what of it was in this part's piece. */
+    /* The bytes of the request; in a striped file, those of this part's piece. */
     const bool striped = request->file->stripe_bytes != 0;
     const uint64_t offset = striped ? chunk->piece.offset_bytes + chunk->piece.head_bytes : request->offset_bytes;
     const size_t wanted = striped ? chunk->piece.wanted_bytes : request->bytes;

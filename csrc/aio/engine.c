@@ -53,7 +53,7 @@ static zpp_aio_request *new_request(zpp_aio *aio, const struct zpp_aio_job *job)
     return request;
 }
 
-/* Close what the table need not keep, which `wanted` is not, idle as it still is; files_lock held. */
+/* Close files that the table need not keep, but not `wanted`, which is still idle; files_lock held. */
 static void bound_files(zpp_aio *aio, struct zpp_file *wanted, struct zpp_file *dropped) {
     pthread_mutex_lock(&aio->lock);
     if (wanted) ++wanted->refs;
@@ -88,7 +88,7 @@ static void tell_if_not_locked(zpp_aio *aio) {
     if (arena.lock_errno) zpp_aio_tell_lock(aio, arena.lock_errno);
 }
 
-/* Link the request in; `lock` held. False: no memory, nothing is linked. */
+/* Link the request; `lock` held. Return false where there is no memory; nothing is linked then. */
 static bool begin(zpp_aio *aio, zpp_aio_request *request, struct zpp_file *file) {
     request->number = aio->numbers + 1;
     request->began_ns = zpp_span_begin();
@@ -130,7 +130,7 @@ static zpp_status submit_to(zpp_aio *aio, struct zpp_file *file, const struct zp
     return status;
 }
 
-/* Nothing to move: done at once. */
+/* Complete a request without bytes at once. */
 static zpp_status submit_nothing(zpp_aio *aio, const struct zpp_aio_job *job, zpp_aio_request **out,
                                  struct zpp_err *err) {
     zpp_aio_request *request = new_request(aio, job);
@@ -144,7 +144,7 @@ static zpp_status submit_nothing(zpp_aio *aio, const struct zpp_aio_job *job, zp
     return ZPP_OK;
 }
 
-/* The open file of a job, with its space reserved where the job writes; files_lock held. */
+/* Return the open file of a job, with its space reserved where the job writes; files_lock held. */
 static zpp_status open_for(zpp_aio *aio, const struct zpp_aio_job *job, struct zpp_file **file,
                            struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct zpp_file *dropped = NULL;
@@ -180,7 +180,7 @@ static struct timespec at(uint64_t ns) {
     return (struct timespec){.tv_sec = (time_t)(ns / second_ns), .tv_nsec = (long)(ns % second_ns)};
 }
 
-/* `lock` held; returns with it held. OK: done. */
+/* Called with `lock` held, and returns with it held. Return OK when the request is done. */
 static zpp_status wait_locked(zpp_aio *aio, zpp_aio_request *request, const struct zpp_wait *wait,
                               struct zpp_err *err) {
     const uint64_t started_ns = zpp_now_ns();
@@ -230,7 +230,7 @@ zpp_status zpp_aio_wait(zpp_aio_request *request, const struct zpp_wait *wait, s
         if (status != ZPP_OK) return status;
     }
     if (!request->failure) return outcome(request, err);
-    pthread_mutex_lock(&aio->lock); /* whoever waited knows: the flush need not say it again */
+    pthread_mutex_lock(&aio->lock); /* the waiter has the error: the flush need not report it again */
     if (aio->write_failure && aio->write_failure_number == request->number) {
         free(aio->write_failure);
         aio->write_failure = NULL;
@@ -300,7 +300,7 @@ static zpp_status sync_file(zpp_aio *aio, const struct zpp_file *file, struct zp
     return ZPP_OK;
 }
 
-/* The next file to sync, with a reference; NULL: none is dirty. */
+/* Return the next file to sync, with a reference; NULL: none is dirty. */
 static struct zpp_file *next_dirty(zpp_aio *aio) {
     pthread_mutex_lock(&aio->files_lock);
     pthread_mutex_lock(&aio->lock);
@@ -374,5 +374,5 @@ zpp_status zpp_aio_make(zpp_aio *aio, const char *path, uint64_t bytes, struct z
                         struct zpp_err *err) {
     const zpp_status status = usable(aio, err);
     if (status != ZPP_OK) return status;
-    return zpp_files_make(&aio->files, path, bytes, fault, err); /* reads what does not change */
+    return zpp_files_make(&aio->files, path, bytes, fault, err); /* no lock: it reads constant fields only */
 }

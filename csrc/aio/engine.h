@@ -3,22 +3,22 @@
  * The NVMe engine (DeepNVMe of ZeRO-Infinity, arXiv:2104.07857, section 6.3): reads and writes between memory and files
  * at the device's limit, many at once, beside the computation.
  *
- * A request is cut into pieces of `block_bytes`; up to `depth` pieces are in flight, or `flight_bytes`: a device ends
- * what it has in any order, so that requests end one after the other only if it has few at once. Pieces of urgent
- * requests (by default: reads, which somebody will wait for) go before those of background ones (write-backs), but
- * every eighth place is the background's, so that it cannot starve. One thread drives an io_uring; where io_uring is
- * refused or not built, a few threads do the same with pread and pwrite, and the log is told once.
+ * A request is cut into pieces of `block_bytes`; up to `depth` pieces are in flight, or `flight_bytes`. A device ends
+ * pieces in any order, so requests end one after the other only if it has few at once. Pieces of urgent requests (by
+ * default: reads, because a caller will wait for them) go before those of background ones (write-backs), but every
+ * eighth place belongs to the background, so that it cannot starve. One thread drives an io_uring. Where io_uring is
+ * refused or not built, a few threads do the same with pread and pwrite, and the log says so once.
  *
  * Order: two requests that touch the same bytes of one file, one of them a write, run in the order of their submission,
  * whatever their priority. Others run in any order.
  *
  * A request borrows its memory from zpp_aio_submit until it is done. Memory of the engine's arena and at aligned file
- * offsets moves without a copy; everything else works too, edges through bounce buffers (file.h).
+ * offsets moves without a copy. Other memory and offsets work too, edges through bounce buffers (file.h).
  *
- * With `checksums` the engine keeps a sum of each page that it writes (checksums.h), and what it reads must have them:
- * a device, a cable or a driver that changes bytes is then an error, and not a model that learns less. The thread that
- * drives the I/O does the sums. A file's are dropped by zpp_aio_forget, and with the engine; what another engine
- * wrote is not checked, unless the two share a table.
+ * With `checksums` the engine keeps a sum of each page that it writes (checksums.h), and compares what it reads. A
+ * device, a cable or a driver that changes bytes is then an error. The thread that drives the I/O computes the sums.
+ * zpp_aio_forget drops those of a file, and the end of the engine drops all. What another engine wrote is not checked,
+ * unless the two share a table.
  *
  * Errors are status TIER, with a struct zpp_aio_fault: which file, which bytes, how many the file system has free.
  *
@@ -26,8 +26,8 @@
  * running. Locks nest in this order: files, engine, arena. After fork() the child must not use the engine; calls there
  * fail with STATE.
  *
- * GPUDirect Storage would enter here: a third driver beside uring.c and pread.c, for requests whose memory is the
- * device's; nothing else would change.
+ * GPUDirect Storage would be a third driver beside uring.c and pread.c, for requests whose memory is the device's;
+ * nothing else would change.
  */
 #ifndef ZPP_AIO_ENGINE_H
 #define ZPP_AIO_ENGINE_H
@@ -50,11 +50,11 @@ enum { ZPP_AIO_STRIPE_BYTES = 2 << 20 };
 struct zpp_aio_config {
     unsigned depth;               /* operations in flight, 1 .. ZPP_AIO_MAX_DEPTH */
     size_t block_bytes;           /* of one operation; a multiple of 4096, at most 1 GiB */
-    size_t flight_bytes;          /* once so many are in flight, no operation begins; 0: no bound */
+    size_t flight_bytes;          /* with that many in flight, no operation begins; 0: no bound */
     bool direct;                  /* O_DIRECT where the file system has it */
     bool sqpoll;                  /* a kernel thread submits: fewer system calls, a core that polls */
     bool checksums;               /* what is read must be what was written */
-    enum zpp_aio_backend backend; /* URING: no falling back */
+    enum zpp_aio_backend backend; /* URING: without a fallback */
     unsigned threads;             /* of the fallback; 0: the default */
     size_t arena_bytes;           /* bound of the arena; 0: none */
     const char *const *stripes;   /* folders that relative paths are striped over; borrowed during create */
@@ -119,7 +119,7 @@ struct zpp_aio_figures {
     unsigned depth, outstanding; /* requests not done */
     size_t block_bytes;
     uint64_t read_bytes, written_bytes, operations, bounced_bytes, retries;
-    uint64_t checked_bytes; /* of those read: they had a checksum, and it was right */
+    uint64_t checked_bytes; /* bytes read that had a checksum, and a correct one */
     size_t checksums_bytes; /* of the tables of checksums */
     size_t registered_bytes, arena_held_bytes, arena_used_bytes;
     size_t open_files;

@@ -14,8 +14,8 @@
 #include "../base/mem.h"
 
 enum {
-    UNKNOWN_ALIGN_BYTES = 4096, /* suits every device where the kernel does not tell */
-    SMALL_BYTES = 64 << 10,     /* up to here one operation too many costs more than copying */
+    UNKNOWN_ALIGN_BYTES = 4096, /* for every device where the kernel has no answer */
+    SMALL_BYTES = 64 << 10,     /* up to here one more operation costs more than copying */
     RESERVE_FROM_BYTES = 1 << 20,
 };
 
@@ -27,13 +27,13 @@ zpp_status zpp_file_fail(const struct zpp_aio_sys *sys, const char *what, const 
     const bool full = os_errno == ENOSPC || os_errno == EDQUOT;
     if (full && free_fd >= 0) fault->has_free = sys->free_bytes(sys->ctx, free_fd, &fault->free_bytes) == 0;
     zpp_status status;
-    if (wanted_bytes == 0) { /* a flush: no bytes were asked for */
+    if (wanted_bytes == 0) { /* a flush has no bytes */
         char room[64] = "";
         if (full && fault->has_free)
             snprintf(room, sizeof room, ": its file system has %" PRIu64 " bytes free", fault->free_bytes);
         status = zpp_fail(err, ZPP_TIER, "aio: %s \"%s\"%s: %s", what, path, room, strerror(os_errno));
     } else if (full && fault->has_free) {
-        const bool enough = fault->free_bytes >= wanted_bytes; /* of two that want the last, one may give back a part */
+        const bool enough = fault->free_bytes >= wanted_bytes; /* another writer may have released some */
         status = zpp_fail(err, ZPP_TIER,
                           "aio: %s \"%s\": wanted %" PRIu64 " bytes at offset %" PRIu64 ", its file system has %" PRIu64
                           " free%s; free some, or choose another folder: %s",
@@ -96,7 +96,7 @@ static void open_direct(const struct zpp_files *files, struct zpp_file_part *par
     if (sys->direct_align(sys->ctx, fd, &memory_bytes, &offset_bytes) < 0)
         memory_bytes = offset_bytes = UNKNOWN_ALIGN_BYTES;
     if (!memory_bytes || !offset_bytes || offset_bytes > UNKNOWN_ALIGN_BYTES || memory_bytes > UNKNOWN_ALIGN_BYTES) {
-        sys->close(sys->ctx, fd); /* 0 says: no O_DIRECT on this file */
+        sys->close(sys->ctx, fd); /* 0 means no O_DIRECT on this file */
         return;
     }
     part->direct_fd = fd;
@@ -124,7 +124,7 @@ static void drop_checksums(struct zpp_file_checksums **link) {
     free(dropped);
 }
 
-/* `path`: of the part. */
+/* Keep checksums for the part at `path`. */
 static zpp_status keep_checksums(struct zpp_files *files, const char *path, zpp_checksums *checksums,
                                  struct zpp_err *err) {
     struct zpp_file_checksums **link = find_checksums(files, path), *entry = calloc(1, sizeof *entry);
@@ -162,7 +162,7 @@ static void drop_checksums_of(struct zpp_files *files, uint64_t device, uint64_t
     }
 }
 
-/* What a part of a path names now; false: nothing. */
+/* Look up what a part of a path names now. Return false if there is nothing. */
 static bool look_at(const struct zpp_files *files, const char *path, unsigned part, struct zpp_aio_stat *out) {
     char *name = part_path(files, path, part);
     const bool exists = name && files->sys->stat(files->sys->ctx, name, out) == 0;
@@ -192,8 +192,8 @@ size_t zpp_files_checksums_bytes(const struct zpp_files *files) {
     return bytes;
 }
 
-/* A reference to the sums of a file that is open under another name: it was renamed, or is linked. NULL: none. An inode
- * that nobody has open says nothing: it may be another file's by now. */
+/* Return a reference to the sums of a file that is open under another name, because it was renamed or linked; NULL:
+ * none. An inode that is not open proves nothing: it may be another file's by now. */
 static zpp_checksums *checksums_of_open(const struct zpp_files *files, const struct zpp_file_part *part) {
     for (const struct zpp_file *file = files->first; file; file = file->next)
         for (unsigned index = 0; index < file->parts_count; ++index) {
@@ -204,7 +204,7 @@ static zpp_checksums *checksums_of_open(const struct zpp_files *files, const str
     return NULL;
 }
 
-/* The part's sums. Those of a file that had its name before are forgotten. 0 or the errno. */
+/* Find or make the part's sums, and drop those of a file that had its name before. Return 0 or the errno. */
 static int join_checksums(struct zpp_files *files, struct zpp_file_part *part, uint64_t seen_bytes, bool write) {
     struct zpp_file_checksums **link = find_checksums(files, part->path), *entry = *link;
     struct zpp_err err = ZPP_ERR_INIT;
@@ -214,15 +214,15 @@ static int join_checksums(struct zpp_files *files, struct zpp_file_part *part, u
     }
     if (!entry) {
         zpp_checksums *checksums = checksums_of_open(files, part);
-        if (!checksums && !write) return 0; /* nothing is known of it */
-        if (!checksums) { /* what was known of it by a name that nobody has open is about to be overwritten */
+        if (!checksums && !write) return 0; /* it has no sums */
+        if (!checksums) { /* sums under a name that is not open belong to bytes that are about to be overwritten */
             drop_checksums_of(files, part->device, part->inode);
             checksums = zpp_checksums_create();
         }
         if (keep_checksums(files, part->path, checksums, &err) != ZPP_OK) return ENOMEM;
         entry = files->kept_checksums;
     }
-    if (!seen_bytes) zpp_checksums_clear_all(entry->checksums); /* inodes are taken again, and then the file is empty */
+    if (!seen_bytes) zpp_checksums_clear_all(entry->checksums); /* inodes are reused, and the file is empty then */
     entry->known = true;
     entry->device = part->device;
     entry->inode = part->inode;
@@ -232,7 +232,7 @@ static int join_checksums(struct zpp_files *files, struct zpp_file_part *part, u
 
 /* --- files -------------------------------------------------------------------------------------------------------- */
 
-/* 0 or the errno. */
+/* Open a part. Return 0 or the errno. */
 static int open_part(struct zpp_files *files, struct zpp_file_part *part, bool write) {
     const struct zpp_aio_sys *sys = files->sys;
     const int flags = write ? O_RDWR | O_CREAT : O_RDONLY;
@@ -243,13 +243,13 @@ static int open_part(struct zpp_files *files, struct zpp_file_part *part, bool w
     if (failed < 0) return -failed;
     part->device = seen.device;
     part->inode = seen.inode;
-    /* Readahead around a tail would bring neighbours into the page cache that direct writes then have to throw out. */
+    /* Readahead around a tail would read neighbours into the page cache, and direct writes would have to evict them. */
     posix_fadvise(part->buffered_fd, 0, 0, POSIX_FADV_RANDOM);
     open_direct(files, part, flags);
     return files->checksums ? join_checksums(files, part, seen.bytes, write) : 0;
 }
 
-/* The part before this one that is the same file, or NULL: a folder was named twice. */
+/* Return the part before this one that is the same file, because a folder was named twice, or NULL. */
 static const struct zpp_file_part *same_part(const struct zpp_file *file, const struct zpp_file_part *part) {
     const struct zpp_file_part *other = file->parts;
     while (other != part && (other->device != part->device || other->inode != part->inode)) ++other;
@@ -290,7 +290,7 @@ static zpp_status open_file(struct zpp_files *files, const char *path, bool writ
     return ZPP_OK;
 }
 
-/* Do the paths still name what is open? */
+/* True if the paths still name the open files. */
 static bool still_there(const struct zpp_files *files, const struct zpp_file *file) {
     for (unsigned index = 0; index < file->parts_count; ++index) {
         const struct zpp_file_part *part = &file->parts[index];
@@ -348,7 +348,7 @@ struct zpp_file *zpp_files_take(struct zpp_files *files, const char *path) {
 
 /* --- room --------------------------------------------------------------------------------------------------------- */
 
-/* End of the logical range [0, end) within one part. */
+/* Return the end of the logical range [0, end) within one part. */
 static uint64_t part_end(const struct zpp_file *file, unsigned part, uint64_t end_bytes) {
     return zpp_file_part_bytes(file->parts_count, file->stripe_bytes, part, end_bytes);
 }
@@ -362,13 +362,13 @@ zpp_status zpp_file_reserve(const struct zpp_files *files, struct zpp_file *file
         const uint64_t end_bytes = part_end(file, index, offset_bytes + bytes);
         struct zpp_aio_stat seen;
         if (sys->fstat(sys->ctx, part->buffered_fd, &seen) < 0 || end_bytes < seen.bytes + RESERVE_FROM_BYTES) continue;
-        /* From the first new byte: a hole before it stays one. */
+        /* Reserve from the first new byte, so that a hole before it stays one. */
         const uint64_t start_bytes =
             part_end(file, index, offset_bytes) > seen.bytes ? part_end(file, index, offset_bytes) : seen.bytes;
         const int failed = -sys->reserve(sys->ctx, part->buffered_fd, start_bytes, end_bytes - start_bytes);
-        if (failed != ENOSPC && failed != EDQUOT && failed != EFBIG) continue; /* EOPNOTSUPP: it was only a help */
+        if (failed != ENOSPC && failed != EDQUOT && failed != EFBIG) continue; /* EOPNOTSUPP: it is optional */
         if (file->refs == 0)
-            sys->truncate(sys->ctx, part->buffered_fd, seen.bytes); /* what it got before it was full */
+            sys->truncate(sys->ctx, part->buffered_fd, seen.bytes); /* release what was reserved */
         return zpp_file_fail(sys, "no room in", part->path, start_bytes, end_bytes - start_bytes, failed,
                              part->buffered_fd, fault, err);
     }
@@ -383,7 +383,7 @@ static zpp_status make_part(const struct zpp_aio_sys *sys, const char *path, uin
     if (done == -EOPNOTSUPP || done == -ENOSYS) done = sys->truncate(sys->ctx, fd, bytes);
     zpp_status status = ZPP_OK;
     if (done < 0) {
-        sys->truncate(sys->ctx, fd, 0); /* what it got before the disk was full is free again, and is told so */
+        sys->truncate(sys->ctx, fd, 0); /* release what was reserved, so that it counts as free */
         status = zpp_file_fail(sys, "cannot reserve", path, 0, bytes, -done, fd, fault, err);
     }
     sys->close(sys->ctx, fd);
@@ -430,7 +430,7 @@ static void write_piece(const struct zpp_file_part *part, const unsigned char *m
     out->op_bytes = out->wanted_bytes;
 }
 
-/* `direct` or not; whole `unit`s, in memory aligned to `align_bytes`. */
+/* Cut a piece of a read, `direct` or not: whole `unit`s, in memory aligned to `align_bytes`. */
 static void read_piece(bool direct, size_t unit, uint32_t align_bytes, const unsigned char *memory, size_t span,
                        size_t bounce_bytes, struct zpp_file_piece *out) {
     const size_t into = (size_t)(out->offset_bytes % unit);
@@ -440,8 +440,8 @@ static void read_piece(bool direct, size_t unit, uint32_t align_bytes, const uns
         out->wanted_bytes = out->op_bytes = span / unit * unit;
         return;
     }
-    /* Through a bounce buffer, from the unit's beginning. If only the beginning is crooked, so is only the first piece.
-     */
+    /* Through a bounce buffer, from the unit's beginning. If only the beginning is unaligned, only the first piece
+     * needs it. */
     out->bounce = true;
     out->offset_bytes -= into;
     out->head_bytes = into;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Files of the engine: how they are opened, what O_DIRECT wants of them, and how a request is cut into pieces that
- * obey.
+ * Files of the engine: how they are opened, what O_DIRECT requires, and how a request is cut into pieces that meet the
+ * requirements.
  *
  * One logical file is one file, or, where the engine was given several folders and the path is relative, stripes of
  * `stripe_bytes` dealt out in turn to files of that name in each folder.
@@ -12,8 +12,7 @@
  *   - writes of whole pages from unaligned memory go through a bounce buffer, and bytes that do not fill a page are
  *     written through a second, buffered descriptor. A page is written directly only by a request that covers all
  *     of it: two requests that share a page both write it through the page cache, which keeps neighbours' bytes.
- * Where checksums are kept (checksums.h), reads fetch whole pages, so that what a page's sum covers is there to be
- * checked.
+ * Where checksums are kept (checksums.h), reads fetch whole pages, so that all bytes of a page's sum can be checked.
  *
  * Threads: a zpp_files object is used under its owner's lock; zpp_file_piece only reads what does not change while
  * open.
@@ -28,9 +27,9 @@
 
 enum { ZPP_AIO_PARTS = 16 };
 
-/* What happened to which bytes; goes with the sentence in struct zpp_err. */
+/* The file and the bytes of a failure; it completes the sentence in struct zpp_err. */
 struct zpp_aio_fault {
-    char path[512]; /* cut, never overrun */
+    char path[512]; /* truncated, never overrun */
     uint64_t offset_bytes, wanted_bytes, free_bytes;
     bool has_free;
     int os_errno;
@@ -38,7 +37,7 @@ struct zpp_aio_fault {
 
 struct zpp_file_part {
     char *path;    /* owned */
-    int direct_fd; /* -1: this file takes no O_DIRECT */
+    int direct_fd; /* -1: the file system has no O_DIRECT for this file */
     int buffered_fd;
     int slot; /* the ring's thread owns it: place of direct_fd in the ring's table, or -1 */
     bool slot_tried;
@@ -71,7 +70,7 @@ struct zpp_file {
     /* below: guarded by the engine's lock */
     size_t refs;                 /* outstanding requests */
     bool dirty;                  /* written since the last durable flush */
-    struct zpp_aio_hazards *hazards; /* a reference, from the first request on; order.c */
+    struct zpp_aio_hazards *hazards; /* a reference, from the first request on; request.c */
 };
 
 struct zpp_files {
@@ -85,29 +84,29 @@ struct zpp_files {
     struct zpp_file_checksums *kept_checksums;
 };
 
-/* The file for a request, opened (and for writing created) or taken from the table. A file that was replaced or removed
- * since is not used again: it leaves the table (`gone`), and `dropped` gets the list of those that must be closed by
- * the caller once their `refs` are 0. On failure `fault` and `err` say why. */
+/* Return the file for a request, opened (and for writing created) or taken from the table. A file that was replaced or
+ * removed since is not used again: it leaves the table (`gone`), and `dropped` gets the list of those that the caller
+ * must close once their `refs` are 0. On failure `fault` and `err` say why. */
 zpp_status zpp_files_get(struct zpp_files *files, const char *path, bool write, struct zpp_file **out,
                          struct zpp_file **dropped, struct zpp_aio_fault *fault, struct zpp_err *err);
-/* Take one out of the table: by path, however it was spelled, or the least recently used that has no requests (path
- * NULL). NULL: none. */
+/* Take a file out of the table: by path, however it was spelled, or the least recently used that has no requests (path
+ * NULL). Return NULL if there is none. */
 struct zpp_file *zpp_files_take(struct zpp_files *files, const char *path);
-/* Bytes that one of `parts` parts has of a file of `bytes`. `stripe_bytes` 0: there is one part. */
+/* Return the bytes that one of `parts` parts has of a file of `bytes`. `stripe_bytes` 0: there is one part. */
 uint64_t zpp_file_part_bytes(unsigned parts, uint64_t stripe_bytes, unsigned part, uint64_t bytes);
 /* zpp_aio_make. */
 zpp_status zpp_files_make(const struct zpp_files *files, const char *path, uint64_t bytes, struct zpp_aio_fault *fault,
                           struct zpp_err *err);
-/* Checksums of a part of a file: `sums` (a reference that this takes) are the ones to keep for it; and they are dropped
- * for all parts of a path, or of all (NULL). */
+/* Keep `sums`, a reference that this takes, for a part of a file; and drop those of all parts of a path, or of all
+ * files (NULL). */
 zpp_status zpp_files_share_checksums(struct zpp_files *files, const char *path, unsigned part, zpp_checksums *checksums,
                                      struct zpp_err *err);
 void zpp_files_drop_checksums(struct zpp_files *files, const char *path);
 size_t zpp_files_checksums_bytes(const struct zpp_files *files);
 void zpp_file_close(const struct zpp_aio_sys *sys, struct zpp_file *file);
 
-/* Blocks for [offset, offset + bytes) where that grows the file by a megabyte or more, so that a full disk is found
- * before anything is written, and writes into fresh files need not wait for each other. */
+/* Reserve blocks for [offset, offset + bytes) where that grows the file by a megabyte or more, so that a full disk is
+ * found before anything is written, and writes into fresh files need not wait for each other. */
 zpp_status zpp_file_reserve(const struct zpp_files *files, struct zpp_file *file, uint64_t offset_bytes, uint64_t bytes,
                             struct zpp_aio_fault *fault, struct zpp_err *err);
 
@@ -121,12 +120,12 @@ struct zpp_file_piece {
     bool direct, bounce;
 };
 
-/* The first piece of what is left of a request. `block_bytes` bounds an operation, `bounce_bytes` one through a bounce
+/* Cut the first piece of the rest of a request. `block_bytes` bounds an operation, `bounce_bytes` one through a bounce
  * buffer; both are multiples of 4096. */
 void zpp_file_piece(struct zpp_file *file, bool write, const void *memory, uint64_t offset_bytes, size_t left_bytes,
                     size_t block_bytes, size_t bounce_bytes, struct zpp_file_piece *out);
 
-/* Fill `fault` and `err` for a failed call on bytes of a file; `free_fd` >= 0: asks its file system for free bytes
+/* Fill `fault` and `err` for a failed call on bytes of a file; With `free_fd` >= 0 ask its file system for free bytes
  * where os_errno says that it is full. */
 zpp_status zpp_file_fail(const struct zpp_aio_sys *sys, const char *what, const char *path, uint64_t offset_bytes,
                          uint64_t wanted_bytes, int os_errno, int free_fd, struct zpp_aio_fault *fault,

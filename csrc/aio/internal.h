@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The engine's inside, shared by engine.c (submission, waiting, flushing), request.c (queues, hazards, completion),
+ * Internals of the engine, shared by engine.c (submission, waiting, flushing), request.c (queues, hazards, completion),
  * chunk.c (cutting requests, judging results) and the two drivers: uring.c (one thread over a ring) and pread.c (a few
  * threads).
  *
@@ -71,7 +71,7 @@ struct zpp_aio_chunk {
     unsigned char *bounce; /* or NULL */
     size_t have_bytes;     /* of the operation, so far */
     unsigned tries;        /* in a row without progress */
-    int os_errno;          /* why it failed; 0: it did not */
+    int os_errno;          /* why it failed; 0: it succeeded */
     bool ended;            /* the file ended before the wanted bytes did */
     bool direct, filled;
     bool reread;             /* its sum was wrong once */
@@ -94,7 +94,7 @@ struct zpp_aio {
     struct zpp_files files;
 
     pthread_mutex_t lock;          /* guards everything below, and requests */
-    pthread_cond_t finished;       /* some request with waiters is done */
+    pthread_cond_t finished;       /* a request with waiters is done */
     pthread_cond_t work;           /* pread.c: there are chunks to take */
     zpp_aio_request *first, *last; /* outstanding */
     struct zpp_aio_hazards *hazards;
@@ -118,7 +118,7 @@ struct zpp_aio {
     atomic_uint_fast64_t retries;
     size_t registered_bytes;
     bool sleeping, stopping;
-    zpp_status broken; /* the ring failed: nothing works any more */
+    zpp_status broken; /* the ring failed: every request fails */
     struct zpp_err broken_err;
     size_t refs; /* the owner, and each request */
     atomic_bool told_direct, told_lock;
@@ -129,26 +129,26 @@ struct zpp_aio {
 
 /* chunk.c; `lock` held. Fill `out` with up to `capacity` chunks. */
 size_t zpp_aio_take(zpp_aio *aio, struct zpp_aio_chunk **out, size_t capacity);
-/* chunk.c; no lock. The operation that a chunk needs next; slots are -1. */
+/* chunk.c; no lock. Fill in the operation that a chunk needs next; slots are -1. */
 void zpp_aio_chunk_op(struct zpp_aio_chunk *chunk, struct zpp_aio_op *out);
-/* chunk.c; no lock. Judge a result. True: the chunk needs another operation. */
+/* chunk.c; no lock. Judge a result. Return true if the chunk needs another operation. */
 bool zpp_aio_settle(zpp_aio *aio, struct zpp_aio_chunk *chunk, ssize_t result);
-/* chunk.c; `lock` held. The chunk is over; its request may be. */
+/* chunk.c; `lock` held. End the chunk, and its request with the last one. */
 void zpp_aio_finish(zpp_aio *aio, struct zpp_aio_chunk *chunk);
 
 /* request.c; `lock` held. */
 void zpp_aio_complete(zpp_aio *aio, zpp_aio_request *request);
 void zpp_aio_enqueue(zpp_aio *aio, zpp_aio_request *request);
 void zpp_aio_unqueue(zpp_aio *aio, zpp_aio_request *request);
-void zpp_aio_unref(zpp_aio_request *request); /* the request's reference to the engine is the caller's to end */
+void zpp_aio_unref(zpp_aio_request *request); /* the caller releases the request's reference to the engine */
 struct zpp_aio_failure *zpp_aio_new_failure(zpp_aio_request *request); /* NULL: there is one already, or no memory */
-void zpp_aio_close_file(zpp_aio *aio, struct zpp_file *file); /* no requests: its slots go back to the ring's thread */
+void zpp_aio_close_file(zpp_aio *aio, struct zpp_file *file); /* it has no requests; frees its slots in the ring */
 void zpp_aio_unref_file(zpp_aio *aio, struct zpp_file *file); /* the last one closes a file that left the table */
 /* request.c; no lock held. */
 void zpp_aio_tell_lock(zpp_aio *aio, int os_errno); /* once */
 void zpp_aio_log(zpp_aio *aio, const char *text);
 
-/* request.c; `lock` held. Join a file to the hazards of its inode; false: no memory. And leave them. */
+/* request.c; `lock` held. Join a file to the hazards of its inode (false: no memory), and leave them. */
 bool zpp_aio_join_hazards(zpp_aio *aio, struct zpp_file *file);
 void zpp_aio_leave_hazards(zpp_aio *aio, struct zpp_file *file);
 /* request.c; `lock` held. Make `later` wait for the requests that it collides with. Return false where there is no
@@ -157,7 +157,7 @@ bool zpp_aio_add_dependencies(struct zpp_file *file, zpp_aio_request *later);
 void zpp_aio_drop_dependencies(zpp_aio *aio, const zpp_aio_request *request);
 void zpp_aio_list_hazard(struct zpp_file *file, zpp_aio_request *request);
 
-/* lifecycle.c; the last reference is gone. */
+/* lifecycle.c. Free the engine after its last reference. */
 void zpp_aio_free(zpp_aio *aio);
 
 /* Drivers: start the threads, and wake one when `lock` is held and chunks may be taken. Threads end once `stopping` is

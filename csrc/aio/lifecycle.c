@@ -12,7 +12,7 @@
 
 enum {
     MOST_BOUNCES = 16,
-    BOUNCE_BYTES = 512 << 10, /* sixteen of them stay in the cache, and so make the copy cheap */
+    BOUNCE_BYTES = 512 << 10, /* sixteen of them stay in the cache, which makes the copy cheap */
 };
 
 void zpp_aio_free(zpp_aio *aio) {
@@ -63,7 +63,7 @@ static zpp_status check_config(const struct zpp_aio_config *config, struct zpp_e
     if (config->stripes_count > ZPP_AIO_PARTS) {
         return zpp_fail(err, ZPP_INVALID, "aio: %u paths, wanted at most %d", config->stripes_count, ZPP_AIO_PARTS);
     }
-    /* Before blocks, which may have been chosen to fit. */
+    /* Checked before block_bytes, which may have been chosen to fit the stripes. */
     if (config->stripes_count && (!config->stripe_bytes || config->stripe_bytes % ZPP_PAGE_BYTES)) {
         return zpp_fail(err, ZPP_INVALID, "aio: stripe_bytes is %zu, wanted a multiple of %d", config->stripe_bytes,
                         ZPP_PAGE_BYTES);
@@ -147,12 +147,12 @@ zpp_status zpp_aio_create(const struct zpp_aio_config *config, zpp_aio **out, st
     return ZPP_OK;
 }
 
-/* Cancel what has not begun, and have the threads end when the rest is done. */
+/* Cancel what has not begun, and make the threads end when the rest is done. */
 static void stop(zpp_aio *aio) {
     pthread_mutex_lock(&aio->lock);
     for (zpp_aio_request *request = aio->first, *next; request; request = next) {
         request->cancelled = true;
-        ++request->refs; /* completing it may let `next` go, but not free it: that one is outstanding itself */
+        ++request->refs; /* completing it may begin `next`, but not free it: that one is outstanding itself */
         if (request->flying == 0) zpp_aio_complete(aio, request);
         else zpp_aio_unqueue(aio, request);
         next = request->next;
@@ -166,7 +166,7 @@ static void stop(zpp_aio *aio) {
 }
 
 void zpp_aio_destroy(zpp_aio *aio) {
-    if (!aio || aio->owner != getpid()) return; /* a forked child has none of the threads: it leaves all as it is */
+    if (!aio || aio->owner != getpid()) return; /* a forked child has none of the threads, and changes nothing */
     stop(aio);
     if (aio->arena) zpp_aio_arena_unfollow(aio->arena);
     zpp_ring_destroy(aio->ring);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The engine where io_uring is refused (containers) or not built: a few threads, each with one pread or pwrite at a
- * time. Same chunks, same order, same judgement; only fewer operations in flight and more work a byte.
+ * time. Chunks, order and judgement are those of the ring; fewer operations are in flight, and a byte costs more CPU
+ * time.
  */
 #include <stdlib.h>
 
@@ -27,14 +28,14 @@ static void *thread(void *ctx) {
             run(aio, chunk);
             pthread_mutex_lock(&aio->lock);
             zpp_aio_finish(aio, chunk);
-            /* It may have given a bounce buffer back, or let a later request go. */
+            /* The chunk may have released a bounce buffer, or a later request that depended on its own. */
             if (aio->urgent.first || aio->background.first) pthread_cond_signal(&aio->work);
             continue;
         }
         if (aio->stopping && !aio->urgent.first && !aio->background.first) break;
         pthread_cond_wait(&aio->work, &aio->lock);
     }
-    pthread_cond_broadcast(&aio->work); /* the next one sees the end, too */
+    pthread_cond_broadcast(&aio->work); /* let the next thread see the end, too */
     pthread_mutex_unlock(&aio->lock);
     return NULL;
 }
@@ -45,7 +46,7 @@ zpp_status zpp_aio_pread_start(zpp_aio *aio, struct zpp_err *err) {
     for (; aio->threads_count < wanted; ++aio->threads_count) {
         const int failed = pthread_create(&aio->threads[aio->threads_count], NULL, thread, aio);
         if (failed && aio->threads_count == 0) return zpp_fail_os(err, failed, "aio: no thread");
-        if (failed) break; /* fewer do as well */
+        if (failed) break; /* fewer threads are enough */
     }
     return ZPP_OK;
 }

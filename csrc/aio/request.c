@@ -131,7 +131,7 @@ static zpp_aio_request **hazard_list(struct zpp_aio_hazards *hazards, const zpp_
     return &hazards->narrow[(request->offset_bytes >> NARROW_SHIFT) % ZPP_AIO_HAZARD_LISTS];
 }
 
-/* `unit`: a power of two. */
+/* True if the requests touch the same `unit`, a power of two. */
 static bool collide(const zpp_aio_request *a, const zpp_aio_request *b, uint64_t unit) {
     const uint64_t a_end = (a->offset_bytes + a->bytes + unit - 1) & ~(unit - 1);
     const uint64_t b_end = (b->offset_bytes + b->bytes + unit - 1) & ~(unit - 1);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * io_uring: ring.h. Without liburing only zpp_ring_create is left, which says so.
+ * io_uring: ring.h. Without liburing zpp_ring_create returns NOT_BUILT, and nothing else is used.
  */
 #include "ring.h"
 
@@ -23,7 +23,7 @@ struct zpp_ring {
     int wake_fd;
     uint64_t wake_value;
     bool wake_armed;
-    struct zpp_ring_result *ready; /* results that sys->ring_op made up: [depth] */
+    struct zpp_ring_result *ready; /* results that sys->ring_op produced: [depth] */
     size_t ready_count;
     bool buffer_taken[ZPP_RING_BUFFERS], file_taken[ZPP_RING_FILES];
 };
@@ -39,8 +39,8 @@ static zpp_status refused(int os_errno, struct zpp_err *err) {
     return status;
 }
 
-/* The best that this kernel knows: completions handled only when our thread asks (6.1), then without interrupting it
- * (5.19), then plain. */
+/* Set the ring up with the best flags of this kernel: completions handled only when our thread asks (6.1), else without
+ * interrupting it (5.19), else plain. */
 static int set_up(zpp_ring *ring, unsigned entries, bool sqpoll) {
     const uint32_t deferred = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED;
     const uint32_t normal[] = {deferred, IORING_SETUP_COOP_TASKRUN, 0};
@@ -150,7 +150,7 @@ void zpp_ring_remove_file(zpp_ring *ring, int slot) {
 
 /* --- operations --------------------------------------------------------------------------------------------------- */
 
-/* There is always room: depth + 1 entries, and everything prepared is submitted before more is. */
+/* Return an entry. There is always one: depth + 1 exist, and what is prepared is submitted before more is prepared. */
 static struct io_uring_sqe *next_entry(zpp_ring *ring) { return io_uring_get_sqe(&ring->uring); }
 
 void zpp_ring_push(zpp_ring *ring, const struct zpp_aio_op *wanted, void *tag) {
@@ -162,7 +162,7 @@ void zpp_ring_push(zpp_ring *ring, const struct zpp_aio_op *wanted, void *tag) {
         return;
     }
     entry = next_entry(ring);
-    if (!entry) { /* an entry that an EBUSY ring has not taken yet: ask again later */
+    if (!entry) { /* an EBUSY ring has not taken an entry yet: try again later */
         ring->ready[ring->ready_count++] = (struct zpp_ring_result){tag, -EAGAIN};
         return;
     }

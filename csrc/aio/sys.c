@@ -18,8 +18,9 @@
 
 static int failed(void) { return -errno; }
 
-/* A pipe would be waited for until somebody opens its other end, and has no offsets. Asked before: what is opened with
- * O_NONBLOCK, some kernels' io_uring refuses with EAGAIN to wait for. */
+/* Open a file, and refuse pipes, which have no offsets: open would wait until another process opens the other end. The
+ * type is checked before, because some kernels' io_uring refuses with EAGAIN to wait for files opened with O_NONBLOCK.
+ * */
 static int real_open(void *ctx, const char *path, int flags) {
     (void)ctx;
     struct stat seen;
@@ -53,8 +54,8 @@ static int real_fstat(void *ctx, int fd, struct zpp_aio_stat *out) {
     return 0;
 }
 
-/* statx's answer about O_DIRECT (Linux 6.1). The fields are read by their place in the kernel's fixed layout: headers
- * older than the kernel have only spare room there. */
+/* Ask statx for the alignment of O_DIRECT (Linux 6.1). The fields are read by their place in the kernel's fixed layout,
+ * because headers older than the kernel have only spare room there. */
 static int real_direct_align(void *ctx, int fd, uint32_t *memory_bytes, uint32_t *offset_bytes) {
     (void)ctx;
     enum { STATX_BYTES = 256, MASK_AT = 0, MEMORY_AT = 152, OFFSET_AT = 156 };

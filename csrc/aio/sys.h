@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Every call that the I/O engine makes into the operating system, as one table. Production uses zpp_aio_sys_real();
- * tests copy it and replace rows, so that each failure of each call can be brought about (tests/c/test_aio_faults.c).
+ * tests copy it and replace rows, so that they can produce each failure of each call (tests/c/test_aio_faults.c).
  *
  * Every row returns what its system call returns, with -errno in place of -1. `ring` is a `struct io_uring *` of
  * liburing, opaque here so that builds without liburing have the same table.
@@ -27,7 +27,7 @@ struct zpp_aio_op {
     bool write;
 };
 
-/* What identifies a file, and how long it is. */
+/* The identity of a file, and its length. */
 struct zpp_aio_stat {
     uint64_t device, inode, bytes;
 };
@@ -38,11 +38,12 @@ struct zpp_aio_sys {
     int (*close)(void *ctx, int fd);
     int (*stat)(void *ctx, const char *path, struct zpp_aio_stat *out);
     int (*fstat)(void *ctx, int fd, struct zpp_aio_stat *out);
-    /* What O_DIRECT wants of addresses and of offsets and sizes; -ENOSYS where the kernel does not tell. */
+    /* The alignment that O_DIRECT requires of addresses, and of offsets and sizes; -ENOSYS where the kernel has no
+     * answer. */
     int (*direct_align)(void *ctx, int fd, uint32_t *memory_bytes, uint32_t *offset_bytes);
-    int (*reserve)(void *ctx, int fd, uint64_t offset_bytes, uint64_t bytes); /* blocks for a range, file grown to it */
+    int (*reserve)(void *ctx, int fd, uint64_t offset_bytes, uint64_t bytes); /* grows the file, too */
     int (*truncate)(void *ctx, int fd, uint64_t bytes);
-    int (*sync)(void *ctx, int fd);                      /* data reach the device */
+    int (*sync)(void *ctx, int fd);                      /* returns when data are on the device */
     int (*free_bytes)(void *ctx, int fd, uint64_t *out); /* of the file system */
     ssize_t (*pread)(void *ctx, int fd, void *memory, size_t bytes, uint64_t offset_bytes);
     ssize_t (*pwrite)(void *ctx, int fd, const void *memory, size_t bytes, uint64_t offset_bytes);
@@ -56,12 +57,12 @@ struct zpp_aio_sys {
     int (*ring_buffer)(void *ctx, void *ring, unsigned slot, void *memory,
                        size_t bytes);                               /* memory NULL: empty the slot */
     int (*ring_file)(void *ctx, void *ring, unsigned slot, int fd); /* fd -1: empty the slot */
-    /* Looks at an operation before it is submitted; may shorten it. True: `*result` is its result, and nothing is
-     * submitted. NULL in production. */
+    /* Inspects an operation before it is submitted, and may shorten it. Returns true to submit nothing: `*result` is
+     * then its result. NULL in production. */
     bool (*ring_op)(void *ctx, struct zpp_aio_op *op, int *result);
 };
 
-/* The real calls. Static. */
+/* Return the real calls. Static. */
 const struct zpp_aio_sys *zpp_aio_sys_real(void);
 
 #endif

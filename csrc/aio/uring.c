@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The engine over io_uring: one thread takes chunks, submits them in one system call, sleeps until results or a wake-up
- * come, and judges them. It also keeps the ring's tables: arena slabs as registered buffers (their pages are locked
+ * arrive, and judges them. It also keeps the ring's tables: arena slabs as registered buffers (their pages are locked
  * once instead of at each operation), files as registered files.
  */
 #include <stdlib.h>
@@ -10,10 +10,10 @@
 
 enum {
     PIECE_SHIFT = 30,   /* ring.h: one slot a GiB */
-    SUMMED_AT_ONCE = 2, /* the disk begins while the next ones are summed */
+    SUMMED_AT_ONCE = 2, /* the disk works on them while the next ones are summed */
 };
 
-/* What the thread carries from one round to the next. */
+/* The state that the thread keeps from one round to the next. */
 struct round {
     struct zpp_aio_chunk **fresh, **again;
     struct zpp_ring_result *results;
@@ -59,7 +59,7 @@ static void push(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
     zpp_ring_push(aio->ring, &op, chunk);
 }
 
-/* The ring itself failed: every request ends with its error, and so does every later one. */
+/* End every request, and every later one, with the error of the ring itself. */
 static void break_engine(zpp_aio *aio, const struct zpp_err *err) {
     pthread_mutex_lock(&aio->lock);
     aio->broken = err->status;
@@ -76,7 +76,7 @@ static void break_engine(zpp_aio *aio, const struct zpp_err *err) {
     pthread_mutex_unlock(&aio->lock);
 }
 
-/* Everything that the lock guards, once a round. False: the engine stops and nothing is left to do. */
+/* Plan a round under the lock. Return false when the engine stops and nothing is left to do. */
 static bool plan(zpp_aio *aio, struct round *round, size_t most, size_t *fresh_count) {
     pthread_mutex_lock(&aio->lock);
     aio->registered_bytes += round->added_bytes;
@@ -121,7 +121,7 @@ static void work(zpp_aio *aio, struct round *round) {
         for (size_t index = 0; index < fresh; ++index) push(aio, round->fresh[index]);
         round->again_count = 0;
         size_t count = 0;
-        const bool waits = !checksums || fresh < most; /* or there may be more to take */
+        const bool waits = !checksums || fresh < most; /* else there may be more to take */
         status = zpp_ring_run(aio->ring, waits, round->results, aio->config.depth, &count, &err);
         if (status == ZPP_OK) judge(aio, round, count);
     }

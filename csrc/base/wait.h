@@ -21,7 +21,7 @@ struct zpp_wait {
 
 /* Monotonic clock. */
 uint64_t zpp_now_ns(void);
-/* Return the time `ns` (below 1e9) from now on that clock, for pthread_cond_timedwait and conditions of zpp_cond_init. */
+/* Return the time `ns` (below 1e9) from now on that clock, for timed waits on conditions of zpp_cond_init. */
 struct timespec zpp_moment_in(long ns);
 /* Initialise a condition whose timed waits follow that clock. */
 void zpp_cond_init(pthread_cond_t *cond);
