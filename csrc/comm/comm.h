@@ -263,9 +263,15 @@ int zpp_transfer_peer(zpp_transfer *transfer); /* who sent it; ZPP_NO_RANK while
 void zpp_transfer_free(zpp_transfer *transfer);
 
 /* --- the reduction itself, for users of regions: dst[i] = (sum over r in rank order of src[r][i]) * scale -------- */
+/* What a sum of floating point elements saw; integers are always finite. */
+struct zpp_sum_seen {
+    bool nonfinite;          /* an element of the result was infinite or NaN in the dtype of the additions */
+    bool replaced_nonfinite; /* where dst is one of the sources: an element of that source was */
+};
 /* src[r]: `ranks` arrays of `elems` elements of `dtype`. dst of dst_dtype (F32 or `dtype`); accumulate: dst[i] += that.
- * `scale` is rounded to float32 first, unless the elements are float64. One pass, AVX where there. */
-void zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accumulate, const void *const *src, int ranks,
-                        zpp_dtype dtype, size_t elems, double scale);
+ * dst may be one of the sources, where it has their dtype and does not accumulate. `scale` is rounded to float32 first,
+ * unless the elements are float64. One pass, AVX where there. */
+struct zpp_sum_seen zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accumulate, const void *const *src,
+                                       int ranks, zpp_dtype dtype, size_t elems, double scale);
 
 #endif

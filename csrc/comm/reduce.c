@@ -5,6 +5,7 @@
  */
 #include "reduce.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "../base/cpu.h"
@@ -150,10 +151,8 @@ static void reduce_range(void *dst, zpp_reduce_op op, const void *const *src, in
     const float scale = op == ZPP_AVG ? (float)(1.0 / sources) : 1.0f;
     if ((op == ZPP_SUM || op == ZPP_AVG) && is_float(dtype) && dtype != ZPP_F64) {
         const struct zpp_sum_kernels *kernels = zpp_sum_kernels();
-        if (dtype == ZPP_F32)
-            kernels->f32(dst, false, src, sources, elems, scale, stream);
-        else
-            (dtype == ZPP_BF16 ? kernels->bf16 : kernels->f16)(dst, false, false, src, sources, elems, scale);
+        const struct zpp_sum sum = { .dst = dst, .src = src, .sources = sources, .scale = scale, .stream = stream };
+        (dtype == ZPP_F32 ? kernels->f32 : dtype == ZPP_BF16 ? kernels->bf16 : kernels->f16)(&sum, elems);
         return;
     }
     for (size_t at = 0; at < elems; at += BLOCK_ELEMS)
@@ -185,31 +184,40 @@ void zpp_reduce_op_sources(void *dst, zpp_reduce_op op, const void *const *src, 
 
 /* --- the door for users of regions ------------------------------------------------------------------------------- */
 
-static void sum_f64(double *dst, bool accumulate, const void *const *src, int sources, size_t elems, double scale) {
+static struct zpp_sum_seen sum_f64(const struct zpp_sum *sum, double scale, size_t elems) {
+    double *dst = sum->dst;
+    struct zpp_sum_seen seen = { 0 };
     for (size_t i = 0; i < elems; i++) {
-        double sum = ((const double *)src[0])[i];
-        for (int r = 1; r < sources; r++) sum += ((const double *)src[r])[i];
-        dst[i] = accumulate ? dst[i] + sum * scale : sum * scale;
+        double value = ((const double *)sum->src[0])[i];
+        for (int r = 1; r < sum->sources; r++) value += ((const double *)sum->src[r])[i];
+        value = sum->accumulate ? dst[i] + value * scale : value * scale;
+        if (sum->replaces) seen.replaced_nonfinite |= !isfinite(dst[i]);
+        seen.nonfinite |= !isfinite(value);
+        dst[i] = value;
     }
+    return seen;
 }
 
-void zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accumulate, const void *const *src, int ranks,
-                        zpp_dtype dtype, size_t elems, double scale) {
+/* Without a scale. To accumulate makes dst the first source. */
+static void sum_integers(const struct zpp_sum *sum, zpp_dtype dtype, size_t elems) {
+    const void *all[SUM_SOURCES + 1];
+    int sources = 0;
+    if (sum->accumulate) all[sources++] = sum->dst;
+    for (int r = 0; r < sum->sources && sources <= SUM_SOURCES; r++) all[sources++] = sum->src[r];
+    zpp_reduce_op_sources(sum->dst, ZPP_SUM, all, sources, dtype, elems, false);
+}
+
+struct zpp_sum_seen zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accumulate, const void *const *src,
+                                       int ranks, zpp_dtype dtype, size_t elems, double scale) {
     const struct zpp_sum_kernels *kernels = zpp_sum_kernels();
-    const float narrow = (float)scale;
-    const bool wide = dst_dtype == ZPP_F32;
+    struct zpp_sum sum = { .dst = dst, .src = src, .sources = ranks, .scale = (float)scale, .accumulate = accumulate,
+                           .wide = dst_dtype == ZPP_F32 };
+    for (int r = 0; r < ranks; r++) sum.replaces |= src[r] == dst;
     switch (dtype) {
-    case ZPP_F32: kernels->f32(dst, accumulate, src, ranks, elems, narrow, false); break;
-    case ZPP_BF16: kernels->bf16(dst, wide, accumulate, src, ranks, elems, narrow); break;
-    case ZPP_F16: kernels->f16(dst, wide, accumulate, src, ranks, elems, narrow); break;
-    case ZPP_F64: sum_f64(dst, accumulate, src, ranks, elems, scale); break;
-    default: { /* integers: sum, no scale; accumulate makes dst the first source */
-        const void *all[SUM_SOURCES + 1];
-        int sources = 0;
-        if (accumulate) all[sources++] = dst;
-        for (int r = 0; r < ranks && sources <= SUM_SOURCES; r++) all[sources++] = src[r];
-        zpp_reduce_op_sources(dst, ZPP_SUM, all, sources, dtype, elems, false);
-        break;
-    }
+    case ZPP_F32: return kernels->f32(&sum, elems);
+    case ZPP_BF16: return kernels->bf16(&sum, elems);
+    case ZPP_F16: return kernels->f16(&sum, elems);
+    case ZPP_F64: return sum_f64(&sum, scale, elems);
+    default: sum_integers(&sum, dtype, elems); return (struct zpp_sum_seen){ 0 };
     }
 }

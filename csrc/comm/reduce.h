@@ -14,15 +14,33 @@
 #include <stdbool.h>
 #include "comm.h"
 
-/* The sum kernels of one instruction set. `wide`: dst is fp32 although the elements are 16-bit. `stream`: dst is large
- * and not read again soon, write around the cache (no load of the line that is overwritten). */
+/* One sum of fp32, bf16 or fp16 arrays. */
+struct zpp_sum {
+    void *dst;
+    const void *const *src;
+    int sources;
+    float scale;
+    bool accumulate; /* add to what dst has */
+    bool wide;       /* dst is fp32 although the elements are 16-bit */
+    bool stream;     /* dst is large and not read again soon: write around the cache (fp32 alone) */
+    bool replaces;   /* dst is one of the sources: report on what it had, too */
+};
+
+/* The sum kernels of one instruction set. Each says what it saw on the way, which costs no second pass over memory. */
 struct zpp_sum_kernels {
-    void (*f32)(float *dst, bool accumulate, const void *const *src, int sources, size_t elems, float scale,
-                bool stream);
-    void (*bf16)(void *dst, bool wide, bool accumulate, const void *const *src, int sources, size_t elems, float scale);
-    void (*f16)(void *dst, bool wide, bool accumulate, const void *const *src, int sources, size_t elems, float scale);
+    struct zpp_sum_seen (*f32)(const struct zpp_sum *sum, size_t elems);
+    struct zpp_sum_seen (*bf16)(const struct zpp_sum *sum, size_t elems);
+    struct zpp_sum_seen (*f16)(const struct zpp_sum *sum, size_t elems);
     void (*copy)(void *dst, const void *src, size_t bytes); /* around the cache */
 };
+
+/* What kernels keep: the largest bits of an fp32 value without its sign. From ZPP_SUM_INFINITE on they stand for an
+ * infinite value or NaN. */
+enum { ZPP_SUM_MAGNITUDE = 0x7fffffff, ZPP_SUM_INFINITE = 0x7f800000 };
+static inline struct zpp_sum_seen zpp_sum_seen(uint32_t largest_result, uint32_t largest_replaced) {
+    return (struct zpp_sum_seen){ .nonfinite = largest_result >= ZPP_SUM_INFINITE,
+                                  .replaced_nonfinite = largest_replaced >= ZPP_SUM_INFINITE };
+}
 extern const struct zpp_sum_kernels zpp_sum_scalar;
 #if defined(__x86_64__)
 extern const struct zpp_sum_kernels zpp_sum_avx2, zpp_sum_avx512;

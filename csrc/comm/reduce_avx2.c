@@ -41,88 +41,104 @@ static inline void store_f16(void *dst, size_t i, __m256 value) {
     _mm_storeu_si128((__m128i *)(void *)((uint16_t *)dst + i), half);
 }
 
-static inline void sum_block_f32(float *dst, bool accumulate, const void *const *src, int sources, size_t i,
-                                 __m256 scale, bool stream) {
-    __m256 sum[4];
-    for (int k = 0; k < 4; k++) sum[k] = load_f32(src[0], i + (size_t)k * LANES);
-    for (int r = 1; r < sources; r++)
-        for (int k = 0; k < 4; k++) sum[k] = _mm256_add_ps(sum[k], load_f32(src[r], i + (size_t)k * LANES));
-    for (int k = 0; k < 4; k++) {
-        float *at = dst + i + k * LANES;
-        __m256 value = _mm256_mul_ps(sum[k], scale);
-        if (accumulate) value = _mm256_add_ps(_mm256_loadu_ps(at), value);
-        if (stream)
-            _mm256_stream_ps(at, value);
-        else
-            _mm256_storeu_ps(at, value);
-    }
+/* Largest magnitudes so far, a lane each: of the result, and of what it replaced. */
+struct largest {
+    __m256i result, replaced;
+};
+
+static inline __m256i larger(__m256i largest, __m256 value) {
+    const __m256i bits = _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32(ZPP_SUM_MAGNITUDE));
+    return _mm256_max_epi32(largest, bits); /* without a sign, so signed is as good */
 }
 
-static void shift(const void **to, const void *const *from, int sources, size_t bytes) {
-    for (int r = 0; r < sources; r++) to[r] = (const uint8_t *)from[r] + bytes;
+static inline uint32_t largest_lane(__m256i lanes) {
+    uint32_t each[LANES], most = 0;
+    _mm256_storeu_si256((__m256i *)(void *)each, lanes);
+    for (int i = 0; i < LANES; i++) most = each[i] > most ? each[i] : most;
+    return most;
 }
 
-static void sum_f32(float *dst, bool accumulate, const void *const *src, int sources, size_t elems, float scale,
-                    bool stream) {
-    const __m256 factor = _mm256_set1_ps(scale);
-    size_t i = 0;
-    if (stream && (uintptr_t)dst % 32 == 0) {
-        for (; i + BLOCK <= elems; i += BLOCK) sum_block_f32(dst, accumulate, src, sources, i, factor, true);
-        _mm_sfence();                         /* streamed stores are ordered before the counter that announces them */
-    } else if (sources == 2 && !accumulate) { /* by far the commonest: the compiler keeps both pointers in registers */
-        const void *const pair[2] = {src[0], src[1]};
-        for (; i + BLOCK <= elems; i += BLOCK) sum_block_f32(dst, false, pair, 2, i, factor, false);
-    } else {
-        for (; i + BLOCK <= elems; i += BLOCK) sum_block_f32(dst, accumulate, src, sources, i, factor, false);
-    }
-    const void *rest[64];
-    shift(rest, src, sources, i * sizeof(float));
-    zpp_sum_scalar.f32(dst + i, accumulate, rest, sources, elems - i, scale, false);
-}
-
-/* The 16-bit kinds differ in load and store only; the compiler makes one loop of each call. */
+/* The dtypes differ in load and store only; the compiler makes one loop of each call. */
 typedef __m256 (*load_fn)(const void *src, size_t i);
 typedef void (*store_fn)(void *dst, size_t i, __m256 value);
 
-static inline __attribute__((always_inline)) size_t sum_16(void *dst, bool wide, bool accumulate,
-                                                           const void *const *src, int sources, size_t elems,
-                                                           float scale, load_fn load, store_fn store) {
-    const __m256 factor = _mm256_set1_ps(scale);
-    size_t i = 0;
-    for (; i + BLOCK <= elems; i += BLOCK) {
-        __m256 sum[4];
-        for (int k = 0; k < 4; k++) sum[k] = load(src[0], i + (size_t)k * LANES);
-        for (int r = 1; r < sources; r++)
-            for (int k = 0; k < 4; k++) sum[k] = _mm256_add_ps(sum[k], load(src[r], i + (size_t)k * LANES));
-        for (int k = 0; k < 4; k++) {
-            const size_t at = i + (size_t)k * LANES;
-            __m256 value = _mm256_mul_ps(sum[k], factor);
-            if (accumulate) value = _mm256_add_ps(wide ? load_f32(dst, at) : load(dst, at), value);
-            if (wide)
-                _mm256_storeu_ps((float *)dst + at, value);
-            else
-                store(dst, at, value);
-        }
+static inline void store_f32(void *dst, size_t i, __m256 value) { _mm256_storeu_ps((float *)dst + i, value); }
+static inline void stream_f32(void *dst, size_t i, __m256 value) { _mm256_stream_ps((float *)dst + i, value); }
+
+static inline __attribute__((always_inline)) void sum_block(const struct zpp_sum *job, size_t i, load_fn load,
+                                                            load_fn load_dst, store_fn store,
+                                                            struct largest *largest) {
+    __m256 sum[4];
+    for (int k = 0; k < 4; k++) sum[k] = load(job->src[0], i + (size_t)k * LANES);
+    for (int r = 1; r < job->sources; r++)
+        for (int k = 0; k < 4; k++) sum[k] = _mm256_add_ps(sum[k], load(job->src[r], i + (size_t)k * LANES));
+    if (job->replaces)
+        for (int k = 0; k < 4; k++)
+            largest->replaced = larger(largest->replaced, load_dst(job->dst, i + (size_t)k * LANES));
+    for (int k = 0; k < 4; k++) {
+        const size_t at = i + (size_t)k * LANES;
+        __m256 value = _mm256_mul_ps(sum[k], _mm256_set1_ps(job->scale));
+        if (job->accumulate) value = _mm256_add_ps(load_dst(job->dst, at), value);
+        largest->result = larger(largest->result, value);
+        store(job->dst, at, value);
     }
+}
+
+/* Whole blocks alone. Returns how many elements those have. */
+static inline __attribute__((always_inline)) size_t sum_blocks(const struct zpp_sum *sum, size_t elems, load_fn load,
+                                                               load_fn load_dst, store_fn store,
+                                                               struct zpp_sum_seen *seen) {
+    const void *const pair[2] = {sum->src[0], sum->src[sum->sources > 1]};
+    struct zpp_sum job = *sum; /* a copy, so that the compiler knows that no store changes it */
+    struct largest largest = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+    size_t i = 0;
+    if (job.sources == 2 && !job.accumulate) { /* by far the commonest: the compiler keeps both pointers in registers */
+        job = (struct zpp_sum){job.dst, pair, 2, job.scale, false, job.wide, job.stream, job.replaces};
+        for (; i + BLOCK <= elems; i += BLOCK) sum_block(&job, i, load, load_dst, store, &largest);
+    } else {
+        for (; i + BLOCK <= elems; i += BLOCK) sum_block(&job, i, load, load_dst, store, &largest);
+    }
+    *seen = zpp_sum_seen(largest_lane(largest.result), largest_lane(largest.replaced));
     return i;
 }
 
-static void *past(void *dst, bool wide, size_t elems) { return (uint8_t *)dst + elems * (wide ? 4 : 2); }
-
-static void sum_bf16(void *dst, bool wide, bool accumulate, const void *const *src, int sources, size_t elems,
-                     float scale) {
-    const void *rest[64];
-    const size_t done = sum_16(dst, wide, accumulate, src, sources, elems, scale, load_bf16, store_bf16);
-    shift(rest, src, sources, done * 2);
-    zpp_sum_scalar.bf16(past(dst, wide, done), wide, accumulate, rest, sources, elems - done, scale);
+/* The elements behind the whole blocks, by the scalar kernel of the same dtype. */
+static struct zpp_sum_seen sum_rest(struct zpp_sum_seen (*scalar)(const struct zpp_sum *, size_t),
+                                    const struct zpp_sum *sum, size_t elem_bytes, size_t done, size_t elems,
+                                    struct zpp_sum_seen seen) {
+    const void *src[64];
+    struct zpp_sum rest = *sum;
+    for (int r = 0; r < sum->sources; r++) src[r] = (const uint8_t *)sum->src[r] + done * elem_bytes;
+    rest.src = src;
+    rest.dst = (uint8_t *)sum->dst + done * (sum->wide ? sizeof(float) : elem_bytes);
+    const struct zpp_sum_seen last = scalar(&rest, elems - done);
+    return (struct zpp_sum_seen){seen.nonfinite || last.nonfinite, seen.replaced_nonfinite || last.replaced_nonfinite};
 }
 
-static void sum_f16(void *dst, bool wide, bool accumulate, const void *const *src, int sources, size_t elems,
-                    float scale) {
-    const void *rest[64];
-    const size_t done = sum_16(dst, wide, accumulate, src, sources, elems, scale, load_f16, store_f16);
-    shift(rest, src, sources, done * 2);
-    zpp_sum_scalar.f16(past(dst, wide, done), wide, accumulate, rest, sources, elems - done, scale);
+static struct zpp_sum_seen sum_f32(const struct zpp_sum *sum, size_t elems) {
+    struct zpp_sum_seen seen;
+    size_t done;
+    if (sum->stream && (uintptr_t)sum->dst % 32 == 0) {
+        done = sum_blocks(sum, elems, load_f32, load_f32, stream_f32, &seen);
+        _mm_sfence(); /* streamed stores are ordered before the counter that announces them */
+    } else {
+        done = sum_blocks(sum, elems, load_f32, load_f32, store_f32, &seen);
+    }
+    return sum_rest(zpp_sum_scalar.f32, sum, sizeof(float), done, elems, seen);
+}
+
+static struct zpp_sum_seen sum_bf16(const struct zpp_sum *sum, size_t elems) {
+    struct zpp_sum_seen seen;
+    const size_t done = sum->wide ? sum_blocks(sum, elems, load_bf16, load_f32, store_f32, &seen)
+                                  : sum_blocks(sum, elems, load_bf16, load_bf16, store_bf16, &seen);
+    return sum_rest(zpp_sum_scalar.bf16, sum, sizeof(uint16_t), done, elems, seen);
+}
+
+static struct zpp_sum_seen sum_f16(const struct zpp_sum *sum, size_t elems) {
+    struct zpp_sum_seen seen;
+    const size_t done = sum->wide ? sum_blocks(sum, elems, load_f16, load_f32, store_f32, &seen)
+                                  : sum_blocks(sum, elems, load_f16, load_f16, store_f16, &seen);
+    return sum_rest(zpp_sum_scalar.f16, sum, sizeof(uint16_t), done, elems, seen);
 }
 
 static void copy(void *dst, const void *src, size_t bytes) {

@@ -47,39 +47,53 @@ static inline void store_f32(void *dst, size_t i, __mmask16 lanes, __m512 value)
 typedef __m512 (*load_fn)(const void *src, size_t i, __mmask16 lanes);
 typedef void (*store_fn)(void *dst, size_t i, __mmask16 lanes, __m512 value);
 
-struct job {
-    void *dst;
-    bool accumulate;
-    const void *const *src;
-    int sources;
-    float scale;
+/* Largest magnitudes so far, a lane each: of the result, and of what it replaced. */
+struct largest {
+    __m512i result, replaced;
 };
+
+static inline __m512i larger(__m512i largest, __m512 value) {
+    const __m512i bits = _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(ZPP_SUM_MAGNITUDE));
+    return _mm512_max_epi32(largest, bits); /* without a sign, so signed is as good */
+}
 
 /* `groups` vectors from element `i` on; only the lanes of the last call's tail are masked. Inlined with known
  * functions. */
-static inline __attribute__((always_inline)) void sum_groups(const struct job *job, size_t i, int groups,
+static inline __attribute__((always_inline)) void sum_groups(const struct zpp_sum *job, size_t i, int groups,
                                                              __mmask16 lanes, load_fn load, load_fn load_dst,
-                                                             store_fn store) {
+                                                             store_fn store, struct largest *largest) {
     __m512 sum[GROUPS];
     for (int k = 0; k < groups; k++) sum[k] = load(job->src[0], i + (size_t)k * LANES, lanes);
     for (int r = 1; r < job->sources; r++)
         for (int k = 0; k < groups; k++)
             sum[k] = _mm512_add_ps(sum[k], load(job->src[r], i + (size_t)k * LANES, lanes));
+    if (job->replaces)
+        for (int k = 0; k < groups; k++)
+            largest->replaced = larger(largest->replaced, load_dst(job->dst, i + (size_t)k * LANES, lanes));
     for (int k = 0; k < groups; k++) {
         const size_t at = i + (size_t)k * LANES;
         __m512 value = _mm512_mul_ps(sum[k], _mm512_set1_ps(job->scale));
         if (job->accumulate) value = _mm512_add_ps(load_dst(job->dst, at, lanes), value);
+        largest->result = larger(largest->result, value);
         store(job->dst, at, lanes, value);
     }
 }
 
-static inline __attribute__((always_inline)) void sum_all(const struct job *job, size_t elems, load_fn load,
-                                                          load_fn load_dst, store_fn store) {
+static inline __attribute__((always_inline)) struct zpp_sum_seen sum_all(const struct zpp_sum *sum, size_t elems,
+                                                                         load_fn load, load_fn load_dst,
+                                                                         store_fn store) {
+    const struct zpp_sum job = *sum; /* a copy, so that the compiler knows that no store changes it */
     const __mmask16 all = 0xffff;
+    struct largest largest = {_mm512_set1_epi32(0), _mm512_set1_epi32(0)};
     size_t i = 0;
-    for (; i + BLOCK <= elems; i += BLOCK) sum_groups(job, i, GROUPS, all, load, load_dst, store);
-    for (; i + LANES <= elems; i += LANES) sum_groups(job, i, 1, all, load, load_dst, store);
-    if (i < elems) sum_groups(job, i, 1, (__mmask16)((1u << (elems - i)) - 1u), load, load_dst, store);
+    for (; i + BLOCK <= elems; i += BLOCK) sum_groups(&job, i, GROUPS, all, load, load_dst, store, &largest);
+    for (; i + LANES <= elems; i += LANES) sum_groups(&job, i, 1, all, load, load_dst, store, &largest);
+    if (i < elems) {
+        const __mmask16 tail = (__mmask16)((1u << (elems - i)) - 1u);
+        sum_groups(&job, i, 1, tail, load, load_dst, store, &largest);
+    }
+    return zpp_sum_seen((uint32_t)_mm512_reduce_max_epi32(largest.result),
+                        (uint32_t)_mm512_reduce_max_epi32(largest.replaced));
 }
 
 static void stream_f32(void *dst, size_t i, __mmask16 lanes, __m512 value) {
@@ -89,33 +103,21 @@ static void stream_f32(void *dst, size_t i, __mmask16 lanes, __m512 value) {
         _mm512_mask_storeu_ps((float *)dst + i, lanes, value);
 }
 
-static void sum_f32(float *dst, bool accumulate, const void *const *src, int sources, size_t elems, float scale,
-                    bool stream) {
-    const struct job job = {dst, accumulate, src, sources, scale};
-    if (stream && (uintptr_t)dst % 64 == 0) {
-        sum_all(&job, elems, load_f32, load_f32, stream_f32);
-        _mm_sfence(); /* streamed stores are ordered before the counter that announces them */
-    } else {
-        sum_all(&job, elems, load_f32, load_f32, store_f32);
-    }
+static struct zpp_sum_seen sum_f32(const struct zpp_sum *sum, size_t elems) {
+    if (!sum->stream || (uintptr_t)sum->dst % 64 != 0) return sum_all(sum, elems, load_f32, load_f32, store_f32);
+    const struct zpp_sum_seen seen = sum_all(sum, elems, load_f32, load_f32, stream_f32);
+    _mm_sfence(); /* streamed stores are ordered before the counter that announces them */
+    return seen;
 }
 
-static void sum_bf16(void *dst, bool wide, bool accumulate, const void *const *src, int sources, size_t elems,
-                     float scale) {
-    const struct job job = {dst, accumulate, src, sources, scale};
-    if (wide)
-        sum_all(&job, elems, load_bf16, load_f32, store_f32);
-    else
-        sum_all(&job, elems, load_bf16, load_bf16, store_bf16);
+static struct zpp_sum_seen sum_bf16(const struct zpp_sum *sum, size_t elems) {
+    if (sum->wide) return sum_all(sum, elems, load_bf16, load_f32, store_f32);
+    return sum_all(sum, elems, load_bf16, load_bf16, store_bf16);
 }
 
-static void sum_f16(void *dst, bool wide, bool accumulate, const void *const *src, int sources, size_t elems,
-                    float scale) {
-    const struct job job = {dst, accumulate, src, sources, scale};
-    if (wide)
-        sum_all(&job, elems, load_f16, load_f32, store_f32);
-    else
-        sum_all(&job, elems, load_f16, load_f16, store_f16);
+static struct zpp_sum_seen sum_f16(const struct zpp_sum *sum, size_t elems) {
+    if (sum->wide) return sum_all(sum, elems, load_f16, load_f32, store_f32);
+    return sum_all(sum, elems, load_f16, load_f16, store_f16);
 }
 
 static void copy(void *dst, const void *src, size_t bytes) {

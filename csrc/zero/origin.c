@@ -8,7 +8,7 @@
 
 #include "internal.h"
 
-enum { PIECE_ELEMS = 8192, MAX_SOURCES = 256 };
+enum { PIECE_ELEMS = 65536, MAX_SOURCES = 256 };
 
 /* An exponent of ones alone means infinite or NaN. Blocks without a way out, so that the compiler makes vectors. */
 #define ANY_NONFINITE(name, type, exponent)                                            \
@@ -57,25 +57,46 @@ struct piece {
     size_t begin, elems; /* of the unit */
 };
 
-static bool piece_nonfinite(const struct zpp_unit *unit, const struct piece *piece, const void *data, zpp_dtype dtype) {
-    return zpp_origin_nonfinite(data, dtype, piece->elems) &&
-           zpp_origin_nonfinite_params(unit, data, dtype, piece->begin, piece->elems);
+static bool params_nonfinite(const struct zpp_unit *unit, const struct piece *piece, const void *data,
+                             zpp_dtype dtype) {
+    return zpp_origin_nonfinite_params(unit, data, dtype, piece->begin, piece->elems);
 }
 
-/* A sum that overwrites one of its sources: that one is looked at before, the others after, if at all. */
+static bool piece_nonfinite(const struct zpp_unit *unit, const struct piece *piece, const void *data, zpp_dtype dtype) {
+    return zpp_origin_nonfinite(data, dtype, piece->elems) && params_nonfinite(unit, piece, data, dtype);
+}
+
+/* Whether a piece, which `data` has, is infinite or NaN anywhere between parameters. */
+static bool gaps_nonfinite(const struct zpp_unit *unit, const struct piece *piece, const void *data, zpp_dtype dtype) {
+    const size_t bytes = zpp_dtype_bytes(dtype), end = piece->begin + piece->elems;
+    size_t gap = piece->begin;
+    for (size_t i = 0; i <= unit->params; i++) {
+        const size_t next = i < unit->params && unit->offset_elems[i] < end ? unit->offset_elems[i] : end;
+        const unsigned char *from = (const unsigned char *)data + (gap - piece->begin) * bytes;
+        if (next > gap && zpp_origin_nonfinite(from, dtype, next - gap)) return true;
+        if (next == end) break;
+        const size_t after = unit->offset_elems[i] + unit->param_elems[i];
+        if (after > gap) gap = after < end ? after : end;
+    }
+    return false;
+}
+
+/* Every source that is not finite makes the sum so, which the sum itself reports; only then are sources looked at. The
+ * one that the sum overwrites is reported with it, but with the gaps between parameters: `look_first` where those are
+ * not finite, so that this source has to be looked at before. */
 static uint64_t add_piece(const struct zpp_unit *unit, const struct zpp_sources *sources, const struct piece *piece,
-                          const void **data, void *to) {
-    uint64_t overwritten = 0, found = 0;
-    for (int i = 0; i < sources->count; i++)
-        if (data[i] == to && piece_nonfinite(unit, piece, to, unit->wire_dtype))
-            overwritten = zpp_origin_bit(sources->from[i]);
-    zpp_reduce_sources(to, unit->grad_dtype, sources->accumulate, data, sources->count, unit->wire_dtype, piece->elems,
-                       sources->factor);
-    if (!piece_nonfinite(unit, piece, to, unit->grad_dtype)) return 0;
-    for (int i = 0; i < sources->count; i++)
-        if (data[i] != to && piece_nonfinite(unit, piece, data[i], unit->wire_dtype))
+                          const void **data, void *to, bool look_first) {
+    const bool looked = look_first && params_nonfinite(unit, piece, to, unit->wire_dtype);
+    const struct zpp_sum_seen seen =
+        zpp_reduce_sources(to, unit->grad_dtype, sources->accumulate, data, sources->count, unit->wire_dtype,
+                           piece->elems, sources->factor);
+    uint64_t found = 0;
+    for (int i = 0; seen.nonfinite && i < sources->count; i++) {
+        const bool replaced = look_first ? looked : seen.replaced_nonfinite;
+        if (data[i] == to ? replaced : params_nonfinite(unit, piece, data[i], unit->wire_dtype))
             found |= zpp_origin_bit(sources->from[i]);
-    return found | overwritten;
+    }
+    return found;
 }
 
 /* Images are opened one by one, where their sum is not finite; without memory for that nobody is named. */
@@ -95,18 +116,27 @@ static uint64_t add_images(zpp_zero *zero, const struct zpp_unit *unit, const st
     return found;
 }
 
+/* True if the sum overwrites one of its sources, and that has an infinite value or NaN between parameters. */
+static bool replaces_gaps(const struct zpp_unit *unit, const struct zpp_sources *sources, const struct piece *shard,
+                          const void *to) {
+    bool replaces = false;
+    for (int i = 0; i < sources->count; i++) replaces |= sources->data[i] == to;
+    return replaces && gaps_nonfinite(unit, shard, to, unit->wire_dtype);
+}
+
 uint64_t zpp_origin_add(zpp_zero *zero, const struct zpp_unit *unit, const struct zpp_sources *sources, void *to) {
     if (zpp_wire_packs(zero)) return add_images(zero, unit, sources, to);
     const size_t to_bytes = zpp_dtype_bytes(unit->grad_dtype), from_bytes = zpp_dtype_bytes(unit->wire_dtype);
+    const struct piece shard = { .begin = (size_t)zero->rank * unit->shard_elems, .elems = unit->shard_elems };
+    const bool look_first = replaces_gaps(unit, sources, &shard, to);
     uint64_t found = 0;
-    for (size_t at = 0; at < unit->shard_elems; at += PIECE_ELEMS) {
+    for (size_t at = 0; at < shard.elems; at += PIECE_ELEMS) {
         const void *data[MAX_SOURCES];
-        const struct piece piece = { .begin = (size_t)zero->rank * unit->shard_elems + at,
-                                     .elems = unit->shard_elems - at < PIECE_ELEMS ? unit->shard_elems - at
-                                                                                   : PIECE_ELEMS };
+        const size_t left = shard.elems - at;
+        const struct piece piece = { .begin = shard.begin + at, .elems = left < PIECE_ELEMS ? left : PIECE_ELEMS };
         for (int i = 0; i < sources->count; i++)
             data[i] = (const unsigned char *)sources->data[i] + at * from_bytes;
-        found |= add_piece(unit, sources, &piece, data, (unsigned char *)to + at * to_bytes);
+        found |= add_piece(unit, sources, &piece, data, (unsigned char *)to + at * to_bytes, look_first);
     }
     return found;
 }

@@ -3,9 +3,9 @@
  * Whose gradient was not finite before it was added to those of the other ranks. The sum says only that somebody's was,
  * and the rank that finds it out is the one that owns the shard.
  *
- * On one host the owner of a shard looks at each piece of its sum, while that lies in the cache; only where it is not
- * finite it looks at what it was made of. Over several hosts the owner never sees that, so each rank looks at its own
- * gradient before it goes out.
+ * On one host the sum of a shard reports whether it met an infinite value or NaN (zpp_reduce_sources); only then does
+ * the shard's owner look at what the sum was made of. Over several hosts the owner never sees that, so each rank looks
+ * at its own gradient before it goes out.
  */
 #ifndef ZPP_ZERO_ORIGIN_H
 #define ZPP_ZERO_ORIGIN_H

@@ -6,6 +6,8 @@
  */
 #include "harness.h"
 
+#include <math.h>
+
 #include "../../csrc/base/cpu.h"
 #include "../../csrc/comm/reduce.h"
 
@@ -91,10 +93,9 @@ static bool same(const void *a, const void *b, size_t elems, bool wide) {
     return true;
 }
 
-static void sum(const struct zpp_sum_kernels *kernels, zpp_dtype dtype, void *dst, bool wide, bool accumulate,
-                int count, size_t elems, float scale, bool stream) {
-    if (dtype == ZPP_F32) kernels->f32(dst, accumulate, from, count, elems, scale, stream);
-    else (dtype == ZPP_BF16 ? kernels->bf16 : kernels->f16)(dst, wide, accumulate, from, count, elems, scale);
+static struct zpp_sum_seen run(const struct zpp_sum_kernels *kernels, zpp_dtype dtype, const struct zpp_sum *sum,
+                               size_t elems) {
+    return (dtype == ZPP_F32 ? kernels->f32 : dtype == ZPP_BF16 ? kernels->bf16 : kernels->f16)(sum, elems);
 }
 
 static void compare(const struct zpp_sum_kernels *kernels, zpp_dtype dtype, bool wide, size_t elems,
@@ -109,8 +110,10 @@ static void compare(const struct zpp_sum_kernels *kernels, zpp_dtype dtype, bool
                 memcpy(ours + 2 * i, &start, 2);
             }
             memcpy(scalar, ours, sizeof ours);
-            sum(kernels, dtype, ours + dst_offset, wide, accumulate, count, elems, scale, stream);
-            sum(&zpp_sum_scalar, dtype, scalar + dst_offset, wide, accumulate, count, elems, scale, false);
+            struct zpp_sum sum = {ours + dst_offset, from, count, scale, accumulate, wide, stream, false};
+            const struct zpp_sum_seen seen = run(kernels, dtype, &sum, elems);
+            sum.dst = scalar + dst_offset;
+            CHECK_EQUAL(run(&zpp_sum_scalar, dtype, &sum, elems).nonfinite, seen.nonfinite);
             CHECK(same(ours + dst_offset, scalar + dst_offset, elems, wide));
             const size_t end = dst_offset + elems * (wide ? 4 : 2);
             CHECK(memcmp(ours + end, scalar + end, sizeof ours - end) == 0); /* nothing behind it was touched */
@@ -131,6 +134,63 @@ static void compare_all(const struct zpp_sum_kernels *kernels) {
         }
 }
 
+/* --- what a sum saw ----------------------------------------------------------------------------------------------- */
+
+static void put(zpp_dtype dtype, void *array, size_t i, float value) {
+    const uint16_t half = dtype == ZPP_BF16 ? zpp_bf16_from_f32(value) : zpp_f16_from_f32(value);
+    if (dtype == ZPP_F32) memcpy((char *)array + 4 * i, &value, 4);
+    else memcpy((char *)array + 2 * i, &half, 2);
+}
+
+/* Two sources of ones, of which element `at` is `first` and `second`; the sum replaces the second, or goes elsewhere. */
+static struct zpp_sum_seen sum_of_two(const struct zpp_sum_kernels *kernels, zpp_dtype dtype, struct zpp_sum sum,
+                                      size_t elems, size_t at, float first, float second) {
+    static unsigned char arrays[3][ROOM] __attribute__((aligned(64)));
+    const void *const src[2] = {arrays[0], arrays[1]};
+    for (size_t i = 0; i < elems; i++)
+        for (int r = 0; r < 2; r++) put(dtype, arrays[r], i, 1.0f);
+    memset(arrays[2], 0, sizeof arrays[2]);
+    if (at < elems) {
+        put(dtype, arrays[0], at, first);
+        put(dtype, arrays[1], at, second);
+    }
+    sum.src = src;
+    sum.sources = 2;
+    sum.dst = arrays[sum.replaces ? 1 : 2];
+    return run(kernels, dtype, &sum, elems);
+}
+
+static void one_length(const struct zpp_sum_kernels *kernels, zpp_dtype dtype, struct zpp_sum sum, size_t elems) {
+    const float huge = dtype == ZPP_F16 ? 65504.0f : 3e38f; /* the sum of two overflows fp32, unless they are fp16 */
+    const bool overflows = dtype != ZPP_F16;
+    for (size_t at = 0; at <= elems; at++) {
+        const bool inside = at < elems;
+        struct zpp_sum_seen seen = sum_of_two(kernels, dtype, sum, elems, at, -2.0f, 0.0f);
+        CHECK(!seen.nonfinite && !seen.replaced_nonfinite);
+        seen = sum_of_two(kernels, dtype, sum, elems, at, -INFINITY, 1.0f); /* the source that stays */
+        CHECK(seen.nonfinite == inside && !seen.replaced_nonfinite);
+        seen = sum_of_two(kernels, dtype, sum, elems, at, 1.0f, -NAN); /* the source that is replaced, if one is */
+        CHECK(seen.nonfinite == inside && seen.replaced_nonfinite == (inside && sum.replaces));
+        seen = sum_of_two(kernels, dtype, sum, elems, at, -huge, -huge); /* neither */
+        CHECK(seen.nonfinite == (inside && overflows) && !seen.replaced_nonfinite);
+    }
+}
+
+static void see(const struct zpp_sum_kernels *kernels) {
+    static const zpp_dtype kinds[] = {ZPP_F32, ZPP_BF16, ZPP_F16};
+    static const size_t lengths[] = {0, 1, 15, 16, 31, 33, 64, 65, 129};
+    for (int k = 0; k < 3; k++)
+        for (size_t l = 0; l < sizeof lengths / sizeof lengths[0]; l++)
+            for (int policy = 0; policy < 8; policy++) {
+                const struct zpp_sum sum = {.scale = 1.0f,
+                                            .accumulate = policy == 1 || policy == 3,
+                                            .wide = kinds[k] == ZPP_F32 || policy == 2 || policy == 3,
+                                            .stream = policy & 4,
+                                            .replaces = policy == 4 || policy == 5};
+                one_length(kernels, kinds[k], sum, lengths[l]);
+            }
+}
+
 static void copies(const struct zpp_sum_kernels *kernels) {
     static unsigned char to[5000], source[5000];
     for (size_t i = 0; i < sizeof source; i++) source[i] = (unsigned char)mix((uint32_t)i);
@@ -143,8 +203,11 @@ static void copies(const struct zpp_sum_kernels *kernels) {
         }
 }
 
+static void plain_version(void) { see(&zpp_sum_scalar); }
+
 static void best_of_this_cpu(void) {
     compare_all(zpp_sum_kernels());
+    see(zpp_sum_kernels());
     copies(zpp_sum_kernels());
 }
 
@@ -152,11 +215,13 @@ static void best_of_this_cpu(void) {
 static void avx2(void) {
     if (zpp_cpu_detected() < ZPP_CPU_AVX2) return;
     compare_all(&zpp_sum_avx2);
+    see(&zpp_sum_avx2);
     copies(&zpp_sum_avx2);
 }
 
 static void avx512_lane_by_lane(void) {
     compare_all(&emulated_sum);
+    see(&emulated_sum);
     copies(&emulated_sum);
 }
 #endif
@@ -172,6 +237,15 @@ static void public_door(void) {
     CHECK(total[0] == 4.0 && total[1] == 1.0);
     zpp_reduce_sources(total, ZPP_F64, true, doubles, 2, ZPP_F64, 2, 1.0 / 3.0); /* a factor that float32 would round */
     CHECK(total[0] == 4.0 + 4.0 * (1.0 / 3.0) && total[1] == 1.0 + 1.0 / 3.0);
+    struct zpp_sum_seen seen = zpp_reduce_sources(y, ZPP_F64, false, doubles, 2, ZPP_F64, 2, 1e308);
+    CHECK(seen.nonfinite && !seen.replaced_nonfinite); /* an overflow, in place */
+    seen = zpp_reduce_sources(y, ZPP_F64, false, doubles, 2, ZPP_F64, 2, 1.0);
+    CHECK(seen.nonfinite && seen.replaced_nonfinite);
+    seen = zpp_reduce_sources(b, ZPP_F32, false, two, 2, ZPP_F32, 3, 1.0);
+    CHECK(!seen.nonfinite && !seen.replaced_nonfinite && b[2] == 33.0f);
+    b[1] = INFINITY;
+    seen = zpp_reduce_sources(b, ZPP_F32, false, two, 2, ZPP_F32, 3, 1.0);
+    CHECK(seen.nonfinite && seen.replaced_nonfinite);
     int32_t m[2] = {1, INT32_MAX}, n[2] = {2, 1}, whole[2] = {10, 0};
     const void *integers[2] = {m, n};
     zpp_reduce_sources(whole, ZPP_I32, true, integers, 2, ZPP_I32, 2, 1.0f);
@@ -179,7 +253,7 @@ static void public_door(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = {TEST(best_of_this_cpu),
+    static const struct test_case cases[] = {TEST(plain_version), TEST(best_of_this_cpu),
 #if ZPP_CPU_X86
                                              TEST(avx2), TEST(avx512_lane_by_lane),
 #endif
