@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The quantised collectives of the type Comm (csrc/comm/coll_quant.c), blocking and later.
+ * The quantised collectives of the type Comm (csrc/comm/shm/coll_quant.c), blocking and later.
  */
 #include "py_comm.h"
 

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The types Nccl and NcclWork: collectives of a Comm on CUDA memory (csrc/comm/nccl.h). `stream` is the address of the
- * caller's CUDA stream, `keep` what must live until the work is finished.
+ * The types Nccl and NcclWork: collectives of a Comm on CUDA memory (csrc/comm/nccl/nccl.h). `stream` is the address of
+ * the caller's CUDA stream, `keep` what must live until the work is finished.
  *
  * Nccl(comm, ordinal)
  */
 #include <Python.h>
 
 #include "../base/device.h"
-#include "../comm/nccl.h"
-#include "../comm/nccl_api.h"
+#include "../comm/nccl/nccl.h"
+#include "../comm/nccl/nccl_api.h"
 #include "py_comm.h"
 #include "pywait.h"
 #include "raise.h"

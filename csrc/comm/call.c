@@ -3,8 +3,8 @@
  * The doors of the collectives: arguments are checked here, the signature is made here, then one algorithm runs
  * (coll_*.c). A call that other threads queued before (async.c) goes first, so that all ranks keep one order.
  */
-#include "channel.h"
-#include "net.h"
+#include "shm/channel.h"
+#include "tcp/net.h"
 #include "reduce.h"
 
 static bool is_quantised(const struct zpp_call *call) {

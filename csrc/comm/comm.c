@@ -12,8 +12,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "memfd.h"
-#include "net.h"
+#include "shm/memfd.h"
+#include "tcp/net.h"
 
 enum { GUARD_BYTES = 4096, SPIN_TURNS = 2000, SPIN_TURNS_CROWDED = 50 };
 

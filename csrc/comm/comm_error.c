@@ -12,7 +12,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "net.h"
+#include "tcp/net.h"
 
 /* The local group of a host (net_local.c) has the comm error of the whole one. */
 static const struct zpp_comm *whole(const struct zpp_comm *comm) { return comm->outer ? comm->outer : comm; }

@@ -16,8 +16,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "channel.h"
-#include "net.h"
+#include "shm/channel.h"
+#include "tcp/net.h"
 
 enum { GRACE_NS = 300000 }; /* most transfers are waited for at once; the thread lets those pass */
 

@@ -28,8 +28,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "memfd.h"
-#include "net.h"
+#include "shm/memfd.h"
+#include "tcp/net.h"
 
 enum { ENDPOINT_MAGIC = 0x5a505031, SECRET_BYTES = 16, FDS = 2 };
 

@@ -18,7 +18,7 @@
  * Gradients that add in fp32 and travel in 16 bits (a unit's wire_dtype) are rounded to nearest in place in the same
  * manner, and added in fp32. Over several hosts they are rounded to a copy (internode.c).
  *
- * Over several hosts both are the quantised collectives of the communicator (comm/hier_quant.c), which quantise
+ * Over several hosts both are the quantised collectives of the communicator (comm/tcp/hier_quant.c), which quantise
  * at each gather and add as qgZ does: inside each host, quantised again, then over hosts. With one rank a host the bits
  * are the same as here.
  */

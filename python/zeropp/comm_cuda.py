@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of a process group on CUDA tensors: NCCL over the group's communicator (csrc/comm/nccl.h).
+"""The calls of a process group on CUDA tensors: NCCL over the group's communicator (csrc/comm/nccl/nccl.h).
 
 A collective runs on a stream of its own, after what torch's current stream holds when it is called; ``wait`` makes the current
 stream wait, not the host. Each is compared between ranks through the group's communicator while the GPU works, so that a rank

@@ -56,7 +56,7 @@ LOW_STATES = ("Adam", "AdamW", "LAMB", "Lion", "Adagrad", "SGD with momentum", "
 """Whose may be in bf16 or 8 bits."""
 
 _PAGE_BYTES = 4096
-_SMALL_BYTES = 32 << 10  # of an all-reduce that every host sums whole (csrc/comm/hier_reduce.c)
+_SMALL_BYTES = 32 << 10  # of an all-reduce that every host sums whole (csrc/comm/tcp/hier_reduce.c)
 READ_AHEAD_BYTES = 64 << 20
 """At least this much of the parameters on NVMe may be in memory ahead of need, with prefetch="auto" (zero/engine.py)."""
 

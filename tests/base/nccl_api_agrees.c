@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Compiled, never run: every row of csrc/comm/nccl_api.def has the type that NCCL's own header gives, every number of
- * nccl_api.h is the header's, and the configuration begins as ours does.
+ * Compiled, never run: every row of csrc/comm/nccl/nccl_api.def has the type that NCCL's own header gives, every number
+ * of nccl_api.h is the header's, and the configuration begins as ours does.
  */
 #include <nccl.h>
 #include <stddef.h>
 
 #define NCCL(need, type, name, arguments) \
     _Static_assert(__builtin_types_compatible_p(__typeof__(&name), type(*) arguments), #name ": other arguments");
-#include "../../csrc/comm/nccl_api.def"
+#include "../../csrc/comm/nccl/nccl_api.def"
 #undef NCCL
 
 #define SAME(ours, theirs) _Static_assert((int)ours == (int)theirs, #ours)

@@ -67,7 +67,7 @@ def test_declarations_of_nccl_agree_with_the_header() -> None:
     include, toolkit = nccl_include(), cuda_include()
     if include is None or toolkit is None:
         pytest.skip("no nccl.h to compare with (NCCL_HOME), or no CUDA toolkit, which it includes")
-    values = numbers("comm/nccl_api.h", "ZPP_NCCL_", 15)
+    values = numbers("comm/nccl/nccl_api.h", "ZPP_NCCL_", 15)
     done = compile_check("nccl_api_agrees.c", [include, toolkit], values)
     assert done.returncode == 0, done.stderr
     wrong = compile_check("nccl_api_agrees.c", [include, toolkit], values | {"ZPP_NCCL_AVG": 5})

@@ -18,14 +18,14 @@
 
 #include "../../csrc/base/cuda_api.h"
 #include "../../csrc/base/dtype.h"
-#include "../../csrc/comm/nccl_api.h"
+#include "../../csrc/comm/nccl/nccl_api.h"
 #include "fake_gpu.h"
 
 #define CU(name, symbol, arguments) CUresult name arguments __asm__(symbol);
 #include "../../csrc/base/cuda_api.def"
 #undef CU
 #define NCCL(need, type, name, arguments) type name arguments;
-#include "../../csrc/comm/nccl_api.def"
+#include "../../csrc/comm/nccl/nccl_api.def"
 #undef NCCL
 
 enum { INVALID_VALUE = 1, INVALID_CONTEXT = 201, MOST_RANKS = 16, NCCL_INVALID_ARGUMENT = 4, NCCL_INVALID_USAGE = 5 };

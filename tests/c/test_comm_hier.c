@@ -9,7 +9,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "../../csrc/comm/net.h"
+#include "../../csrc/comm/tcp/net.h"
 #include "placed.h"
 
 #ifdef ZPP_UNDER_TSAN /* 20 times slower, and the order of events is its subject, not the arithmetic of places */

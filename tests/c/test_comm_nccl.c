@@ -5,8 +5,8 @@
  */
 #include <time.h>
 
-#include "../../csrc/comm/nccl.h"
-#include "../../csrc/comm/nccl_api.h"
+#include "../../csrc/comm/nccl/nccl.h"
+#include "../../csrc/comm/nccl/nccl_api.h"
 #include "beside.h"
 #include "fake_gpu.h"
 #include "placed.h"

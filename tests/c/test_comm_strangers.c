@@ -11,7 +11,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include "../../csrc/comm/memfd.h"
+#include "../../csrc/comm/shm/memfd.h"
 #include "ranks.h"
 
 static const uint64_t second = UINT64_C(1000000000);

@@ -4,7 +4,7 @@
  * regions and the places of tensors in arenas. Whatever a peer sends, a region is mapped whole or refused with a
  * sentence, a place lies inside its arena, and no descriptor is lost.
  */
-#include "../../csrc/comm/memfd.h"
+#include "../../csrc/comm/shm/memfd.h"
 
 #include "fuzz.h"
 

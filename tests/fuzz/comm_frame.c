@@ -4,7 +4,7 @@
  * and the handshake of a stranger. Whatever they hold, nothing is written outside of what the caller lent, every answer
  * is a frame within its bounds or a sentence, and nobody takes a place without the proof.
  */
-#include "../../csrc/comm/net_join.c"
+#include "../../csrc/comm/tcp/net_join.c"
 
 #include "fuzz.h"
 

@@ -4,7 +4,7 @@
  * and both counters of the ring. Whatever it holds, transfers stay within the receivers' memory, and end with OK or a
  * sentence.
  */
-#include "../../csrc/comm/channel.c"
+#include "../../csrc/comm/shm/channel.c"
 
 #include "fuzz.h"
 

@@ -6,7 +6,7 @@
 #ifndef ZPP_COMM_CHANNEL_H
 #define ZPP_COMM_CHANNEL_H
 
-#include "internal.h"
+#include "../internal.h"
 
 struct zpp_channel; /* shared memory */
 

@@ -10,7 +10,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "internal.h"
+#include "../internal.h"
 #include "memfd.h"
 
 enum { PAGE = 4096, SMALL_ALIGN = 256, PAGED_FROM = 65536, PUNCH_FROM = 1 << 20 };

@@ -15,7 +15,7 @@
 #define ZPP_COMM_FRAME_H
 
 #include <stdbool.h>
-#include "../base/status.h"
+#include "../../base/status.h"
 
 enum { ZPP_FRAME_BYTES = 48, ZPP_FRAME_MAGIC = 0x5a505431 };
 enum zpp_frame_kind { ZPP_FRAME_DATA = 1, ZPP_FRAME_ERROR, ZPP_FRAME_FAREWELL };

@@ -8,7 +8,7 @@
  *
  * And phases of in-place collectives, which read the peers' tensors where they lie.
  */
-#include "internal.h"
+#include "../internal.h"
 
 #define TRACK_OFFSET(field, stage) \
     (offsetof(struct zpp_control, field) + (size_t)(stage) * sizeof(struct zpp_line_counter))

@@ -6,7 +6,7 @@
 #ifndef ZPP_COMM_MEMFD_H
 #define ZPP_COMM_MEMFD_H
 
-#include "../base/status.h"
+#include "../../base/status.h"
 
 /* New descriptor (close it) of `bytes` zero bytes, close-on-exec, size sealed. `label` shows in /proc/PID/maps. */
 zpp_status zpp_memfd_create(const char *label, size_t bytes, int *fd, struct zpp_err *err);

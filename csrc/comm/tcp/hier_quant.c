@@ -17,9 +17,9 @@
  */
 #include <string.h>
 
-#include "../ops/quant/quant.h"
+#include "../../ops/quant/quant.h"
 #include "net.h"
-#include "reduce.h"
+#include "../reduce.h"
 
 enum { ROOM_BYTES = 4 * 1024 * 1024, PAD_BYTES = 4 };
 

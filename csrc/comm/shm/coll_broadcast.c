@@ -9,8 +9,8 @@
  */
 #include <string.h>
 
-#include "internal.h"
-#include "reduce.h"
+#include "../internal.h"
+#include "../reduce.h"
 
 static zpp_status small(struct zpp_wait_ctx *wait_ctx, void *data, size_t bytes, int root, struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;

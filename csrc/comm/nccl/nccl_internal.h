@@ -10,7 +10,7 @@
 
 #include <pthread.h>
 
-#include "internal.h"
+#include "../internal.h"
 #include "nccl.h"
 #include "nccl_api.h"
 

@@ -12,7 +12,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 struct zpp_queued_message {
     struct zpp_queued_message *next;

@@ -10,8 +10,8 @@
  */
 #include <string.h>
 
-#include "internal.h"
-#include "reduce.h"
+#include "../internal.h"
+#include "../reduce.h"
 
 struct job {
     struct zpp_wait_ctx *wait_ctx;

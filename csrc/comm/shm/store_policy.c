@@ -11,7 +11,7 @@
  * Rank 0 does not know before the exchange whether the peers' tensors lie in arenas, so it posts a policy for either
  * case.
  */
-#include "internal.h"
+#include "../internal.h"
 
 enum { FIRST_TRIALS = 8, TRIAL_EVERY = 64 };
 

@@ -21,8 +21,8 @@
 #include <assert.h>
 #include <string.h>
 
-#include "../ops/quant/quant.h"
-#include "internal.h"
+#include "../../ops/quant/quant.h"
+#include "../internal.h"
 
 /* How a slot is cut: `parts` pieces, each with room for the scales, then the codes, of piece_elems elements. */
 struct wire {

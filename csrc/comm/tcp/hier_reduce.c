@@ -20,7 +20,7 @@
 #include <string.h>
 
 #include "net.h"
-#include "reduce.h"
+#include "../reduce.h"
 
 enum { SMALL_BYTES = 32 * 1024, STEP_BYTES = 64 * 1024, LINE = ZPP_LINE_BYTES };
 

@@ -12,8 +12,8 @@
  */
 #include <string.h>
 
-#include "internal.h"
-#include "reduce.h"
+#include "../internal.h"
+#include "../reduce.h"
 
 /* In place, one round covers as much of each tensor as still lies in a last-level cache when the slices are copied. */
 enum { IN_PLACE_BYTES = 1024 * 1024 };

@@ -10,7 +10,7 @@
 
 #include <limits.h>
 
-#include "../base/status.h"
+#include "../../base/status.h"
 
 typedef int ncclResult_t; /* enumerations of nccl.h are passed as ints */
 typedef int ncclDataType_t;

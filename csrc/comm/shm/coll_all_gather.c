@@ -10,8 +10,8 @@
  */
 #include <string.h>
 
-#include "internal.h"
-#include "reduce.h"
+#include "../internal.h"
+#include "../reduce.h"
 
 static void copy_own(void *dst, const void *src, size_t bytes, bool stream) {
     if (dst != src && bytes) zpp_copy(dst, src, bytes, stream);

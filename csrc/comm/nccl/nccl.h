@@ -18,8 +18,8 @@
 #ifndef ZPP_COMM_NCCL_H
 #define ZPP_COMM_NCCL_H
 
-#include "../base/device.h"
-#include "comm.h"
+#include "../../base/device.h"
+#include "../comm.h"
 
 typedef struct zpp_nccl zpp_nccl;
 typedef struct zpp_nccl_work zpp_nccl_work;

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "internal.h"
+#include "../internal.h"
 #include "memfd.h"
 
 struct zpp_region {

@@ -14,7 +14,7 @@
 
 #include <sys/socket.h>
 #include "frame.h"
-#include "internal.h"
+#include "../internal.h"
 
 enum {
     ZPP_NET_DATA_MAX = 8,

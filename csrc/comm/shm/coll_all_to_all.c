@@ -12,8 +12,8 @@
 #include <inttypes.h>
 #include <string.h>
 
-#include "internal.h"
-#include "reduce.h"
+#include "../internal.h"
+#include "../reduce.h"
 
 static const uint64_t NOTHING = UINT64_MAX; /* in place of an arena: peers get nothing from this rank */
 
