@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: zeropp of this tree, built."""
+"""Set up all tests: zeropp of this tree, built."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Without the C module every test would fail, each with a long traceback: say it once."""
+    """Stop once where the C module is missing, because every test would fail with a long traceback."""
     if not (ROOT / "python" / "zeropp" / "_C.abi3.so").exists():
         raise pytest.UsageError("zeropp._C is not built: make test, or python setup.py build_ext --inplace")
 
@@ -48,5 +48,5 @@ os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The repository."""
+    """Return the root of the repository."""
     return ROOT

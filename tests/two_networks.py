@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts on two hosts: network namespaces joined by a cable (tests/comm/netns.py), a rank in each, or a torchrun agent in each.
+"""Run scripts on two hosts: network namespaces joined by a cable (tests/comm/netns.py), a rank in each, or a torchrun agent in each.
 
 with two_networks.hosts() as two:
     done = two_networks.launch(two, "script.py", ..., env=environment, timeout=100, kind="hf")    # the script calls enter() first
@@ -29,7 +29,7 @@ _CLONE_NEWNET = 0x40000000
 
 @contextmanager
 def hosts() -> Iterator[TwoHosts]:
-    """Two of them, or a skipped test that says why there are none."""
+    """Yield two hosts, or skip the test and say why this machine has none."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -42,7 +42,7 @@ def _variables(two: TwoHosts, side: int) -> dict[str, str]:
 
 
 def enter() -> None:
-    """In a rank that :func:`launch` started, before anything of it has a socket or a thread: be the only rank of its host."""
+    """Become the only rank of a host. Call it in a rank that :func:`launch` started, before it has a socket or a thread."""
     given = os.environ.get(VARIABLE)
     if given is None:
         return
@@ -65,7 +65,7 @@ def enter() -> None:
 def launch(
     two: TwoHosts, *command: Any, env: Mapping[str, str], timeout: float, kind: str
 ) -> subprocess.CompletedProcess[str]:
-    """Two ranks from a process that has imported what ``kind`` says, each on a host."""
+    """Start two ranks, each on a host, from a process that has imported the modules of ``kind``."""
     sides = (f"{two.names[side]},{two.addresses[0]},{two.links[side]}" for side in range(2))
     return warm.launch(2, *command, env={**env, VARIABLE: ";".join(sides)}, timeout=timeout, kind=kind)
 
@@ -73,7 +73,7 @@ def launch(
 def agents(
     two: TwoHosts, *command: Any, env: Mapping[str, str], timeout: float
 ) -> list[subprocess.CompletedProcess[str]]:
-    """``torchrun --nnodes 2``: an agent on each host, one rank each."""
+    """Run ``torchrun --nnodes 2``: an agent on each host, one rank each."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-port=29578"]
     started = []
     for side in range(2):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts Python processes without paying for ``import torch`` each time: a warm process has imported it and forks.
+"""Start Python processes without ``import torch`` each time: a warm process has imported it and forks.
 
     process = start(["script.py", "argument"], slot=rank, env=environment, stdout=file, stderr=file)
     done = launch(2, "script.py", "argument", env=environment, timeout=100)
 
-What is started is a process of its own, with the environment, the arguments and the files that were asked for; zeropp is never
-imported beforehand. Ranks 0, 1 and all others have a warm process each, with another hash seed, so that ranks do not agree by chance
-on the order of a set. A variable that is read before Python code runs, or when a preloaded module is imported, starts a cold process.
+A started process has the environment, the arguments and the files of the request; zeropp is never imported beforehand. Ranks 0, 1
+and all others have a warm process each, with another hash seed, so that ranks do not agree by chance on the order of a set. A
+variable that is read before Python code runs, or when a preloaded module is imported, starts a cold process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LATE = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 
 
 def early(environment: Mapping[str, str], kind: str) -> dict[str, str]:
-    """The variables that a warm process of this kind has to agree about."""
+    """Return the variables that have to be equal in a warm process of this kind."""
     names = EARLY_HF if kind == "hf" else EARLY
     return {name: value for name, value in environment.items() if name.startswith(names) and name not in LATE}
 
@@ -53,7 +53,7 @@ def early(environment: Mapping[str, str], kind: str) -> dict[str, str]:
 
 
 def serve(control: socket.socket) -> dict[str, Any] | None:
-    """Forks for every request. Returns the request in the child, None in the warm process when nobody asks any more."""
+    """Fork for every request. Return the request in the child, and None in the warm process after the last request."""
     selector, children = selectors.DefaultSelector(), {}
     selector.register(control, selectors.EVENT_READ)
     while True:
@@ -85,7 +85,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
 
 
 def become(request: dict[str, Any]) -> list[str]:
-    """Makes this process what was asked for; returns the words that stood after ``python``."""
+    """Give this process the environment and files of the request. Return the words after ``python``."""
     if request["new_session"]:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -126,7 +126,7 @@ def run(words: list[str]) -> None:
 
 
 class Process:
-    """What a test needs of ``subprocess.Popen``, for a process whose parent is a warm one."""
+    """The part of ``subprocess.Popen`` that tests need, for a process whose parent is a warm one."""
 
     def __init__(self, pid: int, status: int) -> None:
         self.pid, self._status = pid, status
@@ -163,7 +163,7 @@ class Process:
 
 
 class Warm:
-    """One warm process."""
+    """A warm process."""
 
     def __init__(self, kind: str, slot: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -180,7 +180,7 @@ class Warm:
         self.ready: bool | None = None
 
     def can(self, environment: Mapping[str, str], kind: str) -> bool:
-        """Whether it can fork a process with this environment. It says on standard error why it can fork none."""
+        """True if it can fork a process with this environment. Write the reason to standard error if it can fork none."""
         if self.ready is None:
             self.ready = self.control.recv(64) == b"ready"
         return self.ready and early(environment, kind) == self.early
@@ -229,11 +229,11 @@ def start(
     kind: str = "torch",
     cold: bool = False,
 ) -> Process | subprocess.Popen[bytes]:
-    """``python ARGUMENTS...``, warm where the environment allows.
+    """Start ``python ARGUMENTS...``, warm where the environment allows.
 
     Args:
-        kind: which modules are there already, a key of PRELOADED.
-        cold: never warm, for whoever measures the memory of the process.
+        kind: which modules are imported already, a key of PRELOADED.
+        cold: never warm, for tests that measure the memory of the process.
         stdout, stderr: files; ``stderr`` may be ``subprocess.STDOUT``.
     """
     words = [str(word) for word in arguments]
@@ -247,7 +247,7 @@ def start(
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody had a moment ago."""
+    """Return a port of the loopback interface that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -261,11 +261,11 @@ def launch(
     kind: str = "torch",
     cwd: Any = None,
 ) -> subprocess.CompletedProcess[str]:
-    """As ``torchrun --nproc-per-node RANKS COMMAND...`` on one host, without its agent: every rank has the variables that torchrun
-    sets, the first that fails ends the others, and what they write stands rank by rank in the result.
+    """Run COMMAND as ``torchrun --nproc-per-node RANKS`` on one host, without its agent. Every rank has the variables that torchrun
+    sets. The first that fails ends the others. The result has the output, rank by rank.
 
     Raises:
-        subprocess.TimeoutExpired: with what was written until then. Nothing is left running.
+        subprocess.TimeoutExpired: with the output until then. No process is left running.
     """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
@@ -284,7 +284,7 @@ def launch(
 
 
 def _first_failure(processes: Sequence[Any], deadline: float) -> int | None:
-    """0 when all ended well, else the code of the one that failed first; None when the time is over."""
+    """Return 0 when all ended well, else the code of the one that failed first, and None at the timeout."""
     failed = None
     try:
         while any(one.poll() is None for one in processes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds and runs the C tests: every tests/c/test_*.c is a program over what of csrc/ knows no Python.
+"""Build and run the C tests: every tests/c/test_*.c is a program over the part of csrc/ that knows no Python.
 
     python tests/c/run.py                          plain, asserts on
     python tests/c/run.py --flavor asan tsan       under sanitizers (asan: AddressSanitizer and UBSan)
@@ -7,7 +7,7 @@
                                                    test_comm_fuzz* (the same targets, no coverage) under AddressSanitizer
     python tests/c/run.py --only test_base_pool -- nested_runs_stay_in_their_thread
 
-tests/c/lib_*.c become shared libraries beside the programs, for what a test loads at run time.
+tests/c/lib_*.c become shared libraries beside the programs, which tests load at run time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Result:
-    """How one program ended."""
+    """The end of one program."""
 
     name: str
     ok: bool
@@ -65,7 +65,7 @@ def product_sources() -> list[Path]:
 
 
 class Flavor:
-    """All of the product compiled one way, and the programs linked with it."""
+    """The product compiled in one way, and the programs linked with it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -96,7 +96,7 @@ class Flavor:
         return self.builder.make(target, [*command, *outputs], f"{source.name} -> {target.name}")
 
     def link(self, source: Path) -> Path:
-        """The program of one test; linked anew whenever an object is newer."""
+        """Link the program of one test, again whenever an object is newer."""
         target = self.folder / source.stem
         made = self.builder.c_object(source)
         inputs = [made, self.product]
@@ -109,7 +109,7 @@ class Flavor:
 
 
 def fixed_addresses() -> list[str]:
-    """TSan wants its shadow where it left it: without address randomisation, where that can be asked for."""
+    """Return the words that switch address randomisation off, where possible: TSan needs fixed addresses for its shadow."""
     setarch = shutil.which("setarch")
     if setarch and subprocess.run([setarch, "-R", "true"], capture_output=True).returncode == 0:
         return [setarch, "-R"]

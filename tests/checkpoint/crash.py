@@ -23,7 +23,7 @@ OPERATIONS = (
 
 
 def _wrapped(before):
-    """A Disk that calls ``before(disk, operation)`` first."""
+    """Return a class of disks that call ``before(disk, operation)`` first."""
 
     def method(name):
         def call(self, *args):
@@ -36,7 +36,7 @@ def _wrapped(before):
 
 
 def failing(at: int, errno: int) -> Disk:
-    """Operation ``at`` and all writes after it are refused; ``remove_tree`` works, as on a full disk."""
+    """Return a disk that refuses operation ``at`` and all writes after it; ``remove_tree`` works, as on a full disk."""
 
     def before(disk, name):
         disk.count += 1
@@ -49,7 +49,7 @@ def failing(at: int, errno: int) -> Disk:
 
 
 def deadly(at: int) -> Disk:
-    """The process dies by SIGKILL before operation ``at``."""
+    """Return a disk that kills the process by SIGKILL before operation ``at``."""
 
     def before(disk, name):
         if disk.count == at:
@@ -62,7 +62,7 @@ def deadly(at: int) -> Disk:
 
 
 def gated() -> Disk:
-    """Writes wait until ``open`` is set."""
+    """Return a disk whose writes wait until ``open`` is set."""
 
     def before(disk, name):
         if name == "write":
@@ -127,7 +127,7 @@ def _apply(names: dict[str, object], operation: tuple) -> None:
 
 
 class Recording(Disk):
-    """Works on the real disk below ``root``, and keeps the log."""
+    """A disk that works on the real one below ``root``, and keeps a log."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.log, self._lock = root, [], threading.Lock()
@@ -192,7 +192,7 @@ class Recording(Disk):
 
 
 class Machine:
-    """Follows a log, and can lose its power at any entry."""
+    """A machine that follows a log, and can lose its power at any entry."""
 
     def __init__(self) -> None:
         self.top = Folder()
@@ -243,7 +243,7 @@ class Machine:
             parent.change(kind, name, Path(rest[0]).name)
 
     def lose_power(self, into: Path, chance: random.Random) -> None:
-        """What is found on the disk afterwards."""
+        """Return what is on the disk after a loss of power."""
         self._write(self.top, into, chance)
 
     def _write(self, node, path: Path, chance: random.Random) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model with all that a checkpoint has to hold, and its training; shared by the tests and the ranks that they
-start."""
+"""A small model with everything that a checkpoint has to hold, and its training. The tests and the ranks that they start
+share it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied, with a frozen part, a buffer that is saved and one that is not."""
+    """A model with tied weights, a frozen part, a buffer that is saved and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def make(kind: str = "adamw", **config):
-    """A prepared model with optimizer and scheduler; the weights depend on nothing but the seed."""
+    """Return a prepared model with optimizer and scheduler; the weights depend on the seed alone."""
     torch.manual_seed(0)
     model = Model()
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -66,7 +66,7 @@ def make(kind: str = "adamw", **config):
 
 
 def train(model, optimizer, scheduler, start: int, stop: int) -> list[float]:
-    """Losses of the steps; every rank sees the same batch, so that any number of ranks trains alike."""
+    """Train, and return the losses. Every rank sees the same batch, so that any number of ranks trains alike."""
     losses = []
     for step in range(start, stop):
         batch = torch.randint(0, 53, (4, 9), generator=torch.Generator().manual_seed(step))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backend "zeropp" must do, one function a subject, each called on every rank of a running group.
+"""Requirements of the backend "zeropp", one function a subject, each called on every rank of a running group.
 
 test_process_group.py runs all of them in one launch a world size. Every function computes what it expects in plain torch.
 """
@@ -30,7 +30,7 @@ def same(seen: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def of_rank(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Random values that every rank can make for every rank."""
+    """Return random values of a rank, which every rank can compute."""
     generator = torch.Generator().manual_seed(1000 * rank + sum(shape))
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -38,7 +38,7 @@ def of_rank(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch
 
 
 def rank_order_sum(ranks: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """((r0 + r1) + r2) + ..., in fp32 for 16-bit elements, rounded once."""
+    """Return ((r0 + r1) + r2) + ..., in fp32 for 16-bit elements, rounded once."""
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     total = of_rank(0, *shape, dtype=dtype).to(wide)
     for rank in range(1, ranks):
@@ -47,7 +47,7 @@ def rank_order_sum(ranks: int, *shape: int, dtype: torch.dtype = torch.float32) 
 
 
 def sentence(call: Callable[[], object], kind: type[BaseException] = ValueError) -> str:
-    """What a call says that is refused."""
+    """Return the message of a call that is refused."""
     try:
         call()
     except kind as error:
@@ -405,7 +405,7 @@ def _net() -> nn.Module:
 
 
 def _whole_gradients(ranks: int) -> list[torch.Tensor]:
-    """Gradients of the mean over ranks, in one process."""
+    """Return the gradients of the mean over ranks, computed in one process."""
     net = _net()
     sum((net(of_rank(r, 4, 16)).square().mean() for r in range(ranks)), torch.zeros(())).div(ranks).backward()
     return [p.grad for p in net.parameters() if p.grad is not None]
@@ -659,7 +659,7 @@ def arena_tensors(rank: int, ranks: int) -> None:
 
 
 def run_all(rank: int, ranks: int) -> dict[str, str]:
-    """Each subject's outcome: "ok", or what it raised. Stops at the first failure, because the ranks no longer agree then."""
+    """Return each subject's outcome: "ok", or what it raised. Stop at the first failure, after which the ranks no longer agree."""
     import zeropp  # noqa: F401
 
     dist.init_process_group("zeropp")

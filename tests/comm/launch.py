@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a script or a function on N ranks as torchrun would, and tell how each rank ended.
+"""Run a script or a function on N ranks as torchrun would, and report how each rank ended.
 
     def body(rank, ranks):
         ...
@@ -45,7 +45,7 @@ with open(os.environ["ZEROPP_TEST_VALUE"], "w") as file:
 
 @dataclass
 class Outcome:
-    """How one rank ended: its exit code (negative: the signal), what it wrote, what its function returned."""
+    """The end of one rank: its exit code (negative: the signal), its output, and what its function returned."""
 
     rank: int
     code: int | None
@@ -84,10 +84,10 @@ def run_ranks(
         env_of, prefix: variables of each rank; words before its command.
         timeout: seconds, from the start or the return of `watch`; what still runs then is killed, and shows as code -9.
         watch: called with the processes once they are started, in this process (to kill or stop some).
-        check: every rank must end with code 0.
+        check: require that every rank ends with code 0.
 
     Raises:
-        AssertionError: with everything that all ranks wrote.
+        AssertionError: with the output of all ranks.
     """
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +138,7 @@ def run_ranks(
 
 
 def _show_stacks(processes: Sequence[Started]) -> None:
-    """What still runs writes where it is, before it is killed: of each rank that runs a function, the Python stacks of all threads."""
+    """Make each rank that still runs a function write the Python stacks of all threads, before it is killed."""
     for process in processes:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -150,7 +150,7 @@ def _show_stacks(processes: Sequence[Started]) -> None:
 
 
 def _wait(processes: Sequence[Started], begun: float, deadline: float) -> list[float]:
-    """Seconds after which each ended."""
+    """Return the seconds after which each rank ended."""
     ended: dict[int, float] = {}
     while len(ended) < len(processes):
         for rank, process in enumerate(processes):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network that loses packets, for netns.LossyHosts: carries what two TUN devices send, each in a network namespace of its own.
+"""Lose packets between two hosts, for netns.LossyHosts: carry what two TUN devices send, each in its own network namespace.
 
     lossy.py CONTROL NAMESPACE DEVICE NAMESPACE DEVICE
 
-CONTROL is a file: "lose SHARE" or "lose SHARE SIDE", SIDE 0 or 1 being the host that no longer hears the other; it is read again
-when it changes. Which packets are lost is drawn from one seed.
+CONTROL is a file: "lose SHARE" or "lose SHARE SIDE", SIDE 0 or 1 being the host that receives nothing; it is read again
+when it changes. One seed decides which packets are lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_BYTES = 1 << 16
 
 
 def open_tun(namespace: str, device: str) -> int:
-    """A new TUN device in that namespace: the device stays there, its other end is this file."""
+    """Open a new TUN device in that namespace. The device stays there; the returned file is its other end."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/var/run/netns", namespace).open() as where:
         if libc.setns(where.fileno(), CLONE_NEWNET) != 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hosts of one machine: network namespaces joined by a veth pair, each with addresses of its own, made and removed by the test."""
+"""Make two hosts of one machine: network namespaces joined by a veth pair, each with its addresses. The test makes and removes them."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class TwoHosts:
         return self
 
     def cut(self) -> None:
-        """Take the second host's end of the cable out."""
+        """Take the link of the second host down."""
         _ip("-n", self.names[1], "link", "set", self.links[1], "down")
 
     def mend(self) -> None:
-        """Put it back."""
+        """Take the link up again."""
         _ip("-n", self.names[1], "link", "set", self.links[1], "up")
         # Addresses of IPv6 go with the cable.
         _ip("-n", self.names[1], "-6", "addr", "replace", f"{self.addresses6[1]}/64", "dev", self.links[1], "nodad")
 
     def command(self, side: int) -> list[str]:
-        """What to put before a command that is to run on that host."""
+        """Return the words to put before a command that is to run on that host."""
         return ["ip", "netns", "exec", self.names[side]]
 
     def __exit__(
@@ -69,9 +69,9 @@ class TwoHosts:
 
 
 class LossyHosts(TwoHosts):
-    """The same with a network that loses packets: lossy.py carries them between a TUN device on each host.
+    """Two hosts with a network that loses packets: lossy.py carries them between a TUN device on each host.
 
-    What it does stands in `control`, and may be changed at any time by anybody, by :meth:`set`.
+    The file `control` says which packets are lost; :meth:`set` changes it at any time.
     """
 
     def __init__(self, control: Path) -> None:
@@ -103,7 +103,7 @@ class LossyHosts(TwoHosts):
 
     @staticmethod
     def set(control: Path, words: str) -> None:
-        """``lose 0.02``: that share of packets, either way; ``lose 1``: all; ``lose 1 0``: all from the second host to the first."""
+        """Lose packets: ``lose 0.02`` that share, either way; ``lose 1`` all; ``lose 1 0`` all from the second host to the first."""
         new = control.with_suffix(f".{os.getpid()}")
         new.write_text(words)
         new.replace(control)
@@ -120,7 +120,7 @@ class LossyHosts(TwoHosts):
 
 
 def why_not() -> str | None:
-    """Why this machine cannot have such hosts; None if it can."""
+    """Return the reason why this machine cannot have such hosts, or None if it can."""
     if shutil.which("ip") is None:
         return "no ip command (apt-get install iproute2)"
     try:

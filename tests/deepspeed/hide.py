@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Hidden(importlib.machinery.PathFinder):
-    """The usual finder, blind for one name."""
+    """A finder that does not find one name."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:

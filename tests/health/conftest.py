@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts what ranks run, beside this file, and the launcher of tests/comm on the path."""
+"""Put the code of the ranks, beside this file, and the launcher of tests/comm on the path."""
 
 import sys
 from pathlib import Path

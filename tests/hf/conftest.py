@@ -20,7 +20,7 @@ from launch_hf import launch  # noqa: E402
 
 @pytest.fixture(scope="session")
 def answer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    """answer(case) -> what each rank returned. The first call runs every case that a test of this session asks for."""
+    """Return answer(case) -> what each rank returned. The first call runs every selected case."""
     for module in ("transformers", "accelerate", "peft"):
         pytest.importorskip(module, reason=f"{module} is not installed: pip install zeropp[hf]")
     folder = tmp_path_factory.mktemp("hf")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a script on several ranks, offline: with torchrun, or from a process that has imported transformers."""
+"""Run a script on several ranks, offline: with torchrun, or from a process that has imported transformers."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ VOCABULARY = 96
 
 
 class Rows(torch.utils.data.Dataset):
-    """Sequences that a small model can learn: arithmetic progressions modulo the vocabulary."""
+    """Arithmetic progressions modulo the vocabulary, which a small model can learn."""
 
     def __init__(self, count: int, seed: int, length: int = 24) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -38,7 +38,7 @@ def llama(**more: Any) -> Any:
 
 
 def gpt2(**more: Any) -> Any:
-    """Embedding and head are one matrix; dropout draws random numbers."""
+    """Return a GPT-2 whose embedding and head are one matrix; dropout draws random numbers."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=48, n_layer=2, n_head=4, n_positions=64,
@@ -65,7 +65,7 @@ def lora(model: Any) -> Any:
 
 
 def arguments(cls: Any, folder: Path, **more: Any) -> Any:
-    """Accumulation, clipping, warm-up and decay: what could differ from DDP."""
+    """Return arguments with accumulation, clipping, warm-up and decay, which could differ from DDP."""
     wanted = {
         "output_dir": str(folder), "max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "max_grad_norm": 0.5, "learning_rate": 3e-3, "weight_decay": 0.1, "warmup_steps": 2, "logging_steps": 1,

@@ -23,7 +23,7 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="session")
 def launch() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """launch(2, script, argument, ...) -> the finished process."""
+    """Return launch(2, script, argument, ...) -> the finished process."""
 
     def run(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
         return warm.launch(ranks, *command, env=ENVIRONMENT, timeout=280, kind="lightning")
@@ -35,7 +35,7 @@ def launch() -> Callable[..., subprocess.CompletedProcess[str]]:
 def answer(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, launch: Any
 ) -> Callable[[str], list[Any]]:
-    """answer(case) -> what each rank returned. The first call runs every case that a test of this session asks for."""
+    """Return answer(case) -> what each rank returned. The first call runs every selected case."""
     pytest.importorskip("lightning", reason="lightning is not installed: pip install zeropp[lightning]")
     folder = tmp_path_factory.mktemp("lightning")
     asked = dict.fromkeys(

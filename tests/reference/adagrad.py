@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adagrad in its diagonal form, in float64: written for reading, speed never.
+"""Adagrad in its diagonal form, in float64: written to be read, not to be fast.
 
 Duchi, Hazan & Singer 2011, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", figure 1
 with diagonal matrices; the falling learning rate and the L2 penalty are torch.optim.Adagrad's.
@@ -25,7 +25,7 @@ def step(
     eps: float = 1e-10,
     weight_decay: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """x_t and G_t."""
+    """Return x_t and G_t."""
     x, g = x.double(), gradient.double() + weight_decay * x.double()
     total = total.double() + g * g
     return x - lr / (1 + (t - 1) * lr_decay) * g / (total.sqrt() + eps), total

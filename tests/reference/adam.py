@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam as its papers state it, in float64: written for reading, speed never.
+"""Adam as its papers state it, in float64: written to be read, not to be fast.
 
 Kingma & Ba 2015, "Adam: A Method for Stochastic Optimization", algorithm 1; the decoupled decay of Loshchilov &
 Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2; the maximum of Reddi, Kale & Kumar 2018, "On the
@@ -25,7 +25,7 @@ class State:
 
 
 def start(theta: Tensor) -> State:
-    """m_0 = 0, v_0 = 0."""
+    """Return the state with m_0 = 0, v_0 = 0."""
     theta = theta.double()
     return State(theta.clone(), torch.zeros_like(theta), torch.zeros_like(theta), torch.zeros_like(theta))
 
@@ -44,7 +44,7 @@ def step(
     amsgrad: bool = False,
     maximize: bool = False,
 ) -> State:
-    """The state after update number t."""
+    """Return the state after update number t."""
     g = gradient.double()
     if maximize:
         g = -g

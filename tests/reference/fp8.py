@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""8-bit floats as their paper states them (Micikevicius et al. 2022), by search among all values: speed never.
+"""8-bit floats as their paper states them (Micikevicius et al. 2022), by search among all values, not to be fast.
 
 value of a code: (-1)^s 2^(e - bias) (1 + m / 2^M), or for e = 0: (-1)^s 2^(1 - bias) m / 2^M
 e4m3: 4 exponent bits, bias 7, no infinity, NaN is s.1111.111;   e5m2: 5, bias 15, as IEEE
@@ -17,7 +17,7 @@ SHAPE = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15)}  # exponent bits, mantissa bits,
 
 
 def value(code: int, form: str) -> float:
-    """What a code stands for."""
+    """Return the value of a code."""
     exponent_bits, mantissa_bits, bias = SHAPE[form]
     sign = -1.0 if code & 0x80 else 1.0
     e, m = (code & 0x7F) >> mantissa_bits, code & (2**mantissa_bits - 1)
@@ -29,7 +29,7 @@ def value(code: int, form: str) -> float:
 
 
 def encode(x: float, form: str) -> int:
-    """The nearest code, ties to the even one, held within the greatest."""
+    """Return the nearest code, ties to the even one, clamped to the largest."""
     sign = 0x80 if math.copysign(1.0, x) < 0 else 0
     a = min(abs(x), GREATEST[form])
     codes = [code for code in range(0x80) if math.isfinite(value(code, form))]
@@ -38,7 +38,7 @@ def encode(x: float, form: str) -> int:
 
 
 def quantise(x: Tensor, form: str, block_elems: int) -> tuple[list[int], Tensor]:
-    """Codes and scales; fp32 arithmetic as csrc/ops/quant/fp8.h says, one operation at a time."""
+    """Return codes and scales; fp32 arithmetic as csrc/ops/quant/fp8.h says, one operation at a time."""
     codes: list[int] = []
     scales = []
     for block in x.float().split(block_elems) if x.numel() else []:

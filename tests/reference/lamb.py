@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LAMB as its paper states it, in float64: written for reading, speed never.
+"""LAMB as its paper states it, in float64: written to be read, not to be fast.
 
 You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", algorithm 2:
 
@@ -19,7 +19,7 @@ def step(
     x: Tensor, m: Tensor, v: Tensor, gradient: Tensor, *, t: int, lr: float, beta1: float = 0.9, beta2: float = 0.999,
     eps: float = 1e-6, weight_decay: float = 0.0, trust: tuple[float, float] = (0.0, 10.0),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:  # fmt: skip
-    """x_t, m_t, v_t, the update, and the ratio of norms within ``trust`` (1 where a norm is 0)."""
+    """Return x_t, m_t, v_t, the update, and the ratio of norms within ``trust`` (1 where a norm is 0)."""
     x, m, v, g = x.double(), m.double(), v.double(), gradient.double()
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g * g

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lion as its paper states it, in float64: written for reading, speed never.
+"""Lion as its paper states it, in float64: written to be read, not to be fast.
 
 Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2:
 
@@ -16,7 +16,7 @@ from torch import Tensor
 def step(
     theta: Tensor, m: Tensor, gradient: Tensor, *, lr: float, beta1: float, beta2: float, weight_decay: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """theta_t, m_t, and c_t (whose sign is what moves theta)."""
+    """Return theta_t, m_t, and c_t (whose sign moves theta)."""
     theta, m, g = theta.double(), m.double(), gradient.double()
     c = beta1 * m + (1 - beta1) * g
     return theta - lr * (c.sign() + weight_decay * theta), beta2 * m + (1 - beta2) * g, c

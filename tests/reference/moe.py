@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts as its papers state it, in float64 and loops over tokens: written for reading, speed never.
+"""A mixture of experts as its papers state it, in float64 and loops over tokens: written to be read, not to be fast.
 
 Shazeer et al. 2017 (top-k gating), GShard (Lepikhin et al. 2021, algorithm 1: capacity, first choices before second
 ones), Switch (Fedus et al. 2022, equations 4 to 6: balance loss), ST-MoE (Zoph et al. 2022, equation 5: z loss):
@@ -7,7 +7,7 @@ ones), Switch (Fedus et al. 2022, equations 4 to 6: balance loss), ST-MoE (Zoph 
     s_t = softmax(x_t) or sigmoid(x_t);   w_tj = s of the j-th best expert [over their sum]
     balance = E sum_e f_e P_e,  f_e = share of assignments,  P_e = mean_t s_te / sum_e s_te
     z = mean_t (log sum_e exp x_te)^2
-    y_t = sum_j w_tj Expert_{e_tj}(x_t), without the assignments that found their expert full
+    y_t = sum_j w_tj Expert_{e_tj}(x_t), without the assignments to a full expert
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 
 
 def choose(by: list[float], k: int) -> list[int]:
-    """The k greatest, greatest first, ties to the lower index."""
+    """Return the k largest, largest first, ties to the lower index."""
     return sorted(range(len(by)), key=lambda e: (-by[e], e))[:k]
 
 
 def gate(
     x: Tensor, k: int, *, sigmoid: bool = False, normalise: bool = True, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """weights (T, k), chosen (T, k), balance and z loss; differentiable by torch's own autograd."""
+    """Return weights (T, k), chosen (T, k), balance and z loss; differentiable by torch's own autograd."""
     x = x.double()
     tokens, experts = x.shape
     by = x.detach() if bias is None else (x.detach().float() + bias.float())
@@ -41,7 +41,7 @@ def gate(
 
 
 def keep(chosen: list[list[int]], experts: int, capacity: int | None) -> list[list[bool]]:
-    """Which assignments find room: all first choices in order of tokens, then all second ones."""
+    """Return which assignments find room: all first choices in order of tokens, then all second ones."""
     room = [len(chosen) * experts if capacity is None else capacity] * experts
     kept = [[False] * len(row) for row in chosen]
     for j in range(len(chosen[0]) if chosen else 0):
@@ -55,7 +55,7 @@ def keep(chosen: list[list[int]], experts: int, capacity: int | None) -> list[li
 def layer(
     x: Tensor, weights: Tensor, chosen: list[list[int]], kept: list[list[bool]], expert: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """y_t, token by token."""
+    """Return y_t, token by token."""
     rows = []
     for t, row in enumerate(chosen):
         y = torch.zeros_like(x[t])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moments in fewer bits, as their definition says: written for reading, speed never.
+"""Moments in fewer bits, by their definition: written to be read, not to be fast.
 
 Stochastic rounding to bf16; and block-wise dynamic quantisation (Dettmers et al. 2022, "8-bit Optimizers via Block-wise
 Quantization", sections 2 and 1.3) with the levels of csrc/ops/moments/moments.h, here as a table: decade i of K has 2^i
@@ -17,7 +17,7 @@ MASK = (1 << 64) - 1
 
 
 def levels(k: int) -> npt.NDArray[np.float64]:
-    """level(0), level(1), ...: 2^k of them; k = 7 for magnitudes with a sign, 8 for those without."""
+    """Return level(0), level(1), ...: 2^k of them; k = 7 for magnitudes with a sign, 8 for those without."""
     table = [0.0]
     for decade in range(1, k):
         low, steps = 8.0 ** (decade - k), 2**decade
@@ -26,7 +26,7 @@ def levels(k: int) -> npt.NDArray[np.float64]:
 
 
 def _next(state: int) -> tuple[int, int]:
-    """SplitMix64: (new state, number)."""
+    """Return (new state, number) of SplitMix64."""
     state = (state + 0x9E3779B97F4A7C15) & MASK
     z = state
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
@@ -35,7 +35,7 @@ def _next(state: int) -> tuple[int, int]:
 
 
 def random_bits(seed: int, stream: int, step: int, moment: int, first: int, count: int) -> npt.NDArray[np.int64]:
-    """0 .. 65535 for each of ``count`` elements of a tensor from ``first`` on."""
+    """Return 0 .. 65535 for each of ``count`` elements of a tensor from ``first`` on."""
     key = seed & MASK
     for number in (stream, step):
         key = _next(key)[1] ^ number
@@ -49,7 +49,7 @@ def random_bits(seed: int, stream: int, step: int, moment: int, first: int, coun
 
 
 def bf16(values: Floats, random: npt.NDArray[np.int64]) -> Floats:
-    """Finite values: to the next bf16 away from zero where random is at least 65536 less the part that bf16 lacks."""
+    """Round finite values to bf16: away from zero where random is at least 65536 less the part that bf16 lacks."""
     magnitude = np.abs(values).astype(np.float64)
     spacing = 2.0 ** np.maximum(np.floor(np.log2(np.where(magnitude > 0, magnitude, 1))) - 7, -126 - 7)
     below = np.floor(magnitude / spacing)
@@ -59,7 +59,7 @@ def bf16(values: Floats, random: npt.NDArray[np.int64]) -> Floats:
 
 
 def _position(share: Floats, k: int) -> npt.NDArray[np.int64]:
-    """65536 times the place of a share of the scale among the levels, each operation rounded to fp32."""
+    """Return 65536 times the place of a share of the scale among the levels, each operation rounded to fp32."""
     borders = 8.0 ** np.arange(1 - k, 1)
     decade = np.searchsorted(borders, share, side="right")  # 0: below level(1)
     raised = share * np.exp2(3.0 * (k - decade)).astype(np.float32)  # 1 .. 8, exact
@@ -71,7 +71,7 @@ def _position(share: Floats, k: int) -> npt.NDArray[np.int64]:
 
 
 def encode(values: Floats, k: int, random: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint8], np.float32]:
-    """Codes and scale of one block of finite values."""
+    """Return codes and scale of one block of finite values."""
     scale = np.float32(max(np.abs(values).max(), np.float32(2.0**-126)))
     share = np.minimum(np.abs(values) * (np.float32(1) / scale), np.float32(1)).astype(np.float32)
     codes = np.minimum((_position(share, k) + random) >> 16, 2**k - 1)
@@ -80,7 +80,7 @@ def encode(values: Floats, k: int, random: npt.NDArray[np.int64]) -> tuple[npt.N
 
 
 def decode(codes: npt.NDArray[np.uint8], scale: np.float32, k: int) -> Floats:
-    """What codes of one block mean."""
+    """Return the values of the codes of one block."""
     table = levels(k).astype(np.float32)
     if k == 8:
         return np.asarray(table[codes] * scale, dtype=np.float32)

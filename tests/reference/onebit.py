@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One-bit compression with error feedback as 1-bit Adam states it, in float64: written for reading, speed never.
+"""One-bit compression with error feedback as 1-bit Adam states it, in float64: written to be read, not to be fast.
 
 Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", section 4.2;
 the scale is the mean magnitude, of all scales the one with the least squared error (its l1 form, as in signSGD with
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def compress(x: Tensor, error: Tensor, chunk_elems: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, the new error, and c."""
+    """Return values, the new error, and c."""
     c = x.double() + error.double()
     chunks = [chunk for chunk in c.split(chunk_elems) if chunk.numel()]
     values = [torch.where(chunk >= 0, 1.0, -1.0).double() * chunk.abs().mean() for chunk in chunks]
@@ -25,5 +25,5 @@ def compress(x: Tensor, error: Tensor, chunk_elems: int) -> tuple[Tensor, Tensor
 
 
 def server(values: list[Tensor], error: Tensor, chunk_elems: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of the mean of what the workers sent."""
+    """Return the same for the mean of what the workers sent."""
     return compress(torch.stack(values).mean(0), error, chunk_elems)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""1-bit Adam and 0/1 Adam with all ranks in one process, in float64: written for reading, speed never.
+"""1-bit Adam and 0/1 Adam with all ranks in one process, in float64: written to be read, not to be fast.
 
 1-bit Adam (Tang et al. 2021, algorithm 1), after a warm-up of AdamW, with C[] of onebit.py:
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 
 class Mean:
-    """The one-bit mean of one array over `ranks` ranks, each the server of a slice.
+    """The one-bit mean of one array over `ranks` ranks, each the server of a shard.
 
     ``real``: 1 where an element belongs to a tensor, 0 where it is padding, which counts as 0.
     """
@@ -86,7 +86,7 @@ class OneBitAdam:
 
 
 class ZeroOneAdam(OneBitAdam):
-    """The same with the two schedules; ``own_x`` are the ranks' parameters between agreements."""
+    """As OneBitAdam, with the two schedules; ``own_x`` are the ranks' parameters between agreements."""
 
     def __init__(
         self, x: Tensor, real: Tensor, ranks: int, chunk_elems: int, *, var_freeze_step: int, var_update_scaler: int,

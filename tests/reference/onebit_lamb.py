@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""1-bit LAMB with all ranks in one process, in float64: written for reading, speed never.
+"""1-bit LAMB with all ranks in one process, in float64: written to be read, not to be fast.
 
 Li et al. 2021, "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence Speed",
 algorithm 1. After a warm-up of LAMB that keeps a moving average c of every tensor's ratio of norms, per tensor:

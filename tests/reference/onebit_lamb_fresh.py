@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What 1-bit LAMB learns of a mean momentum, of one tensor, in float64: written for reading, speed never.
+"""The fresh variance and the ratio of 1-bit LAMB for one tensor, in float64: written to be read, not to be fast.
 
 Li et al. 2021, "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence Speed",
-algorithm 1, lines 10 to 14, with Adam's corrections, and nothing where nothing was ever seen; m and m before are scaled:
+algorithm 1, lines 10 to 14, with Adam's corrections, and 0 where the variance is 0; m and m before are scaled:
 
     g' = (m - beta1 m before) / (1 - beta1),   v' = beta2 v' + (1 - beta2) g'^2
     u  = m / (sqrt(v) + eps) + lambda x,       r  = max of (sqrt(v) + eps) / (sqrt(v') + eps)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def blocks(x: Tensor, block_elems: int) -> list[Tensor]:
-    """The array in blocks; the last may be shorter."""
+    """Return the array in blocks; the last may be shorter."""
     return list(x.double().split(block_elems)) if x.numel() else []
 
 
 def scale_and_mid(block: Tensor, bits: int, asymmetric: bool) -> tuple[float, float]:
-    """The exact scale and middle of one block."""
+    """Return the exact scale and middle of one block."""
     if not asymmetric:
         return block.abs().max().item() / (2 ** (bits - 1) - 1), 0.0
     high, low = block.max().item(), block.min().item()
@@ -26,7 +26,7 @@ def scale_and_mid(block: Tensor, bits: int, asymmetric: bool) -> tuple[float, fl
 
 
 def unpack_nibbles(codes: Tensor, elems: int) -> Tensor:
-    """Signed 4-bit codes, two a byte, the even one in the low half."""
+    """Unpack signed 4-bit codes, two a byte, the even one in the low half."""
     wide = codes.to(torch.int16)
     nibbles = torch.stack([wide & 15, wide >> 4 & 15], dim=1).flatten()[:elems]
     return torch.where(nibbles > 7, nibbles - 16, nibbles)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-sparse attention as its papers state it, in float64 over whole matrices: written for reading, speed never.
+"""Block-sparse attention as its papers state it, in float64 over whole matrices: written to be read, not to be fast.
 
 Child et al. 2019; Zaheer et al. 2020 (BigBird); Beltagy et al. 2020 (Longformer): softmax attention in which a mask of
 blocks says which scores exist.
 
-    s = scale q k^T,  p = softmax over what is seen (no row where nothing is),  o = p v
+    s = scale q k^T,  p = softmax over visible keys (no row where there is none),  o = p v
     dv = p^T do,  dp = do v^T,  delta = rowsum(do o),  ds = p (dp - delta),  dq = scale ds k,  dk = scale ds^T q
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Attention(NamedTuple):
-    """All that attention and its backward compute, (H, ...) of one sample."""
+    """The results of attention and its backward, (H, ...) of one sample."""
 
     s: Tensor
     p: Tensor
@@ -30,7 +30,7 @@ class Attention(NamedTuple):
 
 
 def seen(mask: Tensor, block: int, seq: int, *, causal: bool, keys: Tensor | None) -> Tensor:
-    """(H, S, S): query i of head h sees key j. ``mask`` is (H, blocks, blocks), ``keys`` (S,)."""
+    """Return (H, S, S): query i of head h sees key j. ``mask`` is (H, blocks, blocks), ``keys`` (S,)."""
     heads = mask.shape[0]
     result = torch.zeros(heads, seq, seq, dtype=torch.bool)
     for h in range(heads):
@@ -42,7 +42,7 @@ def seen(mask: Tensor, block: int, seq: int, *, causal: bool, keys: Tensor | Non
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, do: Tensor, visible: Tensor, scale: float) -> Attention:
-    """Attention of (H, S, D) tensors and its gradients, for ``visible`` (H or 1, S, S)."""
+    """Return the attention of (H, S, D) tensors and its gradients, for ``visible`` (H or 1, S, S)."""
     q, k, v, do = q.double(), k.double(), v.double(), do.double()
     s = scale * q @ k.transpose(1, 2)
     top = s.masked_fill(~visible, -torch.inf).amax(2, keepdim=True)

@@ -28,7 +28,7 @@ class SplitMix64:
         return z ^ (z >> 31)
 
     def below(self, bound: int) -> int:
-        """Evenly one of 0 .. bound - 1: products whose low half would favour some are drawn again."""
+        """Return one of 0 .. bound - 1, all equally likely: products whose low half would favour some are drawn again."""
         while True:
             product = (self.next() >> 32) * bound
             if (product & 0xFFFFFFFF) >= 2**32 % bound:
@@ -36,7 +36,7 @@ class SplitMix64:
 
 
 def sample(batch: int, seq: int, keep: int, seed: int, layer: int) -> list[list[int]]:
-    """Kept positions of every sample."""
+    """Return the kept positions of every sample."""
     result = []
     for b in range(batch):
         draw = SplitMix64(SplitMix64(SplitMix64(seed).next() ^ layer).next() ^ b)
@@ -49,12 +49,12 @@ def sample(batch: int, seq: int, keep: int, seed: int, layer: int) -> list[list[
 
 
 def gather(full: Tensor, kept: Tensor) -> Tensor:
-    """part_bk = full_b,kept(bk)"""
+    """Return part_bk = full_b,kept(bk)."""
     return torch.stack([torch.stack([full[b, s] for s in row]) for b, row in enumerate(kept.tolist())])
 
 
 def scatter(full: Tensor, part: Tensor, kept: Tensor) -> Tensor:
-    """out_bs = part_bk where s = kept(bk), else full_bs"""
+    """Return out_bs = part_bk where s = kept(bk), else full_bs."""
     rows = []
     for b, row in enumerate(kept.tolist()):
         rows.append(torch.stack([part[b, row.index(s)] if s in row else full[b, s] for s in range(full.shape[1])]))

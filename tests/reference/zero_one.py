@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A local step of 0/1 Adam on one rank, in float64: written for reading, speed never.
+"""A local step of 0/1 Adam on one rank, in float64: written to be read, not to be fast.
 
 Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", algorithm 1, lines 3 to 5,
-with Adam's corrections, AdamW's decay, and no movement where nothing was ever seen:
+with Adam's corrections, AdamW's decay, and no movement where the variance is 0:
 
     m = beta1 m + (1 - beta1) g,   x = x - gamma m / sqrt(v + eps),   u = u + gamma m
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks for the tests of this folder: started as tests/zero does, from cases in worker/."""
+"""Fixtures that start ranks for the tests of this folder, as tests/zero does, from cases in worker/."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Run = Callable[..., dict[str, Outcome]]
 
 @pytest.fixture(scope="session")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """run_ranks(module, cases, ranks) -> {case: Outcome}; `module` is worker/MODULE.py with a table CASES."""
+    """Return run_ranks(module, cases, ranks) -> {case: Outcome}; `module` is worker/MODULE.py with a table CASES."""
 
     def run(module: str, cases: Iterable[str], ranks: int, limit_s: float = 240.0) -> dict[str, Outcome]:
         left, outcomes = list(cases), {}
@@ -39,8 +39,8 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def outcomes(run_ranks: Run, request: pytest.FixtureRequest) -> Callable[[int, str], Outcome]:
-    """outcomes(ranks, case) of worker/WORKER.py, a name in the test's module: one launch a world size, of the cases that were asked
-    for, when the first test asks."""
+    """Return outcomes(ranks, case) of worker/WORKER.py, a name in the test's module. The first test of a world size launches the
+    ranks, with all selected cases."""
     own = [
         i.callspec.params
         for i in request.session.items

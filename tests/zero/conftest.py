@@ -19,7 +19,7 @@ Run = Callable[..., dict[str, Outcome]]
 
 @pytest.fixture(scope="session")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """run_ranks(module, cases, ranks, limit_s) -> {case: Outcome}; `module` is worker/MODULE.py with a table
+    """Return run_ranks(module, cases, ranks, limit_s) -> {case: Outcome}; `module` is worker/MODULE.py with a table
     CASES."""
 
     def run(
@@ -37,7 +37,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def selected(request: pytest.FixtureRequest) -> Callable[[str], list[Any]]:
-    """selected("case") -> the values of that parameter in the tests of this module that were asked for."""
+    """Return selected("case") -> the values of that parameter in the selected tests of this module."""
 
     def find(name: str) -> list[Any]:
         values: dict[Any, None] = {}

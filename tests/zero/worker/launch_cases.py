@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts ranks for the tests of tests/zero.
+"""Start ranks for the tests of tests/zero.
 
 One launch runs many cases in one process group, because starting Python and importing torch costs more than any case
 here. A case that fails ends its ranks; the cases after it get fresh ones, so that no case sees what another broke.
@@ -27,14 +27,14 @@ GRACE_S = 10.0  # for the other ranks to end after the first one failed
 
 @dataclass
 class Outcome:
-    """What one case answered, rank by rank; `errors` holds tracebacks, None where the rank was fine."""
+    """The answers of a case, rank by rank; `errors` holds tracebacks, None where the rank succeeded."""
 
     values: list[Any]
     errors: list[str | None]
     log: str
 
     def check(self) -> list[Any]:
-        """The ranks' answers, or the failure of the rank that failed first."""
+        """Return the ranks' answers, or raise the error of the rank that failed first."""
         failed = [(rank, error) for rank, error in enumerate(self.errors) if error]
         if failed:
             text = "\n".join(f"--- rank {rank}\n{error}" for rank, error in failed)
@@ -45,7 +45,7 @@ class Outcome:
 def start_rank(
     script: str, arguments: Iterable[str], rank: int, ranks: int, port: int, log: Any, cold: bool = False, **more: str
 ) -> Started:
-    """One rank as torchrun would start it; in a process group of its own, so that it can be stopped as a whole."""
+    """Start one rank as torchrun would, in a process group of its own, so that it can be stopped as a whole."""
     environment = {
         **os.environ,
         "RANK": str(rank),
@@ -73,7 +73,7 @@ def end(processes: Iterable[Started]) -> None:
 
 
 def wait_all(processes: list[Started], limit_s: float) -> bool:
-    """All ended within the limit? After the first failure the others have GRACE_S."""
+    """True if all ended within the limit. After the first failure the others have GRACE_S."""
     deadline = time.monotonic() + limit_s
     while any(p.poll() is None for p in processes):
         if any(p.poll() not in (None, 0) for p in processes):
@@ -87,7 +87,7 @@ def wait_all(processes: list[Started], limit_s: float) -> bool:
 def once(
     module: str, cases: list[str], ranks: int, limit_s: float, folder: Path, cold: bool = False
 ) -> dict[str, Outcome]:
-    """Run until all is done or a case fails. Answers for the cases that were begun."""
+    """Run until all cases are done or one fails. Return answers for the cases that were begun."""
     folder.mkdir(parents=True)
     log_path, port = folder / "log.txt", free_port()
     with log_path.open("w") as log:
