@@ -50,7 +50,7 @@ static int release_frozen(Trigger *trigger) {
     const Py_ssize_t count = PyList_Size(zero->units);
     for (Py_ssize_t i = 0; i < count; i++) {
         Unit *unit = (Unit *)PyList_GetItem(zero->units, i);
-        if (unit->unit->trainable || unit->unit->state != ZPP_UNIT_FULL || has_unit(trigger, unit)) continue;
+        if (unit->unit->trainable || !zpp_unit_is_gathered(unit->unit) || has_unit(trigger, unit)) continue;
         if (zpp_unit_moves(unit->unit) && zpp_py_release(unit)) return -1;
     }
     return 0;
@@ -206,7 +206,7 @@ static int open_units(Trigger *trigger, struct open_call *call) {
         Unit *unit = (Unit *)PyTuple_GetItem(trigger->units, call->pinned);
         if (call->recompute && zpp_py_backward_step_require_whole(unit)) return -1;
         if (zpp_py_need(unit, phase)) return -1;
-        unit->unit->pins++;
+        zpp_unit_pin(unit->unit);
         if (!call->recompute && (call->grad || zero->outer_grad)) zpp_zero_count_use(zero->core, unit->unit->index);
         if (call->functorch) unit->unit->sticky = true; /* its saved tensors are out of our sight */
     }
@@ -223,7 +223,7 @@ static int close_units(Trigger *trigger, const struct open_call *call) {
     if (call->pushed) zpp_py_pop_saved_hooks(trigger->zero);
     for (Py_ssize_t i = 0; i < call->pinned; i++) {
         Unit *unit = (Unit *)PyTuple_GetItem(trigger->units, i);
-        unit->unit->pins--;
+        zpp_unit_unpin(unit->unit);
         /* The backward needs a recomputed block next. */
         if (!call->recompute && zpp_py_release(unit)) failed = -1;
     }

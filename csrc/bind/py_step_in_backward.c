@@ -39,18 +39,18 @@ static void keep_failure(struct zpp_py_backward_step *backward_step, const struc
 /* --- a unit stays whole until its shard is written ---------------------------------------------------------------- */
 
 static bool is_on_disk(const Unit *unit) {
-    return unit->unit->place == ZPP_PLACE_FILE && zpp_unit_moves(unit->unit);
+    return zpp_unit_on_disk(unit->unit);
 }
 
 static void pin(Unit *unit) {
     if (unit->backward_step.pinned) return;
-    unit->unit->pins++;
+    zpp_unit_pin(unit->unit);
     unit->backward_step.pinned = true;
 }
 
 static int unpin(Unit *unit) {
     if (!unit->backward_step.pinned) return 0;
-    unit->unit->pins--;
+    zpp_unit_unpin(unit->unit);
     unit->backward_step.pinned = false;
     return zpp_py_release(unit);
 }
@@ -193,7 +193,7 @@ static int update(Unit *unit) {
 static int leave(Unit *unit) {
     if (unit->backward_step.left) return 0;
     unit->backward_step.left = true;
-    if (is_on_disk(unit) && unit->unit->state == ZPP_UNIT_FULL && !unit->zero->backward_step.failed) pin(unit);
+    if (is_on_disk(unit) && zpp_unit_is_gathered(unit->unit) && !unit->zero->backward_step.failed) pin(unit);
     PyObject *done = PyObject_CallFunction(unit->zero->backward_step.leave, "i", unit->unit->index);
     Py_XDECREF(done);
     return done ? 0 : -1;

@@ -140,12 +140,10 @@ static PyObject *copy_grads(PyObject *self, PyObject *args) {
 }
 
 /* Where elements of a unit's flat buffer lie in the mapping, which over several hosts has this rank's shard only. */
-static bool place_in_mapping(const Zero *zero, const struct zpp_unit *unit, Py_ssize_t first, Py_ssize_t elems,
-                             size_t *offset_bytes) {
-    const size_t begin = unit->rank_file ? (size_t)zpp_zero_rank(zero->core) * unit->shard_elems : 0;
-    const size_t room = unit->rank_file ? unit->shard_elems : unit->elems;
-    if (first < 0 || elems < 0 || (size_t)first < begin || (size_t)first - begin > room ||
-        (size_t)elems > room - ((size_t)first - begin))
+static bool place_in_mapping(const struct zpp_unit *unit, Py_ssize_t first, Py_ssize_t elems, size_t *offset_bytes) {
+    const size_t begin = unit->file_first_elem, capacity = unit->file_elems;
+    if (first < 0 || elems < 0 || (size_t)first < begin || (size_t)first - begin > capacity ||
+        (size_t)elems > capacity - ((size_t)first - begin))
         return false;
     *offset_bytes = unit->file_offset_bytes + ((size_t)first - begin) * unit->elem_bytes;
     return true;
@@ -163,7 +161,7 @@ static PyObject *copy_params(PyObject *self, PyObject *args) {
     const bool known = index >= 0 && index < zpp_zero_units(zero->core);
     const struct zpp_unit *unit = known ? zpp_zero_unit(zero->core, index) : NULL;
     size_t offset_bytes;
-    if (!unit || unit->place != ZPP_PLACE_FILE || !place_in_mapping(zero, unit, first, elems, &offset_bytes))
+    if (!unit || !zpp_unit_in_file(unit) || !place_in_mapping(unit, first, elems, &offset_bytes))
         return PyErr_SetString(PyExc_ValueError, "zero: unit, first or elems is out of range"), NULL;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;

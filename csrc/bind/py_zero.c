@@ -44,7 +44,7 @@ int zpp_py_need(Unit *unit, enum zpp_phase phase) {
     if (zpp_unit_moves(unit->unit)) {
         struct zpp_err err = ZPP_ERR_INIT;
         zpp_status status = ZPP_AGAIN;
-        if (unit->unit->state == ZPP_UNIT_FULL || zpp_unit_bytes(unit->unit) < RELEASE_LOCK_BYTES)
+        if (zpp_unit_is_gathered(unit->unit) || zpp_unit_bytes(unit->unit) < RELEASE_LOCK_BYTES)
             status = zpp_zero_need(zero->core, unit->unit->index, phase, NULL, &err);
         if (status == ZPP_AGAIN) {
             struct zpp_wait wait;
@@ -240,7 +240,7 @@ static PyObject *unit_layout(PyObject *self, PyObject *unused) {
 static PyObject *unit_get_full(PyObject *self, void *unused) {
     (void)unused;
     const Unit *unit = (Unit *)self;
-    return PyBool_FromLong(unit->unit->state == ZPP_UNIT_FULL && (!unit->released || unit->is_plain));
+    return PyBool_FromLong(zpp_unit_is_gathered(unit->unit) && (!unit->released || unit->is_plain));
 }
 
 static PyMethodDef unit_methods[] = {
@@ -443,7 +443,7 @@ static PyObject *zero_set_wire(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* set_secondary(comm of this host's ranks): hpZ, see csrc/zero/secondary.h. */
+/* set_secondary(comm of this host's ranks): hpZ, see csrc/zero/placement/sharded_net.c. */
 static PyObject *zero_set_secondary(PyObject *self, PyObject *near) {
     Zero *zero = (Zero *)self;
     struct zpp_err err = ZPP_ERR_INIT;

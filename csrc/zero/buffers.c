@@ -7,7 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "internode.h"
 #include "internal.h"
 
 enum { ALIGN_BYTES = 16 }; /* of each buffer on the board */
@@ -66,7 +65,7 @@ static zpp_status pass_on(void *arg, void *native, const struct zpp_wait *wait, 
     (void)native;
     struct zpp_buffers_board *board = *(struct zpp_buffers_board **)arg;
     zpp_desc_ring *ring = board->zero->ring;
-    const struct zpp_desc desc = { .kind = ZPP_NOTICE_BUFFERS, .step = board->count, .elems = board->bytes };
+    const struct zpp_desc desc = { .kind = ZPP_DESC_BUFFERS, .step = board->count, .elems = board->bytes };
     if (!board->posted) {
         const zpp_status status = zpp_desc_ring_post(ring, &desc, wait, &board->seq, err);
         if (status != ZPP_OK) return status;

@@ -5,11 +5,12 @@
  */
 #include "exchange.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "internode.h"
 #include "internal.h"
+#include "internode.h"
 
 zpp_status zpp_exchange_init(zpp_zero *zero, size_t board_offset_bytes, size_t board_bytes, struct zpp_err *err) {
     zero->exchange = (struct zpp_exchange){ .zero = zero,
@@ -82,4 +83,25 @@ zpp_status zpp_zero_exchange(zpp_zero *zero, uint64_t kind, const void *mine, si
     if (status == ZPP_OK) status = zpp_event_sync(exchange->done, wait, err);
     if (status == ZPP_OK) memcpy(all, exchange->all, bytes * (size_t)zero->ranks);
     return status;
+}
+
+/* --- messages ----------------------------------------------------------------------------------------------------- */
+
+void zpp_exchange_describe(void *ctx, const struct zpp_desc *desc, char *text, size_t capacity) {
+    const zpp_zero *zero = ctx;
+    const unsigned long long step = desc->step;
+    const char *plural = step == 1 ? "" : "s";
+    char words[ZPP_UNIT_WORDS] = "an unknown module";
+    if (desc->kind == ZPP_DESC_NORM)
+        snprintf(text, capacity, "the norm of the gradients after %llu backward%s", step, plural);
+    else if (desc->kind == ZPP_DESC_STEP)
+        snprintf(text, capacity, "a step after %llu backward%s", step, plural);
+    else if (desc->kind == ZPP_DESC_BUFFERS)
+        snprintf(text, capacity, "the model's buffers at the start of a forward (message %llu)", step);
+    else {
+        if (desc->object < (uint64_t)zero->units_count)
+            zpp_unit_words(zero->units[desc->object], words, sizeof words);
+        snprintf(text, capacity, "the %s of the gradient of %s in backward %llu",
+                 desc->kind == ZPP_DESC_COPY ? "copy" : "reduction", words, step + 1);
+    }
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The coordinator's own state, shared by zero.c, gather.c, reduce.c, exchange.c and step.c, and by nobody else.
+ * The coordinator's own state, shared by the sources of csrc/zero, and by no other folder.
  */
 #ifndef ZPP_ZERO_INTERNAL_H
 #define ZPP_ZERO_INTERNAL_H
@@ -25,30 +25,31 @@ struct zpp_zero {
     bool sealed;
 
     struct zpp_unit **units;
-    int units_count, units_room;
+    int units_count, units_capacity;
 
-    /* memory */
-    zpp_region *params;   /* PER_RANK: shards of SHARD units, whole WHOLE units */
-    zpp_region *host;     /* ONE: HOST units */
-    zpp_region *grads;    /* PER_RANK: buckets, an arena and then the homes */
-    unsigned char *alone; /* one rank: WHOLE units, private memory */
-    size_t params_bytes, host_bytes, alone_bytes;
-    struct zpp_unit **moving; /* SHARD units, by address */
+    /* memory: made at seal, by the placements */
+    const struct zpp_placement *placement; /* of the units that move */
+    zpp_region *params;   /* PER_RANK: shards of sharded units, replicated units */
+    zpp_region *host;     /* ONE: host_shared units */
+    zpp_region *grads;    /* PER_RANK: buckets, an arena and then the mappings */
+    unsigned char *alone; /* one rank: replicated units, private memory */
+    size_t params_bytes, host_bytes, alone_bytes, range_bytes;
+    struct zpp_unit **moving; /* by address */
     int moving_count;
-    zpp_range *range;     /* gathered units on cpu, at addresses that never change */
-    zpp_unit_file *unit_file;     /* FILE units; NULL without any */
-    unsigned char *moving_base; /* addresses of units that come and go: of `range`, or the mapping of `unit_file` */
+    zpp_range *range;           /* gathered units on cpu, at addresses that never change */
+    zpp_unit_file *unit_file;   /* parameters in a file; NULL without any */
+    unsigned char *moving_base; /* addresses of units that move: of `range`, or the mapping of `unit_file` */
 
-    zpp_comm *near; /* hpZ: the ranks of this host; NULL without */
-    unsigned char *second;
-    size_t second_bytes;
+    zpp_comm *intranode; /* hpZ: the ranks of this host; NULL without */
+    unsigned char *secondary;
+    size_t secondary_bytes;
 
     /* gathering */
     zpp_stream *compute, *gather;
-    zpp_stream *arrive; /* FILE units: their reads end here, in order; `gather` begins them */
+    zpp_stream *arrive; /* nvme units: their reads end here, in order; `gather` begins them */
     struct zpp_aio_fault fault; /* of the last read that failed */
     struct zpp_trace trace;
-    size_t full_bytes, full_peak_bytes, ahead_bytes; /* ahead: fetched, not needed yet; or kept */
+    size_t full_bytes, full_peak_bytes, ahead_bytes; /* see unit.c */
     int kept_units;
     bool forward_read; /* of the units in a file that this pass needs forward, each was read or is being read */
     uint64_t gather_ns; /* what needed a unit waited for it so long */
@@ -69,6 +70,7 @@ struct zpp_zero {
     bool shares_backward; /* another coordinator may be in this backward: see take_bucket */
     bool over_bound;      /* ... and a bucket was waited for in vain: this backward goes beyond bucket_bytes */
     uint32_t number;      /* of the coordinators on this communicator, in their order */
+    bool stepping; /* between step_begin and step_end */
     uint64_t backward_ns, step_ns; /* when they began, for zeropp.trace */
     double grad_scale;
     bool delays_steps; /* files have two places for what a step touches (step_delayed.h) */

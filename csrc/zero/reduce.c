@@ -11,8 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "internode.h"
 #include "internal.h"
+#include "internode.h"
 #include "origin.h"
 
 enum { ROUND_PACK, ROUND_POST, ROUND_TAKE, ROUND_ADD, ROUND_POST_SHARD, ROUND_COPY, ROUND_DONE };
@@ -111,6 +111,7 @@ static zpp_status make_shards(zpp_zero *zero, struct zpp_err *err) {
 }
 
 zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
+    if (zero->ranks == 1 && !zero->grad_file.unit_file) return ZPP_OK;
     zero->out_last = &zero->out_first;
     zero->order = calloc((size_t)zero->units_count + 1, sizeof *zero->order);
     if (!zero->order) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the order of %d units", zero->units_count);
@@ -124,8 +125,8 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
     zpp_reduce_list_order(zero, false);
     if (status == ZPP_OK) status = make_shards(zero, err);
     if (status != ZPP_OK) return status;
-    if (zero->ring) zpp_desc_ring_set_describe(zero->ring, zpp_reduce_describe, zero);
-    if (zero->copy_ring) zpp_desc_ring_set_describe(zero->copy_ring, zpp_reduce_describe, zero);
+    if (zero->ring) zpp_desc_ring_set_describe(zero->ring, zpp_exchange_describe, zero);
+    if (zero->copy_ring) zpp_desc_ring_set_describe(zero->copy_ring, zpp_exchange_describe, zero);
     return ZPP_OK;
 }
 
@@ -134,7 +135,7 @@ bool zpp_reduce_pending(const zpp_zero *zero) {
     if (zero->board.done && zpp_event_sync(zero->board.done, NULL, NULL) == ZPP_AGAIN) return true;
     for (int at = 0; at < zero->order_count; at++) {
         const struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
-        if (grad->launched && zpp_event_sync(grad->done, NULL, NULL) == ZPP_AGAIN) return true;
+        if (grad->state >= ZPP_GRAD_REDUCING && zpp_event_sync(grad->done, NULL, NULL) == ZPP_AGAIN) return true;
     }
     return false;
 }
@@ -372,7 +373,7 @@ static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     const bool accumulate = grad->has && (zero->options.stage >= 2 || (zero->options.stage == 1 && grad->empty));
     const struct zpp_sources all = { sources, from, count, zpp_grad_factor(zero, unit, zero->ranks), accumulate };
     zpp_origin_note(zero, grad, zpp_origin_add(zero, unit, &all, to));
-    const size_t source_bytes = zpp_wire_packs(zero) ? zpp_wire_image_bytes(zero, unit) : zpp_wire_shard_bytes(unit);
+    const size_t source_bytes = zpp_wire_packs(zero) ? zpp_wire_qcopy_bytes(zero, unit) : zpp_wire_shard_bytes(unit);
     if (grad->carry) {
         const void *carry = grad->carry;
         zpp_reduce_sources(to, unit->grad_dtype, true, &carry, 1, unit->grad_dtype, unit->shard_elems, 1.0f);
@@ -405,8 +406,9 @@ static zpp_status reduce_bucket(void *arg, void *native, const struct zpp_wait *
     zpp_zero *zero = grad->zero;
     zpp_status status = ZPP_OK;
     if (grad->round == ROUND_PACK) {
-        if (!grad->empty && zpp_wire_packs(zero)) zpp_wire_pack(zero, grad->unit);
-        else if (!grad->empty && zpp_wire_narrows(grad->unit)) zpp_wire_narrow(zero, grad->unit);
+        unsigned char *bucket = grad->empty ? NULL : zpp_reduce_bucket(zero, grad->unit);
+        if (bucket && zpp_wire_packs(zero)) zpp_wire_pack(zero, grad->unit, bucket);
+        else if (bucket && zpp_wire_narrows(grad->unit)) zpp_wire_narrow(zero, grad->unit, bucket);
         grad->round = ROUND_POST;
     }
     if (grad->round == ROUND_POST) {
@@ -456,16 +458,16 @@ static zpp_status launch(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
     grad->empty = grad->touched_params == 0; /* a bucket of the backward before may still be read by a peer */
     grad->round = ROUND_PACK;
     grad->pass = zero->pass;
-    grad->launched = true;
+    zpp_unit_grad_reduce(grad);
     list_bucket(zero, grad);
     const bool internode = zpp_internode(zero->options.comm);
     zpp_status status = zpp_event_record(grad->written, zero->compute, err);
     if (status == ZPP_OK) status = zpp_stream_wait(zero->reduce, grad->written, NULL, err);
     if (status == ZPP_OK && internode)
-        status = zpp_internode_launch(zero, grad, grad->empty ? NULL : touched_flags(zero, grad->unit),
+        status = zpp_reduce_net_launch(zero, grad, grad->empty ? NULL : touched_flags(zero, grad->unit),
                                       zpp_reduce_bucket(zero, grad->unit), err);
     if (status == ZPP_OK)
-        status = zpp_stream_launch(zero->reduce, internode ? zpp_internode_finish : reduce_bucket, &grad,
+        status = zpp_stream_launch(zero->reduce, internode ? zpp_reduce_net_finish : reduce_bucket, &grad,
                                    sizeof(struct zpp_unit_grad *), err);
     if (status == ZPP_OK) status = zpp_event_record(grad->done, zero->reduce, err);
     return status;
@@ -496,7 +498,7 @@ zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *
     char words[ZPP_UNIT_WORDS];
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
-        if (unit->grad->launched && unit->grad->pass == zero->pass)
+        if (unit->grad->state == ZPP_GRAD_REDUCING)
             return zpp_fail(err, ZPP_STATE,
                             "zero: the backward before this one ended by an exception after the gradient of %s had "
                             "gone out, so the ranks no longer agree on the gradients; restart from a checkpoint",
@@ -513,12 +515,9 @@ zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *
     return ZPP_OK;
 }
 
-static bool is_launched_now(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
-    return grad->launched && grad->pass == zero->pass;
-}
-
 bool zpp_zero_came_late(const zpp_zero *zero, int unit) {
-    return zero->ranks > 1 && zero->units[unit]->grad && is_launched_now(zero, zero->units[unit]->grad);
+    const struct zpp_unit_grad *grad = zero->units[unit]->grad;
+    return zero->ranks > 1 && grad && grad->state == ZPP_GRAD_REDUCING;
 }
 
 static void count_gradient(struct zpp_unit_grad *grad, size_t param, bool partial) {
@@ -542,17 +541,16 @@ zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *fr
     struct zpp_unit *unit = zero->units[index];
     struct zpp_unit_grad *grad = unit->grad;
     if (zero->ranks == 1) return add_alone(zero, grad, param, from, partial, wait, err);
-    if (is_launched_now(zero, grad)) { /* the binding knows the parameter's name */
+    if (grad->state == ZPP_GRAD_REDUCING) { /* the binding knows the parameter's name */
         char words[ZPP_UNIT_WORDS];
         return zpp_fail(err, ZPP_STATE, "zero: a gradient of %s came after its gradients were reduced",
                         zpp_unit_words(unit, words, sizeof words));
     }
     zpp_status status = ZPP_OK;
-    const bool fresh = grad->bucket_offset_bytes == ZPP_BUCKET_NONE || grad->launched;
-    if (fresh) {
+    if (grad->state != ZPP_GRAD_ACCUMULATING) {
         status = take_bucket(zero, unit, wait, err);
         if (status != ZPP_OK) return status;
-        grad->launched = false;
+        zpp_unit_grad_accumulate(grad);
     }
     status = put_gradient(zero, unit, param, from, err);
     if (status != ZPP_OK) return status;
@@ -579,6 +577,7 @@ static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
     zpp_span_end(began_ns, ZPP_SPAN_WAIT, "for reductions", 0);
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
+        zpp_unit_grad_reduced(grad);
         grad->touched_params = 0;
         if (zero->options.stage == 0 && grad->has) adopt_result(zero, grad);
         if (grad->carry) zero->carry_bytes -= zpp_grad_shard_bytes(grad);
@@ -611,8 +610,9 @@ void zpp_zero_backward_abort(zpp_zero *zero) {
     if (zero->ranks == 1 && zero->grad_file.unit_file) (void)zpp_grad_file_store_all(zero, &ignored);
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
-        if (unit->grad->bucket_offset_bytes == ZPP_BUCKET_NONE || unit->grad->launched) continue;
+        if (unit->grad->state != ZPP_GRAD_ACCUMULATING) continue;
         give_bucket(zero, unit->grad);
+        zpp_unit_grad_discard(unit->grad);
         unit->grad->touched_params = 0;
     }
     zero->in_backward = false;
@@ -623,7 +623,7 @@ void zpp_zero_backward_abort(zpp_zero *zero) {
 const void *zpp_zero_held_grad(const zpp_zero *zero, int index, const uint8_t **touched) {
     struct zpp_unit *unit = zero->units[index];
     const struct zpp_unit_grad *grad = unit->grad;
-    if (!grad || grad->bucket_offset_bytes == ZPP_BUCKET_NONE || grad->launched || !grad->touched_params) return NULL;
+    if (!grad || grad->state != ZPP_GRAD_ACCUMULATING || !grad->touched_params) return NULL;
     clear_untouched(zero, unit);
     *touched = touched_flags(zero, unit);
     return zpp_reduce_bucket(zero, unit);
@@ -632,9 +632,15 @@ const void *zpp_zero_held_grad(const zpp_zero *zero, int index, const uint8_t **
 bool zpp_zero_grads_pending(const zpp_zero *zero) {
     for (int at = 0; at < zero->order_count; at++) {
         const struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
-        if (grad->bucket_offset_bytes != ZPP_BUCKET_NONE && !grad->launched && grad->touched_params) return true;
+        if (grad->state == ZPP_GRAD_ACCUMULATING && grad->touched_params) return true;
     }
     return false;
+}
+
+/* Does the unit's bucket say which gradients this rank has? At stage 0 it does after the reduction, too. */
+static bool keeps_flags(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
+    if (grad->state == ZPP_GRAD_ACCUMULATING) return true;
+    return zero->options.stage == 0 && grad->bucket_offset_bytes != ZPP_BUCKET_NONE;
 }
 
 void zpp_zero_clear_grad(zpp_zero *zero, int index, size_t param) {
@@ -644,7 +650,7 @@ void zpp_zero_clear_grad(zpp_zero *zero, int index, size_t param) {
     grad->present[param] = 0;
     if (unit->params && !memchr(grad->present, 1, unit->params)) grad->has = false; /* the last one */
     if (grad->shard && zero->options.stage > 0) zpp_grad_file_clear(zero, grad, param);
-    if (grad->bucket_offset_bytes == ZPP_BUCKET_NONE || (grad->launched && zero->options.stage > 0)) return;
+    if (!keeps_flags(zero, grad)) return;
     uint8_t *touched = &touched_flags(zero, unit)[param];
     if (*touched) grad->touched_params--;
     *touched = 0;
@@ -657,11 +663,11 @@ void zpp_zero_clear_grads(zpp_zero *zero) {
         struct zpp_unit_grad *grad = unit->grad;
         memset(grad->present, 0, unit->params);
         grad->has = false;
-        const bool idle = grad->bucket_offset_bytes != ZPP_BUCKET_NONE && (!grad->launched || zero->options.stage == 0);
-        if (idle) {
-            memset(touched_flags(zero, unit), 0, unit->params);
-            grad->touched_params = 0;
-            if (!grad->launched) give_bucket(zero, grad);
-        }
+        if (!keeps_flags(zero, grad)) continue;
+        memset(touched_flags(zero, unit), 0, unit->params);
+        grad->touched_params = 0;
+        if (grad->state != ZPP_GRAD_ACCUMULATING) continue;
+        give_bucket(zero, grad);
+        zpp_unit_grad_discard(grad);
     }
 }

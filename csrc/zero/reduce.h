@@ -28,7 +28,8 @@ struct zpp_unit_grad {
     uint8_t *seen; /* [params] */
     size_t missing;
     int uses;
-    bool partial, launched;
+    bool partial;
+    enum zpp_grad_state state; /* written by unit.c */
 
     /* the bucket */
     size_t bucket_offset_bytes; /* ZPP_BUCKET_NONE: none */
@@ -46,7 +47,7 @@ struct zpp_unit_grad {
     uint64_t pass;
     uint64_t *peer_offsets; /* [ranks] */
     zpp_event *written, *done;
-    /* over several hosts (internode.h) */
+    /* over several hosts (reduce_net.c) */
     zpp_work *internode_flags, *internode_sum;
     unsigned char *internode_memory;
 
@@ -85,8 +86,6 @@ zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, struct zpp
 zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err);
 /* Is a reduction or an exchange under way that has not ended? */
 bool zpp_reduce_pending(const zpp_zero *zero);
-/* words.c: what ranks tell each other, for messages; `ctx` is the zpp_zero. */
-void zpp_reduce_describe(void *ctx, const struct zpp_desc *desc, char *text, size_t room);
 /* Memory for a unit's reduced gradient, where it is not lent. */
 zpp_status zpp_reduce_make_shard(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
 /* unfreeze.c: the order of reductions, of what is trainable, or also of what sleeps. */
@@ -104,6 +103,12 @@ struct zpp_pooled_grad {
 zpp_status zpp_grad_pool_take(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
 void zpp_grad_pool_give(zpp_zero *zero, struct zpp_unit_grad *grad);
 void zpp_grad_pool_drop(zpp_zero *zero);
+
+/* reduce_net.c: a unit's bucket goes out over several hosts, and the operation that ends it: the sum is in the shard.
+ * `arg` points at a struct zpp_unit_grad pointer. */
+zpp_status zpp_reduce_net_launch(zpp_zero *zero, struct zpp_unit_grad *grad, const uint8_t *touched,
+                                 unsigned char *bucket, struct zpp_err *err);
+zpp_status zpp_reduce_net_finish(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err);
 
 /* Where parameter `param`'s gradient lies in the unit's bucket (stage 0: what p.grad is a view of); NULL without one.
  */

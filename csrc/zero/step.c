@@ -4,10 +4,9 @@
  * nobody reads; everywhere else everybody reads and nobody writes. That is why gathers need no synchronisation at all.
  */
 #include <stdlib.h>
-#include <string.h>
 
-#include "internode.h"
 #include "internal.h"
+#include "placement.h"
 
 zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
                                struct zpp_err *err) {
@@ -20,6 +19,7 @@ zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, c
     if (!votes) free(all);
     if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "until all ranks step", 0);
     zero->step_ns = zpp_span_begin();
+    zero->stepping = status == ZPP_OK;
     return status;
 }
 
@@ -28,21 +28,10 @@ zpp_status zpp_zero_gather_norms(zpp_zero *zero, const void *mine, size_t bytes,
     return zpp_zero_exchange(zero, ZPP_DESC_NORM, mine, bytes, all, wait, err);
 }
 
-/* Stages 1 and 2, and small units: take the shards that the others have just written. */
-static void collect_whole(zpp_zero *zero, struct zpp_unit *unit) {
-    const size_t bytes = zpp_unit_shard_bytes(unit);
-    for (int rank = 0; rank < zero->ranks; rank++) {
-        if (rank == zero->rank) continue;
-        const unsigned char *written =
-            (const unsigned char *)zpp_region_base(zero->params, rank) + unit->region_offset_bytes;
-        memcpy(unit->whole + (size_t)rank * bytes, written + (size_t)rank * bytes, bytes);
-    }
-    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
-}
-
 zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_span_end(zero->step_ns, ZPP_SPAN_STEP, "step", 0);
     zero->step_ns = 0;
+    zero->stepping = false;
     if (zero->ranks == 1) return ZPP_OK;
     zpp_zero_publish(zero);
     const uint64_t began_ns = zpp_span_begin();
@@ -51,9 +40,8 @@ zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct
     if (status != ZPP_OK || zero->options.stage == 0) return status;
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];
-        if (unit->place != ZPP_PLACE_WHOLE || !unit->trainable) continue;
-        if (zpp_internode(zero->options.comm)) status = zpp_internode_collect(zero, unit, wait, err);
-        else collect_whole(zero, unit);
+        if (!unit->placement->collect || !unit->trainable) continue;
+        status = unit->placement->collect(zero, unit, wait, err);
         if (status != ZPP_OK) return status;
     }
     return ZPP_OK;

@@ -204,7 +204,7 @@ static bool use_back_buffer(const struct planning *planning, const struct part *
     const bool is_f32 = unit->dtype == ZPP_F32;
     list[plan->copies_count++] = (struct zpp_delayed_copy){
         .to = values_of(planning, part), .from = back, .bytes = part->piece.elems * unit->elem_bytes,
-        .fill = is_f32 && unit->place == ZPP_PLACE_FILE };
+        .fill = is_f32 && zpp_unit_in_file(unit) };
     if (is_f32) segment->param = (float *)(void *)back;
     segment->param_out = is_f32 ? NULL : back;
     return true;
@@ -258,7 +258,7 @@ static size_t run_of(const struct planning *planning, size_t at, size_t elems) {
     const struct zpp_step_shard *shard = &planning->shard;
     const zpp_unit_file *params = planning->plan->files.params, *grads = planning->plan->files.grads;
     const size_t bytes = shard->shape.elem_bytes, grad_bytes = zpp_dtype_bytes(shard->shape.grad_dtype);
-    if (params && shard->shape.place == ZPP_PLACE_FILE)
+    if (params && zpp_unit_in_file(&shard->shape))
         elems = zpp_unit_file_run(params, shard->values + at * bytes, elems, bytes);
     return grads ? zpp_unit_file_run(grads, shard->grads + at * grad_bytes, elems, grad_bytes) : elems;
 }
@@ -316,7 +316,7 @@ zpp_status zpp_step_plan_add(const struct zpp_stepper *stepper, int unit, const 
     struct planning planning = { .stepper = stepper, .groups = groups, .plan = plan };
     if (!owner->unit->trainable || !owner->states.steps) return ZPP_OK;
     if (!zpp_step_shard_of(stepper, unit, plan->delayed, &planning.shard)) return ZPP_OK;
-    planning.flips = count_steps(&planning.shard) && plan->delayed && owner->unit->place == ZPP_PLACE_FILE;
+    planning.flips = count_steps(&planning.shard) && plan->delayed && zpp_unit_in_file(owner->unit);
     /* On every rank, whether it has a piece of what is stepped or not. */
     if (planning.flips && !add_flip(plan, owner->unit->file_index)) return no_memory(&planning, err);
     return add_pieces(&planning) ? ZPP_OK : no_memory(&planning, err);

@@ -1,33 +1,68 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A unit: parameters of one element kind that are gathered, reduced and stepped together. They lie one after the other
- * in one flat buffer; rank r owns the r-th of N equal shards of it (bandwidth-centric partitioning, ZeRO-Infinity 6.1):
+ * A unit: parameters of one dtype that are gathered, reduced and stepped together. They lie one after the other in one
+ * flat buffer; rank r owns the r-th of N equal shards of it (bandwidth-centric partitioning, ZeRO-Infinity 6.1):
  *
  *   | p0 .. | p1 ...... | p2 . | padding |          elems = N * shard_elems
  *   |  shard of 0   |   shard of 1       |          a shard may cut a parameter anywhere
  *
  * Parameters start at 64 bytes, shards at 64 bytes, or at a page where they are large, so that AVX-512 and O_DIRECT
  * fit.
+ *
+ * Its life. Parameters, gradient and shard change state independently: a unit can be gathered while its gradient is
+ * accumulated. unit.c makes every move and is the only file that writes these states; how a unit is gathered is the
+ * business of its placement (placement.h).
+ *
+ *   parameters       gather_begin            gather_end
+ *         SHARDED ----------------> GATHERING ---------> GATHERED
+ *            ^                       |     ^               |  |
+ *            +--- its read failed ---+     +-- release of a   |
+ *            |                                 kept unit      |
+ *            +------------------ release ---------------------+
+ *
+ *   Units that never move (placement->moves is false) are GATHERED from zpp_zero_seal on. A release does nothing while
+ *   a unit is pinned, sticky, or not GATHERED. A kept unit has its values already: gather_end only waits for `ready`.
+ *
+ *   gradient         accumulate               reduce              reduced
+ *           EMPTY ----------------> ACCUMULATING --------> REDUCING -----> REDUCED
+ *             ^  |                    |  ^   |                |             |   |
+ *             |  +----- reduce (no gradient on this rank) --->+<------------+   |
+ *             +------- discard -------+  +-------------- accumulate ------------+
+ *
+ *   accumulate: the first gradient of a backward.  reduce: the bucket goes out, in the order of reductions.
+ *   reduced: zpp_zero_backward_end, on all ranks.  discard: the backward was aborted, or the gradients were cleared.
+ *   Errors (status STATE): a gradient while REDUCING; a backward that begins while one is REDUCING, because the last
+ *   one ended by an exception; unfreezing inside a backward. With one rank nothing is reduced, and units stay EMPTY.
+ *
+ *   shard            zpp_zero_step_begin, zpp_zero_open_shard
+ *         AT REST <-------------------------------------------> STEPPING
+ *                    zpp_zero_step_end, zpp_zero_shard_sent
+ *
+ *   step_begin and step_end move the shards of all units, the other two the shard of one (`stepping`), inside a
+ *   backward. Errors: to open a shard twice. No unit is gathered between step_begin and step_end.
  */
 #ifndef ZPP_ZERO_UNIT_H
 #define ZPP_ZERO_UNIT_H
 
+#include <assert.h>
 #include <stdbool.h>
 #include "../base/device.h"
 #include "../base/dtype.h"
 #include "../base/status.h"
 
-/* Where a unit's parameters live. */
+struct zpp_zero;
+struct zpp_unit_grad;
+
+/* Where a unit's parameters are to live; zero.c chooses the placement from it (placement.h). */
 enum zpp_place {
     ZPP_PLACE_WHOLE, /* every rank holds all of it (stages 0-2, one rank, small units) */
     ZPP_PLACE_HOST,  /* the ranks of this host share one copy in shared memory; nothing is ever gathered */
     ZPP_PLACE_SHARD, /* a rank holds its shard, and gathers the rest when it is needed */
-    /* the ranks of this host share a file, and read a unit from it when it is needed (unit_file.h); over several hosts
-     * a rank's shard lies in a file of its own, and is gathered (rank_file.h) */
-    ZPP_PLACE_FILE,
+    ZPP_PLACE_FILE,  /* in a file: of the host, or of this rank (placement/nvme.c, placement/nvme_net.c) */
 };
 
-enum zpp_unit_state { ZPP_UNIT_PARTITIONED, ZPP_UNIT_FETCHING, ZPP_UNIT_FULL };
+enum zpp_unit_state { ZPP_UNIT_SHARDED, ZPP_UNIT_GATHERING, ZPP_UNIT_GATHERED };
+enum zpp_grad_state { ZPP_GRAD_EMPTY, ZPP_GRAD_ACCUMULATING, ZPP_GRAD_REDUCING, ZPP_GRAD_REDUCED };
 
 /* A part of one parameter that lies in one shard. */
 struct zpp_piece {
@@ -43,64 +78,98 @@ struct zpp_unit {
     zpp_dtype dtype;
     size_t elem_bytes;
     zpp_dtype grad_dtype, wire_dtype; /* see struct zpp_unit_spec */
-    bool trainable; /* gets gradients; changes in zpp_zero_unfreeze only */
-    bool frozen_reserved;    /* does not yet, and has room to */
+    bool trainable;       /* gets gradients; changes in zpp_zero_unfreeze only */
+    bool frozen_reserved; /* gets none yet, and has addresses for them */
     enum zpp_place place;
+    const struct zpp_placement *placement;
     size_t params;
     size_t *param_elems;  /* [params] */
     size_t *offset_elems; /* [params] in the flat buffer */
     size_t elems, shard_elems;
 
     /* where it is: written at zpp_zero_seal (whole: also by a gather on devices whose backing moves) */
-    unsigned char *whole; /* the flat buffer that the parameters are views of; readable while FULL */
-    unsigned char *shard; /* this rank's shard; always readable */
+    unsigned char *whole; /* the flat buffer that the parameters are views of; readable while GATHERED */
+    unsigned char *shard; /* this rank's shard; readable always, or while open where it lives in a file */
     size_t region_offset_bytes;
-    size_t range_offset_bytes;
-    size_t image_offset_bytes; /* SHARD units that travel quantised: see wire.h */
+    size_t range_offset_bytes; /* from zero->moving_base */
+    size_t qcopy_offset_bytes; /* of the shard's quantised copy: see wire.h */
 
-    /* gathering: the coordinator's thread only */
+    /* gathering: the coordinator's thread only, by unit.c and the placement */
     enum zpp_unit_state state;
-    int pins;    /* forwards of it that are open now */
-    bool sticky; /* whole until values change: a graph needs it, and no hook gathers it again for that graph */
-    bool mapped; /* has memory in the range */
-    bool kept;   /* FILE units: the backward that follows needs it soon, so that a release keeps its memory, */
+    int pins;            /* calls that compute with it now; see zpp_unit_pin */
+    bool sticky;         /* whole until values change: a graph needs it, and no hook gathers it again for that graph */
+    bool mapped;         /* has memory in the range */
+    bool kept;           /* its release keeps its memory, because the backward that follows needs it soon, */
     bool kept_over_step; /* ... or the forward after a step inside the backward */
-    int file_index;   /* FILE units: their number there, */
-    size_t file_offset_bytes;   /* their place in its mapping, or that of this rank's shard, */
-    struct zpp_unit_file *rank_file; /* and over several hosts: where that is */
-    bool open_shard; /* ... and in memory, for a step inside the backward */
-    bool held;   /* a FILE unit that lies in memory for good */
-    uint8_t *stored_low; /* FILE units, [params]: is it kept in fewer bits? NULL: none is */
-    int uses;    /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */
-    bool rounded;     /* fetched quantised: see wire.h */
-    bool wants_exact; /* the next fetch is not to be */
+    bool stepping;       /* its shard is open, for a step inside the backward */
+    int uses;            /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */
+    bool rounded;        /* gathered quantised: see wire.h */
+    bool wants_exact;    /* the next gather is not to be */
     zpp_event *allocated, *ready;
-    struct zpp_work *arriving; /* over several hosts: the gather under way */
-    bool arriving_near;        /* ... among this host's ranks */
-    unsigned char *second;     /* hpZ: this rank's part of the host's copy, see secondary.h */
+    struct zpp_work *gather_work; /* over several hosts: the collective under way */
+    bool gathers_intranode;       /* ... among this host's ranks */
+    unsigned char *secondary;     /* hpZ: this rank's secondary shard (placement/sharded_net.c) */
     bool secondary_kept;          /* ... has the values of now */
+
+    /* in a file (placement/nvme.c): which, its number there, and the place of this rank's shard in the file's mapping;
+     * the file has `file_elems` elements of the unit, from `file_first_elem` on, at file_offset_bytes */
+    struct zpp_unit_file *file; /* NULL: in none */
+    int file_index;
+    size_t file_offset_bytes, file_first_elem, file_elems, shard_offset_bytes;
+    uint8_t *stored_low; /* [params]: is it kept in fewer bits? NULL: none is */
 
     /* gradients: see reduce.h */
     struct zpp_unit_grad *grad;
 };
 
+/* --- layout ------------------------------------------------------------------------------------------------------- */
 /* Lay out `params` parameters of the given sizes for `ranks` ranks. Fills offset_elems; outputs last. */
 void zpp_unit_layout(size_t params, const size_t *param_elems, size_t elem_bytes, int ranks, size_t *offset_elems,
                      size_t *elems, size_t *shard_elems);
+/* Return the place of `bytes` bytes behind *used_bytes, which grows: at a page for units of some size, for O_DIRECT
+ * and huge pages, else at a cache line. */
+size_t zpp_unit_next_offset(size_t *used_bytes, size_t bytes);
 
-/* The pieces of shard `rank`, in order; `pieces` has room for unit->params. Returns how many. */
+/* The pieces of shard `rank`, in order; `pieces` has capacity for unit->params. Returns how many. */
 size_t zpp_unit_pieces(const struct zpp_unit *unit, int rank, struct zpp_piece *pieces);
 
-/* words.c, for messages in the user's words: "module 'a'", "modules 'a', 'b'", or "the model" for what lies in no other
- * module. Returns `text`. */
+/* A unit for messages, by the names of modules that the user gave: "module 'a'", "modules 'a', 'b'", or "the model" for
+ * what lies in no other module. Returns `text`. */
 enum { ZPP_UNIT_WORDS = 160 };
-const char *zpp_unit_words(const struct zpp_unit *unit, char *text, size_t room);
+const char *zpp_unit_words(const struct zpp_unit *unit, char *text, size_t capacity);
 
 size_t zpp_unit_bytes(const struct zpp_unit *unit);
-/* Does its memory come and go? */
-static inline bool zpp_unit_moves(const struct zpp_unit *unit) {
-    return unit->place == ZPP_PLACE_SHARD || (unit->place == ZPP_PLACE_FILE && !unit->held);
-}
 size_t zpp_unit_shard_bytes(const struct zpp_unit *unit);
+bool zpp_unit_moves(const struct zpp_unit *unit);   /* does its memory come and go? */
+bool zpp_unit_in_file(const struct zpp_unit *unit); /* do its values live in a file? */
+bool zpp_unit_on_disk(const struct zpp_unit *unit); /* ... and come from it when they are needed? */
+
+/* --- moves of the parameters -------------------------------------------------------------------------------------- */
+/* SHARDED -> GATHERING: the memory of the whole unit, and begin to fill it. Stays SHARDED where that fails. */
+zpp_status zpp_unit_gather_begin(struct zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+/* GATHERING -> GATHERED: the computation may use it. AGAIN (`wait` NULL only), timeouts and interrupts leave it
+ * GATHERING; a read that failed gives its memory back, SHARDED, and is returned. */
+zpp_status zpp_unit_gather_end(struct zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
+                               struct zpp_err *err);
+/* GATHERED -> SHARDED, or GATHERING where it is kept; nothing to do for units that are pinned, sticky or in another
+ * state. */
+zpp_status zpp_unit_release(struct zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+/* Whether a release keeps the unit's memory. */
+void zpp_unit_set_kept(struct zpp_zero *zero, struct zpp_unit *unit, bool kept);
+/* True if the unit is counted in ahead_bytes already, or fits into prefetch_bytes besides what is. */
+bool zpp_unit_fits_ahead(const struct zpp_zero *zero, const struct zpp_unit *unit);
+
+static inline void zpp_unit_pin(struct zpp_unit *unit) { unit->pins++; }
+static inline void zpp_unit_unpin(struct zpp_unit *unit) {
+    assert(unit->pins > 0);
+    unit->pins--;
+}
+static inline bool zpp_unit_is_gathered(const struct zpp_unit *unit) { return unit->state == ZPP_UNIT_GATHERED; }
+
+/* --- moves of the gradient ---------------------------------------------------------------------------------------- */
+void zpp_unit_grad_accumulate(struct zpp_unit_grad *grad); /* EMPTY, REDUCED -> ACCUMULATING */
+void zpp_unit_grad_reduce(struct zpp_unit_grad *grad);     /* EMPTY, ACCUMULATING, REDUCED -> REDUCING */
+void zpp_unit_grad_reduced(struct zpp_unit_grad *grad);    /* REDUCING -> REDUCED */
+void zpp_unit_grad_discard(struct zpp_unit_grad *grad);    /* ACCUMULATING -> EMPTY */
 
 #endif

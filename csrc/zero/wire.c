@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Images of shards, see wire.h.
+ * Quantised copies of shards, see wire.h.
  */
 #include "wire.h"
 
@@ -8,99 +8,108 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "internode.h"
 #include "internal.h"
-#include "secondary.h"
 
 enum { TILE_ELEMS = 4096 }; /* added in fp32 before they are rounded into a shard that accumulates */
 
-static size_t image_bytes(const struct zpp_quant_spec *spec, size_t elems) {
+static size_t qcopy_bytes(const struct zpp_quant_spec *spec, size_t elems) {
     return zpp_quant_blocks(spec, elems) * sizeof(float) + zpp_quant_code_bytes(spec, elems);
 }
 
 /* The parts of a quantised copy from element `first` on, which begins a block. */
-static struct zpp_quant_source source_at(const struct zpp_quant_spec *spec, const void *image, size_t elems,
+static struct zpp_quant_source source_at(const struct zpp_quant_spec *spec, const void *qcopy, size_t elems,
                                          size_t first) {
-    const float *scales = image;
+    const float *scales = qcopy;
     const uint8_t *codes = (const uint8_t *)(scales + zpp_quant_blocks(spec, elems));
     const struct zpp_quant_source source = { codes + zpp_quant_code_bytes(spec, first),
                                              scales + first / spec->block_elems, NULL };
     return source;
 }
 
-static void make_image(const struct zpp_quant_spec *spec, const void *values, zpp_dtype dtype, size_t elems,
-                       void *image) {
-    float *scales = image;
+static void quantise(const struct zpp_quant_spec *spec, const void *values, zpp_dtype dtype, size_t elems,
+                       void *qcopy) {
+    float *scales = qcopy;
     const struct zpp_quant_target target = { scales + zpp_quant_blocks(spec, elems), scales, NULL };
     zpp_quantise(spec, values, dtype, elems, &target, NULL);
 }
 
-/* Over several hosts the collectives make quantised copies of their own. */
-static bool has_image(const zpp_zero *zero, const struct zpp_unit *unit) {
-    return zero->wire.params.bits && unit->place == ZPP_PLACE_SHARD && !zpp_internode(zero->options.comm);
-}
-
 /* --- life --------------------------------------------------------------------------------------------------------- */
 
+static zpp_status check_bits(const char *of, int bits, struct zpp_err *err) {
+    if (bits == 0 || bits == 4 || bits == 8) return ZPP_OK;
+    return zpp_fail(err, ZPP_INVALID, "zero: %s in %d bits, wanted 8, 4, or 0 for exactly", of, bits);
+}
+
+static zpp_status check_stage(int stage, int params_bits, int grads_bits, struct zpp_err *err) {
+    if (params_bits && stage < 3)
+        return zpp_fail(err, ZPP_INVALID, "zero: stage %d gathers no parameters that could be quantised, stage 3 does",
+                        stage);
+    if (grads_bits && stage < 2)
+        return zpp_fail(err, ZPP_INVALID, "zero: gradients are quantised at stages 2 and 3, not yet at stage %d",
+                        stage);
+    return ZPP_OK;
+}
+
 zpp_status zpp_zero_set_wire(zpp_zero *zero, int params_bits, int grads_bits, size_t block_elems, struct zpp_err *err) {
-    const int bits[] = { params_bits, grads_bits };
-    for (int i = 0; i < 2; i++)
-        if (bits[i] != 0 && bits[i] != 4 && bits[i] != 8)
-            return zpp_fail(err, ZPP_INVALID, "zero: %s in %d bits, wanted 8, 4, or 0 for exactly",
-                            i ? "gradients" : "parameters", bits[i]);
+    zpp_status status = check_bits("parameters", params_bits, err);
+    if (status == ZPP_OK) status = check_bits("gradients", grads_bits, err);
+    if (status != ZPP_OK) return status;
     if (zero->sealed || zero->units_count)
         return zpp_fail(err, ZPP_STATE, "zero: what travels is chosen before units are added");
     if (block_elems < 16 || block_elems % 16 || block_elems > TILE_ELEMS)
         return zpp_fail(err, ZPP_INVALID, "zero: blocks of %zu elements, wanted a multiple of 16, at most %d",
                         block_elems, (int)TILE_ELEMS);
-    if (params_bits && zero->options.stage < 3)
-        return zpp_fail(err, ZPP_INVALID, "zero: stage %d gathers no parameters that could be quantised, stage 3 does",
-                        zero->options.stage);
-    if (grads_bits && zero->options.stage < 2)
-        return zpp_fail(err, ZPP_INVALID, "zero: gradients are quantised at stages 2 and 3, not yet at stage %d",
-                        zero->options.stage);
+    status = check_stage(zero->options.stage, params_bits, grads_bits, err);
+    if (status != ZPP_OK) return status;
     zero->wire.params = (struct zpp_quant_spec) { block_elems, params_bits, false };
     zero->wire.grads = (struct zpp_quant_spec) { block_elems, grads_bits, false };
     return ZPP_OK;
 }
 
-static zpp_status check_unit(const struct zpp_unit *unit, struct zpp_err *err) {
+zpp_status zpp_wire_check_unit(const struct zpp_unit *unit, struct zpp_err *err) {
     if (unit->dtype == ZPP_F32 || unit->dtype == ZPP_BF16 || unit->dtype == ZPP_F16) return ZPP_OK;
     return zpp_fail(err, ZPP_INVALID,
                     "zero: unit %s has %s elements, which cannot be quantised; wanted float32, bfloat16 or float16",
                     unit->name, zpp_dtype_name(unit->dtype));
 }
 
-/* Room for one shard as it travels: the largest of those that need it. */
+zpp_status zpp_wire_add_qcopy(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    struct zpp_wire *wire = &zero->wire;
+    const zpp_status status = zpp_wire_check_unit(unit, err);
+    if (status != ZPP_OK) return status;
+    unit->qcopy_offset_bytes = wire->qcopies_bytes;
+    wire->qcopies_bytes += (qcopy_bytes(&wire->params, unit->shard_elems) + 63) / 64 * 64;
+    return ZPP_OK;
+}
+
+/* Make scratch large enough for one shard as it travels. */
 static void want_scratch(struct zpp_wire *wire, size_t bytes) {
     if (bytes > wire->scratch_bytes) wire->scratch_bytes = bytes;
 }
 
+static zpp_status plan_gradient(zpp_zero *zero, const struct zpp_unit *unit, struct zpp_err *err) {
+    struct zpp_wire *wire = &zero->wire;
+    if (zero->options.stage <= 1 && zpp_wire_narrows(unit)) want_scratch(wire, zpp_wire_shard_bytes(unit));
+    if (!zpp_wire_packs(zero)) return ZPP_OK;
+    const bool in_place = zero->ring; /* over several hosts the collectives make quantised copies of their own */
+    if (in_place) want_scratch(wire, qcopy_bytes(&wire->grads, unit->shard_elems));
+    return zpp_wire_check_unit(unit, err);
+}
+
 zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err) {
     struct zpp_wire *wire = &zero->wire;
-    if (zero->ranks == 1) return ZPP_OK;
-    for (int i = 0; i < zero->units_count; i++) {
-        struct zpp_unit *unit = zero->units[i];
-        const bool reduced = unit->trainable || unit->frozen_reserved;
-        if (reduced && zero->options.stage <= 1 && zpp_wire_narrows(unit))
-            want_scratch(wire, zpp_wire_shard_bytes(unit));
-        const bool packs = wire->grads.bits && reduced, internode = zpp_internode(zero->options.comm);
-        if (!(wire->params.bits && unit->place == ZPP_PLACE_SHARD) && !packs) continue;
-        const zpp_status status = check_unit(unit, err);
-        if (status != ZPP_OK) return status;
-        if (packs && !internode) want_scratch(wire, image_bytes(&wire->grads, unit->shard_elems));
-        if (!has_image(zero, unit)) continue;
-        unit->image_offset_bytes = wire->images_bytes;
-        wire->images_bytes += (image_bytes(&wire->params, unit->shard_elems) + 63) / 64 * 64;
-    }
+    zpp_status status = ZPP_OK;
+    for (int i = 0; i < zero->units_count && zero->ranks > 1 && status == ZPP_OK; i++)
+        if (zero->units[i]->grad) status = plan_gradient(zero, zero->units[i], err);
+    if (status != ZPP_OK) return status;
     if (wire->scratch_bytes && !(wire->scratch = malloc(wire->scratch_bytes)))
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %zu bytes of a gradient on its way", wire->scratch_bytes);
-    if (!wire->images_bytes) return ZPP_OK;
-    return zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, wire->images_bytes, &wire->images, err);
+    if (!wire->qcopies_bytes) return ZPP_OK;
+    return zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, wire->qcopies_bytes, &wire->qcopies, err);
 }
 
 void zpp_wire_fini(zpp_zero *zero) {
-    zpp_region_destroy(zero->wire.images);
+    zpp_region_destroy(zero->wire.qcopies);
     free(zero->wire.scratch);
 }
 
@@ -110,56 +119,23 @@ bool zpp_wire_rounds(const zpp_zero *zero) {
     return zero->wire.params.bits != 0;
 }
 
-static unsigned char *image_of(const zpp_zero *zero, const struct zpp_unit *unit, int rank) {
-    return (unsigned char *)zpp_region_base(zero->wire.images, rank) + unit->image_offset_bytes;
+static unsigned char *qcopy_of(const zpp_zero *zero, const struct zpp_unit *unit, int rank) {
+    return (unsigned char *)zpp_region_base(zero->wire.qcopies, rank) + unit->qcopy_offset_bytes;
 }
 
-void zpp_zero_publish(zpp_zero *zero) {
-    zpp_secondary_forget(zero);
-    for (int i = 0; i < zero->units_count; i++) {
-        const struct zpp_unit *unit = zero->units[i];
-        if (has_image(zero, unit))
-            make_image(&zero->wire.params, unit->shard, unit->dtype, unit->shard_elems,
-                       image_of(zero, unit, zero->rank));
-    }
+void zpp_wire_make_qcopy(zpp_zero *zero, const struct zpp_unit *unit) {
+    quantise(&zero->wire.params, unit->shard, unit->dtype, unit->shard_elems, qcopy_of(zero, unit, zero->rank));
 }
 
 void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory) {
     const struct zpp_quant_spec *spec = &zero->wire.params;
     for (int rank = 0; rank < zero->ranks; rank++) {
-        const struct zpp_quant_source source = source_at(spec, image_of(zero, unit, rank), unit->shard_elems, 0);
+        const struct zpp_quant_source source = source_at(spec, qcopy_of(zero, unit, rank), unit->shard_elems, 0);
         zpp_dequantise(spec, &source, memory + (size_t)rank * zpp_unit_shard_bytes(unit), unit->dtype,
                        unit->shard_elems, false, NULL);
     }
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER,
-                   image_bytes(spec, unit->shard_elems) * (size_t)(zero->ranks - 1));
-}
-
-struct exact_args {
-    zpp_zero *zero;
-    struct zpp_unit *unit;
-};
-
-static zpp_status copy_exact(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
-    (void)native, (void)wait, (void)err;
-    const struct exact_args *args = arg;
-    const zpp_zero *zero = args->zero;
-    const size_t bytes = zpp_unit_shard_bytes(args->unit);
-    for (int rank = 0; rank < zero->ranks; rank++) {
-        const unsigned char *shards = zpp_region_base(zero->params, rank);
-        memcpy(args->unit->whole + (size_t)rank * bytes, shards + args->unit->region_offset_bytes, bytes);
-    }
-    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
-    return ZPP_OK;
-}
-
-zpp_status zpp_zero_make_exact(zpp_zero *zero, int index, struct zpp_err *err) {
-    struct zpp_unit *unit = zero->units[index];
-    if (!zpp_unit_moves(unit) || !unit->rounded || unit->state != ZPP_UNIT_FULL || unit->pins) return ZPP_OK;
-    const struct exact_args args = { zero, unit };
-    unit->rounded = false;
-    if (zpp_internode(zero->options.comm)) return zpp_internode_make_exact(zero, unit, err);
-    return zpp_stream_launch(zero->compute, copy_exact, &args, sizeof args, err);
+                   qcopy_bytes(spec, unit->shard_elems) * (size_t)(zero->ranks - 1));
 }
 
 /* --- gradients ---------------------------------------------------------------------------------------------------- */
@@ -177,19 +153,18 @@ void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket) {
     }
 }
 
-void zpp_wire_pack(zpp_zero *zero, struct zpp_unit *unit) {
+void zpp_wire_pack(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *bucket) {
     const struct zpp_quant_spec *spec = &zero->wire.grads;
-    unsigned char *bucket = zpp_reduce_bucket(zero, unit);
     zpp_wire_clear_gaps(unit, bucket);
     for (int rank = 0; rank < zero->ranks; rank++) {
         unsigned char *shard = bucket + (size_t)rank * zpp_grad_shard_bytes(unit->grad);
-        make_image(spec, shard, unit->grad_dtype, unit->shard_elems, zero->wire.scratch);
-        memcpy(shard, zero->wire.scratch, image_bytes(spec, unit->shard_elems)); /* always shorter than the shard */
+        quantise(spec, shard, unit->grad_dtype, unit->shard_elems, zero->wire.scratch);
+        memcpy(shard, zero->wire.scratch, qcopy_bytes(spec, unit->shard_elems)); /* always shorter than the shard */
     }
 }
 
-void zpp_wire_narrow(zpp_zero *zero, struct zpp_unit *unit) {
-    unsigned char *bucket = zpp_reduce_bucket(zero, unit), tile[2 * TILE_ELEMS];
+void zpp_wire_narrow(const zpp_zero *zero, const struct zpp_unit *unit, unsigned char *bucket) {
+    unsigned char tile[2 * TILE_ELEMS];
     const size_t wide = zpp_dtype_bytes(unit->grad_dtype), narrow = zpp_dtype_bytes(unit->wire_dtype);
     for (int rank = 0; rank < zero->ranks; rank++) {
         unsigned char *shard = bucket + (size_t)rank * zpp_grad_shard_bytes(unit->grad);
@@ -214,24 +189,24 @@ static void add_tile(const struct zpp_quant_spec *spec, const struct zpp_quant_s
     zpp_convert(to, dtype, sum, ZPP_F32, elems);
 }
 
-size_t zpp_wire_image_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
-    return image_bytes(&zero->wire.grads, unit->shard_elems);
+size_t zpp_wire_qcopy_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
+    return qcopy_bytes(&zero->wire.grads, unit->shard_elems);
 }
 
-void zpp_wire_add(zpp_zero *zero, const void *const *images, int count, float factor, void *to, zpp_dtype dtype,
+void zpp_wire_add(zpp_zero *zero, const void *const *qcopies, int count, float factor, void *to, zpp_dtype dtype,
                     bool accumulate, size_t elems) {
     const struct zpp_quant_spec *spec = &zero->wire.grads;
     struct zpp_quant_source sources[ZPP_WIRE_RANKS];
     assert(count <= ZPP_WIRE_RANKS);
     const size_t tile = TILE_ELEMS / spec->block_elems * spec->block_elems; /* a tile begins at a block */
     if (!accumulate) {
-        for (int i = 0; i < count; i++) sources[i] = source_at(spec, images[i], elems, 0);
+        for (int i = 0; i < count; i++) sources[i] = source_at(spec, qcopies[i], elems, 0);
         zpp_quant_sum(spec, sources, (size_t)count, factor, to, dtype, elems, NULL);
         return;
     }
     for (size_t first = 0; first < elems; first += tile) {
         const size_t length = elems - first < tile ? elems - first : tile;
-        for (int i = 0; i < count; i++) sources[i] = source_at(spec, images[i], elems, first);
+        for (int i = 0; i < count; i++) sources[i] = source_at(spec, qcopies[i], elems, first);
         add_tile(spec, sources, count, factor, (unsigned char *)to + first * zpp_dtype_bytes(dtype), dtype, length);
     }
 }

@@ -45,7 +45,7 @@ struct zpp_zero_options {
     size_t bucket_bytes;     /* gradients that may wait in buckets for slower ranks; 0: no bound */
     double params_fraction;  /* of the bytes of FILE units that live in the file; 0: there are no FILE units */
     /* Of this host's ranks, borrowed until destroy: FILE units are only read, and each of several hosts has a copy, as
-     * one host alone has. NULL: none, see rank_file.h. */
+     * one host alone has. NULL: none, see placement/nvme_net.c. */
     zpp_comm *copy;
 };
 
@@ -69,9 +69,9 @@ zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, i
 /* What travels in 8 or 4 bits, in blocks of block_elems (0: exactly): gathered SHARD units at stage 3, reduced
  * gradients at stages 2 and 3; see wire.h. Before units are added. */
 zpp_status zpp_zero_set_wire(zpp_zero *zero, int params_bits, int grads_bits, size_t block_elems, struct zpp_err *err);
-/* hpZ over several hosts: `near` is a communicator of this host's ranks in the order of their ranks, borrowed until
- * destroy; as many on each host. See secondary.h. Before seal. */
-zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *near, struct zpp_err *err);
+/* hpZ over several hosts: `intranode` is a communicator of this host's ranks in the order of their ranks, borrowed
+ * until destroy; as many on each host. See placement/sharded_net.c. Before seal. */
+zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *intranode, struct zpp_err *err);
 /* `fraction` of the reduced gradients, above 0 and at most 1, live in a file of this rank's own (grad_file.h). Stages 2
  * and 3. Before units are added. */
 zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct zpp_err *err);
@@ -79,8 +79,8 @@ zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct z
  * that was added, parameter `param` is one of the matrices; before seal. */
 zpp_status zpp_zero_set_stored(zpp_zero *zero, int bits, size_t block_elems, bool in_memory, struct zpp_err *err);
 zpp_status zpp_zero_store_low(zpp_zero *zero, int unit, size_t param, struct zpp_err *err);
-/* Collective: makes the memory. Afterwards WHOLE and HOST units are FULL, SHARD and FILE units PARTITIONED; contents
- * are zero. FILE units can be needed once zpp_unit_file_open was called. */
+/* Collective: makes the memory. Afterwards units that move are SHARDED, the others GATHERED (unit.h), and contents are
+ * zero. Units in a file can be needed once zpp_unit_file_open was called. */
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);
 
 /* A unit that sleeps is trainable from now on; nothing to do where it is. Local, but all ranks wake the same units

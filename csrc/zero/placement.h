@@ -1,0 +1,84 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Where a unit's parameters live, and how the whole unit comes to memory: a table of functions for each way, in a file
+ * of its own. Nothing else in csrc tests where a unit lives.
+ *
+ *   placement     the values are                                       a gather
+ *   replicated    in memory of every rank, whole                       never; after a step, the others' shards
+ *   host_shared   in one copy a host, in shared memory                 never
+ *   sharded       a shard a rank, in memory that all ranks map         reads the peers' shards
+ *   sharded_net   a shard a rank, on several hosts                     an all-gather; with hpZ from secondary shards
+ *   nvme          in a file that the ranks of a host share             a read of the whole unit
+ *   nvme_net      in a file a rank, of its shards, on several hosts    a read of the shard, then an all-gather
+ *
+ * A gather costs one indirect call for each of acquire, gather, wait and complete, a release one; none is made for an
+ * element. unit.c calls them; NULL means that there is nothing to do.
+ *
+ * Threads: the coordinator's.
+ */
+#ifndef ZPP_ZERO_PLACEMENT_H
+#define ZPP_ZERO_PLACEMENT_H
+
+#include "zero.h"
+
+struct zpp_placement {
+    const char *name;
+    bool moves;   /* units are SHARDED, gathered when they are needed, and released */
+    bool in_file; /* this rank's shard is written to a file after it was changed */
+    bool keeps;   /* a release may keep the values for the next pass, because to get them again is slow */
+
+    /* --- the coordinator's: called of the placement that its moving units have ------------------------------------ */
+    zpp_status (*open)(zpp_zero *zero, struct zpp_err *err); /* create: its streams */
+    /* seal, after the regions were made. `warm_bytes`: memory that may wait for the next gather. */
+    zpp_status (*seal)(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err);
+    bool (*reads)(const zpp_zero *zero); /* is a read under way? NULL: there is no file */
+    void (*count_memory)(const zpp_zero *zero, struct zpp_zero_memory *out); /* adds to `out` */
+
+    /* --- one unit: its life --------------------------------------------------------------------------------------- */
+    /* seal, before there is memory: where its values and addresses are to be. */
+    zpp_status (*lay_out)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+    void (*locate)(zpp_zero *zero, struct zpp_unit *unit); /* seal: unit->whole, unit->shard */
+    void (*drop)(zpp_zero *zero, struct zpp_unit *unit);   /* end a gather under way, whatever its state */
+
+    /* --- one unit: gathers ---------------------------------------------------------------------------------------- */
+    zpp_status (*acquire)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err); /* memory for the whole unit */
+    zpp_status (*release)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err); /* that memory goes */
+    /* Begin to fill it: everything launched on zero->compute before may still use the memory. */
+    zpp_status (*gather)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+    /* What is launched on zero->compute from now on sees the values. AGAIN: `wait` is NULL, and not yet. NULL: the
+     * event unit->ready says so. */
+    zpp_status (*wait)(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err);
+    zpp_status (*complete)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err); /* how the gather ended */
+    /* The exact values, into the memory of a unit that was gathered quantised. */
+    zpp_status (*make_exact)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+
+    /* --- one unit: its shard -------------------------------------------------------------------------------------- */
+    /* zpp_zero_keep_shard: this rank's part of the whole unit becomes its shard. */
+    zpp_status (*keep_shard)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+    void (*publish)(zpp_zero *zero, struct zpp_unit *unit); /* the shard has new values: what is made from it */
+    /* step_end, after all ranks have written: the shards of the others. */
+    zpp_status (*collect)(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err);
+    /* A step inside the backward: unit->shard is in memory; written to its file; gone again. */
+    zpp_status (*open_shard)(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err);
+    zpp_status (*write_begin)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+    zpp_status (*write_wait)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+    zpp_status (*close_shard)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+};
+
+extern const struct zpp_placement zpp_placement_replicated, zpp_placement_host_shared, zpp_placement_sharded,
+    zpp_placement_sharded_net, zpp_placement_nvme, zpp_placement_nvme_net;
+
+/* For placements whose whole units lie in the coordinator's range of addresses, or in its backing (sharded.c). */
+void zpp_range_lay_out(zpp_zero *zero, struct zpp_unit *unit);
+zpp_status zpp_range_acquire(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+zpp_status zpp_range_release(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+size_t zpp_range_memory_bytes(const zpp_zero *zero); /* of whole units, and waiting for them */
+/* For placements in a file (nvme.c): in the file `zero->unit_file`, elements [first, first + elems) of the unit. */
+zpp_status zpp_file_lay_out(zpp_zero *zero, struct zpp_unit *unit, size_t first_elem, size_t elems,
+                            struct zpp_err *err);
+/* The quantised copy of the unit, where the file keeps them. */
+zpp_status zpp_file_keep_qcopy(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+zpp_status zpp_file_write_begin(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+zpp_status zpp_file_write_wait(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+
+#endif
