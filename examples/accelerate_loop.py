@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the byte-level GPT of gpt.py in a raw Accelerate loop. With zeropp it differs from an ordinary one in the import
+"""Train the byte-level GPT of gpt.py in a raw Accelerate loop. With zeropp it differs from an ordinary one in the import
 and the constructor:
 
     torchrun --nproc-per-node 2 examples/accelerate_loop.py --zeropp '{"stage": 3}'
@@ -27,7 +27,7 @@ CONTEXT = 64
 
 
 class Windows(torch.utils.data.Dataset):
-    """Inputs and targets side by side."""
+    """Inputs and targets as consecutive windows of the text."""
 
     def __init__(self, text: torch.Tensor, count: int) -> None:
         self.text, self.count = text, min(count, (len(text) - 1) // CONTEXT)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a byte-level GPT on real text, one process a rank, under torchrun.
+"""Train a byte-level GPT on real text, one process a rank, under torchrun.
 
 There are two of these scripts: ddp_gpt.py is ordinary DistributedDataParallel, and train_gpt.py is the same with
-zeropp. Their diff is all that a script needs:
+zeropp. Their diff shows all that a script needs:
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --preset small
     diff examples/ddp_gpt.py examples/train_gpt.py

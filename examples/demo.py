@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of `make demo`: chooses what was left open, says what it chose, and runs train_gpt.py under torchrun.
+"""Drive `make demo`: choose options that were left open, print the choice, and run train_gpt.py under torchrun.
 
 Every option may be empty, which means its default; `make demo PRESET=base STEPS=100` passes them on. The run lives in
-out/demo; an unfinished one is gone on with (asked at a terminal, said elsewhere), RESUME=no starts anew.
+out/demo; an unfinished one is resumed (a terminal is asked, elsewhere a line says so), and RESUME=no starts again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RUN_FILES = ("metrics.jsonl", "loss.png", "run.json", "result.json", "checkpoint
 
 
 class Refused(SystemExit):
-    """What was asked for cannot be; the sentence names the variable that changes it."""
+    """The requested run is not possible; the sentence names the variable that changes it."""
 
     def __init__(self, sentence: str) -> None:
         print(f"make demo: {sentence}", file=sys.stderr)
@@ -88,7 +88,7 @@ def need_packages(script: str) -> None:
 
 
 def choose_device(asked: str, script: str) -> tuple[str, int]:
-    """The device, and how many ranks suit it: one a GPU, two on the CPU."""
+    """Return the device and its number of ranks: one a GPU, two on the CPU."""
     if asked == "auto" or asked == "cpu":
         return "cpu", 2
     if script != "ddp_gpt.py":
@@ -101,7 +101,7 @@ def choose_device(asked: str, script: str) -> tuple[str, int]:
 
 
 def own(out: Path) -> None:
-    """The folder is this run's until its process ends, however it does: two would write the same files."""
+    """Take the folder for this run until its process ends in any way, because two runs would write the same files."""
     out.mkdir(parents=True, exist_ok=True)
     try:
         fcntl.flock(os.open(out, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,7 +112,7 @@ def own(out: Path) -> None:
 
 
 def unfinished_step(out: Path) -> int | None:
-    """The step that a run in `out` can go on from."""
+    """Return the step that a run in `out` can resume from."""
     try:
         facts = json.loads((out / "run.json").read_text())
     except (OSError, ValueError):
@@ -167,7 +167,7 @@ def scratch_folders(value: str, out: Path) -> list[Path]:
 
 
 def by_disk(wanted: list[tuple[Path, int]]) -> list[tuple[Path, int, int]]:
-    """A folder of each disk, the bytes wanted in all of its folders, and those that are free."""
+    """Return a folder of each disk, the bytes wanted in all of its folders, and the free bytes."""
     disks: dict[int, tuple[Path, int]] = {}
     for folder, size in wanted:
         there = folder if folder.exists() else folder.parent
@@ -177,7 +177,7 @@ def by_disk(wanted: list[tuple[Path, int]]) -> list[tuple[Path, int, int]]:
 
 
 def need_space(out: Path, scratch: list[Path], preset: str, yes: bool) -> None:
-    """`scratch`: where an equal share of the states goes each, none without OFFLOAD=nvme."""
+    """Refuse to run without enough space. `scratch`: folders that each hold an equal share of the states, none without OFFLOAD=nvme."""
     from gpt import GPT, PRESETS
     from torch import device
 
@@ -205,7 +205,7 @@ def ask_for_space(out: Path, wanted: int, free: int) -> None:
 
 
 def machine_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its control group's."""
+    """Return the bytes of memory that this process may use: the machine's, or its control group's."""
     bytes_ = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):
@@ -225,8 +225,8 @@ def memory_asked(value: str) -> int:
 
 
 def larger_than_memory(args: argparse.Namespace, device: str) -> int:
-    """OFFLOAD=nvme PRESET=large: infinity_gpt.py with a model whose states exceed the memory. No checkpoints, and nothing is
-    left on the disk but metrics.jsonl."""
+    """Run infinity_gpt.py with a model whose states exceed the memory (OFFLOAD=nvme PRESET=large). It writes no checkpoints, and
+    leaves only metrics.jsonl on the disk."""
     steps, ranks_asked = whole(args.steps, "STEPS") or 3, whole(args.ranks, "RANKS")
     if args.resume.strip() == "yes":
         raise Refused("RESUME=yes: this run keeps no checkpoint (it would be as large as the files); leave it empty")
@@ -287,7 +287,7 @@ def start_anew(out: Path) -> None:
 
 
 def torchrun(ranks: int, script: Path, arguments: list[str]) -> int:
-    """torchrun in this process, so that a Ctrl-C reaches the ranks once and ends without a traceback."""
+    """Run torchrun in this process, so that a Ctrl-C reaches the ranks once and ends without a traceback."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the byte-level GPT of gpt.py with a number of ranks that may change at any time; run it again on every machine:
+"""Train the byte-level GPT of gpt.py with a number of ranks that may change at any time; run it again on every machine:
 
     torchrun --nnodes 1:4 --nproc-per-node 2 --max-restarts 100 \
         --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id my-run examples/elastic_gpt.py --out out/elastic
 
-When ranks die, leave or come, torchrun starts this script anew on those that are there, and it goes on from the newest
-checkpoint with the same batch. metrics.jsonl in --out has one object a step: step, loss, ranks, and which start it was of.
+When ranks die, leave or join, torchrun restarts this script on the present ones, and it resumes from the newest checkpoint
+with the same batch. metrics.jsonl in --out has one object a step: step, loss, ranks, and the number of the start.
 """
 
 import argparse

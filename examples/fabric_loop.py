@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the byte-level GPT of gpt.py in a raw Fabric loop. zeropp is one import and the strategy's name:
+"""Train the byte-level GPT of gpt.py in a raw Fabric loop. zeropp is one import and the strategy's name:
 
 python examples/fabric_loop.py --strategy zeropp --devices 2
 """

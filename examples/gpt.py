@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A byte-level GPT in plain PyTorch: the model of the examples. It knows nothing of zeropp.
+"""A byte-level GPT in plain PyTorch: the model of the examples. It does not import zeropp.
 
 Pre-norm blocks, GELU, torch's fused attention, learned positions, and one matrix that is both embedding and head
 (tied), which is what makes it a fair test of anything that partitions parameters. Tokens are bytes, so there is no
@@ -21,7 +21,7 @@ VOCABULARY = 256  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Sizes of a model."""
+    """The sizes of a model."""
 
     layers: int
     heads: int
@@ -31,7 +31,7 @@ class GPTConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A model with the training that suits it."""
+    """A model with suitable training settings."""
 
     model: GPTConfig
     steps: int
@@ -51,7 +51,7 @@ STATE_BYTES = 16
 
 
 def larger_than(memory_bytes: int, context: int = 256) -> GPTConfig:
-    """The smallest model of usual proportions (a layer for every 64 of width, at most) whose states are a quarter more
+    """Return the smallest model of usual proportions (a layer for every 64 of width, at most) whose states are a quarter more
     than ``memory_bytes``."""
     wanted = memory_bytes * 5 // 4 // STATE_BYTES
     width = 128
@@ -99,7 +99,7 @@ class GPT(nn.Module):
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
-        """GPT-2's start: normal(0.02), and smaller where a block adds to the residual, so that depth does not grow
+        """Initialise as GPT-2: normal(0.02), and smaller where a block adds to the residual, so that depth does not grow
         the sum."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
@@ -136,8 +136,8 @@ def generate(
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over the first twentieth, then a cosine down to a twentieth of the peak. Depends on the step
-    only."""
+    """Return the rate: linear warm-up over the first twentieth, then a cosine down to a twentieth of the peak. It depends on
+    the step alone."""
     warm = max(1, steps // 20)
     if step < warm:
         return peak * (step + 1) / warm

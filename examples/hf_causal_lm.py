@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small Llama, byte by byte, with Hugging Face's Trainer; no hub, no download.
+"""Train a small Llama, byte by byte, with Hugging Face's Trainer; no hub, no download.
 
 With zeropp it differs from an ordinary Trainer script in the one import line below, and takes one more flag:
 
@@ -23,7 +23,7 @@ class ModelArguments:
 
 
 class Windows(torch.utils.data.Dataset):
-    """Sequences side by side."""
+    """Sequences as consecutive windows of the text."""
 
     def __init__(self, text: torch.Tensor, context: int, count: int) -> None:
         self.text, self.context = text, context

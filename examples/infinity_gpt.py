@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a model whose states are larger than the machine's memory: everything but gradients lives on disk.
+"""Train a model whose states are larger than the machine's memory: everything but gradients lives on disk.
 
-What `make demo OFFLOAD=nvme PRESET=large` runs, under torchrun:
+`make demo OFFLOAD=nvme PRESET=large` runs this script, under torchrun:
 
     torchrun --nproc-per-node 2 examples/infinity_gpt.py --memory-bytes 25769803776
 
 Parameters (fp32) and Adam's moments are files in --out/scratch, or over the folders of --scratch, one for each disk; a layer's
 parameters are in memory when it is computed.
-Each step prints what it took, what it moved, and what the plan said. The plan, with Psi parameters:
+Each step prints its time, the bytes that it moved, and the planned bytes. The plan, with Psi parameters:
 
     read     20 Psi   parameters forward, backward and in the step; two moments in the step (none in the first)
     written  12 Psi   parameters and two moments
@@ -46,7 +46,7 @@ def options() -> argparse.Namespace:
 
 
 def disk_limit(folders: list[Path], size: int) -> tuple[float, float]:
-    """(bytes a second read, written) by the engine with nothing computed: the best of three rounds."""
+    """Return the bytes a second that the engine reads and writes with nothing computed: the best of three rounds."""
     with zeropp.aio.Engine(paths=folders, stripe_bytes=2 << 20) as engine:
         blocks = [engine.empty(size // 8, torch.uint8) for _ in range(8)]
         for block in blocks:
@@ -78,7 +78,7 @@ def disk_totals() -> list[float]:
 
 
 def stop_with_the_launcher() -> None:
-    """A rank whose launcher dies, even by SIGKILL, is asked to stop; and a rank that is asked to leaves no files."""
+    """Stop when the launcher dies, even by SIGKILL, and leave no files behind."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the byte-level GPT of gpt.py with Lightning. zeropp is one import and the strategy's name:
+"""Train the byte-level GPT of gpt.py with Lightning. zeropp is one import and the strategy's name:
 
 python examples/lightning_gpt.py --strategy zeropp --devices 2
 """
@@ -26,7 +26,7 @@ CONTEXT = 64
 
 
 class Windows(torch.utils.data.Dataset):
-    """Inputs and targets side by side."""
+    """Inputs and targets as consecutive windows of the text."""
 
     def __init__(self, text: torch.Tensor, count: int) -> None:
         self.text, self.count = text, min(count, (len(text) - 1) // CONTEXT)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the byte-level GPT of gpt.py under Ray Train: Ray starts the workers and says rank and size, zeropp partitions the
+"""Train the byte-level GPT of gpt.py under Ray Train: Ray starts the workers and sets rank and size, and zeropp shards the
 model inside of them. On one machine:
 
     python examples/ray_train.py --workers 2
@@ -18,7 +18,7 @@ HERE = str(Path(__file__).resolve().parent)
 
 
 def train(options: dict) -> None:
-    """One worker. Imports are here, because Ray runs this function in another process."""
+    """Train in one worker. Imports are here, because Ray runs this function in another process."""
     sys.path.insert(0, options["here"])
     import torch
     import zeropp

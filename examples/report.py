@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training script tells its user, apart from the training itself: options, progress, metrics, a clean stop,
-the closing table.
+"""Reports of a training script, apart from the training itself: options, progress, metrics, a clean stop, the closing
+table.
 
 Written to the folder of the run: metrics.jsonl (one object a step), loss.png, run.json (how far the run is),
 checkpoint/.
@@ -33,7 +33,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """Options shared by the training scripts."""
+    """Return the options that the training scripts share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--preset", choices=PRESETS, default="small", help="size of the model, with the training that suits it"
@@ -76,7 +76,7 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 def choose_device(kind: str) -> torch.device:
-    """The CPU, or this rank's GPU."""
+    """Return the CPU, or this rank's GPU."""
     if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -87,7 +87,7 @@ def choose_device(kind: str) -> torch.device:
 
 
 def proportional_set_bytes() -> int:
-    """Memory of this process where a page shared by n processes counts 1/n: summed over the ranks, each page counts
+    """Return the memory of this process, where a page shared by n processes counts 1/n: summed over the ranks, each page counts
     once."""
     with Path("/proc/self/smaps_rollup").open(encoding="ascii") as rollup:
         for line in rollup:
@@ -119,14 +119,14 @@ class Report:
             args.out.mkdir(parents=True, exist_ok=True)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """The first signal asks for a stop after the running step; the second one is obeyed at once."""
+        """Stop after the running step at the first signal, and at once at the second."""
         self._asked_to_stop = True
         signal.signal(number, signal.SIG_DFL)
 
     # --- one step after the other -----------------------------------------------------------------------------------
 
     def steps(self, start: int) -> Iterator[int]:
-        """The steps still to do. Ends early when a stop was agreed."""
+        """Yield the remaining steps. End early when the ranks agreed to stop."""
         self._done = start
         if self.rank == 0:
             self._open_metrics(start)
@@ -148,8 +148,8 @@ class Report:
             self._metrics.close()
 
     def step(self, step: int, loss: Tensor) -> bool:
-        """Notes a finished step. True on every rank when the run ends with it: all steps done, or any rank was asked
-        to stop."""
+        """Record a finished step. Return True on every rank when the run ends with it: all steps are done, or a rank got a
+        signal to stop."""
         now = time.perf_counter()
         if now - self._memory_at > MEMORY_EVERY_S:
             self._memory, self._memory_at = proportional_set_bytes(), now
@@ -183,7 +183,7 @@ class Report:
         return self.stopped or self._done == self.total_steps
 
     def _open_metrics(self, start: int) -> None:
-        """Keeps the rows up to the checkpoint that the run goes on from, and drops what came after it."""
+        """Keep the rows up to the checkpoint that the run resumes from, and drop later ones."""
         path = self.args.out / "metrics.jsonl"
         rows = path.read_text().splitlines()[:start] if start and path.exists() else []
         self._metrics = path.open("w")
@@ -211,7 +211,7 @@ class Report:
     def finish(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, validation: list[tuple[Tensor, Tensor]]
     ) -> None:
-        """After the last step: plot; and, when the run was not stopped, validation, a sample and the table."""
+        """End the run: plot, and, unless it was stopped, validate, print a sample and the table."""
         trained_s = time.perf_counter() - self._started
         self._note("stopped" if self.stopped else "finished")
         if self.rank == 0:
@@ -270,8 +270,8 @@ class Report:
         (self.args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
 
     def _disk_figures(self, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-        """What a step moved to and from the disk, beside what it has to: fp32 parameters are read forward, backward and
-        by the step, which writes them; two moments are read and written (the first step reads none)."""
+        """Return the bytes that a step moved to and from the disk, and those that it has to. fp32 parameters are read in forward,
+        backward and step, which writes them; two moments are read and written (the first step reads none)."""
         rows = [row for row in rows if "disk_read_bytes" in row][1:]
         if not rows:
             return []
@@ -287,14 +287,14 @@ class Report:
 
 
 def _disk_bytes() -> tuple[int, int]:
-    """(read, written) by this rank so far, where the script trains with zeropp."""
+    """Return the bytes (read, written) by this rank so far, where the script trains with zeropp."""
     zeropp = sys.modules.get("zeropp")
     disk = {} if zeropp is None else zeropp.traffic().get("nvme", {})
     return (disk["read"]["bytes"], disk["write"]["bytes"]) if disk else (0, 0)
 
 
 def plot_loss(out: Path) -> None:
-    """loss.png from metrics.jsonl."""
+    """Draw loss.png from metrics.jsonl."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -318,8 +318,7 @@ def _all_ranks(value: float, device: torch.device) -> list[float]:
 
 
 def _library_figures(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
-    """Rows that zeropp can tell, where the script trains with it: rank 0's memory of model states, and its
-    traffic."""
+    """Return the rows of zeropp, where the script trains with it: rank 0's memory of model states, and its traffic."""
     zeropp = sys.modules.get("zeropp")
     if zeropp is None:
         return []
@@ -341,7 +340,7 @@ def _library_figures(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 def _stop_with_the_launcher() -> None:
-    """Linux: a rank whose launcher dies, even by SIGKILL, is asked to stop instead of training on alone."""
+    """Stop this rank when its launcher dies, even by SIGKILL, instead of training on alone (Linux)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real text that every machine has: the source of Python's standard library; or any folder or file.
+"""Read text that every machine has: the source of Python's standard library; or any folder or file.
 
 A folder is read file by file in the order of its sorted names, and split by file: each file goes to training or
-validation by a hash of its name, so that no validation file was seen in training and every rank and every run splits
+validation by a hash of its name, so that no validation file is seen in training, and every rank and every run splits
 alike.
 """
 
@@ -29,7 +29,7 @@ VALIDATION_PERCENT = 5
 
 
 class Text:
-    """Training and validation bytes, as one 1-D uint8 tensor each."""
+    """Training and validation bytes, one 1-D uint8 tensor each."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = Path(path) if path else Path(sysconfig.get_paths()["stdlib"])
@@ -70,8 +70,8 @@ class Text:
     def batch(
         self, step: int, *, rank: int, ranks: int, batch: int, context: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of `step`, each (batch, context); the same for the same step, so that a resumed run sees
-        what it would have seen."""
+        """Return inputs and targets of `step`, each (batch, context). They depend on the step alone, so a resumed run sees what it
+        would have seen."""
         draw = torch.Generator().manual_seed(step * ranks + rank)
         starts = torch.randint(len(self.train) - context - 1, (batch,), generator=draw)
         return self._windows(self.train, starts, context, device)
@@ -79,7 +79,7 @@ class Text:
     def validation_batches(
         self, *, rank: int, ranks: int, batch: int, context: int, device: torch.device, bytes_total: int = 1 << 18
     ) -> list[tuple[Tensor, Tensor]]:
-        """This rank's part of the validation text: windows side by side, evenly spread, the same number of batches on
+        """Return this rank's part of the validation text: consecutive windows, evenly spread, the same number of batches on
         every rank."""
         windows_there = (len(self.validation) - 1) // context
         batches = max(1, min(bytes_total // context, windows_there) // (batch * ranks))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Direct preference optimisation of a small model with TRL's DPOTrainer: the policy and the reference model that it is held to
+"""Optimise preferences (DPO) of a small model with TRL's DPOTrainer: the policy and the reference model that it is held to
 are both partitioned, the reference without an optimizer. With zeropp it differs from an ordinary script in the line with
 TrainerFor and ArgumentsFor:
 
@@ -26,7 +26,7 @@ args = parser.parse_args()
 
 
 def preferences(source: list[str]) -> Dataset:
-    """The end that a line has is preferred to the same letters in reverse: something to tell apart without a judge."""
+    """Return pairs: the end of a line is preferred to the same letters in reverse, which needs no judge."""
     halves = [(line[:10], line[10:]) for line in source]
     return Dataset.from_dict(
         {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group-relative policy optimisation of a small model with TRL's GRPOTrainer: policy and reference are partitioned, and
+"""Optimise a policy (GRPO) of a small model with TRL's GRPOTrainer: policy and reference are partitioned, and
 gathered once for each generation. With zeropp it differs from an ordinary script in the line with TrainerFor and ArgumentsFor:
 
     torchrun --nproc-per-node 2 examples/trl_grpo.py --zeropp '{"stage": 3}'
@@ -25,7 +25,7 @@ args = parser.parse_args()
 
 
 def lower_case(completions: list[str], **more: object) -> list[float]:
-    """The share of lower-case letters: something to get better at without a reward model."""
+    """Return the share of lower-case letters, a reward without a reward model."""
     return [sum("a" <= letter <= "z" for letter in one) / max(1, len(one)) for one in completions]
 
 

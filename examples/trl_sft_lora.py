@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tunes adapters (LoRA) of a small model with TRL's SFTTrainer; its frozen weights are partitioned too. With zeropp
+"""Fine-tune adapters (LoRA) of a small model with TRL's SFTTrainer; its frozen weights are partitioned too. With zeropp
 it differs from an ordinary script in the two lines with TrainerFor and ArgumentsFor:
 
     torchrun --nproc-per-node 2 examples/trl_sft_lora.py --zeropp '{"stage": 3}'

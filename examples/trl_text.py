@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the TRL examples share: a tokenizer of bytes and a small model from a configuration; nothing is downloaded."""
+"""Shared parts of the TRL examples: a tokenizer of bytes and a small model from a configuration; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 
 def byte_tokenizer() -> Any:
-    """One token a byte, and three special ones."""
+    """Return a tokenizer with one token a byte, and three special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {name: i for i, name in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
     plain = Tokenizer(models.BPE(vocab=words, merges=[]))
@@ -23,7 +23,7 @@ def byte_tokenizer() -> Any:
 
 
 def small_model(folder: Path) -> Any:
-    """A model with random weights, in a folder as if it had been downloaded: TRL reads reference models from there."""
+    """Write a model with random weights to a folder, as if it had been downloaded: TRL reads reference models from there."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=259, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
@@ -36,6 +36,6 @@ def small_model(folder: Path) -> Any:
 
 
 def lines(count: int, data: str | None = None) -> list[str]:
-    """Lines of source code."""
+    """Return lines of source code."""
     text = bytes(Text(data).train[: 200 * count].tolist()).decode("utf-8", errors="replace")
     return [line.strip()[:80] for line in text.splitlines() if len(line.strip()) > 20][:count]
