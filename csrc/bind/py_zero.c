@@ -108,7 +108,6 @@ static void unit_dealloc(PyObject *self) {
     Unit *unit = (Unit *)self;
     drop_params(unit);
     free(unit->grad_refs);
-    free(unit->backward_step.seen);
     Py_XDECREF(unit->zero);
     PyObject_Free(self);
     Py_DECREF(type);
@@ -375,10 +374,10 @@ static void zero_dealloc(PyObject *self) {
     zpp_py_delayed_end(zero);
     Py_CLEAR(zero->optim_file);
     drop_callables(zero);
+    zpp_step_in_backward_destroy(zero->backward_step.core);
     zpp_stepper_fini(&zero->stepper);
     zpp_zero_destroy(zero->core);
     zpp_pool_destroy(zero->pool);
-    free(zero->backward_step.groups);
     zpp_device_destroy(zero->device);
     Py_XDECREF(zero->comm);
     Py_XDECREF(zero->near);

@@ -22,6 +22,7 @@
 
 #include "../base/pool.h"
 #include "../zero/step_delayed.h"
+#include "../zero/step_in_backward.h"
 
 typedef struct Zero Zero;
 
@@ -36,37 +37,13 @@ typedef struct Unit {
     bool is_plain;
     size_t got;          /* gradients that came in this backward */
     PyObject **grad_refs; /* [count]; keeps local gradients alive, see zpp_py_step_unit */
-    struct unit_backward_step { /* a step inside the backward, see py_step_in_backward.c; of this backward: */
-        unsigned char *seen; /* [count]: did its gradient come? NULL before the first */
-        Py_ssize_t missing;
-        bool partial; /* some came in parts */
-        bool left;    /* complete on this rank: its parameters are not read any more */
-        bool stepped;
-        bool pinned;  /* whole until its shard is written */
-    } backward_step;
 } Unit;
-
-enum { ZPP_BACKWARD_STEP_SENDING = 3 }; /* units on their way to the file at once; more, and the backward waits */
 
 /* A step inside the backward (py_step_in_backward.c). */
 struct zpp_py_backward_step {
-    PyObject *begin; /* () -> (groups of adam_step, grad_scale); NULL: steps are not inside the backward */
-    PyObject *leave; /* (unit): what autograd kept of its parameters is not to be read any more */
-    PyObject *step;  /* (unit): the update of optimizers that are in Python; NULL: Adam */
-    struct zpp_optim_segment *groups;
-    double scale;
-    bool open;       /* this backward steps */
-    bool pending;    /* the step was begun, and not ended by optimizer.step() */
-    bool optim_file_open;
-    bool reads_ahead; /* states for the next step, once the next forward has read its last unit */
-    int done;        /* units of the order of reductions that were stepped, or had no gradient */
-    int stepped;
-    /* units whose shards are written, or were last, oldest first */
-    int sending[ZPP_BACKWARD_STEP_SENDING], sending_count;
-    bool failed;     /* nothing more is stepped */
-    struct zpp_err err;
-    struct zpp_aio_fault fault;
-    Py_ssize_t bad_unit, bad_param; /* whose gradient is not finite; -1: another failure */
+    PyObject *begin;  /* NULL: steps are not inside the backward */
+    PyObject *leave, *step;
+    zpp_step_in_backward *core;
 };
 
 /* Buffers that follow rank 0 (py_buffers.c). */
