@@ -475,7 +475,7 @@ static PyObject *zero_delayed_figures(PyObject *self, PyObject *unused) {
     if (zero->delayed) zpp_delayed_figures(zero->delayed, &seen);
     return Py_BuildValue("{s:K,s:K,s:K,s:n}", "steps", (unsigned long long)seen.steps, "step_ns",
                          (unsigned long long)seen.step_ns, "waited_ns", (unsigned long long)seen.waited_ns,
-                         "taken_bytes", (Py_ssize_t)zpp_zero_taken_bytes(zero->core));
+                         "back_bytes", (Py_ssize_t)zpp_zero_back_bytes(zero->core));
 }
 
 static PyObject *zero_delayed_end(PyObject *self, PyObject *unused) {

@@ -30,8 +30,8 @@ zpp_status zpp_grad_file_seal(zpp_zero *zero, struct zpp_err *err) {
         if (status != ZPP_OK) return status;
         if (zero->delays_steps) {
             const zpp_status second = zpp_unit_file_add(grad_file->unit_file, zpp_grad_shard_bytes(grad),
-                                                        &grad->unit_file_taken,
-                                                        &grad->unit_file_taken_offset_bytes, err);
+                                                        &grad->back_file_index,
+                                                        &grad->back_offset_bytes, err);
             if (second != ZPP_OK) return second;
         }
         grad->order_at = at;
@@ -43,12 +43,12 @@ zpp_status zpp_grad_file_seal(zpp_zero *zero, struct zpp_err *err) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         grad->shard = zpp_unit_file_mapping(grad_file->unit_file) + grad->unit_file_offset_bytes;
         if (zero->delays_steps)
-            grad->taken = zpp_unit_file_mapping(grad_file->unit_file) + grad->unit_file_taken_offset_bytes;
+            grad->back_shard = zpp_unit_file_mapping(grad_file->unit_file) + grad->back_offset_bytes;
     }
     if (!zero->delays_steps) return status;
     struct zpp_unit_file_figures seen;
     zpp_unit_file_figures(grad_file->unit_file, &seen);
-    zero->taken_bytes = seen.cut_bytes / 2;
+    zero->back_bytes = seen.cut_bytes / 2;
     return status;
 }
 

@@ -20,7 +20,7 @@
  * last sum of a step is never written. That is the one call that may come while other units are reduced.
  *
  * With delayed steps (step_delayed.h) each shard has two places, one after the other: the step reads the one that it
- * took, while backward fills the other (taken.c).
+ * took, while backward fills the other.
  *
  * Threads: the reduce stream's while reductions are under way, else the coordinator's; drop from the latter always.
  */

@@ -77,7 +77,7 @@ struct zpp_zero {
     bool pools_grads; /* stages 2, 3: a shard has memory while it is needed (grad_pool.c) */
     pthread_mutex_t grad_pool_lock; /* guards `grad_pool` and shard_bytes: reductions borrow, steps give back */
     struct zpp_pooled_grad grad_pool[ZPP_POOLED_GRADS];
-    size_t shard_bytes, carry_bytes, kept_bucket_bytes, taken_bytes;
+    size_t shard_bytes, carry_bytes, kept_bucket_bytes, back_bytes;
     struct zpp_grad_file grad_file; /* stages 2 and 3: where they live in a file */
 };
 

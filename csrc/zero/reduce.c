@@ -59,7 +59,8 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     free(grad->internode_memory);
     if (!keeps_buckets(zero) && grad->shard && !zero->grad_file.unit_file)
         zpp_device_free(zero->options.device, grad->shard, zpp_grad_shard_bytes(grad));
-    zpp_taken_drop(zero, grad);
+    if (grad->back_shard && !zero->grad_file.unit_file)
+        zpp_device_free(zero->options.device, grad->back_shard, zpp_grad_shard_bytes(grad));
     free(grad->carry);
     zpp_event_destroy(grad->written);
     zpp_event_destroy(grad->done);

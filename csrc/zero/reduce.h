@@ -53,9 +53,9 @@ struct zpp_unit_grad {
 
     /* the result */
     unsigned char *shard;
-    unsigned char *taken; /* by a delayed step, see taken.c; in a file: the other place that the shard has there, */
-    int unit_file_taken;      /* its number */
-    size_t unit_file_taken_offset_bytes;
+    unsigned char *back_shard; /* the back buffer, which a delayed step reads (step_delayed.h); in a file: */
+    int back_file_index;       /* its number there */
+    size_t back_offset_bytes;
     unsigned char
         *carry; /* stage 1: the shard from before, while a second backward of the same step refills the bucket */
     uint8_t *present;     /* [params] */
@@ -91,7 +91,6 @@ zpp_status zpp_reduce_make_shard(zpp_zero *zero, struct zpp_unit_grad *grad, str
 /* unfreeze.c: the order of reductions, of what is trainable, or also of what sleeps. */
 void zpp_reduce_list_order(zpp_zero *zero, bool sleeping);
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
-void zpp_taken_drop(zpp_zero *zero, struct zpp_unit_grad *grad); /* taken.c */
 
 /* grad_pool.c: memory for a shard that has none (where shards are lent), of one that was given back where that fits;
  * and back. The first is called by reductions, wherever they run, the second by the coordinator's thread. */

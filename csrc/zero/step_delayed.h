@@ -5,11 +5,11 @@
  * docs/design/0023.
  *
  *   caller    .. begin(k) | pass k + 1, reads shards | wait(k), publish(k), begin(k + 1) | pass k + 2 ..
- *   thread               | step k, writes states and copies aside |
+ *   thread               | step k, writes states and back buffers |
  *
- * What a step reads and writes must be touched by nobody else from begin to wait: its states, its gradients, and the
- * memory that new values go to (`param` or `param_out` of its segments). Publishing copies those to where passes read.
- * Parameters in a file are written to the next copies of their units (unit_file.h), and publishing turns these.
+ * Nothing else may touch from begin to wait what a step reads and writes: its states, its gradients, and the back
+ * buffers that new values go to (`param` or `param_out` of its segments). Publishing copies those to where passes read.
+ * Parameters in a file are written to the next copies of their units (unit_file.h), and publishing flips these.
  *
  * Threads: one caller at a time; figures from any.
  */
@@ -33,16 +33,16 @@ zpp_status zpp_delayed_plan(const struct zpp_stepper *stepper, const struct zpp_
  * before this returns: an exact step. STATE: the last step was not waited for. */
 zpp_status zpp_delayed_begin(zpp_delayed *delayed, const struct zpp_step_plan *plan, bool here, zpp_pool *pool,
                              struct zpp_err *err);
-/* Returns what the step under way came to, once; OK where none is. No time-out: the kernel ends every request on a
- * file. `fault` is written on status TIER only. */
+/* Return how the step under way ended, once; OK where none is. No timeout: the kernel ends every request on a file.
+ * `fault` is written on status TIER only. */
 zpp_status zpp_delayed_wait(zpp_delayed *delayed, struct zpp_aio_fault *fault, struct zpp_err *err);
-/* After finish: would wait tell of a failure? */
+/* After finish: true if wait will return a failure. */
 bool zpp_delayed_failed(const zpp_delayed *delayed);
 /* After a wait that returned OK: the new values go to their shards. Nothing to do where they have gone. */
 void zpp_delayed_publish(zpp_delayed *delayed, zpp_pool *pool);
 /* The step under way, if there is one, is over when it returns, and still to be waited for: its states may be read. */
 void zpp_delayed_finish(zpp_delayed *delayed);
-/* The same, and it is forgotten: whatever it came to is told to nobody, and its new values go nowhere. */
+/* The same, and the step is forgotten: no call returns its failure, and its new values are not published. */
 void zpp_delayed_drop(zpp_delayed *delayed);
 bool zpp_delayed_pending(const zpp_delayed *delayed); /* begun and not waited for, or waited for and not published */
 

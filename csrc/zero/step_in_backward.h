@@ -26,7 +26,8 @@ struct zpp_step_caller {
     void *ctx; /* borrowed until destroy */
     /* No parameter of the unit is to be read in this backward from now on. */
     int (*mark_final)(void *ctx, int unit);
-    /* Local gradients: fill the unit's local_grads; *any: there is one. Then forget them. */
+    /* Where gradients are local (else both may be NULL): fill the unit's local_grads; *any: there is one. Later forget
+     * them. */
     int (*hold_grads)(void *ctx, int unit, bool *any);
     int (*forget_grads)(void *ctx, int unit);
     /* Update the unit's shard, whose gradient is there; NULL: by the plan (step_plan.h). */

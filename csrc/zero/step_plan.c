@@ -55,7 +55,7 @@ bool zpp_step_shard_of(const struct zpp_stepper *stepper, int unit, bool delayed
     out->begin_elems = (size_t)out->rank * out->shape.shard_elems;
     out->values = owner->unit->shard;
     out->grads = zpp_zero_grad_shard(zero, unit, &out->present);
-    if (out->grads && delayed) out->grads = owner->unit->grad->taken;
+    if (out->grads && delayed) out->grads = owner->unit->grad->back_shard;
     return out->grads != NULL;
 }
 

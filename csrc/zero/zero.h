@@ -158,14 +158,10 @@ void zpp_zero_backward_abort(zpp_zero *zero);
 /* After a backward that reduces: this rank's reduced gradient, `shard_elems` of grad_dtype (stage 0: `elems`, all
  * shards). *present[params]: did any rank have a gradient? NULL where no parameter of the unit had one. */
 const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present);
-/* This rank's reduced gradient for a step that runs while the next backward does (step_delayed.h): *taken stays as it
- * is until the next take of the unit, and zpp_zero_grad_shard is another place. Stages 1 to 3; what is present stays so
- * until it is cleared. *taken NULL: there is none. */
-zpp_status zpp_zero_grad_take(zpp_zero *zero, int unit, const void **taken, struct zpp_err *err);
-size_t zpp_zero_taken_bytes(const zpp_zero *zero); /* memory for that */
 /* Steps will be delayed: files have room for two of every shard of gradients, and of every unit that is trained. Before
  * units are added. */
 void zpp_zero_delay_steps(zpp_zero *zero);
+size_t zpp_zero_back_bytes(const zpp_zero *zero); /* memory of the second shards */
 /* Gradients in a file: addresses of shards can be read between open and close only, and are otherwise names for
  * struct zpp_step_files. Local. */
 zpp_unit_file *zpp_zero_grad_file(zpp_zero *zero); /* borrowed; NULL: they are in memory */

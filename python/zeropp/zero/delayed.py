@@ -134,10 +134,10 @@ class Delayed:
 
     def figures(self) -> dict[str, int]:
         """``steps`` begun, ``step_ns`` that they ran, ``waited_ns`` that :meth:`step` and :meth:`flush` waited for them,
-        ``held_bytes`` in memory: values aside and gradients taken."""
+        ``held_bytes`` in memory: back buffers of values and of gradients."""
         seen: dict[str, int] = self._core.delayed_figures()
         aside = sum(values.nbytes for values in self._aside.values())
-        return {**seen, "held_bytes": aside + seen.pop("taken_bytes")}
+        return {**seen, "held_bytes": aside + seen.pop("back_bytes")}
 
     def bytes_in_files(self, engine: Engine) -> int:
         """This rank's, of second copies of parameters and second places of gradients."""
