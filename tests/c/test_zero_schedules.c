@@ -2,8 +2,9 @@
  *
  * The coordinator over many schedules of the simulated device: ranks are threads of this process, every copy, reduction
  * and computation happens late and in any order that streams and events allow, and memory that was given back is
- * poisoned. Some units sleep, and are woken before a later step or never. Each computation checks every element of the
- * unit it uses; each reduced gradient is compared with the exact sum.
+ * poisoned. Some units are frozen, and are unfrozen before a later step or never. Each computation checks every element
+ * of the unit it uses; each reduced gradient is compared with the exact sum, and so is the norm. Steps are of all three
+ * kinds: after the backward, inside it, and delayed.
  *
  * Run: test_zero_schedules [schedules] [first seed]. A failure prints the seed, which repeats it.
  */
@@ -14,7 +15,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "../../csrc/zero/zero.h"
+#include "../../csrc/zero/norm.h"
+#include "../../csrc/zero/step_delayed.h"
+#include "../../csrc/zero/step_in_backward.h"
 #include "store_table.h"
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
@@ -47,7 +50,9 @@ static uint64_t next_random(uint64_t *state) { /* splitmix64 */
 struct plan {
     int ranks, stage, units;
     bool host_copy;
-    bool backward_step;  /* units are stepped inside the backward */
+    bool backward_step;  /* units are stepped inside the backward, */
+    bool own_update;     /* and by an update of the caller's, as an optimizer in Python has one */
+    int exact_steps;     /* then steps are delayed; STEPS: they never are */
     bool narrow; /* gradients travel in bf16, which holds these exactly */
     double grads_fraction; /* of the reduced gradients in a file; 0: none */
     size_t prefetch_bytes, bucket_bytes;
@@ -67,6 +72,13 @@ struct rank_state {
     zpp_event *idle;
     float *expected[MAX_UNITS]; /* whole flat buffers */
     double *sum[MAX_UNITS];     /* of all ranks' gradients of this step */
+    double *unpublished[MAX_UNITS]; /* the same of the step before, where that is delayed */
+    struct zpp_stepper stepper;
+    zpp_step_in_backward *inside;
+    zpp_delayed *delayed;
+    float *master[MAX_UNITS];   /* where steps are delayed */
+    int64_t taken[MAX_UNITS][MAX_PARAMS]; /* steps of a parameter */
+    int number;                 /* of the step */
     bool present[MAX_UNITS][MAX_PARAMS];
     void *scratch[1024];        /* gradients that the compute stream still reads */
     size_t scratch_bytes[1024];
@@ -131,19 +143,6 @@ static zpp_status make_gradient(void *arg, void *native, const struct zpp_wait *
     const struct make_args *args = arg;
     for (size_t i = 0; i < args->elems; i++)
         args->out[i] = gradient_of(args->rank, args->unit, args->offset + i, args->step, args->micro);
-    return ZPP_OK;
-}
-
-struct update_args {
-    float *values;
-    const float *grads;
-    size_t elems;
-};
-
-static zpp_status update_shard(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
-    (void)native, (void)wait, (void)err;
-    const struct update_args *args = arg;
-    for (size_t i = 0; i < args->elems; i++) args->values[i] -= args->grads[i];
     return ZPP_OK;
 }
 
@@ -232,6 +231,8 @@ static void give_gradient(struct rank_state *state, int unit, size_t param, int 
     };
     must(zpp_stream_launch(zpp_zero_compute(state->zero), make_gradient, &args, sizeof args, &err), &err, "make");
     must(zpp_zero_grad(state->zero, unit, param, memory, false, &patience, &err), &err, "grad");
+    if (state->inside)
+        must(zpp_step_in_backward_grad(state->inside, unit, param, false, &err), &err, "a step inside the backward");
 }
 
 static void give_gradients(struct rank_state *state, int unit, int step, int micro) {
@@ -240,34 +241,32 @@ static void give_gradients(struct rank_state *state, int unit, int step, int mic
         if (has_gradient(plan, state->rank, unit, param, step, micro)) give_gradient(state, unit, param, step, micro);
 }
 
-static int step_reduced(struct rank_state *state, int done);
-static void step_alone(struct rank_state *state, int step);
+/* From malloc: every parameter is in one group, p = p - g. */
+static struct zpp_optim_segment *new_groups(void) {
+    struct zpp_optim_segment *groups = calloc(1, sizeof *groups);
+    REQUIRE(groups, "no memory");
+    groups->optimizer = ZPP_OPTIM_SGD;
+    groups->lr = 1.0;
+    return groups;
+}
 
 /* `steps`: inside it. */
 static void backward(struct rank_state *state, int step, int micro, bool reduce, bool steps) {
     struct plan *plan = state->plan;
     struct zpp_err err = ZPP_ERR_INIT;
-    int order[MAX_UNITS], done = 0;
+    int order[MAX_UNITS];
     shuffle(state, order, plan->units);
     must(zpp_zero_backward_begin(state->zero, reduce, &err), &err, "backward begin");
-    if (steps) zpp_zero_keep_grads(state->zero);
+    if (steps) zpp_step_in_backward_begin(state->inside, new_groups(), 1.0);
     for (int i = plan->units - 1; i >= 0; i--) {
         const int unit = plan->backward_step || next_random(&state->random) % 4 ? i : order[i];
         use_unit(state, unit, ZPP_PHASE_BACKWARD);
         must(zpp_zero_release(state->zero, unit, &err), &err, "release");
-        if (!plan->backward_step) continue;
-        give_gradients(state, unit, step, micro);
-        if (steps) done = step_reduced(state, done);
+        if (plan->backward_step) give_gradients(state, unit, step, micro);
     }
     for (int i = plan->units - 1; i >= 0 && !plan->backward_step; i--) give_gradients(state, i, step, micro);
     must(zpp_zero_backward_end(state->zero, &patience, &err), &err, "backward end");
-    if (steps && plan->ranks == 1) {
-        step_alone(state, step);
-    } else if (steps) {
-        done = step_reduced(state, done);
-        for (int i = 0; i < plan->units; i++) done -= is_trained(plan, i, step);
-        REQUIRE(done == 0, "rank %d: %d units were not reduced", state->rank, -done);
-    }
+    if (steps) must(zpp_step_in_backward_close(state->inside, &err), &err, "the steps that are left");
     must(zpp_zero_release_all(state->zero, &err), &err, "release all");
     settle_compute(state);
     while (state->scratch_count) {
@@ -336,37 +335,17 @@ static void settle_gradients(struct rank_state *state) {
     must(zpp_zero_grads_settle(state->zero, &fault, &err), &err, "settle gradients");
 }
 
-static void update_unit(struct rank_state *state, int unit) {
-    struct zpp_err err = ZPP_ERR_INIT;
+/* Passes compute with the values that a step with `sums` made. */
+static void expect_update(struct rank_state *state, int unit, const double *sums) {
     const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
-    const float *shard = zpp_zero_grad_shard(state->zero, unit, NULL);
-    if (!shard) return;
-    const size_t begin = own_begin(state, core), end = begin + own_elems(state, core);
-    float *values = (float *)(void *)(state->plan->stage == 0 ? core->whole : core->shard);
-    for (size_t param = 0; param < core->params; param++) {
-        size_t from = core->offset_elems[param], to = from + core->param_elems[param];
-        if (from < begin) from = begin;
-        if (to > end) to = end;
-        if (!state->present[unit][param] || from >= to) continue;
-        const struct update_args args = { values + (from - begin), shard + (from - begin), to - from };
-        must(zpp_stream_launch(zpp_zero_compute(state->zero), update_shard, &args, sizeof args, &err), &err, "update");
-    }
+    for (size_t i = 0; i < core->elems; i++) state->expected[unit][i] -= (float)sums[i];
 }
 
-static void expect_update(struct rank_state *state, int unit) {
-    const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
-    for (size_t param = 0; param < core->params; param++)
-        for (size_t i = 0; state->present[unit][param] && i < core->param_elems[param]; i++) {
-            const size_t at = core->offset_elems[param] + i;
-            state->expected[unit][at] -= (float)state->sum[unit][at];
-        }
-}
+/* --- the three kinds of step -------------------------------------------------------------------------------------- */
 
-/* This rank's shard changes at once, while others compute. */
-static void step_inside(struct rank_state *state, int unit) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    struct zpp_aio_fault fault;
-    must(zpp_zero_grad_here(state->zero, unit, &fault, &err), &err, "a gradient to step with");
+/* The update of a caller that brings its own. */
+static int update_here(void *ctx, int unit) {
+    struct rank_state *state = ctx;
     check_shard(state, unit);
     const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
     const float *shard = zpp_zero_grad_shard(state->zero, unit, NULL);
@@ -377,46 +356,156 @@ static void step_inside(struct rank_state *state, int unit) {
             const size_t at = core->offset_elems[param] + i;
             if (at >= begin && at < end) values[at - begin] -= shard[at - begin];
         }
-    expect_update(state, unit);
-    must(zpp_zero_drop_grad(state->zero, unit, &err), &err, "drop a gradient");
+    return 0;
 }
 
-/* Inside the backward: every unit that is reduced. */
-static int step_reduced(struct rank_state *state, int done) {
-    for (;;) {
-        const int unit = state->plan->ranks > 1 ? zpp_zero_next_reduced(state->zero, done) : -1;
-        if (unit < 0) return done;
-        step_inside(state, unit);
-        done++;
+static int mark_final(void *ctx, int unit) {
+    struct rank_state *state = ctx;
+    REQUIRE(is_trained(state->plan, unit, state->number), "rank %d: unit %d is final, and frozen", state->rank, unit);
+    return 0;
+}
+
+static int release_unit(void *ctx, int unit) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    must(zpp_zero_release(((struct rank_state *)ctx)->zero, unit, &err), &err, "release");
+    return 0;
+}
+
+static void make_stepper(struct rank_state *state) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    const struct plan *plan = state->plan;
+    const struct zpp_step_caller caller = {
+        .ctx = state, .mark_final = mark_final, /* no gradient is local */
+        .update = plan->own_update ? update_here : NULL, .release = release_unit, .wait = patience };
+    must(zpp_stepper_init(state->zero, NULL, &state->stepper, &err), &err, "stepper");
+    for (int unit = 0; unit < plan->units; unit++) {
+        struct zpp_unit_states *states = &state->stepper.units[unit].states;
+        states->steps = state->taken[unit];
+        states->groups = calloc(MAX_PARAMS, sizeof *states->groups);
+        REQUIRE(states->groups, "no memory");
+    }
+    if (plan->backward_step)
+        must(zpp_step_in_backward_create(&state->stepper, &caller, &state->inside, &err), &err, "step in backward");
+    if (plan->exact_steps < STEPS) must(zpp_delayed_create(state->device, &state->delayed, &err), &err, "delayed");
+}
+
+/* The optimizer's own copy, where steps are delayed. */
+static void make_master(struct rank_state *state, int unit) {
+    const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
+    struct zpp_step_unit *step = &state->stepper.units[unit];
+    state->unpublished[unit] = calloc(core->elems, sizeof(double));
+    state->master[unit] = malloc(core->shard_elems * sizeof(float));
+    REQUIRE(state->unpublished[unit] && state->master[unit], "no memory");
+    memcpy(state->master[unit], core->shard, core->shard_elems * sizeof(float));
+    step->states.master = state->master[unit];
+    step->back_buffer = (unsigned char *)state->master[unit];
+}
+
+static void drop_stepper(struct rank_state *state) {
+    zpp_delayed_destroy(state->delayed);
+    zpp_step_in_backward_destroy(state->inside);
+    zpp_stepper_fini(&state->stepper);
+    for (int unit = 0; unit < state->plan->units; unit++) {
+        free(state->unpublished[unit]);
+        free(state->master[unit]);
     }
 }
 
-/* One rank, which reduces nothing: at its end. */
-static void step_alone(struct rank_state *state, int step) {
-    for (int unit = state->plan->units - 1; unit >= 0; unit--)
-        if (is_trained(state->plan, unit, step)) step_inside(state, unit);
+/* Stage 0: every rank steps the whole gradient. */
+static void find_local_grads(struct rank_state *state, int unit) {
+    const struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
+    float *whole = (float *)(void *)zpp_zero_whole_gradient(state->zero, unit);
+    for (size_t param = 0; param < core->params; param++)
+        state->stepper.units[unit].local_grads[param] =
+            state->present[unit][param] ? whole + core->offset_elems[param] : NULL;
 }
 
-static void step(struct rank_state *state, int number) {
+static void check_norm(struct rank_state *state) {
+    const struct plan *plan = state->plan;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_shard_norm norms[MAX_RANKS * MAX_UNITS] = { 0 };
+    double wanted = 0.0;
+    must(zpp_norm_of_all(&state->stepper, norms, &patience, &err), &err, "norm");
+    for (int unit = 0; unit < plan->units; unit++) {
+        const size_t elems = zpp_zero_unit(state->zero, unit)->elems;
+        for (size_t i = 0; i < elems; i++) wanted += state->sum[unit][i] * state->sum[unit][i];
+    }
+    const double found = zpp_norm_squares_of(norms, plan->units, plan->ranks);
+    REQUIRE(found == wanted, "rank %d: squares %g of the gradients, not %g", state->rank, found, wanted);
+}
+
+static void step_after(struct rank_state *state) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    struct zpp_optim_segment *groups = new_groups();
+    struct zpp_step_plan plan;
+    bool inconsistent;
+    must(zpp_step_plan_make(&state->stepper, groups, 1.0, false, &plan, &err), &err, "plan");
+    must(zpp_step_plan_run(&plan, NULL, &inconsistent, &fault, &err), &err, "step");
+    zpp_step_plan_drop(&plan);
+    free(groups);
+}
+
+static void end_inside(struct rank_state *state) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_step_in_backward_end end;
+    must(zpp_step_in_backward_end(state->inside, &end, &err), &err, "the end of a step inside the backward");
+    REQUIRE(!end.inconsistent && !zpp_step_in_backward_is_pending(state->inside), "the step has not ended");
+}
+
+/* The last step is over, and passes compute with what it made. */
+static void publish(struct rank_state *state) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    must(zpp_delayed_wait(state->delayed, &fault, &err), &err, "a delayed step");
+    zpp_delayed_publish(state->delayed, NULL);
+}
+
+static void step_delayed(struct rank_state *state) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_optim_segment *groups = new_groups();
+    struct zpp_step_plan plan;
+    const bool exact = state->number < state->plan->exact_steps;
+    publish(state);
+    must(zpp_delayed_plan(&state->stepper, groups, 1.0, &plan, &err), &err, "plan of a delayed step");
+    must(zpp_delayed_begin(state->delayed, &plan, exact, NULL, &err), &err, "begin of a delayed step");
+    if (exact) publish(state);
+    free(groups);
+}
+
+/* What the next pass computes with. */
+static void expect_step(struct rank_state *state, int unit) {
+    const size_t bytes = zpp_zero_unit(state->zero, unit)->elems * sizeof(double);
+    if (!state->delayed || state->number < state->plan->exact_steps) {
+        expect_update(state, unit, state->sum[unit]);
+    } else {
+        expect_update(state, unit, state->unpublished[unit]);
+        memcpy(state->unpublished[unit], state->sum[unit], bytes);
+    }
+}
+
+static void step(struct rank_state *state) {
     struct plan *plan = state->plan;
     struct zpp_err err = ZPP_ERR_INIT;
     uint64_t votes[MAX_RANKS];
+    const int number = state->number;
     settle_gradients(state);
-    for (int unit = plan->units - 1; unit >= 0; unit--)
-        if (is_trained(plan, unit, number) && !plan->backward_step) check_gradient(state, unit);
+    for (int unit = plan->units - 1; unit >= 0; unit--) {
+        if (!is_trained(plan, unit, number) || plan->backward_step) continue;
+        check_gradient(state, unit);
+        must(zpp_zero_grad_close(state->zero, unit, &err), &err, "close a gradient");
+        if (plan->stage == 0) find_local_grads(state, unit);
+    }
+    if (!plan->backward_step) check_norm(state);
     must(zpp_zero_step_begin(state->zero, (uint64_t)(100 * number + state->rank), votes, &patience, &err), &err,
          "step begin");
     for (int rank = 0; rank < plan->ranks; rank++)
         REQUIRE(votes[rank] == (uint64_t)(100 * number + rank), "vote %llu from rank %d",
                 (unsigned long long)votes[rank], rank);
-    for (int unit = 0; unit < plan->units; unit++)
-        if (is_trained(plan, unit, number) && !plan->backward_step) update_unit(state, unit);
-    settle_compute(state);
-    for (int unit = 0; unit < plan->units; unit++) {
-        if (!is_trained(plan, unit, number) || plan->backward_step) continue;
-        must(zpp_zero_grad_close(state->zero, unit, &err), &err, "close a gradient");
-        expect_update(state, unit);
-    }
+    if (state->inside) end_inside(state);
+    else if (state->delayed) step_delayed(state);
+    else step_after(state);
+    for (int unit = 0; unit < plan->units; unit++) expect_step(state, unit);
     must(zpp_zero_step_end(state->zero, &patience, &err), &err, "step end");
     zpp_zero_clear_grads(state->zero);
 }
@@ -424,11 +513,12 @@ static void step(struct rank_state *state, int number) {
 static void train_step(struct rank_state *state, int number) {
     struct plan *plan = state->plan;
     struct zpp_err err = ZPP_ERR_INIT;
+    state->number = number;
     for (int unit = 0; unit < plan->units; unit++) {
         memset(state->sum[unit], 0, zpp_zero_unit(state->zero, unit)->elems * sizeof(double));
         memset(state->present[unit], 0, sizeof state->present[unit]);
         if (number && number == plan->trained_from[unit]) must(zpp_zero_unfreeze(state->zero, unit, &err), &err,
-                                                               "wake");
+                                                               "unfreeze");
     }
     for (int micro = 0; micro < plan->micro_steps[number]; micro++) {
         const bool last = micro == plan->micro_steps[number] - 1;
@@ -440,7 +530,7 @@ static void train_step(struct rank_state *state, int number) {
         backward(state, number, micro, last || adds, last && plan->backward_step);
         if (!plan->backward_step) add_expected(state, number, micro);
     }
-    step(state, number);
+    step(state);
 }
 
 /* A file that nobody sees any more once it is open would do; the engine opens files by name, so it goes at the end. */
@@ -475,6 +565,7 @@ static void build(struct rank_state *state) {
     if (plan->grads_fraction > 0.0)
         must(zpp_zero_set_grads_fraction(state->zero, plan->grads_fraction, &err), &err, "gradients in a file");
     if (plan->backward_step) zpp_zero_pool_grads(state->zero);
+    if (plan->exact_steps < STEPS) zpp_zero_delay_steps(state->zero);
     for (int unit = 0; unit < plan->units; unit++) {
         char name[32];
         int index = -1;
@@ -493,6 +584,7 @@ static void build(struct rank_state *state) {
     }
     must(zpp_zero_seal(state->zero, &err), &err, "seal");
     if (plan->grads_fraction > 0.0) open_gradients(state);
+    make_stepper(state);
 }
 
 static void fill(struct rank_state *state) {
@@ -507,6 +599,7 @@ static void fill(struct rank_state *state) {
         memcpy(core->shard, state->expected[unit] + (size_t)state->rank * core->shard_elems,
                core->shard_elems * sizeof(float));
         if (core->place == ZPP_PLACE_WHOLE) memcpy(core->whole, state->expected[unit], core->elems * sizeof(float));
+        if (state->delayed) make_master(state, unit);
     }
     must(zpp_barrier(state->comm, &patience, &err), &err, "barrier");
 }
@@ -521,6 +614,7 @@ static void dismantle(struct rank_state *state) {
         free(state->expected[unit]);
         free(state->sum[unit]);
     }
+    drop_stepper(state);
     zpp_event_destroy(state->idle);
     zpp_zero_destroy(state->zero);
     if (state->path[0]) unlink(state->path);
@@ -557,12 +651,16 @@ static void draw_plan(struct plan *plan, uint64_t *random) {
     if (plan->stage >= 2 && next_random(random) % 24 == 0) { /* an engine each: slow to make */
         plan->grads_fraction = next_random(random) % 2 ? 1.0 : 0.5;
         if (next_random(random) % 3 == 0) plan->ranks = 1;
-        for (int unit = 0; unit < plan->units; unit++) /* nobody wakes there */
+        for (int unit = 0; unit < plan->units; unit++) /* units are not unfrozen there */
             if (plan->trained_from[unit]) plan->trained_from[unit] = STEPS;
     }
     plan->narrow = next_random(random) % 3 == 0;
     const bool rarely = plan->grads_fraction <= 0.0; /* seldom drawn, and shared between threads then */
     plan->backward_step = plan->stage > 0 && (next_random(random) % 3 == 0) == rarely;
+    plan->own_update = next_random(random) % 3 == 0;
+    plan->exact_steps = STEPS;
+    if (plan->stage > 0 && !plan->backward_step && next_random(random) % 2)
+        plan->exact_steps = (int)(next_random(random) % 2);
     for (int i = 0; i < STEPS; i++) plan->micro_steps[i] = plan->stage == 0 ? 1 : 1 + (int)(next_random(random) % 2);
 }
 
