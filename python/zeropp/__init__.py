@@ -111,7 +111,7 @@ def __dir__() -> list[str]:
 
 
 def _create_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    """What ``init_process_group("zeropp")`` and ``new_group`` call; the class is built when the first group is."""
+    """Return a process group for ``init_process_group("zeropp")`` and ``new_group``. The first call builds the class."""
     from zeropp.process_group import ProcessGroup
 
     return ProcessGroup(store, rank, size, timeout)

@@ -31,7 +31,7 @@ FOLDER = "zeropp"  # in the folder of save_state: slices and optimizer state of 
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """What Accelerate wrapped."""
+    """Return the optimizer that Accelerate wrapped."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
@@ -158,7 +158,7 @@ class ZeroppAccelerator(Accelerator):
             optimizer.clip_grad_value_(float(clip_value))
 
     def _optimizer_for(self, parameters: list[Any], verb: str) -> Any:
-        """Of the model that owns these parameters; None where none of them is partitioned."""
+        """Return the optimizer of the model that owns these parameters, or None where none of them is partitioned."""
         refs = [ref for ref in map(zero.parameter.ref_of, parameters) if ref is not None]
         if not refs:
             return None
@@ -215,7 +215,7 @@ class ZeroppAccelerator(Accelerator):
         return where
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:
-        """What :meth:`save_state` wrote, on any number of ranks and at any stage."""
+        """Load what :meth:`save_state` wrote, on any number of ranks and at any stage."""
         found: list[Any] = []
         handle = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doors of operators share: checks that C cannot make, the call, and what autograd has to know."""
+"""Shared parts of the operators' Python functions: checks that C cannot make, the call, and the rules for autograd."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def steps_of(name: str, step: int | Sequence[int], params: Sequence[Tensor]) -> 
 
 
 def rates_of(name: str, rates: Mapping[str, float | Sequence[float]]) -> list[list[float]]:
-    """Of each rate one number for all tensors, or one a tensor."""
+    """Return each rate as a list: one number for all tensors, or one a tensor."""
     lists = []
     for argument, value in rates.items():
         if isinstance(value, (list, tuple)):
@@ -113,7 +113,7 @@ def rates_of(name: str, rates: Mapping[str, float | Sequence[float]]) -> list[li
 
 
 def prefix_of(name: str) -> str:
-    """What C puts before its sentences about the operator behind a door."""
+    """Return the words that C puts before its sentences about an operator."""
     return name.replace("zeropp.ops.", "zeropp::") + ": "
 
 
@@ -145,7 +145,7 @@ def ask(name: str, op: Callable[..., Any], arguments: Sequence[Any]) -> Any:
 
 
 def fake_check(name: str, label: str, tensor: Tensor, dtypes: Sequence[torch.dtype], elems: int | None = None) -> None:
-    """What fake kernels check: kind, and number of elements where it is known."""
+    """Check a tensor in a fake kernel: its dtype, and its number of elements where it is known."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}: {label} is {tensor.dtype}, wanted {' or '.join(map(str, dtypes))}")
     if elems is not None and tensor.numel() != elems:
@@ -155,7 +155,7 @@ def fake_check(name: str, label: str, tensor: Tensor, dtypes: Sequence[torch.dty
 def fake_check_like(
     name: str, argument: str, tensors: Sequence[Tensor], params: Sequence[Tensor], dtypes: Sequence[torch.dtype]
 ) -> None:
-    """The same for a list beside ``params``."""
+    """Check a list beside ``params`` in a fake kernel."""
     if len(tensors) != len(params):
         raise ValueError(f"{name}: {argument} has {len(tensors)} tensors, wanted {len(params)} as in params")
     for index, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
@@ -163,7 +163,7 @@ def fake_check_like(
 
 
 def fake_check_step(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], param_outs: Sequence[Tensor]) -> None:
-    """What every optimizer's step takes beside its states."""
+    """Check the arguments that every optimizer's step has beside its states, in a fake kernel."""
     fake_check_like(name, "params", params, params, FP32)
     fake_check_like(name, "grads", grads, params, FLOATS)
     if param_outs:

@@ -64,7 +64,7 @@ def fp8_quantise(src: Tensor, *, format: str = "e4m3", block_elems: int = 256) -
 
 
 def fp8_quantise_(src: Tensor, to: Fp8) -> None:
-    """The same into memory that is there: 5 bytes an element for fp32.
+    """Quantise into given memory: 5 bytes an element for fp32.
 
     Raises:
         TypeError: no tensor, or no Fp8.

@@ -20,7 +20,7 @@ MAX_CHOICES = 64
 
 
 class MoeGate(NamedTuple):
-    """What ``moe_gate`` decides for T tokens, E experts and k choices."""
+    """Decisions of ``moe_gate`` for T tokens, E experts and k choices."""
 
     weights: Tensor
     """(T, k) fp32, differentiable."""
@@ -35,7 +35,7 @@ class MoeGate(NamedTuple):
 
 
 class MoePlan(NamedTuple):
-    """Where ``moe_dispatch`` puts each assignment, and ``moe_combine`` finds it."""
+    """Places to which ``moe_dispatch`` puts each assignment, and where ``moe_combine`` finds it."""
 
     slots: Tensor
     """(T, k) int32: row of the buffer, -1 where the assignment was dropped."""

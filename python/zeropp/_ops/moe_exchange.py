@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies around the all-to-all of a mixture of experts: who sends how many rows, and rows of several ranks by expert.
+"""Steps before and after the all-to-all of a mixture of experts: row counts of each rank, and rows of several ranks by expert.
 
 With E experts on R ranks, rank r has experts r E / R and on. A buffer of ``moe_plan`` lies in the order of experts, so what
 goes to a rank is one slice of it; what arrives lies in the order of ranks, and within each in the order of experts.

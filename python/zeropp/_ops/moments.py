@@ -77,7 +77,7 @@ def _number(name: str, moment: str) -> int:
 
 
 def are_codes(states: Sequence[Tensor], scales: Sequence[Tensor]) -> bool:
-    """Are these states of an optimizer in fewer bits?"""
+    """True if these states of an optimizer are in fewer bits."""
     return bool(scales) or bool(states and states[0].dtype in CODES)
 
 

@@ -30,7 +30,7 @@ def onebit_lamb_fresh_(
     eps: float | Sequence[float] = 1e-8,
     weight_decay: float | Sequence[float] = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """What a step of 1-bit LAMB (Li et al. 2021, algorithm 1) learns of a mean momentum: 24 bytes a parameter, one pass.
+    """Compute the fresh variance and the norms of a step of 1-bit LAMB (Li et al. 2021, algorithm 1): 24 bytes a parameter, one pass.
 
     With ``c`` the coefficient, ``w`` the momentum before and ``b = sqrt(v / (1 - beta2^min(t, freeze_step))) + eps``:
     ``g = (m - beta1 w) / (c (1 - beta1))``, ``v' = beta2 v' + (1 - beta2) g^2``, and the update

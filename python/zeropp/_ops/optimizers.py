@@ -168,7 +168,7 @@ def sgd_step_(
 
 
 class _Low(NamedTuple):
-    """What belongs to states that are not fp32."""
+    """Arguments of states that are not fp32."""
 
     step: int | Sequence[int] | None
     scales: Sequence[Tensor]

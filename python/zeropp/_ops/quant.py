@@ -75,7 +75,7 @@ def quantise(src: Tensor, *, bits: int = 8, block_elems: int = 256, asymmetric: 
 
 
 def quantise_(src: Tensor, to: Quantised) -> None:
-    """The same into memory that is there: 5 bytes an element for fp32 to 8 bits.
+    """Quantise into given memory: 5 bytes an element for fp32 to 8 bits.
 
     Raises:
         TypeError: no tensor.
@@ -116,7 +116,7 @@ def quant_sum_(sources: Sequence[Quantised], dst: Tensor, *, factor: float = 1.0
 
 
 def quant_reduce_(sources: Sequence[Quantised], to: Quantised, *, factor: float = 1.0) -> None:
-    """The same sum, quantised again in ``to``'s format without touching memory between: the middle step of qgZ.
+    """Sum as ``quant_sum_`` and quantise the sum in ``to``'s format, without memory in between: the middle step of qgZ.
 
     Raises:
         TypeError, ValueError: as ``quant_sum_``.

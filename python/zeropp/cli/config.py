@@ -74,7 +74,7 @@ def _refusal(refused: list[str]) -> str:
 
 
 def _notes(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a DeepSpeed file leaves out, where its documentation, code or an earlier release have another default."""
+    """Yield what a DeepSpeed file leaves out, where DeepSpeed's documentation, code or an earlier release have another default."""
     return left_out(keys) if any(is_deepspeed_key(name) for name in keys) else iter(())
 
 

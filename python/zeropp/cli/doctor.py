@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _wrong_place(environment: Mapping[str, str]) -> str:
-    """What torch says of these with a stack of its C++ code, or waits for a store to find out."""
+    """Return what is wrong with these variables; torch would show a stack of its C++ code, or wait for a store."""
     numbers = {}
     for name, least, most in (("WORLD_SIZE", 1, 1 << 20), ("RANK", 0, 1 << 20), ("MASTER_PORT", 0, (1 << 16) - 1)):
         value = environment[name]

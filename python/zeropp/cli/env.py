@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """What was found: one key a row, values as JSON has them."""
+    """Return the findings: one key a row, values as JSON has them."""
     import torch
 
     import zeropp
@@ -96,7 +96,7 @@ def cuda_driver() -> dict[str, Any]:
 
 
 def deepspeed_name() -> str:
-    """What ``import deepspeed`` means in this process."""
+    """Return the meaning of ``import deepspeed`` in this process."""
     from zeropp import deepspeed_names
 
     if deepspeed_names.active():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m zeropp verify CKPT``: is every byte of a checkpoint as it was saved? Needs no model, no ranks, no GPU."""
+"""``python -m zeropp verify CKPT`` checks that every byte of a checkpoint is as it was saved. It needs no model, no ranks, no GPU."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ CHILDREN = Path(__file__).parent / "children"
 
 
 def active() -> bool:
-    """Does ``import deepspeed`` mean zeropp in this process?"""
+    """True if ``import deepspeed`` means zeropp in this process."""
     return any(isinstance(one, Finder) for one in sys.meta_path)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is every rank and every link of a job as fast as its like? ``python -m zeropp doctor`` and ``Config(preflight=True)``."""
+"""Check that every rank and link of a job is as fast as the others: ``python -m zeropp doctor`` and ``Config(preflight=True)``."""
 
 from __future__ import annotations
 

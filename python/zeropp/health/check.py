@@ -36,7 +36,7 @@ BLOCKS = 5  # the best of these counts: a short burst of other load is not a fau
 
 @dataclass(frozen=True)
 class Alone:
-    """What one rank can do by itself."""
+    """Measurements of one rank by itself."""
 
     rank: int
     host: str
@@ -46,7 +46,7 @@ class Alone:
 
 @dataclass
 class Report:
-    """What :func:`check` found. Times in seconds, per all-reduce."""
+    """Findings of :func:`check`. Times are in seconds, per all-reduce."""
 
     ranks: int
     alone: list[Alone] = field(default_factory=list)

@@ -22,7 +22,7 @@ GROWTH = 2.0  # an all-reduce of many ranks moves up to twice the bytes of one o
 
 @dataclass(frozen=True)
 class Fault:
-    """What was found: one rank, or the two ends of a link."""
+    """A finding: one rank, or the two ends of a link."""
 
     kind: str
     """ "slow rank", "slow link" or "dead rank"."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Trainer's user sees of zeropp: one table of memory at the start, and metrics beside the loss."""
+"""Reports to Trainer's user: one table of memory at the start, and metrics beside the loss."""
 
 from __future__ import annotations
 

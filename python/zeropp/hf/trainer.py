@@ -68,7 +68,7 @@ class ZeroppTrainer:
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _finalize_training(self: Any, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        """What ``train`` leaves behind is what its last step made."""
+        """Publish the last step's weights before ``train`` returns."""
         self._zeropp_flush()
         return super()._finalize_training(trial, num_train_samples, start_time)  # type: ignore[misc]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both strategies share: configurations by name, loading and saving beside the consolidated file."""
+"""Shared parts of both strategies: configurations by name, loading and saving beside the consolidated file."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def config_from(config: Any, keywords: Mapping[str, Any]) -> Config:
 
 
 def must_move(module: nn.Module, device: torch.device) -> bool:
-    """Is any of it elsewhere? What is partitioned or was built in slices refuses ``module.to``, also to where it is."""
+    """True if any of it is on another device. What is partitioned or was built in shards refuses ``module.to``, even to its own device."""
     return any(one.device != device for one in (*module.parameters(), *module.buffers()))
 
 

@@ -155,5 +155,5 @@ def _pairs(state: Any) -> dict[str, tuple[nn.Module, Any]]:
 
 
 def _folders(pairs: Mapping[str, Any]) -> list[str]:
-    """Of several optimizers each has a folder by its key."""
+    """Return a folder for each optimizer, by its key where there are several."""
     return [""] if len(pairs) == 1 else list(pairs)

@@ -119,8 +119,8 @@ def _place(part: nn.Module, path: str) -> nn.Module:
 
 
 def full_state(module: nn.Module) -> dict[str, Any]:
-    """What ``module.state_dict()`` of the plain module would be, on rank 0, empty elsewhere; collective. A module that was not
-    prepared yet is plain."""
+    """Return ``module.state_dict()`` as of the plain module on rank 0, and an empty dict elsewhere; collective. A module that was
+    not prepared yet is plain."""
     parts = parts_of(module)
     if not parts:
         return module.state_dict()

@@ -133,12 +133,12 @@ def make_strategy(package: str) -> Any:
             return contextlib.nullcontext()
 
         def on_validation_start(self) -> None:
-            """Of the newest weights: a delayed update ends first."""
+            """End a delayed update, so that the newest weights are validated."""
             self._flush()
             super().on_validation_start()
 
         def on_train_end(self) -> None:
-            """What a fit leaves behind is what its last step made."""
+            """End a delayed update, so that the fit ends with the last step's weights."""
             self._flush()
             super().on_train_end()
 
@@ -211,7 +211,7 @@ def make_strategy(package: str) -> Any:
 
 
 def _plain(optimizer: Any) -> Any:
-    """What Lightning wrapped."""
+    """Return the optimizer that Lightning wrapped."""
     return getattr(optimizer, "_optimizer", optimizer)
 
 

@@ -60,7 +60,7 @@ def partition_activations(
     keep: Callable[[Tensor], bool] | None = None,
     check: bool = True,
 ) -> Iterator[Partition]:
-    """What autograd saves inside is shared out over the ranks of ``group``, which must compute the same, in the same
+    """Partition what autograd saves inside over the ranks of ``group``, which must compute the same, in the same
     order, forward and backward.
 
     Parameters stay whole. What differs over the ranks cannot be shared out (activations *inside* of a sliced layer, drawn
@@ -94,10 +94,10 @@ def partition_activations(
 
 
 class _Place(weakref.ref["_Part"]):
-    """What of a part is to be ended when it dies: a gather that is under way goes on, because the other ranks gather it, too.
+    """Clean-up of a part that is freed. A gather that is under way goes on, because the other ranks gather it, too.
 
-    Parts die in the middle of a backward, where Python's code (``__del__``) would be the first that a waiting Ctrl-C meets, and Python drops
-    what such code raises. So the dead are only listed, by a method of deque, and buried by the next who comes by (as in zero/activations.py).
+    Parts are freed in the middle of a backward. A pending Ctrl-C would be raised in the first Python code there (``__del__``), and Python drops
+    what such code raises. Freed parts are therefore only listed, by a method of deque, and a later call ends them (as in zero/activations.py).
     """
 
     __slots__ = ("bytes", "flat", "index", "work")
@@ -122,7 +122,7 @@ class _Part:
 
 
 class _View:
-    """What autograd holds in place of a tensor."""
+    """The object that autograd holds in place of a tensor."""
 
     __slots__ = ("dtype", "offset", "part", "size", "stride")
 
@@ -183,7 +183,7 @@ class Partition:
         return not isinstance(base, nn.Parameter) and not (self.keep is not None and self.keep(tensor))
 
     def _known(self, storage: torch.UntypedStorage, version: int) -> _Part | None:
-        """The same bytes, saved a moment ago. Views share their version counter with what they are views of."""
+        """Return the part of the same bytes if they were saved just before. Views share their version counter with their base."""
         found = self._by_storage.get(storage._cdata)
         if found is None or found[0].expired() or found[1] != version:
             return None
@@ -281,7 +281,7 @@ class Partition:
             )
 
     def _read_ahead(self, index: int) -> None:
-        """What was saved before is wanted next. The same decisions on every rank: they depend on sizes and order only."""
+        """Gather ahead, in the reverse of the order of saving. All ranks decide alike, because only sizes and order count."""
         room = min(AHEAD_BYTES, 2 * self._largest_bytes)
         for before in range(index - 1, -1, -1):
             found = self._alive.get(before)

@@ -27,7 +27,7 @@ _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_
 
 
 class TiledSequence:
-    """What :func:`tile_sequence` changed: ``mlps``, by name, and whether the ``loss`` is tiled."""
+    """Changes of :func:`tile_sequence`: ``mlps``, by name, and whether the ``loss`` is tiled."""
 
     def __init__(self) -> None:
         self.mlps: list[str] = []
@@ -118,7 +118,7 @@ def _tile_mlp(done: TiledSequence, module: nn.Module, tile: int | None) -> None:
 
 
 def _put_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], Any]:
-    """What takes it back: to the class's forward, or to one that the module was given before."""
+    """Set a module's forward, and return a function that restores the class's forward, or the one that the module had before."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     return lambda: module.__dict__.pop("forward", None) if before is None else module.__dict__.update(forward=before)

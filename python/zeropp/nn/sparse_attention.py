@@ -23,7 +23,7 @@ _layout: Callable[[Pattern, int, int], SparseLayout] = torch.compiler.assume_con
 
 
 class SparseAttention(torch.nn.Module):
-    """What ``scaled_dot_product_attention`` is in a transformer, over the blocks of a pattern; it has no parameters.
+    """Attention over the blocks of a pattern, in place of ``scaled_dot_product_attention``; it has no parameters.
 
         attention = zeropp.nn.SparseAttention(zeropp.nn.BigBird(block=64, random=2))
         y = attention(q, k, v)                  # (B, H, S, D) each; any S

@@ -32,7 +32,7 @@ __all__ = ["BigBird", "Dense", "Fixed", "Local", "Longformer", "Pattern", "Varia
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern(ABC):
-    """What all patterns share; equal patterns give the same layout, on every machine."""
+    """The base of all patterns. Equal patterns give the same layout, on every machine."""
 
     block: int = 64
     """Queries, and keys, of a block: 16, 32, 64 or 128. Larger ones are faster for each score, smaller ones finer."""

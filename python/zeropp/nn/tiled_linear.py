@@ -34,7 +34,7 @@ def _cuts(features: int, tiles: int) -> list[int]:
 
 
 class TiledLinear(nn.Module):
-    """What ``nn.Linear`` computes, with the matrix in ``out_tiles`` x ``in_tiles`` tiles.
+    """A linear layer whose matrix is in ``out_tiles`` x ``in_tiles`` tiles.
 
     Args:
         in_features, out_features, bias, device, dtype: as for ``nn.Linear``.
@@ -84,7 +84,7 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, out_tiles: int = 1, in_tiles: int = 1) -> TiledLinear:
-        """The same values in tiles; the plain layer is not changed."""
+        """Return a layer with the same values in tiles; the plain layer is not changed."""
         weight = linear.weight
         with torch.device("meta"):
             tiled = cls(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What works on each token alone, tile by tile over the sequence: the single-process pieces of ALST (Bekman et al. 2025,
+"""Functions of each token alone, computed tile by tile over the sequence: the single-process pieces of ALST (Bekman et al. 2025,
 arXiv:2506.13996, section 3.1): MLP, and logits with their loss.
 
 A tile's intermediate values live for that tile only: forward keeps the input, backward computes a tile anew and takes its
@@ -31,7 +31,7 @@ LOGITS_BYTES = 64 << 20
 
 @dataclass
 class _Plan:
-    """What backward has to know to compute a tile anew."""
+    """Data that the backward needs to recompute a tile."""
 
     call: Callable[..., Tensor]
     tile: int

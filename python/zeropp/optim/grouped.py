@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimizers of this folder share: closures, checked rates, and one kernel call for a whole parameter group."""
+"""Shared parts of the optimizers of this folder: closures, checked rates, and one kernel call for a parameter group."""
 
 from __future__ import annotations
 
