@@ -26,7 +26,7 @@ CLAIM = (
     "nothing computed."
 )
 NEEDS = (Need("DeepSpeedCPUAdam", module="deepspeed"),)
-RECORD_ELEMS = 3 * 512 * 1024  # csrc/zero/optim_file.c: three kinds of a chunk
+RECORD_ELEMS = 3 * 512 * 1024  # csrc/zero/offload/optim_file.c: three kinds of a chunk
 BUFFERS = 4
 LAYER = 2000
 

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The arithmetic of units (zero/unit.h) and of states in a file (zero/optim_file.h) for zeropp.estimate, which has
+ * The arithmetic of units (zero/unit.h) and of states in a file (zero/offload/optim_file.h) for zeropp.estimate, which has
  * neither yet.
  */
 #include <Python.h>
 
 #include <stdlib.h>
 
-#include "../zero/optim_file.h"
+#include "../zero/offload/optim_file.h"
 #include "../zero/unit.h"
 #include "raise.h"
 

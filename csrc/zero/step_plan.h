@@ -20,7 +20,7 @@
 
 #include "../ops/adam/adam.h"
 #include "no_master.h"
-#include "optim_file.h"
+#include "offload/optim_file.h"
 #include "zero.h"
 
 /* Where the optimizer's states of this rank's shard are. All addresses are borrowed; all zero: the unit is not stepped.

@@ -23,7 +23,7 @@
 #define ZPP_ZERO_ZERO_H
 
 #include "../comm/comm.h"
-#include "unit_file.h"
+#include "offload/unit_file.h"
 #include "unit.h"
 
 typedef struct zpp_zero zpp_zero;

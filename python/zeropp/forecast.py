@@ -394,7 +394,7 @@ def _on_disk_bytes(model: nn.Module, unit: _Sizes, config: Config) -> int:
 
 def _held_as_values(units: list[_Sizes], config: Config) -> tuple[list[_Sizes], int]:
     """(the other units, bytes of those that are held as they are) where weights in fewer bits, on "cpu", are a fraction of all: whole
-    units, the first ones (csrc/zero/unit_file_qcopy.c)."""
+    units, the first ones (csrc/zero/offload/unit_file_qcopy.c)."""
     if config.stored_name is None or _kind(config, "params") == "nvme":
         return units, 0
     sizes = [-(-unit.whole_bytes // _PAGE_BYTES) * _PAGE_BYTES if unit.filed else 0 for unit in units]

@@ -4,7 +4,7 @@
  * writes; and every call into the operating system failing once.
  */
 #include "../../csrc/base/pool.h"
-#include "../../csrc/zero/optim_file.h"
+#include "../../csrc/zero/offload/optim_file.h"
 #include "aio_common.h"
 #include "planned_io.h"
 #include "threads.h"

@@ -7,7 +7,7 @@
 #include "../../csrc/ops/adam/adam.h"
 #include "../../csrc/ops/lion/lion.h"
 #include "../../csrc/ops/sgd/sgd.h"
-#include "../../csrc/zero/optim_file.h"
+#include "../../csrc/zero/offload/optim_file.h"
 #include "aio_common.h"
 #include "planned_io.h"
 #include "threads.h"

@@ -3,7 +3,7 @@
  * The step over parameters in a file, alone and beside states in a file: the same step in memory, bit for bit; what it
  * reads and writes; and every operation failing once.
  */
-#include "../../csrc/zero/optim_file.h"
+#include "../../csrc/zero/offload/optim_file.h"
 #include "unit_file_common.h"
 #include "threads.h"
 

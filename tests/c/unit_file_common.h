@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What the tests of csrc/zero/unit_file.h share: the file that meets system calls whose failures are planned.
+ * What the tests of csrc/zero/offload/unit_file.h share: the file that meets system calls whose failures are planned.
  */
 #ifndef ZPP_TESTS_UNIT_FILE_COMMON_H
 #define ZPP_TESTS_UNIT_FILE_COMMON_H
 
 #include "../../csrc/base/mem.h"
-#include "../../csrc/zero/unit_file.h"
+#include "../../csrc/zero/offload/unit_file.h"
 #include "aio_common.h"
 #include "planned_io.h"
 

@@ -3,7 +3,7 @@
 
 This rank's reduced gradients live in one scratch file. Backward writes a unit's shard when its gradients are complete,
 and from the second backward of a step on reads it ahead, adds to it and writes it again; the step reads it beside the
-states (csrc/zero/grad_file.h). Everything else asks for shards here: clipping by value, ``zeropp.get_full``,
+states (csrc/zero/offload/grad_file.h). Everything else asks for shards here: clipping by value, ``zeropp.get_full``,
 ``gathered(grads=True)``.
 """
 
@@ -102,7 +102,7 @@ class GradsTier:
     def bytes_in_file(self, units: list[Unit]) -> int:
         """Of the shards themselves, without what rounds them up to pages; with delayed updates, in each of their two places."""
         cut, offset, total = self.figures()["cut_bytes"], 0, 0
-        for unit in reversed(units):  # as csrc/zero/grad_file.c lays them
+        for unit in reversed(units):  # as csrc/zero/offload/grad_file.c lays them
             if unit.trainable:
                 own = unit.shard_elems * unit.grad_dtype.itemsize
                 for _ in range(self.places):

@@ -2,7 +2,7 @@
 """Optimizer states on NVMe: ``Config(offload=Offload(optimizer="nvme", path=...))`` (ZeRO-Infinity, arXiv:2104.07857).
 
 The fp32 master weights and the optimizer's moments of this rank's shards live in one scratch file; ``optimizer.step()`` streams
-them through a few buffers (csrc/zero/optim_file.h), so the memory they take does not grow with the model. Everything else
+them through a few buffers (csrc/zero/offload/optim_file.h), so the memory they take does not grow with the model. Everything else
 asks for them here, in pieces: checkpoints, ``gathered(write=True)``, ``zeropp.memory``.
 """
 

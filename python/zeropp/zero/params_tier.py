@@ -2,7 +2,7 @@
 """Parameters on NVMe: ``Config(offload=Offload(params="nvme", path=...))`` at stage 3 (ZeRO-Infinity, arXiv:2104.07857).
 
 The model's own values live in one scratch file a host; a unit is read when it is needed, ahead of need along the order
-of the last pass, and its memory given back when it is not (csrc/zero/unit_file.h). Over several hosts each rank has a file of
+of the last pass, and its memory given back when it is not (csrc/zero/offload/unit_file.h). Over several hosts each rank has a file of
 its own, with its shards, which are gathered as those in memory are (csrc/zero/rank_file.h). Everything else asks for shards
 here: construction, checkpoints, ``zeropp.memory``.
 """

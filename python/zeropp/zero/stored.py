@@ -3,7 +3,7 @@
 quantisation of ZeRO-Inference, Aminabadi et al. 2022). docs/design/0024.
 
 Matrices of linear layers, and of experts that are held as one three-dimensional parameter, are kept as codes with an fp32 scale
-for every BLOCK_ELEMS elements, and become numbers of the model's own kind when their unit is needed (csrc/zero/unit_file_qcopy.c);
+for every BLOCK_ELEMS elements, and become numbers of the model's own kind when their unit is needed (csrc/zero/offload/unit_file_qcopy.c);
 everything else is kept as it is.
 """
 

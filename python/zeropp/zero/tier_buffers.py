@@ -3,7 +3,7 @@
 shards of gradients that stay in memory for the next backward.
 
 ``zeropp.estimate`` asks before there is a model, ``zeropp.memory`` afterwards: one arithmetic for both. The sizes are those of
-csrc/zero/optim_file.c (buffers), csrc/zero/unit_file_step.c (windows) and csrc/zero/grad_file.c (gradients).
+csrc/zero/offload/optim_file.c (buffers), csrc/zero/offload/unit_file_step.c (windows) and csrc/zero/offload/grad_file.c (gradients).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from zeropp import _C
 from zeropp.config import Offload, Tier
 
 _WINDOWS = 4
-"""ZPP_FILED_WINDOWS of csrc/zero/unit_file.h."""
+"""ZPP_FILED_WINDOWS of csrc/zero/offload/unit_file.h."""
 _WINDOW_ELEMS = 512 << 10
-"""WINDOW_ELEMS of csrc/zero/unit_file_step.c: of a step over states in memory."""
+"""WINDOW_ELEMS of csrc/zero/offload/unit_file_step.c: of a step over states in memory."""
 _SLICES_BYTES = 32 << 20
-"""LEAST_BOUND_BYTES of csrc/zero/grad_file.c."""
+"""LEAST_BOUND_BYTES of csrc/zero/offload/grad_file.c."""
 _PAGE_BYTES = 4096
 
 

@@ -13,8 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../base/timeline.h"
-#include "../base/wait.h"
+#include "../../base/timeline.h"
+#include "../../base/wait.h"
 #include "optim_file_internal.h"
 
 static bool grow(void **at, size_t *room, size_t count, size_t size) {

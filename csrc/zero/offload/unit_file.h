@@ -34,9 +34,9 @@
 #ifndef ZPP_ZERO_UNIT_FILE_H
 #define ZPP_ZERO_UNIT_FILE_H
 
-#include "../aio/engine.h"
-#include "../comm/comm.h"
-#include "../ops/optim/optim.h"
+#include "../../aio/engine.h"
+#include "../../comm/comm.h"
+#include "../../ops/optim/optim.h"
 
 typedef struct zpp_unit_file zpp_unit_file;
 

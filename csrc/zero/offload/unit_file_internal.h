@@ -8,9 +8,9 @@
 
 #include <stdatomic.h>
 
-#include "../base/mem.h"
-#include "../base/stray.h"
-#include "../ops/quant/quant.h"
+#include "../../base/mem.h"
+#include "../../base/stray.h"
+#include "../../ops/quant/quant.h"
 #include "unit_file.h"
 
 /* Elements of a unit that are kept in fewer bits. */

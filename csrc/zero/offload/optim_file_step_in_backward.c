@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../base/wait.h"
+#include "../../base/wait.h"
 #include "optim_file_internal.h"
 
 enum { MOST_BUFFERS = 64, LEAST_BUFFERS = 4 };

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../base/mem.h"
+#include "../../base/mem.h"
 #include "optim_file_internal.h"
 
 enum {

@@ -6,8 +6,8 @@
 
 #include <string.h>
 
-#include "../comm/reduce.h"
-#include "internal.h"
+#include "../../comm/reduce.h"
+#include "../internal.h"
 
 enum { LEAST_BOUND_BYTES = 32 << 20 };
 

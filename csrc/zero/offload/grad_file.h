@@ -30,7 +30,7 @@
 #include <pthread.h>
 
 #include "unit_file.h"
-#include "zero.h"
+#include "../zero.h"
 
 struct zpp_unit_grad;
 

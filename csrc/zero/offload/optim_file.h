@@ -26,9 +26,9 @@
 #ifndef ZPP_ZERO_OPTIM_FILE_H
 #define ZPP_ZERO_OPTIM_FILE_H
 
-#include "../aio/engine.h"
+#include "../../aio/engine.h"
 #include "unit_file.h"
-#include "../ops/optim/optim.h"
+#include "../../ops/optim/optim.h"
 
 typedef struct zpp_optim_file zpp_optim_file;
 
