@@ -234,7 +234,7 @@ def larger_than_memory(args: argparse.Namespace, device: str) -> int:
     need_packages(args.script)
     from gpt import GPT, larger_than
     from torch import device as torch_device
-    from zeropp.zero.scratch import tidy
+    from zeropp.files.scratch import tidy
 
     _, suits = choose_device(device, args.script)
     ranks = ranks_asked or suits
@@ -347,7 +347,7 @@ def main() -> int:
         own(out)
         scratch = scratch_folders(args.scratch, out) if offload == "nvme" else []
         for folder in scratch:
-            from zeropp.zero.scratch import tidy
+            from zeropp.files.scratch import tidy
 
             tidy(folder)
         need_space(out, scratch, preset, args.yes)

@@ -84,7 +84,7 @@ def page(text: str, data: dict[str, Any]) -> str:
 
 def measured(data: dict[str, Any]) -> dict[str, Any]:
     """The data with what zeropp says about each name today."""
-    from zeropp.deepspeed_names import tree
+    from zeropp.deepspeed.names import tree
 
     found: dict[str, list[str]] = {"works": [], "sentence": []}
     for name in sorted({name for rows in data["projects"].values() for row in rows.values() for name in row["names"]}):

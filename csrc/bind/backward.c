@@ -268,7 +268,7 @@ static PyTypeObject *grad_hook_type;
 const char *zpp_py_param_words(const Unit *unit, Py_ssize_t param, char *text, size_t room) {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
-    /* The façade keeps a Ref in each parameter (python/zeropp/zero/parameter.py). */
+    /* The façade keeps a Ref in each parameter (python/zeropp/zero/model/parameter.py). */
     PyObject *ref = unit->params ? PyObject_GetAttrString(unit->params[param], "_zeropp") : NULL;
     PyObject *name = ref ? PyObject_GetAttrString(ref, "name") : NULL;
     const char *utf8 = name ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;

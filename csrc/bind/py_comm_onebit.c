@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Comm's compressed all-reduce: memory comes as addresses, all of it the caller's (python/zeropp/comm_onebit.py).
+ * Comm's compressed all-reduce: memory comes as addresses, all of it the caller's (python/zeropp/comm/onebit.py).
  */
 #include "../comm/onebit.h"
 #include "op_entries.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The type Tier: optimizer states in a scratch file (zero/offload/optim_file.h). What it is for, and when the file goes away,
- * is python/zeropp/zero/offload.py's to know; the step is called by py_step.c.
+ * is python/zeropp/zero/offload/optim_tier.py's to know; the step is called by py_step.c.
  *
  * Warnings of the I/O engine come from its threads, which never take the GIL: the last one is kept here until the
  * façade asks.

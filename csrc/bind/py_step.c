@@ -266,7 +266,7 @@ static int refresh_optim_file(Zero *zero) {
 
 /* --- the step at once --------------------------------------------------------------------------------------------- */
 
-/* Set the optimizer of a group and its rates from the five numbers that python/zeropp/zero/updates.py gives: `beta1` is
+/* Set the optimizer of a group and its rates from the five numbers that python/zeropp/zero/step/updates.py gives: `beta1` is
  * also Adagrad's lr_decay and SGD's momentum, `beta2` also Adagrad's initial sum and SGD's dampening. */
 static bool set_optimizer(struct zpp_optim_segment *group, unsigned char update) {
     enum { NESTEROV = ZPP_OPTIM_SGD + 1 };

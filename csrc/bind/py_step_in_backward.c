@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The step inside the backward (zero/step_in_backward.h), as backward.c drives it and
- * python/zeropp/zero/step_in_backward.py sets it up: Python's callables stand in the table of the caller.
+ * python/zeropp/zero/step/step_in_backward.py sets it up: Python's callables stand in the table of the caller.
  */
 #include <stdlib.h>
 

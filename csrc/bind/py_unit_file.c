@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Methods of Zero for parameters and for gradients in a file (zero/offload/unit_file.h, zero/offload/grad_file.h). When the files are
- * made and go away is python/zeropp/zero/params_tier.py's and grads_tier.py's to know; the step is called by py_step.c.
+ * made and go away is python/zeropp/zero/offload/params_tier.py's and grads_tier.py's to know; the step is called by py_step.c.
  *
  * Warnings of the I/O engine come from its threads, which never take the GIL: the last one is kept until the façade
  * asks.

@@ -83,7 +83,7 @@ const char *zpp_unit_words(const struct zpp_unit *unit, char *text, size_t capac
         snprintf(text, capacity, "the model");
         return text;
     }
-    /* Modules are joined by a plus (python/zeropp/zero/units.py); a long list is cut off in the name. */
+    /* Modules are joined by a plus (python/zeropp/zero/model/units.py); a long list is cut off in the name. */
     const bool cut = strlen(unit->name) == sizeof unit->name - 1;
     const char *name = unit->name;
     int used = snprintf(text, capacity, "module%s ", strchr(name, '+') ? "s" : "");

@@ -15,13 +15,25 @@ from typing import TYPE_CHECKING, Any
 from zeropp import _C
 
 if TYPE_CHECKING:
+    from zeropp.checkpoint.full_state import export as export
+    from zeropp.checkpoint.full_state import full_state_dict as full_state_dict
+    from zeropp.checkpoint.full_state import load_full_state_dict as load_full_state_dict
+    from zeropp.checkpoint.full_state import named_full_tensors as named_full_tensors
+    from zeropp.checkpoint.load import load as load
+    from zeropp.checkpoint.packed import packed_full_tensors as packed_full_tensors
+    from zeropp.checkpoint.save import save as save
+    from zeropp.checkpoint.values import get_full as get_full
+    from zeropp.checkpoint.values import get_local as get_local
+    from zeropp.checkpoint.values import local_range as local_range
+    from zeropp.checkpoint.values import set_full as set_full
+    from zeropp.checkpoint.values import set_local as set_local
     from zeropp.config import Comm as Comm
     from zeropp.config import Config as Config
     from zeropp.config import LossScale as LossScale
     from zeropp.config import Offload as Offload
     from zeropp.config import Precision as Precision
     from zeropp.config import Tier as Tier
-    from zeropp.deepspeed_engine import initialize as initialize
+    from zeropp.deepspeed.engine import initialize as initialize
     from zeropp.errors import CheckpointError as CheckpointError
     from zeropp.errors import CommError as CommError
     from zeropp.errors import CommTimeoutError as CommTimeoutError
@@ -30,44 +42,32 @@ if TYPE_CHECKING:
     from zeropp.errors import NotBuiltError as NotBuiltError
     from zeropp.errors import PartitionedParameterError as PartitionedParameterError
     from zeropp.errors import TierError as TierError
-    from zeropp.forecast import estimate as estimate
-    from zeropp.timeline import trace as trace
+    from zeropp.files.timeline import trace as trace
     from zeropp.zero.access import gathered as gathered
     from zeropp.zero.access import memory as memory
     from zeropp.zero.access import no_sync as no_sync
     from zeropp.zero.access import traffic as traffic
-    from zeropp.zero.away import offload_states as offload_states
-    from zeropp.zero.checkpoint import save as save
-    from zeropp.zero.init import sharded_init as sharded_init
-    from zeropp.zero.packed import packed_full_tensors as packed_full_tensors
+    from zeropp.zero.memory_plan import estimate as estimate
+    from zeropp.zero.model.init import sharded_init as sharded_init
+    from zeropp.zero.offload.offload_states import offload_states as offload_states
     from zeropp.zero.prepare import prepare as prepare
     from zeropp.zero.prepare import register_forward_method as register_forward_method
-    from zeropp.zero.restore import load as load
-    from zeropp.zero.state import export as export
-    from zeropp.zero.state import full_state_dict as full_state_dict
-    from zeropp.zero.state import load_full_state_dict as load_full_state_dict
-    from zeropp.zero.state import named_full_tensors as named_full_tensors
-    from zeropp.zero.values import get_full as get_full
-    from zeropp.zero.values import get_local as get_local
-    from zeropp.zero.values import local_range as local_range
-    from zeropp.zero.values import set_full as set_full
-    from zeropp.zero.values import set_local as set_local
 
 __version__: str = _C.version()
 
 _HOME = {
     **dict.fromkeys(("prepare", "register_forward_method"), "zero.prepare"),
     **dict.fromkeys(("gathered", "memory", "no_sync", "traffic"), "zero.access"),
-    "offload_states": "zero.away",
-    "save": "zero.checkpoint",
-    "load": "zero.restore",
-    **dict.fromkeys(("full_state_dict", "load_full_state_dict", "named_full_tensors", "export"), "zero.state"),
-    **dict.fromkeys(("get_full", "get_local", "local_range", "set_full", "set_local"), "zero.values"),
-    "packed_full_tensors": "zero.packed",
-    "sharded_init": "zero.init",
-    "trace": "timeline",
-    "estimate": "forecast",
-    "initialize": "deepspeed_engine",
+    "offload_states": "zero.offload.offload_states",
+    "save": "checkpoint.save",
+    "load": "checkpoint.load",
+    **dict.fromkeys(("full_state_dict", "load_full_state_dict", "named_full_tensors", "export"), "checkpoint.full_state"),
+    **dict.fromkeys(("get_full", "get_local", "local_range", "set_full", "set_local"), "checkpoint.values"),
+    "packed_full_tensors": "checkpoint.packed",
+    "sharded_init": "zero.model.init",
+    "trace": "files.timeline",
+    "estimate": "zero.memory_plan",
+    "initialize": "deepspeed.engine",
     **dict.fromkeys(("Config", "Precision", "LossScale", "Offload", "Tier", "Comm"), "config"),
     **dict.fromkeys(
         (
@@ -112,7 +112,7 @@ def __dir__() -> list[str]:
 
 def _create_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
     """Return a process group for ``init_process_group("zeropp")`` and ``new_group``. The first call builds the class."""
-    from zeropp.process_group import ProcessGroup
+    from zeropp.comm.process_group import ProcessGroup
 
     return ProcessGroup(store, rank, size, timeout)
 
@@ -128,10 +128,10 @@ def _load() -> None:
 
     ops.register()
     if torch.distributed.is_available() and "ZEROPP" not in torch.distributed.Backend._plugins:
-        from zeropp import comm_address
+        from zeropp.comm import address
 
         torch.distributed.Backend.register_backend("zeropp", _create_group, devices=["cpu", "cuda"])
-        comm_address.guard()
+        address.guard()
 
 
 def _register_strategies() -> None:

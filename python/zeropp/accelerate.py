@@ -23,7 +23,7 @@ from accelerate.utils import DynamoBackend, InitProcessGroupKwargs
 from torch import nn
 
 import zeropp
-from zeropp import zero  # its modules are loaded when the first model is prepared
+from zeropp import checkpoint, zero  # their modules are loaded when the first model is prepared
 from zeropp.errors import ConfigError
 
 logger = logging.getLogger("zeropp")
@@ -39,7 +39,7 @@ def plain_optimizer(optimizer: Any) -> Any:
 
 def _begin_group(handlers: Iterable[Any]) -> None:
     """On CPUs the ranks meet over zeropp, unless a handler names another backend, or another way to meet."""
-    from zeropp import default_group
+    from zeropp.comm import default_group
 
     asked = next((one for one in handlers if isinstance(one, InitProcessGroupKwargs)), InitProcessGroupKwargs())
     if asked.backend in (None, InitProcessGroupKwargs.backend) and asked.init_method is None:
@@ -122,7 +122,7 @@ class ZeroppAccelerator(Accelerator):
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """As upstream; the state is where its slices are."""
-        if not isinstance(plain_optimizer(optimizer), zero.optimizer.ZeroOptimizer):
+        if not isinstance(plain_optimizer(optimizer), zero.step.optimizer.ZeroOptimizer):
             raise ConfigError(
                 "the optimizer was prepared without its model; give both to one accelerator.prepare(model, optimizer)"
             )
@@ -133,19 +133,19 @@ class ZeroppAccelerator(Accelerator):
     def _partition(self, model: nn.Module, optimizer: Any) -> None:
         if not zero.prepare.is_prepared(model):
             zeropp.prepare(model, optimizer, self.zeropp_config)
-        elif optimizer is not None and not isinstance(optimizer, zero.optimizer.ZeroOptimizer):
+        elif optimizer is not None and not isinstance(optimizer, zero.step.optimizer.ZeroOptimizer):
             zero.prepare.attach(model, optimizer)
-        from zeropp.generation import gather_for_generation
+        from zeropp.nn.generation import gather_for_generation
 
         gather_for_generation(model)
 
     def _prepared_optimizers(self) -> list[Any]:
         found = [plain_optimizer(one) for one in self._optimizers]
-        return [one for one in found if isinstance(one, zero.optimizer.ZeroOptimizer)]
+        return [one for one in found if isinstance(one, zero.step.optimizer.ZeroOptimizer)]
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As upstream; with fp16 the loss is scaled by the optimizer that will step on it."""
-        with zero.optimizer.scaled_for(self._prepared_optimizers(), loss) as scaled:
+        with zero.step.optimizer.scaled_for(self._prepared_optimizers(), loss) as scaled:
             super().backward(scaled, **kwargs)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -159,7 +159,7 @@ class ZeroppAccelerator(Accelerator):
 
     def _optimizer_for(self, parameters: list[Any], verb: str) -> Any:
         """Return the optimizer of the model that owns these parameters, or None where none of them is partitioned."""
-        refs = [ref for ref in map(zero.parameter.ref_of, parameters) if ref is not None]
+        refs = [ref for ref in map(zero.model.parameter.ref_of, parameters) if ref is not None]
         if not refs:
             return None
         for optimizer in self._prepared_optimizers():
@@ -195,7 +195,7 @@ class ZeroppAccelerator(Accelerator):
         ours = [one for one in models if zero.prepare.is_prepared(one)]
         self._models = [one for one in models if not zero.prepare.is_prepared(one)]
         self._optimizers = [
-            one for one in optimizers if not isinstance(plain_optimizer(one), zero.optimizer.ZeroOptimizer)
+            one for one in optimizers if not isinstance(plain_optimizer(one), zero.step.optimizer.ZeroOptimizer)
         ]
         try:
             yield [
@@ -222,7 +222,7 @@ class ZeroppAccelerator(Accelerator):
             with self._partitioned_apart() as ours:
                 super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
                 for folder, model, optimizer in ours:
-                    with zero.random_state.kept():  # upstream restores it from its own files
+                    with checkpoint.random_state.kept():  # upstream restores it from its own files
                         zeropp.load(Path(found[0]) / folder, model, optimizer)
         finally:
             handle.remove()
@@ -242,7 +242,7 @@ def _compile_blocks(model: nn.Module, how: dict[str, Any]) -> None:
     """Once a model: each repeated block is a graph without a break, between which parameters come and go."""
     if model in _compiled:
         return
-    blocks = zero.units._repeated_blocks(model)
+    blocks = zero.model.units._repeated_blocks(model)
     if not blocks:
         raise ConfigError(
             f"torch.compile: {type(model).__name__} has no repeated blocks (a ModuleList or Sequential with layers of one class), and a "

@@ -145,7 +145,7 @@ class Engine:
                 raise TypeError(f"aio: {name} is {flag!r}, wanted True or False")
         stripe = _count("stripe_bytes", DEFAULT_BLOCK_BYTES if stripe_bytes is None else stripe_bytes, 1)
         if (depth is None or block_bytes is None) and folders:
-            from zeropp.io_settings import shape
+            from zeropp.files.io_settings import shape
 
             known = shape(folders, stripe)
             if known is not None:

@@ -22,11 +22,11 @@ from typing import Any
 
 from torch import nn
 
+from zeropp.checkpoint.load import load
+from zeropp.checkpoint.manifest import steps_in
+from zeropp.comm.collective import Ranks
 from zeropp.errors import ConfigError
-from zeropp.zero.agree import Ranks
 from zeropp.zero.engine import engine_of
-from zeropp.zero.manifest import steps_in
-from zeropp.zero.restore import load
 
 __all__ = ["MicroBatch", "resume", "share"]
 

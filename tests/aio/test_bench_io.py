@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from zeropp import io_settings
 from zeropp.aio import Engine
 from zeropp.cli import bench_io, main
+from zeropp.files import io_settings
 
 
 def nobodys_home() -> Path:

@@ -250,7 +250,7 @@ def case_whole(folder: Path) -> None:
 
 def case_writes(folder: Path) -> None:
     """A job whose first checkpoint stays half written until the file "go" is there; it lives until "end" is."""
-    from zeropp.zero import disk
+    from zeropp.files import disk
 
     def wait_for(name: str) -> None:
         while not (folder / name).exists():

@@ -15,7 +15,7 @@ import signal
 import threading
 from pathlib import Path
 
-from zeropp.zero.disk import Disk
+from zeropp.files.disk import Disk
 
 OPERATIONS = (
     "make_folder", "create", "take_over", "reserve", "write", "sync", "rename", "exchange", "remove_tree", "sync_folder",

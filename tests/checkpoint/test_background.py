@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import zeropp
+from zeropp.checkpoint import background
 from zeropp.errors import TierError
-from zeropp.zero import background
-from zeropp.zero import disk as files
+from zeropp.files import disk as files
 
 HERE = Path(__file__).parent
 
@@ -131,7 +131,7 @@ def test_the_end_of_the_process_says_what_was_lost(tmp_path):
     done = run_script(
         """
         import crash
-        from zeropp.zero import disk
+        from zeropp.files import disk
         m, o, _ = make()
         zeropp.save(sys.argv[1], m, o, step=1)
         disk.disk = crash.failing(5, 28)

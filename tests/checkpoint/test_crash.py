@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 import zeropp
+from zeropp.checkpoint import folder_writer
 from zeropp.errors import CheckpointError, TierError
-from zeropp.zero import disk as files
-from zeropp.zero import folder_writer, safefile
+from zeropp.files import disk as files
+from zeropp.files import safefile
 
 HERE = Path(__file__).parent
 

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from zeropp.checkpoint.plain import from_plain, to_plain
 from zeropp.errors import CheckpointError, TierError
-from zeropp.zero import disk, safefile
-from zeropp.zero.plain import from_plain, to_plain
+from zeropp.files import disk, safefile
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 

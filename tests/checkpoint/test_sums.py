@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from zeropp import _C
-from zeropp.zero.offline import verify
+from zeropp.checkpoint.offline import verify
 
 
 @settings(max_examples=200, deadline=None)

@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 import zeropp
 from warm import launch
+from zeropp.checkpoint import background as behind
+from zeropp.checkpoint import folder_writer
 from zeropp.errors import CheckpointError
-from zeropp.zero import background as behind
-from zeropp.zero import disk as files
-from zeropp.zero import folder_writer
+from zeropp.files import disk as files
 
 HERE = Path(__file__).parent
 CASES = HERE / "cases.py"

@@ -13,9 +13,9 @@ import pytest
 import torch
 import zeropp
 from safetensors.torch import load_file
+from zeropp.checkpoint import offline
 from zeropp.cli import main
 from zeropp.errors import CheckpointError, ConfigError
-from zeropp.zero import offline
 
 _path = Path(__file__).parents[1] / "checkpoint" / "models.py"
 _spec = importlib.util.spec_from_file_location("checkpoint_models", _path)
@@ -115,7 +115,7 @@ def test_export_needs_a_few_blocks_of_memory(tmp_path):
     model, _ = zeropp.prepare(model)
     zeropp.save(tmp_path / "ckpt", model, step=1)
     script = (
-        "import resource, sys, zeropp\nfrom zeropp.zero import offline\n"
+        "import resource, sys, zeropp\nfrom zeropp.checkpoint import offline\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "offline.export(sys.argv[1], sys.argv[2])\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)"

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from launch import run_ranks
 from warm import free_port
-from zeropp import comm_address
-from zeropp.comm_address import Place
+from zeropp.comm import address as comm_address
+from zeropp.comm.address import Place
 from zeropp.errors import CommError
 
 SOON_S = 5.0

@@ -71,7 +71,8 @@ class Streams:
 def as_if_on_gpus(body: Callable[[Any, int, Streams], Any]) -> list[Any]:
     """What `body(group, rank, streams)` returns on each of RANKS threads."""
     import torch.distributed as dist
-    from zeropp import comm_cuda, process_group
+    from zeropp.comm import cuda as comm_cuda
+    from zeropp.comm import process_group
 
     streams = Streams()
     process_group._on_cpu = lambda tensor: False
@@ -213,7 +214,7 @@ def test_a_rank_that_calls_something_else_is_named(fake: str) -> None:
 
 def test_cpu_and_cuda_tensors_do_not_mix() -> None:
     import torch
-    from zeropp.process_group import _check
+    from zeropp.comm.process_group import _check
 
     with pytest.raises(ValueError, match="a collective on meta, wanted cpu or cuda tensors"):
         _check(torch.empty(2, device="meta"))

@@ -14,10 +14,10 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from zeropp.comm_address import Place
-from zeropp.comm_start import find_store
+from zeropp.comm.address import Place
+from zeropp.comm.rendezvous import rendezvous
+from zeropp.comm.start import find_store
 from zeropp.errors import CommTimeoutError
-from zeropp.rendezvous import rendezvous
 
 LIMIT = timedelta(seconds=20)
 
@@ -83,7 +83,7 @@ def test_who_is_absent_is_named(store):
 
 def test_a_long_wait_is_told_again_and_again(store, caplog, monkeypatch):
     """After 10 s, 20 s, 40 s, ...: elapsed time, limit, who is missing of how many, and where to look."""
-    monkeypatch.setattr("zeropp.rendezvous.TELL_AFTER_S", 0.1)
+    monkeypatch.setattr("zeropp.comm.rendezvous.TELL_AFTER_S", 0.1)
     with pytest.raises(CommTimeoutError):
         rendezvous(store, 0, 2, timedelta(seconds=1.0), "some")
     told = [record.getMessage() for record in caplog.records]
@@ -93,7 +93,7 @@ def test_a_long_wait_is_told_again_and_again(store, caplog, monkeypatch):
 
 
 def test_a_long_wait_for_the_store_of_rank_0_is_told(caplog, monkeypatch):
-    monkeypatch.setattr("zeropp.rendezvous.TELL_AFTER_S", 0.1)
+    monkeypatch.setattr("zeropp.comm.rendezvous.TELL_AFTER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     limit = timedelta(seconds=0.5)

@@ -13,8 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zeropp import deepspeed_json, deepspeed_keys
-from zeropp.config import Comm, Config, LossScale, Offload, Precision, Tier
+from zeropp.config import Comm, Config, LossScale, Offload, Precision, Tier, deepspeed_json, deepspeed_keys
 from zeropp.errors import ConfigError
 
 CLASSES = (Tier, Offload, Precision, LossScale, Comm, Config)

@@ -34,7 +34,7 @@ def kinds(model: nn.Module) -> list[str]:
 
 def alone(read: Any) -> None:
     """What one rank reads by itself; a test has less patience than a user."""
-    sys.modules["zeropp.zero.together"].LIMIT_S = 0.3  # type: ignore[attr-defined]
+    sys.modules["zeropp.comm.together"].LIMIT_S = 0.3  # type: ignore[attr-defined]
     read()
 
 

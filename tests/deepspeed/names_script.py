@@ -43,7 +43,7 @@ def used(name: str) -> str:
 
 
 def wrong_names() -> dict[str, str]:
-    from zeropp.deepspeed_names.later import is_later
+    from zeropp.deepspeed.names.later import is_later
 
     wrong = {}
     for kind, names in DATA["names"].items():

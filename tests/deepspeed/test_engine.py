@@ -13,8 +13,8 @@ import torch
 import warm
 import zeropp
 from torch import nn
-from zeropp.deepspeed_names import leaf, optimizers, zero
-from zeropp.deepspeed_names.modules import initialize
+from zeropp.deepspeed.names import leaf, optimizers, zero
+from zeropp.deepspeed.names.modules import initialize
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 KEYS = {

@@ -179,7 +179,7 @@ def test_every_child_interpreter_has_the_names_too(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
     import zeropp
-    from zeropp.deepspeed_names import VERSION
+    from zeropp.deepspeed.names import VERSION
 
     for name in ("spawn", "forkserver"):
         assert found[name][:2] == [zeropp.__version__, VERSION] and found[name][2] != found["here"]
@@ -207,7 +207,7 @@ def test_a_module_whose_package_imports_deepspeed_runs(tmp_path):
 
 
 def test_a_child_that_has_the_real_package_keeps_it(tmp_path):
-    from zeropp.deepspeed_names import CHILDREN
+    from zeropp.deepspeed.names import CHILDREN
 
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text("whose = 'its own'\n")
@@ -230,7 +230,7 @@ def test_what_cannot_be_says_why(tmp_path):
 
 
 def test_a_folder_of_files_for_deepspeed_is_not_the_package(tmp_path, monkeypatch):
-    from zeropp.deepspeed_names import real_package
+    from zeropp.deepspeed.names import real_package
 
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "zero3.json").write_text("{}")

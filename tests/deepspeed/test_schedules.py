@@ -13,7 +13,7 @@ import pytest
 import torch
 import zeropp
 from warm import launch
-from zeropp.deepspeed_schedules import build, explain
+from zeropp.deepspeed.schedules import build, explain
 
 SECTIONS = [
     {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}},

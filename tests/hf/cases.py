@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 import transformers
 import zeropp
-import zeropp.generation
 import zeropp.hf
+import zeropp.nn.generation
 from models import VOCABULARY, Rows, arguments, gpt2, llama, lora, t5
 
 TRAIN, HELD_OUT = Rows(96, 1), Rows(16, 2)
@@ -186,10 +186,13 @@ def sequences(folder: Path) -> dict[str, Any]:
         after_bytes = sum(one["bytes"] for kinds in zeropp.traffic().values() for one in kinds.values())
         moved.append(after_bytes - before_bytes)
     torch.distributed.barrier()
-    room, zeropp.generation.BUDGET = zeropp.generation.BUDGET, 0.0  # as if nothing fitted: layer by layer, together
+    room, zeropp.nn.generation.BUDGET = (
+        zeropp.nn.generation.BUDGET,
+        0.0,
+    )  # as if nothing fitted: layer by layer, together
     with torch.no_grad():
         together = trainer.model.generate(input_ids=HELD_OUT.rows[:2], min_new_tokens=long, max_new_tokens=long)
-    zeropp.generation.BUDGET = room
+    zeropp.nn.generation.BUDGET = room
     plain = t5()
     buckets = list(zeropp.packed_full_tensors(trainer.model, bucket_bytes=20_000))
     packed = {name: tensor for bucket in buckets for name, tensor in bucket.tensors()}

@@ -13,8 +13,8 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
-from zeropp import default_group
 from zeropp.accelerate import ZeroppAccelerator
+from zeropp.comm import default_group
 from zeropp.hf import TrainingArguments
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import zeropp
 from torch import nn
 from zeropp.errors import ConfigError, PartitionedParameterError
-from zeropp.zero import init
-from zeropp.zero.init import is_sharded, materialise, sharded_init
+from zeropp.zero.model import init
+from zeropp.zero.model.init import is_sharded, materialise, sharded_init
 
 
 class Block(nn.Module):

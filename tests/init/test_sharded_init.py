@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from warm import launch
-from zeropp.zero.init import is_sharded, sharded_init
+from zeropp.zero.model.init import is_sharded, sharded_init
 
 CASES = Path(__file__).with_name("cases.py")
 PACKAGE = os.pathsep.join(sys.path)  # the ranks import what this process imports

@@ -8,8 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOKS_FOR_NUMPY = {
-    "deepspeed_names/helpers.py",
-    "zero/random_state.py",
+    "deepspeed/names/helpers.py",
+    "checkpoint/random_state.py",
 }  # its generator is saved and seeded where it is there
 
 

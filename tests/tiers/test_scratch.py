@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zeropp.zero import scratch
+from zeropp.files import scratch
 
 TIERS = 2
 """Of each job, with a folder each: states and gradients."""
@@ -155,7 +155,7 @@ def test_a_step_under_a_memory_limit_that_states_in_memory_do_not_fit_in(tmp_pat
 MANY = """
 import os, sys, torch, zeropp
 from pathlib import Path
-from zeropp.zero import activations
+from zeropp.zero.offload import activations
 torch.set_num_threads(1)
 activations.MIN_BYTES = 1 << 12
 model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.GELU(), torch.nn.Linear(100, 100))

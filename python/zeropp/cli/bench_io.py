@@ -32,8 +32,8 @@ from zeropp.aio import Engine
 from zeropp.cli.say import refuse
 from zeropp.config import folders as config_folders
 from zeropp.errors import ConfigError, Error
-from zeropp.io_settings import IoSettings, store
-from zeropp.zero.scratch import STRIPE_BYTES
+from zeropp.files.io_settings import IoSettings, store
+from zeropp.files.scratch import STRIPE_BYTES
 
 FILE_BYTES = 128 << 20
 TIME_LIMIT_S = 15.0

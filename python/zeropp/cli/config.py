@@ -10,12 +10,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zeropp import deepspeed_schedules
 from zeropp.cli.say import at_least_one, refuse
 from zeropp.config import Config, read_json
-from zeropp.deepspeed_json import is_deepspeed_key
-from zeropp.deepspeed_keys import left_out
-from zeropp.deepspeed_optimizers import explain
+from zeropp.config.deepspeed_json import is_deepspeed_key
+from zeropp.config.deepspeed_keys import left_out
+from zeropp.deepspeed import schedules
+from zeropp.deepspeed.optimizers import explain
 from zeropp.errors import ConfigError
 from zeropp.wording import counted
 
@@ -92,7 +92,7 @@ def _pieces(keys: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]
 def _explain(path: str, value: Any, alone: dict[str, Any], ranks: int) -> tuple[str, str]:
     if path in ("optimizer", "scheduler"):
         try:
-            what = explain(value, alone["stage"]) if path == "optimizer" else deepspeed_schedules.explain(value)
+            what = explain(value, alone["stage"]) if path == "optimizer" else schedules.explain(value)
             return "used", _ELSEWHERE[path].format(what)
         except ConfigError as error:
             return "refused", str(error)

@@ -97,7 +97,7 @@ def cuda_driver() -> dict[str, Any]:
 
 def deepspeed_name() -> str:
     """Return the meaning of ``import deepspeed`` in this process."""
-    from zeropp import deepspeed_names
+    from zeropp.deepspeed import names as deepspeed_names
 
     if deepspeed_names.active():
         return f"zeropp's compatibility module (answers as {deepspeed_names.VERSION})"

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the table. Exit status: 0, or 2 where the model or an option cannot be used."""
-    from zeropp.forecast import estimate
+    from zeropp.zero.memory_plan import estimate
 
     try:
         model = _model_of(options)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import argparse
 import sys
 
+from zeropp.checkpoint.offline import DTYPES, export
 from zeropp.cli.say import refuse
 from zeropp.errors import ConfigError, Error
 from zeropp.wording import counted
-from zeropp.zero.offline import DTYPES, export
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     no_module = f"{options.script!r}: there is no such module; wanted one that `import` finds from here"
     if options.module and not _is_module(options.script.partition(".")[0]):
         return refuse("run", no_module)
-    from zeropp.deepspeed_names import install, reach_children
+    from zeropp.deepspeed.names import install, reach_children
 
     with contextlib.ExitStack() as files:
         try:
@@ -85,7 +85,7 @@ def _is_module(name: str) -> bool:
 
 def _for_the_script(arguments: list[str], files: contextlib.ExitStack) -> list[str]:
     """``--zeropp`` by DeepSpeed's name, with a file that frameworks can read."""
-    from zeropp.deepspeed_names.config_file import readable_by_frameworks
+    from zeropp.deepspeed.names.config_file import readable_by_frameworks
 
     said: list[str] = []
     for argument in arguments:
@@ -101,7 +101,7 @@ def _for_the_script(arguments: list[str], files: contextlib.ExitStack) -> list[s
 
 
 def _tell_accelerate(source: str, files: contextlib.ExitStack) -> None:
-    from zeropp.deepspeed_names.config_file import readable_by_frameworks
+    from zeropp.deepspeed.names.config_file import readable_by_frameworks
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = files.enter_context(readable_by_frameworks(source))

@@ -6,10 +6,10 @@ from __future__ import annotations
 import argparse
 import json
 
+from zeropp.checkpoint.offline import Finding, verify
 from zeropp.cli.say import refuse
 from zeropp.errors import Error
 from zeropp.wording import counted
-from zeropp.zero.offline import Finding, verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

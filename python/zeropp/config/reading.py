@@ -72,7 +72,7 @@ def fields_of(source: Source, ranks: int | None, known: Iterable[str]) -> tuple[
     Args:
         known: names of the fields.
     """
-    from zeropp.deepspeed_json import DEEPSPEED_KEYS, fields_from_deepspeed, is_deepspeed_key  # a layer above
+    from zeropp.config.deepspeed_json import DEEPSPEED_KEYS, fields_from_deepspeed, is_deepspeed_key  # a layer above
 
     keys = read_json(source)
     fields = _own_fields({k: v for k, v in keys.items() if not is_deepspeed_key(k)}, list(known), DEEPSPEED_KEYS)

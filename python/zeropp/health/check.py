@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeropp import comm
+from zeropp.comm import group as comm_group
 from zeropp.errors import CommError
 from zeropp.health.search import Fault, search
 
@@ -72,7 +72,7 @@ class _World:
     """All ranks of a group, and communicators of some of them."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.core = comm.communicator(group)
+        self.core = comm_group.communicator(group)
         known = dist.group.WORLD if group is None else group
         assert known is not None  # communicator() has refused that
         self.group: dist.ProcessGroup = known
@@ -101,11 +101,11 @@ class _World:
     def _time_apart(self, ranks: tuple[int, ...], sizes: Sequence[int]) -> list[float]:
         name = "health check of ranks " + ",".join(map(str, ranks))
         store = dist.distributed_c10d.PrefixStore(f"zeropp/{name}", self.store)
-        core = comm.create(store, ranks.index(self.rank), len(ranks), comm.timeout_of(self.group), name)
+        core = comm_group.create(store, ranks.index(self.rank), len(ranks), comm_group.timeout_of(self.group), name)
         try:
             return [_all_reduce_seconds(core, size) for size in sizes]
         finally:
-            comm.close(core)
+            comm_group.close(core)
 
 
 @contextlib.contextmanager

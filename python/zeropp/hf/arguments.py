@@ -29,7 +29,7 @@ def _restore(base: type, state: dict[str, Any]) -> Any:
 
 def _begin_group(arguments: Any) -> None:
     """On CPUs the ranks meet over zeropp; with ``--ddp_backend gloo`` over that."""
-    from zeropp import default_group
+    from zeropp.comm import default_group
 
     on_cpu = arguments.use_cpu or strtobool(os.environ.get("ACCELERATE_USE_CPU", "false"))
     if on_cpu and arguments.ddp_backend in (None, default_group.BACKEND):

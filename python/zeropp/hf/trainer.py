@@ -14,6 +14,7 @@ import transformers
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 import zeropp
+from zeropp import checkpoint as checkpoints
 from zeropp import zero
 from zeropp.accelerate import ZeroppAccelerator, plain_optimizer
 from zeropp.errors import CheckpointError, ConfigError
@@ -74,7 +75,7 @@ class ZeroppTrainer:
 
     def _zeropp_flush(self: Any) -> None:
         optimizer = plain_optimizer(getattr(self, "optimizer", None))
-        if self._zeropp and isinstance(optimizer, zero.optimizer.ZeroOptimizer):
+        if self._zeropp and isinstance(optimizer, zero.step.optimizer.ZeroOptimizer):
             optimizer.flush()
 
     def log(self: Any, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -132,7 +133,7 @@ class ZeroppTrainer:
                     "load its weights with from_pretrained and start anew, or resume without --zeropp"
                 )
             return
-        with zero.random_state.kept():
+        with checkpoints.random_state.kept():
             zeropp.load(folder / FOLDER, self.model, plain_optimizer(self.optimizer))
         scheduler = torch.load(folder / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
@@ -143,7 +144,7 @@ class ZeroppTrainer:
             return
         best = Path(self.state.best_model_checkpoint)
         if (best / FOLDER).is_dir():
-            with zero.random_state.kept():
+            with checkpoints.random_state.kept():
                 zeropp.load(best / FOLDER, self.model)
             return
         with zeropp.gathered(self.model, write=True):

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import zeropp
+from zeropp.checkpoint import random_state
 from zeropp.config import Config, as_config
 from zeropp.errors import CheckpointError, ConfigError
-from zeropp.zero import random_state
 
 SUFFIX = ".zeropp"  # beside name.ckpt: the ranks' slices and the optimizer's state
 SWAP_FOLDER = "zeropp-swap"

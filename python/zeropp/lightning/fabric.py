@@ -17,8 +17,8 @@ from zeropp.errors import ConfigError
 from zeropp.lightning.common import load_shards, must_move, registered, save_shards, take_config
 from zeropp.lightning.parts import full_state, load_full_state, no_sync, partition, parts_of
 from zeropp.zero.engine import engine_of
-from zeropp.zero.init import construction
-from zeropp.zero.optimizer import ZeroOptimizer, scaled_for
+from zeropp.zero.model.init import construction
+from zeropp.zero.step.optimizer import ZeroOptimizer, scaled_for
 
 
 class _NoSync:

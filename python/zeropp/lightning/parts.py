@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import zeropp
+from zeropp.checkpoint.full_state import _extra_states, _keys, persistent_buffers
 from zeropp.config import Config
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.zero.engine import engine_of
 from zeropp.zero.prepare import _hand_over_buffers, attach, is_prepared
-from zeropp.zero.state import _extra_states, _keys, persistent_buffers
 
 _PARTS = "_zeropp_parts"
 

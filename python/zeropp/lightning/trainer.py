@@ -22,9 +22,9 @@ from zeropp.lightning.common import (
 )
 from zeropp.lightning.parts import full_state, load_full_state, no_sync, partition, parts_of
 from zeropp.zero.engine import engine_of
-from zeropp.zero.init import construction
-from zeropp.zero.optimizer import ZeroOptimizer, scaled_for
+from zeropp.zero.model.init import construction
 from zeropp.zero.prepare import _cast
+from zeropp.zero.step.optimizer import ZeroOptimizer, scaled_for
 
 _AVERAGES = ("StochasticWeightAveraging", "WeightAveraging")  # they read every parameter, every step
 

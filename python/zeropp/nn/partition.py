@@ -33,7 +33,7 @@ from zeropp import _C
 from zeropp.errors import Error
 
 if TYPE_CHECKING:
-    from zeropp.zero.activations import ActivationTier
+    from zeropp.zero.offload.activations import ActivationTier
 
 __all__ = ["Partition", "partition_activations"]
 
@@ -311,7 +311,7 @@ class Partition:
 
 
 def _tier_below() -> ActivationTier | None:
-    from zeropp.zero import activations
+    from zeropp.zero.offload import activations
 
     return activations.running()
 

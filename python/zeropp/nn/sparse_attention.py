@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zeropp._ops.sparse_attention import SparseLayout, sparse_attention
 from zeropp.nn.sparsity import Pattern
+from zeropp.ops.block_sparse import SparseLayout, sparse_attention
 
 __all__ = ["SparseAttention"]
 

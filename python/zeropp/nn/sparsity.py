@@ -25,7 +25,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from zeropp._ops.sparse_attention import BLOCKS, SparseLayout
+from zeropp.ops.block_sparse import BLOCKS, SparseLayout
 
 __all__ = ["BigBird", "Dense", "Fixed", "Local", "Longformer", "Pattern", "Variable"]
 

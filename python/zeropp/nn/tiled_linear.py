@@ -23,7 +23,7 @@ _WOULD_BE_LOST = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_
 
 
 class LinearTile(nn.Linear):
-    """One tile. ``is_tile`` makes it a unit (zeropp/zero/units.py)."""
+    """One tile. ``is_tile`` makes it a unit (zeropp/zero/model/units.py)."""
 
     is_tile = True
 

@@ -2,7 +2,7 @@
 """1-bit Adam, 0/1 Adam and 1-bit LAMB: optimizers that send one bit a parameter where others send a gradient.
 
 They live inside ``zeropp.prepare``, which gives them the local gradients; what they compute stands in
-zeropp/zero/onebit_adam.py and zeropp/zero/lamb.py, how they share out states in docs/design/0013.
+zeropp/zero/step/onebit_adam.py and zeropp/zero/step/lamb.py, how they share out states in docs/design/0013.
 """
 
 from __future__ import annotations

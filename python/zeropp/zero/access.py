@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from zeropp.errors import ConfigError, PartitionedParameterError
-from zeropp.forecast import delayed_bytes, shares_in_file
-from zeropp.zero import stored
 from zeropp.zero.engine import FILE, SHARD, Engine, Unit, engine_of
-from zeropp.zero.init import is_sharded, whole_built
-from zeropp.zero.low_states import elem_bytes
-from zeropp.zero.parameter import ref_of
-from zeropp.zero.storage import disk_traffic
-from zeropp.zero.strays import raise_strays
-from zeropp.zero.tier_buffers import Slice, tier_buffers
+from zeropp.zero.memory_plan import delayed_bytes, shares_in_file
+from zeropp.zero.model.init import is_sharded, whole_built
+from zeropp.zero.model.parameter import ref_of
+from zeropp.zero.model.strays import raise_strays
+from zeropp.zero.offload import stored
+from zeropp.zero.offload.storage import disk_traffic
+from zeropp.zero.offload.tier_buffers import Slice, tier_buffers
+from zeropp.zero.step.low_states import elem_bytes
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -211,7 +211,7 @@ def _planned(engine: Engine) -> dict[str, int]:
 
 
 def _planned_delayed(engine: Engine) -> tuple[int, int]:
-    """As zeropp.forecast says it beforehand, of the parameters alone: without what rounds shards up."""
+    """As zeropp.zero.memory_plan says it beforehand, of the parameters alone: without what rounds shards up."""
     units, ranks = engine.units, engine.ranks
     own = [sum(e.numel for e in unit.params) / ranks if unit.trainable else 0.0 for unit in units]
     sizes = [0 if unit.filed is None else unit.elems * unit.dtype.itemsize for unit in units]
@@ -225,7 +225,7 @@ def _planned_delayed(engine: Engine) -> tuple[int, int]:
 
 
 def _planned_buffers(engine: Engine) -> int:
-    """As zeropp.forecast says it beforehand."""
+    """As zeropp.zero.memory_plan says it beforehand."""
     if engine.optimizer_ref is None:  # nothing is stepped
         return 0
     shards = [

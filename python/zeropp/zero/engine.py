@@ -15,28 +15,30 @@ import torch
 from torch import nn
 
 from zeropp import _C
+from zeropp.checkpoint import folder_writer
 from zeropp.config import Config, LossScale, Tier
 from zeropp.errors import ConfigError, Error
-from zeropp.forecast import READ_AHEAD_BYTES
-from zeropp.zero import folder_writer, low_states, origins, stored
-from zeropp.zero.custom import is_known
-from zeropp.zero.grads_tier import GradsTier
-from zeropp.zero.offload import StateTier, TieredStates
-from zeropp.zero.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
-from zeropp.zero.params_tier import ParamsTier
-from zeropp.zero.scaler import NoScaler, Scaler
-from zeropp.zero.storage import FileStorage, Storage
-from zeropp.zero.strays import raise_strays
+from zeropp.zero.memory_plan import READ_AHEAD_BYTES
+from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
+from zeropp.zero.model.strays import raise_strays
+from zeropp.zero.model.units import REPLICATE_BYTES, UnitPlan, numbers
+from zeropp.zero.offload import stored
+from zeropp.zero.offload.grads_tier import GradsTier
+from zeropp.zero.offload.optim_tier import StateTier, TieredStates
+from zeropp.zero.offload.params_tier import ParamsTier
+from zeropp.zero.offload.storage import FileStorage, Storage
+from zeropp.zero.step import low_states, origins
+from zeropp.zero.step.custom import is_known
+from zeropp.zero.step.scaler import NoScaler, Scaler
 from zeropp.zero.unfreeze import Unfreezeing
-from zeropp.zero.units import REPLICATE_BYTES, UnitPlan, numbers
 
 if TYPE_CHECKING:
-    from zeropp.zero.activations import ActivationTier
-    from zeropp.zero.away import Away
-    from zeropp.zero.delayed import Delayed
-    from zeropp.zero.onebit import OneBit
-    from zeropp.zero.step_in_backward import StepInBackward
-    from zeropp.zero.updates import Update
+    from zeropp.zero.offload.activations import ActivationTier
+    from zeropp.zero.offload.offload_states import Away
+    from zeropp.zero.step.delayed import Delayed
+    from zeropp.zero.step.onebit import OneBit
+    from zeropp.zero.step.step_in_backward import StepInBackward
+    from zeropp.zero.step.updates import Update
 
 #: csrc/base/dtype.h, in its order.
 DTYPES = (
@@ -226,7 +228,7 @@ class Engine:
             self.core.set_wire(bits[config.comm.params], bits[config.comm.grads], config.comm.block_elems)
         self.sharers = 0  # ranks that hold a second copy of the parameters together (hpZ)
         if config.comm.secondary_shard and comm is not None and comm.hosts > 1:
-            from zeropp.comm import host_communicator
+            from zeropp.comm.group import host_communicator
 
             self.core.set_secondary(host_communicator())
             self.sharers = len(comm.host_ranks)
@@ -273,7 +275,7 @@ class Engine:
         """Over several hosts each has a copy of weights that are only read, which its ranks share: their communicator, or None."""
         if self.stored is None or self.comm is None or self.comm.hosts == 1:
             return None
-        from zeropp.comm import host_communicator
+        from zeropp.comm.group import host_communicator
 
         return host_communicator()
 

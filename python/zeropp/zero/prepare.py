@@ -18,19 +18,20 @@ from torch import nn
 from zeropp import _C
 from zeropp.config import TORCH_DTYPES, Config, Tier, as_config
 from zeropp.errors import ConfigError, Error
+from zeropp.files.heap_trim import give_back
 from zeropp.wording import what_it_is
-from zeropp.zero import buffers, stored
 from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engine_of, register
-from zeropp.zero.holes import give_back
-from zeropp.zero.offload import BLOCK_ELEMS, StateTier
-from zeropp.zero.optimizer import adopt, check_offload, check_optimizer, steps_float64
-from zeropp.zero.parameter import ref_of
-from zeropp.zero.same import check_same_config, check_same_lines, check_same_model, gather_bytes
-from zeropp.zero.storage import FileStorage
-from zeropp.zero.strays import raise_strays
+from zeropp.zero.model import buffers
+from zeropp.zero.model.parameter import ref_of
+from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
+from zeropp.zero.model.strays import raise_strays
+from zeropp.zero.model.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
+from zeropp.zero.offload import stored
+from zeropp.zero.offload.optim_tier import BLOCK_ELEMS, StateTier
+from zeropp.zero.offload.storage import FileStorage
+from zeropp.zero.step.optimizer import adopt, check_offload, check_optimizer, steps_float64
+from zeropp.zero.step.updates import moments_of
 from zeropp.zero.unfreeze import float64_clash, hook_unit, why_frozen
-from zeropp.zero.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
-from zeropp.zero.updates import moments_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -63,7 +64,7 @@ def prepare(
             differ between ranks, an optimizer that lacks parameters, ...
         zeropp.CommError: a rank died or did not come.
     """
-    from zeropp.zero import meta
+    from zeropp.zero.model import meta
 
     _check_arguments(model, optimizer)
     raise_strays()
@@ -128,11 +129,11 @@ def prepare(
         comm.barrier()
     _install_triggers(model, engine, plans)
     if engine.activations is not None:
-        from zeropp.zero.activations import OffloadingCall
+        from zeropp.zero.offload.activations import OffloadingCall
 
         model._compiled_call_impl = OffloadingCall(model, engine.activations)
     if config.autocast_name is not None:
-        from zeropp.zero.autocast import AutocastCall
+        from zeropp.zero.model.autocast import AutocastCall
 
         model._compiled_call_impl = AutocastCall(model, TORCH_DTYPES[config.autocast_name])
     for unit in engine.units:
@@ -261,7 +262,7 @@ def _check_device(config: Config) -> None:
 
 
 def _check_model(model: nn.Module, config: Config) -> None:
-    from zeropp.zero.init import is_sharded
+    from zeropp.zero.model.init import is_sharded
 
     refuse_lazy(model, "prepare")
     ignored = ignored_parameters(model, config.ignored)
@@ -353,7 +354,7 @@ def _make_tiers(engine: Engine, optimizer: Any) -> None:
             assert isinstance(engine.storage, FileStorage)
             engine.states = StateTier(engine, tier, moments_of(optimizer), engine.storage)
         if activations.kind == "nvme":
-            from zeropp.zero.activations import ActivationTier
+            from zeropp.zero.offload.activations import ActivationTier
 
             engine.activations = ActivationTier(engine, activations)
     except BaseException:
@@ -371,7 +372,7 @@ def _fill(engine: Engine, unit: Unit, updated: bool) -> None:
     several hosts has a copy, one rank of each writes it, parameter by parameter.
     ``updated``: there is an optimizer, which will want an fp32 master of what is in fewer bits.
     """
-    from zeropp.zero.init import copy_own_part, is_sharded, materialise
+    from zeropp.zero.model.init import copy_own_part, is_sharded, materialise
 
     comm, low = engine.comm, unit.dtype in (torch.bfloat16, torch.float16) and unit.trainable
     low = low and TORCH_DTYPES[engine.config.master_name] != unit.dtype

@@ -18,14 +18,14 @@ from torch import optim
 from zeropp.config import TORCH_DTYPES, Config, Precision
 from zeropp.errors import ConfigError, Error
 from zeropp.optim import Lion
-from zeropp.zero.away import require_here
-from zeropp.zero.parameter import Ref, ref_of
+from zeropp.zero.model.parameter import Ref, ref_of
+from zeropp.zero.offload.offload_states import require_here
 
 if TYPE_CHECKING:
     from torch import nn
 
     from zeropp.zero.engine import Engine, Unit
-    from zeropp.zero.units import UnitPlan
+    from zeropp.zero.model.units import UnitPlan
 
 _wants_gradient = operator.attrgetter("requires_grad")
 _BEFORE = "leave it trainable until prepare, and freeze it after"
@@ -185,7 +185,7 @@ class Unfreezeing:
 
     def unfreeze(self, unit: Unit) -> None:
         """Room for gradients, hooks, a master; a place in the optimizer. Between two passes."""
-        from zeropp.zero.optimizer import adopt_unit
+        from zeropp.zero.step.optimizer import adopt_unit
 
         engine = self._engine()
         assert engine is not None
@@ -251,7 +251,7 @@ def add_group(optimizer: Any, engine: Engine, group: dict[str, Any]) -> None:
     Raises:
         zeropp.ConfigError: not the model's parameters, or some that cannot be trained; the optimizer is as before.
     """
-    from zeropp.zero.optimizer import check_differentiable, join_group
+    from zeropp.zero.step.optimizer import check_differentiable, join_group
 
     require_here(engine)
     if engine.backward_step is not None:

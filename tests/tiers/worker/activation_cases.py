@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import batch, gpt
 from zeropp import Offload, Tier
-from zeropp.zero import activations
 from zeropp.zero.engine import engine_of
+from zeropp.zero.offload import activations
 
 ROWS = 16
 

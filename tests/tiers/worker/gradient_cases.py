@@ -245,7 +245,7 @@ def the_process_is_smaller() -> None:
 
 def no_room() -> None:
     """One rank's disk is full (here: its files may not grow): every rank hears it from prepare, and nothing is left."""
-    from zeropp.zero import grads_tier
+    from zeropp.zero.offload import grads_tier
 
     last = dist.get_world_size() - 1
     with scratch() as path:

@@ -353,7 +353,7 @@ def under_a_limit_that_memory_exceeds() -> None:
 def no_room() -> None:
     """The disk is full (here: files may not grow): every rank hears it from prepare, and nothing is left. The same model
     can be prepared otherwise."""
-    from zeropp.zero import params_tier
+    from zeropp.zero.offload import params_tier
 
     with scratch() as path:
         model = gpt()
@@ -408,7 +408,7 @@ def checksums_of_all_tiers() -> None:
     """Every byte of a state that a step reads from any tier is checked, after checkpoints and whole values were written too, and
     the losses are those of memory. A page of parameters that changes on the disk is an error in forward, on every rank, that
     names it."""
-    from zeropp.zero import activations
+    from zeropp.zero.offload import activations
 
     precision = None if dist.get_world_size() == 1 else "bf16"
     kinds = dict.fromkeys(("params", "grads", "optimizer", "activations"), "nvme")

@@ -296,7 +296,7 @@ def beside_the_disk() -> None:
         return seen, file_bytes
 
     with scratch() as path, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeropp.zero.activations.MIN_BYTES", 1 << 10)
+        patch.setattr("zeropp.zero.offload.activations.MIN_BYTES", 1 << 10)
         for config in ({"stage": 1}, {"stage": 3, "host_copy": "off"}):
             wanted, whole = train(path, "no", **config)
             for shared in ("around", "inside"):

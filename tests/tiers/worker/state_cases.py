@@ -198,7 +198,7 @@ def memory() -> None:
 def no_room() -> None:
     """One rank's disk is full (here: its files may not grow): every rank hears it from prepare, and nothing is left. The
     same model can be prepared otherwise."""
-    from zeropp.zero import offload
+    from zeropp.zero.offload import optim_tier as offload
 
     last = dist.get_world_size() - 1
     with scratch() as path:
@@ -301,7 +301,7 @@ def change(path: Path, first: int, size: int = 4096) -> None:
 
 def interrupted_after_the_step() -> None:
     """Ctrl-C that arrives when the step is done: raised where it was pressed, and nothing is torn or lost."""
-    from zeropp.zero.optimizer import ZeroOptimizer
+    from zeropp.zero.step.optimizer import ZeroOptimizer
 
     last = dist.get_rank() == dist.get_world_size() - 1
     wanted = train(*prepared(stage=2), 0, 4)

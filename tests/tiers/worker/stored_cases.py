@@ -15,7 +15,7 @@ from state_cases import scratch
 from training import CONTEXT, batch, gpt
 from zeropp import Config, Offload, Precision, Tier
 from zeropp.zero.engine import engine_of
-from zeropp.zero.stored import matrices
+from zeropp.zero.offload.stored import matrices
 
 BLOCK = 64
 LEVELS = {"int8": 127, "int4": 7}

@@ -17,11 +17,11 @@ import zeropp
 from state_cases import change, scratch
 from training import Recipe, batch, gpt, ours, same, train
 from zeropp import Offload, Tier
-from zeropp.zero import activations
-from zeropp.zero import away as away_module
-from zeropp.zero import scratch as scratch_module
+from zeropp.files import scratch as scratch_module
 from zeropp.zero.engine import engine_of
-from zeropp.zero.params_tier import ParamsTier
+from zeropp.zero.offload import activations
+from zeropp.zero.offload import offload_states as away_module
+from zeropp.zero.offload.params_tier import ParamsTier
 
 STRIPE = 64 << 10
 KINDS = ("params", "grads", "optimizer", "activations")

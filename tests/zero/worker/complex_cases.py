@@ -179,7 +179,7 @@ def _kept(folder: Path, model: Any, ours: Any) -> None:
         zeropp.load_full_state_dict(fresh, source)
         same(zeropp.full_state_dict(fresh), wanted, 0)
     if dist.get_rank() == 0:
-        from zeropp.zero.offline import whole_state
+        from zeropp.checkpoint.offline import whole_state
 
         same(whole_state(folder / "ckpt", None), wanted, 0)
     p = next(p for p in fresh.parameters() if p.ndim == 3)

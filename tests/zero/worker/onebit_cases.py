@@ -16,7 +16,7 @@ import zeropp
 from torch import Tensor, nn
 from training import batch, gpt
 from zeropp.zero.engine import engine_of
-from zeropp.zero.onebit import CHUNK_ELEMS
+from zeropp.zero.step.onebit import CHUNK_ELEMS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "reference"))
 import lamb

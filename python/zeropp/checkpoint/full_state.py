@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole values in and out of a partitioned model: state dicts, a bounded-memory stream, safetensors for everybody
+else."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zeropp.checkpoint.sources import Source, opened
+from zeropp.comm.collective import Ranks
+from zeropp.errors import CheckpointError
+from zeropp.files import disk, safefile
+from zeropp.wording import are, counted
+from zeropp.zero.access import gathered
+from zeropp.zero.engine import WHOLE, Engine, Entry, Unit, engine_of
+from zeropp.zero.model.parameter import ref_of
+
+FILE_BYTES = 2 << 30
+BUCKET_BYTES = 64 << 20
+EXTRA_STATE = "_extra_state"  # torch's own key
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that belong to a state dict, each under its first name."""
+    return ((name, tensor) for name, tensor in loose_tensors(model) if not isinstance(tensor, nn.Parameter))
+
+
+def loose_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What belongs to a state dict and to no unit, each under its first name: persistent buffers, ignored parameters."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, tensor in _loose(module):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield (f"{path}.{name}" if path else name), tensor
+
+
+def _loose(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and ref_of(parameter) is None:
+            yield name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def write_piece(unit: Unit, at: int, values: torch.Tensor) -> None:
+    """Elements from ``at`` on of a unit's flat buffer, where this rank holds them: shard, whole copy and fp32 master.
+
+    Call it inside ``engine.write_shards()``.
+    """
+    values = values.reshape(-1)
+    if unit.place == WHOLE:
+        unit.whole[at : at + values.numel()] = values.to(unit.dtype)
+    low, high = max(at, unit.begin_elems), min(at + values.numel(), unit.begin_elems + unit.shard.numel())
+    if low < high:
+        mine = values[low - at : high - at]
+        unit.write_shard(low - unit.begin_elems, mine)
+        unit.write_master(low - unit.begin_elems, mine)
+
+
+def named_full_tensors(
+    model: nn.Module, bucket_bytes: int = BUCKET_BYTES, *, only: Callable[[str], bool] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter whole, one after the other, then the persistent buffers; collective, so every rank iterates to
+    the end.
+
+    Args:
+        bucket_bytes: units are gathered together up to this many bytes; at least one is.
+        only: tells by name which are wanted; units of which nothing is wanted are not gathered. None: all.
+
+    Yields:
+        (name, a copy on the CPU): names as in ``named_parameters``, tied parameters once.
+
+    Memory: one bucket and one parameter beside the shards.
+    """
+    engine_of(model).flush()
+    for bucket in _buckets(engine_of(model), bucket_bytes):
+        entries = [entry for unit in bucket for entry in unit.params if only is None or any(map(only, entry.names))]
+        with gathered([entry.param for entry in entries]):
+            for entry in entries:
+                yield entry.names[0], entry.param.detach().clone()
+    for name, buffer in loose_tensors(model):
+        if only is None or only(name):
+            yield name, buffer.detach().clone()
+
+
+def _buckets(engine: Engine, bucket_bytes: int) -> Iterator[list[Unit]]:
+    bucket: list[Unit] = []
+    held = 0
+    for unit in engine.units:
+        size = unit.elems * unit.dtype.itemsize
+        if bucket and held + size > bucket_bytes:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(unit)
+        held += size
+    if bucket:
+        yield bucket
+
+
+def full_state_dict(
+    model: nn.Module, *, rank_0_only: bool = False, only: Callable[[str], bool] | None = None
+) -> dict[str, torch.Tensor]:
+    """What ``model.state_dict()`` of the plain model would be, as copies on the CPU; collective.
+
+    Args:
+        rank_0_only: the other ranks get an empty dict, and spend no memory on it.
+        only: tells by name which entries are wanted (those of an adapter, say); the same on every rank. None: all.
+
+    Returns:
+        Keys in ``state_dict``'s own order; tied parameters stand under all their names and share one tensor.
+    """
+    engine = engine_of(model)
+    wanted = not rank_0_only or engine.rank == 0
+    whole: dict[str, torch.Tensor] = {}
+    for name, tensor in named_full_tensors(model, only=only):
+        if wanted:
+            whole[name] = tensor
+    if not wanted:
+        return {}
+    if engine.comm is not None and not rank_0_only:
+        _take_rank_0s(engine, [whole[name] for name, _ in loose_tensors(model) if name in whole])
+    aliases = _aliases(engine, model)
+    extra = {key: module.get_extra_state() for key, module in _extra_states(model)}
+    keys = [key for key in _keys(model) if only is None or only(key)]
+    return {key: extra[key] if key in extra else whole[aliases[key]] for key in keys}
+
+
+def _take_rank_0s(engine: Engine, copies: list[torch.Tensor]) -> None:
+    """What is whole on every rank, buffers for instance, may differ."""
+    for copy in copies:
+        if copy.layout == torch.strided and copy.numel():
+            values = copy.resolve_conj().resolve_neg().contiguous()
+            engine.comm.broadcast(values.data_ptr(), values.nbytes, 0)
+            copy.copy_(values)
+
+
+def _aliases(engine: Engine, model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or persistent buffer -> the name it is gathered under."""
+    first = {name: entry.names[0] for unit in engine.units for entry in unit.params for name in entry.names}
+    seen: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in _loose(module):
+            key = f"{path}.{name}" if path else name
+            first[key] = seen.setdefault(id(tensor), key)
+    return first
+
+
+def _keys(model: nn.Module) -> list[str]:
+    """The keys of ``model.state_dict()`` in its order, without reading a value."""
+    keys = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = [name for name, one in module._parameters.items() if one is not None]
+        own += [
+            n for n, one in module._buffers.items() if one is not None and n not in module._non_persistent_buffers_set
+        ]
+        own += [EXTRA_STATE] if _has_extra_state(module) else []
+        keys += [f"{path}.{name}" if path else name for name in own]
+    return keys
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        if _has_extra_state(module):
+            yield (f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE), module
+
+
+def load_full_state_dict(
+    model: nn.Module,
+    source: Mapping[str, torch.Tensor] | str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    progress: bool = False,
+) -> None:
+    """Whole values into a partitioned model; collective. Each rank takes its shards, and reads no more of a file than
+    the rows that hold them: no rank ever has the whole model, and nothing travels between ranks.
+
+    Args:
+        source: a state dict (the same on every rank); or a safetensors file, or one of ``torch.save`` (``.bin``,
+            ``.pt``: tensors only, mapped and never executed), or a folder of either as Hugging Face writes it.
+        strict: names that are missing or unknown are an error.
+        progress: rank 0 shows a bar of the bytes of the model, on stderr.
+
+    Raises:
+        zeropp.CheckpointError: a file cannot be read, or names or shapes do not fit; nothing was changed then. On every
+            rank.
+    """
+    engine = engine_of(model)
+    ranks = Ranks(engine)
+    with contextlib.ExitStack() as stack:
+        found: list[Source] = []
+
+        def look() -> None:
+            found.append(stack.enter_context(opened(source)))
+            _check_names(engine, model, found[0], strict)
+
+        ranks.all_do(look)
+        with engine.write_shards(), torch.no_grad(), _bar(engine, progress and ranks.rank == 0) as count:
+            ranks.all_do(lambda: _take_all(engine, model, found[0], count))
+
+
+def _take_all(engine: Engine, model: nn.Module, values: Source, count: Callable[[int], object]) -> None:
+    """This rank's part of all that is there: parameters, buffers, extra states."""
+    there = set(values.names())
+    for unit in engine.units:
+        for entry in unit.params:
+            name = next((one for one in entry.names if one in there), None)
+            if name is not None:
+                _take(engine, unit, entry, values, name)
+            count(entry.numel * unit.dtype.itemsize)
+    for name, buffer in loose_tensors(model):
+        if name in there:
+            buffer.detach().copy_(values.whole(name))
+    for key, module in _extra_states(model):
+        if key in there:
+            module.set_extra_state(values.whole(key))
+
+
+@contextlib.contextmanager
+def _bar(engine: Engine, shown: bool) -> Iterator[Callable[[int], object]]:
+    """What counts bytes of parameters that were loaded."""
+    if not shown:
+        yield lambda count: None
+        return
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    total = sum(entry.numel * unit.dtype.itemsize for unit in engine.units for entry in unit.params)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="loading") as bar:
+        yield bar.update
+
+
+def _take(engine: Engine, unit: Unit, entry: Entry, values: Source, name: str) -> None:
+    """The part of one parameter that this rank holds."""
+    offset, numel = entry.offset_elems, entry.numel
+    if unit.place == WHOLE or engine.local:
+        write_piece(unit, offset, _numbers(entry, values, name, 0, numel))
+        return
+    low, high = max(offset, unit.begin_elems), min(offset + numel, unit.begin_elems + unit.shard.numel())
+    if low < high:
+        write_piece(unit, low, _numbers(entry, values, name, low - offset, high - offset))
+
+
+def _numbers(entry: Entry, values: Source, name: str, begin: int, end: int) -> torch.Tensor:
+    """Those of a parameter from ``begin`` to ``end``."""
+    if not entry.is_complex:
+        return values.flat(name, begin, end)
+    return entry.numbers(values.flat(name, begin // 2, -(-end // 2)))[begin % 2 :][: end - begin]
+
+
+def _check_names(engine: Engine, model: nn.Module, values: Source, strict: bool) -> None:
+    known: set[str] = set()
+    given = set(values.names())
+    missing = []
+    shapes: list[tuple[list[str], tuple[int, ...]]] = [
+        (e.names, tuple(e.shape)) for u in engine.units for e in u.params
+    ]
+    shapes += [([name], tuple(buffer.shape)) for name, buffer in loose_tensors(model)]
+    for names, shape in shapes:
+        known.update(names)
+        there = next((one for one in names if one in given), None)
+        if there is None:
+            missing.append(names[0])
+        elif values.shape(there) != shape:
+            raise CheckpointError(
+                f"load_full_state_dict: '{there}' has shape {values.shape(there)}, the model's has {shape}"
+            )
+    extra = dict(_extra_states(model))
+    foreign = sorted(given - known - set(_aliases(engine, model)) - extra.keys())
+    if strict and (missing or foreign):
+        said = []
+        if missing:
+            said.append(f"{counted(len(missing), 'name')} {are(len(missing))} missing{_some(missing)}")
+        if foreign:
+            said.append(f"{counted(len(foreign), 'name')} {are(len(foreign))} unknown to the model{_some(foreign)}")
+        raise CheckpointError(f"load_full_state_dict: {', '.join(said)}; strict=False leaves those alone")
+
+
+def _some(names: list[str]) -> str:
+    return f" ({', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''})" if names else ""
+
+
+def export(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES) -> None:
+    """Write the whole model as safetensors in the Hugging Face layout; collective, rank 0 writes.
+
+    ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` with an index where it is larger than
+    ``file_bytes``; the model's ``config``, where it has one that can save itself. Tied parameters are written once,
+    under their first name.
+
+    Memory: rank 0 holds one file's tensors; the others one bucket.
+
+    Raises:
+        zeropp.TierError: storage is full or failed. On every rank.
+    """
+    engine = engine_of(model)
+    ranks = Ranks(engine)
+    target = Path(folder)
+    sizes = [(e.names[0], e.numel * u.dtype.itemsize) for u in engine.units for e in u.params]
+    sizes += [(name, buffer.nbytes) for name, buffer in loose_tensors(model)]
+    plan = _split(sizes, file_bytes)
+    names = [f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
+    if len(plan) == 1:
+        names = ["model.safetensors"]
+    ranks.only_rank_0(lambda: _make_folder(target))
+    stream = named_full_tensors(model)
+    for file_name, members in zip(names, plan, strict=True):
+        tensors = {}
+        for _ in members:
+            name, tensor = next(stream)
+            if ranks.rank == 0:
+                tensors[name] = tensor
+        ranks.only_rank_0(functools.partial(_write_file, target / file_name, tensors))
+        del tensors
+    for _ in stream:
+        raise AssertionError("the plan covers every tensor")
+    ranks.only_rank_0(lambda: _finish_export(model, target, names, plan, sum(size for _, size in sizes)))
+
+
+def _split(sizes: list[tuple[str, int]], file_bytes: int) -> list[list[str]]:
+    plan: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes:
+        if plan[-1] and held + size > file_bytes:
+            plan.append([])
+            held = 0
+        plan[-1].append(name)
+        held += size
+    return plan
+
+
+def _make_folder(folder: Path) -> None:
+    with disk.storage_errors(folder, 0):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Under another name first: a reader never sees half a file."""
+    new = path.with_name(path.name + ".new")
+    safefile.write_tensors(new, tensors, {"format": "pt"})
+    with disk.storage_errors(path, 0):
+        disk.disk.rename(new, path)
+        disk.disk.sync_folder(path.parent)
+
+
+def _finish_export(model: nn.Module, folder: Path, names: list[str], plan: list[list[str]], total_bytes: int) -> None:
+    if len(names) > 1:
+        weight_map = {name: file for file, members in zip(names, plan, strict=True) for name in members}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        disk.write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=1))
+    save_config = getattr(getattr(model, "config", None), "save_pretrained", None)
+    if save_config is not None:
+        save_config(folder)

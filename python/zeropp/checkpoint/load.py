@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``zeropp.load``: a checkpoint back into a model, on any number of ranks and at any stage.
+
+All is verified before anything is touched; each rank reads the ranges of the files that it holds itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropp.checkpoint import random_state
+from zeropp.checkpoint.background import finish
+from zeropp.checkpoint.full_state import loose_tensors, write_piece
+from zeropp.checkpoint.manifest import SCALES, candidates, none_good, read_manifest
+from zeropp.checkpoint.plain import from_plain
+from zeropp.checkpoint.save import check_optimizer
+from zeropp.comm.collective import Ranks
+from zeropp.errors import CheckpointError, ConfigError
+from zeropp.files import safefile
+from zeropp.ops import moments_decode_, moments_scales
+from zeropp.wording import are, counted
+from zeropp.zero.engine import WHOLE, Engine, Unit, engine_of
+from zeropp.zero.unfreeze import was_trained
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    scheduler: Any = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Restore the newest good checkpoint; collective. Any number of ranks, any stage and precision.
+
+    Every checksum is verified before the model is touched. A damaged checkpoint is passed over for the one before it,
+    with a warning and in the result; a folder named directly (``ckpt/step-7``) is taken or refused. With
+    ``Config(accumulate=n)`` and an optimizer the next backward is the first of n: gradients that were added up are forgotten.
+
+    Args:
+        path: the folder given to :func:`save`, or one checkpoint in it.
+        model, optimizer, scheduler: as for :func:`save`; None leaves that part alone.
+        strict: parameters and buffers that only the model or only the checkpoint has are an error, but for those that the save left
+            out (``only``). False: they are passed over, and the model keeps its own values.
+
+    Returns:
+        ``{"step": n, "path": folder, "extra": user data, "damaged": {folder: what is wrong with it},
+        "random_restored": bool}``. Random states are restored where the number of ranks is that of the save.
+
+    Raises:
+        zeropp.CheckpointError: nothing there, nothing good there, or another model; file and offset are named. On
+        every rank.
+    """
+    engine = engine_of(model)
+    check_optimizer(engine, optimizer)
+    ranks = Ranks(engine)
+    finish(engine)
+    found = ranks.only_rank_0(lambda: [str(one) for one in candidates(Path(path))])
+    folder, content, damaged = _first_good(ranks, [Path(one) for one in found])
+    for bad, what in damaged.items():
+        warnings.warn(f"zeropp.load: {bad} is damaged and was passed over for {folder}: {what}", stacklevel=2)
+    ranks.all_do(lambda: _check_fit(engine, content, optimizer, scheduler, folder, strict))
+    content["parameters"] = {**_without_values(engine), **content["parameters"]}
+    with _Parts(folder, content) as parts:
+
+        def copy() -> None:
+            then: list[Callable[[], None]] = []  # what has to wait until all is read
+            with safefile.Fills() as fills:
+                for unit in engine.units:
+                    _fill_unit(engine, unit, content["parameters"], parts, fills, then)
+                    if optimizer is not None and unit.trainable:
+                        _fill_state(engine, unit, content["parameters"], parts, fills, then)
+            for finish_unit in then:
+                finish_unit()
+            own = parts.tensors(0)
+            for name, buffer in loose_tensors(model):
+                if strict or name in content["buffers"]:
+                    buffer.copy_(own.tensor(name))
+
+        if optimizer is not None and engine.delayed is not None:
+            engine.delayed.drop()
+        if engine.backward_step is not None:
+            engine.backward_step.drop()
+        if optimizer is not None and engine.accumulate > 1:
+            engine.restart_step()
+        if optimizer is not None:
+            engine.unfreezing.unfreeze_trained(content["parameters"])
+        with engine.write_shards(), torch.no_grad():
+            _, error = _try(copy)
+        ranks.all_do(lambda: _raise(error))
+        if optimizer is not None:
+            _restore_groups(optimizer, content["optimizer"]["groups"])
+            engine.scaler.restore(content.get("scaler"))
+            _restore_private(engine, content, parts)
+        if scheduler is not None:
+            scheduler.load_state_dict(parts.plain(0, content["scheduler"]["state"]))
+        same_ranks = content["ranks"] == engine.ranks
+        if same_ranks:
+            random_state.restore(parts.plain(engine.rank, content["random"][engine.rank]))
+        extra = parts.plain(0, content["extra"])
+    return {
+        "step": content["step"], "path": folder, "extra": extra, "random_restored": same_ranks,
+        "damaged": {str(bad): what for bad, what in damaged.items()},
+    }  # fmt: skip
+
+
+def _first_good(ranks: Ranks, folders: list[Path]) -> tuple[Path, dict[str, Any], dict[Path, str]]:
+    damaged: dict[Path, str] = {}
+    for folder in folders:
+        contents: list[dict[str, Any]] = []
+
+        def examine(folder: Path = folder, contents: list[dict[str, Any]] = contents) -> None:
+            content = read_manifest(folder)
+            for name in list(content["files"])[ranks.rank :: ranks.count]:
+                safefile.verify(folder / name, content["files"][name])
+            contents.append(content)
+
+        _, error = ranks.all_try(examine)
+        if error is None:
+            return folder, contents[0], damaged
+        if not isinstance(error, CheckpointError):
+            raise error
+        damaged[folder] = str(error)
+    raise none_good(damaged)
+
+
+class _Parts:
+    """The ranks' files of one checkpoint, opened when first read."""
+
+    def __init__(self, folder: Path, content: Mapping[str, Any]) -> None:
+        self._names = [folder / name for name in content["files"]]
+        self._open: dict[int, safefile.TensorFile] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> _Parts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def tensors(self, rank: int) -> safefile.TensorFile:
+        if rank not in self._open:
+            self._open[rank] = self._stack.enter_context(contextlib.closing(safefile.TensorFile(self._names[rank])))
+        return self._open[rank]
+
+    def plain(self, rank: int, value: Any) -> Any:
+        """Data that may refer to tensors of that rank's file."""
+        file = self.tensors(rank)
+
+        class Named(dict[str, torch.Tensor]):
+            def __missing__(self, name: str) -> torch.Tensor:
+                return file.tensor(name)
+
+        return from_plain(value, Named())
+
+    def read(
+        self, name: str, kind: str, begin: int, end: int, pieces: list[list[int]]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, values) of every saved piece that overlaps elements ``begin`` to ``end`` of a parameter."""
+        for rank, key, first, low, high in _overlaps(name, kind, begin, end, pieces):
+            yield low, self.tensors(rank).flat(key, low - first, high - first)
+
+    def has_fp32(self, name: str, begin: int, end: int, pieces: list[list[int]]) -> bool:
+        """Were values of these elements of a parameter saved in fp32?"""
+        found = _overlaps(name, "", begin, end, pieces)
+        return any(self.tensors(rank).dtype(key) == torch.float32 for rank, key, *_ in found)
+
+    def fill(
+        self, fills: safefile.Fills, name: str, kind: str, begin: int, values: torch.Tensor, pieces: list[list[int]]
+    ) -> None:
+        """Elements from ``begin`` on of a parameter or a state of it, into contiguous memory; read straight there
+        where the types agree."""
+        for rank, key, first, low, high in _overlaps(name, kind, begin, begin + values.numel(), pieces):
+            file, target = self.tensors(rank), values[low - begin : high - begin]
+            if kind and file.dtype(key) == torch.uint8:
+                target.copy_(_decoded(file, key, kind, first, low, high))
+            elif file.dtype(key) == target.dtype:
+                file.fill(fills, key, low - first, target)
+            else:
+                target.copy_(file.flat(key, low - first, high - first))
+
+
+def _decoded(file: safefile.TensorFile, key: str, kind: str, first: int, low: int, high: int) -> torch.Tensor:
+    """Elements ``low`` to ``high`` of a moment in 8 bits, of whose saved piece ``first`` is the first; in fp32."""
+    values, skipped = torch.empty(high - low), moments_scales(low - first + 1, first) - 1
+    scales = file.flat(key + SCALES, skipped, skipped + moments_scales(high - low, low))
+    moments_decode_(file.flat(key, low - first, high - first), scales, values, moment=kind, first=low)
+    return values
+
+
+def _overlaps(
+    name: str, kind: str, begin: int, end: int, pieces: list[list[int]]
+) -> Iterator[tuple[int, str, int, int, int]]:
+    """(rank, key in its file, first element of the saved piece, and what is wanted of it: from, to)."""
+    key = f"{name}/{kind}" if kind else name
+    for rank, first, last in pieces:
+        low, high = max(begin, first), min(end, last)
+        if low < high:
+            yield rank, key, first, low, high
+
+
+def _without_values(engine: Engine) -> dict[str, Any]:
+    """What a manifest would say of the model's parameters if it had no values of them."""
+    entries = (entry for unit in engine.units for entry in unit.params)
+    return {entry.names[0]: {"names": entry.names, "shape": list(entry.shape), "pieces": {"": []}} for entry in entries}
+
+
+def _check_fit(
+    engine: Engine, content: Mapping[str, Any], optimizer: Any, scheduler: Any, folder: Path, strict: bool
+) -> None:
+    saved = content["parameters"]
+    mine = {entry.names[0]: entry for unit in engine.units for entry in unit.params}
+    missing = sorted(mine.keys() - saved.keys() - set(content.get("left_out", ())))
+    foreign = sorted(saved.keys() - mine.keys())
+    if strict and (missing or foreign):
+        said = []
+        if missing:
+            said.append(f"{counted(len(missing), 'parameter')} {are(len(missing))} not in it{_first(missing)}")
+        if foreign:
+            said.append(
+                f"{counted(len(foreign), 'parameter')} of it {are(len(foreign))} not in the model{_first(foreign)}"
+            )
+        raise CheckpointError(f"{folder}: holds another model: {', '.join(said)}; build the model that was saved")
+    for name, entry in ((name, one) for name, one in mine.items() if name in saved):
+        if list(entry.shape) != saved[name]["shape"]:
+            raise CheckpointError(
+                f"{folder}: '{name}' has shape {saved[name]['shape']} there, {list(entry.shape)} in the model"
+            )
+        if entry.is_complex != saved[name].get("complex", False):
+            kinds = ("real", "complex") if entry.is_complex else ("complex", "real")
+            raise CheckpointError(f"{folder}: '{name}' is {kinds[0]} there, {kinds[1]} in the model")
+    if optimizer is not None:
+        _check_optimizer_fit(content["optimizer"], optimizer, mine, folder)
+        _check_unfrozen(engine, saved, folder)
+    if scheduler is not None:
+        there = content["scheduler"]
+        if there is None or there["class"] != type(scheduler).__name__:
+            kind = "no scheduler" if there is None else f"a {there['class']}"
+            raise CheckpointError(f"{folder}: holds {kind}, and a {type(scheduler).__name__} is to be restored")
+
+
+def _check_optimizer_fit(there: Any, optimizer: Any, mine: Mapping[str, Any], folder: Path) -> None:
+    if there is None:
+        raise CheckpointError(f"{folder}: was saved without an optimizer; load(path, model) restores the weights alone")
+    if there["class"] not in {cls.__name__ for cls in type(optimizer).__mro__}:
+        raise CheckpointError(
+            f"{folder}: holds the state of {there['class']}, the optimizer is {type(optimizer).__mro__[2].__name__}"
+        )
+    names = {id(entry.param): name for name, entry in mine.items()}
+    groups = [sorted(names[id(p)] for p in group["params"]) for group in optimizer.param_groups]
+    if groups != [sorted(group["parameters"]) for group in there["groups"]]:
+        raise CheckpointError(
+            f"{folder}: its optimizer has groups of {[len(group['parameters']) for group in there['groups']]} "
+            f"parameters, this one of {[len(group) for group in groups]}, or of others; build it the same way, with the groups that "
+            "optimizer.add_param_group had added by then"
+        )
+
+
+def _check_unfrozen(engine: Engine, saved: Mapping[str, Any], folder: Path) -> None:
+    """What is frozen here and was trained there can be trained here, too."""
+    for unit in engine.units:
+        there = (e.names[0] for e in unit.params if e.names[0] in saved)
+        name = next((one for one in there if was_trained(saved[one])), None)
+        if name is None or unit.trainable:
+            continue
+        try:
+            engine.unfreezing.require_possible(unit, name)
+        except ConfigError as error:
+            raise CheckpointError(f"{folder}: '{name}' was trained there, and is frozen here: {error}") from None
+
+
+def _first(names: list[str]) -> str:
+    return f" (first '{names[0]}')" if names else ""
+
+
+Then = list[Callable[[], None]]
+
+
+def _fill_unit(
+    engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then
+) -> None:
+    """This rank's shards of one unit's weights."""
+    if engine.local or unit.place != WHOLE:
+        if unit.tiered is None and unit.filed is None:
+            _fill_shards(unit, saved, parts, fills, then)
+            return
+        wanted: Iterable[tuple[int, int, int]] = unit.pieces()
+    else:  # every rank has all of it, and fills all of it
+        wanted = [(i, e.offset_elems - unit.begin_elems, e.numel) for i, e in enumerate(unit.params)]
+    for index, first, elems in wanted:
+        entry = unit.params[index]
+        name, pieces = entry.names[0], saved[entry.names[0]]["pieces"]
+        begin = unit.begin_elems + first - entry.offset_elems
+        for low, values in parts.read(name, "", begin, begin + elems, pieces[""]):
+            write_piece(unit, entry.offset_elems + low, values)
+
+
+def _fill_shards(unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then) -> None:
+    """Straight into this rank's shard, or into its fp32 master and from there to the shard."""
+    wanted = []
+    for index, first, elems in unit.pieces():
+        entry = unit.params[index]
+        begin = unit.begin_elems + first - entry.offset_elems
+        wanted.append((first, elems, entry.names[0], begin, saved[entry.names[0]]["pieces"][""]))
+    if unit.master_waits and any(parts.has_fp32(name, at, at + n, pieces) for _, n, name, at, pieces in wanted):
+        unit.make_master()
+    own = unit.own
+    for first, elems, name, begin, pieces in wanted:
+        parts.fill(fills, name, "", begin, own[first : first + elems], pieces)
+    if own is not unit.shard:
+
+        def convert() -> None:
+            unit.shard.copy_(own)
+
+        then.append(convert)
+
+
+def _fill_state(
+    engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then
+) -> None:
+    """The optimizer's state of this rank's shard: straight into it, or unit by unit where it lives elsewhere."""
+    entries = [saved[entry.names[0]] for entry in unit.params]
+    if unit.tiered is None and not any(map(was_trained, entries)):
+        engine.forget_optimizer_state(unit)
+        return
+    kinds = {kind for one in entries for kind in one["pieces"] if kind} | (
+        engine.optimizer_state(unit).keys() - {"step"}
+    )
+    in_place = engine.states_in_place(unit)
+    state = {kind: engine.room_for_state(unit, kind) for kind in kinds}
+    state["step"] = torch.tensor([one.get("steps", 0) for one in entries], dtype=torch.int64)
+    with contextlib.nullcontext(fills) if in_place else safefile.Fills() as now:
+        for index, first, elems in unit.pieces():
+            entry = unit.params[index]
+            begin = unit.begin_elems + first - entry.offset_elems
+            for kind in kinds:
+                target = state[kind][first : first + elems]
+                if kind in entries[index]["pieces"]:
+                    parts.fill(now, entry.names[0], kind, begin, target, entries[index]["pieces"][kind])
+                else:
+                    target.zero_()
+    if in_place:
+        then.append(lambda: engine.load_optimizer_state(unit, state))
+    else:
+        engine.load_optimizer_state(unit, state)
+
+
+def _restore_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in from_plain(saved["values"], {}).items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def _restore_private(engine: Engine, content: Mapping[str, Any], parts: _Parts) -> None:
+    """What belongs to one rank alone, where there are as many as at the save."""
+    if engine.onebit is not None:
+        same = content["ranks"] == engine.ranks and "private" in content
+        engine.onebit.restore(parts.plain(engine.rank, content["private"][engine.rank]) if same else None)
+
+
+def _try(work: Any) -> tuple[Any, BaseException | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error

@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``zeropp.save``: checkpoints that cannot tear.
+
+``save("ckpt", ..., step=7)`` writes ``ckpt/step-7``: one safetensors file a rank with the shards it owns, under the
+parameters' real names, and a manifest. Everything goes to a temporary folder first; files and folder are synced, the
+manifest comes last with the checksums of all files, one atomic rename gives the folder its name, and only then
+``ckpt/latest`` moves. Whatever dies whenever, what was loadable before stays loadable. The ranks agree after each
+part: all commit, or none.
+
+Nothing is pickled. Byte-level format: docs/checkpoint-format.md. Loading: restore.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from zeropp.checkpoint import background as behind
+from zeropp.checkpoint import folder_writer, random_state
+from zeropp.checkpoint.background import Saving
+from zeropp.checkpoint.folder_groups import Group, rank_in_job
+from zeropp.checkpoint.full_state import loose_tensors
+from zeropp.checkpoint.manifest import (
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    SCALES,
+    SPARE,
+    VERSION,
+    leftovers_in,
+    manifest_text,
+    part_name,
+    steps_in,
+)
+from zeropp.checkpoint.plain import to_plain
+from zeropp.comm.collective import Ranks
+from zeropp.errors import CheckpointError, ConfigError, Error
+from zeropp.files import disk as files
+from zeropp.files import safefile
+from zeropp.files.disk import replace_folder, storage_errors, write_text
+from zeropp.files.safefile import Piece, piece_of
+from zeropp.zero.engine import Engine, Unit, engine_of
+from zeropp.zero.step import low_states
+from zeropp.zero.step.custom import check_saved, kind_of
+
+
+@overload
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    step: int | None = None,
+    scheduler: Any = None,
+    extra: Any = None,
+    keep: int | None = None,
+    spare: bool = False,
+    only: Callable[[str], bool] | None = None,
+    background: Literal[False] = False,
+) -> Path: ...
+@overload
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    step: int | None = None,
+    scheduler: Any = None,
+    extra: Any = None,
+    keep: int | None = None,
+    spare: bool = False,
+    only: Callable[[str], bool] | None = None,
+    background: Literal[True],
+) -> Saving: ...
+@overload
+def save(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, step: int | None = None,
+    scheduler: Any = None, extra: Any = None, keep: int | None = None, spare: bool = False,
+    only: Callable[[str], bool] | None = None, background: bool,
+) -> Path | Saving: ...  # fmt: skip
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    step: int | None = None,
+    scheduler: Any = None,
+    extra: Any = None,
+    keep: int | None = None,
+    spare: bool = False,
+    only: Callable[[str], bool] | None = None,
+    background: bool = False,
+) -> Path | Saving:
+    """Write a checkpoint; collective. It is complete and durable when this returns, and absent when this raises.
+
+    With ``background=True`` it returns when this rank's bytes are copied to host memory, and the training goes on while
+    they are written. ``wait()`` of what it returns, the next save or load of the model and the end of the process wait
+    for it, and raise what went wrong.
+
+    Args:
+        path: folder of the checkpoints; this one becomes ``path/step-<step>``, and ``path/latest`` names it.
+        model: prepared by :func:`zeropp.prepare`.
+        optimizer: the one given to ``prepare``; None saves weights and buffers only.
+        step: number of the checkpoint; None: one more than the highest there.
+        scheduler: a learning-rate scheduler (anything with ``state_dict``).
+        extra: user data of rank 0: numbers, strings, lists, dicts, tensors.
+        keep: remove all but this many of the newest checkpoints afterwards; None keeps all.
+        spare: of what goes (by ``keep``, or replaced by the same step) keep one checkpoint's files as ``path/.spare``, and
+            write the next checkpoint over them: into blocks that the disk has already, which is up to twice as fast on
+            thin-provisioned and flash storage. Costs the disk space of one checkpoint more. A file that anybody has open
+            is never overwritten.
+        only: tells by name which parameters are saved; the same on every rank. Those left out keep the model's own values in a load
+            (the base under an adapter, which has a file already). None: all.
+        background: copy now, write while the training goes on.
+
+    Returns:
+        The folder of this checkpoint; in the background, a :class:`~zeropp.checkpoint.background.Saving`.
+
+    Raises:
+        zeropp.TierError: storage is full or failed: path, bytes wanted, bytes free. On every rank.
+        zeropp.CheckpointError: data that cannot be saved, ranks that save different things, or a folder that another job, or another
+            group of ranks of this job, writes into. On every rank.
+        Both also for a background save before this one that failed, where nobody was told yet; nothing is saved then.
+
+    Save between steps: gradients that were accumulated but not stepped with are not saved.
+    Cost: each rank writes its shards once: 4 bytes a parameter and 8 of AdamW's state, over N ranks. Memory: 16 MiB; in
+    the background one copy of these shards, whose memory the next background save of the model uses again.
+    """
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+        raise ConfigError(f"save: step {step!r} is not allowed; wanted a whole number >= 0, or None for the next one")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ConfigError(f"save: keep {keep!r} is not allowed; wanted a whole number >= 1, or None to keep all")
+    for name, value in (("background", background), ("spare", spare)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"save: {name} {value!r} is not allowed; wanted True or False")
+    engine = engine_of(model)
+    check_optimizer(engine, optimizer)
+    ranks = Ranks(engine)
+    behind.finish(engine)
+    engine.flush()
+    engine.storage.require_whole()  # also of states in memory
+    root = Path(path)
+    step, group = _agree_on_step(ranks, root, step)
+    plan = _Plan(root, step, keep, spare, group)
+    left_out = _left_out(engine, only)
+    own: list[behind.RankFile] = []
+    content: dict[str, Any] = {}
+
+    def take() -> dict[str, Any]:
+        """This rank's part: written, or copied to memory."""
+        check_saved(engine)
+        pieces, part = _describe_rank(engine, model, optimizer, scheduler, extra, left_out)
+        old = plan.spare / part_name(engine.rank)
+        if background:
+            own.append(behind.RankFile(engine, plan.partial, plan.parts, pieces, part.pop("about"), old))
+        else:
+            part["file"] = safefile.write_pieces(plan.partial / part_name(engine.rank), pieces, part.pop("about"), old)
+        return part
+
+    try:
+        ranks.only_rank_0(lambda: plan.begin(engine, background))
+        parts = ranks.all_do(take)
+        ranks.only_rank_0(lambda: content.update(_describe(engine, parts, step, optimizer, left_out)))
+        if not background:
+            ranks.only_rank_0(lambda: plan.commit(content, [part["file"] for part in parts]))
+    except BaseException:
+        for file in own:
+            file.close()
+        if ranks.rank == 0:
+            plan.undo()
+            folder_writer.leave(plan)
+        raise
+    if not background:
+        return plan.final
+
+    def rest() -> None:
+        try:
+            entry = own[0].write()
+            if ranks.rank == 0:
+                plan.commit(content, [entry, *behind.collect(plan.partial, plan.parts, ranks.count)])
+        except BaseException:
+            if ranks.rank == 0:
+                with contextlib.suppress(Error):  # the others may still be writing there
+                    behind.collect(plan.partial, plan.parts, ranks.count)
+                plan.undo()
+            raise
+        finally:
+            folder_writer.leave(plan)
+
+    return behind.start(engine, plan.final, ranks, rest)
+
+
+def check_optimizer(engine: Engine, optimizer: Any) -> None:
+    if optimizer is not None and getattr(optimizer, "_engine", None) is not engine:
+        raise ConfigError("the optimizer was not given to zeropp.prepare together with this model")
+
+
+def _agree_on_step(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Group]:
+    """The number of the checkpoint, and who saves it."""
+    asked = ranks.exchange([str(root.absolute()), step, rank_in_job()])
+    group = Group([one.pop() for one in asked])
+    for rank, one in enumerate(asked):
+        if one != asked[0]:
+            raise CheckpointError(
+                f"save: rank {rank} saves to {one[0]} step {one[1]}, rank 0 to {asked[0][0]} step {asked[0][1]}; "
+                "call save with the same path and step on every rank"
+            )
+    if step is not None:
+        return step, group
+    return ranks.only_rank_0(lambda: max((number for number, _ in steps_in(root)), default=-1) + 1), group
+
+
+class _Plan:
+    """The folders of one save, and what rank 0 does with them."""
+
+    def __init__(self, root: Path, step: int, keep: int | None, keep_spare: bool, group: Group) -> None:
+        self.root, self.keep, self.keep_spare, self.group = root, keep, keep_spare, group
+        self.is_writer = False
+        self.spare = root / SPARE
+        self.final = root / f"step-{step}"
+        self.partial = root / f".step-{step}.partial"
+        self.parts = root / f".step-{step}.parts"
+
+    def begin(self, engine: Engine, background: bool) -> None:
+        """Become the writer; then what saves that died left behind goes first."""
+        behind.let_end(self.root)  # of another model of this process
+        with storage_errors(self.partial, 0):
+            files.make_folders(self.root)
+        self.group.take(self.root, engine)
+        self.is_writer = True
+        if background:
+            folder_writer.take(self.root, self)  # also if the model goes before its checkpoint is written
+        with storage_errors(self.partial, 0):
+            for folder in leftovers_in(self.root):
+                files.disk.remove_tree(folder)
+            files.disk.make_folder(self.partial)
+            if background:
+                files.disk.make_folder(self.parts)
+
+    def commit(self, content: dict[str, Any], entries: list[dict[str, Any]]) -> None:
+        """The manifest, the final name, and ``latest``: in this order, each durable before the next. Then the rest
+        goes."""
+        try:
+            self.group.settle()
+            content["files"] = {part_name(rank): entry for rank, entry in enumerate(entries)}
+            write_text(self.partial / MANIFEST, manifest_text(content))
+            replaced = replace_folder(self.partial, self.final)
+            write_text(self.root / LATEST, self.final.name + "\n")
+        except BaseException:
+            self.undo()
+            raise
+        with storage_errors(self.root, 0):
+            files.disk.remove_tree(self.parts)
+            files.disk.remove_tree(self.spare)  # what this save had no use for
+            gone = [] if replaced is None else [replaced]
+            self._retire([*gone, *self._prune()])
+
+    def undo(self) -> None:
+        """After a failure."""
+        if not self.is_writer:  # what lies there is another's
+            return
+        for folder in (self.partial, self.parts):
+            with contextlib.suppress(OSError):
+                files.disk.remove_tree(folder)
+
+    def _prune(self) -> Iterator[Path]:
+        """Out of sight in one step, so that no half of a checkpoint is ever among the others. Where they are then."""
+        if self.keep is None:
+            return
+        others = [folder for _, folder in steps_in(self.root) if folder != self.final]
+        for folder in others[: max(0, len(others) + 1 - self.keep)]:
+            removed = self.root / f".{folder.name.lstrip('.')}.removed"
+            files.disk.remove_tree(removed)
+            files.disk.rename(folder, removed)
+            yield removed
+
+    def _retire(self, folders: Iterable[Path]) -> None:
+        """Remove what is out of sight; one of it may become the spare. It gets that name, durably, before anybody writes
+        to it: else a power cut could bring back the old name with new bytes."""
+        wanted = self.keep_spare
+        for folder in folders:
+            if not wanted:
+                files.disk.remove_tree(folder)
+                continue
+            files.disk.remove_tree(folder / MANIFEST)
+            files.disk.rename(folder, self.spare)
+            files.disk.sync_folder(self.root)
+            wanted = False
+
+
+def _describe_rank(
+    engine: Engine, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, left_out: set[str]
+) -> tuple[list[Piece], dict[str, Any]]:
+    """The tensors of this rank's file, and what the manifest has to say of them."""
+    loose: dict[str, torch.Tensor] = {}
+    part: dict[str, Any] = {"pieces": [], "steps": {}, "random": random_state.collect(loose)}
+    pieces: list[Piece] = []
+    if engine.stage > 0 or engine.rank == 0:  # at stage 0 every rank holds the same
+        for unit in engine.units:
+            pieces += _unit_pieces(engine, unit, optimizer is not None and unit.trainable, part, left_out)
+    if optimizer is not None and engine.onebit is not None:
+        part["private"] = to_plain(engine.onebit.private(), "private", loose)
+    if engine.rank == 0:
+        buffers = [(name, buffer.detach().cpu().contiguous()) for name, buffer in loose_tensors(model)]
+        pieces += [piece_of(name, buffer) for name, buffer in buffers]
+        part["buffers"] = [name for name, _ in buffers]
+        part["extra"] = to_plain(extra, "extra", loose)
+        if scheduler is not None:
+            part["scheduler"] = {
+                "class": type(scheduler).__name__,
+                "state": to_plain(scheduler.state_dict(), "scheduler", loose),
+            }
+    pieces += [piece_of(name, tensor) for name, tensor in loose.items()]
+    part["about"] = {
+        "format": "pt",
+        "rank": str(engine.rank),
+        "ranks": str(engine.ranks),
+        "layout": "flat slices: manifest.json",
+    }
+    return pieces, part
+
+
+def _left_out(engine: Engine, only: Callable[[str], bool] | None) -> set[str]:
+    """First names of the parameters that are not wanted under any of their names."""
+    entries = [] if only is None else [entry for unit in engine.units for entry in unit.params]
+    return {entry.names[0] for entry in entries if only is not None and not any(map(only, entry.names))}
+
+
+def _unit_pieces(
+    engine: Engine, unit: Unit, with_state: bool, part: dict[str, Any], left_out: set[str]
+) -> Iterator[Piece]:
+    state = engine.optimizer_state(unit) if with_state else {}
+    steps = state.pop("step", None)
+    kinds = {"": unit.own, **state}
+    places = {index: scales for index, _, _, scales in low_states.spans(unit)} if unit.scales else {}
+    for index, first, elems in unit.pieces():
+        entry = unit.params[index]
+        name = entry.names[0]
+        if name in left_out:
+            continue
+        begin = unit.begin_elems + first - entry.offset_elems
+        for kind, values in kinds.items():
+            yield piece_of(f"{name}/{kind}" if kind else name, values.detach()[first : first + elems])
+        if with_state and unit.scales:
+            for kind, scales in unit.scales.items():
+                yield piece_of(f"{name}/{kind}{SCALES}", scales[places[index]])
+        part["pieces"].append([name, begin, begin + elems, list(state)])
+        if steps is not None:
+            part["steps"][name] = int(steps[index])
+
+
+def _describe(
+    engine: Engine, parts: list[dict[str, Any]], step: int, optimizer: Any, left_out: set[str]
+) -> dict[str, Any]:
+    """The manifest's content but for ``files``."""
+    from zeropp import __version__
+
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "zeropp": __version__,
+        "torch": torch.__version__,
+        "step": step,
+        "ranks": engine.ranks,
+        "stage": engine.stage,
+        "parameters": _describe_parameters(engine, parts, left_out),
+        **({"left_out": sorted(left_out)} if left_out else {}),
+        "buffers": parts[0]["buffers"],
+        "units": [
+            {"name": unit.name, "elems": unit.elems, "parameters": [entry.names[0] for entry in unit.params]}
+            for unit in engine.units
+        ],
+        "optimizer": None if optimizer is None else _describe_optimizer(engine, optimizer),
+        "scaler": None if optimizer is None else engine.scaler.state(),
+        **({"private": [part["private"] for part in parts]} if "private" in parts[0] else {}),
+        "scheduler": parts[0].get("scheduler"),
+        "extra": parts[0]["extra"],
+        "random": [part["random"] for part in parts],
+    }
+
+
+def _describe_parameters(engine: Engine, parts: list[dict[str, Any]], left_out: set[str]) -> dict[str, Any]:
+    described: dict[str, Any] = {}
+    for unit in engine.units:
+        for entry in (one for one in unit.params if one.names[0] not in left_out):
+            described[entry.names[0]] = {
+                "names": entry.names,
+                "shape": list(entry.shape),
+                "dtype": str(unit.dtype).removeprefix("torch."),
+                **({"complex": True} if entry.is_complex else {}),
+                "trainable": unit.trainable,
+                "unit": unit.index,
+                "pieces": {},
+            }
+    for rank, part in enumerate(parts):
+        for name, begin, end, kinds in part["pieces"]:
+            for kind in ("", *kinds):
+                described[name]["pieces"].setdefault(kind, []).append([rank, begin, end])
+        for name, steps in part["steps"].items():
+            described[name]["steps"] = max(steps, described[name].get("steps", 0))
+    return described
+
+
+def _describe_optimizer(engine: Engine, optimizer: Any) -> dict[str, Any]:
+    names = {id(entry.param): entry.names[0] for unit in engine.units for entry in unit.params}
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        held: dict[str, torch.Tensor] = {}
+        plain = to_plain({k: v for k, v in group.items() if k != "params"}, f"param_groups.{index}", held)
+        numbers = {name: tensor.item() for name, tensor in held.items() if tensor.numel() == 1}
+        if len(numbers) < len(held):
+            raise CheckpointError(f"param_groups.{index}: holds a tensor of several elements, which is not saved yet")
+        groups.append({"values": _fill_numbers(plain, numbers), "parameters": [names[id(p)] for p in group["params"]]})
+    original = kind_of(type(optimizer).__mro__[2])  # behind the adopted class and ZeroOptimizer
+    return {"class": original.__name__, "groups": groups}
+
+
+def _fill_numbers(plain: Any, numbers: Mapping[str, Any]) -> Any:
+    """A learning rate may be a tensor of one element; its number is what counts."""
+    if isinstance(plain, dict):
+        if set(plain) == {"$tensor"}:
+            return numbers[plain["$tensor"]]
+        return {key: _fill_numbers(value, numbers) for key, value in plain.items()}
+    return [_fill_numbers(value, numbers) for value in plain] if isinstance(plain, list) else plain

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values, gradients and optimizer states of single parameters, whole or this rank's part: for debugging, surgery on
+weights, and metrics. What DeepSpeed calls ``safe_get_full_fp32_param`` and its relatives.
+
+Kinds: ``"value"`` (in fp32 where there are master weights), ``"grad"`` (the averaged gradient as the step will use it:
+unscaled, clipped), and the optimizer's own names, such as ``"exp_avg"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropp.checkpoint.full_state import write_piece
+from zeropp.comm.collective import Ranks
+from zeropp.errors import ConfigError, Error
+from zeropp.zero.engine import WHOLE, Engine, Entry, Unit
+from zeropp.zero.model.parameter import Ref, ref_of
+from zeropp.zero.step import low_states
+
+__all__ = ["get_full", "get_local", "local_range", "set_full", "set_local"]
+
+
+def local_range(param: nn.Parameter) -> tuple[int, int]:
+    """(first, last + 1) of the flattened parameter's elements that this rank keeps, updates and saves. Empty where
+    both are equal. Of a complex parameter: of its numbers, real and imaginary part in turn, as `get_local` has them."""
+    part = _Part(_ref(param))
+    return part.begin, part.begin + part.elems
+
+
+def get_local(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
+    """A copy of this rank's part, 1-D; None where there is no such thing (a gradient before backward, a state before the
+    first step). Not collective. With a delayed update under way a value is the optimizer's; of fp32 parameters on NVMe, the model's."""
+    part = _Part(_ref(param))
+    held = part.read(kind)
+    return None if held is None else held.clone()
+
+
+def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
+    """A copy of the whole, in the parameter's shape, on every rank; None where there is no such thing. Collective.
+
+    Cost: one gather of this parameter.
+
+    Raises:
+        zeropp.ConfigError: no such kind; or not a parameter of a prepared model.
+    """
+    part = _Part(_ref(param))
+    engine = part.engine
+    engine.flush()
+    if engine.local:
+        held = part.read(kind)
+        return None if held is None else part.entry.of(held.clone())
+    parts: list[torch.Tensor | None] = []
+
+    def read() -> str | None:  # a rank without a piece of it has no states to know a wrong name by
+        parts.append(part.read(kind))
+        return None if parts[0] is None else str(parts[0].dtype)
+
+    types = [one for one in Ranks(engine).all_do(read) if one is not None]
+    held = parts[0]
+    if not types:
+        return None
+    dtype: torch.dtype = getattr(torch, types[0].removeprefix("torch."))
+    spans = list(part.spans())
+    room = max(last - first for first, last in spans)
+    mine, every = torch.zeros(room, dtype=dtype), torch.empty(room * engine.ranks, dtype=dtype)
+    if held is not None:
+        mine[: held.numel()] = held
+    engine.comm.all_gather(every.data_ptr(), mine.data_ptr(), room * dtype.itemsize)
+    pieces = [every[rank * room : rank * room + last - first] for rank, (first, last) in enumerate(spans)]
+    return part.entry.of(torch.cat(pieces))
+
+
+def set_local(param: nn.Parameter, values: torch.Tensor, kind: str = "value") -> None:
+    """Replace this rank's part: as many elements as :func:`local_range` has. Collective for values; between two steps."""
+    part = _Part(_ref(param))
+    flat = values.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    if flat.numel() != part.elems:
+        raise ConfigError(
+            f"set_local: {flat.numel()} elements for '{part.name}', of which this rank has {part.elems}: "
+            f"{part.begin} to {part.begin + part.elems} (zeropp.local_range)"
+        )
+    if kind == "value":
+        if part.unit.place == WHOLE and not part.engine.local:
+            raise ConfigError(f"set_local: every rank holds all of '{part.name}'; use zeropp.set_full")
+        with part.engine.write_shards(), torch.no_grad():
+            write_piece(part.unit, part.entry.offset_elems + part.begin, flat)
+        return
+    part.write(kind, flat)
+
+
+def set_full(param: nn.Parameter, values: torch.Tensor, kind: str = "value") -> None:
+    """Replace the whole; give the same values on every rank. Collective; between two steps.
+
+    Raises:
+        zeropp.ConfigError: another shape; no such kind. zeropp.Error: there is no gradient or state yet.
+    """
+    part = _Part(_ref(param))
+    if tuple(values.shape) != tuple(part.entry.shape):
+        raise ConfigError(
+            f"set_full: values of shape {tuple(values.shape)} for '{part.name}' of shape {tuple(part.entry.shape)}"
+        )
+    flat = part.entry.numbers(values.detach())
+    if kind == "value":
+        with part.engine.write_shards(), torch.no_grad():
+            if part.unit.place == WHOLE or part.engine.local:
+                write_piece(part.unit, part.entry.offset_elems, flat)
+            else:
+                write_piece(part.unit, part.entry.offset_elems + part.begin, flat[part.begin : part.begin + part.elems])
+        return
+    mine = flat[part.begin : part.begin + part.elems]
+    if part.engine.local:
+        part.write(kind, mine)
+    else:
+        Ranks(part.engine).all_do(lambda: part.write(kind, mine))
+
+
+def _ref(param: Any) -> Ref:
+    ref = ref_of(param) if isinstance(param, nn.Parameter) else None
+    if ref is None:
+        raise ConfigError(
+            f"{type(param).__name__} of shape {tuple(getattr(param, 'shape', ()))} is not a parameter of a model that "
+            "zeropp.prepare was given; pass one of model.parameters()"
+        )
+    return ref
+
+
+@dataclass
+class _Part:
+    """One parameter as this rank holds it."""
+
+    ref: Ref
+
+    def __post_init__(self) -> None:
+        self.engine: Engine = self.ref.engine
+        self.unit: Unit = self.ref.unit
+        self.entry: Entry = self.unit.params[self.ref.index]
+        self.name = self.entry.names[0]
+        first, last = self._span(self.unit.begin_elems)
+        self.begin, self.elems = first, last - first
+        self.first = self.entry.offset_elems + first - self.unit.begin_elems  # in the unit's shard
+
+    def _span(self, begin: int) -> tuple[int, int]:
+        """Elements of the parameter in the shard that begins there."""
+        offset, numel = self.entry.offset_elems, self.entry.numel
+        first = min(max(begin - offset, 0), numel)
+        return first, max(first, min(begin + self.unit.shard.numel() - offset, numel))
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Of every rank."""
+        for rank in range(self.engine.ranks):
+            yield self._span(rank * self.unit.shard_elems)
+
+    def read(self, kind: str) -> torch.Tensor | None:
+        """This rank's part, 1-D, perhaps a view."""
+        self._await_update()
+        if kind == "value":
+            return _loaded(self.unit.own[self.first : self.first + self.elems].detach())
+        if kind == "grad":
+            return self._gradient()
+        state = self._state(kind)
+        if state is not None and self.unit.state_kind == "int8":
+            return low_states.read(self.unit, kind, self.ref.index)
+        return None if state is None else _loaded(state[self.first : self.first + self.elems])
+
+    def _await_update(self) -> None:
+        """One that is delayed, or was begun by a backward, may be writing what is asked for."""
+        if self.engine.delayed is not None:
+            self.engine.delayed.finish()
+        if self.engine.backward_step is not None:
+            self.engine.backward_step.require_ended("a part of a parameter was asked for")
+
+    def _gradient(self) -> torch.Tensor | None:
+        scale = self.engine.clip_scale * self.engine.unscale
+        if self.engine.local_grads:
+            gradient = self._own_gradient()
+            return None if gradient is None else self.entry.numbers(gradient) * scale
+        found = self.engine.gradient_shard(self.unit)
+        if found is None or not found[1][self.ref.index]:
+            return None
+        return found[0][self.first : self.first + self.elems] * scale
+
+    def _own_gradient(self) -> torch.Tensor | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.entry.param.grad
+
+    def _state(self, kind: str) -> torch.Tensor | None:
+        state = self.engine.optimizer_state(self.unit) if self.unit.trainable else {}
+        state.pop("step", None)
+        if kind in state:
+            return state[kind]
+        if state:
+            raise ConfigError(
+                f"'{self.name}' has no '{kind}'; it has 'value', 'grad', {', '.join(map(repr, sorted(state)))}"
+            )
+        return None
+
+    def write(self, kind: str, values: torch.Tensor) -> None:
+        if kind == "grad":
+            self._write_gradient(values)
+            return
+        self._await_update()
+        if self._state(kind) is None:
+            if not self.elems:  # torch's own optimizers have states of pieces: this rank has none, others may
+                return
+            raise Error(f"'{self.name}' has no '{kind}' yet: states exist from the first optimizer.step() on")
+        if self.unit.tiered is not None:
+            self.unit.tiered.write(kind, self.first, values)
+        elif self.engine.inner is not None and self.elems:
+            held = self.engine.inner.state[self.unit.grad_pool[self.ref.index]][kind]
+            held.copy_(values.view(held.shape))
+        elif self.elems and self.unit.state_kind == "int8":
+            low_states.write(self.unit, kind, self.ref.index, values)
+        elif self.elems:
+            self.unit.state[kind][self.first : self.first + self.elems] = values
+
+    def _write_gradient(self, values: torch.Tensor) -> None:
+        scale = self.engine.clip_scale * self.engine.unscale
+        missing = Error(f"'{self.name}' has no gradient to replace; call backward first")
+        if self.engine.local_grads:
+            gradient = self._own_gradient()
+            if gradient is None:
+                raise missing
+            gradient.copy_(self.entry.of(values / scale))
+        else:
+            found = self.engine.gradient_shard(self.unit)
+            if found is None or not found[1][self.ref.index]:
+                raise missing
+            found[0][self.first : self.first + self.elems] = values / scale
+            self.engine.keep_gradient_shard(self.unit, found[0])
+        self.engine.norm = None
+
+
+def _loaded(values: Any) -> torch.Tensor:
+    """Of a tier: read from its file."""
+    tensor: torch.Tensor = values.tensor() if hasattr(values, "tensor") else values
+    return tensor

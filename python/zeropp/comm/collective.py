@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that do something together: all succeed, or all raise and know who failed and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from zeropp.errors import CheckpointError, ConfigError, Error, TierError
+from zeropp.files.byte_view import byte_view
+
+if TYPE_CHECKING:
+    from zeropp.zero.engine import Engine
+
+T = TypeVar("T")
+_KINDS: dict[str, type[Error]] = {cls.__name__: cls for cls in (CheckpointError, ConfigError, TierError)}
+
+
+class Ranks:
+    """The ranks of one engine, exchanging plain data. Every method is collective."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.rank, self.count, self._comm = engine.rank, engine.ranks, engine.comm
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """What every rank gave, in rank order. JSON travels, so tuples come back as lists."""
+        data = json.dumps(mine).encode()
+        if self._comm is None:
+            return [json.loads(data)]
+        lengths = torch.empty(self.count, dtype=torch.int64)
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        self._comm.all_gather(lengths.data_ptr(), length.data_ptr(), 8)
+        room = int(lengths.max())
+        padded = torch.frombuffer(bytearray(data.ljust(room)), dtype=torch.uint8)
+        every = torch.empty(room * self.count, dtype=torch.uint8)
+        self._comm.all_gather(every.data_ptr(), padded.data_ptr(), room)
+        whole = bytes(byte_view(every))
+        return [json.loads(whole[rank * room : rank * room + int(lengths[rank])]) for rank in range(self.count)]
+
+    def all_do(self, work: Callable[[], T]) -> list[T]:
+        """Run ``work`` on every rank and share the results.
+
+        Raises:
+            The error of this rank's own work; or, where another rank failed, an error of the same kind that names it.
+        """
+        results, error = self.all_try(work)
+        if error is not None:
+            raise error
+        return results
+
+    def all_try(self, work: Callable[[], T]) -> tuple[list[T], BaseException | None]:
+        """Like :meth:`all_do`, with the error returned: either None on every rank, or an error on every rank."""
+        own: BaseException | None = None
+        mine: dict[str, Any] = {}
+        try:
+            mine["result"] = work()
+        except BaseException as error:  # a KeyboardInterrupt, too, must reach the others before it goes on here
+            own = error
+            mine = {"kind": type(error).__name__, "said": str(error) or type(error).__name__}
+        every = self.exchange(mine)
+        if own is not None:
+            return [], own
+        for rank, one in enumerate(every):
+            if "said" in one:
+                return [], _KINDS.get(one["kind"], CheckpointError)(f"rank {rank}: {one['said']}")
+        return [one["result"] for one in every], None
+
+    def only_rank_0(self, work: Callable[[], T]) -> T:
+        """``work`` runs on rank 0; every rank gets its result, or an error."""
+        return cast(T, self.all_do(lambda: work() if self.rank == 0 else None)[0])

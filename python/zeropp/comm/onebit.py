@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mean over ranks at one bit an element, with error feedback (1-bit Adam): protocol in csrc/comm/onebit.h."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zeropp import _C
+from zeropp.ops import OneBit, onebit_decode_
+
+__all__ = ["OneBitAllReduce"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class OneBitAllReduce:
+    """The compressed all-reduce of one tensor, again and again: the errors of both sides live here.
+
+    ``reduce(tensor)`` then ``decode_(output)``; each rank reads ``n / 8`` bytes of signs and ``4 n / chunk_elems`` of
+    scales, times ``(N - 1) / N``, twice: from the workers to the servers of slices, and back. What a call loses is
+    added in the next one, so the sum over calls is that of the exact mean, up to the errors held.
+
+    Args:
+        elems: number of elements of the tensor.
+        chunk_elems: elements that share a scale; a multiple of 16.
+        group: a torch.distributed group of any backend, or a ``_C.Comm``; default: the world.
+
+    Memory: ``worker_error`` (4 bytes an element), ``server_error`` (4 / N), and 3/8 of a byte for messages.
+
+    Raises:
+        ValueError: chunk_elems not a multiple of 16.
+    """
+
+    def __init__(self, elems: int, *, chunk_elems: int = 4096, group: Any = None) -> None:
+        if not isinstance(group, _C.Comm):
+            from zeropp.comm.group import communicator
+
+            group = communicator(group)
+        self._comm: Any = group
+        self.elems, self.chunk_elems = elems, chunk_elems
+        self.rank: int = group.rank
+        self.ranks: int = group.ranks
+        self.slice_elems: int
+        self.message_bytes: int
+        self.slice_elems, self.message_bytes, scratch, result = group.onebit_layout(elems, chunk_elems)
+        self.worker_error = torch.zeros(elems)
+        """What my compression lost, fp32."""
+        self.server_error = torch.zeros(self.length(self.rank))
+        """What the compression of my slice's mean lost, fp32."""
+        self._scratch = torch.empty(scratch, dtype=torch.uint8)
+        self._result = torch.empty(result, dtype=torch.uint8)
+        self._gathered = False
+
+    def begin(self, rank: int) -> int:
+        """Where slice ``rank`` begins."""
+        return min(rank * self.slice_elems, self.elems)
+
+    def length(self, rank: int) -> int:
+        """Elements of slice ``rank``: the last ones may be shorter, or empty."""
+        return min(self.slice_elems, self.elems - self.begin(rank))
+
+    def reduce(self, tensor: torch.Tensor, *, gather: bool = True) -> None:
+        """Collective: compress ``tensor`` plus what is owed, and average. ``decode_`` then gives the result.
+
+        Args:
+            tensor: fp32, bf16 or fp16, contiguous; read only. The same dtype on every rank.
+            gather: False: only my own slice's result comes; half the bytes.
+
+        Raises:
+            ValueError: another length or dtype, not contiguous, not on the CPU.
+            zeropp.CommError: a rank died or does something else; the errors are not to be used any more then.
+        """
+        self._check(tensor, "reduce")
+        if tensor.numel() != self.elems:
+            raise ValueError(f"comm: reduce of {tensor.numel()} elements, wanted {self.elems}")
+        from zeropp.comm.group import dtype_code
+
+        self._comm.onebit_all_reduce(
+            self.elems, self.chunk_elems, tensor.data_ptr(), dtype_code(tensor.dtype), self.worker_error.data_ptr(),
+            self.server_error.data_ptr(), self._scratch.data_ptr(), self._result.data_ptr(), gather,
+        )  # fmt: skip
+        self._gathered = gather
+
+    def decode_(self, output: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False) -> torch.Tensor:
+        """``output = scale * mean``, or ``output += scale * mean``; the same bits on every rank.
+
+        Args:
+            output: ``elems`` elements, fp32, bf16 or fp16.
+            scale: multiplies the chunks' scales, one rounding to fp32.
+        """
+        if not self._gathered:
+            raise ValueError("comm: only my own slice was reduced (gather=False); take it with decode_slice_")
+        if output.numel() != self.elems:
+            raise ValueError(f"comm: decode into {output.numel()} elements, wanted {self.elems}")
+        self._check(output, "decode")
+        flat = output.view(-1)
+        for rank in range(self.ranks):
+            part = flat[self.begin(rank) : self.begin(rank) + self.length(rank)]
+            self._decode(rank, part, scale, accumulate)
+        return output
+
+    def decode_slice_(self, output: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False) -> torch.Tensor:
+        """The same for my own slice."""
+        if output.numel() != self.length(self.rank):
+            raise ValueError(f"comm: decode into {output.numel()} elements, wanted {self.length(self.rank)}")
+        self._check(output, "decode")
+        self._decode(self.rank, output.view(-1), scale, accumulate)
+        return output
+
+    def scale_(self, factor: float) -> None:
+        """Multiply the result by ``factor``, above 0, where it is: one rounding of each chunk's scale."""
+        if not factor > 0:
+            raise ValueError(f"comm: scale_ by {factor}, wanted a factor above 0")
+        for rank in range(self.ranks):
+            if self._gathered or rank == self.rank:
+                scales, _ = self._parts(rank)
+                scales.mul_(factor)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory held: errors and messages."""
+        return [self.worker_error, self.server_error, self._scratch, self._result]
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Collective: the mean over ranks in place, at one bit an element."""
+        self.reduce(tensor)
+        return self.decode_(tensor)
+
+    def _decode(self, rank: int, output: torch.Tensor, scale: float, accumulate: bool) -> None:
+        if output.numel() == 0:
+            return
+        scales, bits = self._parts(rank)
+        if scale != 1.0:
+            scales = scales * scale
+        source = OneBit(bits=bits, scales=scales, elems=output.numel(), chunk_elems=self.chunk_elems)
+        onebit_decode_(source, output, accumulate=accumulate)
+
+    def _parts(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales and bits of slice ``rank`` in the result."""
+        elems = self.length(rank)
+        bits_at = 4 * -(-elems // self.chunk_elems)
+        message = self._result[rank * self.message_bytes : (rank + 1) * self.message_bytes]
+        return message[:bits_at].view(torch.float32), message[bits_at : bits_at + -(-elems // 8)]
+
+    def _check(self, tensor: torch.Tensor, what: str) -> None:
+        if not tensor.is_cpu:
+            raise ValueError(f"comm: {what} of a tensor on {tensor.device}, wanted cpu")
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"comm: {what} of {tensor.dtype} at one bit, wanted float32, bfloat16 or float16")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"comm: {what} of a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, wanted a "
+                "contiguous one"
+            )

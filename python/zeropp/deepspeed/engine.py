@@ -1,0 +1,472 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``zeropp.initialize``: DeepSpeed's engine over :func:`zeropp.prepare`, for scripts that are written for it.
+
+    engine, optimizer, loader, scheduler = zeropp.initialize(model=model, config="ds_config.json")
+    for batch in loader:
+        engine.backward(engine(batch))
+        engine.step()
+
+One call of ``step`` a micro-batch, as there; accumulation, clipping, the optimizer and the schedule come from the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeropp
+from zeropp.config import Config, read_json
+from zeropp.deepspeed import schedules
+from zeropp.deepspeed.facts import ThroughputTimer, logger
+from zeropp.deepspeed.optimizers import build
+from zeropp.deepspeed.saving import Saving
+from zeropp.errors import ConfigError, Error
+from zeropp.wording import what_it_is
+from zeropp.zero.engine import engine_of
+from zeropp.zero.model.units import plan_units
+from zeropp.zero.prepare import _cast_inputs, attach, is_prepared
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""One loss may be of several models: each engine learns which backwards were divided for it."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    config_params: Any = None,
+    *,
+    engine_class: type[Engine] | None = None,
+) -> tuple[Engine, Any, Any, Any]:
+    """DeepSpeed's ``initialize``, with its names and its order of results.
+
+    Args:
+        args: a namespace whose ``deepspeed_config`` names the file, where ``config`` is not given.
+        model: any module; partitioned in place.
+        optimizer: a torch optimizer, or a function of the parameters that makes one; None: what the file says.
+        model_parameters: parameters, or groups of them, for the optimizer that is made here; None: all that are trained.
+        training_data: a dataset; gives a loader of micro-batches, split over the ranks.
+        lr_scheduler: a scheduler, or a function of the optimizer that makes one; None: what the file says.
+        dist_init_required: True or None starts a process group where none runs; False leaves that to :func:`zeropp.prepare`.
+        collate_fn: for the loader.
+        config: a path, JSON text or mapping, DeepSpeed's or zeropp's; or a :class:`zeropp.Config`. ``config_params`` is its old name.
+        engine_class: a subclass of :class:`Engine` to return; None: that one.
+
+    Returns:
+        (engine, optimizer, loader or None, scheduler or None)
+
+    Raises:
+        zeropp.ConfigError: for every key that is not supported, with its path.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize: model is {what_it_is(model)}; give the torch.nn.Module to train")
+    given = config if config is not None else config_params
+    if given is None:
+        given = getattr(args, "deepspeed_config", None)
+    if given is None:
+        raise ConfigError("initialize: no configuration; give config=, a path, a dict, or args.deepspeed_config")
+    keys = {} if isinstance(given, Config) else dict(read_json(given))
+    whole = dict(keys)
+    sections = {name: keys.pop(name, None) for name in ("optimizer", "scheduler")}
+    sums, refuses_unused = _sums(keys), _refuses_unused(keys)
+    micro, every = keys.get("train_micro_batch_size_per_gpu"), _steps_per_print(keys)
+    settings = given if isinstance(given, Config) else Config.from_json(keys)
+    client = optimizer
+    if optimizer is None or not isinstance(optimizer, torch.optim.Optimizer):
+        parameters = (
+            [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
+        )
+        optimizer = optimizer(parameters) if callable(optimizer) else build(sections["optimizer"], parameters)
+    # The engine accumulates, so that a caller may end a step early (set_gradient_accumulation_boundary).
+    alone = dataclasses.replace(settings, accumulate=1)
+    if is_prepared(model):
+        _check_again(model, alone)
+    evaluates = optimizer is None and settings.stage == 0 and not is_prepared(model)
+    if is_prepared(model) and optimizer is not None:
+        attach(model, optimizer)  # in place of an engine's before, as there
+    elif not evaluates:
+        _, optimizer = zeropp.prepare(model, optimizer, alone)
+    if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        lr_scheduler = lr_scheduler(optimizer)
+    elif lr_scheduler is None and sections["scheduler"] is not None and optimizer is not None:
+        lr_scheduler = schedules.build(sections["scheduler"], optimizer)
+    micro = micro if isinstance(micro, int) else _micro_batch(keys, settings.accumulate)
+    engine = (engine_class or Engine)(model, optimizer, lr_scheduler, settings, micro, whole)
+    if evaluates:
+        engine._evaluate_with(alone)
+    engine._print_every, engine.collate_fn, engine.training_data = every, collate_fn, training_data
+    engine._factor, engine._refuses_unused = float(engine.world_size) if sums else 1.0, refuses_unused
+    engine.client_optimizer = client if isinstance(client, torch.optim.Optimizer) else None
+    loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    engine.training_dataloader = loader
+    return engine, optimizer, loader, lr_scheduler
+
+
+def _steps_per_print(keys: dict[str, Any]) -> int | None:
+    """Taken out of the file: this engine does it, by a line of the logger "DeepSpeed" every so many steps."""
+    every = keys.pop("steps_per_print", None)
+    if every in (None, "auto") or every == float("inf"):
+        return None
+    if isinstance(every, bool) or not isinstance(every, (int, float)) or every < 1 or every != int(every):
+        raise ConfigError(f"steps_per_print: {every!r} is not allowed; wanted a whole number of steps, or leave it out")
+    return int(every)
+
+
+def _sums(keys: dict[str, Any]) -> bool:
+    """Taken out of the file: are gradients summed over the ranks, and not averaged?"""
+    if keys.get("gradient_allreduce_op") != "sum":
+        return False
+    del keys["gradient_allreduce_op"]
+    return True
+
+
+def _refuses_unused(keys: dict[str, Any]) -> bool:
+    """Taken out of the file: is a step an error to which a trained parameter gave no gradient?"""
+    section = keys.get("zero_optimization")
+    if not isinstance(section, Mapping) or section.get("ignore_unused_parameters") is not False:
+        return False
+    keys["zero_optimization"] = {key: value for key, value in section.items() if key != "ignore_unused_parameters"}
+    return True
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _micro_batch(keys: Mapping[str, Any], accumulate: int) -> int | None:
+    train = keys.get("train_batch_size")
+    return train // (accumulate * _ranks()) if isinstance(train, int) else None
+
+
+def _check_again(model: nn.Module, settings: Config) -> None:
+    """A model keeps the configuration that it was prepared with (by an engine without an optimizer)."""
+    there = engine_of(model).config
+    for name in ("stage", "precision", "loss_scale", "comm", "clip", "units"):
+        was, wanted = getattr(there, name), getattr(settings, name)
+        if was != wanted:
+            raise ConfigError(
+                f"initialize: this model was initialized before with {name} {was!r}, and keeps it; now {wanted!r} is wanted. Give both calls "
+                "the same configuration"
+            )
+    for name in ("params", "grads", "optimizer", "activations"):
+        was, wanted = (getattr(getattr(one.offload, name), "kind", "device") for one in (there, settings))
+        if "nvme" in (was, wanted) and was != wanted:
+            raise ConfigError(
+                f"initialize: this model was initialized before with {name} on {was!r}, and keeps that; now {wanted!r} is wanted. Give both "
+                "calls the same configuration"
+            )
+
+
+class UnusedParameterError(Error, AssertionError):
+    """A trained parameter had no part in a step. DeepSpeed's tests and scripts wait for an AssertionError."""
+
+
+class Engine(Saving):
+    """What ``deepspeed.initialize`` returns: the model, its optimizer and its schedule, stepped together.
+
+    Attributes that it has not are the model's. ``module`` is the model itself, the object that was given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        scheduler: Any,
+        config: Config,
+        micro_batch: int | None,
+        keys: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.config = keys
+        """The file, as it was read."""
+        self._last: bool | None = None  # what set_gradient_accumulation_boundary said last
+        self.optimizer, self.lr_scheduler, self.zeropp_config = optimizer, scheduler, config
+        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self._micro_batch = micro_batch
+        self._norm: float | None = None
+        self._applied = self.is_compiled = False
+        self._print_every: int | None = None
+        self._factor, self._refuses_unused = 1.0, False
+        self._later: Config | None = None  # what the module will be prepared with, once that matters
+        self._divided = self._counted = self._scaled = 0  # backwards: of this step, until the last one, from scale()
+        self.client_optimizer = self.training_data = self.training_dataloader = self.collate_fn = None
+        self.losses: Any = None
+        self._begin_facts()
+        self.tput_timer = ThroughputTimer(self.train_batch_size())
+        _engines.add(self)
+
+    @property
+    def basic_optimizer(self) -> Any:
+        """There the optimizer inside of ZeRO's; here both are one object."""
+        return self.optimizer
+
+    # -- a model that is only evaluated ------------------------------------------------------------------------------------
+
+    def _evaluate_with(self, settings: Config) -> None:
+        """Nothing is partitioned at stage 0 without an optimizer, so the module stays as it is, with rank 0's values, until somebody
+        wants gradients or a checkpoint of this engine: another engine may take it for training, at its stage (TRL does)."""
+        low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.dtype_name or "")
+        if low is not None:  # for good, as there: who trains it later starts from the rounded values
+            for plan in plan_units(self.module, settings.units, low):
+                for parameter in plan.params:
+                    parameter.data = parameter.data.to(plan.dtype)
+            cast = functools.partial(_cast_inputs, low)
+            self.module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+        if self.world_size > 1:
+            for one in (*self.module.parameters(), *self.module.buffers()):
+                dist.broadcast(one.detach(), 0)
+        self._later = settings
+
+    def _prepare_now(self) -> None:
+        settings, self._later = self._later, None
+        if settings is not None and not is_prepared(self.module):
+            zeropp.prepare(self.module, None, settings)
+
+    # -- steps -------------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and torch.is_grad_enabled():
+            if self._later is not None:
+                self._prepare_now()
+            self.tput_timer.start()
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """``loss`` is that of one micro-batch; the mean over the accumulated ones is taken here, unless ``scale_wrt_gas`` is false:
+        then the caller has divided it. Returns the loss that was differentiated, before fp16 scales it."""
+        accumulate = self.zeropp_config.accumulate if scale_wrt_gas else 1
+        part = loss / accumulate if accumulate > 1 else loss
+        scaled = part * self._factor if self._factor != 1.0 else part
+        waits = not self.is_gradient_accumulation_boundary() and self.zeropp_config.stage <= 1
+        before = [(one, one._backwards()) for one in _engines]
+        with zeropp.no_sync(self.module) if waits else contextlib.nullcontext():
+            if self.optimizer is None:
+                scaled.backward(retain_graph=retain_graph)
+            else:
+                self.optimizer.backward(scaled, retain_graph=retain_graph)  # scales the loss in fp16
+        for one, count in before:
+            one._divided += one._backwards() - count
+        return part
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """For ``engine.scale(loss).backward()``, in place of :meth:`backward`: the loss times the scale of fp16."""
+        if self.optimizer is None:
+            raise ConfigError("engine.scale: " + _NO_OPTIMIZER)
+        self._scaled += 1
+        factor = self.optimizer.loss_scale
+        return loss if factor == 1.0 else loss.float() * factor
+
+    def _backwards(self) -> int:
+        return int(engine_of(self.module).core.backwards) if is_prepared(self.module) else 0
+
+    def _divide_others(self) -> None:
+        """As there, ``loss.backward()`` by the caller is a micro-batch like any other: its gradients count for one part of
+        ``gradient_accumulation_steps``."""
+        engine = engine_of(self.module)
+        others = self._backwards() - self._counted - self._divided
+        if others and engine.scaler.enabled and self._scaled == others:
+            engine.scaler.backwards += others
+        accumulate = self.zeropp_config.accumulate
+        if others <= 0 or accumulate == self._factor == 1:
+            return
+        if self._divided or engine.backward_step is not None:
+            raise Error(
+                f"engine.step: {others} of {others + self._divided} backwards of this step were loss.backward(), whose gradients are not divided by "
+                f"gradient_accumulation_steps {accumulate}; call engine.backward(loss) in all of them"
+            )
+        for gradient in self.optimizer._held_gradients(changes=True):
+            gradient.mul_(self._factor / accumulate)
+        engine.norm = None
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """After every micro-batch; updates at the last one of ``gradient_accumulation_steps``. ``lr_kwargs`` go to the schedule."""
+        if self.optimizer is None:
+            raise ConfigError("engine.step: " + _NO_OPTIMIZER)
+        last = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        self._applied = False
+        if last:
+            self._divide_others()
+            self._update(dict(lr_kwargs or {}))
+        self.tput_timer.stop(global_step=last)
+
+    def _require_all_used(self) -> None:
+        engine = engine_of(self.module)
+        engine.core.collect_grads()
+        for unit in engine.units:
+            for entry, gradient in zip(unit.params, _has_gradients(engine, unit), strict=True):
+                if entry.param.requires_grad and unit.trainable and not gradient:
+                    raise UnusedParameterError(
+                        f"engine.step: parameter '{entry.names[0]}' had no part in the losses of this step, and the file says "
+                        '"ignore_unused_parameters": false; use it, freeze it, or take that key out'
+                    )
+
+    def _update(self, lr_kwargs: dict[str, Any]) -> None:
+        if self._refuses_unused:
+            self._require_all_used()
+        self.optimizer.step()
+        self._counted, self._divided, self._scaled = self._backwards(), 0, 0
+        self._applied = not self.optimizer.overflow
+        self.skipped_steps += not self._applied
+        measured = engine_of(self.module).norm
+        if self._applied:  # a step that is skipped has no norm: the last one stands
+            self._norm = None if measured is None else measured[0]
+        self.optimizer.zero_grad()
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size() or 0
+        if self.lr_scheduler is not None and self._applied:
+            self.lr_scheduler.step(**lr_kwargs)
+        if self._print_every is not None and self.global_steps % self._print_every == 0 and self.global_rank == 0:
+            logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
+
+    def was_step_applied(self) -> bool:
+        """Did the latest :meth:`step` change parameters? Not between boundaries, nor where fp16 skipped it."""
+        return self._applied
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self.micro_steps + 1) % self.zeropp_config.accumulate == 0 if self._last is None else self._last
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Whether the micro-batch at hand, and those after it, are the last one of their step, whatever the counting says."""
+        self._last = bool(is_boundary)
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Backward has reduced them already, except inside of ``no_sync``.
+
+        Raises:
+            zeropp.Error: gradients wait for a backward outside of ``no_sync``.
+        """
+        if self.is_gradient_accumulation_boundary() and engine_of(self.module).core.grads_pending():
+            raise Error(
+                "engine.allreduce_gradients: gradients of the last backward were accumulated inside no_sync, and the next backward outside "
+                "reduces them; run the last backward of a step outside of no_sync"
+            )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate without communication."""
+        self._prepare_now()
+        with zeropp.no_sync(self.module):
+            yield
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """As there, to host memory; without an accelerator all states are there already. To disk: :func:`zeropp.offload_states`."""
+        where = str(getattr(device, "value", device))
+        if where not in ("cpu", "none"):
+            raise ConfigError(f'offload_states: device {where!r} is not allowed; wanted "cpu"')
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Undoes :meth:`offload_states`."""
+
+    def empty_partition_cache(self) -> None:
+        """Units are released as soon as they are used: no copy of them waits."""
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Any = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """``module.compile``. A ``schedule`` is of DeepCompile, which is refused, as is compiled autograd."""
+        if schedule is not None or compiled_autograd_enabled:
+            name = "schedule" if schedule is not None else "compiled_autograd_enabled"
+            raise ConfigError(f"engine.compile: {name} is not built yet in zeropp; leave it out")
+        self.module.compile(backend=backend, **(compile_kwargs or {}), **kwargs)
+        self.is_compiled = True
+
+    def destroy(self) -> None:
+        """Nothing is held beyond the model and the optimizer."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.module.zero_grad(set_to_none)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step, before clipping."""
+        return self._norm
+
+    # -- facts -------------------------------------------------------------------------------------------------------------
+
+    def steps_per_print(self) -> int | None:
+        return self._print_every
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """More or fewer micro-batches a step, from the next one on; a micro-batch keeps its size.
+
+        Raises:
+            ValueError: not a multiple of the micro-batch times the ranks.
+        """
+        each = (self._micro_batch or 0) * self.world_size
+        if each == 0 or train_batch_size < 1 or train_batch_size % each:
+            raise ValueError(
+                f"set_train_batch_size: {train_batch_size} is not allowed; wanted a multiple of {each}, the micro-batch {self._micro_batch} times "
+                f"{self.world_size} ranks"
+            )
+        self.zeropp_config = dataclasses.replace(self.zeropp_config, accumulate=train_batch_size // each)
+        self.tput_timer.batch_size = train_batch_size
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """What :meth:`deepspeed_io` and the counting take from now on; the number of micro-batches a step stays."""
+        self._micro_batch = int(micro_batch_size)
+        self.tput_timer.batch_size = self.train_batch_size() or 1
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader of this rank's micro-batches; in the order of the dataset for the routes "eval" and "predict"."""
+        if not (self.is_map_style_dataset(dataset) or self.is_iterable_style_dataset(dataset)):
+            raise ValueError(
+                f"training_data: {type(dataset).__name__} is not a dataset of torch; wanted __getitem__ and __len__, or an IterableDataset"
+            )
+        size = batch_size or self._micro_batch
+        if size is None:
+            raise ConfigError(
+                "training_data needs train_micro_batch_size_per_gpu, or train_batch_size, in the configuration"
+            )
+        shuffle = route == "train" and not self.is_iterable_style_dataset(dataset)
+        if data_sampler is None and self.world_size > 1 and not self.is_iterable_style_dataset(dataset):
+            data_sampler = torch.utils.data.DistributedSampler(
+                dataset, self.world_size, self.global_rank, shuffle=shuffle
+            )
+        drop = self.config.get("dataloader_drop_last", False) is True
+        return torch.utils.data.DataLoader(
+            dataset, size, shuffle=shuffle and data_sampler is None, sampler=data_sampler, drop_last=drop,
+            collate_fn=collate_fn or self.collate_fn, num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+        )  # fmt: skip
+
+
+def _has_gradients(engine: Any, unit: Any) -> list[bool]:
+    if engine.local_grads:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [entry.param.grad is not None for entry in unit.params]
+    found = engine.gradient_shard(unit)
+    return [False] * len(unit.params) if found is None else found[1]
+
+
+_NO_OPTIMIZER = 'there is no optimizer; give optimizer=, or "optimizer" in the configuration'

@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small things of ``deepspeed.utils``, ``deepspeed.runtime.utils`` and their neighbours that scripts call beside the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import enum
+import functools
+import gc
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from zeropp.deepspeed.names.accelerator import get_accelerator
+from zeropp.deepspeed.names.later import not_built
+from zeropp.errors import ConfigError
+
+# -- deepspeed.utils -------------------------------------------------------------------------------------------------------------
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a range of its name in the accelerator's profiler."""
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        get_accelerator().range_push(func.__qualname__)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            get_accelerator().range_pop()
+
+    return call
+
+
+class RepeatingLoader:
+    """A loader that begins again at its end."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)  # an empty loader ends, as there
+
+
+class _InType(TorchFunctionMode):
+    """What torch's constructors make is of one type, where it is of floating point."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.empty, torch.zeros, torch.ones, torch.full) and made.is_floating_point():
+            return made.to(self._dtype)
+        return made
+
+
+class OnDevice:
+    """Modules built inside have their parameters on ``device``, in ``dtype``; ``"meta"`` gives shapes without memory."""
+
+    def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> OnDevice:
+        if self.enabled:
+            self._stack.enter_context(_InType(self.dtype))
+            self._stack.enter_context(torch.device(self.device))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+
+class NoopTimer:
+    """DeepSpeed's timers, where nothing is timed."""
+
+    class Timer:
+        def start(self, **kwargs: Any) -> None: ...
+        def reset(self) -> None: ...
+        def stop(self, **kwargs: Any) -> None: ...
+        def elapsed(self, **kwargs: Any) -> float:
+            return 0.0
+
+        def mean(self) -> float:
+            return 0.0
+
+    def __init__(self) -> None:
+        self.timer = self.Timer()
+
+    def __call__(self, name: str) -> Any:
+        return self.timer
+
+    def get_timers(self) -> dict[str, Any]:
+        return {}
+
+    def log(self, names: Any, **kwargs: Any) -> None: ...
+    def get_mean(self, names: Any, normalizer: float = 1.0) -> None: ...
+
+
+# -- deepspeed.runtime.utils --------------------------------------------------------------------------------------------------------
+
+
+class DummyOptim:
+    """Parameters in one group, of an optimizer that does nothing."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": params}]
+
+
+class noop_context(contextlib.nullcontext[None]):
+    def __init__(self) -> None:
+        super().__init__()
+
+
+def noop_decorator(func: Any) -> Any:
+    return func
+
+
+def ensure_directory_exists(filename: Any) -> None:
+    """Makes the folder that the file will lie in."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def set_random_seed(seed: int) -> None:
+    """Of Python, NumPy where it is installed, and torch."""
+    random.seed(seed)
+    torch.manual_seed(seed % 2**63)
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(seed % 2**32)
+
+
+def is_model_parallel_parameter(p: Any) -> bool:
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
+def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
+    """0: a parameter is never split between ranks by the model itself."""
+    if mpu is not None:
+        raise not_built("tensor parallelism (mpu)", "leave mpu out")
+    return 0
+
+
+def _each(item: Any, change: Callable[[Any], Any]) -> Any:
+    """The change made to everything in nested lists, tuples and dicts."""
+    if isinstance(item, (list, tuple)):
+        return type(item)([_each(one, change) for one in item])
+    if isinstance(item, dict):
+        return {key: _each(value, change) for key, value in item.items()}
+    return change(item)
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+    return _each(item, lambda one: one.to(device) if criterion_func(one) else one)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """What the criterion chooses moves with its storage; all else that can be is copied to the device."""
+
+    def change(one: Any) -> Any:
+        if criterion_func is not None and criterion_func(one):
+            one.data = one.to(device).data
+            return one
+        return one.to(device)
+
+    return _each(item, change)
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Any:
+    """torch's, which takes partitioned parameters too."""
+    if mpu is not None:
+        raise not_built("tensor parallelism (mpu)", "leave mpu out")
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def get_global_norm(norm_list: Any) -> float:
+    """The norm of all, from the norms of parts."""
+    return float(sum(float(one) ** 2 for one in norm_list) ** 0.5)
+
+
+def get_ma_status() -> int:
+    return 0 if dist.is_initialized() and dist.get_rank() != 0 else int(get_accelerator().memory_allocated())
+
+
+def empty_cache() -> None:
+    get_accelerator().empty_cache()
+    get_accelerator().reset_peak_memory_stats()
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Prints on rank 0 what the process holds, and what it held at most since the last call."""
+    if not force or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    gc.collect()
+    here, gib = get_accelerator(), 2**30
+    used = CPU.total_memory() - CPU.available_memory()
+    print(message)
+    print(
+        f"MA {here.memory_allocated() / gib:.2f} GB Max_MA {here.max_memory_allocated() / gib:.2f} GB "
+        f"CA {here.memory_reserved() / gib:.2f} GB Max_CA {here.max_memory_reserved() / gib:.2f} GB"
+    )
+    print(f"CPU Virtual Memory: used = {used / gib:.2f} GB, percent = {100 * used / CPU.total_memory():.1f}%")
+    here.reset_peak_memory_stats()
+
+
+def _cpu() -> Any:
+    from zeropp.deepspeed.names.accelerator import CPU_Accelerator
+
+    return CPU_Accelerator()
+
+
+CPU: Any = _cpu()
+"""What this machine's memory is asked of."""
+
+# -- deepspeed.compression.helper, deepspeed.module_inject -------------------------------------------------------------------------------
+
+
+def recursive_getattr(model: nn.Module, module_name: str) -> Any:
+    """What stands at a dotted name; a number is an index."""
+    found: Any = model
+    for part in module_name.split("."):
+        found = found[int(part)] if part.isdigit() and not hasattr(found, part) else getattr(found, part)
+    return found
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
+def convert_conv1d_to_linear(model: nn.Module, convert_type: type) -> nn.Module:
+    """transformers' Conv1D, whose weight is a linear layer's transposed, becomes that layer."""
+    whole: Any = getattr(model, "module", model)
+    for name, module in list(whole.named_modules()):
+        if isinstance(module, convert_type):
+            old: Any = module
+            weight, bias = old.weight, old.bias
+            linear = nn.Linear(weight.shape[0], weight.shape[1], bias=bias is not None)
+            linear.weight = nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad)
+            if bias is not None:
+                linear.bias = bias
+            recursive_setattr(whole, name, linear)
+    return model
+
+
+def transpose(data: torch.Tensor) -> torch.Tensor:
+    """A matrix, transposed in its own memory."""
+    data.reshape(-1).copy_(data.transpose(-1, -2).contiguous().reshape(-1))
+    return data.reshape(data.shape[-1], data.shape[-2])
+
+
+@contextlib.contextmanager
+def GatherReplacedLayerParams(params: Any, module: Any, enabled: bool = True) -> Iterator[None]:
+    """Nothing to gather beyond ``zero.GatheredParameters``: no layer is replaced by one that is split between ranks."""
+    from zeropp.deepspeed.names.zero import GatheredParameters
+
+    with GatheredParameters(params, enabled=enabled):
+        yield
+
+
+# -- deepspeed.moe.utils, for a model without experts -------------------------------------------------------------------------------------
+
+
+def is_moe_param(param: Any) -> bool:
+    """True for a parameter that is marked as an expert's own."""
+    return not getattr(param, "allreduce", True)
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    return bool(param_group.get("moe", False))
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """(False, 0): deepspeed.moe.layer.MoE cannot be built here yet."""
+    return False, 0
+
+
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
+    """A list of the groups as they are, where no parameter is an expert's."""
+    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    for group in groups:
+        group["params"] = list(group["params"])
+        if any(map(is_moe_param, group["params"])):
+            raise not_built("mixture of experts", "train without expert parameters")
+    return groups
+
+
+def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
+    if model_parameters and isinstance(model_parameters[0], nn.Parameter):
+        return split_params_into_different_moe_groups_for_optimizer(
+            {"params": model_parameters, "name": "dense-params"}
+        )
+    return split_params_into_different_moe_groups_for_optimizer(model_parameters)
+
+
+# -- enums, errors, constants that are not plain ---------------------------------------------------------------------------------------------
+
+
+class OffloadDeviceEnum(str, enum.Enum):
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, enum.Enum):
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroStageEnum(int, enum.Enum):
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3  # noqa: PIE796  an alias, as there
+
+
+class DtypeEnum(enum.Enum):
+    fp32 = torch.float32
+    fp16 = torch.float16
+    bf16 = torch.bfloat16
+    int8 = torch.int8
+
+
+class ZeRORuntimeException(Exception):
+    pass
+
+
+DeepSpeedConfigError = ConfigError  # what is raised for a file, by either name
+
+
+default_pg_timeout = datetime.timedelta(minutes=30)
+
+
+def enable_universal_checkpoint(param_list: Any) -> None:
+    """Not needed: each checkpoint loads on another number of ranks."""
+
+
+def is_zero_param(parameter: Any) -> bool:
+    return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
+
+
+def is_compile_supported() -> bool:
+    return True
+
+
+def get_caller_func(frame: int = 3) -> str:
+    import sys
+
+    return sys._getframe(frame).f_code.co_name
+
+
+# -- deepspeed.utils.groups: all ranks are data parallel ------------------------------------------------------------------------------------
+
+
+def _same_for_all(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _get_data_parallel_group() -> Any:
+    return dist.group.WORLD
+
+
+def _get_data_parallel_world_size() -> int:
+    return dist.get_world_size()
+
+
+def _get_data_parallel_rank() -> int:
+    return dist.get_rank()
+
+
+def _get_data_parallel_group_ranks() -> Any:
+    return range(dist.get_world_size())
+
+
+GROUPS: dict[str, Any] = {
+    "mpu": None, "mesh_device": None,
+    "_get_data_parallel_group": _get_data_parallel_group, "get_data_parallel_group": _get_data_parallel_group,
+    "_get_data_parallel_world_size": _get_data_parallel_world_size, "get_data_parallel_world_size": _get_data_parallel_world_size,
+    "_get_data_parallel_rank": _get_data_parallel_rank, "get_data_parallel_rank": _get_data_parallel_rank,
+    "_get_data_parallel_group_ranks": _get_data_parallel_group_ranks,
+    "_get_sequence_data_parallel_group": _get_data_parallel_group,
+    "_get_sequence_data_parallel_world_size": _get_data_parallel_world_size,
+    "_get_sequence_data_parallel_rank": _get_data_parallel_rank,
+    "_get_zero_param_intra_parallel_group": _same_for_all(None),
+    "_zero_param_parallel_is_initialized": _same_for_all(False),
+    **dict.fromkeys(("_get_expert_parallel_group_dict", "_get_expert_data_parallel_group_dict"), dict),
+    **dict.fromkeys(
+        (
+            "_get_model_parallel_world_size", "get_model_parallel_world_size", "get_tensor_model_parallel_world_size",
+            "_get_sequence_parallel_world_size", "_get_expert_model_parallel_world_size",
+        ),
+        _same_for_all(1),
+    ),
+    **dict.fromkeys(
+        (
+            "_get_broadcast_src_rank", "get_model_parallel_rank", "get_tensor_model_parallel_rank", "_get_sequence_parallel_rank",
+        ),
+        _same_for_all(0),
+    ),
+}  # fmt: skip
+globals().update(GROUPS)

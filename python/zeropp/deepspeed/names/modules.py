@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands behind the names of deepspeed that touch the engine: initialize, process groups, optimizers, parameters. tree.py says
+which name leads where; helpers.py has the small things beside them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeropp
+from zeropp.checkpoint import random_state, values
+from zeropp.deepspeed.engine import Engine
+from zeropp.deepspeed.engine import initialize as _initialize
+from zeropp.deepspeed.names import zero
+from zeropp.deepspeed.names.finder import VERSION
+from zeropp.deepspeed.names.later import not_built as _not_built
+
+logger = logging.getLogger("DeepSpeed")
+logger.setLevel(logging.INFO)  # as there; Python prints what is below a warning only where somebody configured logging
+
+
+# -- deepspeed ------------------------------------------------------------------------------------------------------------
+
+
+class DeepSpeedOptimizer:
+    """In isinstance checks only: the optimizer that comes back is the one given, adopted in place."""
+
+
+class DeepSpeedEngine(Engine):
+    """:class:`zeropp.deepspeed.engine.Engine`, with what TRL reaches into."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        model = self.module
+        zero.mark(model)
+        if self.zeropp_config.stage < 3:
+            return
+        for module in model.modules():
+            module.__dict__.setdefault("ds_external_parameters", list)
+        if self.optimizer is not None:
+            # TRL takes DeepSpeed's hooks off before it generates, and puts them back; zeropp's triggers stay.
+            self.optimizer.parameter_offload = SimpleNamespace(
+                module=model, forward_hooks=[], backward_hooks=[], _register_deepspeed_module=lambda module: None
+            )
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Always possible, so only a file that says no means no: then frameworks save no whole weights."""
+        section = self.config.get("zero_optimization", {})
+        names = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
+        return not any(section.get(name) is False for name in names)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
+        """As there, random states are left alone (Trainer and Accelerate restore their own), and the client state is None where there
+        is no checkpoint."""
+        with random_state.kept():
+            folder, client_state = super().load_checkpoint(*args, **kwargs)
+        return folder, None if folder is None else client_state
+
+    def save_16bit_model(
+        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """As there, by the name that scripts read it under."""
+        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: Any = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, Any, Any, Any]:
+    """``deepspeed.initialize``."""
+    if mpu is not None or mesh_param is not None:
+        raise _not_built("model and sequence parallelism (mpu, mesh_param)", "leave both out")
+    zero.end_open_contexts()
+    logger.info("DeepSpeed info: version=%s, answered by zeropp %s", VERSION, zeropp.__version__)
+    if dist_init_required is not False:
+        init_distributed(
+            distributed_port=distributed_port
+        )  # one process alone, too: frameworks reduce over it afterwards
+    return _initialize(
+        args, model, optimizer, model_parameters, training_data, lr_scheduler, dist_init_required, collate_fn, _nested(config), config_params,
+        engine_class=DeepSpeedEngine,
+    )  # fmt: skip
+
+
+def _nested(config: Any) -> Any:
+    """TRL gives the engine of a reference model keys such as ``"zero_optimization.reduce_bucket_size"``: keys of that section, in
+    elements, and sometimes with a fraction."""
+    if not isinstance(config, dict) or not any("." in name for name in config):
+        return config
+    nested = {name: dict(value) if isinstance(value, dict) else value for name, value in config.items()}
+    for name in [name for name in nested if "." in name]:
+        section, _, key = name.partition(".")
+        value = nested.pop(name)
+        nested.setdefault(section, {})[key] = (
+            int(value) if isinstance(value, float) and key.endswith("_size") else value
+        )
+    return nested
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: Any = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """A process group where none runs.
+
+    Args:
+        dist_backend: torch's name of one; None: the accelerator's, gloo without. "nccl" without a GPU is gloo.
+        auto_mpi_discovery: where neither torchrun nor the arguments say rank and size, they are Open MPI's, if it started this process.
+        distributed_port: for that case, of rank 0; where MASTER_PORT does not say.
+        verbose: a line of the logger.
+        timeout: a timedelta; None: torch's.
+        init_method: torch's URL; None: the environment.
+        dist_init_required: False: none is begun. True where one runs: an error.
+        config: of DeepSpeed's logging of collectives, which is not built; zeropp.traffic() counts them.
+        rank, world_size: in place of the environment's; -1: those.
+    """
+    if dist.is_initialized():
+        is_initialized()
+        return
+    if dist_init_required is False:
+        return
+    if auto_mpi_discovery and "RANK" not in os.environ:
+        _rank_of_mpi(distributed_port)
+    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    more |= {name: value for name, value in (("rank", rank), ("world_size", world_size)) if value >= 0}
+    if init_method is None and not more.keys() & {"rank", "world_size"} and "WORLD_SIZE" not in os.environ:
+        # started by python, not by torchrun
+        more |= {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
+    if dist_backend == "nccl" and not torch.cuda.is_available():  # many scripts name it
+        logger.warning("init_distributed: nccl needs a GPU, and this machine has none; the backend is gloo")
+        dist_backend = "gloo"
+    backend = dist_backend or (None if torch.accelerator.is_available() else "gloo")
+    if verbose:
+        logger.info("Initializing the process group with backend %s", backend or "of the accelerator")
+    dist.init_process_group(backend, init_method or ("env://" if "store" not in more else None), **more)
+    is_initialized()
+
+
+def _rank_of_mpi(port: int | None) -> None:
+    """Under mpirun on one host, or with MASTER_ADDR set: what torchrun's variables would say."""
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        return
+    for name, source in (("RANK", "RANK"), ("WORLD_SIZE", "SIZE"), ("LOCAL_RANK", "LOCAL_RANK")):
+        os.environ.setdefault(name, os.environ[f"OMPI_COMM_WORLD_{source}"])
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port or 29500))
+
+
+def is_initialized() -> bool:
+    """Does a process group run? Accelerate asks while it builds its state. On a machine without a GPU it names no backend for
+    DeepSpeed, and would take each rank for the only one: there the backend is told to it."""
+    if not dist.is_initialized():
+        return False
+    state = sys.modules.get("accelerate.state")
+    if state is not None and not torch.accelerator.is_available():
+        known = state.PartialState._shared_state
+        if known and known.get("backend") is None:
+            known["backend"] = dist.get_backend()
+    return True
+
+
+def add_config_arguments(parser: Any) -> Any:
+    """``--deepspeed``, ``--deepspeed_config FILE`` and their like."""
+    group = parser.add_argument_group("DeepSpeed", "answered by zeropp")
+    group.add_argument("--deepspeed", default=False, action="store_true")
+    group.add_argument("--deepspeed_config", default=None, type=str)
+    return parser
+
+
+# -- deepspeed.zero --------------------------------------------------------------------------------------------------------
+
+
+def _wrapper(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """zero.Init wraps torch's constructors there; nothing is wrapped here."""
+    return function
+
+
+# -- deepspeed.utils -------------------------------------------------------------------------------------------------------
+
+
+def _values() -> dict[str, Any]:
+    """``safe_get_full_grad`` and its relatives: the functions of zero/values.py by their names there."""
+    found: dict[str, Any] = {}
+    for where, get, put in (
+        ("full", values.get_full, values.set_full),
+        ("local", values.get_local, values.set_local),
+    ):
+        for name, kind in (("fp32_param", "value"), ("grad", "grad")):
+            found[f"safe_get_{where}_{name}"] = functools.partial(get, kind=kind)
+            found[f"safe_set_{where}_{name}"] = functools.partial(put, kind=kind)
+        found[f"safe_get_{where}_optimizer_state"] = _state_getter(get)
+        found[f"safe_set_{where}_optimizer_state"] = _state_setter(put)
+    return found
+
+
+def _state_getter(get: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda parameter, optim_state_key: get(parameter, optim_state_key)
+
+
+def _state_setter(put: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda parameter, value, optim_state_key: put(parameter, value, optim_state_key)
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
+    """Copies that do not share one large storage."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone().to(device)
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(one, device) for one in item)
+    if isinstance(item, dict):
+        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
+    return item
+
+
+__zeropp__ = zeropp.__version__
+globals().update(_values())

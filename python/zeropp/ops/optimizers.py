@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of Lion, Adagrad and SGD over lists of tensors; the formulas are in csrc/ops/{lion,adagrad,sgd}/."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeropp.ops import checks
+from zeropp.ops import moments as _moments
+
+__all__ = ["adagrad_step_", "lion_step_", "sgd_step_"]
+
+
+def lion_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    *,
+    lr: float | Sequence[float],
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    weight_decay: float | Sequence[float] = 0.0,
+    maximize: bool = False,
+    grad_scale: float = 1.0,
+    param_outs: Sequence[Tensor] = (),
+    step: int | Sequence[int] | None = None,
+    scales: Sequence[Tensor] = (),
+    seed: int = 0,
+    streams: Sequence[int] | None = None,
+    firsts: Sequence[int] | None = None,
+) -> None:
+    """One step of Lion (Chen et al. 2023, algorithm 2) over lists of tensors, in one pass: 20 bytes a parameter.
+
+    ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``, then ``m = beta2 m + (1 - beta2) g``. With the
+    momentum in bf16 it moves 16 bytes, in 8 bits 14 (csrc/ops/moments/moments.h): the same arithmetic between decoding
+    and encoding it.
+
+    Args:
+        params: fp32 tensors, updated in place.
+        grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
+        exp_avgs: fp32, bfloat16, or uint8 (codes of 8 bits), the momentum, updated in place.
+        lr: learning rate, lr >= 0; one number, or one a tensor.
+        beta1: share of the momentum in the step, 0 <= beta1 < 1.
+        beta2: decay of the momentum, 0 <= beta2 < 1.
+        weight_decay: strength of the decoupled decay; one number, or one a tensor.
+        maximize: climb instead of descend.
+        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
+        param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
+        step: of a momentum that is not fp32: t of this update, counted from 1; one number, or one a tensor.
+        scales: of uint8 only: fp32, ``moments_scales(elems, first)`` for each tensor; updated in place.
+        seed, streams: the stochastic rounding of a momentum that is not fp32 is made of the seed, the tensor's stream
+            (None: its place in the list), step and place in the tensor alone.
+        firsts: for pieces of tensors, the place of each one's first element in its tensor. None: whole tensors.
+
+    Raises:
+        TypeError: an argument is no list of tensors, or no number.
+        ValueError: wrong device, dtype, layout, number of elements or number of tensors; tensors that share memory; a
+            tensor that requires grad while grad mode is on; a rate out of range. Nothing was written.
+    """
+    name = "zeropp.ops.lion_step_"
+    checks.check_numbers(name, {"beta1": beta1, "beta2": beta2, "grad_scale": grad_scale})
+    lrs, decays = checks.rates_of(name, {"lr": lr, "weight_decay": weight_decay})
+    numbers = [lrs, beta1, beta2, decays, maximize, grad_scale]
+    low = _Low(step, scales, seed, streams, firsts)
+    _step("lion_step_", params, grads, "exp_avgs", exp_avgs, param_outs, [], numbers, low)
+
+
+def adagrad_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    state_sums: Sequence[Tensor],
+    *,
+    step: int | Sequence[int],
+    lr: float | Sequence[float],
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float | Sequence[float] = 0.0,
+    maximize: bool = False,
+    grad_scale: float = 1.0,
+    param_outs: Sequence[Tensor] = (),
+    scales: Sequence[Tensor] = (),
+    seed: int = 0,
+    streams: Sequence[int] | None = None,
+    firsts: Sequence[int] | None = None,
+) -> None:
+    """One step of Adagrad (Duchi, Hazan & Singer 2011) over lists of tensors, in one pass: 20 bytes a parameter.
+
+    ``s = s + g g``, then ``p = p - lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps)``; decay is an L2 penalty.
+
+    Args:
+        params: fp32 tensors, updated in place.
+        grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
+        state_sums: fp32, bfloat16, or uint8 (codes of 8 bits), the sums of squares, updated in place.
+        step: t of this update, counted from 1; one number, or one a tensor.
+        lr: learning rate; one number, or one a tensor.
+        lr_decay: how fast the learning rate falls, lr_decay >= 0.
+        eps: added to the denominator.
+        weight_decay: strength of the L2 penalty; one number, or one a tensor.
+        maximize: climb instead of descend.
+        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
+        param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
+        scales, seed, streams, firsts: of states that are not fp32, as ``lion_step_`` has them.
+
+    Raises:
+        TypeError, ValueError: as ``lion_step_``.
+    """
+    name = "zeropp.ops.adagrad_step_"
+    checks.check_numbers(name, {"lr_decay": lr_decay, "eps": eps, "grad_scale": grad_scale})
+    lrs, decays = checks.rates_of(name, {"lr": lr, "weight_decay": weight_decay})
+    numbers = [lrs, lr_decay, eps, decays, maximize, grad_scale]
+    steps, low = [checks.steps_of(name, step, params)], _Low(step, scales, seed, streams, firsts)
+    _step("adagrad_step_", params, grads, "state_sums", state_sums, param_outs, steps, numbers, low)
+
+
+def sgd_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor] = (),
+    *,
+    step: int | Sequence[int],
+    lr: float | Sequence[float],
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float | Sequence[float] = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    grad_scale: float = 1.0,
+    param_outs: Sequence[Tensor] = (),
+    scales: Sequence[Tensor] = (),
+    seed: int = 0,
+    streams: Sequence[int] | None = None,
+    firsts: Sequence[int] | None = None,
+) -> None:
+    """One step of SGD, with momentum where there are buffers, over lists of tensors: 20 bytes a parameter, 12 without.
+
+    ``b = momentum b + (1 - dampening) g`` (``b = g`` where t is 1), then ``p = p - lr b``; Nesterov's form steps by
+    ``g + momentum b``. Decay is an L2 penalty.
+
+    Args:
+        params: fp32 tensors, updated in place.
+        grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
+        momentum_buffers: fp32, bfloat16, or uint8 (codes of 8 bits), updated in place (of no meaning before t is 1).
+            Empty: no momentum.
+        step: t of this update, counted from 1; one number, or one a tensor.
+        lr: learning rate; one number, or one a tensor.
+        momentum: share of the buffer that stays, momentum >= 0.
+        dampening: 1 - dampening is the gradient's share.
+        weight_decay: strength of the L2 penalty; one number, or one a tensor.
+        nesterov: Nesterov's form; wants momentum > 0 and dampening 0.
+        maximize: climb instead of descend.
+        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
+        param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
+        scales, seed, streams, firsts: of states that are not fp32, as ``lion_step_`` has them.
+
+    Raises:
+        TypeError, ValueError: as ``lion_step_``.
+    """
+    name = "zeropp.ops.sgd_step_"
+    checks.check_numbers(name, {"momentum": momentum, "dampening": dampening, "grad_scale": grad_scale})
+    lrs, decays = checks.rates_of(name, {"lr": lr, "weight_decay": weight_decay})
+    numbers = [lrs, momentum, dampening, decays, nesterov, maximize, grad_scale]
+    steps, low = [checks.steps_of(name, step, params)], _Low(step, scales, seed, streams, firsts)
+    _step("sgd_step_", params, grads, "momentum_buffers", momentum_buffers, param_outs, steps, numbers, low)
+
+
+class _Low(NamedTuple):
+    """Arguments of states that are not fp32."""
+
+    step: int | Sequence[int] | None
+    scales: Sequence[Tensor]
+    seed: int
+    streams: Sequence[int] | None
+    firsts: Sequence[int] | None
+
+
+def _step(
+    op: str,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states_name: str,
+    states: Sequence[Tensor],
+    param_outs: Sequence[Tensor],
+    steps: Sequence[object],
+    numbers: Sequence[object],
+    low: _Low,
+) -> None:
+    name = f"zeropp.ops.{op}"
+    lists = {"params": params, "grads": grads, states_name: states, "param_outs": param_outs}
+    if _moments.are_codes(states, low.scales):
+        lists = {"params": params, "grads": grads, states_name: states, "scales": low.scales, "param_outs": param_outs}
+        checks.check_whole(name, "seed", low.seed)
+        steps = [_moments.places_of(name, params, low.step, low.streams, low.firsts), low.seed]
+        op = op.replace("step_", "step_low_")
+    for argument, tensors in lists.items():
+        checks.check_tensors(name, argument, tensors, ("cpu", "cuda"))
+    if not any(lists.values()):
+        return  # without a tensor there is no device to dispatch on
+    arguments = [*map(list, lists.values()), *steps, *numbers]
+    written = [*params, *states, *low.scales, *param_outs]
+    checks.call(name, getattr(torch.ops.zeropp, op).default, arguments, written)
+
+
+def register() -> None:
+    """Register the fake kernels."""
+    torch.library.register_fake("zeropp::lion_step_", _fake_lion)
+    torch.library.register_fake("zeropp::adagrad_step_", _fake_adagrad)
+    torch.library.register_fake("zeropp::sgd_step_", _fake_sgd)
+    torch.library.register_fake("zeropp::lion_step_low_", _fake_lion_low)
+    torch.library.register_fake("zeropp::adagrad_step_low_", _fake_adagrad_low)
+    torch.library.register_fake("zeropp::sgd_step_low_", _fake_sgd_low)
+
+
+def _fake_step(
+    name: str, params: list[Tensor], grads: list[Tensor], states: list[Tensor], states_name: str, outs: list[Tensor]
+) -> None:
+    checks.fake_check_step(name, params, grads, outs)
+    if states or states_name != "momentum_buffers":
+        checks.fake_check_like(name, states_name, states, params, checks.FP32)
+
+
+def _fake_lion(
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], param_outs: list[Tensor], *rates: float
+) -> None:
+    _fake_step("zeropp.ops.lion_step_", params, grads, exp_avgs, "exp_avgs", param_outs)
+
+
+def _fake_adagrad(
+    params: list[Tensor],
+    grads: list[Tensor],
+    state_sums: list[Tensor],
+    param_outs: list[Tensor],
+    steps: list[int],
+    *rates: float,
+) -> None:
+    _fake_step("zeropp.ops.adagrad_step_", params, grads, state_sums, "state_sums", param_outs)
+
+
+def _fake_sgd(
+    params: list[Tensor],
+    grads: list[Tensor],
+    momentum_buffers: list[Tensor],
+    param_outs: list[Tensor],
+    steps: list[int],
+    *rates: float,
+) -> None:
+    _fake_step("zeropp.ops.sgd_step_", params, grads, momentum_buffers, "momentum_buffers", param_outs)
+
+
+def _fake_low(
+    name: str,
+    states_name: str,
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[Tensor],
+    scales: list[Tensor],
+    param_outs: list[Tensor],
+    places: list[int],
+) -> None:
+    checks.fake_check_step(name, params, grads, param_outs)
+    firsts = _moments.fake_check_places(name, places, params)
+    _moments.fake_check_low(name, {states_name: states}, params, scales, firsts)
+
+
+def _fake_lion_low(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    scales: list[Tensor],
+    param_outs: list[Tensor],
+    places: list[int],
+    *rates: float,
+) -> None:
+    _fake_low("zeropp.ops.lion_step_", "exp_avgs", params, grads, exp_avgs, scales, param_outs, places)
+
+
+def _fake_adagrad_low(
+    params: list[Tensor],
+    grads: list[Tensor],
+    state_sums: list[Tensor],
+    scales: list[Tensor],
+    param_outs: list[Tensor],
+    places: list[int],
+    *rates: float,
+) -> None:
+    _fake_low("zeropp.ops.adagrad_step_", "state_sums", params, grads, state_sums, scales, param_outs, places)
+
+
+def _fake_sgd_low(
+    params: list[Tensor],
+    grads: list[Tensor],
+    momentum_buffers: list[Tensor],
+    scales: list[Tensor],
+    param_outs: list[Tensor],
+    places: list[int],
+    *rates: float,
+) -> None:
+    _fake_low("zeropp.ops.sgd_step_", "momentum_buffers", params, grads, momentum_buffers, scales, param_outs, places)

@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations on NVMe: ``Config(offload=Offload(activations="nvme", path=...))`` (ZeRO-Infinity, arXiv:2104.07857, 5.1.2).
+
+What autograd keeps for backward while the model's forward runs goes to a scratch file behind the computation, and comes
+back ahead of backward, in the reverse of the order it went. With ``torch.utils.checkpoint`` that is the inputs of the
+checkpointed blocks, and nothing of what is computed anew; without it, everything. So the memory that activations take
+does not grow with the depth of the model, but by little: what was freed goes back to the system as it is freed (`holes`).
+
+    forward    saved:  write begins -----> written: memory is given back
+    backward   wanted: still being written? then it is used as it lies; else it was read ahead, or is read now
+
+The unit of moving is a whole storage: queries, keys and values that are views of one matrix move once and come back with
+the strides they had, so that every kernel sees the same layout and gives the same bits. Parameters, buffers, the
+arguments of the call and whatever is smaller than `MIN_BYTES` stay: keeping them costs nothing, or little.
+
+Every rank offloads its own. Ranks that hold the same activations share them out first (`zeropp.nn.partition_activations`).
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from zeropp import aio
+from zeropp.comm.collective import Ranks
+from zeropp.config import Tier
+from zeropp.errors import Error
+from zeropp.files.heap_trim import Holes
+from zeropp.files.scratch import STRIPE_BYTES, Scratch
+from zeropp.zero.model.wrapped_call import WrappedCall
+from zeropp.zero.offload.storage import disk_traffic
+
+if TYPE_CHECKING:
+    from zeropp.zero.engine import Engine
+
+PAGE_BYTES = 4096
+MIN_BYTES = 64 << 10
+"""Storages below stay in memory."""
+WAITING_BYTES = 64 << 20
+"""Of storages that wait to be written, or were read ahead: at most this, or four of the largest, or one."""
+FIGURES = ("read_bytes", "written_bytes", "checked_bytes", "sums_bytes", "backend")
+DEPTH = 8
+"""Operations in flight, of each folder; each has a buffer of a block, because autograd's tensors do not begin at pages."""
+
+
+_running = threading.local()
+
+
+def running() -> ActivationTier | None:
+    """The tier of the model whose forward runs in this thread."""
+    return getattr(_running, "tier", None)
+
+
+class Place(weakref.ref["Saved"]):
+    """A storage's place in the file, and what is to be given back when the storage dies.
+
+    Storages die in the middle of a backward. Python's code run there (``__del__``) would be the first that a waiting Ctrl-C meets, and Python
+    drops what such code raises: so the dead are only listed, by a method of deque, and buried by the next who comes by.
+    """
+
+    __slots__ = ("ahead_bytes", "bytes", "future", "index", "offset_bytes")
+
+    index: int
+    bytes: int
+    offset_bytes: int
+    ahead_bytes: int  # read before they were wanted
+    future: aio.Future | None
+
+
+class Saved:
+    """One storage on its way to the file, in it, or back. Dies with the last graph that needs it."""
+
+    def __init__(self, tier: ActivationTier, index: int, source: Tensor, flat: Tensor, offset_bytes: int) -> None:
+        self.tier, self.index, self.bytes = tier, index, flat.numel()
+        self.place = place = Place(self, tier.dead.append)
+        place.index, place.bytes, place.offset_bytes, place.ahead_bytes = index, flat.numel(), offset_bytes, 0
+        place.future = None
+        self.version = source._version
+        self.source: Tensor | None = source  # shares its version counter; None once it is written
+        self.flat: Tensor | None = flat  # the bytes: of the source until it is written, or read ahead
+        self.read: StorageWeakRef | None = None  # what was read, while somebody uses it
+        self.changed = False
+
+    def check_unchanged(self) -> None:
+        """A change in place after autograd saved a tensor would make wrong gradients; torch refuses it in backward."""
+        if self.changed or (self.source is not None and self.source._version != self.version):
+            self.changed = True
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of {self.bytes} bytes, saved at version {self.version}, while offload.activations wrote it "
+                "to the disk"
+            )
+
+
+class View:
+    """What autograd holds in place of a tensor."""
+
+    __slots__ = ("dtype", "offset", "saved", "size", "stride")
+
+    def __init__(self, saved: Saved, tensor: Tensor) -> None:
+        self.saved, self.dtype = saved, tensor.dtype
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def over(self, flat: Tensor) -> Tensor:
+        """The tensor again, over the bytes of its storage."""
+        item = self.dtype.itemsize
+        typed = flat[: flat.numel() // item * item].view(self.dtype)
+        return typed.as_strided(self.size, self.stride, typed.storage_offset() + self.offset)
+
+
+class _Extents:
+    """Free places of a file that grows at its end. Neighbours that come free become one."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._free: list[tuple[int, int]] = []  # (offset, bytes), ascending
+
+    def take(self, size: int) -> int:
+        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        for at, (offset, room) in enumerate(self._free):
+            if room >= size:
+                self._free[at : at + 1] = [(offset + size, room - size)] if room > size else []
+                return offset
+        self.end += size
+        return self.end - size
+
+    def give(self, offset: int, size: int) -> None:
+        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        at = sum(1 for one in self._free if one[0] < offset)
+        if at < len(self._free) and self._free[at][0] == offset + size:
+            size += self._free.pop(at)[1]
+        if at and sum(self._free[at - 1]) == offset:
+            offset, size = self._free[at - 1][0], size + self._free[at - 1][1]
+            self._free.pop(at - 1)
+            at -= 1
+        if offset + size == self.end:
+            self.end = offset  # the file keeps its length, and the place is taken again
+        else:
+            self._free.insert(at, (offset, size))
+
+
+class ActivationTier:
+    """The file of one prepared model's activations on this rank. Construction is collective.
+
+    Args:
+        tier: kind "nvme"; ``path``, ``fraction`` and ``checksums`` count.
+
+    Raises:
+        zeropp.TierError: the folder cannot be used. On every rank; nothing is left behind.
+    """
+
+    def __init__(self, engine: Engine, tier: Tier) -> None:
+        self.fraction, self._checksums = float(tier.fraction), tier.checksums
+        ranks = Ranks(engine)
+        scratch = Scratch(tier.folders, ranks)
+        self.file = scratch.file("activations")
+        self.path = self.file.parts[0]
+        self._folders = scratch.folders
+        self._lock = threading.RLock()  # guards all that follows; a graph may die, or run, in any thread
+        self._extents = _Extents()
+        self._by_storage: dict[int, tuple[StorageWeakRef, weakref.ref[Saved]]] = {}
+        self._alive: dict[int, Place] = {}  # by index, which counts up
+        self.dead: collections.deque[weakref.ref[Saved]] = collections.deque()  # to be buried
+        self._writing: collections.deque[tuple[weakref.ref[Saved], aio.Future, int]] = collections.deque()
+        self._next = self._largest_bytes = 0
+        self._seen_bytes = self._put_bytes = 0  # of all passes: `fraction` of the first is the second
+        self.waiting_bytes = self.waiting_peak_bytes = 0
+        self.ahead_bytes = self.file_bytes = self.file_peak_bytes = 0
+        self._closed, self._owner = False, os.getpid()
+        self._stays: set[int] = set()
+        self._holes = Holes()
+        self._units = [unit.whole.untyped_storage().data_ptr() for unit in engine.units]
+        try:
+            ranks.all_do(self._open)
+        except BaseException:
+            scratch.remove()
+            raise
+        self._waited = [0]  # ns
+        self._number = disk_traffic.add(functools.partial(_moved, self._io, self._waited))
+        self._end = weakref.finalize(self, _end, self._io, self._number, scratch, os.getpid())
+
+    def _open(self) -> None:
+        from zeropp.files.io_settings import shape
+
+        depth, block_bytes = shape(self._folders, STRIPE_BYTES) or (None, None)
+        most = DEPTH * len(self._folders)
+        self._io = aio.Engine(
+            min(most, depth or most), block_bytes, checksums=self._checksums, paths=self.file.folders,
+            stripe_bytes=STRIPE_BYTES,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """The model is gone: the scratch file, too. A backward that needs it raises."""
+        self._closed = True
+        self._end()
+
+    # -- forward -----------------------------------------------------------------------------------------------------------
+
+    def forward(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """``call(*args, **kwargs)``, with what autograd saves in it offloaded."""
+        if self._closed or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return call(*args, **kwargs)
+        given = tree_leaves((args, kwargs))
+        kept = [one for one in given if isinstance(one, Tensor) and one.device.type == "cpu"]
+        kept += [one for one in module.buffers() if one.device.type == "cpu"]
+        stays = {one.untyped_storage().data_ptr() for one in kept if type(one) in (Tensor, nn.Parameter)}
+        with self._lock:
+            self._stays = stays | set(self._units)
+        from zeropp.nn.partition import active
+
+        shared = active()  # ranks that hold the same keep a part each, and that goes to the file
+        hooks = (self._pack, self._unpack) if shared is None else (shared.pack, shared.unpack)
+        if "torch._dynamo" in sys.modules:  # it compiles every frame that runs below a compiled module, hooks too
+            hooks = tuple(torch._dynamo.disable(hook) for hook in hooks)
+        before, _running.tier = running(), self
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(*hooks):
+                return call(*args, **kwargs)
+        finally:
+            _running.tier = before
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < MIN_BYTES or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+            return tensor
+        with self._lock:
+            if self._closed or storage.data_ptr() in self._stays:
+                return tensor
+            self._bury()
+            self._reap()
+            saved = self._known(storage, tensor._version) or self._begin(storage, tensor)
+        return tensor if saved is None else View(saved, tensor)
+
+    def _known(self, storage: torch.UntypedStorage, version: int) -> Saved | None:
+        """The same bytes, saved a moment ago. Views share their version counter with what they are views of."""
+        found = self._by_storage.get(storage._cdata)
+        if found is None or found[0].expired():
+            return None
+        saved = found[1]()
+        return saved if saved is not None and saved.version == version else None
+
+    def _begin(self, storage: torch.UntypedStorage, tensor: Tensor) -> Saved | None:
+        size = storage.nbytes()
+        self._seen_bytes += size
+        if self._put_bytes + size > self.fraction * self._seen_bytes + 0.5:
+            return None
+        self._put_bytes += size
+        self._largest_bytes = max(self._largest_bytes, size)
+        while self._writing and self.waiting_bytes + size > self._room_bytes():
+            self._reap(patiently=True)
+        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+        saved = Saved(self, self._next, tensor.detach(), flat, self._extents.take(size))
+        self._next += 1
+        self._alive[saved.index] = saved.place
+        self.file_bytes += size
+        self.file_peak_bytes = max(self.file_peak_bytes, self.file_bytes)
+        future = saved.place.future = self._io.write(flat, self.file.name, saved.place.offset_bytes)
+        self._by_storage[storage._cdata] = (StorageWeakRef(storage), saved.place)
+        self._writing.append((saved.place, future, size))
+        self.waiting_bytes += size
+        self.waiting_peak_bytes = max(self.waiting_peak_bytes, self.waiting_bytes)
+        return saved
+
+    def _room_bytes(self) -> int:
+        return min(WAITING_BYTES, 4 * self._largest_bytes)
+
+    def _reap(self, patiently: bool = False) -> None:
+        """Give back the memory of what is written; with ``patiently``, of one at least."""
+        while self._writing:
+            found, future, size = self._writing[0]
+            if not patiently and not future.done():
+                return
+            patiently = False
+            saved = found()
+            try:
+                self._wait(future)  # raises zeropp.TierError: file, offset, bytes; then the memory stays as it is
+            except Error:
+                if saved is not None:  # else its graph is gone, and nobody misses it
+                    raise
+            finally:
+                self._writing.popleft()
+                self.waiting_bytes -= size
+            if saved is not None and saved.source is not None:
+                saved.changed = saved.source._version != saved.version
+                saved.source = saved.flat = saved.place.future = None
+                self._holes.freed(size)
+
+    # -- backward ------------------------------------------------------------------------------------------------------------
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        saved: Saved = packed.saved
+        with self._lock:
+            saved.check_unchanged()
+            flat = self._in_use(saved)
+            if flat is None:
+                flat = self._fetch(saved)
+            tensor: Tensor = packed.over(flat)
+            if saved.source is None:
+                saved.read = StorageWeakRef(flat.untyped_storage())
+            self._bury()
+            self._reap()
+            self._read_ahead(saved.index)
+        return tensor
+
+    @staticmethod
+    def _in_use(saved: Saved) -> Tensor | None:
+        """What was read for another view of it, and is still there."""
+        if saved.read is None:
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(saved.read.cdata)
+        return None if storage is None else _page_aligned(torch.empty(0, dtype=torch.uint8).set_(storage), saved.bytes)
+
+    def _fetch(self, saved: Saved) -> Tensor:
+        if saved.source is not None:  # not written yet, or it never will be
+            assert saved.flat is not None
+            return saved.flat
+        if saved.flat is None:
+            self._begin_read(saved)
+        flat, future = saved.flat, saved.place.future
+        assert flat is not None and future is not None
+        saved.flat = saved.place.future = None
+        self.ahead_bytes -= saved.bytes
+        saved.place.ahead_bytes = 0
+        self._wait(future)
+        return flat
+
+    def _wait(self, future: aio.Future) -> None:
+        began = time.perf_counter_ns()
+        try:
+            future.wait()
+        finally:
+            self._waited[0] += time.perf_counter_ns() - began
+
+    def _begin_read(self, saved: Saved) -> None:
+        if self._closed:
+            raise Error(
+                "backward: the model was dropped, and with it the file of its activations; keep the model alive"
+            )
+        saved.flat = _page_aligned(torch.empty(saved.bytes + PAGE_BYTES, dtype=torch.uint8), saved.bytes)
+        saved.place.future = self._io.read(saved.flat, self.file.name, saved.place.offset_bytes)
+        saved.place.ahead_bytes = saved.bytes
+        self.ahead_bytes += saved.bytes
+
+    def _read_ahead(self, index: int) -> None:
+        """What was saved before is wanted next."""
+        for before in range(index - 1, -1, -1):
+            found = self._alive.get(before)
+            saved = found() if found is not None else None
+            if saved is None:
+                if not self._alive or before < next(iter(self._alive)):
+                    return
+                continue
+            if saved.flat is not None or (saved.read is not None and not saved.read.expired()):
+                continue
+            if self._closed or (self.ahead_bytes and self.ahead_bytes + saved.bytes > self._room_bytes()):
+                return
+            self._begin_read(saved)
+
+    def _bury(self) -> None:
+        """Give back what the storages had whose graphs are gone."""
+        while self.dead and os.getpid() == self._owner:
+            place = self.dead.popleft()
+            assert isinstance(place, Place)
+            self._holes.freed(place.bytes)
+            self._alive.pop(place.index, None)
+            self.file_bytes -= place.bytes
+            self.ahead_bytes -= place.ahead_bytes
+            if place.future is not None:
+                place.future.cancel()  # requests on bytes that are taken again run in their order
+                place.future = None
+            self._extents.give(place.offset_bytes, place.bytes)
+            if not self._alive:
+                self._by_storage.clear()
+
+    def figures(self) -> dict[str, Any]:
+        """``waiting_bytes`` to be written and their peak, ``ahead_bytes`` read before they were wanted, ``file_bytes`` in use
+        and their peak, ``sums_bytes`` of checksums in memory; totals of ``read_bytes``, ``checked_bytes``, ``written_bytes`` and
+        ``waited_ns``; ``backend``."""
+        seen = self._io.figures()
+        with self._lock:
+            self._bury()
+            return {
+                "waiting_bytes": self.waiting_bytes, "waiting_peak_bytes": self.waiting_peak_bytes,
+                "ahead_bytes": self.ahead_bytes, "file_bytes": self.file_bytes, "file_peak_bytes": self.file_peak_bytes,
+                **{kind: seen[kind] for kind in FIGURES}, "waited_ns": self._waited[0],
+            }  # fmt: skip
+
+
+def _page_aligned(room: Tensor, size: int) -> Tensor:
+    """``size`` bytes that begin at a page, so that whole pages are read straight into them."""
+    first = -room.data_ptr() % PAGE_BYTES
+    return room[first : first + size]
+
+
+def _moved(io: aio.Engine, waited: list[int]) -> dict[str, Any]:
+    return {**io.figures(), "waited_ns": waited[0]}
+
+
+def _end(io: aio.Engine, number: int, scratch: Scratch, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child leaves its parent's files alone
+        disk_traffic.close(number)
+        io.abort()
+        scratch.remove()
+
+
+class OffloadingCall(WrappedCall):
+    """What autograd keeps while the model's forward runs goes to the tier."""
+
+    def __init__(self, model: nn.Module, tier: ActivationTier) -> None:
+        super().__init__(model)
+        self._model, self._tier = weakref.ref(model), tier
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        assert model is not None
+        return self._tier.forward(self.inner, model, args, kwargs)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States that live in files, seen together: a step over them succeeds on every rank, or raises on every rank; and where
+one stopped half-way, nothing but a load goes on. And the bytes that went to and from the disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from zeropp.aio import warn_once
+from zeropp.comm.collective import Ranks
+from zeropp.errors import Error, TierError
+from zeropp.files.scratch import STRIPE_BYTES, Scratch
+
+if TYPE_CHECKING:
+    from zeropp.zero.engine import Engine
+
+
+class Storage:
+    """The outcome of steps over states in memory: this rank alone knows it, and nothing is ever half-way."""
+
+    can_fail = False
+    """True if a step can fail in the middle, so that ranks have to agree on its outcome."""
+    is_torn = False
+    """True if a step or a write failed half-way, on any rank, and no checkpoint was loaded since."""
+
+    def agree(self, error: BaseException | None) -> None:
+        """Collective, after every step: return if it succeeded on all ranks; else raise, on all of them."""
+        if error is not None:
+            raise error
+
+    def tear(self, reason: str) -> None:
+        """Note that a part of the states was written and another not."""
+        raise NotImplementedError
+
+    def require_whole(self) -> None:
+        """Raise zeropp.Error if a step or a write failed half-way, and no checkpoint was loaded since."""
+
+    def loaded(self, index: int) -> None:
+        """Note that all states of that unit were loaded."""
+
+
+class FileStorage(Storage):
+    """What the tiers of one engine have in common. Every rank has one as soon as one kind of state is in a file.
+
+    Args:
+        trainable: indices of the units that are stepped.
+    """
+
+    can_fail = True
+
+    def __init__(self, engine: Engine, trainable: list[int]) -> None:
+        self._ranks = Ranks(engine)
+        self._core = engine.core
+        self._trainable = trainable
+        self._unloaded: set[int] = set()
+        self._failure = ""
+        self._steps = 0
+        self.torn: list[Callable[[], bool]] = [lambda: bool(self._core.step_state()[1])]
+        self.mends: list[Callable[[], None]] = [self._core.mend_params]
+
+    def agree(self, error: BaseException | None) -> None:
+        """Collective, after every step: it succeeded on all ranks, or raises on all of them.
+
+        Where some shards were stepped and others not, here or elsewhere, everything but a load is refused from then on.
+        A rank that was interrupted after its step raises alone: nothing is torn.
+        """
+        steps = self._core.step_state()[0]
+        is_torn = any(torn() for torn in self.torn)
+        state = "torn" if is_torn else "stepped" if steps != self._steps else "unchanged"
+        self._steps = steps
+        mine = {"state": state, "kind": "" if error is None else type(error).__name__, "said": str(error)}
+        every = self._ranks.exchange(mine)
+        states = {one["state"] for one in every}
+        failed = [(rank, one) for rank, one in enumerate(every) if one["kind"]]
+        if failed and states not in ({"stepped"}, {"unchanged"}):
+            self.tear(f"rank {failed[0][0]}: {failed[0][1]['said']}")
+        if error is not None:
+            raise error
+        if failed and states != {"stepped"}:
+            rank, one = failed[0]
+            kind = TierError if one["kind"] == TierError.__name__ else Error
+            raise kind(f"rank {rank}: {one['said'] or one['kind']}")
+
+    def tear(self, reason: str) -> None:
+        self._unloaded = set(self._trainable)
+        self._failure = reason
+
+    @property
+    def is_torn(self) -> bool:  # type: ignore[override]
+        return bool(self._unloaded)
+
+    def require_whole(self) -> None:
+        if self._unloaded:
+            raise Error(
+                "weights and optimizer states are torn by a step that failed half-way; zeropp.load(path, model, "
+                f"optimizer) brings back the last checkpoint. It failed by: {self._failure}"
+            )
+
+    def loaded(self, index: int) -> None:
+        self._unloaded.discard(index)
+        if not self._unloaded:
+            for mend in self.mends:
+                mend()
+
+
+class Traffic:
+    """What one tier tells :class:`DiskTraffic`."""
+
+    def __init__(self, figures: Callable[[], dict[str, Any]]) -> None:
+        self._figures = figures
+        self._beside: tuple[Callable[[], dict[str, int]] | None] | None = None
+
+    def stepped_beside(self, delayed: Callable[[], dict[str, int]] | None) -> None:
+        """Steps run in a thread of their own from now on: this rank waits for ``delayed()["waited_ns"]``, not for the file. None:
+        another tier counts that."""
+        self._beside = (delayed,)
+
+    def figures(self) -> dict[str, Any]:
+        seen = self._figures()
+        if self._beside is None:
+            return seen
+        waited = 0 if self._beside[0] is None else self._beside[0]()["waited_ns"]
+        return {**seen, "waited_ns": waited, "step_wait_ns": 0}
+
+
+class DiskTraffic:
+    """Bytes that this process's tiers read and wrote, and how long it waited for them; those that are closed included. Any
+    thread."""
+
+    WAITS = ("load_wait_ns", "step_wait_ns", "waited_ns")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, Callable[[], dict[str, Any]]] = {}
+        self._closed = {"read": 0, "write": 0, "wait": 0}
+        self._number = 0
+
+    def add(self, figures: Callable[[], dict[str, Any]]) -> int:
+        """Count what ``figures()`` says under ``read_bytes``, ``written_bytes`` and `WAITS`, until :meth:`close`."""
+        with self._lock:
+            self._number += 1
+            self._open[self._number] = figures
+            return self._number
+
+    def close(self, number: int) -> None:
+        """Ask a last time."""
+        with self._lock:
+            self._add(self._closed, self._open.pop(number)())
+
+    def _add(self, totals: dict[str, int], seen: dict[str, Any]) -> None:
+        totals["read"] += seen["read_bytes"]
+        totals["write"] += seen["written_bytes"]
+        totals["wait"] += sum(seen.get(name, 0) for name in self.WAITS)
+
+    def totals(self) -> dict[str, int] | None:
+        """``{"read": bytes, "write": bytes, "wait": ns}`` so far; None where there never was a tier."""
+        with self._lock:
+            if not self._number:
+                return None
+            totals = dict(self._closed)
+            for figures in self._open.values():
+                self._add(totals, figures())
+        return totals
+
+
+disk_traffic = DiskTraffic()
+
+
+def io_shape(scratch: Scratch) -> tuple[int, int]:
+    """Depth and bytes of a block that ``bench-io`` found best for the scratch folder's disk, or disks; 0, 0: not measured."""
+    from zeropp.files.io_settings import shape
+
+    return shape(scratch.folders, STRIPE_BYTES) or (0, 0)
+
+
+def warn(warning: str) -> None:
+    """What an I/O engine has to say, or nothing."""
+    if warning:
+        warn_once(warning)
+
+
+def end_tier(close: Callable[[], object], number: int, scratch: Scratch, owner: int) -> None:
+    """The model is gone: the file is closed, its traffic kept, the folder removed."""
+    if os.getpid() == owner:  # a forked child leaves its parent's files alone
+        disk_traffic.close(number)
+        close()
+        scratch.remove()

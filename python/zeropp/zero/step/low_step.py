@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lion, Adagrad and SGD on shards whose state is in bf16 or 8 bits: our operators, one call a unit and parameter group.
+
+In fp32 C steps them as it steps Adam (updates.py). States lie where Adam's do (low_states.py), so checkpoints, values and
+bytes know them; so do random bits: of the parameter's number, its step and the place in it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, optim
+
+from zeropp.ops import adagrad_step_, lion_step_, sgd_step_
+from zeropp.optim import Lion
+from zeropp.zero.step import low_states
+from zeropp.zero.step.custom import kind_of
+
+if TYPE_CHECKING:
+    from zeropp.zero.engine import Engine, Unit
+
+STATES: dict[type, str] = {optim.SGD: "momentum_buffer", optim.Adagrad: "sum", Lion: "exp_avg"}
+"""Which optimizers, and what torch calls their state."""
+
+
+def lacks_states(optimizer: optim.Optimizer) -> bool:
+    """SGD without momentum keeps nothing that could be held in fewer bits."""
+    return kind_of(optimizer) is optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+
+
+def step(optimizer: optim.Optimizer, engine: Engine, scale: float, units: list[Unit]) -> None:
+    """One step of these units, with gradients times ``scale``."""
+    kind = next(kind for kind in STATES if isinstance(optimizer, kind))
+    for unit in units:
+        _make(optimizer, unit, STATES[kind])
+        _step_unit(optimizer, engine, unit, kind, scale)
+
+
+def _make(optimizer: optim.Optimizer, unit: Unit, name: str) -> None:
+    """The state, unless it is there: from an earlier step, or from a checkpoint."""
+    if name in unit.state:
+        return
+    low_states.make(unit, name)
+    for index, part, _, _ in low_states.spans(unit):
+        if unit.groups[index] < 0:
+            continue
+        initial = float(optimizer.param_groups[unit.groups[index]].get("initial_accumulator_value", 0.0))
+        if initial:
+            low_states.put(unit, name, index, torch.full((part.stop - part.start,), initial))
+
+
+def _rates(kind: type, group: dict[str, Any]) -> dict[str, Any]:
+    rates: dict[str, Any] = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
+    rates["maximize"] = bool(group["maximize"])
+    if kind is Lion:
+        return {**rates, "beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
+    if kind is optim.Adagrad:
+        return {**rates, "lr_decay": float(group["lr_decay"]), "eps": float(group["eps"])}
+    return {**rates, "momentum": float(group["momentum"]), "dampening": float(group["dampening"]),
+            "nesterov": bool(group["nesterov"])}  # fmt: skip
+
+
+def _step_unit(optimizer: optim.Optimizer, engine: Engine, unit: Unit, kind: type, scale: float) -> None:
+    name, operator = STATES[kind], {Lion: lion_step_, optim.Adagrad: adagrad_step_}.get(kind, sgd_step_)
+    assert unit.steps is not None
+    groups: dict[int, dict[str, list[Any]]] = {}
+    keys = ("params", "grads", "codes", "scales", "param_outs", "step", "streams", "firsts")
+    gradients = engine.own_gradients(unit)
+    for index, part, begin, scales in low_states.spans(unit):
+        gradient = gradients[index]
+        if gradient is None or unit.groups[index] < 0:
+            continue
+        unit.steps[index] += 1
+        into = groups.setdefault(unit.groups[index], {key: [] for key in keys})
+        into["params"].append(unit.own[part].detach())
+        into["grads"].append(gradient)
+        into["codes"].append(unit.state[name][part])
+        if unit.scales:
+            into["scales"].append(unit.scales[name][scales])
+        if unit.master is not None:
+            into["param_outs"].append(unit.shard[part])
+        into["step"].append(int(unit.steps[index]))
+        into["streams"].append(unit.first_param + index)
+        into["firsts"].append(begin)
+    for number, lists in groups.items():
+        rates = _rates(kind, optimizer.param_groups[number])
+        params, grads, codes = (lists.pop(key) for key in keys[:3])
+        with torch.no_grad():
+            _call(operator, params, grads, codes, {**rates, "grad_scale": scale, **lists})
+
+
+def _call(operator: Any, params: list[Tensor], grads: list[Tensor], codes: list[Tensor], more: dict[str, Any]) -> None:
+    if operator is sgd_step_ and not more["momentum"]:  # of this group; another has momentum
+        more = {key: value for key, value in more.items() if key not in ("scales", "streams", "firsts")}
+        operator(params, grads, **more)
+    else:
+        operator(params, grads, codes, **more)

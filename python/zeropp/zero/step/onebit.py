@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the one-bit optimizers share on slices (docs/design/0013): local gradients, the momentum at one bit, and the
+state that belongs to one rank alone.
+
+The arithmetic of each paper stands in onebit_adam.py and lamb.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zeropp.comm.onebit import OneBitAllReduce
+from zeropp.errors import ConfigError, Error
+from zeropp.ops import frozen_adam_step_, norm_squares
+
+if TYPE_CHECKING:
+    from zeropp.zero.engine import Engine, Unit
+
+#: Elements that share a scale.
+CHUNK_ELEMS = 4096
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter's part in one slice: elements ``begin`` to ``end`` of the unit's flat buffer."""
+
+    param: int
+    slice: int
+    begin: int
+    end: int
+
+
+def pieces_of(engine: Engine, unit: Unit) -> list[Piece]:
+    """The pieces that this rank steps: those of its slice, or of all slices where it holds everything.
+
+    Cut at the borders of slices in both cases, so that sums and kernels see the same lengths at every stage.
+    """
+    found = []
+    for at in range(engine.ranks) if engine.local else (engine.rank,):
+        low, high = at * unit.shard_elems, (at + 1) * unit.shard_elems
+        for index, entry in enumerate(unit.params):
+            begin, end = max(low, entry.offset_elems), min(high, entry.offset_elems + entry.numel)
+            if begin < end:
+                found.append(Piece(index, at, begin, end))
+    return found
+
+
+class Slot:
+    """One unit under a one-bit optimizer."""
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self.engine, self.unit = engine, unit
+        self.pieces = pieces_of(engine, unit)
+        ends = [0, *(entry.offset_elems + entry.numel for entry in unit.params)]
+        begins = [*(entry.offset_elems for entry in unit.params), unit.elems]
+        self.gaps = [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+        """What lies between the parameters."""
+        self.present = [False] * len(unit.params)
+        """Which parameters had a gradient on any rank, in the step under way."""
+        self.packed = False
+        """Does ``reducer`` hold the whole momentum?"""
+        self.extra: dict[str, Tensor] = {}
+        """Tensors of this rank alone, by name: part of the checkpoint where ranks differ."""
+        self._reducer: OneBitAllReduce | None = None
+
+    @property
+    def reducer(self) -> OneBitAllReduce:
+        """Made when first used: until the warm-up ends nothing is owed."""
+        if self._reducer is None:
+            self._reducer = OneBitAllReduce(self.unit.elems, chunk_elems=CHUNK_ELEMS, group=self.engine.comm)
+            assert self._reducer.slice_elems == self.unit.shard_elems, "slices of ZeRO are the servers'"
+        return self._reducer
+
+    def state(self, name: str) -> Tensor:
+        """A state of ``shard`` length, made on first use."""
+        if name not in self.unit.state:
+            self.unit.state[name] = torch.zeros(self.unit.shard.numel())
+        return self.unit.state[name]
+
+    def own(self, values: Tensor, piece: Piece) -> Tensor:
+        """The elements of a piece in a tensor of ``shard`` length."""
+        return values[piece.begin - self.unit.begin_elems : piece.end - self.unit.begin_elems]
+
+    def outs(self, pieces: list[Piece]) -> list[Tensor]:
+        """Where the parameters of these pieces go in their own kind; empty where they are the master."""
+        return [] if self.unit.master is None else [self.own(self.unit.shard, piece) for piece in pieces]
+
+    def spans(self, values: Tensor) -> list[Tensor]:
+        """Each parameter's elements in a tensor of the unit's length."""
+        return [values[e.offset_elems : e.offset_elems + e.numel] for e in self.unit.params]
+
+    def gradients(self) -> list[Tensor | None]:
+        """This rank's own gradients, flat, in the unit's grad_dtype."""
+        if self.engine.local:
+            with torch._C.DisableTorchFunctionSubclass():
+                own = [entry.param.grad for entry in self.unit.params]
+            return [None if one is None else one.reshape(-1) for one in own]
+        held = self.unit.core.held()
+        if held is None:
+            return [None] * len(self.unit.params)
+        from zeropp.zero.engine import tensor_over
+
+        bucket = tensor_over(self.unit.core, held[0], self.unit.elems, self.unit.grad_dtype)
+        return [one if touched else None for one, touched in zip(self.spans(bucket), held[1], strict=True)]
+
+    def take(self, into: Tensor, factor: float) -> None:
+        """``into`` = this rank's gradients times ``factor``, zeros elsewhere."""
+        into.zero_()
+        found = [(to, one) for to, one in zip(self.spans(into), self.gradients(), strict=True) if one is not None]
+        if found:
+            torch._foreach_copy_([to for to, _ in found], [one for _, one in found])
+            into.mul_(factor)
+
+    def clear_gaps(self, values: Tensor) -> None:
+        """Zeros between the parameters, in a tensor of the unit's length."""
+        for begin, end in self.gaps:
+            values[begin:end] = 0
+
+    def runs(self, key: Callable[[int], Any]) -> Iterator[tuple[Any, Piece]]:
+        """Neighbouring pieces of present parameters with one key, as one; never over the border of a slice."""
+        run: Piece | None = None
+        of: Any = None
+        for piece in self.pieces:
+            if not self.present[piece.param]:
+                continue
+            mine = key(piece.param)
+            if run is not None and mine == of and run.end == piece.begin and run.slice == piece.slice:
+                run = Piece(run.param, run.slice, run.begin, piece.end)
+                continue
+            if run is not None:
+                yield of, run
+            run, of = piece, mine
+        if run is not None:
+            yield of, run
+
+    def count_step(self) -> list[int]:
+        """One step more for every parameter that is present; the steps of all."""
+        assert self.unit.steps is not None
+        self.unit.steps += torch.tensor(self.present, dtype=torch.int64)
+        return [int(step) for step in self.unit.steps.tolist()]
+
+    def write_out(self) -> None:
+        """The fp32 master to the parameters, where there is one."""
+        if self.unit.master is not None:
+            self.unit.shard.copy_(self.unit.master)
+
+    def forget(self) -> None:
+        """Nothing is owed, and nothing is known of the others' momentum."""
+        self._reducer, self.packed = None, False
+        self.extra.clear()
+
+    def compresses(self) -> bool:
+        """Is something owed?"""
+        return self._reducer is not None
+
+    def held_bytes(self) -> int:
+        """Beside ``unit.state``."""
+        tensors = list(self.extra.values())
+        if self._reducer is not None:
+            tensors += self._reducer.tensors()
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+class OneBit:
+    """A one-bit optimizer's part in an engine. ``progress`` lies in the first parameter group, so checkpoints keep it.
+
+    Subclasses say in :meth:`update` what a step is, and call :meth:`hold` when local gradients are wanted from the next
+    backward on.
+    """
+
+    grows = False
+    """May another one take its place when units come to be trained? Its states are all in ``unit.state`` and ``progress`` then."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+        self.engine = engine
+        self.slots = [Slot(engine, unit) for unit in engine.units if unit.trainable]
+        self._scratch: dict[str, Tensor] = {}
+        self._groups = optimizer.param_groups
+        self._groups[0]["progress"] = self.begin()
+
+    # -- what a subclass says ------------------------------------------------------------------------------------------
+
+    def begin(self) -> dict[str, Any]:
+        """Plain numbers that the steps count in."""
+        return {"step": 0}
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raises zeropp.ConfigError for a new parameter group that the optimizer cannot step."""
+
+    def wants_local(self) -> bool:
+        """Does the next step need local gradients?"""
+        raise NotImplementedError
+
+    def update(self, optimizer: Any, scale: float) -> None:
+        """One step with gradients times ``scale``."""
+        raise NotImplementedError
+
+    # -- what the optimizer and the engine call ------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._groups[0]["progress"]
+        return found
+
+    def step(self, optimizer: Any, scale: float) -> None:
+        """Between ``step_begin`` and ``step_end``."""
+        if not self.engine.core.hold:
+            self._note_present()
+        with torch.no_grad():
+            self.update(optimizer, scale)
+        self.hold()
+
+    def hold(self) -> None:
+        """From the next backward on, gradients stay here or are reduced, as the next step needs."""
+        self.engine.core.hold = self.engine.ranks > 1 and self.wants_local()
+
+    def has_gradients(self) -> bool:
+        """Collective, of local gradients: has any rank any?"""
+        self.engine.measure()
+        return any(any(slot.present) for slot in self.slots)
+
+    def refuse_leftovers(self) -> None:
+        """Reduced gradients from before this phase would be lost in silence."""
+        if not self.engine.local and any(slot.unit.core.grad() is not None for slot in self.slots):
+            raise Error(
+                "optimizer.step: reduced gradients of the phase before are left, and this step takes local ones; call "
+                "optimizer.zero_grad() after every step"
+            )
+
+    def measure(self) -> tuple[float, list[str]]:
+        """Collective: (mean over ranks of the squared norms of local gradients, who has values that are not finite).
+
+        By convexity never less than the squared norm of the mean gradient, which nobody has.
+        """
+        rows, flags = [], []
+        for slot in self.slots:
+            gradients = slot.gradients()
+            found = [(index, one) for index, one in enumerate(gradients) if one is not None]
+            sums, bad = norm_squares([one for _, one in found])
+            worst = next((index for (index, _), count in zip(found, bad.tolist(), strict=True) if count), -1)
+            rows.append([sum(sums.tolist()), float(worst)])
+            flags += [one is not None for one in gradients]
+        numbers = torch.tensor(rows, dtype=torch.float64)
+        mine = torch.cat([numbers.view(-1).view(torch.uint8), torch.tensor(flags, dtype=torch.uint8)])
+        every = torch.empty(self.engine.ranks, mine.numel(), dtype=torch.uint8)
+        self.engine.comm.all_gather(every.data_ptr(), mine.data_ptr(), mine.numel())
+        all_rows = every[:, : 16 * len(rows)].contiguous().view(torch.float64).view(self.engine.ranks, -1, 2)
+        self._keep_present(every[:, 16 * len(rows) :].amax(0).tolist())
+        squares, who = 0.0, []
+        for at, slot in enumerate(self.slots):
+            for rank in range(self.engine.ranks):
+                square, worst = all_rows[rank, at].tolist()
+                squares += square
+                if worst >= 0:
+                    who.append(f"'{slot.unit.params[int(worst)].names[0]}' (rank {rank})")
+        return squares / self.engine.ranks, who
+
+    # -- for subclasses ------------------------------------------------------------------------------------------------
+
+    def scratch(self, unit: Unit, name: str = "mine") -> Tensor:
+        """fp32 memory of the unit's length, used again for every unit."""
+        if name not in self._scratch or self._scratch[name].numel() < unit.elems:
+            self._scratch[name] = torch.empty(max(slot.unit.elems for slot in self.slots))
+        return self._scratch[name][: unit.elems]
+
+    def betas(self) -> tuple[float, float]:
+        """Of all groups: one momentum is made for a whole unit."""
+        first = tuple(self._groups[0]["betas"])
+        for index, group in enumerate(self._groups):
+            if tuple(group["betas"]) != first:
+                raise ConfigError(
+                    f"optimizer.step: betas of parameter group {index} are {tuple(group['betas'])}, those of group 0 "
+                    f"{first}; a one-bit optimizer wants the same in every group"
+                )
+        return float(first[0]), float(first[1])
+
+    def group(self, slot: Slot, param: int) -> dict[str, Any]:
+        found: dict[str, Any] = self._groups[slot.unit.groups[param]]
+        return found
+
+    def reduced(self, slot: Slot, scale: float) -> Tensor:
+        """This rank's slice of the reduced gradient, times ``scale``, in fp32."""
+        if self.engine.local:
+            whole = self.scratch(slot.unit)
+            slot.take(whole, scale)
+            return whole
+        found = self.engine.gradient_shard(slot.unit)
+        assert found is not None
+        return found[0].float() * scale
+
+    def whole(self, slot: Slot, name: str) -> Tensor:
+        """All elements of a sliced state, exactly; collective where it is sliced. The scratch memory "whole"."""
+        whole = self.scratch(slot.unit, "whole")
+        if self.engine.local:
+            whole.copy_(slot.state(name))
+        else:
+            mine = slot.state(name)
+            self.engine.comm.all_gather(whole.data_ptr(), mine.data_ptr(), mine.nbytes)
+        return whole
+
+    def add_momentum(self, slot: Slot, mine: Tensor, beta: float) -> None:
+        """``mine += beta m`` with every rank's slice of the momentum; that of absent parameters stands as it is.
+
+        Between parameters it is 0: what compression puts there is not a momentum, and no checkpoint keeps it.
+        """
+        if slot.packed:
+            slot.reducer.decode_(mine, scale=beta, accumulate=True)
+        else:
+            mine.add_(self.whole(slot, "exp_avg").mul_(beta))
+        slot.clear_gaps(mine)
+        if all(slot.present):
+            return
+        plain = slot.reducer.decode_(self.scratch(slot.unit, "whole")) if slot.packed else self.whole(slot, "exp_avg")
+        for there, to, values in zip(slot.present, slot.spans(mine), slot.spans(plain), strict=True):
+            if not there:
+                to.copy_(values)
+
+    def average(self, slot: Slot, mine: Tensor, into: Tensor, *, gather: bool = True) -> None:
+        """``into``, of ``shard`` length, = the one-bit mean over ranks of ``mine``. One rank: ``mine``, exactly."""
+        if self.engine.ranks == 1:
+            into.copy_(mine)
+            return
+        slot.reducer.reduce(mine, gather=gather or self.engine.local)
+        if self.engine.local:
+            slot.reducer.decode_(into)
+        else:
+            slot.reducer.decode_slice_(into)
+
+    def step_frozen(self, slot: Slot, pieces: list[Piece], along: Tensor, **rates: Any) -> None:
+        """One step of these pieces ``along`` a tensor of ``shard`` length, by the variance as it is; and the copy-out.
+
+        ``rates``: of ``frozen_adam_step_``, one number a piece.
+        """
+        unit, variance = slot.unit, slot.state("exp_avg_sq")
+        frozen_adam_step_(
+            [slot.own(unit.own, piece) for piece in pieces],
+            [slot.own(along, piece) for piece in pieces],
+            [slot.own(variance, piece) for piece in pieces],
+            beta2=self.betas()[1],
+            param_outs=slot.outs(pieces),
+            **rates,
+        )
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def private(self) -> dict[str, Tensor]:
+        """What this rank alone has. Empty in the warm-up."""
+        found: dict[str, Tensor] = {}
+        for slot in self.slots:
+            own = dict(slot.extra)
+            if slot._reducer is not None:
+                own |= {"worker_error": slot.reducer.worker_error, "server_error": slot.reducer.server_error}
+            found |= {f"{slot.unit.index}.{name}": tensor for name, tensor in own.items()}
+        return found
+
+    def restore(self, private: dict[str, Tensor] | None) -> None:
+        """After a load of states and groups. None: saved by another number of ranks; nothing is owed then."""
+        for slot in self.slots:
+            slot.forget()
+            for key, tensor in (private or {}).items():
+                index, _, name = key.partition(".")
+                if int(index) != slot.unit.index:
+                    continue
+                if name in ("worker_error", "server_error"):
+                    getattr(slot.reducer, name).copy_(tensor)
+                else:
+                    slot.extra[name] = tensor.clone()
+        self.hold()
+
+    def held_bytes(self) -> int:
+        """Beside the sliced states: errors, packed momentum, messages; what a rank has whole while ranks differ."""
+        return sum(slot.held_bytes() for slot in self.slots)
+
+    def planned_bytes(self) -> float:
+        """The same once something is compressed, by the formula: errors 4 + 4/N, three messages of 1/8 and a scale."""
+        ranks = self.engine.ranks
+        numel = sum(e.numel for slot in self.slots if slot.compresses() for e in slot.unit.params)
+        return numel * (4 + 4 / ranks + 3 * (1 / 8 + 4 / CHUNK_ELEMS))
+
+    def scratch_bytes(self) -> int:
+        return sum(one.nbytes for one in self._scratch.values())
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _note_present(self) -> None:
+        """Of reduced gradients, and of one rank's: the engine knows."""
+        for slot in self.slots:
+            if self.engine.ranks == 1:
+                slot.present = [one is not None for one in slot.gradients()]
+            else:
+                found = slot.unit.core.grad()
+                slot.present = [False] * len(slot.present) if found is None else [bool(b) for b in found[2]]
+
+    def _keep_present(self, flags: Sequence[int]) -> None:
+        at = 0
+        for slot in self.slots:
+            count = len(slot.present)
+            slot.present = [bool(flag) for flag in flags[at : at + count]]
+            at += count
