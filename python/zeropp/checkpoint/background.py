@@ -61,8 +61,8 @@ class Saving:
             self._error = error
 
     def done(self) -> bool:
-        """Has this rank nothing left to do? Not collective. On rank 0 it means that the checkpoint is committed, or
-        that the save failed; ``wait`` says which."""
+        """True if this rank has nothing left to do. Not collective. On rank 0 the checkpoint is then committed, or the
+        save failed; ``wait`` says which."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
@@ -189,7 +189,7 @@ def start(engine: Engine, path: Path, ranks: Ranks, work: Callable[[], None]) ->
 
 
 def sums_of(parts: Path, rank: int) -> Path:
-    """Where a rank leaves the sums of its file."""
+    """Return the path to which a rank writes the sums of its file."""
     return parts / f"rank-{rank:05d}.json"
 
 

@@ -87,7 +87,7 @@ class Hold:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def stands(self) -> bool:
-        """Has the file that is locked still its name?"""
+        """True if the locked file still has its name."""
         return _has_name(self.descriptor, self.path)
 
     def beat(self) -> None:
@@ -251,7 +251,7 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Is the file locked by us now? None: the file system has no locks."""
+    """True if this process holds the lock now; None: the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -262,7 +262,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _is_in_use(found: Record | None, locked: bool | None) -> bool:
-    """Does another process write here, as far as this host can tell at once?"""
+    """True if another process writes here, as far as this host can tell at once."""
     if found is None:
         return locked is False
     if found.place != _place():

@@ -34,7 +34,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def loose_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What belongs to a state dict and to no unit, each under its first name: persistent buffers, ignored parameters."""
+    """Yield the tensors of a state dict that are in no unit, each under its first name: persistent buffers, ignored parameters."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, tensor in _loose(module):
@@ -110,7 +110,7 @@ def _buckets(engine: Engine, bucket_bytes: int) -> Iterator[list[Unit]]:
 def full_state_dict(
     model: nn.Module, *, rank_0_only: bool = False, only: Callable[[str], bool] | None = None
 ) -> dict[str, torch.Tensor]:
-    """What ``model.state_dict()`` of the plain model would be, as copies on the CPU; collective.
+    """Return ``model.state_dict()`` as of the plain model, as copies on the CPU; collective.
 
     Args:
         rank_0_only: the other ranks get an empty dict, and spend no memory on it.
@@ -136,7 +136,7 @@ def full_state_dict(
 
 
 def _take_rank_0s(engine: Engine, copies: list[torch.Tensor]) -> None:
-    """What is whole on every rank, buffers for instance, may differ."""
+    """Replace tensors that are whole on every rank by rank 0's, because they may differ."""
     for copy in copies:
         if copy.layout == torch.strided and copy.numel():
             values = copy.resolve_conj().resolve_neg().contiguous()
@@ -231,7 +231,7 @@ def _take_all(engine: Engine, model: nn.Module, values: Source, count: Callable[
 
 @contextlib.contextmanager
 def _bar(engine: Engine, shown: bool) -> Iterator[Callable[[int], object]]:
-    """What counts bytes of parameters that were loaded."""
+    """Yield a function that counts the bytes of loaded parameters."""
     if not shown:
         yield lambda count: None
         return
@@ -254,7 +254,7 @@ def _take(engine: Engine, unit: Unit, entry: Entry, values: Source, name: str) -
 
 
 def _numbers(entry: Entry, values: Source, name: str, begin: int, end: int) -> torch.Tensor:
-    """Those of a parameter from ``begin`` to ``end``."""
+    """Return the values of a parameter from ``begin`` to ``end``."""
     if not entry.is_complex:
         return values.flat(name, begin, end)
     return entry.numbers(values.flat(name, begin // 2, -(-end // 2)))[begin % 2 :][: end - begin]

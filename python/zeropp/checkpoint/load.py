@@ -169,7 +169,7 @@ class _Parts:
             yield low, self.tensors(rank).flat(key, low - first, high - first)
 
     def has_fp32(self, name: str, begin: int, end: int, pieces: list[list[int]]) -> bool:
-        """Were values of these elements of a parameter saved in fp32?"""
+        """True if these elements of a parameter were saved in fp32."""
         found = _overlaps(name, "", begin, end, pieces)
         return any(self.tensors(rank).dtype(key) == torch.float32 for rank, key, *_ in found)
 
@@ -208,7 +208,7 @@ def _overlaps(
 
 
 def _without_values(engine: Engine) -> dict[str, Any]:
-    """What a manifest would say of the model's parameters if it had no values of them."""
+    """Return what a manifest without values would say of the model's parameters."""
     entries = (entry for unit in engine.units for entry in unit.params)
     return {entry.names[0]: {"names": entry.names, "shape": list(entry.shape), "pieces": {"": []}} for entry in entries}
 
@@ -265,7 +265,7 @@ def _check_optimizer_fit(there: Any, optimizer: Any, mine: Mapping[str, Any], fo
 
 
 def _check_unfrozen(engine: Engine, saved: Mapping[str, Any], folder: Path) -> None:
-    """What is frozen here and was trained there can be trained here, too."""
+    """Check that parameters that are frozen here and were trained in the checkpoint can be unfrozen."""
     for unit in engine.units:
         there = (e.names[0] for e in unit.params if e.names[0] in saved)
         name = next((one for one in there if was_trained(saved[one])), None)
@@ -363,7 +363,7 @@ def _restore_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
 
 
 def _restore_private(engine: Engine, content: Mapping[str, Any], parts: _Parts) -> None:
-    """What belongs to one rank alone, where there are as many as at the save."""
+    """Restore the tensors of one rank alone, where the number of ranks is that of the save."""
     if engine.onebit is not None:
         same = content["ranks"] == engine.ranks and "private" in content
         engine.onebit.restore(parts.plain(engine.rank, content["private"][engine.rank]) if same else None)

@@ -46,7 +46,7 @@ def steps_in(root: Path) -> list[tuple[int, Path]]:
 
 
 def leftovers_in(root: Path) -> list[Path]:
-    """What saves that died left behind: never loaded, and in nobody's way but the disk's."""
+    """Return what dead saves left: it is never loaded, and only takes room on the disk."""
     finished = {folder for _, folder in steps_in(root)}
     kinds = ("partial", "parts", "old", "removed")
     return [one for kind in kinds for one in sorted(root.glob(f".step-*.{kind}")) if one not in finished]

@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Finding:
-    """What :func:`verify` found of one checkpoint."""
+    """The finding of :func:`verify` about one checkpoint."""
 
     folder: Path
     wrong: str | None

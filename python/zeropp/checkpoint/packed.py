@@ -33,7 +33,7 @@ class PackedTensors:
 def packed_full_tensors(
     model: nn.Module, bucket_bytes: int = BUCKET_BYTES, *, only: Callable[[str], bool] | None = None
 ) -> Iterator[PackedTensors]:
-    """What ``named_full_tensors`` yields, packed; collective, so every rank iterates to the end.
+    """Yield the tensors of ``named_full_tensors``, packed; collective, so every rank iterates to the end.
 
     Args:
         bucket_bytes: a buffer is handed out before it grows beyond this; one tensor may be larger.

@@ -48,7 +48,7 @@ def kept() -> Iterator[None]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """What :func:`collect` gave, after ``from_plain``."""
+    """Restore what :func:`collect` returned, after ``from_plain``."""
     torch.set_rng_state(states["torch"])
     python = states["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

@@ -34,7 +34,7 @@ class Source(ABC):
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one, without reading it."""
+        """Return the shape of one tensor, without reading it."""
 
     @abstractmethod
     def whole(self, name: str) -> Any:
@@ -109,7 +109,7 @@ class _Together(Source):
 
 @contextlib.contextmanager
 def opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> Iterator[Source]:
-    """Of a state dict, a file (``.safetensors``, or else one of ``torch.save``), or a folder as Hugging Face writes it.
+    """Open a state dict, a file (``.safetensors``, or else one of ``torch.save``), or a folder as Hugging Face writes it.
 
     Raises:
         zeropp.CheckpointError: there is no such file, or it cannot be read without running code out of it.

@@ -153,7 +153,7 @@ class _Part:
         return first, max(first, min(begin + self.unit.shard.numel() - offset, numel))
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Of every rank."""
+        """Yield the spans of every rank."""
         for rank in range(self.engine.ranks):
             yield self._span(rank * self.unit.shard_elems)
 
@@ -238,6 +238,6 @@ class _Part:
 
 
 def _loaded(values: Any) -> torch.Tensor:
-    """Of a tier: read from its file."""
+    """Return values; those of a tier are read from its file."""
     tensor: torch.Tensor = values.tensor() if hasattr(values, "tensor") else values
     return tensor

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the job's store where ``MASTER_ADDR`` and ``MASTER_PORT`` say? Asked before torch connects to it, because torch waits for
-its whole time-out, half an hour by default, whatever the address.
+"""Check that the job's store is at ``MASTER_ADDR`` and ``MASTER_PORT``, before torch connects to it. torch would wait for its
+whole timeout, half an hour by default, whatever the address.
 
 What shows that an address is wrong, each for :data:`PATIENCE_S` seconds on end:
 
@@ -37,7 +37,7 @@ Handler = Callable[..., Iterator[Any]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where the store of a job should be."""
+    """The address at which the store of a job should be."""
 
     host: str
     port: int
@@ -157,7 +157,7 @@ def _guarded(plain: Handler, place_of: Callable[[str], Place | None]) -> Handler
 
 
 def _is_for_zeropp() -> bool:
-    """Does an ``init_process_group`` that names this backend wait for the answer? The handler is not told."""
+    """True if an ``init_process_group`` that names this backend waits for the answer, which the handler is not told."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "init_process_group" and "backend" in frame.f_locals:

@@ -26,7 +26,7 @@ class Ranks:
         self.rank, self.count, self._comm = engine.rank, engine.ranks, engine.comm
 
     def exchange(self, mine: Any) -> list[Any]:
-        """What every rank gave, in rank order. JSON travels, so tuples come back as lists."""
+        """Return what every rank gave, in rank order. The values travel as JSON, so tuples become lists."""
         data = json.dumps(mine).encode()
         if self._comm is None:
             return [json.loads(data)]

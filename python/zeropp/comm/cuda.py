@@ -40,7 +40,7 @@ class GpuWork:
         return self
 
     def wait(self, timeout_s: float = 0.0) -> bool:
-        """What the current stream gets from now on runs after it. `timeout_s` > 0: the host waits, too, no longer than that."""
+        """Make later work of the current stream run after this one. With `timeout_s` > 0 the host waits, too, for at most that time."""
         self._core.order(_current_stream(self._group.device))
         if timeout_s > 0:
             self._core.wait(timeout_s)

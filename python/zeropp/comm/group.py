@@ -87,7 +87,7 @@ def _add(total: dict[str, dict[str, int]], counts: dict[str, dict[str, int]]) ->
 
 
 def all_traffic() -> dict[str, dict[str, dict[str, int]]]:
-    """What this rank read from its peers since the start: ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``.
+    """Return what this rank read from its peers since the start: ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``.
 
     Link classes: ``shm`` within a host, ``network`` between hosts (only where a group spans several). A collective that used both counts
     as a call of each.
@@ -409,7 +409,7 @@ class Communicator:
         self.core.barrier()
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """What this rank read from its peers: ``{kind: {"bytes", "calls", "network_bytes"}}``."""
+        """Return what this rank read from its peers: ``{kind: {"bytes", "calls", "network_bytes"}}``."""
         counts: dict[str, dict[str, int]] = self.core.traffic()
         return counts
 

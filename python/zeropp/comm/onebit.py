@@ -54,7 +54,7 @@ class OneBitAllReduce:
         self._gathered = False
 
     def begin(self, rank: int) -> int:
-        """Where slice ``rank`` begins."""
+        """Return where shard ``rank`` begins."""
         return min(rank * self.slice_elems, self.elems)
 
     def length(self, rank: int) -> int:
@@ -102,7 +102,7 @@ class OneBitAllReduce:
         return output
 
     def decode_slice_(self, output: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False) -> torch.Tensor:
-        """The same for my own slice."""
+        """Decode this rank's own shard."""
         if output.numel() != self.length(self.rank):
             raise ValueError(f"comm: decode into {output.numel()} elements, wanted {self.length(self.rank)}")
         self._check(output, "decode")

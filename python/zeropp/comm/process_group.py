@@ -61,7 +61,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class _Done(_Work):
-    """What a blocking call returns: finished."""
+    """The finished work that a blocking call returns."""
 
     def __init__(self, tensors: list[torch.Tensor] | None = None) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ def _same_sizes(what: str, tensors: Tensors, like: torch.Tensor) -> None:
 
 
 def _copy_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None] | None:
-    """What brings results from contiguous copies back to where the caller wants them; None where nothing was copied."""
+    """Return a function that copies results from contiguous copies to the caller's tensors; None where nothing was copied."""
     for to, at in pairs:
         if to is not at:
             break
@@ -402,7 +402,7 @@ class ProcessGroup(_ProcessGroup):
         return pending
 
     def _engine(self, *tensors: torch.Tensor | None) -> Any:
-        """What runs a call on these tensors, all on one device: the communicator, or NCCL beside it."""
+        """Return what runs a call on these tensors, all on one device: the communicator, or NCCL beside it."""
         for tensor in tensors:
             if tensor is not None and not _on_cpu(tensor):
                 break

@@ -21,7 +21,7 @@ _GONE = -(1 << 30)
 
 
 def all_come(key: str, what: str) -> bool:
-    """Has every rank of the default group called this with the same key? False on all of them where one did not in time.
+    """True if every rank of the default group called this with the same key. False on all of them where one did not in time.
 
     Args:
         key: fresh for each time, and the same on every rank.

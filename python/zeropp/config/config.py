@@ -128,21 +128,21 @@ class Config:
 
     @property
     def dtype_name(self) -> str | None:
-        """What parameters are held in: None (the model's own types), "fp32", "bf16" or "fp16"."""
+        """Return the type in which parameters are held: None (the model's own types), "fp32", "bf16" or "fp16"."""
         return self.precision.param if isinstance(self.precision, Precision) else self.precision
 
     @property
     def autocast_name(self) -> str | None:
-        """What `torch.autocast` computes in: "bf16", "fp16", or None without it."""
+        """Return the type in which `torch.autocast` computes: "bf16", "fp16", or None without it."""
         return self.precision.autocast if isinstance(self.precision, Precision) else None
 
     @property
     def scales_loss(self) -> bool:
-        """Are gradients computed in fp16, whose range is too small for them as they are?"""
+        """True if gradients are computed in fp16, whose range is too small for unscaled ones."""
         return "fp16" in (self.dtype_name, self.autocast_name)
 
     def gradient_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Of parameters held in `dtype`: what their gradients add up and stay in, and what they travel in."""
+        """Return, for parameters held in `dtype`, the type in which gradients accumulate and stay, and the one in which they are reduced."""
         if dtype == torch.float64:  # where nothing is rounded; `prepare` refuses what asks for less
             return dtype, dtype
         chosen = self.precision if isinstance(self.precision, Precision) else Precision()

@@ -230,7 +230,7 @@ def fields_from_deepspeed(keys: Mapping[str, Any], ranks: int | None = None) -> 
 
 
 def _is_off(name: str, section: Any) -> bool:
-    """Does a section that is refused ask for nothing?"""
+    """True if a refused section asks for nothing."""
     if section in (None, False, {}, "auto"):
         return True
     if not isinstance(section, Mapping):
@@ -337,7 +337,7 @@ _LONG_DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16
 
 
 def _types(keys: Mapping[str, Any], fields: dict[str, Field]) -> None:
-    """What is said of types beside `bf16` and `fp16`: `Precision(...)` in place of the short form."""
+    """Read the types beside `bf16` and `fp16`: `Precision(...)` in place of the short form."""
     path, low = fields.get("precision", ("torch_autocast.enabled", None))
     said: dict[str, Field] = {}
     name = "bfloat16" if "bfloat16" in keys else "bf16"

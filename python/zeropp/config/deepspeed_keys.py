@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the keys of DeepSpeed's JSON beyond their mapping: why a section is refused and what takes its place, other
+"""Facts about the keys of DeepSpeed's JSON beyond their mapping: why a section is refused and what takes its place, other
 names of a key, and where DeepSpeed's documentation, its code and its earlier releases disagree.
 
 deepspeed_json.py reads files by it, ``python -m zeropp config`` prints it. Facts of DeepSpeed 0.19.8.
@@ -85,7 +85,7 @@ LEAF_MODULE = ("classes", "names", "name_suffixes")
 
 
 class Note(NamedTuple):
-    """Where what DeepSpeed does is not what one of its pages or an earlier release says."""
+    """A difference between what DeepSpeed does and what one of its pages or an earlier release says."""
 
     said: str
     section: str = ""

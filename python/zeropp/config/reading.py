@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may give as a configuration: a `Config`, a mapping, JSON text, or the path of a JSON file.
+"""Read what a user may give as a configuration: a `Config`, a mapping, JSON text, or the path of a JSON file.
 
 A mapping may have the fields of `Config`, DeepSpeed's keys, or both: each key of the first level belongs to one of the two.
 """

@@ -30,7 +30,7 @@ from zeropp.config.values import (
 @refuses_unknown
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """Where one kind of state lives."""
+    """The place of one kind of state."""
 
     kind: str = field(default="device", kw_only=False)
     """"device" (where the model computes), "cpu" (host memory) or "nvme" (files under `path`). Without an accelerator
@@ -62,7 +62,7 @@ class Tier:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Those of `path`; none where there is no path."""
+        """Return the folders of `path`; none where there is no path."""
         if self.path is None:
             return ()
         return (self.path,) if isinstance(self.path, str) else cast(tuple[str, ...], self.path)
@@ -244,7 +244,7 @@ class LossScale:
 @refuses_unknown
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """What travels between ranks: exactly, or in 8 or 4 bits (ZeRO++). One rank alone sends nothing, and is exact."""
+    """The format of communication: exact, or 8 or 4 bits (ZeRO++). One rank alone sends nothing, and is exact."""
 
     params: str = "exact"
     """Form of gathered parameters: "exact", or "int8"/"int4" (qwZ): every rank computes with the same rounded values, the

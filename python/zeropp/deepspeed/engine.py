@@ -127,7 +127,7 @@ def _steps_per_print(keys: dict[str, Any]) -> int | None:
 
 
 def _sums(keys: dict[str, Any]) -> bool:
-    """Taken out of the file: are gradients summed over the ranks, and not averaged?"""
+    """Take the key out of the file. Return True if gradients are summed over the ranks, and not averaged."""
     if keys.get("gradient_allreduce_op") != "sum":
         return False
     del keys["gradient_allreduce_op"]
@@ -135,7 +135,7 @@ def _sums(keys: dict[str, Any]) -> bool:
 
 
 def _refuses_unused(keys: dict[str, Any]) -> bool:
-    """Taken out of the file: is a step an error to which a trained parameter gave no gradient?"""
+    """Take the key out of the file. Return True if a step is an error where a trained parameter has no gradient."""
     section = keys.get("zero_optimization")
     if not isinstance(section, Mapping) or section.get("ignore_unused_parameters") is not False:
         return False
@@ -176,7 +176,7 @@ class UnusedParameterError(Error, AssertionError):
 
 
 class Engine(Saving):
-    """What ``deepspeed.initialize`` returns: the model, its optimizer and its schedule, stepped together.
+    """The engine that ``deepspeed.initialize`` returns: the model, its optimizer and its schedule, stepped together.
 
     Attributes that it has not are the model's. ``module`` is the model itself, the object that was given.
     """
@@ -335,7 +335,7 @@ class Engine(Saving):
             logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
 
     def was_step_applied(self) -> bool:
-        """Did the latest :meth:`step` change parameters? Not between boundaries, nor where fp16 skipped it."""
+        """True if the latest :meth:`step` changed parameters: not between boundaries, nor where fp16 skipped it."""
         return self._applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -400,7 +400,7 @@ class Engine(Saving):
         self.module.zero_grad(set_to_none)
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the last step, before clipping."""
+        """Return the gradient norm of the last step, before clipping."""
         return self._norm
 
     # -- facts -------------------------------------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ class Engine(Saving):
         self.tput_timer.batch_size = train_batch_size
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """What :meth:`deepspeed_io` and the counting take from now on; the number of micro-batches a step stays."""
+        """Set the micro-batch size for :meth:`deepspeed_io` and the counting from now on; the number of micro-batches a step stays."""
         self._micro_batch = int(micro_batch_size)
         self.tput_timer.batch_size = self.train_batch_size() or 1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts ask of DeepSpeed's engine besides training: what its file says, how many ranks there are, which features are on.
+"""Properties of DeepSpeed's engine that scripts read besides training: the file's values, the number of ranks, which features are on.
 
 The names and defaults are those of DeepSpeed 0.19.8's engine. Three tables answer most of them: what the file says (KEYS), what is
 always so in zeropp (ALWAYS), and what is an error when it is called (NOT_BUILT).
@@ -199,7 +199,7 @@ class Facts(nn.Module):
     tput_timer: ThroughputTimer
 
     def _begin_facts(self) -> None:
-        """What is known at the start and changes no more."""
+        """Set what is constant from the start."""
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = self.dp_world_size = self.seq_dp_world_size = (
             dist.get_world_size() if dist.is_initialized() else 1
@@ -350,7 +350,7 @@ class Facts(nn.Module):
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def optimizer_name(self) -> str | None:
-        """Of the class that was given, else of the file: in small letters where it is one of DeepSpeed's own."""
+        """Return the name of the given class, else that of the file: in small letters where it is one of DeepSpeed's own."""
         if self.client_optimizer is not None:
             return (
                 type(self.client_optimizer)
@@ -367,7 +367,7 @@ class Facts(nn.Module):
         return [float(one) for one in self._of_groups("lr")]
 
     def set_lr(self, lr: float) -> None:
-        """Of every group; a scheduler may change it again."""
+        """Set the rate of every group; a scheduler may change it again."""
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)

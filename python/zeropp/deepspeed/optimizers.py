@@ -110,7 +110,7 @@ def _drop_always(values: dict[str, Any]) -> None:
 
 
 def explain(section: Any, stage: Any) -> str:
-    """What the section makes at this stage, in words.
+    """Return what the section makes at this stage, in words.
 
     Raises:
         zeropp.ConfigError: what ``zeropp.initialize`` would raise for it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's engine saves and loads: checkpoints (zeropp's own format, docs/checkpoint-format.md), and whole weights."""
+"""Saving and loading of DeepSpeed's engine: checkpoints (zeropp's own format, docs/checkpoint-format.md), and whole weights."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Saving(Facts):
         raise NotImplementedError  # the engine's
 
     def _trained(self) -> Callable[[str], bool]:
-        """By name: is this a parameter that is trained?"""
+        """Return a function of a name that is True for a trained parameter."""
         module = self.module
         return {n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}.__contains__
 
     def _not_frozen(self) -> Callable[[str], bool]:
-        """By name: is this anything but a frozen parameter?"""
+        """Return a function of a name that is True for anything but a frozen parameter."""
         module = self.module
         frozen = {n for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
         return lambda name: name not in frozen

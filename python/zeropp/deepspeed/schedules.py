@@ -72,7 +72,7 @@ class WarmupLR(_Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """The same, then down to 0 at ``total_num_steps``."""
+    """Warm up as WarmupLR, then fall to 0 at ``total_num_steps``."""
 
     _kind = "WarmupDecayLR"
     _ORDER = ("total_num_steps", *_WARMUP)
@@ -159,7 +159,7 @@ class _Parameters:
         return [_number(name, one) for one in given]
 
     def own_or_each(self, name: str, default: float | None) -> list[float] | None:
-        """The same; None: the rates that the groups have."""
+        """Return a value for each group; None: the rates that the groups have."""
         return None if self._left.get(name, default) is None else self.each(name, default)
 
     def switch(self, name: str, default: bool) -> bool:
@@ -277,7 +277,7 @@ def _cycle(given: _Parameters) -> tuple[_Rule, _Rule | None]:
         return math.floor(done * steps / of) / steps if steps else done / of
 
     def after(number: int, rate: float) -> float:
-        """What divides rates, or multiplies momenta, once the cycle is over."""
+        """Return what divides rates, or multiplies momenta, once the cycle is over."""
         return 1 + rate * (number - total + 1) / each if each else 1.0
 
     def rule(number: int, own: float, index: int) -> float:
@@ -304,7 +304,7 @@ _MADE: dict[str, type[_Schedule]] = {
 
 
 def explain(section: Any) -> str:
-    """What the section makes, in words; values that a Trainer fills may be "auto".
+    """Return what the section makes, in words; values that a Trainer fills may be "auto".
 
     Raises:
         zeropp.ConfigError: what ``zeropp.initialize`` would raise for it.

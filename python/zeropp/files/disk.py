@@ -155,8 +155,8 @@ def _open_direct(path: Path, flags: int) -> int:
 
 
 def _is_ours_alone(descriptor: int) -> bool:
-    """Has nobody else this file open or mapped? The kernel grants a lease for writing then, and only then; on file
-    systems that grant none the answer is no."""
+    """True if nothing else has this file open or mapped. The kernel grants a lease for writing then, and only then; on
+    file systems that grant none return False."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # not SIGIO, of which a process dies
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -216,7 +216,7 @@ def replace_folder(new: Path, final: Path) -> Path | None:
 
 
 def aside(final: Path) -> Path:
-    """Where a folder stays while another takes its place, on file systems that cannot exchange names."""
+    """Return the name of a folder while another takes its place, on file systems that cannot exchange names."""
     return final.with_name(f".{final.name}.old")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``bench-io`` measured, for each device: kept under the user's cache folder, read when an engine is made."""
+"""Settings that ``bench-io`` measured for each device: kept under the user's cache folder, read when an engine is made."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def measured(path: str | os.PathLike[str]) -> IoSettings | None:
 
 
 def _can_be(known: IoSettings) -> bool:
-    """Does an engine take it? The file is the user's, who may have written what he liked."""
+    """True if an engine accepts the settings. The file is the user's and may contain anything."""
     whole = all(type(value) is int for value in (known.depth, known.block_bytes))
     return (
         whole

@@ -194,7 +194,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _address(view: memoryview) -> int:
-    """Of writable memory."""
+    """Return the address of writable memory."""
     return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
 
 

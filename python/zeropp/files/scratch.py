@@ -81,12 +81,12 @@ class ScratchFile:
 
     @property
     def name(self) -> str:
-        """What an engine with these folders calls it."""
+        """Return the name that an engine with these folders uses."""
         return self.parts[0].name if self.folders else str(self.parts[0])
 
     @property
     def where(self) -> tuple[tuple[bytes, ...], bytes, int]:
-        """What C is given: folders, name, bytes of a stripe."""
+        """Return the arguments for C: folders, name, bytes of a stripe."""
         return tuple(os.fsencode(folder) for folder in self.folders), os.fsencode(self.name), STRIPE_BYTES
 
 
@@ -147,7 +147,7 @@ def tidy(root: Path) -> None:
 
 
 def remove_abandoned(root: Path) -> None:
-    """The same, with the lock on ``root`` held."""
+    """Remove abandoned folders, with the lock on ``root`` held."""
     for job in root.glob(PREFIX + "*"):
         with contextlib.suppress(OSError):
             _remove_if_abandoned(job)

@@ -20,7 +20,7 @@ from zeropp.errors import ConfigError
 
 
 class DeepSpeedAccelerator:
-    """What both kinds answer alike."""
+    """The common methods of both kinds of accelerator."""
 
     supports_nvtx_domain = False
     _name: str

@@ -49,7 +49,7 @@ class OpBuilder:
 
     @staticmethod
     def installed_rocm_version() -> tuple[int, int]:
-        """Of a kernel compiler that nothing here needs."""
+        """Return the version of a kernel compiler that is not needed here."""
         return 0, 0
 
     def builder_name(self) -> str:

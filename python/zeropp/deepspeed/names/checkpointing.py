@@ -20,7 +20,7 @@ from zeropp.deepspeed.names.later import not_built
 
 @dataclass
 class _Settings:
-    """What :func:`configure` was told, as far as it changes something without model parallelism."""
+    """Settings of :func:`configure` that have an effect without model parallelism."""
 
     configured: bool = False
     on_cpu: bool = False

@@ -16,7 +16,7 @@ from zeropp.config.deepspeed_json import is_deepspeed_key
 
 
 def for_frameworks(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The same configuration with the sections that Trainer and Accelerate look for. A file of DeepSpeed's keys alone stays as it is.
+    """Return the configuration with the sections that Trainer and Accelerate look for. A file of DeepSpeed's keys alone is unchanged.
 
     Raises:
         zeropp.ConfigError: a key that is not supported, with its path.

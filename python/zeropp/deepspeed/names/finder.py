@@ -78,7 +78,7 @@ def _distribution() -> Any:
 
 
 def real_spec() -> Any:
-    """Where the real package is, as the other finders say, or None. A folder of that name without a module of its own is none: files
+    """Return where the other finders find the real package, or None. A folder of that name without a module of its own is none: files
     for DeepSpeed may lie beside a script."""
     for one in sys.meta_path:
         if isinstance(one, Finder) or not hasattr(one, "find_spec"):

@@ -58,7 +58,7 @@ class RepeatingLoader:
 
 
 class _InType(TorchFunctionMode):
-    """What torch's constructors make is of one type, where it is of floating point."""
+    """Make torch's constructors return one floating-point type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def ensure_directory_exists(filename: Any) -> None:
 
 
 def set_random_seed(seed: int) -> None:
-    """Of Python, NumPy where it is installed, and torch."""
+    """Seed Python, NumPy where it is installed, and torch."""
     random.seed(seed)
     torch.manual_seed(seed % 2**63)
     with contextlib.suppress(ImportError):
@@ -173,7 +173,7 @@ def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """What the criterion chooses moves with its storage; all else that can be is copied to the device."""
+    """Move what the criterion chooses with its storage, and copy everything else that can be copied to the device."""
 
     def change(one: Any) -> Any:
         if criterion_func is not None and criterion_func(one):
@@ -234,7 +234,7 @@ CPU: Any = _cpu()
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
-    """What stands at a dotted name; a number is an index."""
+    """Return the object at a dotted name; a number is an index."""
     found: Any = model
     for part in module_name.split("."):
         found = found[int(part)] if part.isdigit() and not hasattr(found, part) else getattr(found, part)

@@ -14,7 +14,7 @@ import zeropp
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Is torch's version between these two? Both ends count."""
+    """True if torch's version is between these two, both included."""
     if min_version is None and max_version is None:
         raise ValueError("required_torch_version: give min_version, max_version, or both")
     low, high = (
@@ -29,7 +29,7 @@ def is_functorch_transforming() -> bool:
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> Any:
-    """What a file says of it, or the default."""
+    """Return the file's clipping, or the default."""
     return param_dict.get("gradient_clipping", 1.0)
 
 

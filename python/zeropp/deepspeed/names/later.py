@@ -29,7 +29,7 @@ class _Later(type):
 
 
 def later(full_name: str, instead: str) -> Any:
-    """What stands for a name: a class where DeepSpeed has one, judged by its first letter, else a function."""
+    """Return a stand-in for a name: a class where DeepSpeed has one, judged by its first letter, else a function."""
     what, name = full_name.removeprefix("deepspeed."), full_name.rpartition(".")[2]
     if name.lstrip("_")[:1].isupper():
         return _Later(name, (), {"__doc__": f"Not built yet; {instead}.", "_zeropp_sentence": (what, instead)})

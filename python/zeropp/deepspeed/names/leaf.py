@@ -11,12 +11,12 @@ from torch import nn
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Is this module marked?"""
+    """True if this module is marked."""
     return bool(getattr(model, "_z3_leaf", False))
 
 
 def z3_leaf_parameter(model: Any) -> bool:
-    """Does this parameter belong to a marked module? It is not marked itself here."""
+    """True if this parameter belongs to a marked module. Parameters are not marked themselves here."""
     return hasattr(model, "ds_z3_leaf_module")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands behind the names of deepspeed that touch the engine: initialize, process groups, optimizers, parameters. tree.py says
+"""Implementations of the names of deepspeed that use the engine: initialize, process groups, optimizers, parameters. tree.py says
 which name leads where; helpers.py has the small things beside them."""
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def _rank_of_mpi(port: int | None) -> None:
 
 
 def is_initialized() -> bool:
-    """Does a process group run? Accelerate asks while it builds its state. On a machine without a GPU it names no backend for
-    DeepSpeed, and would take each rank for the only one: there the backend is told to it."""
+    """True if a process group runs. Accelerate calls this while it builds its state. On a machine without a GPU it names no
+    backend for DeepSpeed, and would take each rank for the only one; there this function names the backend."""
     if not dist.is_initialized():
         return False
     state = sys.modules.get("accelerate.state")

@@ -121,7 +121,7 @@ class DeepSpeedCPULion(optim.Lion):
 
 
 def _common(name: str, more: dict[str, Any]) -> None:
-    """What LAMB and the one-bit optimizers take besides; DeepSpeed's transport is of no concern."""
+    """Check the further arguments of LAMB and the one-bit optimizers; DeepSpeed's transport has no effect."""
     usual = {"bias_correction": True, "eps_inside_sqrt": False, "max_grad_norm": 0.0, "amsgrad": False}
     for key in [key for key in more if key in usual]:
         _only(name, **{key: (more.pop(key), usual[key], "leave it out; gradient_clipping in the file clips")})

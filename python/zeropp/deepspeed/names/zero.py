@@ -50,7 +50,7 @@ class ZeroParamStatus(enum.Enum):
 
 
 class PartitionedParamStatus(enum.Enum):
-    """The same of a slice, which may be on a disk."""
+    """The status of a shard, which may be on a disk."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
