@@ -89,6 +89,8 @@ _TRAINED = ("float32", "bfloat16", "float16", "float64")
 OPTIMIZER = "optimizer"
 TRAINED_DTYPE = "dtype of a trained parameter"
 UNFREEZING = "unfreezing a parameter"
+FROZEN_MODEL = "a model frozen and without an optimizer in prepare"
+ANOTHER = "another optimizer for a prepared model"
 
 _BEFORE = "leave the parameter trainable until prepare, and freeze it after"
 
@@ -222,7 +224,7 @@ def _of_optimizers() -> Iterator[Row]:
         "it sends this rank's own gradients where stage 3 has given them away", "use stage 0, 1 or 2, or AdamW at stage 3",
     )  # fmt: skip
     yield Row(
-        "Config.stage", these(1, 2), "ZeroOneAdam(local_step_clipper=)", other_than(1),
+        "Config.stage", these(1, 2), "ZeroOneAdam.local_step_clipper", other_than(1),
         "local steps need whole states on every rank", "use local_step_clipper=1, or stage 0",
     )  # fmt: skip
     yield Row(
@@ -248,7 +250,7 @@ def _of_optimizers() -> Iterator[Row]:
         {delayed: GIVEN},
     )  # fmt: skip
     yield Row(
-        "Precision.state", other_than("fp32"), "SGD(momentum=)", these(0),
+        "Precision.state", other_than("fp32"), "SGD.momentum", these(0),
         "it keeps no states", "leave it out",
     )  # fmt: skip
     yield Row(
@@ -270,7 +272,7 @@ def _of_optimizers() -> Iterator[Row]:
                 f"Config.offload.{kind}.kind", these("nvme"), OPTIMIZER, which, reason, f"{_USE_STREAMED}, or leave it at 'device'"
             )  # fmt: skip
     yield Row(
-        "Config.offload.optimizer.kind", these("nvme"), "another optimizer for a prepared model", YES,
+        "Config.offload.optimizer.kind", these("nvme"), ANOTHER, YES,
         "the file of states was laid out for the first", "go on with the first",
     )  # fmt: skip
 
@@ -331,7 +333,7 @@ def _of_calls() -> Iterator[Row]:
         "this model's weights are kept in few bits for inference", "prepare it without Precision(stored=)",
     )  # fmt: skip
     yield Row(
-        "a whole model prepared frozen, without an optimizer", YES, UNFREEZING, YES,
+        FROZEN_MODEL, YES, UNFREEZING, YES,
         "nothing in it is made to be trained", _BEFORE,
     )  # fmt: skip
     for kind in ("params", "grads", "optimizer"):
@@ -355,7 +357,7 @@ def _of_calls() -> Iterator[Row]:
             "the step takes the gradients, and they are gone when the backward ends", "leave out one of the two",
         )  # fmt: skip
     yield Row(
-        "clip_grad_norm_(norm_type=)", other_than(2.0), OPTIMIZER, kinds(*ONE_BIT),
+        "clip_grad_norm_.norm_type", other_than(2.0), OPTIMIZER, kinds(*ONE_BIT),
         "what it compresses is measured by its 2-norm alone", "use 2.0",
     )  # fmt: skip
     call = "offload_states()"
@@ -372,7 +374,7 @@ def _of_calls() -> Iterator[Row]:
         "its states have buffers of their own", "use AdamW, Adam or torch's own optimizers, or leave the states in memory",
     )  # fmt: skip
     yield Row(
-        "offload_states(path=)", GIVEN, "offload_states(to=)", other_than("nvme"),
+        "offload_states.path", GIVEN, "offload_states.to", other_than("nvme"),
         "only files have a path", "leave the path out",
     )  # fmt: skip
 

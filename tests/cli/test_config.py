@@ -40,8 +40,8 @@ def test_every_key_is_explained(capsys, tmp_path):
     ("section", "stage", "state", "said"),
     [
         ({"type": "OneBitAdam", "params": {"lr": "auto", "freeze_step": 9}}, 2, "used", "zeropp.optim.OneBitAdam"),
-        ({"type": "OneBitLamb"}, 3, "refused", "Config.stage: 3 is not allowed with OneBitLamb"),
-        ({"type": "ZeroOneAdam"}, 1, "refused", "wanted local_step_clipper=1, or stage 0"),
+        ({"type": "OneBitLamb"}, 3, "refused", "Config.stage: 3 does not combine with optimizer OneBitLamb"),
+        ({"type": "ZeroOneAdam"}, 1, "refused", "use local_step_clipper=1, or stage 0"),
         ({"type": "AdamW"}, 3, "used", "torch.optim.AdamW"),
         ({"type": "OneBitAdm"}, 0, "refused", "'OneBitAdm' is not built yet; wanted one of Adam, "),
     ],

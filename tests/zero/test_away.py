@@ -13,8 +13,8 @@ SENTENCES = {
     "not prepared": "SGD is not an optimizer that zeropp.prepare adopted",
     "to": "to='disk' is not allowed; wanted one of 'device', 'cpu', 'nvme'",
     "path": "to='nvme' needs path=",
-    "no path": "does not go with to='cpu'",
-    "LAMB": "states of LAMB are not implemented yet",
+    "no path": "does not combine with offload_states.to='cpu'",
+    "LAMB": "offload_states() does not combine with optimizer LAMB",
     "blocked": "file",
 }
 

@@ -31,8 +31,8 @@ SAYS: dict[str, list[list[str]]] = {
         ]
     ],
     "odd dtype": [
-        ["'weight' has dtype torch.complex32", "not implemented yet"],
-        ["is float16", "loss scale", "precision='bf16'"],
+        ["'weight' has dtype torch.complex32", "not supported"],
+        ["in float16", "loss scale", "precision='bf16'"],
     ],
     "prepared twice": [
         ["parameter 'scalar' belongs to a prepared model already; prepare each model once"],
@@ -47,7 +47,7 @@ SAYS: dict[str, list[list[str]]] = {
     ],
     "optimizer with state": [["the optimizer has state already", "before the first step", "zeropp.load"]],
     "unknown optimizer": [
-        ["optimizer LBFGS is not implemented yet on slices; these are: AdamW, Adam, SGD", "OneBitLamb, Muon"]
+        ["optimizer LBFGS does not combine with Config.stage=", "use one of AdamW, Adam, Lion", "OneBitLamb, Muon"]
     ],
     "different models": [
         ["rank 1's model differs from rank 0's: parameter", "'1.weight' (5, 4)", "'1.weight' (6, 4)"],

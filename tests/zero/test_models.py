@@ -25,7 +25,7 @@ def test_equal_to_ddp(case: str, outcomes: Any) -> None:
 
 READS = "reads its values outside of the model's forward and backward; use `with zeropp.gathered(parameter):`"
 SENTENCES = {
-    "complex": "prepare: parameter 'weight' has dtype torch.complex32, which is not implemented yet",
+    "complex": "prepare: parameter 'weight' has dtype torch.complex32, which is not supported",
     "requires_grad": "requires_grad of parameter '1.weight' cannot become True after zeropp.prepare: it was frozen there",
     **dict.fromkeys(("half", "to", "pickle", "torch.save", "deepcopy"), READS),
 }

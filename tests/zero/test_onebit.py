@@ -13,8 +13,8 @@ from onebit_cases import CASES
 
 TABLE = [(2, case) for case in CASES if case != "one rank"] + [(3, "one bit adam"), (1, "one rank")]
 SENTENCES = [
-    "Config.stage: 3 is not allowed with OneBitAdam",
-    "Config.stage: 2 is not allowed with ZeroOneAdam(local_step_clipper=16)",
+    "Config.stage: 3 does not combine with optimizer OneBitAdam",
+    "Config.stage: 2 does not combine with ZeroOneAdam.local_step_clipper=16",
     "zeropp.optim.OneBitLamb.step: it sends local gradients itself, so it works inside zeropp.prepare only",
     "were accumulated inside no_sync and not reduced",
     "no parameter has a gradient",

@@ -75,7 +75,7 @@ def test_other_cases(case: str, outcomes: Any) -> None:
             assert "with the groups that optimizer.add_param_group had added by then" in answer[0]
             assert "'blocks.2.into.weight' was trained there, and is frozen here: " in answer[1]
             assert (
-                "with Config.offload.optimizer='nvme' files are laid out then; leave it trainable until prepare"
+                "Config.offload.optimizer.kind: 'nvme' does not combine with unfreezing: files are laid out in prepare; leave the parameter trainable"
                 in answer[1]
             )
         if case == "few buckets, frozen after":
@@ -88,18 +88,26 @@ def test_other_cases(case: str, outcomes: Any) -> None:
 
 def check_refusals(told: dict[str, str]) -> None:
     reasons = {
-        "states on nvme": "with Config.offload.optimizer='nvme' files are laid out then",
-        "parameters on nvme": "with Config.offload.params='nvme' files are laid out then",
-        "step in backward": "with Config.step_in_backward=True that is not built",
-        "one bit": "the states of OneBitAdam are laid out then",
+        "states on nvme": "Config.offload.optimizer.kind: 'nvme' does not combine with unfreezing: files are laid out in prepare",
+        "parameters on nvme": "Config.offload.params.kind: 'nvme' does not combine with unfreezing: files are laid out in prepare",
+        "step in backward": "Config.step_in_backward: True does not combine with unfreezing: the units of the step are laid out in prepare",
+        "one bit": "optimizer OneBitAdam does not combine with unfreezing: its states are laid out in prepare",
     }
     begin = "ConfigError: requires_grad of parameter '{}' cannot become True after zeropp.prepare: it was frozen there, and "
-    end = "; leave it trainable until prepare, and freeze it after"
+    end = "; leave the parameter trainable until prepare, and freeze it after"
     for name, reason in reasons.items():
         for case in (name, f"{name}, added"):
             assert told[case] == begin.format("norm.weight") + reason + end, told[case]
-    assert told["whole"] == begin.format("head.weight") + "so was the whole model, without an optimizer" + end
-    assert told["float16"].startswith(begin.format("0.weight") + "float16 needs a loss scale")
+    assert (
+        told["whole"]
+        == begin.format("head.weight")
+        + "a model that was frozen and without an optimizer in prepare does not combine with unfreezing: nothing in it is made to be trained"
+        + end
+    )
+    assert (
+        told["float16"].startswith(begin.format("0.weight") + "Precision.param: ")
+        and "float16 needs a loss scale" in told["float16"]
+    )
     assert (
         "a parameter of shape (2, 2) is not one of the model that this optimizer was prepared with" in told["foreign"]
     )

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from zeropp.config import nearest
+from zeropp import compat
+from zeropp.config import Config, facts_of, nearest
 from zeropp.errors import ConfigError
 from zeropp.optim import LAMB, Lion, OneBitAdam, OneBitLamb, ZeroOneAdam
 
@@ -121,10 +122,9 @@ def explain(section: Any, stage: Any) -> str:
     made = build(section, [torch.nn.Parameter(torch.zeros(1))])
     if made is None:
         return "none"
-    from zeropp.config import Config
-    from zeropp.zero.step.optimizer import check_offload
+    from zeropp.zero.step import custom
 
     if stage in (0, 1, 2, 3):  # else the stage's own line says what is wrong
-        check_offload(made, Config(stage=stage))
+        compat.check({**facts_of(Config(stage=stage)), **custom.facts_of(made)})
     place = "torch.optim" if type(made).__module__.startswith("torch.") else "zeropp.optim"
     return f"{place}.{type(made).__name__}"

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeropp import _C
+from zeropp import _C, compat
 from zeropp.config import TORCH_DTYPES, Config, Tier, as_config
 from zeropp.errors import ConfigError
 from zeropp.wording import counted, shown, what_it_is
@@ -52,8 +52,6 @@ STATES = {
     "RMSprop": 1, "SGD": 0, "SGD with momentum": 1, "none": 0,
 }  # fmt: skip
 """Values that each optimizer keeps a parameter."""
-LOW_STATES = ("Adam", "AdamW", "LAMB", "Lion", "Adagrad", "SGD with momentum", "none")
-"""Whose may be in bf16 or 8 bits."""
 
 _PAGE_BYTES = 4096
 _SMALL_BYTES = 32 << 10  # of an all-reduce that every host sums whole (csrc/comm/tcp/hier_reduce.c)
@@ -216,16 +214,19 @@ def _check(config: Config, ranks: int, hosts: int, optimizer: str, tokens: int |
         raise ConfigError("estimate: tokens and tflops go together; give both, or none")
     if optimizer not in STATES:
         raise ConfigError(f"estimate: optimizer {optimizer!r} is not known; wanted one of {', '.join(STATES)}")
-    if config.stored_name is not None and optimizer != "none":
-        raise ConfigError(
-            f"estimate: Precision.stored {config.stored_name!r} is not allowed with optimizer {optimizer!r}; wanted 'none': "
-            "rounded weights are for inference"
-        )
-    if config.state_name != "fp32" and optimizer not in LOW_STATES:
-        raise ConfigError(
-            f"estimate: Precision.state {config.state_name!r} is not built yet for {optimizer}; for these it is: "
-            f"{', '.join(LOW_STATES)}"
-        )
+    said = compat.clash(_facts(config, optimizer))
+    if said:
+        raise ConfigError(f"estimate: {said}")
+
+
+def _facts(config: Config, optimizer: str) -> dict[str, Any]:
+    """Return what an estimate depends on. It may be asked of combinations that cannot be trained."""
+    facts: dict[str, Any] = {"Precision.stored": config.stored_name, "Precision.state": config.state_name}
+    if optimizer != "none":
+        facts[compat.OPTIMIZER] = compat.Named(optimizer.partition(" ")[0], f"optimizer {optimizer}")
+    if optimizer == "SGD":
+        facts["SGD.momentum"] = compat.Named(0, "SGD without momentum")
+    return facts
 
 
 def _kind(config: Config, what: str) -> str:

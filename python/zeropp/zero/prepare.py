@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropp import _C
-from zeropp.config import TORCH_DTYPES, Config, Tier, as_config
+from zeropp import _C, compat
+from zeropp.compat import Named
+from zeropp.config import TORCH_DTYPES, Config, Tier, as_config, facts_of
 from zeropp.errors import ConfigError, Error
 from zeropp.files.heap_trim import give_back
 from zeropp.wording import what_it_is
@@ -29,9 +30,10 @@ from zeropp.zero.model.units import UnitPlan, ignored_parameters, plan_units, re
 from zeropp.zero.offload import stored
 from zeropp.zero.offload.optim_tier import BLOCK_ELEMS, StateTier
 from zeropp.zero.offload.storage import FileStorage
-from zeropp.zero.step.optimizer import adopt, check_offload, check_optimizer, steps_float64
+from zeropp.zero.step import custom
+from zeropp.zero.step.optimizer import adopt, check_optimizer
 from zeropp.zero.step.updates import moments_of
-from zeropp.zero.unfreeze import float64_clash, hook_unit, why_frozen
+from zeropp.zero.unfreeze import facts_of_parameter, hook_unit, why_frozen
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -84,13 +86,8 @@ def prepare(
 
         preflight()
     filed = getattr(config.offload.params, "kind", "device") == "nvme" or config.stored_name is not None
-    if comm is not None and comm.hosts > 1:
-        _check_hosts(config, comm)
-    if filed and comm is not None and config.host_copy == "off":
-        raise ConfigError(
-            "Config.host_copy: 'off' does not go with offload.params='nvme': the ranks of a host share what they read; "
-            "leave it at 'auto'"
-        )
+    facts = {**facts_of(config), **_host_facts(config, comm)}
+    compat.check(facts)
     one_host = comm is not None and comm.hosts == 1
     host_copy = one_host and config.host_copy == "auto" and config.stage == 3 and not filed
     host_copy = host_copy and config.comm.params == "exact"  # docs/design/0015
@@ -99,14 +96,15 @@ def prepare(
     if on_meta:
         meta.check_draws(model)
     plans = plan_units(model, config.units, low, config.ignored)
-    _check_plans(plans, low)
+    _check_plans(plans, facts)
     if config.stored_name is not None and optimizer is None:
         for plan in plans:
             plan.trainable = False
     if optimizer is not None:
         check_optimizer(optimizer, plans)
-        check_offload(optimizer, config)
-    _check_float64(plans, config, optimizer)
+        facts |= custom.facts_of(optimizer)
+        compat.check(facts)
+    _check_trained(plans, facts, torch.float64)
     trains = optimizer is not None or any(plan.trainable for plan in plans)
     for plan in plans:
         plan.stays_frozen = "" if plan.trainable else why_frozen(plan, config, trains)
@@ -184,13 +182,10 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
         for u in engine.units
     ]
     check_optimizer(optimizer, plans)
-    check_offload(optimizer, engine.config)
-    _check_float64(plans, engine.config, optimizer)
+    facts = {**facts_of(engine.config), **custom.facts_of(optimizer)}
+    _check_trained(plans, facts, torch.float64)
     replaces = any(unit.steps is not None for unit in engine.units)
-    if replaces and engine.states is not None:
-        raise ConfigError(
-            "another optimizer for a model whose optimizer states are on disk is not implemented yet; go on with the first"
-        )
+    compat.check({**facts, compat.ANOTHER: Named(True, compat.ANOTHER)} if replaces else facts)
     lacks = (
         []
         if engine.states is None
@@ -230,24 +225,16 @@ def _check_arguments(model: Any, optimizer: Any) -> None:
     )
 
 
-def _check_hosts(config: Config, comm: Any) -> None:
-    if config.comm.secondary_shard:
+def _host_facts(config: Config, comm: Any) -> dict[str, Any]:
+    """Return how many ranks and hosts there are. Collective."""
+    if comm is None:
+        return {"ranks": Named(1, "one rank"), "hosts": Named(1, "one host")}
+    facts = {"ranks": Named(comm.ranks, f"{comm.ranks} ranks"), "hosts": Named(comm.hosts, f"{comm.hosts} hosts")}
+    if config.comm.secondary_shard and comm.hosts > 1:
         counts = [int.from_bytes(b, "little") for b in gather_bytes(comm, len(comm.host_ranks).to_bytes(8, "little"))]
-        if len(set(counts)) > 1:
-            raise ConfigError(
-                f"Config.comm.secondary_shard: 'host' with {min(counts)} ranks on one host and {max(counts)} on another is not implemented "
-                "yet; start as many ranks on every host, or leave it at 0"
-            )
-        if getattr(config.offload.params, "kind", "device") == "nvme":
-            raise ConfigError(
-                "Config.comm.secondary_shard: 'host' is a second copy of the parameters in every host's memory, which "
-                "offload.params='nvme' is there to do without; leave it at 0, or keep the parameters in memory"
-            )
-        if config.stored_name is not None:
-            raise ConfigError(
-                f"Config.comm.secondary_shard: 'host' does not go with Precision(stored={config.stored_name!r}), of which each host has a whole copy "
-                "anyway; leave it at 0"
-            )
+        least, most = min(counts), max(counts)
+        facts["ranks of a host"] = Named((least, most), f"{least} ranks on one host and {most} on another")
+    return facts
 
 
 def _check_device(config: Config) -> None:
@@ -293,40 +280,25 @@ def _check_model(model: nn.Module, config: Config) -> None:
             )
 
 
-def _check_plans(plans: list[UnitPlan], low: torch.dtype | None) -> None:
+def _check_plans(plans: list[UnitPlan], facts: compat.Facts) -> None:
     for plan in plans:
         if plan.dtype not in DTYPES:
             raise ConfigError(
-                f"prepare: parameter '{plan.names[0][0]}' has dtype {plan.dtype}, which is not implemented yet"
-            )
-        if plan.trainable and plan.dtype == torch.float16 and low != torch.float16:
-            raise ConfigError(
-                f"prepare: trainable parameter '{plan.names[0][0]}' is float16, which needs a loss scale: pass "
-                "Config(precision='fp16') and call optimizer.backward(loss), or pass Config(precision='bf16')"
+                f"prepare: parameter '{plan.names[0][0]}' has dtype {plan.dtype}, which is not supported; convert it"
             )
         if plan.trainable and plan.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise ConfigError(
-                f"prepare: trainable parameter '{plan.names[0][0]}' has dtype {plan.dtype}; float32, bfloat16, float16 and "
-                "float64 are implemented, so pass Config(precision='bf16') or convert the model"
+                f"prepare: trainable parameter '{plan.names[0][0]}' has dtype {plan.dtype}; wanted float32, bfloat16, float16 or "
+                "float64, so pass Config(precision='bf16') or convert the model"
             )
+    _check_trained(plans, facts, torch.float16)
 
 
-def _check_float64(plans: list[UnitPlan], config: Config, optimizer: Optimizer | None) -> None:
-    """What is trained in float64 is reduced, stepped and kept in it: nothing that stands for it with fewer bits, or on disk."""
-    name = next((plan.names[0][0] for plan in plans if plan.trainable and plan.dtype == torch.float64), None)
-    if name is None:
-        return
-    clash = float64_clash(config)
-    if clash:
-        raise ConfigError(
-            f"{clash} is not built for trainable float64 parameters, such as '{name}'; leave it out, "
-            "freeze them, or convert the model to float32"
-        )
-    if optimizer is not None and not steps_float64(optimizer):
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__} is not built for float64 parameters, such as '{name}'; AdamW, Adam and torch's "
-            "element-wise ones are, or convert the model to float32"
-        )
+def _check_trained(plans: list[UnitPlan], facts: compat.Facts, dtype: torch.dtype) -> None:
+    """Refuse what does not combine with parameters that are trained in `dtype`."""
+    name = next((plan.names[0][0] for plan in plans if plan.trainable and plan.dtype == dtype), None)
+    if name is not None:
+        compat.check({**facts, **facts_of_parameter(name, dtype)})
 
 
 def _communicator() -> Any:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import optim
 
-from zeropp.config import TORCH_DTYPES, Config, Precision
+from zeropp import compat
+from zeropp.compat import Named
+from zeropp.config import TORCH_DTYPES, Config, facts_of
 from zeropp.errors import ConfigError, Error
-from zeropp.optim import Lion
 from zeropp.zero.model.parameter import Ref, ref_of
 from zeropp.zero.offload.offload_states import require_here
+from zeropp.zero.step import custom
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,51 +30,29 @@ if TYPE_CHECKING:
     from zeropp.zero.model.units import UnitPlan
 
 _wants_gradient = operator.attrgetter("requires_grad")
-_BEFORE = "leave it trainable until prepare, and freeze it after"
+_UNFREEZING = {compat.UNFREEZING: Named(True, "unfreezing")}
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 # -- when the model is prepared ----------------------------------------------------------------------------------------------
 
 
-def float64_clash(config: Config) -> str:
-    """The first option that is not built for float64 parameters that are trained; empty where there is none."""
-    reduce = config.precision.reduce if isinstance(config.precision, Precision) else None
-    wanted = {
-        "precision.reduce": (reduce, None), "precision.state": (config.state_name, "fp32"),
-        "comm.params": (config.comm.params, "exact"), "comm.grads": (config.comm.grads, "exact"),
-        "offload.delayed_update": (config.offload.delayed_update, None),
-        **{f"offload.{kind}": (getattr(config.offload, kind).kind == "nvme" and "nvme", False) for kind in ("params", "grads", "optimizer")},
-    }  # fmt: skip
-    return next((f"Config.{key}: {value!r}" for key, (value, allowed) in wanted.items() if value != allowed), "")
+def facts_of_parameter(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what a parameter that is trained, or will be, says to :mod:`zeropp.compat`."""
+    short = str(dtype).removeprefix("torch.")
+    return {compat.TRAINED_DTYPE: Named(short, f"parameter '{name}' in {short}")}
 
 
 def why_frozen(plan: UnitPlan, config: Config, trains: bool) -> str:
-    """Why a unit that is frozen now must stay so, and the way out; empty: it may be unfrozen.
+    """Return why a unit that is frozen now must stay so, and the way out; empty: it may be unfrozen.
 
     Args:
         trains: the model has an optimizer, or something else in it is trainable.
     """
-    if config.stored_name is not None:
-        return f"this model's weights are kept in {config.stored_name} for inference; prepare it without Precision(stored=)"
+    facts = {**facts_of(config), **facts_of_parameter(plan.names[0][0], plan.dtype), **_UNFREEZING}
     if not trains:
-        return f"so was the whole model, without an optimizer; {_BEFORE}"
-    for kind in ("params", "grads", "optimizer"):
-        if getattr(config.offload, kind).kind == "nvme":
-            return f"with Config.offload.{kind}='nvme' files are laid out then; {_BEFORE}"
-    for key, value in (
-        ("offload.delayed_update", config.offload.delayed_update),
-        ("step_in_backward", config.step_in_backward or None),
-    ):
-        if value is not None:
-            return f"with Config.{key}={value!r} that is not built; {_BEFORE}"
-    if plan.dtype not in _TRAINED:
-        return f"{plan.dtype} is not a type that is trained; convert it before prepare"
-    if plan.dtype == torch.float16 and config.dtype_name != "fp16":
-        return "float16 needs a loss scale; give prepare Config(precision='fp16'), or 'bf16'"
-    if plan.dtype == torch.float64 and float64_clash(config):
-        return f"{float64_clash(config)} is not built for float64; leave that out, or convert the model to float32 before prepare"
-    return ""
+        facts[compat.FROZEN_MODEL] = Named(True, "a model that was frozen and without an optimizer in prepare")
+    return compat.clash(facts)
 
 
 def _resolve_conj(parameter: torch.Tensor) -> None:
@@ -172,12 +152,10 @@ class Unfreezeing:
         engine = self._engine()
         assert engine is not None
         require_here(engine)
-        reason = unit.stays_frozen
-        if not reason and engine.onebit is not None and not engine.onebit.grows:
-            reason = f"the states of {type(engine.onebit).__name__} are laid out then; {_BEFORE}"
         optimizer = None if engine.optimizer_ref is None else engine.optimizer_ref()
-        if not reason and unit.dtype == torch.float64 and (engine.onebit is not None or isinstance(optimizer, Lion)):
-            reason = f"{type(engine.onebit).__name__ if engine.onebit else 'Lion'} is not built for float64; AdamW is"
+        reason = unit.stays_frozen
+        if not reason and optimizer is not None:
+            reason = compat.clash({**custom.facts_of(optimizer), **facts_of_parameter(name, unit.dtype), **_UNFREEZING})
         if reason:
             raise ConfigError(
                 f"requires_grad of parameter '{name}' cannot become True after zeropp.prepare: it was frozen there, and {reason}"
@@ -263,11 +241,9 @@ def add_group(optimizer: Any, engine: Engine, group: dict[str, Any]) -> None:
         for ref in refs:
             if not ref.unit.trainable:
                 engine.unfreezing.require_possible(ref.unit, ref.name)
-        if engine.onebit is not None and not engine.onebit.grows:
-            raise ConfigError(
-                f"optimizer.add_param_group: the states of {type(engine.onebit).__name__} are laid out when the model is prepared; "
-                "give it all parameters before, and freeze them after"
-            )
+        compat.check(
+            {**custom.facts_of(optimizer), "optimizer.add_param_group()": Named(True, "optimizer.add_param_group()")}
+        )
         if engine.onebit is not None:
             engine.onebit.check_group(optimizer.param_groups[-1])
         check_differentiable("optimizer.add_param_group:", optimizer.param_groups[-1])

@@ -240,7 +240,7 @@ def refuses_training() -> None:
         model = gpt()
         adam = torch.optim.AdamW(model.parameters())
         with pytest.raises(
-            zeropp.ConfigError, match="'int8' is not allowed with an optimizer: rounded weights are for inference"
+            zeropp.ConfigError, match="'int8' does not combine with optimizer AdamW: rounded weights are for inference"
         ):
             zeropp.prepare(model, adam, kept("int8", path))
         model = prepared(kept("int8", path))

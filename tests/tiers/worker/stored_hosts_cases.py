@@ -43,7 +43,9 @@ def texts_of_other_lengths() -> None:
             assert torch.equal(digest, theirs)
             del model
         config = kept("int8", None)
-        with pytest.raises(zeropp.ConfigError, match="of which each host has a whole copy anyway; leave it at 0"):
+        with pytest.raises(
+            zeropp.ConfigError, match="each host has a whole copy of quantised weights anyway; leave it at 0"
+        ):
             zeropp.prepare(
                 gpt(),
                 None,

@@ -160,12 +160,12 @@ def muon_groups(model: torch.nn.Module) -> Any:
 def refusals() -> None:
     """What cannot be streamed, and why; what was switched on too late; what a checkpoint has and the file has no room for."""
     said = {
-        "LAMB, whose step needs norms of whole tensors": lambda model: zeropp.optim.LAMB(model.parameters()),
-        "Muon, whose step needs whole matrices": lambda model: zeropp.optim.Muon(muon_groups(model)),
-        "OneBitAdam, whose states travel between": lambda model: zeropp.optim.OneBitAdam(
+        "LAMB: its step needs norms of whole tensors": lambda model: zeropp.optim.LAMB(model.parameters()),
+        "Muon: its step needs whole matrices": lambda model: zeropp.optim.Muon(muon_groups(model)),
+        "OneBitAdam: its states travel between": lambda model: zeropp.optim.OneBitAdam(
             model.parameters(), freeze_step=3
         ),
-        "RMSprop, whose step is torch's own code": lambda model: torch.optim.RMSprop(model.parameters()),
+        "RMSprop: its step is torch's own code": lambda model: torch.optim.RMSprop(model.parameters()),
     }
     with scratch() as path:
         for kind in ("optimizer", "params", "grads"):
@@ -174,7 +174,7 @@ def refusals() -> None:
                 if kind == "params" and words.startswith("OneBit"):  # stage 3 is refused before
                     continue
                 config = zeropp.Config(stage=3 if kind == "params" else 2, offload=tiers(path, 1.0, kind))
-                wanted = rf"offload\.{kind}\.kind: 'nvme' is not built for {words}.* wanted one of AdamW"
+                wanted = rf"offload\.{kind}\.kind: 'nvme' does not combine with optimizer {words}.*; use one of AdamW"
                 with pytest.raises(zeropp.ConfigError, match=wanted):
                     zeropp.prepare(model, made(model), config)
         place = {"stage": 1, "offload": tiers(path, 1.0, "optimizer")}

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
+from zeropp import compat
 from zeropp.comm.collective import Ranks
-from zeropp.config import Folders, folders
+from zeropp.compat import Named
+from zeropp.config import Folders, facts_of, folders
 from zeropp.errors import ConfigError, Error
 from zeropp.files.scratch import STRIPE_BYTES, Scratch
+from zeropp.zero.step import custom
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine
@@ -49,25 +52,15 @@ def offload_states(*, optimizer: Any, to: str = "cpu", path: Folders | None = No
         raise ConfigError(f"offload_states: {type(optimizer).__name__} is not an optimizer that zeropp.prepare adopted")
     if to not in PLACES:
         raise ConfigError(f"offload_states: to={to!r} is not allowed; wanted one of {', '.join(map(repr, PLACES))}")
-    if (path is None) == (to == "nvme"):
-        raise ConfigError(
-            "offload_states: to='nvme' needs path=, a folder on a local disk"
-            if path is None
-            else f"offload_states: path={path!r} does not go with to={to!r}; leave it out"
-        )
+    if path is None and to == "nvme":
+        raise ConfigError("offload_states: to='nvme' needs path=, a folder on a local disk")
+    compat.check({"offload_states.path": path, "offload_states.to": to})
     if to != "nvme":
         return 0 if engine.away is None else engine.away.back()
     if engine.away is not None or engine.states is not None:
         return 0  # there already
-    if engine.delayed is not None:
-        raise ConfigError(
-            "offload_states: states of an optimizer with Offload(delayed_update=...) are not implemented yet; leave it out"
-        )
-    if engine.onebit is not None:
-        name = type(optimizer).__mro__[2].__name__
-        raise ConfigError(
-            f"offload_states: states of {name} are not implemented yet; those of AdamW, Adam and torch's own are"
-        )
+    called = {"offload_states()": Named(True, "offload_states()")}
+    compat.check({**called, **facts_of(engine.config), **custom.facts_of(optimizer)})
     assert path is not None
     engine.away = away = Away(engine, folders("offload_states.path", path))
     return away.size_bytes

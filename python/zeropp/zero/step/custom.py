@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import optim
 
-from zeropp.errors import CheckpointError, ConfigError
+from zeropp import compat
+from zeropp.compat import Named
+from zeropp.errors import CheckpointError
 from zeropp.optim import LAMB, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 
 if TYPE_CHECKING:
-    from zeropp.config import Config
     from zeropp.zero.engine import Engine, Entry
 
 ADAMS = (optim.AdamW, optim.Adam)
@@ -47,21 +48,25 @@ def is_known(optimizer: optim.Optimizer | type) -> bool:
     return kind_of(optimizer) in _KNOWN
 
 
-def check_kind(optimizer: optim.Optimizer, config: Config) -> None:
-    """An optimizer that may need whole matrices is not given pieces, unless the caller says that it needs none."""
-    if is_known(optimizer):
-        return
-    name, known = type(optimizer).__name__, ", ".join(dict.fromkeys(kind.__name__ for kind in _KNOWN))
-    closure = inspect.signature(_step_of(type(optimizer))).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"optimizer {name} is not implemented yet on slices; these are: {known}. Its step asks for the loss again, by a closure"
-        )
-    if config.stage > 0 and not config.custom_optimizer:
-        raise ConfigError(
-            f"optimizer {name} is not among those whose step is known on slices: {known}; if each element of its step needs that element alone, "
-            'say Config(custom_optimizer=True), in DeepSpeed\'s file "zero_allow_untested_optimizer": true; else use stage 0'
-        )
+def facts_of(optimizer: optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer is, adopted or not, for :mod:`zeropp.compat`."""
+    own: type = getattr(type(optimizer), "_adopted", type(optimizer))
+    kind = kind_of(own)
+    facts: dict[str, Any] = {compat.OPTIMIZER: Named(_word_of(kind), f"optimizer {own.__name__}")}
+    if kind is optim.SGD:
+        with_momentum = any(group["momentum"] for group in optimizer.param_groups)
+        facts["SGD.momentum"] = int(with_momentum) or Named(0, "SGD without momentum")
+    if kind is ZeroOneAdam:
+        facts["ZeroOneAdam.local_step_clipper"] = optimizer.param_groups[0]["local_step_clipper"]
+    return facts
+
+
+def _word_of(kind: type) -> str:
+    """Return what the table of compatibility calls a class of optimizers."""
+    if kind in _KNOWN:
+        return kind.__name__
+    closure = inspect.signature(_step_of(kind)).parameters.get("closure")
+    return compat.CLOSURE if closure is not None and closure.default is inspect.Parameter.empty else compat.UNKNOWN
 
 
 def over_pieces(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Optimizer:
@@ -99,4 +104,4 @@ def check_saved(engine: Engine) -> None:
                     )
 
 
-__all__ = ["ADAMS", "ELEMENTWISE", "check_kind", "check_saved", "is_known", "kind_of", "over_pieces", "piece_of"]
+__all__ = ["ADAMS", "ELEMENTWISE", "check_saved", "facts_of", "is_known", "kind_of", "over_pieces", "piece_of"]

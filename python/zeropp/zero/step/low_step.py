@@ -15,18 +15,12 @@ from torch import Tensor, optim
 from zeropp.ops import adagrad_step_, lion_step_, sgd_step_
 from zeropp.optim import Lion
 from zeropp.zero.step import low_states
-from zeropp.zero.step.custom import kind_of
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine, Unit
 
 STATES: dict[type, str] = {optim.SGD: "momentum_buffer", optim.Adagrad: "sum", Lion: "exp_avg"}
 """Which optimizers, and what torch calls their state."""
-
-
-def lacks_states(optimizer: optim.Optimizer) -> bool:
-    """SGD without momentum keeps nothing that could be held in fewer bits."""
-    return kind_of(optimizer) is optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
 
 
 def step(optimizer: optim.Optimizer, engine: Engine, scale: float, units: list[Unit]) -> None:

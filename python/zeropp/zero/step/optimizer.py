@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import optim
 
-from zeropp.config import Config, Tier
+from zeropp import compat
+from zeropp.compat import Named
 from zeropp.errors import ConfigError, Error
-from zeropp.optim import LAMB, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
+from zeropp.optim import LAMB, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from zeropp.wording import counted
 from zeropp.zero.engine import Engine, Unit
 from zeropp.zero.model.parameter import Ref
@@ -142,7 +143,7 @@ class ZeroOptimizer(optim.Optimizer):
         that is not finite is left alone: :meth:`step` raises, or with fp16 skips the step.
         """
         engine = self._engine
-        self._refuse_norm("clip_grad_value_")
+        self._refuse_norm("clip_grad_value_()")
         if isinstance(clip_value, bool) or not 0 < float(clip_value) < float("inf"):
             raise ConfigError(
                 f"clip_grad_value_: clip_value {clip_value!r} is not allowed; wanted a finite number above 0"
@@ -179,11 +180,7 @@ class ZeroOptimizer(optim.Optimizer):
         Returns:
             The norm before clipping, over all parameters and ranks.
         """
-        self._refuse_norm("clip_grad_norm_")
-        if self._engine.config.clip is not None:
-            raise ConfigError(
-                "clip_grad_norm_ was called, but Config(clip=...) clips in every step already; use one of them"
-            )
+        self._refuse_norm("clip_grad_norm_()")
         if self._engine.accumulate > 1 and not self._engine.core.at_boundary:
             return 0.0
         if isinstance(norm_type, bool) or not float(norm_type) > 0:
@@ -196,11 +193,15 @@ class ZeroOptimizer(optim.Optimizer):
             require_finite(*self._engine.measure())
         return norm
 
-    def _refuse_norm(self, what: str) -> None:
-        if self._engine.backward_step is not None:
-            raise ConfigError(
-                f"{what} was called, but with Config(step_in_backward=True) gradients are stepped with, and gone, when the backward ends; "
-                "leave out one of the two"
+    def _refuse_norm(self, call: str) -> None:
+        config = self._engine.config
+        if config.step_in_backward or config.clip is not None:
+            compat.check(
+                {
+                    call: Named(True, call),
+                    "Config.step_in_backward": config.step_in_backward,
+                    "Config.clip": config.clip,
+                }
             )
 
     def _clip(self, max_norm: float, norm_type: float = 2.0) -> float:
@@ -239,9 +240,7 @@ class ZeroOptimizer(optim.Optimizer):
         """Collective: (sum |g|^p)^(1/p) over all gradients, or the largest |g|; sums in fp64, rank after rank."""
         engine = self._engine
         if engine.core.hold:
-            raise ConfigError(
-                f"clip_grad_norm_: norm_type {p} with {type(self).__mro__[2].__name__} is not implemented yet; wanted 2.0"
-            )
+            compat.check({**custom.facts_of(self), "clip_grad_norm_.norm_type": p})
         self._refuse_complex(f"clip_grad_norm_: norm_type {p} has")
         largest = p == float("inf")
         parts = [torch.zeros((), dtype=torch.float64)]
@@ -424,44 +423,45 @@ def _took_steps(state: dict[str, Any]) -> bool:
 
 
 def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
-    """Everything that :func:`adopt` cannot work with, said before the model is touched."""
+    """Refuse what :func:`adopt` cannot work with, before the model is touched."""
     if isinstance(optimizer, ZeroOptimizer):
         raise ConfigError("the optimizer was prepared already; make a new one for a new model")
     if any(_took_steps(state) for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer has state already; call zeropp.prepare before the first step, and zeropp.load to go on"
         )
-    known = {id(p) for plan in plans for p in plan.params}
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    foreign = sum(p not in known for p in covered)
-    if foreign:
-        which = "that is" if foreign == 1 else "that are"
-        raise ConfigError(
-            f"the optimizer has {counted(foreign, 'parameter')} {which} not the model's; build it from model.parameters(), less those "
-            "that Config(ignored=) leaves alone"
-        )
+    known = {id(p) for plan in plans for p in plan.params}
+    _refuse_foreign(len(covered - known))
     named = [(p, names[0]) for plan in plans for p, names in zip(plan.params, plan.names, strict=True)]
-    missing = [name for p, name in named if p.requires_grad and id(p) not in covered]
-    if missing:
-        them = "it" if len(missing) == 1 else "them"
-        which = f"'{missing[0]}'" if len(missing) == 1 else f"first '{missing[0]}'"
-        raise ConfigError(
-            f"the optimizer lacks {counted(len(missing), 'trainable parameter')}, {which}; add {them}, or freeze {them} with "
-            "requires_grad_(False) before zeropp.prepare"
-        )
+    _refuse_missing([name for p, name in named if p.requires_grad and id(p) not in covered])
     for group in optimizer.param_groups:
         check_differentiable("the optimizer was built with", group)
+
+
+def _refuse_foreign(count: int) -> None:
+    if count:
+        which = "that is" if count == 1 else "that are"
+        raise ConfigError(
+            f"the optimizer has {counted(count, 'parameter')} {which} not the model's; build it from model.parameters(), less those "
+            "that Config(ignored=) leaves alone"
+        )
+
+
+def _refuse_missing(names: list[str]) -> None:
+    if names:
+        them = "it" if len(names) == 1 else "them"
+        which = f"'{names[0]}'" if len(names) == 1 else f"first '{names[0]}'"
+        raise ConfigError(
+            f"the optimizer lacks {counted(len(names), 'trainable parameter')}, {which}; add {them}, or freeze {them} with "
+            "requires_grad_(False) before zeropp.prepare"
+        )
 
 
 def check_differentiable(what: str, group: dict[str, Any]) -> None:
     """Raises zeropp.ConfigError for a group whose steps autograd is to follow."""
     if group.get("differentiable"):
         raise ConfigError(f"{what} differentiable=True, which zeropp does not implement; leave it out")
-
-
-def steps_float64(optimizer: optim.Optimizer) -> bool:
-    """Can it update shards in float64? torch's own code can, and our Adam."""
-    return kind_of(optimizer) is not Lion and kind_of(optimizer) not in _ONEBIT
 
 
 @contextlib.contextmanager
@@ -481,95 +481,6 @@ def scaled_for(optimizers: Iterable[Any], loss: torch.Tensor) -> Iterator[torch.
             )
     with scaling[0].scaled(loss) if scaling else contextlib.nullcontext(loss) as scaled:
         yield scaled
-
-
-def _check_stage(optimizer: optim.Optimizer, config: Config) -> None:
-    """One-bit optimizers need this rank's own gradients, and local steps all of every state."""
-    name = type(optimizer).__name__
-    if kind_of(optimizer) not in (OneBitAdam, ZeroOneAdam, OneBitLamb):
-        return
-    if config.stage == 3:
-        raise ConfigError(
-            f"Config.stage: 3 is not allowed with {name}, which sends this rank's own gradients where stage 3 has given "
-            "them away; wanted 0, 1 or 2, or at stage 3 AdamW"
-        )
-    if kind_of(optimizer) is ZeroOneAdam and config.stage > 0:
-        clipper = optimizer.param_groups[0]["local_step_clipper"]
-        if clipper != 1:
-            raise ConfigError(
-                f"Config.stage: {config.stage} is not allowed with ZeroOneAdam(local_step_clipper={clipper}): local steps "
-                "need whole states on every rank; wanted local_step_clipper=1, or stage 0"
-            )
-
-
-def check_offload(optimizer: optim.Optimizer, config: Config) -> None:
-    """States and parameters on NVMe are streamed through our own kernel; and what else depends on the configuration."""
-    custom.check_kind(optimizer, config)
-    _check_stage(optimizer, config)
-    if config.stored_name is not None:
-        raise ConfigError(
-            f"Precision.stored: {config.stored_name!r} is not allowed with an optimizer: rounded weights are for inference; "
-            "call zeropp.prepare(model, None, config), or leave it out"
-        )
-    if config.step_in_backward and kind_of(optimizer) in _ONEBIT:
-        raise ConfigError(
-            f"Config.step_in_backward: True is not allowed with {type(optimizer).__name__}, which needs whole matrices, their norms, or what is "
-            "sent before the step; wanted an element-wise optimizer such as AdamW, or False"
-        )
-    if config.offload.delayed_update is not None:
-        _check_delayed(optimizer, config)
-    if config.state_name != "fp32" and low_step.lacks_states(optimizer):
-        raise ConfigError(
-            f"Precision.state: {config.state_name!r} is not allowed with SGD without momentum, which keeps no states; leave it out"
-        )
-    if config.state_name != "fp32" and kind_of(optimizer) not in (*_ADAMS, *low_step.STATES, LAMB):
-        raise ConfigError(
-            f"Precision.state: {config.state_name!r} is not built yet for {type(optimizer).__name__}; Adam, AdamW, Lion, "
-            "Adagrad, SGD with momentum and LAMB are, or leave it out: states in fp32"
-        )
-    if config.master_name != "fp32" and kind_of(optimizer) not in _ADAMS:
-        raise ConfigError(
-            f"Precision.master: {config.master_name!r} is not built yet for {type(optimizer).__name__}; Adam and AdamW are, or "
-            "leave it out: the optimizer updates an fp32 copy"
-        )
-    for name in ("optimizer", "params", "grads"):
-        tier = getattr(config.offload, name)
-        if isinstance(tier, Tier) and tier.kind == "nvme" and kind_of(optimizer) not in updates.UPDATES:
-            raise ConfigError(
-                f"Config.offload.{name}.kind: 'nvme' is not built for {type(optimizer).__name__}, {_why_not_streamed(optimizer)}; "
-                f"wanted one of {', '.join(kind.__name__ for kind in updates.UPDATES)}, or leave it at 'device'"
-            )
-
-
-def _check_delayed(optimizer: optim.Optimizer, config: Config) -> None:
-    """The thread that steps beside a pass runs C, and neither torch nor a collective."""
-    name, wanted = type(optimizer).__name__, config.offload.delayed_update
-    if kind_of(optimizer) not in updates.UPDATES:
-        raise ConfigError(
-            f"Config.offload.delayed_update: {wanted} is not built for {name}, {_why_not_beside(optimizer)}; wanted one of "
-            f"{', '.join(kind.__name__ for kind in updates.UPDATES)}, or None"
-        )
-    if config.state_name != "fp32" and kind_of(optimizer) not in _ADAMS:
-        raise ConfigError(
-            f"Precision.state: {config.state_name!r} with offload.delayed_update={wanted} is not built yet for {name}, whose states in fewer bits "
-            "are stepped by calls of torch; Adam and AdamW are, or leave one of the two out"
-        )
-
-
-def _why_not_beside(optimizer: optim.Optimizer) -> str:
-    if kind_of(optimizer) in _ONEBIT:
-        return "whose step talks to the other ranks, which the pass beside it does, too"
-    return "whose step is torch's own code, which would wait for the pass beside it"
-
-
-def _why_not_streamed(optimizer: optim.Optimizer) -> str:
-    if kind_of(optimizer) in (LAMB, OneBitLamb):
-        return "whose step needs norms of whole tensors, and a disk is streamed once"
-    if kind_of(optimizer) in (Muon, optim.Muon):
-        return "whose step needs whole matrices, where a disk is streamed in chunks"
-    if kind_of(optimizer) in _ONEBIT:
-        return "whose states travel between the ranks"
-    return "whose step is torch's own code, which wants its states in memory"
 
 
 def _restore_scheduler_wrap(optimizer: optim.Optimizer) -> None:
@@ -596,7 +507,7 @@ def _class_for(original: type) -> type:
     if original not in _classes:
         step = optim.Optimizer.profile_hook_step(ZeroOptimizer.step)
         step.hooked = True  # type: ignore[attr-defined]
-        namespace = {"step": step, "__doc__": original.__doc__}
+        namespace = {"step": step, "__doc__": original.__doc__, "_adopted": original}
         _classes[original] = type(f"Zero{original.__name__}", (ZeroOptimizer, original), namespace)
     return _classes[original]
 
@@ -611,7 +522,7 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
         unit.first_param = number
         number += len(unit.params)
     part = _ONEBIT.get(kind_of(optimizer))
-    low = engine.config.state_name != "fp32"  # check_offload knows for which
+    low = engine.config.state_name != "fp32"  # the table of zeropp/compat.py knows for which
     engine.update = _update_of(optimizer, engine)
     engine.inner = None if engine.update or part or low else _inner_optimizer(optimizer, engine)
     kept = updates.moments_of(optimizer) if kind_of(optimizer) in updates.UPDATES else ("exp_avg", "exp_avg_sq")
