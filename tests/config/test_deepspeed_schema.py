@@ -180,7 +180,9 @@ def test_what_deepspeed_has_replaced_means_what_it_meant():
     )
     assert short == long and long.accumulate == "fp32"
     both = {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
-    with pytest.raises(ConfigError, match=r"zero_optimization.cpu_offload: true, and .*offload_optimizer too"):
+    with pytest.raises(
+        ConfigError, match=r"zero_optimization.cpu_offload: True does not combine with .*offload_optimizer="
+    ):
         fields({"zero_optimization": both})
 
 

@@ -185,7 +185,7 @@ def test_layout_hints_are_said_to_change_nothing():
         (
             {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}},
             "zero_optimization.zero_quantized_weights:",
-            "false at stage 2",
+            "does not combine with zero_optimization.stage=2",
         ),
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 0}},

@@ -90,6 +90,7 @@ def _pieces(keys: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]
 
 
 def _explain(path: str, value: Any, alone: dict[str, Any], ranks: int) -> tuple[str, str]:
+    """Return the state of one key and what it does."""
     if path in ("optimizer", "scheduler"):
         try:
             what = explain(value, alone["stage"]) if path == "optimizer" else schedules.explain(value)
@@ -102,6 +103,11 @@ def _explain(path: str, value: Any, alone: dict[str, Any], ranks: int) -> tuple[
         return "used", _BY_ENGINE[path, value]
     if value == "auto":
         return "auto", "Trainer fills it from its arguments; elsewhere zeropp's default stands"
+    return _read_alone(path, alone, ranks)
+
+
+def _read_alone(path: str, alone: dict[str, Any], ranks: int) -> tuple[str, str]:
+    """Read the smallest configuration that has the key."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -112,15 +118,16 @@ def _explain(path: str, value: Any, alone: dict[str, Any], ranks: int) -> tuple[
         return "changes nothing", str(caught[0].message).partition("in zeropp: ")[2]
     if path in _BATCH:
         return "used", "batch = micro-batch x accumulation x ranks"
-    plain = Config.from_json(
-        {"zero_optimization": {"stage": found.stage}} if is_deepspeed_key(next(iter(alone))) else {}
-    )
-    changed = [f.name for f in dataclasses.fields(Config) if getattr(found, f.name) != getattr(plain, f.name)]
-    if path == "zero_optimization.stage":
-        changed = ["stage"]
+    changed = ["stage"] if path == "zero_optimization.stage" else _changed(found, is_deepspeed_key(next(iter(alone))))
     if changed:
         return "used", ", ".join(f"Config.{name} = {getattr(found, name)!r}" for name in changed)
     return "used", "what zeropp does anyway"
+
+
+def _changed(found: Config, deepspeed: bool) -> list[str]:
+    """Return the fields in which a configuration differs from one that says nothing but the stage."""
+    plain = Config.from_json({"zero_optimization": {"stage": found.stage}} if deepspeed else {})
+    return [f.name for f in dataclasses.fields(Config) if getattr(found, f.name) != getattr(plain, f.name)]
 
 
 def _merge(into: dict[str, Any], alone: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropp.cli.say import at_least_one, refuse
+from zeropp.config import TIERS, WIRE_FORMATS, Comm, Config, Offload, Precision, Tier
 from zeropp.errors import ConfigError, Error, NotBuiltError
 from zeropp.wording import counted, one_line, what_it_is
 
@@ -85,48 +86,48 @@ def _model_of(options: argparse.Namespace) -> str:
     raise ConfigError("MODEL is missing; wanted a Hugging Face folder, its config.json, or package.module:function")
 
 
-def _config(options: argparse.Namespace) -> Any:
-    from zeropp.config import TIERS, WIRE_FORMATS, Comm, Config, Offload, Precision, Tier
-
-    tiers: dict[str, Any] = {}
-    for one in options.tiers:
-        kind, _, where = one.partition("=")
-        name, _, fraction = where.partition(":")
-        if kind not in ("params", "grads", "optimizer", "activations"):
-            raise ConfigError(
-                f"--tiers {one}: '{kind}' is not allowed; wanted params, grads, optimizer or activations, as in optimizer=nvme"
-            )
-        if name not in TIERS:
-            raise ConfigError(
-                f"--tiers {one}: '{name}' is not allowed; wanted {kind}=device, {kind}=cpu or {kind}=nvme"
-            )
-        path = (options.paths or ".") if name == "nvme" else None  # nothing is written
-        try:
-            share = float(fraction or 1.0)
-        except ValueError:
-            raise ConfigError(
-                f"--tiers {one}: {fraction!r} is not a number; wanted a share, as in optimizer=nvme:0.5"
-            ) from None
-        tiers[kind] = Tier(name, path=path, fraction=share)
+def _config(options: argparse.Namespace) -> Config:
+    tiers = dict(_tier_of(one, options.paths) for one in options.tiers)
     if options.paths and not any(tier.kind == "nvme" for tier in tiers.values()):
         raise ConfigError(
             f"--paths {' '.join(options.paths)}: nothing is on nvme; wanted --tiers optimizer=nvme or so with it"
         )
-    formats: dict[str, Any] = {}
-    for one in options.comm:
-        kind, _, form = one.partition("=")
-        if kind not in ("params", "grads"):
-            raise ConfigError(f"--comm {one}: '{kind}' is not allowed; wanted params or grads, as in grads=int8")
-        if form not in WIRE_FORMATS:
-            raise ConfigError(
-                f"--comm {one}: '{form}' is not allowed; wanted {', '.join(f'{kind}={x}' for x in WIRE_FORMATS)}"
-            )
-        formats[kind] = form
-    precision = Precision(param=options.precision, state=options.states)
+    formats = dict(map(_format_of, options.comm))
     return Config(
-        stage=options.stage, precision=precision, host_copy=options.host_copy, offload=Offload(**tiers),
-        comm=Comm(**formats),
+        stage=options.stage, precision=Precision(param=options.precision, state=options.states), host_copy=options.host_copy,
+        offload=Offload(**tiers), comm=Comm(**formats),
     )  # fmt: skip
+
+
+def _tier_of(said: str, paths: list[str]) -> tuple[str, Any]:
+    """Return (kind, tier) of one KIND=TIER or KIND=TIER:FRACTION."""
+    kind, _, where = said.partition("=")
+    name, _, fraction = where.partition(":")
+    if kind not in ("params", "grads", "optimizer", "activations"):
+        raise ConfigError(
+            f"--tiers {said}: '{kind}' is not allowed; wanted params, grads, optimizer or activations, as in optimizer=nvme"
+        )
+    if name not in TIERS:
+        raise ConfigError(f"--tiers {said}: '{name}' is not allowed; wanted {kind}=device, {kind}=cpu or {kind}=nvme")
+    try:
+        share = float(fraction or 1.0)
+    except ValueError:
+        raise ConfigError(
+            f"--tiers {said}: {fraction!r} is not a number; wanted a share, as in optimizer=nvme:0.5"
+        ) from None
+    return kind, Tier(name, path=(paths or ".") if name == "nvme" else None, fraction=share)  # nothing is written
+
+
+def _format_of(said: str) -> tuple[str, Any]:
+    """Return (kind, format) of one KIND=FORMAT."""
+    kind, _, form = said.partition("=")
+    if kind not in ("params", "grads"):
+        raise ConfigError(f"--comm {said}: '{kind}' is not allowed; wanted params or grads, as in grads=int8")
+    if form not in WIRE_FORMATS:
+        raise ConfigError(
+            f"--comm {said}: '{form}' is not allowed; wanted {', '.join(f'{kind}={x}' for x in WIRE_FORMATS)}"
+        )
+    return kind, form
 
 
 def _build(what: str) -> Any:

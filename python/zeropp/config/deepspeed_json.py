@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
+from zeropp import compat
 from zeropp.config import DTYPES, Comm, LossScale, Offload, Precision, Tier, folders, nearest, not_yet, wrong
 from zeropp.config.deepspeed_keys import (
     AIO,
@@ -30,6 +33,7 @@ from zeropp.config.deepspeed_keys import (
 from zeropp.errors import ConfigError
 from zeropp.wording import counted
 
+_ZERO = "zero_optimization."
 Field = tuple[str, Any]  # path of the key in the file, value of the field of Config
 
 # Top-level keys that zeropp always satisfies: accepted values, and what it does.
@@ -221,10 +225,9 @@ def fields_from_deepspeed(keys: Mapping[str, Any], ranks: int | None = None) -> 
         if name in keys:
             raise not_yet(name, keys[name], f"{way} and hand it to zeropp.prepare")
     if keys.get("steps_per_print") not in ("auto", None, float("inf")):
-        warnings.warn(
+        _warn(
             f"steps_per_print: {keys['steps_per_print']!r} changes nothing in zeropp: a loop or a Trainer says when it logs "
-            "(zeropp.initialize follows it)",
-            stacklevel=3,
+            "(zeropp.initialize follows it)"
         )
     return fields
 
@@ -257,8 +260,17 @@ def _hints(keys: Mapping[str, Any]) -> None:
         _changes_nothing("vocabulary_size", keys["vocabulary_size"], "DeepSpeed only warns of its alignment")
 
 
+def _warn(message: str) -> None:
+    """Warn at the line outside of zeropp that asked for the configuration."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "zeropp":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
 def _changes_nothing(path: str, value: object, why: str) -> None:
-    warnings.warn(f"{path}: {value!r} changes nothing in zeropp: {why}", stacklevel=6)
+    _warn(f"{path}: {value!r} changes nothing in zeropp: {why}")
 
 
 def _refuse_unknown(section: Mapping[str, Any], known: Iterable[str], path: str) -> None:
@@ -327,8 +339,7 @@ def _precision(keys: Mapping[str, Any], fields: dict[str, Field]) -> bool:
         )
     half = _section(keys, "fp16")
     if _fp16(half, fields, _switch(half, "fp16")):
-        if on:
-            raise ConfigError(f"fp16.enabled: true, and {name}.enabled too; switch one of them off")
+        compat.check({"fp16.enabled": True, f"{name}.enabled": bool(on)})
         on = True
     return bool(on)
 
@@ -390,16 +401,15 @@ def _autocast(section: Mapping[str, Any], low: str | None, said: dict[str, Field
     if not _switch(section, "torch_autocast"):
         return
     if low is not None:
-        raise ConfigError(f"torch_autocast.enabled: true, and {low}.enabled too; switch one of them off")
+        compat.check({"torch_autocast.enabled": True, f"{low}.enabled": True})
     dtype = section.get("dtype", "bfloat16")
     name = _AUTOCAST_DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else None
     if name is None:
         raise wrong("torch_autocast.dtype", dtype, "'bfloat16' or 'float16'")
     if section.get("lower_precision_safe_modules") is not None:
-        warnings.warn(
+        _warn(
             "torch_autocast.lower_precision_safe_modules changes nothing in zeropp: parameters are gathered in the type they are held "
-            "in; communication_data_type says what gradients travel in",
-            stacklevel=5,
+            "in; communication_data_type says what gradients travel in"
         )
     said["compute"] = ("torch_autocast.enabled", name)
 
@@ -416,9 +426,8 @@ def _fp16(section: Mapping[str, Any], fields: dict[str, Field], on: bool | None)
         return False
     _always(section, _FP16_ALWAYS, "fp16.")
     if section.get("hysteresis", "auto") not in ("auto", 1):
-        warnings.warn(
-            f"fp16.hysteresis: {section['hysteresis']!r} changes nothing in zeropp: the scale goes down at the first overflow",
-            stacklevel=5,
+        _warn(
+            f"fp16.hysteresis: {section['hysteresis']!r} changes nothing in zeropp: the scale goes down at the first overflow"
         )
 
     def number(key: str, default: float, least: float, most: float = 2.0**62) -> float:
@@ -454,10 +463,8 @@ def zero_section(keys: Mapping[str, Any]) -> Mapping[str, Any]:
         if old not in section:
             continue
         if _flag(section, old, "zero_optimization."):
-            if section.get(new) not in (None, "auto"):
-                raise ConfigError(
-                    f"zero_optimization.{old}: true, and zero_optimization.{new} too, which takes its place; remove {old}"
-                )
+            there = None if section.get(new) == "auto" else section.get(new)
+            compat.check({f"zero_optimization.{old}": True, f"zero_optimization.{new}": there})
             section[new] = {"device": "cpu"}
         del section[old]
     return section
@@ -465,62 +472,71 @@ def zero_section(keys: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: int) -> None:
     for name, why in ZERO_REFUSED.items():
-        if name in section and section[name] not in (None, "auto"):
-            raise ConfigError(f"zero_optimization.{name}: {section[name]!r} is not there; remove it: {why}")
+        if section.get(name) not in (None, "auto"):
+            raise ConfigError(f"{_ZERO}{name}: {section[name]!r} is not there; remove it: {why}")
     section = {ZERO_ALIASES.get(name, name): value for name, value in section.items() if name not in ZERO_REFUSED}
     _refuse_unknown(section, (*_ZERO_MAPPED, *_ZERO_ALWAYS, *_ZERO_SWITCHES, *_ZERO_HINTS), "zero_optimization")
     stage = section.get("stage", 0)
-    fields["stage"] = ("zero_optimization.stage", stage)
+    fields["stage"] = (f"{_ZERO}stage", stage)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise wrong("zero_optimization.stage", stage, "0, 1, 2 or 3")
-    _always(section, _ZERO_ALWAYS, "zero_optimization.")
-    for name, why in _ZERO_HINTS.items():
-        if name in section and section[name] != "auto":
-            _elements(section[name], name)
-            warnings.warn(f"zero_optimization.{name}: {section[name]!r} changes nothing in zeropp: {why}", stacklevel=4)
+        raise wrong(f"{_ZERO}stage", stage, "0, 1, 2 or 3")
+    _always(section, _ZERO_ALWAYS, _ZERO)
+    _zero_hints(section)
     for name, field in (("reduce_bucket_size", "bucket_bytes"), ("stage3_prefetch_bucket_size", "prefetch")):
         elems = section.get(name, "auto")
         if elems != "auto":
-            fields[field] = (f"zero_optimization.{name}", _elements(elems, name) * element_bytes)
-    _switches(section, _ZERO_SWITCHES, "zero_optimization.")
-    leaves = _section(section, "leaf_module", "zero_optimization.")
-    _refuse_unknown(leaves, LEAF_MODULE, "zero_optimization.leaf_module")
-    if leaves:
-        why = "repeated blocks come and go whole; Config.units chooses others"
-        _changes_nothing("zero_optimization.leaf_module", dict(leaves), why)
+            fields[field] = (f"{_ZERO}{name}", _elements(elems, name) * element_bytes)
     comm = _comm(section, stage)
     if comm != Comm():
-        fields["comm"] = ("zero_optimization.zero_quantized_weights", comm)
+        fields["comm"] = (f"{_ZERO}zero_quantized_weights", comm)
+    offload = _offload(section, stage)
+    if offload != Offload():
+        fields["offload"] = (f"{_ZERO}offload_optimizer", offload)
+
+
+def _zero_hints(section: Mapping[str, Any]) -> None:
+    """Warn of keys about DeepSpeed's own layout of memory, which change nothing here."""
+    for name, why in _ZERO_HINTS.items():
+        if name in section and section[name] != "auto":
+            _elements(section[name], name)
+            _warn(f"{_ZERO}{name}: {section[name]!r} changes nothing in zeropp: {why}")
+    _switches(section, _ZERO_SWITCHES, _ZERO)
+    leaves = _section(section, "leaf_module", _ZERO)
+    _refuse_unknown(leaves, LEAF_MODULE, f"{_ZERO}leaf_module")
+    if leaves:
+        why = "repeated blocks come and go whole; Config.units chooses others"
+        _changes_nothing(f"{_ZERO}leaf_module", dict(leaves), why)
+
+
+def _offload(section: Mapping[str, Any], stage: int) -> Offload:
     params = _tier(section, "offload_param", _OFFLOAD_PARAM_ALWAYS, _OFFLOAD_PARAM_HINTS)
     if params.kind == "cpu" and stage < 3:  # accelerate's plugin writes it at every stage
-        warnings.warn(
-            "zero_optimization.offload_param: device 'cpu' changes nothing in zeropp: parameters are partitioned from stage 3 on",
-            stacklevel=4,
+        _warn(
+            f"{_ZERO}offload_param: device 'cpu' changes nothing in zeropp: parameters are partitioned from stage 3 on"
         )
         params = Tier()
     optimizer = _tier(section, "offload_optimizer", _OFFLOAD_OPTIMIZER_ALWAYS, _OFFLOAD_OPTIMIZER_HINTS)
-    offload = Offload(params=params, optimizer=optimizer)
-    if offload != Offload():
-        fields["offload"] = ("zero_optimization.offload_optimizer", offload)
+    return Offload(params=params, optimizer=optimizer)
 
 
 def _comm(section: Mapping[str, Any], stage: int) -> Comm:
-    """ZeRO++: parameters in 8 bits, gradients in 4 (both as there), and a second copy on each host."""
+    """Return ZeRO++'s choices: parameters in 8 bits, gradients in 4 (both as there), and a second copy on each host."""
     chosen: dict[str, Any] = {}
+    facts: dict[str, Any] = {f"{_ZERO}stage": stage}
     for name, field, form in (
         ("zero_quantized_weights", "params", "int8"),
         ("zero_quantized_gradients", "grads", "int4"),
     ):
-        if not _flag(section, name, "zero_optimization."):
-            continue
-        if stage < 3:
-            raise wrong(f"zero_optimization.{name}", True, f"false at stage {stage}: ZeRO++ is for stage 3")
-        chosen[field] = form
-    size, here = section.get("zero_hpz_partition_size", 1), os.environ.get("LOCAL_WORLD_SIZE")
-    path = "zero_optimization.zero_hpz_partition_size"
-    if size not in ("auto", 1) and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or stage < 3):
+        facts[f"{_ZERO}{name}"] = asked = _flag(section, name, _ZERO)
+        if asked:
+            chosen[field] = form
+    path = f"{_ZERO}zero_hpz_partition_size"
+    facts[path] = size = section.get("zero_hpz_partition_size", 1)
+    if size not in ("auto", 1) and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise wrong(path, size, "1, or at stage 3 the number of ranks on a host")
+    compat.check(facts)
     if size not in ("auto", 1):
+        here = os.environ.get("LOCAL_WORLD_SIZE")
         if here is not None and int(here) != size:
             raise not_yet(path, size, f"give {here}, the ranks of this host, or 1 for no second copy")
         chosen["secondary_shard"] = "host"
@@ -533,9 +549,9 @@ def _tier(
     always: Mapping[str, tuple[tuple[object, ...], str]],
     hints: Mapping[str, tuple[int, str]],
 ) -> Tier:
-    """`offload_param` or `offload_optimizer`."""
-    keys = _section(section, name, "zero_optimization.")
-    path = f"zero_optimization.{name}."
+    """Return the tier of `offload_param` or `offload_optimizer`."""
+    keys = _section(section, name, _ZERO)
+    path = f"{_ZERO}{name}."
     known = ("device", "nvme_path", *(("ratio",) if name == "offload_optimizer" else ()), *always, *hints)
     _refuse_unknown(keys, known, path.rstrip("."))
     device = keys.get("device", "none")
@@ -547,15 +563,21 @@ def _tier(
     for key, (usual, why) in hints.items():
         value = keys.get(key, "auto")
         if value != "auto" and _elements(value, f"{name}.{key}") != usual:
-            warnings.warn(f"{path}{key}: {value!r} changes nothing in zeropp: {why}", stacklevel=5)
-    folder, share = keys.get("nvme_path"), keys.get("ratio", 1.0)
-    if device == "nvme" and not isinstance(folder, (str, list)):
+            _warn(f"{path}{key}: {value!r} changes nothing in zeropp: {why}")
+    share = _share(keys, path)
+    if device != "nvme":
+        return Tier(device, fraction=share)
+    folder = keys.get("nvme_path")
+    if not isinstance(folder, (str, list)):
         raise wrong(f"{path}nvme_path", folder, 'a folder on a local disk, or a list of them, for "device": "nvme"')
+    return Tier(device, path=folders(f"{path}nvme_path", folder), fraction=share)
+
+
+def _share(keys: Mapping[str, Any], path: str) -> float:
+    share = keys.get("ratio", 1.0)
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise wrong(f"{path}ratio", share, "a number above 0 and at most 1 (share of the bytes)")
-    if device != "nvme":
-        return Tier(device, fraction=float(share))
-    return Tier(device, path=folders(f"{path}nvme_path", folder), fraction=float(share))
+    return float(share)
 
 
 def _elements(value: object, name: str) -> int:
@@ -582,33 +604,33 @@ def _world_size() -> int:
 
 
 def _batch(keys: Mapping[str, Any], fields: dict[str, Field], ranks: int | None) -> None:
-    """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks, whichever of the three
-    is missing."""
-
-    def whole(name: str) -> int | None:
-        value = keys.get(name, "auto")
-        if value == "auto" or value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise wrong(name, value, 'a whole number >= 1, or "auto"')
-        return value
-
-    train, micro, steps = (
-        whole("train_batch_size"),
-        whole("train_micro_batch_size_per_gpu"),
-        whole("gradient_accumulation_steps"),
-    )
+    """Find the accumulation from train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks, of which one
+    may be missing."""
     path = "gradient_accumulation_steps"
+    train, micro, steps = (_count(keys, name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu", path))
+    world = ranks or _world_size()
     if train is not None:
-        world = ranks or _world_size()
-        known_product = (micro or 1) * (steps or 1) * world
-        if train % known_product or (micro and steps and train != known_product):
-            raise ConfigError(
-                f"train_batch_size: {train} does not fit train_micro_batch_size_per_gpu {micro or 'auto'} x "
-                f"gradient_accumulation_steps {steps or 'auto'} x {counted(world, 'rank')}; change one of the three, "
-                'or give it as "auto"'
-            )
+        _check_product(train, micro, steps, world)
         if steps is None and micro is not None:
-            steps, path = train // known_product, "train_batch_size"
+            steps, path = train // (micro * world), "train_batch_size"
     if steps is not None:
         fields["accumulate"] = (path, steps)
+
+
+def _check_product(train: int, micro: int | None, steps: int | None, world: int) -> None:
+    product = (micro or 1) * (steps or 1) * world
+    if train % product or (micro and steps and train != product):
+        factors = f"{micro or 'auto'} x gradient_accumulation_steps {steps or 'auto'} x {counted(world, 'rank')}"
+        raise ConfigError(
+            f"train_batch_size: {train} does not fit train_micro_batch_size_per_gpu {factors}; change one of the three, or give it "
+            'as "auto"'
+        )
+
+
+def _count(keys: Mapping[str, Any], name: str) -> int | None:
+    value = keys.get(name, "auto")
+    if value == "auto" or value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise wrong(name, value, 'a whole number >= 1, or "auto"')
+    return value

@@ -116,26 +116,28 @@ class Offload:
             whole("Offload.delayed_update", self.delayed_update, 0, "exact steps before the delay; None: no delay")
         if self.path is not None:
             object.__setattr__(self, "path", folders("Offload.path", self.path))
-        named = filed = False
-        for name in ("params", "grads", "optimizer", "activations"):
-            value: Any = getattr(self, name)
-            if isinstance(value, str):
-                one_of(f"Offload.{name}", value, TIERS)
-                named |= value == "nvme"
-                if value == "nvme" and self.path is None:
-                    raise wrong("Offload.path", None, f"a folder for {name}='nvme'")
-                path = None if value != "nvme" else self.path
-                object.__setattr__(self, name, Tier(value, path=path))
-            instance(f"Offload.{name}", getattr(self, name), Tier)
-            tier: Any = getattr(self, name)
-            filed |= tier.kind == "nvme"
-            if self.checksums and tier.kind == "nvme":
-                object.__setattr__(self, name, dataclasses.replace(tier, checksums=True))
-        if self.checksums and not filed:
+        kinds = ("params", "grads", "optimizer", "activations")
+        named = [self._make_tier(name) for name in kinds]
+        if self.checksums and all(getattr(self, name).kind != "nvme" for name in kinds):
             raise wrong("Offload.checksums", True, "False where nothing is on 'nvme'")
-        if self.path is not None and not named:
+        if self.path is not None and "nvme" not in named:
             raise wrong("Offload.path", self.path, "None where no kind is given by name as 'nvme'")
         object.__setattr__(self, "path", None)  # it is the tiers' now, so that equal offloads are equal
+
+    def _make_tier(self, name: str) -> str | None:
+        """Make a `Tier` of a kind that is given by name, and return that name."""
+        value: Any = getattr(self, name)
+        given = value if isinstance(value, str) else None
+        if given is not None:
+            one_of(f"Offload.{name}", given, TIERS)
+            if given == "nvme" and self.path is None:
+                raise wrong("Offload.path", None, f"a folder for {name}='nvme'")
+            value = Tier(given, path=self.path if given == "nvme" else None)
+        instance(f"Offload.{name}", value, Tier)
+        if self.checksums and value.kind == "nvme":
+            value = dataclasses.replace(value, checksums=True)
+        object.__setattr__(self, name, value)
+        return given
 
 
 @refuses_unknown

@@ -12,6 +12,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from zeropp import compat
+from zeropp.compat import Named
 from zeropp.config import Config, read_json
 from zeropp.errors import ConfigError
 
@@ -132,24 +134,11 @@ def _refuse_differences(matched: _Matched) -> None:
 
 
 def _refuse_unsupported(config: Config, arguments: Any) -> None:
-    """Arguments that would act on whole parameters, or twice."""
-    if arguments.fp16_full_eval or arguments.bf16_full_eval:
-        name = next(n for n in ("fp16_full_eval", "bf16_full_eval") if getattr(arguments, n))
-        low = name.partition("_")[0]
-        raise ConfigError(
-            f"--{name} is not implemented yet with --zeropp; give --{low} and precision {low!r} in the configuration, "
-            "with which the model is held, and evaluated, in that type"
-        )
-    for name in ("deepspeed", "fsdp", "auto_find_batch_size"):
-        if getattr(arguments, name, None):
-            instead = {
-                "auto_find_batch_size": "give --per_device_train_batch_size",
-            }.get(name, "give one of the two")
-            raise ConfigError(f"--{name} cannot be used with --zeropp: {instead}")
-    for low, given in (("bf16", arguments.bf16), ("fp16", arguments.fp16)):
-        if config.dtype_name == low and not given:
-            raise ConfigError(f"precision is {low!r} in zeropp's configuration, and --{low} is not given; give it")
-        if given and config.dtype_name not in (None, low):
-            raise ConfigError(
-                f"--{low} is given, and precision is {config.dtype_name!r} in zeropp's configuration; give one type"
-            )
+    """Refuse arguments that would act on whole parameters, or twice."""
+    names = ("bf16_full_eval", "fp16_full_eval", "deepspeed", "fsdp", "auto_find_batch_size", "bf16", "fp16")
+    given = {f"--{name}": bool(getattr(arguments, name, None)) for name in names}
+    facts = {
+        name: Named(value, name if value else f"arguments without {name}")
+        for name, value in {**given, "--zeropp": True}.items()
+    }
+    compat.check({**facts, "Config.precision": config.dtype_name})

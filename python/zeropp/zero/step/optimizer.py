@@ -430,13 +430,18 @@ def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
         raise ConfigError(
             "the optimizer has state already; call zeropp.prepare before the first step, and zeropp.load to go on"
         )
+    _check_parameters(optimizer, plans)
+    for group in optimizer.param_groups:
+        check_differentiable("the optimizer was built with", group)
+
+
+def _check_parameters(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
+    """Refuse an optimizer that has parameters of another model, or lacks some of this one."""
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     known = {id(p) for plan in plans for p in plan.params}
     _refuse_foreign(len(covered - known))
     named = [(p, names[0]) for plan in plans for p, names in zip(plan.params, plan.names, strict=True)]
     _refuse_missing([name for p, name in named if p.requires_grad and id(p) not in covered])
-    for group in optimizer.param_groups:
-        check_differentiable("the optimizer was built with", group)
 
 
 def _refuse_foreign(count: int) -> None:
