@@ -20,7 +20,7 @@ LIBAIO = Need("DeepSpeed aio", library="aio", install="apt-get install libaio-de
 
 @dataclass(frozen=True)
 class Cost:
-    """What one pass took."""
+    """The cost of one pass."""
 
     seconds: float
     cpu_seconds: float

@@ -67,7 +67,7 @@ def measure(bench: Run, verb: str, size_bytes: int, count: int, group: dict[str,
 
 
 def engine_batch(start: Callable[..., object], tensors: torch.Tensor, path: Path, offsets: list[int]) -> float:
-    """All submitted, then all waited for."""
+    """Submit all, then wait for all."""
     begin = time.perf_counter()
     futures = [start(tensors[index], path, offset) for index, offset in enumerate(offsets)]
     for future in futures:
@@ -78,7 +78,7 @@ def engine_batch(start: Callable[..., object], tensors: torch.Tensor, path: Path
 def deepspeed_batch(
     handle: object, start: Callable[..., int], tensors: list[torch.Tensor], path: Path, offsets: list[int]
 ) -> float:
-    """The same through DeepSpeed's handle, which counts what is done."""
+    """Submit and wait through DeepSpeed's handle, which counts completed requests."""
     begin = time.perf_counter()
     for tensor, offset in zip(tensors, offsets, strict=True):
         start(tensor, str(path), offset)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checkpoint benches share: one model with AdamW's states, kept by zeropp and by torch's distributed
+"""Shared parts of the checkpoint benchmarks: one model with AdamW's states, kept by zeropp and by torch's distributed
 checkpoint (DCP) in the same folder of the same disk."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def trained(parameters: int) -> tuple[nn.Module, Any]:
 
 
 def tensors(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    """All that both keep, as views."""
+    """Return everything that both save, as views."""
     engine, found = optimizer._engine, {}
     for unit in engine.units:
         kinds = {"": unit.own, **{k: v for k, v in engine.optimizer_state(unit).items() if k != "step"}}

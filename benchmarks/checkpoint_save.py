@@ -89,7 +89,7 @@ def run(bench: Run) -> None:
 
 
 def check_alone(bench: Run, model: torch.nn.Module, optimizer: object, ours: Path) -> None:
-    """What was saved comes back."""
+    """Check that a load returns what was saved."""
     zeropp.save(ours, model, optimizer, step=1)
     wanted = zeropp.full_state_dict(model)
     zeropp.load_full_state_dict(model, {name: torch.zeros_like(value) for name, value in wanted.items()})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives between two, three and four processes of one machine, 4 bytes to 256 MB.
 
-Doors: `direct` calls the engine (zeropp.comm.Communicator; gloo's process group; DeepSpeed's extension), `dist` goes through
+Interfaces: `direct` calls the engine (zeropp.comm.Communicator; gloo's process group; DeepSpeed's extension), `dist` goes through
 torch.distributed's functions on both sides. Tensors: `arena` lie in memory that peers map (Communicator.empty), `ordinary` anywhere.
 Sizes are those of the whole tensor: what is reduced or broadcast, the output of all_gather and gather, the input of reduce_scatter,
 all_to_all and scatter; GB/s is that size over the time of one call. The root is rank 0. send_recv is a message of that size to the other
@@ -43,7 +43,7 @@ ROOTED = ("reduce", "gather", "scatter")
 
 @dataclass(frozen=True)
 class Case:
-    """One row or a few: a collective of one size, through one door, on one kind of tensor."""
+    """One row or a few: a collective of one size, through one interface, on one kind of tensor."""
 
     ranks: int
     coll: str
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def elems(self) -> int:
-        """Of the whole fp32 tensor: as many for each rank."""
+        """Return the elements of the whole fp32 tensor: as many for each rank."""
         return max(self.size_bytes // 4 // self.ranks, 1) * self.ranks
 
 
@@ -118,10 +118,10 @@ def deepspeed_shm(rank: int, ranks: int) -> Callable[[Any], Any]:
 
 
 class Flow:
-    """The copies that a collective cannot do without, each rank's between its own memory and a block of every rank.
+    """The copies that a collective has to make, each rank's between its own memory and a block of every rank.
 
-    `arena`: the blocks stand for the ranks' tensors. `ordinary`: for slots, which a piece goes into and its peers take it out of while it
-    is in the cache. Nobody waits for anybody, so what is copied means nothing.
+    `arena`: the blocks stand for the ranks' tensors. `ordinary`: for slots, into which a rank copies a piece, and from which its peers copy it
+    while it is in the cache. No rank waits, so the copied values mean nothing.
     """
 
     def __init__(self, rank: int, ranks: int, size_bytes: int, gather: Callable[[Any], list[Any]]) -> None:
@@ -223,7 +223,7 @@ class Flow:
 
 
 class Bench(Paired):
-    """What a rank holds: the groups of all contenders."""
+    """The state of a rank: the groups of all contenders."""
 
     def __init__(self, largest_bytes: int) -> None:
         import torch
@@ -330,7 +330,7 @@ class Bench(Paired):
 
 
 def worker(args: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """All cases on one rank."""
+    """Run all cases on one rank."""
     chosen = [Case(**fields) for fields in args["cases"]]
     bench = Bench(max(case.elems * 4 for case in chosen))
     for case in chosen:

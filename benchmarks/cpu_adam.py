@@ -36,7 +36,7 @@ LIMITS = {"fp32": "rmw4", "bf16": "rmw5"}
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured in one block."""
+    """A case that is measured in one block."""
 
     elems: int
     threads: int
@@ -46,14 +46,14 @@ class Case:
     """Of each part."""
 
     def name(self, kind: str) -> str:
-        """As interface.md spells it."""
+        """Return the name of the row."""
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         return f"{kind} {self.elems // 1_000_000}M {threads}{' huge pages' if self.huge else ''}"
 
 
 @dataclass
 class Buffers:
-    """The same memory for every contender: where it lies decides as much as who works on it."""
+    """Memory that all contenders share: its placement decides as much as the contender."""
 
     p: Tensor
     m: Tensor
@@ -89,9 +89,9 @@ def make(elems: int, huge: bool) -> Buffers:
 
 
 def parts(b: Buffers) -> list[Buffers]:
-    """The same memory in pieces of PART_ELEMS, stepped one after the other.
+    """Return the same memory in pieces of PART_ELEMS, stepped one after the other.
 
-    Contenders so alternate within some ten milliseconds: a pass of 100M lasts long enough for the machine's mood to
+    Contenders then alternate within some ten milliseconds: a pass of 100M lasts long enough for the machine's speed to
     change between two of them (docs/design/0002-adam-streams.md).
     """
     streams = [stream.split(PART_ELEMS) for stream in (b.p, b.m, b.v, b.g, b.g16, b.p16)]
@@ -145,7 +145,7 @@ def our_step(b: Buffers, low: bool) -> Step:
 
 
 def between_casts(b: Buffers, step: Step) -> Step:
-    """What a peer that knows fp32 only must do."""
+    """Return a step between casts, for a peer that supports fp32 only."""
 
     def cast_step_cast() -> None:
         b.g.copy_(b.g16)
@@ -194,7 +194,7 @@ def limit_step(limit: ctypes.CDLL, kind: str, b: Buffers, threads: int) -> Step:
 
 
 def set_threads(threads: int) -> None:
-    """For torch, for us (who follow torch), and for every OpenMP runtime here: DeepSpeed may bring its own."""
+    """Set the threads of torch, which zeropp follows, and of every OpenMP runtime here: DeepSpeed may load its own."""
     torch.set_num_threads(threads)
     maps = Path("/proc/self/maps").read_text()
     for path in set(re.findall(r"(/\S*lib[gi]?omp\S*\.so\S*)", maps)):
@@ -247,7 +247,7 @@ def measure(bench: Run, case: Case, limit: ctypes.CDLL | None) -> None:
 
 
 def cases(quick: bool) -> list[Case]:
-    """All of sizes, threads and pages; quick keeps each once."""
+    """Return all combinations of sizes, threads and pages; quick keeps each value once."""
     if quick:
         return [Case(10_000_000, 1, False, 41), Case(10_000_000, 2, True, 41), Case(100_000_000, 1, False, 3)]
     return [

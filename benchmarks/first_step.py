@@ -95,7 +95,7 @@ def call(command: list[Any], what: str, timeout_s: float = 1800.0, **variables: 
 
 
 def requirements(name: str) -> Iterator[Any]:
-    """Of an installed distribution, those that hold here."""
+    """Yield the requirements of an installed distribution that apply here."""
     from pip._vendor.packaging.requirements import Requirement
 
     for text in importlib.metadata.requires(name) or []:
@@ -145,7 +145,7 @@ def fetch(wheels: Path, there: list[str]) -> str:
 
 
 def needs_of(archive: Path) -> Iterator[Any]:
-    """What a wheel or a source archive says that it needs."""
+    """Yield the requirements in the metadata of a wheel or a source archive."""
     import email
     import tarfile
     import zipfile

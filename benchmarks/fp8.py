@@ -17,7 +17,7 @@ DTYPES = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 5734
 
 
 class TorchPeer:
-    """The same with torch operations into memory that is there (fresh memory costs page faults)."""
+    """The peer: torch operations into existing memory (fresh memory costs page faults)."""
 
     def __init__(self, elems: int, form: str) -> None:
         dtype, self.most = DTYPES[form]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark shares: alternation, medians with spread, rows, launches of several ranks.
+"""Shared parts of all benchmarks: alternation, medians with spread, rows, launches of several ranks.
 
 A benchmark is one file beside this one. It exposes
 
@@ -199,7 +199,7 @@ def repeat_for(call: Callable[[], Any], at_least_ms: float) -> int:
 
 
 class Run:
-    """What a benchmark's ``run`` receives: options in, rows out."""
+    """The argument of a benchmark's ``run``: it has the options and takes the rows."""
 
     def __init__(self, name: str, *, quick: bool, report: Callable[[Row | Own], None]) -> None:
         self.name = name
@@ -396,10 +396,10 @@ def run_group(
 
 
 def end_on_signal(number: int, _frame: object) -> None:
-    """Handler of SIGTERM and Ctrl-C: a terminal and a time limit reach this process alone, launches have sessions.
+    """Handle SIGTERM and Ctrl-C: a terminal and a time limit reach this process alone, because launches have their own sessions.
 
-    Launches hear SIGTERM, on which torchrun ends its ranks; the threads that wait for them then return, and the main
-    thread leaves as if by Ctrl-C.
+    Launches get SIGTERM, on which torchrun ends its ranks. The threads that wait for them then return, and the main
+    thread ends as by Ctrl-C.
     """
     for process in tuple(_running):
         process.terminate()

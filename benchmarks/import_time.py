@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``import zeropp`` costs beyond ``import torch``, and ``import zeropp.hf`` beyond ``from transformers import Trainer``,
+"""Measure what ``import zeropp`` costs beyond ``import torch``, and ``import zeropp.hf`` beyond ``from transformers import Trainer``,
 in fresh processes, beside DeepSpeed's import.
 
 Each sample is a process of its own that imports torch (or Trainer) first and then, timed, the module in question;

@@ -113,13 +113,13 @@ class Trainer:
         }
 
     def medians(self, rounds: int) -> dict[str, float]:
-        """Of the parts of the last steps."""
+        """Return the medians of the parts of the last steps."""
         last = self.parts[-rounds:]
         return {what: statistics.median(one[what] for one in last) for what in last[0]}
 
 
 class Mover:
-    """As many bytes, read and written in a file, with nothing computed."""
+    """Moves as many bytes, read and written in a file, with nothing computed."""
 
     def __init__(self, engine: Engine, path: Path, read_bytes: int, written_bytes: int) -> None:
         self.engine, self.path = engine, path

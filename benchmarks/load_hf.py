@@ -29,7 +29,7 @@ LOGITS_TOLERANCE = 0.0  # the same weights in the same layers
 
 
 def config(layers: int) -> Any:
-    """Of a Llama of 16M + 12.6M x layers parameters."""
+    """Return the configuration of a Llama of 16M + 12.6M x layers parameters."""
     import transformers
 
     return transformers.LlamaConfig(

@@ -44,7 +44,7 @@ def ours(x: Tensor, logits: Tensor, k: int, capacity: int | None, room: Room) ->
 
 
 def indexed(x: Tensor, logits: Tensor, k: int, room: Room) -> Tensor:
-    """The same, dropless, with topk, argsort, index_select and index_add, into memory that is there."""
+    """Compute the same, dropless, with topk, argsort, index_select and index_add, into existing memory."""
     scores = torch.softmax(logits, dim=1)
     weights, chosen = torch.topk(scores, k, dim=1)
     if k > 1:
@@ -114,7 +114,7 @@ def against_indices(bench: Run, x: Tensor, logits: Tensor, k: int) -> None:
 
 
 def against_einsums(bench: Run, x: Tensor, logits: Tensor, k: int) -> None:
-    """With a capacity of 1.25 times the mean, as the einsums have."""
+    """Measure against einsums, with their capacity of 1.25 times the mean."""
     import zeropp
 
     factor, experts = 1.25, logits.shape[1]

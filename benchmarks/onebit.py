@@ -259,7 +259,7 @@ def measure_step(bench: Run, name: str, update: Update, size: str, elems: int) -
 
 
 def measure(bench: Run, size: str, elems: int) -> None:
-    """All cases of one size."""
+    """Measure all cases of one size."""
     import zeropp
     from zeropp.ops import OneBit
 

@@ -66,7 +66,7 @@ def run(bench: Run) -> None:
 
 
 def measure(bench: Run, shape: str, lengths: list[int]) -> None:
-    """All optimizers over tensors of these lengths."""
+    """Measure all optimizers over tensors of these lengths."""
     import zeropp
 
     lists = {name: [torch.randn(n) for n in lengths] for name in ("params", "grads")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks of collectives share: contenders on the same tensors in one process, in turns.
+"""Shared parts of the benchmarks of collectives: contenders on the same tensors in one process, in turns.
 
 Results are compared with gloo's before anything is timed. Contenders take turns in an order drawn anew each round, a barrier before each
 turn; a turn is `case.repeat` calls. A time is the slowest rank's.
@@ -51,10 +51,10 @@ class Paired(ABC):
 
     @abstractmethod
     def limit(self, case: Any, output: Any) -> tuple[str, Call] | None:
-        """What bounds all contenders, measured beside them, and its name; None where nothing does."""
+        """Return the name and the call of what bounds all contenders, measured beside them; None where nothing does."""
 
     def result(self, case: Any, output: Any) -> Any:
-        """What of the output this rank is promised."""
+        """Return the part of the output that is defined on this rank."""
         return output
 
     def gathered(self, mine: Any) -> list[Any]:

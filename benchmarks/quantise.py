@@ -65,7 +65,7 @@ def run(bench: Run) -> None:
 
 
 def measure(bench: Run, size: str, elems: int) -> None:
-    """All cases of one size."""
+    """Measure all cases of one size."""
     import zeropp
     from zeropp.ops import Quantised
 

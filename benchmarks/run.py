@@ -75,7 +75,7 @@ def table_line(row: harness.Row) -> str:
 
 
 def needs(name: str) -> Iterator[harness.Need]:
-    """What must be installed: where our own side is measured alone, no peer."""
+    """Yield what must be installed: no peer where our own side is measured alone."""
     return (need for need in load(name).NEEDS if not (need.peer and harness.alone()))
 
 

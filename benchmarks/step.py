@@ -3,8 +3,8 @@
 
 Every library trains the same model from the same seed on the same tokens, one thread a rank: forward, backward, AdamW,
 zero_grad. Each contender is a launch of its own (torchrun, two ranks), because they cannot share a process. All
-launches live at once and take turns of a few steps, in an order drawn anew each round, so that contenders meet the
-machine's mood of the same seconds; whoever is not at its turn sleeps. Losses of the first steps must agree before time
+launches live at once and take turns of a few steps, in an order drawn anew each round, so that contenders run in the
+same seconds; the others sleep meanwhile. Losses of the first steps must agree before time
 counts.
 
 Memory is measured apart, one launch alone at a time: the sum over ranks of the proportional set size (shared pages
@@ -43,7 +43,7 @@ LOSS_TOLERANCE = 2e-5
 
 
 class Shape(NamedTuple):
-    """Of a GPT: GPT-2's, but for the vocabulary."""
+    """The sizes of a GPT: GPT-2's, except for the vocabulary."""
 
     layers: int
     width: int
@@ -265,7 +265,7 @@ class Team:
 def launched(
     bench: Run, contenders: dict[str, tuple[str, int]], ranks: int = RANKS, shape: Shape = SMALL
 ) -> Iterator[dict[str, Team]]:
-    """All contenders started, each waiting for its turn; ended when the block ends."""
+    """Start all contenders, each waiting for its turn, and end them with the block."""
     teams = {name: Team(name) for name in contenders}
     key = secrets.token_bytes(16)
     with tempfile.TemporaryDirectory(prefix="zeropp-bench-") as folder:
@@ -340,7 +340,7 @@ def check_losses(bench: Run, losses: dict[str, list[float]]) -> None:
 
 
 def first_losses(team: Team, steps: int = CHECKED_STEPS) -> list[float]:
-    """Of the first steps, averaged over ranks."""
+    """Return the losses of the first steps, averaged over ranks."""
     team.ask(steps)
     team.answer()
     return team.losses[:]

@@ -60,7 +60,7 @@ class Case:
 
     @property
     def raw_bytes(self) -> tuple[int, int]:
-        """What ranks 0 and 1 must send."""
+        """Return the bytes that ranks 0 and 1 must send."""
         if self.coll == "broadcast":
             return self.size_bytes, 0
         each = self.size_bytes if self.coll == "all_reduce" else self.size_bytes // 2
@@ -126,7 +126,7 @@ def enter(name: str) -> None:
 
 
 class Bench(Paired):
-    """What a rank holds: the groups of all contenders."""
+    """The state of a rank: the groups of all contenders."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -178,7 +178,7 @@ class Bench(Paired):
 
 
 def worker(args: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """All cases on one rank."""
+    """Run all cases on one rank."""
     bench = Bench(args)
     for fields in args["cases"]:
         yield {"case": fields, **bench.measure(Case(**fields), args["rounds"])}

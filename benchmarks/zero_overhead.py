@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ZeRO-3 itself costs: forward and backward of many small units, beyond the same model without any of it.
+"""Measure the cost of ZeRO-3 itself: forward and backward of many small units, beyond the same model without any of it.
 
 Each Linear is a unit of its own in both libraries. On 100 x Linear(16, 16) the arithmetic is nothing and what is left
 is hooks, gathers and reductions; on 12 x Linear(1024, 1024) bytes dominate. One process a rank holds all contenders:
 they take turns, a barrier before each turn, and each turn is one step untimed and some timed. Clearing gradients is not
-timed for anybody. Overhead = contender - plain, in one round; the ratio is that of the medians over rounds.
+timed for any contender. Overhead = contender - plain, in one round; the ratio is that of the medians over rounds.
 
 Before anything is timed, gradients are compared with the plain model's (mean over ranks), and the bytes that one step
 gathers and reduces are counted: nothing is skipped; with two ranks each unit is gathered twice and reduced once.
@@ -105,7 +105,7 @@ def sharded_by_fsdp2(plain: Any) -> Any:
 
 
 def measure_case(case: str, rounds: int, steps: int) -> dict[str, Any]:
-    """All contenders of one case. Samples are milliseconds a step, one a round."""
+    """Measure all contenders of one case. Samples are milliseconds a step, one a round."""
     import torch
     import torch.distributed as dist
     import zeropp

@@ -27,7 +27,7 @@ STATES = ("runs", "runs, with a sentence", "names work", "names work, with a sen
 
 
 def state(row: dict[str, Any], sentences: set[str]) -> str:
-    """Of one file, a key of STATES. "with a sentence": an option of the script leads to a name that raises one."""
+    """Return the state of one file, a key of STATES. "with a sentence": an option of the script leads to a name that raises one."""
     later = [name for name in row["names"] if name in sentences]
     if set(later) - set(row.get("only", {})):
         return "not yet"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does another revision compute the same bits? ``python scripts/same_bits.py REV [--quick] [--jobs N]``
+"""Check that another revision computes the same bits: ``python scripts/same_bits.py REV [--quick] [--jobs N]``
 
 REV is built beside the tree (revision.py). Both train the GPT of tests/zero for 20 steps in the same cases (same_bits_cases.py): every stage
 x {memory, NVMe} x {step after, in the backward, delayed} x {fp32, bf16, states in bf16 and int8} x {1 rank, 2 ranks, 2 hosts}, and every
@@ -49,7 +49,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Outcome:
-    """What each rank answered to a job."""
+    """The answers of all ranks to a job."""
 
     ranks: list[Record]
 

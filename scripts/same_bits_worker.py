@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of same_bits.py: ``same_bits_worker.py ORDER.json``. PYTHONPATH says whose zeropp it is.
+"""One rank of same_bits.py: ``same_bits_worker.py ORDER.json``. PYTHONPATH chooses the zeropp.
 
 It uses public names only, so that it runs with every revision. An order is ``{"jobs": [...], "out": FOLDER, "scratch": FOLDER}``; a job
 is ``{"what": ..., "case": ...}`` and gives one JSON line in ``OUT/RANK.jsonl``:
 
     plan    which cases to try, for the driver
-    probe   does Config accept the case?
+    probe   whether Config accepts the case
     train   20 steps, everything that a checkpoint then holds, and the steps after it
     load    a checkpoint that another revision saved, and the steps after it
 
@@ -216,7 +216,7 @@ def plan(covers: int, scratch: str) -> dict[str, Any]:
 
 
 def do(job: dict[str, Any], scratch: str) -> dict[str, Any]:
-    """Do one job. What ConfigError refuses is an answer; its sentence may be reworded, so nobody compares it."""
+    """Do one job. A ConfigError is an answer; its sentence is not compared, because it may be reworded."""
     import zeropp
 
     try:
