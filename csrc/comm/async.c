@@ -191,6 +191,13 @@ zpp_status zpp_async_drain(struct zpp_comm *comm, const struct zpp_wait *wait, s
     return status;
 }
 
+/* What other threads queued goes first, so that all ranks keep one order. */
+zpp_status zpp_comm_call(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait,
+                         struct zpp_err *err) {
+    const zpp_status status = zpp_async_drain(comm, wait, err);
+    return status == ZPP_OK ? zpp_call_now(comm, call, wait, err) : status;
+}
+
 void zpp_async_destroy(struct zpp_comm *comm) {
     struct zpp_async *async = comm->async;
     if (!async || zpp_comm_forked(comm))

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The communicator as an object: creation, end, abort, and the counts of what it moved.
+ * The communicator as an object: creation, end, the counts of what it moved, and its blocking collectives.
  */
 #include "comm.h"
 
@@ -57,8 +57,10 @@ static zpp_status join_ranks(struct zpp_comm *comm, const struct zpp_comm_option
     if (!hosts) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for a group of %d ranks", comm->ranks);
     wait.timeout_ns = comm->timeout_ns;
     zpp_status status = zpp_rendezvous(comm, &options->network, store, &wait, hosts, err);
-    if (status == ZPP_OK && hosts->hosts > 1)
+    if (status == ZPP_OK && hosts->hosts > 1) {
+        comm->transport = &zpp_transport_tcp;
         status = zpp_net_create(comm, hosts, &options->network, store, &wait, err);
+    }
     free(hosts);
     return status;
 }
@@ -71,6 +73,7 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
     if (!comm) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for a group of %d ranks", options->ranks);
     comm->rank = options->rank;
     comm->ranks = options->ranks;
+    comm->transport = &zpp_transport_memory;
     comm->timeout_ns = options->timeout_ns;
     comm->crowded = crowded(options->ranks);
     comm->spin_rounds = comm->crowded ? SPIN_TURNS_CROWDED : SPIN_TURNS; /* who spins may keep a peer from running */
@@ -118,15 +121,6 @@ void zpp_comm_destroy(zpp_comm *comm) {
     free(comm);
 }
 
-void zpp_comm_abort(zpp_comm *comm, const char *sentence) {
-    struct zpp_err standing = ZPP_ERR_INIT;
-    if (zpp_comm_forked(comm)) return;
-    (void)zpp_comm_fail(comm, ZPP_ABORTED, comm->rank, &standing, "comm: rank %d aborted group \"%s\": %s", comm->rank,
-                        comm->name, sentence ? sentence : "no reason given");
-}
-
-zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err) { return zpp_comm_check(comm, err); }
-
 void zpp_comm_set_timeout(zpp_comm *comm, uint64_t timeout_ns) { comm->timeout_ns = timeout_ns; }
 
 void zpp_comm_set_name(zpp_comm *comm, const char *name) {
@@ -153,3 +147,37 @@ void zpp_comm_traffic(const zpp_comm *comm, struct zpp_traffic *out) {
 }
 
 void zpp_comm_count(zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes) { zpp_count_call(comm, kind, bytes); }
+
+/* --- collectives that block ---------------------------------------------------------------------------------------- */
+
+zpp_status zpp_all_reduce(zpp_comm *comm, void *data, size_t elems, zpp_dtype dtype, zpp_reduce_op op,
+                          const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_call call = {.coll = ZPP_COLL_ALL_REDUCE, .dtype = dtype, .op = op, .dst = data, .elems = elems};
+    return zpp_comm_call(comm, &call, wait, err);
+}
+
+zpp_status zpp_all_gather(zpp_comm *comm, void *dst, const void *src, size_t src_bytes, const struct zpp_wait *wait,
+                          struct zpp_err *err) {
+    const struct zpp_call call = {
+        .coll = ZPP_COLL_ALL_GATHER, .dtype = ZPP_U8, .dst = dst, .src = src, .elems = src_bytes};
+    return zpp_comm_call(comm, &call, wait, err);
+}
+
+zpp_status zpp_reduce_scatter(zpp_comm *comm, void *dst, const void *src, size_t dst_elems, zpp_dtype dtype,
+                              zpp_reduce_op op, const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_call call = {
+        .coll = ZPP_COLL_REDUCE_SCATTER, .dtype = dtype, .op = op, .dst = dst, .src = src, .elems = dst_elems};
+    return zpp_comm_call(comm, &call, wait, err);
+}
+
+zpp_status zpp_broadcast(zpp_comm *comm, void *data, size_t bytes, int root, const struct zpp_wait *wait,
+                         struct zpp_err *err) {
+    const struct zpp_call call = {
+        .coll = ZPP_COLL_BROADCAST, .dtype = ZPP_U8, .root = root, .dst = data, .elems = bytes};
+    return zpp_comm_call(comm, &call, wait, err);
+}
+
+zpp_status zpp_barrier(zpp_comm *comm, const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_call call = {.coll = ZPP_COLL_BARRIER};
+    return zpp_comm_call(comm, &call, wait, err);
+}

@@ -75,7 +75,7 @@ zpp_status zpp_comm_fail(struct zpp_comm *part, zpp_status status, int failed_ra
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (record(comm, status, rank, text, &standing) && comm->net) zpp_net_tell(comm, status, rank, text);
+    if (record(comm, status, rank, text, &standing) && comm->net) comm->transport->tell(comm, status, rank, text);
     return report(comm, standing, err);
 }
 
@@ -87,7 +87,7 @@ void zpp_comm_fail_heard(struct zpp_comm *comm, zpp_status status, int failed_ra
 bool zpp_peer_gone(const struct zpp_comm *part, int part_rank) {
     const struct zpp_comm *comm = whole(part);
     const int rank = zpp_label(part, part_rank);
-    if (zpp_net_elsewhere(comm, rank)) return zpp_net_gone(comm, rank);
+    if (zpp_net_elsewhere(comm, rank)) return comm->transport->gone(comm, rank);
     if (comm->base[rank] && atomic_load(&zpp_control(comm, rank)->left)) return true;
     const struct zpp_peer *peer = &comm->peer[rank];
     /* A pidfd becomes readable when the process itself ends, zombie or not. A socket would stay open as long as some
@@ -100,3 +100,12 @@ bool zpp_peer_gone(const struct zpp_comm *part, int part_rank) {
     if (poll_fd.fd < 0 || poll(&poll_fd, 1, 0) <= 0) return false;
     return (poll_fd.revents & (peer->pidfd < 0 ? POLLHUP | POLLRDHUP : POLLIN)) != 0;
 }
+
+void zpp_comm_abort(zpp_comm *comm, const char *sentence) {
+    struct zpp_err standing = ZPP_ERR_INIT;
+    if (zpp_comm_forked(comm)) return;
+    (void)zpp_comm_fail(comm, ZPP_ABORTED, comm->rank, &standing, "comm: rank %d aborted group \"%s\": %s", comm->rank,
+                        comm->name, sentence ? sentence : "no reason given");
+}
+
+zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err) { return zpp_comm_check(comm, err); }

@@ -103,6 +103,7 @@ struct zpp_comm {
     /* Over several hosts: the connections, and the lowest rank here, whose memory holds this host's comm error. base[r]
      * of a rank elsewhere is private memory in which only `left` means anything. */
     struct zpp_net *net;
+    const struct zpp_transport *transport; /* by which this group's collectives on host memory go */
     int first_here;
     /* The ranks of this host as a group of their own (net_local.c): the whole group, and what it calls the ranks. */
     struct zpp_comm *outer;
@@ -162,7 +163,7 @@ static inline int zpp_label(const struct zpp_comm *comm, int rank) {
     return comm->outer && rank >= 0 ? comm->outer_rank[rank] : rank;
 }
 
-/* --- transports: shared memory (call.c, channel.c), several hosts (hier_call.c, net.c) -------------------------- */
+/* --- transports: shared memory (shm/), several hosts (tcp/), NCCL (nccl/) ----------------------------------------- */
 struct zpp_channel_ops { /* a one-way channel of bytes between two ranks; see channel.h for what each does */
     zpp_status (*open)(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err);
     zpp_status (*accept)(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err);
@@ -174,15 +175,26 @@ struct zpp_channel_ops { /* a one-way channel of bytes between two ranks; see ch
     bool (*damaged)(void *channel);
     bool (*flushed)(void *channel); /* all that was written is on its way */
 };
+/* A row of the table in transport.c. */
 struct zpp_transport {
     const char *name;
-    bool (*reaches)(const struct zpp_comm *comm, int rank);
+    /* Whether collectives of this group that are such calls go by this transport. */
+    bool (*carries)(const struct zpp_comm *comm, const struct zpp_call *call);
     /* A collective, entered and not yet compared; arguments checked. */
     zpp_status (*run)(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err);
+    /* The same for a call whose bytes another transport moves: compare who calls what, and move nothing. */
+    zpp_status (*identify)(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err);
+    /* Whether bytes get to this rank's memory on the host by `channels`; NULL: there are none. */
+    bool (*reaches)(const struct zpp_comm *comm, int rank);
     const struct zpp_channel_ops *channels;
+    /* For ranks on other hosts; NULL where the transport has none. `gone`: left or dead, as zpp_peer_gone. `tell` them
+     * why the group ended; any thread, never waits. */
+    bool (*gone)(const struct zpp_comm *comm, int rank);
+    void (*tell)(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text);
 };
-extern const struct zpp_transport zpp_transport_memory, zpp_transport_tcp;
-/* The first of the table that reaches the rank. Collectives go by the one that reaches the farthest rank. */
+extern const struct zpp_transport zpp_transport_memory, zpp_transport_tcp, zpp_transport_nccl;
+/* The first row of the table that carries the call; the first that reaches the rank. */
+const struct zpp_transport *zpp_transport_of(const struct zpp_comm *comm, const struct zpp_call *call);
 const struct zpp_transport *zpp_transport_to(const struct zpp_comm *comm, int rank);
 
 /* --- rendezvous.c: fill base[], peer[] --------------------------------------------------------------------------- */

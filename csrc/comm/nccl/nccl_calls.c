@@ -125,3 +125,17 @@ ncclResult_t zpp_nccl_enqueue(const struct zpp_nccl *nccl, const struct zpp_call
     const ncclResult_t ended = nccl->api->ncclGroupEnd();
     return result == ZPP_NCCL_SUCCESS ? ended : result;
 }
+
+/* --- as a row of the table ---------------------------------------------------------------------------------------- */
+
+static bool carries(const struct zpp_comm *comm, const struct zpp_call *call) {
+    (void)comm;
+    return call->beside;
+}
+
+/* NCCL moves the bytes (zpp_nccl_submit). What goes by the group's own transport is the identity alone. */
+static zpp_status run(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err) {
+    return wait_ctx->comm->transport->identify(wait_ctx, call, err);
+}
+
+const struct zpp_transport zpp_transport_nccl = {.name = "NCCL", .carries = carries, .run = run};

@@ -21,15 +21,6 @@ static void set_wait_ctx(const struct zpp_hier *hier, const struct zpp_wait_ctx 
     out->start_ns = out->check_ns = out->log_ns = 0;
 }
 
-zpp_status zpp_hier_intranode(struct zpp_wait_ctx *inside, struct zpp_err *err) {
-    struct zpp_comm *local = inside->comm;
-    const struct zpp_wait_ctx like = *inside; /* who waits in there waits for the whole collective: messages say so */
-    const zpp_status status = zpp_enter(local, local->outer->now, like.wait, inside, err);
-    inside->describe = like.describe;
-    inside->ctx = like.ctx;
-    return status;
-}
-
 static enum zpp_traffic_kind kind_of(enum zpp_coll coll) {
     switch (coll) {
     case ZPP_COLL_ALL_REDUCE:
@@ -51,8 +42,7 @@ static uint64_t intranode_bytes(const struct zpp_comm *local) {
     return sum;
 }
 
-static zpp_status run(struct zpp_hier *hier, struct zpp_err *err) {
-    if (hier->call->beside) return zpp_hier_barrier(hier, err);
+static zpp_status run_parts(struct zpp_hier *hier, struct zpp_err *err) {
     switch (hier->call->coll) {
     case ZPP_COLL_BARRIER: return zpp_hier_barrier(hier, err);
     case ZPP_COLL_ALL_REDUCE: return zpp_hier_all_reduce(hier, err);
@@ -67,7 +57,9 @@ static zpp_status run(struct zpp_hier *hier, struct zpp_err *err) {
     }
 }
 
-zpp_status zpp_hier_run(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err) {
+/* `parts`: the algorithm between the exchange of signatures and the count of what it moved. */
+static zpp_status run_as(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call,
+                         zpp_status (*parts)(struct zpp_hier *hier, struct zpp_err *err), struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;
     struct zpp_net *net = comm->net;
     struct zpp_hier hier = {.comm = comm,
@@ -85,9 +77,35 @@ zpp_status zpp_hier_run(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *ca
     set_wait_ctx(&hier, wait_ctx, net->local, AFTER_NS, &hier.after_wait, &hier.after);
     zpp_status status = zpp_hier_intranode(&hier.before, err);
     if (status == ZPP_OK) status = zpp_exchange(&hier.before, err);
-    if (status == ZPP_OK) status = run(&hier, err);
+    if (status == ZPP_OK) status = parts(&hier, err);
     const uint64_t network = net->received_bytes - network_before;
     zpp_count_call(comm, kind, intranode_bytes(net->local) - intranode_before + network);
     atomic_fetch_add_explicit(&net->network_bytes[kind], network, memory_order_relaxed);
     return status;
 }
+
+/* --- as a row of the table --------------------------------------------------------------------------------------- */
+
+static zpp_status run(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err) {
+    return run_as(wait_ctx, call, run_parts, err);
+}
+
+static zpp_status identify(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err) {
+    return run_as(wait_ctx, call, zpp_hier_barrier, err);
+}
+
+static bool carries(const struct zpp_comm *comm, const struct zpp_call *call) {
+    (void)call;
+    return comm->net;
+}
+
+static bool reaches(const struct zpp_comm *comm, int rank) { return comm->net && rank < comm->ranks; }
+
+const struct zpp_transport zpp_transport_tcp = {.name = "TCP",
+                                                .carries = carries,
+                                                .run = run,
+                                                .identify = identify,
+                                                .reaches = reaches,
+                                                .channels = &zpp_channels_tcp,
+                                                .gone = zpp_net_gone,
+                                                .tell = zpp_net_tell};

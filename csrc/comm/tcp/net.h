@@ -112,6 +112,8 @@ extern const struct zpp_channel_ops zpp_channels_tcp;
 /* --- net_local.c: the ranks of this host as a group -------------------------------------------------------------- */
 zpp_status zpp_local_create(struct zpp_comm *comm, struct zpp_comm **out, struct zpp_err *err);
 void zpp_local_destroy(struct zpp_comm *local, bool forked);
+/* Begin a part inside the host: the next sequence number of the local group. */
+zpp_status zpp_hier_intranode(struct zpp_wait_ctx *inside, struct zpp_err *err);
 
 /* --- net_flow.c: bytes of collectives ---------------------------------------------------------------------------- */
 /* Which connections of a pair a flow may use. FIRST and REST share them out, so that two flows of one direction go side
@@ -151,8 +153,6 @@ zpp_status zpp_flows_run(struct zpp_wait_ctx *wait_ctx, struct zpp_flow *flows, 
 zpp_status zpp_net_scratch(struct zpp_comm *comm, size_t bytes, uint8_t **out, struct zpp_err *err);
 
 /* --- hier_*.c: collectives over hosts ---------------------------------------------------------------------------- */
-zpp_status zpp_hier_run(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err);
-
 /* What the parts of one collective share: turns with their own patience. */
 struct zpp_hier {
     struct zpp_comm *comm;
@@ -163,8 +163,6 @@ struct zpp_hier {
     struct zpp_wait_ctx before, between, after; /* inside the host, over the network, inside the host again */
     int me, place, locals;                  /* my rank, my place on my host, how many we are there */
 };
-/* Begin a part inside the host: the next sequence number of the local group. */
-zpp_status zpp_hier_intranode(struct zpp_wait_ctx *inside, struct zpp_err *err);
 zpp_status zpp_hier_all_reduce(struct zpp_hier *hier, struct zpp_err *err);
 zpp_status zpp_hier_reduce(struct zpp_hier *hier, struct zpp_err *err);
 zpp_status zpp_hier_reduce_scatter(struct zpp_hier *hier, struct zpp_err *err);

@@ -14,6 +14,7 @@ zpp_status zpp_local_create(struct zpp_comm *comm, struct zpp_comm **out, struct
     if (!local) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for the ranks of this host");
     *local = *comm;
     local->net = NULL;
+    local->transport = &zpp_transport_memory;
     local->outer = comm;
     local->rank = hosts->index_of[comm->rank];
     local->ranks = hosts->count[hosts->mine];
@@ -44,4 +45,13 @@ void zpp_local_destroy(struct zpp_comm *local, bool forked) {
         pthread_mutex_destroy(&local->side_lock);
     }
     free(local);
+}
+
+zpp_status zpp_hier_intranode(struct zpp_wait_ctx *inside, struct zpp_err *err) {
+    struct zpp_comm *local = inside->comm;
+    const struct zpp_wait_ctx like = *inside; /* who waits in there waits for the whole collective: messages say so */
+    const zpp_status status = zpp_enter(local, local->outer->now, like.wait, inside, err);
+    inside->describe = like.describe;
+    inside->ctx = like.ctx;
+    return status;
 }
