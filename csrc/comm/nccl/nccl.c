@@ -8,93 +8,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-/* --- works -------------------------------------------------------------------------------------------------------- */
-
-static void group_drop(struct zpp_nccl *nccl) {
-    pthread_mutex_lock(&nccl->lock);
-    const bool last = --nccl->holders == 0;
-    pthread_mutex_unlock(&nccl->lock);
-    if (!last) return;
-    pthread_cond_destroy(&nccl->changed);
-    pthread_mutex_destroy(&nccl->lock);
-    free(nccl);
-}
-
-/* The lock is held. */
-static bool work_drop(struct zpp_nccl_work *work) {
-    if (--work->holders) return false;
-    zpp_event_destroy(work->done);
-    free(work);
-    return true;
-}
-
-static void append(struct zpp_nccl_list *list, struct zpp_nccl_work *work) {
-    work->next = NULL;
-    *list->last = work;
-    list->last = &work->next;
-}
-
-static struct zpp_nccl_work *take_first(struct zpp_nccl_list *list) {
-    struct zpp_nccl_work *work = list->first;
-    list->first = work->next;
-    if (!list->first) list->last = &list->first;
-    return work;
-}
-
-void zpp_nccl_retire(struct zpp_nccl_list *list) {
-    struct zpp_nccl_work *work = take_first(list);
-    struct zpp_nccl *nccl = work->nccl;
-    if (work_drop(work)) nccl->holders--; /* its caller's handle is gone; the group's own keeps the group */
-}
-
-static struct zpp_nccl_work *work_new(struct zpp_nccl *nccl, struct zpp_err *err) {
-    struct zpp_nccl_work *work = calloc(1, sizeof *work);
-    if (!work) {
-        zpp_fail(err, ZPP_NOMEM, "comm: no memory for a call on a GPU");
-        return NULL;
-    }
-    if (zpp_event_create(nccl->device, &work->done, err) != ZPP_OK) {
-        free(work);
-        return NULL;
-    }
-    work->nccl = nccl;
-    work->holders = 2;
-    work->since_ns = zpp_now_ns();
-    nccl->holders++;
-    return work;
-}
-
-static void work_undo(struct zpp_nccl_work *work) {
-    work->nccl->holders--;
-    work->holders = 1;
-    (void)work_drop(work);
-}
-
-/* --- launching; the lock is held ---------------------------------------------------------------------------------- */
-
-struct enqueue {
-    const struct zpp_nccl *nccl;
-    const struct zpp_call *calls;
-    size_t count;
-    const struct zpp_nccl_work *transfers;
-    ncclResult_t *result;
-};
-
-static zpp_status enqueue(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
-    (void)wait, (void)err;
-    const struct enqueue *what = arg;
-    *what->result = zpp_nccl_enqueue(what->nccl, what->calls, what->count, what->transfers, native);
-    return ZPP_OK; /* what NCCL says is the group's error, not the stream's */
-}
-
-static zpp_status launch(struct zpp_nccl *nccl, const struct zpp_call *calls, size_t count,
-                         const struct zpp_nccl_work *transfers, const char *what, const struct zpp_wait *wait,
-                         struct zpp_err *err) {
-    ncclResult_t result = ZPP_NCCL_SUCCESS;
-    const struct enqueue arg = {nccl, calls, count, transfers, &result};
-    zpp_status status = zpp_stream_launch(nccl->stream, enqueue, &arg, sizeof arg, err);
-    return status == ZPP_OK ? zpp_nccl_settle(nccl, result, what, wait, err) : status;
-}
+/* --- collectives -------------------------------------------------------------------------------------------------- */
 
 /* Our stream goes on where the caller's is now. */
 static zpp_status follow(struct zpp_nccl *nccl, void *native, struct zpp_err *err) {
@@ -109,27 +23,6 @@ static zpp_status stands(const struct zpp_nccl *nccl, struct zpp_err *err) {
         return nccl->error.status;
     }
     return zpp_comm_health(nccl->control, err);
-}
-
-static zpp_status run(struct zpp_nccl *nccl, struct zpp_nccl_work *work, zpp_status status, struct zpp_err *err) {
-    if (status == ZPP_OK) status = zpp_event_record(work->done, nccl->stream, err);
-    if (status != ZPP_OK) return status;
-    work->launched = true;
-    append(&nccl->running, work);
-    pthread_cond_signal(&nccl->changed);
-    return ZPP_OK;
-}
-
-zpp_status zpp_nccl_flush(struct zpp_nccl *nccl, struct zpp_err *err) {
-    if (!nccl->gathered.first) return ZPP_OK;
-    zpp_status status =
-        launch(nccl, NULL, 0, nccl->gathered.first, nccl->gathered.first->what, NULL, err);
-    while (status == ZPP_OK && nccl->gathered.first) {
-        struct zpp_nccl_work *work = take_first(&nccl->gathered);
-        status = run(nccl, work, ZPP_OK, err);
-        if (status != ZPP_OK && work_drop(work)) nccl->holders--;
-    }
-    return status;
 }
 
 /* Into the communicator, by its identity alone: it goes on its progress thread. */
@@ -151,20 +44,20 @@ zpp_status zpp_nccl_submit(zpp_nccl *nccl, const struct zpp_call *calls, size_t 
     struct zpp_nccl_work *work = NULL;
     status = stands(nccl, err);
     if (status == ZPP_OK) status = zpp_nccl_flush(nccl, err);
-    if (status == ZPP_OK && !(work = work_new(nccl, err))) status = ZPP_NOMEM;
+    if (status == ZPP_OK && !(work = zpp_nccl_work_new(nccl, err))) status = ZPP_NOMEM;
     for (size_t i = 0; i < count && status == ZPP_OK; i++) status = enter_identity(nccl, &calls[i], err);
     if (status == ZPP_OK) status = follow(nccl, native, err);
     if (status == ZPP_OK) {
         struct zpp_call first = calls[0];
         first.beside = true;
         zpp_call_describe(nccl->control, &first, work->what, sizeof work->what);
-        status = launch(nccl, calls, count, NULL, work->what, wait, err);
-        status = run(nccl, work, status, err);
+        status = zpp_nccl_launch(nccl, calls, count, NULL, work->what, wait, err);
+        status = zpp_nccl_run(nccl, work, status, err);
     }
     if (status == ZPP_OK)
         *out = work;
     else if (work)
-        work_undo(work);
+        zpp_nccl_work_undo(work);
     pthread_mutex_unlock(&nccl->lock);
     return status;
 }
@@ -180,18 +73,18 @@ static zpp_status gather_one(zpp_nccl *nccl, bool sends, const struct zpp_call *
     pthread_mutex_lock(&nccl->lock);
     struct zpp_nccl_work *work = NULL;
     zpp_status status = stands(nccl, err);
-    if (status == ZPP_OK && !(work = work_new(nccl, err))) status = ZPP_NOMEM;
+    if (status == ZPP_OK && !(work = zpp_nccl_work_new(nccl, err))) status = ZPP_NOMEM;
     if (status == ZPP_OK) status = follow(nccl, native, err);
     if (status == ZPP_OK) {
         work->transfer = *transfer;
         work->sends = sends;
         snprintf(work->what, sizeof work->what, "%s(%zu bytes, rank %d)", sends ? "send" : "recv", transfer->elems,
                  transfer->root);
-        append(&nccl->gathered, work);
+        zpp_nccl_append(&nccl->gathered, work);
         pthread_cond_signal(&nccl->changed);
         *out = work;
     } else if (work) {
-        work_undo(work);
+        zpp_nccl_work_undo(work);
     }
     pthread_mutex_unlock(&nccl->lock);
     return status;
@@ -267,9 +160,9 @@ void zpp_nccl_work_free(zpp_nccl_work *work) {
     if (!work) return;
     struct zpp_nccl *nccl = work->nccl;
     pthread_mutex_lock(&nccl->lock);
-    const bool gone = work_drop(work);
+    const bool gone = zpp_nccl_work_drop(work);
     pthread_mutex_unlock(&nccl->lock);
-    if (gone) group_drop(nccl);
+    if (gone) zpp_nccl_drop(nccl);
 }
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
@@ -362,7 +255,7 @@ zpp_status zpp_nccl_create(zpp_comm *control, zpp_device *device, const struct z
 static void drain(struct zpp_nccl *nccl) {
     (void)zpp_nccl_flush(nccl, NULL);
     while (nccl->running.first) {
-        zpp_nccl_look(nccl);
+        zpp_nccl_check_health(nccl);
         if (!nccl->running.first) break;
         pthread_mutex_unlock(&nccl->lock);
         nanosleep(&(struct timespec){0, 100000}, NULL);
@@ -400,7 +293,7 @@ void zpp_nccl_destroy(zpp_nccl *nccl) {
     zpp_event_destroy(nccl->before);
     zpp_stream_destroy(nccl->stream);
     zpp_stream_destroy(nccl->caller);
-    group_drop(nccl);
+    zpp_nccl_drop(nccl);
 }
 
 void *zpp_nccl_stream(const zpp_nccl *nccl) { return nccl->native; }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What nccl.c (groups and works), nccl_calls.c (from a call to NCCL's functions) and nccl_watch.c (what ends it) share.
+ * What nccl.c (groups), nccl_work.c (works), nccl_calls.c (from a call to NCCL's functions) and nccl_watch.c (the
+ * watching thread) share.
  *
  * Locks: `lock` guards all of a group's state but what create wrote. It is held while NCCL is called: not blocking, it
  * returns soon, and settle() ends by itself. The communicator's own locks nest inside.
@@ -13,6 +14,9 @@
 #include "../internal.h"
 #include "nccl.h"
 #include "nccl_api.h"
+
+/* How often the watching thread and waits ask how the group is. */
+static const uint64_t ZPP_NCCL_CHECK_NS = 100000000u;
 
 struct zpp_nccl_work {
     struct zpp_nccl_work *next;
@@ -54,21 +58,36 @@ zpp_status zpp_nccl_check(const struct zpp_nccl *nccl, const struct zpp_call *ca
 ncclResult_t zpp_nccl_enqueue(const struct zpp_nccl *nccl, const struct zpp_call *calls, size_t count,
                               const struct zpp_nccl_work *transfers, void *native);
 
-/* --- nccl_watch.c; the lock is held ------------------------------------------------------------------------------- */
+/* --- nccl_work.c; the lock is held -------------------------------------------------------------------------------- */
+void zpp_nccl_drop(struct zpp_nccl *nccl); /* one holder less; without the lock */
+/* New, held by the group's lists and by the caller. NULL with NOMEM or DEVICE. */
+struct zpp_nccl_work *zpp_nccl_work_new(struct zpp_nccl *nccl, struct zpp_err *err);
+void zpp_nccl_work_undo(struct zpp_nccl_work *work); /* of a work that is in no list */
+/* One holder less. True if that was the last: then the group has one holder less, too. */
+bool zpp_nccl_work_drop(struct zpp_nccl_work *work);
+void zpp_nccl_append(struct zpp_nccl_list *list, struct zpp_nccl_work *work);
+void zpp_nccl_retire(struct zpp_nccl_list *list); /* its first work is finished, or will never be */
+/* Enqueue as zpp_nccl_enqueue on the group's stream, and settle. */
+zpp_status zpp_nccl_launch(struct zpp_nccl *nccl, const struct zpp_call *calls, size_t count,
+                           const struct zpp_nccl_work *transfers, const char *what, const struct zpp_wait *wait,
+                           struct zpp_err *err);
+/* After a launch that returned `status`: the work runs. */
+zpp_status zpp_nccl_run(struct zpp_nccl *nccl, struct zpp_nccl_work *work, zpp_status status, struct zpp_err *err);
+zpp_status zpp_nccl_flush(struct zpp_nccl *nccl, struct zpp_err *err); /* launch what was gathered */
 /* Wait until NCCL is through with `result`, a call that may still be in progress; break the group if it fails, if the
- * communicator ends, if the time-out of `wait` (NULL: the communicator's) is over. */
+ * communicator ends, if the timeout of `wait` (NULL: the communicator's) is over. */
 zpp_status zpp_nccl_settle(struct zpp_nccl *nccl, ncclResult_t result, const char *doing, const struct zpp_wait *wait,
                            struct zpp_err *err);
-/* Ends it: `cause` becomes the comm error of the communicator, unless that has one already. The error that stands. */
+/* End the group: `cause` becomes the comm error of the communicator, unless that has one already. Return the error that
+ * stands. Then the same for a failure of NCCL in `doing`, and for one that took too long. */
 zpp_status zpp_nccl_break(struct zpp_nccl *nccl, const struct zpp_err *cause, struct zpp_err *err);
-/* Retire what is finished, look for what went wrong. */
-void zpp_nccl_look(struct zpp_nccl *nccl);
+zpp_status zpp_nccl_break_by_nccl(struct zpp_nccl *nccl, ncclResult_t result, const char *doing, struct zpp_err *err);
+zpp_status zpp_nccl_break_by_time(struct zpp_nccl *nccl, const char *doing, uint64_t waited_ns, struct zpp_err *err);
+
+/* --- nccl_watch.c ------------------------------------------------------------------------------------------------- */
+/* Retire what is finished, end the group if something went wrong; the lock is held. */
+void zpp_nccl_check_health(struct zpp_nccl *nccl);
 zpp_status zpp_nccl_watch_start(struct zpp_nccl *nccl, struct zpp_err *err);
 void zpp_nccl_watch_end(struct zpp_nccl *nccl); /* without the lock */
-
-/* --- nccl.c; the lock is held ------------------------------------------------------------------------------------- */
-/* Launch what was gathered. */
-zpp_status zpp_nccl_flush(struct zpp_nccl *nccl, struct zpp_err *err);
-void zpp_nccl_retire(struct zpp_nccl_list *list); /* its first work is finished, or will never be */
 
 #endif
