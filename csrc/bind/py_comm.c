@@ -15,56 +15,7 @@
 #include "pywait.h"
 #include "raise.h"
 
-typedef struct Comm {
-    PyObject_HEAD zpp_comm *comm; /* NULL after close */
-    PyObject *log;
-    int users; /* calls in progress, with the GIL released; guarded by the GIL */
-    bool closing;
-    struct zpp_traffic last; /* at close */
-} Comm;
-
-static PyTypeObject *comm_type;
-
 /* --- life -------------------------------------------------------------------------------------------------------- */
-
-static zpp_comm *closed(void) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    zpp_fail(&err, ZPP_STATE, "comm: this group is closed; make a new one");
-    zpp_py_raise(&err);
-    return NULL;
-}
-
-zpp_comm *zpp_py_comm_get(PyObject *object) {
-    if (!PyObject_TypeCheck(object, comm_type)) {
-        PyErr_Format(PyExc_TypeError, "wanted a zeropp._C.Comm, not %R", object);
-        return NULL;
-    }
-    const Comm *self = (const Comm *)object;
-    return self->comm && !self->closing ? self->comm : closed();
-}
-
-zpp_comm *zpp_py_comm_enter(PyObject *object) {
-    zpp_comm *comm = zpp_py_comm_get(object);
-    if (comm) ((Comm *)object)->users++;
-    return comm;
-}
-
-/* Joins the progress thread, whose last act may be to ask for the GIL: so it must be free. */
-static void destroy(Comm *self) {
-    zpp_comm *comm = self->comm;
-    if (!comm) return;
-    self->comm = NULL;
-    zpp_comm_traffic(comm, &self->last);
-    PyThreadState *state = PyEval_SaveThread();
-    zpp_comm_destroy(comm);
-    PyEval_RestoreThread(state);
-    zpp_py_work_sweep();
-}
-
-void zpp_py_comm_leave(PyObject *object) {
-    Comm *self = (Comm *)object;
-    if (--self->users == 0 && self->closing) destroy(self);
-}
 
 /* What the environment says about networks. Copied: another thread may change the environment while ranks meet. */
 struct network_words {
@@ -135,38 +86,20 @@ static PyObject *comm_close(PyObject *object, PyObject *none) {
     if (self->users)
         zpp_comm_abort(self->comm, "it was closed while a call was in progress");
     else
-        destroy(self);
+        zpp_py_comm_destroy(self);
     Py_RETURN_NONE;
 }
 
 static void comm_dealloc(PyObject *object) {
     Comm *self = (Comm *)object;
     PyTypeObject *type = Py_TYPE(object);
-    destroy(self);
+    zpp_py_comm_destroy(self);
     Py_XDECREF(self->log);
     PyObject_Free(object);
     Py_DECREF(type);
 }
 
 /* --- collectives, blocking --------------------------------------------------------------------------------------- */
-
-static PyObject *run_within(PyObject *object, const struct zpp_call *call, uint64_t timeout_ns) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    struct zpp_wait wait;
-    zpp_comm *comm = zpp_py_comm_enter(object);
-    if (!comm) return NULL;
-    zpp_py_wait_init(&wait, timeout_ns ? timeout_ns : zpp_comm_timeout_ns(comm));
-    PyThreadState *state = PyEval_SaveThread();
-    const zpp_status status = zpp_comm_call(comm, call, &wait, &err);
-    PyEval_RestoreThread(state);
-    zpp_py_comm_leave(object);
-    if (status != ZPP_OK) return zpp_py_raise(&err);
-    Py_RETURN_NONE;
-}
-
-static PyObject *run(PyObject *object, const struct zpp_call *call) { return run_within(object, call, 0); }
-
-PyObject *zpp_py_comm_run(PyObject *object, const struct zpp_call *call) { return run(object, call); }
 
 /* Integers of a call. PyArg_ParseTuple costs more than a small collective does. */
 static int read_ints(PyObject *const *args, Py_ssize_t count, Py_ssize_t wanted, const char *signature,
@@ -194,7 +127,7 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t co
                                   .elems = (size_t)v[1],
                                   .dtype = (zpp_dtype)v[2],
                                   .op = (zpp_reduce_op)v[3]};
-    return run(self, &call);
+    return zpp_py_comm_run(self, &call);
 }
 
 static PyObject *reduce(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -206,7 +139,7 @@ static PyObject *reduce(PyObject *self, PyObject *const *args, Py_ssize_t count)
                                   .dtype = (zpp_dtype)v[2],
                                   .op = (zpp_reduce_op)v[3],
                                   .root = (int)v[4]};
-    return run(self, &call);
+    return zpp_py_comm_run(self, &call);
 }
 
 static PyObject *all_gather(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -218,7 +151,7 @@ static PyObject *all_gather(PyObject *self, PyObject *const *args, Py_ssize_t co
                                   .src = address(v[1]),
                                   .elems = (size_t)v[2],
                                   .dtype = (zpp_dtype)v[3]};
-    return run(self, &call);
+    return zpp_py_comm_run(self, &call);
 }
 
 static PyObject *reduce_scatter(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -230,7 +163,7 @@ static PyObject *reduce_scatter(PyObject *self, PyObject *const *args, Py_ssize_
                                   .elems = (size_t)v[2],
                                   .dtype = (zpp_dtype)v[3],
                                   .op = (zpp_reduce_op)v[4]};
-    return run(self, &call);
+    return zpp_py_comm_run(self, &call);
 }
 
 static PyObject *broadcast(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -241,20 +174,20 @@ static PyObject *broadcast(PyObject *self, PyObject *const *args, Py_ssize_t cou
                                   .elems = (size_t)v[1],
                                   .root = (int)v[2],
                                   .dtype = (zpp_dtype)v[3]};
-    return run(self, &call);
+    return zpp_py_comm_run(self, &call);
 }
 
 static PyObject *barrier(PyObject *self, PyObject *none) {
     (void)none;
     const struct zpp_call call = {.coll = ZPP_COLL_BARRIER};
-    return run(self, &call);
+    return zpp_py_comm_run(self, &call);
 }
 
 static PyObject *barrier_within(PyObject *self, PyObject *args) {
     const struct zpp_call call = {.coll = ZPP_COLL_BARRIER};
     double timeout_s;
     if (!PyArg_ParseTuple(args, "d", &timeout_s)) return NULL;
-    return run_within(self, &call, timeout_s > 0.0 ? (uint64_t)(timeout_s * 1e9) : 1);
+    return zpp_py_comm_run_within(self, &call, timeout_s > 0.0 ? (uint64_t)(timeout_s * 1e9) : 1);
 }
 
 /* --- all-to-all, gather, scatter: pieces are read in py_comm_pieces.c -------------------------------------------- */
@@ -272,7 +205,7 @@ static PyObject *gather_call(PyObject *object, PyObject *args, struct zpp_call *
 static PyObject *exchange(PyObject *self, PyObject *args) {
     struct zpp_call call;
     PyObject *owner = exchange_call(self, args, &call);
-    PyObject *answer = owner ? run(self, &call) : NULL;
+    PyObject *answer = owner ? zpp_py_comm_run(self, &call) : NULL;
     Py_XDECREF(owner);
     return answer;
 }
@@ -280,7 +213,7 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
 static PyObject *all_gather_into(PyObject *self, PyObject *args) {
     struct zpp_call call;
     PyObject *owner = gather_call(self, args, &call);
-    PyObject *answer = owner ? run(self, &call) : NULL;
+    PyObject *answer = owner ? zpp_py_comm_run(self, &call) : NULL;
     Py_XDECREF(owner);
     return answer;
 }
@@ -553,8 +486,8 @@ static int add_constants(PyObject *module) {
 
 int zpp_py_add_comm(PyObject *module); /* called by module.c */
 int zpp_py_add_comm(PyObject *module) {
-    comm_type = (PyTypeObject *)PyType_FromSpec(&comm_spec);
-    if (!comm_type || PyModule_AddObjectRef(module, "Comm", (PyObject *)comm_type) != 0) return -1;
+    zpp_py_comm_type = (PyTypeObject *)PyType_FromSpec(&comm_spec);
+    if (!zpp_py_comm_type || PyModule_AddObjectRef(module, "Comm", (PyObject *)zpp_py_comm_type) != 0) return -1;
     if (zpp_py_add_comm_memory(module) != 0 || zpp_py_add_comm_work(module) != 0 ||
         zpp_py_add_comm_p2p(module) != 0 || zpp_py_add_nccl(module) != 0)
         return -1;

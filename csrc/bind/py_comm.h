@@ -2,7 +2,7 @@
  *
  * What other files of bind need of the Python objects around the communicator:
  *
- *   Comm     py_comm.c         one group
+ *   Comm     py_comm.c         one group; the communicator inside of it: py_comm_handle.c
  *   Work     py_comm_work.c    one asynchronous collective
  *   Transfer py_comm_p2p.c     one send or receive
  *   Region   py_comm_memory.c  shared memory of all ranks
@@ -33,18 +33,42 @@ struct zpp_store zpp_py_store_of(PyObject *store);
 /* The log callback: ctx is a Python callable that takes one string. Takes the GIL itself. */
 void zpp_py_log(void *callable, const char *sentence);
 
+/* --- py_comm_handle.c --------------------------------------------------------------------------------------------- */
+
+typedef struct Comm {
+    PyObject_HEAD zpp_comm *comm; /* NULL after close */
+    PyObject *log;
+    int users; /* calls in progress, with the GIL released; guarded by the GIL */
+    bool closing;
+    struct zpp_traffic last; /* at close */
+} Comm;
+extern PyTypeObject *zpp_py_comm_type; /* written once, when the module is made */
+
 /* Around every call that may wait: enter (NULL: closed, an error is set), release the GIL, call, take it, leave. A
  * group closed meanwhile by another thread is destroyed by the last one who leaves. */
 zpp_comm *zpp_py_comm_enter(PyObject *comm);
 void zpp_py_comm_leave(PyObject *comm);
+void zpp_py_comm_destroy(Comm *self); /* no call is in progress */
+
+/* Work that needs the GIL, deferred by a thread that has none. */
+struct zpp_py_deferred {
+    struct zpp_py_deferred *next;
+    void (*run)(struct zpp_py_deferred *item);
+};
+void zpp_py_defer(struct zpp_py_deferred *item); /* any thread, with or without the GIL */
+void zpp_py_run_deferred(void);                  /* run what has come so far; with the GIL */
+
+/* A call of this thread, within the time-out of the group (`timeout_ns` 0) or this one: None, or NULL with its error
+ * set. */
+PyObject *zpp_py_comm_run(PyObject *comm, const struct zpp_call *call);
+PyObject *zpp_py_comm_run_within(PyObject *comm, const struct zpp_call *call, uint64_t timeout_ns);
+
+/* --- the others --------------------------------------------------------------------------------------------------- */
 
 /* New _C.Work for a submitted call. `keep` and `memory_owner` (both stolen, may be NULL) hold what the call points at,
  * until it is finished. */
 PyObject *zpp_py_work_submit(PyObject *comm, const struct zpp_call *call, PyObject *keep, PyObject *memory_owner);
-void zpp_py_work_sweep(void); /* drop what finished calls held */
 
-/* A call of this thread, within the time-out of the group: None, or NULL with its error set. */
-PyObject *zpp_py_comm_run(PyObject *comm, const struct zpp_call *call);
 PyObject *zpp_py_comm_quant(PyObject *comm, PyObject *args); /* py_comm_quant.c */
 PyObject *zpp_py_comm_submit_quant(PyObject *comm, PyObject *args);
 /* A call of pieces: args (coll, dtype, root, dsts, srcs), lists of (ptr, bytes), one a rank; or of a gather into a

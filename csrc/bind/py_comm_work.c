@@ -3,9 +3,9 @@
  * The type Work: an asynchronous collective as a Python object.
  *
  * The call borrows tensors until it is finished, whether or not anybody keeps the Work, so a `struct pending` holds
- * them. It is finished on the progress thread, which should not queue for the GIL between two collectives: it only puts
- * the pending into a list, and whoever comes by with the GIL (submit, wait, done) sweeps that list. Only a callback
- * asked for by on_done() takes the GIL at once.
+ * them. It is finished on the progress thread, which should not queue for the GIL between two collectives: it only
+ * defers dropping the pending until a thread has the GIL (submit, wait). Only a callback asked for by on_done() takes
+ * the GIL at once.
  */
 #include <Python.h>
 #include <pthread.h>
@@ -16,10 +16,10 @@
 #include "raise.h"
 
 struct pending {
-    struct pending *next;
+    struct zpp_py_deferred later;
     PyObject *keep, *callback; /* owned; callback NULL until on_done */
     PyObject *memory_owner;    /* owned; a bytes object that has the arrays of the call */
-    bool finished;             /* guarded by finished_lock, like the list */
+    bool finished;             /* guarded by finished_lock, like `callback` */
     int holders;               /* the call and the Work; changed with the GIL held */
 };
 
@@ -30,7 +30,6 @@ typedef struct Work {
 
 static PyTypeObject *work_type;
 static pthread_mutex_t finished_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct pending *finished_list;
 
 static void pending_drop(struct pending *pending) {
     if (--pending->holders) return;
@@ -45,17 +44,7 @@ static void pending_release(struct pending *pending) {
     pending_drop(pending);
 }
 
-void zpp_py_work_sweep(void) {
-    pthread_mutex_lock(&finished_lock);
-    struct pending *list = finished_list;
-    finished_list = NULL;
-    pthread_mutex_unlock(&finished_lock);
-    while (list) {
-        struct pending *next = list->next;
-        pending_release(list);
-        list = next;
-    }
-}
+static void drop_held(struct zpp_py_deferred *item) { pending_release((struct pending *)item); }
 
 static void call_back(PyObject *callback) {
     PyObject *answer = PyObject_CallNoArgs(callback);
@@ -70,12 +59,11 @@ static void finished(void *ctx, zpp_status status, const struct zpp_err *err) {
     pthread_mutex_lock(&finished_lock);
     pending->finished = true;
     const bool wanted = pending->callback != NULL;
-    if (!wanted) {
-        pending->next = finished_list;
-        finished_list = pending;
-    }
     pthread_mutex_unlock(&finished_lock);
-    if (!wanted) return;
+    if (!wanted) {
+        zpp_py_defer(&pending->later);
+        return;
+    }
     const PyGILState_STATE gil = PyGILState_Ensure();
     call_back(pending->callback);
     pending_release(pending);
@@ -88,13 +76,14 @@ PyObject *zpp_py_work_submit(PyObject *comm, const struct zpp_call *call, PyObje
     Work *self = c ? PyObject_New(Work, work_type) : NULL;
     struct pending *pending = self ? calloc(1, sizeof *pending) : NULL;
     zpp_status status = ZPP_OK;
-    zpp_py_work_sweep();
+    zpp_py_run_deferred();
     if (self) {
         self->work = NULL;
         self->pending = pending;
     }
     if (pending) {
-        *pending = (struct pending){.keep = keep, .memory_owner = memory_owner, .holders = 2};
+        *pending = (struct pending){
+            .later.run = drop_held, .keep = keep, .memory_owner = memory_owner, .holders = 2};
         status = zpp_comm_submit(c, call, finished, pending, &self->work, &err);
     } else if (self) {
         status = zpp_fail(&err, ZPP_NOMEM, "comm: no memory for an asynchronous call");
@@ -122,7 +111,7 @@ static PyObject *work_wait(PyObject *object, PyObject *args) {
     PyThreadState *state = PyEval_SaveThread();
     const zpp_status status = zpp_work_wait(self->work, &wait, &err);
     PyEval_RestoreThread(state);
-    zpp_py_work_sweep();
+    zpp_py_run_deferred();
     if (status != ZPP_OK) return zpp_py_raise(&err);
     Py_RETURN_TRUE;
 }
