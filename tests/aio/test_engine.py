@@ -131,7 +131,7 @@ def test_failures_say_what_and_where(engine: Engine, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_checksums(backend: Any, tmp_path: Path) -> None:
-    """What the disk gives back is what it was given, or an error; without checksums nobody notices."""
+    """The disk returns what was written, or an error is raised; without checksums a change is not noticed."""
     path, source, out = tmp_path / "t", torch.randn(5000), torch.empty(5000)
     for checksums in (True, False):
         with Engine(backend=backend, checksums=checksums) as engine:

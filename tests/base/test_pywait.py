@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wait in C hears signals, gives up the lock, and leaves the handler's own exception."""
+"""A wait in C sees signals, releases the lock, and leaves the handler's own exception."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 
 
 class Stop(Exception):
-    """What the handler raises: not KeyboardInterrupt, to see that it is kept."""
+    """The exception of the handler: not KeyboardInterrupt, to check that it is kept."""
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of test_ranks.py run, under torchrun: cases.py CASE FOLDER."""
+"""Cases that the ranks of test_ranks.py run, under torchrun: cases.py CASE FOLDER."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def case_full(folder: Path) -> None:
 
 
 def case_differs(folder: Path) -> None:
-    """Ranks that save different steps, or refuse different data, all hear of it."""
+    """Ranks that save different steps, or refuse different data, all raise."""
     model, optimizer, _ = make()
     try:
         zeropp.save(folder / "ckpt", model, optimizer, step=5 + RANK)
@@ -178,7 +178,7 @@ def case_background(folder: Path, **config) -> None:
 
 
 def case_background_full(folder: Path) -> None:
-    """Rank 1 has no room while it trains on: every rank hears of it at the next save, once, and nothing is left."""
+    """Rank 1 has no room while it trains on: every rank raises at the next save, once, and nothing is left."""
     model, optimizer, scheduler = make()
     zeropp.save(folder / "ckpt", model, optimizer, step=1)
     if RANK == 1:

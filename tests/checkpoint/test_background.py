@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving beside the training, on one rank: what is saved, who waits, and who hears of a failure."""
+"""Saving beside the training, on one rank: what is saved, what waits, and where a failure is raised."""
 
 from __future__ import annotations
 

@@ -200,8 +200,8 @@ def test_killed_at_any_operation(tmp_path, use, background):
 
 
 def test_a_flipped_bit_in_any_file_is_never_loaded(tmp_path):
-    """Of two checkpoints, one byte of any file of the newer, or of `latest`: the newer whole, or the older whole with
-    a warning; and where both are hit, a refusal."""
+    """Flip one byte of any file of the newer of two checkpoints, or of `latest`: the newer loads whole, or the older whole
+    with a warning; where both are damaged, the load is refused."""
     model, optimizer, scheduler = make()
     saved = {}
     for step in (1, 2):
@@ -237,7 +237,7 @@ def test_a_flipped_bit_in_any_file_is_never_loaded(tmp_path):
 
 
 def test_torch_loads_a_torn_checkpoint_and_zeropp_does_not(tmp_path, use):
-    """The same accident twice: a process that overwrites its checkpoint is killed between two files. torch's
+    """Kill a process in the middle of a save, twice: a process that overwrites its checkpoint is killed between two files. torch's
     distributed checkpoint then loads weights of two different steps, and says nothing."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter

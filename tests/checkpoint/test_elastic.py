@@ -106,7 +106,7 @@ class Job:
         return self.nodes[-1]
 
     def start_rank(self, rank: int, ranks: int) -> Started:
-        """As torchrun would, over the store that all starts share."""
+        """Start a rank as torchrun would, over the store that all starts share."""
         told = environment(
             RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="localhost",
             MASTER_PORT=self.port, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="elastic",
@@ -169,7 +169,7 @@ def check_curve(job: Job) -> None:
 
 @pytest.mark.timeout(240)
 def test_ranks_that_are_left_go_on(tmp_path):
-    """What torchrun does, without torchrun: three ranks over a store, one is killed, two are started anew over that store."""
+    """Restart ranks as torchrun does, without torchrun: three ranks over a store, one is killed, two are started anew over that store."""
     with Job(tmp_path, steps=40) as job:
         first = [job.start_rank(rank, 3) for rank in range(3)]
         job.wait(lambda: len(job.rows()) > 10)

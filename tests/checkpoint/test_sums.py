@@ -30,7 +30,7 @@ def test_the_sum_is_zlibs(length, offset, before, seed):
 
 
 def test_the_tables_give_the_same_sum():
-    """What runs where the CPU cannot multiply without carry."""
+    """The tables, which run where the CPU has no carry-less multiplication, give the same sum."""
     script = (
         "import torch, zlib; from zeropp import _C; d = torch.arange(999, dtype=torch.uint8) * 7;"
         "assert _C.cpu_level() == 'scalar'; assert _C.crc32(d.data_ptr(), 999) == zlib.crc32(d.numpy())"

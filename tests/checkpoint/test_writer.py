@@ -162,7 +162,7 @@ def test_a_stale_file_is_taken_over(tmp_path, content, monkeypatch):
 
 
 def test_a_job_of_another_host_that_no_lock_reaches(tmp_path, monkeypatch):
-    """Its record changes while it lives."""
+    """The record of a living writer changes."""
     monkeypatch.setattr(folder_writer, "WATCH_S", 20.0)
     monkeypatch.setattr(folder_writer, "BEAT_S", 0.1)
     model, optimizer, _ = make()

@@ -82,7 +82,7 @@ def test_batch_sizes_that_do_not_fit_and_the_table(capsys, tmp_path):
 
 
 def test_no_configuration_is_shown_after_a_refusal(capsys, tmp_path):
-    """Without the refused key it is not what the file asks for, and somebody would copy it."""
+    """Without the refused key the configuration is not that of the file, and a user might copy it."""
     assert main(["config", '{"stage": 2, "stge": 1}']) == 1
     printed = capsys.readouterr().out
     assert "zeropp.Config(" not in printed

@@ -126,7 +126,7 @@ def test_what_shows_that_an_address_is_wrong(listener: int, monkeypatch: pytest.
 
 
 def test_other_backends_meet_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked for gloo; and what torch finds missing, torch says."""
+    """zeropp does not check the address for gloo; torch itself reports what is missing."""
     import torch.distributed as dist
 
     monkeypatch.setattr(comm_address, "check", lambda place: pytest.fail(f"asked about {place}"))

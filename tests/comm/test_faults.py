@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that die, stop, leave, diverge or are interrupted: every survivor hears who it was, soon."""
+"""Ranks that die, stop, leave, diverge or are interrupted: every survivor names the rank, soon."""
 
 from __future__ import annotations
 

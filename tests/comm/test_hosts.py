@@ -102,7 +102,7 @@ def reduce_for_ever(rank: int, ranks: int, hosts: str, timeout_s: float) -> dict
 
 
 def _train_on_placements(rank: int, store: Any, placements: list[list[Any]], folder: str) -> dict[str, Any]:
-    """What every stage comes to, for each placement ``[hosts, steps]`` that this rank is in; a world of its own each."""
+    """Return the results of every stage, for each placement ``[hosts, steps]`` that this rank is in; each has its own world."""
     import torch.distributed as dist
     import zeropp
 
@@ -253,7 +253,7 @@ def _stored(rank: int, folder: str) -> dict[str, list[float]]:
 
 
 def _update_that_fails(rank: int, folder: str, saved: str) -> list[str]:
-    """The second rank of the second host loses half of its states while they are stepped: what every rank hears, and where it goes on."""
+    """The second rank of the second host loses half of its states while they are stepped: return the error of every rank, and where it goes on."""
     import torch
     import zeropp
 
@@ -383,7 +383,7 @@ def _refused(folder: str) -> str:
 
 
 def _diverges(rank: int) -> str:
-    """Over hosts gathers are collectives: ranks that run different modules are told so."""
+    """Over hosts gathers are collectives: ranks that run different modules get an error."""
     import torch
     import zeropp
 

@@ -16,7 +16,7 @@ from launch import run_ranks
 
 
 def _held() -> dict[str, Any]:
-    """What this process holds of the kernel's things."""
+    """Return the kernel objects that this process holds."""
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "zeropp" in line]
     return {
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),

@@ -69,7 +69,7 @@ class Streams:
 
 
 def as_if_on_gpus(body: Callable[[Any, int, Streams], Any]) -> list[Any]:
-    """What `body(group, rank, streams)` returns on each of RANKS threads."""
+    """Return the results of `body(group, rank, streams)` on each of RANKS threads."""
     import torch.distributed as dist
     from zeropp.comm import cuda as comm_cuda
     from zeropp.comm import process_group
@@ -161,7 +161,7 @@ def another_call(rank: int, ranks: int) -> list[Any]:
 
 
 def _another_call(group: Any, rank: int, streams: Streams) -> list[str]:
-    """Rank 2 calls something else; then CPU tensors hear of it, too."""
+    """Rank 2 calls something else; calls on CPU tensors raise then, too."""
     import torch
     import zeropp
 

@@ -19,7 +19,7 @@ def inputs(rank: int, call: int, elems: int) -> torch.Tensor:
 
 
 class Reference:
-    """What every rank computes, in one process and in float64."""
+    """The computation of all ranks, in one process and in float64."""
 
     def __init__(self, elems: int, chunk_elems: int) -> None:
         share = -(-elems // RANKS)

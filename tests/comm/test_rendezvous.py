@@ -47,7 +47,7 @@ def test_the_same_ranks_again_and_again_get_new_keys(store):
 
 
 def test_another_number_of_ranks_in_the_same_store(store):
-    """What torchrun does when ranks come and go: 3, then 2, then 4, in one store."""
+    """Ranks come and go as under torchrun: 3, then 2, then 4, in one store."""
     assert len({common(all_meet(store, ranks)) for ranks in (3, 2, 4, 1, 2, 3)}) == 6
 
 

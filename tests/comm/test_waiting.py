@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a wait for a late rank costs: it spins for a bounded time, then it sleeps (csrc/comm/futex_counter.c)."""
+"""The cost of a wait for a late rank: it spins for a bounded time, then it sleeps (csrc/comm/futex_counter.c)."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_deepspeed_offload_maps():
 
 
 def test_buffers_of_deepspeed_offload_change_nothing():
-    """Whoever has tuned them keeps his file, and hears that they are not needed."""
+    """A tuned file stays valid, and a warning says that the values are not needed."""
     usual = {"buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9, "pin_memory": True}
     section = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/y", **usual}}
     wanted = Config.from_json({"zero_optimization": section})
@@ -157,7 +157,7 @@ def test_sections_that_ask_for_nothing_are_taken():
 
 
 def test_deepspeed_defaults_hold():
-    """DeepSpeed 0.19: stage 0 unless told, gradients clipped at 1.0 unless told; 0 switches clipping off."""
+    """DeepSpeed 0.19: stage 0 by default, gradients clipped at 1.0 by default; 0 disables clipping."""
     assert Config.from_json({"bf16": {"enabled": False}}) == Config(stage=0, clip=1.0)
     assert Config.from_json({"zero_optimization": {"stage": 1}, "gradient_clipping": 0}).clip is None
 

@@ -47,7 +47,7 @@ class NoRepr:
 
 
 class NoTruth:
-    """As an array: to compare it gives no bool."""
+    """A value that, like an array, gives no bool when compared."""
 
     def __eq__(self, other: object) -> bool:
         raise RuntimeError("ambiguous")

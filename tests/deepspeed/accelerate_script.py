@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A raw Accelerate loop that has never heard of zeropp: accelerate_script.py FOLDER [--deepspeed CFG]."""
+"""A raw Accelerate loop that does not mention zeropp: accelerate_script.py FOLDER [--deepspeed CFG]."""
 
 from __future__ import annotations
 

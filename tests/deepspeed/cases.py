@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank does in test_initialize.py: a loop written for DeepSpeed, against plain PyTorch. Run under torchrun:
+"""Cases of test_initialize.py on each rank: a loop written for DeepSpeed, against plain PyTorch. Run under torchrun:
 cases.py FOLDER."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def settings(stage: int) -> dict[str, Any]:
 
 
 def plain() -> list[list[float]]:
-    """What the file asks for, written out: both ranks' batches in one process."""
+    """The training of the file, written out: both ranks' batches in one process."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.1)
     samplers = [torch.utils.data.DistributedSampler(DATA, 2, rank) for rank in range(2)]

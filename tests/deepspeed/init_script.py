@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models built under deepspeed.zero.Init, by hand and by transformers, in a script that has never heard of zeropp:
+"""Models built under deepspeed.zero.Init, by hand and by transformers, in a script that does not mention zeropp:
 init_script.py FOLDER (with models in it) CASE.... Every rank writes what it found."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def kinds(model: nn.Module) -> list[str]:
 
 
 def alone(read: Any) -> None:
-    """What one rank reads by itself; a test has less patience than a user."""
+    """Read on one rank alone; a test waits for less time than a user."""
     sys.modules["zeropp.comm.together"].LIMIT_S = 0.3  # type: ignore[attr-defined]
     read()
 
@@ -133,7 +133,7 @@ def with_transformers(folder: Path) -> dict[str, Any]:
 
 
 def built_apart(folder: Path) -> dict[str, Any]:
-    """What transformers computes while it builds: tables of sines stay fp32 in a bf16 model (test_arange_bf16), and layers with an
+    """Check what transformers computes while it builds: tables of sines stay fp32 in a bf16 model (test_arange_bf16), and layers with an
     initialisation of their own keep the file's values (test_init_zero3_variance_scaling)."""
     import transformers
     from transformers.integrations import HfDeepSpeedConfig

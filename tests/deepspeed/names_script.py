@@ -17,7 +17,7 @@ DATA = json.loads(Path(__file__).with_name("projects.json").read_text())
 
 
 def read(name: str) -> Any:
-    """As an import statement and a chain of attributes find it."""
+    """Read a name as an import statement and a chain of attributes do."""
     if name.startswith("get_accelerator()"):
         return getattr(deepspeed.get_accelerator(), name.partition(".")[2])
     parts = name.split(".")
@@ -33,7 +33,7 @@ def read(name: str) -> Any:
 
 
 def used(name: str) -> str:
-    """What a name that is not built says when it is called, or its builder is asked for the module."""
+    """Return the message of a name that is not built, when it is called or its builder loads the module."""
     found = read(name)
     try:
         found().load() if name.startswith("deepspeed.ops.op_builder") else found()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers asks of DeepSpeed under its Trainer, on one rank and a straight line: the cases of its
-tests/trainer/distributed/test_trainer_distributed_deepspeed.py, written anew. This script has never heard of zeropp:
+"""Requirements of transformers for DeepSpeed under its Trainer, on one rank and a straight line: the cases of its
+tests/trainer/distributed/test_trainer_distributed_deepspeed.py, written anew. This script does not mention zeropp:
 regression_script.py FOLDER [CASE...]."""
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def test_can_resume_training_normal() -> Any:
 
 
 def state(one: transformers.Trainer) -> Any:
-    """But for times and folders."""
+    """Return the state without times and folders."""
     found = dataclasses.asdict(one.state)
     found.pop("best_model_checkpoint")
     times = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss")

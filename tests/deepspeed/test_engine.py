@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts ask of DeepSpeed's engine, and the keys, optimizers and names that it answers for: one rank, in this process."""
+"""Properties of DeepSpeed's engine that scripts read, and its keys, optimizers and names: one rank, in this process."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_name_that_nobody_has_is_the_engines():
 
 
 def test_the_callers_own_backward_counts_for_its_part():
-    """As there, loss.backward() is divided by gradient_accumulation_steps, and engine.scale() scales fp16."""
+    """As in DeepSpeed, loss.backward() is divided by gradient_accumulation_steps, and engine.scale() scales fp16."""
     found = []
     for own in (False, True):
         engine = engine_for({"gradient_accumulation_steps": 2})
@@ -324,7 +324,7 @@ def test_leaf_modules_by_class_and_by_name():
     ],
 )  # fmt: skip
 def test_optimizers_are_classes(name, base):
-    """Derived from, asked for with isinstance, and stepped as what they are derived from."""
+    """They can be subclassed, used with isinstance, and stepped as their base class."""
     cls = getattr(optimizers, name)
     derived = type("Mine", (cls,), {})
     found = []
@@ -354,7 +354,7 @@ def test_adam_without_decoupled_decay_is_torchs_adam():
 
 
 class Signs(torch.optim.Optimizer):
-    """One that zeropp has never heard of: the sign of a momentum, and a count of its own."""
+    """An optimizer that zeropp does not know: the sign of a momentum, and a count of its own."""
 
     def __init__(self, params, speed, shapes=None):
         super().__init__(params, {"lr": speed})

@@ -82,7 +82,7 @@ def test_the_table_in_the_docs_is_up_to_date():
 
 
 def test_the_accelerator_of_a_machine_with_cuda(found):
-    """What can be asked without a GPU, and that every name of the CPU's is there."""
+    """Check what works without a GPU, and that every name of the CPU's accelerator exists."""
     assert found["cuda"] == {
         "lacks": [], "names": ["cuda", "cuda:1", "cuda:1", "nccl", False, ["NCCL"]], "same": [True, True], "on": False,
     }  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Trainer script that has never heard of zeropp: trainer_script.py MODEL RESULT [arguments of Trainer]. The flag
+"""A Trainer script that does not mention zeropp: trainer_script.py MODEL RESULT [arguments of Trainer]. The flag
 ``--deepspeed`` is Trainer's own."""
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def test_zeropp_takes_under_ten_lines_of_difference():
 
 
 def test_demo_trains_stops_on_ctrl_c_and_goes_on(tmp_path):
-    """A Ctrl-C reaches the whole process group, as at a terminal; the second run needs no answer, because nobody is
-    there."""
+    """A Ctrl-C reaches the whole process group, as at a terminal; the second run needs no answer, because there is
+    no user."""
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(tmp_path), "--steps", "40"]
     running = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, stdin=subprocess.DEVNULL,
@@ -86,7 +86,7 @@ def test_demo_trains_stops_on_ctrl_c_and_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_both_scripts_train_alike(tmp_path):
-    """The same data, model and seed: the losses differ by the order of fp32 sums only, which three steps amplify
+    """Both scripts have the same data, model and seed: the losses differ by the order of fp32 sums only, which three steps amplify
     little."""
     losses = {}
     for script in ("ddp_gpt.py", "train_gpt.py"):
@@ -100,7 +100,7 @@ def test_both_scripts_train_alike(tmp_path):
 
 @pytest.mark.slow
 def test_states_on_disk_train_alike_and_leave_nothing(tmp_path):
-    """The losses of a run in memory, bit for bit; what went to and from the disk is told beside what it has to be."""
+    """The losses are those of a run in memory, bit for bit; the bytes to and from the disk are printed beside the planned ones."""
     losses = {}
     disks = [tmp_path / "disk 0", tmp_path / "disk-1"]
     for offload, more in (("cpu", ()), ("nvme", ()), ("nvme", ("--scratch", ",".join(map(str, disks))))):
@@ -118,8 +118,8 @@ def test_states_on_disk_train_alike_and_leave_nothing(tmp_path):
 
 
 def test_a_model_larger_than_memory(tmp_path):
-    """Of a small memory, so that it fits a test: states exceed it, every figure stands beside what was planned, and nothing
-    is left on the disk."""
+    """The memory is small, so that the case fits a test: states exceed it, every figure stands beside the planned one, and
+    nothing is left on the disk."""
     done = demo("--offload", "nvme", "--preset", "large", "--memory", "32M", "--steps", "3", out=tmp_path)
     assert done.returncode == 0, done.stderr
     seen = rows(tmp_path)
@@ -202,7 +202,7 @@ def test_what_cannot_be_names_the_variable(arguments, says, tmp_path):
 
 
 def unfinished(out: Path, **changes) -> None:
-    """What a stopped run of two ranks leaves."""
+    """Return the folder that a stopped run of two ranks leaves."""
     facts = {
         "preset": "small",
         "data": None,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the README and docs/papers.md say: the example is the file that runs, and the files they name exist."""
+"""Check the README and docs/papers.md: the example is the file that runs, and the files they name exist."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of test_doctor.py do."""
+"""Bodies of the ranks of test_doctor.py."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ FACTOR = 3.0
 
 
 def probe_of(slow_ranks: set[int], slow_links: set[frozenset[int]]):
-    """What an all-reduce takes when every rank exchanges with every other."""
+    """Return the time of an all-reduce when every rank exchanges with every other."""
 
     def probe(ranks: tuple[int, ...]) -> float:
         assert len(set(ranks)) == len(ranks) >= 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank does in test_trainer.py: every case trains with stock Trainer (DDP over gloo) and with zeropp, in one
+"""Cases of test_trainer.py on each rank: every case trains with stock Trainer (DDP over gloo) and with zeropp, in one
 process, and returns what was logged. Run under torchrun: cases.py FOLDER CASE..."""
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def from_disk(folder: Path) -> dict[str, Any]:
 
 
 def refusals(folder: Path) -> dict[str, Any]:
-    """What reads or rebuilds whole parameters behind zeropp's back says so; nothing is written in its place."""
+    """Calls that read or rebuild whole parameters without zeropp raise an error; nothing is written instead."""
     import copy
 
     trainer = train(folder, "z", llama(), {"stage": 3}, max_steps=1)

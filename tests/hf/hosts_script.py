@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank does in test_hosts.py, on a host of its own: Trainer over DDP and with zeropp, a checkpoint, and on from there.
+"""Cases of test_hosts.py, each rank on a host of its own: Trainer over DDP and with zeropp, a checkpoint, and on from there.
 hosts_script.py FOLDER"""
 
 from __future__ import annotations

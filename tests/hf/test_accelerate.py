@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ZeroppAccelerator refuses, in one process; the loop itself is in test_trainer.py and its example here."""
+"""Refusals of ZeroppAccelerator, in one process; the loop itself is in test_trainer.py and its example here."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_arguments():
 
 
 def test_importing_zeropp_loads_neither_framework_and_little_beside_them():
-    """What partitions is loaded when a model is prepared; milliseconds are benchmarks/import_time.py's."""
+    """The code that shards is loaded when a model is prepared; milliseconds are benchmarks/import_time.py's."""
     code = (
         "import sys, zeropp\n"
         "print([m for m in ('transformers', 'accelerate', 'lightning') if m in sys.modules])\n"

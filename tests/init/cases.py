@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of tests/init runs: models built in sharded_init against the same models built plainly. Under
+"""Cases of tests/init on each rank: models built in sharded_init against the same models built plainly. Under
 torchrun."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TiedGPT(nn.Module):
 
 
 class Odd(nn.Module):
-    """What real constructors do: partial writes, views held for a while, reads, sharing, scalars, other dtypes,
+    """A module with what real constructors do: partial writes, views held for a while, reads, sharing, scalars, other dtypes,
     copies."""
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ def case_refuses() -> None:
 
 
 def case_seeds() -> None:
-    """Ranks that draw different values hear of it, and so do ranks that build different models."""
+    """Ranks that draw different values raise, and so do ranks that build different models."""
     try:
         built(TiedGPT, seed=dist.get_rank())
     except ConfigError as error:
@@ -195,7 +195,7 @@ def case_seeds() -> None:
 
 
 def case_prepared() -> None:
-    """prepare takes the slices over, in every way of holding them: the weights are those of plain construction, and
+    """prepare takes the shards over, in every way of holding them: the weights are those of plain construction, and
     train."""
     torch.manual_seed(0)
     wanted = TiedGPT().state_dict()
@@ -228,7 +228,7 @@ def case_raises() -> None:
 
 
 def case_memory() -> None:
-    """Peak memory of construction: the slices, and a window; a plain model of the same size takes all of it."""
+    """Peak memory of construction: the shards, and a window; a plain model of the same size takes all of it."""
     layers, width = 12, 2560
     layer_bytes = 4 * width * (width + 1)
     whole = layers * layer_bytes

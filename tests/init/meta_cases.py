@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of tests/init/test_meta.py runs: models built on the meta device, prepared, trained, loaded."""
+"""Cases of tests/init/test_meta.py on each rank: models built on the meta device, prepared, trained, loaded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Tied(nn.Module):
 
 
 class Initialised(nn.Module):
-    """What reset_parameters() drew, the model's own initialiser draws again."""
+    """A model whose own initialiser draws again what reset_parameters() drew."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def drawn_by_hand(model: nn.Module) -> nn.Module:
-    """The same draws on a plain model: children first; a tied weight by its first owner."""
+    """Draw the same values on a plain model: children first; a tied weight by its first owner."""
     done: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
@@ -189,7 +189,7 @@ def case_refuses() -> None:
 
 
 def case_memory() -> None:
-    """Peak memory: the slices and a window, as of sharded_init."""
+    """Peak memory: the shards and a window, as with sharded_init."""
     layers, width = 12, 2560
     layer_bytes = 4 * width * (width + 1)
     whole = layers * layer_bytes

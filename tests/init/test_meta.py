@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models on the meta device: prepare draws their values, slice by slice. The cases are in meta_cases.py."""
+"""Models on the meta device: prepare draws their values, shard by shard. The cases are in meta_cases.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_ranks(ranks, cases):
 
 
 def test_a_model_of_transformers():
-    """Its own _init_weights gives all values, of the buffers too."""
+    """The model's own _init_weights sets all values, buffers included."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64,

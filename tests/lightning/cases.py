@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank does in test_lightning.py: every case runs under DDP and under zeropp, in one process. Run under
+"""Cases of test_lightning.py on each rank: every case runs under DDP and under zeropp, in one process. Run under
 torchrun: cases.py FOLDER CASE..."""
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ def stops(folder: Path) -> list[int]:
 
 class Unfreezes(pl.callbacks.BaseFinetuning):
     """The head first, all from the second epoch on: by Lightning's helper, or without it (it compares values, which stage 3
-    has in slices)."""
+    has in shards)."""
 
     def __init__(self, helper: bool, epoch: int = 1) -> None:
         super().__init__()
@@ -421,7 +421,7 @@ class Unfreezes(pl.callbacks.BaseFinetuning):
 
 
 def unfreezing(folder: Path) -> dict[str, Any]:
-    """Three epochs; the last one never thaws."""
+    """Three epochs; the last module stays frozen."""
     found = {}
     for name, strategy, callback in (
         ("zeropp_stage_2", "zeropp_stage_2", Unfreezes(True)),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Lightning asks of its own strategies (tests_pytorch/strategies, tests_fabric/strategies), asked of zeropp's in our own
-words: docs/conformance.md has the names. Run by cases.py, on two ranks."""
+"""Requirements of Lightning for its own strategies (tests_pytorch/strategies, tests_fabric/strategies), tested with zeropp's in our
+own words: docs/conformance.md has the names. Run by cases.py, on two ranks."""
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ def groups_and_places(folder: Path) -> dict[str, Any]:
 
 
 def compiled_again(folder: Path) -> dict[str, Any]:
-    """test_reapply_compile: Fabric would compile the whole again, over what comes and goes; told to leave it, it trains as compiled."""
+    """test_reapply_compile: Fabric would compile the whole again, over gathered and released parameters; with _reapply_compile=False it trains as compiled."""
     run = fabric()
     plain, compiled = seeded(), torch.compile(seeded(), backend="eager")
     losses = []

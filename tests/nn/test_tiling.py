@@ -283,7 +283,7 @@ def test_models_are_patched_and_restored(kind: str) -> None:
 
 
 def test_a_forward_that_was_there_comes_back() -> None:
-    """As Accelerate's hooks, which stand in the place of a module's forward."""
+    """A forward that replaced a module's, as Accelerate's hooks do, is restored."""
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
@@ -297,7 +297,7 @@ def test_a_forward_that_was_there_comes_back() -> None:
 
 
 def test_a_model_inside_of_another() -> None:
-    """As under PEFT: the loss is that of the one inside."""
+    """A model inside of another, as under PEFT: the loss is that of the inner one."""
 
     class Outer(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

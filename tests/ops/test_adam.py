@@ -100,7 +100,7 @@ def test_one_step_agrees(peer: str, decay: float, decoupled: bool, elems: int, o
 def peer_step(
     peer: str, p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, decay: float, decoupled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same update by torch, or by the papers' formula in float64."""
+    """Compute the same update by torch, or by the papers' formula in float64."""
     if peer == "papers":
         state = reference.State(p.double(), m.double(), v.double(), v.double())
         after = reference.step(state, g, t, weight_decay=decay, decoupled=decoupled, **RATES)
@@ -223,7 +223,7 @@ def test_threads_do_not_show(threads: int) -> None:
 
 
 def state_hash() -> dict[str, Any]:
-    """What this process computes at its CPU level; run below in processes with other levels."""
+    """Return a hash of what this process computes at its CPU level; run below in processes with other levels."""
     p, m, v, g = tensors(4097, 4)
     out = torch.zeros(4097, dtype=torch.float16)
     zeropp.ops.adam_step_([p], [g.bfloat16()], [m], [v], param_outs=[out], step=5, weight_decay=0.1, **RATES)

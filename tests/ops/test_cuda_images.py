@@ -24,6 +24,6 @@ def test_every_kernel_that_is_launched_is_embedded(root: Path) -> None:
 
 
 def test_every_operator_has_a_cuda_kernel_but_those_named() -> None:
-    """What is CPU only is said here; with torch's CPU build nothing is dispatched there, so the table is what counts."""
+    """The test lists the operators without a CUDA kernel; torch's CPU build dispatches nothing to CUDA, so the table is compared."""
     missing = {name for name, _, _, cuda in _C.op_table() if not cuda}
     assert missing == {"moments_encode_", "moments_decode_"}  # outside of steps only: checkpoints, which are on the CPU

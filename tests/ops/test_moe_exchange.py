@@ -14,7 +14,7 @@ EXPERTS, WIDTH, K = 6, 5, 2
 
 
 def exchanged(parts: list[Tensor], splits: list[list[int]]) -> list[Tensor]:
-    """An all-to-all: of rank r's slices the s-th goes to rank s."""
+    """Return the result of an all-to-all: the s-th slice of rank r goes to rank s."""
     slices = [part.split(sizes) for part, sizes in zip(parts, splits, strict=True)]
     return [torch.cat([slices[r][s] for r in range(len(parts))]) for s in range(len(parts))]
 

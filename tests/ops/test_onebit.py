@@ -82,7 +82,7 @@ def test_error_feedback_sums_to_the_truth(elems: int, chunk: int, seed: int, ste
 @QUIET
 @given(elems=st.integers(1, 5000), chunk=CHUNKS, ranks=st.integers(1, 4), seed=st.integers(0, 99))
 def test_workers_and_server_together_lose_nothing(elems: int, chunk: int, ranks: int, seed: int) -> None:
-    """What was received, and what worker and server still owe, is the mean gradient summed over steps."""
+    """The received values and the errors of worker and server add up to the mean gradient summed over steps."""
     errors = [torch.zeros(elems) for _ in range(ranks)]
     sources = [OneBit.empty(elems, chunk_elems=chunk) for _ in range(ranks)]
     owed, to = torch.zeros(elems), OneBit.empty(elems, chunk_elems=chunk)

@@ -37,7 +37,7 @@ def lists(optimizer: str, kind: torch.dtype) -> tuple[list[Any], dict[str, Any]]
 @pytest.mark.parametrize("kind", [torch.float32, torch.uint8])
 @pytest.mark.parametrize("optimizer", STEPS)
 def test_each_tensor_has_its_own_rates(optimizer: str, kind: torch.dtype) -> None:
-    """As three calls, of which each gives all tensors one tensor's rates."""
+    """One call with rates of each tensor equals three calls with one tensor's rates each."""
     call, states = STEPS[optimizer]
     mine, more = lists(optimizer, kind)
     call(*mine, lr=LRS, weight_decay=DECAYS, **more)

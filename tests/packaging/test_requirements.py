@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What zeropp asks for is what it needs: torch, safetensors, tqdm and rich, whatever else a machine has."""
+"""The requirements of zeropp are what it needs: torch, safetensors, tqdm and rich, whatever else a machine has."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What activations on NVMe are for: the process is smaller."""
+"""Activations on NVMe make the process smaller."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_jobs_over_several_folders_leave_nothing_in_any(tmp_path: Path) -> None:
 
 
 def test_a_model_may_end_while_the_next_makes_its_folder(tmp_path: Path) -> None:
-    """As the garbage collector has it: in the middle of making, with the lock on the folder held by this thread."""
+    """A model ends as by the garbage collector: in the middle of making, with the lock on the folder held by this thread."""
 
     class Alone:
         rank = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank does in test_trl.py: TRL's trainers, stock (DDP over gloo) and with zeropp, in one process. Run under
+"""Cases of test_trl.py on each rank: TRL's trainers, stock (DDP over gloo) and with zeropp, in one process. Run under
 torchrun: cases.py FOLDER CASE..."""
 
 from __future__ import annotations

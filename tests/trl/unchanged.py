@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's trainers in a script that has never heard of zeropp: unchanged.py FOLDER [--deepspeed CFG]."""
+"""TRL's trainers in a script that does not mention zeropp: unchanged.py FOLDER [--deepspeed CFG]."""
 
 from __future__ import annotations
 

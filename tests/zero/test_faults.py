@@ -77,7 +77,7 @@ def test_survivors_name_the_rank(what: str, where: str, mode: str, tmp_path: Pat
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_an_exception_on_one_rank_ends_the_others(where: str, tmp_path: Path) -> None:
-    """The failed rank raises its own error and its process ends; the others hear that it is gone."""
+    """The failed rank raises its own error and its process ends; the others name it."""
     answers = launch(tmp_path, "raise", where, "host copy", lambda ps: all(p.poll() is not None for p in ps))
     assert answers[FAILED_RANK]["code"] == 1 and "the failed rank's own mistake" in answers[FAILED_RANK]["log"]
     for answer in answers:
@@ -95,7 +95,7 @@ def test_a_rank_that_leaves_backward_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["host copy", "gather"])
 def test_one_backward_more_than_the_others(mode: str, tmp_path: Path) -> None:
-    """Its second reduction meets the others' step: an error that shows both sides, not two steps of gradients in
+    """A second backward's reduction meets the others' step: an error that shows both sides, not two steps of gradients in
     one."""
     answers = launch(tmp_path, "extra", "-", mode, lambda ps: all(p.poll() is not None for p in ps))
     for answer in answers:

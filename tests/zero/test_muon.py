@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon on slices; what each rank does stands in worker/muon_cases.py."""
+"""Muon on shards; the cases are in worker/muon_cases.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""1-bit Adam, 0/1 Adam, 1-bit LAMB, and LAMB on slices; what each rank does stands in worker/onebit_cases.py."""
+"""1-bit Adam, 0/1 Adam, 1-bit LAMB, and LAMB on shards; the cases are in worker/onebit_cases.py."""
 
 from __future__ import annotations
 

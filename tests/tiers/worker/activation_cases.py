@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of test_activations.py do."""
+"""Cases that the ranks of test_activations.py run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tier_of(model: nn.Module) -> Any:
 
 
 def holders(tier: Any) -> dict[str, Any]:
-    """What still holds storages in the file, two steps up; nothing where the graphs are gone."""
+    """Return what still holds storages in the file, two levels up; nothing after the graphs are freed."""
     alive = [saved for saved in (place() for place in list(tier._alive.values())) if saved is not None]
     views = [one for saved in alive for one in gc.get_referrers(saved) if one is not alive]
     above = [one for view in views for one in gc.get_referrers(view) if one is not views]
@@ -236,8 +236,8 @@ def what_is_given_stays() -> None:
 
 
 def ctrl_c_is_not_lost() -> None:
-    """Where a saved tensor dies no Python code of ours runs: it would be the first that a waiting Ctrl-C meets, and Python drops what is
-    raised there."""
+    """No Python code of ours runs where a saved tensor is freed: a pending Ctrl-C would be raised there, and Python drops such an
+    exception."""
     with scratch() as path:
         model = offloading(lambda x, w: (x * w) * w, path)
         loss = model(torch.randn(256, 256)).sum()
@@ -251,8 +251,8 @@ def ctrl_c_is_not_lost() -> None:
 
 
 def compiled() -> None:
-    """A compiled model's activations move as well, and torch does not compile what moves them: it made half-built objects, whose ends
-    were told on the screen."""
+    """A compiled model's activations move as well, and torch does not compile what moves them: it made half-built objects, whose
+    clean-up wrote to the screen."""
     with scratch() as path, pytest.MonkeyPatch.context() as patch:
         ignored: list[Any] = []
         patch.setattr(sys, "unraisablehook", ignored.append)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of test_delayed.py do. A case runs on one rank and on two, but for those that need no second."""
+"""Cases that the ranks of test_delayed.py run. A case runs on one rank and on two, but for those that need no second."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def shards_of_whole_pages() -> None:
 
 
 def memory_of_files() -> None:
-    """What a delay takes lies where its kind does: in the files as much again, in memory what a fraction holds there."""
+    """The copies of a delay lie where their kind does: in the files as much again, in memory what a fraction holds there."""
     with scratch() as path:
         for precision, place, make in (
             (None, files(path, exact=0), Recipe.optimizer),
@@ -302,7 +302,7 @@ def prepared(width: int = 48, make: Any = Recipe.optimizer, **config: Any) -> tu
 
 
 def values_of(model: Any) -> list[torch.Tensor]:
-    """As a pass sees them, without a flush."""
+    """Return values as a pass sees them, without a flush."""
     with zeropp.gathered(model):
         return [p.detach().clone() for p in model.parameters()]
 
@@ -368,7 +368,7 @@ def a_frozen_float64_unit() -> None:
 
 
 def checkpoints_of_others() -> None:
-    """The same, of one optimizer without states and three with one each. What was flushed is what was saved."""
+    """Check checkpoints of one optimizer without states and three with one each. The flushed values are the saved ones."""
     with scratch() as path:
         saved = Path(path) / "ckpt"
         for number, name in enumerate(("SGD", "Lion", "SGD nesterov", "Adagrad")):
@@ -397,7 +397,7 @@ def checkpoints_of_others() -> None:
 
 
 def flushes() -> None:
-    """After one delayed step a pass sees the first weights, and whoever wants all of the training the new ones."""
+    """After one delayed step a pass sees the first weights, and calls that need all of the training get the new ones."""
     with scratch() as path:
         model, optimizer = prepared(stage=2)
         first = values_of(model)
@@ -456,7 +456,7 @@ def runs_beside_a_pass() -> None:
 
 
 def a_disk_that_fails() -> None:
-    """The last rank's file loses its end: the step after hears of it, on every rank, and the last checkpoint goes on."""
+    """The last rank's file loses its end: the step after raises on every rank, and the last checkpoint goes on."""
     last = dist.get_rank() == dist.get_world_size() - 1
     with scratch() as path:
         saved = Path(path) / "ckpt"
@@ -492,7 +492,7 @@ def a_disk_that_fails() -> None:
 
 @contextlib.contextmanager
 def no_writes_beyond(first: int, where: bool) -> Iterator[None]:
-    """As on a disk that is full: files of this rank may not be written from there on."""
+    """Make files of this rank unwritable from there on, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     dist.barrier()
     try:
@@ -505,7 +505,7 @@ def no_writes_beyond(first: int, where: bool) -> Iterator[None]:
 
 
 def a_full_disk_of_parameters() -> None:
-    """An update of the last rank, delayed or exact, cannot write its parameters: all ranks hear of it, and all have the weights of
+    """An update of the last rank, delayed or exact, cannot write its parameters: all ranks raise, and all have the weights of
     before, whole; the last checkpoint goes on."""
     last = dist.get_rank() == dist.get_world_size() - 1
     with scratch() as path:

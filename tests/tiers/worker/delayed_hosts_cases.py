@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """delayed_cases with every rank on a host of its own, over the loopback interface: gathers, reductions and votes are collectives there,
-and parameters in a file are slices in a file of each rank."""
+and parameters in a file are shards in each rank's rank file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def equal_everywhere() -> None:
 
 
 def in_eight_bits() -> None:
-    """What travels is rounded as ever: the second copy of a host holds what was published, and no older values."""
+    """Transfers are rounded as without a delay: the second copy of a host holds what was published, and no older values."""
     wire = Comm(params="int8", grads="int8")
     kept = Comm(params="int8", grads="int8", secondary_shard="host")
     runs = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of test_gradients.py do. A case runs on one rank and on two."""
+"""Cases that the ranks of test_gradients.py run. A case runs on one rank and on two."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def accumulate() -> None:
 
 
 def in_fewer_bits() -> None:
-    """What travels in 8 or 4 bits ends in the slice that goes to the file: as in memory, also where several backwards add to it, and
+    """Gradients that travel in 8 or 4 bits end in the shard that goes to the file: as in memory, also where several backwards add to it, and
     where the last of them steps."""
     with scratch() as path:
         for bits, precision, stage in (("int8", None, 2), ("int4", "bf16", 3)):
@@ -179,7 +179,7 @@ def reading_and_changing() -> None:
 
 
 def memory_and_traffic() -> None:
-    """What is held in each tier is what was planned; bytes to and from the disk are what the formulas say."""
+    """Each tier holds what was planned; bytes to and from the disk equal the formulas."""
     with scratch() as path:
         for precision, fraction in ((None, 1.0), ("bf16", 1.0), (None, 0.5)):
             model, optimizer = prepared(256, precision=precision, **nvme(path, fraction))
@@ -244,7 +244,7 @@ def the_process_is_smaller() -> None:
 
 
 def no_room() -> None:
-    """One rank's disk is full (here: its files may not grow): every rank hears it from prepare, and nothing is left."""
+    """One rank's disk is full (here: its files may not grow): prepare raises on every rank, and nothing is left."""
     from zeropp.zero.offload import grads_tier
 
     last = dist.get_world_size() - 1

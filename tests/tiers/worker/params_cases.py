@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of test_params.py do. A case runs on one rank and on two."""
+"""Cases that the ranks of test_params.py run. A case runs on one rank and on two."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def without_prefetch() -> None:
 
 
 def shards_of_whole_pages() -> None:
-    """Large enough that slices begin at pages, and that a step takes several windows."""
+    """The model is large enough that shards begin at pages, and that a step takes several windows."""
     with scratch() as path:
         runs = []
         for tiers in ({"stage": 3}, nvme(path), nvme(path, 0.7, states=True)):
@@ -219,7 +219,7 @@ def kept_for_the_backward() -> None:
 
 
 def memory_and_traffic() -> None:
-    """What is held in each tier is what was planned; bytes to and from the disk are what the formulas say."""
+    """Each tier holds what was planned; bytes to and from the disk equal the formulas."""
     ranks = dist.get_world_size()
     with scratch() as path:
         for precision, bytes_ in ((None, 4), ("bf16", 2)):
@@ -351,7 +351,7 @@ def under_a_limit_that_memory_exceeds() -> None:
 
 
 def no_room() -> None:
-    """The disk is full (here: files may not grow): every rank hears it from prepare, and nothing is left. The same model
+    """The disk is full (here: files may not grow): prepare raises on every rank, and nothing is left. The same model
     can be prepared otherwise."""
     from zeropp.zero.offload import params_tier
 
@@ -451,8 +451,8 @@ def checksums_of_all_tiers() -> None:
 
 
 def a_step_that_fails() -> None:
-    """Where the step cannot write all parameters it raises on every rank, what is torn is neither stepped nor saved, and
-    the last checkpoint brings the training back."""
+    """A step that cannot write all parameters raises on every rank, inconsistent states are neither stepped nor saved, and
+    the last checkpoint restores the training."""
     with scratch() as path:
         saved = Path(path) / "ckpt"
         for states in (False, True):

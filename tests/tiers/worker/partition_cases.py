@@ -161,7 +161,7 @@ class _Summed(torch.autograd.Function):
 
 
 def sliced_tensors() -> None:
-    """What a layer computes inside differs, its input does not: checkpointed layers share their inputs out. Without
+    """Values inside a layer differ between ranks, its input does not: checkpointed layers partition their inputs. Without
     checkpoints every rank says what differs, and `keep` names it."""
     layers = [Sliced() for _ in range(LAYERS)]
     values = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(5))
@@ -197,7 +197,7 @@ def sliced_tensors() -> None:
 
 
 def different_orders() -> None:
-    """Ranks that run their backwards in different orders hear it, all of them, and no gradient is a mixture."""
+    """Ranks that run their backwards in different orders all raise, and no gradient is a mixture."""
     model = replicated("checkpoint")
     passes = []
     for step in (0, 1):
@@ -212,7 +212,7 @@ def different_orders() -> None:
 
 
 def ctrl_c_is_not_lost() -> None:
-    """Where a part dies no Python code of ours runs, as in activation_cases; and a gather that nobody wants any more ends."""
+    """No Python code of ours runs where a part is freed, as in activation_cases; a gather that is not needed any more ends."""
     weights = [torch.ones(1, requires_grad=True) for _ in range(4)]
     with partition_activations(min_bytes=1) as part:
         y = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of test_states.py do. A case runs on one rank and on two."""
+"""Cases that the ranks of test_states.py run. A case runs on one rank and on two."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def writing_whole_parameters() -> None:
 
 
 def memory() -> None:
-    """What is held in each tier is what was planned, within 3%."""
+    """Each tier holds what was planned, within 3%."""
     with scratch() as path:
         for precision in (None, "bf16"):
             for fraction in (1.0, 0.5, 0.1):
@@ -196,7 +196,7 @@ def memory() -> None:
 
 
 def no_room() -> None:
-    """One rank's disk is full (here: its files may not grow): every rank hears it from prepare, and nothing is left. The
+    """One rank's disk is full (here: its files may not grow): prepare raises on every rank, and nothing is left. The
     same model can be prepared otherwise."""
     from zeropp.zero.offload import optim_tier as offload
 

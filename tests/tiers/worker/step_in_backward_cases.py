@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of test_step_in_backward.py do. A case runs on one rank and on two, but for those that need no second."""
+"""Cases that the ranks of test_step_in_backward.py run. A case runs on one rank and on two, but for those that need no second."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def amsgrad_in_groups() -> None:
 
 
 def other_optimizers() -> None:
-    """torch's own code on slices, ours on states in fewer bits, and Adam without a master."""
+    """torch's own code on shards, ours on states in fewer bits, and Adam without a master."""
     made = {
         "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
         "Lion": lambda params: zeropp.optim.Lion(params, lr=1e-3),
@@ -164,7 +164,7 @@ def gradients_held_back() -> None:
 
 
 def bytes_of_gradients() -> None:
-    """Of n backwards n - 1 write, and n - 1 read what was written: the last sum goes nowhere. Nothing stays in memory."""
+    """Of n backwards n - 1 write, and n - 1 read what was written: the last sum is not written. Nothing stays in memory."""
     micro = 3
     with scratch() as path:
         for stage in (2, 3):
@@ -204,7 +204,7 @@ def float64() -> None:
 
 
 def shards_of_whole_pages() -> None:
-    """Large enough that slices begin at pages, and that a unit's states are several records."""
+    """The model is large enough that shards begin at pages, and that a unit's states are several records."""
     with scratch() as path:
         runs = []
         for place in ({"stage": 3}, {"stage": 3, "offload": tiers(path, 1.0, 1.0), **BACKWARD_STEP}):
@@ -322,7 +322,7 @@ def gradients_come_and_go() -> None:
 
 
 def until_idle() -> None:
-    """What is read ahead of the next step has arrived, and is counted."""
+    """Wait until the reads ahead of the next step have ended and are counted."""
     before = None
     while before != (before := zeropp.traffic()["nvme"]["read"]["bytes"]):
         time.sleep(0.1)
@@ -355,8 +355,8 @@ def bytes_of_a_step() -> None:
 
 
 def kept_for_the_next_forward() -> None:
-    """What the step leaves in memory and the next forward begins with stays there; whoever writes it, or passes by without a
-    backward, finds and leaves everything as in a run without files."""
+    """Units that the step leaves in memory and the next forward begins with stay there. Calls that write them, and passes
+    without a backward, find and leave everything as in a run without files."""
     with scratch() as path:
         losses: list[list[float]] = []
         for tier in ({}, {"offload": tiers(path, 1.0, 1.0)}):
@@ -477,7 +477,7 @@ def not_finite() -> None:
 
 
 def a_disk_that_fails() -> None:
-    """The last rank's states lose their end, or the file of parameters does: every rank hears of it in step(), and a load goes on."""
+    """The last rank's states lose their end, or the file of parameters does: step() raises on every rank, and a load goes on."""
     last = dist.get_rank() == dist.get_world_size() - 1
     with scratch() as path:
         saved = Path(path) / "ckpt"
@@ -559,7 +559,7 @@ class Peeks(nn.Module):
 
 
 def weights_that_autograd_kept() -> None:
-    """What was stepped counts as changed in place: an error of autograd, or ours, and never another gradient."""
+    """A stepped weight counts as changed in place: an error of autograd, or ours, and never another gradient."""
     with scratch() as path:
         for place in ({"stage": 1}, {"stage": 3}, {"stage": 3, "offload": tiers(path, params=1.0)}):
             model: Any = Peeks()

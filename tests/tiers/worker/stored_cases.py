@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of test_stored.py do. A case runs on one rank and on two."""
+"""Cases that the ranks of test_stored.py run. A case runs on one rank and on two."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prepared(config: Config, width: int = 64, layers: int = 2) -> Any:
 
 
 def linear_weights(model: torch.nn.Module) -> set[str]:
-    """Of the blocks; the head is the embedding."""
+    """Return the linear weights of the blocks; the head is the embedding."""
     modules = dict(model.named_modules())
     linear = {name for name, module in modules.items() if isinstance(module, torch.nn.Linear) and "blocks" in name}
     return {f"{name}.weight" for name in linear}
@@ -147,7 +147,7 @@ def a_fraction() -> None:
 
 
 class SomeExperts(torch.nn.Module):
-    """As transformers holds them: a stack of matrices each, and a bias."""
+    """Experts as transformers holds them: a stack of matrices each, and a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def experts_are_matrices() -> None:
 
 
 def writes_text() -> None:
-    """A model built in slices on the disk, of which nobody ever holds the whole, goes on with a text; token by token what plain
+    """A model built in shards on the disk, which no rank ever holds whole, continues a text; each token is what plain
     torch writes with the same values."""
     from gpt import generate
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""stored_cases with every rank on a host of its own, over the loopback interface: each host has a copy, and nobody gathers."""
+"""stored_cases with every rank on a host of its own, over the loopback interface: each host has a copy, and no rank gathers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeropp import Comm
 
 
 def texts_of_other_lengths() -> None:
-    """Ranks of other hosts are asked for nothing, so each may run as many passes as it likes; rank 0's values are everybody's."""
+    """A rank needs nothing from other hosts, so each may run any number of passes; all ranks have rank 0's values."""
     with scratch() as path:
         for where in (path, None):
             torch.manual_seed(dist.get_rank())

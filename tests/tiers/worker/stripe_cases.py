@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of test_stripes.py do. A case runs on one rank and on two."""
+"""Cases that the ranks of test_stripes.py run. A case runs on one rank and on two."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ ON_TWO_RANKS = ("folders_in_another_order", "a_folder_that_other_ranks_see_other
 
 @contextlib.contextmanager
 def folders(count: int, other_file_system: bool = False) -> Iterator[list[str]]:
-    """So many for all ranks, and stripes that small files have many of. The last one in memory, if asked for. All must be empty
-    at the end."""
+    """Yield folders for all ranks, with stripes so small that small files have many. The last folder may be in memory. All must be
+    empty at the end."""
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(scratch_module, "STRIPE_BYTES", STRIPE)
@@ -110,7 +110,7 @@ def other_steps() -> None:
 
 
 def equal_shares() -> None:
-    """What lies in each folder, what is told of it, and that a checkpoint of a striped run goes on as one of memory."""
+    """Check what lies in each folder, what is reported of it, and that a checkpoint of a striped run goes on as one of memory."""
     with folders(3) as paths:
         wanted = train(*prepared(128, stage=3), 0, 4)
         one = prepared(128, **nvme(paths[:1]))
@@ -259,7 +259,7 @@ def away() -> None:
 
 
 def folders_in_another_order() -> None:
-    """Ranks of a host that would look for a stripe in different folders are told."""
+    """Ranks of a host that would look for a stripe in different folders raise."""
     with folders(2) as paths:
         mine = paths if dist.get_rank() == 0 else paths[::-1]
         with pytest.raises(zeropp.ConfigError, match="the same folders in the same order"):

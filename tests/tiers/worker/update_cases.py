@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of test_updates.py do: tiers of optimizers other than Adam. A case runs on one rank and on two."""
+"""Cases of test_updates.py on each rank: tiers of optimizers other than Adam. A case runs on one rank and on two."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SGD, Adagrad, Lion = torch.optim.SGD, torch.optim.Adagrad, zeropp.optim.Lion
 
 
 def sgd_groups(model: torch.nn.Module) -> Any:
-    """Of each three parameters one has no momentum, and one Nesterov's."""
+    """Make groups: of each three parameters one has no momentum, and one Nesterov's."""
     every = list(model.parameters())
     more = (
         {"momentum": 0.0},
@@ -158,7 +158,7 @@ def muon_groups(model: torch.nn.Module) -> Any:
 
 
 def refusals() -> None:
-    """What cannot be streamed, and why; what was switched on too late; what a checkpoint has and the file has no room for."""
+    """Refusals: what cannot be streamed, and why; what was enabled too late; what a checkpoint has and the file has no room for."""
     said = {
         "LAMB: its step needs norms of whole tensors": lambda model: zeropp.optim.LAMB(model.parameters()),
         "Muon: its step needs whole matrices": lambda model: zeropp.optim.Muon(muon_groups(model)),

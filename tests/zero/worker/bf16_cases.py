@@ -33,7 +33,7 @@ def _mean_over_ranks(gradient: Tensor) -> Tensor:
 
 
 def _masters(model: nn.Module) -> dict[str, Tensor]:
-    """Whole fp32 masters by name, put together from every rank's slice."""
+    """Whole fp32 masters by name, put together from every rank's shard."""
     engine, found = engine_of(model), {}
     for unit in engine.units:
         whole = unit.master
@@ -133,7 +133,7 @@ def bf16_model() -> None:
 
 
 def master_in_time() -> None:
-    """A bf16 model that nobody updates has no fp32 copy; an optimizer that comes later brings it, and so do fp32 values."""
+    """A bf16 model without an optimizer has no fp32 copy; an optimizer that comes later brings it, and so do fp32 values."""
     for config in STAGES.values():
         model = gpt(dtype=torch.bfloat16)
         zeropp.prepare(model, None, zeropp.Config(**config))

@@ -51,7 +51,7 @@ def buffers(model: nn.Module) -> list[Tensor]:
 def run(
     model: Any, plain: nn.Module, optimizer: Any, no_sync: Callable[[], Any], backward: Callable[[Tensor], None]
 ) -> list[Any]:
-    """What was seen: the losses, and the buffers after each forward."""
+    """Return the losses, and the buffers after each forward."""
     seen: list[Any] = []
 
     def forward(step: int) -> Tensor:

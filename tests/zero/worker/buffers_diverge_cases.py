@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that evaluates while another one is in its backward: both hear of it. It ends the group, so it is alone here."""
+"""A rank evaluates while another one is in its backward: both raise. It ends the group, so it is alone here."""
 
 from __future__ import annotations
 

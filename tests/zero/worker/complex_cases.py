@@ -64,7 +64,7 @@ def pair(optimizer: str, **config: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def loss_of(model: Any, step: int) -> Tensor:
-    """The same on every rank."""
+    """Return a loss that is equal on every rank."""
     draw = torch.Generator().manual_seed(step)
     x, wanted = torch.randn(2, 4, 16, 6, generator=draw)
     return (model(x).float() - wanted).square().mean()
@@ -144,7 +144,7 @@ def conjugated() -> None:
 
 
 def kept() -> None:
-    """Checkpoints, state dicts, files for others, slices from construction, other stages."""
+    """Checkpoints, state dicts, files for others, shards from construction, other stages."""
     model, ours, _, _ = pair("AdamW", **CONFIGS["gathering"])
     steps(model, ours, 0, 2)
     paths = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's own tests ask of FSDP2 (test/distributed/_composable/fsdp), asked of zeropp: equal to DDP for five steps
+"""Requirements of torch's own tests for FSDP2 (test/distributed/_composable/fsdp), tested with zeropp: equal to DDP for five steps
 (parity_cases.py). Each case is named as torch names it; docs/conformance.md is the list."""
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class TwiceInOne(nn.Module):
 
 
 class OtherMethods(nn.Module):
-    """As a vision transformer: features by a method of its own, with a parameter that is in no submodule."""
+    """A model like a vision transformer: features by a method of its own, with a parameter that is in no submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def microbatches(model: nn.Module, step: int) -> Tensor:
 
 
 def compiled(model: nn.Module) -> None:
-    """What gives or takes the outputs and containers that a case is about."""
+    """Compile what returns or takes the outputs and containers of a case."""
     for module in model.blocks if isinstance(model, Containers) else model.children():
         module.compile(backend="aot_eager")
 
@@ -282,7 +282,7 @@ def calls() -> dict[str, int]:
 
 
 def communication_count() -> list[dict[str, int]]:
-    """Of five blocks: a forward without a graph, a forward, its backward."""
+    """Count collectives of five blocks: a forward without a graph, a forward, its backward."""
     model, optimizer = gathering(Stack([Mlp() for _ in range(5)]))
     model(_vector(0)).backward()  # records the order
     optimizer.zero_grad()
@@ -302,7 +302,7 @@ def communication_count() -> list[dict[str, int]]:
 
 
 def training_memory() -> dict[str, Any]:
-    """What is whole inside each block's forward and backward, after forward, after backward; and a gradient's size at the end."""
+    """Return the bytes that are whole inside each block's forward and backward, after forward, after backward; and a gradient's size at the end."""
     model, _ = gathering(Stack([Mlp(64) for _ in range(6)]))
     block = sum(p.numel() * 4 for p in model.blocks[0].parameters())
     seen: list[int] = []
@@ -402,7 +402,7 @@ def norm_modules(dtype: str) -> None:
 
 
 def param_registration() -> None:
-    """The same names, objects and shapes after prepare, forward and backward; every one is a parameter."""
+    """Names, objects and shapes are the same after prepare, forward and backward; every one is a parameter."""
     model = Stack([Mlp() for _ in range(3)])
     before = [(name, id(p), tuple(p.shape)) for name, p in model.named_parameters()]
     model, _ = gathering(model)

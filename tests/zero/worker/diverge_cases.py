@@ -78,7 +78,7 @@ def _follow(plain: nn.Module, model: nn.Module) -> None:
 
 
 def _average(model: nn.Module) -> None:
-    """As DDP with find_unused_parameters: a gradient that any rank has, all have; zeros where there was none."""
+    """Average gradients as DDP with find_unused_parameters: a gradient that any rank has, all have; zeros where there was none."""
     for p in model.parameters():
         has = torch.tensor([float(p.grad is not None)])
         dist.all_reduce(has)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What zeropp.estimate says of a model on meta, beside what zeropp.memory and zeropp.traffic measure of the same
+"""Compare zeropp.estimate of a model on meta with what zeropp.memory and zeropp.traffic measure of the same
 model in training: within 3%."""
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Fine(nn.Module):
-    """Its parameters are float64 and complex128, one of them of no dimension."""
+    """A module whose parameters are float64 and complex128, one of them of no dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def steps(model: Any, ours: Any, first: int, last: int) -> list[float]:
 
 
 def kept() -> None:
-    """Checkpoints at other stages, state dicts, slices from construction, states on disk for a while: every bit."""
+    """Checkpoints at other stages, state dicts, shards from construction, states on disk for a while: every bit."""
     paths = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(paths)
     folder = Path(paths[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel says that ranks hold (the proportional set size of smaps_rollup), beside zeropp.estimate and zeropp.memory.
+"""Compare the kernel's figure of what ranks hold (the proportional set size of smaps_rollup) with zeropp.estimate and zeropp.memory.
 
 Growth is counted from a process that has done one plain forward and backward of a tiny model. The model's own activations are
 four rows. Ranks meet before and after each reading, because what a rank has mapped changes what its peers are charged for.

@@ -32,7 +32,7 @@ def rss_bytes() -> int:
 
 
 def held() -> dict[str, int]:
-    """What a process can leak: open files, mappings, those of them that are shared memory, resident bytes."""
+    """Return what a process can leak: open files, mappings, those of them that are shared memory, resident bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps for later is not a leak
     with open("/proc/self/maps") as lines:  # noqa: PTH123
@@ -232,7 +232,7 @@ def copies(mode: str) -> None:
 
 
 def several(mode: str) -> None:
-    """As in RLHF: a policy that trains, a reference that is frozen, a reward model without optimizer, all in one loss."""
+    """Several models as in RLHF: a policy that trains, a reference that is frozen, a reward model without optimizer, all in one loss."""
     torch.manual_seed(0)
     plain = [Tiny() for _ in range(3)]
     plain[1].requires_grad_(False)

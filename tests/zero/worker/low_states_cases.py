@@ -2,7 +2,7 @@
 """Config(precision=Precision(state="bf16" | "int8")): training with optimizers' states in fewer bits.
 
 The operator on whole parameters is the reference here (tests/ops/test_moments.py holds it to the definition): random bits
-and blocks count from a parameter's first element, so slices must have the operator's bits; of 8 bits where no slice cuts
+and blocks count from a parameter's first element, so shards must have the operator's bits; of 8 bits where no shard cuts
 a block. The gradients it is given are the ones that zeropp shows, which test_parity.py compares with DDP's.
 """
 
@@ -93,7 +93,7 @@ def every_stage_int8() -> None:
 
 
 def bytes_held() -> dict[str, float]:
-    """Of moments, a parameter of this rank's slice."""
+    """Return the bytes of moments a parameter of this rank's shard."""
     found = {}
     for state in ("fp32", "bf16", "int8"):
         model, optimizer = prepared(state, {"stage": 3})
@@ -250,7 +250,7 @@ def _follow(name: str, state: str, stage: str) -> list[float]:
 
 
 def others_every_stage() -> None:
-    """bf16: the operator's bits at every stage. 8 bits: where no slice cuts a block; and the same slices give the same."""
+    """bf16: the operator's bits at every stage. 8 bits: where no shard cuts a block; equal shards give equal bits."""
     for name, (_, _, _, operator) in OTHERS.items():
         for state in ("bf16", "int8"):
             seen: dict[bool, list[float]] = {}

@@ -20,7 +20,7 @@ LATE_S = 25.0
 
 
 class Part(nn.Module):
-    """Layers, and with `spare` one that nobody uses and one that rank 0 alone uses: both wait for the end of the backward, and so
+    """Layers, and with `spare` one that no rank uses and one that rank 0 alone uses: both wait for the end of the backward, and so
     do all others, which are reduced after them."""
 
     def __init__(

@@ -68,7 +68,7 @@ class Recursive(nn.Module):
 
 
 class Loss(nn.Module):
-    """Of whatever gives a tensor."""
+    """A loss of any module that returns a tensor."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Normalised(nn.Module):
 
 
 def with_hooks(model: nn.Module) -> None:
-    """Of every kind, before prepare; deepcopy keeps them."""
+    """Register hooks of every kind before prepare; deepcopy keeps them."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(_times_one)
@@ -174,7 +174,7 @@ def _halved(module: nn.Module, grads: Any, _: Any) -> Any:
 
 
 def hooked_later(model: nn.Module, step: int) -> Tensor:
-    """The same hooks, registered on a model that is prepared; between the second and the third step once more."""
+    """Register the same hooks on a prepared model; between the second and the third step once more."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     if step in (0, 2):
         with_hooks(inner)
@@ -265,7 +265,7 @@ def refusals() -> dict[str, str]:
 
 
 def conversions() -> list[str]:
-    """At stages 0 to 2 parameters are whole, and convert before anybody is asked; the answers of each stage."""
+    """At stages 0 to 2 parameters are whole, and are converted without a check; return the result of each stage."""
     told = []
     for stage in (0, 1, 2):
         torch.manual_seed(0)

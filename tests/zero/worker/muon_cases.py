@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon on slices against torch.optim.Muon and AdamW on whole tensors, at every stage."""
+"""Muon on shards against torch.optim.Muon and AdamW on whole tensors, at every stage."""
 
 from __future__ import annotations
 

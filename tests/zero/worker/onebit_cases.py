@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One-bit optimizers on slices: against their papers' algorithms (tests/reference), stages against each other, bytes,
+"""One-bit optimizers on shards: against their papers' algorithms (tests/reference), stages against each other, bytes,
 resuming, bad input."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def gradients_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def flat(model: nn.Module, values: list[Tensor]) -> Tensor:
-    """As the unit lays them out."""
+    """Return values as the unit lays them out."""
     (unit,) = engine_of(model).units
     out = torch.zeros(unit.elems, dtype=torch.float64)
     for entry, value in zip(unit.params, values, strict=True):
@@ -287,7 +287,7 @@ def local_steps_send_nothing() -> None:
 
 
 def holds_what_is_planned() -> None:
-    """Errors whole and of a slice, messages, moments of a slice; padding of these small units is 10% at most."""
+    """Errors whole and of a shard, messages, moments of a shard; padding of these small units is 10% at most."""
     for stage in (0, 2):
         model = gpt(width=128)
         model, optimizer = zeropp.prepare(

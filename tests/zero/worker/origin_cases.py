@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gradient that is not finite on some of the ranks before the sum: the error names them, not who owns the slice."""
+"""A gradient that is not finite on some of the ranks before the sum: the error names them, not the owner of the shard."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def penalty(model: nn.Module, step: int) -> Tensor:
 
 
 def head_outside(model: nn.Module, step: int) -> Tensor:
-    """As TRL computes log-probabilities: the body's forward, then the head's weight with no forward open."""
+    """A loss as TRL computes log-probabilities: the body's forward, then the head's weight with no forward open."""
     ids = _tokens(step)
     hidden = model.model(input_ids=ids).last_hidden_state
     logits = hidden @ model.lm_head.weight.t()

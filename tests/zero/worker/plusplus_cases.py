@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO++: what is gathered and reduced in 8 and 4 bits, against the operators of zeropp.ops on the same slices, bit for
+"""ZeRO++: gathers and reductions in 8 and 4 bits, against the operators of zeropp.ops on the same shards, bit for
 bit; its bytes; and training beside the exact run."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _prepared(**config: Any) -> tuple[Any, Any, Engine]:
 
 
 def _rounded(flat: Tensor, bits: int) -> Tensor:
-    """Every rank's slice, quantised by itself."""
+    """Return every rank's shard, quantised by itself."""
     shards = flat.chunk(dist.get_world_size())
     return torch.cat(
         [zeropp.ops.quantise(s.contiguous(), bits=bits, block_elems=BLOCK).dequantise(flat.dtype) for s in shards]
@@ -210,7 +210,7 @@ LONG_CASES_S = {f"demo model, {how}": 600.0 for how in DEMO}
 
 
 def demo_model(how: str) -> float:
-    """What `make demo` trains by default, to its end: the validation loss."""
+    """Train what `make demo` trains by default, to its end, and return the validation loss."""
     from gpt import GPT, PRESETS, learning_rate  # of examples/, which `training` finds
     from text import Text
 

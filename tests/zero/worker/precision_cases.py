@@ -184,7 +184,7 @@ def clamped() -> None:
 
 
 def bytes_on_the_wire() -> None:
-    """Of every stage, counted: N - 1 slices in the type that travels; stage 0 reads the other sums in the type they are in."""
+    """Count the bytes of every stage: N - 1 shards in the type that travels; stage 0 reads the other sums in the type they are in."""
     ranks = dist.get_world_size()
     for name in ("reduce fp32", "reduce bf16", "accumulate fp32"):
         precision, _, stays, travels = PRECISIONS[name]
@@ -276,7 +276,7 @@ def _bf16_adam(state: str, **config: Any) -> tuple[nn.Module, Any]:
 
 
 def _operator_step(values: dict[str, Tensor], grads: dict[str, Tensor], moments: dict[str, Any], step: int) -> None:
-    """What fp32 AdamW makes of bf16 parameters, rounded stochastically with bits of (parameter, step, place)."""
+    """Return what fp32 AdamW makes of bf16 parameters, rounded stochastically with bits of (parameter, step, place)."""
     fine = [value.float().reshape(-1) for value in values.values()]
     scales = [one for which in (0, 1) for key in values for one in moments["scales"][key][which : which + 1]]
     zeropp.ops.adam_step_(

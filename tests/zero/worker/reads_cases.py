@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a released parameter answers: metadata yes, values never by accident; and what p.grad says when."""
+"""A released parameter gives metadata, and never values by accident; the cases also check p.grad."""
 
 from __future__ import annotations
 
