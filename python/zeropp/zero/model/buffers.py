@@ -23,7 +23,7 @@ Place = tuple[dict[str, torch.Tensor | None], str]
 
 
 class Buffers:
-    """Where the buffers of a model are. Called before a forward; holds modules' dicts of buffers, not the modules."""
+    """Places of the buffers of a model. Called before a forward; holds modules' dicts of buffers, not the modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self.places: list[Place] = []

@@ -89,7 +89,7 @@ _all_gather = (
 
 @dataclass
 class _Record:
-    """What is known of one parameter, kept in its ``_zeropp_built``, where it lives and dies with it."""
+    """The record of one parameter, kept in its ``_zeropp_built``, so that both live equally long."""
 
     name: str
     owner: weakref.ref[nn.Module] | None = None
@@ -188,7 +188,7 @@ def _read_together(parameter: ShardedParameter) -> torch.Tensor:
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Was this parameter built inside ``sharded_init`` and not yet taken over by ``prepare``?"""
+    """True if this parameter was built inside ``sharded_init`` and not yet taken over by ``prepare``."""
     return type(parameter) is ShardedParameter
 
 
@@ -265,7 +265,7 @@ def construction(
 
 
 class _SliceFolders:
-    """Where shards wait: each in a file of its own, so that none is striped, and the folders have about equal shares."""
+    """Files of shards before ``prepare``: each shard in its own file, so that none is striped, and the folders have about equal shares."""
 
     def __init__(self, path: Folders) -> None:
         chosen = folders("sharded_init.path", path)
@@ -488,7 +488,7 @@ def _apart(elems: int, dtype: torch.dtype, device: torch.device, waiting: _Slice
 
 
 def _is_alone(parameter: torch.Tensor) -> bool:
-    """Does nobody else hold these values? A view such as ``p.data`` may still be written to."""
+    """True if no other tensor shares these values. A view such as ``p.data`` may still be written to."""
     storage = parameter.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) <= 2  # the parameter's own, and `storage` here
 
@@ -567,7 +567,7 @@ def _sharded_among(value: Any) -> list[ShardedParameter]:
 
 
 def _overwrites(func: Any, args: Any, kwargs: Any, parameter: nn.Parameter) -> bool:
-    """Is all of `parameter` written, and nothing of it read?"""
+    """True if all of `parameter` is written, and nothing of it read."""
     if func not in _OVERWRITES:
         return False
     target = args[0] if args else kwargs.get("tensor")

@@ -29,7 +29,7 @@ _HF_DONE = "_is_hf_initialized"  # transformers leaves alone what has it, and se
 
 
 def check_draws(model: nn.Module) -> None:
-    """Can everything on meta get values?
+    """Check that everything on meta can get values.
 
     Raises:
         zeropp.ConfigError: a module has no way to draw its own; named.
@@ -77,7 +77,7 @@ def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _draws_of(model: nn.Module, path: str) -> list[Draw]:
-    """What gives a module its values, to be called in this order."""
+    """Return the functions that give a module its values, in the order of their calls."""
     module = model.get_submodule(path)
     draws: list[Draw] = [getattr(module, name) for name in _DRAWS if callable(getattr(module, name, None))][:1]
     while True:

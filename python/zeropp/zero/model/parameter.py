@@ -51,7 +51,7 @@ _CONVERSIONS = {_T.to, _T.float, _T.double, _T.half, _T.bfloat16, _T.cpu}
 
 @dataclass(frozen=True)
 class Ref:
-    """What a parameter knows of its engine: kept in its ``_zeropp`` attribute."""
+    """The reference from a parameter to its engine, kept in its ``_zeropp`` attribute."""
 
     engine: Engine
     unit: Unit

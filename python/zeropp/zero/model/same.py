@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do all ranks prepare the same thing? Asked before anything is allocated: ranks that disagree would meet in different collectives.
+"""Check that all ranks prepare the same thing, before anything is allocated: ranks that disagree would call different collectives.
 
 The configuration costs one all-gather of 16 bytes a rank, the model one of 8 bytes a parameter.
 """
@@ -77,7 +77,7 @@ def _facts(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """The same on every rank for the same value: a class by its name, a set of classes in order."""
+    """Return a text that is equal on every rank for equal values: a class by its name, a set of classes in order."""
     if isinstance(value, (tuple, list)):
         return ", ".join(sorted(map(_text, value))) or "nothing"
     return value.__name__ if isinstance(value, type) else repr(value)
@@ -103,7 +103,7 @@ def check_same_model(comm: Any, plans: list[UnitPlan]) -> None:
 
 
 def check_same_lines(comm: Any, lines: list[bytes], what: str) -> None:
-    """The same for anything that a model has a line of text for; ``what`` a line is about."""
+    """Check that lines of text are equal on all ranks; ``what`` names the object of a line."""
     digests = [hashlib.sha256(line).digest()[:8] for line in lines]
     counts = [int.from_bytes(b, "little") for b in gather_bytes(comm, len(lines).to_bytes(8, "little"))]
     most = max(counts)

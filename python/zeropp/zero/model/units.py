@@ -144,7 +144,7 @@ def _homes(model: nn.Module, units: object) -> dict[nn.Module, tuple[nn.Module, 
 
 
 def ignored_parameters(model: nn.Module, names: Iterable[str]) -> dict[nn.Parameter, str]:
-    """Those that ``Config(ignored=names)`` means, each with its name.
+    """Return the parameters that ``Config(ignored=names)`` names, each with its name.
 
     Raises:
         zeropp.ConfigError: a name that no parameter has.

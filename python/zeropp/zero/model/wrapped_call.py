@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in a model's ``_compiled_call_impl`` around what stood there: the trigger of its units."""
+"""Wrap a model's ``_compiled_call_impl``, which is the trigger of its units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WrappedCall:
 
     @property
     def call(self) -> Any:
-        """What the trigger calls."""
+        """Return what the trigger calls."""
         return self.inner.call
 
     @call.setter

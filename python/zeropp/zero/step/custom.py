@@ -81,7 +81,7 @@ def over_pieces(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> opt
 
 
 def piece_of(engine: Engine, entry: Entry, flat: torch.Tensor) -> torch.Tensor:
-    """What an unknown optimizer sees of a parameter."""
+    """Return the piece of a parameter that an unknown optimizer sees."""
     return entry.of(flat) if engine.stage == 0 else flat
 
 

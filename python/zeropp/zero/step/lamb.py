@@ -102,7 +102,7 @@ class Lamb(OneBit):
         return ratios
 
     def _ratios(self, sums: list[list[float]]) -> dict[int, float]:
-        """Of all tensors that are stepped, also those of which this rank has no piece."""
+        """Return the ratios of all stepped tensors, also of those of which this rank has no piece."""
         ratios: dict[int, float] = {}
         for slot in self.slots:
             for param, there in enumerate(slot.present):
@@ -155,7 +155,7 @@ class Lamb(OneBit):
         return step
 
     def _low_directions(self, slot: Slot, steps: list[int], scale: float, table: Tensor) -> list[Update]:
-        """The same with moments in fewer bits, whose scratch memory the next unit takes: updates are kept until then."""
+        """Compute updates from moments in fewer bits. The next unit reuses their scratch memory, so updates are kept until then."""
         beta1, beta2 = self.betas()
         gradient = self.reduced(slot, scale)
         moments = [self._moment(slot, name) for name in _MOMENTS]
@@ -208,7 +208,7 @@ class OneBitLamb(Lamb):
         return int(self.progress["step"]) >= int(self._groups[0]["freeze_step"])
 
     def numbers(self, slot: Slot, param: int) -> dict[str, float]:
-        """Of one tensor: ``ratio`` (moving average, ``seen`` times), ``coefficient`` of its momentum, last ``factor``."""
+        """Return the numbers of one tensor: ``ratio`` (moving average, ``seen`` times), ``coefficient`` of its momentum, last ``factor``."""
         name = slot.unit.params[param].names[0]
         found: dict[str, float] = self.progress["tensors"].setdefault(
             name, {"ratio": 0.0, "seen": 0, "coefficient": 1.0, "factor": 1.0}

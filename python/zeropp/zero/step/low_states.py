@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def elem_bytes(kind: str) -> float:
-    """Of one moment of one parameter, with its share of a scale."""
+    """Return the bytes of one moment of one element, with its share of a scale."""
     return {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}[kind]
 
 

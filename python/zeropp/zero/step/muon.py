@@ -50,7 +50,7 @@ class Muon(OneBit):
             )
 
     def orthogonal(self, slot: Slot, param: int) -> bool:
-        """Is this one Muon's, not AdamW's?"""
+        """True if Muon steps this parameter, not AdamW."""
         return slot.unit.groups[param] >= 0 and bool(self.group(slot, param).get("use_muon", True))
 
     def update(self, optimizer: Any, scale: float) -> None:

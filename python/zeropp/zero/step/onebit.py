@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the one-bit optimizers share on slices (docs/design/0013): local gradients, the momentum at one bit, and the
+"""Shared parts of the one-bit optimizers on shards (docs/design/0013): local gradients, the momentum at one bit, and the
 state that belongs to one rank alone.
 
 The arithmetic of each paper stands in onebit_adam.py and lamb.py.
@@ -87,7 +87,7 @@ class Slot:
         return values[piece.begin - self.unit.begin_elems : piece.end - self.unit.begin_elems]
 
     def outs(self, pieces: list[Piece]) -> list[Tensor]:
-        """Where the parameters of these pieces go in their own kind; empty where they are the master."""
+        """Return where the parameters of these pieces go in their own dtype; empty where they are the master."""
         return [] if self.unit.master is None else [self.own(self.unit.shard, piece) for piece in pieces]
 
     def spans(self, values: Tensor) -> list[Tensor]:
@@ -155,7 +155,7 @@ class Slot:
         self.extra.clear()
 
     def compresses(self) -> bool:
-        """Is something owed?"""
+        """True if there are compression errors."""
         return self._reducer is not None
 
     def held_bytes(self) -> int:
@@ -193,7 +193,7 @@ class OneBit:
         """Raises zeropp.ConfigError for a new parameter group that the optimizer cannot step."""
 
     def wants_local(self) -> bool:
-        """Does the next step need local gradients?"""
+        """True if the next step needs local gradients."""
         raise NotImplementedError
 
     def update(self, optimizer: Any, scale: float) -> None:
@@ -220,7 +220,7 @@ class OneBit:
         self.engine.core.hold = self.engine.ranks > 1 and self.wants_local()
 
     def has_gradients(self) -> bool:
-        """Collective, of local gradients: has any rank any?"""
+        """True if any rank has local gradients. Collective."""
         self.engine.measure()
         return any(any(slot.present) for slot in self.slots)
 
@@ -269,7 +269,7 @@ class OneBit:
         return self._scratch[name][: unit.elems]
 
     def betas(self) -> tuple[float, float]:
-        """Of all groups: one momentum is made for a whole unit."""
+        """Return the betas, which have to be equal in all groups, because one momentum is made for a whole unit."""
         first = tuple(self._groups[0]["betas"])
         for index, group in enumerate(self._groups):
             if tuple(group["betas"]) != first:
@@ -349,7 +349,7 @@ class OneBit:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def private(self) -> dict[str, Tensor]:
-        """What this rank alone has. Empty in the warm-up."""
+        """Return the tensors of this rank alone. Empty in the warm-up."""
         found: dict[str, Tensor] = {}
         for slot in self.slots:
             own = dict(slot.extra)
@@ -377,7 +377,7 @@ class OneBit:
         return sum(slot.held_bytes() for slot in self.slots)
 
     def planned_bytes(self) -> float:
-        """The same once something is compressed, by the formula: errors 4 + 4/N, three messages of 1/8 and a scale."""
+        """Return the bytes once something is compressed, by the formula: errors 4 + 4/N, three messages of 1/8 and a scale."""
         ranks = self.engine.ranks
         numel = sum(e.numel for slot in self.slots if slot.compresses() for e in slot.unit.params)
         return numel * (4 + 4 / ranks + 3 * (1 / 8 + 4 / CHUNK_ELEMS))
@@ -388,7 +388,7 @@ class OneBit:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _note_present(self) -> None:
-        """Of reduced gradients, and of one rank's: the engine knows."""
+        """Record which parameters have gradients: the rank's own with one rank, else the reduced ones."""
         for slot in self.slots:
             if self.engine.ranks == 1:
                 slot.present = [one is not None for one in slot.gradients()]

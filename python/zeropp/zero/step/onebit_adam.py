@@ -14,7 +14,7 @@ from zeropp.zero.step.onebit import OneBit, Slot
 
 
 class Adam(OneBit):
-    """What both share: Adam's step with a momentum and a variance that are there."""
+    """The base of both: Adam's step with a given momentum and variance."""
 
     def variance_steps(self) -> int:
         """How often the variance was updated."""
@@ -105,7 +105,7 @@ class ZeroOneAdam(Adam):
         return int(self.progress["step"]) >= self.option("var_freeze_step")
 
     def learns_variance(self) -> bool:
-        """Of the next step."""
+        """True if the next step learns the variance."""
         return not self.frozen() and (self.progress["step"] + 1) % self.progress["variance_interval"] == 0
 
     def wants_local(self) -> bool:

@@ -38,7 +38,7 @@ class Update:
     rates: Callable[[Group], Rates]
 
     def names(self, bits: int) -> tuple[str, ...]:
-        """Of some moments: three names, empty for those that are not among them."""
+        """Return three names of moments, empty for those that the update lacks."""
         return tuple(name if bits >> k & 1 else "" for k, name in enumerate(self.states))
 
 
