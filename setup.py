@@ -2,8 +2,8 @@
 """Builds zeropp: every csrc/**/*.c becomes one extension, ``zeropp._C``.
 
 One rule, no list: a file's suffix decides its flags (``*_avx2.c``, ``*_avx512.c``, ``*_pclmul.c``), everything else is
-common. torch is not imported and not needed: what the extension uses of libtorch it looks up when it is imported. Python
-is used through its limited API, so one wheel (cp310-abi3) serves every Python >= 3.10.
+common. ``*_isa.c`` is compiled once for each instruction set (csrc/ops/isa.h). torch is not imported and not needed: what
+the extension uses of libtorch it looks up when it is imported. Python is used through its limited API, so one wheel (cp310-abi3) serves every Python >= 3.10.
 
 Found and used when present, left out when absent: nvcc (``*_cuda.cu`` become fat binaries inside the extension) and
 liburing (linked statically). Variables: ``CC``, ``CFLAGS``, ``LDFLAGS`` as usual; ``NVCC`` (empty: none);
@@ -41,6 +41,12 @@ RELEASE = "-O3 -DNDEBUG".split()
 AVX2 = "-mavx2 -mfma -mf16c".split()
 AVX512 = AVX2 + "-mavx512f -mavx512bw -mavx512vl -mavx512dq".split()
 SUFFIX_FLAGS = {"_avx2.c": AVX2, "_avx512.c": AVX512, "_pclmul.c": ["-mpclmul"]}
+ISA_SUFFIX = "_isa.c"
+ISA_FLAGS = {
+    "scalar": ["-DZPP_ISA=scalar", "-DZPP_LANES=1"],
+    "avx2": [*AVX2, "-DZPP_ISA=avx2", "-DZPP_LANES=16"],
+    "avx512": [*AVX512, "-DZPP_ISA=avx512", "-DZPP_LANES=16"],
+}
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 GPU_CODE = (75, 80, 90, 100, 120)  # machine code for these, and PTX of the last for what comes after
@@ -68,8 +74,11 @@ def c_sources() -> list[Path]:
     return found if IS_X86 else [path for path in found if not path.name.endswith(tuple(SUFFIX_FLAGS))]
 
 
-def suffix_flags(path: Path) -> list[str]:
-    return next((flags for suffix, flags in SUFFIX_FLAGS.items() if path.name.endswith(suffix)), [])
+def variants(path: Path) -> dict[str, list[str]]:
+    """Return the flags of each object that a C file is compiled to, by the name of its instruction set, "" for one."""
+    if path.name.endswith(ISA_SUFFIX):
+        return {isa: flags for isa, flags in ISA_FLAGS.items() if IS_X86 or isa == "scalar"}
+    return {"": next((flags for suffix, flags in SUFFIX_FLAGS.items() if path.name.endswith(suffix)), [])}
 
 
 def run(command: list[str]) -> str:
@@ -173,14 +182,20 @@ class Builder:
             target.with_suffix(".cmd").write_text(stamp)
         return target
 
-    def c_object(self, source: Path) -> Path:
+    def c_objects(self, source: Path) -> list[Path]:
+        return [self.c_object(source, variant) for variant in variants(source)]
+
+    def c_object(self, source: Path, variant: str = "") -> Path:
         relative = source.relative_to(ROOT)
         target = self.folder / relative.with_suffix(".o")
-        flags = [*COMMON, *self.mode, *suffix_flags(source), *WARNINGS, *self.werror, *self.uring_cflags]
+        if variant:
+            target = target.with_stem(f"{target.stem}_{variant}")
+        flags = [*COMMON, *self.mode, *variants(source)[variant], *WARNINGS, *self.werror, *self.uring_cflags]
         if relative.parts[:2] == ("csrc", "bind"):  # the only folder that sees Python
             flags += [f"-DPy_LIMITED_API={LIMITED_API}", *self.python]
         outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(relative), "-o", str(target)]
-        return self.make(target, [*self.cc, *flags, *self.extra, *outputs], str(relative))
+        name = f"{relative} ({variant})" if variant else str(relative)
+        return self.make(target, [*self.cc, *flags, *self.extra, *outputs], name)
 
     def fatbin(self, nvcc: str, arch: list[str], source: Path) -> Path:
         relative = source.relative_to(ROOT)
@@ -225,8 +240,8 @@ class Builder:
     def objects(self) -> list[Path]:
         with ThreadPoolExecutor(max_workers=jobs()) as workers:
             cuda = workers.submit(self.cuda_objects)
-            compiled = list(workers.map(self.c_object, c_sources()))
-            return compiled + cuda.result()
+            compiled = list(workers.map(self.c_objects, c_sources()))
+            return [made for objects in compiled for made in objects] + cuda.result()
 
     def link(self, objects: list[Path], target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -88,12 +88,18 @@ def layers(path: Path) -> list[str]:
     return faults
 
 
-def flags_for(path: Path) -> list[str]:
-    flags = [*build.COMMON, *build.suffix_flags(path), *build.WARNINGS, "-Werror"]
+def flags_for(path: Path, isa_flags: list[str]) -> list[str]:
+    flags = [*build.COMMON, *isa_flags, *build.WARNINGS, "-Werror"]
     uring, _ = build.liburing()
     if area_of(path) in KNOWS_PYTHON:
         flags += [f"-DPy_LIMITED_API={build.LIMITED_API}", f"-I{sysconfig.get_paths()['include']}"]
     return [*flags, *uring]
+
+
+def output_of_each(path: Path, before: list[str], after: list[str]) -> list[str]:
+    """Return what a compiler says about a file, once for each instruction set that the file is compiled for."""
+    commands = [[*before, *flags_for(path, flags), *after, str(path)] for flags in build.variants(path).values()]
+    return [fault for command in commands for fault in output_of(command)]
 
 
 def output_of(command: list[str]) -> list[str]:
@@ -106,14 +112,14 @@ COMPILERS = {"gcc": ["-O1", "-c", "-o", "/dev/null"], "clang": ["-fsyntax-only"]
 
 
 def compiler_check(compiler: str) -> Callable[[Path], list[str]]:
-    return lambda path: output_of([compiler, *flags_for(path), *COMPILERS[compiler], str(path)])
+    return lambda path: output_of_each(path, [compiler], COMPILERS[compiler])
 
 
 def analyzer_check(path: Path) -> list[str]:
     quiet = ["--analyze", "--analyzer-output", "text", "-Xclang", "-analyzer-werror"]
     # Who owns a counted object or a list's node is beyond this checker; AddressSanitizer sees what is really freed.
     without = ["-Xclang", "-analyzer-disable-checker=unix.Malloc"]
-    return output_of(["clang", *flags_for(path), *quiet, *without, "-o", "/dev/null", str(path)])
+    return output_of_each(path, ["clang"], [*quiet, *without, "-o", "/dev/null"])
 
 
 def main() -> int:

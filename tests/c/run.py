@@ -77,7 +77,8 @@ class Flavor:
 
     def compile_product(self) -> None:
         with ThreadPoolExecutor(max_workers=build.jobs()) as workers:
-            objects = list(workers.map(self.builder.c_object, product_sources()))
+            compiled = list(workers.map(self.builder.c_objects, product_sources()))
+            objects = [made for several in compiled for made in several]
             list(workers.map(self._library, sorted((ROOT / "tests" / "c").glob("lib_*.c"))))
         # An archive, so that a program links only the layers below what it tests.
         newest = max(path.stat().st_mtime_ns for path in objects)

@@ -27,7 +27,7 @@ def test_every_object_has_a_record_of_its_own(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(builder, "make", make)
     for source in setup.c_sources():
-        builder.c_object(source)
+        builder.c_objects(source)
     for source in sorted(setup.CSRC.rglob("*_cuda.cu")):
         builder.fatbin("nvcc", ["-gencode=one"], source)
     assert records and len(set(records)) == len(records)

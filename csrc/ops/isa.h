@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * One source text for several instruction sets. A file X_isa.c is compiled once for each of scalar, avx2 and avx512
+ * (setup.py), with ZPP_ISA the name and ZPP_LANES 1 or 16; its flags are those of base/cpu.h's level of that name. Such
+ * a file defines one constant table of functions:
+ *
+ *     const struct zpp_thing_kernels ZPP_ISA_NAME(zpp_thing) = { ... };
+ *
+ * The op's header declares the tables with ZPP_ISA_DECLARE, and its driver chooses one with ZPP_ISA_AT.
+ */
+#ifndef ZPP_OPS_ISA_H
+#define ZPP_OPS_ISA_H
+
+#include "../base/cpu.h"
+
+#ifndef ZPP_ISA /* a file that is compiled once */
+#define ZPP_ISA scalar
+#define ZPP_LANES 1
+#endif
+
+#define ZPP_ISA_PASTE_(name, isa) name##_##isa
+#define ZPP_ISA_PASTE(name, isa) ZPP_ISA_PASTE_(name, isa)
+#define ZPP_ISA_NAME(name) ZPP_ISA_PASTE(name, ZPP_ISA)
+
+#define ZPP_ISA_DECLARE(type, name) extern const type name##_scalar, name##_avx2, name##_avx512
+
+/* The table of a level that this build has; the caller has compared the level with zpp_cpu_detected(). */
+#if ZPP_CPU_X86
+#define ZPP_ISA_AT(level, name) \
+    ((level) == ZPP_CPU_AVX512 ? &name##_avx512 : (level) == ZPP_CPU_AVX2 ? &name##_avx2 : &name##_scalar)
+#else
+#define ZPP_ISA_AT(level, name) ((void)(level), &name##_scalar)
+#endif
+
+#endif
