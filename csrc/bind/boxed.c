@@ -10,9 +10,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-void zpp_boxed_begin(struct zpp_boxed *args, const char *op, StableIValue *stack, uint64_t inputs) {
+void zpp_boxed_begin(struct zpp_boxed *args, enum zpp_op op, StableIValue *stack, uint64_t inputs) {
     memset(args, 0, sizeof *args);
-    args->op = op;
+    args->schema = zpp_schema_of(op);
     args->place = zpp_boxed_cpu();
     args->stack = stack;
     args->inputs = inputs;
@@ -22,36 +22,46 @@ bool zpp_boxed_ok(const struct zpp_boxed *args) { return args->err.status == ZPP
 
 bool zpp_boxed_fail(struct zpp_boxed *args, const char *format, ...) {
     if (!zpp_boxed_ok(args)) return false; /* the first cause stays */
-    char sentence[ZPP_ERR_TEXT_BYTES];
+    char message[ZPP_ERR_TEXT_BYTES];
     va_list values;
     va_start(values, format);
-    vsnprintf(sentence, sizeof sentence, format, values);
+    vsnprintf(message, sizeof message, format, values);
     va_end(values);
-    zpp_fail(&args->err, ZPP_INVALID, "%s: %s", args->op, sentence);
+    zpp_fail(&args->err, ZPP_INVALID, "%s: %s", args->schema->op, message);
     return false;
 }
 
 /* --- reading ------------------------------------------------------------------------------------------------------ */
-static StableIValue next(struct zpp_boxed *args) {
-    assert(args->next < args->inputs); /* the schema says how many there are */
+/* The argument that next() gives. */
+static const struct zpp_argument *argument(const struct zpp_boxed *args) {
+    return &args->schema->arguments[args->next];
+}
+
+static StableIValue next(struct zpp_boxed *args, enum zpp_argument_type type) {
+    assert(args->next < args->inputs && args->next < args->schema->count);
+    assert(argument(args)->type == type);
+    (void)type;
     return args->stack[args->next++];
 }
 
-static void look(struct zpp_boxed *args, const char *name, size_t index, AtenTensorHandle tensor, bool write,
+static void look(struct zpp_boxed *args, const struct zpp_argument *of, size_t index, AtenTensorHandle tensor,
                  struct zpp_tensor *out) {
     struct zpp_err err = ZPP_ERR_INIT;
-    if (zpp_torch_look(tensor, write, out, &err) != ZPP_OK) {
-        zpp_boxed_fail(args, "%s[%zu]: %s", name, index, err.text);
+    if (zpp_torch_look(tensor, of->write, out, &err) != ZPP_OK) {
+        zpp_boxed_fail(args, "%s[%zu]: %s", of->name, index, err.text);
     }
 }
 
-const struct zpp_tensors *zpp_boxed_tensors(struct zpp_boxed *args, const char *name, bool write) {
+const struct zpp_tensors *zpp_boxed_tensors(struct zpp_boxed *args) {
     assert(args->lists_count < ZPP_BOXED_LISTS);
+    const struct zpp_argument *const of = argument(args);
+    const char *const name = of->name;
     const size_t slot = args->lists_count++;
     struct zpp_tensors *list = &args->lists[slot];
-    StableListHandle handle = (StableListHandle)(uintptr_t)next(args);
+    StableListHandle handle = (StableListHandle)(uintptr_t)next(args, ZPP_ARGUMENT_TENSORS);
     args->list_handles[slot] = handle;
     list->name = name;
+    list->write = of->write;
     size_t count = 0;
     zpp_torch.torch_list_size(handle, &count);
     list->at = calloc(count ? count : 1, sizeof *list->at);
@@ -67,23 +77,25 @@ const struct zpp_tensors *zpp_boxed_tensors(struct zpp_boxed *args, const char *
             continue;
         }
         AtenTensorHandle tensor = (AtenTensorHandle)(uintptr_t)item;
-        look(args, name, i, tensor, write, &list->at[i]);
+        look(args, of, i, tensor, &list->at[i]);
         zpp_torch.aoti_torch_delete_tensor_object(tensor); /* the list still has the tensor */
     }
     return list;
 }
 
-const struct zpp_tensor *zpp_boxed_tensor(struct zpp_boxed *args, const char *name, bool write) {
+const struct zpp_tensor *zpp_boxed_tensor(struct zpp_boxed *args) {
     assert(args->handles_count < ZPP_BOXED_HANDLES);
+    const struct zpp_argument *const of = argument(args);
     const size_t slot = args->handles_count++;
-    args->handles[slot] = (AtenTensorHandle)(uintptr_t)next(args);
-    look(args, name, 0, args->handles[slot], write, &args->looks[slot]);
+    args->handles[slot] = (AtenTensorHandle)(uintptr_t)next(args, ZPP_ARGUMENT_TENSOR);
+    look(args, of, 0, args->handles[slot], &args->looks[slot]);
     return &args->looks[slot];
 }
 
 /* The raw values of a list of numbers: new memory, `*count` of them; 0 with a sentence noted if there is none. */
-static StableIValue *read_numbers(struct zpp_boxed *args, const char *name, size_t *count) {
-    StableListHandle handle = (StableListHandle)(uintptr_t)next(args);
+static StableIValue *read_numbers(struct zpp_boxed *args, enum zpp_argument_type type, size_t *count) {
+    const char *const name = argument(args)->name;
+    StableListHandle handle = (StableListHandle)(uintptr_t)next(args, type);
     size_t wanted = 0;
     zpp_torch.torch_list_size(handle, &wanted);
     StableIValue *values = calloc(wanted ? wanted : 1, sizeof *values);
@@ -98,11 +110,11 @@ static StableIValue *read_numbers(struct zpp_boxed *args, const char *name, size
     return values;
 }
 
-const struct zpp_ints *zpp_boxed_ints(struct zpp_boxed *args, const char *name) {
+const struct zpp_ints *zpp_boxed_ints(struct zpp_boxed *args) {
     assert(!args->ints.at);
     struct zpp_ints *ints = &args->ints;
-    ints->name = name;
-    StableIValue *values = read_numbers(args, name, &ints->count);
+    ints->name = argument(args)->name;
+    StableIValue *values = read_numbers(args, ZPP_ARGUMENT_INTS, &ints->count);
     ints->at = (int64_t *)(void *)values; /* 64 bits, signed or not */
     return ints;
 }
@@ -113,14 +125,14 @@ static double double_of(StableIValue bits) {
     return value;
 }
 
-const struct zpp_floats *zpp_boxed_floats(struct zpp_boxed *args, const char *name) {
+const struct zpp_floats *zpp_boxed_floats(struct zpp_boxed *args) {
     assert(args->floats_count < ZPP_BOXED_FLOATS);
     struct zpp_floats *floats = &args->floats[args->floats_count++];
-    floats->name = name;
-    StableIValue *values = read_numbers(args, name, &floats->count);
+    floats->name = argument(args)->name;
+    StableIValue *values = read_numbers(args, ZPP_ARGUMENT_FLOATS, &floats->count);
     floats->at = calloc(floats->count ? floats->count : 1, sizeof *floats->at);
     if (!floats->at) {
-        zpp_boxed_fail(args, "no memory for %zu numbers of %s", floats->count, name);
+        zpp_boxed_fail(args, "no memory for %zu numbers of %s", floats->count, floats->name);
         floats->count = 0;
     }
     for (size_t i = 0; i < floats->count; ++i) floats->at[i] = double_of(values[i]);
@@ -128,11 +140,11 @@ const struct zpp_floats *zpp_boxed_floats(struct zpp_boxed *args, const char *na
     return floats;
 }
 
-double zpp_boxed_float(struct zpp_boxed *args) { return double_of(next(args)); }
+double zpp_boxed_float(struct zpp_boxed *args) { return double_of(next(args, ZPP_ARGUMENT_FLOAT)); }
 
-int64_t zpp_boxed_int(struct zpp_boxed *args) { return (int64_t)next(args); }
+int64_t zpp_boxed_int(struct zpp_boxed *args) { return (int64_t)next(args, ZPP_ARGUMENT_INT); }
 
-bool zpp_boxed_bool(struct zpp_boxed *args) { return (next(args) & 0xff) != 0; }
+bool zpp_boxed_bool(struct zpp_boxed *args) { return (next(args, ZPP_ARGUMENT_BOOL) & 0xff) != 0; }
 
 /* --- checks ------------------------------------------------------------------------------------------------------- */
 static const char *kind_name(const struct zpp_tensor *tensor, char text[32]) {
@@ -340,5 +352,5 @@ void zpp_boxed_end(struct zpp_boxed *args) {
     }
     free(args->ints.at);
     for (size_t k = 0; k < args->floats_count; ++k) free(args->floats[k].at);
-    if (!zpp_boxed_ok(args)) zpp_torch.aoti_torch_check(false, args->op, "zeropp", 0, args->err.text);
+    if (!zpp_boxed_ok(args)) zpp_torch.aoti_torch_check(false, args->schema->op, "zeropp", 0, args->err.text);
 }

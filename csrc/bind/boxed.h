@@ -5,12 +5,14 @@
  *
  *     void entry(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
  *         struct zpp_boxed args;
- *         zpp_boxed_begin(&args, "zeropp::thing", stack, inputs);
- *         const struct zpp_tensors *xs = zpp_boxed_tensors(&args, "xs", true);
+ *         zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_thing, stack, inputs);
+ *         const struct zpp_tensors *xs = zpp_boxed_tensors(&args);
  *         ...every argument, in the order of the schema...
  *         if (zpp_boxed_ok(&args)) work(...);
  *         zpp_boxed_end(&args);           // last statement: frees what the arguments own, then raises if failed
  *     }
+ *
+ * The schema (schema.h) gives each argument's name, for messages, its type, and whether the op writes to it.
  *
  * Arguments own memory, so an entry may not return before all were read: a read that fails only notes its sentence
  * (the first one stays), and gives something empty. Raising unwinds through C frames, hence -fexceptions, and hence the
@@ -19,6 +21,7 @@
 #ifndef ZPP_BIND_BOXED_H
 #define ZPP_BIND_BOXED_H
 
+#include "schema.h"
 #include "shim.h"
 
 enum { ZPP_BOXED_LISTS = 8, ZPP_BOXED_FLOATS = 3, ZPP_BOXED_HANDLES = 10, ZPP_BOXED_TEXT_BYTES = 160 };
@@ -28,6 +31,7 @@ struct zpp_tensors {
     const char *name; /* of the argument, for messages */
     size_t count;
     struct zpp_tensor *at;
+    bool write; /* the op writes to them */
 };
 struct zpp_ints {
     const char *name;
@@ -46,7 +50,7 @@ struct zpp_place {
 };
 
 struct zpp_boxed {
-    const char *op;
+    const struct zpp_schema *schema;
     struct zpp_place place; /* of this call's tensors, for op_checks.h and new ones: the cpu, or what an entry sets */
     StableIValue *stack;
     uint64_t inputs, next;
@@ -62,12 +66,12 @@ struct zpp_boxed {
     size_t handles_count;
 };
 
-void zpp_boxed_begin(struct zpp_boxed *args, const char *op, StableIValue *stack, uint64_t inputs);
-/* `write`: the op writes to them. */
-const struct zpp_tensors *zpp_boxed_tensors(struct zpp_boxed *args, const char *name, bool write);
-const struct zpp_tensor *zpp_boxed_tensor(struct zpp_boxed *args, const char *name, bool write);
-const struct zpp_ints *zpp_boxed_ints(struct zpp_boxed *args, const char *name); /* one a call */
-const struct zpp_floats *zpp_boxed_floats(struct zpp_boxed *args, const char *name);
+void zpp_boxed_begin(struct zpp_boxed *args, enum zpp_op op, StableIValue *stack, uint64_t inputs);
+/* The next argument, which is of this type. */
+const struct zpp_tensors *zpp_boxed_tensors(struct zpp_boxed *args);
+const struct zpp_tensor *zpp_boxed_tensor(struct zpp_boxed *args);
+const struct zpp_ints *zpp_boxed_ints(struct zpp_boxed *args); /* one a call */
+const struct zpp_floats *zpp_boxed_floats(struct zpp_boxed *args);
 double zpp_boxed_float(struct zpp_boxed *args);
 int64_t zpp_boxed_int(struct zpp_boxed *args);
 bool zpp_boxed_bool(struct zpp_boxed *args);

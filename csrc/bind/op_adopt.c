@@ -8,8 +8,8 @@
 void zpp_op_adopt(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
     (void)outputs;
     struct zpp_boxed args;
-    zpp_boxed_begin(&args, "zeropp::_adopt", stack, inputs);
-    zpp_boxed_tensor(&args, "tensor", false);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_adopt, stack, inputs);
+    zpp_boxed_tensor(&args);
     const int64_t slot = zpp_boxed_int(&args);
     if (zpp_boxed_ok(&args)) {
         if (zpp_torch_fill_slot(slot, args.handles[0])) args.handles[0] = NULL; /* the slot owns it now */

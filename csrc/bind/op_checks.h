@@ -63,7 +63,7 @@ static inline double zpp_op_float_of(const struct zpp_floats *floats, size_t i) 
 
 /* A single tensor as a list of one, for zpp_boxed_check_apart. Borrows both. */
 static inline struct zpp_tensors zpp_op_one(const char *name, const struct zpp_tensor *tensor) {
-    return (struct zpp_tensors){ name, 1, (struct zpp_tensor *)(uintptr_t)tensor };
+    return (struct zpp_tensors){ .name = name, .count = 1, .at = (struct zpp_tensor *)(uintptr_t)tensor };
 }
 
 #endif

@@ -46,10 +46,10 @@ static void run_quantise(struct zpp_boxed *args, const struct zpp_fp8_spec *spec
 static void quantise(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct zpp_fp8_spec spec;
-    zpp_boxed_begin(&args, "zeropp::fp8_quantise_", stack, inputs);
-    const struct zpp_tensor *src = zpp_boxed_tensor(&args, "src", false);
-    const struct zpp_tensor *codes = zpp_boxed_tensor(&args, "codes", true);
-    const struct zpp_tensor *scales = zpp_boxed_tensor(&args, "scales", true);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_fp8_quantise, stack, inputs);
+    const struct zpp_tensor *src = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *codes = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *scales = zpp_boxed_tensor(&args);
     const int64_t format = zpp_boxed_int(&args), block_elems = zpp_boxed_int(&args);
     if (cuda) zpp_op_on_cuda(&args, src);
     const struct zpp_tensors w[] = { zpp_op_one("codes", codes), zpp_op_one("scales", scales) };
@@ -81,10 +81,10 @@ static void run_dequantise(struct zpp_boxed *args, const struct zpp_fp8_spec *sp
 static void dequantise(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct zpp_fp8_spec spec;
-    zpp_boxed_begin(&args, "zeropp::fp8_dequantise_", stack, inputs);
-    const struct zpp_tensor *codes = zpp_boxed_tensor(&args, "codes", false);
-    const struct zpp_tensor *scales = zpp_boxed_tensor(&args, "scales", false);
-    const struct zpp_tensor *dst = zpp_boxed_tensor(&args, "dst", true);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_fp8_dequantise, stack, inputs);
+    const struct zpp_tensor *codes = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *scales = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *dst = zpp_boxed_tensor(&args);
     const int64_t format = zpp_boxed_int(&args), block_elems = zpp_boxed_int(&args);
     const bool accumulate = zpp_boxed_bool(&args);
     if (cuda) zpp_op_on_cuda(&args, dst);

@@ -102,9 +102,9 @@ static void run_gate(struct zpp_boxed *args, const struct zpp_moe_gate *gate, co
 static void gate_op(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct results results = { .count = 0 };
-    zpp_boxed_begin(&args, "zeropp::moe_gate", stack, inputs);
-    const struct zpp_tensor *logits = zpp_boxed_tensor(&args, "logits", false);
-    const struct zpp_tensor *bias = zpp_boxed_tensor(&args, "bias", false);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_moe_gate, stack, inputs);
+    const struct zpp_tensor *logits = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *bias = zpp_boxed_tensor(&args);
     const int64_t experts = zpp_boxed_int(&args), k = zpp_boxed_int(&args);
     struct zpp_moe_gate gate = { .sigmoid = zpp_boxed_bool(&args) };
     gate.normalise = zpp_boxed_bool(&args);
@@ -136,12 +136,12 @@ ZPP_OP_BOTH(moe_gate, gate_op)
 static void gate_backward(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct results results = { .count = 0 };
-    zpp_boxed_begin(&args, "zeropp::moe_gate_backward", stack, inputs);
-    const struct zpp_tensor *grad_weights = zpp_boxed_tensor(&args, "grad_weights", false);
-    const struct zpp_tensor *grad_losses = zpp_boxed_tensor(&args, "grad_losses", false);
-    const struct zpp_tensor *logits = zpp_boxed_tensor(&args, "logits", false);
-    const struct zpp_tensor *chosen = zpp_boxed_tensor(&args, "chosen", false);
-    const struct zpp_tensor *counts = zpp_boxed_tensor(&args, "counts", false);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_moe_gate_backward, stack, inputs);
+    const struct zpp_tensor *grad_weights = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *grad_losses = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *logits = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *chosen = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *counts = zpp_boxed_tensor(&args);
     const int64_t k = zpp_boxed_int(&args), experts = (int64_t)counts->elems;
     struct zpp_moe_gate gate = { .sigmoid = zpp_boxed_bool(&args) };
     gate.normalise = zpp_boxed_bool(&args);
@@ -201,8 +201,8 @@ static void run_plan(struct zpp_boxed *args, const struct zpp_moe_plan *plan, in
 static void plan_op(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct results results = { .count = 0 };
-    zpp_boxed_begin(&args, "zeropp::moe_plan", stack, inputs);
-    const struct zpp_tensor *chosen = zpp_boxed_tensor(&args, "chosen", false);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_moe_plan, stack, inputs);
+    const struct zpp_tensor *chosen = zpp_boxed_tensor(&args);
     const int64_t experts = zpp_boxed_int(&args), k = zpp_boxed_int(&args), capacity = zpp_boxed_int(&args);
     struct zpp_moe_plan plan = { .seed = zpp_boxed_int(&args) };
     if (cuda) zpp_op_on_cuda(&args, chosen);
@@ -320,11 +320,11 @@ static void dispatch(StableIValue *stack, uint64_t inputs, bool into, bool cuda)
     struct zpp_moe_rows rows;
     struct results results = { .count = 0 };
     const struct zpp_tensor *out = NULL;
-    zpp_boxed_begin(args, into ? "zeropp::moe_dispatch_" : "zeropp::moe_dispatch", stack, inputs);
-    const struct zpp_tensor *x = zpp_boxed_tensor(args, "x", false);
-    r.slots = zpp_boxed_tensor(args, "slots", false);
-    r.kept = zpp_boxed_tensor(args, "kept", false);
-    if (into) out = zpp_boxed_tensor(args, "out", true);
+    zpp_boxed_begin(args, into ? ZPP_SCHEMA_zpp_op_moe_dispatch_into : ZPP_SCHEMA_zpp_op_moe_dispatch, stack, inputs);
+    const struct zpp_tensor *x = zpp_boxed_tensor(args);
+    r.slots = zpp_boxed_tensor(args);
+    r.kept = zpp_boxed_tensor(args);
+    if (into) out = zpp_boxed_tensor(args);
     read_row_numbers(args, &r);
     if (cuda) zpp_op_on_cuda(args, x);
     if (zpp_op_check_tensor(args, "x", x, ZPP_OP_FLOATS) && check_rows(args, &r, x->dtype, &rows) &&
@@ -363,12 +363,12 @@ static void combine(StableIValue *stack, uint64_t inputs, bool into, bool cuda) 
     struct zpp_moe_rows rows;
     struct results results = { .count = 0 };
     const struct zpp_tensor *out = NULL;
-    zpp_boxed_begin(args, into ? "zeropp::moe_combine_" : "zeropp::moe_combine", stack, inputs);
-    const struct zpp_tensor *from = zpp_boxed_tensor(args, "rows", false);
-    r.slots = zpp_boxed_tensor(args, "slots", false);
-    r.kept = zpp_boxed_tensor(args, "kept", false);
-    const struct zpp_tensor *weights = zpp_boxed_tensor(args, "weights", false);
-    if (into) out = zpp_boxed_tensor(args, "out", true);
+    zpp_boxed_begin(args, into ? ZPP_SCHEMA_zpp_op_moe_combine_into : ZPP_SCHEMA_zpp_op_moe_combine, stack, inputs);
+    const struct zpp_tensor *from = zpp_boxed_tensor(args);
+    r.slots = zpp_boxed_tensor(args);
+    r.kept = zpp_boxed_tensor(args);
+    const struct zpp_tensor *weights = zpp_boxed_tensor(args);
+    if (into) out = zpp_boxed_tensor(args);
     read_row_numbers(args, &r);
     if (cuda) zpp_op_on_cuda(args, from);
     if (zpp_op_check_tensor(args, "rows", from, ZPP_OP_FLOATS) && check_rows(args, &r, from->dtype, &rows) &&
@@ -393,12 +393,12 @@ static void combine_backward(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct row_args r;
     struct zpp_moe_rows rows;
     struct results results = { .count = 0 };
-    zpp_boxed_begin(&args, "zeropp::moe_combine_backward", stack, inputs);
-    const struct zpp_tensor *grad = zpp_boxed_tensor(&args, "grad", false);
-    const struct zpp_tensor *from = zpp_boxed_tensor(&args, "rows", false);
-    r.slots = zpp_boxed_tensor(&args, "slots", false);
-    r.kept = zpp_boxed_tensor(&args, "kept", false);
-    const struct zpp_tensor *weights = zpp_boxed_tensor(&args, "weights", false);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_moe_combine_backward, stack, inputs);
+    const struct zpp_tensor *grad = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *from = zpp_boxed_tensor(&args);
+    r.slots = zpp_boxed_tensor(&args);
+    r.kept = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *weights = zpp_boxed_tensor(&args);
     read_row_numbers(&args, &r);
     if (cuda) zpp_op_on_cuda(&args, from);
     if (zpp_op_check_tensor(&args, "rows", from, ZPP_OP_FLOATS) && check_rows(&args, &r, from->dtype, &rows) &&

@@ -51,8 +51,8 @@ static void norm_squares(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     AtenTensorHandle sums = NULL, nonfinite = NULL;
     void *sums_data = NULL, *nonfinite_data = NULL;
-    zpp_boxed_begin(&args, "zeropp::norm_squares", stack, inputs);
-    const struct zpp_tensors *tensors = zpp_boxed_tensors(&args, "tensors", false);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_norm_squares, stack, inputs);
+    const struct zpp_tensors *tensors = zpp_boxed_tensors(&args);
     struct zpp_place place = zpp_boxed_cpu();
     if (cuda) {
         const int32_t index = tensors->count ? tensors->at[0].device_index : 0;

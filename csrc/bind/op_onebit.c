@@ -53,11 +53,11 @@ static void compress_on_cuda(struct zpp_boxed *args, size_t chunk, const struct 
 
 static void compress(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
-    zpp_boxed_begin(&args, "zeropp::onebit_compress_", stack, inputs);
-    const struct zpp_tensor *src = zpp_boxed_tensor(&args, "src", false);
-    const struct zpp_tensor *error = zpp_boxed_tensor(&args, "error", true);
-    const struct zpp_tensor *bits = zpp_boxed_tensor(&args, "bits", true);
-    const struct zpp_tensor *scales = zpp_boxed_tensor(&args, "scales", true);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_onebit_compress, stack, inputs);
+    const struct zpp_tensor *src = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *error = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *bits = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *scales = zpp_boxed_tensor(&args);
     const int64_t chunk = zpp_boxed_int(&args);
     if (cuda) zpp_op_on_cuda(&args, src);
     const struct zpp_tensors ones[] = { zpp_op_one("error", error), zpp_op_one("bits", bits),
@@ -97,10 +97,10 @@ static void run_decode(struct zpp_boxed *args, size_t chunk, const struct zpp_on
 
 static void decode(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
-    zpp_boxed_begin(&args, "zeropp::onebit_decode_", stack, inputs);
-    const struct zpp_tensor *bits = zpp_boxed_tensor(&args, "bits", false);
-    const struct zpp_tensor *scales = zpp_boxed_tensor(&args, "scales", false);
-    const struct zpp_tensor *dst = zpp_boxed_tensor(&args, "dst", true);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_onebit_decode, stack, inputs);
+    const struct zpp_tensor *bits = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *scales = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *dst = zpp_boxed_tensor(&args);
     const int64_t chunk = zpp_boxed_int(&args);
     const bool accumulate = zpp_boxed_bool(&args);
     if (cuda) zpp_op_on_cuda(&args, dst);
@@ -166,12 +166,12 @@ static void run_reduce(struct zpp_boxed *args, size_t chunk, const struct zpp_on
 
 static void reduce(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
-    zpp_boxed_begin(&args, "zeropp::onebit_reduce_", stack, inputs);
-    const struct zpp_tensors *bits = zpp_boxed_tensors(&args, "bits", false);
-    const struct zpp_tensors *scales = zpp_boxed_tensors(&args, "scales", false);
-    const struct zpp_tensor *error = zpp_boxed_tensor(&args, "error", true);
-    const struct zpp_tensor *to_bits = zpp_boxed_tensor(&args, "to_bits", true);
-    const struct zpp_tensor *to_scales = zpp_boxed_tensor(&args, "to_scales", true);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_onebit_reduce, stack, inputs);
+    const struct zpp_tensors *bits = zpp_boxed_tensors(&args);
+    const struct zpp_tensors *scales = zpp_boxed_tensors(&args);
+    const struct zpp_tensor *error = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *to_bits = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *to_scales = zpp_boxed_tensor(&args);
     const int64_t chunk = zpp_boxed_int(&args);
     const double factor = zpp_boxed_float(&args);
     if (cuda) zpp_op_on_cuda(&args, error);

@@ -92,11 +92,11 @@ static void run_quantise(struct zpp_boxed *args, struct zpp_place place, const s
 static void quantise(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct parts to;
-    zpp_boxed_begin(&args, "zeropp::quantise_", stack, inputs);
-    const struct zpp_tensor *src = zpp_boxed_tensor(&args, "src", false);
-    to.codes = zpp_boxed_tensor(&args, "codes", true);
-    to.scales = zpp_boxed_tensor(&args, "scales", true);
-    to.mids = zpp_boxed_tensor(&args, "mids", true);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_quantise, stack, inputs);
+    const struct zpp_tensor *src = zpp_boxed_tensor(&args);
+    to.codes = zpp_boxed_tensor(&args);
+    to.scales = zpp_boxed_tensor(&args);
+    to.mids = zpp_boxed_tensor(&args);
     const int64_t bits = zpp_boxed_int(&args), block_elems = zpp_boxed_int(&args);
     const struct zpp_quant_spec spec = { (size_t)block_elems, (int)bits, to.mids->elems != 0 };
     const struct zpp_tensors written[] = { zpp_op_one("codes", to.codes), zpp_op_one("scales", to.scales),
@@ -141,11 +141,11 @@ static void run_dequantise(struct zpp_boxed *args, struct zpp_place place, const
 static void dequantise(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct parts from;
-    zpp_boxed_begin(&args, "zeropp::dequantise_", stack, inputs);
-    from.codes = zpp_boxed_tensor(&args, "codes", false);
-    from.scales = zpp_boxed_tensor(&args, "scales", false);
-    from.mids = zpp_boxed_tensor(&args, "mids", false);
-    const struct zpp_tensor *dst = zpp_boxed_tensor(&args, "dst", true);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_dequantise, stack, inputs);
+    from.codes = zpp_boxed_tensor(&args);
+    from.scales = zpp_boxed_tensor(&args);
+    from.mids = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *dst = zpp_boxed_tensor(&args);
     const int64_t bits = zpp_boxed_int(&args), block_elems = zpp_boxed_int(&args);
     const bool accumulate = zpp_boxed_bool(&args);
     const struct zpp_quant_spec spec = { (size_t)block_elems, (int)bits, from.mids->elems != 0 };
@@ -178,9 +178,9 @@ struct part_lists {
 };
 
 static void read_part_lists(struct zpp_boxed *args, struct part_lists *l) {
-    l->codes = zpp_boxed_tensors(args, "codes", false);
-    l->scales = zpp_boxed_tensors(args, "scales", false);
-    l->mids = zpp_boxed_tensors(args, "mids", false);
+    l->codes = zpp_boxed_tensors(args);
+    l->scales = zpp_boxed_tensors(args);
+    l->mids = zpp_boxed_tensors(args);
 }
 
 /* The sources as C takes them: new; free them. NULL, with a sentence noted, if anything is wrong. */
@@ -248,9 +248,9 @@ static void run_sum(struct zpp_boxed *args, const struct zpp_quant_spec *spec, c
 static void quant_sum(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct part_lists from;
-    zpp_boxed_begin(&args, "zeropp::quant_sum_", stack, inputs);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_quant_sum, stack, inputs);
     read_part_lists(&args, &from);
-    const struct zpp_tensor *dst = zpp_boxed_tensor(&args, "dst", true);
+    const struct zpp_tensor *dst = zpp_boxed_tensor(&args);
     const int64_t bits = zpp_boxed_int(&args), block_elems = zpp_boxed_int(&args);
     const double factor = zpp_boxed_float(&args);
     if (cuda) zpp_op_on_cuda(&args, dst);
@@ -275,11 +275,11 @@ static void quant_reduce(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct part_lists from;
     struct parts to;
-    zpp_boxed_begin(&args, "zeropp::quant_reduce_", stack, inputs);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_quant_reduce, stack, inputs);
     read_part_lists(&args, &from);
-    to.codes = zpp_boxed_tensor(&args, "to_codes", true);
-    to.scales = zpp_boxed_tensor(&args, "to_scales", true);
-    to.mids = zpp_boxed_tensor(&args, "to_mids", true);
+    to.codes = zpp_boxed_tensor(&args);
+    to.scales = zpp_boxed_tensor(&args);
+    to.mids = zpp_boxed_tensor(&args);
     const int64_t elems = zpp_boxed_int(&args), bits = zpp_boxed_int(&args), block_elems = zpp_boxed_int(&args);
     const int64_t to_bits = zpp_boxed_int(&args), to_block_elems = zpp_boxed_int(&args);
     const double factor = zpp_boxed_float(&args);

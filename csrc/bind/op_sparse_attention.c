@@ -18,9 +18,9 @@ struct rest {
 };
 
 static void read_layout(struct zpp_boxed *args, struct rest *rest) {
-    rest->key_mask = zpp_boxed_tensor(args, "key_mask", false);
-    rest->starts = zpp_boxed_tensor(args, "starts", false);
-    rest->columns = zpp_boxed_tensor(args, "columns", false);
+    rest->key_mask = zpp_boxed_tensor(args);
+    rest->starts = zpp_boxed_tensor(args);
+    rest->columns = zpp_boxed_tensor(args);
 }
 
 static void read_numbers(struct zpp_boxed *args, struct rest *rest, struct zpp_sparse_attention *at) {
@@ -126,10 +126,10 @@ static void forward(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct rest rest;
     struct zpp_sparse_attention at = { .dtype = ZPP_F32 };
     AtenTensorHandle made[RESULTS] = { NULL };
-    zpp_boxed_begin(&args, "zeropp::sparse_attention", stack, inputs);
-    const struct zpp_tensor *q = zpp_boxed_tensor(&args, "q", false);
-    const struct zpp_tensor *k = zpp_boxed_tensor(&args, "k", false);
-    const struct zpp_tensor *v = zpp_boxed_tensor(&args, "v", false);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_sparse_attention, stack, inputs);
+    const struct zpp_tensor *q = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *k = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *v = zpp_boxed_tensor(&args);
     read_layout(&args, &rest);
     read_numbers(&args, &rest, &at);
     if (cuda) zpp_op_on_cuda(&args, q);
@@ -168,13 +168,13 @@ static void backward(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct rest rest;
     struct zpp_sparse_attention at = { .dtype = ZPP_F32 };
     AtenTensorHandle made[RESULTS] = { NULL };
-    zpp_boxed_begin(&args, "zeropp::sparse_attention_backward", stack, inputs);
-    const struct zpp_tensor *grad_out = zpp_boxed_tensor(&args, "grad_out", false);
-    const struct zpp_tensor *q = zpp_boxed_tensor(&args, "q", false);
-    const struct zpp_tensor *k = zpp_boxed_tensor(&args, "k", false);
-    const struct zpp_tensor *v = zpp_boxed_tensor(&args, "v", false);
-    const struct zpp_tensor *out = zpp_boxed_tensor(&args, "out", false);
-    const struct zpp_tensor *lse = zpp_boxed_tensor(&args, "lse", false);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_sparse_attention_backward, stack, inputs);
+    const struct zpp_tensor *grad_out = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *q = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *k = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *v = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *out = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *lse = zpp_boxed_tensor(&args);
     read_layout(&args, &rest);
     read_numbers(&args, &rest, &at);
     if (cuda) zpp_op_on_cuda(&args, q);

@@ -49,8 +49,8 @@ static void give(struct zpp_boxed *args, AtenTensorHandle made) {
 
 static void sample(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
-    zpp_boxed_begin(&args, "zeropp::token_sample_", stack, inputs);
-    const struct zpp_tensor *kept = zpp_boxed_tensor(&args, "kept", true);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_token_sample, stack, inputs);
+    const struct zpp_tensor *kept = zpp_boxed_tensor(&args);
     const int64_t seq = zpp_boxed_int(&args), keep = zpp_boxed_int(&args);
     const int64_t seed = zpp_boxed_int(&args), layer = zpp_boxed_int(&args);
     if (cuda) zpp_op_on_cuda(&args, kept);
@@ -99,9 +99,9 @@ static void gather(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct zpp_tokens tokens = { .kept = NULL };
     AtenTensorHandle made = NULL;
-    zpp_boxed_begin(&args, "zeropp::token_gather", stack, inputs);
-    const struct zpp_tensor *full = zpp_boxed_tensor(&args, "full", false);
-    const struct zpp_tensor *kept = zpp_boxed_tensor(&args, "kept", false);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_token_gather, stack, inputs);
+    const struct zpp_tensor *full = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *kept = zpp_boxed_tensor(&args);
     const int64_t seq = zpp_boxed_int(&args), keep = zpp_boxed_int(&args), width = zpp_boxed_int(&args);
     if (cuda) zpp_op_on_cuda(&args, full);
     if (check_tokens(&args, kept, seq, keep, width, &tokens) &&
@@ -120,10 +120,10 @@ static void scatter(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct zpp_tokens tokens = { .kept = NULL };
     AtenTensorHandle made = NULL;
-    zpp_boxed_begin(&args, "zeropp::token_scatter", stack, inputs);
-    const struct zpp_tensor *full = zpp_boxed_tensor(&args, "full", false);
-    const struct zpp_tensor *part = zpp_boxed_tensor(&args, "part", false);
-    const struct zpp_tensor *kept = zpp_boxed_tensor(&args, "kept", false);
+    zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_token_scatter, stack, inputs);
+    const struct zpp_tensor *full = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *part = zpp_boxed_tensor(&args);
+    const struct zpp_tensor *kept = zpp_boxed_tensor(&args);
     const int64_t seq = zpp_boxed_int(&args), keep = zpp_boxed_int(&args), width = zpp_boxed_int(&args);
     if (cuda) zpp_op_on_cuda(&args, full);
     if (check_tokens(&args, kept, seq, keep, width, &tokens) && zpp_op_check_tensor(&args, "full", full, ANY_KIND) &&

@@ -27,39 +27,13 @@ static PyObject *cpu_detected(PyObject *module, PyObject *none) {
 
 static PyObject *kernels(PyObject *module, PyObject *none) {
     (void)module, (void)none;
-    static const struct {
-        const char *op;
-        enum zpp_cpu_level level;
-    } rows[] = {
-#define ZPP_ADAM_VARIANT(level, version) {"adam", level},
-#include "../ops/adam/variants.def"
-#undef ZPP_ADAM_VARIANT
-#define ZPP_ADAGRAD_VARIANT(level, version) {"adagrad", level},
-#include "../ops/adagrad/variants.def"
-#undef ZPP_ADAGRAD_VARIANT
-#define ZPP_LION_VARIANT(level, version) {"lion", level},
-#include "../ops/lion/variants.def"
-#undef ZPP_LION_VARIANT
-#define ZPP_SGD_VARIANT(level, version) {"sgd", level},
-#include "../ops/sgd/variants.def"
-#undef ZPP_SGD_VARIANT
-#define ZPP_NORM_VARIANT(level, version) {"norm", level},
-#include "../ops/norm/variants.def"
-#undef ZPP_NORM_VARIANT
-#define ZPP_QUANT_VARIANT(level, version) {"quant", level},
-#include "../ops/quant/variants.def"
-#undef ZPP_QUANT_VARIANT
-#define ZPP_MOMENTS_VARIANT(level, version) {"moments", level},
-#include "../ops/moments/variants.def"
-#undef ZPP_MOMENTS_VARIANT
-#define ZPP_ONEBIT_VARIANT(level, version) {"onebit", level},
-#include "../ops/onebit/variants.def"
-#undef ZPP_ONEBIT_VARIANT
-    };
+    static const char *const ops[] = { "adam", "adagrad", "lion", "sgd", "norm", "quant", "moments", "onebit" };
+    const int levels = ZPP_CPU_X86 ? ZPP_CPU_LEVELS : ZPP_CPU_AVX2; /* that this build has, of every op */
     PyObject *table = PyList_New(0);
-    for (size_t row = 0; table && row < sizeof rows / sizeof rows[0]; ++row) {
-        PyObject *usable = PyBool_FromLong(rows[row].level <= zpp_cpu_level());
-        PyObject *item = Py_BuildValue("ssN", rows[row].op, zpp_cpu_level_name(rows[row].level), usable);
+    for (int row = 0; table && row < levels * (int)(sizeof ops / sizeof ops[0]); ++row) {
+        const enum zpp_cpu_level level = (enum zpp_cpu_level)(row % levels);
+        PyObject *usable = PyBool_FromLong(level <= zpp_cpu_level());
+        PyObject *item = Py_BuildValue("ssN", ops[row / levels], zpp_cpu_level_name(level), usable);
         if (!item || PyList_Append(table, item) != 0) Py_CLEAR(table);
         Py_XDECREF(item);
     }

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "op_entries.h"
+#include "schema.h"
 
 typedef void (*op_entry)(StableIValue *, uint64_t, uint64_t);
 
@@ -48,6 +49,8 @@ static PyObject *load_torch(PyObject *module, PyObject *none) {
         PyErr_SetString(PyExc_ImportError, err.text);
         return NULL;
     }
+    const char *unknown = zpp_schema_read_all();
+    if (unknown) return PyErr_Format(PyExc_ImportError, "%s: its schema has an argument of no known type", unknown);
     if (define_all() || implement_all("CPU", false) || implement_all("CUDA", true)) {
         PyErr_SetString(PyExc_ImportError, "libtorch refused to register the operators of zeropp (its reason is on "
                         "stderr): is another copy of zeropp loaded in this process?");

@@ -88,6 +88,11 @@ V16_FN v16 v16_step(v16 a, v16 b) {
     const v16 step = _mm512_castsi512_ps(_mm512_or_si512(sign, _mm512_castps_si512(a)));
     return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(b, _mm512_setzero_ps(), _CMP_NEQ_OQ), step);
 }
+/* The greater; a NaN on either side stays. */
+V16_FN v16 v16_maximum(v16 a, v16 b) {
+    const __mmask16 greater = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    return _mm512_mask_blend_ps((__mmask16)(greater | is_nan), b, a);
+}
 /* To nearest even, then saturated to int8. */
 V16_FN __m128i v16_to_i8(v16 a) { return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a)); }
 V16_FN __m256i v16_pair_to_i8(v16 a, v16 b) { return _mm256_set_m128i(v16_to_i8(b), v16_to_i8(a)); }
@@ -221,6 +226,11 @@ V16_FN __m256 v8_step(__m256 a, __m256 b) {
     return _mm256_blendv_ps(b, _mm256_or_ps(sign, a), _mm256_cmp_ps(b, _mm256_setzero_ps(), _CMP_NEQ_OQ));
 }
 V16_FN v16 v16_step(v16 a, v16 b) { return V16_BOTH(v8_step(a.lo, b.lo), v8_step(a.hi, b.hi)); }
+V16_FN __m256 v8_maximum(__m256 a, __m256 b) {
+    const __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+    return _mm256_blendv_ps(b, a, _mm256_or_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ), is_nan));
+}
+V16_FN v16 v16_maximum(v16 a, v16 b) { return V16_BOTH(v8_maximum(a.lo, b.lo), v8_maximum(a.hi, b.hi)); }
 /* Sixteen 32-bit lanes to 16-bit ones: pack works within 128-bit halves, so the middle quarters change places. */
 V16_FN __m256i v16_unlace(__m256i packed) { return _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)); }
 V16_FN __m128i v16_to_i8(v16 a) {
@@ -285,6 +295,20 @@ V16_FN void v16_store_as(void *to, size_t i, const zpp_dtype dtype, v16 a) {
 V16_FN void v16_stream_as(void *to, size_t i, const zpp_dtype dtype, v16 a) {
     if (dtype == ZPP_F32) v16_stream((float *)to + i, a);
     else _mm256_stream_si256((__m256i *)((uint16_t *)to + i), dtype == ZPP_F16 ? v16_to_f16(a) : v16_to_bf16(a));
+}
+
+/* Thirty-two elements from index i past the cache; `to` + i is aligned to 64 bytes. */
+V16_FN void v16_stream_pair_as(void *to, size_t i, const zpp_dtype dtype, v16 a, v16 b) {
+#if defined(__AVX512F__) /* 16-bit kinds: one whole line a store */
+    if (dtype != ZPP_F32) {
+        const __m256i low = dtype == ZPP_F16 ? v16_to_f16(a) : v16_to_bf16(a);
+        const __m256i high = dtype == ZPP_F16 ? v16_to_f16(b) : v16_to_bf16(b);
+        _mm512_stream_si512((__m512i *)((uint16_t *)to + i), _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+        return;
+    }
+#endif
+    v16_stream_as(to, i, dtype, a);
+    v16_stream_as(to, i + V16_LANES, dtype, b);
 }
 
 #endif

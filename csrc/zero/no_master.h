@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Adam on parameters in bf16 that have no fp32 copy. A tile of them is decoded to fp32, stepped by the kernel of
- * ops/adam with its moments and gradient, and rounded stochastically (ops/moments: up with a probability of the share
+ * ops/optim with its moments and gradient, and rounded stochastically (ops/moments: up with a probability of the share
  * of the way up). So an element becomes one of the two bf16 numbers around what fp32 Adam makes of it, and its mean is
  * that; rounded to nearest, it would keep no change below 1/256 of it. The random bits are a function of (parameter,
  * step, place in the parameter): every stage, number of ranks and threads, and a resumed run, gives the same.

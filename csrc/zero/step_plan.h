@@ -18,7 +18,7 @@
 #ifndef ZPP_ZERO_STEP_PLAN_H
 #define ZPP_ZERO_STEP_PLAN_H
 
-#include "../ops/adam/adam.h"
+#include "../ops/optim/optim.h"
 #include "no_master.h"
 #include "offload/optim_file.h"
 #include "zero.h"

@@ -12,6 +12,9 @@
 #ifndef __AVX512F__
 #define __AVX512F__ 1 /* vec16.h then takes sixteen lanes as one */
 #endif
+#define ZPP_ISA avx512 /* a file X_isa.c then makes its table for AVX-512 (csrc/ops/isa.h) */
+#define ZPP_LANES 16
+#define LANES_FN static __attribute__((unused, noinline))
 
 #include <math.h>
 #include <stdint.h>

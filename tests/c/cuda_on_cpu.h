@@ -14,7 +14,7 @@
 static _Thread_local struct { unsigned int x; } blockIdx, threadIdx;
 
 #define ZPP_ON_CPU 1
-#define KERNEL static void
+#define KERNEL static __attribute__((unused)) void
 #define __device__
 #define __forceinline__ inline
 #define __grid_constant__

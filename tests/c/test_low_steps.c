@@ -8,11 +8,9 @@
 
 #include <math.h>
 
-#include "../../csrc/ops/adagrad/adagrad.h"
+#include "../../csrc/ops/optim/optim.h"
 #include "../../csrc/ops/lamb/lamb.h"
-#include "../../csrc/ops/lion/lion.h"
 #include "../../csrc/ops/moments/kernels.h"
-#include "../../csrc/ops/sgd/sgd.h"
 
 enum { ROOM_ELEMS = 40000, ROOM_SCALES = ROOM_ELEMS / ZPP_MOMENTS_BLOCK_ELEMS + 2, MOMENTS = 2 };
 
@@ -52,28 +50,27 @@ static struct zpp_moment moment_of(struct memory *m, enum zpp_moments_kind kind,
 #define SEGMENT(m, piece)                                                                                        \
     .param = (m)->p + (piece)->at, .grad = (m)->grad + (piece)->at, .param_out = (m)->out + (piece)->at,         \
     .out_dtype = ZPP_F32, .elems = (piece)->elems, .lr = 0.01, .weight_decay = 0.1
-#define HELD(m, kind, piece, tensor_first) \
-    .how = how_of(kind, piece), .moment = moment_of(m, kind, 0, piece, tensor_first)
 
 /* One optimizer: a step of pieces; `kind` fp32: with `values` in the place of codes. */
 typedef bool (*step_fn)(struct memory *m, enum zpp_moments_kind kind, const struct piece *pieces, size_t count,
                         int level, zpp_pool *pool);
 
-#define STEP(op, state, ...)                                                                                      \
-    static bool op(struct memory *m, enum zpp_moments_kind kind, const struct piece *pieces, size_t count,        \
-                   int level, zpp_pool *pool) {                                                                   \
-        struct zpp_##op##_segment segments[8];                                                                    \
-        for (size_t i = 0; i < count; ++i) {                                                                      \
-            const struct piece *piece = &pieces[i];                                                               \
-            segments[i] = (struct zpp_##op##_segment){ SEGMENT(m, piece), HELD(m, kind, piece, pieces[0].first),   \
-                                                       __VA_ARGS__ };                                             \
-            if (kind == ZPP_MOMENTS_F32) segments[i].state = values[0] + piece->at;                               \
-        }                                                                                                         \
-        return zpp_##op##_step_at((enum zpp_cpu_level)level, segments, count, 0.5f, pool);                        \
+#define STEP(op, OP, which, ...)                                                                              \
+    static bool op(struct memory *m, enum zpp_moments_kind kind, const struct piece *pieces, size_t count,    \
+                   int level, zpp_pool *pool) {                                                               \
+        struct zpp_optim_segment segments[8];                                                                 \
+        for (size_t i = 0; i < count; ++i) {                                                                  \
+            const struct piece *piece = &pieces[i];                                                           \
+            segments[i] = (struct zpp_optim_segment){ SEGMENT(m, piece), .how = how_of(kind, piece),          \
+                                                      .optimizer = ZPP_OPTIM_##OP, __VA_ARGS__ };             \
+            segments[i].moments[which] = moment_of(m, kind, 0, piece, pieces[0].first);                       \
+            if (kind == ZPP_MOMENTS_F32) segments[i].state[which] = values[0] + piece->at;                    \
+        }                                                                                                     \
+        return zpp_optim_step_at((enum zpp_cpu_level)level, segments, count, 0.5f, pool);                     \
     }
-STEP(lion, exp_avg, .beta1 = 0.9, .beta2 = 0.99)
-STEP(adagrad, sum, .step = 3, .lr_decay = 0.01, .eps = 1e-10)
-STEP(sgd, momentum_buffer, .momentum = 0.9, .dampening = 0.1)
+STEP(lion, LION, ZPP_MOMENT_FIRST, .beta1 = 0.9, .beta2 = 0.99)
+STEP(adagrad, ADAGRAD, ZPP_MOMENT_SECOND, .step = 3, .lr_decay = 0.01, .eps = 1e-10)
+STEP(sgd, SGD, ZPP_MOMENT_FIRST, .step = 2, .momentum = 0.9, .dampening = 0.1)
 
 static bool lamb(struct memory *m, enum zpp_moments_kind kind, const struct piece *pieces, size_t count, int level,
                  zpp_pool *pool) {

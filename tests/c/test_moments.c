@@ -9,7 +9,7 @@
 
 #include <math.h>
 
-#include "../../csrc/ops/adam/adam.h"
+#include "../../csrc/ops/optim/optim.h"
 #include "../../csrc/ops/moments/kernels.h"
 
 enum { ROOM_ELEMS = 6000, GUARD_ELEMS = 64, ROOM_SCALES = ROOM_ELEMS / ZPP_MOMENTS_BLOCK_ELEMS + 2 };
@@ -124,7 +124,7 @@ static void three_passes(const struct zpp_optim_segment *s) {
     plain.max_exp_avg_sq = s->moments[2].codes ? values[2] : NULL;
     for (int k = 0; k < 3 && s->moments[k].codes; ++k)
         zpp_moments_load(scalar, &s->how, (enum zpp_moments_which)k, &s->moments[k], 0, s->elems, values[k]);
-    CHECK(zpp_adam_step_at(ZPP_CPU_SCALAR, &plain, 1, 0.5f, NULL));
+    CHECK(zpp_optim_step_at(ZPP_CPU_SCALAR, &plain, 1, 0.5f, NULL));
     for (int k = 0; k < 3 && s->moments[k].codes; ++k)
         zpp_moments_store(scalar, &s->how, (enum zpp_moments_which)k, &s->moments[k], 0, s->elems, values[k], false);
 }
@@ -148,7 +148,7 @@ static void check_adam(enum zpp_moments_kind kind, int flags, size_t first, size
             end = asked > at && asked < elems ? asked : elems;
             pieces[count++] = over(&got, kind, flags, first, at, end - at);
         }
-        if (!zpp_adam_step_at((enum zpp_cpu_level)level, pieces, count, 0.5f, cut ? pool : NULL)) continue;
+        if (!zpp_optim_step_at((enum zpp_cpu_level)level, pieces, count, 0.5f, cut ? pool : NULL)) continue;
         CHECK(memcmp(want.p, got.p, sizeof got.p) == 0 && memcmp(want.out, got.out, sizeof got.out) == 0);
         for (int k = 0; k < 3; ++k) {
             CHECK(memcmp(want.moments[k].codes, got.moments[k].codes, sizeof got.moments[k].codes) == 0);

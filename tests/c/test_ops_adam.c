@@ -8,7 +8,7 @@
 
 #include <math.h>
 
-#include "../../csrc/ops/adam/adam.h"
+#include "../../csrc/ops/optim/optim.h"
 
 enum { ROOM_ELEMS = 4096 + 128, ARRAYS = 6 };
 
@@ -102,11 +102,11 @@ static void check_case(const struct options *o, size_t offset, size_t elems, zpp
     fill(&start, o->grad);
     want = start;
     struct zpp_optim_segment whole = segment_over(&want, o, offset, elems);
-    zpp_adam_step_at(ZPP_CPU_SCALAR, &whole, 1, 0.5f, NULL);
+    zpp_optim_step_at(ZPP_CPU_SCALAR, &whole, 1, 0.5f, NULL);
     for (int level = ZPP_CPU_SCALAR; level < ZPP_CPU_LEVELS; ++level) {
         got = start;
         whole = segment_over(&got, o, offset, elems);
-        if (!zpp_adam_step_at((enum zpp_cpu_level)level, &whole, 1, 0.5f, NULL)) continue;
+        if (!zpp_optim_step_at((enum zpp_cpu_level)level, &whole, 1, 0.5f, NULL)) continue;
         expect(equal(&want, &got, o->out), "differs from scalar", o, offset, elems, level);
         got = start;
         struct zpp_optim_segment pieces[8];
@@ -116,7 +116,7 @@ static void check_case(const struct options *o, size_t offset, size_t elems, zpp
             pieces[count++] = segment_over(&got, o, offset + at, length);
             at += length;
         }
-        zpp_adam_step_at((enum zpp_cpu_level)level, pieces, count, 0.5f, pool);
+        zpp_optim_step_at((enum zpp_cpu_level)level, pieces, count, 0.5f, pool);
         expect(equal(&want, &got, o->out), "cut in pieces differs", o, offset, elems, level);
     }
 }
@@ -150,13 +150,13 @@ static void many_segments(void) {
             .exp_avg_sq = want[3] + s * LENGTH, .elems = s % 5 ? LENGTH : 0, .step = 1 + s % 3,
             .lr = 1e-3 * (double)(s % 4), .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1,
             .decoupled_decay = s % 2 };
-        zpp_adam_step(&segments[s], 1, 1.0f, NULL);
+        zpp_optim_step(&segments[s], 1, 1.0f, NULL);
         segments[s].param = got[0] + s * LENGTH, segments[s].grad = got[1] + s * LENGTH;
         segments[s].exp_avg = got[2] + s * LENGTH, segments[s].exp_avg_sq = got[3] + s * LENGTH;
     }
-    zpp_adam_step(segments, SEGMENTS, 1.0f, pool);
+    zpp_optim_step(segments, SEGMENTS, 1.0f, pool);
     CHECK(memcmp(want, got, sizeof got) == 0);
-    zpp_adam_step(NULL, 0, 1.0f, pool);
+    zpp_optim_step(NULL, 0, 1.0f, pool);
     free(segments);
     zpp_pool_destroy(pool);
 }
@@ -194,7 +194,7 @@ static void doubles(void) {
         rates.param = narrow[0], rates.grad = narrow[4], rates.exp_avg = narrow[1], rates.exp_avg_sq = narrow[2];
         rates.max_exp_avg_sq = o.amsgrad ? narrow[3] : NULL;
         rates.elems = ELEMS;
-        zpp_adam_step(&rates, 1, 0.7f, pool);
+        zpp_optim_step(&rates, 1, 0.7f, pool);
         for (int k = 0; k < 4; ++k) {
             for (size_t i = 0; i < ELEMS; ++i) CHECK(fabs(got[k][i] - (double)narrow[k][i]) < 1e-5);
         }
@@ -205,7 +205,7 @@ static void doubles(void) {
 /* Says which versions the other cases cover. */
 static void levels(void) {
     for (int level = 0; level < ZPP_CPU_LEVELS; ++level) {
-        const bool ran = zpp_adam_step_at((enum zpp_cpu_level)level, NULL, 0, 1.0f, NULL);
+        const bool ran = zpp_optim_step_at((enum zpp_cpu_level)level, NULL, 0, 1.0f, NULL);
         printf("%s %s, ", zpp_cpu_level_name((enum zpp_cpu_level)level), ran ? "here" : "not on this machine");
         CHECK(ran == (level <= (int)zpp_cpu_detected()));
     }

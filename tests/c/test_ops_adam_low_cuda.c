@@ -10,7 +10,7 @@
 
 #include "cuda_threads.h"
 
-#include "../../csrc/ops/adam/adam_low_cuda.cu"
+#include "../../csrc/ops/optim/optim_cuda.cu"
 
 CUDA_THUNK(zpp_adam_low_cuda, struct zpp_adam_low_cuda_batch)
 
@@ -19,7 +19,7 @@ static int run(const struct zpp_optim_segment *segments, size_t count) {
     int launches = 0;
     for (size_t done = 0; done < count;) {
         unsigned int blocks;
-        done += zpp_adam_low_cuda_fill(segments + done, count - done, 0.5f, &batch, &blocks);
+        done += zpp_optim_cuda_fill(segments + done, count - done, 0.5f, &batch, &blocks);
         launches += blocks > 0;
         if (count == 0 || blocks == 0) continue;
         const bool barriers = batch.list.at[0].int8;
@@ -85,7 +85,7 @@ static void equals_the_cpu(void) {
         fill(&want, int8, options & 4);
         got = want;
         describe(segments, &want, int8, options);
-        zpp_adam_step(segments, SEGMENTS + 1, 0.5f, NULL);
+        zpp_optim_step(segments, SEGMENTS + 1, 0.5f, NULL);
         describe(segments, &got, int8, options);
         CHECK_EQUAL(run(segments, SEGMENTS + 1), 2); /* 26 that are not empty, 25 a launch */
         CHECK(same(&want, &got));

@@ -7,8 +7,8 @@
 
 #include "avx512_emulated.h"
 
-#define zpp_adam_avx512 emulated_adam
-#include "../../csrc/ops/adam/adam_avx512.c"
+#define zpp_optim_avx512 emulated
+#include "../../csrc/ops/optim/optim_isa.c"
 
 enum { ROOM_ELEMS = 1300 };
 struct memory {
@@ -59,10 +59,10 @@ static void equals_scalar(void) {
         const size_t offset = (size_t)(flags + g) % 3 * 7, elems = ROOM_ELEMS - 40;
         const struct zpp_optim_segment a = over(&want, grads[g], outs[o], flags, offset);
         const struct zpp_optim_segment b = over(&got, grads[g], outs[o], flags, offset);
-        const struct zpp_adam_consts consts = zpp_adam_consts_of(&a, 0.5f);
-        zpp_adam_scalar(&a, &consts, 0, elems);
-        emulated_adam(&b, &consts, 0, 100); /* cut where a caller may cut; the long rest is streamed */
-        emulated_adam(&b, &consts, 100, elems);
+        const union zpp_optim_consts consts = zpp_optim_consts_of(&a, 0.5f);
+        zpp_optim_scalar.step[ZPP_OPTIM_ADAM](&a, &consts, 0, elems);
+        emulated.step[ZPP_OPTIM_ADAM](&b, &consts, 0, 100); /* cut where a caller may cut; the long rest is streamed */
+        emulated.step[ZPP_OPTIM_ADAM](&b, &consts, 100, elems);
         same_nans(&want, outs[o]);
         same_nans(&got, outs[o]);
         CHECK(memcmp(&want, &got, sizeof got) == 0);

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_frozen.c with the AVX-512 version of the step with a frozen variance, its very source run lane by lane
- * (avx512_emulated.h).
+ * test_frozen.c with the AVX-512 version of the optimizers' loops, its very source run lane by lane (avx512_emulated.h).
  */
 #include "avx512_emulated.h"
 #include "emulated_cpu.h"
 
-#include "../../csrc/ops/frozen/frozen_avx512.c"
+#include "../../csrc/ops/optim/optim_isa.c"
 
 #include "test_frozen.c"

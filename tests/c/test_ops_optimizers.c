@@ -9,10 +9,8 @@
 
 #include <math.h>
 
-#include "../../csrc/ops/adagrad/adagrad.h"
+#include "../../csrc/ops/optim/optim.h"
 #include "../../csrc/ops/element.h"
-#include "../../csrc/ops/lion/lion.h"
-#include "../../csrc/ops/sgd/sgd.h"
 
 enum { ROOM_ELEMS = 4096 + 64, GUARD = 0xa5, FLAGS = 8 };
 
@@ -57,9 +55,10 @@ static void *at(void *base, zpp_dtype dtype, size_t i) { return (char *)base + i
 
 static bool lion(const struct format *f, struct arrays *a, const struct piece *pieces, size_t count, int level,
                  zpp_pool *pool) {
-    struct zpp_lion_segment segments[8];
+    struct zpp_optim_segment segments[8];
     for (size_t k = 0; k < count; ++k) {
-        segments[k] = (struct zpp_lion_segment) { SEGMENT(f, a, &pieces[k]),
+        segments[k] = (struct zpp_optim_segment) { SEGMENT(f, a, &pieces[k]),
+                                                  .optimizer = ZPP_OPTIM_LION,
                                                   .exp_avg = a->state + f->offset + pieces[k].begin,
                                                   .lr = f->flags & 4 ? 0.0 : 0.01,
                                                   .beta1 = 0.9,
@@ -67,27 +66,28 @@ static bool lion(const struct format *f, struct arrays *a, const struct piece *p
                                                   .weight_decay = f->flags & 1 ? 0.1 : 0.0,
                                                   .maximize = f->flags & 2 };
     }
-    return zpp_lion_step_at((enum zpp_cpu_level)level, segments, count, 0.5f, pool);
+    return zpp_optim_step_at((enum zpp_cpu_level)level, segments, count, 0.5f, pool);
 }
 
 static bool adagrad(const struct format *f, struct arrays *a, const struct piece *pieces, size_t count, int level,
                     zpp_pool *pool) {
-    struct zpp_adagrad_segment segments[8];
+    struct zpp_optim_segment segments[8];
     for (size_t k = 0; k < count; ++k) {
-        segments[k] = (struct zpp_adagrad_segment){
-            SEGMENT(f, a, &pieces[k]), .sum = a->state + f->offset + pieces[k].begin, .step = 3, .lr = 0.01,
+        segments[k] = (struct zpp_optim_segment){
+            SEGMENT(f, a, &pieces[k]), .optimizer = ZPP_OPTIM_ADAGRAD, .sum = a->state + f->offset + pieces[k].begin, .step = 3, .lr = 0.01,
             .lr_decay = f->flags & 4 ? 0.01 : 0.0, .eps = 1e-10, .weight_decay = f->flags & 1 ? 0.1 : 0.0,
             .maximize = f->flags & 2 };
     }
-    return zpp_adagrad_step_at((enum zpp_cpu_level)level, segments, count, 0.5f, pool);
+    return zpp_optim_step_at((enum zpp_cpu_level)level, segments, count, 0.5f, pool);
 }
 
 static bool sgd_with(const struct format *f, struct arrays *a, const struct piece *pieces, size_t count, int level,
                      zpp_pool *pool, bool momentum, bool first) {
-    struct zpp_sgd_segment segments[8];
+    struct zpp_optim_segment segments[8];
     for (size_t k = 0; k < count; ++k) {
         segments[k] =
-            (struct zpp_sgd_segment) { SEGMENT(f, a, &pieces[k]),
+            (struct zpp_optim_segment) { SEGMENT(f, a, &pieces[k]),
+                                       .optimizer = ZPP_OPTIM_SGD,
                                        .momentum_buffer = momentum ? a->state + f->offset + pieces[k].begin : NULL,
                                        .lr = 0.01,
                                        .momentum = 0.9,
@@ -95,9 +95,9 @@ static bool sgd_with(const struct format *f, struct arrays *a, const struct piec
                                        .weight_decay = f->flags & 1 ? 0.1 : 0.0,
                                        .maximize = f->flags & 2,
                                        .nesterov = f->flags & 4,
-                                       .first = first };
+                                       .step = first ? 1 : 2 };
     }
-    return zpp_sgd_step_at((enum zpp_cpu_level)level, segments, count, 0.5f, pool);
+    return zpp_optim_step_at((enum zpp_cpu_level)level, segments, count, 0.5f, pool);
 }
 
 static bool sgd(const struct format *f, struct arrays *a, const struct piece *pieces, size_t count, int level,
@@ -200,24 +200,22 @@ static void formats(void) {
 static void many_segments(void) {
     enum { SEGMENTS = 700, LENGTH = 37 };
     static float want[3][SEGMENTS * LENGTH], got[3][SEGMENTS * LENGTH];
-    static struct zpp_lion_segment segments[SEGMENTS];
+    static struct zpp_optim_segment segments[SEGMENTS];
     zpp_pool *pool = threads();
     for (int k = 0; k < 3; ++k) for (size_t i = 0; i < SEGMENTS * LENGTH; ++i) want[k][i] = (float)(i % 13) - 6.0f;
     memcpy(got, want, sizeof got);
     for (size_t s = 0; s < SEGMENTS; ++s) {
-        segments[s] = (struct zpp_lion_segment){
+        segments[s] = (struct zpp_optim_segment){
             .param = want[0] + s * LENGTH, .grad = want[1] + s * LENGTH, .exp_avg = want[2] + s * LENGTH,
-            .elems = s % 5 ? LENGTH : 0, .lr = 1e-3 * (double)(s % 4), .beta1 = 0.9, .beta2 = 0.99,
+            .elems = s % 5 ? LENGTH : 0, .optimizer = ZPP_OPTIM_LION, .lr = 1e-3 * (double)(s % 4), .beta1 = 0.9, .beta2 = 0.99,
             .weight_decay = 0.1 };
-        zpp_lion_step(&segments[s], 1, 1.0f, NULL);
+        zpp_optim_step(&segments[s], 1, 1.0f, NULL);
         segments[s].param = got[0] + s * LENGTH, segments[s].grad = got[1] + s * LENGTH;
         segments[s].exp_avg = got[2] + s * LENGTH;
     }
-    zpp_lion_step(segments, SEGMENTS, 1.0f, pool);
+    zpp_optim_step(segments, SEGMENTS, 1.0f, pool);
     CHECK(memcmp(want, got, sizeof got) == 0);
-    zpp_lion_step(NULL, 0, 1.0f, pool);
-    zpp_adagrad_step(NULL, 0, 1.0f, pool);
-    zpp_sgd_step(NULL, 0, 1.0f, pool);
+    zpp_optim_step(NULL, 0, 1.0f, pool);
     zpp_pool_destroy(pool);
 }
 
@@ -226,9 +224,7 @@ static void levels(void) {
     for (int level = 0; level < ZPP_CPU_LEVELS; ++level) {
         const bool here = level <= (int)zpp_cpu_detected();
         printf("%s %s, ", zpp_cpu_level_name((enum zpp_cpu_level)level), here ? "here" : "not on this machine");
-        CHECK(zpp_lion_step_at((enum zpp_cpu_level)level, NULL, 0, 1.0f, NULL) == here);
-        CHECK(zpp_adagrad_step_at((enum zpp_cpu_level)level, NULL, 0, 1.0f, NULL) == here);
-        CHECK(zpp_sgd_step_at((enum zpp_cpu_level)level, NULL, 0, 1.0f, NULL) == here);
+        CHECK(zpp_optim_step_at((enum zpp_cpu_level)level, NULL, 0, 1.0f, NULL) == here);
     }
 }
 

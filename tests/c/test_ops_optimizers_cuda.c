@@ -8,49 +8,21 @@
 
 #include <math.h>
 
-#include "../../csrc/ops/adagrad/kernels.h"
-#include "../../csrc/ops/lion/kernels.h"
-#include "../../csrc/ops/sgd/kernels.h"
-
 #include "cuda_threads.h"
 
-#define walk lion_walk
-#define walk_chunk lion_walk_chunk
-#define low_element lion_low_element
-#define low_step lion_low_step
-#define low_turn lion_low_turn
-#define low_walk lion_low_walk
-#include "../../csrc/ops/lion/lion_cuda.cu"
+#include "../../csrc/ops/optim/optim_cuda.cu"
 
-#include "cuda_next.h"
-#define walk adagrad_walk
-#define walk_chunk adagrad_walk_chunk
-#define low_element adagrad_low_element
-#define low_step adagrad_low_step
-#define low_turn adagrad_low_turn
-#define low_walk adagrad_low_walk
-#include "../../csrc/ops/adagrad/adagrad_cuda.cu"
-
-#include "cuda_next.h"
-#define walk sgd_walk
-#define walk_chunk sgd_walk_chunk
-#define low_element sgd_low_element
-#define low_step sgd_low_step
-#define low_turn sgd_low_turn
-#define low_walk sgd_low_walk
-#include "../../csrc/ops/sgd/sgd_cuda.cu"
-
-/* What zpp_list_cuda_run does, without a driver; the number of launches. */
+/* What zpp_optim_step_cuda does, without a driver; the number of launches. */
 #define STEP(op)                                                                                          \
-    static int op##_step(const struct zpp_##op##_segment *segments, size_t count, float grad_scale) {     \
+    static int op##_step(const struct zpp_optim_segment *segments, size_t count, float grad_scale) {     \
         static struct zpp_##op##_cuda_batch batch;                                                        \
         int launches = 0;                                                                                 \
         for (size_t done = 0; done < count;) {                                                            \
             unsigned int blocks;                                                                          \
-            done += zpp_##op##_cuda_fill(segments + done, count - done, grad_scale, &batch, &blocks);     \
+            done += zpp_optim_cuda_fill(segments + done, count - done, grad_scale, &batch, &blocks);     \
             launches += blocks > 0;                                                                       \
             for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {                                     \
-                for (threadIdx.x = 0; threadIdx.x < ZPP_LIST_CUDA_THREADS; ++threadIdx.x) {               \
+                for (threadIdx.x = 0; threadIdx.x < ZPP_OPTIM_CUDA_THREADS; ++threadIdx.x) {               \
                     zpp_##op##_cuda(batch);                                                               \
                 }                                                                                         \
             }                                                                                             \
@@ -64,12 +36,12 @@ STEP(sgd)
 /* The same for states that are not fp32; blocks of 8 bits have barriers. */
 #define STEP_LOW(op)                                                                                          \
     CUDA_THUNK(zpp_##op##_low_cuda, struct zpp_##op##_low_cuda_batch)                                         \
-    static int op##_step_in_fewer_bits(const struct zpp_##op##_segment *segments, size_t count, float scale) { \
+    static int op##_step_in_fewer_bits(const struct zpp_optim_segment *segments, size_t count, float scale) { \
         static struct zpp_##op##_low_cuda_batch batch;                                                        \
         int launches = 0;                                                                                     \
         for (size_t done = 0; done < count;) {                                                                \
             unsigned int blocks;                                                                              \
-            done += zpp_##op##_low_cuda_fill(segments + done, count - done, scale, &batch, &blocks);          \
+            done += zpp_optim_cuda_fill(segments + done, count - done, scale, &batch, &blocks);          \
             launches += blocks > 0;                                                                           \
             (batch.list.at[0].int8 ? cuda_run : cuda_loop)(zpp_##op##_low_cuda_thunk, &batch, blocks,         \
                                                            ZPP_LOW_CUDA_THREADS);                             \
@@ -80,7 +52,7 @@ STEP_LOW(lion)
 STEP_LOW(adagrad)
 STEP_LOW(sgd)
 
-enum { SEGMENTS = 110, LENGTH = 700, ELEMS = SEGMENTS * LENGTH, LONG = 2 * ZPP_LIST_CUDA_CHUNK_ELEMS + 1001 };
+enum { SEGMENTS = 110, LENGTH = 700, ELEMS = SEGMENTS * LENGTH, LONG = 2 * ZPP_OPTIM_CUDA_CHUNK_ELEMS + 1001 };
 struct memory { float p[ELEMS], m[ELEMS], grad[ELEMS], out[ELEMS]; };
 static struct memory want, got;
 
@@ -100,32 +72,34 @@ static void fill(struct memory *memory) {
     .elems = (s) % 7 ? (s) * 37 % LENGTH : 0, .lr = 1e-2, .weight_decay = (s) % 5 ? 0.05 : 0.0, .maximize = (s) % 2
 
 static const zpp_dtype kinds[] = { ZPP_F32, ZPP_BF16, ZPP_F16 };
-static const int LAUNCHES = 2; /* 94 that are not empty, 48 a launch */
+static const int LAUNCHES = 2; /* 94 that are not empty, 53 or more a launch */
 
 #define CHECK_MANY(op, description)                                                                       \
     do {                                                                                                  \
-        static struct zpp_##op##_segment segments[SEGMENTS];                                              \
+        static struct zpp_optim_segment segments[SEGMENTS];                                              \
         struct memory *const both[] = { &want, &got };                                                    \
         fill(&want);                                                                                      \
         got = want;                                                                                       \
         for (int k = 0; k < 2; ++k) {                                                                     \
             struct memory *at = both[k];                                                                  \
-            for (size_t s = 0; s < SEGMENTS; ++s) segments[s] = (struct zpp_##op##_segment)description;   \
+            for (size_t s = 0; s < SEGMENTS; ++s) segments[s] = (struct zpp_optim_segment)description;   \
             if (k) CHECK_EQUAL(op##_step(segments, SEGMENTS, 0.5f), LAUNCHES);                            \
-            else CHECK(zpp_##op##_step_at(ZPP_CPU_SCALAR, segments, SEGMENTS, 0.5f, NULL));               \
+            else CHECK(zpp_optim_step_at(ZPP_CPU_SCALAR, segments, SEGMENTS, 0.5f, NULL));               \
         }                                                                                                 \
         CHECK(memcmp(&want, &got, sizeof got) == 0);                                                      \
     } while (0)
 #define WITH(...) { __VA_ARGS__ }
 
 static void many_segments(void) {
-    CHECK_MANY(lion, WITH(SEGMENT(at, s), .exp_avg = at->m + s * LENGTH, .beta1 = 0.9, .beta2 = 0.99));
-    CHECK_MANY(adagrad, WITH(SEGMENT(at, s), .sum = at->m + s * LENGTH, .step = 1 + s, .lr_decay = 0.01,
+    CHECK_MANY(lion, WITH(SEGMENT(at, s), .optimizer = ZPP_OPTIM_LION, .exp_avg = at->m + s * LENGTH, .beta1 = 0.9, .beta2 = 0.99));
+    CHECK_MANY(adagrad, WITH(SEGMENT(at, s), .optimizer = ZPP_OPTIM_ADAGRAD,
+                                .sum = at->m + s * LENGTH, .step = 1 + s, .lr_decay = 0.01,
                                 .eps = 1e-10));
     for (int flags = 0; flags < 8; ++flags) {
-        CHECK_MANY(sgd, WITH(SEGMENT(at, s), .momentum_buffer = flags & 4 ? NULL : at->m + s * LENGTH,
+        CHECK_MANY(sgd, WITH(SEGMENT(at, s), .optimizer = ZPP_OPTIM_SGD,
+                                .momentum_buffer = flags & 4 ? NULL : at->m + s * LENGTH,
                                 .momentum = 0.9, .dampening = flags & 1 ? 0.0 : 0.25, .nesterov = flags & 1,
-                                .first = (flags & 2) && s % 3 == 0));
+                                .step = (flags & 2) && s % 3 == 0 ? 1 : 2));
     }
 }
 
@@ -158,24 +132,27 @@ static struct zpp_moment low_moment(struct low_memory *memory, bool int8, size_t
 
 #define CHECK_LOW(op, description)                                                                             \
     for (int int8 = 0; int8 < 2; ++int8) {                                                                     \
-        static struct zpp_##op##_segment segments[LOW_SEGMENTS];                                               \
+        static struct zpp_optim_segment segments[LOW_SEGMENTS];                                               \
         struct low_memory *const both[] = { &low_want, &low_got };                                             \
         fill_low(&low_want, int8);                                                                             \
         low_got = low_want;                                                                                    \
         for (int k = 0; k < 2; ++k) {                                                                          \
             struct low_memory *at = both[k];                                                                   \
-            for (size_t s = 0; s < LOW_SEGMENTS; ++s) segments[s] = (struct zpp_##op##_segment)description;    \
+            for (size_t s = 0; s < LOW_SEGMENTS; ++s) segments[s] = (struct zpp_optim_segment)description;    \
             if (k) CHECK_EQUAL(op##_step_in_fewer_bits(segments, LOW_SEGMENTS, 0.5f), 1);                      \
-            else CHECK(zpp_##op##_step_at(ZPP_CPU_SCALAR, segments, LOW_SEGMENTS, 0.5f, NULL));                \
+            else CHECK(zpp_optim_step_at(ZPP_CPU_SCALAR, segments, LOW_SEGMENTS, 0.5f, NULL));                \
         }                                                                                                      \
         CHECK(memcmp(&low_want, &low_got, sizeof low_got) == 0);                                               \
     }
-#define HELD(s) .how = low_how(int8, s), .moment = low_moment(at, int8, s)
+#define HELD(s, which) .how = low_how(int8, s), .moments[ZPP_MOMENT_##which] = low_moment(at, int8, s)
 
 static void fewer_bits(void) {
-    CHECK_LOW(lion, WITH(SEGMENT(&at->plain, s), HELD(s), .beta1 = 0.9, .beta2 = 0.99))
-    CHECK_LOW(adagrad, WITH(SEGMENT(&at->plain, s), HELD(s), .step = 1 + s, .lr_decay = 0.01, .eps = 1e-10))
-    CHECK_LOW(sgd, WITH(SEGMENT(&at->plain, s), HELD(s), .momentum = 0.9, .first = s % 3 == 0))
+    CHECK_LOW(lion, WITH(SEGMENT(&at->plain, s), HELD(s, FIRST), .optimizer = ZPP_OPTIM_LION,
+                         .beta1 = 0.9, .beta2 = 0.99))
+    CHECK_LOW(adagrad, WITH(SEGMENT(&at->plain, s), HELD(s, SECOND), .optimizer = ZPP_OPTIM_ADAGRAD,
+                            .step = 1 + s, .lr_decay = 0.01, .eps = 1e-10))
+    CHECK_LOW(sgd, WITH(SEGMENT(&at->plain, s), HELD(s, FIRST), .optimizer = ZPP_OPTIM_SGD,
+                        .momentum = 0.9, .step = s % 3 == 0 ? 1 : 2))
 }
 
 /* Several chunks, and an end inside one. */
@@ -185,17 +162,17 @@ static void long_segment(void) {
     for (int copy = 0; copy < 2; ++copy) {
         float *p = memory + 3 * (size_t)LONG * (size_t)copy;
         for (size_t i = 0; i < 3 * (size_t)LONG; ++i) p[i] = 0.25f + 0.001f * (float)(i % 977);
-        const struct zpp_sgd_segment segment = { .param = p, .momentum_buffer = p + LONG, .grad = p + 2 * LONG,
-                                                 .elems = LONG, .lr = 1e-3, .momentum = 0.9 };
+        const struct zpp_optim_segment segment = { .param = p, .momentum_buffer = p + LONG, .grad = p + 2 * LONG,
+                                                   .optimizer = ZPP_OPTIM_SGD, .step = 2, .elems = LONG, .lr = 1e-3, .momentum = 0.9 };
         if (copy) CHECK_EQUAL(sgd_step(&segment, 1, 1.0f), 1);
-        else zpp_sgd_step(&segment, 1, 1.0f, NULL);
+        else zpp_optim_step(&segment, 1, 1.0f, NULL);
     }
     CHECK(memcmp(memory, memory + 3 * LONG, 3 * (size_t)LONG * sizeof *memory) == 0);
     free(memory);
 }
 
 static void nothing(void) {
-    const struct zpp_lion_segment empty = { .lr = 1.0 };
+    const struct zpp_optim_segment empty = { .optimizer = ZPP_OPTIM_LION, .lr = 1.0 };
     CHECK_EQUAL(lion_step(&empty, 1, 1.0f), 0);
     CHECK_EQUAL(sgd_step(NULL, 0, 1.0f), 0);
     CHECK_EQUAL(adagrad_step(NULL, 0, 1.0f), 0);

@@ -7,7 +7,7 @@
 #include "floats.h"
 #include "threads.h"
 
-#include "../../csrc/ops/zero_one/zero_one.h"
+#include "../../csrc/ops/optim/optim.h"
 
 enum { ROOM_ELEMS = 4096 + 64, GUARD = 0xa5, PIECES = 5, WRITTEN = 4 };
 
@@ -27,19 +27,19 @@ static void *at(void *base, zpp_dtype dtype, size_t i) { return (char *)base + i
 
 /* In `pieces` segments, one behind the other; the last has what is left. */
 static bool step(const struct format *f, struct arrays *a, size_t pieces, int level, zpp_pool *pool) {
-    struct zpp_zero_one_segment segments[PIECES];
+    struct zpp_optim_segment segments[PIECES];
     for (size_t k = 0; k < pieces; ++k) {
         const size_t first = f->offset + k * (f->elems / pieces);
-        segments[k] = (struct zpp_zero_one_segment){
+        segments[k] = (struct zpp_optim_segment){
             .param = a->written[0] + first, .exp_avg = a->written[1] + first,
             .moved = f->flags & 2 ? a->written[2] + first : NULL,
             .anchor = f->flags & 4 ? a->written[3] + first : NULL, .exp_avg_sq = a->exp_avg_sq + first,
             .grad = at(a->grad, f->grad, first), .grad_dtype = f->grad,
             .param_out = f->out == ZPP_DTYPES ? NULL : at(a->out, f->out, first), .out_dtype = f->out,
-            .elems = k + 1 < pieces ? f->elems / pieces : f->elems - k * (f->elems / pieces), .variance_step = 3,
+            .elems = k + 1 < pieces ? f->elems / pieces : f->elems - k * (f->elems / pieces), .variance_step = 3, .optimizer = ZPP_OPTIM_ZERO_ONE,
             .step_size = 0.01, .decay = f->flags & 1 ? 0.1 : 0.0, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8 };
     }
-    return zpp_zero_one_step_at((enum zpp_cpu_level)level, segments, pieces, 0.5f, pool);
+    return zpp_optim_step_at((enum zpp_cpu_level)level, segments, pieces, 0.5f, pool);
 }
 
 static void check_equal(const struct format *f) {
@@ -96,7 +96,7 @@ static void levels(void) {
     for (int level = 0; level < ZPP_CPU_LEVELS; ++level) {
         const bool here = level <= (int)zpp_cpu_detected();
         printf("%s %s, ", zpp_cpu_level_name((enum zpp_cpu_level)level), here ? "here" : "not on this machine");
-        CHECK(zpp_zero_one_step_at((enum zpp_cpu_level)level, NULL, 0, 1.0f, NULL) == here);
+        CHECK(zpp_optim_step_at((enum zpp_cpu_level)level, NULL, 0, 1.0f, NULL) == here);
     }
 }
 

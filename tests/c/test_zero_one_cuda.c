@@ -5,44 +5,42 @@
  */
 #include "harness.h"
 
-#include "../../csrc/ops/zero_one/kernels.h"
-
 #include "cuda_threads.h"
 
-#include "../../csrc/ops/zero_one/zero_one_cuda.cu"
+#include "../../csrc/ops/optim/optim_cuda.cu"
 CUDA_THUNK(zpp_zero_one_cuda, struct zpp_zero_one_cuda_batch)
 
-/* What zpp_zero_one_step_cuda does, without a driver; the number of launches. */
-static int step(const struct zpp_zero_one_segment *segments, size_t count) {
+/* What zpp_optim_step_cuda does, without a driver; the number of launches. */
+static int step(const struct zpp_optim_segment *segments, size_t count) {
     static struct zpp_zero_one_cuda_batch batch;
     int launches = 0;
     for (size_t done = 0; done < count;) {
         unsigned int blocks;
-        done += zpp_zero_one_cuda_fill(segments + done, count - done, 0.5f, &batch, &blocks);
+        done += zpp_optim_cuda_fill(segments + done, count - done, 0.5f, &batch, &blocks);
         launches += blocks > 0;
-        cuda_loop(zpp_zero_one_cuda_thunk, &batch, blocks, ZPP_ZERO_ONE_CUDA_THREADS);
+        cuda_loop(zpp_zero_one_cuda_thunk, &batch, blocks, ZPP_OPTIM_CUDA_THREADS);
     }
     return launches;
 }
 
-enum { SEGMENTS = 110, LENGTH = 700, LONG = 2 * ZPP_ZERO_ONE_CUDA_CHUNK_ELEMS + 1001 };
+enum { SEGMENTS = 110, LENGTH = 700, LONG = 2 * ZPP_OPTIM_CUDA_CHUNK_ELEMS + 1001 };
 enum { ELEMS = SEGMENTS * LENGTH + LONG };
 struct memory { float p[ELEMS], m[ELEMS], v[ELEMS], u[ELEMS], a[ELEMS], grad[ELEMS], out[ELEMS]; };
 static struct memory want, got;
 
-static struct zpp_zero_one_segment described(struct memory *at, size_t s) {
+static struct zpp_optim_segment described(struct memory *at, size_t s) {
     static const zpp_dtype kinds[] = { ZPP_F32, ZPP_BF16, ZPP_F16 };
     const size_t from = s * LENGTH, elems = s == SEGMENTS ? LONG : s % 7 ? s * 37 % LENGTH : 0;
-    return (struct zpp_zero_one_segment){
+    return (struct zpp_optim_segment){
         .param = at->p + from, .exp_avg = at->m + from, .exp_avg_sq = at->v + from,
         .moved = s % 3 ? at->u + from : NULL, .anchor = s % 2 ? at->a + from : NULL, .grad = at->grad + from,
         .grad_dtype = kinds[s % 3], .param_out = s % 4 ? at->out + from : NULL, .out_dtype = kinds[(s + 1) % 3],
-        .elems = elems, .variance_step = 1 + s, .step_size = 1e-2, .decay = s % 5 ? 0.05 : 0.0, .beta1 = 0.9,
+        .elems = elems, .optimizer = ZPP_OPTIM_ZERO_ONE, .variance_step = 1 + s, .step_size = 1e-2, .decay = s % 5 ? 0.05 : 0.0, .beta1 = 0.9,
         .beta2 = 0.99, .eps = 1e-8 };
 }
 
 static void equals_the_cpu(void) {
-    static struct zpp_zero_one_segment segments[SEGMENTS + 1];
+    static struct zpp_optim_segment segments[SEGMENTS + 1];
     struct memory *const both[] = { &want, &got };
     for (size_t i = 0; i < ELEMS; ++i) {
         want.p[i] = 0.01f * (float)(i % 101) - 0.5f, want.m[i] = 0.001f * (float)(i % 13) - 4e-3f;
@@ -53,14 +51,14 @@ static void equals_the_cpu(void) {
     got = want;
     for (int k = 0; k < 2; ++k) {
         for (size_t s = 0; s <= SEGMENTS; ++s) segments[s] = described(both[k], s);
-        if (k) CHECK_EQUAL(step(segments, SEGMENTS + 1), 3); /* 95 that are not empty, 39 a launch */
-        else CHECK(zpp_zero_one_step_at(ZPP_CPU_SCALAR, segments, SEGMENTS + 1, 0.5f, NULL));
+        if (k) CHECK_EQUAL(step(segments, SEGMENTS + 1), 3); /* 95 that are not empty, 40 a launch */
+        else CHECK(zpp_optim_step_at(ZPP_CPU_SCALAR, segments, SEGMENTS + 1, 0.5f, NULL));
     }
     CHECK(memcmp(&want, &got, sizeof got) == 0);
 }
 
 static void nothing(void) {
-    const struct zpp_zero_one_segment empty = { .variance_step = 1, .beta2 = 0.9 };
+    const struct zpp_optim_segment empty = { .optimizer = ZPP_OPTIM_ZERO_ONE, .variance_step = 1, .beta2 = 0.9 };
     CHECK_EQUAL(step(&empty, 1), 0);
     CHECK_EQUAL(step(NULL, 0), 0);
 }

@@ -3,10 +3,6 @@
  * Optimizers that travel in one kind of segment: each has the bits of its own operator, whatever their number and
  * order, from memory and from a tier that has the moments of that optimizer and no others.
  */
-#include "../../csrc/ops/adagrad/adagrad.h"
-#include "../../csrc/ops/adam/adam.h"
-#include "../../csrc/ops/lion/lion.h"
-#include "../../csrc/ops/sgd/sgd.h"
 #include "../../csrc/zero/offload/optim_file.h"
 #include "aio_common.h"
 #include "planned_io.h"
@@ -47,34 +43,13 @@ static struct zpp_optim_segment segment_of(int update, struct side *side, size_t
     return segment;
 }
 
-/* By the operator itself, field by field. */
-static void step_plainly(const struct zpp_optim_segment *s) {
-    switch ((enum zpp_optimizer)s->optimizer) {
-    case ZPP_OPTIM_LION: {
-        const struct zpp_lion_segment lion = { s->param, s->grad, s->exp_avg, s->param_out, s->elems, s->grad_dtype,
-                                               s->out_dtype, s->lr, s->beta1, s->beta2, s->weight_decay, s->maximize,
-                                               { 0 }, { 0 } };
-        zpp_lion_step(&lion, 1, 0.5f, NULL);
-        return;
-    }
-    case ZPP_OPTIM_ADAGRAD: {
-        const struct zpp_adagrad_segment adagrad = { s->param, s->grad, s->exp_avg_sq, s->param_out, s->elems,
-                                                     s->grad_dtype, s->out_dtype, s->step, s->lr, s->lr_decay, s->eps,
-                                                     s->weight_decay, s->maximize, { 0 }, { 0 } };
-        for (size_t i = 0; s->step == 1 && i < s->elems; i++) s->exp_avg_sq[i] = 0.3f;
-        zpp_adagrad_step(&adagrad, 1, 0.5f, NULL);
-        return;
-    }
-    case ZPP_OPTIM_SGD: {
-        const struct zpp_sgd_segment sgd = { s->param, s->grad, s->exp_avg, s->param_out, s->elems, s->grad_dtype,
-                                             s->out_dtype, s->lr, s->exp_avg ? s->momentum : 0.0, s->dampening,
-                                             s->weight_decay, s->nesterov, s->maximize,
-                                             s->step == 1, { 0 }, { 0 } };
-        zpp_sgd_step(&sgd, 1, 0.5f, NULL);
-        return;
-    }
-    default: zpp_adam_step(s, 1, 0.5f, NULL);
-    }
+/* Alone, with Adagrad's sum filled by the caller. */
+static void step_plainly(const struct zpp_optim_segment *segment) {
+    struct zpp_optim_segment s = *segment;
+    const bool fill = s.optimizer == ZPP_OPTIM_ADAGRAD && s.step == 1;
+    for (size_t i = 0; fill && i < s.elems; i++) s.sum[i] = 0.3f;
+    s.init_sum = false;
+    zpp_optim_step_at(ZPP_CPU_SCALAR, &s, 1, 0.5f, NULL);
 }
 
 /* All updates, one beside the other, then in long runs. */

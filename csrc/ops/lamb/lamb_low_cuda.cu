@@ -11,18 +11,15 @@
 
 #include "lamb_cuda.h"
 
-#define LOW_CONSTS struct zpp_lamb_low_consts
+#include "../moments/low_walk_cuda.h"
 
-static __device__ __forceinline__ void low_element(const struct zpp_lamb_low_consts *consts, float grad, float *p,
-                                                   float moments[3], int count) {
-    struct zpp_lamb_consts c = consts->lamb;
-    (void)count;
-    c.rate = *consts->rate;
+static __device__ __forceinline__ void low_lamb(const void *consts, float grad, float *p, float *moments) {
+    const struct zpp_lamb_low_consts *low = (const struct zpp_lamb_low_consts *)consts;
+    struct zpp_lamb_consts c = low->lamb;
+    c.rate = *low->rate;
     (void)zpp_lamb_moments(&c, grad, *p, &moments[0], &moments[1]);
     *p = zpp_lamb_moved(&c, *p, moments[0], moments[1]);
 }
-
-#include "../moments/low_walk_cuda.h"
 
 KERNEL zpp_lamb_low_cuda_lanes(const __grid_constant__ struct zpp_lamb_low_cuda_batch batch) {
     const unsigned int at = blockIdx.x * ZPP_LAMB_CUDA_THREADS + threadIdx.x;
@@ -49,5 +46,5 @@ KERNEL zpp_lamb_low_cuda_lanes(const __grid_constant__ struct zpp_lamb_low_cuda_
 
 KERNEL zpp_lamb_low_cuda_move(const __grid_constant__ struct zpp_lamb_low_cuda_batch batch) {
     __shared__ struct zpp_low_tops tops;
-    low_walk(&batch.list, batch.consts, &tops);
+    low_walk(&batch.list, batch.consts, sizeof batch.consts[0], low_lamb, &tops);
 }

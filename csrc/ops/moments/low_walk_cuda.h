@@ -1,13 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The walk of an optimizer's CUDA kernel over moments in bf16 or 8 bits. Included once a file, after
- *
- *     LOW_CONSTS                                         its struct of constants
- *     low_element(const LOW_CONSTS *, float grad, float *p, float moments[3], int count)
- *                                                        one element, with its `count` moments in fp32
- *
- * It gives low_walk(segments, consts, tops), `tops` in shared memory. The optimizer's arithmetic stands between that of
- * moments_body.h, so the CPU's bits; only the payload of a NaN may differ.
+ * The walk of an optimizer's CUDA kernel over moments in bf16 or 8 bits. The optimizer's arithmetic stands between that
+ * of moments_body.h, so the CPU's bits; only the payload of a NaN may differ.
  *
  * Chunks count from the block of moments that a segment begins in, so that a thread always has the same place in a
  * block. A turn takes four blocks: each thread decodes and steps its four elements, keeps the new moments in registers
@@ -21,24 +15,28 @@
 #include "../segment_cuda.h"
 #include "low_codec_cuda.h"
 
+/* The optimizer's step on one element, with its moments in fp32. */
+typedef void (*low_element_fn)(const void *consts, float grad, float *p, float *moments);
+
 /* One element's step; its new moments. */
-static __device__ __forceinline__ void low_step(const struct zpp_low_cuda_segment *s, const LOW_CONSTS *consts,
-                                                uint64_t i, uint64_t block, float moments[3]) {
+static __device__ __forceinline__ void low_step(const struct zpp_low_cuda_segment *s, const void *consts,
+                                                low_element_fn element, uint64_t i, uint64_t block, float moments[3]) {
     for (int k = 0; k < s->moments; ++k) moments[k] = zpp_low_decoded(s, k, i, block);
     float p = s->param[i];
-    low_element(consts, zpp_cuda_load(s->grad, s->grad_kind, i), &p, moments, s->moments);
+    element(consts, zpp_cuda_load(s->grad, s->grad_kind, i), &p, moments);
     s->param[i] = p;
     zpp_cuda_store(s->param_out, s->out_kind, i, p);
 }
 
 /* Elements from `line` on, four blocks of them; `into`: where the segment begins in its first block. */
-static __device__ __forceinline__ void low_turn(const struct zpp_low_cuda_segment *s, const LOW_CONSTS *consts,
-                                                uint64_t line, uint32_t into, struct zpp_low_tops *tops) {
+static __device__ __forceinline__ void low_turn(const struct zpp_low_cuda_segment *s, const void *consts,
+                                                low_element_fn element, uint64_t line, uint32_t into,
+                                                struct zpp_low_tops *tops) {
     float moments[ZPP_LOW_CUDA_ROWS][3] = { { 0.0f } };
     for (int row = 0; row < ZPP_LOW_CUDA_ROWS; ++row) {
         const uint64_t at = line + (uint64_t)row * ZPP_LOW_CUDA_THREADS + threadIdx.x;
         const uint64_t i = at - into; /* wraps before the first */
-        if (at >= into && i < s->elems) low_step(s, consts, i, at / ZPP_LOW_CUDA_THREADS, moments[row]);
+        if (at >= into && i < s->elems) low_step(s, consts, element, i, at / ZPP_LOW_CUDA_THREADS, moments[row]);
         for (int k = 0; s->int8 && k < s->moments; ++k) {
             tops->each[k][row][threadIdx.x] = ZPP_BITS(moments[row][k]) & ZPP_MOMENTS_ABS;
         }
@@ -58,7 +56,9 @@ static __device__ __forceinline__ void low_turn(const struct zpp_low_cuda_segmen
     }
 }
 
-static __device__ __forceinline__ void low_walk(const struct zpp_low_cuda_segments *list, const LOW_CONSTS *consts,
+/* `consts`: an array of the optimizer's constants, consts_bytes each, one a segment; `tops` is in shared memory. */
+static __device__ __forceinline__ void low_walk(const struct zpp_low_cuda_segments *list, const void *consts,
+                                                uint64_t consts_bytes, low_element_fn element,
                                                 struct zpp_low_tops *tops) {
     const unsigned int k = ZPP_SEGMENT_OF(list->at, list->count, blockIdx.x);
     const struct zpp_low_cuda_segment *s = &list->at[k];
@@ -67,7 +67,7 @@ static __device__ __forceinline__ void low_walk(const struct zpp_low_cuda_segmen
     const uint64_t all = s->elems + into, left = all - begin;
     const uint64_t end = begin + (left < ZPP_LOW_CUDA_CHUNK_ELEMS ? left : ZPP_LOW_CUDA_CHUNK_ELEMS);
     for (uint64_t line = begin; line < end; line += (uint64_t)ZPP_LOW_CUDA_ROWS * ZPP_LOW_CUDA_THREADS) {
-        low_turn(s, &consts[k], line, into, tops);
+        low_turn(s, (const char *)consts + k * consts_bytes, element, line, into, tops);
     }
 }
 

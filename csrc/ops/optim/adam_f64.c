@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Adam in float64, parameters, gradients and moments: adam.h. One plain loop, which the compiler vectorises: it is for
+ * Adam in float64, parameters, gradients and moments: optim.h. One plain loop, which the compiler vectorises: it is for
  * models that need the precision, not for speed. It takes torch's operations in torch's order, so the two differ only
  * where torch's lerp is a fused multiply-add.
  */
 #include <assert.h>
 #include <math.h>
 
-#include "adam.h"
+#include "optim.h"
 
 enum { GRAIN_ELEMS = 4096 };
 

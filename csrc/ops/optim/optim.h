@@ -9,8 +9,18 @@
  *   LION          exp_avg           -            -                -          beta1, beta2
  *   ADAGRAD       -                 sum          -                -          lr_decay, eps, init_sum, initial_sum
  *   SGD           momentum_buffer   -            -                -          momentum, dampening, nesterov
+ *   FROZEN        exp_avg           exp_avg_sq   -                -          step_size, decay, beta2, eps
+ *   ZERO_ONE      exp_avg           exp_avg_sq   moved            anchor     step_size, decay, beta1, beta2, eps
  *
- * max_exp_avg_sq is there with amsgrad, momentum_buffer with a momentum. An optimizer belongs here if it can be stepped
+ * max_exp_avg_sq is there with amsgrad, momentum_buffer with a momentum, moved and anchor where they are kept. FROZEN
+ * (Adam with a frozen variance) reads its states only and has no gradient; ZERO_ONE (0/1 Adam) only reads exp_avg_sq.
+ * Both have step_size and decay in place of lr and weight_decay.
+ *
+ * What does not depend on the element is computed in double and rounded to fp32 once. Every operation on elements
+ * rounds once, in the order that the optimizer's header in this folder states. So every CPU level, split and number of
+ * threads gives the same bits (a NaN is a NaN: its payload is not promised).
+ *
+ * An optimizer belongs here if it can be stepped
  * chunk by chunk, with no element depending on another. LAMB needs norms of whole tensors before its step and Muon
  * whole matrices, so they have drivers of their own.
  */
@@ -26,7 +36,12 @@
 #include "../../base/pool.h"
 #include "../moments/moments.h"
 
-enum zpp_optimizer { ZPP_OPTIM_ADAM, ZPP_OPTIM_LION, ZPP_OPTIM_ADAGRAD, ZPP_OPTIM_SGD, ZPP_OPTIMIZERS };
+enum zpp_optimizer {
+#define ZPP_OPTIMIZER(NAME, name, first, states, written, usual, varies) ZPP_OPTIM_##NAME,
+#include "optimizers.def"
+#undef ZPP_OPTIMIZER
+    ZPP_OPTIMIZERS
+};
 
 enum { ZPP_OPTIM_STATES = 4 };
 
@@ -38,7 +53,7 @@ struct zpp_optim_segment {
     union {           /* fp32, read and written; NULL: the optimizer has no such state, or `moments` holds it */
         float *state[ZPP_OPTIM_STATES];
         struct { float *exp_avg, *exp_avg_sq, *max_exp_avg_sq; };
-        struct { float *momentum_buffer, *sum; };
+        struct { float *momentum_buffer, *sum, *moved, *anchor; };
     };
     void *param_out; /* copy of the new param written (F32, BF16 or F16: out_dtype), or NULL */
     size_t elems;
@@ -48,11 +63,13 @@ struct zpp_optim_segment {
     bool decoupled_decay; /* Adam: AdamW */
     bool nesterov;        /* SGD */
     bool init_sum;        /* Adagrad: step 1 sets sum to initial_sum before it adds; else sum is initialised already */
-    uint64_t step;        /* number of this update of the tensor, from 1; SGD's first writes its buffer unread */
+    uint64_t step;          /* number of this update of the tensor, from 1; SGD's first ignores the buffer's value */
+    uint64_t variance_step; /* FROZEN, ZERO_ONE: number of updates that exp_avg_sq has had, from 1 */
     double lr, weight_decay;
     double beta1, beta2, eps;
     double lr_decay, initial_sum;
     double momentum, dampening;
+    double step_size, decay; /* as a rule lr / (1 - beta1^t), and lr * weight_decay */
     struct zpp_moments how; /* all zero: states are fp32, in `state`. Else that is NULL, and they are here: */
     struct zpp_moment moments[3]; /* by enum zpp_moments_which, which are the first three of `state` */
 };
@@ -61,5 +78,27 @@ struct zpp_optim_segment {
  * the order or the number of segments, nor on the number of threads. grad_scale multiplies every gradient. Never
  * fails. */
 void zpp_optim_step(const struct zpp_optim_segment *segments, size_t segments_count, float grad_scale, zpp_pool *pool);
+
+/* The same with the version of one level, for tests and benchmarks; false, and nothing done, where this machine or
+ * build lacks it. */
+bool zpp_optim_step_at(enum zpp_cpu_level level, const struct zpp_optim_segment *segments, size_t segments_count,
+                       float grad_scale, zpp_pool *pool);
+
+/* The same on CUDA, where all pointers are device memory, which must live until the stream has passed: enqueued on
+ * `native` (torch's current stream). All segments are of one optimizer, and their states of one kind. Same bits.
+ * NOT_BUILT without the kernel, DEVICE if a launch fails. */
+zpp_status zpp_optim_step_cuda(zpp_device *device, void *native, const struct zpp_optim_segment *segments,
+                               size_t segments_count, float grad_scale, struct zpp_err *err);
+
+/* Adam on one tensor whose parameter, gradient and moments are float64: every operation rounds once, to float64. */
+struct zpp_adam_f64_segment {
+    struct zpp_optim_segment rates; /* elems, step, lr and what follows it; its pointers are not read */
+    double *param;
+    const double *grad;
+    double *exp_avg, *exp_avg_sq;
+    double *max_exp_avg_sq; /* amsgrad only, else NULL */
+};
+void zpp_adam_step_f64(const struct zpp_adam_f64_segment *segments, size_t segments_count, double grad_scale,
+                       zpp_pool *pool);
 
 #endif

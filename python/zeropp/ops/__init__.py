@@ -82,7 +82,7 @@ def adam_step_(
 ) -> None:
     """One step of Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) over lists of tensors, in one pass.
 
-    The formula is in csrc/ops/adam/adam.h. One call moves 28 bytes a parameter in fp32, and as many with bf16 gradients
+    The formula is in csrc/ops/optim/adam.h. One call moves 28 bytes a parameter in fp32, and as many with bf16 gradients
     and a bf16 copy-out (ZeRO-Offload, section 5.1), where cast, step and cast are three passes. With moments in bf16 it
     moves 20, in 8 bits 16 (csrc/ops/moments/moments.h): the same arithmetic between decoding and encoding them.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of Adam whose variance is frozen, over lists of tensors; the formula is in csrc/ops/frozen/frozen.h."""
+"""Steps of Adam whose variance is frozen, over lists of tensors; the formula is in csrc/ops/optim/frozen.h."""
 
 from __future__ import annotations
 

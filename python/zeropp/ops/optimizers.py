@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of Lion, Adagrad and SGD over lists of tensors; the formulas are in csrc/ops/{lion,adagrad,sgd}/."""
+"""Steps of Lion, Adagrad and SGD over lists of tensors; the formulas are in csrc/ops/optim/."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step of 0/1 Adam over lists of tensors; the formula is in csrc/ops/zero_one/zero_one.h."""
+"""The step of 0/1 Adam over lists of tensors; the formula is in csrc/ops/optim/zero_one.h."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class Lion(GroupedOptimizer):
     """Lion: the step is the sign of an interpolation of gradient and momentum; half of Adam's state.
 
     ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``, then ``m = beta2 m + (1 - beta2) g``. A
-    parameter group is one call of the C kernel (csrc/ops/lion): 20 bytes a parameter in fp32, memory touched once.
+    parameter group is one call of the C kernel (csrc/ops/optim/lion.h): 20 bytes a parameter in fp32, memory touched once.
 
     Parameters are fp32 on the CPU; gradients fp32, bf16 or fp16. State: ``exp_avg``, fp32.
     """

@@ -1,0 +1,88 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The element-wise optimizers on CUDA: the arithmetic of their headers, as on the CPU, each operation rounded once, so
+ * the same bits; only the payload of a NaN may differ.
+ *
+ * Each block finds its segment by its number, then walks one chunk with neighbouring threads on neighbouring elements,
+ * four elements a thread in flight: their loads are independent of each other's stores. Scalar loads keep any alignment
+ * legal and are coalesced all the same: the pass is bound by memory. States in fewer bits are walked by
+ * moments/low_walk_cuda.h. It is C as well, and tests/c runs it on a CPU (tests/c/cuda_on_cpu.h).
+ */
+#ifndef ZPP_ON_CPU
+#include <cuda_fp16.h>
+#define KERNEL extern "C" __global__ void __launch_bounds__(256)
+#endif
+
+#include "../element_cuda.h"
+#include "../moments/low_walk_cuda.h"
+#include "../segment_cuda.h"
+#include "optim_cuda.h"
+
+typedef float (*update_fn)(const void *consts, float g, float p, float *x, const uint32_t options);
+
+#define ZPP_OPTIMIZER(NAME, name, first, states, written, usual, varies) \
+    static __device__ __forceinline__ float update_##name(const void *consts, float g, float p, float *x,             \
+                                                          const uint32_t options) {                                   \
+        return zpp_##name##_update((const struct zpp_##name##_consts *)consts, g, p, x, options);                     \
+    }                                                                                                                 \
+    static __device__ __forceinline__ void low_##name(const void *consts, float grad, float *p, float *moments) {     \
+        const struct zpp_##name##_consts *c = (const struct zpp_##name##_consts *)consts;                             \
+        *p = zpp_##name##_update(c, grad, *p, moments, c->options);                                                   \
+    }                                                                                                                 \
+    enum { NAME##_WRITTEN = written };
+#include "optimizers.def"
+#undef ZPP_OPTIMIZER
+
+enum { UNROLL = ZPP_OPTIM_CUDA_UNROLL, MOST_STATES = 4 };
+
+/* This thread's elements of its block's chunk. */
+static __device__ __forceinline__ void walk(const struct zpp_optim_cuda_segment *s, float *const *state, int states,
+                                            unsigned int written, update_fn update, const void *consts,
+                                            uint32_t options) {
+    const uint64_t begin = (uint64_t)(blockIdx.x - s->first_block) * ZPP_OPTIM_CUDA_CHUNK_ELEMS;
+    const uint64_t left = s->elems - begin, stride = ZPP_OPTIM_CUDA_THREADS;
+    const uint64_t end = begin + (left < ZPP_OPTIM_CUDA_CHUNK_ELEMS ? left : ZPP_OPTIM_CUDA_CHUNK_ELEMS);
+    for (uint64_t row = begin + threadIdx.x; row < end; row += stride * UNROLL) {
+        float g[UNROLL], p[UNROLL], x[UNROLL][MOST_STATES];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const uint64_t i = row + (uint64_t)u * stride;
+            if (i >= end) break;
+            g[u] = s->grad_kind == ZPP_CUDA_NONE ? 0.0f : zpp_cuda_load(s->grad, s->grad_kind, i);
+            p[u] = s->param[i];
+#pragma unroll
+            for (int k = 0; k < states; ++k) x[u][k] = options >> k & 1 ? state[k][i] : 0.0f;
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const uint64_t i = row + (uint64_t)u * stride;
+            if (i >= end) break;
+            const float moved = update(consts, g[u], p[u], x[u], options);
+            s->param[i] = moved;
+#pragma unroll
+            for (int k = 0; k < states; ++k) if (options & written & 1u << k) state[k][i] = x[u][k];
+            zpp_cuda_store(s->param_out, s->out_kind, i, moved);
+        }
+    }
+}
+
+#define WALK(NAME, name)                                                                                              \
+    const unsigned int k = ZPP_SEGMENT_OF(batch.at, batch.count, blockIdx.x);                                         \
+    walk(&batch.at[k], batch.states_of[k], ZPP_OPTIM_CUDA_##NAME##_STATES, NAME##_WRITTEN, update_##name,             \
+         &batch.consts[k], batch.consts[k].options)
+
+KERNEL zpp_adam_cuda(const __grid_constant__ struct zpp_adam_cuda_batch batch) { WALK(ADAM, adam); }
+KERNEL zpp_lion_cuda(const __grid_constant__ struct zpp_lion_cuda_batch batch) { WALK(LION, lion); }
+KERNEL zpp_adagrad_cuda(const __grid_constant__ struct zpp_adagrad_cuda_batch batch) { WALK(ADAGRAD, adagrad); }
+KERNEL zpp_sgd_cuda(const __grid_constant__ struct zpp_sgd_cuda_batch batch) { WALK(SGD, sgd); }
+KERNEL zpp_frozen_cuda(const __grid_constant__ struct zpp_frozen_cuda_batch batch) { WALK(FROZEN, frozen); }
+KERNEL zpp_zero_one_cuda(const __grid_constant__ struct zpp_zero_one_cuda_batch batch) { WALK(ZERO_ONE, zero_one); }
+
+#define LOW_WALK(name)                                                                                                \
+    __shared__ struct zpp_low_tops tops;                                                                              \
+    low_walk(&batch.list, batch.consts, sizeof batch.consts[0], low_##name, &tops)
+
+KERNEL zpp_adam_low_cuda(const __grid_constant__ struct zpp_adam_low_cuda_batch batch) { LOW_WALK(adam); }
+KERNEL zpp_lion_low_cuda(const __grid_constant__ struct zpp_lion_low_cuda_batch batch) { LOW_WALK(lion); }
+KERNEL zpp_adagrad_low_cuda(const __grid_constant__ struct zpp_adagrad_low_cuda_batch batch) { LOW_WALK(adagrad); }
+KERNEL zpp_sgd_low_cuda(const __grid_constant__ struct zpp_sgd_low_cuda_batch batch) { LOW_WALK(sgd); }
