@@ -27,7 +27,7 @@ from zeropp import checkpoint, zero  # their modules are loaded when the first m
 from zeropp.errors import ConfigError
 
 logger = logging.getLogger("zeropp")
-FOLDER = "zeropp"  # in the folder of save_state: slices and optimizer state of the first model
+FOLDER = "zeropp"  # in the folder of save_state: shards and optimizer state of the first model
 
 
 def plain_optimizer(optimizer: Any) -> Any:
@@ -121,7 +121,7 @@ class ZeroppAccelerator(Accelerator):
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As upstream; the state is where its slices are."""
+        """Return the state as upstream; it is where its shards are."""
         if not isinstance(plain_optimizer(optimizer), zero.step.optimizer.ZeroOptimizer):
             raise ConfigError(
                 "the optimizer was prepared without its model; give both to one accelerator.prepare(model, optimizer)"
@@ -149,7 +149,7 @@ class ZeroppAccelerator(Accelerator):
             super().backward(scaled, **kwargs)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Every element of the gradients of the model that owns ``parameters``, on every rank's slices."""
+        """Clip every element of the gradients of the model that owns ``parameters``, on every rank's shards."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         optimizer = self._optimizer_for(parameters, "clip_grad_value_")
         if optimizer is None:
@@ -168,7 +168,7 @@ class ZeroppAccelerator(Accelerator):
         raise ConfigError(f"{verb}: the model of these parameters has no optimizer that this accelerator prepared")
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """The norm over all ranks' slices, as a tensor; gradients are scaled in the step."""
+        """Return the norm over all ranks' shards, as a tensor; gradients are scaled in the step."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         optimizer = self._optimizer_for(parameters, "clip_grad_norm_")
         if optimizer is None:
@@ -206,8 +206,8 @@ class ZeroppAccelerator(Accelerator):
             self._models, self._optimizers = models, optimizers
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
-        """As upstream, but each partitioned model and its optimizer are in a folder of their own (``zeropp``, ``zeropp_1``, ...), by
-        slices. Hooks of ``register_save_state_pre_hook`` are given the other models only."""
+        """Save as upstream, but each partitioned model and its optimizer in a folder of their own (``zeropp``, ``zeropp_1``, ...), as
+        shards. Hooks of ``register_save_state_pre_hook`` get the other models only."""
         with self._partitioned_apart() as ours:
             where = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
             for folder, model, optimizer in ours:

@@ -37,8 +37,8 @@ GRACE_S = 1.0
 class Saving:
     """A save that goes on in the background; from ``zeropp.save(..., background=True)``.
 
-    The next save and load of the model wait for it, and so does the end of the process; each raises what went wrong
-    if nobody was told yet.
+    The next save and load of the model wait for it, and so does the end of the process; each raises an error
+    that was not reported yet.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class Saving:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # raised by whoever asks next
+        except BaseException as error:  # raised by the next call
             self._error = error
 
     def done(self) -> bool:
@@ -95,7 +95,7 @@ class Saving:
             _unsettled.remove(self)
 
     def end(self) -> BaseException | None:
-        """Wait for this rank's part alone; the error nobody was told of."""
+        """Wait for this rank's part alone, and return an error that was not reported yet."""
         self._thread.join()
         self._settle()
         return None if self._told else self._error

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several groups of ranks of one job that save: two pipeline stages, each with its own data-parallel ranks.
 
-A group knows its own parameters only, so two groups that save into one folder would leave the checkpoint of whoever came last: a
-part of the model, and no word of it. The lock of folder_writer.py stops the second group. It tells the first one through the store
-that all ranks of the job share, and the first one looks there before it commits. A group that is not the whole job therefore waits,
+A group knows its own parameters only, so two groups that save into one folder would leave the checkpoint of the last one, which is a
+part of the model, without an error. The lock of folder_writer.py stops the second group. It writes to the store that
+all ranks of the job share, and the first group looks there before it commits. A group that is not the whole job therefore waits,
 before it commits, until all ranks of the job have begun a save; not for long, because groups may save at different times.
 """
 

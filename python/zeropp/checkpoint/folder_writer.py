@@ -104,7 +104,7 @@ _guard = threading.Lock()
 _held: dict[str, Hold] = {}
 _leaving: deque[Any] = deque()
 """Users that leave. A garbage collection may end a user in any thread, also in one that the owner of `_guard` waits for, so that
-:func:`leave` never waits for `_guard`: whoever has it lets these go."""
+:func:`leave` never waits for `_guard`: its holder releases these."""
 
 
 @contextlib.contextmanager
@@ -205,7 +205,7 @@ def _acquire(folder: Path, job: str | None, ranks: tuple[int, ...]) -> Hold:
         try:
             locked = _lock(descriptor)
             found = _read(descriptor)
-            if not _has_name(descriptor, path):  # whoever had it has just left
+            if not _has_name(descriptor, path):  # its holder has just released it
                 pass
             elif locked is False and found is None and time.monotonic() < empty_until:
                 time.sleep(0.02)
@@ -301,7 +301,7 @@ def _has_name(descriptor: int, path: Path) -> bool:
 
 
 def _write(descriptor: int, record: Record, beat: int) -> None:
-    text = json.dumps({**asdict(record), "beat": f"{beat:012}"})  # of one length, so that nobody reads half of two
+    text = json.dumps({**asdict(record), "beat": f"{beat:012}"})  # of one length, so that no reader sees a mix of two
     os.pwrite(descriptor, text.encode(), 0)
     os.fdatasync(descriptor)
 

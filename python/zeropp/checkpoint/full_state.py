@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole values in and out of a partitioned model: state dicts, a bounded-memory stream, safetensors for everybody
-else."""
+"""Whole values in and out of a partitioned model: state dicts, a bounded-memory stream, safetensors for other
+programs."""
 
 from __future__ import annotations
 

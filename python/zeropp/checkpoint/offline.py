@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint without its model: checked, or written as the safetensors files that everybody reads.
+"""A checkpoint without its model: checked, or written as safetensors files for other programs.
 
 No ranks, no GPU, and no more memory than a few blocks, whatever the size of the model.
 """

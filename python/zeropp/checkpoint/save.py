@@ -113,7 +113,7 @@ def save(
         keep: remove all but this many of the newest checkpoints afterwards; None keeps all.
         spare: of what goes (by ``keep``, or replaced by the same step) keep one checkpoint's files as ``path/.spare``, and
             write the next checkpoint over them: into blocks that the disk has already, which is up to twice as fast on
-            thin-provisioned and flash storage. Costs the disk space of one checkpoint more. A file that anybody has open
+            thin-provisioned and flash storage. Costs the disk space of one checkpoint more. A file that is open elsewhere
             is never overwritten.
         only: tells by name which parameters are saved; the same on every rank. Those left out keep the model's own values in a load
             (the base under an adapter, which has a file already). None: all.
@@ -126,7 +126,7 @@ def save(
         zeropp.TierError: storage is full or failed: path, bytes wanted, bytes free. On every rank.
         zeropp.CheckpointError: data that cannot be saved, ranks that save different things, or a folder that another job, or another
             group of ranks of this job, writes into. On every rank.
-        Both also for a background save before this one that failed, where nobody was told yet; nothing is saved then.
+        Both also for an earlier background save that failed and was not reported yet; nothing is saved then.
 
     Save between steps: gradients that were accumulated but not stepped with are not saved.
     Cost: each rank writes its shards once: 4 bytes a parameter and 8 of AdamW's state, over N ranks. Memory: 16 MiB; in
@@ -281,8 +281,8 @@ class _Plan:
             yield removed
 
     def _retire(self, folders: Iterable[Path]) -> None:
-        """Remove what is out of sight; one of it may become the spare. It gets that name, durably, before anybody writes
-        to it: else a power cut could bring back the old name with new bytes."""
+        """Remove renamed folders; one of them may become the spare. It gets that name, durably, before it is written to: else
+        a power cut could restore the old name with new bytes."""
         wanted = self.keep_spare
         for folder in folders:
             if not wanted:

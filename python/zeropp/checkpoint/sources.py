@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole tensors by name, from a mapping, from safetensors, or from ``pytorch_model.bin`` files: whoever holds a part
-of a tensor reads that part.
+"""Whole tensors by name, from a mapping, from safetensors, or from ``pytorch_model.bin`` files: each rank reads
+its own part of a tensor.
 
 Files are mapped, so that what is not asked for is not read, and ranks of one host share what the kernel keeps of them.
 """

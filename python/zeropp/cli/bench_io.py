@@ -151,9 +151,9 @@ def measure(folder: Path) -> tuple[IoSettings, dict[str, float], list[dict[str, 
 def judge(
     contenders: list[Contender], seen: dict[str, list[tuple[float, float]]]
 ) -> tuple[IoSettings, dict[str, float], list[dict[str, object]]]:
-    """The setting that comes nearest to the limit, reads and writes together.
+    """Return the setting that comes nearest to the limit, reads and writes together.
 
-    The limit is what the disk gave in a round to whoever got most of it, plain loops included.
+    The limit of a round is the largest rate that any contender reached, plain loops included.
     """
     names = [contender.name for contender in contenders]
     count = len(seen[names[0]])

@@ -95,7 +95,7 @@ def _dead(error: CommError, options: argparse.Namespace) -> int:
 
 
 def print_report(report: Report) -> None:
-    """Tables of the ranks alone, the pairs and the whole, and the verdict."""
+    """Print tables of the ranks alone, the pairs and the whole, and the conclusion."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False, markup=False)

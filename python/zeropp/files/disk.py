@@ -35,9 +35,9 @@ class Disk:
         return _open_direct(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
 
     def take_over(self, spare: Path, path: Path, size_bytes: int) -> int | None:
-        """An old file gets a new name and is to be overwritten, from its blocks on the disk to its bytes; its
-        descriptor. None, and nothing done, where there is none, or where anybody else could still read it: it is
-        open somewhere or has another name."""
+        """Give an old file a new name, to be overwritten in its blocks on the disk. Return its descriptor, or None,
+        with nothing done, where there is no such file, or where it could still be read because it is open elsewhere or
+        has another name."""
         try:
             descriptor = _open_direct(spare, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -83,7 +83,7 @@ class Disk:
             except OSError as error:
                 if error.errno != errno.EINVAL or refused:
                     raise
-                # Other threads write to this descriptor, too: whoever came first has changed it for all of them.
+                # Other threads write to this descriptor, too: the first one has changed it for all of them.
                 self._through_cache(descriptor)
                 refused = True
                 continue
@@ -181,7 +181,7 @@ def make_folders(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file atomically: whoever reads it, after whatever crash, sees the old text or the new."""
+    """Replace a small file atomically: after any crash a reader sees the old text or the new."""
     new = path.with_name(path.name + ".new")
     data = text.encode()
     with storage_errors(path, len(data)):
@@ -222,7 +222,7 @@ def aside(final: Path) -> Path:
 
 @contextlib.contextmanager
 def storage_errors(path: Path, wanted_bytes: int) -> Iterator[None]:
-    """An OSError inside becomes a TierError with path, bytes wanted and bytes free. ``wanted_bytes`` 0: nobody counted them."""
+    """Turn an OSError inside into a TierError with path, bytes wanted and bytes free. ``wanted_bytes`` 0: not counted."""
     try:
         yield
     except TierError:

@@ -62,7 +62,7 @@ def _load() -> dict[str, object]:
     try:
         values = json.loads(cache_file().read_text())
     except (OSError, ValueError):
-        return {}  # never measured, or a file that somebody else wrote: measuring again mends it
+        return {}  # never measured, or a file of another program: measuring again repairs it
     return values if isinstance(values, dict) else {}
 
 
@@ -88,7 +88,7 @@ def _can_be(known: IoSettings) -> bool:
 
 
 DEFAULT = IoSettings(depth=32, block_bytes=1 << 20, read_gb_s=0.0, write_gb_s=0.0)
-"""Of a device that nobody measured."""
+"""Settings of a device that was not measured."""
 
 
 def shape(folders: Sequence[str | os.PathLike[str]], stripe_bytes: int) -> tuple[int, int] | None:

@@ -91,7 +91,7 @@ def write_pieces(
 
     Args:
         metadata: strings for the header.
-        spare: a file that nobody needs, to be overwritten under the new name where that is possible.
+        spare: an unused file, to be overwritten under the new name where that is possible.
 
     Returns:
         What the manifest holds of it: ``{"bytes": n, "block_bytes": n, "crc32": [one a block]}``.

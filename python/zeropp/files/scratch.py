@@ -3,8 +3,8 @@
 where files are striped over disks.
 
 ``path/zeropp-scratch-<job>/rank-<n>/`` exists while its rank does. Every rank holds a shared lock (flock) on the job's
-folder, which the kernel drops with the process, however it ends. So a folder on which an exclusive lock can be had
-belongs to nobody: whoever makes a scratch folder next removes it. Making and removing happen under a lock on ``path``
+folder, which the kernel drops with the process, however it ends. A folder on which an exclusive lock can be had therefore
+belongs to no process, and the next job that makes a scratch folder removes it. Making and removing happen under a lock on ``path``
 itself, so that a folder is never seen between its making and its lock. One such lock is held at a time, so that jobs
 may name the same folders in any order.
 """
@@ -156,7 +156,7 @@ def remove_abandoned(root: Path) -> None:
 def _remove_if_abandoned(job: Path) -> None:
     descriptor = os.open(job, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: somebody lives there
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: a living process holds it
         shutil.rmtree(job, ignore_errors=True)
     finally:
         os.close(descriptor)

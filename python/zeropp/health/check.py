@@ -185,7 +185,7 @@ def check(group: dist.ProcessGroup | None = None, *, factor: float = 3.0, pairs:
     """Measure every rank, every pair and the whole, and search for what is slow. Collective; some seconds.
 
     Args:
-        group: default: the world. Its time-out is how long a rank that does not answer is waited for.
+        group: default: the world. Its timeout limits the wait for a rank that does not answer.
         factor: slower than the best of its like by this much is a fault.
         pairs: measure every pair too (of at most 16 ranks).
 

@@ -63,7 +63,7 @@ def _search(ranks: tuple[int, ...], others: tuple[int, ...], probe: Probe, facto
 
 
 def _pair_by_pair(ranks: tuple[int, ...], others: tuple[int, ...], probe: Probe, factor: float) -> list[Fault]:
-    """`others`, outside of the set, lend what a set of two or three lacks to tell its ranks apart."""
+    """Compare pairs. `others`, outside of the set, complete a set of two or three that is too small to tell its ranks apart."""
     helpers = others[: max(0, SMALL - len(ranks))]
     everyone = ranks + helpers
     if len(everyone) < 3:

@@ -20,7 +20,7 @@ from zeropp.accelerate import ZeroppAccelerator, plain_optimizer
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.hf.report import MemoryTable, Metrics
 
-FOLDER = "zeropp"  # in each checkpoint-N: slices, optimizer state
+FOLDER = "zeropp"  # in each checkpoint-N: shards, optimizer state
 
 
 class ZeroppTrainer:

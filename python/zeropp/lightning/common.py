@@ -16,7 +16,7 @@ from zeropp.checkpoint import random_state
 from zeropp.config import Config, as_config
 from zeropp.errors import CheckpointError, ConfigError
 
-SUFFIX = ".zeropp"  # beside name.ckpt: the ranks' slices and the optimizer's state
+SUFFIX = ".zeropp"  # beside name.ckpt: the ranks' shards and the optimizer's state
 SWAP_FOLDER = "zeropp-swap"
 
 

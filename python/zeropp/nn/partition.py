@@ -159,7 +159,9 @@ class Partition:
         self._sums: list[tuple[int, int]] = []  # (bytes, crc) of all parts
         self._agreed = 0  # parts whose sums were compared
         self._ahead_bytes = self._largest_bytes = 0
-        self._orphans: collections.deque[tuple[dist.Work, Tensor]] = collections.deque()  # begun, and nobody wants them
+        self._orphans: collections.deque[tuple[dist.Work, Tensor]] = (
+            collections.deque()
+        )  # begun, and not needed any more
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

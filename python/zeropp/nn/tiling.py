@@ -62,8 +62,8 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: _Plan, tokens: Tensor, beside: tuple[Tensor, ...], *params: Tensor) -> Tensor:
         ctx.plan, ctx.beside_count, ctx.params = plan, len(beside), params
-        # Parameters are saved though `call` has them: whoever gives their memory back meanwhile has hooks on what is
-        # saved, and brings it back when they are asked for.
+        # Parameters are saved though `call` has them: their memory may be released meanwhile, and hooks on saved
+        # tensors gather them again.
         ctx.save_for_backward(tokens, *beside, *params)
         return _run(plan, tokens, beside)
 

@@ -132,7 +132,7 @@ def sparse_attention(
         layout: for sequences of ``ceil(S / layout.block)`` blocks, with 1 or H heads.
         causal: a query sees no key after itself.
         scale: of the scores. Default: 1 / sqrt(D).
-        key_mask: (B, S) bool, False for keys that nobody sees (padding). None: all are seen.
+        key_mask: (B, S) bool, False for keys that no query sees (padding). None: all are seen.
 
     Returns:
         (B, H, S, D) of the dtype of q.
