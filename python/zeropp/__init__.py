@@ -128,10 +128,10 @@ def _load() -> None:
 
     ops.register()
     if torch.distributed.is_available() and "ZEROPP" not in torch.distributed.Backend._plugins:
-        from zeropp.comm import address
+        from zeropp.comm import guard
 
         torch.distributed.Backend.register_backend("zeropp", _create_group, devices=["cpu", "cuda"])
-        address.guard()
+        guard.install()
 
 
 def _register_strategies() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import zeropp
-from zeropp.checkpoint import folder_writer
 from zeropp.errors import CheckpointError, ConfigError, TierError
+from zeropp.files import folder_writer
 
 _spec = importlib.util.spec_from_file_location("checkpoint_models", Path(__file__).with_name("models.py"))
 models = importlib.util.module_from_spec(_spec)

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 import zeropp
-from zeropp.checkpoint import folder_writer
 from zeropp.errors import CheckpointError, TierError
 from zeropp.files import disk as files
-from zeropp.files import safefile
+from zeropp.files import folder_writer, safefile
 
 HERE = Path(__file__).parent
 

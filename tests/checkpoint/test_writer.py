@@ -22,9 +22,9 @@ import pytest
 import zeropp
 from warm import launch
 from zeropp.checkpoint import background as behind
-from zeropp.checkpoint import folder_writer
 from zeropp.errors import CheckpointError
 from zeropp.files import disk as files
+from zeropp.files import folder_writer
 
 HERE = Path(__file__).parent
 CASES = HERE / "cases.py"

@@ -34,7 +34,7 @@ def kinds(model: nn.Module) -> list[str]:
 
 def alone(read: Any) -> None:
     """Read on one rank alone; a test waits for less time than a user."""
-    sys.modules["zeropp.comm.together"].LIMIT_S = 0.3  # type: ignore[attr-defined]
+    sys.modules["zeropp.comm.rendezvous"].LIMIT_S = 0.3  # type: ignore[attr-defined]
     read()
 
 

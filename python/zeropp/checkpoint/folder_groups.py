@@ -17,9 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeropp.checkpoint import folder_writer
-from zeropp.checkpoint.folder_writer import FolderTakenError, Hold
 from zeropp.errors import CheckpointError
+from zeropp.files import folder_writer
+from zeropp.files.folder_writer import FolderTakenError, Hold
 
 WAIT_S = 2.0
 """How long a group waits for the saves of the others."""

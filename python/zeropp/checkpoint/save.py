@@ -21,8 +21,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from zeropp import _C
 from zeropp.checkpoint import background as behind
-from zeropp.checkpoint import folder_writer, random_state
+from zeropp.checkpoint import random_state
 from zeropp.checkpoint.background import Saving
 from zeropp.checkpoint.folder_groups import Group, rank_in_job
 from zeropp.checkpoint.full_state import loose_tensors
@@ -42,7 +43,7 @@ from zeropp.checkpoint.plain import to_plain
 from zeropp.comm.collective import Ranks
 from zeropp.errors import CheckpointError, ConfigError, Error
 from zeropp.files import disk as files
-from zeropp.files import safefile
+from zeropp.files import folder_writer, safefile
 from zeropp.files.disk import replace_folder, storage_errors, write_text
 from zeropp.files.safefile import Piece, piece_of
 from zeropp.zero.engine import Engine, Unit, engine_of
@@ -359,12 +360,10 @@ def _describe(
     engine: Engine, parts: list[dict[str, Any]], step: int, optimizer: Any, left_out: set[str]
 ) -> dict[str, Any]:
     """The manifest's content but for ``files``."""
-    from zeropp import __version__
-
     return {
         "format": FORMAT,
         "version": VERSION,
-        "zeropp": __version__,
+        "zeropp": _C.version(),
         "torch": torch.__version__,
         "step": step,
         "ranks": engine.ranks,

@@ -16,23 +16,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
 from urllib.parse import parse_qs, urlparse
-
-import torch.distributed as dist
 
 from zeropp.errors import CommError
 
 PATIENCE_S = 4.0
 PAUSE_S = 0.1
 _LONGEST_KNOCK_S = 10.0
-
-Handler = Callable[..., Iterator[Any]]
 
 
 @dataclass(frozen=True)
@@ -120,54 +113,12 @@ def _sentence(place: Place, reason: OSError) -> str:
     return f"comm: rank {place.rank} {doing} the job's store at {place} within {PATIENCE_S:g} s: {said}; {way_out}"
 
 
-# -- torch's rendezvous --------------------------------------------------------------------------------------------------------
-
-
-def guard() -> None:
-    """From now on ``init_process_group("zeropp")`` checks the address first, whether it comes from the environment or from a
-    ``tcp://`` URL, and that the ranks meet in a store that lives as long as the group (comm_start.py). Other backends meet as
-    before. Where torch keeps its handlers elsewhere, nothing is checked.
-    """
-    # torch.distributed.rendezvous is the function of that name.
-    handlers = getattr(sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers", None)
-    if not isinstance(handlers, dict):
-        return
-    for scheme, place_of in (("env", _from_environment), ("tcp", _from_url)):
-        plain = handlers.get(scheme)
-        if plain is not None and not hasattr(plain, "_zeropp"):
-            handlers[scheme] = _guarded(plain, place_of)
-
-
-def _guarded(plain: Handler, place_of: Callable[[str], Place | None]) -> Handler:
-    def meet(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        place = place_of(url) if _is_for_zeropp() else None
-        if place is not None:
-            check(place)
-        if place is None or place.exists or not 0 <= place.rank < place.ranks:
-            yield from plain(url, *args, **kwargs)
-            return
-        from zeropp.comm.start import find_store
-
-        timeout = kwargs.get("timeout") or dist.distributed_c10d.default_pg_timeout
-        yield find_store(place, timeout), place.rank, place.ranks
-        raise RuntimeError("comm: torch asks for a second meeting of one group, which env:// and tcp:// cannot give")
-
-    meet._zeropp = True  # type: ignore[attr-defined]
-    return meet
-
-
-def _is_for_zeropp() -> bool:
-    """True if an ``init_process_group`` that names this backend waits for the answer, which the handler is not told."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "init_process_group" and "backend" in frame.f_locals:
-            return "zeropp" in str(frame.f_locals["backend"])
-        frame = frame.f_back
-    return False
+def place_of(scheme: str, url: str) -> Place | None:
+    """Return where torch's handler of a URL looks for the store, or None where something is missing, of which torch says what."""
+    return _from_environment(url) if scheme == "env" else _from_url(url)
 
 
 def _from_environment(url: str) -> Place | None:
-    """As torch reads it; None where something is missing, of which torch says what."""
     query = parse_qs(urlparse(url).query)
     rank = query.get("rank", [os.environ.get("RANK", "")])[0]
     ranks = query.get("world_size", [os.environ.get("WORLD_SIZE", "")])[0]

@@ -5,24 +5,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from zeropp.errors import CheckpointError, ConfigError, Error, TierError
 from zeropp.files.byte_view import byte_view
 
-if TYPE_CHECKING:
-    from zeropp.zero.engine import Engine
-
 T = TypeVar("T")
 _KINDS: dict[str, type[Error]] = {cls.__name__: cls for cls in (CheckpointError, ConfigError, TierError)}
+
+
+class Member(Protocol):
+    """One rank of a group: an engine, or whatever else holds a communicator."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def comm(self) -> Any: ...
 
 
 class Ranks:
     """The ranks of one engine, exchanging plain data. Every method is collective."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Member) -> None:
         self.rank, self.count, self._comm = engine.rank, engine.ranks, engine.comm
 
     def exchange(self, mine: Any) -> list[Any]:

@@ -16,6 +16,7 @@ process that waits. About six store operations a rank, a few milliseconds.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import secrets
@@ -34,6 +35,9 @@ _log = logging.getLogger("zeropp")
 TELL_AFTER_S = 10.0
 """Then a log line says who is absent; the next one comes after twice that time, and so on."""
 LONGEST_PAUSE_S = 0.02
+LIMIT_S = 60.0
+"""A rank waits so long for the others in :func:`all_come`."""
+_GONE = -(1 << 30)
 
 
 class Reminder:
@@ -192,3 +196,29 @@ def _hint(missing: list[int], ranks: int) -> str:
         return f"Look at {logs(missing)}; every rank of the group must make it (torch.distributed.new_group)"
     ended = "it may have ended" if len(missing) == 1 else "they may have ended"
     return f"Look at {logs(missing)}: {ended} before this point; is WORLD_SIZE={ranks} right?"
+
+
+def all_come(key: str, what: str) -> bool:
+    """Return True if every rank of the default group called this with the same key, False on all of them where one did not in time.
+
+    ``tensor.cpu()`` of a model in shards looks like something that one rank may do alone, and it is a collective. So each rank
+    counts itself in, and the collective begins only when all have. A rank that has waited long enough takes the count below zero
+    in the same step in which it looks whether the others have come; a rank that comes later finds the count there.
+
+    Args:
+        key: fresh for each time, and the same on every rank.
+        what: for the log.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    ranks = dist.get_world_size()
+    reminder = Reminder(f"rank {dist.get_rank()}", LIMIT_S)
+    here = store.add(key, 1)
+    while 0 < here < ranks:
+        waited = reminder.waited_s()
+        if waited > LIMIT_S:
+            return bool(store.add(key, _GONE) == ranks + _GONE)  # all came in this very moment
+        absent = ranks - here
+        reminder.tell(functools.partial("{} more of {} ranks to {}".format, absent, ranks, what))
+        time.sleep(min(0.02, 0.0005 + waited / 20))
+        here = store.add(key, 0)
+    return bool(here > 0)

@@ -19,7 +19,6 @@ from typing import Any
 import torch.distributed as dist
 
 from zeropp import compat
-from zeropp.config import DTYPES, Comm, LossScale, Offload, Precision, Tier, folders, nearest, not_yet, wrong
 from zeropp.config.deepspeed_keys import (
     AIO,
     AIO_THREADS,
@@ -30,6 +29,8 @@ from zeropp.config.deepspeed_keys import (
     ZERO_ALIASES,
     ZERO_REFUSED,
 )
+from zeropp.config.sections import Comm, LossScale, Offload, Precision, Tier
+from zeropp.config.values import DTYPES, folders, nearest, not_yet, wrong
 from zeropp.errors import ConfigError
 from zeropp.wording import counted
 

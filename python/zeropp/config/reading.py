@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from zeropp.config.deepspeed_json import DEEPSPEED_KEYS, fields_from_deepspeed, is_deepspeed_key
 from zeropp.config.sections import Comm, LossScale, Offload, Precision, Tier
 from zeropp.config.values import MOST_NUMBER, T, nearest, wrong
 from zeropp.errors import ConfigError
@@ -72,8 +73,6 @@ def fields_of(source: Source, ranks: int | None, known: Iterable[str]) -> tuple[
     Args:
         known: names of the fields.
     """
-    from zeropp.config.deepspeed_json import DEEPSPEED_KEYS, fields_from_deepspeed, is_deepspeed_key  # a layer above
-
     keys = read_json(source)
     fields = _own_fields({k: v for k, v in keys.items() if not is_deepspeed_key(k)}, list(known), DEEPSPEED_KEYS)
     foreign = {k: v for k, v in keys.items() if is_deepspeed_key(k)}

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zeropp
 from zeropp.config import Config, read_json
 from zeropp.deepspeed import schedules
 from zeropp.deepspeed.facts import ThroughputTimer, logger
@@ -30,9 +29,10 @@ from zeropp.deepspeed.optimizers import build
 from zeropp.deepspeed.saving import Saving
 from zeropp.errors import ConfigError, Error
 from zeropp.wording import what_it_is
+from zeropp.zero.access import no_sync
 from zeropp.zero.engine import engine_of
 from zeropp.zero.model.units import plan_units
-from zeropp.zero.prepare import _cast_inputs, attach, is_prepared
+from zeropp.zero.prepare import _cast_inputs, attach, is_prepared, prepare
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 """One loss may be of several models: each engine learns which backwards were divided for it."""
@@ -99,7 +99,7 @@ def initialize(
     if is_prepared(model) and optimizer is not None:
         attach(model, optimizer)  # in place of an engine's before, as there
     elif not evaluates:
-        _, optimizer = zeropp.prepare(model, optimizer, alone)
+        _, optimizer = prepare(model, optimizer, alone)
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         lr_scheduler = lr_scheduler(optimizer)
     elif lr_scheduler is None and sections["scheduler"] is not None and optimizer is not None:
@@ -235,7 +235,7 @@ class Engine(Saving):
     def _prepare_now(self) -> None:
         settings, self._later = self._later, None
         if settings is not None and not is_prepared(self.module):
-            zeropp.prepare(self.module, None, settings)
+            prepare(self.module, None, settings)
 
     # -- steps -------------------------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Engine(Saving):
         scaled = part * self._factor if self._factor != 1.0 else part
         waits = not self.is_gradient_accumulation_boundary() and self.zeropp_config.stage <= 1
         before = [(one, one._backwards()) for one in _engines]
-        with zeropp.no_sync(self.module) if waits else contextlib.nullcontext():
+        with no_sync(self.module) if waits else contextlib.nullcontext():
             if self.optimizer is None:
                 scaled.backward(retain_graph=retain_graph)
             else:
@@ -361,7 +361,7 @@ class Engine(Saving):
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate without communication."""
         self._prepare_now()
-        with zeropp.no_sync(self.module):
+        with no_sync(self.module):
             yield
 
     def offload_states(

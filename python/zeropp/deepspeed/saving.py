@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
-import zeropp
 from zeropp.checkpoint import offline
 from zeropp.checkpoint.full_state import _keys as state_keys
+from zeropp.checkpoint.full_state import export, full_state_dict, load_full_state_dict
+from zeropp.checkpoint.load import load
+from zeropp.checkpoint.save import save
 from zeropp.comm.collective import Ranks
 from zeropp.config import nearest
 from zeropp.deepspeed.facts import Facts, logger
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.files.disk import write_text
+from zeropp.zero.access import gathered
 from zeropp.zero.engine import engine_of
 
 LATEST = "latest"
@@ -54,7 +57,7 @@ class Saving(Facts):
         """Whole, on rank 0, None elsewhere. (Frameworks call it by this name.)"""
         self._prepare_now()
         only = self._trained() if exclude_frozen_parameters else None
-        found = zeropp.full_state_dict(self.module, rank_0_only=True, only=only)
+        found = full_state_dict(self.module, rank_0_only=True, only=only)
         return found if self.global_rank == 0 else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -83,7 +86,7 @@ class Saving(Facts):
                 "module_state_dict(keep_vars=True): at stage 3 a state dict holds copies; read parameters inside zeropp.gathered(parameter)"
             )
         self._prepare_now()
-        whole = zeropp.full_state_dict(self.module, only=self._not_frozen() if trained_only else None)
+        whole = full_state_dict(self.module, only=self._not_frozen() if trained_only else None)
         found: dict[str, Any] = {} if destination is None else destination
         found.update({prefix + name: value for name, value in whole.items()})
         return found
@@ -119,11 +122,11 @@ class Saving(Facts):
                     f"load_module_state_dict: missing {missing[:3]}, of others {foreign[:3]}; allowed to be missing are {list(allowed_missing_keys)}"
                 )
             strict = False
-        zeropp.load_full_state_dict(self.module, values, strict=strict)
+        load_full_state_dict(self.module, values, strict=strict)
 
     def _load_by(self, function: Any, values: Mapping[str, Any]) -> None:
         """The caller's function copies. It sees the whole model on every rank; what it wrote on rank 0 is kept."""
-        with zeropp.gathered(self.module, write=True), torch.no_grad():
+        with gathered(self.module, write=True), torch.no_grad():
             function(src=values, dst=self.module)
 
     def save_16bit_model(
@@ -141,7 +144,7 @@ class Saving(Facts):
             return False
         self._prepare_now()
         if save_filename == "model.safetensors" and not exclude_frozen_parameters:
-            zeropp.export(self.module, save_dir)
+            export(self.module, save_dir)
             return True
         if save_filename.endswith(".safetensors"):
             raise ConfigError(
@@ -149,7 +152,7 @@ class Saving(Facts):
                 "and leave exclude_frozen_parameters out, or a name that ends in .bin"
             )
         only = self._not_frozen() if exclude_frozen_parameters else None
-        whole = zeropp.full_state_dict(self.module, rank_0_only=True, only=only)
+        whole = full_state_dict(self.module, rank_0_only=True, only=only)
         Ranks(engine_of(self.module)).only_rank_0(lambda: _save_whole(whole, Path(save_dir) / save_filename))
         return True
 
@@ -178,7 +181,7 @@ class Saving(Facts):
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         counts = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
         mine = {**{name: getattr(self, name) for name in counts}, "client": dict(client_state or {})}
-        zeropp.save(
+        save(
             Path(save_dir) / tag, self.module, self.optimizer, step=self.global_steps, scheduler=self.lr_scheduler,
             extra=mine, keep=1, only=self._trained() if exclude_frozen_parameters else None,
         )  # fmt: skip
@@ -215,7 +218,7 @@ class Saving(Facts):
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
         scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
         strict = load_module_strict and custom_load_fn is None
-        found = zeropp.load(folder, self.module, optimizer, scheduler=scheduler, strict=strict)
+        found = load(folder, self.module, optimizer, scheduler=scheduler, strict=strict)
         if custom_load_fn is not None:
             self._load_by(custom_load_fn, offline.whole_state(folder, None))
         mine = found["extra"]

@@ -22,7 +22,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeropp import _C
 from zeropp.errors import Error
-
-if TYPE_CHECKING:
-    from zeropp.zero.offload.activations import ActivationTier
+from zeropp.zero.offload.activations import ActivationTier, open_partitions, running
 
 __all__ = ["Partition", "partition_activations"]
 
@@ -42,14 +40,6 @@ MIN_BYTES = 64 << 10
 AHEAD_BYTES = 64 << 20
 """Gathered before they are wanted: at most this, or two of the largest."""
 ALIGN_BYTES = 64
-
-_active = threading.local()
-
-
-def active() -> Partition | None:
-    """The innermost open one of this thread."""
-    stack: list[Partition] = getattr(_active, "stack", [])
-    return stack[-1] if stack else None
 
 
 @contextlib.contextmanager
@@ -84,13 +74,13 @@ def partition_activations(
     if partition.ranks == 1:
         yield partition
         return
-    stack: list[Partition] = getattr(_active, "stack", [])
-    _active.stack = [*stack, partition]
+    stack: list[Partition] = getattr(open_partitions, "stack", [])
+    open_partitions.stack = [*stack, partition]
     try:
         with torch.autograd.graph.saved_tensors_hooks(partition.pack, partition.unpack):
             yield partition
     finally:
-        _active.stack = stack
+        open_partitions.stack = stack
 
 
 class _Place(weakref.ref["_Part"]):
@@ -167,7 +157,7 @@ class Partition:
 
     def pack(self, tensor: Tensor) -> Any:
         """For autograd."""
-        tier = _tier_below()
+        tier = running()
         if not self._shares(tensor):
             return tensor if tier is None else tier._pack(tensor)
         with self._lock:
@@ -310,12 +300,6 @@ class Partition:
             place.work = place.flat = None
             if not self._alive:
                 self._by_storage.clear()
-
-
-def _tier_below() -> ActivationTier | None:
-    from zeropp.zero.offload import activations
-
-    return activations.running()
 
 
 def _sum(flat: Tensor) -> int:

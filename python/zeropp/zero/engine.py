@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from zeropp import _C
-from zeropp.checkpoint import folder_writer
 from zeropp.config import Config, LossScale, Tier
 from zeropp.errors import ConfigError, Error
+from zeropp.files import folder_writer
 from zeropp.zero.memory_plan import READ_AHEAD_BYTES
 from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradParameter, ref_of
 from zeropp.zero.model.strays import raise_strays

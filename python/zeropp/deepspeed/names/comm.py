@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 
 from zeropp.deepspeed.names.later import not_built
+from zeropp.deepspeed.names.logs import logger
 
 
 def _same(function: Callable[..., Any], **names: str) -> Callable[..., Any]:
@@ -153,3 +155,73 @@ def _on(*names: str) -> Callable[[], bool]:
 
 
 in_aml, in_aws_sm, in_dlts = _on("AZUREML_EXPERIMENT_ID"), _on("SM_TRAINING_ENV"), _on("DLTS_JOB_ID")
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: Any = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start a process group where none runs.
+
+    Args:
+        dist_backend: torch's name of one; None: the accelerator's, gloo without. "nccl" without a GPU is gloo.
+        auto_mpi_discovery: where neither torchrun nor the arguments say rank and size, they are Open MPI's, if it started this process.
+        distributed_port: for that case, of rank 0; where MASTER_PORT does not say.
+        verbose: a line of the logger.
+        timeout: a timedelta; None: torch's.
+        init_method: torch's URL; None: the environment.
+        dist_init_required: False: none is begun. True where one runs: an error.
+        config: of DeepSpeed's logging of collectives, which is not built; zeropp.traffic() counts them.
+        rank, world_size: in place of the environment's; -1: those.
+    """
+    if dist.is_initialized():
+        is_initialized()
+        return
+    if dist_init_required is False:
+        return
+    if auto_mpi_discovery and "RANK" not in os.environ:
+        _rank_of_mpi(distributed_port)
+    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    more |= {name: value for name, value in (("rank", rank), ("world_size", world_size)) if value >= 0}
+    if init_method is None and not more.keys() & {"rank", "world_size"} and "WORLD_SIZE" not in os.environ:
+        # started by python, not by torchrun
+        more |= {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
+    if dist_backend == "nccl" and not torch.cuda.is_available():  # many scripts name it
+        logger.warning("init_distributed: nccl needs a GPU, and this machine has none; the backend is gloo")
+        dist_backend = "gloo"
+    backend = dist_backend or (None if torch.accelerator.is_available() else "gloo")
+    if verbose:
+        logger.info("Initializing the process group with backend %s", backend or "of the accelerator")
+    dist.init_process_group(backend, init_method or ("env://" if "store" not in more else None), **more)
+    is_initialized()
+
+
+def _rank_of_mpi(port: int | None) -> None:
+    """Set torchrun's variables under mpirun, on one host or where MASTER_ADDR is set."""
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        return
+    for name, source in (("RANK", "RANK"), ("WORLD_SIZE", "SIZE"), ("LOCAL_RANK", "LOCAL_RANK")):
+        os.environ.setdefault(name, os.environ[f"OMPI_COMM_WORLD_{source}"])
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port or 29500))
+
+
+def is_initialized() -> bool:
+    """True if a process group runs. Accelerate calls this while it builds its state. On a machine without a GPU it names no
+    backend for DeepSpeed, and would take each rank for the only one; there this function names the backend."""
+    if not dist.is_initialized():
+        return False
+    state = sys.modules.get("accelerate.state")
+    if state is not None and not torch.accelerator.is_available():
+        known = state.PartialState._shared_state
+        if known and known.get("backend") is None:
+            known["backend"] = dist.get_backend()
+    return True

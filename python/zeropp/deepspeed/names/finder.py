@@ -34,8 +34,7 @@ class Finder:
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname.partition(".")[0] != "deepspeed" or not self._may_answer():
             return None
-        from zeropp.deepspeed.names import tree
-
+        tree = _tables()
         if fullname not in tree.MODULES:
             # An import statement gets the sentence; importlib.util.find_spec, which only asks, gets None.
             caller = sys._getframe(1).f_back
@@ -50,14 +49,17 @@ class Finder:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        from zeropp.deepspeed.names import tree
-
-        tree.fill(module)
+        _tables().fill(module)
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
         name = getattr(context, "name", None)
         if (name is None or name.lower() == "deepspeed") and self._may_answer():
             yield _distribution()
+
+
+def _tables() -> Any:
+    """Return tree.py, which imports zeropp: not at the top of this file, which any child interpreter loads."""
+    return importlib.import_module("zeropp.deepspeed.names.tree")
 
 
 def _distribution() -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeropp.deepspeed.names.modules import logger
+logger = logging.getLogger("DeepSpeed")
+logger.setLevel(logging.INFO)  # as there; Python prints what is below a warning only where somebody configured logging
 
 log_levels = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 

@@ -5,15 +5,11 @@ which name leads where; helpers.py has the small things beside them."""
 from __future__ import annotations
 
 import functools
-import logging
-import os
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zeropp
@@ -21,12 +17,10 @@ from zeropp.checkpoint import random_state, values
 from zeropp.deepspeed.engine import Engine
 from zeropp.deepspeed.engine import initialize as _initialize
 from zeropp.deepspeed.names import zero
+from zeropp.deepspeed.names.comm import init_distributed
 from zeropp.deepspeed.names.finder import VERSION
 from zeropp.deepspeed.names.later import not_built as _not_built
-
-logger = logging.getLogger("DeepSpeed")
-logger.setLevel(logging.INFO)  # as there; Python prints what is below a warning only where somebody configured logging
-
+from zeropp.deepspeed.names.logs import logger
 
 # -- deepspeed ------------------------------------------------------------------------------------------------------------
 
@@ -115,76 +109,6 @@ def _nested(config: Any) -> Any:
             int(value) if isinstance(value, float) and key.endswith("_size") else value
         )
     return nested
-
-
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int | None = None,
-    verbose: bool = True,
-    timeout: Any = None,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
-    """A process group where none runs.
-
-    Args:
-        dist_backend: torch's name of one; None: the accelerator's, gloo without. "nccl" without a GPU is gloo.
-        auto_mpi_discovery: where neither torchrun nor the arguments say rank and size, they are Open MPI's, if it started this process.
-        distributed_port: for that case, of rank 0; where MASTER_PORT does not say.
-        verbose: a line of the logger.
-        timeout: a timedelta; None: torch's.
-        init_method: torch's URL; None: the environment.
-        dist_init_required: False: none is begun. True where one runs: an error.
-        config: of DeepSpeed's logging of collectives, which is not built; zeropp.traffic() counts them.
-        rank, world_size: in place of the environment's; -1: those.
-    """
-    if dist.is_initialized():
-        is_initialized()
-        return
-    if dist_init_required is False:
-        return
-    if auto_mpi_discovery and "RANK" not in os.environ:
-        _rank_of_mpi(distributed_port)
-    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    more |= {name: value for name, value in (("rank", rank), ("world_size", world_size)) if value >= 0}
-    if init_method is None and not more.keys() & {"rank", "world_size"} and "WORLD_SIZE" not in os.environ:
-        # started by python, not by torchrun
-        more |= {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
-    if dist_backend == "nccl" and not torch.cuda.is_available():  # many scripts name it
-        logger.warning("init_distributed: nccl needs a GPU, and this machine has none; the backend is gloo")
-        dist_backend = "gloo"
-    backend = dist_backend or (None if torch.accelerator.is_available() else "gloo")
-    if verbose:
-        logger.info("Initializing the process group with backend %s", backend or "of the accelerator")
-    dist.init_process_group(backend, init_method or ("env://" if "store" not in more else None), **more)
-    is_initialized()
-
-
-def _rank_of_mpi(port: int | None) -> None:
-    """Under mpirun on one host, or with MASTER_ADDR set: what torchrun's variables would say."""
-    if "OMPI_COMM_WORLD_RANK" not in os.environ:
-        return
-    for name, source in (("RANK", "RANK"), ("WORLD_SIZE", "SIZE"), ("LOCAL_RANK", "LOCAL_RANK")):
-        os.environ.setdefault(name, os.environ[f"OMPI_COMM_WORLD_{source}"])
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(port or 29500))
-
-
-def is_initialized() -> bool:
-    """True if a process group runs. Accelerate calls this while it builds its state. On a machine without a GPU it names no
-    backend for DeepSpeed, and would take each rank for the only one; there this function names the backend."""
-    if not dist.is_initialized():
-        return False
-    state = sys.modules.get("accelerate.state")
-    if state is not None and not torch.accelerator.is_available():
-        known = state.PartialState._shared_state
-        if known and known.get("backend") is None:
-            known["backend"] = dist.get_backend()
-    return True
 
 
 def add_config_arguments(parser: Any) -> Any:

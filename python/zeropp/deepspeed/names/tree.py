@@ -66,7 +66,8 @@ def _estimates(stage: int) -> str:
 #: Module: the file here that has the names, and the names; ``theirs=ours`` where they differ.
 WORKS: dict[str, dict[str, str]] = {
     "deepspeed": {
-        "modules": "initialize init_distributed add_config_arguments DeepSpeedEngine DeepSpeedOptimizer __zeropp__",
+        "comm": "init_distributed",
+        "modules": "initialize add_config_arguments DeepSpeedEngine DeepSpeedOptimizer __zeropp__",
         "accelerator": "get_accelerator",
         "logs": "logger log_dist",
         "helpers": "OnDevice DeepSpeedConfigError is_compile_supported",
@@ -79,7 +80,7 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.checkpoint": {"helpers": "enable_universal_checkpoint"},
     "deepspeed.checkpoint.utils": {"modules": "clone_tensors_for_torch_save"},
     "deepspeed.checkpointing": {"checkpointing": _CHECKPOINTING},
-    "deepspeed.comm": {"comm": _COMM, "modules": "init_distributed is_initialized"},
+    "deepspeed.comm": {"comm": f"{_COMM} init_distributed is_initialized"},
     "deepspeed.compression.helper": {"helpers": "recursive_getattr recursive_setattr convert_conv1d_to_linear"},
     "deepspeed.constants": {"helpers": "default_pg_timeout"},
     "deepspeed.module_inject.layers": {"helpers": "GatherReplacedLayerParams"},
@@ -124,7 +125,8 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.stage_1_and_2": {"estimates": _estimates(2)},
     "deepspeed.runtime.zero.utils": {"helpers": "ZeRORuntimeException"},
     "deepspeed.utils": {
-        "modules": f"is_initialized {_SAFE}",
+        "comm": "is_initialized",
+        "modules": _SAFE,
         "leaf": _LEAF,
         "logs": "logger log_dist log_dist_once set_log_level_from_string",
         "helpers": "instrument_w_nvtx RepeatingLoader OnDevice get_caller_func",

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import zeropp
 from zeropp.config import read_json
+from zeropp.deepspeed.names.comm import init_distributed
 from zeropp.errors import ConfigError
 from zeropp.zero.engine import FILE
 from zeropp.zero.model import init as building
@@ -98,8 +99,6 @@ class Init(contextlib.ContextDecorator):
         self._stack.append(stack)
         _open.append(stack)
         if self.enabled:
-            from zeropp.deepspeed.names.modules import init_distributed
-
             init_distributed()
             if self.dtype is not None:  # before the hook of the construction, which takes what is registered as it is
                 stack.enter_context(contextlib.closing(_Cast(self.dtype)))

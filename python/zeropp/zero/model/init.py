@@ -38,7 +38,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from zeropp.comm.together import all_come
+from zeropp.comm.rendezvous import all_come
 from zeropp.config import Folders, folders
 from zeropp.errors import ConfigError, PartitionedParameterError
 from zeropp.files.byte_view import byte_view

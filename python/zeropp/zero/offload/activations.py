@@ -56,6 +56,14 @@ DEPTH = 8
 
 
 _running = threading.local()
+open_partitions = threading.local()
+"""``stack``: the partitions of activations that this thread has open (:mod:`zeropp.nn.partition`), outermost first."""
+
+
+def innermost_partition() -> Any:
+    """Return the innermost open partition of activations of this thread, or None."""
+    stack = getattr(open_partitions, "stack", [])
+    return stack[-1] if stack else None
 
 
 def running() -> ActivationTier | None:
@@ -218,9 +226,7 @@ class ActivationTier:
         stays = {one.untyped_storage().data_ptr() for one in kept if type(one) in (Tensor, nn.Parameter)}
         with self._lock:
             self._stays = stays | set(self._units)
-        from zeropp.nn.partition import active
-
-        shared = active()  # ranks that hold the same keep a part each, and that goes to the file
+        shared = innermost_partition()  # ranks that hold the same keep a part each, and that goes to the file
         hooks = (self._pack, self._unpack) if shared is None else (shared.pack, shared.unpack)
         if "torch._dynamo" in sys.modules:  # it compiles every frame that runs below a compiled module, hooks too
             hooks = tuple(torch._dynamo.disable(hook) for hook in hooks)
