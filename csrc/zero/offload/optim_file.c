@@ -18,33 +18,10 @@ enum {
     CHUNK_ELEMS = 512 * 1024,   /* 2 MiB a kind: large enough for the disk, small enough to overlap */
     LEAST_CHUNKS = 8,           /* fewer, and the first read and the last write would not be hidden */
     BUFFERS = 4,                /* one stepped, one written, two read */
-    DEPTH = 32,
-    BLOCK_BYTES = 1 << 20,
-    FLIGHT_BYTES = 8 << 20,     /* as unit_file.c: what is stepped first is read first */
 };
 
 static size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
-}
-
-static zpp_status start_engine(zpp_optim_file *optim_file, struct zpp_err *err) {
-    const struct zpp_optim_file_options *options = &optim_file->options;
-    const unsigned disks = options->folders_count ? options->folders_count : 1;
-    const struct zpp_aio_config config = {
-        .depth = options->depth ? options->depth : DEPTH * disks,
-        .block_bytes = options->block_bytes ? options->block_bytes : (size_t)BLOCK_BYTES,
-        .flight_bytes = (size_t)FLIGHT_BYTES * disks,
-        .stripes = options->folders,
-        .stripes_count = options->folders_count,
-        .stripe_bytes = options->stripe_bytes ? options->stripe_bytes : (size_t)ZPP_AIO_STRIPE_BYTES,
-        .direct = true,
-        .checksums = options->checksums,
-        .backend = ZPP_AIO_AUTO,
-        .log = options->log,
-        .log_ctx = options->log_ctx,
-        .sys = &optim_file->sys,
-    };
-    return zpp_aio_create(&config, &optim_file->aio, err);
 }
 
 zpp_status zpp_optim_file_create(const struct zpp_optim_file_options *options, zpp_optim_file **out,
@@ -57,10 +34,11 @@ zpp_status zpp_optim_file_create(const struct zpp_optim_file_options *options, z
     zpp_optim_file *optim_file = calloc(1, sizeof *optim_file);
     if (!optim_file) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for a tier");
     optim_file->options = *options;
-    optim_file->sys = options->sys ? *options->sys : *zpp_aio_sys_real();
-    optim_file->path = strdup(options->path);
-    zpp_status status = optim_file->path ? ZPP_OK : zpp_fail(err, ZPP_NOMEM, "tier: no memory for the path");
-    if (status == ZPP_OK) status = start_engine(optim_file, err);
+    const struct zpp_aio_config config = {
+        .depth = options->depth, .block_bytes = options->block_bytes, .stripes = options->folders,
+        .stripes_count = options->folders_count, .stripe_bytes = options->stripe_bytes,
+        .checksums = options->checksums, .log = options->log, .log_ctx = options->log_ctx, .sys = options->sys };
+    const zpp_status status = zpp_scratch_file_open(&optim_file->file, options->path, config, err);
     optim_file->options.folders = NULL; /* borrowed */
     if (status != ZPP_OK) {
         zpp_optim_file_destroy(optim_file);
@@ -74,10 +52,10 @@ void zpp_optim_file_destroy(zpp_optim_file *optim_file) {
     if (!optim_file) return;
     optim_file_backward_step_forget(optim_file); /* a read ahead of a step that will not come */
     optim_file_backward_step_drop(optim_file);
-    zpp_aio_arena *arena = optim_file->aio ? zpp_aio_get_arena(optim_file->aio) : NULL;
+    zpp_aio_arena *arena = optim_file->file.aio ? zpp_aio_get_arena(optim_file->file.aio) : NULL;
     for (unsigned i = 0; optim_file->buffers && i < optim_file->options.buffers; i++)
         if (optim_file->buffers[i].memory) zpp_aio_arena_free(arena, optim_file->buffers[i].memory);
-    zpp_aio_destroy(optim_file->aio);
+    zpp_scratch_file_close(&optim_file->file);
     for (int i = 0; i < 2; i++) {
         struct optim_file_line *line = &optim_file->lines[i];
         free(line->stepped);
@@ -85,7 +63,6 @@ void zpp_optim_file_destroy(zpp_optim_file *optim_file) {
     }
     free(optim_file->buffers);
     free(optim_file->shards);
-    free(optim_file->path);
     free(optim_file);
 }
 
@@ -161,7 +138,7 @@ static zpp_status make_buffers(zpp_optim_file *optim_file, struct zpp_err *err) 
                                               optim_file->options.buffers);
     for (unsigned i = 0; optim_file->record_bytes && i < optim_file->options.buffers; i++) {
         void *memory = NULL;
-        const zpp_status status = zpp_aio_arena_alloc(zpp_aio_get_arena(optim_file->aio), optim_file->record_bytes,
+        const zpp_status status = zpp_aio_arena_alloc(zpp_aio_get_arena(optim_file->file.aio), optim_file->record_bytes,
                                                       &memory, err);
         if (status != ZPP_OK) return status;
         optim_file->buffers[i].memory = memory;
@@ -174,7 +151,7 @@ zpp_status zpp_optim_file_seal(zpp_optim_file *optim_file, struct zpp_aio_fault 
     for (int i = 0; i < 2; i++) lay_line(optim_file, &optim_file->lines[i], i == 0, &optim_file->file_bytes);
     choose_buffers(optim_file);
     /* At its full length: what was never written reads as zeros, and a full disk is found before training. */
-    zpp_status status = zpp_aio_make(optim_file->aio, optim_file->path, optim_file->file_bytes, fault, err);
+    zpp_status status = zpp_aio_make(optim_file->file.aio, optim_file->file.path, optim_file->file_bytes, fault, err);
     for (int i = 0; i < 2 && status == ZPP_OK; i++) status = make_line_memory(&optim_file->lines[i], err);
     if (status == ZPP_OK) status = optim_file_backward_step_seal(optim_file, err);
     if (status == ZPP_OK) status = make_buffers(optim_file, err);
@@ -200,27 +177,6 @@ zpp_status zpp_optim_file_plan(const struct zpp_optim_file_options *options,
     return status;
 }
 
-/* --- requests ----------------------------------------------------------------------------------------------------- */
-
-zpp_status optim_file_submit(zpp_optim_file *optim_file, uint64_t offset_bytes, void *memory, size_t bytes, bool write,
-                             zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const struct zpp_aio_job job = {
-        .path = optim_file->path, .memory = memory, .bytes = bytes, .offset_bytes = offset_bytes, .write = write };
-    return zpp_aio_submit(optim_file->aio, &job, out, fault, err);
-}
-
-zpp_status optim_file_finish(zpp_aio_request **request, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    if (!*request) return ZPP_OK;
-    /* No time-out and no tick: the kernel ends every request on a file, and a step cannot stop half-way. */
-    const struct zpp_wait patience = { 0, NULL, NULL };
-    const zpp_status status = zpp_aio_wait(*request, &patience, err);
-    const struct zpp_aio_fault *seen = zpp_aio_request_fault(*request);
-    if (status == ZPP_TIER && seen && fault) *fault = *seen;
-    zpp_aio_release(*request);
-    *request = NULL;
-    return status;
-}
-
 /* --- copies ------------------------------------------------------------------------------------------------------- */
 
 /* From `at` on the record stream: how many elements lie together, and where. *held NULL: in chunk *chunk, *inside of
@@ -237,9 +193,9 @@ static size_t run_at(const struct optim_file_line *line, int plane, size_t at, f
     return optim_file_chunk_elems(line, *chunk) - *inside;
 }
 
-static zpp_status copy_unit_file(zpp_optim_file *optim_file, struct optim_file_line *line, int plane, size_t chunk,
-                                 size_t inside, size_t elems, float *memory, bool write, struct zpp_aio_fault *fault,
-                                 struct zpp_err *err) {
+static zpp_status copy_on_disk(zpp_optim_file *optim_file, struct optim_file_line *line, int plane, size_t chunk,
+                               size_t inside, size_t elems, float *memory, bool write, struct zpp_aio_fault *fault,
+                               struct zpp_err *err) {
     const bool moment = line->kinds[plane] != ZPP_TIER_MASTER;
     if (moment && !write && !line->stepped[chunk]) {
         memset(memory, 0, elems * sizeof *memory);
@@ -248,41 +204,42 @@ static zpp_status copy_unit_file(zpp_optim_file *optim_file, struct optim_file_l
     const size_t plane_elems = optim_file_chunk_elems(line, chunk);
     const uint64_t at = optim_file_record_offset(line, chunk) + ((size_t)plane * plane_elems + inside) * sizeof *memory;
     zpp_aio_request *request = NULL;
-    zpp_status status = optim_file_submit(optim_file, at, memory, elems * sizeof *memory, write, &request, fault, err);
-    if (status == ZPP_OK) status = optim_file_finish(&request, fault, err);
+    zpp_status status =
+        zpp_scratch_submit(&optim_file->file, at, memory, elems * sizeof *memory, write, &request, fault, err);
+    if (status == ZPP_OK) status = zpp_scratch_finish(&request, fault, err);
     if (status == ZPP_OK && moment && write) line->stepped[chunk] = true;
     return status;
 }
 
-zpp_status zpp_optim_file_copy(zpp_optim_file *optim_file, int shard, enum zpp_optim_file_kind kind, size_t first,
-                               size_t elems, float *memory,
-                               bool write, struct zpp_aio_fault *fault, struct zpp_err *err) {
+static zpp_status check_copy(const zpp_optim_file *optim_file, int shard, enum zpp_optim_file_kind kind, size_t first,
+                             size_t elems, struct zpp_err *err) {
     if (!optim_file->sealed || shard < 0 || shard >= optim_file->shards_count)
         return zpp_fail(err, ZPP_STATE, "tier: shard %d is copied, there are %d%s", shard, optim_file->shards_count,
                         optim_file->sealed ? "" : ", not sealed yet");
     const struct optim_file_shard *where = &optim_file->shards[shard];
-    struct optim_file_line *line = &optim_file->lines[where->line];
-    if (line->plane[kind] < 0 || first > where->elems || elems > where->elems - first)
-        return zpp_fail(err, ZPP_INVALID, "tier: elements %zu to %zu of kind %d are copied; shard %d has %zu%s", first,
-                        first + elems, (int)kind, shard, where->elems,
-                        line->plane[kind] < 0 ? ", and none of that kind" : "");
+    const bool has = optim_file->lines[where->line].plane[kind] >= 0;
+    if (has && first <= where->elems && elems <= where->elems - first) return ZPP_OK;
+    return zpp_fail(err, ZPP_INVALID, "tier: elements %zu to %zu of kind %d are copied; shard %d has %zu%s", first,
+                    first + elems, (int)kind, shard, where->elems, has ? "" : ", and none of that kind");
+}
+
+zpp_status zpp_optim_file_copy(zpp_optim_file *optim_file, int shard, enum zpp_optim_file_kind kind, size_t first,
+                               size_t elems, float *memory, bool write, struct zpp_aio_fault *fault,
+                               struct zpp_err *err) {
+    zpp_status status = check_copy(optim_file, shard, kind, first, elems, err);
+    if (status != ZPP_OK) return status;
+    const size_t begin = optim_file->shards[shard].begin_elems + first;
+    struct optim_file_line *line = &optim_file->lines[optim_file->shards[shard].line];
     if (write) optim_file_backward_step_forget(optim_file);
-    for (size_t done = 0; done < elems;) {
+    for (size_t done = 0, run; done < elems && status == ZPP_OK; done += run, memory += run) {
         float *held;
         size_t chunk = 0, inside = 0;
-        const size_t at = where->begin_elems + first + done;
-        size_t run = run_at(line, line->plane[kind], at, &held, &chunk, &inside);
+        run = run_at(line, line->plane[kind], begin + done, &held, &chunk, &inside);
         if (run > elems - done) run = elems - done;
-        if (held) {
-            memcpy(write ? held : memory + done, write ? memory + done : held, run * sizeof *memory);
-        } else {
-            const zpp_status status = copy_unit_file(optim_file, line, line->plane[kind], chunk, inside, run,
-                                                     memory + done, write, fault, err);
-            if (status != ZPP_OK) return status;
-        }
-        done += run;
+        if (held) memcpy(write ? held : memory, write ? memory : held, run * sizeof *memory);
+        else status = copy_on_disk(optim_file, line, line->plane[kind], chunk, inside, run, memory, write, fault, err);
     }
-    return ZPP_OK;
+    return status;
 }
 
 /* --- small answers ------------------------------------------------------------------------------------------------ */
@@ -299,7 +256,7 @@ void zpp_optim_file_mend(zpp_optim_file *optim_file) {
 
 void zpp_optim_file_figures(const zpp_optim_file *optim_file, struct zpp_optim_file_figures *out) {
     struct zpp_aio_figures io;
-    zpp_aio_figures(optim_file->aio, &io);
+    zpp_aio_figures(optim_file->file.aio, &io);
     *out = (struct zpp_optim_file_figures){
         .reserved_bytes = optim_file->file_bytes,
         .buffer_bytes = optim_file->record_bytes * optim_file->options.buffers,

@@ -9,6 +9,7 @@
 #include <stdatomic.h>
 
 #include "optim_file.h"
+#include "pipeline.h"
 
 enum { TIER_PAGE_ELEMS = 1024, TIER_PAGE_BYTES = 4096 };
 
@@ -72,20 +73,18 @@ struct optim_file_cut {
 
 struct optim_file_plan {
     struct optim_file_cut *cuts;
-    size_t cuts_count, cuts_room;
+    size_t cuts_count, cuts_capacity;
     struct optim_file_visit *visits; /* in ascending order of the record stream */
-    size_t visits_count, visits_room;
+    size_t visits_count, visits_capacity;
     struct zpp_optim_segment *segments; /* of what is held, held_count; then of the visit under way */
-    size_t segments_room, held_count;
+    size_t segments_capacity, held_count;
     struct zpp_step_files files;
     bool windows; /* are there any? */
 };
 
 struct zpp_optim_file {
     struct zpp_optim_file_options options;
-    char *path;
-    struct zpp_aio_sys sys;
-    zpp_aio *aio;
+    struct zpp_scratch_file file;
     bool sealed;
     atomic_bool torn; /* this and the figures are read while a delayed step runs in a thread of its own */
     struct optim_file_line lines[2]; /* 0: with a master */
@@ -107,14 +106,9 @@ static inline uint64_t optim_file_record_offset(const struct optim_file_line *li
     return line->offset_bytes + (uint64_t)chunk * line->chunk_elems * line->planes * sizeof(float);
 }
 
-/* Submit one read or write of whole pages, or of anything else. */
-zpp_status optim_file_submit(zpp_optim_file *optim_file, uint64_t offset_bytes, void *memory, size_t bytes, bool write,
-                             zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err);
-/* Wait for *request (NULL is fine), release it and forget it. */
-zpp_status optim_file_finish(zpp_aio_request **request, struct zpp_aio_fault *fault, struct zpp_err *err);
-/* The same, counted as waiting inside a step. */
-zpp_status optim_file_finish_timed(zpp_optim_file *optim_file, zpp_aio_request **request, struct zpp_aio_fault *fault,
-                                   struct zpp_err *err);
+/* As zpp_scratch_finish_after, counted as waiting inside a step. */
+zpp_status optim_file_finish(zpp_optim_file *optim_file, zpp_status status, zpp_aio_request **request,
+                             struct zpp_aio_fault *fault, struct zpp_err *err);
 
 /* What a step over the pieces touches; end with optim_file_plan_drop, also after NOMEM. */
 zpp_status optim_file_plan_make(const zpp_optim_file *optim_file, const struct zpp_optim_file_piece *pieces,

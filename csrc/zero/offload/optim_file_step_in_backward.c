@@ -84,8 +84,8 @@ void optim_file_backward_step_forget(zpp_optim_file *optim_file) {
     for (unsigned i = 0; optim_file->buffers && i < optim_file->options.buffers; i++) {
         struct zpp_err ignored = ZPP_ERR_INIT;
         struct optim_file_buffer *buffer = &optim_file->buffers[i];
-        (void)optim_file_finish(&buffer->read, NULL, &ignored);
-        (void)optim_file_finish(&buffer->write, NULL, &ignored);
+        (void)zpp_scratch_finish(&buffer->read, NULL, &ignored);
+        (void)zpp_scratch_finish(&buffer->write, NULL, &ignored);
         buffer->state = TIER_FREE;
     }
     optim_file->backward_step.next = 0;
@@ -116,7 +116,7 @@ static zpp_status begin_read(zpp_optim_file *optim_file, struct optim_file_buffe
     zpp_status status = ZPP_OK;
     memset(buffer->memory + planes * stride, 0, (line->planes - planes) * stride * sizeof(float));
     if (planes)
-        status = optim_file_submit(optim_file, optim_file_record_offset(line, chunk), buffer->memory,
+        status = zpp_scratch_submit(&optim_file->file, optim_file_record_offset(line, chunk), buffer->memory,
                                    planes * stride * sizeof(float), false, &buffer->read, fault, err);
     if (status != ZPP_OK) return status;
     buffer->line = which;
@@ -129,7 +129,7 @@ static zpp_status begin_write(zpp_optim_file *optim_file, struct optim_file_buff
                               struct zpp_err *err) {
     struct optim_file_line *line = &optim_file->lines[buffer->line];
     const size_t bytes = line->planes * optim_file_chunk_elems(line, buffer->chunk) * sizeof(float);
-    const zpp_status status = optim_file_submit(optim_file, optim_file_record_offset(line, buffer->chunk),
+    const zpp_status status = zpp_scratch_submit(&optim_file->file, optim_file_record_offset(line, buffer->chunk),
                                                 buffer->memory, bytes, true, &buffer->write, fault, err);
     if (status != ZPP_OK) return status;
     line->stepped[buffer->chunk] = true;
@@ -139,7 +139,7 @@ static zpp_status begin_write(zpp_optim_file *optim_file, struct optim_file_buff
 
 static zpp_status finish_write(zpp_optim_file *optim_file, struct optim_file_buffer *buffer,
                                struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const zpp_status status = optim_file_finish_timed(optim_file, &buffer->write, fault, err);
+    const zpp_status status = optim_file_finish(optim_file, ZPP_OK, &buffer->write, fault, err);
     buffer->state = TIER_FREE;
     return status;
 }
@@ -183,7 +183,7 @@ static zpp_status make_room(zpp_optim_file *optim_file, struct optim_file_buffer
         buffer = choose(optim_file, TIER_CHANGED, false);
         status = begin_write(optim_file, buffer, fault, err);
     }
-    if (status == ZPP_OK) status = optim_file_finish_timed(optim_file, &buffer->read, fault, err);
+    if (status == ZPP_OK) status = optim_file_finish(optim_file, ZPP_OK, &buffer->read, fault, err);
     if (status == ZPP_OK) status = finish_write(optim_file, buffer, fault, err);
     if (status == ZPP_OK) *out = buffer;
     return status;
@@ -198,8 +198,8 @@ static zpp_status take(zpp_optim_file *optim_file, int line, size_t chunk, struc
         status = make_room(optim_file, &buffer, fault, err);
         if (status == ZPP_OK) status = begin_read(optim_file, buffer, line, chunk, fault, err);
     }
-    if (status == ZPP_OK) status = optim_file_finish_timed(optim_file, &buffer->read, fault, err);
-    if (status == ZPP_OK) status = optim_file_finish_timed(optim_file, &buffer->write, fault, err);
+    if (status == ZPP_OK) status = optim_file_finish(optim_file, ZPP_OK, &buffer->read, fault, err);
+    if (status == ZPP_OK) status = optim_file_finish(optim_file, ZPP_OK, &buffer->write, fault, err);
     if (status == ZPP_OK) *out = buffer;
     return status;
 }
@@ -214,28 +214,36 @@ static zpp_status fail(zpp_optim_file *optim_file, zpp_status status) {
     return status;
 }
 
-zpp_status zpp_optim_file_backward_step_begin(zpp_optim_file *optim_file, struct zpp_aio_fault *fault,
-                                              struct zpp_err *err) {
+static const char *why_not(const zpp_optim_file *optim_file) {
+    if (optim_file->torn) return "inconsistent after a step that failed; load a checkpoint first";
+    if (!optim_file->sealed) return "not sealed yet";
+    if (optim_file->backward_step.open) return "in the middle of a step";
+    return optim_file->options.backward_step ? NULL : "not made for steps inside a backward";
+}
+
+/* How many shards of each record are to be stepped. */
+static void count_shards(zpp_optim_file *optim_file) {
     struct optim_file_backward_step *backward_step = &optim_file->backward_step;
     size_t first, last;
-    if (optim_file->torn || !optim_file->sealed || !optim_file->options.backward_step || backward_step->open)
-        return zpp_fail(err, ZPP_STATE, "tier: the states in %s are %s", optim_file->path,
-                        optim_file->torn         ? "torn by a step that failed; load a checkpoint first"
-                        : !optim_file->sealed    ? "not sealed yet"
-                        : backward_step->open      ? "in the middle of a step"
-                                           : "not made for steps inside a backward");
-    for (int i = 0; i < 2; i++) memset(backward_step->left[i], 0,
-                                       optim_file->lines[i].chunks * sizeof *backward_step->left[i]);
+    for (int i = 0; i < 2; i++)
+        memset(backward_step->left[i], 0, optim_file->lines[i].chunks * sizeof *backward_step->left[i]);
     for (int i = 0; i < optim_file->shards_count; i++) {
         const struct optim_file_shard *shard = &optim_file->shards[i];
         if (!chunks_of(optim_file, shard, &first, &last)) continue;
         for (size_t chunk = first; chunk <= last; chunk++) backward_step->left[shard->line][chunk]++;
     }
-    backward_step->open = true;
-    /* A read that fails is no more than a read: nothing was stepped. */
+}
+
+zpp_status zpp_optim_file_backward_step_begin(zpp_optim_file *optim_file, struct zpp_aio_fault *fault,
+                                              struct zpp_err *err) {
+    const char *refusal = why_not(optim_file);
+    if (refusal) return zpp_fail(err, ZPP_STATE, "tier: the states in %s are %s", optim_file->file.path, refusal);
+    count_shards(optim_file);
+    optim_file->backward_step.open = true;
+    /* A read that fails changes nothing: no state was stepped. */
     const zpp_status status = read_ahead(optim_file, fault, err);
     if (status != ZPP_OK) {
-        backward_step->open = false;
+        optim_file->backward_step.open = false;
         optim_file_backward_step_forget(optim_file);
     }
     return status;
@@ -260,7 +268,8 @@ zpp_status zpp_optim_file_backward_step_unit(zpp_optim_file *optim_file, const s
                                              float grad_scale, zpp_pool *pool, struct zpp_aio_fault *fault,
                                              struct zpp_err *err) {
     if (!optim_file->backward_step.open)
-        return zpp_fail(err, ZPP_STATE, "tier: a shard is stepped in %s before the step has begun", optim_file->path);
+        return zpp_fail(err, ZPP_STATE, "tier: a shard is stepped in %s before the step has begun",
+                        optim_file->file.path);
     const uint64_t began_ns = zpp_now_ns();
     struct optim_file_plan plan = { 0 };
     zpp_status status = optim_file_plan_make(optim_file, pieces, pieces_count, &plan, err);
@@ -284,8 +293,8 @@ zpp_status zpp_optim_file_backward_step_end(zpp_optim_file *optim_file, struct z
     zpp_status status = ZPP_OK;
     /* Records that a shard without gradients has a part of. */
     for (unsigned i = 0; i < optim_file->options.buffers && status == ZPP_OK; i++)
-        if (optim_file->buffers[i].state == TIER_CHANGED) status = begin_write(optim_file, &optim_file->buffers[i],
-                                                                               fault, err);
+        if (optim_file->buffers[i].state == TIER_CHANGED)
+            status = begin_write(optim_file, &optim_file->buffers[i], fault, err);
     for (unsigned i = 0; i < optim_file->options.buffers && status == ZPP_OK; i++)
         if (optim_file->buffers[i].state == TIER_LEAVING) status = finish_write(optim_file, &optim_file->buffers[i],
                                                                                 fault, err);

@@ -14,7 +14,6 @@
 #include "unit_file_internal.h"
 
 enum { EMPTY, LOADING, LOADED };
-enum { DEPTH = 32, BLOCK_BYTES = 1 << 20, FLIGHT_BYTES = 8 << 20 };
 enum { NAP_NS = 50000 }; /* disks answer in 100 us and more */
 /* A rank that began to read and did not end by then is dead or stuck. Reading the same bytes to the same place once
  * more does no harm, and whoever really died is found by the next collective. */
@@ -53,7 +52,6 @@ void zpp_unit_file_destroy(zpp_unit_file *unit_file) {
     zpp_range_destroy(unit_file->range);
     zpp_region_destroy(unit_file->region);
     free(unit_file->units);
-    free(unit_file->path);
     free(unit_file);
 }
 
@@ -137,13 +135,6 @@ static zpp_status make_own_mapping(zpp_unit_file *unit_file, size_t warm_bytes, 
     return status;
 }
 
-/* The part of a unit that comes and goes. */
-static size_t moving_part(const zpp_unit_file *unit_file, const struct unit_file_unit *unit, size_t *offset_bytes) {
-    const size_t end = unit->offset_bytes + unit->bytes;
-    *offset_bytes = unit->offset_bytes < unit_file->cut_bytes ? unit_file->cut_bytes : unit->offset_bytes;
-    return *offset_bytes < end ? end - *offset_bytes : 0;
-}
-
 /* Without the gaps that the mapping has between large units: they would take blocks, and of several folders always the
  * same one would have less to do. */
 static void place_copies(zpp_unit_file *unit_file) {
@@ -151,14 +142,14 @@ static void place_copies(zpp_unit_file *unit_file) {
     for (int i = 0; i < unit_file->units_count; i++) {
         struct unit_file_unit *unit = &unit_file->units[i];
         unit->first_offset_bytes = unit_file->file_bytes;
-        unit_file->file_bytes += moving_part(unit_file, unit, &offset_bytes);
+        unit_file->file_bytes += unit_file_moving_part(unit_file, unit, &offset_bytes);
     }
     for (int i = 0; i < unit_file->units_count; i++) {
         struct unit_file_unit *unit = &unit_file->units[i];
         if (!unit->two) continue;
         unit->second_offset_bytes = unit_file->file_bytes;
-        unit_file->file_bytes += moving_part(unit_file, unit, &offset_bytes);
-        unit_file->second_bytes += moving_part(unit_file, unit, &offset_bytes);
+        unit_file->file_bytes += unit_file_moving_part(unit_file, unit, &offset_bytes);
+        unit_file->second_bytes += unit_file_moving_part(unit_file, unit, &offset_bytes);
     }
 }
 
@@ -178,20 +169,17 @@ unsigned char *zpp_unit_file_mapping(const zpp_unit_file *unit_file) {
     return unit_file->mapping;
 }
 
-bool zpp_unit_file_is_held(const zpp_unit_file *unit_file, int unit) {
-    return unit_file->units[unit].offset_bytes + unit_file->units[unit].bytes <= unit_file->cut_bytes;
-}
-
 /* Every rank's engine keeps the checksums of a part in the same table. */
-static zpp_status share_sums(const zpp_unit_file *unit_file, const struct zpp_aio_config *config, bool make,
+static zpp_status share_sums(const zpp_unit_file *unit_file, const struct zpp_unit_file_options *file,
                              struct zpp_err *err) {
-    const unsigned parts = config->stripes_count ? config->stripes_count : 1;
+    const unsigned parts = file->folders_count ? file->folders_count : 1;
+    const size_t stripe_bytes = file->stripe_bytes ? file->stripe_bytes : (size_t)ZPP_AIO_STRIPE_BYTES;
     unsigned char *room = unit_file->sums_room;
     zpp_status status = ZPP_OK;
     for (unsigned part = 0; part < parts && status == ZPP_OK; part++) {
-        const uint64_t bytes = zpp_file_part_bytes(parts, config->stripe_bytes, part, file_bytes(unit_file));
-        status = zpp_aio_share_checksums(unit_file->aio, unit_file->path, part, zpp_checksums_attach(room, bytes, make),
-                                         err);
+        const uint64_t bytes = zpp_file_part_bytes(parts, stripe_bytes, part, file_bytes(unit_file));
+        status = zpp_aio_share_checksums(unit_file->file.aio, unit_file->file.path, part,
+                                         zpp_checksums_attach(room, bytes, file->make), err);
         room += sums_bytes(bytes);
     }
     return status;
@@ -199,33 +187,20 @@ static zpp_status share_sums(const zpp_unit_file *unit_file, const struct zpp_ai
 
 zpp_status zpp_unit_file_open(zpp_unit_file *unit_file, const struct zpp_unit_file_options *file,
                               struct zpp_aio_fault *fault, struct zpp_err *err) {
-    if (!unit_file->sealed || unit_file->path)
-        return zpp_fail(err, ZPP_STATE, "params: %s", unit_file->path ? "opened twice" : "opened before seal");
+    if (!unit_file->sealed || unit_file->opened)
+        return zpp_fail(err, ZPP_STATE, "params: %s", unit_file->opened ? "opened twice" : "opened before seal");
     if (file->stripe_bytes > ZPP_AIO_STRIPE_BYTES)
         return zpp_fail(err, ZPP_INVALID, "params: stripe_bytes is %zu, wanted at most %d", file->stripe_bytes,
                         ZPP_AIO_STRIPE_BYTES);
-    const unsigned disks = file->folders_count ? file->folders_count : 1;
     const struct zpp_aio_config config = {
-        .depth = file->depth ? file->depth : DEPTH * disks,
-        .block_bytes = file->block_bytes ? file->block_bytes : (size_t)BLOCK_BYTES,
-        .flight_bytes = (size_t)FLIGHT_BYTES * disks,
-        .direct = true,
-        .checksums = file->checksums,
-        .backend = ZPP_AIO_AUTO,
-        .stripes = file->folders,
-        .stripes_count = file->folders_count,
-        .stripe_bytes = file->stripe_bytes ? file->stripe_bytes : (size_t)ZPP_AIO_STRIPE_BYTES,
-        .log = file->log,
-        .log_ctx = file->log_ctx,
-        .sys = file->sys,
-    };
-    unit_file->path = strdup(file->path);
-    if (!unit_file->path) return zpp_fail(err, ZPP_NOMEM, "params: no memory for the path");
-    zpp_status status = zpp_aio_create(&config, &unit_file->aio, err);
-    if (status == ZPP_OK && file->make) status = zpp_aio_make(unit_file->aio, unit_file->path, file_bytes(unit_file),
-                                                              fault, err);
-    if (status == ZPP_OK && file->checksums && unit_file->sums_room) status = share_sums(unit_file, &config, file->make,
-                                                                                         err);
+        .depth = file->depth, .block_bytes = file->block_bytes, .checksums = file->checksums,
+        .stripes = file->folders, .stripes_count = file->folders_count, .stripe_bytes = file->stripe_bytes,
+        .log = file->log, .log_ctx = file->log_ctx, .sys = file->sys };
+    unit_file->opened = true;
+    zpp_status status = zpp_scratch_file_open(&unit_file->file, file->path, config, err);
+    if (status == ZPP_OK && file->make)
+        status = zpp_aio_make(unit_file->file.aio, unit_file->file.path, file_bytes(unit_file), fault, err);
+    if (status == ZPP_OK && file->checksums && unit_file->sums_room) status = share_sums(unit_file, file, err);
     return status;
 }
 
@@ -237,18 +212,17 @@ static void end_load(zpp_unit_file *unit_file, int index, zpp_status status) {
 
 static void finish_load(zpp_unit_file *unit_file, int index) {
     struct unit_file_unit *unit = &unit_file->units[index];
-    const zpp_status status = unit_file_finish(&unit->request, &unit->fault, &unit->err);
+    const zpp_status status = zpp_scratch_finish(&unit->request, &unit->fault, &unit->err);
     if (unit_file->images.bits) unit_file_qcopy_end(unit_file, unit, status);
     end_load(unit_file, index, status);
 }
 
 void zpp_unit_file_close(zpp_unit_file *unit_file) {
-    if (!unit_file->aio) return;
+    if (!unit_file->file.aio) return;
     struct zpp_unit_file_figures last;
     zpp_unit_file_figures(unit_file, &last);
     unit_file_drop_windows(unit_file);
-    zpp_aio_destroy(unit_file->aio);
-    unit_file->aio = NULL;
+    zpp_scratch_file_close(&unit_file->file);
     unit_file->closed_read_bytes = last.read_bytes;
     unit_file->closed_written_bytes = last.written_bytes;
     unit_file->closed_checked_bytes = last.checked_bytes;
@@ -256,54 +230,8 @@ void zpp_unit_file_close(zpp_unit_file *unit_file) {
         if (unit_file->units[i].request) finish_load(unit_file, i);
     for (int i = 0; i < unit_file->units_count; i++) {
         struct zpp_err ignored = ZPP_ERR_INIT;
-        (void)unit_file_finish(&unit_file->units[i].sending, NULL, &ignored);
+        (void)zpp_scratch_finish(&unit_file->units[i].sending, NULL, &ignored);
     }
-}
-
-/* --- requests ----------------------------------------------------------------------------------------------------- */
-
-const struct unit_file_unit *unit_file_unit_at(const zpp_unit_file *unit_file, size_t offset_bytes) {
-    int low = 0, high = unit_file->units_count - 1;
-    while (low < high) { /* the last one that begins there or before */
-        const int middle = (low + high + 1) / 2;
-        if (unit_file->units[middle].offset_bytes <= offset_bytes) low = middle;
-        else high = middle - 1;
-    }
-    return &unit_file->units[low];
-}
-
-static uint64_t place_in_file(const zpp_unit_file *unit_file, size_t offset_bytes, bool next) {
-    const struct unit_file_unit *unit = unit_file_unit_at(unit_file, offset_bytes);
-    size_t begin_bytes;
-    (void)moving_part(unit_file, unit, &begin_bytes);
-    assert(unit->two || !next);
-    const bool second = unit->two && unit->turned != next;
-    return (second ? unit->second_offset_bytes : unit->first_offset_bytes) + (offset_bytes - begin_bytes);
-}
-
-zpp_status unit_file_submit(zpp_unit_file *unit_file, size_t offset_bytes, void *memory, size_t bytes, bool write,
-                            bool next, zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    assert(offset_bytes >= unit_file->cut_bytes && offset_bytes + bytes <= unit_file->mapping_bytes);
-    if (!unit_file->aio) return zpp_fail(err, ZPP_STATE,
-                                         "params: their file is closed with the model; prepare a new one");
-    const uint64_t place = place_in_file(unit_file, offset_bytes, next);
-    /* no gap between */
-    assert(!bytes || place_in_file(unit_file, offset_bytes + bytes - 1, next) == place + bytes - 1);
-    const struct zpp_aio_job job = { .path = unit_file->path, .memory = memory, .bytes = bytes, .offset_bytes = place,
-                                     .write = write };
-    return zpp_aio_submit(unit_file->aio, &job, out, fault, err);
-}
-
-zpp_status unit_file_finish(zpp_aio_request **request, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    if (!*request) return ZPP_OK;
-    /* No time-out and no tick: the kernel ends every request on a file. */
-    const struct zpp_wait patience = { 0, NULL, NULL };
-    const zpp_status status = zpp_aio_wait(*request, &patience, err);
-    const struct zpp_aio_fault *seen = zpp_aio_request_fault(*request);
-    if (status == ZPP_TIER && seen && fault) *fault = *seen;
-    zpp_aio_release(*request);
-    *request = NULL;
-    return status;
 }
 
 /* --- memory of a unit --------------------------------------------------------------------------------------------- */
@@ -332,12 +260,12 @@ static bool part_from_users(struct unit_file_board *board) {
 
 zpp_status zpp_unit_file_acquire(zpp_unit_file *unit_file, int index, struct zpp_err *err) {
     size_t offset_bytes;
-    const size_t bytes = moving_part(unit_file, &unit_file->units[index], &offset_bytes);
+    const size_t bytes = unit_file_moving_part(unit_file, &unit_file->units[index], &offset_bytes);
     zpp_status status = ZPP_OK;
     if (unit_file->range) status = zpp_range_map(unit_file->range, offset_bytes, bytes, err);
     else status = join_users(&unit_file->board[index], err);
     if (status != ZPP_OK) return status;
-    const int failed = unit_file->range ? 0 : unit_file_home_open(unit_file, &unit_file->units[index], offset_bytes,
+    const int failed = unit_file->range ? 0 : unit_file_open_pages(unit_file, &unit_file->units[index], offset_bytes,
                                                                   bytes);
     if (failed) {
         if (part_from_users(&unit_file->board[index])) atomic_store(&unit_file->board[index].users, 0);
@@ -351,7 +279,7 @@ zpp_status zpp_unit_file_acquire(zpp_unit_file *unit_file, int index, struct zpp
 
 zpp_status zpp_unit_file_release(zpp_unit_file *unit_file, int index, struct zpp_err *err) {
     size_t offset_bytes;
-    const size_t bytes = moving_part(unit_file, &unit_file->units[index], &offset_bytes);
+    const size_t bytes = unit_file_moving_part(unit_file, &unit_file->units[index], &offset_bytes);
     unit_file->entered_bytes -= bytes;
     if (unit_file->range) return zpp_range_unmap(unit_file->range, offset_bytes, bytes, err);
     struct unit_file_board *board = &unit_file->board[index];
@@ -360,7 +288,7 @@ zpp_status zpp_unit_file_release(zpp_unit_file *unit_file, int index, struct zpp
         zpp_region_trim(unit_file->region, offset_bytes, bytes);
         atomic_store(&board->contents, EMPTY);
     }
-    const int failed = unit_file_home_close(unit_file, &unit_file->units[index], offset_bytes, bytes);
+    const int failed = unit_file_close_pages(unit_file, &unit_file->units[index], offset_bytes, bytes);
     if (last) atomic_store(&board->users, 0);
     return failed ? zpp_fail_os(err, failed, "params: closing %zu bytes of addresses", bytes) : ZPP_OK;
 }
@@ -370,7 +298,7 @@ zpp_status zpp_unit_file_release(zpp_unit_file *unit_file, int index, struct zpp
 static void submit_part(zpp_unit_file *unit_file, int index, bool write) {
     struct unit_file_unit *unit = &unit_file->units[index];
     size_t offset_bytes;
-    const size_t bytes = moving_part(unit_file, unit, &offset_bytes);
+    const size_t bytes = unit_file_moving_part(unit_file, unit, &offset_bytes);
     const zpp_status status = unit_file_submit(unit_file, offset_bytes, unit_file->mapping + offset_bytes, bytes, write,
                                                false, &unit->request, &unit->fault, &unit->err);
     if (status != ZPP_OK) end_load(unit_file, index, status);
@@ -444,19 +372,11 @@ zpp_status zpp_unit_file_read_status(const zpp_unit_file *unit_file, int index, 
 
 bool zpp_unit_file_is_idle(const zpp_unit_file *unit_file) {
     struct zpp_aio_figures io = { 0 };
-    if (unit_file->aio) zpp_aio_figures(unit_file->aio, &io);
+    if (unit_file->file.aio) zpp_aio_figures(unit_file->file.aio, &io);
     return io.outstanding == 0;
 }
 
 /* --- copies ------------------------------------------------------------------------------------------------------- */
-
-static zpp_status move_unit_file(zpp_unit_file *unit_file, size_t offset_bytes, void *memory, size_t bytes, bool write,
-                                 struct zpp_aio_fault *fault, struct zpp_err *err) {
-    zpp_aio_request *request = NULL;
-    const zpp_status status = unit_file_submit(unit_file, offset_bytes, memory, bytes, write, false, &request, fault,
-                                               err);
-    return status == ZPP_OK ? unit_file_finish(&request, fault, err) : status;
-}
 
 zpp_status zpp_unit_file_copy(zpp_unit_file *unit_file, size_t offset_bytes, void *memory, size_t bytes, bool write,
                               struct zpp_aio_fault *fault, struct zpp_err *err) {
@@ -471,8 +391,8 @@ zpp_status zpp_unit_file_copy(zpp_unit_file *unit_file, size_t offset_bytes, voi
     if (held) memcpy(write ? unit_file->mapping + offset_bytes : memory, write ? memory
                      : unit_file->mapping + offset_bytes, held);
     if (held == bytes) return ZPP_OK;
-    return move_unit_file(unit_file, offset_bytes + held, (unsigned char *)memory + held, bytes - held, write, fault,
-                          err);
+    return unit_file_move(unit_file, offset_bytes + held, (unsigned char *)memory + held, bytes - held, write, false,
+                          fault, err);
 }
 
 zpp_status zpp_unit_file_write_back(zpp_unit_file *unit_file, size_t offset_bytes, size_t bytes,
@@ -480,8 +400,8 @@ zpp_status zpp_unit_file_write_back(zpp_unit_file *unit_file, size_t offset_byte
     const size_t end = offset_bytes + bytes;
     if (offset_bytes < unit_file->cut_bytes) offset_bytes = unit_file->cut_bytes;
     if (offset_bytes >= end) return ZPP_OK;
-    return move_unit_file(unit_file, offset_bytes, unit_file->mapping + offset_bytes, end - offset_bytes, true, fault,
-                          err);
+    return unit_file_move(unit_file, offset_bytes, unit_file->mapping + offset_bytes, end - offset_bytes, true, false,
+                          fault, err);
 }
 
 zpp_status zpp_unit_file_write_begin(zpp_unit_file *unit_file, int index, size_t offset_bytes, size_t bytes,
@@ -497,7 +417,7 @@ zpp_status zpp_unit_file_write_wait(zpp_unit_file *unit_file, int index, struct 
                                     struct zpp_err *err) {
     zpp_aio_request **request = &unit_file->units[index].sending;
     const uint64_t began_ns = zpp_now_ns();
-    const zpp_status status = unit_file_finish(request, fault, err);
+    const zpp_status status = zpp_scratch_finish(request, fault, err);
     unit_file->step_wait_ns += zpp_now_ns() - began_ns;
     return status;
 }
@@ -521,10 +441,10 @@ void zpp_unit_file_figures(const zpp_unit_file *unit_file, struct zpp_unit_file_
         .second_bytes = unit_file->second_bytes,
         .staging_bytes = unit_file->stagings * unit_file->staging_bytes,
     };
-    for (int i = 0; i < ZPP_UNIT_FILE_WINDOWS; i++) out->window_bytes += unit_file->windows[i].room_bytes;
-    if (!unit_file->aio) return;
+    for (int i = 0; i < ZPP_UNIT_FILE_WINDOWS; i++) out->window_bytes += unit_file->windows[i].capacity_bytes;
+    if (!unit_file->file.aio) return;
     struct zpp_aio_figures io;
-    zpp_aio_figures(unit_file->aio, &io);
+    zpp_aio_figures(unit_file->file.aio, &io);
     out->read_bytes = io.read_bytes;
     out->written_bytes = io.written_bytes;
     out->checked_bytes = io.checked_bytes;

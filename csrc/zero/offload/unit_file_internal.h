@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The state of parameters in a file, shared by unit_file.c (life, loads, copies) and unit_file_step.c (windows of the
- * step), and by nobody else.
+ * The state of a unit file, for unit_file.c (life, loads, copies) and what it calls: unit_file_step.c (windows of the
+ * step), unit_file_qcopy.c (units in fewer bits) and, below all of them, unit_file_mapping.c (places and pages).
  */
 #ifndef ZPP_ZERO_UNIT_FILE_INTERNAL_H
 #define ZPP_ZERO_UNIT_FILE_INTERNAL_H
@@ -11,6 +11,7 @@
 #include "../../base/mem.h"
 #include "../../base/stray.h"
 #include "../../ops/quant/quant.h"
+#include "pipeline.h"
 #include "unit_file.h"
 
 /* Elements of a unit that are kept in fewer bits. */
@@ -57,9 +58,9 @@ struct unit_file_run {
 
 struct unit_file_window {
     unsigned char *memory; /* of the engine's arena */
-    _Atomic size_t room_bytes; /* figures are asked for while a delayed step runs */
+    _Atomic size_t capacity_bytes; /* figures are asked for while a delayed step runs */
     struct unit_file_run *runs;
-    size_t runs_count, runs_room;
+    size_t runs_count, runs_capacity;
 };
 
 struct zpp_unit_file {
@@ -76,12 +77,12 @@ struct zpp_unit_file {
     zpp_range *range;   /* one rank: the mapping */
     zpp_region *region; /* several: the mapping, then the board */
     unsigned char *mapping;
-    unsigned char *alias;   /* in a shared mapping: see unit_file_stray.c */
+    unsigned char *alias;   /* in a shared mapping: see unit_file_mapping.c */
     zpp_stray_area *stray;
     struct unit_file_board *board; /* several ranks only */
     void *sums_room;           /* for shared checksums; the same */
-    char *path;
-    zpp_aio *aio; /* NULL before open and after close */
+    bool opened; /* once */
+    struct zpp_scratch_file file; /* aio NULL before open and after close */
     struct unit_file_window windows[ZPP_UNIT_FILE_WINDOWS];
     size_t entered_bytes, entered_peak_bytes;
     _Atomic uint64_t load_wait_ns; /* over several hosts the communicator's thread waits (rank_file.h) */
@@ -98,12 +99,16 @@ struct zpp_unit_file {
 
 /* The unit that has that place of the mapping. */
 const struct unit_file_unit *unit_file_unit_at(const zpp_unit_file *unit_file, size_t offset_bytes);
-/* Submit a read or write of [offset, offset + bytes) of the mapping, all behind the cut, and of one unit where some
- * have two copies. `next`: of the copy that is next. */
+/* The part of a unit that comes and goes: its bytes, from *offset_bytes of the mapping on. */
+size_t unit_file_moving_part(const zpp_unit_file *unit_file, const struct unit_file_unit *unit, size_t *offset_bytes);
+bool unit_file_in_mapping(const zpp_unit_file *unit_file, const void *address);
+/* Begin to read or write [offset, offset + bytes) of the mapping, all behind the resident part, and of one unit where
+ * some have two copies. `next`: of the copy that is next. */
 zpp_status unit_file_submit(zpp_unit_file *unit_file, size_t offset_bytes, void *memory, size_t bytes, bool write,
                             bool next, zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err);
-/* Wait for *request (NULL is fine), release it and forget it. */
-zpp_status unit_file_finish(zpp_aio_request **request, struct zpp_aio_fault *fault, struct zpp_err *err);
+/* The same, and wait for it. */
+zpp_status unit_file_move(zpp_unit_file *unit_file, size_t offset_bytes, void *memory, size_t bytes, bool write,
+                          bool next, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* Part of seal and destroy. */
 zpp_status unit_file_qcopy_seal(zpp_unit_file *unit_file, struct zpp_err *err);
 void unit_file_qcopy_drop(zpp_unit_file *unit_file);
@@ -112,12 +117,12 @@ void unit_file_qcopy_drop(zpp_unit_file *unit_file);
 zpp_status unit_file_qcopy_begin(zpp_unit_file *unit_file, struct unit_file_unit *unit);
 /* The read ended with `status`: where that is OK, the values are at mapping. */
 void unit_file_qcopy_end(zpp_unit_file *unit_file, struct unit_file_unit *unit, zpp_status status);
-/* Stray reads of a mapping that ranks share (unit_file_stray.c). unwatch accepts a mapping that is not watched. open
+/* Stray reads of a mapping that ranks share (unit_file_mapping.c). unwatch accepts a mapping that is not watched. open
  * and close change this rank's mapping, and return 0 or errno. */
 zpp_status unit_file_stray_watch(zpp_unit_file *unit_file, struct zpp_err *err);
 void unit_file_stray_unwatch(zpp_unit_file *unit_file);
-int unit_file_home_open(zpp_unit_file *unit_file, struct unit_file_unit *unit, size_t offset_bytes, size_t bytes);
-int unit_file_home_close(zpp_unit_file *unit_file, struct unit_file_unit *unit, size_t offset_bytes, size_t bytes);
+int unit_file_open_pages(zpp_unit_file *unit_file, struct unit_file_unit *unit, size_t offset_bytes, size_t bytes);
+int unit_file_close_pages(zpp_unit_file *unit_file, struct unit_file_unit *unit, size_t offset_bytes, size_t bytes);
 /* Buffers of the windows; before the engine ends. */
 void unit_file_drop_windows(zpp_unit_file *unit_file);
 

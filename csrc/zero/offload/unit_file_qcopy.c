@@ -192,14 +192,9 @@ static unsigned char *held_image(const zpp_unit_file *unit_file, const struct un
 /* The rest of it, which is in the file. */
 static zpp_status submit_image(zpp_unit_file *unit_file, const struct unit_file_unit *unit, unsigned char *memory,
                                bool write, zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    if (!unit_file->aio) return zpp_fail(err, ZPP_STATE,
-                                         "params: their file is closed with the model; prepare a new one");
     const size_t held = held_part(unit_file, unit);
-    const struct zpp_aio_job job = { .path = unit_file->path, .memory = memory + held,
-                                    .bytes = unit->image_bytes - held,
-                                     .offset_bytes = unit->image_offset_bytes + held - unit_file->images_cut_bytes,
-                                     .write = write };
-    return zpp_aio_submit(unit_file->aio, &job, out, fault, err);
+    return zpp_scratch_submit(&unit_file->file, unit->image_offset_bytes + held - unit_file->images_cut_bytes,
+                              memory + held, unit->image_bytes - held, write, out, fault, err);
 }
 
 zpp_status unit_file_qcopy_begin(zpp_unit_file *unit_file, struct unit_file_unit *unit) {
@@ -261,7 +256,7 @@ zpp_status zpp_unit_file_keep_qcopy(zpp_unit_file *unit_file, int index, struct 
     (void)walk(unit_file, unit, MAKE, values, staging->memory);
     if (held) memcpy(held_image(unit_file, unit), staging->memory, held);
     status = submit_image(unit_file, unit, staging->memory, true, &request, fault, err);
-    if (status == ZPP_OK) status = unit_file_finish(&request, fault, err);
+    if (status == ZPP_OK) status = zpp_scratch_finish(&request, fault, err);
     give_staging(unit_file, staging);
     return status;
 }

@@ -19,24 +19,6 @@ static size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
-static bool in_mapping(const zpp_unit_file *unit_file, const void *address) {
-    const unsigned char *at = address;
-    return at && unit_file->mapping && at >= unit_file->mapping && at < unit_file->mapping + unit_file->mapping_bytes;
-}
-
-bool zpp_unit_file_on_disk(const zpp_unit_file *unit_file, const void *address) {
-    return in_mapping(unit_file,
-                      address) && (const unsigned char *)address >= unit_file->mapping + unit_file->cut_bytes;
-}
-
-size_t zpp_unit_file_run(const zpp_unit_file *unit_file, const void *address, size_t elems, size_t elem_bytes) {
-    if (!in_mapping(unit_file, address)) return elems;
-    const size_t offset = (size_t)((const unsigned char *)address - unit_file->mapping);
-    if (offset >= unit_file->cut_bytes) return elems;
-    const size_t left = (unit_file->cut_bytes - offset) / elem_bytes; /* the cut is at a page, elements divide pages */
-    return left < elems ? left : elems;
-}
-
 /* What of a segment is in the file. */
 enum part { GRAD, PARAM, PARAM_OUT };
 struct place {
@@ -52,7 +34,7 @@ static bool place_of(const zpp_unit_file *unit_file, const struct zpp_optim_segm
                   [PARAM] = { segment->param, ZPP_F32 },
                   [PARAM_OUT] = { segment->param_out, segment->out_dtype } };
     for (enum part part = GRAD; part <= PARAM_OUT; part++) {
-        if (!in_mapping(unit_file, parts[part].at)) continue;
+        if (!unit_file_in_mapping(unit_file, parts[part].at)) continue;
         *out = (struct place){ .offset_bytes = (size_t)((const unsigned char *)parts[part].at - unit_file->mapping),
                                .bytes = segment->elems * zpp_dtype_bytes(parts[part].dtype), .part = part };
         return out->offset_bytes >= unit_file->cut_bytes;
@@ -82,13 +64,10 @@ static bool add_place(const zpp_unit_file *unit_file, struct unit_file_window *w
         *used_bytes = last->at_bytes + last->bytes;
         return true;
     }
-    if (window->runs_count == window->runs_room) {
-        const size_t room = window->runs_room ? 2 * window->runs_room : 64;
-        struct unit_file_run *runs = realloc(window->runs, room * sizeof *runs);
-        if (!runs) return false;
-        window->runs = runs;
-        window->runs_room = room;
-    }
+    struct unit_file_run *runs =
+        zpp_array_reserve(window->runs, window->runs_count, &window->runs_capacity, sizeof *runs);
+    if (!runs) return false;
+    window->runs = runs;
     const size_t at = round_up(*used_bytes, ZPP_PAGE_BYTES) + place->offset_bytes % ZPP_PAGE_BYTES;
     window->runs[window->runs_count++] = (struct unit_file_run){
         .offset_bytes = place->offset_bytes, .bytes = place->bytes, .at_bytes = at,
@@ -97,18 +76,18 @@ static bool add_place(const zpp_unit_file *unit_file, struct unit_file_window *w
     return true;
 }
 
-static zpp_status make_room(zpp_unit_file *unit_file, struct unit_file_window *window, size_t bytes,
+static zpp_status make_capacity(zpp_unit_file *unit_file, struct unit_file_window *window, size_t bytes,
                             struct zpp_err *err) {
-    if (bytes <= window->room_bytes) return ZPP_OK;
-    zpp_aio_arena *arena = zpp_aio_get_arena(unit_file->aio);
+    if (bytes <= window->capacity_bytes) return ZPP_OK;
+    zpp_aio_arena *arena = zpp_aio_get_arena(unit_file->file.aio);
     if (window->memory) zpp_aio_arena_free(arena, window->memory);
     window->memory = NULL;
-    window->room_bytes = 0;
+    window->capacity_bytes = 0;
     void *memory = NULL;
     const zpp_status status = zpp_aio_arena_alloc(arena, round_up(bytes, ZPP_PAGE_BYTES), &memory, err);
     if (status != ZPP_OK) return status;
     window->memory = memory;
-    window->room_bytes = round_up(bytes, ZPP_PAGE_BYTES);
+    window->capacity_bytes = round_up(bytes, ZPP_PAGE_BYTES);
     return ZPP_OK;
 }
 
@@ -135,16 +114,12 @@ static void move_segments(const zpp_unit_file *unit_file, const struct unit_file
     }
 }
 
-static zpp_status finish_runs(zpp_unit_file *unit_file, struct unit_file_window *window, struct zpp_aio_fault *fault,
-                              struct zpp_err *err) {
+/* Return `status` where it is a failure, else how the requests of the window ended. */
+static zpp_status finish_runs(zpp_unit_file *unit_file, struct unit_file_window *window, zpp_status status,
+                              struct zpp_aio_fault *fault, struct zpp_err *err) {
     const uint64_t began_ns = zpp_now_ns();
-    zpp_status status = ZPP_OK;
-    for (size_t i = 0; i < window->runs_count; i++) {
-        struct zpp_aio_fault other_fault;
-        struct zpp_err other = ZPP_ERR_INIT;
-        if (status == ZPP_OK) status = unit_file_finish(&window->runs[i].request, fault, err);
-        else (void)unit_file_finish(&window->runs[i].request, &other_fault, &other);
-    }
+    for (size_t i = 0; i < window->runs_count; i++)
+        status = zpp_scratch_finish_after(status, &window->runs[i].request, fault, err);
     unit_file->step_wait_ns += zpp_now_ns() - began_ns;
     return status;
 }
@@ -164,7 +139,7 @@ static zpp_status submit_runs(zpp_unit_file *unit_file, struct unit_file_window 
 static zpp_status open_window(zpp_unit_file *unit_file, size_t index, struct zpp_optim_segment *first, size_t count,
                               size_t stride_bytes, struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct unit_file_window *window = &unit_file->windows[index % ZPP_UNIT_FILE_WINDOWS];
-    zpp_status status = finish_runs(unit_file, window, fault, err);
+    zpp_status status = finish_runs(unit_file, window, ZPP_OK, fault, err);
     window->runs_count = 0;
     if (status != ZPP_OK) return status;
     size_t used_bytes = 0;
@@ -174,7 +149,7 @@ static zpp_status open_window(zpp_unit_file *unit_file, size_t index, struct zpp
         if (!add_place(unit_file, window, &place, &used_bytes))
             return zpp_fail(err, ZPP_NOMEM, "params: no memory for the %zu pieces of a step", count);
     }
-    status = make_room(unit_file, window, used_bytes, err);
+    status = make_capacity(unit_file, window, used_bytes, err);
     if (status != ZPP_OK) {
         window->runs_count = 0;
         return status;
@@ -197,9 +172,9 @@ zpp_status zpp_unit_file_window_ready(const struct zpp_step_files *files, size_t
                                       struct zpp_err *err) {
     const size_t at = index % ZPP_UNIT_FILE_WINDOWS;
     zpp_status status = ZPP_OK;
-    if (files->params) status = finish_runs(files->params, &files->params->windows[at], fault, err);
+    if (files->params) status = finish_runs(files->params, &files->params->windows[at], ZPP_OK, fault, err);
     if (files->grads && status == ZPP_OK)
-        status = finish_runs(files->grads, &files->grads->windows[at], fault, err);
+        status = finish_runs(files->grads, &files->grads->windows[at], ZPP_OK, fault, err);
     return status;
 }
 
@@ -213,10 +188,7 @@ zpp_status zpp_unit_file_window_write(const struct zpp_step_files *files, size_t
 static zpp_status settle(zpp_unit_file *unit_file, zpp_status status, struct zpp_aio_fault *fault,
                          struct zpp_err *err) {
     for (int i = 0; i < ZPP_UNIT_FILE_WINDOWS; i++) {
-        struct zpp_aio_fault other_fault;
-        struct zpp_err other = ZPP_ERR_INIT;
-        if (status == ZPP_OK) status = finish_runs(unit_file, &unit_file->windows[i], fault, err);
-        else (void)finish_runs(unit_file, &unit_file->windows[i], &other_fault, &other);
+        status = finish_runs(unit_file, &unit_file->windows[i], status, fault, err);
         unit_file->windows[i].runs_count = 0;
     }
     return status;
@@ -231,7 +203,7 @@ zpp_status zpp_unit_file_settle(const struct zpp_step_files *files, zpp_status s
 void unit_file_drop_windows(zpp_unit_file *unit_file) {
     for (int i = 0; i < ZPP_UNIT_FILE_WINDOWS; i++) {
         struct unit_file_window *window = &unit_file->windows[i];
-        if (window->memory) zpp_aio_arena_free(zpp_aio_get_arena(unit_file->aio), window->memory);
+        if (window->memory) zpp_aio_arena_free(zpp_aio_get_arena(unit_file->file.aio), window->memory);
         free(window->runs);
         *window = (struct unit_file_window){ 0 };
     }
@@ -239,38 +211,25 @@ void unit_file_drop_windows(zpp_unit_file *unit_file) {
 
 /* --- next copies -------------------------------------------------------------------------------------------------- */
 
-static zpp_status move_bytes(zpp_unit_file *unit_file, size_t offset_bytes, void *memory, size_t bytes, bool next,
-                             struct zpp_aio_fault *fault, struct zpp_err *err) {
-    zpp_aio_request *request = NULL;
-    const zpp_status status = unit_file_submit(unit_file, offset_bytes, memory, bytes, next, next, &request, fault,
-                                               err);
-    return status == ZPP_OK ? unit_file_finish(&request, fault, err) : status;
-}
-
 zpp_status zpp_unit_file_carry(zpp_unit_file *unit_file, const void *address, size_t bytes, struct zpp_aio_fault *fault,
                                struct zpp_err *err) {
     const size_t offset = (size_t)((const unsigned char *)address - unit_file->mapping);
-    if (!unit_file->aio) return zpp_fail(err, ZPP_STATE,
+    if (!unit_file->file.aio) return zpp_fail(err, ZPP_STATE,
                                          "params: their file is closed with the model; prepare a new one");
-    zpp_aio_arena *arena = zpp_aio_get_arena(unit_file->aio);
-    const size_t room_bytes = round_up(bytes < CARRY_BYTES ? bytes : CARRY_BYTES, ZPP_PAGE_BYTES) + ZPP_PAGE_BYTES;
+    zpp_aio_arena *arena = zpp_aio_get_arena(unit_file->file.aio);
+    const size_t capacity_bytes = round_up(bytes < CARRY_BYTES ? bytes : CARRY_BYTES, ZPP_PAGE_BYTES) + ZPP_PAGE_BYTES;
     void *memory = NULL;
-    zpp_status status = zpp_aio_arena_alloc(arena, room_bytes, &memory, err);
+    zpp_status status = zpp_aio_arena_alloc(arena, capacity_bytes, &memory, err);
     if (status != ZPP_OK) return status;
     for (size_t done = 0, run; done < bytes && status == ZPP_OK; done += run) {
         const size_t inside = (offset + done) % ZPP_PAGE_BYTES; /* so that whole pages move directly */
         run = bytes - done < CARRY_BYTES - inside ? bytes - done : CARRY_BYTES - inside;
         unsigned char *at = (unsigned char *)memory + inside;
-        status = move_bytes(unit_file, offset + done, at, run, false, fault, err);
-        if (status == ZPP_OK) status = move_bytes(unit_file, offset + done, at, run, true, fault, err);
+        status = unit_file_move(unit_file, offset + done, at, run, false, false, fault, err);
+        if (status == ZPP_OK) status = unit_file_move(unit_file, offset + done, at, run, true, true, fault, err);
     }
     zpp_aio_arena_free(arena, memory);
     return status;
-}
-
-void zpp_unit_file_flip(zpp_unit_file *unit_file, int unit) {
-    assert(unit_file->units[unit].two);
-    unit_file->units[unit].turned = !unit_file->units[unit].turned;
 }
 
 /* --- states in memory --------------------------------------------------------------------------------------------- */
@@ -318,41 +277,56 @@ static bool cut_windows(const struct zpp_optim_segment *segments, size_t count, 
     return true;
 }
 
-static zpp_status step_windows(const struct zpp_step_files *files, struct windows *list, float grad_scale,
-                               zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const size_t ahead = ZPP_UNIT_FILE_WINDOWS - 1;
-    zpp_status status = ZPP_OK;
-    for (size_t next = 0, at = 0; at < list->windows_count && status == ZPP_OK; at++) {
-        for (; next < list->windows_count && next <= at + ahead - (at > 0) && status == ZPP_OK; next++)
-            status = zpp_unit_file_window_open(files, next, &list->parts[list->first[next]],
-                                               list->first[next + 1] - list->first[next], sizeof *list->parts, fault,
-                                               err);
-        if (status == ZPP_OK) status = zpp_unit_file_window_ready(files, at, fault, err);
-        if (status != ZPP_OK) break;
-        *torn = true;
-        zpp_optim_step(&list->parts[list->first[at]], list->first[at + 1] - list->first[at], grad_scale, pool);
-        status = zpp_unit_file_window_write(files, at, fault, err);
-    }
-    return status;
+/* The windows of the pipeline. */
+struct stream {
+    const struct zpp_step_files *files;
+    struct windows list;
+    float grad_scale;
+    zpp_pool *pool;
+    bool *inconsistent;
+};
+
+static zpp_status read_window(void *ctx, size_t index, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    const struct stream *stream = ctx;
+    const struct windows *list = &stream->list;
+    return zpp_unit_file_window_open(stream->files, index, &list->parts[list->first[index]],
+                                     list->first[index + 1] - list->first[index], sizeof *list->parts, fault, err);
+}
+
+static zpp_status step_window(void *ctx, size_t index, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    const struct stream *stream = ctx;
+    const struct windows *list = &stream->list;
+    const zpp_status status = zpp_unit_file_window_ready(stream->files, index, fault, err);
+    if (status != ZPP_OK) return status;
+    *stream->inconsistent = true;
+    zpp_optim_step(&list->parts[list->first[index]], list->first[index + 1] - list->first[index], stream->grad_scale,
+                   stream->pool);
+    return zpp_unit_file_window_write(stream->files, index, fault, err);
+}
+
+static zpp_status run_stream(struct stream *stream, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct zpp_offload_pipeline pipeline = {
+        .windows = stream->list.windows_count, .buffers = ZPP_UNIT_FILE_WINDOWS, .ctx = stream, .read = read_window,
+        .step = step_window };
+    zpp_status status = zpp_offload_fill(&pipeline, fault, err);
+    if (status == ZPP_OK) status = zpp_offload_run(&pipeline, fault, err);
+    return zpp_unit_file_settle(stream->files, status, fault, err);
 }
 
 zpp_status zpp_unit_file_step(const struct zpp_step_files *files, struct zpp_optim_segment *segments, size_t count,
-                              float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
+                              float grad_scale, zpp_pool *pool, bool *inconsistent, struct zpp_aio_fault *fault,
                               struct zpp_err *err) {
-    struct windows list;
-    *torn = false;
+    struct stream stream = { .files = files, .grad_scale = grad_scale, .pool = pool, .inconsistent = inconsistent };
+    *inconsistent = false;
     if (!files->params && !files->grads) {
         zpp_optim_step(segments, count, grad_scale, pool);
         return ZPP_OK;
     }
     zpp_status status = ZPP_OK;
-    if (!cut_windows(segments, count, &list))
-        status = zpp_fail(err, ZPP_NOMEM, "params: no memory for the windows of a step over %zu pieces", count);
-    else
-        status = zpp_unit_file_settle(files, step_windows(files, &list, grad_scale, pool, torn, fault, err), fault,
-                                      err);
-    *torn = *torn && status != ZPP_OK;
-    free(list.parts);
-    free(list.first);
+    if (cut_windows(segments, count, &stream.list)) status = run_stream(&stream, fault, err);
+    else status = zpp_fail(err, ZPP_NOMEM, "params: no memory for the windows of a step over %zu pieces", count);
+    *inconsistent = *inconsistent && status != ZPP_OK;
+    free(stream.list.parts);
+    free(stream.list.first);
     return status;
 }
