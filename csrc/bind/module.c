@@ -18,7 +18,6 @@ int zpp_py_add_aio(PyObject *module);
 int zpp_py_add_tier(PyObject *module);
 int zpp_py_add_crc32(PyObject *module);
 int zpp_py_add_timeline(PyObject *module);
-int zpp_py_add_layout(PyObject *module);
 int zpp_py_add_stray(PyObject *module);
 
 static PyObject *version(PyObject *module, PyObject *none) {
@@ -80,7 +79,7 @@ static int fill_module(PyObject *module) {
     }
     int (*const areas[])(PyObject *) = { zpp_py_add_env, zpp_py_add_ops, zpp_py_add_comm, zpp_py_add_zero,
                                          zpp_py_add_aio, zpp_py_add_tier, zpp_py_add_crc32,
-                                         zpp_py_add_timeline, zpp_py_add_layout, zpp_py_add_stray };
+                                         zpp_py_add_timeline, zpp_py_add_stray };
     for (size_t area = 0; area < sizeof areas / sizeof areas[0]; ++area) {
         if (areas[area](module) != 0) return -1;
     }
