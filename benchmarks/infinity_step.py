@@ -45,6 +45,11 @@ def engine_of(model: Any) -> Any:
     return engine.engine_of(model)
 
 
+def _params(engine: Any) -> Any:
+    """Return the store of the parameters, also of a revision that calls it by its older name."""
+    return engine.params_tier if hasattr(engine, "params_tier") else engine.params
+
+
 class Trainer:
     """One model that takes a step at a time."""
 
@@ -89,7 +94,7 @@ class Trainer:
 
     @staticmethod
     def _moved(engine: Any) -> tuple[int, int]:
-        seen = [engine.params_tier.figures(), engine.states.figures()]
+        seen = [_params(engine).figures(), engine.states.figures()]
         return sum(one["read_bytes"] for one in seen), sum(one["written_bytes"] for one in seen)
 
     def bytes_of_a_step(self) -> tuple[int, int]:
@@ -104,9 +109,9 @@ class Trainer:
     def waited(self) -> dict[str, float]:
         """Milliseconds so far that this model waited for the disk, in the optimizer's step and outside of it."""
         engine = None if alone() else engine_of(self.model)
-        if engine is None or engine.params_tier is None or engine.states is None:
+        if engine is None or not hasattr(_params(engine), "file") or not hasattr(engine.states, "file"):
             return {}
-        params, states = engine.params_tier.figures(), engine.states.figures()
+        params, states = _params(engine).figures(), engine.states.figures()
         return {
             "waited_for_units_ms": params["load_wait_ns"] / 1e6,
             "waited_in_step_ms": (params["step_wait_ns"] + states["waited_ns"]) / 1e6,

@@ -15,7 +15,7 @@ import zeropp
 from estimate_cases import CASES, HOSTS_CASES, STORED
 from torch import nn
 from zeropp.cli import main
-from zeropp.zero.memory_plan import shares_in_file
+from zeropp.zero.formulas import shares_in_file
 
 WITHIN = 0.03
 

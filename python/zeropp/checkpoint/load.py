@@ -85,10 +85,7 @@ def load(
                 if strict or name in content["buffers"]:
                     buffer.copy_(own.tensor(name))
 
-        if optimizer is not None and engine.delayed is not None:
-            engine.delayed.drop()
-        if engine.backward_step is not None:
-            engine.backward_step.drop()
+        engine.schedule.drop(states=optimizer is not None)
         if optimizer is not None and engine.accumulate > 1:
             engine.restart_step()
         if optimizer is not None:
@@ -289,7 +286,7 @@ def _fill_unit(
 ) -> None:
     """This rank's shards of one unit's weights."""
     if engine.local or unit.place != WHOLE:
-        if unit.tiered is None and unit.filed is None:
+        if not unit.states_in.in_file and not unit.in_file:
             _fill_shards(unit, saved, parts, fills, then)
             return
         wanted: Iterable[tuple[int, int, int]] = unit.pieces()
@@ -328,7 +325,7 @@ def _fill_state(
 ) -> None:
     """The optimizer's state of this rank's shard: straight into it, or unit by unit where it lives elsewhere."""
     entries = [saved[entry.names[0]] for entry in unit.params]
-    if unit.tiered is None and not any(map(was_trained, entries)):
+    if not unit.states_in.in_file and not any(map(was_trained, entries)):
         engine.forget_optimizer_state(unit)
         return
     kinds = {kind for one in entries for kind in one["pieces"] if kind} | (
@@ -364,9 +361,8 @@ def _restore_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
 
 def _restore_private(engine: Engine, content: Mapping[str, Any], parts: _Parts) -> None:
     """Restore the tensors of one rank alone, where the number of ranks is that of the save."""
-    if engine.onebit is not None:
-        same = content["ranks"] == engine.ranks and "private" in content
-        engine.onebit.restore(parts.plain(engine.rank, content["private"][engine.rank]) if same else None)
+    same = content["ranks"] == engine.ranks and "private" in content
+    engine.strategy.restore(parts.plain(engine.rank, content["private"][engine.rank]) if same else None)
 
 
 def _try(work: Any) -> tuple[Any, BaseException | None]:

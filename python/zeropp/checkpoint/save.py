@@ -48,7 +48,7 @@ from zeropp.files.disk import replace_folder, storage_errors, write_text
 from zeropp.files.safefile import Piece, piece_of
 from zeropp.zero.engine import Engine, Unit, engine_of
 from zeropp.zero.step import low_states
-from zeropp.zero.step.custom import check_saved, kind_of
+from zeropp.zero.step.custom import kind_of
 
 
 @overload
@@ -155,7 +155,7 @@ def save(
 
     def take() -> dict[str, Any]:
         """This rank's part: written, or copied to memory."""
-        check_saved(engine)
+        engine.strategy.check_saved(engine)
         pieces, part = _describe_rank(engine, model, optimizer, scheduler, extra, left_out)
         old = plan.spare / part_name(engine.rank)
         if background:
@@ -305,8 +305,9 @@ def _describe_rank(
     if engine.stage > 0 or engine.rank == 0:  # at stage 0 every rank holds the same
         for unit in engine.units:
             pieces += _unit_pieces(engine, unit, optimizer is not None and unit.trainable, part, left_out)
-    if optimizer is not None and engine.onebit is not None:
-        part["private"] = to_plain(engine.onebit.private(), "private", loose)
+    private = None if optimizer is None else engine.strategy.private()
+    if private is not None:
+        part["private"] = to_plain(private, "private", loose)
     if engine.rank == 0:
         buffers = [(name, buffer.detach().cpu().contiguous()) for name, buffer in loose_tensors(model)]
         pieces += [piece_of(name, buffer) for name, buffer in buffers]

@@ -171,13 +171,11 @@ class _Part:
 
     def _await_update(self) -> None:
         """One that is delayed, or was begun by a backward, may be writing what is asked for."""
-        if self.engine.delayed is not None:
-            self.engine.delayed.finish()
-        if self.engine.backward_step is not None:
-            self.engine.backward_step.require_ended("a part of a parameter was asked for")
+        self.engine.schedule.finish()
+        self.engine.schedule.require_ended("a part of a parameter was asked for")
 
     def _gradient(self) -> torch.Tensor | None:
-        scale = self.engine.clip_scale * self.engine.unscale
+        scale = self.engine.grad_scale
         if self.engine.local_grads:
             gradient = self._own_gradient()
             return None if gradient is None else self.entry.numbers(gradient) * scale
@@ -210,18 +208,11 @@ class _Part:
             if not self.elems:  # torch's own optimizers have states of pieces: this rank has none, others may
                 return
             raise Error(f"'{self.name}' has no '{kind}' yet: states exist from the first optimizer.step() on")
-        if self.unit.tiered is not None:
-            self.unit.tiered.write(kind, self.first, values)
-        elif self.engine.inner is not None and self.elems:
-            held = self.engine.inner.state[self.unit.grad_pool[self.ref.index]][kind]
-            held.copy_(values.view(held.shape))
-        elif self.elems and self.unit.state_kind == "int8":
-            low_states.write(self.unit, kind, self.ref.index, values)
-        elif self.elems:
-            self.unit.state[kind][self.first : self.first + self.elems] = values
+        if self.elems:
+            self.engine.strategy.write_state(self.unit, kind, self.ref.index, self.first, values)
 
     def _write_gradient(self, values: torch.Tensor) -> None:
-        scale = self.engine.clip_scale * self.engine.unscale
+        scale = self.engine.grad_scale
         missing = Error(f"'{self.name}' has no gradient to replace; call backward first")
         if self.engine.local_grads:
             gradient = self._own_gradient()
@@ -233,7 +224,7 @@ class _Part:
             if found is None or not found[1][self.ref.index]:
                 raise missing
             found[0][self.first : self.first + self.elems] = values / scale
-            self.engine.keep_gradient_shard(self.unit, found[0])
+            self.engine.grads.write(self.unit, found[0])
         self.engine.norm = None
 
 

@@ -284,7 +284,7 @@ class Engine(Saving):
         accumulate = self.zeropp_config.accumulate
         if others <= 0 or accumulate == self._factor == 1:
             return
-        if self._divided or engine.backward_step is not None:
+        if self._divided or engine.schedule.in_backward:
             raise Error(
                 f"engine.step: {others} of {others + self._divided} backwards of this step were loss.backward(), whose gradients are not divided by "
                 f"gradient_accumulation_steps {accumulate}; call engine.backward(loss) in all of them"

@@ -12,14 +12,12 @@ from torch import nn
 
 from zeropp.errors import ConfigError, PartitionedParameterError
 from zeropp.zero.engine import FILE, SHARD, Engine, Unit, engine_of
-from zeropp.zero.memory_plan import delayed_bytes, shares_in_file
+from zeropp.zero.formulas import model_states, pools_grads, sizes_of, tier_buffers
 from zeropp.zero.model.init import is_sharded, whole_built
 from zeropp.zero.model.parameter import ref_of
 from zeropp.zero.model.strays import raise_strays
-from zeropp.zero.offload import stored
+from zeropp.zero.model_state import Bytes
 from zeropp.zero.offload.storage import disk_traffic
-from zeropp.zero.offload.tier_buffers import Slice, tier_buffers
-from zeropp.zero.step.low_states import elem_bytes
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -75,8 +73,7 @@ def gathered(
             return
         if write:
             engine.flush()
-            if engine.stored is not None:
-                stored.refuse("zeropp.gathered(..., write=True) was called", engine.stored)
+            engine.params.require_exact("zeropp.gathered(..., write=True) was called")
         for unit in units:
             stack.enter_context(_whole(unit))
         if write:
@@ -177,105 +174,16 @@ def _gradients(engine: Engine, units: list[Unit]) -> Iterator[None]:
 
 # -- what is held --------------------------------------------------------------------------------------------------------------
 
-
-def _planned(engine: Engine) -> dict[str, int]:
-    """The paper's formulas for this rank, in bytes: 2 or 4 a parameter, the same a gradient, K = 12 (8 without a master)."""
-    n, stage = engine.ranks, engine.stage
-    kinds = {"params": 0.0, "grads": 0.0, "master": 0.0, "optimizer": 0.0}
-    for unit in engine.units:
-        numel = sum(e.numel for e in unit.params)
-        bytes_ = numel * unit.dtype.itemsize
-        kinds["params"] += bytes_ / (n if stage == 3 else 1)
-        if engine.sharers and unit.place == SHARD:
-            kinds["params"] += bytes_ / engine.sharers
-        if not unit.trainable:
-            continue
-        kinds["grads"] += numel * unit.grad_dtype.itemsize / (n if stage >= 2 else 1)
-        delayed = engine.delayed is not None and unit.dtype == torch.float32
-        kinds["master"] += 4 * numel / (n if stage >= 1 else 1) if unit.has_master and not delayed else 0
-        held = unit.state if engine.away is None else engine.away.state_of(unit.index)
-        states = len(held)
-        if engine.inner is None and (engine.onebit is None or not states):
-            states = max(engine.least_states, len(held))
-        if unit.tiered is not None:
-            states = max(engine.least_states, len(unit.tiered.kinds))
-        state_bytes = elem_bytes(unit.state_kind) if unit.state_kind != "fp32" else unit.state_dtype.itemsize
-        kinds["optimizer"] += state_bytes * states * numel / (n if stage >= 1 else 1)
-    if engine.onebit is not None:
-        kinds["optimizer"] += engine.onebit.planned_bytes()
-    grad_pool = engine.backward_step is not None and engine.grads_tier is None  # those of two units at a time
-    if grad_pool and (stage >= 2 or n == 1):
-        sizes = [sum(e.numel for e in u.params) * u.grad_dtype.itemsize / n for u in engine.units if u.trainable]
-        kinds["grads"] = sum(sorted(sizes)[-2:])
-    return {kind: round(value) for kind, value in kinds.items()}
+_STATES = ("params", "grads", "master", "optimizer")
+_PASSING = ("gathered", "buckets", "buckets_peak")
 
 
-def _planned_delayed(engine: Engine) -> tuple[int, int]:
-    """As zeropp.zero.memory_plan says it beforehand, of the parameters alone: without what rounds shards up."""
-    units, ranks = engine.units, engine.ranks
-    own = [sum(e.numel for e in unit.params) / ranks if unit.trainable else 0.0 for unit in units]
-    sizes = [0 if unit.filed is None else unit.elems * unit.dtype.itemsize for unit in units]
-    held, filed = delayed_bytes(
-        [numel * unit.dtype.itemsize for numel, unit in zip(own, units, strict=True)],
-        shares_in_file(sizes, 0.0 if engine.params_tier is None else engine.params_tier.fraction),
-        [numel * unit.grad_dtype.itemsize for numel, unit in zip(own, units, strict=True)],
-        0.0 if engine.grads_tier is None else engine.grads_tier.fraction, ranks,
-    )  # fmt: skip
-    return held, round(sum(filed.values()))
-
-
-def _planned_buffers(engine: Engine) -> int:
-    """As zeropp.zero.memory_plan says it beforehand."""
-    if engine.optimizer_ref is None:  # nothing is stepped
-        return 0
-    shards = [
-        Slice(u.shard.numel(), u.dtype.itemsize, u.grad_dtype.itemsize, u.has_master, u.filed is not None)
-        for u in engine.units
-        if u.trainable
-    ]
-    moments = engine.least_states if engine.states is None else sum(map(bool, engine.states.kinds[1:]))
-    return tier_buffers(shards, engine.config.offload, moments, inside=engine.config.step_in_backward)
-
-
-def _held(engine: Engine) -> dict[str, int]:
-    core = engine.core.memory()
-    in_memory = [unit for unit in engine.units if unit.tiered is None and engine.away is None]
-    tensors = [t for u in in_memory for name, t in engine.optimizer_state(u).items() if name != "step"]
-    tensors += [t for u in in_memory for t in u.scales.values()]
-    gradients = core["grads"]
-    if engine.ranks == 1 and engine.local_grads:
-        with torch._C.DisableTorchFunctionSubclass():
-            found = [e.param.grad for u in engine.units for e in u.params]
-        gradients = sum(g.numel() * g.element_size() for g in found if g is not None)
-    return {
-        "params": core["params"],
-        "grads": gradients,
-        "master": sum(
-            u.master.numel() * 4
-            for u in in_memory
-            if u.master is not None and (engine.delayed is None or u.dtype != torch.float32)
-        ),
-        "optimizer": sum(t.numel() * t.element_size() for t in tensors)
-        + (0 if engine.onebit is None else engine.onebit.held_bytes()),
-        **({} if engine.delayed is None else {"delayed": engine.delayed.figures()["held_bytes"]}),
-        **({} if engine.onebit is None else {"scratch": engine.onebit.scratch_bytes()}),
-        "gathered": core["gathered"],
-        "buckets": core["buckets"],
-        "buckets_peak": core["buckets_peak"],
-    }
-
-
-def _tiered(engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
-    """(held in memory, held in the file) of the states that live in a tier. Moments count once they exist."""
-    assert engine.states is not None
-    seen = engine.states.figures()
-    stepped = any(unit.tiered is not None and unit.tiered.kinds for unit in engine.units)
-
-    def by_kind(sizes: dict[str, int]) -> dict[str, int]:
-        moments = sum(size for kind, size in sizes.items() if kind != "master")
-        return {"master": sizes["master"], "optimizer": moments if stepped else 0}
-
-    return {**by_kind(seen["held"]), "tier_buffers": seen["buffer_bytes"]}, by_kind(seen["file"])
+def _summed(found: Iterable[Bytes]) -> Bytes:
+    total: Bytes = {}
+    for one in found:
+        for key, size in one.items():
+            total[key] = total.get(key, 0) + size
+    return {key: round(size) for key, size in total.items()}
 
 
 def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
@@ -293,64 +201,41 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     engine = engine_of(model)
     if optimizer is not None and getattr(optimizer, "_engine", None) is not engine:
         raise ConfigError("zeropp.memory: the optimizer belongs to another model")
-    planned, held = _planned(engine), _held(engine)
+    pooled = pools_grads(engine.schedule.in_backward, engine.grads.in_file, engine.stage, engine.ranks)
+    paper = model_states(sizes_of(engine, padded=False), pooled, engine.strategy.planned_extra_bytes())
+    planned = _summed(part.planned_bytes(engine, paper) for part in engine.parts)
+    held = _summed(part.held_bytes(engine) for part in engine.parts)
+    held |= {("cpu", kind): engine.core.memory()[kind] for kind in _PASSING}
+    if ("cpu", "tier_buffers") in held:
+        planned["cpu", "tier_buffers"] = _planned_buffers(engine)
+    if not held.get(("cpu", "checksums")):
+        held.pop(("cpu", "checksums"), None)
     parameters = sum(e.numel for u in engine.units for e in u.params)
-    states = ("params", "grads", "master", "optimizer")
-    total = {"planned": sum(planned[k] for k in states), "held": sum(held[k] for k in states)}
-    nvme: dict[str, dict[str, int]] = {}
-    if engine.params_tier is not None:
-        tier = engine.params_tier
-        filed, images = (size // tier.ranks for size in (tier.bytes_in_file(engine.units), tier.images_held_bytes()))
-        total["held"] += filed + images
-        own = sum(e.numel * u.dtype.itemsize for u in engine.units if u.filed for e in u.params) / engine.ranks
-        in_memory, in_file = tier.planned_bytes(engine.units)
-        planned["params"] += round(in_memory / tier.ranks - own)
-        held["params"] += images
-        if not tier.in_memory:
-            nvme["params"] = {"planned": round(in_file / tier.ranks), "held": filed}
-        seen = tier.figures()
-        held["tier_buffers"] = seen["window_bytes"] + seen["staging_bytes"]
-    if engine.states is not None:
-        streamed, in_files = _tiered(engine)
-        streamed["tier_buffers"] += held.get("tier_buffers", 0)
-        total["held"] += sum(v for k, v in streamed.items() if k in states) + sum(in_files.values())
-        held = {**held, **streamed}
-        for kind, value in in_files.items():
-            share = round(planned[kind] * engine.states.fraction)
-            nvme[kind] = {"planned": share, "held": value}
-            planned[kind] -= share
-    if engine.grads_tier is not None:
-        seen = engine.grads_tier.figures()
-        filed = engine.grads_tier.bytes_in_file(engine.units)
-        share = round(planned["grads"] * engine.grads_tier.fraction)
-        nvme["grads"] = {"planned": share, "held": filed}
-        planned["grads"] -= share
-        total["held"] += filed
-        held["tier_buffers"] = held.get("tier_buffers", 0) + seen["window_bytes"] + seen["memory_bytes"]
-    if "tier_buffers" in held:
-        planned["tier_buffers"] = _planned_buffers(engine)
-    if engine.delayed is not None:
-        planned["delayed"], share = _planned_delayed(engine)
-        if share:
-            nvme["delayed"] = {"planned": share, "held": engine.delayed.bytes_in_files(engine)}
-    if engine.activations is not None:
-        seen = engine.activations.figures()
-        held["activations"] = seen["waiting_bytes"] + seen["ahead_bytes"]
-        nvme["activations"] = {"planned": 0, "held": seen["file_bytes"]}
-    tiers = (engine.params_tier if engine.params_tier and not engine.params_tier.in_memory else None, engine.states,
-             engine.grads_tier, engine.activations)  # fmt: skip
-    sums = sum(tier.figures()["sums_bytes"] for tier in tiers if tier is not None)
-    if sums:
-        held["checksums"] = sums
-    if engine.away is not None:
-        nvme["away"] = {"planned": 0, "held": engine.away.size_bytes}
-    cpu = {kind: {"planned": planned.get(kind, 0), "held": value} for kind, value in held.items()}
+    total = {
+        "planned": sum(paper.values()),
+        "held": sum(size for (_, kind), size in held.items() if kind in _STATES),
+    }
+    tiers: dict[str, dict[str, dict[str, float]]] = {}
+    for tier, kind in sorted({**held, **{key: 0 for key in planned if key[0] == "nvme"}}, key=_order):
+        both = {"planned": planned.get((tier, kind), 0), "held": held.get((tier, kind), 0)}
+        tiers.setdefault(tier, {})[kind] = both
     return {
-        "cpu": cpu,
-        **({"nvme": nvme} if nvme else {}),
+        **tiers,
         "parameters": parameters,
         "bytes_per_parameter": {kind: value / parameters for kind, value in total.items()},
     }
+
+
+def _order(key: tuple[str, str]) -> tuple[str, int]:
+    return key[0], _STATES.index(key[1]) if key[1] in _STATES else len(_STATES)
+
+
+def _planned_buffers(engine: Engine) -> int:
+    if engine.optimizer_ref is None:  # nothing is stepped
+        return 0
+    moments = engine.states.planned_moments(engine.strategy.planned_moments(0))
+    inside = engine.config.step_in_backward
+    return tier_buffers(sizes_of(engine, padded=True), engine.config.offload, moments, inside=inside)
 
 
 _traffic_before: dict[tuple[str, str, str], int] = {}

@@ -31,7 +31,7 @@ with its image beside it (docs/design/0015).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +42,19 @@ from zeropp import _C, compat
 from zeropp.config import TORCH_DTYPES, Config, Tier, as_config
 from zeropp.errors import ConfigError
 from zeropp.wording import counted, shown, what_it_is
+from zeropp.zero.formulas import (
+    PAGE_BYTES,
+    READ_AHEAD_BYTES,
+    UnitSizes,
+    delayed_bytes,
+    elem_bytes,
+    model_states,
+    pools_grads,
+    split,
+    tier_buffers,
+)  # fmt: skip
 from zeropp.zero.model.units import REPLICATE_BYTES, UnitPlan, numbers, plan_units, refuse_lazy
 from zeropp.zero.offload import stored
-from zeropp.zero.offload.tier_buffers import Slice, tier_buffers
-from zeropp.zero.step.low_states import elem_bytes
 
 STATES = {
     "AdamW": 2, "Adam": 2, "LAMB": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Lion": 1, "Adagrad": 1,
@@ -53,37 +62,69 @@ STATES = {
 }  # fmt: skip
 """Values that each optimizer keeps a parameter."""
 
-_PAGE_BYTES = 4096
 _SMALL_BYTES = 32 << 10  # of an all-reduce that every host sums whole (csrc/comm/tcp/hier_reduce.c)
-READ_AHEAD_BYTES = 64 << 20
-"""At least this much of the parameters on NVMe may be in memory ahead of need, with prefetch="auto" (zero/engine.py)."""
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """One unit: bytes whole and of a slice, elements of what this rank updates."""
+class _Run:
+    """What a run is: its configuration, where it runs, and how it is stepped."""
+
+    config: Config
+    ranks: int
+    hosts: int
+    optimizer: str
+
+    @property
+    def loads_units(self) -> bool:
+        """True if units are loaded where they are needed: from NVMe, or from quantised copies."""
+        return self.on_nvme("params") or self.config.stored_name is not None
+
+    @property
+    def host_copy(self) -> bool:
+        """True if the ranks of a host share one copy of the parameters."""
+        config = self.config
+        one_host = self.ranks > self.hosts == 1 and config.host_copy == "auto" and config.stage == 3
+        return one_host and not self.loads_units and config.comm.params == "exact"
+
+    @property
+    def sharers(self) -> int:
+        """How many ranks have one copy of what is loaded together."""
+        return self.ranks if self.config.stored_name is None else self.ranks // self.hosts
+
+    def on_nvme(self, *kinds: str) -> bool:
+        """Return True if any of these kinds is on NVMe."""
+        return any(self._tier(kind).kind == "nvme" for kind in kinds)
+
+    def fraction(self, kind: str) -> float:
+        """Return the share of a kind that is offloaded."""
+        return float(self._tier(kind).fraction)
+
+    def _tier(self, kind: str) -> Tier:
+        tier = getattr(self.config.offload, kind)
+        assert isinstance(tier, Tier)
+        return tier
+
+
+@dataclass(frozen=True)
+class _Sizes(UnitSizes):
+    """One unit: its plan, and the bytes of what moves."""
 
     plan: UnitPlan
-    whole_bytes: int
-    slice_bytes: int
-    own_elems: int
+    shard_bytes: int
     moves: bool
-    filed: bool
-    """Its values live on NVMe."""
+    """True if its values are gathered where they are needed, and not loaded."""
     params_wire_bytes: int
-    """What one slice takes on its way to a rank that gathers it."""
-    grad_bytes: int
-    """Of an element of the gradients that add up and stay."""
+    """What one shard takes on its way to a rank that gathers it."""
     grads_wire_bytes: int
-    """What the gradients of one slice take on their way to the rank that owns it."""
+    """What the gradients of one shard take on their way to the rank that owns it."""
 
     @property
-    def elems(self) -> int:
-        return self.whole_bytes // self.plan.dtype.itemsize
+    def grad_shard_bytes(self) -> int:
+        return self.shard_bytes // self.param_bytes * self.grad_bytes
 
     @property
-    def grad_slice_bytes(self) -> int:
-        return self.slice_bytes // self.plan.dtype.itemsize * self.grad_bytes
+    def bucket_bytes(self) -> int:
+        return _bucket_bytes(self.whole_bytes // self.param_bytes, self.grad_bytes, self.plan)
 
 
 def estimate(
@@ -138,66 +179,67 @@ def estimate(
     )
     if not plans:
         raise ConfigError(f"estimate: {type(model).__name__} has no parameters, so there is nothing to partition")
-    filed = _kind(config, "params") == "nvme" or config.stored_name is not None
     if config.stored_name is not None:
         for plan in plans:
             plan.trainable = False
-    host_copy = ranks > hosts == 1 and config.host_copy == "auto" and config.stage == 3 and not filed
-    host_copy = host_copy and config.comm.params == "exact"
-    units = [_sizes(plan, config, ranks, host_copy) for plan in plans]
-    # Ranks that have one copy of what is filed together:
-    sharers = ranks if config.stored_name is None else ranks // hosts
-    largest_bytes = max(unit.whole_bytes for unit in units)
-    units, as_values = _held_as_values(units, config)
-    in_file: dict[str, int] = {}
-    beside = dict.fromkeys(("params", "grads"), 0.0)
-    held = {
-        "params": _params(units, ranks, hosts, host_copy),
-        "grads": _grads(units, config, ranks),
-        "master": sum(4 * u.own_elems for u in units if _has_master(u, config, optimizer)),
-        "optimizer": _states(units, config, optimizer),
-        "gathered": _gathered(model, units, config, ranks, hosts),
-        "buckets": _buckets(units, config, ranks),
-        "autograd": _autograd(units, config, ranks),
-    }
-    if any(_kind(config, what) == "nvme" for what in ("params", "grads", "optimizer")):
-        held["tier_buffers"] = _tier_buffers(units, config, optimizer)
-    if config.offload.delayed_update is not None:
-        held["delayed"], beside = _delayed(units, config, ranks)
-        in_file["delayed"] = round(sum(beside.values()))
-    if config.comm.secondary_shard and hosts > 1:
-        held["params"] += sum(unit.whole_bytes for unit in units if unit.moves) // (ranks // hosts)
-    if filed:
-        values = sum(_on_disk_bytes(model, unit, config) for unit in units if unit.filed) / sharers
-        held["params"] += as_values // sharers
-        on_disk = _fraction(config, "params") * values if _kind(config, "params") == "nvme" else 0.0
-        in_file["params"] = round(on_disk)
-        held["params"] += round(values) - in_file["params"]
-    for kind, tier in (("grads", "grads"), ("master", "optimizer"), ("optimizer", "optimizer")):
-        if _kind(config, tier) == "nvme":
-            in_file[kind] = round(held[kind] * _fraction(config, tier))
-            held[kind] -= in_file[kind]
-    if not in_file.get("delayed", 1):
-        del in_file["delayed"]
-    traffic = _traffic(units, config.stage, ranks, host_copy)
-    traffic["nvme"] = _nvme_traffic(units, config, ranks, hosts, optimizer, in_file)
-    if config.stored_name is not None:  # a forward reads each unit wherever it is used
-        reads = sum(_on_disk_bytes(model, unit, config) * len(unit.plan.triggers) for unit in units if unit.filed)
-        traffic["nvme"] = round(_fraction(config, "params") * reads / sharers) if in_file["params"] else 0
+    run = _Run(config, ranks, hosts, optimizer)
+    all_units = [_sizes(plan, run) for plan in plans]
+    units, exact_bytes = _held_as_values(all_units, run)
+    held = _held(model, units, run)
+    in_file, delayed = _offloaded(model, units, run, held, exact_bytes)
+    traffic = _traffic(units, run)
+    traffic["nvme"] = _nvme_traffic(model, units, run, in_file)
     if hosts > 1:
-        traffic["network"] = 0 if config.stored_name is not None else _network_traffic(units, config, ranks, hosts)
+        traffic["network"] = 0 if config.stored_name is not None else _network_traffic(units, run)
     parameters = sum(plan.numel for plan in plans)
     answer = {
         "cpu": held, "nvme": in_file, "parameters": parameters, "units": len(plans),
-        "largest_unit": largest_bytes, "traffic": traffic,
+        "largest_unit": max(unit.whole_bytes for unit in all_units), "traffic": traffic,
     }  # fmt: skip
     if any(len(getattr(config.offload, kind).folders) > 1 for kind in ("params", "grads", "optimizer")):
-        answer["folders"] = _folders(config, in_file, beside)
+        answer["folders"] = _folders(config, in_file, delayed)
     if tokens is not None and tflops is not None:
         seconds = 6 * parameters * tokens / (tflops * 1e12)  # 2 in forward, 4 in backward
         answer["compute_seconds"] = seconds
         answer["bandwidth"] = {kind: value / seconds for kind, value in traffic.items()}
     return answer
+
+
+def _held(model: nn.Module, units: list[_Sizes], run: _Run) -> dict[str, int]:
+    """Return the bytes of each kind, as if nothing were in files but the parameters of units that are loaded."""
+    config = run.config
+    pooled = pools_grads(config.step_in_backward, run.on_nvme("grads"), config.stage, run.ranks)
+    held = {
+        **model_states(units, pooled), "gathered": _gathered(model, units, run), "buckets": _buckets(units, run),
+        "autograd": _autograd(units, run),
+    }  # fmt: skip
+    if run.on_nvme("params", "grads", "optimizer"):
+        nothing = run.optimizer == "none"
+        moments = STATES[run.optimizer]
+        inside = config.step_in_backward
+        held["tier_buffers"] = 0 if nothing else tier_buffers(units, config.offload, moments, inside=inside)
+    return held
+
+
+def _offloaded(
+    model: nn.Module, units: list[_Sizes], run: _Run, held: dict[str, int], exact_bytes: int
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Move what lies in files out of ``held``: return its bytes by kind, and those of a delayed update by the kind of their file."""
+    in_file: dict[str, int] = {}
+    delayed = dict.fromkeys(("params", "grads"), 0.0)
+    if run.config.offload.delayed_update is not None:
+        grads_share = run.fraction("grads") if run.on_nvme("grads") else 0.0
+        held["delayed"], delayed = delayed_bytes(units, run.fraction("params"), grads_share, run.ranks)
+        if round(sum(delayed.values())):
+            in_file["delayed"] = round(sum(delayed.values()))
+    if run.loads_units:
+        values = sum(_kept_bytes(model, unit, run.config) for unit in units if unit.in_file) / run.sharers
+        in_file["params"] = round(run.fraction("params") * values) if run.on_nvme("params") else 0
+        held["params"] += exact_bytes // run.sharers + round(values) - in_file["params"]
+    for kind, tier in (("grads", "grads"), ("master", "optimizer"), ("optimizer", "optimizer")):
+        if run.on_nvme(tier):
+            held[kind], in_file[kind] = split(held[kind], run.fraction(tier))
+    return in_file, delayed
 
 
 def _check(config: Config, ranks: int, hosts: int, optimizer: str, tokens: int | None, tflops: float | None) -> None:
@@ -229,129 +271,86 @@ def _facts(config: Config, optimizer: str) -> dict[str, Any]:
     return facts
 
 
-def _kind(config: Config, what: str) -> str:
-    tier = getattr(config.offload, what)
-    assert isinstance(tier, Tier)
-    return tier.kind
-
-
-def _fraction(config: Config, what: str) -> float:
-    return float(getattr(config.offload, what).fraction)
-
-
-def _sizes(plan: UnitPlan, config: Config, ranks: int, host_copy: bool) -> _Sizes:
-    layout: tuple[int, int] = _C.unit_layout([numbers(p) for p in plan.params], plan.dtype.itemsize, ranks)
-    elems, shard_elems = layout
+def _sizes(plan: UnitPlan, run: _Run) -> _Sizes:
+    config, ranks = run.config, run.ranks
+    elems, shard_elems = _C.unit_layout([numbers(p) for p in plan.params], plan.dtype.itemsize, ranks)
     small = plan.alone and plan.numel * plan.dtype.itemsize < REPLICATE_BYTES and config.units == "auto"
-    filed = (_kind(config, "params") == "nvme" or config.stored_name is not None) and not small
-    moves = config.stage == 3 and ranks > 1 and not host_copy and not small and not filed
-    own = elems if config.stage == 0 or ranks == 1 else shard_elems
-    slice_bytes = shard_elems * plan.dtype.itemsize
-
+    in_file = run.loads_units and not small
+    moves = config.stage == 3 and ranks > 1 and not (run.host_copy or small or in_file)
+    own_elems = elems if config.stage == 0 or ranks == 1 else shard_elems
     stays, travels = config.gradient_dtypes(plan.dtype)
-
-    def wire_bytes(kind: str, exact: torch.dtype) -> int:
-        if kind == "exact" or ranks == 1:
-            return shard_elems * exact.itemsize
-        return shard_elems * int(kind.removeprefix("int")) // 8 + 4 * -(-shard_elems // config.comm.block_elems)
-
+    params_wire_bytes = _wire_bytes(config.comm.params, plan.dtype, shard_elems, run)
+    has_master = plan.trainable and run.optimizer != "none" and _is_coarse(plan.dtype, config)
+    each = 8 if plan.dtype == torch.float64 else elem_bytes(config.state_name)
+    whole_bytes, shard_bytes = elems * plan.dtype.itemsize, shard_elems * plan.dtype.itemsize
     return _Sizes(
-        plan, elems * plan.dtype.itemsize, slice_bytes, own, moves, filed, wire_bytes(config.comm.params, plan.dtype),
-        stays.itemsize, wire_bytes(config.comm.grads if config.stage >= 2 else "exact", travels),
+        plan.trainable, in_file, has_master, whole_bytes,
+        _params_bytes(run, whole_bytes, shard_bytes, params_wire_bytes, in_file, moves),
+        _grads_bytes(run, plan, elems, shard_elems, stays.itemsize),
+        own_elems, plan.dtype.itemsize, stays.itemsize, STATES[run.optimizer] * each if plan.trainable else 0,
+        plan, shard_bytes, moves, params_wire_bytes,
+        _wire_bytes(config.comm.grads if config.stage >= 2 else "exact", travels, shard_elems, run),
     )  # fmt: skip
 
 
-def _has_master(unit: _Sizes, config: Config, optimizer: str) -> bool:
-    finest = {torch.float64, torch.float32, TORCH_DTYPES[config.master_name]}
-    return unit.plan.trainable and unit.plan.dtype not in finest and optimizer != "none"
+def _is_coarse(dtype: torch.dtype, config: Config) -> bool:
+    """Return True if an optimizer keeps an fp32 master of parameters of this type."""
+    return dtype not in (torch.float64, torch.float32, TORCH_DTYPES[config.master_name])
 
 
-def _states(units: list[_Sizes], config: Config, optimizer: str) -> int:
-    fewer = elem_bytes(config.state_name)
-    trained = [unit for unit in units if unit.plan.trainable]
-    each = sum(unit.own_elems * (8 if unit.plan.dtype == torch.float64 else fewer) for unit in trained)
-    return round(STATES[optimizer] * each)
+def _wire_bytes(kind: str, exact: torch.dtype, shard_elems: int, run: _Run) -> int:
+    """Return what a shard takes on its way to another rank."""
+    if kind == "exact" or run.ranks == 1:
+        return shard_elems * exact.itemsize
+    return shard_elems * int(kind.removeprefix("int")) // 8 + 4 * -(-shard_elems // run.config.comm.block_elems)
 
 
-def _params(units: list[_Sizes], ranks: int, hosts: int, host_copy: bool) -> int:
-    if host_copy:
-        return sum(unit.whole_bytes for unit in units) // ranks
-    units = [unit for unit in units if not unit.filed]
-    images = sum(unit.params_wire_bytes for unit in units if unit.moves and unit.params_wire_bytes < unit.slice_bytes)
-    images = images if hosts == 1 else 0  # between hosts they are made on the way
-    return images + sum(unit.slice_bytes if unit.moves else unit.whole_bytes for unit in units)
+def _params_bytes(run: _Run, whole: int, shard: int, wire: int, in_file: bool, moves: bool) -> int:
+    """Return the bytes of one unit's parameters that a rank holds between passes."""
+    if in_file:
+        return 0
+    if run.host_copy:
+        return whole // run.ranks
+    if not moves:
+        return whole
+    if run.hosts == 1:  # between hosts, images are made on the way
+        return shard + (wire if wire < shard else 0)
+    return shard + (whole // (run.ranks // run.hosts) if run.config.comm.secondary_shard else 0)
 
 
-def _grads(units: list[_Sizes], config: Config, ranks: int) -> int:
-    trainable = [unit for unit in units if unit.plan.trainable]
-    if ranks == 1:
-        sizes = [unit.plan.numel * unit.grad_bytes for unit in trainable]
-    elif config.stage <= 1:
-        return sum(_bucket_bytes(unit) for unit in trainable)
-    else:
-        sizes = [unit.grad_slice_bytes for unit in trainable]
-    grad_pool = config.step_in_backward and _kind(config, "grads") != "nvme"
-    return sum(sorted(sizes)[-2:] if grad_pool else sizes)
+def _grads_bytes(run: _Run, plan: UnitPlan, elems: int, shard_elems: int, grad_bytes: int) -> int:
+    """Return the bytes of one unit's reduced gradients that a rank holds."""
+    if run.ranks == 1:
+        return plan.numel * grad_bytes
+    return _bucket_bytes(elems, grad_bytes, plan) if run.config.stage <= 1 else shard_elems * grad_bytes
 
 
-def shares_in_file(sizes: list[int], fraction: float) -> list[float]:
-    """Of units that lie one after the other and are cut once: which share of each is behind the cut."""
-    cut, begin, shares = (1 - fraction) * sum(sizes), 0, []
-    for size in sizes:
-        shares.append(min(1.0, max(0.0, (begin + size - cut) / size)) if size else 0.0)
-        begin += size
-    return shares
+def _bucket_bytes(elems: int, grad_bytes: int, plan: UnitPlan) -> int:
+    return (elems * grad_bytes + len(plan.params) + 63) // 64 * 64
 
 
-def delayed_bytes(
-    values: Sequence[float], shares: Sequence[float], grads: Sequence[float], grads_share: float, ranks: int
-) -> tuple[int, dict[str, float]]:
-    """(in memory, in files by kind) of what a delayed update takes, each where its kind lives: of every unit new values of this rank's
-    slice, of which a share is in a file, and its gradients."""
-    taken = sum(grads) if ranks > 1 or grads_share else 0.0  # one rank alone hands over its p.grad
-    filed = {
-        "params": sum(own * share for own, share in zip(values, shares, strict=True)),
-        "grads": taken * grads_share,
-    }
-    return round(sum(values) + taken - sum(filed.values())), filed
-
-
-def _delayed(units: list[_Sizes], config: Config, ranks: int) -> tuple[int, dict[str, float]]:
-    shares = shares_in_file([unit.whole_bytes if unit.filed else 0 for unit in units], _fraction(config, "params"))
-    trained = [unit.plan.trainable for unit in units]
-    return delayed_bytes(
-        [unit.own_elems * unit.plan.dtype.itemsize * one for unit, one in zip(units, trained, strict=True)], shares,
-        [unit.grad_slice_bytes * one for unit, one in zip(units, trained, strict=True)],
-        _fraction(config, "grads") if _kind(config, "grads") == "nvme" else 0.0, ranks,
-    )  # fmt: skip
-
-
-def _folders(config: Config, in_file: dict[str, int], beside: dict[str, float]) -> dict[str, int]:
-    """Bytes in each folder: every file is shared out over those of its tier. `beside`: of a delayed update."""
+def _folders(config: Config, in_file: dict[str, int], delayed: dict[str, float]) -> dict[str, int]:
+    """Return the bytes in each folder: every file is shared out over those of its tier. ``delayed``: those of a delayed update."""
     shares: dict[str, float] = {}
     for kind in ("params", "grads", "optimizer"):
         tier = getattr(config.offload, kind)
-        size = in_file.get(kind, 0) + beside.get(kind, 0.0) + (in_file.get("master", 0) if kind == "optimizer" else 0)
+        size = in_file.get(kind, 0) + delayed.get(kind, 0.0) + (in_file.get("master", 0) if kind == "optimizer" else 0)
         for folder in tier.folders:
             shares[folder] = shares.get(folder, 0.0) + size / len(tier.folders)
     return {folder: round(share) for folder, share in shares.items()}
 
 
-def _bucket_bytes(unit: _Sizes) -> int:
-    return (unit.elems * unit.grad_bytes + len(unit.plan.params) + 63) // 64 * 64
-
-
-def _buckets(units: list[_Sizes], config: Config, ranks: int) -> int:
-    """As many as may wait, and one more that is being filled."""
-    sizes = sorted((_bucket_bytes(unit) for unit in units if unit.plan.trainable), reverse=True)
-    if ranks == 1 or config.stage <= 1 or not sizes:
+def _buckets(units: list[_Sizes], run: _Run) -> int:
+    """Return the bytes of as many buckets as may wait, and one more that is being filled."""
+    sizes = sorted((unit.bucket_bytes for unit in units if unit.trainable), reverse=True)
+    if run.ranks == 1 or run.config.stage <= 1 or not sizes:
         return 0
-    bound = config.bucket_bytes or sum(sizes)
+    bound = run.config.bucket_bytes or sum(sizes)
     return max(_most_within(sizes, bound), sizes[0])
 
 
 def _most_within(sizes: list[int], bound_bytes: int) -> int:
-    """The most that some of these buckets take together within the bound: only whole ones wait."""
+    """Return the most that some of these buckets take together within the bound: only whole ones wait."""
     if sum(sizes) <= bound_bytes:
         return sum(sizes)
     align = max(64, bound_bytes >> 20)  # of the size of a bucket; with large bounds a millionth
@@ -361,60 +360,48 @@ def _most_within(sizes: list[int], bound_bytes: int) -> int:
     return (reached.bit_length() - 1) * align
 
 
-def _autograd(units: list[_Sizes], config: Config, ranks: int) -> int:
-    """One gradient that autograd makes, and the one before, whose memory it has just let go of. One rank's own stay, and are counted
-    where they are."""
-    if ranks == 1 and _kind(config, "grads") != "nvme":
+def _autograd(units: list[_Sizes], run: _Run) -> int:
+    """Return the bytes of one gradient that autograd makes, and of the one before, whose memory it has just let go of. One rank's own
+    stay, and are counted where they are."""
+    if run.ranks == 1 and not run.on_nvme("grads"):
         return 0
-    sizes = [numbers(p) * unit.plan.dtype.itemsize for unit in units if unit.plan.trainable for p in unit.plan.params]
+    sizes = [numbers(p) * unit.param_bytes for unit in units if unit.trainable for p in unit.plan.params]
     return sum(sorted(sizes)[-2:])
 
 
-def _tier_buffers(units: list[_Sizes], config: Config, optimizer: str) -> int:
-    if optimizer == "none":
-        return 0
-    shards = [
-        Slice(u.own_elems, u.plan.dtype.itemsize, u.grad_bytes, _has_master(u, config, optimizer), u.filed)
-        for u in units
-        if u.plan.trainable
-    ]
-    return tier_buffers(shards, config.offload, STATES[optimizer], inside=config.step_in_backward)
-
-
-def _on_disk_bytes(model: nn.Module, unit: _Sizes, config: Config) -> int:
-    """Of parameters that live in a file, as they are kept there, on all ranks together."""
+def _kept_bytes(model: nn.Module, unit: _Sizes, config: Config) -> int:
+    """Return the bytes of a unit that is loaded, as they are kept where it is loaded from, on all ranks together."""
     if config.stored_name is None:
         return unit.whole_bytes
     low, bits = stored.matrices(model), stored.BITS[config.stored_name]
     kept = sum(
-        stored.low_bytes(numbers(p), bits) if p in low else numbers(p) * unit.plan.dtype.itemsize
-        for p in unit.plan.params
+        stored.low_bytes(numbers(p), bits) if p in low else numbers(p) * unit.param_bytes for p in unit.plan.params
     )
-    return -(-kept // _PAGE_BYTES) * _PAGE_BYTES
+    return -(-kept // PAGE_BYTES) * PAGE_BYTES
 
 
-def _held_as_values(units: list[_Sizes], config: Config) -> tuple[list[_Sizes], int]:
-    """(the other units, bytes of those that are held as they are) where weights in fewer bits, on "cpu", are a fraction of all: whole
-    units, the first ones (csrc/zero/offload/unit_file_qcopy.c)."""
-    if config.stored_name is None or _kind(config, "params") == "nvme":
+def _held_as_values(units: list[_Sizes], run: _Run) -> tuple[list[_Sizes], int]:
+    """Return (the other units, bytes of those that are held as they are) where weights in fewer bits, on "cpu", are a fraction of all:
+    whole units, the first ones (csrc/zero/unit_file_qcopy.c)."""
+    if run.config.stored_name is None or run.on_nvme("params"):
         return units, 0
-    sizes = [-(-unit.whole_bytes // _PAGE_BYTES) * _PAGE_BYTES if unit.filed else 0 for unit in units]
-    room, kept, held = (1 - _fraction(config, "params")) * sum(sizes), [], 0
+    sizes = [-(-unit.whole_bytes // PAGE_BYTES) * PAGE_BYTES if unit.in_file else 0 for unit in units]
+    room, kept, held = (1 - run.fraction("params")) * sum(sizes), [], 0
     for unit, size in zip(units, sizes, strict=True):
         room -= size
-        if unit.filed and room >= 0:
+        if unit.in_file and room >= 0:
             held += unit.whole_bytes
         else:
             kept.append(unit)
     return kept, held
 
 
-def _gathered(model: nn.Module, units: list[_Sizes], config: Config, ranks: int, hosts: int) -> int:
-    """The most that is whole at once (the units of a module and of all that it stands in, and what is fetched ahead), or
+def _gathered(model: nn.Module, units: list[_Sizes], run: _Run) -> int:
+    """Return the most that is whole at once (the units of a module and of all that it stands in, and what is fetched ahead), or
     the slots that are kept warm for it, two of the largest unit: whichever is more."""
     triggered: dict[nn.Module, list[_Sizes]] = {}
     for unit in units:
-        if unit.moves or unit.filed:
+        if unit.moves or unit.in_file:
             for module in unit.plan.triggers:
                 triggered.setdefault(module, []).append(unit)
 
@@ -422,90 +409,91 @@ def _gathered(model: nn.Module, units: list[_Sizes], config: Config, ranks: int,
         open_bytes += sum(unit.whole_bytes for unit in triggered.get(module, ()))
         return max([open_bytes, *(most(child, open_bytes) for child in module.children())])
 
-    ahead = _read_ahead(units, config, hosts)
-    filed = any(unit.filed for unit in units)
-    sizes = [unit.whole_bytes for unit in units if unit.moves or unit.filed]
+    ahead = _read_ahead(units, run)
+    sizes = [unit.whole_bytes for unit in units if unit.moves or unit.in_file]
     whole = min(sum(sizes), max(most(model, 0), 2 * max(sizes, default=0)) + ahead)
-    if not filed:
+    if not any(unit.in_file for unit in units):
         return whole
-    if config.stored_name is not None:
-        return whole // (ranks // hosts)
+    if run.config.stored_name is not None:
+        return whole // (run.ranks // run.hosts)
     # The ranks of a host share what was read; over several hosts there is what a rank has read, too, until it is gathered.
-    return whole // ranks if hosts == 1 else whole + _shards_under_way(units, config, ahead // ranks)
+    return whole // run.ranks if run.hosts == 1 else whole + _shards_under_way(units, run, ahead // run.ranks)
 
 
-def _shards_under_way(units: list[_Sizes], config: Config, ahead_bytes: int) -> int:
-    """The most that a rank has read of its own file and is not gathered yet: all but the unit in use, if there is room."""
-    sizes = [-(-unit.slice_bytes // _PAGE_BYTES) * _PAGE_BYTES for unit in units if unit.filed]
+def _shards_under_way(units: list[_Sizes], run: _Run, ahead_bytes: int) -> int:
+    """Return the most that a rank has read of its own file and is not gathered yet: all but the unit in use, if there is room."""
+    sizes = [-(-unit.shard_bytes // PAGE_BYTES) * PAGE_BYTES for unit in units if unit.in_file]
     most = max(max(sizes), min(sum(sizes) - min(sizes), ahead_bytes))
-    return min(most, round(_fraction(config, "params") * sum(sizes)))
+    return min(most, round(run.fraction("params") * sum(sizes)))
 
 
-def _read_ahead(units: list[_Sizes], config: Config, hosts: int) -> int:
-    """The most that is fetched ahead of need, or kept for the backward."""
-    if isinstance(config.prefetch, int):
-        return config.prefetch
-    filed = [unit.whole_bytes for unit in units if unit.filed]
-    if filed:
-        return max(READ_AHEAD_BYTES, 2 * max(filed))
-    return READ_AHEAD_BYTES if hosts > 1 else 0
+def _read_ahead(units: list[_Sizes], run: _Run) -> int:
+    """Return the most that is fetched ahead of need, or kept for the backward."""
+    if isinstance(run.config.prefetch, int):
+        return run.config.prefetch
+    loaded = [unit.whole_bytes for unit in units if unit.in_file]
+    if loaded:
+        return max(READ_AHEAD_BYTES, 2 * max(loaded))
+    return READ_AHEAD_BYTES if run.hosts > 1 else 0
 
 
-def _kept(units: list[_Sizes], config: Config, hosts: int) -> int:
-    """Of units in a file, those that the forward ends with are kept for the backward, which begins with them."""
-    room, kept = _read_ahead(units, config, hosts) if hosts == 1 else 0, 0
+def _kept(units: list[_Sizes], run: _Run) -> int:
+    """Return the bytes of units in a file that the forward ends with: they are kept for the backward, which begins with them."""
+    room, kept = _read_ahead(units, run) if run.hosts == 1 else 0, 0
     for unit in reversed(units):
-        if unit.filed and kept + unit.whole_bytes > room:
+        if unit.in_file and kept + unit.whole_bytes > room:
             break
-        kept += unit.whole_bytes if unit.filed else 0
+        kept += unit.whole_bytes if unit.in_file else 0
     return kept
 
 
-def _traffic(units: list[_Sizes], stage: int, ranks: int, host_copy: bool) -> dict[str, int]:
-    gather = reduce = 0
+def _traffic(units: list[_Sizes], run: _Run) -> dict[str, int]:
+    gather, reduce, stage, ranks = 0, 0, run.config.stage, run.ranks
     for unit in units:
-        others = unit.slice_bytes * (ranks - 1)
-        trainable = unit.plan.trainable
+        others = unit.shard_bytes * (ranks - 1)
         if unit.moves:
             # once for each place in forward, once in backward
             gather += unit.params_wire_bytes * (ranks - 1) * (len(unit.plan.triggers) + 1)
-        elif trainable and stage > 0 and not host_copy and not unit.filed:
+        elif unit.trainable and stage > 0 and not run.host_copy and not unit.in_file:
             gather += others  # after the step
-        if trainable:
-            reduce += (unit.grads_wire_bytes + (unit.grad_slice_bytes if stage == 0 else 0)) * (ranks - 1)
+        if unit.trainable:
+            reduce += (unit.grads_wire_bytes + (unit.grad_shard_bytes if stage == 0 else 0)) * (ranks - 1)
     return {"gather": gather, "reduce": reduce}
 
 
-def _network_traffic(units: list[_Sizes], config: Config, ranks: int, hosts: int) -> int:
-    """Of a step, bytes that a rank receives from other hosts."""
-    elsewhere, total = hosts - 1, 0
+def _network_traffic(units: list[_Sizes], run: _Run) -> int:
+    """Return the bytes that a rank receives from other hosts in a step."""
+    config, ranks, hosts, total = run.config, run.ranks, run.hosts, 0
+    elsewhere = hosts - 1
     for unit in units:
-        if unit.moves or unit.filed:
+        if unit.moves or unit.in_file:
             times = 1 if config.comm.secondary_shard else len(unit.plan.triggers) + 1
             total += elsewhere * unit.params_wire_bytes * times
-        elif unit.plan.trainable and config.stage > 0:
-            total += elsewhere * unit.slice_bytes
-        if unit.plan.trainable and config.stage > 0:
+        elif unit.trainable and config.stage > 0:
+            total += elsewhere * unit.shard_bytes
+        if unit.trainable and config.stage > 0:
             total += elsewhere * unit.grads_wire_bytes
-        elif unit.plan.trainable:
+        elif unit.trainable:
             sent = unit.grads_wire_bytes * ranks
             total += elsewhere * sent if sent <= _SMALL_BYTES else 2 * elsewhere * sent // ranks
     return total
 
 
-def _nvme_traffic(
-    units: list[_Sizes], config: Config, ranks: int, hosts: int, optimizer: str, in_file: dict[str, int]
-) -> int:
-    """Bytes read and written by one rank: states once each way, parameters where they are used, gradients in each backward (but in the
+def _nvme_traffic(model: nn.Module, units: list[_Sizes], run: _Run, in_file: dict[str, int]) -> int:
+    """Return the bytes read and written by one rank: states once each way, parameters where they are used, gradients in each backward (but in the
     first nothing is read), for the norm and for the step; a step inside the backward moves none in the last one and after it."""
+    config, ranks = run.config, run.ranks
+    if config.stored_name is not None:  # a forward reads each unit wherever it is used
+        reads = sum(_kept_bytes(model, unit, config) * len(unit.plan.triggers) for unit in units if unit.in_file)
+        return round(run.fraction("params") * reads / run.sharers) if in_file["params"] else 0
     gradients = 2 * config.accumulate + (-2 if config.step_in_backward else 1)
     total = 2 * (in_file.get("master", 0) + in_file.get("optimizer", 0)) + gradients * in_file.get("grads", 0)
     used = stepped = 0.0
-    for unit in (unit for unit in units if unit.filed):
+    for unit in (unit for unit in units if unit.in_file):
         used += unit.whole_bytes * (len(unit.plan.triggers) + 1) / ranks
-        if unit.plan.trainable and optimizer != "none":
-            once = config.step_in_backward or _has_master(unit, config, optimizer)
+        if unit.trainable and run.optimizer != "none":
+            once = config.step_in_backward or unit.has_master
             stepped += (1 if once else 2) * unit.whole_bytes / ranks
-    if optimizer != "none":
-        used -= _kept(units, config, hosts) / ranks
-    return total + round(_fraction(config, "params") * (used + stepped))
+    if run.optimizer != "none":
+        used -= _kept(units, run) / ranks
+    return total + round(run.fraction("params") * (used + stepped))

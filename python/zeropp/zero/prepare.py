@@ -17,19 +17,17 @@ from torch import nn
 
 from zeropp import _C, compat
 from zeropp.compat import Named
-from zeropp.config import TORCH_DTYPES, Config, Tier, as_config, facts_of
+from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of
 from zeropp.errors import ConfigError, Error
 from zeropp.files.heap_trim import give_back
 from zeropp.wording import what_it_is
-from zeropp.zero.engine import DTYPES, FILE, SHARD, Engine, Unit, _engines, engine_of, register
+from zeropp.zero.build import fill, make_engine
+from zeropp.zero.engine import DTYPES, Engine, _engines, engine_of, register
 from zeropp.zero.model import buffers
 from zeropp.zero.model.parameter import ref_of
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
 from zeropp.zero.model.strays import raise_strays
 from zeropp.zero.model.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
-from zeropp.zero.offload import stored
-from zeropp.zero.offload.optim_tier import BLOCK_ELEMS, StateTier
-from zeropp.zero.offload.storage import FileStorage
 from zeropp.zero.step import custom
 from zeropp.zero.step.optimizer import adopt, check_optimizer
 from zeropp.zero.step.updates import moments_of
@@ -113,10 +111,9 @@ def prepare(
         check_same_lines(comm, buffers.descriptions(model), "buffer")
     if on_meta:
         meta.give_values(model, getattr(config.offload.params, "path", None))
-    engine = Engine(model, plans, config, comm, host_copy)
-    _make_tiers(engine, optimizer)
+    engine = make_engine(model, plans, config, comm, host_copy, moments_of(optimizer))
     for unit in engine.units:
-        _fill(engine, unit, optimizer is not None)
+        fill(engine, unit, optimizer is not None)
     _hand_over_buffers(model, comm)
     if comm is not None and trains:
         if config.sync_buffers:
@@ -126,10 +123,7 @@ def prepare(
     if comm is not None:
         comm.barrier()
     _install_triggers(model, engine, plans)
-    if engine.activations is not None:
-        from zeropp.zero.offload.activations import OffloadingCall
-
-        model._compiled_call_impl = OffloadingCall(model, engine.activations)
+    engine.activations.install(model)
     if config.autocast_name is not None:
         from zeropp.zero.model.autocast import AutocastCall
 
@@ -137,8 +131,7 @@ def prepare(
     for unit in engine.units:
         if unit.trainable:
             hook_unit(engine, unit)
-    if engine.stored is not None:
-        stored.refuse_training(model, engine.stored)
+    engine.params.refuse_training(model)
     if low is not None:
         model.register_forward_pre_hook(functools.partial(_cast_inputs, low), with_kwargs=True, prepend=True)
     if optimizer is not None:
@@ -186,16 +179,7 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
     _check_trained(plans, facts, torch.float64)
     replaces = any(unit.steps is not None for unit in engine.units)
     compat.check({**facts, compat.ANOTHER: Named(True, compat.ANOTHER)} if replaces else facts)
-    lacks = (
-        []
-        if engine.states is None
-        else [one for one in moments_of(optimizer) if one and one not in engine.states.kinds]
-    )
-    if lacks:
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__} keeps {', '.join(map(repr, lacks))}, for which the file of offload.optimizer='nvme' has no "
-            "room: it was laid out without an optimizer, for Adam's; give prepare the model and the optimizer together"
-        )
+    engine.states.check_room(optimizer, moments_of(optimizer))
     engine.flush()
     for unit in engine.units:
         unit.state.clear()
@@ -314,99 +298,7 @@ def _communicator() -> Any:
     return communicator()
 
 
-# -- tiers ------------------------------------------------------------------------------------------------------------------
-
-
-def _make_tiers(engine: Engine, optimizer: Any) -> None:
-    """Before the model is touched: where the disk has no room, it stays as it was."""
-    tier, activations = engine.config.offload.optimizer, engine.config.offload.activations
-    assert isinstance(tier, Tier) and isinstance(activations, Tier)
-    try:
-        if tier.kind == "nvme":
-            assert isinstance(engine.storage, FileStorage)
-            engine.states = StateTier(engine, tier, moments_of(optimizer), engine.storage)
-        if activations.kind == "nvme":
-            from zeropp.zero.offload.activations import ActivationTier
-
-            engine.activations = ActivationTier(engine, activations)
-    except BaseException:
-        engine.close()
-        raise
-
-
 # -- values -----------------------------------------------------------------------------------------------------------------
-
-
-def _fill(engine: Engine, unit: Unit, updated: bool) -> None:
-    """Move rank 0's values of one unit into its flat buffer; the parameters become views of it.
-
-    What was built in shards comes from all ranks: into one copy of the host each writes its own, and nothing is gathered. Where each of
-    several hosts has a copy, one rank of each writes it, parameter by parameter.
-    ``updated``: there is an optimizer, which will want an fp32 master of what is in fewer bits.
-    """
-    from zeropp.zero.model.init import copy_own_part, is_sharded, materialise
-
-    comm, low = engine.comm, unit.dtype in (torch.bfloat16, torch.float16) and unit.trainable
-    low = low and TORCH_DTYPES[engine.config.master_name] != unit.dtype
-    wants_master = low and any(e.param.dtype == torch.float32 for e in unit.params)
-    full = torch.zeros(unit.elems, dtype=torch.float32) if wants_master else None
-    unit.core.need()
-    writes = not unit.shared or (engine.rank == 0 if unit.filed is None else unit.filed.writes)
-    copies = comm is not None and comm.hosts > 1 and unit.shared  # each host has one
-    if comm is not None and unit.place == FILE:
-        comm.barrier()  # nobody reads from the file any more into what is filled now
-    built = [is_sharded(entry.param) for entry in unit.params]
-    for entry, in_shards in zip(unit.params, built, strict=True):
-        place = slice(entry.offset_elems, entry.offset_elems + entry.numel)
-        flat = unit.whole[place]
-        if in_shards and unit.shared and full is None and not copies:
-            copy_own_part(entry.param, entry.of(flat).view(-1))
-        else:
-            values = materialise(entry.param) if in_shards else entry.param.data
-            if copies and not in_shards and values.numel():
-                values = values.contiguous()
-                comm.broadcast(values.data_ptr(), values.nbytes, 0)
-            if writes:
-                entry.of(flat).copy_(values)
-            if full is not None:
-                entry.of(full[place]).copy_(values)
-        entry.param.data = entry.of(flat)
-        if in_shards:
-            entry.param.__class__ = nn.Parameter
-    if comm is not None and not unit.shared and not all(built):
-        comm.broadcast(unit.whole.data_ptr(), unit.elems * unit.dtype.itemsize, 0)
-    if comm is not None and unit.place == FILE:
-        comm.barrier()
-    if unit.place in (SHARD, FILE):
-        unit.core.keep_shard()
-    if low and not updated and full is None and unit.tiered is None and unit.filed is None:
-        unit.master_waits = True
-    elif low:
-        _make_master(engine, unit, full)
-    if unit.place in (SHARD, FILE):
-        unit.core.release()  # or the whole model would be in memory at once
-
-
-def _make_master(engine: Engine, unit: Unit, full: torch.Tensor | None) -> None:
-    """The fp32 shard that the optimizer updates; exact where the model came in fp32."""
-    if full is None:
-        if engine.comm is not None:
-            engine.comm.barrier()  # one shared copy: rank 0 must have filled it
-        _keep_master(unit, unit.whole)
-        return
-    if engine.comm is not None:
-        engine.comm.broadcast(full.data_ptr(), full.numel() * 4, 0)
-    _keep_master(unit, full)
-
-
-def _keep_master(unit: Unit, values: torch.Tensor) -> None:
-    """This rank's part of all values of the unit, in memory or, piece by piece, in its tier."""
-    own = values[unit.begin_elems : unit.begin_elems + unit.shard.numel()]
-    if unit.tiered is None:
-        unit.master = own.to(torch.float32, copy=True)
-        return
-    for first in range(0, own.numel(), BLOCK_ELEMS):
-        unit.write_master(first, own[first : first + BLOCK_ELEMS])
 
 
 def _hand_over_buffers(model: nn.Module, comm: Any) -> None:

@@ -20,7 +20,6 @@ from zeropp.compat import Named
 from zeropp.config import TORCH_DTYPES, Config, facts_of
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.model.parameter import Ref, ref_of
-from zeropp.zero.offload.offload_states import require_here
 from zeropp.zero.step import custom
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def _resolve_conj(parameter: torch.Tensor) -> None:
 def hook_unit(engine: Engine, unit: Unit) -> None:
     """From now on the gradients of a unit are seen. torch hooks only what requires grad; the hooks outlive that."""
     # On one rank gradients stay where autograd leaves them, unless something has to be done when they come.
-    stays = engine.local_grads and engine.ranks == 1 and engine.accumulate == 1 and engine.params_tier is None
+    stays = engine.local_grads and engine.ranks == 1 and engine.accumulate == 1 and not engine.params.in_file
     stays = stays and not engine.config.step_in_backward
     with torch._C.DisableTorchFunctionSubclass():
         for i, entry in enumerate(unit.params):
@@ -99,7 +98,7 @@ class Unfreezeing:
         self._watched = [
             entry.param
             for unit in engine.units
-            if engine.stored is None  # refuse_training watches those
+            if engine.config.stored_name is None  # refuse_training watches those
             for i, entry in enumerate(unit.params)
             if (unit.groups and unit.groups[i] < 0 if unit.trainable else unit.dtype in _TRAINED)
         ]
@@ -151,7 +150,7 @@ class Unfreezeing:
         """Raises zeropp.ConfigError where a parameter of a unit that sleeps cannot be unfrozen."""
         engine = self._engine()
         assert engine is not None
-        require_here(engine)
+        engine.states.require_loaded()
         optimizer = None if engine.optimizer_ref is None else engine.optimizer_ref()
         reason = unit.stays_frozen
         if not reason and optimizer is not None:
@@ -169,7 +168,7 @@ class Unfreezeing:
         assert engine is not None
         if unit.trainable:
             return
-        require_here(engine)
+        engine.states.require_loaded()
         self.note_frozen()
         engine.core.unfreeze(unit.index)
         unit.trainable = True
@@ -231,9 +230,8 @@ def add_group(optimizer: Any, engine: Engine, group: dict[str, Any]) -> None:
     """
     from zeropp.zero.step.optimizer import check_differentiable, join_group
 
-    require_here(engine)
-    if engine.backward_step is not None:
-        engine.backward_step.require_ended("optimizer.add_param_group")
+    engine.states.require_loaded()
+    engine.schedule.require_ended("optimizer.add_param_group")
     engine.flush()
     optim.Optimizer.add_param_group(optimizer, group)  # torch's own checks, and its defaults
     try:
@@ -244,8 +242,7 @@ def add_group(optimizer: Any, engine: Engine, group: dict[str, Any]) -> None:
         compat.check(
             {**custom.facts_of(optimizer), "optimizer.add_param_group()": Named(True, "optimizer.add_param_group()")}
         )
-        if engine.onebit is not None:
-            engine.onebit.check_group(optimizer.param_groups[-1])
+        engine.strategy.check_group(optimizer.param_groups[-1])
         check_differentiable("optimizer.add_param_group:", optimizer.param_groups[-1])
     except BaseException:
         optimizer.param_groups.pop()

@@ -68,7 +68,7 @@ def train(how: str = "plain", steps: int = 2, layers: int = 2, **config: Any) ->
         adam.step()
         adam.zero_grad()
         del loss
-    figures = None if tier_of(model) is None else tier_of(model).figures() | holders(tier_of(model))
+    figures = tier_of(model).figures() | holders(tier_of(model)) if tier_of(model).in_file else None
     return seen + [value.tolist() for value in zeropp.full_state_dict(model).values()], figures
 
 

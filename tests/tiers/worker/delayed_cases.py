@@ -270,10 +270,10 @@ def memory_of_files() -> None:
             both = seen["nvme"]["params"]["held"] + seen["nvme"]["grads"]["held"]
             assert abs(seen["nvme"]["delayed"]["held"] - both) <= 0.03 * both and both > 1 << 19, (seen, both)
             engine = engine_of(model)
-            assert engine.params_tier is not None and engine.grads_tier is not None
-            for tier in (engine.params_tier, engine.grads_tier):
+            assert engine.params.in_file and engine.grads.in_file
+            for tier in (engine.params, engine.grads):
                 filed = tier.figures()["mapping_bytes"] - tier.figures()["cut_bytes"]
-                filed *= 2 if tier is engine.params_tier else 1  # its home has both places
+                filed *= 2 if tier is engine.params else 1  # its home has both places
                 assert tier.path.stat().st_size == filed, tier
             del model, optimizer, engine, tier
 
@@ -447,7 +447,7 @@ def runs_beside_a_pass() -> None:
         adam.zero_grad()
         time.sleep(0.3)
     adam.flush()
-    seen = adam._engine.delayed.figures()
+    seen = adam._engine.schedule.figures()
     assert seen["steps"] == 3 and seen["step_ns"] > 3e6
     assert seen["waited_ns"] < 0.3 * seen["step_ns"], seen
     ranks = dist.get_world_size()
@@ -518,7 +518,7 @@ def a_full_disk_of_parameters() -> None:
             # So many that the update after them writes the second half of the file.
             wanted = train(model, optimizer, 2, 4 if exact else 5)
             zeropp.load(saved, model, optimizer)
-            file = engine_of(model).params_tier.path
+            file = engine_of(model).params.path
             with no_writes_beyond(file.stat().st_size // 2, last):
                 if not exact:
                     assert train(model, optimizer, 2, 3) == wanted[:1], "the update fails behind it"
@@ -547,7 +547,7 @@ def gradients_that_cannot_be_read() -> None:
         weights = values_of(model)
         wanted = train(model, optimizer, 2, 5)
         zeropp.load(saved, model, optimizer)
-        file = engine_of(model).grads_tier.path
+        file = engine_of(model).grads.path
         whole_bytes = file.stat().st_size
         loss = model(*batch(2))
         loss.backward()

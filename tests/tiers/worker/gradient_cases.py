@@ -197,7 +197,7 @@ def memory_and_traffic() -> None:
             optimizer.zero_grad()
             dist.barrier()
             zeropp.traffic(reset=True)
-            tier = engine_of(model).grads_tier
+            tier = engine_of(model).grads
             model(*batch(2)).backward()
             tier.require_whole()
             first = zeropp.traffic(reset=True)["nvme"]
@@ -234,7 +234,7 @@ def the_process_is_smaller() -> None:
             loss.backward()
             grown.append(held("VmHWM") - before)
             if "offload" in tiers:
-                seen = engine_of(model).grads_tier.figures()
+                seen = engine_of(model).grads.figures()
                 assert 0 < seen["entered_peak_bytes"] <= 32 << 20, seen
             del model, loss
         assert grown[0] < 80 << 20 < 140 << 20 < grown[1], grown
@@ -273,10 +273,10 @@ def a_disk_that_fails() -> None:
         wanted = train(*prepared(stage=2), 0, 4)
         model, optimizer = prepared(**nvme(path))
         assert train(model, optimizer, 0, 2) == wanted[:2]
-        file = engine_of(model).grads_tier.path
+        file = engine_of(model).grads.path
         whole_bytes = file.stat().st_size
         model(*batch(50)).backward()
-        engine_of(model).grads_tier.require_whole()
+        engine_of(model).grads.require_whole()
         if last:
             os.truncate(file, whole_bytes // 2)
         dist.barrier()
@@ -305,7 +305,7 @@ def a_step_that_fails() -> None:
         zeropp.save(saved, model, optimizer, step=2)
         model(*batch(2)).backward()
         optimizer.clip_grad_norm_(float("inf"))
-        tier = engine_of(model).grads_tier
+        tier = engine_of(model).grads
         whole_bytes = tier.path.stat().st_size
         if last:
             os.truncate(tier.path, whole_bytes // 8)

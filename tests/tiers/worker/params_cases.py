@@ -165,7 +165,7 @@ def reading_released_parameters() -> None:
         with torch.no_grad():
             wanted = model(*batch(0)).item()
         assert wanted == model(*batch(0)).item()
-        tier = zeropp.zero.engine.engine_of(model).params_tier
+        tier = zeropp.zero.engine.engine_of(model).params
         whole = sum(p.numel() for p in model.parameters()) * 4
         assert tier.figures()["entered_bytes"] == 0, "a pass that has ended holds nothing"
         assert tier.figures()["entered_peak_bytes"] <= whole + (1 << 16)
@@ -181,7 +181,7 @@ def a_unit_at_a_time() -> None:
             adam = torch.optim.AdamW(model.parameters())
             model, adam = zeropp.prepare(model, adam, zeropp.Config(prefetch=0, **nvme(path, states=True)))
             train(model, adam, 0, 2)
-            tier = zeropp.zero.engine.engine_of(model).params_tier
+            tier = zeropp.zero.engine.engine_of(model).params
             peaks.append(tier.figures()["entered_peak_bytes"])
             del model, adam, tier
         assert peaks[0] == peaks[1], peaks
@@ -199,7 +199,7 @@ def kept_for_the_backward() -> None:
             model = gpt(width=128, layers=6)
             adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
             model, adam = zeropp.prepare(model, adam, zeropp.Config(prefetch=prefetch, **nvme(path, states=True)))
-            tier = engine_of(model).params_tier
+            tier = engine_of(model).params
             seen = train(model, adam, 0, 2)
             before = tier.figures()
             seen += train(model, adam, 2, 3)
@@ -262,7 +262,7 @@ def inference() -> None:
             config = {**nvme(path, fraction), "precision": precision, "prefetch": 2 * block + (1 << 14)}
             model, _ = zeropp.prepare(model, None, zeropp.Config(**config))
             model.eval()
-            tier = engine_of(model).params_tier
+            tier = engine_of(model).params
             for mode in (torch.inference_mode, torch.no_grad):
                 with mode():
                     model(*batch(0))  # the order of reading is recorded
@@ -375,7 +375,7 @@ def no_room() -> None:
 
 
 def the_file(model: Any) -> Path:
-    path: Path = zeropp.zero.engine.engine_of(model).params_tier.path
+    path: Path = zeropp.zero.engine.engine_of(model).params.path
     return path
 
 
@@ -425,9 +425,9 @@ def checksums_of_all_tiers() -> None:
         train(model, optimizer, 2, 3)
         zeropp.load(Path(path) / "ckpt", model, optimizer)
         assert train(model, optimizer, 2, 3) == wanted[2:]
-        tiers: list[Any] = [
-            getattr(engine_of(model), name) for name in ("params_tier", "grads_tier", "states", "activations")
-        ]
+        engine = engine_of(model)
+        tiers: list[Any] = [engine.params, engine.grads, engine.states, engine.activations]
+        del engine
         before = [tier.figures() for tier in tiers]
         train(model, optimizer, 4, 5)
         for tier, first in zip(tiers, before, strict=True):

@@ -286,7 +286,7 @@ def beside_the_disk() -> None:
             else:
                 loss = model(*same_batch(step))
             tier = engine_of(model).activations
-            assert tier is not None
+            assert tier.in_file
             file_bytes = tier.figures()["file_bytes"]
             loss.backward()
             seen += [loss.item(), adam.clip_grad_norm_(1.0)]

@@ -179,8 +179,8 @@ def bytes_of_gradients() -> None:
                         assert one["held"] == pytest.approx(one["planned"], rel=0.03), one
                     optimizer.step()
                     if part < micro - 1:
-                        engine.grads_tier.require_whole()  # so small a model's would be found in memory otherwise
-                seen = engine.grads_tier.figures()
+                        engine.grads.require_whole()  # so small a model's would be found in memory otherwise
+                seen = engine.grads.figures()
                 assert seen["entered_bytes"] == 0 and seen["entered_peak_bytes"] <= 32 << 20, seen
                 assert not any(p.grad is not None for p in model.parameters() if type(p) is nn.Parameter)
                 counts.append((seen["read_bytes"], seen["written_bytes"]))
@@ -361,22 +361,22 @@ def kept_for_the_next_forward() -> None:
         losses: list[list[float]] = []
         for tier in ({}, {"offload": tiers(path, 1.0, 1.0)}):
             model, optimizer = prepared(128, stage=3, **tier, **BACKWARD_STEP)
-            filed = engine_of(model).params_tier
+            filed = engine_of(model).params
             seen = train(model, optimizer, 0, 2)
-            if filed is not None:
+            if filed.in_file:
                 block = 12 * 128 * 128 * 4
                 assert block <= filed.figures()["entered_bytes"] <= 3 * block
             first = model.blocks[0]
             with torch.no_grad(), zeropp.gathered(first, write=True):
                 for parameter in first.parameters():
                     parameter.mul_(0.5)
-            assert filed is None or filed.figures()["entered_bytes"] == 0
+            assert not filed.in_file or filed.figures()["entered_bytes"] == 0
             seen += train(model, optimizer, 2, 4)
             zeropp.set_full(first.up.weight, zeropp.get_full(first.up.weight) * 2)
             seen += train(model, optimizer, 4, 5)
             with torch.no_grad():
                 seen += [model(*batch(9)).item() for _ in range(2)]
-            assert filed is None or filed.figures()["entered_bytes"] == 0
+            assert not filed.in_file or filed.figures()["entered_bytes"] == 0
             seen += train(model, optimizer, 5, 6)
             with torch.no_grad():  # a pass that begins with another unit
                 model.blocks[1](torch.zeros(1, 4, 128))
@@ -526,7 +526,7 @@ def gradients_that_cannot_be_read() -> None:
         zeropp.save(saved, model, optimizer, step=1)
         wanted = [step_of(model, optimizer, step) for step in (1, 2)]
         zeropp.load(saved, model, optimizer)
-        tier = engine_of(model).grads_tier
+        tier = engine_of(model).grads
         model(*batch(1)).backward()
         tier.require_whole()
         whole_bytes = tier.path.stat().st_size

@@ -89,7 +89,7 @@ def bytes_are_counted() -> None:
                 small = sum(n for name, n in numel.items() if name not in low)
                 matrices = sum(n for name, n in numel.items() if name in low)
                 wanted = matrices * (bytes_ + 4 / BLOCK)
-                figures = engine_of(model).params_tier.figures
+                figures = engine_of(model).params.figures
                 assert wanted <= figures()["images_bytes"] <= wanted + 2 * small + 8192 * (layers + 4), figures()
                 seen = zeropp.memory(model)["cpu" if where is None else "nvme"]["params"]
                 assert abs(seen["held"] - seen["planned"]) <= 0.03 * seen["planned"] + 8192 * (layers + 4), seen
@@ -120,8 +120,8 @@ def a_fraction() -> None:
         wanted = None
         for where, fraction in ((path, 1.0), (path, 0.6), (None, 1.0), (None, 0.6), (None, 1e-6)):
             model = prepared(kept("int8", where, fraction=fraction), 128, layers)
-            tier = engine_of(model).params_tier
-            assert tier is not None
+            tier = engine_of(model).params
+            assert tier.in_file
             seen, figures = zeropp.memory(model), tier.figures()
             for one in (seen["cpu"]["params"], seen.get("nvme", {}).get("params", {"held": 0, "planned": 0})):
                 assert abs(one["held"] - one["planned"]) <= 0.03 * one["planned"] + 8192 * (layers + 4), (
@@ -217,7 +217,7 @@ def a_read_that_fails() -> None:
         model = prepared(kept("int8", path), 256)
         with torch.inference_mode():
             wanted = model(*batch(0))
-            file, first = engine_of(model).params_tier.path, engine_of(model).params_tier.writes
+            file, first = engine_of(model).params.path, engine_of(model).params.writes(dist.get_rank())
             values = file.read_bytes()
             dist.barrier()
             if first:

@@ -48,8 +48,8 @@ def wide_losses(tile: bool, **config: Any) -> tuple[list[float], int]:
         adam.zero_grad()
         losses.append(loss.item())
         del loss
-    tier = engine_of(model).params_tier
-    return losses, tier.figures()["entered_peak_bytes"] if tier is not None else 0
+    tier = engine_of(model).params
+    return losses, tier.figures()["entered_peak_bytes"] if tier.in_file else 0
 
 
 def tiles_come_and_go() -> None:

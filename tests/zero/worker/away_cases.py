@@ -75,7 +75,7 @@ def loop(way: str, scratch: Path | None) -> tuple[list[float], dict[str, Any]]:
 
 def away(policy: nn.Module, optimizer: Any, scratch: Path, before: dict[str, Any]) -> dict[str, Any]:
     moved = zeropp.offload_states(optimizer=optimizer, to="nvme", path=scratch)
-    states = {id(t): t for states in optimizer._engine.away._states.values() for t in states.values()}
+    states = {id(t): t for states in optimizer._engine.states._states.values() for t in states.values()}
     seen = zeropp.memory(policy, optimizer)
     loss = policy(batch(9)[0]).float().mean()
     loss.backward()

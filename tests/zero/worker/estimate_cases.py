@@ -128,9 +128,9 @@ def compare(name: str, folder: str, hosts: int = 1) -> dict[str, Any]:
             optimizer.flush()  # so that what is counted is one update, whole
             dist.barrier()
             zeropp.traffic(reset=True)
-        tier = engine_of(model).grads_tier
+        tier = engine_of(model).grads
         for micro in range(config.accumulate):
-            if micro and tier is not None:
+            if micro and tier.in_file:
                 tier.require_whole()  # so small a model's would be found in memory otherwise
             model(torch.arange(8).view(2, 4) + step).float().pow(2).mean().backward()
         optimizer.step()

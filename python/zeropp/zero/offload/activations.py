@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +40,8 @@ from zeropp.errors import Error
 from zeropp.files.heap_trim import Holes
 from zeropp.files.scratch import STRIPE_BYTES, Scratch
 from zeropp.zero.model.wrapped_call import WrappedCall
+from zeropp.zero.model_state import ActivationStore, Bytes, ModelState
 from zeropp.zero.offload.storage import disk_traffic
-
-if TYPE_CHECKING:
-    from zeropp.zero.engine import Engine
 
 PAGE_BYTES = 4096
 MIN_BYTES = 64 << 10
@@ -159,7 +157,7 @@ class _Extents:
             self._free.insert(at, (offset, size))
 
 
-class ActivationTier:
+class ActivationTier(ActivationStore):
     """The file of one prepared model's activations on this rank. Construction is collective.
 
     Args:
@@ -169,7 +167,9 @@ class ActivationTier:
         zeropp.TierError: the folder cannot be used. On every rank; nothing is left behind.
     """
 
-    def __init__(self, engine: Engine, tier: Tier) -> None:
+    in_file = True
+
+    def __init__(self, engine: ModelState, tier: Tier) -> None:
         self.fraction, self._checksums = float(tier.fraction), tier.checksums
         ranks = Ranks(engine)
         scratch = Scratch(tier.folders, ranks)
@@ -209,8 +209,19 @@ class ActivationTier:
             stripe_bytes=STRIPE_BYTES,
         )  # fmt: skip
 
+    def install(self, model: nn.Module) -> None:
+        model._compiled_call_impl = OffloadingCall(model, self)
+
+    def held_bytes(self, engine: ModelState) -> Bytes:
+        seen = self.figures()
+        return {
+            ("cpu", "activations"): seen["waiting_bytes"] + seen["ahead_bytes"],
+            ("nvme", "activations"): seen["file_bytes"],
+            ("cpu", "checksums"): seen["sums_bytes"],
+        }
+
     def close(self) -> None:
-        """The model is gone: the scratch file, too. A backward that needs it raises."""
+        """Remove the scratch file: the model is gone. A backward that needs it raises."""
         self._closed = True
         self._end()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,10 +20,9 @@ from zeropp.compat import Named
 from zeropp.config import Folders, facts_of, folders
 from zeropp.errors import ConfigError, Error
 from zeropp.files.scratch import STRIPE_BYTES, Scratch
+from zeropp.zero.engine import Engine
+from zeropp.zero.model_state import Bytes, ModelState, StateStore, Unit
 from zeropp.zero.step import custom
-
-if TYPE_CHECKING:
-    from zeropp.zero.engine import Engine
 
 PLACES = ("device", "cpu", "nvme")
 ALIGNED_BYTES = 4096
@@ -56,18 +55,18 @@ def offload_states(*, optimizer: Any, to: str = "cpu", path: Folders | None = No
         raise ConfigError("offload_states: to='nvme' needs path=, a folder on a local disk")
     compat.check({"offload_states.path": path, "offload_states.to": to})
     if to != "nvme":
-        return 0 if engine.away is None else engine.away.back()
-    if engine.away is not None or engine.states is not None:
+        return engine.states.reload()
+    if engine.states.in_file:
         return 0  # there already
     called = {"offload_states()": Named(True, "offload_states()")}
     compat.check({**called, **facts_of(engine.config), **custom.facts_of(optimizer)})
     assert path is not None
-    engine.away = away = Away(engine, folders("offload_states.path", path))
-    return away.size_bytes
+    engine.states = states = OffloadedStates(engine, folders("offload_states.path", path))
+    return states.size_bytes
 
 
 class _Refusal:
-    """Stands where states were: whoever looks at them hears where they are."""
+    """Placeholder for offloaded states; any access raises an error that says how to reload them."""
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise Error(
@@ -81,20 +80,22 @@ class _Refusal:
 REFUSAL: Any = _Refusal()
 
 
-class Away:
-    """The states of one engine on this rank, in a scratch file. Construction is collective: all ranks have written before
+class OffloadedStates(StateStore):
+    """The states of one engine on this rank, in a scratch file until they are reloaded. Construction is collective: all ranks have written before
     any frees what it wrote.
 
     Raises:
         zeropp.TierError: on every rank; nothing changed then.
     """
 
+    in_file = True
+
     def __init__(self, engine: Engine, path: str | tuple[str, ...]) -> None:
-        self._engine = weakref.ref(engine)
+        self._engine, self._before = weakref.ref(engine), engine.states
         self._states = {unit.index: dict(unit.state) for unit in engine.units}
         self._masters = {unit.index: unit.master for unit in engine.units}
-        self._inner = engine.inner
-        self._tensors = self._found([one for unit in engine.units for one in unit.scales.values()])
+        own = [one for unit in engine.units for one in unit.scales.values()] + engine.strategy.state_tensors()
+        self._tensors = self._found(own)
         self.size_bytes = sum(one.nbytes for one in self._tensors)
         scratch = Scratch(path, Ranks(engine))
         try:
@@ -108,22 +109,24 @@ class Away:
             unit.state, unit.bound = REFUSAL, ()  # addresses change
             if unit.master is not None:
                 unit.master = REFUSAL
-        if engine.inner is not None:
-            engine.inner = REFUSAL
+        self._kept_by_step = engine.strategy.replace_states(REFUSAL)
         for one in self._tensors:
             one.untyped_storage().resize_(0)
 
-    def _found(self, scales: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Every tensor of more than one element, each storage once."""
-        found = [*scales, *(t for states in self._states.values() for t in states.values()), *self._masters.values()]
-        if self._inner is not None:
-            found += [value for states in self._inner.state.values() for value in states.values()]
+    def _found(self, more: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return every tensor of more than one element, each storage once."""
+        found = [*more, *(t for states in self._states.values() for t in states.values()), *self._masters.values()]
         several = [one for one in found if isinstance(one, torch.Tensor) and one.numel() > 1]
         return list({one.untyped_storage().data_ptr(): one for one in several}.values())
 
-    def state_of(self, index: int) -> dict[str, torch.Tensor]:
-        """Of one unit, by name: sizes are true, and there are no values."""
-        return self._states[index]
+    def count(self, unit: Unit) -> int:
+        return len(self._states[unit.index])
+
+    def require_loaded(self) -> None:
+        REFUSAL._refuse()
+
+    def held_bytes(self, engine: ModelState) -> Bytes:
+        return {("cpu", "master"): 0, ("cpu", "optimizer"): 0, ("nvme", "away"): self.size_bytes}
 
     def _move(self, scratch: Scratch, write: bool) -> None:
         """One file, each tensor from an aligned offset on. The block's end waits for all writes."""
@@ -139,8 +142,7 @@ class Away:
                     files.read(values, "states", at).wait()
                 at += -(-one.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
-    def back(self) -> int:
-        """Collective: into memory again, and the file goes."""
+    def reload(self) -> int:
         engine = self._engine()
         assert engine is not None
         for one in self._tensors:
@@ -151,7 +153,8 @@ class Away:
         for unit in engine.units:
             unit.state = self._states[unit.index]
             unit.master = self._masters[unit.index]
-        engine.inner, engine.away = self._inner, None
+        engine.strategy.replace_states(self._kept_by_step)
+        engine.states = self._before
         self._end()
         return self.size_bytes
 
@@ -159,12 +162,3 @@ class Away:
 def _end(scratch: Scratch, owner: int) -> None:
     if os.getpid() == owner:  # a forked child leaves its parent's files alone
         scratch.remove()
-
-
-def require_here(engine: Engine) -> None:
-    """Raises zeropp.Error while the states are away."""
-    if engine.away is not None:
-        cast(Any, REFUSAL)._refuse()
-
-
-__all__ = ["Away", "offload_states", "require_here"]

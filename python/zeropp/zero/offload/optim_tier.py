@@ -8,28 +8,27 @@ asks for them here, in pieces: checkpoints, ``gathered(write=True)``, ``zeropp.m
 
 from __future__ import annotations
 
-import os
-import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
 from zeropp import _C
 from zeropp.comm.collective import Ranks
 from zeropp.config import Tier
-from zeropp.errors import Error
+from zeropp.errors import ConfigError, Error
 from zeropp.files.scratch import Scratch
-from zeropp.zero.offload.storage import FileStorage, Traffic, disk_traffic, end_tier, io_shape, warn
-
-if TYPE_CHECKING:
-    from zeropp.zero.engine import Engine
+from zeropp.zero.engine import Engine
+from zeropp.zero.formulas import split
+from zeropp.zero.model_state import Bytes, ModelState, StateStore, Unit
+from zeropp.zero.offload.storage import FileStorage, FileTier, StreamedValues, io_shape, warn
 
 BLOCK_ELEMS = 1 << 20
-"""Elements of one piece on its way between the tier and somebody else: 4 MiB."""
+"""Elements of one piece on its way between the file and its user: 4 MiB."""
 
 
-class StateTier:
+class StateTier(FileTier, StateStore):
     """The optimizer states of one prepared model on this rank, in a scratch file. Construction is collective.
 
     Args:
@@ -41,145 +40,173 @@ class StateTier:
             rank; nothing is left behind.
     """
 
+    in_file = True
+
     def __init__(self, engine: Engine, tier: Tier, moments: tuple[str, ...], storage: FileStorage) -> None:
         self.fraction, self.storage = float(tier.fraction), storage
         self.kinds = ("master", *moments)
-        self.checksums = tier.checksums
         ranks = Ranks(engine)
         scratch = Scratch(tier.folders, ranks)
-        try:
-            ranks.all_do(lambda: self._make(engine, scratch))
-        except BaseException:
-            scratch.remove()
-            raise
-        core = self.core
-        storage.torn.append(lambda: bool(core.torn))
-        storage.mends.append(core.mend)
-        self.traffic: Traffic = Traffic(core.figures)
-        self._number = disk_traffic.add(self.traffic.figures)
-        self._end = weakref.finalize(self, end_tier, core.close, self._number, scratch, os.getpid())
-
-    def _make(self, engine: Engine, scratch: Scratch) -> None:
         self.file = scratch.file("states")
-        self.path = self.file.parts[0]
-        bits = sum(1 << k for k, name in enumerate(self.kinds[1:]) if name)
-        self.core = _C.Tier(
-            *self.file.where, self.fraction, bits, 0, 0, *io_shape(scratch), self.checksums,
-            engine.config.step_in_backward,
-        )  # fmt: skip
-        try:
-            for unit in engine.units:
-                if unit.trainable:
-                    has_master = unit.dtype != torch.float32
-                    slice_ = self.core.add(unit.shard.numel(), has_master)
-                    unit.tiered = TieredStates(self, slice_, unit.shard.numel(), has_master, unit.index)
-            self.core.seal()
-        except BaseException:
-            self.core.close()
-            raise
+        self._shards: dict[int, tuple[int, bool]] = {}
+        """By unit: its number in the file, and whether it has a master."""
+        self._moments: dict[int, tuple[str, ...]] = {}
+        """By unit: the moments that exist, none before the first step."""
+        bits = sum(1 << k for k, name in enumerate(moments) if name)
+        made: list[_C.Tier] = []
+
+        def make() -> None:
+            inside = engine.config.step_in_backward
+            made.append(
+                _C.Tier(*self.file.where, self.fraction, bits, 0, 0, *io_shape(scratch), tier.checksums, inside)
+            )
+            self.core = made[0]
+            self._lay_out(engine)
+
+        def close() -> None:
+            for core in made:
+                core.close()
+
+        self._open_in(scratch, lambda: made[0].figures(), close, lambda: ranks.all_do(make))
+        storage.torn.append(lambda: bool(made[0].torn))
+        storage.mends.append(made[0].mend)
+
+    def _lay_out(self, engine: Engine) -> None:
+        for unit in engine.trained:
+            has_master = unit.dtype != torch.float32
+            self._shards[unit.index] = self.core.add(unit.shard.numel(), has_master), has_master
+            self._moments[unit.index] = ()
+            unit.states_in = self
+        self.core.seal()
         warn(self.core.take_warning())
         engine.core.set_tier(self.core)
 
-    def close(self) -> None:
-        """The model is gone: the scratch file, too."""
-        self._end()
-
-    # -- a step that failed ----------------------------------------------------------------------------------------------
-
-    def require_whole(self) -> None:
-        """Raises zeropp.Error if a step or a write failed half-way, and no checkpoint was loaded since."""
-        self.storage.require_whole()
-
-    # -- figures -----------------------------------------------------------------------------------------------------------
-
     def figures(self) -> dict[str, Any]:
-        """Bytes by kind in the ``file`` and ``held`` in memory, ``buffer_bytes``, ``reserved_bytes``, ``sums_bytes``; totals
+        """Return bytes by kind in the ``file`` and ``held`` in memory, ``buffer_bytes``, ``reserved_bytes``, ``sums_bytes``; totals
         of ``read_bytes``, ``checked_bytes``, ``written_bytes``, ``steps``, ``step_ns``, ``waited_ns`` (for the file, inside steps);
         ``backend``."""
-        seen: dict[str, Any] = self.core.figures()
+        seen = super().figures()
         for where in ("file", "held"):
             seen[where] = {kind: size for kind, size in zip(self.kinds, seen[where], strict=True) if kind}
         return seen
 
+    # -- pieces --------------------------------------------------------------------------------------------------------
 
-class TieredStates:
-    """The states of one unit's shard. ``kinds``: the moments that exist, none before the first step."""
-
-    def __init__(self, tier: StateTier, slice_: int, elems: int, has_master: bool, index: int) -> None:
-        self.tier, self.slice, self.elems, self.has_master, self.index = tier, slice_, elems, has_master, index
-        self.kinds: tuple[str, ...] = ()
-
-    def _place(self, kind: str) -> int:
-        """Number in enum zpp_tier_kind."""
-        if kind not in self.tier.kinds:
-            has = ", ".join(map(repr, filter(None, self.tier.kinds)))
+    def _copy(self, unit: Unit, kind: str, first: int, values: torch.Tensor, write: bool) -> None:
+        if kind not in self.kinds:
+            has = ", ".join(map(repr, filter(None, self.kinds)))
             raise Error(
                 f"{kind!r}: with offload.optimizer='nvme' the file has no room for it, only for {has}; build the optimizer as the one whose "
                 "states these are, before zeropp.prepare"
             )
-        return self.tier.kinds.index(kind)
+        number = self._shards[unit.index][0]
+        self.core.copy(number, self.kinds.index(kind), first, values.numel(), values.data_ptr(), write)
 
-    def read(self, kind: str, first: int, elems: int) -> torch.Tensor:
-        """A copy of some elements, fp32."""
+    def _read(self, unit: Unit, kind: str, first: int, elems: int) -> torch.Tensor:
         values = torch.empty(elems, dtype=torch.float32)
-        self.tier.core.copy(self.slice, self._place(kind), first, elems, values.data_ptr(), False)
+        self._copy(unit, kind, first, values, False)
         return values
 
-    def write(self, kind: str, first: int, values: torch.Tensor) -> None:
-        """Elements from ``first`` on."""
+    def _write(self, unit: Unit, kind: str, first: int, values: torch.Tensor) -> None:
         values = values.detach().reshape(-1).to(torch.float32).contiguous()
         if not values.numel():
             return
         try:
-            self.tier.core.copy(self.slice, self._place(kind), first, values.numel(), values.data_ptr(), True)
+            self._copy(unit, kind, first, values, True)
         except Error as error:
-            self.tier.storage.tear(str(error))  # a part of it may be written
+            self.storage.tear(str(error))  # a part of it may be written
             raise
 
-    def update(self, kind: str, change: Callable[[int, torch.Tensor], bool]) -> None:
-        """Piece after piece: ``change(first, values)`` may change the values in place and says whether it did."""
-        for first in range(0, self.elems, BLOCK_ELEMS):
-            values = self.read(kind, first, min(BLOCK_ELEMS, self.elems - first))
+    def _view(self, unit: Unit, kind: str) -> torch.Tensor:
+        """Return all elements, to be read in pieces."""
+        read = functools.partial(self._read, unit, kind)
+        return cast(torch.Tensor, StreamedValues(read, self.storage, torch.float32, unit.shard.numel()))
+
+    # -- masters -------------------------------------------------------------------------------------------------------
+
+    def own(self, unit: Unit) -> torch.Tensor:
+        self.storage.require_whole()
+        return self._view(unit, "master") if self._shards[unit.index][1] else super().own(unit)
+
+    def has_master(self, unit: Unit) -> bool:
+        return self._shards[unit.index][1] or super().has_master(unit)
+
+    def keep_master(self, unit: Unit, values: torch.Tensor) -> None:
+        for first in range(0, values.numel(), BLOCK_ELEMS):
+            self.write_master(unit, first, values[first : first + BLOCK_ELEMS])
+
+    def write_master(self, unit: Unit, first: int, values: torch.Tensor) -> None:
+        if self._shards[unit.index][1]:
+            self._write(unit, "master", first, values)
+        else:
+            super().write_master(unit, first, values)
+
+    def update_master(self, unit: Unit, change: Callable[[int, torch.Tensor], bool]) -> None:
+        if not self._shards[unit.index][1]:
+            super().update_master(unit, change)
+            return
+        for first in range(0, unit.shard.numel(), BLOCK_ELEMS):
+            values = self._read(unit, "master", first, min(BLOCK_ELEMS, unit.shard.numel() - first))
             if change(first, values):
-                self.write(kind, first, values)
+                self._write(unit, "master", first, values)
 
-    def view(self, kind: str) -> StreamedValues:
-        """All elements, to be read in pieces."""
-        return StreamedValues(self, kind, 0, self.elems)
+    # -- moments -------------------------------------------------------------------------------------------------------
 
+    def states(self, unit: Unit) -> dict[str, torch.Tensor]:
+        return {kind: self._view(unit, kind) for kind in self._moments[unit.index]}
 
-class StreamedValues:
-    """Like a 1-D fp32 tensor to whoever writes it to a file: it has a shape, shards, and ``parts`` in place of data."""
+    def count(self, unit: Unit) -> int:
+        return len(self._moments[unit.index])
 
-    dtype = torch.float32
+    def in_place(self, unit: Unit) -> bool:
+        return False
 
-    def __init__(self, states: TieredStates, kind: str, first: int, elems: int) -> None:
-        self._states, self._kind, self._first, self._elems = states, kind, first, elems
-        self.shape = torch.Size([elems])
+    def load(self, unit: Unit, values: dict[str, torch.Tensor]) -> None:
+        for name, one in values.items():
+            self._write(unit, name, 0, one)
+        self._moments[unit.index] = tuple(values)
 
-    def numel(self) -> int:
-        return self._elems
+    def write(self, unit: Unit, kind: str, index: int, first: int, values: torch.Tensor) -> None:
+        self._write(unit, kind, first, values)
 
-    def element_size(self) -> int:
-        return 4
+    def bind(self, unit: Unit, names: tuple[str, ...]) -> None:
+        assert unit.steps is not None
+        wanted = tuple(filter(None, names))
+        for name in wanted:
+            if name not in self.kinds:
+                switch = "momentum" if name == "momentum_buffer" else "amsgrad"
+                raise ConfigError(
+                    f"optimizer.step: {switch} was switched on after zeropp.prepare; with offload.optimizer='nvme' the file "
+                    f"has no room for its states; build the optimizer with {switch}"
+                )
+        unit.core.set_states_in_file(self._shards[unit.index][0], unit.steps.data_ptr(), unit.groups)
+        self._moments[unit.index] = wanted
 
-    def is_floating_point(self) -> bool:
-        return True
+    def check_room(self, optimizer: torch.optim.Optimizer, moments: tuple[str, ...]) -> None:
+        lacks = [one for one in moments if one and one not in self.kinds]
+        if lacks:
+            raise ConfigError(
+                f"optimizer {type(optimizer).__name__} keeps {', '.join(map(repr, lacks))}, for which the file of offload.optimizer='nvme' has no "
+                "room: it was laid out without an optimizer, for Adam's; give prepare the model and the optimizer together"
+            )
 
-    def detach(self) -> StreamedValues:
-        return self
+    # -- bytes ---------------------------------------------------------------------------------------------------------
 
-    def __getitem__(self, part: slice) -> StreamedValues:
-        first, last, _ = part.indices(self._elems)
-        return StreamedValues(self._states, self._kind, self._first + first, max(0, last - first))
+    def planned_moments(self, least: int) -> int:
+        return sum(map(bool, self.kinds[1:]))
 
-    def parts(self) -> Iterator[torch.Tensor]:
-        """The elements in order, a few MiB at a time."""
-        self._states.tier.require_whole()
-        for done in range(0, self._elems, BLOCK_ELEMS):
-            yield self._states.read(self._kind, self._first + done, min(BLOCK_ELEMS, self._elems - done))
+    def planned_bytes(self, engine: ModelState, paper: dict[str, int]) -> Bytes:
+        found: Bytes = {}
+        for kind in ("master", "optimizer"):
+            found["cpu", kind], found["nvme", kind] = split(paper[kind], self.fraction)
+        return found
 
-    def tensor(self) -> torch.Tensor:
-        """A copy of all elements."""
-        self._states.tier.require_whole()
-        return self._states.read(self._kind, self._first, self._elems)
+    def held_bytes(self, engine: ModelState) -> Bytes:
+        """Return the bytes in memory and in the file. Moments count once they exist."""
+        seen = self.figures()
+        found: Bytes = {("cpu", "tier_buffers"): seen["buffer_bytes"], ("cpu", "checksums"): seen["sums_bytes"]}
+        for tier, sizes in (("cpu", seen["held"]), ("nvme", seen["file"])):
+            moments = sum(size for kind, size in sizes.items() if kind != "master")
+            found[tier, "master"] = sizes["master"]
+            found[tier, "optimizer"] = moments if any(self._moments.values()) else 0
+        return found

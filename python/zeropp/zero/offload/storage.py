@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from zeropp.aio import warn_once
 from zeropp.comm.collective import Ranks
 from zeropp.errors import Error, TierError
-from zeropp.files.scratch import STRIPE_BYTES, Scratch
+from zeropp.files.scratch import STRIPE_BYTES, Scratch, ScratchFile
 
 if TYPE_CHECKING:
     from zeropp.zero.engine import Engine
@@ -180,6 +183,84 @@ def warn(warning: str) -> None:
     """What an I/O engine has to say, or nothing."""
     if warning:
         warn_once(warning)
+
+
+class StreamedValues:
+    """Like a 1-D tensor to those who write it to a file: it has a shape, slices, and ``parts`` in place of data.
+
+    Args:
+        read: ``read(first, elems)`` returns a copy of some elements.
+    """
+
+    BLOCK_BYTES = 4 << 20
+
+    def __init__(
+        self, read: Callable[[int, int], torch.Tensor], storage: Storage, dtype: torch.dtype, elems: int, first: int = 0
+    ) -> None:
+        self._read, self._storage, self.dtype = read, storage, dtype
+        self._elems, self._first = elems, first
+        self.shape = torch.Size([elems])
+
+    def numel(self) -> int:
+        return self._elems
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def detach(self) -> StreamedValues:
+        return self
+
+    def __getitem__(self, part: slice) -> StreamedValues:
+        first, last, _ = part.indices(self._elems)
+        return StreamedValues(self._read, self._storage, self.dtype, max(0, last - first), self._first + first)
+
+    def parts(self) -> Iterator[torch.Tensor]:
+        """Yield copies of the elements in order, a few MiB at a time."""
+        self._storage.require_whole()
+        step = self.BLOCK_BYTES // self.dtype.itemsize
+        for done in range(0, self._elems, step):
+            yield self._read(self._first + done, min(step, self._elems - done))
+
+    def tensor(self) -> torch.Tensor:
+        """Return a copy of all elements."""
+        self._storage.require_whole()
+        return self._read(self._first, self._elems)
+
+
+class FileTier:
+    """What the stores in scratch files have in common: the folder, the counted traffic, the end."""
+
+    file: ScratchFile
+
+    def _open_in(
+        self,
+        scratch: Scratch,
+        figures: Callable[[], dict[str, Any]],
+        close: Callable[[], object],
+        work: Callable[[], object],
+    ) -> None:
+        """Run ``work``, which opens the file and is collective; where it fails, leave nothing behind."""
+        try:
+            work()
+        except BaseException:
+            close()
+            scratch.remove()
+            raise
+        self._figures, self.path = figures, self.file.parts[0]
+        self.traffic: Traffic = Traffic(figures)
+        number = disk_traffic.add(self.traffic.figures)
+        self._end = weakref.finalize(self, end_tier, close, number, scratch, os.getpid())
+
+    def close(self) -> None:
+        """Remove the scratch file: the model is gone."""
+        self._end()
+
+    def figures(self) -> dict[str, Any]:
+        """Return what the core counts of the file; names as in ``zeropp.memory`` and the core's header."""
+        return self._figures()
 
 
 def end_tier(close: Callable[[], object], number: int, scratch: Scratch, owner: int) -> None:

@@ -9,15 +9,13 @@ everything else is kept as it is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from zeropp.errors import Error
-
-if TYPE_CHECKING:
-    from zeropp.zero.engine import Unit
+from zeropp.zero.model_state import Unit
 
 BLOCK_ELEMS = 64
 BITS = {"int8": 8, "int4": 4}
@@ -57,10 +55,10 @@ def low_bytes(elems: int, bits: int) -> int:
 
 
 def kept_bytes(units: list[Unit], low: set[nn.Parameter], bits: int) -> int:
-    """Of the units in the tier: codes and scales of `low`, the other parameters as they are."""
+    """Return the bytes of these units: of codes and scales of ``low``, and of the other parameters as they are."""
     total = 0
     for unit in units:
-        for entry in unit.params if unit.filed is not None else ():
+        for entry in unit.params:
             if entry.param in low:
                 total += low_bytes(entry.numel, bits)
             else:

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from zeropp.zero.engine import Engine, Unit
+from zeropp.zero.engine import Engine, StepSchedule
+from zeropp.zero.formulas import delayed_bytes, sizes_of
+from zeropp.zero.model_state import Bytes, ModelState, Unit
+from zeropp.zero.offload.storage import FileTier
 
 Groups = list[tuple[Any, ...]]
 
 
-class Delayed:
+class Delayed(StepSchedule):
     """The update of one engine that may be under way. Its methods are collective, but for :meth:`finish`.
 
     Args:
@@ -38,18 +40,18 @@ class Delayed:
             if unit.trainable:
                 unit.core.set_back_buffer(self._aside[unit.index].data_ptr())
         self._end = weakref.finalize(self, _end, engine.core, os.getpid())  # before the tier's, which was made earlier
-        tiers = [tier for tier in (engine.states, engine.params_tier, engine.grads_tier) if tier is not None]
+        tiers = [part for part in (engine.states, engine.params, engine.grads) if isinstance(part, FileTier)]
         for tier in tiers:
             tier.traffic.stepped_beside(engine.core.delayed_figures if tier is tiers[0] else None)
-        self._well = True  # did the update end well on every rank, when they last met?
+        self._well = True  # True if the update ended well on every rank, when they last exchanged it
 
     @property
     def pending(self) -> bool:
-        """Has the optimizer values that the model has not? The same on every rank."""
+        """True if the optimizer holds weights not yet published to the model. Equal on all ranks."""
         return bool(self._core.delayed_pending())
 
-    def step_begin(self) -> None:
-        """No rank reads parameters any more, and the update is over; all hear whether it failed on one of them."""
+    def begin(self, engine: Engine) -> None:
+        """Collective: no rank reads parameters any more, the update is over, and each rank knows whether it failed on one of them."""
         self._meet(False)
 
     def _meet(self, failed: bool) -> None:
@@ -65,11 +67,10 @@ class Delayed:
             self._core.delayed_drop()
         return self._well
 
-    def step(self, groups: Groups, scale: float) -> None:
-        """After :meth:`step_begin`, before ``step_end``: the model gets what the last update made, the next one begins. It takes the
-        gradients."""
-        engine = self._engine()
-        assert engine is not None
+    def run(self, optimizer: Any) -> None:
+        """Give the model what the last update made, and begin the next one, which takes the gradients."""
+        engine: Engine = optimizer._engine
+        groups, scale = engine.strategy.groups(optimizer), engine.grad_scale
         if not self._show():
             return  # the rank where it failed says it to all
         taken = max((int(u.steps.max()) for u in engine.units if u.steps is not None and u.steps.numel()), default=0)
@@ -97,14 +98,14 @@ class Delayed:
             failure = None
 
     def finish(self) -> None:
-        """Local: no update is under way any more, so that the optimizer's states may be read; the model has the old values.
+        """Wait, on this rank alone, for the update under way, so that the optimizer's states may be read; the model has the old values.
 
-        What went wrong in it is not told here, but by the next step, on every rank.
+        What went wrong in it is raised by the next step, on every rank.
         """
         self._core.delayed_finish()
 
     def flush(self) -> None:
-        """The model has all that the optimizer has.
+        """Let the model have all that the optimizer has.
 
         Raises:
             zeropp.TierError: the update failed on some rank; weights and states are torn, as by a step that fails.
@@ -114,9 +115,9 @@ class Delayed:
             return
         failure = None
         if engine.storage.is_torn:
-            self.drop()  # a rank that failed has none; only a load goes on
+            self.drop(states=True)  # a rank that failed has none; only a load goes on
             return
-        self.step_begin()
+        self.begin(engine)
         try:
             self._show()
         except BaseException as error:
@@ -128,9 +129,10 @@ class Delayed:
         finally:
             failure = None
 
-    def drop(self) -> None:
-        """Forget the update that is under way: a load replaces all that it wrote."""
-        self._core.delayed_drop()
+    def drop(self, states: bool) -> None:
+        """Forget the update that is under way, where a load replaces all that it wrote."""
+        if states:
+            self._core.delayed_drop()
 
     def figures(self) -> dict[str, int]:
         """``steps`` begun, ``step_ns`` that they ran, ``waited_ns`` that :meth:`step` and :meth:`flush` waited for them,
@@ -139,26 +141,34 @@ class Delayed:
         aside = sum(values.nbytes for values in self._aside.values())
         return {**seen, "held_bytes": aside + seen.pop("back_bytes")}
 
-    def bytes_in_files(self, engine: Engine) -> int:
-        """This rank's, of second copies of parameters and second places of gradients."""
-        tier = engine.params_tier
-        params = 0 if tier is None else tier.second_bytes(engine.units) // tier.ranks
-        return params + (0 if engine.grads_tier is None else engine.grads_tier.bytes_in_file(engine.units))
+    def planned_bytes(self, engine: ModelState, paper: dict[str, int]) -> Bytes:
+        exact = sizes_of(engine, padded=False)
+        held, in_files = delayed_bytes(exact, engine.params.fraction, engine.grads.fraction, engine.ranks)
+        found: Bytes = {("cpu", "delayed"): held}
+        if any(in_files.values()):
+            found["nvme", "delayed"] = round(sum(in_files.values()))
+        return found
+
+    def held_bytes(self, engine: ModelState) -> Bytes:
+        in_files = engine.params.second_bytes(engine) + engine.grads.second_bytes(engine)
+        return {
+            ("cpu", "delayed"): self.figures()["held_bytes"],
+            **({("nvme", "delayed"): in_files} if in_files else {}),
+        }
 
     def close(self) -> None:
-        """The model is gone: the update under way ends, for nobody."""
+        """End the update under way, whose values are dropped: the model is gone."""
         self._end()
 
 
 def _aside(unit: Unit) -> torch.Tensor:
-    """Where new values of a shard go, as far as it is in memory. fp32: to the optimizer's own copy, which without the delay is the shard itself."""
-    if unit.filed is not None:  # the file has another place for the rest
-        return torch.empty(unit.filed.held_elems(unit), dtype=unit.dtype)
-    if unit.dtype != torch.float32:
-        return torch.empty(unit.shard.numel(), dtype=unit.dtype)
-    if unit.master is None:
-        unit.master = unit.shard.clone()
-    return unit.master
+    """Return memory for new values of the resident part of a shard. fp32: the optimizer's own copy, which without the delay is the
+    shard itself."""
+    if not unit.in_file and unit.dtype == torch.float32:
+        if unit.master is None:
+            unit.master = unit.shard.clone()
+        return unit.master
+    return torch.empty(unit.params_in.resident_elems(unit), dtype=unit.dtype)  # the file has another place for the rest
 
 
 def _end(core: Any, owner: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeropp.ops import lamb_moments_, norm_squares, onebit_lamb_fresh_
 from zeropp.zero.step import low_states
-from zeropp.zero.step.onebit import OneBit, Piece, Slot
+from zeropp.zero.step.onebit import CollectiveStep, Piece, Slot
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -24,10 +24,8 @@ class Update:
         self.slot, self.piece, self.values, self.row = slot, piece, values, row
 
 
-class Lamb(OneBit):
+class Lamb(CollectiveStep):
     """Exact: every tensor's norms are sums over its pieces, in the order of shards, at every stage."""
-
-    grows = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Any) -> None:
         super().__init__(optimizer, engine)
@@ -195,8 +193,6 @@ class OneBitLamb(Lamb):
     From then on ``exp_avg`` holds each tensor's momentum times its coefficient, which gives all tensors one magnitude
     (``progress["tensors"]`` has the coefficients).
     """
-
-    grows = False
 
     def begin(self) -> dict[str, Any]:
         return {"step": 0, "tensors": {}}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer's moments in bf16 or 8 bits: ``Config(precision=Precision(state="bf16"))``; docs/design/0022 says how and why.
+"""An optimizer's moments in memory, in fp32, bf16 or 8 bits: ``Config(precision=Precision(state="bf16"))``. docs/design/0022.
 
 A unit's ``state`` holds bf16 values, or 8-bit codes whose scales lie in ``scales``: for each parameter that this rank has
 a part of, in order, one a block of 256 elements of the parameter. The step works on both in place (csrc/ops/moments);
@@ -9,24 +9,15 @@ everybody else gets and gives fp32 here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from zeropp.ops import moments_decode_, moments_encode_, moments_scales
-
-if TYPE_CHECKING:
-    from zeropp.zero.engine import Unit
+from zeropp.zero.model_state import StateStore, Unit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 KINDS = ("fp32", "bf16", "int8")
 """enum zpp_moments_kind"""
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
-
-def elem_bytes(kind: str) -> float:
-    """Return the bytes of one moment of one element, with its share of a scale."""
-    return {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}[kind]
 
 
 def spans(unit: Unit) -> Iterator[tuple[int, slice, int, slice]]:
@@ -49,18 +40,38 @@ def make(unit: Unit, name: str) -> None:
         unit.scales[name] = torch.zeros(sum(scales.stop - scales.start for _, _, _, scales in spans(unit)))
 
 
-def bind(unit: Unit, wanted: tuple[str, ...]) -> None:
-    """Tell the step where the moments are."""
-    assert unit.steps is not None
-    places: list[int] = []
-    for name in MOMENTS:
-        if name in wanted:
+class MemoryStates(StateStore):
+    """Master weights and moments in memory, in fp32, bf16 or 8 bits."""
+
+    def in_place(self, unit: Unit) -> bool:
+        return unit.state_kind != "int8"
+
+    def make(self, unit: Unit, kind: str) -> torch.Tensor:
+        make(unit, kind)
+        return unit.state[kind]
+
+    def load(self, unit: Unit, values: dict[str, torch.Tensor]) -> None:
+        for name, one in values.items():
+            if unit.state_kind == "int8":
+                write_all(unit, name, one)
+            else:
+                self.make(unit, name).copy_(one)
+
+    def write(self, unit: Unit, kind: str, index: int, first: int, values: torch.Tensor) -> None:
+        put(unit, kind, index, values)
+
+    def bind(self, unit: Unit, names: tuple[str, ...]) -> None:
+        assert unit.steps is not None
+        for name in filter(None, names):
             make(unit, name)
-        held = (unit.state.get(name), unit.scales.get(name)) if name in wanted else (None, None)
-        places += [0 if tensor is None else tensor.data_ptr() for tensor in held]
-    master = 0 if unit.master is None else unit.master.data_ptr()
-    kind = KINDS.index(unit.state_kind)
-    unit.core.set_states(kind, master, unit.steps.data_ptr(), unit.first_param, unit.groups, *places)
+        master = 0 if unit.master is None else unit.master.data_ptr()
+        at = [_address(held.get(name)) for name in names for held in (unit.state, unit.scales)]
+        kind = KINDS.index(unit.state_kind)
+        unit.core.set_states(kind, master, unit.steps.data_ptr(), unit.first_param, unit.groups, *at)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def read(unit: Unit, name: str, index: int) -> torch.Tensor:

@@ -7,28 +7,35 @@ bytes know them; so do random bits: of the parameter's number, its step and the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, optim
 
 from zeropp.ops import adagrad_step_, lion_step_, sgd_step_
 from zeropp.optim import Lion
+from zeropp.zero.engine import Engine, StepStrategy
+from zeropp.zero.model_state import Unit
 from zeropp.zero.step import low_states
-
-if TYPE_CHECKING:
-    from zeropp.zero.engine import Engine, Unit
 
 STATES: dict[type, str] = {optim.SGD: "momentum_buffer", optim.Adagrad: "sum", Lion: "exp_avg"}
 """Which optimizers, and what torch calls their state."""
 
 
-def step(optimizer: optim.Optimizer, engine: Engine, scale: float, units: list[Unit]) -> None:
-    """One step of these units, with gradients times ``scale``."""
-    kind = next(kind for kind in STATES if isinstance(optimizer, kind))
-    for unit in units:
-        _make(optimizer, unit, STATES[kind])
-        _step_unit(optimizer, engine, unit, kind, scale)
+class OperatorStep(StepStrategy):
+    """A step of Lion, Adagrad or SGD by our operators."""
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def step(self, optimizer: Any, scale: float, units: list[Unit]) -> None:
+        kind = next(kind for kind in STATES if isinstance(optimizer, kind))
+        for unit in units:
+            _make(optimizer, unit, STATES[kind])
+            _step_unit(optimizer, optimizer._engine, unit, kind, scale)
+
+    def planned_moments(self, held: int) -> int:
+        return max(self._least, held)
 
 
 def _make(optimizer: optim.Optimizer, unit: Unit, name: str) -> None:

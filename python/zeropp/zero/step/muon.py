@@ -16,16 +16,14 @@ from torch.optim import _muon as torch_muon
 
 from zeropp.errors import ConfigError
 from zeropp.ops import adam_step_
-from zeropp.zero.step.onebit import OneBit, Slot
+from zeropp.zero.step.onebit import CollectiveStep, Slot
 
 
-class Muon(OneBit):
+class Muon(CollectiveStep):
     """torch.optim.Muon's arithmetic; groups with ``use_muon=False`` are AdamW's.
 
     ``exp_avg`` is Muon's momentum or AdamW's first moment, so no element has both.
     """
-
-    grows = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Any) -> None:
         super().__init__(optimizer, engine)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from torch import Tensor
 from zeropp.comm.onebit import OneBitAllReduce
 from zeropp.errors import ConfigError, Error
 from zeropp.ops import frozen_adam_step_, norm_squares
-
-if TYPE_CHECKING:
-    from zeropp.zero.engine import Engine, Unit
+from zeropp.zero.engine import Engine, StepStrategy
+from zeropp.zero.model_state import Bytes, ModelState, Unit, tensor_over
+from zeropp.zero.step.updates import ADAMS, KernelStep
 
 #: Elements that share a scale.
 CHUNK_ELEMS = 4096
@@ -63,7 +63,7 @@ class Slot:
         self.present = [False] * len(unit.params)
         """Which parameters had a gradient on any rank, in the step under way."""
         self.packed = False
-        """Does ``reducer`` hold the whole momentum?"""
+        """True if ``reducer`` holds the whole momentum."""
         self.extra: dict[str, Tensor] = {}
         """Tensors of this rank alone, by name: part of the checkpoint where ranks differ."""
         self._reducer: OneBitAllReduce | None = None
@@ -95,7 +95,7 @@ class Slot:
         return [values[e.offset_elems : e.offset_elems + e.numel] for e in self.unit.params]
 
     def gradients(self) -> list[Tensor | None]:
-        """This rank's own gradients, flat, in the unit's grad_dtype."""
+        """Return this rank's own gradients, flat, in the unit's grad_dtype."""
         if self.engine.local:
             with torch._C.DisableTorchFunctionSubclass():
                 own = [entry.param.grad for entry in self.unit.params]
@@ -103,8 +103,6 @@ class Slot:
         held = self.unit.core.held()
         if held is None:
             return [None] * len(self.unit.params)
-        from zeropp.zero.engine import tensor_over
-
         bucket = tensor_over(self.unit.core, held[0], self.unit.elems, self.unit.grad_dtype)
         return [one if touched else None for one, touched in zip(self.spans(bucket), held[1], strict=True)]
 
@@ -166,20 +164,20 @@ class Slot:
         return sum(tensor.nbytes for tensor in tensors)
 
 
-class OneBit:
-    """A one-bit optimizer's part in an engine. ``progress`` lies in the first parameter group, so checkpoints keep it.
+class CollectiveStep(StepStrategy):
+    """A step that sends or sums something of its own: LAMB, Muon and the one-bit optimizers.
+
+    ``progress`` lies in the first parameter group, so checkpoints keep it.
 
     Subclasses say in :meth:`update` what a step is, and call :meth:`hold` when local gradients are wanted from the next
     backward on.
     """
 
-    grows = False
-    """May another one take its place when units come to be trained? Its states are all in ``unit.state`` and ``progress`` then."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         self.engine = engine
         self.slots = [Slot(engine, unit) for unit in engine.units if unit.trainable]
         self._scratch: dict[str, Tensor] = {}
+        self._kernel = KernelStep(ADAMS, 2)  # a one-bit optimizer begins with steps of Adam
         self._groups = optimizer.param_groups
         self._groups[0]["progress"] = self.begin()
 
@@ -189,15 +187,12 @@ class OneBit:
         """Plain numbers that the steps count in."""
         return {"step": 0}
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raises zeropp.ConfigError for a new parameter group that the optimizer cannot step."""
-
     def wants_local(self) -> bool:
         """True if the next step needs local gradients."""
         raise NotImplementedError
 
     def update(self, optimizer: Any, scale: float) -> None:
-        """One step with gradients times ``scale``."""
+        """Step all units with gradients times ``scale``."""
         raise NotImplementedError
 
     # -- what the optimizer and the engine call ------------------------------------------------------------------------
@@ -207,8 +202,16 @@ class OneBit:
         found: dict[str, Any] = self._groups[0]["progress"]
         return found
 
-    def step(self, optimizer: Any, scale: float) -> None:
-        """Between ``step_begin`` and ``step_end``."""
+    def adopt_unit(self, optimizer: Any, unit: Unit) -> None:
+        self.add_group(optimizer, {})
+
+    def add_group(self, optimizer: Any, group: dict[str, Any]) -> None:
+        """Go on with another object, which knows the units that are trained now."""
+        progress = self.progress
+        self.engine.strategy = type(self)(optimizer, self.engine)
+        optimizer.param_groups[0]["progress"] = progress
+
+    def step(self, optimizer: Any, scale: float, units: list[Unit]) -> None:
         if not self.engine.core.hold:
             self._note_present()
         with torch.no_grad():
@@ -219,24 +222,37 @@ class OneBit:
         """From the next backward on, gradients stay here or are reduced, as the next step needs."""
         self.engine.core.hold = self.engine.ranks > 1 and self.wants_local()
 
-    def has_gradients(self) -> bool:
-        """True if any rank has local gradients. Collective."""
+    def gradients_pending(self, engine: Engine) -> bool:
+        pending = super().gradients_pending(engine)
+        return not engine.core.at_boundary and self._has_gradients() if engine.core.hold else pending
+
+    def collect_gradients(self, engine: Engine) -> bool:
+        found = super().collect_gradients(engine)
+        if not engine.core.hold:
+            return found
+        self._refuse_leftovers()
+        return self._has_gradients()
+
+    def _has_gradients(self) -> bool:
+        """Collective: return True if any rank has local gradients."""
         self.engine.measure()
         return any(any(slot.present) for slot in self.slots)
 
-    def refuse_leftovers(self) -> None:
-        """Reduced gradients from before this phase would be lost in silence."""
+    def _refuse_leftovers(self) -> None:
+        """Raise zeropp.Error for reduced gradients from before this phase, which would be lost in silence."""
         if not self.engine.local and any(slot.unit.core.grad() is not None for slot in self.slots):
             raise Error(
                 "optimizer.step: reduced gradients of the phase before are left, and this step takes local ones; call "
                 "optimizer.zero_grad() after every step"
             )
 
-    def measure(self) -> tuple[float, list[str]]:
-        """Collective: (mean over ranks of the squared norms of local gradients, who has values that are not finite).
+    def measure(self, engine: Engine) -> tuple[float, list[str]]:
+        """Collective: return (mean over ranks of the squared norms of local gradients, who has values that are not finite).
 
-        By convexity never less than the squared norm of the mean gradient, which nobody has.
+        By convexity never less than the squared norm of the mean gradient, which no rank has. Reduced gradients are measured as usual.
         """
+        if not engine.core.hold:
+            return super().measure(engine)
         rows, flags = [], []
         for slot in self.slots:
             gradients = slot.gradients()
@@ -372,18 +388,21 @@ class OneBit:
                     slot.extra[name] = tensor.clone()
         self.hold()
 
-    def held_bytes(self) -> int:
-        """Beside the sliced states: errors, packed momentum, messages; what a rank has whole while ranks differ."""
-        return sum(slot.held_bytes() for slot in self.slots)
+    def held_bytes(self, engine: ModelState) -> Bytes:
+        """Return the bytes beside the sharded states: errors, packed momentum, messages, what a rank has whole while ranks differ."""
+        return {
+            ("cpu", "optimizer"): sum(slot.held_bytes() for slot in self.slots),
+            ("cpu", "scratch"): sum(one.nbytes for one in self._scratch.values()),
+        }
 
-    def planned_bytes(self) -> float:
-        """Return the bytes once something is compressed, by the formula: errors 4 + 4/N, three messages of 1/8 and a scale."""
+    def planned_moments(self, held: int) -> int:
+        return held or 2
+
+    def planned_extra_bytes(self) -> float:
+        """Return the same once something is compressed, by the formula: errors 4 + 4/N, three messages of 1/8 and a scale."""
         ranks = self.engine.ranks
         numel = sum(e.numel for slot in self.slots if slot.compresses() for e in slot.unit.params)
         return numel * (4 + 4 / ranks + 3 * (1 / 8 + 4 / CHUNK_ELEMS))
-
-    def scratch_bytes(self) -> int:
-        return sum(one.nbytes for one in self._scratch.values())
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from zeropp.errors import ConfigError
 from zeropp.ops import zero_one_adam_step_
-from zeropp.zero.step.onebit import OneBit, Slot
+from zeropp.zero.step.onebit import CollectiveStep, Slot
 
 
-class Adam(OneBit):
+class Adam(CollectiveStep):
     """The base of both: Adam's step with a given momentum and variance."""
 
     def variance_steps(self) -> int:
@@ -72,7 +72,7 @@ class OneBitAdam(Adam):
         compressed = self.wants_local()
         self.progress["step"] += 1
         if not compressed:
-            optimizer._update_in_c()
+            self._kernel.step(optimizer, scale, [])
             return
         beta1, _ = self.betas()
         for slot in self.slots:
@@ -141,7 +141,7 @@ class ZeroOneAdam(Adam):
         """A step of AdamW with reduced gradients; as long as every step was one, by its kernel."""
         self.progress["variance_steps"] += 1
         if self.progress["variance_steps"] == self.progress["step"] + 1:
-            optimizer._update_in_c()
+            self._kernel.step(optimizer, scale, [])
             return
         beta1, beta2 = self.betas()
         for slot in self.slots:

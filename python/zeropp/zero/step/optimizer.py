@@ -22,22 +22,22 @@ from zeropp.compat import Named
 from zeropp.errors import ConfigError, Error
 from zeropp.optim import LAMB, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from zeropp.wording import counted
-from zeropp.zero.engine import Engine, Unit
+from zeropp.zero.engine import Engine, StepStrategy
 from zeropp.zero.model.parameter import Ref
 from zeropp.zero.model.strays import raise_strays
 from zeropp.zero.model.units import UnitPlan
-from zeropp.zero.offload.offload_states import require_here
-from zeropp.zero.offload.optim_tier import TieredStates
-from zeropp.zero.step import custom, lamb, low_states, low_step, muon, onebit_adam, updates
+from zeropp.zero.model_state import Unit
+from zeropp.zero.step import custom, lamb, low_step, muon, onebit_adam, updates
 from zeropp.zero.step.custom import ADAMS as _ADAMS
 from zeropp.zero.step.custom import kind_of
 from zeropp.zero.step.delayed import Delayed
-from zeropp.zero.step.onebit import OneBit
+from zeropp.zero.step.onebit import CollectiveStep
 from zeropp.zero.step.scaler import require_finite
 from zeropp.zero.step.step_in_backward import StepInBackward
+from zeropp.zero.step.torch_step import TorchStep
 from zeropp.zero.unfreeze import add_group
 
-_ONEBIT: dict[type, type[OneBit]] = {
+_COLLECTIVE: dict[type, type[CollectiveStep]] = {
     LAMB: lamb.Lamb, OneBitAdam: onebit_adam.OneBitAdam, ZeroOneAdam: onebit_adam.ZeroOneAdam, OneBitLamb: lamb.OneBitLamb,
     Muon: muon.Muon, optim.Muon: muon.Muon,
 }  # fmt: skip
@@ -66,12 +66,10 @@ class ZeroOptimizer(optim.Optimizer):
         self._require_gradients()
         if engine.config.clip is not None:
             self._clip(engine.config.clip)
-        if engine.backward_step is not None:
-            self._step_shards()
-            engine.backward_step.check_rates(self)
-        elif engine.scaler.admits(*engine.measure()):
+        if engine.schedule.admits(engine):
             self._step_shards()
             engine.scaler.taken()
+            engine.schedule.ended(self)
         else:
             engine.flush()
         engine.core.reset_uses()
@@ -92,12 +90,9 @@ class ZeroOptimizer(optim.Optimizer):
         """Collective. Where storage can fail in the middle, all ranks hear of it before any goes on."""
         engine = self._engine
         failure: BaseException | None = None
-        if engine.delayed is not None:
-            engine.delayed.step_begin()
-        else:
-            engine.core.step_begin(0)
+        engine.schedule.begin(engine)
         try:
-            self._update()
+            engine.schedule.run(self)
         except BaseException as error:
             failure = error
         finally:
@@ -154,7 +149,7 @@ class ZeroOptimizer(optim.Optimizer):
         self._require_gradients()
         if engine.measure()[1]:
             return
-        bound = float(clip_value) / self._grad_scale()
+        bound = float(clip_value) / engine.grad_scale
         for gradient in self._held_gradients(changes=True):
             gradient.clamp_(-bound, bound)
         if engine.clip_scale == 1.0:
@@ -165,8 +160,7 @@ class ZeroOptimizer(optim.Optimizer):
         engine = self._engine
         if engine.accumulate > 1 and not engine.core.at_boundary and engine.core.backwards > engine.stepped_at:
             return
-        if engine.backward_step is not None:
-            engine.backward_step.require_ended("optimizer.zero_grad")
+        engine.schedule.require_ended("optimizer.zero_grad")
         engine.clear_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
@@ -225,7 +219,7 @@ class ZeroOptimizer(optim.Optimizer):
                 shard, present = held
                 yield from (shard[first : first + elems] for i, first, elems in unit.pieces() if present[i])
                 if changes:
-                    engine.keep_gradient_shard(unit, shard)
+                    engine.grads.write(unit, shard)
 
     def _refuse_complex(self, what: str) -> None:
         """Shards hold numbers; of a complex element they may hold half."""
@@ -256,145 +250,25 @@ class ZeroOptimizer(optim.Optimizer):
         return float(total) * engine.unscale
 
     def _require_gradients(self) -> None:
-        if self._engine.core.closed:
+        engine = self._engine
+        if engine.core.closed:
             raise Error(
                 "optimizer.step: the model of this optimizer is gone, and its parameters with it; keep the model alive"
             )
-        if self._engine.optimizer_ref is None or self._engine.optimizer_ref() is not self:
+        if engine.optimizer_ref is None or engine.optimizer_ref() is not self:
             raise Error("optimizer.step: another optimizer has taken over the model of this one; step that one")
-        self._engine.storage.require_whole()
-        require_here(self._engine)
-        if self._engine.stage == 0:
-            self._engine.check_untouched()
-        self._engine.unfreezing.require_awake()
-        local = self._engine.onebit if self._engine.core.hold else None
-        pending = self._engine.core.grads_pending()
-        if pending if local is None else not self._engine.core.at_boundary and local.has_gradients():
-            raise Error("optimizer.step: the gradients of the last backward were accumulated inside no_sync and not reduced; run the last "
-                        "backward of a step outside of zeropp.no_sync(model)")  # fmt: skip
-        self._engine.scaler.require_scaled(self._engine.core.backwards)
-        if self._engine.backward_step is not None:
-            if not self._engine.backward_step.pending:
-                raise Error(
-                    "optimizer.step: no backward has begun this step (step_in_backward=True); call loss.backward() first, the last one outside of "
-                    "zeropp.no_sync(model)"
-                )
-            return
-        found = self._engine.core.collect_grads()
-        if local is not None:
-            local.refuse_leftovers()
-            found = local.has_gradients()
-        if self._engine.grads_tier is not None:
-            self._engine.grads_tier.require_whole()
-        if not found:
-            raise Error("optimizer.step: no parameter has a gradient; call loss.backward() first")
-
-    def _grad_scale(self) -> float:
-        return self._engine.clip_scale * self._engine.unscale
-
-    def _update(self) -> None:
-        if self._engine.backward_step is not None:
-            self._engine.backward_step.end()
-        elif self._engine.onebit is not None:
-            self._engine.onebit.step(self, self._grad_scale())
-        elif self._engine.update is not None:
-            self._update_in_c()
-        elif self._engine.inner is None:
-            low_step.step(self, self._engine, self._grad_scale(), self._trainable())
-        else:
-            self._elementwise(self._trainable())
-
-    def _trainable(self) -> list[Unit]:
-        return [unit for unit in self._engine.units if unit.trainable]
-
-    def _states_for_backward(self) -> list[tuple[Any, ...]]:
-        """What a step inside the backward needs before the first unit: states that the kernel knows, and its groups."""
-        return [] if self._engine.update is None else self._rates()
-
-    def _step_unit(self, unit: Unit) -> None:
-        """The update of one unit, inside the backward."""
-        if self._engine.inner is None:
-            low_step.step(self, self._engine, self._grad_scale(), [unit])
-        else:
-            self._elementwise([unit])
-
-    # -- in C ------------------------------------------------------------------------------------------------------------
-
-    def _rates(self) -> list[updates.Rates]:
-        """Of each group; the moments that they want are there, and bound."""
-        update = self._engine.update
-        assert update is not None
-        rates = [update.rates(group) for group in self.param_groups]
-        for unit in self._trainable():
-            bits = 0
-            for number in set(unit.groups) - {-1}:
-                bits |= rates[number][-1]
-            self._bind_moments(unit, update.names(bits))
-        return rates
-
-    def _update_in_c(self) -> None:
-        rates = self._rates()
-        if self._engine.delayed is not None:
-            self._engine.delayed.step(rates, self._grad_scale())
-        else:
-            self._engine.core.adam_step(rates, self._grad_scale())
-
-    def _bind_moments(self, unit: Unit, names: tuple[str, ...]) -> None:
-        """Moments exist from the first step on, or from a checkpoint."""
-        if unit.bound == names:
-            return
-        assert unit.steps is not None
-        wanted = tuple(filter(None, names))
-        if unit.tiered is not None:
-            self._require_room(unit.tiered, wanted)
-            unit.core.set_states_in_file(unit.tiered.slice, unit.steps.data_ptr(), unit.groups)
-            unit.tiered.kinds = wanted
-        elif unit.state_kind != "fp32":
-            low_states.bind(unit, wanted)
-        else:
-            for name in wanted:
-                unit.state.setdefault(name, torch.zeros(unit.shard.numel(), dtype=unit.state_dtype))
-            places = [place for name in names for place in (unit.state[name].data_ptr() if name else 0, 0)]
-            master = 0 if unit.master is None else unit.master.data_ptr()
-            unit.core.set_states(0, master, unit.steps.data_ptr(), unit.first_param, unit.groups, *places)
-        unit.bound = names
-
-    def _require_room(self, tiered: TieredStates, wanted: tuple[str, ...]) -> None:
-        """The file has had room for moments since ``prepare``, or has none."""
-        for name in wanted:
-            if name not in tiered.tier.kinds:
-                switch = "momentum" if name == "momentum_buffer" else "amsgrad"
-                raise ConfigError(
-                    f"optimizer.step: {switch} was switched on after zeropp.prepare; with offload.optimizer='nvme' the file "
-                    f"has no room for its states; build the optimizer with {switch}"
-                )
-
-    # -- others ------------------------------------------------------------------------------------------------------------
-
-    def _elementwise(self, units: list[Unit]) -> None:
-        inner = self._engine.inner
-        assert inner is not None
-        for mine, theirs in zip(self.param_groups, inner.param_groups, strict=True):
-            theirs.update({k: v for k, v in mine.items() if k != "params"})
-        scale = self._grad_scale()
-        for unit in units:
-            self._lend_gradients(unit, scale)
-        inner.step()  # pieces without a gradient stay as they are
-        for unit in units:
-            if unit.master is not None:
-                unit.shard.copy_(unit.master)
-        inner.zero_grad(set_to_none=True)
-
-    def _lend_gradients(self, unit: Unit, scale: float) -> None:
-        engine = self._engine
-        gradients = engine.own_gradients(unit)
-        for i, _, _ in unit.pieces():
-            if i not in unit.grad_pool:  # in no group
-                continue
-            piece, values = unit.grad_pool[i], gradients[i]
-            piece.grad = None if values is None else (values.to(piece.dtype) * scale).view(piece.shape)
-            if unit.steps is not None and values is not None:
-                unit.steps[i] += 1
+        engine.storage.require_whole()
+        engine.states.require_loaded()
+        if engine.stage == 0:
+            engine.check_untouched()
+        engine.unfreezing.require_awake()
+        if engine.strategy.gradients_pending(engine):
+            raise Error(
+                "optimizer.step: the gradients of the last backward were accumulated inside no_sync and not reduced; run the last "
+                "backward of a step outside of zeropp.no_sync(model)"
+            )
+        engine.scaler.require_scaled(engine.core.backwards)
+        engine.schedule.require_gradients(engine)
 
     # -- refusals ----------------------------------------------------------------------------------------------------------
 
@@ -526,18 +400,12 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
             _take_unit(engine, unit, group_of)
         unit.first_param = number
         number += len(unit.params)
-    part = _ONEBIT.get(kind_of(optimizer))
-    low = engine.config.state_name != "fp32"  # the table of zeropp/compat.py knows for which
-    engine.update = _update_of(optimizer, engine)
-    engine.inner = None if engine.update or part or low else _inner_optimizer(optimizer, engine)
-    kept = updates.moments_of(optimizer) if kind_of(optimizer) in updates.UPDATES else ("exp_avg", "exp_avg_sq")
-    engine.least_states = min(2, len(list(filter(None, kept))))
     engine.core.hold = False
-    if engine.config.offload.delayed_update is not None and engine.delayed is None:
-        engine.delayed = Delayed(engine, engine.config.offload.delayed_update)
+    engine.strategy = _strategy_of(optimizer, engine)
     if engine.config.step_in_backward:
-        engine.backward_step = StepInBackward(engine, in_python=engine.update is None)
-    engine.onebit = None if part is None else part(optimizer, engine)
+        engine.schedule = StepInBackward(engine)
+    elif engine.config.offload.delayed_update is not None and not isinstance(engine.schedule, Delayed):
+        engine.schedule = Delayed(engine, engine.config.offload.delayed_update)
     optimizer.state.clear()
     optimizer.__class__ = _class_for(type(optimizer))
     optimizer._engine = engine  # type: ignore[attr-defined]
@@ -546,13 +414,18 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     _restore_scheduler_wrap(optimizer)
 
 
-def _update_of(optimizer: optim.Optimizer, engine: Engine) -> updates.Update | None:
-    """What C steps its shards with; None: Python does. A one-bit optimizer begins with steps of Adam."""
-    if kind_of(optimizer) in _ONEBIT:
-        return updates.ADAMS
+def _strategy_of(optimizer: optim.Optimizer, engine: Engine) -> StepStrategy:
+    """Return what steps the shards: a part of its own, C, our operators, or torch's own code."""
+    kind = kind_of(optimizer)
+    if kind in _COLLECTIVE:
+        return _COLLECTIVE[kind](optimizer, engine)
     stepped = (unit for unit in engine.units if not unit.stays_frozen)
     plain = engine.config.state_name == "fp32" and all(unit.dtype != torch.float64 for unit in stepped)
-    return updates.UPDATES.get(kind_of(optimizer)) if plain or kind_of(optimizer) in _ADAMS else None
+    if kind in updates.UPDATES and (plain or kind in _ADAMS):
+        return updates.KernelStep(updates.UPDATES[kind], updates.least_moments(optimizer))
+    if engine.config.state_name != "fp32":  # check_offload knows for which
+        return low_step.OperatorStep(updates.least_moments(optimizer))
+    return TorchStep(optimizer, engine)
 
 
 def _group_of(optimizer: optim.Optimizer) -> dict[int, int]:
@@ -560,7 +433,7 @@ def _group_of(optimizer: optim.Optimizer) -> dict[int, int]:
 
 
 def _take_unit(engine: Engine, unit: Unit, group_of: dict[int, int]) -> None:
-    """A unit that is trained; those of its parameters that are frozen may be in no group, which is -1."""
+    """Take a unit that is trained; those of its parameters that are frozen may be in no group, which is -1."""
     unit.make_master()
     unit.groups = [group_of.get(id(e.param), -1) for e in unit.params]
     unit.steps = torch.zeros(len(unit.params), dtype=torch.int64)
@@ -568,70 +441,18 @@ def _take_unit(engine: Engine, unit: Unit, group_of: dict[int, int]) -> None:
 
 
 def adopt_unit(optimizer: optim.Optimizer, engine: Engine, unit: Unit) -> None:
-    """A unit that was woken: what :func:`adopt` does for those that are trained from the beginning."""
+    """Take a unit that was unfrozen, as :func:`adopt` takes those that are trained from the beginning."""
     _take_unit(engine, unit, _group_of(optimizer))
-    _lend_pieces(engine, unit)
-    _renew_part(optimizer, engine)
+    engine.strategy.adopt_unit(optimizer, unit)
 
 
 def join_group(optimizer: optim.Optimizer, engine: Engine, refs: list[Ref]) -> None:
-    """The last group is new, and has these parameters. Of units that sleep nothing is known until they are woken."""
+    """Take the last group, which is new and has these parameters. Those of frozen units follow when they are unfrozen."""
     number = len(optimizer.param_groups) - 1
-    if engine.inner is not None:
-        rates = {k: v for k, v in optimizer.param_groups[number].items() if k != "params"}
-        engine.inner.add_param_group({**rates, "params": [torch.zeros(0)]})
-    awake = [ref for ref in refs if ref.unit.trainable]
-    for ref in awake:
+    trained = [ref for ref in refs if ref.unit.trainable]
+    for ref in trained:
         ref.unit.groups[ref.index] = number
         ref.unit.bound = ()  # the kernel has a copy of the numbers
-    for unit in {id(ref.unit): ref.unit for ref in awake}.values():
-        _lend_pieces(engine, unit)
-    _renew_part(optimizer, engine)
-
-
-def _lend_pieces(engine: Engine, unit: Unit) -> None:
-    """Those that torch's own optimizer has not yet, and that are in a group."""
-    if engine.inner is None:
-        return
-    for i, first, elems in unit.pieces():
-        if i not in unit.grad_pool and unit.groups[i] >= 0:
-            unit.grad_pool[i] = _piece(engine.inner, engine, unit, i, unit.own[first : first + elems].detach())
-            engine.inner.param_groups[unit.groups[i]]["params"].append(unit.grad_pool[i])
-            engine.begin_inner_state(unit.grad_pool[i])
-
-
-def _renew_part(optimizer: optim.Optimizer, engine: Engine) -> None:
-    """LAMB's and Muon's knows its units; its states are theirs, and it counts in the first group."""
-    if engine.onebit is not None:
-        progress = engine.onebit.progress
-        engine.onebit = type(engine.onebit)(optimizer, engine)
-        optimizer.param_groups[0]["progress"] = progress
-
-
-def _inner_optimizer(optimizer: optim.Optimizer, engine: Engine) -> optim.Optimizer:
-    """torch's optimizer over this rank's pieces, in the same groups."""
-    pieces: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
-    for unit in engine.units:
-        if unit.trainable:
-            for i, first, elems in unit.pieces():
-                if unit.groups[i] >= 0:
-                    unit.grad_pool[i] = _piece(optimizer, engine, unit, i, unit.own[first : first + elems].detach())
-                    pieces[unit.groups[i]].append(unit.grad_pool[i])
-    groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": mine or [torch.zeros(0)]}
-        for group, mine in zip(optimizer.param_groups, pieces, strict=True)
-    ]
-    if not custom.is_known(optimizer):
-        return custom.over_pieces(optimizer, groups)
-    return kind_of(optimizer)(groups, **_constructor_defaults(optimizer))  # type: ignore[no-any-return]
-
-
-def _piece(optimizer: optim.Optimizer, engine: Engine, unit: Unit, index: int, flat: torch.Tensor) -> torch.Tensor:
-    return flat if custom.is_known(optimizer) else custom.piece_of(engine, unit.params[index], flat)
-
-
-def _constructor_defaults(optimizer: optim.Optimizer) -> dict[str, Any]:
-    import inspect
-
-    accepted = inspect.signature(kind_of(optimizer)).parameters
-    return {k: v for k, v in optimizer.defaults.items() if k in accepted and k not in ("foreach", "fused")}
+    engine.strategy.add_group(optimizer, optimizer.param_groups[number])
+    for unit in {id(ref.unit): ref.unit for ref in trained}.values():
+        engine.strategy.adopt_unit(optimizer, unit)

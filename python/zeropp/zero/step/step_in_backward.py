@@ -9,32 +9,26 @@ A unit is stepped as soon as its gradients are reduced (csrc/bind/py_step_in_bac
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zeropp.errors import Error
-from zeropp.zero.offload.offload_states import require_here
+from zeropp.zero.engine import Engine, StepSchedule
 from zeropp.zero.step import origins
 
-if TYPE_CHECKING:
-    from zeropp.zero.engine import Engine
-    from zeropp.zero.step.optimizer import ZeroOptimizer
 
+class StepInBackward(StepSchedule):
+    """The step of one engine whose backwards step each unit, in C or by the engine's strategy."""
 
-class StepInBackward:
-    """What the backwards of one engine call, and what its optimizer asks.
+    in_backward = True
 
-    Args:
-        in_python: the update of a unit is :meth:`ZeroOptimizer._step_unit`, and not one in C.
-    """
-
-    def __init__(self, engine: Engine, in_python: bool) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self._rates: list[dict[str, Any]] = []
-        engine.core.set_backward_step(self._begin, self._leave, self._step if in_python else None)
+        engine.core.set_backward_step(self._begin, self._leave, None if engine.strategy.in_c else self._step)
 
-    def _optimizer(self) -> ZeroOptimizer:
+    def _optimizer(self) -> Any:
         engine = self._engine()
         optimizer = None if engine is None or engine.optimizer_ref is None else engine.optimizer_ref()
         if optimizer is None:
@@ -42,16 +36,16 @@ class StepInBackward:
                 "backward: Config(step_in_backward=True) steps here, and the optimizer is gone; keep it, or give the model another "
                 "with zeropp.prepare(model, optimizer)"
             )
-        return optimizer  # type: ignore[return-value]
+        return optimizer
 
     def _begin(self) -> tuple[list[Any], float]:
-        """A backward that reduces has begun: (groups of ``adam_step``, what gradients are multiplied with)."""
+        """Begin a step in a backward that reduces: return (groups for the kernels, the factor of gradients)."""
         optimizer, engine = self._optimizer(), self._engine()
         assert engine is not None
         engine.storage.require_whole()
-        require_here(engine)
+        engine.states.require_loaded()
         self._rates = _rates(optimizer)
-        return optimizer._states_for_backward(), engine.unscale
+        return engine.strategy.groups(optimizer), engine.unscale
 
     def _leave(self, index: int) -> None:
         """Autograd keeps parameters without a copy: from now on what reads one of them must not be told its old version."""
@@ -64,30 +58,38 @@ class StepInBackward:
     def _step(self, index: int) -> None:
         engine = self._engine()
         assert engine is not None
-        self._optimizer()._step_unit(engine.units[index])
+        engine.strategy.step(self._optimizer(), engine.grad_scale, [engine.units[index]])
 
     @property
     def pending(self) -> bool:
-        """Has a backward begun a step that was not ended? The same on every rank, once it is over."""
+        """True if a backward has begun a step that was not ended. Equal on all ranks, once the backward is over."""
         engine = self._engine()
         return engine is not None and bool(engine.core.backward_step_pending())
 
     def require_ended(self, what: str) -> None:
-        """Raises zeropp.Error between a backward and ``optimizer.step()``."""
         if self.pending:
             raise Error(
                 f"{what}: between a backward and optimizer.step(), with Config(step_in_backward=True), parameters and states are half "
                 "new; call optimizer.step() first"
             )
 
-    def end(self) -> None:
-        """Inside ``optimizer.step()``: all that was stepped is written.
+    def require_gradients(self, engine: Engine) -> None:
+        if not self.pending:
+            raise Error(
+                "optimizer.step: no backward has begun this step (step_in_backward=True); call loss.backward() first, the last one outside of "
+                "zeropp.no_sync(model)"
+            )
+
+    def admits(self, engine: Engine) -> bool:
+        return True  # the backward refuses what is not finite
+
+    def run(self, optimizer: Any) -> None:
+        """Write all that the backward stepped.
 
         Raises:
             zeropp.Error, zeropp.TierError: a gradient was not finite, a file failed. Torn, where a unit had been stepped before.
         """
-        engine = self._engine()
-        assert engine is not None
+        engine = optimizer._engine
         bad = engine.core.backward_step_end()
         if bad is None:
             return
@@ -100,14 +102,14 @@ class StepInBackward:
         (where,) = origins.describe([(name, bad[2])], engine.ranks)
         raise Error(f"optimizer.step: the gradient of {where} is not finite; {what}")
 
-    def drop(self) -> None:
-        """A load replaces all that was stepped, and what failed in it."""
+    def drop(self, states: bool) -> None:
+        """Forget all that was stepped, and what failed in it: a load replaces it."""
         engine = self._engine()
         assert engine is not None
         engine.core.backward_step_drop()
 
-    def check_rates(self, optimizer: ZeroOptimizer) -> None:
-        """Raises zeropp.Error where ``param_groups`` are not those that the backward stepped with."""
+    def ended(self, optimizer: Any) -> None:
+        """Raise zeropp.Error where ``param_groups`` are not those that the backward stepped with."""
         for number, (then, now) in enumerate(zip(self._rates, _rates(optimizer), strict=True)):
             for name in then:
                 if now.get(name) != then[name]:
@@ -118,7 +120,7 @@ class StepInBackward:
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each group all but its parameters, as plain values."""
+    """Return all of each group but its parameters, as plain values."""
     return [
         {
             k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v

@@ -13,6 +13,8 @@ from typing import Any
 from torch import optim
 
 from zeropp.optim import Lion
+from zeropp.zero.engine import StepStrategy
+from zeropp.zero.model_state import Unit
 from zeropp.zero.step.custom import kind_of
 
 ADAM, LION, ADAGRAD, SGD, NESTEROV = range(5)
@@ -78,8 +80,40 @@ UPDATES: dict[type, Update] = {
 
 
 def moments_of(optimizer: optim.Optimizer | None) -> tuple[str, ...]:
-    """Three names: what a tier must have room for. Without an optimizer what Adam wants."""
+    """Return three names, "" for none: what a file must have room for. Without an optimizer, what Adam wants."""
     if optimizer is None:
         return ADAMS.names(FIRST | SECOND)
-    update = UPDATES[kind_of(optimizer)]
+    update = UPDATES.get(kind_of(optimizer))
+    if update is None:
+        return ()
     return update.names(functools.reduce(operator.or_, (update.rates(group)[-1] for group in optimizer.param_groups)))
+
+
+def least_moments(optimizer: optim.Optimizer) -> int:
+    """Return how many moments every parameter has from the first step on."""
+    return min(2, sum(map(bool, moments_of(optimizer))))
+
+
+class KernelStep(StepStrategy):
+    """A step of AdamW, Adam, Lion, Adagrad or SGD by the kernels in C, wherever the shards live."""
+
+    in_c = True
+
+    def __init__(self, update: Update, least: int) -> None:
+        self._update, self._least = update, least
+
+    def groups(self, optimizer: Any) -> list[tuple[Any, ...]]:
+        rates = [self._update.rates(group) for group in optimizer.param_groups]
+        for unit in optimizer._engine.trained:
+            bits = functools.reduce(operator.or_, (rates[number][-1] for number in set(unit.groups) - {-1}), 0)
+            names = self._update.names(bits)
+            if unit.bound != names:  # moments exist from the first step on, or from a checkpoint
+                unit.states_in.bind(unit, names)
+                unit.bound = names
+        return list(rates)
+
+    def step(self, optimizer: Any, scale: float, units: list[Unit]) -> None:
+        optimizer._engine.core.adam_step(self.groups(optimizer), scale)
+
+    def planned_moments(self, held: int) -> int:
+        return max(self._least, held)

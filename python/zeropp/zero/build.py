@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From plans of units to an engine: the core in C, the stores, the units in memory, and the model's values in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropp import _C
+from zeropp.comm.group import host_communicator
+from zeropp.config import Config, Tier
+from zeropp.zero.engine import Engine
+from zeropp.zero.formulas import READ_AHEAD_BYTES
+from zeropp.zero.model.init import copy_own_part, is_sharded, materialise
+from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradParameter
+from zeropp.zero.model.strays import raise_strays
+from zeropp.zero.model.units import REPLICATE_BYTES, UnitPlan, numbers
+from zeropp.zero.model_state import DTYPES, FILE, HOST, SHARD, WHOLE, Entry, ParamStore, Unit, tensor_over
+from zeropp.zero.offload import stored
+from zeropp.zero.offload.activations import ActivationTier
+from zeropp.zero.offload.grads_tier import GradsTier
+from zeropp.zero.offload.optim_tier import StateTier
+from zeropp.zero.offload.params_tier import ParamsTier
+from zeropp.zero.offload.storage import FileStorage
+from zeropp.zero.step.low_states import MemoryStates
+from zeropp.zero.unfreeze import Unfreezeing, has_master
+
+_BETWEEN_HOSTS_PREFETCH_BYTES = 64 << 20
+_RELEASED_CLASS = (None, ShardedGradParameter, ShardedGradParameter, PartitionedParameter)
+"""By stage: the class of parameters whose gradients, or values, are not whole."""
+
+
+def make_engine(
+    model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool, moments: tuple[str, ...]
+) -> Engine:
+    """Return an engine with all its stores, and its units without values; collective. ``moments``: of its optimizer.
+
+    Raises:
+        zeropp.TierError: a disk has no room; the model is as it was.
+    """
+    core = _make_core(model, plans, config, comm, host_copy)
+    engine = Engine(model, config, comm, core, host_copy)
+    if config.comm.secondary_shard and comm is not None and comm.hosts > 1:
+        engine.sharers = len(comm.host_ranks)
+    engine.states = memory = MemoryStates()
+    engine.unfreezing = Unfreezeing(engine)
+    try:
+        _make_stores(engine, model, plans)
+        in_memory = ParamStore()
+        for index, plan in enumerate(plans):
+            unit = _bind(engine, index, plan)
+            unit.states_in, unit.params_in = memory, engine.params if unit.in_file else in_memory
+            engine.units.append(unit)
+            if plan.trainable:
+                engine.show_gradients(unit)
+        _make_late_stores(engine, moments)
+    except BaseException:
+        engine.close()
+        raise
+    engine.unfreezing.renew()
+    return engine
+
+
+def tier_of(config: Config, kind: str) -> Tier:
+    """Return where the configuration wants one kind of state."""
+    tier = getattr(config.offload, kind)
+    assert isinstance(tier, Tier)
+    return tier
+
+
+# -- the core ----------------------------------------------------------------------------------------------------------
+
+
+def loads_units(config: Config) -> bool:
+    """Return True if units are loaded where they are needed: from NVMe, or from quantised copies."""
+    return tier_of(config, "params").kind == "nvme" or config.stored_name is not None
+
+
+def _make_core(model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool) -> Any:
+    """Return the core in C with all units, sealed. Where hosts have copies of quantised weights, their ranks share one."""
+    several_hosts = comm is not None and comm.hosts > 1
+    core = _C.Zero(
+        config.stage,
+        comm,
+        _prefetch_bytes(plans, config, comm, host_copy),
+        config.bucket_bytes,
+        config.accumulate,
+        torch.get_num_threads(),
+        _functions(),
+        tier_of(config, "params").fraction if loads_units(config) else 0.0,
+        host_communicator() if several_hosts and config.stored_name is not None else None,
+    )
+    if comm is not None:
+        bits = {"exact": 0, "int8": 8, "int4": 4}
+        core.set_wire(bits[config.comm.params], bits[config.comm.grads], config.comm.block_elems)
+    if config.comm.secondary_shard and several_hosts:
+        core.set_secondary(host_communicator())
+    if tier_of(config, "grads").kind == "nvme":
+        core.set_grads_fraction(tier_of(config, "grads").fraction)
+    if config.step_in_backward:
+        core.pool_grads()
+    if config.offload.delayed_update is not None:
+        core.delay_steps()
+    _add_units(core, model, plans, config, comm, host_copy)
+    core.seal()
+    if any(tier_of(config, kind).kind == "nvme" for kind in ("params", "grads", "optimizer")):
+        core.trim_gradients()
+    return core
+
+
+def _quantised(model: nn.Module, config: Config) -> set[nn.Parameter]:
+    """Return the parameters that are kept in fewer bits."""
+    return set() if config.stored_name is None else stored.matrices(model)
+
+
+def _add_units(core: Any, model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool) -> None:
+    low = _quantised(model, config)
+    if config.stored_name is not None:
+        in_memory = tier_of(config, "params").kind != "nvme"
+        core.set_stored(stored.BITS[config.stored_name], stored.BLOCK_ELEMS, in_memory)
+    for index, plan in enumerate(plans):
+        place = _place(plan, config, comm, host_copy)
+        core.add_unit(
+            plan.name, DTYPES.index(plan.dtype), [numbers(p) for p in plan.params], plan.trainable,
+            not plan.trainable and not plan.stays_frozen, place,
+            *(DTYPES.index(dtype) for dtype in config.gradient_dtypes(plan.dtype)),
+        )  # fmt: skip
+        for number, parameter in enumerate(plan.params):
+            if place == FILE and parameter in low:
+                core.store_low(index, number)
+
+
+def _prefetch_bytes(plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool) -> int:
+    if config.prefetch != "auto":
+        return int(config.prefetch)
+    if loads_units(config):  # the next one at least, whatever its size
+        return max(READ_AHEAD_BYTES, *(2 * plan.numel * plan.dtype.itemsize for plan in plans))
+    if comm is None or host_copy or config.stage < 3:
+        return 0
+    # Between hosts gathers are collectives: every rank must go equally far ahead, whatever its host has to spare.
+    return _BETWEEN_HOSTS_PREFETCH_BYTES if comm.hosts > 1 else _idle_core_prefetch()
+
+
+def _idle_core_prefetch() -> int:
+    """Return how far ahead to gather in a thread of its own: it pays only where a core is idle."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0))
+    return 64 << 20 if cores > ranks_here * torch.get_num_threads() else 0
+
+
+def _place(plan: UnitPlan, config: Config, comm: Any, host_copy: bool) -> int:
+    small = plan.alone and plan.numel * plan.dtype.itemsize < REPLICATE_BYTES and config.units == "auto"
+    if loads_units(config):
+        return WHOLE if small else FILE
+    if comm is None or config.stage < 3:
+        return WHOLE
+    if host_copy:
+        return HOST
+    return WHOLE if small else SHARD
+
+
+def _functions() -> dict[str, Any]:
+    autograd = torch._C._autograd
+    return {
+        "current_graph_task_id": torch._C._current_graph_task_id,
+        "is_grad_enabled": torch.is_grad_enabled,
+        "queue_callback": torch.autograd.Variable._execution_engine.queue_callback,
+        "functorch_peek": torch._C._functorch.peek_interpreter_stack,
+        "top_saved_hooks": autograd._top_saved_tensors_default_hooks,
+        "push_saved_hooks": autograd._push_saved_tensors_default_hooks,
+        "pop_saved_hooks": autograd._pop_saved_tensors_default_hooks,
+        "raise_strays": raise_strays,
+    }
+
+
+# -- stores and units --------------------------------------------------------------------------------------------------
+
+
+def _make_stores(engine: Engine, model: nn.Module, plans: list[UnitPlan]) -> None:
+    """Make the stores whose files are laid out by the core: parameters and gradients."""
+    config = engine.config
+    on_nvme = any(tier_of(config, kind).kind == "nvme" for kind in ("params", "grads", "optimizer"))
+    if not (loads_units(config) or on_nvme or config.step_in_backward):
+        return
+    engine.storage = storage = FileStorage(engine, [index for index, plan in enumerate(plans) if plan.trainable])
+    if loads_units(config):
+        engine.params = ParamsTier(engine, tier_of(config, "params"), storage, _quantised(model, config))
+    if tier_of(config, "grads").kind == "nvme":
+        engine.grads = GradsTier(engine, tier_of(config, "grads"))
+        engine.local_grads = False
+
+
+def _make_late_stores(engine: Engine, moments: tuple[str, ...]) -> None:
+    """Make the stores that are laid out by the units."""
+    states, activations = tier_of(engine.config, "optimizer"), tier_of(engine.config, "activations")
+    if states.kind == "nvme":
+        assert isinstance(engine.storage, FileStorage)
+        engine.states = StateTier(engine, states, moments, engine.storage)
+    if activations.kind == "nvme":
+        engine.activations = ActivationTier(engine, activations)
+
+
+def _bind(engine: Engine, index: int, plan: UnitPlan) -> Unit:
+    core = engine.core.bind_unit(index, plan.params, nn.Parameter, _RELEASED_CLASS[engine.stage])
+    layout = core.layout()
+    elems, shard_elems = layout["elems"], layout["shard_elems"]
+    whole = tensor_over(engine.core, layout["whole"], elems, plan.dtype)
+    own = whole if engine.local else tensor_over(engine.core, layout["shard"], shard_elems, plan.dtype)
+    if layout["place"] == FILE:
+        own = torch.empty_like(own, device="meta")
+    entries = [
+        Entry(names, p, offset, numbers(p), p.shape, p.is_complex())
+        for names, p, offset in zip(plan.names, plan.params, layout["offsets"], strict=True)
+    ]
+    unit = Unit(
+        index, plan.name, core, plan.dtype, engine.config.gradient_dtypes(plan.dtype)[0], plan.trainable, layout["place"],
+        elems, shard_elems, entries, whole, own, 0 if engine.local else engine.rank * shard_elems,
+        stays_frozen=plan.stays_frozen,
+    )  # fmt: skip
+    for i, entry in enumerate(entries):
+        entry.param._zeropp = Ref(engine, unit, i, entry.names[0])  # type: ignore[attr-defined]
+    return unit
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def fill(engine: Engine, unit: Unit, updated: bool) -> None:
+    """Move rank 0's values of one unit into its flat buffer; the parameters become views of it.
+
+    What was built in shards comes from all ranks: into one copy of the host each writes its own, and nothing is gathered. Where each of
+    several hosts has a copy, one rank of each writes it, parameter by parameter.
+
+    Args:
+        updated: True if there is an optimizer, which wants an fp32 master of what is in fewer bits.
+    """
+    comm = engine.comm
+    masters = unit.trainable and has_master(unit.dtype, engine.config)
+    finer = masters and any(e.param.dtype == torch.float32 for e in unit.params)
+    full = torch.zeros(unit.elems, dtype=torch.float32) if finer else None
+    unit.core.need()
+    meet: Callable[[], object] = comm.barrier if comm is not None and unit.in_file else lambda: None
+    meet()  # no rank reads from the file any more into what is filled now
+    in_shards = [is_sharded(entry.param) for entry in unit.params]
+    for entry, sharded in zip(unit.params, in_shards, strict=True):
+        _fill_parameter(engine, unit, entry, sharded, full)
+    if comm is not None and not unit.shared and not all(in_shards):
+        comm.broadcast(unit.whole.data_ptr(), unit.elems * unit.dtype.itemsize, 0)
+    meet()
+    if unit.place in (SHARD, FILE):
+        unit.core.keep_shard()
+    if masters and not updated and full is None and not unit.states_in.in_file and not unit.in_file:
+        unit.master_waits = True
+    elif masters:
+        _make_master(engine, unit, full)
+    if unit.place in (SHARD, FILE):
+        unit.core.release()  # or the whole model would be in memory at once
+
+
+def _fill_parameter(engine: Engine, unit: Unit, entry: Entry, sharded: bool, full: torch.Tensor | None) -> None:
+    """Fill one parameter's place in the flat buffer, and in ``full``, the same in fp32."""
+    comm = engine.comm
+    copies = comm is not None and comm.hosts > 1 and unit.shared  # each host has one
+    place = slice(entry.offset_elems, entry.offset_elems + entry.numel)
+    flat = unit.whole[place]
+    if sharded and unit.shared and full is None and not copies:
+        copy_own_part(entry.param, entry.of(flat).view(-1))
+    else:
+        values = materialise(entry.param) if sharded else entry.param.data
+        if copies and not sharded and values.numel():
+            values = values.contiguous()
+            comm.broadcast(values.data_ptr(), values.nbytes, 0)
+        if not unit.shared or unit.params_in.writes(engine.rank):
+            entry.of(flat).copy_(values)
+        if full is not None:
+            entry.of(full[place]).copy_(values)
+    entry.param.data = entry.of(flat)
+    if sharded:
+        entry.param.__class__ = nn.Parameter
+
+
+def _make_master(engine: Engine, unit: Unit, full: torch.Tensor | None) -> None:
+    """Make the fp32 shard that the optimizer updates; exact where the model came in fp32."""
+    if engine.comm is not None and full is None:
+        engine.comm.barrier()  # one shared copy: rank 0 must have filled it
+    elif engine.comm is not None and full is not None:
+        engine.comm.broadcast(full.data_ptr(), full.numel() * 4, 0)
+    values = unit.whole if full is None else full
+    unit.states_in.keep_master(unit, values[unit.begin_elems : unit.begin_elems + unit.shard.numel()])

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes each kind of state takes: one arithmetic for ``zeropp.estimate``, which has no model yet, and for ``zeropp.memory``.
+
+Model states are the formulas of Rajbhandari et al. 2020. The sizes of what files on NVMe need in memory are those of
+csrc/zero/optim_file.c (buffers), csrc/zero/unit_file_step.c (windows) and csrc/zero/grad_file.c (gradients).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeropp import _C
+from zeropp.config import Offload, Tier
+from zeropp.zero.model_state import SHARD, ModelState, Unit
+
+PAGE_BYTES = 4096
+READ_AHEAD_BYTES = 64 << 20
+"""At least this much of the parameters on NVMe may be in memory ahead of need, with prefetch="auto"."""
+_WINDOWS = 4
+"""ZPP_FILED_WINDOWS of csrc/zero/unit_file.h."""
+_WINDOW_ELEMS = 512 << 10
+"""WINDOW_ELEMS of csrc/zero/unit_file_step.c: of a step over states in memory."""
+_GRADS_BYTES = 32 << 20
+"""LEAST_BOUND_BYTES of csrc/zero/grad_file.c."""
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """One unit as the formulas see it, on one rank: with or without what pads its shards."""
+
+    trainable: bool
+    in_file: bool
+    """True if its parameters are loaded where they are needed, from NVMe or from quantised copies."""
+    has_master: bool
+    whole_bytes: int
+    params_bytes: float
+    """Bytes of its parameters that stay in memory between passes."""
+    grads_bytes: float
+    """Bytes of its reduced gradients."""
+    own_elems: float
+    """Elements that this rank steps."""
+    param_bytes: int
+    """Bytes of an element of the parameters."""
+    grad_bytes: int
+    """Bytes of an element of the gradients that are accumulated and kept."""
+    moment_bytes: float
+    """Bytes of all moments of an element."""
+
+
+def elem_bytes(kind: str) -> float:
+    """Return the bytes of one moment of one element, with its share of a scale."""
+    return {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}[kind]
+
+
+def sizes_of(engine: ModelState, *, padded: bool) -> list[UnitSizes]:
+    """Return the units of a prepared model; without padding as if they were divided exactly, which is the paper's formula."""
+    return [_size_of(engine, unit, padded) for unit in engine.units]
+
+
+def _size_of(engine: ModelState, unit: Unit, padded: bool) -> UnitSizes:
+    ranks, stage = engine.ranks, engine.stage
+    numel = sum(entry.numel for entry in unit.params)
+    params_bytes = numel * unit.dtype.itemsize
+    second = params_bytes / engine.sharers if engine.sharers and unit.place == SHARD else 0
+    each = elem_bytes(unit.state_kind) if unit.state_kind != "fp32" else unit.state_dtype.itemsize
+    return UnitSizes(
+        unit.trainable,
+        unit.in_file,
+        unit.has_master and (padded or unit.dtype.itemsize < 4),  # a delayed update counts its copy of float32 itself
+        unit.elems * unit.dtype.itemsize,
+        params_bytes / (ranks if stage == 3 else 1) + second,
+        numel * unit.grad_dtype.itemsize / (ranks if stage >= 2 else 1),
+        unit.shard.numel() if padded else numel / (ranks if stage >= 1 else 1),
+        unit.dtype.itemsize,
+        unit.grad_dtype.itemsize,
+        each * engine.planned_moments(unit) if unit.trainable else 0,
+    )
+
+
+def model_states(units: Sequence[UnitSizes], pooled: bool, extra_bytes: float = 0.0) -> dict[str, int]:
+    """Return the bytes of each kind of model state on one rank.
+
+    Args:
+        pooled: True if the gradients of two units at a time are held.
+        extra_bytes: states of the optimizer beside moments.
+    """
+    trained = [unit for unit in units if unit.trainable]
+    grads = [unit.grads_bytes for unit in trained]
+    kinds = {
+        "params": sum(unit.params_bytes for unit in units),
+        "grads": sum(sorted(grads)[-2:] if pooled else grads),
+        "master": sum(4 * unit.own_elems for unit in trained if unit.has_master),
+        "optimizer": sum(unit.moment_bytes * unit.own_elems for unit in trained) + extra_bytes,
+    }
+    return {kind: round(value) for kind, value in kinds.items()}
+
+
+def pools_grads(in_backward: bool, grads_in_file: bool, stage: int, ranks: int) -> bool:
+    """Return True if the gradients of two units at a time are held: a step inside the backward uses their memory again."""
+    return in_backward and not grads_in_file and (stage >= 2 or ranks == 1)
+
+
+def split(total_bytes: int, fraction: float) -> tuple[int, int]:
+    """Return (bytes in memory, bytes in the file) of a kind of state of which a fraction is offloaded."""
+    in_file = round(total_bytes * fraction)
+    return total_bytes - in_file, in_file
+
+
+def shares_in_file(sizes: list[int], fraction: float) -> list[float]:
+    """Return which share of each unit lies in the file, where units lie one after the other and the first bytes are resident."""
+    resident_bytes, begin, shares = (1 - fraction) * sum(sizes), 0, []
+    for size in sizes:
+        shares.append(min(1.0, max(0.0, (begin + size - resident_bytes) / size)) if size else 0.0)
+        begin += size
+    return shares
+
+
+def delayed_bytes(
+    units: Sequence[UnitSizes], params_share: float, grads_share: float, ranks: int
+) -> tuple[int, dict[str, float]]:
+    """Return (bytes in memory, bytes in files by kind) of a delayed update, each where its kind lives: the new values of this rank's
+    shards, and its gradients."""
+    shares = shares_in_file([unit.whole_bytes if unit.in_file else 0 for unit in units], params_share)
+    values = [unit.own_elems * unit.param_bytes * unit.trainable for unit in units]
+    grads = sum(unit.own_elems * unit.grad_bytes for unit in units if unit.trainable)
+    back = grads if ranks > 1 or grads_share else 0.0  # one rank alone hands over its p.grad
+    in_files = {
+        "params": sum(own * share for own, share in zip(values, shares, strict=True)),
+        "grads": back * grads_share,
+    }
+    return round(sum(values) + back - sum(in_files.values())), in_files
+
+
+# -- what files need in memory -----------------------------------------------------------------------------------------
+
+
+def tier_buffers(units: Sequence[UnitSizes], offload: Offload, moments: int, *, inside: bool) -> int:
+    """Return the bytes, at most, that a rank streams its states, parameters and gradients through, and those of the shards of gradients
+    that stay in memory for the next backward.
+
+    Args:
+        units: padded.
+        moments: tensors of states that the optimizer keeps for each parameter, without the master.
+        inside: True with ``Config(step_in_backward=True)``: units are stepped where they are gathered, without windows.
+    """
+    shards = [unit for unit in units if unit.trainable]
+    total, window_elems = 0, _WINDOW_ELEMS
+    if _is_on_disk(offload.optimizer):
+        fraction = _share(offload.optimizer)
+        pairs = [(int(one.own_elems), one.has_master) for one in shards]
+        total, record_elems = _C.optim_file_plan(pairs, fraction, (1 << moments) - 1, inside)
+        window_elems = max(record_elems, _WINDOW_ELEMS if fraction < 1 else 0)
+    grads = shards if _is_on_disk(offload.grads) else []
+    total += _shards_in_memory(grads, _share(offload.grads))
+    if not inside:
+        total += _windows([(int(one.own_elems), one.param_bytes) for one in shards if one.in_file], window_elems)
+        total += _windows([(int(one.own_elems), one.grad_bytes) for one in grads], window_elems)
+    return total
+
+
+def _is_on_disk(tier: Tier | str) -> bool:
+    return isinstance(tier, Tier) and tier.kind == "nvme"
+
+
+def _share(tier: Tier | str) -> float:
+    return float(tier.fraction) if isinstance(tier, Tier) else 0.0
+
+
+def _windows(sizes: Sequence[tuple[int, int]], window_elems: int) -> int:
+    """Return the bytes of the windows of (elements, bytes of one) that are stepped in a file."""
+    elems = min(sum(elems for elems, _ in sizes), _WINDOWS * window_elems)
+    return elems * max((size for _, size in sizes), default=0)
+
+
+def _shards_in_memory(grads: Sequence[UnitSizes], fraction: float) -> int:
+    """Return the bytes of as many whole shards as there is room for: those under way, then those that wait for the next backward."""
+    sizes = [-(-int(one.own_elems) * one.grad_bytes // PAGE_BYTES) * PAGE_BYTES for one in grads]
+    room, held = max(_GRADS_BYTES, 2 * max(sizes, default=0)), 0
+    for size in sizes:
+        if held + size > room:
+            break
+        held += size
+    return min(held, round(fraction * sum(sizes)))
