@@ -68,3 +68,26 @@ def test_cycles_and_repetition(lint: ModuleType, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(lint, "CODE", list(files))
     assert lint.c_cycles() == [["a.c", "b.c"]]
     assert lint.repeated(by_shape=False) == ["a.c:2 ~ b.c:2"]
+
+
+def test_an_import_of_a_higher_layer_is_found(
+    lint: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module may import its own layer and lower ones, the frameworks the public names, and a module in no layer nothing imports."""
+    texts = {
+        "__init__.py": "from zeropp.zero import engine\n",
+        "aio.py": "from zeropp import _C\nfrom zeropp.comm import group\nif TYPE_CHECKING:\n    from zeropp.zero import engine\n",
+        "comm/group.py": "from zeropp.errors import Error\nimport zeropp.new\n",
+        "errors.py": "",
+        "hf/trainer.py": "import zeropp\n",
+        "new.py": "import zeropp.zero.engine\n",
+        "zero/engine.py": "def f():\n    import zeropp\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / "zeropp" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "zeropp" / name).write_text(text)
+    monkeypatch.setattr(lint, "PACKAGE", tmp_path / "zeropp")
+    monkeypatch.setattr(lint, "PYTHON_FILES", sorted((tmp_path / "zeropp").rglob("*.py")))
+    assert lint.climbing_imports() == [
+        "zeropp.aio -> zeropp.zero.engine", "zeropp.comm.group -> zeropp.new", "zeropp.zero.engine -> zeropp",
+    ]  # fmt: skip
