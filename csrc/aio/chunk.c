@@ -224,7 +224,7 @@ static void fail_ended(zpp_aio *aio, const struct zpp_aio_chunk *chunk, struct z
     snprintf(failure->fault.path, sizeof failure->fault.path, "%s", part->path);
     zpp_fail(&failure->err, ZPP_TIER,
              "aio: \"%s\" ended during a read: it holds %" PRIu64 " bytes, wanted %zu at offset %" PRIu64
-             "; it is shorter than what was written, or somebody cut it",
+             "; it is shorter than what was written, or another program cut it",
              part->path, seen.bytes, wanted, offset);
 }
 

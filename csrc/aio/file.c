@@ -38,7 +38,7 @@ zpp_status zpp_file_fail(const struct zpp_aio_sys *sys, const char *what, const 
                           "aio: %s \"%s\": wanted %" PRIu64 " bytes at offset %" PRIu64 ", its file system has %" PRIu64
                           " free%s; free some, or choose another folder: %s",
                           what, path, wanted_bytes, offset_bytes, fault->free_bytes,
-                          enough ? " by now (a quota is met, or somebody else had them meanwhile)" : "",
+                          enough ? " by now (a quota is met, or another program held them)" : "",
                           strerror(os_errno));
     } else {
         status = zpp_fail(err, ZPP_TIER, "aio: %s \"%s\": %" PRIu64 " bytes at offset %" PRIu64 ": %s", what, path,

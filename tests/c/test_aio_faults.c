@@ -216,7 +216,7 @@ static void full_disk_on(enum zpp_aio_backend backend) {
     CHECK_EQUAL(file_bytes(in_folder("full")), 0); /* what the reservation left is given back */
     now_free_bytes = 4 * MIB; /* another process's reservation, too */
     CHECK_FAILS(zpp_aio_submit(aio, &job, &request, &fault, &err), ZPP_TIER,
-                "has 4194304 free by now (a quota is met, or somebody else had them meanwhile); free some");
+                "has 4194304 free by now (a quota is met, or another program held them); free some");
     CHECK_EQUAL(fault.free_bytes, 4 * MIB);
     now_free_bytes = 12345;
     zpp_aio_arena_free(zpp_aio_get_arena(aio), memory);
