@@ -163,11 +163,11 @@ static PyObject *optim_file_figures(PyObject *self, PyObject *unused) {
                          (unsigned long long)seen.waited_ns, "backend", seen.uring ? "io_uring" : "threads");
 }
 
-static PyObject *optim_file_mend(PyObject *self, PyObject *unused) {
+static PyObject *optim_file_recovered(PyObject *self, PyObject *unused) {
     (void)unused;
     zpp_optim_file *optim_file = zpp_py_optim_file_get(self);
     if (!optim_file) return NULL;
-    zpp_optim_file_mend(optim_file);
+    zpp_optim_file_recovered(optim_file);
     Py_RETURN_NONE;
 }
 
@@ -182,10 +182,10 @@ static PyObject *optim_file_take_warning(PyObject *object, PyObject *unused) {
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
-static PyObject *optim_file_get_torn(PyObject *self, void *unused) {
+static PyObject *optim_file_get_inconsistent(PyObject *self, void *unused) {
     (void)unused;
     const zpp_optim_file *optim_file = ((Tier *)self)->optim_file;
-    return PyBool_FromLong(optim_file && zpp_optim_file_torn(optim_file));
+    return PyBool_FromLong(optim_file && zpp_optim_file_inconsistent(optim_file));
 }
 
 static PyMethodDef optim_file_methods[] = {
@@ -193,13 +193,13 @@ static PyMethodDef optim_file_methods[] = {
     { "seal", optim_file_seal, METH_NOARGS, "Make the file." },
     { "copy", optim_file_copy, METH_VARARGS, "copy(shard, kind, first, elems, address, write)" },
     { "figures", optim_file_figures, METH_NOARGS, "Bytes and times." },
-    { "mend", optim_file_mend, METH_NOARGS, "All of it was loaded anew." },
+    { "mend", optim_file_recovered, METH_NOARGS, "All of it was loaded anew." },
     { "take_warning", optim_file_take_warning, METH_NOARGS, "The engine's last warning, once; or ''." },
     { "close", optim_file_close, METH_NOARGS, "End the engine; the file stays." },
     { NULL, NULL, 0, NULL },
 };
 static PyGetSetDef optim_file_getset[] = {
-    { "torn", optim_file_get_torn, NULL, "did a step fail half-way?", NULL },
+    { "torn", optim_file_get_inconsistent, NULL, "True if a step failed half-way.", NULL },
     { NULL, NULL, NULL, NULL, NULL },
 };
 static PyType_Slot optim_file_slots[] = {

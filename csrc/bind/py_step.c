@@ -266,8 +266,8 @@ static int refresh_optim_file(Zero *zero) {
 
 /* --- the step at once --------------------------------------------------------------------------------------------- */
 
-/* Set the optimizer of a group and its rates from the five numbers that python/zeropp/zero/step/updates.py gives: `beta1` is
- * also Adagrad's lr_decay and SGD's momentum, `beta2` also Adagrad's initial sum and SGD's dampening. */
+/* Set the optimizer of a group and its rates from the five numbers of python/zeropp/zero/step/updates.py: `beta1` is also
+ * Adagrad's lr_decay and SGD's momentum, `beta2` also Adagrad's initial sum and SGD's dampening. */
 static bool set_optimizer(struct zpp_optim_segment *group, unsigned char update) {
     enum { NESTEROV = ZPP_OPTIM_SGD + 1 };
     if (update > NESTEROV) {
@@ -326,7 +326,7 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
     PyThreadState *thread = PyEval_SaveThread();
     zpp_status status = zpp_step_plan_make(&zero->stepper, groups, scale, false, &plan, &err);
     if (status == ZPP_OK) {
-        status = zpp_step_plan_run(&plan, zero->pool, &zero->torn, &fault, &err);
+        status = zpp_step_plan_run(&plan, zero->pool, &zero->inconsistent, &fault, &err);
         zpp_step_plan_drop(&plan);
         zero->steps += status == ZPP_OK;
     }
@@ -414,7 +414,7 @@ static PyObject *zero_delayed_wait(PyObject *self, PyObject *unused) {
     const zpp_status status = zpp_delayed_wait(zero->delayed, &fault, &err);
     PyEval_RestoreThread(thread);
     Py_CLEAR(zero->delayed_grads);
-    zero->torn |= status != ZPP_OK;
+    zero->inconsistent |= status != ZPP_OK;
     if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
     Py_RETURN_NONE;
 }

@@ -183,7 +183,7 @@ static PyObject *zero_backward_step_end(PyObject *self, PyObject *unused) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_step_in_backward_end end;
     const zpp_status status = zpp_step_in_backward_end(step_of(zero), &end, &err);
-    zero->torn |= end.inconsistent;
+    zero->inconsistent |= end.inconsistent;
     zero->steps += status == ZPP_OK;
     if (status == ZPP_OK) Py_RETURN_NONE;
     if (end.bad_unit < 0 || PyErr_Occurred()) return zpp_py_raise_aio(&err, &end.fault);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Methods of Zero for parameters and for gradients in a file (zero/offload/unit_file.h, zero/offload/grad_file.h). When the files are
- * made and go away is python/zeropp/zero/offload/params_tier.py's and grads_tier.py's to know; the step is called by py_step.c.
+ * Methods of Zero for parameters and for gradients in a file (zero/offload/unit_file.h, zero/offload/grad_file.h). The
+ * façade decides when the files are made and go away (python/zeropp/zero/offload/); py_step.c calls the step.
  *
  * Warnings of the I/O engine come from its threads, which never take the GIL: the last one is kept until the façade
  * asks.
@@ -180,11 +180,11 @@ static PyObject *figures_of(const zpp_unit_file *unit_file) {
     zpp_unit_file_figures(unit_file, &seen);
     return Py_BuildValue("{s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:n,s:K,s:K,s:K,s:s}", "mapping_address",
                          (unsigned long long)(uintptr_t)zpp_unit_file_mapping(unit_file), "mapping_bytes",
-                         (Py_ssize_t)seen.mapping_bytes, "cut_bytes", (Py_ssize_t)seen.cut_bytes, "entered_bytes",
+                         (Py_ssize_t)seen.mapping_bytes, "cut_bytes", (Py_ssize_t)seen.resident_bytes, "entered_bytes",
                          (Py_ssize_t)seen.entered_bytes, "entered_peak_bytes", (Py_ssize_t)seen.entered_peak_bytes,
                          "memory_bytes", (Py_ssize_t)seen.memory_bytes, "window_bytes",
-                         (Py_ssize_t)seen.window_bytes, "images_bytes", (Py_ssize_t)seen.images_bytes,
-                         "images_held_bytes", (Py_ssize_t)seen.images_held_bytes, "staging_bytes",
+                         (Py_ssize_t)seen.window_bytes, "images_bytes", (Py_ssize_t)seen.qcopies_bytes,
+                         "images_held_bytes", (Py_ssize_t)seen.qcopies_held_bytes, "staging_bytes",
                          (Py_ssize_t)seen.staging_bytes, "read_bytes",
                          (unsigned long long)seen.read_bytes, "written_bytes", (unsigned long long)seen.written_bytes,
                          "checked_bytes", (unsigned long long)seen.checked_bytes, "sums_bytes",
@@ -203,16 +203,16 @@ static PyObject *grads_figures(PyObject *self, PyObject *unused) {
     return figures_of(grads_of(self));
 }
 
-/* step_state() -> (steps of Adam that succeeded, was one torn by its parameters' file?) */
+/* step_state() -> (steps that succeeded, True if one left weights and states inconsistent) */
 static PyObject *step_state(PyObject *self, PyObject *unused) {
     (void)unused;
     const Zero *zero = (Zero *)self;
-    return Py_BuildValue("(KO)", (unsigned long long)zero->steps, zero->torn ? Py_True : Py_False);
+    return Py_BuildValue("(KO)", (unsigned long long)zero->steps, zero->inconsistent ? Py_True : Py_False);
 }
 
-static PyObject *mend_params(PyObject *self, PyObject *unused) {
+static PyObject *params_recovered(PyObject *self, PyObject *unused) {
     (void)unused;
-    ((Zero *)self)->torn = false;
+    ((Zero *)self)->inconsistent = false;
     Py_RETURN_NONE;
 }
 
@@ -255,7 +255,7 @@ PyMethodDef zpp_py_unit_file_methods[] = {
     { "settle_grads", settle_grads, METH_NOARGS, "All are in their file; raises what failed." },
     { "copy_grads", copy_grads, METH_VARARGS, "copy_grads(unit, first, elems, address, write)" },
     { "grads_figures", grads_figures, METH_NOARGS, "Bytes and times." },
-    { "step_state", step_state, METH_NOARGS, "(steps that succeeded, torn by the file of parameters?)" },
-    { "mend_params", mend_params, METH_NOARGS, "All parameters were loaded anew." },
+    { "step_state", step_state, METH_NOARGS, "(steps that succeeded, True after an inconsistent one)" },
+    { "mend_params", params_recovered, METH_NOARGS, "All parameters were loaded anew." },
     { NULL, NULL, 0, NULL },
 };

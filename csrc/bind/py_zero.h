@@ -71,7 +71,7 @@ struct Zero {
     PyObject *delayed_grads; /* list of what was p.grad, while a delayed step reads it; or NULL */
     int stage, ranks;
     char warning[512]; /* of the engine for parameters in a file; see py_unit_file.c */
-    bool torn;        /* a step over parameters in a file failed half-way */
+    bool inconsistent; /* a step over parameters in a file failed half-way */
     uint64_t steps;   /* steps of Adam that succeeded */
     bool autos;       /* units gathered for single reads since the last release_all */
     bool moves;       /* some units are gathered and released */

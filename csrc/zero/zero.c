@@ -359,7 +359,7 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     if (zero->grad_file.unit_file) zpp_unit_file_figures(zero->grad_file.unit_file, &grads);
     *out = (struct zpp_zero_memory){
         .param_bytes = zero->params_bytes + zero->wire.qcopies_bytes + zero->host_bytes / ranks,
-        .grad_bytes = zero->shard_bytes + zero->kept_bucket_bytes + zero->carry_bytes + grads.cut_bytes -
+        .grad_bytes = zero->shard_bytes + zero->kept_bucket_bytes + zero->carry_bytes + grads.resident_bytes -
                       (zero->grad_file.unit_file ? zero->back_bytes : 0),
         .bucket_bytes = zero->buckets.touched_bytes,
         .bucket_peak_bytes = zero->buckets.peak_bytes,

@@ -136,7 +136,7 @@ static void train(zpp_device *device, bool low, bool tiered) {
         if (optim_file) {
             struct zpp_optim_file_figures seen;
             zpp_optim_file_figures(optim_file, &seen); /* from this thread, while the other steps */
-            CHECK(!zpp_optim_file_torn(optim_file));
+            CHECK(!zpp_optim_file_inconsistent(optim_file));
         }
         if (k < EXACT) {
             CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
@@ -395,12 +395,12 @@ static void fail_each(zpp_device *device) {
         if (status != ZPP_OK) {
             CHECK_EQUAL(status, ZPP_TIER);
             CHECK(strstr(err.text, "/states\"") && strstr(fault.path, "/states"));
-            CHECK(zpp_optim_file_torn(optim_file));
+            CHECK(zpp_optim_file_inconsistent(optim_file));
             CHECK(!zpp_delayed_pending(delayed));
             zpp_delayed_publish(delayed, NULL);
             CHECK_EQUAL(memcmp(before, ours.low, ELEMS * 2), 0);
             CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));
-            zpp_optim_file_mend(optim_file);
+            zpp_optim_file_recovered(optim_file);
             step = step_of(&ours, 2, true, optim_file);
             CHECK_OK(zpp_delayed_begin(delayed, &step, false, NULL, &err));
             if (n & 1) CHECK_OK(zpp_delayed_wait(delayed, &fault, &err));

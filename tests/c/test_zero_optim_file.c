@@ -342,13 +342,13 @@ static void backward_step_operations_fail_once(void) {
             const zpp_status status = step_in_backward(optim_file, 2, false, order, NULL, &fault, &err);
             over = atomic_load(write ? &plan.writes_left : &plan.reads_left) > 0;
             atomic_store(write ? &plan.writes_left : &plan.reads_left, -1);
-            CHECK_EQUAL(zpp_optim_file_torn(optim_file), status != ZPP_OK);
+            CHECK_EQUAL(zpp_optim_file_inconsistent(optim_file), status != ZPP_OK);
             if (status != ZPP_OK) {
                 CHECK_EQUAL(status, ZPP_TIER);
                 CHECK(strstr(err.text, "/states\"") && strstr(err.text, "at offset") && fault.os_errno == EIO);
                 CHECK_FAILS(step_in_backward(optim_file, 3, false, order, NULL, &fault, &err), ZPP_STATE,
                             "load a checkpoint");
-                zpp_optim_file_mend(optim_file);
+                zpp_optim_file_recovered(optim_file);
                 CHECK_OK(step_in_backward(optim_file, 4, false, order, NULL, &fault, &err));
             }
             end_tier(optim_file);
@@ -463,14 +463,14 @@ static void every_operation_fails_once(void) {
             atomic_store(write ? &plan.writes_left : &plan.reads_left, n);
             const zpp_status status = step(optim_file, 2, false, NULL, &fault, &err);
             atomic_store(write ? &plan.writes_left : &plan.reads_left, -1);
-            CHECK_EQUAL(zpp_optim_file_torn(optim_file), status != ZPP_OK);
+            CHECK_EQUAL(zpp_optim_file_inconsistent(optim_file), status != ZPP_OK);
             if (status != ZPP_OK) {
                 CHECK_EQUAL(status, ZPP_TIER);
                 CHECK(strstr(err.text, "/states\"") && strstr(err.text, strerror(EIO)));
                 CHECK(strstr(err.text, "at offset"));
                 CHECK(strstr(fault.path, "/states") && fault.os_errno == EIO && fault.wanted_bytes > 0);
                 CHECK_FAILS(step(optim_file, 3, false, NULL, &fault, &err), ZPP_STATE, "load a checkpoint first");
-                zpp_optim_file_mend(optim_file);
+                zpp_optim_file_recovered(optim_file);
                 CHECK_OK(step(optim_file, 4, false, NULL, &fault, &err));
             }
             end_tier(optim_file);

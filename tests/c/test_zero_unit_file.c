@@ -323,13 +323,13 @@ static void making_the_file(void) {
     CHECK(strstr(fault.path, "/params") && fault.has_free && fault.os_errno == ENOSPC);
     struct zpp_unit_file_figures figures;
     zpp_unit_file_figures(mapping.unit_file, &figures);
-    CHECK_EQUAL(fault.wanted_bytes, mapping.bytes - figures.cut_bytes);
+    CHECK_EQUAL(fault.wanted_bytes, mapping.bytes - figures.resident_bytes);
     end_mapping(&mapping);
 
     mapping = sealed_mapping(NULL, 0.5, 0);
     plan.reserve_error = EOPNOTSUPP; /* a file with holes */
     CHECK_OK(open_file(mapping.unit_file, true, &fault, &err));
-    CHECK_EQUAL(file_bytes(in_folder("params")), mapping.bytes - figures.cut_bytes);
+    CHECK_EQUAL(file_bytes(in_folder("params")), mapping.bytes - figures.resident_bytes);
     plan.reserve_error = 0;
     struct mapping second = sealed_mapping(NULL, 0.5, 0); /* a file that is there already is somebody's */
     CHECK_FAILS(open_file(second.unit_file, true, &fault, &err), ZPP_TIER, strerror(EEXIST));
@@ -597,7 +597,7 @@ static void ranks_share_what_is_read(void) {
         zpp_unit_file_figures(like.unit_file, &figures);
         zpp_unit_file_destroy(like.unit_file);
         run_ranks(ranks, shared_body, &shared);
-        const uint64_t unit_file = figures.mapping_bytes - figures.cut_bytes, seen = atomic_load(&shared.read_bytes);
+        const uint64_t unit_file = figures.mapping_bytes - figures.resident_bytes, seen = atomic_load(&shared.read_bytes);
         /* Writing shards that begin inside a page reads that page. */
         const uint64_t edges = (uint64_t)PASSES * UNITS * (unsigned)ranks * 2 * PAGE;
         CHECK(seen + unit_file >= PASSES * unit_file);

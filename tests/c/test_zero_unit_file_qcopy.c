@@ -117,10 +117,10 @@ static void come_back_rounded(void) {
         zpp_unit_file_figures(kept.unit_file, &before);
         load_all(&kept, dtype, 2);
         zpp_unit_file_figures(kept.unit_file, &after);
-        CHECK_EQUAL(after.read_bytes - before.read_bytes, in_memory ? 0 : 2 * after.images_bytes);
+        CHECK_EQUAL(after.read_bytes - before.read_bytes, in_memory ? 0 : 2 * after.qcopies_bytes);
         const size_t rounded = 5000 + 4097 + 333, kept_bytes = rounded * (unsigned)bits / 8 + rounded / BLOCK * 4;
-        CHECK(after.images_bytes < (3 * ELEMS - rounded) * elem_bytes(dtype) + kept_bytes + 4 * PAGE);
-        if (!in_memory) CHECK_EQUAL(file_bytes(in_folder("params")), after.images_bytes);
+        CHECK(after.qcopies_bytes < (3 * ELEMS - rounded) * elem_bytes(dtype) + kept_bytes + 4 * PAGE);
+        if (!in_memory) CHECK_EQUAL(file_bytes(in_folder("params")), after.qcopies_bytes);
         end_kept(&kept, in_memory);
     }
     remove_folder();
@@ -136,11 +136,11 @@ static void a_fraction_is_away(void) {
         struct kept kept = new_kept(8, ZPP_F32, in_memory, fraction);
         struct zpp_unit_file_figures before, after;
         zpp_unit_file_figures(kept.unit_file, &before);
-        const size_t in_file = before.images_bytes - before.images_held_bytes;
+        const size_t in_file = before.qcopies_bytes - before.qcopies_held_bytes;
         if (in_memory) {
             const int held = way & 2 ? 1 : UNITS - 1;
             CHECK_EQUAL(in_file, 0);
-            CHECK_EQUAL(before.cut_bytes, kept.offset[held]);
+            CHECK_EQUAL(before.resident_bytes, kept.offset[held]);
             for (int i = 0; i < UNITS; i++) CHECK_EQUAL(zpp_unit_file_is_held(kept.unit_file, kept.unit[i]), i < held);
             for (int i = 0; i < held; i++)
                 CHECK_EQUAL(memcmp(zpp_unit_file_mapping(kept.unit_file) + kept.offset[i], kept.wanted[i], ELEMS * 4),
@@ -154,9 +154,9 @@ static void a_fraction_is_away(void) {
                         0);
             CHECK_OK(zpp_unit_file_release(kept.unit_file, kept.unit[last], &err));
         } else {
-            CHECK_EQUAL(before.cut_bytes, 0);
+            CHECK_EQUAL(before.resident_bytes, 0);
             CHECK_EQUAL(file_bytes(in_folder("params")), in_file);
-            CHECK((double)in_file <= fraction * (double)before.images_bytes + PAGE && in_file > 0);
+            CHECK((double)in_file <= fraction * (double)before.qcopies_bytes + PAGE && in_file > 0);
             load_all(&kept, ZPP_F32, 2);
             zpp_unit_file_figures(kept.unit_file, &after);
             CHECK_EQUAL(after.read_bytes - before.read_bytes, 2 * in_file);

@@ -124,7 +124,7 @@ static zpp_status step(struct stepped *at, uint64_t t, zpp_pool *pool, bool *tor
     *torn = false;
     if (at->optim_file) {
         const zpp_status status = zpp_optim_file_step(at->optim_file, pieces, count, &files, 0.5f, pool, fault, err);
-        *torn = zpp_optim_file_torn(at->optim_file);
+        *torn = zpp_optim_file_inconsistent(at->optim_file);
         return status;
     }
     return zpp_unit_file_step(&files, ours, count, 0.5f, pool, torn, fault, err);
@@ -165,7 +165,7 @@ static void steps_equal_memory(void) {
         }
         /* Bytes: fp32 parameters are read and written once a step, copies are only written; no more than the page that
          * each end of a window stands in. */
-        const size_t on_disk_bytes = before.mapping_bytes - before.cut_bytes, edges = 32 * PAGE;
+        const size_t on_disk_bytes = before.mapping_bytes - before.resident_bytes, edges = 32 * PAGE;
         const uint64_t written = after.written_bytes - before.written_bytes;
         const uint64_t read = after.read_bytes - before.read_bytes;
         CHECK(written <= on_disk_bytes && written + edges >= on_disk_bytes);
@@ -251,7 +251,7 @@ static void only_one_of_two_units_turns(void) {
         CHECK_OK(zpp_unit_file_copy(unit_file, offsets[1], seen, BYTES, true, &fault, &err));
         struct zpp_unit_file_figures figures;
         zpp_unit_file_figures(unit_file, &figures);
-        const size_t held = figures.cut_bytes / 4;
+        const size_t held = figures.resident_bytes / 4;
         CHECK_EQUAL(held > 0, cut);
         struct zpp_optim_segment segments[2];
         for (size_t i = 0; i < 2; i++) {

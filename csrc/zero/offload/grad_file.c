@@ -48,7 +48,7 @@ zpp_status zpp_grad_file_seal(zpp_zero *zero, struct zpp_err *err) {
     if (!zero->delays_steps) return status;
     struct zpp_unit_file_figures seen;
     zpp_unit_file_figures(grad_file->unit_file, &seen);
-    zero->back_bytes = seen.cut_bytes / 2;
+    zero->back_bytes = seen.resident_bytes / 2;
     return status;
 }
 
@@ -77,7 +77,7 @@ static zpp_status finish_write(zpp_zero *zero, struct zpp_unit_grad *grad, const
     return ZPP_OK;
 }
 
-static zpp_status come(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+static zpp_status acquire_memory(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
     pthread_mutex_lock(&grad_file->lock);
     const zpp_status status = zpp_unit_file_acquire(grad_file->unit_file, grad->file_index, err);
@@ -86,7 +86,7 @@ static zpp_status come(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_er
     return status;
 }
 
-static zpp_status let_go(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+static zpp_status release_memory(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
     grad->grad_file_state = ZPP_GRAD_FILE_AWAY;
     pthread_mutex_lock(&grad_file->lock);
@@ -96,7 +96,7 @@ static zpp_status let_go(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
     return status;
 }
 
-static bool is_room(struct zpp_grad_file *grad_file, size_t bytes) {
+static bool has_capacity(struct zpp_grad_file *grad_file, size_t bytes) {
     pthread_mutex_lock(&grad_file->lock);
     const bool fits = grad_file->open_bytes + bytes <= grad_file->bound_bytes;
     pthread_mutex_unlock(&grad_file->lock);
@@ -104,26 +104,26 @@ static bool is_room(struct zpp_grad_file *grad_file, size_t bytes) {
 }
 
 /* The oldest writes end until `bytes` more fit, or none is under way. */
-static zpp_status make_room(zpp_zero *zero, size_t bytes, const struct zpp_wait *wait, struct zpp_err *err) {
+static zpp_status end_writes_until(zpp_zero *zero, size_t bytes, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
-    while (grad_file->oldest && !is_room(grad_file, bytes)) {
+    while (grad_file->oldest && !has_capacity(grad_file, bytes)) {
         struct zpp_unit_grad *grad = grad_file->oldest;
         zpp_status status = finish_write(zero, grad, wait);
-        if (status == ZPP_OK) status = let_go(zero, grad, err);
+        if (status == ZPP_OK) status = release_memory(zero, grad, err);
         if (status != ZPP_OK) return status;
     }
     return ZPP_OK;
 }
 
-static zpp_status take(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
+static zpp_status load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
     if (is_held(zero, grad) || grad->grad_file_state == ZPP_GRAD_FILE_HERE
         || grad->grad_file_state == ZPP_GRAD_FILE_READING)
         return ZPP_OK;
     /* its contents are there */
     if (grad->grad_file_state == ZPP_GRAD_FILE_WRITING) return finish_write(zero, grad, wait);
-    zpp_status status = make_room(zero, zpp_grad_shard_bytes(grad), wait, err);
-    if (status == ZPP_OK) status = come(zero, grad, err);
+    zpp_status status = end_writes_until(zero, zpp_grad_shard_bytes(grad), wait, err);
+    if (status == ZPP_OK) status = acquire_memory(zero, grad, err);
     if (status != ZPP_OK) return status;
     grad->changed = false;
     grad->grad_file_state = ZPP_GRAD_FILE_HERE;
@@ -134,12 +134,12 @@ static zpp_status take(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
 }
 
 /* What comes next, as far as there is room for it without waiting. */
-static zpp_status take_ahead(zpp_zero *zero, int at, struct zpp_err *err) {
+static zpp_status load_ahead(zpp_zero *zero, int at, struct zpp_err *err) {
     for (at++; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         if (!grad->has || is_held(zero, grad) || grad->grad_file_state != ZPP_GRAD_FILE_AWAY) continue;
-        if (!is_room(&zero->grad_file, zpp_grad_shard_bytes(grad))) return ZPP_OK;
-        const zpp_status status = take(zero, grad, NULL, err);
+        if (!has_capacity(&zero->grad_file, zpp_grad_shard_bytes(grad))) return ZPP_OK;
+        const zpp_status status = load(zero, grad, NULL, err);
         if (status != ZPP_OK) return status;
     }
     return ZPP_OK;
@@ -148,8 +148,8 @@ static zpp_status take_ahead(zpp_zero *zero, int at, struct zpp_err *err) {
 zpp_status zpp_grad_file_load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
                               struct zpp_err *err) {
     if (grad->grad_file_state == ZPP_GRAD_FILE_HERE) return ZPP_OK;
-    const zpp_status status = take(zero, grad, wait, err);
-    return status == ZPP_OK ? take_ahead(zero, grad->order_at, err) : status;
+    const zpp_status status = load(zero, grad, wait, err);
+    return status == ZPP_OK ? load_ahead(zero, grad->order_at, err) : status;
 }
 
 static void zero_param(const zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
@@ -184,7 +184,7 @@ zpp_status zpp_grad_file_load_wait(zpp_zero *zero, struct zpp_unit_grad *grad, c
 zpp_status zpp_grad_file_store(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
     if (is_held(zero, grad) || grad->grad_file_state != ZPP_GRAD_FILE_HERE) return ZPP_OK;
-    if (!grad->changed || grad_file->status != ZPP_OK) return let_go(zero, grad, err);
+    if (!grad->changed || grad_file->status != ZPP_OK) return release_memory(zero, grad, err);
     zpp_unit_file_write_unit(grad_file->unit_file, grad->file_index);
     grad->changed = false;
     grad->grad_file_state = ZPP_GRAD_FILE_WRITING;
@@ -205,7 +205,7 @@ zpp_status zpp_grad_file_drop(zpp_zero *zero, struct zpp_unit_grad *grad, struct
     if (grad->grad_file_state == ZPP_GRAD_FILE_WRITING) status = finish_write(zero, grad, &patience);
     if (status != ZPP_OK || grad->grad_file_state != ZPP_GRAD_FILE_HERE) return status;
     grad->changed = false;
-    return let_go(zero, grad, err);
+    return release_memory(zero, grad, err);
 }
 
 zpp_status zpp_grad_file_settle(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
@@ -213,7 +213,7 @@ zpp_status zpp_grad_file_settle(zpp_zero *zero, struct zpp_unit_grad *grad, stru
     if (status == ZPP_OK) status = zpp_grad_file_store(zero, grad, err);
     if (status == ZPP_OK && grad->grad_file_state == ZPP_GRAD_FILE_WRITING) {
         status = finish_write(zero, grad, &patience);
-        if (status == ZPP_OK) status = let_go(zero, grad, err);
+        if (status == ZPP_OK) status = release_memory(zero, grad, err);
     }
     if (status != ZPP_OK || zero->grad_file.status == ZPP_OK) return status;
     *err = zero->grad_file.err;
@@ -282,7 +282,7 @@ zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, st
     while (grad_file->oldest && status == ZPP_OK) {
         struct zpp_unit_grad *grad = grad_file->oldest;
         status = finish_write(zero, grad, &patience);
-        if (status == ZPP_OK) status = let_go(zero, grad, err);
+        if (status == ZPP_OK) status = release_memory(zero, grad, err);
     }
     if (status != ZPP_OK || grad_file->status == ZPP_OK) return status;
     *err = grad_file->err;

@@ -244,12 +244,12 @@ zpp_status zpp_optim_file_copy(zpp_optim_file *optim_file, int shard, enum zpp_o
 
 /* --- small answers ------------------------------------------------------------------------------------------------ */
 
-bool zpp_optim_file_torn(const zpp_optim_file *optim_file) {
-    return optim_file->torn;
+bool zpp_optim_file_inconsistent(const zpp_optim_file *optim_file) {
+    return optim_file->inconsistent;
 }
 
-void zpp_optim_file_mend(zpp_optim_file *optim_file) {
-    optim_file->torn = false;
+void zpp_optim_file_recovered(zpp_optim_file *optim_file) {
+    optim_file->inconsistent = false;
     optim_file->backward_step.open = false;
     optim_file_backward_step_forget(optim_file);
 }

@@ -18,10 +18,10 @@
  * and step are 4 * kinds read and 4 * kinds written, and memory is `buffers` records. The copy in the parameters' own
  * kind is written in the same pass. The moments of a chunk that was never stepped are zeros that nobody reads or wrote.
  *
- * A step that fails half-way leaves some chunks stepped and others not: the optimizer file is *torn*, and refuses every
- * step until zpp_optim_file_mend (the caller has loaded all of it anew).
+ * A step that fails half-way leaves some chunks stepped and others not: the optimizer file is *inconsistent*, and
+ * refuses every step until zpp_optim_file_recovered (the caller has loaded all of it anew).
  *
- * Threads: one at a time; torn and figures from any.
+ * Threads: one at a time; inconsistent and figures from any.
  */
 #ifndef ZPP_ZERO_OPTIM_FILE_H
 #define ZPP_ZERO_OPTIM_FILE_H
@@ -104,9 +104,9 @@ zpp_status zpp_optim_file_step(zpp_optim_file *optim_file, const struct zpp_opti
 
 /* The same step shard by shard, as gradients become complete (optim_file_step_in_backward.c). Between the calls records
  * are read and written. Shards come best from the last to the first, and each at most once; those that do not come stay
- * as they are. A failure is told once, by the call that meets it: the optimizer file is torn then, and no step is
- * open. */
-/* tears nothing */
+ * as they are. The call that meets a failure returns it, once: the optimizer file is inconsistent then, and no
+ * step is open. */
+/* A failure here changes no state. */
 zpp_status zpp_optim_file_backward_step_begin(zpp_optim_file *optim_file, struct zpp_aio_fault *fault,
                                               struct zpp_err *err);
 /* Pieces of one shard, in ascending order. Their parameters and gradients are in memory. */
@@ -123,8 +123,8 @@ zpp_status zpp_optim_file_backward_step_end(zpp_optim_file *optim_file, struct z
                                             struct zpp_err *err);
 /* Between two steps: begin to read what the next one needs first. If that fails, the next step says it. */
 void zpp_optim_file_backward_step_ahead(zpp_optim_file *optim_file);
-bool zpp_optim_file_torn(const zpp_optim_file *optim_file);
-void zpp_optim_file_mend(zpp_optim_file *optim_file);
+bool zpp_optim_file_inconsistent(const zpp_optim_file *optim_file);
+void zpp_optim_file_recovered(zpp_optim_file *optim_file);
 
 struct zpp_optim_file_figures {
     size_t file_bytes[ZPP_TIER_KINDS]; /* states in the file, without what rounds them up */

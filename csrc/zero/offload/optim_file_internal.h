@@ -86,7 +86,7 @@ struct zpp_optim_file {
     struct zpp_optim_file_options options;
     struct zpp_scratch_file file;
     bool sealed;
-    atomic_bool torn; /* this and the figures are read while a delayed step runs in a thread of its own */
+    atomic_bool inconsistent; /* this and the figures are read while a delayed step runs in a thread of its own */
     struct optim_file_line lines[2]; /* 0: with a master */
     struct optim_file_shard *shards;
     int shards_count, shards_room;

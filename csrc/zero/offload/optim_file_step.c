@@ -220,9 +220,9 @@ zpp_status zpp_optim_file_step(zpp_optim_file *optim_file, const struct zpp_opti
                                size_t pieces_count,
                                const struct zpp_step_files *files, float grad_scale, zpp_pool *pool,
                                struct zpp_aio_fault *fault, struct zpp_err *err) {
-    if (optim_file->torn || !optim_file->sealed)
+    if (optim_file->inconsistent || !optim_file->sealed)
         return zpp_fail(err, ZPP_STATE, "tier: the states in %s are %s", optim_file->file.path,
-                        optim_file->torn ? "inconsistent after a step that failed; load a checkpoint first"
+                        optim_file->inconsistent ? "inconsistent after a step that failed; load a checkpoint first"
                                          : "not sealed yet");
     const bool windows = files->params || files->grads;
     if (windows && optim_file->options.buffers > ZPP_UNIT_FILE_WINDOWS)
@@ -238,7 +238,7 @@ zpp_status zpp_optim_file_step(zpp_optim_file *optim_file, const struct zpp_opti
     struct stream stream = { optim_file, &plan, grad_scale, pool };
     status = settle(optim_file, files, run_stream(&stream, fault, err), fault, err);
     optim_file_plan_drop(&plan);
-    optim_file->torn = status != ZPP_OK;
+    optim_file->inconsistent = status != ZPP_OK;
     optim_file->steps++;
     optim_file->step_ns += zpp_now_ns() - began_ns;
     return status;

@@ -208,14 +208,14 @@ static zpp_status take(zpp_optim_file *optim_file, int line, size_t chunk, struc
 
 static zpp_status fail(zpp_optim_file *optim_file, zpp_status status) {
     if (status == ZPP_OK) return status;
-    optim_file->torn = true;
+    optim_file->inconsistent = true;
     optim_file->backward_step.open = false;
     optim_file_backward_step_forget(optim_file);
     return status;
 }
 
 static const char *why_not(const zpp_optim_file *optim_file) {
-    if (optim_file->torn) return "inconsistent after a step that failed; load a checkpoint first";
+    if (optim_file->inconsistent) return "inconsistent after a step that failed; load a checkpoint first";
     if (!optim_file->sealed) return "not sealed yet";
     if (optim_file->backward_step.open) return "in the middle of a step";
     return optim_file->options.backward_step ? NULL : "not made for steps inside a backward";
@@ -308,6 +308,6 @@ zpp_status zpp_optim_file_backward_step_end(zpp_optim_file *optim_file, struct z
 void zpp_optim_file_backward_step_ahead(zpp_optim_file *optim_file) {
     struct zpp_err ignored = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    if (optim_file->torn || optim_file->backward_step.open) return;
+    if (optim_file->inconsistent || optim_file->backward_step.open) return;
     if (read_ahead(optim_file, &fault, &ignored) != ZPP_OK) optim_file_backward_step_forget(optim_file);
 }

@@ -77,9 +77,9 @@ zpp_status zpp_unit_file_add(zpp_unit_file *unit_file, size_t bytes, int *unit, 
 }
 
 zpp_status zpp_unit_file_double_buffer(zpp_unit_file *unit_file, int unit, struct zpp_err *err) {
-    if (unit_file->sealed || unit_file->images.bits)
+    if (unit_file->sealed || unit_file->quant.bits)
         return zpp_fail(err, ZPP_STATE, "params: two copies of unit %d %s", unit,
-                        unit_file->sealed ? "after seal" : "of images, which are only read");
+                        unit_file->sealed ? "after seal" : "of quantised copies, which are only read");
     unit_file->units[unit].two = unit_file->keeps_two = true;
     return ZPP_OK;
 }
@@ -92,7 +92,7 @@ static size_t sums_bytes(uint64_t part_bytes) {
 }
 
 static uint64_t file_bytes(const zpp_unit_file *unit_file) {
-    return unit_file->images.bits ? unit_file->images_bytes - unit_file->images_cut_bytes : unit_file->file_bytes;
+    return unit_file->quant.bits ? unit_file->qcopies_bytes - unit_file->qcopies_resident_bytes : unit_file->file_bytes;
 }
 
 /* Memory for the checksums of the file's parts, however many there will be. */
@@ -119,10 +119,10 @@ static zpp_status make_shared_mapping(zpp_unit_file *unit_file, struct zpp_err *
     unit_file->board = (struct unit_file_board *)(void *)(unit_file->mapping + unit_file->mapping_bytes);
     unit_file->sums_room = unit_file->mapping + unit_file->mapping_bytes + board_bytes;
     /* A read of what is not there faults, and is not silently zero. */
-    if (mprotect(unit_file->mapping + unit_file->cut_bytes, unit_file->mapping_bytes - unit_file->cut_bytes,
+    if (mprotect(unit_file->mapping + unit_file->resident_bytes, unit_file->mapping_bytes - unit_file->resident_bytes,
                  PROT_NONE) != 0)
         return zpp_fail_os(err, errno, "params: closing %zu bytes of addresses",
-                           unit_file->mapping_bytes - unit_file->cut_bytes);
+                           unit_file->mapping_bytes - unit_file->resident_bytes);
     return unit_file_stray_watch(unit_file, err);
 }
 
@@ -131,7 +131,7 @@ static zpp_status make_own_mapping(zpp_unit_file *unit_file, size_t warm_bytes, 
     if (status != ZPP_OK) return status;
     zpp_range_set_warm(unit_file->range, warm_bytes);
     unit_file->mapping = zpp_range_base(unit_file->range);
-    if (unit_file->cut_bytes) status = zpp_range_map(unit_file->range, 0, unit_file->cut_bytes, err);
+    if (unit_file->resident_bytes) status = zpp_range_map(unit_file->range, 0, unit_file->resident_bytes, err);
     return status;
 }
 
@@ -158,7 +158,7 @@ zpp_status zpp_unit_file_seal(zpp_unit_file *unit_file, size_t warm_bytes, struc
     unit_file->sealed = true;
     if (!unit_file->mapping_bytes) return ZPP_OK;
     const size_t held_bytes = (size_t)((1.0 - unit_file->fraction) * (double)unit_file->mapping_bytes);
-    if (!unit_file->images.bits) unit_file->cut_bytes = held_bytes / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
+    if (!unit_file->quant.bits) unit_file->resident_bytes = held_bytes / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
     const zpp_status status = unit_file_qcopy_seal(unit_file, err);
     if (status != ZPP_OK) return status;
     place_copies(unit_file);
@@ -213,7 +213,7 @@ static void end_load(zpp_unit_file *unit_file, int index, zpp_status status) {
 static void finish_load(zpp_unit_file *unit_file, int index) {
     struct unit_file_unit *unit = &unit_file->units[index];
     const zpp_status status = zpp_scratch_finish(&unit->request, &unit->fault, &unit->err);
-    if (unit_file->images.bits) unit_file_qcopy_end(unit_file, unit, status);
+    if (unit_file->quant.bits) unit_file_qcopy_end(unit_file, unit, status);
     end_load(unit_file, index, status);
 }
 
@@ -230,7 +230,7 @@ void zpp_unit_file_close(zpp_unit_file *unit_file) {
         if (unit_file->units[i].request) finish_load(unit_file, i);
     for (int i = 0; i < unit_file->units_count; i++) {
         struct zpp_err ignored = ZPP_ERR_INIT;
-        (void)zpp_scratch_finish(&unit_file->units[i].sending, NULL, &ignored);
+        (void)zpp_scratch_finish(&unit_file->units[i].write_request, NULL, &ignored);
     }
 }
 
@@ -307,7 +307,7 @@ static void submit_part(zpp_unit_file *unit_file, int index, bool write) {
 static void submit_load(zpp_unit_file *unit_file, int index) {
     struct unit_file_unit *unit = &unit_file->units[index];
     unit_file->loads++;
-    if (!unit_file->images.bits) {
+    if (!unit_file->quant.bits) {
         submit_part(unit_file, index, false);
         return;
     }
@@ -383,10 +383,10 @@ zpp_status zpp_unit_file_copy(zpp_unit_file *unit_file, size_t offset_bytes, voi
     if (offset_bytes > unit_file->mapping_bytes || bytes > unit_file->mapping_bytes - offset_bytes)
         return zpp_fail(err, ZPP_INVALID, "params: bytes %zu to %zu are copied, there are %zu", offset_bytes,
                         offset_bytes + bytes, unit_file->mapping_bytes);
-    if (unit_file->images.bits)
+    if (unit_file->quant.bits)
         return zpp_fail(err, ZPP_STATE, "params: they are kept in %d bits, and cannot be %s in parts",
-                        unit_file->images.bits, write ? "written" : "read");
-    const size_t left = offset_bytes < unit_file->cut_bytes ? unit_file->cut_bytes - offset_bytes : 0;
+                        unit_file->quant.bits, write ? "written" : "read");
+    const size_t left = offset_bytes < unit_file->resident_bytes ? unit_file->resident_bytes - offset_bytes : 0;
     const size_t held = bytes < left ? bytes : left;
     if (held) memcpy(write ? unit_file->mapping + offset_bytes : memory, write ? memory
                      : unit_file->mapping + offset_bytes, held);
@@ -398,7 +398,7 @@ zpp_status zpp_unit_file_copy(zpp_unit_file *unit_file, size_t offset_bytes, voi
 zpp_status zpp_unit_file_write_back(zpp_unit_file *unit_file, size_t offset_bytes, size_t bytes,
                                     struct zpp_aio_fault *fault, struct zpp_err *err) {
     const size_t end = offset_bytes + bytes;
-    if (offset_bytes < unit_file->cut_bytes) offset_bytes = unit_file->cut_bytes;
+    if (offset_bytes < unit_file->resident_bytes) offset_bytes = unit_file->resident_bytes;
     if (offset_bytes >= end) return ZPP_OK;
     return unit_file_move(unit_file, offset_bytes, unit_file->mapping + offset_bytes, end - offset_bytes, true, false,
                           fault, err);
@@ -407,15 +407,15 @@ zpp_status zpp_unit_file_write_back(zpp_unit_file *unit_file, size_t offset_byte
 zpp_status zpp_unit_file_write_begin(zpp_unit_file *unit_file, int index, size_t offset_bytes, size_t bytes,
                                      struct zpp_aio_fault *fault, struct zpp_err *err) {
     const size_t end = offset_bytes + bytes;
-    if (offset_bytes < unit_file->cut_bytes) offset_bytes = unit_file->cut_bytes;
+    if (offset_bytes < unit_file->resident_bytes) offset_bytes = unit_file->resident_bytes;
     if (offset_bytes >= end) return ZPP_OK;
     return unit_file_submit(unit_file, offset_bytes, unit_file->mapping + offset_bytes, end - offset_bytes, true, false,
-                            &unit_file->units[index].sending, fault, err);
+                            &unit_file->units[index].write_request, fault, err);
 }
 
 zpp_status zpp_unit_file_write_wait(zpp_unit_file *unit_file, int index, struct zpp_aio_fault *fault,
                                     struct zpp_err *err) {
-    zpp_aio_request **request = &unit_file->units[index].sending;
+    zpp_aio_request **request = &unit_file->units[index].write_request;
     const uint64_t began_ns = zpp_now_ns();
     const zpp_status status = zpp_scratch_finish(request, fault, err);
     unit_file->step_wait_ns += zpp_now_ns() - began_ns;
@@ -425,10 +425,10 @@ zpp_status zpp_unit_file_write_wait(zpp_unit_file *unit_file, int index, struct 
 void zpp_unit_file_figures(const zpp_unit_file *unit_file, struct zpp_unit_file_figures *out) {
     *out = (struct zpp_unit_file_figures){
         .mapping_bytes = unit_file->mapping_bytes,
-        .cut_bytes = unit_file->cut_bytes,
+        .resident_bytes = unit_file->resident_bytes,
         .entered_bytes = unit_file->entered_bytes,
         .entered_peak_bytes = unit_file->entered_peak_bytes,
-        .memory_bytes = unit_file->range ? zpp_range_held_bytes(unit_file->range) - unit_file->cut_bytes
+        .memory_bytes = unit_file->range ? zpp_range_held_bytes(unit_file->range) - unit_file->resident_bytes
             : unit_file->entered_bytes,
         .read_bytes = unit_file->closed_read_bytes,
         .written_bytes = unit_file->closed_written_bytes,
@@ -436,8 +436,8 @@ void zpp_unit_file_figures(const zpp_unit_file *unit_file, struct zpp_unit_file_
         .loads = unit_file->loads,
         .load_wait_ns = unit_file->load_wait_ns,
         .step_wait_ns = unit_file->step_wait_ns,
-        .images_bytes = unit_file->images_bytes,
-        .images_held_bytes = unit_file->images_cut_bytes,
+        .qcopies_bytes = unit_file->qcopies_bytes,
+        .qcopies_held_bytes = unit_file->qcopies_resident_bytes,
         .second_bytes = unit_file->second_bytes,
         .staging_bytes = unit_file->stagings * unit_file->staging_bytes,
     };

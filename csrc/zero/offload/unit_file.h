@@ -4,22 +4,22 @@
  * infinity offload engine of ZeRO-Infinity, arXiv:2104.07857, section 5).
  *
  * All such units lie one after the other, at pages, in one range of addresses, their *mapping*; what the optimizer and
- * the modules see are views of it. A cut divides it once: what lies before it is held in memory for good, the rest is
- * in the file, in the same order, without the gaps that the mapping has before large units.
+ * the modules see are views of it. Its first resident_bytes stay in memory, the rest is in the file, in the same order,
+ * without the gaps that the mapping has before large units.
  *
  *   mapping   | unit 0 .... | unit 1 ...... | unit 2 ........... |
- *          | held in memory     | in the file                 |
- *                               cut: (1 - fraction) of the bytes
+ *             | resident in memory     | in the file              |
+ *                                      resident_bytes: (1 - fraction) of the bytes, whole pages
  *
  * A load reads the unit's bytes from the file straight to their mapping, without a copy. The ranks of a host share the
- * mapping and the file: the first rank that needs a unit reads it for all, the last one that lets go gives the memory
- * back. So a pass reads every byte once however many ranks there are, no rank waits for a partner's call, and what is
+ * mapping and the file: the first rank that needs a unit reads it for all, the last one that releases it gives the
+ * memory back. So a pass reads every byte once however many ranks there are, no rank waits for a partner's call, and what is
  * gathered is held once a host.
  *
- *   users of a unit   0 --enter--> 1 .. ranks --leave--> 0      -1: the last one is giving its pages back
+ *   users of a unit   0 --acquire--> 1 .. ranks --release--> 0      -1: the last one is giving its pages back
  *   its contents      EMPTY --one rank begins--> LOADING --> LOADED
  *
- * Writers: each rank its own shards, between zpp_zero_step_begin and _end, when nobody has entered a unit.
+ * Writers: each rank its own shards, between zpp_zero_step_begin and _end, while no rank has acquired a unit.
  *
  * For a step that runs while units are loaded (step_delayed.h) the file has two copies of a unit: loads and copies use
  * the *current* one, the step writes the *next* one, and a flip exchanges the two.
@@ -60,7 +60,7 @@ zpp_status zpp_unit_file_double_buffer(zpp_unit_file *unit_file, int unit, struc
 /* Elements of a unit that are to be kept so, in ascending order. Before seal. */
 zpp_status zpp_unit_file_add_span(zpp_unit_file *unit_file, int unit, size_t offset_bytes, size_t elems,
                                   zpp_dtype dtype, struct zpp_err *err);
-/* Rank 0 keeps what it has at mapping of a unit that is entered; the other ranks do nothing. */
+/* Rank 0 keeps what it has at mapping of a unit that is acquired; the other ranks do nothing. */
 zpp_status zpp_unit_file_keep_qcopy(zpp_unit_file *unit_file, int unit, struct zpp_aio_fault *fault,
                                     struct zpp_err *err);
 /* Collective: the mapping. `warm_bytes` of pages that were given back may be kept for the next load (one rank only). */
@@ -95,9 +95,9 @@ void zpp_unit_file_close(zpp_unit_file *unit_file);
 zpp_status zpp_unit_file_acquire(zpp_unit_file *unit_file, int unit, struct zpp_err *err);
 /* This rank reads it no more. */
 zpp_status zpp_unit_file_release(zpp_unit_file *unit_file, int unit, struct zpp_err *err);
-/* After enter: begin to read, unless another rank does. What fails here is told by zpp_unit_file_read_status. */
+/* After acquire: begin to read, unless another rank does. zpp_unit_file_read_status returns what fails here. */
 void zpp_unit_file_read_begin(zpp_unit_file *unit_file, int unit);
-/* One rank only, of a unit that it has entered: begin to write it. It arrives as a load does. */
+/* One rank only, of a unit that it has acquired: begin to write it. It arrives as a load does. */
 void zpp_unit_file_write_unit(zpp_unit_file *unit_file, int unit);
 /* OK: the load has ended, well or badly. AGAIN (`wait` NULL only): it has not. */
 zpp_status zpp_unit_file_read_wait(zpp_unit_file *unit_file, int unit, const struct zpp_wait *wait);
@@ -109,14 +109,14 @@ zpp_status zpp_unit_file_read_status(const zpp_unit_file *unit_file, int unit, s
 bool zpp_unit_file_is_idle(const zpp_unit_file *unit_file);
 
 /* --- shards ------------------------------------------------------------------------------------------------------- */
-/* Bytes of the mapping to (write: from) `memory`, which is not in the mapping; units need not be entered. */
+/* Bytes of the mapping to (write: from) `memory`, which is not in the mapping; units need not be acquired. */
 zpp_status zpp_unit_file_copy(zpp_unit_file *unit_file, size_t offset_bytes, void *memory, size_t bytes, bool write,
                               struct zpp_aio_fault *fault, struct zpp_err *err);
-/* Bytes of a unit that this rank has entered, to the file. */
+/* Bytes of a unit that this rank has acquired, to the file. */
 zpp_status zpp_unit_file_write_back(zpp_unit_file *unit_file, size_t offset_bytes, size_t bytes,
                                     struct zpp_aio_fault *fault, struct zpp_err *err);
 
-/* Begin to write bytes of a unit that this rank has entered, and does not leave before zpp_unit_file_write_wait; one
+/* Begin to write bytes of a unit that this rank has acquired, and does not release before zpp_unit_file_write_wait; one
  * range at a time. */
 zpp_status zpp_unit_file_write_begin(zpp_unit_file *unit_file, int unit, size_t offset_bytes, size_t bytes,
                                      struct zpp_aio_fault *fault, struct zpp_err *err);
@@ -125,7 +125,8 @@ zpp_status zpp_unit_file_write_wait(zpp_unit_file *unit_file, int unit, struct z
                                     struct zpp_err *err);
 
 /* --- the step (unit_file_step.c) ---------------------------------------------------------------------------------- */
-/* How many of `elems` elements at `address` lie on one side of the cut; all of them where it is not in the mapping. */
+/* How many of `elems` elements at `address` are all resident, or all in the file; all of them where `address` is not in
+ * the mapping. */
 size_t zpp_unit_file_run(const zpp_unit_file *unit_file, const void *address, size_t elems, size_t elem_bytes);
 
 /* What of a step lies in files, each in one of its own; NULL: in memory. */
@@ -140,7 +141,7 @@ struct zpp_step_files {
  * read. */
 enum { ZPP_UNIT_FILE_WINDOWS = 4 };
 /* Waits for what the window wrote before; gives the segments (`count`, `stride_bytes` apart) addresses in its buffer;
- * begins to read what they need. No segment crosses a cut. */
+ * begins to read what they need. No segment is partly resident. */
 zpp_status zpp_unit_file_window_open(const struct zpp_step_files *files, size_t window, struct zpp_optim_segment *first,
                                      size_t count, size_t stride_bytes, struct zpp_aio_fault *fault,
                                      struct zpp_err *err);
@@ -155,9 +156,9 @@ zpp_status zpp_unit_file_settle(const struct zpp_step_files *files, zpp_status s
                                 struct zpp_err *err);
 
 /* zpp_optim_step for segments whose states are in memory, through windows where there are files; the same bits.
- * `*torn`: some parameters were stepped and others not. `segments` is changed. */
+ * `*inconsistent`: some parameters were stepped and others not. `segments` is changed. */
 zpp_status zpp_unit_file_step(const struct zpp_step_files *files, struct zpp_optim_segment *segments, size_t count,
-                              float grad_scale, zpp_pool *pool, bool *torn, struct zpp_aio_fault *fault,
+                              float grad_scale, zpp_pool *pool, bool *inconsistent, struct zpp_aio_fault *fault,
                               struct zpp_err *err);
 
 /* Beside a step that writes next copies: these bytes of the mapping, of one unit and in the file, are not stepped, and
@@ -165,17 +166,17 @@ zpp_status zpp_unit_file_step(const struct zpp_step_files *files, struct zpp_opt
 zpp_status zpp_unit_file_carry(zpp_unit_file *unit_file, const void *address, size_t bytes, struct zpp_aio_fault *fault,
                                struct zpp_err *err);
 /* What is next in the file is now, and the other way round. On every rank that has the file in common, while nobody
- * has entered the unit and no step runs. */
+ * has acquired the unit and no step runs. */
 void zpp_unit_file_flip(zpp_unit_file *unit_file, int unit);
 
 struct zpp_unit_file_figures {
-    size_t mapping_bytes, cut_bytes; /* of this host's ranks together */
+    size_t mapping_bytes, resident_bytes; /* of this host's ranks together */
     size_t entered_bytes, entered_peak_bytes; /* this rank reads now, in the file's part */
-    size_t memory_bytes; /* of what was entered, and of warm pages */
+    size_t memory_bytes; /* of what was acquired, and of warm pages */
     size_t second_bytes; /* in the file, of second copies */
     size_t window_bytes;
-    size_t images_bytes, staging_bytes; /* of all units; of quantised copies on their way */
-    size_t images_held_bytes;           /* of those of all units, in memory */
+    size_t qcopies_bytes, staging_bytes; /* of all units; of quantised copies on their way */
+    size_t qcopies_held_bytes;           /* of those of all units, in memory */
     uint64_t read_bytes, written_bytes; /* by this rank, so far */
     uint64_t checked_bytes;             /* of those read */
     size_t sums_bytes;                  /* of checksums, in memory; of this host's ranks together */

@@ -34,17 +34,17 @@ struct unit_file_board {
 struct unit_file_unit {
     size_t offset_bytes, bytes; /* whole pages */
     bool open; /* in a shared mapping: this rank can read it */
-    bool two, turned;           /* has it a second copy, and is that the one that is now? */
+    bool two, flipped;           /* has it a second copy, and is that the one that is now? */
     uint64_t first_offset_bytes, second_offset_bytes; /* in the file, of what moves of it */
     zpp_aio_request *request;   /* this rank's read under way */
-    zpp_aio_request *sending;   /* this rank's write of its shard under way */
+    zpp_aio_request *write_request;   /* this rank's write of its shard under way */
     zpp_status status;          /* of the last load */
     struct zpp_err err;
     struct zpp_aio_fault fault;
     /* kept in fewer bits: see unit_file_qcopy.c */
     struct unit_file_span *spans;
     size_t spans_count;
-    size_t image_offset_bytes, image_bytes; /* whole pages */
+    size_t qcopy_offset_bytes, qcopy_bytes; /* whole pages */
     struct unit_file_staging *staging;          /* of the read under way */
 };
 
@@ -70,7 +70,7 @@ struct zpp_unit_file {
     bool sealed;
     struct unit_file_unit *units;
     int units_count, units_room;
-    size_t mapping_bytes, cut_bytes;
+    size_t mapping_bytes, resident_bytes;
     uint64_t file_bytes; /* first copies and second ones */
     size_t second_bytes; /* of second copies, in the file */
     bool keeps_two;      /* some unit does */
@@ -88,11 +88,11 @@ struct zpp_unit_file {
     _Atomic uint64_t load_wait_ns; /* over several hosts the communicator's thread waits (rank_file.h) */
     _Atomic uint64_t step_wait_ns; /* a delayed step's thread waits */
     uint64_t loads, closed_read_bytes, closed_written_bytes, closed_checked_bytes;
-    struct zpp_quant_spec images; /* bits 0: units are kept as they are */
-    bool images_in_memory;
-    size_t images_bytes, images_cut_bytes; /* of all units; what lies before the cut is in memory */
-    zpp_region *images_region;
-    unsigned char *images_memory;  /* of the region, or of one rank */
+    struct zpp_quant_spec quant; /* bits 0: units are kept as they are */
+    bool qcopies_in_memory;
+    size_t qcopies_bytes, qcopies_resident_bytes; /* of all units; what lies before the cut is in memory */
+    zpp_region *qcopies_region;
+    unsigned char *qcopies_memory;  /* of the region, or of one rank */
     struct unit_file_staging *staging; /* not in use */
     size_t staging_bytes, stagings;
 };

@@ -17,7 +17,7 @@
 /* --- places ------------------------------------------------------------------------------------------------------- */
 
 bool zpp_unit_file_is_held(const zpp_unit_file *unit_file, int unit) {
-    return unit_file->units[unit].offset_bytes + unit_file->units[unit].bytes <= unit_file->cut_bytes;
+    return unit_file->units[unit].offset_bytes + unit_file->units[unit].bytes <= unit_file->resident_bytes;
 }
 
 bool unit_file_in_mapping(const zpp_unit_file *unit_file, const void *address) {
@@ -27,21 +27,22 @@ bool unit_file_in_mapping(const zpp_unit_file *unit_file, const void *address) {
 
 bool zpp_unit_file_on_disk(const zpp_unit_file *unit_file, const void *address) {
     return unit_file_in_mapping(unit_file, address)
-        && (const unsigned char *)address >= unit_file->mapping + unit_file->cut_bytes;
+        && (const unsigned char *)address >= unit_file->mapping + unit_file->resident_bytes;
 }
 
 size_t zpp_unit_file_run(const zpp_unit_file *unit_file, const void *address, size_t elems, size_t elem_bytes) {
     if (!unit_file_in_mapping(unit_file, address)) return elems;
     const size_t offset = (size_t)((const unsigned char *)address - unit_file->mapping);
-    if (offset >= unit_file->cut_bytes) return elems;
-    const size_t left = (unit_file->cut_bytes - offset) / elem_bytes; /* the cut is at a page, elements divide pages */
+    if (offset >= unit_file->resident_bytes) return elems;
+    /* Resident bytes are whole pages, which elements divide. */
+    const size_t left = (unit_file->resident_bytes - offset) / elem_bytes;
     return left < elems ? left : elems;
 }
 
 size_t unit_file_moving_part(const zpp_unit_file *unit_file, const struct unit_file_unit *unit,
                              size_t *offset_bytes) {
     const size_t end = unit->offset_bytes + unit->bytes;
-    *offset_bytes = unit->offset_bytes < unit_file->cut_bytes ? unit_file->cut_bytes : unit->offset_bytes;
+    *offset_bytes = unit->offset_bytes < unit_file->resident_bytes ? unit_file->resident_bytes : unit->offset_bytes;
     return *offset_bytes < end ? end - *offset_bytes : 0;
 }
 
@@ -60,13 +61,13 @@ static uint64_t place_in_file(const zpp_unit_file *unit_file, size_t offset_byte
     size_t begin_bytes;
     (void)unit_file_moving_part(unit_file, unit, &begin_bytes);
     assert(unit->two || !next);
-    const bool second = unit->two && unit->turned != next;
+    const bool second = unit->two && unit->flipped != next;
     return (second ? unit->second_offset_bytes : unit->first_offset_bytes) + (offset_bytes - begin_bytes);
 }
 
 zpp_status unit_file_submit(zpp_unit_file *unit_file, size_t offset_bytes, void *memory, size_t bytes, bool write,
                             bool next, zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    assert(offset_bytes >= unit_file->cut_bytes && offset_bytes + bytes <= unit_file->mapping_bytes);
+    assert(offset_bytes >= unit_file->resident_bytes && offset_bytes + bytes <= unit_file->mapping_bytes);
     const uint64_t place = place_in_file(unit_file, offset_bytes, next);
     /* no gap between */
     assert(!bytes || place_in_file(unit_file, offset_bytes + bytes - 1, next) == place + bytes - 1);
@@ -83,25 +84,28 @@ zpp_status unit_file_move(zpp_unit_file *unit_file, size_t offset_bytes, void *m
 
 void zpp_unit_file_flip(zpp_unit_file *unit_file, int unit) {
     assert(unit_file->units[unit].two);
-    unit_file->units[unit].turned = !unit_file->units[unit].turned;
+    unit_file->units[unit].flipped = !unit_file->units[unit].flipped;
 }
 
 /* --- stray reads -------------------------------------------------------------------------------------------------- */
 
-static size_t watched_bytes(const zpp_unit_file *unit_file) { return unit_file->mapping_bytes - unit_file->cut_bytes; }
+static size_t watched_bytes(const zpp_unit_file *unit_file) {
+    return unit_file->mapping_bytes - unit_file->resident_bytes;
+}
 
 static bool is_hole(const void *ctx, size_t offset_bytes, size_t *begin_bytes, size_t *end_bytes) {
     const zpp_unit_file *unit_file = ctx;
-    const struct unit_file_unit *unit = unit_file_unit_at(unit_file, unit_file->cut_bytes + offset_bytes);
-    const size_t begin = unit->offset_bytes < unit_file->cut_bytes ? unit_file->cut_bytes : unit->offset_bytes;
-    *begin_bytes = begin - unit_file->cut_bytes;
-    *end_bytes = unit->offset_bytes + unit->bytes - unit_file->cut_bytes;
+    const struct unit_file_unit *unit = unit_file_unit_at(unit_file, unit_file->resident_bytes + offset_bytes);
+    size_t begin;
+    const size_t bytes = unit_file_moving_part(unit_file, unit, &begin);
+    *begin_bytes = begin - unit_file->resident_bytes;
+    *end_bytes = *begin_bytes + bytes;
     return !unit->open;
 }
 
 /* With an old size of 0, mremap makes another mapping of the same shared pages, without access, as the alias is. */
 static bool show_shared(const zpp_unit_file *unit_file, size_t offset_bytes, size_t bytes) {
-    unsigned char *to = unit_file->mapping + unit_file->cut_bytes + offset_bytes;
+    unsigned char *to = unit_file->mapping + unit_file->resident_bytes + offset_bytes;
     return mremap(unit_file->alias + offset_bytes, 0, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) == to;
 }
 
@@ -112,7 +116,7 @@ static void close_hole(const void *ctx, size_t begin_bytes, size_t end_bytes) {
 zpp_status unit_file_stray_watch(zpp_unit_file *unit_file, struct zpp_err *err) {
     const size_t bytes = watched_bytes(unit_file);
     if (!bytes) return ZPP_OK;
-    unsigned char *base = unit_file->mapping + unit_file->cut_bytes;
+    unsigned char *base = unit_file->mapping + unit_file->resident_bytes;
     void *alias = mremap(base, 0, bytes, MREMAP_MAYMOVE);
     if (alias == MAP_FAILED) return zpp_fail_os(err, errno, "params: a second mapping of %zu bytes", bytes);
     unit_file->alias = alias;
@@ -129,7 +133,7 @@ int unit_file_open_pages(zpp_unit_file *unit_file, struct unit_file_unit *unit, 
     int failed = 0;
     zpp_stray_lock(unit_file->stray);
     const bool covered = zpp_stray_has_pages(unit_file->stray);
-    if (covered && !show_shared(unit_file, offset_bytes - unit_file->cut_bytes, bytes)) failed = errno;
+    if (covered && !show_shared(unit_file, offset_bytes - unit_file->resident_bytes, bytes)) failed = errno;
     if (!failed && mprotect(unit_file->mapping + offset_bytes, bytes, PROT_READ | PROT_WRITE) != 0) failed = errno;
     unit->open = !failed;
     zpp_stray_unlock(unit_file->stray);

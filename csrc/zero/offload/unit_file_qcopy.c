@@ -7,8 +7,8 @@
  *   unit    | bytes as they are | span .......... | bytes | span .... |
  *   quantised copy   | the same bytes    | scales | codes  | bytes | scales | codes |
  *
- * Images follow each other in the order of the units, and a cut divides them once, at a page: what lies before it is in
- * memory, the rest in the file. So a quantised copy may be partly in memory.
+ * Quantised copies follow each other in the order of the units. The first qcopies_resident_bytes of them, whole pages,
+ * stay in memory, the rest is in the file. So a quantised copy may be partly in memory.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -25,9 +25,9 @@ static size_t round_up(size_t value, size_t multiple) {
 
 enum direction { MEASURE, MAKE, EXPAND };
 
-static void move_exact(enum direction direction, unsigned char *values, unsigned char *image, size_t bytes) {
-    if (direction == MAKE) memcpy(image, values, bytes);
-    else if (direction == EXPAND) memcpy(values, image, bytes);
+static void move_exact(enum direction direction, unsigned char *values, unsigned char *qcopy, size_t bytes) {
+    if (direction == MAKE) memcpy(qcopy, values, bytes);
+    else if (direction == EXPAND) memcpy(values, qcopy, bytes);
 }
 
 static void move_span(const struct zpp_quant_spec *spec, const struct unit_file_span *span, enum direction direction,
@@ -43,18 +43,18 @@ static void move_span(const struct zpp_quant_spec *spec, const struct unit_file_
 
 /* Returns the bytes of the quantised copy. `values`: the unit; both NULL to measure. */
 static size_t walk(const zpp_unit_file *unit_file, const struct unit_file_unit *unit, enum direction direction,
-                   unsigned char *values, unsigned char *image) {
-    const struct zpp_quant_spec *spec = &unit_file->images;
+                   unsigned char *values, unsigned char *qcopy) {
+    const struct zpp_quant_spec *spec = &unit_file->quant;
     size_t at = 0, done = 0; /* in the quantised copy, in the unit */
     for (size_t i = 0; i <= unit->spans_count; i++) {
         const size_t next = i < unit->spans_count ? unit->spans[i].offset_bytes : unit->bytes;
-        if (values) move_exact(direction, values + done, image + at, next - done);
+        if (values) move_exact(direction, values + done, qcopy + at, next - done);
         at += round_up(next - done, PART_BYTES);
         if (i == unit->spans_count) break;
         const struct unit_file_span *span = &unit->spans[i];
         const size_t codes = at + round_up(zpp_quant_blocks(spec, span->elems) * sizeof(float), PART_BYTES);
         if (values)
-            move_span(spec, span, direction, values + next, (float *)(void *)(image + at), image + codes);
+            move_span(spec, span, direction, values + next, (float *)(void *)(qcopy + at), qcopy + codes);
         at = codes + round_up(zpp_quant_code_bytes(spec, span->elems), PART_BYTES);
         done = next + span->elems * zpp_dtype_bytes(span->dtype);
     }
@@ -71,8 +71,8 @@ zpp_status zpp_unit_file_set_qcopies(zpp_unit_file *unit_file, int bits, size_t 
         return zpp_fail(err, ZPP_INVALID,
                         "params: kept in %d bits and blocks of %zu, wanted 8 or 4 bits and a multiple of 16", bits,
                         block_elems);
-    unit_file->images = (struct zpp_quant_spec){ block_elems, bits, false };
-    unit_file->images_in_memory = in_memory;
+    unit_file->quant = (struct zpp_quant_spec){ block_elems, bits, false };
+    unit_file->qcopies_in_memory = in_memory;
     return ZPP_OK;
 }
 
@@ -81,7 +81,7 @@ zpp_status zpp_unit_file_add_span(zpp_unit_file *unit_file, int index, size_t of
     struct unit_file_unit *unit = &unit_file->units[index];
     const struct unit_file_span *last = unit->spans_count ? &unit->spans[unit->spans_count - 1] : NULL;
     const size_t end = last ? last->offset_bytes + last->elems * zpp_dtype_bytes(last->dtype) : 0;
-    if (unit_file->sealed || !unit_file->images.bits || offset_bytes < end ||
+    if (unit_file->sealed || !unit_file->quant.bits || offset_bytes < end ||
         offset_bytes + elems * zpp_dtype_bytes(dtype) > unit->bytes)
         return zpp_fail(err, ZPP_INVALID, "params: %zu elements at %zu of unit %d cannot be kept in fewer bits", elems,
                         offset_bytes, index);
@@ -105,36 +105,36 @@ static int count_held(const zpp_unit_file *unit_file) {
     return held;
 }
 
-static zpp_status make_images_memory(zpp_unit_file *unit_file, struct zpp_err *err) {
+static zpp_status make_qcopies_memory(zpp_unit_file *unit_file, struct zpp_err *err) {
     if (unit_file->ranks > 1) {
         const zpp_status status =
-            zpp_region_create(unit_file->comm, ZPP_REGION_ONE, unit_file->images_cut_bytes, &unit_file->images_region,
-                              err);
-        if (status == ZPP_OK) unit_file->images_memory = zpp_region_base(unit_file->images_region, unit_file->rank);
+            zpp_region_create(unit_file->comm, ZPP_REGION_ONE, unit_file->qcopies_resident_bytes,
+                              &unit_file->qcopies_region, err);
+        if (status == ZPP_OK) unit_file->qcopies_memory = zpp_region_base(unit_file->qcopies_region, unit_file->rank);
         return status;
     }
     void *memory = NULL;
-    const zpp_status status = zpp_mem_alloc(unit_file->images_cut_bytes, ZPP_PAGE_BYTES, &memory, err);
-    unit_file->images_memory = memory;
+    const zpp_status status = zpp_mem_alloc(unit_file->qcopies_resident_bytes, ZPP_PAGE_BYTES, &memory, err);
+    unit_file->qcopies_memory = memory;
     return status;
 }
 
 zpp_status unit_file_qcopy_seal(zpp_unit_file *unit_file, struct zpp_err *err) {
-    if (!unit_file->images.bits) return ZPP_OK;
-    const int held = unit_file->images_in_memory ? count_held(unit_file) : 0;
-    if (held) unit_file->cut_bytes = unit_file->units[held].offset_bytes;
+    if (!unit_file->quant.bits) return ZPP_OK;
+    const int held = unit_file->qcopies_in_memory ? count_held(unit_file) : 0;
+    if (held) unit_file->resident_bytes = unit_file->units[held].offset_bytes;
     for (int i = held; i < unit_file->units_count; i++) {
         struct unit_file_unit *unit = &unit_file->units[i];
-        unit->image_offset_bytes = unit_file->images_bytes;
-        unit->image_bytes = round_up(walk(unit_file, unit, MEASURE, NULL, NULL), ZPP_PAGE_BYTES);
-        unit_file->images_bytes += unit->image_bytes;
-        if (unit->image_bytes > unit_file->staging_bytes) unit_file->staging_bytes = unit->image_bytes;
+        unit->qcopy_offset_bytes = unit_file->qcopies_bytes;
+        unit->qcopy_bytes = round_up(walk(unit_file, unit, MEASURE, NULL, NULL), ZPP_PAGE_BYTES);
+        unit_file->qcopies_bytes += unit->qcopy_bytes;
+        if (unit->qcopy_bytes > unit_file->staging_bytes) unit_file->staging_bytes = unit->qcopy_bytes;
     }
-    unit_file->images_cut_bytes = unit_file->images_bytes;
-    if (!unit_file->images_in_memory)
-        unit_file->images_cut_bytes =
-            (size_t)((1.0 - unit_file->fraction) * (double)unit_file->images_bytes) / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
-    return unit_file->images_cut_bytes ? make_images_memory(unit_file, err) : ZPP_OK;
+    unit_file->qcopies_resident_bytes = unit_file->qcopies_bytes;
+    if (!unit_file->qcopies_in_memory)
+        unit_file->qcopies_resident_bytes =
+            (size_t)((1.0 - unit_file->fraction) * (double)unit_file->qcopies_bytes) / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
+    return unit_file->qcopies_resident_bytes ? make_qcopies_memory(unit_file, err) : ZPP_OK;
 }
 
 void unit_file_qcopy_drop(zpp_unit_file *unit_file) {
@@ -145,8 +145,8 @@ void unit_file_qcopy_drop(zpp_unit_file *unit_file) {
         free(staging);
     }
     for (int i = 0; i < unit_file->units_count; i++) free(unit_file->units[i].spans);
-    if (unit_file->images_region) zpp_region_destroy(unit_file->images_region);
-    else if (unit_file->images_memory) zpp_mem_free(unit_file->images_memory, unit_file->images_cut_bytes);
+    if (unit_file->qcopies_region) zpp_region_destroy(unit_file->qcopies_region);
+    else if (unit_file->qcopies_memory) zpp_mem_free(unit_file->qcopies_memory, unit_file->qcopies_resident_bytes);
 }
 
 /* --- coming and going --------------------------------------------------------------------------------------------- */
@@ -159,7 +159,7 @@ static zpp_status take_staging(zpp_unit_file *unit_file, struct unit_file_stagin
     } else {
         void *memory = NULL;
         staging = calloc(1, sizeof *staging);
-        if (!staging) return zpp_fail(err, ZPP_NOMEM, "params: no memory for an image on its way");
+        if (!staging) return zpp_fail(err, ZPP_NOMEM, "params: no memory for a quantised copy that is being read");
         const zpp_status status = zpp_mem_alloc(unit_file->staging_bytes, ZPP_PAGE_BYTES, &memory, err);
         if (status != ZPP_OK) {
             free(staging);
@@ -179,29 +179,29 @@ static void give_staging(zpp_unit_file *unit_file, struct unit_file_staging *sta
 
 /* Of a quantised copy, the first bytes, which are in memory. */
 static size_t held_part(const zpp_unit_file *unit_file, const struct unit_file_unit *unit) {
-    const size_t before = unit_file->images_cut_bytes;
-    if (unit->image_offset_bytes >= before) return 0;
-    const size_t left = before - unit->image_offset_bytes;
-    return left < unit->image_bytes ? left : unit->image_bytes;
+    const size_t before = unit_file->qcopies_resident_bytes;
+    if (unit->qcopy_offset_bytes >= before) return 0;
+    const size_t left = before - unit->qcopy_offset_bytes;
+    return left < unit->qcopy_bytes ? left : unit->qcopy_bytes;
 }
 
-static unsigned char *held_image(const zpp_unit_file *unit_file, const struct unit_file_unit *unit) {
-    return unit_file->images_memory ? unit_file->images_memory + unit->image_offset_bytes : NULL;
+static unsigned char *held_qcopy(const zpp_unit_file *unit_file, const struct unit_file_unit *unit) {
+    return unit_file->qcopies_memory ? unit_file->qcopies_memory + unit->qcopy_offset_bytes : NULL;
 }
 
 /* The rest of it, which is in the file. */
-static zpp_status submit_image(zpp_unit_file *unit_file, const struct unit_file_unit *unit, unsigned char *memory,
+static zpp_status submit_qcopy(zpp_unit_file *unit_file, const struct unit_file_unit *unit, unsigned char *memory,
                                bool write, zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err) {
     const size_t held = held_part(unit_file, unit);
-    return zpp_scratch_submit(&unit_file->file, unit->image_offset_bytes + held - unit_file->images_cut_bytes,
-                              memory + held, unit->image_bytes - held, write, out, fault, err);
+    return zpp_scratch_submit(&unit_file->file, unit->qcopy_offset_bytes + held - unit_file->qcopies_resident_bytes,
+                              memory + held, unit->qcopy_bytes - held, write, out, fault, err);
 }
 
 zpp_status unit_file_qcopy_begin(zpp_unit_file *unit_file, struct unit_file_unit *unit) {
-    if (held_part(unit_file, unit) == unit->image_bytes) return ZPP_OK;
+    if (held_part(unit_file, unit) == unit->qcopy_bytes) return ZPP_OK;
     zpp_status status = take_staging(unit_file, &unit->staging, &unit->err);
     if (status != ZPP_OK) return status;
-    status = submit_image(unit_file, unit, unit->staging->memory, false, &unit->request, &unit->fault, &unit->err);
+    status = submit_qcopy(unit_file, unit, unit->staging->memory, false, &unit->request, &unit->fault, &unit->err);
     if (status == ZPP_OK) return ZPP_OK;
     give_staging(unit_file, unit->staging);
     unit->staging = NULL;
@@ -210,31 +210,31 @@ zpp_status unit_file_qcopy_begin(zpp_unit_file *unit_file, struct unit_file_unit
 
 void unit_file_qcopy_end(zpp_unit_file *unit_file, struct unit_file_unit *unit, zpp_status status) {
     const size_t held = held_part(unit_file, unit);
-    unsigned char *image = held_image(unit_file, unit);
+    unsigned char *qcopy = held_qcopy(unit_file, unit);
     if (unit->staging) {
-        if (held) memcpy(unit->staging->memory, image, held);
-        image = unit->staging->memory;
+        if (held) memcpy(unit->staging->memory, qcopy, held);
+        qcopy = unit->staging->memory;
     }
-    if (status == ZPP_OK && unit->image_bytes)
-        (void)walk(unit_file, unit, EXPAND, unit_file->mapping + unit->offset_bytes, image);
+    if (status == ZPP_OK && unit->qcopy_bytes)
+        (void)walk(unit_file, unit, EXPAND, unit_file->mapping + unit->offset_bytes, qcopy);
     if (unit->staging) give_staging(unit_file, unit->staging);
     unit->staging = NULL;
 }
 
 bool zpp_unit_file_keeps_qcopies(const zpp_unit_file *unit_file) {
-    return unit_file->images.bits != 0;
+    return unit_file->quant.bits != 0;
 }
 
 /* Of a unit that is held as values, by one who makes a quantised copy of it for a moment. */
 static zpp_status round_held(const zpp_unit_file *unit_file, const struct unit_file_unit *unit, unsigned char *values,
                              struct zpp_err *err) {
     const size_t bytes = round_up(walk(unit_file, unit, MEASURE, NULL, NULL), ZPP_PAGE_BYTES);
-    void *image = NULL;
-    const zpp_status status = zpp_mem_alloc(bytes, ZPP_PAGE_BYTES, &image, err);
+    void *qcopy = NULL;
+    const zpp_status status = zpp_mem_alloc(bytes, ZPP_PAGE_BYTES, &qcopy, err);
     if (status != ZPP_OK) return status;
-    (void)walk(unit_file, unit, MAKE, values, image);
-    (void)walk(unit_file, unit, EXPAND, values, image);
-    zpp_mem_free(image, bytes);
+    (void)walk(unit_file, unit, MAKE, values, qcopy);
+    (void)walk(unit_file, unit, EXPAND, values, qcopy);
+    zpp_mem_free(qcopy, bytes);
     return ZPP_OK;
 }
 
@@ -245,8 +245,8 @@ zpp_status zpp_unit_file_keep_qcopy(zpp_unit_file *unit_file, int index, struct 
     if (unit_file->rank != 0) return ZPP_OK;
     if (zpp_unit_file_is_held(unit_file, index)) return round_held(unit_file, unit, values, err);
     const size_t held = held_part(unit_file, unit);
-    if (held == unit->image_bytes) {
-        if (held) (void)walk(unit_file, unit, MAKE, values, held_image(unit_file, unit));
+    if (held == unit->qcopy_bytes) {
+        if (held) (void)walk(unit_file, unit, MAKE, values, held_qcopy(unit_file, unit));
         return ZPP_OK;
     }
     struct unit_file_staging *staging = NULL;
@@ -254,8 +254,8 @@ zpp_status zpp_unit_file_keep_qcopy(zpp_unit_file *unit_file, int index, struct 
     if (status != ZPP_OK) return status;
     zpp_aio_request *request = NULL;
     (void)walk(unit_file, unit, MAKE, values, staging->memory);
-    if (held) memcpy(held_image(unit_file, unit), staging->memory, held);
-    status = submit_image(unit_file, unit, staging->memory, true, &request, fault, err);
+    if (held) memcpy(held_qcopy(unit_file, unit), staging->memory, held);
+    status = submit_qcopy(unit_file, unit, staging->memory, true, &request, fault, err);
     if (status == ZPP_OK) status = zpp_scratch_finish(&request, fault, err);
     give_staging(unit_file, staging);
     return status;

@@ -37,7 +37,7 @@ static bool place_of(const zpp_unit_file *unit_file, const struct zpp_optim_segm
         if (!unit_file_in_mapping(unit_file, parts[part].at)) continue;
         *out = (struct place){ .offset_bytes = (size_t)((const unsigned char *)parts[part].at - unit_file->mapping),
                                .bytes = segment->elems * zpp_dtype_bytes(parts[part].dtype), .part = part };
-        return out->offset_bytes >= unit_file->cut_bytes;
+        return out->offset_bytes >= unit_file->resident_bytes;
     }
     return false;
 }

@@ -77,10 +77,10 @@ static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     struct zpp_unit_file_figures seen;
     const size_t sharers = (size_t)(zero->options.copy ? zpp_comm_ranks(zero->options.copy) : zero->ranks);
     zpp_unit_file_figures(zero->unit_file, &seen);
-    out->param_bytes += seen.cut_bytes / sharers;
+    out->param_bytes += seen.resident_bytes / sharers;
     out->gathered_bytes += seen.memory_bytes / sharers;
     out->gathered_peak_bytes += seen.entered_peak_bytes / sharers;
-    out->on_disk_bytes += (seen.mapping_bytes - seen.cut_bytes) / sharers;
+    out->on_disk_bytes += (seen.mapping_bytes - seen.resident_bytes) / sharers;
 }
 
 /* --- life --------------------------------------------------------------------------------------------------------- */

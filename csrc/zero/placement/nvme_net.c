@@ -65,10 +65,10 @@ static bool reads(const zpp_zero *zero) {
 static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     struct zpp_unit_file_figures seen;
     zpp_unit_file_figures(zero->unit_file, &seen);
-    out->param_bytes += seen.cut_bytes;
+    out->param_bytes += seen.resident_bytes;
     out->gathered_bytes += zpp_range_memory_bytes(zero) + seen.memory_bytes;
     out->gathered_peak_bytes += zero->full_peak_bytes + seen.entered_peak_bytes;
-    out->on_disk_bytes += seen.mapping_bytes - seen.cut_bytes;
+    out->on_disk_bytes += seen.mapping_bytes - seen.resident_bytes;
 }
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
