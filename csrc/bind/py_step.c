@@ -266,8 +266,8 @@ static int refresh_optim_file(Zero *zero) {
 
 /* --- the step at once --------------------------------------------------------------------------------------------- */
 
-/* Set the optimizer of a group and its rates from the five numbers of python/zeropp/zero/step/updates.py: `beta1` is also
- * Adagrad's lr_decay and SGD's momentum, `beta2` also Adagrad's initial sum and SGD's dampening. */
+/* Set the optimizer of a group and its rates from the five numbers of python/zeropp/zero/step/updates.py: `beta1` is
+ * also Adagrad's lr_decay and SGD's momentum, `beta2` also Adagrad's initial sum and SGD's dampening. */
 static bool set_optimizer(struct zpp_optim_segment *group, unsigned char update) {
     enum { NESTEROV = ZPP_OPTIM_SGD + 1 };
     if (update > NESTEROV) {

@@ -597,7 +597,8 @@ static void ranks_share_what_is_read(void) {
         zpp_unit_file_figures(like.unit_file, &figures);
         zpp_unit_file_destroy(like.unit_file);
         run_ranks(ranks, shared_body, &shared);
-        const uint64_t unit_file = figures.mapping_bytes - figures.resident_bytes, seen = atomic_load(&shared.read_bytes);
+        const uint64_t unit_file = figures.mapping_bytes - figures.resident_bytes;
+        const uint64_t seen = atomic_load(&shared.read_bytes);
         /* Writing shards that begin inside a page reads that page. */
         const uint64_t edges = (uint64_t)PASSES * UNITS * (unsigned)ranks * 2 * PAGE;
         CHECK(seen + unit_file >= PASSES * unit_file);

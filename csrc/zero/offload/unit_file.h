@@ -13,8 +13,8 @@
  *
  * A load reads the unit's bytes from the file straight to their mapping, without a copy. The ranks of a host share the
  * mapping and the file: the first rank that needs a unit reads it for all, the last one that releases it gives the
- * memory back. So a pass reads every byte once however many ranks there are, no rank waits for a partner's call, and what is
- * gathered is held once a host.
+ * memory back. So a pass reads every byte once however many ranks there are, no rank waits for a partner's call, and
+ * what is gathered is held once a host.
  *
  *   users of a unit   0 --acquire--> 1 .. ranks --release--> 0      -1: the last one is giving its pages back
  *   its contents      EMPTY --one rank begins--> LOADING --> LOADED
