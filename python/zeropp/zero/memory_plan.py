@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run will hold and move, before it runs: ``zeropp.estimate(model, config, ranks=8)``.
+"""Estimate what a run will hold and move, before it runs: ``zeropp.estimate(model, config, ranks=8)``.
 
-The model may be on the meta device, so that one of any size can be asked about. The same code that ``prepare`` uses says
-which units there are, and the same arithmetic how they are padded, so states agree with ``zeropp.memory`` to within
+The model may be on the meta device, so it may have any size. The code of ``prepare`` chooses the units, and the same
+arithmetic pads them, so states agree with ``zeropp.memory`` to within
 rounding. Activations are not in it.
 
 Formulas (Rajbhandari et al. 2020; N ranks, Psi = bytes of all parameters, f = (N-1)/N), per rank:
@@ -67,7 +67,7 @@ _SMALL_BYTES = 32 << 10  # of an all-reduce that every host sums whole (csrc/com
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run is: its configuration, where it runs, and how it is stepped."""
+    """A run: its configuration, its ranks and hosts, and its kind of step."""
 
     config: Config
     ranks: int

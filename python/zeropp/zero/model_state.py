@@ -50,7 +50,7 @@ class Entry:
         return torch.view_as_complex(flat.view(*self.shape, 2)) if self.is_complex else flat.view(self.shape)
 
     def numbers(self, values: torch.Tensor) -> torch.Tensor:
-        """Of values that stand for the parameter: 1-D and real."""
+        """Return values of the parameter as 1-D real numbers."""
         if self.is_complex:
             values = torch.view_as_real(values.to(self.param.dtype).resolve_conj())
         return values.reshape(-1)
@@ -252,7 +252,7 @@ class StateStore(Part):
 
 
 class ActivationStore(Part):
-    """What autograd saves, in memory, where autograd keeps it."""
+    """Saved activations in memory, where autograd keeps them."""
 
     in_file = False
 
@@ -346,7 +346,7 @@ class Unit:
 
 
 class ModelState:
-    """What is known of one prepared model on this rank: the communicator, the units, and where each kind of state lives."""
+    """The state of one prepared model on this rank: the communicator, the units, and the stores of each kind of state."""
 
     def __init__(self, config: Config, comm: Any, core: Any) -> None:
         self.config = config

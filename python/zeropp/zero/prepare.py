@@ -144,7 +144,7 @@ def prepare(
 
 
 def is_prepared(model: nn.Module) -> bool:
-    """Was this very model given to :func:`prepare`?"""
+    """True if this very model was given to :func:`prepare`."""
     return isinstance(model, nn.Module) and model in _engines
 
 

@@ -7,7 +7,7 @@ checkpointed blocks, and nothing of what is computed anew; without it, everythin
 does not grow with the depth of the model, but by little: what was freed goes back to the system as it is freed (`holes`).
 
     forward    saved:  write begins -----> written: memory is given back
-    backward   wanted: still being written? then it is used as it lies; else it was read ahead, or is read now
+    backward   wanted: used from memory while it is being written; else it was read ahead, or is read now
 
 The unit of moving is a whole storage: queries, keys and values that are views of one matrix move once and come back with
 the strides they had, so that every kernel sees the same layout and gives the same bits. Parameters, buffers, the
@@ -111,7 +111,7 @@ class Saved:
 
 
 class View:
-    """What autograd holds in place of a tensor."""
+    """The object that autograd holds in place of a tensor."""
 
     __slots__ = ("dtype", "offset", "saved", "size", "stride")
 
@@ -263,7 +263,7 @@ class ActivationTier(ActivationStore):
         return tensor if saved is None else View(saved, tensor)
 
     def _known(self, storage: torch.UntypedStorage, version: int) -> Saved | None:
-        """The same bytes, saved a moment ago. Views share their version counter with what they are views of."""
+        """Return the record of the same bytes if they were saved just before. Views share their version counter with their base."""
         found = self._by_storage.get(storage._cdata)
         if found is None or found[0].expired():
             return None
@@ -337,7 +337,7 @@ class ActivationTier(ActivationStore):
 
     @staticmethod
     def _in_use(saved: Saved) -> Tensor | None:
-        """What was read for another view of it, and is still there."""
+        """Return the tensor that was read for another view and still exists."""
         if saved.read is None:
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(saved.read.cdata)
@@ -375,7 +375,7 @@ class ActivationTier(ActivationStore):
         self.ahead_bytes += saved.bytes
 
     def _read_ahead(self, index: int) -> None:
-        """What was saved before is wanted next."""
+        """Read ahead, in the reverse of the order of saving."""
         for before in range(index - 1, -1, -1):
             found = self._alive.get(before)
             saved = found() if found is not None else None
@@ -437,7 +437,7 @@ def _end(io: aio.Engine, number: int, scratch: Scratch, owner: int) -> None:
 
 
 class OffloadingCall(WrappedCall):
-    """What autograd keeps while the model's forward runs goes to the tier."""
+    """Send what autograd keeps while the model's forward runs to the tier."""
 
     def __init__(self, model: nn.Module, tier: ActivationTier) -> None:
         super().__init__(model)

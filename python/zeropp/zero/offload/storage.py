@@ -46,7 +46,7 @@ class Storage:
 
 
 class FileStorage(Storage):
-    """What the tiers of one engine have in common. Every rank has one as soon as one kind of state is in a file.
+    """The common part of the tiers of one engine. Every rank has one as soon as one kind of state is in a file.
 
     Args:
         trainable: indices of the units that are stepped.
@@ -110,7 +110,7 @@ class FileStorage(Storage):
 
 
 class Traffic:
-    """What one tier tells :class:`DiskTraffic`."""
+    """The counts of one tier for :class:`DiskTraffic`."""
 
     def __init__(self, figures: Callable[[], dict[str, Any]]) -> None:
         self._figures = figures
@@ -180,7 +180,7 @@ def io_shape(scratch: Scratch) -> tuple[int, int]:
 
 
 def warn(warning: str) -> None:
-    """What an I/O engine has to say, or nothing."""
+    """Log the warning of an I/O engine, if there is one."""
     if warning:
         warn_once(warning)
 
@@ -231,7 +231,7 @@ class StreamedValues:
 
 
 class FileTier:
-    """What the stores in scratch files have in common: the folder, the counted traffic, the end."""
+    """The common part of the stores in scratch files: the folder, the counted traffic, the end."""
 
     file: ScratchFile
 

@@ -32,7 +32,7 @@ def matrices(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _multiplies(module: nn.Module, key: str, parameter: nn.Parameter) -> bool:
-    """Is that parameter of the module a matrix that activations are multiplied with, or a stack of them?"""
+    """True if that parameter of the module is a matrix that activations are multiplied with, or a stack of them."""
     if parameter.ndim == 2:
         return key == "weight" and _is_linear(module)
     return parameter.ndim == 3 and _is_experts(module)
@@ -50,7 +50,7 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def low_bytes(elems: int, bits: int) -> int:
-    """Of a matrix's codes and scales."""
+    """Return the bytes of a matrix's codes and scales."""
     return -(-elems * bits // 8) + 4 * -(-elems // BLOCK_ELEMS)
 
 

@@ -44,7 +44,7 @@ _COLLECTIVE: dict[type, type[CollectiveStep]] = {
 
 
 class ZeroOptimizer(optim.Optimizer):
-    """What every adopted optimizer can do besides its own class. Never constructed: :func:`adopt` swaps classes."""
+    """Methods of every adopted optimizer besides those of its own class. Never constructed: :func:`adopt` swaps classes."""
 
     _engine: Engine
 
@@ -123,7 +123,7 @@ class ZeroOptimizer(optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What :meth:`backward` multiplies the loss with; 1 where the precision is not fp16."""
+        """Return the factor by which :meth:`backward` multiplies the loss; 1 where the precision is not fp16."""
         return self._engine.scaler.scale
 
     @property
@@ -207,7 +207,7 @@ class ZeroOptimizer(optim.Optimizer):
         return norm
 
     def _held_gradients(self, changes: bool = False) -> Iterator[torch.Tensor]:
-        """What this rank holds of the reduced gradients, as they are stored. ``changes``: the caller writes to them."""
+        """Yield this rank's reduced gradients, as they are stored. ``changes``: the caller writes to them."""
         engine = self._engine
         for unit in engine.units:
             if engine.local_grads:
