@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The type Comm: one group of ranks. Tensors come as addresses and element counts, dtypes and operations as the codes
- * of COMM_DTYPES and COMM_OPS; python/zeropp/comm/group.py turns tensors into these. Every call that may wait releases the
- * GIL and can be interrupted by a signal handler.
+ * of COMM_DTYPES and COMM_OPS; python/zeropp/comm/group.py turns tensors into these. Every call that may wait
+ * releases the GIL and can be interrupted by a signal handler.
  *
  * Comm(store, rank, ranks, timeout_s, name, log=None)
  */

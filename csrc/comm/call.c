@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * One collective in the calling thread: arguments are checked here, the signature is made here, then the transport that
- * carries the call runs it (transport.c).
+ * carries the call runs it.
  */
 #include "internal.h"
 
@@ -14,20 +14,16 @@ static zpp_status check_call(const struct zpp_comm *comm, const struct zpp_call 
     const size_t elem_bytes = zpp_dtype_bytes(call->dtype);
     if (call->coll < ZPP_COLL_BARRIER || call->coll >= ZPP_COLLS)
         return zpp_fail(err, ZPP_INVALID, "comm: collective %d is none", (int)call->coll);
-    const bool rooted = call->coll == ZPP_COLL_BROADCAST || call->coll == ZPP_COLL_REDUCE ||
-                        call->coll == ZPP_COLL_GATHER || call->coll == ZPP_COLL_SCATTER;
     if (elem_bytes == 0 && call->coll != ZPP_COLL_BARRIER)
         return zpp_fail(err, ZPP_INVALID, "comm: dtype %d is none that a collective knows", (int)call->dtype);
-    if (rooted && (call->root < 0 || call->root >= comm->ranks))
-        return zpp_fail(err, ZPP_INVALID, "comm: root %d, wanted a rank of group \"%s\", 0..%d", call->root, comm->name,
-                        comm->ranks - 1);
+    const zpp_status status = zpp_root_check(comm, call, err);
+    if (status != ZPP_OK) return status;
     if (call->object >= 1u << 24)
         return zpp_fail(err, ZPP_INVALID, "comm: object %u of a collective, wanted less than %u", call->object,
                         1u << 24);
     if (elem_bytes && call->elems > SIZE_MAX / 2 / elem_bytes / (size_t)comm->ranks)
         return zpp_fail(err, ZPP_INVALID, "comm: %zu elements are more than memory holds", call->elems);
-    if (call->coll == ZPP_COLL_ALL_REDUCE || call->coll == ZPP_COLL_REDUCE || call->coll == ZPP_COLL_REDUCE_SCATTER)
-        return zpp_reduce_check(call->op, call->dtype, err);
+    if (zpp_coll_reduces(call->coll)) return zpp_reduce_check(call->op, call->dtype, err);
     if (is_quantised(call)) return zpp_quant_check(comm, call, err);
     return ZPP_OK;
 }
@@ -58,6 +54,25 @@ void zpp_call_describe(const struct zpp_comm *comm, const struct zpp_call *call,
     const struct zpp_sig sig = sig_of(comm, call);
     zpp_sig_describe(&sig, text, room);
 }
+
+/* --- the table of transports, in the order in which they are asked ------------------------------------------------ */
+
+static const struct zpp_transport *const table[] = {&zpp_transport_nccl, &zpp_transport_memory, &zpp_transport_tcp};
+enum { ROWS = sizeof table / sizeof *table };
+
+const struct zpp_transport *zpp_transport_of(const struct zpp_comm *comm, const struct zpp_call *call) {
+    size_t at = 0;
+    while (at + 1 < ROWS && !table[at]->carries(comm, call)) at++;
+    return table[at];
+}
+
+const struct zpp_transport *zpp_transport_to(const struct zpp_comm *comm, int rank) {
+    size_t at = 0;
+    while (at + 1 < ROWS && !(table[at]->channels && table[at]->reaches(comm, rank))) at++;
+    return table[at];
+}
+
+/* --- the call ----------------------------------------------------------------------------------------------------- */
 
 /* Runs in the calling thread, whatever is queued. */
 zpp_status zpp_call_now(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait, struct zpp_err *err) {

@@ -164,18 +164,23 @@ static inline int zpp_label(const struct zpp_comm *comm, int rank) {
 }
 
 /* --- transports: shared memory (shm/), several hosts (tcp/), NCCL (nccl/) ----------------------------------------- */
-struct zpp_channel_ops { /* a one-way channel of bytes between two ranks; see channel.h for what each does */
+/* A one-way channel of bytes between two ranks. One thread writes and one reads at a time; none of it waits. */
+struct zpp_channel_ops {
+    /* The sender's end: make the channel, and tell `rank`. */
     zpp_status (*open)(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err);
+    /* The receiver's end: AGAIN while `rank` has not opened its own. */
     zpp_status (*accept)(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err);
-    void (*close)(void *channel);
+    void (*close)(void *channel); /* NULL is fine */
+    /* Write or read as much as there is space or data for; the number of bytes. dst NULL: throw away. */
     size_t (*write)(void *channel, const void *src, size_t bytes);
     size_t (*read)(void *channel, void *dst, size_t bytes);
     size_t (*readable)(void *channel);
     size_t (*writable)(void *channel);
-    bool (*damaged)(void *channel);
+    bool (*damaged)(void *channel); /* the other side wrote where it must not */
     bool (*flushed)(void *channel); /* all that was written is on its way */
 };
-/* A row of the table in transport.c. */
+extern const struct zpp_channel_ops zpp_channels_memory; /* shm/channel.c */
+/* A row of the table in call.c. */
 struct zpp_transport {
     const char *name;
     /* Whether collectives of this group that are such calls go by this transport. */
@@ -239,6 +244,14 @@ enum { ZPP_NO_OP = 0xff, ZPP_NO_ROOT = 0xffff };
 void zpp_call_describe(const struct zpp_comm *comm, const struct zpp_call *call, char *text, size_t room); /* call.c */
 void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t room);
 struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce_op, unsigned root, uint64_t elems);
+static inline bool zpp_coll_has_root(enum zpp_coll coll) {
+    return coll == ZPP_COLL_BROADCAST || coll == ZPP_COLL_REDUCE || coll == ZPP_COLL_GATHER || coll == ZPP_COLL_SCATTER;
+}
+static inline bool zpp_coll_reduces(enum zpp_coll coll) { /* exactly: quantised ones are checked by zpp_quant_check */
+    return coll == ZPP_COLL_ALL_REDUCE || coll == ZPP_COLL_REDUCE || coll == ZPP_COLL_REDUCE_SCATTER;
+}
+/* INVALID for a root that is no rank of the group, where the collective has one. */
+zpp_status zpp_root_check(const struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err);
 /* Begin a collective: check the group, take its sequence number, set up `wait_ctx`. */
 zpp_status zpp_enter(struct zpp_comm *comm, struct zpp_sig sig, const struct zpp_wait *wait,
                      struct zpp_wait_ctx *wait_ctx, struct zpp_err *err);

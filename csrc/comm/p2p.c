@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Send and receive with tags. Each ordered pair of ranks has a channel (channel.h), made at the first send; a message
+ * Send and receive with tags. Each ordered pair of ranks has a channel (struct zpp_channel_ops), made at the first send; a message
  * is a header and its bytes. A message that nobody asked for yet is taken out of the ring into memory of its own, so
  * one tag never blocks another and two ranks that both send first never block each other. A receive matches the oldest
  * message of its source (or of any source) with its tag.
@@ -16,7 +16,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "shm/channel.h"
+#include "internal.h"
 #include "tcp/net.h"
 
 enum { GRACE_NS = 300000 }; /* most transfers are waited for at once; the thread lets those pass */
@@ -273,6 +273,16 @@ static zpp_status check_rings(struct zpp_p2p *p2p, int rank, struct zpp_err *err
                          p2p->comm->rank, rank, p2p->comm->name);
 }
 
+static zpp_status progress_with(struct zpp_p2p *p2p, int rank, bool *moved, struct zpp_err *err) {
+    struct peer *peer = &p2p->peer[rank];
+    zpp_status status = ZPP_OK;
+    if (!peer->in) status = peer->by->accept(p2p->comm, rank, &peer->in, err);
+    if (status == ZPP_OK || status == ZPP_AGAIN) status = check_rings(p2p, rank, err);
+    if (status == ZPP_OK && peer->in) status = pull(p2p, rank, moved, err);
+    if (status == ZPP_OK && peer->out && push(p2p, rank)) *moved = true;
+    return status;
+}
+
 /* Move what can be moved now. Called with the lock held. */
 static bool progress(struct zpp_p2p *p2p) {
     struct zpp_comm *comm = p2p->comm;
@@ -280,16 +290,9 @@ static bool progress(struct zpp_p2p *p2p) {
     bool any = false;
     zpp_status status = ZPP_OK;
     for (int r = 0; status == ZPP_OK && r < p2p->ranks; r++) {
-        struct peer *peer = &p2p->peer[r];
         bool moved = false;
         if (r == comm->rank) continue;
-        if (!peer->in) {
-            const zpp_status opened = peer->by->accept(comm, r, &peer->in, &err);
-            if (opened != ZPP_OK && opened != ZPP_AGAIN) status = opened;
-        }
-        if (status == ZPP_OK) status = check_rings(p2p, r, &err);
-        if (status == ZPP_OK && peer->in) status = pull(p2p, r, &moved, &err);
-        if (status == ZPP_OK && peer->out && push(p2p, r)) moved = true;
+        status = progress_with(p2p, r, &moved, &err);
         if (moved) ring(comm, r);
         any = any || moved;
     }
@@ -316,6 +319,11 @@ static int awaited(const struct zpp_comm *comm, const struct zpp_transfer *trans
     return first;
 }
 
+static zpp_status answer_of(const struct zpp_transfer *transfer, struct zpp_err *err) {
+    if (transfer->status != ZPP_OK && err) *err = transfer->err;
+    return transfer->status;
+}
+
 zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_p2p *p2p = transfer->p2p;
     struct zpp_comm *comm = p2p->comm;
@@ -337,10 +345,7 @@ zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait
         pthread_mutex_lock(&p2p->lock);
     }
     p2p->waiters--;
-    if (transfer->status != ZPP_AGAIN) {
-        status = transfer->status;
-        if (status != ZPP_OK && err) *err = transfer->err;
-    }
+    if (transfer->status != ZPP_AGAIN) status = answer_of(transfer, err);
     if (p2p->pending && !p2p->waiters) pthread_cond_signal(&p2p->wanted);
     pthread_mutex_unlock(&p2p->lock);
     return status;

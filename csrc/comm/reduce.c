@@ -119,23 +119,34 @@ static void combine(void *acc, const void *src, size_t elems, zpp_dtype dtype, z
 
 /* --- blocks ------------------------------------------------------------------------------------------------------ */
 
+/* What the sources have, or are widened to, is combined here. */
+union block {
+    float f32[BLOCK_ELEMS];
+    double f64[BLOCK_ELEMS];
+    uint8_t bytes[BLOCK_ELEMS * 8];
+};
+
+/* 16-bit elements in fp32. */
+static void combine_halves(union block *acc, zpp_reduce_op op, const void *from, bool first, zpp_dtype dtype,
+                           size_t elems) {
+    float wide[BLOCK_ELEMS];
+    zpp_convert(first ? acc->f32 : wide, ZPP_F32, from, dtype, elems);
+    if (!first) combine_f32(acc->f32, wide, elems, op);
+}
+
 static void reduce_block(void *dst, zpp_reduce_op op, const void *const *src, int sources, zpp_dtype dtype, size_t at,
                          size_t elems) {
-    union {
-        float f32[BLOCK_ELEMS];
-        double f64[BLOCK_ELEMS];
-        uint8_t bytes[BLOCK_ELEMS * 8];
-    } acc;
-    float wide[BLOCK_ELEMS];
+    union block acc;
     const bool half = dtype == ZPP_BF16 || dtype == ZPP_F16;
     const size_t elem_bytes = zpp_dtype_bytes(dtype);
     for (int r = 0; r < sources; r++) {
         const uint8_t *from = (const uint8_t *)src[r] + at * elem_bytes;
         if (half)
-            zpp_convert(r ? wide : acc.f32, ZPP_F32, from, dtype, elems);
-        else if (!r)
+            combine_halves(&acc, op, from, r == 0, dtype, elems);
+        else if (r == 0)
             memcpy(acc.bytes, from, elems * elem_bytes);
-        if (r) combine(acc.bytes, half ? (const void *)wide : from, elems, half ? ZPP_F32 : dtype, op);
+        else
+            combine(acc.bytes, from, elems, dtype, op);
     }
     if (op == ZPP_AVG && dtype == ZPP_F64)
         for (size_t i = 0; i < elems; i++) acc.f64[i] *= 1.0 / sources;

@@ -167,6 +167,14 @@ static zpp_status send_handshake(const struct rendezvous *rendezvous, int socket
     return zpp_fail_os(err, errno, "comm: rank %d cannot be written to while joining", rank);
 }
 
+/* The descriptors of a packet, as many as there are; an empty packet may carry some, too. */
+static void read_descriptors(struct msghdr *message, int *fd) {
+    struct cmsghdr *head = CMSG_FIRSTHDR(message);
+    if (!head || head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS) return;
+    const size_t bytes = head->cmsg_len - CMSG_LEN(0);
+    memcpy(fd, CMSG_DATA(head), bytes < sizeof(int) * FDS ? bytes : sizeof(int) * FDS);
+}
+
 /* AGAIN: nothing there yet. `fd` are the caller's to close, whatever is returned with OK. */
 static zpp_status receive_handshake(int socket_fd, struct handshake *handshake, int *fd, int *os_errno) {
     union {
@@ -180,11 +188,7 @@ static zpp_status receive_handshake(int socket_fd, struct handshake *handshake, 
     const ssize_t got = recvmsg(socket_fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     *os_errno = got < 0 ? errno : 0;
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return ZPP_AGAIN;
-    struct cmsghdr *head = got >= 0 ? CMSG_FIRSTHDR(&message) : NULL; /* an empty packet may carry descriptors, too */
-    if (head && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS) {
-        const size_t bytes = head->cmsg_len - CMSG_LEN(0);
-        memcpy(fd, CMSG_DATA(head), bytes < sizeof(int) * FDS ? bytes : sizeof(int) * FDS);
-    }
+    if (got >= 0) read_descriptors(&message, fd);
     if (got == (ssize_t)sizeof *handshake && handshake->magic == ENDPOINT_MAGIC && fd[0] >= 0) return ZPP_OK;
     for (int i = 0; i < FDS; i++) {
         if (fd[i] >= 0) close(fd[i]);
@@ -384,6 +388,17 @@ static void count_hosts(const struct rendezvous *rendezvous, struct zpp_hosts *h
     for (int h = 1; h < hosts->hosts; h++) hosts->even = hosts->even && hosts->count[h] == hosts->count[0];
 }
 
+static zpp_status find_ranks(struct rendezvous *rendezvous, const struct zpp_network_options *network,
+                             const struct zpp_store *store, struct zpp_err *err) {
+    const struct zpp_comm *comm = rendezvous->comm;
+    zpp_status status = publish_endpoint(rendezvous, network, store, err);
+    for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
+        if (r != comm->rank) status = read_endpoint(rendezvous, store, r, err);
+    for (int r = 0; status == ZPP_OK && r < comm->rank; r++)
+        if (!rendezvous->elsewhere[r]) status = join_lower(rendezvous, r, err);
+    return status == ZPP_OK ? await_higher(rendezvous, err) : status;
+}
+
 zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_network_options *network,
                           const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_hosts *hosts,
                           struct zpp_err *err) {
@@ -394,14 +409,7 @@ zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_network_option
     rendezvous->wait_ctx = (struct zpp_wait_ctx){.comm = comm, .wait = wait, .own_timeout = true,
                                                  .describe = describe_joining};
     zpp_status status = make_own_memory(rendezvous, err);
-    if (status == ZPP_OK && comm->ranks > 1) {
-        status = publish_endpoint(rendezvous, network, store, err);
-        for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
-            if (r != comm->rank) status = read_endpoint(rendezvous, store, r, err);
-        for (int r = 0; status == ZPP_OK && r < comm->rank; r++)
-            if (!rendezvous->elsewhere[r]) status = join_lower(rendezvous, r, err);
-        if (status == ZPP_OK) status = await_higher(rendezvous, err);
-    }
+    if (status == ZPP_OK && comm->ranks > 1) status = find_ranks(rendezvous, network, store, err);
     if (status == ZPP_OK) count_hosts(rendezvous, hosts);
     if (rendezvous->listener >= 0) close(rendezvous->listener);
     for (int i = 0; i < FDS; i++)

@@ -10,6 +10,7 @@
  *   elems: of quantised ones: bits 40-63 object
  */
 #include <inttypes.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -30,39 +31,67 @@ static const char *const op_names[ZPP_REDUCE_OPS] = {"sum", "avg", "product", "m
 
 const char *zpp_reduce_op_name(zpp_reduce_op op) { return (unsigned)op < ZPP_REDUCE_OPS ? op_names[op] : "?"; }
 
+zpp_status zpp_root_check(const struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err) {
+    if (!zpp_coll_has_root(call->coll) || (call->root >= 0 && call->root < comm->ranks)) return ZPP_OK;
+    return zpp_fail(err, ZPP_INVALID, "comm: root %d, wanted a rank of group \"%s\", 0..%d", call->root, comm->name,
+                    comm->ranks - 1);
+}
+
 struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce_op, unsigned root, uint64_t elems) {
     const struct zpp_sig sig = {
         (uint64_t)coll | (uint64_t)dtype << 8 | (uint64_t)reduce_op << 16 | (uint64_t)root << 24, elems};
     return sig;
 }
 
-void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t room) {
+/* Text that grows at its end; what does not fit is left out. */
+struct text {
+    char *at;
+    size_t capacity, used;
+};
+
+static void __attribute__((format(printf, 2, 3))) add(struct text *text, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    const int length = vsnprintf(text->at + text->used, text->capacity - text->used, format, args);
+    va_end(args);
+    const size_t left = text->capacity - text->used - 1;
+    text->used += length > 0 && (size_t)length < left ? (size_t)length : length > 0 ? left : 0;
+}
+
+static void add_quantised(struct text *text, const struct zpp_sig *sig) {
+    const unsigned block_elems = (sig->what >> 41 & 0xffff) * 16, node_ranks = sig->what >> 57 & 0x3f;
+    if (block_elems) add(text, ", int%d in blocks of %u", sig->what >> 40 & 1 ? 4 : 8, block_elems);
+    if (node_ranks) add(text, ", %u ranks a node", node_ranks);
+}
+
+static void add_object(struct text *text, unsigned object) {
+    if (object) add(text, ", object %u", object % ZPP_OBJECTS);
+    if (object >= ZPP_OBJECTS) add(text, " of model %u", object / ZPP_OBJECTS);
+}
+
+/* What every rank gives its own number of is described without one. */
+static void add_tensor(struct text *text, unsigned coll, unsigned dtype, uint64_t elems) {
+    const char *name = dtype < ZPP_DTYPES ? zpp_dtype_name((zpp_dtype)dtype) : "?";
+    if (coll == ZPP_COLL_BARRIER) return;
+    if (coll == ZPP_COLL_ALL_TO_ALL || coll == ZPP_COLL_SCATTER || coll == ZPP_COLL_GATHER) add(text, "%s", name);
+    else add(text, "%s, %" PRIu64 " elements", name, elems);
+}
+
+void zpp_sig_describe(const struct zpp_sig *sig, char *out, size_t capacity) {
     const unsigned coll = sig->what & 0x7f, op = sig->what >> 16 & 0xff, root = sig->what >> 24 & 0xffff;
-    const zpp_dtype dtype = (zpp_dtype)(sig->what >> 8 & 0xff);
     const bool quantised = coll >= ZPP_COLL_ALL_GATHER_QUANT;
-    const uint64_t elems = quantised ? sig->elems & (ZPP_QUANT_ELEMS_END - 1) : sig->elems;
+    struct text text = {out, capacity, 0};
     if (coll == 0 || coll >= ZPP_COLLS) {
-        snprintf(text, room, "an unknown collective %u", coll);
+        add(&text, "an unknown collective %u", coll);
         return;
     }
-    int used = snprintf(text, room, "%s(", coll_names[coll]);
-    if (coll == ZPP_COLL_ALL_TO_ALL || coll == ZPP_COLL_SCATTER || coll == ZPP_COLL_GATHER)
-        used += snprintf(text + used, room - (size_t)used, "%s", dtype < ZPP_DTYPES ? zpp_dtype_name(dtype) : "?");
-    else if (coll != ZPP_COLL_BARRIER)
-        used += snprintf(text + used, room - (size_t)used, "%s, %" PRIu64 " elements",
-                         dtype < ZPP_DTYPES ? zpp_dtype_name(dtype) : "?", elems);
-    const unsigned object = (unsigned)((quantised ? sig->elems : sig->what) >> 40);
-    const unsigned block_elems = quantised ? (sig->what >> 41 & 0xffff) * 16 : 0;
-    const unsigned node_ranks = quantised ? sig->what >> 57 & 0x3f : 0;
-    if (block_elems)
-        used += snprintf(text + used, room - (size_t)used, ", int%d in blocks of %u", sig->what >> 40 & 1 ? 4 : 8,
-                         block_elems);
-    if (node_ranks) used += snprintf(text + used, room - (size_t)used, ", %u ranks a node", node_ranks);
-    if (op < ZPP_REDUCE_OPS) used += snprintf(text + used, room - (size_t)used, ", %s", op_names[op]);
-    if (root != ZPP_NO_ROOT) used += snprintf(text + used, room - (size_t)used, ", root %u", root);
-    if (object) used += snprintf(text + used, room - (size_t)used, ", object %u", object % ZPP_OBJECTS);
-    if (object >= ZPP_OBJECTS) used += snprintf(text + used, room - (size_t)used, " of model %u", object / ZPP_OBJECTS);
-    snprintf(text + used, room - (size_t)used, sig->what & ZPP_SIG_BESIDE ? ") on GPUs" : ")");
+    add(&text, "%s(", coll_names[coll]);
+    add_tensor(&text, coll, sig->what >> 8 & 0xff, quantised ? sig->elems & (ZPP_QUANT_ELEMS_END - 1) : sig->elems);
+    if (quantised) add_quantised(&text, sig);
+    if (op < ZPP_REDUCE_OPS) add(&text, ", %s", op_names[op]);
+    if (root != ZPP_NO_ROOT) add(&text, ", root %u", root);
+    add_object(&text, (unsigned)((quantised ? sig->elems : sig->what) >> 40));
+    add(&text, "%s", sig->what & ZPP_SIG_BESIDE ? ") on GPUs" : ")");
 }
 
 static void describe_now(const void *ctx, char *text, size_t room) {

@@ -29,8 +29,8 @@ static struct zpp_channel *peer_writes(struct fuzz_input *input, int socket_fd) 
         if (choice & 64) fuzz_take(input, &header[1], sizeof header[1]);
         if (header[1] > RING_BYTES) header[1] |= (uint64_t)1 << 63; /* what could be real memory costs a tool its own */
         fuzz_take(input, bytes, sizeof bytes);
-        zpp_channel_write(channel, header, sizeof header);
-        zpp_channel_write(channel, bytes, choice & 128 ? fuzz_byte(input) : header[1] % sizeof bytes);
+        channel_write(channel, header, sizeof header);
+        channel_write(channel, bytes, choice & 128 ? fuzz_byte(input) : header[1] % sizeof bytes);
     }
     const uint8_t damage = fuzz_byte(input);
     uint64_t counter;
@@ -64,7 +64,7 @@ FUZZ_TARGET(p2p) {
         zpp_transfer_free(transfer[i]);
         free(room[i]);
     }
-    zpp_channel_close(channel);
+    channel_close(channel);
     fuzz_comm_free(comm, other_end);
     fuzz_need(fuzz_open_fds() == before);
     return 0;

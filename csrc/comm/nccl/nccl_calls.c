@@ -36,15 +36,9 @@ zpp_status zpp_nccl_check(const struct zpp_nccl *nccl, const struct zpp_call *ca
     if (call->coll < ZPP_COLL_BARRIER || call->coll > ZPP_COLL_SCATTER)
         return zpp_fail(err, ZPP_NOT_BUILT, "comm: collective %d on CUDA memory is not implemented yet",
                         (int)call->coll);
-    const bool rooted = call->coll == ZPP_COLL_BROADCAST || call->coll == ZPP_COLL_REDUCE ||
-                        call->coll == ZPP_COLL_GATHER || call->coll == ZPP_COLL_SCATTER;
-    if (rooted && (call->root < 0 || call->root >= nccl->control->ranks))
-        return zpp_fail(err, ZPP_INVALID, "comm: root %d, wanted a rank of group \"%s\", 0..%d", call->root,
-                        nccl->control->name, nccl->control->ranks - 1);
-    const bool reduces = call->coll == ZPP_COLL_ALL_REDUCE || call->coll == ZPP_COLL_REDUCE ||
-                         call->coll == ZPP_COLL_REDUCE_SCATTER;
-    if (!reduces) return ZPP_OK;
-    const zpp_status status = zpp_reduce_check(call->op, call->dtype, err);
+    zpp_status status = zpp_root_check(nccl->control, call, err);
+    if (status != ZPP_OK || !zpp_coll_reduces(call->coll)) return status;
+    status = zpp_reduce_check(call->op, call->dtype, err);
     if (status != ZPP_OK) return status;
     if (dtype_of(call->dtype) == NONE || op_of(call->op, call->dtype) == NONE)
         return zpp_fail(err, ZPP_INVALID, "comm: %s of %s on CUDA memory, which NCCL does not have; use CPU tensors",

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What nccl.c (groups), nccl_work.c (works), nccl_calls.c (from a call to NCCL's functions) and nccl_watch.c (the
- * watching thread) share.
+ * What nccl.c (groups), nccl_work.c (works, and the thread that watches them) and nccl_calls.c (from a call to NCCL's
+ * functions) share.
  *
  * Locks: `lock` guards all of a group's state but what create wrote. It is held while NCCL is called: not blocking, it
  * returns soon, and settle() ends by itself. The communicator's own locks nest inside.
@@ -84,7 +84,6 @@ zpp_status zpp_nccl_break(struct zpp_nccl *nccl, const struct zpp_err *cause, st
 zpp_status zpp_nccl_break_by_nccl(struct zpp_nccl *nccl, ncclResult_t result, const char *doing, struct zpp_err *err);
 zpp_status zpp_nccl_break_by_time(struct zpp_nccl *nccl, const char *doing, uint64_t waited_ns, struct zpp_err *err);
 
-/* --- nccl_watch.c ------------------------------------------------------------------------------------------------- */
 /* Retire what is finished, end the group if something went wrong; the lock is held. */
 void zpp_nccl_check_health(struct zpp_nccl *nccl);
 zpp_status zpp_nccl_watch_start(struct zpp_nccl *nccl, struct zpp_err *err);

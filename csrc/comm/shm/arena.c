@@ -142,8 +142,32 @@ static zpp_status announce(struct zpp_comm *comm, const struct zpp_arena *arena,
     return status;
 }
 
-/* Called with arena_lock held. The address space may be limited (ulimit -v): then ask for less, down to what is needed
- * now. */
+/* The address space may be limited (ulimit -v): then ask for less, down to what is needed now. */
+static zpp_status map_some(struct zpp_arena *arena, size_t wanted, int *out_fd, struct zpp_err *err) {
+    for (;; arena->bytes = align_up(arena->bytes / 2, PAGE)) {
+        void *base = NULL;
+        int fd = -1;
+        zpp_status status = zpp_memfd_create("zeropp-arena", arena->bytes, &fd, err);
+        if (status == ZPP_OK) status = zpp_memfd_map(fd, arena->bytes, &base, err);
+        if (status == ZPP_OK) {
+            arena->base = base;
+            *out_fd = fd;
+            return ZPP_OK;
+        }
+        if (fd >= 0) close(fd);
+        if (arena->bytes / 2 < wanted) return status;
+    }
+}
+
+/* One free span of all that was mapped. */
+static zpp_status make_spans(struct zpp_arena *arena, struct zpp_err *err) {
+    arena->spans = malloc(sizeof *arena->spans);
+    if (!arena->spans) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for an arena");
+    *arena->spans = (struct span){NULL, 0, arena->bytes, false};
+    return ZPP_OK;
+}
+
+/* Called with arena_lock held. */
 static zpp_status arena_open(struct zpp_comm *comm, uint64_t id, size_t wanted, struct zpp_arena **out,
                              struct zpp_err *err) {
     size_t bytes = machine_bytes();
@@ -151,22 +175,8 @@ static zpp_status arena_open(struct zpp_comm *comm, uint64_t id, size_t wanted, 
     struct zpp_arena *arena = arena_new(comm->rank, id, bytes, err);
     if (!arena) return ZPP_NOMEM;
     int fd = -1;
-    void *base = NULL;
-    zpp_status status;
-    for (;; arena->bytes = align_up(arena->bytes / 2, PAGE)) {
-        status = zpp_memfd_create("zeropp-arena", arena->bytes, &fd, err);
-        if (status == ZPP_OK) status = zpp_memfd_map(fd, arena->bytes, &base, err);
-        if (status == ZPP_OK || arena->bytes / 2 < wanted) break;
-        if (fd >= 0) close(fd);
-        fd = -1;
-    }
-    arena->base = base;
-    struct span *all = status == ZPP_OK ? malloc(sizeof *all) : NULL;
-    if (all)
-        *all = (struct span){NULL, 0, arena->bytes, false};
-    else if (status == ZPP_OK)
-        status = zpp_fail(err, ZPP_NOMEM, "comm: no memory for an arena");
-    arena->spans = all;
+    zpp_status status = map_some(arena, wanted, &fd, err);
+    if (status == ZPP_OK) status = make_spans(arena, err);
     if (status == ZPP_OK) status = announce(comm, arena, fd, err);
     if (fd >= 0) close(fd);
     if (status != ZPP_OK) {

@@ -151,6 +151,25 @@ static zpp_status staged(const struct job *job, uint64_t most, struct zpp_err *e
     return zpp_pipeline_run(job->wait_ctx, &pipeline, err);
 }
 
+/* What the posts of all ranks say together. */
+struct survey {
+    uint64_t most, received; /* bytes: of the longest piece, and of what this rank gets from others */
+    bool all_small, all_in_arenas;
+};
+
+static struct survey survey_posts(const struct zpp_comm *comm, const struct zpp_call *call) {
+    struct survey survey = {0, 0, true, true};
+    for (int r = 0; r < comm->ranks; r++) {
+        const uint64_t *counts = counts_of(comm, r);
+        if (!zpp_post_of(comm, r)->place.arena) survey.all_in_arenas = false;
+        if (sum_without(counts, comm->ranks, r) > ZPP_SMALL_BYTES) survey.all_small = false;
+        for (int p = 0; p < comm->ranks; p++)
+            if (p != r && counts[p] > survey.most) survey.most = counts[p];
+        if (r != comm->rank) survey.received += call->dst_bytes[r];
+    }
+    return survey;
+}
+
 zpp_status zpp_coll_all_to_all(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;
     const struct job job = {wait_ctx, call, ZPP_STAGE_BYTES / (size_t)comm->ranks & ~(size_t)(ZPP_LINE_BYTES - 1)};
@@ -164,21 +183,15 @@ zpp_status zpp_coll_all_to_all(struct zpp_wait_ctx *wait_ctx, const struct zpp_c
     if (status == ZPP_OK) status = check_counts(&job, err);
     if (status != ZPP_OK) return status;
     const uint64_t start_ns = zpp_now_ns();
-    uint64_t most = 0, received = 0;
-    bool all_small = true, all_in_arenas = true;
-    for (int r = 0; r < comm->ranks; r++) {
-        const uint64_t *counts = counts_of(comm, r);
-        if (!zpp_post_of(comm, r)->place.arena) all_in_arenas = false;
-        if (sum_without(counts, comm->ranks, r) > ZPP_SMALL_BYTES) all_small = false;
-        for (int p = 0; p < comm->ranks; p++)
-            if (p != r && counts[p] > most) most = counts[p];
-        if (r != me) received += call->dst_bytes[r];
-    }
-    zpp_count_call(comm, call->coll == ZPP_COLL_ALL_TO_ALL ? ZPP_TRAFFIC_ALL_TO_ALL : ZPP_TRAFFIC_OTHER, received);
-    if (!all_small) zpp_store_policy_adopt(comm, all_in_arenas);
+    const struct survey survey = survey_posts(comm, call);
+    zpp_count_call(comm, call->coll == ZPP_COLL_ALL_TO_ALL ? ZPP_TRAFFIC_ALL_TO_ALL : ZPP_TRAFFIC_OTHER,
+                   survey.received);
+    if (!survey.all_small) zpp_store_policy_adopt(comm, survey.all_in_arenas);
     if (call->src_bytes[me] && call->dsts[me] != call->srcs[me])
-        zpp_copy(call->dsts[me], call->srcs[me], call->src_bytes[me], !all_small && zpp_own_nontemporal(comm));
-    if (all_small) unpack_small(&job);
-    if (all_small) return ZPP_OK;
-    return all_in_arenas ? in_place(&job, start_ns, err) : staged(&job, most, err);
+        zpp_copy(call->dsts[me], call->srcs[me], call->src_bytes[me], !survey.all_small && zpp_own_nontemporal(comm));
+    if (survey.all_small) {
+        unpack_small(&job);
+        return ZPP_OK;
+    }
+    return survey.all_in_arenas ? in_place(&job, start_ns, err) : staged(&job, survey.most, err);
 }

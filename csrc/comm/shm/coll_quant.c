@@ -263,12 +263,9 @@ static zpp_status all_reduce(struct job *job, struct zpp_err *err) {
 
 /* --- the door (call.c) ------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_quant_check(const struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err) {
+static zpp_status check_format(const struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err) {
     const int parts = call->coll == ZPP_COLL_ALL_GATHER_QUANT ? 1 : comm->ranks;
     const struct zpp_quant_spec spec = {call->block_elems, call->bits, false};
-    if (call->dtype != ZPP_F32 && call->dtype != ZPP_BF16 && call->dtype != ZPP_F16)
-        return zpp_fail(err, ZPP_INVALID, "comm: a quantised collective of %s, wanted float32, bfloat16 or float16",
-                        zpp_dtype_name(call->dtype));
     if (call->bits != 8 && call->bits != 4)
         return zpp_fail(err, ZPP_INVALID, "comm: a quantised collective with %d bits, wanted 8 or 4", call->bits);
     if (call->block_elems < 16 || call->block_elems % 16)
@@ -280,6 +277,15 @@ zpp_status zpp_quant_check(const struct zpp_comm *comm, const struct zpp_call *c
                         "comm: a quantised collective in blocks of %zu elements, more than its buffers hold with %d "
                         "ranks (%zu bytes a block); blocks of a few hundred elements are usual",
                         call->block_elems, comm->ranks, stride_of(parts));
+    return ZPP_OK;
+}
+
+zpp_status zpp_quant_check(const struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err) {
+    if (call->dtype != ZPP_F32 && call->dtype != ZPP_BF16 && call->dtype != ZPP_F16)
+        return zpp_fail(err, ZPP_INVALID, "comm: a quantised collective of %s, wanted float32, bfloat16 or float16",
+                        zpp_dtype_name(call->dtype));
+    const zpp_status status = check_format(comm, call, err);
+    if (status != ZPP_OK) return status;
     if (call->elems >= ZPP_QUANT_ELEMS_END)
         return zpp_fail(err, ZPP_INVALID, "comm: a quantised collective of %zu elements, wanted less than 2^40",
                         call->elems);

@@ -32,6 +32,27 @@ static void describe(const void *ctx, char *text, size_t room) {
              (unsigned long long)making->bytes, (unsigned long long)making->number);
 }
 
+static zpp_status take_from(struct zpp_wait_ctx *wait_ctx, struct zpp_region *region, const struct making *making,
+                            int rank, struct zpp_err *err) {
+    struct zpp_comm *comm = wait_ctx->comm;
+    struct zpp_message theirs;
+    int fd = -1;
+    zpp_status status = zpp_message_wait(wait_ctx, rank, ZPP_MESSAGE_REGION, making->number, &theirs, &fd, err);
+    if (status != ZPP_OK) return status;
+    if (theirs.a != (uint64_t)making->kind || theirs.b != making->bytes)
+        status = zpp_comm_fail(comm, ZPP_PEER, rank, err,
+                               "comm: rank %d is in region_create(%s, %llu bytes) #%llu of group \"%s\" but rank %d is "
+                               "in region_create(%s, %llu bytes); all ranks must create the same regions in the same "
+                               "order",
+                               comm->rank, kind_name(making->kind), (unsigned long long)making->bytes,
+                               (unsigned long long)making->number, comm->name, rank, kind_name(theirs.a),
+                               (unsigned long long)theirs.b);
+    else if (making->kind == ZPP_REGION_PER_RANK || rank == 0) /* its owner; no descriptor: the map says so */
+        status = zpp_memfd_map(fd, region->bytes, &region->base[rank], err);
+    if (fd >= 0) close(fd);
+    return status;
+}
+
 static zpp_status exchange(struct zpp_wait_ctx *wait_ctx, struct zpp_region *region, const struct making *making,
                            int own_fd, struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;
@@ -39,25 +60,8 @@ static zpp_status exchange(struct zpp_wait_ctx *wait_ctx, struct zpp_region *reg
     zpp_status status = ZPP_OK;
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
         if (r != comm->rank) status = zpp_message_send(comm, r, &content, own_fd, err);
-    for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
-        struct zpp_message theirs;
-        int fd = -1;
-        if (r == comm->rank) continue;
-        status = zpp_message_wait(wait_ctx, r, ZPP_MESSAGE_REGION, making->number, &theirs, &fd, err);
-        if (status != ZPP_OK) break;
-        if (theirs.a != content.a || theirs.b != content.b)
-            status =
-                zpp_comm_fail(comm, ZPP_PEER, r, err,
-                              "comm: rank %d is in region_create(%s, %llu bytes) #%llu of group \"%s\" but rank %d is "
-                              "in "
-                              "region_create(%s, %llu bytes); all ranks must create the same regions in the same order",
-                              comm->rank, kind_name(content.a), (unsigned long long)content.b,
-                              (unsigned long long)content.number,
-                              comm->name, r, kind_name(theirs.a), (unsigned long long)theirs.b);
-        else if (making->kind == ZPP_REGION_PER_RANK || r == 0) /* its owner; no descriptor: the map says so */
-            status = zpp_memfd_map(fd, region->bytes, &region->base[r], err);
-        if (fd >= 0) close(fd);
-    }
+    for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
+        if (r != comm->rank) status = take_from(wait_ctx, region, making, r, err);
     return status;
 }
 
@@ -65,9 +69,9 @@ static void spread_one(struct zpp_region *region) {
     for (int r = 1; r < region->ranks; r++) region->base[r] = region->base[0];
 }
 
-zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t bytes, zpp_region **out,
-                             struct zpp_err *err) {
-    zpp_status status = zpp_comm_check(comm, err);
+static zpp_status check_region(const struct zpp_comm *comm, enum zpp_region_kind kind, size_t bytes,
+                               struct zpp_err *err) {
+    const zpp_status status = zpp_comm_check(comm, err);
     if (status != ZPP_OK) return status;
     if (bytes == 0 || bytes > SIZE_MAX / 4)
         return zpp_fail(err, ZPP_INVALID, "comm: a region of %zu bytes, wanted at least 1", bytes);
@@ -76,6 +80,28 @@ zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t b
                         "comm: one block of memory for all ranks of group \"%s\", which are on %d hosts; memory is "
                         "shared within one host only",
                         comm->name, zpp_comm_hosts(comm));
+    return ZPP_OK;
+}
+
+/* Fill `region->base`: make this rank's memory, if it has any, and map what the others send. */
+static zpp_status make_region(struct zpp_comm *comm, struct zpp_region *region, const struct making *making,
+                              struct zpp_err *err) {
+    const struct zpp_wait wait = {comm->timeout_ns, NULL, NULL};
+    struct zpp_wait_ctx wait_ctx = {.comm = comm, .wait = &wait, .fatal = true, .describe = describe, .ctx = making};
+    const bool owner = making->kind == ZPP_REGION_PER_RANK || comm->rank == 0;
+    zpp_status status = ZPP_OK;
+    int own_fd = -1;
+    if (owner) status = zpp_memfd_create("zeropp-region", region->bytes, &own_fd, err);
+    if (owner && status == ZPP_OK) status = zpp_memfd_map(own_fd, region->bytes, &region->base[comm->rank], err);
+    if (status == ZPP_OK && !comm->net) status = exchange(&wait_ctx, region, making, own_fd, err);
+    if (own_fd >= 0) close(own_fd);
+    return status;
+}
+
+zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t bytes, zpp_region **out,
+                             struct zpp_err *err) {
+    zpp_status status = check_region(comm, kind, bytes, err);
+    if (status != ZPP_OK) return status;
     struct zpp_region *region = calloc(1, sizeof *region);
     if (!region) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for a region of %zu bytes", bytes);
     region->kind = kind;
@@ -83,14 +109,7 @@ zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t b
     region->ranks = comm->ranks;
     region->bytes = (bytes + 4095) & ~(size_t)4095;
     const struct making making = {++comm->regions, bytes, kind};
-    const struct zpp_wait wait = {comm->timeout_ns, NULL, NULL};
-    struct zpp_wait_ctx wait_ctx = {.comm = comm, .wait = &wait, .fatal = true, .describe = describe, .ctx = &making};
-    const bool owner = kind == ZPP_REGION_PER_RANK || comm->rank == 0;
-    int own_fd = -1;
-    if (owner) status = zpp_memfd_create("zeropp-region", region->bytes, &own_fd, err);
-    if (owner && status == ZPP_OK) status = zpp_memfd_map(own_fd, region->bytes, &region->base[comm->rank], err);
-    if (status == ZPP_OK && !comm->net) status = exchange(&wait_ctx, region, &making, own_fd, err);
-    if (own_fd >= 0) close(own_fd);
+    status = make_region(comm, region, &making, err);
     if (status == ZPP_OK && kind == ZPP_REGION_ONE) spread_one(region);
     if (status != ZPP_OK) {
         zpp_region_destroy(region);

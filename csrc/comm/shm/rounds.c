@@ -51,7 +51,7 @@ void zpp_take_end(struct zpp_comm *comm, int stage) {
     zpp_counter_raise(&zpp_control(comm, comm->rank)->taken[stage].counter, ++comm->taken[stage]);
 }
 
-/* --- pumps ------------------------------------------------------------------------------------------------------- */
+/* --- pipelines --------------------------------------------------------------------------------------------------- */
 
 static void do_fill(struct zpp_comm *comm, const struct zpp_pipeline *pipeline, size_t round) {
     pipeline->fill(pipeline->ctx, round, zpp_stage(comm, comm->rank, 0, comm->staged[0]));
@@ -92,29 +92,42 @@ static void do_take_second(struct zpp_comm *comm, const struct zpp_pipeline *pip
     zpp_take_end(comm, 1);
 }
 
+struct progress {
+    size_t filled, passed, taken; /* rounds */
+    bool may_take, may_pass, may_fill;
+};
+
+/* The latest step that can go on does. True if there was one. */
+static bool step_twice(struct zpp_comm *comm, const struct zpp_pipeline *pipeline, struct progress *at) {
+    if (at->may_take && open_now(comm, next_round(comm, 1)))
+        do_take_second(comm, pipeline, at->taken++);
+    else if (at->may_pass && open_now(comm, next_round(comm, 0)) && open_now(comm, free_slot(comm, 1)))
+        do_pass(comm, pipeline, at->passed++);
+    else if (at->may_fill && open_now(comm, free_slot(comm, 0)))
+        do_fill(comm, pipeline, at->filled++);
+    else
+        return false;
+    return true;
+}
+
+static struct zpp_wait_target earliest(const struct zpp_comm *comm, const struct progress *at) {
+    if (at->may_take) return next_round(comm, 1);
+    return at->may_pass ? next_round(comm, 0) : free_slot(comm, 0);
+}
+
 /* Two stages: rounds are filled into stage 0, passed from there into stage 1, taken from there. The latest step that
  * can go on does; if none can, wait for the earliest reason: peers always can do what that step needs, because it
  * needs only what they do before the step this rank is at. */
 static zpp_status run_twice(struct zpp_wait_ctx *wait_ctx, const struct zpp_pipeline *pipeline, struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;
-    size_t filled = 0, passed = 0, taken = 0;
-    while (taken < pipeline->rounds) {
-        const bool may_take = taken < passed, may_pass = passed < filled && passed - taken < ZPP_STAGE_SLOTS;
-        const bool may_fill = filled < pipeline->rounds && filled - passed < ZPP_STAGE_SLOTS;
-        if (may_take && open_now(comm, next_round(comm, 1)))
-            do_take_second(comm, pipeline, taken++);
-        else if (may_pass && open_now(comm, next_round(comm, 0)) && open_now(comm, free_slot(comm, 1)))
-            do_pass(comm, pipeline, passed++);
-        else if (may_fill && open_now(comm, free_slot(comm, 0)))
-            do_fill(comm, pipeline, filled++);
-        else {
-            const zpp_status status = wait_for(wait_ctx,
-                                               may_take   ? next_round(comm, 1)
-                                               : may_pass ? next_round(comm, 0)
-                                                          : free_slot(comm, 0),
-                                               err);
-            if (status != ZPP_OK) return status;
-        }
+    struct progress at = {0};
+    while (at.taken < pipeline->rounds) {
+        at.may_take = at.taken < at.passed;
+        at.may_pass = at.passed < at.filled && at.passed - at.taken < ZPP_STAGE_SLOTS;
+        at.may_fill = at.filled < pipeline->rounds && at.filled - at.passed < ZPP_STAGE_SLOTS;
+        if (step_twice(comm, pipeline, &at)) continue;
+        const zpp_status status = wait_for(wait_ctx, earliest(comm, &at), err);
+        if (status != ZPP_OK) return status;
     }
     return ZPP_OK;
 }

@@ -3,7 +3,6 @@
  * Shared memory as a row of the table of transports: the ranks of one host. One algorithm a collective (coll_*.c).
  */
 #include "../tcp/net.h"
-#include "channel.h"
 
 typedef zpp_status (*run_fn)(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err);
 

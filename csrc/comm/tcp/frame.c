@@ -8,8 +8,21 @@
 
 static const uint64_t DATA_BYTES_MAX = (uint64_t)1 << 48;
 
+static zpp_status check_error(const struct zpp_frame *frame, int ranks, struct zpp_err *err) {
+    if (frame->bytes == 0 || frame->bytes >= ZPP_ERR_TEXT_BYTES)
+        return zpp_fail(err, ZPP_PEER, "a comm error of %llu bytes, wanted 1 to %d", (unsigned long long)frame->bytes,
+                        (int)ZPP_ERR_TEXT_BYTES - 1);
+    if (frame->elems > (uint64_t)ranks)
+        return zpp_fail(err, ZPP_PEER, "a comm error on rank %llu of a group of %d",
+                        (unsigned long long)frame->elems - 1, ranks);
+    if (frame->what == 0 || frame->what > 64)
+        return zpp_fail(err, ZPP_PEER, "a comm error of status -%llu", (unsigned long long)frame->what);
+    return ZPP_OK;
+}
+
 zpp_status zpp_frame_check(const void *raw, int ranks, struct zpp_frame *out, struct zpp_err *err) {
     struct zpp_frame frame;
+    zpp_status status = ZPP_OK;
     memcpy(&frame, raw, sizeof frame);
     if (frame.magic != ZPP_FRAME_MAGIC || frame.zero)
         return zpp_fail(err, ZPP_PEER, "magic number %#x, wanted %#x (another version of zeropp, or of byte order)",
@@ -21,14 +34,8 @@ zpp_status zpp_frame_check(const void *raw, int ranks, struct zpp_frame *out, st
                             (unsigned long long)frame.bytes, (unsigned long long)DATA_BYTES_MAX);
         break;
     case ZPP_FRAME_ERROR:
-        if (frame.bytes == 0 || frame.bytes >= ZPP_ERR_TEXT_BYTES)
-            return zpp_fail(err, ZPP_PEER, "a comm error of %llu bytes, wanted 1 to %d",
-                            (unsigned long long)frame.bytes, (int)ZPP_ERR_TEXT_BYTES - 1);
-        if (frame.elems > (uint64_t)ranks)
-            return zpp_fail(err, ZPP_PEER, "a comm error on rank %llu of a group of %d",
-                            (unsigned long long)frame.elems - 1, ranks);
-        if (frame.what == 0 || frame.what > 64)
-            return zpp_fail(err, ZPP_PEER, "a comm error of status -%llu", (unsigned long long)frame.what);
+        status = check_error(&frame, ranks, err);
+        if (status != ZPP_OK) return status;
         break;
     case ZPP_FRAME_FAREWELL:
         if (frame.bytes || frame.elems)

@@ -232,40 +232,57 @@ zpp_status zpp_hier_all_reduce(struct zpp_hier *hier, struct zpp_err *err) {
 
 /* --- reduce ------------------------------------------------------------------------------------------------------ */
 
+/* At the root: add what the other hosts send to the sum, the caller's tensor. */
+static zpp_status add_hosts(struct zpp_hier *hier, struct adding *adding, uint8_t *scratch, size_t part_bytes,
+                            struct zpp_err *err) {
+    const struct zpp_hosts *hosts = hier->hosts;
+    struct zpp_flow flow[ZPP_RANKS_MAX];
+    size_t count = 0;
+    for (int h = 0; h < hosts->hosts; h++)
+        if (h != hosts->mine)
+            add_in(adding, &flow[count++], h, hosts->rank_at[h][0], 0, scratch + (size_t)h * part_bytes);
+    const zpp_status status = zpp_flows_run(&hier->between, flow, count, add_what_came, adding, err);
+    if (status == ZPP_OK) scale(hier, hier->call->dst, hier->call->elems);
+    return status;
+}
+
+/* The rank of this host that has its host's sum; of the root's host, the root. */
+static bool speaks(const struct zpp_hier *hier) {
+    const int root = hier->call->root;
+    const bool root_here = hier->hosts->host_of[root] == hier->hosts->mine;
+    return root_here ? hier->me == root : hier->place == 0;
+}
+
+static int speaker_here(const struct zpp_hier *hier) {
+    const int root = hier->call->root;
+    return hier->hosts->host_of[root] == hier->hosts->mine ? hier->hosts->index_of[root] : 0;
+}
+
 zpp_status zpp_hier_reduce(struct zpp_hier *hier, struct zpp_err *err) {
     const struct zpp_call *call = hier->call;
-    const struct zpp_hosts *hosts = hier->hosts;
+    const size_t hosts = (size_t)hier->hosts->hosts;
     const struct zpp_tensor tensor = tensor_of(hier, call->elems);
-    const bool root_here = hosts->host_of[call->root] == hosts->mine, at_root = hier->me == call->root;
-    const bool speaks = at_root || (!root_here && hier->place == 0);
-    struct zpp_flow flow[ZPP_RANKS_MAX];
+    const bool at_root = hier->me == call->root, speaker = speaks(hier);
     struct adding adding = adding_of(hier, call->dst, tensor.bytes);
     uint8_t *scratch = NULL, *sum = call->dst;
     zpp_status status = ZPP_OK;
-    size_t count = 0;
-    const size_t room = at_root ? room_of(&adding, hier->comm) * (size_t)hosts->hosts : tensor.bytes;
-    if (speaks) status = zpp_net_scratch(hier->comm, room + 1, &scratch, err);
+    const size_t part_bytes = at_root ? room_of(&adding, hier->comm) : 0;
+    if (speaker)
+        status = zpp_net_scratch(hier->comm, (at_root ? part_bytes * hosts : tensor.bytes) + 1, &scratch, err);
     if (status != ZPP_OK) return status;
-    if (speaks && !at_root) { /* its own tensor stays as it is */
+    if (speaker && !at_root) { /* its own tensor stays as it is */
         memcpy(scratch, call->dst, tensor.bytes);
         sum = scratch;
     }
     status = zpp_hier_intranode(&hier->before, err);
-    if (status == ZPP_OK)
-        status = zpp_coll_reduce(&hier->before, sum, &tensor, root_here ? hosts->index_of[call->root] : 0, err);
-    if (status != ZPP_OK || !speaks) return status;
+    if (status == ZPP_OK) status = zpp_coll_reduce(&hier->before, sum, &tensor, speaker_here(hier), err);
+    if (status != ZPP_OK || !speaker) return status;
     if (!at_root) {
-        flow[count++] = zpp_flow_out(call->root, 0, sum, tensor.bytes);
-        return zpp_flows_run(&hier->between, flow, count, NULL, NULL, err);
+        struct zpp_flow flow = zpp_flow_out(call->root, 0, sum, tensor.bytes);
+        return zpp_flows_run(&hier->between, &flow, 1, NULL, NULL, err);
     }
-    adding.part[hosts->mine] = sum;
-    const size_t part_bytes = room / (size_t)hosts->hosts;
-    for (int h = 0; h < hosts->hosts; h++)
-        if (h != hosts->mine)
-            add_in(&adding, &flow[count++], h, hosts->rank_at[h][0], 0, scratch + (size_t)h * part_bytes);
-    status = zpp_flows_run(&hier->between, flow, count, add_what_came, &adding, err);
-    if (status == ZPP_OK) scale(hier, call->dst, call->elems);
-    return status;
+    adding.part[hier->hosts->mine] = sum;
+    return add_hosts(hier, &adding, scratch, part_bytes, err);
 }
 
 /* --- reduce_scatter ---------------------------------------------------------------------------------------------- */

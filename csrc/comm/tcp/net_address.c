@@ -46,20 +46,36 @@ static bool is_link_local(const struct sockaddr *address) {
            IN6_IS_ADDR_LINKLOCAL(&((const struct sockaddr_in6 *)(const void *)address)->sin6_addr);
 }
 
+static bool is_internet(const struct sockaddr *address) {
+    return address->sa_family == AF_INET || address->sa_family == AF_INET6;
+}
+
+/* The address family of `options`: 4, 6, or 0 for both. */
+static int family_of(const struct zpp_network_options *options) {
+    return options->family == 6 ? AF_INET6 : options->family == 4 ? AF_INET : AF_UNSPEC;
+}
+
 /* Lower is better; -1: not at all. IPv4 before IPv6, or as `family` says; an address of this link only as a last
  * resort. */
 static int rank_address(const struct ifaddrs *entry, const struct zpp_network_options *options) {
     const bool named = options->interface && options->interface[0];
-    if (!(entry->ifa_flags & IFF_UP)) return -1;
-    const int family = entry->ifa_addr->sa_family;
-    if (family != AF_INET && family != AF_INET6) return -1;
+    const int family = entry->ifa_addr->sa_family, wanted = family_of(options);
+    if (!(entry->ifa_flags & IFF_UP) || !is_internet(entry->ifa_addr)) return -1;
     if (named && strcmp(entry->ifa_name, options->interface) != 0) return -1;
-    int score = (family == AF_INET6) != (options->family == 6);
-    if (options->family == 4 && family == AF_INET6) return -1;
-    if (options->family == 6 && family == AF_INET) return -1;
+    if (wanted != AF_UNSPEC && wanted != family) return -1;
+    int score = (family == AF_INET6) != (wanted == AF_INET6);
     if (is_link_local(entry->ifa_addr)) score += 2;
     if (!named && (entry->ifa_flags & IFF_LOOPBACK)) score += 4;
     return score;
+}
+
+static zpp_status no_address(const struct zpp_network_options *options, const char *names, struct zpp_err *err) {
+    return zpp_fail(err, ZPP_INVALID,
+                    "comm: no address%s%s on network interface \"%s\" that is up; interfaces with addresses: %s (set "
+                    "ZEROPP_IFNAME to one of them)",
+                    options->family ? " of family IPv" : "", options->family == 6 ? "6" : options->family ? "4" : "",
+                    options->interface && options->interface[0] ? options->interface : "any",
+                    names[0] ? names : "none");
 }
 
 static zpp_status from_list(const struct zpp_network_options *options, struct zpp_net_address *out,
@@ -72,8 +88,8 @@ static zpp_status from_list(const struct zpp_network_options *options, struct zp
     if (getifaddrs(&list) != 0) return zpp_fail_os(err, errno, "comm: the network interfaces cannot be listed");
     for (const struct ifaddrs *entry = list; entry; entry = entry->ifa_next) {
         if (!entry->ifa_addr) continue;
-        const int score = rank_address(entry, options), family = entry->ifa_addr->sa_family;
-        if ((family == AF_INET || family == AF_INET6) && used < sizeof names)
+        const int score = rank_address(entry, options);
+        if (is_internet(entry->ifa_addr) && used < sizeof names)
             used += (size_t)snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", entry->ifa_name);
         if (score < 0 || score >= best_score) continue;
         best = entry;
@@ -81,35 +97,31 @@ static zpp_status from_list(const struct zpp_network_options *options, struct zp
     }
     if (best) take(best->ifa_addr, best->ifa_name, out);
     freeifaddrs(list);
-    if (best) return ZPP_OK;
-    return zpp_fail(err, ZPP_INVALID,
-                    "comm: no address%s%s on network interface \"%s\" that is up; interfaces with addresses: %s (set "
-                    "ZEROPP_IFNAME to one of them)",
-                    options->family ? " of family IPv" : "", options->family == 6 ? "6" : options->family ? "4" : "",
-                    options->interface && options->interface[0] ? options->interface : "any",
-                    names[0] ? names : "none");
+    return best ? ZPP_OK : no_address(options, names, err);
 }
 
-/* The interface that leads to the job's store: what the kernel would send from. Connecting a datagram socket asks it
- * without sending anything. */
+/* What the kernel would send from. Connecting a datagram socket asks it without sending anything. */
+static bool ask_route(const struct addrinfo *toward, struct sockaddr_storage *here) {
+    socklen_t length = sizeof *here;
+    const int probe = socket(toward->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (probe < 0) return false;
+    const bool found = connect(probe, toward->ai_addr, toward->ai_addrlen) == 0 &&
+                       getsockname(probe, (struct sockaddr *)here, &length) == 0;
+    close(probe);
+    return found;
+}
+
+/* The interface that leads to the job's store: IPv4 first, unless the options say otherwise. */
 static bool from_route(const struct zpp_network_options *options, struct zpp_net_address *out) {
-    struct addrinfo hints = {.ai_socktype = SOCK_DGRAM,
-                             .ai_family = options->family == 6   ? AF_INET6
-                                          : options->family == 4 ? AF_INET
-                                                                 : AF_UNSPEC};
+    const struct addrinfo hints = {.ai_socktype = SOCK_DGRAM, .ai_family = family_of(options)};
     struct addrinfo *list = NULL;
     bool found = false;
     if (getaddrinfo(options->toward, "9", &hints, &list) != 0) return false;
     for (int wanted = options->family == 6 ? 0 : AF_INET; !found; wanted = 0) {
         for (const struct addrinfo *entry = list; entry && !found; entry = entry->ai_next) {
             struct sockaddr_storage here = {0};
-            socklen_t length = sizeof here;
             if (wanted && entry->ai_family != wanted) continue;
-            const int probe = socket(entry->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-            if (probe < 0) continue;
-            found = connect(probe, entry->ai_addr, entry->ai_addrlen) == 0 &&
-                    getsockname(probe, (struct sockaddr *)&here, &length) == 0;
-            close(probe);
+            found = ask_route(entry, &here);
             if (found) take((const struct sockaddr *)&here, "", out);
         }
         if (!wanted) break;

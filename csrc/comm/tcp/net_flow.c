@@ -280,18 +280,22 @@ size_t zpp_flow_ring_bytes(const struct zpp_comm *comm) {
     return (size_t)(2 * links) * CHUNK_BYTES;
 }
 
+static void begin(struct run *run) {
+    for (size_t i = 0; i < run->count; i++) {
+        const struct span span = links_of(run, &run->flows[i]);
+        for (int link = span.first; link < span.end; link++)
+            run->flows[i].link[link].at_bytes = (size_t)(link - span.first) * CHUNK_BYTES;
+    }
+    run->looked_ns = zpp_now_ns();
+}
+
 zpp_status zpp_flows_run(struct zpp_wait_ctx *wait_ctx, struct zpp_flow *flows, size_t count, void (*step)(void *ctx),
                          void *ctx, struct zpp_err *err) {
     struct run run = {.wait_ctx = wait_ctx, .comm = wait_ctx->comm, .flows = flows, .count = count};
     bool all = count == 0, gone = false;
     int spins = 0, rank = count ? flows[0].peer : ZPP_NO_RANK;
     zpp_status status = ZPP_OK;
-    run.looked_ns = zpp_now_ns();
-    for (size_t i = 0; i < count; i++) {
-        const struct span span = links_of(&run, &flows[i]);
-        for (int link = span.first; link < span.end; link++)
-            flows[i].link[link].at_bytes = (size_t)(link - span.first) * CHUNK_BYTES;
-    }
+    begin(&run);
     while (status == ZPP_OK && !all) {
         bool moved = false;
         status = move_all(&run, &moved, &all, err);

@@ -355,6 +355,11 @@ static int poll_all(struct joining *joining, struct pollfd *polled) {
     return poll(polled, STRANGERS_MAX + 1, 100);
 }
 
+static void accept_strangers(struct joining *joining) {
+    int fd;
+    while ((fd = accept4(joining->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0) greet(joining, fd);
+}
+
 static zpp_status await_higher(struct joining *joining, struct zpp_err *err) {
     struct zpp_comm *comm = joining->comm;
     struct pollfd polled[STRANGERS_MAX + 1];
@@ -369,10 +374,7 @@ static zpp_status await_higher(struct joining *joining, struct zpp_err *err) {
             else if (now_ns - stranger->since_ns > STRANGER_NS)
                 reject(stranger);
         }
-        for (int fd = 0; ready > 0 && polled[0].revents && fd >= 0;) {
-            fd = accept4(joining->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-            if (fd >= 0) greet(joining, fd);
-        }
+        if (ready > 0 && polled[0].revents) accept_strangers(joining);
         const zpp_status status = ready > 0 ? ZPP_OK : zpp_wait_check(&joining->wait_ctx, missing, false, err);
         if (status != ZPP_OK) return status;
     }
