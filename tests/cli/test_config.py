@@ -43,7 +43,7 @@ def test_every_key_is_explained(capsys, tmp_path):
         ({"type": "OneBitLamb"}, 3, "refused", "Config.stage: 3 does not combine with optimizer OneBitLamb"),
         ({"type": "ZeroOneAdam"}, 1, "refused", "use local_step_clipper=1, or stage 0"),
         ({"type": "AdamW"}, 3, "used", "torch.optim.AdamW"),
-        ({"type": "OneBitAdm"}, 0, "refused", "'OneBitAdm' is not built yet; wanted one of Adam, "),
+        ({"type": "OneBitAdm"}, 0, "refused", "'OneBitAdm' is not supported; wanted one of Adam, "),
     ],
 )
 def test_optimizers_are_named_or_refused(capsys, tmp_path, section, stage, state, said):

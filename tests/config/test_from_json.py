@@ -195,7 +195,7 @@ def test_layout_hints_are_said_to_change_nothing():
         ({"zero_optimization": {"mics_shard_size": 8}}, "zero_optimization.mics_shard_size:", "secondary_shard"),
         ({"aio": {"block_sise": 1}}, "aio.block_sise:", "did you mean 'block_size'?"),
         ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype:", "Precision("),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel:", "stage 3 splits"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel:", "stage 3 shards"),
         ({"compile": {"deepcompile": True}}, "compile:", "block.compile()"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op:", "averaged"),
         (

@@ -55,7 +55,7 @@ def wrong_names() -> dict[str, str]:
                 continue
             if kind == "works" and is_later(found):
                 wrong[name] = "recorded as working, and raises a sentence"
-            if kind == "sentence" and "is not built yet in zeropp; " not in said:
+            if kind == "sentence" and "is not supported by zeropp; " not in said:
                 wrong[name] = f"recorded as a sentence, and said {said!r}"
     return wrong
 

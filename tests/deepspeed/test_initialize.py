@@ -172,7 +172,7 @@ def test_optimizers_of_ours_by_deepspeeds_names(section, kind, wanted):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"optimizer": {"type": "Muon"}}, "optimizer.type: 'Muon' is not built yet"),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type: 'Muon' is not supported"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad: True is not"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "zeropp.optim's OneBitAdam.*freeze_step"),
         ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, "filled by a Trainer"),

@@ -176,6 +176,6 @@ def test_nothing_reads_or_writes_placeholders_in_silence(answer):
             assert "is partitioned over 2 ranks" in found[way], (way, found[way])
         assert "convert the model before zeropp.prepare" in found["to"] or "is partitioned" in found["to"]
         assert "zeropp.save" in found["optimizer"]
-        assert "hyperparameter_search is not implemented yet" in found["search"]
+        assert "hyperparameter_search is not supported" in found["search"]
         assert "was saved without --zeropp" in found["resume"]
         assert found["files"] == []

@@ -423,7 +423,7 @@ def _check(tensor: torch.Tensor) -> None:
         return
     if not tensor.is_cpu:
         raise ValueError(
-            f"comm: a tensor on {tensor.device}, wanted cpu; collectives on accelerators are not implemented yet"
+            f"comm: a tensor on {tensor.device}, wanted cpu; collectives on accelerators are not supported"
         )
     raise ValueError(
         f"comm: a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, wanted a contiguous one"

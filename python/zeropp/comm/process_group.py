@@ -178,10 +178,10 @@ def _check(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cpu and not tensor.is_cuda:
         raise ValueError(f"zeropp: a collective on {tensor.device}, wanted cpu or cuda tensors")
     if tensor.layout is not torch.strided:
-        raise ValueError(f"zeropp: a collective on a {tensor.layout} tensor is not implemented yet; use .to_dense()")
+        raise ValueError(f"zeropp: a collective on a {tensor.layout} tensor is not supported; use .to_dense()")
     if type(tensor) is not torch.Tensor and tensor.numel() and not tensor.data_ptr():
         raise ValueError(
-            f"zeropp: a collective on a {type(tensor).__name__}, whose elements lie in other tensors, is not implemented yet; call it on those"
+            f"zeropp: a collective on a {type(tensor).__name__}, whose elements lie in other tensors, is not supported; call it on those"
         )
     return tensor
 
@@ -200,7 +200,7 @@ def _op_code(opts: Any) -> int:
     op = ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
     code = _OP_OF_HASH.get(hash(op))  # a third of the cost of comparing operations
     if code is None:
-        raise ValueError(f"zeropp: reduce operation {op} is not implemented yet")
+        raise ValueError(f"zeropp: reduce operation {op} is not supported")
     return code
 
 

@@ -263,8 +263,8 @@ class Comm:
 
     secondary_shard: int | str = 0
     """"host": the ranks of each host keep a second copy of the parameters, split among them, so that between two steps only the
-    first gather of a unit crosses the network (hpZ). 0 = none. Within one host nothing crosses anyway, and nothing is kept. A
-    number of ranks other than a host's is not built yet."""
+    first gather of a unit crosses the network (hpZ). 0 = none. Within one host nothing crosses anyway, and nothing is kept. Other
+    numbers of ranks are not supported."""
 
     def __post_init__(self) -> None:
         one_of("Comm.params", self.params, WIRE_FORMATS)

@@ -43,7 +43,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def wrong(path: str, value: object, wanted: str) -> ConfigError:
-    """The error for a value that cannot be: path, value seen, what is wanted."""
+    """Return the error for a value that cannot be: path, value seen, what is wanted."""
     return ConfigError(f"{path}: {shown(value)} is not allowed; wanted {wanted}")
 
 

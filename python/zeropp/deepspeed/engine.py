@@ -389,7 +389,7 @@ class Engine(Saving):
         """``module.compile``. A ``schedule`` is of DeepCompile, which is refused, as is compiled autograd."""
         if schedule is not None or compiled_autograd_enabled:
             name = "schedule" if schedule is not None else "compiled_autograd_enabled"
-            raise ConfigError(f"engine.compile: {name} is not built yet in zeropp; leave it out")
+            raise ConfigError(f"engine.compile: {name} is not supported by zeropp; leave it out")
         self.module.compile(backend=backend, **(compile_kwargs or {}), **kwargs)
         self.is_compiled = True
 

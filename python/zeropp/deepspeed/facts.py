@@ -113,7 +113,7 @@ ALWAYS: dict[str, Any] = {
 _UNITS = "gradients are reduced unit by unit while backward runs; zeropp.no_sync(module) holds them back"
 _NO_MOE = "experts are partitioned over the ranks as any parameters are, and saved with them"
 _COMPILE = "repeated blocks are compiled: block.compile(), or engine.compile()"
-_CURRICULUM = "curriculum learning is not built yet; cut or order the batches in the loader"
+_CURRICULUM = "zeropp has no curriculum learning; cut or order the batches in the loader"
 #: Methods that raise when they are called: why, and what to use.
 NOT_BUILT: dict[str, str] = {
     **dict.fromkeys(("allreduce_and_copy", "allreduce_bucket", "allreduce_no_retain", "buffered_allreduce_fallback"), _UNITS),
@@ -132,8 +132,8 @@ NOT_BUILT: dict[str, str] = {
     "get_optimizer_configuration": 'engine.optimizer.param_groups has the values, engine.config["optimizer"] those of the file',
     "load_moe_state_dict": _NO_MOE,
     "print_forward_breakdown": "zeropp.trace writes a timeline of steps",
-    "quantize_training": "quantized training is not built yet",
-    "random_ltd_initialize": "random layer-token dropping is not built yet",
+    "quantize_training": "zeropp has no quantized training",
+    "random_ltd_initialize": "zeropp has no random layer-token dropping",
     "set_custom_curriculum_learning_schedule": _CURRICULUM,
     "set_data_post_process_func": _CURRICULUM,
     "coalesce_grad_reduction": "put all backwards of a step but the last one inside zeropp.no_sync(engine.module)",

@@ -72,7 +72,7 @@ def build(section: Any, parameters: Iterable[Any]) -> torch.optim.Optimizer | No
     others: Any = getattr(torch.optim, kind, None)  # as there: any of torch's by its own name
     if name not in _TYPES and not (isinstance(others, type) and kind not in ("Muon", "Optimizer")):
         raise ConfigError(
-            f"optimizer.type: {kind!r} is not built yet; wanted one of {', '.join(_TYPES)}, or optimizer= with any of "
+            f"optimizer.type: {kind!r} is not supported; wanted one of {', '.join(_TYPES)}, or optimizer= with any of "
             "torch's or of zeropp.optim"
         )
     cls = _TYPES.get(name, others)
@@ -106,7 +106,7 @@ def _drop_always(values: dict[str, Any]) -> None:
         value = values.pop(name)
         if allowed is not None and value not in allowed:
             raise ConfigError(
-                f"optimizer.params.{name}: {value!r} is not built yet; wanted {allowed[0]!r}, or leave it out"
+                f"optimizer.params.{name}: {value!r} is not supported; wanted {allowed[0]!r}, or leave it out"
             )
 
 

@@ -54,7 +54,7 @@ class ZeroppTrainer:
 
     def hyperparameter_search(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._zeropp:
-            raise ConfigError("hyperparameter_search is not implemented yet with --zeropp; start one run a trial")
+            raise ConfigError("hyperparameter_search is not supported with --zeropp; start one run a trial")
         return super().hyperparameter_search(*args, **kwargs)  # type: ignore[misc]
 
     # -- steps -------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class ZeroppTrainer:
         if not (folder / FOLDER).is_dir():
             if (folder / OPTIMIZER_NAME).exists():
                 raise CheckpointError(
-                    f"{folder}: its optimizer state was saved without --zeropp, and resuming from that is not implemented yet; "
+                    f"{folder}: its optimizer state was saved without --zeropp, and resuming from that is not supported; "
                     "load its weights with from_pretrained and start anew, or resume without --zeropp"
                 )
             return

@@ -88,7 +88,7 @@ def _load(path: Any, name: str, model: nn.Module, optimizer: Any) -> None:
     folder = shards(path, name)
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder}: not there, so {path} was saved without zeropp, and resuming the optimizer from that is not implemented yet; "
+            f"{folder}: not there, so {path} was saved without zeropp, and resuming the optimizer from that is not supported; "
             "load its weights (load_from_checkpoint) and start anew"
         )
     with random_state.kept():

@@ -79,9 +79,7 @@ def make_strategy(package: str) -> Any:
             for callback in trainer.callbacks:
                 names = {cls.__name__ for cls in type(callback).__mro__}
                 for name in names & set(_AVERAGES):
-                    raise ConfigError(
-                        f"{name} reads whole parameters every step, which is not implemented yet under zeropp"
-                    )
+                    raise ConfigError(f"{name} reads whole parameters every step, which is not supported under zeropp")
 
         def model_to_device(self) -> None:
             if must_move(self.lightning_module, self.root_device):

@@ -25,7 +25,7 @@ def check_readable(name: str, label: str, tensor: Tensor, devices: tuple[str, ..
         raise TypeError(f"{name}: {label} is a {type(tensor).__name__}, wanted a tensor")
     if tensor.device.type not in devices:
         raise ValueError(
-            f"{name}: {label} is on {tensor.device}, wanted {' or '.join(devices)}; other devices are not supported yet"
+            f"{name}: {label} is on {tensor.device}, wanted {' or '.join(devices)}; other devices are not supported"
         )
 
 

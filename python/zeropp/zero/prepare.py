@@ -227,7 +227,7 @@ def _check_device(config: Config) -> None:
         return
     if wanted is not None or torch.cuda.is_available():
         raise ConfigError(
-            f"prepare: training on {wanted or 'the GPU that this machine has'} is not implemented yet; "
+            f"prepare: training on {wanted or 'the GPU that this machine has'} is not supported; "
             "zeropp.Config(device='cpu') trains on the CPU"
         )
 
@@ -255,12 +255,12 @@ def _check_model(model: nn.Module, config: Config) -> None:
             )
         if type(parameter) is not nn.Parameter and not is_sharded(parameter):
             raise ConfigError(
-                f"prepare: parameter '{name}' is a {type(parameter).__name__}, a class of its own, which is not implemented yet; wanted "
+                f"prepare: parameter '{name}' is a {type(parameter).__name__}, a class of its own, which is not supported; wanted "
                 "a plain torch.nn.Parameter"
             )
         if parameter.device.type not in ("cpu", "meta"):
             raise ConfigError(
-                f"prepare: parameter '{name}' is on {parameter.device}; training on accelerators is not implemented yet"
+                f"prepare: parameter '{name}' is on {parameter.device}; training on accelerators is not supported; move the model to the CPU"
             )
 
 

@@ -363,7 +363,7 @@ def get_accelerator() -> Any:
     if _chosen is None:
         name = os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
         if not is_current_accelerator_supported(name):
-            raise ConfigError(f"DS_ACCELERATOR: {name!r} is not built yet in zeropp; wanted one of {', '.join(_KINDS)}")
+            raise ConfigError(f"DS_ACCELERATOR: {name!r} is not supported by zeropp; wanted one of {', '.join(_KINDS)}")
         _chosen = _KINDS[name]()
     return _chosen
 

@@ -11,7 +11,7 @@ from zeropp.errors import ConfigError
 
 
 def not_built(what: str, instead: str) -> ConfigError:
-    return ConfigError(f"deepspeed's {what} is not built yet in zeropp; {instead}")
+    return ConfigError(f"deepspeed's {what} is not supported by zeropp; {instead}")
 
 
 class _Later(type):

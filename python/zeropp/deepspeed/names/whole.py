@@ -34,7 +34,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     if exclude_frozen_parameters or lazy_mode:
         which = "exclude_frozen_parameters" if exclude_frozen_parameters else "lazy_mode"
         raise ConfigError(
-            f"{which}=True is not built yet in zeropp; python -m zeropp export writes the file piece by piece"
+            f"{which}=True is not supported by zeropp; python -m zeropp export writes the file piece by piece"
         )
     return offline.whole_state(_folder(checkpoint_dir, tag), "fp32")
 

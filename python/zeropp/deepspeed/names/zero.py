@@ -88,7 +88,7 @@ class Init(contextlib.ContextDecorator):
             if name not in _NOT_BUILT:
                 raise TypeError(f"deepspeed.zero.Init: unknown argument {name!r}")
             if value not in (None, False):
-                raise ConfigError(f"deepspeed.zero.Init({name}=) is not built yet in zeropp; leave it out")
+                raise ConfigError(f"deepspeed.zero.Init({name}=) is not supported by zeropp; leave it out")
         source = config_dict_or_path if config_dict_or_path is not None else config
         self.enabled = enabled and module is None
         self.dtype = dtype if dtype is not None else _low(source)
@@ -189,7 +189,7 @@ def GatheredParameters(
         return
     if modifier_rank not in (None, 0):
         raise ConfigError(
-            f"deepspeed's GatheredParameters(modifier_rank={modifier_rank}) is not built yet in zeropp; change the values on rank 0"
+            f"deepspeed's GatheredParameters(modifier_rank={modifier_rank}) is not supported by zeropp; change the values on rank 0"
         )
     every = _parameters(params)
     chosen = [one for one in every if is_sharded(one) or ref_of(one) is not None]
