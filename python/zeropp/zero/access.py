@@ -211,19 +211,21 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     if not held.get(("cpu", "checksums")):
         held.pop(("cpu", "checksums"), None)
     parameters = sum(e.numel for u in engine.units for e in u.params)
-    total = {
-        "planned": sum(paper.values()),
-        "held": sum(size for (_, kind), size in held.items() if kind in _STATES),
+    held_states = sum(size for (_, kind), size in held.items() if kind in _STATES)
+    total = {"planned": sum(paper.values()), "held": held_states}
+    return {
+        **_by_tier(planned, held),
+        "parameters": parameters,
+        "bytes_per_parameter": {kind: value / parameters for kind, value in total.items()},
     }
+
+
+def _by_tier(planned: Bytes, held: Bytes) -> dict[str, dict[str, dict[str, float]]]:
     tiers: dict[str, dict[str, dict[str, float]]] = {}
     for tier, kind in sorted({**held, **{key: 0 for key in planned if key[0] == "nvme"}}, key=_order):
         both = {"planned": planned.get((tier, kind), 0), "held": held.get((tier, kind), 0)}
         tiers.setdefault(tier, {})[kind] = both
-    return {
-        **tiers,
-        "parameters": parameters,
-        "bytes_per_parameter": {kind: value / parameters for kind, value in total.items()},
-    }
+    return tiers
 
 
 def _order(key: tuple[str, str]) -> tuple[str, int]:

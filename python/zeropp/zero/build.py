@@ -238,49 +238,61 @@ def fill(engine: Engine, unit: Unit, updated: bool) -> None:
     Args:
         updated: True if there is an optimizer, which wants an fp32 master of what is in fewer bits.
     """
-    comm = engine.comm
     masters = unit.trainable and has_master(unit.dtype, engine.config)
     finer = masters and any(e.param.dtype == torch.float32 for e in unit.params)
     full = torch.zeros(unit.elems, dtype=torch.float32) if finer else None
     unit.core.need()
-    meet: Callable[[], object] = comm.barrier if comm is not None and unit.in_file else lambda: None
-    meet()  # no rank reads from the file any more into what is filled now
-    in_shards = [is_sharded(entry.param) for entry in unit.params]
-    for entry, sharded in zip(unit.params, in_shards, strict=True):
-        _fill_parameter(engine, unit, entry, sharded, full)
-    if comm is not None and not unit.shared and not all(in_shards):
-        comm.broadcast(unit.whole.data_ptr(), unit.elems * unit.dtype.itemsize, 0)
-    meet()
-    if unit.place in (SHARD, FILE):
+    _fill_whole(engine, unit, full)
+    moves = unit.place in (SHARD, FILE)
+    if moves:
         unit.core.keep_shard()
-    if masters and not updated and full is None and not unit.states_in.in_file and not unit.in_file:
+    waits = not updated and full is None and not (unit.states_in.in_file or unit.in_file)
+    if masters and waits:
         unit.master_waits = True
     elif masters:
         _make_master(engine, unit, full)
-    if unit.place in (SHARD, FILE):
+    if moves:
         unit.core.release()  # or the whole model would be in memory at once
 
 
-def _fill_parameter(engine: Engine, unit: Unit, entry: Entry, sharded: bool, full: torch.Tensor | None) -> None:
-    """Fill one parameter's place in the flat buffer, and in ``full``, the same in fp32."""
+def _fill_whole(engine: Engine, unit: Unit, full: torch.Tensor | None) -> None:
+    """Fill the unit's flat buffer on all ranks, and ``full``, the same in fp32, on this one."""
     comm = engine.comm
+    meet: Callable[[], object] = comm.barrier if comm is not None and unit.in_file else lambda: None
+    meet()  # no rank reads from the file any more into what is filled now
+    in_shards = [is_sharded(entry.param) for entry in unit.params]
     copies = comm is not None and comm.hosts > 1 and unit.shared  # each host has one
-    place = slice(entry.offset_elems, entry.offset_elems + entry.numel)
-    flat = unit.whole[place]
-    if sharded and unit.shared and full is None and not copies:
-        copy_own_part(entry.param, entry.of(flat).view(-1))
-    else:
-        values = materialise(entry.param) if sharded else entry.param.data
-        if copies and not sharded and values.numel():
-            values = values.contiguous()
-            comm.broadcast(values.data_ptr(), values.nbytes, 0)
-        if not unit.shared or unit.params_in.writes(engine.rank):
-            entry.of(flat).copy_(values)
-        if full is not None:
-            entry.of(full[place]).copy_(values)
-    entry.param.data = entry.of(flat)
+    for entry, sharded in zip(unit.params, in_shards, strict=True):
+        flat = unit.whole[entry.offset_elems : entry.offset_elems + entry.numel]
+        if sharded and unit.shared and full is None and not copies:
+            copy_own_part(entry.param, entry.of(flat).view(-1))
+        else:
+            _copy_values(engine, unit, entry, _values_of(engine, entry, sharded, copies), full)
+        entry.param.data = entry.of(flat)
+        if sharded:
+            entry.param.__class__ = nn.Parameter
+    if comm is not None and not unit.shared and not all(in_shards):
+        comm.broadcast(unit.whole.data_ptr(), unit.elems * unit.dtype.itemsize, 0)
+    meet()
+
+
+def _values_of(engine: Engine, entry: Entry, sharded: bool, copies: bool) -> torch.Tensor:
+    """Return the values of a parameter; where each host has a copy, rank 0's."""
     if sharded:
-        entry.param.__class__ = nn.Parameter
+        return materialise(entry.param)
+    if not copies or not entry.param.data.numel():
+        return entry.param.data
+    values = entry.param.data.contiguous()
+    engine.comm.broadcast(values.data_ptr(), values.nbytes, 0)
+    return values
+
+
+def _copy_values(engine: Engine, unit: Unit, entry: Entry, values: torch.Tensor, full: torch.Tensor | None) -> None:
+    place = slice(entry.offset_elems, entry.offset_elems + entry.numel)
+    if not unit.shared or unit.params_in.writes(engine.rank):
+        entry.of(unit.whole[place]).copy_(values)
+    if full is not None:
+        entry.of(full[place]).copy_(values)
 
 
 def _make_master(engine: Engine, unit: Unit, full: torch.Tensor | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,7 +34,6 @@ from zeropp.zero.model_state import (
 from zeropp.zero.offload.storage import Storage
 from zeropp.zero.step import origins
 from zeropp.zero.step.scaler import NoScaler, Scaler
-from zeropp.zero.unfreeze import Unfreezeing
 
 __all__ = [
     "DTYPES", "FILE", "HOST", "SHARD", "WHOLE", "Engine", "Entry", "StepSchedule", "StepStrategy", "Unit", "engine_of", "register",
@@ -188,7 +187,7 @@ class Engine(ModelState):
         self.storage = Storage()
         self.strategy = StepStrategy()
         self.schedule = StepSchedule()
-        self.unfreezing: Unfreezeing
+        self.unfreezing: Any = None  # build.py makes it; it knows the strategies
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -421,7 +420,7 @@ def engine_of(model: nn.Module) -> Engine:
     for parameter in model.parameters():
         ref = ref_of(parameter)
         if ref is not None:
-            return ref.engine
+            return cast(Engine, ref.engine)
     raise ConfigError(
         f"{type(model).__name__} was not prepared; call zeropp.prepare(model, optimizer, zeropp.Config(...)) first"
     )

@@ -20,10 +20,12 @@ from zeropp.compat import Named
 from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of
 from zeropp.errors import ConfigError, Error
 from zeropp.files.heap_trim import give_back
+from zeropp.health import preflight
 from zeropp.wording import what_it_is
-from zeropp.zero.build import fill, make_engine
+from zeropp.zero.build import fill, loads_units, make_engine
 from zeropp.zero.engine import DTYPES, Engine, _engines, engine_of, register
-from zeropp.zero.model import buffers
+from zeropp.zero.model import buffers, meta
+from zeropp.zero.model.autocast import AutocastCall
 from zeropp.zero.model.parameter import ref_of
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
 from zeropp.zero.model.strays import raise_strays
@@ -64,8 +66,6 @@ def prepare(
             differ between ranks, an optimizer that lacks parameters, ...
         zeropp.CommError: a rank died or did not come.
     """
-    from zeropp.zero.model import meta
-
     _check_arguments(model, optimizer)
     raise_strays()
     if optimizer is not None and is_prepared(model):
@@ -79,21 +79,45 @@ def prepare(
     comm = _communicator()
     if comm is not None:
         check_same_config(comm, config, optimizer)
-    if config.preflight and comm is not None:
-        from zeropp.health import preflight
+        if config.preflight:
+            preflight()
+    plans = _plan(model, optimizer, config, comm)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        meta.give_values(model, getattr(config.offload.params, "path", None))
+    engine = make_engine(model, plans, config, comm, _shares_copy(config, comm), moments_of(optimizer))
+    for unit in engine.units:
+        fill(engine, unit, optimizer is not None)
+    _share_buffers(model, engine, optimizer is not None or any(plan.trainable for plan in plans))
+    engine.core.publish()
+    if comm is not None:
+        comm.barrier()
+    _install(model, engine, plans)
+    if optimizer is not None:
+        adopt(optimizer, engine)
+    register(model, engine)
+    _watch(model)
+    engine.core.release_all()
+    give_back()  # malloc would keep the memory of the parameters whose values were copied
+    return model, optimizer
 
-        preflight()
-    filed = getattr(config.offload.params, "kind", "device") == "nvme" or config.stored_name is not None
+
+def _shares_copy(config: Config, comm: Any) -> bool:
+    """Return True if the ranks of the host share one copy of the parameters."""
+    one_host = comm is not None and comm.hosts == 1 and config.host_copy == "auto" and config.stage == 3
+    return one_host and not loads_units(config) and config.comm.params == "exact"  # docs/design/0015
+
+
+def _low_dtype(config: Config) -> torch.dtype | None:
+    """Return the type that parameters are converted to; None: they stay as they are."""
+    return None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name]
+
+
+def _plan(model: nn.Module, optimizer: Optimizer | None, config: Config, comm: Any) -> list[UnitPlan]:
+    """Return the units of a model; raise zeropp.ConfigError where they do not go with the options, or differ between ranks."""
     facts = {**facts_of(config), **_host_facts(config, comm)}
     compat.check(facts)
-    one_host = comm is not None and comm.hosts == 1
-    host_copy = one_host and config.host_copy == "auto" and config.stage == 3 and not filed
-    host_copy = host_copy and config.comm.params == "exact"  # docs/design/0015
-    low = None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name]
-    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    if on_meta:
-        meta.check_draws(model)
-    plans = plan_units(model, config.units, low, config.ignored)
+    meta.check_draws(model)
+    plans = plan_units(model, config.units, _low_dtype(config), config.ignored)
     _check_plans(plans, facts)
     if config.stored_name is not None and optimizer is None:
         for plan in plans:
@@ -109,38 +133,30 @@ def prepare(
     if comm is not None:
         check_same_model(comm, plans)
         check_same_lines(comm, buffers.descriptions(model), "buffer")
-    if on_meta:
-        meta.give_values(model, getattr(config.offload.params, "path", None))
-    engine = make_engine(model, plans, config, comm, host_copy, moments_of(optimizer))
-    for unit in engine.units:
-        fill(engine, unit, optimizer is not None)
-    _hand_over_buffers(model, comm)
-    if comm is not None and trains:
-        if config.sync_buffers:
+    return plans
+
+
+def _share_buffers(model: nn.Module, engine: Engine, trains: bool) -> None:
+    """Give all ranks rank 0's buffers, now and, where the configuration says so, in every pass that trains."""
+    _hand_over_buffers(model, engine.comm)
+    if engine.comm is not None and trains:
+        if engine.config.sync_buffers:
             buffers.follow(model, engine.core)
         buffers.explain_sync_batch_norm(model)
-    engine.core.publish()
-    if comm is not None:
-        comm.barrier()
+
+
+def _install(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -> None:
+    """Install all hooks: triggers of units, what surrounds the model's forward, and those of gradients."""
+    config, low = engine.config, _low_dtype(engine.config)
     _install_triggers(model, engine, plans)
     engine.activations.install(model)
     if config.autocast_name is not None:
-        from zeropp.zero.model.autocast import AutocastCall
-
         model._compiled_call_impl = AutocastCall(model, TORCH_DTYPES[config.autocast_name])
-    for unit in engine.units:
-        if unit.trainable:
-            hook_unit(engine, unit)
+    for unit in engine.trained:
+        hook_unit(engine, unit)
     engine.params.refuse_training(model)
     if low is not None:
         model.register_forward_pre_hook(functools.partial(_cast_inputs, low), with_kwargs=True, prepend=True)
-    if optimizer is not None:
-        adopt(optimizer, engine)
-    register(model, engine)
-    _watch(model)
-    engine.core.release_all()
-    give_back()  # malloc would keep the memory of the parameters whose values were copied
-    return model, optimizer
 
 
 def is_prepared(model: nn.Module) -> bool:

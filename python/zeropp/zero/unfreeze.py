@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import operator
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import optim
+from torch import nn, optim
 
 from zeropp import compat
 from zeropp.compat import Named
 from zeropp.config import TORCH_DTYPES, Config, facts_of
 from zeropp.errors import ConfigError, Error
+from zeropp.zero.engine import Engine
 from zeropp.zero.model.parameter import Ref, ref_of
+from zeropp.zero.model.units import UnitPlan
+from zeropp.zero.model_state import Unit
 from zeropp.zero.step import custom
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from zeropp.zero.engine import Engine, Unit
-    from zeropp.zero.model.units import UnitPlan
 
 _wants_gradient = operator.attrgetter("requires_grad")
 _UNFREEZING = {compat.UNFREEZING: Named(True, "unfreezing")}
@@ -162,8 +159,6 @@ class Unfreezeing:
 
     def unfreeze(self, unit: Unit) -> None:
         """Room for gradients, hooks, a master; a place in the optimizer. Between two passes."""
-        from zeropp.zero.step.optimizer import adopt_unit
-
         engine = self._engine()
         assert engine is not None
         if unit.trainable:
@@ -228,8 +223,6 @@ def add_group(optimizer: Any, engine: Engine, group: dict[str, Any]) -> None:
     Raises:
         zeropp.ConfigError: not the model's parameters, or some that cannot be trained; the optimizer is as before.
     """
-    from zeropp.zero.step.optimizer import check_differentiable, join_group
-
     engine.states.require_loaded()
     engine.schedule.require_ended("optimizer.add_param_group")
     engine.flush()
@@ -259,3 +252,42 @@ def _ref_in_group(engine: Engine, parameter: torch.Tensor) -> Ref:
             "prepared with; parameters of another model need an optimizer of their own"
         )
     return ref
+
+
+# -- the optimizer's part ----------------------------------------------------------------------------------------------------
+
+
+def check_differentiable(what: str, group: dict[str, Any]) -> None:
+    """Raises zeropp.ConfigError for a group whose steps autograd is to follow."""
+    if group.get("differentiable"):
+        raise ConfigError(f"{what} differentiable=True, which zeropp does not implement; leave it out")
+
+
+def group_of_params(optimizer: optim.Optimizer) -> dict[int, int]:
+    return {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def take_unit(engine: Engine, unit: Unit, group_of: dict[int, int]) -> None:
+    """Take a unit that is trained; those of its parameters that are frozen may be in no group, which is -1."""
+    unit.make_master()
+    unit.groups = [group_of.get(id(e.param), -1) for e in unit.params]
+    unit.steps = torch.zeros(len(unit.params), dtype=torch.int64)
+    unit.state_kind = engine.config.state_name
+
+
+def adopt_unit(optimizer: optim.Optimizer, engine: Engine, unit: Unit) -> None:
+    """Take a unit that was unfrozen, as :func:`adopt` takes those that are trained from the beginning."""
+    take_unit(engine, unit, group_of_params(optimizer))
+    engine.strategy.adopt_unit(optimizer, unit)
+
+
+def join_group(optimizer: optim.Optimizer, engine: Engine, refs: list[Ref]) -> None:
+    """Take the last group, which is new and has these parameters. Those of frozen units follow when they are unfrozen."""
+    number = len(optimizer.param_groups) - 1
+    trained = [ref for ref in refs if ref.unit.trainable]
+    for ref in trained:
+        ref.unit.groups[ref.index] = number
+        ref.unit.bound = ()  # the kernel has a copy of the numbers
+    engine.strategy.add_group(optimizer, optimizer.param_groups[number])
+    for unit in {id(ref.unit): ref.unit for ref in trained}.values():
+        engine.strategy.adopt_unit(optimizer, unit)

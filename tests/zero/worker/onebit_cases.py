@@ -314,7 +314,7 @@ def skips_an_overflow() -> None:
         one_step(model, optimizer, step)
     before, owed = (
         zeropp.full_state_dict(model),
-        [s.reducer.worker_error.clone() for s in engine_of(model).onebit.slots],
+        [s.reducer.worker_error.clone() for s in engine_of(model).strategy.slots],
     )
     scale = optimizer.loss_scale
     optimizer.backward(model(*batch(4)).float() * (1e9 if dist.get_rank() == 1 else 1.0))
@@ -323,7 +323,7 @@ def skips_an_overflow() -> None:
     assert optimizer.overflow and optimizer.loss_scale < scale, (optimizer.overflow, optimizer.loss_scale)
     after = zeropp.full_state_dict(model)
     assert all(torch.equal(after[name], before[name]) for name in before)
-    for slot, error in zip(engine_of(model).onebit.slots, owed, strict=True):
+    for slot, error in zip(engine_of(model).strategy.slots, owed, strict=True):
         assert torch.equal(slot.reducer.worker_error, error)
     one_step(model, optimizer, 5)
     assert not optimizer.overflow

@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from zeropp.errors import PartitionedParameterError
-
-if TYPE_CHECKING:
-    from zeropp.zero.engine import Engine, Unit
 
 _T: Any = torch.Tensor  # Any: its descriptors are read here, not its values
 _GETTERS = (
@@ -53,8 +50,8 @@ _CONVERSIONS = {_T.to, _T.float, _T.double, _T.half, _T.bfloat16, _T.cpu}
 class Ref:
     """The reference from a parameter to its engine, kept in its ``_zeropp`` attribute."""
 
-    engine: Engine
-    unit: Unit
+    engine: Any  # the Engine, and the Unit in it: both know this class
+    unit: Any
     index: int
     name: str
 

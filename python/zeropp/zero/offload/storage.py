@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +16,7 @@ from zeropp.aio import warn_once
 from zeropp.comm.collective import Ranks
 from zeropp.errors import Error, TierError
 from zeropp.files.scratch import STRIPE_BYTES, Scratch, ScratchFile
-
-if TYPE_CHECKING:
-    from zeropp.zero.engine import Engine
+from zeropp.zero.model_state import ModelState
 
 
 class Storage:
@@ -54,7 +52,7 @@ class FileStorage(Storage):
 
     can_fail = True
 
-    def __init__(self, engine: Engine, trainable: list[int]) -> None:
+    def __init__(self, engine: ModelState, trainable: list[int]) -> None:
         self._ranks = Ranks(engine)
         self._core = engine.core
         self._trainable = trainable

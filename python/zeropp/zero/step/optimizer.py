@@ -23,10 +23,8 @@ from zeropp.errors import ConfigError, Error
 from zeropp.optim import LAMB, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from zeropp.wording import counted
 from zeropp.zero.engine import Engine, StepStrategy
-from zeropp.zero.model.parameter import Ref
 from zeropp.zero.model.strays import raise_strays
 from zeropp.zero.model.units import UnitPlan
-from zeropp.zero.model_state import Unit
 from zeropp.zero.step import custom, lamb, low_step, muon, onebit_adam, updates
 from zeropp.zero.step.custom import ADAMS as _ADAMS
 from zeropp.zero.step.custom import kind_of
@@ -35,7 +33,7 @@ from zeropp.zero.step.onebit import CollectiveStep
 from zeropp.zero.step.scaler import require_finite
 from zeropp.zero.step.step_in_backward import StepInBackward
 from zeropp.zero.step.torch_step import TorchStep
-from zeropp.zero.unfreeze import add_group
+from zeropp.zero.unfreeze import add_group, check_differentiable, group_of_params, take_unit
 
 _COLLECTIVE: dict[type, type[CollectiveStep]] = {
     LAMB: lamb.Lamb, OneBitAdam: onebit_adam.OneBitAdam, ZeroOneAdam: onebit_adam.ZeroOneAdam, OneBitLamb: lamb.OneBitLamb,
@@ -337,12 +335,6 @@ def _refuse_missing(names: list[str]) -> None:
         )
 
 
-def check_differentiable(what: str, group: dict[str, Any]) -> None:
-    """Raises zeropp.ConfigError for a group whose steps autograd is to follow."""
-    if group.get("differentiable"):
-        raise ConfigError(f"{what} differentiable=True, which zeropp does not implement; leave it out")
-
-
 @contextlib.contextmanager
 def scaled_for(optimizers: Iterable[Any], loss: torch.Tensor) -> Iterator[torch.Tensor]:
     """``optimizer.scaled(loss)`` for a framework that is not told which of its optimizers will step on ``loss``.
@@ -393,11 +385,11 @@ def _class_for(original: type) -> type:
 
 def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     """Make a checked ``optimizer`` update the engine's shards from now on. Schedulers built before or after keep working."""
-    group_of = _group_of(optimizer)
+    group_of = group_of_params(optimizer)
     number = 0
     for unit in engine.units:
         if unit.trainable:
-            _take_unit(engine, unit, group_of)
+            take_unit(engine, unit, group_of)
         unit.first_param = number
         number += len(unit.params)
     engine.core.hold = False
@@ -426,33 +418,3 @@ def _strategy_of(optimizer: optim.Optimizer, engine: Engine) -> StepStrategy:
     if engine.config.state_name != "fp32":  # check_offload knows for which
         return low_step.OperatorStep(updates.least_moments(optimizer))
     return TorchStep(optimizer, engine)
-
-
-def _group_of(optimizer: optim.Optimizer) -> dict[int, int]:
-    return {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-
-
-def _take_unit(engine: Engine, unit: Unit, group_of: dict[int, int]) -> None:
-    """Take a unit that is trained; those of its parameters that are frozen may be in no group, which is -1."""
-    unit.make_master()
-    unit.groups = [group_of.get(id(e.param), -1) for e in unit.params]
-    unit.steps = torch.zeros(len(unit.params), dtype=torch.int64)
-    unit.state_kind = engine.config.state_name
-
-
-def adopt_unit(optimizer: optim.Optimizer, engine: Engine, unit: Unit) -> None:
-    """Take a unit that was unfrozen, as :func:`adopt` takes those that are trained from the beginning."""
-    _take_unit(engine, unit, _group_of(optimizer))
-    engine.strategy.adopt_unit(optimizer, unit)
-
-
-def join_group(optimizer: optim.Optimizer, engine: Engine, refs: list[Ref]) -> None:
-    """Take the last group, which is new and has these parameters. Those of frozen units follow when they are unfrozen."""
-    number = len(optimizer.param_groups) - 1
-    trained = [ref for ref in refs if ref.unit.trainable]
-    for ref in trained:
-        ref.unit.groups[ref.index] = number
-        ref.unit.bound = ()  # the kernel has a copy of the numbers
-    engine.strategy.add_group(optimizer, optimizer.param_groups[number])
-    for unit in {id(ref.unit): ref.unit for ref in trained}.values():
-        engine.strategy.adopt_unit(optimizer, unit)
