@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Where gradient buckets lie inside this rank's part of the gradient region: first fit from the front, so that few
- * pages are ever touched. Where fragmentation leaves no room, the caller falls back to a place of the unit's own behind
+ * pages are ever touched. Where fragmentation leaves no place, the caller falls back to one of the unit's own behind
  * it.
  */
 #ifndef ZPP_ZERO_BUCKET_H
@@ -13,8 +13,8 @@
 
 struct zpp_bucket_span { size_t offset_bytes, bytes; };
 struct zpp_buckets {
-    struct zpp_bucket_span *used; /* sorted by offset; room for one per unit */
-    size_t count, room;
+    struct zpp_bucket_span *used; /* sorted by offset; capacity for one per unit */
+    size_t count, spans_capacity;
     size_t capacity_bytes, used_bytes, peak_bytes;
     size_t touched_bytes; /* from the front on: memory that was written to, and stays */
 };

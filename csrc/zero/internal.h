@@ -73,13 +73,22 @@ struct zpp_zero {
     bool stepping; /* between step_begin and step_end */
     uint64_t backward_ns, step_ns; /* when they began, for zeropp.trace */
     double grad_scale;
+    const struct zpp_grad_store *store; /* where reduced gradients live */
     bool delays_steps; /* files have two places for what a step touches (step_delayed.h) */
-    bool pools_grads; /* stages 2, 3: a shard has memory while it is needed (grad_pool.c) */
     pthread_mutex_t grad_pool_lock; /* guards `grad_pool` and shard_bytes: reductions borrow, steps give back */
     struct zpp_pooled_grad grad_pool[ZPP_POOLED_GRADS];
     size_t shard_bytes, carry_bytes, kept_bucket_bytes, back_bytes;
-    struct zpp_grad_file grad_file; /* stages 2 and 3: where they live in a file */
+    struct zpp_grad_file grad_file; /* of the store nvme */
 };
+
+/* Stages 0 and 1: the reduced gradient is a part of the bucket. */
+static inline bool zpp_keeps_buckets(const zpp_zero *zero) { return zero->options.stage <= 1; }
+
+/* True if a reduction adds to the shard. Stage 1: this rank's bucket was not refilled, so its shard still is the
+ * gradient so far; else the carry has it. */
+static inline bool zpp_reduce_accumulates(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
+    return grad->has && (zero->options.stage >= 2 || (zero->options.stage == 1 && grad->empty));
+}
 
 /* What a sum over `ranks` of the unit's gradients is multiplied with. */
 static inline double zpp_grad_factor(const zpp_zero *zero, const struct zpp_unit *unit, int ranks) {

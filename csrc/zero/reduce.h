@@ -42,7 +42,7 @@ struct zpp_unit_grad {
     /* the reduction under way: written before the launch, then by the operation until `done` */
     struct zpp_unit *unit;
     zpp_zero *zero;
-    int round; /* quantise (wire.h), post, read and add; stage 0: post again, copy the others */
+    int round; /* see reduce_shm.c */
     uint64_t seq, copy_seq;
     uint64_t pass;
     uint64_t *peer_offsets; /* [ranks] */
@@ -86,22 +86,13 @@ zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, struct zpp
 zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err);
 /* Is a reduction or an exchange under way that has not ended? */
 bool zpp_reduce_pending(const zpp_zero *zero);
-/* Memory for a unit's reduced gradient, where it is not lent. */
-zpp_status zpp_reduce_make_shard(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
-/* unfreeze.c: the order of reductions, of what is trainable, or also of what sleeps. */
-void zpp_reduce_list_order(zpp_zero *zero, bool sleeping);
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
 
-/* grad_pool.c: memory for a shard that has none (where shards are lent), of one that was given back where that fits;
- * and back. The first is called by reductions, wherever they run, the second by the coordinator's thread. */
-enum { ZPP_POOLED_GRADS = 2 };
+enum { ZPP_POOLED_GRADS = 2 }; /* see grad_pooled.c */
 struct zpp_pooled_grad {
     void *memory; /* NULL: none */
     size_t bytes;
 };
-zpp_status zpp_grad_pool_take(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
-void zpp_grad_pool_give(zpp_zero *zero, struct zpp_unit_grad *grad);
-void zpp_grad_pool_drop(zpp_zero *zero);
 
 /* reduce_net.c: a unit's bucket goes out over several hosts, and the operation that ends it: the sum is in the shard.
  * `arg` points at a struct zpp_unit_grad pointer. */
@@ -109,8 +100,23 @@ zpp_status zpp_reduce_net_launch(zpp_zero *zero, struct zpp_unit_grad *grad, con
                                  unsigned char *bucket, struct zpp_err *err);
 zpp_status zpp_reduce_net_finish(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err);
 
-/* Where parameter `param`'s gradient lies in the unit's bucket (stage 0: what p.grad is a view of); NULL without one.
- */
-unsigned char *zpp_reduce_bucket(const zpp_zero *zero, const struct zpp_unit *unit);
+/* reduce_shm.c: the same on one host, as one operation on the reduce stream. */
+zpp_status zpp_reduce_shm(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err);
+
+/* --- buckets of units (bucket.c) ---------------------------------------------------------------------------------- */
+/* The unit's bucket (stage 0: what p.grad is a view of); NULL without one. Behind the gradient, one byte a parameter:
+ * has this rank a gradient of it? */
+unsigned char *zpp_bucket_of(const zpp_zero *zero, const struct zpp_unit *unit);
+uint8_t *zpp_bucket_flags(const zpp_zero *zero, const struct zpp_unit *unit);
+/* A bucket for the gradients of this backward, after the peers have read the one before. AGAIN: `wait` is NULL, and
+ * bucket_bytes are in use. */
+zpp_status zpp_bucket_take(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err);
+void zpp_bucket_give(zpp_zero *zero, struct zpp_unit_grad *grad);
+/* It goes out: it is given back by a later sweep. */
+void zpp_bucket_list(zpp_zero *zero, struct zpp_unit_grad *grad);
+/* Give back the buckets whose reduction is over on all ranks. Returns the oldest that is still read, or NULL. */
+struct zpp_unit_grad *zpp_bucket_sweep(zpp_zero *zero);
+/* Add the gradient of the backward before, where that was kept: grad->carry, to the shard at `to`. */
+void zpp_bucket_add_carry(const struct zpp_unit_grad *grad, unsigned char *to);
 
 #endif

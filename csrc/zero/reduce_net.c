@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "grad_store.h"
 #include "internal.h"
 #include "internode.h"
 #include "origin.h"
@@ -103,7 +104,7 @@ zpp_status zpp_reduce_net_launch(zpp_zero *zero, struct zpp_unit_grad *grad, con
     return status == ZPP_OK ? submit_sum(zero, grad, bucket, err) : status;
 }
 
-/* As add_shards of reduce.c, with the sum made already. */
+/* As add_shards of reduce_shm.c, with the sum made already. */
 static void add_shard(zpp_zero *zero, struct zpp_unit_grad *grad) {
     const struct zpp_unit *unit = grad->unit;
     const double factor = zpp_grad_factor(zero, unit, 1);
@@ -114,34 +115,41 @@ static void add_shard(zpp_zero *zero, struct zpp_unit_grad *grad) {
         return;
     }
     const void *source = reduced_shard(grad);
-    const bool accumulate = grad->has && (zero->options.stage >= 2 || grad->empty);
-    zpp_reduce_sources(grad->shard, unit->grad_dtype, accumulate, &source, 1, unit->wire_dtype, unit->shard_elems,
-                       factor);
-    if (!grad->carry) return;
-    const void *carry = grad->carry;
-    zpp_reduce_sources(grad->shard, unit->grad_dtype, true, &carry, 1, unit->grad_dtype, unit->shard_elems, 1.0f);
+    zpp_reduce_sources(grad->shard, unit->grad_dtype, zpp_reduce_accumulates(zero, grad), &source, 1, unit->wire_dtype,
+                       unit->shard_elems, factor);
+    zpp_bucket_add_carry(grad, grad->shard);
+}
+
+/* Which parameters have a gradient on any rank. False: none. */
+static bool merge_present(struct zpp_unit_grad *grad) {
+    const uint8_t *touched = grad->internode_memory;
+    bool any = false;
+    for (size_t i = 0; i < grad->unit->params; i++) {
+        any = any || touched[i];
+        grad->present[i] |= touched[i];
+    }
+    return any;
+}
+
+static zpp_status await_sum(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                            struct zpp_err *err) {
+    const struct zpp_grad_store *store = zero->store;
+    /* it is read while the sum is made */
+    zpp_status status = store->load ? store->load(zero, grad, wait, err) : ZPP_OK;
+    if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_flags, wait, err);
+    if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_sum, wait, err);
+    return status == ZPP_OK && store->load_wait ? store->load_wait(zero, grad, wait) : status;
 }
 
 zpp_status zpp_reduce_net_finish(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)native;
     struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
     zpp_zero *zero = grad->zero;
-    const struct zpp_unit *unit = grad->unit;
-    const bool unit_file = zero->grad_file.unit_file;
-    /* it is read while the sum is made */
-    zpp_status status = unit_file ? zpp_grad_file_load(zero, grad, wait, err) : ZPP_OK;
-    if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_flags, wait, err);
-    if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_sum, wait, err);
-    if (status == ZPP_OK && unit_file) status = zpp_grad_file_load_wait(zero, grad, wait);
+    const struct zpp_grad_store *store = zero->store;
+    zpp_status status = await_sum(zero, grad, wait, err);
     if (status != ZPP_OK) return status;
-    const uint8_t *touched = grad->internode_memory;
-    bool any = false;
-    for (size_t i = 0; i < unit->params; i++) {
-        any = any || touched[i];
-        grad->present[i] |= touched[i];
-    }
-    if (any) {
-        status = unit_file ? ZPP_OK : zpp_grad_pool_take(zero, grad, err);
+    if (merge_present(grad)) {
+        status = store->acquire ? store->acquire(zero, grad, err) : ZPP_OK;
         if (status != ZPP_OK) return status;
         add_shard(zero, grad);
         join_origins(zero, grad);
@@ -149,5 +157,5 @@ zpp_status zpp_reduce_net_finish(void *arg, void *native, const struct zpp_wait 
     }
     free(grad->internode_memory);
     grad->internode_memory = NULL;
-    return unit_file ? zpp_grad_file_complete(zero, grad, err) : ZPP_OK;
+    return store->complete ? store->complete(zero, grad, err) : ZPP_OK;
 }

@@ -13,6 +13,7 @@
 
 #include "../base/timeline.h"
 #include "../base/wait.h"
+#include "grad_store.h"
 #include "internal.h"
 
 enum { COPY_GRAIN_BYTES = 256 * 1024 };
@@ -78,57 +79,9 @@ static zpp_status run_beside(void *arg, void *native, const struct zpp_wait *wai
 
 /* --- back buffers of gradients ------------------------------------------------------------------------------------ */
 
-static void exchange_addresses(struct zpp_unit_grad *grad) {
-    unsigned char *filled = grad->shard;
-    grad->shard = grad->back_shard;
-    grad->back_shard = filled;
-}
-
-static zpp_status flip_in_file(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
-    if (!zero->delays_steps)
-        return zpp_fail(err, ZPP_STATE, "zero: the gradient of unit %s has no back buffer in its file; call "
-                        "zpp_zero_delay_steps before units are added", grad->unit->name);
-    const zpp_status status = zpp_grad_file_settle(zero, grad, err);
-    if (status != ZPP_OK) return status;
-    const int file_index = grad->file_index;
-    const size_t offset_bytes = grad->unit_file_offset_bytes;
-    grad->file_index = grad->back_file_index;
-    grad->unit_file_offset_bytes = grad->back_offset_bytes;
-    grad->back_file_index = file_index;
-    grad->back_offset_bytes = offset_bytes;
-    exchange_addresses(grad);
-    return ZPP_OK;
-}
-
-static zpp_status make_back_shard(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
-    const size_t bytes = zpp_grad_shard_bytes(grad);
-    void *memory = NULL;
-    const zpp_status status = zpp_device_alloc(zero->options.device, bytes, &memory, err);
-    if (status != ZPP_OK) return status;
-    grad->back_shard = memory;
-    zero->back_bytes += bytes;
-    return ZPP_OK;
-}
-
-/* The reduced gradient moves to the back buffer, where it stays until the next flip: a shard of stages 2 and 3 by an
- * exchange of addresses, so that the next backward fills the other one; the shard of stage 1 is a part of its bucket,
- * and is copied. */
+/* The reduced gradient moves to the back buffer, where it stays until the next flip. */
 static zpp_status flip_grad(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
-    if (!grad || !grad->has) return ZPP_OK;
-    if (zero->grad_file.unit_file) return flip_in_file(zero, grad, err);
-    const zpp_status status = grad->back_shard ? ZPP_OK : make_back_shard(zero, grad, err);
-    if (status != ZPP_OK) return status;
-    if (zero->options.stage == 1) memcpy(grad->back_shard, grad->shard, zpp_grad_shard_bytes(grad));
-    else exchange_addresses(grad);
-    return ZPP_OK;
-}
-
-void zpp_zero_delay_steps(zpp_zero *zero) {
-    zero->delays_steps = true;
-}
-
-size_t zpp_zero_back_bytes(const zpp_zero *zero) {
-    return zero->back_bytes;
+    return grad && grad->has ? zero->store->flip(zero, grad, err) : ZPP_OK;
 }
 
 /* --- a step ------------------------------------------------------------------------------------------------------- */

@@ -37,7 +37,7 @@ void zpp_stepper_fini(struct zpp_stepper *stepper) {
 }
 
 bool zpp_zero_grads_are_local(const zpp_zero *zero) {
-    return zero->options.stage == 0 || (zero->ranks == 1 && !zero->grad_file.unit_file);
+    return zero->options.stage == 0 || !zpp_zero_takes_grads(zero);
 }
 
 /* --- shards ------------------------------------------------------------------------------------------------------- */

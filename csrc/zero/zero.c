@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "grad_store.h"
 #include "internal.h"
 #include "internode.h"
 #include "placement.h"
@@ -44,6 +45,7 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     zero->rank = options->comm ? zpp_comm_rank(options->comm) : 0;
     zero->ranks = options->comm ? zpp_comm_ranks(options->comm) : 1;
     zero->grad_scale = 1.0;
+    zero->store = options->stage <= 1 ? &zpp_grad_store_bucket : &zpp_grad_store_memory;
     pthread_mutex_init(&zero->grad_pool_lock, NULL); /* with default attributes it cannot fail */
     pthread_mutex_init(&zero->grad_file.lock, NULL);
     zpp_status status = ZPP_OK;
@@ -65,7 +67,21 @@ zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct z
         return zpp_fail(err, ZPP_INVALID,
                         "zero: gradients in a file at stage %d with %d units, wanted stage 2 or 3 and no units yet",
                         zero->options.stage, zero->units_count);
-    return zpp_unit_file_create(NULL, fraction, &zero->grad_file.unit_file, err);
+    const zpp_status status = zpp_unit_file_create(NULL, fraction, &zero->grad_file.unit_file, err);
+    if (status == ZPP_OK) zero->store = &zpp_grad_store_nvme;
+    return status;
+}
+
+void zpp_zero_pool_grads(zpp_zero *zero) {
+    if (zero->store == &zpp_grad_store_memory) zero->store = &zpp_grad_store_pooled;
+}
+
+void zpp_zero_delay_steps(zpp_zero *zero) {
+    zero->delays_steps = true;
+}
+
+size_t zpp_zero_back_bytes(const zpp_zero *zero) {
+    return zero->back_bytes;
 }
 
 static void drop_gather(zpp_zero *zero, struct zpp_unit *unit) {
@@ -104,7 +120,6 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_buffers_fini(zero);
     if (zero->grad_file.unit_file) zpp_unit_file_close(zero->grad_file.unit_file);
     for (int i = 0; i < zero->units_count; i++) destroy_unit(zero, zero->units[i]);
-    zpp_grad_pool_drop(zero);
     free(zero->units);
     free(zero->order);
     free(zero->moving);
@@ -163,7 +178,7 @@ static zpp_status check_gradients(const zpp_zero *zero, const struct zpp_unit_sp
                         "float32, and no more bits on the wire",
                         spec->name, zpp_dtype_name(spec->dtype), zpp_dtype_name(spec->grad_dtype),
                         zpp_dtype_name(spec->wire_dtype));
-    if (spec->frozen_reserved && (zero->unit_file || zero->grad_file.unit_file))
+    if (spec->frozen_reserved && (zero->unit_file || zero->store == &zpp_grad_store_nvme))
         return zpp_fail(err, ZPP_INVALID,
                         "zero: unit %s is frozen and reserved, and parameters or gradients live in a file", spec->name);
     return ZPP_OK;
@@ -203,8 +218,8 @@ static zpp_status init_unit(zpp_zero *zero, struct zpp_unit *unit, const struct 
     zpp_status status = copy_spec(zero, unit, spec, err);
     if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &unit->allocated, err);
     if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &unit->ready, err);
-    const bool reduced = zero->ranks > 1 || zero->grad_file.unit_file;
-    return status == ZPP_OK && reduced && gets_gradients(spec) ? zpp_reduce_add_unit(zero, unit, err) : status;
+    const bool reduced = zpp_zero_takes_grads(zero) && gets_gradients(spec);
+    return status == ZPP_OK && reduced ? zpp_reduce_add_unit(zero, unit, err) : status;
 }
 
 zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, int *index, struct zpp_err *err) {
@@ -355,16 +370,13 @@ int zpp_zero_find(const zpp_zero *zero, const void *address) {
 
 void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     const size_t ranks = (size_t)zero->ranks;
-    struct zpp_unit_file_figures grads = { 0 };
-    if (zero->grad_file.unit_file) zpp_unit_file_figures(zero->grad_file.unit_file, &grads);
     *out = (struct zpp_zero_memory){
         .param_bytes = zero->params_bytes + zero->wire.qcopies_bytes + zero->host_bytes / ranks,
-        .grad_bytes = zero->shard_bytes + zero->kept_bucket_bytes + zero->carry_bytes + grads.resident_bytes -
-                      (zero->grad_file.unit_file ? zero->back_bytes : 0),
         .bucket_bytes = zero->buckets.touched_bytes,
         .bucket_peak_bytes = zero->buckets.peak_bytes,
     };
     zero->placement->count_memory(zero, out);
+    zero->store->count_memory(zero, out);
 }
 
 uint64_t zpp_zero_gather_ns(const zpp_zero *zero) {

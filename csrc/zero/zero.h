@@ -191,6 +191,10 @@ const void *zpp_zero_held_grad(const zpp_zero *zero, int unit, const uint8_t **t
 /* Ranks on which the unit's gradient was not finite before the last sum, one bit each, the last for rank 63 and above
  * (origin.h). Stages 1 to 3: as far as this rank's shard tells. */
 uint64_t zpp_zero_origins(const zpp_zero *zero, int unit);
+/* True if gradients are given to zpp_zero_grad; else (one rank, memory) they stay with the caller. */
+bool zpp_zero_takes_grads(const zpp_zero *zero);
+/* True if gradients are to be reduced in every backward of a step, because held back they would fill the memory. */
+bool zpp_zero_reduces_each_backward(const zpp_zero *zero);
 zpp_dtype zpp_zero_grad_dtype(const zpp_zero *zero, int unit);
 bool zpp_zero_has_grad(const zpp_zero *zero);
 bool zpp_zero_grads_pending(const zpp_zero *zero); /* accumulated on this rank, not reduced */

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "../../comm/reduce.h"
+#include "../grad_store.h"
 #include "../internal.h"
 
 enum { LEAST_BOUND_BYTES = 32 << 20 };
@@ -18,7 +19,7 @@ static bool is_held(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
     return zpp_unit_file_is_held(zero->grad_file.unit_file, grad->file_index);
 }
 
-zpp_status zpp_grad_file_seal(zpp_zero *zero, struct zpp_err *err) {
+static zpp_status seal(zpp_zero *zero, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
     size_t largest_bytes = 0;
     grad_file->newest = &grad_file->oldest;
@@ -145,32 +146,23 @@ static zpp_status load_ahead(zpp_zero *zero, int at, struct zpp_err *err) {
     return ZPP_OK;
 }
 
-zpp_status zpp_grad_file_load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
-                              struct zpp_err *err) {
+/* Then, while they fit, the same for the next ones in the order of reductions. */
+static zpp_status load_all(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                           struct zpp_err *err) {
     if (grad->grad_file_state == ZPP_GRAD_FILE_HERE) return ZPP_OK;
     const zpp_status status = load(zero, grad, wait, err);
     return status == ZPP_OK ? load_ahead(zero, grad->order_at, err) : status;
 }
 
-static void zero_param(const zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
-    const struct zpp_unit *unit = grad->unit;
-    const struct zpp_unit one = { .params = 1, .param_elems = &unit->param_elems[param],
-                                  .offset_elems = &unit->offset_elems[param], .shard_elems = unit->shard_elems };
-    struct zpp_piece pieces[1];
-    if (!zpp_unit_pieces(&one, zero->rank, pieces)) return;
-    const size_t at = pieces[0].offset_elems - (size_t)zero->rank * unit->shard_elems;
-    memset(grad->shard + at * grad->elem_bytes, 0, pieces[0].elems * grad->elem_bytes);
-}
-
 static void zero_stale(const zpp_zero *zero, struct zpp_unit_grad *grad) {
     for (size_t i = 0; i < grad->unit->params; i++)
-        if (grad->stale[i]) zero_param(zero, grad, i);
+        if (grad->stale[i]) zpp_grad_zero_param(zero, grad, i);
     memset(grad->stale, 0, grad->unit->params);
     grad->any_stale = false;
     grad->changed = true;
 }
 
-zpp_status zpp_grad_file_load_wait(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait) {
+static zpp_status load_wait(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait) {
     if (grad->grad_file_state == ZPP_GRAD_FILE_READING) {
         const zpp_status status = zpp_unit_file_read_wait(zero->grad_file.unit_file, grad->file_index, wait);
         if (status != ZPP_OK) return status;
@@ -181,7 +173,8 @@ zpp_status zpp_grad_file_load_wait(zpp_zero *zero, struct zpp_unit_grad *grad, c
     return ZPP_OK;
 }
 
-zpp_status zpp_grad_file_store(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+/* It is written, if it was changed (grad->changed), and its memory goes. */
+static zpp_status store(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
     if (is_held(zero, grad) || grad->grad_file_state != ZPP_GRAD_FILE_HERE) return ZPP_OK;
     if (!grad->changed || grad_file->status != ZPP_OK) return release_memory(zero, grad, err);
@@ -194,23 +187,26 @@ zpp_status zpp_grad_file_store(zpp_zero *zero, struct zpp_unit_grad *grad, struc
     return ZPP_OK;
 }
 
-zpp_status zpp_grad_file_complete(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+/* All that this backward adds is in it: stored, or kept for a step inside the backward. */
+static zpp_status complete(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     grad->lost = zero->grad_file.status != ZPP_OK;
-    return zero->grad_file.keeps ? ZPP_OK : zpp_grad_file_store(zero, grad, err);
+    return zero->grad_file.keeps ? ZPP_OK : store(zero, grad, err);
 }
 
-zpp_status zpp_grad_file_drop(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+/* Its memory goes, and it is not written. */
+static zpp_status drop(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
-    if (grad->grad_file_state == ZPP_GRAD_FILE_READING) status = zpp_grad_file_load_wait(zero, grad, &patience);
+    if (grad->grad_file_state == ZPP_GRAD_FILE_READING) status = load_wait(zero, grad, &patience);
     if (grad->grad_file_state == ZPP_GRAD_FILE_WRITING) status = finish_write(zero, grad, &patience);
     if (status != ZPP_OK || grad->grad_file_state != ZPP_GRAD_FILE_HERE) return status;
     grad->changed = false;
     return release_memory(zero, grad, err);
 }
 
-zpp_status zpp_grad_file_settle(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
-    zpp_status status = zpp_grad_file_load_wait(zero, grad, &patience);
-    if (status == ZPP_OK) status = zpp_grad_file_store(zero, grad, err);
+/* Stored; returns when that is over. The first failure of all shards. */
+static zpp_status settle(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    zpp_status status = load_wait(zero, grad, &patience);
+    if (status == ZPP_OK) status = store(zero, grad, err);
     if (status == ZPP_OK && grad->grad_file_state == ZPP_GRAD_FILE_WRITING) {
         status = finish_write(zero, grad, &patience);
         if (status == ZPP_OK) status = release_memory(zero, grad, err);
@@ -222,14 +218,14 @@ zpp_status zpp_grad_file_settle(zpp_zero *zero, struct zpp_unit_grad *grad, stru
 
 /* --- one rank ----------------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_grad_file_add(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param, const void *from,
+static zpp_status accumulate(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param, const void *from,
                              const struct zpp_wait *wait, struct zpp_err *err) {
     const struct zpp_unit *unit = grad->unit;
     const size_t elems = unit->param_elems[param];
     zpp_status status = zpp_event_record(grad->written, zero->compute, err);
     if (status == ZPP_OK) status = zpp_event_sync(grad->written, wait, err); /* `from` is complete */
-    if (status == ZPP_OK) status = zpp_grad_file_load(zero, grad, wait, err);
-    if (status == ZPP_OK) status = zpp_grad_file_load_wait(zero, grad, wait);
+    if (status == ZPP_OK) status = load_all(zero, grad, wait, err);
+    if (status == ZPP_OK) status = load_wait(zero, grad, wait);
     if (status != ZPP_OK) return status;
     unsigned char *to = grad->shard + unit->offset_elems[param] * grad->elem_bytes;
     if (grad->present[param]) zpp_reduce_sources(to, unit->grad_dtype, true, &from, 1, unit->grad_dtype, elems, 1.0f);
@@ -239,11 +235,11 @@ zpp_status zpp_grad_file_add(zpp_zero *zero, struct zpp_unit_grad *grad, size_t 
     return ZPP_OK;
 }
 
-zpp_status zpp_grad_file_store_all(zpp_zero *zero, struct zpp_err *err) {
+static zpp_status store_all(zpp_zero *zero, struct zpp_err *err) {
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
-        zpp_status status = zpp_grad_file_load_wait(zero, grad, &patience);
-        if (status == ZPP_OK) status = zpp_grad_file_store(zero, grad, err);
+        zpp_status status = load_wait(zero, grad, &patience);
+        if (status == ZPP_OK) status = store(zero, grad, err);
         if (status != ZPP_OK) return status;
     }
     return ZPP_OK;
@@ -251,16 +247,16 @@ zpp_status zpp_grad_file_store_all(zpp_zero *zero, struct zpp_err *err) {
 
 /* --- forgetting --------------------------------------------------------------------------------------------------- */
 
-void zpp_grad_file_clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
-    if (!zero->grad_file.unit_file || is_held(zero, grad)) {
-        zero_param(zero, grad, param);
+static void clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
+    if (is_held(zero, grad)) {
+        zpp_grad_zero_param(zero, grad, param);
         return;
     }
     grad->stale[param] = 1;
     grad->any_stale = true;
 }
 
-void zpp_grad_file_clear_all(zpp_zero *zero) {
+static void clear_all(zpp_zero *zero) {
     zero->grad_file.status = ZPP_OK;
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
@@ -268,6 +264,52 @@ void zpp_grad_file_clear_all(zpp_zero *zero) {
         grad->any_stale = false;
     }
 }
+
+/* --- the store ---------------------------------------------------------------------------------------------------- */
+
+static zpp_status end_backward(zpp_zero *zero, bool aborted, struct zpp_err *err) {
+    return aborted || !zero->grad_file.keeps ? store_all(zero, err) : ZPP_OK;
+}
+
+static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
+    struct zpp_unit_file_figures seen;
+    zpp_unit_file_figures(zero->grad_file.unit_file, &seen);
+    zpp_grad_memory_count(zero, out);
+    out->grad_bytes += seen.resident_bytes - zero->back_bytes;
+}
+
+/* Each shard has two places in the file, which change places. */
+static zpp_status flip(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    if (!zero->delays_steps)
+        return zpp_fail(err, ZPP_STATE, "zero: the gradient of unit %s has no back buffer in its file; call "
+                        "zpp_zero_delay_steps before units are added", grad->unit->name);
+    const zpp_status status = settle(zero, grad, err);
+    if (status != ZPP_OK) return status;
+    const struct zpp_unit_grad filled = *grad;
+    grad->shard = filled.back_shard;
+    grad->file_index = filled.back_file_index;
+    grad->unit_file_offset_bytes = filled.back_offset_bytes;
+    grad->back_shard = filled.shard;
+    grad->back_file_index = filled.file_index;
+    grad->back_offset_bytes = filled.unit_file_offset_bytes;
+    return ZPP_OK;
+}
+
+const struct zpp_grad_store zpp_grad_store_nvme = {
+    .name = "nvme",
+    .each_backward = true,
+    .seal = seal,
+    .count_memory = count_memory,
+    .load = load_all,
+    .load_wait = load_wait,
+    .complete = complete,
+    .drop = drop,
+    .clear = clear,
+    .clear_all = clear_all,
+    .flip = flip,
+    .accumulate = accumulate,
+    .end_backward = end_backward,
+};
 
 /* --- what the step and the norm ask (zero.h) ---------------------------------------------------------------------- */
 
@@ -278,7 +320,7 @@ zpp_unit_file *zpp_zero_grad_file(zpp_zero *zero) {
 zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
     if (!grad_file->unit_file) return ZPP_OK;
-    zpp_status status = zpp_grad_file_store_all(zero, err);
+    zpp_status status = store_all(zero, err);
     while (grad_file->oldest && status == ZPP_OK) {
         struct zpp_unit_grad *grad = grad_file->oldest;
         status = finish_write(zero, grad, &patience);
@@ -293,8 +335,8 @@ zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, st
 zpp_status zpp_zero_grad_open(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit_grad *grad = zero->units[index]->grad;
     if (!zero->grad_file.unit_file || !grad || !grad->has) return ZPP_OK;
-    zpp_status status = zpp_grad_file_load(zero, grad, &patience, err);
-    if (status == ZPP_OK) status = zpp_grad_file_load_wait(zero, grad, &patience);
+    zpp_status status = load_all(zero, grad, &patience, err);
+    if (status == ZPP_OK) status = load_wait(zero, grad, &patience);
     if (status != ZPP_OK || zero->grad_file.status == ZPP_OK) return status;
     *err = zero->grad_file.err;
     return zero->grad_file.status;
@@ -302,7 +344,7 @@ zpp_status zpp_zero_grad_open(zpp_zero *zero, int index, struct zpp_err *err) {
 
 zpp_status zpp_zero_grad_close(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit_grad *grad = zero->units[index]->grad;
-    return zero->grad_file.unit_file && grad ? zpp_grad_file_store(zero, grad, err) : ZPP_OK;
+    return zero->grad_file.unit_file && grad ? store(zero, grad, err) : ZPP_OK;
 }
 
 void zpp_zero_keep_grads(zpp_zero *zero) {

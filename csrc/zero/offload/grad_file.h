@@ -14,7 +14,7 @@
  * beside the states (struct zpp_step_files).
  *
  * A read or write that fails does not end a backward, on which the other ranks wait: it is kept, nothing goes to the
- * file any more, and zpp_grad_file_outcome tells, before a norm or a step. Clearing all gradients forgets it.
+ * file any more, and zpp_zero_grads_settle tells, before a norm or a step. Clearing all gradients forgets it.
  *
  * A backward whose units are stepped inside it keeps what is reduced HERE, until the step has read it and drops it: the
  * last sum of a step is never written. That is the one call that may come while other units are reduced.
@@ -34,7 +34,7 @@
 
 struct zpp_unit_grad;
 
-/* Part of the coordinator; `unit_file` NULL: shards are in memory. */
+/* Part of the coordinator, for the store nvme (grad_store.h); `unit_file` NULL: shards are in memory. */
 struct zpp_grad_file {
     zpp_unit_file *unit_file;
     pthread_mutex_t lock; /* guards open_bytes, and what comes to memory or goes: reductions open, steps drop */
@@ -47,35 +47,5 @@ struct zpp_grad_file {
 };
 
 enum zpp_grad_file_state { ZPP_GRAD_FILE_AWAY, ZPP_GRAD_FILE_READING, ZPP_GRAD_FILE_HERE, ZPP_GRAD_FILE_WRITING };
-
-/* Part of seal: the mapping of all shards; grad->shard is set. */
-zpp_status zpp_grad_file_seal(zpp_zero *zero, struct zpp_err *err);
-
-/* Memory for a shard, and what it has so far on its way there; then, while there is room, the same for the next ones
- * in the order of reductions. AGAIN (`wait` NULL only): no room yet. */
-zpp_status zpp_grad_file_load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
-                              struct zpp_err *err);
-/* After take: what the shard has is in memory. AGAIN (`wait` NULL only): not yet. */
-zpp_status zpp_grad_file_load_wait(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait);
-/* After arrive: written if it was changed (grad->changed), and gone. */
-zpp_status zpp_grad_file_store(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
-/* All that this backward adds is in it: given, or kept for a step inside the backward. */
-zpp_status zpp_grad_file_complete(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
-/* Gone, and not written. */
-zpp_status zpp_grad_file_drop(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
-
-/* Written, if it was changed, and gone; returns when that is over. The first failure of all shards. */
-zpp_status zpp_grad_file_settle(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
-
-/* One rank: a gradient of one parameter, the unit's last one of this backward (`complete`) or not. */
-zpp_status zpp_grad_file_add(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param, const void *from,
-                             const struct zpp_wait *wait, struct zpp_err *err);
-/* One rank: the backward has ended, so every shard that is here goes. */
-zpp_status zpp_grad_file_store_all(zpp_zero *zero, struct zpp_err *err);
-
-/* The gradient of one parameter is forgotten, wherever shards are: zeros, by the next time that it is added to. */
-void zpp_grad_file_clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param);
-/* All are. */
-void zpp_grad_file_clear_all(zpp_zero *zero);
 
 #endif

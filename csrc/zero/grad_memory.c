@@ -1,0 +1,114 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Reduced gradients in memory: as a part of their bucket (stages 0 and 1), or each in memory of its own. A delayed step
+ * reads a back buffer: the shard of stage 1 is copied to it, because it is a part of its bucket; one with memory of its
+ * own changes places with it, so that the next backward fills the other one.
+ */
+#include "grad_store.h"
+
+#include <string.h>
+
+#include "internal.h"
+
+void zpp_grad_zero_param(const zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
+    const struct zpp_unit *unit = grad->unit;
+    const struct zpp_unit one = { .params = 1, .param_elems = &unit->param_elems[param],
+                                  .offset_elems = &unit->offset_elems[param], .shard_elems = unit->shard_elems };
+    struct zpp_piece pieces[1];
+    if (!zpp_unit_pieces(&one, zero->rank, pieces)) return;
+    const size_t at = pieces[0].offset_elems - (size_t)zero->rank * unit->shard_elems;
+    memset(grad->shard + at * grad->elem_bytes, 0, pieces[0].elems * grad->elem_bytes);
+}
+
+void zpp_grad_memory_clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
+    if (grad->shard) zpp_grad_zero_param(zero, grad, param);
+}
+
+/* --- for a delayed step ------------------------------------------------------------------------------------------- */
+
+static zpp_status make_back_shard(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const size_t bytes = zpp_grad_shard_bytes(grad);
+    void *memory = NULL;
+    if (grad->back_shard) return ZPP_OK;
+    const zpp_status status = zpp_device_alloc(zero->options.device, bytes, &memory, err);
+    if (status != ZPP_OK) return status;
+    grad->back_shard = memory;
+    zero->back_bytes += bytes;
+    return ZPP_OK;
+}
+
+zpp_status zpp_grad_memory_flip(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const zpp_status status = make_back_shard(zero, grad, err);
+    if (status != ZPP_OK) return status;
+    unsigned char *filled = grad->shard;
+    grad->shard = grad->back_shard;
+    grad->back_shard = filled;
+    return ZPP_OK;
+}
+
+static void free_back_shard(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    if (grad->back_shard) zpp_device_free(zero->options.device, grad->back_shard, zpp_grad_shard_bytes(grad));
+    grad->back_shard = NULL;
+}
+
+void zpp_grad_memory_count(const zpp_zero *zero, struct zpp_zero_memory *out) {
+    out->grad_bytes += zero->shard_bytes + zero->kept_bucket_bytes + zero->carry_bytes;
+}
+
+/* --- in the bucket ------------------------------------------------------------------------------------------------ */
+
+static zpp_status add_in_bucket(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    (void)err;
+    unsigned char *bucket = (unsigned char *)zpp_region_base(zero->grads, zero->rank) + grad->mapping_offset_bytes;
+    grad->shard = bucket + (zero->options.stage == 0 ? 0 : (size_t)zero->rank * zpp_grad_shard_bytes(grad));
+    return ZPP_OK;
+}
+
+/* Stage 0: the bucket's flags say which gradients there are. */
+static void clear_in_bucket(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
+    if (grad->shard && zero->options.stage > 0) zpp_grad_zero_param(zero, grad, param);
+}
+
+/* Stage 1. (At stage 0 every rank has the whole gradient, and a delayed step reads that.) */
+static zpp_status flip_in_bucket(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const zpp_status status = make_back_shard(zero, grad, err);
+    if (status != ZPP_OK) return status;
+    memcpy(grad->back_shard, grad->shard, zpp_grad_shard_bytes(grad));
+    return ZPP_OK;
+}
+
+const struct zpp_grad_store zpp_grad_store_bucket = {
+    .name = "bucket",
+    .add = add_in_bucket,
+    .free = free_back_shard,
+    .count_memory = zpp_grad_memory_count,
+    .clear = clear_in_bucket,
+    .flip = flip_in_bucket,
+};
+
+/* --- in memory of its own ----------------------------------------------------------------------------------------- */
+
+zpp_status zpp_grad_memory_add(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const size_t bytes = zpp_grad_shard_bytes(grad);
+    void *memory = NULL;
+    const zpp_status status = zpp_device_alloc(zero->options.device, bytes, &memory, err);
+    if (status != ZPP_OK) return status;
+    grad->shard = memory;
+    zero->shard_bytes += bytes;
+    return ZPP_OK;
+}
+
+void zpp_grad_memory_free(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    if (grad->shard) zpp_device_free(zero->options.device, grad->shard, zpp_grad_shard_bytes(grad));
+    grad->shard = NULL;
+    free_back_shard(zero, grad);
+}
+
+const struct zpp_grad_store zpp_grad_store_memory = {
+    .name = "memory",
+    .add = zpp_grad_memory_add,
+    .free = zpp_grad_memory_free,
+    .count_memory = zpp_grad_memory_count,
+    .clear = zpp_grad_memory_clear,
+    .flip = zpp_grad_memory_flip,
+};

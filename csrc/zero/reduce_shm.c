@@ -1,0 +1,172 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Reductions on one host: each is one operation on the reduce stream that remembers how far it came (`round`), because
+ * on cpu it is asked again and again until the slowest rank has posted. The rings' descriptors carry unit, pass and
+ * length: where ranks disagree, nothing is added, and the error on both has what both sides did.
+ *
+ *   pack    the bucket in fewer bits, where gradients travel so (wire.h)
+ *   post    this rank's descriptor: the peers may read the bucket
+ *   load    the shard's memory, with what it has so far (grad_store.h)
+ *   add     shard r of all ranks' buckets, in rank order
+ *   post_shard, copy   stage 0: this rank's shard is made, and then those of the others are copied
+ */
+#include "reduce.h"
+
+#include <string.h>
+
+#include "grad_store.h"
+#include "internal.h"
+#include "origin.h"
+
+#define NO_BUCKET UINT64_MAX
+
+static struct zpp_desc desc_of(const struct zpp_unit_grad *grad, uint64_t kind) {
+    return (struct zpp_desc){
+        .kind = kind,
+        .object = (uint64_t)grad->unit->index,
+        .step = grad->pass,
+        .elems = grad->unit->elems,
+        .offset_bytes = grad->empty ? NO_BUCKET : grad->bucket_offset_bytes,
+    };
+}
+
+static zpp_status read_peers(zpp_zero *zero, struct zpp_unit_grad *grad, zpp_desc_ring *ring, uint64_t kind,
+                             uint64_t seq, const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_desc expect = desc_of(grad, kind);
+    for (int rank = 0; rank < zero->ranks; rank++) {
+        struct zpp_desc desc;
+        const zpp_status status = zpp_desc_ring_read(ring, rank, seq, &expect, wait, &desc, err);
+        if (status != ZPP_OK) return status;
+        grad->peer_offsets[rank] = desc.offset_bytes;
+    }
+    return ZPP_OK;
+}
+
+/* Which parameters have a gradient on any rank; returns how many sources there are and fills `sources` for shard
+ * `rank`, and `from`, whose they are. */
+static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int shard, const void **sources, int *from) {
+    const struct zpp_unit *unit = grad->unit;
+    int count = 0;
+    for (int rank = 0; rank < zero->ranks; rank++) {
+        if (grad->peer_offsets[rank] == NO_BUCKET) continue;
+        const unsigned char *bucket =
+            (const unsigned char *)zpp_region_base(zero->grads, rank) + grad->peer_offsets[rank];
+        const uint8_t *touched = bucket + zpp_grad_whole_bytes(grad);
+        for (size_t i = 0; i < unit->params; i++) grad->present[i] |= touched[i];
+        from[count] = rank;
+        sources[count++] = bucket + (size_t)shard * zpp_grad_shard_bytes(grad);
+        /* Where the bucket keeps the result, the result would overwrite what is still to be read of it. */
+        if (rank == zero->rank && zpp_keeps_buckets(zero) && zpp_wire_narrows(unit))
+            sources[count - 1] = zpp_wire_aside(zero, unit, sources[count - 1]);
+    }
+    return count;
+}
+
+enum { MAX_RANKS_ON_STACK = 256 };
+
+static void count_traffic(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
+    const struct zpp_unit *unit = grad->unit;
+    const size_t source_bytes = zpp_wire_packs(zero) ? zpp_wire_qcopy_bytes(zero, unit) : zpp_wire_shard_bytes(unit);
+    int read = 0;
+    for (int rank = 0; rank < zero->ranks; rank++) read += rank != zero->rank && grad->peer_offsets[rank] != NO_BUCKET;
+    zpp_comm_count(zero->options.comm, zero->options.stage == 0 ? ZPP_TRAFFIC_ALL_REDUCE : ZPP_TRAFFIC_REDUCE_SCATTER,
+                   (uint64_t)read * source_bytes);
+}
+
+static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const struct zpp_unit *unit = grad->unit;
+    const void *sources[MAX_RANKS_ON_STACK];
+    int from[MAX_RANKS_ON_STACK];
+    if (zero->ranks > MAX_RANKS_ON_STACK)
+        return zpp_fail(err, ZPP_INVALID, "zero: %d ranks on one host, at most %d work", zero->ranks,
+                        MAX_RANKS_ON_STACK);
+    const int count = collect_sources(zero, grad, zero->rank, sources, from);
+    if (count == 0) return ZPP_OK;
+    const zpp_status status = zero->store->acquire ? zero->store->acquire(zero, grad, err) : ZPP_OK;
+    if (status != ZPP_OK) return status;
+    unsigned char *to = grad->shard;
+    if (zero->options.stage == 0) to += (size_t)zero->rank * zpp_grad_shard_bytes(grad);
+    const struct zpp_sources all = { sources, from, count, zpp_grad_factor(zero, unit, zero->ranks),
+                                     zpp_reduce_accumulates(zero, grad) };
+    zpp_origin_note(zero, grad, zpp_origin_add(zero, unit, &all, to));
+    zpp_bucket_add_carry(grad, to);
+    grad->has = grad->changed = true;
+    count_traffic(zero, grad);
+    return ZPP_OK;
+}
+
+/* Stage 0: rank r has finished shard r, so nobody reads shard r of my bucket any more, and it may be overwritten. */
+static void copy_shards(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    const size_t bytes = zpp_grad_shard_bytes(grad);
+    uint64_t copied_bytes = 0;
+    for (int rank = 0; rank < zero->ranks && grad->has; rank++) {
+        if (rank == zero->rank) continue;
+        const unsigned char *made = (const unsigned char *)zpp_region_base(zero->grads,
+                                                                           rank) + grad->mapping_offset_bytes;
+        memcpy(grad->shard + (size_t)rank * bytes, made + (size_t)rank * bytes, bytes);
+        copied_bytes += bytes;
+    }
+    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_REDUCE, copied_bytes);
+}
+
+/* --- its rounds: each returns OK when it is over; AGAIN and errors leave the reduction in it ---------------------- */
+
+static zpp_status pack(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)wait, (void)err;
+    unsigned char *bucket = grad->empty ? NULL : zpp_bucket_of(zero, grad->unit);
+    if (bucket && zpp_wire_packs(zero)) zpp_wire_pack(zero, grad->unit, bucket);
+    else if (bucket && zpp_wire_narrows(grad->unit)) zpp_wire_narrow(zero, grad->unit, bucket);
+    return ZPP_OK;
+}
+
+static zpp_status post(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_desc desc = desc_of(grad, ZPP_DESC_REDUCE);
+    return zpp_desc_ring_post(zero->ring, &desc, wait, &grad->seq, err);
+}
+
+static zpp_status load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
+    return zero->store->load ? zero->store->load(zero, grad, wait, err) : ZPP_OK;
+}
+
+static zpp_status add(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_grad_store *store = zero->store;
+    zpp_status status = read_peers(zero, grad, zero->ring, ZPP_DESC_REDUCE, grad->seq, wait, err);
+    if (status == ZPP_OK && store->load_wait) status = store->load_wait(zero, grad, wait);
+    const uint64_t began_ns = zpp_span_begin();
+    if (status == ZPP_OK) status = add_shards(zero, grad, err);
+    if (status != ZPP_OK) return status;
+    zpp_span_end(began_ns, ZPP_SPAN_REDUCE, grad->unit->name, zpp_grad_shard_bytes(grad));
+    zpp_desc_ring_ack(zero->ring, grad->seq);
+    return store->complete ? store->complete(zero, grad, err) : ZPP_OK;
+}
+
+static zpp_status post_shard(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                             struct zpp_err *err) {
+    struct zpp_desc desc = desc_of(grad, ZPP_DESC_COPY);
+    if (!zero->copy_ring) return ZPP_OK;
+    desc.offset_bytes = grad->origins; /* of my shard: where that lies is known */
+    return zpp_desc_ring_post(zero->copy_ring, &desc, wait, &grad->copy_seq, err);
+}
+
+static zpp_status copy(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
+    if (!zero->copy_ring) return ZPP_OK;
+    const zpp_status status = read_peers(zero, grad, zero->copy_ring, ZPP_DESC_COPY, grad->copy_seq, wait, err);
+    if (status != ZPP_OK) return status;
+    copy_shards(zero, grad);
+    for (int rank = 0; rank < zero->ranks; rank++) grad->origins |= grad->peer_offsets[rank];
+    zpp_desc_ring_ack(zero->copy_ring, grad->copy_seq);
+    return ZPP_OK;
+}
+
+static zpp_status (*const rounds[])(zpp_zero *, struct zpp_unit_grad *, const struct zpp_wait *,
+                                    struct zpp_err *) = { pack, post, load, add, post_shard, copy };
+
+zpp_status zpp_reduce_shm(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native;
+    struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
+    for (; grad->round < (int)(sizeof rounds / sizeof rounds[0]); grad->round++) {
+        const zpp_status status = rounds[grad->round](grad->zero, grad, wait, err);
+        if (status != ZPP_OK) return status;
+    }
+    return ZPP_OK;
+}
