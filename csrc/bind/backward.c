@@ -12,22 +12,6 @@
 #include "../base/wait.h"
 #include "raise.h"
 
-bool zpp_py_backward_runs(Zero *zero, long *task) {
-    PyObject *id = PyObject_CallNoArgs(zero->current_graph_task_id);
-    if (!id) return false;
-    *task = PyLong_AsLong(id);
-    Py_DECREF(id);
-    return *task != -1;
-}
-
-int zpp_py_grad_mode(Zero *zero) {
-    PyObject *on = PyObject_CallNoArgs(zero->is_grad_enabled);
-    if (!on) return -1;
-    const int answer = on == Py_True;
-    Py_DECREF(on);
-    return answer;
-}
-
 /* --- prepared models, in the order in which they were sealed ------------------------------------------------------ */
 
 /* seal() is collective, so any two engines with ranks in common are in the same order on all of these ranks. All this
@@ -76,20 +60,12 @@ static bool boundary_now(Zero *zero) {
     return true;
 }
 
-int zpp_py_call(PyObject *callable) {
-    PyObject *held = Py_NewRef(callable); /* it may replace itself */
-    PyObject *done = PyObject_CallNoArgs(held);
-    Py_DECREF(held);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
-
 static int begin_backward(Zero *zero, long task) {
     struct zpp_err err = ZPP_ERR_INIT;
     if (zpp_py_backward_step_require_ended(zero, "a second backward")) return -1;
     zero->boundary = boundary_now(zero);
     /* Gradients in a file are reduced in every micro-step: held back, they would fill the memory. */
-    const bool due = zpp_zero_grad_file(zero->core) ? zero->sync : zero->boundary;
+    const bool due = zpp_zero_reduces_each_backward(zero->core) ? zero->sync : zero->boundary;
     zero->reduces = due && !zero->hold;
     if (zpp_zero_backward_begin(zero->core, zero->reduces, &err) != ZPP_OK) {
         zpp_py_raise(&err);
@@ -116,15 +92,19 @@ static int refuse_graph(void) {
     return -1;
 }
 
+/* create_graph: such a backward saves views that no hook of ours sees, for the next one to read. */
+static int note_grad_mode(Zero *zero, long task) {
+    if (!(zero->moves || zero->backward_step.begin) || task == zero->graded_task) return 0;
+    const int grad = zpp_py_grad_mode(zero);
+    if (grad < 0 || (grad && zero->backward_step.begin && refuse_graph())) return -1;
+    if (grad) zero->keep_passes = 2;
+    zero->graded_task = task;
+    return 0;
+}
+
 int zpp_py_enter_backward(Zero *zero, bool recompute, long *task) {
     if (!zpp_py_backward_runs(zero, task)) return PyErr_Occurred() ? -1 : 0;
-    if (!recompute && (zero->moves || zero->backward_step.begin) && *task != zero->graded_task) {
-        const int grad = zpp_py_grad_mode(zero);
-        if (grad < 0 || (grad && zero->backward_step.begin && refuse_graph())) return -1;
-        /* create_graph: this backward saves views that no hook of ours sees, for the next one to read. */
-        if (grad) zero->keep_passes = 2;
-        zero->graded_task = *task;
-    }
+    if (!recompute && note_grad_mode(zero, *task)) return -1;
     return zero->in_backward ? 0 : begin_backward(zero, *task);
 }
 
@@ -265,34 +245,6 @@ typedef struct {
 
 static PyTypeObject *grad_hook_type;
 
-const char *zpp_py_param_words(const Unit *unit, Py_ssize_t param, char *text, size_t room) {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    /* The façade keeps a Ref in each parameter (python/zeropp/zero/model/parameter.py). */
-    PyObject *ref = unit->params ? PyObject_GetAttrString(unit->params[param], "_zeropp") : NULL;
-    PyObject *name = ref ? PyObject_GetAttrString(ref, "name") : NULL;
-    const char *utf8 = name ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
-    char words[ZPP_UNIT_WORDS];
-    if (utf8)
-        snprintf(text, room, "'%s'", utf8);
-    else
-        snprintf(text, room, "parameter %zd of %s", param, zpp_unit_words(unit->unit, words, sizeof words));
-    Py_XDECREF(name);
-    Py_XDECREF(ref);
-    PyErr_Clear();
-    PyErr_Restore(type, value, trace);
-    return text;
-}
-
-void zpp_py_refuse_sparse(const Unit *unit, Py_ssize_t param) {
-    char words[ZPP_PARAM_WORDS];
-    PyErr_Clear();
-    PyErr_Format(PyExc_ValueError,
-                 "zero: the gradient of %s is sparse; zeropp reduces and steps dense gradients, so build the embedding "
-                 "with sparse=False",
-                 zpp_py_param_words(unit, param, words, sizeof words));
-}
-
 static void refuse_late(const Unit *unit, Py_ssize_t param) {
     char words[ZPP_PARAM_WORDS];
     struct zpp_err err = ZPP_ERR_INIT;
@@ -356,39 +308,54 @@ static int after_gradient(Unit *unit) {
     return zpp_py_release(unit);
 }
 
-/* Where nothing is reduced (one rank), the hook only notices that a backward runs, and lets go of the unit. */
+/* The coordinator takes no gradients: the hook only notices that a backward runs, and releases the unit. */
+static int leave_gradient(Unit *unit, Py_ssize_t param, bool partial) {
+    const Zero *zero = unit->zero;
+    if (zero->backward_step.begin) took_gradient(unit, param);
+    if (zpp_py_backward_step_gradient(unit, param, partial)) return -1;
+    return zero->moves ? after_gradient(unit) : 0;
+}
+
+/* p.grad of a gradient that was handed over: None, or (stage 0) the view of the bucket. */
+static int replace_grad(const Unit *unit, Py_ssize_t index, PyObject *param, const PyObject *original) {
+    if (unit->zero->stage > 0) return PyObject_SetAttr(param, zpp_str_grad, Py_None);
+    if (!unit->grad_views || original == PyList_GetItem(unit->grad_views, index)) return 0;
+    return PyObject_SetAttr(param, zpp_str_grad, PyList_GetItem(unit->grad_views, index));
+}
+
+/* `grad`: a reference of the caller's, which it gives up. */
+static int reduce_gradient(Unit *unit, Py_ssize_t index, PyObject *param, PyObject *grad, bool partial) {
+    const PyObject *original = grad;
+    const void *from = gradient_address(&grad, unit, index);
+    int failed = !from && unit->unit->param_elems[index] ? -1 : hand_over(unit, index, from, partial);
+    if (PyErr_Occurred()) failed = -1;
+    if (!failed) failed = replace_grad(unit, index, param, original);
+    Py_DECREF(grad);
+    if (unit->zero->stage > 0) took_gradient(unit, index);
+    return failed || zpp_py_backward_step_gradient(unit, index, partial) || after_gradient(unit) ? -1 : 0;
+}
+
+static int take_from_param(Unit *unit, Py_ssize_t index, PyObject *param, bool partial) {
+    /* While released, `grad` would go through __torch_function__, fifty times slower. */
+    if (!unit->is_plain && zpp_py_swap(unit, true)) return -1;
+    PyObject *grad = PyObject_GetAttr(param, zpp_str_grad);
+    if (!grad) return -1;
+    if (grad != Py_None) return reduce_gradient(unit, index, param, grad, partial);
+    Py_DECREF(grad); /* another hook took it */
+    return 0;
+}
+
 static PyObject *take_gradient(PyObject *self, PyObject *param) {
-    GradHook *hook = (GradHook *)self;
+    const GradHook *hook = (GradHook *)self;
     Unit *unit = hook->unit;
     Zero *zero = unit->zero;
     if (zero->closed) Py_RETURN_NONE;
     long task = -1;
     if (zpp_py_enter_backward(zero, false, &task)) return NULL;
     const bool partial = task != zero->task && zpp_zero_uses(zero->core, unit->unit->index) == 0;
-    if (zero->ranks == 1 && !zpp_zero_grad_file(zero->core)) {
-        if (zero->backward_step.begin) took_gradient(unit, hook->param);
-        if (zpp_py_backward_step_gradient(unit, hook->param, partial)) return NULL;
-        if (zero->moves && after_gradient(unit)) return NULL;
-        Py_RETURN_NONE;
-    }
-    /* While released, `grad` would go through __torch_function__, fifty times slower. */
-    if (!unit->is_plain && zpp_py_swap(unit, true)) return NULL;
-    PyObject *grad = PyObject_GetAttr(param, zpp_str_grad);
-    if (!grad) return NULL;
-    if (grad == Py_None) { /* another hook took it */
-        Py_DECREF(grad);
-        Py_RETURN_NONE;
-    }
-    PyObject *original = grad;
-    const void *from = gradient_address(&grad, unit, hook->param);
-    int failed = !from && unit->unit->param_elems[hook->param] ? -1 : hand_over(unit, hook->param, from, partial);
-    if (PyErr_Occurred()) failed = -1;
-    if (!failed && zero->stage > 0) failed = PyObject_SetAttr(param, zpp_str_grad, Py_None);
-    if (!failed && zero->stage == 0 && unit->grad_views && original != PyList_GetItem(unit->grad_views, hook->param))
-        failed = PyObject_SetAttr(param, zpp_str_grad, PyList_GetItem(unit->grad_views, hook->param));
-    Py_DECREF(grad);
-    if (zero->stage > 0) took_gradient(unit, hook->param);
-    if (failed || zpp_py_backward_step_gradient(unit, hook->param, partial) || after_gradient(unit)) return NULL;
+    const int failed = zpp_zero_takes_grads(zero->core) ? take_from_param(unit, hook->param, param, partial)
+                                                        : leave_gradient(unit, hook->param, partial);
+    if (failed) return NULL;
     Py_RETURN_NONE;
 }
 

@@ -160,7 +160,17 @@ static int require_one_caller(const Zero *zero) {
     return -1;
 }
 
-static int look_around(Trigger *trigger, struct open_call *call) {
+/* Before the outermost forward of a call. */
+static int begin_outermost(Zero *zero, bool grad) {
+    if (zpp_stray_is_seen() && zpp_py_call(zero->raise_strays)) return -1;
+    if (zero->in_backward && zpp_py_forget_dead_backward(zero)) return -1;
+    if (zpp_py_backward_step_require_ended(zero, "a forward")) return -1;
+    if (zero->buffers.where && zpp_py_sync_buffers(zero, grad)) return -1;
+    zero->outer_grad = grad;
+    return grad && zero->check_unfrozen ? zpp_py_call(zero->check_unfrozen) : 0;
+}
+
+static int begin_call(Trigger *trigger, struct open_call *call) {
     Zero *zero = trigger->zero;
     long task = -1;
     call->recompute = zpp_py_backward_runs(zero, &task);
@@ -169,14 +179,7 @@ static int look_around(Trigger *trigger, struct open_call *call) {
     if (grad < 0) return -1;
     call->grad = grad;
     call->outermost = zero->depth == 0;
-    if (call->outermost && !call->recompute) {
-        if (zpp_stray_is_seen() && zpp_py_call(zero->raise_strays)) return -1;
-        if (zero->in_backward && zpp_py_forget_dead_backward(zero)) return -1;
-        if (zpp_py_backward_step_require_ended(zero, "a forward")) return -1;
-        if (zero->buffers.where && zpp_py_sync_buffers(zero, grad)) return -1;
-        zero->outer_grad = grad;
-        if (grad && zero->look && zpp_py_call(zero->look)) return -1;
-    }
+    if (call->outermost && !call->recompute && begin_outermost(zero, grad)) return -1;
     const int functorch = zero->moves ? inside_functorch(zero) : 0;
     if (functorch < 0) return -1;
     call->functorch = functorch;
@@ -198,41 +201,49 @@ static bool hangs_on_output(const Trigger *trigger) {
     return true;
 }
 
-static int open_units(Trigger *trigger, struct open_call *call) {
-    Zero *zero = trigger->zero;
+static int open_unit(Unit *unit, const struct open_call *call) {
+    Zero *zero = unit->zero;
     const enum zpp_phase phase = call->recompute ? ZPP_PHASE_BACKWARD : call->grad ? ZPP_PHASE_FORWARD : ZPP_PHASE_EVAL;
+    if (call->recompute && zpp_py_backward_step_require_whole(unit)) return -1;
+    if (zpp_py_need(unit, phase)) return -1;
+    if (phase == ZPP_PHASE_FORWARD && zpp_unit_moves(unit->unit)) zpp_py_backward_step_ahead(zero);
+    zpp_unit_pin(unit->unit);
+    if (!call->recompute && (call->grad || zero->outer_grad)) zpp_zero_count_use(zero->core, unit->unit->index);
+    if (call->functorch) unit->unit->sticky = true; /* its saved tensors are out of our sight */
+    return 0;
+}
+
+static int open_units(Trigger *trigger, struct open_call *call) {
     const Py_ssize_t count = PyTuple_Size(trigger->units);
-    for (; call->pinned < count; call->pinned++) {
-        Unit *unit = (Unit *)PyTuple_GetItem(trigger->units, call->pinned);
-        if (call->recompute && zpp_py_backward_step_require_whole(unit)) return -1;
-        if (zpp_py_need(unit, phase)) return -1;
-        zpp_unit_pin(unit->unit);
-        if (!call->recompute && (call->grad || zero->outer_grad)) zpp_zero_count_use(zero->core, unit->unit->index);
-        if (call->functorch) unit->unit->sticky = true; /* its saved tensors are out of our sight */
-    }
+    for (; call->pinned < count; call->pinned++)
+        if (open_unit((Unit *)PyTuple_GetItem(trigger->units, call->pinned), call)) return -1;
     if (trigger->moves && call->grad && !call->functorch && !hangs_on_output(trigger)) {
-        const int pushed = zpp_py_push_saved_hooks(zero);
+        const int pushed = zpp_py_push_saved_hooks(trigger->zero);
         if (pushed < 0) return -1;
         call->pushed = pushed;
     }
     return 0;
 }
 
+/* True if no backward will come that ends what auto-gather began: there is no graph. A forward that raised leaves none
+ * either. */
+static bool ends_without_backward(const Zero *zero, const struct open_call *call) {
+    const bool no_graph = !call->grad || !zero->builds_loss;
+    return call->outermost && !call->recompute && no_graph && (zero->moves || zero->autos);
+}
+
 static int close_units(Trigger *trigger, const struct open_call *call) {
+    Zero *zero = trigger->zero;
     int failed = 0;
-    if (call->pushed) zpp_py_pop_saved_hooks(trigger->zero);
+    if (call->pushed) zpp_py_pop_saved_hooks(zero);
     for (Py_ssize_t i = 0; i < call->pinned; i++) {
         Unit *unit = (Unit *)PyTuple_GetItem(trigger->units, i);
         zpp_unit_unpin(unit->unit);
         /* The backward needs a recomputed block next. */
         if (!call->recompute && zpp_py_release(unit)) failed = -1;
     }
-    /* Without a graph no backward will come that ends what auto-gather began. A forward that raised leaves none either.
-     */
-    const bool no_graph = !call->grad || !trigger->zero->builds_loss;
-    if (call->outermost && !call->recompute && no_graph && !failed && (trigger->zero->moves || trigger->zero->autos))
-        failed = trigger->zero->graphs ? zpp_py_end_pass(trigger->zero) : zpp_py_release_all(trigger->zero);
-    return failed;
+    if (failed || !ends_without_backward(zero, call)) return failed;
+    return zero->graphs ? zpp_py_end_pass(zero) : zpp_py_release_all(zero);
 }
 
 /* For zeropp.trace. */
@@ -241,35 +252,41 @@ static const char *name_of(const Trigger *trigger, const struct open_call *call)
     return ((const Unit *)PyTuple_GetItem(trigger->units, 0))->unit->name;
 }
 
+static PyObject *run_forward(Trigger *trigger, const struct open_call *call, PyObject *args, PyObject *kwargs) {
+    const Zero *zero = trigger->zero;
+    const uint64_t began_ns = zpp_span_begin();
+    PyObject *output = PyObject_Call(trigger->call, args, kwargs);
+    if (began_ns) zpp_span_end(began_ns, ZPP_SPAN_FORWARD, name_of(trigger, call), 0);
+    const bool gated = call->grad && !call->recompute && !call->functorch && (zero->moves || call->outermost);
+    if (output && gated && gate_output(trigger, output, 0)) Py_CLEAR(output);
+    return output;
+}
+
+/* `output`: a reference that goes to the caller of the module, or NULL with an error set, which is the one to show. */
+static PyObject *end_call(Trigger *trigger, const struct open_call *call, PyObject *output) {
+    PyObject *type, *value, *traceback;
+    if (output) {
+        if (close_units(trigger, call)) Py_CLEAR(output);
+        return output;
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    if (close_units(trigger, call)) PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+    return NULL;
+}
+
 static PyObject *trigger_call(PyObject *self, PyObject *args, PyObject *kwargs) {
     Trigger *trigger = (Trigger *)self;
     Zero *zero = trigger->zero;
     if (zero->closed) return PyObject_Call(trigger->call, args, kwargs);
     struct open_call call = { 0 };
-    if (look_around(trigger, &call)) return NULL;
-    PyObject *output = NULL;
+    if (begin_call(trigger, &call)) return NULL;
     if (!zero->depth) zero->caller = PyThread_get_thread_ident();
     zero->depth++;
-    int failed = open_units(trigger, &call);
-    const uint64_t began_ns = zpp_span_begin();
-    if (!failed) output = PyObject_Call(trigger->call, args, kwargs);
-    if (began_ns) zpp_span_end(began_ns, ZPP_SPAN_FORWARD, name_of(trigger, &call), 0);
-    if (output && call.grad && !call.recompute && !call.functorch && (zero->moves || call.outermost))
-        failed = gate_output(trigger, output, 0);
+    PyObject *output = open_units(trigger, &call) ? NULL : run_forward(trigger, &call, args, kwargs);
     zero->depth--;
-    if (output && !failed && call.outermost && call.grad && !call.recompute) zero->builds_loss = zero->graphs = true;
-    PyObject *type = NULL, *value = NULL, *traceback = NULL;
-    if (!output || failed) PyErr_Fetch(&type, &value, &traceback);
-    const int close_failed = close_units(trigger, &call);
-    if (type) { /* the first error is the one to show */
-        PyErr_Clear();
-        PyErr_Restore(type, value, traceback);
-    }
-    if (failed || close_failed) {
-        Py_XDECREF(output);
-        return NULL;
-    }
-    return output;
+    if (output && call.outermost && call.grad && !call.recompute) zero->builds_loss = zero->graphs = true;
+    return end_call(trigger, &call, output);
 }
 
 static int trigger_traverse(PyObject *self, visitproc visit, void *arg) {
@@ -389,3 +406,53 @@ int zpp_py_hooks_init(PyObject *module) {
     if (!trigger_type || zpp_py_backward_init() || zpp_py_saved_init()) return -1;
     return PyModule_AddObjectRef(module, "Trigger", (PyObject *)trigger_type);
 }
+
+/* --- parameters that are unfrozen (docs/design/0034) -------------------------------------------------------------- */
+
+/* unfreeze(unit): it gets gradients from now on. */
+static PyObject *zero_unfreeze(PyObject *self, PyObject *arg) {
+    Zero *zero = (Zero *)self;
+    struct zpp_err err = ZPP_ERR_INIT;
+    long task = -1;
+    const long unit = PyLong_AsLong(arg);
+    if (unit == -1 && PyErr_Occurred()) return NULL;
+    const bool runs = zpp_py_backward_runs(zero, &task);
+    if (PyErr_Occurred() || (!runs && zero->in_backward && zpp_py_forget_dead_backward(zero))) return NULL;
+    if (zpp_zero_unfreeze(zero->core, (int)unit, &err) != ZPP_OK) return zpp_py_raise(&err);
+    Py_RETURN_NONE;
+}
+
+/* skip(unit, parameter): frozen, so in the backward that has just begun the reduction does not wait for its gradient.
+ * (To release the unit does wait: frozen weights may be read when all gradients are in.) */
+static PyObject *zero_skip(PyObject *self, PyObject *args) {
+    int unit;
+    Py_ssize_t param;
+    if (!PyArg_ParseTuple(args, "in", &unit, &param)) return NULL;
+    zpp_zero_skip(((Zero *)self)->core, unit, (size_t)param);
+    Py_RETURN_NONE;
+}
+
+static void replace(PyObject **at, PyObject *callable) {
+    PyObject *old = *at;
+    *at = callable == Py_None ? NULL : Py_NewRef(callable);
+    Py_XDECREF(old);
+}
+
+/* set_unfreeze_checks(check, skip): callables without arguments, or None; called before a forward that builds a graph,
+ * and when a backward begins. */
+static PyObject *zero_set_unfreeze_checks(PyObject *self, PyObject *args) {
+    Zero *zero = (Zero *)self;
+    PyObject *check, *skipped;
+    if (!PyArg_ParseTuple(args, "OO", &check, &skipped)) return NULL;
+    replace(&zero->check_unfrozen, check);
+    replace(&zero->skipped, skipped);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef zpp_py_hooks_methods[] = {
+    { "unfreeze", zero_unfreeze, METH_O, "unfreeze(unit): enable gradients of a unit that was frozen at prepare." },
+    { "skip", zero_skip, METH_VARARGS, "skip(unit, i): no gradient of parameter i comes in this backward." },
+    { "set_unfreeze_checks", zero_set_unfreeze_checks, METH_VARARGS,
+      "set_unfreeze_checks(check, skip): called before forwards that build a graph, and as backwards begin." },
+    { NULL, NULL, 0, NULL },
+};

@@ -18,79 +18,6 @@ PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_forward, *zp
 
 static PyTypeObject *unit_type;
 
-void zpp_py_wait_for(const Zero *zero, struct zpp_wait *wait) {
-    zpp_py_wait_init(wait, zero->timeout_ns);
-}
-
-PyObject *zpp_py_raise_zero(const Zero *zero, const struct zpp_err *err) {
-    return err->status == ZPP_TIER ? zpp_py_raise_aio(err, zpp_zero_fault(zero->core)) : zpp_py_raise(err);
-}
-
-/* --- whole and released ------------------------------------------------------------------------------------------- */
-
-int zpp_py_swap(Unit *unit, bool plain) {
-    if (!unit->released || unit->is_plain == plain || !unit->params) return 0;
-    PyObject *class = plain ? unit->plain : unit->released;
-    for (Py_ssize_t i = 0; i < unit->count; i++)
-        if (PyObject_SetAttr(unit->params[i], zpp_str_class, class)) return -1;
-    unit->is_plain = plain;
-    return 0;
-}
-
-enum { RELEASE_LOCK_BYTES = 256 * 1024 };
-
-int zpp_py_need(Unit *unit, enum zpp_phase phase) {
-    Zero *zero = unit->zero;
-    if (zpp_unit_moves(unit->unit)) {
-        struct zpp_err err = ZPP_ERR_INIT;
-        zpp_status status = ZPP_AGAIN;
-        if (zpp_unit_is_gathered(unit->unit) || zpp_unit_bytes(unit->unit) < RELEASE_LOCK_BYTES)
-            status = zpp_zero_need(zero->core, unit->unit->index, phase, NULL, &err);
-        if (status == ZPP_AGAIN) {
-            struct zpp_wait wait;
-            zpp_py_wait_for(zero, &wait);
-            PyThreadState *thread = PyEval_SaveThread();
-            status = zpp_zero_need(zero->core, unit->unit->index, phase, &wait, &err);
-            PyEval_RestoreThread(thread);
-        }
-        if (status != ZPP_OK) {
-            zpp_py_raise_zero(zero, &err);
-            return -1;
-        }
-        if (phase == ZPP_PHASE_FORWARD) zpp_py_backward_step_ahead(zero);
-    }
-    return zpp_py_swap(unit, true);
-}
-
-int zpp_py_release(Unit *unit) {
-    const struct zpp_unit *core = unit->unit;
-    if (core->pins || unit->zero->keep_passes) return 0;
-    if (core->sticky) return unit->zero->builds_loss ? 0 : zpp_py_swap(unit, false); /* keeps its memory */
-    if (zpp_py_swap(unit, false)) return -1;
-    if (!zpp_unit_moves(core)) return 0;
-    struct zpp_err err = ZPP_ERR_INIT;
-    if (zpp_zero_release(unit->zero->core, core->index, &err) == ZPP_OK) return 0;
-    zpp_py_raise(&err);
-    return -1;
-}
-
-int zpp_py_end_pass(Zero *zero) {
-    const Py_ssize_t count = PyList_Size(zero->units);
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (zpp_py_release((Unit *)PyList_GetItem(zero->units, i))) return -1;
-    struct zpp_err err = ZPP_ERR_INIT;
-    if (zpp_zero_end_pass(zero->core, &err) == ZPP_OK) return 0;
-    zpp_py_raise(&err);
-    return -1;
-}
-
-int zpp_py_release_all(Zero *zero) {
-    const Py_ssize_t count = PyList_Size(zero->units);
-    for (Py_ssize_t i = 0; i < count; i++) ((Unit *)PyList_GetItem(zero->units, i))->unit->sticky = false;
-    zero->autos = zero->graphs = false;
-    return zpp_py_end_pass(zero);
-}
-
 /* --- Unit --------------------------------------------------------------------------------------------------------- */
 
 static void drop_params(Unit *unit) {
@@ -137,6 +64,7 @@ static PyObject *unit_auto(PyObject *self, PyObject *unused) {
                                     : zpp_py_backward_step_require_ended(unit->zero, "a parameter was read");
     if (refused) return NULL;
     if (zpp_py_need(unit, in_backward ? ZPP_PHASE_BACKWARD : ZPP_PHASE_FORWARD)) return NULL;
+    if (!in_backward && zpp_unit_moves(unit->unit)) zpp_py_backward_step_ahead(unit->zero);
     if (!in_backward) unit->unit->sticky = true;
     unit->zero->autos = true;
     Py_RETURN_NONE;
@@ -179,7 +107,7 @@ static PyObject *unit_grad(PyObject *self, PyObject *unused) {
     Unit *unit = (Unit *)self;
     const uint8_t *present = NULL;
     zpp_zero *core = unit->zero->core;
-    if (unit->zero->ranks == 1 && !zpp_zero_grad_file(core)) Py_RETURN_NONE;
+    if (!zpp_zero_takes_grads(core)) Py_RETURN_NONE;
     const void *shard = zpp_zero_grad_shard(core, unit->unit->index, &present);
     if (!shard) Py_RETURN_NONE;
     if (zpp_zero_grad_file(core)) shard = NULL;
@@ -203,7 +131,7 @@ static PyObject *unit_clear_grad(PyObject *self, PyObject *arg) {
     Unit *unit = (Unit *)self;
     const Py_ssize_t param = PyLong_AsSsize_t(arg);
     if (param == -1 && PyErr_Occurred()) return NULL;
-    if (unit->zero->ranks > 1 || zpp_zero_grad_file(unit->zero->core))
+    if (zpp_zero_takes_grads(unit->zero->core))
         zpp_zero_clear_grad(unit->zero->core, unit->unit->index, (size_t)param);
     Py_RETURN_NONE;
 }
@@ -341,7 +269,7 @@ static void drop_callables(Zero *zero) {
     Py_CLEAR(zero->end_callback);
     Py_CLEAR(zero->pack);
     Py_CLEAR(zero->unpack);
-    Py_CLEAR(zero->look);
+    Py_CLEAR(zero->check_unfrozen);
     Py_CLEAR(zero->skipped);
     zpp_py_buffers_end(zero);
     zpp_py_backward_step_forget(zero);
@@ -660,7 +588,7 @@ static int add_methods(PyTypeObject *type, PyMethodDef *methods) {
 int zpp_py_add_zero(PyObject *module);
 int zpp_py_add_zero(PyObject *module) {
     PyMethodDef *const elsewhere[] = { zpp_py_step_methods,     zpp_py_unit_file_methods, zpp_py_backward_step_methods,
-                                       zpp_py_unfreeze_methods, zpp_py_backward_methods,  zpp_py_buffers_methods };
+                                       zpp_py_hooks_methods, zpp_py_backward_methods,  zpp_py_buffers_methods };
     if (intern_names() || zpp_py_hooks_init(module)) return -1;
     unit_type = (PyTypeObject *)PyType_FromSpec(&unit_spec);
     PyTypeObject *zero_type = (PyTypeObject *)PyType_FromSpec(&zero_spec);

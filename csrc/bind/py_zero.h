@@ -103,7 +103,7 @@ struct Zero {
     PyObject *top_saved_hooks, *push_saved_hooks, *pop_saved_hooks;
     PyObject *end_callback, *pack, *unpack;
     PyObject *raise_strays; /* () -> None: raises an error for stray reads (base/stray.h) */
-    PyObject *look;    /* () -> None: before a forward with gradients, were parameters unfrozen? NULL: nobody asks */
+    PyObject *check_unfrozen; /* () -> None: before a forward with gradients; NULL: no parameter can be unfrozen */
     PyObject *skipped; /* () -> None: a backward begins; calls skip for what is frozen. NULL: nothing is */
 };
 
@@ -111,7 +111,7 @@ struct Zero {
 extern PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_forward, *zpp_str_backward_hooks,
     *zpp_str_grad_fn, *zpp_str_register_hook_dict, *zpp_str_is_contiguous, *zpp_str_contiguous;
 
-/* py_zero.c */
+/* py_unit.c: below all the others */
 void zpp_py_wait_for(const Zero *zero, struct zpp_wait *wait);
 int zpp_py_swap(Unit *unit, bool plain); /* class of all its parameters; 0 or -1 with an error set */
 int zpp_py_need(Unit *unit, enum zpp_phase phase);           /* whole, and plain */
@@ -120,13 +120,22 @@ int zpp_py_end_pass(Zero *zero);                             /* releases all but
 int zpp_py_release_all(Zero *zero);                          /* releases those too, before values change */
 /* As zpp_py_raise; a TierError knows its file. */
 PyObject *zpp_py_raise_zero(const Zero *zero, const struct zpp_err *err);
+bool zpp_py_backward_runs(Zero *zero, long *task); /* torch's graph task id; false outside, or with an error set */
+int zpp_py_call(PyObject *callable);                         /* without arguments; 0, or -1 with an error set */
+int zpp_py_grad_mode(Zero *zero);                            /* 1, 0, or -1 with an error set */
+void zpp_py_refuse_sparse(const Unit *unit, Py_ssize_t param); /* sets the error */
+/* A parameter for messages: 'e.weight', in quotes. Returns `text`; keeps an exception that is set. */
+enum { ZPP_PARAM_WORDS = 240 };
+const char *zpp_py_param_words(const Unit *unit, Py_ssize_t param, char *text, size_t capacity);
 
 /* hooks.c */
+extern PyMethodDef zpp_py_hooks_methods[];
 int zpp_py_forget_dead_backward(Zero *zero); /* one that ended by an exception never ran its callback */
 int zpp_py_hooks_init(PyObject *module);                     /* the types Trigger, ... */
 int zpp_py_hooks_attach(Zero *zero);                         /* makes end_callback, pack, unpack */
 
 /* py_buffers.c */
+extern PyMethodDef zpp_py_buffers_methods[];
 int zpp_py_sync_buffers(Zero *zero, bool grad); /* where buffers.where is set; 0, or -1 */
 void zpp_py_buffers_end(Zero *zero);
 
@@ -139,14 +148,7 @@ PyObject *zpp_py_end_callback(Zero *zero);                   /* new reference */
 PyObject *zpp_py_grad_hook(Unit *unit,
                            Py_ssize_t param); /* new reference: what register_post_accumulate_grad_hook takes */
 int zpp_py_enter_backward(Zero *zero, bool recompute, long *task); /* 0 also when no backward runs: *task is -1 then */
-bool zpp_py_backward_runs(Zero *zero, long *task); /* torch's graph task id; false outside, or with an error set */
 int zpp_py_backward_over(Zero *zero);                        /* releases the units that the backward read */
-int zpp_py_call(PyObject *callable);                         /* without arguments; 0, or -1 with an error set */
-int zpp_py_grad_mode(Zero *zero);                            /* 1, 0, or -1 with an error set */
-void zpp_py_refuse_sparse(const Unit *unit, Py_ssize_t param); /* sets the error */
-/* A parameter for messages: 'e.weight', in quotes. Returns `text`; keeps an exception that is set. */
-enum { ZPP_PARAM_WORDS = 240 };
-const char *zpp_py_param_words(const Unit *unit, Py_ssize_t param, char *text, size_t room);
 
 /* saved_tensors.c */
 int zpp_py_saved_init(void);
@@ -183,9 +185,6 @@ int zpp_py_backward_step_require_ended(const Zero *zero, const char *what); /* t
 int zpp_py_backward_step_require_whole(const Unit *unit); /* ... if it was left in this backward */
 void zpp_py_backward_step_forget(Zero *zero);
 
-/* py_unfreeze.c */
-extern PyMethodDef zpp_py_unfreeze_methods[];
-extern PyMethodDef zpp_py_buffers_methods[];
 
 /* py_unit_file.c */
 extern PyMethodDef zpp_py_unit_file_methods[];

@@ -104,7 +104,7 @@ class Unfreezeing:
     def _hang(self) -> None:
         engine = self._engine()
         if engine is not None and not engine.core.closed:
-            engine.core.set_look(self._look if self._watched else None, self._skip if self._skips else None)
+            engine.core.set_unfreeze_checks(self._look if self._watched else None, self._skip if self._skips else None)
 
     def note_frozen(self) -> None:
         """A parameter was frozen after ``prepare``, or woken beside one that is."""
