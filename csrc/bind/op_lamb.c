@@ -29,8 +29,11 @@ static bool check_lists(struct zpp_boxed *args, struct lists *l) {
            zpp_op_check_list(args, l->exp_avg_sqs, l->params, kinds, false) &&
            zpp_op_check_list(args, l->param_outs, l->params, ZPP_OP_FLOATS, true) &&
            (!l->low.is || zpp_op_low_check_scales(args, args->place, &l->low, l->params, 2)) &&
-           zpp_boxed_check_apart(args, written, l->low.is ? 5 : 4, &l->grads, 1) &&
-           zpp_op_check_steps(args, l->steps, l->params) &&
+           zpp_boxed_check_apart(args, written, l->low.is ? 5 : 4, &l->grads, 1);
+}
+
+static bool check_rates(struct zpp_boxed *args, const struct lists *l) {
+    return zpp_op_check_steps(args, l->steps, l->params) &&
            zpp_op_check_floats(args, l->lr, l->params, -INFINITY) &&
            zpp_op_check_floats(args, l->weight_decay, l->params, -INFINITY);
 }
@@ -134,7 +137,9 @@ static void lamb(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     r.maximize = zpp_boxed_bool(&args);
     const double grad_scale = zpp_boxed_float(&args);
     if (cuda) zpp_op_on_cuda(&args, l.params->count ? &l.params->at[0] : NULL);
-    if (check_lists(&args, &l) && check_numbers(&args, &r, grad_scale)) run(&args, &l, &r, (float)grad_scale);
+    if (check_lists(&args, &l) && check_rates(&args, &l) && check_numbers(&args, &r, grad_scale)) {
+        run(&args, &l, &r, (float)grad_scale);
+    }
     zpp_boxed_end(&args);
 }
 

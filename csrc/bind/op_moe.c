@@ -133,6 +133,16 @@ static void gate_op(StableIValue *stack, uint64_t inputs, bool cuda) {
 
 ZPP_OP_BOTH(moe_gate, gate_op)
 
+static void check_assignments(struct zpp_boxed *args, const struct zpp_moe_gate *gate, const struct zpp_tensor *chosen,
+                              const struct zpp_tensor *grad_weights) {
+    const size_t assignments = gate->tokens * gate->k;
+    char of[OF_BYTES];
+    snprintf(of, sizeof of, "%zu tokens with %zu choices", gate->tokens, gate->k);
+    if (zpp_op_check_elems(args, "chosen", chosen, 1u << ZPP_I32, assignments, of)) {
+        zpp_op_check_elems(args, "grad_weights", grad_weights, 1u << ZPP_F32, assignments, of);
+    }
+}
+
 static void gate_backward(StableIValue *stack, uint64_t inputs, bool cuda) {
     struct zpp_boxed args;
     struct results results = { .count = 0 };
@@ -152,12 +162,8 @@ static void gate_backward(StableIValue *stack, uint64_t inputs, bool cuda) {
         gate.experts = (size_t)experts, gate.k = (size_t)k;
         gate.tokens = logits->elems / gate.experts;
         gate.logits = logits->data;
-        const size_t assignments = gate.tokens * gate.k;
-        char of[OF_BYTES];
-        snprintf(of, sizeof of, "%zu tokens with %zu choices", gate.tokens, gate.k);
-        if (zpp_op_check_elems(&args, "chosen", chosen, 1u << ZPP_I32, assignments, of) &&
-            zpp_op_check_elems(&args, "grad_weights", grad_weights, 1u << ZPP_F32, assignments, of) &&
-            zpp_op_check_elems(&args, "grad_losses", grad_losses, 1u << ZPP_F32, ZPP_MOE_LOSSES, "balance and z")) {
+        check_assignments(&args, &gate, chosen, grad_weights);
+        if (zpp_op_check_elems(&args, "grad_losses", grad_losses, 1u << ZPP_F32, ZPP_MOE_LOSSES, "balance and z")) {
             check_chosen(&args, chosen, experts);
         }
     }

@@ -214,9 +214,7 @@ static void fill_moments(struct zpp_optim_segment *segment, const struct call *c
     }
 }
 
-static void fill_segment(struct zpp_optim_segment *segment, const struct call *call, size_t i) {
-    *segment = call->common;
-    segment->optimizer = (unsigned char)call->optimizer;
+static void fill_tensors(struct zpp_optim_segment *segment, const struct call *call, size_t i) {
     segment->param = call->params->at[i].data;
     segment->elems = call->params->at[i].elems;
     if (call->grads) {
@@ -227,13 +225,19 @@ static void fill_segment(struct zpp_optim_segment *segment, const struct call *c
         segment->param_out = call->param_outs->at[i].data;
         segment->out_dtype = call->param_outs->at[i].dtype;
     }
+    for (int k = 0; !call->low.is && k < ZPP_OPTIM_STATES; ++k) {
+        if (call->states[k] && call->states[k]->count) segment->state[k] = call->states[k]->at[i].data;
+    }
+}
+
+static void fill_segment(struct zpp_optim_segment *segment, const struct call *call, size_t i) {
+    *segment = call->common;
+    segment->optimizer = (unsigned char)call->optimizer;
+    fill_tensors(segment, call, i);
     if (call->steps) segment->step = (uint64_t)call->steps->at[i];
     if (call->low.places) segment->step = (uint64_t)zpp_op_low_place(&call->low, i, ZPP_OP_LOW_STEP);
     if (call->variance_steps) segment->variance_step = (uint64_t)call->variance_steps->at[i];
     for (size_t k = 0; k < RATES; ++k) if (call->each[k]) set_rate(segment, k, zpp_op_float_of(call->each[k], i));
-    for (int k = 0; !call->low.is && k < ZPP_OPTIM_STATES; ++k) {
-        if (call->states[k] && call->states[k]->count) segment->state[k] = call->states[k]->at[i].data;
-    }
     if (call->low.is) fill_moments(segment, call, i);
 }
 

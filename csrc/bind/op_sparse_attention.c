@@ -114,7 +114,7 @@ static void run_forward(struct zpp_boxed *args, const struct zpp_sparse_attentio
     if (!zpp_boxed_ok(args)) return;
     if (!zpp_op_is_on_cuda(args)) {
         zpp_pool *pool = zpp_op_pool_take();
-        zpp_op_launched(args, zpp_sparse_attention(at, out, lse, pool, &err), &err);
+        zpp_op_launched(args, zpp_sparse_attention_forward(at, out, lse, pool, &err), &err);
         zpp_op_pool_give(pool);
     } else if (zpp_op_find_stream(args, &on)) {
         zpp_op_launched(args, zpp_sparse_attention_cuda(on.device, on.native, at, out, lse, &err), &err);

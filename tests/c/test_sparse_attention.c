@@ -144,7 +144,7 @@ static void do_pass(const float *qkv, const uint8_t *mask, bool causal, size_t b
     };
     memset(pass, 0, sizeof *pass);
     CHECK_OK(zpp_sparse_layout_check(&layout, HEADS, SEQ, &err));
-    CHECK_OK(zpp_sparse_attention(&at, pass->out, pass->lse, pool, &err));
+    CHECK_OK(zpp_sparse_attention_forward(&at, pass->out, pass->lse, pool, &err));
     const struct zpp_sparse_attention_grads grads = {
         pass->out, qkv + 3 * ELEMS, pass->lse, pass->grads[0], pass->grads[1], pass->grads[2],
     };

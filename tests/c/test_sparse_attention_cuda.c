@@ -71,7 +71,7 @@ static void check_attention(const struct zpp_sparse_attention *at) {
     const struct zpp_sparse_attention_grads grads = { want.out, grad_out, want.lse, want.grad_q, want.grad_k,
                                                       want.grad_v };
     memset(&want, 0, sizeof want), memset(&got, 0, sizeof got);
-    CHECK_OK(zpp_sparse_attention(at, want.out, want.lse, NULL, &err));
+    CHECK_OK(zpp_sparse_attention_forward(at, want.out, want.lse, NULL, &err));
     CHECK_OK(zpp_sparse_attention_backward(at, &grads, NULL, &err));
     struct zpp_sparse_cuda_args args = args_of(at);
     args.out = got.out, args.lse = got.lse;
@@ -133,7 +133,7 @@ static void out_of_range(void) {
     args.out = got.out, args.lse = got.lse;
     run(forward_thunk, &args, ZPP_SPARSE_CUDA_FORWARD_TILES);
     at.layout.starts = right_start, at.layout.columns = right_column, at.layout.entries = 2;
-    CHECK_OK(zpp_sparse_attention(&at, want.out, want.lse, NULL, &err));
+    CHECK_OK(zpp_sparse_attention_forward(&at, want.out, want.lse, NULL, &err));
     check_close("out", want.out, got.out, ZPP_F32, at.seq * at.dim);
 }
 

@@ -165,13 +165,23 @@ struct wanted {
     float *trust;
 };
 
+static void check_segment(const struct zpp_lamb_segment *s) {
+    assert(s->elems == 0 || (s->param && s->grad && s->step >= 1));
+    assert(s->elems == 0 || (s->exp_avg && s->exp_avg_sq) || (s->moments[0].codes && s->moments[1].codes));
+    assert(s->how.first_elems == 0);
+    assert(zpp_element_is_float(s->grad_dtype) && (!s->param_out || zpp_element_is_float(s->out_dtype)));
+    (void)s;
+}
+
 static zpp_status step_with(enum zpp_cpu_level level, const struct zpp_lamb_segment *segments, size_t segments_count,
                             float grad_scale, const struct wanted *wanted, zpp_pool *pool, struct zpp_err *err) {
-    size_t room = GROUP_BLOCKS;
-    for (size_t k = 0; k < segments_count; ++k) room = blocks_of(&segments[k]) > room ? blocks_of(&segments[k]) : room;
+    size_t capacity = GROUP_BLOCKS;
+    for (size_t k = 0; k < segments_count; ++k) {
+        if (blocks_of(&segments[k]) > capacity) capacity = blocks_of(&segments[k]);
+    }
     struct group group = { .segments = segments, .sums = wanted->sums, .trust = wanted->trust,
                            .kernels = kernels_of(level), .moments = zpp_moments_kernels_of(level) };
-    group.blocks = malloc(room * sizeof *group.blocks);
+    group.blocks = malloc(capacity * sizeof *group.blocks);
     group.consts = malloc((segments_count + 1) * sizeof *group.consts);
     if (!group.blocks || !group.consts) {
         free(group.blocks);
@@ -180,14 +190,11 @@ static zpp_status step_with(enum zpp_cpu_level level, const struct zpp_lamb_segm
     }
     for (size_t k = 0; k < segments_count; ++k) {
         const struct zpp_lamb_segment *s = &segments[k];
-        assert(s->elems == 0 || (s->param && s->grad && s->step >= 1));
-        assert(s->elems == 0 || (s->exp_avg && s->exp_avg_sq) || (s->moments[0].codes && s->moments[1].codes));
-        assert(s->how.first_elems == 0);
-        assert(zpp_element_is_float(s->grad_dtype) && (!s->param_out || zpp_element_is_float(s->out_dtype)));
+        check_segment(s);
         if (group.trust) group.trust[k] = 1.0f;
         if (group.sums) group.sums[2 * k] = group.sums[2 * k + 1] = 0.0;
         group.consts[k] = zpp_lamb_consts_of(s, grad_scale);
-        if (group.blocks_count + blocks_of(s) > room) run_group(&group, pool);
+        if (group.blocks_count + blocks_of(s) > capacity) run_group(&group, pool);
         add_blocks(&group, k);
     }
     run_group(&group, pool);

@@ -98,8 +98,8 @@ static void forward_row(void *arg, size_t unit, float *memory) {
     finish(job, head, row, &room);
 }
 
-zpp_status zpp_sparse_attention(const struct zpp_sparse_attention *at, void *out, float *lse, zpp_pool *pool,
-                                struct zpp_err *err) {
+zpp_status zpp_sparse_attention_forward(const struct zpp_sparse_attention *at, void *out, float *lse, zpp_pool *pool,
+                                        struct zpp_err *err) {
     struct forward job = { zpp_sparse_shape_of(at), out, lse };
     return zpp_sparse_run(pool, at->batch * at->heads * job.shape.blocks, room_elems(&job.shape), forward_row, &job,
                           err);

@@ -60,8 +60,8 @@ zpp_status zpp_sparse_layout_check(const struct zpp_sparse_layout *layout, size_
 
 /* out [batch][heads][seq][dim] of dtype, lse [batch][heads][seq], -inf where a row sees nothing. NOMEM: nothing was
  * written. */
-zpp_status zpp_sparse_attention(const struct zpp_sparse_attention *at, void *out, float *lse, zpp_pool *pool,
-                                struct zpp_err *err);
+zpp_status zpp_sparse_attention_forward(const struct zpp_sparse_attention *at, void *out, float *lse, zpp_pool *pool,
+                                        struct zpp_err *err);
 
 /* Gradients, shaped and typed as q, k and v, from the forward's results. NOMEM: they may be written in part. */
 struct zpp_sparse_attention_grads {

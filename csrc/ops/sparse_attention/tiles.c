@@ -34,6 +34,21 @@ static zpp_status check_row(const struct zpp_sparse_layout *layout, size_t row, 
     return ZPP_OK;
 }
 
+static zpp_status check_starts(const struct zpp_sparse_layout *layout, struct zpp_err *err) {
+    const size_t rows = layout->heads * (layout->blocks + 1);
+    for (size_t row = 0; row < rows; ++row) {
+        const int32_t start = layout->starts[row], before = row ? layout->starts[row - 1] : 0;
+        const bool next_head = row % (layout->blocks + 1) == 0;
+        if (start < before || (next_head && start != before) || (size_t)start > layout->entries) {
+            return zpp_fail(err, ZPP_INVALID, "starts[%zu] is %d after %d, wanted numbers that rise to %zu, one head's "
+                            "last the next one's first", row, (int)start, (int)before, layout->entries);
+        }
+    }
+    if ((size_t)layout->starts[rows - 1] == layout->entries) return ZPP_OK;
+    return zpp_fail(err, ZPP_INVALID, "starts end with %d, wanted %zu as there are columns",
+                    (int)layout->starts[rows - 1], layout->entries);
+}
+
 zpp_status zpp_sparse_layout_check(const struct zpp_sparse_layout *layout, size_t heads, size_t seq,
                                    struct zpp_err *err) {
     const size_t block = layout->block_elems;
@@ -45,18 +60,7 @@ zpp_status zpp_sparse_layout_check(const struct zpp_sparse_layout *layout, size_
                         "sequence of %zu", layout->heads, layout->blocks, heads, (seq + block - 1) / block, seq);
     }
     const size_t rows = layout->heads * (layout->blocks + 1);
-    for (size_t row = 0; row < rows; ++row) {
-        const int32_t start = layout->starts[row], before = row ? layout->starts[row - 1] : 0;
-        const bool next_head = row % (layout->blocks + 1) == 0;
-        if (start < before || (next_head && start != before) || (size_t)start > layout->entries) {
-            return zpp_fail(err, ZPP_INVALID, "starts[%zu] is %d after %d, wanted numbers that rise to %zu, one head's "
-                            "last the next one's first", row, (int)start, (int)before, layout->entries);
-        }
-    }
-    if ((size_t)layout->starts[rows - 1] != layout->entries) {
-        return zpp_fail(err, ZPP_INVALID, "starts end with %d, wanted %zu as there are columns",
-                        (int)layout->starts[rows - 1], layout->entries);
-    }
+    if (check_starts(layout, err)) return ZPP_INVALID;
     for (size_t row = 0; row + 1 < rows; ++row) {
         if (check_row(layout, row, err)) return ZPP_INVALID; /* from a head's last to the next first: empty */
     }
