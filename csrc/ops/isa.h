@@ -11,6 +11,7 @@
 #ifndef ZPP_OPS_ISA_H
 #define ZPP_OPS_ISA_H
 
+#include <stddef.h>
 #include "../base/cpu.h"
 
 #ifndef ZPP_ISA /* a file that is compiled once */
@@ -24,12 +25,16 @@
 
 #define ZPP_ISA_DECLARE(type, name) extern const type name##_scalar, name##_avx2, name##_avx512
 
-/* The table of a level that this build has; the caller has compared the level with zpp_cpu_detected(). */
+/* The table of a level, or NULL where this build has none. Whether the machine has the level is the caller's question
+ * to zpp_cpu_detected(). */
 #if ZPP_CPU_X86
-#define ZPP_ISA_AT(level, name) \
-    ((level) == ZPP_CPU_AVX512 ? &name##_avx512 : (level) == ZPP_CPU_AVX2 ? &name##_avx2 : &name##_scalar)
+#define ZPP_ISA_AT(level, name)                                  \
+    ((level) == ZPP_CPU_AVX512   ? &name##_avx512                \
+     : (level) == ZPP_CPU_AVX2   ? &name##_avx2                  \
+     : (level) == ZPP_CPU_SCALAR ? &name##_scalar                \
+                                 : NULL)
 #else
-#define ZPP_ISA_AT(level, name) ((void)(level), &name##_scalar)
+#define ZPP_ISA_AT(level, name) ((level) == ZPP_CPU_SCALAR ? &name##_scalar : NULL)
 #endif
 
 #endif

@@ -13,7 +13,7 @@
 #include "avx512_emulated.h"
 
 #define zpp_fp8_avx512 emulated_fp8
-#include "../../csrc/ops/quant/fp8_avx512.c"
+#include "../../csrc/ops/quant/fp8_isa.c"
 #undef zpp_fp8_avx512
 
 enum { ROOM_ELEMS = 600, GUARD = 0xa5 };

@@ -5,6 +5,6 @@
 #include "avx512_emulated.h"
 #include "emulated_cpu.h"
 
-#include "../../csrc/ops/moe/moe_avx512.c"
+#include "../../csrc/ops/moe/moe_isa.c"
 
 #include "test_moe.c"

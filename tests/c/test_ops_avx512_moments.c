@@ -7,6 +7,6 @@
 #include "emulated_cpu.h"
 
 #include "../../csrc/ops/optim/optim_isa.c"
-#include "../../csrc/ops/moments/moments_avx512.c"
+#include "../../csrc/ops/moments/moments_isa.c"
 
 #include "test_moments.c"

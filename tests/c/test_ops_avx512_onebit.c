@@ -5,6 +5,6 @@
 #include "avx512_emulated.h"
 #include "emulated_cpu.h"
 
-#include "../../csrc/ops/onebit/onebit_avx512.c"
+#include "../../csrc/ops/onebit/onebit_isa.c"
 
 #include "test_onebit.c"

@@ -5,6 +5,6 @@
 #include "avx512_emulated.h"
 #include "emulated_cpu.h"
 
-#include "../../csrc/ops/quant/quant_avx512.c"
+#include "../../csrc/ops/quant/quant_isa.c"
 
 #include "test_quant.c"

@@ -13,7 +13,7 @@
 #include "avx512_emulated.h"
 
 #define zpp_sparse_avx512 emulated_sparse
-#include "../../csrc/ops/sparse_attention/sparse_attention_avx512.c"
+#include "../../csrc/ops/sparse_attention/sparse_attention_isa.c"
 #undef zpp_sparse_avx512
 
 #include "../../csrc/base/pool.h"

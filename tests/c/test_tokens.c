@@ -10,7 +10,7 @@
 #include "avx512_emulated.h"
 
 #define zpp_tokens_avx512 emulated_tokens
-#include "../../csrc/ops/tokens/tokens_avx512.c"
+#include "../../csrc/ops/tokens/tokens_isa.c"
 #undef zpp_tokens_avx512
 
 #include "../../csrc/base/pool.h"

@@ -15,13 +15,7 @@
 enum { BLOCK_TOKENS = ZPP_MOE_GATE_BLOCK_TOKENS };
 
 const struct zpp_moe_kernels *zpp_moe_kernels_at(enum zpp_cpu_level level) {
-    switch (level) {
-#define ZPP_MOE_VARIANT(needs, name) \
-    case needs: return &name;
-#include "variants.def"
-#undef ZPP_MOE_VARIANT
-    default: return NULL;
-    }
+    return ZPP_ISA_AT(level, zpp_moe);
 }
 
 const struct zpp_moe_kernels *zpp_moe_kernels(void) { return zpp_moe_kernels_at(zpp_cpu_level()); }

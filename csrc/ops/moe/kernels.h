@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Inside of csrc/ops/moe: what a CPU version offers, and the table of them (variants.def). All are thread-free and ask
+ * Inside of csrc/ops/moe: what a CPU version offers. All are thread-free and ask
  * for no alignment. Sums run in sixteen lanes (element i in lane i % 16), added as zpp_moe_lanes_sum does.
  */
 #ifndef ZPP_OPS_MOE_KERNELS_H
 #define ZPP_OPS_MOE_KERNELS_H
 
-#include "../../base/cpu.h"
+#include "../isa.h"
 #include "moe.h"
 
 enum {
@@ -39,9 +39,7 @@ struct zpp_moe_kernels {
     void (*copy)(void *to, const void *from, size_t bytes, bool stream);
 };
 
-#define ZPP_MOE_VARIANT(level, name) extern const struct zpp_moe_kernels name;
-#include "variants.def"
-#undef ZPP_MOE_VARIANT
+ZPP_ISA_DECLARE(struct zpp_moe_kernels, zpp_moe);
 
 /* The version for this CPU; the one of a level, NULL where there is none. */
 const struct zpp_moe_kernels *zpp_moe_kernels(void);

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Inside of csrc/ops/moments: what a CPU version offers, and the table of them (variants.def). All are thread-free.
+ * Inside of csrc/ops/moments: what a CPU version offers. All are thread-free.
  */
 #ifndef ZPP_OPS_MOMENTS_KERNELS_H
 #define ZPP_OPS_MOMENTS_KERNELS_H
 
+#include "../isa.h"
 #include "moments.h"
 #include "moments_body.h"
 
@@ -24,8 +25,6 @@ struct zpp_moments_kernels {
                         struct zpp_moments_dice dice);
 };
 
-#define ZPP_MOMENTS_VARIANT(level, name) extern const struct zpp_moments_kernels name;
-#include "variants.def"
-#undef ZPP_MOMENTS_VARIANT
+ZPP_ISA_DECLARE(struct zpp_moments_kernels, zpp_moments);
 
 #endif

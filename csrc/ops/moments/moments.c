@@ -12,13 +12,7 @@
 enum { CUT_ELEMS = 32 };
 
 const struct zpp_moments_kernels *zpp_moments_kernels_of(enum zpp_cpu_level level) {
-    switch (level) {
-#define ZPP_MOMENTS_VARIANT(needs, table) \
-    case needs: return &table;
-#include "variants.def"
-#undef ZPP_MOMENTS_VARIANT
-    default: return NULL;
-    }
+    return ZPP_ISA_AT(level, zpp_moments);
 }
 
 uint64_t zpp_moments_key(uint64_t seed, uint64_t stream, uint64_t step) {

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Inside of csrc/ops/onebit: what a CPU version offers, and the table of them (variants.def). Pieces begin at pointers
+ * Inside of csrc/ops/onebit: what a CPU version offers. Pieces begin at pointers
  * given by the caller, at a multiple of 16 elements of a chunk; all are thread-free.
  */
 #ifndef ZPP_OPS_ONEBIT_KERNELS_H
 #define ZPP_OPS_ONEBIT_KERNELS_H
 
+#include "../isa.h"
 #include "../element.h"
 #include "onebit.h"
 #include "onebit_body.h"
@@ -27,9 +28,7 @@ struct zpp_onebit_kernels {
     void (*decode)(const uint8_t *bits, float scale, size_t elems, void *dst, zpp_dtype dtype, enum zpp_onebit_how how);
 };
 
-#define ZPP_ONEBIT_VARIANT(level, name) extern const struct zpp_onebit_kernels name;
-#include "variants.def"
-#undef ZPP_ONEBIT_VARIANT
+ZPP_ISA_DECLARE(struct zpp_onebit_kernels, zpp_onebit);
 
 /* --- element by element: the scalar version, and the tails of the vector versions; begin is a multiple of 16 ------ */
 static inline float zpp_onebit_sum_tail(float lanes[ZPP_ONEBIT_LANES], const void *src, zpp_dtype dtype,

@@ -19,13 +19,7 @@ enum {
 };
 
 static const struct zpp_onebit_kernels *kernels_of(enum zpp_cpu_level level) {
-    switch (level) {
-#define ZPP_ONEBIT_VARIANT(needs, table) \
-    case needs: return &table;
-#include "variants.def"
-#undef ZPP_ONEBIT_VARIANT
-    default: return NULL;
-    }
+    return ZPP_ISA_AT(level, zpp_onebit);
 }
 
 static _Thread_local const struct zpp_onebit_kernels *forced;

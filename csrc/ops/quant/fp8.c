@@ -12,13 +12,7 @@
 enum { PIECE_ELEMS = 32 * 1024 }; /* no piece of a thread is smaller, if blocks allow */
 
 const struct zpp_fp8_kernels *zpp_fp8_kernels_at(enum zpp_cpu_level level) {
-    switch (level) {
-#define ZPP_FP8_VARIANT(needs, name) \
-    case needs: return &name;
-#include "fp8_variants.def"
-#undef ZPP_FP8_VARIANT
-    default: return NULL;
-    }
+    return ZPP_ISA_AT(level, zpp_fp8);
 }
 
 const struct zpp_fp8_kernels *zpp_fp8_kernels(void) { return zpp_fp8_kernels_at(zpp_cpu_level()); }

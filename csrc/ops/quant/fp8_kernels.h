@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Inside of csrc/ops/quant: what a CPU version of 8-bit floats offers, and the table of them (fp8_variants.def).
+ * Inside of csrc/ops/quant: what a CPU version of 8-bit floats offers.
  * Pieces are one block or a part of one, from its first element on; all are thread-free.
  */
 #ifndef ZPP_OPS_QUANT_FP8_KERNELS_H
 #define ZPP_OPS_QUANT_FP8_KERNELS_H
 
-#include "../../base/cpu.h"
+#include "../isa.h"
 #include "fp8.h"
 
 struct zpp_fp8_kernels {
@@ -17,9 +17,7 @@ struct zpp_fp8_kernels {
                    zpp_dtype dtype, bool accumulate);
 };
 
-#define ZPP_FP8_VARIANT(level, name) extern const struct zpp_fp8_kernels name;
-#include "fp8_variants.def"
-#undef ZPP_FP8_VARIANT
+ZPP_ISA_DECLARE(struct zpp_fp8_kernels, zpp_fp8);
 
 /* The version for this CPU; the one of a level, NULL where there is none. */
 const struct zpp_fp8_kernels *zpp_fp8_kernels(void);

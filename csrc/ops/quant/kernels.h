@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Inside of csrc/ops/quant: what a CPU version offers, and the table of them (variants.def). Pieces begin at pointers
+ * Inside of csrc/ops/quant: what a CPU version offers. Pieces begin at pointers
  * given by the caller, so a version knows nothing of where a piece lies; all are thread-free.
  */
 #ifndef ZPP_OPS_QUANT_KERNELS_H
 #define ZPP_OPS_QUANT_KERNELS_H
 
+#include "../isa.h"
 #include "quant.h"
 #include "quant_body.h"
 
@@ -28,8 +29,6 @@ struct zpp_quant_kernels {
                    enum zpp_quant_how how);
 };
 
-#define ZPP_QUANT_VARIANT(level, name) extern const struct zpp_quant_kernels name;
-#include "variants.def"
-#undef ZPP_QUANT_VARIANT
+ZPP_ISA_DECLARE(struct zpp_quant_kernels, zpp_quant);
 
 #endif

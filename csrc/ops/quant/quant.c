@@ -18,13 +18,7 @@ enum {
 };
 
 static const struct zpp_quant_kernels *kernels_of(enum zpp_cpu_level level) {
-    switch (level) {
-#define ZPP_QUANT_VARIANT(needs, table) \
-    case needs: return &table;
-#include "variants.def"
-#undef ZPP_QUANT_VARIANT
-    default: return NULL;
-    }
+    return ZPP_ISA_AT(level, zpp_quant);
 }
 
 static _Thread_local const struct zpp_quant_kernels *forced;

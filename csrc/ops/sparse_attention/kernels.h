@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Inside of csrc/ops/sparse_attention: what a CPU version offers, and the table of them (variants.def). All work on
+ * Inside of csrc/ops/sparse_attention: what a CPU version offers. All work on
  * fp32 tiles, are thread-free, and ask for no alignment.
  */
 #ifndef ZPP_OPS_SPARSE_ATTENTION_KERNELS_H
 #define ZPP_OPS_SPARSE_ATTENTION_KERNELS_H
 
-#include "../../base/cpu.h"
+#include "../isa.h"
 #include "sparse_attention.h"
 
 enum { ZPP_SPARSE_LANES = 16 };
@@ -39,9 +39,7 @@ struct zpp_sparse_kernels {
     float (*dot)(const float *a, const float *b, size_t elems);
 };
 
-#define ZPP_SPARSE_VARIANT(level, name) extern const struct zpp_sparse_kernels name;
-#include "variants.def"
-#undef ZPP_SPARSE_VARIANT
+ZPP_ISA_DECLARE(struct zpp_sparse_kernels, zpp_sparse);
 
 /* The version for this CPU; the one of a level, NULL where there is none. */
 const struct zpp_sparse_kernels *zpp_sparse_kernels(void);

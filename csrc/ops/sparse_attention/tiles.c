@@ -12,13 +12,7 @@
 enum { ALIGN_BYTES = 64 };
 
 const struct zpp_sparse_kernels *zpp_sparse_kernels_at(enum zpp_cpu_level level) {
-    switch (level) {
-#define ZPP_SPARSE_VARIANT(needs, name) \
-    case needs: return &name;
-#include "variants.def"
-#undef ZPP_SPARSE_VARIANT
-    default: return NULL;
-    }
+    return ZPP_ISA_AT(level, zpp_sparse);
 }
 
 const struct zpp_sparse_kernels *zpp_sparse_kernels(void) { return zpp_sparse_kernels_at(zpp_cpu_level()); }

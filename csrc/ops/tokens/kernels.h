@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Inside of csrc/ops/tokens: what a CPU version offers, and the table of them (variants.def). Thread-free, any
+ * Inside of csrc/ops/tokens: what a CPU version offers. Thread-free, any
  * alignment, no overlap. `stream`: past the cache, for results that leave it before anybody reads them; the caller ends
  * with zpp_streamed().
  */
@@ -8,7 +8,7 @@
 #define ZPP_OPS_TOKENS_KERNELS_H
 
 #include <stdbool.h>
-#include "../../base/cpu.h"
+#include "../isa.h"
 #include "tokens.h"
 
 struct zpp_tokens_kernels {
@@ -16,9 +16,7 @@ struct zpp_tokens_kernels {
     void (*zero)(void *to, size_t bytes, bool stream);
 };
 
-#define ZPP_TOKENS_VARIANT(level, name) extern const struct zpp_tokens_kernels name;
-#include "variants.def"
-#undef ZPP_TOKENS_VARIANT
+ZPP_ISA_DECLARE(struct zpp_tokens_kernels, zpp_tokens);
 
 /* The version for this CPU; the one of a level, NULL where there is none. */
 const struct zpp_tokens_kernels *zpp_tokens_kernels(void);

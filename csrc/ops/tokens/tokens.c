@@ -16,13 +16,7 @@ enum {
 };
 
 const struct zpp_tokens_kernels *zpp_tokens_kernels_at(enum zpp_cpu_level level) {
-    switch (level) {
-#define ZPP_TOKENS_VARIANT(needs, name) \
-    case needs: return &name;
-#include "variants.def"
-#undef ZPP_TOKENS_VARIANT
-    default: return NULL;
-    }
+    return ZPP_ISA_AT(level, zpp_tokens);
 }
 
 const struct zpp_tokens_kernels *zpp_tokens_kernels(void) { return zpp_tokens_kernels_at(zpp_cpu_level()); }

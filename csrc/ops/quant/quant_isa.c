@@ -1,16 +1,50 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Block quantisation sixteen elements at once: the text of the AVX2 and the AVX-512 version, which differ in vec16.h
- * only. Operation by operation the order of quant_body.h. Bits and kinds are constants of each instance.
+ * Quantisation of blocks: first in plain C, which is its meaning on CPU, then sixteen lanes at once.
+ * Operation by operation the order of quant_body.h. Bits and dtypes are constants of each instance.
  *
  * A block is read twice, the second time from the first-level cache: blocks of a few hundred elements, which
  * collectives use, never leave it.
  */
-#ifndef ZPP_OPS_QUANT_VEC16_H
-#define ZPP_OPS_QUANT_VEC16_H
+#include "kernels.h"
+
+#if ZPP_LANES == 1
+
+#include "tail.h"
+
+static void span_tail(const void *src, zpp_dtype dtype, bool asymmetric, size_t elems, struct zpp_quant_span *span) {
+    (void)asymmetric; /* low and high cost nothing here */
+    zpp_quant_span_tail(src, dtype, 0, elems, span);
+}
+
+static void encode_tail(int bits, const struct zpp_quant_consts *consts, const void *src, zpp_dtype dtype,
+                        bool asymmetric, size_t elems, uint8_t *codes) {
+    (void)asymmetric; /* mid is 0 where it is not */
+    zpp_quant_encode_tail(bits, consts, src, dtype, 0, elems, codes);
+}
+
+static void encode(int bits, const struct zpp_quant_consts *consts, const void *src, zpp_dtype dtype, size_t elems,
+                   uint8_t *codes) {
+    encode_tail(bits, consts, src, dtype, true, elems, codes);
+}
+
+static void blocks(const struct zpp_quant_spec *spec, const void *src, zpp_dtype dtype, size_t elems, uint8_t *codes,
+                   float *scales, float *mids) {
+    zpp_quant_each_block(spec, src, dtype, elems, codes, scales, mids, span_tail, encode_tail);
+}
+
+static void span_of(const void *src, zpp_dtype dtype, size_t elems, struct zpp_quant_span *span) {
+    zpp_quant_span_tail(src, dtype, 0, elems, span);
+}
+
+static void decode(int bits, float scale, float mid, const uint8_t *codes, size_t elems, void *dst, zpp_dtype dtype,
+                   enum zpp_quant_how how) {
+    zpp_quant_decode_tail(bits, scale, mid, codes, 0, elems, dst, dtype, how == ZPP_QUANT_ADD);
+}
+
+#else
 
 #include "../vec16.h"
-#include "kernels.h"
 #include "tail.h"
 
 enum { SPAN_TURN_ELEMS = 4 * V16_LANES };
@@ -170,3 +204,5 @@ static void decode(int bits, float scale, float mid, const uint8_t *codes, size_
 }
 
 #endif
+
+const struct zpp_quant_kernels ZPP_ISA_NAME(zpp_quant) = { blocks, span_of, encode, decode };

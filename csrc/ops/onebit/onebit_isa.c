@@ -1,13 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * One-bit compression sixteen elements at once: the text of the AVX2 and the AVX-512 version, which differ in vec16.h
- * only. Operation by operation the order of onebit_body.h; the sixteen lanes are those of the sum's order.
+ * One-bit compression: first in plain C, which is its meaning on CPU, then sixteen lanes at once.
+ * Operation by operation the order of onebit_body.h; the sixteen lanes are those of the sum's order.
  */
-#ifndef ZPP_OPS_ONEBIT_VEC16_H
-#define ZPP_OPS_ONEBIT_VEC16_H
+#include "kernels.h"
+
+#if ZPP_LANES == 1
+
+static float sum(const void *src, zpp_dtype dtype, const float *error, size_t elems) {
+    float lanes[ZPP_ONEBIT_LANES] = { 0 };
+    return zpp_onebit_sum_tail(lanes, src, dtype, error, 0, elems);
+}
+
+static void emit(const void *src, zpp_dtype dtype, float *error, size_t elems, float scale, uint8_t *bits) {
+    zpp_onebit_emit_tail(src, dtype, error, 0, elems, scale, bits);
+}
+
+static void decode(const uint8_t *bits, float scale, size_t elems, void *dst, zpp_dtype dtype,
+                   enum zpp_onebit_how how) {
+    zpp_onebit_decode_tail(bits, scale, 0, elems, dst, dtype, how == ZPP_ONEBIT_ADD);
+}
+
+#else
 
 #include "../vec16.h"
-#include "kernels.h"
 
 V16_FN float sum_vec(const void *src, const zpp_dtype dtype, const float *error, size_t elems) {
     v16 total = v16_set1(0.0f);
@@ -82,3 +98,5 @@ static void decode(const uint8_t *bits, float scale, size_t elems, void *dst, zp
 }
 
 #endif
+
+const struct zpp_onebit_kernels ZPP_ISA_NAME(zpp_onebit) = { sum, emit, decode };

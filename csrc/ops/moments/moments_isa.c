@@ -1,14 +1,37 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Moments in fewer bits, sixteen at once: the text of the AVX2 and the AVX-512 version, which differ in vec16.h and
- * words16.h only. Operation by operation the order of moments_body.h. The kind of a moment is a constant of each
- * instance.
+ * Moments in fewer bits, tile by tile: first in plain C, which is their meaning on CPU, then sixteen lanes at once.
+ * Operation by operation the order of moments_body.h. The kind of a moment is a constant of each instance.
  */
-#ifndef ZPP_OPS_MOMENTS_VEC16_H
-#define ZPP_OPS_MOMENTS_VEC16_H
+#include "kernels.h"
+
+#if ZPP_LANES == 1
+
+#include "tail.h"
+
+static void decode_bf16(const uint16_t *codes, float *values, size_t elems) {
+    zpp_moments_decode_bf16_tail(codes, values, 0, elems);
+}
+
+static void encode_bf16(const float *values, uint16_t *codes, size_t elems, struct zpp_moments_dice dice) {
+    zpp_moments_encode_bf16_tail(values, codes, 0, elems, &dice);
+}
+
+static void decode_int8(const uint8_t *codes, float scale, uint32_t k, float *values, size_t elems) {
+    zpp_moments_decode_int8_tail(codes, scale, k, values, 0, elems);
+}
+
+static void encode_int8(const float *values, uint8_t *codes, float *scale, uint32_t k, size_t elems,
+                        struct zpp_moments_dice dice) {
+    float inverse;
+    const int finite = zpp_moments_scale_of(zpp_moments_top_tail(values, 0, elems, 0), scale, &inverse);
+    if (finite) zpp_moments_encode_int8_tail(values, codes, inverse, k, 0, elems, &dice);
+    else memset(codes, 0, elems);
+}
+
+#else
 
 #include "../words16.h"
-#include "kernels.h"
 #include "tail.h"
 
 V16_FN w16 random_vec(uint64_t key, w16 index) {
@@ -129,3 +152,5 @@ static void encode_int8(const float *values, uint8_t *codes, float *scale, uint3
 }
 
 #endif
+
+const struct zpp_moments_kernels ZPP_ISA_NAME(zpp_moments) = { decode_bf16, encode_bf16, decode_int8, encode_int8 };

@@ -1,15 +1,43 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * 8-bit floats sixteen elements at once: the text of the AVX2 and the AVX-512 version, which differ in vec16.h and in
- * the integers below. Operation by operation the order of fp8_body.h.
+ * 8-bit floats: first in plain C, which is their meaning on CPU, then sixteen lanes at once.
+ * Operation by operation the order of fp8_body.h.
  */
-#ifndef ZPP_OPS_QUANT_FP8_VEC16_H
-#define ZPP_OPS_QUANT_FP8_VEC16_H
+#include "fp8_kernels.h"
+
+#if ZPP_LANES == 1
+
+#include "../element.h"
+#include "fp8_body.h"
+
+static float encode(enum zpp_fp8_format format, const void *src, zpp_dtype dtype, size_t elems, uint8_t *codes) {
+    const struct zpp_fp8_kind kind = ZPP_FP8_KIND(format);
+    uint32_t top_bits = 0;
+    for (size_t i = 0; i < elems; ++i) {
+        const uint32_t bits = ZPP_BITS(zpp_element_load(src, dtype, i)) & 0x7fffffffu;
+        if (bits > top_bits) top_bits = bits;
+    }
+    const struct zpp_fp8_consts consts = zpp_fp8_consts_of(kind, top_bits);
+    for (size_t i = 0; i < elems; ++i) {
+        const float x = zpp_element_load(src, dtype, i);
+        codes[i] = consts.inverse == 0.0f ? 0 : zpp_fp8_encode(kind, ZPP_MUL(x, consts.inverse));
+    }
+    return consts.scale;
+}
+
+static void decode(enum zpp_fp8_format format, float scale, const uint8_t *codes, size_t elems, void *dst,
+                   zpp_dtype dtype, bool accumulate) {
+    for (size_t i = 0; i < elems; ++i) {
+        const float value = ZPP_MUL(zpp_fp8_decode(format, codes[i]), scale);
+        zpp_element_store(dst, dtype, i, accumulate ? ZPP_ADD(zpp_element_load(dst, dtype, i), value) : value);
+    }
+}
+
+#else
 
 #include "../element.h"
 #include "../vec16.h"
 #include "fp8_body.h"
-#include "fp8_kernels.h"
 
 /* Integers as the bits of v16. */
 #if defined(__AVX512F__)
@@ -137,3 +165,5 @@ static void decode(enum zpp_fp8_format format, float scale, const uint8_t *codes
 }
 
 #endif
+
+const struct zpp_fp8_kernels ZPP_ISA_NAME(zpp_fp8) = { encode, decode };
