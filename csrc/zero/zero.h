@@ -4,18 +4,33 @@
  * gathered and released, and how gradients reach the shards. Knows neither torch nor Python; written against
  * base/device.h and comm/comm.h only, so that the simulated device can drive it through any schedule.
  *
- * One training step, as the caller drives it:
+ * The order of calls. A unit's states, and which call moves them, are drawn in unit.h.
  *
- *   forward    zpp_zero_need(u) .. compute .. zpp_zero_release(u)          for each unit in use
- *   backward   zpp_zero_backward_begin
- *              zpp_zero_need(u) .. compute .. zpp_zero_grad(u, i, g) ..    any order, gradients as they come
- *              zpp_zero_backward_end                                       all reductions are done when it returns
- *   step       zpp_zero_step_begin .. write own shards .. zpp_zero_step_end
+ *   set-up     create .. set_wire, set_grads_fraction, set_stored, delay_steps .. add_unit (each) ..
+ *              set_secondary, store_low, pool_grads .. seal
+ *   forward    need(u) .. compute .. release(u)                  for each unit in use
+ *   backward   backward_begin
+ *              need(u) .. compute .. grad(u, i, g) ..            any order, gradients as they come
+ *              backward_end                                      all reductions are done when it returns
+ *   step       step_begin .. write own shards .. step_end
+ *   end        close_params, destroy
+ *
+ * A gradient's path, from the hook of its parameter to the step (grad_store.h has where it lives):
+ *
+ *   grad(u, i, g)     it is added to the unit's bucket on this rank
+ *   (reduction)       when all of the unit's gradients came, in one order of units on all ranks: to this rank's shard
+ *   grads_settle      after backward_end, where shards are in a file: all are written
+ *   grad_shard(u)     norm and step read it, between grad_open(u) and grad_close(u) where it is in a file
+ *   clear_grads       the next step begins without gradients
+ *
+ *   A step inside the backward, instead of the last three, for each unit u = next_reduced(done):
+ *   keep_grads (after backward_begin) .. grad_here(u) .. open_shard(u) .. update the shard .. send_shard(u) ..
+ *   drop_grad(u) .. shard_sent(u)
  *
  * Bytes on the wire per rank and step, Psi = bytes of all parameters, f = (N-1)/N:
  *   stage 0: 2 f Psi (all-reduce)    1, 2: 2 f Psi (reduce-scatter, all-gather)    3: 3 f Psi; units with one shared
- *   copy on the host: f Psi (the reduction alone). FILE units: the same f Psi, and from the disk, per host: 2 Psi read
- *   (forward, backward) and Psi written (step); fp32 parameters without a master are read once more, by the step.
+ *   copy on the host: f Psi (the reduction alone). Units in a file: the same f Psi, and from the disk, per host: 2 Psi
+ *   read (forward, backward) and Psi written (step); fp32 parameters without a master are read once more, by the step.
  *
  * Threads: one thread at a time. `wait` == NULL tries: ZPP_AGAIN means that nothing was done.
  */
@@ -43,9 +58,9 @@ struct zpp_zero_options {
     struct zpp_backing backing;
     size_t prefetch_bytes;   /* gathered ahead of need at most; 0: nothing is */
     size_t bucket_bytes;     /* gradients that may wait in buckets for slower ranks; 0: no bound */
-    double params_fraction;  /* of the bytes of FILE units that live in the file; 0: there are no FILE units */
-    /* Of this host's ranks, borrowed until destroy: FILE units are only read, and each of several hosts has a copy, as
-     * one host alone has. NULL: none, see placement/nvme_net.c. */
+    double params_fraction;  /* of the bytes of units in a file that stay there; 0: there are no such units */
+    /* Of this host's ranks, borrowed until destroy: units in a file are only read, and each of several hosts has a
+     * copy, as one host alone has. NULL: none, see placement/nvme_net.c. */
     zpp_comm *copy;
 };
 
@@ -58,7 +73,7 @@ struct zpp_unit_spec {
     enum zpp_place place;
     zpp_dtype grad_dtype;     /* that gradients come in, add in and stay in: `dtype`, or ZPP_F32 */
     zpp_dtype wire_dtype;     /* that peers read them in: grad_dtype; of ZPP_F32 also ZPP_BF16 or ZPP_F16 */
-    bool frozen_reserved; /* not trainable now, but it may be woken: has addresses for gradients, and no memory */
+    bool frozen_reserved; /* not trainable now, but it may be unfrozen: has addresses for gradients, and no memory */
 };
 
 /* New; free with zpp_zero_destroy (local, never waits; NULL is fine). */
@@ -66,7 +81,7 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
 void zpp_zero_destroy(zpp_zero *zero);
 /* Units in the same order on every rank. `*index` counts from 0. Before seal. */
 zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, int *index, struct zpp_err *err);
-/* What travels in 8 or 4 bits, in blocks of block_elems (0: exactly): gathered SHARD units at stage 3, reduced
+/* What travels in 8 or 4 bits, in blocks of block_elems (0: exactly): gathered sharded units at stage 3, reduced
  * gradients at stages 2 and 3; see wire.h. Before units are added. */
 zpp_status zpp_zero_set_wire(zpp_zero *zero, int params_bits, int grads_bits, size_t block_elems, struct zpp_err *err);
 /* hpZ over several hosts: `intranode` is a communicator of this host's ranks in the order of their ranks, borrowed
@@ -75,16 +90,16 @@ zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *intranode, struct zp
 /* `fraction` of the reduced gradients, above 0 and at most 1, live in a file of this rank's own (grad_file.h). Stages 2
  * and 3. Before units are added. */
 zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct zpp_err *err);
-/* FILE units are kept in 8 or 4 bits, for a model that is only read (unit_file.h); before units are added. Of a unit
- * that was added, parameter `param` is one of the matrices; before seal. */
+/* Units in a file are kept in 8 or 4 bits, for a model that is only read (unit_file.h); before units are added. Of a
+ * unit that was added, parameter `param` is one of the matrices; before seal. */
 zpp_status zpp_zero_set_stored(zpp_zero *zero, int bits, size_t block_elems, bool in_memory, struct zpp_err *err);
 zpp_status zpp_zero_store_low(zpp_zero *zero, int unit, size_t param, struct zpp_err *err);
 /* Collective: makes the memory. Afterwards units that move are SHARDED, the others GATHERED (unit.h), and contents are
  * zero. Units in a file can be needed once zpp_unit_file_open was called. */
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);
 
-/* A unit that sleeps is trainable from now on; nothing to do where it is. Local, but all ranks wake the same units
- * before their next backward: else that one is refused by what it reduces. Between backwards. */
+/* A reserved unit is trainable from now on; nothing to do where it is. Local, but all ranks unfreeze the same units
+ * before their next backward: else the reductions of that one are refused. STATE: in a backward, or not reserved. */
 zpp_status zpp_zero_unfreeze(zpp_zero *zero, int unit, struct zpp_err *err);
 
 int zpp_zero_units(const zpp_zero *zero);
@@ -92,8 +107,8 @@ struct zpp_unit *zpp_zero_unit(zpp_zero *zero, int index); /* borrowed */
 int zpp_zero_rank(const zpp_zero *zero);
 int zpp_zero_ranks(const zpp_zero *zero);
 zpp_stream *zpp_zero_compute(zpp_zero *zero); /* the HOST stream: the caller's computation goes there */
-zpp_unit_file *zpp_zero_param_file(zpp_zero *zero); /* borrowed; NULL without FILE units */
-/* End the engine of FILE units; loads fail from then on, and gathers under way are dropped. */
+zpp_unit_file *zpp_zero_param_file(zpp_zero *zero); /* borrowed; NULL without units in a file */
+/* End the engine of units in a file; loads fail from then on, and gathers under way are dropped. */
 void zpp_zero_close_params(zpp_zero *zero);
 /* Of the read that failed, after a call that returned TIER. */
 const struct zpp_aio_fault *zpp_zero_fault(const zpp_zero *zero);
@@ -121,12 +136,12 @@ zpp_status zpp_zero_make_exact(zpp_zero *zero, int unit, struct zpp_err *err);
 /* My shards were written outside of a step (step_end does it for itself): what peers gather is made from them, to be
  * called before a barrier. */
 void zpp_zero_publish(zpp_zero *zero);
-/* With every shard filled in this rank's gathered copy (FILE: in the shared one, on every rank): keep this rank's shard
- * (SHARD and FILE units; full ones). */
+/* With every shard filled in this rank's gathered copy (in a shared file: on every rank): keep this rank's shard. Of
+ * units that are GATHERED; nothing to do for those that never move. */
 zpp_status zpp_zero_keep_shard(zpp_zero *zero, int unit, struct zpp_err *err);
 
-/* A step inside the backward, of FILE units (nothing to do for others): this rank's shard in memory, to be changed in
- * place; on one host that makes the unit full. Starts fetching nothing else. The caller pins it. */
+/* A step inside the backward, of units in a file (nothing to do for others): this rank's shard in memory, to be changed
+ * in place; on one host that gathers the unit. Gathers no other unit. The caller pins it. STATE: it is open already. */
 zpp_status zpp_zero_open_shard(zpp_zero *zero, int unit, const struct zpp_wait *wait, struct zpp_err *err);
 /* It was changed; begin to write it. Then, before it is unpinned, also where nothing was sent: how that ended, and the
  * shard closes. */
@@ -134,8 +149,8 @@ zpp_status zpp_zero_send_shard(zpp_zero *zero, int unit, struct zpp_err *err);
 zpp_status zpp_zero_shard_sent(zpp_zero *zero, int unit, struct zpp_err *err);
 
 /* --- gradients (reduce.c) ----------------------------------------------------------------------------------------- */
-/* A parameter's gradient, `param_elems` elements of the unit's kind, on the compute stream. Added to what this rank has
- * not reduced yet. `uses` > 1 or `partial`: more may come, so the unit is reduced at the end. */
+/* A parameter's gradient, `param_elems` elements of the unit's grad_dtype, on the compute stream. Added to what this
+ * rank has not reduced yet. `uses` > 1 or `partial`: more may come, so the unit is reduced at the end. */
 /* reduce == false: the gradients of this backward stay on this rank, and the next backward adds to them. */
 zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *err);
 /* Until this backward ends: another coordinator is in it, too, or may come into it, and on another rank perhaps first.
@@ -202,7 +217,7 @@ void zpp_zero_set_grad_scale(zpp_zero *zero, double scale); /* multiplies the me
 void zpp_zero_clear_grad(zpp_zero *zero, int unit, size_t param);
 void zpp_zero_clear_grads(zpp_zero *zero);
 /* A step inside the backward takes each unit's gradient when it is reduced. Stages 2 and 3: shards have memory from
- * their reduction until zpp_zero_drop_grad, and lend it to each other. Before seal. */
+ * their reduction until zpp_zero_drop_grad, and it is used again by the next units. Before seal. */
 void zpp_zero_pool_grads(zpp_zero *zero);
 /* Of the backward that reduces, or has ended: the unit that is reduced after the first `done` ones; -1: not yet, or
  * none is left. On every rank nobody reads it any more in this backward, and every rank finds the same order. */
@@ -223,7 +238,7 @@ zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, c
 /* Collective: every rank's sums of squares, one record of 16 bytes a unit; all[ranks * bytes], in rank order. */
 zpp_status zpp_zero_gather_norms(zpp_zero *zero, const void *mine, size_t bytes, void *all, const struct zpp_wait *wait,
                                  struct zpp_err *err);
-/* Collective: returns when every shard is written, and WHOLE units are whole again everywhere. */
+/* Collective: returns when every shard is written, and replicated units are whole again everywhere. */
 zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
 
 /* --- what it holds ------------------------------------------------------------------------------------------------ */
@@ -233,7 +248,7 @@ struct zpp_zero_memory {
     size_t grad_bytes;       /* reduced shards (stages 0, 1: whole gradients) */
     size_t bucket_bytes;     /* gradients not reduced yet, now */
     size_t bucket_peak_bytes, gathered_peak_bytes;
-    size_t on_disk_bytes;      /* this rank's share of what is in the file of FILE units */
+    size_t on_disk_bytes;      /* this rank's share of what is in the file of parameters */
 };
 void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out);
 /* Nanoseconds for which zpp_zero_need kept its callers, since the beginning. */
