@@ -92,7 +92,7 @@ const struct zpp_tensor *zpp_boxed_tensor(struct zpp_boxed *args) {
     return &args->looks[slot];
 }
 
-/* The raw values of a list of numbers: new memory, `*count` of them; 0 with a sentence noted if there is none. */
+/* The raw values of a list of numbers: new memory, `*count` of them; 0 with a message noted if there is none. */
 static StableIValue *read_numbers(struct zpp_boxed *args, enum zpp_argument_type type, size_t *count) {
     const char *const name = argument(args)->name;
     StableListHandle handle = (StableListHandle)(uintptr_t)next(args, type);
@@ -147,7 +147,7 @@ int64_t zpp_boxed_int(struct zpp_boxed *args) { return (int64_t)next(args, ZPP_A
 bool zpp_boxed_bool(struct zpp_boxed *args) { return (next(args, ZPP_ARGUMENT_BOOL) & 0xff) != 0; }
 
 /* --- checks ------------------------------------------------------------------------------------------------------- */
-static const char *kind_name(const struct zpp_tensor *tensor, char text[32]) {
+static const char *dtype_name(const struct zpp_tensor *tensor, char text[32]) {
     if (tensor->dtype != ZPP_DTYPES) return zpp_dtype_name(tensor->dtype);
     snprintf(text, 32, "torch dtype %d", (int)tensor->torch_dtype);
     return text;
@@ -166,15 +166,15 @@ struct zpp_place zpp_boxed_cpu(void) {
 }
 
 /* "float32, bfloat16 or float16" */
-static void name_kinds(unsigned dtypes, char *text, size_t room) {
+static void name_dtypes(unsigned dtypes, char *text, size_t capacity) {
     size_t used = 0;
     text[0] = '\0';
     for (int dtype = 0; dtype < ZPP_DTYPES; ++dtype) {
         if (!(dtypes & 1u << dtype)) continue;
         const bool last = dtypes >> dtype == 1u;
         const char *before = used == 0 ? "" : last ? " or " : ", ";
-        const int added = snprintf(text + used, room - used, "%s%s", before, zpp_dtype_name((zpp_dtype)dtype));
-        if (added > 0 && (size_t)added < room - used) used += (size_t)added;
+        const int added = snprintf(text + used, capacity - used, "%s%s", before, zpp_dtype_name((zpp_dtype)dtype));
+        if (added > 0 && (size_t)added < capacity - used) used += (size_t)added;
     }
 }
 
@@ -188,8 +188,8 @@ static bool check_one(struct zpp_boxed *args, const char *name, size_t i, const 
                               place_name(place, on));
     }
     if (tensor->dtype == ZPP_DTYPES || !(dtypes & 1u << tensor->dtype)) {
-        name_kinds(dtypes, wanted, sizeof wanted);
-        return zpp_boxed_fail(args, "%s[%zu] is %s, wanted %s", name, i, kind_name(tensor, seen), wanted);
+        name_dtypes(dtypes, wanted, sizeof wanted);
+        return zpp_boxed_fail(args, "%s[%zu] is %s, wanted %s", name, i, dtype_name(tensor, seen), wanted);
     }
     if (!tensor->contiguous) {
         return zpp_boxed_fail(args, "%s[%zu] is not contiguous, wanted contiguous: pass a contiguous tensor, not a "
@@ -252,7 +252,8 @@ static void merge(const struct span *from, size_t middle, size_t end, struct spa
 }
 
 /* By their begins; merges runs, neighbour with neighbour, until there is one: a list of tensors mostly is one, and a
- * sort that knows nothing of that takes longer than looking at the tensors. `other` has as much room; either is it. */
+ * sort that knows nothing of that takes longer than looking at the tensors. `other` has the same capacity; either is
+ * returned. */
 static struct span *sorted(struct span *spans, struct span *other, size_t count) {
     while (run_end(spans, 0, count) < count) {
         for (size_t at = 0; at < count;) {
@@ -288,14 +289,14 @@ static bool check_sorted(struct zpp_boxed *args, const struct span *spans, size_
 bool zpp_boxed_check_apart(struct zpp_boxed *args, const struct zpp_tensors *const *written, size_t written_count,
                            const struct zpp_tensors *const *read, size_t read_count) {
     if (!zpp_boxed_ok(args)) return false;
-    size_t room = 1, count = 0;
-    for (size_t k = 0; k < written_count; ++k) room += written[k]->count;
-    for (size_t k = 0; k < read_count; ++k) room += read[k]->count;
-    struct span *spans = malloc(2 * room * sizeof *spans);
-    if (!spans) return zpp_boxed_fail(args, "no memory to compare %zu tensors", room - 1);
+    size_t capacity = 1, count = 0;
+    for (size_t k = 0; k < written_count; ++k) capacity += written[k]->count;
+    for (size_t k = 0; k < read_count; ++k) capacity += read[k]->count;
+    struct span *spans = malloc(2 * capacity * sizeof *spans);
+    if (!spans) return zpp_boxed_fail(args, "no memory to compare %zu tensors", capacity - 1);
     for (size_t k = 0; k < written_count; ++k) count = add_spans(spans, count, written[k], true);
     for (size_t k = 0; k < read_count; ++k) count = add_spans(spans, count, read[k], false);
-    const bool apart = check_sorted(args, sorted(spans, spans + room, count), count);
+    const bool apart = check_sorted(args, sorted(spans, spans + capacity, count), count);
     free(spans);
     return apart;
 }

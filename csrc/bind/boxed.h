@@ -14,7 +14,7 @@
  *
  * The schema (schema.h) gives each argument's name, for messages, its type, and whether the op writes to it.
  *
- * Arguments own memory, so an entry may not return before all were read: a read that fails only notes its sentence
+ * Arguments own memory, so an entry may not return before all were read: a read that fails only notes its message
  * (the first one stays), and gives something empty. Raising unwinds through C frames, hence -fexceptions, and hence the
  * one place, zpp_boxed_end, where nothing is left to free.
  */
@@ -76,10 +76,10 @@ double zpp_boxed_float(struct zpp_boxed *args);
 int64_t zpp_boxed_int(struct zpp_boxed *args);
 bool zpp_boxed_bool(struct zpp_boxed *args);
 
-/* --- checks: note a sentence that begins with the op's name; false if this or anything before failed ------------- */
+/* --- checks: note a message that begins with the op's name; false if this or anything before failed ------------- */
 bool zpp_boxed_ok(const struct zpp_boxed *args);
 bool zpp_boxed_fail(struct zpp_boxed *args, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* Every tensor contiguous, on this device, and of a kind in `dtypes` (a bit a kind: 1 << ZPP_F32 ...). */
+/* Every tensor contiguous, on this device, and of a dtype in `dtypes` (a bit each: 1 << ZPP_F32 ...). */
 bool zpp_boxed_check(struct zpp_boxed *args, const struct zpp_tensors *list, struct zpp_place place, unsigned dtypes);
 struct zpp_place zpp_boxed_cpu(void);
 /* Same number of tensors with the same numbers of elements as `model`. */

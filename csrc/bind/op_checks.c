@@ -10,17 +10,17 @@
 
 #include "op_entries.h"
 
-enum { LABEL_BYTES = 64, KINDS_BYTES = 96 };
+enum { LABEL_BYTES = 64, DTYPES_BYTES = 96 };
 
 /* "float32, bfloat16 or float16" */
-static void name_kinds(unsigned dtypes, char text[KINDS_BYTES]) {
+static void name_dtypes(unsigned dtypes, char text[DTYPES_BYTES]) {
     size_t used = 0;
     text[0] = '\0';
     for (int dtype = 0; dtype < ZPP_DTYPES; ++dtype) {
         if (!(dtypes & 1u << dtype)) continue;
         const char *before = used == 0 ? "" : dtypes >> dtype == 1u ? " or " : ", ";
-        const int added = snprintf(text + used, KINDS_BYTES - used, "%s%s", before, zpp_dtype_name((zpp_dtype)dtype));
-        if (added > 0 && (size_t)added < KINDS_BYTES - used) used += (size_t)added;
+        const int added = snprintf(text + used, DTYPES_BYTES - used, "%s%s", before, zpp_dtype_name((zpp_dtype)dtype));
+        if (added > 0 && (size_t)added < DTYPES_BYTES - used) used += (size_t)added;
     }
 }
 
@@ -70,8 +70,8 @@ bool zpp_op_check_tensor_on(struct zpp_boxed *args, struct zpp_place place, cons
                             const struct zpp_tensor *tensor, unsigned dtypes) {
     if (!zpp_boxed_ok(args) || !check_place(args, place, name, tensor)) return false;
     if (tensor->dtype == ZPP_DTYPES || !(dtypes & 1u << tensor->dtype)) {
-        char wanted[KINDS_BYTES], seen[LABEL_BYTES];
-        name_kinds(dtypes, wanted);
+        char wanted[DTYPES_BYTES], seen[LABEL_BYTES];
+        name_dtypes(dtypes, wanted);
         if (tensor->dtype == ZPP_DTYPES) snprintf(seen, sizeof seen, "torch dtype %d", (int)tensor->torch_dtype);
         else snprintf(seen, sizeof seen, "%s", zpp_dtype_name(tensor->dtype));
         return zpp_boxed_fail(args, "%s is %s, wanted %s", name, seen, wanted);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Checks that the entries of optimizers, quantisation and one-bit compression share, beyond those of boxed.h. Each
- * notes a sentence and gives false if it, or anything before, failed.
+ * notes a message and gives false if it, or anything before, failed.
  */
 #ifndef ZPP_BIND_OP_CHECKS_H
 #define ZPP_BIND_OP_CHECKS_H
@@ -25,12 +25,12 @@ bool zpp_op_find_stream(struct zpp_boxed *args, struct zpp_op_stream *on);
  * after the launch: torch's allocator follows the stream. */
 bool zpp_op_find_work(struct zpp_boxed *args, struct zpp_op_stream *on, size_t bytes, AtenTensorHandle *memory,
                       void **work);
-/* Room for a segment a tensor, zeros; free it. NULL, with a sentence noted, without memory. */
+/* Room for a segment a tensor, zeros; free it. NULL, with a message noted, without memory. */
 void *zpp_op_new_segments(struct zpp_boxed *args, size_t count, size_t segment_bytes);
-/* Notes the sentence of a launch that failed. */
+/* Notes the message of a launch that failed. */
 void zpp_op_launched(struct zpp_boxed *args, zpp_status status, const struct zpp_err *err);
 
-/* One tensor: contiguous, at the call's place, of a kind in `dtypes`. */
+/* One tensor: contiguous, at the call's place, of a dtype in `dtypes`. */
 bool zpp_op_check_tensor(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes);
 /* The same, with this number of elements; `of` says what that number belongs to, such as "scales of 3 blocks". */
 bool zpp_op_check_elems(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes,

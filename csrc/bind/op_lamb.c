@@ -22,11 +22,11 @@ struct lists {
 static bool check_lists(struct zpp_boxed *args, struct lists *l) {
     const struct zpp_tensors *const written[] = { l->params, l->exp_avgs, l->exp_avg_sqs, l->param_outs,
                                                   l->low.is ? l->low.scales : l->params };
-    const unsigned kinds = l->low.is ? zpp_op_low_kinds(&l->low, l->exp_avgs) : 1u << ZPP_F32;
+    const unsigned dtypes = l->low.is ? zpp_op_low_dtypes(&l->low, l->exp_avgs) : 1u << ZPP_F32;
     return zpp_op_check_list(args, l->params, l->params, 1u << ZPP_F32, false) &&
            zpp_op_check_list(args, l->grads, l->params, ZPP_OP_FLOATS, false) &&
-           zpp_op_check_list(args, l->exp_avgs, l->params, kinds, false) &&
-           zpp_op_check_list(args, l->exp_avg_sqs, l->params, kinds, false) &&
+           zpp_op_check_list(args, l->exp_avgs, l->params, dtypes, false) &&
+           zpp_op_check_list(args, l->exp_avg_sqs, l->params, dtypes, false) &&
            zpp_op_check_list(args, l->param_outs, l->params, ZPP_OP_FLOATS, true) &&
            (!l->low.is || zpp_op_low_check_scales(args, args->place, &l->low, l->params, 2)) &&
            zpp_boxed_check_apart(args, written, l->low.is ? 5 : 4, &l->grads, 1);
@@ -81,7 +81,7 @@ static void fill_moments(struct zpp_lamb_segment *segment, const struct lists *l
     }
 }
 
-/* New; free it. NULL, with a sentence noted, without memory. */
+/* New; free it. NULL, with a message noted, without memory. */
 static struct zpp_lamb_segment *segments_of(struct zpp_boxed *args, const struct lists *l,
                                             const struct zpp_lamb_segment *rates) {
     struct zpp_lamb_segment *segments = zpp_op_new_segments(args, l->params->count, sizeof *segments);

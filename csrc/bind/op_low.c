@@ -10,7 +10,7 @@
 
 enum { LABEL_BYTES = 64, OF_BYTES = 96 };
 
-unsigned zpp_op_low_kinds(struct zpp_op_low *low, const struct zpp_tensors *codes) {
+unsigned zpp_op_low_dtypes(struct zpp_op_low *low, const struct zpp_tensors *codes) {
     const zpp_dtype first = codes->count ? codes->at[0].dtype : ZPP_BF16;
     low->kind = first == ZPP_U8 ? ZPP_MOMENTS_INT8 : ZPP_MOMENTS_BF16;
     return first == ZPP_U8 || first == ZPP_BF16 ? 1u << first : 1u << ZPP_BF16 | 1u << ZPP_U8;

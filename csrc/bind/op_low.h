@@ -20,7 +20,7 @@ enum { ZPP_OP_LOW_STEP, ZPP_OP_LOW_STREAM, ZPP_OP_LOW_FIRST, ZPP_OP_LOW_PLACE };
 
 /* The kinds that codes may have, as a set of dtypes: what the first has, which sets `kind`; or all that are allowed,
  * where that one is not. */
-unsigned zpp_op_low_kinds(struct zpp_op_low *low, const struct zpp_tensors *codes);
+unsigned zpp_op_low_dtypes(struct zpp_op_low *low, const struct zpp_tensors *codes);
 
 /* A scale for each block of each of `moments` moments, of 8 bits; none of bf16. */
 bool zpp_op_low_check_scales(struct zpp_boxed *args, struct zpp_place place, const struct zpp_op_low *low,

@@ -118,7 +118,7 @@ static void decode(StableIValue *stack, uint64_t inputs, bool cuda) {
 
 ZPP_OP_BOTH(onebit_decode, decode)
 
-/* The sources as C takes them: new; free them. NULL, with a sentence noted, if anything is wrong. */
+/* The sources as C takes them: new; free them. NULL, with a message noted, if anything is wrong. */
 static struct zpp_onebit_source *new_sources(struct zpp_boxed *args, const struct zpp_tensors *bits,
                                              const struct zpp_tensors *scales, size_t chunk_elems, size_t elems) {
     if (!zpp_boxed_ok(args)) return NULL;

@@ -129,9 +129,9 @@ static size_t states_count(const struct call *call) {
 static bool check_states(struct zpp_boxed *args, struct call *call) {
     unsigned dtypes = 1u << ZPP_F32;
     for (int k = ZPP_OPTIM_STATES - 1; call->low.is && k >= 0; --k) {
-        if (call->states[k] && !call->optional[k]) dtypes = zpp_op_low_kinds(&call->low, call->states[k]);
+        if (call->states[k] && !call->optional[k]) dtypes = zpp_op_low_dtypes(&call->low, call->states[k]);
     }
-    if (call->optimizer == ZPP_OPTIM_SGD && call->low.is) dtypes = zpp_op_low_kinds(&call->low, call->states[0]);
+    if (call->optimizer == ZPP_OPTIM_SGD && call->low.is) dtypes = zpp_op_low_dtypes(&call->low, call->states[0]);
     for (int k = 0; k < ZPP_OPTIM_STATES; ++k) {
         if (!call->states[k]) continue;
         const bool may_be_empty = call->optional[k] && !(call->optimizer == ZPP_OPTIM_SGD && call->low.is);

@@ -183,7 +183,7 @@ static void read_part_lists(struct zpp_boxed *args, struct part_lists *l) {
     l->mids = zpp_boxed_tensors(args);
 }
 
-/* The sources as C takes them: new; free them. NULL, with a sentence noted, if anything is wrong. */
+/* The sources as C takes them: new; free them. NULL, with a message noted, if anything is wrong. */
 static struct zpp_quant_source *new_sources(struct zpp_boxed *args, const struct part_lists *l,
                                             const struct zpp_quant_spec *spec, size_t elems) {
     if (!zpp_boxed_ok(args)) return NULL;
