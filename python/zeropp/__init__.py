@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from zeropp.checkpoint.full_state import full_state_dict as full_state_dict
     from zeropp.checkpoint.full_state import load_full_state_dict as load_full_state_dict
     from zeropp.checkpoint.full_state import named_full_tensors as named_full_tensors
+    from zeropp.checkpoint.full_state import packed_full_tensors as packed_full_tensors
     from zeropp.checkpoint.load import load as load
-    from zeropp.checkpoint.packed import packed_full_tensors as packed_full_tensors
     from zeropp.checkpoint.save import save as save
     from zeropp.checkpoint.values import get_full as get_full
     from zeropp.checkpoint.values import get_local as get_local
@@ -63,7 +63,7 @@ _HOME = {
     "load": "checkpoint.load",
     **dict.fromkeys(("full_state_dict", "load_full_state_dict", "named_full_tensors", "export"), "checkpoint.full_state"),
     **dict.fromkeys(("get_full", "get_local", "local_range", "set_full", "set_local"), "checkpoint.values"),
-    "packed_full_tensors": "checkpoint.packed",
+    "packed_full_tensors": "checkpoint.full_state",
     "sharded_init": "zero.model.init",
     "trace": "files.timeline",
     "estimate": "zero.memory_plan",

@@ -13,7 +13,7 @@ import torch
 import warm
 import zeropp
 from torch import nn
-from zeropp.deepspeed.names import leaf, optimizers, zero
+from zeropp.deepspeed.names import optimizers, zero
 from zeropp.deepspeed.names.modules import initialize
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -303,16 +303,16 @@ def test_parameters_built_under_zero_init_say_so_on_one_rank():
 
 def test_leaf_modules_by_class_and_by_name():
     net = model()
-    assert leaf.set_z3_leaf_modules(net, [nn.Linear]) == [net[0], net[1]] == leaf.get_z3_leaf_modules(net)
-    assert leaf.unset_z3_leaf_modules(net, ["Linear"]) == [net[0], net[1]] and not leaf.get_z3_leaf_modules(net)
-    assert leaf.set_z3_leaf_modules(net, ["torch.nn.modules.container.Sequential"]) == [net] and leaf.z3_leaf_module(
+    assert zero.set_z3_leaf_modules(net, [nn.Linear]) == [net[0], net[1]] == zero.get_z3_leaf_modules(net)
+    assert zero.unset_z3_leaf_modules(net, ["Linear"]) == [net[0], net[1]] and not zero.get_z3_leaf_modules(net)
+    assert zero.set_z3_leaf_modules(net, ["torch.nn.modules.container.Sequential"]) == [net] and zero.z3_leaf_module(
         net
     )
     for wanted in ([nn.Conv2d], ["Conv2d"], ["nn.Linear"]):
         with pytest.raises(ValueError, match=r"No modules of type .* found in model Sequential"):
-            leaf.set_z3_leaf_modules(net, wanted)
-        assert leaf.set_z3_leaf_modules(net, wanted, raise_if_not_found=False) == []
-    assert leaf.set_z3_leaf_modules_by_name(net, ["1", "7"], raise_if_not_found=False) == ([net[1]], ["7"])
+            zero.set_z3_leaf_modules(net, wanted)
+        assert zero.set_z3_leaf_modules(net, wanted, raise_if_not_found=False) == []
+    assert zero.set_z3_leaf_modules_by_name(net, ["1", "7"], raise_if_not_found=False) == ([net[1]], ["7"])
 
 
 @pytest.mark.parametrize(

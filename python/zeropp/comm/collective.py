@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from zeropp.errors import CheckpointError, ConfigError, Error, TierError
-from zeropp.files.byte_view import byte_view
+from zeropp.files.heap_trim import byte_view
 
 T = TypeVar("T")
 _KINDS: dict[str, type[Error]] = {cls.__name__: cls for cls in (CheckpointError, ConfigError, TierError)}

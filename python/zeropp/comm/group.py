@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zeropp import _C
-from zeropp.comm.rendezvous import rendezvous
-from zeropp.comm.store import PatientStore
+from zeropp.comm.rendezvous import PatientStore, rendezvous
 
 _log = logging.getLogger("zeropp")
 

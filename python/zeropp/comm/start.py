@@ -22,8 +22,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 
 from zeropp.comm.address import Place, listens_within
-from zeropp.comm.rendezvous import Reminder, Rendezvous
-from zeropp.comm.store import PatientStore
+from zeropp.comm.rendezvous import PatientStore, Reminder, Rendezvous
 from zeropp.errors import CommError, CommTimeoutError
 from zeropp.wording import seconds
 

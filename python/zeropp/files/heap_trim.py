@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that was freed, back to the system. glibc keeps what is below 32 MiB a piece; and a hole that an aligned tensor left is too
-small for the next one of its size, so that the heap grows with what was ever allocated."""
+"""Freed memory, given back to the system; and the bytes of a tensor.
+
+glibc keeps freed memory of less than 32 MiB a piece. The hole that an aligned tensor leaves is too small for the next one of
+its size, so the heap would grow with what was ever allocated.
+"""
 
 from __future__ import annotations
 
 import ctypes
 
+import torch
+
 TRIM_EVERY_BYTES = 32 << 20
 
 
-class Holes:
+class HeapTrim:
     """Counts what is freed; after `TRIM_EVERY_BYTES` its pages are given back."""
 
     def __init__(self) -> None:
@@ -27,3 +32,10 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """Writable view of the bytes of a contiguous tensor in host memory. It does not keep the tensor alive."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    room = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    return memoryview(room).cast("B")

@@ -31,8 +31,8 @@ import torch
 from zeropp import _C
 from zeropp.errors import CheckpointError
 from zeropp.files import disk as files
-from zeropp.files.byte_view import byte_view
 from zeropp.files.disk import storage_errors
+from zeropp.files.heap_trim import byte_view
 
 BLOCK_BYTES = 4 << 20
 """Bytes under one checksum: a damaged file is named to within one block."""

@@ -5,13 +5,13 @@ from zeropp.nn.partition import Partition as Partition
 from zeropp.nn.partition import partition_activations as partition_activations
 from zeropp.nn.sequence import TiledSequence as TiledSequence
 from zeropp.nn.sequence import tile_sequence as tile_sequence
-from zeropp.nn.sparse_attention import SparseAttention as SparseAttention
 from zeropp.nn.sparsity import BigBird as BigBird
 from zeropp.nn.sparsity import Dense as Dense
 from zeropp.nn.sparsity import Fixed as Fixed
 from zeropp.nn.sparsity import Local as Local
 from zeropp.nn.sparsity import Longformer as Longformer
 from zeropp.nn.sparsity import Pattern as Pattern
+from zeropp.nn.sparsity import SparseAttention as SparseAttention
 from zeropp.nn.sparsity import Variable as Variable
 from zeropp.nn.tiled_linear import TiledLinear as TiledLinear
 from zeropp.nn.tiled_linear import tile_linears as tile_linears

@@ -16,18 +16,19 @@ looked at, and within the diagonal ones attention hides what comes later.
 
 from __future__ import annotations
 
+import operator
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from zeropp.ops.block_sparse import BLOCKS, SparseLayout
+from zeropp.ops.block_sparse import BLOCKS, SparseLayout, sparse_attention
 
-__all__ = ["BigBird", "Dense", "Fixed", "Local", "Longformer", "Pattern", "Variable"]
+__all__ = ["BigBird", "Dense", "Fixed", "Local", "Longformer", "Pattern", "SparseAttention", "Variable"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,3 +255,42 @@ def _check_blocks(name: str, field: str, values: object, least: int = 0) -> None
     whole = isinstance(values, tuple) and all(isinstance(v, int) and not isinstance(v, bool) for v in values)
     if not whole or any(v < least for v in values):  # type: ignore[attr-defined]
         raise ValueError(f"{name}: {field} is {values!r}, wanted a tuple of whole numbers of at least {least}")
+
+
+def _make_layout(pattern: Pattern, heads: int, seq: int) -> SparseLayout:
+    return pattern.layout(heads, seq)
+
+
+_layout_of_call: Callable[[Pattern, int, int], SparseLayout] = torch.compiler.assume_constant_result(_make_layout)
+
+
+class SparseAttention(torch.nn.Module):
+    """Attention over the blocks of a pattern, in place of ``scaled_dot_product_attention``; it has no parameters.
+
+        attention = zeropp.nn.SparseAttention(zeropp.nn.BigBird(block=64, random=2))
+        y = attention(q, k, v)                  # (B, H, S, D) each; any S
+
+    The layout for a sequence length is made once; under ``torch.compile`` it is a constant of the graph.
+    """
+
+    def __init__(self, pattern: Pattern, *, scale: float | None = None) -> None:
+        """Take a pattern, such as :class:`zeropp.nn.Longformer`, and the scale of scores (default 1 / sqrt(D))."""
+        super().__init__()
+        if not isinstance(pattern, Pattern):
+            raise TypeError(
+                f"zeropp.nn.SparseAttention: pattern is a {type(pattern).__name__}, wanted one of zeropp.nn's, such as "
+                "zeropp.nn.BigBird(block=64)"
+            )
+        self.pattern = pattern
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Attend: see :func:`zeropp.ops.sparse_attention`."""
+        if q.dim() != 4:
+            raise ValueError(f"zeropp.nn.SparseAttention: q has shape {tuple(q.shape)}, wanted (B, H, S, D)")
+        layout = _layout_of_call(self.pattern, operator.index(q.shape[1]), operator.index(q.shape[2]))
+        return sparse_attention(q, k, v, layout, causal=self.pattern.causal, scale=self.scale, key_mask=key_mask)
+
+    def extra_repr(self) -> str:
+        """The pattern, in ``print(model)``."""
+        return repr(self.pattern)

@@ -36,8 +36,18 @@ from zeropp.ops.block_sparse import SparseLayout, sparse_attention
 from zeropp.ops.fp8 import Fp8, fp8_dequantise_, fp8_quantise, fp8_quantise_
 from zeropp.ops.frozen import frozen_adam_step_
 from zeropp.ops.lamb import lamb_moments_, lamb_step_
-from zeropp.ops.moe import MoeGate, MoePlan, moe_capacity, moe_combine, moe_dispatch, moe_gate, moe_plan
-from zeropp.ops.moe_exchange import MoeExchange, moe_exchange, moe_share
+from zeropp.ops.moe import (
+    MoeExchange,
+    MoeGate,
+    MoePlan,
+    moe_capacity,
+    moe_combine,
+    moe_dispatch,
+    moe_exchange,
+    moe_gate,
+    moe_plan,
+    moe_share,
+)
 from zeropp.ops.moments import moments_decode_, moments_encode_, moments_scales
 from zeropp.ops.onebit import OneBit, onebit_compress_, onebit_decode_, onebit_reduce_
 from zeropp.ops.onebit_lamb import onebit_lamb_fresh_

@@ -54,7 +54,7 @@ class DeepSpeedAccelerator:
         return "deepspeed.ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> Any:
-        from zeropp.deepspeed.names.builders import BUILDERS
+        from zeropp.deepspeed.names.later import BUILDERS
 
         return BUILDERS.get(class_name)
 

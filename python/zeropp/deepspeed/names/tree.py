@@ -89,14 +89,14 @@ WORKS: dict[str, dict[str, str]] = {
         "helpers": "is_moe_param is_moe_param_group has_moe_layers configure_moe_param_groups "
         "split_params_into_different_moe_groups_for_optimizer",
     },
-    "deepspeed.ops": {"builders": "__compatible_ops__=compatible_ops __installed_ops__=installed_ops"},
+    "deepspeed.ops": {"later": "__compatible_ops__=compatible_ops __installed_ops__=installed_ops"},
     "deepspeed.ops.adagrad": {"optimizers": "DeepSpeedCPUAdagrad"},
     "deepspeed.ops.adam": {"optimizers": "DeepSpeedCPUAdam FusedAdam"},
-    "deepspeed.ops.aio": {"builders": "AsyncIOBuilder"},
+    "deepspeed.ops.aio": {"later": "AsyncIOBuilder"},
     "deepspeed.ops.lamb": {"optimizers": "FusedLamb"},
     "deepspeed.ops.lion": {"optimizers": "DeepSpeedCPULion FusedLion"},
-    "deepspeed.ops.op_builder": {"builders": _BUILDERS},
-    "deepspeed.ops.op_builder.all_ops": {"builders": "ALL_OPS"},
+    "deepspeed.ops.op_builder": {"later": _BUILDERS},
+    "deepspeed.ops.op_builder.all_ops": {"later": "ALL_OPS"},
     "deepspeed.runtime.base_optimizer": {"modules": "DeepSpeedOptimizer"},
     "deepspeed.runtime.config": {"helpers": "DtypeEnum DeepSpeedConfigError"},
     "deepspeed.runtime.dataloader": {"helpers": "RepeatingLoader"},
@@ -127,7 +127,7 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.utils": {
         "comm": "is_initialized",
         "modules": _SAFE,
-        "leaf": _LEAF,
+        "zero": _LEAF,
         "logs": "logger log_dist log_dist_once set_log_level_from_string",
         "helpers": "instrument_w_nvtx RepeatingLoader OnDevice get_caller_func",
     },
@@ -138,7 +138,7 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.utils.nvtx": {"helpers": "instrument_w_nvtx"},
     "deepspeed.utils.tensor_fragment": {"modules": _SAFE},
     "deepspeed.utils.timer": {"helpers": "NoopTimer"},
-    "deepspeed.utils.z3_leaf_module": {"leaf": _LEAF},
+    "deepspeed.utils.z3_leaf_module": {"zero": _LEAF},
     "deepspeed.utils.zero_to_fp32": {
         "whole": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint get_model_state_file=_no_such_file "
         "convert_zero_checkpoint_to_fp32_state_dict get_optim_files=_no_such_file",
@@ -334,7 +334,7 @@ def raises(full_name: str) -> bool:
     while module and module not in MODULES:
         module, _, name = module.rpartition(".")
     kind, what = MODULES[module].get(name, ("", ""))
-    return kind == "later" or (what.startswith("builders:") and name.endswith("Builder"))
+    return kind == "later" or (what.startswith("later:") and name.endswith("Builder"))
 
 
 def fill(module: ModuleType) -> None:

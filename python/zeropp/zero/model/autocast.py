@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Precision(param="fp32", compute="bf16")``: the model's forward under ``torch.autocast`` (docs/design/0028)."""
+"""Calls wrapped around a module's forward; ``Precision(param="fp32", compute="bf16")`` runs it under ``torch.autocast`` (docs/design/0028)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeropp.zero.model.wrapped_call import WrappedCall
+
+class WrappedCall:
+    """``inner`` is what stood there. ``module.compile()`` sets ``call``, which is the trigger's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inner: Any = model._compiled_call_impl
+        assert self.inner is not None
+
+    @property
+    def call(self) -> Any:
+        """Return what the trigger calls."""
+        return self.inner.call
+
+    @call.setter
+    def call(self, value: Any) -> None:
+        self.inner.call = value
 
 
 class AutocastCall(WrappedCall):

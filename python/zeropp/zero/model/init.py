@@ -41,9 +41,8 @@ from torch.nn.modules.module import (
 from zeropp.comm.rendezvous import all_come
 from zeropp.config import Folders, folders
 from zeropp.errors import ConfigError, PartitionedParameterError
-from zeropp.files.byte_view import byte_view
 from zeropp.files.disk import storage_errors
-from zeropp.files.heap_trim import Holes, give_back
+from zeropp.files.heap_trim import HeapTrim, byte_view, give_back
 
 WINDOW_BYTES = 16 << 20
 OWN_PAGES_BYTES = 64 << 10
@@ -285,7 +284,7 @@ class _Construction:
         self.window_bytes, self.folders = window_bytes, folders
         self.from_rank_0 = from_rank_0
         self.largest_bytes = 0
-        self.holes = Holes()
+        self.heap_trim = HeapTrim()
         self.operations = 0  # that run now, one inside the other
         self.live: dict[int, nn.Parameter] = {}  # by id, oldest use first
         self.followed: list[weakref.ref[nn.Parameter]] = []  # in the order of their registration
@@ -368,7 +367,7 @@ class _Construction:
         record.values = _shard_of(values, self.folders)
         del values
         _become_sharded(parameter)
-        self.holes.freed(size_bytes)
+        self.heap_trim.freed(size_bytes)
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """As ``named_parameters`` of the outermost module will say it."""

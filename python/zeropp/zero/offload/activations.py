@@ -37,9 +37,9 @@ from zeropp import aio
 from zeropp.comm.collective import Ranks
 from zeropp.config import Tier
 from zeropp.errors import Error
-from zeropp.files.heap_trim import Holes
+from zeropp.files.heap_trim import HeapTrim
 from zeropp.files.scratch import STRIPE_BYTES, Scratch
-from zeropp.zero.model.wrapped_call import WrappedCall
+from zeropp.zero.model.autocast import WrappedCall
 from zeropp.zero.model_state import ActivationStore, Bytes, ModelState
 from zeropp.zero.offload.storage import disk_traffic
 
@@ -188,7 +188,7 @@ class ActivationTier(ActivationStore):
         self.ahead_bytes = self.file_bytes = self.file_peak_bytes = 0
         self._closed, self._owner = False, os.getpid()
         self._stays: set[int] = set()
-        self._holes = Holes()
+        self._heap_trim = HeapTrim()
         self._units = [unit.whole.untyped_storage().data_ptr() for unit in engine.units]
         try:
             ranks.all_do(self._open)
@@ -314,7 +314,7 @@ class ActivationTier(ActivationStore):
             if saved is not None and saved.source is not None:
                 saved.changed = saved.source._version != saved.version
                 saved.source = saved.flat = saved.place.future = None
-                self._holes.freed(size)
+                self._heap_trim.freed(size)
 
     # -- backward ------------------------------------------------------------------------------------------------------------
 
@@ -394,7 +394,7 @@ class ActivationTier(ActivationStore):
         while self.dead and os.getpid() == self._owner:
             place = self.dead.popleft()
             assert isinstance(place, Place)
-            self._holes.freed(place.bytes)
+            self._heap_trim.freed(place.bytes)
             self._alive.pop(place.index, None)
             self.file_bytes -= place.bytes
             self.ahead_bytes -= place.ahead_bytes
