@@ -83,6 +83,7 @@ def loads_units(config: Config) -> bool:
 def _make_core(model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool) -> Any:
     """Return the core in C with all units, sealed. Where hosts have copies of quantised weights, their ranks share one."""
     several_hosts = comm is not None and comm.hosts > 1
+    share_reads = several_hosts and config.stored_name is not None
     core = _C.Zero(
         config.stage,
         comm,
@@ -92,7 +93,7 @@ def _make_core(model: nn.Module, plans: list[UnitPlan], config: Config, comm: An
         torch.get_num_threads(),
         _functions(),
         tier_of(config, "params").fraction if loads_units(config) else 0.0,
-        host_communicator() if several_hosts and config.stored_name is not None else None,
+        host_communicator() if share_reads else None,
     )
     if comm is not None:
         bits = {"exact": 0, "int8": 8, "int4": 4}
@@ -107,9 +108,13 @@ def _make_core(model: nn.Module, plans: list[UnitPlan], config: Config, comm: An
         core.delay_steps()
     _add_units(core, model, plans, config, comm, host_copy)
     core.seal()
-    if any(tier_of(config, kind).kind == "nvme" for kind in ("params", "grads", "optimizer")):
+    if _uses_nvme(config):
         core.trim_gradients()
     return core
+
+
+def _uses_nvme(config: Config) -> bool:
+    return any(tier_of(config, kind).kind == "nvme" for kind in ("params", "grads", "optimizer"))
 
 
 def _quantised(model: nn.Module, config: Config) -> set[nn.Parameter]:
@@ -183,8 +188,7 @@ def _functions() -> dict[str, Any]:
 def _make_stores(engine: Engine, model: nn.Module, plans: list[UnitPlan]) -> None:
     """Make the stores whose files are laid out by the core: parameters and gradients."""
     config = engine.config
-    on_nvme = any(tier_of(config, kind).kind == "nvme" for kind in ("params", "grads", "optimizer"))
-    if not (loads_units(config) or on_nvme or config.step_in_backward):
+    if not (loads_units(config) or _uses_nvme(config) or config.step_in_backward):
         return
     engine.storage = storage = FileStorage(engine, [index for index, plan in enumerate(plans) if plan.trainable])
     if loads_units(config):

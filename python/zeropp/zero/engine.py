@@ -18,7 +18,7 @@ from zeropp.config import Config, LossScale
 from zeropp.errors import ConfigError, Error
 from zeropp.files import folder_writer
 from zeropp.zero.model.parameter import Ref, ref_of
-from zeropp.zero.model.strays import raise_strays
+from zeropp.zero.model.strays import engines, raise_strays
 from zeropp.zero.model_state import (
     DTYPES,
     FILE,
@@ -402,19 +402,16 @@ class Engine(ModelState):
         self.strategy.forget_states(unit)
 
 
-_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
-
-
 def register(model: nn.Module, engine: Engine) -> None:
     """Remember the engine of a model, and close it when the model dies."""
-    _engines[model] = engine
+    engines[model] = engine
     weakref.finalize(model, engine.close).atexit = False
 
 
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a prepared model, or of one of its modules."""
     raise_strays()
-    engine = _engines.get(model)
+    engine: Engine | None = engines.get(model)
     if engine is not None:
         return engine
     for parameter in model.parameters():

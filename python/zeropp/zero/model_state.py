@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of one prepared model on this rank: its units, their parameters, and the store of each kind of state.
 
-A store says where one kind of state lives. The classes here are memory; zeropp.zero.offload has those on NVMe. docs/design/0039.
+A store says where one kind of state lives. The classes here are memory; zeropp.zero.offload has those on NVMe. docs/design/0035.
 """
 
 from __future__ import annotations

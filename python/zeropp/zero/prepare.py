@@ -23,12 +23,12 @@ from zeropp.files.heap_trim import give_back
 from zeropp.health import preflight
 from zeropp.wording import what_it_is
 from zeropp.zero.build import fill, loads_units, make_engine
-from zeropp.zero.engine import DTYPES, Engine, _engines, engine_of, register
+from zeropp.zero.engine import DTYPES, Engine, engine_of, register
 from zeropp.zero.model import buffers, meta
 from zeropp.zero.model.autocast import AutocastCall
 from zeropp.zero.model.parameter import ref_of
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
-from zeropp.zero.model.strays import raise_strays
+from zeropp.zero.model.strays import engines, raise_strays
 from zeropp.zero.model.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
 from zeropp.zero.step import custom
 from zeropp.zero.step.optimizer import adopt, check_optimizer
@@ -161,7 +161,7 @@ def _install(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -> None:
 
 def is_prepared(model: nn.Module) -> bool:
     """True if this very model was given to :func:`prepare`."""
-    return isinstance(model, nn.Module) and model in _engines
+    return isinstance(model, nn.Module) and model in engines
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

@@ -7,19 +7,26 @@ raises the error. See docs/design/0007-reads-of-released-memory.md.
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
+from torch import nn
+
 from zeropp import _C
 from zeropp.errors import PartitionedParameterError
+
+engines: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""The engine of each prepared model that lives."""
 
 
 def _name_at(address: int) -> str | None:
     """Return the name of the parameter at this address; None if no living model has one there."""
-    from zeropp.zero.engine import _engines
-
-    for engine in list(_engines.values()):
+    for engine in list(engines.values()):
         for unit in engine.units:
             at = (address - unit.whole.data_ptr()) // unit.dtype.itemsize
             if 0 <= at < unit.elems and unit.params:
-                return next(entry.names[0] for entry in reversed(unit.params) if entry.offset_elems <= at)
+                name: str = next(entry.names[0] for entry in reversed(unit.params) if entry.offset_elems <= at)
+                return name
     return None
 
 
