@@ -3,7 +3,7 @@
  * Places of buckets: first fit over a sorted array, because only a handful of buckets live at a time. Then the buckets
  * of units: taken when the first gradient comes, listed when they go out, and given back when every peer has read them.
  */
-#include "bucket.h"
+#include "reduce.h"
 
 #include <assert.h>
 #include <stdlib.h>

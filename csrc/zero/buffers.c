@@ -1,8 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * See buffers.h. What uses the descriptor ring runs on the reduce stream, as in exchange.c.
+ * The model's buffers (running statistics, ...) from rank 0 to all, at the start of a forward, as
+ * DistributedDataParallel does it: all of them in one message. A board of fixed layout, made once:
+ *
+ *   one host       rank 0's part of a region: rank 0 writes it and goes on, the others read it in place, on the
+ *                  descriptor ring that reductions use, so that a rank in another forward than its peers is noticed
+ *   several hosts  memory of each rank, and a broadcast of it
+ *
+ * What differs is written over; what is equal is only read. Operations on the ring run on the reduce stream, as in
+ * exchange.c.
  */
-#include "buffers.h"
+#include "exchange.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -36,4 +36,18 @@ void zpp_exchange_describe(void *ctx, const struct zpp_desc *desc, char *text, s
 zpp_status zpp_zero_exchange(zpp_zero *zero, uint64_t kind, const void *mine, size_t bytes, void *all,
                              const struct zpp_wait *wait, struct zpp_err *err);
 
+/* --- the model's buffers (buffers.c) ------------------------------------------------------------------------------ */
+struct zpp_buffers_board {
+    zpp_zero *zero;
+    zpp_region *region;    /* one host */
+    unsigned char *memory; /* several hosts, or nothing is reduced; else NULL */
+    size_t bytes;
+    uint64_t count, seq;   /* of messages; the last descriptor of mine */
+    bool posted;
+    zpp_event *done;
+};
+
+/* Part of destroy. */
+void zpp_buffers_fini(zpp_zero *zero);
+
 #endif

@@ -9,8 +9,6 @@
 
 #include "../base/mem.h"
 #include "../base/timeline.h"
-#include "bucket.h"
-#include "buffers.h"
 #include "exchange.h"
 #include "offload/unit_file.h"
 #include "reduce.h"

@@ -16,8 +16,26 @@
 #ifndef ZPP_ZERO_REDUCE_H
 #define ZPP_ZERO_REDUCE_H
 
-#include "bucket.h"
 #include "zero.h"
+
+/* --- places of buckets (bucket.c) --------------------------------------------------------------------------------- */
+/* Where buckets lie inside this rank's part of the gradient region: first fit from the front, so that few pages are
+ * ever touched. Where fragmentation leaves no place, the caller falls back to one of the unit's own behind it. */
+struct zpp_bucket_span { size_t offset_bytes, bytes; };
+struct zpp_buckets {
+    struct zpp_bucket_span *used; /* sorted by offset; capacity for one per unit */
+    size_t count, spans_capacity;
+    size_t capacity_bytes, used_bytes, peak_bytes;
+    size_t touched_bytes; /* from the front on: memory that was written to, and stays */
+};
+
+bool zpp_buckets_init(struct zpp_buckets *buckets, size_t units, size_t capacity_bytes);
+void zpp_buckets_fini(struct zpp_buckets *buckets);
+enum { ZPP_BUCKET_ALIGN_BYTES = 64 };
+#define ZPP_BUCKET_NONE SIZE_MAX
+/* `bytes` is a multiple of ZPP_BUCKET_ALIGN_BYTES. Returns the offset, or ZPP_BUCKET_NONE where nothing fits. */
+size_t zpp_buckets_take(struct zpp_buckets *buckets, size_t bytes);
+void zpp_buckets_give(struct zpp_buckets *buckets, size_t offset_bytes);
 
 struct zpp_unit_grad {
     size_t elem_bytes; /* of the bucket and of `shard`, both of unit->grad_dtype */

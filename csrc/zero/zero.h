@@ -188,7 +188,7 @@ zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, st
 /* Elements of this rank's shard to (write: from) `memory`. */
 zpp_status zpp_zero_grad_copy(zpp_zero *zero, int unit, size_t first, size_t elems, void *memory, bool write,
                               struct zpp_aio_fault *fault, struct zpp_err *err);
-/* The model's buffers (buffers.h). Collective, once, after seal: room for `count` buffers. */
+/* The model's buffers (buffers.c). Collective, once, after seal: room for `count` buffers. */
 zpp_status zpp_zero_make_buffers(zpp_zero *zero, const size_t *bytes, size_t count, struct zpp_err *err);
 struct zpp_buffer {
     void *data; /* borrowed; NULL: not there, and left alone */
