@@ -22,10 +22,10 @@ struct network_words {
     char host_id[64], interface[32], toward[256];
 };
 
-static void copy_word(char *out, size_t room, const char *name, const char *other) {
+static void copy_word(char *out, size_t capacity, const char *name, const char *other) {
     const char *value = getenv(name);
     if ((!value || !value[0]) && other) value = getenv(other);
-    snprintf(out, room, "%s", value ? value : "");
+    snprintf(out, capacity, "%s", value ? value : "");
 }
 
 static struct zpp_network_options network_options(struct network_words *words) {
@@ -290,10 +290,10 @@ static PyObject *set_name(PyObject *self, PyObject *args) {
 }
 
 static PyObject *comm_abort(PyObject *object, PyObject *args) {
-    const char *sentence = NULL;
-    if (!PyArg_ParseTuple(args, "|z", &sentence)) return NULL;
+    const char *message = NULL;
+    if (!PyArg_ParseTuple(args, "|z", &message)) return NULL;
     zpp_comm *comm = ((Comm *)object)->comm;
-    if (comm) zpp_comm_abort(comm, sentence); /* also while another thread waits in here: that is what it is for */
+    if (comm) zpp_comm_abort(comm, message); /* also while another thread waits in here: that is what it is for */
     Py_RETURN_NONE;
 }
 
@@ -394,7 +394,7 @@ static PyMethodDef comm_methods[] = {
     FAST(broadcast, "broadcast(ptr, elems, root, dtype=uint8, /)\n--\n\nEverybody's tensor = the root's."),
     {"barrier", barrier, METH_NOARGS, "barrier()\n--\n\nWait for all ranks."},
     {"barrier_within", barrier_within, METH_VARARGS,
-     "barrier_within(timeout_s, /)\n--\n\nbarrier with a time-out of its own."},
+     "barrier_within(timeout_s, /)\n--\n\nbarrier with a timeout of its own."},
     {"send", send, METH_VARARGS, "send(ptr, bytes, to, tag, keep, /)\n--\n\nA Transfer."},
     {"recv", recv, METH_VARARGS, "recv(ptr, bytes, source, tag, keep, /)\n--\n\nA Transfer; source -1: any."},
     {"set_timeout", set_timeout, METH_VARARGS,
@@ -423,7 +423,7 @@ static PyMethodDef comm_methods[] = {
      "submit_quant(coll, dtype, op, dst_ptr, src_ptr, elems, bits, block_elems, node_ranks, keep, /)\n--\n\nquant, "
      "later; a Work."},
     {"abort", comm_abort, METH_VARARGS,
-     "abort(sentence=None, /)\n--\n\nEnd every wait of every rank with this sentence."},
+     "abort(message=None, /)\n--\n\nEnd every wait of every rank with this message."},
     {"check", check, METH_NOARGS, "check()\n--\n\nRaise the error that ended the group, if one did."},
     {"close", comm_close, METH_NOARGS, "close()\n--\n\nLeave the group; never waits for peers."},
     {"traffic", traffic, METH_NOARGS,

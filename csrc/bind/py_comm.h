@@ -31,7 +31,7 @@ zpp_region *zpp_py_region_get(PyObject *region);
 /* A torch store as rendezvous (py_comm_store.c): takes the GIL itself; `store` is borrowed. */
 struct zpp_store zpp_py_store_of(PyObject *store);
 /* The log callback: ctx is a Python callable that takes one string. Takes the GIL itself. */
-void zpp_py_log(void *callable, const char *sentence);
+void zpp_py_log(void *callable, const char *message);
 
 /* --- py_comm_handle.c --------------------------------------------------------------------------------------------- */
 
@@ -58,7 +58,7 @@ struct zpp_py_deferred {
 void zpp_py_defer(struct zpp_py_deferred *item); /* any thread, with or without the GIL */
 void zpp_py_run_deferred(void);                  /* run what has come so far; with the GIL */
 
-/* A call of this thread, within the time-out of the group (`timeout_ns` 0) or this one: None, or NULL with its error
+/* A call of this thread, within the timeout of the group (`timeout_ns` 0) or this one: None, or NULL with its error
  * set. */
 PyObject *zpp_py_comm_run(PyObject *comm, const struct zpp_call *call);
 PyObject *zpp_py_comm_run_within(PyObject *comm, const struct zpp_call *call, uint64_t timeout_ns);

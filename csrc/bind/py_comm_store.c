@@ -110,11 +110,11 @@ struct zpp_store zpp_py_store_of(PyObject *store) {
     return rendezvous;
 }
 
-void zpp_py_log(void *callable, const char *sentence) {
+void zpp_py_log(void *callable, const char *message) {
     const PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace); /* a signal handler's exception may be waiting in this thread */
-    PyObject *answer = PyObject_CallFunction(callable, "s", sentence);
+    PyObject *answer = PyObject_CallFunction(callable, "s", message);
     if (!answer) PyErr_WriteUnraisable(callable);
     Py_XDECREF(answer);
     PyErr_Restore(type, value, trace);

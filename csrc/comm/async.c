@@ -131,7 +131,7 @@ zpp_status zpp_comm_submit(zpp_comm *comm, const struct zpp_call *call,
     return ZPP_OK;
 }
 
-/* --- waiting. The running call watches peers and its time-out; here only ticks and the caller's patience count. --- */
+/* --- waiting. The running call watches peers and its timeout; here only ticks and the caller's patience count. --- */
 
 struct patience {
     const struct zpp_wait *wait;

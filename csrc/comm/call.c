@@ -50,9 +50,9 @@ static struct zpp_sig sig_of(const struct zpp_comm *comm, const struct zpp_call 
     return sig;
 }
 
-void zpp_call_describe(const struct zpp_comm *comm, const struct zpp_call *call, char *text, size_t room) {
+void zpp_call_describe(const struct zpp_comm *comm, const struct zpp_call *call, char *text, size_t capacity) {
     const struct zpp_sig sig = sig_of(comm, call);
-    zpp_sig_describe(&sig, text, room);
+    zpp_sig_describe(&sig, text, capacity);
 }
 
 /* --- the table of transports, in the order in which they are asked ------------------------------------------------ */

@@ -148,7 +148,7 @@ void zpp_comm_traffic(const zpp_comm *comm, struct zpp_traffic *out) {
 
 void zpp_comm_count(zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes) { zpp_count_call(comm, kind, bytes); }
 
-/* --- collectives that block ---------------------------------------------------------------------------------------- */
+/* --- collectives that block --------------------------------------------------------------------------------------- */
 
 zpp_status zpp_all_reduce(zpp_comm *comm, void *data, size_t elems, zpp_dtype dtype, zpp_reduce_op op,
                           const struct zpp_wait *wait, struct zpp_err *err) {

@@ -11,7 +11,7 @@
  *
  * Reductions add in rank order, ((r0 + r1) + r2) + ..., in fp32 for 16-bit elements with one rounding at the end: same
  * inputs, same bits, whatever the timing. A dead or diverging peer is an error on every survivor, with its number,
- * within seconds; a peer that is merely late is waited for until the time-out, and `log` hears its rank after 10 s.
+ * within seconds; a peer that is merely late is waited for until the timeout, and `log` hears its rank after 10 s.
  *
  * Threads: a communicator, and each of its descriptor rings, is used by one thread at a time; different descriptor
  * rings of one communicator may be used by different threads. Creation calls are collective: same order on every rank.
@@ -45,12 +45,13 @@ struct zpp_comm_options {
     int rank, ranks;
     uint64_t timeout_ns;                          /* of every wait for a peer; 0 = for ever */
     const char *name;                             /* of the group, for messages; copied */
-    void (*log)(void *ctx, const char *sentence); /* may be NULL */
+    void (*log)(void *ctx, const char *message); /* may be NULL */
     void *log_ctx;
     const struct zpp_wait *wait; /* its ticks are called while the ranks meet; may be NULL; borrowed for the call */
     struct zpp_network_options network;
 };
-/* Collective. Ranks may be on several hosts (docs/design/0016-groups-over-hosts.md). New; free with zpp_comm_destroy. */
+/* Collective. Ranks may be on several hosts (docs/design/0016-groups-over-hosts.md). New; free with
+ * zpp_comm_destroy. */
 zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct zpp_store *store, zpp_comm **out,
                            struct zpp_err *err);
 /* Several owners of collectives may share a communicator, such as prepared models. Each takes a number, all ranks in
@@ -64,9 +65,9 @@ static inline uint32_t zpp_comm_object(uint32_t owner, uint32_t number) {
 }
 /* Local, never waits. Peers that still use the group see "rank r left". NULL is fine. */
 void zpp_comm_destroy(zpp_comm *comm);
-/* Every pending and later wait, here and on the peers, ends with ABORTED and this sentence, naming this rank. Any
+/* Every pending and later wait, here and on the peers, ends with ABORTED and this message, naming this rank. Any
  * thread. */
-void zpp_comm_abort(zpp_comm *comm, const char *sentence);
+void zpp_comm_abort(zpp_comm *comm, const char *message);
 /* OK, or the error that ended the group. A few ns; any thread. */
 zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err);
 int zpp_comm_rank(const zpp_comm *comm);
@@ -147,7 +148,7 @@ void zpp_desc_ring_destroy(zpp_desc_ring *ring);
 zpp_status zpp_desc_ring_post(zpp_desc_ring *ring, const struct zpp_desc *desc, const struct zpp_wait *wait,
                               uint64_t *seq, struct zpp_err *err);
 /* Read descriptor `seq` of `rank`. `expect` (may be NULL): kind, object, step and elems must be equal, else PEER, and
- * the sentence shows both sides, here and there (the peer's next wait fails too). Describing a descriptor is the
+ * the message shows both sides, here and there (the peer's next wait fails too). Describing a descriptor is the
  * owner's job: see describe. */
 zpp_status zpp_desc_ring_read(zpp_desc_ring *ring, int rank, uint64_t seq, const struct zpp_desc *expect,
                               const struct zpp_wait *wait, struct zpp_desc *out, struct zpp_err *err);
@@ -160,7 +161,7 @@ zpp_status zpp_desc_ring_wait_acked(zpp_desc_ring *ring, uint64_t seq, const str
                                     struct zpp_err *err);
 /* Turns a descriptor into words for messages, such as `reduce unit 3 (layers.2) step 7`; default prints the numbers. */
 void zpp_desc_ring_set_describe(zpp_desc_ring *ring,
-                                void (*describe)(void *ctx, const struct zpp_desc *, char *text, size_t room),
+                                void (*describe)(void *ctx, const struct zpp_desc *, char *text, size_t capacity),
                                 void *ctx);
 
 /* --- collectives on the caller's memory (staged through regions; in place where the memory lies in a region) ----- */
@@ -175,7 +176,7 @@ typedef enum zpp_reduce_op {
     ZPP_BXOR,
     ZPP_REDUCE_OPS
 } zpp_reduce_op;
-/* All block. `wait` NULL here means: the communicator's own time-out, no ticks. Ranks must call the same one with the
+/* All block. `wait` NULL here means: the communicator's own timeout, no ticks. Ranks must call the same one with the
  * same elems, dtype, op and root; anything else is PEER on all of them, showing both sides. */
 zpp_status zpp_all_reduce(zpp_comm *, void *data, size_t elems, zpp_dtype, zpp_reduce_op, const struct zpp_wait *,
                           struct zpp_err *);
@@ -256,7 +257,7 @@ zpp_status zpp_comm_send(zpp_comm *comm, const void *data, size_t bytes, int to,
                          struct zpp_err *err);
 zpp_status zpp_comm_recv(zpp_comm *comm, void *data, size_t bytes, int from, uint64_t tag, zpp_transfer **out,
                          struct zpp_err *err);
-/* Before zpp_comm_destroy only. NULL: the communicator's own time-out, no ticks. */
+/* Before zpp_comm_destroy only. NULL: the communicator's own timeout, no ticks. */
 zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait, struct zpp_err *err);
 bool zpp_transfer_finished(zpp_transfer *transfer);
 int zpp_transfer_peer(zpp_transfer *transfer); /* who sent it; ZPP_NO_RANK while that is open */

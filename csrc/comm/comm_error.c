@@ -3,7 +3,7 @@
  * The error of a group: why it ended, and which rank caused it. It is one 64-bit word in rank 0's control memory, or in
  * that of the lowest rank of each host, which tells the others. The word outlives that rank, because everybody maps it.
  * It is set once, by compare-and-swap, so that all survivors report the same rank even while survivors exit one after
- * the other. Its sentence lies in the control memory of the rank that recorded it:
+ * the other. Its message lies in the control memory of the rank that recorded it:
  *
  *   bits 0-15 failed rank + 1, 16-31 recording rank + 1, 32-63 minus the status
  */
@@ -101,11 +101,11 @@ bool zpp_peer_gone(const struct zpp_comm *part, int part_rank) {
     return (poll_fd.revents & (peer->pidfd < 0 ? POLLHUP | POLLRDHUP : POLLIN)) != 0;
 }
 
-void zpp_comm_abort(zpp_comm *comm, const char *sentence) {
+void zpp_comm_abort(zpp_comm *comm, const char *message) {
     struct zpp_err standing = ZPP_ERR_INIT;
     if (zpp_comm_forked(comm)) return;
     (void)zpp_comm_fail(comm, ZPP_ABORTED, comm->rank, &standing, "comm: rank %d aborted group \"%s\": %s", comm->rank,
-                        comm->name, sentence ? sentence : "no reason given");
+                        comm->name, message ? message : "no reason given");
 }
 
 zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err) { return zpp_comm_check(comm, err); }

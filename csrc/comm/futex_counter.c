@@ -65,11 +65,11 @@ static void sleep_on(struct zpp_counter *counter, uint32_t target, uint64_t slee
     atomic_fetch_sub(&counter->sleepers, 1);
 }
 
-static void describe(const struct zpp_wait_ctx *wait_ctx, char *text, size_t room) {
+static void describe(const struct zpp_wait_ctx *wait_ctx, char *text, size_t capacity) {
     if (wait_ctx->describe)
-        wait_ctx->describe(wait_ctx->ctx, text, room);
+        wait_ctx->describe(wait_ctx->ctx, text, capacity);
     else
-        snprintf(text, room, "a wait");
+        snprintf(text, capacity, "a wait");
 }
 
 /* --- the slow part ----------------------------------------------------------------------------------------------- */
@@ -77,7 +77,7 @@ static void describe(const struct zpp_wait_ctx *wait_ctx, char *text, size_t roo
 /* The ranks that have not reached the wait target, as words for messages; returns how many there are, `*first` the
  * lowest. */
 static int absent_ranks(const struct zpp_comm *comm, const struct zpp_wait_target *wait_target, int rank, char *text,
-                        size_t room, int *first) {
+                        size_t capacity, int *first) {
     int count = 0;
     size_t used = 0;
     text[0] = '\0';
@@ -86,7 +86,7 @@ static int absent_ranks(const struct zpp_comm *comm, const struct zpp_wait_targe
                                          : r != rank;
         if (r == comm->rank || reached) continue;
         if (!count++) *first = r;
-        if (used < room) used += (size_t)snprintf(text + used, room - used, "%s%d", count > 1 ? ", " : "",
+        if (used < capacity) used += (size_t)snprintf(text + used, capacity - used, "%s%d", count > 1 ? ", " : "",
                                                  zpp_label(comm, r));
     }
     return count;
@@ -133,7 +133,7 @@ static zpp_status late(struct zpp_wait_ctx *wait_ctx, const struct zpp_wait_targ
     const char *who = count > 1 ? "ranks" : "rank";
     if (!count) return ZPP_OK; /* came just now */
     describe(wait_ctx, doing, sizeof doing);
-    /* torch's tests, and callers, know a time-out by the words "Timed out waiting". */
+    /* torch's tests, and callers, know a timeout by the words "Timed out waiting". */
     const double waited_s = (double)waited_ns / 1e9, waited_ms = (double)waited_ns / 1e6;
     if (!wait_ctx->fatal)
         return zpp_fail_rank(err, ZPP_TIMEOUT, zpp_label(comm, first),
@@ -148,14 +148,14 @@ static zpp_status late(struct zpp_wait_ctx *wait_ctx, const struct zpp_wait_targ
 static void log_absent(struct zpp_wait_ctx *wait_ctx, const struct zpp_wait_target *wait_target, int rank,
                        uint64_t waited_ns) {
     struct zpp_comm *comm = wait_ctx->comm;
-    char doing[256], absent[128], sentence[512];
+    char doing[256], absent[128], message[512];
     int first = rank;
     const int count = absent_ranks(comm, wait_target, rank, absent, sizeof absent, &first);
     if (!count || !comm->log) return;
     describe(wait_ctx, doing, sizeof doing);
-    snprintf(sentence, sizeof sentence, "zeropp: rank %d of group \"%s\" has waited %.0f s in %s for rank%s %s",
+    snprintf(message, sizeof message, "zeropp: rank %d of group \"%s\" has waited %.0f s in %s for rank%s %s",
              zpp_label(comm, comm->rank), comm->name, (double)waited_ns / 1e9, doing, count > 1 ? "s" : "", absent);
-    comm->log(comm->log_ctx, sentence);
+    comm->log(comm->log_ctx, message);
 }
 
 static zpp_status tick(struct zpp_wait_ctx *wait_ctx, struct zpp_err *err) {

@@ -3,7 +3,7 @@
  * A futex counter: a counter in shared memory that one rank raises and others wait for. Raising it costs one exchange,
  * and a system call only if somebody sleeps on it. Waiting spins for a bounded time (not at all if the writer shares
  * this core: then it cannot run meanwhile), may yield, then sleeps in the kernel (futex), and from then on checks about
- * every 100 ms whether the wait still makes sense: comm error, dead peers, tick, time-out. Counters wrap; they are
+ * every 100 ms whether the wait still makes sense: comm error, dead peers, tick, timeout. Counters wrap; they are
  * compared by signed distance.
  */
 #ifndef ZPP_COMM_FUTEX_COUNTER_H
@@ -33,10 +33,10 @@ void zpp_counter_add(struct zpp_counter *counter);                   /* by one; 
 struct zpp_wait_ctx {
     struct zpp_comm *comm;
     const struct zpp_wait *wait; /* NULL: try, unless `own_timeout` */
-    bool own_timeout;            /* collectives: NULL means the communicator's time-out */
-    bool fatal; /* collectives: a time-out or interruption leaves the group unusable, so it is a comm error */
+    bool own_timeout;            /* collectives: NULL means the communicator's timeout */
+    bool fatal; /* collectives: a timeout or interruption leaves the group unusable, so it is a comm error */
     /* What the caller is doing, for messages: "all_reduce(float32, 16 elements, sum) #7". */
-    void (*describe)(const void *ctx, char *text, size_t room);
+    void (*describe)(const void *ctx, char *text, size_t capacity);
     const void *ctx;
     uint64_t start_ns, check_ns, log_ns; /* 0 until the wait gets slow */
 };

@@ -113,7 +113,7 @@ struct zpp_comm {
     bool crowded; /* more ranks than cores */
     int spin_rounds;
     char name[64];
-    void (*log)(void *ctx, const char *sentence);
+    void (*log)(void *ctx, const char *message);
     void *log_ctx;
 
     _Atomic uint32_t *fork_guard; /* a page that a forked child finds zeroed (MADV_WIPEONFORK) */
@@ -232,7 +232,7 @@ zpp_status zpp_message_try(struct zpp_comm *comm, int rank, uint64_t kind, uint6
                            int *fd, struct zpp_err *err);
 void zpp_message_clear(struct zpp_comm *comm);
 
-/* The slow part of a wait that is not on a counter, about every 100 ms: comm error, tick, log, time-out. `rank` is
+/* The slow part of a wait that is not on a counter, about every 100 ms: comm error, tick, log, timeout. `rank` is
  * waited for. `gone`: zpp_peer_gone said so *before* the caller looked once more for what it waits for, in vain: then
  * that is the comm error. */
 zpp_status zpp_wait_check(struct zpp_wait_ctx *wait_ctx, int rank, bool gone, struct zpp_err *err);
@@ -240,9 +240,9 @@ zpp_status zpp_wait_check(struct zpp_wait_ctx *wait_ctx, int rank, bool gone, st
 /* --- sig.c: every collective begins here ------------------------------------------------------------------------- */
 enum { ZPP_NO_OP = 0xff, ZPP_NO_ROOT = 0xffff };
 #define ZPP_SIG_BESIDE UINT64_C(0x80) /* of `what`: the bytes go another way */
-/* For messages: "all_reduce(float32, 16 elements, sum)". */
-void zpp_call_describe(const struct zpp_comm *comm, const struct zpp_call *call, char *text, size_t room); /* call.c */
-void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t room);
+/* For messages: "all_reduce(float32, 16 elements, sum)". The first is in call.c. */
+void zpp_call_describe(const struct zpp_comm *comm, const struct zpp_call *call, char *text, size_t capacity);
+void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t capacity);
 struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce_op, unsigned root, uint64_t elems);
 static inline bool zpp_coll_has_root(enum zpp_coll coll) {
     return coll == ZPP_COLL_BROADCAST || coll == ZPP_COLL_REDUCE || coll == ZPP_COLL_GATHER || coll == ZPP_COLL_SCATTER;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Send and receive with tags. Each ordered pair of ranks has a channel (struct zpp_channel_ops), made at the first send; a message
- * is a header and its bytes. A message that nobody asked for yet is taken out of the ring into memory of its own, so
- * one tag never blocks another and two ranks that both send first never block each other. A receive matches the oldest
- * message of its source (or of any source) with its tag.
+ * Send and receive with tags. Each ordered pair of ranks has a channel (struct zpp_channel_ops), made at the first
+ * send; a message is a header and its bytes. A message that nobody asked for yet is taken out of the ring into memory
+ * of its own, so one tag never blocks another and two ranks that both send first never block each other. A receive
+ * matches the oldest message of its source (or of any source) with its tag.
  *
  * Who moves bytes: whoever waits for a transfer moves all transfers; a thread of the group does it while transfers are
  * pending and nobody waits. Each rank has one doorbell word: peers ring it after they wrote for it or made room for it.
@@ -301,9 +301,9 @@ static bool progress(struct zpp_p2p *p2p) {
     return any;
 }
 
-static void describe(const void *ctx, char *text, size_t room) {
+static void describe(const void *ctx, char *text, size_t capacity) {
     const struct zpp_transfer *transfer = ctx;
-    snprintf(text, room, "%s(%" PRIu64 " bytes, tag %" PRIu64 ")", transfer->is_send ? "send" : "recv",
+    snprintf(text, capacity, "%s(%" PRIu64 " bytes, tag %" PRIu64 ")", transfer->is_send ? "send" : "recv",
              transfer->header.bytes, transfer->header.tag);
 }
 

@@ -47,7 +47,7 @@ extern const struct zpp_sum_kernels zpp_sum_avx2, zpp_sum_avx512;
 #endif
 const struct zpp_sum_kernels *zpp_sum_kernels(void); /* the best of this CPU */
 
-/* INVALID, with a sentence, for what makes no sense: bit operations on floating point, avg of integers. */
+/* INVALID, with a message, for what makes no sense: bit operations on floating point, avg of integers. */
 zpp_status zpp_reduce_check(zpp_reduce_op op, zpp_dtype dtype, struct zpp_err *err);
 /* The reduction above for any operation; AVG multiplies by 1 / sources, rounded to fp32 (fp64 for doubles). `stream`:
  * see above. */

@@ -347,9 +347,9 @@ static zpp_status await_higher(struct rendezvous *rendezvous, struct zpp_err *er
     return ZPP_OK;
 }
 
-static void describe_joining(const void *ctx, char *text, size_t room) {
+static void describe_joining(const void *ctx, char *text, size_t capacity) {
     (void)ctx;
-    snprintf(text, room, "the rendezvous");
+    snprintf(text, capacity, "the rendezvous");
 }
 
 static zpp_status make_own_memory(struct rendezvous *rendezvous, struct zpp_err *err) {

@@ -25,11 +25,11 @@ typedef struct zpp_nccl zpp_nccl;
 typedef struct zpp_nccl_work zpp_nccl_work;
 
 /* Collective over `control`, by which rank 0's id goes to all, and what keeps a rank from taking part. `control` and
- * `device` (a cuda device) are borrowed until zpp_nccl_destroy. Time-outs are those of `control`. New. NOT_BUILT
+ * `device` (a cuda device) are borrowed until zpp_nccl_destroy. Timeouts are those of `control`. New. NOT_BUILT
  * without NCCL, on every rank. */
 zpp_status zpp_nccl_create(zpp_comm *control, zpp_device *device, const struct zpp_wait *wait, zpp_nccl **out,
                            struct zpp_err *err);
-/* Waits for what was submitted, as long as the group stands and its time-out is not over. NULL is fine. Before
+/* Waits for what was submitted, as long as the group stands and its timeout is not over. NULL is fine. Before
  * zpp_comm_destroy of `control`. */
 void zpp_nccl_destroy(zpp_nccl *nccl);
 

@@ -187,7 +187,7 @@ zpp_status zpp_nccl_flush(struct zpp_nccl *nccl, struct zpp_err *err) {
 
 /* --- the watching thread ------------------------------------------------------------------------------------------ */
 
-/* The communicator's own time-out names who is absent, so it goes first. */
+/* The communicator's own timeout names who is absent, so it goes first. */
 static const uint64_t AFTER_CONTROL_NS = 3000000000u, AFTER_DEATH_NS = 2000000000u;
 
 /* Every rank called it, and one went before its GPU was through. Who only left, left finished: its GPU had done its

@@ -26,16 +26,16 @@ struct zpp_desc_ring {
     void *base[ZPP_RANKS_MAX];
     _Atomic uint64_t posted; /* by the thread that posts; zpp_desc_ring_acked may look from another */
     uint64_t acked;
-    void (*describe)(void *ctx, const struct zpp_desc *, char *text, size_t room);
+    void (*describe)(void *ctx, const struct zpp_desc *, char *text, size_t capacity);
     void *describe_ctx;
     char name[64];
 };
 
-static void describe_desc(const struct zpp_desc_ring *ring, const struct zpp_desc *desc, char *text, size_t room) {
+static void describe_desc(const struct zpp_desc_ring *ring, const struct zpp_desc *desc, char *text, size_t capacity) {
     if (ring->describe)
-        ring->describe(ring->describe_ctx, desc, text, room);
+        ring->describe(ring->describe_ctx, desc, text, capacity);
     else
-        snprintf(text, room, "kind %" PRIu64 ", object %" PRIu64 ", step %" PRIu64 ", %" PRIu64 " elements",
+        snprintf(text, capacity, "kind %" PRIu64 ", object %" PRIu64 ", step %" PRIu64 ", %" PRIu64 " elements",
                  desc->kind, desc->object, desc->step, desc->elems);
 }
 
@@ -47,15 +47,15 @@ struct purpose {
     bool acknowledgement;
 };
 
-static void describe_purpose(const void *ctx, char *text, size_t room) {
+static void describe_purpose(const void *ctx, char *text, size_t capacity) {
     const struct purpose *purpose = ctx;
     if (purpose->ring->describe && purpose->desc) {
         char words[200];
         describe_desc(purpose->ring, purpose->desc, words, sizeof words);
-        snprintf(text, room, "%s%s", purpose->acknowledgement ? "the end of " : "", words);
+        snprintf(text, capacity, "%s%s", purpose->acknowledgement ? "the end of " : "", words);
         return;
     }
-    snprintf(text, room, "%s #%" PRIu64 " of descriptor ring \"%s\"",
+    snprintf(text, capacity, "%s #%" PRIu64 " of descriptor ring \"%s\"",
              purpose->acknowledgement ? "acknowledgement of descriptor" : "descriptor", purpose->seq,
              purpose->ring->name);
 }
@@ -94,7 +94,7 @@ void zpp_desc_ring_destroy(zpp_desc_ring *ring) {
 }
 
 void zpp_desc_ring_set_describe(zpp_desc_ring *ring,
-                                void (*describe)(void *ctx, const struct zpp_desc *, char *text, size_t room),
+                                void (*describe)(void *ctx, const struct zpp_desc *, char *text, size_t capacity),
                                 void *ctx) {
     ring->describe = describe;
     ring->describe_ctx = ctx;
@@ -131,7 +131,7 @@ static zpp_status diverged(const struct zpp_desc_ring *ring, int rank, uint64_t 
     char mine[200], theirs[200];
     describe_desc(ring, here, mine, sizeof mine);
     describe_desc(ring, there, theirs, sizeof theirs);
-    /* Both sides may find out at once; the comm error keeps one sentence for all. */
+    /* Both sides may find out at once; the comm error keeps one message for all. */
     if (ring->describe)
         return zpp_comm_fail(ring->comm, ZPP_PEER, rank, err,
                              "comm: rank %d of group \"%s\" is at %s but rank %d is at %s; the ranks took different "

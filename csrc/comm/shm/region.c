@@ -26,9 +26,9 @@ struct making {
     enum zpp_region_kind kind;
 };
 
-static void describe(const void *ctx, char *text, size_t room) {
+static void describe(const void *ctx, char *text, size_t capacity) {
     const struct making *making = ctx;
-    snprintf(text, room, "region_create(%s, %llu bytes) #%llu", kind_name(making->kind),
+    snprintf(text, capacity, "region_create(%s, %llu bytes) #%llu", kind_name(making->kind),
              (unsigned long long)making->bytes, (unsigned long long)making->number);
 }
 

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What goes over a connection between hosts, byte by byte. Every transfer of a collective begins with a frame on each
- * connection that it uses; the control link carries frames with a sentence. Fields are in the byte order of the
+ * connection that it uses; the control link carries frames with a message. Fields are in the byte order of the
  * machine: the magic number tells a machine of the other order apart.
  *
  *    0  u32 magic   4  u16 kind   6  u16 connection   8  u64 seq   16  u64 what   24  u64 elems   32  u64 bytes
  *   40  u32 part   44  u32 zero
  *
  *   DATA      seq, what, elems: the collective (sig.c); bytes: of the whole transfer; its payload follows
- *   ERROR   what: minus the status; elems: failed rank + 1; bytes: length of the sentence that follows
+ *   ERROR   what: minus the status; elems: failed rank + 1; bytes: length of the message that follows
  *   FAREWELL  nothing; the sender has destroyed its communicator
  */
 #ifndef ZPP_COMM_FRAME_H
@@ -28,7 +28,7 @@ struct zpp_frame {
 };
 _Static_assert(sizeof(struct zpp_frame) == ZPP_FRAME_BYTES, "a frame is as documented");
 
-/* PEER with a sentence unless the frame is possible: kind, lengths, ranks. `raw` has ZPP_FRAME_BYTES. */
+/* PEER with a message unless the frame is possible: kind, lengths, ranks. `raw` has ZPP_FRAME_BYTES. */
 zpp_status zpp_frame_check(const void *raw, int ranks, struct zpp_frame *out, struct zpp_err *err);
 
 /* What comes over the control link of one peer, in pieces of any size. */
@@ -39,8 +39,8 @@ struct zpp_control_link {
 };
 /* Where the next bytes of the stream belong, and how many fit; never 0. */
 size_t zpp_control_link_room(struct zpp_control_link *control, void **at);
-/* So many bytes were put there. OK: `*out` is a whole frame (ERROR: its sentence in `text`, ended) until the next
- * call. AGAIN: more is needed. PEER: what came is no control message, with a sentence. */
+/* So many bytes were put there. OK: `*out` is a whole frame (ERROR: its message in `text`, ended) until the next
+ * call. AGAIN: more is needed. PEER, with a message: what came is no control message. */
 zpp_status zpp_control_link_parse(struct zpp_control_link *control, size_t bytes, int ranks, struct zpp_frame *out,
                                   struct zpp_err *err);
 

@@ -115,7 +115,7 @@ static void read_control(struct zpp_comm *comm, int rank) {
 /* --- the watcher ------------------------------------------------------------------------------------------------- */
 
 /* A cable that was taken out breaks no connection: TCP would go on trying for minutes. That the other end is cut off
- * shows here only as silence, which is the time-out's to judge. */
+ * shows here only as silence, which is the timeout's to judge. */
 static void look_for_link(struct zpp_comm *comm) {
     struct zpp_net *net = comm->net;
     struct zpp_err err = ZPP_ERR_INIT;

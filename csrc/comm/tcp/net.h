@@ -79,13 +79,13 @@ struct zpp_net_address {
 };
 /* The address to bind, with port 0: see zpp_network_options. */
 zpp_status zpp_net_choose(const struct zpp_network_options *options, struct zpp_net_address *out, struct zpp_err *err);
-void zpp_net_describe(const struct sockaddr_storage *address, char *text, size_t room);
+void zpp_net_describe(const struct sockaddr_storage *address, char *text, size_t capacity);
 /* The interface that has this connected socket's own address, "" if none says so; and whether it has a link: it is
  * there and up, and whatever it is plugged into answers. */
-void zpp_net_interface_of(int socket, char *name, size_t room);
+void zpp_net_interface_of(int socket, char *name, size_t capacity);
 bool zpp_net_has_link(int socket, const char *interface);
 /* Boot id and network namespace, or the override. */
-void zpp_net_identity(const struct zpp_network_options *options, char *out, size_t room);
+void zpp_net_identity(const struct zpp_network_options *options, char *out, size_t capacity);
 
 /* --- net_auth.c -------------------------------------------------------------------------------------------------- */
 /* SipHash-2-4 (Aumasson, Bernstein 2012). */

@@ -17,16 +17,16 @@
 
 #include "net.h"
 
-void zpp_net_describe(const struct sockaddr_storage *address, char *text, size_t room) {
+void zpp_net_describe(const struct sockaddr_storage *address, char *text, size_t capacity) {
     char words[INET6_ADDRSTRLEN] = "?";
     if (address->ss_family == AF_INET6) {
         const struct sockaddr_in6 *six = (const struct sockaddr_in6 *)(const void *)address;
         inet_ntop(AF_INET6, &six->sin6_addr, words, sizeof words);
-        snprintf(text, room, "[%s]:%u", words, (unsigned)ntohs(six->sin6_port));
+        snprintf(text, capacity, "[%s]:%u", words, (unsigned)ntohs(six->sin6_port));
     } else {
         const struct sockaddr_in *four = (const struct sockaddr_in *)(const void *)address;
         inet_ntop(AF_INET, &four->sin_addr, words, sizeof words);
-        snprintf(text, room, "%s:%u", words, (unsigned)ntohs(four->sin_port));
+        snprintf(text, capacity, "%s:%u", words, (unsigned)ntohs(four->sin_port));
     }
 }
 
@@ -148,14 +148,14 @@ static bool same_address(const struct sockaddr *a, const struct sockaddr_storage
                                           ((const struct sockaddr_in *)(const void *)b)->sin_addr.s_addr;
 }
 
-void zpp_net_interface_of(int socket, char *name, size_t room) {
+void zpp_net_interface_of(int socket, char *name, size_t capacity) {
     struct sockaddr_storage here = {0};
     socklen_t length = sizeof here;
     struct ifaddrs *list = NULL;
     name[0] = '\0';
     if (getsockname(socket, (struct sockaddr *)&here, &length) != 0 || getifaddrs(&list) != 0) return;
     for (const struct ifaddrs *entry = list; entry && !name[0]; entry = entry->ifa_next)
-        if (same_address(entry->ifa_addr, &here)) snprintf(name, room, "%s", entry->ifa_name);
+        if (same_address(entry->ifa_addr, &here)) snprintf(name, capacity, "%s", entry->ifa_name);
     freeifaddrs(list);
 }
 
@@ -166,24 +166,24 @@ bool zpp_net_has_link(int socket, const char *interface) {
     return (asked.ifr_flags & IFF_UP) && (asked.ifr_flags & IFF_RUNNING);
 }
 
-static void read_boot_id(char *out, size_t room) {
+static void read_boot_id(char *out, size_t capacity) {
     const int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
-    const ssize_t got = fd < 0 ? 0 : read(fd, out, room - 1);
+    const ssize_t got = fd < 0 ? 0 : read(fd, out, capacity - 1);
     if (fd >= 0) close(fd);
     out[got > 0 ? got : 0] = '\0';
     out[strcspn(out, "\n")] = '\0';
-    if (!out[0]) gethostname(out, room - 1); /* no /proc: the host's name has to do */
+    if (!out[0]) gethostname(out, capacity - 1); /* no /proc: the host's name has to do */
 }
 
-void zpp_net_identity(const struct zpp_network_options *options, char *out, size_t room) {
+void zpp_net_identity(const struct zpp_network_options *options, char *out, size_t capacity) {
     char boot_id[48] = "";
     struct stat space;
     if (options->host_id && options->host_id[0]) {
-        snprintf(out, room, "=%s", options->host_id);
+        snprintf(out, capacity, "=%s", options->host_id);
         return;
     }
     read_boot_id(boot_id, sizeof boot_id);
     /* Abstract Unix sockets, over which ranks of a host meet, belong to a network namespace. */
     const bool known = stat("/proc/self/ns/net", &space) == 0;
-    snprintf(out, room, "%s/%llx", boot_id, known ? (unsigned long long)space.st_ino : 0ull);
+    snprintf(out, capacity, "%s/%llx", boot_id, known ? (unsigned long long)space.st_ino : 0ull);
 }

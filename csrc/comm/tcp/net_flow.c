@@ -3,10 +3,10 @@
  * Flows: bytes of a collective between this rank and ranks of other hosts, all at once, by the calling thread. A flow
  * of some size is cut into chunks that go over the connections of the pair in turn; on each connection it begins with
  * one frame, which says what it is. The receiver knows what must come: a frame that says anything else ends the group
- * with a sentence that shows both sides. Bytes are written straight to where they belong.
+ * with a message that shows both sides. Bytes are written straight to where they belong.
  *
  * Sockets do not block. What can move moves; when nothing can, one poll sleeps on all of them, at most until the next
- * look at comm error, dead peers, tick and time-out.
+ * look at comm error, dead peers, tick and timeout.
  */
 #include <errno.h>
 #include <inttypes.h>

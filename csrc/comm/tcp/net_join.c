@@ -89,9 +89,9 @@ static zpp_status random_bytes(void *out, size_t bytes, struct zpp_err *err) {
     return zpp_fail_os(err, errno, "comm: no random bytes for the connections of the group");
 }
 
-static void describe_joining(const void *ctx, char *text, size_t room) {
+static void describe_joining(const void *ctx, char *text, size_t capacity) {
     (void)ctx;
-    snprintf(text, room, "the rendezvous between hosts");
+    snprintf(text, capacity, "the rendezvous between hosts");
 }
 
 static void tune(int fd) {
