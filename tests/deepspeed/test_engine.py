@@ -403,7 +403,7 @@ def test_an_optimizer_of_the_users_own(stage, tmp_path):
     assert set(shapes) == ({1, 2} if stage == 0 else {1})
     if stage:
         with pytest.raises(
-            zeropp.ConfigError, match=r'optimizer Signs is not among .*"zero_allow_untested_optimizer": true'
+            zeropp.ConfigError, match=r'optimizer Signs does not combine with .*"zero_allow_untested_optimizer": true'
         ):
             trained = model()
             engine_for(
