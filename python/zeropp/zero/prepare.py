@@ -26,6 +26,7 @@ from zeropp.zero.build import fill, loads_units, make_engine
 from zeropp.zero.engine import DTYPES, Engine, engine_of, register
 from zeropp.zero.model import buffers, meta
 from zeropp.zero.model.autocast import AutocastCall
+from zeropp.zero.model.init import is_sharded
 from zeropp.zero.model.parameter import ref_of
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
 from zeropp.zero.model.strays import engines, raise_strays
@@ -249,8 +250,6 @@ def _check_device(config: Config) -> None:
 
 
 def _check_model(model: nn.Module, config: Config) -> None:
-    from zeropp.zero.model.init import is_sharded
-
     refuse_lazy(model, "prepare")
     ignored = ignored_parameters(model, config.ignored)
     for parameter, name in ignored.items():
@@ -265,19 +264,21 @@ def _check_model(model: nn.Module, config: Config) -> None:
     if not named:
         raise ConfigError(f"prepare: {type(model).__name__} has no parameters, so there is nothing to partition")
     for name, parameter in named:
-        if ref_of(parameter) is not None:
-            raise ConfigError(
-                f"prepare: parameter '{name}' belongs to a prepared model already; prepare each model once"
-            )
-        if type(parameter) is not nn.Parameter and not is_sharded(parameter):
-            raise ConfigError(
-                f"prepare: parameter '{name}' is a {type(parameter).__name__}, a class of its own, which is not supported; wanted "
-                "a plain torch.nn.Parameter"
-            )
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ConfigError(
-                f"prepare: parameter '{name}' is on {parameter.device}; training on accelerators is not supported; move the model to the CPU"
-            )
+        _check_parameter(name, parameter)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if ref_of(parameter) is not None:
+        raise ConfigError(f"prepare: parameter '{name}' belongs to a prepared model already; prepare each model once")
+    if type(parameter) is not nn.Parameter and not is_sharded(parameter):
+        raise ConfigError(
+            f"prepare: parameter '{name}' is a {type(parameter).__name__}, a class of its own, which is not supported; wanted "
+            "a plain torch.nn.Parameter"
+        )
+    if parameter.device.type not in ("cpu", "meta"):
+        raise ConfigError(
+            f"prepare: parameter '{name}' is on {parameter.device}; training on accelerators is not supported; move the model to the CPU"
+        )
 
 
 def _check_plans(plans: list[UnitPlan], facts: compat.Facts) -> None:

@@ -415,6 +415,6 @@ def _strategy_of(optimizer: optim.Optimizer, engine: Engine) -> StepStrategy:
     plain = engine.config.state_name == "fp32" and all(unit.dtype != torch.float64 for unit in stepped)
     if kind in updates.UPDATES and (plain or kind in _ADAMS):
         return updates.KernelStep(updates.UPDATES[kind], updates.least_moments(optimizer))
-    if engine.config.state_name != "fp32":  # check_offload knows for which
+    if engine.config.state_name != "fp32":  # zeropp/compat.py says for which
         return low_step.OperatorStep(updates.least_moments(optimizer))
     return TorchStep(optimizer, engine)
