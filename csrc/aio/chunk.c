@@ -263,13 +263,19 @@ static void free_chunk(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
     aio->inflight_bytes -= chunk->piece.wanted_bytes;
 }
 
+static void count_result(zpp_aio *aio, const struct zpp_aio_chunk *chunk) {
+    const struct zpp_file_piece *piece = &chunk->piece;
+    const bool write = chunk->request->write;
+    if (chunk->os_errno || chunk->ended || chunk->bad.bytes) fail_request(aio, chunk);
+    else *(write ? &aio->written_bytes : &aio->read_bytes) += piece->wanted_bytes;
+    aio->checked_bytes += chunk->checked_bytes;
+    if (write && chunk->os_errno && piece->part->checksums)
+        zpp_checksums_clear(piece->part->checksums, piece->offset_bytes, piece->wanted_bytes);
+}
+
 void zpp_aio_finish(zpp_aio *aio, struct zpp_aio_chunk *chunk) {
     zpp_aio_request *request = chunk->request;
-    if (chunk->os_errno || chunk->ended || chunk->bad.bytes) fail_request(aio, chunk);
-    else *(request->write ? &aio->written_bytes : &aio->read_bytes) += chunk->piece.wanted_bytes;
-    aio->checked_bytes += chunk->checked_bytes;
-    if (request->write && chunk->os_errno && chunk->piece.part->checksums)
-        zpp_checksums_clear(chunk->piece.part->checksums, chunk->piece.offset_bytes, chunk->piece.wanted_bytes);
+    count_result(aio, chunk);
     free_chunk(aio, chunk);
     --request->flying;
     const bool over = request->taken_bytes == request->bytes || request->cancelled || request->failure;

@@ -142,7 +142,7 @@ static void put(zpp_dtype dtype, void *array, size_t i, float value) {
     else memcpy((char *)array + 2 * i, &half, 2);
 }
 
-/* Two sources of ones, of which element `at` is `first` and `second`; the sum replaces the second, or goes elsewhere. */
+/* Two sources of ones, of which element `at` is `first` and `second`; the sum replaces the second or goes elsewhere. */
 static struct zpp_sum_seen sum_of_two(const struct zpp_sum_kernels *kernels, zpp_dtype dtype, struct zpp_sum sum,
                                       size_t elems, size_t at, float first, float second) {
     static unsigned char arrays[3][ROOM] __attribute__((aligned(64)));

@@ -33,7 +33,8 @@ static bool step(const struct format *f, struct arrays *a, size_t pieces, int le
         segments[k] = (struct zpp_optim_segment){
             .param = a->param + first, .exp_avg = a->exp_avg + first, .exp_avg_sq = a->exp_avg_sq + first,
             .param_out = f->out == ZPP_DTYPES ? NULL : at(a->out, f->out, first), .out_dtype = f->out,
-            .elems = k + 1 < pieces ? f->elems / pieces : f->elems - k * (f->elems / pieces), .variance_step = 3, .optimizer = ZPP_OPTIM_FROZEN,
+            .elems = k + 1 < pieces ? f->elems / pieces : f->elems - k * (f->elems / pieces), .variance_step = 3,
+            .optimizer = ZPP_OPTIM_FROZEN,
             .step_size = 0.01, .decay = f->decays ? 0.1 : 0.0, .beta2 = 0.99, .eps = 1e-8 };
     }
     return zpp_optim_step_at((enum zpp_cpu_level)level, segments, pieces, 1.0f, pool);

@@ -34,7 +34,8 @@ static struct zpp_optim_segment described(struct memory *at, size_t s) {
     const size_t from = s * LENGTH, elems = s == SEGMENTS ? LONG : s % 7 ? s * 37 % LENGTH : 0;
     return (struct zpp_optim_segment){
         .param = at->p + from, .exp_avg = at->m + from, .exp_avg_sq = at->v + from,
-        .param_out = s % 4 ? at->out + from : NULL, .out_dtype = kinds[s % 3], .elems = elems, .optimizer = ZPP_OPTIM_FROZEN, .variance_step = 1 + s,
+        .param_out = s % 4 ? at->out + from : NULL, .out_dtype = kinds[s % 3], .elems = elems,
+        .optimizer = ZPP_OPTIM_FROZEN, .variance_step = 1 + s,
         .step_size = 1e-2, .decay = s % 5 ? 0.05 : 0.0, .beta2 = 0.99, .eps = 1e-8 };
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_moments.c with the AVX-512 versions of moments in fewer bits and of the optimizers, their very sources run lane by lane
- * (avx512_emulated.h).
+ * test_moments.c with the AVX-512 versions of moments in fewer bits and of the optimizers: the same sources, run lane
+ * by lane (avx512_emulated.h).
  */
 #include "avx512_emulated.h"
 #include "emulated_cpu.h"

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_zero_one.c with the AVX-512 version of the optimizers' loops, its very source run lane by lane (avx512_emulated.h).
+ * test_zero_one.c with the AVX-512 version of the optimizers' loops: the same source, run lane by lane
+ * (avx512_emulated.h).
  */
 #include "avx512_emulated.h"
 #include "emulated_cpu.h"

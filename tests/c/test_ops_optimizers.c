@@ -74,7 +74,8 @@ static bool adagrad(const struct format *f, struct arrays *a, const struct piece
     struct zpp_optim_segment segments[8];
     for (size_t k = 0; k < count; ++k) {
         segments[k] = (struct zpp_optim_segment){
-            SEGMENT(f, a, &pieces[k]), .optimizer = ZPP_OPTIM_ADAGRAD, .sum = a->state + f->offset + pieces[k].begin, .step = 3, .lr = 0.01,
+            SEGMENT(f, a, &pieces[k]), .optimizer = ZPP_OPTIM_ADAGRAD,
+            .sum = a->state + f->offset + pieces[k].begin, .step = 3, .lr = 0.01,
             .lr_decay = f->flags & 4 ? 0.01 : 0.0, .eps = 1e-10, .weight_decay = f->flags & 1 ? 0.1 : 0.0,
             .maximize = f->flags & 2 };
     }
@@ -207,7 +208,8 @@ static void many_segments(void) {
     for (size_t s = 0; s < SEGMENTS; ++s) {
         segments[s] = (struct zpp_optim_segment){
             .param = want[0] + s * LENGTH, .grad = want[1] + s * LENGTH, .exp_avg = want[2] + s * LENGTH,
-            .elems = s % 5 ? LENGTH : 0, .optimizer = ZPP_OPTIM_LION, .lr = 1e-3 * (double)(s % 4), .beta1 = 0.9, .beta2 = 0.99,
+            .elems = s % 5 ? LENGTH : 0, .optimizer = ZPP_OPTIM_LION,
+            .lr = 1e-3 * (double)(s % 4), .beta1 = 0.9, .beta2 = 0.99,
             .weight_decay = 0.1 };
         zpp_optim_step(&segments[s], 1, 1.0f, NULL);
         segments[s].param = got[0] + s * LENGTH, segments[s].grad = got[1] + s * LENGTH;

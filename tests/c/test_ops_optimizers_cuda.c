@@ -91,7 +91,8 @@ static const int LAUNCHES = 2; /* 94 that are not empty, 53 or more a launch */
 #define WITH(...) { __VA_ARGS__ }
 
 static void many_segments(void) {
-    CHECK_MANY(lion, WITH(SEGMENT(at, s), .optimizer = ZPP_OPTIM_LION, .exp_avg = at->m + s * LENGTH, .beta1 = 0.9, .beta2 = 0.99));
+    CHECK_MANY(lion, WITH(SEGMENT(at, s), .optimizer = ZPP_OPTIM_LION, .exp_avg = at->m + s * LENGTH, .beta1 = 0.9,
+                          .beta2 = 0.99));
     CHECK_MANY(adagrad, WITH(SEGMENT(at, s), .optimizer = ZPP_OPTIM_ADAGRAD,
                                 .sum = at->m + s * LENGTH, .step = 1 + s, .lr_decay = 0.01,
                                 .eps = 1e-10));
@@ -163,7 +164,8 @@ static void long_segment(void) {
         float *p = memory + 3 * (size_t)LONG * (size_t)copy;
         for (size_t i = 0; i < 3 * (size_t)LONG; ++i) p[i] = 0.25f + 0.001f * (float)(i % 977);
         const struct zpp_optim_segment segment = { .param = p, .momentum_buffer = p + LONG, .grad = p + 2 * LONG,
-                                                   .optimizer = ZPP_OPTIM_SGD, .step = 2, .elems = LONG, .lr = 1e-3, .momentum = 0.9 };
+                                                   .optimizer = ZPP_OPTIM_SGD, .step = 2, .elems = LONG, .lr = 1e-3,
+                                                   .momentum = 0.9 };
         if (copy) CHECK_EQUAL(sgd_step(&segment, 1, 1.0f), 1);
         else zpp_optim_step(&segment, 1, 1.0f, NULL);
     }

@@ -31,12 +31,13 @@ static bool step(const struct format *f, struct arrays *a, size_t pieces, int le
     for (size_t k = 0; k < pieces; ++k) {
         const size_t first = f->offset + k * (f->elems / pieces);
         segments[k] = (struct zpp_optim_segment){
-            .param = a->written[0] + first, .exp_avg = a->written[1] + first,
-            .moved = f->flags & 2 ? a->written[2] + first : NULL,
-            .anchor = f->flags & 4 ? a->written[3] + first : NULL, .exp_avg_sq = a->exp_avg_sq + first,
+            .param = a->written[0] + first,
+            .state = { a->written[1] + first, a->exp_avg_sq + first, f->flags & 2 ? a->written[2] + first : NULL,
+                       f->flags & 4 ? a->written[3] + first : NULL },
             .grad = at(a->grad, f->grad, first), .grad_dtype = f->grad,
             .param_out = f->out == ZPP_DTYPES ? NULL : at(a->out, f->out, first), .out_dtype = f->out,
-            .elems = k + 1 < pieces ? f->elems / pieces : f->elems - k * (f->elems / pieces), .variance_step = 3, .optimizer = ZPP_OPTIM_ZERO_ONE,
+            .elems = k + 1 < pieces ? f->elems / pieces : f->elems - k * (f->elems / pieces), .variance_step = 3,
+            .optimizer = ZPP_OPTIM_ZERO_ONE,
             .step_size = 0.01, .decay = f->flags & 1 ? 0.1 : 0.0, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8 };
     }
     return zpp_optim_step_at((enum zpp_cpu_level)level, segments, pieces, 0.5f, pool);

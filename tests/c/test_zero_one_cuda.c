@@ -32,11 +32,12 @@ static struct zpp_optim_segment described(struct memory *at, size_t s) {
     static const zpp_dtype kinds[] = { ZPP_F32, ZPP_BF16, ZPP_F16 };
     const size_t from = s * LENGTH, elems = s == SEGMENTS ? LONG : s % 7 ? s * 37 % LENGTH : 0;
     return (struct zpp_optim_segment){
-        .param = at->p + from, .exp_avg = at->m + from, .exp_avg_sq = at->v + from,
-        .moved = s % 3 ? at->u + from : NULL, .anchor = s % 2 ? at->a + from : NULL, .grad = at->grad + from,
+        .param = at->p + from,
+        .state = { at->m + from, at->v + from, s % 3 ? at->u + from : NULL, s % 2 ? at->a + from : NULL },
+        .grad = at->grad + from,
         .grad_dtype = kinds[s % 3], .param_out = s % 4 ? at->out + from : NULL, .out_dtype = kinds[(s + 1) % 3],
-        .elems = elems, .optimizer = ZPP_OPTIM_ZERO_ONE, .variance_step = 1 + s, .step_size = 1e-2, .decay = s % 5 ? 0.05 : 0.0, .beta1 = 0.9,
-        .beta2 = 0.99, .eps = 1e-8 };
+        .elems = elems, .optimizer = ZPP_OPTIM_ZERO_ONE, .variance_step = 1 + s, .step_size = 1e-2,
+        .decay = s % 5 ? 0.05 : 0.0, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8 };
 }
 
 static void equals_the_cpu(void) {

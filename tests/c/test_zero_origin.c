@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Sums of a shard name the ranks whose gradient was not finite: whichever source the sum overwrites, in every piece, and
- * whatever lies between parameters.
+ * Sums of a shard name the ranks whose gradient was not finite: whichever source the sum overwrites, in every piece,
+ * and whatever lies between parameters.
  */
 #include <math.h>
 

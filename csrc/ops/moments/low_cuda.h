@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Optimizers on moments in bf16 or 8 bits on CUDA: what their kernels are given, and how lists become launches;
- * optim/optim_cuda.h has the same for fp32. A launch takes as many segments, each with its constants, as fit the 4096 bytes
- * that kernel arguments may have. A block works on one chunk of one segment; low_walk_cuda.h is the walk.
+ * optim/optim_cuda.h has the same for fp32. A launch takes as many segments, each with its constants, as fit the 4096
+ * bytes that kernel arguments may have. A block works on one chunk of one segment; low_walk_cuda.h is the walk.
  */
 #ifndef ZPP_OPS_MOMENTS_LOW_CUDA_H
 #define ZPP_OPS_MOMENTS_LOW_CUDA_H
