@@ -9,6 +9,7 @@ Importing loads torch and the C library, registers the torch.distributed backend
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -96,13 +97,24 @@ _MODULES = (
 __all__ = ["__version__", *_HOME]
 
 
+def _module(name: str) -> Any:
+    """Import a module with garbage collection paused: a full collection walks all objects of torch, which takes 0.1 s and more."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(f"zeropp.{name}")
+    finally:
+        if collects:
+            gc.enable()
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        value = getattr(importlib.import_module(f"zeropp.{_HOME[name]}"), name)
+        value = getattr(_module(_HOME[name]), name)
         globals()[name] = value
         return value
     if name in _MODULES:
-        return importlib.import_module(f"zeropp.{name}")
+        return _module(name)
     raise AttributeError(f"module 'zeropp' has no attribute {name!r}")
 
 
