@@ -257,8 +257,8 @@ def behind(folder: Path) -> dict[str, Any]:
         model=held, args=arguments(transformers.TrainingArguments, folder / "e"), eval_dataset=HELD_OUT
     )
     alone = train(folder, "alone", llama(), config, max_steps=2)
-    delayed = zeropp.zero.engine.engine_of(alone.model).delayed
-    return {"seen": [seen[0], plain.evaluate()["eval_loss"]], "pending": delayed.pending}
+    schedule = zeropp.zero.engine.engine_of(alone.model).schedule
+    return {"seen": [seen[0], plain.evaluate()["eval_loss"]], "pending": schedule.pending}
 
 
 def _calm(more: dict[str, Any]) -> dict[str, Any]:

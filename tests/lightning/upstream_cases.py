@@ -257,8 +257,8 @@ def newest_weights(folder: Path) -> dict[str, Any]:
     alone = Keeps()
     last = trainer(folder, zeropp.lightning.ZeroppStrategy(stage=2, offload=strategy.zeropp_config.offload))
     last.fit(alone, batches())
-    delayed = zeropp.zero.engine.engine_of(alone).delayed
-    return {"seen": [module.seen, expected], "pending": delayed.pending}
+    schedule = zeropp.zero.engine.engine_of(alone).schedule
+    return {"seen": [module.seen, expected], "pending": schedule.pending}
 
 
 # -- Fabric ------------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import zeropp
 from reads_cases import MODES, Tiny, vector
+from zeropp.zero.engine import engine_of
 
 AT_STEP = 3
 
@@ -37,7 +38,7 @@ def strike(what: str, file: Path) -> None:
         raise ZeroDivisionError("the failed rank's own mistake")
 
 
-def arm(what: str, where: str, model: Any, optimizer: Any, file: Path) -> None:
+def arm(what: str, where: str, model: Any, file: Path) -> None:
     """From now on the failed rank strikes when it comes to `where`."""
     if where == "forward":
         model.blocks[1].register_forward_hook(lambda *_: strike(what, file))
@@ -48,13 +49,14 @@ def arm(what: str, where: str, model: Any, optimizer: Any, file: Path) -> None:
 
         model.blocks[1].register_forward_hook(on_output)
     else:
-        update = type(optimizer)._update
+        schedule = engine_of(model).schedule
+        run = schedule.run
 
-        def between(self: Any) -> None:
+        def between(optimizer: Any) -> None:
             strike(what, file)
-            update(self)
+            run(optimizer)
 
-        type(optimizer)._update = between
+        schedule.run = between
 
 
 def train(what: str, where: str, mode: str, failed_rank: bool, file: Path) -> None:
@@ -69,7 +71,7 @@ def train(what: str, where: str, mode: str, failed_rank: bool, file: Path) -> No
                 file.write_text(json.dumps({"struck": time.time()}))
                 return
             if what != "extra":
-                arm(what, where, model, optimizer, file)
+                arm(what, where, model, file)
         model(vector(step)).backward()
         if failed_rank and what == "extra" and step == AT_STEP:
             file.write_text(json.dumps({"struck": time.time()}))
