@@ -27,7 +27,7 @@ from zeropp.zero.offload.optim_tier import StateTier
 from zeropp.zero.offload.params_tier import ParamsTier
 from zeropp.zero.offload.storage import FileStorage
 from zeropp.zero.step.low_states import MemoryStates
-from zeropp.zero.unfreeze import Unfreezeing, has_master
+from zeropp.zero.unfreeze import Unfreezing, has_master
 
 _BETWEEN_HOSTS_PREFETCH_BYTES = 64 << 20
 _RELEASED_CLASS = (None, ShardedGradParameter, ShardedGradParameter, PartitionedParameter)
@@ -47,7 +47,7 @@ def make_engine(
     if config.comm.secondary_shard and comm is not None and comm.hosts > 1:
         engine.sharers = len(comm.host_ranks)
     engine.states = memory = MemoryStates()
-    engine.unfreezing = Unfreezeing(engine)
+    engine.unfreezing = Unfreezing(engine)
     try:
         _make_stores(engine, model, plans)
         in_memory = ParamStore()

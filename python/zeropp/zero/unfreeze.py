@@ -79,7 +79,7 @@ def hook_unit(engine: Engine, unit: Unit) -> None:
 # -- later -------------------------------------------------------------------------------------------------------------------
 
 
-class Unfreezeing:
+class Unfreezing:
     """The reserved units of one engine, and parameters that are in no group of the optimizer."""
 
     def __init__(self, engine: Engine) -> None:
