@@ -139,6 +139,13 @@ def _locked(folder: Path) -> Iterator[None]:
         mine.discard(str(folder))
 
 
+def tidy(root: Path) -> None:
+    """Remove what jobs that were killed left in ``root``, and nothing of those that run. Nothing where there is no such folder."""
+    if root.is_dir():
+        with _locked(root):
+            remove_abandoned(root)
+
+
 def remove_abandoned(root: Path) -> None:
     """Remove abandoned folders, with the lock on ``root`` held."""
     for job in root.glob(PREFIX + "*"):
