@@ -10,8 +10,8 @@
 
 void zpp_moments_each_tile(const struct zpp_moments_held *held, size_t begin, size_t end, zpp_moments_step_fn step,
                            const void *arg) {
-    LINE_ALIGNED float room[3][ZPP_MOMENTS_TILE_ELEMS];
-    float *const values[3] = { room[0], room[1], room[2] };
+    LINE_ALIGNED float scratch[3][ZPP_MOMENTS_TILE_ELEMS];
+    float *const values[3] = { scratch[0], scratch[1], scratch[2] };
     const size_t count = held->count < 3 ? held->count : 3; /* it is; an analyser cannot know */
     assert(held->count >= 1 && held->first + held->count <= 3);
     for (size_t at = begin; at < end;) {

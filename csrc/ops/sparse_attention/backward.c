@@ -24,26 +24,26 @@ struct backward {
 };
 
 /* A thread's memory. */
-struct room {
+struct scratch {
     float *q, *go, *k, *v, *kt, *vt, *dq, *dk, *dv; /* tiles */
     float *scores, *ds, *lse;
     float *head_dq; /* of all blocks; by heads only */
 };
 
-static size_t room_elems(const struct zpp_sparse_shape *shape, bool by_heads) {
+static size_t scratch_elems(const struct zpp_sparse_shape *shape, bool by_heads) {
     const size_t tiles = 9 + (by_heads ? shape->blocks : 0);
     return tiles * shape->tile_elems + 2 * shape->block * shape->block + shape->block;
 }
 
-static struct room room_of(const struct zpp_sparse_shape *shape, float *at) {
-    struct room room;
-    float **const tiles[] = { &room.q, &room.go, &room.k, &room.v, &room.kt, &room.vt, &room.dq, &room.dk, &room.dv };
+static struct scratch scratch_of(const struct zpp_sparse_shape *shape, float *at) {
+    struct scratch scratch;
+    float **const tiles[] = { &scratch.q, &scratch.go, &scratch.k, &scratch.v, &scratch.kt, &scratch.vt, &scratch.dq, &scratch.dk, &scratch.dv };
     for (size_t t = 0; t < sizeof tiles / sizeof tiles[0]; ++t, at += shape->tile_elems) *tiles[t] = at;
-    room.scores = at;
-    room.ds = room.scores + shape->block * shape->block;
-    room.lse = room.ds + shape->block * shape->block;
-    room.head_dq = room.lse + shape->block;
-    return room;
+    scratch.scores = at;
+    scratch.ds = scratch.scores + shape->block * shape->block;
+    scratch.lse = scratch.ds + shape->block * shape->block;
+    scratch.head_dq = scratch.lse + shape->block;
+    return scratch;
 }
 
 /* --- one block ---------------------------------------------------------------------------------------------------- */
@@ -51,52 +51,52 @@ struct operands {
     struct zpp_sparse_rows q, go, k, v;
 };
 
-static void load_row(const struct backward *job, size_t head, size_t row, const struct room *room,
+static void load_row(const struct backward *job, size_t head, size_t row, const struct scratch *scratch,
                      struct operands *on) {
-    on->q = zpp_sparse_load(&job->shape, job->shape.at->q, head, row, room->q);
-    on->go = zpp_sparse_load(&job->shape, job->grads->grad_out, head, row, room->go);
+    on->q = zpp_sparse_load(&job->shape, job->shape.at->q, head, row, scratch->q);
+    on->go = zpp_sparse_load(&job->shape, job->grads->grad_out, head, row, scratch->go);
 }
 
-static void load_column(const struct backward *job, size_t head, size_t column, const struct room *room,
+static void load_column(const struct backward *job, size_t head, size_t column, const struct scratch *scratch,
                         struct operands *on) {
-    on->k = zpp_sparse_load(&job->shape, job->shape.at->k, head, column, room->k);
-    on->v = zpp_sparse_load(&job->shape, job->shape.at->v, head, column, room->v);
-    zpp_sparse_transpose(&job->shape, on->k, room->kt);
-    zpp_sparse_transpose(&job->shape, on->v, room->vt);
+    on->k = zpp_sparse_load(&job->shape, job->shape.at->k, head, column, scratch->k);
+    on->v = zpp_sparse_load(&job->shape, job->shape.at->v, head, column, scratch->v);
+    zpp_sparse_transpose(&job->shape, on->k, scratch->kt);
+    zpp_sparse_transpose(&job->shape, on->v, scratch->vt);
 }
 
-/* p and ds of a block, into room->scores and room->ds. */
+/* p and ds of a block, into scratch->scores and scratch->ds. */
 static void weigh(const struct backward *job, size_t head, size_t row, size_t column, const struct operands *on,
-                  const struct room *room) {
+                  const struct scratch *scratch) {
     const struct zpp_sparse_shape *shape = &job->shape;
     const struct zpp_sparse_kernels *kernels = shape->kernels;
     const size_t block = shape->block, seq = shape->at->seq, first = row * block;
     const struct zpp_sparse_sizes sizes = { block, block, shape->width };
-    kernels->matmul(room->scores, block, (struct zpp_sparse_tile){ on->q.at, on->q.ld, 1 }, room->kt, block, sizes,
+    kernels->matmul(scratch->scores, block, (struct zpp_sparse_tile){ on->q.at, on->q.ld, 1 }, scratch->kt, block, sizes,
                     false);
-    kernels->matmul(room->ds, block, (struct zpp_sparse_tile){ on->go.at, on->go.ld, 1 }, room->vt, block, sizes,
+    kernels->matmul(scratch->ds, block, (struct zpp_sparse_tile){ on->go.at, on->go.ld, 1 }, scratch->vt, block, sizes,
                     false);
-    zpp_sparse_hide(shape, head, row, column, room->scores, block, 1);
+    zpp_sparse_hide(shape, head, row, column, scratch->scores, block, 1);
     const size_t within = seq - first < block ? seq - first : block;
-    memcpy(room->lse, job->grads->lse + head * seq + first, within * sizeof(float));
-    memset(room->lse + within, 0, (block - within) * sizeof(float)); /* rows of zeros, whose gradients are none */
-    kernels->weigh(room->scores, room->ds, block, block, shape->at->scale, room->lse,
+    memcpy(scratch->lse, job->grads->lse + head * seq + first, within * sizeof(float));
+    memset(scratch->lse + within, 0, (block - within) * sizeof(float)); /* rows of zeros, whose gradients are none */
+    kernels->weigh(scratch->scores, scratch->ds, block, block, shape->at->scale, scratch->lse,
                    job->delta + (head * shape->blocks + row) * block);
 }
 
-static void add_columns(const struct zpp_sparse_shape *shape, const struct operands *on, const struct room *room) {
+static void add_columns(const struct zpp_sparse_shape *shape, const struct operands *on, const struct scratch *scratch) {
     const size_t block = shape->block, width = shape->width;
     const struct zpp_sparse_sizes sizes = { block, width, block };
-    shape->kernels->matmul(room->dv, width, (struct zpp_sparse_tile){ room->scores, 1, block }, on->go.at, on->go.ld,
+    shape->kernels->matmul(scratch->dv, width, (struct zpp_sparse_tile){ scratch->scores, 1, block }, on->go.at, on->go.ld,
                            sizes, true);
-    shape->kernels->matmul(room->dk, width, (struct zpp_sparse_tile){ room->ds, 1, block }, on->q.at, on->q.ld, sizes,
+    shape->kernels->matmul(scratch->dk, width, (struct zpp_sparse_tile){ scratch->ds, 1, block }, on->q.at, on->q.ld, sizes,
                            true);
 }
 
-static void add_rows(const struct zpp_sparse_shape *shape, const struct operands *on, const struct room *room,
+static void add_rows(const struct zpp_sparse_shape *shape, const struct operands *on, const struct scratch *scratch,
                      float *dq) {
     const struct zpp_sparse_sizes sizes = { shape->block, shape->width, shape->block };
-    shape->kernels->matmul(dq, shape->width, (struct zpp_sparse_tile){ room->ds, shape->block, 1 }, on->k.at, on->k.ld,
+    shape->kernels->matmul(dq, shape->width, (struct zpp_sparse_tile){ scratch->ds, shape->block, 1 }, on->k.at, on->k.ld,
                            sizes, true);
 }
 
@@ -113,66 +113,66 @@ static struct zpp_sparse_span column_of(const struct backward *job, size_t head,
 }
 
 /* dk and dv of a block of keys; dq of the queries that see it, too, where there is memory for it. */
-static void do_column(const struct backward *job, size_t head, size_t column, const struct room *room, float *head_dq) {
+static void do_column(const struct backward *job, size_t head, size_t column, const struct scratch *scratch, float *head_dq) {
     const struct zpp_sparse_shape *shape = &job->shape;
     const size_t bytes = shape->tile_elems * sizeof(float);
     struct operands on;
-    load_column(job, head, column, room, &on);
-    memset(room->dk, 0, bytes);
-    memset(room->dv, 0, bytes);
+    load_column(job, head, column, scratch, &on);
+    memset(scratch->dk, 0, bytes);
+    memset(scratch->dv, 0, bytes);
     const struct zpp_sparse_span span = column_of(job, head, column);
     for (const int32_t *row = span.begin; row < span.end; ++row) {
-        load_row(job, head, (size_t)*row, room, &on);
-        weigh(job, head, (size_t)*row, column, &on, room);
-        add_columns(shape, &on, room);
-        if (head_dq) add_rows(shape, &on, room, head_dq + (size_t)*row * shape->tile_elems);
+        load_row(job, head, (size_t)*row, scratch, &on);
+        weigh(job, head, (size_t)*row, column, &on, scratch);
+        add_columns(shape, &on, scratch);
+        if (head_dq) add_rows(shape, &on, scratch, head_dq + (size_t)*row * shape->tile_elems);
     }
-    zpp_sparse_store(shape, room->dk, job->grads->grad_k, head, column);
-    zpp_sparse_store(shape, room->dv, job->grads->grad_v, head, column);
+    zpp_sparse_store(shape, scratch->dk, job->grads->grad_k, head, column);
+    zpp_sparse_store(shape, scratch->dv, job->grads->grad_v, head, column);
 }
 
 static void backward_head(void *arg, size_t head, float *memory) {
     const struct backward *job = arg;
     const struct zpp_sparse_shape *shape = &job->shape;
-    const struct room room = room_of(shape, memory);
-    memset(room.head_dq, 0, shape->blocks * shape->tile_elems * sizeof(float));
-    for (size_t column = 0; column < shape->blocks; ++column) do_column(job, head, column, &room, room.head_dq);
+    const struct scratch scratch = scratch_of(shape, memory);
+    memset(scratch.head_dq, 0, shape->blocks * shape->tile_elems * sizeof(float));
+    for (size_t column = 0; column < shape->blocks; ++column) do_column(job, head, column, &scratch, scratch.head_dq);
     for (size_t row = 0; row < shape->blocks; ++row) {
-        zpp_sparse_store(shape, room.head_dq + row * shape->tile_elems, job->grads->grad_q, head, row);
+        zpp_sparse_store(shape, scratch.head_dq + row * shape->tile_elems, job->grads->grad_q, head, row);
     }
 }
 
 static void backward_column(void *arg, size_t unit, float *memory) {
     const struct backward *job = arg;
-    const struct room room = room_of(&job->shape, memory);
-    do_column(job, unit / job->shape.blocks, unit % job->shape.blocks, &room, NULL);
+    const struct scratch scratch = scratch_of(&job->shape, memory);
+    do_column(job, unit / job->shape.blocks, unit % job->shape.blocks, &scratch, NULL);
 }
 
 static void backward_row(void *arg, size_t unit, float *memory) {
     const struct backward *job = arg;
     const struct zpp_sparse_shape *shape = &job->shape;
     const size_t head = unit / shape->blocks, row = unit % shape->blocks;
-    const struct room room = room_of(shape, memory);
+    const struct scratch scratch = scratch_of(shape, memory);
     struct operands on;
-    load_row(job, head, row, &room, &on);
-    memset(room.dq, 0, shape->tile_elems * sizeof(float));
+    load_row(job, head, row, &scratch, &on);
+    memset(scratch.dq, 0, shape->tile_elems * sizeof(float));
     const struct zpp_sparse_span span = zpp_sparse_row(shape, head, row);
     for (const int32_t *column = span.begin; column < span.end; ++column) {
         if (shape->at->causal && (size_t)*column > row) break;
-        load_column(job, head, (size_t)*column, &room, &on);
-        weigh(job, head, row, (size_t)*column, &on, &room);
-        add_rows(shape, &on, &room, room.dq);
+        load_column(job, head, (size_t)*column, &scratch, &on);
+        weigh(job, head, row, (size_t)*column, &on, &scratch);
+        add_rows(shape, &on, &scratch, scratch.dq);
     }
-    zpp_sparse_store(shape, room.dq, job->grads->grad_q, head, row);
+    zpp_sparse_store(shape, scratch.dq, job->grads->grad_q, head, row);
 }
 
 static void delta_row(void *arg, size_t unit, float *memory) {
     const struct backward *job = arg;
     const struct zpp_sparse_shape *shape = &job->shape;
     const size_t head = unit / shape->blocks, row = unit % shape->blocks;
-    const struct room room = room_of(shape, memory);
-    const struct zpp_sparse_rows go = zpp_sparse_load(shape, job->grads->grad_out, head, row, room.go);
-    const struct zpp_sparse_rows out = zpp_sparse_load(shape, job->grads->out, head, row, room.q);
+    const struct scratch scratch = scratch_of(shape, memory);
+    const struct zpp_sparse_rows go = zpp_sparse_load(shape, job->grads->grad_out, head, row, scratch.go);
+    const struct zpp_sparse_rows out = zpp_sparse_load(shape, job->grads->out, head, row, scratch.q);
     for (size_t i = 0; i < shape->block; ++i) {
         job->delta[unit * shape->block + i] = shape->kernels->dot(go.at + i * go.ld, out.at + i * out.ld, shape->width);
     }
@@ -212,11 +212,11 @@ zpp_status zpp_sparse_attention_backward(const struct zpp_sparse_attention *at,
         job.rows = job.starts + lines;
         turn_layout(&at->layout, job.starts, job.rows);
         const bool by_heads = heads >= (size_t)zpp_pool_threads(pool);
-        const size_t room = room_elems(&job.shape, by_heads);
-        status = zpp_sparse_run(pool, units, room_elems(&job.shape, false), delta_row, &job, err);
-        if (!status && by_heads) status = zpp_sparse_run(pool, heads, room, backward_head, &job, err);
-        if (!status && !by_heads) status = zpp_sparse_run(pool, units, room, backward_row, &job, err);
-        if (!status && !by_heads) status = zpp_sparse_run(pool, units, room, backward_column, &job, err);
+        const size_t scratch = scratch_elems(&job.shape, by_heads);
+        status = zpp_sparse_run(pool, units, scratch_elems(&job.shape, false), delta_row, &job, err);
+        if (!status && by_heads) status = zpp_sparse_run(pool, heads, scratch, backward_head, &job, err);
+        if (!status && !by_heads) status = zpp_sparse_run(pool, units, scratch, backward_row, &job, err);
+        if (!status && !by_heads) status = zpp_sparse_run(pool, units, scratch, backward_column, &job, err);
     }
     free(job.starts);
     free(job.delta);

@@ -32,13 +32,13 @@ static __device__ __forceinline__ struct tiles tiles_of(const struct zpp_sparse_
     const uint64_t tile = a->rows * (a->dim + 1);
     struct tiles t;
     t.head = place.head, t.first = place.first, t.block = place.block;
-    t.q = room;
+    t.q = scratch;
     t.go = t.q + tile;
     t.k = t.go + tile;
     t.v = t.k + tile;
     t.d1 = t.v + tile;
     t.d2 = t.d1 + tile;
-    t.p = room + (uint64_t)tiles * tile;
+    t.p = scratch + (uint64_t)tiles * tile;
     t.ds = t.p + (uint64_t)a->rows * a->rows;
     t.lse = t.ds + (uint64_t)a->rows * a->rows;
     t.delta = t.lse + a->rows;

@@ -29,7 +29,7 @@ static __device__ __forceinline__ struct strip strip_of(const struct zpp_sparse_
     const uint64_t tile = a->rows * (a->dim + 1);
     struct strip s;
     s.head = place.head, s.first = place.first, s.row = place.block;
-    s.q = room;
+    s.q = scratch;
     s.keys = s.q + tile;
     s.out = s.keys + tile;
     s.scores = s.out + tile;

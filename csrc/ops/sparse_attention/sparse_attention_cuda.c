@@ -10,7 +10,7 @@
 
 _Static_assert(ZPP_SPARSE_CUDA_MOST_ROWS <= (int)ZPP_SPARSE_ATTENTION_LEAST_BLOCK, "strips lie inside blocks");
 _Static_assert(ZPP_SPARSE_CUDA_FLOATS(ZPP_SPARSE_CUDA_KEY_TILES, 2, ZPP_SPARSE_ATTENTION_MOST_DIM) <=
-                   ZPP_SPARSE_CUDA_ROOM_FLOATS, "the widest heads must fit in strips of two");
+                   ZPP_SPARSE_CUDA_SCRATCH_FLOATS, "the widest heads must fit in strips of two");
 
 static struct zpp_sparse_cuda_args args_of(const struct zpp_sparse_attention *at) {
     return (struct zpp_sparse_cuda_args){
@@ -23,7 +23,7 @@ static struct zpp_sparse_cuda_args args_of(const struct zpp_sparse_attention *at
 
 uint32_t zpp_sparse_cuda_rows(unsigned int tiles, size_t dim) {
     uint32_t rows = ZPP_SPARSE_CUDA_MOST_ROWS;
-    while (ZPP_SPARSE_CUDA_FLOATS(tiles, rows, dim) > ZPP_SPARSE_CUDA_ROOM_FLOATS) rows /= 2;
+    while (ZPP_SPARSE_CUDA_FLOATS(tiles, rows, dim) > ZPP_SPARSE_CUDA_SCRATCH_FLOATS) rows /= 2;
     return rows;
 }
 

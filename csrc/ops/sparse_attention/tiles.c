@@ -81,21 +81,21 @@ static size_t offset_elems(const struct zpp_sparse_shape *shape, size_t head, si
 }
 
 struct zpp_sparse_rows zpp_sparse_load(const struct zpp_sparse_shape *shape, const void *tensor, size_t head,
-                                       size_t index, float *room) {
+                                       size_t index, float *scratch) {
     const struct zpp_sparse_attention *at = shape->at;
     const size_t rows = rows_within(shape, index), dim = at->dim, bytes = zpp_dtype_bytes(at->dtype);
     const char *from = (const char *)tensor + offset_elems(shape, head, index) * bytes;
     const bool whole = dim == shape->width && rows == shape->block;
     if (whole && at->dtype == ZPP_F32) return (struct zpp_sparse_rows){ (const float *)(const void *)from, dim };
-    if (!whole) memset(room, 0, shape->tile_elems * sizeof *room);
+    if (!whole) memset(scratch, 0, shape->tile_elems * sizeof *scratch);
     if (dim == shape->width) {
-        zpp_convert(room, ZPP_F32, from, at->dtype, rows * dim);
+        zpp_convert(scratch, ZPP_F32, from, at->dtype, rows * dim);
     } else {
         for (size_t r = 0; r < rows; ++r) {
-            zpp_convert(room + r * shape->width, ZPP_F32, from + r * dim * bytes, at->dtype, dim);
+            zpp_convert(scratch + r * shape->width, ZPP_F32, from + r * dim * bytes, at->dtype, dim);
         }
     }
-    return (struct zpp_sparse_rows){ room, shape->width };
+    return (struct zpp_sparse_rows){ scratch, shape->width };
 }
 
 void zpp_sparse_store(const struct zpp_sparse_shape *shape, const float *tile, void *tensor, size_t head,
@@ -145,8 +145,8 @@ void zpp_sparse_hide(const struct zpp_sparse_shape *shape, size_t head, size_t r
 struct run {
     zpp_sparse_unit_fn unit;
     void *job;
-    size_t units, room_elems;
-    float *rooms;
+    size_t units, scratch_elems;
+    float *scratches;
     atomic_size_t next;
 };
 
@@ -155,24 +155,24 @@ static void work(size_t begin, size_t end, void *arg) {
     for (size_t worker = begin; worker < end; ++worker) {
         size_t unit;
         while ((unit = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->units) {
-            run->unit(run->job, unit, run->rooms + worker * run->room_elems);
+            run->unit(run->job, unit, run->scratches + worker * run->scratch_elems);
         }
     }
 }
 
-zpp_status zpp_sparse_run(zpp_pool *pool, size_t units, size_t room_elems, zpp_sparse_unit_fn unit, void *job,
+zpp_status zpp_sparse_run(zpp_pool *pool, size_t units, size_t scratch_elems, zpp_sparse_unit_fn unit, void *job,
                           struct zpp_err *err) {
     size_t workers = (size_t)zpp_pool_threads(pool);
     if (workers > units) workers = units;
     if (workers == 0) return ZPP_OK;
     struct run run = { .unit = unit, .job = job, .units = units };
-    run.room_elems = (room_elems + ZPP_SPARSE_LANES - 1) / ZPP_SPARSE_LANES * ZPP_SPARSE_LANES;
-    const size_t bytes = workers * run.room_elems * sizeof(float);
-    void *rooms = NULL;
-    const zpp_status status = zpp_mem_alloc(bytes, ALIGN_BYTES, &rooms, err);
+    run.scratch_elems = (scratch_elems + ZPP_SPARSE_LANES - 1) / ZPP_SPARSE_LANES * ZPP_SPARSE_LANES;
+    const size_t bytes = workers * run.scratch_elems * sizeof(float);
+    void *scratches = NULL;
+    const zpp_status status = zpp_mem_alloc(bytes, ALIGN_BYTES, &scratches, err);
     if (status) return status;
-    run.rooms = rooms;
+    run.scratches = scratches;
     zpp_pool_run(pool, workers, 1, work, &run);
-    zpp_mem_free(rooms, bytes);
+    zpp_mem_free(scratches, bytes);
     return ZPP_OK;
 }

@@ -23,9 +23,9 @@ struct zpp_sparse_rows {
     size_t ld;
 };
 /* Rows of block `index` of head `head` (of all batches) of a tensor shaped as q: where they are, if they can be used
- * so, or else converted into `room` [block][width], with zeros beyond seq and dim. */
+ * so, or else converted into `scratch` [block][width], with zeros beyond seq and dim. */
 struct zpp_sparse_rows zpp_sparse_load(const struct zpp_sparse_shape *shape, const void *tensor, size_t head,
-                                       size_t index, float *room);
+                                       size_t index, float *scratch);
 /* The tile's part inside seq and dim, to the tensor. */
 void zpp_sparse_store(const struct zpp_sparse_shape *shape, const float *tile, void *tensor, size_t head,
                       size_t index);
@@ -44,8 +44,8 @@ void zpp_sparse_hide(const struct zpp_sparse_shape *shape, size_t head, size_t r
                      size_t query, size_t key);
 
 /* Units of work that threads take one after another, each thread with memory of its own. */
-typedef void (*zpp_sparse_unit_fn)(void *job, size_t unit, float *room);
-zpp_status zpp_sparse_run(zpp_pool *pool, size_t units, size_t room_elems, zpp_sparse_unit_fn unit, void *job,
+typedef void (*zpp_sparse_unit_fn)(void *job, size_t unit, float *scratch);
+zpp_status zpp_sparse_run(zpp_pool *pool, size_t units, size_t scratch_elems, zpp_sparse_unit_fn unit, void *job,
                           struct zpp_err *err);
 
 #endif

@@ -17,7 +17,7 @@
 #endif
 
 enum {
-    ZPP_SPARSE_CUDA_ROOM_FLOATS = 12 * 1024, /* the shared memory that every GPU gives without being asked: 48 KiB */
+    ZPP_SPARSE_CUDA_SCRATCH_FLOATS = 12 * 1024, /* the shared memory that every GPU gives without being asked: 48 KiB */
     ZPP_SPARSE_CUDA_MOST_ROWS = 16,          /* divides every block */
     ZPP_SPARSE_CUDA_FORWARD_TILES = 3,
     ZPP_SPARSE_CUDA_QUERY_TILES = 5,
@@ -42,9 +42,9 @@ struct zpp_sparse_cuda_args {
 
 #if defined(__CUDACC__) || defined(ZPP_ON_CPU)
 #ifdef ZPP_ON_CPU
-static float room[ZPP_SPARSE_CUDA_ROOM_FLOATS];
+static float scratch[ZPP_SPARSE_CUDA_SCRATCH_FLOATS];
 #else
-extern __shared__ float room[];
+extern __shared__ float scratch[];
 #endif
 
 /* The strip of this block of threads: its head, its first row, and its block of the layout. */
