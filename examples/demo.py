@@ -37,7 +37,7 @@ class Refused(SystemExit):
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="", help="small (default), base or large")
-    parser.add_argument("--device", default="", help="auto (default: cpu), cpu; cuda is not built yet")
+    parser.add_argument("--device", default="", help="auto (default: cpu), cpu; cuda is not supported yet")
     parser.add_argument("--ranks", default="", help="auto (default: one a GPU, two on CPU) or a number")
     parser.add_argument("--steps", default="", help="training steps; default: of the preset")
     parser.add_argument("--offload", default="", help="none (default), cpu or nvme: where states live")
