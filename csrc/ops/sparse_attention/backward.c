@@ -37,7 +37,8 @@ static size_t scratch_elems(const struct zpp_sparse_shape *shape, bool by_heads)
 
 static struct scratch scratch_of(const struct zpp_sparse_shape *shape, float *at) {
     struct scratch scratch;
-    float **const tiles[] = { &scratch.q, &scratch.go, &scratch.k, &scratch.v, &scratch.kt, &scratch.vt, &scratch.dq, &scratch.dk, &scratch.dv };
+    float **const tiles[] = { &scratch.q,  &scratch.go, &scratch.k,  &scratch.v, &scratch.kt,
+                              &scratch.vt, &scratch.dq, &scratch.dk, &scratch.dv };
     for (size_t t = 0; t < sizeof tiles / sizeof tiles[0]; ++t, at += shape->tile_elems) *tiles[t] = at;
     scratch.scores = at;
     scratch.ds = scratch.scores + shape->block * shape->block;
@@ -72,8 +73,8 @@ static void weigh(const struct backward *job, size_t head, size_t row, size_t co
     const struct zpp_sparse_kernels *kernels = shape->kernels;
     const size_t block = shape->block, seq = shape->at->seq, first = row * block;
     const struct zpp_sparse_sizes sizes = { block, block, shape->width };
-    kernels->matmul(scratch->scores, block, (struct zpp_sparse_tile){ on->q.at, on->q.ld, 1 }, scratch->kt, block, sizes,
-                    false);
+    kernels->matmul(scratch->scores, block, (struct zpp_sparse_tile){ on->q.at, on->q.ld, 1 }, scratch->kt, block,
+                    sizes, false);
     kernels->matmul(scratch->ds, block, (struct zpp_sparse_tile){ on->go.at, on->go.ld, 1 }, scratch->vt, block, sizes,
                     false);
     zpp_sparse_hide(shape, head, row, column, scratch->scores, block, 1);
@@ -84,20 +85,21 @@ static void weigh(const struct backward *job, size_t head, size_t row, size_t co
                    job->delta + (head * shape->blocks + row) * block);
 }
 
-static void add_columns(const struct zpp_sparse_shape *shape, const struct operands *on, const struct scratch *scratch) {
+static void add_columns(const struct zpp_sparse_shape *shape, const struct operands *on,
+                        const struct scratch *scratch) {
     const size_t block = shape->block, width = shape->width;
     const struct zpp_sparse_sizes sizes = { block, width, block };
-    shape->kernels->matmul(scratch->dv, width, (struct zpp_sparse_tile){ scratch->scores, 1, block }, on->go.at, on->go.ld,
+    shape->kernels->matmul(scratch->dv, width, (struct zpp_sparse_tile){ scratch->scores, 1, block }, on->go.at,
+                           on->go.ld, sizes, true);
+    shape->kernels->matmul(scratch->dk, width, (struct zpp_sparse_tile){ scratch->ds, 1, block }, on->q.at, on->q.ld,
                            sizes, true);
-    shape->kernels->matmul(scratch->dk, width, (struct zpp_sparse_tile){ scratch->ds, 1, block }, on->q.at, on->q.ld, sizes,
-                           true);
 }
 
 static void add_rows(const struct zpp_sparse_shape *shape, const struct operands *on, const struct scratch *scratch,
                      float *dq) {
     const struct zpp_sparse_sizes sizes = { shape->block, shape->width, shape->block };
-    shape->kernels->matmul(dq, shape->width, (struct zpp_sparse_tile){ scratch->ds, shape->block, 1 }, on->k.at, on->k.ld,
-                           sizes, true);
+    shape->kernels->matmul(dq, shape->width, (struct zpp_sparse_tile){ scratch->ds, shape->block, 1 }, on->k.at,
+                           on->k.ld, sizes, true);
 }
 
 /* --- units -------------------------------------------------------------------------------------------------------- */
@@ -113,7 +115,8 @@ static struct zpp_sparse_span column_of(const struct backward *job, size_t head,
 }
 
 /* dk and dv of a block of keys; dq of the queries that see it, too, where there is memory for it. */
-static void do_column(const struct backward *job, size_t head, size_t column, const struct scratch *scratch, float *head_dq) {
+static void do_column(const struct backward *job, size_t head, size_t column, const struct scratch *scratch,
+                      float *head_dq) {
     const struct zpp_sparse_shape *shape = &job->shape;
     const size_t bytes = shape->tile_elems * sizeof(float);
     struct operands on;

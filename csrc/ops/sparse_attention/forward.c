@@ -54,8 +54,8 @@ static void step(const struct zpp_sparse_shape *shape, size_t head, size_t row, 
         const size_t column = (size_t)**next;
         const struct zpp_sparse_rows k = zpp_sparse_load(shape, at->k, head, column, scratch->row);
         const struct zpp_sparse_sizes sizes = { block, block, width };
-        kernels->matmul(scratch->scores + count * square, block, (struct zpp_sparse_tile){ k.at, k.ld, 1 }, scratch->q, block,
-                        sizes, false);
+        kernels->matmul(scratch->scores + count * square, block, (struct zpp_sparse_tile){ k.at, k.ld, 1 }, scratch->q,
+                        block, sizes, false);
         zpp_sparse_hide(shape, head, row, column, scratch->scores + count * square, 1, block);
     }
     kernels->softmax(scratch->scores, count * block, block, at->scale, scratch->most, scratch->sum, scratch->factor);
@@ -65,8 +65,8 @@ static void step(const struct zpp_sparse_shape *shape, size_t head, size_t row, 
     for (size_t c = 0; c < count; ++c) {
         const struct zpp_sparse_rows v = zpp_sparse_load(shape, at->v, head, (size_t)first[c], scratch->row);
         const struct zpp_sparse_sizes sizes = { block, width, block };
-        kernels->matmul(scratch->out, width, (struct zpp_sparse_tile){ scratch->scores + c * square, 1, block }, v.at, v.ld,
-                        sizes, true);
+        kernels->matmul(scratch->out, width, (struct zpp_sparse_tile){ scratch->scores + c * square, 1, block }, v.at,
+                        v.ld, sizes, true);
     }
 }
 
