@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The type Tier: optimizer states in a scratch file (zero/offload/optim_file.h). python/zeropp decides what it is for
+ * The type OptimFile: optimizer states in a scratch file (zero/offload/optim_file.h). python/zeropp decides what it is for
  * and when the file goes away; the step is called by py_step.c. And the layout of units and such files.
  *
  * Warnings of the I/O engine come from its threads, which never take the GIL: the last one is kept here until the
@@ -15,18 +15,18 @@
 #include "py_zero.h"
 #include "raise.h"
 
-typedef struct Tier {
+typedef struct OptimFile {
     PyObject_HEAD
     zpp_optim_file *optim_file; /* NULL after close */
-    pthread_mutex_t lock; /* guards `warning` */
+    pthread_mutex_t lock;       /* guards `warning` */
     bool lock_ready;
     char warning[512];
-} Tier;
+} OptimFile;
 
 static PyTypeObject *optim_file_type;
 
 static void keep_warning(void *ctx, const char *text) {
-    Tier *self = ctx;
+    OptimFile *self = ctx;
     pthread_mutex_lock(&self->lock);
     snprintf(self->warning, sizeof self->warning, "%s", text);
     pthread_mutex_unlock(&self->lock);
@@ -34,21 +34,21 @@ static void keep_warning(void *ctx, const char *text) {
 
 zpp_optim_file *zpp_py_optim_file_get(PyObject *object) {
     if (!PyObject_TypeCheck(object, optim_file_type)) {
-        PyErr_SetString(PyExc_TypeError, "tier: wanted a zeropp._C.Tier");
+        PyErr_SetString(PyExc_TypeError, "optim_file: wanted a zeropp._C.OptimFile");
         return NULL;
     }
-    if (!((Tier *)object)->optim_file) {
+    if (!((OptimFile *)object)->optim_file) {
         struct zpp_err err = ZPP_ERR_INIT;
         zpp_fail(&err, ZPP_STATE, "tier: closed with its model; prepare a new one");
         zpp_py_raise(&err);
     }
-    return ((Tier *)object)->optim_file;
+    return ((OptimFile *)object)->optim_file;
 }
 
-/* Tier(folders, path, stripe_bytes, fraction, moments, chunk_elems, buffers, depth, block_bytes, checksums, early); 0:
- * chosen. */
+/* OptimFile(folders, path, stripe_bytes, fraction, moments, chunk_elems, buffers, depth, block_bytes, checksums,
+ * inside); 0: chosen. */
 static int optim_file_init(PyObject *self, PyObject *args, PyObject *kwargs) {
-    Tier *optim_file = (Tier *)self;
+    OptimFile *optim_file = (OptimFile *)self;
     struct zpp_optim_file_options options = { .log = keep_warning, .log_ctx = self };
     int checksums, backward_step;
     unsigned buffers, depth;
@@ -77,7 +77,7 @@ static int optim_file_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     return -1;
 }
 
-static void end_tier(Tier *self) {
+static void end_file(OptimFile *self) {
     zpp_optim_file *optim_file = self->optim_file;
     self->optim_file = NULL;
     PyThreadState *thread = PyEval_SaveThread();
@@ -87,8 +87,8 @@ static void end_tier(Tier *self) {
 
 static void optim_file_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    Tier *self = (Tier *)object;
-    end_tier(self);
+    OptimFile *self = (OptimFile *)object;
+    end_file(self);
     if (self->lock_ready) pthread_mutex_destroy(&self->lock);
     PyObject_Free(object);
     Py_DECREF(type);
@@ -96,7 +96,7 @@ static void optim_file_dealloc(PyObject *object) {
 
 static PyObject *optim_file_close(PyObject *self, PyObject *unused) {
     (void)unused;
-    end_tier((Tier *)self);
+    end_file((OptimFile *)self);
     Py_RETURN_NONE;
 }
 
@@ -173,7 +173,7 @@ static PyObject *optim_file_recovered(PyObject *self, PyObject *unused) {
 
 static PyObject *optim_file_take_warning(PyObject *object, PyObject *unused) {
     (void)unused;
-    Tier *self = (Tier *)object;
+    OptimFile *self = (OptimFile *)object;
     char text[sizeof self->warning];
     pthread_mutex_lock(&self->lock);
     snprintf(text, sizeof text, "%s", self->warning);
@@ -184,7 +184,7 @@ static PyObject *optim_file_take_warning(PyObject *object, PyObject *unused) {
 
 static PyObject *optim_file_get_inconsistent(PyObject *self, void *unused) {
     (void)unused;
-    const zpp_optim_file *optim_file = ((Tier *)self)->optim_file;
+    const zpp_optim_file *optim_file = ((OptimFile *)self)->optim_file;
     return PyBool_FromLong(optim_file && zpp_optim_file_inconsistent(optim_file));
 }
 
@@ -193,20 +193,20 @@ static PyMethodDef optim_file_methods[] = {
     { "seal", optim_file_seal, METH_NOARGS, "Make the file." },
     { "copy", optim_file_copy, METH_VARARGS, "copy(shard, kind, first, elems, address, write)" },
     { "figures", optim_file_figures, METH_NOARGS, "Bytes and times." },
-    { "mend", optim_file_recovered, METH_NOARGS, "All of it was loaded anew." },
+    { "recovered", optim_file_recovered, METH_NOARGS, "All of it was loaded anew." },
     { "take_warning", optim_file_take_warning, METH_NOARGS, "The engine's last warning, once; or ''." },
     { "close", optim_file_close, METH_NOARGS, "End the engine; the file stays." },
     { NULL, NULL, 0, NULL },
 };
 static PyGetSetDef optim_file_getset[] = {
-    { "torn", optim_file_get_inconsistent, NULL, "True if a step failed half-way.", NULL },
+    { "inconsistent", optim_file_get_inconsistent, NULL, "True if a step failed half-way.", NULL },
     { NULL, NULL, NULL, NULL, NULL },
 };
 static PyType_Slot optim_file_slots[] = {
     { Py_tp_init, optim_file_init },       { Py_tp_dealloc, optim_file_dealloc }, { Py_tp_methods, optim_file_methods },
     { Py_tp_getset, optim_file_getset },   { 0, NULL },
 };
-static PyType_Spec optim_file_spec = { "zeropp._C.Tier", sizeof(Tier), 0, Py_TPFLAGS_DEFAULT, optim_file_slots };
+static PyType_Spec optim_file_spec = { "zeropp._C.OptimFile", sizeof(OptimFile), 0, Py_TPFLAGS_DEFAULT, optim_file_slots };
 
 /* --- layouts ------------------------------------------------------------------------------------------------------ */
 
@@ -278,5 +278,5 @@ int zpp_py_add_tier(PyObject *module);
 int zpp_py_add_tier(PyObject *module) {
     optim_file_type = (PyTypeObject *)PyType_FromSpec(&optim_file_spec);
     if (!optim_file_type || PyModule_AddFunctions(module, layout_functions)) return -1;
-    return PyModule_AddObjectRef(module, "Tier", (PyObject *)optim_file_type);
+    return PyModule_AddObjectRef(module, "OptimFile", (PyObject *)optim_file_type);
 }

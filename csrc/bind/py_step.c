@@ -249,8 +249,8 @@ PyMethodDef zpp_py_unit_step_methods[] = {
     { NULL, NULL, 0, NULL },
 };
 
-/* set_tier(Tier): the optimizer file that has the states of units in a file. */
-static PyObject *zero_set_tier(PyObject *self, PyObject *optim_file) {
+/* set_optim_file(OptimFile): the optimizer file that has the states of units in a file. */
+static PyObject *zero_set_optim_file(PyObject *self, PyObject *optim_file) {
     Zero *zero = (Zero *)self;
     if (!zpp_py_optim_file_get(optim_file)) return NULL;
     Py_XDECREF(zero->optim_file);
@@ -491,7 +491,7 @@ PyMethodDef zpp_py_step_methods[] = {
     { "norm", zero_norm, METH_NOARGS, "(sum of squares, parameters that are not finite); collective." },
     { "step_begin", zero_step_begin, METH_O, "step_begin(vote) -> votes; collective." },
     { "step_end", zero_step_end, METH_NOARGS, "Every shard is written; collective." },
-    { "set_tier", zero_set_tier, METH_O, "The optimizer file with the states of units in a file." },
+    { "set_optim_file", zero_set_optim_file, METH_O, "The optimizer file with the states of units in a file." },
     { "adam_step", zero_adam_step, METH_VARARGS, "adam_step(groups, grad_scale)" },
     { "reset_uses", zero_reset_uses, METH_NOARGS, "Forget forwards that no backward followed." },
     { "restart_step", zero_restart_step, METH_NOARGS, "The next backward is the first of a step." },

@@ -180,13 +180,14 @@ static PyObject *figures_of(const zpp_unit_file *unit_file) {
     zpp_unit_file_figures(unit_file, &seen);
     return Py_BuildValue("{s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:n,s:K,s:K,s:K,s:s}", "mapping_address",
                          (unsigned long long)(uintptr_t)zpp_unit_file_mapping(unit_file), "mapping_bytes",
-                         (Py_ssize_t)seen.mapping_bytes, "cut_bytes", (Py_ssize_t)seen.resident_bytes, "entered_bytes",
-                         (Py_ssize_t)seen.entered_bytes, "entered_peak_bytes", (Py_ssize_t)seen.entered_peak_bytes,
-                         "memory_bytes", (Py_ssize_t)seen.memory_bytes, "window_bytes",
-                         (Py_ssize_t)seen.window_bytes, "images_bytes", (Py_ssize_t)seen.qcopies_bytes,
-                         "images_held_bytes", (Py_ssize_t)seen.qcopies_held_bytes, "staging_bytes",
-                         (Py_ssize_t)seen.staging_bytes, "read_bytes",
-                         (unsigned long long)seen.read_bytes, "written_bytes", (unsigned long long)seen.written_bytes,
+                         (Py_ssize_t)seen.mapping_bytes, "resident_bytes",
+                         (Py_ssize_t)seen.resident_bytes, "entered_bytes", (Py_ssize_t)seen.entered_bytes,
+                         "entered_peak_bytes", (Py_ssize_t)seen.entered_peak_bytes, "memory_bytes",
+                         (Py_ssize_t)seen.memory_bytes, "window_bytes", (Py_ssize_t)seen.window_bytes,
+                         "qcopies_bytes", (Py_ssize_t)seen.qcopies_bytes, "qcopies_held_bytes",
+                         (Py_ssize_t)seen.qcopies_held_bytes, "staging_bytes", (Py_ssize_t)seen.staging_bytes,
+                         "read_bytes", (unsigned long long)seen.read_bytes,
+                         "written_bytes", (unsigned long long)seen.written_bytes,
                          "checked_bytes", (unsigned long long)seen.checked_bytes, "sums_bytes",
                          (Py_ssize_t)seen.sums_bytes, "loads", (unsigned long long)seen.loads, "load_wait_ns",
                          (unsigned long long)seen.load_wait_ns, "step_wait_ns", (unsigned long long)seen.step_wait_ns,
@@ -216,8 +217,8 @@ static PyObject *params_recovered(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* set_stored(bits, block_elems, in_memory): before units are added. */
-static PyObject *set_stored(PyObject *self, PyObject *args) {
+/* set_weight_quant(bits, block_elems, in_memory): before units are added. */
+static PyObject *set_weight_quant(PyObject *self, PyObject *args) {
     int bits, in_memory;
     Py_ssize_t block_elems;
     struct zpp_err err = ZPP_ERR_INIT;
@@ -227,8 +228,8 @@ static PyObject *set_stored(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* store_low(unit, param): one of the matrices that are kept in fewer bits; before seal. */
-static PyObject *store_low(PyObject *self, PyObject *args) {
+/* quantise_param(unit, param): one of the matrices that are kept in fewer bits; before seal. */
+static PyObject *quantise_param(PyObject *self, PyObject *args) {
     zpp_zero *core = ((Zero *)self)->core;
     int index;
     Py_ssize_t param;
@@ -241,8 +242,10 @@ static PyObject *store_low(PyObject *self, PyObject *args) {
 }
 
 PyMethodDef zpp_py_unit_file_methods[] = {
-    { "set_stored", set_stored, METH_VARARGS, "set_stored(bits, block_elems, in_memory): before units are added." },
-    { "store_low", store_low, METH_VARARGS, "store_low(unit, param): kept in fewer bits. Before seal." },
+    { "set_weight_quant", set_weight_quant, METH_VARARGS,
+      "set_weight_quant(bits, block_elems, in_memory): before units are added." },
+    { "quantise_param", quantise_param, METH_VARARGS,
+      "quantise_param(unit, param): kept in fewer bits. Before seal." },
     { "open_params", open_params, METH_VARARGS,
       "open_params(folders, path, stripe_bytes, make, depth, block_bytes, checksums) -> warning" },
     { "close_params", close_params, METH_NOARGS, "End the engine; the file stays." },
@@ -256,6 +259,6 @@ PyMethodDef zpp_py_unit_file_methods[] = {
     { "copy_grads", copy_grads, METH_VARARGS, "copy_grads(unit, first, elems, address, write)" },
     { "grads_figures", grads_figures, METH_NOARGS, "Bytes and times." },
     { "step_state", step_state, METH_NOARGS, "(steps that succeeded, True after an inconsistent one)" },
-    { "mend_params", params_recovered, METH_NOARGS, "All parameters were loaded anew." },
+    { "params_recovered", params_recovered, METH_NOARGS, "All parameters were loaded anew." },
     { NULL, NULL, 0, NULL },
 };

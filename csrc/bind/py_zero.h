@@ -63,7 +63,7 @@ struct Zero {
     PyObject *comm;   /* _C.Comm or NULL */
     PyObject *near;   /* of hpZ, or of a copy a host: _C.Comm of this host's ranks, or NULL */
     PyObject *units;  /* list of Unit */
-    PyObject *optim_file;   /* _C.Tier or NULL */
+    PyObject *optim_file;   /* _C.OptimFile or NULL */
     struct zpp_py_backward_step backward_step;
     struct zpp_py_buffers buffers;
     struct zpp_stepper stepper; /* from seal on */
@@ -170,7 +170,7 @@ struct zpp_optim_segment *zpp_py_read_groups(PyObject *groups);
 void zpp_py_delayed_end(Zero *zero); /* waits for the delayed step under way, whose values are lost */
 
 /* py_optim_file.c */
-/* Borrowed; NULL with an error set: not a Tier, or a closed one. */
+/* Borrowed; NULL with an error set: not an OptimFile, or a closed one. */
 zpp_optim_file *zpp_py_optim_file_get(PyObject *object);
 
 /* py_step_in_backward.c: 0, or -1 with an error set */

@@ -533,7 +533,7 @@ def test_an_update_that_fails_on_one_rank_of_one_host(outcomes: list[Outcome]) -
         failed, torn = outcome.value["training"]["failed"]
         assert failed.startswith("TierError: ") and "states" in failed
         assert ("rank 3: " in failed) == (outcome.rank != 3)
-        assert "torn by a step that failed half-way" in torn
+        assert "inconsistent, because a step failed half-way" in torn
 
 
 def test_quantised_parameters_and_gradients_over_hosts(outcomes: list[Outcome]) -> None:

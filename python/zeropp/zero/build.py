@@ -20,11 +20,11 @@ from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradPa
 from zeropp.zero.model.strays import raise_strays
 from zeropp.zero.model.units import REPLICATE_BYTES, UnitPlan, numbers
 from zeropp.zero.model_state import DTYPES, FILE, HOST, SHARD, WHOLE, Entry, ParamStore, Unit, tensor_over
-from zeropp.zero.offload import stored
-from zeropp.zero.offload.activations import ActivationTier
-from zeropp.zero.offload.grads_tier import GradsTier
-from zeropp.zero.offload.optim_tier import StateTier
-from zeropp.zero.offload.params_tier import ParamsTier
+from zeropp.zero.offload import weight_quant
+from zeropp.zero.offload.activations import ActivationFile
+from zeropp.zero.offload.grad_file import GradFile
+from zeropp.zero.offload.optim_file import OptimFile
+from zeropp.zero.offload.param_file import ParamFile
 from zeropp.zero.offload.storage import FileStorage
 from zeropp.zero.step.low_states import MemoryStates
 from zeropp.zero.unfreeze import Unfreezing, has_master
@@ -119,14 +119,14 @@ def _uses_nvme(config: Config) -> bool:
 
 def _quantised(model: nn.Module, config: Config) -> set[nn.Parameter]:
     """Return the parameters that are kept in fewer bits."""
-    return set() if config.stored_name is None else stored.matrices(model)
+    return set() if config.stored_name is None else weight_quant.matrices(model)
 
 
 def _add_units(core: Any, model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool) -> None:
-    low = _quantised(model, config)
+    quantised = _quantised(model, config)
     if config.stored_name is not None:
         in_memory = tier_of(config, "params").kind != "nvme"
-        core.set_stored(stored.BITS[config.stored_name], stored.BLOCK_ELEMS, in_memory)
+        core.set_weight_quant(weight_quant.BITS[config.stored_name], weight_quant.BLOCK_ELEMS, in_memory)
     for index, plan in enumerate(plans):
         place = _place(plan, config, comm, host_copy)
         core.add_unit(
@@ -135,8 +135,8 @@ def _add_units(core: Any, model: nn.Module, plans: list[UnitPlan], config: Confi
             *(DTYPES.index(dtype) for dtype in config.gradient_dtypes(plan.dtype)),
         )  # fmt: skip
         for number, parameter in enumerate(plan.params):
-            if place == FILE and parameter in low:
-                core.store_low(index, number)
+            if place == FILE and parameter in quantised:
+                core.quantise_param(index, number)
 
 
 def _prefetch_bytes(plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool) -> int:
@@ -192,9 +192,9 @@ def _make_stores(engine: Engine, model: nn.Module, plans: list[UnitPlan]) -> Non
         return
     engine.storage = storage = FileStorage(engine, [index for index, plan in enumerate(plans) if plan.trainable])
     if loads_units(config):
-        engine.params = ParamsTier(engine, tier_of(config, "params"), storage, _quantised(model, config))
+        engine.params = ParamFile(engine, tier_of(config, "params"), storage, _quantised(model, config))
     if tier_of(config, "grads").kind == "nvme":
-        engine.grads = GradsTier(engine, tier_of(config, "grads"))
+        engine.grads = GradFile(engine, tier_of(config, "grads"))
         engine.local_grads = False
 
 
@@ -203,9 +203,9 @@ def _make_late_stores(engine: Engine, moments: tuple[str, ...]) -> None:
     states, activations = tier_of(engine.config, "optimizer"), tier_of(engine.config, "activations")
     if states.kind == "nvme":
         assert isinstance(engine.storage, FileStorage)
-        engine.states = StateTier(engine, states, moments, engine.storage)
+        engine.states = OptimFile(engine, states, moments, engine.storage)
     if activations.kind == "nvme":
-        engine.activations = ActivationTier(engine, activations)
+        engine.activations = ActivationFile(engine, activations)
 
 
 def _bind(engine: Engine, index: int, plan: UnitPlan) -> Unit:

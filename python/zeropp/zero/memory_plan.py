@@ -54,7 +54,7 @@ from zeropp.zero.formulas import (
     tier_buffers,
 )  # fmt: skip
 from zeropp.zero.model.units import REPLICATE_BYTES, UnitPlan, numbers, plan_units, refuse_lazy
-from zeropp.zero.offload import stored
+from zeropp.zero.offload import weight_quant
 
 STATES = {
     "AdamW": 2, "Adam": 2, "LAMB": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Lion": 1, "Adagrad": 1,
@@ -373,9 +373,10 @@ def _kept_bytes(model: nn.Module, unit: _Sizes, config: Config) -> int:
     """Return the bytes of a unit that is loaded, as they are kept where it is loaded from, on all ranks together."""
     if config.stored_name is None:
         return unit.whole_bytes
-    low, bits = stored.matrices(model), stored.BITS[config.stored_name]
+    quantised, bits = weight_quant.matrices(model), weight_quant.BITS[config.stored_name]
     kept = sum(
-        stored.low_bytes(numbers(p), bits) if p in low else numbers(p) * unit.param_bytes for p in unit.plan.params
+        weight_quant.quantised_bytes(numbers(p), bits) if p in quantised else numbers(p) * unit.param_bytes
+        for p in unit.plan.params
     )
     return -(-kept // PAGE_BYTES) * PAGE_BYTES
 

@@ -273,7 +273,7 @@ def inference() -> None:
                     after = tier.figures()
                 read = torch.tensor(after["read_bytes"] - before["read_bytes"])
                 dist.all_reduce(read)
-                filed = after["mapping_bytes"] - after["cut_bytes"]
+                filed = after["mapping_bytes"] - after["resident_bytes"]
                 most = filed + 256 * 128 * 4  # the head is the embedding, and comes twice
                 assert filed <= int(read) <= dist.get_world_size() * most, (read, filed)
                 assert after["entered_bytes"] == 0 and after["entered_peak_bytes"] <= 5 * block, (after, block)
@@ -353,13 +353,13 @@ def under_a_limit_that_memory_exceeds() -> None:
 def no_room() -> None:
     """The disk is full (here: files may not grow): prepare raises on every rank, and nothing is left. The same model
     can be prepared otherwise."""
-    from zeropp.zero.offload import params_tier
+    from zeropp.zero.offload import param_file
 
     with scratch() as path:
         model = gpt()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         with (
-            full_disk(params_tier, 0, 1 << 16),
+            full_disk(param_file, 0, 1 << 16),
             pytest.raises(zeropp.TierError, match=r"params.*bytes at offset 0") as caught,
         ):
             zeropp.prepare(model, optimizer, zeropp.Config(**nvme(path)))
@@ -475,10 +475,10 @@ def a_step_that_fails() -> None:
             if first:
                 os.truncate(file, whole_bytes)
             dist.barrier()
-            with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+            with pytest.raises(zeropp.Error, match="inconsistent, because a step failed half-way"):
                 train(model, optimizer, 3, 4)
             optimizer.zero_grad()
-            with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+            with pytest.raises(zeropp.Error, match="inconsistent, because a step failed half-way"):
                 zeropp.save(saved, model, optimizer, step=3)
             assert zeropp.load(saved, model, optimizer)["step"] == 2
             assert train(model, optimizer, 2, 4) == wanted[2:]

@@ -198,7 +198,7 @@ def memory() -> None:
 def no_room() -> None:
     """One rank's disk is full (here: its files may not grow): prepare raises on every rank, and nothing is left. The
     same model can be prepared otherwise."""
-    from zeropp.zero.offload import optim_tier as offload
+    from zeropp.zero.offload import optim_file as offload
 
     last = dist.get_world_size() - 1
     with scratch() as path:
@@ -239,10 +239,10 @@ def a_disk_that_fails() -> None:
             assert caught.value.offset_bytes >= whole_bytes // 4 and caught.value.path == str(states)
             os.truncate(states, whole_bytes)
         optimizer.zero_grad()
-        with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+        with pytest.raises(zeropp.Error, match="inconsistent, because a step failed half-way"):
             train(model, optimizer, 3, 4)
         optimizer.zero_grad()
-        with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+        with pytest.raises(zeropp.Error, match="inconsistent, because a step failed half-way"):
             zeropp.save(saved, model, optimizer, step=4)
         assert zeropp.load(saved, model, optimizer)["step"] == 3
         assert train(model, optimizer, 3, 6) == wanted[3:]
@@ -284,7 +284,7 @@ def a_bit_that_changes() -> None:
                 assert caught.value.path == str(states) and caught.value.offset_bytes == 0
                 assert "use another disk, and go on from a checkpoint" in str(caught.value)
             optimizer.zero_grad()
-            with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+            with pytest.raises(zeropp.Error, match="inconsistent, because a step failed half-way"):
                 train(model, optimizer, 2, 3)
             del model, optimizer, tier, caught
 

@@ -462,14 +462,15 @@ def not_finite() -> None:
             handle = model.blocks[0].down.weight.register_hook(lambda gradient: gradient * float("inf"))
             model(*batch(5)).backward()
             with pytest.raises(
-                zeropp.Error, match=r"blocks\.0\.down\.weight.* is not finite; weights and optimizer state are torn"
+                zeropp.Error,
+                match=r"blocks\.0\.down\.weight.* is not finite; weights and optimizer state are inconsistent",
             ):
                 optimizer.step()
             handle.remove()
             optimizer.zero_grad()
-            with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+            with pytest.raises(zeropp.Error, match="inconsistent, because a step failed half-way"):
                 model(*batch(5)).backward()
-            with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+            with pytest.raises(zeropp.Error, match="inconsistent, because a step failed half-way"):
                 zeropp.save(saved, model, optimizer, step=5)
             assert zeropp.load(saved, model, optimizer)["step"] == 4
             assert train(model, optimizer, 4, 5) == wanted
@@ -495,9 +496,9 @@ def a_disk_that_fails() -> None:
             optimizer.step()
         if last:
             os.truncate(states, whole_bytes)
-        with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+        with pytest.raises(zeropp.Error, match="inconsistent, because a step failed half-way"):
             model(*batch(3)).backward()
-        with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+        with pytest.raises(zeropp.Error, match="inconsistent, because a step failed half-way"):
             optimizer.step()
         assert zeropp.load(saved, model, optimizer)["step"] == 2
         assert train(model, optimizer, 2, 4) == wanted
@@ -539,7 +540,7 @@ def gradients_that_cannot_be_read() -> None:
             os.truncate(tier.path, whole_bytes)
         optimizer.zero_grad()
         dist.barrier()
-        with pytest.raises(zeropp.Error, match="torn by a step that failed half-way"):
+        with pytest.raises(zeropp.Error, match="inconsistent, because a step failed half-way"):
             step_of(model, optimizer, 1)
         optimizer.zero_grad()
         assert zeropp.load(saved, model, optimizer)["step"] == 1

@@ -15,7 +15,7 @@ from state_cases import scratch
 from training import CONTEXT, batch, gpt
 from zeropp import Config, Offload, Precision, Tier
 from zeropp.zero.engine import engine_of
-from zeropp.zero.offload.stored import matrices
+from zeropp.zero.offload.weight_quant import matrices
 
 BLOCK = 64
 LEVELS = {"int8": 127, "int4": 7}
@@ -90,7 +90,7 @@ def bytes_are_counted() -> None:
                 matrices = sum(n for name, n in numel.items() if name in low)
                 wanted = matrices * (bytes_ + 4 / BLOCK)
                 figures = engine_of(model).params.figures
-                assert wanted <= figures()["images_bytes"] <= wanted + 2 * small + 8192 * (layers + 4), figures()
+                assert wanted <= figures()["qcopies_bytes"] <= wanted + 2 * small + 8192 * (layers + 4), figures()
                 seen = zeropp.memory(model)["cpu" if where is None else "nvme"]["params"]
                 assert abs(seen["held"] - seen["planned"]) <= 0.03 * seen["planned"] + 8192 * (layers + 4), seen
                 with torch.inference_mode():
@@ -105,7 +105,7 @@ def bytes_are_counted() -> None:
                 if where is None:
                     assert int(read) == 0
                 else:
-                    assert wanted <= int(read) <= ranks * (figures()["images_bytes"] + 2 * 256 * width + 8192), int(
+                    assert wanted <= int(read) <= ranks * (figures()["qcopies_bytes"] + 2 * 256 * width + 8192), int(
                         read
                     )
                     assert int(read) < ranks * 2 * matrices * (0.6 if stored == "int8" else 0.35) + 4 * ranks * small
@@ -130,14 +130,14 @@ def a_fraction() -> None:
                 )
             if where is not None:
                 file_bytes = tier.path.stat().st_size
-                assert file_bytes == figures["images_bytes"] - figures["images_held_bytes"]
-                assert abs(file_bytes - fraction * figures["images_bytes"]) <= 4096 and figures["cut_bytes"] == 0
+                assert file_bytes == figures["qcopies_bytes"] - figures["qcopies_held_bytes"]
+                assert abs(file_bytes - fraction * figures["qcopies_bytes"]) <= 4096 and figures["resident_bytes"] == 0
             else:
-                assert abs(figures["cut_bytes"] / figures["mapping_bytes"] - 1 + fraction) < 1.5 / layers, (
+                assert abs(figures["resident_bytes"] / figures["mapping_bytes"] - 1 + fraction) < 1.5 / layers, (
                     fraction,
                     figures,
                 )
-                assert figures["images_held_bytes"] == figures["images_bytes"]
+                assert figures["qcopies_held_bytes"] == figures["qcopies_bytes"]
             with torch.inference_mode():
                 got = [model(*batch(step)) for step in (0, 1, 2)]
             got += list(zeropp.full_state_dict(model).values())

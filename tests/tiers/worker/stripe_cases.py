@@ -21,7 +21,7 @@ from zeropp.files import scratch as scratch_module
 from zeropp.zero.engine import engine_of
 from zeropp.zero.offload import activations
 from zeropp.zero.offload import offload_states as away_module
-from zeropp.zero.offload.params_tier import ParamsTier
+from zeropp.zero.offload.param_file import ParamFile
 
 STRIPE = 64 << 10
 KINDS = ("params", "grads", "optimizer", "activations")
@@ -272,13 +272,13 @@ def folders_in_another_order() -> None:
 def a_folder_that_other_ranks_see_otherwise() -> None:
     """One name, and behind it another disk, as in a container of its own: a write would make a part of one rank's own there."""
     with folders(2) as paths, pytest.MonkeyPatch.context() as patch:
-        made = ParamsTier._open
+        made = ParamFile._open
 
-        def open_and_hide(self: ParamsTier, scratch: Any, make: bool) -> None:
+        def open_and_hide(self: ParamFile, scratch: Any, make: bool) -> None:
             made(self, scratch, make)
             self.file.parts[1].unlink()
 
-        patch.setattr(ParamsTier, "_open", open_and_hide)
+        patch.setattr(ParamFile, "_open", open_and_hide)
         with pytest.raises(zeropp.ConfigError, match=f"rank 0 of this host has no file under {paths[1]}"):
             prepared(**nvme(paths))
 

@@ -64,7 +64,7 @@ def innermost_partition() -> Any:
     return stack[-1] if stack else None
 
 
-def running() -> ActivationTier | None:
+def running() -> ActivationFile | None:
     """The tier of the model whose forward runs in this thread."""
     return getattr(_running, "tier", None)
 
@@ -88,7 +88,7 @@ class Place(weakref.ref["Saved"]):
 class Saved:
     """One storage on its way to the file, in it, or back. Dies with the last graph that needs it."""
 
-    def __init__(self, tier: ActivationTier, index: int, source: Tensor, flat: Tensor, offset_bytes: int) -> None:
+    def __init__(self, tier: ActivationFile, index: int, source: Tensor, flat: Tensor, offset_bytes: int) -> None:
         self.tier, self.index, self.bytes = tier, index, flat.numel()
         self.place = place = Place(self, tier.dead.append)
         place.index, place.bytes, place.offset_bytes, place.ahead_bytes = index, flat.numel(), offset_bytes, 0
@@ -157,7 +157,7 @@ class _Extents:
             self._free.insert(at, (offset, size))
 
 
-class ActivationTier(ActivationStore):
+class ActivationFile(ActivationStore):
     """The file of one prepared model's activations on this rank. Construction is collective.
 
     Args:
@@ -439,7 +439,7 @@ def _end(io: aio.Engine, number: int, scratch: Scratch, owner: int) -> None:
 class OffloadingCall(WrappedCall):
     """Send what autograd keeps while the model's forward runs to the tier."""
 
-    def __init__(self, model: nn.Module, tier: ActivationTier) -> None:
+    def __init__(self, model: nn.Module, tier: ActivationFile) -> None:
         super().__init__(model)
         self._model, self._tier = weakref.ref(model), tier
 

@@ -24,7 +24,7 @@ class Storage:
 
     can_fail = False
     """True if a step can fail in the middle, so that ranks have to agree on its outcome."""
-    is_torn = False
+    is_inconsistent = False
     """True if a step or a write failed half-way, on any rank, and no checkpoint was loaded since."""
 
     def agree(self, error: BaseException | None) -> None:
@@ -32,7 +32,7 @@ class Storage:
         if error is not None:
             raise error
 
-    def tear(self, reason: str) -> None:
+    def mark_inconsistent(self, reason: str) -> None:
         """Note that a part of the states was written and another not."""
         raise NotImplementedError
 
@@ -59,25 +59,25 @@ class FileStorage(Storage):
         self._unloaded: set[int] = set()
         self._failure = ""
         self._steps = 0
-        self.torn: list[Callable[[], bool]] = [lambda: bool(self._core.step_state()[1])]
-        self.mends: list[Callable[[], None]] = [self._core.mend_params]
+        self.checks: list[Callable[[], bool]] = [lambda: bool(self._core.step_state()[1])]
+        self.recover: list[Callable[[], None]] = [self._core.params_recovered]
 
     def agree(self, error: BaseException | None) -> None:
         """Collective, after every step: it succeeded on all ranks, or raises on all of them.
 
         Where some shards were stepped and others not, here or elsewhere, everything but a load is refused from then on.
-        A rank that was interrupted after its step raises alone: nothing is torn.
+        A rank that was interrupted after its step raises alone: nothing is inconsistent.
         """
         steps = self._core.step_state()[0]
-        is_torn = any(torn() for torn in self.torn)
-        state = "torn" if is_torn else "stepped" if steps != self._steps else "unchanged"
+        is_inconsistent = any(check() for check in self.checks)
+        state = "inconsistent" if is_inconsistent else "stepped" if steps != self._steps else "unchanged"
         self._steps = steps
         mine = {"state": state, "kind": "" if error is None else type(error).__name__, "said": str(error)}
         every = self._ranks.exchange(mine)
         states = {one["state"] for one in every}
         failed = [(rank, one) for rank, one in enumerate(every) if one["kind"]]
         if failed and states not in ({"stepped"}, {"unchanged"}):
-            self.tear(f"rank {failed[0][0]}: {failed[0][1]['said']}")
+            self.mark_inconsistent(f"rank {failed[0][0]}: {failed[0][1]['said']}")
         if error is not None:
             raise error
         if failed and states != {"stepped"}:
@@ -85,26 +85,26 @@ class FileStorage(Storage):
             kind = TierError if one["kind"] == TierError.__name__ else Error
             raise kind(f"rank {rank}: {one['said'] or one['kind']}")
 
-    def tear(self, reason: str) -> None:
+    def mark_inconsistent(self, reason: str) -> None:
         self._unloaded = set(self._trainable)
         self._failure = reason
 
     @property
-    def is_torn(self) -> bool:  # type: ignore[override]
+    def is_inconsistent(self) -> bool:  # type: ignore[override]
         return bool(self._unloaded)
 
     def require_whole(self) -> None:
         if self._unloaded:
             raise Error(
-                "weights and optimizer states are torn by a step that failed half-way; zeropp.load(path, model, "
+                "weights and optimizer states are inconsistent, because a step failed half-way; zeropp.load(path, model, "
                 f"optimizer) brings back the last checkpoint. It failed by: {self._failure}"
             )
 
     def loaded(self, index: int) -> None:
         self._unloaded.discard(index)
         if not self._unloaded:
-            for mend in self.mends:
-                mend()
+            for recovered in self.recover:
+                recovered()
 
 
 class Traffic:
@@ -228,7 +228,7 @@ class StreamedValues:
         return self._read(self._first, self._elems)
 
 
-class FileTier:
+class FileStore:
     """The common part of the stores in scratch files: the folder, the counted traffic, the end."""
 
     file: ScratchFile
@@ -250,7 +250,7 @@ class FileTier:
         self._figures, self.path = figures, self.file.parts[0]
         self.traffic: Traffic = Traffic(figures)
         number = disk_traffic.add(self.traffic.figures)
-        self._end = weakref.finalize(self, end_tier, close, number, scratch, os.getpid())
+        self._end = weakref.finalize(self, end_store, close, number, scratch, os.getpid())
 
     def close(self) -> None:
         """Remove the scratch file: the model is gone."""
@@ -261,7 +261,7 @@ class FileTier:
         return self._figures()
 
 
-def end_tier(close: Callable[[], object], number: int, scratch: Scratch, owner: int) -> None:
+def end_store(close: Callable[[], object], number: int, scratch: Scratch, owner: int) -> None:
     """The model is gone: the file is closed, its traffic kept, the folder removed."""
     if os.getpid() == owner:  # a forked child leaves its parent's files alone
         disk_traffic.close(number)

@@ -19,7 +19,7 @@ import torch
 from zeropp.zero.engine import Engine, StepSchedule
 from zeropp.zero.formulas import delayed_bytes, sizes_of
 from zeropp.zero.model_state import Bytes, ModelState, Unit
-from zeropp.zero.offload.storage import FileTier
+from zeropp.zero.offload.storage import FileStore
 
 Groups = list[tuple[Any, ...]]
 
@@ -40,7 +40,7 @@ class Delayed(StepSchedule):
             if unit.trainable:
                 unit.core.set_back_buffer(self._aside[unit.index].data_ptr())
         self._end = weakref.finalize(self, _end, engine.core, os.getpid())  # before the tier's, which was made earlier
-        tiers = [part for part in (engine.states, engine.params, engine.grads) if isinstance(part, FileTier)]
+        tiers = [part for part in (engine.states, engine.params, engine.grads) if isinstance(part, FileStore)]
         for tier in tiers:
             tier.traffic.stepped_beside(engine.core.delayed_figures if tier is tiers[0] else None)
         self._well = True  # True if the update ended well on every rank, when they last exchanged it
@@ -108,13 +108,13 @@ class Delayed(StepSchedule):
         """Let the model have all that the optimizer has.
 
         Raises:
-            zeropp.TierError: the update failed on some rank; weights and states are torn, as by a step that fails.
+            zeropp.TierError: the update failed on some rank; weights and states are inconsistent, as after a step that fails.
         """
         engine = self._engine()
         if engine is None or not self.pending:
             return
         failure = None
-        if engine.storage.is_torn:
+        if engine.storage.is_inconsistent:
             self.drop(states=True)  # a rank that failed has none; only a load goes on
             return
         self.begin(engine)

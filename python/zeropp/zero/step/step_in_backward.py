@@ -87,7 +87,7 @@ class StepInBackward(StepSchedule):
         """Write all that the backward stepped.
 
         Raises:
-            zeropp.Error, zeropp.TierError: a gradient was not finite, a file failed. Torn, where a unit had been stepped before.
+            zeropp.Error, zeropp.TierError: a gradient was not finite, a file failed. The states are inconsistent where a unit had been stepped before.
         """
         engine = optimizer._engine
         bad = engine.core.backward_step_end()
@@ -95,7 +95,7 @@ class StepInBackward(StepSchedule):
             return
         name = engine.units[bad[0]].params[bad[1]].names[0]
         what = (
-            "weights and optimizer state are torn, because other units had been stepped by then; zeropp.load brings back the last checkpoint"
+            "weights and optimizer state are inconsistent, because other units had been stepped by then; zeropp.load brings back the last checkpoint"
             if engine.core.step_state()[1]
             else "nothing was stepped on this rank"
         )

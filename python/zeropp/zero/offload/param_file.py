@@ -21,11 +21,11 @@ from zeropp.config import Tier
 from zeropp.errors import ConfigError
 from zeropp.files.scratch import Scratch
 from zeropp.zero.model_state import Bytes, ModelState, ParamStore, Unit
-from zeropp.zero.offload import stored
-from zeropp.zero.offload.storage import FileStorage, FileTier, StreamedValues, io_shape, warn
+from zeropp.zero.offload import weight_quant
+from zeropp.zero.offload.storage import FileStorage, FileStore, StreamedValues, io_shape, warn
 
 
-class ParamsTier(FileTier, ParamStore):
+class ParamFile(FileStore, ParamStore):
     """The file of one prepared model's parameters. Construction is collective, between seal and the first use.
 
     Args:
@@ -38,9 +38,9 @@ class ParamsTier(FileTier, ParamStore):
 
     in_file = True
 
-    def __init__(self, engine: ModelState, tier: Tier, storage: FileStorage, low: set[nn.Parameter]) -> None:
+    def __init__(self, engine: ModelState, tier: Tier, storage: FileStorage, quantised: set[nn.Parameter]) -> None:
         self.fraction, self.storage, self._zero = float(tier.fraction), storage, engine.core
-        self.stored, self.low, self._checksums = engine.config.stored_name, low, tier.checksums
+        self.stored, self._quantised, self._checksums = engine.config.stored_name, quantised, tier.checksums
         self.in_memory = tier.kind != "nvme"
         apart = engine.comm is not None and engine.comm.hosts > 1
         self._owners = engine.ranks if apart and self.stored is None else 0  # of a file each
@@ -106,11 +106,11 @@ class ParamsTier(FileTier, ParamStore):
 
     def require_exact(self, what: str) -> None:
         if self.stored is not None:
-            stored.refuse(what, self.stored)
+            weight_quant.refuse(what, self.stored)
 
     def refuse_training(self, model: nn.Module) -> None:
         if self.stored is not None:
-            stored.refuse_training(model, self.stored)
+            weight_quant.refuse_training(model, self.stored)
 
     def own_shard(self, unit: Unit) -> torch.Tensor:
         self.require_exact("slices of exact parameters are asked for")
@@ -130,7 +130,7 @@ class ParamsTier(FileTier, ParamStore):
         try:
             self._zero.copy_params(unit.index, unit.begin_elems + first, values.numel(), values.data_ptr(), True)
         except BaseException as error:
-            self.storage.tear(str(error))  # a part of it may be written
+            self.storage.mark_inconsistent(str(error))  # a part of it may be written
             raise
 
     def planned_bytes(self, engine: ModelState, paper: dict[str, int]) -> Bytes:
@@ -150,13 +150,13 @@ class ParamsTier(FileTier, ParamStore):
         exact = [unit for unit in units if unit.whole.data_ptr() < resident_end]
         values = sum(entry.numel * unit.dtype.itemsize for unit in exact for entry in unit.params)
         quantised = [unit for unit in units if unit.whole.data_ptr() >= resident_end]
-        qcopies = stored.kept_bytes(quantised, self.low, stored.BITS[self.stored])
+        qcopies = weight_quant.kept_bytes(quantised, self._quantised, weight_quant.BITS[self.stored])
         in_file = 0.0 if self.in_memory else qcopies * self.fraction
         return values + qcopies - in_file, in_file
 
     def held_bytes(self, engine: ModelState) -> Bytes:
         seen = self.figures()
-        qcopies = int(seen["images_held_bytes"]) // self.ranks
+        qcopies = int(seen["qcopies_held_bytes"]) // self.ranks
         found: Bytes = {
             ("cpu", "params"): engine.core.memory()["params"] + qcopies,
             ("cpu", "tier_buffers"): seen["window_bytes"] + seen["staging_bytes"],
@@ -170,7 +170,7 @@ class ParamsTier(FileTier, ParamStore):
         """Return the bytes of the parameters themselves, without what rounds them up, of `ranks` ranks together."""
         if self.stored is not None:
             seen = self.figures()
-            return int(seen["images_bytes"]) - int(seen["images_held_bytes"])
+            return int(seen["qcopies_bytes"]) - int(seen["qcopies_held_bytes"])
         resident_end, total = self._resident_end(), 0
         for unit in (unit for unit in units if unit.in_file):
             if self._owners:  # every rank has as much in its file
@@ -187,7 +187,7 @@ class ParamsTier(FileTier, ParamStore):
     def _resident_end(self) -> int:
         """Return the address in the mapping below which parameters stay in memory."""
         seen = self.figures()
-        return int(seen["mapping_address"]) + int(seen["cut_bytes"])
+        return int(seen["mapping_address"]) + int(seen["resident_bytes"])
 
     def resident_elems(self, unit: Unit) -> int:
         resident = self._resident_end() - self._shard_address(unit)

@@ -17,10 +17,10 @@ from zeropp.errors import Error, TierError
 from zeropp.files.scratch import Scratch
 from zeropp.zero.formulas import PAGE_BYTES, split
 from zeropp.zero.model_state import Bytes, GradStore, ModelState, Unit
-from zeropp.zero.offload.storage import FileTier, io_shape, warn
+from zeropp.zero.offload.storage import FileStore, io_shape, warn
 
 
-class GradsTier(FileTier, GradStore):
+class GradFile(FileStore, GradStore):
     """The file of this rank's gradients. Construction is collective, between seal and the first backward.
 
     Args:
@@ -82,7 +82,7 @@ class GradsTier(FileTier, GradStore):
 
     def bytes_in_file(self, units: list[Unit]) -> int:
         """Return the bytes of the shards themselves, without what rounds them up to pages, in each of their places."""
-        resident_bytes, offset, total = self.figures()["cut_bytes"], 0, 0
+        resident_bytes, offset, total = self.figures()["resident_bytes"], 0, 0
         for unit in reversed(units):  # as csrc/zero/grad_file.c lays them
             if unit.trainable:
                 own = unit.shard_elems * unit.grad_dtype.itemsize

@@ -49,18 +49,18 @@ def _is_experts(module: nn.Module) -> bool:
     return any(cls.__name__.endswith("Experts") for cls in type(module).__mro__)
 
 
-def low_bytes(elems: int, bits: int) -> int:
+def quantised_bytes(elems: int, bits: int) -> int:
     """Return the bytes of a matrix's codes and scales."""
     return -(-elems * bits // 8) + 4 * -(-elems // BLOCK_ELEMS)
 
 
-def kept_bytes(units: list[Unit], low: set[nn.Parameter], bits: int) -> int:
-    """Return the bytes of these units: of codes and scales of ``low``, and of the other parameters as they are."""
+def kept_bytes(units: list[Unit], quantised: set[nn.Parameter], bits: int) -> int:
+    """Return the bytes of these units: of codes and scales of ``quantised``, and of the other parameters as they are."""
     total = 0
     for unit in units:
         for entry in unit.params:
-            if entry.param in low:
-                total += low_bytes(entry.numel, bits)
+            if entry.param in quantised:
+                total += quantised_bytes(entry.numel, bits)
             else:
                 total += entry.numel * unit.dtype.itemsize
     return total

@@ -22,13 +22,13 @@ from zeropp.files.scratch import Scratch
 from zeropp.zero.engine import Engine
 from zeropp.zero.formulas import split
 from zeropp.zero.model_state import Bytes, ModelState, StateStore, Unit
-from zeropp.zero.offload.storage import FileStorage, FileTier, StreamedValues, io_shape, warn
+from zeropp.zero.offload.storage import FileStorage, FileStore, StreamedValues, io_shape, warn
 
 BLOCK_ELEMS = 1 << 20
 """Elements of one piece on its way between the file and its user: 4 MiB."""
 
 
-class StateTier(FileTier, StateStore):
+class OptimFile(FileStore, StateStore):
     """The optimizer states of one prepared model on this rank, in a scratch file. Construction is collective.
 
     Args:
@@ -53,12 +53,12 @@ class StateTier(FileTier, StateStore):
         self._moments: dict[int, tuple[str, ...]] = {}
         """By unit: the moments that exist, none before the first step."""
         bits = sum(1 << k for k, name in enumerate(moments) if name)
-        made: list[_C.Tier] = []
+        made: list[_C.OptimFile] = []
 
         def make() -> None:
             inside = engine.config.step_in_backward
             made.append(
-                _C.Tier(*self.file.where, self.fraction, bits, 0, 0, *io_shape(scratch), tier.checksums, inside)
+                _C.OptimFile(*self.file.where, self.fraction, bits, 0, 0, *io_shape(scratch), tier.checksums, inside)
             )
             self.core = made[0]
             self._lay_out(engine)
@@ -68,8 +68,8 @@ class StateTier(FileTier, StateStore):
                 core.close()
 
         self._open_in(scratch, lambda: made[0].figures(), close, lambda: ranks.all_do(make))
-        storage.torn.append(lambda: bool(made[0].torn))
-        storage.mends.append(made[0].mend)
+        storage.checks.append(lambda: bool(made[0].inconsistent))
+        storage.recover.append(made[0].recovered)
 
     def _lay_out(self, engine: Engine) -> None:
         for unit in engine.trained:
@@ -79,7 +79,7 @@ class StateTier(FileTier, StateStore):
             unit.states_in = self
         self.core.seal()
         warn(self.core.take_warning())
-        engine.core.set_tier(self.core)
+        engine.core.set_optim_file(self.core)
 
     def figures(self) -> dict[str, Any]:
         """Return bytes by kind in the ``file`` and ``held`` in memory, ``buffer_bytes``, ``reserved_bytes``, ``sums_bytes``; totals
@@ -114,7 +114,7 @@ class StateTier(FileTier, StateStore):
         try:
             self._copy(unit, kind, first, values, True)
         except Error as error:
-            self.storage.tear(str(error))  # a part of it may be written
+            self.storage.mark_inconsistent(str(error))  # a part of it may be written
             raise
 
     def _view(self, unit: Unit, kind: str) -> torch.Tensor:
