@@ -36,7 +36,7 @@ static void load(void) {
         void *function = dlsym(library, rows[row].symbol);
         if (!function) {
             zpp_fail(&failure, ZPP_NOT_BUILT,
-                     "device cuda: %.200s has no %s; wanted a driver for CUDA 11 or later (R450)", path,
+                     "device cuda: %.200s has no %s; wanted a driver for CUDA 11.7 or later (R515)", path,
                      rows[row].symbol);
             dlclose(library);
             return;

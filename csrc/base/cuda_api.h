@@ -19,15 +19,49 @@ typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
 typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
+typedef uint64_t cuuint64_t;
+typedef int CUdevice_attribute, CUmemAllocationHandleType, CUmemAllocationGranularity_flags;
+typedef unsigned long long CUmemGenericAllocationHandle;
+typedef struct CUmemLocation {
+    int type, id;
+} CUmemLocation;
+typedef struct CUmemAllocationProp {
+    int type, requestedHandleTypes;
+    CUmemLocation location;
+    void *win32HandleMetaData;
+    struct {
+        unsigned char compressionType, gpuDirectRDMACapable;
+        unsigned short usage;
+        unsigned char reserved[4];
+    } allocFlags;
+} CUmemAllocationProp;
+typedef struct CUmemAccessDesc {
+    CUmemLocation location;
+    int flags;
+} CUmemAccessDesc;
 
 enum {
     ZPP_CU_SUCCESS = 0,
+    ZPP_CU_INVALID_VALUE = 1,
     ZPP_CU_OUT_OF_MEMORY = 2,
     ZPP_CU_NOT_FOUND = 500,
     ZPP_CU_NOT_READY = 600,
+    ZPP_CU_NOT_SUPPORTED = 801,
     ZPP_CU_STREAM_NON_BLOCKING = 1,
+    ZPP_CU_STREAM_WAIT_VALUE_GEQ = 0,
+    ZPP_CU_STREAM_WRITE_VALUE_DEFAULT = 0,
     ZPP_CU_EVENT_DISABLE_TIMING = 2,
     ZPP_CU_HOST_ALLOC_PORTABLE = 1,
+    ZPP_CU_HOST_REGISTER_PORTABLE = 1,
+    ZPP_CU_HOST_REGISTER_DEVICEMAP = 2,
+    ZPP_CU_HOST_REGISTER_ALREADY = 712,
+    ZPP_CU_ATTRIBUTE_VIRTUAL_MEMORY = 102,
+    ZPP_CU_ATTRIBUTE_POSIX_HANDLES = 103,
+    ZPP_CU_MEM_PINNED = 1,
+    ZPP_CU_MEM_ON_DEVICE = 1,
+    ZPP_CU_MEM_POSIX_HANDLE = 1,
+    ZPP_CU_MEM_READ_WRITE = 3,
+    ZPP_CU_MEM_GRANULARITY_MINIMUM = 0,
 };
 
 struct zpp_cuda_api {

@@ -163,7 +163,7 @@ static zpp_status cuda_stream_create(zpp_device *device, enum zpp_stream_kind ki
         bool pushed;
         zpp_status status = enter(cuda, &pushed, err);
         if (!status) {
-            const CUresult result = cuda->api->cuStreamCreate(&stream->native, ZPP_CU_STREAM_NON_BLOCKING);
+            const CUresult result = cuda->api->cuStreamCreateWithPriority(&stream->native, ZPP_CU_STREAM_NON_BLOCKING, 0);
             status = note(stream, result, "create", err);
             leave(cuda, pushed);
         }

@@ -321,7 +321,9 @@ CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream 
                                       .bytes = bytes}));
     return 0;
 }
-CUresult cuStreamCreate(CUstream *stream, unsigned int flags) {
+CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, *greatest = -1, 0; }
+CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned int flags, int priority) {
+    (void)priority;
     NEEDS_CONTEXT;
     if (flags != ZPP_CU_STREAM_NON_BLOCKING) return INVALID_VALUE;
     *stream = calloc(1, sizeof **stream);
@@ -507,3 +509,31 @@ ncclResult_t ncclSend(const void *src, size_t elems, ncclDataType_t dtype, int p
 ncclResult_t ncclRecv(void *dst, size_t elems, ncclDataType_t dtype, int peer, ncclComm_t comm, cudaStream_t stream) {
     return add(RECV, NULL, dst, elems, dtype, 0, peer, comm, stream);
 }
+
+/* --- what no collective of NCCL needs: virtual memory, counters, fills -------------------------------------------- */
+#define LACKS(name, arguments) \
+    CUresult name arguments { return ZPP_CU_NOT_SUPPORTED; }
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+LACKS(cuDeviceGetAttribute, (int *value, CUdevice_attribute attribute, CUdevice device))
+LACKS(cuMemHostRegister, (void *memory, size_t bytes, unsigned int flags))
+LACKS(cuMemHostUnregister, (void *memory))
+LACKS(cuMemHostGetDevicePointer, (CUdeviceptr *device, void *host, unsigned int flags))
+LACKS(cuMemGetAllocationGranularity,
+      (size_t *bytes, const CUmemAllocationProp *properties, CUmemAllocationGranularity_flags which))
+LACKS(cuMemAddressReserve,
+      (CUdeviceptr *base, size_t bytes, size_t align_bytes, CUdeviceptr wanted, unsigned long long flags))
+LACKS(cuMemAddressFree, (CUdeviceptr base, size_t bytes))
+LACKS(cuMemCreate, (CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *properties,
+                    unsigned long long flags))
+LACKS(cuMemRelease, (CUmemGenericAllocationHandle handle))
+LACKS(cuMemMap, (CUdeviceptr base, size_t bytes, size_t offset_bytes, CUmemGenericAllocationHandle handle,
+                 unsigned long long flags))
+LACKS(cuMemUnmap, (CUdeviceptr base, size_t bytes))
+LACKS(cuMemSetAccess, (CUdeviceptr base, size_t bytes, const CUmemAccessDesc *access, size_t count))
+LACKS(cuMemExportToShareableHandle,
+      (void *out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type, unsigned long long flags))
+LACKS(cuMemImportFromShareableHandle,
+      (CUmemGenericAllocationHandle *handle, void *from, CUmemAllocationHandleType type))
+LACKS(cuMemsetD8Async, (CUdeviceptr dst, unsigned char byte, size_t bytes, CUstream stream))
+LACKS(cuStreamWriteValue64, (CUstream stream, CUdeviceptr at, cuuint64_t value, unsigned int flags))
+LACKS(cuStreamWaitValue64, (CUstream stream, CUdeviceptr at, cuuint64_t value, unsigned int flags))
