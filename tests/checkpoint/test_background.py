@@ -73,12 +73,12 @@ def test_one_copy_in_memory_whatever_the_number_of_saves(tmp_path, use):
     train(model, optimizer, scheduler, 0, 1)
     engine = optimizer._engine
     zeropp.save(tmp_path, model, optimizer, step=1, background=True).wait()
-    room = background._rooms[engine]
+    room = background._images[engine]
     disk = use(crash.gated())
     zeropp.save(tmp_path, model, optimizer, step=2, background=True)
     threading.Timer(0.2, disk.open.set).start()
     zeropp.save(tmp_path, model, optimizer, step=3, background=True).wait()
-    assert background._rooms[engine] is room and disk.open.is_set()
+    assert background._images[engine] is room and disk.open.is_set()
     assert sorted(one.name for one in tmp_path.iterdir() if one.name != ".writer") == [
         "latest",
         "step-1",

@@ -103,7 +103,7 @@ class Saving:
 
 _unsettled: list[Saving] = []
 _newest: weakref.WeakKeyDictionary[Engine, Saving] = weakref.WeakKeyDictionary()
-_rooms: weakref.WeakKeyDictionary[Engine, mmap.mmap] = weakref.WeakKeyDictionary()
+_images: weakref.WeakKeyDictionary[Engine, mmap.mmap] = weakref.WeakKeyDictionary()
 
 
 def finish(engine: Engine) -> None:
@@ -143,8 +143,8 @@ class RankFile:
         self.rank = engine.rank
         self.path = partial / part_name(engine.rank)
         self.sums = sums_of(parts, engine.rank)
-        self._image, self._bytes = safefile.image_of(pieces, about, _rooms.pop(engine, None))
-        _rooms[engine] = self._image
+        self._image, self._bytes = safefile.image_of(pieces, about, _images.pop(engine, None))
+        _images[engine] = self._image
         with storage_errors(self.path, self._bytes):
             self._descriptor = safefile.create(self.path, self._bytes, spare)
         try:

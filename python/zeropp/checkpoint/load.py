@@ -332,7 +332,7 @@ def _fill_state(
         engine.optimizer_state(unit).keys() - {"step"}
     )
     in_place = engine.states_in_place(unit)
-    state = {kind: engine.room_for_state(unit, kind) for kind in kinds}
+    state = {kind: engine.state_buffer(unit, kind) for kind in kinds}
     state["step"] = torch.tensor([one.get("steps", 0) for one in entries], dtype=torch.int64)
     with contextlib.nullcontext(fills) if in_place else safefile.Fills() as now:
         for index, first, elems in unit.pieces():

@@ -4,8 +4,8 @@
 ``save("ckpt", ..., step=7)`` writes ``ckpt/step-7``: one safetensors file a rank with the shards it owns, under the
 parameters' real names, and a manifest. Everything goes to a temporary folder first; files and folder are synced, the
 manifest comes last with the checksums of all files, one atomic rename gives the folder its name, and only then
-``ckpt/latest`` moves. Whatever dies whenever, what was loadable before stays loadable. The ranks agree after each
-part: all commit, or none.
+``ckpt/latest`` moves. Whatever dies whenever, what was loadable before stays loadable. Each part is
+collective: all ranks commit, or none.
 
 Nothing is pickled. Byte-level format: docs/checkpoint-format.md. Loading: restore.py.
 """
@@ -47,7 +47,7 @@ from zeropp.files import folder_writer, safefile
 from zeropp.files.disk import replace_folder, storage_errors, write_text
 from zeropp.files.safefile import Piece, piece_of
 from zeropp.zero.engine import Engine, Unit, engine_of
-from zeropp.zero.step import low_states
+from zeropp.zero.step import moments
 from zeropp.zero.step.custom import kind_of
 
 
@@ -147,7 +147,7 @@ def save(
     engine.flush()
     engine.storage.require_whole()  # also of states in memory
     root = Path(path)
-    step, group = _agree_on_step(ranks, root, step)
+    step, group = _common_step(ranks, root, step)
     plan = _Plan(root, step, keep, spare, group)
     left_out = _left_out(engine, only)
     own: list[behind.RankFile] = []
@@ -202,7 +202,7 @@ def check_optimizer(engine: Engine, optimizer: Any) -> None:
         raise ConfigError("the optimizer was not given to zeropp.prepare together with this model")
 
 
-def _agree_on_step(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Group]:
+def _common_step(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Group]:
     """The number of the checkpoint, and who saves it."""
     asked = ranks.exchange([str(root.absolute()), step, rank_in_job()])
     group = Group([one.pop() for one in asked])
@@ -340,7 +340,7 @@ def _unit_pieces(
     state = engine.optimizer_state(unit) if with_state else {}
     steps = state.pop("step", None)
     kinds = {"": unit.own, **state}
-    places = {index: scales for index, _, _, scales in low_states.spans(unit)} if unit.scales else {}
+    places = {index: scales for index, _, _, scales in moments.spans(unit)} if unit.scales else {}
     for index, first, elems in unit.pieces():
         entry = unit.params[index]
         name = entry.names[0]

@@ -20,7 +20,7 @@ from zeropp.comm.collective import Ranks
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import WHOLE, Engine, Entry, Unit
 from zeropp.zero.model.parameter import Ref, ref_of
-from zeropp.zero.step import low_states
+from zeropp.zero.step import moments
 
 __all__ = ["get_full", "get_local", "local_range", "set_full", "set_local"]
 
@@ -66,12 +66,12 @@ def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
         return None
     dtype: torch.dtype = getattr(torch, types[0].removeprefix("torch."))
     spans = list(part.spans())
-    room = max(last - first for first, last in spans)
-    mine, every = torch.zeros(room, dtype=dtype), torch.empty(room * engine.ranks, dtype=dtype)
+    most = max(last - first for first, last in spans)
+    mine, every = torch.zeros(most, dtype=dtype), torch.empty(most * engine.ranks, dtype=dtype)
     if held is not None:
         mine[: held.numel()] = held
-    engine.comm.all_gather(every.data_ptr(), mine.data_ptr(), room * dtype.itemsize)
-    pieces = [every[rank * room : rank * room + last - first] for rank, (first, last) in enumerate(spans)]
+    engine.comm.all_gather(every.data_ptr(), mine.data_ptr(), most * dtype.itemsize)
+    pieces = [every[rank * most : rank * most + last - first] for rank, (first, last) in enumerate(spans)]
     return part.entry.of(torch.cat(pieces))
 
 
@@ -165,8 +165,8 @@ class _Part:
         if kind == "grad":
             return self._gradient()
         state = self._state(kind)
-        if state is not None and self.unit.state_kind == "int8":
-            return low_states.read(self.unit, kind, self.ref.index)
+        if state is not None and self.unit.state_name == "int8":
+            return moments.read(self.unit, kind, self.ref.index)
         return None if state is None else _loaded(state[self.first : self.first + self.elems])
 
     def _await_update(self) -> None:

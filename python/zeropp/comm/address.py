@@ -60,7 +60,7 @@ def check(place: Place) -> None:
         if reason is None or (isinstance(reason, ConnectionRefusedError) and not place.exists and not hosts):
             return
         if time.monotonic() - began >= PATIENCE_S:
-            raise CommError(_sentence(place, reason))
+            raise CommError(_message(place, reason))
         time.sleep(PAUSE_S)
 
 
@@ -102,7 +102,7 @@ def listens_within(place: Place, seconds: float, meanwhile: Callable[[], None] =
     return True
 
 
-def _sentence(place: Place, reason: OSError) -> str:
+def _message(place: Place, reason: OSError) -> str:
     said = "no answer" if isinstance(reason, TimeoutError) else reason.strerror or str(reason)
     way_out = (
         "torchrun's agent made it there, so the machine or its network is gone"

@@ -43,12 +43,12 @@ class Ranks:
         lengths = torch.empty(self.count, dtype=torch.int64)
         length = torch.tensor([len(data)], dtype=torch.int64)
         self._comm.all_gather(lengths.data_ptr(), length.data_ptr(), 8)
-        room = int(lengths.max())
-        padded = torch.frombuffer(bytearray(data.ljust(room)), dtype=torch.uint8)
-        every = torch.empty(room * self.count, dtype=torch.uint8)
-        self._comm.all_gather(every.data_ptr(), padded.data_ptr(), room)
+        longest = int(lengths.max())
+        padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+        every = torch.empty(longest * self.count, dtype=torch.uint8)
+        self._comm.all_gather(every.data_ptr(), padded.data_ptr(), longest)
         whole = bytes(byte_view(every))
-        return [json.loads(whole[rank * room : rank * room + int(lengths[rank])]) for rank in range(self.count)]
+        return [json.loads(whole[rank * longest : rank * longest + int(lengths[rank])]) for rank in range(self.count)]
 
     def all_do(self, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank and share the results.

@@ -236,9 +236,9 @@ def storage_errors(path: Path, wanted_bytes: int) -> Iterator[None]:
         known = [f"{wanted_bytes} bytes wanted"] if wanted_bytes else []
         if free is not None and (wanted_bytes or full):
             known.append(f"{free} free" if wanted_bytes else f"{free} bytes free")
-        room = f" ({', '.join(known)})" if known else ""
+        known_text = f" ({', '.join(known)})" if known else ""
         raise TierError(
-            f"{path}: cannot be written: {error.strerror or error}{room}; "
+            f"{path}: cannot be written: {error.strerror or error}{known_text}; "
             + ("free some space, or choose another folder" if full else "choose a folder that can be written"),
             path=str(path), bytes_wanted=wanted_bytes or None, bytes_free=free, errno=error.errno,
         ) from error  # fmt: skip

@@ -37,5 +37,5 @@ def give_back() -> None:
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Writable view of the bytes of a contiguous tensor in host memory. It does not keep the tensor alive."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
-    room = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
-    return memoryview(room).cast("B")
+    memory = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    return memoryview(memory).cast("B")

@@ -156,23 +156,23 @@ def header_of(pieces: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def image_of(pieces: Sequence[Piece], metadata: Mapping[str, str], room: mmap.mmap | None) -> tuple[mmap.mmap, int]:
-    """A whole file in memory, for :func:`image_blocks`: (memory, bytes used). ``room`` is used again where it is
+def image_of(pieces: Sequence[Piece], metadata: Mapping[str, str], memory: mmap.mmap | None) -> tuple[mmap.mmap, int]:
+    """A whole file in memory, for :func:`image_blocks`: (memory, bytes used). ``memory`` is used again where it is
     enough; pages that are there already cost no page fault."""
     header = header_of(pieces, metadata)
     whole_bytes = len(header) + sum(piece.nbytes for piece in pieces)
-    if room is None or len(room) < whole_bytes:
+    if memory is None or len(memory) < whole_bytes:
         # A little more, so that a header that grows by a digit does not mean new memory.
-        room = _memory(whole_bytes + (64 << 10))
-    room[: len(header)] = header
-    image = torch.frombuffer(room, dtype=torch.uint8)
+        memory = _memory(whole_bytes + (64 << 10))
+    memory[: len(header)] = header
+    image = torch.frombuffer(memory, dtype=torch.uint8)
     offset = len(header)
     for piece in pieces:
         for part in piece.parts():
             data = _bytes_of(part)
             image[offset : offset + data.numel()].copy_(data)
             offset += data.numel()
-    return room, whole_bytes
+    return memory, whole_bytes
 
 
 def image_blocks(image: mmap.mmap, whole_bytes: int) -> Iterator[Block]:
@@ -212,26 +212,26 @@ def _assembled(chunks: Iterable[torch.Tensor]) -> Iterator[Block]:
     ring = _memory(RING_BLOCKS * max(size, mmap.PAGESIZE))
     view = memoryview(ring)
     base = _address(view)
-    turn = filled = total = 0
+    slot = filled = total = 0
     for chunk in chunks:
         done, chunk_bytes, address = 0, chunk.numel(), chunk.data_ptr()
         while done < chunk_bytes:
             part_bytes = min(chunk_bytes - done, size - filled)
-            total = _C.crc32_copy(base + turn * size + filled, address + done, part_bytes, total)
+            total = _C.crc32_copy(base + slot * size + filled, address + done, part_bytes, total)
             filled, done = filled + part_bytes, done + part_bytes
             if filled == size:
-                yield view[turn * size : (turn + 1) * size], total
-                turn, filled, total = (turn + 1) % RING_BLOCKS, 0, 0
+                yield view[slot * size : (slot + 1) * size], total
+                slot, filled, total = (slot + 1) % RING_BLOCKS, 0, 0
     if filled:
-        yield view[turn * size : turn * size + filled], total
+        yield view[slot * size : slot * size + filled], total
 
 
 class _Behind:
-    """A few threads that do calls, which are begun in order. A call begins only when all but ``room`` - 1 of those
+    """A few threads that do calls, which are begun in order. A call begins only when all but ``capacity`` - 1 of those
     before it are over. The first error is raised by ``do`` or at the end; what was not begun then is left out."""
 
-    def __init__(self, room: int) -> None:
-        self._room = room
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self._waiting: collections.deque[threading.Event] = collections.deque()
         self._calls: queue.SimpleQueue[tuple[threading.Event, Callable[..., object], tuple[Any, ...]] | None]
         self._calls = queue.SimpleQueue()
@@ -244,7 +244,7 @@ class _Behind:
         over = threading.Event()
         self._waiting.append(over)
         self._calls.put((over, call, args))
-        while len(self._waiting) > self._room:  # the caller may now use again what older calls had
+        while len(self._waiting) > self._capacity:  # the caller may now use again what older calls had
             self._waiting.popleft().wait()
         if self._error is not None:
             raise self._error
@@ -303,15 +303,15 @@ def verify(path: Path, entry: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-_room = threading.local()
+_buffer = threading.local()
 
 
-def _room_of_this_thread() -> tuple[memoryview, int]:
+def _buffer_of_this_thread() -> tuple[memoryview, int]:
     """``READ_BYTES`` of memory, and their address. Used again, because new memory costs a page fault a page."""
-    if not hasattr(_room, "bytes"):
-        _room.bytes = memoryview(mmap.mmap(-1, READ_BYTES))
-        _room.address = _address(_room.bytes)
-    return _room.bytes, _room.address
+    if not hasattr(_buffer, "bytes"):
+        _buffer.bytes = memoryview(mmap.mmap(-1, READ_BYTES))
+        _buffer.address = _address(_buffer.bytes)
+    return _buffer.bytes, _buffer.address
 
 
 def _compare_stretch(path: Path, first: int, end: int, block_bytes: int, wanted: Sequence[int]) -> None:
@@ -328,10 +328,10 @@ def _compare_stretch(path: Path, first: int, end: int, block_bytes: int, wanted:
 
 
 def _compare(path: Path, descriptor: int, first: int, size_bytes: int, wanted: int) -> None:
-    room, address = _room_of_this_thread()
+    buffer, address = _buffer_of_this_thread()
     found, left = 0, size_bytes
     while left:
-        count = os.preadv(descriptor, [room[: min(READ_BYTES, left)]], first + size_bytes - left)
+        count = os.preadv(descriptor, [buffer[: min(READ_BYTES, left)]], first + size_bytes - left)
         if not count:
             raise CheckpointError(f"{path}: ended {left} bytes early; it changed while it was read")
         found = _C.crc32(address, count, found)

@@ -26,7 +26,7 @@ from zeropp.zero.offload.grad_file import GradFile
 from zeropp.zero.offload.optim_file import OptimFile
 from zeropp.zero.offload.param_file import ParamFile
 from zeropp.zero.offload.storage import FileStorage
-from zeropp.zero.step.low_states import MemoryStates
+from zeropp.zero.step.moments import MemoryStates
 from zeropp.zero.unfreeze import Unfreezing, has_master
 
 _BETWEEN_HOSTS_PREFETCH_BYTES = 64 << 20

@@ -376,7 +376,7 @@ class Engine(ModelState):
         """Return True if each state of the unit is one tensor of numbers in memory."""
         return unit.steps is not None and self.strategy.states_in_place(unit)
 
-    def room_for_state(self, unit: Unit, kind: str) -> torch.Tensor:
+    def state_buffer(self, unit: Unit, kind: str) -> torch.Tensor:
         """Return a buffer of ``shard`` length to load one state into: the state tensor itself where it holds plain numbers,
         else a temporary in ``state_dtype``."""
         if self.states_in_place(unit):

@@ -63,7 +63,7 @@ def _size_of(engine: ModelState, unit: Unit, padded: bool) -> UnitSizes:
     numel = sum(entry.numel for entry in unit.params)
     params_bytes = numel * unit.dtype.itemsize
     second = params_bytes / engine.sharers if engine.sharers and unit.place == SHARD else 0
-    each = elem_bytes(unit.state_kind) if unit.state_kind != "fp32" else unit.state_dtype.itemsize
+    each = elem_bytes(unit.state_name) if unit.state_name != "fp32" else unit.state_dtype.itemsize
     return UnitSizes(
         unit.trainable,
         unit.in_file,
@@ -176,9 +176,9 @@ def _windows(sizes: Sequence[tuple[int, int]], window_elems: int) -> int:
 def _shards_in_memory(grads: Sequence[UnitSizes], fraction: float) -> int:
     """Return the bytes of as many whole shards as there is room for: those under way, then those that wait for the next backward."""
     sizes = [-(-int(one.own_elems) * one.grad_bytes // PAGE_BYTES) * PAGE_BYTES for one in grads]
-    room, held = max(_GRADS_BYTES, 2 * max(sizes, default=0)), 0
+    capacity, held = max(_GRADS_BYTES, 2 * max(sizes, default=0)), 0
     for size in sizes:
-        if held + size > room:
+        if held + size > capacity:
             break
         held += size
     return min(held, round(fraction * sum(sizes)))

@@ -387,10 +387,10 @@ def _held_as_values(units: list[_Sizes], run: _Run) -> tuple[list[_Sizes], int]:
     if run.config.stored_name is None or run.on_nvme("params"):
         return units, 0
     sizes = [-(-unit.whole_bytes // PAGE_BYTES) * PAGE_BYTES if unit.in_file else 0 for unit in units]
-    room, kept, held = (1 - run.fraction("params")) * sum(sizes), [], 0
+    capacity, kept, held = (1 - run.fraction("params")) * sum(sizes), [], 0
     for unit, size in zip(units, sizes, strict=True):
-        room -= size
-        if unit.in_file and room >= 0:
+        capacity -= size
+        if unit.in_file and capacity >= 0:
             held += unit.whole_bytes
         else:
             kept.append(unit)
@@ -440,9 +440,9 @@ def _read_ahead(units: list[_Sizes], run: _Run) -> int:
 
 def _kept(units: list[_Sizes], run: _Run) -> int:
     """Return the bytes of units in a file that the forward ends with: they are kept for the backward, which begins with them."""
-    room, kept = _read_ahead(units, run) if run.hosts == 1 else 0, 0
+    capacity, kept = _read_ahead(units, run) if run.hosts == 1 else 0, 0
     for unit in reversed(units):
-        if unit.in_file and kept + unit.whole_bytes > room:
+        if unit.in_file and kept + unit.whole_bytes > capacity:
             break
         kept += unit.whole_bytes if unit.in_file else 0
     return kept

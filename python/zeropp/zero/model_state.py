@@ -172,7 +172,7 @@ class StateStore(Part):
     """Share of the states that lives in a file."""
     in_file = False
 
-    def check_room(self, optimizer: torch.optim.Optimizer, moments: tuple[str, ...]) -> None:
+    def check_capacity(self, optimizer: torch.optim.Optimizer, moments: tuple[str, ...]) -> None:
         """Raise zeropp.ConfigError where there is no room for the states of an optimizer that came after ``prepare``."""
 
     def own(self, unit: Unit) -> torch.Tensor:
@@ -286,7 +286,7 @@ class Unit:
         default_factory=dict
     )  # what torch's own optimizers step: one tensor a piece
     bound: tuple[str, ...] = ()  # the three moments whose addresses C has, "" for none; empty: it has none yet
-    state_kind: str = "fp32"  # of the optimizer's states; low_states.py has the others
+    state_name: str = "fp32"  # of the optimizer's states; moments.py has the others
     scales: dict[str, torch.Tensor] = field(default_factory=dict)  # of `state` in 8 bits
     first_param: int = 0  # number of its first parameter in the model
     stays_frozen: str = ""  # of one that is not trainable: why it cannot be unfrozen; empty: it can
@@ -300,7 +300,7 @@ class Unit:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Return the type of the optimizer's states, where they are not in fewer bits (`state_kind`)."""
+        """Return the type of the optimizer's states, where they are not in fewer bits (`state_name`)."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property

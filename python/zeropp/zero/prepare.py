@@ -108,7 +108,7 @@ def _shares_copy(config: Config, comm: Any) -> bool:
     return one_host and not loads_units(config) and config.comm.params == "exact"  # docs/design/0015
 
 
-def _low_dtype(config: Config) -> torch.dtype | None:
+def _param_dtype(config: Config) -> torch.dtype | None:
     """Return the type that parameters are converted to; None: they stay as they are."""
     return None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name]
 
@@ -118,7 +118,7 @@ def _plan(model: nn.Module, optimizer: Optimizer | None, config: Config, comm: A
     facts = {**facts_of(config), **_host_facts(config, comm)}
     compat.check(facts)
     meta.check_draws(model)
-    plans = plan_units(model, config.units, _low_dtype(config), config.ignored)
+    plans = plan_units(model, config.units, _param_dtype(config), config.ignored)
     _check_plans(plans, facts)
     if config.stored_name is not None and optimizer is None:
         for plan in plans:
@@ -148,7 +148,7 @@ def _share_buffers(model: nn.Module, engine: Engine, trains: bool) -> None:
 
 def _install(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -> None:
     """Install all hooks: triggers of units, what surrounds the model's forward, and those of gradients."""
-    config, low = engine.config, _low_dtype(engine.config)
+    config, param_dtype = engine.config, _param_dtype(engine.config)
     _install_triggers(model, engine, plans)
     engine.activations.install(model)
     if config.autocast_name is not None:
@@ -156,8 +156,8 @@ def _install(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -> None:
     for unit in engine.trained:
         hook_unit(engine, unit)
     engine.params.refuse_training(model)
-    if low is not None:
-        model.register_forward_pre_hook(functools.partial(_cast_inputs, low), with_kwargs=True, prepend=True)
+    if param_dtype is not None:
+        model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True, prepend=True)
 
 
 def is_prepared(model: nn.Module) -> bool:
@@ -196,7 +196,7 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
     _check_trained(plans, facts, torch.float64)
     replaces = any(unit.steps is not None for unit in engine.units)
     compat.check({**facts, compat.ANOTHER: Named(True, compat.ANOTHER)} if replaces else facts)
-    engine.states.check_room(optimizer, moments_of(optimizer))
+    engine.states.check_capacity(optimizer, moments_of(optimizer))
     engine.flush()
     for unit in engine.units:
         unit.state.clear()

@@ -272,7 +272,7 @@ def take_unit(engine: Engine, unit: Unit, group_of: dict[int, int]) -> None:
     unit.make_master()
     unit.groups = [group_of.get(id(e.param), -1) for e in unit.params]
     unit.steps = torch.zeros(len(unit.params), dtype=torch.int64)
-    unit.state_kind = engine.config.state_name
+    unit.state_name = engine.config.state_name
 
 
 def adopt_unit(optimizer: optim.Optimizer, engine: Engine, unit: Unit) -> None:

@@ -348,10 +348,10 @@ class _Construction:
             self._evict()
 
     def _evict(self) -> None:
-        room = max(self.window_bytes, self.largest_bytes * 9 // 8)
+        capacity = max(self.window_bytes, self.largest_bytes * 9 // 8)
         held = sum(one.nbytes for one in self.live.values())
         for oldest in list(self.live.values())[:-1]:
-            if held <= room:
+            if held <= capacity:
                 break
             if _is_alone(oldest):
                 held -= oldest.nbytes

@@ -135,9 +135,9 @@ class _Extents:
 
     def take(self, size: int) -> int:
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
-        for at, (offset, room) in enumerate(self._free):
-            if room >= size:
-                self._free[at : at + 1] = [(offset + size, room - size)] if room > size else []
+        for at, (offset, capacity) in enumerate(self._free):
+            if capacity >= size:
+                self._free[at : at + 1] = [(offset + size, capacity - size)] if capacity > size else []
                 return offset
         self.end += size
         return self.end - size
@@ -277,7 +277,7 @@ class ActivationFile(ActivationStore):
             return None
         self._put_bytes += size
         self._largest_bytes = max(self._largest_bytes, size)
-        while self._writing and self.waiting_bytes + size > self._room_bytes():
+        while self._writing and self.waiting_bytes + size > self._capacity_bytes():
             self._reap(patiently=True)
         flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         saved = Saved(self, self._next, tensor.detach(), flat, self._extents.take(size))
@@ -292,7 +292,7 @@ class ActivationFile(ActivationStore):
         self.waiting_peak_bytes = max(self.waiting_peak_bytes, self.waiting_bytes)
         return saved
 
-    def _room_bytes(self) -> int:
+    def _capacity_bytes(self) -> int:
         return min(WAITING_BYTES, 4 * self._largest_bytes)
 
     def _reap(self, patiently: bool = False) -> None:
@@ -385,7 +385,7 @@ class ActivationFile(ActivationStore):
                 continue
             if saved.flat is not None or (saved.read is not None and not saved.read.expired()):
                 continue
-            if self._closed or (self.ahead_bytes and self.ahead_bytes + saved.bytes > self._room_bytes()):
+            if self._closed or (self.ahead_bytes and self.ahead_bytes + saved.bytes > self._capacity_bytes()):
                 return
             self._begin_read(saved)
 
@@ -419,10 +419,10 @@ class ActivationFile(ActivationStore):
             }  # fmt: skip
 
 
-def _page_aligned(room: Tensor, size: int) -> Tensor:
+def _page_aligned(memory: Tensor, size: int) -> Tensor:
     """``size`` bytes that begin at a page, so that whole pages are read straight into them."""
-    first = -room.data_ptr() % PAGE_BYTES
-    return room[first : first + size]
+    first = -memory.data_ptr() % PAGE_BYTES
+    return memory[first : first + size]
 
 
 def _moved(io: aio.Engine, waited: list[int]) -> dict[str, Any]:

@@ -182,7 +182,7 @@ class OptimFile(FileStore, StateStore):
         unit.core.set_states_in_file(self._shards[unit.index][0], unit.steps.data_ptr(), unit.groups)
         self._moments[unit.index] = wanted
 
-    def check_room(self, optimizer: torch.optim.Optimizer, moments: tuple[str, ...]) -> None:
+    def check_capacity(self, optimizer: torch.optim.Optimizer, moments: tuple[str, ...]) -> None:
         lacks = [one for one in moments if one and one not in self.kinds]
         if lacks:
             raise ConfigError(

@@ -23,11 +23,11 @@ class Storage:
     """The outcome of steps over states in memory: this rank alone knows it, and nothing is ever half-way."""
 
     can_fail = False
-    """True if a step can fail in the middle, so that ranks have to agree on its outcome."""
+    """True if a step can fail in the middle, so that ranks have to compare its outcome."""
     is_inconsistent = False
     """True if a step or a write failed half-way, on any rank, and no checkpoint was loaded since."""
 
-    def agree(self, error: BaseException | None) -> None:
+    def raise_on_all(self, error: BaseException | None) -> None:
         """Collective, after every step: return if it succeeded on all ranks; else raise, on all of them."""
         if error is not None:
             raise error
@@ -62,7 +62,7 @@ class FileStorage(Storage):
         self.checks: list[Callable[[], bool]] = [lambda: bool(self._core.step_state()[1])]
         self.recover: list[Callable[[], None]] = [self._core.params_recovered]
 
-    def agree(self, error: BaseException | None) -> None:
+    def raise_on_all(self, error: BaseException | None) -> None:
         """Collective, after every step: it succeeded on all ranks, or raises on all of them.
 
         Where some shards were stepped and others not, here or elsewhere, everything but a load is refused from then on.

@@ -125,7 +125,7 @@ class Delayed(StepSchedule):
         finally:
             self._core.step_end()
         try:
-            engine.storage.agree(failure)
+            engine.storage.raise_on_all(failure)
         finally:
             failure = None
 

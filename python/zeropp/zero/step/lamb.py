@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeropp.ops import lamb_moments_, norm_squares, onebit_lamb_fresh_
-from zeropp.zero.step import low_states
+from zeropp.zero.step import moments
 from zeropp.zero.step.onebit import CollectiveStep, Piece, Slot
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -82,20 +82,20 @@ class Lamb(CollectiveStep):
         for slot in self.slots:
             if any(slot.present):
                 stepped.append((slot, slot.count_step()))
-                if slot.unit.state_kind == "fp32":
+                if slot.unit.state_name == "fp32":
                     self._directions(*stepped[-1], scale, table)
                 else:
-                    updates += self._low_directions(*stepped[-1], scale, table)
+                    updates += self._quantised_directions(*stepped[-1], scale, table)
         ratios = self._ratios(self.summed(self.gathered(table)).sqrt().tolist())
         for slot, steps in stepped:
-            if slot.unit.state_kind == "fp32":
+            if slot.unit.state_name == "fp32":
                 self._move(slot, steps, lambda row: ratios.get(row, 1.0))
         for update in updates:
             lr = float(self.group(update.slot, update.piece.param)["lr"])
             own = update.slot.own(update.slot.unit.own, update.piece)
             own.add_(update.values, alpha=-lr * ratios.get(update.row, 1.0))
         for slot, _ in stepped:
-            if slot.unit.state_kind != "fp32":
+            if slot.unit.state_name != "fp32":
                 slot.write_out()
         return ratios
 
@@ -152,18 +152,18 @@ class Lamb(CollectiveStep):
         """How often the variance was updated in so many steps of a tensor."""
         return step
 
-    def _low_directions(self, slot: Slot, steps: list[int], scale: float, table: Tensor) -> list[Update]:
+    def _quantised_directions(self, slot: Slot, steps: list[int], scale: float, table: Tensor) -> list[Update]:
         """Compute updates from moments in fewer bits. The next unit reuses their scratch memory, so updates are kept until then."""
         beta1, beta2 = self.betas()
         gradient = self.reduced(slot, scale)
-        moments = [self._moment(slot, name) for name in _MOMENTS]
+        copies = [self._moment(slot, name) for name in _MOMENTS]
         found = []
         for piece in self._stepped(slot):
             group, step = self.group(slot, piece.param), steps[piece.param]
             g = slot.own(gradient, piece)
             if group.get("maximize", False):
                 g = -g
-            m, v = (slot.own(moment, piece) for moment in moments)
+            m, v = (slot.own(moment, piece) for moment in copies)
             m.mul_(beta1).add_(g, alpha=1 - beta1)
             v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
             values = m / (1 - beta1**step)
@@ -175,15 +175,15 @@ class Lamb(CollectiveStep):
             sums, _ = norm_squares([own, values])
             table[piece.slice, row] = sums
             found.append(Update(slot, piece, values, row))
-        for name, moment in zip(_MOMENTS, moments, strict=True):
-            low_states.store_all(slot.unit, name, moment, slot.present)
+        for name, moment in zip(_MOMENTS, copies, strict=True):
+            moments.store_all(slot.unit, name, moment, slot.present)
         return found
 
     def _moment(self, slot: Slot, name: str) -> Tensor:
         """A copy in fp32 of one in fewer bits."""
-        low_states.make(slot.unit, name)
+        moments.make(slot.unit, name)
         copy = self.scratch(slot.unit, name)[: slot.unit.shard.numel()]
-        low_states.load_all(slot.unit, name, copy)
+        moments.load_all(slot.unit, name, copy)
         return copy
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lion, Adagrad and SGD on shards whose state is in bf16 or 8 bits: our operators, one call a unit and parameter group.
 
-In fp32 C steps them as it steps Adam (updates.py). States lie where Adam's do (low_states.py), so checkpoints, values and
+In fp32 C steps them as it steps Adam (updates.py). States lie where Adam's do (moments.py), so checkpoints, values and
 bytes know them; so do random bits: of the parameter's number, its step and the place in it.
 """
 
@@ -16,7 +16,7 @@ from zeropp.ops import adagrad_step_, lion_step_, sgd_step_
 from zeropp.optim import Lion
 from zeropp.zero.engine import Engine, StepStrategy
 from zeropp.zero.model_state import Unit
-from zeropp.zero.step import low_states
+from zeropp.zero.step import moments
 
 STATES: dict[type, str] = {optim.SGD: "momentum_buffer", optim.Adagrad: "sum", Lion: "exp_avg"}
 """Which optimizers, and what torch calls their state."""
@@ -42,13 +42,13 @@ def _make(optimizer: optim.Optimizer, unit: Unit, name: str) -> None:
     """The state, unless it is there: from an earlier step, or from a checkpoint."""
     if name in unit.state:
         return
-    low_states.make(unit, name)
-    for index, part, _, _ in low_states.spans(unit):
+    moments.make(unit, name)
+    for index, part, _, _ in moments.spans(unit):
         if unit.groups[index] < 0:
             continue
         initial = float(optimizer.param_groups[unit.groups[index]].get("initial_accumulator_value", 0.0))
         if initial:
-            low_states.put(unit, name, index, torch.full((part.stop - part.start,), initial))
+            moments.put(unit, name, index, torch.full((part.stop - part.start,), initial))
 
 
 def _rates(kind: type, group: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _step_unit(optimizer: optim.Optimizer, engine: Engine, unit: Unit, kind: typ
     groups: dict[int, dict[str, list[Any]]] = {}
     keys = ("params", "grads", "codes", "scales", "param_outs", "step", "streams", "firsts")
     gradients = engine.own_gradients(unit)
-    for index, part, begin, scales in low_states.spans(unit):
+    for index, part, begin, scales in moments.spans(unit):
         gradient = gradients[index]
         if gradient is None or unit.groups[index] < 0:
             continue

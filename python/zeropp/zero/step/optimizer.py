@@ -96,7 +96,7 @@ class ZeroOptimizer(optim.Optimizer):
         finally:
             engine.core.step_end()
         try:
-            engine.storage.agree(failure)
+            engine.storage.raise_on_all(failure)
         finally:
             failure = None  # or this frame and the error would keep each other, and the model
 

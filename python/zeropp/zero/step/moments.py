@@ -34,9 +34,9 @@ def spans(unit: Unit) -> Iterator[tuple[int, slice, int, slice]]:
 def make(unit: Unit, name: str) -> None:
     """A moment of zeros, unless it is there."""
     if name not in unit.state:
-        dtype = unit.state_dtype if unit.state_kind == "fp32" else DTYPES[unit.state_kind]
+        dtype = unit.state_dtype if unit.state_name == "fp32" else DTYPES[unit.state_name]
         unit.state[name] = torch.zeros(unit.shard.numel(), dtype=dtype)
-    if unit.state_kind == "int8" and name not in unit.scales:
+    if unit.state_name == "int8" and name not in unit.scales:
         unit.scales[name] = torch.zeros(sum(scales.stop - scales.start for _, _, _, scales in spans(unit)))
 
 
@@ -44,7 +44,7 @@ class MemoryStates(StateStore):
     """Master weights and moments in memory, in fp32, bf16 or 8 bits."""
 
     def in_place(self, unit: Unit) -> bool:
-        return unit.state_kind != "int8"
+        return unit.state_name != "int8"
 
     def make(self, unit: Unit, kind: str) -> torch.Tensor:
         make(unit, kind)
@@ -52,7 +52,7 @@ class MemoryStates(StateStore):
 
     def load(self, unit: Unit, values: dict[str, torch.Tensor]) -> None:
         for name, one in values.items():
-            if unit.state_kind == "int8":
+            if unit.state_name == "int8":
                 write_all(unit, name, one)
             else:
                 self.make(unit, name).copy_(one)
@@ -66,7 +66,7 @@ class MemoryStates(StateStore):
             make(unit, name)
         master = 0 if unit.master is None else unit.master.data_ptr()
         at = [_address(held.get(name)) for name in names for held in (unit.state, unit.scales)]
-        kind = KINDS.index(unit.state_kind)
+        kind = KINDS.index(unit.state_name)
         unit.core.set_states(kind, master, unit.steps.data_ptr(), unit.first_param, unit.groups, *at)
 
 
@@ -95,9 +95,9 @@ def write(unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
 def put(unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
     """:func:`write` of either kind."""
     for number, part, _, _ in spans(unit):
-        if number == index and unit.state_kind != "int8":
+        if number == index and unit.state_name != "int8":
             unit.state[name][part] = values
-    if unit.state_kind == "int8":
+    if unit.state_name == "int8":
         write(unit, name, index, values)
 
 
