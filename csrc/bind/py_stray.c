@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Stray reads (base/stray.h) for python/zeropp/zero/model/strays.py, which raises the error.
+ * Stray reads (base/stray.h) for python/zeropp/zero/model/parameter.py, which raises the error.
  */
 #include "../base/stray.h"
 #include "py_zero.h"

@@ -14,8 +14,7 @@ from zeropp.errors import ConfigError, PartitionedParameterError
 from zeropp.zero.engine import FILE, SHARD, Engine, Unit, engine_of
 from zeropp.zero.formulas import model_states, pools_grads, sizes_of, tier_buffers
 from zeropp.zero.model.init import is_sharded, whole_built
-from zeropp.zero.model.parameter import ref_of
-from zeropp.zero.model.strays import raise_strays
+from zeropp.zero.model.parameter import raise_strays, ref_of
 from zeropp.zero.model_state import Bytes
 from zeropp.zero.offload.storage import disk_traffic
 

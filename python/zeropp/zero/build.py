@@ -16,8 +16,7 @@ from zeropp.config import Config, Tier
 from zeropp.zero.engine import Engine
 from zeropp.zero.formulas import READ_AHEAD_BYTES
 from zeropp.zero.model.init import copy_own_part, is_sharded, materialise
-from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradParameter
-from zeropp.zero.model.strays import raise_strays
+from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradParameter, raise_strays
 from zeropp.zero.model.units import REPLICATE_BYTES, UnitPlan, numbers
 from zeropp.zero.model_state import DTYPES, FILE, HOST, SHARD, WHOLE, Entry, ParamStore, Unit, tensor_over
 from zeropp.zero.offload import weight_quant

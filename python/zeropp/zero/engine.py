@@ -17,8 +17,7 @@ from torch import nn
 from zeropp.config import Config, LossScale
 from zeropp.errors import ConfigError, Error
 from zeropp.files import folder_writer
-from zeropp.zero.model.parameter import Ref, ref_of
-from zeropp.zero.model.strays import engines, raise_strays
+from zeropp.zero.model.parameter import Ref, engines, raise_strays, ref_of
 from zeropp.zero.model_state import (
     DTYPES,
     FILE,
@@ -32,8 +31,7 @@ from zeropp.zero.model_state import (
     tensor_over,
 )  # fmt: skip
 from zeropp.zero.offload.storage import Storage
-from zeropp.zero.step import origins
-from zeropp.zero.step.scaler import NoScaler, Scaler
+from zeropp.zero.step.scaler import NoScaler, Scaler, origins
 
 __all__ = [
     "DTYPES", "FILE", "HOST", "SHARD", "WHOLE", "Engine", "Entry", "StepSchedule", "StepStrategy", "Unit", "engine_of", "register",
@@ -70,7 +68,7 @@ class StepStrategy(Part):
         """Collective: return (squared norm of the gradients as they are held, who has values that are not finite)."""
         squares, bad = engine.core.norm()
         who = [(engine.units[unit].params[index].names[0], bits) for unit, index, bits in bad]
-        return squares, origins.describe(who, engine.ranks)
+        return squares, origins(who, engine.ranks)
 
     def gradients_pending(self, engine: Engine) -> bool:
         """Return True if gradients were accumulated inside ``no_sync`` and not reduced. Equal on all ranks."""

@@ -27,9 +27,8 @@ from zeropp.zero.engine import DTYPES, Engine, engine_of, register
 from zeropp.zero.model import buffers, meta
 from zeropp.zero.model.autocast import AutocastCall
 from zeropp.zero.model.init import is_sharded
-from zeropp.zero.model.parameter import ref_of
+from zeropp.zero.model.parameter import engines, raise_strays, ref_of
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
-from zeropp.zero.model.strays import engines, raise_strays
 from zeropp.zero.model.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
 from zeropp.zero.step import custom
 from zeropp.zero.step.optimizer import adopt, check_optimizer

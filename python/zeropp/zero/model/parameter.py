@@ -8,17 +8,23 @@ only the gradient is split). The class swap costs 0.2 us a pair; hooks in C do i
 * inside a forward or backward of its model, and in a differentiable operation while a loss is being built, the unit is
   gathered, stays whole until the next step, and the operation goes on;
 * anything else raises :class:`zeropp.PartitionedParameterError`, naming the parameter and ``zeropp.gathered``.
+
+A stray read is one of a view of a unit's values, which was kept until the unit was released. The signal handler of
+csrc/base/stray.c lets it return NaN; the next call of a model, of ``optimizer.step`` or of zeropp raises. See
+docs/design/0007-reads-of-released-memory.md.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from zeropp import _C
 from zeropp.errors import PartitionedParameterError
 
 _T: Any = torch.Tensor  # Any: its descriptors are read here, not its values
@@ -252,4 +258,34 @@ def _refuse(func: Any, ref: Ref) -> PartitionedParameterError:
     return PartitionedParameterError(
         f"{where}, and `{name}` reads its values outside of the model's forward and backward; use `with zeropp.gathered(parameter):`, "
         "or zeropp.full_state_dict(model) for a whole copy"
+    )
+
+
+# -- stray reads -------------------------------------------------------------------------------------------------------
+
+engines: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""The engine of each prepared model that lives."""
+
+
+def _name_at(address: int) -> str | None:
+    """Return the name of the parameter at this address; None if no living model has one there."""
+    for engine in list(engines.values()):
+        for unit in engine.units:
+            at = (address - unit.whole.data_ptr()) // unit.dtype.itemsize
+            if 0 <= at < unit.elems and unit.params:
+                name: str = next(entry.names[0] for entry in reversed(unit.params) if entry.offset_elems <= at)
+                return name
+    return None
+
+
+def raise_strays() -> None:
+    """Raise an error that names the parameters if there was a stray read since the last call. Costs one call otherwise."""
+    if not _C.stray_seen():
+        return
+    names = dict.fromkeys(_name_at(address) for address in _C.stray_take())
+    living = ", ".join(f"'{name}'" for name in names if name is not None) or "of a model that is gone"
+    raise PartitionedParameterError(
+        f"a view of parameter {living} was kept and used after the parameter was released, so it had NaN for values: detach(), .data, "
+        "an index, view(), .T and numpy() give views without memory of their own; clone the view inside the hook or module that makes "
+        "it, or read the parameter in `with zeropp.gathered(parameter):`"
     )

@@ -3,7 +3,7 @@
 
 A unit's ``state`` holds bf16 values, or 8-bit codes whose scales lie in ``scales``: for each parameter that this rank has
 a part of, in order, one a block of 256 elements of the parameter. The step works on both in place (csrc/ops/moments);
-everybody else gets and gives fp32 here.
+all other code gets and gives fp32 here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from zeropp.ops import moments_decode_, moments_encode_, moments_scales
 from zeropp.zero.model_state import StateStore, Unit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-KINDS = ("fp32", "bf16", "int8")
-"""enum zpp_moments_kind"""
+"""In the order of enum zpp_moments_kind."""
 
 
 def spans(unit: Unit) -> Iterator[tuple[int, slice, int, slice]]:
@@ -66,7 +65,7 @@ class MemoryStates(StateStore):
             make(unit, name)
         master = 0 if unit.master is None else unit.master.data_ptr()
         at = [_address(held.get(name)) for name in names for held in (unit.state, unit.scales)]
-        kind = KINDS.index(unit.state_name)
+        kind = list(DTYPES).index(unit.state_name)
         unit.core.set_states(kind, master, unit.steps.data_ptr(), unit.first_param, unit.groups, *at)
 
 

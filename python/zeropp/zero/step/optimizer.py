@@ -2,7 +2,7 @@
 """A torch optimizer, adopted in place: the same object, whose step updates this rank's shards.
 
 AdamW, Adam, Lion, Adagrad and SGD run fused kernels in C, wherever their shards lie (updates.py); the last three, with states in
-fewer bits, our operators (low_step.py). Other element-wise optimizers, and float64, run torch's own code on the shards, one
+fewer bits, our operators. Other element-wise optimizers, and float64, run torch's own code on the shards, one
 1-D tensor a parameter piece. LAMB, Muon and the one-bit optimizers have parts of their own (lamb.py, muon.py, onebit_adam.py).
 """
 
@@ -23,9 +23,9 @@ from zeropp.errors import ConfigError, Error
 from zeropp.optim import LAMB, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from zeropp.wording import counted
 from zeropp.zero.engine import Engine, StepStrategy
-from zeropp.zero.model.strays import raise_strays
+from zeropp.zero.model.parameter import raise_strays
 from zeropp.zero.model.units import UnitPlan
-from zeropp.zero.step import custom, lamb, low_step, muon, onebit_adam, updates
+from zeropp.zero.step import custom, lamb, muon, onebit_adam, updates
 from zeropp.zero.step.custom import ADAMS as _ADAMS
 from zeropp.zero.step.custom import kind_of
 from zeropp.zero.step.delayed import Delayed
@@ -416,5 +416,5 @@ def _strategy_of(optimizer: optim.Optimizer, engine: Engine) -> StepStrategy:
     if kind in updates.UPDATES and (plain or kind in _ADAMS):
         return updates.KernelStep(updates.UPDATES[kind], updates.least_moments(optimizer))
     if engine.config.state_name != "fp32":  # zeropp/compat.py says for which
-        return low_step.OperatorStep(updates.least_moments(optimizer))
+        return updates.OperatorStep(updates.least_moments(optimizer))
     return TorchStep(optimizer, engine)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss scale of fp16 (Micikevicius et al. 2018, section 3.2): gradients below 2^-24 would be zero, so the loss is
-multiplied before backward and the gradients are divided in the step, in fp32.
+"""Gradients that are not finite: whose they are, and the loss scale of fp16 that gives way to them.
+
+The scale (Micikevicius et al. 2018, section 3.2): gradients below 2^-24 would be zero, so the loss is multiplied before
+backward and the gradients are divided in the step, in fp32.
 
 Dynamic, by the rule of ``torch.amp.GradScaler``: a step whose gradients are not finite is skipped and the scale goes
 down; after ``interval`` good steps in a row it goes up.
@@ -9,6 +11,7 @@ down; after ``interval`` good steps in a row it goes up.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from zeropp.config import LossScale
 from zeropp.errors import Error
 
 _log = logging.getLogger("zeropp")
+_LAST_BIT = 63
+"""The bit of this rank stands for all ranks above, too (csrc/zero/origin.h)."""
 
 
 class NoScaler:
@@ -143,3 +148,24 @@ class Scaler(NoScaler):
             self.scale = float(state["scale"])
         self.good_steps, self.skipped = int(state["good_steps"]), int(state["skipped"])
         self.overflow = []
+
+
+def origins(bad: Iterable[tuple[str, int]], ranks: int) -> list[str]:
+    """Return the parameters, each with the ranks whose gradients were not finite before the sum.
+
+    Args:
+        bad: (name, bits of the ranks) of each shard with such values, in the order of the shards.
+    """
+    found: dict[str, int] = {}
+    for name, bits in bad:
+        found[name] = found.get(name, 0) | bits
+    return [f"'{name}' ({_where(bits, ranks)})" for name, bits in found.items()]
+
+
+def _where(bits: int, ranks: int) -> str:
+    numbers = [rank for rank in range(_LAST_BIT + 1) if bits >> rank & 1]
+    if not numbers:
+        return "finite on each rank, but not their sum"
+    names = [f"rank {rank}{' or above' if rank == _LAST_BIT and ranks > _LAST_BIT + 1 else ''}" for rank in numbers]
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"{listed}{' before the sum' if ranks > 1 else ''}"

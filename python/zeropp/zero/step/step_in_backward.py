@@ -15,7 +15,7 @@ import torch
 
 from zeropp.errors import Error
 from zeropp.zero.engine import Engine, StepSchedule
-from zeropp.zero.step import origins
+from zeropp.zero.step.scaler import origins
 
 
 class StepInBackward(StepSchedule):
@@ -99,7 +99,7 @@ class StepInBackward(StepSchedule):
             if engine.core.step_state()[1]
             else "nothing was stepped on this rank"
         )
-        (where,) = origins.describe([(name, bad[2])], engine.ranks)
+        (where,) = origins([(name, bad[2])], engine.ranks)
         raise Error(f"optimizer.step: the gradient of {where} is not finite; {what}")
 
     def drop(self, states: bool) -> None:
