@@ -140,10 +140,10 @@ def _load() -> None:
 
     ops.register()
     if torch.distributed.is_available() and "ZEROPP" not in torch.distributed.Backend._plugins:
-        from zeropp.comm import guard
+        from zeropp.comm import default_group
 
         torch.distributed.Backend.register_backend("zeropp", _create_group, devices=["cpu", "cuda"])
-        guard.install()
+        default_group.install()
 
 
 def _register_strategies() -> None:

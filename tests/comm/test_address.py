@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from launch import run_ranks
 from warm import free_port
-from zeropp.comm import address as comm_address
-from zeropp.comm.address import Place
+from zeropp.comm import job_store
+from zeropp.comm.job_store import Place
 from zeropp.errors import CommError
 
 SOON_S = 5.0
@@ -103,7 +103,7 @@ def listener() -> Any:
 
 
 def test_what_shows_that_an_address_is_wrong(listener: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm_address, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(job_store, "PATIENCE_S", 0.5)
     closed = free_port()
     wrong = {
         "under torchrun nobody listens": (Place("127.0.0.1", closed, 1, True), "Connection refused"),
@@ -117,19 +117,19 @@ def test_what_shows_that_an_address_is_wrong(listener: int, monkeypatch: pytest.
         "rank 0 has it already": Place("127.0.0.1", listener, 0, False),
     }
     with ThreadPoolExecutor(len(wrong)) as threads:
-        asked = {case: (threads.submit(comm_address.check, place), said) for case, (place, said) in wrong.items()}
+        asked = {case: (threads.submit(job_store.check, place), said) for case, (place, said) in wrong.items()}
     for case, (answer, said) in asked.items():
         error = answer.exception()
         assert isinstance(error, CommError) and said in str(error), (case, error)
     for place in right.values():
-        comm_address.check(place)
+        job_store.check(place)
 
 
 def test_other_backends_meet_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """zeropp does not check the address for gloo; torch itself reports what is missing."""
     import torch.distributed as dist
 
-    monkeypatch.setattr(comm_address, "check", lambda place: pytest.fail(f"asked about {place}"))
+    monkeypatch.setattr(job_store, "check", lambda place: pytest.fail(f"asked about {place}"))
     port = str(free_port())
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)

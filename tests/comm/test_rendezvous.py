@@ -14,9 +14,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from zeropp.comm.address import Place
+from zeropp.comm.job_store import Place, find_store
 from zeropp.comm.rendezvous import rendezvous
-from zeropp.comm.start import find_store
 from zeropp.errors import CommTimeoutError
 
 LIMIT = timedelta(seconds=20)
