@@ -90,7 +90,7 @@ static void forget_block(struct cuda_device *cuda, struct block **link) {
     free(block);
 }
 
-static zpp_status no_room(const struct cuda_device *cuda, CUresult result, size_t bytes, struct zpp_err *err) {
+static zpp_status fail_alloc(const struct cuda_device *cuda, CUresult result, size_t bytes, struct zpp_err *err) {
     size_t free_bytes = 0, total_bytes = 0;
     if (result != ZPP_CU_OUT_OF_MEMORY || cuda->api->cuMemGetInfo(&free_bytes, &total_bytes) != ZPP_CU_SUCCESS) {
         return zpp_cuda_fail(cuda->api, result, err, "device cuda: allocating memory");
@@ -107,7 +107,7 @@ static zpp_status cuda_alloc(zpp_device *device, size_t bytes, void **out, struc
     zpp_status status = enter(cuda, &pushed, err);
     if (!status) {
         const CUresult result = cuda->api->cuMemAlloc(&block->start, bytes + ZPP_PAGE_BYTES);
-        if (result) status = no_room(cuda, result, bytes, err);
+        if (result) status = fail_alloc(cuda, result, bytes, err);
         leave(cuda, pushed);
     }
     if (status) {

@@ -48,7 +48,7 @@ struct segment {
 /* Sorted by offset, never overlapping. */
 struct segments {
     struct segment *at;
-    size_t count, room;
+    size_t count, capacity;
     size_t total_bytes;
 };
 
@@ -62,14 +62,14 @@ struct zpp_range {
 };
 
 /* --- segment lists ------------------------------------------------------------------------------------------------ */
-/* Make room for `more` segments, so that later changes cannot fail half-way. */
+/* Reserve capacity for `more` segments, so that later changes cannot fail half-way. */
 static zpp_status reserve(struct segments *list, size_t more, struct zpp_err *err) {
-    if (list->count + more <= list->room) return ZPP_OK;
-    const size_t room = 2 * (list->count + more) + 16;
-    struct segment *at = realloc(list->at, room * sizeof *at);
-    if (!at) return zpp_fail(err, ZPP_NOMEM, "address range: no memory for %zu segments", room);
+    if (list->count + more <= list->capacity) return ZPP_OK;
+    const size_t capacity = 2 * (list->count + more) + 16;
+    struct segment *at = realloc(list->at, capacity * sizeof *at);
+    if (!at) return zpp_fail(err, ZPP_NOMEM, "address range: no memory for %zu segments", capacity);
     list->at = at;
-    list->room = room;
+    list->capacity = capacity;
     return ZPP_OK;
 }
 
@@ -85,7 +85,7 @@ static size_t find(const struct segments *list, size_t offset_bytes) {
 }
 
 static void insert(struct segments *list, struct segment segment) {
-    assert(list->count < list->room);
+    assert(list->count < list->capacity);
     const size_t index = find(list, segment.offset_bytes);
     memmove(list->at + index + 1, list->at + index, (list->count - index) * sizeof *list->at);
     list->at[index] = segment;
@@ -93,7 +93,7 @@ static void insert(struct segments *list, struct segment segment) {
     list->total_bytes += segment.bytes;
 }
 
-/* Remove [begin, end), which lies in segment `index`, from the list; needs room for one more. */
+/* Remove [begin, end), which lies in segment `index`, from the list; needs capacity for one more. */
 static void cut(struct segments *list, size_t index, size_t begin_bytes, size_t end_bytes) {
     const struct segment whole = list->at[index];
     memmove(list->at + index, list->at + index + 1, (list->count - index - 1) * sizeof *list->at);
@@ -205,10 +205,10 @@ static void drop(char *area, size_t offset_bytes, size_t bytes) {
 /* Release the mapped piece [begin, end) of one segment: park as much as the limit allows, and drop the rest. */
 static zpp_status release_piece(zpp_range *range, size_t index, size_t begin_bytes, size_t end_bytes,
                                 struct zpp_err *err) {
-    const size_t room_bytes = range->warm_limit_bytes > range->parked.total_bytes
+    const size_t spare_bytes = range->warm_limit_bytes > range->parked.total_bytes
                                   ? range->warm_limit_bytes - range->parked.total_bytes : 0;
     size_t keep_bytes = range->moves ? end_bytes - begin_bytes : 0;
-    if (keep_bytes > room_bytes) keep_bytes = room_bytes / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
+    if (keep_bytes > spare_bytes) keep_bytes = spare_bytes / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
     if (keep_bytes) {
         if (!move_pages(range->park + begin_bytes, range->home + begin_bytes, keep_bytes)) {
             return zpp_fail_os(err, errno, "address range: parking %zu bytes of offset %zu", keep_bytes, begin_bytes);

@@ -57,12 +57,12 @@ zpp_status zpp_fail_rank(struct zpp_err *err, zpp_status status, int rank, const
 }
 
 /* strerror_r exists in a GNU and a POSIX form, which return the text in different ways. */
-static const char *errno_text(int os_errno, char *room, size_t room_bytes) {
+static const char *errno_text(int os_errno, char *scratch, size_t scratch_bytes) {
 #if defined(__GLIBC__) && defined(_GNU_SOURCE)
-    return strerror_r(os_errno, room, room_bytes);
+    return strerror_r(os_errno, scratch, scratch_bytes);
 #else
-    if (strerror_r(os_errno, room, room_bytes) != 0) snprintf(room, room_bytes, "errno %d", os_errno);
-    return room;
+    if (strerror_r(os_errno, scratch, scratch_bytes) != 0) snprintf(scratch, scratch_bytes, "errno %d", os_errno);
+    return scratch;
 #endif
 }
 
@@ -72,10 +72,10 @@ zpp_status zpp_fail_os(struct zpp_err *err, int os_errno, const char *format, ..
     fill(err, ZPP_OS, os_errno, ZPP_NO_RANK, format, args);
     va_end(args);
     if (err) {
-        char room[128];
+        char scratch[128];
         const size_t used_bytes = strlen(err->text);
         snprintf(err->text + used_bytes, sizeof err->text - used_bytes, ": %s",
-                 errno_text(os_errno, room, sizeof room));
+                 errno_text(os_errno, scratch, sizeof scratch));
     }
     return ZPP_OS;
 }

@@ -14,7 +14,7 @@
 atomic_bool zpp_timeline_is_on;
 
 static struct zpp_span *table;
-static size_t room;
+static size_t table_capacity;
 static atomic_size_t claimed;
 static atomic_int inside;
 
@@ -22,7 +22,7 @@ zpp_status zpp_timeline_start(size_t capacity, struct zpp_err *err) {
     if (table) return zpp_fail(err, ZPP_STATE, "trace: one is being taken already in this process; end it first");
     table = calloc(capacity ? capacity : 1, sizeof *table);
     if (!table) return zpp_fail(err, ZPP_NOMEM, "trace: no memory for %zu spans", capacity);
-    room = capacity;
+    table_capacity = capacity;
     atomic_store(&claimed, 0);
     atomic_store(&zpp_timeline_is_on, true);
     return ZPP_OK;
@@ -34,7 +34,7 @@ zpp_status zpp_timeline_stop(struct zpp_span **spans, size_t *count, size_t *dro
     while (atomic_load(&inside)) sched_yield();
     const size_t wanted = atomic_load(&claimed);
     *spans = table;
-    *count = wanted < room ? wanted : room;
+    *count = wanted < table_capacity ? wanted : table_capacity;
     *dropped = wanted - *count;
     table = NULL;
     return ZPP_OK;
@@ -46,7 +46,7 @@ void zpp_timeline_add(uint64_t began_ns, enum zpp_span_kind kind, const char *na
     atomic_fetch_add(&inside, 1);
     if (atomic_load(&zpp_timeline_is_on)) {
         const size_t slot = atomic_fetch_add(&claimed, 1);
-        if (slot < room) {
+        if (slot < table_capacity) {
             struct zpp_span *span = &table[slot];
             *span = (struct zpp_span){ .began_ns = began_ns, .ended_ns = zpp_now_ns(), .bytes = bytes,
                                        .thread = thread, .kind = kind };

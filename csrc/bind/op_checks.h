@@ -25,7 +25,7 @@ bool zpp_op_find_stream(struct zpp_boxed *args, struct zpp_op_stream *on);
  * after the launch: torch's allocator follows the stream. */
 bool zpp_op_find_work(struct zpp_boxed *args, struct zpp_op_stream *on, size_t bytes, AtenTensorHandle *memory,
                       void **work);
-/* Room for a segment a tensor, zeros; free it. NULL, with a message noted, without memory. */
+/* Memory for a segment a tensor, zeros; free it. NULL, with a message noted, without memory. */
 void *zpp_op_new_segments(struct zpp_boxed *args, size_t count, size_t segment_bytes);
 /* Notes the message of a launch that failed. */
 void zpp_op_launched(struct zpp_boxed *args, zpp_status status, const struct zpp_err *err);

@@ -32,11 +32,11 @@ static bool check_error(struct zpp_boxed *args, const struct zpp_tensor *error, 
     return zpp_op_check_elems(args, "error", error, 1u << ZPP_F32, elems, "as many as src has");
 }
 
-/* Room for the sums of lanes: torch's allocator follows the stream, so it may be given back before they are read. */
+/* Memory for the sums of lanes: torch's allocator follows the stream, so it may be given back before they are read. */
 static float *new_work(struct zpp_boxed *args, size_t chunk_elems, size_t elems, AtenTensorHandle *memory) {
     void *work = NULL;
-    const size_t room = zpp_onebit_cuda_work_elems(chunk_elems, elems);
-    return zpp_boxed_new(args, ZPP_F32, room + 1, memory, &work) ? work : NULL;
+    const size_t elems_needed = zpp_onebit_cuda_work_elems(chunk_elems, elems);
+    return zpp_boxed_new(args, ZPP_F32, elems_needed + 1, memory, &work) ? work : NULL;
 }
 
 static void compress_on_cuda(struct zpp_boxed *args, size_t chunk, const struct zpp_tensor *src, float *error,

@@ -416,13 +416,13 @@ static PyObject *zero_bind_unit(PyObject *self, PyObject *args) {
     }
     Unit *unit = PyObject_New(Unit, unit_type);
     if (!unit) return NULL;
-    const size_t room = (size_t)PyList_Size(params) + 1;
+    const size_t capacity = (size_t)PyList_Size(params) + 1;
     *unit = (Unit) { .ob_base = unit->ob_base,
                      .zero = (Zero *)Py_NewRef(self),
                      .unit = zpp_zero_unit(zero->core, index),
                      .count = PyList_Size(params),
-                     .params = calloc(room, sizeof(PyObject *)),
-                     .grad_refs = calloc(room, sizeof(PyObject *)),
+                     .params = calloc(capacity, sizeof(PyObject *)),
+                     .grad_refs = calloc(capacity, sizeof(PyObject *)),
                      .plain = Py_NewRef(plain),
                      .released = released == Py_None ? NULL : Py_NewRef(released),
                      .is_plain = true };

@@ -141,33 +141,33 @@ zpp_status zpp_torch_look(AtenTensorHandle tensor, bool write, struct zpp_tensor
 static struct {
     AtenTensorHandle *handles; /* NULL: empty */
     bool *used;
-    size_t room;
+    size_t capacity;
 } slots;
 
 static pthread_mutex_t slots_lock = PTHREAD_MUTEX_INITIALIZER; /* guards slots */
 
 static bool grow_slots(void) {
-    const size_t room = slots.room ? 2 * slots.room : 64;
-    AtenTensorHandle *handles = realloc(slots.handles, room * sizeof *handles);
+    const size_t capacity = slots.capacity ? 2 * slots.capacity : 64;
+    AtenTensorHandle *handles = realloc(slots.handles, capacity * sizeof *handles);
     if (!handles) return false;
     slots.handles = handles;
-    bool *used = realloc(slots.used, room * sizeof *used);
+    bool *used = realloc(slots.used, capacity * sizeof *used);
     if (!used) return false;
     slots.used = used;
-    memset(handles + slots.room, 0, (room - slots.room) * sizeof *handles);
-    memset(used + slots.room, 0, (room - slots.room) * sizeof *used);
-    slots.room = room;
+    memset(handles + slots.capacity, 0, (capacity - slots.capacity) * sizeof *handles);
+    memset(used + slots.capacity, 0, (capacity - slots.capacity) * sizeof *used);
+    slots.capacity = capacity;
     return true;
 }
 
 /* The lock is held. */
-static bool is_slot(int64_t slot) { return slot >= 0 && (size_t)slot < slots.room && slots.used[slot]; }
+static bool is_slot(int64_t slot) { return slot >= 0 && (size_t)slot < slots.capacity && slots.used[slot]; }
 
 int64_t zpp_torch_new_slot(void) {
     pthread_mutex_lock(&slots_lock);
     size_t slot = 0;
-    while (slot < slots.room && slots.used[slot]) slot++;
-    const bool full = slot == slots.room && !grow_slots();
+    while (slot < slots.capacity && slots.used[slot]) slot++;
+    const bool full = slot == slots.capacity && !grow_slots();
     if (!full) slots.used[slot] = true;
     pthread_mutex_unlock(&slots_lock);
     return full ? -1 : (int64_t)slot;

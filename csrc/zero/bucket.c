@@ -156,7 +156,7 @@ static zpp_status linger(zpp_zero *zero, const struct zpp_unit_grad *oldest, con
 }
 
 /* Keep what is in buckets within bucket_bytes, `bytes` more included. */
-static zpp_status make_room(zpp_zero *zero, size_t bytes, const struct zpp_wait *wait, struct zpp_err *err) {
+static zpp_status stay_in_bound(zpp_zero *zero, size_t bytes, const struct zpp_wait *wait, struct zpp_err *err) {
     const size_t bound = zero->options.bucket_bytes;
     struct zpp_unit_grad *oldest = zpp_bucket_sweep(zero);
     while (bound && oldest && !zero->over_bound && zero->buckets.used_bytes + bytes > bound) {
@@ -177,7 +177,7 @@ zpp_status zpp_bucket_take(zpp_zero *zero, struct zpp_unit *unit, const struct z
         unlist_bucket(zero, grad);
         zpp_bucket_give(zero, grad);
     }
-    status = make_room(zero, grad->bucket_bytes, wait, err);
+    status = stay_in_bound(zero, grad->bucket_bytes, wait, err);
     if (status != ZPP_OK) return status;
     size_t offset = zpp_keeps_buckets(zero) ? ZPP_BUCKET_NONE : zpp_buckets_take(&zero->buckets, grad->bucket_bytes);
     grad->at_mapping = offset == ZPP_BUCKET_NONE;

@@ -40,7 +40,7 @@ static void free_pooled(zpp_zero *zero, struct zpp_pooled_grad *pooled) {
     *pooled = (struct zpp_pooled_grad){ NULL, 0 };
 }
 
-/* The one that waited longest makes room. */
+/* The memory that has waited longest is freed. */
 static zpp_status drop(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     (void)err;
     if (!grad->shard) return ZPP_OK;

@@ -23,7 +23,8 @@ struct zpp_zero {
     bool sealed;
 
     struct zpp_unit **units;
-    int units_count, units_capacity;
+    int units_count;
+    size_t units_capacity;
 
     /* memory: made at seal, by the placements */
     const struct zpp_placement *placement; /* of the units that move */

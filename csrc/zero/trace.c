@@ -14,11 +14,11 @@
 enum { ENTRIES_PER_UNIT = 16, LEAST_ENTRIES = 256 };
 
 zpp_status zpp_trace_init(struct zpp_trace *trace, int units, struct zpp_err *err) {
-    *trace = (struct zpp_trace){ .room = (size_t)units * ENTRIES_PER_UNIT + LEAST_ENTRIES };
+    *trace = (struct zpp_trace){ .capacity = (size_t)units * ENTRIES_PER_UNIT + LEAST_ENTRIES };
     for (int phase = 0; phase < ZPP_PHASES; phase++) {
         struct zpp_sequence *sequence = &trace->phases[phase];
-        sequence->before = malloc(trace->room * sizeof(int));
-        sequence->now = malloc(trace->room * sizeof(int));
+        sequence->before = malloc(trace->capacity * sizeof(int));
+        sequence->now = malloc(trace->capacity * sizeof(int));
         if (sequence->before && sequence->now) continue;
         zpp_trace_fini(trace);
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the recorded order of %d units", units);
@@ -46,7 +46,7 @@ void zpp_trace_record(struct zpp_trace *trace, enum zpp_phase phase, int unit) {
     struct zpp_sequence *sequence = &trace->phases[phase];
     if (sequence->now_count && sequence->now[sequence->now_count - 1] == unit) return;
     move_cursor(sequence, unit);
-    if (sequence->now_count < trace->room) sequence->now[sequence->now_count++] = unit;
+    if (sequence->now_count < trace->capacity) sequence->now[sequence->now_count++] = unit;
 }
 
 int zpp_trace_ahead(const struct zpp_trace *trace, enum zpp_phase phase, size_t steps) {

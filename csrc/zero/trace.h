@@ -18,7 +18,7 @@ struct zpp_sequence {
 
 struct zpp_trace {
     struct zpp_sequence phases[ZPP_PHASES];
-    size_t room; /* of each array; what comes after it in a pass is not recorded */
+    size_t capacity; /* of each array; what comes after it in a pass is not recorded */
 };
 
 zpp_status zpp_trace_init(struct zpp_trace *trace, int units, struct zpp_err *err);

@@ -203,16 +203,6 @@ static zpp_status check_spec(const zpp_zero *zero, const struct zpp_unit_spec *s
     return status == ZPP_OK ? check_place(zero, spec, err) : status;
 }
 
-static zpp_status grow_units(zpp_zero *zero, struct zpp_err *err) {
-    if (zero->units_count < zero->units_capacity) return ZPP_OK;
-    const int capacity = zero->units_capacity ? 2 * zero->units_capacity : 64;
-    struct zpp_unit **units = realloc(zero->units, (size_t)capacity * sizeof(struct zpp_unit *));
-    if (!units) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %d units", capacity);
-    zero->units = units;
-    zero->units_capacity = capacity;
-    return ZPP_OK;
-}
-
 static zpp_status init_unit(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_unit_spec *spec,
                             struct zpp_err *err) {
     zpp_status status = copy_spec(zero, unit, spec, err);
@@ -224,9 +214,11 @@ static zpp_status init_unit(zpp_zero *zero, struct zpp_unit *unit, const struct 
 
 zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, int *index, struct zpp_err *err) {
     zpp_status status = check_spec(zero, spec, err);
-    if (status == ZPP_OK) status = grow_units(zero, err);
     if (status != ZPP_OK) return status;
-    struct zpp_unit *unit = calloc(1, sizeof *unit);
+    struct zpp_unit **units =
+        zpp_array_reserve(zero->units, (size_t)zero->units_count, &zero->units_capacity, sizeof(struct zpp_unit *));
+    struct zpp_unit *unit = units ? calloc(1, sizeof *unit) : NULL;
+    if (units) zero->units = units;
     if (!unit) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for unit %s", spec->name);
     unit->index = zero->units_count;
     status = init_unit(zero, unit, spec, err);

@@ -173,7 +173,7 @@ void zpp_zero_backward_abort(zpp_zero *zero);
 /* After a backward that reduces: this rank's reduced gradient, `shard_elems` of grad_dtype (stage 0: `elems`, all
  * shards). *present[params]: did any rank have a gradient? NULL where no parameter of the unit had one. */
 const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present);
-/* Steps will be delayed: files have room for two of every shard of gradients, and of every unit that is trained. Before
+/* Steps will be delayed: files hold two copies of every shard of gradients, and of every unit that is trained. Before
  * units are added. */
 void zpp_zero_delay_steps(zpp_zero *zero);
 size_t zpp_zero_back_bytes(const zpp_zero *zero); /* memory of the second shards */
@@ -188,7 +188,7 @@ zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, st
 /* Elements of this rank's shard to (write: from) `memory`. */
 zpp_status zpp_zero_grad_copy(zpp_zero *zero, int unit, size_t first, size_t elems, void *memory, bool write,
                               struct zpp_aio_fault *fault, struct zpp_err *err);
-/* The model's buffers (buffers.c). Collective, once, after seal: room for `count` buffers. */
+/* The model's buffers (buffers.c). Collective, once, after seal: memory for `count` buffers. */
 zpp_status zpp_zero_make_buffers(zpp_zero *zero, const size_t *bytes, size_t count, struct zpp_err *err);
 struct zpp_buffer {
     void *data; /* borrowed; NULL: not there, and left alone */

@@ -134,7 +134,7 @@ static zpp_status load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
     return ZPP_OK;
 }
 
-/* What comes next, as far as there is room for it without waiting. */
+/* Read the next shards in the order of reductions, as many as fit without waiting. */
 static zpp_status load_ahead(zpp_zero *zero, int at, struct zpp_err *err) {
     for (at++; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;

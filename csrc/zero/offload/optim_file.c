@@ -68,19 +68,16 @@ void zpp_optim_file_destroy(zpp_optim_file *optim_file) {
 
 zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool master, int *shard, struct zpp_err *err) {
     if (optim_file->sealed) return zpp_fail(err, ZPP_STATE, "tier: a shard of %zu elements comes after seal", elems);
-    if (optim_file->shards_count == optim_file->shards_room) {
-        const int room = optim_file->shards_room ? 2 * optim_file->shards_room : 64;
-        struct optim_file_shard *shards = realloc(optim_file->shards, (size_t)room * sizeof *shards);
-        if (!shards) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for %d shards", room);
-        optim_file->shards = shards;
-        optim_file->shards_room = room;
-    }
+    struct optim_file_shard *shards = zpp_array_reserve(optim_file->shards, (size_t)optim_file->shards_count,
+                                                        &optim_file->shards_capacity, sizeof *shards);
+    if (!shards) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for shard %d", optim_file->shards_count);
+    optim_file->shards = shards;
     const int which = master ? 0 : 1;
     struct optim_file_line *line = &optim_file->lines[which];
     const size_t begin =
         round_up(line->elems, elems < LARGE_SHARD_ELEMS ? (size_t)SHARD_ALIGN_ELEMS : (size_t)TIER_PAGE_ELEMS);
-    optim_file->shards[optim_file->shards_count] = (struct optim_file_shard){ .line = which, .begin_elems = begin,
-                                                                             .elems = elems };
+    shards[optim_file->shards_count] = (struct optim_file_shard){ .line = which, .begin_elems = begin,
+                                                                 .elems = elems };
     line->elems = begin + elems;
     line->used_elems += elems;
     *shard = optim_file->shards_count++;

@@ -89,7 +89,8 @@ struct zpp_optim_file {
     atomic_bool inconsistent; /* this and the figures are read while a delayed step runs in a thread of its own */
     struct optim_file_line lines[2]; /* 0: with a master */
     struct optim_file_shard *shards;
-    int shards_count, shards_room;
+    int shards_count;
+    size_t shards_capacity;
     struct optim_file_buffer *buffers;
     size_t record_bytes; /* of a buffer */
     uint64_t file_bytes;

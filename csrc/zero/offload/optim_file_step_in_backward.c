@@ -52,15 +52,15 @@ void optim_file_backward_step_choose_buffers(zpp_optim_file *optim_file) {
 
 zpp_status optim_file_backward_step_seal(zpp_optim_file *optim_file, struct zpp_err *err) {
     struct optim_file_backward_step *backward_step = &optim_file->backward_step;
-    size_t room = 1, first, last;
+    size_t capacity = 1, first, last;
     if (!optim_file->options.backward_step) return ZPP_OK;
     for (int i = 0; i < optim_file->shards_count; i++)
-        if (chunks_of(optim_file, &optim_file->shards[i], &first, &last)) room += last - first + 1;
-    backward_step->order = calloc(room, sizeof *backward_step->order);
+        if (chunks_of(optim_file, &optim_file->shards[i], &first, &last)) capacity += last - first + 1;
+    backward_step->order = calloc(capacity, sizeof *backward_step->order);
     for (int i = 0; i < 2; i++) backward_step->left[i] = calloc(optim_file->lines[i].chunks + 1,
                                                                 sizeof *backward_step->left[i]);
     if (!backward_step->order || !backward_step->left[0] || !backward_step->left[1])
-        return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the order of %zu records", room);
+        return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the order of %zu records", capacity);
     size_t before[2] = { SIZE_MAX, SIZE_MAX };
     for (int i = optim_file->shards_count - 1; i >= 0; i--) {
         const struct optim_file_shard *shard = &optim_file->shards[i];
@@ -173,7 +173,7 @@ static zpp_status read_ahead(zpp_optim_file *optim_file, struct zpp_aio_fault *f
 }
 
 /* An empty buffer; best one that nobody misses. */
-static zpp_status make_room(zpp_optim_file *optim_file, struct optim_file_buffer **out, struct zpp_aio_fault *fault,
+static zpp_status take_empty(zpp_optim_file *optim_file, struct optim_file_buffer **out, struct zpp_aio_fault *fault,
                             struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     struct optim_file_buffer *buffer = choose(optim_file, TIER_FREE, false);
@@ -195,7 +195,7 @@ static zpp_status take(zpp_optim_file *optim_file, int line, size_t chunk, struc
     struct optim_file_buffer *buffer = find(optim_file, line, chunk);
     zpp_status status = ZPP_OK;
     if (!buffer) {
-        status = make_room(optim_file, &buffer, fault, err);
+        status = take_empty(optim_file, &buffer, fault, err);
         if (status == ZPP_OK) status = begin_read(optim_file, buffer, line, chunk, fault, err);
     }
     if (status == ZPP_OK) status = optim_file_finish(optim_file, ZPP_OK, &buffer->read, fault, err);

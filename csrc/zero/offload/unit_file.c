@@ -58,17 +58,14 @@ void zpp_unit_file_destroy(zpp_unit_file *unit_file) {
 zpp_status zpp_unit_file_add(zpp_unit_file *unit_file, size_t bytes, int *unit, size_t *offset_bytes,
                              struct zpp_err *err) {
     if (unit_file->sealed) return zpp_fail(err, ZPP_STATE, "params: a unit of %zu bytes comes after seal", bytes);
-    if (unit_file->units_count == unit_file->units_room) {
-        const int room = unit_file->units_room ? 2 * unit_file->units_room : 64;
-        struct unit_file_unit *units = realloc(unit_file->units, (size_t)room * sizeof *units);
-        if (!units) return zpp_fail(err, ZPP_NOMEM, "params: no memory for %d units", room);
-        unit_file->units = units;
-        unit_file->units_room = room;
-    }
-    /* Shared homes are memfds, whose pages are of 4 KiB (docs/design/0031). */
+    struct unit_file_unit *units = zpp_array_reserve(unit_file->units, (size_t)unit_file->units_count,
+                                                     &unit_file->units_capacity, sizeof *units);
+    if (!units) return zpp_fail(err, ZPP_NOMEM, "params: no memory for unit %d", unit_file->units_count);
+    unit_file->units = units;
+    /* Shared mappings are memfds, whose pages are of 4 KiB (docs/design/0031). */
     const size_t at = unit_file->ranks == 1 ? zpp_range_place(unit_file->mapping_bytes,
                                                               bytes) : unit_file->mapping_bytes;
-    unit_file->units[unit_file->units_count] =
+    units[unit_file->units_count] =
         (struct unit_file_unit){ .offset_bytes = at, .bytes = round_up(bytes, ZPP_PAGE_BYTES) };
     *unit = unit_file->units_count++;
     *offset_bytes = at;
@@ -96,7 +93,7 @@ static uint64_t file_bytes(const zpp_unit_file *unit_file) {
 }
 
 /* Memory for the checksums of the file's parts, however many there will be. */
-static size_t sums_room_bytes(const zpp_unit_file *unit_file) {
+static size_t all_sums_bytes(const zpp_unit_file *unit_file) {
     size_t most_bytes = 0;
     for (unsigned parts = 1; parts <= ZPP_AIO_PARTS; parts++) {
         const uint64_t part_bytes = file_bytes(unit_file) / parts + ZPP_AIO_STRIPE_BYTES;
@@ -110,14 +107,14 @@ static zpp_status make_shared_mapping(zpp_unit_file *unit_file, struct zpp_err *
     const size_t board_bytes = round_up((size_t)unit_file->units_count * sizeof(struct unit_file_board),
                                         ZPP_PAGE_BYTES);
     /* Addresses only: what nobody writes to takes no memory. */
-    const size_t room_bytes = sums_room_bytes(unit_file);
+    const size_t checksum_bytes = all_sums_bytes(unit_file);
     const zpp_status status = zpp_region_create(unit_file->comm, ZPP_REGION_ONE,
-                                                unit_file->mapping_bytes + board_bytes + room_bytes, &unit_file->region,
+                                                unit_file->mapping_bytes + board_bytes + checksum_bytes, &unit_file->region,
                                                 err);
     if (status != ZPP_OK) return status;
     unit_file->mapping = zpp_region_base(unit_file->region, unit_file->rank);
     unit_file->board = (struct unit_file_board *)(void *)(unit_file->mapping + unit_file->mapping_bytes);
-    unit_file->sums_room = unit_file->mapping + unit_file->mapping_bytes + board_bytes;
+    unit_file->sums_memory = unit_file->mapping + unit_file->mapping_bytes + board_bytes;
     /* A read of what is not there faults, and is not silently zero. */
     if (mprotect(unit_file->mapping + unit_file->resident_bytes, unit_file->mapping_bytes - unit_file->resident_bytes,
                  PROT_NONE) != 0)
@@ -174,13 +171,13 @@ static zpp_status share_sums(const zpp_unit_file *unit_file, const struct zpp_un
                              struct zpp_err *err) {
     const unsigned parts = file->folders_count ? file->folders_count : 1;
     const size_t stripe_bytes = file->stripe_bytes ? file->stripe_bytes : (size_t)ZPP_AIO_STRIPE_BYTES;
-    unsigned char *room = unit_file->sums_room;
+    unsigned char *memory = unit_file->sums_memory;
     zpp_status status = ZPP_OK;
     for (unsigned part = 0; part < parts && status == ZPP_OK; part++) {
         const uint64_t bytes = zpp_file_part_bytes(parts, stripe_bytes, part, file_bytes(unit_file));
         status = zpp_aio_share_checksums(unit_file->file.aio, unit_file->file.path, part,
-                                         zpp_checksums_attach(room, bytes, file->make), err);
-        room += sums_bytes(bytes);
+                                         zpp_checksums_attach(memory, bytes, file->make), err);
+        memory += sums_bytes(bytes);
     }
     return status;
 }
@@ -200,7 +197,7 @@ zpp_status zpp_unit_file_open(zpp_unit_file *unit_file, const struct zpp_unit_fi
     zpp_status status = zpp_scratch_file_open(&unit_file->file, file->path, config, err);
     if (status == ZPP_OK && file->make)
         status = zpp_aio_make(unit_file->file.aio, unit_file->file.path, file_bytes(unit_file), fault, err);
-    if (status == ZPP_OK && file->checksums && unit_file->sums_room) status = share_sums(unit_file, file, err);
+    if (status == ZPP_OK && file->checksums && unit_file->sums_memory) status = share_sums(unit_file, file, err);
     return status;
 }
 

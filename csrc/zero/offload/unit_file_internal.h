@@ -69,7 +69,8 @@ struct zpp_unit_file {
     double fraction;
     bool sealed;
     struct unit_file_unit *units;
-    int units_count, units_room;
+    int units_count;
+    size_t units_capacity;
     size_t mapping_bytes, resident_bytes;
     uint64_t file_bytes; /* first copies and second ones */
     size_t second_bytes; /* of second copies, in the file */
@@ -80,7 +81,7 @@ struct zpp_unit_file {
     unsigned char *alias;   /* in a shared mapping: see unit_file_mapping.c */
     zpp_stray_area *stray;
     struct unit_file_board *board; /* several ranks only */
-    void *sums_room;           /* for shared checksums; the same */
+    void *sums_memory;           /* for shared checksums; the same */
     bool opened; /* once */
     struct zpp_scratch_file file; /* aio NULL before open and after close */
     struct unit_file_window windows[ZPP_UNIT_FILE_WINDOWS];

@@ -260,17 +260,17 @@ static bool cut_windows(const struct zpp_optim_segment *segments, size_t count, 
     *out = (struct windows){ .parts = calloc(count + windows, sizeof *out->parts),
                              .first = calloc(windows + 1, sizeof *out->first) };
     if (!out->parts || !out->first) return false;
-    size_t room = 0;
+    size_t window_elems = 0;
     for (size_t i = 0; i < count; i++) {
         for (size_t done = 0; done < segments[i].elems;) {
-            if (!room) {
+            if (!window_elems) {
                 out->first[out->windows_count++] = out->parts_count;
-                room = WINDOW_ELEMS;
+                window_elems = WINDOW_ELEMS;
             }
-            const size_t left = segments[i].elems - done, run = left < room ? left : room;
+            const size_t left = segments[i].elems - done, run = left < window_elems ? left : window_elems;
             out->parts[out->parts_count++] = part_of(&segments[i], done, run);
             done += run;
-            room -= run;
+            window_elems -= run;
         }
     }
     out->first[out->windows_count] = out->parts_count;
