@@ -122,7 +122,7 @@ static int show_whole_gradients(Zero *zero) {
     return 0;
 }
 
-/* --- what gradients leave behind ---------------------------------------------------------------------------------- */
+/* --- freed memory of gradients ------------------------------------------------------------------------------------ */
 
 /* malloc keeps what was freed: tens of MiB of holes where gradients are large. A model with something on the disk is
  * short of memory, and its passes wait for the disk longer than for these page faults. */
@@ -206,8 +206,8 @@ static void keep_raised(struct raised *raised) {
     raised->last = value;
 }
 
-/* Ctrl-C and the like: the user wants to leave, so the other models' ends are not waited for. */
-static bool wants_to_leave(void) {
+/* True for Ctrl-C and the like, after which the other models' ends are not waited for. */
+static bool is_interrupt(void) {
     return !PyErr_ExceptionMatches(PyExc_Exception);
 }
 
@@ -221,11 +221,11 @@ static PyObject *end_backward(PyObject *self, PyObject *unused) {
     if (zero->closed || !zero->in_backward) Py_RETURN_NONE;
     const long task = zero->task;
     struct raised raised = { NULL, NULL, NULL, NULL };
-    bool leaves = false;
-    while (!leaves && (one = first_in(task))) {
+    bool interrupted = false;
+    while (!interrupted && (one = first_in(task))) {
         Py_INCREF((PyObject *)one);
         if (end_one(one)) {
-            leaves = wants_to_leave();
+            interrupted = is_interrupt();
             keep_raised(&raised);
         }
         Py_DECREF((PyObject *)one);
@@ -309,7 +309,7 @@ static int after_gradient(Unit *unit) {
 }
 
 /* The coordinator takes no gradients: the hook only notices that a backward runs, and releases the unit. */
-static int leave_gradient(Unit *unit, Py_ssize_t param, bool partial) {
+static int keep_gradient(Unit *unit, Py_ssize_t param, bool partial) {
     const Zero *zero = unit->zero;
     if (zero->backward_step.begin) took_gradient(unit, param);
     if (zpp_py_backward_step_gradient(unit, param, partial)) return -1;
@@ -354,7 +354,7 @@ static PyObject *take_gradient(PyObject *self, PyObject *param) {
     if (zpp_py_enter_backward(zero, false, &task)) return NULL;
     const bool partial = task != zero->task && zpp_zero_uses(zero->core, unit->unit->index) == 0;
     const int failed = zpp_zero_takes_grads(zero->core) ? take_from_param(unit, hook->param, param, partial)
-                                                        : leave_gradient(unit, hook->param, partial);
+                                                        : keep_gradient(unit, hook->param, partial);
     if (failed) return NULL;
     Py_RETURN_NONE;
 }

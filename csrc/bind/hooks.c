@@ -86,7 +86,7 @@ static int join_hooks(Trigger *trigger, PyObject *hooks) {
 
 /* The prebuilt dict goes to the node, then the tensor forgets it, so that a later user hook cannot land in a dict that
  * lives on. */
-static int lend_hooks(Trigger *trigger, PyObject *tensor, PyObject *node) {
+static int register_gate(Trigger *trigger, PyObject *tensor, PyObject *node) {
     if (PyObject_SetAttr(tensor, zpp_str_backward_hooks, trigger->gate)) return -1;
     PyObject *done = PyObject_CallMethodObjArgs(node, zpp_str_register_hook_dict, tensor, NULL);
     if (!done) return -1;
@@ -105,7 +105,7 @@ static int gate_tensor(Trigger *trigger, PyObject *tensor) {
     if (node != Py_None) { /* else a leaf, whose gradient passes no node of ours */
         hooks = PyObject_GetAttr(tensor, zpp_str_backward_hooks);
         if (!hooks) PyErr_Clear();
-        else failed = hooks != Py_None ? join_hooks(trigger, hooks) : lend_hooks(trigger, tensor, node);
+        else failed = hooks != Py_None ? join_hooks(trigger, hooks) : register_gate(trigger, tensor, node);
     }
     Py_XDECREF(hooks);
     Py_DECREF(node);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * torch.ops.zeropp.fp8_quantise_ and fp8_dequantise_: read and check tensors, then csrc/ops/quant/fp8.h. Codes are
- * uint8 tensors: views of torch's float8 ones, whose kinds the rest of zeropp does not know.
+ * uint8 tensors: views of torch's float8 ones, whose dtypes the rest of zeropp does not know.
  */
 #include <stdio.h>
 

@@ -45,10 +45,10 @@ static bool check_parts_on(struct zpp_boxed *args, struct zpp_place place, const
         if (index < 0) snprintf(name[k], sizeof name[k], "%s%s", prefix, fields[k]);
         else snprintf(name[k], sizeof name[k], "%s%s[%ld]", prefix, fields[k], index);
     }
-    const unsigned code_kind = spec->bits == 8 ? 1u << ZPP_I8 : 1u << ZPP_U8;
+    const unsigned code_dtype = spec->bits == 8 ? 1u << ZPP_I8 : 1u << ZPP_U8;
     snprintf(of, sizeof of, "%zu elements of %d bits", elems, spec->bits);
     const size_t code_bytes = zpp_quant_code_bytes(spec, elems);
-    if (!zpp_op_check_elems_on(args, place, name[0], p->codes, code_kind, code_bytes, of)) return false;
+    if (!zpp_op_check_elems_on(args, place, name[0], p->codes, code_dtype, code_bytes, of)) return false;
     snprintf(of, sizeof of, "%zu elements in blocks of %zu", elems, spec->block_elems);
     const size_t blocks = zpp_quant_blocks(spec, elems);
     return zpp_op_check_elems_on(args, place, name[1], p->scales, 1u << ZPP_F32, blocks, of) &&

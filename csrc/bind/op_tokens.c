@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * torch.ops.zeropp.token_*: read and check tensors, then csrc/ops/tokens. Rows are bytes, so any kind will do.
+ * torch.ops.zeropp.token_*: read and check tensors, then csrc/ops/tokens. Rows are bytes, so any dtype will do.
  */
 #include "../ops/tokens/tokens.h"
 #include "op_checks.h"
 #include "op_entries.h"
 
-enum { ANY_KIND = (1u << ZPP_DTYPES) - 1 };
+enum { ANY_DTYPE = (1u << ZPP_DTYPES) - 1 };
 
 static bool check_count(struct zpp_boxed *args, const char *name, int64_t value, int64_t least) {
     if (!zpp_boxed_ok(args)) return false;
@@ -30,7 +30,7 @@ static bool check_tokens(struct zpp_boxed *args, const struct zpp_tensor *kept, 
 
 static bool check_moved(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, size_t batch,
                         size_t rows, size_t width) {
-    return zpp_op_check_elems(args, name, tensor, ANY_KIND, batch * rows * width, "a row of width for each token");
+    return zpp_op_check_elems(args, name, tensor, ANY_DTYPE, batch * rows * width, "a row of width for each token");
 }
 
 static void *new_rows(struct zpp_boxed *args, zpp_dtype dtype, size_t batch, size_t rows, size_t width,
@@ -126,7 +126,7 @@ static void scatter(StableIValue *stack, uint64_t inputs, bool cuda) {
     const struct zpp_tensor *kept = zpp_boxed_tensor(&args);
     const int64_t seq = zpp_boxed_int(&args), keep = zpp_boxed_int(&args), width = zpp_boxed_int(&args);
     if (cuda) zpp_op_on_cuda(&args, full);
-    if (check_tokens(&args, kept, seq, keep, width, &tokens) && zpp_op_check_tensor(&args, "full", full, ANY_KIND) &&
+    if (check_tokens(&args, kept, seq, keep, width, &tokens) && zpp_op_check_tensor(&args, "full", full, ANY_DTYPE) &&
         zpp_op_check_tensor(&args, "part", part, 1u << full->dtype) &&
         (!full->elems || check_moved(&args, "full", full, tokens.batch, tokens.seq, (size_t)width)) &&
         (!part->elems || check_moved(&args, "part", part, tokens.batch, tokens.keep, (size_t)width))) {

@@ -46,8 +46,8 @@ extern PyTypeObject *zpp_py_comm_type; /* written once, when the module is made 
 
 /* Around every call that may wait: enter (NULL: closed, an error is set), release the GIL, call, take it, leave. A
  * group closed meanwhile by another thread is destroyed by the last one who leaves. */
-zpp_comm *zpp_py_comm_enter(PyObject *comm);
-void zpp_py_comm_leave(PyObject *comm);
+zpp_comm *zpp_py_comm_acquire(PyObject *comm);
+void zpp_py_comm_release(PyObject *comm);
 void zpp_py_comm_destroy(Comm *self); /* no call is in progress */
 
 /* Work that needs the GIL, deferred by a thread that has none. */

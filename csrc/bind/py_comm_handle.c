@@ -53,7 +53,7 @@ zpp_comm *zpp_py_comm_get(PyObject *object) {
     return self->comm && !self->closing ? self->comm : closed();
 }
 
-zpp_comm *zpp_py_comm_enter(PyObject *object) {
+zpp_comm *zpp_py_comm_acquire(PyObject *object) {
     zpp_comm *comm = zpp_py_comm_get(object);
     if (comm) ((Comm *)object)->users++;
     return comm;
@@ -71,7 +71,7 @@ void zpp_py_comm_destroy(Comm *self) {
     zpp_py_run_deferred();
 }
 
-void zpp_py_comm_leave(PyObject *object) {
+void zpp_py_comm_release(PyObject *object) {
     Comm *self = (Comm *)object;
     if (--self->users == 0 && self->closing) zpp_py_comm_destroy(self);
 }
@@ -81,13 +81,13 @@ void zpp_py_comm_leave(PyObject *object) {
 PyObject *zpp_py_comm_run_within(PyObject *object, const struct zpp_call *call, uint64_t timeout_ns) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_wait wait;
-    zpp_comm *comm = zpp_py_comm_enter(object);
+    zpp_comm *comm = zpp_py_comm_acquire(object);
     if (!comm) return NULL;
     zpp_py_wait_init(&wait, timeout_ns ? timeout_ns : zpp_comm_timeout_ns(comm));
     PyThreadState *state = PyEval_SaveThread();
     const zpp_status status = zpp_comm_call(comm, call, &wait, &err);
     PyEval_RestoreThread(state);
-    zpp_py_comm_leave(object);
+    zpp_py_comm_release(object);
     if (status != ZPP_OK) return zpp_py_raise(&err);
     Py_RETURN_NONE;
 }

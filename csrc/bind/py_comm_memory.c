@@ -37,7 +37,7 @@ zpp_region *zpp_py_region_get(PyObject *object) {
 
 PyObject *zpp_py_region_new(PyObject *comm, int kind, size_t bytes) {
     struct zpp_err err = ZPP_ERR_INIT;
-    zpp_comm *c = zpp_py_comm_enter(comm);
+    zpp_comm *c = zpp_py_comm_acquire(comm);
     zpp_region *region = NULL;
     if (!c) return NULL;
     Region *self = PyObject_New(Region, region_type);
@@ -51,7 +51,7 @@ PyObject *zpp_py_region_new(PyObject *comm, int kind, size_t bytes) {
         PyEval_RestoreThread(state);
         self->region = region;
     }
-    zpp_py_comm_leave(comm);
+    zpp_py_comm_release(comm);
     if (status != ZPP_OK) {
         Py_CLEAR(self);
         return zpp_py_raise(&err);
@@ -127,11 +127,11 @@ static PyType_Spec region_spec = {"zeropp._C.Region", sizeof(Region), 0,
 
 PyObject *zpp_py_block_new(PyObject *comm, size_t bytes) {
     struct zpp_err err = ZPP_ERR_INIT;
-    zpp_comm *c = zpp_py_comm_enter(comm);
+    zpp_comm *c = zpp_py_comm_acquire(comm);
     zpp_block *block = NULL;
     if (!c) return NULL;
     const zpp_status status = zpp_comm_alloc(c, bytes, &block, &err);
-    zpp_py_comm_leave(comm);
+    zpp_py_comm_release(comm);
     if (status != ZPP_OK) return zpp_py_raise(&err);
     Block *self = PyObject_New(Block, block_type);
     if (self)

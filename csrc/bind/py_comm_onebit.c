@@ -38,7 +38,7 @@ PyObject *zpp_py_onebit_all_reduce(PyObject *object, PyObject *args) {
     if (!comm || !PyArg_ParseTuple(args, "nnKiKKKKp", &elems, &chunk_elems, &src, &dtype, &worker_error, &server_error,
                                    &scratch, &result, &gather))
         return NULL;
-    if (layout_of(comm, elems, chunk_elems, &job.layout) || !zpp_py_comm_enter(object)) return NULL;
+    if (layout_of(comm, elems, chunk_elems, &job.layout) || !zpp_py_comm_acquire(object)) return NULL;
     job.src = (const void *)(uintptr_t)src;
     job.src_dtype = (zpp_dtype)dtype;
     job.worker_error = (float *)(uintptr_t)worker_error;
@@ -52,7 +52,7 @@ PyObject *zpp_py_onebit_all_reduce(PyObject *object, PyObject *args) {
     const zpp_status status = zpp_onebit_all_reduce(comm, &job, pool, &wait, &err);
     zpp_op_pool_give(pool);
     PyEval_RestoreThread(state);
-    zpp_py_comm_leave(object);
+    zpp_py_comm_release(object);
     if (status != ZPP_OK) return zpp_py_raise(&err);
     Py_RETURN_NONE;
 }

@@ -49,10 +49,10 @@ PyObject *zpp_py_transfer(PyObject *comm, PyObject *args, bool is_send) {
     if (!PyArg_ParseTuple(args, "LniLO", &ptr, &bytes, &rank, &tag, &keep)) return NULL;
     if (bytes < 0) return PyErr_Format(PyExc_ValueError, "comm: %zd bytes", bytes);
     sweep();
-    zpp_comm *c = zpp_py_comm_enter(comm);
+    zpp_comm *c = zpp_py_comm_acquire(comm);
     Transfer *self = c ? PyObject_New(Transfer, transfer_type) : NULL;
     if (!self) {
-        if (c) zpp_py_comm_leave(comm);
+        if (c) zpp_py_comm_release(comm);
         return NULL;
     }
     self->transfer = NULL;
@@ -62,7 +62,7 @@ PyObject *zpp_py_transfer(PyObject *comm, PyObject *args, bool is_send) {
     const zpp_status status = is_send
                                   ? zpp_comm_send(c, data, (size_t)bytes, rank, (uint64_t)tag, &self->transfer, &err)
                                   : zpp_comm_recv(c, data, (size_t)bytes, rank, (uint64_t)tag, &self->transfer, &err);
-    zpp_py_comm_leave(comm);
+    zpp_py_comm_release(comm);
     if (status == ZPP_OK) return (PyObject *)self;
     Py_DECREF(self);
     return zpp_py_raise(&err);
@@ -74,13 +74,13 @@ static PyObject *transfer_wait(PyObject *object, PyObject *args) {
     struct zpp_wait wait;
     double timeout_s = 0.0;
     if (!PyArg_ParseTuple(args, "|d", &timeout_s)) return NULL;
-    const zpp_comm *comm = zpp_py_comm_enter(self->comm);
+    const zpp_comm *comm = zpp_py_comm_acquire(self->comm);
     if (!comm) return NULL;
     zpp_py_wait_init(&wait, timeout_s > 0.0 ? (uint64_t)(timeout_s * 1e9) : zpp_comm_timeout_ns(comm));
     PyThreadState *state = PyEval_SaveThread();
     const zpp_status status = zpp_transfer_wait(self->transfer, &wait, &err);
     PyEval_RestoreThread(state);
-    zpp_py_comm_leave(self->comm);
+    zpp_py_comm_release(self->comm);
     if (status != ZPP_OK) return zpp_py_raise(&err);
     Py_RETURN_TRUE;
 }

@@ -72,7 +72,7 @@ static void finished(void *ctx, zpp_status status, const struct zpp_err *err) {
 
 PyObject *zpp_py_work_submit(PyObject *comm, const struct zpp_call *call, PyObject *keep, PyObject *memory_owner) {
     struct zpp_err err = ZPP_ERR_INIT;
-    zpp_comm *c = zpp_py_comm_enter(comm);
+    zpp_comm *c = zpp_py_comm_acquire(comm);
     Work *self = c ? PyObject_New(Work, work_type) : NULL;
     struct pending *pending = self ? calloc(1, sizeof *pending) : NULL;
     zpp_status status = ZPP_OK;
@@ -88,7 +88,7 @@ PyObject *zpp_py_work_submit(PyObject *comm, const struct zpp_call *call, PyObje
     } else if (self) {
         status = zpp_fail(&err, ZPP_NOMEM, "comm: no memory for an asynchronous call");
     }
-    if (c) zpp_py_comm_leave(comm);
+    if (c) zpp_py_comm_release(comm);
     if (self && status == ZPP_OK) return (PyObject *)self;
     if (pending)
         pending_release(pending);

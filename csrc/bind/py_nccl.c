@@ -57,7 +57,7 @@ static int nccl_init(PyObject *object, PyObject *args, PyObject *kwargs) {
     (void)kwargs;
     if (!PyArg_ParseTuple(args, "Oi", &comm, &ordinal)) return -1;
     if (self->comm) return PyErr_Format(PyExc_RuntimeError, "Nccl: made once, used for ever"), -1;
-    zpp_comm *core = zpp_py_comm_enter(comm);
+    zpp_comm *core = zpp_py_comm_acquire(comm);
     if (!core) return -1;
     zpp_py_wait_init(&wait, zpp_comm_timeout_ns(core));
     self->ranks = zpp_comm_ranks(core);
@@ -65,7 +65,7 @@ static int nccl_init(PyObject *object, PyObject *args, PyObject *kwargs) {
     zpp_status status = zpp_device_cuda_create(ordinal, &self->device, &err);
     if (status == ZPP_OK) status = zpp_nccl_create(core, self->device, &wait, &self->nccl, &err);
     PyEval_RestoreThread(state);
-    zpp_py_comm_leave(comm);
+    zpp_py_comm_release(comm);
     if (status != ZPP_OK) return zpp_py_raise(&err), -1;
     Py_INCREF(comm);
     self->comm = comm;

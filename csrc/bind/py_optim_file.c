@@ -46,7 +46,7 @@ zpp_optim_file *zpp_py_optim_file_get(PyObject *object) {
 }
 
 /* OptimFile(folders, path, stripe_bytes, fraction, moments, chunk_elems, buffers, depth, block_bytes, checksums,
- * inside); 0: chosen. */
+ * backward_step); 0: chosen. */
 static int optim_file_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     OptimFile *optim_file = (OptimFile *)self;
     struct zpp_optim_file_options options = { .log = keep_warning, .log_ctx = self };

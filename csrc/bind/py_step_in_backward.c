@@ -37,7 +37,7 @@ static int call_with_unit(PyObject *callable, int unit) {
 }
 
 static int mark_final(void *zero, int unit) {
-    return call_with_unit(((Zero *)zero)->backward_step.leave, unit);
+    return call_with_unit(((Zero *)zero)->backward_step.mark_final, unit);
 }
 
 static int update_in_python(void *zero, int unit) {
@@ -78,7 +78,7 @@ static int make_core(Zero *zero) {
 
 void zpp_py_backward_step_forget(Zero *zero) {
     Py_CLEAR(zero->backward_step.begin);
-    Py_CLEAR(zero->backward_step.leave);
+    Py_CLEAR(zero->backward_step.mark_final);
     Py_CLEAR(zero->backward_step.step);
 }
 
@@ -158,18 +158,18 @@ int zpp_py_backward_step_abort(Zero *zero) {
 
 /* --- what the façade calls ---------------------------------------------------------------------------------------- */
 
-/* set_backward_step(begin, leave, step | None): steps are inside the backward from now on. begin() -> (groups of
- * adam_step, grad_scale); leave(unit): autograd must not read what it kept of the unit's parameters; step(unit): the
- * update of optimizers that are in Python. After seal. */
+/* set_backward_step(begin, mark_final, step | None): steps are inside the backward from now on. begin() -> (groups of
+ * adam_step, grad_scale). mark_final(unit): autograd must not read what it saved of the unit's parameters. step(unit):
+ * the update of optimizers that are in Python. After seal. */
 static PyObject *zero_set_backward_step(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
-    PyObject *begin, *leave, *step;
-    if (!PyArg_ParseTuple(args, "OOO", &begin, &leave, &step)) return NULL;
+    PyObject *begin, *mark_final, *step;
+    if (!PyArg_ParseTuple(args, "OOO", &begin, &mark_final, &step)) return NULL;
     zpp_py_backward_step_forget(zero);
     zpp_step_in_backward_destroy(zero->backward_step.core);
     zero->backward_step.core = NULL;
     zero->backward_step.begin = Py_NewRef(begin);
-    zero->backward_step.leave = Py_NewRef(leave);
+    zero->backward_step.mark_final = Py_NewRef(mark_final);
     zero->backward_step.step = step == Py_None ? NULL : Py_NewRef(step);
     if (make_core(zero)) return NULL;
     Py_RETURN_NONE;
@@ -215,7 +215,7 @@ static PyObject *zero_pool_grads(PyObject *self, PyObject *unused) {
 
 PyMethodDef zpp_py_backward_step_methods[] = {
     { "set_backward_step", zero_set_backward_step, METH_VARARGS,
-      "set_backward_step(begin, leave, step): step inside the backward." },
+      "set_backward_step(begin, mark_final, step): step inside the backward." },
     { "backward_step_end", zero_backward_step_end, METH_NOARGS,
       "The step that the backward began is over; what failed in it." },
     { "backward_step_drop", zero_backward_step_drop, METH_NOARGS, "The same, and forget what failed." },

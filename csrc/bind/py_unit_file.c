@@ -178,20 +178,18 @@ static PyObject *figures_of(const zpp_unit_file *unit_file) {
     if (!unit_file) return NULL;
     struct zpp_unit_file_figures seen;
     zpp_unit_file_figures(unit_file, &seen);
-    return Py_BuildValue("{s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:n,s:K,s:K,s:K,s:s}", "mapping_address",
-                         (unsigned long long)(uintptr_t)zpp_unit_file_mapping(unit_file), "mapping_bytes",
-                         (Py_ssize_t)seen.mapping_bytes, "resident_bytes",
-                         (Py_ssize_t)seen.resident_bytes, "entered_bytes", (Py_ssize_t)seen.entered_bytes,
-                         "entered_peak_bytes", (Py_ssize_t)seen.entered_peak_bytes, "memory_bytes",
-                         (Py_ssize_t)seen.memory_bytes, "window_bytes", (Py_ssize_t)seen.window_bytes,
-                         "qcopies_bytes", (Py_ssize_t)seen.qcopies_bytes, "qcopies_held_bytes",
-                         (Py_ssize_t)seen.qcopies_held_bytes, "staging_bytes", (Py_ssize_t)seen.staging_bytes,
-                         "read_bytes", (unsigned long long)seen.read_bytes,
-                         "written_bytes", (unsigned long long)seen.written_bytes,
-                         "checked_bytes", (unsigned long long)seen.checked_bytes, "sums_bytes",
-                         (Py_ssize_t)seen.sums_bytes, "loads", (unsigned long long)seen.loads, "load_wait_ns",
-                         (unsigned long long)seen.load_wait_ns, "step_wait_ns", (unsigned long long)seen.step_wait_ns,
-                         "backend", seen.uring ? "io_uring" : "threads");
+    return Py_BuildValue(
+        "{s:K,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:K,s:K,s:n,s:K,s:K,s:K,s:s}", "mapping_address",
+        (unsigned long long)(uintptr_t)zpp_unit_file_mapping(unit_file), "mapping_bytes",
+        (Py_ssize_t)seen.mapping_bytes, "resident_bytes", (Py_ssize_t)seen.resident_bytes, "acquired_bytes",
+        (Py_ssize_t)seen.acquired_bytes, "acquired_peak_bytes", (Py_ssize_t)seen.acquired_peak_bytes, "memory_bytes",
+        (Py_ssize_t)seen.memory_bytes, "window_bytes", (Py_ssize_t)seen.window_bytes, "qcopies_bytes",
+        (Py_ssize_t)seen.qcopies_bytes, "qcopies_held_bytes", (Py_ssize_t)seen.qcopies_held_bytes, "staging_bytes",
+        (Py_ssize_t)seen.staging_bytes, "read_bytes", (unsigned long long)seen.read_bytes, "written_bytes",
+        (unsigned long long)seen.written_bytes, "checked_bytes", (unsigned long long)seen.checked_bytes, "sums_bytes",
+        (Py_ssize_t)seen.sums_bytes, "loads", (unsigned long long)seen.loads, "load_wait_ns",
+        (unsigned long long)seen.load_wait_ns, "step_wait_ns", (unsigned long long)seen.step_wait_ns, "backend",
+        seen.uring ? "io_uring" : "threads");
 }
 
 static PyObject *params_figures(PyObject *self, PyObject *unused) {
@@ -223,7 +221,7 @@ static PyObject *set_weight_quant(PyObject *self, PyObject *args) {
     Py_ssize_t block_elems;
     struct zpp_err err = ZPP_ERR_INIT;
     if (!PyArg_ParseTuple(args, "inp", &bits, &block_elems, &in_memory)) return NULL;
-    if (zpp_zero_set_stored(((Zero *)self)->core, bits, (size_t)block_elems, in_memory, &err) != ZPP_OK)
+    if (zpp_zero_set_weight_quant(((Zero *)self)->core, bits, (size_t)block_elems, in_memory, &err) != ZPP_OK)
         return zpp_py_raise(&err);
     Py_RETURN_NONE;
 }
@@ -237,7 +235,7 @@ static PyObject *quantise_param(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "in", &index, &param)) return NULL;
     if (index < 0 || index >= zpp_zero_units(core) || param < 0)
         return PyErr_SetString(PyExc_ValueError, "zero: unit or parameter is out of range"), NULL;
-    if (zpp_zero_store_low(core, index, (size_t)param, &err) != ZPP_OK) return zpp_py_raise(&err);
+    if (zpp_zero_quantise_param(core, index, (size_t)param, &err) != ZPP_OK) return zpp_py_raise(&err);
     Py_RETURN_NONE;
 }
 

@@ -240,7 +240,7 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         zero->timeout_ns = zpp_comm_timeout_ns(options.comm);
     }
     if (copy != Py_None) {
-        zero->near = Py_NewRef(copy);
+        zero->intranode = Py_NewRef(copy);
         options.copy = zpp_py_comm_get(copy);
         if (!options.copy) return -1;
     }
@@ -308,7 +308,7 @@ static void zero_dealloc(PyObject *self) {
     zpp_pool_destroy(zero->pool);
     zpp_device_destroy(zero->device);
     Py_XDECREF(zero->comm);
-    Py_XDECREF(zero->near);
+    Py_XDECREF(zero->intranode);
     PyObject_Free(self);
     Py_DECREF(type);
 }
@@ -329,7 +329,7 @@ static int sizes_of(PyObject *list, size_t **out) {
     return 0;
 }
 
-/* add_unit(name, dtype, sizes, trainable, sleeps, place, grad_dtype, wire_dtype) -> index */
+/* add_unit(name, dtype, sizes, trainable, frozen_reserved, place, grad_dtype, wire_dtype) -> index */
 static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
     struct zpp_unit_spec spec = { 0 };
@@ -371,14 +371,14 @@ static PyObject *zero_set_wire(PyObject *self, PyObject *args) {
 }
 
 /* set_secondary(comm of this host's ranks): hpZ, see csrc/zero/placement/sharded_net.c. */
-static PyObject *zero_set_secondary(PyObject *self, PyObject *near) {
+static PyObject *zero_set_secondary(PyObject *self, PyObject *intranode) {
     Zero *zero = (Zero *)self;
     struct zpp_err err = ZPP_ERR_INIT;
-    zpp_comm *comm = zpp_py_comm_get(near);
+    zpp_comm *comm = zpp_py_comm_get(intranode);
     if (!comm) return NULL;
     if (zpp_zero_set_secondary(zero->core, comm, &err) != ZPP_OK) return zpp_py_raise(&err);
-    Py_CLEAR(zero->near);
-    zero->near = Py_NewRef(near);
+    Py_CLEAR(zero->intranode);
+    zero->intranode = Py_NewRef(intranode);
     Py_RETURN_NONE;
 }
 
@@ -451,7 +451,7 @@ static PyObject *zero_memory(PyObject *self, PyObject *unused) {
     return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "params", (Py_ssize_t)memory.param_bytes, "gathered",
                          (Py_ssize_t)memory.gathered_bytes, "grads", (Py_ssize_t)memory.grad_bytes, "buckets",
                          (Py_ssize_t)memory.bucket_bytes, "buckets_peak", (Py_ssize_t)memory.bucket_peak_bytes,
-                         "gathered_peak", (Py_ssize_t)memory.gathered_peak_bytes, "filed",
+                         "gathered_peak", (Py_ssize_t)memory.gathered_peak_bytes, "on_disk",
                          (Py_ssize_t)memory.on_disk_bytes);
 }
 

@@ -42,7 +42,7 @@ typedef struct Unit {
 /* A step inside the backward (py_step_in_backward.c). */
 struct zpp_py_backward_step {
     PyObject *begin;  /* NULL: steps are not inside the backward */
-    PyObject *leave, *step;
+    PyObject *mark_final, *step;
     zpp_step_in_backward *core;
 };
 
@@ -61,7 +61,7 @@ struct Zero {
     zpp_device *device;
     zpp_pool *pool;
     PyObject *comm;   /* _C.Comm or NULL */
-    PyObject *near;   /* of hpZ, or of a copy a host: _C.Comm of this host's ranks, or NULL */
+    PyObject *intranode; /* of hpZ, or of a copy a host: _C.Comm of this host's ranks, or NULL */
     PyObject *units;  /* list of Unit */
     PyObject *optim_file;   /* _C.OptimFile or NULL */
     struct zpp_py_backward_step backward_step;
@@ -141,7 +141,7 @@ void zpp_py_buffers_end(Zero *zero);
 
 /* backward.c */
 int zpp_py_backward_init(void);
-/* A sealed engine takes its place behind all others; a closed one leaves it. See "the end of a backward" there. */
+/* A sealed engine takes its place behind all others; a closed one is taken out. See "the end of a backward" there. */
 void zpp_py_list_engine(Zero *zero);
 void zpp_py_unlist_engine(Zero *zero);
 PyObject *zpp_py_end_callback(Zero *zero);                   /* new reference */
@@ -182,7 +182,7 @@ void zpp_py_backward_step_ahead(Zero *zero); /* a forward needs a unit, and has 
 int zpp_py_backward_step_close(Zero *zero); /* the backward has ended, all is reduced */
 int zpp_py_backward_step_abort(Zero *zero);                                        /* ... by an exception */
 int zpp_py_backward_step_require_ended(const Zero *zero, const char *what); /* the error names `what` is refused */
-int zpp_py_backward_step_require_whole(const Unit *unit); /* ... if it was left in this backward */
+int zpp_py_backward_step_require_whole(const Unit *unit); /* ... if it is final in this backward */
 void zpp_py_backward_step_forget(Zero *zero);
 
 

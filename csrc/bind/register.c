@@ -86,7 +86,7 @@ static PyObject *drop_slot(PyObject *module, PyObject *number) {
     Py_RETURN_NONE;
 }
 
-/* (data pointer, elements, kind) of an adopted tensor, as C sees it. */
+/* (data pointer, elements, dtype) of an adopted tensor, as C sees it. */
 static PyObject *look_slot(PyObject *module, PyObject *number) {
     (void)module;
     const long long slot = PyLong_AsLongLong(number);

@@ -33,7 +33,7 @@ zpp_status zpp_internode_gather(zpp_zero *zero, struct zpp_unit *unit, void (*be
     struct zpp_call call = gather_call(zero, unit);
     call.before = before;
     call.before_ctx = before ? unit : NULL;
-    if (unit->rounded) zpp_internode_quantise(&call, &zero->wire.params);
+    if (unit->quantised) zpp_internode_quantise(&call, &zero->wire.params);
     return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, &unit->gather_work, err);
 }
 

@@ -17,7 +17,7 @@ static inline bool zpp_internode(const zpp_comm *comm) { return comm && zpp_comm
 uint32_t zpp_internode_object(const zpp_zero *zero, const struct zpp_unit *unit);
 /* The same collective, with quantised elements. */
 void zpp_internode_quantise(struct zpp_call *call, const struct zpp_quant_spec *spec);
-/* Submit as unit->gather_work: the unit's shards into its memory, quantised on the way where unit->rounded. `before`
+/* Submit as unit->gather_work: the unit's shards into its memory, quantised on the way where unit->quantised. `before`
  * (NULL: nothing) runs on the communicator's thread before the gather begins. */
 zpp_status zpp_internode_gather(zpp_zero *zero, struct zpp_unit *unit, void (*before)(void *unit),
                                 struct zpp_err *err);

@@ -100,7 +100,7 @@ static uint64_t add_piece(const struct zpp_unit *unit, const struct zpp_sources 
 }
 
 /* Images are opened one by one, where their sum is not finite; without memory for that nobody is named. */
-static uint64_t add_images(zpp_zero *zero, const struct zpp_unit *unit, const struct zpp_sources *sources, void *to) {
+static uint64_t add_qcopies(zpp_zero *zero, const struct zpp_unit *unit, const struct zpp_sources *sources, void *to) {
     const size_t elems = unit->shard_elems;
     const struct piece shard = { .begin = (size_t)zero->rank * elems, .elems = elems };
     uint64_t found = 0;
@@ -125,7 +125,7 @@ static bool replaces_gaps(const struct zpp_unit *unit, const struct zpp_sources 
 }
 
 uint64_t zpp_origin_add(zpp_zero *zero, const struct zpp_unit *unit, const struct zpp_sources *sources, void *to) {
-    if (zpp_wire_packs(zero)) return add_images(zero, unit, sources, to);
+    if (zpp_wire_quantises_grads(zero)) return add_qcopies(zero, unit, sources, to);
     const size_t to_bytes = zpp_dtype_bytes(unit->grad_dtype), from_bytes = zpp_dtype_bytes(unit->wire_dtype);
     const struct piece shard = { .begin = (size_t)zero->rank * unit->shard_elems, .elems = unit->shard_elems };
     const bool look_first = replaces_gaps(unit, sources, &shard, to);

@@ -62,7 +62,7 @@ static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigne
         call.coll = ZPP_COLL_REDUCE_SCATTER;
         call.dst = reduced_shard(grad);
         call.elems = unit->shard_elems;
-        if (zpp_wire_packs(zero)) {
+        if (zpp_wire_quantises_grads(zero)) {
             if (!grad->empty) zpp_wire_clear_gaps(unit, bucket);
             zpp_internode_quantise(&call, &zero->wire.grads);
         }

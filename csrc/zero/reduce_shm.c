@@ -66,7 +66,8 @@ enum { MAX_RANKS_ON_STACK = 256 };
 
 static void count_traffic(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
     const struct zpp_unit *unit = grad->unit;
-    const size_t source_bytes = zpp_wire_packs(zero) ? zpp_wire_qcopy_bytes(zero, unit) : zpp_wire_shard_bytes(unit);
+    const size_t source_bytes =
+        zpp_wire_quantises_grads(zero) ? zpp_wire_qcopy_bytes(zero, unit) : zpp_wire_shard_bytes(unit);
     int read = 0;
     for (int rank = 0; rank < zero->ranks; rank++) read += rank != zero->rank && grad->peer_offsets[rank] != NO_BUCKET;
     zpp_comm_count(zero->options.comm, zero->options.stage == 0 ? ZPP_TRAFFIC_ALL_REDUCE : ZPP_TRAFFIC_REDUCE_SCATTER,
@@ -114,7 +115,7 @@ static void copy_shards(zpp_zero *zero, struct zpp_unit_grad *grad) {
 static zpp_status pack(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)wait, (void)err;
     unsigned char *bucket = grad->empty ? NULL : zpp_bucket_of(zero, grad->unit);
-    if (bucket && zpp_wire_packs(zero)) zpp_wire_pack(zero, grad->unit, bucket);
+    if (bucket && zpp_wire_quantises_grads(zero)) zpp_wire_quantise_bucket(zero, grad->unit, bucket);
     else if (bucket && zpp_wire_narrows(grad->unit)) zpp_wire_narrow(zero, grad->unit, bucket);
     return ZPP_OK;
 }

@@ -135,7 +135,7 @@ static void unpin(zpp_step_in_backward *self, int unit) {
 static zpp_status open_shard(zpp_step_in_backward *self, int unit, struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (!zpp_unit_on_disk(core_of(self, unit))) return ZPP_OK;
     void *token = begin_long(self);
-    const zpp_status status = zpp_zero_open_shard(self->stepper->zero, unit, &self->caller.wait, err);
+    const zpp_status status = zpp_zero_shard_open(self->stepper->zero, unit, &self->caller.wait, err);
     end_long(self, token);
     if (status == ZPP_OK) pin(self, unit);
     if (status == ZPP_TIER) *fault = *zpp_zero_fault(self->stepper->zero);
@@ -146,7 +146,7 @@ static void close_shard(zpp_step_in_backward *self, int unit) {
     struct zpp_err err = ZPP_ERR_INIT;
     if (!zpp_unit_on_disk(core_of(self, unit))) return;
     void *token = begin_long(self);
-    const zpp_status status = zpp_zero_shard_sent(self->stepper->zero, unit, &err);
+    const zpp_status status = zpp_zero_shard_write_wait(self->stepper->zero, unit, &err);
     end_long(self, token);
     if (status != ZPP_OK) keep_failure(self, &err, zpp_zero_fault(self->stepper->zero));
     unpin(self, unit);
@@ -165,7 +165,7 @@ static zpp_status begin_write(zpp_step_in_backward *self, int unit, struct zpp_a
     if (!zpp_unit_on_disk(core_of(self, unit))) return ZPP_OK;
     while (self->writing_count == WRITES && !self->raised) retire_write(self);
     if (self->raised) return zpp_fail(err, ZPP_STATE, "a unit could not be released");
-    const zpp_status status = zpp_zero_send_shard(self->stepper->zero, unit, err);
+    const zpp_status status = zpp_zero_shard_write_begin(self->stepper->zero, unit, err);
     if (status == ZPP_OK) self->writing[self->writing_count++] = unit;
     if (status == ZPP_TIER) *fault = *zpp_zero_fault(self->stepper->zero);
     return status;
@@ -187,7 +187,7 @@ static void poll_states(zpp_step_in_backward *self) {
 static zpp_status load_grad(zpp_step_in_backward *self, int unit, struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (!zpp_zero_grad_file(self->stepper->zero)) return ZPP_OK;
     void *token = begin_long(self);
-    const zpp_status status = zpp_zero_grad_here(self->stepper->zero, unit, fault, err);
+    const zpp_status status = zpp_zero_grad_load(self->stepper->zero, unit, fault, err);
     end_long(self, token);
     return status;
 }

@@ -153,7 +153,7 @@ static void bind_moments(const struct zpp_unit_states *states, size_t at, struct
 }
 
 /* Moments in fewer bits. They are never of a unit in a file, so a part is a whole piece. */
-static void bind_low_moments(const struct zpp_unit_states *states, const struct part *part,
+static void bind_low_precision_moments(const struct zpp_unit_states *states, const struct part *part,
                              struct zpp_optim_segment *segment) {
     const int moments = segment->max_exp_avg_sq ? 3 : 2;
     segment->exp_avg = segment->exp_avg_sq = segment->max_exp_avg_sq = NULL;
@@ -241,7 +241,7 @@ static bool add_segment(const struct planning *planning, const struct part *part
     segment->elems = part->piece.elems;
     segment->step = (uint64_t)states->steps[part->piece.param];
     if (plan->delayed && !part->on_disk && !use_back_buffer(planning, part, segment)) return false;
-    if (states->kind != ZPP_MOMENTS_F32) bind_low_moments(states, part, segment);
+    if (states->kind != ZPP_MOMENTS_F32) bind_low_precision_moments(states, part, segment);
     else if (!states->in_file) bind_moments(states, part->at, segment);
     return true;
 }

@@ -187,8 +187,8 @@ zpp_status zpp_zero_release(zpp_zero *zero, int index, struct zpp_err *err) {
 
 zpp_status zpp_zero_make_exact(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
-    if (!unit->rounded || !zpp_unit_is_gathered(unit) || unit->pins) return ZPP_OK;
-    unit->rounded = false;
+    if (!unit->quantised || !zpp_unit_is_gathered(unit) || unit->pins) return ZPP_OK;
+    unit->quantised = false;
     return unit->placement->make_exact(zero, unit, err);
 }
 
@@ -206,24 +206,25 @@ void zpp_zero_publish(zpp_zero *zero) {
     }
 }
 
-zpp_status zpp_zero_open_shard(zpp_zero *zero, int index, const struct zpp_wait *wait, struct zpp_err *err) {
+zpp_status zpp_zero_shard_open(zpp_zero *zero, int index, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     char words[ZPP_UNIT_WORDS];
     if (!unit->placement->open_shard) return ZPP_OK;
     if (unit->stepping)
-        return zpp_fail(err, ZPP_STATE, "zero: the shard of %s is open already; close it with zpp_zero_shard_sent",
+        return zpp_fail(err, ZPP_STATE,
+                        "zero: the shard of %s is open already; close it with zpp_zero_shard_write_wait",
                         zpp_unit_words(unit, words, sizeof words));
     const zpp_status status = unit->placement->open_shard(zero, unit, wait, err);
     unit->stepping = status == ZPP_OK;
     return status;
 }
 
-zpp_status zpp_zero_send_shard(zpp_zero *zero, int index, struct zpp_err *err) {
+zpp_status zpp_zero_shard_write_begin(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     return unit->placement->write_begin ? unit->placement->write_begin(zero, unit, err) : ZPP_OK;
 }
 
-zpp_status zpp_zero_shard_sent(zpp_zero *zero, int index, struct zpp_err *err) {
+zpp_status zpp_zero_shard_write_wait(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     const zpp_status status = unit->placement->write_wait ? unit->placement->write_wait(zero, unit, err) : ZPP_OK;
     const bool open = unit->stepping;

@@ -34,9 +34,9 @@
  *   Errors (status STATE): a gradient while REDUCING; a backward that begins while one is REDUCING, because the last
  *   one ended by an exception; unfreezing inside a backward. With one rank nothing is reduced, and units stay EMPTY.
  *
- *   shard            zpp_zero_step_begin, zpp_zero_open_shard
+ *   shard            zpp_zero_step_begin, zpp_zero_shard_open
  *         AT REST <-------------------------------------------> STEPPING
- *                    zpp_zero_step_end, zpp_zero_shard_sent
+ *                    zpp_zero_step_end, zpp_zero_shard_write_wait
  *
  *   step_begin and step_end move the shards of all units, the other two the shard of one (`stepping`), inside a
  *   backward. Errors: to open a shard twice. No unit is gathered between step_begin and step_end.
@@ -103,7 +103,7 @@ struct zpp_unit {
     bool kept_over_step; /* ... or the forward after a step inside the backward */
     bool stepping;       /* its shard is open, for a step inside the backward */
     int uses;            /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */
-    bool rounded;        /* gathered quantised: see wire.h */
+    bool quantised;      /* gathered quantised: see wire.h */
     bool wants_exact;    /* the next gather is not to be */
     zpp_event *allocated, *ready;
     struct zpp_work *gather_work; /* over several hosts: the collective under way */
@@ -116,7 +116,7 @@ struct zpp_unit {
     struct zpp_unit_file *file; /* NULL: in none */
     int file_index;
     size_t file_offset_bytes, file_first_elem, file_elems, shard_offset_bytes;
-    uint8_t *stored_low; /* [params]: is it kept in fewer bits? NULL: none is */
+    uint8_t *quantised_params; /* [params]: is it kept in fewer bits? NULL: none is */
 
     /* gradients: see reduce.h */
     struct zpp_unit_grad *grad;

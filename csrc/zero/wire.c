@@ -90,7 +90,7 @@ static void want_scratch(struct zpp_wire *wire, size_t bytes) {
 static zpp_status plan_gradient(zpp_zero *zero, const struct zpp_unit *unit, struct zpp_err *err) {
     struct zpp_wire *wire = &zero->wire;
     if (zero->options.stage <= 1 && zpp_wire_narrows(unit)) want_scratch(wire, zpp_wire_shard_bytes(unit));
-    if (!zpp_wire_packs(zero)) return ZPP_OK;
+    if (!zpp_wire_quantises_grads(zero)) return ZPP_OK;
     const bool in_place = zero->ring; /* over several hosts the collectives make quantised copies of their own */
     if (in_place) want_scratch(wire, qcopy_bytes(&wire->grads, unit->shard_elems));
     return zpp_wire_check_unit(unit, err);
@@ -115,7 +115,7 @@ void zpp_wire_fini(zpp_zero *zero) {
 
 /* --- parameters --------------------------------------------------------------------------------------------------- */
 
-bool zpp_wire_rounds(const zpp_zero *zero) {
+bool zpp_wire_quantises_params(const zpp_zero *zero) {
     return zero->wire.params.bits != 0;
 }
 
@@ -140,7 +140,7 @@ void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char 
 
 /* --- gradients ---------------------------------------------------------------------------------------------------- */
 
-bool zpp_wire_packs(const zpp_zero *zero) {
+bool zpp_wire_quantises_grads(const zpp_zero *zero) {
     return zero->wire.grads.bits != 0;
 }
 
@@ -153,7 +153,7 @@ void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket) {
     }
 }
 
-void zpp_wire_pack(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *bucket) {
+void zpp_wire_quantise_bucket(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *bucket) {
     const struct zpp_quant_spec *spec = &zero->wire.grads;
     zpp_wire_clear_gaps(unit, bucket);
     for (int rank = 0; rank < zero->ranks; rank++) {

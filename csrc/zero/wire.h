@@ -41,7 +41,7 @@ zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err);
 void zpp_wire_fini(zpp_zero *zero);
 
 /* True if gathers of sharded units are to read quantised copies. */
-bool zpp_wire_rounds(const zpp_zero *zero);
+bool zpp_wire_quantises_params(const zpp_zero *zero);
 /* An error where the unit's elements cannot be quantised. */
 zpp_status zpp_wire_check_unit(const struct zpp_unit *unit, struct zpp_err *err);
 /* Part of seal: a place for the quantised copy of this rank's shard, which peers read. make_qcopy fills it, after the
@@ -52,11 +52,11 @@ void zpp_wire_make_qcopy(zpp_zero *zero, const struct zpp_unit *unit);
 void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory);
 
 /* Are gradients to travel as quantised copies? */
-bool zpp_wire_packs(const zpp_zero *zero);
+bool zpp_wire_quantises_grads(const zpp_zero *zero);
 /* Between parameters lies what the memory held before, which must not widen the scale of a block. */
 void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket);
 /* Every shard of the unit's bucket becomes its quantised copy, at the front of the shard's place. */
-void zpp_wire_pack(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *bucket);
+void zpp_wire_quantise_bucket(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *bucket);
 /* Do the unit's gradients travel in fewer bits than they add in (and not as quantised copies)? */
 static inline bool zpp_wire_narrows(const struct zpp_unit *unit) {
     return unit->wire_dtype != unit->grad_dtype;

@@ -101,7 +101,7 @@ static void destroy_unit(zpp_zero *zero, struct zpp_unit *unit) {
     zpp_event_destroy(unit->ready);
     free(unit->param_elems);
     free(unit->offset_elems);
-    free(unit->stored_low);
+    free(unit->quantised_params);
     free(unit);
 }
 
@@ -233,21 +233,23 @@ zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, i
 
 /* --- seal --------------------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_zero_set_stored(zpp_zero *zero, int bits, size_t block_elems, bool in_memory, struct zpp_err *err) {
+zpp_status zpp_zero_set_weight_quant(zpp_zero *zero, int bits, size_t block_elems, bool in_memory,
+                                     struct zpp_err *err) {
     if (!zero->unit_file) return zpp_fail(err, ZPP_STATE, "zero: there are no units that could be kept in %d bits",
                                           bits);
     return zpp_unit_file_set_qcopies(zero->unit_file, bits, block_elems, in_memory, err);
 }
 
-zpp_status zpp_zero_store_low(zpp_zero *zero, int index, size_t param, struct zpp_err *err) {
+zpp_status zpp_zero_quantise_param(zpp_zero *zero, int index, size_t param, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     const bool floats = unit->dtype == ZPP_F32 || unit->dtype == ZPP_BF16 || unit->dtype == ZPP_F16;
     if (zero->sealed || !zpp_unit_in_file(unit) || param >= unit->params || !floats)
         return zpp_fail(err, ZPP_INVALID, "zero: parameter %zu of unit %s (%s) cannot be kept in fewer bits", param,
                         unit->name, zpp_dtype_name(unit->dtype));
-    if (!unit->stored_low) unit->stored_low = calloc(unit->params, 1);
-    if (!unit->stored_low) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the matrices of unit %s", unit->name);
-    unit->stored_low[param] = 1;
+    if (!unit->quantised_params) unit->quantised_params = calloc(unit->params, 1);
+    if (!unit->quantised_params)
+        return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the matrices of unit %s", unit->name);
+    unit->quantised_params[param] = 1;
     return ZPP_OK;
 }
 

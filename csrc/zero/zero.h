@@ -6,8 +6,8 @@
  *
  * The order of calls. A unit's states, and which call moves them, are drawn in unit.h.
  *
- *   set-up     create .. set_wire, set_grads_fraction, set_stored, delay_steps .. add_unit (each) ..
- *              set_secondary, store_low, pool_grads .. seal
+ *   set-up     create .. set_wire, set_grads_fraction, set_weight_quant, delay_steps .. add_unit (each) ..
+ *              set_secondary, quantise_param, pool_grads .. seal
  *   forward    need(u) .. compute .. release(u)                  for each unit in use
  *   backward   backward_begin
  *              need(u) .. compute .. grad(u, i, g) ..            any order, gradients as they come
@@ -24,8 +24,8 @@
  *   clear_grads       the next step begins without gradients
  *
  *   A step inside the backward, instead of the last three, for each unit u = next_reduced(done):
- *   keep_grads (after backward_begin) .. grad_here(u) .. open_shard(u) .. update the shard .. send_shard(u) ..
- *   drop_grad(u) .. shard_sent(u)
+ *   keep_grads (after backward_begin) .. grad_load(u) .. shard_open(u) .. update the shard ..
+ *   shard_write_begin(u) .. drop_grad(u) .. shard_write_wait(u)
  *
  * Bytes on the wire per rank and step, Psi = bytes of all parameters, f = (N-1)/N:
  *   stage 0: 2 f Psi (all-reduce)    1, 2: 2 f Psi (reduce-scatter, all-gather)    3: 3 f Psi; units with one shared
@@ -92,8 +92,8 @@ zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *intranode, struct zp
 zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct zpp_err *err);
 /* Units in a file are kept in 8 or 4 bits, for a model that is only read (unit_file.h); before units are added. Of a
  * unit that was added, parameter `param` is one of the matrices; before seal. */
-zpp_status zpp_zero_set_stored(zpp_zero *zero, int bits, size_t block_elems, bool in_memory, struct zpp_err *err);
-zpp_status zpp_zero_store_low(zpp_zero *zero, int unit, size_t param, struct zpp_err *err);
+zpp_status zpp_zero_set_weight_quant(zpp_zero *zero, int bits, size_t block_elems, bool in_memory, struct zpp_err *err);
+zpp_status zpp_zero_quantise_param(zpp_zero *zero, int unit, size_t param, struct zpp_err *err);
 /* Collective: makes the memory. Afterwards units that move are SHARDED, the others GATHERED (unit.h), and contents are
  * zero. Units in a file can be needed once zpp_unit_file_open was called. */
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);
@@ -142,11 +142,11 @@ zpp_status zpp_zero_keep_shard(zpp_zero *zero, int unit, struct zpp_err *err);
 
 /* A step inside the backward, of units in a file (nothing to do for others): this rank's shard in memory, to be changed
  * in place; on one host that gathers the unit. Gathers no other unit. The caller pins it. STATE: it is open already. */
-zpp_status zpp_zero_open_shard(zpp_zero *zero, int unit, const struct zpp_wait *wait, struct zpp_err *err);
-/* It was changed; begin to write it. Then, before it is unpinned, also where nothing was sent: how that ended, and the
- * shard closes. */
-zpp_status zpp_zero_send_shard(zpp_zero *zero, int unit, struct zpp_err *err);
-zpp_status zpp_zero_shard_sent(zpp_zero *zero, int unit, struct zpp_err *err);
+zpp_status zpp_zero_shard_open(zpp_zero *zero, int unit, const struct zpp_wait *wait, struct zpp_err *err);
+/* It was changed; begin to write it. Then, before it is unpinned, also where nothing was written: how that ended, and
+ * the shard closes. */
+zpp_status zpp_zero_shard_write_begin(zpp_zero *zero, int unit, struct zpp_err *err);
+zpp_status zpp_zero_shard_write_wait(zpp_zero *zero, int unit, struct zpp_err *err);
 
 /* --- gradients (reduce.c) ----------------------------------------------------------------------------------------- */
 /* A parameter's gradient, `param_elems` elements of the unit's grad_dtype, on the compute stream. Added to what this
@@ -228,7 +228,7 @@ zpp_status zpp_zero_drop_grad(zpp_zero *zero, int unit, struct zpp_err *err);
 void zpp_zero_keep_grads(zpp_zero *zero);
 /* Of a unit that is reduced, or at the end of that backward: its shard is in memory. The first failure of a read or
  * write before; `fault` is written on status TIER only. */
-zpp_status zpp_zero_grad_here(zpp_zero *zero, int unit, struct zpp_aio_fault *fault, struct zpp_err *err);
+zpp_status zpp_zero_grad_load(zpp_zero *zero, int unit, struct zpp_aio_fault *fault, struct zpp_err *err);
 
 /* --- step (step.c) ------------------------------------------------------------------------------------------------ */
 /* Collective: returns when no rank reads parameters any more, so that shards may be written. `vote` travels along:

@@ -195,7 +195,7 @@ static void run_schedule(uint64_t seed) {
     struct zpp_unit_file_figures figures;
     zpp_unit_file_figures(at.mapping.unit_file, &figures);
     CHECK_EQUAL(figures.mapping_bytes, at.mapping.bytes);
-    CHECK(figures.entered_bytes <= figures.entered_peak_bytes && figures.entered_peak_bytes <= at.mapping.bytes);
+    CHECK(figures.acquired_bytes <= figures.acquired_peak_bytes && figures.acquired_peak_bytes <= at.mapping.bytes);
     end_mapping(&at.mapping); /* loads may be under way */
     free(at.model);
 }
@@ -532,7 +532,7 @@ static void shared_body(struct test_rank *me) {
     }
     struct zpp_unit_file_figures figures;
     zpp_unit_file_figures(mapping.unit_file, &figures);
-    CHECK_EQUAL(figures.entered_bytes, 0);
+    CHECK_EQUAL(figures.acquired_bytes, 0);
     atomic_fetch_add(&shared->read_bytes, figures.read_bytes);
     join_ranks(me);
     zpp_unit_file_destroy(mapping.unit_file);

@@ -74,7 +74,7 @@ static zpp_status finish_write(zpp_zero *zero, struct zpp_unit_grad *grad, const
     while (*at != grad) at = &(*at)->next_written; /* almost always the first */
     *at = grad->next_written;
     if (!*at) grad_file->newest = at;
-    grad->grad_file_state = ZPP_GRAD_FILE_HERE;
+    grad->grad_file_state = ZPP_GRAD_FILE_LOADED;
     return ZPP_OK;
 }
 
@@ -89,7 +89,7 @@ static zpp_status acquire_memory(zpp_zero *zero, struct zpp_unit_grad *grad, str
 
 static zpp_status release_memory(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
-    grad->grad_file_state = ZPP_GRAD_FILE_AWAY;
+    grad->grad_file_state = ZPP_GRAD_FILE_ON_DISK;
     pthread_mutex_lock(&grad_file->lock);
     grad_file->open_bytes -= zpp_grad_shard_bytes(grad);
     const zpp_status status = zpp_unit_file_release(grad_file->unit_file, grad->file_index, err);
@@ -118,7 +118,7 @@ static zpp_status end_writes_until(zpp_zero *zero, size_t bytes, const struct zp
 
 static zpp_status load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
-    if (is_held(zero, grad) || grad->grad_file_state == ZPP_GRAD_FILE_HERE
+    if (is_held(zero, grad) || grad->grad_file_state == ZPP_GRAD_FILE_LOADED
         || grad->grad_file_state == ZPP_GRAD_FILE_READING)
         return ZPP_OK;
     /* its contents are there */
@@ -127,7 +127,7 @@ static zpp_status load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
     if (status == ZPP_OK) status = acquire_memory(zero, grad, err);
     if (status != ZPP_OK) return status;
     grad->changed = false;
-    grad->grad_file_state = ZPP_GRAD_FILE_HERE;
+    grad->grad_file_state = ZPP_GRAD_FILE_LOADED;
     if (!grad->has || grad_file->status != ZPP_OK) return ZPP_OK;
     zpp_unit_file_read_begin(grad_file->unit_file, grad->file_index);
     grad->grad_file_state = ZPP_GRAD_FILE_READING;
@@ -138,7 +138,7 @@ static zpp_status load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
 static zpp_status load_ahead(zpp_zero *zero, int at, struct zpp_err *err) {
     for (at++; at < zero->order_count; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
-        if (!grad->has || is_held(zero, grad) || grad->grad_file_state != ZPP_GRAD_FILE_AWAY) continue;
+        if (!grad->has || is_held(zero, grad) || grad->grad_file_state != ZPP_GRAD_FILE_ON_DISK) continue;
         if (!has_capacity(&zero->grad_file, zpp_grad_shard_bytes(grad))) return ZPP_OK;
         const zpp_status status = load(zero, grad, NULL, err);
         if (status != ZPP_OK) return status;
@@ -149,7 +149,7 @@ static zpp_status load_ahead(zpp_zero *zero, int at, struct zpp_err *err) {
 /* Then, while they fit, the same for the next ones in the order of reductions. */
 static zpp_status load_all(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
                            struct zpp_err *err) {
-    if (grad->grad_file_state == ZPP_GRAD_FILE_HERE) return ZPP_OK;
+    if (grad->grad_file_state == ZPP_GRAD_FILE_LOADED) return ZPP_OK;
     const zpp_status status = load(zero, grad, wait, err);
     return status == ZPP_OK ? load_ahead(zero, grad->order_at, err) : status;
 }
@@ -167,16 +167,16 @@ static zpp_status load_wait(zpp_zero *zero, struct zpp_unit_grad *grad, const st
         const zpp_status status = zpp_unit_file_read_wait(zero->grad_file.unit_file, grad->file_index, wait);
         if (status != ZPP_OK) return status;
         keep_failure(&zero->grad_file, grad->file_index);
-        grad->grad_file_state = ZPP_GRAD_FILE_HERE;
+        grad->grad_file_state = ZPP_GRAD_FILE_LOADED;
     }
-    if (grad->any_stale && grad->grad_file_state == ZPP_GRAD_FILE_HERE) zero_stale(zero, grad);
+    if (grad->any_stale && grad->grad_file_state == ZPP_GRAD_FILE_LOADED) zero_stale(zero, grad);
     return ZPP_OK;
 }
 
 /* It is written, if it was changed (grad->changed), and its memory goes. */
 static zpp_status store(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
-    if (is_held(zero, grad) || grad->grad_file_state != ZPP_GRAD_FILE_HERE) return ZPP_OK;
+    if (is_held(zero, grad) || grad->grad_file_state != ZPP_GRAD_FILE_LOADED) return ZPP_OK;
     if (!grad->changed || grad_file->status != ZPP_OK) return release_memory(zero, grad, err);
     zpp_unit_file_write_unit(grad_file->unit_file, grad->file_index);
     grad->changed = false;
@@ -198,7 +198,7 @@ static zpp_status drop(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_er
     zpp_status status = ZPP_OK;
     if (grad->grad_file_state == ZPP_GRAD_FILE_READING) status = load_wait(zero, grad, &patience);
     if (grad->grad_file_state == ZPP_GRAD_FILE_WRITING) status = finish_write(zero, grad, &patience);
-    if (status != ZPP_OK || grad->grad_file_state != ZPP_GRAD_FILE_HERE) return status;
+    if (status != ZPP_OK || grad->grad_file_state != ZPP_GRAD_FILE_LOADED) return status;
     grad->changed = false;
     return release_memory(zero, grad, err);
 }
@@ -353,7 +353,7 @@ void zpp_zero_keep_grads(zpp_zero *zero) {
 
 /* Several ranks: the reduction has brought it, and says whether something had failed by then; it may be another one's
  * that fails now. */
-zpp_status zpp_zero_grad_here(zpp_zero *zero, int index, struct zpp_aio_fault *fault, struct zpp_err *err) {
+zpp_status zpp_zero_grad_load(zpp_zero *zero, int index, struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct zpp_unit_grad *grad = zero->units[index]->grad;
     if (!zero->grad_file.unit_file || !grad || !grad->has) return ZPP_OK;
     if (zero->ranks == 1) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The life of an optimizer file: shards are laid on lines, lines are cut in records, the file is made; and copies in
- * and out, for checkpoints and first values. See optim_file.h for the picture.
+ * The life of an optimizer file: shards are placed on record streams, these are cut in records, the file is made; and
+ * copies in and out, for checkpoints and first values. See optim_file.h for the picture.
  */
 #include "optim_file.h"
 
@@ -57,9 +57,9 @@ void zpp_optim_file_destroy(zpp_optim_file *optim_file) {
         if (optim_file->buffers[i].memory) zpp_aio_arena_free(arena, optim_file->buffers[i].memory);
     zpp_scratch_file_close(&optim_file->file);
     for (int i = 0; i < 2; i++) {
-        struct optim_file_line *line = &optim_file->lines[i];
-        free(line->stepped);
-        zpp_mem_free(line->held, line->planes * line->held_elems * sizeof(float));
+        struct record_stream *stream = &optim_file->streams[i];
+        free(stream->stepped);
+        zpp_mem_free(stream->held, stream->planes * stream->held_elems * sizeof(float));
     }
     free(optim_file->buffers);
     free(optim_file->shards);
@@ -73,48 +73,48 @@ zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool mas
     if (!shards) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for shard %d", optim_file->shards_count);
     optim_file->shards = shards;
     const int which = master ? 0 : 1;
-    struct optim_file_line *line = &optim_file->lines[which];
+    struct record_stream *stream = &optim_file->streams[which];
     const size_t begin =
-        round_up(line->elems, elems < LARGE_SHARD_ELEMS ? (size_t)SHARD_ALIGN_ELEMS : (size_t)TIER_PAGE_ELEMS);
-    shards[optim_file->shards_count] = (struct optim_file_shard){ .line = which, .begin_elems = begin,
+        round_up(stream->elems, elems < LARGE_SHARD_ELEMS ? (size_t)SHARD_ALIGN_ELEMS : (size_t)TIER_PAGE_ELEMS);
+    shards[optim_file->shards_count] = (struct optim_file_shard){ .stream = which, .begin_elems = begin,
                                                                  .elems = elems };
-    line->elems = begin + elems;
-    line->used_elems += elems;
+    stream->elems = begin + elems;
+    stream->used_elems += elems;
     *shard = optim_file->shards_count++;
     return ZPP_OK;
 }
 
 /* --- seal --------------------------------------------------------------------------------------------------------- */
 
-static void lay_line(const zpp_optim_file *optim_file, struct optim_file_line *line, bool master,
+static void lay_out_stream(const zpp_optim_file *optim_file, struct record_stream *stream, bool master,
                      uint64_t *used_bytes) {
     for (int kind = 0; kind < ZPP_TIER_KINDS; kind++) {
         const bool has = kind == ZPP_TIER_MASTER ? master
             : optim_file->options.moments >> (kind - ZPP_TIER_EXP_AVG) & 1;
-        line->plane[kind] = has ? (int)line->planes : -1;
-        if (has) line->kinds[line->planes++] = kind;
+        stream->plane[kind] = has ? (int)stream->planes : -1;
+        if (has) stream->kinds[stream->planes++] = kind;
     }
-    line->held_elems = (size_t)((1.0 - optim_file->options.fraction) * (double)line->elems) / TIER_PAGE_ELEMS *
+    stream->held_elems = (size_t)((1.0 - optim_file->options.fraction) * (double)stream->elems) / TIER_PAGE_ELEMS *
                        TIER_PAGE_ELEMS;
-    line->elems = round_up(line->elems, TIER_PAGE_ELEMS);
-    if (!line->planes) line->held_elems = line->elems; /* no record has anything: nothing is to be read */
-    const size_t on_disk_elems = line->elems - line->held_elems;
-    line->chunk_elems = optim_file->options.chunk_elems;
-    if (!line->chunk_elems) line->chunk_elems = round_up(on_disk_elems / LEAST_CHUNKS + 1, TIER_PAGE_ELEMS);
-    if (!optim_file->options.chunk_elems && line->chunk_elems > CHUNK_ELEMS) line->chunk_elems = CHUNK_ELEMS;
-    line->chunks = (on_disk_elems + line->chunk_elems - 1) / line->chunk_elems;
-    line->offset_bytes = *used_bytes;
-    *used_bytes += (uint64_t)on_disk_elems * line->planes * sizeof(float);
+    stream->elems = round_up(stream->elems, TIER_PAGE_ELEMS);
+    if (!stream->planes) stream->held_elems = stream->elems; /* no record has anything: nothing is to be read */
+    const size_t on_disk_elems = stream->elems - stream->held_elems;
+    stream->chunk_elems = optim_file->options.chunk_elems;
+    if (!stream->chunk_elems) stream->chunk_elems = round_up(on_disk_elems / LEAST_CHUNKS + 1, TIER_PAGE_ELEMS);
+    if (!optim_file->options.chunk_elems && stream->chunk_elems > CHUNK_ELEMS) stream->chunk_elems = CHUNK_ELEMS;
+    stream->chunks = (on_disk_elems + stream->chunk_elems - 1) / stream->chunk_elems;
+    stream->offset_bytes = *used_bytes;
+    *used_bytes += (uint64_t)on_disk_elems * stream->planes * sizeof(float);
 }
 
-static zpp_status make_line_memory(struct optim_file_line *line, struct zpp_err *err) {
-    line->stepped = calloc(line->chunks + 1, sizeof *line->stepped);
-    if (!line->stepped) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for %zu chunks", line->chunks);
-    if (!line->held_elems || !line->planes) return ZPP_OK;
+static zpp_status make_stream_memory(struct record_stream *stream, struct zpp_err *err) {
+    stream->stepped = calloc(stream->chunks + 1, sizeof *stream->stepped);
+    if (!stream->stepped) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for %zu chunks", stream->chunks);
+    if (!stream->held_elems || !stream->planes) return ZPP_OK;
     void *memory = NULL;
     const zpp_status status =
-        zpp_mem_alloc(line->planes * line->held_elems * sizeof(float), ZPP_PAGE_BYTES, &memory, err);
-    line->held = memory;
+        zpp_mem_alloc(stream->planes * stream->held_elems * sizeof(float), ZPP_PAGE_BYTES, &memory, err);
+    stream->held = memory;
     return status;
 }
 
@@ -123,8 +123,8 @@ static void choose_buffers(zpp_optim_file *optim_file) {
         && optim_file->options.backward_step) optim_file_backward_step_choose_buffers(optim_file);
     if (!optim_file->options.buffers) optim_file->options.buffers = BUFFERS;
     for (int i = 0; i < 2; i++) {
-        const struct optim_file_line *line = &optim_file->lines[i];
-        const size_t bytes = line->chunks ? optim_file_chunk_elems(line, 0) * line->planes * sizeof(float) : 0;
+        const struct record_stream *stream = &optim_file->streams[i];
+        const size_t bytes = stream->chunks ? optim_file_chunk_elems(stream, 0) * stream->planes * sizeof(float) : 0;
         if (bytes > optim_file->record_bytes) optim_file->record_bytes = bytes;
     }
 }
@@ -145,11 +145,11 @@ static zpp_status make_buffers(zpp_optim_file *optim_file, struct zpp_err *err) 
 
 zpp_status zpp_optim_file_seal(zpp_optim_file *optim_file, struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (optim_file->sealed) return zpp_fail(err, ZPP_STATE, "tier: sealed twice");
-    for (int i = 0; i < 2; i++) lay_line(optim_file, &optim_file->lines[i], i == 0, &optim_file->file_bytes);
+    for (int i = 0; i < 2; i++) lay_out_stream(optim_file, &optim_file->streams[i], i == 0, &optim_file->file_bytes);
     choose_buffers(optim_file);
     /* At its full length: what was never written reads as zeros, and a full disk is found before training. */
     zpp_status status = zpp_aio_make(optim_file->file.aio, optim_file->file.path, optim_file->file_bytes, fault, err);
-    for (int i = 0; i < 2 && status == ZPP_OK; i++) status = make_line_memory(&optim_file->lines[i], err);
+    for (int i = 0; i < 2 && status == ZPP_OK; i++) status = make_stream_memory(&optim_file->streams[i], err);
     if (status == ZPP_OK) status = optim_file_backward_step_seal(optim_file, err);
     if (status == ZPP_OK) status = make_buffers(optim_file, err);
     if (status == ZPP_OK) optim_file->sealed = true;
@@ -164,12 +164,12 @@ zpp_status zpp_optim_file_plan(const struct zpp_optim_file_options *options,
     int number;
     for (size_t i = 0; i < count && status == ZPP_OK; i++)
         status = zpp_optim_file_add(&optim_file, shards[i].elems, shards[i].master, &number, err);
-    for (int i = 0; i < 2; i++) lay_line(&optim_file, &optim_file.lines[i], i == 0, &optim_file.file_bytes);
+    for (int i = 0; i < 2; i++) lay_out_stream(&optim_file, &optim_file.streams[i], i == 0, &optim_file.file_bytes);
     choose_buffers(&optim_file);
     *out = (struct zpp_optim_file_plan){ .buffer_bytes = optim_file.record_bytes * optim_file.options.buffers };
     for (int i = 0; i < 2; i++)
-        if (optim_file.lines[i].chunks && optim_file.lines[i].chunk_elems > out->chunk_elems)
-            out->chunk_elems = optim_file.lines[i].chunk_elems;
+        if (optim_file.streams[i].chunks && optim_file.streams[i].chunk_elems > out->chunk_elems)
+            out->chunk_elems = optim_file.streams[i].chunk_elems;
     free(optim_file.shards);
     return status;
 }
@@ -178,33 +178,34 @@ zpp_status zpp_optim_file_plan(const struct zpp_optim_file_options *options,
 
 /* From `at` on the record stream: how many elements lie together, and where. *held NULL: in chunk *chunk, *inside of
  * it. */
-static size_t run_at(const struct optim_file_line *line, int plane, size_t at, float **held, size_t *chunk,
+static size_t run_at(const struct record_stream *stream, int plane, size_t at, float **held, size_t *chunk,
                      size_t *inside) {
     *held = NULL;
-    if (at < line->held_elems) {
-        *held = line->held + (size_t)plane * line->held_elems + at;
-        return line->held_elems - at;
+    if (at < stream->held_elems) {
+        *held = stream->held + (size_t)plane * stream->held_elems + at;
+        return stream->held_elems - at;
     }
-    *chunk = (at - line->held_elems) / line->chunk_elems;
-    *inside = (at - line->held_elems) % line->chunk_elems;
-    return optim_file_chunk_elems(line, *chunk) - *inside;
+    *chunk = (at - stream->held_elems) / stream->chunk_elems;
+    *inside = (at - stream->held_elems) % stream->chunk_elems;
+    return optim_file_chunk_elems(stream, *chunk) - *inside;
 }
 
-static zpp_status copy_on_disk(zpp_optim_file *optim_file, struct optim_file_line *line, int plane, size_t chunk,
+static zpp_status copy_on_disk(zpp_optim_file *optim_file, struct record_stream *stream, int plane, size_t chunk,
                                size_t inside, size_t elems, float *memory, bool write, struct zpp_aio_fault *fault,
                                struct zpp_err *err) {
-    const bool moment = line->kinds[plane] != ZPP_TIER_MASTER;
-    if (moment && !write && !line->stepped[chunk]) {
+    const bool moment = stream->kinds[plane] != ZPP_TIER_MASTER;
+    if (moment && !write && !stream->stepped[chunk]) {
         memset(memory, 0, elems * sizeof *memory);
         return ZPP_OK;
     }
-    const size_t plane_elems = optim_file_chunk_elems(line, chunk);
-    const uint64_t at = optim_file_record_offset(line, chunk) + ((size_t)plane * plane_elems + inside) * sizeof *memory;
+    const size_t plane_elems = optim_file_chunk_elems(stream, chunk);
+    const uint64_t at =
+        optim_file_record_offset(stream, chunk) + ((size_t)plane * plane_elems + inside) * sizeof *memory;
     zpp_aio_request *request = NULL;
     zpp_status status =
         zpp_scratch_submit(&optim_file->file, at, memory, elems * sizeof *memory, write, &request, fault, err);
     if (status == ZPP_OK) status = zpp_scratch_finish(&request, fault, err);
-    if (status == ZPP_OK && moment && write) line->stepped[chunk] = true;
+    if (status == ZPP_OK && moment && write) stream->stepped[chunk] = true;
     return status;
 }
 
@@ -214,7 +215,7 @@ static zpp_status check_copy(const zpp_optim_file *optim_file, int shard, enum z
         return zpp_fail(err, ZPP_STATE, "tier: shard %d is copied, there are %d%s", shard, optim_file->shards_count,
                         optim_file->sealed ? "" : ", not sealed yet");
     const struct optim_file_shard *where = &optim_file->shards[shard];
-    const bool has = optim_file->lines[where->line].plane[kind] >= 0;
+    const bool has = optim_file->streams[where->stream].plane[kind] >= 0;
     if (has && first <= where->elems && elems <= where->elems - first) return ZPP_OK;
     return zpp_fail(err, ZPP_INVALID, "tier: elements %zu to %zu of kind %d are copied; shard %d has %zu%s", first,
                     first + elems, (int)kind, shard, where->elems, has ? "" : ", and none of that kind");
@@ -226,15 +227,17 @@ zpp_status zpp_optim_file_copy(zpp_optim_file *optim_file, int shard, enum zpp_o
     zpp_status status = check_copy(optim_file, shard, kind, first, elems, err);
     if (status != ZPP_OK) return status;
     const size_t begin = optim_file->shards[shard].begin_elems + first;
-    struct optim_file_line *line = &optim_file->lines[optim_file->shards[shard].line];
+    struct record_stream *stream = &optim_file->streams[optim_file->shards[shard].stream];
     if (write) optim_file_backward_step_forget(optim_file);
     for (size_t done = 0, run; done < elems && status == ZPP_OK; done += run, memory += run) {
         float *held;
         size_t chunk = 0, inside = 0;
-        run = run_at(line, line->plane[kind], begin + done, &held, &chunk, &inside);
+        run = run_at(stream, stream->plane[kind], begin + done, &held, &chunk, &inside);
         if (run > elems - done) run = elems - done;
         if (held) memcpy(write ? held : memory, write ? memory : held, run * sizeof *memory);
-        else status = copy_on_disk(optim_file, line, line->plane[kind], chunk, inside, run, memory, write, fault, err);
+        else
+            status =
+                copy_on_disk(optim_file, stream, stream->plane[kind], chunk, inside, run, memory, write, fault, err);
     }
     return status;
 }
@@ -267,11 +270,11 @@ void zpp_optim_file_figures(const zpp_optim_file *optim_file, struct zpp_optim_f
         .uring = io.uring,
     };
     for (int i = 0; i < 2; i++) {
-        const struct optim_file_line *line = &optim_file->lines[i];
-        const size_t held = line->held_elems < line->used_elems ? line->held_elems : line->used_elems;
-        for (size_t plane = 0; plane < line->planes; plane++) {
-            out->held_bytes[line->kinds[plane]] += held * sizeof(float);
-            out->file_bytes[line->kinds[plane]] += (line->used_elems - held) * sizeof(float);
+        const struct record_stream *stream = &optim_file->streams[i];
+        const size_t held = stream->held_elems < stream->used_elems ? stream->held_elems : stream->used_elems;
+        for (size_t plane = 0; plane < stream->planes; plane++) {
+            out->held_bytes[stream->kinds[plane]] += held * sizeof(float);
+            out->file_bytes[stream->kinds[plane]] += (stream->used_elems - held) * sizeof(float);
         }
     }
 }

@@ -7,16 +7,15 @@
  * without (fp32, whose parameters are the master themselves) on a record stream each. A record stream is cut in chunks,
  * and a chunk is one record of the file, its kinds one after the other:
  *
- *   line      | unit 0 ..... | unit 1 . | unit 2 ............ |
- *             | in memory |  chunk 0  |  chunk 1  |  chunk 2  |       fraction: how much of the record stream is in the
- *             file
+ *   stream    | unit 0 ..... | unit 1 . | unit 2 ............ |
+ *             | in memory |  chunk 0  |  chunk 1  |  chunk 2  |       fraction: the part of the stream in the file
  *   record    | master | exp_avg | exp_avg_sq | max_exp_avg_sq |      each a multiple of 4096 bytes
  *
  * That is Adam's; of other updates a record has the moments that they have (ops/optim/optim.h).
  *
  * A step moves whole records, while chunk k is stepped chunk k+1 is read and chunk k-1 written, so bytes per element
  * and step are 4 * kinds read and 4 * kinds written, and memory is `buffers` records. The copy in the parameters' own
- * kind is written in the same pass. The moments of a chunk that was never stepped are zeros that nobody reads or wrote.
+ * dtype is written in the same pass. Moments of a chunk that was never stepped are zeros, neither written nor read.
  *
  * A step that fails half-way leaves some chunks stepped and others not: the optimizer file is *inconsistent*, and
  * refuses every step until zpp_optim_file_recovered (the caller has loaded all of it anew).

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The tier's own state, shared by optim_file.c (life, layout, copies), optim_file_step.c (the streamed step) and
- * optim_file_step_in_backward.c (the step unit by unit), and by nobody else.
+ * optim_file_step_in_backward.c (the step unit by unit), and by no other file.
  */
 #ifndef ZPP_ZERO_OPTIM_FILE_INTERNAL_H
 #define ZPP_ZERO_OPTIM_FILE_INTERNAL_H
@@ -13,9 +13,9 @@
 
 enum { TIER_PAGE_ELEMS = 1024, TIER_PAGE_BYTES = 4096 };
 
-struct optim_file_line {
+struct record_stream {
     int kinds[ZPP_TIER_KINDS]; /* of the record, in order */
-    int plane[ZPP_TIER_KINDS]; /* place of a kind in the record; -1: the record stream has none of it */
+    int plane[ZPP_TIER_KINDS]; /* place of a kind in the record; -1: the stream has none of it */
     size_t planes;
     size_t elems;          /* of all shards, rounded up to pages */
     size_t used_elems;     /* of all shards */
@@ -28,40 +28,40 @@ struct optim_file_line {
 };
 
 struct optim_file_shard {
-    int line;
+    int stream;
     size_t begin_elems, elems; /* on the record stream */
 };
 
 /* What a buffer is to a step unit by unit. */
-enum optim_file_buffer_state { TIER_FREE, TIER_HERE, TIER_CHANGED, TIER_LEAVING };
+enum optim_file_buffer_state { BUFFER_FREE, BUFFER_CLEAN, BUFFER_DIRTY, BUFFER_WRITING };
 
 struct optim_file_buffer {
-    float *memory; /* of the engine's arena; one record of the record stream with the largest */
+    float *memory; /* of the engine's arena; one record of the stream with the largest ones */
     zpp_aio_request *read, *write;
     /* a step unit by unit: which record it has, and since when */
     enum optim_file_buffer_state state;
-    int line;
+    int stream;
     size_t chunk;
     uint64_t since;
 };
 
 /* A step unit by unit. */
 struct optim_file_record {
-    int line;
+    int stream;
     size_t chunk;
 };
 struct optim_file_backward_step {
     struct optim_file_record *order; /* of all records, as they are expected */
     size_t order_count;
     size_t next;     /* the first of them that was not read ahead */
-    size_t *left[2]; /* [chunks] of each line: shards that are still to be stepped */
+    size_t *left[2]; /* [chunks] of each stream: shards that are still to be stepped */
     uint64_t clock;
     bool open; /* between begin and end */
 };
 
 /* A chunk that is touched, and its cuts. */
 struct optim_file_visit {
-    int line;
+    int stream;
     size_t chunk, first_cut, cuts;
 };
 
@@ -87,7 +87,7 @@ struct zpp_optim_file {
     struct zpp_scratch_file file;
     bool sealed;
     atomic_bool inconsistent; /* this and the figures are read while a delayed step runs in a thread of its own */
-    struct optim_file_line lines[2]; /* 0: with a master */
+    struct record_stream streams[2]; /* 0: with a master */
     struct optim_file_shard *shards;
     int shards_count;
     size_t shards_capacity;
@@ -98,13 +98,13 @@ struct zpp_optim_file {
     atomic_uint_fast64_t steps, step_ns, waited_ns;
 };
 
-static inline size_t optim_file_chunk_elems(const struct optim_file_line *line, size_t chunk) {
-    const size_t left = line->elems - line->held_elems - chunk * line->chunk_elems;
-    return left < line->chunk_elems ? left : line->chunk_elems;
+static inline size_t optim_file_chunk_elems(const struct record_stream *stream, size_t chunk) {
+    const size_t left = stream->elems - stream->held_elems - chunk * stream->chunk_elems;
+    return left < stream->chunk_elems ? left : stream->chunk_elems;
 }
 
-static inline uint64_t optim_file_record_offset(const struct optim_file_line *line, size_t chunk) {
-    return line->offset_bytes + (uint64_t)chunk * line->chunk_elems * line->planes * sizeof(float);
+static inline uint64_t optim_file_record_offset(const struct record_stream *stream, size_t chunk) {
+    return stream->offset_bytes + (uint64_t)chunk * stream->chunk_elems * stream->planes * sizeof(float);
 }
 
 /* As zpp_scratch_finish_after, counted as waiting inside a step. */

@@ -24,27 +24,27 @@ static struct zpp_optim_segment part_of(const struct zpp_optim_segment *whole, s
 }
 
 /* `planes` of `stride` elements each, from `inside` on. */
-static void bind_states(const struct optim_file_line *line, struct zpp_optim_segment *segment, float *planes,
+static void bind_states(const struct record_stream *stream, struct zpp_optim_segment *segment, float *planes,
                         size_t stride, size_t inside) {
     float **const states[ZPP_TIER_KINDS] = { &segment->param, &segment->exp_avg, &segment->exp_avg_sq,
                                              &segment->max_exp_avg_sq };
     for (int kind = 0; kind < ZPP_TIER_KINDS; kind++) {
-        const int plane = line->plane[kind];
+        const int plane = stream->plane[kind];
         if (plane >= 0 && (kind == ZPP_TIER_MASTER || *states[kind]))
             *states[kind] = planes + (size_t)plane * stride + inside;
     }
 }
 
-static bool add_cut(struct optim_file_plan *plan, int line, size_t chunk, size_t inside,
+static bool add_cut(struct optim_file_plan *plan, int stream, size_t chunk, size_t inside,
                     struct zpp_optim_segment segment) {
     const struct optim_file_visit *last = plan->visits_count ? &plan->visits[plan->visits_count - 1] : NULL;
-    if (!last || last->line != line || last->chunk != chunk) {
+    if (!last || last->stream != stream || last->chunk != chunk) {
         struct optim_file_visit *visits =
             zpp_array_reserve(plan->visits, plan->visits_count, &plan->visits_capacity, sizeof *visits);
         if (!visits) return false;
         plan->visits = visits;
         plan->visits[plan->visits_count++] =
-            (struct optim_file_visit){ .line = line, .chunk = chunk, .first_cut = plan->cuts_count };
+            (struct optim_file_visit){ .stream = stream, .chunk = chunk, .first_cut = plan->cuts_count };
     }
     struct optim_file_cut *cuts = zpp_array_reserve(plan->cuts, plan->cuts_count, &plan->cuts_capacity, sizeof *cuts);
     if (!cuts) return false;
@@ -62,22 +62,22 @@ static bool reserve_segment(struct optim_file_plan *plan, size_t count) {
 }
 
 /* One piece: its held part to `segments`, the rest to visits. */
-static bool plan_piece(const zpp_optim_file *optim_file, const struct zpp_optim_file_piece *piece, int line_index,
+static bool plan_piece(const zpp_optim_file *optim_file, const struct zpp_optim_file_piece *piece, int stream_index,
                        struct optim_file_plan *plan) {
-    const struct optim_file_line *line = &optim_file->lines[line_index];
+    const struct record_stream *stream = &optim_file->streams[stream_index];
     size_t at = optim_file->shards[piece->shard].begin_elems + piece->first;
     for (size_t done = 0; done < piece->segment.elems;) {
-        const bool held = at < line->held_elems;
-        const size_t beyond = held ? 0 : at - line->held_elems, chunk = beyond / line->chunk_elems;
-        const size_t inside = beyond % line->chunk_elems;
-        size_t run = held ? line->held_elems - at : line->chunk_elems - inside;
+        const bool held = at < stream->held_elems;
+        const size_t beyond = held ? 0 : at - stream->held_elems, chunk = beyond / stream->chunk_elems;
+        const size_t inside = beyond % stream->chunk_elems;
+        size_t run = held ? stream->held_elems - at : stream->chunk_elems - inside;
         if (run > piece->segment.elems - done) run = piece->segment.elems - done;
         struct zpp_optim_segment part = part_of(&piece->segment, done, run);
         if (!held) {
-            if (!add_cut(plan, line_index, chunk, inside, part)) return false;
+            if (!add_cut(plan, stream_index, chunk, inside, part)) return false;
         } else {
             if (!reserve_segment(plan, plan->held_count)) return false;
-            bind_states(line, &part, line->held, line->held_elems, at);
+            bind_states(stream, &part, stream->held, stream->held_elems, at);
             plan->segments[plan->held_count++] = part;
         }
         done += run;
@@ -93,14 +93,14 @@ static size_t most_cuts(const struct optim_file_plan *plan) {
     return most;
 }
 
-/* Line after line, so that a chunk is visited once. */
+/* Plan one record stream after the other, so that each chunk is visited once. */
 zpp_status optim_file_plan_make(const zpp_optim_file *optim_file, const struct zpp_optim_file_piece *pieces,
                                 size_t pieces_count, struct optim_file_plan *plan, struct zpp_err *err) {
     bool memory = true;
-    for (int line = 0; line < 2; line++)
+    for (int stream = 0; stream < 2; stream++)
         for (size_t i = 0; i < pieces_count && memory; i++)
-            if (optim_file->shards[pieces[i].shard].line == line) memory = plan_piece(optim_file, &pieces[i], line,
-                                                                                      plan);
+            if (optim_file->shards[pieces[i].shard].stream == stream)
+                memory = plan_piece(optim_file, &pieces[i], stream, plan);
     while (memory && plan->segments_capacity < most_cuts(plan)) memory = reserve_segment(plan, plan->segments_capacity);
     if (memory) return ZPP_OK;
     return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the plan of a step over %zu pieces", pieces_count);
@@ -114,11 +114,11 @@ void optim_file_plan_drop(struct optim_file_plan *plan) {
 
 void optim_file_plan_bind(const zpp_optim_file *optim_file, struct optim_file_plan *plan,
                           const struct optim_file_visit *visit, float *memory) {
-    const struct optim_file_line *line = &optim_file->lines[visit->line];
+    const struct record_stream *stream = &optim_file->streams[visit->stream];
     for (size_t i = 0; i < visit->cuts; i++) {
         const struct optim_file_cut *cut = &plan->cuts[visit->first_cut + i];
         plan->segments[i] = cut->segment;
-        bind_states(line, &plan->segments[i], memory, optim_file_chunk_elems(line, visit->chunk), cut->inside);
+        bind_states(stream, &plan->segments[i], memory, optim_file_chunk_elems(stream, visit->chunk), cut->inside);
     }
 }
 
@@ -135,7 +135,7 @@ zpp_status optim_file_finish(zpp_optim_file *optim_file, zpp_status status, zpp_
 }
 
 /* The windows of the pipeline are the visits of the plan. */
-struct stream {
+struct step_run {
     zpp_optim_file *optim_file;
     struct optim_file_plan *plan;
     float grad_scale;
@@ -144,9 +144,9 @@ struct stream {
 
 /* Moments that were never written are not read. */
 static zpp_status read_visit(void *ctx, size_t index, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const struct stream *stream = ctx;
-    zpp_optim_file *optim_file = stream->optim_file;
-    const struct optim_file_plan *plan = stream->plan;
+    const struct step_run *run = ctx;
+    zpp_optim_file *optim_file = run->optim_file;
+    const struct optim_file_plan *plan = run->plan;
     struct optim_file_buffer *buffer = &optim_file->buffers[index % optim_file->options.buffers];
     const struct optim_file_visit *visit = &plan->visits[index];
     zpp_status status = optim_file_finish(optim_file, ZPP_OK, &buffer->write, fault, err);
@@ -154,55 +154,55 @@ static zpp_status read_visit(void *ctx, size_t index, struct zpp_aio_fault *faul
         status = zpp_unit_file_window_open(&plan->files, index, &plan->cuts[visit->first_cut].segment, visit->cuts,
                                            sizeof *plan->cuts, fault, err);
     if (status != ZPP_OK) return status;
-    const struct optim_file_line *line = &optim_file->lines[visit->line];
-    const bool master = line->plane[ZPP_TIER_MASTER] >= 0;
-    const size_t planes = line->stepped[visit->chunk] ? line->planes : (size_t)master;
-    const size_t bytes = planes * optim_file_chunk_elems(line, visit->chunk) * sizeof(float);
+    const struct record_stream *stream = &optim_file->streams[visit->stream];
+    const bool master = stream->plane[ZPP_TIER_MASTER] >= 0;
+    const size_t planes = stream->stepped[visit->chunk] ? stream->planes : (size_t)master;
+    const size_t bytes = planes * optim_file_chunk_elems(stream, visit->chunk) * sizeof(float);
     if (!bytes) return ZPP_OK;
-    return zpp_scratch_submit(&optim_file->file, optim_file_record_offset(line, visit->chunk), buffer->memory, bytes,
+    return zpp_scratch_submit(&optim_file->file, optim_file_record_offset(stream, visit->chunk), buffer->memory, bytes,
                               false, &buffer->read, fault, err);
 }
 
 static zpp_status step_visit(void *ctx, size_t index, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const struct stream *stream = ctx;
-    zpp_optim_file *optim_file = stream->optim_file;
-    struct optim_file_plan *plan = stream->plan;
+    const struct step_run *run = ctx;
+    zpp_optim_file *optim_file = run->optim_file;
+    struct optim_file_plan *plan = run->plan;
     struct optim_file_buffer *buffer = &optim_file->buffers[index % optim_file->options.buffers];
     const struct optim_file_visit *visit = &plan->visits[index];
-    struct optim_file_line *line = &optim_file->lines[visit->line];
-    const size_t stride = optim_file_chunk_elems(line, visit->chunk), master = line->plane[ZPP_TIER_MASTER] >= 0;
+    struct record_stream *stream = &optim_file->streams[visit->stream];
+    const size_t stride = optim_file_chunk_elems(stream, visit->chunk), master = stream->plane[ZPP_TIER_MASTER] >= 0;
     zpp_status status = optim_file_finish(optim_file, ZPP_OK, &buffer->read, fault, err);
     if (status == ZPP_OK && plan->windows) status = zpp_unit_file_window_ready(&plan->files, index, fault, err);
     if (status != ZPP_OK) return status;
-    if (!line->stepped[visit->chunk])
-        memset(buffer->memory + master * stride, 0, (line->planes - master) * stride * sizeof(float));
+    if (!stream->stepped[visit->chunk])
+        memset(buffer->memory + master * stride, 0, (stream->planes - master) * stride * sizeof(float));
     optim_file_plan_bind(optim_file, plan, visit, buffer->memory);
-    zpp_optim_step(plan->segments, visit->cuts, stream->grad_scale, stream->pool);
-    status = zpp_scratch_submit(&optim_file->file, optim_file_record_offset(line, visit->chunk), buffer->memory,
-                                line->planes * stride * sizeof(float), true, &buffer->write, fault, err);
-    if (status == ZPP_OK) line->stepped[visit->chunk] = true;
+    zpp_optim_step(plan->segments, visit->cuts, run->grad_scale, run->pool);
+    status = zpp_scratch_submit(&optim_file->file, optim_file_record_offset(stream, visit->chunk), buffer->memory,
+                                stream->planes * stride * sizeof(float), true, &buffer->write, fault, err);
+    if (status == ZPP_OK) stream->stepped[visit->chunk] = true;
     if (status == ZPP_OK && plan->windows) status = zpp_unit_file_window_write(&plan->files, index, fault, err);
     return status;
 }
 
 /* What is held in memory. */
-static zpp_status step_held(const struct stream *stream, struct zpp_aio_fault *fault, struct zpp_err *err) {
+static zpp_status step_held(const struct step_run *run, struct zpp_aio_fault *fault, struct zpp_err *err) {
     bool inconsistent;
-    struct optim_file_plan *plan = stream->plan;
-    return zpp_unit_file_step(&plan->files, plan->segments, plan->held_count, stream->grad_scale, stream->pool,
+    struct optim_file_plan *plan = run->plan;
+    return zpp_unit_file_step(&plan->files, plan->segments, plan->held_count, run->grad_scale, run->pool,
                               &inconsistent, fault, err);
 }
 
 /* What is held is stepped while the first visits are read; but before them where its parameters or gradients are in a
  * file, because the windows are the same. */
-static zpp_status run_stream(struct stream *stream, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const struct optim_file_plan *plan = stream->plan;
+static zpp_status run_windows(struct step_run *run, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    const struct optim_file_plan *plan = run->plan;
     struct zpp_offload_pipeline pipeline = {
-        .windows = plan->visits_count, .buffers = stream->optim_file->options.buffers, .ctx = stream,
+        .windows = plan->visits_count, .buffers = run->optim_file->options.buffers, .ctx = run,
         .read = read_visit, .step = step_visit };
-    zpp_status status = plan->windows ? step_held(stream, fault, err) : ZPP_OK;
+    zpp_status status = plan->windows ? step_held(run, fault, err) : ZPP_OK;
     if (status == ZPP_OK) status = zpp_offload_fill(&pipeline, fault, err);
-    if (!plan->windows && status == ZPP_OK) status = step_held(stream, fault, err);
+    if (!plan->windows && status == ZPP_OK) status = step_held(run, fault, err);
     return status == ZPP_OK ? zpp_offload_run(&pipeline, fault, err) : status;
 }
 
@@ -235,8 +235,8 @@ zpp_status zpp_optim_file_step(zpp_optim_file *optim_file, const struct zpp_opti
         optim_file_plan_drop(&plan);
         return status;
     }
-    struct stream stream = { optim_file, &plan, grad_scale, pool };
-    status = settle(optim_file, files, run_stream(&stream, fault, err), fault, err);
+    struct step_run run = { optim_file, &plan, grad_scale, pool };
+    status = settle(optim_file, files, run_windows(&run, fault, err), fault, err);
     optim_file_plan_drop(&plan);
     optim_file->inconsistent = status != ZPP_OK;
     optim_file->steps++;

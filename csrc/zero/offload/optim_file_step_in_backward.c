@@ -2,7 +2,7 @@
  *
  * The step unit by unit, inside the backward (docs/design/0032). Buffers are a write-back cache of records:
  *
- *   FREE --read, ahead or when needed--> HERE --stepped--> CHANGED --its last shard was stepped--> LEAVING --> FREE
+ *   FREE --read, ahead or when needed--> CLEAN --stepped--> DIRTY --its last shard was stepped--> WRITING --> FREE
  *
  * Shards are expected from the last to the first, as a backward meets them, so their records are read in descending
  * order of the record stream, as far ahead as buffers go; a record that two shards share is the last of one and the
@@ -22,12 +22,12 @@ enum { MOST_BUFFERS = 64, LEAST_BUFFERS = 4 };
 /* The chunks that a shard has a part of; false: none, all of it is held. */
 static bool chunks_of(const zpp_optim_file *optim_file, const struct optim_file_shard *shard, size_t *first,
                       size_t *last) {
-    const struct optim_file_line *line = &optim_file->lines[shard->line];
+    const struct record_stream *stream = &optim_file->streams[shard->stream];
     const size_t end = shard->begin_elems + shard->elems;
-    if (!shard->elems || end <= line->held_elems) return false;
-    const size_t begin = shard->begin_elems > line->held_elems ? shard->begin_elems - line->held_elems : 0;
-    *first = begin / line->chunk_elems;
-    *last = (end - 1 - line->held_elems) / line->chunk_elems;
+    if (!shard->elems || end <= stream->held_elems) return false;
+    const size_t begin = shard->begin_elems > stream->held_elems ? shard->begin_elems - stream->held_elems : 0;
+    *first = begin / stream->chunk_elems;
+    *last = (end - 1 - stream->held_elems) / stream->chunk_elems;
     return true;
 }
 
@@ -43,7 +43,7 @@ static size_t most_chunks(const zpp_optim_file *optim_file) {
 
 /* One shard that is stepped and written while the next one is read. */
 void optim_file_backward_step_choose_buffers(zpp_optim_file *optim_file) {
-    const size_t records = optim_file->lines[0].chunks + optim_file->lines[1].chunks;
+    const size_t records = optim_file->streams[0].chunks + optim_file->streams[1].chunks;
     size_t buffers = 2 * most_chunks(optim_file) + 2;
     if (buffers > records) buffers = records;
     if (buffers > MOST_BUFFERS) buffers = MOST_BUFFERS;
@@ -57,7 +57,7 @@ zpp_status optim_file_backward_step_seal(zpp_optim_file *optim_file, struct zpp_
     for (int i = 0; i < optim_file->shards_count; i++)
         if (chunks_of(optim_file, &optim_file->shards[i], &first, &last)) capacity += last - first + 1;
     backward_step->order = calloc(capacity, sizeof *backward_step->order);
-    for (int i = 0; i < 2; i++) backward_step->left[i] = calloc(optim_file->lines[i].chunks + 1,
+    for (int i = 0; i < 2; i++) backward_step->left[i] = calloc(optim_file->streams[i].chunks + 1,
                                                                 sizeof *backward_step->left[i]);
     if (!backward_step->order || !backward_step->left[0] || !backward_step->left[1])
         return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the order of %zu records", capacity);
@@ -66,9 +66,9 @@ zpp_status optim_file_backward_step_seal(zpp_optim_file *optim_file, struct zpp_
         const struct optim_file_shard *shard = &optim_file->shards[i];
         if (!chunks_of(optim_file, shard, &first, &last)) continue;
         for (size_t chunk = last + 1; chunk-- > first;) {
-            if (chunk == before[shard->line]) continue;
-            backward_step->order[backward_step->order_count++] = (struct optim_file_record){ shard->line, chunk };
-            before[shard->line] = chunk;
+            if (chunk == before[shard->stream]) continue;
+            backward_step->order[backward_step->order_count++] = (struct optim_file_record){ shard->stream, chunk };
+            before[shard->stream] = chunk;
         }
     }
     return ZPP_OK;
@@ -86,7 +86,7 @@ void optim_file_backward_step_forget(zpp_optim_file *optim_file) {
         struct optim_file_buffer *buffer = &optim_file->buffers[i];
         (void)zpp_scratch_finish(&buffer->read, NULL, &ignored);
         (void)zpp_scratch_finish(&buffer->write, NULL, &ignored);
-        buffer->state = TIER_FREE;
+        buffer->state = BUFFER_FREE;
     }
     optim_file->backward_step.next = 0;
 }
@@ -99,10 +99,10 @@ static void set_state(zpp_optim_file *optim_file, struct optim_file_buffer *buff
     buffer->since = ++optim_file->backward_step.clock;
 }
 
-static struct optim_file_buffer *find(zpp_optim_file *optim_file, int line, size_t chunk) {
+static struct optim_file_buffer *find(zpp_optim_file *optim_file, int stream, size_t chunk) {
     for (unsigned i = 0; i < optim_file->options.buffers; i++) {
         struct optim_file_buffer *buffer = &optim_file->buffers[i];
-        if (buffer->state != TIER_FREE && buffer->line == line && buffer->chunk == chunk) return buffer;
+        if (buffer->state != BUFFER_FREE && buffer->stream == stream && buffer->chunk == chunk) return buffer;
     }
     return NULL;
 }
@@ -110,37 +110,37 @@ static struct optim_file_buffer *find(zpp_optim_file *optim_file, int line, size
 /* Moments that were never written are zeros, and not read. */
 static zpp_status begin_read(zpp_optim_file *optim_file, struct optim_file_buffer *buffer, int which, size_t chunk,
                              struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const struct optim_file_line *line = &optim_file->lines[which];
-    const size_t stride = optim_file_chunk_elems(line, chunk), master = line->plane[ZPP_TIER_MASTER] >= 0;
-    const size_t planes = line->stepped[chunk] ? line->planes : master;
+    const struct record_stream *stream = &optim_file->streams[which];
+    const size_t stride = optim_file_chunk_elems(stream, chunk), master = stream->plane[ZPP_TIER_MASTER] >= 0;
+    const size_t planes = stream->stepped[chunk] ? stream->planes : master;
     zpp_status status = ZPP_OK;
-    memset(buffer->memory + planes * stride, 0, (line->planes - planes) * stride * sizeof(float));
+    memset(buffer->memory + planes * stride, 0, (stream->planes - planes) * stride * sizeof(float));
     if (planes)
-        status = zpp_scratch_submit(&optim_file->file, optim_file_record_offset(line, chunk), buffer->memory,
+        status = zpp_scratch_submit(&optim_file->file, optim_file_record_offset(stream, chunk), buffer->memory,
                                    planes * stride * sizeof(float), false, &buffer->read, fault, err);
     if (status != ZPP_OK) return status;
-    buffer->line = which;
+    buffer->stream = which;
     buffer->chunk = chunk;
-    set_state(optim_file, buffer, TIER_HERE);
+    set_state(optim_file, buffer, BUFFER_CLEAN);
     return ZPP_OK;
 }
 
 static zpp_status begin_write(zpp_optim_file *optim_file, struct optim_file_buffer *buffer, struct zpp_aio_fault *fault,
                               struct zpp_err *err) {
-    struct optim_file_line *line = &optim_file->lines[buffer->line];
-    const size_t bytes = line->planes * optim_file_chunk_elems(line, buffer->chunk) * sizeof(float);
-    const zpp_status status = zpp_scratch_submit(&optim_file->file, optim_file_record_offset(line, buffer->chunk),
+    struct record_stream *stream = &optim_file->streams[buffer->stream];
+    const size_t bytes = stream->planes * optim_file_chunk_elems(stream, buffer->chunk) * sizeof(float);
+    const zpp_status status = zpp_scratch_submit(&optim_file->file, optim_file_record_offset(stream, buffer->chunk),
                                                 buffer->memory, bytes, true, &buffer->write, fault, err);
     if (status != ZPP_OK) return status;
-    line->stepped[buffer->chunk] = true;
-    set_state(optim_file, buffer, TIER_LEAVING);
+    stream->stepped[buffer->chunk] = true;
+    set_state(optim_file, buffer, BUFFER_WRITING);
     return ZPP_OK;
 }
 
 static zpp_status finish_write(zpp_optim_file *optim_file, struct optim_file_buffer *buffer,
                                struct zpp_aio_fault *fault, struct zpp_err *err) {
     const zpp_status status = optim_file_finish(optim_file, ZPP_OK, &buffer->write, fault, err);
-    buffer->state = TIER_FREE;
+    buffer->state = BUFFER_FREE;
     return status;
 }
 
@@ -159,12 +159,12 @@ static zpp_status read_ahead(zpp_optim_file *optim_file, struct zpp_aio_fault *f
     struct optim_file_backward_step *backward_step = &optim_file->backward_step;
     while (backward_step->next < backward_step->order_count) {
         const struct optim_file_record *record = &backward_step->order[backward_step->next];
-        if (!find(optim_file, record->line, record->chunk)) {
-            struct optim_file_buffer *buffer = choose(optim_file, TIER_FREE, false);
-            if (!buffer) buffer = choose(optim_file, TIER_LEAVING, false);
+        if (!find(optim_file, record->stream, record->chunk)) {
+            struct optim_file_buffer *buffer = choose(optim_file, BUFFER_FREE, false);
+            if (!buffer) buffer = choose(optim_file, BUFFER_WRITING, false);
             if (!buffer || (buffer->write && !zpp_aio_done(buffer->write))) return ZPP_OK;
             zpp_status status = finish_write(optim_file, buffer, fault, err);
-            if (status == ZPP_OK) status = begin_read(optim_file, buffer, record->line, record->chunk, fault, err);
+            if (status == ZPP_OK) status = begin_read(optim_file, buffer, record->stream, record->chunk, fault, err);
             if (status != ZPP_OK) return status;
         }
         backward_step->next++;
@@ -172,15 +172,15 @@ static zpp_status read_ahead(zpp_optim_file *optim_file, struct zpp_aio_fault *f
     return ZPP_OK;
 }
 
-/* An empty buffer; best one that nobody misses. */
+/* Empty a buffer: a free one, else the one whose contents are needed last. */
 static zpp_status take_empty(zpp_optim_file *optim_file, struct optim_file_buffer **out, struct zpp_aio_fault *fault,
                             struct zpp_err *err) {
     zpp_status status = ZPP_OK;
-    struct optim_file_buffer *buffer = choose(optim_file, TIER_FREE, false);
-    if (!buffer) buffer = choose(optim_file, TIER_LEAVING, false);
-    if (!buffer) buffer = choose(optim_file, TIER_HERE, true); /* expected last of those read ahead */
+    struct optim_file_buffer *buffer = choose(optim_file, BUFFER_FREE, false);
+    if (!buffer) buffer = choose(optim_file, BUFFER_WRITING, false);
+    if (!buffer) buffer = choose(optim_file, BUFFER_CLEAN, true); /* expected last of those read ahead */
     if (!buffer) {
-        buffer = choose(optim_file, TIER_CHANGED, false);
+        buffer = choose(optim_file, BUFFER_DIRTY, false);
         status = begin_write(optim_file, buffer, fault, err);
     }
     if (status == ZPP_OK) status = optim_file_finish(optim_file, ZPP_OK, &buffer->read, fault, err);
@@ -190,13 +190,13 @@ static zpp_status take_empty(zpp_optim_file *optim_file, struct optim_file_buffe
 }
 
 /* The buffer that has the record, whole, and may be changed. */
-static zpp_status take(zpp_optim_file *optim_file, int line, size_t chunk, struct optim_file_buffer **out,
+static zpp_status take(zpp_optim_file *optim_file, int stream, size_t chunk, struct optim_file_buffer **out,
                        struct zpp_aio_fault *fault, struct zpp_err *err) {
-    struct optim_file_buffer *buffer = find(optim_file, line, chunk);
+    struct optim_file_buffer *buffer = find(optim_file, stream, chunk);
     zpp_status status = ZPP_OK;
     if (!buffer) {
         status = take_empty(optim_file, &buffer, fault, err);
-        if (status == ZPP_OK) status = begin_read(optim_file, buffer, line, chunk, fault, err);
+        if (status == ZPP_OK) status = begin_read(optim_file, buffer, stream, chunk, fault, err);
     }
     if (status == ZPP_OK) status = optim_file_finish(optim_file, ZPP_OK, &buffer->read, fault, err);
     if (status == ZPP_OK) status = optim_file_finish(optim_file, ZPP_OK, &buffer->write, fault, err);
@@ -226,11 +226,11 @@ static void count_shards(zpp_optim_file *optim_file) {
     struct optim_file_backward_step *backward_step = &optim_file->backward_step;
     size_t first, last;
     for (int i = 0; i < 2; i++)
-        memset(backward_step->left[i], 0, optim_file->lines[i].chunks * sizeof *backward_step->left[i]);
+        memset(backward_step->left[i], 0, optim_file->streams[i].chunks * sizeof *backward_step->left[i]);
     for (int i = 0; i < optim_file->shards_count; i++) {
         const struct optim_file_shard *shard = &optim_file->shards[i];
         if (!chunks_of(optim_file, shard, &first, &last)) continue;
-        for (size_t chunk = first; chunk <= last; chunk++) backward_step->left[shard->line][chunk]++;
+        for (size_t chunk = first; chunk <= last; chunk++) backward_step->left[shard->stream][chunk]++;
     }
 }
 
@@ -253,12 +253,12 @@ static zpp_status step_visit(zpp_optim_file *optim_file, struct optim_file_plan 
                              const struct optim_file_visit *visit, float grad_scale,
                              zpp_pool *pool, struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct optim_file_buffer *buffer = NULL;
-    zpp_status status = take(optim_file, visit->line, visit->chunk, &buffer, fault, err);
+    zpp_status status = take(optim_file, visit->stream, visit->chunk, &buffer, fault, err);
     if (status != ZPP_OK) return status;
     optim_file_plan_bind(optim_file, plan, visit, buffer->memory);
     zpp_optim_step(plan->segments, visit->cuts, grad_scale, pool);
-    set_state(optim_file, buffer, TIER_CHANGED);
-    if (--optim_file->backward_step.left[visit->line][visit->chunk] == 0) status = begin_write(optim_file, buffer,
+    set_state(optim_file, buffer, BUFFER_DIRTY);
+    if (--optim_file->backward_step.left[visit->stream][visit->chunk] == 0) status = begin_write(optim_file, buffer,
                                                                                                fault, err);
     return status == ZPP_OK ? read_ahead(optim_file, fault, err) : status;
 }
@@ -293,10 +293,10 @@ zpp_status zpp_optim_file_backward_step_end(zpp_optim_file *optim_file, struct z
     zpp_status status = ZPP_OK;
     /* Records that a shard without gradients has a part of. */
     for (unsigned i = 0; i < optim_file->options.buffers && status == ZPP_OK; i++)
-        if (optim_file->buffers[i].state == TIER_CHANGED)
+        if (optim_file->buffers[i].state == BUFFER_DIRTY)
             status = begin_write(optim_file, &optim_file->buffers[i], fault, err);
     for (unsigned i = 0; i < optim_file->options.buffers && status == ZPP_OK; i++)
-        if (optim_file->buffers[i].state == TIER_LEAVING) status = finish_write(optim_file, &optim_file->buffers[i],
+        if (optim_file->buffers[i].state == BUFFER_WRITING) status = finish_write(optim_file, &optim_file->buffers[i],
                                                                                 fault, err);
     optim_file->backward_step.open = false;
     optim_file->backward_step.next = 0;

@@ -106,11 +106,11 @@ static size_t all_sums_bytes(const zpp_unit_file *unit_file) {
 static zpp_status make_shared_mapping(zpp_unit_file *unit_file, struct zpp_err *err) {
     const size_t board_bytes = round_up((size_t)unit_file->units_count * sizeof(struct unit_file_board),
                                         ZPP_PAGE_BYTES);
-    /* Addresses only: what nobody writes to takes no memory. */
+    /* These are addresses only: pages that are never written take no memory. */
     const size_t checksum_bytes = all_sums_bytes(unit_file);
     const zpp_status status = zpp_region_create(unit_file->comm, ZPP_REGION_ONE,
-                                                unit_file->mapping_bytes + board_bytes + checksum_bytes, &unit_file->region,
-                                                err);
+                                                unit_file->mapping_bytes + board_bytes + checksum_bytes,
+                                                &unit_file->region, err);
     if (status != ZPP_OK) return status;
     unit_file->mapping = zpp_region_base(unit_file->region, unit_file->rank);
     unit_file->board = (struct unit_file_board *)(void *)(unit_file->mapping + unit_file->mapping_bytes);
@@ -268,16 +268,16 @@ zpp_status zpp_unit_file_acquire(zpp_unit_file *unit_file, int index, struct zpp
         if (part_from_users(&unit_file->board[index])) atomic_store(&unit_file->board[index].users, 0);
         return zpp_fail_os(err, failed, "params: opening %zu bytes of addresses", bytes);
     }
-    unit_file->entered_bytes += bytes;
-    if (unit_file->entered_bytes > unit_file->entered_peak_bytes)
-        unit_file->entered_peak_bytes = unit_file->entered_bytes;
+    unit_file->acquired_bytes += bytes;
+    if (unit_file->acquired_bytes > unit_file->acquired_peak_bytes)
+        unit_file->acquired_peak_bytes = unit_file->acquired_bytes;
     return ZPP_OK;
 }
 
 zpp_status zpp_unit_file_release(zpp_unit_file *unit_file, int index, struct zpp_err *err) {
     size_t offset_bytes;
     const size_t bytes = unit_file_moving_part(unit_file, &unit_file->units[index], &offset_bytes);
-    unit_file->entered_bytes -= bytes;
+    unit_file->acquired_bytes -= bytes;
     if (unit_file->range) return zpp_range_unmap(unit_file->range, offset_bytes, bytes, err);
     struct unit_file_board *board = &unit_file->board[index];
     const bool last = part_from_users(board);
@@ -423,10 +423,10 @@ void zpp_unit_file_figures(const zpp_unit_file *unit_file, struct zpp_unit_file_
     *out = (struct zpp_unit_file_figures){
         .mapping_bytes = unit_file->mapping_bytes,
         .resident_bytes = unit_file->resident_bytes,
-        .entered_bytes = unit_file->entered_bytes,
-        .entered_peak_bytes = unit_file->entered_peak_bytes,
+        .acquired_bytes = unit_file->acquired_bytes,
+        .acquired_peak_bytes = unit_file->acquired_peak_bytes,
         .memory_bytes = unit_file->range ? zpp_range_held_bytes(unit_file->range) - unit_file->resident_bytes
-            : unit_file->entered_bytes,
+            : unit_file->acquired_bytes,
         .read_bytes = unit_file->closed_read_bytes,
         .written_bytes = unit_file->closed_written_bytes,
         .checked_bytes = unit_file->closed_checked_bytes,

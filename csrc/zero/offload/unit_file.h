@@ -171,7 +171,7 @@ void zpp_unit_file_flip(zpp_unit_file *unit_file, int unit);
 
 struct zpp_unit_file_figures {
     size_t mapping_bytes, resident_bytes; /* of this host's ranks together */
-    size_t entered_bytes, entered_peak_bytes; /* this rank reads now, in the file's part */
+    size_t acquired_bytes, acquired_peak_bytes; /* this rank reads now, in the file's part */
     size_t memory_bytes; /* of what was acquired, and of warm pages */
     size_t second_bytes; /* in the file, of second copies */
     size_t window_bytes;

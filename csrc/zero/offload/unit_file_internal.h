@@ -85,7 +85,7 @@ struct zpp_unit_file {
     bool opened; /* once */
     struct zpp_scratch_file file; /* aio NULL before open and after close */
     struct unit_file_window windows[ZPP_UNIT_FILE_WINDOWS];
-    size_t entered_bytes, entered_peak_bytes;
+    size_t acquired_bytes, acquired_peak_bytes;
     _Atomic uint64_t load_wait_ns; /* over several hosts the communicator's thread waits (rank_file.h) */
     _Atomic uint64_t step_wait_ns; /* a delayed step's thread waits */
     uint64_t loads, closed_read_bytes, closed_written_bytes, closed_checked_bytes;

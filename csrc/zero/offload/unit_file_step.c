@@ -278,7 +278,7 @@ static bool cut_windows(const struct zpp_optim_segment *segments, size_t count, 
 }
 
 /* The windows of the pipeline. */
-struct stream {
+struct step_run {
     const struct zpp_step_files *files;
     struct windows list;
     float grad_scale;
@@ -287,46 +287,46 @@ struct stream {
 };
 
 static zpp_status read_window(void *ctx, size_t index, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const struct stream *stream = ctx;
-    const struct windows *list = &stream->list;
-    return zpp_unit_file_window_open(stream->files, index, &list->parts[list->first[index]],
+    const struct step_run *run = ctx;
+    const struct windows *list = &run->list;
+    return zpp_unit_file_window_open(run->files, index, &list->parts[list->first[index]],
                                      list->first[index + 1] - list->first[index], sizeof *list->parts, fault, err);
 }
 
 static zpp_status step_window(void *ctx, size_t index, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const struct stream *stream = ctx;
-    const struct windows *list = &stream->list;
-    const zpp_status status = zpp_unit_file_window_ready(stream->files, index, fault, err);
+    const struct step_run *run = ctx;
+    const struct windows *list = &run->list;
+    const zpp_status status = zpp_unit_file_window_ready(run->files, index, fault, err);
     if (status != ZPP_OK) return status;
-    *stream->inconsistent = true;
-    zpp_optim_step(&list->parts[list->first[index]], list->first[index + 1] - list->first[index], stream->grad_scale,
-                   stream->pool);
-    return zpp_unit_file_window_write(stream->files, index, fault, err);
+    *run->inconsistent = true;
+    zpp_optim_step(&list->parts[list->first[index]], list->first[index + 1] - list->first[index], run->grad_scale,
+                   run->pool);
+    return zpp_unit_file_window_write(run->files, index, fault, err);
 }
 
-static zpp_status run_stream(struct stream *stream, struct zpp_aio_fault *fault, struct zpp_err *err) {
+static zpp_status run_windows(struct step_run *run, struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct zpp_offload_pipeline pipeline = {
-        .windows = stream->list.windows_count, .buffers = ZPP_UNIT_FILE_WINDOWS, .ctx = stream, .read = read_window,
+        .windows = run->list.windows_count, .buffers = ZPP_UNIT_FILE_WINDOWS, .ctx = run, .read = read_window,
         .step = step_window };
     zpp_status status = zpp_offload_fill(&pipeline, fault, err);
     if (status == ZPP_OK) status = zpp_offload_run(&pipeline, fault, err);
-    return zpp_unit_file_settle(stream->files, status, fault, err);
+    return zpp_unit_file_settle(run->files, status, fault, err);
 }
 
 zpp_status zpp_unit_file_step(const struct zpp_step_files *files, struct zpp_optim_segment *segments, size_t count,
                               float grad_scale, zpp_pool *pool, bool *inconsistent, struct zpp_aio_fault *fault,
                               struct zpp_err *err) {
-    struct stream stream = { .files = files, .grad_scale = grad_scale, .pool = pool, .inconsistent = inconsistent };
+    struct step_run run = { .files = files, .grad_scale = grad_scale, .pool = pool, .inconsistent = inconsistent };
     *inconsistent = false;
     if (!files->params && !files->grads) {
         zpp_optim_step(segments, count, grad_scale, pool);
         return ZPP_OK;
     }
     zpp_status status = ZPP_OK;
-    if (cut_windows(segments, count, &stream.list)) status = run_stream(&stream, fault, err);
+    if (cut_windows(segments, count, &run.list)) status = run_windows(&run, fault, err);
     else status = zpp_fail(err, ZPP_NOMEM, "params: no memory for the windows of a step over %zu pieces", count);
     *inconsistent = *inconsistent && status != ZPP_OK;
-    free(stream.list.parts);
-    free(stream.list.first);
+    free(run.list.parts);
+    free(run.list.first);
     return status;
 }

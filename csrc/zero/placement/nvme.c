@@ -17,8 +17,8 @@ static const struct zpp_placement held_in_memory;
 
 static zpp_status add_spans(zpp_zero *zero, const struct zpp_unit *unit, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
-    for (size_t i = 0; unit->stored_low && i < unit->params && status == ZPP_OK; i++)
-        if (unit->stored_low[i])
+    for (size_t i = 0; unit->quantised_params && i < unit->params && status == ZPP_OK; i++)
+        if (unit->quantised_params[i])
             status = zpp_unit_file_add_span(zero->unit_file, unit->file_index, unit->offset_elems[i] * unit->elem_bytes,
                                             unit->param_elems[i], unit->dtype, err);
     return status;
@@ -79,7 +79,7 @@ static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     zpp_unit_file_figures(zero->unit_file, &seen);
     out->param_bytes += seen.resident_bytes / sharers;
     out->gathered_bytes += seen.memory_bytes / sharers;
-    out->gathered_peak_bytes += seen.entered_peak_bytes / sharers;
+    out->gathered_peak_bytes += seen.acquired_peak_bytes / sharers;
     out->on_disk_bytes += (seen.mapping_bytes - seen.resident_bytes) / sharers;
 }
 

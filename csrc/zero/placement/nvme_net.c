@@ -67,7 +67,7 @@ static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     zpp_unit_file_figures(zero->unit_file, &seen);
     out->param_bytes += seen.resident_bytes;
     out->gathered_bytes += zpp_range_memory_bytes(zero) + seen.memory_bytes;
-    out->gathered_peak_bytes += zero->full_peak_bytes + seen.entered_peak_bytes;
+    out->gathered_peak_bytes += zero->full_peak_bytes + seen.acquired_peak_bytes;
     out->on_disk_bytes += seen.mapping_bytes - seen.resident_bytes;
 }
 

@@ -71,7 +71,7 @@ static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
 static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     unit->region_offset_bytes = zpp_unit_next_offset(&zero->params_bytes, zpp_unit_shard_bytes(unit));
     zpp_range_lay_out(zero, unit);
-    return zpp_wire_rounds(zero) ? zpp_wire_add_qcopy(zero, unit, err) : ZPP_OK;
+    return zpp_wire_quantises_params(zero) ? zpp_wire_add_qcopy(zero, unit, err) : ZPP_OK;
 }
 
 static void locate(zpp_zero *zero, struct zpp_unit *unit) {
@@ -85,7 +85,7 @@ struct gather_args {
     zpp_zero *zero;
     const struct zpp_unit *unit;
     unsigned char *memory;
-    bool rounded; /* as of the launch: the unit may be gathered anew before a gather that it gave up has run */
+    bool quantised; /* as of the launch: the unit may be gathered anew before a gather that it gave up has run */
 };
 
 static void copy_shards(const zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory) {
@@ -101,15 +101,15 @@ static zpp_status gather_shards(void *arg, void *native, const struct zpp_wait *
     (void)native, (void)wait, (void)err;
     const struct gather_args *args = arg;
     const uint64_t began_ns = zpp_span_begin();
-    if (args->rounded) zpp_wire_gather(args->zero, args->unit, args->memory);
+    if (args->quantised) zpp_wire_gather(args->zero, args->unit, args->memory);
     else copy_shards(args->zero, args->unit, args->memory);
     zpp_span_end(began_ns, ZPP_SPAN_GATHER, args->unit->name, zpp_unit_bytes(args->unit));
     return ZPP_OK;
 }
 
 static zpp_status gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    unit->rounded = zpp_wire_rounds(zero) && !unit->wants_exact;
-    const struct gather_args args = { zero, unit, unit->whole, unit->rounded };
+    unit->quantised = zpp_wire_quantises_params(zero) && !unit->wants_exact;
+    const struct gather_args args = { zero, unit, unit->whole, unit->quantised };
     zpp_status status = zpp_event_record(unit->allocated, zero->compute, err);
     if (status == ZPP_OK) status = zpp_stream_wait(zero->gather, unit->allocated, NULL, err);
     if (status == ZPP_OK) status = zpp_stream_launch(zero->gather, gather_shards, &args, sizeof args, err);
@@ -139,7 +139,7 @@ static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
 }
 
 static void publish(zpp_zero *zero, struct zpp_unit *unit) {
-    if (zpp_wire_rounds(zero)) zpp_wire_make_qcopy(zero, unit);
+    if (zpp_wire_quantises_params(zero)) zpp_wire_make_qcopy(zero, unit);
 }
 
 const struct zpp_placement zpp_placement_sharded = {

@@ -70,7 +70,7 @@ static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
 static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     unit->region_offset_bytes = zpp_unit_next_offset(&zero->params_bytes, zpp_unit_shard_bytes(unit));
     zpp_range_lay_out(zero, unit);
-    return zpp_wire_rounds(zero) ? zpp_wire_check_unit(unit, err) : ZPP_OK;
+    return zpp_wire_quantises_params(zero) ? zpp_wire_check_unit(unit, err) : ZPP_OK;
 }
 
 static void locate(zpp_zero *zero, struct zpp_unit *unit) {
@@ -93,8 +93,8 @@ static zpp_status gather_parts(zpp_zero *zero, struct zpp_unit *unit, struct zpp
 }
 
 static zpp_status gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    unit->rounded = zpp_wire_rounds(zero) && !unit->wants_exact;
-    unit->gathers_intranode = unit->secondary_kept && unit->rounded == zpp_wire_rounds(zero);
+    unit->quantised = zpp_wire_quantises_params(zero) && !unit->wants_exact;
+    unit->gathers_intranode = unit->secondary_kept && unit->quantised == zpp_wire_quantises_params(zero);
     return unit->gathers_intranode ? gather_parts(zero, unit, err) : zpp_internode_gather(zero, unit, NULL, err);
 }
 
@@ -107,7 +107,7 @@ static zpp_status wait_gather(zpp_zero *zero, struct zpp_unit *unit, const struc
 /* The unit is whole, with the values that are computed with: keep this rank's part, if that is not there yet. */
 static zpp_status complete(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     (void)err;
-    if (!unit->secondary || unit->secondary_kept || unit->rounded != zpp_wire_rounds(zero)) return ZPP_OK;
+    if (!unit->secondary || unit->secondary_kept || unit->quantised != zpp_wire_quantises_params(zero)) return ZPP_OK;
     const size_t bytes = part_bytes(zero, unit);
     memcpy(unit->secondary, unit->whole + (size_t)zpp_comm_rank(zero->intranode) * bytes, bytes);
     unit->secondary_kept = true;

@@ -167,8 +167,8 @@ def reading_released_parameters() -> None:
         assert wanted == model(*batch(0)).item()
         tier = zeropp.zero.engine.engine_of(model).params
         whole = sum(p.numel() for p in model.parameters()) * 4
-        assert tier.figures()["entered_bytes"] == 0, "a pass that has ended holds nothing"
-        assert tier.figures()["entered_peak_bytes"] <= whole + (1 << 16)
+        assert tier.figures()["acquired_bytes"] == 0, "a pass that has ended holds nothing"
+        assert tier.figures()["acquired_peak_bytes"] <= whole + (1 << 16)
         del model, optimizer, weight, tier
 
 
@@ -182,7 +182,7 @@ def a_unit_at_a_time() -> None:
             model, adam = zeropp.prepare(model, adam, zeropp.Config(prefetch=0, **nvme(path, states=True)))
             train(model, adam, 0, 2)
             tier = zeropp.zero.engine.engine_of(model).params
-            peaks.append(tier.figures()["entered_peak_bytes"])
+            peaks.append(tier.figures()["acquired_peak_bytes"])
             del model, adam, tier
         assert peaks[0] == peaks[1], peaks
         block = 12 * 128 * 128 * 4
@@ -205,12 +205,12 @@ def kept_for_the_backward() -> None:
             seen += train(model, adam, 2, 3)
             after = tier.figures()
             loads.append(after["loads"] - before["loads"])
-            assert after["entered_bytes"] == 0 and after["entered_peak_bytes"] <= 5 * block, (after, block)
+            assert after["acquired_bytes"] == 0 and after["acquired_peak_bytes"] <= 5 * block, (after, block)
             for step in (3, 4, 3):
                 seen.append(model(*batch(step)).item())
-                assert tier.figures()["entered_bytes"] <= prefetch
+                assert tier.figures()["acquired_bytes"] <= prefetch
             seen += train(model, adam, 3, 5)
-            assert tier.figures()["entered_bytes"] == 0
+            assert tier.figures()["acquired_bytes"] == 0
             losses.append(seen)
             del model, adam, tier
         assert losses[0] == losses[1]
@@ -276,7 +276,7 @@ def inference() -> None:
                 filed = after["mapping_bytes"] - after["resident_bytes"]
                 most = filed + 256 * 128 * 4  # the head is the embedding, and comes twice
                 assert filed <= int(read) <= dist.get_world_size() * most, (read, filed)
-                assert after["entered_bytes"] == 0 and after["entered_peak_bytes"] <= 5 * block, (after, block)
+                assert after["acquired_bytes"] == 0 and after["acquired_peak_bytes"] <= 5 * block, (after, block)
             del model, plain, tier
 
 

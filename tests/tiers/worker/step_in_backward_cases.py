@@ -181,7 +181,7 @@ def bytes_of_gradients() -> None:
                     if part < micro - 1:
                         engine.grads.require_whole()  # so small a model's would be found in memory otherwise
                 seen = engine.grads.figures()
-                assert seen["entered_bytes"] == 0 and seen["entered_peak_bytes"] <= 32 << 20, seen
+                assert seen["acquired_bytes"] == 0 and seen["acquired_peak_bytes"] <= 32 << 20, seen
                 assert not any(p.grad is not None for p in model.parameters() if type(p) is nn.Parameter)
                 counts.append((seen["read_bytes"], seen["written_bytes"]))
             size = zeropp.memory(model, optimizer)["nvme"]["grads"]["held"]
@@ -365,18 +365,18 @@ def kept_for_the_next_forward() -> None:
             seen = train(model, optimizer, 0, 2)
             if filed.in_file:
                 block = 12 * 128 * 128 * 4
-                assert block <= filed.figures()["entered_bytes"] <= 3 * block
+                assert block <= filed.figures()["acquired_bytes"] <= 3 * block
             first = model.blocks[0]
             with torch.no_grad(), zeropp.gathered(first, write=True):
                 for parameter in first.parameters():
                     parameter.mul_(0.5)
-            assert not filed.in_file or filed.figures()["entered_bytes"] == 0
+            assert not filed.in_file or filed.figures()["acquired_bytes"] == 0
             seen += train(model, optimizer, 2, 4)
             zeropp.set_full(first.up.weight, zeropp.get_full(first.up.weight) * 2)
             seen += train(model, optimizer, 4, 5)
             with torch.no_grad():
                 seen += [model(*batch(9)).item() for _ in range(2)]
-            assert not filed.in_file or filed.figures()["entered_bytes"] == 0
+            assert not filed.in_file or filed.figures()["acquired_bytes"] == 0
             seen += train(model, optimizer, 5, 6)
             with torch.no_grad():  # a pass that begins with another unit
                 model.blocks[1](torch.zeros(1, 4, 128))

@@ -109,7 +109,7 @@ def bytes_are_counted() -> None:
                         read
                     )
                     assert int(read) < ranks * 2 * matrices * (0.6 if stored == "int8" else 0.35) + 4 * ranks * small
-                assert figures()["entered_bytes"] == 0
+                assert figures()["acquired_bytes"] == 0
                 del model, figures
 
 

@@ -49,7 +49,7 @@ def wide_losses(tile: bool, **config: Any) -> tuple[list[float], int]:
         losses.append(loss.item())
         del loss
     tier = engine_of(model).params
-    return losses, tier.figures()["entered_peak_bytes"] if tier.in_file else 0
+    return losses, tier.figures()["acquired_peak_bytes"] if tier.in_file else 0
 
 
 def tiles_come_and_go() -> None:

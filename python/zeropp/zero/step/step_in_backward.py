@@ -26,7 +26,7 @@ class StepInBackward(StepSchedule):
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self._rates: list[dict[str, Any]] = []
-        engine.core.set_backward_step(self._begin, self._leave, None if engine.strategy.in_c else self._step)
+        engine.core.set_backward_step(self._begin, self._mark_final, None if engine.strategy.in_c else self._step)
 
     def _optimizer(self) -> Any:
         engine = self._engine()
@@ -47,7 +47,7 @@ class StepInBackward(StepSchedule):
         self._rates = _rates(optimizer)
         return engine.strategy.groups(optimizer), engine.unscale
 
-    def _leave(self, index: int) -> None:
+    def _mark_final(self, index: int) -> None:
         """Autograd keeps parameters without a copy: from now on what reads one of them must not be told its old version."""
         engine = self._engine()
         assert engine is not None
