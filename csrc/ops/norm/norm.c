@@ -8,6 +8,7 @@
 #include <assert.h>
 #include <math.h>
 
+#include "../element.h"
 #include "kernels.h"
 
 enum {
@@ -23,19 +24,21 @@ struct block {
 
 struct round {
     const struct zpp_norm_segment *segments;
-    zpp_norm_kernel kernel;
+    const struct zpp_norm_kernels *kernels;
     size_t count;
     struct block blocks[ROUND_BLOCKS];
 };
 
-static zpp_norm_kernel kernel_of(enum zpp_cpu_level level) {
-    switch (level) {
-#define ZPP_NORM_VARIANT(needs, function) \
-    case needs: return function;
-#include "variants.def"
-#undef ZPP_NORM_VARIANT
-    default: return NULL;
+/* F64 has one version for every CPU: what the compiler makes of a plain loop. */
+static double f64_block(const void *data, size_t elems) {
+    const double *x = data;
+    double lanes[ZPP_NORM_LANES] = { 0 };
+    size_t i = 0;
+    for (; i + ZPP_NORM_LANES <= elems; i += ZPP_NORM_LANES) {
+        for (size_t l = 0; l < ZPP_NORM_LANES; ++l) lanes[l] += x[i + l] * x[i + l];
     }
+    for (; i < elems; ++i) lanes[i % ZPP_NORM_LANES] += x[i] * x[i];
+    return zpp_norm_add_lanes(lanes);
 }
 
 static size_t block_elems(const struct zpp_norm_segment *segment, size_t begin_elems) {
@@ -46,7 +49,7 @@ static size_t block_elems(const struct zpp_norm_segment *segment, size_t begin_e
 static uint64_t count_nonfinite(const void *data, zpp_dtype dtype, size_t elems) {
     uint64_t count = 0;
     for (size_t i = 0; i < elems; ++i)
-        count += dtype == ZPP_F64 ? !isfinite(((const double *)data)[i]) : !isfinite(zpp_norm_at(data, dtype, i));
+        count += dtype == ZPP_F64 ? !isfinite(((const double *)data)[i]) : !isfinite(zpp_element_load(data, dtype, i));
     return count;
 }
 
@@ -58,7 +61,7 @@ static void sum_blocks(size_t begin, size_t end, void *arg) {
         const char *data = (const char *)segment->data + block->begin_elems * zpp_dtype_bytes(segment->dtype);
         const size_t elems = block_elems(segment, block->begin_elems);
         const bool wide = segment->dtype == ZPP_F64;
-        block->sum = wide ? zpp_norm_f64(data, elems) : round->kernel(data, segment->dtype, elems);
+        block->sum = wide ? f64_block(data, elems) : round->kernels->block(data, segment->dtype, elems);
         /* Squares of finite elements hardly overflow, so only a block with a non-finite element is read again. */
         block->nonfinite = isfinite(block->sum) ? 0 : count_nonfinite(data, segment->dtype, elems);
     }
@@ -73,11 +76,11 @@ static void finish_round(struct round *round, zpp_pool *pool, double *sums, uint
     round->count = 0;
 }
 
-static void squares_with(zpp_norm_kernel kernel, const struct zpp_norm_segment *segments, size_t segments_count,
+static void squares_with(enum zpp_cpu_level level, const struct zpp_norm_segment *segments, size_t segments_count,
                          double *sums, uint64_t *nonfinite, zpp_pool *pool) {
     struct round round;
     round.segments = segments;
-    round.kernel = kernel;
+    round.kernels = ZPP_ISA_AT(level, zpp_norm);
     round.count = 0;
     for (size_t s = 0; s < segments_count; ++s) {
         assert(segments[s].dtype <= ZPP_F64); /* F32, BF16, F16, F64 */
@@ -93,13 +96,12 @@ static void squares_with(zpp_norm_kernel kernel, const struct zpp_norm_segment *
 
 void zpp_norm_squares(const struct zpp_norm_segment *segments, size_t segments_count, double *sum_per_segment,
                       uint64_t *nonfinite_per_segment, zpp_pool *pool) {
-    squares_with(kernel_of(zpp_cpu_level()), segments, segments_count, sum_per_segment, nonfinite_per_segment, pool);
+    squares_with(zpp_cpu_level(), segments, segments_count, sum_per_segment, nonfinite_per_segment, pool);
 }
 
 bool zpp_norm_squares_at(enum zpp_cpu_level level, const struct zpp_norm_segment *segments, size_t segments_count,
                          double *sum_per_segment, uint64_t *nonfinite_per_segment, zpp_pool *pool) {
-    const zpp_norm_kernel kernel = kernel_of(level);
-    if (!kernel || level > zpp_cpu_detected()) return false;
-    squares_with(kernel, segments, segments_count, sum_per_segment, nonfinite_per_segment, pool);
+    if (level > zpp_cpu_detected()) return false;
+    squares_with(level, segments, segments_count, sum_per_segment, nonfinite_per_segment, pool);
     return true;
 }
