@@ -297,6 +297,12 @@ V16_FN void v16_stream_as(void *to, size_t i, const zpp_dtype dtype, v16 a) {
     else _mm256_stream_si256((__m256i *)((uint16_t *)to + i), dtype == ZPP_F16 ? v16_to_f16(a) : v16_to_bf16(a));
 }
 
+/* Elements of an array of F32, BF16 or F16 from index i to the next multiple of 64 bytes. */
+V16_FN size_t v16_elems_to_line(const void *to, size_t i, const zpp_dtype dtype) {
+    const size_t elem_bytes = dtype == ZPP_F32 ? 4 : 2;
+    return ((0 - ((uintptr_t)to + i * elem_bytes)) & 63u) / elem_bytes;
+}
+
 /* Thirty-two elements from index i past the cache; `to` + i is aligned to 64 bytes. */
 V16_FN void v16_stream_pair_as(void *to, size_t i, const zpp_dtype dtype, v16 a, v16 b) {
 #if defined(__AVX512F__) /* 16-bit kinds: one whole line a store */

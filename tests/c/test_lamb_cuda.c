@@ -35,8 +35,8 @@ static int step(const struct zpp_lamb_segment *segments, size_t count, float gra
         if (is_low) low_blocks = zpp_lamb_low_cuda_fill(segments + done, taken, grad_scale, &batch, &low);
         done += taken;
         groups += batch.blocks > 0;
-        const uint64_t threads = ZPP_LAMB_CUDA_THREADS, lanes = (uint64_t)batch.blocks * ZPP_LAMB_CUDA_LANES;
-        const uint64_t lane_blocks = (lanes + threads - 1) / threads;
+        const uint64_t threads = ZPP_LAMB_CUDA_THREADS, lane_threads = (uint64_t)batch.blocks * ZPP_LAMB_CUDA_LANES;
+        const uint64_t lane_blocks = (lane_threads + threads - 1) / threads;
         if (is_low) cuda_loop(zpp_lamb_low_cuda_lanes_thunk, &low, lane_blocks, ZPP_LAMB_CUDA_THREADS);
         else cuda_loop(zpp_lamb_cuda_moments_thunk, &batch, lane_blocks, ZPP_LAMB_CUDA_THREADS);
         cuda_loop(zpp_lamb_cuda_blocks_thunk, &batch, (2 * batch.blocks + threads - 1) / threads,

@@ -5,6 +5,6 @@
 #include "avx512_emulated.h"
 #include "emulated_cpu.h"
 
-#include "../../csrc/ops/lamb/lamb_avx512.c"
+#include "../../csrc/ops/lamb/lamb_isa.c"
 
 #include "test_lamb.c"

@@ -6,6 +6,6 @@
 #include "avx512_emulated.h"
 #include "emulated_cpu.h"
 
-#include "../../csrc/ops/onebit_lamb/onebit_lamb_avx512.c"
+#include "../../csrc/ops/onebit_lamb/onebit_lamb_isa.c"
 
 #include "test_onebit_lamb.c"

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Inside of csrc/ops/lamb: what a CPU version offers, and the table of them (variants.def).
+ * Inside of csrc/ops/lamb: what a build of lamb_isa.c offers.
  */
 #ifndef ZPP_OPS_LAMB_KERNELS_H
 #define ZPP_OPS_LAMB_KERNELS_H
 
+#include "../isa.h"
 #include "lamb.h"
 #include "lamb_body.h"
 
@@ -22,6 +23,7 @@ struct zpp_lamb_kernels {
     void (*move)(const struct zpp_lamb_segment *segment, const struct zpp_lamb_consts *consts, size_t begin,
                  size_t end);
 };
+ZPP_ISA_DECLARE(struct zpp_lamb_kernels, zpp_lamb);
 
 /* All but the rate. */
 struct zpp_lamb_consts zpp_lamb_consts_of(const struct zpp_lamb_segment *segment, float grad_scale);
@@ -38,9 +40,5 @@ void zpp_lamb_cuda_place(struct zpp_lamb_cuda_batch *batch, void *work);
 struct zpp_lamb_low_cuda_batch;
 unsigned int zpp_lamb_low_cuda_fill(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale,
                                     const struct zpp_lamb_cuda_batch *beside, struct zpp_lamb_low_cuda_batch *batch);
-
-#define ZPP_LAMB_VARIANT(level, name) extern const struct zpp_lamb_kernels name;
-#include "variants.def"
-#undef ZPP_LAMB_VARIANT
 
 #endif

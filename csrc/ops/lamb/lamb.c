@@ -33,16 +33,6 @@ struct group {
     size_t blocks_count;
 };
 
-static const struct zpp_lamb_kernels *kernels_of(enum zpp_cpu_level level) {
-    switch (level) {
-#define ZPP_LAMB_VARIANT(needs, name) \
-    case needs: return &name;
-#include "variants.def"
-#undef ZPP_LAMB_VARIANT
-    default: return NULL;
-    }
-}
-
 struct zpp_lamb_consts zpp_lamb_consts_of(const struct zpp_lamb_segment *s, float grad_scale) {
     const double t = (double)s->step;
     return (struct zpp_lamb_consts){
@@ -58,9 +48,9 @@ struct zpp_lamb_consts zpp_lamb_consts_of(const struct zpp_lamb_segment *s, floa
     };
 }
 
-static double lanes_sum(const float lanes[ZPP_LAMB_LANES]) {
+static double sum_of(const float partial[ZPP_LAMB_LANES]) {
     double sum = 0.0;
-    for (int l = 0; l < ZPP_LAMB_LANES; ++l) sum += (double)lanes[l];
+    for (int l = 0; l < ZPP_LAMB_LANES; ++l) sum += (double)partial[l];
     return sum;
 }
 
@@ -103,8 +93,8 @@ static void first_pass(size_t begin, size_t end, void *arg) {
         if (is_low(group, block)) pass_low(group, block, &sums, false);
         else group->kernels->moments(&group->segments[block->segment], &group->consts[block->segment], block->begin,
                                      block->end, &sums);
-        block->params = lanes_sum(sums.params);
-        block->updates = lanes_sum(sums.updates);
+        block->params = sum_of(sums.params);
+        block->updates = sum_of(sums.updates);
     }
 }
 
@@ -180,7 +170,7 @@ static zpp_status step_with(enum zpp_cpu_level level, const struct zpp_lamb_segm
         if (blocks_of(&segments[k]) > capacity) capacity = blocks_of(&segments[k]);
     }
     struct group group = { .segments = segments, .sums = wanted->sums, .trust = wanted->trust,
-                           .kernels = kernels_of(level), .moments = zpp_moments_kernels_of(level) };
+                           .kernels = ZPP_ISA_AT(level, zpp_lamb), .moments = zpp_moments_kernels_of(level) };
     group.blocks = malloc(capacity * sizeof *group.blocks);
     group.consts = malloc((segments_count + 1) * sizeof *group.consts);
     if (!group.blocks || !group.consts) {
@@ -217,7 +207,7 @@ zpp_status zpp_lamb_norms(const struct zpp_lamb_segment *segments, size_t segmen
 
 static zpp_status at_level(enum zpp_cpu_level level, const struct zpp_lamb_segment *segments, size_t segments_count,
                            float grad_scale, const struct wanted *wanted, zpp_pool *pool, struct zpp_err *err) {
-    if (!kernels_of(level) || level > zpp_cpu_detected()) {
+    if (level > zpp_cpu_detected()) {
         return zpp_fail(err, ZPP_INVALID, "lamb: this machine or build lacks %s", zpp_cpu_level_name(level));
     }
     return step_with(level, segments, segments_count, grad_scale, wanted, pool, err);

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * One element of LAMB: the arithmetic, stated once for the scalar version and the ends of the vector versions, which
- * repeat it operation by operation.
+ * The arithmetic of LAMB, written once for all instruction sets and CUDA.
  */
 #ifndef ZPP_OPS_LAMB_BODY_H
 #define ZPP_OPS_LAMB_BODY_H
 
-#include "../round.h"
+#include "../optim/lanes.h"
 
 /* What is equal for all elements of a segment, computed in double and rounded once (lamb.c). */
 struct zpp_lamb_consts {
@@ -18,22 +17,23 @@ struct zpp_lamb_consts {
     float rate; /* lr r: known for the second pass only */
 };
 
-ZPP_FN float zpp_lamb_update(const struct zpp_lamb_consts *c, float p, float m, float v) {
-    const float root = ZPP_ADD(ZPP_MUL(ZPP_SQRT(v), c->per_root_correction2), c->eps);
-    return ZPP_ADD(ZPP_DIV(ZPP_MUL(m, c->per_correction1), root), ZPP_MUL(c->weight_decay, p));
+LANES_FN lanes zpp_lamb_update(const struct zpp_lamb_consts *c, lanes p, lanes m, lanes v) {
+    const lanes root = lanes_add(lanes_mul(lanes_sqrt(v), lanes_set(c->per_root_correction2)), lanes_set(c->eps));
+    return lanes_add(lanes_div(lanes_mul(m, lanes_set(c->per_correction1)), root),
+                     lanes_mul(lanes_set(c->weight_decay), p));
 }
 
-/* First pass: m and v are updated; u. */
-ZPP_FN float zpp_lamb_moments(const struct zpp_lamb_consts *c, float grad, float p, float *m, float *v) {
-    const float g = ZPP_MUL(grad, c->grad_scale);
-    *m = ZPP_ADD(ZPP_MUL(c->beta1, *m), ZPP_MUL(c->one_minus_beta1, g));
-    *v = ZPP_ADD(ZPP_MUL(c->beta2, *v), ZPP_MUL(c->one_minus_beta2, ZPP_MUL(g, g)));
+/* The first pass: updates m and v, and returns u. */
+LANES_FN lanes zpp_lamb_moments(const struct zpp_lamb_consts *c, lanes grad, lanes p, lanes *m, lanes *v) {
+    const lanes g = lanes_mul(grad, lanes_set(c->grad_scale));
+    *m = lanes_add(lanes_mul(lanes_set(c->beta1), *m), lanes_mul(lanes_set(c->one_minus_beta1), g));
+    *v = lanes_add(lanes_mul(lanes_set(c->beta2), *v), lanes_mul(lanes_set(c->one_minus_beta2), lanes_mul(g, g)));
     return zpp_lamb_update(c, p, *m, *v);
 }
 
-/* Second pass. */
-ZPP_FN float zpp_lamb_moved(const struct zpp_lamb_consts *c, float p, float m, float v) {
-    return ZPP_SUB(p, ZPP_MUL(c->rate, zpp_lamb_update(c, p, m, v)));
+/* The second pass: returns the new parameters. */
+LANES_FN lanes zpp_lamb_moved(const struct zpp_lamb_consts *c, lanes p, lanes m, lanes v) {
+    return lanes_sub(p, lanes_mul(lanes_set(c->rate), zpp_lamb_update(c, p, m, v)));
 }
 
 #endif

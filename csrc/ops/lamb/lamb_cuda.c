@@ -142,9 +142,9 @@ zpp_status zpp_lamb_norms_cuda(zpp_device *device, void *native, const struct zp
         const size_t taken = zpp_lamb_cuda_fill(segments + done, segments_count - done, grad_scale, &batch);
         zpp_lamb_cuda_place(&batch, work);
         batch.norms = sums + 2 * done;
-        const uint64_t lanes = (uint64_t)batch.blocks * ZPP_LAMB_LANES;
+        const uint64_t threads_needed = (uint64_t)batch.blocks * ZPP_LAMB_LANES;
         const struct zpp_launch_cuda all[] = {
-            { "zpp_lamb_cuda_moments", zpp_launch_cuda_blocks(lanes, threads), threads, 0 },
+            { "zpp_lamb_cuda_moments", zpp_launch_cuda_blocks(threads_needed, threads), threads, 0 },
             { "zpp_lamb_cuda_blocks", zpp_launch_cuda_blocks(2 * (uint64_t)batch.blocks, threads), threads, 0 },
             { "zpp_lamb_cuda_norms", zpp_launch_cuda_blocks(batch.taken, threads), threads, 0 } };
         for (size_t k = 0; k < sizeof all / sizeof all[0] && status == ZPP_OK; ++k) {

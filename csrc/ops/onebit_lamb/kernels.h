@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Inside of csrc/ops/onebit_lamb: what a CPU version of the kernel looks like, and the table of them (variants.def).
+ * Inside of csrc/ops/onebit_lamb: what a build of onebit_lamb_isa.c offers.
  */
 #ifndef ZPP_OPS_ONEBIT_LAMB_KERNELS_H
 #define ZPP_OPS_ONEBIT_LAMB_KERNELS_H
 
+#include "../isa.h"
 #include "onebit_lamb.h"
 #include "onebit_lamb_body.h"
 
@@ -14,17 +15,13 @@ struct zpp_onebit_lamb_lanes {
     float alone[ZPP_ONEBIT_LAMB_LANES], both[ZPP_ONEBIT_LAMB_LANES], largest[ZPP_ONEBIT_LAMB_LANES];
 };
 
-/* Elements [begin, end) of one segment, begin a multiple of the lanes: v', and what is added to `lanes`. Thread-free,
- * no alignment asked for. */
-typedef void (*zpp_onebit_lamb_kernel)(const struct zpp_onebit_lamb_segment *segment,
-                                       const struct zpp_onebit_lamb_consts *consts, size_t begin, size_t end,
-                                       struct zpp_onebit_lamb_lanes *lanes);
-
-#define ZPP_ONEBIT_LAMB_VARIANT(level, function)                                                                \
-    void function(const struct zpp_onebit_lamb_segment *segment, const struct zpp_onebit_lamb_consts *consts,   \
-                  size_t begin, size_t end, struct zpp_onebit_lamb_lanes *lanes);
-#include "variants.def"
-#undef ZPP_ONEBIT_LAMB_VARIANT
+struct zpp_onebit_lamb_kernels {
+    /* Elements [begin, end) of one segment, begin a multiple of the lanes: v', and what is added to `sums`.
+     * Thread-free, no alignment asked for. */
+    void (*fresh)(const struct zpp_onebit_lamb_segment *segment, const struct zpp_onebit_lamb_consts *consts,
+                  size_t begin, size_t end, struct zpp_onebit_lamb_lanes *sums);
+};
+ZPP_ISA_DECLARE(struct zpp_onebit_lamb_kernels, zpp_onebit_lamb);
 
 struct zpp_onebit_lamb_consts zpp_onebit_lamb_consts_of(const struct zpp_onebit_lamb_segment *segment);
 

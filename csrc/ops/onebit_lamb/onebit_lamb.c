@@ -24,18 +24,8 @@ struct job {
     const struct zpp_onebit_lamb_segment *segments;
     const struct zpp_onebit_lamb_consts *consts; /* [segments] */
     struct block *blocks;
-    zpp_onebit_lamb_kernel kernel;
+    const struct zpp_onebit_lamb_kernels *kernels;
 };
-
-static zpp_onebit_lamb_kernel kernel_of(enum zpp_cpu_level level) {
-    switch (level) {
-#define ZPP_ONEBIT_LAMB_VARIANT(needs, function) \
-    case needs: return function;
-#include "variants.def"
-#undef ZPP_ONEBIT_LAMB_VARIANT
-    default: return NULL;
-    }
-}
 
 struct zpp_onebit_lamb_consts zpp_onebit_lamb_consts_of(const struct zpp_onebit_lamb_segment *s) {
     const double t = (double)s->step, frozen = s->step < s->freeze_step ? t : (double)s->freeze_step;
@@ -56,12 +46,13 @@ static void pass(size_t begin, size_t end, void *arg) {
     const struct job *job = arg;
     for (size_t b = begin; b < end; ++b) {
         struct block *block = &job->blocks[b];
-        struct zpp_onebit_lamb_lanes lanes = { { 0 }, { 0 }, { 0 } };
-        job->kernel(&job->segments[block->segment], &job->consts[block->segment], block->begin, block->end, &lanes);
+        struct zpp_onebit_lamb_lanes sums = { { 0 }, { 0 }, { 0 } };
+        job->kernels->fresh(&job->segments[block->segment], &job->consts[block->segment], block->begin, block->end,
+                            &sums);
         for (int l = 0; l < ZPP_ONEBIT_LAMB_LANES; ++l) {
-            block->alone += (double)lanes.alone[l];
-            block->both += (double)lanes.both[l];
-            block->largest = zpp_onebit_lamb_greater(block->largest, lanes.largest[l]);
+            block->alone += (double)sums.alone[l];
+            block->both += (double)sums.both[l];
+            block->largest = lanes_max_bits(block->largest, sums.largest[l]);
         }
     }
 }
@@ -83,7 +74,7 @@ static size_t cut(const struct zpp_onebit_lamb_segment *segments, size_t segment
     return count;
 }
 
-static zpp_status fresh_with(zpp_onebit_lamb_kernel kernel, const struct zpp_onebit_lamb_segment *segments,
+static zpp_status fresh_with(enum zpp_cpu_level level, const struct zpp_onebit_lamb_segment *segments,
                              size_t segments_count, double *sums, float *largest, zpp_pool *pool,
                              struct zpp_err *err) {
     size_t room = 1;
@@ -103,14 +94,14 @@ static zpp_status fresh_with(zpp_onebit_lamb_kernel kernel, const struct zpp_one
         sums[2 * k] = sums[2 * k + 1] = 0.0;
         largest[k] = 0.0f;
     }
-    struct job job = { segments, consts, blocks, kernel };
+    struct job job = { segments, consts, blocks, ZPP_ISA_AT(level, zpp_onebit_lamb) };
     const size_t count = cut(segments, segments_count, blocks);
     zpp_pool_run(pool, count, GRAIN_BLOCKS, pass, &job);
     for (size_t b = 0; b < count; ++b) {
         const size_t k = blocks[b].segment;
         sums[2 * k] += blocks[b].alone;
         sums[2 * k + 1] += blocks[b].both;
-        largest[k] = zpp_onebit_lamb_greater(largest[k], blocks[b].largest);
+        largest[k] = lanes_max_bits(largest[k], blocks[b].largest);
     }
     free(blocks);
     free(consts);
@@ -119,15 +110,14 @@ static zpp_status fresh_with(zpp_onebit_lamb_kernel kernel, const struct zpp_one
 
 zpp_status zpp_onebit_lamb_fresh(const struct zpp_onebit_lamb_segment *segments, size_t segments_count, double *sums,
                                  float *largest, zpp_pool *pool, struct zpp_err *err) {
-    return fresh_with(kernel_of(zpp_cpu_level()), segments, segments_count, sums, largest, pool, err);
+    return fresh_with(zpp_cpu_level(), segments, segments_count, sums, largest, pool, err);
 }
 
 zpp_status zpp_onebit_lamb_fresh_at(enum zpp_cpu_level level, const struct zpp_onebit_lamb_segment *segments,
                                     size_t segments_count, double *sums, float *largest, zpp_pool *pool,
                                     struct zpp_err *err) {
-    const zpp_onebit_lamb_kernel kernel = kernel_of(level);
-    if (!kernel || level > zpp_cpu_detected()) {
+    if (level > zpp_cpu_detected()) {
         return zpp_fail(err, ZPP_INVALID, "onebit_lamb: this machine or build lacks %s", zpp_cpu_level_name(level));
     }
-    return fresh_with(kernel, segments, segments_count, sums, largest, pool, err);
+    return fresh_with(level, segments, segments_count, sums, largest, pool, err);
 }

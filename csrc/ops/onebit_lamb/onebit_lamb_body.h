@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * One element of 1-bit LAMB's fresh variance and norms: the arithmetic, stated once for the scalar version, the ends of
- * the vector versions and the CUDA kernel. The vector versions repeat it operation by operation.
+ * The arithmetic of 1-bit LAMB's fresh variance and norms, written once for all instruction sets and CUDA.
  */
 #ifndef ZPP_OPS_ONEBIT_LAMB_BODY_H
 #define ZPP_OPS_ONEBIT_LAMB_BODY_H
 
-#include "../round.h"
+#include "../optim/lanes.h"
 
 /* What is equal for all elements of a segment, computed in double and rounded once (onebit_lamb.c). */
 struct zpp_onebit_lamb_consts {
@@ -20,25 +19,27 @@ struct zpp_onebit_lamb_consts {
 
 /* What one lane adds up, and its largest ratio, which has no sign. */
 struct zpp_onebit_lamb_lane {
-    float alone, both, largest;
+    lanes alone, both, largest;
 };
 
-/* The greater of two without sign, and a NaN beats all: by bits. */
-ZPP_FN float zpp_onebit_lamb_greater(float a, float b) { return ZPP_BITS(a) > ZPP_BITS(b) ? a : b; }
+LANES_FN lanes zpp_onebit_lamb_root(lanes square, float per_root, float eps) {
+    return lanes_add(lanes_mul(lanes_sqrt(square), lanes_set(per_root)), lanes_set(eps));
+}
 
 /* Adds one element to `lane`; the new v'. */
-ZPP_FN float zpp_onebit_lamb_element(const struct zpp_onebit_lamb_consts *c, float p, float m, float before, float v,
-                                     float fresh, struct zpp_onebit_lamb_lane *lane) {
-    const float g = ZPP_MUL(ZPP_SUB(m, ZPP_MUL(c->beta1, before)), c->per_gradient);
-    const float next = ZPP_ADD(ZPP_MUL(c->beta2, fresh), ZPP_MUL(c->one_minus_beta2, ZPP_MUL(g, g)));
-    const float below = ZPP_ADD(ZPP_MUL(ZPP_SQRT(v), c->per_root_frozen), c->eps);
-    const float real = ZPP_ADD(ZPP_MUL(ZPP_SQRT(next), c->per_root_fresh), c->eps);
-    const float ratio = v == 0.0f ? 0.0f : ZPP_DIV(below, real);
-    const float alone = v == 0.0f ? 0.0f : ZPP_DIV(ZPP_MUL(m, c->per_momentum), below);
-    const float both = ZPP_ADD(alone, ZPP_MUL(c->weight_decay, p));
-    lane->alone = ZPP_ADD(lane->alone, ZPP_MUL(alone, alone));
-    lane->both = ZPP_ADD(lane->both, ZPP_MUL(both, both));
-    lane->largest = zpp_onebit_lamb_greater(lane->largest, ZPP_FLOAT(ZPP_BITS(ratio) & 0x7fffffffu));
+LANES_FN lanes zpp_onebit_lamb_element(const struct zpp_onebit_lamb_consts *c, lanes p, lanes m, lanes before, lanes v,
+                                       lanes fresh, struct zpp_onebit_lamb_lane *lane) {
+    const lanes g = lanes_mul(lanes_sub(m, lanes_mul(lanes_set(c->beta1), before)), lanes_set(c->per_gradient));
+    const lanes next = lanes_add(lanes_mul(lanes_set(c->beta2), fresh),
+                                 lanes_mul(lanes_set(c->one_minus_beta2), lanes_mul(g, g)));
+    const lanes below = zpp_onebit_lamb_root(v, c->per_root_frozen, c->eps);
+    const lanes real = zpp_onebit_lamb_root(next, c->per_root_fresh, c->eps);
+    const lanes ratio = lanes_zero_at_zero(lanes_div(below, real), v);
+    const lanes alone = lanes_zero_at_zero(lanes_div(lanes_mul(m, lanes_set(c->per_momentum)), below), v);
+    const lanes both = lanes_add(alone, lanes_mul(lanes_set(c->weight_decay), p));
+    lane->alone = lanes_add(lane->alone, lanes_mul(alone, alone));
+    lane->both = lanes_add(lane->both, lanes_mul(both, both));
+    lane->largest = lanes_max_bits(lane->largest, lanes_abs(ratio));
     return next;
 }
 

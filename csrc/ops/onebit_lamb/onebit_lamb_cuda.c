@@ -55,9 +55,9 @@ size_t zpp_onebit_lamb_cuda_work_bytes(const struct zpp_onebit_lamb_segment *seg
 static zpp_status launch_group(zpp_device *device, void *native, const struct zpp_onebit_lamb_cuda_batch *batch,
                                struct zpp_err *err) {
     const unsigned int threads = ZPP_ONEBIT_LAMB_CUDA_THREADS;
-    const uint64_t lanes = (uint64_t)batch->blocks * ZPP_ONEBIT_LAMB_LANES;
+    const uint64_t threads_needed = (uint64_t)batch->blocks * ZPP_ONEBIT_LAMB_LANES;
     const struct zpp_launch_cuda all[] = {
-        { "zpp_onebit_lamb_cuda_lanes", zpp_launch_cuda_blocks(lanes, threads), threads, 0 },
+        { "zpp_onebit_lamb_cuda_lanes", zpp_launch_cuda_blocks(threads_needed, threads), threads, 0 },
         { "zpp_onebit_lamb_cuda_blocks", zpp_launch_cuda_blocks(batch->blocks, threads), threads, 0 },
         { "zpp_onebit_lamb_cuda_tensors", zpp_launch_cuda_blocks(batch->count, threads), threads, 0 } };
     zpp_status status = ZPP_OK;

@@ -39,13 +39,13 @@ KERNEL zpp_onebit_lamb_cuda_lanes(const __grid_constant__ struct zpp_onebit_lamb
 KERNEL zpp_onebit_lamb_cuda_blocks(const __grid_constant__ struct zpp_onebit_lamb_cuda_batch batch) {
     const unsigned int block = index_of_thread();
     if (block >= batch.blocks) return;
-    const struct zpp_onebit_lamb_lane *lanes = batch.lanes + (uint64_t)block * ZPP_ONEBIT_LAMB_CUDA_LANES;
+    const struct zpp_onebit_lamb_lane *of_block = batch.lanes + (uint64_t)block * ZPP_ONEBIT_LAMB_CUDA_LANES;
     double alone = 0.0, both = 0.0;
     float largest = 0.0f;
     for (int l = 0; l < ZPP_ONEBIT_LAMB_CUDA_LANES; ++l) {
-        alone = __dadd_rn(alone, (double)lanes[l].alone);
-        both = __dadd_rn(both, (double)lanes[l].both);
-        largest = zpp_onebit_lamb_greater(largest, lanes[l].largest);
+        alone = __dadd_rn(alone, (double)of_block[l].alone);
+        both = __dadd_rn(both, (double)of_block[l].both);
+        largest = lanes_max_bits(largest, of_block[l].largest);
     }
     batch.block_sums[2 * (uint64_t)block] = alone;
     batch.block_sums[2 * (uint64_t)block + 1] = both;
@@ -62,7 +62,7 @@ KERNEL zpp_onebit_lamb_cuda_tensors(const __grid_constant__ struct zpp_onebit_la
     for (unsigned int block = batch.segments[k].first_block; block < end; ++block) {
         alone = __dadd_rn(alone, batch.block_sums[2 * (uint64_t)block]);
         both = __dadd_rn(both, batch.block_sums[2 * (uint64_t)block + 1]);
-        largest = zpp_onebit_lamb_greater(largest, batch.block_largest[block]);
+        largest = lanes_max_bits(largest, batch.block_largest[block]);
     }
     batch.sums[2 * (uint64_t)k] = alone;
     batch.sums[2 * (uint64_t)k + 1] = both;

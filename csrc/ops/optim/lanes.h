@@ -31,6 +31,9 @@ LANES_FN lanes lanes_step(lanes a, lanes b) { return b > 0.0f ? a : b < 0.0f ? -
 LANES_FN lanes lanes_maximum(lanes a, lanes b) { return a > b || a != a ? a : b; }
 /* `a`, and 0 where x is 0 (a NaN is not). */
 LANES_FN lanes lanes_zero_at_zero(lanes a, lanes x) { return x == 0.0f ? 0.0f : a; }
+LANES_FN lanes lanes_abs(lanes a) { return ZPP_FLOAT(ZPP_BITS(a) & 0x7fffffffu); }
+/* The greater of two magnitudes, by bits: a NaN beats all. */
+LANES_FN lanes lanes_max_bits(lanes a, lanes b) { return ZPP_BITS(a) > ZPP_BITS(b) ? a : b; }
 #else
 #include "../vec16.h"
 typedef v16 lanes;
@@ -43,6 +46,8 @@ LANES_FN lanes lanes_sqrt(lanes a) { return v16_sqrt(a); }
 LANES_FN lanes lanes_step(lanes a, lanes b) { return v16_step(a, b); }
 LANES_FN lanes lanes_maximum(lanes a, lanes b) { return v16_maximum(a, b); }
 LANES_FN lanes lanes_zero_at_zero(lanes a, lanes x) { return v16_zero_at_zero(a, x); }
+LANES_FN lanes lanes_abs(lanes a) { return v16_abs(a); }
+LANES_FN lanes lanes_max_bits(lanes a, lanes b) { return v16_max_bits(a, b); }
 #endif
 
 #endif

@@ -104,13 +104,6 @@ LANES_FN size_t all_turns(const struct zpp_optim_segment *s, const union zpp_opt
     }
 }
 
-/* Elements before param_out + begin reaches a line. */
-static size_t head_elems(const struct zpp_optim_segment *s, size_t begin) {
-    const size_t elem_bytes = s->out_dtype == ZPP_F32 ? 4 : 2;
-    const uintptr_t at = (uintptr_t)s->param_out + begin * elem_bytes;
-    return ((0 - at) & 63u) / elem_bytes;
-}
-
 /* The ends, which are no whole turn, are left to the scalar build. */
 LANES_FN void walk(const struct zpp_optim_segment *s, const union zpp_optim_consts *consts, size_t begin, size_t end,
                    const update_fn update, const struct zpp_optim_shape shape, const uint32_t usual,
@@ -118,7 +111,7 @@ LANES_FN void walk(const struct zpp_optim_segment *s, const union zpp_optim_cons
     const zpp_optim_kernel one_by_one = zpp_optim_scalar.step[s->optimizer];
     /* A short piece is copied out through the cache, from any address: its head would cost more than is saved. */
     const bool stream = s->param_out && end - begin >= STREAM_ELEMS;
-    const size_t first = stream ? begin + head_elems(s, begin) : begin;
+    const size_t first = stream ? begin + v16_elems_to_line(s->param_out, begin, s->out_dtype) : begin;
     if (first > begin) one_by_one(s, consts, begin, first);
     const size_t last = !varies || (usual && consts->options == usual)
                             ? all_turns(s, consts, first, end, update, shape, usual, stream)
