@@ -222,7 +222,7 @@ struct zpp_sum_seen zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accu
                                        int ranks, zpp_dtype dtype, size_t elems, double scale) {
     const struct zpp_sum_kernels *kernels = zpp_sum_kernels();
     struct zpp_sum sum = { .dst = dst, .src = src, .sources = ranks, .scale = (float)scale, .accumulate = accumulate,
-                           .wide = dst_dtype == ZPP_F32 };
+                           .wide = dst_dtype == ZPP_F32, .report = true };
     for (int r = 0; r < ranks; r++) sum.replaces |= src[r] == dst;
     switch (dtype) {
     case ZPP_F32: return kernels->f32(&sum, elems);

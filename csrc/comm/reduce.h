@@ -23,10 +23,12 @@ struct zpp_sum {
     bool accumulate; /* add to what dst has */
     bool wide;       /* dst is fp32 although the elements are 16-bit */
     bool stream;     /* dst is large and not read again soon: write around the cache (fp32 alone) */
+    bool report;     /* what the sum sees: costs time where the data is in the cache */
     bool replaces;   /* dst is one of the sources: report on what it had, too */
 };
 
-/* The sum kernels of one instruction set. Each says what it saw on the way, which costs no second pass over memory. */
+/* The sum kernels of one instruction set. With `report` each returns what it saw, without a second pass over memory;
+ * otherwise zeros. */
 struct zpp_sum_kernels {
     struct zpp_sum_seen (*f32)(const struct zpp_sum *sum, size_t elems);
     struct zpp_sum_seen (*bf16)(const struct zpp_sum *sum, size_t elems);

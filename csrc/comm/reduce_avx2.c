@@ -66,40 +66,49 @@ static inline void store_f32(void *dst, size_t i, __m256 value) { _mm256_storeu_
 static inline void stream_f32(void *dst, size_t i, __m256 value) { _mm256_stream_ps((float *)dst + i, value); }
 
 static inline __attribute__((always_inline)) void sum_block(const struct zpp_sum *job, size_t i, load_fn load,
-                                                            load_fn load_dst, store_fn store,
+                                                            load_fn load_dst, store_fn store, bool report,
                                                             struct largest *largest) {
     __m256 sum[4];
     for (int k = 0; k < 4; k++) sum[k] = load(job->src[0], i + (size_t)k * LANES);
     for (int r = 1; r < job->sources; r++)
         for (int k = 0; k < 4; k++) sum[k] = _mm256_add_ps(sum[k], load(job->src[r], i + (size_t)k * LANES));
-    if (job->replaces)
+    if (report && job->replaces)
         for (int k = 0; k < 4; k++)
             largest->replaced = larger(largest->replaced, load_dst(job->dst, i + (size_t)k * LANES));
     for (int k = 0; k < 4; k++) {
         const size_t at = i + (size_t)k * LANES;
         __m256 value = _mm256_mul_ps(sum[k], _mm256_set1_ps(job->scale));
         if (job->accumulate) value = _mm256_add_ps(load_dst(job->dst, at), value);
-        largest->result = larger(largest->result, value);
+        if (report) largest->result = larger(largest->result, value);
         store(job->dst, at, value);
     }
 }
 
 /* Whole blocks alone. Returns how many elements those have. */
-static inline __attribute__((always_inline)) size_t sum_blocks(const struct zpp_sum *sum, size_t elems, load_fn load,
-                                                               load_fn load_dst, store_fn store,
+static inline __attribute__((always_inline)) size_t block_loop(const struct zpp_sum *sum, size_t elems, load_fn load,
+                                                               load_fn load_dst, store_fn store, bool report,
                                                                struct zpp_sum_seen *seen) {
     const void *const pair[2] = {sum->src[0], sum->src[sum->sources > 1]};
     struct zpp_sum job = *sum; /* a copy, so that the compiler knows that no store changes it */
     struct largest largest = {_mm256_setzero_si256(), _mm256_setzero_si256()};
     size_t i = 0;
     if (job.sources == 2 && !job.accumulate) { /* by far the commonest: the compiler keeps both pointers in registers */
-        job = (struct zpp_sum){job.dst, pair, 2, job.scale, false, job.wide, job.stream, job.replaces};
-        for (; i + BLOCK <= elems; i += BLOCK) sum_block(&job, i, load, load_dst, store, &largest);
+        job = (struct zpp_sum){.dst = job.dst, .src = pair, .sources = 2, .scale = job.scale, .replaces = job.replaces};
+        for (; i + BLOCK <= elems; i += BLOCK) sum_block(&job, i, load, load_dst, store, report, &largest);
     } else {
-        for (; i + BLOCK <= elems; i += BLOCK) sum_block(&job, i, load, load_dst, store, &largest);
+        for (; i + BLOCK <= elems; i += BLOCK) sum_block(&job, i, load, load_dst, store, report, &largest);
     }
-    *seen = zpp_sum_seen(largest_lane(largest.result), largest_lane(largest.replaced));
+    *seen = (struct zpp_sum_seen){0};
+    if (report) *seen = zpp_sum_seen(largest_lane(largest.result), largest_lane(largest.replaced));
     return i;
+}
+
+/* Two loops: data in the cache is summed up to a tenth faster by the one that reports nothing. */
+static inline __attribute__((always_inline)) size_t sum_blocks(const struct zpp_sum *sum, size_t elems, load_fn load,
+                                                               load_fn load_dst, store_fn store,
+                                                               struct zpp_sum_seen *seen) {
+    return sum->report ? block_loop(sum, elems, load, load_dst, store, true, seen)
+                       : block_loop(sum, elems, load, load_dst, store, false, seen);
 }
 
 /* The elements behind the whole blocks, by the scalar kernel of the same dtype. */

@@ -28,8 +28,8 @@ static struct zpp_sum_seen sum_f32(const struct zpp_sum *sum, size_t elems) {
     for (size_t i = 0; i < elems; i++) {
         float value = sum_at(sum, i);
         if (sum->accumulate) value = dst[i] + value;
-        if (sum->replaces) keep_largest(&replaced, dst[i]);
-        keep_largest(&largest, value);
+        if (sum->report && sum->replaces) keep_largest(&replaced, dst[i]);
+        if (sum->report) keep_largest(&largest, value);
         dst[i] = value;
     }
     return zpp_sum_seen(largest, replaced);
@@ -51,8 +51,8 @@ static inline struct zpp_sum_seen sum_16(const struct zpp_sum *sum, size_t elems
     for (size_t i = 0; i < elems; i++) {
         float value = sum_16_at(sum, i, widen);
         if (sum->accumulate) value = (sum->wide ? wide[i] : widen(same[i])) + value;
-        if (sum->replaces) keep_largest(&replaced, widen(same[i]));
-        keep_largest(&largest, value);
+        if (sum->report && sum->replaces) keep_largest(&replaced, widen(same[i]));
+        if (sum->report) keep_largest(&largest, value);
         if (sum->wide)
             wide[i] = value;
         else

@@ -102,15 +102,15 @@ static void compare(const struct zpp_sum_kernels *kernels, zpp_dtype dtype, bool
                     size_t dst_offset) {
     static unsigned char ours[ROOM + 64] __attribute__((aligned(64))), scalar[ROOM + 64] __attribute__((aligned(64)));
     for (int count = 1; count <= SOURCES; count++)
-        for (int policy = 0; policy < 8; policy++) {
-            const bool accumulate = policy & 1, stream = policy & 2;
+        for (int policy = 0; policy < 16; policy++) {
+            const bool accumulate = policy & 1, stream = policy & 2, report = policy & 8;
             const float scale = policy & 4 ? 1.0f / 3.0f : 1.0f;
             for (size_t i = 0; i < sizeof ours / 2; i++) {
                 const uint16_t start = zpp_bf16_from_f32((float)(i % 17) - 8.0f);
                 memcpy(ours + 2 * i, &start, 2);
             }
             memcpy(scalar, ours, sizeof ours);
-            struct zpp_sum sum = {ours + dst_offset, from, count, scale, accumulate, wide, stream, false};
+            struct zpp_sum sum = {ours + dst_offset, from, count, scale, accumulate, wide, stream, report, false};
             const struct zpp_sum_seen seen = run(kernels, dtype, &sum, elems);
             sum.dst = scalar + dst_offset;
             CHECK_EQUAL(run(&zpp_sum_scalar, dtype, &sum, elems).nonfinite, seen.nonfinite);
@@ -183,6 +183,7 @@ static void see(const struct zpp_sum_kernels *kernels) {
         for (size_t l = 0; l < sizeof lengths / sizeof lengths[0]; l++)
             for (int policy = 0; policy < 8; policy++) {
                 const struct zpp_sum sum = {.scale = 1.0f,
+                                            .report = true,
                                             .accumulate = policy == 1 || policy == 3,
                                             .wide = kinds[k] == ZPP_F32 || policy == 2 || policy == 3,
                                             .stream = policy & 4,
